@@ -1,0 +1,36 @@
+"""One mini-batch of training data, as every reader yields it."""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+
+Kind = Literal["train", "eval"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Batch:
+    """B samples of F features. Arrays are C-contiguous and never written again."""
+
+    dense: npt.NDArray[np.float32]  # [B, D], finite
+    labels: npt.NDArray[np.float32]  # [B]
+    ids: npt.NDArray[np.int64]  # [N] feature-major (all samples of feature 0, then of feature 1, ...), checked against the tables
+    offsets: npt.NDArray[np.int64] | None = None  # [F * B + 1] into ids, or None where every bag holds exactly one id (N = F * B)
+    weights: npt.NDArray[np.float32] | None = None  # [N], or None where no feature is weighted
+    extra: dict[str, npt.NDArray[np.generic]] = field(default_factory=dict)  # carried untouched
+
+    @property
+    def size(self) -> int:
+        return len(self.labels)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ScheduledBatch:
+    """A batch with its place in the run. Steps count training and evaluation batches together, without gaps."""
+
+    step: int
+    kind: Kind
+    train_step: int  # training batches before this one in the run
+    epoch: int
+    batch: Batch

@@ -1,0 +1,471 @@
+"""The job file: one TOML file, read by both processes, checked once here.
+
+Every section is a frozen struct; unknown keys, wrong types and impossible values are a `ConfigError` of one sentence.
+"""
+
+import json
+import re
+import tomllib
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+import xxhash
+
+from protocol.errors import ConfigError
+
+UNITS = {"": 1, "B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+MIN_RING_BYTES = 2**20
+MAX_ROWS_PER_TABLE = 2**48  # a key is table_index << 48 | row
+MAX_TABLES = 2**15
+
+
+def parse_bytes(text: str | int) -> int:
+    """`"64MiB"` -> bytes. Raises ValueError with a sentence."""
+    if isinstance(text, int):
+        value = text
+    else:
+        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
+        if match is None or match[2] not in UNITS:
+            raise ValueError(f'{text!r} is not a size; write bytes with a unit, such as "64MiB"')
+        value = int(float(match[1]) * UNITS[match[2]])
+    if value <= 0:
+        raise ValueError(f"{text!r} must be more than 0 bytes")
+    return value
+
+
+def parse_seconds(text: str | float) -> float:
+    """`"60s"`, `"500ms"`, `"5m"` or a number of seconds -> seconds. Raises ValueError with a sentence."""
+    if not isinstance(text, str):
+        return float(text)
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(ms|s|m)\s*", text)
+    if match is None:
+        raise ValueError(f'{text!r} is not a duration; write seconds, such as "60s"')
+    return float(match[1]) * {"ms": 1e-3, "s": 1.0, "m": 60.0}[match[2]]
+
+
+class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    pass
+
+
+class JobSection(Section, frozen=True, kw_only=True):
+    name: str = "rowcast"  # a label of rowcast_build_info only
+    seed: int = 0
+    run_dir: str
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.seed < 2**63:
+            raise ValueError(f"seed = {self.seed} must be from 0 to 2**63 - 1")
+
+
+class Columns(Section, frozen=True, kw_only=True):
+    label: str = "label"
+    dense: list[str] | None = None  # None: every column named int_<n>, by n
+    weights: dict[str, str] = {}  # feature -> the column of its per-look-up weights
+
+
+class Synthetic(Section, frozen=True, kw_only=True):
+    samples: int = 1_000_000
+    preset: Literal["criteo-kaggle"] | None = None  # sets the cardinalities of [tables_from] where it gives none
+    scale: float = 1.0  # multiplies the preset's cardinalities; 1 at least stays
+    zipf: float = 1.05
+
+    def __post_init__(self) -> None:
+        if self.samples < 1:
+            raise ValueError(f"samples = {self.samples} must be at least 1")
+        if not 0 < self.scale <= 1e6:
+            raise ValueError(f"scale = {self.scale} must be above 0")
+        if not 0 <= self.zipf <= 10:
+            raise ValueError(f"zipf = {self.zipf} must be from 0 to 10")
+
+
+class Data(Section, frozen=True, kw_only=True):
+    format: str  # criteo-tsv | criteo-npy | parquet | synthetic | "package.module:factory"
+    path: str | None = None  # file, folder or glob, in name order
+    eval_path: str | None = None
+    batch_size: int = 2048
+    epochs: int = 1
+    eval_fraction: float = 0.0
+    shuffle: str = "none"
+    on_invalid_id: Literal["error", "modulo", "zero"] = "error"
+    hash: bool = False  # criteo-npy: read int32 as unsigned, then modulo
+    columns: Columns = Columns()
+    synthetic: Synthetic = Synthetic()
+    options: dict[str, Any] = {}  # handed to a "package.module:factory"
+
+    def __post_init__(self) -> None:
+        if self.format not in ("criteo-tsv", "criteo-npy", "parquet", "synthetic") and ":" not in self.format:
+            raise ValueError(f'format = {self.format!r} is none of criteo-tsv, criteo-npy, parquet, synthetic, "package.module:factory"')
+        if self.path is None and self.format in ("criteo-tsv", "criteo-npy", "parquet"):
+            raise ValueError(f'format = {self.format!r} needs path = "..."')
+        for name in ("batch_size", "epochs"):
+            if not 1 <= getattr(self, name) < 2**31:
+                raise ValueError(f"{name} = {getattr(self, name)} must be at least 1")
+        if not 0 <= self.eval_fraction < 1:
+            raise ValueError(f"eval_fraction = {self.eval_fraction} must be at least 0 and less than 1")
+        if not re.fullmatch(r"none|full|window:[1-9]\d*", self.shuffle):
+            raise ValueError(f"shuffle = {self.shuffle!r} is none of none, full, window:ROWS")
+        if self.shuffle == "full" and self.format in ("criteo-tsv", "parquet"):
+            raise ValueError(f'shuffle = "full" needs random access, which {self.format} has not; use "window:65536"')
+
+    @property
+    def shuffle_window(self) -> int | None:
+        """Rows in a shuffled block; 0 for the whole data set; None where the order is kept."""
+        if self.shuffle == "none":
+            return None
+        return 0 if self.shuffle == "full" else int(self.shuffle.removeprefix("window:"))
+
+
+class Table(Section, frozen=True, kw_only=True):
+    name: str
+    num_embeddings: int
+    embedding_dim: int
+    features: list[str]
+    pooling: Literal["sum", "mean", "none"] = "sum"
+    init: str = "uniform"  # uniform(+-1/sqrt(num_embeddings)) | uniform:lo,hi | normal:std | constant:x
+
+    def __post_init__(self) -> None:
+        if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", self.name):
+            raise ValueError(f"table name {self.name!r} must be letters, digits and underscores")
+        if not 1 <= self.num_embeddings <= MAX_ROWS_PER_TABLE:
+            raise ValueError(f"table {self.name}: num_embeddings = {self.num_embeddings} must be from 1 to 2**48")
+        if not 1 <= self.embedding_dim <= 4096:
+            raise ValueError(f"table {self.name}: embedding_dim = {self.embedding_dim} must be from 1 to 4096")
+        if not self.features:
+            raise ValueError(f"table {self.name} has no feature; list at least one in features = [...]")
+        if self.pooling == "none":
+            raise ValueError(f'table {self.name}: pooling = "none" is not supported yet; use "sum" or "mean"')
+        parse_init(self.init, self.num_embeddings)
+
+
+class TablesFrom(Section, frozen=True, kw_only=True):
+    """The usual case: one table per feature cat_0, cat_1, ..., all of one width."""
+
+    cardinalities: list[int] | None = None
+    embedding_dim: int
+    pooling: Literal["sum", "mean"] = "sum"
+    init: str = "uniform"
+
+
+class Model(Section, frozen=True, kw_only=True):
+    kind: str = "dlrm"  # dlrm | "package.module:factory"
+    bottom_mlp: list[int] = []
+    top_mlp: list[int] = []
+    options: dict[str, Any] = {}  # handed to a "package.module:factory"
+
+    def __post_init__(self) -> None:
+        if self.kind != "dlrm" and ":" not in self.kind:
+            raise ValueError(f'kind = {self.kind!r} is neither dlrm nor "package.module:factory"')
+        if self.kind == "dlrm" and (not self.bottom_mlp or not self.top_mlp or self.top_mlp[-1] != 1):
+            raise ValueError("dlrm needs bottom_mlp = [..., embedding_dim] and top_mlp = [..., 1]")
+        if any(width < 1 for width in [*self.bottom_mlp, *self.top_mlp]):
+            raise ValueError("bottom_mlp and top_mlp list output widths, which must be at least 1")
+
+
+class SparseOptimizer(Section, frozen=True, kw_only=True):
+    kind: Literal["sgd", "adagrad", "rowwise_adagrad", "adam"]
+    lr: float
+    eps: float | None = None  # None: 1e-10 for Adagrad, 1e-8 for Adam
+    betas: tuple[float, float] = (0.9, 0.999)
+    initial_accumulator: float = 0.0
+    momentum: float = 0.0
+    weight_decay: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in ("momentum", "weight_decay"):
+            if getattr(self, name) != 0:
+                raise ValueError(f"{name} on rows is refused: it changes rows that no batch touches, which no cache can follow; remove it")
+        if not 0 <= self.lr < float("inf"):
+            raise ValueError(f"lr = {self.lr} must be finite and at least 0")
+        if self.kind != "sgd" and not self.epsilon > 0:
+            raise ValueError(f"eps = {self.eps} must be above 0: with 0 rows that no batch touches would become NaN")
+        if not all(0 <= beta < 1 for beta in self.betas):
+            raise ValueError(f"betas = {list(self.betas)} must be at least 0 and below 1")
+        if self.initial_accumulator < 0:
+            raise ValueError(f"initial_accumulator = {self.initial_accumulator} must be at least 0")
+
+    @property
+    def epsilon(self) -> float:
+        if self.eps is not None:
+            return self.eps
+        return 1e-10 if "adagrad" in self.kind else 1e-8
+
+
+class DenseOptimizer(Section, frozen=True, kw_only=True):
+    kind: Literal["sgd", "adagrad", "adam"]
+    lr: float
+    eps: float | None = None
+    betas: tuple[float, float] = (0.9, 0.999)
+    initial_accumulator: float = 0.0
+    momentum: float = 0.0
+    weight_decay: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.lr < float("inf"):
+            raise ValueError(f"lr = {self.lr} must be finite and at least 0")
+        if self.momentum and self.kind != "sgd":
+            raise ValueError(f'momentum belongs to kind = "sgd", not {self.kind!r}')
+
+
+class Optimizer(Section, frozen=True, kw_only=True):
+    sparse: SparseOptimizer
+    dense: DenseOptimizer
+
+
+class Eval(Section, frozen=True, kw_only=True):
+    every: int = 0  # train steps between evaluations; always one at each epoch's end
+
+    def __post_init__(self) -> None:
+        if self.every < 0:
+            raise ValueError(f"every = {self.every} must be 0 (each epoch's end) or a number of train steps")
+
+
+class Cache(Section, frozen=True, kw_only=True):
+    capacity: str | int  # device bytes for row records, all groups together, or "20000 rows" for a single group
+    policy: Literal["lookahead", "lru", "lfu", "static"] = "lookahead"
+
+    def __post_init__(self) -> None:
+        if self.policy != "lookahead":
+            raise ValueError(f'policy = {self.policy!r} is not supported yet; use "lookahead"')
+        if self.capacity_rows is None:
+            parse_bytes(self.capacity)
+
+    @property
+    def capacity_rows(self) -> int | None:
+        match = re.fullmatch(r"\s*(\d+)\s+rows\s*", str(self.capacity))
+        return int(match[1]) if match else None
+
+
+class Lookahead(Section, frozen=True, kw_only=True):
+    depth: int = 4  # steps of rows in flight
+    horizon: int | Literal["auto"] = "auto"  # batches of ids
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.depth <= 64:
+            raise ValueError(f"depth = {self.depth} must be from 1 to 64")
+        if self.horizon != "auto" and not 0 <= self.horizon <= 2**20:
+            raise ValueError(f'horizon = {self.horizon} must be "auto" or from 0 to {2**20} batches')
+
+    @property
+    def horizon_batches(self) -> int:
+        """Batches of ids known beyond the one being planned: never below `depth`."""
+        return max(64 if self.horizon == "auto" else self.horizon, self.depth)
+
+
+class Store(Section, frozen=True, kw_only=True):
+    kind: Literal["memory", "mapped"] = "memory"
+
+    def __post_init__(self) -> None:
+        if self.kind != "memory":
+            raise ValueError(f'kind = {self.kind!r} is not supported yet; use "memory"')
+
+
+class Checkpoint(Section, frozen=True, kw_only=True):
+    every: int = 0
+
+    def __post_init__(self) -> None:
+        if self.every != 0:
+            raise ValueError(f"every = {self.every} is not supported yet; use 0 (one checkpoint at the end)")
+
+
+class Transport(Section, frozen=True, kw_only=True):
+    endpoint: str = "ipc"
+    ring: str | int = "auto"  # bytes of each of the two rings
+    connect_timeout: str | float = "60s"
+    stall_timeout: str | float = "300s"
+
+    def __post_init__(self) -> None:
+        if self.endpoint.startswith("tcp://"):
+            raise ValueError('endpoint = "tcp://..." is refused until its encryption and keys exist; use "ipc" on one host')
+        if self.endpoint != "ipc":
+            raise ValueError(f'endpoint = {self.endpoint!r} must be "ipc"')
+        if self.ring != "auto" and parse_bytes(self.ring) < MIN_RING_BYTES:
+            raise ValueError(f"ring = {self.ring!r} must be at least 1MiB")
+        for name in ("connect_timeout", "stall_timeout"):
+            if parse_seconds(getattr(self, name)) <= 0:
+                raise ValueError(f"{name} = {getattr(self, name)!r} must be more than 0 seconds")
+
+    @property
+    def ring_bytes(self) -> int | None:
+        return None if self.ring == "auto" else parse_bytes(self.ring)
+
+
+class Trainer(Section, frozen=True, kw_only=True):
+    device: str = "auto"
+    threads: int | Literal["auto"] = "auto"
+
+
+class Prefetcher(Section, frozen=True, kw_only=True):
+    workers: int = 1
+    threads: int | Literal["auto"] = "auto"
+
+    def __post_init__(self) -> None:
+        if self.workers != 1:
+            raise ValueError(f"workers = {self.workers} is not supported yet; use 1")
+
+
+class Metrics(Section, frozen=True, kw_only=True):
+    prefetcher: str = "127.0.0.1:9400"
+    trainer: str = "127.0.0.1:9401"
+
+    def __post_init__(self) -> None:
+        for name in ("prefetcher", "trainer"):
+            if not re.fullmatch(r"[^:\s]+:\d{1,5}", getattr(self, name)):
+                raise ValueError(f'{name} = {getattr(self, name)!r} must be "host:port"')
+
+
+CRITEO_KAGGLE_CARDINALITIES = (
+    1460, 583, 10131227, 2202608, 305, 24, 12517, 633, 3, 93145, 5683, 8351593, 3194,
+    27, 14992, 5461306, 10, 5652, 2173, 4, 7046547, 18, 15, 286181, 105, 142572,
+)  # fmt: skip
+
+
+class Job(Section, frozen=True, kw_only=True):
+    """A whole, checked job file. `tables` is always filled, from `[[tables]]` or from `[tables_from]`."""
+
+    job: JobSection
+    data: Data
+    tables: list[Table] = []
+    tables_from: TablesFrom | None = None
+    model: Model
+    optimizer: Optimizer
+    eval: Eval = Eval()
+    cache: Cache
+    lookahead: Lookahead = Lookahead()
+    store: Store = Store()
+    checkpoint: Checkpoint = Checkpoint()
+    transport: Transport = Transport()
+    trainer: Trainer = Trainer()
+    prefetcher: Prefetcher = Prefetcher()
+    metrics: Metrics = Metrics()
+
+    @property
+    def run_dir(self) -> Path:
+        return Path(self.job.run_dir)
+
+    @property
+    def features(self) -> list[str]:
+        """Feature names in the order of every array: tables from top to bottom, their features from left to right."""
+        return [feature for table in self.tables for feature in table.features]
+
+    def session_digest(self) -> str:
+        """What the two processes compare: everything but ports and threads."""
+        content = msgspec.to_builtins(self)
+        content.pop("metrics")
+        content["trainer"].pop("threads")
+        content["prefetcher"].pop("threads")
+        return digest(content)
+
+
+def digest(content: object) -> str:
+    """32 hex digits over the canonical JSON of builtins."""
+    return xxhash.xxh3_128_hexdigest(json.dumps(content, sort_keys=True, separators=(",", ":")).encode())
+
+
+def parse_init(init: str, num_embeddings: int) -> tuple[Literal["uniform", "normal", "constant"], float, float]:
+    """(kind, a, b): uniform on [a, b), normal with mean a and deviation b, or the constant a. Raises ValueError."""
+    try:
+        if init == "uniform":
+            bound = num_embeddings**-0.5
+            return "uniform", -bound, bound
+        kind, _, rest = init.partition(":")
+        values = [float(value) for value in rest.split(",")]
+        if kind == "uniform" and len(values) == 2 and values[0] <= values[1]:
+            return "uniform", values[0], values[1]
+        if kind == "normal" and len(values) == 1 and values[0] >= 0:
+            return "normal", 0.0, values[0]
+        if kind == "constant" and len(values) == 1:
+            return "constant", values[0], 0.0
+    except ValueError:
+        pass
+    raise ValueError(f"init = {init!r} is none of uniform, uniform:lo,hi, normal:std, constant:x")
+
+
+def load_job(path: Path, overrides: tuple[str, ...] = ()) -> Job:
+    """Reads and checks a job file; `overrides` are `section.key=value` in TOML's notation. Raises ConfigError."""
+    try:
+        content = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot read the job file ({error.strerror})") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: not a TOML file ({error})") from None
+    for override in overrides:
+        apply_override(content, override)
+    return parse_job(content, str(path))
+
+
+def apply_override(content: dict[str, Any], override: str) -> None:
+    """Sets one `section.key=value`; a value that is not TOML counts as a string. Raises ConfigError."""
+    name, equals, text = override.partition("=")
+    *sections, key = name.strip().split(".")
+    if not equals or not sections:
+        raise ConfigError(f"--set {override}: write section.key=value")
+    try:
+        value = tomllib.loads(f"value = {text.strip()}")["value"]
+    except tomllib.TOMLDecodeError:
+        value = text.strip()
+    for section in sections:
+        content = content.setdefault(section, {})
+        if not isinstance(content, dict):
+            raise ConfigError(f"--set {override}: {section} is not a section; only section.key=value can be set")
+    content[key] = value
+
+
+def parse_job(content: dict[str, Any], source: str = "job") -> Job:
+    """Checks the content of a job file. Raises ConfigError with one sentence that names the key."""
+    try:
+        job = msgspec.convert(content, Job)
+        job = msgspec.structs.replace(job, tables=resolve_tables(job))
+        check_whole(job)
+    except (msgspec.ValidationError, ValueError) as error:
+        raise ConfigError(f"{source}: {readable(str(error))}") from None
+    return job
+
+
+def readable(sentence: str) -> str:
+    """msgspec's `... - at `$.data.path`` -> `data.path: ...`."""
+    match = re.fullmatch(r"(.*) - at `\$\.?(.*)`", sentence, flags=re.DOTALL)
+    return f"{match[2]}: {match[1]}" if match and match[2] else sentence.removesuffix(" - at `$`")
+
+
+def resolve_tables(job: Job) -> list[Table]:
+    if job.tables_from is None:
+        return job.tables
+    if job.tables:
+        raise ValueError("give either [[tables]] or [tables_from], not both")
+    cardinalities = job.tables_from.cardinalities
+    if cardinalities is None:
+        if job.data.synthetic.preset is None:
+            raise ValueError("tables_from: cardinalities = [...] is missing")
+        cardinalities = [max(1, round(rows * job.data.synthetic.scale)) for rows in CRITEO_KAGGLE_CARDINALITIES]
+    shared = {name: getattr(job.tables_from, name) for name in ("embedding_dim", "pooling", "init")}
+    return [Table(name=f"t_cat_{i}", num_embeddings=rows, features=[f"cat_{i}"], **shared) for i, rows in enumerate(cardinalities)]
+
+
+def check_whole(job: Job) -> None:
+    """What no section can see alone."""
+    if not job.tables:
+        raise ValueError("no tables; give [[tables]] or [tables_from]")
+    if len(job.tables) > MAX_TABLES:
+        raise ValueError(f"{len(job.tables)} tables are more than {MAX_TABLES}")
+    for kind, names in (("table", [table.name for table in job.tables]), ("feature", job.features)):
+        for name in sorted({name for name in names if names.count(name) > 1}):
+            raise ValueError(f"{kind} {name} appears more than once in [[tables]]")
+    by_feature = {feature: table for table in job.tables for feature in table.features}
+    for feature in job.data.columns.weights:
+        if feature not in by_feature:
+            raise ValueError(f"data.columns.weights: feature {feature} has no table; add it to a table's features")
+        if by_feature[feature].pooling == "mean":
+            raise ValueError(f'data.columns.weights: feature {feature} is pooled by mean; a weighted mean is refused, use "sum"')
+    if job.model.kind == "dlrm":
+        for table in job.tables:
+            if table.embedding_dim != job.model.bottom_mlp[-1]:
+                raise ValueError(
+                    f"model.bottom_mlp ends in {job.model.bottom_mlp[-1]}, but table {table.name} has embedding_dim = "
+                    f"{table.embedding_dim}; dlrm needs them equal"
+                )
+    widths = {(table.embedding_dim) for table in job.tables}
+    if job.cache.capacity_rows is not None and len(widths) > 1:
+        raise ValueError(
+            f'cache.capacity: "{job.cache.capacity}" counts rows, but tables have {len(widths)} widths; give bytes, such as "64MiB"'
+        )

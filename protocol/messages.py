@@ -1,0 +1,208 @@
+"""Every message that crosses between the two processes, as typed headers. Arrays never stand in a header: they are in a ring.
+
+    prefetcher -> trainer   Welcome  StepReady  Flush  EndOfData
+    trainer -> prefetcher   Hello  RowsBack  StepDone  Saved  StopRequest
+    both                    Released  Heartbeat  Failure  Bye
+
+`session.py` holds which of them may follow which.
+"""
+
+from typing import Literal
+
+import msgspec
+
+PROTOCOL_VERSION = 1
+
+
+class Message(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=True):
+    """Base of all messages."""
+
+
+class RingRef(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Bytes in the sender's ring. Positions count all bytes ever allocated, so that they never repeat; see `ring.py`."""
+
+    position: int  # where the payload starts; the byte in the ring is position % ring bytes
+    nbytes: int
+    end: int  # where the piece ends, padding and guards included: what `Released` names when it is the newest one done
+    checksum: int | None = None  # xxh3_64 of the payload, for a sampled share of pieces
+
+
+class ArraySpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Where one array lies in a plan's block of arrays."""
+
+    name: str  # "dense", "labels", "<group>.slots", ...
+    dtype: Literal["f4", "i4", "i8", "u1"]
+    shape: tuple[int, ...]
+    offset: int  # bytes into the block, a multiple of 64
+
+
+class GroupHeader(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The numbers of a `GroupPlan`; its arrays are in the block."""
+
+    num_lookups: int
+    num_unique: int
+    num_fetch: int
+    num_evict: int
+    num_dirty: int
+    fill_after: int | None
+
+
+class PlanHeader(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A `StepPlan` without its arrays."""
+
+    kind: Literal["train", "eval"]
+    train_step: int
+    epoch: int
+    batch_size: int
+    groups: tuple[GroupHeader, ...]
+    arrays: tuple[ArraySpec, ...]
+    arrays_bytes: int  # length of the whole block
+
+
+class RowSpan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Consecutive rows of one group, in the order of the plan's move."""
+
+    group: int
+    start: int
+    count: int
+    rows: RingRef
+
+
+class ArraySpan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Consecutive bytes of the plan's block of arrays."""
+
+    offset: int
+    block: RingRef
+
+
+class StepReady(Message, frozen=True, kw_only=True):
+    """One piece of a plan. The first carries the header; array spans come before row spans."""
+
+    step: int
+    piece: int
+    num_pieces: int
+    plan: PlanHeader | None  # in piece 0 only
+    arrays: ArraySpan | None
+    rows: tuple[RowSpan, ...]
+
+
+class RowsBack(Message, frozen=True, kw_only=True):
+    """Dirty rows on their way home, in the order of the plan's dirty victims, or of the barrier's dirty rows."""
+
+    step: int | None  # the plan whose victims these are; at a barrier the step it follows, None before the first
+    barrier: int | None  # the barrier's number, or None for victims
+    piece: int
+    last: bool
+    rows: tuple[RowSpan, ...]
+
+
+class StepDone(Message, frozen=True, kw_only=True):
+    """The step is complete on the device, and every RowsBack of its plan was sent before this message."""
+
+    step: int
+    rank: int
+    waited_s: float  # the device side waited for rows
+    step_s: float
+
+
+class Released(Message, frozen=True, kw_only=True):
+    """Every byte of the receiver's ring before `position` is free again."""
+
+    position: int
+
+
+class Hello(Message, frozen=True, kw_only=True):
+    protocol_version: int
+    job_digest: str
+    rank: int
+    world_size: int
+    pid: int
+    threads: int
+    device: str
+
+
+class RingSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    path: str  # a file in shared memory, or "" for the in-process link
+    nbytes: int
+
+
+class Welcome(Message, frozen=True, kw_only=True):
+    protocol_version: int
+    run_id: str
+    incarnation: int
+    pid: int
+    slots: tuple[int, ...]  # per group
+    num_dense: int  # dense features of a sample
+    depth: int
+    horizon: int
+    fetch_ring: RingSpec  # prefetcher writes, trainer reads
+    back_ring: RingSpec  # trainer writes, prefetcher reads
+    train_steps: int | None  # expected over the run, where the reader knows
+
+
+class Flush(Message, frozen=True, kw_only=True):
+    """A barrier. Slots travel in the ring like a plan's arrays, one "<group>.slots" array a group."""
+
+    barrier: int
+    after_step: int | None
+    num_dirty: tuple[int, ...]  # per group
+    piece: int
+    num_pieces: int
+    arrays: tuple[ArraySpec, ...]
+    arrays_bytes: int
+    block: ArraySpan | None  # None where nothing is dirty
+    checkpoint: str | None  # directory for the dense side, answered by `Saved`; None for a plain flush
+    reason: str
+
+
+class Saved(Message, frozen=True, kw_only=True):
+    """The dense side of a checkpoint is on disk."""
+
+    barrier: int
+    file: str  # relative to the checkpoint's directory
+    nbytes: int
+    checksum: str  # xxh3_64 of the file, 16 hex digits
+
+
+class EndOfData(Message, frozen=True, kw_only=True):
+    """No plan follows. Sent after the last barrier is done."""
+
+    last_step: int | None
+    finished: bool  # the data has ended; otherwise a stop was asked for
+    host_bytes: int  # peak resident bytes of the prefetcher
+    rows_read: int  # by the store
+    rows_written: int
+
+
+class StopRequest(Message, frozen=True, kw_only=True):
+    reason: str
+
+
+class Heartbeat(Message, frozen=True, kw_only=True):
+    step_begun: int | None
+    step_done: int | None
+    waiting_for: str
+
+
+class Failure(Message, frozen=True, kw_only=True):
+    """The sender gives up; `code` is the exit code that both processes end with."""
+
+    code: int
+    sentence: str
+
+
+class Bye(Message, frozen=True, kw_only=True):
+    """Nothing follows on this link."""
+
+
+AnyMessage = (
+    StepReady | RowsBack | StepDone | Released | Hello | Welcome | Flush | Saved | EndOfData | StopRequest | Heartbeat | Failure | Bye
+)
+
+
+class Envelope(msgspec.Struct, frozen=True, kw_only=True, array_like=True, forbid_unknown_fields=True):
+    """What stands around every message: frames of an earlier incarnation, gaps and repeats are refused."""
+
+    incarnation: int
+    sequence: int  # 0, 1, ... per sender and link
+    message: AnyMessage

@@ -1,0 +1,1 @@
+"""Links that carry messages and rings that carry bytes."""
