@@ -356,6 +356,13 @@ class Job(Section, frozen=True, kw_only=True):
         content["prefetcher"].pop("threads")
         return digest(content)
 
+    def training_digest(self, file_sizes: list[int]) -> str:
+        """What a checkpoint compares: all that decides the numbers, nothing that decides where and how fast."""
+        content = msgspec.to_builtins(self)
+        kept = {name: content[name] for name in ("tables", "model", "optimizer")}
+        data = {name: value for name, value in content["data"].items() if name not in ("path", "eval_path")}
+        return digest([kept, data, self.job.seed, file_sizes])
+
 
 def digest(content: object) -> str:
     """32 hex digits over the canonical JSON of builtins."""

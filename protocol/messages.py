@@ -63,16 +63,16 @@ class RowSpan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """Consecutive rows of one group, in the order of the plan's move."""
 
     group: int
-    start: int
+    start: int  # first row of the span in the move
     count: int
-    rows: RingRef
+    offset: int  # bytes into the piece's payload, a multiple of 64
 
 
 class ArraySpan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Consecutive bytes of the plan's block of arrays."""
+    """Consecutive bytes of the plan's block of arrays; they stand at the start of the piece's payload."""
 
-    offset: int
-    block: RingRef
+    offset: int  # bytes into the block
+    nbytes: int
 
 
 class StepReady(Message, frozen=True, kw_only=True):
@@ -82,6 +82,7 @@ class StepReady(Message, frozen=True, kw_only=True):
     piece: int
     num_pieces: int
     plan: PlanHeader | None  # in piece 0 only
+    payload: RingRef | None  # None where the piece has neither arrays nor rows
     arrays: ArraySpan | None
     rows: tuple[RowSpan, ...]
 
@@ -93,6 +94,7 @@ class RowsBack(Message, frozen=True, kw_only=True):
     barrier: int | None  # the barrier's number, or None for victims
     piece: int
     last: bool
+    payload: RingRef | None  # None in the one answer to an empty flush
     rows: tuple[RowSpan, ...]
 
 
@@ -150,7 +152,8 @@ class Flush(Message, frozen=True, kw_only=True):
     num_pieces: int
     arrays: tuple[ArraySpec, ...]
     arrays_bytes: int
-    block: ArraySpan | None  # None where nothing is dirty
+    payload: RingRef | None  # None where nothing is dirty
+    span: ArraySpan | None
     checkpoint: str | None  # directory for the dense side, answered by `Saved`; None for a plain flush
     reason: str
 
@@ -170,8 +173,6 @@ class EndOfData(Message, frozen=True, kw_only=True):
     last_step: int | None
     finished: bool  # the data has ended; otherwise a stop was asked for
     host_bytes: int  # peak resident bytes of the prefetcher
-    rows_read: int  # by the store
-    rows_written: int
 
 
 class StopRequest(Message, frozen=True, kw_only=True):

@@ -107,7 +107,7 @@ def group_specs(job: Job) -> tuple[GroupSpec, ...]:
     """Groups in order of their first table; tables in a group in the job's order."""
     tables = table_specs(job)
     first_feature = np.cumsum([0, *(len(table.features) for table in tables)])
-    groups = []
+    groups: list[GroupSpec] = []
     for dim in dict.fromkeys(table.embedding_dim for table in tables):
         members = tuple(table for table in tables if table.embedding_dim == dim)
         parts, record_bytes = record_parts(job.optimizer.sparse, dim)

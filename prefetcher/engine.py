@@ -1,0 +1,123 @@
+"""The stages of the prefetcher, wired to each other and to one conversation. No thread, socket or clock lives here.
+
+mail -> planning -> fetcher -> (ring, StepReady) ...... (ring, RowsBack) -> mail -> write-back -> store
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from prefetcher.checkpoint import RunCheckpointer
+from prefetcher.fetcher import Fetcher
+from prefetcher.metrics import PrefetcherCounters, new_counters
+from prefetcher.planner.planner import RowPlanner
+from prefetcher.planning import BatchSource, PlanningStage
+from prefetcher.stores.base import Store
+from prefetcher.writeback import Writeback
+from protocol.batch import ScheduledBatch
+from protocol.conversation import Conversation
+from protocol.job import Job
+from protocol.messages import Bye, Hello, Released, RowsBack, Saved, StepDone, StopRequest, Welcome
+from protocol.session import check_hello
+from protocol.stages import Stage
+from protocol.tables import GroupSpec
+from protocol.transport.ring import RingReader, RingWriter
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineParts:
+    """What an engine is made of; whoever makes them owns and closes them."""
+
+    job: Job
+    groups: tuple[GroupSpec, ...]
+    source: BatchSource
+    measured: list[ScheduledBatch]  # the first batches, read to divide the capacity
+    stores: tuple[Store, ...]  # one a group
+    conversation: Conversation
+    fetch_ring: RingWriter
+    back_ring: RingReader
+    checkpointer: RunCheckpointer
+    welcome: Welcome
+
+
+class PrefetcherEngine:
+    """`stages` are advanced by one thread each, or all by one thread in any order."""
+
+    def __init__(self, parts: EngineParts) -> None:
+        depth, welcome = parts.welcome.depth, parts.welcome
+        self.hello: Hello | None = None
+        self.peer_left = False
+        self.counters: PrefetcherCounters = new_counters(parts.groups)
+        self.planner = RowPlanner(parts.groups, welcome.slots, depth, welcome.horizon)
+        self.conversation = parts.conversation
+        self.writeback = Writeback(parts.groups, parts.stores, parts.back_ring, self.counters, parts.conversation.send)
+        self.fetcher = Fetcher(
+            groups=parts.groups,
+            stores=parts.stores,
+            depth=depth,
+            first_step=0,
+            ring=parts.fetch_ring,
+            writeback=self.writeback,
+            checkpointer=parts.checkpointer,
+            counters=self.counters,
+            send=parts.conversation.send,
+        )
+        self.planning = PlanningStage(
+            source=parts.source,
+            planner=self.planner,
+            fetcher=self.fetcher,
+            depth=depth,
+            first_step=0,
+            measured=parts.measured,
+            counters=self.counters,
+        )
+        self.planning.on_plan = lambda planned: parts.checkpointer.planned(planned.plan)
+        self.on_attached: Callable[[], None] = lambda: None
+        self._parts = parts
+        parts.conversation.listen(
+            {
+                Hello: self._greet,
+                Released: lambda message: parts.fetch_ring.release(message.position),
+                RowsBack: self.writeback.accept,
+                StepDone: self._step_done,
+                Saved: parts.checkpointer.accept,
+                StopRequest: lambda message: self.planning.stop(message.reason),
+                Bye: self._bye,
+            }
+        )
+
+    @property
+    def stages(self) -> dict[str, Stage]:
+        return {"mail": self.conversation, "planning": self.planning, "fetcher": self.fetcher, "write-back": self.writeback}
+
+    @property
+    def finished(self) -> bool:
+        """The last barrier is done and the trainer has said good-bye."""
+        return self.fetcher.ended and self.peer_left
+
+    @property
+    def waiting_for(self) -> str:
+        if self.hello is None:
+            return "a trainer"
+        return WAITS.get(self.fetcher.stalled_by or "", "its own work")
+
+    def _greet(self, hello: Hello) -> None:
+        check_hello(hello, self._parts.job.session_digest())
+        self.hello = hello
+        self.conversation.send(self._parts.welcome)
+
+    def _step_done(self, message: StepDone) -> None:
+        self.fetcher.step_done(message.step)
+        self.counters.progressed()
+
+    def _bye(self, message: Bye) -> None:
+        self.peer_left = True
+
+
+WAITS = {
+    "plans": "batches from the reader",
+    "credit": "the trainer to finish a step",
+    "write_back": "rows to come home",
+    "ring": "space in the ring",
+    "store": "the store",
+    "barrier": "the barrier",
+}

@@ -1,0 +1,103 @@
+"""What the prefetcher counts, and how a scrape reads it."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, get_args
+
+from protocol.plan import StepPlan
+from protocol.tables import GroupSpec
+from protocol.telemetry.counters import Counters, CountersCollector, QueueCounters, counter_samples, new_groups
+from protocol.telemetry.metrics import Sample
+
+StallReason = Literal["batches", "plans", "credit", "write_back", "ring", "store", "barrier"]
+Phase = Literal["read", "plan", "fetch", "send", "write_back"]
+Queue = Literal["batches", "plans", "pieces", "rows_back"]
+# batches: the planner waits for the reader         plans: the fetcher waits for the planner
+# credit: StepReady waits for a StepDone            write_back: rows may not be read before RowsBack is applied
+# ring: no space in the fetch ring                  store: a ticket is not finished
+# barrier: later plans wait for the flush
+#
+# reader -batches-> planner -plans-> fetcher -pieces-> link -rows_back-> write-back
+
+
+@dataclass(slots=True, kw_only=True)
+class PrefetcherCounters(Counters):
+    """Made by `new_counters`. Every counter has one writer: the thread of the stage that it belongs to."""
+
+    def stalled(self, reason: StallReason, seconds: float) -> None:
+        self.stalls[reason] += seconds
+
+    def spent(self, phase: Phase, seconds: float) -> None:
+        self.phases[phase] += seconds
+
+    def blocked(self, queue: Queue, side: Literal["producer", "consumer"], seconds: float) -> None:
+        self.queues[queue].blocked(side, seconds)
+
+    def planned(self, plan: StepPlan, batch_size: int) -> None:
+        """The planner has made a plan."""
+        self.step(plan.kind, batch_size)
+        for counters, group in zip(self.groups.values(), plan.groups, strict=True):
+            counters.step(
+                num_lookups=len(group.slots),
+                num_unique=len(group.unique_slots),
+                num_fetch=len(group.fetch),
+                num_evict=len(group.evict),
+            )
+
+
+class SlotStates(NamedTuple):
+    """One group's slots by state; they add up to its capacity."""
+
+    free: int
+    clean: int
+    dirty: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PrefetcherGauges:
+    """Read from the scrape's thread: each must answer at once and take no lock that a stage holds while it works."""
+
+    queue_depth: Callable[[Queue], int]
+    ring_used_bytes: Callable[[], int]  # of the fetch ring
+    ring_size_bytes: int
+    depth: int  # steps
+    in_flight_steps: Callable[[], int]
+    horizon: Callable[[], int]  # batches
+    known_batches: Callable[[], int]
+    slots: Callable[[], Sequence[SlotStates]]  # one a group
+    write_back_lag_steps: Callable[[], int]
+
+
+def new_counters(groups: Sequence[GroupSpec]) -> PrefetcherCounters:
+    """Counters at zero; `groups` comes from `group_specs`."""
+    return PrefetcherCounters(
+        groups=new_groups(groups),
+        stalls=dict.fromkeys(get_args(StallReason), 0.0),
+        phases=dict.fromkeys(get_args(Phase), 0.0),
+        queues={name: QueueCounters() for name in get_args(Queue)},
+    )
+
+
+class PrefetcherCollector(CountersCollector):
+    def __init__(self, counters: PrefetcherCounters, gauges: PrefetcherGauges, build: Mapping[str, str]) -> None:
+        """`build` comes from `build_info`."""
+        super().__init__("prefetcher", build)
+        self._counters = counters
+        self._gauges = gauges
+
+    def samples(self) -> Iterator[Sample]:
+        gauges = self._gauges
+        yield from counter_samples(self._counters)
+        for queue in get_args(Queue):
+            yield "rowcast_queue_depth", (queue,), gauges.queue_depth(queue)
+        yield "rowcast_ring_used_bytes", ("to_device",), gauges.ring_used_bytes()
+        yield "rowcast_ring_size_bytes", ("to_device",), gauges.ring_size_bytes
+        yield "rowcast_depth_steps", (), gauges.depth
+        yield "rowcast_in_flight_steps", (), gauges.in_flight_steps()
+        yield "rowcast_horizon_batches", (), gauges.horizon()
+        yield "rowcast_known_batches", (), gauges.known_batches()
+        yield "rowcast_write_back_lag_steps", (), gauges.write_back_lag_steps()
+        for name, slots in zip(self._counters.groups, gauges.slots(), strict=True):
+            yield "rowcast_slots_free", (name,), slots.free
+            yield "rowcast_slots_clean", (name,), slots.clean
+            yield "rowcast_slots_dirty", (name,), slots.dirty

@@ -1,0 +1,92 @@
+"""The planning stage: batches in, plans out, never further ahead of the trainer than its credit."""
+
+from collections.abc import Callable
+from typing import Protocol
+
+from prefetcher.fetcher import Fetcher, PlannedStep
+from prefetcher.metrics import PrefetcherCounters
+from prefetcher.planner.planner import RowPlanner
+from protocol.batch import ScheduledBatch
+
+
+class BatchSource(Protocol):
+    """Batches in step order, decoded somewhere else."""
+
+    @property
+    def ended(self) -> bool:
+        """Whether every batch was handed out."""
+
+    def poll(self) -> ScheduledBatch | None:
+        """The next batch, or None when none has been decoded yet. Raises what the reader raised."""
+
+
+class PlanningStage:
+    """Plans may be made up to 2 * depth + 2 steps beyond the last one that the trainer completed, so that a stop is prompt."""
+
+    def __init__(
+        self,
+        source: BatchSource,
+        planner: RowPlanner,
+        fetcher: Fetcher,
+        depth: int,
+        first_step: int,
+        measured: list[ScheduledBatch],
+        counters: PrefetcherCounters,
+    ) -> None:
+        self.planned_through: int | None = None
+        self._source = source
+        self._planner = planner
+        self._fetcher = fetcher
+        self._ahead = 2 * depth + 2
+        self._first_step = first_step
+        self._measured = measured  # read to divide the capacity, before there was a planner
+        self._counters = counters
+        self._stop_reason: str | None = None
+        self._ended = False
+        self._barrier_sent = False
+        self.on_plan: Callable[[PlannedStep], None] = lambda planned: None
+
+    def stop(self, reason: str) -> None:
+        """No plan is made after the next `advance`; a barrier follows the last one."""
+        self._stop_reason = reason
+
+    def advance(self) -> bool:
+        if self._barrier_sent:
+            return False
+        if self._stop_reason is not None:
+            return self._send_barrier(self._stop_reason, finished=False)
+        return self._plan_next() or self._read_next()
+
+    def _read_next(self) -> bool:
+        """One batch enters the horizon, where the planner still needs one for its next plan."""
+        if self._ended or not self._planner.wants_batch:
+            return False
+        batch = self._measured.pop(0) if self._measured else self._source.poll()
+        if batch is not None:
+            self._planner.add(batch)
+        elif self._source.ended:
+            self._planner.end()
+            self._ended = True
+        else:
+            return False
+        return True
+
+    def _plan_next(self) -> bool:
+        if not self._planner.ready():
+            return self._ended and self._send_barrier("end of data", finished=True)
+        step = self._first_step if self.planned_through is None else self.planned_through + 1
+        done = self._first_step - 1 if self._fetcher.done_through is None else self._fetcher.done_through
+        if step > done + self._ahead:
+            return False
+        batch, plan = self._planner.plan()
+        planned = PlannedStep(batch=batch, plan=plan)
+        self._counters.planned(plan, batch.batch.size)
+        self.on_plan(planned)
+        self._fetcher.push(planned)
+        self.planned_through = step
+        return True
+
+    def _send_barrier(self, reason: str, *, finished: bool) -> bool:
+        self._fetcher.push(self._planner.barrier(reason, finished))
+        self._barrier_sent = True
+        return True

@@ -1,0 +1,137 @@
+"""The torchrec layout: day_<N>_dense.npy fp32 [n, D], day_<N>_sparse.npy int32 or int64 [n, F], day_<N>_labels.npy [n] or [n, 1].
+
+Files are mapped, not read: any row is at hand, so `shuffle = "full"` is allowed. Dense values are used as they are, ids too; with
+data.hash an id is read as unsigned, then taken modulo its table's rows. Feature cat_<i> is column i.
+"""
+
+import re
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from prefetcher.readers.assemble import IndexedReader
+from prefetcher.readers.files import cumulative, data_files, eval_path
+from prefetcher.readers.ids import IdCheck, Place, check_dense, check_labels, dense_names, job_features, numbered_columns, refuse_weights
+from prefetcher.readers.rows import Ids
+from protocol.batch import Batch
+from protocol.errors import ConfigError, DataError
+from protocol.job import Job
+
+FILE_NAMES = r"(day_\d+)_(dense|sparse|labels)\.npy"
+Array = npt.NDArray[Any]
+
+
+class Day(NamedTuple):
+    name: Path  # without _dense.npy and so on
+    dense: Array
+    sparse: Array
+    labels: Array
+
+
+def open_reader(job: Job) -> IndexedReader:
+    """Raises ConfigError for a missing path, file or column, DataError for files that are torn or disagree."""
+    refuse_weights(job)
+    assert job.data.path is not None, "the job file refuses criteo-npy without a path"
+    ids, held_out = IdCheck(job), eval_path(job)
+    rows = NpyRows(job, ids, open_days(job.data.path, "data.path"))
+    evaluation = None if held_out is None else NpyRows(job, ids, open_days(held_out, "data.eval_path"))
+    return IndexedReader(job, ids, rows, evaluation)
+
+
+class NpyRows:
+    def __init__(self, job: Job, ids: IdCheck, days: list[Day]) -> None:
+        self._features, self._hash, self._ids, self._days = job_features(job), job.data.hash, ids, days
+        self._columns = numbered_columns(job, shared_width(days, "sparse"), f"{days[0].name}_sparse.npy")
+        self._bounds = np.array(cumulative([len(day.labels) for day in days]), np.int64)
+        self.num_dense = shared_width(days, "dense")
+
+    @property
+    def num_rows(self) -> int:
+        return int(self._bounds[-1])
+
+    def take(self, rows: Ids) -> Batch:
+        days = np.searchsorted(self._bounds, rows, side="right") - 1
+        if (days == days[0]).all():
+            return self._take(int(days[0]), rows - self._bounds[days[0]])
+        ids = np.empty((len(self._features), len(rows)), np.int64)
+        dense, labels = np.empty((len(rows), self.num_dense), np.float32), np.empty(len(rows), np.float32)
+        for day in np.unique(days):
+            here = days == day
+            part = self._take(int(day), rows[here] - self._bounds[day])
+            ids[:, here], dense[here], labels[here] = part.ids.reshape(len(ids), -1), part.dense, part.labels
+        return Batch(dense=dense, labels=labels, ids=ids.ravel())
+
+    def _take(self, day: int, rows: Ids) -> Batch:
+        name, dense, sparse, labels = self._days[day]
+        where = as_slice(rows)
+        return Batch(
+            dense=check_dense(np.array(dense[where]), dense_names(self.num_dense), lambda i: f"{name}_dense.npy, row {rows[i]}"),
+            labels=check_labels(labels[where].astype(np.float32).reshape(-1), "label", lambda i: f"{name}_labels.npy, row {rows[i]}"),
+            ids=self._checked_ids(sparse[where], lambda i: f"{name}_sparse.npy, row {rows[i]}"),
+        )
+
+    def _checked_ids(self, sparse: Array, place: Place) -> Ids:
+        """[n, columns of the file] -> [F * n]."""
+        if self._hash:
+            moduli = np.array([feature.num_embeddings for feature in self._features], np.uint64)
+            unsigned = sparse[:, self._columns].view(sparse.dtype.str.replace("i", "u"))
+            return np.ascontiguousarray((unsigned % moduli).T).astype(np.int64).ravel()
+        wide = np.ascontiguousarray(sparse[:, self._columns].T).astype(np.int64)
+        checked = [self._ids.check(ids, feature, place) for ids, feature in zip(wide, self._features, strict=True)]
+        return np.concatenate(checked)
+
+
+def as_slice(rows: Ids) -> Ids | slice:
+    """A run of rows as a slice, which reads a mapped file in one piece."""
+    first, last = int(rows[0]), int(rows[-1])
+    is_run = last - first + 1 == len(rows) and (np.diff(rows) == 1).all()
+    return slice(first, last + 1) if is_run else rows
+
+
+def open_days(path: str, key: str) -> list[Day]:
+    """Every day that `path` names, in name order, mapped and checked against itself."""
+    names: dict[Path, None] = {}
+    for file in data_files(path, key, FILE_NAMES):
+        match = re.fullmatch(FILE_NAMES, file.name)
+        if match is None:
+            raise ConfigError(f"{key}: {file} is not named day_<N>_dense.npy, day_<N>_sparse.npy or day_<N>_labels.npy")
+        names[file.parent / match[1]] = None
+    return [open_day(name) for name in names]
+
+
+def open_day(name: Path) -> Day:
+    day = Day(name, *(map_array(name, part, ranks) for part, ranks in (("dense", (2,)), ("sparse", (2,)), ("labels", (1, 2)))))
+    for part, array, kinds in (("dense", day.dense, ("f4",)), ("sparse", day.sparse, ("i4", "i8"))):
+        if array.dtype.str[1:] not in kinds or not array.dtype.isnative:
+            raise DataError(f"{name}_{part}.npy holds {array.dtype}; it must hold {'float32' if part == 'dense' else 'int32 or int64'}")
+    if day.labels.dtype.kind not in "iufb" or day.labels.size != len(day.labels):
+        raise DataError(f"{name}_labels.npy holds {day.labels.dtype} {day.labels.shape}; it must hold one number a row")
+    if not len(day.dense) == len(day.sparse) == len(day.labels):
+        raise DataError(f"{name}_*.npy: dense, sparse and labels have {len(day.dense)}, {len(day.sparse)} and {len(day.labels)} rows")
+    if not len(day.labels):
+        raise DataError(f"{name}_labels.npy: the file is empty; give files with at least one row")
+    return day
+
+
+def map_array(name: Path, part: str, ranks: tuple[int, ...]) -> Array:
+    path = name.with_name(f"{name.name}_{part}.npy")
+    try:
+        array: Array = np.load(path, mmap_mode="r", allow_pickle=False)
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: no such file; a day needs its dense, sparse and labels files") from None
+    except (ValueError, EOFError, OSError) as error:
+        raise DataError(f"{path}: not a whole .npy file ({error})") from None
+    if array.ndim not in ranks:
+        raise DataError(f"{path}: the array has shape {array.shape}; it must have {' or '.join(map(str, ranks))} dimensions")
+    return array
+
+
+def shared_width(days: list[Day], part: str) -> int:
+    """Columns of dense or sparse, which all days must agree on."""
+    widths: list[int] = [getattr(day, part).shape[1] for day in days]
+    for day, width in zip(days, widths, strict=True):
+        if width != widths[0]:
+            raise DataError(f"{day.name}_{part}.npy has {width} columns, {days[0].name}_{part}.npy {widths[0]}; give all days the same")
+    return widths[0]

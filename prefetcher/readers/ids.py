@@ -1,0 +1,103 @@
+"""The edge: ids, dense values and labels are checked here, before anything is indexed with them."""
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from prefetcher.readers.rows import Floats, Ids
+from protocol.errors import ConfigError, DataError
+from protocol.job import Job
+
+Place = Callable[[int], str]  # sample's number in the checked array -> "file, row 17"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Feature:
+    name: str
+    table: str
+    num_embeddings: int
+    weights_column: str | None  # data.columns.weights
+
+
+def job_features(job: Job) -> list[Feature]:
+    """Every feature with its table, in the order of every array."""
+    return [
+        Feature(name=name, table=table.name, num_embeddings=table.num_embeddings, weights_column=job.data.columns.weights.get(name))
+        for table in job.tables
+        for name in table.features
+    ]
+
+
+def require_features(job: Job, available: Collection[str], described: str) -> None:
+    """Raises ConfigError for a table whose feature the data has not; `described` says what it has."""
+    for feature in job_features(job):
+        if feature.name not in available:
+            raise ConfigError(
+                f"table {feature.table}: feature {feature.name} is not in {described}; correct the table's features or data.path"
+            )
+
+
+def numbered_columns(job: Job, num_columns: int, described: str) -> list[int]:
+    """The column of each feature in data whose features are cat_0, cat_1, ... by position. Raises ConfigError."""
+    columns = {f"cat_{i}": i for i in range(num_columns)}
+    require_features(job, columns, f"{described}, which has cat_0 to cat_{num_columns - 1}")
+    return [columns[name] for name in job.features]
+
+
+def refuse_weights(job: Job) -> None:
+    if job.data.columns.weights:
+        raise ConfigError(f'data.columns.weights: {job.data.format} data has no weights; remove it or use format = "parquet"')
+
+
+class IdCheck:
+    """Applies data.on_invalid_id and counts the ids that it replaced."""
+
+    def __init__(self, job: Job) -> None:
+        self._policy = job.data.on_invalid_id
+        self.num_invalid = 0
+
+    def check(self, ids: Ids, feature: Feature, place: Place) -> Ids:
+        """Ids inside the feature's table. `place(i)` names the i-th id's file and row. Raises DataError under "error"."""
+        outside = ids.view(np.uint64) >= np.uint64(feature.num_embeddings)  # as unsigned, a negative id is a huge one
+        if not outside.any():
+            return ids
+        if self._policy == "error":
+            raise self._refusal(ids, outside, feature, place)
+        self.num_invalid += int(np.count_nonzero(outside))
+        if self._policy == "modulo":
+            return ids % np.int64(feature.num_embeddings)
+        return np.where(outside, np.int64(0), ids)
+
+    def _refusal(self, ids: Ids, outside: npt.NDArray[np.bool_], feature: Feature, place: Place) -> DataError:
+        at = int(np.argmax(outside))
+        return DataError(
+            f"{place(at)}, column {feature.name}: id {ids[at]} is outside table {feature.table} (num_embeddings = "
+            f'{feature.num_embeddings}); enlarge the table or set data.on_invalid_id = "modulo" or "zero"'
+        )
+
+
+def check_dense(dense: Floats, names: list[str], place: Place) -> Floats:
+    """`dense` f32[n, D] as it is. Raises DataError for a value that is NaN or infinite, naming its place."""
+    finite = np.isfinite(dense)
+    if not finite.all():
+        row, column = divmod(int(np.argmin(finite)), dense.shape[1])
+        raise DataError(
+            f"{place(row)}, column {names[column]}: dense value {dense[row, column]} is not finite in fp32; "
+            "replace missing values before training"
+        )
+    return dense
+
+
+def check_labels(labels: Floats, name: str, place: Place) -> Floats:
+    """`labels` f32[n] as they are. Raises DataError for one that is neither 0 nor 1."""
+    valid = (labels == 0) | (labels == 1)
+    if not valid.all():
+        row = int(np.argmin(valid))
+        raise DataError(f"{place(row)}, column {name}: label {labels[row]} is not 0 or 1")
+    return labels
+
+
+def dense_names(num_dense: int) -> list[str]:
+    return [f"int_{i}" for i in range(num_dense)]

@@ -1,0 +1,39 @@
+"""Shuffled orders that anyone can replay: numpy's Philox, keyed by seed, epoch and block."""
+
+import numpy as np
+
+from prefetcher.readers.rows import Ids
+
+
+def block_permutation(seed: int, epoch: int, block: int, num_rows: int) -> Ids:
+    """i64[num_rows]: row i of the shuffled block is row permutation[i] of the block."""
+    key = np.array([seed, epoch * 2**32 + block], dtype=np.uint64)
+    return np.random.Generator(np.random.Philox(key=key)).permutation(num_rows).astype(np.int64, copy=False)
+
+
+class RowOrder:
+    """The order of one epoch's training rows; the blocks of `window` rows are permuted each for itself."""
+
+    def __init__(self, *, seed: int, epoch: int, num_rows: int, window: int | None) -> None:
+        """`window` None keeps the order; 0 is one block of all rows."""
+        self._seed, self._epoch = seed, epoch
+        self._num_rows = num_rows
+        self.window = max(num_rows, 1) if window == 0 else window
+        self._last: tuple[int, Ids] | None = None
+
+    def rows(self, start: int, stop: int) -> Ids:
+        """The rows that stand at positions start to stop of the epoch."""
+        if self.window is None or start >= stop:
+            return np.arange(start, stop, dtype=np.int64)
+        blocks = range(start // self.window, (stop - 1) // self.window + 1)
+        first = blocks[0] * self.window
+        rows = np.concatenate([block * self.window + self.permutation(block) for block in blocks])
+        return rows[start - first : stop - first]
+
+    def permutation(self, block: int) -> Ids:
+        """Of one block; the last one asked for is kept, because consecutive batches share it."""
+        if self._last is None or self._last[0] != block:
+            assert self.window is not None, "an order without a window has no blocks"
+            num_rows = min(self.window, self._num_rows - block * self.window)
+            self._last = block, block_permutation(self._seed, self._epoch, block, num_rows)
+        return self._last[1]

@@ -1,0 +1,46 @@
+"""One end of the link, as the stages see it: `send` from any thread, and each arriving message handed to whom it is for."""
+
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from protocol.errors import peer_failure
+from protocol.messages import AnyMessage, Failure
+from protocol.session import Session
+from protocol.transport.link import Link
+
+Handler = Callable[[Any], None]
+
+
+class Conversation:
+    """A stage: `advance` receives. Handlers run on its thread, and only note what arrived: they never wait."""
+
+    def __init__(self, session: Session, link: Link) -> None:
+        self.session = session
+        self.failure_received = False
+        self._link = link
+        self._lock = threading.Lock()  # a message takes its sequence number and its place on the link together
+        self._handlers: dict[type[AnyMessage], Handler] = {}
+
+    def listen(self, handlers: Mapping[type[Any], Handler]) -> None:
+        """Says who hears of which message. A message that nobody listens for is only checked."""
+        self._handlers.update(handlers)
+
+    def send(self, message: AnyMessage) -> None:
+        """Never blocks. Raises LocalProtocolError where the conversation does not allow the message now."""
+        with self._lock:
+            self._link.send(self.session.encode(message))
+
+    def advance(self) -> bool:
+        frame = self._link.receive()
+        if frame is None:
+            return False
+        with self._lock:
+            message = self.session.decode(frame)
+        if isinstance(message, Failure):
+            self.failure_received = True
+            raise peer_failure(message.code, message.sentence)
+        handler = self._handlers.get(type(message))
+        if handler is not None:
+            handler(message)
+        return True

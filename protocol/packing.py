@@ -1,0 +1,143 @@
+"""How the arrays of a plan become one block of bytes, and how a plan is cut into pieces that fit half a ring.
+
+    block     | dense | labels | 0.slots | 0.unique_slots | ... |     each array starts at a multiple of 64 bytes
+    piece 0   | block ........................ | rows of group 0 | rows of group 1 |
+    piece 1   |                                | more rows ...   |                    only where piece 0 was full
+
+Rows follow the order of the plan's fetch, so a span of rows [start, start + count) of a group also names its victims.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from protocol.batch import Batch
+from protocol.messages import ArraySpan, ArraySpec, GroupHeader, PlanHeader, RowSpan
+from protocol.plan import GroupPlan, StepPlan
+from protocol.tables import aligned
+
+Array = npt.NDArray[Any]
+Bytes = npt.NDArray[np.uint8]
+ARRAY_ALIGNMENT = 64
+BARRIER_STAMP = 1 << 62
+
+
+def plan_stamp(step: int, piece: int) -> int:
+    """What stands at both ends of a piece in the ring, so that stale bytes are never taken for it."""
+    return step << 20 | piece
+
+
+def barrier_stamp(barrier: int, piece: int) -> int:
+    return BARRIER_STAMP | plan_stamp(barrier, piece)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Block:
+    """Named arrays laid out as one block of `nbytes`."""
+
+    arrays: tuple[Array, ...]
+    specs: tuple[ArraySpec, ...]
+    nbytes: int
+
+    def write(self, offset: int, out: Bytes) -> None:
+        """Copies bytes [offset, offset + len(out)) of the block; gaps between arrays are left as they are."""
+        for array, spec in zip(self.arrays, self.specs, strict=True):
+            first, last = max(offset, spec.offset), min(offset + len(out), spec.offset + array.nbytes)
+            if first < last:
+                source = array.reshape(-1).view(np.uint8)
+                out[first - offset : last - offset] = source[first - spec.offset : last - spec.offset]
+
+
+def make_block(arrays: Mapping[str, Array]) -> Block:
+    specs, end = [], 0
+    for name, array in arrays.items():
+        specs.append(ArraySpec(name=name, dtype=array.dtype.str[1:], shape=array.shape, offset=end))  # type: ignore[arg-type]
+        end = aligned(end + array.nbytes, ARRAY_ALIGNMENT)
+    return Block(arrays=tuple(np.ascontiguousarray(array) for array in arrays.values()), specs=tuple(specs), nbytes=end)
+
+
+def group_arrays(group: GroupPlan) -> Iterator[tuple[str, Array]]:
+    yield "slots", group.slots
+    yield "unique_slots", group.unique_slots
+    yield "segment_offsets", group.segment_offsets
+    yield "bag_order", group.bag_order
+    for name in ("lookup_order", "offsets", "weights"):
+        array = getattr(group, name)
+        if array is not None:
+            yield name, array
+    yield "fetch_slots", group.fetch.slots
+    yield "evict_slots", group.evict.slots[: group.num_dirty]
+
+
+def plan_block(batch: Batch, plan: StepPlan) -> Block:
+    """Everything of a plan but its rows: what the trainer needs to look up, train and evict."""
+    arrays: dict[str, Array] = {"dense": batch.dense, "labels": batch.labels}
+    for index, group in enumerate(plan.groups):
+        arrays |= {f"{index}.{name}": array for name, array in group_arrays(group)}
+    return make_block(arrays)
+
+
+def plan_header(batch: Batch, plan: StepPlan, block: Block) -> PlanHeader:
+    groups = tuple(
+        GroupHeader(
+            num_lookups=len(group.slots),
+            num_unique=len(group.unique_slots),
+            num_fetch=len(group.fetch),
+            num_evict=len(group.evict),
+            num_dirty=group.num_dirty,
+            fill_after=group.fill_after,
+        )
+        for group in plan.groups
+    )
+    return PlanHeader(
+        kind=plan.kind,
+        train_step=plan.train_step,
+        epoch=plan.epoch,
+        batch_size=batch.size,
+        groups=groups,
+        arrays=block.specs,
+        arrays_bytes=block.nbytes,
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Piece:
+    """What one message carries: bytes of the block, then spans of rows."""
+
+    arrays: ArraySpan | None
+    rows: tuple[RowSpan, ...]
+    nbytes: int
+
+
+def cut(block_bytes: int, num_rows: Sequence[int], record_bytes: Sequence[int], max_payload: int) -> list[Piece]:
+    """Cuts a block and each group's rows into pieces of at most `max_payload` bytes; always at least one piece."""
+    pieces: list[Piece] = []
+    arrays: ArraySpan | None = None
+    rows: list[RowSpan] = []
+    end = 0
+
+    def finish() -> None:
+        nonlocal arrays, rows, end
+        pieces.append(Piece(arrays=arrays, rows=tuple(rows), nbytes=end))
+        arrays, rows, end = None, [], 0
+
+    for offset in range(0, block_bytes, max_payload):
+        if arrays is not None:
+            finish()
+        arrays = ArraySpan(offset=offset, nbytes=min(max_payload, block_bytes - offset))
+        end = arrays.nbytes
+    for group, (total, width) in enumerate(zip(num_rows, record_bytes, strict=True)):
+        start = 0
+        while start < total:
+            end = aligned(end, ARRAY_ALIGNMENT)
+            count = min(total - start, (max_payload - end) // width)
+            if count <= 0:
+                finish()
+                continue
+            rows.append(RowSpan(group=group, start=start, count=count, offset=end))
+            start, end = start + count, end + count * width
+    finish()
+    return pieces

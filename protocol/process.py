@@ -1,0 +1,96 @@
+"""What both processes do around their stages: threads, signals, the first error, and leaving in order."""
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Mapping
+from types import FrameType, TracebackType
+from typing import Protocol, Self
+
+from protocol.errors import PeerLost, RowcastError
+from protocol.messages import Failure
+from protocol.stages import Doorbell, Stage, StageThread
+from protocol.telemetry.logs import get_logger
+
+HANG_GRACE_S = 5.0  # after a fatal error, for the main thread to come out of what it is doing
+
+
+class Sends(Protocol):
+    failure_received: bool
+
+    def send(self, message: Failure) -> None: ...
+
+
+class Signals:
+    """The first SIGINT or SIGTERM asks for a stop, a second one ends the process at once. Use as a context manager."""
+
+    def __init__(self, bell: Doorbell) -> None:
+        self.stop_reason: str | None = None
+        self._bell = bell
+        self._previous: dict[int, object] = {}
+
+    def __enter__(self) -> Self:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            self._previous[number] = signal.signal(number, self._handle)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)  # type: ignore[arg-type]
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self.stop_reason is not None:
+            os._exit(128 + number)
+        self.stop_reason = signal.Signals(number).name
+        self._bell.ring()  # its lock is re-entrant, so this is safe even where the signal interrupted a wait on it
+
+
+class Crew:
+    """The stage threads of a process and the first error of any of them."""
+
+    def __init__(self, bell: Doorbell) -> None:
+        self.error: BaseException | None = None
+        self._bell = bell
+        self._threads: dict[str, StageThread] = {}
+
+    def start(self, stages: Mapping[str, Stage], on_idle: Mapping[str, Callable[[float], None]]) -> None:
+        for name, stage in stages.items():
+            self._threads[name] = StageThread(name, stage, self._bell, self.fail, on_idle.get(name))
+        for thread in self._threads.values():
+            thread.start()
+
+    def stop(self) -> None:
+        for thread in self._threads.values():
+            thread.stop()
+
+    def fail(self, error: BaseException) -> None:
+        """Keeps the first error; the main thread raises it. A main thread that cannot hear of it is ended with the process."""
+        if self.error is None:
+            self.error = error
+            threading.Thread(target=self._end_hung_process, args=(error,), name="last resort", daemon=True).start()
+        self._bell.ring()
+
+    def check(self) -> None:
+        if self.error is not None:
+            raise self.error
+
+    def dead_stage(self) -> str | None:
+        return next((name for name, thread in self._threads.items() if not thread.alive), None) if self.error else None
+
+    def _end_hung_process(self, error: BaseException) -> None:
+        time.sleep(HANG_GRACE_S)
+        get_logger().error("the main thread did not end; leaving at once", error=str(error))
+        os._exit(error.exit_code if isinstance(error, RowcastError) else 1)
+
+
+def tell_peer(conversation: Sends, error: BaseException) -> None:
+    """Lets the peer end with the same sentence and code, where the error did not come from it."""
+    if conversation.failure_received or isinstance(error, PeerLost):
+        return
+    code = error.exit_code if isinstance(error, RowcastError) else 1
+    sentence = str(error) if isinstance(error, RowcastError) else f"{type(error).__name__}: {error}"
+    try:
+        conversation.send(Failure(code=code, sentence=sentence))
+    except RowcastError:
+        get_logger().warning("the peer could not be told", sentence=sentence)

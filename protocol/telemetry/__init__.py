@@ -1,0 +1,1 @@
+"""What a process tells about itself: metrics and health over HTTP, logs, build information."""

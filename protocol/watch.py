@@ -1,0 +1,121 @@
+"""Watches the peer: it must come, stay, and make progress. Runs on a thread of its own, so that a busy main loop still looks alive."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from protocol.conversation import Conversation
+from protocol.errors import PeerLost
+from protocol.job import Transport, parse_seconds
+from protocol.messages import Heartbeat
+from protocol.telemetry.logs import get_logger
+
+HEARTBEAT_EVERY_S = 1.0
+SILENCE_LIMIT_S = 7.0  # a peer that was stopped for less goes on as if nothing had been
+GONE_GRACE_S = 0.5  # what the peer sent before it went may still be on its way through our queues
+REPORT_EVERY_S = 10.0
+
+
+class WatchedLink(Protocol):
+    @property
+    def peer_gone(self) -> bool:
+        """Whether the peer's end was closed after it had been there."""
+
+    @property
+    def last_received_s(self) -> float | None:
+        """Monotonic time of the newest frame; None before the first."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Progress:
+    """How far this process is; compared from tick to tick."""
+
+    step_begun: int | None
+    step_done: int | None
+    waiting_for: str
+    ended: bool  # nothing more is expected of the peer but its good-bye
+
+
+class PeerWatch:
+    """A stage that only ever raises: PeerLost, with a sentence that says what was waited for and how long."""
+
+    def __init__(
+        self,
+        peer: str,
+        conversation: Conversation,
+        link: WatchedLink,
+        transport: Transport,
+        progress: Callable[[], Progress],
+        connected: Callable[[], bool],
+    ) -> None:
+        self._peer = peer
+        self._conversation = conversation
+        self._link = link
+        self._connect_timeout_s = parse_seconds(transport.connect_timeout)
+        self._stall_timeout_s = parse_seconds(transport.stall_timeout)
+        self._progress = progress
+        self._connected = connected
+        self._peer_waits_for = "nothing yet"
+        self._started_s = time.monotonic()
+        self._next_beat_s = self._started_s
+        self._gone_since_s: float | None = None
+        self._last: Progress | None = None
+        self._last_change_s = self._started_s
+        self._next_report_s = REPORT_EVERY_S
+        conversation.listen({Heartbeat: self._heard})
+
+    def advance(self) -> bool:
+        now_s = time.monotonic()
+        if not self._connected():
+            self._check_coming(now_s)
+            return False
+        progress = self._progress()
+        if not progress.ended:
+            self._check_there(now_s)
+            self._check_progress(progress, now_s)
+        if now_s >= self._next_beat_s and not progress.ended:
+            self._next_beat_s = now_s + HEARTBEAT_EVERY_S
+            self._conversation.send(
+                Heartbeat(step_begun=progress.step_begun, step_done=progress.step_done, waiting_for=progress.waiting_for)
+            )
+        return False
+
+    def _heard(self, message: Heartbeat) -> None:
+        self._peer_waits_for = message.waiting_for
+
+    def _check_coming(self, now_s: float) -> None:
+        self._last_change_s = now_s
+        if now_s - self._started_s > self._connect_timeout_s:
+            raise PeerLost(
+                f"no {self._peer} came within {self._connect_timeout_s:g} s; start it with the same job file, "
+                f"or raise transport.connect_timeout"
+            )
+
+    def _check_there(self, now_s: float) -> None:
+        if self._link.peer_gone:
+            self._gone_since_s = self._gone_since_s or now_s
+            if now_s - self._gone_since_s > GONE_GRACE_S:
+                raise PeerLost(f"the {self._peer} went away; its own log says why. Start both again")
+            return
+        self._gone_since_s = None
+        last_s = self._link.last_received_s or self._started_s
+        if now_s - last_s > SILENCE_LIMIT_S:
+            raise PeerLost(f"the {self._peer} has been silent for {now_s - last_s:.1f} s; it was stopped or its host is overloaded")
+
+    def _check_progress(self, progress: Progress, now_s: float) -> None:
+        if self._last is None or (progress.step_begun, progress.step_done) != (self._last.step_begun, self._last.step_done):
+            self._last_change_s, self._next_report_s = now_s, REPORT_EVERY_S
+        self._last = progress
+        stalled_s = now_s - self._last_change_s
+        if stalled_s > self._stall_timeout_s:
+            raise PeerLost(
+                f"no progress for {stalled_s:.0f} s (transport.stall_timeout) after step {progress.step_done}: "
+                f"this process waits for {progress.waiting_for}, the {self._peer} for {self._peer_waits_for}"
+            )
+        if stalled_s > self._next_report_s:
+            self._next_report_s += REPORT_EVERY_S
+            get_logger().warning(
+                "no progress", seconds=round(stalled_s), step_done=progress.step_done, waiting_for=progress.waiting_for,
+                peer_waits_for=self._peer_waits_for,
+            )  # fmt: skip

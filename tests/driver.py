@@ -1,0 +1,254 @@
+"""Both processes' real stages in one thread, advanced in an order that a seed decides, so that every failing seed replays.
+
+Nothing here is a stand-in but the file system (a checkpoint is kept in memory), the link (two queues) and, where a test asks for
+it, the late store and the seeded streams, which are production code.
+"""
+
+import random
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+import prefetcher.engine
+import trainer.engine
+from prefetcher.fetcher import PlannedStep
+from prefetcher.stores.base import Store
+from prefetcher.stores.late import LateStore
+from prefetcher.stores.memory import MemoryStore, first_records
+from protocol.batch import ScheduledBatch
+from protocol.conversation import Conversation
+from protocol.job import Job
+from protocol.messages import PROTOCOL_VERSION, EndOfData, Hello, RingSpec, Saved, Welcome
+from protocol.plan import BarrierPlan, StepPlan
+from protocol.session import Session
+from protocol.stages import Stage
+from protocol.tables import GroupSpec, group_specs, make_keys
+from protocol.transport.inproc import inproc_pair
+from protocol.transport.ring import RingReader, RingWriter, in_memory_buffer
+from trainer.report import Evaluation
+from trainer.runner import StepRunner
+from trainer.streams import PlainStreams, SeededStreams, Streams, Wait
+
+QUIET_LIMIT = 20_000  # advances without progress after which a run is stuck: the late store's dice and skewed choices stay far below
+
+
+class StuckError(AssertionError):
+    """No stage could advance any more."""
+
+
+class ListSource:
+    """Batches that are already here."""
+
+    def __init__(self, batches: Sequence[ScheduledBatch]) -> None:
+        self._batches = deque(batches)
+
+    @property
+    def ended(self) -> bool:
+        return not self._batches
+
+    def poll(self) -> ScheduledBatch | None:
+        return self._batches.popleft() if self._batches else None
+
+
+class MemoryCheckpointer:
+    """Implements `prefetcher.fetcher.Checkpointer` without files."""
+
+    def __init__(self) -> None:
+        self.finished: list[BarrierPlan] = []
+        self._saved: Saved | None = None
+
+    def planned(self, plan: StepPlan) -> None:
+        pass
+
+    def accept(self, message: Saved) -> None:
+        self._saved = message
+
+    def begin(self, barrier: BarrierPlan) -> str:
+        return f"memory-{barrier.barrier}"
+
+    def saved(self) -> bool:
+        return self._saved is not None
+
+    def finish(self, barrier: BarrierPlan) -> None:
+        self.finished.append(barrier)
+
+    def end_of_data(self, barrier: BarrierPlan) -> EndOfData:
+        return EndOfData(last_step=barrier.after_step, finished=barrier.finished, host_bytes=0)
+
+
+class UnsavedRunner(StepRunner):
+    """Leaves the dense side where it is: in the model."""
+
+    def save(self, folder: Path) -> Saved:
+        return Saved(barrier=0, file="nowhere", nbytes=0, checksum="")
+
+
+@dataclass(slots=True)
+class RecordedResults:
+    losses: list[np.float32] = field(default_factory=list)
+    evaluations: list[Evaluation] = field(default_factory=list)
+
+    def loss(self, train_step: int, loss: np.float32) -> None:
+        self.losses.append(loss)
+
+    def evaluation(self, result: Evaluation) -> None:
+        self.evaluations.append(result)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Settings:
+    """How to run: none of it may change a bit of the result."""
+
+    slots: tuple[int, ...]
+    ring_bytes: int = 2**20
+    seed: int = 0
+    late_store: bool = False
+    seeded_streams: bool = True
+    without: Wait | None = None  # a wait to leave out, to show that it is needed
+
+
+class InProcessRun:
+    """One whole run. `run()` to the end, or `advance_until` a condition."""
+
+    def __init__(self, job: Job, batches: Sequence[ScheduledBatch], settings: Settings) -> None:
+        self.job = job
+        self.groups = group_specs(job)
+        self.plans: list[StepPlan] = []
+        self.max_in_flight = 0
+        self.results = RecordedResults()
+        self.chance = random.Random(settings.seed)
+        self.plain_stores = tuple(MemoryStore(group, job.job.seed) for group in self.groups)
+        self.streams: Streams = SeededStreams(settings.seed, settings.without) if settings.seeded_streams else PlainStreams()
+        num_dense = batches[0].batch.dense.shape[1] if batches else 13
+        welcome = Welcome(
+            protocol_version=PROTOCOL_VERSION,
+            run_id="test",
+            incarnation=1,
+            pid=1,
+            slots=settings.slots,
+            num_dense=num_dense,
+            depth=job.lookahead.depth,
+            horizon=job.lookahead.horizon_batches,
+            fetch_ring=RingSpec(path="", nbytes=settings.ring_bytes),
+            back_ring=RingSpec(path="", nbytes=settings.ring_bytes),
+            train_steps=None,
+        )
+        fetch_buffer, back_buffer = (in_memory_buffer(settings.ring_bytes) for _ in range(2))
+        links = inproc_pair()
+        stores: tuple[Store, ...] = self.plain_stores
+        if settings.late_store:
+            stores = tuple(LateStore(store, settings.seed + index) for index, store in enumerate(self.plain_stores))
+        self.prefetcher = prefetcher.engine.PrefetcherEngine(
+            prefetcher.engine.EngineParts(
+                job=job,
+                groups=self.groups,
+                source=ListSource(batches),
+                measured=[],
+                stores=stores,
+                conversation=Conversation(Session("prefetcher", 1), links[0]),
+                fetch_ring=RingWriter(fetch_buffer),
+                back_ring=RingReader(back_buffer),
+                checkpointer=MemoryCheckpointer(),
+                welcome=welcome,
+            )
+        )
+        self.prefetcher.planning.on_plan = self._note_plan
+        trainer_conversation = Conversation(Session("trainer"), links[1])
+        self._greet(trainer_conversation)
+        self.records = [torch.zeros(n, group.record_floats) for n, group in zip(settings.slots, self.groups, strict=True)]
+        self.runner = UnsavedRunner(job, self.groups, self.records, num_dense)
+        back_ring = RingWriter(back_buffer)
+        self.trainer = trainer.engine.TrainerEngine(
+            trainer.engine.EngineParts(
+                groups=self.groups,
+                welcome=welcome,
+                conversation=trainer_conversation,
+                fetch_ring=RingReader(fetch_buffer),
+                back_ring=back_ring,
+                max_payload=back_ring.max_payload,
+                streams=self.streams,
+                records=self.records,
+                runner=self.runner,
+                results=self.results,
+            )
+        )
+        stages: list[Stage] = [*self.prefetcher.stages.values(), *self.trainer.stages.values(), self.streams]
+        self._advances = [stage.advance for stage in stages]
+        self._weights = [self.chance.choice((0.05, 0.3, 1.0)) for _ in stages]
+
+    def _greet(self, conversation: Conversation) -> None:
+        """The handshake, which the real trainer completes before it has an engine."""
+        hello = Hello(
+            protocol_version=PROTOCOL_VERSION,
+            job_digest=self.job.session_digest(),
+            rank=0,
+            world_size=1,
+            pid=2,
+            threads=1,
+            device="cpu",
+        )
+        conversation.send(hello)
+        assert self.prefetcher.conversation.advance(), "Hello arrives"
+        assert conversation.advance(), "Welcome arrives"
+
+    def _note_plan(self, planned: PlannedStep) -> None:
+        self.plans.append(planned.plan)
+
+    def run(self) -> "InProcessRun":
+        self.advance_until(lambda: self.trainer.finished)
+        self.trainer.say_bye()
+        self.advance_until(lambda: self.prefetcher.finished)
+        self.prefetcher.planner.check_integrity()
+        return self
+
+    def advance_until(self, condition: Callable[[], bool]) -> None:
+        quiet = 0
+        while not condition():
+            progress = self.chance.choices(self._advances, self._weights)[0]()
+            quiet = 0 if progress else quiet + 1
+            sent, done = self.prefetcher.fetcher.sent_through, self.prefetcher.fetcher.done_through
+            if sent is not None:
+                self.max_in_flight = max(self.max_in_flight, sent - (-1 if done is None else done))
+            if quiet > QUIET_LIMIT:
+                raise StuckError(
+                    f"prefetcher waits for {self.prefetcher.waiting_for}, trainer for {self.trainer.loop.waiting_for}; "
+                    f"planned {self.prefetcher.planning.planned_through}, sent {sent}, done {done}"
+                )
+
+    def state(self) -> dict[str, Tensor]:
+        """Tables, row state and dense weights after the run, under the names of an export."""
+        rows = [table_state(group, store, self.job.job.seed) for group, store in zip(self.groups, self.plain_stores, strict=True)]
+        merged = {name: tensor for part in rows for name, tensor in part.items()}
+        return merged | {name: tensor.detach().clone() for name, tensor in self.runner.model.state_dict().items()}
+
+
+def table_state(group: GroupSpec, store: MemoryStore | None, seed: int) -> dict[str, Tensor]:
+    """Every row of a group's tables; with `store` None those before training."""
+    state = {}
+    for table in group.tables:
+        keys = make_keys(table.index, np.arange(table.num_embeddings, dtype=np.int64))
+        records: npt.NDArray[np.uint8] = first_records(group, seed, keys)
+        if store is not None:
+            for present, rows in store.scan(table.index, 1000):
+                records[np.searchsorted(keys, present)] = rows
+        floats = records.view(np.float32)
+        for part in group.parts:
+            values = torch.from_numpy(floats[:, part.offset : part.offset + part.width].copy())
+            name = f"embedding_bags.{table.name}.weight" if part.name == "weight" else f"optimizer.{table.name}.{part.name}"
+            state[name] = values
+    return state
+
+
+def start_state(job: Job, num_dense: int) -> dict[str, Tensor]:
+    """What an export of `--max-steps 0` holds."""
+    from trainer.models import build_model
+
+    tables = [table_state(group, None, job.job.seed) for group in group_specs(job)]
+    merged = {name: tensor for part in tables for name, tensor in part.items()}
+    return merged | {name: tensor.detach().clone() for name, tensor in build_model(job, num_dense).state_dict().items()}

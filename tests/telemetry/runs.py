@@ -1,0 +1,124 @@
+"""A small job's groups, and counters that have seen a few steps of it."""
+
+import numpy as np
+
+from prefetcher.metrics import PrefetcherCounters, PrefetcherGauges, SlotStates
+from prefetcher.metrics import new_counters as new_prefetcher_counters
+from protocol.messages import ArraySpan, Flush, GroupHeader, PlanHeader, RingRef, RowsBack, RowSpan, StepReady
+from protocol.plan import GroupPlan, RowMove, StepPlan
+from protocol.tables import GroupSpec
+from trainer.metrics import TrainerCounters, TrainerGauges
+from trainer.metrics import new_counters as new_trainer_counters
+
+RECORD_BYTES = (64, 128)
+PAYLOAD = RingRef(position=0, nbytes=4096, end=8192)
+
+
+def groups() -> tuple[GroupSpec, ...]:
+    return tuple(
+        GroupSpec(
+            index=index,
+            name=f"fp32_d{nbytes // 4}_sgd",
+            tables=(),
+            embedding_dim=nbytes // 4,
+            parts=(),
+            record_bytes=nbytes,
+            feature_positions=(index,),
+        )
+        for index, nbytes in enumerate(RECORD_BYTES)
+    )
+
+
+def step_plan(kind: str = "train", num_lookups: int = 20, num_unique: int = 10, num_fetch: int = 4, num_evict: int = 3) -> StepPlan:
+    group = GroupPlan(
+        slots=np.zeros(num_lookups, np.int32),
+        unique_slots=np.zeros(num_unique, np.int32),
+        segment_offsets=np.zeros(num_unique + 1, np.int32),
+        bag_order=np.zeros(num_lookups, np.int32),
+        lookup_order=None,
+        offsets=None,
+        weights=None,
+        fetch=RowMove(keys=np.zeros(num_fetch, np.int64), slots=np.zeros(num_fetch, np.int32)),
+        evict=RowMove(keys=np.zeros(num_evict, np.int64), slots=np.zeros(num_evict, np.int32)),
+        num_dirty=2,
+        fill_after=None,
+    )
+    return StepPlan(step=0, kind="train" if kind == "train" else "eval", train_step=0, epoch=0, after_step=None, groups=(group, group))
+
+
+def header(plan: StepPlan, batch_size: int) -> PlanHeader:
+    """The same plan as the trainer sees it."""
+    counts = tuple(
+        GroupHeader(
+            num_lookups=len(group.slots),
+            num_unique=len(group.unique_slots),
+            num_fetch=len(group.fetch),
+            num_evict=len(group.evict),
+            num_dirty=group.num_dirty,
+            fill_after=group.fill_after,
+        )
+        for group in plan.groups
+    )
+    return PlanHeader(kind=plan.kind, train_step=0, epoch=0, batch_size=batch_size, groups=counts, arrays=(), arrays_bytes=0)
+
+
+def step_ready(rows: tuple[int, int], arrays_bytes: int) -> StepReady:
+    """A piece with these rows of each group; its payload is larger than they are, as padding makes it."""
+    spans = tuple(RowSpan(group=group, start=0, count=count, offset=0) for group, count in enumerate(rows))
+    return StepReady(step=0, piece=0, num_pieces=1, plan=None, payload=PAYLOAD, arrays=ArraySpan(offset=0, nbytes=arrays_bytes), rows=spans)
+
+
+def rows_back(rows: tuple[int, int], barrier: int | None = None) -> RowsBack:
+    spans = tuple(RowSpan(group=group, start=0, count=count, offset=0) for group, count in enumerate(rows))
+    return RowsBack(step=0, barrier=barrier, piece=0, last=True, payload=PAYLOAD, rows=spans)
+
+
+def flush(nbytes: int) -> Flush:
+    return Flush(
+        barrier=0,
+        after_step=1,
+        num_dirty=(1, 2),
+        piece=0,
+        num_pieces=1,
+        arrays=(),
+        arrays_bytes=nbytes,
+        payload=PAYLOAD,
+        span=ArraySpan(offset=0, nbytes=nbytes),
+        checkpoint=None,
+        reason="end of data",
+    )
+
+
+def run_of_three_steps() -> tuple[PrefetcherCounters, TrainerCounters]:
+    """Two training steps of 32 samples and an evaluation step of 16, then a barrier, counted by both processes."""
+    prefetcher, trainer = new_prefetcher_counters(groups()), new_trainer_counters(groups())
+    for kind, batch_size, loss in (("train", 32, 0.7), ("train", 32, 0.5), ("eval", 16, None)):
+        plan = step_plan(kind)
+        prefetcher.planned(plan, batch_size)
+        trainer.step_done(header(plan, batch_size), loss)
+    for counters in (prefetcher, trainer):
+        counters.step_ready(step_ready((4, 4), arrays_bytes=1000))
+        counters.rows_back(rows_back((2, 1)))
+        counters.flush(flush(24))
+        counters.rows_back(rows_back((1, 2), barrier=0))
+    return prefetcher, trainer
+
+
+def prefetcher_gauges() -> PrefetcherGauges:
+    depths = {"batches": 5, "plans": 2, "pieces": 1, "rows_back": 0}
+    return PrefetcherGauges(
+        queue_depth=lambda queue: depths[queue],
+        ring_used_bytes=lambda: 4096,
+        ring_size_bytes=2**20,
+        depth=4,
+        in_flight_steps=lambda: 3,
+        horizon=lambda: 64,
+        known_batches=lambda: 61,
+        slots=lambda: [SlotStates(1, 2, 3), SlotStates(4, 5, 6)],
+        write_back_lag_steps=lambda: 2,
+    )
+
+
+def trainer_gauges() -> TrainerGauges:
+    depths = {"steps": 2, "rows_back": 1}
+    return TrainerGauges(queue_depth=lambda queue: depths[queue], ring_used_bytes=lambda: 2048, ring_size_bytes=2**20)

@@ -1,0 +1,72 @@
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+import structlog
+
+from protocol.command import run_command
+from protocol.errors import ConfigError, DataError, Mismatch, NonFiniteLoss, PeerLost, RowcastError
+
+
+@pytest.fixture(autouse=True)
+def _no_set_up_remains() -> Iterator[None]:
+    yield
+    structlog.reset_defaults()
+
+
+def failing(error: BaseException) -> int:
+    def main() -> None:
+        raise error
+
+    return run_command("prefetcher", main)
+
+
+@pytest.mark.parametrize(
+    ("kind", "code"), [(ConfigError, 2), (PeerLost, 3), (DataError, 4), (Mismatch, 5), (NonFiniteLoss, 1), (RowcastError, 1)]
+)
+def test_an_error_for_a_person_is_one_line_and_its_exit_code(
+    kind: type[RowcastError], code: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert failing(kind("job.toml: seed\nis missing")) == code
+    assert capsys.readouterr() == ("", "rowcast prefetcher: job.toml: seed is missing\n")
+
+
+def test_success_is_zero_and_a_code_of_its_own_is_kept(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_command("trainer", lambda: None) == 0
+    assert run_command("trainer", lambda: 3) == 3
+    assert capsys.readouterr().err == ""
+
+
+def test_an_interrupt_is_no_traceback(capsys: pytest.CaptureFixture[str]) -> None:
+    assert failing(KeyboardInterrupt()) == 130
+    assert capsys.readouterr().err == "rowcast prefetcher: interrupted\n"
+
+
+def test_our_own_bugs_show_their_traceback_and_exit_1(capsys: pytest.CaptureFixture[str]) -> None:
+    assert failing(ZeroDivisionError("slots")) == 1
+    err = capsys.readouterr().err
+    assert "Traceback (most recent call last)" in err
+    assert "raise error" in err
+    assert err.endswith("rowcast prefetcher: unexpected error: ZeroDivisionError: slots\n")
+
+
+def print_without_a_reader(flush: bool) -> tuple[int, str]:
+    script = f"import sys; from protocol.command import run_command; sys.exit(run_command('trainer', lambda: print('line', flush={flush})))"
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    done = subprocess.run(
+        [sys.executable, "-c", script], stdout=write_end, stderr=subprocess.PIPE, env=environment, text=True, timeout=60, check=False
+    )
+    os.close(write_end)
+    return done.returncode, done.stderr
+
+
+def test_a_reader_that_goes_after_the_work_does_not_change_the_exit_code() -> None:
+    assert print_without_a_reader(flush=False) == (0, "")
+
+
+def test_a_reader_that_goes_during_the_work_is_a_sentence() -> None:
+    assert print_without_a_reader(flush=True) == (1, "rowcast trainer: stdout was closed before everything was written\n")

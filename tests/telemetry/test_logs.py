@@ -1,0 +1,95 @@
+import io
+import json
+import re
+import sys
+from collections.abc import Iterator
+from datetime import UTC, datetime
+
+import pytest
+import structlog
+
+from protocol.errors import ConfigError
+from protocol.telemetry.logs import get_logger, setup_logging
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.fixture(autouse=True)
+def _no_set_up_remains() -> Iterator[None]:
+    yield
+    structlog.reset_defaults()
+
+
+def test_a_pipe_gets_key_value_lines_with_time_level_and_process(capsys: pytest.CaptureFixture[str]) -> None:
+    setup_logging("prefetcher")
+    get_logger(stage="fetcher").info("ring is full", used_bytes=4096)
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert re.fullmatch(r'time=\S+Z level=info process=prefetcher event="ring is full" stage=fetcher used_bytes=4096\n', err)
+
+
+def test_json_lines_parse_and_their_time_is_utc(capsys: pytest.CaptureFixture[str]) -> None:
+    setup_logging("trainer", json=True)
+    get_logger().warning("not pinned", ring="back")
+    line = json.loads(capsys.readouterr().err)
+    assert datetime.fromisoformat(line.pop("time")).tzinfo == UTC
+    assert line == {"level": "warning", "process": "trainer", "event": "not pinned", "ring": "back"}
+
+
+def test_a_json_traceback_stays_on_its_line(capsys: pytest.CaptureFixture[str]) -> None:
+    setup_logging("trainer", json=True)
+    get_logger().error("failed", exc_info=KeyError("row"))
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1
+    assert "KeyError: 'row'" in json.loads(err)["exception"]
+
+
+def test_a_terminal_gets_columns_unless_a_format_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stderr", terminal := Terminal())
+    monkeypatch.setenv("NO_COLOR", "1")
+    setup_logging("trainer")
+    get_logger().info("connected")
+    assert re.match(r"\S+Z \[info +\] connected +process=trainer\n", terminal.getvalue())
+    setup_logging("trainer", json=False)
+    get_logger().info("again")
+    assert "event=again" in terminal.getvalue()
+
+
+def test_colours_are_for_terminals_only(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    setup_logging("trainer")
+    get_logger().info("plain")
+    assert "\x1b" not in capsys.readouterr().err
+    monkeypatch.setattr(sys, "stderr", terminal := Terminal())
+    setup_logging("trainer")
+    get_logger().info("coloured")
+    assert "\x1b[" in terminal.getvalue()
+
+
+def test_events_below_the_level_are_dropped(capsys: pytest.CaptureFixture[str]) -> None:
+    logger = get_logger()
+    setup_logging("trainer", "warning")
+    logger.info("hidden")
+    logger.warning("shown")
+    setup_logging("trainer", "debug")
+    logger.debug("now shown")
+    err = capsys.readouterr().err
+    assert "hidden" not in err
+    assert "event=shown" in err
+    assert 'event="now shown"' in err
+
+
+def test_lines_go_to_the_stderr_of_the_moment(monkeypatch: pytest.MonkeyPatch) -> None:
+    setup_logging("trainer")
+    logger = get_logger()
+    monkeypatch.setattr(sys, "stderr", later := io.StringIO())
+    logger.info("above the live line")
+    assert "above the live line" in later.getvalue()
+
+
+def test_an_unknown_level_is_a_sentence() -> None:
+    with pytest.raises(ConfigError, match="log level 'loud' is none of debug, info, warning, error"):
+        setup_logging("trainer", "loud")

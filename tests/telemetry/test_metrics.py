@@ -1,0 +1,166 @@
+import time
+
+import pytest
+from prometheus_client import generate_latest
+from prometheus_client.metrics_core import Metric as Family
+from prometheus_client.parser import text_string_to_metric_families
+
+from prefetcher.metrics import PrefetcherCollector, PrefetcherCounters
+from protocol.telemetry.build import build_info
+from protocol.telemetry.counters import CountersCollector, new_registry
+from protocol.telemetry.metrics import BOTH, METRICS, Process, families, metric_table
+from tests.telemetry import runs
+from trainer.metrics import TrainerCollector, TrainerCounters
+
+ALLOWED_LABELS = {"group", "direction", "reason", "phase", "queue", "side"}
+
+
+def collectors() -> dict[Process, CountersCollector]:
+    prefetcher, trainer = runs.run_of_three_steps()
+    return {
+        "prefetcher": PrefetcherCollector(prefetcher, runs.prefetcher_gauges(), build_info("prefetcher", "retail")),
+        "trainer": TrainerCollector(trainer, runs.trainer_gauges(), build_info("trainer", "retail")),
+    }
+
+
+def scrape(collector: CountersCollector) -> dict[str, Family]:
+    text = generate_latest(new_registry(collector)).decode()
+    return {family.name: family for family in text_string_to_metric_families(text)}
+
+
+def values(collector: CountersCollector) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
+    return {
+        (sample.name, tuple(sorted(sample.labels.items()))): sample.value
+        for family in scrape(collector).values()
+        for sample in family.samples
+    }
+
+
+@pytest.mark.parametrize("process", BOTH)
+def test_a_scrape_has_every_metric_of_the_table_with_its_type_labels_and_help(process: Process) -> None:
+    found = scrape(collectors()[process])
+    expected = {metric.name.removesuffix("_total"): metric for metric in METRICS if process in metric.processes}
+    assert set(found) == set(expected)
+    for name, metric in expected.items():
+        assert found[name].type == metric.type
+        assert found[name].documentation == metric.help
+        assert found[name].samples, f"{metric.name} has no sample"
+        for sample in found[name].samples:
+            assert sample.name == metric.name
+            assert set(sample.labels) == set(metric.labels)
+
+
+def test_names_and_labels_keep_the_conventions() -> None:
+    assert len({metric.name for metric in METRICS}) == len(METRICS)
+    for metric in METRICS:
+        assert metric.name.startswith("rowcast_")
+        assert metric.name.endswith("_total") == (metric.type == "counter")
+        assert metric.name == "rowcast_build_info" or set(metric.labels) <= ALLOWED_LABELS
+
+
+def test_both_processes_report_the_same_totals_for_the_same_steps() -> None:
+    both = collectors()
+    prefetcher, trainer = values(both["prefetcher"]), values(both["trainer"])
+    names = {metric.name for metric in METRICS if metric.processes == BOTH and metric.type == "counter"}
+    names -= {"rowcast_stall_seconds_total", "rowcast_phase_seconds_total", "rowcast_queue_blocked_seconds_total"}
+    shared = {key: value for key, value in prefetcher.items() if key[0] in names}
+    assert {name for name, _ in shared} == names
+    assert shared == {key: value for key, value in trainer.items() if key[0] in names}
+
+
+def test_counters_of_steps_rows_and_bytes_are_what_happened() -> None:
+    found = values(collectors()["trainer"])
+    first, second = (("group", "fp32_d16_sgd"),), (("group", "fp32_d32_sgd"),)
+    to_device, from_device = ("direction", "to_device"), ("direction", "from_device")
+    assert found["rowcast_train_steps_total", ()] == 2
+    assert found["rowcast_eval_steps_total", ()] == 1
+    assert found["rowcast_samples_total", ()] == 64
+    assert found["rowcast_eval_samples_total", ()] == 16
+    assert found["rowcast_lookups_total", first] == 60
+    assert found["rowcast_unique_rows_total", first] == 30
+    assert found["rowcast_hits_total", first] == 18
+    assert found["rowcast_rows_fetched_total", first] == 12
+    assert found["rowcast_rows_evicted_total", first] == 9
+    assert found["rowcast_rows_written_back_total", first] == 3
+    assert found["rowcast_rows_written_back_total", second] == 3
+    assert found["rowcast_rows_flushed_total", first] == 1
+    assert found["rowcast_rows_flushed_total", second] == 2
+    assert found["rowcast_row_bytes_total", (to_device, *second)] == 4 * 128
+    assert found["rowcast_row_bytes_total", (from_device, *first)] == 3 * 64
+    assert found["rowcast_plan_bytes_total", (to_device,)] == 1024
+    assert found["rowcast_loss", ()] == 0.5
+
+
+def test_gauges_are_read_at_scrape_time() -> None:
+    found = values(collectors()["prefetcher"])
+    assert found["rowcast_queue_depth", (("queue", "batches"),)] == 5
+    assert found["rowcast_ring_used_bytes", (("direction", "to_device"),)] == 4096
+    assert found["rowcast_depth_steps", ()] == 4
+    assert found["rowcast_horizon_batches", ()] == 64
+    assert found["rowcast_write_back_lag_steps", ()] == 2
+    second = (("group", "fp32_d32_sgd"),)
+    assert [found[f"rowcast_slots_{state}", second] for state in ("free", "clean", "dirty")] == [4, 5, 6]
+
+
+def test_stalls_phases_and_blocked_sides_add_up_under_their_labels() -> None:
+    prefetcher, trainer = runs.run_of_three_steps()
+    prefetcher.stalled("credit", 0.5)
+    prefetcher.stalled("credit", 0.25)
+    prefetcher.spent("plan", 0.125)
+    prefetcher.blocked("plans", "producer", 2.0)
+    trainer.stalled("rows", 1.5)
+    trainer.blocked("steps", "consumer", 3.0)
+    found = values(PrefetcherCollector(prefetcher, runs.prefetcher_gauges(), build_info("prefetcher", "retail")))
+    assert found["rowcast_stall_seconds_total", (("reason", "credit"),)] == 0.75
+    assert found["rowcast_stall_seconds_total", (("reason", "store"),)] == 0
+    assert found["rowcast_phase_seconds_total", (("phase", "plan"),)] == 0.125
+    assert found["rowcast_queue_blocked_seconds_total", (("queue", "plans"), ("side", "producer"))] == 2
+    assert found["rowcast_queue_blocked_seconds_total", (("queue", "plans"), ("side", "consumer"))] == 0
+    found = values(TrainerCollector(trainer, runs.trainer_gauges(), build_info("trainer", "retail")))
+    assert found["rowcast_stall_seconds_total", (("reason", "rows"),)] == trainer.waited_s == 1.5
+    assert found["rowcast_queue_blocked_seconds_total", (("queue", "steps"), ("side", "consumer"))] == 3
+
+
+@pytest.mark.parametrize("counters", runs.run_of_three_steps(), ids=BOTH)
+def test_a_reason_or_phase_outside_the_list_is_refused(counters: PrefetcherCounters | TrainerCounters) -> None:
+    with pytest.raises(KeyError):
+        counters.stalled("weather", 1.0)  # type: ignore[arg-type]
+    with pytest.raises(KeyError):
+        counters.spent("lunch", 1.0)  # type: ignore[arg-type]
+
+
+def test_the_loss_has_no_sample_before_the_first_step() -> None:
+    counters = TrainerCounters(groups={}, stalls={}, phases={}, queues={})
+    found = scrape(TrainerCollector(counters, runs.trainer_gauges(), build_info("trainer", "retail")))
+    assert found["rowcast_loss"].samples == []
+
+
+def test_progress_is_the_start_before_the_first_step_and_the_newest_step_after() -> None:
+    _, trainer = runs.run_of_three_steps()
+    trainer.last_progress = 1.0
+    before = time.time()
+    trainer.progressed()
+    assert before <= trainer.last_progress <= time.time()
+
+
+def test_a_collector_that_names_an_unknown_metric_is_a_bug() -> None:
+    with pytest.raises(KeyError, match="rowcast_slots_free"):
+        list(families("trainer", [("rowcast_slots_free", ("g",), 1.0)]))
+
+
+def test_registering_a_collector_reads_no_counter() -> None:
+    class Unreadable(CountersCollector):
+        def samples(self) -> list[tuple[str, tuple[str, ...], float]]:
+            raise ValueError("read")
+
+    registry = new_registry(Unreadable("trainer", build_info("trainer", "retail")))
+    with pytest.raises(ValueError, match="read"):
+        generate_latest(registry)
+
+
+def test_the_table_for_the_readme_has_one_row_a_metric() -> None:
+    lines = metric_table().splitlines()
+    assert len(lines) == 2 + len(METRICS)
+    assert "| `rowcast_hits_total` | counter | `group` | both |" in metric_table()
+    assert "| `rowcast_loss` | gauge |  | trainer |" in metric_table()
+    assert {line.count("|") for line in lines} == {6}

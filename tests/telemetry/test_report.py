@@ -1,0 +1,99 @@
+import json
+import re
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from protocol.errors import RowcastError
+from protocol.telemetry.build import versions
+from tests.telemetry import runs
+from trainer.metrics import new_counters
+from trainer.report import Evaluation, Report, RunFacts, make_report, read_report, write_report
+from trainer.terminal import human_bytes, human_count, human_seconds, print_summary
+
+
+def facts(*, evaluation: Evaluation | None = None, finished: bool = True, stopped_by: str | None = None) -> RunFacts:
+    return RunFacts(
+        wall_s=4.0,
+        loss=0.6,
+        evaluation=evaluation,
+        device_bytes=3 * 2**20,
+        host_bytes=5 * 2**30,
+        threads=2,
+        pinned=False,
+        device="cpu",
+        versions=versions("torch", "numpy"),
+        pids={"prefetcher": 11, "trainer": 12},
+        finished=finished,
+        stopped_by=stopped_by,
+    )
+
+
+def report(run: RunFacts | None = None) -> Report:
+    _, counters = runs.run_of_three_steps()
+    counters.stalled("rows", 0.5)
+    return make_report(counters, run or facts())
+
+
+def test_a_report_says_what_the_counters_say() -> None:
+    made = report()
+    assert (made.steps, made.eval_steps, made.samples, made.samples_per_s) == (2, 1, 64, 16.0)
+    assert (made.lookups, made.unique_rows, made.rows_fetched, made.rows_evicted) == (120, 60, 24, 18)
+    assert (made.rows_written_back, made.rows_flushed) == (6, 3)
+    assert made.hit_ratio == 36 / 60
+    assert (made.trainer_wait_s, made.stall_share) == (0.5, 0.125)
+    assert made.bytes_to_device == 4 * 64 + 4 * 128 + 1000 + 24
+    assert made.bytes_from_device == 3 * 64 + 3 * 128
+    assert set(made.versions) == {"rowcast", "torch", "numpy", "python"}
+
+
+def test_a_report_survives_its_file(tmp_path: Path) -> None:
+    path = tmp_path / "report.json"
+    made = report(facts(evaluation=Evaluation(train_step=2, auc=0.75, logloss=0.5, accuracy=0.8)))
+    write_report(path, made)
+    assert read_report(path) == made
+    content = json.loads(path.read_text())
+    assert content["auc"] == 0.75
+    assert content["pinned"] is False
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_what_did_not_happen_is_null_not_a_number(tmp_path: Path) -> None:
+    write_report(tmp_path / "report.json", make_report(new_counters(runs.groups()), facts()))
+    content = json.loads((tmp_path / "report.json").read_text())
+    assert [content[name] for name in ("auc", "logloss", "accuracy", "hit_ratio", "stopped_by")] == [None] * 5
+    assert content["samples_per_s"] == 0
+
+
+def test_a_report_that_cannot_be_written_leaves_the_old_one(tmp_path: Path) -> None:
+    path = tmp_path / "report.json"
+    path.write_text("old")
+    (tmp_path / "report.json.partial").mkdir()
+    with pytest.raises(RowcastError, match="cannot write the report"):
+        write_report(path, report())
+    assert path.read_text() == "old"
+
+
+def test_the_summary_is_for_people(capsys: pytest.CaptureFixture[str]) -> None:
+    print_summary(report(facts(evaluation=Evaluation(train_step=2, auc=None, logloss=0.5, accuracy=0.8))))
+    text = capsys.readouterr().out
+    assert "rowcast: finished after 2 steps in 4.0 s" in text
+    assert re.search(r"evaluation +auc undefined, logloss 0.500000, accuracy 0.800000\n", text)
+    assert re.search(r"rows +24 fetched, 18 evicted, 6 written back\n", text)
+    assert re.search(r"memory +3 MiB on the device, 5 GiB in the prefetcher\n", text)
+    assert "\x1b" not in text
+
+
+def test_the_summary_of_a_stopped_run_says_what_stopped_it(capsys: pytest.CaptureFixture[str]) -> None:
+    print_summary(report(facts(finished=False, stopped_by="SIGTERM")), Console(force_terminal=True, width=40))
+    text = capsys.readouterr().out
+    assert "rowcast: stopped by SIGTERM after 2 steps in 4.0 s" in text
+    assert "\x1b[1m" in text
+    assert "evaluation" not in text
+
+
+def test_units_are_human() -> None:
+    assert [human_count(n) for n in (0, 7.25, 999.4, 999.6, 48_213, 1.5e9, 2e12)] == ["0", "7.25", "999", "1k", "48.2k", "1.5G", "2T"]
+    assert [human_bytes(n) for n in (0, 1023, 1024, 1536, 2**40)] == ["0 B", "1023 B", "1 KiB", "1.5 KiB", "1 TiB"]
+    assert [human_seconds(s) for s in (0.04, 59.94, 72, 3725)] == ["0.0 s", "59.9 s", "1 min 12 s", "1 h 02 min"]

@@ -1,0 +1,150 @@
+import socket
+from collections.abc import Iterator
+from http.client import HTTPConnection
+
+import pytest
+from prometheus_client import CollectorRegistry
+from prometheus_client.parser import text_string_to_metric_families
+
+from prefetcher.metrics import PrefetcherCollector
+from protocol.errors import ConfigError
+from protocol.telemetry.build import build_info
+from protocol.telemetry.counters import CountersCollector, new_registry
+from protocol.telemetry.server import Health, TelemetryServer
+from tests.telemetry import runs
+
+
+@pytest.fixture
+def health() -> Health:
+    return Health()
+
+
+@pytest.fixture
+def server(health: Health) -> Iterator[TelemetryServer]:
+    counters, _ = runs.run_of_three_steps()
+    collector = PrefetcherCollector(counters, runs.prefetcher_gauges(), build_info("prefetcher", "retail"))
+    with TelemetryServer("prefetcher", "127.0.0.1:0", new_registry(collector), health) as server:
+        yield server
+
+
+def ask(server: TelemetryServer, path: str, method: str = "GET") -> tuple[int, str]:
+    connection = HTTPConnection(server.address, timeout=10)
+    try:
+        connection.request(method, path)
+        response = connection.getresponse()
+        return response.status, response.read().decode()
+    finally:
+        connection.close()
+
+
+def test_metrics_are_served_as_prometheus_reads_them(server: TelemetryServer) -> None:
+    status, text = ask(server, "/metrics")
+    assert status == 200
+    found = {family.name: family for family in text_string_to_metric_families(text)}
+    assert sum(sample.value for sample in found["rowcast_lookups"].samples) == 120
+    (info,) = found["rowcast_build_info"].samples
+    assert info.labels["process"] == "prefetcher"
+    assert info.labels["job_name"] == "retail"
+
+
+def test_a_single_metric_can_be_asked_for(server: TelemetryServer) -> None:
+    status, text = ask(server, "/metrics?name[]=rowcast_depth_steps")
+    assert status == 200
+    assert [family.name for family in text_string_to_metric_families(text)] == ["rowcast_depth_steps"]
+
+
+def test_health_follows_the_stages_and_readiness_the_state(server: TelemetryServer, health: Health) -> None:
+    assert ask(server, "/healthz") == (200, "ok\n")
+    assert ask(server, "/readyz") == (503, "starting\n")
+    health.state = "connecting"
+    assert ask(server, "/readyz") == (503, "connecting\n")
+    health.state = "running"
+    assert ask(server, "/readyz") == (200, "running\n")
+    health.dead_stage = lambda: "fetcher"
+    assert ask(server, "/healthz") == (503, "fetcher is dead\n")
+    assert ask(server, "/readyz") == (503, "fetcher is dead\n")
+    health.dead_stage = lambda: None
+    health.state = "stopping"
+    assert ask(server, "/healthz") == (200, "ok\n")
+    assert ask(server, "/readyz") == (503, "stopping\n")
+
+
+def test_head_is_answered_without_a_body(server: TelemetryServer) -> None:
+    assert ask(server, "/healthz", "HEAD") == (200, "")
+
+
+def test_other_paths_and_methods_are_refused(server: TelemetryServer) -> None:
+    assert ask(server, "/")[0] == 404
+    assert ask(server, "/metricsx")[0] == 404
+    assert ask(server, "/healthz", "POST")[0] == 405
+    assert ask(server, "/metrics", "DELETE")[0] == 405
+
+
+def test_requests_leave_no_trace_on_stderr(server: TelemetryServer, capfd: pytest.CaptureFixture[str]) -> None:
+    ask(server, "/metrics")
+    ask(server, "/nothing")
+    with socket.create_connection(address(server), timeout=10) as raw:
+        raw.sendall(b"\x16\x03\x01 garbage\r\n\r\n")
+        assert b"400" in raw.recv(4096)
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_client_that_sends_nothing_holds_nobody_up(server: TelemetryServer) -> None:
+    with socket.create_connection(address(server), timeout=10):
+        assert ask(server, "/healthz")[0] == 200
+
+
+def test_a_counter_that_cannot_be_read_answers_500_and_serving_goes_on(capfd: pytest.CaptureFixture[str]) -> None:
+    class Broken(CountersCollector):
+        def samples(self) -> list[tuple[str, tuple[str, ...], float]]:
+            raise RuntimeError("the ring is gone")
+
+    registry = new_registry(Broken("trainer", build_info("trainer", "retail")))
+    with TelemetryServer("trainer", "127.0.0.1:0", registry, Health()) as server:
+        assert ask(server, "/metrics")[0] == 500
+        assert ask(server, "/healthz")[0] == 200
+    assert "the ring is gone" in capfd.readouterr().err
+
+
+def test_only_the_loopback_address_listens(server: TelemetryServer) -> None:
+    host, port = address(server)
+    assert host == "127.0.0.1"
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.2", port), timeout=10)
+
+
+def test_a_port_in_use_is_a_sentence_with_the_address_and_the_key(server: TelemetryServer) -> None:
+    second = TelemetryServer("trainer", server.address, CollectorRegistry(), Health())
+    with pytest.raises(ConfigError) as caught:
+        second.start()
+    assert str(caught.value).startswith(f"[metrics] trainer = '{server.address}': the port is in use;")
+    second.close()
+
+
+@pytest.mark.parametrize(
+    ("configured", "sentence"),
+    [
+        ("127.0.0.1:99999", "a port is a number from 0 to 65535"),
+        ("192.0.2.1:0", "this machine has no such address"),
+        ("no-such-host.invalid:0", "cannot listen there"),
+        ("\u00e4..b:0", "this is no host name"),
+    ],
+)
+def test_an_address_that_cannot_be_had_is_a_sentence(configured: str, sentence: str) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        TelemetryServer("trainer", configured, CollectorRegistry(), Health()).start()
+
+
+def test_close_frees_the_port_and_may_be_repeated() -> None:
+    first = TelemetryServer("trainer", "127.0.0.1:0", CollectorRegistry(), Health())
+    first.close()
+    bound = first.start()
+    first.close()
+    first.close()
+    with TelemetryServer("trainer", bound, CollectorRegistry(), Health()) as second:
+        assert second.address == bound
+
+
+def address(server: TelemetryServer) -> tuple[str, int]:
+    host, _, port = server.address.rpartition(":")
+    return host, int(port)

@@ -1,0 +1,172 @@
+import io
+import os
+import sys
+
+import pytest
+from rich.console import Console
+
+from protocol.telemetry.logs import setup_logging
+from tests.telemetry import runs
+from trainer.metrics import TrainerCounters, new_counters
+from trainer.report import Evaluation
+from trainer.terminal import Progress
+
+RESULT = Evaluation(train_step=2, auc=0.71234567, logloss=0.5, accuracy=0.8)
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def train(counters: TrainerCounters, steps: int, loss: float) -> None:
+    for _ in range(steps):
+        counters.step_done(runs.header(runs.step_plan(), batch_size=100), loss)
+
+
+def plain_console() -> tuple[Console, io.StringIO]:
+    file = io.StringIO()
+    return Console(file=file, force_terminal=False), file
+
+
+def test_a_pipe_gets_a_line_every_few_seconds_and_one_at_the_end() -> None:
+    counters, clock = new_counters(runs.groups()), Clock()
+    console, file = plain_console()
+    with Progress(counters, 40, console=console, clock=clock) as progress:
+        for _ in range(12):
+            clock.now += 1.0
+            train(counters, 2, loss=0.25)
+            counters.stalled("rows", 0.25)
+            progress.update()
+        train(counters, 1, loss=0.125)
+    lines = file.getvalue().splitlines()
+    assert len(lines) == 3
+    assert lines[0] == "step 10/40  loss 0.2500  200 samples/s  stalled 25.0 %  hit ratio 60.0 %  15.0 s left"
+    assert lines[1].startswith("step 20/40 ")
+    assert lines[2].startswith("step 25/40  loss 0.1250")
+
+
+def test_the_end_is_not_said_twice() -> None:
+    counters, clock = new_counters(runs.groups()), Clock()
+    console, file = plain_console()
+    with Progress(counters, None, console=console, clock=clock) as progress:
+        train(counters, 3, loss=0.5)
+        clock.now += 60.0
+        progress.update()
+        progress.close()
+    assert file.getvalue() == "step 3  loss 0.5000  5 samples/s  stalled 0.0 %  hit ratio 60.0 %\n"
+
+
+def test_a_run_without_a_step_says_nothing() -> None:
+    console, file = plain_console()
+    with Progress(new_counters(runs.groups()), 0, console=console, clock=Clock()):
+        pass
+    assert file.getvalue() == ""
+
+
+def test_evaluations_are_lines_as_they_come() -> None:
+    console, file = plain_console()
+    with Progress(new_counters(runs.groups()), None, console=console, clock=Clock()) as progress:
+        progress.evaluation(RESULT)
+        assert file.getvalue() == "eval after train step 2: auc 0.712346 logloss 0.500000 accuracy 0.800000\n"
+        progress.evaluation(Evaluation(train_step=4, auc=None, logloss=0.5, accuracy=1.0))
+    assert "eval after train step 4: auc undefined" in file.getvalue()
+
+
+def test_a_long_line_is_not_folded_in_a_pipe() -> None:
+    counters, clock = new_counters(runs.groups()), Clock()
+    file = io.StringIO()
+    with Progress(counters, 10**12, console=Console(file=file, force_terminal=False, width=20), clock=clock) as progress:
+        train(counters, 1, loss=0.5)
+        clock.now += 5.0
+        progress.update()
+    assert file.getvalue().count("\n") == 1
+
+
+def test_a_terminal_has_one_live_line_and_evaluations_above_it() -> None:
+    counters, clock = new_counters(runs.groups()), Clock()
+    console = Console(file=io.StringIO(), force_terminal=True, width=120, color_system=None, _environ={"TERM": "xterm"})
+    with Progress(counters, 40, console=console, clock=clock) as progress:
+        train(counters, 2, loss=0.5)
+        progress.update()
+        assert "step 2" not in written(console)
+        clock.now += 1.0
+        progress.update()
+        assert "\r\x1b[2Kstep 2/40  loss 0.5000  200 samples/s" in written(console)
+        assert "\n" not in written(console)
+        progress.evaluation(RESULT)
+        train(counters, 1, loss=0.25)
+    text = written(console)
+    assert "accuracy 0.800000\nstep 2/40" in text
+    assert text.count("\n") == 2
+    assert "step 3/40  loss 0.2500" in text.splitlines()[-2]
+
+
+def test_a_line_too_long_for_the_terminal_is_cut_not_folded() -> None:
+    counters, clock = new_counters(runs.groups()), Clock()
+    console = Console(file=io.StringIO(), force_terminal=True, width=24, color_system=None, _environ={"TERM": "xterm"})
+    with Progress(counters, 40, console=console, clock=clock) as progress:
+        train(counters, 2, loss=0.5)
+        clock.now += 1.0
+        progress.update()
+        assert written(console).endswith("step 2/40  loss 0.5000 \u2026")
+
+
+def test_the_cursor_is_visible_while_the_line_lives() -> None:
+    console = Console(file=io.StringIO(), force_terminal=True, width=80, _environ={"TERM": "xterm"})
+    with Progress(new_counters(runs.groups()), None, console=console, clock=Clock()):
+        assert written(console).rfind("\x1b[?25h") > written(console).rfind("\x1b[?25l")
+
+
+def test_a_terminal_without_cursor_movements_gets_plain_lines() -> None:
+    counters, clock = new_counters(runs.groups()), Clock()
+    console = Console(file=io.StringIO(), force_terminal=True, width=120, _environ={"TERM": "dumb"})
+    with Progress(counters, None, console=console, clock=clock) as progress:
+        train(counters, 1, loss=0.5)
+        clock.now += 5.0
+        progress.update()
+    assert written(console).startswith("step 1  loss 0.5000")
+    assert "\x1b" not in written(console)
+
+
+def test_a_log_file_is_not_animated_where_colour_is_forced(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    counters = new_counters(runs.groups())
+    with Progress(counters, None, clock=Clock()):
+        train(counters, 1, loss=0.5)
+    assert capsys.readouterr().out.startswith("step 1  loss 0.5000")
+
+
+def test_training_goes_on_when_the_reader_of_a_pipe_has_gone(capsys: pytest.CaptureFixture[str]) -> None:
+    setup_logging("trainer")
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    file = os.fdopen(write_end, "w", buffering=1)
+    progress = Progress(new_counters(runs.groups()), None, console=Console(file=file, force_terminal=False), clock=Clock())
+    progress.start()
+    progress.evaluation(RESULT)
+    progress.evaluation(RESULT)
+    progress.close()
+    assert capsys.readouterr().err.count("stdout was closed") == 1
+    with pytest.raises(BrokenPipeError):
+        file.close()
+
+
+def test_logs_of_a_terminal_appear_above_the_live_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    console = Console(file=io.StringIO(), force_terminal=True, width=80, color_system=None, _environ={"TERM": "xterm"})
+    with Progress(new_counters(runs.groups()), None, console=console, clock=Clock()):
+        sys.stderr.write("rings are not pinned\n")
+        assert "rings are not pinned\nwaiting for the first step" in written(console)
+
+
+def written(console: Console) -> str:
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()

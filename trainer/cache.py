@@ -1,0 +1,322 @@
+"""The device cache: slots of row records, filled and emptied exactly as plans say.
+
+For plan p, in this order (the waits are named in `streams.Wait`):
+
+    copy-in   ring -> arrays, ring -> fill staging          as soon as StepReady(p) is here
+    fill      victims' slots -> evict staging               after the step `fill_after`
+    fill      fill staging -> slots
+    compute   look-up ... update of step p                  after the fill
+    evict     evict staging -> ring, by the sender's thread  beside all that
+
+Staging is allocated once: `depth` + 1 sets of half a ring each way. A plan that brings more rows uses its set piece by piece.
+The cache decides nothing: it holds no key, no index of rows and no order of its own.
+"""
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from protocol.errors import RemoteProtocolError
+from protocol.messages import ArraySpec, Flush, PlanHeader, Released, RingRef, RowSpan, StepReady
+from protocol.packing import Piece, barrier_stamp, cut, plan_stamp
+from protocol.tables import GroupSpec
+from protocol.transport.ring import RingReader
+from trainer.metrics import TrainerCounters
+from trainer.sender import EvictTask, Sender
+from trainer.streams import Event, Streams
+
+DTYPES = {"f4": torch.float32, "i4": torch.int32, "i8": torch.int64, "u1": torch.uint8}
+
+
+@dataclass(slots=True)
+class ArrivedStep:
+    """A plan on this side: its header, its arrays on the device, and how far its rows have come."""
+
+    step: int
+    header: PlanHeader
+    block: Tensor  # u8 [arrays_bytes] on the device
+    arrays: dict[str, Tensor]  # views of the block, by name
+    num_pieces: int
+    pieces: list[StepReady] = field(default_factory=list)  # copied in, by number
+    copied: list[Event] = field(default_factory=list)  # one a piece
+    filled: list[Event] = field(default_factory=list)  # one a piece; empty pieces too
+    last_evict: EvictTask | None = None
+    num_gathered: int = 0  # dirty victims so far
+
+    @property
+    def complete(self) -> bool:
+        return len(self.filled) == self.num_pieces
+
+
+@dataclass(slots=True, kw_only=True)
+class FlushJob:
+    """A barrier whose rows are on their way home."""
+
+    header: Flush
+    block: Tensor  # u8, the slots as they arrive
+    pieces: deque[Piece]  # of rows, not gathered yet
+    slots: dict[str, Tensor] | None = None  # "<group>.slots" on the device, once all have arrived
+    last_task: EvictTask | None = None
+
+
+class DeviceCache:
+    """Runs on the main thread of the trainer; `accept` is called by the mail's thread."""
+
+    def __init__(
+        self,
+        groups: tuple[GroupSpec, ...],
+        records: list[Tensor],
+        depth: int,
+        streams: Streams,
+        ring: RingReader,
+        max_payload: int,
+        sender: Sender,
+        counters: TrainerCounters,
+        send: Callable[[Released], None],
+    ) -> None:
+        self.records = records  # f32 [slots, record_floats] a group
+        self._groups = groups
+        self._streams = streams
+        self._ring = ring
+        self._sender = sender
+        self._counters = counters
+        self._send = send
+        self._max_payload = max_payload
+        self._num_sets = depth + 1
+        self._fill_staging = [streams.allocate(max_payload) for _ in range(self._num_sets)]
+        self._evict_staging = [streams.allocate(max_payload) for _ in range(self._num_sets)]
+        self._inbox: deque[StepReady] = deque()
+        self._steps: deque[ArrivedStep] = deque()  # arrived, not yet handed to compute
+        self._copying: deque[tuple[RingRef, Event]] = deque()
+        self._flushing: FlushJob | None = None
+        self._blocks: list[Tensor] = [streams.allocate(0) for _ in range(depth + 2)]  # arrays of a plan, reused in turn
+        self._computed: dict[int, Event] = {}  # steps issued and not known to be complete
+        self._last_issued: int | None = None
+
+    def accept(self, message: StepReady) -> None:
+        self._inbox.append(message)
+
+    def advance(self) -> bool:
+        """Issues what can be issued without waiting; True if anything was."""
+        released = self._release_copied()
+        copied = self._copy_next_piece()
+        filled = self._fill_next_piece()
+        flushed = self._flush_next_piece()
+        return released or copied or filled or flushed
+
+    def take_filled(self) -> ArrivedStep | None:
+        """The next step whose rows have all been issued; its look-up must wait for `filled` and `copied`."""
+        if self._steps and self._steps[0].complete:
+            return self._steps.popleft()
+        return None
+
+    def issued(self, step: int, computed: Event) -> None:
+        """The step's compute is on its way; `computed` is its event."""
+        self._computed[step] = computed
+        self._last_issued = step
+
+    def completed(self, step: int) -> None:
+        """The host knows that the step is complete."""
+        del self._computed[step]
+
+    @property
+    def steps_waiting(self) -> int:
+        return len(self._inbox) + len(self._steps)
+
+    # ring -> device
+
+    def _release_copied(self) -> bool:
+        progress = False
+        while self._copying and self._streams.done(self._copying[0][1], "released"):
+            ref, _ = self._copying.popleft()
+            self._release(ref)
+            progress = True
+        return progress
+
+    def _release(self, ref: RingRef) -> None:
+        position = self._ring.done(ref)
+        if position is not None:
+            self._send(Released(position=position))
+
+    def _copy_next_piece(self) -> bool:
+        if not self._inbox:
+            return False
+        message = self._inbox[0]
+        if message.plan is not None:
+            self._steps.append(self._arrived(message, message.plan))
+        arrived = self._steps[-1]
+        if message.rows and self._staging_busy(arrived):
+            if message.plan is not None:
+                self._steps.pop()
+            return False
+        self._inbox.popleft()
+        self._copy_in(arrived, message)
+        return True
+
+    def _arrived(self, message: StepReady, header: PlanHeader) -> ArrivedStep:
+        index = message.step % len(self._blocks)
+        if len(self._blocks[index]) < header.arrays_bytes:
+            self._blocks[index] = self._streams.allocate(header.arrays_bytes * 5 // 4)
+        block = self._blocks[index][: header.arrays_bytes]
+        return ArrivedStep(
+            step=message.step, header=header, block=block, arrays=unpack(block, header.arrays), num_pieces=message.num_pieces
+        )
+
+    def _staging_busy(self, arrived: ArrivedStep) -> bool:
+        """Whether an earlier piece of the same plan has rows in its staging set whose fill is not even issued."""
+        return any(piece.rows for piece in arrived.pieces[len(arrived.filled) :])
+
+    def _copy_in(self, arrived: ArrivedStep, message: StepReady) -> None:
+        stream = self._streams.copy_in
+        if message.payload is not None:
+            payload = self._payload(message.payload, plan_stamp(message.step, message.piece))
+            end = 0
+            if message.arrays is not None:
+                offset, end = message.arrays.offset, message.arrays.nbytes
+                stream.copy(payload[:end], arrived.block[offset : offset + end])
+            if message.rows:
+                if arrived.filled:
+                    stream.wait(arrived.filled[-1], "fill_staging")
+                staging = self._fill_staging[arrived.step % self._num_sets]
+                stream.copy(payload[message.rows[0].offset :], staging[message.rows[0].offset : message.payload.nbytes])
+        self._counters.step_ready(message)
+        event = stream.record()
+        if message.payload is not None:
+            self._copying.append((message.payload, event))
+        arrived.pieces.append(message)
+        arrived.copied.append(event)
+
+    def _payload(self, ref: RingRef, stamp: int) -> Tensor:
+        return torch.from_numpy(self._ring.view(ref, stamp))
+
+    # staging <-> slots
+
+    def _fill_next_piece(self) -> bool:
+        arrived = next((step for step in self._steps if not step.complete), None)
+        if arrived is None or len(arrived.copied) == len(arrived.filled):
+            return False
+        message = arrived.pieces[len(arrived.filled)]
+        if not self._may_fill(arrived, message):
+            return False
+        fill = self._streams.fill
+        fill.wait(arrived.copied[message.piece], "copied")
+        for after in {arrived.header.groups[span.group].fill_after for span in message.rows}:
+            if after in self._computed:
+                fill.wait(self._computed[after], "fill_after")
+        self._gather_victims(arrived, message)
+        self._scatter_rows(arrived, message)
+        arrived.filled.append(fill.record())
+        return True
+
+    def _may_fill(self, arrived: ArrivedStep, message: StepReady) -> bool:
+        """A wait can only be issued for an event that was recorded: `fill_after` by the loop, an evict copy by the sender."""
+        for span in message.rows:
+            after = arrived.header.groups[span.group].fill_after
+            if after is not None and (self._last_issued is None or after > self._last_issued):
+                return False
+        return not message.rows or arrived.last_evict is None or arrived.last_evict.copied is not None
+
+    def _gather_victims(self, arrived: ArrivedStep, message: StepReady) -> None:
+        victims = [
+            RowSpan(group=span.group, start=span.start, count=dirty, offset=span.offset)
+            for span in message.rows
+            if (dirty := min(span.count, arrived.header.groups[span.group].num_dirty - span.start)) > 0
+        ]
+        if not victims:
+            return
+        sources = self._gather(
+            victims,
+            slots=[arrived.arrays[f"{span.group}.evict_slots"][span.start : span.start + span.count] for span in victims],
+            staging=self._evict_staging[arrived.step % self._num_sets],
+            after=arrived.last_evict,
+        )
+        arrived.num_gathered += sum(span.count for span in victims)
+        arrived.last_evict = EvictTask(
+            step=arrived.step,
+            barrier=None,
+            piece=0 if arrived.last_evict is None else arrived.last_evict.piece + 1,
+            last=arrived.num_gathered == sum(group.num_dirty for group in arrived.header.groups),
+            sources=sources,
+            gathered=self._streams.fill.record(),
+        )
+        self._sender.send_rows(arrived.last_evict)
+
+    def _gather(self, spans: list[RowSpan], slots: list[Tensor], staging: Tensor, after: EvictTask | None) -> list[tuple[RowSpan, Tensor]]:
+        if after is not None:
+            assert after.copied is not None, "an evict copy that was never issued"
+            self._streams.fill.wait(after.copied, "evict_staging")
+        sources = []
+        for span, span_slots in zip(spans, slots, strict=True):
+            rows = self._rows(staging, span)
+            self._streams.fill.gather(self.records[span.group], span_slots, rows)
+            sources.append((span, rows))
+        return sources
+
+    def _scatter_rows(self, arrived: ArrivedStep, message: StepReady) -> None:
+        staging = self._fill_staging[arrived.step % self._num_sets]
+        for span in message.rows:
+            slots = arrived.arrays[f"{span.group}.fetch_slots"][span.start : span.start + span.count]
+            self._streams.fill.scatter(self._rows(staging, span), slots, self.records[span.group])
+
+    def _rows(self, staging: Tensor, span: RowSpan) -> Tensor:
+        """A span of a staging set as f32 [count, record_floats]."""
+        group = self._groups[span.group]
+        nbytes = span.count * group.record_bytes
+        return staging[span.offset : span.offset + nbytes].view(torch.float32).view(span.count, group.record_floats)
+
+    # barriers
+
+    def flush(self, message: Flush) -> None:
+        """Takes one piece of a barrier's slots. Every step before the barrier is complete, and every staging set is free."""
+        self._counters.flush(message)
+        if self._flushing is None:
+            block = torch.zeros(message.arrays_bytes, dtype=torch.uint8)
+            pieces = cut(0, message.num_dirty, [group.record_bytes for group in self._groups], self._max_payload)
+            self._flushing = FlushJob(header=message, block=block, pieces=deque(pieces))
+        if message.payload is not None and message.span is not None:
+            payload = self._payload(message.payload, barrier_stamp(message.barrier, message.piece))
+            self._flushing.block[message.span.offset : message.span.offset + message.span.nbytes] = payload
+            self._release(message.payload)
+        if message.piece == message.num_pieces - 1:
+            self._flushing.slots = unpack(self._flushing.block.to(self._streams.device), message.arrays)
+
+    def _flush_next_piece(self) -> bool:
+        """One piece after the other through one staging set: a barrier is rare, and nothing else runs."""
+        job = self._flushing
+        if job is None or job.slots is None or (job.last_task is not None and job.last_task.copied is None):
+            return False
+        piece = job.pieces.popleft()
+        sources = self._gather(
+            list(piece.rows),
+            slots=[job.slots[f"{span.group}.slots"][span.start : span.start + span.count] for span in piece.rows],
+            staging=self._evict_staging[0],
+            after=job.last_task,
+        )
+        job.last_task = EvictTask(
+            step=job.header.after_step,
+            barrier=job.header.barrier,
+            piece=0 if job.last_task is None else job.last_task.piece + 1,
+            last=not job.pieces,
+            sources=sources,
+            gathered=self._streams.fill.record(),
+        )
+        self._sender.send_rows(job.last_task)
+        if not job.pieces:
+            self._flushing = None
+        return True
+
+
+def unpack(block: Tensor, specs: tuple[ArraySpec, ...]) -> dict[str, Tensor]:
+    """Named views of a block. Raises RemoteProtocolError where an array does not lie inside it."""
+    arrays = {}
+    for spec in specs:
+        dtype = DTYPES[spec.dtype]
+        nbytes = dtype.itemsize * int(np.prod(spec.shape, dtype=np.int64))
+        if spec.offset + nbytes > len(block):
+            raise RemoteProtocolError(f"array {spec.name} ends at byte {spec.offset + nbytes} of a block of {len(block)} bytes")
+        arrays[spec.name] = block[spec.offset : spec.offset + nbytes].view(dtype).view(spec.shape)
+    return arrays

@@ -1,0 +1,82 @@
+"""The stages of the trainer, wired to each other and to one conversation. No thread, socket or clock lives here."""
+
+from dataclasses import dataclass
+
+import torch
+
+from protocol.conversation import Conversation
+from protocol.messages import Bye, EndOfData, Flush, Released, StepReady, Welcome
+from protocol.stages import Stage
+from protocol.tables import GroupSpec
+from protocol.transport.ring import RingReader, RingWriter
+from trainer.cache import DeviceCache
+from trainer.loop import Results, Runner, TrainingLoop
+from trainer.metrics import TrainerCounters, new_counters
+from trainer.sender import Sender
+from trainer.streams import Streams
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineParts:
+    """What an engine is made of; whoever makes them owns and closes them."""
+
+    groups: tuple[GroupSpec, ...]
+    welcome: Welcome
+    conversation: Conversation
+    fetch_ring: RingReader
+    back_ring: RingWriter
+    max_payload: int  # bytes of a piece: staging is made of sets of this size
+    streams: Streams
+    records: list[torch.Tensor]  # f32 [slots, record_floats] a group, on the device
+    runner: Runner
+    results: Results
+
+
+class TrainerEngine:
+    """`stages` are advanced by one thread each (the loop by the main thread), or all by one thread in any order."""
+
+    def __init__(self, parts: EngineParts) -> None:
+        self.counters: TrainerCounters = new_counters(parts.groups)
+        self.conversation = parts.conversation
+        send, depth = parts.conversation.send, parts.welcome.depth
+        self.sender = Sender(parts.streams, parts.back_ring, self.counters, send)
+        self.cache = DeviceCache(
+            groups=parts.groups,
+            records=parts.records,
+            depth=depth,
+            streams=parts.streams,
+            ring=parts.fetch_ring,
+            max_payload=parts.max_payload,
+            sender=self.sender,
+            counters=self.counters,
+            send=send,
+        )
+        self.loop = TrainingLoop(
+            depth=depth,
+            cache=self.cache,
+            sender=self.sender,
+            streams=parts.streams,
+            runner=parts.runner,
+            counters=self.counters,
+            results=parts.results,
+            send=send,
+        )
+        parts.conversation.listen(
+            {
+                StepReady: self.cache.accept,
+                Released: lambda message: parts.back_ring.release(message.position),
+                Flush: self.loop.accept_flush,
+                EndOfData: self.loop.accept_end,
+            }
+        )
+
+    @property
+    def stages(self) -> dict[str, Stage]:
+        return {"mail": self.conversation, "loop": self.loop, "sender": self.sender}
+
+    @property
+    def finished(self) -> bool:
+        return self.loop.finished
+
+    def say_bye(self) -> None:
+        self.conversation.send(Bye())

@@ -1,0 +1,237 @@
+"""The trainer's main loop: fill, compute, report, in the order of the plans. It decides nothing and never waits for the device.
+
+`advance` is the loop's body. Every result is read when its event has happened: on a device that is about a step later.
+"""
+
+import math
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from protocol.errors import NonFiniteLoss
+from protocol.messages import EndOfData, Flush, Saved, StepDone
+from trainer.cache import ArrivedStep, DeviceCache
+from trainer.metrics import StallReason, TrainerCounters
+from trainer.report import Evaluation
+from trainer.sender import Sender
+from trainer.streams import Event, Streams
+
+
+class Runner(Protocol):
+    """The model's side of a step; each call issues work on the compute stream and reads nothing."""
+
+    def train(self, step: ArrivedStep, loss: Tensor) -> None:
+        """Look-up to update; the mean loss goes to `loss`, a scalar on the host."""
+
+    def evaluate(self, step: ArrivedStep) -> None:
+        """Look-up and forward; predictions are added to the metrics of the evaluation."""
+
+    def close_evaluation(self) -> Callable[[], tuple[float | None, float, float]]:
+        """Issues the copy of the metrics to the host and starts new ones; call the result for (auc, logloss, accuracy) after that."""
+
+    def save(self, folder: Path) -> Saved:
+        """Writes the dense side of a checkpoint; the step it follows is complete. The barrier number is filled in by the caller."""
+
+
+class Results(Protocol):
+    """Where results go, in order."""
+
+    def loss(self, train_step: int, loss: np.float32) -> None: ...
+
+    def evaluation(self, result: Evaluation) -> None: ...
+
+
+@dataclass(slots=True, kw_only=True)
+class Issued:
+    """A step on its way through the device, or the close of an evaluation."""
+
+    event: Event
+    step: ArrivedStep | None
+    evaluation: Callable[[], tuple[float | None, float, float]] | None
+    train_steps: int  # before it, or before the close of the evaluation
+    loss: Tensor | None
+    began_s: float
+    waited_s: float
+
+
+class TrainingLoop:
+    """`accept_flush` and `accept_end` are called by the mail's thread, `advance` by the main thread."""
+
+    def __init__(
+        self,
+        depth: int,
+        cache: DeviceCache,
+        sender: Sender,
+        streams: Streams,
+        runner: Runner,
+        counters: TrainerCounters,
+        results: Results,
+        send: Callable[[StepDone | Saved], None],
+    ) -> None:
+        self.step_begun: int | None = None
+        self.step_done: int | None = None
+        self.end: EndOfData | None = None
+        self._cache = cache
+        self._sender = sender
+        self._streams = streams
+        self._runner = runner
+        self._counters = counters
+        self._results = results
+        self._send = send
+        pinned = streams.device.type == "cuda"
+        self._losses = [torch.zeros((), pin_memory=pinned) for _ in range(depth + 2)]
+        self._issued: deque[Issued] = deque()
+        self._flushes: deque[Flush] = deque()
+        self._saving: Flush | None = None
+        self._evaluating = False
+        self._train_steps = 0
+        self._idle_since_s: float | None = time.perf_counter()
+
+    @property
+    def finished(self) -> bool:
+        """No step follows, and every result was delivered."""
+        return self.end is not None and not self._issued
+
+    @property
+    def waiting_for(self) -> str:
+        if self._issued:
+            return "the device"
+        return "the barrier" if self._saving is not None or self._flushes else "rows"
+
+    def accept_flush(self, message: Flush) -> None:
+        self._flushes.append(message)
+
+    def accept_end(self, message: EndOfData) -> None:
+        self.end = message
+
+    def advance(self) -> bool:
+        collected = self._collect()
+        moved = self._cache.advance()
+        issued = self._issue_next()
+        return self._at_barrier() or collected or moved or issued
+
+    # issuing
+
+    def _issue_next(self) -> bool:
+        step = self._cache.take_filled()
+        if step is None:
+            return False
+        if self._evaluating and step.header.kind == "train":
+            self._close_evaluation()
+        began_s, waited_s = time.perf_counter(), self._waited("rows")
+        compute = self._streams.compute
+        compute.wait(step.filled[-1], "filled")
+        self.step_begun = step.step
+        loss = self._run(step)
+        event = compute.record()
+        self._cache.issued(step.step, event)
+        self._issued.append(
+            Issued(
+                event=event,
+                step=step,
+                evaluation=None,
+                train_steps=step.header.train_step,
+                loss=loss,
+                began_s=began_s,
+                waited_s=waited_s,
+            )
+        )
+        return True
+
+    def _run(self, step: ArrivedStep) -> Tensor | None:
+        """Look-up to update as one closure; where the loss will be."""
+        if step.header.kind == "eval":
+            self._evaluating = True
+            self._streams.compute.run(lambda: self._runner.evaluate(step))
+            return None
+        loss = self._losses[step.step % len(self._losses)]
+        self._train_steps = step.header.train_step + 1
+        self._streams.compute.run(lambda: self._runner.train(step, loss))
+        return loss
+
+    def _close_evaluation(self) -> None:
+        closed: list[Callable[[], tuple[float | None, float, float]]] = []
+        self._streams.compute.run(lambda: closed.append(self._runner.close_evaluation()))
+        self._evaluating = False
+        self._issued.append(
+            Issued(
+                event=self._streams.compute.record(),
+                step=None,
+                evaluation=lambda: closed[0](),
+                train_steps=self._train_steps,
+                loss=None,
+                began_s=time.perf_counter(),
+                waited_s=0.0,
+            )
+        )
+
+    # results
+
+    def _collect(self) -> bool:
+        if not self._issued or not self._streams.done(self._issued[0].event, "results"):
+            return False
+        issued = self._issued.popleft()
+        if issued.evaluation is not None:
+            auc, logloss, accuracy = issued.evaluation()
+            self._results.evaluation(Evaluation(train_step=issued.train_steps, auc=auc, logloss=logloss, accuracy=accuracy))
+        if issued.step is not None:
+            self._finish_step(issued, issued.step)
+        if not self._issued:
+            self._idle_since_s = time.perf_counter()
+        return True
+
+    def _finish_step(self, issued: Issued, step: ArrivedStep) -> None:
+        loss = None
+        if issued.loss is not None:
+            loss = np.float32(issued.loss.item())
+            if not math.isfinite(loss):
+                raise NonFiniteLoss(
+                    f"the loss of train step {issued.train_steps} is {loss}; training diverged: lower optimizer.sparse.lr or optimizer.dense.lr"
+                )
+            self._results.loss(issued.train_steps, loss)
+        self._cache.completed(step.step)
+        self.step_done = step.step
+        self._counters.step_done(step.header, None if loss is None else float(loss))
+        step_s = time.perf_counter() - issued.began_s
+        self._sender.finish(StepDone(step=step.step, rank=0, waited_s=issued.waited_s, step_s=step_s))
+
+    def _waited(self, reason: StallReason) -> float:
+        """Seconds since the device ran out of work, counted for `reason`; none while it has some."""
+        if self._idle_since_s is None:
+            return 0.0
+        seconds = time.perf_counter() - self._idle_since_s
+        self._idle_since_s = None
+        self._counters.stalled(reason, seconds)
+        return seconds
+
+    # barriers
+
+    def _at_barrier(self) -> bool:
+        """Every step before a barrier is complete when its `Flush` arrives."""
+        if self._saving is not None and not self._issued:
+            self._send(self._saved(self._saving))
+            self._saving = None
+            return True
+        if not self._flushes:
+            return False
+        message = self._flushes.popleft()
+        if self._evaluating:
+            self._close_evaluation()
+        self._waited("barrier")
+        self._idle_since_s = time.perf_counter()
+        self._cache.flush(message)
+        if message.piece == message.num_pieces - 1 and message.checkpoint is not None:
+            self._saving = message
+        return True
+
+    def _saved(self, barrier: Flush) -> Saved:
+        assert barrier.checkpoint is not None, "a plain flush saves nothing"
+        saved = self._runner.save(Path(barrier.checkpoint))
+        return Saved(barrier=barrier.barrier, file=saved.file, nbytes=saved.nbytes, checksum=saved.checksum)

@@ -1,0 +1,131 @@
+"""What a run has to show: `report.json`, made from the counters that /metrics serves."""
+
+import os
+from pathlib import Path
+
+import msgspec
+
+from protocol.errors import RowcastError
+from trainer.metrics import TrainerCounters
+
+
+class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
+    """The result of one pass over the evaluation batches."""
+
+    train_step: int  # training steps before it
+    auc: float | None  # None where all labels are equal
+    logloss: float
+    accuracy: float
+
+
+class Report(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    steps: int  # training steps
+    eval_steps: int
+    samples: int  # of training steps
+    samples_per_s: float  # samples / wall_s
+    wall_s: float
+    loss: float | None  # mean of the last 100 training steps, or of all where there are fewer; None without a step
+    auc: float | None  # of the last evaluation; None without one
+    logloss: float | None
+    accuracy: float | None
+    lookups: int
+    unique_rows: int
+    rows_fetched: int
+    rows_evicted: int
+    rows_written_back: int  # dirty victims and flushed rows
+    rows_flushed: int  # those of barriers
+    hit_ratio: float | None  # distinct rows resident when planned / distinct rows; None without a look-up
+    trainer_wait_s: float  # for rows
+    stall_share: float  # trainer_wait_s / wall_s
+    bytes_to_device: int  # rows and arrays of plans
+    bytes_from_device: int  # rows
+    device_bytes: int  # peak on the device
+    host_bytes: int  # peak resident bytes of the prefetcher
+    threads: int
+    pinned: bool
+    device: str
+    versions: dict[str, str]  # rowcast, torch, numpy, python
+    pids: dict[str, int]  # prefetcher, trainer
+    finished: bool
+    stopped_by: str | None  # what ended the run early; None where the data ended
+
+
+class RunFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """What a report says beside the counters."""
+
+    wall_s: float
+    loss: float | None
+    evaluation: Evaluation | None  # the last one
+    device_bytes: int
+    host_bytes: int
+    threads: int
+    pinned: bool
+    device: str
+    versions: dict[str, str]
+    pids: dict[str, int]
+    finished: bool
+    stopped_by: str | None
+
+
+def make_report(counters: TrainerCounters, run: RunFacts) -> Report:
+    unique_rows = counters.total("unique_rows")
+    evaluation = run.evaluation
+    return Report(
+        steps=counters.train_steps,
+        eval_steps=counters.eval_steps,
+        samples=counters.samples,
+        samples_per_s=counters.samples / run.wall_s if run.wall_s else 0.0,
+        wall_s=run.wall_s,
+        loss=run.loss,
+        auc=evaluation.auc if evaluation else None,
+        logloss=evaluation.logloss if evaluation else None,
+        accuracy=evaluation.accuracy if evaluation else None,
+        lookups=counters.total("lookups"),
+        unique_rows=unique_rows,
+        rows_fetched=counters.total("rows_fetched"),
+        rows_evicted=counters.total("rows_evicted"),
+        rows_written_back=counters.total("rows_written_back"),
+        rows_flushed=counters.total("rows_flushed"),
+        hit_ratio=counters.total("hits") / unique_rows if unique_rows else None,
+        trainer_wait_s=counters.waited_s,
+        stall_share=counters.waited_s / run.wall_s if run.wall_s else 0.0,
+        bytes_to_device=counters.total("row_bytes_to_device") + counters.plan_bytes_to_device,
+        bytes_from_device=counters.total("row_bytes_from_device"),
+        device_bytes=run.device_bytes,
+        host_bytes=run.host_bytes,
+        threads=run.threads,
+        pinned=run.pinned,
+        device=run.device,
+        versions=run.versions,
+        pids=run.pids,
+        finished=run.finished,
+        stopped_by=run.stopped_by,
+    )
+
+
+def write_report(path: Path, report: Report) -> None:
+    """Writes JSON so that `path` holds the old report or the whole new one, whatever happens. Raises RowcastError."""
+    partial = path.with_name(f"{path.name}.partial")
+    try:
+        with partial.open("wb") as file:
+            file.write(msgspec.json.format(msgspec.json.encode(report), indent=2) + b"\n")
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+        sync_directory(path.parent)
+    except OSError as error:
+        raise RowcastError(f"{path}: cannot write the report ({error.strerror}); free space there or make it writable") from None
+
+
+def sync_directory(directory: Path) -> None:
+    """Makes a rename in `directory` durable."""
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def read_report(path: Path) -> Report:
+    """Raises OSError or msgspec.DecodeError."""
+    return msgspec.json.decode(path.read_bytes(), type=Report)

@@ -1,0 +1,220 @@
+"""What a person sees of a training run on stdout: one live line on a terminal, a line every few seconds elsewhere, a summary at the end."""
+
+import sys
+import time
+from collections import deque
+from collections.abc import Callable
+from types import TracebackType
+from typing import NamedTuple, Self
+
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from protocol.telemetry.logs import get_logger
+from trainer.metrics import TrainerCounters
+from trainer.report import Evaluation, Report
+
+LIVE_EVERY_S = 0.25
+LINE_EVERY_S = 5.0
+WINDOW_S = 10.0  # speeds are those of about this long
+
+
+class Mark(NamedTuple):
+    """What the counters said at one moment."""
+
+    time_s: float
+    steps: int
+    samples: int
+    waited_s: float
+
+
+class Progress:
+    """Shows the counters. `update` costs one clock reading between two refreshes, so it may be called after every step and in waits."""
+
+    def __init__(
+        self,
+        counters: TrainerCounters,
+        total_steps: int | None,
+        *,
+        console: Console | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`total_steps`: training steps of the run, where they are known. `console` writes to stdout unless given."""
+        self._counters = counters
+        self._total_steps = total_steps
+        self._console = console or stdout_console()
+        self._is_live = self._console.is_terminal and not self._console.is_dumb_terminal
+        self._clock = clock
+        self._every_s = LIVE_EVERY_S if self._is_live else LINE_EVERY_S
+        self._marks: deque[Mark] = deque(maxlen=max(2, round(WINDOW_S / self._every_s)))
+        self._next_s = 0.0
+        self._live: Live | None = None
+        self._closed_pipe = False
+
+    def start(self) -> None:
+        self._marks.append(self._mark())
+        self._next_s = self._marks[-1].time_s + self._every_s
+        if not self._is_live:
+            return
+        self._live = Live(
+            Text("waiting for the first step"),
+            console=self._console,
+            auto_refresh=False,
+            redirect_stderr=sys.stderr.isatty(),  # log lines of a terminal appear above the live line; a log file keeps its own
+        )
+        self._live.start(refresh=True)
+        self._console.show_cursor(True)  # a second signal ends the process at once and must not leave the terminal without one
+
+    def update(self) -> None:
+        """Refreshes where it is time to."""
+        if self._clock() >= self._next_s:
+            self._refresh()
+
+    def evaluation(self, result: Evaluation) -> None:
+        """Prints the result of an evaluation, which stays."""
+        auc = "undefined" if result.auc is None else f"{result.auc:.6f}"
+        self._print(
+            f"eval after train step {result.train_step}: auc {auc} logloss {result.logloss:.6f} accuracy {result.accuracy:.6f}",
+        )
+
+    def close(self) -> None:
+        """Shows the last state and leaves it there. Idempotent."""
+        if self._live is not None:
+            self._refresh()
+            self._live.stop()
+            self._live = None
+        elif self._shown_steps() != self._counters.train_steps:
+            self._refresh()
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def _shown_steps(self) -> int:
+        return self._marks[-1].steps if self._marks else 0
+
+    def _mark(self) -> Mark:
+        counters = self._counters
+        return Mark(self._clock(), counters.train_steps, counters.samples + counters.eval_samples, counters.waited_s)
+
+    def _refresh(self) -> None:
+        self._marks.append(self._mark())
+        self._next_s = self._marks[-1].time_s + self._every_s
+        line = progress_line(self._counters, self._total_steps, self._marks[0], self._marks[-1])
+        if self._live is None:
+            self._print(line)
+        else:
+            self._live.update(Text(line, no_wrap=True, overflow="ellipsis"), refresh=True)
+
+    def _print(self, line: str) -> None:
+        if self._closed_pipe:
+            return
+        if self._live is not None:
+            self._console.print(line, markup=False, highlight=False, soft_wrap=True)
+        elif not write(self._console, f"{line}\n"):
+            self._closed_pipe = True
+            get_logger().warning("stdout was closed; training goes on without progress lines")
+
+
+def stdout_console() -> Console:
+    """A terminal only where stdout is one: rich alone would believe FORCE_COLOR and animate a log file."""
+    return Console(force_terminal=None if sys.stdout.isatty() else False)
+
+
+def write(console: Console, text: str) -> bool:
+    """Writes and flushes; False where the reader of a pipe has gone, for which rich would end the process."""
+    try:
+        console.file.write(text)
+        console.file.flush()
+    except BrokenPipeError:
+        return False
+    return True
+
+
+def progress_line(counters: TrainerCounters, total_steps: int | None, first: Mark, last: Mark) -> str:
+    """The state in one line; speed and stall share are those between the two marks."""
+    seconds = last.time_s - first.time_s
+    parts = [f"step {last.steps:,}" if total_steps is None else f"step {last.steps:,}/{total_steps:,}"]
+    if counters.loss is not None:
+        parts.append(f"loss {counters.loss:.4f}")
+    if seconds > 0:
+        parts.append(f"{human_count((last.samples - first.samples) / seconds)} samples/s")
+        parts.append(f"stalled {percent((last.waited_s - first.waited_s) / seconds)}")
+    unique_rows = counters.total("unique_rows")
+    if unique_rows:
+        parts.append(f"hit ratio {percent(counters.total('hits') / unique_rows)}")
+    if total_steps is not None and last.steps > first.steps and last.steps < total_steps:
+        parts.append(f"{human_seconds((total_steps - last.steps) * seconds / (last.steps - first.steps))} left")
+    return "  ".join(parts)
+
+
+def print_summary(report: Report, console: Console | None = None) -> None:
+    """The report for a person, on stdout unless `console` is given. A closed pipe is no error: the report is on disk."""
+    table = Table.grid(padding=(0, 2))
+    for name, value in summary_rows(report):
+        table.add_row(name, value)
+    target = console or stdout_console()
+    with target.capture() as text:
+        target.print(summary_title(report), style="bold", highlight=False, soft_wrap=True)
+        target.print(table, highlight=False, soft_wrap=True)
+    lines = [line.rstrip() for line in text.get().splitlines()]
+    write(target, "\n".join(["", *lines, ""]))
+
+
+def summary_title(report: Report) -> str:
+    how = "finished" if report.finished else f"stopped by {report.stopped_by or 'request'}"
+    return f"rowcast: {how} after {report.steps:,} steps in {human_seconds(report.wall_s)}"
+
+
+def summary_rows(report: Report) -> list[tuple[str, str]]:
+    rows = [
+        ("samples", f"{report.samples:,} ({human_count(report.samples_per_s)}/s)"),
+        ("loss", "none" if report.loss is None else f"{report.loss:.6f}"),
+    ]
+    if report.logloss is not None and report.accuracy is not None:
+        auc = "undefined" if report.auc is None else f"{report.auc:.6f}"
+        rows.append(("evaluation", f"auc {auc}, logloss {report.logloss:.6f}, accuracy {report.accuracy:.6f}"))
+    hits = "" if report.hit_ratio is None else f", hit ratio {percent(report.hit_ratio)}"
+    return [
+        *rows,
+        ("look-ups", f"{report.lookups:,} of {report.unique_rows:,} rows{hits}"),
+        ("rows", f"{report.rows_fetched:,} fetched, {report.rows_evicted:,} evicted, {report.rows_written_back:,} written back"),
+        ("waited for rows", f"{human_seconds(report.trainer_wait_s)} ({percent(report.stall_share)} of the time)"),
+        ("traffic", f"{human_bytes(report.bytes_to_device)} to the device, {human_bytes(report.bytes_from_device)} back"),
+        ("memory", f"{human_bytes(report.device_bytes)} on the device, {human_bytes(report.host_bytes)} in the prefetcher"),
+        ("device", f"{report.device}, threads: {report.threads}, {'pinned' if report.pinned else 'unpinned'} rings"),
+    ]
+
+
+def percent(share: float) -> str:
+    return f"{100 * share:.1f} %"
+
+
+def human_count(number: float) -> str:
+    """Three digits and a decimal prefix."""
+    for prefix in ("", "k", "M", "G"):
+        if abs(number) < 999.5:
+            return f"{number:.3g}{prefix}"
+        number /= 1000
+    return f"{number:.3g}T"
+
+
+def human_bytes(nbytes: float) -> str:
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if nbytes < 1023.5:
+            return f"{nbytes:.4g} {unit}"
+        nbytes /= 1024
+    return f"{nbytes:.4g} TiB"
+
+
+def human_seconds(seconds: float) -> str:
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes:02d} min" if hours else f"{minutes} min {rest:02d} s"
