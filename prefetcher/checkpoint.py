@@ -50,7 +50,8 @@ class RunCheckpointer:
         return self._saved is not None
 
     def finish(self, barrier: BarrierPlan) -> None:
-        assert self._folder is not None and self._saved is not None, "finish comes after begin and saved"
+        assert self._folder is not None, "finish comes after begin"
+        assert self._saved is not None, "finish comes after saved"
         try:
             self._write(self._folder, barrier, self._saved)
         except OSError as error:

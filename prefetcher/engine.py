@@ -3,7 +3,6 @@
 mail -> planning -> fetcher -> (ring, StepReady) ...... (ring, RowsBack) -> mail -> write-back -> store
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from prefetcher.checkpoint import RunCheckpointer
@@ -47,6 +46,8 @@ class PrefetcherEngine:
         self.hello: Hello | None = None
         self.peer_left = False
         self.counters: PrefetcherCounters = new_counters(parts.groups)
+        self.welcome = welcome
+        self.fetch_ring = parts.fetch_ring
         self.planner = RowPlanner(parts.groups, welcome.slots, depth, welcome.horizon)
         self.conversation = parts.conversation
         self.writeback = Writeback(parts.groups, parts.stores, parts.back_ring, self.counters, parts.conversation.send)
@@ -71,7 +72,6 @@ class PrefetcherEngine:
             counters=self.counters,
         )
         self.planning.on_plan = lambda planned: parts.checkpointer.planned(planned.plan)
-        self.on_attached: Callable[[], None] = lambda: None
         self._parts = parts
         parts.conversation.listen(
             {

@@ -118,6 +118,11 @@ class Fetcher:
     def queued(self) -> int:
         return len(self._queue)
 
+    @property
+    def reading(self) -> int:
+        """Pieces in the ring that were not announced yet."""
+        return len(self._reading)
+
     def push(self, entry: PlannedStep | BarrierPlan) -> None:
         self._queue.append(entry)
 

@@ -46,6 +46,16 @@ class PlanningStage:
         self._barrier_sent = False
         self.on_plan: Callable[[PlannedStep], None] = lambda planned: None
 
+    @property
+    def waits_for_batches(self) -> bool:
+        """The next plan needs a batch that has not been decoded yet."""
+        return not self._barrier_sent and not self._ended and self._planner.wants_batch > 0
+
+    @property
+    def waits_for_credit(self) -> bool:
+        """The next plan would be too far ahead of the trainer."""
+        return not self._barrier_sent and self._planner.ready()
+
     def stop(self, reason: str) -> None:
         """No plan is made after the next `advance`; a barrier follows the last one."""
         self._stop_reason = reason

@@ -1,13 +1,10 @@
 """`prefetcher run`: everything around the engine. Opens in one order, closes in the reverse, whatever happens in between."""
 
+import os
 import statistics
-import threading
-import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from pathlib import Path
-from typing import get_args
 
 from prefetcher.checkpoint import RunCheckpointer
 from prefetcher.engine import EngineParts, PrefetcherEngine
@@ -18,7 +15,7 @@ from prefetcher.stores.memory import MemoryStore
 from protocol.batch import ScheduledBatch
 from protocol.conversation import Conversation
 from protocol.errors import ConfigError
-from protocol.job import MIN_RING_BYTES, Job, parse_bytes
+from protocol.job import MIN_RING_BYTES, Job
 from protocol.messages import PROTOCOL_VERSION, Bye, RingSpec, Welcome
 from protocol.process import Crew, Signals, tell_peer
 from protocol.rundir import RunDirectory
@@ -29,7 +26,8 @@ from protocol.telemetry.build import build_info
 from protocol.telemetry.counters import new_registry
 from protocol.telemetry.logs import get_logger
 from protocol.telemetry.server import Health, TelemetryServer
-from protocol.transport.ring import RingFile, RingReader, RingWriter, free_shared_memory, remove_leftovers
+from protocol.transport.ring import RingReader, RingWriter
+from protocol.transport.ring_file import RingFile, free_shared_memory, remove_leftovers
 from protocol.transport.zmq_link import ZmqLink
 from protocol.watch import PeerWatch, Progress
 
@@ -93,7 +91,7 @@ class PrefetcherRun:
             protocol_version=PROTOCOL_VERSION,
             run_id=uuid.uuid4().hex[:12],
             incarnation=1,
-            pid=self._source.parent_pid,
+            pid=os.getpid(),
             slots=slots,
             num_dense=info.num_dense,
             depth=self._job.lookahead.depth,
@@ -116,6 +114,135 @@ class PrefetcherRun:
                 welcome=welcome,
             )
         )
-        self._log_start(welcome, ring_bytes)
+        self._log.info(
+            "ready",
+            run_dir=str(self._job.run_dir),
+            slots={group.name: n for group, n in zip(self._groups, slots, strict=True)},
+            depth=welcome.depth,
+            horizon=welcome.horizon,
+            ring_bytes=ring_bytes,
+        )
         self._converse(stack, signals, engine, link)
-"""Rest below."""
+
+    def _converse(self, stack: ExitStack, signals: Signals, engine: PrefetcherEngine, link: ZmqLink) -> None:
+        """Serves metrics, waits for the trainer, and runs the stages until the run is over."""
+        collector = PrefetcherCollector(engine.counters, gauges(engine, self._source), build_info("prefetcher", self._job.job.name))
+        server = TelemetryServer("prefetcher", self._job.metrics.prefetcher, new_registry(collector), self._health)
+        stack.enter_context(server)
+        self._log.info("serving metrics", address=server.address)
+        self._health.state = "connecting"
+        watch = PeerWatch(
+            "trainer", engine.conversation, link, self._job.transport, lambda: progress(engine), lambda: engine.hello is not None
+        )
+        self._crew.start({**engine.stages, "watch": watch}, stall_clocks(engine))
+        stack.callback(self._crew.stop)
+        try:
+            self._until_finished(engine, signals)
+            engine.conversation.send(Bye())
+            self._health.state = "stopped"
+            self._log.info("finished", train_steps=engine.counters.train_steps, reason=signals.stop_reason or "end of data")
+        except BaseException as error:
+            self._health.state = "failed"
+            tell_peer(engine.conversation, error)
+            raise
+
+    def _until_finished(self, engine: PrefetcherEngine, signals: Signals) -> None:
+        stopping = False
+        while not engine.finished:
+            seen = self._bell.rings
+            self._crew.check()
+            if engine.hello is not None and self._health.state == "connecting":
+                self._health.state = "running"
+                self._log.info("trainer connected", pid=engine.hello.pid, device=engine.hello.device)
+            if signals.stop_reason is not None and not stopping:
+                if engine.hello is None:
+                    return
+                stopping = True
+                self._health.state = "stopping"
+                engine.planning.stop(f"{signals.stop_reason} to the prefetcher")
+            self._bell.wait(seen, 1.0)
+
+    def _training_digest(self) -> str:
+        return self._job.training_digest(self._source.info.file_sizes)
+
+
+def automatic_ring_bytes(groups: Sequence[GroupSpec], measured: Sequence[ScheduledBatch], depth: int) -> int:
+    """max(64 MiB, (depth + 1) x the rows of a typical batch), at most a quarter of what is free in shared memory."""
+    typical = statistics.median([touched_bytes(groups, batch) for batch in measured]) if measured else 0
+    wanted = max(AUTO_RING_BYTES, int((depth + 1) * typical))
+    allowed = free_shared_memory() // 4
+    if allowed < MIN_RING_BYTES:
+        raise ConfigError(
+            f"/dev/shm has {4 * allowed} bytes free, and two rings need at least {8 * MIN_RING_BYTES}; enlarge it or free space in it"
+        )
+    return min(wanted, allowed) // 4096 * 4096
+
+
+def touched_bytes(groups: Sequence[GroupSpec], batch: ScheduledBatch) -> int:
+    return sum(measure((group,), [batch]).largest_batch_rows[0] * group.record_bytes for group in groups)
+
+
+def progress(engine: PrefetcherEngine) -> Progress:
+    return Progress(
+        step_begun=engine.fetcher.sent_through,
+        step_done=engine.fetcher.done_through,
+        waiting_for=engine.waiting_for,
+        ended=engine.peer_left,
+    )
+
+
+def stall_clocks(engine: PrefetcherEngine) -> dict[str, Callable[[float], None]]:
+    """Where the idle seconds of each stage's thread are counted."""
+    counters = engine.counters
+
+    def planning(seconds: float) -> None:
+        if engine.planning.waits_for_batches:
+            counters.stalled("batches", seconds)
+            counters.blocked("batches", "consumer", seconds)
+        elif engine.planning.waits_for_credit:
+            counters.blocked("plans", "producer", seconds)
+
+    def fetcher(seconds: float) -> None:
+        reason = engine.fetcher.stalled_by
+        if reason is None or engine.hello is None:
+            return
+        counters.stalled(reason, seconds)
+        if reason == "plans":
+            counters.blocked("plans", "consumer", seconds)
+        elif reason in ("credit", "ring"):
+            counters.blocked("pieces", "producer", seconds)
+
+    def write_back(seconds: float) -> None:
+        if not engine.writeback.queued:
+            counters.blocked("rows_back", "consumer", seconds)
+
+    return {"planning": planning, "fetcher": fetcher, "write-back": write_back}
+
+
+def gauges(engine: PrefetcherEngine, source: DecodingWorker) -> PrefetcherGauges:
+    depths: dict[Queue, Callable[[], int]] = {
+        "batches": lambda: source.queued,
+        "plans": lambda: engine.fetcher.queued,
+        "pieces": lambda: engine.fetcher.reading,
+        "rows_back": lambda: engine.writeback.queued,
+    }
+    return PrefetcherGauges(
+        queue_depth=lambda queue: depths[queue](),
+        ring_used_bytes=lambda: engine.fetch_ring.used_bytes,
+        ring_size_bytes=engine.welcome.fetch_ring.nbytes,
+        depth=engine.welcome.depth,
+        in_flight_steps=lambda: steps_between(engine.fetcher.done_through, engine.fetcher.sent_through),
+        horizon=lambda: engine.welcome.horizon,
+        known_batches=lambda: engine.planner.known_batches,
+        slots=lambda: [SlotStates(free=g.free, clean=g.resident - g.dirty, dirty=g.dirty) for g in engine.planner.occupancy],
+        write_back_lag_steps=lambda: steps_between(engine.writeback.applied_through, engine.fetcher.done_through),
+    )
+
+
+def steps_between(older: int | None, newer: int | None) -> int:
+    """Steps after `older` up to `newer`; steps count from 0."""
+    return max(0, (-1 if newer is None else newer) - (-1 if older is None else older))
+
+
+def run_prefetcher(job: Job, max_steps: int | None, *, fresh: bool) -> None:
+    PrefetcherRun(job, max_steps).run(fresh=fresh)

@@ -125,7 +125,8 @@ class Writeback:
     def _finish_writes(self) -> bool:
         progress = False
         for writing in list(self._writing):
-            if all([ticket.done() for ticket in writing.tickets]):  # a list: every ticket is polled
+            writing.tickets = [ticket for ticket in writing.tickets if not ticket.done()]
+            if not writing.tickets:
                 self._writing.remove(writing)
                 writing.expected.tickets_open -= 1
                 if writing.ref is not None:

@@ -30,7 +30,9 @@ from protocol.session import Session
 from protocol.stages import Stage
 from protocol.tables import GroupSpec, group_specs, make_keys
 from protocol.transport.inproc import inproc_pair
-from protocol.transport.ring import RingReader, RingWriter, in_memory_buffer
+from protocol.transport.ring import RingReader, RingWriter
+from protocol.transport.ring_file import in_memory_buffer
+from trainer.metrics import new_counters
 from trainer.report import Evaluation
 from trainer.runner import StepRunner
 from trainer.streams import PlainStreams, SeededStreams, Streams, Wait
@@ -176,6 +178,7 @@ class InProcessRun:
                 records=self.records,
                 runner=self.runner,
                 results=self.results,
+                counters=new_counters(self.groups),
             )
         )
         stages: list[Stage] = [*self.prefetcher.stages.values(), *self.trainer.stages.values(), self.streams]

@@ -127,6 +127,11 @@ class DeviceCache:
     def steps_waiting(self) -> int:
         return len(self._inbox) + len(self._steps)
 
+    @property
+    def device_bytes(self) -> int:
+        """Memory of records and staging."""
+        return sum(tensor.nbytes for tensor in [*self.records, *self._fill_staging, *self._evict_staging])
+
     # ring -> device
 
     def _release_copied(self) -> bool:

@@ -27,8 +27,7 @@ class Embeddings:
     ) -> None:
         """`records`: f32 [num_slots, record_floats] of each group."""
         self._groups = [
-            GroupRows(group, records, RowOptimizer(group, settings), kernels)
-            for group, records in zip(groups, records, strict=True)
+            GroupRows(group, records, RowOptimizer(group, settings), kernels) for group, records in zip(groups, records, strict=True)
         ]
         self._positions = [position for group in groups for position in group.feature_positions]
         self._trigger = torch.zeros((), device=records[0].device, requires_grad=True)
@@ -120,4 +119,4 @@ class UpdateInBackward(torch.autograd.Function):
 
 def update_in_backward(trigger: Tensor, pooled: list[Tensor], pending: PendingUpdate) -> list[Tensor]:
     """`pooled` as results of autograd. The one typed door to `Function.apply`."""
-    return list(cast(tuple[Tensor, ...], UpdateInBackward.apply(trigger, pending, *pooled)))
+    return list(cast(Any, UpdateInBackward).apply(trigger, pending, *pooled))

@@ -11,7 +11,7 @@ from protocol.tables import GroupSpec
 from protocol.transport.ring import RingReader, RingWriter
 from trainer.cache import DeviceCache
 from trainer.loop import Results, Runner, TrainingLoop
-from trainer.metrics import TrainerCounters, new_counters
+from trainer.metrics import TrainerCounters
 from trainer.sender import Sender
 from trainer.streams import Streams
 
@@ -30,13 +30,14 @@ class EngineParts:
     records: list[torch.Tensor]  # f32 [slots, record_floats] a group, on the device
     runner: Runner
     results: Results
+    counters: TrainerCounters
 
 
 class TrainerEngine:
     """`stages` are advanced by one thread each (the loop by the main thread), or all by one thread in any order."""
 
     def __init__(self, parts: EngineParts) -> None:
-        self.counters: TrainerCounters = new_counters(parts.groups)
+        self.counters = parts.counters
         self.conversation = parts.conversation
         send, depth = parts.conversation.send, parts.welcome.depth
         self.sender = Sender(parts.streams, parts.back_ring, self.counters, send)

@@ -78,6 +78,7 @@ class TrainingLoop:
         self.step_begun: int | None = None
         self.step_done: int | None = None
         self.end: EndOfData | None = None
+        self.stop_reason: str | None = None  # what the last barrier was for
         self._cache = cache
         self._sender = sender
         self._streams = streams
@@ -193,7 +194,7 @@ class TrainingLoop:
             loss = np.float32(issued.loss.item())
             if not math.isfinite(loss):
                 raise NonFiniteLoss(
-                    f"the loss of train step {issued.train_steps} is {loss}; training diverged: lower optimizer.sparse.lr or optimizer.dense.lr"
+                    f"the loss of train step {issued.train_steps} is {loss}: training diverged; lower optimizer.sparse.lr or dense.lr"
                 )
             self._results.loss(issued.train_steps, loss)
         self._cache.completed(step.step)
@@ -222,6 +223,7 @@ class TrainingLoop:
         if not self._flushes:
             return False
         message = self._flushes.popleft()
+        self.stop_reason = message.reason
         if self._evaluating:
             self._close_evaluation()
         self._waited("barrier")

@@ -242,3 +242,8 @@ def choose_device(name: str) -> torch.device:
 
 def make_streams(device: torch.device) -> Streams:
     return CudaStreams(device) if device.type == "cuda" else PlainStreams()
+
+
+def peak_device_bytes(device: torch.device, cache_bytes: int) -> int:
+    """The most that the device's memory held; on the CPU what the cache takes, the rest being the process's own."""
+    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else cache_bytes

@@ -76,7 +76,8 @@ def tracked_entries(directory: Directory) -> I32:
 def resident_entries(directory: Directory) -> I32:
     tracked = tracked_entries(directory)
     slots: I32 = directory.entries["slot"][tracked]
-    return tracked[slots != NONE]
+    resident: I32 = tracked[slots != NONE]
+    return resident
 
 
 def check_directory(directory: Directory, num_slots: int, num_used: int) -> None:

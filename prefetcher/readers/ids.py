@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -10,7 +11,7 @@ from prefetcher.readers.rows import Floats, Ids
 from protocol.errors import ConfigError, DataError
 from protocol.job import Job
 
-Place = Callable[[int], str]  # sample's number in the checked array -> "file, row 17"
+Place = Callable[[int], str]  # position in the checked array -> "file, row 17"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -19,6 +20,11 @@ class Feature:
     table: str
     num_embeddings: int
     weights_column: str | None  # data.columns.weights
+
+
+def row_place(path: Path, first_row: int) -> Place:
+    """For an array whose first sample is `first_row` of the file, counted from 0."""
+    return lambda i: f"{path}, row {first_row + i}"
 
 
 def job_features(job: Job) -> list[Feature]:

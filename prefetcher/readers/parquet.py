@@ -17,7 +17,7 @@ from pyarrow import parquet as pq
 
 from prefetcher.readers.assemble import StreamedReader
 from prefetcher.readers.files import Span, cumulative, data_files, eval_path, file_spans
-from prefetcher.readers.ids import Feature, IdCheck, Place, check_dense, check_labels, job_features, require_features
+from prefetcher.readers.ids import Feature, IdCheck, Place, check_dense, check_labels, job_features, require_features, row_place
 from prefetcher.readers.rows import Column, Floats, Ids, block_of
 from protocol.batch import Batch
 from protocol.errors import ConfigError, DataError
@@ -44,6 +44,8 @@ class Columns:
 def open_reader(job: Job) -> StreamedReader:
     """Raises ConfigError for a missing path or column, DataError for a file that is empty, damaged or of the wrong types."""
     assert job.data.path is not None, "the job file refuses parquet without a path"
+    if job.data.hash:
+        raise ConfigError('data.hash: parquet ids are used as they are; remove it and set data.on_invalid_id = "modulo"')
     ids, held_out = IdCheck(job), eval_path(job)
     rows = ParquetRows(job, ids, data_files(job.data.path, "data.path", FILE_NAMES))
     evaluation = None if held_out is None else ParquetRows(job, ids, data_files(held_out, "data.eval_path", FILE_NAMES))
@@ -71,7 +73,7 @@ class ParquetRows:
         for index, part in file_spans(self._bounds, span):
             path = self._paths[index]
             for row, table in record_batches(path, self._columns.names, part):
-                yield self._decode(table, lambda i, row=row, path=path: f"{path}, row {row + i}")
+                yield self._decode(table, row_place(path, row))
 
     def _decode(self, table: Any, place: Place) -> Batch:
         columns = self._columns

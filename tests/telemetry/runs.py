@@ -121,4 +121,4 @@ def prefetcher_gauges() -> PrefetcherGauges:
 
 def trainer_gauges() -> TrainerGauges:
     depths = {"steps": 2, "rows_back": 1}
-    return TrainerGauges(queue_depth=lambda queue: depths[queue], ring_used_bytes=lambda: 2048, ring_size_bytes=2**20)
+    return TrainerGauges(queue_depth=lambda queue: depths[queue], ring_used_bytes=lambda: 2048, ring_size_bytes=lambda: 2**20)

@@ -1,0 +1,67 @@
+"""Models, their loss and their dense optimizer.
+
+Every model is called as `model(dense, embeddings) -> logits`: dense f32 [B, num_dense]; embeddings, a list of f32 [B, D_f], one a
+feature in the job's feature order; logits f32 [B].
+"""
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+
+from protocol.job import Job
+from trainer.models.custom import build_custom
+from trainer.models.dlrm import DLRM
+
+MATRIX_ALIGNMENT = 64  # bytes
+
+
+def build_model(job: Job, num_dense: int) -> nn.Module:
+    """The job's model on the CPU, a function of the job file alone: its random numbers come from job.seed, and the global random state
+    stays as it was. Raises ConfigError where `model.kind` names a factory that does not give a model.
+    """
+    model = DLRM(job, num_dense) if job.model.kind == "dlrm" else build_custom(job, num_dense)
+    model.register_forward_pre_hook(align_inputs)
+    return model
+
+
+def align_inputs(model: nn.Module, inputs: tuple[Tensor, list[Tensor]]) -> tuple[Tensor, list[Tensor]]:
+    """A matrix product on the CPU has other bits where a matrix starts at another alignment; so a model never sees where it came from."""
+    dense, embeddings = inputs
+    return aligned(dense), [aligned(embedding) for embedding in embeddings]
+
+
+def aligned(tensor: Tensor) -> Tensor:
+    if tensor.is_contiguous() and tensor.data_ptr() % MATRIX_ALIGNMENT == 0:
+        return tensor
+    return tensor.clone(memory_format=torch.contiguous_format)
+
+
+def mean_loss(logits: Tensor, labels: Tensor) -> Tensor:
+    """Binary cross entropy, the mean over the batch. logits and labels f32 [B]."""
+    return nn.functional.binary_cross_entropy_with_logits(logits, labels)
+
+
+def build_dense_optimizer(job: Job, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    """torch.optim's own, one tensor at a time, whose bits do not depend on how many tensors there are."""
+    settings = job.optimizer.dense
+    parameters = list(parameters)
+    if settings.kind == "sgd":
+        return torch.optim.SGD(parameters, lr=settings.lr, momentum=settings.momentum, weight_decay=settings.weight_decay, foreach=False)
+    if settings.kind == "adagrad":
+        return torch.optim.Adagrad(
+            parameters,
+            lr=settings.lr,
+            weight_decay=settings.weight_decay,
+            initial_accumulator_value=settings.initial_accumulator,
+            eps=1e-10 if settings.eps is None else settings.eps,
+            foreach=False,
+        )
+    return torch.optim.Adam(
+        parameters,
+        lr=settings.lr,
+        betas=settings.betas,
+        eps=1e-8 if settings.eps is None else settings.eps,
+        weight_decay=settings.weight_decay,
+        foreach=False,
+    )

@@ -1,0 +1,3 @@
+from prefetcher.cli import app
+
+app(prog_name="prefetcher")

@@ -1,0 +1,92 @@
+"""Batches that code outside this project made: shapes, dtypes, ids and values, checked before anything relies on them."""
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from prefetcher.readers.ids import IdCheck, Place, check_dense, dense_names, job_features
+from prefetcher.readers.rows import Ids, bag_offsets, compact
+from protocol.batch import Batch
+from protocol.errors import DataError
+from protocol.job import Job
+
+
+class BatchCheck:
+    def __init__(self, job: Job) -> None:
+        self._features = job_features(job)
+        self._weighted = bool(job.data.columns.weights)
+        self._ids = IdCheck(job)
+        self.num_dense: int | None = None  # None: any number
+
+    @property
+    def num_invalid(self) -> int:
+        return self._ids.num_invalid
+
+    def check(self, batch: Any, where: str) -> Batch:
+        """The batch with contiguous arrays, checked ids and no needless offsets. Raises DataError that starts with `where`."""
+        if not isinstance(batch, Batch):
+            raise DataError(f"{where} is {type(batch).__name__}; yield protocol.batch.Batch")
+        self._check_shapes(batch, where)
+        self._check_values(batch, where)
+        return compact(
+            replace(
+                batch,
+                dense=np.ascontiguousarray(batch.dense),
+                labels=np.ascontiguousarray(batch.labels),
+                ids=self._checked_ids(batch, where),
+                offsets=None if batch.offsets is None else np.ascontiguousarray(batch.offsets),
+                weights=None if batch.weights is None else np.ascontiguousarray(batch.weights),
+            )
+        )
+
+    def _check_shapes(self, batch: Batch, where: str) -> None:
+        num_samples, num_bags = np.size(batch.labels), len(self._features) * np.size(batch.labels)
+        if not num_samples:
+            raise DataError(f"{where} has no samples; yield batches of at least one")
+        require_array(batch.labels, f"{where}: labels", "float32", (num_samples,))
+        require_array(batch.dense, f"{where}: dense", "float32", (num_samples, self.num_dense))
+        require_array(batch.ids, f"{where}: ids", "int64", (None,) if batch.offsets is not None else (num_bags,))
+        if batch.offsets is not None:
+            require_array(batch.offsets, f"{where}: offsets", "int64", (num_bags + 1,))
+            check_offsets(batch.offsets, len(batch.ids), where)
+        if self._weighted != (batch.weights is not None):
+            expected = "names weights, so give f32[N]" if self._weighted else "names none, so give None"
+            raise DataError(f"{where}: weights are {'missing' if self._weighted else 'given'}, but data.columns.weights {expected}")
+        if batch.weights is not None:
+            require_array(batch.weights, f"{where}: weights", "float32", (len(batch.ids),))
+
+    def _check_values(self, batch: Batch, where: str) -> None:
+        check_dense(batch.dense, dense_names(batch.dense.shape[1]), sample_place(where))
+        check_dense(batch.labels[:, None], ["label"], sample_place(where))
+        if batch.weights is not None:
+            check_dense(batch.weights[:, None], ["weights"], lookup_place(where, 0))
+
+    def _checked_ids(self, batch: Batch, where: str) -> Ids:
+        ids, bounds = np.ascontiguousarray(batch.ids), bag_offsets(batch)[:: batch.size]
+        checked = [
+            self._ids.check(ids[start:stop], feature, lookup_place(where, start))
+            for feature, start, stop in zip(self._features, bounds, bounds[1:], strict=False)
+        ]
+        return np.concatenate(checked)
+
+
+def sample_place(where: str) -> Place:
+    return lambda i: f"{where}, sample {i}"
+
+
+def lookup_place(where: str, first: int) -> Place:
+    return lambda i: f"{where}, look-up {first + i}"
+
+
+def require_array(array: Any, what: str, dtype: str, shape: tuple[int | None, ...]) -> None:
+    """Raises DataError unless `array` is of `dtype` and `shape`, in which None stands for any number."""
+    fits = isinstance(array, np.ndarray) and array.dtype == dtype and array.ndim == len(shape)
+    if not fits or any(wanted is not None and wanted != size for wanted, size in zip(shape, array.shape, strict=True)):
+        found = f"{array.dtype}{list(array.shape)}" if isinstance(array, np.ndarray) else type(array).__name__
+        raise DataError(f"{what} are {found}; give {dtype}{['any' if size is None else size for size in shape]}")
+
+
+def check_offsets(offsets: Ids, num_ids: int, where: str) -> None:
+    if offsets[0] != 0 or offsets[-1] != num_ids or (np.diff(offsets) < 0).any():
+        raise DataError(f"{where}: offsets must rise from 0 to the {num_ids} ids, but go from {offsets[0]} to {offsets[-1]}")

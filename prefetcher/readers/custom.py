@@ -1,0 +1,111 @@
+"""data.format = "package.module:factory": any Python code as a data set, checked here batch by batch.
+
+The factory is called as factory(job, **job.data.options) and returns one of
+
+    a Reader            an object with batches(split, epoch, start) (see `base.Reader`; num_dense and num_samples are optional)
+    a function          called as function(split, epoch) -> iterable of Batch, for each epoch and for "eval"
+    an iterable         of training batches, gone through once an epoch; it has no evaluation split
+
+Order, split and shuffle are the factory's own; going on at a batch skips the batches before it, unless it is a Reader.
+"""
+
+import inspect
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from importlib import import_module
+from itertools import chain, islice
+from pathlib import Path
+from typing import Any
+
+from prefetcher.readers.batch_check import BatchCheck
+from protocol.batch import Batch, Kind
+from protocol.errors import ConfigError, DataError
+from protocol.job import Job
+
+Batches = Callable[[Kind, int, int], Iterable[Batch]]  # (split, epoch, start)
+
+
+def open_reader(job: Job) -> "CustomReader":
+    """Imports and calls the factory. Raises ConfigError where that is not possible."""
+    factory = import_factory(job.data.format)
+    try:
+        inspect.signature(factory).bind(job, **job.data.options)
+    except TypeError as error:
+        raise ConfigError(f"data.format = {job.data.format!r}: the factory cannot be called with (job, **data.options): {error}") from None
+    return CustomReader(job, factory(job, **job.data.options))
+
+
+def import_factory(name: str) -> Callable[..., Any]:
+    """`package.module:factory`; modules beside the job are found from the working folder."""
+    module_name, _, attribute = name.partition(":")
+    if str(Path.cwd()) not in sys.path:
+        sys.path.append(str(Path.cwd()))
+    try:
+        factory = getattr(import_module(module_name), attribute)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(f"data.format = {name!r}: cannot import it ({error}); correct the name or PYTHONPATH") from error
+    if not callable(factory):
+        raise ConfigError(f"data.format = {name!r} is not callable; name a function that returns batches")
+    return factory  # type: ignore[no-any-return]
+
+
+class CustomReader:
+    """A `Reader` over whatever the factory returned."""
+
+    def __init__(self, job: Job, source: Any) -> None:
+        self._source = source
+        self._name = job.data.format
+        self._batches = batches_of(job, source)
+        self._check = BatchCheck(job)
+        self.num_dense = self._first_num_dense()
+        self._check.num_dense = self.num_dense
+
+    @property
+    def invalid_ids(self) -> int:
+        return self._check.num_invalid
+
+    def num_samples(self, split: Kind) -> int | None:
+        known = getattr(self._source, "num_samples", None)
+        count: int | None = known(split) if callable(known) else None
+        return count
+
+    def batches(self, split: Kind, epoch: int, start: int = 0) -> Iterator[Batch]:
+        for index, batch in enumerate(self._batches(split, epoch, start), start=start):
+            yield self._check.check(batch, f"{self._name}, {split} batch {index} of epoch {epoch}")
+
+    def _first_num_dense(self) -> int:
+        """Declared, or that of the first training batch."""
+        declared = getattr(self._source, "num_dense", None)
+        if declared is not None:
+            return int(declared)
+        rest = self._source if is_iterator(self._source) else iter(self._batches("train", 0, 0))
+        first = next(rest, None)
+        if not isinstance(first, Batch):
+            found = "nothing" if first is None else type(first).__name__
+            raise DataError(f"{self._name}: the first training batch is {found}; yield protocol.batch.Batch")
+        if rest is self._source:  # an iterator gives its first batch only once
+            whole = chain([first], rest)
+            self._batches = lambda split, epoch, start: islice(whole, start, None) if split == "train" else ()
+        return int(first.dense.shape[-1])
+
+
+def is_iterator(source: Any) -> bool:
+    return isinstance(source, Iterator) and not hasattr(source, "batches") and not callable(source)
+
+
+def batches_of(job: Job, source: Any) -> Batches:
+    """One way to ask for batches, whatever the factory returned. Raises ConfigError for anything else."""
+    if hasattr(source, "batches"):
+        return lambda split, epoch, start: source.batches(split, epoch, start)
+    if callable(source):
+        return lambda split, epoch, start: islice(source(split, epoch), start, None)
+    if not isinstance(source, Iterable):
+        raise ConfigError(
+            f"data.format = {job.data.format!r}: the factory returned {type(source).__name__}; return a Reader, a function or an iterable"
+        )
+    if is_iterator(source) and job.data.epochs > 1:
+        raise ConfigError(
+            f"data.format = {job.data.format!r}: the factory returned an iterator, which can be gone through once, but data.epochs = "
+            f"{job.data.epochs}; return a function of (split, epoch)"
+        )
+    return lambda split, epoch, start: islice(source, start, None) if split == "train" else ()

@@ -1,0 +1,113 @@
+"""The order of a whole run: training batches epoch by epoch, evaluations between them, and the place of each batch in it."""
+
+from collections.abc import Generator, Iterator
+from dataclasses import dataclass
+from itertools import islice
+
+import msgspec
+
+from prefetcher.readers.base import Reader
+from protocol.batch import Batch, Kind, ScheduledBatch
+from protocol.job import Job
+
+
+class Position(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Where a run stands between two batches; what a checkpoint holds of the reader."""
+
+    step: int = 0  # batches of both kinds before it
+    train_step: int = 0  # training batches before it
+    epoch: int = 0
+    train_batch: int = 0  # training batches of this epoch before it
+    eval_batch: int | None = None  # batches of the evaluation in progress before it; None outside an evaluation
+
+    def after_train(self, eval_is_due: bool) -> "Position":
+        return msgspec.structs.replace(
+            self,
+            step=self.step + 1,
+            train_step=self.train_step + 1,
+            train_batch=self.train_batch + 1,
+            eval_batch=0 if eval_is_due else None,
+        )
+
+    def after_eval(self) -> "Position":
+        return msgspec.structs.replace(self, step=self.step + 1, eval_batch=(self.eval_batch or 0) + 1)
+
+    def next_epoch(self) -> "Position":
+        return Position(step=self.step, train_step=self.train_step, epoch=self.epoch + 1)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlacedBatch(ScheduledBatch):
+    """A scheduled batch with the positions around it: a run that starts at `position` begins with this batch, one that starts at
+    `following` with the next.
+    """
+
+    position: Position
+    following: Position
+
+
+def schedule(job: Job, reader: Reader, max_steps: int | None = None, start: Position | None = None) -> Iterator[PlacedBatch]:
+    """Every batch of a run from `start` on, in order, with steps counted over the whole run.
+
+    An evaluation follows each job.eval.every train steps and each epoch's training, once where the two coincide. `max_steps` train
+    steps, counted from the run's first, are the end of the data: the epoch's evaluation follows; with 0 nothing does.
+    """
+    return Schedule(job, reader, max_steps).batches(start or Position())
+
+
+def expected_train_steps(job: Job, reader: Reader, max_steps: int | None = None) -> int | None:
+    """Train steps of the whole run, or None where the reader does not know its samples."""
+    num_samples = reader.num_samples("train")
+    if num_samples is None:
+        return None
+    steps = job.data.epochs * -(-num_samples // job.data.batch_size)
+    return steps if max_steps is None else min(steps, max_steps)
+
+
+class Schedule:
+    def __init__(self, job: Job, reader: Reader, max_steps: int | None) -> None:
+        self._num_epochs, self._eval_every = job.data.epochs, job.eval.every
+        self._reader, self._max_steps = reader, max_steps
+
+    def batches(self, at: Position) -> Iterator[PlacedBatch]:
+        while at.epoch < self._num_epochs and not self._is_spent(at):
+            at = yield from self._epoch(at)
+
+    def _is_spent(self, at: Position) -> bool:
+        """No epoch begins where no train step is left; one that has begun still has its evaluation."""
+        return at.train_batch == 0 and at.eval_batch is None and self._steps_left(at) == 0
+
+    def _epoch(self, at: Position) -> Generator[PlacedBatch, None, Position]:
+        """The rest of an epoch; returns where the next one starts."""
+        evaluated = at.eval_batch is not None or self._eval_is_due(at)
+        at = yield from self._evaluation(at)
+        for batch in islice(self._reader.batches("train", at.epoch, at.train_batch), self._steps_left(at)):
+            following = at.after_train(self._eval_is_due(at.after_train(False)))
+            yield placed(batch, "train", at, following)
+            evaluated = following.eval_batch is not None
+            at = yield from self._evaluation(following)
+        if not evaluated:
+            at = yield from self._evaluation(msgspec.structs.replace(at, eval_batch=0))
+        return at.next_epoch()
+
+    def _evaluation(self, at: Position) -> Generator[PlacedBatch, None, Position]:
+        """The rest of the evaluation in progress, if there is one; returns the position after it."""
+        if at.eval_batch is None:
+            return at
+        for batch in self._reader.batches("eval", at.epoch, at.eval_batch):
+            yield placed(batch, "eval", at, at.after_eval())
+            at = at.after_eval()
+        return msgspec.structs.replace(at, eval_batch=None)
+
+    def _eval_is_due(self, at: Position) -> bool:
+        """By job.eval.every, after the last train step; outside an evaluation this means that it has been."""
+        return self._eval_every > 0 and at.train_batch > 0 and at.train_step % self._eval_every == 0
+
+    def _steps_left(self, at: Position) -> int | None:
+        return None if self._max_steps is None else max(self._max_steps - at.train_step, 0)
+
+
+def placed(batch: Batch, kind: Kind, at: Position, following: Position) -> PlacedBatch:
+    return PlacedBatch(
+        step=at.step, kind=kind, train_step=at.train_step, epoch=at.epoch, batch=batch, position=at, following=following
+    )

@@ -1,0 +1,199 @@
+"""Envelopes to frames and back. A frame that passes `decode` has no number, place or length that its reader must doubt again.
+
+What only the conversation can know (which message may follow, which piece is next) is `session.py`'s part; what only the ring can
+know (whether the bytes are there) is `ring.py`'s.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
+from typing import Any
+
+import msgspec
+
+from protocol.errors import LocalProtocolError, RemoteProtocolError
+from protocol.messages import (
+    ArraySpan,
+    ArraySpec,
+    Envelope,
+    Failure,
+    Flush,
+    PlanHeader,
+    RingRef,
+    RowsBack,
+    RowSpan,
+    StepReady,
+    Welcome,
+)
+
+MAX_FRAME_BYTES = 4 * 2**20
+NUMBER_LIMIT = 2**62  # leaves room to add two of them, and to scale by a small width in int64 arithmetic that checks
+ALIGNMENT = 64
+ITEM_BYTES = {"f4": 4, "i4": 4, "i8": 8, "u1": 1}
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(Envelope)
+
+
+def encode(envelope: Envelope) -> bytes:
+    """Raises LocalProtocolError for what `decode` would refuse."""
+    try:
+        check_message(envelope)
+        frame = _encoder.encode(envelope)
+    except (ValueError, OverflowError) as error:
+        raise LocalProtocolError(f"a {type(envelope.message).__name__} message cannot be sent: {error}") from error
+    if len(frame) > MAX_FRAME_BYTES:
+        raise LocalProtocolError(f"a {type(envelope.message).__name__} of {len(frame)} bytes is too long for a frame of {MAX_FRAME_BYTES}")
+    return frame
+
+
+def decode(frame: bytes) -> Envelope:
+    """Raises RemoteProtocolError, and nothing else, for every frame that is not a well-formed envelope."""
+    if len(frame) > MAX_FRAME_BYTES:
+        raise RemoteProtocolError(f"a frame of {len(frame)} bytes arrived; it may have up to {MAX_FRAME_BYTES}")
+    try:
+        envelope = _decoder.decode(frame)
+        check_message(envelope)
+    except (ValueError, OverflowError, RecursionError) as error:
+        raise RemoteProtocolError(f"a frame of {len(frame)} bytes is no message: {error}") from error
+    return envelope
+
+
+class _Greeting(msgspec.Struct):
+    protocol_version: int
+
+
+class _AnyEnvelope(msgspec.Struct, array_like=True):
+    incarnation: int
+    sequence: int
+    message: _Greeting
+
+
+def greeted_version(frame: bytes) -> int | None:
+    """The protocol version in a Hello or Welcome of any version, also one whose other fields this version cannot read."""
+    try:
+        return msgspec.msgpack.decode(frame, type=_AnyEnvelope).message.protocol_version
+    except (ValueError, OverflowError, RecursionError):
+        return None
+
+
+def check_message(envelope: Envelope) -> None:
+    """Raises ValueError with a sentence where a number or a place is impossible, whatever else was sent before."""
+    _check_numbers(envelope)
+    check = _CHECKS.get(type(envelope.message))
+    if check is not None:
+        check(envelope.message)
+
+
+@cache
+def _fields(kind: type[msgspec.Struct]) -> tuple[str, ...]:
+    return tuple(name for name in kind.__struct_fields__ if name != "checksum")
+
+
+def _check_numbers(value: msgspec.Struct) -> None:
+    for name in _fields(type(value)):
+        for number in _numbers(getattr(value, name)):
+            if not 0 <= number < NUMBER_LIMIT:
+                raise ValueError(f"{type(value).__name__}.{name} = {number} must be from 0 to 2^62")
+
+
+def _numbers(value: Any) -> Iterator[int | float]:
+    """The numbers of a field; numbers of structs inside it are checked in their own name."""
+    if isinstance(value, int | float):
+        yield value
+    elif isinstance(value, tuple):
+        for item in value:
+            yield from _numbers(item)
+    elif isinstance(value, msgspec.Struct):
+        _check_numbers(value)
+
+
+def _require(condition: bool, sentence: str) -> None:
+    if not condition:
+        raise ValueError(sentence)
+
+
+def _check_piece(piece: int, num_pieces: int) -> None:
+    _require(piece < num_pieces, f"piece {piece} of {num_pieces} does not exist")
+
+
+def _check_ref(ref: RingRef) -> None:
+    size = -(-ref.nbytes // ALIGNMENT) * ALIGNMENT
+    _require(ref.position % ALIGNMENT == 0, f"a payload at position {ref.position} is not aligned to {ALIGNMENT}")
+    _require(ref.end >= ref.position + size, f"a payload of {ref.nbytes} bytes at {ref.position} does not end by {ref.end}")
+    _require(ref.checksum is None or 0 <= ref.checksum < 2**64, f"checksum {ref.checksum} does not fit 64 bits")
+
+
+def _check_specs(specs: Sequence[ArraySpec], arrays_bytes: int) -> None:
+    for spec in specs:
+        nbytes = math.prod(spec.shape) * ITEM_BYTES[spec.dtype]
+        _require(spec.offset % ALIGNMENT == 0, f"array {spec.name} at {spec.offset} is not aligned to {ALIGNMENT}")
+        _require(
+            spec.offset + nbytes <= arrays_bytes,
+            f"array {spec.name} of {nbytes} bytes at {spec.offset} does not fit a block of {arrays_bytes}",
+        )
+    _require(len({spec.name for spec in specs}) == len(specs), "two arrays of a block have one name")
+
+
+def _check_payload(payload: RingRef | None, arrays: ArraySpan | None, rows: tuple[RowSpan, ...]) -> None:
+    """Array bytes first, then spans of rows at rising offsets, all inside the payload."""
+    if payload is None:
+        _require(arrays is None and not rows, "arrays or rows are announced without a payload")
+        return
+    _check_ref(payload)
+    end = 0 if arrays is None else arrays.nbytes
+    for span in rows:
+        _require(span.count > 0, f"a span of group {span.group} has no rows")
+        _require(span.offset % ALIGNMENT == 0, f"rows at offset {span.offset} are not aligned to {ALIGNMENT}")
+        _require(span.offset >= end, f"rows at offset {span.offset} lie over what ends at {end}")
+        end = span.offset + span.count  # a row has at least one byte; how many is for the owner of the group to check
+    _require(end <= payload.nbytes, f"arrays and rows end at {end}, behind their payload of {payload.nbytes} bytes")
+
+
+def _check_plan(plan: PlanHeader, step: int) -> None:
+    for group in plan.groups:
+        _require(group.num_unique <= group.num_lookups, f"{group.num_lookups} look-ups cannot touch {group.num_unique} rows")
+        _require(group.num_fetch <= group.num_unique, f"{group.num_fetch} rows are fetched for a batch of {group.num_unique}")
+        _require(group.num_evict <= group.num_fetch, f"{group.num_evict} victims make room for {group.num_fetch} rows")
+        _require(group.num_dirty <= group.num_evict, f"{group.num_dirty} of {group.num_evict} victims are dirty")
+        _require(group.num_evict == 0 or group.fill_after is not None, "victims are evicted without a step to fill after")
+        _require(group.fill_after is None or group.fill_after < step, f"step {step} is filled after step {group.fill_after}")
+    _check_specs(plan.arrays, plan.arrays_bytes)
+
+
+def _check_step_ready(message: StepReady) -> None:
+    _check_piece(message.piece, message.num_pieces)
+    _require((message.plan is not None) == (message.piece == 0), f"piece {message.piece} must carry a plan if, and only if, it is piece 0")
+    if message.plan is not None:
+        _check_plan(message.plan, message.step)
+    _check_payload(message.payload, message.arrays, message.rows)
+
+
+def _check_rows_back(message: RowsBack) -> None:
+    _require(message.step is not None or message.barrier is not None, "rows come home for neither a step nor a barrier")
+    _check_payload(message.payload, None, message.rows)
+
+
+def _check_flush(message: Flush) -> None:
+    _check_piece(message.piece, message.num_pieces)
+    _check_specs(message.arrays, message.arrays_bytes)
+    _check_payload(message.payload, message.span, ())
+
+
+def _check_welcome(message: Welcome) -> None:
+    _require(message.incarnation > 0, "incarnation 0 is that of a trainer before its Welcome")
+    _require(message.depth > 0, "depth must be at least 1")
+    _require(bool(message.slots) and all(message.slots), f"slots {message.slots} must be at least one for each group")
+
+
+def _check_failure(message: Failure) -> None:
+    _require(1 <= message.code <= 255, f"code {message.code} is no exit code of a failure")
+
+
+_CHECKS: dict[type[Any], Callable[[Any], None]] = {
+    StepReady: _check_step_ready,
+    RowsBack: _check_rows_back,
+    Flush: _check_flush,
+    Welcome: _check_welcome,
+    Failure: _check_failure,
+}

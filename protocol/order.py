@@ -1,0 +1,219 @@
+"""What must be contiguous in a conversation: pieces, bytes of a block, rows of a group, steps, barriers.
+
+One `Order` follows both directions as one end sees them. It raises ProtocolError, with both numbers, before it changes anything.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from protocol.errors import ProtocolError
+from protocol.messages import AnyMessage, ArraySpan, EndOfData, Flush, RowsBack, RowSpan, Saved, StepDone, StepReady, Welcome
+
+
+def require(condition: bool, sentence: str) -> None:
+    if not condition:
+        raise ProtocolError(sentence)
+
+
+class Rows:
+    """Rows of each group, which travel in order and are counted to their end."""
+
+    def __init__(self, totals: Sequence[int]) -> None:
+        self._totals = tuple(totals)
+        self._counts = [0] * len(self._totals)
+
+    @property
+    def complete(self) -> bool:
+        return tuple(self._counts) == self._totals
+
+    def advance(self, spans: Sequence[RowSpan]) -> None:
+        counts = list(self._counts)
+        for span in spans:
+            require(span.group < len(counts), f"rows of group {span.group} travel, but there are {len(counts)} groups")
+            here, total = counts[span.group], self._totals[span.group]
+            require(span.start == here, f"rows of group {span.group} continue at {span.start} instead of {here}")
+            counts[span.group] += span.count
+            require(counts[span.group] <= total, f"row {counts[span.group]} of group {span.group} travels, but there are {total}")
+        self._counts = counts
+
+    def __str__(self) -> str:
+        return f"{tuple(self._counts)} of {self._totals} rows a group"
+
+
+class Pieces:
+    """The pieces of a plan or of a barrier's slots: a block of arrays, then rows."""
+
+    def __init__(self, num_pieces: int, arrays_bytes: int, num_rows: Sequence[int]) -> None:
+        self._num_pieces = num_pieces
+        self._next_piece = 0
+        self._arrays_bytes = arrays_bytes
+        self._next_byte = 0
+        self._rows = Rows(num_rows)
+
+    @property
+    def complete(self) -> bool:
+        return self._next_piece == self._num_pieces
+
+    def advance(self, piece: int, num_pieces: int, arrays: ArraySpan | None, rows: Sequence[RowSpan]) -> None:
+        expected = (self._next_piece, self._num_pieces)
+        require((piece, num_pieces) == expected, f"piece {piece} of {num_pieces} came instead of piece {expected[0]} of {expected[1]}")
+        if arrays is not None:
+            require(arrays.offset == self._next_byte, f"arrays continue at byte {arrays.offset} instead of {self._next_byte}")
+            self._next_byte += arrays.nbytes
+        require(self._next_byte <= self._arrays_bytes, f"byte {self._next_byte} of a block of {self._arrays_bytes} travels")
+        require(not rows or self._next_byte == self._arrays_bytes, f"rows came after {self._next_byte} of {self._arrays_bytes} array bytes")
+        self._rows.advance(rows)
+        self._next_piece += 1
+        if self.complete:
+            require(self._next_byte == self._arrays_bytes, f"the pieces ended after {self._next_byte} of {self._arrays_bytes} array bytes")
+            require(self._rows.complete, f"the pieces ended after {self._rows}")
+
+
+class ComingHome:
+    """The dirty rows of a plan's victims, or of a barrier."""
+
+    def __init__(self, num_dirty: Sequence[int], answered_when_empty: bool) -> None:
+        self._rows = Rows(num_dirty)
+        self._next_piece = 0
+        self.complete = self._rows.complete and not answered_when_empty
+
+    def advance(self, message: RowsBack) -> None:
+        require(message.piece == self._next_piece, f"piece {message.piece} of rows came home instead of piece {self._next_piece}")
+        self._rows.advance(message.rows)
+        require(not message.last or self._rows.complete, f"the last rows came home after {self._rows}")
+        self._next_piece += 1
+        self.complete = message.last
+
+
+@dataclass(slots=True)
+class OpenStep:
+    step: int
+    pieces: Pieces
+    victims: ComingHome
+
+
+@dataclass(slots=True)
+class OpenBarrier:
+    barrier: int
+    after_step: int | None
+    pieces: Pieces
+    rows: ComingHome
+
+
+@dataclass(slots=True)
+class Order:
+    """Steps and barriers since the Welcome; the first of each may have any number."""
+
+    depth: int = 1
+    next_step: int | None = None
+    next_barrier: int | None = None
+    open_steps: deque[OpenStep] = field(default_factory=deque)  # announced and not yet done, in order
+    open_barrier: OpenBarrier | None = None  # the newest, also after it is done
+
+    def follow(self, message: AnyMessage) -> None:
+        """Takes the next message of either side, one that the state allows. Raises ProtocolError where it is out of order."""
+        match message:
+            case Welcome():
+                self.depth = message.depth
+            case StepReady():
+                self._step_ready(message)
+            case RowsBack(barrier=None):
+                self._rows_back(message)
+            case RowsBack():
+                self._barrier_rows(message)
+            case StepDone():
+                self._step_done(message)
+            case Flush():
+                self._flush(message)
+            case Saved():
+                self._saved(message)
+            case EndOfData():
+                self._end(message)
+            case _:
+                pass
+
+    def _step_ready(self, message: StepReady) -> None:
+        if message.plan is not None:
+            self._open_step(message, message.plan.arrays_bytes, [group.num_fetch for group in message.plan.groups])
+        newest = self.open_steps[-1].step if self.open_steps else None
+        require(message.step == newest, f"a piece of step {message.step} came while step {newest} is the newest")
+        self.open_steps[-1].pieces.advance(message.piece, message.num_pieces, message.arrays, message.rows)
+
+    def _open_step(self, message: StepReady, arrays_bytes: int, num_fetch: Sequence[int]) -> None:
+        assert message.plan is not None, "the caller has looked"
+        self._check_all_sent(f"step {message.step}")
+        require(self.next_step in (None, message.step), f"step {message.step} came instead of step {self.next_step}")
+        if self.open_steps:
+            oldest = self.open_steps[0].step
+            require(message.step - oldest <= self.depth, f"step {message.step} came before step {oldest} was done, at depth {self.depth}")
+        victims = ComingHome([group.num_dirty for group in message.plan.groups], answered_when_empty=False)
+        self.open_steps.append(OpenStep(message.step, Pieces(message.num_pieces, arrays_bytes, num_fetch), victims))
+        self.next_step = message.step + 1
+
+    def _check_all_sent(self, name: str) -> None:
+        if self.open_steps:
+            newest = self.open_steps[-1]
+            require(newest.pieces.complete, f"{name} came before the last piece of step {newest.step}")
+
+    def _rows_back(self, message: RowsBack) -> None:
+        expected = next((step for step in self.open_steps if not step.victims.complete), None)
+        if expected is None:
+            raise ProtocolError(f"rows of step {message.step} came home while no step has dirty victims")
+        require(message.step == expected.step, f"rows of step {message.step} came home before those of step {expected.step}")
+        expected.victims.advance(message)
+
+    def _step_done(self, message: StepDone) -> None:
+        oldest = self.open_steps[0] if self.open_steps else None
+        if oldest is None or message.step != oldest.step:
+            raise ProtocolError(f"step {message.step} is reported done while step {oldest and oldest.step} is next")
+        require(oldest.pieces.complete, f"step {message.step} is reported done before its last piece came")
+        require(oldest.victims.complete, f"step {message.step} is reported done before its victims came home")
+        self.open_steps.popleft()
+
+    def _flush(self, message: Flush) -> None:
+        if message.piece == 0:
+            self._open_barrier(message)
+        newest = self.open_barrier
+        if newest is None or message.barrier != newest.barrier:
+            raise ProtocolError(f"a piece of barrier {message.barrier} came while barrier {newest and newest.barrier} is the newest")
+        newest.pieces.advance(message.piece, message.num_pieces, message.span, ())
+
+    def _open_barrier(self, message: Flush) -> None:
+        self._check_all_sent(f"barrier {message.barrier}")
+        require(self.next_barrier in (None, message.barrier), f"barrier {message.barrier} came instead of {self.next_barrier}")
+        self._check_last_step(message.after_step, f"barrier {message.barrier}")
+        pieces = Pieces(message.num_pieces, message.arrays_bytes, ())
+        rows = ComingHome(message.num_dirty, answered_when_empty=True)
+        self.open_barrier = OpenBarrier(message.barrier, message.after_step, pieces, rows)
+        self.next_barrier = message.barrier + 1
+
+    def _check_last_step(self, step: int | None, name: str) -> None:
+        """Before the first step of this conversation, only the prefetcher knows which was the last."""
+        if self.next_step is not None:
+            require(step == self.next_step - 1, f"{name} follows step {step} instead of step {self.next_step - 1}")
+
+    def _barrier_rows(self, message: RowsBack) -> None:
+        newest = self.open_barrier
+        expected = (None, None) if newest is None else (newest.barrier, newest.after_step)
+        require(
+            (message.barrier, message.step) == expected,
+            f"rows of barrier {message.barrier} after step {message.step} came home; expected barrier {expected[0]} after step {expected[1]}",
+        )
+        assert newest is not None, "checked above: a message has a barrier"
+        if message.last:
+            require(newest.pieces.complete, f"barrier {newest.barrier} ended before its slots had come")
+            require(not self.open_steps, f"barrier {newest.barrier} ended before every step was done")
+        newest.rows.advance(message)
+
+    def _saved(self, message: Saved) -> None:
+        newest = self.open_barrier
+        require(
+            newest is not None and message.barrier == newest.barrier,
+            f"the dense side of barrier {message.barrier} was saved while barrier {newest and newest.barrier} is open",
+        )
+
+    def _end(self, message: EndOfData) -> None:
+        self._check_all_sent("the end of data")
+        require(not self.open_steps, "the end of data came before every step was done")
+        self._check_last_step(message.last_step, "the end of data")

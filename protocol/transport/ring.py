@@ -1,0 +1,250 @@
+"""A byte ring: one side writes pieces, the other reads them in place.
+
+No cursor stands in shared memory. A message publishes each piece (`RingRef`), and `Released` gives its bytes back, so what the socket
+orders the ring need not. Positions count every byte ever allocated and never repeat; a byte's place is position % capacity.
+
+    | guard | payload, padded to 64 | guard | guard | payload ... | guard | (skipped tail) |
+    64      ^ position                      ^ end
+
+A piece lies in one stretch. Where the tail is too short for it, the tail is skipped, and freed with the piece that follows. Both
+guards hold the stamp that the message implies (step and piece), the position and the length, so that stale or torn bytes are never
+taken for the piece announced.
+
+What always fits. A payload of n bytes takes aligned(n, 64) + 128. `max_payload` is the largest n for which that is half a ring. An
+empty ring starts over at byte 0: so two payloads of `max_payload` always fit into an empty ring, and any payload fits as soon as all
+pieces before it are released. So there is no deadlock by fragmentation where every piece is committed, announced and released
+without waiting for a later one; who must hold more than two large pieces at once has no such promise.
+
+Threads: each method may be called from any thread; none waits. The pieces of one writer are allocated, committed and announced in
+one order, and viewed in that order by the reader, which may finish them in any order.
+"""
+
+import threading
+from collections import deque
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from protocol.errors import LocalProtocolError, RemoteProtocolError
+from protocol.messages import RingRef
+from protocol.tables import aligned
+from protocol.transport.ring_file import Bytes, RingFile, free_shared_memory, in_memory_buffer, remove_leftovers
+
+__all__ = [
+    "Bytes",
+    "RingFile",
+    "RingReader",
+    "RingSlice",
+    "RingWriter",
+    "free_shared_memory",
+    "in_memory_buffer",
+    "remove_leftovers",
+]
+
+ALIGNMENT = 64
+GUARD_BYTES = 64
+GUARD_WORDS = 3  # stamp, position, length
+MIN_CAPACITY = 16 * ALIGNMENT
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class RingSlice:
+    """Space for one piece: write `payload`, then commit."""
+
+    position: int
+    end: int
+    payload: Bytes  # u8 [nbytes], 64-byte aligned in the ring
+
+
+class Layout:
+    """Where things are in the ring; the same for both ends."""
+
+    def __init__(self, buffer: Bytes) -> None:
+        self.capacity = len(buffer) // ALIGNMENT * ALIGNMENT
+        if self.capacity < MIN_CAPACITY:
+            raise ValueError(f"a ring of {len(buffer)} bytes is too small; it needs at least {MIN_CAPACITY}")
+        self.max_payload = self.capacity // 2 // ALIGNMENT * ALIGNMENT - 2 * GUARD_BYTES
+        self._bytes = buffer[: self.capacity]
+        self._words: npt.NDArray[np.int64] = self._bytes.view(np.int64)
+
+    def payload(self, position: int, nbytes: int) -> Bytes:
+        start = position % self.capacity
+        return self._bytes[start : start + nbytes]
+
+    def start_of(self, newest_end: int, size: int) -> int:
+        """Where a piece of `size` bytes, guards included, begins behind the newest one."""
+        fits = newest_end % self.capacity + size <= self.capacity
+        return newest_end if fits else aligned(newest_end, self.capacity)
+
+    def write_guards(self, ref: RingRef, stamp: int) -> None:
+        for guard in self._guards(ref):
+            guard[:] = (stamp, ref.position, ref.nbytes)
+
+    def check_guards(self, ref: RingRef, stamp: int) -> None:
+        for guard, side in zip(self._guards(ref), ("before", "behind"), strict=True):
+            found = tuple(guard.tolist())
+            if found != (stamp, ref.position, ref.nbytes):
+                raise RemoteProtocolError(
+                    f"the guard {side} the piece at position {ref.position} of a ring holds stamp, position and length {found}, "
+                    f"but {(stamp, ref.position, ref.nbytes)} was announced"
+                )
+
+    def _guards(self, ref: RingRef) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        first = (ref.position - GUARD_BYTES) % self.capacity // 8
+        second = (ref.end - GUARD_BYTES) % self.capacity // 8
+        return self._words[first : first + GUARD_WORDS], self._words[second : second + GUARD_WORDS]
+
+
+def piece_bytes(nbytes: int) -> int:
+    """What a payload takes in the ring."""
+    return aligned(nbytes, ALIGNMENT) + 2 * GUARD_BYTES
+
+
+class RingWriter:
+    """The writing end. `buffer` is the whole ring, u8, 64-byte aligned; bytes beyond a multiple of 64 are not used."""
+
+    def __init__(self, buffer: Bytes) -> None:
+        self._layout = Layout(buffer)
+        self._allocated = 0  # end of the newest piece
+        self._released = 0  # everything before it is free
+        self._peak_bytes = 0
+        self._uncommitted: deque[RingSlice] = deque()
+        self._committed_ends: deque[int] = deque()
+        self._lock = threading.Lock()
+
+    @property
+    def capacity(self) -> int:
+        return self._layout.capacity
+
+    @property
+    def max_payload(self) -> int:
+        """The largest payload, a multiple of 64: half a ring without its guards."""
+        return self._layout.max_payload
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes allocated and not yet released, guards, padding and skipped tails included; 0 when the ring is empty."""
+        with self._lock:
+            return self._allocated - self._released
+
+    @property
+    def peak_bytes(self) -> int:
+        return self._peak_bytes
+
+    def try_allocate(self, nbytes: int) -> RingSlice | None:
+        """Space for a payload of `nbytes`, or None while there is too little. Raises ValueError where it could never fit."""
+        if not 0 <= nbytes <= self.max_payload:
+            raise ValueError(f"a payload of {nbytes} bytes does not fit a ring of {self.capacity}, which takes 0 to {self.max_payload}")
+        with self._lock:
+            if self._allocated == self._released:
+                self._allocated = self._released = aligned(self._allocated, self.capacity)
+            start = self._layout.start_of(self._allocated, piece_bytes(nbytes))
+            end = start + piece_bytes(nbytes)
+            if end - self._released > self.capacity:
+                return None
+            self._allocated = end
+            self._peak_bytes = max(self._peak_bytes, end - self._released)
+            position = start + GUARD_BYTES
+            piece = RingSlice(position=position, end=end, payload=self._layout.payload(position, nbytes))
+            self._uncommitted.append(piece)
+            return piece
+
+    def commit(self, piece: RingSlice, stamp: int, checksum: bool) -> RingRef:
+        """Seals the oldest uncommitted piece; its payload is not written again. The result goes into the message that announces it.
+
+        `stamp` (int64) is what the message implies, and the reader will expect. Raises LocalProtocolError for any other piece.
+        """
+        digest = xxhash.xxh3_64_intdigest(piece.payload.data) if checksum else None
+        ref = RingRef(position=piece.position, nbytes=len(piece.payload), end=piece.end, checksum=digest)
+        with self._lock:
+            oldest = self._uncommitted[0].position if self._uncommitted else None
+            if oldest != piece.position:
+                raise LocalProtocolError(f"the piece at position {piece.position} is committed while the one at {oldest} is the oldest")
+            self._layout.write_guards(ref, stamp)
+            self._uncommitted.popleft()
+            self._committed_ends.append(piece.end)
+        return ref
+
+    def release(self, position: int) -> None:
+        """Applies the peer's `Released`. Raises RemoteProtocolError where `position` is not the end of a piece that it still holds."""
+        with self._lock:
+            if position not in self._committed_ends:
+                held = f"{self._committed_ends[0]} to {self._committed_ends[-1]}" if self._committed_ends else "none"
+                raise RemoteProtocolError(f"Released names position {position}; the pieces that the peer holds end at: {held}")
+            while self._committed_ends[0] != position:
+                self._committed_ends.popleft()
+            self._released = self._committed_ends.popleft()
+
+
+@dataclass(slots=True)
+class OpenPiece:
+    ref: RingRef
+    stamp: int
+    done: bool = False
+
+
+class RingReader:
+    """The reading end of the same ring."""
+
+    def __init__(self, buffer: Bytes) -> None:
+        self._layout = Layout(buffer)
+        self._newest_end = 0
+        self._open: deque[OpenPiece] = deque()  # in order, from the oldest one not done
+        self._lock = threading.Lock()
+
+    @property
+    def capacity(self) -> int:
+        return self._layout.capacity
+
+    @property
+    def max_payload(self) -> int:
+        return self._layout.max_payload
+
+    def view(self, ref: RingRef, stamp: int) -> Bytes:
+        """The piece's payload in place, u8 [nbytes], valid until `done(ref)`. Once for each piece, in the order of arrival.
+
+        Raises RemoteProtocolError where `ref` does not follow the piece before it, or the bytes are not those announced.
+        """
+        with self._lock:
+            self._check_place(ref)
+            self._layout.check_guards(ref, stamp)
+            self._newest_end = ref.end
+            self._open.append(OpenPiece(ref, stamp))
+        payload = self._layout.payload(ref.position, ref.nbytes)
+        if ref.checksum is not None and (found := xxhash.xxh3_64_intdigest(payload.data)) != ref.checksum:
+            raise RemoteProtocolError(
+                f"the piece at position {ref.position} of a ring has checksum {found:016x}; {ref.checksum:016x} was announced"
+            )
+        return payload
+
+    def done(self, ref: RingRef) -> int | None:
+        """Marks a piece as read; pieces may finish in any order. Returns the position for `Released` where that moves, else None.
+
+        Looks at the guards once more: a writer that reused the bytes too early has torn what was read (RemoteProtocolError).
+        """
+        with self._lock:
+            piece = next((piece for piece in self._open if piece.ref.position == ref.position), None)
+            if piece is None or piece.done:
+                raise LocalProtocolError(f"the piece at position {ref.position} is not being read")
+            self._layout.check_guards(piece.ref, piece.stamp)
+            piece.done = True
+            frontier = None
+            while self._open and self._open[0].done:
+                frontier = self._open.popleft().ref.end
+            return frontier
+
+    def _check_place(self, ref: RingRef) -> None:
+        size = ref.end - ref.position + GUARD_BYTES
+        if not 0 <= ref.nbytes <= self.max_payload or size != piece_bytes(ref.nbytes):
+            raise RemoteProtocolError(
+                f"a piece of {ref.nbytes} bytes cannot go from {ref.position} to {ref.end}; payloads have up to {self.max_payload} bytes"
+            )
+        start = ref.position - GUARD_BYTES
+        follows = start == self._layout.start_of(self._newest_end, size)
+        started_over = not self._open and start == aligned(self._newest_end, self.capacity)
+        if not follows and not started_over:
+            raise RemoteProtocolError(f"a piece at position {ref.position} does not follow the one that ended at {self._newest_end}")
+        if self._open and ref.end - (self._open[0].ref.position - GUARD_BYTES) > self.capacity:
+            raise RemoteProtocolError(f"a piece ends at {ref.end} and lies over the one at {self._open[0].ref.position}, still being read")

@@ -1,0 +1,149 @@
+"""The memory behind a ring: a file in /dev/shm that leaves nothing behind, or plain memory for both ends in one process."""
+
+import fcntl
+import mmap
+import os
+import secrets
+import stat
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import numpy as np
+import numpy.typing as npt
+
+from protocol.errors import ConfigError
+
+Bytes = npt.NDArray[np.uint8]
+SHARED_MEMORY = Path("/dev/shm")
+PREFIX = "rowcast-"
+OPEN_FLAGS = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
+
+
+def in_memory_buffer(nbytes: int) -> Bytes:
+    """Page-aligned zeroed bytes that both ends of an in-process ring share."""
+    return np.frombuffer(mmap.mmap(-1, nbytes), dtype=np.uint8)
+
+
+def free_shared_memory(directory: Path = SHARED_MEMORY) -> int:
+    """Bytes that may still be allocated in the directory's file system."""
+    usage = os.statvfs(directory)
+    return usage.f_bavail * usage.f_frsize
+
+
+class RingFile:
+    """A file of `nbytes` mapped into this process. `path` is what the peer attaches; `buffer` is page-aligned u8 [nbytes].
+
+    The owner holds an flock for as long as it lives, and unlinks the file once both sides have it: from then on not even a SIGKILL
+    leaves anything behind. The mapping outlives `close` for as long as someone holds a view of `buffer`.
+    """
+
+    def __init__(self, path: str, descriptor: int, nbytes: int, owner: bool) -> None:
+        self.path = path
+        self.nbytes = nbytes
+        self.buffer: Bytes = np.frombuffer(mmap.mmap(descriptor, nbytes), dtype=np.uint8)
+        self._descriptor: int | None = descriptor
+        self._linked = owner
+
+    @classmethod
+    def create(cls, nbytes: int, name_hint: str, directory: Path = SHARED_MEMORY) -> Self:
+        """Allocates every byte at once. Raises ConfigError where they are not free, before anything is allocated."""
+        free = free_shared_memory(directory)
+        if nbytes > free:
+            raise _no_space(nbytes, free, name_hint, directory)
+        path, descriptor = _create_locked(directory, name_hint)
+        try:
+            os.posix_fallocate(descriptor, 0, nbytes)
+            return cls(str(path), descriptor, nbytes, owner=True)
+        except OSError as error:
+            path.unlink()
+            os.close(descriptor)
+            raise _no_space(nbytes, free, name_hint, directory) from error
+
+    @classmethod
+    def attach(cls, path: str, nbytes: int) -> Self:
+        """Maps the peer's file. Raises ConfigError where it is not here or is not what the peer said."""
+        try:
+            descriptor = os.open(path, OPEN_FLAGS)
+        except OSError as error:
+            raise ConfigError(
+                f"the ring {path} cannot be opened ({error.strerror}); run both processes on one host, as one user, with one /dev/shm"
+            ) from error
+        found = os.fstat(descriptor)
+        if not stat.S_ISREG(found.st_mode) or found.st_uid != os.getuid() or found.st_size != nbytes:
+            os.close(descriptor)
+            raise ConfigError(
+                f"the ring {path} has {found.st_size} bytes and belongs to user {found.st_uid}, but {nbytes} bytes of user "
+                f"{os.getuid()} were announced; start both processes again as one user"
+            )
+        return cls(path, descriptor, nbytes, owner=False)
+
+    def unlink(self) -> None:
+        """Takes the name away; both mappings stay. For the owner, as soon as the peer has attached. Idempotent."""
+        if self._linked:
+            Path(self.path).unlink(missing_ok=True)
+            self._linked = False
+
+    def close(self) -> None:
+        """Unlinks if that has not been done, and gives the lock back. Idempotent."""
+        if self._descriptor is None:
+            return
+        self.unlink()
+        fcntl.flock(self._descriptor, fcntl.LOCK_UN)  # the mapping holds a duplicate of the descriptor, which would keep the lock
+        os.close(self._descriptor)
+        self._descriptor = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+
+def remove_leftovers(directory: Path = SHARED_MEMORY) -> list[Path]:
+    """Removes this user's ring files whose owner no longer lives, which only a kill can leave; returns them."""
+    return [path for path in sorted(directory.glob(f"{PREFIX}*")) if _remove_if_left(path)]
+
+
+def try_lock(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _create_locked(directory: Path, name_hint: str) -> tuple[Path, int]:
+    while True:
+        path = directory / f"{PREFIX}{name_hint}-{os.getpid()}-{secrets.token_hex(4)}"
+        try:
+            descriptor = os.open(path, OPEN_FLAGS | os.O_CREAT | os.O_EXCL, 0o600)
+        except OSError as error:
+            raise ConfigError(f"no file can be made in {directory} ({error.strerror}); make it writable for this user") from error
+        if try_lock(descriptor) and os.fstat(descriptor).st_nlink:
+            return path, descriptor
+        os.close(descriptor)  # another process looked for leftovers between the two calls and took this one for one
+
+
+def _remove_if_left(path: Path) -> bool:
+    try:
+        descriptor = os.open(path, OPEN_FLAGS | os.O_NONBLOCK)
+    except (FileNotFoundError, PermissionError):
+        return False  # gone meanwhile, or another user's
+    except OSError:
+        return False  # a link or a device: not ours
+    try:
+        found = os.fstat(descriptor)
+        left = stat.S_ISREG(found.st_mode) and found.st_uid == os.getuid() and try_lock(descriptor)
+        if left:
+            path.unlink(missing_ok=True)
+        return left
+    finally:
+        os.close(descriptor)
+
+
+def _no_space(nbytes: int, free: int, name_hint: str, directory: Path) -> ConfigError:
+    return ConfigError(
+        f"the {name_hint} ring needs {nbytes} bytes in {directory}, where {free} are free; "
+        f'set transport.ring = "{max(1, free // 4 >> 20)}MiB" or enlarge {directory}'
+    )

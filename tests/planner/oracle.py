@@ -1,0 +1,112 @@
+"""The planner once more, by brute force: dicts, sorts and scans over the whole trace, nothing kept incrementally."""
+
+import math
+
+from protocol.batch import ScheduledBatch
+from protocol.plan import BarrierPlan, GroupPlan, RowMove, StepPlan
+from protocol.tables import GroupSpec
+from tests.planner.traces import Entry, Run, distinct_keys, i32, i64, lookups_of
+
+
+class GroupOracle:
+    def __init__(self, group: GroupSpec, num_slots: int, horizon: int, trace: list[ScheduledBatch]) -> None:
+        self.group = group
+        self.num_slots = num_slots
+        self.horizon = horizon
+        self.uses = [(scheduled.step, set(distinct_keys(group, scheduled.batch))) for scheduled in trace]
+        self.slot: dict[int, int] = {}
+        self.last_use: dict[int, int] = {}
+        self.dirty: set[int] = set()
+
+    def next_use(self, key: int, step: int) -> float:
+        return min((s for s, keys in self.uses if step < s <= step + self.horizon and key in keys), default=math.inf)
+
+    def victims(self, count: int, step: int, own: list[int]) -> list[int]:
+        others = [key for key in self.slot if key not in own]
+        others.sort(key=lambda key: (-self.next_use(key, step), self.last_use[key], key))
+        return sorted(others[:count], key=lambda key: (key not in self.dirty, key))
+
+    def plan(self, scheduled: ScheduledBatch) -> GroupPlan:
+        batch, step = scheduled.batch, scheduled.step
+        lookups, keys = lookups_of(self.group, batch), distinct_keys(self.group, batch)
+        missing = [key for key in keys if key not in self.slot]
+        free = sorted(set(range(self.num_slots)) - set(self.slot.values()))
+        victims = self.victims(max(0, len(missing) - len(free)), step, keys)
+        num_dirty = sum(key in self.dirty for key in victims)
+        evict = RowMove(keys=i64(victims), slots=i32([self.slot[key] for key in victims]))
+        fill_after = max((self.last_use[key] for key in victims), default=None)
+        for key in victims:
+            del self.slot[key]
+            self.dirty.discard(key)
+        fetch = RowMove(keys=i64(missing), slots=i32([*evict.slots.tolist(), *free][: len(missing)]))
+        self.slot.update(zip(missing, fetch.slots.tolist(), strict=True))
+        self.last_use.update((key, step) for key in keys)
+        if scheduled.kind == "train":
+            self.dirty.update(keys)
+        order = sorted(range(len(lookups)), key=lambda i: (lookups[i][0], i))
+        counts = [sum(key == other for other, _, _ in lookups) for key in keys]
+        bags = [bag for _, bag, _ in lookups]
+        num_bags = self.group.num_features * batch.size
+        return GroupPlan(
+            slots=i32([self.slot[key] for key, _, _ in lookups]),
+            unique_slots=i32([self.slot[key] for key in keys]),
+            segment_offsets=i32([sum(counts[:i]) for i in range(len(keys) + 1)]),
+            bag_order=i32([bags[i] for i in order]),
+            lookup_order=None if batch.weights is None else i32(order),
+            offsets=None if batch.offsets is None else i32([sum(bag < b for bag in bags) for b in range(num_bags + 1)]),
+            weights=None if batch.weights is None else batch.weights[[i for _, _, i in lookups]],
+            fetch=fetch,
+            evict=evict,
+            num_dirty=num_dirty,
+            fill_after=fill_after,
+        )
+
+    def clean(self) -> RowMove:
+        dirty = sorted(self.dirty)
+        self.dirty.clear()
+        return RowMove(keys=i64(dirty), slots=i32([self.slot[key] for key in dirty]))
+
+
+def oracle_entries(run: Run) -> list[Entry]:
+    """The plan stream of a run."""
+    groups = [GroupOracle(group, slots, run.horizon, run.trace) for group, slots in zip(run.groups, run.slots, strict=True)]
+    written_back: dict[int, set[tuple[int, int]]] = {}  # step -> (group, key)
+    entries: list[Entry] = []
+    num_barriers = 0
+    for scheduled in run.trace:
+        step = scheduled.step
+        plans = tuple(group.plan(scheduled) for group in groups)
+        fetched = {(g, key) for g, plan in enumerate(plans) for key in plan.fetch.keys.tolist()}
+        recent = [e for e in range(step - run.depth, step) if written_back.get(e, set()) & fetched]
+        written_back[step] = {(g, key) for g, plan in enumerate(plans) for key in plan.evict.keys[: plan.num_dirty].tolist()}
+        entries.append(
+            StepPlan(
+                step=step,
+                kind=scheduled.kind,
+                train_step=scheduled.train_step,
+                epoch=scheduled.epoch,
+                after_step=max(recent, default=None),
+                groups=plans,
+            )
+        )
+        if step in run.barriers:
+            dirty = tuple(group.clean() for group in groups)
+            entries.append(BarrierPlan(barrier=num_barriers, after_step=step, dirty=dirty, reason="checkpoint", finished=False))
+            written_back.clear()
+            num_barriers += 1
+    return entries
+
+
+def fewest_fetches(batches: list[set[int]], num_slots: int) -> int:
+    """The fewest rows that any choice of victims fetches, by trying every subset that could stay at every step."""
+    cost = {frozenset[int](): 0}
+    for rows in batches:
+        following: dict[frozenset[int], int] = {}
+        for resident, fetched in cost.items():
+            others = sorted(resident - rows)
+            for chosen in range(2 ** len(others)):
+                kept = frozenset(rows | {row for i, row in enumerate(others) if chosen >> i & 1})
+                if len(kept) <= num_slots:
+                    following[kept] = min(following.get(kept, 10**9), fetched + len(rows - resident))
+        cost = following
+    return min(cost.values())

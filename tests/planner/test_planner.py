@@ -1,0 +1,210 @@
+"""The planner's life: filling the horizon, refusing, barriers, counting, checking itself."""
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from prefetcher.planner.directory import find
+from prefetcher.planner.planner import PlanCounters, RowPlanner
+from protocol.errors import ConfigError
+from protocol.plan import StepPlan
+from protocol.tables import GroupSpec
+from tests.planner.traces import Run, distinct_keys, one_group, random_batch, random_run, schedule, single_hot_trace, two_groups
+
+
+def planner_over(ids: list[list[int]], num_slots: int, horizon: int = 0, depth: int = 1) -> RowPlanner:
+    """One feature's training batches, added and ended as far as the horizon takes them."""
+    trace = single_hot_trace(ids)
+    planner = RowPlanner(one_group(100), (num_slots,), depth, horizon)
+    for scheduled in trace[: horizon + 1]:
+        planner.add(scheduled)
+    if len(trace) <= horizon + 1:
+        planner.end()
+    return planner
+
+
+def plans_of(ids: list[list[int]], num_slots: int, horizon: int, depth: int = 1) -> Iterator[StepPlan]:
+    planner = RowPlanner(one_group(100), (num_slots,), depth, horizon)
+    for scheduled in single_hot_trace(ids):
+        planner.add(scheduled)
+        if planner.ready():
+            yield planner.plan()[1]
+    planner.end()
+    while planner.ready():
+        yield planner.plan()[1]
+
+
+def state_of(planner: RowPlanner) -> list[bytes]:
+    """Every array behind a planner."""
+    found = []
+    for group in planner._groups:
+        arrays = [*group._directory, *group._ring, *group._queues, np.array([group._head, group._tail])]
+        found += [array.tobytes() for array in arrays]
+    return [*found, repr((planner.counters, planner.occupancy, planner.wants_batch)).encode()]
+
+
+def test_a_plan_waits_until_its_horizon_is_complete() -> None:
+    trace = single_hot_trace([[0], [1], [2], [3]])
+    planner = RowPlanner(one_group(4), (4,), 1, 2)
+    wanted = []
+    for scheduled in trace[:3]:
+        wanted.append((planner.wants_batch, planner.ready()))
+        planner.add(scheduled)
+    assert wanted == [(3, False), (2, False), (1, False)]
+    assert planner.ready()
+    planner.plan()
+    assert (planner.wants_batch, planner.ready()) == (1, False)
+
+
+def test_after_the_end_the_known_batches_are_planned_and_no_more() -> None:
+    planner = planner_over([[0], [1]], num_slots=2, horizon=5)
+    assert [planner.plan()[1].step, planner.plan()[1].step] == [0, 1]
+    assert not planner.ready()
+    assert planner.wants_batch == 0
+
+
+def test_no_batch_enters_beyond_the_horizon_out_of_order_or_after_the_end() -> None:
+    trace = single_hot_trace([[0], [1], [2]])
+    planner = RowPlanner(one_group(4), (4,), 1, 1)
+    planner.add(trace[0])
+    with pytest.raises(AssertionError, match="step 2 was added where step 1 follows"):
+        planner.add(trace[2])
+    planner.add(trace[1])
+    with pytest.raises(AssertionError, match="2 batches are known"):
+        planner.add(trace[2])
+    planner.end()
+    with pytest.raises(AssertionError, match="after the end"):
+        planner.add(trace[2])
+
+
+def test_a_batch_with_more_rows_than_slots_is_refused_with_numbers_and_changes_nothing() -> None:
+    planner = planner_over([[0, 1], [4, 2, 3, 4]], num_slots=2, horizon=1)
+    planner.plan()
+    before = state_of(planner)
+    for _ in range(2):
+        with pytest.raises(ConfigError, match=r"step 1 touches 3 distinct rows of group fp32_d4_sgd, more than its 2 slots") as refusal:
+            planner.plan()
+    assert "3 rows (48 bytes)" in str(refusal.value)
+    assert state_of(planner) == before
+    assert planner.barrier("stop", finished=False).dirty[0].keys.tolist() == [0, 1]
+    planner.check_integrity()
+
+
+def test_a_refusal_by_the_second_group_leaves_the_first_unchanged() -> None:
+    groups = two_groups()
+    batch = random_batch(np.random.default_rng(0), groups, size=4, jagged=False, weighted=False)
+    needed = [len(distinct_keys(group, batch)) for group in groups]
+    planner = RowPlanner(groups, (needed[0], needed[1] - 1), 1, 0)
+    planner.add(schedule([batch], ["train"])[0])
+    before = state_of(planner)
+    with pytest.raises(ConfigError, match=rf"step 0 touches {needed[1]} distinct rows of group fp32_d8_sgd") as refusal:
+        planner.plan()
+    total = needed[0] * 16 + (needed[1] - 1) * 32
+    assert f"raise cache.capacity from {total} to about {-(-total * needed[1] // (needed[1] - 1))} bytes" in str(refusal.value)
+    assert state_of(planner) == before
+
+
+def test_a_batch_that_fills_every_slot_is_planned() -> None:
+    plans = [plan.groups[0] for plan in plans_of([[5, 6], [8, 7], [7, 6]], num_slots=2, horizon=0)]
+    assert [plan.fetch.keys.tolist() for plan in plans] == [[5, 6], [7, 8], [6]]
+    assert [plan.evict.keys.tolist() for plan in plans] == [[], [5, 6], [8]]
+
+
+def test_unknown_next_use_is_farthest_and_ties_go_by_last_use_then_key() -> None:
+    ids = [[9], [3, 4], [8], [50], [3, 9]]
+    plans = [plan.groups[0] for plan in plans_of(ids, num_slots=4, horizon=1)]
+    assert plans[3].evict.keys.tolist() == [4], "3 and 9 are used next, 4 is older than 8"
+    blind = [plan.groups[0] for plan in plans_of(ids, num_slots=4, horizon=0)]
+    assert blind[3].evict.keys.tolist() == [9], "nothing is known, 9 is oldest"
+    assert blind[4].evict.keys.tolist() == [4], "4 and 3 are equally old, 3 is the plan's own"
+
+
+def test_rows_fetched_again_within_depth_wait_for_their_way_home() -> None:
+    ids = [[0], [1], [2], [0], [1]]
+    waits = {depth: [plan.after_step for plan in plans_of(ids, num_slots=1, horizon=0, depth=depth)] for depth in (1, 2, 3)}
+    assert waits == {1: [None] * 5, 2: [None, None, None, 1, 2], 3: [None, None, None, 1, 2]}
+
+
+def test_a_barrier_lists_dirty_rows_once_and_settles_what_is_pending() -> None:
+    planner = planner_over([[4, 2], [1], [2, 4]], num_slots=2, horizon=2, depth=2)
+    assert planner.barrier("start", finished=False).after_step is None
+    planner.plan()
+    planner.plan()
+    barrier = planner.barrier("checkpoint", finished=False)
+    assert (barrier.barrier, barrier.after_step, barrier.reason, barrier.finished) == (1, 1, "checkpoint", False)
+    assert barrier.dirty[0].keys.tolist() == [1, 4]
+    assert planner.occupancy[0].num_dirty == 0
+    _, plan = planner.plan()
+    assert plan.after_step is None, "the victims of step 1 are home since the barrier"
+    assert plan.groups[0].num_dirty == 0, "row 1 was clean"
+    last = planner.barrier("end", finished=True)
+    assert (last.dirty[0].keys.tolist(), last.finished) == ([2, 4], True)
+    assert len(planner.barrier("again", finished=True).dirty[0]) == 0
+    planner.check_integrity()
+
+
+def test_evaluation_leaves_rows_clean() -> None:
+    batches = [scheduled.batch for scheduled in single_hot_trace([[0, 1], [2, 3], [4, 5]])]
+    planner = RowPlanner(one_group(6), (3,), 1, 0)
+    plans = []
+    for scheduled in schedule(batches, ["train", "eval", "eval"]):
+        planner.add(scheduled)
+        plans.append(planner.plan()[1].groups[0])
+    assert [(plan.evict.keys.tolist(), plan.num_dirty) for plan in plans] == [([], 0), ([0], 1), ([1, 2], 1)]
+    assert len(planner.barrier("end", finished=True).dirty[0]) == 0
+
+
+def test_counters_add_up_and_slots_are_free_dirty_or_clean() -> None:
+    planner = RowPlanner(one_group(100), (3,), 1, 0)
+    for scheduled in single_hot_trace([[7, 7, 5], [5, 6], [1, 1]]):
+        planner.add(scheduled)
+        planner.plan()
+    assert planner.counters == PlanCounters(
+        lookups=7, unique_rows=5, hits=1, rows_fetched=4, rows_evicted=1, rows_written_back=1, rows_flushed=0
+    )
+    occupancy = planner.occupancy[0]
+    assert (occupancy.num_slots, occupancy.num_resident, occupancy.num_dirty, occupancy.num_free) == (3, 3, 3, 0)
+    planner.barrier("end", finished=True)
+    assert planner.counters.rows_flushed == 3
+
+
+def test_a_batch_without_look_ups_is_planned() -> None:
+    batch = random_batch(np.random.default_rng(0), one_group(3), size=2, jagged=True, weighted=True)
+    empty = type(batch)(
+        dense=batch.dense, labels=batch.labels, ids=batch.ids[:0], offsets=np.zeros(3, np.int64), weights=batch.ids[:0] * 1.0
+    )
+    planner = RowPlanner(one_group(3), (0,), 1, 0)
+    planner.add(schedule([empty], ["train"])[0])
+    plan = planner.plan()[1].groups[0]
+    assert (len(plan.slots), len(plan.unique_slots), plan.segment_offsets.tolist()) == (0, 0, [0])
+    assert plan.offsets is not None
+    assert plan.offsets.tolist() == [0, 0, 0]
+
+
+def test_the_memory_follows_slots_and_horizon_not_the_rows_seen() -> None:
+    groups: tuple[GroupSpec, ...] = one_group(10**9)
+    run = random_run(seed=1, groups=groups, num_steps=300, batch_size=40, depth=1, horizon=2)
+    planner = run.planner()
+    for scheduled in run.trace:
+        planner.add(scheduled)
+        if planner.ready():
+            planner.plan()
+    seen = {key for scheduled in run.trace for key in distinct_keys(groups[0], scheduled.batch)}
+    assert len(seen) > 4 * 1024
+    assert (len(planner._groups[0]._directory.entries), len(planner._groups[0]._ring.entries)) == (1024, 1024)
+    planner.check_integrity()
+
+
+@pytest.mark.parametrize("field", ["slot", "key", "dirty", "last_use"])
+def test_check_integrity_finds_a_changed_entry(field: str) -> None:
+    run = Run(groups=one_group(6), slots=(4,), depth=1, horizon=1, trace=single_hot_trace([[0, 1, 2], [1, 3]]), barriers=frozenset())
+    planner = run.planner()
+    for scheduled in run.trace:
+        planner.add(scheduled)
+    planner.plan()
+    planner.check_integrity()
+    directory = planner._groups[0]._directory
+    directory.entries[field][find(directory, 0)] += 1
+    with pytest.raises(AssertionError, match=r"\d"):
+        planner.check_integrity()

@@ -1,0 +1,131 @@
+"""Plans against brute force, against an exhaustive search, and replayed on slots and a store."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from protocol.plan import BarrierPlan, StepPlan
+from tests.planner.oracle import fewest_fetches, oracle_entries
+from tests.planner.traces import (
+    Run,
+    assert_same,
+    distinct_keys,
+    entries_of,
+    lookups_of,
+    one_group,
+    random_run,
+    single_hot_trace,
+    two_groups,
+)
+
+bounded = settings(derandomize=True, deadline=None, max_examples=80)
+runs = st.builds(
+    random_run,
+    seed=st.integers(0, 2**32),
+    groups=st.just(two_groups()),
+    num_steps=st.integers(0, 14),
+    batch_size=st.integers(1, 4),
+    depth=st.integers(1, 4),
+    horizon=st.integers(0, 8),
+)
+
+
+@bounded
+@given(runs)
+def test_plans_and_barriers_equal_brute_force_field_by_field(run: Run) -> None:
+    assert_same(entries_of(run, check=True), oracle_entries(run))
+
+
+def test_plans_equal_brute_force_when_directory_and_ring_grow() -> None:
+    run = random_run(seed=5, groups=one_group(40, 3000, 9000), num_steps=12, batch_size=900, depth=2, horizon=3)
+    assert_same(entries_of(run, check=True), oracle_entries(run))
+
+
+@settings(bounded, max_examples=60)
+@given(st.lists(st.lists(st.integers(0, 5), min_size=1, max_size=3), min_size=1, max_size=8), st.integers(3, 4))
+def test_no_choice_of_victims_fetches_less_when_the_whole_future_is_known(ids: list[list[int]], num_slots: int) -> None:
+    trace = single_hot_trace(ids)
+    run = Run(groups=one_group(6), slots=(num_slots,), depth=1, horizon=len(trace), trace=trace, barriers=frozenset())
+    plans = [entry for entry in entries_of(run) if isinstance(entry, StepPlan)]
+    assert sum(len(plan.groups[0].fetch) for plan in plans) == fewest_fetches([set(row) for row in ids], num_slots)
+
+
+class Replay:
+    """One group's slots and store, moved only as plans say, and no sooner than they must be: row versions stand for values."""
+
+    def __init__(self, num_slots: int, depth: int) -> None:
+        self.depth = depth
+        self.slots: list[tuple[int, int] | None] = [None] * num_slots  # key, version
+        self.newest: dict[int, int] = {}
+        self.store: dict[int, int] = {}
+        self.on_the_way: list[tuple[int, int, int]] = []  # step that evicted it, key, version
+        self.last_use: dict[int, int] = {}  # slot -> step
+
+    def apply_until(self, step: int) -> None:
+        for evicted_by, key, version in self.on_the_way:
+            if evicted_by <= step:
+                self.store[key] = version
+        self.on_the_way = [entry for entry in self.on_the_way if entry[0] > step]
+
+    def step(self, plan: StepPlan, index: int) -> None:
+        group = plan.groups[index]
+        self.apply_until(max(plan.step - self.depth - 1, -1 if plan.after_step is None else plan.after_step))
+        used = [self.last_use[slot] for slot in group.evict.slots.tolist()]
+        assert group.fill_after == max(used, default=None)
+        assert group.fill_after is None or group.fill_after < plan.step
+        for i, (key, slot) in enumerate(zip(group.evict.keys.tolist(), group.evict.slots.tolist(), strict=True)):
+            held = self.slots[slot]
+            assert held is not None
+            assert held[0] == key
+            assert i < group.num_dirty or held[1] == self.store.get(key, 0), "a clean victim is not what the store has"
+            if i < group.num_dirty:
+                self.on_the_way.append((plan.step, key, held[1]))
+            self.slots[slot] = None
+        for key, slot in zip(group.fetch.keys.tolist(), group.fetch.slots.tolist(), strict=True):
+            assert self.slots[slot] is None, "a fill would overwrite a row that stays"
+            assert self.store.get(key, 0) == self.newest.get(key, 0), "a fetch would read a stale row"
+            self.slots[slot] = (key, self.store.get(key, 0))
+
+    def look_up(self, plan: StepPlan, keys: list[int], index: int) -> None:
+        slots = plan.groups[index].slots.tolist()
+        held = [self.slots[slot] for slot in slots]
+        assert [row and row[0] for row in held] == keys
+        for slot in set(slots):
+            row = self.slots[slot]
+            assert row is not None
+            self.last_use[slot] = plan.step
+            if plan.kind == "train":
+                self.slots[slot] = (row[0], row[1] + 1)
+                self.newest[row[0]] = row[1] + 1
+
+    def flush(self, barrier: BarrierPlan, index: int) -> None:
+        """Every row is in the store once the barrier is done."""
+        self.apply_until(2**62)
+        move = barrier.dirty[index]
+        for key, slot in zip(move.keys.tolist(), move.slots.tolist(), strict=True):
+            row = self.slots[slot]
+            assert row is not None
+            assert row[0] == key
+            self.store[key] = row[1]
+        assert self.store == self.newest
+
+
+@bounded
+@given(runs)
+def test_replayed_plans_read_no_stale_row_and_overwrite_no_row_in_use(run: Run) -> None:
+    replays = [Replay(num_slots, run.depth) for num_slots in run.slots]
+    batches = {scheduled.step: scheduled.batch for scheduled in run.trace}
+    for entry in entries_of(run):
+        for index, (replay, group) in enumerate(zip(replays, run.groups, strict=True)):
+            if isinstance(entry, BarrierPlan):
+                replay.flush(entry, index)
+            else:
+                replay.step(entry, index)
+                replay.look_up(entry, [key for key, _, _ in lookups_of(group, batches[entry.step])], index)
+
+
+@settings(bounded, max_examples=40)
+@given(runs)
+def test_plans_do_not_depend_on_when_batches_are_added(run: Run) -> None:
+    assert_same(entries_of(run, eager=True), entries_of(run, eager=False))

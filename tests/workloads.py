@@ -1,0 +1,120 @@
+"""Small training jobs and batches of every kind of feature, made from a seed."""
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from protocol.batch import Batch, Kind, ScheduledBatch
+from protocol.job import Job, parse_job
+from protocol.tables import GroupSpec
+
+Bags = Literal["single", "multi", "weighted", "mean", "empty"]
+BAGS: tuple[Bags, ...] = ("single", "multi", "weighted", "mean", "empty")
+OPTIMIZERS = ("sgd", "adagrad", "rowwise_adagrad", "adam")
+BATCH_SIZE = 64
+NUM_DENSE = 4
+
+
+def small_job(optimizer: str, bags: Bags = "single", *, depth: int = 2, horizon: int = 8, **sections: dict[str, Any]) -> Job:
+    """Four tables in two groups of different widths, whose features alternate; one table serves two features."""
+    pooling = "mean" if bags == "mean" else "sum"
+    tables = [
+        {"name": "narrow_a", "num_embeddings": 400, "embedding_dim": 5, "features": ["f0", "f1"], "pooling": pooling},
+        {"name": "wide_a", "num_embeddings": 300, "embedding_dim": 8, "features": ["f2"], "pooling": "sum"},
+        {"name": "narrow_b", "num_embeddings": 2000, "embedding_dim": 5, "features": ["f3"], "pooling": "sum", "init": "normal:0.1"},
+        {"name": "wide_b", "num_embeddings": 100, "embedding_dim": 8, "features": ["f4"], "pooling": pooling},
+    ]
+    content: dict[str, Any] = {
+        "job": {"seed": 11, "run_dir": "unused"},
+        "data": {"format": "tests.workloads:unused", "batch_size": BATCH_SIZE},
+        "tables": tables,
+        "model": {"kind": "tests.workloads:small_model"},
+        "optimizer": {"sparse": {"kind": optimizer, "lr": 0.05}, "dense": {"kind": "sgd", "lr": 0.05}},
+        "cache": {"capacity": "1GiB"},
+        "lookahead": {"depth": depth, "horizon": horizon},
+    }
+    for name, section in sections.items():
+        content[name] = {**content.get(name, {}), **section}
+    return parse_job(content)
+
+
+def small_batches(job: Job, bags: Bags, *, num_steps: int = 12, eval_at: Sequence[int] = (4, 9), seed: int = 3) -> list[ScheduledBatch]:
+    """Train batches with an evaluation batch at each step of `eval_at`; the last batch is shorter."""
+    rng = np.random.default_rng(seed)
+    scheduled, train_step = [], 0
+    for step in range(num_steps + len(eval_at)):
+        kind: Kind = "eval" if step in eval_at else "train"
+        size = BATCH_SIZE if step < num_steps + len(eval_at) - 1 else BATCH_SIZE // 3
+        scheduled.append(ScheduledBatch(step=step, kind=kind, train_step=train_step, epoch=0, batch=make_batch(job, bags, size, rng)))
+        train_step += kind == "train"
+    return scheduled
+
+
+def make_batch(job: Job, bags: Bags, size: int, rng: np.random.Generator) -> Batch:
+    sizes = {feature: table.num_embeddings for table in job.tables for feature in table.features}
+    counts = bag_counts(bags, len(sizes) * size, rng)
+    offsets = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
+    ids = np.concatenate(
+        [
+            skewed_ids(rows, int(offsets[(index + 1) * size] - offsets[index * size]), rng)
+            for index, rows in enumerate(sizes.values())
+        ]
+    )  # fmt: skip
+    weights = rng.normal(1, 0.3, len(ids)).astype(np.float32) if bags == "weighted" else None
+    return Batch(
+        dense=rng.normal(size=(size, NUM_DENSE)).astype(np.float32),
+        labels=rng.integers(0, 2, size).astype(np.float32),
+        ids=ids,
+        offsets=None if bags == "single" else offsets,
+        weights=weights,
+    )
+
+
+def bag_counts(bags: Bags, num_bags: int, rng: np.random.Generator) -> "np.ndarray[tuple[int], np.dtype[np.int64]]":
+    if bags == "single":
+        return np.ones(num_bags, np.int64)
+    low = 0 if bags in ("empty", "mean") else 1
+    return rng.integers(low, 4, num_bags)
+
+
+def skewed_ids(rows: int, count: int, rng: np.random.Generator) -> "np.ndarray[tuple[int], np.dtype[np.int64]]":
+    """Half of the look-ups go to a tenth of the rows, so that rows come back soon and duplicates are common."""
+    hot = rng.integers(0, max(1, rows // 10), count)
+    return np.where(rng.random(count) < 0.5, hot, rng.integers(0, rows, count)).astype(np.int64)
+
+
+def slots_for(groups: tuple[GroupSpec, ...], batches: Sequence[ScheduledBatch], capacity: str) -> tuple[int, ...]:
+    """Slots per group: "one batch" is exactly what the largest batch touches, "more" a little more, "everything" every row."""
+    if capacity == "everything":
+        return tuple(group.num_rows for group in groups)
+    largest = [max(distinct_rows(group, scheduled.batch) for scheduled in batches) for group in groups]
+    return tuple(largest) if capacity == "one batch" else tuple(n + 3 for n in largest)
+
+
+def distinct_rows(group: GroupSpec, batch: Batch) -> int:
+    keys = set()
+    bounds = range(0, len(batch.ids) + 1, batch.size) if batch.offsets is None else batch.offsets[:: batch.size]
+    for position, table in zip(group.feature_positions, group.feature_tables(), strict=True):
+        keys |= {(table.index, int(row)) for row in batch.ids[bounds[position] : bounds[position + 1]]}
+    return len(keys)
+
+
+class SmallModel(nn.Module):
+    """Two layers over everything side by side, so that features may have different widths."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.hidden = nn.Linear(width, 8)
+        self.out = nn.Linear(8, 1)
+
+    def forward(self, dense: Tensor, embeddings: list[Tensor]) -> Tensor:
+        hidden: Tensor = torch.relu(self.hidden(torch.cat([dense, *embeddings], dim=1)))
+        logits: Tensor = self.out(hidden)
+        return logits.squeeze(1)
+
+
+def small_model(job: Job, num_dense: int) -> nn.Module:
+    return SmallModel(num_dense + sum(table.embedding_dim * len(table.features) for table in job.tables))

@@ -1,0 +1,41 @@
+"""The `trainer` command."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from protocol.command import run_command
+from protocol.job import load_job
+from protocol.telemetry.logs import setup_logging
+
+app = typer.Typer(
+    help="The device side of rowcast: trains the model on the steps that the prefetcher sends.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+
+@app.callback()
+def main() -> None:
+    """One command today; its name stays when others come."""
+
+
+@app.command()
+def run(
+    config: Annotated[Path, typer.Option("--config", help="The job file.", metavar="job.toml")],
+    overrides: Annotated[list[str] | None, typer.Option("--set", help="Override a key: section.key=value. Repeatable.")] = None,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Replace the report of an earlier run.")] = False,
+    log_level: Annotated[str, typer.Option("--log-level", help="debug, info, warning or error.")] = "info",
+    log_json: Annotated[bool, typer.Option("--log-json", help="Log JSON lines.")] = False,
+) -> None:
+    """Train. Start `prefetcher run` with the same job file, before or after; it decides how long the run is."""
+
+    def start() -> None:
+        setup_logging("trainer", log_level, log_json or None)
+        from trainer.service import run_trainer
+
+        run_trainer(load_job(config, tuple(overrides or ())), fresh=fresh)
+
+    raise typer.Exit(run_command("trainer", start))

@@ -1,0 +1,34 @@
+"""A model of the user's own: `model.kind = "package.module:factory"`."""
+
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import nn
+
+from protocol.errors import ConfigError
+from protocol.job import Job
+
+
+def build_custom(job: Job, num_dense: int) -> nn.Module:
+    """Calls `factory(job, num_dense, **job.model.options)`, with torch's random numbers seeded by job.seed. Raises ConfigError."""
+    factory = load_factory(job.model.kind)
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(job.job.seed)
+        model = factory(job, num_dense, **job.model.options)
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"model.kind = {job.model.kind!r} returned {type(model).__name__}; the factory must return a torch.nn.Module")
+    return model
+
+
+def load_factory(kind: str) -> Any:
+    """The callable behind "package.module:factory". Raises ConfigError."""
+    module_name, _, factory_name = kind.partition(":")
+    try:
+        module = import_module(module_name)
+    except ImportError as error:
+        raise ConfigError(f"model.kind = {kind!r}: cannot import {module_name} ({error}); put its folder on PYTHONPATH") from None
+    factory = getattr(module, factory_name, None)
+    if not callable(factory):
+        raise ConfigError(f"model.kind = {kind!r}: module {module_name} has no function {factory_name!r}; name one that returns a model")
+    return factory

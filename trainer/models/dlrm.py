@@ -1,0 +1,57 @@
+"""DLRM: Naumov et al., Deep Learning Recommendation Model for Personalization and Recommendation Systems (arXiv 1906.00091)."""
+
+import itertools
+
+import torch
+from torch import Tensor, nn
+
+from protocol.job import Job
+
+
+class DLRM(nn.Module):
+    """Bottom MLP, dot products of all pairs, top MLP.
+
+    The interaction puts the dot products of vectors i > j of [bottom output, features in the job's order] behind the bottom output, in
+    the order (1, 0), (2, 0), (2, 1), (3, 0), ... Parameters are `bottom_mlp.<n>.weight` and so on, n counting linear layers from 0.
+    """
+
+    lower: Tensor  # i64 [1, pairs] where each pair stands in a flattened [F + 1, F + 1]
+
+    def __init__(self, job: Job, num_dense: int) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(job.job.seed)
+        num_vectors = len(job.features) + 1
+        i, j = torch.tril_indices(num_vectors, num_vectors, offset=-1)
+        self.register_buffer("lower", (i * num_vectors + j)[None], persistent=False)
+        bottom_width = job.model.bottom_mlp[-1]
+        self.bottom_mlp = linear_layers([num_dense, *job.model.bottom_mlp], generator)
+        self.top_mlp = linear_layers([bottom_width + len(i), *job.model.top_mlp], generator)
+
+    def forward(self, dense: Tensor, embeddings: list[Tensor]) -> Tensor:
+        bottom = dense
+        for layer in self.bottom_mlp:
+            bottom = torch.relu(layer(bottom))
+        top = self.interact(bottom, embeddings)
+        for layer in self.top_mlp[:-1]:
+            top = torch.relu(layer(top))
+        logits: Tensor = self.top_mlp[-1](top)
+        return logits.squeeze(1)
+
+    def interact(self, bottom: Tensor, embeddings: list[Tensor]) -> Tensor:
+        """f32 [B, D] and F of f32 [B, D] -> f32 [B, D + F * (F + 1) / 2]."""
+        vectors = torch.stack([bottom, *embeddings], dim=1)
+        products = torch.bmm(vectors, vectors.transpose(1, 2)).flatten(1)
+        return torch.cat([bottom, products.gather(1, self.lower.expand(len(products), -1))], dim=1)
+
+
+def linear_layers(widths: list[int], generator: torch.Generator) -> nn.ModuleList:
+    return nn.ModuleList(linear(width_in, width_out, generator) for width_in, width_out in itertools.pairwise(widths))
+
+
+def linear(width_in: int, width_out: int, generator: torch.Generator) -> nn.Linear:
+    """A layer with the published initial values: normal, deviation sqrt(2 / (in + out)) for weights and sqrt(1 / out) for biases."""
+    layer = nn.Linear(width_in, width_out, device="meta").to_empty(device="cpu")  # nn.Linear itself would draw from the global state
+    with torch.no_grad():
+        layer.weight.normal_(0.0, (2 / (width_in + width_out)) ** 0.5, generator=generator)
+        layer.bias.normal_(0.0, (1 / width_out) ** 0.5, generator=generator)
+    return layer

@@ -1,0 +1,292 @@
+"""`trainer run`: everything around the engine. Opens in one order, closes in the reverse, whatever happens in between."""
+
+import os
+import time
+from collections import deque
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Self
+
+import numpy as np
+import torch
+
+from protocol.conversation import Conversation
+from protocol.errors import ConfigError, Mismatch
+from protocol.job import Job
+from protocol.messages import PROTOCOL_VERSION, Hello, StopRequest, Welcome
+from protocol.process import Crew, Signals, tell_peer
+from protocol.rundir import RunDirectory
+from protocol.session import Session
+from protocol.stages import IDLE_WAIT_S, Doorbell
+from protocol.tables import group_specs
+from protocol.telemetry.build import build_info, versions
+from protocol.telemetry.counters import new_registry
+from protocol.telemetry.logs import get_logger
+from protocol.telemetry.server import Health, TelemetryServer
+from protocol.transport.ring import RingReader, RingWriter
+from protocol.transport.ring_file import RingFile
+from protocol.transport.zmq_link import ZmqLink
+from protocol.watch import PeerWatch, Progress
+from trainer.engine import EngineParts, TrainerEngine
+from trainer.metrics import TrainerCollector, TrainerCounters, TrainerGauges, new_counters
+from trainer.optim import warm_up_sqrt
+from trainer.pinning import pinned
+from trainer.report import Evaluation, Report, RunFacts, make_report, write_report
+from trainer.runner import StepRunner
+from trainer.streams import choose_device, make_streams, peak_device_bytes
+from trainer.terminal import Progress as ProgressLine
+from trainer.terminal import print_summary
+
+DEVICE_POLL_S = 0.0002  # between looks at events of a device, which rings no bell
+
+
+class ResultFiles:
+    """`losses.f32` as it grows, and what the report says of losses and evaluations."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self.evaluation_result: Evaluation | None = None
+        self.shown: Callable[[Evaluation], None] = lambda result: None
+        self._path = run_dir / "losses.f32"
+        self._recent: deque[np.float32] = deque(maxlen=100)
+        self._file: IO[bytes] | None = None
+
+    def __enter__(self) -> Self:
+        self._file = self._path.open("wb")
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    @property
+    def mean_loss(self) -> float | None:
+        return float(np.mean(self._recent, dtype=np.float64)) if self._recent else None
+
+    def loss(self, train_step: int, loss: np.float32) -> None:
+        assert self._file is not None, "losses come only while the run is open"
+        self._file.write(loss.tobytes())
+        self._recent.append(loss)
+
+    def evaluation(self, result: Evaluation) -> None:
+        self.evaluation_result = result
+        self.shown(result)
+
+
+class TrainerRun:
+    """One run, from the lock on its directory to the report."""
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._groups = group_specs(job)
+        self._log = get_logger()
+        self._bell = Doorbell()
+        self._crew = Crew(self._bell)
+        self._health = Health(dead_stage=self._crew.dead_stage)
+        self._counters: TrainerCounters = new_counters(self._groups)
+        self._engine: TrainerEngine | None = None
+        self._back_ring: RingWriter | None = None
+        self._results = ResultFiles(job.run_dir)
+
+    def run(self, *, fresh: bool) -> None:
+        """Returns when the run is finished or was stopped in order. Raises the first error of any stage."""
+        device = self._choose_device()
+        threads = set_threads(self._job.trainer.threads)
+        with ExitStack() as stack:
+            directory = stack.enter_context(RunDirectory(self._job.run_dir, "trainer"))
+            if fresh:
+                directory.remove(["report.json", "losses.f32"])
+            if (directory.path / "report.json").exists():
+                raise ConfigError(f"the run in {directory.path} has a report; add --fresh to start over, or set another job.run_dir")
+            signals = stack.enter_context(Signals(self._bell))
+            collector = TrainerCollector(self._counters, self._gauges(), build_info("trainer", self._job.job.name))
+            server = TelemetryServer("trainer", self._job.metrics.trainer, new_registry(collector), self._health)
+            stack.enter_context(server)
+            self._log.info("serving metrics", address=server.address)
+            link = ZmqLink.trainer(self._job.run_dir, on_receive=self._bell.ring)
+            stack.callback(link.close)
+            link.start()
+            stack.enter_context(self._results)
+            self._converse(stack, signals, Conversation(Session("trainer"), link), link, device, threads)
+
+    def _choose_device(self) -> torch.device:
+        try:
+            return choose_device(self._job.trainer.device)
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
+
+    def _converse(
+        self, stack: ExitStack, signals: Signals, conversation: Conversation, link: ZmqLink, device: torch.device, threads: int
+    ) -> None:
+        welcome: list[Welcome] = []
+        conversation.listen({Welcome: welcome.append})
+        watch = PeerWatch("prefetcher", conversation, link, self._job.transport, self._progress, lambda: self._engine is not None)
+        conversation.send(self._hello(device, threads))
+        self._health.state = "connecting"
+        self._log.info("waiting for the prefetcher", run_dir=str(self._job.run_dir))
+        try:
+            while not welcome:
+                if signals.stop_reason is not None:
+                    return
+                seen = self._bell.rings
+                watch.advance()
+                if not conversation.advance():
+                    self._bell.wait(seen)
+            self._train(stack, signals, conversation, watch, welcome[0], device, threads)
+        except BaseException as error:
+            self._health.state = "failed"
+            tell_peer(conversation, error)
+            raise
+
+    def _hello(self, device: torch.device, threads: int) -> Hello:
+        world_size = int(os.environ.get("WORLD_SIZE", "1"))
+        if world_size > 1:
+            raise ConfigError(f"WORLD_SIZE = {world_size}, but training on several ranks is not supported yet; start one trainer alone")
+        return Hello(
+            protocol_version=PROTOCOL_VERSION,
+            job_digest=self._job.session_digest(),
+            rank=0,
+            world_size=world_size,
+            pid=os.getpid(),
+            threads=threads,
+            device=str(device),
+        )
+
+    def _train(
+        self,
+        stack: ExitStack,
+        signals: Signals,
+        conversation: Conversation,
+        watch: PeerWatch,
+        welcome: Welcome,
+        device: torch.device,
+        threads: int,
+    ) -> None:
+        if welcome.protocol_version != PROTOCOL_VERSION:
+            raise Mismatch(
+                f"the prefetcher speaks protocol {welcome.protocol_version}, this trainer {PROTOCOL_VERSION}; install one version"
+            )
+        rings = [stack.enter_context(RingFile.attach(spec.path, spec.nbytes)) for spec in (welcome.fetch_ring, welcome.back_ring)]
+        for ring in rings:
+            ring.unlink()  # both sides have it now: from here on a kill leaves nothing behind
+        are_pinned = stack.enter_context(pinned([ring.buffer for ring in rings], device))
+        engine = self._make_engine(conversation, welcome, rings, device)
+        self._crew.start({"mail": engine.conversation, "sender": engine.sender, "watch": watch}, self._stall_clocks(engine))
+        stack.callback(self._crew.stop)
+        self._health.state = "running"
+        began_s = time.perf_counter()
+        progress = stack.enter_context(ProgressLine(self._counters, welcome.train_steps))
+        self._results.shown = progress.evaluation
+        self._loop(engine, signals, progress, device)
+        progress.close()
+        engine.say_bye()
+        self._health.state = "stopped"
+        report = self._report(engine, welcome, time.perf_counter() - began_s, threads, device, are_pinned=are_pinned)
+        write_report(self._job.run_dir / "report.json", report)
+        print_summary(report)
+
+    def _make_engine(self, conversation: Conversation, welcome: Welcome, rings: list[RingFile], device: torch.device) -> TrainerEngine:
+        records = [torch.zeros(slots, group.record_floats, device=device) for slots, group in zip(welcome.slots, self._groups, strict=True)]
+        spent = self._counters.spent if device.type == "cpu" else lambda phase, seconds: None
+        self._back_ring = RingWriter(rings[1].buffer)
+        self._engine = TrainerEngine(
+            EngineParts(
+                groups=self._groups,
+                welcome=welcome,
+                conversation=conversation,
+                fetch_ring=RingReader(rings[0].buffer),
+                back_ring=self._back_ring,
+                max_payload=self._back_ring.max_payload,
+                streams=make_streams(device),
+                records=records,
+                runner=StepRunner(self._job, self._groups, records, welcome.num_dense, spent),
+                results=self._results,
+                counters=self._counters,
+            )
+        )
+        return self._engine
+
+    def _loop(self, engine: TrainerEngine, signals: Signals, progress: ProgressLine, device: torch.device) -> None:
+        """The main loop: `advance` until the end of the data."""
+        stopping = False
+        while not engine.finished:
+            seen = self._bell.rings
+            self._crew.check()
+            if signals.stop_reason is not None and not stopping:
+                stopping = True
+                self._health.state = "stopping"
+                engine.conversation.send(StopRequest(reason=f"{signals.stop_reason} to the trainer"))
+            progress.update()
+            if engine.loop.advance():
+                self._bell.ring()
+            else:
+                self._bell.wait(seen, DEVICE_POLL_S if device.type != "cpu" else IDLE_WAIT_S)
+
+    def _report(
+        self, engine: TrainerEngine, welcome: Welcome, wall_s: float, threads: int, device: torch.device, *, are_pinned: bool
+    ) -> Report:
+        end = engine.loop.end
+        assert end is not None, "the loop ends with EndOfData"
+        return make_report(
+            self._counters,
+            RunFacts(
+                wall_s=wall_s,
+                loss=self._results.mean_loss,
+                evaluation=self._results.evaluation_result,
+                device_bytes=peak_device_bytes(device, engine.cache.device_bytes),
+                host_bytes=end.host_bytes,
+                threads=threads,
+                pinned=are_pinned,
+                device=str(device),
+                versions=versions("torch", "numpy"),
+                pids={"prefetcher": welcome.pid, "trainer": os.getpid()},
+                finished=end.finished,
+                stopped_by=None if end.finished else engine.loop.stop_reason,
+            ),
+        )
+
+    def _progress(self) -> Progress:
+        engine = self._engine
+        if engine is None:
+            return Progress(step_begun=None, step_done=None, waiting_for="the prefetcher", ended=False)
+        loop = engine.loop
+        return Progress(step_begun=loop.step_begun, step_done=loop.step_done, waiting_for=loop.waiting_for, ended=loop.end is not None)
+
+    def _stall_clocks(self, engine: TrainerEngine) -> dict[str, Callable[[float], None]]:
+        counters = self._counters
+
+        def sender(seconds: float) -> None:
+            if engine.sender.waiting_for_ring:
+                counters.stalled("ring", seconds)
+            elif not engine.sender.queued:
+                counters.blocked("rows_back", "consumer", seconds)
+
+        return {"sender": sender}
+
+    def _gauges(self) -> TrainerGauges:
+        def depth(queue: str) -> int:
+            engine = self._engine
+            if engine is None:
+                return 0
+            return engine.cache.steps_waiting if queue == "steps" else engine.sender.queued
+
+        return TrainerGauges(
+            queue_depth=depth,
+            ring_used_bytes=lambda: 0 if self._back_ring is None else self._back_ring.used_bytes,
+            ring_size_bytes=lambda: 0 if self._back_ring is None else self._back_ring.capacity,
+        )
+
+
+def set_threads(threads: int | str) -> int:
+    """Threads of torch's operations; `auto` is one a core given to this process. Returns their number."""
+    number = len(os.sched_getaffinity(0)) if isinstance(threads, str) else threads
+    torch.set_num_threads(1)
+    warm_up_sqrt()
+    torch.set_num_threads(number)
+    return number
+
+
+def run_trainer(job: Job, *, fresh: bool) -> None:
+    TrainerRun(job).run(fresh=fresh)
