@@ -5,8 +5,7 @@ mail -> planning -> fetcher -> (ring, StepReady) ...... (ring, RowsBack) -> mail
 
 from dataclasses import dataclass
 
-from prefetcher.checkpoint import RunCheckpointer
-from prefetcher.fetcher import Fetcher
+from prefetcher.fetcher import Checkpointer, Fetcher
 from prefetcher.metrics import PrefetcherCounters, new_counters
 from prefetcher.planner.planner import RowPlanner
 from prefetcher.planning import BatchSource, PlanningStage
@@ -34,7 +33,7 @@ class EngineParts:
     conversation: Conversation
     fetch_ring: RingWriter
     back_ring: RingReader
-    checkpointer: RunCheckpointer
+    checkpointer: Checkpointer
     welcome: Welcome
 
 

@@ -129,10 +129,10 @@ def layout(groups: tuple[GroupSpec, ...], dense: dict[str, npt.NDArray[np.generi
     for group in groups:
         for table in group.tables:
             for part in group.parts:
-                shape = (table.num_embeddings, part.width)
-                tensors[part_name(table, part.name)] = ("F32", shape, 4 * shape[0] * shape[1])
-    names = {"f4": "F32", "f8": "F64", "i8": "I64", "i4": "I32"}
-    tensors |= {name: (names[array.dtype.str[1:]], array.shape, array.nbytes) for name, array in dense.items()}
+                nbytes = 4 * table.num_embeddings * part.width
+                tensors[part_name(table, part.name)] = ("F32", (table.num_embeddings, part.width), nbytes)
+    dtypes = {"f4": "F32", "f8": "F64", "i8": "I64", "i4": "I32"}
+    tensors |= {name: (dtypes[array.dtype.str[1:]], array.shape, array.nbytes) for name, array in dense.items()}
     content, offsets, end = {}, {}, 0
     for name, (dtype, shape, nbytes) in tensors.items():
         content[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [end, end + nbytes]}

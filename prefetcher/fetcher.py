@@ -14,7 +14,7 @@ from prefetcher.metrics import PrefetcherCounters
 from prefetcher.stores.base import Store, Ticket
 from prefetcher.writeback import Writeback
 from protocol.batch import ScheduledBatch
-from protocol.messages import EndOfData, Flush, PlanHeader, RingRef, StepReady
+from protocol.messages import EndOfData, Flush, PlanHeader, RingRef, Saved, StepReady
 from protocol.packing import Block, Piece, barrier_stamp, cut, make_block, plan_block, plan_header, plan_stamp
 from protocol.plan import BarrierPlan, StepPlan
 from protocol.tables import GroupSpec
@@ -30,7 +30,13 @@ class PlannedStep:
 
 
 class Checkpointer(Protocol):
-    """Writes the prefetcher's side of a checkpoint at a barrier."""
+    """Writes the prefetcher's side of a checkpoint at a barrier. `planned` and `accept` only note; the rest runs on the fetcher's thread."""
+
+    def planned(self, plan: StepPlan) -> None:
+        """A plan was made."""
+
+    def accept(self, message: Saved) -> None:
+        """The trainer's side is on disk."""
 
     def begin(self, barrier: BarrierPlan) -> str:
         """Makes the checkpoint's directory, where the trainer puts the dense side; its path."""

@@ -10,12 +10,13 @@ from prefetcher.checkpoint import RunCheckpointer
 from prefetcher.engine import EngineParts, PrefetcherEngine
 from prefetcher.metrics import PrefetcherCollector, PrefetcherGauges, Queue, SlotStates
 from prefetcher.planner.capacity import divide_capacity, measure
-from prefetcher.readers.worker import DecodingWorker
+from prefetcher.readers.files import data_files
+from prefetcher.readers.worker import BatchSource
 from prefetcher.stores.memory import MemoryStore
 from protocol.batch import ScheduledBatch
 from protocol.conversation import Conversation
 from protocol.errors import ConfigError
-from protocol.job import MIN_RING_BYTES, Job
+from protocol.job import MIN_RING_BYTES, Job, parse_bytes
 from protocol.messages import PROTOCOL_VERSION, Bye, RingSpec, Welcome
 from protocol.process import Crew, Signals, tell_peer
 from protocol.rundir import RunDirectory
@@ -45,7 +46,7 @@ class PrefetcherRun:
         self._bell = Doorbell()
         self._crew = Crew(self._bell)
         self._health = Health(dead_stage=self._crew.dead_stage)
-        self._source = DecodingWorker(job, max_steps, on_batch=self._bell.ring)
+        self._source = BatchSource(job, max_steps, on_arrival=self._bell.ring)
 
     def run(self, *, fresh: bool) -> None:
         """Returns when the run is finished or was stopped in order. Raises the first error of any stage."""
@@ -76,8 +77,8 @@ class PrefetcherRun:
         return measured
 
     def _serve(self, stack: ExitStack, signals: Signals, measured: list[ScheduledBatch]) -> None:
-        needs = measure(self._groups, measured)
-        slots = divide_capacity(self._groups, self._job.cache.capacity, needs)
+        info = self._source.info()
+        slots = self._divide_capacity(measured)
         stores = tuple(MemoryStore(group, self._job.job.seed) for group in self._groups)
         for store in stores:
             stack.callback(store.close)
@@ -86,7 +87,6 @@ class PrefetcherRun:
         link = ZmqLink.prefetcher(self._job.run_dir, on_receive=self._bell.ring)
         stack.callback(link.close)
         link.start()
-        info = self._source.info
         welcome = Welcome(
             protocol_version=PROTOCOL_VERSION,
             run_id=uuid.uuid4().hex[:12],
@@ -98,7 +98,7 @@ class PrefetcherRun:
             horizon=self._job.lookahead.horizon_batches,
             fetch_ring=RingSpec(path=rings[0].path, nbytes=ring_bytes),
             back_ring=RingSpec(path=rings[1].path, nbytes=ring_bytes),
-            train_steps=info.train_steps,
+            train_steps=info.expected_train_steps,
         )
         engine = PrefetcherEngine(
             EngineParts(
@@ -162,8 +162,13 @@ class PrefetcherRun:
                 engine.planning.stop(f"{signals.stop_reason} to the prefetcher")
             self._bell.wait(seen, 1.0)
 
+    def _divide_capacity(self, measured: list[ScheduledBatch]) -> tuple[int, ...]:
+        rows = self._job.cache.capacity_rows
+        nbytes = None if rows is not None else parse_bytes(self._job.cache.capacity)
+        return divide_capacity(self._groups, measure(self._groups, measured), capacity_bytes=nbytes, capacity_rows=rows)
+
     def _training_digest(self) -> str:
-        return self._job.training_digest(self._source.info.file_sizes)
+        return self._job.training_digest(data_file_sizes(self._job))
 
 
 def automatic_ring_bytes(groups: Sequence[GroupSpec], measured: Sequence[ScheduledBatch], depth: int) -> int:
@@ -176,6 +181,12 @@ def automatic_ring_bytes(groups: Sequence[GroupSpec], measured: Sequence[Schedul
             f"/dev/shm has {4 * allowed} bytes free, and two rings need at least {8 * MIN_RING_BYTES}; enlarge it or free space in it"
         )
     return min(wanted, allowed) // 4096 * 4096
+
+
+def data_file_sizes(job: Job) -> list[int]:
+    """Bytes of the files that the data was read from, in name order."""
+    paths = [path for path in (job.data.path, job.data.eval_path) if path is not None]
+    return [file.stat().st_size for path in paths for file in data_files(path, "data.path", r".*")]
 
 
 def touched_bytes(groups: Sequence[GroupSpec], batch: ScheduledBatch) -> int:
@@ -219,9 +230,9 @@ def stall_clocks(engine: PrefetcherEngine) -> dict[str, Callable[[float], None]]
     return {"planning": planning, "fetcher": fetcher, "write-back": write_back}
 
 
-def gauges(engine: PrefetcherEngine, source: DecodingWorker) -> PrefetcherGauges:
+def gauges(engine: PrefetcherEngine, source: BatchSource) -> PrefetcherGauges:
     depths: dict[Queue, Callable[[], int]] = {
-        "batches": lambda: source.queued,
+        "batches": lambda: source.counters.queue_depth,
         "plans": lambda: engine.fetcher.queued,
         "pieces": lambda: engine.fetcher.reading,
         "rows_back": lambda: engine.writeback.queued,
@@ -233,8 +244,8 @@ def gauges(engine: PrefetcherEngine, source: DecodingWorker) -> PrefetcherGauges
         depth=engine.welcome.depth,
         in_flight_steps=lambda: steps_between(engine.fetcher.done_through, engine.fetcher.sent_through),
         horizon=lambda: engine.welcome.horizon,
-        known_batches=lambda: engine.planner.known_batches,
-        slots=lambda: [SlotStates(free=g.free, clean=g.resident - g.dirty, dirty=g.dirty) for g in engine.planner.occupancy],
+        known_batches=lambda: engine.planner.num_known,
+        slots=lambda: [SlotStates(free=g.num_free, clean=g.num_resident - g.num_dirty, dirty=g.num_dirty) for g in engine.planner.occupancy],
         write_back_lag_steps=lambda: steps_between(engine.writeback.applied_through, engine.fetcher.done_through),
     )
 

@@ -1,6 +1,7 @@
 """What must be contiguous in a conversation: pieces, bytes of a block, rows of a group, steps, barriers.
 
-One `Order` follows both directions as one end sees them. It raises ProtocolError, with both numbers, before it changes anything.
+One `Order` follows both directions as one end sees them. It raises ProtocolError with both numbers, and is not asked again then: the
+conversation is over but for a Failure.
 """
 
 from collections import deque
@@ -198,7 +199,7 @@ class Order:
         expected = (None, None) if newest is None else (newest.barrier, newest.after_step)
         require(
             (message.barrier, message.step) == expected,
-            f"rows of barrier {message.barrier} after step {message.step} came home; expected barrier {expected[0]} after step {expected[1]}",
+            f"rows of barrier {message.barrier} after step {message.step} came home, not those of {expected[0]} after {expected[1]}",
         )
         assert newest is not None, "checked above: a message has a barrier"
         if message.last:

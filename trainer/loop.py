@@ -18,6 +18,7 @@ from torch import Tensor
 from protocol.errors import NonFiniteLoss
 from protocol.messages import EndOfData, Flush, Saved, StepDone
 from trainer.cache import ArrivedStep, DeviceCache
+from trainer.evaluate import EvalCounts, EvalResult
 from trainer.metrics import StallReason, TrainerCounters
 from trainer.report import Evaluation
 from trainer.sender import Sender
@@ -33,8 +34,8 @@ class Runner(Protocol):
     def evaluate(self, step: ArrivedStep) -> None:
         """Look-up and forward; predictions are added to the metrics of the evaluation."""
 
-    def close_evaluation(self) -> Callable[[], tuple[float | None, float, float]]:
-        """Issues the copy of the metrics to the host and starts new ones; call the result for (auc, logloss, accuracy) after that."""
+    def close_evaluation(self) -> EvalCounts:
+        """Issues the copy of the evaluation's counts to the host, and starts new ones."""
 
     def save(self, folder: Path) -> Saved:
         """Writes the dense side of a checkpoint; the step it follows is complete. The barrier number is filled in by the caller."""
@@ -54,7 +55,7 @@ class Issued:
 
     event: Event
     step: ArrivedStep | None
-    evaluation: Callable[[], tuple[float | None, float, float]] | None
+    evaluation: list[EvalCounts] | None  # filled when the close runs
     train_steps: int  # before it, or before the close of the evaluation
     loss: Tensor | None
     began_s: float
@@ -158,14 +159,14 @@ class TrainingLoop:
         return loss
 
     def _close_evaluation(self) -> None:
-        closed: list[Callable[[], tuple[float | None, float, float]]] = []
+        closed: list[EvalCounts] = []
         self._streams.compute.run(lambda: closed.append(self._runner.close_evaluation()))
         self._evaluating = False
         self._issued.append(
             Issued(
                 event=self._streams.compute.record(),
                 step=None,
-                evaluation=lambda: closed[0](),
+                evaluation=closed,
                 train_steps=self._train_steps,
                 loss=None,
                 began_s=time.perf_counter(),
@@ -180,13 +181,18 @@ class TrainingLoop:
             return False
         issued = self._issued.popleft()
         if issued.evaluation is not None:
-            auc, logloss, accuracy = issued.evaluation()
-            self._results.evaluation(Evaluation(train_step=issued.train_steps, auc=auc, logloss=logloss, accuracy=accuracy))
+            self._finish_evaluation(issued.train_steps, issued.evaluation[0].result())
         if issued.step is not None:
             self._finish_step(issued, issued.step)
         if not self._issued:
             self._idle_since_s = time.perf_counter()
         return True
+
+    def _finish_evaluation(self, train_steps: int, result: EvalResult) -> None:
+        if result.logloss is not None and result.accuracy is not None:
+            self._results.evaluation(
+                Evaluation(train_step=train_steps, auc=result.auc, logloss=result.logloss, accuracy=result.accuracy)
+            )
 
     def _finish_step(self, issued: Issued, step: ArrivedStep) -> None:
         loss = None

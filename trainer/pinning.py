@@ -19,7 +19,7 @@ def pinned(buffers: Sequence[npt.NDArray[np.uint8]], device: torch.device) -> It
     if device.type != "cuda":
         yield False
         return
-    runtime = torch.cuda.cudart()
+    runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
     torch.cuda.synchronize(device)  # the context must exist before anything is registered
     registered = []
     for buffer in buffers:

@@ -15,7 +15,7 @@ from protocol.messages import Saved
 from protocol.tables import GroupSpec
 from trainer.cache import ArrivedStep
 from trainer.embedding import Embeddings, GroupLookup
-from trainer.evaluate import EvalMetrics
+from trainer.evaluate import EvalCounts, EvalMetrics
 from trainer.metrics import Phase
 from trainer.models import build_dense_optimizer, build_model, mean_loss
 
@@ -64,14 +64,8 @@ class StepRunner:
             self.model.eval()
             self._metrics.update(self.model(step.arrays["dense"], embeddings), step.arrays["labels"])
 
-    def close_evaluation(self) -> Callable[[], tuple[float | None, float, float]]:
-        metrics, self._metrics = self._metrics, EvalMetrics(self.device)
-
-        def compute() -> tuple[float | None, float, float]:
-            result = metrics.compute()
-            return result.auc, result.logloss, result.accuracy
-
-        return compute
+    def close_evaluation(self) -> EvalCounts:
+        return self._metrics.close()
 
     def save(self, folder: Path) -> Saved:
         """Dense weights as `model.<name>`, their optimizer's state as `optimizer.<name>.<state>`."""

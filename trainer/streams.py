@@ -198,7 +198,7 @@ class SeededStreams(Streams):
 
 class CudaStream(Stream):
     def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device)
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def run(self, closure: Closure) -> None:
         with torch.cuda.stream(self._stream):
@@ -209,7 +209,7 @@ class CudaStream(Stream):
         self._stream.wait_event(event)
 
     def record(self) -> Event:
-        event = torch.cuda.Event()
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record(self._stream)
         return event
 

@@ -72,14 +72,14 @@ def clear(queues: Queues, queue: int) -> None:
 
 
 @compiled
-def queue_in_order(queues: Queues, step: int, entries: Records, moved: I32) -> None:
-    """Fills the empty queue of a step with entries that come by ascending key."""
+def queue_in_order(queues: Queues, queue: int, entries: Records, moved: I32) -> None:
+    """Fills an empty queue with entries that come by ascending key."""
     last_uses = np.empty(len(moved), np.int64)
     for i in range(len(moved)):
         last_uses[i] = entries[moved[i]]["last_use"]
     sort_pairs(last_uses, moved)
     for i in range(len(moved)):
-        push(queues, queue_of(queues, step), entries, moved[i])
+        push(queues, queue, entries, moved[i])
 
 
 @compiled

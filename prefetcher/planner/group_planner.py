@@ -122,9 +122,9 @@ class GroupPlanner:
             assert lookups.place == place, f"step {step} is at place {lookups.place} where {place} is left for it"
             for place_of_row in range(place, place + lookups.num_unique):
                 cell = place_of_row % len(self._ring.entries)
-                entry, said = int(self._ring.entries[cell]), int(self._ring.next_uses[cell])
-                after = next_use.get(entry, NONE)
-                assert said == after, f"the ring says that entry {entry} is next used at {said} after step {step}, the batches say {after}"
+                entry, said = int(self._ring.entries[cell]), int(self._ring.queues[cell])
+                right = queue_of(self._queues, next_use.get(entry, NONE))
+                assert said == right, f"after step {step} entry {entry} is to join queue {said}, but its next use is that of queue {right}"
                 next_use[entry] = step
         assert place == self._head, f"the horizon begins at place {self._head}, its batches at {place}"
         return next_use
@@ -190,8 +190,8 @@ def use_rows(step: int, train: bool, batch: I32, place: int, ring: Occurrences, 
         entry = batch[u]
         unique_slots[u] = entries[entry]["slot"]
         entries[entry]["last_use"] = step
-        if train and not entries[entry]["dirty"]:
-            entries[entry]["dirty"] = 1
-            num_dirtied += 1
-        push(queues, queue_of(queues, ring.next_uses[(place + u) & last]), entries, entry)
+        dirty = entries[entry]["dirty"] | train  # without a branch: its outcome is hard to guess and known late
+        num_dirtied += dirty - entries[entry]["dirty"]
+        entries[entry]["dirty"] = dirty
+        push(queues, ring.queues[(place + u) & last], entries, entry)
     return num_dirtied

@@ -3,12 +3,12 @@
 Each group's occurrences stand in a ring, batch after batch, by ascending key within a batch. A place is counted over the whole run, its
 cell is the place modulo the ring's size; `head` is the first place of the next batch to be planned, `tail` the first free one:
 
-    ... planned | batch p: 3 7 9 | batch p + 1: 3 8 | batch p + 2: 7 8 | free ...
-                 head      |                  |         ^tail
-    next use               p + 2              p + 2
+    ... planned | batch p: 3 7 9 | batch p+1: 3 8 | batch p+2: 7 8 | free ...
+                           head                                      tail
+    next use             p+1 p+2 ?           ? p+2             ? ?
 
-A batch that enters writes its step into the previous occurrence of each of its rows, or, where a row is resident and had no further
-use, moves the row to the queue of its step. So planning reads next uses and never looks anything up.
+A batch that enters writes its queue into the previous occurrence of each of its rows, or, where a row is resident and had no further
+use, moves the row to that queue. So planning reads next uses and never looks anything up.
 """
 
 from collections import deque
@@ -98,11 +98,11 @@ class Occurrences(NamedTuple):
     """The ring; a power of two of places."""
 
     entries: I32  # entry of the row
-    next_uses: I64  # step of its next occurrence, or NONE: none is known
+    queues: I32  # the queue it joins once this batch is planned: that of its next occurrence's step, or of unknown uses
 
 
 def new_occurrences(num_places: int = INITIAL_PLACES) -> Occurrences:
-    return Occurrences(np.full(num_places, NONE, np.int32), np.full(num_places, NONE, np.int64))
+    return Occurrences(np.full(num_places, NONE, np.int32), np.full(num_places, NONE, np.int32))
 
 
 def with_places(ring: Occurrences, head: int, tail: int, num_new: int) -> Occurrences:
@@ -115,7 +115,7 @@ def with_places(ring: Occurrences, head: int, tail: int, num_new: int) -> Occurr
     grown = new_occurrences(size)
     places = np.arange(head, tail)
     grown.entries[places % size] = ring.entries[places % len(ring.entries)]
-    grown.next_uses[places % size] = ring.next_uses[places % len(ring.entries)]
+    grown.queues[places % size] = ring.queues[places % len(ring.entries)]
     return grown
 
 
@@ -123,18 +123,19 @@ def with_places(ring: Occurrences, head: int, tail: int, num_new: int) -> Occurr
 def enter(step: int, keys: I64, directory: Directory, ring: Occurrences, head: int, tail: int, queues: Queues) -> None:
     """Tracks the batch of `step`, whose distinct rows have these ascending keys. Room was made in directory and ring."""
     entries, last = directory.entries, len(ring.entries) - 1
+    queue, unknown = queue_of(queues, step), queue_of(queues, NONE)
     moved = np.empty(len(keys), np.int32)
     num_moved = 0
     for u in range(len(keys)):
         entry = track(directory, keys[u])
         previous = entries[entry]["occurrence"]
         if previous >= head:
-            ring.next_uses[previous & last] = step
+            ring.queues[previous & last] = queue
         elif entries[entry]["slot"] != NONE:
-            unlink(queues, queue_of(queues, NONE), entries, entry)
+            unlink(queues, unknown, entries, entry)
             moved[num_moved] = entry
             num_moved += 1
         entries[entry]["occurrence"] = tail + u
         ring.entries[(tail + u) & last] = entry
-        ring.next_uses[(tail + u) & last] = NONE
-    queue_in_order(queues, step, entries, moved[:num_moved])
+        ring.queues[(tail + u) & last] = unknown
+    queue_in_order(queues, queue, entries, moved[:num_moved])

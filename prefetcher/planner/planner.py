@@ -67,6 +67,11 @@ class RowPlanner:
         """Batches still needed before `ready`; none beyond them is taken. 0 once the data has ended."""
         return self._horizon.wants
 
+    @property
+    def num_known(self) -> int:
+        """Batches known and not planned yet."""
+        return len(self._horizon.batches)
+
     def ready(self) -> bool:
         """Whether the next step can be planned: its horizon is complete or the data has ended, and there is a batch."""
         return self._horizon.ready

@@ -24,6 +24,9 @@ class Rows(Protocol):
     @property
     def num_rows(self) -> int: ...
 
+    @property
+    def file_sizes(self) -> list[int]: ...  # bytes
+
 
 class IndexedRows(Rows, Protocol):
     def take(self, rows: Ids) -> Batch:
@@ -43,6 +46,7 @@ class IndexedReader:
         self._rows = {"train": rows, "eval": evaluation or rows}
         self._spans = split_spans(job, rows, evaluation)
         self.num_dense = rows.num_dense
+        self.file_sizes = [*rows.file_sizes, *(evaluation.file_sizes if evaluation else [])]
 
     @property
     def invalid_ids(self) -> int:
@@ -68,6 +72,7 @@ class StreamedReader:
         self._rows = {"train": rows, "eval": evaluation or rows}
         self._spans = split_spans(job, rows, evaluation)
         self.num_dense = rows.num_dense
+        self.file_sizes = [*rows.file_sizes, *(evaluation.file_sizes if evaluation else [])]
 
     @property
     def invalid_ids(self) -> int:

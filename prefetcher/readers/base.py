@@ -30,6 +30,10 @@ class Reader(Protocol):
     def invalid_ids(self) -> int:
         """Ids replaced so far under data.on_invalid_id, counted as rows are decoded (up to a shuffle window ahead of the batches)."""
 
+    @property
+    def file_sizes(self) -> list[int]:
+        """Bytes of the data files, in the order in which they are read; empty where there are none."""
+
     def num_samples(self, split: Kind) -> int | None:
         """Samples of one epoch, or None where only reading to the end would tell."""
 

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from prefetcher.readers.assemble import IndexedReader
-from prefetcher.readers.files import cumulative, data_files, eval_path
+from prefetcher.readers.files import cumulative, data_files, eval_path, sizes_of
 from prefetcher.readers.ids import IdCheck, Place, check_dense, check_labels, dense_names, job_features, numbered_columns, refuse_weights
 from prefetcher.readers.rows import Ids
 from protocol.batch import Batch
@@ -20,6 +20,7 @@ from protocol.errors import ConfigError, DataError
 from protocol.job import Job
 
 FILE_NAMES = r"(day_\d+)_(dense|sparse|labels)\.npy"
+PARTS = ("dense", "sparse", "labels")
 Array = npt.NDArray[Any]
 
 
@@ -45,6 +46,7 @@ class NpyRows:
         self._features, self._hash, self._ids, self._days = job_features(job), job.data.hash, ids, days
         self._columns = numbered_columns(job, shared_width(days, "sparse"), f"{days[0].name}_sparse.npy")
         self._bounds = np.array(cumulative([len(day.labels) for day in days]), np.int64)
+        self.file_sizes = sizes_of([part_path(day.name, part) for day in days for part in PARTS])
         self.num_dense = shared_width(days, "dense")
 
     @property
@@ -115,8 +117,12 @@ def open_day(name: Path) -> Day:
     return day
 
 
+def part_path(day: Path, part: str) -> Path:
+    return day.with_name(f"{day.name}_{part}.npy")
+
+
 def map_array(name: Path, part: str, ranks: tuple[int, ...]) -> Array:
-    path = name.with_name(f"{name.name}_{part}.npy")
+    path = part_path(name, part)
     try:
         array: Array = np.load(path, mmap_mode="r", allow_pickle=False)
     except FileNotFoundError:

@@ -23,7 +23,7 @@ from pyarrow import csv
 
 from prefetcher.readers.assemble import StreamedReader
 from prefetcher.readers.criteo_line import NUM_DENSE, NUM_SPARSE, refuse_line
-from prefetcher.readers.files import Span, cumulative, data_files, eval_path, file_spans
+from prefetcher.readers.files import Span, cumulative, data_files, eval_path, file_spans, sizes_of
 from prefetcher.readers.ids import IdCheck, job_features, numbered_columns, refuse_weights
 from prefetcher.readers.rows import Floats, Ids
 from protocol.batch import Batch
@@ -72,6 +72,7 @@ class TsvRows:
     def __init__(self, job: Job, paths: list[Path]) -> None:
         self._columns = numbered_columns(job, NUM_SPARSE, "Criteo TSV")
         self._moduli = np.array([feature.num_embeddings for feature in job_features(job)], np.int64)
+        self.file_sizes = sizes_of(paths)
         self._files = [index_file(path) for path in paths]
         self._bounds = cumulative([file.num_rows for file in self._files])
 

@@ -2,7 +2,7 @@
 
 The factory is called as factory(job, **job.data.options) and returns one of
 
-    a Reader            an object with batches(split, epoch, start) (see `base.Reader`; num_dense and num_samples are optional)
+    a Reader            an object with batches(split, epoch, start) (see `base.Reader`; only batches is required)
     a function          called as function(split, epoch) -> iterable of Batch, for each epoch and for "eval"
     an iterable         of training batches, gone through once an epoch; it has no evaluation split
 
@@ -63,6 +63,10 @@ class CustomReader:
     @property
     def invalid_ids(self) -> int:
         return self._check.num_invalid
+
+    @property
+    def file_sizes(self) -> list[int]:
+        return list(getattr(self._source, "file_sizes", []))
 
     def num_samples(self, split: Kind) -> int | None:
         known = getattr(self._source, "num_samples", None)

@@ -61,6 +61,10 @@ def file_spans(bounds: list[int], span: Span) -> Iterator[tuple[int, Span]]:
             yield index, Span(start=start - first, stop=stop - first)
 
 
+def sizes_of(paths: list[Path]) -> list[int]:
+    return [path.stat().st_size for path in paths]
+
+
 def cumulative(counts: list[int]) -> list[int]:
     return [0, *np.cumsum(counts).tolist()]
 

@@ -16,7 +16,7 @@ import pyarrow.compute as pc
 from pyarrow import parquet as pq
 
 from prefetcher.readers.assemble import StreamedReader
-from prefetcher.readers.files import Span, cumulative, data_files, eval_path, file_spans
+from prefetcher.readers.files import Span, cumulative, data_files, eval_path, file_spans, sizes_of
 from prefetcher.readers.ids import Feature, IdCheck, Place, check_dense, check_labels, job_features, require_features, row_place
 from prefetcher.readers.rows import Column, Floats, Ids, block_of
 from protocol.batch import Batch
@@ -55,6 +55,7 @@ def open_reader(job: Job) -> StreamedReader:
 class ParquetRows:
     def __init__(self, job: Job, ids: IdCheck, paths: list[Path]) -> None:
         self._ids, self._paths = ids, paths
+        self.file_sizes = sizes_of(paths)
         schemas, counts = zip(*(file_facts(path) for path in paths), strict=True)
         self._columns = columns_of(job, schemas[0])
         for path, schema in zip(paths, schemas, strict=True):

@@ -20,17 +20,19 @@ class Position(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     train_batch: int = 0  # training batches of this epoch before it
     eval_batch: int | None = None  # batches of the evaluation in progress before it; None outside an evaluation
 
-    def after_train(self, eval_is_due: bool) -> "Position":
+    def after_train(self) -> "Position":
         return msgspec.structs.replace(
-            self,
-            step=self.step + 1,
-            train_step=self.train_step + 1,
-            train_batch=self.train_batch + 1,
-            eval_batch=0 if eval_is_due else None,
+            self, step=self.step + 1, train_step=self.train_step + 1, train_batch=self.train_batch + 1, eval_batch=None
         )
+
+    def begin_eval(self) -> "Position":
+        return msgspec.structs.replace(self, eval_batch=0)
 
     def after_eval(self) -> "Position":
         return msgspec.structs.replace(self, step=self.step + 1, eval_batch=(self.eval_batch or 0) + 1)
+
+    def end_eval(self) -> "Position":
+        return msgspec.structs.replace(self, eval_batch=None)
 
     def next_epoch(self) -> "Position":
         return Position(step=self.step, train_step=self.train_step, epoch=self.epoch + 1)
@@ -82,12 +84,14 @@ class Schedule:
         evaluated = at.eval_batch is not None or self._eval_is_due(at)
         at = yield from self._evaluation(at)
         for batch in islice(self._reader.batches("train", at.epoch, at.train_batch), self._steps_left(at)):
-            following = at.after_train(self._eval_is_due(at.after_train(False)))
+            following = at.after_train()
+            evaluated = self._eval_is_due(following)
+            if evaluated:
+                following = following.begin_eval()
             yield placed(batch, "train", at, following)
-            evaluated = following.eval_batch is not None
             at = yield from self._evaluation(following)
         if not evaluated:
-            at = yield from self._evaluation(msgspec.structs.replace(at, eval_batch=0))
+            at = yield from self._evaluation(at.begin_eval())
         return at.next_epoch()
 
     def _evaluation(self, at: Position) -> Generator[PlacedBatch, None, Position]:
@@ -97,7 +101,7 @@ class Schedule:
         for batch in self._reader.batches("eval", at.epoch, at.eval_batch):
             yield placed(batch, "eval", at, at.after_eval())
             at = at.after_eval()
-        return msgspec.structs.replace(at, eval_batch=None)
+        return at.end_eval()
 
     def _eval_is_due(self, at: Position) -> bool:
         """By job.eval.every, after the last train step; outside an evaluation this means that it has been."""
@@ -108,6 +112,4 @@ class Schedule:
 
 
 def placed(batch: Batch, kind: Kind, at: Position, following: Position) -> PlacedBatch:
-    return PlacedBatch(
-        step=at.step, kind=kind, train_step=at.train_step, epoch=at.epoch, batch=batch, position=at, following=following
-    )
+    return PlacedBatch(step=at.step, kind=kind, train_step=at.train_step, epoch=at.epoch, batch=batch, position=at, following=following)

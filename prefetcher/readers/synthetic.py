@@ -38,6 +38,7 @@ class SyntheticRows:
     num_dense = NUM_DENSE
 
     def __init__(self, job: Job) -> None:
+        self.file_sizes: list[int] = []
         self.num_rows = job.data.synthetic.samples
         features = job_features(job)
         keys = streams(job.job.seed, NUM_DENSE + 1 + 3 * len(features))

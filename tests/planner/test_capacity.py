@@ -48,8 +48,8 @@ def test_one_group_takes_the_whole_capacity_up_to_its_rows() -> None:
 
 def test_the_rest_goes_by_distinct_bytes() -> None:
     groups = groups_of((10**6, 4), (10**6, 8))
-    # least: 10 x 16 + 20 x 32 = 800; the rest of 6,000 goes 100 x 16 : 150 x 32 = 1 : 3
-    assert divide_capacity(groups, touched((10, 100), (20, 150)), capacity_bytes=6800) == (10 + 1500 // 16 + 1, 20 + 4500 // 32)
+    # least: 10 x 16 + 20 x 32 = 800 bytes; the rest goes 100 x 16 : 150 x 32 = 1 : 3
+    assert divide_capacity(groups, touched((10, 100), (20, 150)), capacity_bytes=800 + 6400) == (10 + 1600 // 16, 20 + 4800 // 32)
 
 
 def test_what_a_full_group_cannot_use_goes_to_the_others() -> None:
@@ -68,7 +68,7 @@ def test_a_capacity_below_the_largest_batch_is_refused_with_both_numbers() -> No
     with pytest.raises(ConfigError, match=r"799 bytes is too small.*10 \+ 20 rows, 800 bytes; set 800 or more"):
         divide_capacity(groups, touched((10, 100), (20, 150)), capacity_bytes=799)
     assert divide_capacity(groups, touched((10, 100), (20, 150)), capacity_bytes=800) == (10, 20)
-    with pytest.raises(ConfigError, match='"9 rows" is too small.*touches 10 rows; set "10 rows" or more'):
+    with pytest.raises(ConfigError, match=r'"9 rows" is too small.*touches 10 rows; set "10 rows" or more'):
         divide_capacity(groups[:1], touched((10, 100)), capacity_rows=9)
 
 

@@ -71,9 +71,9 @@ def test_a_grown_ring_keeps_every_place() -> None:
     ring = new_occurrences(8)
     places = np.arange(5, 12)
     ring.entries[places % 8] = i32(list(range(100, 107)))
-    ring.next_uses[places % 8] = places * 10
+    ring.queues[places % 8] = places * 10
     assert with_places(ring, 5, 12, 1) is ring
     grown = with_places(ring, 5, 12, 2)
     assert len(grown.entries) == 16
     assert grown.entries[places % 16].tolist() == list(range(100, 107))
-    assert grown.next_uses[places % 16].tolist() == (places * 10).tolist()
+    assert grown.queues[places % 16].tolist() == (places * 10).tolist()

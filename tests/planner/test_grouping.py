@@ -112,7 +112,7 @@ def test_neighbouring_features_are_cut_as_one_run() -> None:
         ([0, 1], [0, 3, 2], "a bag of -1 look-ups"),
     ],
 )
-def test_what_a_reader_must_not_let_through_is_caught_before_any_compiled_loop(
+def test_what_a_reader_must_not_let_through_is_caught_before_compiled_loops(
     ids: list[int], offsets: list[int] | None, problem: str
 ) -> None:
     batch = Batch(

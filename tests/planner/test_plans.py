@@ -1,7 +1,5 @@
 """Plans against brute force, against an exhaustive search, and replayed on slots and a store."""
 
-import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -10,7 +8,6 @@ from tests.planner.oracle import fewest_fetches, oracle_entries
 from tests.planner.traces import (
     Run,
     assert_same,
-    distinct_keys,
     entries_of,
     lookups_of,
     one_group,

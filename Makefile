@@ -1,0 +1,29 @@
+# Every target works on a machine that has Python 3.11 to 3.13 and make; .venv is made when it is needed.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+
+.PHONY: demo test check exact clean
+
+$(VENV)/installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt torch
+	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[dev]"
+	touch $@
+
+demo: $(VENV)/installed  ## train on the built-in stream, both processes
+	$(BIN)/python -m deploy.local --config examples/demo.toml --fresh
+
+test: $(VENV)/installed  ## the whole test suite
+	$(BIN)/python -m pytest
+
+check: $(VENV)/installed  ## style and types
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+exact: $(VENV)/installed  ## two processes against the plain loop on the full retail log (ROWCAST_RETAIL=folder)
+	$(BIN)/python -m benchmarks.exact
+
+clean:
+	rm -rf $(VENV) runs

@@ -1,0 +1,246 @@
+"""The conversation as a table, without I/O: who may say what, in which state, and which state follows.
+
+Each process holds one `Session` and puts every message it sends or receives through it. The two ends may be in different states while
+frames are under way; the table allows for that wherever it can happen. `render_table` makes the diagram in the docs.
+"""
+
+from enum import StrEnum
+from typing import Literal
+
+from protocol import codec
+from protocol.errors import LocalProtocolError, Mismatch, ProtocolError, RemoteProtocolError
+from protocol.messages import PROTOCOL_VERSION, AnyMessage, Envelope, Flush, Hello, RowsBack, Welcome
+from protocol.order import Order
+
+Role = Literal["prefetcher", "trainer"]
+PREFETCHER: Role = "prefetcher"
+TRAINER: Role = "trainer"
+ROLES: tuple[Role, Role] = (PREFETCHER, TRAINER)
+
+
+class State(StrEnum):
+    WAITING_HELLO = "waiting for Hello"
+    WAITING_WELCOME = "waiting for Welcome"
+    RUNNING = "running"
+    BARRIER = "barrier: rows come home"
+    CHECKPOINT = "barrier: rows come home, dense side is saved"
+    SAVING = "barrier: dense side is saved"
+    ENDED = "ended"
+    PREFETCHER_LEFT = "prefetcher has left"
+    TRAINER_LEFT = "trainer has left"
+    CLOSED = "closed"
+
+
+class Event(StrEnum):
+    """A message type, told apart further where that decides what may follow."""
+
+    HELLO = "Hello"
+    WELCOME = "Welcome"
+    STEP_READY = "StepReady"
+    ROWS_BACK = "RowsBack"
+    STEP_DONE = "StepDone"
+    RELEASED = "Released"
+    FLUSH = "Flush"
+    CHECKPOINT = "Flush (checkpoint)"
+    MORE_SLOTS = "Flush (later piece)"
+    BARRIER_ROWS = "RowsBack (barrier)"
+    LAST_BARRIER_ROWS = "RowsBack (barrier, last)"
+    SAVED = "Saved"
+    END_OF_DATA = "EndOfData"
+    STOP_REQUEST = "StopRequest"
+    HEARTBEAT = "Heartbeat"
+    FAILURE = "Failure"
+    BYE = "Bye"
+
+
+S, E = State, Event
+WORK = (E.ROWS_BACK, E.STEP_DONE, E.RELEASED)  # the trainer's reports on steps
+
+# in this state, this side may send these, and then the state is
+ROWS: tuple[tuple[State, Role, tuple[Event, ...], State], ...] = (
+    (S.WAITING_HELLO, TRAINER, (E.HELLO,), S.WAITING_WELCOME),
+    (S.WAITING_HELLO, TRAINER, (E.HEARTBEAT, E.STOP_REQUEST), S.WAITING_HELLO),
+    (S.WAITING_HELLO, PREFETCHER, (E.HEARTBEAT,), S.WAITING_HELLO),
+    (S.WAITING_WELCOME, TRAINER, (E.HEARTBEAT, E.STOP_REQUEST), S.WAITING_WELCOME),
+    (S.WAITING_WELCOME, PREFETCHER, (E.WELCOME,), S.RUNNING),
+    (S.WAITING_WELCOME, PREFETCHER, (E.HEARTBEAT,), S.WAITING_WELCOME),
+    (S.RUNNING, PREFETCHER, (E.STEP_READY, E.RELEASED, E.HEARTBEAT), S.RUNNING),
+    (S.RUNNING, PREFETCHER, (E.FLUSH,), S.BARRIER),
+    (S.RUNNING, PREFETCHER, (E.CHECKPOINT,), S.CHECKPOINT),
+    (S.RUNNING, PREFETCHER, (E.END_OF_DATA,), S.ENDED),
+    (S.RUNNING, TRAINER, (*WORK, E.HEARTBEAT, E.STOP_REQUEST), S.RUNNING),
+    (S.BARRIER, PREFETCHER, (E.MORE_SLOTS, E.RELEASED, E.HEARTBEAT), S.BARRIER),
+    (S.BARRIER, TRAINER, (*WORK, E.BARRIER_ROWS, E.HEARTBEAT, E.STOP_REQUEST), S.BARRIER),
+    (S.BARRIER, TRAINER, (E.LAST_BARRIER_ROWS,), S.RUNNING),
+    (S.CHECKPOINT, PREFETCHER, (E.MORE_SLOTS, E.RELEASED, E.HEARTBEAT), S.CHECKPOINT),
+    (S.CHECKPOINT, TRAINER, (*WORK, E.BARRIER_ROWS, E.HEARTBEAT, E.STOP_REQUEST), S.CHECKPOINT),
+    (S.CHECKPOINT, TRAINER, (E.LAST_BARRIER_ROWS,), S.SAVING),
+    (S.CHECKPOINT, TRAINER, (E.SAVED,), S.BARRIER),
+    (S.SAVING, PREFETCHER, (E.RELEASED, E.HEARTBEAT), S.SAVING),
+    (S.SAVING, TRAINER, (E.RELEASED, E.HEARTBEAT, E.STOP_REQUEST), S.SAVING),
+    (S.SAVING, TRAINER, (E.SAVED,), S.RUNNING),
+    (S.ENDED, PREFETCHER, (E.RELEASED, E.HEARTBEAT), S.ENDED),
+    (S.ENDED, PREFETCHER, (E.BYE,), S.PREFETCHER_LEFT),
+    (S.ENDED, TRAINER, (E.RELEASED, E.HEARTBEAT, E.STOP_REQUEST), S.ENDED),
+    (S.ENDED, TRAINER, (E.BYE,), S.TRAINER_LEFT),
+    (S.PREFETCHER_LEFT, TRAINER, (E.RELEASED, E.HEARTBEAT, E.STOP_REQUEST), S.PREFETCHER_LEFT),
+    (S.PREFETCHER_LEFT, TRAINER, (E.BYE,), S.CLOSED),
+    (S.TRAINER_LEFT, PREFETCHER, (E.RELEASED, E.HEARTBEAT), S.TRAINER_LEFT),
+    (S.TRAINER_LEFT, PREFETCHER, (E.BYE,), S.CLOSED),
+    *(
+        (state, role, (E.FAILURE,), S.CLOSED)
+        for state in S
+        for role in ROLES
+        if (state, role) not in ((S.PREFETCHER_LEFT, PREFETCHER), (S.TRAINER_LEFT, TRAINER)) and state is not S.CLOSED
+    ),
+)
+
+TABLE: dict[tuple[State, Role], dict[Event, State]] = {(state, role): {} for state in State for role in ROLES}
+for _state, _role, _events, _next in ROWS:
+    TABLE[_state, _role].update(dict.fromkeys(_events, _next))
+
+
+def event_of(message: AnyMessage) -> Event:
+    if isinstance(message, RowsBack) and message.barrier is not None:
+        return Event.LAST_BARRIER_ROWS if message.last else Event.BARRIER_ROWS
+    if isinstance(message, Flush):
+        if message.piece > 0:
+            return Event.MORE_SLOTS
+        return Event.FLUSH if message.checkpoint is None else Event.CHECKPOINT
+    return Event(type(message).__name__)
+
+
+class Session:
+    """One end of one conversation. Not thread-safe: a message takes its sequence number and its place on the link together.
+
+    The prefetcher chooses the incarnation, at least 1; a trainer's frames carry 0 until the Welcome tells it. After an error only a
+    Failure may be sent.
+    """
+
+    def __init__(self, role: Role, incarnation: int = 0) -> None:
+        if (role == PREFETCHER) != (incarnation > 0):
+            raise ValueError(f"a {role} cannot begin in incarnation {incarnation}; the prefetcher chooses one above 0, a trainer has none")
+        self.role: Role = role
+        self.state = State.WAITING_HELLO
+        self.incarnation = incarnation
+        self._peer: Role = TRAINER if role == PREFETCHER else PREFETCHER
+        self._peer_knows_incarnation = role == TRAINER
+        self._num_sent = 0
+        self._num_received = 0
+        self._order = Order()
+
+    def encode(self, message: AnyMessage) -> bytes:
+        """The frame to send now. Raises LocalProtocolError where the conversation does not allow the message."""
+        try:
+            self.state, frame = self._sent(message)
+        except ProtocolError as error:
+            raise LocalProtocolError(str(error)) from error
+        self._num_sent += 1
+        return frame
+
+    def decode(self, frame: bytes) -> AnyMessage:
+        """The message in a frame. Raises RemoteProtocolError where the conversation does not allow it.
+
+        Raises Mismatch where the frame greets with another protocol version.
+        """
+        try:
+            envelope = codec.decode(frame)
+        except RemoteProtocolError:
+            check_version(codec.greeted_version(frame), self._peer)
+            raise
+        try:
+            self.state = self._received(envelope)
+        except ProtocolError as error:
+            raise RemoteProtocolError(str(error)) from error
+        self._num_received += 1
+        return envelope.message
+
+    def _sent(self, message: AnyMessage) -> tuple[State, bytes]:
+        state = next_state(self.state, self.role, message)
+        frame = codec.encode(Envelope(incarnation=self.incarnation, sequence=self._num_sent, message=message))
+        if isinstance(message, Welcome) and message.incarnation != self.incarnation:
+            raise ProtocolError(f"a Welcome to incarnation {message.incarnation} cannot be sent in incarnation {self.incarnation}")
+        self._order.follow(message)
+        return state, frame
+
+    def _received(self, envelope: Envelope) -> State:
+        message = envelope.message
+        if envelope.sequence != self._num_received:
+            raise ProtocolError(f"frame {envelope.sequence} of the {self._peer} came instead of frame {self._num_received}")
+        state = next_state(self.state, self._peer, message)
+        self._check_incarnation(envelope.incarnation, message)
+        self._order.follow(message)
+        return state
+
+    def _check_incarnation(self, incarnation: int, message: AnyMessage) -> None:
+        if isinstance(message, Welcome):
+            self.incarnation = message.incarnation
+        if isinstance(message, Hello) and incarnation != 0:
+            raise ProtocolError(f"a Hello came from incarnation {incarnation}; a trainer begins without one")
+        if self.incarnation == 0:
+            return  # before the Welcome
+        if incarnation == self.incarnation:
+            self._peer_knows_incarnation = True
+        elif self._peer_knows_incarnation or incarnation != 0:
+            raise ProtocolError(f"a frame of incarnation {incarnation} came in incarnation {self.incarnation}")
+
+
+def next_state(state: State, sender: Role, message: AnyMessage) -> State:
+    """Raises ProtocolError where `sender` may not send the message in this state."""
+    event = event_of(message)
+    following = TABLE[state, sender].get(event)
+    if following is None:
+        allowed = ", ".join(TABLE[state, sender]) or "nothing"
+        raise ProtocolError(f"the {sender} may not send {event} in state '{state}', only {allowed}")
+    return following
+
+
+def check_version(version: int | None, peer: Role) -> None:
+    """Raises Mismatch where the peer greeted with another protocol version; None is no greeting."""
+    if version is not None and version != PROTOCOL_VERSION:
+        raise Mismatch(
+            f"the {peer} speaks protocol version {version} and this process {PROTOCOL_VERSION}; install the same rowcast for both"
+        )
+
+
+def check_hello(hello: Hello, digest: str, world_size: int = 1) -> None:
+    """Whether this trainer belongs to this prefetcher's job; raises Mismatch."""
+    check_version(hello.protocol_version, TRAINER)
+    if hello.job_digest != digest:
+        raise Mismatch(
+            f"the two processes were started with different job files: the trainer's has digest {hello.job_digest}, "
+            f"the prefetcher's {digest}; give both the same file and the same --set overrides"
+        )
+    if hello.world_size != world_size or hello.rank >= world_size:
+        raise Mismatch(
+            f"the trainer was started as rank {hello.rank} of {hello.world_size}, but the job is trained by {world_size}; "
+            f"start rank 0 to {world_size - 1} of {world_size}"
+        )
+
+
+def check_welcome(welcome: Welcome) -> None:
+    """Raises Mismatch where the prefetcher speaks another version."""
+    check_version(welcome.protocol_version, PREFETCHER)
+
+
+def render_table() -> str:
+    """The conversation as a Mermaid diagram of what changes the state, and a Markdown table of all that may be sent."""
+    edges = [f"    {state.name} --> {after.name}: {role} sends {event}" for state, role, event, after in _transitions() if after != state]
+    names = [f'    state "{state}" as {state.name}' for state in State]
+    diagram = ["```mermaid", "stateDiagram-v2", *names, f"    [*] --> {State.WAITING_HELLO.name}", *edges]
+    rows = [
+        f"| {state} | {' · '.join(TABLE[state, PREFETCHER]) or 'nothing'} | {' · '.join(TABLE[state, TRAINER]) or 'nothing'} |"
+        for state in State
+    ]
+    table = ["| state | the prefetcher may send | the trainer may send |", "|---|---|---|", *rows]
+    return "\n".join([*diagram, "```", "", *table, ""])
+
+
+def _transitions() -> list[tuple[State, Role, Event, State]]:
+    """Those of a Failure are left out: every state but the last has them."""
+    return [
+        (state, role, event, after)
+        for (state, role), following in TABLE.items()
+        for event, after in following.items()
+        if event is not Event.FAILURE
+    ]

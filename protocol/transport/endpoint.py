@@ -1,0 +1,78 @@
+"""Where the two processes of a run meet: a socket file named by the run directory, and the lock of the process that serves it."""
+
+import fcntl
+import os
+import stat
+from pathlib import Path
+
+import xxhash
+
+from protocol.errors import ConfigError
+
+MAX_PATH_BYTES = 107  # of a unix socket
+NAME_BYTES = len("/") + 16 + len(".sock")
+
+
+def socket_directory() -> Path:
+    """This user's own directory for sockets: under XDG_RUNTIME_DIR where that is set, exists and is short enough, else under /tmp."""
+    runtime = os.environ.get("XDG_RUNTIME_DIR")
+    if runtime and Path(runtime).is_dir():
+        directory = Path(runtime) / "rowcast"
+        if len(os.fsencode(directory)) + NAME_BYTES <= MAX_PATH_BYTES:
+            return directory
+    return Path("/tmp") / f"rowcast-{os.getuid()}"
+
+
+def socket_path(run_dir: Path, directory: Path | None = None) -> Path:
+    """The same for both processes, whatever path each has for the run directory. Raises ConfigError where it is too long."""
+    name = xxhash.xxh3_64_hexdigest(os.fsencode(run_dir.resolve()))
+    path = (directory or socket_directory()) / f"{name}.sock"
+    nbytes = len(os.fsencode(path))
+    if nbytes > MAX_PATH_BYTES:
+        raise ConfigError(f"the socket path {path} has {nbytes} bytes, and may have {MAX_PATH_BYTES}; use a shorter directory")
+    return path
+
+
+def make_private(directory: Path) -> None:
+    """Makes the directory for this user alone, or checks that it is so. Raises ConfigError."""
+    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    found = directory.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+        raise ConfigError(
+            f"{directory} must be a directory of user {os.getuid()} with mode 0700, but is one of user {found.st_uid} with mode "
+            f"{stat.S_IMODE(found.st_mode):04o}; remove it or set XDG_RUNTIME_DIR"
+        )
+
+
+class EndpointLock:
+    """Held by the process that serves a socket: binding takes another's endpoint over without an error."""
+
+    def __init__(self, socket: Path, run_dir: Path) -> None:
+        self._path = socket.with_suffix(".lock")
+        self._run_dir = run_dir
+        self._descriptor: int | None = None
+
+    def acquire(self) -> None:
+        """Raises ConfigError where another process holds it."""
+        while True:
+            descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                holder = os.read(descriptor, 32).decode(errors="replace").strip() or "unknown"
+                os.close(descriptor)
+                raise ConfigError(
+                    f"another prefetcher serves run directory {self._run_dir} (pid {holder}); stop it or use another run directory"
+                ) from error
+            if os.fstat(descriptor).st_nlink:
+                break
+            os.close(descriptor)  # its holder took it away between the two calls
+        os.ftruncate(descriptor, 0)
+        os.write(descriptor, f"{os.getpid()}\n".encode())
+        self._descriptor = descriptor
+
+    def release(self) -> None:
+        if self._descriptor is not None:
+            self._path.unlink(missing_ok=True)
+            os.close(self._descriptor)
+            self._descriptor = None

@@ -1,0 +1,52 @@
+"""A link within one process: two queues. For tests, and for running both sides in one thread."""
+
+import time
+from collections import deque
+from collections.abc import Callable
+
+from protocol.errors import LocalProtocolError
+
+
+def silent() -> None:
+    """A doorbell that nobody hears."""
+
+
+class InprocLink:
+    """One end of a pair; made by `inproc_pair`. Implements `Link`."""
+
+    def __init__(self, inbox: deque[bytes], on_receive: Callable[[], None]) -> None:
+        self.last_received_s: float | None = None  # monotonic clock
+        self.closed = False
+        self._inbox = inbox
+        self._on_receive = on_receive
+        self._other: InprocLink = self
+
+    @property
+    def peer_gone(self) -> bool:
+        return self._other.closed
+
+    def send(self, frame: bytes) -> None:
+        if self.closed:
+            raise LocalProtocolError("a frame is sent on a link that was closed")
+        self._other._arrive(frame)
+
+    def receive(self) -> bytes | None:
+        return self._inbox.popleft() if self._inbox else None
+
+    def close(self) -> None:
+        self.closed = True
+        self._other._on_receive()
+
+    def _arrive(self, frame: bytes) -> None:
+        self.last_received_s = time.monotonic()
+        self._inbox.append(frame)
+        self._on_receive()
+
+
+def inproc_pair(
+    on_receive: tuple[Callable[[], None], Callable[[], None]] = (silent, silent),
+) -> tuple[InprocLink, InprocLink]:
+    """Both ends; `on_receive` holds the doorbell of each, rung when a frame has arrived for it or the other end was closed."""
+    first, second = (InprocLink(deque(), bell) for bell in on_receive)
+    first._other, second._other = second, first
+    return first, second

@@ -1,0 +1,207 @@
+"""The link between two processes of one host: one thread that owns the ZMQ socket, and a queue each way.
+
+    any thread  -> send -> outbox -> \\                      / -> the peer
+                                      thread: poll, move, poll
+    any thread <- receive <- inbox <- /                      \\ <- the peer
+
+The thread blocks on nothing but the poll. A queue that is full is a bug: credits bound what can be outstanding far below it.
+"""
+
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import zmq
+
+from protocol.errors import LocalProtocolError
+from protocol.transport.inproc import silent
+from protocol.transport.zmq_socket import QUEUE_FRAMES, Dealer, Router, SocketEnd
+
+CLOSE_BUDGET_S = 0.8  # for sending what is queued, when the link is closed
+FULL_RETRY_MS = 20
+RECEIVE_BATCH = 1024  # frames received before the outbox has its turn
+
+
+@dataclass(slots=True)
+class LinkCounters:
+    frames_sent: int = 0
+    frames_received: int = 0
+    bytes_sent: int = 0
+    bytes_received: int = 0
+    discarded: int = 0  # queued for a peer that was gone
+
+
+class ZmqLink:
+    """Implements `Link`. `start()` opens it, or use it as a context manager; `send` and `receive` may be called from any thread."""
+
+    def __init__(self, end: SocketEnd, on_receive: Callable[[], None]) -> None:
+        self.counters = LinkCounters()
+        self.last_received_s: float | None = None  # monotonic clock
+        self.peer_gone_s: float | None = None  # monotonic clock
+        self._end = end
+        self._on_receive = on_receive
+        self._outbox: deque[bytes] = deque()
+        self._inbox: deque[bytes] = deque()
+        self._error: BaseException | None = None
+        self._closing = False
+        self._wake: int | None = None  # eventfd; written under the lock, so that `close` cannot take it away meanwhile
+        self._wake_lock = threading.Lock()
+        self._thread = threading.Thread(target=self._run, name="link", daemon=True)
+
+    @classmethod
+    def prefetcher(cls, run_dir: Path, on_receive: Callable[[], None] = silent, directory: Path | None = None) -> Self:
+        """The end that serves. `on_receive` is called by the link's thread when frames have arrived or the peer is gone; it must not
+        wait, nor close the link. `directory` holds the socket, by default one of this user's own."""
+        return cls(Router(run_dir, directory), on_receive)
+
+    @classmethod
+    def trainer(cls, run_dir: Path, on_receive: Callable[[], None] = silent, directory: Path | None = None) -> Self:
+        """The end that calls, until a prefetcher answers; frames sent before that are kept."""
+        return cls(Dealer(run_dir, directory), on_receive)
+
+    @property
+    def peer_gone(self) -> bool:
+        """Whether the peer's end was closed after it had been there. All it sent is in the inbox by then."""
+        return self.peer_gone_s is not None
+
+    @property
+    def refused(self) -> int:
+        """Trainers that were turned away because another was connected."""
+        return self._end.refused
+
+    def start(self) -> None:
+        """Raises ConfigError where another prefetcher serves the run directory, or the socket cannot be made."""
+        self._end.open()
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._thread.start()
+
+    def send(self, frame: bytes) -> None:
+        """Queues a frame; to a peer that is gone it is discarded. Raises the thread's error, or LocalProtocolError after `close`."""
+        self._raise_error()
+        if self._closing or self._wake is None:
+            raise LocalProtocolError("a frame is sent on a link that is not open")
+        if len(self._outbox) >= QUEUE_FRAMES:
+            raise LocalProtocolError(f"{QUEUE_FRAMES} frames wait to be sent; credits should have bounded them")
+        self._outbox.append(frame)
+        self._ring()
+
+    def receive(self) -> bytes | None:
+        """The next frame, or None. Raises the thread's error once every frame that came before it was received."""
+        if self._inbox:
+            return self._inbox.popleft()
+        self._raise_error()
+        return None
+
+    def close(self) -> None:
+        """Sends what is queued while the peer takes it, for less than a second, and joins the thread. Idempotent."""
+        self._closing = True
+        if self._wake is None:
+            return
+        self._ring()
+        self._thread.join()
+        with self._wake_lock:
+            os.close(self._wake)
+            self._wake = None
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def _raise_error(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+    def _ring(self) -> None:
+        with self._wake_lock:
+            if self._wake is not None:
+                os.eventfd_write(self._wake, 1)
+
+    # the thread
+
+    def _run(self) -> None:
+        deadline_s = time.monotonic()
+        try:
+            deadline_s = self._move_until_closed()
+        except BaseException as error:  # noqa: BLE001 - whatever it is, the next caller must hear of it
+            self._error = error
+            self._on_receive()
+        finally:
+            linger_s = 0.0 if self.peer_gone or not self._end.peer_here else deadline_s - time.monotonic()
+            self._end.close(max(0, round(linger_s * 1000)))
+
+    def _move_until_closed(self) -> float:
+        """Returns when the closing has to be over, on the monotonic clock."""
+        assert self._wake is not None, "started"
+        poller = zmq.Poller()
+        for source in (self._end.socket, self._end.monitor, self._wake):
+            poller.register(source, zmq.POLLIN)
+        deadline_s: float | None = None
+        while True:
+            busy = self._receive()
+            full = not self._send_queued()
+            if self._closing:
+                deadline_s = deadline_s or time.monotonic() + CLOSE_BUDGET_S
+                if not full or time.monotonic() >= deadline_s:
+                    return deadline_s
+            poller.poll(0 if busy else FULL_RETRY_MS if full else None)
+            self._hear_wake()
+
+    def _hear_wake(self) -> None:
+        assert self._wake is not None, "started"
+        with suppress(BlockingIOError):  # nobody rang
+            os.eventfd_read(self._wake)
+
+    def _receive(self) -> bool:
+        """Moves what has arrived to the inbox; whether there may be more."""
+        self._end.note_events()
+        num_received = self._receive_batch()
+        drained = num_received < RECEIVE_BATCH
+        newly_gone = drained and self._end.peer_gone and not self.peer_gone
+        if newly_gone:
+            self._end.disconnect()
+            self.peer_gone_s = time.monotonic()
+        if num_received or newly_gone:
+            self._on_receive()
+        return not drained
+
+    def _receive_batch(self) -> int:
+        for count in range(RECEIVE_BATCH):
+            try:
+                frame = self._end.try_receive()
+            except zmq.Again:
+                return count
+            if frame is not None:
+                self._inbox.append(frame)
+                self.last_received_s = time.monotonic()
+                self.counters.frames_received += 1
+                self.counters.bytes_received += len(frame)
+        return RECEIVE_BATCH
+
+    def _send_queued(self) -> bool:
+        """Hands the outbox to the socket; False where the socket's own queue is full."""
+        while self._outbox and not self.peer_gone and self._end.peer_here:
+            try:
+                self._end.try_send(self._outbox[0])
+            except zmq.Again:
+                return False
+            except zmq.ZMQError as error:
+                if error.errno != zmq.EHOSTUNREACH:
+                    raise
+                break  # gone, as the monitor is about to say
+            frame = self._outbox.popleft()
+            self.counters.frames_sent += 1
+            self.counters.bytes_sent += len(frame)
+        if self.peer_gone:
+            self.counters.discarded += len(self._outbox)
+            self._outbox.clear()
+        return True

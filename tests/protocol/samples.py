@@ -1,0 +1,203 @@
+"""One valid message of every type, and a conversation that uses them all."""
+
+from protocol.messages import (
+    PROTOCOL_VERSION,
+    AnyMessage,
+    ArraySpan,
+    ArraySpec,
+    Bye,
+    EndOfData,
+    Failure,
+    Flush,
+    GroupHeader,
+    Heartbeat,
+    Hello,
+    PlanHeader,
+    Released,
+    RingRef,
+    RingSpec,
+    RowsBack,
+    RowSpan,
+    Saved,
+    StepDone,
+    StepReady,
+    StopRequest,
+    Welcome,
+)
+
+DIGEST = "d" * 32
+
+
+def hello(**changes: object) -> Hello:
+    fields = {"protocol_version": PROTOCOL_VERSION, "job_digest": DIGEST, "rank": 0, "world_size": 1, "pid": 2, "threads": 1}
+    return Hello(**{**fields, "device": "cpu", **changes})  # type: ignore[arg-type]
+
+
+def welcome(incarnation: int = 1, depth: int = 1) -> Welcome:
+    return Welcome(
+        protocol_version=PROTOCOL_VERSION,
+        run_id="run",
+        incarnation=incarnation,
+        pid=1,
+        slots=(100, 50),
+        num_dense=13,
+        depth=depth,
+        horizon=8,
+        fetch_ring=RingSpec(path="/dev/shm/rowcast-fetch", nbytes=2**20),
+        back_ring=RingSpec(path="", nbytes=2**20),
+        train_steps=None,
+    )
+
+
+def ref(nbytes: int = 1024, checksum: int | None = None) -> RingRef:
+    size = -(-nbytes // 64) * 64
+    return RingRef(position=64, nbytes=nbytes, end=64 + size + 64, checksum=checksum)
+
+
+def group(num_fetch: int, num_dirty: int, step: int) -> GroupHeader:
+    return GroupHeader(
+        num_lookups=20, num_unique=10, num_fetch=num_fetch, num_evict=num_dirty, num_dirty=num_dirty, fill_after=max(0, step - 1)
+    )
+
+
+def plan(step: int, num_dirty: tuple[int, int] = (4, 0), arrays_bytes: int = 256) -> PlanHeader:
+    """Fetches 5 rows of group 0 and 3 of group 1."""
+    return PlanHeader(
+        kind="train",
+        train_step=step,
+        epoch=0,
+        batch_size=2,
+        groups=(group(5, num_dirty[0], step), group(3, num_dirty[1], step)),
+        arrays=(
+            ArraySpec(name="dense", dtype="f4", shape=(2, 13), offset=0),
+            ArraySpec(name="labels", dtype="f4", shape=(2,), offset=128),
+            ArraySpec(name="0.slots", dtype="i4", shape=(4,), offset=192),
+        ),
+        arrays_bytes=arrays_bytes,
+    )
+
+
+def rows(group: int, start: int, count: int, offset: int) -> RowSpan:
+    return RowSpan(group=group, start=start, count=count, offset=offset)
+
+
+def step_ready(step: int, num_dirty: tuple[int, int] = (4, 0)) -> StepReady:
+    """A plan in one piece."""
+    return StepReady(
+        step=step,
+        piece=0,
+        num_pieces=1,
+        plan=plan(step, num_dirty),
+        payload=ref(),
+        arrays=ArraySpan(offset=0, nbytes=256),
+        rows=(rows(0, 0, 5, 256), rows(1, 0, 3, 576)),
+    )
+
+
+def step_pieces(step: int) -> tuple[StepReady, StepReady, StepReady]:
+    """The same plan in three pieces: arrays, arrays and rows, rows."""
+    return (
+        StepReady(step=step, piece=0, num_pieces=3, plan=plan(step), payload=ref(128), arrays=ArraySpan(offset=0, nbytes=128), rows=()),
+        StepReady(
+            step=step,
+            piece=1,
+            num_pieces=3,
+            plan=None,
+            payload=ref(384),
+            arrays=ArraySpan(offset=128, nbytes=128),
+            rows=(rows(0, 0, 3, 128),),
+        ),
+        StepReady(step=step, piece=2, num_pieces=3, plan=None, payload=ref(), arrays=None, rows=(rows(0, 3, 2, 0), rows(1, 0, 3, 128))),
+    )
+
+
+def rows_back(step: int, piece: int = 0, last: bool = True, start: int = 0, count: int = 4) -> RowsBack:
+    return RowsBack(step=step, barrier=None, piece=piece, last=last, payload=ref(), rows=(rows(0, start, count, 0),))
+
+
+def step_done(step: int) -> StepDone:
+    return StepDone(step=step, rank=0, waited_s=0.0, step_s=0.04)
+
+
+def flush(barrier: int, after_step: int | None, checkpoint: str | None = None, num_dirty: tuple[int, int] = (2, 1)) -> Flush:
+    """A barrier whose slots come in one piece."""
+    empty = not any(num_dirty)
+    arrays = tuple(ArraySpec(name=f"{i}.slots", dtype="i4", shape=(n,), offset=64 * i) for i, n in enumerate(num_dirty))
+    return Flush(
+        barrier=barrier,
+        after_step=after_step,
+        num_dirty=num_dirty,
+        piece=0,
+        num_pieces=1,
+        arrays=() if empty else arrays,
+        arrays_bytes=0 if empty else 128,
+        payload=None if empty else ref(128),
+        span=None if empty else ArraySpan(offset=0, nbytes=128),
+        checkpoint=checkpoint,
+        reason="end of data",
+    )
+
+
+def flush_pieces(barrier: int, after_step: int | None) -> tuple[Flush, Flush]:
+    """The same barrier with its slots in two pieces."""
+    whole = flush(barrier, after_step)
+    first, second = (
+        Flush(
+            barrier=barrier,
+            after_step=after_step,
+            num_dirty=whole.num_dirty,
+            piece=piece,
+            num_pieces=2,
+            arrays=whole.arrays,
+            arrays_bytes=128,
+            payload=ref(64),
+            span=ArraySpan(offset=64 * piece, nbytes=64),
+            checkpoint=None,
+            reason="stop",
+        )
+        for piece in range(2)
+    )
+    return first, second
+
+
+def barrier_rows(barrier: int, step: int | None, last: bool = True, piece: int = 0, whole: bool = True) -> RowsBack:
+    """All rows that `flush` asks for; with `whole` False the first half of them."""
+    spans = (rows(0, 0, 2, 0), rows(1, 0, 1, 128)) if whole else (rows(0, 0, 2, 0),)
+    return RowsBack(step=step, barrier=barrier, piece=piece, last=last, payload=ref(), rows=spans)
+
+
+def saved(barrier: int) -> Saved:
+    return Saved(barrier=barrier, file="dense.safetensors", nbytes=1000, checksum="0" * 16)
+
+
+def end_of_data(last_step: int | None) -> EndOfData:
+    return EndOfData(last_step=last_step, finished=True, host_bytes=10**9)
+
+
+def heartbeat() -> Heartbeat:
+    return Heartbeat(step_begun=3, step_done=None, waiting_for="rows")
+
+
+def every_message() -> list[AnyMessage]:
+    return [
+        hello(),
+        welcome(),
+        step_ready(7),
+        *step_pieces(8),
+        rows_back(7),
+        rows_back(8, piece=1, last=False, start=2, count=2),
+        step_done(7),
+        Released(position=4096),
+        flush(0, 8, checkpoint="step-8"),
+        flush(1, None, num_dirty=(0, 0)),
+        *flush_pieces(2, 8),
+        barrier_rows(0, 8),
+        RowsBack(step=None, barrier=1, piece=0, last=True, payload=None, rows=()),
+        saved(0),
+        end_of_data(8),
+        end_of_data(None),
+        StopRequest(reason="SIGTERM"),
+        heartbeat(),
+        Failure(code=3, sentence="the trainer was lost"),
+        Bye(),
+    ]

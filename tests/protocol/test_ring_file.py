@@ -1,0 +1,168 @@
+"""Ring files: refused before they take memory, attached only by who may, and never left behind."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from protocol.errors import ConfigError
+from protocol.transport import ring_file
+from protocol.transport.ring import RingFile, RingReader, RingWriter, free_shared_memory, in_memory_buffer, remove_leftovers
+
+NBYTES = 64 * 1024
+OWNER = """
+import sys
+from pathlib import Path
+from protocol.transport.ring import RingFile
+ring = RingFile.create(65536, "test", Path(sys.argv[1]))
+if sys.argv[2] == "unlink":
+    ring.unlink()
+print(ring.path, flush=True)
+sys.stdin.read()
+"""
+
+
+def start_owner(directory: Path, mode: str) -> tuple["subprocess.Popen[str]", Path]:
+    """A process that creates a ring and lives until it is killed."""
+    owner = subprocess.Popen([sys.executable, "-c", OWNER, str(directory), mode], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert owner.stdout is not None
+    return owner, Path(owner.stdout.readline().strip())
+
+
+def kill(process: "subprocess.Popen[str]") -> None:
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+
+
+def test_both_sides_map_the_same_bytes(tmp_path: Path) -> None:
+    with RingFile.create(NBYTES, "test", tmp_path) as owner:
+        peer = RingFile.attach(owner.path, NBYTES)
+        assert Path(owner.path).stat().st_mode & 0o777 == 0o600
+        owner.unlink()
+        assert list(tmp_path.iterdir()) == []
+        writer, reader = RingWriter(owner.buffer), RingReader(peer.buffer)
+        piece = writer.try_allocate(100)
+        assert piece is not None
+        piece.payload[:] = 9
+        payload = reader.view(writer.commit(piece, 1, checksum=True), 1)
+        peer.close()
+        assert payload.tolist() == [9] * 100  # a mapping lives as long as its views
+
+
+def test_buffers_are_page_aligned_and_have_exactly_the_bytes_asked_for(tmp_path: Path) -> None:
+    with RingFile.create(NBYTES + 100, "test", tmp_path) as ring:
+        assert len(ring.buffer) == NBYTES + 100
+        assert ring.buffer.ctypes.data % os.sysconf("SC_PAGESIZE") == 0
+        assert Path(ring.path).stat().st_blocks * 512 >= NBYTES + 100  # allocated, not sparse
+    assert in_memory_buffer(100).ctypes.data % os.sysconf("SC_PAGESIZE") == 0
+
+
+def test_the_default_directory_is_shared_memory() -> None:
+    with RingFile.create(NBYTES, "test") as ring:
+        assert ring.path.startswith("/dev/shm/rowcast-test-")
+    assert not Path(ring.path).exists()
+
+
+def test_a_full_shared_memory_is_refused_with_what_is_needed_and_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ring_file, "free_shared_memory", lambda directory: 8 * 2**20)
+    with pytest.raises(ConfigError, match=r'fetch ring needs 8388609 bytes .* 8388608 are free; set transport.ring = "2MiB" or enlarge'):
+        RingFile.create(8 * 2**20 + 1, "fetch", tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_space_that_runs_out_while_it_is_allocated_is_refused_and_nothing_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(descriptor: int, offset: int, nbytes: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", fail)
+    with pytest.raises(ConfigError, match="enlarge"):
+        RingFile.create(NBYTES, "test", tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_free_space_is_what_the_file_system_reports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    usage = os.statvfs(tmp_path)
+    monkeypatch.setattr(os, "statvfs", lambda directory: usage)
+    assert free_shared_memory(tmp_path) == usage.f_bavail * usage.f_frsize
+
+
+def test_a_directory_that_cannot_be_written_is_refused() -> None:
+    with pytest.raises(ConfigError, match="no file can be made in /proc"):
+        RingFile.create(0, "test", Path("/proc"))
+
+
+def test_a_ring_that_is_not_here_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot be opened .* one /dev/shm"):
+        RingFile.attach(str(tmp_path / "rowcast-none"), NBYTES)
+
+
+def test_a_ring_of_another_size_is_refused_with_both_sizes(tmp_path: Path) -> None:
+    with RingFile.create(NBYTES, "test", tmp_path) as ring, pytest.raises(ConfigError, match=f"{NBYTES} bytes .* {NBYTES * 2} bytes"):
+        RingFile.attach(ring.path, NBYTES * 2)
+
+
+def test_a_link_to_a_ring_is_refused(tmp_path: Path) -> None:
+    with RingFile.create(NBYTES, "test", tmp_path) as ring:
+        link = tmp_path / "link"
+        link.symlink_to(ring.path)
+        with pytest.raises(ConfigError, match="cannot be opened"):
+            RingFile.attach(str(link), NBYTES)
+
+
+def test_close_unlinks_and_may_be_repeated(tmp_path: Path) -> None:
+    ring = RingFile.create(NBYTES, "test", tmp_path)
+    ring.close()
+    ring.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_leftovers_are_removed_and_rings_of_living_processes_kept(tmp_path: Path) -> None:
+    killed, left = start_owner(tmp_path, "keep")
+    living, kept = start_owner(tmp_path, "keep")
+    kill(killed)
+    (tmp_path / "other").touch()
+    (tmp_path / "rowcast-link").symlink_to("other")
+    try:
+        with RingFile.create(NBYTES, "mine", tmp_path) as mine:
+            assert remove_leftovers(tmp_path) == [left]
+            assert {path.name for path in tmp_path.iterdir()} == {kept.name, Path(mine.path).name, "other", "rowcast-link"}
+    finally:
+        kill(living)
+    assert remove_leftovers(tmp_path) == [kept]
+
+
+def test_a_ring_closed_while_its_views_live_no_longer_counts_as_owned(tmp_path: Path) -> None:
+    ring = RingFile.create(NBYTES, "test", tmp_path)
+    copy = tmp_path / "rowcast-copy"
+    os.link(ring.path, copy)
+    view = ring.buffer[:10]
+    assert remove_leftovers(tmp_path) == []
+    ring.close()
+    assert remove_leftovers(tmp_path) == [copy]
+    assert view.tolist() == [0] * 10
+
+
+def test_a_ring_taken_for_a_leftover_before_it_is_locked_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    taken: list[Path] = []
+    lock = ring_file.try_lock
+
+    def lock_late(descriptor: int) -> bool:
+        if not taken:
+            taken.extend(tmp_path.iterdir())
+            taken[0].unlink()
+        return lock(descriptor)
+
+    monkeypatch.setattr(ring_file, "try_lock", lock_late)
+    with RingFile.create(NBYTES, "test", tmp_path) as ring:
+        assert taken
+        assert list(tmp_path.iterdir()) == [Path(ring.path)]
+
+
+def test_a_kill_after_both_sides_attached_leaves_nothing(tmp_path: Path) -> None:
+    owner, path = start_owner(tmp_path, "unlink")
+    kill(owner)
+    assert path.name.startswith("rowcast-test-")
+    assert list(tmp_path.iterdir()) == []

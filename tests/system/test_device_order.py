@@ -1,0 +1,52 @@
+"""Every wait between streams is needed, and together they are enough: shown on a scheduler that runs whatever the waits allow."""
+
+import functools
+from typing import get_args
+
+import pytest
+from torch import Tensor
+
+from examples.plain_loop import run_plain_loop
+from protocol.batch import ScheduledBatch
+from protocol.errors import RowcastError
+from protocol.job import Job
+from protocol.tables import group_specs
+from tests.driver import InProcessRun, Settings, StuckError, start_state
+from tests.system.test_exact import assert_equal_bits
+from tests.workloads import NUM_DENSE, slots_for, small_batches, small_job
+from trainer.streams import Wait
+
+SMALL_RING = 24 * 1024  # a plan takes several pieces, each of which uses the staging of the one before
+
+
+@functools.cache
+def workload() -> tuple[Job, list[ScheduledBatch], list[float], dict[str, Tensor]]:
+    job = small_job("adagrad", "multi", depth=2, horizon=4)
+    batches = small_batches(job, "multi", num_steps=8, eval_at=(3,))
+    losses, end = run_plain_loop(job, start_state(job, NUM_DENSE), batches)
+    return job, batches, losses, end
+
+
+def run(seed: int, without: Wait | None = None) -> None:
+    """Raises where the result has other bits than the plain loop's, or the run breaks."""
+    job, batches, losses, end = workload()
+    slots = slots_for(group_specs(job), batches, ("one batch", "more")[seed % 2])
+    settings = Settings(slots=slots, ring_bytes=SMALL_RING, seed=seed, late_store=seed % 3 == 0, without=without)
+    assert_equal_bits(InProcessRun(job, batches, settings).run(), losses, end)
+
+
+@pytest.mark.parametrize("first", range(0, 200, 20))
+def test_every_order_that_the_waits_allow_gives_the_bits_of_the_plain_loop(first: int) -> None:
+    for seed in range(first, first + 20):
+        run(seed)
+
+
+@pytest.mark.parametrize("wait", get_args(Wait))
+def test_without_any_one_wait_some_order_gives_wrong_bits(wait: Wait) -> None:
+    for seed in range(50):
+        try:
+            run(seed, without=wait)
+        except (AssertionError, RowcastError, IndexError, RuntimeError) as error:
+            assert not isinstance(error, StuckError), "leaving out a wait must not block a run"
+            return
+    pytest.fail(f"50 seeds without the wait {wait!r} gave the right bits: it is not needed, or this test cannot see it")

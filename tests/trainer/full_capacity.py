@@ -1,0 +1,179 @@
+"""A cache that holds every row, with slots in shuffled order, and the smallest trainer over it: what tests compare with the plain loop."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor, nn
+
+from protocol.batch import Batch, Kind, ScheduledBatch
+from protocol.job import Job, parse_job
+from protocol.tables import GroupSpec, RecordPart, group_specs, make_keys
+from trainer.embedding import Embeddings, GroupLookup
+from trainer.models import build_dense_optimizer, build_model, mean_loss
+
+NUM_DENSE = 3
+SPARE_SLOTS = 5
+
+
+def make_job(
+    tables: list[dict[str, Any]],
+    optimizer: str = "sgd",
+    model: dict[str, Any] | None = None,
+    dense: dict[str, Any] | None = None,
+) -> Job:
+    dim = tables[0]["embedding_dim"]
+    return parse_job(
+        {
+            "job": {"run_dir": "unused", "seed": 3},
+            "data": {"format": "synthetic"},
+            "tables": tables,
+            "model": model or {"bottom_mlp": [8, dim], "top_mlp": [7, 1]},
+            "optimizer": {"sparse": {"kind": optimizer, "lr": 0.05}, "dense": dense or {"kind": "sgd", "lr": 0.1}},
+            "cache": {"capacity": "1MiB"},
+        }
+    )
+
+
+class Concatenated(nn.Module):
+    """A custom model for tables of any width. It ignores features named in `ignore`."""
+
+    def __init__(self, job: Job, num_dense: int, ignore: Sequence[str] = ()) -> None:
+        super().__init__()
+        self.used = [i for i, feature in enumerate(job.features) if feature not in ignore]
+        widths = [table.embedding_dim for table in job.tables for _ in table.features]
+        self.linear = nn.Linear(num_dense + sum(widths[i] for i in self.used), 1)
+
+    def forward(self, dense: Tensor, embeddings: list[Tensor]) -> Tensor:
+        logits: Tensor = self.linear(torch.cat([dense, *(embeddings[i].tanh() for i in self.used)], dim=1))
+        return logits.squeeze(1)
+
+
+def random_batch(job: Job, rng: np.random.Generator, size: int, lengths: tuple[int, int] | None, weighted: bool = False) -> Batch:
+    """`lengths`: the range of look-ups a bag, or None for one each."""
+    num_bags = len(job.features) * size
+    counts = np.ones(num_bags, np.int64) if lengths is None else rng.integers(lengths[0], lengths[1], num_bags, endpoint=True)
+    offsets = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
+    num_rows = np.repeat([table.num_embeddings for table in job.tables for _ in table.features], size)
+    ids = (rng.random(offsets[-1]) ** 3 * np.repeat(num_rows, counts)).astype(np.int64)
+    return Batch(
+        dense=rng.standard_normal((size, NUM_DENSE), np.float32),
+        labels=rng.integers(0, 2, size).astype(np.float32),
+        ids=ids,
+        offsets=None if lengths is None else offsets,
+        weights=rng.standard_normal(len(ids), np.float32) if weighted else None,
+    )
+
+
+def random_schedule(
+    job: Job, kinds: Sequence[Kind], size: int = 33, lengths: tuple[int, int] | None = None, weighted: bool = False
+) -> list[ScheduledBatch]:
+    """The last batch is a shorter one."""
+    rng = np.random.default_rng(5)
+    sizes = [size] * (len(kinds) - 1) + [size // 2]
+    return [
+        ScheduledBatch(
+            step=step,
+            kind=kind,
+            train_step=kinds[:step].count("train"),
+            epoch=0,
+            batch=random_batch(job, rng, sizes[step], lengths, weighted),
+        )
+        for step, kind in enumerate(kinds)
+    ]
+
+
+def random_start(job: Job, num_dense: int = NUM_DENSE) -> dict[str, Tensor]:
+    """Tables, row state and dense weights under their export names."""
+    generator = torch.Generator().manual_seed(11)
+    start = dict(build_model(job, num_dense).state_dict())
+    for group in group_specs(job):
+        for table in group.tables:
+            for part in group.parts:
+                shape = (table.num_embeddings, part.width)
+                value = torch.randn(shape, generator=generator) if part.initial is None else torch.full(shape, part.initial)
+                start[export_name(table.name, part)] = value
+    return start
+
+
+def export_name(table: str, part: RecordPart) -> str:
+    return f"embedding_bags.{table}.weight" if part.name == "weight" else f"optimizer.{table}.{part.name}"
+
+
+class FullGroup:
+    """One group's records, and where each row lies."""
+
+    def __init__(self, group: GroupSpec, num_features: int, start: dict[str, Tensor]) -> None:
+        self.group = group
+        self._num_features = num_features
+        rows = [np.arange(table.num_embeddings) for table in group.tables]
+        self._keys = np.concatenate([make_keys(table.index, table_rows) for table, table_rows in zip(group.tables, rows, strict=True)])
+        self._slots = np.random.default_rng(1).permutation(group.num_rows + SPARE_SLOTS)[: group.num_rows].astype(np.int32)
+        self.records = torch.zeros(group.num_rows + SPARE_SLOTS, group.record_floats)
+        for table, part, slots in self._pieces():
+            self.records[slots, part.offset : part.offset + part.width] = start[export_name(table, part)]
+
+    def _pieces(self) -> list[tuple[str, RecordPart, Tensor]]:
+        ends = np.cumsum([table.num_embeddings for table in self.group.tables])
+        slots = [torch.from_numpy(part).long() for part in np.split(self._slots, ends[:-1])]
+        return [(table.name, part, slots) for table, slots in zip(self.group.tables, slots, strict=True) for part in self.group.parts]
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {
+            export_name(table, part): self.records[slots, part.offset : part.offset + part.width] for table, part, slots in self._pieces()
+        }
+
+    def lookup(self, batch: Batch) -> GroupLookup:
+        """The group's part of a plan, by sorting."""
+        offsets = np.arange(len(batch.ids) + 1) if batch.offsets is None else batch.offsets
+        counts = np.diff(offsets).reshape(self._num_features, batch.size)[list(self.group.feature_positions)]
+        places = [np.arange(offsets[f * batch.size], offsets[(f + 1) * batch.size]) for f in self.group.feature_positions]
+        lookups = np.concatenate(places)
+        tables = np.repeat([table.index for table in self.group.feature_tables()], [len(place) for place in places])
+        keys, inverse, uses = np.unique(tables << 48 | batch.ids[lookups], return_inverse=True, return_counts=True)
+        order = np.argsort(inverse, kind="stable")
+        bags = np.repeat(np.arange(counts.size), counts.reshape(-1))
+        unique_slots = self._slots[np.searchsorted(self._keys, keys)]
+        return GroupLookup(
+            batch_size=batch.size,
+            slots=i32(unique_slots[inverse]),
+            unique_slots=i32(unique_slots),
+            segment_offsets=i32(np.concatenate([[0], np.cumsum(uses)])),
+            bag_order=i32(bags[order]),
+            lookup_order=None if batch.weights is None else i32(order),
+            offsets=None if batch.offsets is None else i32(np.concatenate([[0], np.cumsum(counts)])),
+            weights=None if batch.weights is None else torch.from_numpy(batch.weights[lookups]),
+        )
+
+
+def i32(array: npt.NDArray[Any]) -> Tensor:
+    return torch.from_numpy(array.astype(np.int32))
+
+
+def train(job: Job, start: dict[str, Tensor], batches: Sequence[ScheduledBatch]) -> tuple[list[float], dict[str, Tensor]]:
+    """`run_plain_loop` over the cache."""
+    groups = [FullGroup(group, len(job.features), start) for group in group_specs(job)]
+    embeddings = Embeddings([full.group for full in groups], job.optimizer.sparse, [full.records for full in groups])
+    model = build_model(job, NUM_DENSE)
+    model.load_state_dict({name: start[name] for name in model.state_dict()})
+    optimizer = build_dense_optimizer(job, model.parameters())
+    losses = []
+    for scheduled in batches:
+        batch, training = scheduled.batch, scheduled.kind == "train"
+        with torch.set_grad_enabled(training):
+            features = embeddings([group.lookup(batch) for group in groups], scheduled.train_step)
+            loss = mean_loss(model(torch.from_numpy(batch.dense), features), torch.from_numpy(batch.labels))
+        if training:
+            optimizer.zero_grad()
+            torch.autograd.backward(loss)
+            optimizer.step()
+            losses.append(loss.item())
+    end = {name: tensor for full in groups for name, tensor in full.tensors().items()}
+    return losses, end | model.state_dict()
+
+
+def bits(tensor: Tensor) -> Tensor:
+    """For comparisons that tell 0.0 from -0.0."""
+    return tensor.detach().contiguous().view(torch.int32)

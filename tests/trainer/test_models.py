@@ -1,0 +1,134 @@
+"""DLRM as published, custom models, and what keeps their bits apart from where their inputs lie."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from protocol.errors import ConfigError
+from protocol.job import Job
+from tests.trainer.full_capacity import Concatenated, make_job
+from trainer.models import build_dense_optimizer, build_model, mean_loss
+
+NUM_DENSE = 5
+
+
+def job_with(dim: int = 4, **model: Any) -> Job:
+    tables = [{"name": f"t{i}", "num_embeddings": 10, "embedding_dim": dim, "features": [f"f{i}"]} for i in range(3)]
+    return make_job(tables, model=model or {"bottom_mlp": [6, dim], "top_mlp": [8, 1]})
+
+
+def inputs(batch_size: int, dim: int = 4) -> tuple[Tensor, list[Tensor]]:
+    generator = torch.Generator().manual_seed(0)
+    embeddings = [torch.randn(batch_size, dim, generator=generator) for _ in range(3)]
+    return torch.randn(batch_size, NUM_DENSE, generator=generator), embeddings
+
+
+def shifted(tensor: Tensor, by: int) -> Tensor:
+    """The same values, `by` floats further into a block of memory."""
+    block = torch.empty(tensor.numel() + by)
+    return block[by:].view(tensor.shape).copy_(tensor)
+
+
+def test_dlrm_is_bottom_mlp_then_pairwise_products_then_top_mlp() -> None:
+    model = build_model(job_with(), NUM_DENSE)
+    weights = model.state_dict()
+    dense, embeddings = inputs(7)
+    bottom = dense
+    for layer in range(2):
+        bottom = (bottom @ weights[f"bottom_mlp.{layer}.weight"].T + weights[f"bottom_mlp.{layer}.bias"]).relu()
+    vectors = [bottom, *embeddings]
+    pairs = [(vectors[i] * vectors[j]).sum(1) for i in range(4) for j in range(i)]
+    top = torch.cat([bottom, torch.stack(pairs, dim=1)], dim=1)
+    top = (top @ weights["top_mlp.0.weight"].T + weights["top_mlp.0.bias"]).relu()
+    logits = top @ weights["top_mlp.1.weight"].T + weights["top_mlp.1.bias"]
+    torch.testing.assert_close(model(dense, embeddings), logits[:, 0])
+
+
+def test_dlrm_names_its_parameters_by_linear_layer_and_keeps_nothing_else() -> None:
+    names = list(build_model(job_with(), NUM_DENSE).state_dict())
+    assert names == [f"{mlp}.{layer}.{kind}" for mlp in ("bottom_mlp", "top_mlp") for layer in (0, 1) for kind in ("weight", "bias")]
+
+
+def test_dlrm_starts_with_the_published_deviations() -> None:
+    model = build_model(job_with(dim=64, bottom_mlp=[512, 64], top_mlp=[256, 1]), NUM_DENSE)
+    weights = model.state_dict()
+    assert weights["bottom_mlp.1.weight"].std().item() == pytest.approx((2 / (512 + 64)) ** 0.5, rel=0.03)
+    assert weights["bottom_mlp.0.bias"].std().item() == pytest.approx((1 / 512) ** 0.5, rel=0.15)
+    assert abs(weights["bottom_mlp.1.weight"].mean().item()) < 0.002
+
+
+@pytest.mark.parametrize("model", [{}, {"kind": "tests.trainer.full_capacity:Concatenated"}])
+def test_initial_weights_come_from_the_jobs_seed_and_leave_the_global_state_alone(model: dict[str, Any]) -> None:
+    torch.manual_seed(1)
+    before = torch.get_rng_state()
+    first = build_model(job_with(**model), NUM_DENSE).state_dict()
+    assert torch.equal(torch.get_rng_state(), before)
+    torch.manual_seed(2)
+    second = build_model(job_with(**model), NUM_DENSE).state_dict()
+    assert all(torch.equal(tensor, second[name]) for name, tensor in first.items())
+
+
+@pytest.mark.parametrize("model", [{}, {"kind": "tests.trainer.full_capacity:Concatenated"}])
+@pytest.mark.parametrize("shift", range(1, 17))
+def test_the_bits_of_a_model_do_not_depend_on_where_its_inputs_lie(model: dict[str, Any], shift: int) -> None:
+    built = build_model(job_with(**model), NUM_DENSE)
+    dense, embeddings = inputs(7)
+    expected = built(dense, embeddings)
+    assert torch.equal(built(shifted(dense, shift), [shifted(embedding, shift) for embedding in embeddings]), expected)
+
+
+def test_gradients_reach_embeddings_that_had_to_be_moved() -> None:
+    dense, embeddings = inputs(7)
+    moved = [shifted(embedding, 1).requires_grad_() for embedding in embeddings]
+    torch.autograd.backward(build_model(job_with(), NUM_DENSE)(dense, moved).sum())
+    assert all(embedding.grad is not None and embedding.grad.abs().sum() > 0 for embedding in moved)
+
+
+def test_a_custom_factory_gets_job_dense_features_and_options() -> None:
+    job = job_with(kind="tests.trainer.full_capacity:Concatenated", options={"ignore": ["f1"]})
+    model = build_model(job, NUM_DENSE)
+    assert isinstance(model, Concatenated)
+    assert model.used == [0, 2]
+    assert model.linear.in_features == NUM_DENSE + 8
+
+
+def not_a_model(job: Job, num_dense: int) -> str:
+    return "no model"
+
+
+@pytest.mark.parametrize(
+    ("kind", "sentence"),
+    [
+        ("no_such_package:factory", "cannot import no_such_package"),
+        ("tests.trainer.test_models:missing", "has no function 'missing'"),
+        ("tests.trainer.test_models:not_a_model", "returned str; the factory must return a torch.nn.Module"),
+    ],
+)
+def test_a_factory_that_gives_no_model_is_refused(kind: str, sentence: str) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        build_model(job_with(kind=kind), NUM_DENSE)
+
+
+def test_the_loss_is_the_mean_binary_cross_entropy() -> None:
+    logits, labels = torch.tensor([0.3, -2.0]), torch.tensor([1.0, 0.0])
+    expected = -(torch.sigmoid(logits[0]).log() + (1 - torch.sigmoid(logits[1])).log()) / 2
+    torch.testing.assert_close(mean_loss(logits, labels), expected)
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"kind": "sgd", "lr": 0.5, "momentum": 0.9, "weight_decay": 0.01}, {"lr": 0.5, "momentum": 0.9, "weight_decay": 0.01}),
+        ({"kind": "adagrad", "lr": 0.5, "initial_accumulator": 0.1}, {"lr": 0.5, "eps": 1e-10, "initial_accumulator_value": 0.1}),
+        ({"kind": "adam", "lr": 0.5, "betas": [0.8, 0.9]}, {"lr": 0.5, "eps": 1e-8, "betas": (0.8, 0.9)}),
+        ({"kind": "adam", "lr": 0.5, "eps": 1e-3}, {"eps": 1e-3}),
+    ],
+)
+def test_the_dense_optimizer_is_torchs_with_the_jobs_settings(settings: dict[str, Any], expected: dict[str, Any]) -> None:
+    job = make_job([{"name": "t", "num_embeddings": 9, "embedding_dim": 4, "features": ["f"]}], dense=settings)
+    optimizer = build_dense_optimizer(job, [nn.Parameter(torch.zeros(2))])
+    assert type(optimizer).__name__.lower() == settings["kind"]
+    assert {name: optimizer.defaults[name] for name in expected} == expected
+    assert optimizer.defaults["foreach"] is False

@@ -1,0 +1,131 @@
+"""Row optimizers on gathered rows have the bits of torch.optim on whole tables."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from protocol.job import SparseOptimizer
+from protocol.tables import GroupSpec, record_parts
+from tests.trainer.full_capacity import bits
+from trainer.optim import RowOptimizer, warm_up_sqrt
+
+KINDS = ("sgd", "adagrad", "rowwise_adagrad", "adam")
+WIDTHS = (1, 4, 5, 12, 16, 33, 64)
+ROWS = (1, 3, 5000)
+
+
+@pytest.fixture(params=[1, 2], autouse=True)
+def threads(request: pytest.FixtureRequest) -> Iterator[None]:
+    warm_up_sqrt()
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield
+    torch.set_num_threads(before)
+
+
+def settings_of(kind: str) -> SparseOptimizer:
+    return SparseOptimizer(kind=kind, lr=0.037, initial_accumulator=0.25 if "adagrad" in kind else 0.0)  # type: ignore[arg-type]
+
+
+def group_of(settings: SparseOptimizer, dim: int) -> GroupSpec:
+    parts, record_bytes = record_parts(settings, dim)
+    return GroupSpec(index=0, name="group", tables=(), embedding_dim=dim, parts=parts, record_bytes=record_bytes, feature_positions=())
+
+
+class StockTable:
+    """A whole table under torch.optim."""
+
+    def __init__(self, settings: SparseOptimizer, weight: Tensor) -> None:
+        self.weight = nn.Parameter(weight.clone())
+        self.settings = settings
+        self.rowwise_sum = torch.full((len(weight), 1), settings.initial_accumulator)
+        self.optimizer = self._optimizer()
+
+    def _optimizer(self) -> torch.optim.Optimizer:
+        lr, eps = self.settings.lr, self.settings.epsilon
+        if self.settings.kind == "adagrad":
+            return torch.optim.Adagrad([self.weight], lr=lr, eps=eps, initial_accumulator_value=self.settings.initial_accumulator)
+        if self.settings.kind == "adam":
+            return torch.optim.SparseAdam([self.weight], lr=lr, eps=eps, betas=self.settings.betas)
+        return torch.optim.SGD([self.weight], lr=lr)
+
+    def step(self, rows: Tensor, grads: Tensor) -> None:
+        if self.settings.kind == "rowwise_adagrad":
+            self.rowwise_step(rows, grads)
+            return
+        if self.settings.kind == "adam":
+            self.weight.grad = torch.sparse_coo_tensor(rows[None], grads, self.weight.shape, check_invariants=True)
+        else:
+            self.weight.grad = torch.zeros_like(self.weight).index_copy(0, rows, grads)
+        self.optimizer.step()
+
+    @torch.no_grad()
+    def rowwise_step(self, rows: Tensor, grads: Tensor) -> None:
+        self.rowwise_sum[rows] += (grads * grads).mean(1, keepdim=True)
+        self.weight[rows] -= self.settings.lr * grads / (self.rowwise_sum[rows].sqrt() + self.settings.epsilon)
+
+    def parts(self) -> list[Tensor]:
+        state = self.optimizer.state[self.weight]
+        match self.settings.kind:
+            case "sgd":
+                return [self.weight]
+            case "adagrad":
+                return [self.weight, state["sum"]]
+            case "rowwise_adagrad":
+                return [self.weight, self.rowwise_sum]
+            case "adam":
+                return [self.weight, state["exp_avg"], state["exp_avg_sq"]]
+
+
+def random_gradients(num_rows: int, dim: int) -> Tensor:
+    """Of very different sizes, with zeros and whole rows of zeros."""
+    grads = torch.randn(num_rows, dim) * 10 ** (torch.rand(num_rows, 1) * 6 - 5)
+    grads[torch.rand(num_rows) < 0.1] = 0
+    grads[torch.rand(num_rows, dim) < 0.1] = 0
+    return grads
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dim", WIDTHS)
+@pytest.mark.parametrize("num_rows", ROWS)
+def test_touched_rows_end_with_the_bits_of_the_whole_table(kind: str, dim: int, num_rows: int) -> None:
+    torch.manual_seed(dim)
+    settings = settings_of(kind)
+    group = group_of(settings, dim)
+    stock = StockTable(settings, torch.randn(num_rows, dim))
+    slots = torch.randperm(num_rows + 7)[:num_rows]
+    records = torch.zeros(num_rows + 7, group.record_floats)
+    for part in group.parts:
+        records[slots, part.offset : part.offset + part.width] = stock.weight.detach() if part.initial is None else part.initial
+    optimizer = RowOptimizer(group, settings)
+    for step in range(1, 9):
+        touched = torch.randperm(num_rows)[: int(torch.randint(1, num_rows + 1, ()))]
+        grads = random_gradients(len(touched), dim)
+        stock.step(touched, grads)
+        optimizer.apply(records, slots[touched].int(), grads, step)
+    for part, whole in zip(group.parts, stock.parts(), strict=True):
+        assert torch.equal(bits(records[slots, part.offset : part.offset + part.width]), bits(whole)), part.name
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_other_slots_and_padding_are_never_written(kind: str) -> None:
+    settings = settings_of(kind)
+    group = group_of(settings, 5)
+    records = torch.full((6, group.record_floats), 9.0)
+    RowOptimizer(group, settings).apply(records, torch.tensor([4, 1], dtype=torch.int32), torch.ones(2, 5), 1)
+    written = torch.zeros_like(records, dtype=torch.bool)
+    for part in group.parts:
+        written[[1, 4], part.offset : part.offset + part.width] = True
+    assert torch.equal(records == 9.0, ~written)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_step_that_touches_no_row_changes_nothing(kind: str) -> None:
+    settings = settings_of(kind)
+    group = group_of(settings, 5)
+    records = torch.randn(6, group.record_floats)
+    before = records.clone()
+    RowOptimizer(group, settings).apply(records, torch.empty(0, dtype=torch.int32), torch.empty(0, 5), 1)
+    assert torch.equal(records, before)

@@ -1,0 +1,149 @@
+"""Training over slots has the bits of the plain loop: losses, tables, row state and dense weights."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from examples.plain_loop import main, run_plain_loop
+from prefetcher.readers.base import open_reader
+from prefetcher.readers.schedule import schedule
+from protocol.batch import Kind
+from protocol.job import Job, load_job
+from tests.trainer.full_capacity import bits, make_job, random_schedule, random_start, train
+from trainer.optim import warm_up_sqrt
+
+KINDS: tuple[Kind, ...] = ("train", "train", "train", "eval", "train", "train")
+CONCATENATED = {"kind": "tests.trainer.full_capacity:Concatenated"}
+JOB_FILE = """
+[job]
+run_dir = "unused"
+[data]
+format = "synthetic"
+batch_size = 8
+eval_fraction = 0.5
+[data.synthetic]
+samples = 100
+[tables_from]
+cardinalities = [30, 5]
+embedding_dim = 4
+[model]
+bottom_mlp = [4]
+top_mlp = [1]
+[optimizer]
+sparse = { kind = "adagrad", lr = 0.1 }
+dense = { kind = "adam", lr = 0.1 }
+[cache]
+capacity = "1MiB"
+[trainer]
+threads = 1
+"""
+OPTIMIZERS = ("sgd", "adagrad", "rowwise_adagrad", "adam")
+
+
+@pytest.fixture(autouse=True)
+def threads(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Torch's threads: one, or what a test asks for."""
+    warm_up_sqrt()
+    before = torch.get_num_threads()
+    torch.set_num_threads(getattr(request, "param", 1))
+    yield
+    torch.set_num_threads(before)
+
+
+def table(name: str, rows: int, dim: int, features: list[str], pooling: str = "sum") -> dict[str, Any]:
+    return {"name": name, "num_embeddings": rows, "embedding_dim": dim, "features": features, "pooling": pooling}
+
+
+def assert_equal_to_plain_loop(job: Job, **batches: Any) -> None:
+    start = random_start(job)
+    scheduled = random_schedule(job, KINDS, **batches)
+    plain_losses, plain = run_plain_loop(job, start, scheduled)
+    losses, end = train(job, start, scheduled)
+    assert losses == plain_losses
+    assert end.keys() == plain.keys()
+    for name, tensor in plain.items():
+        assert torch.equal(bits(end[name]), bits(tensor)), f"{name} differs"
+    assert any(not torch.equal(plain[name], tensor) for name, tensor in start.items()), "nothing was trained"
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize(("dim", "threads"), [(5, 1), (16, 2)], indirect=["threads"])
+class TestEveryOptimizerEqualsThePlainLoop:
+    def test_with_one_look_up_a_bag(self, optimizer: str, dim: int) -> None:
+        tables = [table("a", 7, dim, ["a"]), table("b", 400, dim, ["b"])]
+        assert_equal_to_plain_loop(make_job(tables, optimizer))
+
+    def test_with_many_look_ups_a_bag_and_empty_bags(self, optimizer: str, dim: int) -> None:
+        tables = [table("a", 7, dim, ["a"]), table("b", 400, dim, ["b"])]
+        assert_equal_to_plain_loop(make_job(tables, optimizer), lengths=(0, 4))
+
+    def test_with_weighted_look_ups(self, optimizer: str, dim: int) -> None:
+        tables = [table("a", 7, dim, ["a"]), table("b", 400, dim, ["b"])]
+        assert_equal_to_plain_loop(make_job(tables, optimizer), lengths=(0, 4), weighted=True)
+
+    def test_with_one_weighted_look_up_a_bag(self, optimizer: str, dim: int) -> None:
+        assert_equal_to_plain_loop(make_job([table("a", 50, dim, ["a"])], optimizer), weighted=True)
+
+    def test_with_tables_pooled_by_mean_beside_others(self, optimizer: str, dim: int) -> None:
+        tables = [table("a", 7, dim, ["a"], "mean"), table("b", 400, dim, ["b"]), table("c", 30, dim, ["c"], "mean")]
+        assert_equal_to_plain_loop(make_job(tables, optimizer), lengths=(0, 5))
+
+    def test_with_one_table_that_serves_two_features(self, optimizer: str, dim: int) -> None:
+        tables = [table("a", 9, dim, ["a"]), table("shared", 60, dim, ["buyer", "seller"])]
+        assert_equal_to_plain_loop(make_job(tables, optimizer), lengths=(1, 3))
+
+    def test_with_two_groups_of_different_widths(self, optimizer: str, dim: int) -> None:
+        tables = [table("a", 7, dim, ["a"]), table("wide", 90, 33, ["w", "v"]), table("b", 400, dim, ["b"], "mean")]
+        assert_equal_to_plain_loop(make_job(tables, optimizer, CONCATENATED), lengths=(0, 3))
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_a_feature_that_the_model_ignores_has_zero_gradients(optimizer: str) -> None:
+    tables = [table("a", 7, 4, ["a"]), table("ignored", 40, 4, ["i"]), table("wide", 40, 6, ["j"])]
+    model = {**CONCATENATED, "options": {"ignore": ["i", "j"]}}
+    assert_equal_to_plain_loop(make_job(tables, optimizer, model), lengths=(0, 3))
+
+
+def test_a_table_without_any_look_up_in_a_batch_is_left_alone() -> None:
+    assert_equal_to_plain_loop(make_job([table("a", 7, 4, ["a"])], "adam"), lengths=(0, 0))
+
+
+@pytest.mark.parametrize("threads", [1, 2], indirect=True)
+def test_a_batch_of_realistic_size_equals_the_plain_loop() -> None:
+    tables = [table(f"t{i}", rows, 16, [f"f{i}"]) for i, rows in enumerate((3, 50, 20_000))]
+    assert_equal_to_plain_loop(make_job(tables, "adagrad"), size=2048)
+
+
+def test_the_command_trains_a_job_file_and_writes_the_end_and_the_losses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config, start_file, end_file, losses_file = (tmp_path / name for name in ("job.toml", "start", "end", "losses.f32"))
+    config.write_text(JOB_FILE, encoding="utf-8")
+    job = load_job(config)
+    reader = open_reader(job)
+    start = random_start(job, reader.num_dense)
+    save_file(start, start_file)
+    arguments = ["--config", config, "--start", start_file, "--out", end_file, "--max-steps", 4, "--losses", losses_file]
+    monkeypatch.setattr("sys.argv", ["plain_loop", *(str(argument) for argument in arguments)])
+    main()
+    losses, end = run_plain_loop(job, start, schedule(job, reader, 4))
+    assert np.fromfile(losses_file, np.float32).tolist() == losses
+    assert len(losses) == 4
+    written = load_file(end_file)
+    assert written.keys() == end.keys()
+    assert all(torch.equal(written[name], tensor) for name, tensor in end.items())
+
+
+def test_no_batches_leave_the_start_as_it_is() -> None:
+    start = random_start(make_job([table("a", 7, 4, ["a"])]))
+    losses, end = run_plain_loop(make_job([table("a", 7, 4, ["a"])]), start, [])
+    assert losses == []
+    assert all(torch.equal(end[name], tensor) for name, tensor in start.items())
+
+
+def test_the_plain_loop_stays_short_enough_to_read() -> None:
+    source = Path(__file__).parents[2] / "examples" / "plain_loop.py"
+    assert len(source.read_text(encoding="utf-8").splitlines()) < 120
