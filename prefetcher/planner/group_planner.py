@@ -190,8 +190,8 @@ def use_rows(step: int, train: bool, batch: I32, place: int, ring: Occurrences, 
         entry = batch[u]
         unique_slots[u] = entries[entry]["slot"]
         entries[entry]["last_use"] = step
-        dirty = entries[entry]["dirty"] | train  # without a branch: its outcome is hard to guess and known late
-        num_dirtied += dirty - entries[entry]["dirty"]
-        entries[entry]["dirty"] = dirty
+        if train and not entries[entry]["dirty"]:
+            entries[entry]["dirty"] = 1
+            num_dirtied += 1
         push(queues, ring.queues[(place + u) & last], entries, entry)
     return num_dirtied

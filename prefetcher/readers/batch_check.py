@@ -83,8 +83,12 @@ def require_array(array: Any, what: str, dtype: str, shape: tuple[int | None, ..
     """Raises DataError unless `array` is of `dtype` and `shape`, in which None stands for any number."""
     fits = isinstance(array, np.ndarray) and array.dtype == dtype and array.ndim == len(shape)
     if not fits or any(wanted is not None and wanted != size for wanted, size in zip(shape, array.shape, strict=True)):
-        found = f"{array.dtype}{list(array.shape)}" if isinstance(array, np.ndarray) else type(array).__name__
-        raise DataError(f"{what} are {found}; give {dtype}{['any' if size is None else size for size in shape]}")
+        found = typed_shape(str(array.dtype), array.shape) if isinstance(array, np.ndarray) else type(array).__name__
+        raise DataError(f"{what} are {found}; give {typed_shape(dtype, shape)}")
+
+
+def typed_shape(dtype: str, shape: tuple[int | None, ...]) -> str:
+    return f"{dtype}[{', '.join('any' if size is None else str(size) for size in shape)}]"
 
 
 def check_offsets(offsets: Ids, num_ids: int, where: str) -> None:

@@ -124,7 +124,7 @@ def part_path(day: Path, part: str) -> Path:
 def map_array(name: Path, part: str, ranks: tuple[int, ...]) -> Array:
     path = part_path(name, part)
     try:
-        array: Array = np.load(path, mmap_mode="r", allow_pickle=False)
+        array: Array = np.asarray(np.load(path, mmap_mode="r", allow_pickle=False))
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such file; a day needs its dense, sparse and labels files") from None
     except (ValueError, EOFError, OSError) as error:

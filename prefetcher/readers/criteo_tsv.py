@@ -164,7 +164,8 @@ def line_blocks(file: TsvFile, part: Span) -> Iterator[tuple[int, bytes]]:
         for lines in chunks(stream, file.path):
             num_lines = count_lines(lines)
             start, stop = max(part.start - row, 0), min(part.stop - row, num_lines)
-            yield row + start, some_lines(lines, start, stop, num_lines)
+            if start < stop:
+                yield row + start, some_lines(lines, start, stop, num_lines)
             row += num_lines
             if row >= part.stop:
                 return

@@ -53,7 +53,7 @@ class CustomReader:
     """A `Reader` over whatever the factory returned."""
 
     def __init__(self, job: Job, source: Any) -> None:
-        self._source = source
+        self._job, self._source = job, source
         self._name = job.data.format
         self._batches = batches_of(job, source)
         self._check = BatchCheck(job)
@@ -84,9 +84,9 @@ class CustomReader:
             return int(declared)
         rest = self._source if is_iterator(self._source) else iter(self._batches("train", 0, 0))
         first = next(rest, None)
-        if not isinstance(first, Batch):
-            found = "nothing" if first is None else type(first).__name__
-            raise DataError(f"{self._name}: the first training batch is {found}; yield protocol.batch.Batch")
+        if first is None:
+            raise DataError(f"{self._name} yields no training batch; yield at least one protocol.batch.Batch")
+        BatchCheck(self._job).check(first, f"{self._name}, train batch 0 of epoch 0")
         if rest is self._source:  # an iterator gives its first batch only once
             whole = chain([first], rest)
             self._batches = lambda split, epoch, start: islice(whole, start, None) if split == "train" else ()

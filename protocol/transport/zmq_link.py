@@ -134,7 +134,8 @@ class ZmqLink:
             deadline_s = self._move_until_closed()
         except BaseException as error:  # noqa: BLE001 - whatever it is, the next caller must hear of it
             self._error = error
-            self._on_receive()
+            with suppress(Exception):  # the bell itself may be what failed
+                self._on_receive()
         finally:
             linger_s = 0.0 if self.peer_gone or not self._end.peer_here else deadline_s - time.monotonic()
             self._end.close(max(0, round(linger_s * 1000)))

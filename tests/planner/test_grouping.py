@@ -97,6 +97,12 @@ def test_sorting_pairs_is_stable_and_moves_values_along(keys: list[int]) -> None
     np.testing.assert_array_equal(ours, np.sort(i64(keys)))
 
 
+def test_read_only_ids_are_grouped() -> None:
+    ids = np.frombuffer(i64([3, 1, 3]).tobytes(), np.int64)
+    batch = Batch(dense=np.zeros((3, 1), np.float32), labels=np.zeros(3, np.float32), ids=ids)
+    assert_groups(*grouping_of(one_group(5)[0], batch, 1))
+
+
 def test_neighbouring_features_are_cut_as_one_run() -> None:
     assert consecutive_runs((0, 1, 4, 5, 7)) == [(0, 2), (4, 6), (7, 8)]
 

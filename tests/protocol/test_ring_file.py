@@ -95,7 +95,7 @@ def test_a_directory_that_cannot_be_written_is_refused() -> None:
 
 
 def test_a_ring_that_is_not_here_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="cannot be opened .* one /dev/shm"):
+    with pytest.raises(ConfigError, match=r"cannot be opened .* one /dev/shm"):
         RingFile.attach(str(tmp_path / "rowcast-none"), NBYTES)
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+import msgspec
 import pytest
 import torch
 from torch import Tensor, nn
@@ -26,7 +27,8 @@ def threads(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 def settings_of(kind: str) -> SparseOptimizer:
-    return SparseOptimizer(kind=kind, lr=0.037, initial_accumulator=0.25 if "adagrad" in kind else 0.0)  # type: ignore[arg-type]
+    content = {"kind": kind, "lr": 0.037, "initial_accumulator": 0.25 if "adagrad" in kind else 0.0}
+    return msgspec.convert(content, SparseOptimizer)
 
 
 def group_of(settings: SparseOptimizer, dim: int) -> GroupSpec:

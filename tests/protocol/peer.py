@@ -1,0 +1,84 @@
+"""The other process of a link's test: `python -m tests.protocol.peer ROLE RUN_DIR SOCKETS WHAT`."""
+
+import sys
+import threading
+from pathlib import Path
+
+from protocol.codec import decode
+from protocol.errors import ConfigError
+from protocol.transport.zmq_link import ZmqLink
+
+NUM_FRAMES = 10_000
+
+
+def numbered(number: int) -> bytes:
+    """Frames of many lengths, each of which names its place."""
+    return b"%08d" % number + b"x" * (number * 37 % 2000)
+
+
+class Bell:
+    """A doorbell that can be waited for."""
+
+    def __init__(self) -> None:
+        self._event = threading.Event()
+
+    def ring(self) -> None:
+        self._event.set()
+
+    def wait(self) -> None:
+        assert self._event.wait(30), "the link rings when something has arrived"
+        self._event.clear()
+
+
+def receive(link: ZmqLink, bell: Bell) -> bytes:
+    while True:
+        frame = link.receive()
+        if frame is not None:
+            return frame
+        assert not link.peer_gone, "the frame comes before the peer leaves"
+        bell.wait()
+
+
+def wait_gone(link: ZmqLink, bell: Bell) -> None:
+    while not link.peer_gone:
+        bell.wait()
+
+
+def send_numbered(link: ZmqLink) -> None:
+    for number in range(NUM_FRAMES):
+        link.send(numbered(number))
+
+
+def say(line: str) -> None:
+    sys.stdout.write(f"{line}\n")
+    sys.stdout.flush()
+
+
+def main(role: str, run_dir: Path, sockets: Path, what: str) -> None:
+    bell = Bell()
+    make = ZmqLink.prefetcher if role == "prefetcher" else ZmqLink.trainer
+    link = make(run_dir, bell.ring, sockets)
+    try:
+        link.start()
+    except ConfigError as error:
+        say(str(error))
+        return
+    say("started")
+    if what != "silent":
+        link.send(b"hello")
+    if what == "send":
+        send_numbered(link)
+    elif what == "echo":
+        receive(link, bell)
+        for _ in range(NUM_FRAMES):
+            link.send(receive(link, bell))
+    elif what == "refused":
+        say(str(decode(receive(link, bell)).message))
+    elif what == "stay":
+        sys.stdin.read()
+    link.close()
+    say("closed")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3]), sys.argv[4])

@@ -1,0 +1,204 @@
+"""Frames: what is encoded comes back, and whatever else arrives is a RemoteProtocolError."""
+
+from collections.abc import Iterator
+from random import Random
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from protocol.codec import MAX_FRAME_BYTES, decode, encode, greeted_version
+from protocol.errors import LocalProtocolError, RemoteProtocolError
+from protocol.messages import PROTOCOL_VERSION, AnyMessage, ArraySpan, ArraySpec, Envelope, Failure, Released, StepDone, StopRequest
+from tests.protocol import samples
+
+FRAMES = [encode(Envelope(incarnation=1, sequence=5, message=message)) for message in samples.every_message()]
+FUZZ_CASES = 20_000
+
+
+@pytest.mark.parametrize("message", samples.every_message(), ids=lambda message: type(message).__name__)
+def test_every_message_comes_back_as_it_was(message: AnyMessage) -> None:
+    envelope = Envelope(incarnation=3, sequence=2**40, message=message)
+    assert decode(encode(envelope)) == envelope
+
+
+def test_a_checksum_may_use_all_64_bits() -> None:
+    message = msgspec.structs.replace(samples.step_ready(1), payload=samples.ref(checksum=2**64 - 1))
+    envelope = Envelope(incarnation=1, sequence=0, message=message)
+    assert decode(encode(envelope)) == envelope
+
+
+def mutate(frame: bytes, chance: Random) -> bytes:
+    """A valid frame with a few bytes changed, dropped, doubled or taken from another one."""
+    changed = bytearray(frame)
+    for _ in range(chance.randrange(1, 4)):
+        place = chance.randrange(len(changed)) if changed else 0
+        match chance.randrange(5):
+            case 0:
+                changed[place : place + 1] = bytes([chance.randrange(256)])
+            case 1:
+                del changed[place : place + chance.randrange(1, 9)]
+            case 2:
+                changed[place:place] = changed[place : place + chance.randrange(1, 9)]
+            case 3:
+                changed[place:] = chance.choice(FRAMES)[place:]
+            case _:
+                changed[place : place + 1] = chance.choice([b"\xcf" + b"\xff" * 8, b"\xd3\x80" + b"\0" * 7, b"\xcb\x7f\xf8" + b"\0" * 6])
+    return bytes(changed)
+
+
+def refused(frame: bytes) -> bool:
+    """Whether the frame is refused in the one way there is; what is taken must be fit to be sent."""
+    try:
+        envelope = decode(frame)
+    except RemoteProtocolError:
+        return True
+    encode(envelope)
+    return False
+
+
+def test_twenty_thousand_mutated_frames_raise_nothing_but_remote_protocol_errors() -> None:
+    chance = Random(1)
+    num_refused = sum(refused(mutate(chance.choice(FRAMES), chance)) for _ in range(FUZZ_CASES))
+    assert num_refused > FUZZ_CASES // 2
+
+
+@settings(max_examples=1000, deadline=None)
+@given(st.binary(max_size=200))
+def test_random_bytes_raise_nothing_but_remote_protocol_errors(frame: bytes) -> None:
+    assert refused(frame) or frame in FRAMES
+    greeted_version(frame)
+
+
+@pytest.mark.parametrize(
+    "frame",
+    [
+        b"",
+        b"\xc0",
+        b"\x93\x01\x00" + b"\x91" * 100_000,  # nested without end
+        FRAMES[0] + b"\x00",
+        FRAMES[0][:-1],
+        b"\x93\x01\x00\x81\xa4type\xdd\xff\xff\xff\xff",  # an array that claims 2**32 items
+        b"\x93\x01\x00\x81\xa4type\xa4Evil",
+        b"\x93\x01\x00\x82\xa4type\xa3Bye\xa5extra\x00",
+        b"\x93\x01\x00\x82\xa4type\xa3Bye\xa2\xff\xfe\x00",  # not UTF-8
+        b"\x00" * (MAX_FRAME_BYTES + 1),
+    ],
+)
+def test_what_is_no_envelope_is_refused(frame: bytes) -> None:
+    with pytest.raises(RemoteProtocolError):
+        decode(frame)
+
+
+def integer_paths(value: Any, path: tuple[str | int, ...] = ()) -> Iterator[tuple[str | int, ...]]:
+    """Where the integers of a message's builtins are."""
+    if isinstance(value, int) and not isinstance(value, bool):
+        yield path
+    for key, item in value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ():
+        yield from integer_paths(item, (*path, key))
+
+
+@pytest.mark.parametrize("message", samples.every_message(), ids=lambda message: type(message).__name__)
+@pytest.mark.parametrize("number", [-1, 2**62, 2**64 - 1])
+def test_no_number_anywhere_may_be_negative_or_beyond_62_bits(message: AnyMessage, number: int) -> None:
+    for path in integer_paths(plain := msgspec.msgpack.decode(FRAMES[samples.every_message().index(message)])):
+        if path[-1] == "checksum":
+            continue
+        changed = msgspec.msgpack.decode(msgspec.msgpack.encode(plain))
+        holder = changed
+        for key in path[:-1]:
+            holder = holder[key]
+        holder[path[-1]] = number
+        with pytest.raises(RemoteProtocolError, match=r"must be from 0 to 2\^62"):
+            decode(msgspec.msgpack.encode(changed))
+
+
+def ready(**changes: Any) -> AnyMessage:
+    return msgspec.structs.replace(samples.step_ready(3), **changes)
+
+
+def ready_plan(**changes: Any) -> AnyMessage:
+    return ready(plan=msgspec.structs.replace(samples.plan(3), **changes))
+
+
+def ready_group(**changes: Any) -> AnyMessage:
+    return ready_plan(groups=(msgspec.structs.replace(samples.group(5, 4, 3), **changes), samples.group(3, 0, 3)))
+
+
+def spec(**changes: Any) -> AnyMessage:
+    return ready_plan(arrays=(ArraySpec(**{"name": "a", "dtype": "i8", "shape": (4, 8), "offset": 0, **changes}),))
+
+
+IMPOSSIBLE: list[tuple[AnyMessage, str]] = [
+    (ready(piece=1, plan=None), "piece 1 of 1 does not exist"),
+    (ready(num_pieces=0), "piece 0 of 0 does not exist"),
+    (ready(plan=None), "piece 0 must carry a plan"),
+    (ready(piece=1, num_pieces=2), "piece 1 must carry a plan if, and only if"),
+    (ready(payload=None), "announced without a payload"),
+    (ready(payload=msgspec.structs.replace(samples.ref(), position=65)), "position 65 is not aligned"),
+    (ready(payload=msgspec.structs.replace(samples.ref(), end=1087)), "1024 bytes at 64 does not end by 1087"),
+    (ready(payload=samples.ref(checksum=-1)), "checksum -1 does not fit"),
+    (ready(arrays=ArraySpan(offset=0, nbytes=2000), rows=()), "end at 2000, behind their payload of 1024"),
+    (ready(rows=(samples.rows(0, 0, 0, 256),)), "a span of group 0 has no rows"),
+    (ready(rows=(samples.rows(0, 0, 5, 257),)), "offset 257 are not aligned"),
+    (ready(rows=(samples.rows(0, 0, 5, 192),)), "offset 192 lie over what ends at 256"),
+    (ready(rows=(samples.rows(0, 0, 5, 512), samples.rows(1, 0, 3, 256))), "offset 256 lie over what ends at 517"),
+    (ready(rows=(samples.rows(0, 0, 5, 1024),)), "end at 1029, behind"),
+    (spec(offset=8), "array a at 8 is not aligned"),
+    (spec(offset=64), "array a of 256 bytes at 64 does not fit a block of 256"),
+    (spec(shape=(2**40, 2**40)), "does not fit a block of 256"),
+    (ready_plan(arrays=(ArraySpec(name="a", dtype="u1", shape=(), offset=0),) * 2), "two arrays of a block have one name"),
+    (ready_group(num_unique=21), "20 look-ups cannot touch 21 rows"),
+    (ready_group(num_fetch=11), "11 rows are fetched for a batch of 10"),
+    (ready_group(num_evict=6), "6 victims make room for 5 rows"),
+    (ready_group(num_evict=3), "4 of 3 victims are dirty"),
+    (ready_group(fill_after=None), "victims are evicted without a step"),
+    (ready_group(fill_after=3), "step 3 is filled after step 3"),
+    (msgspec.structs.replace(samples.rows_back(1), step=None), "neither a step nor a barrier"),
+    (msgspec.structs.replace(samples.rows_back(1), payload=None), "announced without a payload"),
+    (msgspec.structs.replace(samples.flush(0, 1), piece=1), "piece 1 of 1 does not exist"),
+    (msgspec.structs.replace(samples.flush(0, 1), payload=None), "announced without a payload"),
+    (msgspec.structs.replace(samples.flush(0, 1), arrays_bytes=64), "1.slots of 4 bytes at 64 does not fit a block of 64"),
+    (msgspec.structs.replace(samples.welcome(), incarnation=0), "incarnation 0 is that of a trainer"),
+    (msgspec.structs.replace(samples.welcome(), depth=0), "depth must be at least 1"),
+    (msgspec.structs.replace(samples.welcome(), slots=(100, 0)), "at least one for each group"),
+    (msgspec.structs.replace(samples.welcome(), slots=()), "at least one for each group"),
+    (Failure(code=0, sentence="none"), "code 0 is no exit code"),
+    (StepDone(step=1, rank=0, waited_s=float("nan"), step_s=0.0), "waited_s = nan must be from 0"),
+    (StepDone(step=1, rank=0, waited_s=0.0, step_s=float("inf")), "step_s = inf must be from 0"),
+]
+
+
+@pytest.mark.parametrize(("message", "sentence"), IMPOSSIBLE, ids=[sentence for _, sentence in IMPOSSIBLE])
+def test_an_impossible_message_is_refused_by_both_ends_with_what_is_wrong(message: AnyMessage, sentence: str) -> None:
+    envelope = Envelope(incarnation=1, sequence=0, message=message)
+    with pytest.raises(LocalProtocolError, match=f"{type(message).__name__} message cannot be sent: .*{sentence}"):
+        encode(envelope)
+    with pytest.raises(RemoteProtocolError, match=sentence):
+        decode(msgspec.msgpack.encode(envelope))
+
+
+def test_a_message_too_long_for_a_frame_is_not_sent() -> None:
+    with pytest.raises(LocalProtocolError, match=f"StopRequest of .* too long for a frame of {MAX_FRAME_BYTES}"):
+        encode(Envelope(incarnation=1, sequence=0, message=StopRequest(reason="x" * MAX_FRAME_BYTES)))
+
+
+def test_a_number_beyond_64_bits_is_not_sent() -> None:
+    with pytest.raises(LocalProtocolError, match="position = "):
+        encode(Envelope(incarnation=1, sequence=0, message=Released(position=2**70)))
+
+
+class HelloOfTomorrow(msgspec.Struct, tag="Hello"):
+    protocol_version: int
+    something_new: dict[str, int]
+
+
+def test_the_version_is_read_from_a_greeting_whose_other_fields_are_unknown() -> None:
+    frame = msgspec.msgpack.encode([0, 0, HelloOfTomorrow(protocol_version=9, something_new={"a": 1})])
+    with pytest.raises(RemoteProtocolError):
+        decode(frame)
+    assert greeted_version(frame) == 9
+    assert greeted_version(encode(Envelope(incarnation=1, sequence=0, message=samples.hello()))) == PROTOCOL_VERSION
+    assert greeted_version(encode(Envelope(incarnation=1, sequence=0, message=samples.heartbeat()))) is None

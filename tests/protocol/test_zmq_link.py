@@ -1,0 +1,250 @@
+"""The link between two real processes: order, either start, loss of the peer, and nobody in between."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import zmq
+
+from protocol.errors import LocalProtocolError, RemoteProtocolError
+from protocol.transport import zmq_link
+from protocol.transport.endpoint import socket_path
+from protocol.transport.zmq_link import ZmqLink
+from tests.protocol.peer import NUM_FRAMES, Bell, numbered, receive, send_numbered, wait_gone
+
+ROOT = Path(__file__).parents[2]
+Start = Callable[[str, str], "subprocess.Popen[str]"]
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    return tmp_path / "run"
+
+
+@pytest.fixture
+def sockets(tmp_path: Path) -> Path:
+    return tmp_path / "sockets"
+
+
+@pytest.fixture
+def start(run_dir: Path, sockets: Path) -> Iterator[Start]:
+    """Starts the other process; all are killed after the test."""
+    peers: list[subprocess.Popen[str]] = []
+
+    def start_peer(role: str, what: str) -> "subprocess.Popen[str]":
+        command = [sys.executable, "-m", "tests.protocol.peer", role, str(run_dir), str(sockets), what]
+        peers.append(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT))
+        return peers[-1]
+
+    yield start_peer
+    for peer in peers:
+        peer.kill()
+        peer.communicate()
+
+
+def said(peer: "subprocess.Popen[str]") -> str:
+    assert peer.stdout is not None
+    return peer.stdout.readline().strip()
+
+
+def test_ten_thousand_frames_arrive_in_order_both_ways_when_the_prefetcher_starts_first(run_dir: Path, sockets: Path, start: Start) -> None:
+    bell = Bell()
+    with ZmqLink.prefetcher(run_dir, bell.ring, sockets) as link:
+        start("trainer", "echo")
+        assert receive(link, bell) == b"hello"
+        link.send(b"go")
+        send_numbered(link)
+        for number in range(NUM_FRAMES):
+            assert receive(link, bell) == numbered(number)
+        assert link.counters.frames_sent == NUM_FRAMES + 1 == link.counters.frames_received
+        assert link.counters.bytes_sent == link.counters.bytes_received - len(b"hello") + len(b"go")
+        assert link.last_received_s is not None
+        assert link.last_received_s <= time.monotonic()
+
+
+def test_a_trainer_that_starts_first_waits_for_its_prefetcher(run_dir: Path, sockets: Path, start: Start) -> None:
+    trainer = start("trainer", "echo")
+    assert said(trainer) == "started"
+    bell = Bell()
+    with ZmqLink.prefetcher(run_dir, bell.ring, sockets) as link:
+        assert receive(link, bell) == b"hello"
+
+
+def test_the_socket_file_of_a_killed_prefetcher_is_no_obstacle(run_dir: Path, sockets: Path, start: Start) -> None:
+    killed = start("prefetcher", "stay")
+    assert said(killed) == "started"
+    killed.kill()
+    killed.wait()
+    assert socket_path(run_dir, sockets).exists()
+    trainer_bell, bell = Bell(), Bell()
+    with ZmqLink.trainer(run_dir, trainer_bell.ring, sockets) as trainer, ZmqLink.prefetcher(run_dir, bell.ring, sockets) as link:
+        trainer.send(b"hello")
+        assert receive(link, bell) == b"hello"
+        link.send(b"welcome")
+        assert receive(trainer, trainer_bell) == b"welcome"
+
+
+@pytest.mark.parametrize(("role", "peer_role"), [("prefetcher", "trainer"), ("trainer", "prefetcher")])
+def test_all_that_a_peer_sent_before_it_left_is_received(role: str, peer_role: str, run_dir: Path, sockets: Path, start: Start) -> None:
+    bell = Bell()
+    link = ZmqLink.prefetcher(run_dir, bell.ring, sockets) if role == "prefetcher" else ZmqLink.trainer(run_dir, bell.ring, sockets)
+    with link:
+        if role == "trainer":
+            link.send(b"hello")  # a prefetcher knows its trainer by its first frame
+        start(peer_role, "send")
+        wait_gone(link, bell)
+        assert link.receive() == b"hello"
+        assert [link.receive() for _ in range(NUM_FRAMES)] == [numbered(number) for number in range(NUM_FRAMES)]
+        assert link.receive() is None
+
+
+@pytest.mark.parametrize(("role", "peer_role"), [("prefetcher", "trainer"), ("trainer", "prefetcher")])
+def test_a_killed_peer_is_noticed(role: str, peer_role: str, run_dir: Path, sockets: Path, start: Start) -> None:
+    bell = Bell()
+    link = ZmqLink.prefetcher(run_dir, bell.ring, sockets) if role == "prefetcher" else ZmqLink.trainer(run_dir, bell.ring, sockets)
+    with link:
+        if role == "trainer":
+            link.send(b"hello")
+        peer = start(peer_role, "stay")
+        assert receive(link, bell) == b"hello"
+        assert not link.peer_gone
+        peer.send_signal(signal.SIGKILL)
+        wait_gone(link, bell)
+        assert link.peer_gone_s is not None
+        assert link.receive() is None
+        link.send(b"to nobody")
+        link.close()
+        assert link.counters.discarded == 1
+
+
+def test_a_trainer_whose_prefetcher_is_gone_does_not_call_the_next_one(run_dir: Path, sockets: Path) -> None:
+    trainer_bell, bell = Bell(), Bell()
+    with ZmqLink.trainer(run_dir, trainer_bell.ring, sockets) as trainer:
+        with ZmqLink.prefetcher(run_dir, bell.ring, sockets) as first:
+            trainer.send(b"hello")
+            assert receive(first, bell) == b"hello"
+        wait_gone(trainer, trainer_bell)
+        trainer.send(b"stale")
+        with ZmqLink.prefetcher(run_dir, bell.ring, sockets) as second, ZmqLink.trainer(run_dir, silent_bell, sockets) as other:
+            other.send(b"fresh")
+            assert receive(second, bell) == b"fresh"
+            assert second.refused == 0
+
+
+def silent_bell() -> None:
+    """Nobody listens."""
+
+
+def test_a_second_prefetcher_is_refused_and_told_who_serves(run_dir: Path, sockets: Path, start: Start) -> None:
+    with ZmqLink.prefetcher(run_dir, directory=sockets):
+        second = start("prefetcher", "stay")
+        assert (
+            said(second) == f"another prefetcher serves run directory {run_dir} (pid {os.getpid()}); stop it or use another run directory"
+        )
+
+
+def test_a_second_trainer_is_refused_with_a_sentence_and_the_first_one_stays(run_dir: Path, sockets: Path, start: Start) -> None:
+    bell, trainer_bell = Bell(), Bell()
+    with ZmqLink.prefetcher(run_dir, bell.ring, sockets) as link, ZmqLink.trainer(run_dir, trainer_bell.ring, sockets) as first:
+        first.send(b"first")
+        assert receive(link, bell) == b"first"
+        second = start("trainer", "refused")
+        assert said(second) == "started"
+        assert "another trainer is connected" in said(second)
+        assert said(second) == "closed"
+        first.send(b"still here")
+        assert receive(link, bell) == b"still here"
+        assert link.refused == 1
+        assert not link.peer_gone
+
+
+def test_a_visitor_that_says_nothing_takes_nobodys_place(run_dir: Path, sockets: Path, start: Start) -> None:
+    bell = Bell()
+    with ZmqLink.prefetcher(run_dir, bell.ring, sockets) as link:
+        visitor = start("trainer", "silent")
+        assert [said(visitor), said(visitor)] == ["started", "closed"]
+        with ZmqLink.trainer(run_dir, silent_bell, sockets) as trainer:
+            trainer.send(b"hello")
+            assert receive(link, bell) == b"hello"
+            assert not link.peer_gone
+
+
+def test_close_gives_up_on_a_stopped_peer(run_dir: Path, sockets: Path, start: Start) -> None:
+    bell = Bell()
+    link = ZmqLink.prefetcher(run_dir, bell.ring, sockets)
+    link.start()
+    peer = start("trainer", "stay")
+    assert receive(link, bell) == b"hello"
+    peer.send_signal(signal.SIGSTOP)
+    for _ in range(16):
+        link.send(b"x" * 2**20)  # more than the socket's buffers take
+    link.close()
+    link.close()
+    assert not socket_path(run_dir, sockets).exists()
+    with ZmqLink.prefetcher(run_dir, directory=sockets):
+        pass  # and the run directory can be served again
+
+
+@pytest.mark.parametrize("make", [ZmqLink.prefetcher, ZmqLink.trainer])
+def test_a_link_whose_peer_never_came_closes_with_frames_queued(make: Callable[..., ZmqLink], run_dir: Path, sockets: Path) -> None:
+    with make(run_dir, directory=sockets) as link:
+        link.send(b"hello")
+    with pytest.raises(LocalProtocolError, match="not open"):
+        link.send(b"late")
+
+
+def test_a_link_that_was_not_started_cannot_send_and_closes(run_dir: Path, sockets: Path) -> None:
+    link = ZmqLink.trainer(run_dir, directory=sockets)
+    with pytest.raises(LocalProtocolError, match="not open"):
+        link.send(b"early")
+    link.close()
+    assert not sockets.exists()
+
+
+def test_a_queue_beyond_all_credits_is_refused(run_dir: Path, sockets: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(zmq_link, "QUEUE_FRAMES", 10)
+    with ZmqLink.prefetcher(run_dir, directory=sockets) as link:
+        for _ in range(10):
+            link.send(b"to a trainer that has not come")
+        with pytest.raises(LocalProtocolError, match="10 frames wait"):
+            link.send(b"one more")
+
+
+def test_an_error_in_the_thread_is_raised_after_the_frames_that_came_before_it(run_dir: Path, sockets: Path) -> None:
+    def fail() -> None:
+        raise RuntimeError("the bell is broken")
+
+    link = ZmqLink.prefetcher(run_dir, fail, sockets)
+    with link, ZmqLink.trainer(run_dir, directory=sockets) as trainer:
+        trainer.send(b"hello")
+        link._thread.join()
+        assert link.receive() == b"hello"
+        with pytest.raises(RuntimeError, match="the bell is broken"):
+            link.receive()
+        with pytest.raises(RuntimeError, match="the bell is broken"):
+            link.send(b"welcome")
+
+
+def test_a_frame_beyond_the_limit_ends_the_connection(run_dir: Path, sockets: Path) -> None:
+    bell, trainer_bell = Bell(), Bell()
+    with ZmqLink.prefetcher(run_dir, bell.ring, sockets) as link, ZmqLink.trainer(run_dir, trainer_bell.ring, sockets) as trainer:
+        trainer.send(b"hello")
+        assert receive(link, bell) == b"hello"
+        trainer.send(b"x" * (4 * 2**20 + 1))
+        wait_gone(link, bell)
+        wait_gone(trainer, trainer_bell)
+
+
+def test_a_message_of_several_parts_is_refused(run_dir: Path, sockets: Path) -> None:
+    bell = Bell()
+    with ZmqLink.prefetcher(run_dir, bell.ring, sockets) as link, zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
+        stranger.connect(f"ipc://{socket_path(run_dir, sockets)}")
+        stranger.send_multipart([b"one", b"two"])
+        link._thread.join()
+        with pytest.raises(RemoteProtocolError, match="2 parts arrived"):
+            link.receive()

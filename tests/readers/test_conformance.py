@@ -1,0 +1,212 @@
+"""What every reader promises, checked on all of them. A new format adds one function to CASES."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from prefetcher.readers import criteo_tsv, parquet
+from prefetcher.readers.base import open_reader
+from protocol.batch import Batch, Kind
+from protocol.job import Job
+from tests.readers.samples import (
+    BATCH_SIZE,
+    NUM_ROWS,
+    NUM_TRAIN,
+    PARQUET_COLUMNS,
+    Listed,
+    Row,
+    all_samples,
+    click_log,
+    decode_days,
+    decode_parquet,
+    decode_tsv,
+    make_job,
+    same_batch,
+    write_day,
+    write_parquet,
+    write_tsv,
+)
+
+Case = Callable[..., tuple[Job, list[Row] | None]]  # (folder, **data) -> the job, and every row as pandas decodes it
+
+
+def tsv(folder: Path, **data: Any) -> tuple[Job, list[Row] | None]:
+    write_tsv(click_log(), folder / "train.tsv")
+    job = make_job("criteo-tsv", path=str(folder / "train.tsv"), **data)
+    return job, decode_tsv([folder / "train.tsv"], job)
+
+
+def tsv_gz(folder: Path, **data: Any) -> tuple[Job, list[Row] | None]:
+    paths = [folder / "day_0.gz", folder / "day_1.gz", folder / "day_2"]
+    for seed, (path, num_rows) in enumerate(zip(paths, (50, 1, 52), strict=True)):
+        write_tsv(click_log(num_rows, seed), path)
+    job = make_job("criteo-tsv", path=str(folder), **data)
+    return job, decode_tsv(paths, job)
+
+
+def npy(folder: Path, **data: Any) -> tuple[Job, list[Row] | None]:
+    write_day(folder, "day_0", 60, seed=1)
+    write_day(folder, "day_1", 43, dtype="int64", seed=2)
+    job = make_job("criteo-npy", path=str(folder), **data)
+    return job, decode_days(folder, ["day_0", "day_1"], job)
+
+
+def bags(folder: Path, **data: Any) -> tuple[Job, list[Row] | None]:
+    paths = [folder / "a.parquet", folder / "b.parquet"]
+    write_parquet(paths[0], 70, seed=1)
+    write_parquet(paths[1], 33, seed=2)
+    job = make_job("parquet", path=str(folder / "*.parquet"), columns=PARQUET_COLUMNS, **data)
+    return job, decode_parquet(paths, job)
+
+
+def synthetic(folder: Path, **data: Any) -> tuple[Job, list[Row] | None]:
+    return make_job("synthetic", synthetic={"samples": NUM_ROWS}, **data), None
+
+
+def custom(folder: Path, **data: Any) -> tuple[Job, list[Row] | None]:
+    job = make_job("tests.readers.samples:listed", **data)
+    made = Listed(job).made
+    return job, all_samples([*made["train"], *made["eval"]])
+
+
+CASES: dict[str, Case] = {"tsv": tsv, "tsv_gz": tsv_gz, "npy": npy, "bags": bags, "synthetic": synthetic, "custom": custom}
+ALL = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+SHUFFLED = pytest.mark.parametrize(
+    ("case", "shuffle"),
+    [(case, f"window:{window}") for case in (tsv, tsv_gz, npy, bags, synthetic) for window in (1, 10, 16, 50, 1000)]
+    + [(npy, "full"), (synthetic, "full")],
+)
+
+
+@pytest.fixture(autouse=True)
+def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files are read in pieces far smaller than they are, so that every boundary is crossed."""
+    monkeypatch.setattr(criteo_tsv, "CHUNK_BYTES", 3000)
+    monkeypatch.setattr(parquet, "BLOCK_ROWS", 10)
+
+
+def batches(job: Job, split: Kind = "train", epoch: int = 0, start: int = 0) -> list[Batch]:
+    return list(open_reader(job).batches(split, epoch, start))
+
+
+@ALL
+def test_the_samples_are_those_of_an_independent_decode_in_order(case: Case, tmp_path: Path) -> None:
+    job, expected = case(tmp_path)
+    found = all_samples(batches(job)), all_samples(batches(job, "eval"))
+    assert [len(rows) for rows in found] == [NUM_TRAIN, NUM_ROWS - NUM_TRAIN]
+    if expected is not None:
+        assert found[0] + found[1] == expected
+
+
+@ALL
+def test_every_batch_is_full_but_the_last_of_its_split(case: Case, tmp_path: Path) -> None:
+    job, _ = case(tmp_path)
+    reader = open_reader(job)
+    assert [batch.size for batch in reader.batches("train", 0)] == [BATCH_SIZE] * 10 + [3]
+    assert [batch.size for batch in reader.batches("eval", 0)] == [8, 8, 4]
+    assert (reader.num_samples("train"), reader.num_samples("eval")) == (83, 20)
+
+
+@ALL
+def test_without_eval_fraction_all_is_for_training(case: Case, tmp_path: Path) -> None:
+    if case is custom:
+        pytest.skip("a custom reader splits its data itself")
+    job, _ = case(tmp_path, eval_fraction=0.0)
+    assert sum(batch.size for batch in batches(job)) == NUM_ROWS
+    assert batches(job, "eval") == []
+
+
+@ALL
+def test_arrays_have_the_shapes_and_types_of_the_agreement(case: Case, tmp_path: Path) -> None:
+    job, _ = case(tmp_path)
+    reader = open_reader(job)
+    for batch in [*reader.batches("train", 0), *reader.batches("eval", 0)]:
+        num_bags = len(job.features) * batch.size
+        assert batch.dense.shape == (batch.size, reader.num_dense)
+        assert [batch.dense.dtype, batch.labels.dtype, batch.ids.dtype] == [np.float32, np.float32, np.int64]
+        assert all(type(array) is np.ndarray and array.flags.c_contiguous for array in (batch.dense, batch.labels, batch.ids))
+        assert batch.offsets is not None or len(batch.ids) == num_bags
+        if batch.offsets is not None:
+            assert batch.offsets.dtype == np.int64
+            assert (len(batch.offsets), batch.offsets[0], batch.offsets[-1]) == (num_bags + 1, 0, len(batch.ids))
+            assert (np.diff(batch.offsets) != 1).any(), "offsets of single ids are left away"
+        assert (batch.weights is not None) == bool(job.data.columns.weights)
+        assert batch.weights is None or (batch.weights.dtype == np.float32 and batch.weights.shape == batch.ids.shape)
+
+
+@ALL
+def test_ids_lie_in_their_tables(case: Case, tmp_path: Path) -> None:
+    job, _ = case(tmp_path)
+    sizes = [table.num_embeddings for table in job.tables for _ in table.features]
+    for row in all_samples(batches(job)):
+        assert all(0 <= i < size for bag, size in zip(row.ids, sizes, strict=True) for i in bag)
+
+
+@ALL
+def test_without_shuffle_epochs_are_alike(case: Case, tmp_path: Path) -> None:
+    job, _ = case(tmp_path)
+    reader = open_reader(job)
+    pairs = zip(reader.batches("train", 0), reader.batches("train", 1), strict=True)
+    assert all(same_batch(a, b) for a, b in pairs)
+
+
+@ALL
+def test_reading_goes_on_bit_for_bit_at_every_batch(case: Case, tmp_path: Path) -> None:
+    job, _ = case(tmp_path)
+    for split in ("train", "eval"):
+        assert_goes_on(job, split)
+
+
+@SHUFFLED
+def test_shuffled_reading_goes_on_bit_for_bit_at_every_batch(case: Case, shuffle: str, tmp_path: Path) -> None:
+    job, _ = case(tmp_path, shuffle=shuffle)
+    assert_goes_on(job, "train", epoch=2)
+
+
+def assert_goes_on(job: Job, split: Kind, epoch: int = 0) -> None:
+    whole = batches(job, split, epoch)
+    reader = open_reader(job)
+    for start in range(len(whole) + 2):
+        rest = list(reader.batches(split, epoch, start))
+        assert len(rest) == max(len(whole) - start, 0)
+        assert all(same_batch(a, b) for a, b in zip(rest, whole[start:], strict=True))
+
+
+@SHUFFLED
+def test_a_shuffle_permutes_each_block_by_philox_of_seed_epoch_and_block(case: Case, shuffle: str, tmp_path: Path) -> None:
+    job, _ = case(tmp_path)
+    shuffled_job, _ = case(tmp_path, shuffle=shuffle)
+    window = NUM_TRAIN if shuffle == "full" else int(shuffle.partition(":")[2])
+    rows = all_samples(batches(job))
+    for epoch in (0, 3):
+        expected = []
+        for block in range(-(-NUM_TRAIN // window)):
+            part = rows[block * window : (block + 1) * window]
+            key = np.array([job.job.seed, epoch * 2**32 + block], dtype=np.uint64)
+            expected += [part[i] for i in np.random.Generator(np.random.Philox(key=key)).permutation(len(part))]
+        assert all_samples(batches(shuffled_job, epoch=epoch)) == expected
+
+
+@SHUFFLED
+def test_evaluation_is_never_shuffled(case: Case, shuffle: str, tmp_path: Path) -> None:
+    job, _ = case(tmp_path)
+    shuffled_job, _ = case(tmp_path, shuffle=shuffle)
+    assert all_samples(batches(shuffled_job, "eval", epoch=1)) == all_samples(batches(job, "eval"))
+
+
+@pytest.mark.parametrize("case", [tsv, npy, bags])
+def test_eval_path_is_evaluated_whole_and_leaves_all_of_path_for_training(case: Case, tmp_path: Path) -> None:
+    (tmp_path / "held_out").mkdir()
+    held_out, expected = case(tmp_path / "held_out")
+    job, rows = case(tmp_path, eval_path=held_out.data.path, eval_fraction=0.0)
+    assert all_samples(batches(job)) == rows
+    assert all_samples(batches(job, "eval")) == expected
+
+
+@pytest.mark.parametrize("case", [tsv, tsv_gz, npy, bags])
+def test_file_sizes_are_those_of_the_files_read(case: Case, tmp_path: Path) -> None:
+    job, _ = case(tmp_path)
+    assert sorted(open_reader(job).file_sizes) == sorted(file.stat().st_size for file in tmp_path.iterdir())
