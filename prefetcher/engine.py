@@ -103,6 +103,7 @@ class PrefetcherEngine:
         check_hello(hello, self._parts.job.session_digest())
         self.hello = hello
         self.conversation.send(self._parts.welcome)
+        self.fetcher.connected = True
 
     def _step_done(self, message: StepDone) -> None:
         self.fetcher.step_done(message.step)

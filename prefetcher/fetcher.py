@@ -102,6 +102,7 @@ class Fetcher:
         counters: PrefetcherCounters,
         send: Callable[[StepReady | Flush | EndOfData], None],
     ) -> None:
+        self.connected = False  # a trainer was welcomed: until then rows may be read, but nothing is sent
         self.done_through: int | None = None  # the last step that the trainer completed
         self.sent_through: int | None = None
         self.stalled_by: Stall | None = None
@@ -210,7 +211,7 @@ class Fetcher:
             return False
         plan = reading.outgoing.step.plan
         oldest = plan.step - self._depth - 1
-        if oldest >= self._first_step and not reached(self.done_through, oldest):
+        if not self.connected or (oldest >= self._first_step and not reached(self.done_through, oldest)):
             self.stalled_by = "credit"
             return False
         self._reading.popleft()
@@ -259,6 +260,8 @@ class Fetcher:
 
     def _quiet(self, barrier: BarrierPlan) -> bool:
         """Whether everything before the barrier is done and home; then nothing can be left in the ring either."""
+        if not self.connected:
+            return False
         after = barrier.after_step
         if after is not None and not (reached(self.done_through, after) and reached(self._writeback.applied_through, after)):
             return False

@@ -422,7 +422,7 @@ def parse_job(content: dict[str, Any], source: str = "job") -> Job:
     """Checks the content of a job file. Raises ConfigError with one sentence that names the key."""
     try:
         job = msgspec.convert(content, Job)
-        job = msgspec.structs.replace(job, tables=resolve_tables(job))
+        job = msgspec.structs.replace(job, tables=resolve_tables(job), tables_from=None)
         check_whole(job)
     except (msgspec.ValidationError, ValueError) as error:
         raise ConfigError(f"{source}: {readable(str(error))}") from None

@@ -132,12 +132,12 @@ def cut(block_bytes: int, num_rows: Sequence[int], record_bytes: Sequence[int], 
     for group, (total, width) in enumerate(zip(num_rows, record_bytes, strict=True)):
         start = 0
         while start < total:
-            end = aligned(end, ARRAY_ALIGNMENT)
-            count = min(total - start, (max_payload - end) // width)
+            offset = aligned(end, ARRAY_ALIGNMENT)
+            count = min(total - start, (max_payload - offset) // width)
             if count <= 0:
                 finish()
                 continue
-            rows.append(RowSpan(group=group, start=start, count=count, offset=end))
-            start, end = start + count, end + count * width
+            rows.append(RowSpan(group=group, start=start, count=count, offset=offset))
+            start, end = start + count, offset + count * width
     finish()
     return pieces

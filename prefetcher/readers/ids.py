@@ -90,7 +90,7 @@ def check_dense(dense: Floats, names: list[str], place: Place) -> Floats:
     if not finite.all():
         row, column = divmod(int(np.argmin(finite)), dense.shape[1])
         raise DataError(
-            f"{place(row)}, column {names[column]}: dense value {dense[row, column]} is not finite in fp32; "
+            f"{place(row)}, column {names[column]}: value {dense[row, column]} is not finite in fp32; "
             "replace missing values before training"
         )
     return dense

@@ -67,6 +67,8 @@ def main(role: str, run_dir: Path, sockets: Path, what: str) -> None:
     if what != "silent":
         link.send(b"hello")
     if what == "send":
+        if role == "prefetcher":
+            receive(link, bell)  # it knows its trainer by that
         send_numbered(link)
     elif what == "echo":
         receive(link, bell)

@@ -95,7 +95,7 @@ def test_all_that_a_peer_sent_before_it_left_is_received(role: str, peer_role: s
     link = ZmqLink.prefetcher(run_dir, bell.ring, sockets) if role == "prefetcher" else ZmqLink.trainer(run_dir, bell.ring, sockets)
     with link:
         if role == "trainer":
-            link.send(b"hello")  # a prefetcher knows its trainer by its first frame
+            link.send(b"hello")
         start(peer_role, "send")
         wait_gone(link, bell)
         assert link.receive() == b"hello"

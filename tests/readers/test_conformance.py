@@ -110,10 +110,8 @@ def test_every_batch_is_full_but_the_last_of_its_split(case: Case, tmp_path: Pat
     assert (reader.num_samples("train"), reader.num_samples("eval")) == (83, 20)
 
 
-@ALL
+@pytest.mark.parametrize("case", [tsv, tsv_gz, npy, bags, synthetic])
 def test_without_eval_fraction_all_is_for_training(case: Case, tmp_path: Path) -> None:
-    if case is custom:
-        pytest.skip("a custom reader splits its data itself")
     job, _ = case(tmp_path, eval_fraction=0.0)
     assert sum(batch.size for batch in batches(job)) == NUM_ROWS
     assert batches(job, "eval") == []

@@ -14,14 +14,15 @@ from trainer.optim import RowOptimizer, warm_up_sqrt
 
 KINDS = ("sgd", "adagrad", "rowwise_adagrad", "adam")
 WIDTHS = (1, 4, 5, 12, 16, 33, 64)
-ROWS = (1, 3, 5000)
+ROWS_AND_THREADS = ((1, 1), (3, 1), (5000, 1), (5000, 2))
 
 
-@pytest.fixture(params=[1, 2], autouse=True)
+@pytest.fixture(autouse=True)
 def threads(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Torch's threads: one, or what a test asks for."""
     warm_up_sqrt()
     before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
+    torch.set_num_threads(getattr(request, "param", 1))
     yield
     torch.set_num_threads(before)
 
@@ -91,7 +92,7 @@ def random_gradients(num_rows: int, dim: int) -> Tensor:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dim", WIDTHS)
-@pytest.mark.parametrize("num_rows", ROWS)
+@pytest.mark.parametrize(("num_rows", "threads"), ROWS_AND_THREADS, indirect=["threads"])
 def test_touched_rows_end_with_the_bits_of_the_whole_table(kind: str, dim: int, num_rows: int) -> None:
     torch.manual_seed(dim)
     settings = settings_of(kind)

@@ -1,0 +1,288 @@
+"""The conversation: what the table allows goes through, and everything else is refused by name."""
+
+import itertools
+
+import msgspec
+import pytest
+
+from protocol.codec import encode
+from protocol.errors import LocalProtocolError, Mismatch, ProtocolError, RemoteProtocolError
+from protocol.messages import AnyMessage, Bye, Envelope, Failure, Released, StopRequest
+from protocol.session import (
+    PREFETCHER,
+    ROLES,
+    TABLE,
+    TRAINER,
+    Event,
+    Role,
+    Session,
+    State,
+    check_hello,
+    check_welcome,
+    event_of,
+    next_state,
+    render_table,
+)
+from tests.protocol import samples
+from tests.protocol.samples import barrier_rows, end_of_data, flush, flush_pieces, rows_back, saved, step_done, step_pieces, step_ready
+
+BY_EVENT: dict[Event, AnyMessage] = {event_of(message): message for message in samples.every_message()}
+BY_EVENT[Event.BARRIER_ROWS] = barrier_rows(0, 8, last=False, whole=False)
+FREE = {Event.HEARTBEAT, Event.STOP_REQUEST, Event.FAILURE, Event.RELEASED}  # follow no order
+ALL_CASES = list(itertools.product(State, ROLES, Event))
+REFUSED_CASES = [(state, role, event) for state, role, event in ALL_CASES if event not in TABLE[state, role]]
+Said = tuple[Role, AnyMessage]
+Pair = dict[Role, Session]
+
+
+def make_pair(incarnation: int = 3) -> Pair:
+    return {PREFETCHER: Session(PREFETCHER, incarnation), TRAINER: Session(TRAINER)}
+
+
+def other(role: Role) -> Role:
+    return TRAINER if role == PREFETCHER else PREFETCHER
+
+
+def say(pair: Pair, *said: Said) -> None:
+    """Each message goes from one end to the other, which then agree on the state."""
+    for role, message in said:
+        assert pair[other(role)].decode(pair[role].encode(message)) == message
+        assert pair[PREFETCHER].state == pair[TRAINER].state
+
+
+def greeting(incarnation: int = 3, depth: int = 1) -> tuple[Said, Said]:
+    return (TRAINER, samples.hello()), (PREFETCHER, samples.welcome(incarnation, depth))
+
+
+WHOLE_RUN: list[Said] = [
+    (PREFETCHER, samples.heartbeat()),
+    *greeting(),
+    (PREFETCHER, step_ready(7)),
+    (TRAINER, Released(position=64)),
+    (TRAINER, rows_back(7, piece=0, last=False, count=1)),
+    (PREFETCHER, step_pieces(8)[0]),
+    (TRAINER, rows_back(7, piece=1, start=1, count=3)),
+    (TRAINER, step_done(7)),
+    (PREFETCHER, Released(position=64)),
+    *((PREFETCHER, piece) for piece in step_pieces(8)[1:]),
+    (TRAINER, rows_back(8)),
+    (PREFETCHER, step_ready(9, num_dirty=(0, 0))),
+    (PREFETCHER, flush(4, 9, checkpoint="step-9")),
+    (TRAINER, step_done(8)),
+    (TRAINER, step_done(9)),
+    (TRAINER, barrier_rows(4, 9, last=False, whole=False)),
+    (TRAINER, saved(4)),
+    (TRAINER, msgspec.structs.replace(barrier_rows(4, 9, piece=1), rows=(samples.rows(1, 0, 1, 0),))),
+    (PREFETCHER, step_ready(10, num_dirty=(0, 0))),
+    (TRAINER, step_done(10)),
+    *((PREFETCHER, piece) for piece in flush_pieces(5, 10)),
+    (TRAINER, StopRequest(reason="SIGTERM")),
+    (TRAINER, barrier_rows(5, 10)),
+    (PREFETCHER, flush(6, 10, checkpoint="end", num_dirty=(0, 0))),
+    (TRAINER, msgspec.structs.replace(barrier_rows(6, 10), payload=None, rows=())),
+    (TRAINER, samples.heartbeat()),
+    (TRAINER, saved(6)),
+    (PREFETCHER, end_of_data(10)),
+    (TRAINER, Bye()),
+    (PREFETCHER, Released(position=128)),
+    (PREFETCHER, Bye()),
+]
+
+
+def test_a_whole_run_passes_both_ends_from_greeting_to_good_bye() -> None:
+    pair = make_pair()
+    say(pair, *WHOLE_RUN)
+    assert pair[TRAINER].state is State.CLOSED
+    assert pair[TRAINER].incarnation == 3
+
+
+def test_an_untrained_run_has_only_a_barrier() -> None:
+    pair = make_pair()
+    say(pair, *greeting(), (PREFETCHER, flush(0, None, checkpoint="start", num_dirty=(0, 0))))
+    say(pair, (TRAINER, msgspec.structs.replace(barrier_rows(0, None), payload=None, rows=())), (TRAINER, saved(0)))
+    say(pair, (PREFETCHER, end_of_data(None)), (PREFETCHER, Bye()), (TRAINER, Bye()))
+    assert pair[PREFETCHER].state is State.CLOSED
+
+
+def test_good_byes_may_cross() -> None:
+    pair = make_pair()
+    say(pair, *greeting(), (PREFETCHER, end_of_data(None)))
+    frames = {role: pair[role].encode(Bye()) for role in ROLES}
+    for role in ROLES:
+        pair[other(role)].decode(frames[role])
+        assert pair[other(role)].state is State.CLOSED
+
+
+def test_reports_that_cross_a_flush_are_received_behind_it() -> None:
+    pair = make_pair()
+    say(pair, *greeting(), (PREFETCHER, step_ready(1)))
+    crossing = [pair[TRAINER].encode(message) for message in (Released(position=64), rows_back(1), step_done(1))]
+    announced = pair[PREFETCHER].encode(flush(0, 1))
+    for frame in crossing:
+        pair[PREFETCHER].decode(frame)
+    pair[TRAINER].decode(announced)
+    say(pair, (TRAINER, barrier_rows(0, 1)))
+    assert pair[PREFETCHER].state is State.RUNNING
+
+
+@pytest.mark.parametrize(("state", "role", "event"), REFUSED_CASES)
+def test_what_is_not_in_the_table_is_refused_by_name_at_both_ends(state: State, role: Role, event: Event) -> None:
+    message = BY_EVENT[event]
+    words = [f"the {role} may not send {event} in state '{state}', only"]
+    pair = make_pair()
+    pair[TRAINER].incarnation = 3
+    pair[role].state = pair[other(role)].state = state
+    with pytest.raises(LocalProtocolError) as sent:
+        pair[role].encode(message)
+    with pytest.raises(RemoteProtocolError) as received:
+        pair[other(role)].decode(encode(Envelope(incarnation=3, sequence=0, message=message)))
+    for error in (sent, received):
+        assert all(word in str(error.value) for word in words)
+    assert pair[role].state is pair[other(role)].state is state
+
+
+@pytest.mark.parametrize(("state", "role", "event"), [case for case in ALL_CASES if case not in REFUSED_CASES and case[2] in FREE])
+def test_what_follows_no_order_passes_wherever_the_table_has_it(state: State, role: Role, event: Event) -> None:
+    pair = make_pair()
+    pair[TRAINER].incarnation = 3
+    pair[PREFETCHER].state = pair[TRAINER].state = state
+    say(pair, (role, BY_EVENT[event]))
+    assert pair[role].state is TABLE[state, role][event]
+
+
+def test_every_event_occurs_and_every_state_is_reached_in_a_whole_run() -> None:
+    state, states, events = State.WAITING_HELLO, {State.WAITING_HELLO}, set()
+    for role, message in WHOLE_RUN:
+        state = next_state(state, role, message)
+        states.add(state)
+        events.add(event_of(message))
+    assert events == set(Event) - {Event.FAILURE}
+    assert states == set(State) - {State.PREFETCHER_LEFT}
+
+
+def test_a_failure_closes_the_conversation_from_every_open_state() -> None:
+    for state, role in TABLE:
+        left = (state, role) in {(State.PREFETCHER_LEFT, PREFETCHER), (State.TRAINER_LEFT, TRAINER)}
+        following = {} if left or state is State.CLOSED else {Event.FAILURE: State.CLOSED}
+        assert {event: after for event, after in TABLE[state, role].items() if event is Event.FAILURE} == following
+
+
+def test_no_step_is_announced_while_a_barrier_is_open() -> None:
+    pair = make_pair()
+    say(pair, *greeting(), (PREFETCHER, flush(0, None, checkpoint="c")))
+    for closing in ((TRAINER, barrier_rows(0, None)), (TRAINER, saved(0))):
+        with pytest.raises(LocalProtocolError, match="may not send StepReady in state 'barrier"):
+            pair[PREFETCHER].encode(step_ready(1))
+        say(pair, closing)
+    say(pair, (PREFETCHER, step_ready(1)))
+
+
+def test_a_failure_can_still_be_sent_after_the_peer_broke_the_protocol() -> None:
+    pair = make_pair()
+    say(pair, *greeting())
+    with pytest.raises(RemoteProtocolError):
+        pair[PREFETCHER].decode(b"garbage")
+    say(pair, (PREFETCHER, Failure(code=1, sentence="the trainer sent garbage")))
+    assert pair[TRAINER].state is State.CLOSED
+    with pytest.raises(LocalProtocolError, match="state 'closed', only nothing"):
+        pair[PREFETCHER].encode(samples.heartbeat())
+
+
+@pytest.mark.parametrize("skip", [0, 2])
+def test_repeated_and_missing_frames_are_refused_with_both_numbers(skip: int) -> None:
+    pair = make_pair()
+    say(pair, *greeting())
+    frames = [pair[PREFETCHER].encode(samples.heartbeat()) for _ in range(3)]
+    pair[TRAINER].decode(frames[0])
+    with pytest.raises(RemoteProtocolError, match=f"frame {skip + 1} of the prefetcher came instead of frame 2"):
+        pair[TRAINER].decode(frames[skip])
+
+
+@pytest.mark.parametrize("incarnation", [2, 4])
+def test_a_frame_of_another_incarnation_is_refused_by_both_ends(incarnation: int) -> None:
+    pair = make_pair()
+    say(pair, *greeting())
+    for role in ROLES:
+        frame = encode(Envelope(incarnation=incarnation, sequence=1, message=samples.heartbeat()))
+        with pytest.raises(RemoteProtocolError, match=f"incarnation {incarnation} came in incarnation 3"):
+            pair[role].decode(frame)
+
+
+def test_frames_without_incarnation_are_taken_until_the_trainer_has_its_welcome_and_no_longer() -> None:
+    pair = make_pair()
+    say(pair, greeting()[0])
+    crossing = pair[TRAINER].encode(samples.heartbeat())
+    welcomed = pair[PREFETCHER].encode(samples.welcome(3))
+    pair[PREFETCHER].decode(crossing)
+    pair[TRAINER].decode(welcomed)
+    say(pair, (TRAINER, samples.heartbeat()))
+    with pytest.raises(RemoteProtocolError, match="incarnation 0 came in incarnation 3"):
+        pair[PREFETCHER].decode(encode(Envelope(incarnation=0, sequence=3, message=samples.heartbeat())))
+
+
+def test_a_trainer_of_an_earlier_conversation_is_refused() -> None:
+    with pytest.raises(RemoteProtocolError, match="Hello came from incarnation 3"):
+        Session(PREFETCHER, 3).decode(encode(Envelope(incarnation=3, sequence=0, message=samples.hello())))
+
+
+def test_a_welcome_names_the_incarnation_of_its_own_frame() -> None:
+    pair = make_pair()
+    say(pair, greeting()[0])
+    with pytest.raises(LocalProtocolError, match="incarnation 4 cannot be sent in incarnation 3"):
+        pair[PREFETCHER].encode(samples.welcome(4))
+    with pytest.raises(RemoteProtocolError, match="incarnation 3 came in incarnation 4"):
+        pair[TRAINER].decode(encode(Envelope(incarnation=3, sequence=0, message=samples.welcome(4))))
+
+
+@pytest.mark.parametrize(("role", "incarnation"), [(PREFETCHER, 0), (TRAINER, 1)])
+def test_only_the_prefetcher_chooses_an_incarnation(role: Role, incarnation: int) -> None:
+    with pytest.raises(ValueError, match=f"a {role} cannot begin in incarnation {incarnation}"):
+        Session(role, incarnation)
+
+
+def test_a_message_out_of_order_is_the_senders_fault_at_either_end() -> None:
+    pair = make_pair()
+    say(pair, *greeting())
+    with pytest.raises(LocalProtocolError, match="step 5 is reported done while step None is next"):
+        pair[TRAINER].encode(step_done(5))
+    with pytest.raises(RemoteProtocolError, match="step 5 is reported done while step None is next"):
+        pair[PREFETCHER].decode(encode(Envelope(incarnation=3, sequence=1, message=step_done(5))))
+    assert issubclass(LocalProtocolError, ProtocolError)
+
+
+class HelloOfTomorrow(msgspec.Struct, tag="Hello"):
+    protocol_version: int
+    something_new: int
+
+
+def test_a_greeting_of_another_version_is_a_mismatch_even_where_it_cannot_be_read() -> None:
+    frame = msgspec.msgpack.encode([0, 0, HelloOfTomorrow(protocol_version=9, something_new=1)])
+    with pytest.raises(Mismatch, match="the trainer speaks protocol version 9 and this process 1"):
+        Session(PREFETCHER, 3).decode(frame)
+
+
+def test_a_trainer_of_this_job_is_welcome_and_others_are_told_why_not() -> None:
+    check_hello(samples.hello(), samples.DIGEST)
+    check_welcome(samples.welcome())
+    with pytest.raises(Mismatch, match="the trainer speaks protocol version 2 and this process 1"):
+        check_hello(samples.hello(protocol_version=2), samples.DIGEST)
+    with pytest.raises(Mismatch, match=r"the two processes were started with different job files.*eeee.*dddd"):
+        check_hello(samples.hello(job_digest="e" * 32), samples.DIGEST)
+    with pytest.raises(Mismatch, match="rank 0 of 2, but the job is trained by 1"):
+        check_hello(samples.hello(world_size=2), samples.DIGEST)
+    with pytest.raises(Mismatch, match="rank 2 of 2"):
+        check_hello(samples.hello(world_size=2, rank=2), samples.DIGEST, world_size=2)
+    with pytest.raises(Mismatch, match="the prefetcher speaks protocol version 2"):
+        check_welcome(msgspec.structs.replace(samples.welcome(), protocol_version=2))
+
+
+def test_the_rendered_table_holds_every_state_and_every_change_of_state() -> None:
+    text = render_table()
+    for (state, role), following in TABLE.items():
+        assert f'state "{state}" as {state.name}' in text
+        for event, after in following.items():
+            drawn = after is not state and event is not Event.FAILURE
+            assert (f"{state.name} --> {after.name}: {role} sends {event}\n" in text) == drawn
+    table = [line for line in text.splitlines() if line.startswith("| ")]
+    assert len(table) == len(State) + 1
+    assert table[-1] == "| closed | nothing | nothing |"

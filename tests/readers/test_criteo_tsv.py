@@ -1,0 +1,166 @@
+"""Criteo TSV: what its fields mean, and the sentence for each way in which a file is broken."""
+
+import gzip
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from prefetcher.readers import criteo_tsv
+from prefetcher.readers.base import open_reader
+from protocol.batch import Batch
+from protocol.errors import ConfigError, DataError
+from tests.readers.samples import BATCH_SIZE, all_samples, click_log, make_job, table, write_tsv
+
+
+def fields(**changed: str) -> list[str]:
+    """One good line: label 1, integers 0 to 12, hashes 0000000a."""
+    names = ["label", *(f"int_{i}" for i in range(13)), *(f"cat_{i}" for i in range(26))]
+    values = dict(zip(names, ["1", *map(str, range(13)), *["0000000a"] * 26], strict=True)) | changed
+    return list(values.values())
+
+
+def write(path: Path, lines: list[list[str]], newline: str = "\n") -> Path:
+    path.write_bytes("".join("\t".join(line) + newline for line in lines).encode("latin-1"))
+    return path
+
+
+def only_batch(path: Path) -> Batch:
+    [batch] = open_reader(make_job("criteo-tsv", path=str(path), eval_fraction=0.0)).batches("train", 0)
+    return batch
+
+
+def refusal(path: Path, **data: Any) -> str:
+    job = make_job("criteo-tsv", path=str(path), **data)
+    with pytest.raises(DataError) as caught:
+        list(open_reader(job).batches("train", 0))
+    return str(caught.value)
+
+
+def test_dense_is_the_logarithm_of_one_more_and_missing_or_negative_is_zero(tmp_path: Path) -> None:
+    dense = only_batch(write(tmp_path / "a", [fields(int_0="", int_1="-7", int_2="0", int_3="99", int_4=str(2**63 - 1))])).dense[0]
+    assert dense[:3].tolist() == [0, 0, 0]
+    assert dense[3] == np.float32(np.log(100.0))
+    assert dense[4] == np.float32(63 * np.log(2.0))
+
+
+def test_ids_are_unsigned_hashes_modulo_the_table_and_missing_is_zero(tmp_path: Path) -> None:
+    ids = only_batch(write(tmp_path / "a", [fields(cat_3="FFFFFFFF", cat_0="", cat_25="80000aFb")])).ids
+    assert ids.tolist() == [(2**32 - 1) % 40, 0, 0x80000AFB % 7]
+
+
+@pytest.mark.parametrize("newline", ["\n", "\r\n"])
+def test_lines_may_end_either_way_and_the_last_need_not(newline: str, tmp_path: Path) -> None:
+    path = write(tmp_path / "a", [fields(), fields(cat_0="")], newline)
+    path.write_bytes(path.read_bytes().removesuffix(newline.encode()))
+    assert [row.ids for row in all_samples([only_batch(path)])] == [((10,), (10,), (3,)), ((10,), (0,), (3,))]
+
+
+BROKEN = {
+    "a short line": (fields()[:-1], ": 39 fields between tabs instead of 40 (label, 13 integers, 26 hashes)"),
+    "an empty line": ([], ": 1 fields between tabs instead of 40"),
+    "a long line": ([*fields(), "x"], ": 41 fields between tabs instead of 40"),
+    "a hash that is not hex": (fields(cat_0="0000000g"), ", column cat_0: '0000000g' is not 8 hex digits"),
+    "a short hash": (fields(cat_25="abc"), ", column cat_25: 'abc' is not 8 hex digits"),
+    "bytes beyond ASCII": (fields(cat_3="\xff0000000"), ", column cat_3: '\ufffd0000000' is not 8 hex digits"),
+    "a fraction": (fields(int_5="1.5"), ", column int_5: '1.5' is not an integer of 64 bits"),
+    "a word": (fields(int_12="many"), ", column int_12: 'many' is not an integer of 64 bits"),
+    "a huge integer": (fields(int_0=str(2**63)), f", column int_0: '{2**63}' is not an integer of 64 bits"),
+    "a label of 2": (fields(label="2"), ", column label: '2' is not 0 or 1"),
+    "a label of 1.0": (fields(label="1.0"), ", column label: '1.0' is not 0 or 1"),
+    "no label": (fields(label=""), ", column label: '' is not 0 or 1"),
+}
+
+
+@pytest.mark.parametrize(("line", "complaint"), BROKEN.values(), ids=BROKEN)
+def test_a_bad_line_is_named_with_file_line_column_and_value(
+    line: list[str], complaint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(criteo_tsv, "CHUNK_BYTES", 1000)
+    path = write(tmp_path / "a", [fields()] * 17 + [line] + [fields()] * 9)
+    assert refusal(path).startswith(f"{path}, line 18{complaint}")
+
+
+def test_a_carriage_return_within_a_line_is_refused(tmp_path: Path) -> None:
+    path = write(tmp_path / "a", [fields(), fields(cat_3="\r")])
+    assert refusal(path, eval_fraction=0.0) == f"{path}, line 2, column cat_3: '\\r' is not 8 hex digits"
+
+
+def test_a_truncated_gzip_file_is_refused_when_it_is_opened(tmp_path: Path) -> None:
+    path = tmp_path / "a.tsv.gz"
+    write_tsv(click_log(), path)
+    path.write_bytes(path.read_bytes()[:-500])
+    with pytest.raises(DataError, match=re.escape(f"{path}: the gzip file is truncated or damaged (Compressed file ended before")):
+        open_reader(make_job("criteo-tsv", path=str(path)))
+
+
+def test_a_file_that_only_looks_like_gzip_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.gz").write_bytes(b"plain text\n")
+    assert "a.gz: the gzip file is truncated or damaged (Not a gzipped file" in refusal(tmp_path / "a.gz")
+
+
+@pytest.mark.parametrize("name", ["a.tsv", "a.tsv.gz"])
+def test_an_empty_file_is_refused(name: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_bytes(gzip.compress(b"") if name.endswith("gz") else b"")
+    assert refusal(tmp_path / name) == f"{tmp_path / name}: the file is empty; give a file with at least one line"
+
+
+def test_a_file_without_lines_is_refused_before_memory_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(criteo_tsv, "CHUNK_BYTES", 1000)
+    (tmp_path / "a").write_bytes(b"\0" * 5000)
+    assert "a: a line is longer than 1000 bytes" in refusal(tmp_path / "a")
+
+
+def test_a_file_that_shrinks_during_a_run_is_refused(tmp_path: Path) -> None:
+    path = write(tmp_path / "a", [fields()] * 10)
+    reader = open_reader(make_job("criteo-tsv", path=str(path), eval_fraction=0.0))
+    write(path, [fields()] * 4)
+    with pytest.raises(DataError, match="ends after 4 lines, but had 10 when it was opened"):
+        list(reader.batches("train", 0))
+
+
+@pytest.mark.parametrize("path", ["missing.tsv", "missing/*.tsv"])
+def test_a_missing_path_is_refused(path: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"data.path = .*: no such file, folder or glob"):
+        open_reader(make_job("criteo-tsv", path=str(tmp_path / path)))
+
+
+def test_a_folder_without_data_files_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "notes.md").write_text("hello")
+    with pytest.raises(ConfigError, match=r"data\.path = .*: the folder holds no file whose name matches"):
+        open_reader(make_job("criteo-tsv", path=str(tmp_path)))
+
+
+def test_a_folders_files_are_read_in_name_order_without_the_others(tmp_path: Path) -> None:
+    for name, label in (("b.tsv", "0"), ("a.tsv", "1"), ("c.parquet", "9"), ("d.txt", "1")):
+        write(tmp_path / name, [fields(label=label)])
+    assert only_batch(tmp_path).labels.tolist() == [1, 0, 1]
+
+
+def test_a_feature_that_the_data_has_not_is_named_with_its_table(tmp_path: Path) -> None:
+    path = write(tmp_path / "a", [fields()])
+    with pytest.raises(ConfigError, match="table shops: feature shop is not in Criteo TSV, which has cat_0 to cat_25"):
+        open_reader(make_job("criteo-tsv", [table("shops", 9, "cat_1", "shop")], path=str(path)))
+
+
+def test_weights_are_refused(tmp_path: Path) -> None:
+    path = write(tmp_path / "a", [fields()])
+    with pytest.raises(ConfigError, match=r"data\.columns\.weights: criteo-tsv data has no weights"):
+        open_reader(make_job("criteo-tsv", path=str(path), columns={"weights": {"cat_0": "w"}}))
+
+
+def test_eval_path_beside_eval_fraction_is_refused(tmp_path: Path) -> None:
+    path = write(tmp_path / "a", [fields()])
+    with pytest.raises(ConfigError, match=r"data\.eval_path and data\.eval_fraction are both given"):
+        open_reader(make_job("criteo-tsv", path=str(path), eval_path=str(path), eval_fraction=0.1))
+
+
+def test_a_bad_line_is_met_only_after_the_chunks_before_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(criteo_tsv, "CHUNK_BYTES", 1000)
+    path = write(tmp_path / "a", [fields()] * 40 + [fields(label="x")])
+    batches = open_reader(make_job("criteo-tsv", path=str(path), eval_fraction=0.0)).batches("train", 0)
+    assert [next(batches).size for _ in range(4)] == [BATCH_SIZE] * 4
+    with pytest.raises(DataError, match="line 41, column label: 'x' is not 0 or 1"):
+        list(batches)

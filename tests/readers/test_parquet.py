@@ -1,0 +1,181 @@
+"""Parquet: nulls, bags and weights, and the sentence for each way in which a file does not fit."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from prefetcher.readers.base import open_reader
+from protocol.batch import Batch
+from protocol.errors import ConfigError, DataError
+from tests.readers.samples import make_job, samples_of, table
+
+TABLES = [table("scalars", 10, "a"), table("bags", 10, "b")]
+LISTS = pa.list_(pa.int64())
+
+
+def write(folder: Path, name: str = "data.parquet", **changed: Any) -> Path:
+    """Four rows: a is scalar, b a list, w the weights of b."""
+    columns = {
+        "label": pa.array([0, 1, 1, 0]),
+        "int_0": pa.array([0.5, 1.5, 2.5, 3.5], pa.float32()),
+        "a": pa.array([1, 2, None, 9], pa.int64()),
+        "b": pa.array([[3, 4], None, [], [5]], LISTS),
+        "w": pa.array([[0.5, 2.0], None, [], [1.5]], pa.list_(pa.float32())),
+    }
+    pq.write_table(pa.table(columns | changed), folder / name)
+    return folder / name
+
+
+def only_batch(path: Path, **data: Any) -> Batch:
+    [batch] = open_reader(make_job("parquet", TABLES, path=str(path), eval_fraction=0.0, **data)).batches("train", 0)
+    return batch
+
+
+def refusal(kind: type[Exception], path: Path, **data: Any) -> str:
+    with pytest.raises(kind) as caught:
+        only_batch(path, **data)
+    return str(caught.value)
+
+
+def test_a_null_id_is_zero_and_a_null_list_an_empty_bag(tmp_path: Path) -> None:
+    rows = samples_of(only_batch(write(tmp_path)))
+    assert [row.ids for row in rows] == [((1,), (3, 4)), ((2,), ()), ((0,), ()), ((9,), (5,))]
+    assert [row.weights for row in rows] == [None] * 4
+
+
+def test_weights_belong_to_their_feature_and_the_others_weigh_one(tmp_path: Path) -> None:
+    rows = samples_of(only_batch(write(tmp_path), columns={"weights": {"b": "w"}}))
+    assert [row.weights for row in rows] == [((1,), (0.5, 2)), ((1,), ()), ((1,), ()), ((1,), (1.5,))]
+
+
+def test_a_scalar_feature_may_have_scalar_weights(tmp_path: Path) -> None:
+    batch = only_batch(write(tmp_path), columns={"weights": {"a": "int_0"}, "dense": []})
+    assert batch.weights is not None
+    assert batch.weights[:4].tolist() == [0.5, 1.5, 2.5, 3.5]
+    assert batch.dense.shape == (4, 0)
+
+
+@pytest.mark.parametrize("kind", [pa.list_(pa.int32()), pa.large_list(pa.int64()), pa.list_(pa.uint8()), pa.list_(pa.int64(), 2)])
+def test_lists_of_any_kind_of_integers_are_bags(kind: Any, tmp_path: Path) -> None:
+    rows = samples_of(only_batch(write(tmp_path, b=pa.array([[1, 2], [3, 4], [5, 6], [7, None]], kind))))
+    assert [row.ids[1] for row in rows] == [(1, 2), (3, 4), (5, 6), (7, 0)]
+
+
+def test_bags_of_exactly_one_id_need_no_offsets(tmp_path: Path) -> None:
+    assert only_batch(write(tmp_path, b=pa.array([[1], [2], [3], [4]], LISTS))).offsets is None
+
+
+def test_dense_columns_are_those_named_or_all_numbered_ones_by_number(tmp_path: Path) -> None:
+    path = write(tmp_path, int_10=pa.array([10] * 4), int_9=pa.array([9] * 4), int_x=pa.array([0] * 4))
+    assert only_batch(path).dense[0].tolist() == [0.5, 9, 10]
+    assert only_batch(path, columns={"dense": ["int_10", "label"]}).dense[1].tolist() == [10, 1]
+
+
+@pytest.mark.parametrize(("policy", "expected"), [("modulo", (2, 9)), ("zero", (0, 0))])
+def test_ids_outside_the_table_are_replaced_and_counted(policy: str, expected: tuple[int, ...], tmp_path: Path) -> None:
+    path = write(tmp_path, b=pa.array([[3], [12, -1], None, []], LISTS))
+    reader = open_reader(make_job("parquet", TABLES, path=str(path), eval_fraction=0.0, on_invalid_id=policy))
+    [batch] = reader.batches("train", 0)
+    assert samples_of(batch)[1].ids[1] == expected
+    assert reader.invalid_ids == 2
+
+
+def test_an_id_outside_its_table_is_named_by_its_row(tmp_path: Path) -> None:
+    write(tmp_path, "0.parquet")
+    path = write(tmp_path, "1.parquet", b=pa.array([[3, 3], None, [4, 10], []], LISTS))
+    assert refusal(DataError, tmp_path).startswith(f"{path}, row 2, column b: id 10 is outside table bags (num_embeddings = 10); enlarge")
+
+
+@pytest.mark.parametrize(("value", "shown"), [(float("nan"), "nan"), (float("inf"), "inf"), (None, "nan"), (1e39, "inf")])
+def test_a_dense_value_that_is_not_finite_is_named(value: float | None, shown: str, tmp_path: Path) -> None:
+    path = write(tmp_path, int_0=pa.array([0.0, 1.0, 2.0, value], pa.float64()))
+    assert refusal(DataError, path).startswith(f"{path}, row 3, column int_0: value {shown} is not finite in fp32")
+
+
+@pytest.mark.parametrize(("label", "shown"), [(2, "2.0"), (-1, "-1.0"), (None, "nan")])
+def test_a_label_that_is_not_binary_is_named(label: int | None, shown: str, tmp_path: Path) -> None:
+    path = write(tmp_path, label=pa.array([0, 1, label, 1]))
+    assert refusal(DataError, path) == f"{path}, row 2, column label: label {shown} is not 0 or 1"
+
+
+def test_weights_of_another_number_than_the_ids_are_named(tmp_path: Path) -> None:
+    path = write(tmp_path, w=pa.array([[1.0, 1.0], None, [], [1.0, 2.0]], pa.list_(pa.float32())))
+    sentence = refusal(DataError, path, columns={"weights": {"b": "w"}})
+    assert sentence == f"{path}, row 3, column w: 2 weights for 1 ids of feature b"
+
+
+def test_a_weight_that_is_not_finite_is_named(tmp_path: Path) -> None:
+    path = write(tmp_path, w=pa.array([[1.0, 2.0], None, [], [float("nan")]], pa.list_(pa.float32())))
+    assert refusal(DataError, path, columns={"weights": {"b": "w"}}).startswith(f"{path}, row 3, column w: value nan is not finite")
+
+
+@pytest.mark.parametrize(
+    ("column", "values", "wanted"),
+    [
+        ("a", pa.array(["x"] * 4), "the type is string; it must be integers or lists of integers"),
+        ("a", pa.array([1.0] * 4), "the type is double; it must be integers or lists of integers"),
+        ("b", pa.array([[1.0]] * 4), "the type is list<element: double>; it must be integers or lists of integers"),
+        ("label", pa.array(["no"] * 4), "the type is string; it must be numbers"),
+        ("int_0", pa.array([[1.0]] * 4), "the type is list<element: double>; it must be numbers"),
+    ],
+)
+def test_a_column_of_the_wrong_type_is_named(column: str, values: Any, wanted: str, tmp_path: Path) -> None:
+    path = write(tmp_path, **{column: values})
+    assert refusal(DataError, path) == f"{path}, column {column}: {wanted}"
+
+
+def test_an_id_beyond_64_bits_is_named(tmp_path: Path) -> None:
+    path = write(tmp_path, a=pa.array([1, 2, 3, 2**63], pa.uint64()))
+    assert refusal(DataError, path).startswith(f"{path}, row 0 and following, column a: an id is beyond 2**63")
+
+
+def test_a_feature_that_the_data_has_not_is_named_with_its_table(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"label": [1], "a": [1]}), tmp_path / "data.parquet")
+    assert refusal(ConfigError, tmp_path).startswith("table bags: feature b is not in the Parquet file's columns")
+
+
+def test_a_second_file_without_a_column_is_named(tmp_path: Path) -> None:
+    write(tmp_path, "0.parquet")
+    pq.write_table(pa.table({"label": [1], "a": [1], "b": [1]}), tmp_path / "1.parquet")
+    assert refusal(ConfigError, tmp_path).startswith(f"data.columns: {tmp_path / '1.parquet'} has no column int_0")
+
+
+@pytest.mark.parametrize("columns", [{"label": "click"}, {"dense": ["click"]}, {"weights": {"b": "click"}}])
+def test_a_named_column_that_the_data_has_not_is_named(columns: Any, tmp_path: Path) -> None:
+    path = write(tmp_path)
+    assert refusal(ConfigError, path, columns=columns) == f"data.columns: {path} has no column click; name one that it has, such as label"
+
+
+def test_hash_is_refused(tmp_path: Path) -> None:
+    assert refusal(ConfigError, write(tmp_path), hash=True).startswith("data.hash: parquet ids are used as they are")
+
+
+@pytest.mark.parametrize("kept", [0, 100, 600])
+def test_a_truncated_file_is_refused(kept: int, tmp_path: Path) -> None:
+    path = write(tmp_path)
+    path.write_bytes(path.read_bytes()[:kept])
+    assert refusal(DataError, path).startswith(f"{path}: not a whole Parquet file (")
+
+
+def test_a_damaged_page_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "data.parquet"
+    columns = {name: np.arange(5000) % 2 for name in ("label", "int_0", "a", "b")}
+    pq.write_table(pa.table(columns), path, use_dictionary=False, compression="zstd")
+    content = bytearray(path.read_bytes())
+    content[30:200] = bytes(170)
+    path.write_bytes(content)
+    assert refusal(DataError, path).startswith(f"{path}: the Parquet file is damaged (")
+
+
+def test_a_file_without_rows_is_refused(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"label": pa.array([], pa.int64())}), tmp_path / "data.parquet")
+    assert refusal(DataError, tmp_path) == f"{tmp_path / 'data.parquet'}: the file is empty; give a file with at least one row"
+
+
+def test_a_missing_path_is_refused(tmp_path: Path) -> None:
+    assert re.match(r"data\.path = '.*nowhere': no such file, folder or glob", refusal(ConfigError, tmp_path / "nowhere"))

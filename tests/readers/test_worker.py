@@ -1,0 +1,268 @@
+"""The decoding process: order, errors, and every way in which either side may go away."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from prefetcher.readers.base import open_reader
+from prefetcher.readers.schedule import PlacedBatch, schedule
+from prefetcher.readers.source import InlineSource, Source
+from prefetcher.readers.worker import BatchSource
+from protocol.errors import ConfigError, DataError, RowcastError
+from protocol.job import Job
+from tests.readers.samples import PARQUET_COLUMNS, make_job, same_batch, write_parquet
+
+ROOT = Path(__file__).parents[2]
+LONG_S = 60.0  # only a test that fails waits so long
+
+
+@pytest.fixture
+def opened() -> Iterator[Callable[..., BatchSource]]:
+    sources: list[BatchSource] = []
+
+    def open_source(job: Job, **options: Any) -> BatchSource:
+        sources.append(BatchSource(job, **options))
+        sources[-1].start()
+        return sources[-1]
+
+    yield open_source
+    for source in sources:
+        source.close()
+
+
+def factory(name: str, **options: Any) -> Job:
+    return make_job(f"tests.readers.factories:{name}", options=options)
+
+
+def next_batch(source: Source) -> PlacedBatch | None:
+    """Waits as the planner does, by asking again; None at the end."""
+    deadline = time.monotonic() + LONG_S
+    while (batch := source.poll()) is None and not source.ended:
+        assert time.monotonic() < deadline, "nothing arrived"
+        time.sleep(0.001)
+    return batch
+
+
+def rest_of(source: Source) -> list[PlacedBatch]:
+    return list(iter(lambda: next_batch(source), None))
+
+
+def is_alive(pid: int | None) -> bool:
+    """Not gone, and not only waiting to be reaped either, which nobody may do for an orphan in a container."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return state != "Z"
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + LONG_S
+    while not condition():
+        assert time.monotonic() < deadline, "it never happened"
+        time.sleep(0.005)
+
+
+def synthetic_job(samples: int = 100) -> Job:
+    return make_job("synthetic", synthetic={"samples": samples}, shuffle="full", epochs=2)
+
+
+@pytest.mark.parametrize("max_steps", [None, 5, 0])
+def test_both_sources_give_the_schedule_in_order(max_steps: int | None, opened: Callable[..., BatchSource]) -> None:
+    job = synthetic_job()
+    expected = list(schedule(job, open_reader(job), max_steps))
+    for source in (opened(job, max_steps=max_steps), InlineSource(job, max_steps)):
+        found = rest_of(source)
+        assert [(b.step, b.kind, b.train_step, b.epoch, b.position) for b in found] == [
+            (b.step, b.kind, b.train_step, b.epoch, b.position) for b in expected
+        ]
+        assert all(same_batch(a.batch, b.batch) for a, b in zip(found, expected, strict=True))
+        assert source.ended
+        assert source.poll() is None
+        assert source.counters.batches == len(expected)
+
+
+def test_bags_and_weights_cross_bit_for_bit_as_writable_arrays_of_their_own(tmp_path: Path, opened: Callable[..., BatchSource]) -> None:
+    write_parquet(tmp_path / "a.parquet", 50)
+    job = make_job("parquet", path=str(tmp_path), columns=PARQUET_COLUMNS)
+    found = [placed.batch for placed in rest_of(opened(job))]
+    expected = [placed.batch for placed in schedule(job, open_reader(job))]
+    assert all(same_batch(a, b) for a, b in zip(found, expected, strict=True))
+    for batch in found:
+        arrays = [array for array in (batch.dense, batch.labels, batch.ids, batch.offsets, batch.weights) if array is not None]
+        assert len(arrays) == 5
+        assert all(array.flags.writeable for array in arrays)
+
+
+def test_samples_without_dense_features_cross(tmp_path: Path, opened: Callable[..., BatchSource]) -> None:
+    write_parquet(tmp_path / "a.parquet", 20)
+    job = make_job("parquet", path=str(tmp_path), columns={**PARQUET_COLUMNS, "dense": []})
+    assert [placed.batch.dense.shape for placed in rest_of(opened(job))] == [(8, 0), (8, 0), (4, 0)]
+
+
+def test_what_is_known_beforehand_comes_first(opened: Callable[..., BatchSource]) -> None:
+    job = synthetic_job()
+    for source in (opened(job, max_steps=15), InlineSource(job, 15)):
+        info = source.info()
+        assert (info.num_dense, info.expected_train_steps, info.num_train, info.num_eval) == (13, 15, 80, 20)
+
+
+def test_a_run_goes_on_where_another_stopped(opened: Callable[..., BatchSource]) -> None:
+    job = synthetic_job()
+    whole = rest_of(opened(job))
+    rest = rest_of(opened(job, start=whole[6].following))
+    assert [placed.step for placed in rest] == list(range(7, len(whole)))
+    assert all(same_batch(a.batch, b.batch) for a, b in zip(rest, whole[7:], strict=True))
+
+
+def test_replaced_ids_are_counted_on_this_side(opened: Callable[..., BatchSource]) -> None:
+    job = make_job("tests.readers.factories:changed", options={"case": "a negative id"}, on_invalid_id="zero")
+    for source in (opened(job), InlineSource(job)):
+        assert len(rest_of(source)) == 2
+        assert source.counters.invalid_ids == 1
+
+
+def test_arrivals_are_announced(opened: Callable[..., BatchSource]) -> None:
+    announced: list[None] = []
+    source = opened(factory("function"), on_arrival=lambda: announced.append(None))
+    wait_until(lambda: len(announced) == 5)  # three batches to train, one to evaluate, the end
+    assert len(rest_of(source)) == 4
+
+
+def test_decoding_stays_a_bounded_number_of_batches_ahead(opened: Callable[..., BatchSource]) -> None:
+    source = opened(factory("endless"), num_ahead=3)
+    depths = set()
+    while source.counters.batches < 200 or source.counters.decoder_blocked_s == 0 or 2 not in depths:
+        if next_batch(source) is not None:
+            depths.add(source.counters.queue_depth)
+    assert depths <= {0, 1, 2, 3}
+
+
+def test_a_config_error_arrives_as_itself(tmp_path: Path, opened: Callable[..., BatchSource]) -> None:
+    job = make_job("criteo-tsv", path=str(tmp_path / "nowhere"))
+    source = opened(job)
+    for ask in (source.info, lambda: next_batch(source), source.poll, source.info):
+        with pytest.raises(ConfigError, match="nowhere': no such file, folder or glob"):
+            ask()
+    inline = InlineSource(job)
+    inline.start()
+    with pytest.raises(ConfigError, match="nowhere': no such file, folder or glob"):
+        inline.poll()
+
+
+def test_a_data_error_arrives_after_the_batches_before_it(opened: Callable[..., BatchSource]) -> None:
+    source = opened(factory("changed", case="a negative id"))
+    first = next_batch(source)
+    assert first is not None
+    assert first.step == 0
+    with pytest.raises(DataError, match="train batch 1 of epoch 0, look-up 2, column cat_0: id -1 is outside table late"):
+        next_batch(source)
+    assert not source.ended
+
+
+def test_a_bug_in_a_reader_ends_the_run_and_shows_its_traceback(
+    capfd: pytest.CaptureFixture[str], opened: Callable[..., BatchSource]
+) -> None:
+    source = opened(factory("raising"))
+    assert next_batch(source) is not None
+    with pytest.raises(RowcastError, match="ended with exit code 1; its own error stands above on stderr"):
+        next_batch(source)
+    assert "KeyError: 'user_id'" in capfd.readouterr().err
+
+
+def test_a_killed_decoder_is_an_error_and_no_hang(opened: Callable[..., BatchSource]) -> None:
+    source = opened(factory("stuck"))
+    assert [next_batch(source) is not None for _ in range(2)] == [True, True]
+    os.kill(source.pid or 0, signal.SIGKILL)
+    with pytest.raises(RowcastError, match="was killed by signal 9; if nobody sent it, the machine ran out of memory"):
+        next_batch(source)
+
+
+def test_a_decoder_killed_while_it_opens_the_data_is_an_error(opened: Callable[..., BatchSource]) -> None:
+    source = opened(factory("slow_to_open"))
+    os.kill(source.pid or 0, signal.SIGKILL)
+    with pytest.raises(RowcastError, match="was killed by signal 9"):
+        source.info()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_signals_to_the_whole_group_leave_the_decoder_at_work(number: int, opened: Callable[..., BatchSource]) -> None:
+    source = opened(factory("signalled", number=int(number)))
+    os.kill(source.pid or 0, number)  # while it still starts
+    assert len(rest_of(source)) == 2
+
+
+def test_this_process_keeps_its_signals(opened: Callable[..., BatchSource]) -> None:
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [])
+    opened(factory("function"))
+    assert signal.pthread_sigmask(signal.SIG_BLOCK, []) == before
+
+
+@pytest.mark.parametrize("name", ["slow_to_open", "stuck", "endless", "function"])
+def test_closing_ends_the_decoder_whatever_it_does(name: str) -> None:
+    source = BatchSource(factory(name))
+    source.start()
+    if name != "slow_to_open":
+        assert next_batch(source) is not None
+    source.close()
+    assert not is_alive(source.pid)
+    assert source.poll() is None
+    source.close()
+
+
+def test_closing_a_source_that_was_never_started_does_nothing() -> None:
+    for source in (BatchSource(synthetic_job()), InlineSource(synthetic_job())):
+        source.close()
+        assert source.poll() is None
+
+
+@pytest.mark.parametrize("name", ["stuck", "endless"])
+def test_the_decoder_ends_when_its_parent_is_killed(name: str) -> None:
+    with parent_process(name, "time.sleep(600)") as parent:
+        pid = decoder_of(parent)
+        parent.kill()
+    wait_until(lambda: not is_alive(pid))
+
+
+@pytest.mark.parametrize("ending", ["", "raise SystemExit(3)", "raise KeyError"])
+def test_a_parent_that_forgets_to_close_still_ends(ending: str) -> None:
+    with parent_process("stuck", ending) as parent:
+        pid = decoder_of(parent)
+        assert parent.wait(LONG_S) == {"": 0, "raise SystemExit(3)": 3, "raise KeyError": 1}[ending]
+    assert not is_alive(pid)
+
+
+def parent_process(name: str, ending: str) -> subprocess.Popen[str]:
+    """Starts a source, prints its decoder's pid once the data is open, and then does `ending`."""
+    lines = [
+        "import time",
+        "from tests.readers.test_worker import BatchSource, factory",
+        f"source = BatchSource(factory({name!r}))",
+        "source.start()",
+        "source.info()",
+        "print(source.pid, flush=True)",
+        ending,
+    ]
+    command = [sys.executable, "-c", "\n".join(lines)]
+    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+
+
+def decoder_of(parent: subprocess.Popen[str]) -> int:
+    assert parent.stdout is not None
+    return int(parent.stdout.readline())
+
+
+def test_large_batches_cross_unharmed(opened: Callable[..., BatchSource]) -> None:
+    job = make_job("synthetic", synthetic={"samples": 200_000}, batch_size=65_536, eval_fraction=0.0)
+    found = rest_of(opened(job, num_ahead=1))
+    assert [placed.batch.size for placed in found] == [65_536, 65_536, 65_536, 3_392]
+    assert all(same_batch(a.batch, b.batch) for a, b in zip(found, schedule(job, open_reader(job)), strict=True))
+    assert sum(int(np.sum(placed.batch.ids)) for placed in found) > 0

@@ -1,0 +1,229 @@
+"""Real processes under test: `prefetcher run`, `trainer run` and `deploy.local`, each as a user would start it, and what they leave.
+
+Every process started here, and every process that one of them starts, carries a mark in its environment: by it they are found and
+ended when the test is over, and one that outlives its parent is noticed.
+"""
+
+import copy
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+import uuid
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, Self
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from protocol.manifest import Manifest, newest_checkpoint, read_manifest
+from protocol.transport.endpoint import socket_path
+
+Name = Literal["prefetcher", "trainer", "local"]
+COMMANDS: dict[Name, list[str]] = {
+    "prefetcher": ["-m", "prefetcher", "run"],
+    "trainer": ["-m", "trainer", "run"],
+    "local": ["-m", "deploy.local"],
+}
+END_TIMEOUT_S = 40.0
+POLL_S = 0.02
+MARK = "ROWCAST_TEST_MARK"
+
+TINY_JOB: dict[str, dict[str, Any]] = {
+    "job": {"seed": 1},
+    "data": {"format": "synthetic", "batch_size": 64, "synthetic": {"samples": 64_000_000}},
+    "model": {"bottom_mlp": [4], "top_mlp": [1]},
+    "optimizer": {"sparse": {"kind": "adagrad", "lr": 0.1}, "dense": {"kind": "sgd", "lr": 0.1}},
+    "cache": {"capacity": "16KiB"},
+    "lookahead": {"horizon": 8},
+    "transport": {"ring": "1MiB", "connect_timeout": "30s"},
+    "trainer": {"device": "cpu", "threads": 1},
+    "metrics": {"prefetcher": "127.0.0.1:0", "trainer": "127.0.0.1:0"},
+}
+TABLES = [{"name": "t", "num_embeddings": 2000, "embedding_dim": 4, "features": ["cat_0", "cat_1"]}]
+
+
+def job_content(run_dir: Path, **sections: Any) -> dict[str, Any]:
+    """The tiny job with `sections` laid over it: a section's keys one by one, `tables` and None (no such section) as a whole."""
+    content: dict[str, Any] = copy.deepcopy(TINY_JOB) | {"tables": TABLES}
+    content["job"]["run_dir"] = str(run_dir)
+    for name, section in sections.items():
+        merged = isinstance(section, dict) and isinstance(content.get(name), dict)
+        content[name] = content[name] | section if merged else section
+    return {name: section for name, section in content.items() if section is not None}
+
+
+def toml(value: Any) -> str:
+    if isinstance(value, dict):
+        return "{ " + ", ".join(f"{key} = {toml(item)}" for key, item in value.items()) + " }"
+    if isinstance(value, list):
+        return "[" + ", ".join(toml(item) for item in value) + "]"
+    return json.dumps(value)
+
+
+def write_job(path: Path, content: Mapping[str, Any]) -> Path:
+    path.write_text("".join(f"{name} = {toml(section)}\n" for name, section in content.items()))
+    return path
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ended:
+    code: int
+    stdout: str
+    stderr: str
+
+    @property
+    def sentences(self) -> list[str]:
+        """What the command said to the person who ran it, without "rowcast <process>: "."""
+        return re.findall(r"^rowcast \w+: (.*)$", self.stderr, flags=re.MULTILINE)
+
+    def refused(self, code: int) -> str:
+        """The one sentence of a command that ended with `code`, and with no traceback."""
+        assert self.code == code, f"exit code {self.code} instead of {code}:\n{self.stderr}"
+        assert "Traceback" not in self.stderr, self.stderr
+        assert len(self.sentences) == 1, f"{len(self.sentences)} sentences instead of 1:\n{self.stderr}"
+        return self.sentences[0]
+
+    def quiet(self) -> Self:
+        """Checks that the command ended well and had nothing to complain of."""
+        assert (self.code, self.sentences) == (0, []), f"exit code {self.code}:\n{self.stderr}"
+        assert "Traceback" not in self.stderr, self.stderr
+        return self
+
+
+class Process:
+    """One started command; its output goes to files, so that it never waits for a reader."""
+
+    def __init__(self, name: Name, options: list[str], folder: Path, environment: Mapping[str, str]) -> None:
+        number = len(list(folder.glob("*.out")))
+        self._out, self._err = (folder / f"{number}-{name}.{end}" for end in ("out", "err"))
+        command = [sys.executable, *COMMANDS[name], *options]
+        with self._out.open("wb") as out, self._err.open("wb") as err:
+            self._process = subprocess.Popen(command, stdout=out, stderr=err, stdin=subprocess.DEVNULL, env=environment)
+        self.pid = self._process.pid
+
+    @property
+    def stderr(self) -> str:
+        return self._err.read_text()
+
+    @property
+    def running(self) -> bool:
+        return self._process.poll() is None
+
+    def signal(self, number: signal.Signals) -> None:
+        self._process.send_signal(number)
+
+    def ended(self, timeout_s: float = END_TIMEOUT_S) -> Ended:
+        """Waits for the end of the process."""
+        try:
+            code = self._process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"process {self.pid} still runs after {timeout_s:g} s:\n{self.stderr}") from None
+        return Ended(code=code, stdout=self._out.read_text(), stderr=self.stderr)
+
+    def until(self, condition: Callable[[], bool], what: str, timeout_s: float = END_TIMEOUT_S) -> None:
+        """Waits for `condition` while the process runs."""
+        deadline_s = time.monotonic() + timeout_s
+        while not condition():
+            assert self.running, f"process {self.pid} ended before {what}:\n{self.stderr}"
+            assert time.monotonic() < deadline_s, f"no {what} within {timeout_s:g} s:\n{self.stderr}"
+            time.sleep(POLL_S)
+
+    def until_logged(self, event: str) -> None:
+        self.until(lambda: event in self.stderr, f"{event!r} in the log")
+
+    def until_counted(self, name: str, least: float) -> None:
+        """Waits until a metric, summed over its labels, is at least so much."""
+        self.until_logged("serving metrics")
+        self.until(lambda: self.metric(name) >= least, f"{name} >= {least:g}")
+
+    def metric(self, name: str) -> float:
+        address = re.findall(r'event="serving metrics" address=(\S+)', self.stderr)[-1]
+        try:
+            with urllib.request.urlopen(f"http://{address}/metrics", timeout=10) as answer:
+                text = answer.read().decode()
+        except (urllib.error.URLError, ConnectionError, TimeoutError):
+            return 0.0
+        samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
+        return sum(sample.value for sample in samples if sample.name == name)
+
+
+class Session:
+    """A job file, a run directory and the processes of one test. Use as a context manager: it ends what it has started."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.run_dir = folder / "run"
+        self.config = folder / "job.toml"
+        self._mark = uuid.uuid4().hex
+        self._started: set[int] = set()
+        self.write_job()
+
+    def write_job(self, **sections: Any) -> None:
+        write_job(self.config, job_content(self.run_dir, **sections))
+
+    def start(self, name: Name, *options: str, **environment: str) -> Process:
+        """`environment` is added to this process's own."""
+        everything = [f"--config={self.config}", *options]
+        process = Process(name, everything, self.folder, os.environ | environment | {MARK: self._mark})
+        self._started.add(process.pid)
+        return process
+
+    def start_both(self, *prefetcher_options: str) -> tuple[Process, Process]:
+        return self.start("prefetcher", *prefetcher_options), self.start("trainer")
+
+    def start_training(self, num_steps: int = 20, *prefetcher_options: str) -> tuple[Process, Process]:
+        """Both processes, after so many train steps."""
+        prefetcher, trainer = self.start_both(*prefetcher_options)
+        trainer.until_counted("rowcast_train_steps_total", num_steps)
+        return prefetcher, trainer
+
+    def manifest(self) -> Manifest:
+        folder = newest_checkpoint(self.run_dir)
+        assert folder is not None, f"no checkpoint in {self.run_dir}"
+        return read_manifest(folder)
+
+    def children(self) -> list[int]:
+        """Process ids of what the started processes have started, and that still runs."""
+        return sorted(self._alive() - self._started)
+
+    def remains(self) -> list[str]:
+        """What the processes have left although all of them have ended: processes, rings, sockets."""
+        deadline_s = time.monotonic() + 5  # a killed process's children end on their own, but not before they are scheduled
+        while self._alive() and time.monotonic() < deadline_s:
+            time.sleep(POLL_S)
+        socket = socket_path(self.run_dir)
+        sockets = [str(path) for path in (socket, socket.with_suffix(".lock")) if path.exists()]
+        return [*(f"process {pid}" for pid in sorted(self._alive())), *map(str, self._rings()), *sockets]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        for pid in self._alive():
+            os.kill(pid, signal.SIGKILL)
+        socket = socket_path(self.run_dir)
+        for path in (socket, socket.with_suffix(".lock"), *self._rings()):
+            path.unlink(missing_ok=True)
+
+    def _rings(self) -> list[Path]:
+        return [path for pid in self._started for path in Path("/dev/shm").glob(f"rowcast-*-{pid}-*")]
+
+    def _alive(self) -> set[int]:
+        """Processes with our mark that run; a zombie has no environment any more."""
+        marked = f"{MARK}={self._mark}".encode()
+        return {int(path.name) for path in Path("/proc").glob("[0-9]*") if marked in environment_of(path)}
+
+
+def environment_of(process: Path) -> bytes:
+    try:
+        return (process / "environ").read_bytes()
+    except OSError:  # it has ended, or is another user's
+        return b""

@@ -1,0 +1,197 @@
+"""Rows run ahead of the trainer by `depth` steps and plans by a few more, never further; at a barrier nothing runs ahead at all."""
+
+from collections.abc import Callable
+
+import pytest
+
+from prefetcher.fetcher import PlannedStep
+from prefetcher.stores.base import Finished, Keys, Records
+from prefetcher.stores.memory import MemoryStore
+from protocol.batch import ScheduledBatch
+from protocol.job import Job
+from protocol.messages import StepReady
+from protocol.plan import BarrierPlan
+from protocol.tables import GroupSpec, group_specs
+from tests import driver
+from tests.driver import InProcessRun, MemoryCheckpointer, Settings
+from tests.system.test_exact import assert_equal_bits
+from tests.workloads import slots_for, small_batches, small_job
+from trainer.cache import ArrivedStep
+
+LARGE_RING = 2**24
+NUM_STEPS = 24
+QUIET_ROUNDS = 200  # rounds over all stages without progress: the late store's dice come up long before
+
+
+def workload(depth: int, eval_at: tuple[int, ...] = (4, 9)) -> tuple[Job, list[ScheduledBatch]]:
+    job = small_job("adagrad", "single", depth=depth, horizon=3)
+    return job, small_batches(job, "single", num_steps=NUM_STEPS - len(eval_at), eval_at=eval_at)
+
+
+def make_run(job: Job, batches: list[ScheduledBatch], capacity: str, seed: int = 0) -> InProcessRun:
+    slots = slots_for(group_specs(job), batches, capacity)
+    return InProcessRun(job, batches, Settings(slots=slots, ring_bytes=LARGE_RING, seed=seed, late_store=seed % 2 == 1))
+
+
+def advance_until_quiet(run: InProcessRun) -> None:
+    """Every stage and stream of both sides, until none can do anything more."""
+    stages = [*run.prefetcher.stages.values(), *run.trainer.stages.values(), run.streams]
+    quiet = 0
+    while quiet < QUIET_ROUNDS:
+        progress = sum(stage.advance() for stage in stages)
+        quiet = 0 if progress else quiet + 1
+
+
+class Arrivals:
+    """What arrives at the trainer, which is held before a step: it may fill that step's rows, but not begin it."""
+
+    def __init__(self, run: InProcessRun, held_before: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.steps: list[int] = []
+        self.held_before: int | None = held_before
+        self._cache = run.trainer.cache
+        self._take_filled: Callable[[], ArrivedStep | None] = self._cache.take_filled
+        self._next = 0
+        monkeypatch.setattr(self._cache, "take_filled", self._take)
+        run.trainer.conversation.listen({StepReady: self._accept})
+
+    def _accept(self, message: StepReady) -> None:
+        assert message.num_pieces == 1, "the ring is large"
+        self.steps.append(message.step)
+        self._cache.accept(message)
+
+    def _take(self) -> ArrivedStep | None:
+        if self._next == self.held_before:
+            return None
+        step = self._take_filled()
+        self._next += step is not None
+        return step
+
+
+@pytest.mark.parametrize("held_before", [0, 1, 5, 13])
+@pytest.mark.parametrize("depth", [1, 2, 4])
+def test_with_the_trainer_held_before_a_step_exactly_the_next_depth_steps_arrive(
+    depth: int, held_before: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job, batches = workload(depth)
+    run = make_run(job, batches, "everything", seed=held_before)
+    arrivals = Arrivals(run, held_before, monkeypatch)
+    advance_until_quiet(run)
+    assert run.prefetcher.fetcher.done_through == (held_before - 1 if held_before else None)
+    assert arrivals.steps == list(range(held_before + depth + 1))
+    assert run.prefetcher.fetcher.sent_through == held_before + depth
+    assert run.prefetcher.planning.planned_through == held_before - 1 + 2 * depth + 2
+    arrivals.held_before = None
+    run.run()
+    assert arrivals.steps == list(range(NUM_STEPS))
+
+
+@pytest.mark.parametrize("depth", [1, 2, 4])
+def test_a_trainer_held_near_the_end_gets_every_step_that_is_left(depth: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    job, batches = workload(depth)
+    run = make_run(job, batches, "everything")
+    arrivals = Arrivals(run, NUM_STEPS - depth, monkeypatch)
+    advance_until_quiet(run)
+    assert arrivals.steps == list(range(NUM_STEPS))
+    assert run.trainer.loop.end is None, "a barrier waits for every step before it"
+    arrivals.held_before = None
+    run.run()
+
+
+@pytest.mark.parametrize("depth", [1, 2, 4])
+def test_being_held_on_the_way_changes_no_bit(depth: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    job, batches = workload(depth)
+    free = make_run(job, batches, "one batch").run()
+    held = make_run(job, batches, "one batch", seed=1)
+    arrivals = Arrivals(held, 0, monkeypatch)
+    for step in range(1, NUM_STEPS):
+        arrivals.held_before = step
+        advance_until_quiet(held)
+        assert arrivals.steps[-1] <= step + depth
+    arrivals.held_before = None
+    assert_equal_bits(held.run(), list(map(float, free.results.losses)), free.state())
+
+
+@pytest.mark.parametrize("depth", [1, 2, 4])
+@pytest.mark.parametrize("seed", range(4))
+def test_the_planner_stays_within_twice_the_depth_and_two_of_the_last_step_done(depth: int, seed: int) -> None:
+    job, batches = workload(depth)
+    run = make_run(job, batches, "more", seed)
+    ahead: list[int] = []
+
+    def note(planned: PlannedStep) -> None:
+        done = run.prefetcher.fetcher.done_through
+        ahead.append(planned.plan.step - (-1 if done is None else done))
+
+    run.prefetcher.planning.on_plan = note
+    run.run()
+    assert len(ahead) == NUM_STEPS
+    assert max(ahead) == 2 * depth + 2, "the whole distance is used, and no more"
+
+
+class BarrierWatch(MemoryCheckpointer):
+    """Looks at the rings when the barrier has begun: everything before it is done and home."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.run: InProcessRun | None = None
+        self.begun: list[BarrierPlan] = []
+
+    def begin(self, barrier: BarrierPlan) -> str:
+        assert self.run is not None
+        self.begun.append(barrier)
+        prefetcher, trainer = self.run.prefetcher, self.run.trainer
+        assert prefetcher.fetcher.done_through == barrier.after_step
+        assert prefetcher.writeback.applied_through == barrier.after_step
+        assert prefetcher.writeback.queued == trainer.sender.queued == trainer.cache.steps_waiting == 0
+        while trainer.conversation.advance():  # the last Released may still be on its way
+            continue
+        assert prefetcher.fetch_ring.used_bytes == 0
+        assert trainer.sender._ring.used_bytes == 0
+        return super().begin(barrier)
+
+
+@pytest.mark.parametrize("depth", [1, 2, 4])
+@pytest.mark.parametrize("seed", range(4))
+def test_both_rings_are_empty_when_a_barrier_begins(depth: int, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    watch = BarrierWatch()
+    monkeypatch.setattr(driver, "MemoryCheckpointer", lambda: watch)
+    job, batches = workload(depth)
+    watch.run = make_run(job, batches, "one batch", seed)
+    watch.run.run()
+    assert [barrier.after_step for barrier in watch.begun] == [NUM_STEPS - 1]
+    assert sum(map(len, watch.begun[0].dirty)) > 0
+
+
+class ReadKeys(MemoryStore):
+    """A memory store that remembers what was read from it."""
+
+    def __init__(self, group: GroupSpec, seed: int) -> None:
+        super().__init__(group, seed)
+        self.read_keys: list[int] = []
+
+    def read(self, keys: Keys, out: Records) -> Finished:
+        self.read_keys += keys.tolist()
+        return super().read(keys, out)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_nothing_after_a_barrier_is_read_or_sent_before_the_barrier_is_done(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(driver, "MemoryStore", ReadKeys)
+    job, batches = workload(depth=2)
+    run = make_run(job, batches, "one batch", seed)
+    fetcher, planning, planner = run.prefetcher.fetcher, run.prefetcher.planning, run.prefetcher.planner
+    last = 5 + seed
+    run.advance_until(lambda: planning.planned_through == last)
+    planning.stop("a barrier in the middle")
+    planning.advance()
+    planner.end()
+    batch, plan = planner.plan()
+    assert any(len(group.fetch) for group in plan.groups), "the later plan has nothing to read"
+    fetcher.push(PlannedStep(batch=batch, plan=plan))
+    run.advance_until(lambda: fetcher.ended)
+    assert (fetcher.sent_through, fetcher.reading, fetcher.queued) == (last, 0, 1)
+    assert [plan.step for plan in run.plans] == list(range(last + 1))
+    for index, store in enumerate(run.plain_stores):
+        assert isinstance(store, ReadKeys)
+        planned = [key for earlier in run.plans for key in earlier.groups[index].fetch.keys.tolist()]
+        assert sorted(store.read_keys) == sorted(planned)

@@ -1,0 +1,210 @@
+"""The tightest cases: plans far larger than half a ring, a cache of one batch, a stop at any moment, a batch that does not fit."""
+
+import copy
+import dataclasses
+import functools
+import random
+import re
+from collections.abc import Sequence
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from examples.plain_loop import run_plain_loop
+from protocol.batch import ScheduledBatch
+from protocol.errors import ConfigError
+from protocol.job import MIN_RING_BYTES, Job, parse_job
+from protocol.messages import StepReady, StopRequest
+from protocol.tables import group_specs
+from tests.driver import InProcessRun, Settings, start_state
+from tests.system.test_exact import assert_equal_bits, assert_tested_what_it_claims
+from tests.workloads import NUM_DENSE, distinct_rows, make_batch, slots_for, small_batches, small_job
+
+LARGE_BATCH = 5_000
+LARGE_TABLES = (("narrow", 24_000, 8, ["f0", "f1"]), ("wide", 12_000, 24, ["f2"]))
+DEPTH = 4
+SMALL_RING = 24 * 1024
+
+
+@functools.cache
+def large_workload() -> tuple[Job, list[ScheduledBatch], list[float], dict[str, Tensor]]:
+    """Weighted bags of up to three look-ups: the arrays of a plan alone take several pieces, and so do its rows."""
+    tables = [
+        {"name": name, "num_embeddings": rows, "embedding_dim": dim, "features": features, "init": "normal:0.1"}
+        for name, rows, dim, features in LARGE_TABLES
+    ]
+    job = parse_job(msgspec.to_builtins(small_job("adagrad", "weighted", depth=DEPTH, horizon=2)) | {"tables": tables})
+    rng = np.random.default_rng(8)
+    kinds = ["train", "train", "eval", "train", "train", "train", "train", "eval"]
+    batches = [
+        ScheduledBatch(
+            step=step,
+            kind="eval" if kind == "eval" else "train",
+            train_step=kinds[:step].count("train"),
+            epoch=0,
+            batch=make_batch(job, "weighted", LARGE_BATCH, rng),
+        )
+        for step, kind in enumerate(kinds)
+    ]
+    return job, batches, *run_plain_loop(job, start_state(job, NUM_DENSE), batches)
+
+
+class Pieces:
+    """What each plan's pieces carried."""
+
+    def __init__(self, run: InProcessRun) -> None:
+        self.with_arrays: dict[int, int] = {}
+        self.with_rows: dict[int, int] = {}
+        self.payload_bytes: dict[int, int] = {}
+        self._cache = run.trainer.cache
+        run.trainer.conversation.listen({StepReady: self._accept})
+
+    def _accept(self, message: StepReady) -> None:
+        assert message.payload is not None
+        for counts, carried in ((self.with_arrays, message.arrays is not None), (self.with_rows, bool(message.rows))):
+            counts[message.step] = counts.get(message.step, 0) + carried
+        self.payload_bytes[message.step] = self.payload_bytes.get(message.step, 0) + message.payload.nbytes
+        self._cache.accept(message)
+
+
+@pytest.mark.parametrize(("seed", "seeded_streams"), [(0, False), (1, False), (0, True), (1, True), (2, True)])
+def test_plans_larger_than_the_ring_go_through_a_cache_of_one_batch_with_a_late_store(seed: int, seeded_streams: bool) -> None:
+    job, batches, losses, end = large_workload()
+    slots = slots_for(group_specs(job), batches, "one batch")
+    how = Settings(slots=slots, ring_bytes=MIN_RING_BYTES, seed=seed, late_store=True, seeded_streams=seeded_streams)
+    run = InProcessRun(job, batches, how)
+    pieces = Pieces(run)
+    run.run()
+    assert_equal_bits(run, losses, end)
+    assert_tested_what_it_claims(run, job)
+    assert min(pieces.with_arrays.values()) >= 2, "a plan's arrays fit one piece"
+    assert min(pieces.with_rows.values()) >= 2, "a plan's rows fit one piece"
+    assert max(pieces.payload_bytes.values()) > MIN_RING_BYTES, "every plan fits the ring"
+
+
+# a stop at any moment
+
+
+@functools.cache
+def small_workload(depth: int) -> tuple[Job, list[ScheduledBatch]]:
+    job = small_job("rowwise_adagrad", "multi", depth=depth, horizon=5)
+    return job, small_batches(job, "multi", num_steps=16, eval_at=(3, 4, 11))
+
+
+@functools.cache
+def plain_after(depth: int, num_steps: int) -> tuple[list[float], dict[str, Tensor]]:
+    """The plain loop over the first steps only."""
+    job, batches = small_workload(depth)
+    return run_plain_loop(job, start_state(job, NUM_DENSE), batches[:num_steps])
+
+
+def assert_slots_hold_the_stores_rows(run: InProcessRun) -> None:
+    """Every row that is resident after the last plan, as the plans' own moves say, has the same bytes in its slot and in the store."""
+    for index, (records, store) in enumerate(zip(run.records, run.plain_stores, strict=True)):
+        resident: dict[int, int] = {}
+        for plan in run.plans:
+            fetch = plan.groups[index].fetch
+            resident |= dict(zip(fetch.slots.tolist(), fetch.keys.tolist(), strict=True))
+        slots = np.array(sorted(resident, key=lambda slot: resident[slot]), np.int64)
+        keys = np.array(sorted(resident.values()), np.int64)
+        home = np.empty((len(keys), run.groups[index].record_bytes), np.uint8)
+        store.read(keys, home)
+        parts = [slice(part.offset, part.offset + part.width) for part in run.groups[index].parts]
+        for part in parts:
+            assert records.numpy()[slots, part].tobytes() == home.view(np.float32)[:, part].tobytes()
+
+
+def stop(run: InProcessRun, by: str) -> None:
+    if by == "prefetcher":
+        run.prefetcher.planning.stop("a test")
+    else:
+        run.trainer.conversation.send(StopRequest(reason="a test"))
+
+
+@pytest.mark.parametrize("by", ["prefetcher", "trainer"])
+@pytest.mark.parametrize("depth", [1, 2, 4])
+def test_a_stop_at_any_moment_brings_home_exactly_the_steps_that_were_planned(depth: int, by: str) -> None:
+    job, batches = small_workload(depth)
+    slots = slots_for(group_specs(job), batches, "one batch")
+    lengths = set()
+    for seed in range(12):
+        settings = Settings(slots=slots, ring_bytes=(SMALL_RING, 2**20)[seed % 2], seed=seed, late_store=seed % 3 == 0)
+        run = InProcessRun(job, batches, settings)
+        advances = iter(range(random.Random(seed).choice((0, 20, 300, 1500, 4000))))
+        run.advance_until(lambda: next(advances, None) is None)  # noqa: B023 - called within this turn
+        stop(run, by)
+        run.run()
+        assert [plan.step for plan in run.plans] == list(range(len(run.plans)))
+        assert_equal_bits(run, *plain_after(depth, len(run.plans)))
+        assert_slots_hold_the_stores_rows(run)
+        lengths.add(len(run.plans))
+    assert len(lengths) > 3, f"stops came only after {lengths} steps"
+    assert min(lengths) < len(batches), "no run was stopped early"
+
+
+def test_a_stop_before_the_first_plan_changes_nothing() -> None:
+    job, batches = small_workload(2)
+    run = InProcessRun(job, batches, Settings(slots=slots_for(group_specs(job), batches, "one batch")))
+    run.prefetcher.planning.stop("a test")
+    run.run()
+    assert run.plans == []
+    assert run.results.losses == []
+    for name, tensor in start_state(job, NUM_DENSE).items():
+        assert torch.equal(run.state()[name].view(torch.int32), tensor.view(torch.int32)), f"{name} differs"
+
+
+def test_a_stop_after_the_last_plan_loses_nothing() -> None:
+    job, batches = small_workload(2)
+    run = InProcessRun(job, batches, Settings(slots=slots_for(group_specs(job), batches, "one batch")))
+    run.advance_until(lambda: run.prefetcher.planning.planned_through == len(batches) - 1)
+    run.prefetcher.planning.stop("a test")
+    run.run()
+    assert_equal_bits(run, *plain_after(2, len(batches)))
+
+
+# E5: all or nothing
+
+
+def with_a_large_batch(job: Job, batches: Sequence[ScheduledBatch], at: int) -> list[ScheduledBatch]:
+    large = make_batch(job, "multi", 400, np.random.default_rng(1))
+    return [dataclasses.replace(b, batch=large) if b.step == at else b for b in batches]
+
+
+@pytest.mark.parametrize("at", [0, 1, 9])
+@pytest.mark.parametrize("depth", [1, 4])
+def test_a_batch_that_does_not_fit_is_refused_with_both_numbers_before_anything_changes(depth: int, at: int) -> None:
+    job, batches = small_workload(depth)
+    groups = group_specs(job)
+    slots = slots_for(groups, batches, "one batch")
+    batches = with_a_large_batch(job, batches, at)
+    run = InProcessRun(job, batches, Settings(slots=slots, seed=at))
+    with pytest.raises(ConfigError) as refusal:
+        run.run()
+    needed = [distinct_rows(group, batches[at].batch) for group in groups]
+    refused = next(index for index, rows in enumerate(needed) if rows > slots[index])
+    numbers = [int(number) for number in re.findall(r"\d+", str(refusal.value))]
+    assert {at, needed[refused], slots[refused], needed[refused] * groups[refused].record_bytes} <= set(numbers), refusal.value
+    planner = run.prefetcher.planner
+    before = (planner.occupancy, copy.copy(planner.counters))
+    planner.check_integrity()
+    with pytest.raises(ConfigError, match=re.escape(str(refusal.value))):
+        planner.plan()
+    assert (planner.occupancy, planner.counters) == before
+    planner.check_integrity()
+    assert len(run.plans) == at
+    assert run.prefetcher.planning.planned_through == (at - 1 if at else None)
+
+
+def test_every_step_before_the_refused_batch_can_still_be_brought_home() -> None:
+    job, batches = small_workload(2)
+    slots = slots_for(group_specs(job), batches, "one batch")
+    run = InProcessRun(job, with_a_large_batch(job, batches, 9), Settings(slots=slots, seed=3))
+    with pytest.raises(ConfigError):
+        run.run()
+    run.prefetcher.planning.stop("a batch that does not fit")
+    run.run()
+    assert_equal_bits(run, *plain_after(2, 9))
+    assert_slots_hold_the_stores_rows(run)

@@ -1,0 +1,345 @@
+"""What moves is what the planner alone says must move: rows, ring bytes and slots, counted where they move, step by step."""
+
+import functools
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+from torch import Tensor
+
+from prefetcher.planner.capacity import divide_capacity, measure
+from prefetcher.planner.planner import RowPlanner
+from prefetcher.readers.source import InlineSource
+from prefetcher.service import MEASURED_BATCHES
+from prefetcher.stores.base import Finished, Keys, Records
+from prefetcher.stores.memory import MemoryStore
+from protocol.batch import ScheduledBatch
+from protocol.job import Job, load_job, parse_bytes
+from protocol.messages import RingRef
+from protocol.packing import Piece, barrier_stamp, cut, make_block, plan_block, plan_stamp
+from protocol.plan import BarrierPlan, StepPlan
+from protocol.tables import GroupSpec, group_specs, make_keys
+from protocol.transport.ring import RingSlice, RingWriter
+from tests import driver
+from tests.driver import InProcessRun, Settings
+from tests.system.processes import Session
+from tests.workloads import slots_for, small_batches, small_job
+from trainer import streams
+from trainer.report import Report, read_report
+
+SMALL_RING = 24 * 1024  # plans take several pieces
+
+
+@dataclass(frozen=True)
+class Written:
+    """Rows that were written into a ring, and where."""
+
+    address: int
+    nbytes: int
+    keys: list[int]  # none where the writer knows only slots
+
+
+@dataclass
+class RingTraffic:
+    """What one ring took, by the stamp of its pieces without the piece's number."""
+
+    waiting: list[Written] = field(default_factory=list)  # written into pieces that are not committed yet
+    row_bytes: defaultdict[int, int] = field(default_factory=lambda: defaultdict(int))
+    all_bytes: defaultdict[int, int] = field(default_factory=lambda: defaultdict(int))
+    keys: defaultdict[int, list[int]] = field(default_factory=lambda: defaultdict(list))
+
+    def commit(self, piece: RingSlice, stamp: int) -> None:
+        start, end = piece.payload.ctypes.data, piece.payload.ctypes.data + len(piece.payload)
+        for written in [written for written in self.waiting if start <= written.address < end]:
+            self.waiting.remove(written)
+            self.row_bytes[stamp >> 20] += written.nbytes
+            self.keys[stamp >> 20] += written.keys
+        self.all_bytes[stamp >> 20] += len(piece.payload)
+
+
+@dataclass
+class Traffic:
+    """Everything that moved in one run."""
+
+    rings: list[RingTraffic] = field(default_factory=list)  # fetch, back
+    writers: list["CountingWriter"] = field(default_factory=list)
+    gathered: list[tuple[int, list[int]]] = field(default_factory=list)  # address of the records, slots
+    scattered: list[tuple[int, list[int]]] = field(default_factory=list)
+    stored: list[tuple[int | None, list[int]]] = field(default_factory=list)  # step, keys
+
+
+class CountingWriter(RingWriter):
+    """A ring whose pieces know what was written into them."""
+
+    def __init__(self, buffer: npt.NDArray[np.uint8]) -> None:
+        super().__init__(buffer)
+        self.traffic = RingTraffic()
+        self.addresses = range(buffer.ctypes.data, buffer.ctypes.data + len(buffer))
+
+    def commit(self, piece: RingSlice, stamp: int, checksum: bool) -> RingRef:
+        self.traffic.commit(piece, stamp)
+        return super().commit(piece, stamp, checksum)
+
+
+class CountingStore(MemoryStore):
+    traffic: Traffic
+
+    def read(self, keys: Keys, out: Records) -> Finished:
+        self.traffic.rings[0].waiting.append(Written(out.ctypes.data, out.nbytes, keys.tolist()))
+        assert out.ctypes.data in self.traffic.writers[0].addresses, "rows are read straight into the ring"
+        return super().read(keys, out)
+
+    def write(self, keys: Keys, rows: Records, step: int | None) -> Finished:
+        self.traffic.stored.append((step, keys.tolist()))
+        return super().write(keys, rows, step)
+
+
+@pytest.fixture
+def traffic(monkeypatch: pytest.MonkeyPatch) -> Traffic:
+    """Counts what the next in-process run moves."""
+    traffic = Traffic()
+
+    def make_writer(buffer: npt.NDArray[np.uint8]) -> CountingWriter:
+        writer = CountingWriter(buffer)
+        traffic.writers.append(writer)
+        traffic.rings.append(writer.traffic)
+        return writer
+
+    def copy(source: Tensor, out: Tensor) -> None:
+        if out.data_ptr() in traffic.writers[1].addresses:
+            traffic.rings[1].waiting.append(Written(out.data_ptr(), out.nbytes, []))
+        out.copy_(source)
+
+    def gather(rows: Tensor, slots: Tensor, out: Tensor) -> None:
+        traffic.gathered.append((rows.data_ptr(), slots.tolist()))
+        torch.index_select(rows, 0, slots, out=out)
+
+    def scatter(source: Tensor, slots: Tensor, rows: Tensor) -> None:
+        traffic.scattered.append((rows.data_ptr(), slots.tolist()))
+        rows.index_copy_(0, slots.long(), source)
+
+    monkeypatch.setattr(CountingStore, "traffic", traffic, raising=False)
+    monkeypatch.setattr(driver, "MemoryStore", CountingStore)
+    monkeypatch.setattr(driver, "RingWriter", make_writer)
+    for function in (copy, gather, scatter):
+        monkeypatch.setattr(streams, function.__name__, function)
+    return traffic
+
+
+@dataclass(frozen=True)
+class Alone:
+    """What the planner says without anything around it."""
+
+    batches: list[ScheduledBatch]
+    plans: list[StepPlan]
+    barrier: BarrierPlan
+    groups: tuple[GroupSpec, ...]
+
+    def bytes_to_device(self, plan: StepPlan) -> int:
+        return sum(len(group.fetch) * spec.record_bytes for group, spec in zip(plan.groups, self.groups, strict=True))
+
+    def bytes_from_device(self, plan: StepPlan) -> int:
+        return sum(group.num_dirty * spec.record_bytes for group, spec in zip(plan.groups, self.groups, strict=True))
+
+
+def plan_alone(job: Job, batches: Sequence[ScheduledBatch], slots: tuple[int, ...]) -> Alone:
+    groups = group_specs(job)
+    planner = RowPlanner(groups, slots, job.lookahead.depth, job.lookahead.horizon_batches)
+    plans = []
+    for batch in batches:
+        planner.add(batch)
+        while planner.ready():
+            plans.append(planner.plan()[1])
+    planner.end()
+    while planner.ready():
+        plans.append(planner.plan()[1])
+    return Alone(list(batches), plans, planner.barrier("end of data", finished=True), groups)
+
+
+@functools.cache
+def workload(depth: int) -> tuple[Job, list[ScheduledBatch]]:
+    job = small_job("adagrad", "multi", depth=depth, horizon=6)
+    return job, small_batches(job, "multi", num_steps=14, eval_at=(3, 4, 9))
+
+
+def assert_moved_as_planned(traffic: Traffic, alone: Alone) -> None:
+    fetch, back = traffic.rings
+    assert not fetch.waiting, "rows were read that no piece carried"
+    assert not back.waiting, "victims were copied that no piece carried"
+    for batch, plan in zip(alone.batches, alone.plans, strict=True):
+        stamp = plan_stamp(plan.step, 0) >> 20
+        assert sorted(fetch.keys[stamp]) == sorted(key for group in plan.groups for key in group.fetch.keys.tolist())
+        assert fetch.row_bytes[stamp] == alone.bytes_to_device(plan)
+        assert fetch.all_bytes[stamp] == sum(piece.nbytes for piece in pieces_of(batch, plan, alone.groups, traffic.writers[0]))
+        assert back.row_bytes[stamp] == alone.bytes_from_device(plan)
+    barrier = barrier_stamp(alone.barrier.barrier, 0) >> 20
+    flushed = sum(len(move) * spec.record_bytes for move, spec in zip(alone.barrier.dirty, alone.groups, strict=True))
+    assert back.row_bytes[barrier] == flushed
+    assert fetch.row_bytes[barrier] == 0
+    assert sum(fetch.row_bytes.values()) == sum(map(alone.bytes_to_device, alone.plans)), "a piece of no plan carried rows"
+    assert sum(back.row_bytes.values()) == sum(map(alone.bytes_from_device, alone.plans)) + flushed
+
+
+def pieces_of(batch: ScheduledBatch, plan: StepPlan, groups: tuple[GroupSpec, ...], ring: RingWriter) -> list[Piece]:
+    block = plan_block(batch.batch, plan)
+    return cut(block.nbytes, [len(group.fetch) for group in plan.groups], [spec.record_bytes for spec in groups], ring.max_payload)
+
+
+def slots_moved(moves: Sequence[tuple[int, list[int]]], records: Tensor) -> list[int]:
+    return [slot for address, slots in moves if address == records.data_ptr() for slot in slots]
+
+
+def assert_slots_copied_as_planned(run: InProcessRun, traffic: Traffic, alone: Alone) -> None:
+    """Slots in the order in which they were copied: each step's moves, in the order of the steps, then the barrier's."""
+    for index, records in enumerate(run.records):
+        plans = [plan.groups[index] for plan in alone.plans]
+        victims = [slot for plan in plans for slot in plan.evict.slots[: plan.num_dirty].tolist()]
+        assert slots_moved(traffic.gathered, records) == victims + alone.barrier.dirty[index].slots.tolist()
+        assert slots_moved(traffic.scattered, records) == [slot for plan in plans for slot in plan.fetch.slots.tolist()]
+    assert sum(len(slots) for _, slots in traffic.scattered) == sum(len(group.fetch) for plan in alone.plans for group in plan.groups)
+
+
+def assert_stored_as_planned(traffic: Traffic, alone: Alone) -> None:
+    stored: defaultdict[int, list[int]] = defaultdict(list)
+    for step, keys in traffic.stored:
+        assert step is not None
+        stored[step] += keys
+    for plan in alone.plans:
+        expected = [key for group in plan.groups for key in group.evict.keys[: group.num_dirty].tolist()]
+        if plan.step == alone.barrier.after_step:
+            expected += [key for move in alone.barrier.dirty for key in move.keys.tolist()]
+        assert sorted(stored[plan.step]) == sorted(expected)
+
+
+@pytest.mark.parametrize("capacity", ["one batch", "more", "everything"])
+@pytest.mark.parametrize("depth", [1, 2, 4])
+@pytest.mark.parametrize(("seed", "ring_bytes"), [(0, 2**20), (1, SMALL_RING), (2, SMALL_RING)])
+def test_every_step_moves_what_the_planner_alone_gives(depth: int, capacity: str, seed: int, ring_bytes: int, traffic: Traffic) -> None:
+    job, batches = workload(depth)
+    slots = slots_for(group_specs(job), batches, capacity)
+    alone = plan_alone(job, batches, slots)
+    how = Settings(slots=slots, ring_bytes=ring_bytes, seed=seed, late_store=seed % 2 == 1, seeded_streams=seed > 0)
+    run = InProcessRun(job, batches, how).run()
+    assert_moved_as_planned(traffic, alone)
+    assert_slots_copied_as_planned(run, traffic, alone)
+    assert_stored_as_planned(traffic, alone)
+    if capacity != "everything":
+        assert any(len(group.evict) > group.num_dirty > 0 for plan in alone.plans for group in plan.groups), "no clean victim beside dirty"
+
+
+@pytest.mark.parametrize("depth", [1, 4])
+def test_both_processes_count_what_moved(depth: int, traffic: Traffic) -> None:
+    job, batches = workload(depth)
+    slots = slots_for(group_specs(job), batches, "one batch")
+    run = InProcessRun(job, batches, Settings(slots=slots, seed=depth)).run()
+    fetch, back = traffic.rings
+    for counters in (run.prefetcher.counters, run.trainer.counters):
+        assert counters.total("row_bytes_to_device") == sum(fetch.row_bytes.values())
+        assert counters.total("row_bytes_from_device") == sum(back.row_bytes.values())
+        assert counters.total("rows_fetched") == sum(map(len, fetch.keys.values()))
+        assert counters.total("rows_written_back") == sum(len(keys) for _, keys in traffic.stored)
+        assert counters.total("rows_evicted") == sum(len(group.evict) for plan in run.plans for group in plan.groups)
+
+
+def touched(job: Job, batches: Sequence[ScheduledBatch], kind: str) -> set[int]:
+    keys: set[int] = set()
+    by_feature = [table for table in job.tables for _ in table.features]
+    for scheduled in batches:
+        batch = scheduled.batch
+        assert batch.offsets is not None
+        bounds = batch.offsets[:: batch.size]
+        for feature, table in enumerate(by_feature):
+            ids = batch.ids[bounds[feature] : bounds[feature + 1]]
+            keys |= set(make_keys(job.tables.index(table), ids).tolist()) if scheduled.kind == kind else set()
+    return keys
+
+
+@pytest.mark.parametrize("capacity", ["one batch", "everything"])
+def test_a_row_that_only_evaluations_touch_is_never_stored(capacity: str, traffic: Traffic) -> None:
+    job, batches = workload(2)
+    InProcessRun(job, batches, Settings(slots=slots_for(group_specs(job), batches, capacity))).run()
+    stored = {key for _, keys in traffic.stored for key in keys}
+    trained, evaluated = touched(job, batches, "train"), touched(job, batches, "eval")
+    assert len(evaluated - trained) > 50, "every evaluated row is trained too"
+    assert stored == trained
+
+
+def without_evaluations(batches: Sequence[ScheduledBatch]) -> list[ScheduledBatch]:
+    kept = [batch for batch in batches if batch.kind == "train"]
+    return [
+        ScheduledBatch(step=step, kind="train", train_step=batch.train_step, epoch=batch.epoch, batch=batch.batch)
+        for step, batch in enumerate(kept)
+    ]
+
+
+@pytest.mark.parametrize("capacity", ["one batch", "everything"])
+def test_evaluations_leave_no_trace(capacity: str) -> None:
+    job, batches = workload(2)
+    slots = slots_for(group_specs(job), batches, capacity)
+    evaluated = InProcessRun(job, batches, Settings(slots=slots, seed=1)).run()
+    trained = InProcessRun(job, without_evaluations(batches), Settings(slots=slots, seed=2)).run()
+    assert len(evaluated.results.evaluations) == 2
+    assert len(trained.results.evaluations) == 0
+    assert evaluated.results.losses == trained.results.losses
+    for name, tensor in trained.state().items():
+        assert torch.equal(evaluated.state()[name].view(torch.int32), tensor.view(torch.int32)), f"{name} differs"
+    assert present_keys(evaluated) == present_keys(trained)
+
+
+def present_keys(run: InProcessRun) -> list[int]:
+    return [
+        key
+        for group, store in zip(run.groups, run.plain_stores, strict=True)
+        for table in group.tables
+        for keys, _ in store.scan(table.index, 1000)
+        for key in keys.tolist()
+    ]
+
+
+def planned_run(job: Job, max_steps: int | None = None) -> Alone:
+    """The planner over the job's own data, with the slots that a run would give it."""
+    source = InlineSource(job, max_steps)
+    batches: list[ScheduledBatch] = []
+    while (batch := source.poll()) is not None:
+        batches.append(batch)
+    groups = group_specs(job)
+    slots = divide_capacity(groups, measure(groups, batches[:MEASURED_BATCHES]), capacity_bytes=parse_bytes(job.cache.capacity))
+    return plan_alone(job, batches, slots)
+
+
+def assert_report_agrees(report: Report, alone: Alone) -> None:
+    groups = [group for plan in alone.plans for group in plan.groups]
+    flushed = sum(map(len, alone.barrier.dirty))
+    flush_block = make_block({f"{group}.slots": move.slots for group, move in enumerate(alone.barrier.dirty)})
+    blocks = sum(plan_block(batch.batch, plan).nbytes for batch, plan in zip(alone.batches, alone.plans, strict=True))
+    assert report.steps == sum(plan.kind == "train" for plan in alone.plans)
+    assert report.eval_steps == sum(plan.kind == "eval" for plan in alone.plans)
+    assert report.samples == sum(batch.batch.size for batch in alone.batches if batch.kind == "train")
+    assert report.lookups == sum(len(group.slots) for group in groups)
+    assert report.unique_rows == sum(len(group.unique_slots) for group in groups)
+    assert report.rows_fetched == sum(len(group.fetch) for group in groups)
+    assert report.rows_evicted == sum(len(group.evict) for group in groups)
+    assert report.rows_flushed == flushed
+    assert report.rows_written_back == sum(group.num_dirty for group in groups) + flushed
+    assert report.hit_ratio == 1 - report.rows_fetched / report.unique_rows
+    assert report.bytes_to_device == sum(map(alone.bytes_to_device, alone.plans)) + blocks + flush_block.nbytes
+    assert report.bytes_from_device == sum(map(alone.bytes_from_device, alone.plans)) + sum(
+        len(move) * spec.record_bytes for move, spec in zip(alone.barrier.dirty, alone.groups, strict=True)
+    )
+
+
+def test_the_report_of_two_processes_says_what_the_planner_alone_gives(tmp_path: Path) -> None:
+    with Session(tmp_path) as session:
+        data = {"epochs": 2, "eval_fraction": 0.1, "synthetic": {"samples": 64 * 40 + 13}}
+        session.write_job(data=data, eval={"every": 15}, cache={"capacity": "20KiB"}, lookahead={"depth": 3, "horizon": 8})
+        prefetcher, trainer = session.start_both()
+        trainer.ended().quiet()
+        prefetcher.ended().quiet()
+        alone = planned_run(load_job(session.config))
+        assert sum(group.num_dirty for plan in alone.plans for group in plan.groups) > 0, "nothing was evicted"
+        assert_report_agrees(read_report(session.run_dir / "report.json"), alone)
