@@ -7,6 +7,7 @@ import typer
 
 from protocol.command import run_command
 from protocol.job import load_job
+from protocol.process import Signals
 from protocol.telemetry.logs import get_logger, setup_logging
 
 app = typer.Typer(
@@ -35,9 +36,11 @@ def run(
 
     def main() -> None:
         setup_logging("prefetcher", log_level, log_json or None)
-        from prefetcher.service import run_prefetcher
+        job = load_job(config, tuple(overrides or ()))
+        with Signals() as signals:
+            from prefetcher.service import run_prefetcher
 
-        run_prefetcher(load_job(config, tuple(overrides or ())), max_steps, fresh=fresh)
+            run_prefetcher(job, max_steps, signals, fresh=fresh)
 
     raise typer.Exit(run_command("prefetcher", main))
 

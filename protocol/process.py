@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from types import FrameType, TracebackType
 from typing import Protocol, Self
 
+from protocol.command import say
 from protocol.errors import PeerLost, RowcastError
 from protocol.messages import Failure
 from protocol.stages import Doorbell, Stage, StageThread
@@ -23,11 +24,12 @@ class Sends(Protocol):
 
 
 class Signals:
-    """The first SIGINT or SIGTERM asks for a stop, a second one ends the process at once. Use as a context manager."""
+    """The first SIGINT or SIGTERM asks for a stop, a second one ends the process at once. Use as a context manager, in the main thread,
+    around everything that takes time: the imports of a command too."""
 
-    def __init__(self, bell: Doorbell) -> None:
+    def __init__(self) -> None:
         self.stop_reason: str | None = None
-        self._bell = bell
+        self.bell = Doorbell()  # rung by the first signal
         self._previous: dict[int, object] = {}
 
     def __enter__(self) -> Self:
@@ -43,21 +45,23 @@ class Signals:
         if self.stop_reason is not None:
             os._exit(128 + number)
         self.stop_reason = signal.Signals(number).name
-        self._bell.ring()  # its lock is re-entrant, so this is safe even where the signal interrupted a wait on it
+        self.bell.ring()  # its lock is re-entrant, so this is safe even where the signal interrupted a wait on it
 
 
 class Crew:
     """The stage threads of a process and the first error of any of them."""
 
-    def __init__(self, bell: Doorbell) -> None:
+    def __init__(self, process: str, bell: Doorbell) -> None:
         self.error: BaseException | None = None
+        self._process = process
         self._bell = bell
         self._threads: dict[str, StageThread] = {}
 
     def start(self, stages: Mapping[str, Stage], on_idle: Mapping[str, Callable[[float], None]]) -> None:
-        for name, stage in stages.items():
-            self._threads[name] = StageThread(name, stage, self._bell, self.fail, on_idle.get(name))
-        for thread in self._threads.values():
+        """May be called again, with other stages."""
+        threads = {name: StageThread(name, stage, self._bell, self.fail, on_idle.get(name)) for name, stage in stages.items()}
+        self._threads |= threads
+        for thread in threads.values():
             thread.start()
 
     def stop(self) -> None:
@@ -80,7 +84,8 @@ class Crew:
 
     def _end_hung_process(self, error: BaseException) -> None:
         time.sleep(HANG_GRACE_S)
-        get_logger().error("the main thread did not end; leaving at once", error=str(error))
+        get_logger().error("the main thread did not end; leaving at once")
+        say(self._process, str(error) if isinstance(error, RowcastError) else f"unexpected error: {type(error).__name__}: {error}")
         os._exit(error.exit_code if isinstance(error, RowcastError) else 1)
 
 

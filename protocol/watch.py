@@ -13,6 +13,7 @@ from protocol.telemetry.logs import get_logger
 
 HEARTBEAT_EVERY_S = 1.0
 SILENCE_LIMIT_S = 7.0  # a peer that was stopped for less goes on as if nothing had been
+PAUSE_S = 2.0  # between two ticks: this process itself was stopped meanwhile, and heard nothing
 GONE_GRACE_S = 0.5  # what the peer sent before it went may still be on its way through our queues
 REPORT_EVERY_S = 10.0
 
@@ -58,6 +59,7 @@ class PeerWatch:
         self._connected = connected
         self._peer_waits_for = "nothing yet"
         self._started_s = time.monotonic()
+        self._listening_since_s = self._last_tick_s = self._started_s
         self._next_beat_s = self._started_s
         self._gone_since_s: float | None = None
         self._last: Progress | None = None
@@ -67,12 +69,15 @@ class PeerWatch:
 
     def advance(self) -> bool:
         now_s = time.monotonic()
+        self._allow_for_pause(now_s)
         if not self._connected():
+            self._check_gone(now_s)
             self._check_coming(now_s)
             return False
         progress = self._progress()
         if not progress.ended:
-            self._check_there(now_s)
+            self._check_gone(now_s)
+            self._check_silence(now_s)
             self._check_progress(progress, now_s)
         if now_s >= self._next_beat_s and not progress.ended:
             self._next_beat_s = now_s + HEARTBEAT_EVERY_S
@@ -84,6 +89,11 @@ class PeerWatch:
     def _heard(self, message: Heartbeat) -> None:
         self._peer_waits_for = message.waiting_for
 
+    def _allow_for_pause(self, now_s: float) -> None:
+        if now_s - self._last_tick_s > PAUSE_S:
+            self._listening_since_s = self._last_change_s = now_s
+        self._last_tick_s = now_s
+
     def _check_coming(self, now_s: float) -> None:
         self._last_change_s = now_s
         if now_s - self._started_s > self._connect_timeout_s:
@@ -92,14 +102,15 @@ class PeerWatch:
                 f"or raise transport.connect_timeout"
             )
 
-    def _check_there(self, now_s: float) -> None:
-        if self._link.peer_gone:
-            self._gone_since_s = self._gone_since_s or now_s
-            if now_s - self._gone_since_s > GONE_GRACE_S:
-                raise PeerLost(f"the {self._peer} went away; its own log says why. Start both again")
+    def _check_gone(self, now_s: float) -> None:
+        if not self._link.peer_gone:
             return
-        self._gone_since_s = None
-        last_s = self._link.last_received_s or self._started_s
+        self._gone_since_s = self._gone_since_s or now_s
+        if now_s - self._gone_since_s > GONE_GRACE_S:
+            raise PeerLost(f"the {self._peer} went away; its own log says why. Start both again")
+
+    def _check_silence(self, now_s: float) -> None:
+        last_s = max(self._link.last_received_s or self._started_s, self._listening_since_s)
         if now_s - last_s > SILENCE_LIMIT_S:
             raise PeerLost(f"the {self._peer} has been silent for {now_s - last_s:.1f} s; it was stopped or its host is overloaded")
 

@@ -7,6 +7,7 @@ import typer
 
 from protocol.command import run_command
 from protocol.job import load_job
+from protocol.process import Signals
 from protocol.telemetry.logs import setup_logging
 
 app = typer.Typer(
@@ -34,8 +35,10 @@ def run(
 
     def start() -> None:
         setup_logging("trainer", log_level, log_json or None)
-        from trainer.service import run_trainer
+        job = load_job(config, tuple(overrides or ()))
+        with Signals() as signals:
+            from trainer.service import run_trainer
 
-        run_trainer(load_job(config, tuple(overrides or ())), fresh=fresh)
+            run_trainer(job, signals, fresh=fresh)
 
     raise typer.Exit(run_command("trainer", start))

@@ -187,6 +187,7 @@ def summary_rows(report: Report) -> list[tuple[str, str]]:
         ("waited for rows", f"{human_seconds(report.trainer_wait_s)} ({percent(report.stall_share)} of the time)"),
         ("traffic", f"{human_bytes(report.bytes_to_device)} to the device, {human_bytes(report.bytes_from_device)} back"),
         ("memory", f"{human_bytes(report.device_bytes)} on the device, {human_bytes(report.host_bytes)} in the prefetcher"),
+        ("processes", f"prefetcher {report.pids['prefetcher']}, trainer {report.pids['trainer']}"),
         ("device", f"{report.device}, threads: {report.threads}, {'pinned' if report.pinned else 'unpinned'} rings"),
     ]
 

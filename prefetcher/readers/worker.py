@@ -129,7 +129,7 @@ class BatchSource:
         with group_signals_held():
             self._process.start()
         childs_end.close()  # so that the child's death ends the pipe
-        pass
+        atexit.register(self.close)  # before multiprocessing's own, which would wait for a child that ignores SIGTERM
         self._receiver = threading.Thread(target=self._receive, args=(pipe,), daemon=True, name="rowcast-receiver")
         self._receiver.start()
 
