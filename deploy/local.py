@@ -1,63 +1,120 @@
 """Starts both processes on this host and sees them out: `python -m deploy.local --config job.toml [prefetcher options]`.
 
 The trainer has the terminal; the prefetcher's log goes to `<run_dir>/prefetcher.log`. When one ends badly the other ends by itself,
-and what the first one said is repeated here.
+and which one was first, and why, is repeated here.
 """
 
+import os
 import signal
 import subprocess
 import sys
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from protocol.command import run_command
-from protocol.errors import ConfigError
+from protocol.errors import ConfigError, RowcastError
 from protocol.job import load_job
 
 POLL_S = 0.1
 NOTICE_S = 3.0  # for the other process to notice that one has failed, before it is asked to stop
+STOPS = (signal.SIGINT, signal.SIGTERM)
 END_S = 40.0  # before it is killed: a stop in order takes up to 30 s
 
-Child = subprocess.Popen[bytes]
+
+@dataclass(slots=True)
+class Child:
+    name: str
+    process: subprocess.Popen[bytes]
+    log: Path | None  # None: its stderr is ours
+
+    @property
+    def code(self) -> int | None:
+        """As a shell has it; None while it runs."""
+        code = self.process.poll()
+        return code if code is None or code >= 0 else 128 - code
+
+    def signal(self, number: int) -> None:
+        if self.code is None:
+            self.process.send_signal(number)
+
+    def obituary(self) -> str:
+        who, code = f"the {self.name} (process {self.process.pid})", self.process.returncode
+        if code < 0:
+            return f"{who} was killed by {signal.Signals(-code).name}; if nobody sent it, the machine ran out of memory"
+        if self.log is None:
+            return f"{who} ended with code {code}; why stands above"
+        return f"{who} ended with code {code}: {last_line(self.log)} [{self.log}]"
 
 
-def start(module: str, arguments: list[str], log: Path | None) -> Child:
-    command = [sys.executable, "-m", module, "run", *arguments]
+def last_line(log: Path) -> str:
+    return "".join(log.read_text(errors="replace").strip().splitlines()[-1:])
+
+
+def start_both(shared: list[str], steps: list[str], log: Path) -> list[Child]:
+    """Signals that come meanwhile wait, also in the two processes, until there is someone to act on them."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)
+    try:
+        children = [start("prefetcher", [*shared, *steps], log), start("trainer", shared, None)]
+        for number in STOPS:
+            signal.signal(number, forward(children))
+        return children
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def start(name: str, arguments: list[str], log: Path | None) -> Child:
+    command = [sys.executable, "-m", name, "run", *arguments]
     if log is None:
-        return subprocess.Popen(command)
-    with log.open("wb") as file:
-        return subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT)
+        return Child(name, subprocess.Popen(command), log)
+    with log.open("ab") as file:  # what an earlier run said stays, and so does the log of one that still runs
+        return Child(name, subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT), log)
 
 
 def forward(children: list[Child]) -> Callable[[int, object], None]:
     def handle(number: int, frame: object) -> None:
+        if number == signal.SIGINT and has_terminal():
+            return  # the terminal has sent it to all three, and a second one would end the two processes at once
         for child in children:
-            if child.poll() is None:
-                child.send_signal(number)
+            child.signal(number)
 
     return handle
 
 
-def wait_for_both(children: list[Child]) -> list[int]:
-    """Exit codes. Once one has ended badly, the other has a moment to notice by itself, then is asked, then is ended."""
+def has_terminal() -> bool:
+    """Whether this process is one that Ctrl-C reaches."""
+    try:
+        with open("/dev/tty", "rb") as terminal:
+            return os.tcgetpgrp(terminal.fileno()) == os.getpgrp()
+    except OSError:
+        return False
+
+
+def see_out(children: list[Child]) -> Child | None:
+    """The child that failed first, or None. Once one has failed, the other may notice by itself, then is asked, then is killed."""
+    first: Child | None = None
     deadlines: deque[tuple[float, signal.Signals]] = deque()
-    while any(child.poll() is None for child in children):
-        failed = any(child.poll() not in (None, 0) for child in children)
-        if failed and not deadlines:
-            now = time.monotonic()
-            deadlines.extend([(now + NOTICE_S, signal.SIGTERM), (now + END_S, signal.SIGKILL)])
+    while any(child.code is None for child in children):
+        if first is None:
+            first = failed(children)
+            if first is not None:
+                now = time.monotonic()
+                deadlines.extend([(now + NOTICE_S, signal.SIGTERM), (now + END_S, signal.SIGKILL)])
         if deadlines and time.monotonic() > deadlines[0][0]:
-            _, number = deadlines.popleft() if len(deadlines) > 1 else deadlines[0]
+            _, number = deadlines.popleft()
             for child in children:
-                if child.poll() is None:
-                    child.send_signal(number)
+                child.signal(number)
         time.sleep(POLL_S)
-    return [child.wait() for child in children]
+    return first or failed(children)
+
+
+def failed(children: list[Child]) -> Child | None:
+    return next((child for child in children if child.code), None)
 
 
 def main(
@@ -68,29 +125,25 @@ def main(
 ) -> None:
     """Run the prefetcher and the trainer of one job on this host."""
 
-    def run() -> int:
+    def run() -> None:
         run_dir = load_job(config, tuple(overrides or ())).run_dir
-        run_dir.mkdir(parents=True, exist_ok=True)
-        log = run_dir / "prefetcher.log"
+        try:
+            run_dir.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"job.run_dir = {str(run_dir)!r} cannot be made ({error.strerror}); choose another") from None
         shared = ["--config", str(config), *(f"--set={override}" for override in overrides or ()), *(["--fresh"] if fresh else [])]
         steps = [] if max_steps is None else ["--max-steps", str(max_steps)]
-        children = [start("prefetcher", [*shared, *steps], log), start("trainer", shared, None)]
-        handler = forward(children)
-        signal.signal(signal.SIGTERM, handler)
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to all three; the two processes know what to do
-        codes = wait_for_both(children)
-        if codes[0] != 0:
-            last = log.read_text(errors="replace").strip().splitlines()[-1:]
-            raise_for(codes[0], f"the prefetcher (process {children[0].pid}) ended with code {codes[0]}: {''.join(last)} [{log}]")
-        return codes[1]
+        first = see_out(start_both(shared, steps, run_dir / "prefetcher.log"))
+        if first is not None:
+            raise ended_badly(first)
 
     raise typer.Exit(run_command("local", run))
 
 
-def raise_for(code: int, sentence: str) -> None:
-    error = ConfigError(sentence)
-    error.exit_code = code if code > 0 else 1
-    raise error
+def ended_badly(child: Child) -> RowcastError:
+    error = RowcastError(child.obituary())
+    error.exit_code = child.code or 1
+    return error
 
 
 if __name__ == "__main__":

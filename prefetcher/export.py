@@ -46,8 +46,9 @@ def export_run(run_dir: Path, out: Path, progress: Progress = lambda table: None
         partial.rename(out)
         sync_folder(out.absolute().parent)
     except OSError as error:
-        partial.unlink(missing_ok=True)
         raise ConfigError(f"{out}: the export could not be written ({error.strerror}); choose another --out or free space") from None
+    finally:
+        partial.unlink(missing_ok=True)
     return manifest
 
 

@@ -205,10 +205,11 @@ class Fetcher:
     def _send_read(self) -> bool:
         if not self._reading:
             return False
-        reading = self._reading[0]
-        if not all([other.done() for other in self._reading][:1]):
+        complete = [reading.done() for reading in self._reading]  # all are polled: tickets finish in any order
+        if not complete[0]:
             self.stalled_by = "store"
             return False
+        reading = self._reading[0]
         plan = reading.outgoing.step.plan
         oldest = plan.step - self._depth - 1
         if not self.connected or (oldest >= self._first_step and not reached(self.done_through, oldest)):

@@ -1,6 +1,7 @@
 """`prefetcher run`: everything around the engine. Opens in one order, closes in the reverse, whatever happens in between."""
 
 import os
+import secrets
 import statistics
 import uuid
 from collections.abc import Callable, Sequence
@@ -10,7 +11,6 @@ from prefetcher.checkpoint import RunCheckpointer
 from prefetcher.engine import EngineParts, PrefetcherEngine
 from prefetcher.metrics import PrefetcherCollector, PrefetcherGauges, Queue, SlotStates
 from prefetcher.planner.capacity import divide_capacity, measure
-from prefetcher.readers.files import data_files
 from prefetcher.readers.worker import BatchSource
 from prefetcher.stores.memory import MemoryStore
 from protocol.batch import ScheduledBatch
@@ -21,7 +21,6 @@ from protocol.messages import PROTOCOL_VERSION, Bye, RingSpec, Welcome
 from protocol.process import Crew, Signals, tell_peer
 from protocol.rundir import RunDirectory
 from protocol.session import Session
-from protocol.stages import Doorbell
 from protocol.tables import GroupSpec, group_specs
 from protocol.telemetry.build import build_info
 from protocol.telemetry.counters import new_registry
@@ -39,12 +38,13 @@ AUTO_RING_BYTES = 64 * 2**20
 class PrefetcherRun:
     """One run, from the lock on its directory to the last good-bye."""
 
-    def __init__(self, job: Job, max_steps: int | None) -> None:
+    def __init__(self, job: Job, max_steps: int | None, signals: Signals) -> None:
         self._job = job
+        self._signals = signals
         self._groups = group_specs(job)
         self._log = get_logger()
-        self._bell = Doorbell()
-        self._crew = Crew(self._bell)
+        self._bell = signals.bell
+        self._crew = Crew("prefetcher", self._bell)
         self._health = Health(dead_stage=self._crew.dead_stage)
         self._source = BatchSource(job, max_steps, on_arrival=self._bell.ring)
 
@@ -55,19 +55,17 @@ class PrefetcherRun:
             if fresh:
                 directory.remove(["checkpoints"])
             directory.refuse_used()
-            signals = stack.enter_context(Signals(self._bell))
             remove_leftovers()
             stack.callback(self._source.close)
             self._source.start()
-            measured = self._measure(signals)
-            if signals.stop_reason is not None:
-                return
-            self._serve(stack, signals, measured)
+            measured = self._measure()
+            if self._signals.stop_reason is None:
+                self._serve(stack, measured)
 
-    def _measure(self, signals: Signals) -> list[ScheduledBatch]:
+    def _measure(self) -> list[ScheduledBatch]:
         """The first batches, as they come from the worker."""
         measured: list[ScheduledBatch] = []
-        while len(measured) < MEASURED_BATCHES and not self._source.ended and signals.stop_reason is None:
+        while len(measured) < MEASURED_BATCHES and not self._source.ended and self._signals.stop_reason is None:
             seen = self._bell.rings
             batch = self._source.poll()
             if batch is None:
@@ -76,21 +74,20 @@ class PrefetcherRun:
                 measured.append(batch)
         return measured
 
-    def _serve(self, stack: ExitStack, signals: Signals, measured: list[ScheduledBatch]) -> None:
+    def _serve(self, stack: ExitStack, measured: list[ScheduledBatch]) -> None:
         info = self._source.info()
         slots = self._divide_capacity(measured)
         stores = tuple(MemoryStore(group, self._job.job.seed) for group in self._groups)
         for store in stores:
             stack.callback(store.close)
         ring_bytes = self._job.transport.ring_bytes or automatic_ring_bytes(self._groups, measured, self._job.lookahead.depth)
+        check_shared_memory(ring_bytes)
         rings = [stack.enter_context(RingFile.create(ring_bytes, name)) for name in ("fetch", "back")]
         link = ZmqLink.prefetcher(self._job.run_dir, on_receive=self._bell.ring)
-        stack.callback(link.close)
-        link.start()
         welcome = Welcome(
             protocol_version=PROTOCOL_VERSION,
             run_id=uuid.uuid4().hex[:12],
-            incarnation=1,
+            incarnation=1 + secrets.randbelow(2**31),  # so that a frame of an earlier run is known as such
             pid=os.getpid(),
             slots=slots,
             num_dense=info.num_dense,
@@ -122,14 +119,16 @@ class PrefetcherRun:
             horizon=welcome.horizon,
             ring_bytes=ring_bytes,
         )
-        self._converse(stack, signals, engine, link)
+        self._converse(stack, engine, link)
 
-    def _converse(self, stack: ExitStack, signals: Signals, engine: PrefetcherEngine, link: ZmqLink) -> None:
+    def _converse(self, stack: ExitStack, engine: PrefetcherEngine, link: ZmqLink) -> None:
         """Serves metrics, waits for the trainer, and runs the stages until the run is over."""
         collector = PrefetcherCollector(engine.counters, gauges(engine, self._source), build_info("prefetcher", self._job.job.name))
         server = TelemetryServer("prefetcher", self._job.metrics.prefetcher, new_registry(collector), self._health)
         stack.enter_context(server)
         self._log.info("serving metrics", address=server.address)
+        stack.callback(link.close)
+        link.start()
         self._health.state = "connecting"
         watch = PeerWatch(
             "trainer", engine.conversation, link, self._job.transport, lambda: progress(engine), lambda: engine.hello is not None
@@ -137,16 +136,17 @@ class PrefetcherRun:
         self._crew.start({**engine.stages, "watch": watch}, stall_clocks(engine))
         stack.callback(self._crew.stop)
         try:
-            self._until_finished(engine, signals)
-            engine.conversation.send(Bye())
+            self._until_finished(engine)
+            if engine.hello is not None:
+                engine.conversation.send(Bye())
             self._health.state = "stopped"
-            self._log.info("finished", train_steps=engine.counters.train_steps, reason=signals.stop_reason or "end of data")
+            self._log.info("finished", train_steps=engine.counters.train_steps, invalid_ids=self._source.counters.invalid_ids)
         except BaseException as error:
             self._health.state = "failed"
             tell_peer(engine.conversation, error)
             raise
 
-    def _until_finished(self, engine: PrefetcherEngine, signals: Signals) -> None:
+    def _until_finished(self, engine: PrefetcherEngine) -> None:
         stopping = False
         while not engine.finished:
             seen = self._bell.rings
@@ -154,12 +154,13 @@ class PrefetcherRun:
             if engine.hello is not None and self._health.state == "connecting":
                 self._health.state = "running"
                 self._log.info("trainer connected", pid=engine.hello.pid, device=engine.hello.device)
-            if signals.stop_reason is not None and not stopping:
+            if self._signals.stop_reason is not None and not stopping:
                 if engine.hello is None:
                     return
                 stopping = True
                 self._health.state = "stopping"
-                engine.planning.stop(f"{signals.stop_reason} to the prefetcher")
+                self._log.info("stopping", reason=self._signals.stop_reason)
+                engine.planning.stop(f"{self._signals.stop_reason} to the prefetcher")
             self._bell.wait(seen, 1.0)
 
     def _divide_capacity(self, measured: list[ScheduledBatch]) -> tuple[int, ...]:
@@ -168,7 +169,7 @@ class PrefetcherRun:
         return divide_capacity(self._groups, measure(self._groups, measured), capacity_bytes=nbytes, capacity_rows=rows)
 
     def _training_digest(self) -> str:
-        return self._job.training_digest(data_file_sizes(self._job))
+        return self._job.training_digest(self._source.info().file_sizes)
 
 
 def automatic_ring_bytes(groups: Sequence[GroupSpec], measured: Sequence[ScheduledBatch], depth: int) -> int:
@@ -183,10 +184,14 @@ def automatic_ring_bytes(groups: Sequence[GroupSpec], measured: Sequence[Schedul
     return min(wanted, allowed) // 4096 * 4096
 
 
-def data_file_sizes(job: Job) -> list[int]:
-    """Bytes of the files that the data was read from, in name order."""
-    paths = [path for path in (job.data.path, job.data.eval_path) if path is not None]
-    return [file.stat().st_size for path in paths for file in data_files(path, "data.path", r".*")]
+def check_shared_memory(ring_bytes: int) -> None:
+    """Raises ConfigError where the two rings do not both fit, before anything is allocated."""
+    free = free_shared_memory()
+    if 2 * ring_bytes > free:
+        raise ConfigError(
+            f"two rings of {ring_bytes} bytes need {2 * ring_bytes} bytes of /dev/shm, where {free} are free; "
+            f"make transport.ring smaller or enlarge /dev/shm"
+        )
 
 
 def touched_bytes(groups: Sequence[GroupSpec], batch: ScheduledBatch) -> int:
@@ -245,7 +250,9 @@ def gauges(engine: PrefetcherEngine, source: BatchSource) -> PrefetcherGauges:
         in_flight_steps=lambda: steps_between(engine.fetcher.done_through, engine.fetcher.sent_through),
         horizon=lambda: engine.welcome.horizon,
         known_batches=lambda: engine.planner.num_known,
-        slots=lambda: [SlotStates(free=g.num_free, clean=g.num_resident - g.num_dirty, dirty=g.num_dirty) for g in engine.planner.occupancy],
+        slots=lambda: [
+            SlotStates(free=g.num_free, clean=g.num_resident - g.num_dirty, dirty=g.num_dirty) for g in engine.planner.occupancy
+        ],
         write_back_lag_steps=lambda: steps_between(engine.writeback.applied_through, engine.fetcher.done_through),
     )
 
@@ -255,5 +262,5 @@ def steps_between(older: int | None, newer: int | None) -> int:
     return max(0, (-1 if newer is None else newer) - (-1 if older is None else older))
 
 
-def run_prefetcher(job: Job, max_steps: int | None, *, fresh: bool) -> None:
-    PrefetcherRun(job, max_steps).run(fresh=fresh)
+def run_prefetcher(job: Job, max_steps: int | None, signals: Signals, *, fresh: bool) -> None:
+    PrefetcherRun(job, max_steps, signals).run(fresh=fresh)

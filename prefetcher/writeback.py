@@ -90,10 +90,11 @@ class Writeback:
         if not self._inbox:
             return False
         message = self._inbox.popleft()
-        expected = next((e for e in self._expected if not e.arrived_last), None)
+        waiting = list(self._expected)  # a copy: the fetcher's thread appends
+        expected = next((e for e in waiting if not e.arrived_last), None)
         if expected is None or (expected.step, expected.barrier) != (message.step, message.barrier):
-            waiting = "none" if expected is None else f"those of {expected.name}"
-            raise RemoteProtocolError(f"rows came back for step {message.step}, barrier {message.barrier}; expected {waiting}")
+            due = "none" if expected is None else f"those of {expected.name}"
+            raise RemoteProtocolError(f"rows came back for step {message.step}, barrier {message.barrier}; expected {due}")
         stamp = plan_stamp(message.step or 0, message.piece)
         if message.barrier is not None:
             stamp = barrier_stamp(message.barrier, message.piece)

@@ -43,6 +43,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     training_digest: str
     shards: tuple[ShardFile, ...]
     dense: DenseFile
+    checksum: str = ""  # xxh3_64 of the manifest's file where it has "" here, 16 hex digits; `write_manifest` fills it in
 
 
 def file_checksum(path: Path) -> tuple[int, str]:
@@ -74,21 +75,30 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
+def render(manifest: Manifest) -> bytes:
+    return msgspec.json.format(msgspec.json.encode(manifest), indent=1)
+
+
 def write_manifest(folder: Path, manifest: Manifest) -> None:
-    write_durably(folder / MANIFEST_NAME, msgspec.json.format(msgspec.json.encode(manifest), indent=1))
+    checksum = xxhash.xxh3_64_hexdigest(render(msgspec.structs.replace(manifest, checksum="")))
+    write_durably(folder / MANIFEST_NAME, render(msgspec.structs.replace(manifest, checksum=checksum)))
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Raises DataError where there is none, or none that this version can read."""
+    """Raises DataError where there is none, none that this version can read, or one that was changed since it was written."""
     path = folder / MANIFEST_NAME
     try:
-        manifest = msgspec.json.decode(path.read_bytes(), type=Manifest)
+        content = path.read_bytes()
+        manifest = msgspec.json.decode(content, type=Manifest)
     except OSError as error:
         raise DataError(f"{path}: no checkpoint here ({error.strerror})") from None
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise DataError(f"{path}: not a manifest that this version can read ({error})") from None
     if manifest.version != MANIFEST_VERSION:
         raise DataError(f"{path}: manifest version {manifest.version}, but this version reads {MANIFEST_VERSION}")
+    found = xxhash.xxh3_64_hexdigest(content.replace(manifest.checksum.encode(), b"", 1))
+    if found != manifest.checksum:
+        raise DataError(f"{path}: the manifest has checksum {found}, but says {manifest.checksum!r}: it was changed after it was written")
     return manifest
 
 

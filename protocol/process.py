@@ -14,6 +14,7 @@ from protocol.messages import Failure
 from protocol.stages import Doorbell, Stage, StageThread
 from protocol.telemetry.logs import get_logger
 
+STOPS = (signal.SIGINT, signal.SIGTERM)
 HANG_GRACE_S = 5.0  # after a fatal error, for the main thread to come out of what it is doing
 
 
@@ -33,8 +34,9 @@ class Signals:
         self._previous: dict[int, object] = {}
 
     def __enter__(self) -> Self:
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in STOPS:
             self._previous[number] = signal.signal(number, self._handle)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPS)  # a launcher may have held them back until they can be acted upon
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:

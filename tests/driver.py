@@ -38,6 +38,7 @@ from trainer.runner import StepRunner
 from trainer.streams import PlainStreams, SeededStreams, Streams, Wait
 
 QUIET_LIMIT = 20_000  # advances without progress after which a run is stuck: the late store's dice and skewed choices stay far below
+HEAD_START = 100  # advances of the prefetcher before the trainer begins
 
 
 class StuckError(AssertionError):
@@ -204,6 +205,8 @@ class InProcessRun:
         self.plans.append(planned.plan)
 
     def run(self) -> "InProcessRun":
+        for _ in range(HEAD_START):  # so that plans are in flight together, whatever the seed's weights
+            self.chance.choice(list(self.prefetcher.stages.values())).advance()
         self.advance_until(lambda: self.trainer.finished)
         self.trainer.say_bye()
         self.advance_until(lambda: self.prefetcher.finished)

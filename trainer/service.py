@@ -3,7 +3,7 @@
 import os
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
@@ -19,8 +19,8 @@ from protocol.messages import PROTOCOL_VERSION, Hello, StopRequest, Welcome
 from protocol.process import Crew, Signals, tell_peer
 from protocol.rundir import RunDirectory
 from protocol.session import Session
-from protocol.stages import IDLE_WAIT_S, Doorbell
-from protocol.tables import group_specs
+from protocol.stages import IDLE_WAIT_S
+from protocol.tables import GroupSpec, group_specs
 from protocol.telemetry.build import build_info, versions
 from protocol.telemetry.counters import new_registry
 from protocol.telemetry.logs import get_logger
@@ -39,6 +39,7 @@ from trainer.streams import choose_device, make_streams, peak_device_bytes
 from trainer.terminal import Progress as ProgressLine
 from trainer.terminal import print_summary
 
+GREETING_GRACE_S = 0.5  # after a stop, for a Welcome that may be on its way: a prefetcher that has sent one expects a trainer
 DEVICE_POLL_S = 0.0002  # between looks at events of a device, which rings no bell
 
 
@@ -78,12 +79,13 @@ class ResultFiles:
 class TrainerRun:
     """One run, from the lock on its directory to the report."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: Job, signals: Signals) -> None:
         self._job = job
+        self._signals = signals
         self._groups = group_specs(job)
         self._log = get_logger()
-        self._bell = Doorbell()
-        self._crew = Crew(self._bell)
+        self._bell = signals.bell
+        self._crew = Crew("trainer", self._bell)
         self._health = Health(dead_stage=self._crew.dead_stage)
         self._counters: TrainerCounters = new_counters(self._groups)
         self._engine: TrainerEngine | None = None
@@ -92,6 +94,7 @@ class TrainerRun:
 
     def run(self, *, fresh: bool) -> None:
         """Returns when the run is finished or was stopped in order. Raises the first error of any stage."""
+        refuse_several_ranks(os.environ.get("WORLD_SIZE", "1"))
         device = self._choose_device()
         threads = set_threads(self._job.trainer.threads)
         with ExitStack() as stack:
@@ -100,16 +103,17 @@ class TrainerRun:
                 directory.remove(["report.json", "losses.f32"])
             if (directory.path / "report.json").exists():
                 raise ConfigError(f"the run in {directory.path} has a report; add --fresh to start over, or set another job.run_dir")
-            signals = stack.enter_context(Signals(self._bell))
             collector = TrainerCollector(self._counters, self._gauges(), build_info("trainer", self._job.job.name))
             server = TelemetryServer("trainer", self._job.metrics.trainer, new_registry(collector), self._health)
             stack.enter_context(server)
             self._log.info("serving metrics", address=server.address)
+            if self._signals.stop_reason is not None:
+                return
             link = ZmqLink.trainer(self._job.run_dir, on_receive=self._bell.ring)
             stack.callback(link.close)
             link.start()
             stack.enter_context(self._results)
-            self._converse(stack, signals, Conversation(Session("trainer"), link), link, device, threads)
+            self._converse(stack, Conversation(Session("trainer"), link), link, device, threads)
 
     def _choose_device(self) -> torch.device:
         try:
@@ -117,38 +121,42 @@ class TrainerRun:
         except ValueError as error:
             raise ConfigError(str(error)) from None
 
-    def _converse(
-        self, stack: ExitStack, signals: Signals, conversation: Conversation, link: ZmqLink, device: torch.device, threads: int
-    ) -> None:
-        welcome: list[Welcome] = []
-        conversation.listen({Welcome: welcome.append})
-        watch = PeerWatch("prefetcher", conversation, link, self._job.transport, self._progress, lambda: self._engine is not None)
+    def _converse(self, stack: ExitStack, conversation: Conversation, link: ZmqLink, device: torch.device, threads: int) -> None:
+        arrived: list[Welcome] = []
+        conversation.listen({Welcome: arrived.append})
+        watch = PeerWatch("prefetcher", conversation, link, self._job.transport, self._progress, lambda: bool(arrived))
         conversation.send(self._hello(device, threads))
         self._health.state = "connecting"
         self._log.info("waiting for the prefetcher", run_dir=str(self._job.run_dir))
         try:
-            while not welcome:
-                if signals.stop_reason is not None:
-                    return
-                seen = self._bell.rings
-                watch.advance()
-                if not conversation.advance():
-                    self._bell.wait(seen)
-            self._train(stack, signals, conversation, watch, welcome[0], device, threads)
+            if self._await_welcome(arrived, conversation, watch):
+                self._train(stack, conversation, watch, arrived[0], device, threads)
         except BaseException as error:
             self._health.state = "failed"
             tell_peer(conversation, error)
             raise
 
+    def _await_welcome(self, arrived: list[Welcome], conversation: Conversation, watch: PeerWatch) -> bool:
+        """Waits for the Welcome; False where the run was stopped before it came."""
+        give_up_s: float | None = None
+        while not arrived:
+            now_s = time.monotonic()
+            if self._signals.stop_reason is not None:
+                give_up_s = give_up_s or now_s + GREETING_GRACE_S
+            if give_up_s is not None and now_s > give_up_s:
+                return False
+            seen = self._bell.rings
+            watch.advance()
+            if not conversation.advance():
+                self._bell.wait(seen)
+        return True
+
     def _hello(self, device: torch.device, threads: int) -> Hello:
-        world_size = int(os.environ.get("WORLD_SIZE", "1"))
-        if world_size > 1:
-            raise ConfigError(f"WORLD_SIZE = {world_size}, but training on several ranks is not supported yet; start one trainer alone")
         return Hello(
             protocol_version=PROTOCOL_VERSION,
             job_digest=self._job.session_digest(),
             rank=0,
-            world_size=world_size,
+            world_size=1,
             pid=os.getpid(),
             threads=threads,
             device=str(device),
@@ -157,7 +165,6 @@ class TrainerRun:
     def _train(
         self,
         stack: ExitStack,
-        signals: Signals,
         conversation: Conversation,
         watch: PeerWatch,
         welcome: Welcome,
@@ -170,16 +177,18 @@ class TrainerRun:
             )
         rings = [stack.enter_context(RingFile.attach(spec.path, spec.nbytes)) for spec in (welcome.fetch_ring, welcome.back_ring)]
         for ring in rings:
-            ring.unlink()  # both sides have it now: from here on a kill leaves nothing behind
+            Path(ring.path).unlink(missing_ok=True)  # both sides have it now: from here on a kill leaves nothing behind
+        self._crew.start({"watch": watch}, {})  # the prefetcher must hear of this process also while its model is built
+        stack.callback(self._crew.stop)
         are_pinned = stack.enter_context(pinned([ring.buffer for ring in rings], device))
         engine = self._make_engine(conversation, welcome, rings, device)
-        self._crew.start({"mail": engine.conversation, "sender": engine.sender, "watch": watch}, self._stall_clocks(engine))
-        stack.callback(self._crew.stop)
+        self._crew.start({"mail": engine.conversation, "sender": engine.sender}, self._stall_clocks(engine))
+        stack.callback(self._crew.stop)  # once more: before the rings are unpinned
         self._health.state = "running"
         began_s = time.perf_counter()
         progress = stack.enter_context(ProgressLine(self._counters, welcome.train_steps))
         self._results.shown = progress.evaluation
-        self._loop(engine, signals, progress, device)
+        self._loop(engine, progress, device)
         progress.close()
         engine.say_bye()
         self._health.state = "stopped"
@@ -188,7 +197,7 @@ class TrainerRun:
         print_summary(report)
 
     def _make_engine(self, conversation: Conversation, welcome: Welcome, rings: list[RingFile], device: torch.device) -> TrainerEngine:
-        records = [torch.zeros(slots, group.record_floats, device=device) for slots, group in zip(welcome.slots, self._groups, strict=True)]
+        records = make_records(welcome.slots, self._groups, device)
         spent = self._counters.spent if device.type == "cpu" else lambda phase, seconds: None
         self._back_ring = RingWriter(rings[1].buffer)
         self._engine = TrainerEngine(
@@ -208,16 +217,16 @@ class TrainerRun:
         )
         return self._engine
 
-    def _loop(self, engine: TrainerEngine, signals: Signals, progress: ProgressLine, device: torch.device) -> None:
+    def _loop(self, engine: TrainerEngine, progress: ProgressLine, device: torch.device) -> None:
         """The main loop: `advance` until the end of the data."""
         stopping = False
         while not engine.finished:
             seen = self._bell.rings
             self._crew.check()
-            if signals.stop_reason is not None and not stopping:
+            if self._signals.stop_reason is not None and not stopping:
                 stopping = True
                 self._health.state = "stopping"
-                engine.conversation.send(StopRequest(reason=f"{signals.stop_reason} to the trainer"))
+                engine.conversation.send(StopRequest(reason=f"{self._signals.stop_reason} to the trainer"))
             progress.update()
             if engine.loop.advance():
                 self._bell.ring()
@@ -250,7 +259,7 @@ class TrainerRun:
     def _progress(self) -> Progress:
         engine = self._engine
         if engine is None:
-            return Progress(step_begun=None, step_done=None, waiting_for="the prefetcher", ended=False)
+            return Progress(step_begun=None, step_done=None, waiting_for="its model to be built", ended=False)
         loop = engine.loop
         return Progress(step_begun=loop.step_begun, step_done=loop.step_done, waiting_for=loop.waiting_for, ended=loop.end is not None)
 
@@ -279,8 +288,26 @@ class TrainerRun:
         )
 
 
+def refuse_several_ranks(world_size: str) -> None:
+    """`world_size`: what torchrun puts into the environment."""
+    if world_size.strip() != "1":
+        raise ConfigError(f"WORLD_SIZE = {world_size}, but training on several ranks is not supported yet; start one trainer alone")
+
+
+def make_records(slots: Sequence[int], groups: Sequence[GroupSpec], device: torch.device) -> list[torch.Tensor]:
+    """The cache: f32 [slots, record_floats] a group. Raises ConfigError where the device has not the memory."""
+    try:
+        return [torch.zeros(rows, group.record_floats, device=device) for rows, group in zip(slots, groups, strict=True)]
+    except RuntimeError as error:
+        nbytes = sum(rows * group.record_bytes for rows, group in zip(slots, groups, strict=True))
+        first_line = str(error).partition("\n")[0]
+        raise ConfigError(f"cache.capacity: no room for {nbytes} bytes of slots on {device} ({first_line}); make it smaller") from None
+
+
 def set_threads(threads: int | str) -> int:
     """Threads of torch's operations; `auto` is one a core given to this process. Returns their number."""
+    if isinstance(threads, int) and threads < 1:
+        raise ConfigError(f'trainer.threads = {threads} must be at least 1, or "auto"')
     number = len(os.sched_getaffinity(0)) if isinstance(threads, str) else threads
     torch.set_num_threads(1)
     warm_up_sqrt()
@@ -288,5 +315,5 @@ def set_threads(threads: int | str) -> int:
     return number
 
 
-def run_trainer(job: Job, *, fresh: bool) -> None:
-    TrainerRun(job).run(fresh=fresh)
+def run_trainer(job: Job, signals: Signals, *, fresh: bool) -> None:
+    TrainerRun(job, signals).run(fresh=fresh)

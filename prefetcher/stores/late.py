@@ -3,20 +3,21 @@
 import random
 from collections.abc import Callable, Iterator
 
-from prefetcher.stores.base import Keys, Records, Store
+from prefetcher.stores.base import Keys, Records, Store, Ticket
 
 
 class LateTicket:
-    def __init__(self, chance: random.Random, operation: Callable[[], object]) -> None:
+    def __init__(self, chance: random.Random, operation: Callable[[], Ticket]) -> None:
         self._chance = chance
-        self._operation: Callable[[], object] | None = operation
+        self._operation: Callable[[], Ticket] | None = operation
+        self._ticket: Ticket | None = None  # of the operation, once it was begun
 
     def done(self) -> bool:
-        """Carries the operation out only now, when the dice say so: nobody may rely on it having happened earlier."""
+        """Begins the operation only now, when the dice say so: nobody may rely on it having happened earlier."""
         if self._operation is not None and self._chance.random() < 0.3:
-            self._operation()
+            self._ticket = self._operation()
             self._operation = None
-        return self._operation is None
+        return self._ticket is not None and self._ticket.done()
 
 
 class LateStore:

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -228,20 +229,20 @@ def test_closing_a_source_that_was_never_started_does_nothing() -> None:
 def test_the_decoder_ends_when_its_parent_is_killed(name: str) -> None:
     with parent_process(name, "time.sleep(600)") as parent:
         pid = decoder_of(parent)
-        parent.kill()
     wait_until(lambda: not is_alive(pid))
 
 
-@pytest.mark.parametrize("ending", ["", "raise SystemExit(3)", "raise KeyError"])
-def test_a_parent_that_forgets_to_close_still_ends(ending: str) -> None:
+@pytest.mark.parametrize(("ending", "exit_code"), [("", 0), ("raise SystemExit(3)", 3), ("raise KeyError", 1)])
+def test_a_parent_that_forgets_to_close_still_ends(ending: str, exit_code: int) -> None:
     with parent_process("stuck", ending) as parent:
         pid = decoder_of(parent)
-        assert parent.wait(LONG_S) == {"": 0, "raise SystemExit(3)": 3, "raise KeyError": 1}[ending]
+        assert parent.wait(LONG_S) == exit_code
     assert not is_alive(pid)
 
 
-def parent_process(name: str, ending: str) -> subprocess.Popen[str]:
-    """Starts a source, prints its decoder's pid once the data is open, and then does `ending`."""
+@contextmanager
+def parent_process(name: str, ending: str) -> Iterator[subprocess.Popen[str]]:
+    """A process that starts a source, prints its decoder's pid once the data is open, and then does `ending`; killed afterwards."""
     lines = [
         "import time",
         "from tests.readers.test_worker import BatchSource, factory",
@@ -252,7 +253,11 @@ def parent_process(name: str, ending: str) -> subprocess.Popen[str]:
         ending,
     ]
     command = [sys.executable, "-c", "\n".join(lines)]
-    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as parent:
+        try:
+            yield parent
+        finally:
+            parent.kill()
 
 
 def decoder_of(parent: subprocess.Popen[str]) -> int:

@@ -106,7 +106,9 @@ class Process:
         self._out, self._err = (folder / f"{number}-{name}.{end}" for end in ("out", "err"))
         command = [sys.executable, *COMMANDS[name], *options]
         with self._out.open("wb") as out, self._err.open("wb") as err:
-            self._process = subprocess.Popen(command, stdout=out, stderr=err, stdin=subprocess.DEVNULL, env=environment)
+            self._process = subprocess.Popen(
+                command, stdout=out, stderr=err, stdin=subprocess.DEVNULL, env=environment, start_new_session=True
+            )
         self.pid = self._process.pid
 
     @property

@@ -20,7 +20,7 @@ from protocol.job import MIN_RING_BYTES, Job, parse_job
 from protocol.messages import StepReady, StopRequest
 from protocol.tables import group_specs
 from tests.driver import InProcessRun, Settings, start_state
-from tests.system.test_exact import assert_equal_bits, assert_tested_what_it_claims
+from tests.system.test_exact import assert_equal_bits
 from tests.workloads import NUM_DENSE, distinct_rows, make_batch, slots_for, small_batches, small_job
 
 LARGE_BATCH = 5_000
@@ -38,7 +38,7 @@ def large_workload() -> tuple[Job, list[ScheduledBatch], list[float], dict[str, 
     ]
     job = parse_job(msgspec.to_builtins(small_job("adagrad", "weighted", depth=DEPTH, horizon=2)) | {"tables": tables})
     rng = np.random.default_rng(8)
-    kinds = ["train", "train", "eval", "train", "train", "train", "train", "eval"]
+    kinds = ["train", "train", "eval", "train", "train", "train", "train"]
     batches = [
         ScheduledBatch(
             step=step,
@@ -70,7 +70,7 @@ class Pieces:
         self._cache.accept(message)
 
 
-@pytest.mark.parametrize(("seed", "seeded_streams"), [(0, False), (1, False), (0, True), (1, True), (2, True)])
+@pytest.mark.parametrize(("seed", "seeded_streams"), [(0, False), (1, True), (2, True), (3, True)])
 def test_plans_larger_than_the_ring_go_through_a_cache_of_one_batch_with_a_late_store(seed: int, seeded_streams: bool) -> None:
     job, batches, losses, end = large_workload()
     slots = slots_for(group_specs(job), batches, "one batch")
@@ -79,7 +79,8 @@ def test_plans_larger_than_the_ring_go_through_a_cache_of_one_batch_with_a_late_
     pieces = Pieces(run)
     run.run()
     assert_equal_bits(run, losses, end)
-    assert_tested_what_it_claims(run, job)
+    assert sum(group.num_dirty for plan in run.plans for group in plan.groups) > 0, "no dirty row was evicted"
+    assert any(plan.after_step is not None for plan in run.plans), "no evicted row was fetched again under after_step"
     assert min(pieces.with_arrays.values()) >= 2, "a plan's arrays fit one piece"
     assert min(pieces.with_rows.values()) >= 2, "a plan's rows fit one piece"
     assert max(pieces.payload_bytes.values()) > MIN_RING_BYTES, "every plan fits the ring"
