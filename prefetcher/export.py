@@ -10,6 +10,7 @@ A row that was never trained has its first value, which the manifest's job file 
 import json
 import os
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
@@ -24,6 +25,10 @@ from protocol.manifest import Manifest, ShardFile, checked_file, newest_checkpoi
 from protocol.tables import GroupSpec, TableSpec, group_specs, make_keys
 
 BLOCK_ROWS = 65536
+DTYPES = {  # numpy -> safetensors
+    "f2": "F16", "f4": "F32", "f8": "F64", "b1": "BOOL",
+    "i1": "I8", "i2": "I16", "i4": "I32", "i8": "I64", "u1": "U8", "u2": "U16", "u4": "U32", "u8": "U64",
+}  # fmt: skip
 Floats = npt.NDArray[np.float32]
 Progress = Callable[[str], None]
 
@@ -48,7 +53,8 @@ def export_run(run_dir: Path, out: Path, progress: Progress = lambda table: None
     except OSError as error:
         raise ConfigError(f"{out}: the export could not be written ({error.strerror}); choose another --out or free space") from None
     finally:
-        partial.unlink(missing_ok=True)
+        with suppress(OSError):  # renamed, or never made
+            partial.unlink()
     return manifest
 
 
@@ -132,8 +138,7 @@ def layout(groups: tuple[GroupSpec, ...], dense: dict[str, npt.NDArray[np.generi
             for part in group.parts:
                 nbytes = 4 * table.num_embeddings * part.width
                 tensors[part_name(table, part.name)] = ("F32", (table.num_embeddings, part.width), nbytes)
-    dtypes = {"f4": "F32", "f8": "F64", "i8": "I64", "i4": "I32"}
-    tensors |= {name: (dtypes[array.dtype.str[1:]], array.shape, array.nbytes) for name, array in dense.items()}
+    tensors |= {name: (DTYPES[array.dtype.str[1:]], array.shape, array.nbytes) for name, array in dense.items()}
     content, offsets, end = {}, {}, 0
     for name, (dtype, shape, nbytes) in tensors.items():
         content[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [end, end + nbytes]}

@@ -146,7 +146,8 @@ class Fetcher:
 
     def _begin_reads(self) -> bool:
         if self._outgoing is not None:
-            return self._begin_piece(self._outgoing)
+            with self._counters.timed("fetch"):
+                return self._begin_piece(self._outgoing)
         if not self._queue:
             self.stalled_by = self.stalled_by or "plans"
             return False
@@ -157,7 +158,8 @@ class Fetcher:
             self.stalled_by = self.stalled_by or "write_back"
             return False
         self._queue.popleft()
-        self._outgoing = self._open(head)
+        with self._counters.timed("fetch"):
+            self._outgoing = self._open(head)
         return True
 
     def _may_read(self, plan: StepPlan) -> bool:
@@ -216,7 +218,8 @@ class Fetcher:
             self.stalled_by = "credit"
             return False
         self._reading.popleft()
-        self._announce(reading)
+        with self._counters.timed("send"):
+            self._announce(reading)
         return True
 
     def _announce(self, reading: Reading) -> None:

@@ -1,6 +1,8 @@
 """What the prefetcher counts, and how a scrape reads it."""
 
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, get_args
 
@@ -17,6 +19,9 @@ Queue = Literal["batches", "plans", "pieces", "rows_back"]
 # ring: no space in the fetch ring                  store: a ticket is not finished
 # barrier: later plans wait for the flush
 #
+# read: a batch is taken over and enters the horizon     plan: a plan is made         fetch: a plan is cut, its rows read into the ring
+# send: a piece is announced                             write_back: rows that came home go to the store
+#
 # reader -batches-> planner -plans-> fetcher -pieces-> link -rows_back-> write-back
 
 
@@ -29,6 +34,15 @@ class PrefetcherCounters(Counters):
 
     def spent(self, phase: Phase, seconds: float) -> None:
         self.phases[phase] += seconds
+
+    @contextmanager
+    def timed(self, phase: Phase) -> Iterator[None]:
+        """Counts the seconds of the block."""
+        began_s = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.spent(phase, time.perf_counter() - began_s)
 
     def blocked(self, queue: Queue, side: Literal["producer", "consumer"], seconds: float) -> None:
         self.queues[queue].blocked(side, seconds)

@@ -73,7 +73,8 @@ class PlanningStage:
             return False
         batch = self._measured.pop(0) if self._measured else self._source.poll()
         if batch is not None:
-            self._planner.add(batch)
+            with self._counters.timed("read"):
+                self._planner.add(batch)
         elif self._source.ended:
             self._planner.end()
             self._ended = True
@@ -88,7 +89,8 @@ class PlanningStage:
         done = self._first_step - 1 if self._fetcher.done_through is None else self._fetcher.done_through
         if step > done + self._ahead:
             return False
-        batch, plan = self._planner.plan()
+        with self._counters.timed("plan"):
+            batch, plan = self._planner.plan()
         planned = PlannedStep(batch=batch, plan=plan)
         self._counters.planned(plan, batch.batch.size)
         self.on_plan(planned)

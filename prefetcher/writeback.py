@@ -89,7 +89,11 @@ class Writeback:
     def _begin_writes(self) -> bool:
         if not self._inbox:
             return False
-        message = self._inbox.popleft()
+        with self._counters.timed("write_back"):
+            self._apply(self._inbox.popleft())
+        return True
+
+    def _apply(self, message: RowsBack) -> None:
         waiting = list(self._expected)  # a copy: the fetcher's thread appends
         expected = next((e for e in waiting if not e.arrived_last), None)
         if expected is None or (expected.step, expected.barrier) != (message.step, message.barrier):
@@ -107,7 +111,6 @@ class Writeback:
             )
         self._counters.rows_back(message)
         self._writing.append(Writing(expected, message.payload, tickets))
-        return True
 
     def _write_spans(self, expected: Expected, message: RowsBack, payload: "np.ndarray[tuple[int], np.dtype[np.uint8]]") -> list[Ticket]:
         tickets = []

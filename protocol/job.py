@@ -4,6 +4,7 @@ Every section is a frozen struct; unknown keys, wrong types and impossible value
 """
 
 import json
+import math
 import re
 import tomllib
 from pathlib import Path
@@ -18,6 +19,8 @@ UNITS = {"": 1, "B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40, 
 MIN_RING_BYTES = 2**20
 MAX_ROWS_PER_TABLE = 2**48  # a key is table_index << 48 | row
 MAX_TABLES = 2**15
+MAX_MLP_WIDTH = 2**20
+MAX_THREADS = 2**12
 
 
 def parse_bytes(text: str | int) -> int:
@@ -28,9 +31,9 @@ def parse_bytes(text: str | int) -> int:
         match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
         if match is None or match[2] not in UNITS:
             raise ValueError(f'{text!r} is not a size; write bytes with a unit, such as "64MiB"')
-        value = int(float(match[1]) * UNITS[match[2]])
-    if value <= 0:
-        raise ValueError(f"{text!r} must be more than 0 bytes")
+        value = int(min(float(match[1]) * UNITS[match[2]], 2**63))
+    if not 0 < value < 2**63:
+        raise ValueError(f"{text!r} must be more than 0 and less than 2**63 bytes")
     return value
 
 
@@ -44,6 +47,10 @@ def parse_seconds(text: str | float) -> float:
     return float(match[1]) * {"ms": 1e-3, "s": 1.0, "m": 60.0}[match[2]]
 
 
+def is_factory(name: str) -> bool:
+    return re.fullmatch(r"[^:\s]+:[^:\s]+", name) is not None
+
+
 class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     pass
 
@@ -54,6 +61,8 @@ class JobSection(Section, frozen=True, kw_only=True):
     run_dir: str
 
     def __post_init__(self) -> None:
+        if not self.run_dir:
+            raise ValueError("run_dir is empty; name a folder")
         if not 0 <= self.seed < 2**63:
             raise ValueError(f"seed = {self.seed} must be from 0 to 2**63 - 1")
 
@@ -94,13 +103,13 @@ class Data(Section, frozen=True, kw_only=True):
     options: dict[str, Any] = {}  # handed to a "package.module:factory"
 
     def __post_init__(self) -> None:
-        if self.format not in ("criteo-tsv", "criteo-npy", "parquet", "synthetic") and ":" not in self.format:
+        if self.format not in ("criteo-tsv", "criteo-npy", "parquet", "synthetic") and not is_factory(self.format):
             raise ValueError(f'format = {self.format!r} is none of criteo-tsv, criteo-npy, parquet, synthetic, "package.module:factory"')
         if self.path is None and self.format in ("criteo-tsv", "criteo-npy", "parquet"):
             raise ValueError(f'format = {self.format!r} needs path = "..."')
         for name in ("batch_size", "epochs"):
             if not 1 <= getattr(self, name) < 2**31:
-                raise ValueError(f"{name} = {getattr(self, name)} must be at least 1")
+                raise ValueError(f"{name} = {getattr(self, name)} must be from 1 to 2**31 - 1")
         if not 0 <= self.eval_fraction < 1:
             raise ValueError(f"eval_fraction = {self.eval_fraction} must be at least 0 and less than 1")
         if not re.fullmatch(r"none|full|window:[1-9]\d*", self.shuffle):
@@ -154,12 +163,12 @@ class Model(Section, frozen=True, kw_only=True):
     options: dict[str, Any] = {}  # handed to a "package.module:factory"
 
     def __post_init__(self) -> None:
-        if self.kind != "dlrm" and ":" not in self.kind:
+        if self.kind != "dlrm" and not is_factory(self.kind):
             raise ValueError(f'kind = {self.kind!r} is neither dlrm nor "package.module:factory"')
         if self.kind == "dlrm" and (not self.bottom_mlp or not self.top_mlp or self.top_mlp[-1] != 1):
             raise ValueError("dlrm needs bottom_mlp = [..., embedding_dim] and top_mlp = [..., 1]")
-        if any(width < 1 for width in [*self.bottom_mlp, *self.top_mlp]):
-            raise ValueError("bottom_mlp and top_mlp list output widths, which must be at least 1")
+        if not all(1 <= width <= MAX_MLP_WIDTH for width in [*self.bottom_mlp, *self.top_mlp]):
+            raise ValueError(f"bottom_mlp and top_mlp list output widths, which must be from 1 to {MAX_MLP_WIDTH}")
 
 
 class SparseOptimizer(Section, frozen=True, kw_only=True):
@@ -181,7 +190,7 @@ class SparseOptimizer(Section, frozen=True, kw_only=True):
             raise ValueError(f"eps = {self.eps} must be above 0: with 0 rows that no batch touches would become NaN")
         if not all(0 <= beta < 1 for beta in self.betas):
             raise ValueError(f"betas = {list(self.betas)} must be at least 0 and below 1")
-        if self.initial_accumulator < 0:
+        if not 0 <= self.initial_accumulator < float("inf"):
             raise ValueError(f"initial_accumulator = {self.initial_accumulator} must be at least 0")
 
     @property
@@ -203,6 +212,13 @@ class DenseOptimizer(Section, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         if not 0 <= self.lr < float("inf"):
             raise ValueError(f"lr = {self.lr} must be finite and at least 0")
+        for name in ("momentum", "weight_decay", "initial_accumulator"):
+            if not 0 <= getattr(self, name) < float("inf"):
+                raise ValueError(f"{name} = {getattr(self, name)} must be finite and at least 0")
+        if self.eps is not None and not 0 <= self.eps < float("inf"):
+            raise ValueError(f"eps = {self.eps} must be finite and at least 0")
+        if not all(0 <= beta < 1 for beta in self.betas):
+            raise ValueError(f"betas = {list(self.betas)} must be at least 0 and below 1")
         if self.momentum and self.kind != "sgd":
             raise ValueError(f'momentum belongs to kind = "sgd", not {self.kind!r}')
 
@@ -282,7 +298,7 @@ class Transport(Section, frozen=True, kw_only=True):
         if self.ring != "auto" and parse_bytes(self.ring) < MIN_RING_BYTES:
             raise ValueError(f"ring = {self.ring!r} must be at least 1MiB")
         for name in ("connect_timeout", "stall_timeout"):
-            if parse_seconds(getattr(self, name)) <= 0:
+            if not parse_seconds(getattr(self, name)) > 0:
                 raise ValueError(f"{name} = {getattr(self, name)!r} must be more than 0 seconds")
 
     @property
@@ -294,6 +310,9 @@ class Trainer(Section, frozen=True, kw_only=True):
     device: str = "auto"
     threads: int | Literal["auto"] = "auto"
 
+    def __post_init__(self) -> None:
+        check_threads(self.threads)
+
 
 class Prefetcher(Section, frozen=True, kw_only=True):
     workers: int = 1
@@ -302,6 +321,12 @@ class Prefetcher(Section, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         if self.workers != 1:
             raise ValueError(f"workers = {self.workers} is not supported yet; use 1")
+        check_threads(self.threads)
+
+
+def check_threads(threads: int | str) -> None:
+    if isinstance(threads, int) and not 1 <= threads <= MAX_THREADS:
+        raise ValueError(f'threads = {threads} must be "auto" or from 1 to {MAX_THREADS}')
 
 
 class Metrics(Section, frozen=True, kw_only=True):
@@ -377,6 +402,8 @@ def parse_init(init: str, num_embeddings: int) -> tuple[Literal["uniform", "norm
             return "uniform", -bound, bound
         kind, _, rest = init.partition(":")
         values = [float(value) for value in rest.split(",")]
+        if not all(map(math.isfinite, values)):
+            raise ValueError("not finite")
         if kind == "uniform" and len(values) == 2 and values[0] <= values[1]:
             return "uniform", values[0], values[1]
         if kind == "normal" and len(values) == 1 and values[0] >= 0:
@@ -431,8 +458,13 @@ def parse_job(content: dict[str, Any], source: str = "job") -> Job:
 
 def readable(sentence: str) -> str:
     """msgspec's `... - at `$.data.path`` -> `data.path: ...`."""
-    match = re.fullmatch(r"(.*) - at `\$\.?(.*)`", sentence, flags=re.DOTALL)
-    return f"{match[2]}: {match[1]}" if match and match[2] else sentence.removesuffix(" - at `$`")
+    match = re.fullmatch(r"(.*?)(?: - at `\$\.?(.*)`)?", sentence, flags=re.DOTALL)
+    assert match is not None, "the pattern takes any sentence"
+    what, where = match[1], match[2]
+    what = re.sub(r"Object contains unknown field `(.*)`", r"unknown key \1; correct or remove it", what)
+    what = re.sub(r"Object missing required field `(.*)`", r"key \1 is missing", what)
+    what = re.sub(r"Invalid enum value (.*)", r"\1 is not one of the values that this key can have", what)
+    return f"{where}: {what}" if where else what
 
 
 def resolve_tables(job: Job) -> list[Table]:

@@ -12,6 +12,7 @@ Staging is allocated once: `depth` + 1 sets of half a ring each way. A plan that
 The cache decides nothing: it holds no key, no index of rows and no order of its own.
 """
 
+import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -207,6 +208,7 @@ class DeviceCache:
         message = arrived.pieces[len(arrived.filled)]
         if not self._may_fill(arrived, message):
             return False
+        began_s = time.perf_counter()
         fill = self._streams.fill
         fill.wait(arrived.copied[message.piece], "copied")
         for after in {arrived.header.groups[span.group].fill_after for span in message.rows}:
@@ -215,6 +217,8 @@ class DeviceCache:
         self._gather_victims(arrived, message)
         self._scatter_rows(arrived, message)
         arrived.filled.append(fill.record())
+        if self._streams.device.type == "cpu":  # elsewhere the work is only issued here
+            self._counters.spent("fill", time.perf_counter() - began_s)
         return True
 
     def _may_fill(self, arrived: ArrivedStep, message: StepReady) -> bool:

@@ -79,7 +79,7 @@ class TrainingLoop:
         self.step_begun: int | None = None
         self.step_done: int | None = None
         self.end: EndOfData | None = None
-        self.stop_reason: str | None = None  # what the last barrier was for
+        self.stop_reason: str | None = None  # what the barrier is for that follows the newest step; None before it comes
         self._cache = cache
         self._sender = sender
         self._streams = streams
@@ -94,7 +94,7 @@ class TrainingLoop:
         self._saving: Flush | None = None
         self._evaluating = False
         self._train_steps = 0
-        self._idle_since_s: float | None = time.perf_counter()
+        self._waited_s = 0.0  # for the rows of the next step
 
     @property
     def finished(self) -> bool:
@@ -119,6 +119,15 @@ class TrainingLoop:
         issued = self._issue_next()
         return self._at_barrier() or collected or moved or issued
 
+    def idled(self, seconds: float) -> None:
+        """The main thread had nothing to do for so long. Before the first step that is start-up, and no stall."""
+        if self.step_begun is None:
+            return
+        reason: StallReason = "results" if self._issued else "rows" if self.stop_reason is None else "barrier"
+        self._counters.stalled(reason, seconds)
+        if reason == "rows":
+            self._waited_s += seconds
+
     # issuing
 
     def _issue_next(self) -> bool:
@@ -127,10 +136,11 @@ class TrainingLoop:
             return False
         if self._evaluating and step.header.kind == "train":
             self._close_evaluation()
-        began_s, waited_s = time.perf_counter(), self._waited("rows")
+        began_s, waited_s, self._waited_s = time.perf_counter(), self._waited_s, 0.0
         compute = self._streams.compute
         compute.wait(step.filled[-1], "filled")
         self.step_begun = step.step
+        self.stop_reason = None
         loss = self._run(step)
         event = compute.record()
         self._cache.issued(step.step, event)
@@ -184,8 +194,6 @@ class TrainingLoop:
             self._finish_evaluation(issued.train_steps, issued.evaluation[0].result())
         if issued.step is not None:
             self._finish_step(issued, issued.step)
-        if not self._issued:
-            self._idle_since_s = time.perf_counter()
         return True
 
     def _finish_evaluation(self, train_steps: int, result: EvalResult) -> None:
@@ -209,15 +217,6 @@ class TrainingLoop:
         step_s = time.perf_counter() - issued.began_s
         self._sender.finish(StepDone(step=step.step, rank=0, waited_s=issued.waited_s, step_s=step_s))
 
-    def _waited(self, reason: StallReason) -> float:
-        """Seconds since the device ran out of work, counted for `reason`; none while it has some."""
-        if self._idle_since_s is None:
-            return 0.0
-        seconds = time.perf_counter() - self._idle_since_s
-        self._idle_since_s = None
-        self._counters.stalled(reason, seconds)
-        return seconds
-
     # barriers
 
     def _at_barrier(self) -> bool:
@@ -232,8 +231,6 @@ class TrainingLoop:
         self.stop_reason = message.reason
         if self._evaluating:
             self._close_evaluation()
-        self._waited("barrier")
-        self._idle_since_s = time.perf_counter()
         self._cache.flush(message)
         if message.piece == message.num_pieces - 1 and message.checkpoint is not None:
             self._saving = message

@@ -230,8 +230,10 @@ class TrainerRun:
             progress.update()
             if engine.loop.advance():
                 self._bell.ring()
-            else:
-                self._bell.wait(seen, DEVICE_POLL_S if device.type != "cpu" else IDLE_WAIT_S)
+                continue
+            began_s = time.perf_counter()
+            self._bell.wait(seen, IDLE_WAIT_S if device.type == "cpu" else DEVICE_POLL_S)
+            engine.loop.idled(time.perf_counter() - began_s)
 
     def _report(
         self, engine: TrainerEngine, welcome: Welcome, wall_s: float, threads: int, device: torch.device, *, are_pinned: bool

@@ -1,5 +1,6 @@
 """Rows in this process's memory. A row takes memory only once it was trained; until then its first value is computed when it is read."""
 
+import mmap
 from collections.abc import Iterator
 
 import numpy as np
@@ -30,6 +31,19 @@ def scatter(source: Words, positions: Positions, out: Words, present: npt.NDArra
         present[positions[i]] = True
 
 
+def lazy_array(num_rows: int, num_words: int) -> Words:
+    """u64 [num_rows, num_words] of zeros that take memory page by page, as they are written. Raises MemoryError.
+
+    numpy would ask for huge pages: then the first write of a row clears 2 MiB, and a sparse table takes all of its memory at once.
+    """
+    try:
+        memory = mmap.mmap(-1, max(1, num_rows * num_words * 8))
+    except (OSError, OverflowError, ValueError):
+        raise MemoryError from None
+    memory.madvise(mmap.MADV_NOHUGEPAGE)
+    return np.frombuffer(memory, np.uint64, num_rows * num_words).reshape(num_rows, num_words)
+
+
 class MemoryStore:
     """All tables of a group in one lazily committed array, table after table."""
 
@@ -40,7 +54,7 @@ class MemoryStore:
         sizes = [table.num_embeddings for table in group.tables]
         self._first = dict(zip(self._tables, np.cumsum([0, *sizes[:-1]]).tolist(), strict=True))
         try:
-            self._words: Words = np.empty((sum(sizes), group.record_bytes // 8), np.uint64)
+            self._words: Words = lazy_array(sum(sizes), group.record_bytes // 8)
             self._present = np.zeros(sum(sizes), np.bool_)
         except MemoryError:
             raise ConfigError(

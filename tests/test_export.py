@@ -1,0 +1,248 @@
+"""An export is one safetensors file with every row of every table, trained or not, and the dense weights; stock PyTorch loads it."""
+
+import subprocess
+import sys
+import tracemalloc
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.numpy import load
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from prefetcher import checkpoint, export
+from prefetcher.export import CheckpointRows, export_run
+from prefetcher.stores.base import Keys, Records
+from prefetcher.stores.memory import MemoryStore, first_records
+from protocol.batch import ScheduledBatch
+from protocol.errors import ConfigError, DataError
+from protocol.job import Job, load_job, parse_job
+from protocol.manifest import newest_checkpoint, read_manifest
+from protocol.tables import GroupSpec, group_specs, make_keys
+from tests.driver import InProcessRun, Settings, start_state
+from tests.system.processes import Session
+from tests.test_checkpoint import save_checkpoint, trained_run
+from tests.workloads import make_batch, slots_for
+from trainer.models import mean_loss
+from trainer.models.dlrm import DLRM
+
+DIM = 6
+
+
+def dlrm_job(run_dir: Path, tables: list[tuple[str, int, list[str]]], optimizer: str = "adagrad") -> Job:
+    return parse_job(
+        {
+            "job": {"run_dir": str(run_dir), "seed": 4},
+            "data": {"format": "tests.workloads:unused", "batch_size": 32},
+            "tables": [
+                {"name": name, "num_embeddings": rows, "embedding_dim": DIM, "features": features, "init": "normal:0.3"}
+                for name, rows, features in tables
+            ],
+            "model": {"bottom_mlp": [5, DIM], "top_mlp": [7, 1]},
+            "optimizer": {
+                "sparse": {"kind": optimizer, "lr": 0.1, "initial_accumulator": 0.5 if optimizer == "adagrad" else 0.0},
+                "dense": {"kind": "sgd", "lr": 0.1},
+            },
+            "cache": {"capacity": "1GiB"},
+        }
+    )
+
+
+def exported(run: InProcessRun, out: Path) -> dict[str, Tensor]:
+    save_checkpoint(run)
+    export_run(run.job.run_dir, out)
+    return load_file(out)
+
+
+def assert_equal_tensors(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert found[name].shape == tensor.shape, name
+        assert found[name].numpy().tobytes() == tensor.numpy().tobytes(), f"{name} differs"
+
+
+def test_an_export_after_training_holds_exactly_the_rows_of_the_store_and_the_dense_weights(tmp_path: Path) -> None:
+    run = trained_run(tmp_path / "run")
+    found = exported(run, tmp_path / "out.safetensors")
+    assert_equal_tensors(found, run.state())
+    start = start_state(run.job, 4)
+    assert all(not torch.equal(found[f"embedding_bags.{t.name}.weight"], start[f"embedding_bags.{t.name}.weight"]) for t in run.job.tables)
+
+
+@pytest.mark.parametrize(("shard_bytes", "block_rows"), [(1_000, 65_536), (4_000, 64), (10_000_000, 7), (2_000, 1)])
+def test_shards_and_blocks_of_any_size_give_the_same_export(
+    shard_bytes: int, block_rows: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = trained_run(tmp_path / "run", num_steps=3)
+    monkeypatch.setattr(checkpoint, "SHARD_BYTES", shard_bytes)
+    monkeypatch.setattr(export, "BLOCK_ROWS", block_rows)
+    assert_equal_tensors(exported(run, tmp_path / "out.safetensors"), run.state())
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "rowwise_adagrad", "adam"])
+def test_every_optimizers_state_is_exported_under_its_name_in_torch(optimizer: str, tmp_path: Path) -> None:
+    job = dlrm_job(tmp_path / "run", [("a", 30, ["x"])], optimizer)
+    found = exported(InProcessRun(job, [], Settings(slots=(1,))).run(), tmp_path / "out")
+    states = {"sgd": set(), "rowwise_adagrad": {"sum"}, "adam": {"exp_avg", "exp_avg_sq"}}[optimizer]
+    assert {name for name in found if name.startswith("optimizer.")} == {f"optimizer.a.{state}" for state in states}
+    assert_equal_tensors(found, start_state(job, 13))
+
+
+# stock PyTorch
+
+
+def trained_dlrm(tmp_path: Path) -> tuple[InProcessRun, list[ScheduledBatch]]:
+    job = dlrm_job(tmp_path / "run", [("a", 200, ["x", "y"]), ("b", 90, ["z"])])
+    rng = np.random.default_rng(2)
+    batches = [
+        ScheduledBatch(step=step, kind="train", train_step=step, epoch=0, batch=make_batch(job, "multi", 32, rng)) for step in range(6)
+    ]
+    slots = slots_for(group_specs(job), batches, "one batch")
+    return InProcessRun(job, batches[:5], Settings(slots=slots)).run(), batches
+
+
+def bags_and_model(job: Job, content: dict[str, Tensor], num_dense: int) -> tuple[nn.ModuleDict, DLRM]:
+    """What a stranger would build: an nn.EmbeddingBag a table, and the published class for the rest."""
+    bags = nn.ModuleDict({t.name: nn.EmbeddingBag(t.num_embeddings, t.embedding_dim, mode="sum") for t in job.tables})
+    prefix = "embedding_bags."
+    bags.load_state_dict({name.removeprefix(prefix): tensor for name, tensor in content.items() if name.startswith(prefix)})
+    model = DLRM(job, num_dense)
+    model.load_state_dict({name: t for name, t in content.items() if not name.startswith((prefix, "optimizer."))})
+    return bags, model
+
+
+def test_the_export_of_a_trained_dlrm_loads_into_embedding_bags_and_the_model_and_predicts_alike(tmp_path: Path) -> None:
+    run, batches = trained_dlrm(tmp_path)
+    bags, model = bags_and_model(run.job, exported(run, tmp_path / "out"), num_dense=4)
+    batch = batches[5].batch
+    assert batch.offsets is not None
+    ids, offsets = torch.from_numpy(batch.ids), torch.from_numpy(batch.offsets)
+    embeddings = []
+    for feature, name in enumerate(["a", "a", "b"]):
+        bounds = offsets[feature * 32 : (feature + 1) * 32 + 1]
+        embeddings.append(bags[name](ids[bounds[0] : bounds[-1]], bounds[:-1] - bounds[0]))
+    loss = mean_loss(model(torch.from_numpy(batch.dense), embeddings), torch.from_numpy(batch.labels))
+    assert loss.item() == pytest.approx(evaluate_next(run, batches), rel=1e-6)
+
+
+def evaluate_next(run: InProcessRun, batches: list[ScheduledBatch]) -> float:
+    """The loss of the sixth batch after five steps, by a run that goes on to train it."""
+    slots = slots_for(run.groups, batches, "one batch")
+    return float(InProcessRun(run.job, batches, Settings(slots=slots)).run().results.losses[5])
+
+
+def assert_equal_to_first_records(job: Job, content: dict[str, Tensor]) -> None:
+    for group in group_specs(job):
+        for table in group.tables:
+            keys = make_keys(table.index, np.arange(table.num_embeddings, dtype=np.int64))
+            records = torch.from_numpy(first_records(group, job.job.seed, keys).view(np.float32))
+            for part in group.parts:
+                name = f"embedding_bags.{table.name}.weight" if part.name == "weight" else f"optimizer.{table.name}.{part.name}"
+                assert torch.equal(content[name], records[:, part.offset : part.offset + part.width]), name
+
+
+def test_two_processes_with_no_step_export_the_first_value_of_every_row(tmp_path: Path) -> None:
+    with Session(tmp_path) as session:
+        prefetcher, trainer = session.start_both("--max-steps", "0")
+        trainer.ended().quiet()
+        prefetcher.ended().quiet()
+        out = tmp_path / "model.safetensors"
+        command = [sys.executable, "-m", "prefetcher", "export", "--run", str(session.run_dir), "--out", str(out)]
+        subprocess.run(command, check=True, capture_output=True, timeout=60)
+        job, content = load_job(session.config), load_file(out)
+        assert session.manifest().shards == ()
+    assert_equal_to_first_records(job, content)
+    bags_and_model(job, content, num_dense=13)
+
+
+# bounded memory
+
+
+class SparseStore(MemoryStore):
+    """Every tenth row of each table was trained, to the value of its key."""
+
+    def __init__(self, group: GroupSpec, seed: int) -> None:
+        super().__init__(group, seed)
+        for table in group.tables:
+            keys = make_keys(table.index, np.arange(0, table.num_embeddings, 10, dtype=np.int64))
+            floats = np.repeat(keys[:, None].astype(np.float32), group.record_floats, axis=1)
+            self.write(keys, floats.view(np.uint8), 0)
+
+
+def test_an_export_takes_memory_for_a_block_and_a_shard_not_for_a_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tests.driver.MemoryStore", SparseStore)
+    monkeypatch.setattr(checkpoint, "SHARD_BYTES", 2**18)
+    job = dlrm_job(tmp_path / "run", [("a", 7, ["x"]), ("large", 12 * export.BLOCK_ROWS + 3, ["y"])])
+    run = InProcessRun(job, [], Settings(slots=(1,))).run()
+    folder, out = save_checkpoint(run), tmp_path / "out"
+    assert len(read_manifest(folder).shards) > 5
+    blocks: list[int] = []
+
+    def count(group: GroupSpec, seed: int, keys: Keys) -> Records:
+        blocks.append(len(keys))
+        return first_records(group, seed, keys)
+
+    monkeypatch.setattr(export, "first_records", count)
+    tracemalloc.start()
+    export_run(job.run_dir, out)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    block_bytes = export.BLOCK_ROWS * run.groups[0].record_bytes
+    assert blocks == [7, *[export.BLOCK_ROWS] * 12, 3]
+    assert peak < 4 * block_bytes < out.stat().st_size
+    assert_equal_tensors(load_file(out), run.state())
+
+
+# refusals
+
+
+def test_a_run_without_a_checkpoint_cannot_be_exported(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="holds no checkpoint; a run writes one at its end"):
+        export_run(tmp_path, tmp_path / "out")
+
+
+@pytest.mark.parametrize("out", ["missing folder/out", "file/out", "folder"])
+def test_an_output_that_cannot_be_written_is_refused_in_one_sentence(out: str, tmp_path: Path) -> None:
+    save_checkpoint(trained_run(tmp_path / "run", num_steps=0))
+    (tmp_path / "file").write_text("not a folder")
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(ConfigError, match=r"the export could not be written .*; choose another --out or free space"):
+        export_run(tmp_path / "run", tmp_path / out)
+    assert not list(tmp_path.glob("*.partial"))
+
+
+def test_an_existing_export_stays_whole_where_the_new_one_fails(tmp_path: Path) -> None:
+    run, out = trained_run(tmp_path / "run", num_steps=2), tmp_path / "out"
+    exported(run, out)
+    before = out.read_bytes()
+    folder = newest_checkpoint(run.job.run_dir)
+    assert folder is not None
+    (folder / read_manifest(folder).shards[0].file).write_bytes(b"damaged")
+    with pytest.raises(DataError):
+        export_run(run.job.run_dir, out)
+    assert out.read_bytes() == before
+    assert list(tmp_path.glob("*.partial")) == []
+
+
+def test_a_shard_that_does_not_hold_what_its_manifest_says_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = trained_run(tmp_path / "run", num_steps=2)
+    folder = save_checkpoint(run)
+    monkeypatch.setattr(export, "load_file", lambda path: {"keys": np.zeros(3, np.int64), "records": np.zeros((2, 64), np.uint8)})
+    rows = CheckpointRows(folder, read_manifest(folder), run.job.job.seed)
+    with pytest.raises(DataError, match=r"3 keys and records of shape \(2, 64\), but the manifest says \d+ rows"):
+        list(rows.blocks(run.groups[0], run.groups[0].tables[0]))
+
+
+@pytest.mark.parametrize("dtype", [np.float16, np.float64, np.bool_, np.int8, np.uint8, np.int32, np.int64])
+def test_dense_tensors_of_every_type_survive(dtype: Any) -> None:
+    array = np.arange(6).reshape(2, 3).astype(dtype)
+    offsets, header = export.layout((), {"buffer": array, "scalar": array[0, 0]})
+    content = bytearray(header) + array.tobytes() + array[0, 0].tobytes()
+    loaded = load(bytes(content))
+    assert offsets == {"buffer": 0, "scalar": array.nbytes}
+    assert loaded["buffer"].dtype == dtype
+    assert (loaded["buffer"] == array).all()
+    assert loaded["scalar"] == array[0, 0]
