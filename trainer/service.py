@@ -308,8 +308,6 @@ def make_records(slots: Sequence[int], groups: Sequence[GroupSpec], device: torc
 
 def set_threads(threads: int | str) -> int:
     """Threads of torch's operations; `auto` is one a core given to this process. Returns their number."""
-    if isinstance(threads, int) and threads < 1:
-        raise ConfigError(f'trainer.threads = {threads} must be at least 1, or "auto"')
     number = len(os.sched_getaffinity(0)) if isinstance(threads, str) else threads
     torch.set_num_threads(1)
     warm_up_sqrt()

@@ -183,6 +183,7 @@ class SeededStreams(Streams):
         self._chance = random.Random(seed)
         self._without = without
         self._streams = [SeededStream(without) for _ in range(4)]
+        self._haste = {stream: self._chance.choice((0.05, 0.3, 1.0)) for stream in self._streams}  # some streams lag far behind
         self.copy_in, self.fill, self.compute, self.evict = self._streams
 
     def done(self, event: Event, why: Wait) -> bool:
@@ -192,7 +193,7 @@ class SeededStreams(Streams):
         runnable = [stream for stream in self._streams if stream.runnable]
         if not runnable:
             return False
-        self._chance.choice(runnable).step()
+        self._chance.choices(runnable, [self._haste[stream] for stream in runnable])[0].step()
         return True
 
 

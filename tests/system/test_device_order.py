@@ -16,12 +16,15 @@ from tests.system.test_exact import assert_equal_bits
 from tests.workloads import NUM_DENSE, slots_for, small_batches, small_job
 from trainer.streams import Wait
 
-SMALL_RING = 24 * 1024  # a plan takes several pieces, each of which uses the staging of the one before
+VARIANTS = (  # capacity, ring bytes
+    ("one batch", 24 * 1024),  # a plan takes several pieces, each of which uses the staging of the one before
+    ("two batches", 2**20),  # several plans are in flight, each of which evicts what the steps before it use
+)
 
 
 @functools.cache
 def workload() -> tuple[Job, list[ScheduledBatch], list[float], dict[str, Tensor]]:
-    job = small_job("adagrad", "multi", depth=2, horizon=4)
+    job = small_job("adagrad", "multi", depth=4, horizon=4)
     batches = small_batches(job, "multi", num_steps=8, eval_at=(3,))
     losses, end = run_plain_loop(job, start_state(job, NUM_DENSE), batches)
     return job, batches, losses, end
@@ -30,8 +33,9 @@ def workload() -> tuple[Job, list[ScheduledBatch], list[float], dict[str, Tensor
 def run(seed: int, without: Wait | None = None) -> None:
     """Raises where the result has other bits than the plain loop's, or the run breaks."""
     job, batches, losses, end = workload()
-    slots = slots_for(group_specs(job), batches, ("one batch", "more")[seed % 2])
-    settings = Settings(slots=slots, ring_bytes=SMALL_RING, seed=seed, late_store=seed % 3 == 0, without=without)
+    capacity, ring_bytes = VARIANTS[seed % 2]
+    slots = slots_for(group_specs(job), batches, capacity)
+    settings = Settings(slots=slots, ring_bytes=ring_bytes, seed=seed, late_store=seed % 3 == 0, without=without)
     assert_equal_bits(InProcessRun(job, batches, settings).run(), losses, end)
 
 
