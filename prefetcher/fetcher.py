@@ -15,7 +15,7 @@ from prefetcher.stores.base import Store, Ticket
 from prefetcher.writeback import Writeback
 from protocol.batch import ScheduledBatch
 from protocol.messages import EndOfData, Flush, PlanHeader, RingRef, Saved, StepReady
-from protocol.packing import Block, Piece, barrier_stamp, cut, make_block, plan_block, plan_header, plan_stamp
+from protocol.packing import Block, Piece, barrier_stamp, cut, is_sampled, make_block, plan_block, plan_header, plan_stamp
 from protocol.plan import BarrierPlan, StepPlan
 from protocol.tables import GroupSpec
 from protocol.transport.ring import RingSlice, RingWriter
@@ -30,7 +30,10 @@ class PlannedStep:
 
 
 class Checkpointer(Protocol):
-    """Writes the prefetcher's side of a checkpoint at a barrier. `planned` and `accept` only note; the rest runs on the fetcher's thread."""
+    """Writes the prefetcher's side of a checkpoint at a barrier.
+
+    `planned` and `accept` only note; the rest runs on the fetcher's thread.
+    """
 
     def planned(self, plan: StepPlan) -> None:
         """A plan was made."""
@@ -241,7 +244,7 @@ class Fetcher:
             self.sent_through = plan.step
 
     def _commit(self, slot: RingSlice, stamp: int) -> RingRef:
-        return self._ring.commit(slot, stamp, checksum=False)
+        return self._ring.commit(slot, stamp, checksum=is_sampled(stamp))
 
     # barriers
 

@@ -23,6 +23,7 @@ Array = npt.NDArray[Any]
 Bytes = npt.NDArray[np.uint8]
 ARRAY_ALIGNMENT = 64
 BARRIER_STAMP = 1 << 62
+CHECKSUM_EVERY = 64  # pieces in shared memory carry a checksum at one step in so many; their guards are checked always
 
 
 def plan_stamp(step: int, piece: int) -> int:
@@ -32,6 +33,11 @@ def plan_stamp(step: int, piece: int) -> int:
 
 def barrier_stamp(barrier: int, piece: int) -> int:
     return BARRIER_STAMP | plan_stamp(barrier, piece)
+
+
+def is_sampled(stamp: int) -> bool:
+    """Whether the piece with this stamp carries a checksum: a function of the step, so that runs are alike."""
+    return (stamp >> 20) % CHECKSUM_EVERY == 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -7,11 +7,12 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import msgspec
 import torch
 from torch import Tensor
 
 from protocol.messages import RowsBack, RowSpan, StepDone
-from protocol.packing import ARRAY_ALIGNMENT, barrier_stamp, plan_stamp
+from protocol.packing import ARRAY_ALIGNMENT, barrier_stamp, is_sampled, plan_stamp
 from protocol.tables import aligned
 from protocol.transport.ring import RingSlice, RingWriter
 from trainer.metrics import TrainerCounters
@@ -104,7 +105,7 @@ class Sender:
         if not self._streams.done(flight.task.copied, "sent"):
             return False
         task = flight.task
-        ref = None if flight.slice is None else self._ring.commit(flight.slice, task.stamp, checksum=False)
+        ref = None if flight.slice is None else self._ring.commit(flight.slice, task.stamp, checksum=is_sampled(task.stamp))
         message = RowsBack(step=task.step, barrier=task.barrier, piece=task.piece, last=task.last, payload=ref, rows=flight.spans)
         self._counters.rows_back(message)
         self._send(message)
@@ -128,10 +129,6 @@ def compact(sources: list[tuple[RowSpan, Tensor]]) -> tuple[tuple[RowSpan, ...],
     spans, end = [], 0
     for span, source in sources:
         end = aligned(end, ARRAY_ALIGNMENT)
-        spans.append(replace_offset(span, end))
+        spans.append(msgspec.structs.replace(span, offset=end))
         end += source.nbytes
     return tuple(spans), end
-
-
-def replace_offset(span: RowSpan, offset: int) -> RowSpan:
-    return RowSpan(group=span.group, start=span.start, count=span.count, offset=offset)

@@ -26,12 +26,14 @@ from prometheus_client.parser import text_string_to_metric_families
 from protocol.manifest import Manifest, newest_checkpoint, read_manifest
 from protocol.transport.endpoint import socket_path
 
-Name = Literal["prefetcher", "trainer", "local"]
+Name = Literal["prefetcher", "trainer", "local", "export"]
 COMMANDS: dict[Name, list[str]] = {
     "prefetcher": ["-m", "prefetcher", "run"],
     "trainer": ["-m", "trainer", "run"],
     "local": ["-m", "deploy.local"],
+    "export": ["-m", "prefetcher", "export"],
 }
+ROOT = Path(__file__).parents[2]  # where `python -m` finds the project
 END_TIMEOUT_S = 40.0
 POLL_S = 0.02
 MARK = "ROWCAST_TEST_MARK"
@@ -99,17 +101,22 @@ class Ended:
 
 
 class Process:
-    """One started command; its output goes to files, so that it never waits for a reader."""
+    """One started command, in a session of its own, as far from this terminal as a service manager's; its output goes to files, so that
+    it never waits for a reader."""
 
-    def __init__(self, name: Name, options: list[str], folder: Path, environment: Mapping[str, str]) -> None:
+    def __init__(self, arguments: list[str], folder: Path, environment: Mapping[str, str]) -> None:
         number = len(list(folder.glob("*.out")))
-        self._out, self._err = (folder / f"{number}-{name}.{end}" for end in ("out", "err"))
-        command = [sys.executable, *COMMANDS[name], *options]
+        self._out, self._err = (folder / f"{number}.{end}" for end in ("out", "err"))
+        command = [sys.executable, *arguments]
         with self._out.open("wb") as out, self._err.open("wb") as err:
             self._process = subprocess.Popen(
-                command, stdout=out, stderr=err, stdin=subprocess.DEVNULL, env=environment, start_new_session=True
+                command, stdout=out, stderr=err, stdin=subprocess.DEVNULL, cwd=ROOT, env=environment, start_new_session=True
             )
         self.pid = self._process.pid
+
+    @property
+    def stdout(self) -> str:
+        return self._out.read_text()
 
     @property
     def stderr(self) -> str:
@@ -128,7 +135,7 @@ class Process:
             code = self._process.wait(timeout_s)
         except subprocess.TimeoutExpired:
             raise AssertionError(f"process {self.pid} still runs after {timeout_s:g} s:\n{self.stderr}") from None
-        return Ended(code=code, stdout=self._out.read_text(), stderr=self.stderr)
+        return Ended(code=code, stdout=self.stdout, stderr=self.stderr)
 
     def until(self, condition: Callable[[], bool], what: str, timeout_s: float = END_TIMEOUT_S) -> None:
         """Waits for `condition` while the process runs."""
@@ -137,6 +144,15 @@ class Process:
             assert self.running, f"process {self.pid} ended before {what}:\n{self.stderr}"
             assert time.monotonic() < deadline_s, f"no {what} within {timeout_s:g} s:\n{self.stderr}"
             time.sleep(POLL_S)
+
+    def until_it_listens(self) -> None:
+        """Waits until SIGTERM has a handler."""
+        bit = 1 << signal.SIGTERM - 1
+        self.until(lambda: bool(int(re.findall(r"SigCgt:\s*(\w+)", self.status)[0], 16) & bit), "handler of SIGTERM")
+
+    @property
+    def status(self) -> str:
+        return Path(f"/proc/{self.pid}/status").read_text()
 
     def until_logged(self, event: str) -> None:
         self.until(lambda: event in self.stderr, f"{event!r} in the log")
@@ -172,19 +188,28 @@ class Session:
         write_job(self.config, job_content(self.run_dir, **sections))
 
     def start(self, name: Name, *options: str, **environment: str) -> Process:
-        """`environment` is added to this process's own."""
-        everything = [f"--config={self.config}", *options]
-        process = Process(name, everything, self.folder, os.environ | environment | {MARK: self._mark})
+        """Starts `run` of either process, or both on this host, with this session's job file. `environment` is added to our own."""
+        return self._start([*COMMANDS[name], f"--config={self.config}", *options], environment)
+
+    def start_patched(self, name: Literal["prefetcher", "trainer"], patch: str) -> Process:
+        """`run`, after a line of Python that makes it another version or impatient."""
+        return self._start(["-c", f"{patch}; from {name}.cli import app; app()", "run", f"--config={self.config}"], {})
+
+    def export(self, out: Path) -> Ended:
+        return self._start([*COMMANDS["export"], f"--run={self.run_dir}", f"--out={out}"], {}).ended()
+
+    def _start(self, arguments: list[str], environment: Mapping[str, str]) -> Process:
+        process = Process(arguments, self.folder, {**os.environ, **environment, MARK: self._mark})
         self._started.add(process.pid)
         return process
 
     def start_both(self, *prefetcher_options: str) -> tuple[Process, Process]:
         return self.start("prefetcher", *prefetcher_options), self.start("trainer")
 
-    def start_training(self, num_steps: int = 20, *prefetcher_options: str) -> tuple[Process, Process]:
-        """Both processes, after so many train steps."""
-        prefetcher, trainer = self.start_both(*prefetcher_options)
-        trainer.until_counted("rowcast_train_steps_total", num_steps)
+    def start_training(self, counted: str = "rowcast_train_steps_total") -> tuple[Process, Process]:
+        """Both processes, after the trainer has counted some steps."""
+        prefetcher, trainer = self.start_both()
+        trainer.until_counted(counted, 20)
         return prefetcher, trainer
 
     def manifest(self) -> Manifest:
@@ -195,6 +220,11 @@ class Session:
     def children(self) -> list[int]:
         """Process ids of what the started processes have started, and that still runs."""
         return sorted(self._alive() - self._started)
+
+    def kill(self, pid: int) -> None:
+        """Ends one of `children` at once."""
+        assert pid in self._alive(), f"process {pid} is not ours"
+        os.kill(pid, signal.SIGKILL)
 
     def remains(self) -> list[str]:
         """What the processes have left although all of them have ended: processes, rings, sockets."""

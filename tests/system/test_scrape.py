@@ -1,0 +1,435 @@
+"""What both processes serve on /metrics: every metric of the table, counters that only grow and agree with the report, every stall."""
+
+import os
+import re
+import time
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+from typing import get_args
+from unittest.mock import patch
+
+import pytest
+from prometheus_client import generate_latest
+from prometheus_client.metrics_core import Metric as Family
+from prometheus_client.parser import text_string_to_metric_families
+from torch import Tensor
+
+import prefetcher.metrics
+import trainer.metrics
+from prefetcher.metrics import PrefetcherCollector
+from prefetcher.service import stall_clocks
+from prefetcher.stores.base import Finished, Keys, Records
+from prefetcher.stores.memory import MemoryStore
+from protocol.batch import ScheduledBatch
+from protocol.job import load_job
+from protocol.process import Signals
+from protocol.stages import Doorbell, Stage, StageThread
+from protocol.tables import group_specs
+from protocol.telemetry.build import build_info
+from protocol.telemetry.counters import CountersCollector, new_registry
+from protocol.telemetry.metrics import METRICS, Process, metric_table
+from tests import driver
+from tests.driver import InProcessRun, ListSource, Settings
+from tests.system import processes
+from tests.system.processes import Session
+from tests.telemetry import runs
+from tests.workloads import slots_for, small_batches, small_job
+from trainer.cache import ArrivedStep
+from trainer.cli import app
+from trainer.engine import TrainerEngine
+from trainer.metrics import TrainerCollector
+from trainer.report import Report, read_report
+from trainer.runner import StepRunner
+from trainer.service import TrainerRun
+
+ROOT = Path(__file__).parents[2]
+NUM_STEPS = 30
+HELD_STEP = 12
+HOLD = "ROWCAST_TEST_HOLD"  # a folder
+DEADLINE_S = 20.0
+
+Key = tuple[str, tuple[tuple[str, str], ...]]
+REASONS = {"prefetcher": get_args(prefetcher.metrics.StallReason), "trainer": get_args(trainer.metrics.StallReason)}
+PHASES = {"prefetcher": get_args(prefetcher.metrics.Phase), "trainer": get_args(trainer.metrics.Phase)}
+QUEUES = {"prefetcher": get_args(prefetcher.metrics.Queue), "trainer": get_args(trainer.metrics.Queue)}
+
+
+# two real processes, of which the trainer is held twice
+
+
+def held_trainer() -> None:
+    """The trainer's command, held in the middle of training and before its good-bye, when nothing will be counted any more."""
+    folder = Path(os.environ[HOLD])
+    train, say_bye = StepRunner.train, TrainerEngine.say_bye
+
+    def held_train(runner: StepRunner, step: ArrivedStep, loss: Tensor) -> None:
+        if step.header.train_step == HELD_STEP:
+            hold(folder / "middle")
+        train(runner, step, loss)
+
+    def held_bye(engine: TrainerEngine) -> None:
+        hold(folder / "end")
+        say_bye(engine)
+
+    with patch.object(StepRunner, "train", held_train), patch.object(TrainerEngine, "say_bye", held_bye):
+        app()
+
+
+def hold(path: Path) -> None:
+    """Makes `<path>.reached`, and waits for `path`."""
+    path.with_suffix(".reached").touch()
+    while not path.exists():
+        time.sleep(0.01)
+
+
+class Scrapes:
+    """Scrapes of one process, oldest first."""
+
+    def __init__(self, process: Process, started: processes.Process) -> None:
+        self.families: list[dict[str, Family]] = []
+        self._process = process
+        self._started = started
+
+    def scrape(self) -> None:
+        self._started.until_logged("serving metrics")
+        address = re.findall(r'event="serving metrics" address=(\S+)', self._started.stderr)[-1]
+        with urllib.request.urlopen(f"http://{address}/metrics", timeout=10) as answer:
+            text = answer.read().decode()
+        self.families.append({family.name: family for family in text_string_to_metric_families(text)})
+
+    def values(self, number: int) -> dict[Key, float]:
+        return {
+            (sample.name, tuple(sorted(sample.labels.items()))): sample.value
+            for family in self.families[number].values()
+            for sample in family.samples
+        }
+
+    def counters(self, number: int) -> dict[Key, float]:
+        types = {metric.name: metric.type for metric in METRICS}
+        return {key: value for key, value in self.values(number).items() if types[key[0]] == "counter"}
+
+    def total(self, name: str, **labels: str) -> float:
+        """A counter at the end, summed over the labels that are not given."""
+        return sum(
+            value
+            for (found, found_labels), value in self.values(-1).items()
+            if found == name and labels.items() <= dict(found_labels).items()
+        )
+
+
+class ScrapedRun:
+    """One run of two processes: scraped while they meet, in the middle, and at its end."""
+
+    def __init__(self, folder: Path) -> None:
+        self.groups: tuple[str, ...] = ()
+        self.report: Report | None = None
+        with Session(folder) as session, patch.dict(processes.COMMANDS, {"trainer": ["-c", HELD_TRAINER, "run"]}):
+            data = {"eval_fraction": 0.1, "synthetic": {"samples": 64 * NUM_STEPS * 10 // 9}}
+            session.write_job(data=data, eval={"every": 10}, cache={"capacity": "20KiB"}, lookahead={"depth": 2, "horizon": 4})
+            self.groups = tuple(group.name for group in group_specs(load_job(session.config)))
+            paths = {"PYTHONPATH": str(ROOT), HOLD: str(folder)}
+            started = {"prefetcher": session.start("prefetcher", **paths), "trainer": session.start("trainer", **paths)}
+            self.scrapes = {process: Scrapes(process, started[process]) for process in ("prefetcher", "trainer")}
+            self._scrape()
+            for name in ("middle", "end"):
+                started["trainer"].until((folder / f"{name}.reached").exists, f"the trainer at {name!r}")
+                self._scrape()
+                self._scrape()
+                (folder / name).touch()
+            for process in started.values():
+                process.ended().quiet()
+            self.report = read_report(session.run_dir / "report.json")
+
+    def _scrape(self) -> None:
+        for scrapes in self.scrapes.values():
+            scrapes.scrape()
+
+
+HELD_TRAINER = "from tests.system.test_scrape import held_trainer; held_trainer()"
+BOTH: tuple[Process, ...] = ("prefetcher", "trainer")
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> ScrapedRun:
+    return ScrapedRun(tmp_path_factory.mktemp("scraped"))
+
+
+@pytest.mark.parametrize("process", BOTH)
+def test_every_metric_of_the_table_is_there_with_its_type_labels_and_help(run: ScrapedRun, process: Process) -> None:
+    expected = {metric.name.removesuffix("_total"): metric for metric in METRICS if process in metric.processes}
+    for number, found in enumerate(run.scrapes[process].families):
+        assert set(found) == set(expected)
+        for name, metric in expected.items():
+            assert (found[name].type, found[name].documentation) == (metric.type, metric.help)
+            assert all(sample.name == metric.name and set(sample.labels) == set(metric.labels) for sample in found[name].samples)
+            assert found[name].samples or (number == 0 and name == "rowcast_loss"), f"{metric.name} has no sample"
+
+
+@pytest.mark.parametrize("process", BOTH)
+def test_every_label_has_all_its_values_from_the_first_scrape_on(run: ScrapedRun, process: Process) -> None:
+    expected = {
+        "group": set(run.groups),
+        "reason": set(REASONS[process]),
+        "phase": set(PHASES[process]),
+        "queue": set(QUEUES[process]),
+        "side": {"producer", "consumer"},
+        "process": {process},
+    }
+    for number in range(len(run.scrapes[process].families)):
+        for label, values in expected.items():
+            assert {dict(labels)[label] for _, labels in run.scrapes[process].values(number) if label in dict(labels)} == values
+
+
+@pytest.mark.parametrize("process", BOTH)
+def test_counters_only_grow_and_none_vanishes(run: ScrapedRun, process: Process) -> None:
+    scrapes = run.scrapes[process]
+    grew = 0
+    for number in range(1, len(scrapes.families)):
+        before, after = scrapes.counters(number - 1), scrapes.counters(number)
+        assert before.keys() == after.keys()
+        for key, value in before.items():
+            assert after[key] >= value, f"{key} fell from {value} to {after[key]}"
+            grew += after[key] > value
+    assert grew > 10
+
+
+def test_the_middle_was_scraped_in_the_middle(run: ScrapedRun) -> None:
+    steps: Key = ("rowcast_train_steps_total", ())
+    assert run.scrapes["trainer"].values(0)[steps] == 0
+    assert 0 < run.scrapes["trainer"].values(1)[steps] <= HELD_STEP
+    assert HELD_STEP < run.scrapes["prefetcher"].values(1)[steps] < NUM_STEPS
+
+
+@pytest.mark.parametrize("process", BOTH)
+def test_at_the_end_every_counter_agrees_with_the_report(run: ScrapedRun, process: Process) -> None:
+    report, total = run.report, run.scrapes[process].total
+    assert report is not None
+    assert total("rowcast_train_steps_total") == report.steps == NUM_STEPS
+    assert total("rowcast_eval_steps_total") == report.eval_steps > 0
+    assert total("rowcast_samples_total") == report.samples
+    assert total("rowcast_lookups_total") == report.lookups
+    assert total("rowcast_unique_rows_total") == report.unique_rows
+    assert report.hit_ratio is not None
+    assert total("rowcast_hits_total") / total("rowcast_unique_rows_total") == report.hit_ratio
+    assert total("rowcast_rows_fetched_total") == report.rows_fetched
+    assert total("rowcast_rows_evicted_total") == report.rows_evicted > 0
+    assert total("rowcast_rows_written_back_total") == report.rows_written_back
+    assert total("rowcast_rows_flushed_total") == report.rows_flushed > 0
+    row_bytes = total("rowcast_row_bytes_total", direction="to_device")
+    assert row_bytes + total("rowcast_plan_bytes_total", direction="to_device") == report.bytes_to_device
+    assert total("rowcast_row_bytes_total", direction="from_device") == report.bytes_from_device > 0
+    assert total("rowcast_plan_bytes_total", direction="from_device") == 0
+
+
+def test_the_reports_wait_is_the_trainers_stall_for_rows(run: ScrapedRun) -> None:
+    assert run.report is not None
+    assert run.scrapes["trainer"].total("rowcast_stall_seconds_total", reason="rows") == run.report.trainer_wait_s
+
+
+def test_at_the_end_both_processes_have_counted_the_same(run: ScrapedRun) -> None:
+    shared = {metric.name for metric in METRICS if metric.type == "counter" and not metric.name.endswith("_seconds_total")}
+    both = [{key: value for key, value in run.scrapes[process].values(-1).items() if key[0] in shared} for process in BOTH]
+    assert both[0] == both[1]
+    assert {name for name, _ in both[0]} == shared
+
+
+@pytest.mark.parametrize("process", BOTH)
+def test_every_phase_took_time(run: ScrapedRun, process: Process) -> None:
+    for phase in PHASES[process]:
+        assert run.scrapes[process].total("rowcast_phase_seconds_total", phase=phase) > 0, f"phase {phase} was never counted"
+
+
+def test_at_the_end_nothing_is_in_flight_dirty_or_behind(run: ScrapedRun) -> None:
+    total = run.scrapes["prefetcher"].total
+    for name in ("rowcast_in_flight_steps", "rowcast_slots_dirty", "rowcast_write_back_lag_steps", "rowcast_known_batches"):
+        assert total(name) == 0, name
+    assert total("rowcast_ring_used_bytes") == 0
+    assert total("rowcast_slots_clean") > 0
+    assert (total("rowcast_depth_steps"), total("rowcast_horizon_batches")) == (2, 4)
+    assert run.scrapes["trainer"].total("rowcast_ring_used_bytes") == 0
+
+
+def test_the_readmes_table_is_that_of_the_code() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert text.count("<!-- metrics -->") == text.count("<!-- /metrics -->") == 1, "README.md has no marked table of metrics"
+    marked = text.partition("<!-- metrics -->")[2].partition("<!-- /metrics -->")[0]
+    assert marked.strip("\n") == metric_table().strip("\n")
+
+
+# each stall, provoked
+
+
+class SilentSource(ListSource):
+    """Batches that never come."""
+
+    @property
+    def ended(self) -> bool:
+        return False
+
+    def poll(self) -> ScheduledBatch | None:
+        return None
+
+
+class Never:
+    def done(self) -> bool:
+        return False
+
+
+class StuckStore(MemoryStore):
+    """Reads that never finish."""
+
+    def read(self, keys: Keys, out: Records) -> Finished:
+        return Never()  # type: ignore[return-value]
+
+
+def in_process_run(
+    capacity: str = "one batch", ring_bytes: int = 2**24, depth: int = 4, num_steps: int = 12, seeded_streams: bool = False
+) -> InProcessRun:
+    job = small_job("adagrad", "single", depth=depth, horizon=3)
+    batches = small_batches(job, "single", num_steps=num_steps, eval_at=())
+    slots = slots_for(group_specs(job), batches, capacity)
+    return InProcessRun(job, batches, Settings(slots=slots, ring_bytes=ring_bytes, seeded_streams=seeded_streams))
+
+
+def stages_of(run: InProcessRun) -> dict[str, Stage]:
+    ours = {f"prefetcher {name}": stage for name, stage in run.prefetcher.stages.items()}
+    theirs = {f"trainer {name}": stage for name, stage in run.trainer.stages.items()}
+    return {**ours, **theirs, "streams": run.streams}
+
+
+def settle(run: InProcessRun, *held: str, until: Callable[[], bool] = lambda: False) -> None:
+    """Advances every stage but those held, until none can do anything, or a condition."""
+    stages = stages_of(run)
+    free = [stage for name, stage in stages.items() if name not in held]
+    assert set(held) <= stages.keys()
+    while not until() and sum(stage.advance() for stage in free):
+        continue
+
+
+def idle(stage: Stage, clock: Callable[[float], None], seconds: dict[str, float]) -> set[str]:
+    """Runs a stage that has nothing to do on its thread, as a process does, until its clock has counted; what it counted."""
+    errors: list[BaseException] = []
+    before = dict(seconds)
+    thread = StageThread("held", stage, Doorbell(), errors.append, clock)
+    thread.start()
+    deadline_s = time.monotonic() + DEADLINE_S
+    while seconds == before and thread.alive and time.monotonic() < deadline_s:
+        time.sleep(0.005)
+    thread.stop()
+    assert errors == []
+    return {reason for reason, counted in seconds.items() if counted > before[reason]}
+
+
+def served(collector: CountersCollector) -> dict[str, float]:
+    """The stalls as a scrape shows them."""
+    families = text_string_to_metric_families(generate_latest(new_registry(collector)).decode())
+    samples = [sample for family in families for sample in family.samples if sample.name == "rowcast_stall_seconds_total"]
+    return {sample.labels["reason"]: sample.value for sample in samples}
+
+
+def assert_prefetcher_stalls(run: InProcessRun, stage: str, reason: str) -> None:
+    engine = run.prefetcher
+    assert idle(engine.stages[stage], stall_clocks(engine)[stage], engine.counters.stalls) == {reason}
+    found = served(PrefetcherCollector(engine.counters, runs.prefetcher_gauges(), build_info("prefetcher", "test")))
+    assert found == engine.counters.stalls
+    assert found[reason] > 0
+
+
+def test_a_reader_that_is_too_slow_is_counted_under_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(driver, "ListSource", SilentSource)
+    run = in_process_run()
+    settle(run)
+    assert_prefetcher_stalls(run, "planning", "batches")
+
+
+def test_a_planner_that_is_too_slow_is_counted_under_plans() -> None:
+    run = in_process_run()
+    settle(run, "prefetcher planning")
+    assert_prefetcher_stalls(run, "fetcher", "plans")
+
+
+def test_a_trainer_that_is_too_slow_is_counted_under_credit() -> None:
+    run = in_process_run("everything")
+    settle(run, "trainer loop")
+    assert_prefetcher_stalls(run, "fetcher", "credit")
+
+
+def test_a_ring_that_is_too_small_is_counted_under_ring() -> None:
+    run = in_process_run(ring_bytes=24 * 1024)
+    settle(run, "trainer loop")
+    assert_prefetcher_stalls(run, "fetcher", "ring")
+
+
+def test_a_store_that_is_too_slow_is_counted_under_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(driver, "MemoryStore", StuckStore)
+    run = in_process_run()
+    settle(run)
+    assert_prefetcher_stalls(run, "fetcher", "store")
+
+
+def test_rows_that_are_fetched_again_right_after_they_left_are_counted_under_write_back() -> None:
+    run = in_process_run()
+    settle(run, "trainer sender")
+    assert any(plan.after_step is not None for plan in run.plans)
+    assert_prefetcher_stalls(run, "fetcher", "write_back")
+
+
+def test_waiting_for_a_flush_is_counted_under_barrier() -> None:
+    run = in_process_run(num_steps=2)
+    settle(run, "trainer loop")
+    assert_prefetcher_stalls(run, "fetcher", "barrier")
+
+
+def assert_trainer_stalls(
+    run: InProcessRun, stage: str, clock: Callable[[float], None], counters: trainer.metrics.TrainerCounters, reason: str
+) -> None:
+    assert idle(run.trainer.stages[stage], clock, counters.stalls) == {reason}
+    found = served(TrainerCollector(counters, runs.trainer_gauges(), build_info("trainer", "test")))
+    assert found == counters.stalls
+    assert found[reason] > 0
+
+
+def assert_loop_stalls(run: InProcessRun, reason: str) -> None:
+    assert_trainer_stalls(run, "loop", run.trainer.loop.idled, run.trainer.counters, reason)
+
+
+def test_a_prefetcher_that_is_too_slow_is_counted_under_rows() -> None:
+    run = in_process_run()
+    settle(run, until=lambda: run.trainer.loop.step_done == 3)
+    settle(run, "prefetcher fetcher")
+    assert_loop_stalls(run, "rows")
+    assert run.trainer.counters.waited_s > 0
+
+
+def test_a_device_that_is_too_slow_is_counted_under_results() -> None:
+    run = in_process_run(seeded_streams=True)
+    settle(run, until=lambda: run.trainer.loop.step_done == 3)
+    settle(run, until=lambda: run.trainer.loop.step_begun != run.trainer.loop.step_done)
+    settle(run, "streams")
+    assert_loop_stalls(run, "results")
+
+
+def test_a_loop_that_waits_for_a_flush_is_counted_under_barrier() -> None:
+    run = in_process_run(num_steps=3)
+    settle(run, until=lambda: run.trainer.loop.stop_reason is not None)
+    settle(run, "prefetcher fetcher")
+    assert run.trainer.loop.end is None
+    assert_loop_stalls(run, "barrier")
+
+
+def test_victims_that_find_no_space_are_counted_under_ring() -> None:
+    run = in_process_run(ring_bytes=8 * 1024, depth=2)
+    settle(run, "prefetcher write-back")
+    assert run.trainer.sender.waiting_for_ring
+    process = TrainerRun(run.job, Signals())
+    assert_trainer_stalls(run, "sender", process._stall_clocks(run.trainer)["sender"], process._counters, "ring")
+
+
+def test_every_reason_of_both_processes_is_provoked_here() -> None:
+    source = Path(__file__).read_text(encoding="utf-8")
+    for process, check in (
+        ("prefetcher", r'assert_prefetcher_stalls\(run, "[\w-]+", "(\w+)"\)'),
+        ("trainer", r'(?:assert_loop_stalls|assert_trainer_stalls)\(run, .*"(\w+)"\)'),
+    ):
+        assert set(re.findall(check, source)) == set(REASONS[process])

@@ -1,0 +1,186 @@
+"""SIGINT and SIGTERM at any time, to either process: both end in order. With the launcher, and what can be done with a stopped run."""
+
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from tests.system.processes import Process, Session
+
+SIGINT, SIGKILL, SIGTERM = signal.SIGINT, signal.SIGKILL, signal.SIGTERM
+STOP_LIMIT_S = 30.0  # that the design allows a stop in order
+LONG_EVALUATION = {"data": {"eval_fraction": 0.5}, "eval": {"every": 5}}
+
+
+@pytest.fixture
+def session(tmp_path: Path) -> Iterator[Session]:
+    with Session(tmp_path) as session:
+        yield session
+
+
+@pytest.fixture
+def other(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Session]:
+    """A second session, whose processes do not meet those of the first."""
+    with Session(tmp_path_factory.mktemp("other")) as session:
+        yield session
+
+
+def ends_in_order(*processes: Process) -> None:
+    for process in processes:
+        process.ended(STOP_LIMIT_S).quiet()
+
+
+def test_a_stop_before_the_peer_has_come_ends_either_process(session: Session, other: Session) -> None:
+    prefetcher, trainer = session.start("prefetcher"), other.start("trainer")
+    prefetcher.until_logged("serving metrics")
+    trainer.until_logged("waiting for the prefetcher")
+    prefetcher.signal(SIGTERM)
+    trainer.signal(SIGINT)
+    ends_in_order(prefetcher, trainer)
+    assert (session.remains(), other.remains()) == ([], [])
+    assert not (session.run_dir / "checkpoints").exists()
+    assert not (other.run_dir / "report.json").exists()
+
+
+def test_a_stop_while_a_process_is_still_starting_ends_it(session: Session, other: Session) -> None:
+    processes = session.start("prefetcher"), other.start("trainer")
+    for process in processes:
+        process.until_it_listens()
+        process.signal(SIGINT)
+    ends_in_order(*processes)
+    assert (session.remains(), other.remains()) == ([], [])
+
+
+@pytest.mark.parametrize("stopped", ["prefetcher", "trainer"])
+def test_a_stop_right_after_the_two_have_met_ends_both(stopped: str, session: Session) -> None:
+    prefetcher, trainer = session.start_both()
+    prefetcher.until_logged("trainer connected")
+    (prefetcher if stopped == "prefetcher" else trainer).signal(SIGTERM)
+    ends_in_order(prefetcher, trainer)
+    assert session.remains() == []
+    assert not session.manifest().finished
+
+
+@pytest.mark.parametrize(("stopped", "number"), [("prefetcher", SIGINT), ("trainer", SIGTERM)])
+def test_a_stop_in_the_middle_leaves_a_checkpoint_that_is_not_finished(stopped: str, number: signal.Signals, session: Session) -> None:
+    prefetcher, trainer = session.start_training()
+    (prefetcher if stopped == "prefetcher" else trainer).signal(number)
+    ends_in_order(prefetcher, trainer)
+    assert session.remains() == []
+    manifest = session.manifest()
+    assert not manifest.finished
+    assert manifest.train_steps >= 20
+    assert manifest.reason == f"{number.name} to the {stopped}"
+    assert len(np.fromfile(session.run_dir / "losses.f32", np.float32)) == manifest.train_steps
+
+
+@pytest.mark.parametrize("stopped", ["prefetcher", "trainer"])
+def test_a_stop_during_an_evaluation_ends_both(stopped: str, session: Session) -> None:
+    session.write_job(**LONG_EVALUATION)
+    prefetcher, trainer = session.start_training("rowcast_eval_steps_total")
+    (prefetcher if stopped == "prefetcher" else trainer).signal(SIGTERM)
+    ends_in_order(prefetcher, trainer)
+    assert session.remains() == []
+    assert (session.manifest().finished, session.manifest().train_steps) == (False, 5)
+
+
+def test_a_stopped_run_can_be_exported_and_begun_afresh_but_not_gone_on_with(session: Session, tmp_path: Path) -> None:
+    prefetcher, trainer = session.start_training()
+    trainer.signal(SIGINT)
+    ends_in_order(prefetcher, trainer)
+    steps = session.manifest().train_steps
+
+    session.export(tmp_path / "model.safetensors").quiet()
+    tensors = load_file(tmp_path / "model.safetensors")
+    assert tensors["embedding_bags.t.weight"].shape == (2000, 4)
+    assert "bottom_mlp.0.weight" in tensors
+
+    again = session.start_both()
+    refusals = [process.ended().refused(2) for process in again]
+    assert refusals[0].startswith(f"the run in {session.run_dir} was stopped after {steps} train steps")
+    assert all("--fresh" in refusal for refusal in refusals)
+    assert session.manifest().train_steps == steps, "a refused command must leave the run as it was"
+
+    fresh = session.start("prefetcher", "--fresh", "--max-steps=3"), session.start("trainer", "--fresh")
+    ends_in_order(*fresh)
+    assert (session.manifest().finished, session.manifest().train_steps) == (True, 3)
+
+
+def test_an_export_needs_a_checkpoint(session: Session, tmp_path: Path) -> None:
+    sentence = session.export(tmp_path / "model.safetensors").refused(4)
+    assert str(session.run_dir) in sentence
+    assert not (tmp_path / "model.safetensors").exists()
+
+
+def test_a_second_signal_ends_a_process_at_once_and_the_peer_notices_even_in_the_midst_of_a_step(session: Session) -> None:
+    session.write_job(model={"kind": "tests.system.odd_parts:slow_model", "options": {"forward_s": 60.0}})
+    prefetcher, trainer = session.start_both()
+    prefetcher.until_logged("trainer connected")
+    prefetcher.signal(SIGTERM)
+    prefetcher.until_logged("stopping")
+    assert prefetcher.running, "the plans already made are finished first"
+    prefetcher.signal(SIGTERM)
+    assert prefetcher.ended(5).code == 128 + SIGTERM
+    assert trainer.ended(10).refused(3) == "the prefetcher went away; its own log says why. Start both again"
+    assert [left for left in session.remains() if not left.startswith("/tmp")] == []
+
+
+# the launcher
+
+
+def test_the_launcher_ends_well_where_both_do_and_says_which_refused_a_finished_run(session: Session) -> None:
+    launched = session.start("local", "--max-steps=3").ended().quiet()
+    assert "finished after 3 steps" in launched.stdout
+    assert session.remains() == []
+    refused = session.start("local", "--max-steps=3").ended()
+    assert refused.code == 2
+    assert "(process " in refused.sentences[-1]
+    assert "--fresh" in refused.stderr
+    assert "Traceback" not in refused.stderr
+    log = (session.run_dir / "prefetcher.log").read_text()
+    assert log.count("event=finished") == 1, "the log of the finished run stays"
+    assert f"the run in {session.run_dir} finished after 3 train steps" in log
+
+
+def test_the_launcher_passes_on_the_code_and_the_sentence_of_the_prefetcher(session: Session, tmp_path: Path) -> None:
+    (tmp_path / "day_0.tsv").write_text("1\t2\t3\n")
+    session.write_job(data={"format": "criteo-tsv", "path": str(tmp_path / "day_0.tsv")})
+    ended = session.start("local").ended()
+    assert ended.code == 4
+    assert ended.sentences[-1].startswith("the prefetcher (process ")
+    assert "line 1: 3 fields between tabs instead of 40" in ended.sentences[-1]
+    assert session.remains() == []
+
+
+def test_the_launcher_names_a_killed_trainer_and_ends_the_prefetcher(session: Session) -> None:
+    launcher = session.start("local")
+    launcher.until(lambda: "waiting for the prefetcher" in launcher.stderr, "a trainer")
+    [trainer] = [pid for pid in session.children() if "\0trainer\0" in Path(f"/proc/{pid}/cmdline").read_text()]
+    log = session.run_dir / "prefetcher.log"
+    launcher.until(lambda: "trainer connected" in log.read_text(), "a conversation")
+    session.kill(trainer)
+    ended = launcher.ended()
+    assert ended.code == 128 + SIGKILL
+    assert ended.sentences == [f"the trainer (process {trainer}) was killed by SIGKILL; if nobody sent it, the machine ran out of memory"]
+    assert session.remains() == []
+
+
+@pytest.mark.parametrize("number", [SIGTERM, SIGINT])
+def test_a_stop_of_the_launcher_stops_both_in_order(number: signal.Signals, session: Session) -> None:
+    launcher = session.start("local")
+    launcher.until_counted("rowcast_train_steps_total", 20)
+    launcher.signal(number)
+    ends_in_order(launcher)
+    assert session.remains() == []
+    assert not session.manifest().finished
+
+
+def test_a_stop_of_the_launcher_before_its_processes_can_act_on_it_is_not_lost(session: Session) -> None:
+    launcher = session.start("local")
+    launcher.until(lambda: len(session.children()) >= 2, "two processes")
+    launcher.signal(SIGTERM)
+    ends_in_order(launcher)
+    assert session.remains() == []
