@@ -152,7 +152,7 @@ class Fetcher:
             with self._counters.timed("fetch"):
                 return self._begin_piece(self._outgoing)
         if not self._queue:
-            self.stalled_by = self.stalled_by or "plans"
+            self.stalled_by = self.stalled_by or (None if self.ended else "plans")
             return False
         head = self._queue[0]
         if isinstance(head, BarrierPlan):

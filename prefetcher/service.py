@@ -13,6 +13,7 @@ from prefetcher.metrics import PrefetcherCollector, PrefetcherGauges, Queue, Slo
 from prefetcher.planner.capacity import divide_capacity, measure
 from prefetcher.readers.worker import BatchSource
 from prefetcher.stores.memory import MemoryStore
+from prefetcher.warmup import warm_up
 from protocol.batch import ScheduledBatch
 from protocol.conversation import Conversation
 from protocol.errors import ConfigError
@@ -64,6 +65,7 @@ class PrefetcherRun:
 
     def _measure(self) -> list[ScheduledBatch]:
         """The first batches, as they come from the worker."""
+        warm_up()  # while the child starts
         measured: list[ScheduledBatch] = []
         while len(measured) < MEASURED_BATCHES and not self._source.ended and self._signals.stop_reason is None:
             seen = self._bell.rings
@@ -195,7 +197,8 @@ def check_shared_memory(ring_bytes: int) -> None:
 
 
 def touched_bytes(groups: Sequence[GroupSpec], batch: ScheduledBatch) -> int:
-    return sum(measure((group,), [batch]).largest_batch_rows[0] * group.record_bytes for group in groups)
+    rows = measure(tuple(groups), [batch]).largest_batch_rows
+    return sum(n * group.record_bytes for n, group in zip(rows, groups, strict=True))
 
 
 def progress(engine: PrefetcherEngine) -> Progress:

@@ -76,6 +76,7 @@ class TrainingLoop:
         results: Results,
         send: Callable[[StepDone | Saved], None],
     ) -> None:
+        self.first_step_s: float | None = None  # by the performance counter
         self.step_begun: int | None = None
         self.step_done: int | None = None
         self.end: EndOfData | None = None
@@ -139,6 +140,7 @@ class TrainingLoop:
         began_s, waited_s, self._waited_s = time.perf_counter(), self._waited_s, 0.0
         compute = self._streams.compute
         compute.wait(step.filled[-1], "filled")
+        self.first_step_s = self.first_step_s or began_s
         self.step_begun = step.step
         self.stop_reason = None
         loss = self._run(step)

@@ -23,7 +23,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     eval_steps: int
     samples: int  # of training steps
     samples_per_s: float  # samples / wall_s
-    wall_s: float
+    wall_s: float  # from the first step to the last barrier
+    startup_s: float  # from the handshake to the first step
     loss: float | None  # mean of the last 100 training steps, or of all where there are fewer; None without a step
     auc: float | None  # of the last evaluation; None without one
     logloss: float | None
@@ -54,6 +55,7 @@ class RunFacts(msgspec.Struct, frozen=True, kw_only=True):
     """What a report says beside the counters."""
 
     wall_s: float
+    startup_s: float
     loss: float | None
     evaluation: Evaluation | None  # the last one
     device_bytes: int
@@ -76,6 +78,7 @@ def make_report(counters: TrainerCounters, run: RunFacts) -> Report:
         samples=counters.samples,
         samples_per_s=counters.samples / run.wall_s if run.wall_s else 0.0,
         wall_s=run.wall_s,
+        startup_s=run.startup_s,
         loss=run.loss,
         auc=evaluation.auc if evaluation else None,
         logloss=evaluation.logloss if evaluation else None,

@@ -192,7 +192,7 @@ class TrainerRun:
         progress.close()
         engine.say_bye()
         self._health.state = "stopped"
-        report = self._report(engine, welcome, time.perf_counter() - began_s, threads, device, are_pinned=are_pinned)
+        report = self._report(engine, welcome, began_s, threads, device, are_pinned=are_pinned)
         write_report(self._job.run_dir / "report.json", report)
         print_summary(report)
 
@@ -236,14 +236,17 @@ class TrainerRun:
             engine.loop.idled(time.perf_counter() - began_s)
 
     def _report(
-        self, engine: TrainerEngine, welcome: Welcome, wall_s: float, threads: int, device: torch.device, *, are_pinned: bool
+        self, engine: TrainerEngine, welcome: Welcome, began_s: float, threads: int, device: torch.device, *, are_pinned: bool
     ) -> Report:
         end = engine.loop.end
         assert end is not None, "the loop ends with EndOfData"
+        now_s = time.perf_counter()
+        first_step_s = engine.loop.first_step_s or now_s
         return make_report(
             self._counters,
             RunFacts(
-                wall_s=wall_s,
+                wall_s=now_s - first_step_s,
+                startup_s=first_step_s - began_s,
                 loss=self._results.mean_loss,
                 evaluation=self._results.evaluation_result,
                 device_bytes=peak_device_bytes(device, engine.cache.device_bytes),

@@ -137,6 +137,10 @@ class Process:
             raise AssertionError(f"process {self.pid} still runs after {timeout_s:g} s:\n{self.stderr}") from None
         return Ended(code=code, stdout=self.stdout, stderr=self.stderr)
 
+    def reap(self) -> None:
+        """Once it was killed or has ended."""
+        self._process.wait(END_TIMEOUT_S)
+
     def until(self, condition: Callable[[], bool], what: str, timeout_s: float = END_TIMEOUT_S) -> None:
         """Waits for `condition` while the process runs."""
         deadline_s = time.monotonic() + timeout_s
@@ -181,7 +185,7 @@ class Session:
         self.run_dir = folder / "run"
         self.config = folder / "job.toml"
         self._mark = uuid.uuid4().hex
-        self._started: set[int] = set()
+        self._started: list[Process] = []
         self.write_job()
 
     def write_job(self, **sections: Any) -> None:
@@ -200,7 +204,7 @@ class Session:
 
     def _start(self, arguments: list[str], environment: Mapping[str, str]) -> Process:
         process = Process(arguments, self.folder, {**os.environ, **environment, MARK: self._mark})
-        self._started.add(process.pid)
+        self._started.append(process)
         return process
 
     def start_both(self, *prefetcher_options: str) -> tuple[Process, Process]:
@@ -219,21 +223,22 @@ class Session:
 
     def children(self) -> list[int]:
         """Process ids of what the started processes have started, and that still runs."""
-        return sorted(self._alive() - self._started)
+        return sorted(self._alive() - {process.pid for process in self._started})
 
     def kill(self, pid: int) -> None:
         """Ends one of `children` at once."""
         assert pid in self._alive(), f"process {pid} is not ours"
         os.kill(pid, signal.SIGKILL)
 
-    def remains(self) -> list[str]:
-        """What the processes have left although all of them have ended: processes, rings, sockets."""
+    def remains(self, *, killed: bool = False) -> list[str]:
+        """What the processes have left although all of them have ended: processes, rings, and sockets unless a prefetcher was killed,
+        whose socket stays until the next one takes it over.
+        """
         deadline_s = time.monotonic() + 5  # a killed process's children end on their own, but not before they are scheduled
         while self._alive() and time.monotonic() < deadline_s:
             time.sleep(POLL_S)
-        socket = socket_path(self.run_dir)
-        sockets = [str(path) for path in (socket, socket.with_suffix(".lock")) if path.exists()]
-        return [*(f"process {pid}" for pid in sorted(self._alive())), *map(str, self._rings()), *sockets]
+        sockets = [] if killed else [path for path in self._sockets() if path.exists()]
+        return [*(f"process {pid}" for pid in sorted(self._alive())), *map(str, [*self._rings(), *sockets])]
 
     def __enter__(self) -> Self:
         return self
@@ -241,12 +246,17 @@ class Session:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         for pid in self._alive():
             os.kill(pid, signal.SIGKILL)
-        socket = socket_path(self.run_dir)
-        for path in (socket, socket.with_suffix(".lock"), *self._rings()):
+        for process in self._started:
+            process.reap()
+        for path in [*self._sockets(), *self._rings()]:
             path.unlink(missing_ok=True)
 
     def _rings(self) -> list[Path]:
-        return [path for pid in self._started for path in Path("/dev/shm").glob(f"rowcast-*-{pid}-*")]
+        return [path for process in self._started for path in Path("/dev/shm").glob(f"rowcast-*-{process.pid}-*")]
+
+    def _sockets(self) -> list[Path]:
+        socket = socket_path(self.run_dir)
+        return [socket, socket.with_suffix(".lock")]
 
     def _alive(self) -> set[int]:
         """Processes with our mark that run; a zombie has no environment any more."""

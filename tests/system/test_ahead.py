@@ -11,6 +11,7 @@ from protocol.batch import ScheduledBatch
 from protocol.job import Job
 from protocol.messages import StepReady
 from protocol.plan import BarrierPlan
+from protocol.stages import Stage
 from protocol.tables import GroupSpec, group_specs
 from tests import driver
 from tests.driver import InProcessRun, MemoryCheckpointer, Settings
@@ -33,9 +34,10 @@ def make_run(job: Job, batches: list[ScheduledBatch], capacity: str, seed: int =
     return InProcessRun(job, batches, Settings(slots=slots, ring_bytes=LARGE_RING, seed=seed, late_store=seed % 2 == 1))
 
 
-def advance_until_quiet(run: InProcessRun) -> None:
-    """Every stage and stream of both sides, until none can do anything more."""
-    stages = [*run.prefetcher.stages.values(), *run.trainer.stages.values(), run.streams]
+def advance_until_quiet(run: InProcessRun, held: Stage | None = None) -> None:
+    """Every stage and stream of both sides but the one held, until none can do anything more."""
+    everything = [*run.prefetcher.stages.values(), *run.trainer.stages.values(), run.streams]
+    stages = [stage for stage in everything if stage is not held]
     quiet = 0
     while quiet < QUIET_ROUNDS:
         progress = sum(stage.advance() for stage in stages)
@@ -160,6 +162,21 @@ def test_both_rings_are_empty_when_a_barrier_begins(depth: int, seed: int, monke
     watch.run.run()
     assert [barrier.after_step for barrier in watch.begun] == [NUM_STEPS - 1]
     assert sum(map(len, watch.begun[0].dirty)) > 0
+
+
+@pytest.mark.parametrize("depth", [1, 2, 4])
+def test_a_barrier_waits_for_rows_that_were_sent_home_but_are_not_in_the_store(depth: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    watch = BarrierWatch()
+    monkeypatch.setattr(driver, "MemoryCheckpointer", lambda: watch)
+    job, batches = workload(depth)
+    run = watch.run = make_run(job, batches, "one batch")
+    run.advance_until(lambda: run.prefetcher.fetcher.sent_through == NUM_STEPS - 1)
+    advance_until_quiet(run, held=run.prefetcher.writeback)
+    assert run.prefetcher.fetcher.done_through == NUM_STEPS - 1
+    assert run.prefetcher.writeback.queued > 0, "every row was in the store already"
+    assert watch.begun == []
+    run.run()
+    assert len(watch.begun) == 1
 
 
 class ReadKeys(MemoryStore):

@@ -16,6 +16,7 @@ from trainer.terminal import human_bytes, human_count, human_seconds, print_summ
 def facts(*, evaluation: Evaluation | None = None, finished: bool = True, stopped_by: str | None = None) -> RunFacts:
     return RunFacts(
         wall_s=4.0,
+        startup_s=0.5,
         loss=0.6,
         evaluation=evaluation,
         device_bytes=3 * 2**20,

@@ -1,0 +1,225 @@
+"""A peer with another job or version, one that never comes, goes away, stands still or is only slow; and two where one is wanted."""
+
+import shutil
+import signal
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from protocol.conversation import Conversation
+from protocol.errors import PeerLost
+from protocol.job import Transport
+from protocol.session import Session as Talk
+from protocol.transport.inproc import inproc_pair
+from protocol.watch import GONE_GRACE_S, PAUSE_S, SILENCE_LIMIT_S, PeerWatch, Progress
+from tests.system.processes import Process, Session
+
+SIGCONT, SIGKILL, SIGSTOP, SIGTERM = signal.SIGCONT, signal.SIGKILL, signal.SIGSTOP, signal.SIGTERM
+NOTICE_LIMIT_S = 10.0  # that the issue allows for noticing that a peer is gone
+WENT_AWAY = "went away; its own log says why. Start both again"
+
+
+@pytest.fixture
+def session(tmp_path: Path) -> Iterator[Session]:
+    with Session(tmp_path) as session:
+        yield session
+
+
+@pytest.fixture
+def other(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Session]:
+    """A second session, whose processes do not meet those of the first."""
+    with Session(tmp_path_factory.mktemp("other")) as session:
+        yield session
+
+
+def one_sentence(code: int, *processes: Process) -> str:
+    """That all the processes end with, and with `code`."""
+    sentences = {process.ended().refused(code) for process in processes}
+    assert len(sentences) == 1, sentences
+    return sentences.pop()
+
+
+# who may talk to whom
+
+
+def test_a_peer_with_another_job_file_ends_both(session: Session) -> None:
+    prefetcher = session.start("prefetcher")
+    trainer = session.start("trainer", "--set=job.seed=2", "--set=trainer.threads=2")
+    sentence = one_sentence(5, prefetcher, trainer)
+    assert sentence.startswith("the two processes were started with different job files")
+    assert session.remains() == []
+
+
+def test_a_peer_of_another_version_ends_both(session: Session) -> None:
+    trainer = session.start_patched("trainer", "import protocol.messages as m; m.PROTOCOL_VERSION = 99")
+    sentence = one_sentence(5, session.start("prefetcher"), trainer)
+    assert "protocol version 99" in sentence
+    assert session.remains() == []
+
+
+def test_ports_and_threads_may_differ_between_the_two(session: Session) -> None:
+    prefetcher = session.start("prefetcher", "--max-steps=2", "--set=metrics.prefetcher=127.0.0.2:0")
+    trainer = session.start("trainer", "--set=trainer.threads=2")
+    prefetcher.ended().quiet()
+    trainer.ended().quiet()
+
+
+def test_a_peer_that_never_comes_is_given_up(session: Session, other: Session) -> None:
+    processes = {"trainer": session.start("prefetcher", "--set=transport.connect_timeout=500ms")}
+    processes["prefetcher"] = other.start("trainer", "--set=transport.connect_timeout=500ms")
+    for missing, process in processes.items():
+        sentence = process.ended().refused(3)
+        assert sentence == f"no {missing} came within 0.5 s; start it with the same job file, or raise transport.connect_timeout"
+    assert (session.remains(), other.remains()) == ([], [])
+
+
+def test_a_second_process_of_a_role_is_refused_and_the_first_goes_on(session: Session, other: Session) -> None:
+    prefetcher, trainer = session.start("prefetcher"), other.start("trainer")
+    prefetcher.until_logged("serving metrics")
+    trainer.until_logged("waiting for the prefetcher")
+    seconds = session.start("prefetcher"), other.start("trainer")
+    for first, second, role in zip((prefetcher, trainer), seconds, ("prefetcher", "trainer"), strict=True):
+        assert f"is held by a {role} with process id {first.pid}; " in second.ended().refused(2)
+    shutil.rmtree(session.run_dir)  # with the lock in it, but not the socket
+    sentence = session.start("prefetcher").ended().refused(2)
+    assert (
+        sentence
+        == f"another prefetcher serves run directory {session.run_dir} (pid {prefetcher.pid}); stop it or use another run directory"
+    )
+    for first in (prefetcher, trainer):
+        first.signal(SIGTERM)
+        first.ended().quiet()
+
+
+# who goes away
+
+
+@pytest.mark.parametrize("killed", ["prefetcher", "trainer"])
+def test_a_killed_peer_ends_the_other_and_nothing_is_left(killed: str, session: Session) -> None:
+    prefetcher, trainer = session.start_training()
+    victim, survivor = (prefetcher, trainer) if killed == "prefetcher" else (trainer, prefetcher)
+    victim.signal(SIGKILL)
+    assert survivor.ended(NOTICE_LIMIT_S).refused(3) == f"the {killed} {WENT_AWAY}"
+    assert session.remains(killed=killed == "prefetcher") == []
+
+
+def test_a_killed_decoding_process_ends_both(session: Session) -> None:
+    prefetcher, trainer = session.start_training()
+    [decoder] = [pid for pid in session.children() if "spawn_main" in Path(f"/proc/{pid}/cmdline").read_text()]
+    session.kill(decoder)
+    sentence = one_sentence(1, prefetcher, trainer)
+    assert sentence.startswith(f"the decoding process (pid {decoder}, after ")
+    assert "was killed by signal 9" in sentence
+    assert session.remains() == []
+
+
+def test_a_peer_that_is_stopped_for_a_while_holds_the_run_up_and_no_more(session: Session) -> None:
+    prefetcher, trainer = session.start_training()
+    for process in (prefetcher, trainer):
+        process.signal(SIGSTOP)
+        time.sleep(3.0)
+        process.signal(SIGCONT)
+        trainer.until_counted("rowcast_train_steps_total", trainer.metric("rowcast_train_steps_total") + 20)
+    prefetcher.signal(SIGTERM)
+    prefetcher.ended().quiet()
+    trainer.ended().quiet()
+
+
+def test_a_peer_that_stays_stopped_is_given_up(session: Session, other: Session) -> None:
+    prefetcher, trainer = session.start_training()
+    other_prefetcher, other_trainer = other.start_training()
+    prefetcher.signal(SIGSTOP)
+    other_trainer.signal(SIGSTOP)
+    for survivor, stopped in ((trainer, "prefetcher"), (other_prefetcher, "trainer")):
+        assert survivor.ended(NOTICE_LIMIT_S + 2).refused(3).startswith(f"the {stopped} has been silent for ")
+    for resumed, lost in ((prefetcher, "trainer"), (other_trainer, "prefetcher")):
+        resumed.signal(SIGCONT)
+        assert resumed.ended(NOTICE_LIMIT_S).refused(3) == f"the {lost} {WENT_AWAY}"
+    assert (session.remains(), other.remains()) == ([], [])
+
+
+def test_a_trainer_that_takes_long_to_build_its_model_is_not_given_up(session: Session) -> None:
+    session.write_job(model={"kind": "tests.system.odd_parts:slow_model", "options": {"build_s": 4.0}})
+    prefetcher = session.start_patched("prefetcher", "import protocol.watch as w; w.SILENCE_LIMIT_S = 2.5")
+    trainer = session.start("trainer")
+    trainer.until_counted("rowcast_train_steps_total", 1)
+    trainer.signal(SIGTERM)
+    prefetcher.ended().quiet()
+    trainer.ended().quiet()
+
+
+def test_two_processes_that_live_without_progress_give_up_and_say_what_they_waited_for(session: Session) -> None:
+    reader = {"format": "tests.system.odd_parts:hanging_reader", "options": {"num_batches": 60}}
+    session.write_job(data=reader, transport={"stall_timeout": "1500ms"})
+    prefetcher, trainer = session.start_both()
+    sentence = one_sentence(3, prefetcher, trainer)
+    assert sentence.startswith("no progress for ")
+    assert "(transport.stall_timeout) after step 51: " in sentence, "a plan needs the 8 batches of its horizon"
+    assert "batches from the reader" in sentence
+    assert session.remains() == []
+
+
+# the watch alone
+
+
+@dataclass
+class FakeLink:
+    peer_gone: bool = False
+    last_received_s: float | None = None
+
+
+class Clock:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now_s = 1000.0
+        monkeypatch.setattr(time, "monotonic", lambda: self.now_s)
+
+
+def watch_of(link: FakeLink, *, connected: bool = True) -> PeerWatch:
+    near, _ = inproc_pair()
+    conversation = Conversation(Talk("trainer"), near)
+    progress = Progress(step_begun=1, step_done=1, waiting_for="rows", ended=False)
+    return PeerWatch("prefetcher", conversation, link, Transport(), lambda: progress, lambda: connected)
+
+
+def pass_time(clock: Clock, watch: PeerWatch, seconds: float, tick_s: float = 0.05) -> None:
+    for _ in range(round(seconds / tick_s)):
+        clock.now_s += tick_s
+        watch.advance()
+
+
+def test_silence_is_counted_while_this_process_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch)
+    watch = watch_of(FakeLink(last_received_s=clock.now_s))
+    pass_time(clock, watch, SILENCE_LIMIT_S - 0.1)
+    with pytest.raises(PeerLost, match="the prefetcher has been silent for 7"):
+        pass_time(clock, watch, 0.3)
+
+
+def test_what_was_not_heard_while_this_process_was_stopped_is_not_held_against_the_peer(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch)
+    watch = watch_of(FakeLink(last_received_s=clock.now_s))
+    watch.advance()
+    clock.now_s += 1000.0  # longer than every limit
+    pass_time(clock, watch, SILENCE_LIMIT_S - 0.1)
+    with pytest.raises(PeerLost, match="silent for 7"):
+        pass_time(clock, watch, 0.3)
+
+
+def test_a_peer_that_ticks_slowly_is_still_found_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch)
+    watch = watch_of(FakeLink(last_received_s=clock.now_s))
+    with pytest.raises(PeerLost, match="silent"):
+        pass_time(clock, watch, SILENCE_LIMIT_S + PAUSE_S, tick_s=PAUSE_S - 0.1)
+
+
+def test_a_peer_that_leaves_before_the_two_have_met_is_lost_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch)
+    link = FakeLink()
+    watch = watch_of(link, connected=False)
+    pass_time(clock, watch, 30.0)
+    link.peer_gone = True
+    with pytest.raises(PeerLost, match=f"the prefetcher {WENT_AWAY}"):
+        pass_time(clock, watch, GONE_GRACE_S + 0.2)
