@@ -42,7 +42,7 @@ FACTORS: dict[str, tuple[str, ...]] = {
     "horizon": ("1", "8", "64"),
     "ring": ("1MiB", "auto"),
     "shuffle": ("none", "window:4096"),
-    "batch_size": ("512", "2048"),
+    "batch_size": ("2048", "4096"),
 }
 SYNTHETIC = ("synthetic",)  # what stands in for all of "data" where there is no log
 
@@ -83,7 +83,7 @@ def job_text(way: Way, log: Path | None, run_dir: Path) -> str:
     return "\n".join(
         [
             f'[job]\nseed = 7\nrun_dir = "{run_dir}"',
-            f"[data]\nbatch_size = {way['batch_size']}\neval_fraction = 0.1\nepochs = 2\n{data_lines(way['data'], log)}",
+            f"[data]\nbatch_size = {way['batch_size']}\neval_fraction = 0.1\n{data_lines(way['data'], log)}",
             table_lines(way["data"], log, dim),
             f"[model]\nbottom_mlp = [64, {dim}]\ntop_mlp = [64, 1]",
             f'[optimizer]\nsparse = {{ kind = "{way["optimizer"]}", lr = 0.02 }}\ndense = {{ kind = "sgd", lr = 0.1 }}',

@@ -9,7 +9,7 @@ from types import FrameType, TracebackType
 from typing import Protocol, Self
 
 from protocol.command import say
-from protocol.errors import PeerLost, RowcastError
+from protocol.errors import RowcastError
 from protocol.messages import Failure
 from protocol.stages import Doorbell, Stage, StageThread
 from protocol.telemetry.logs import get_logger
@@ -19,7 +19,8 @@ HANG_GRACE_S = 5.0  # after a fatal error, for the main thread to come out of wh
 
 
 class Sends(Protocol):
-    failure_received: bool
+    @property
+    def failure_received(self) -> bool: ...
 
     def send(self, message: Failure) -> None: ...
 
@@ -92,8 +93,9 @@ class Crew:
 
 
 def tell_peer(conversation: Sends, error: BaseException) -> None:
-    """Lets the peer end with the same sentence and code, where the error did not come from it."""
-    if conversation.failure_received or isinstance(error, PeerLost):
+    """Lets the peer end with the same sentence and code, where the error did not come from it. One that is gone costs nothing, and one
+    that only stood still should know why it was left."""
+    if conversation.failure_received:
         return
     code = error.exit_code if isinstance(error, RowcastError) else 1
     sentence = str(error) if isinstance(error, RowcastError) else f"{type(error).__name__}: {error}"

@@ -122,7 +122,7 @@ class PeerWatch:
         if stalled_s > self._stall_timeout_s:
             raise PeerLost(
                 f"no progress for {stalled_s:.0f} s (transport.stall_timeout) after step {progress.step_done}: "
-                f"this process waits for {progress.waiting_for}, the {self._peer} for {self._peer_waits_for}"
+                f"the {self._conversation.session.role} waits for {progress.waiting_for}, the {self._peer} for {self._peer_waits_for}"
             )
         if stalled_s > self._next_report_s:
             self._next_report_s += REPORT_EVERY_S

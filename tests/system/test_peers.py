@@ -1,5 +1,6 @@
 """A peer with another job or version, one that never comes, goes away, stands still or is only slow; and two where one is wanted."""
 
+import re
 import shutil
 import signal
 import time
@@ -85,10 +86,7 @@ def test_a_second_process_of_a_role_is_refused_and_the_first_goes_on(session: Se
         assert f"is held by a {role} with process id {first.pid}; " in second.ended().refused(2)
     shutil.rmtree(session.run_dir)  # with the lock in it, but not the socket
     sentence = session.start("prefetcher").ended().refused(2)
-    assert (
-        sentence
-        == f"another prefetcher serves run directory {session.run_dir} (pid {prefetcher.pid}); stop it or use another run directory"
-    )
+    assert sentence.startswith(f"another prefetcher serves run directory {session.run_dir} (pid {prefetcher.pid}); ")
     for first in (prefetcher, trainer):
         first.signal(SIGTERM)
         first.ended().quiet()
@@ -135,9 +133,9 @@ def test_a_peer_that_stays_stopped_is_given_up(session: Session, other: Session)
     other_trainer.signal(SIGSTOP)
     for survivor, stopped in ((trainer, "prefetcher"), (other_prefetcher, "trainer")):
         assert survivor.ended(NOTICE_LIMIT_S + 2).refused(3).startswith(f"the {stopped} has been silent for ")
-    for resumed, lost in ((prefetcher, "trainer"), (other_trainer, "prefetcher")):
+    for stopped, resumed in (("prefetcher", prefetcher), ("trainer", other_trainer)):
         resumed.signal(SIGCONT)
-        assert resumed.ended(NOTICE_LIMIT_S).refused(3) == f"the {lost} {WENT_AWAY}"
+        assert resumed.ended(NOTICE_LIMIT_S).refused(3).startswith(f"the {stopped} has been silent for "), "it was told"
     assert (session.remains(), other.remains()) == ([], [])
 
 
@@ -153,12 +151,12 @@ def test_a_trainer_that_takes_long_to_build_its_model_is_not_given_up(session: S
 
 def test_two_processes_that_live_without_progress_give_up_and_say_what_they_waited_for(session: Session) -> None:
     reader = {"format": "tests.system.odd_parts:hanging_reader", "options": {"num_batches": 60}}
-    session.write_job(data=reader, transport={"stall_timeout": "1500ms"})
-    prefetcher, trainer = session.start_both()
-    sentence = one_sentence(3, prefetcher, trainer)
-    assert sentence.startswith("no progress for ")
-    assert "(transport.stall_timeout) after step 51: " in sentence, "a plan needs the 8 batches of its horizon"
-    assert "batches from the reader" in sentence
+    session.write_job(data=reader, transport={"stall_timeout": "4s"})
+    for process in session.start_both():
+        sentence = process.ended().refused(3)
+        assert re.fullmatch(
+            r"no progress for \d+ s \(transport.stall_timeout\) after step 51: .* the prefetcher .*batches from the reader.*", sentence
+        )
     assert session.remains() == []
 
 

@@ -3,11 +3,9 @@
 import functools
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
-import numpy.typing as npt
 import pytest
 import torch
 from torch import Tensor
@@ -16,119 +14,19 @@ from prefetcher.planner.capacity import divide_capacity, measure
 from prefetcher.planner.planner import RowPlanner
 from prefetcher.readers.source import InlineSource
 from prefetcher.service import MEASURED_BATCHES
-from prefetcher.stores.base import Finished, Keys, Records
-from prefetcher.stores.memory import MemoryStore
 from protocol.batch import ScheduledBatch
 from protocol.job import Job, load_job, parse_bytes
-from protocol.messages import RingRef
 from protocol.packing import Piece, barrier_stamp, cut, make_block, plan_block, plan_stamp
 from protocol.plan import BarrierPlan, StepPlan
 from protocol.tables import GroupSpec, group_specs, make_keys
-from protocol.transport.ring import RingSlice, RingWriter
-from tests import driver
+from protocol.transport.ring import RingWriter
 from tests.driver import InProcessRun, Settings
+from tests.system.counting import Traffic, count_traffic
 from tests.system.processes import Session
 from tests.workloads import slots_for, small_batches, small_job
-from trainer import streams
 from trainer.report import Report, read_report
 
 SMALL_RING = 24 * 1024  # plans take several pieces
-
-
-@dataclass(frozen=True)
-class Written:
-    """Rows that were written into a ring, and where."""
-
-    address: int
-    nbytes: int
-    keys: list[int]  # none where the writer knows only slots
-
-
-@dataclass
-class RingTraffic:
-    """What one ring took, by the stamp of its pieces without the piece's number."""
-
-    waiting: list[Written] = field(default_factory=list)  # written into pieces that are not committed yet
-    row_bytes: defaultdict[int, int] = field(default_factory=lambda: defaultdict(int))
-    all_bytes: defaultdict[int, int] = field(default_factory=lambda: defaultdict(int))
-    keys: defaultdict[int, list[int]] = field(default_factory=lambda: defaultdict(list))
-
-    def commit(self, piece: RingSlice, stamp: int) -> None:
-        start, end = piece.payload.ctypes.data, piece.payload.ctypes.data + len(piece.payload)
-        for written in [written for written in self.waiting if start <= written.address < end]:
-            self.waiting.remove(written)
-            self.row_bytes[stamp >> 20] += written.nbytes
-            self.keys[stamp >> 20] += written.keys
-        self.all_bytes[stamp >> 20] += len(piece.payload)
-
-
-@dataclass
-class Traffic:
-    """Everything that moved in one run."""
-
-    rings: list[RingTraffic] = field(default_factory=list)  # fetch, back
-    writers: list["CountingWriter"] = field(default_factory=list)
-    gathered: list[tuple[int, list[int]]] = field(default_factory=list)  # address of the records, slots
-    scattered: list[tuple[int, list[int]]] = field(default_factory=list)
-    stored: list[tuple[int | None, list[int]]] = field(default_factory=list)  # step, keys
-
-
-class CountingWriter(RingWriter):
-    """A ring whose pieces know what was written into them."""
-
-    def __init__(self, buffer: npt.NDArray[np.uint8]) -> None:
-        super().__init__(buffer)
-        self.traffic = RingTraffic()
-        self.addresses = range(buffer.ctypes.data, buffer.ctypes.data + len(buffer))
-
-    def commit(self, piece: RingSlice, stamp: int, checksum: bool) -> RingRef:
-        self.traffic.commit(piece, stamp)
-        return super().commit(piece, stamp, checksum)
-
-
-class CountingStore(MemoryStore):
-    traffic: Traffic
-
-    def read(self, keys: Keys, out: Records) -> Finished:
-        self.traffic.rings[0].waiting.append(Written(out.ctypes.data, out.nbytes, keys.tolist()))
-        assert out.ctypes.data in self.traffic.writers[0].addresses, "rows are read straight into the ring"
-        return super().read(keys, out)
-
-    def write(self, keys: Keys, rows: Records, step: int | None) -> Finished:
-        self.traffic.stored.append((step, keys.tolist()))
-        return super().write(keys, rows, step)
-
-
-@pytest.fixture
-def traffic(monkeypatch: pytest.MonkeyPatch) -> Traffic:
-    """Counts what the next in-process run moves."""
-    traffic = Traffic()
-
-    def make_writer(buffer: npt.NDArray[np.uint8]) -> CountingWriter:
-        writer = CountingWriter(buffer)
-        traffic.writers.append(writer)
-        traffic.rings.append(writer.traffic)
-        return writer
-
-    def copy(source: Tensor, out: Tensor) -> None:
-        if out.data_ptr() in traffic.writers[1].addresses:
-            traffic.rings[1].waiting.append(Written(out.data_ptr(), out.nbytes, []))
-        out.copy_(source)
-
-    def gather(rows: Tensor, slots: Tensor, out: Tensor) -> None:
-        traffic.gathered.append((rows.data_ptr(), slots.tolist()))
-        torch.index_select(rows, 0, slots, out=out)
-
-    def scatter(source: Tensor, slots: Tensor, rows: Tensor) -> None:
-        traffic.scattered.append((rows.data_ptr(), slots.tolist()))
-        rows.index_copy_(0, slots.long(), source)
-
-    monkeypatch.setattr(CountingStore, "traffic", traffic, raising=False)
-    monkeypatch.setattr(driver, "MemoryStore", CountingStore)
-    monkeypatch.setattr(driver, "RingWriter", make_writer)
-    for function in (copy, gather, scatter):
-        monkeypatch.setattr(streams, function.__name__, function)
-    return traffic
 
 
 @dataclass(frozen=True)
@@ -159,6 +57,11 @@ def plan_alone(job: Job, batches: Sequence[ScheduledBatch], slots: tuple[int, ..
     while planner.ready():
         plans.append(planner.plan()[1])
     return Alone(list(batches), plans, planner.barrier("end of data", finished=True), groups)
+
+
+@pytest.fixture
+def traffic(monkeypatch: pytest.MonkeyPatch) -> Traffic:
+    return count_traffic(monkeypatch)
 
 
 @functools.cache

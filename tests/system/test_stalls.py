@@ -1,0 +1,206 @@
+"""Each reason for which a process stands still, provoked once, shows in its counter and in no other."""
+
+import re
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import get_args
+
+import pytest
+from prometheus_client import generate_latest
+from prometheus_client.parser import text_string_to_metric_families
+
+import prefetcher.metrics
+import trainer.metrics
+from prefetcher.metrics import PrefetcherCollector
+from prefetcher.service import stall_clocks
+from prefetcher.stores.base import Finished, Keys, Records
+from prefetcher.stores.memory import MemoryStore
+from protocol.batch import ScheduledBatch
+from protocol.process import Signals
+from protocol.stages import Doorbell, Stage, StageThread
+from protocol.tables import group_specs
+from protocol.telemetry.build import build_info
+from protocol.telemetry.counters import CountersCollector, new_registry
+from tests import driver
+from tests.driver import InProcessRun, ListSource, Settings
+from tests.telemetry import runs
+from tests.workloads import slots_for, small_batches, small_job
+from trainer.metrics import TrainerCollector, TrainerCounters
+from trainer.service import TrainerRun
+
+DEADLINE_S = 20.0
+REASONS = {"prefetcher": get_args(prefetcher.metrics.StallReason), "trainer": get_args(trainer.metrics.StallReason)}
+
+
+class SilentSource(ListSource):
+    """Batches that never come."""
+
+    @property
+    def ended(self) -> bool:
+        return False
+
+    def poll(self) -> ScheduledBatch | None:
+        return None
+
+
+class Never:
+    def done(self) -> bool:
+        return False
+
+
+class StuckStore(MemoryStore):
+    """Reads that never finish."""
+
+    def read(self, keys: Keys, out: Records) -> Finished:
+        return Never()  # type: ignore[return-value]
+
+
+def in_process_run(
+    capacity: str = "one batch", ring_bytes: int = 2**24, depth: int = 4, num_steps: int = 12, seeded_streams: bool = False
+) -> InProcessRun:
+    job = small_job("adagrad", "single", depth=depth, horizon=3)
+    batches = small_batches(job, "single", num_steps=num_steps, eval_at=())
+    slots = slots_for(group_specs(job), batches, capacity)
+    return InProcessRun(job, batches, Settings(slots=slots, ring_bytes=ring_bytes, seeded_streams=seeded_streams))
+
+
+def stages_of(run: InProcessRun) -> dict[str, Stage]:
+    ours = {f"prefetcher {name}": stage for name, stage in run.prefetcher.stages.items()}
+    theirs = {f"trainer {name}": stage for name, stage in run.trainer.stages.items()}
+    return {**ours, **theirs, "streams": run.streams}
+
+
+def settle(run: InProcessRun, *held: str, until: Callable[[], bool] = lambda: False) -> None:
+    """Advances every stage but those held, until none can do anything, or a condition."""
+    stages = stages_of(run)
+    free = [stage for name, stage in stages.items() if name not in held]
+    assert set(held) <= stages.keys()
+    while not until() and sum(stage.advance() for stage in free):
+        continue
+
+
+def idle(stage: Stage, clock: Callable[[float], None], seconds: dict[str, float]) -> set[str]:
+    """Runs a stage that has nothing to do on its thread, as a process does, until its clock has counted; what it counted."""
+    errors: list[BaseException] = []
+    before = dict(seconds)
+    thread = StageThread("held", stage, Doorbell(), errors.append, clock)
+    thread.start()
+    deadline_s = time.monotonic() + DEADLINE_S
+    while seconds == before and thread.alive and time.monotonic() < deadline_s:
+        time.sleep(0.005)
+    thread.stop()
+    assert errors == []
+    return {reason for reason, counted in seconds.items() if counted > before[reason]}
+
+
+def served(collector: CountersCollector) -> dict[str, float]:
+    """The stalls as a scrape shows them."""
+    families = text_string_to_metric_families(generate_latest(new_registry(collector)).decode())
+    samples = [sample for family in families for sample in family.samples if sample.name == "rowcast_stall_seconds_total"]
+    return {sample.labels["reason"]: sample.value for sample in samples}
+
+
+def assert_prefetcher_stalls(run: InProcessRun, stage: str, reason: str) -> None:
+    engine = run.prefetcher
+    assert idle(engine.stages[stage], stall_clocks(engine)[stage], engine.counters.stalls) == {reason}
+    found = served(PrefetcherCollector(engine.counters, runs.prefetcher_gauges(), build_info("prefetcher", "test")))
+    assert found == engine.counters.stalls
+    assert found[reason] > 0
+
+
+def test_a_reader_that_is_too_slow_is_counted_under_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(driver, "ListSource", SilentSource)
+    run = in_process_run()
+    settle(run)
+    assert_prefetcher_stalls(run, "planning", "batches")
+
+
+def test_a_planner_that_is_too_slow_is_counted_under_plans() -> None:
+    run = in_process_run()
+    settle(run, "prefetcher planning")
+    assert_prefetcher_stalls(run, "fetcher", "plans")
+
+
+def test_a_trainer_that_is_too_slow_is_counted_under_credit() -> None:
+    run = in_process_run("everything")
+    settle(run, "trainer loop")
+    assert_prefetcher_stalls(run, "fetcher", "credit")
+
+
+def test_a_ring_that_is_too_small_is_counted_under_ring() -> None:
+    run = in_process_run(ring_bytes=24 * 1024)
+    settle(run, "trainer loop")
+    assert_prefetcher_stalls(run, "fetcher", "ring")
+
+
+def test_a_store_that_is_too_slow_is_counted_under_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(driver, "MemoryStore", StuckStore)
+    run = in_process_run()
+    settle(run)
+    assert_prefetcher_stalls(run, "fetcher", "store")
+
+
+def test_rows_that_are_fetched_again_right_after_they_left_are_counted_under_write_back() -> None:
+    run = in_process_run()
+    settle(run, "trainer sender")
+    assert any(plan.after_step is not None for plan in run.plans)
+    assert_prefetcher_stalls(run, "fetcher", "write_back")
+
+
+def test_waiting_for_a_flush_is_counted_under_barrier() -> None:
+    run = in_process_run(num_steps=2)
+    settle(run, "trainer loop")
+    assert_prefetcher_stalls(run, "fetcher", "barrier")
+
+
+def assert_trainer_stalls(run: InProcessRun, stage: str, clock: Callable[[float], None], counters: TrainerCounters, reason: str) -> None:
+    assert idle(run.trainer.stages[stage], clock, counters.stalls) == {reason}
+    found = served(TrainerCollector(counters, runs.trainer_gauges(), build_info("trainer", "test")))
+    assert found == counters.stalls
+    assert found[reason] > 0
+
+
+def assert_loop_stalls(run: InProcessRun, reason: str) -> None:
+    assert_trainer_stalls(run, "loop", run.trainer.loop.idled, run.trainer.counters, reason)
+
+
+def test_a_prefetcher_that_is_too_slow_is_counted_under_rows() -> None:
+    run = in_process_run()
+    settle(run, until=lambda: run.trainer.loop.step_done == 3)
+    settle(run, "prefetcher fetcher")
+    assert_loop_stalls(run, "rows")
+    assert run.trainer.counters.waited_s > 0
+
+
+def test_a_device_that_is_too_slow_is_counted_under_results() -> None:
+    run = in_process_run(seeded_streams=True)
+    settle(run, until=lambda: run.trainer.loop.step_done == 3)
+    settle(run, until=lambda: run.trainer.loop.step_begun != run.trainer.loop.step_done)
+    settle(run, "streams")
+    assert_loop_stalls(run, "results")
+
+
+def test_a_loop_that_waits_for_a_flush_is_counted_under_barrier() -> None:
+    run = in_process_run(num_steps=3)
+    settle(run, until=lambda: run.trainer.loop.stop_reason is not None)
+    settle(run, "prefetcher fetcher")
+    assert run.trainer.loop.end is None
+    assert_loop_stalls(run, "barrier")
+
+
+def test_victims_that_find_no_space_are_counted_under_ring() -> None:
+    run = in_process_run(ring_bytes=8 * 1024, depth=2)
+    settle(run, "prefetcher write-back")
+    assert run.trainer.sender.waiting_for_ring
+    process = TrainerRun(run.job, Signals())
+    assert_trainer_stalls(run, "sender", process._stall_clocks(run.trainer)["sender"], process._counters, "ring")
+
+
+def test_every_reason_of_both_processes_is_provoked_here() -> None:
+    source = Path(__file__).read_text(encoding="utf-8")
+    for process, check in (
+        ("prefetcher", r'assert_prefetcher_stalls\(run, "[\w-]+", "(\w+)"\)'),
+        ("trainer", r'(?:assert_loop_stalls|assert_trainer_stalls)\(run, .*"(\w+)"\)'),
+    ):
+        assert set(re.findall(check, source)) == set(REASONS[process])
