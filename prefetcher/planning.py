@@ -56,6 +56,11 @@ class PlanningStage:
         """The next plan would be too far ahead of the trainer."""
         return not self._barrier_sent and self._planner.ready()
 
+    @property
+    def _data_is_planned(self) -> bool:
+        """Nothing is left to plan; a stop has nothing left to stop."""
+        return self._ended and not self._planner.ready()
+
     def stop(self, reason: str) -> None:
         """No plan is made after the next `advance`; a barrier follows the last one."""
         self._stop_reason = reason
@@ -63,7 +68,7 @@ class PlanningStage:
     def advance(self) -> bool:
         if self._barrier_sent:
             return False
-        if self._stop_reason is not None:
+        if self._stop_reason is not None and not self._data_is_planned:
             return self._send_barrier(self._stop_reason, finished=False)
         return self._plan_next() or self._read_next()
 
@@ -84,7 +89,7 @@ class PlanningStage:
 
     def _plan_next(self) -> bool:
         if not self._planner.ready():
-            return self._ended and self._send_barrier("end of data", finished=True)
+            return self._data_is_planned and self._send_barrier("end of data", finished=True)
         step = self._first_step if self.planned_through is None else self.planned_through + 1
         done = self._first_step - 1 if self._fetcher.done_through is None else self._fetcher.done_through
         if step > done + self._ahead:

@@ -139,6 +139,7 @@ class PrefetcherRun:
         stack.callback(self._crew.stop)
         try:
             self._until_finished(engine)
+            self._crew.stop()  # nothing may follow the good-bye, no heartbeat either
             if engine.hello is not None:
                 engine.conversation.send(Bye())
             self._health.state = "stopped"

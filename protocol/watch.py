@@ -79,7 +79,7 @@ class PeerWatch:
             self._check_gone(now_s)
             self._check_silence(now_s)
             self._check_progress(progress, now_s)
-        if now_s >= self._next_beat_s and not progress.ended:
+        if now_s >= self._next_beat_s:
             self._next_beat_s = now_s + HEARTBEAT_EVERY_S
             self._conversation.send(
                 Heartbeat(step_begun=progress.step_begun, step_done=progress.step_done, waiting_for=progress.waiting_for)

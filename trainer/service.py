@@ -190,10 +190,11 @@ class TrainerRun:
         self._results.shown = progress.evaluation
         self._loop(engine, progress, device)
         progress.close()
-        engine.say_bye()
-        self._health.state = "stopped"
         report = self._report(engine, welcome, began_s, threads, device, are_pinned=are_pinned)
         write_report(self._job.run_dir / "report.json", report)
+        self._crew.stop()  # nothing may follow the good-bye, no heartbeat either
+        engine.say_bye()
+        self._health.state = "stopped"
         print_summary(report)
 
     def _make_engine(self, conversation: Conversation, welcome: Welcome, rings: list[RingFile], device: torch.device) -> TrainerEngine:

@@ -238,6 +238,9 @@ def choose_device(name: str) -> torch.device:
         raise ValueError(f"trainer.device = {name!r}, but torch sees no CUDA device here; use cpu")
     if device.type not in ("cpu", "cuda"):
         raise ValueError(f"trainer.device = {name!r} is not supported; use auto, cpu or cuda")
+    if device.type == "cuda" and device.index is not None and device.index >= torch.cuda.device_count():
+        last = torch.cuda.device_count() - 1
+        raise ValueError(f"trainer.device = {name!r}, but this machine has cuda:0 to cuda:{last}; use one of these")
     return device
 
 

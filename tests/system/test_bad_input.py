@@ -1,0 +1,383 @@
+"""What a user's mistake gets: an exit code and one sentence, on both sides where both see it, and never a traceback."""
+
+import gzip
+import re
+import signal
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import structlog
+
+from prefetcher.readers.source import InlineSource
+from protocol.errors import ConfigError, DataError
+from protocol.job import load_job
+from protocol.transport.ring_file import free_shared_memory
+from tests.system.processes import TABLES, Session, job_content, write_job
+from trainer.cli import app as trainer_app
+
+TABLE = TABLES[0]
+SGD = {"kind": "sgd", "lr": 0.1}
+LINE = "\t".join(["1", *map(str, range(13)), *(f"{i:08x}" for i in range(26))]) + "\n"
+
+
+@pytest.fixture
+def session(tmp_path: Path) -> Iterator[Session]:
+    with Session(tmp_path) as session:
+        yield session
+
+
+@pytest.fixture(autouse=True)
+def _logs_as_before() -> Iterator[None]:
+    yield
+    structlog.reset_defaults()
+
+
+# the job file
+
+
+def table(**keys: Any) -> dict[str, Any]:
+    return {"tables": [TABLE | keys]}
+
+
+def sparse(**keys: Any) -> dict[str, Any]:
+    return {"optimizer": {"sparse": SGD | keys}}
+
+
+def dense(**keys: Any) -> dict[str, Any]:
+    return {"optimizer": {"dense": SGD | keys}}
+
+
+BAD_JOBS: dict[str, tuple[dict[str, Any], str]] = {
+    "unknown section": ({"nosuch": {"key": 1}}, "unknown key nosuch; correct or remove it"),
+    "unknown key": ({"job": {"seeed": 1}}, "job: unknown key seeed; correct or remove it"),
+    "unknown key of a table": (table(dtype="fp16"), "tables[0]: unknown key dtype; correct or remove it"),
+    "missing section": ({"cache": None}, "key cache is missing"),
+    "missing key": ({"optimizer": {"sparse": {"kind": "sgd"}}}, "optimizer.sparse: key lr is missing"),
+    "text for a number": ({"job": {"seed": "one"}}, "job.seed: Expected `int`, got `str`"),
+    "number for text": ({"metrics": {"trainer": 9401}}, "metrics.trainer: Expected `str`, got `int`"),
+    "value for a section": ({"job": 3}, "job: Expected `object`, got `int`"),
+    "unknown choice": (sparse(kind="lion"), "optimizer.sparse.kind: 'lion' is not one of the values that this key can have"),
+    "seed": ({"job": {"seed": -1}}, "seed = -1 must be from 0 to 2**63 - 1"),
+    "run directory": ({"job": {"run_dir": ""}}, "run_dir is empty; name a folder"),
+    "format": ({"data": {"format": "csv"}}, "format = 'csv' is none of criteo-tsv, criteo-npy, parquet, synthetic"),
+    "half a factory": ({"data": {"format": "package:"}}, "format = 'package:' is none of"),
+    "no path": ({"data": {"format": "criteo-tsv"}}, "format = 'criteo-tsv' needs path"),
+    "batch size": ({"data": {"batch_size": 0}}, "batch_size = 0 must be from 1 to"),
+    "eval fraction": ({"data": {"eval_fraction": 1.0}}, "eval_fraction = 1.0 must be at least 0 and less than 1"),
+    "shuffle": ({"data": {"shuffle": "window:0"}}, "shuffle = 'window:0' is none of none, full, window:ROWS"),
+    "shuffle of a stream": (
+        {"data": {"format": "parquet", "path": "x", "shuffle": "full"}},
+        'shuffle = "full" needs random access, which parquet has not',
+    ),
+    "no tables": ({"tables": []}, "no tables; give [[tables]] or [tables_from]"),
+    "empty table": (table(num_embeddings=0), "table t: num_embeddings = 0 must be from 1 to 2**48"),
+    "endless table": (table(num_embeddings=2**60), "table t: num_embeddings = 1152921504606846976 must be from 1 to 2**48"),
+    "width": (table(embedding_dim=0), "table t: embedding_dim = 0 must be from 1 to 4096"),
+    "table without a feature": (table(features=[]), "table t has no feature; list at least one in features = [...]"),
+    "feature without a table": (
+        {"data": {"columns": {"weights": {"cat_9": "w"}}}},
+        "data.columns.weights: feature cat_9 has no table; add it to a table's features",
+    ),
+    "feature of two tables": ({"tables": [TABLE, TABLE | {"name": "u"}]}, "feature cat_0 appears more than once in [[tables]]"),
+    "two tables of a name": ({"tables": [TABLE, TABLE | {"features": ["x"]}]}, "table t appears more than once in [[tables]]"),
+    "initial values": (table(init="normal:inf"), "init = 'normal:inf' is none of uniform, uniform:lo,hi, normal:std, constant:x"),
+    "widths that do not meet": (table(embedding_dim=8), "model.bottom_mlp ends in 4, but table t has embedding_dim = 8"),
+    "layers": ({"model": {"bottom_mlp": [0, 4]}}, "bottom_mlp and top_mlp list output widths, which must be from 1 to"),
+    "weighted mean": (table(pooling="mean") | {"data": {"columns": {"weights": {"cat_0": "w"}}}}, "a weighted mean is refused"),
+    "momentum on rows": (sparse(momentum=0.9), "optimizer.sparse: momentum on rows is refused: it changes rows that no batch touches"),
+    "weight decay on rows": (sparse(weight_decay=0.1), "optimizer.sparse: weight_decay on rows is refused: it changes rows that no batch"),
+    "eps of zero": (sparse(kind="adagrad", eps=0.0), "eps = 0.0 must be above 0: with 0 rows that no batch touches would become NaN"),
+    "learning rate": (sparse(lr=-1.0), "lr = -1.0 must be finite and at least 0"),
+    "momentum of dense": (dense(momentum=-1.0), "momentum = -1.0 must be finite and at least 0"),
+    "betas of dense": (dense(kind="adam", betas=[2.0, 2.0]), "betas = [2.0, 2.0] must be at least 0 and below 1"),
+    "capacity": ({"cache": {"capacity": "lots"}}, "'lots' is not a size; write bytes with a unit"),
+    "no capacity": ({"cache": {"capacity": 0}}, "0 must be more than 0"),
+    "capacity without end": ({"cache": {"capacity": "9" * 400 + "MiB"}}, "less than 2**63 bytes"),
+    "depth": ({"lookahead": {"depth": 0}}, "depth = 0 must be from 1 to 64"),
+    "ring": ({"transport": {"ring": "1KiB"}}, "ring = '1KiB' must be at least 1MiB"),
+    "tcp": ({"transport": {"endpoint": "tcp://host:1"}}, 'endpoint = "tcp://..." is refused until its encryption and keys exist'),
+    "time-out": ({"transport": {"connect_timeout": "soon"}}, "'soon' is not a duration; write seconds"),
+    "threads": ({"trainer": {"threads": 0}}, 'threads = 0 must be "auto" or from 1 to'),
+    "address": ({"metrics": {"trainer": "9401"}}, "trainer = '9401' must be \"host:port\""),
+}
+
+
+@pytest.mark.parametrize("name", BAD_JOBS)
+def test_a_job_file_that_cannot_be_trained_is_refused_with_one_sentence(name: str, tmp_path: Path) -> None:
+    sections, sentence = BAD_JOBS[name]
+    path = write_job(tmp_path / "job.toml", job_content(tmp_path / "run", **sections))
+    with pytest.raises(ConfigError) as raised:
+        load_job(path)
+    assert str(raised.value).startswith(f"{path}: ")
+    assert sentence in str(raised.value)
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("content", "options", "sentence"),
+    [
+        ("[job]\nseeed = 1\n", [], "{path}: key data is missing"),
+        ("[job]\nrun_dir = ?\n", [], "{path}: not a TOML file (Invalid value (at line 2, column 11))"),
+        (None, [], "{path}: cannot read the job file (No such file or directory)"),
+        ("", ["--set=nosuch.key=1"], "{path}: unknown key nosuch; correct or remove it"),
+        ("", ["--set=seed=1"], "--set seed=1: write section.key=value"),
+    ],
+)
+def test_both_commands_say_the_same_of_a_bad_job_file(content: str | None, options: list[str], sentence: str, session: Session) -> None:
+    if content is None:
+        session.config.unlink()
+    elif content:
+        session.config.write_text(content)
+    processes = session.start("prefetcher", *options), session.start("trainer", *options)
+    for process, name in zip(processes, ("prefetcher", "trainer"), strict=True):
+        ended = process.ended()
+        assert (ended.code, ended.stdout, ended.stderr) == (2, "", f"rowcast {name}: {sentence.format(path=session.config)}\n")
+    assert not session.run_dir.exists()
+
+
+# the data
+
+
+def write_tsv(folder: Path, content: bytes, name: str = "day_0.tsv") -> dict[str, Any]:
+    (folder / name).write_bytes(content)
+    return {"format": "criteo-tsv", "path": str(folder / name)}
+
+
+def write_day(folder: Path, ids: Any, values: Any) -> dict[str, Any]:
+    """ids [n, 2], dense values [n]; labels alternate."""
+    np.save(folder / "day_0_sparse.npy", np.asarray(ids, np.int64))
+    np.save(folder / "day_0_dense.npy", np.asarray(values, np.float32)[:, None])
+    np.save(folder / "day_0_labels.npy", np.arange(len(values)) % 2)
+    return {"format": "criteo-npy", "path": str(folder)}
+
+
+GZIPPED = gzip.compress(LINE.encode() * 1000)
+BAD_FILES = {
+    "empty": (b"", "day_0.tsv", 4, "{path}: the file is empty"),
+    "truncated": (GZIPPED[: len(GZIPPED) // 2], "day_0.tsv.gz", 4, "{path}: the gzip file is truncated or damaged"),
+    "not gzip": (LINE.encode(), "day_0.tsv.gz", 4, "{path}: the gzip file is truncated or damaged"),
+    "short line": (LINE.encode() * 5 + b"1\t2\n", "day_0.tsv", 4, "{path}, line 6: 2 fields between tabs instead of 40"),
+    "id that is no hex": (
+        LINE.encode() + LINE.replace("00000003", "0000000g").encode(), "day_0.tsv", 4,
+        "{path}, line 2, column cat_3: '0000000g' is not 8 hex digits",
+    ),
+    "dense value that is no number": (
+        LINE.replace("\t7\t", "\tseven\t").encode(), "day_0.tsv", 4, "{path}, line 1, column int_7: 'seven' is not an integer"
+    ),
+    "label": (LINE.encode() + b"2" + LINE[1:].encode(), "day_0.tsv", 4, "{path}, line 2, column label: '2' is not 0 or 1"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BAD_FILES)
+def test_a_bad_file_is_refused_with_its_place(name: str, tmp_path: Path) -> None:
+    content, file, _, sentence = BAD_FILES[name]
+    data = write_tsv(tmp_path, content, file)
+    with pytest.raises(DataError, match=re.escape(sentence.format(path=tmp_path / file))):
+        read_all(tmp_path, data=data)
+
+
+def read_all(folder: Path, **sections: Any) -> InlineSource:
+    """Everything that the job's reader gives."""
+    source = InlineSource(load_job(write_job(folder / "job.toml", job_content(folder / "run", **sections))))
+    while not source.ended:
+        source.poll()
+    return source
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_a_dense_value_that_is_not_finite_is_refused_with_its_place(value: float, tmp_path: Path) -> None:
+    data = write_day(tmp_path, np.zeros((100, 2)), [*np.zeros(70), value, *np.zeros(29)])
+    with pytest.raises(DataError, match=rf"day_0_dense\.npy, row 70, column int_0: dense value {value} is not finite"):
+        read_all(tmp_path, data=data)
+
+
+def test_an_id_out_of_range_is_refused_replaced_or_wrapped_and_counted(tmp_path: Path) -> None:
+    ids = np.zeros((100, 2), np.int64)
+    ids[70, 1], ids[80, 0] = 2001, -1
+    data = write_day(tmp_path, ids, np.zeros(100))
+    with pytest.raises(DataError, match=r"day_0_sparse\.npy, row 80, column cat_0: id -1 is outside table t \(num_embeddings = 2000\)"):
+        read_all(tmp_path, data=data)
+    for policy in ("modulo", "zero"):
+        assert read_all(tmp_path, data=data | {"on_invalid_id": policy}).counters.invalid_ids == 2
+
+
+def test_a_table_whose_feature_the_data_has_not_is_refused(tmp_path: Path) -> None:
+    data = write_day(tmp_path, np.zeros((100, 2)), np.zeros(100))
+    with pytest.raises(ConfigError, match=r"table t: feature cat_2 is not in .*which has cat_0 to cat_1"):
+        read_all(tmp_path, data=data, **table(features=["cat_0", "cat_2"]))
+
+
+def test_missing_data_ends_the_prefetcher_before_it_waits_for_a_trainer(session: Session) -> None:
+    session.write_job(data={"format": "parquet", "path": "nosuch/*.parquet"})
+    sentence = session.start("prefetcher").ended().refused(2)
+    assert sentence == "data.path = 'nosuch/*.parquet': no such file, folder or glob"
+    assert session.remains() == []
+
+
+def test_bad_data_in_the_middle_of_a_run_ends_both_with_its_place(session: Session, tmp_path: Path) -> None:
+    values = np.zeros(64 * 60)
+    values[64 * 50 + 5] = np.nan
+    session.write_job(data=write_day(tmp_path, np.zeros((len(values), 2)), values))
+    place = re.escape(str(tmp_path / "day_0_dense.npy"))
+    for process in session.start_both():
+        sentence = process.ended().refused(4)
+        assert re.match(rf"{place}, row 3205, column int_0: dense value nan is not finite", sentence)
+    assert session.remains() == []
+    assert not (session.run_dir / "checkpoints").exists()
+
+
+def test_ids_out_of_range_are_counted_in_the_log_of_the_run(session: Session, tmp_path: Path) -> None:
+    ids = np.zeros((128, 2), np.int64)
+    ids[:3] = 2000
+    session.write_job(data=write_day(tmp_path, ids, np.zeros(128)) | {"on_invalid_id": "zero"})
+    prefetcher, trainer = session.start_both()
+    assert "invalid_ids=6" in prefetcher.ended().quiet().stderr
+    trainer.ended().quiet()
+
+
+# the cache
+
+
+def growing_data(folder: Path, largest_batch: int) -> dict[str, Any]:
+    """60 batches of one row each, but for batch `largest_batch`, which touches 100."""
+    ids = np.zeros((60, 64, 2), np.int64)
+    ids[largest_batch, :50] = np.arange(100).reshape(50, 2)
+    return write_day(folder, ids.reshape(-1, 2), np.zeros(60 * 64))
+
+
+def test_a_batch_among_the_first_that_the_cache_cannot_hold_is_refused_with_the_capacity_that_would_do(session: Session) -> None:
+    session.write_job(data=growing_data(session.folder, largest_batch=20), cache={"capacity": "99 rows"})
+    sentence = session.start("prefetcher").ended().refused(2)
+    assert sentence == 'cache.capacity = "99 rows" is too small: a batch among the first 32 touches 100 rows; set "100 rows" or more'
+    prefetcher, trainer = session.start("prefetcher", "--set=cache.capacity=100 rows"), session.start("trainer")
+    prefetcher.until_logged("event=ready")
+    for process in (prefetcher, trainer):
+        process.signal(signal.SIGTERM)
+    for process in (prefetcher, trainer):
+        process.ended().quiet()
+    assert session.remains() == []
+
+
+def test_a_later_batch_that_the_cache_cannot_hold_ends_both_with_the_capacity_that_would_do(session: Session) -> None:
+    session.write_job(data=growing_data(session.folder, largest_batch=50), cache={"capacity": "1584 bytes"})
+    refusals = {process.ended().refused(2) for process in session.start_both()}
+    assert len(refusals) == 1
+    sentence = refusals.pop()
+    assert "step 50 touches 100 distinct rows of group fp32_d4_adagrad, more than its 99 slots" in sentence
+    assert session.remains() == []
+    enough = re.findall(r"raise cache\.capacity to at least \d+ rows \((\d+) bytes\)", sentence)[0]
+    session.write_job(data=growing_data(session.folder, largest_batch=50), cache={"capacity": int(enough)})
+    for process in session.start_both():
+        process.ended().quiet()
+
+
+# this machine
+
+
+def test_rings_that_do_not_both_fit_into_shared_memory_are_refused_before_anything_is_allocated(session: Session) -> None:
+    free = free_shared_memory()
+    session.write_job(transport={"ring": free * 6 // 10})
+    sentence = session.start("prefetcher").ended().refused(2)
+    assert sentence.startswith(f"two rings of {free * 6 // 10} bytes need {2 * (free * 6 // 10)} bytes of /dev/shm, where ")
+    assert session.remains() == []
+
+
+def test_a_metrics_port_in_use_is_refused(session: Session) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        processes = [session.start(name, f"--set=metrics.{name}={address}") for name in ("prefetcher", "trainer")]
+        for process, name in zip(processes, ("prefetcher", "trainer"), strict=True):
+            assert process.ended().refused(2).startswith(f"[metrics] {name} = '{address}': the port is in use; ")
+    assert session.remains() == []
+
+
+def test_a_trainer_that_waits_is_not_disturbed_by_a_prefetcher_that_cannot_start(session: Session) -> None:
+    trainer = session.start("trainer")
+    trainer.until_logged("waiting for the prefetcher")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        session.start("prefetcher", f"--set=metrics.prefetcher=127.0.0.1:{taken.getsockname()[1]}").ended().refused(2)
+    session.start("prefetcher", "--max-steps=2").ended().quiet()
+    trainer.ended().quiet()
+
+
+def refused_trainer(session: Session, capsys: pytest.CaptureFixture[str], *options: str) -> str:
+    """The trainer's command in this process, for what it refuses before it meets anyone: its one sentence."""
+    code = trainer_app(["run", f"--config={session.config}", *options], standalone_mode=False)
+    stderr = capsys.readouterr().err
+    assert code == 2
+    assert re.fullmatch(r"rowcast trainer: .*\n", stderr), stderr
+    return stderr.removeprefix("rowcast trainer: ").removesuffix("\n")
+
+
+@pytest.mark.parametrize("ranks", ["2", "two"])
+def test_several_ranks_are_refused(
+    ranks: str, session: Session, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", ranks)
+    sentence = f"WORLD_SIZE = {ranks}, but training on several ranks is not supported yet; start one trainer alone"
+    assert refused_trainer(session, capsys) == sentence
+
+
+def test_a_device_that_is_not_there_is_refused(
+    session: Session, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    sentences = {name: refused_trainer(session, capsys, f"--set=trainer.device={name}") for name in ("cuda", "cuda:3", "tpu9", "mps")}
+    assert sentences["cuda"] == "trainer.device = 'cuda', but torch sees no CUDA device here; use cpu"
+    assert sentences["cuda:3"] == "trainer.device = 'cuda:3', but torch sees no CUDA device here; use cpu"
+    assert sentences["tpu9"] == "trainer.device = 'tpu9' is no device that torch knows; use auto, cpu or cuda"
+    assert sentences["mps"] == "trainer.device = 'mps' is not supported; use auto, cpu or cuda"
+
+
+def test_a_device_beyond_those_that_are_there_is_refused(
+    session: Session, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    sentence = refused_trainer(session, capsys, "--set=trainer.device=cuda:2")
+    assert sentence == "trainer.device = 'cuda:2', but this machine has cuda:0 to cuda:1; use one of these"
+
+
+def test_a_run_directory_that_cannot_be_made_is_refused_by_all(session: Session) -> None:
+    session.run_dir.write_text("a file")
+    processes = [session.start(name) for name in ("prefetcher", "trainer", "local")]
+    sentences = [process.ended().refused(2) for process in processes]
+    assert all(sentence.startswith(f"job.run_dir = '{session.run_dir}' cannot be ") for sentence in sentences)
+
+
+def test_a_run_that_is_finished_is_refused_by_both(session: Session) -> None:
+    for process in (session.start("prefetcher", "--max-steps=2"), session.start("trainer")):
+        process.ended().quiet()
+    prefetcher, trainer = (process.ended().refused(2) for process in session.start_both())
+    assert prefetcher.startswith(f"the run in {session.run_dir} finished after 2 train steps; add --fresh to start over")
+    assert trainer.startswith(f"the run in {session.run_dir} has a report; add --fresh to start over")
+
+
+# the model
+
+
+def test_a_loss_that_is_not_finite_ends_both_naming_the_train_step(session: Session) -> None:
+    session.write_job(optimizer={"dense": {"kind": "sgd", "lr": 1e38}})
+    sentences = [process.ended().refused(1) for process in session.start_both()]
+    assert len(set(sentences)) == 1
+    assert re.match(r"the loss of train step \d+ is (nan|inf): training diverged", sentences[0])
+    assert session.remains() == []
+
+
+def test_a_model_that_does_not_exist_ends_both(session: Session) -> None:
+    session.write_job(model={"kind": "tests.system.odd_parts:nosuch"})
+    for process in session.start_both():
+        sentence = process.ended().refused(2)
+        assert sentence.startswith("model.kind = 'tests.system.odd_parts:nosuch': module tests.system.odd_parts has no function 'nosuch'")
+    assert session.remains() == []
+
+
+def test_a_reader_that_does_not_exist_ends_the_prefetcher(session: Session) -> None:
+    session.write_job(data={"format": "nosuch.package:reader"})
+    sentence = session.start("prefetcher").ended().refused(2)
+    assert sentence.startswith("data.format = 'nosuch.package:reader': cannot import it (No module named 'nosuch')")
+    assert session.remains() == []
