@@ -81,6 +81,7 @@ def run_plain_loop(job: Job, start: dict[str, Tensor], batches: Iterable[Schedul
     if (first := next(batches := iter(batches), None)) is None:
         return [], tensors
     model = build_model(job, num_dense=first.batch.dense.shape[1])
+    torch.manual_seed(job.job.seed)  # for a model that draws random numbers, such as dropout
     model.load_state_dict({name: start[name] for name in model.state_dict()})
     optimizer = build_dense_optimizer(job, model.parameters())
     losses = []

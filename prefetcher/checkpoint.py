@@ -2,6 +2,7 @@
 
 import resource
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
@@ -24,6 +25,7 @@ class RunCheckpointer:
 
     def __init__(self, job: Job, groups: tuple[GroupSpec, ...], stores: tuple[Store, ...], run_id: str, training_digest: str) -> None:
         self.train_steps = 0  # planned so far
+        self.num_files = 0  # written so far
         self._job = job
         self._groups = groups
         self._stores = stores
@@ -42,8 +44,12 @@ class RunCheckpointer:
     def begin(self, barrier: BarrierPlan) -> str:
         name = "step-" + f"{0 if barrier.after_step is None else barrier.after_step + 1:012d}"
         self._folder = (self._job.run_dir / "checkpoints" / name).absolute()
-        shutil.rmtree(self._folder, ignore_errors=True)
-        self._folder.mkdir(parents=True)
+        try:
+            if self._folder.exists():
+                shutil.rmtree(self._folder)
+            self._folder.mkdir(parents=True)
+        except OSError as error:
+            raise RowcastError(f"{self._folder}: the checkpoint's folder cannot be made ({error.strerror}); make room for it") from None
         return str(self._folder)
 
     def saved(self) -> bool:
@@ -61,7 +67,11 @@ class RunCheckpointer:
         self._saved = None
 
     def _write(self, folder: Path, barrier: BarrierPlan, saved: Saved) -> None:
-        shards = [shard for group, store in zip(self._groups, self._stores, strict=True) for shard in write_shards(folder, group, store)]
+        shards: list[ShardFile] = []
+        for group, store in zip(self._groups, self._stores, strict=True):
+            for shard in write_shards(folder, group, store):
+                shards.append(shard)
+                self.num_files += 1
         sync_folder(folder)
         manifest = Manifest(
             version=MANIFEST_VERSION,
@@ -87,24 +97,20 @@ class RunCheckpointer:
         )
 
 
-def write_shards(folder: Path, group: GroupSpec, store: Store) -> list[ShardFile]:
+def write_shards(folder: Path, group: GroupSpec, store: Store) -> Iterator[ShardFile]:
     """Every row of the group that was ever trained, in files of about 64 MiB."""
-    shards: list[ShardFile] = []
     block = max(1, SHARD_BYTES // (group.record_bytes + 8))
-    for table in group.tables:
-        for keys, records in store.scan(table.index, block):
-            name = f"{group.name}-{len(shards):05d}.safetensors"
-            write_durably(folder / name, save({"keys": keys, "records": np.ascontiguousarray(records)}))
-            nbytes, checksum = file_checksum(folder / name)
-            shards.append(
-                ShardFile(
-                    group=group.name,
-                    file=name,
-                    first_key=int(keys[0]),
-                    last_key=int(keys[-1]),
-                    num_rows=len(keys),
-                    nbytes=nbytes,
-                    checksum=checksum,
-                )
-            )
-    return shards
+    blocks = (rows for table in group.tables for rows in store.scan(table.index, block))
+    for number, (keys, records) in enumerate(blocks):
+        name = f"{group.name}-{number:05d}.safetensors"
+        write_durably(folder / name, save({"keys": keys, "records": np.ascontiguousarray(records)}))
+        nbytes, checksum = file_checksum(folder / name)
+        yield ShardFile(
+            group=group.name,
+            file=name,
+            first_key=int(keys[0]),
+            last_key=int(keys[-1]),
+            num_rows=len(keys),
+            nbytes=nbytes,
+            checksum=checksum,
+        )

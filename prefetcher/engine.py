@@ -47,6 +47,7 @@ class PrefetcherEngine:
         self.counters: PrefetcherCounters = new_counters(parts.groups)
         self.welcome = welcome
         self.fetch_ring = parts.fetch_ring
+        self.checkpointer = parts.checkpointer
         self.planner = RowPlanner(parts.groups, welcome.slots, depth, welcome.horizon)
         self.conversation = parts.conversation
         self.writeback = Writeback(parts.groups, parts.stores, parts.back_ring, self.counters, parts.conversation.send)

@@ -11,6 +11,7 @@ import json
 import os
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
@@ -25,16 +26,14 @@ from protocol.manifest import Manifest, ShardFile, checked_file, newest_checkpoi
 from protocol.tables import GroupSpec, TableSpec, group_specs, make_keys
 
 BLOCK_ROWS = 65536
-DTYPES = {  # numpy -> safetensors
-    "f2": "F16", "f4": "F32", "f8": "F64", "b1": "BOOL",
-    "i1": "I8", "i2": "I16", "i4": "I32", "i8": "I64", "u1": "U8", "u2": "U16", "u4": "U32", "u8": "U64",
-}  # fmt: skip
 Floats = npt.NDArray[np.float32]
 Progress = Callable[[str], None]
 
 
 def export_run(run_dir: Path, out: Path, progress: Progress = lambda table: None) -> Manifest:
     """Writes the newest checkpoint of a run to `out`; `progress` is told each table's name. Raises ConfigError and DataError."""
+    if out.is_dir() or not out.name:
+        raise ConfigError(f"--out {out} is a folder; name a file, such as {out / 'model.safetensors'}")
     folder = newest_checkpoint(run_dir)
     if folder is None:
         raise ConfigError(f"{run_dir} holds no checkpoint; a run writes one at its end")
@@ -58,9 +57,27 @@ def export_run(run_dir: Path, out: Path, progress: Progress = lambda table: None
     return manifest
 
 
-def load_dense(folder: Path, manifest: Manifest) -> dict[str, npt.NDArray[np.generic]]:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RawTensor:
+    """A tensor of any dtype that safetensors knows, as it stands in a file."""
+
+    dtype: str  # in safetensors' words
+    shape: tuple[int, ...]
+    content: bytes
+
+
+def load_dense(folder: Path, manifest: Manifest) -> dict[str, RawTensor]:
+    """The model's tensors by their own names, uninterpreted: numpy has no bfloat16."""
     path = checked_file(folder, manifest.dense.file, manifest.dense.nbytes, manifest.dense.checksum)
-    return {name.removeprefix("model."): array for name, array in load_file(path).items() if name.startswith("model.")}
+    raw = path.read_bytes()
+    end = 8 + int.from_bytes(raw[:8], "little")
+    header = {name: entry for name, entry in json.loads(raw[8:end]).items() if name.startswith("model.")}
+    return {
+        name.removeprefix("model."): RawTensor(
+            dtype=entry["dtype"], shape=tuple(entry["shape"]), content=raw[slice(*(end + at for at in entry["data_offsets"]))]
+        )
+        for name, entry in header.items()
+    }
 
 
 class CheckpointRows:
@@ -104,7 +121,7 @@ def write_safetensors(
     file: IO[bytes],
     groups: tuple[GroupSpec, ...],
     rows: CheckpointRows,
-    dense: dict[str, npt.NDArray[np.generic]],
+    dense: dict[str, RawTensor],
     progress: Progress,
 ) -> None:
     """Header first, then every tensor at its place; a table's parts are filled side by side, block by block."""
@@ -121,16 +138,16 @@ def write_safetensors(
                     file.seek(at[part.name])
                     file.write(content.data)
                     at[part.name] += content.nbytes
-    for name, array in dense.items():
+    for name, tensor in dense.items():
         file.seek(start + offsets[name])
-        file.write(np.ascontiguousarray(array).tobytes())
+        file.write(tensor.content)
 
 
 def part_name(table: TableSpec, part: str) -> str:
     return f"embedding_bags.{table.name}.weight" if part == "weight" else f"optimizer.{table.name}.{part}"
 
 
-def layout(groups: tuple[GroupSpec, ...], dense: dict[str, npt.NDArray[np.generic]]) -> tuple[dict[str, int], bytes]:
+def layout(groups: tuple[GroupSpec, ...], dense: dict[str, RawTensor]) -> tuple[dict[str, int], bytes]:
     """Where each tensor begins behind the header, and the header: 8 bytes of length, JSON, padding to 8 bytes."""
     tensors: dict[str, tuple[str, tuple[int, ...], int]] = {}
     for group in groups:
@@ -138,7 +155,7 @@ def layout(groups: tuple[GroupSpec, ...], dense: dict[str, npt.NDArray[np.generi
             for part in group.parts:
                 nbytes = 4 * table.num_embeddings * part.width
                 tensors[part_name(table, part.name)] = ("F32", (table.num_embeddings, part.width), nbytes)
-    tensors |= {name: (DTYPES[array.dtype.str[1:]], array.shape, array.nbytes) for name, array in dense.items()}
+    tensors |= {name: (tensor.dtype, tensor.shape, len(tensor.content)) for name, tensor in dense.items()}
     content, offsets, end = {}, {}, 0
     for name, (dtype, shape, nbytes) in tensors.items():
         content[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [end, end + nbytes]}

@@ -35,6 +35,10 @@ class Checkpointer(Protocol):
     `planned` and `accept` only note; the rest runs on the fetcher's thread.
     """
 
+    @property
+    def num_files(self) -> int:
+        """Files written so far."""
+
     def planned(self, plan: StepPlan) -> None:
         """A plan was made."""
 

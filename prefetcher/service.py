@@ -48,6 +48,7 @@ class PrefetcherRun:
         self._crew = Crew("prefetcher", self._bell)
         self._health = Health(dead_stage=self._crew.dead_stage)
         self._source = BatchSource(job, max_steps, on_arrival=self._bell.ring)
+        self._engine: PrefetcherEngine | None = None
 
     def run(self, *, fresh: bool) -> None:
         """Returns when the run is finished or was stopped in order. Raises the first error of any stage."""
@@ -57,11 +58,43 @@ class PrefetcherRun:
                 directory.remove(["checkpoints"])
             directory.refuse_used()
             remove_leftovers()
+            incarnation = 1 + secrets.randbelow(2**31)  # so that a frame of an earlier run is known as such
+            link = ZmqLink.prefetcher(self._job.run_dir, on_receive=self._bell.ring)
+            stack.callback(link.close)
+            link.start()
+            conversation = Conversation(Session("prefetcher", incarnation), link)
             stack.callback(self._source.close)
-            self._source.start()
-            measured = self._measure()
-            if self._signals.stop_reason is None:
-                self._serve(stack, measured)
+            try:
+                self._converse(stack, conversation, link)
+            except BaseException as error:
+                self._health.state = "failed"
+                tell_peer(conversation, error)
+                raise
+
+    def _converse(self, stack: ExitStack, conversation: Conversation, link: ZmqLink) -> None:
+        """From the first batches to the last good-bye. A trainer that has come meanwhile hears that it is not in vain."""
+        watch = PeerWatch("trainer", conversation, link, self._job.transport, self._progress, self._connected)
+        self._crew.start({"watch": watch}, {})
+        stack.callback(self._crew.stop)
+        self._source.start()
+        measured = self._measure()
+        if self._signals.stop_reason is None:
+            self._serve(stack, conversation, measured)
+
+    def _progress(self) -> Progress:
+        batches, engine = self._source.counters.batches, self._engine
+        if engine is None:
+            return Progress(step_begun=None, step_done=None, work=batches, waiting_for="the first batches", ended=False, ready=False)
+        return Progress(
+            step_begun=engine.fetcher.sent_through,
+            step_done=engine.fetcher.done_through,
+            work=batches + engine.counters.total("rows_written_back") + engine.checkpointer.num_files,
+            waiting_for=engine.waiting_for,
+            ended=engine.peer_left,
+        )
+
+    def _connected(self) -> bool:
+        return self._engine is not None and self._engine.hello is not None
 
     def _measure(self) -> list[ScheduledBatch]:
         """The first batches, as they come from the worker."""
@@ -69,6 +102,7 @@ class PrefetcherRun:
         measured: list[ScheduledBatch] = []
         while len(measured) < MEASURED_BATCHES and not self._source.ended and self._signals.stop_reason is None:
             seen = self._bell.rings
+            self._crew.check()
             batch = self._source.poll()
             if batch is None:
                 self._bell.wait(seen)
@@ -76,7 +110,7 @@ class PrefetcherRun:
                 measured.append(batch)
         return measured
 
-    def _serve(self, stack: ExitStack, measured: list[ScheduledBatch]) -> None:
+    def _serve(self, stack: ExitStack, conversation: Conversation, measured: list[ScheduledBatch]) -> None:
         info = self._source.info()
         slots = self._divide_capacity(measured)
         stores = tuple(MemoryStore(group, self._job.job.seed) for group in self._groups)
@@ -85,11 +119,10 @@ class PrefetcherRun:
         ring_bytes = self._job.transport.ring_bytes or automatic_ring_bytes(self._groups, measured, self._job.lookahead.depth)
         check_shared_memory(ring_bytes)
         rings = [stack.enter_context(RingFile.create(ring_bytes, name)) for name in ("fetch", "back")]
-        link = ZmqLink.prefetcher(self._job.run_dir, on_receive=self._bell.ring)
         welcome = Welcome(
             protocol_version=PROTOCOL_VERSION,
             run_id=uuid.uuid4().hex[:12],
-            incarnation=1 + secrets.randbelow(2**31),  # so that a frame of an earlier run is known as such
+            incarnation=conversation.session.incarnation,
             pid=os.getpid(),
             slots=slots,
             num_dense=info.num_dense,
@@ -106,7 +139,7 @@ class PrefetcherRun:
                 source=self._source,
                 measured=measured,
                 stores=stores,
-                conversation=Conversation(Session("prefetcher", welcome.incarnation), link),
+                conversation=conversation,
                 fetch_ring=RingWriter(rings[0].buffer),
                 back_ring=RingReader(rings[1].buffer),
                 checkpointer=RunCheckpointer(self._job, self._groups, stores, welcome.run_id, self._training_digest()),
@@ -115,39 +148,30 @@ class PrefetcherRun:
         )
         self._log.info(
             "ready",
-            run_dir=str(self._job.run_dir),
+            run_dir=str(self._job.run_dir.resolve()),
             slots={group.name: n for group, n in zip(self._groups, slots, strict=True)},
             depth=welcome.depth,
             horizon=welcome.horizon,
             ring_bytes=ring_bytes,
         )
-        self._converse(stack, engine, link)
+        self._run_stages(stack, engine)
 
-    def _converse(self, stack: ExitStack, engine: PrefetcherEngine, link: ZmqLink) -> None:
+    def _run_stages(self, stack: ExitStack, engine: PrefetcherEngine) -> None:
         """Serves metrics, waits for the trainer, and runs the stages until the run is over."""
         collector = PrefetcherCollector(engine.counters, gauges(engine, self._source), build_info("prefetcher", self._job.job.name))
         server = TelemetryServer("prefetcher", self._job.metrics.prefetcher, new_registry(collector), self._health)
         stack.enter_context(server)
         self._log.info("serving metrics", address=server.address)
-        stack.callback(link.close)
-        link.start()
         self._health.state = "connecting"
-        watch = PeerWatch(
-            "trainer", engine.conversation, link, self._job.transport, lambda: progress(engine), lambda: engine.hello is not None
-        )
-        self._crew.start({**engine.stages, "watch": watch}, stall_clocks(engine))
-        stack.callback(self._crew.stop)
-        try:
-            self._until_finished(engine)
-            self._crew.stop()  # nothing may follow the good-bye, no heartbeat either
-            if engine.hello is not None:
-                engine.conversation.send(Bye())
-            self._health.state = "stopped"
-            self._log.info("finished", train_steps=engine.counters.train_steps, invalid_ids=self._source.counters.invalid_ids)
-        except BaseException as error:
-            self._health.state = "failed"
-            tell_peer(engine.conversation, error)
-            raise
+        self._engine = engine
+        self._crew.start(engine.stages, stall_clocks(engine))
+        stack.callback(self._crew.stop)  # once more: before the rings and stores are closed
+        self._until_finished(engine)
+        self._crew.stop()  # nothing may follow the good-bye, no heartbeat either
+        if engine.finished:
+            engine.conversation.send(Bye())
+        self._health.state = "stopped"
+        self._log.info("finished", train_steps=engine.counters.train_steps, invalid_ids=self._source.counters.invalid_ids)
 
     def _until_finished(self, engine: PrefetcherEngine) -> None:
         stopping = False
@@ -200,15 +224,6 @@ def check_shared_memory(ring_bytes: int) -> None:
 def touched_bytes(groups: Sequence[GroupSpec], batch: ScheduledBatch) -> int:
     rows = measure(tuple(groups), [batch]).largest_batch_rows
     return sum(n * group.record_bytes for n, group in zip(rows, groups, strict=True))
-
-
-def progress(engine: PrefetcherEngine) -> Progress:
-    return Progress(
-        step_begun=engine.fetcher.sent_through,
-        step_done=engine.fetcher.done_through,
-        waiting_for=engine.waiting_for,
-        ended=engine.peer_left,
-    )
 
 
 def stall_clocks(engine: PrefetcherEngine) -> dict[str, Callable[[float], None]]:

@@ -186,6 +186,8 @@ class SparseOptimizer(Section, frozen=True, kw_only=True):
                 raise ValueError(f"{name} on rows is refused: it changes rows that no batch touches, which no cache can follow; remove it")
         if not 0 <= self.lr < float("inf"):
             raise ValueError(f"lr = {self.lr} must be finite and at least 0")
+        if self.kind == "adam" and self.lr == 0:
+            raise ValueError('lr = 0 is refused for kind = "adam", as torch.optim.SparseAdam does; to freeze rows use kind = "sgd"')
         if self.kind != "sgd" and not self.epsilon > 0:
             raise ValueError(f"eps = {self.eps} must be above 0: with 0 rows that no batch touches would become NaN")
         if not all(0 <= beta < 1 for beta in self.betas):

@@ -182,6 +182,7 @@ class StopRequest(Message, frozen=True, kw_only=True):
 class Heartbeat(Message, frozen=True, kw_only=True):
     step_begun: int | None
     step_done: int | None
+    work: int  # grows with whatever else is progress: batches read, rows home, files written
     waiting_for: str
 
 

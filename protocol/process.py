@@ -13,6 +13,7 @@ from protocol.errors import RowcastError
 from protocol.messages import Failure
 from protocol.stages import Doorbell, Stage, StageThread
 from protocol.telemetry.logs import get_logger
+from protocol.transport.ring_file import unlink_created
 
 STOPS = (signal.SIGINT, signal.SIGTERM)
 HANG_GRACE_S = 5.0  # after a fatal error, for the main thread to come out of what it is doing
@@ -46,7 +47,7 @@ class Signals:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self.stop_reason is not None:
-            os._exit(128 + number)
+            leave_at_once(128 + number)
         self.stop_reason = signal.Signals(number).name
         self.bell.ring()  # its lock is re-entrant, so this is safe even where the signal interrupted a wait on it
 
@@ -89,7 +90,13 @@ class Crew:
         time.sleep(HANG_GRACE_S)
         get_logger().error("the main thread did not end; leaving at once")
         say(self._process, str(error) if isinstance(error, RowcastError) else f"unexpected error: {type(error).__name__}: {error}")
-        os._exit(error.exit_code if isinstance(error, RowcastError) else 1)
+        leave_at_once(error.exit_code if isinstance(error, RowcastError) else 1)
+
+
+def leave_at_once(code: int) -> None:
+    """Ends the process without a further word; only what would outlive it is removed."""
+    unlink_created()
+    os._exit(code)
 
 
 def tell_peer(conversation: Sends, error: BaseException) -> None:

@@ -24,6 +24,10 @@ class WatchedLink(Protocol):
         """Whether the peer's end was closed after it had been there."""
 
     @property
+    def pending(self) -> int:
+        """Frames that have arrived and were not received yet."""
+
+    @property
     def last_received_s(self) -> float | None:
         """Monotonic time of the newest frame; None before the first."""
 
@@ -34,8 +38,10 @@ class Progress:
 
     step_begun: int | None
     step_done: int | None
+    work: int  # grows with whatever else is progress
     waiting_for: str
     ended: bool  # nothing more is expected of the peer but its good-bye
+    ready: bool = True  # a peer could be greeted
 
 
 class PeerWatch:
@@ -58,11 +64,12 @@ class PeerWatch:
         self._progress = progress
         self._connected = connected
         self._peer_waits_for = "nothing yet"
+        self._peer_progress: tuple[int | None, ...] = ()
         self._started_s = time.monotonic()
         self._listening_since_s = self._last_tick_s = self._started_s
         self._next_beat_s = self._started_s
         self._gone_since_s: float | None = None
-        self._last: Progress | None = None
+        self._reached: tuple[int | None, ...] | None = None  # by both sides together
         self._last_change_s = self._started_s
         self._next_report_s = REPORT_EVERY_S
         conversation.listen({Heartbeat: self._heard})
@@ -70,40 +77,48 @@ class PeerWatch:
     def advance(self) -> bool:
         now_s = time.monotonic()
         self._allow_for_pause(now_s)
+        progress = self._progress()
         if not self._connected():
             self._check_gone(now_s)
-            self._check_coming(now_s)
-            return False
-        progress = self._progress()
-        if not progress.ended:
+            self._check_coming(progress, now_s)
+        elif not progress.ended:
             self._check_gone(now_s)
             self._check_silence(now_s)
             self._check_progress(progress, now_s)
-        if now_s >= self._next_beat_s:
+        if now_s >= self._next_beat_s and self._link.last_received_s is not None:
             self._next_beat_s = now_s + HEARTBEAT_EVERY_S
             self._conversation.send(
-                Heartbeat(step_begun=progress.step_begun, step_done=progress.step_done, waiting_for=progress.waiting_for)
+                Heartbeat(
+                    step_begun=progress.step_begun,
+                    step_done=progress.step_done,
+                    work=progress.work,
+                    waiting_for=progress.waiting_for,
+                )
             )
         return False
 
     def _heard(self, message: Heartbeat) -> None:
         self._peer_waits_for = message.waiting_for
+        self._peer_progress = (message.step_begun, message.step_done, message.work)
 
     def _allow_for_pause(self, now_s: float) -> None:
         if now_s - self._last_tick_s > PAUSE_S:
             self._listening_since_s = self._last_change_s = now_s
         self._last_tick_s = now_s
 
-    def _check_coming(self, now_s: float) -> None:
+    def _check_coming(self, progress: Progress, now_s: float) -> None:
+        """The time-out counts from when this side was ready, or last heard from a peer that is not ready yet."""
         self._last_change_s = now_s
-        if now_s - self._started_s > self._connect_timeout_s:
+        if not progress.ready:
+            self._started_s = now_s
+        if now_s - max(self._started_s, self._link.last_received_s or 0.0) > self._connect_timeout_s:
             raise PeerLost(
                 f"no {self._peer} came within {self._connect_timeout_s:g} s; start it with the same job file, "
                 f"or raise transport.connect_timeout"
             )
 
     def _check_gone(self, now_s: float) -> None:
-        if not self._link.peer_gone:
+        if not self._link.peer_gone or self._link.pending:  # what it sent last says why it went
             return
         self._gone_since_s = self._gone_since_s or now_s
         if now_s - self._gone_since_s > GONE_GRACE_S:
@@ -115,9 +130,10 @@ class PeerWatch:
             raise PeerLost(f"the {self._peer} has been silent for {now_s - last_s:.1f} s; it was stopped or its host is overloaded")
 
     def _check_progress(self, progress: Progress, now_s: float) -> None:
-        if self._last is None or (progress.step_begun, progress.step_done) != (self._last.step_begun, self._last.step_done):
+        reached = (progress.step_begun, progress.step_done, progress.work, *self._peer_progress)
+        if reached != self._reached:
             self._last_change_s, self._next_report_s = now_s, REPORT_EVERY_S
-        self._last = progress
+        self._reached = reached
         stalled_s = now_s - self._last_change_s
         if stalled_s > self._stall_timeout_s:
             raise PeerLost(

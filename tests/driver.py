@@ -64,6 +64,7 @@ class MemoryCheckpointer:
 
     def __init__(self) -> None:
         self.finished: list[BarrierPlan] = []
+        self.num_files = 0
         self._saved: Saved | None = None
 
     def planned(self, plan: StepPlan) -> None:

@@ -31,7 +31,7 @@ class Embeddings:
         ]
         self._positions = [position for group in groups for position in group.feature_positions]
         self._trigger = torch.zeros((), device=records[0].device, requires_grad=True)
-        self._awaits_backward = False
+        self._awaits_backward: PendingUpdate | None = None
 
     def __call__(self, lookups: Sequence[GroupLookup], train_step: int) -> list[Tensor]:
         """Pooled embeddings f32 [B, D] of every feature, in the job's feature order.
@@ -47,8 +47,8 @@ class Embeddings:
                     f"embeddings of train step {train_step} were asked for before the backward pass of an earlier forward updated their "
                     "rows; call backward() once a forward, or look up under torch.no_grad()"
                 )
-            self._awaits_backward = True
-            pooled = update_in_backward(self._trigger, pooled, PendingUpdate(self, lookups, train_step))
+            self._awaits_backward = PendingUpdate(self, lookups, train_step)
+            pooled = update_in_backward(self._trigger, pooled, self._awaits_backward)
         by_group = [
             feature
             for group, group_pooled, lookup in zip(self._groups, pooled, lookups, strict=True)
@@ -57,11 +57,18 @@ class Embeddings:
         features = dict(zip(self._positions, by_group, strict=True))
         return [features[position] for position in range(len(features))]
 
+    def finish_step(self) -> None:
+        """After a backward pass: where the loss did not depend on any embedding, its gradient is zero, and the rows are updated by that."""
+        pending = self._awaits_backward
+        if pending is not None:
+            zeros = [group.zeros(lookup) for group, lookup in zip(self._groups, pending.lookups, strict=True)]
+            self.update(zeros, pending.lookups, pending.train_step)
+
     def update(self, pooled_grads: Sequence[Tensor], lookups: Sequence[GroupLookup], train_step: int) -> None:
         """Reduces and applies the gradients f32 [F * B, D] of one forward's pooled embeddings, group by group."""
         if not self._awaits_backward:
             raise RuntimeError(f"the rows of train step {train_step} were already updated; call backward() once a forward")
-        self._awaits_backward = False
+        self._awaits_backward = None
         for group, grad, lookup in zip(self._groups, pooled_grads, lookups, strict=True):
             group.update(grad, lookup, train_step)
 
@@ -80,6 +87,9 @@ class GroupRows:
 
     def lookup(self, lookup: GroupLookup) -> Tensor:
         return self._kernels.lookup(self._records[:, : self.dim], lookup, self._divisors(lookup))
+
+    def zeros(self, lookup: GroupLookup) -> Tensor:
+        return self._records.new_zeros(self.num_features * lookup.batch_size, self.dim)
 
     def update(self, pooled_grad: Tensor, lookup: GroupLookup, train_step: int) -> None:
         row_grads = self._kernels.reduce(pooled_grad, lookup, self._divisors(lookup))

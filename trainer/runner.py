@@ -37,6 +37,7 @@ class StepRunner:
         """`records`: f32 [slots, record_floats] a group. `spent` is told the seconds of each phase, where the device runs at once."""
         self.device = records[0].device
         self.model = build_model(job, num_dense).to(self.device)
+        torch.manual_seed(job.job.seed)  # for a model that draws random numbers, such as dropout
         self._num_groups = len(groups)
         self._embeddings = Embeddings(groups, job.optimizer.sparse, records)
         self._optimizer = build_dense_optimizer(job, self.model.parameters())
@@ -52,6 +53,7 @@ class StepRunner:
         mean = mean_loss(self.model(step.arrays["dense"], embeddings), step.arrays["labels"])
         self._lap("forward")
         torch.autograd.backward(mean)
+        self._embeddings.finish_step()
         self._lap("backward")  # the rows' update included: it runs where autograd reaches the embeddings
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
@@ -75,7 +77,7 @@ class StepRunner:
             content |= {f"optimizer.{names[index]}.{key}": torch.as_tensor(value) for key, value in state.items() if value is not None}
         path = folder / DENSE_FILE
         try:
-            write_durably(path, save({name: tensor.detach().cpu().contiguous() for name, tensor in content.items()}))
+            write_durably(path, save({name: own_copy(tensor) for name, tensor in content.items()}))
         except OSError as error:
             raise RowcastError(f"{path}: the dense side of the checkpoint could not be written ({error.strerror}); free space") from None
         nbytes, checksum = file_checksum(path)
@@ -94,3 +96,8 @@ class StepRunner:
         now_s = time.perf_counter()
         self._spent(phase, now_s - self._clock_s)
         self._clock_s = now_s
+
+
+def own_copy(tensor: Tensor) -> Tensor:
+    """On the host and sharing no memory, as safetensors wants it even of tied weights."""
+    return tensor.detach().cpu().clone(memory_format=torch.contiguous_format)

@@ -3,8 +3,8 @@
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Self
@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from protocol.conversation import Conversation
-from protocol.errors import ConfigError, Mismatch
+from protocol.errors import ConfigError, Mismatch, RowcastError
 from protocol.job import Job
 from protocol.messages import PROTOCOL_VERSION, Hello, StopRequest, Welcome
 from protocol.process import Crew, Signals, tell_peer
@@ -54,13 +54,15 @@ class ResultFiles:
         self._file: IO[bytes] | None = None
 
     def __enter__(self) -> Self:
-        self._file = self._path.open("wb")
+        with self._sentence():
+            self._file = self._path.open("wb")
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if self._file is not None:
-            self._file.close()
-            self._file = None
+            file, self._file = self._file, None
+            with self._sentence():
+                file.close()
 
     @property
     def mean_loss(self) -> float | None:
@@ -68,8 +70,16 @@ class ResultFiles:
 
     def loss(self, train_step: int, loss: np.float32) -> None:
         assert self._file is not None, "losses come only while the run is open"
-        self._file.write(loss.tobytes())
+        with self._sentence():
+            self._file.write(loss.tobytes())
         self._recent.append(loss)
+
+    @contextmanager
+    def _sentence(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise RowcastError(f"{self._path}: losses cannot be written ({error.strerror}); free space there and start over") from None
 
     def evaluation(self, result: Evaluation) -> None:
         self.evaluation_result = result
@@ -112,7 +122,6 @@ class TrainerRun:
             link = ZmqLink.trainer(self._job.run_dir, on_receive=self._bell.ring)
             stack.callback(link.close)
             link.start()
-            stack.enter_context(self._results)
             self._converse(stack, Conversation(Session("trainer"), link), link, device, threads)
 
     def _choose_device(self) -> torch.device:
@@ -127,7 +136,7 @@ class TrainerRun:
         watch = PeerWatch("prefetcher", conversation, link, self._job.transport, self._progress, lambda: bool(arrived))
         conversation.send(self._hello(device, threads))
         self._health.state = "connecting"
-        self._log.info("waiting for the prefetcher", run_dir=str(self._job.run_dir))
+        self._log.info("waiting for the prefetcher", run_dir=str(self._job.run_dir.resolve()))
         try:
             if self._await_welcome(arrived, conversation, watch):
                 self._train(stack, conversation, watch, arrived[0], device, threads)
@@ -175,6 +184,7 @@ class TrainerRun:
             raise Mismatch(
                 f"the prefetcher speaks protocol {welcome.protocol_version}, this trainer {PROTOCOL_VERSION}; install one version"
             )
+        stack.enter_context(self._results)
         rings = [stack.enter_context(RingFile.attach(spec.path, spec.nbytes)) for spec in (welcome.fetch_ring, welcome.back_ring)]
         for ring in rings:
             Path(ring.path).unlink(missing_ok=True)  # both sides have it now: from here on a kill leaves nothing behind
@@ -265,9 +275,15 @@ class TrainerRun:
     def _progress(self) -> Progress:
         engine = self._engine
         if engine is None:
-            return Progress(step_begun=None, step_done=None, waiting_for="its model to be built", ended=False)
+            return Progress(step_begun=None, step_done=None, work=0, waiting_for="its model to be built", ended=False)
         loop = engine.loop
-        return Progress(step_begun=loop.step_begun, step_done=loop.step_done, waiting_for=loop.waiting_for, ended=loop.end is not None)
+        return Progress(
+            step_begun=loop.step_begun,
+            step_done=loop.step_done,
+            work=self._counters.total("rows_written_back"),
+            waiting_for=loop.waiting_for,
+            ended=loop.end is not None,
+        )
 
     def _stall_clocks(self, engine: TrainerEngine) -> dict[str, Callable[[float], None]]:
         counters = self._counters

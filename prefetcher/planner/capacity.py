@@ -29,9 +29,15 @@ def measure(groups: tuple[GroupSpec, ...], batches: Sequence[ScheduledBatch]) ->
     for group in groups:
         grouper = Grouper(group, num_features)
         keys = [grouper.group(grouper.lookups(scheduled.batch)).keys for scheduled in batches[:MEASURED_BATCHES]]
-        largest.append(max((len(some) for some in keys), default=0))
-        distinct.append(len(np.unique(np.concatenate(keys))) if keys else 0)
+        largest.append(max((len(some) for some in keys), default=0) or 1)  # a group may be touched later
+        distinct.append(len(np.unique(np.concatenate(keys))) if any(map(len, keys)) else untouched_share(group, batches))
     return Touched(largest_batch_rows=tuple(largest), distinct_rows=tuple(distinct))
+
+
+def untouched_share(group: GroupSpec, batches: Sequence[ScheduledBatch]) -> int:
+    """Distinct rows to expect of a group that the first batches leave alone: one a bag of a batch, or all there are."""
+    largest = max((scheduled.batch.size for scheduled in batches), default=1)
+    return min(group.num_rows, group.num_features * largest)
 
 
 def divide_capacity(

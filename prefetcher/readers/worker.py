@@ -211,6 +211,8 @@ class BatchSource:
             message: SourceInfo | Arrival = parcels.receive(pipe)
         except (EOFError, OSError):
             return self._death()
+        except Exception as error:  # noqa: BLE001 - unpickling can raise anything, and a silent receiver would hang the run
+            return RowcastError(f"the decoding process sent what cannot be read ({type(error).__name__}: {error})")
         return message
 
     def _enqueue(self, arrival: Arrival) -> None:

@@ -17,7 +17,14 @@ from protocol.errors import ConfigError
 Bytes = npt.NDArray[np.uint8]
 SHARED_MEMORY = Path("/dev/shm")
 PREFIX = "rowcast-"
+created: set[str] = set()  # paths of this process's rings that are still linked
 OPEN_FLAGS = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
+
+
+def unlink_created() -> None:
+    """For a process that is about to end without closing anything."""
+    for path in tuple(created):
+        Path(path).unlink(missing_ok=True)
 
 
 def in_memory_buffer(nbytes: int) -> Bytes:
@@ -43,7 +50,8 @@ class RingFile:
         self.nbytes = nbytes
         self.buffer: Bytes = np.frombuffer(mmap.mmap(descriptor, nbytes), dtype=np.uint8)
         self._descriptor: int | None = descriptor
-        self._linked = owner
+        if owner:
+            created.add(path)
 
     @classmethod
     def create(cls, nbytes: int, name_hint: str, directory: Path = SHARED_MEMORY) -> Self:
@@ -80,9 +88,9 @@ class RingFile:
 
     def unlink(self) -> None:
         """Takes the name away; both mappings stay. For the owner, as soon as the peer has attached. Idempotent."""
-        if self._linked:
+        if self.path in created:
             Path(self.path).unlink(missing_ok=True)
-            self._linked = False
+            created.discard(self.path)
 
     def close(self) -> None:
         """Unlinks if that has not been done, and gives the lock back. Idempotent."""

@@ -72,6 +72,11 @@ class ZmqLink:
         return self.peer_gone_s is not None
 
     @property
+    def pending(self) -> int:
+        """Frames that have arrived and were not received yet."""
+        return len(self._inbox)
+
+    @property
     def refused(self) -> int:
         """Trainers that were turned away because another was connected."""
         return self._end.refused

@@ -35,7 +35,10 @@ def test_measuring_counts_the_largest_batch_and_all_distinct_rows() -> None:
 def test_measuring_stops_after_32_batches() -> None:
     trace = single_hot_trace([[i] for i in range(40)])
     assert measure(one_group(100), trace) == Touched(largest_batch_rows=(1,), distinct_rows=(32,))
-    assert measure(one_group(100), []) == Touched(largest_batch_rows=(0,), distinct_rows=(0,))
+
+
+def test_a_group_that_nothing_touched_is_expected_to_need_a_row_a_bag() -> None:
+    assert measure(one_group(100), []) == Touched(largest_batch_rows=(1,), distinct_rows=(1,))
 
 
 def test_one_group_takes_the_whole_capacity_up_to_its_rows() -> None:

@@ -175,7 +175,7 @@ def end_of_data(last_step: int | None) -> EndOfData:
 
 
 def heartbeat() -> Heartbeat:
-    return Heartbeat(step_begun=3, step_done=None, waiting_for="rows")
+    return Heartbeat(work=0, step_begun=3, step_done=None, waiting_for="rows")
 
 
 def every_message() -> list[AnyMessage]:

@@ -167,6 +167,7 @@ def test_two_processes_that_live_without_progress_give_up_and_say_what_they_wait
 @dataclass
 class FakeLink:
     peer_gone: bool = False
+    pending: int = 0
     last_received_s: float | None = None
 
 
@@ -179,7 +180,7 @@ class Clock:
 def watch_of(link: FakeLink, *, connected: bool = True) -> PeerWatch:
     near, _ = inproc_pair()
     conversation = Conversation(Talk("trainer"), near)
-    progress = Progress(step_begun=1, step_done=1, waiting_for="rows", ended=False)
+    progress = Progress(step_begun=1, step_done=1, work=0, waiting_for="rows", ended=False)
     return PeerWatch("prefetcher", conversation, link, Transport(), lambda: progress, lambda: connected)
 
 
