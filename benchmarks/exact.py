@@ -29,7 +29,8 @@ from prefetcher.planner.capacity import measure
 from prefetcher.readers.base import open_reader
 from prefetcher.readers.schedule import schedule
 from protocol.batch import ScheduledBatch
-from protocol.job import Job, load_job
+from protocol.job import Job
+from protocol.job_file import load_job
 from protocol.tables import group_specs
 from trainer.report import Report, read_report
 

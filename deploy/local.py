@@ -19,7 +19,7 @@ import typer
 
 from protocol.command import run_command
 from protocol.errors import ConfigError, RowcastError
-from protocol.job import load_job
+from protocol.job_file import load_job
 
 POLL_S = 0.1
 NOTICE_S = 3.0  # for the other process to notice that one has failed, before it is asked to stop

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from prefetcher.readers.base import open_reader
 from prefetcher.readers.schedule import schedule
 from protocol.batch import Batch, ScheduledBatch
-from protocol.job import Job, SparseOptimizer, Table, load_job
+from protocol.job import Job, SparseOptimizer, Table
+from protocol.job_file import load_job
 from trainer.models import build_dense_optimizer, build_model, mean_loss
 
 

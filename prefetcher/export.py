@@ -21,7 +21,7 @@ from safetensors.numpy import load_file
 
 from prefetcher.stores.memory import first_records
 from protocol.errors import ConfigError, DataError
-from protocol.job import parse_job
+from protocol.job_file import parse_job
 from protocol.manifest import Manifest, ShardFile, checked_file, newest_checkpoint, read_manifest, sync_folder
 from protocol.tables import GroupSpec, TableSpec, group_specs, make_keys
 

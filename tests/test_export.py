@@ -21,7 +21,8 @@ from prefetcher.stores.base import Keys, Records
 from prefetcher.stores.memory import MemoryStore, first_records
 from protocol.batch import ScheduledBatch
 from protocol.errors import ConfigError, DataError
-from protocol.job import Job, load_job, parse_job
+from protocol.job import Job
+from protocol.job_file import load_job, parse_job
 from protocol.manifest import file_checksum, newest_checkpoint, read_manifest
 from protocol.tables import GroupSpec, group_specs, make_keys
 from tests.driver import InProcessRun, Settings, start_state
@@ -211,7 +212,9 @@ def test_an_output_that_cannot_be_written_is_refused_in_one_sentence(out: str, t
     save_checkpoint(trained_run(tmp_path / "run", num_steps=0))
     (tmp_path / "file").write_text("not a folder")
     (tmp_path / "folder").mkdir()
-    with pytest.raises(ConfigError, match=r"the export could not be written .*; choose another --out or free space|is a folder; name a file"):
+    with pytest.raises(
+        ConfigError, match=r"could not be written .*; choose another --out or free space|is a folder; name a file"
+    ):
         export_run(tmp_path / "run", tmp_path / out)
     assert not list(tmp_path.glob("*.partial"))
 

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from protocol.batch import Batch, Kind, ScheduledBatch
-from protocol.job import Job, parse_job
+from protocol.job import Job
+from protocol.job_file import parse_job
 from protocol.tables import GroupSpec
 
 Bags = Literal["single", "multi", "weighted", "mean", "empty"]

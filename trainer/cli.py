@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from protocol.command import run_command
-from protocol.job import load_job
+from protocol.job_file import load_job
 from protocol.process import Signals
 from protocol.telemetry.logs import setup_logging
 

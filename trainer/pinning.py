@@ -1,7 +1,7 @@
 """Shared rings as page-locked memory, so that copies between them and a CUDA device run beside everything else."""
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import numpy as np
 import numpy.typing as npt
@@ -25,7 +25,7 @@ def pinned(buffers: Sequence[npt.NDArray[np.uint8]], device: torch.device) -> It
     for buffer in buffers:
         code = int(runtime.cudaHostRegister(buffer.ctypes.data, buffer.nbytes, 0))
         if code != 0:
-            runtime.cudaGetLastError()  # the error sticks otherwise, and the next unrelated call would raise it
+            clear_sticky_error(device)
             get_logger().warning("rings are not pinned", bytes=buffer.nbytes, cuda_error=code, change="raise `ulimit -l`")
             break
         registered.append(buffer)
@@ -35,3 +35,9 @@ def pinned(buffers: Sequence[npt.NDArray[np.uint8]], device: torch.device) -> It
         torch.cuda.synchronize(device)
         for buffer in registered:
             runtime.cudaHostUnregister(buffer.ctypes.data)
+
+
+def clear_sticky_error(device: torch.device) -> None:
+    """The driver keeps a refused registration as its last error, and the next kernel launch would raise it: let one of no consequence."""
+    with suppress(RuntimeError):
+        torch.zeros(1, device=device)

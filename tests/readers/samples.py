@@ -13,7 +13,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from protocol.batch import Batch, Kind
-from protocol.job import Job, parse_job
+from protocol.job import Job
+from protocol.job_file import parse_job
 
 NUM_ROWS = 103
 BATCH_SIZE = 8

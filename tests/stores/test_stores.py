@@ -15,7 +15,7 @@ from prefetcher.stores.initializer import initial_rows
 from prefetcher.stores.late import LateStore
 from prefetcher.stores.memory import MemoryStore
 from protocol.errors import ConfigError
-from protocol.job import parse_job
+from protocol.job_file import parse_job
 from protocol.tables import ROW_MASK, GroupSpec, group_specs, make_keys
 from protocol.transport.ring_file import in_memory_buffer
 

@@ -14,7 +14,7 @@ import structlog
 
 from prefetcher.readers.source import InlineSource
 from protocol.errors import ConfigError, DataError
-from protocol.job import load_job
+from protocol.job_file import load_job
 from protocol.transport.ring_file import free_shared_memory
 from tests.system.processes import TABLES, Session, job_content, write_job
 from trainer.cli import app as trainer_app
@@ -295,13 +295,13 @@ def test_a_metrics_port_in_use_is_refused(session: Session) -> None:
     assert session.remains() == []
 
 
-def test_a_trainer_that_waits_is_not_disturbed_by_a_prefetcher_that_cannot_start(session: Session) -> None:
+def test_a_trainer_that_waits_is_told_why_the_prefetcher_cannot_start(session: Session) -> None:
     trainer = session.start("trainer")
     trainer.until_logged("waiting for the prefetcher")
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        session.start("prefetcher", f"--set=metrics.prefetcher=127.0.0.1:{taken.getsockname()[1]}").ended().refused(2)
-    session.start("prefetcher", "--max-steps=2").ended().quiet()
-    trainer.ended().quiet()
+        prefetcher = session.start("prefetcher", f"--set=metrics.prefetcher=127.0.0.1:{taken.getsockname()[1]}")
+        assert trainer.ended().refused(2) == prefetcher.ended().refused(2)
+    assert session.remains() == []
 
 
 def refused_trainer(session: Session, capsys: pytest.CaptureFixture[str], *options: str) -> str:

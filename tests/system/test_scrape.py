@@ -15,7 +15,7 @@ from torch import Tensor
 
 import prefetcher.metrics
 import trainer.metrics
-from protocol.job import load_job
+from protocol.job_file import load_job
 from protocol.tables import group_specs
 from protocol.telemetry.metrics import METRICS, Process, metric_table
 from tests.system import processes

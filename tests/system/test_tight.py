@@ -16,7 +16,8 @@ from torch import Tensor
 from examples.plain_loop import run_plain_loop
 from protocol.batch import ScheduledBatch
 from protocol.errors import ConfigError
-from protocol.job import MIN_RING_BYTES, Job, parse_job
+from protocol.job import MIN_RING_BYTES, Job
+from protocol.job_file import parse_job
 from protocol.messages import StepReady, StopRequest
 from protocol.tables import group_specs
 from tests.driver import InProcessRun, Settings, start_state

@@ -15,7 +15,8 @@ from prefetcher.planner.planner import RowPlanner
 from prefetcher.readers.source import InlineSource
 from prefetcher.service import MEASURED_BATCHES
 from protocol.batch import ScheduledBatch
-from protocol.job import Job, load_job, parse_bytes
+from protocol.job import Job, parse_bytes
+from protocol.job_file import load_job
 from protocol.packing import Piece, barrier_stamp, cut, make_block, plan_block, plan_stamp
 from protocol.plan import BarrierPlan, StepPlan
 from protocol.tables import GroupSpec, group_specs, make_keys

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from protocol.batch import Batch, Kind, ScheduledBatch
-from protocol.job import Job, parse_job
+from protocol.job import Job
+from protocol.job_file import parse_job
 from protocol.tables import GroupSpec, RecordPart, group_specs, make_keys
 from trainer.embedding import Embeddings, GroupLookup
 from trainer.models import build_dense_optimizer, build_model, mean_loss

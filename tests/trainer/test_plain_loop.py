@@ -13,7 +13,8 @@ from examples.plain_loop import main, run_plain_loop
 from prefetcher.readers.base import open_reader
 from prefetcher.readers.schedule import schedule
 from protocol.batch import Kind
-from protocol.job import Job, load_job
+from protocol.job import Job
+from protocol.job_file import load_job
 from tests.trainer.full_capacity import bits, make_job, random_schedule, random_start, train
 from trainer.optim import warm_up_sqrt
 

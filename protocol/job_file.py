@@ -1,0 +1,106 @@
+"""Reading a job file: TOML, `--set` overrides, the checks that no section can make alone, and sentences instead of traces."""
+
+import re
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from protocol.errors import ConfigError
+from protocol.job import CRITEO_KAGGLE_CARDINALITIES, MAX_TABLES, Job, Table
+
+
+def load_job(path: Path, overrides: tuple[str, ...] = ()) -> Job:
+    """Reads and checks a job file; `overrides` are `section.key=value` in TOML's notation. Raises ConfigError."""
+    try:
+        content = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot read the job file ({error.strerror})") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: not a TOML file ({error})") from None
+    for override in overrides:
+        apply_override(content, override)
+    return parse_job(content, str(path))
+
+
+def apply_override(content: dict[str, Any], override: str) -> None:
+    """Sets one `section.key=value`; a value that is not TOML counts as a string. Raises ConfigError."""
+    name, equals, text = override.partition("=")
+    *sections, key = name.strip().split(".")
+    if not equals or not sections:
+        raise ConfigError(f"--set {override}: write section.key=value")
+    try:
+        value = tomllib.loads(f"value = {text.strip()}")["value"]
+    except tomllib.TOMLDecodeError:
+        value = text.strip()
+    for section in sections:
+        content = content.setdefault(section, {})
+        if not isinstance(content, dict):
+            raise ConfigError(f"--set {override}: {section} is not a section; only section.key=value can be set")
+    content[key] = value
+
+
+def parse_job(content: dict[str, Any], source: str = "job") -> Job:
+    """Checks the content of a job file. Raises ConfigError with one sentence that names the key."""
+    try:
+        job = msgspec.convert(content, Job)
+        job = msgspec.structs.replace(job, tables=resolve_tables(job), tables_from=None)
+        check_whole(job)
+    except (msgspec.ValidationError, ValueError) as error:
+        raise ConfigError(f"{source}: {readable(str(error))}") from None
+    return job
+
+
+def readable(sentence: str) -> str:
+    """msgspec's `... - at `$.data.path`` -> `data.path: ...`."""
+    match = re.fullmatch(r"(.*?)(?: - at `\$\.?(.*)`)?", sentence, flags=re.DOTALL)
+    assert match is not None, "the pattern takes any sentence"
+    what, where = match[1], match[2]
+    what = re.sub(r"Object contains unknown field `(.*)`", r"unknown key \1; correct or remove it", what)
+    what = re.sub(r"Object missing required field `(.*)`", r"key \1 is missing", what)
+    what = re.sub(r"Invalid enum value (.*)", r"\1 is not one of the values that this key can have", what)
+    return f"{where}: {what}" if where else what
+
+
+def resolve_tables(job: Job) -> list[Table]:
+    if job.tables_from is None:
+        return job.tables
+    if job.tables:
+        raise ValueError("give either [[tables]] or [tables_from], not both")
+    cardinalities = job.tables_from.cardinalities
+    if cardinalities is None:
+        if job.data.synthetic.preset is None:
+            raise ValueError("tables_from: cardinalities = [...] is missing")
+        cardinalities = [max(1, round(rows * job.data.synthetic.scale)) for rows in CRITEO_KAGGLE_CARDINALITIES]
+    shared = {name: getattr(job.tables_from, name) for name in ("embedding_dim", "pooling", "init")}
+    return [Table(name=f"t_cat_{i}", num_embeddings=rows, features=[f"cat_{i}"], **shared) for i, rows in enumerate(cardinalities)]
+
+
+def check_whole(job: Job) -> None:
+    """What no section can see alone."""
+    if not job.tables:
+        raise ValueError("no tables; give [[tables]] or [tables_from]")
+    if len(job.tables) > MAX_TABLES:
+        raise ValueError(f"{len(job.tables)} tables are more than {MAX_TABLES}")
+    for kind, names in (("table", [table.name for table in job.tables]), ("feature", job.features)):
+        for name in sorted({name for name in names if names.count(name) > 1}):
+            raise ValueError(f"{kind} {name} appears more than once in [[tables]]")
+    by_feature = {feature: table for table in job.tables for feature in table.features}
+    for feature in job.data.columns.weights:
+        if feature not in by_feature:
+            raise ValueError(f"data.columns.weights: feature {feature} has no table; add it to a table's features")
+        if by_feature[feature].pooling == "mean":
+            raise ValueError(f'data.columns.weights: feature {feature} is pooled by mean; a weighted mean is refused, use "sum"')
+    if job.model.kind == "dlrm":
+        for table in job.tables:
+            if table.embedding_dim != job.model.bottom_mlp[-1]:
+                raise ValueError(
+                    f"model.bottom_mlp ends in {job.model.bottom_mlp[-1]}, but table {table.name} has embedding_dim = "
+                    f"{table.embedding_dim}; dlrm needs them equal"
+                )
+    widths = {(table.embedding_dim) for table in job.tables}
+    if job.cache.capacity_rows is not None and len(widths) > 1:
+        raise ValueError(
+            f'cache.capacity: "{job.cache.capacity}" counts rows, but tables have {len(widths)} widths; give bytes, such as "64MiB"'
+        )
