@@ -10,7 +10,7 @@ from contextlib import ExitStack
 from prefetcher.checkpoint import RunCheckpointer
 from prefetcher.engine import EngineParts, PrefetcherEngine
 from prefetcher.metrics import PrefetcherCollector, PrefetcherGauges, Queue, SlotStates
-from prefetcher.planner.capacity import divide_capacity, measure
+from prefetcher.planner.capacity import MEASURED_BATCHES, divide_capacity, measure
 from prefetcher.readers.worker import BatchSource
 from prefetcher.stores.memory import MemoryStore
 from prefetcher.warmup import warm_up
@@ -32,7 +32,6 @@ from protocol.transport.ring_file import RingFile, free_shared_memory, remove_le
 from protocol.transport.zmq_link import ZmqLink
 from protocol.watch import PeerWatch, Progress
 
-MEASURED_BATCHES = 32  # read before the first plan, to divide the capacity between groups
 AUTO_RING_BYTES = 64 * 2**20
 
 
@@ -111,7 +110,7 @@ class PrefetcherRun:
         return measured
 
     def _serve(self, stack: ExitStack, conversation: Conversation, measured: list[ScheduledBatch]) -> None:
-        info = self._source.info()
+        """Everything that the engine needs, then the engine."""
         slots = self._divide_capacity(measured)
         stores = tuple(MemoryStore(group, self._job.job.seed) for group in self._groups)
         for store in stores:
@@ -119,19 +118,7 @@ class PrefetcherRun:
         ring_bytes = self._job.transport.ring_bytes or automatic_ring_bytes(self._groups, measured, self._job.lookahead.depth)
         check_shared_memory(ring_bytes)
         rings = [stack.enter_context(RingFile.create(ring_bytes, name)) for name in ("fetch", "back")]
-        welcome = Welcome(
-            protocol_version=PROTOCOL_VERSION,
-            run_id=uuid.uuid4().hex[:12],
-            incarnation=conversation.session.incarnation,
-            pid=os.getpid(),
-            slots=slots,
-            num_dense=info.num_dense,
-            depth=self._job.lookahead.depth,
-            horizon=self._job.lookahead.horizon_batches,
-            fetch_ring=RingSpec(path=rings[0].path, nbytes=ring_bytes),
-            back_ring=RingSpec(path=rings[1].path, nbytes=ring_bytes),
-            train_steps=info.expected_train_steps,
-        )
+        welcome = self._welcome(conversation.session.incarnation, slots, rings)
         engine = PrefetcherEngine(
             EngineParts(
                 job=self._job,
@@ -146,15 +133,34 @@ class PrefetcherRun:
                 welcome=welcome,
             )
         )
+        self._run_stages(stack, engine)
+
+    def _welcome(self, incarnation: int, slots: tuple[int, ...], rings: Sequence[RingFile]) -> Welcome:
+        info, lookahead = self._source.info(), self._job.lookahead
+        if lookahead.horizon != "auto" and lookahead.horizon < lookahead.depth:
+            self._log.warning("the horizon was raised to the depth", horizon=lookahead.horizon, depth=lookahead.depth)
+        fetch_ring, back_ring = (RingSpec(path=ring.path, nbytes=ring.nbytes) for ring in rings)
         self._log.info(
             "ready",
             run_dir=str(self._job.run_dir.resolve()),
             slots={group.name: n for group, n in zip(self._groups, slots, strict=True)},
-            depth=welcome.depth,
-            horizon=welcome.horizon,
-            ring_bytes=ring_bytes,
+            depth=lookahead.depth,
+            horizon=lookahead.horizon_batches,
+            ring_bytes=fetch_ring.nbytes,
         )
-        self._run_stages(stack, engine)
+        return Welcome(
+            protocol_version=PROTOCOL_VERSION,
+            run_id=uuid.uuid4().hex[:12],
+            incarnation=incarnation,
+            pid=os.getpid(),
+            slots=slots,
+            num_dense=info.num_dense,
+            depth=lookahead.depth,
+            horizon=lookahead.horizon_batches,
+            fetch_ring=fetch_ring,
+            back_ring=back_ring,
+            train_steps=info.expected_train_steps,
+        )
 
     def _run_stages(self, stack: ExitStack, engine: PrefetcherEngine) -> None:
         """Serves metrics, waits for the trainer, and runs the stages until the run is over."""

@@ -212,9 +212,7 @@ def test_an_output_that_cannot_be_written_is_refused_in_one_sentence(out: str, t
     save_checkpoint(trained_run(tmp_path / "run", num_steps=0))
     (tmp_path / "file").write_text("not a folder")
     (tmp_path / "folder").mkdir()
-    with pytest.raises(
-        ConfigError, match=r"could not be written .*; choose another --out or free space|is a folder; name a file"
-    ):
+    with pytest.raises(ConfigError, match=r"could not be written .*; choose another --out or free space|is a folder; name a file"):
         export_run(tmp_path / "run", tmp_path / out)
     assert not list(tmp_path.glob("*.partial"))
 

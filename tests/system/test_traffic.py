@@ -10,10 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from prefetcher.planner.capacity import divide_capacity, measure
+from prefetcher.planner.capacity import MEASURED_BATCHES, divide_capacity, measure
 from prefetcher.planner.planner import RowPlanner
 from prefetcher.readers.source import InlineSource
-from prefetcher.service import MEASURED_BATCHES
 from protocol.batch import ScheduledBatch
 from protocol.job import Job, parse_bytes
 from protocol.job_file import load_job
