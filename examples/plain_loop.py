@@ -44,8 +44,7 @@ class PlainTable:
 
     def forward(self, batch: Batch) -> list[Tensor]:
         """Pooled embeddings [B, D] of each of the table's features, from one call of nn.Embedding."""
-        first_bag = self.first_feature * batch.size
-        end_bag = first_bag + len(self.table.features) * batch.size
+        first_bag, end_bag = (n * batch.size for n in (self.first_feature, self.first_feature + len(self.table.features)))
         offsets = torch.arange(len(batch.ids) + 1) if batch.offsets is None else torch.tensor(batch.offsets)
         counts = offsets[first_bag : end_bag + 1].diff()
         lookups = slice(int(offsets[first_bag]), int(offsets[end_bag]))
@@ -82,8 +81,8 @@ def run_plain_loop(job: Job, start: dict[str, Tensor], batches: Iterable[Schedul
     if (first := next(batches := iter(batches), None)) is None:
         return [], tensors
     model = build_model(job, num_dense=first.batch.dense.shape[1])
-    torch.manual_seed(job.job.seed)  # for a model that draws random numbers, such as dropout
     model.load_state_dict({name: start[name] for name in model.state_dict()})
+    torch.manual_seed(job.job.seed)  # for a model that draws random numbers, such as dropout
     optimizer = build_dense_optimizer(job, model.parameters())
     losses = []
     for scheduled in itertools.chain([first], batches):

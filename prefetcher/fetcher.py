@@ -113,7 +113,8 @@ class Fetcher:
         self.done_through: int | None = None  # the last step that the trainer completed
         self.sent_through: int | None = None
         self.stalled_by: Stall | None = None
-        self.ended = False
+        self.ended = False  # the last barrier is done
+        self.finished = False  # and the data had ended then
         self._groups = groups
         self._stores = stores
         self._depth = depth
@@ -266,7 +267,7 @@ class Fetcher:
         self._send(self._checkpointer.end_of_data(barrier))
         self._queue.popleft()
         self._flush = None
-        self.ended = True
+        self.ended, self.finished = True, barrier.finished
         return True
 
     def _quiet(self, barrier: BarrierPlan) -> bool:

@@ -41,7 +41,7 @@ class PlanningStage:
         self._first_step = first_step
         self._measured = measured  # read to divide the capacity, before there was a planner
         self._counters = counters
-        self._stop_reason: str | None = None
+        self.stop_reason: str | None = None
         self._ended = False
         self._barrier_sent = False
         self.on_plan: Callable[[PlannedStep], None] = lambda planned: None
@@ -63,13 +63,13 @@ class PlanningStage:
 
     def stop(self, reason: str) -> None:
         """No plan is made after the next `advance`; a barrier follows the last one."""
-        self._stop_reason = reason
+        self.stop_reason = reason
 
     def advance(self) -> bool:
         if self._barrier_sent:
             return False
-        if self._stop_reason is not None and not self._data_is_planned:
-            return self._send_barrier(self._stop_reason, finished=False)
+        if self.stop_reason is not None and not self._data_is_planned:
+            return self._send_barrier(self.stop_reason, finished=False)
         return self._plan_next() or self._read_next()
 
     def _read_next(self) -> bool:

@@ -19,7 +19,7 @@ from protocol.conversation import Conversation
 from protocol.errors import ConfigError
 from protocol.job import MIN_RING_BYTES, Job, parse_bytes
 from protocol.messages import PROTOCOL_VERSION, Bye, RingSpec, Welcome
-from protocol.process import Crew, Signals, tell_peer
+from protocol.process import STOPPING, Crew, Signals, tell_peer
 from protocol.rundir import RunDirectory
 from protocol.session import Session
 from protocol.tables import GroupSpec, group_specs
@@ -48,14 +48,14 @@ class PrefetcherRun:
         self._health = Health(dead_stage=self._crew.dead_stage)
         self._source = BatchSource(job, max_steps, on_arrival=self._bell.ring)
         self._engine: PrefetcherEngine | None = None
+        self._directory = RunDirectory(job.run_dir, "prefetcher")
 
     def run(self, *, fresh: bool) -> None:
         """Returns when the run is finished or was stopped in order. Raises the first error of any stage."""
         with ExitStack() as stack:
-            directory = stack.enter_context(RunDirectory(self._job.run_dir, "prefetcher"))
-            if fresh:
-                directory.remove(["checkpoints"])
-            directory.refuse_used()
+            directory = stack.enter_context(self._directory)
+            if not fresh:
+                directory.refuse_used()
             remove_leftovers()
             incarnation = 1 + secrets.randbelow(2**31)  # so that a frame of an earlier run is known as such
             link = ZmqLink.prefetcher(self._job.run_dir, on_receive=self._bell.ring)
@@ -65,6 +65,9 @@ class PrefetcherRun:
             stack.callback(self._source.close)
             try:
                 self._converse(stack, conversation, link)
+                self._crew.stop()  # nothing may follow the good-bye, no heartbeat either
+                if not self._connected() or self._finished():
+                    conversation.send(Bye())
             except BaseException as error:
                 self._health.state = "failed"
                 tell_peer(conversation, error)
@@ -94,6 +97,9 @@ class PrefetcherRun:
 
     def _connected(self) -> bool:
         return self._engine is not None and self._engine.hello is not None
+
+    def _finished(self) -> bool:
+        return self._engine is not None and self._engine.finished
 
     def _measure(self) -> list[ScheduledBatch]:
         """The first batches, as they come from the worker."""
@@ -143,7 +149,7 @@ class PrefetcherRun:
         self._log.info(
             "ready",
             run_dir=str(self._job.run_dir.resolve()),
-            slots={group.name: n for group, n in zip(self._groups, slots, strict=True)},
+            slots=" ".join(f"{group.name}={n}" for group, n in zip(self._groups, slots, strict=True)),
             depth=lookahead.depth,
             horizon=lookahead.horizon_batches,
             ring_bytes=fetch_ring.nbytes,
@@ -169,15 +175,22 @@ class PrefetcherRun:
         stack.enter_context(server)
         self._log.info("serving metrics", address=server.address)
         self._health.state = "connecting"
+        self._directory.remove(["checkpoints"])  # of an earlier run, given up by --fresh: only now is everything else known to be right
         self._engine = engine
         self._crew.start(engine.stages, stall_clocks(engine))
         stack.callback(self._crew.stop)  # once more: before the rings and stores are closed
         self._until_finished(engine)
-        self._crew.stop()  # nothing may follow the good-bye, no heartbeat either
-        if engine.finished:
-            engine.conversation.send(Bye())
         self._health.state = "stopped"
-        self._log.info("finished", train_steps=engine.counters.train_steps, invalid_ids=self._source.counters.invalid_ids)
+        self._say_end(engine)
+
+    def _say_end(self, engine: PrefetcherEngine) -> None:
+        reason, steps = self._signals.stop_reason, engine.counters.train_steps
+        if not engine.finished:
+            self._log.info("stopped before a trainer came; nothing was trained", reason=reason)
+        elif engine.fetcher.finished:
+            self._log.info("finished", train_steps=steps, invalid_ids=self._source.counters.invalid_ids)
+        else:
+            self._log.info("stopped in order", train_steps=steps, reason=engine.planning.stop_reason)
 
     def _until_finished(self, engine: PrefetcherEngine) -> None:
         stopping = False
@@ -192,7 +205,7 @@ class PrefetcherRun:
                     return
                 stopping = True
                 self._health.state = "stopping"
-                self._log.info("stopping", reason=self._signals.stop_reason)
+                self._log.info(STOPPING, reason=self._signals.stop_reason)
                 engine.planning.stop(f"{self._signals.stop_reason} to the prefetcher")
             self._bell.wait(seen, 1.0)
 

@@ -34,7 +34,7 @@ def warm_up() -> None:
         planner.barrier("warm-up", finished=True)
     seconds = time.perf_counter() - began_s
     if seconds > WORTH_SAYING_S:
-        get_logger().info("compiled the planner, once for this installation", seconds=round(seconds, 1))
+        get_logger().info("prepared the planner; its first start compiles it", seconds=round(seconds, 1))
 
 
 def tiny_group(index: int, init: str) -> GroupSpec:

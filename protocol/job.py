@@ -27,7 +27,7 @@ def parse_bytes(text: str | int) -> int:
     else:
         match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
         if match is None or match[2] not in UNITS:
-            raise ValueError(f'{text!r} is not a size; write bytes with a unit, such as "64MiB"')
+            raise ValueError(f'{text!r} is not a size; write bytes with a unit, such as "64MiB" (for cache.capacity also "20000 rows")')
         value = int(min(float(match[1]) * UNITS[match[2]], 2**63))
     if not 0 < value < 2**63:
         raise ValueError(f"{text!r} must be more than 0 and less than 2**63 bytes")

@@ -16,6 +16,7 @@ from protocol.telemetry.logs import get_logger
 from protocol.transport.ring_file import unlink_created
 
 STOPS = (signal.SIGINT, signal.SIGTERM)
+STOPPING = "stopping: the plans already made are finished first; a second signal ends at once"
 HANG_GRACE_S = 5.0  # after a fatal error, for the main thread to come out of what it is doing
 
 

@@ -40,7 +40,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     stall_share: float  # trainer_wait_s / wall_s
     bytes_to_device: int  # rows and arrays of plans
     bytes_from_device: int  # rows
-    device_bytes: int  # peak on the device
+    cache_bytes: int  # row records of all slots
+    device_bytes: int  # peak on the device: cache, staging, and on a GPU everything else
     host_bytes: int  # peak resident bytes of the prefetcher
     threads: int
     pinned: bool
@@ -58,6 +59,7 @@ class RunFacts(msgspec.Struct, frozen=True, kw_only=True):
     startup_s: float
     loss: float | None
     evaluation: Evaluation | None  # the last one
+    cache_bytes: int
     device_bytes: int
     host_bytes: int
     threads: int
@@ -94,6 +96,7 @@ def make_report(counters: TrainerCounters, run: RunFacts) -> Report:
         stall_share=counters.waited_s / run.wall_s if run.wall_s else 0.0,
         bytes_to_device=counters.total("row_bytes_to_device") + counters.plan_bytes_to_device,
         bytes_from_device=counters.total("row_bytes_from_device"),
+        cache_bytes=run.cache_bytes,
         device_bytes=run.device_bytes,
         host_bytes=run.host_bytes,
         threads=run.threads,

@@ -1,6 +1,7 @@
 """`trainer run`: everything around the engine. Opens in one order, closes in the reverse, whatever happens in between."""
 
 import os
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -15,8 +16,8 @@ import torch
 from protocol.conversation import Conversation
 from protocol.errors import ConfigError, Mismatch, RowcastError
 from protocol.job import Job
-from protocol.messages import PROTOCOL_VERSION, Hello, StopRequest, Welcome
-from protocol.process import Crew, Signals, tell_peer
+from protocol.messages import PROTOCOL_VERSION, Bye, Hello, StopRequest, Welcome
+from protocol.process import STOPPING, Crew, Signals, tell_peer
 from protocol.rundir import RunDirectory
 from protocol.session import Session
 from protocol.stages import IDLE_WAIT_S
@@ -100,6 +101,7 @@ class TrainerRun:
         self._counters: TrainerCounters = new_counters(self._groups)
         self._engine: TrainerEngine | None = None
         self._back_ring: RingWriter | None = None
+        self._left = threading.Event()  # the prefetcher has said good-bye
         self._results = ResultFiles(job.run_dir)
 
     def run(self, *, fresh: bool) -> None:
@@ -109,9 +111,7 @@ class TrainerRun:
         threads = set_threads(self._job.trainer.threads)
         with ExitStack() as stack:
             directory = stack.enter_context(RunDirectory(self._job.run_dir, "trainer"))
-            if fresh:
-                directory.remove(["report.json", "losses.f32"])
-            if (directory.path / "report.json").exists():
+            if not fresh and (directory.path / "report.json").exists():
                 raise ConfigError(f"the run in {directory.path} has a report; add --fresh to start over, or set another job.run_dir")
             collector = TrainerCollector(self._counters, self._gauges(), build_info("trainer", self._job.job.name))
             server = TelemetryServer("trainer", self._job.metrics.trainer, new_registry(collector), self._health)
@@ -132,7 +132,7 @@ class TrainerRun:
 
     def _converse(self, stack: ExitStack, conversation: Conversation, link: ZmqLink, device: torch.device, threads: int) -> None:
         arrived: list[Welcome] = []
-        conversation.listen({Welcome: arrived.append})
+        conversation.listen({Welcome: arrived.append, Bye: lambda message: self._left.set()})
         watch = PeerWatch("prefetcher", conversation, link, self._job.transport, self._progress, lambda: bool(arrived))
         conversation.send(self._hello(device, threads))
         self._health.state = "connecting"
@@ -146,9 +146,12 @@ class TrainerRun:
             raise
 
     def _await_welcome(self, arrived: list[Welcome], conversation: Conversation, watch: PeerWatch) -> bool:
-        """Waits for the Welcome; False where the run was stopped before it came."""
+        """Waits for the Welcome; False where either process was stopped before it came."""
         give_up_s: float | None = None
         while not arrived:
+            if self._left.is_set():
+                self._log.info("the prefetcher was stopped before the run had begun")
+                return False
             now_s = time.monotonic()
             if self._signals.stop_reason is not None:
                 give_up_s = give_up_s or now_s + GREETING_GRACE_S
@@ -184,6 +187,7 @@ class TrainerRun:
             raise Mismatch(
                 f"the prefetcher speaks protocol {welcome.protocol_version}, this trainer {PROTOCOL_VERSION}; install one version"
             )
+        (self._job.run_dir / "report.json").unlink(missing_ok=True)  # of an earlier run, given up by --fresh
         stack.enter_context(self._results)
         rings = [stack.enter_context(RingFile.attach(spec.path, spec.nbytes)) for spec in (welcome.fetch_ring, welcome.back_ring)]
         for ring in rings:
@@ -237,6 +241,7 @@ class TrainerRun:
             if self._signals.stop_reason is not None and not stopping:
                 stopping = True
                 self._health.state = "stopping"
+                self._log.info(STOPPING, reason=self._signals.stop_reason)
                 engine.conversation.send(StopRequest(reason=f"{self._signals.stop_reason} to the trainer"))
             progress.update()
             if engine.loop.advance():
@@ -260,6 +265,7 @@ class TrainerRun:
                 startup_s=first_step_s - began_s,
                 loss=self._results.mean_loss,
                 evaluation=self._results.evaluation_result,
+                cache_bytes=sum(records.nbytes for records in engine.cache.records),
                 device_bytes=peak_device_bytes(device, engine.cache.device_bytes),
                 host_bytes=end.host_bytes,
                 threads=threads,

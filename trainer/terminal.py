@@ -174,7 +174,7 @@ def summary_title(report: Report) -> str:
 def summary_rows(report: Report) -> list[tuple[str, str]]:
     rows = [
         ("samples", f"{report.samples:,} ({human_count(report.samples_per_s)}/s)"),
-        ("loss", "none" if report.loss is None else f"{report.loss:.6f}"),
+        ("mean loss", "none" if report.loss is None else f"{report.loss:.6f}"),
     ]
     if report.logloss is not None and report.accuracy is not None:
         auc = "undefined" if report.auc is None else f"{report.auc:.6f}"
@@ -186,7 +186,11 @@ def summary_rows(report: Report) -> list[tuple[str, str]]:
         ("rows", f"{report.rows_fetched:,} fetched, {report.rows_evicted:,} evicted, {report.rows_written_back:,} written back"),
         ("waited for rows", f"{human_seconds(report.trainer_wait_s)} ({percent(report.stall_share)} of the time)"),
         ("traffic", f"{human_bytes(report.bytes_to_device)} to the device, {human_bytes(report.bytes_from_device)} back"),
-        ("memory", f"{human_bytes(report.device_bytes)} on the device, {human_bytes(report.host_bytes)} in the prefetcher"),
+        (
+            "memory",
+            f"{human_bytes(report.cache_bytes)} of rows in {human_bytes(report.device_bytes)} on the device, "
+            f"{human_bytes(report.host_bytes)} in the prefetcher",
+        ),
         ("processes", f"prefetcher {report.pids['prefetcher']}, trainer {report.pids['trainer']}"),
         ("device", f"{report.device}, threads: {report.threads}, {'pinned' if report.pinned else 'unpinned'} rings"),
     ]

@@ -253,7 +253,7 @@ def test_a_batch_among_the_first_that_the_cache_cannot_hold_is_refused_with_the_
     session.write_job(data=growing_data(session.folder, largest_batch=20), cache={"capacity": "99 rows"})
     sentence = session.start("prefetcher").ended().refused(2)
     assert sentence == 'cache.capacity = "99 rows" is too small: a batch among the first 32 touches 100 rows; set "100 rows" or more'
-    prefetcher, trainer = session.start("prefetcher", "--set=cache.capacity=100 rows"), session.start("trainer")
+    prefetcher, trainer = (session.start(role, "--set=cache.capacity=100 rows") for role in ("prefetcher", "trainer"))
     prefetcher.until_logged("event=ready")
     for process in (prefetcher, trainer):
         process.signal(signal.SIGTERM)

@@ -45,6 +45,18 @@ def test_a_stop_before_the_peer_has_come_ends_either_process(session: Session, o
     assert not (other.run_dir / "report.json").exists()
 
 
+def test_a_prefetcher_that_is_stopped_before_it_greets_a_waiting_trainer_lets_it_go(session: Session) -> None:
+    session.write_job(data={"format": "tests.system.odd_parts:hanging_reader", "options": {"num_batches": 5}})
+    trainer = session.start("trainer")
+    trainer.until_logged("waiting for the prefetcher")
+    prefetcher = session.start("prefetcher")
+    prefetcher.until(lambda: len(session.children()) > 0, "decoding process")
+    prefetcher.signal(SIGTERM)
+    prefetcher.ended(STOP_LIMIT_S).quiet()
+    assert "the prefetcher was stopped before the run had begun" in trainer.ended(STOP_LIMIT_S).quiet().stderr
+    assert session.remains() == []
+
+
 def test_a_stop_while_a_process_is_still_starting_ends_it(session: Session, other: Session) -> None:
     processes = session.start("prefetcher"), other.start("trainer")
     for process in processes:

@@ -9,6 +9,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
+from protocol.errors import ConfigError
 from protocol.job import Job
 from trainer.models.custom import build_custom
 from trainer.models.dlrm import DLRM
@@ -38,7 +39,9 @@ def aligned(tensor: Tensor) -> Tensor:
 
 
 def mean_loss(logits: Tensor, labels: Tensor) -> Tensor:
-    """Binary cross entropy, the mean over the batch. logits and labels f32 [B]."""
+    """Binary cross entropy, the mean over the batch. logits and labels f32 [B]. Raises ConfigError for logits of another shape."""
+    if logits.shape != labels.shape:
+        raise ConfigError(f"the model returned logits of shape {list(logits.shape)}; return one a sample, shape {list(labels.shape)}")
     return nn.functional.binary_cross_entropy_with_logits(logits, labels)
 
 

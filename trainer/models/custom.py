@@ -1,6 +1,9 @@
 """A model of the user's own: `model.kind = "package.module:factory"`."""
 
+import inspect
+import sys
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,6 +16,12 @@ from protocol.job import Job
 def build_custom(job: Job, num_dense: int) -> nn.Module:
     """Calls `factory(job, num_dense, **job.model.options)`, with torch's random numbers seeded by job.seed. Raises ConfigError."""
     factory = load_factory(job.model.kind)
+    try:
+        inspect.signature(factory).bind(job, num_dense, **job.model.options)
+    except TypeError as error:
+        raise ConfigError(
+            f"model.kind = {job.model.kind!r}: the factory cannot be called with (job, num_dense, **model.options): {error}"
+        ) from None
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(job.job.seed)
         model = factory(job, num_dense, **job.model.options)
@@ -24,6 +33,8 @@ def build_custom(job: Job, num_dense: int) -> nn.Module:
 def load_factory(kind: str) -> Any:
     """The callable behind "package.module:factory". Raises ConfigError."""
     module_name, _, factory_name = kind.partition(":")
+    if str(Path.cwd()) not in sys.path:  # modules beside the job are found from the working folder, as the readers' are
+        sys.path.append(str(Path.cwd()))
     try:
         module = import_module(module_name)
     except ImportError as error:

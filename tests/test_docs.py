@@ -1,0 +1,45 @@
+"""What the documents repeat from the code, and the examples that they name."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from protocol.job_file import load_job
+from protocol.session import render_table
+from tests.driver import InProcessRun, Settings
+from tests.workloads import slots_for
+
+ROOT = Path(__file__).parent.parent
+
+
+def test_the_architecture_page_shows_the_conversation_as_it_is() -> None:
+    assert render_table().strip() in (ROOT / "docs" / "architecture.md").read_text()
+
+
+@pytest.mark.parametrize("job_file", sorted((ROOT / "examples").glob("*.toml")), ids=lambda path: path.name)
+def test_every_example_job_file_is_valid(job_file: Path) -> None:
+    assert load_job(job_file).tables
+
+
+def test_the_custom_examples_train_together() -> None:
+    from prefetcher.readers.base import open_reader
+    from prefetcher.readers.schedule import schedule
+    from protocol.tables import group_specs
+
+    overrides = (
+        "data.format=examples.custom_data:open_batches",
+        "data.options={num_batches = 20}",
+        "data.batch_size=64",
+        "tables_from.cardinalities=[50, 3000]",
+        "model.kind=examples.custom_model:build",
+        "model.options={hidden = 8}",
+        "optimizer.dense.lr=0.5",
+    )
+    job = load_job(ROOT / "examples" / "demo.toml", overrides)
+    batches = list(schedule(job, open_reader(job)))
+    run = InProcessRun(job, batches, Settings(slots=slots_for(group_specs(job), batches, "more"), seeded_streams=False)).run()
+    losses = run.results.losses
+    assert len(losses) == 20
+    assert np.mean(losses[-5:]) < np.mean(losses[:5]), "the label is the first id's parity, which its row can learn"
+    assert len(run.results.evaluations) == 1
