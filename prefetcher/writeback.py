@@ -16,7 +16,7 @@ from protocol.errors import RemoteProtocolError
 from protocol.messages import Released, RingRef, RowsBack
 from protocol.packing import barrier_stamp, plan_stamp
 from protocol.tables import GroupSpec
-from protocol.transport.ring import RingReader
+from protocol.transport.ring import RingReader, release
 
 
 @dataclass(slots=True)
@@ -134,14 +134,9 @@ class Writeback:
                 self._writing.remove(writing)
                 writing.expected.tickets_open -= 1
                 if writing.ref is not None:
-                    self._release(writing.ref)
+                    release(self._ring, writing.ref, self._send)
                 progress = True
         return progress
-
-    def _release(self, ref: RingRef) -> None:
-        position = self._ring.done(ref)
-        if position is not None:
-            self._send(Released(position=position))
 
     def _forget_complete(self) -> bool:
         progress = False

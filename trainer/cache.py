@@ -25,7 +25,7 @@ from protocol.errors import RemoteProtocolError
 from protocol.messages import ArraySpec, Flush, PlanHeader, Released, RingRef, RowSpan, StepReady
 from protocol.packing import Piece, barrier_stamp, cut, plan_stamp
 from protocol.tables import GroupSpec
-from protocol.transport.ring import RingReader
+from protocol.transport.ring import RingReader, release
 from trainer.metrics import TrainerCounters
 from trainer.sender import EvictTask, Sender
 from trainer.streams import Event, Streams
@@ -139,14 +139,9 @@ class DeviceCache:
         progress = False
         while self._copying and self._streams.done(self._copying[0][1], "released"):
             ref, _ = self._copying.popleft()
-            self._release(ref)
+            release(self._ring, ref, self._send)
             progress = True
         return progress
-
-    def _release(self, ref: RingRef) -> None:
-        position = self._ring.done(ref)
-        if position is not None:
-            self._send(Released(position=position))
 
     def _copy_next_piece(self) -> bool:
         if not self._inbox:
@@ -289,7 +284,7 @@ class DeviceCache:
         if message.payload is not None and message.span is not None:
             payload = self._payload(message.payload, barrier_stamp(message.barrier, message.piece))
             self._flushing.block[message.span.offset : message.span.offset + message.span.nbytes] = payload
-            self._release(message.payload)
+            release(self._ring, message.payload, self._send)
         if message.piece == message.num_pieces - 1:
             self._flushing.slots = unpack(self._flushing.block.to(self._streams.device), message.arrays)
 

@@ -1,11 +1,11 @@
 """What a run has to show: `report.json`, made from the counters that /metrics serves."""
 
-import os
 from pathlib import Path
 
 import msgspec
 
 from protocol.errors import RowcastError
+from protocol.manifest import write_durably
 from trainer.metrics import TrainerCounters
 
 
@@ -111,25 +111,10 @@ def make_report(counters: TrainerCounters, run: RunFacts) -> Report:
 
 def write_report(path: Path, report: Report) -> None:
     """Writes JSON so that `path` holds the old report or the whole new one, whatever happens. Raises RowcastError."""
-    partial = path.with_name(f"{path.name}.partial")
     try:
-        with partial.open("wb") as file:
-            file.write(msgspec.json.format(msgspec.json.encode(report), indent=2) + b"\n")
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(path)
-        sync_directory(path.parent)
+        write_durably(path, msgspec.json.format(msgspec.json.encode(report), indent=2) + b"\n")
     except OSError as error:
         raise RowcastError(f"{path}: cannot write the report ({error.strerror}); free space there or make it writable") from None
-
-
-def sync_directory(directory: Path) -> None:
-    """Makes a rename in `directory` durable."""
-    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def read_report(path: Path) -> Report:

@@ -14,12 +14,12 @@ import numpy as np
 import torch
 
 from protocol.conversation import Conversation
-from protocol.errors import ConfigError, Mismatch, RowcastError
+from protocol.errors import ConfigError, RowcastError
 from protocol.job import Job
 from protocol.messages import PROTOCOL_VERSION, Bye, Hello, StopRequest, Welcome
 from protocol.process import STOPPING, Crew, Signals, tell_peer
 from protocol.rundir import RunDirectory
-from protocol.session import Session
+from protocol.session import Session, check_welcome
 from protocol.stages import IDLE_WAIT_S
 from protocol.tables import GroupSpec, group_specs
 from protocol.telemetry.build import build_info, versions
@@ -183,10 +183,7 @@ class TrainerRun:
         device: torch.device,
         threads: int,
     ) -> None:
-        if welcome.protocol_version != PROTOCOL_VERSION:
-            raise Mismatch(
-                f"the prefetcher speaks protocol {welcome.protocol_version}, this trainer {PROTOCOL_VERSION}; install one version"
-            )
+        check_welcome(welcome)
         (self._job.run_dir / "report.json").unlink(missing_ok=True)  # of an earlier run, given up by --fresh
         stack.enter_context(self._results)
         rings = [stack.enter_context(RingFile.attach(spec.path, spec.nbytes)) for spec in (welcome.fetch_ring, welcome.back_ring)]

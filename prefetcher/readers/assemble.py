@@ -4,7 +4,7 @@ A format that can go to any row implements `IndexedRows`, one that can only be r
 """
 
 from collections.abc import Iterator
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar
 
 from prefetcher.readers.files import Span, split_rows
 from prefetcher.readers.ids import IdCheck
@@ -38,10 +38,13 @@ class StreamedRows(Rows, Protocol):
         """The rows of `span` in order, checked, in blocks of any size."""
 
 
-class IndexedReader:
-    """A `Reader` over rows that can be taken in any order. `evaluation` None: the last rows, by data.eval_fraction."""
+AnyRows = TypeVar("AnyRows", bound=Rows)
 
-    def __init__(self, job: Job, ids: IdCheck, rows: IndexedRows, evaluation: IndexedRows | None = None) -> None:
+
+class SplitRows(Generic[AnyRows]):
+    """What the two readers share: rows of both splits. `evaluation` None: the last rows, by data.eval_fraction."""
+
+    def __init__(self, job: Job, ids: IdCheck, rows: AnyRows, evaluation: AnyRows | None = None) -> None:
         self._job, self._ids = job, ids
         self._rows = {"train": rows, "eval": evaluation or rows}
         self._spans = split_spans(job, rows, evaluation)
@@ -54,6 +57,10 @@ class IndexedReader:
 
     def num_samples(self, split: Kind) -> int | None:
         return self._spans[split].num_rows
+
+
+class IndexedReader(SplitRows[IndexedRows]):
+    """A `Reader` over rows that can be taken in any order."""
 
     def batches(self, split: Kind, epoch: int, start: int = 0) -> Iterator[Batch]:
         size, span = self._job.data.batch_size, self._spans[split]
@@ -64,22 +71,8 @@ class IndexedReader:
             yield compact(self._rows[split].take(span.start + rows))
 
 
-class StreamedReader:
+class StreamedReader(SplitRows[StreamedRows]):
     """A `Reader` over rows that are read forward; a window shuffle holds one block of data.shuffle's rows."""
-
-    def __init__(self, job: Job, ids: IdCheck, rows: StreamedRows, evaluation: StreamedRows | None = None) -> None:
-        self._job, self._ids = job, ids
-        self._rows = {"train": rows, "eval": evaluation or rows}
-        self._spans = split_spans(job, rows, evaluation)
-        self.num_dense = rows.num_dense
-        self.file_sizes = [*rows.file_sizes, *(evaluation.file_sizes if evaluation else [])]
-
-    @property
-    def invalid_ids(self) -> int:
-        return self._ids.num_invalid
-
-    def num_samples(self, split: Kind) -> int | None:
-        return self._spans[split].num_rows
 
     def batches(self, split: Kind, epoch: int, start: int = 0) -> Iterator[Batch]:
         size = self._job.data.batch_size

@@ -21,6 +21,7 @@ one order, and viewed in that order by the reader, which may finish them in any 
 
 import threading
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -28,7 +29,7 @@ import numpy.typing as npt
 import xxhash
 
 from protocol.errors import LocalProtocolError, RemoteProtocolError
-from protocol.messages import RingRef
+from protocol.messages import Released, RingRef
 from protocol.tables import aligned
 from protocol.transport.ring_file import Bytes, RingFile, free_shared_memory, in_memory_buffer, remove_leftovers
 
@@ -248,3 +249,10 @@ class RingReader:
             raise RemoteProtocolError(f"a piece at position {ref.position} does not follow the one that ended at {self._newest_end}")
         if self._open and ref.end - (self._open[0].ref.position - GUARD_BYTES) > self.capacity:
             raise RemoteProtocolError(f"a piece ends at {ref.end} and lies over the one at {self._open[0].ref.position}, still being read")
+
+
+def release(ring: RingReader, ref: RingRef, send: Callable[[Released], None]) -> None:
+    """Marks a piece consumed, and announces at once what that frees."""
+    position = ring.done(ref)
+    if position is not None:
+        send(Released(position=position))

@@ -22,12 +22,6 @@ from trainer.cli import app as trainer_app
 LINE = "\t".join(["1", *map(str, range(13)), *(f"{i:08x}" for i in range(26))]) + "\n"
 
 
-@pytest.fixture
-def session(tmp_path: Path) -> Iterator[Session]:
-    with Session(tmp_path) as session:
-        yield session
-
-
 @pytest.fixture(autouse=True)
 def _logs_as_before() -> Iterator[None]:
     yield

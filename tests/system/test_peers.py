@@ -4,7 +4,6 @@ import re
 import shutil
 import signal
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,19 +20,6 @@ from tests.system.processes import Process, Session
 SIGCONT, SIGKILL, SIGSTOP, SIGTERM = signal.SIGCONT, signal.SIGKILL, signal.SIGSTOP, signal.SIGTERM
 NOTICE_LIMIT_S = 10.0  # that the issue allows for noticing that a peer is gone
 WENT_AWAY = "went away; its own log says why. Start both again"
-
-
-@pytest.fixture
-def session(tmp_path: Path) -> Iterator[Session]:
-    with Session(tmp_path) as session:
-        yield session
-
-
-@pytest.fixture
-def other(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Session]:
-    """A second session, whose processes do not meet those of the first."""
-    with Session(tmp_path_factory.mktemp("other")) as session:
-        yield session
 
 
 def one_sentence(code: int, *processes: Process) -> str:

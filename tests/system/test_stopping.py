@@ -1,7 +1,6 @@
 """SIGINT and SIGTERM at any time, to either process: both end in order. With the launcher, and what can be done with a stopped run."""
 
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -13,19 +12,6 @@ from tests.system.processes import Process, Session
 SIGINT, SIGKILL, SIGTERM = signal.SIGINT, signal.SIGKILL, signal.SIGTERM
 STOP_LIMIT_S = 30.0  # that the design allows a stop in order
 LONG_EVALUATION = {"data": {"eval_fraction": 0.5}, "eval": {"every": 5}}
-
-
-@pytest.fixture
-def session(tmp_path: Path) -> Iterator[Session]:
-    with Session(tmp_path) as session:
-        yield session
-
-
-@pytest.fixture
-def other(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Session]:
-    """A second session, whose processes do not meet those of the first."""
-    with Session(tmp_path_factory.mktemp("other")) as session:
-        yield session
 
 
 def ends_in_order(*processes: Process) -> None:
