@@ -19,6 +19,7 @@ app = typer.Typer(
 
 Config = Annotated[Path, typer.Option("--config", help="The job file.", metavar="job.toml")]
 Overrides = Annotated[list[str] | None, typer.Option("--set", help="Override a key: section.key=value. Repeatable.")]
+SaveTrace = Annotated[Path | None, typer.Option("--save-trace", help="Save ids and plans for `simulate --trace`.", metavar="FILE")]
 LogLevel = Annotated[str, typer.Option("--log-level", help="debug, info, warning or error.")]
 LogJson = Annotated[bool, typer.Option("--log-json", help="Log JSON lines.")]
 
@@ -29,6 +30,7 @@ def run(
     overrides: Overrides = None,
     max_steps: Annotated[int | None, typer.Option("--max-steps", min=0, help="End the run after so many train steps.")] = None,
     fresh: Annotated[bool, typer.Option("--fresh", help="Empty the run directory of an earlier run.")] = False,
+    save_trace: SaveTrace = None,
     log_level: LogLevel = "info",
     log_json: LogJson = False,
 ) -> None:
@@ -40,7 +42,91 @@ def run(
         with Signals() as signals:
             from prefetcher.service import run_prefetcher
 
-            run_prefetcher(job, max_steps, signals, fresh=fresh)
+            run_prefetcher(job, max_steps, signals, fresh=fresh, save_trace=save_trace)
+
+    raise typer.Exit(run_command("prefetcher", main))
+
+
+@app.command()
+def simulate(
+    config: Config,
+    overrides: Overrides = None,
+    max_steps: Annotated[int | None, typer.Option("--max-steps", min=0, help="End the run after so many train steps.")] = None,
+    policies: Annotated[
+        list[str] | None, typer.Option("--policy", help="lookahead, lru, lfu, static, window, ttl or belady. Repeatable.")
+    ] = None,
+    capacity_rows: Annotated[list[int] | None, typer.Option("--capacity-rows", min=1, help="Slots. Repeatable.")] = None,
+    capacities: Annotated[list[str] | None, typer.Option("--capacity", help="As cache.capacity, such as 64MiB. Repeatable.")] = None,
+    horizons: Annotated[list[str] | None, typer.Option("--horizon", help="Batches known ahead, or auto. Repeatable.")] = None,
+    batch_sizes: Annotated[list[int] | None, typer.Option("--batch-size", min=1, help="Repeatable.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")] = False,
+    per_step: Annotated[bool, typer.Option("--per-step", help="With --json: what moved at each step too.")] = False,
+    plot: Annotated[Path | None, typer.Option("--plot", help="Draw miss-ratio curves.", metavar="PNG|SVG")] = None,
+    trace: Annotated[Path | None, typer.Option("--trace", help="Batches of a saved trace instead of the data's.", metavar="FILE")] = None,
+    save_trace: SaveTrace = None,
+) -> None:
+    """Tell what a run would move, at other settings too, by the planner alone: no tables, no trainer. Lists multiply."""
+
+    def main() -> None:
+        from prefetcher.analysis.simulate_command import SimulateOptions, run_simulate
+
+        options = SimulateOptions(
+            max_steps=max_steps,
+            policies=policies or (),
+            capacity_rows=capacity_rows or (),
+            capacities=capacities or (),
+            horizons=horizons or (),
+            batch_sizes=batch_sizes or (),
+            json=as_json,
+            per_step=per_step,
+            plot=plot,
+            trace=trace,
+            save_trace=save_trace,
+        )
+        run_simulate(load_job(config, tuple(overrides or ())), options)
+
+    raise typer.Exit(run_command("prefetcher", main))
+
+
+@app.command()
+def profile(
+    config: Config,
+    overrides: Overrides = None,
+    sample: Annotated[
+        float | None, typer.Option("--sample", help="Share of an epoch to read.", show_default="0.05, and at least 64 batches")
+    ] = None,
+    samples: Annotated[int | None, typer.Option("--samples", help="Samples to read instead.", show_default=False)] = None,
+    budgets: Annotated[
+        list[str] | None, typer.Option("--budget", help="Bytes for hot rows, such as 16MiB. Repeatable.", show_default="half the cache")
+    ] = None,
+    confidence: Annotated[float, typer.Option("--confidence", help="How often an interval must hold.")] = 0.99,
+    out: Annotated[Path | None, typer.Option("--out", help="Write the largest budget's rows, for cache.pin.", metavar="FILE")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")] = False,
+) -> None:
+    """Find the rows that are looked up most, from a sample, and what keeping them on the device would cover."""
+
+    def main() -> None:
+        from prefetcher.analysis.profile_command import ProfileOptions, run_profile
+
+        options = ProfileOptions(sample=sample, samples=samples, budgets=budgets or (), confidence=confidence, out=out, json=as_json)
+        run_profile(load_job(config, tuple(overrides or ())), options)
+
+    raise typer.Exit(run_command("prefetcher", main))
+
+
+@app.command()
+def check(
+    config: Config,
+    overrides: Overrides = None,
+    whole: Annotated[bool, typer.Option("--all", help="Read every sample, not a twentieth of them.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")] = False,
+) -> None:
+    """Hold a job file against its data and this machine. Exit code 2 where a run would fail."""
+
+    def main() -> int:
+        from prefetcher.analysis.check_command import run_check
+
+        return run_check(config, tuple(overrides or ()), whole=whole, json=as_json)
 
     raise typer.Exit(run_command("prefetcher", main))
 

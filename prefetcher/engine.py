@@ -28,6 +28,7 @@ class EngineParts:
     job: Job
     groups: tuple[GroupSpec, ...]
     source: BatchSource
+    planner: RowPlanner
     measured: list[ScheduledBatch]  # the first batches, read to divide the capacity
     stores: tuple[Store, ...]  # one a group
     conversation: Conversation
@@ -48,7 +49,7 @@ class PrefetcherEngine:
         self.welcome = welcome
         self.fetch_ring = parts.fetch_ring
         self.checkpointer = parts.checkpointer
-        self.planner = RowPlanner(parts.groups, welcome.slots, depth, welcome.horizon)
+        self.planner = parts.planner
         self.conversation = parts.conversation
         self.writeback = Writeback(parts.groups, parts.stores, parts.back_ring, self.counters, parts.conversation.send)
         self.fetcher = Fetcher(

@@ -6,18 +6,23 @@ import statistics
 import uuid
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from pathlib import Path
 
 from prefetcher.checkpoint import RunCheckpointer
 from prefetcher.engine import EngineParts, PrefetcherEngine
+from prefetcher.fetcher import PlannedStep
 from prefetcher.metrics import PrefetcherCollector, PrefetcherGauges, Queue, SlotStates
-from prefetcher.planner.capacity import MEASURED_BATCHES, divide_capacity, measure
+from prefetcher.pins import load_pins
+from prefetcher.planner.capacity import MEASURED_BATCHES, job_slots, measure
+from prefetcher.planner.job_planner import job_planner
+from prefetcher.planner.planner import RowPlanner
 from prefetcher.readers.worker import BatchSource
 from prefetcher.stores.memory import MemoryStore
 from prefetcher.warmup import warm_up
 from protocol.batch import ScheduledBatch
 from protocol.conversation import Conversation
 from protocol.errors import ConfigError
-from protocol.job import MIN_RING_BYTES, Job, parse_bytes
+from protocol.job import MIN_RING_BYTES, Job
 from protocol.messages import PROTOCOL_VERSION, Bye, RingSpec, Welcome
 from protocol.process import STOPPING, Crew, Signals, tell_peer
 from protocol.rundir import RunDirectory
@@ -33,13 +38,15 @@ from protocol.transport.zmq_link import ZmqLink
 from protocol.watch import PeerWatch, Progress
 
 AUTO_RING_BYTES = 64 * 2**20
+MOST_THREADS = 8
 
 
 class PrefetcherRun:
     """One run, from the lock on its directory to the last good-bye."""
 
-    def __init__(self, job: Job, max_steps: int | None, signals: Signals) -> None:
+    def __init__(self, job: Job, max_steps: int | None, signals: Signals, save_trace: Path | None = None) -> None:
         self._job = job
+        self._save_trace = save_trace
         self._signals = signals
         self._groups = group_specs(job)
         self._log = get_logger()
@@ -117,7 +124,7 @@ class PrefetcherRun:
 
     def _serve(self, stack: ExitStack, conversation: Conversation, measured: list[ScheduledBatch]) -> None:
         """Everything that the engine needs, then the engine."""
-        slots = self._divide_capacity(measured)
+        slots = job_slots(self._job, self._groups, measured)
         stores = tuple(MemoryStore(group, self._job.job.seed) for group in self._groups)
         for store in stores:
             stack.callback(store.close)
@@ -130,6 +137,7 @@ class PrefetcherRun:
                 job=self._job,
                 groups=self._groups,
                 source=self._source,
+                planner=self._planner(slots, measured),
                 measured=measured,
                 stores=stores,
                 conversation=conversation,
@@ -141,6 +149,18 @@ class PrefetcherRun:
         )
         self._run_stages(stack, engine)
 
+    def _planner(self, slots: tuple[int, ...], measured: list[ScheduledBatch]) -> RowPlanner:
+        pin, threads = self._job.cache.pin, self._job.prefetcher.threads
+        return job_planner(
+            self._job,
+            self._groups,
+            slots,
+            measured,
+            pinned=None if pin is None else load_pins(Path(pin), self._groups),
+            num_threads=automatic_threads() if threads == "auto" else threads,
+            keep_ids=self._save_trace is not None,
+        )
+
     def _welcome(self, incarnation: int, slots: tuple[int, ...], rings: Sequence[RingFile]) -> Welcome:
         info, lookahead = self._source.info(), self._job.lookahead
         if lookahead.horizon != "auto" and lookahead.horizon < lookahead.depth:
@@ -151,7 +171,8 @@ class PrefetcherRun:
             run_dir=str(self._job.run_dir.resolve()),
             slots=" ".join(f"{group.name}={n}" for group, n in zip(self._groups, slots, strict=True)),
             depth=lookahead.depth,
-            horizon=lookahead.horizon_batches,
+            horizon=lookahead.horizon,
+            policy=self._job.cache.policy,
             ring_bytes=fetch_ring.nbytes,
         )
         return Welcome(
@@ -162,7 +183,6 @@ class PrefetcherRun:
             slots=slots,
             num_dense=info.num_dense,
             depth=lookahead.depth,
-            horizon=lookahead.horizon_batches,
             fetch_ring=fetch_ring,
             back_ring=back_ring,
             train_steps=info.expected_train_steps,
@@ -177,11 +197,36 @@ class PrefetcherRun:
         self._health.state = "connecting"
         self._directory.remove(["checkpoints"])  # of an earlier run, given up by --fresh: only now is everything else known to be right
         self._engine = engine
+        finish_trace = self._trace(stack, engine)
         self._crew.start(engine.stages, stall_clocks(engine))
         stack.callback(self._crew.stop)  # once more: before the rings and stores are closed
         self._until_finished(engine)
+        finish_trace()
         self._health.state = "stopped"
         self._say_end(engine)
+
+    def _trace(self, stack: ExitStack, engine: PrefetcherEngine) -> Callable[[], None]:
+        """Has the plans saved, where that is asked for; what it returns is called when the run is over."""
+        if self._save_trace is None:
+            return lambda: None
+        from prefetcher.analysis.trace import TraceWriter
+        from prefetcher.analysis.trace_header import trace_header
+
+        header = trace_header(self._job, self._groups, engine.welcome.slots)
+        writer = stack.enter_context(TraceWriter(self._save_trace, header))
+        before = engine.planning.on_plan
+
+        def on_plan(planned: PlannedStep) -> None:
+            before(planned)
+            writer.add(planned.batch, planned.plan)
+
+        def finish() -> None:
+            if engine.finished:
+                flushed = tuple(group.rows_flushed for group in engine.counters.groups.values())
+                writer.finish(flushed, finished=engine.fetcher.finished)
+
+        engine.planning.on_plan = on_plan
+        return finish
 
     def _say_end(self, engine: PrefetcherEngine) -> None:
         reason, steps = self._signals.stop_reason, engine.counters.train_steps
@@ -209,13 +254,13 @@ class PrefetcherRun:
                 engine.planning.stop(f"{self._signals.stop_reason} to the prefetcher")
             self._bell.wait(seen, 1.0)
 
-    def _divide_capacity(self, measured: list[ScheduledBatch]) -> tuple[int, ...]:
-        rows = self._job.cache.capacity_rows
-        nbytes = None if rows is not None else parse_bytes(self._job.cache.capacity)
-        return divide_capacity(self._groups, measure(self._groups, measured), capacity_bytes=nbytes, capacity_rows=rows)
-
     def _training_digest(self) -> str:
         return self._job.training_digest(self._source.info().file_sizes)
+
+
+def automatic_threads() -> int:
+    """For the planner: a quarter of the cores that this process may use; the rest is for reading, moving rows, and the trainer."""
+    return max(1, min(MOST_THREADS, len(os.sched_getaffinity(0)) // 4))
 
 
 def automatic_ring_bytes(groups: Sequence[GroupSpec], measured: Sequence[ScheduledBatch], depth: int) -> int:
@@ -286,7 +331,7 @@ def gauges(engine: PrefetcherEngine, source: BatchSource) -> PrefetcherGauges:
         ring_size_bytes=engine.welcome.fetch_ring.nbytes,
         depth=engine.welcome.depth,
         in_flight_steps=lambda: steps_between(engine.fetcher.done_through, engine.fetcher.sent_through),
-        horizon=lambda: engine.welcome.horizon,
+        horizon=lambda: engine.planner.horizon,
         known_batches=lambda: engine.planner.num_known,
         slots=lambda: [
             SlotStates(free=g.num_free, clean=g.num_resident - g.num_dirty, dirty=g.num_dirty) for g in engine.planner.occupancy
@@ -300,5 +345,5 @@ def steps_between(older: int | None, newer: int | None) -> int:
     return max(0, (-1 if newer is None else newer) - (-1 if older is None else older))
 
 
-def run_prefetcher(job: Job, max_steps: int | None, signals: Signals, *, fresh: bool) -> None:
-    PrefetcherRun(job, max_steps, signals).run(fresh=fresh)
+def run_prefetcher(job: Job, max_steps: int | None, signals: Signals, *, fresh: bool, save_trace: Path | None = None) -> None:
+    PrefetcherRun(job, max_steps, signals, save_trace).run(fresh=fresh)

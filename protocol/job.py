@@ -18,6 +18,9 @@ MAX_ROWS_PER_TABLE = 2**48  # a key is table_index << 48 | row
 MAX_TABLES = 2**15
 MAX_MLP_WIDTH = 2**20
 MAX_THREADS = 2**12
+MAX_WORKERS = 64
+
+Policy = Literal["lookahead", "lru", "lfu", "static"]
 
 
 def parse_bytes(text: str | int) -> int:
@@ -32,6 +35,12 @@ def parse_bytes(text: str | int) -> int:
     if not 0 < value < 2**63:
         raise ValueError(f"{text!r} must be more than 0 and less than 2**63 bytes")
     return value
+
+
+def parse_rows(text: str | int) -> int | None:
+    """`"20000 rows"` -> rows; None for anything else."""
+    match = re.fullmatch(r"\s*(\d+)\s+rows\s*", str(text))
+    return int(match[1]) if match else None
 
 
 def parse_seconds(text: str | float) -> float:
@@ -237,25 +246,27 @@ class Eval(Section, frozen=True, kw_only=True):
 
 class Cache(Section, frozen=True, kw_only=True):
     capacity: str | int  # device bytes for row records, all groups together, or "20000 rows" for a single group
-    policy: Literal["lookahead", "lru", "lfu", "static"] = "lookahead"
+    policy: Policy = "lookahead"  # who leaves; the others are there to compare with
+    pin: str | None = None  # a file of rows that never leave, as `prefetcher profile` writes it
+    groups: dict[str, str | int] = {}  # group -> its share of the capacity, in bytes or "20000 rows", where the automatic one is not wanted
 
     def __post_init__(self) -> None:
-        if self.policy != "lookahead":
-            raise ValueError(f'policy = {self.policy!r} is not supported yet; use "lookahead"')
-        if self.capacity_rows is None:
-            parse_bytes(self.capacity)
+        for capacity in (self.capacity, *self.groups.values()):
+            if parse_rows(capacity) is None:
+                parse_bytes(capacity)
 
     @property
     def capacity_rows(self) -> int | None:
-        match = re.fullmatch(r"\s*(\d+)\s+rows\s*", str(self.capacity))
-        return int(match[1]) if match else None
+        return parse_rows(self.capacity)
 
 
 class Lookahead(Section, frozen=True, kw_only=True):
     depth: int = 4  # steps of rows in flight
-    horizon: int | Literal["auto"] = "auto"  # batches of ids
+    horizon: int | Literal["auto"] = "auto"  # batches of ids; "auto" grows while more would change what is fetched
+    id_bytes: str | int = "256MiB"  # host bytes for the ids of the batches known ahead, where the horizon is "auto"
 
     def __post_init__(self) -> None:
+        parse_bytes(self.id_bytes)
         if not 1 <= self.depth <= 64:
             raise ValueError(f"depth = {self.depth} must be from 1 to 64")
         if self.horizon != "auto" and not 0 <= self.horizon <= 2**20:
@@ -263,8 +274,8 @@ class Lookahead(Section, frozen=True, kw_only=True):
 
     @property
     def horizon_batches(self) -> int:
-        """Batches of ids known beyond the one being planned: never below `depth`."""
-        return max(64 if self.horizon == "auto" else self.horizon, self.depth)
+        """Batches of ids known beyond the one being planned: never below `depth`, which is where "auto" begins."""
+        return self.depth if self.horizon == "auto" else max(self.horizon, self.depth)
 
 
 class Store(Section, frozen=True, kw_only=True):
@@ -314,12 +325,12 @@ class Trainer(Section, frozen=True, kw_only=True):
 
 
 class Prefetcher(Section, frozen=True, kw_only=True):
-    workers: int = 1
+    workers: int = 1  # decoding processes
     threads: int | Literal["auto"] = "auto"
 
     def __post_init__(self) -> None:
-        if self.workers != 1:
-            raise ValueError(f"workers = {self.workers} is not supported yet; use 1")
+        if not 1 <= self.workers <= MAX_WORKERS:
+            raise ValueError(f"workers = {self.workers} must be from 1 to {MAX_WORKERS}")
         check_threads(self.threads)
 
 

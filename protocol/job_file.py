@@ -8,7 +8,8 @@ from typing import Any
 import msgspec
 
 from protocol.errors import ConfigError
-from protocol.job import CRITEO_KAGGLE_CARDINALITIES, MAX_TABLES, Job, Table
+from protocol.job import CRITEO_KAGGLE_CARDINALITIES, MAX_TABLES, Job, Table, parse_bytes
+from protocol.tables import group_specs, rows_in
 
 
 def load_job(path: Path, overrides: tuple[str, ...] = ()) -> Job:
@@ -103,4 +104,25 @@ def check_whole(job: Job) -> None:
     if job.cache.capacity_rows is not None and len(widths) > 1:
         raise ValueError(
             f'cache.capacity: "{job.cache.capacity}" counts rows, but tables have {len(widths)} widths; give bytes, such as "64MiB"'
+        )
+    check_group_shares(job)
+
+
+def check_group_shares(job: Job) -> None:
+    """cache.groups: known groups, at least a row each, together no more than cache.capacity."""
+    if not job.cache.groups:
+        return
+    groups = {group.name: group for group in group_specs(job)}
+    for name, share in job.cache.groups.items():
+        if name not in groups:
+            raise ValueError(f"cache.groups: {name} is no group of this job; it has {', '.join(groups)}")
+        if rows_in(groups[name], share) < 1:
+            raise ValueError(f"cache.groups.{name} = {share!r} is less than one row of {groups[name].record_bytes} bytes; give more")
+    taken = sum(rows_in(groups[name], share) * groups[name].record_bytes for name, share in job.cache.groups.items())
+    rows, (first, *_) = job.cache.capacity_rows, groups.values()
+    capacity = parse_bytes(job.cache.capacity) if rows is None else rows * first.record_bytes
+    if taken > capacity:
+        raise ValueError(
+            f"cache.groups: the named groups take {taken} bytes, more than cache.capacity = {job.cache.capacity!r} ({capacity} bytes); "
+            f"give them less or raise it to {taken} bytes or more"
         )

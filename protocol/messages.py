@@ -136,7 +136,6 @@ class Welcome(Message, frozen=True, kw_only=True):
     slots: tuple[int, ...]  # per group
     num_dense: int  # dense features of a sample
     depth: int
-    horizon: int
     fetch_ring: RingSpec  # prefetcher writes, trainer reads
     back_ring: RingSpec  # trainer writes, prefetcher reads
     train_steps: int | None  # expected over the run, where the reader knows

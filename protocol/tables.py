@@ -6,7 +6,7 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
-from protocol.job import Job, SparseOptimizer
+from protocol.job import Job, SparseOptimizer, parse_bytes, parse_rows
 
 KEY_SHIFT = 48  # key = table_index << 48 | row
 ROW_MASK = (1 << KEY_SHIFT) - 1
@@ -124,6 +124,12 @@ def group_specs(job: Job) -> tuple[GroupSpec, ...]:
             )
         )
     return tuple(groups)
+
+
+def rows_in(group: GroupSpec, capacity: str | int) -> int:
+    """Rows that a capacity of a job file ("16MiB" or "20000 rows") has room for, at most those that the group has."""
+    rows = parse_rows(capacity)
+    return min(parse_bytes(capacity) // group.record_bytes if rows is None else rows, group.num_rows)
 
 
 def make_keys(table_index: int, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:

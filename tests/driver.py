@@ -18,6 +18,8 @@ from torch import Tensor
 import prefetcher.engine
 import trainer.engine
 from prefetcher.fetcher import PlannedStep
+from prefetcher.planner.capacity import MEASURED_BATCHES
+from prefetcher.planner.job_planner import job_planner
 from prefetcher.stores.base import Store
 from prefetcher.stores.late import LateStore
 from prefetcher.stores.memory import MemoryStore, first_records
@@ -114,6 +116,7 @@ class Settings:
     seed: int = 0
     late_store: bool = False
     seeded_streams: bool = True
+    pinned: tuple[npt.NDArray[np.int64], ...] | None = None
     without: Wait | None = None  # a wait to leave out, to show that it is needed
 
 
@@ -138,7 +141,6 @@ class InProcessRun:
             slots=settings.slots,
             num_dense=num_dense,
             depth=job.lookahead.depth,
-            horizon=job.lookahead.horizon_batches,
             fetch_ring=RingSpec(path="", nbytes=settings.ring_bytes),
             back_ring=RingSpec(path="", nbytes=settings.ring_bytes),
             train_steps=None,
@@ -153,6 +155,7 @@ class InProcessRun:
                 job=job,
                 groups=self.groups,
                 source=ListSource(batches),
+                planner=job_planner(job, self.groups, settings.slots, batches[:MEASURED_BATCHES], pinned=settings.pinned),
                 measured=[],
                 stores=stores,
                 conversation=Conversation(Session("prefetcher", 1), links[0]),

@@ -1,6 +1,7 @@
 """Divides the cache's capacity between groups, once, at start: a function of the first batches and the capacity alone."""
 
-from collections.abc import Sequence
+import operator
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -8,10 +9,12 @@ import numpy as np
 from prefetcher.planner.grouping import Grouper
 from protocol.batch import ScheduledBatch
 from protocol.errors import ConfigError
-from protocol.tables import GroupSpec
+from protocol.job import Job, parse_bytes
+from protocol.tables import GroupSpec, rows_in
 
 MEASURED_BATCHES = 32
 MAX_SLOTS = 2**31 - 1  # a slot is an int32
+TOUCHES = f"a batch among the first {MEASURED_BATCHES} touches"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,36 +43,70 @@ def untouched_share(group: GroupSpec, batches: Sequence[ScheduledBatch]) -> int:
     return min(group.num_rows, group.num_features * largest)
 
 
+def job_slots(job: Job, groups: tuple[GroupSpec, ...], batches: Sequence[ScheduledBatch]) -> tuple[int, ...]:
+    """Slots per group as a run of the job has them, from its first batches. `groups` are all groups of the job. Raises ConfigError."""
+    rows = job.cache.capacity_rows
+    nbytes = None if rows is not None else parse_bytes(job.cache.capacity)
+    fixed = {group.name: rows_in(group, job.cache.groups[group.name]) for group in groups if group.name in job.cache.groups}
+    return divide_capacity(groups, measure(groups, batches), capacity_bytes=nbytes, capacity_rows=rows, fixed_rows=fixed)
+
+
 def divide_capacity(
-    groups: tuple[GroupSpec, ...], touched: Touched, *, capacity_bytes: int | None = None, capacity_rows: int | None = None
+    groups: tuple[GroupSpec, ...],
+    touched: Touched,
+    *,
+    capacity_bytes: int | None = None,
+    capacity_rows: int | None = None,
+    fixed_rows: Mapping[str, int] | None = None,
 ) -> tuple[int, ...]:
     """Slots per group from one of the two capacities; rows are for a single group.
 
-    Every group gets the rows of its largest batch, the rest goes by the distinct bytes each touches, never beyond a group's rows; what
-    a full group cannot use goes to the others. Raises ConfigError where the largest batches do not fit.
+    Groups named in `fixed_rows` get that, the job file's cache.groups. Of what they leave every other group gets the rows of its largest
+    batch, the rest goes by the distinct bytes each touches, never beyond a group's rows; what a full group cannot use goes to the others.
+    Raises ConfigError where the largest batches do not fit.
     """
     assert (capacity_bytes is None) != (capacity_rows is None), "one capacity, in bytes or in rows"
     if capacity_rows is not None:
         assert len(groups) == 1, f"a capacity in rows for {len(groups)} groups"
         capacity_bytes = capacity_rows * groups[0].record_bytes
     assert capacity_bytes is not None
-    least_bytes = sum(rows * group.record_bytes for rows, group in zip(touched.largest_batch_rows, groups, strict=True))
-    if least_bytes > capacity_bytes:
-        raise ConfigError(too_small(capacity_bytes, capacity_rows, least_bytes, touched.largest_batch_rows))
-    slots = list(touched.largest_batch_rows)
     limits = [min(group.num_rows, MAX_SLOTS) for group in groups]
-    shares = [rows * group.record_bytes for rows, group in zip(touched.distinct_rows, groups, strict=True)]
     record_bytes = [group.record_bytes for group in groups]
-    hand_out(slots, limits, shares, record_bytes, capacity_bytes - least_bytes)
+    shares = [rows * nbytes for rows, nbytes in zip(touched.distinct_rows, record_bytes, strict=True)]
+    slots = list(touched.largest_batch_rows)
+    fixed = fixed_rows or {}
+    for g, group in enumerate(groups):
+        if group.name in fixed:
+            slots[g] = limits[g] = fixed_slots(group, fixed[group.name], limits[g], slots[g])
+    rest_bytes = capacity_bytes - sum(map(operator.mul, slots, record_bytes))
+    if rest_bytes < 0:
+        others = [g for g in range(len(groups)) if groups[g].name not in fixed]
+        assert others, f"cache.groups takes {capacity_bytes - rest_bytes} bytes of {capacity_bytes}, which the job file refuses"
+        least = [(slots[g], slots[g] * record_bytes[g]) for g in others]
+        raise ConfigError(too_small(capacity_bytes, capacity_rows, rest_bytes, least, shared=len(others) < len(groups)))
+    hand_out(slots, limits, shares, record_bytes, rest_bytes)
     return tuple(slots)
 
 
-def too_small(capacity_bytes: int, capacity_rows: int | None, least_bytes: int, least_rows: tuple[int, ...]) -> str:
-    touches = f"a batch among the first {MEASURED_BATCHES} touches"
+def fixed_slots(group: GroupSpec, rows: int, limit: int, largest_batch_rows: int) -> int:
+    """What cache.groups gives a group. Raises ConfigError where a measured batch does not fit."""
+    if rows < largest_batch_rows:
+        needed = f'"{largest_batch_rows} rows" ({largest_batch_rows * group.record_bytes} bytes)'
+        raise ConfigError(
+            f"cache.groups.{group.name} is too small: it holds {rows} rows, and {TOUCHES} {largest_batch_rows}; set {needed} or more"
+        )
+    return min(rows, limit)
+
+
+def too_small(capacity_bytes: int, capacity_rows: int | None, rest_bytes: int, least: list[tuple[int, int]], *, shared: bool) -> str:
+    """`least`: rows and bytes of the largest batch of each group that cache.groups does not name; it names some where `shared`."""
+    rows = " + ".join(str(rows) for rows, _ in least)
     if capacity_rows is not None:
-        return f'cache.capacity = "{capacity_rows} rows" is too small: {touches} {least_rows[0]} rows; set "{least_rows[0]} rows" or more'
-    rows = " + ".join(map(str, least_rows))
-    return f"cache.capacity = {capacity_bytes} bytes is too small: {touches} {rows} rows, {least_bytes} bytes; set {least_bytes} or more"
+        return f'cache.capacity = "{capacity_rows} rows" is too small: {TOUCHES} {rows} rows; set "{rows} rows" or more'
+    whose = " of the groups that cache.groups does not name" if shared else ""
+    needed = f"{rows} rows{whose}, {sum(nbytes for _, nbytes in least)} bytes"
+    taken = " beside what cache.groups takes" if shared else ""
+    return f"cache.capacity = {capacity_bytes} bytes is too small{taken}: {TOUCHES} {needed}; set {capacity_bytes - rest_bytes} or more"
 
 
 def hand_out(slots: list[int], limits: list[int], shares: list[int], record_bytes: list[int], rest_bytes: int) -> None:

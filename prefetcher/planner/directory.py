@@ -1,8 +1,13 @@
-"""The directory: every row that the planner tracks, and the slot of each resident row.
+"""The directory: where the ring (horizon.py) holds the last occurrence of each row that the planner tracks.
 
 A row is tracked while it is resident or some batch of the horizon touches it; so memory follows the slots and the horizon, never the
-tables. A tracked row has an *entry*, which it keeps as long as it is tracked; a hash with linear probing leads from its key to its entry.
-It is asked once for each distinct row, when a batch enters the horizon; planning goes by entries and never hashes.
+tables. The directory is a hash with linear probing. It is asked once for each distinct row when a batch enters the horizon, and once when
+a row leaves; a plan goes by places.
+
+    cell    31 bits of the key's hash | low 32 bits of the place        or EMPTY
+
+The lowest bits of the hash say where the search for a key begins. The key itself stands in the ring, at the place, where a row that was
+found is needed next anyway; so a search that ends at the right cell costs one access to memory for the cell and one for the occurrence.
 """
 
 from typing import NamedTuple
@@ -10,180 +15,135 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from prefetcher.compiled import compiled
-from prefetcher.planner.grouping import I32, I64, SPREAD
+from prefetcher.compiled import compiled_loop, prefetch
+from prefetcher.planner.grouping import I64, SPREAD, U64
 
 Records = npt.NDArray[np.void]
 
-NONE = -1  # no slot, no entry, no step: only inside the planner's arrays
-ENTRY = np.dtype(
-    [
-        ("key", np.int64),
-        ("occurrence", np.int64),  # last place of the row in the horizon's ring; older than its head: not in the horizon
-        ("last_use", np.int64),  # last planned step that touches the row since its fill
-        ("slot", np.int32),  # NONE: not resident
-        ("dirty", np.int32),  # 1: trained since its fill or the last barrier
-        ("before", np.int32),  # neighbours in the queue of rows with the same next use; `after` also chains unused entries
-        ("after", np.int32),
-    ],
-    align=True,
-)
-CELL = np.dtype([("key", np.int64), ("entry", np.int32)], align=True)
-FIRST_UNUSED, NUM_TRACKED = 0, 1  # places in `state`
-INITIAL_ENTRIES = 1024
+NOWHERE = -1  # instead of a place: the row was not tracked
+EMPTY = np.uint64(2**64 - 1)
+LOW, PLACE_BITS = np.uint64(2**32 - 1), np.uint64(32)
+INITIAL_CELLS = 2048
+AHEAD = 24  # cells asked for before their use
 
 
 class Directory(NamedTuple):
-    """Arrays that compiled loops change; they never grow there, so a caller makes room before."""
+    """Compiled loops change the arrays; they never grow there, so a caller makes room before.
 
-    entries: Records  # ENTRY, a power of two of them
-    cells: Records  # CELL, twice as many: at least every second one is free
-    state: I64  # [2]
+    Loops take the arrays, not the tuple: through the tuple, a call that is made for a single row costs several times as much.
+    """
+
+    cells: U64  # a power of two of them, at most three in five in use
+    num_tracked: I64  # [1]
 
 
-def new_directory(num_entries: int = INITIAL_ENTRIES) -> Directory:
-    """`num_entries` must be a power of two below 2**31."""
-    entries = np.zeros(num_entries, ENTRY)
-    entries["slot"] = entries["before"] = entries["occurrence"] = NONE
-    entries["after"] = np.arange(1, num_entries + 1)
-    entries["after"][-1] = NONE
-    cells = np.zeros(2 * num_entries, CELL)
-    cells["entry"] = NONE
-    return Directory(entries, cells, np.zeros(2, np.int64))
+def new_directory(num_cells: int = INITIAL_CELLS) -> Directory:
+    """`num_cells` must be a power of two."""
+    return Directory(np.full(num_cells, EMPTY), np.zeros(1, np.int64))
 
 
 def with_room(directory: Directory, num_new: int) -> Directory:
-    """The same directory, or a larger copy with the same entries, in which `num_new` more rows can be tracked."""
-    num_entries = len(directory.entries)
-    needed = int(directory.state[NUM_TRACKED]) + num_new
-    if needed <= num_entries:
+    """The same directory, or a larger copy, in which `num_new` more rows can be tracked."""
+    num_cells = len(directory.cells)
+    needed = (int(directory.num_tracked[0]) + num_new) * 5 // 3 + 1
+    if needed <= num_cells:
         return directory
-    while num_entries < needed:
-        num_entries *= 2
-    assert num_entries < 2**31, f"{needed} tracked rows do not fit int32"
-    grown = new_directory(num_entries)
-    tracked = tracked_entries(directory)
-    copy_entries(directory, grown, tracked)
+    while num_cells < needed:
+        num_cells *= 2
+    assert num_cells <= 2**31, f"{needed} cells are more than 31 bits of a hash tell apart"
+    grown = new_directory(num_cells)
+    copy_cells(directory.cells, grown.cells)
+    grown.num_tracked[0] = directory.num_tracked[0]
     return grown
 
 
-def tracked_entries(directory: Directory) -> I32:
-    """The entries in use, ascending."""
-    entries: I32 = directory.cells["entry"]
-    return np.sort(entries[entries != NONE])
-
-
-def resident_entries(directory: Directory) -> I32:
-    tracked = tracked_entries(directory)
-    slots: I32 = directory.entries["slot"][tracked]
-    resident: I32 = tracked[slots != NONE]
-    return resident
-
-
-def check_directory(directory: Directory, num_slots: int, num_used: int) -> None:
-    """Key -> entry -> slot is one to one, and the slots in use are exactly 0 to `num_used` - 1. Raises AssertionError."""
-    tracked = tracked_entries(directory)
-    unused = num_unused(directory)
-    assert len(tracked) == directory.state[NUM_TRACKED], f"{len(tracked)} cells hold {directory.state[NUM_TRACKED]} tracked rows"
-    assert len(tracked) + unused == len(directory.entries), (
-        f"{len(tracked)} tracked and {unused} unused of {len(directory.entries)} entries"
-    )
-    for entry in tracked.tolist():
-        found = find(directory, int(directory.entries["key"][entry]))
-        assert found == entry, f"the key of entry {entry} leads to entry {found}"
-    slots = np.sort(directory.entries["slot"][resident_entries(directory)])
-    assert num_used <= num_slots, f"{num_used} slots in use of {num_slots}"
-    assert np.array_equal(slots, np.arange(num_used)), f"{len(slots)} resident rows do not fill slots 0 to {num_used - 1}"
-    dirty_only = np.count_nonzero(directory.entries["dirty"][tracked] & (directory.entries["slot"][tracked] == NONE))
-    assert dirty_only == 0, f"{dirty_only} of {len(tracked)} tracked rows are dirty and not resident"
-
-
-@compiled
-def home(key: int, num_cells: int) -> int:
-    """The cell where the search for a key begins. Folding first brings the table, which stands in the high bits, into play."""
+@compiled_loop
+def hash_of(key: int) -> np.uint64:
+    """31 bits. Folding first brings the table, which stands in the high bits, into play."""
     folded = np.uint64(key) ^ (np.uint64(key) >> np.uint64(32))
-    return np.int64((folded * SPREAD) >> np.uint64(32)) & (num_cells - 1)  # type: ignore[return-value]
+    return (folded * SPREAD) >> np.uint64(33)  # type: ignore[no-any-return]
 
 
-@compiled
-def find(directory: Directory, key: int) -> int:
-    """The entry of a tracked row, or NONE."""
-    cells = directory.cells
-    cell = home(key, len(cells))
-    while cells[cell]["entry"] != NONE and cells[cell]["key"] != key:
-        cell = (cell + 1) & (len(cells) - 1)
-    return cells[cell]["entry"]  # type: ignore[no-any-return]
+@compiled_loop
+def locate(cells: U64, rows: Records, key: int) -> np.uint64:
+    """The cell of a tracked row, or the empty one that it would get. `rows` are the ring's."""
+    mask, last = np.uint64(len(cells) - 1), np.uint64(len(rows) - 1)
+    tag = hash_of(key)
+    cell = tag & mask
+    while cells[cell] != EMPTY:
+        if cells[cell] >> PLACE_BITS == tag and rows[cells[cell] & LOW & last]["key"] == key:
+            break
+        cell = (cell + np.uint64(1)) & mask
+    return cell
 
 
-@compiled
-def track(directory: Directory, key: int) -> int:
-    """The entry of a row, a new one if it was not tracked. Room was made before."""
-    entries, cells, state = directory
-    cell = home(key, len(cells))
-    while cells[cell]["entry"] != NONE:
-        if cells[cell]["key"] == key:
-            return cells[cell]["entry"]  # type: ignore[no-any-return]
-        cell = (cell + 1) & (len(cells) - 1)
-    entry = state[FIRST_UNUSED]
-    state[FIRST_UNUSED] = entries[entry]["after"]
-    state[NUM_TRACKED] += 1
-    cells[cell]["key"] = key
-    cells[cell]["entry"] = entry
-    entries[entry]["key"] = key
-    return entry  # type: ignore[no-any-return]
+@compiled_loop
+def exchange(cells: U64, num_tracked: I64, rows: Records, key: int, place: int) -> np.uint64:
+    """Sets the place of a row and returns the cell as it was before: EMPTY where the row was not tracked; it is from now on."""
+    cell = locate(cells, rows, key)
+    before = cells[cell]
+    num_tracked[0] += before == EMPTY
+    cells[cell] = (hash_of(key) << PLACE_BITS) | (np.uint64(place) & LOW)
+    return before
 
 
-@compiled
-def forget(directory: Directory, entry: int) -> None:
+@compiled_loop
+def locate_place(cells: U64, key: int, place: int) -> np.uint64:
+    """The cell of the tracked row whose last occurrence is at `place`."""
+    mask, tag = np.uint64(len(cells) - 1), hash_of(key)
+    held = (tag << PLACE_BITS) | (np.uint64(place) & LOW)
+    cell = tag & mask
+    while cells[cell] != held:
+        cell = (cell + np.uint64(1)) & mask
+    return cell
+
+
+@compiled_loop
+def forget(cells: U64, num_tracked: I64, key: int, place: int) -> None:
     """Ends the tracking of a row. Later cells of its cluster move up, so that no search ends too early."""
-    entries, cells, state = directory
-    last = len(cells) - 1
-    hole = home(entries[entry]["key"], len(cells))
-    while cells[hole]["entry"] != entry:
-        hole = (hole + 1) & last
-    cell = (hole + 1) & last
-    while cells[cell]["entry"] != NONE:
-        begin = home(cells[cell]["key"], len(cells))
-        if ((cell - begin) & last) >= ((cell - hole) & last):
-            cells[hole]["key"] = cells[cell]["key"]
-            cells[hole]["entry"] = cells[cell]["entry"]
+    mask = np.uint64(len(cells) - 1)
+    hole = locate_place(cells, key, place)
+    cell = (hole + np.uint64(1)) & mask
+    while cells[cell] != EMPTY:
+        begin = (cells[cell] >> PLACE_BITS) & mask
+        if ((cell - begin) & mask) >= ((cell - hole) & mask):
+            cells[hole] = cells[cell]
             hole = cell
-        cell = (cell + 1) & last
-    cells[hole]["entry"] = NONE
-    entries[entry]["occurrence"] = NONE
-    entries[entry]["after"] = state[FIRST_UNUSED]
-    state[FIRST_UNUSED] = entry
-    state[NUM_TRACKED] -= 1
+        cell = (cell + np.uint64(1)) & mask
+    cells[hole] = EMPTY
+    num_tracked[0] -= 1
 
 
-@compiled
-def num_unused(directory: Directory) -> int:
-    """Unused entries, counted along their chain."""
-    count = 0
-    entry = directory.state[FIRST_UNUSED]
-    while entry != NONE and count <= len(directory.entries):
-        entry = directory.entries[entry]["after"]
-        count += 1
-    return count
+@compiled_loop
+def forget_all(cells: U64, num_tracked: I64, keys: I64, places: I64) -> None:
+    for i in range(len(keys)):
+        expect(cells, keys, i + AHEAD)
+        forget(cells, num_tracked, keys[i], places[i])
 
 
-@compiled
-def copy_entries(old: Directory, new: Directory, tracked: I32) -> None:
-    """Every entry keeps its number; the unused ones of `new` are chained again."""
-    for entry in tracked:
-        new.entries[entry] = old.entries[entry]
-        cell = home(old.entries[entry]["key"], len(new.cells))
-        while new.cells[cell]["entry"] != NONE:
-            cell = (cell + 1) & (len(new.cells) - 1)
-        new.cells[cell]["key"] = old.entries[entry]["key"]
-        new.cells[cell]["entry"] = entry
-    new.state[NUM_TRACKED] = len(tracked)
-    chain = NONE
-    position = len(tracked) - 1
-    for entry in range(len(new.entries) - 1, -1, -1):
-        if position >= 0 and tracked[position] == entry:
-            position -= 1
-        else:
-            new.entries[entry]["after"] = chain
-            chain = entry
-    new.state[FIRST_UNUSED] = chain
+@compiled_loop
+def expect(cells: U64, keys: I64, i: int) -> None:
+    """Has the processor bring the cell of keys[i], if there is one, into its cache."""
+    if i < len(keys):
+        prefetch(cells, np.int64(hash_of(keys[i]) & np.uint64(len(cells) - 1)))
+
+
+@compiled_loop
+def copy_cells(old: U64, new: U64) -> None:
+    mask = np.uint64(len(new) - 1)
+    for i in range(len(old)):
+        if old[i] != EMPTY:
+            cell = (old[i] >> PLACE_BITS) & mask
+            while new[cell] != EMPTY:
+                cell = (cell + np.uint64(1)) & mask
+            new[cell] = old[i]
+
+
+def check_directory(directory: Directory, rows: Records) -> None:
+    """Every key leads to its cell, and as many are counted as there are. Raises AssertionError."""
+    used = np.flatnonzero(directory.cells != EMPTY)
+    assert len(used) == directory.num_tracked[0], f"{len(used)} cells are in use, but {directory.num_tracked[0]} rows are tracked"
+    for cell in used.tolist():
+        key = int(rows["key"][int(directory.cells[cell] & LOW) % len(rows)])
+        found = int(locate(directory.cells, rows, key))
+        assert found == cell, f"key {key} leads to cell {found}, but stands in cell {cell}"

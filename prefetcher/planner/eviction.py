@@ -1,161 +1,166 @@
-"""Who leaves: resident rows queued by next use, farthest first.
+"""Who leaves.
 
-    queue            holds rows whose next use is          order within
-    step % (h + 1)   that step of the horizon (h beyond)   (last use, key), ascending
-    h + 1            unknown                               (last use, key), ascending
+Look-ahead: rows whose next use is farthest, unknown counting as farthest; ties by oldest last use, then smallest key. Rows without a known
+next use are idle and stand in one line in the order (last use, key); rows with a known one wait in the queue of that step (horizon.py):
 
-Victims come off the head of the unknown queue, then off the heads of the queues from the farthest step to the nearest but the plan's
-own, so each tie is broken by the oldest last use, then the smallest key. A queue needs no sorting as plans go by, since a plan puts its
-rows at the tails by ascending key; only the rows that move from the unknown queue when a batch enters the horizon are sorted.
+    idle                 7 3 . 9 4 . 5          victims come off this head first,
+    queue of step p+2    8 1                    then off the heads of the queues, from the farthest step
+    queue of step p+1    2 6                    to the nearest
+
+The other policies look at nothing but the past, so to them every row is idle (their planner's horizon is 0). LRU takes the head of the
+line. The rest give each resident row a *worth* and take the least worthy, ties by oldest last use, then smallest key.
 """
 
-from typing import NamedTuple
+from collections.abc import Iterable
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from prefetcher.compiled import compiled
-from prefetcher.planner.directory import NONE, Directory, Records, forget
+from prefetcher.compiled import compiled, compiled_loop
+from prefetcher.planner.directory import Records
 from prefetcher.planner.grouping import I32, I64, sort_pairs
+from prefetcher.planner.horizon import DIRTY, NONE, PINNED, Ring
 
 
-class Queues(NamedTuple):
-    """Doubly linked lists of entries; the links are in the entries."""
+class Victims(NamedTuple):
+    """In the order of choice, then sorted: dirty ones first, each part by ascending key."""
 
-    first: I32  # [h + 2]
-    last: I32  # [h + 2]
-    num_rows: I32  # [h + 2]
-
-
-def new_queues(horizon: int) -> Queues:
-    return Queues(np.full(horizon + 2, NONE, np.int32), np.full(horizon + 2, NONE, np.int32), np.zeros(horizon + 2, np.int32))
+    keys: I64
+    places: I64
+    slots: I32
+    last_uses: I32
+    dirty: I32  # 1 or 0
 
 
-@compiled
-def queue_of(queues: Queues, next_use: int) -> int:
-    """The queue of rows next used at a step, or at NONE: unknown."""
-    unknown = len(queues.first) - 1
-    return unknown if next_use == NONE else next_use % unknown
+def new_victims(count: int) -> Victims:
+    keys, places = np.empty(count, np.int64), np.empty(count, np.int64)
+    slots, last_uses, dirty = np.empty(count, np.int32), np.empty(count, np.int32), np.empty(count, np.int32)
+    return Victims(keys, places, slots, last_uses, dirty)
 
 
-@compiled
-def push(queues: Queues, queue: int, entries: Records, entry: int) -> None:
-    """Puts an entry at the tail."""
-    tail = queues.last[queue]
-    entries[entry]["before"] = tail
-    entries[entry]["after"] = NONE
-    if tail == NONE:
-        queues.first[queue] = entry
-    else:
-        entries[tail]["after"] = entry
-    queues.last[queue] = entry
-    queues.num_rows[queue] += 1
+class Worth(Protocol):
+    """A policy that looks at the past only."""
+
+    per_use: int  # added to a row's worth by every batch that uses it
+
+    def of(self, keys: I64) -> I32:
+        """The worth of rows that come, before their first use; `keys` are ascending."""
 
 
-@compiled
-def unlink(queues: Queues, queue: int, entries: Records, entry: int) -> None:
-    before, after = entries[entry]["before"], entries[entry]["after"]
-    if before == NONE:
-        queues.first[queue] = after
-    else:
-        entries[before]["after"] = after
-    if after == NONE:
-        queues.last[queue] = before
-    else:
-        entries[after]["before"] = before
-    queues.num_rows[queue] -= 1
+class Frequency:
+    """LFU: the batches that used a row since its fill."""
+
+    per_use = 1
+
+    def of(self, keys: I64) -> I32:
+        return np.zeros(len(keys), np.int32)
 
 
-@compiled
-def clear(queues: Queues, queue: int) -> None:
-    queues.first[queue] = queues.last[queue] = NONE
-    queues.num_rows[queue] = 0
+class Hotness:
+    """A static hot set, as frequency-ordered caches have it: a row is worth the batches among some first ones that use it, for good."""
+
+    per_use = 0
+
+    def __init__(self, batches: Iterable[I64]) -> None:
+        """`batches`: the distinct keys of each."""
+        self._keys, counts = np.unique(np.concatenate([np.zeros(0, np.int64), *batches]), return_counts=True)
+        self._counts = counts.astype(np.int32)
+
+    def of(self, keys: I64) -> I32:
+        worth = np.zeros(len(keys), np.int32)
+        _, ours, theirs = np.intersect1d(self._keys, keys, assume_unique=True, return_indices=True)
+        worth[theirs] = self._counts[ours]
+        return worth
 
 
-@compiled
-def queue_in_order(queues: Queues, queue: int, entries: Records, moved: I32) -> None:
-    """Fills an empty queue with entries that come by ascending key."""
-    last_uses = np.empty(len(moved), np.int64)
-    for i in range(len(moved)):
-        last_uses[i] = entries[moved[i]]["last_use"]
-    sort_pairs(last_uses, moved)
-    for i in range(len(moved)):
-        push(queues, queue, entries, moved[i])
+@compiled_loop
+def take_idle(ring: Ring, oldest: int, head: int, victims: Victims) -> tuple[int, int]:
+    """Takes rows off the head of the line, the oldest first, as many as there are up to all that are wanted.
+
+    Returns how many, and where the line begins now. Pinned rows are passed over and stay at its head."""
+    last = len(ring.rows) - 1
+    taken, place, begin = 0, oldest, NONE
+    while taken < len(victims.keys) and place < head:
+        row = ring.rows[place & last]
+        if row["slot"] != NONE:
+            if not row["flags"] & PINNED:
+                take(row, place, victims, taken)
+                taken += 1
+            elif begin == NONE:
+                begin = place
+        place += 1
+    return taken, place if begin == NONE else begin
 
 
-@compiled
-def take_victims(queues: Queues, step: int, farthest: int, entries: Records, victims: I32) -> int:
-    """Fills `victims` with the rows to evict for the plan of `step`, dirty ones first, each part by ascending key. Returns how many
-    are dirty. The caller made sure that the queues but the plan's own hold enough rows."""
-    taken = np.empty(len(victims), np.int32)
-    num_taken = take_heads(queues, queue_of(queues, NONE), entries, taken, 0)
+@compiled_loop
+def take_queued(ring: Ring, step: int, farthest: int, victims: Victims, taken: int) -> int:
+    """Fills `victims` up from `taken` with rows whose next use is known, the farthest first, none of `step` itself."""
+    last = len(ring.rows) - 1
     for next_use in range(farthest, step, -1):
-        if num_taken == len(victims):
-            break
-        num_taken = take_heads(queues, queue_of(queues, next_use), entries, taken, num_taken)
+        at = next_use & (len(ring.first) - 1)
+        while taken < len(victims.keys) and ring.heads[at] < ring.tails[at]:
+            place = ring.first[at] + ring.queued[(ring.first[at] + ring.heads[at]) & last]
+            ring.heads[at] += 1
+            row = ring.rows[place & last]
+            take(row, place, victims, taken)
+            row["last_use"] = step if row["flags"] & DIRTY else NONE
+            row["flags"] = 0
+            taken += 1
+    return taken
+
+
+@compiled
+def take_least_worthy(ring: Ring, oldest: int, head: int, victims: Victims) -> int:
+    """Takes exactly the rows that are wanted out of the line. The caller made sure that so many are not pinned."""
+    worth, offsets = np.empty(head - oldest, np.int64), np.empty(head - oldest, np.int32)
+    count = weigh(ring.rows, oldest, head, worth, offsets)
+    sort_pairs(worth[:count], offsets[:count])
+    take_some(ring.rows, oldest, offsets[:count], victims)
+    return min(count, len(victims.keys))
+
+
+@compiled_loop
+def weigh(rows: Records, oldest: int, head: int, worth: I64, offsets: I32) -> int:
+    """Fills `worth` and `offsets`, places from the oldest on, of the idle rows that may leave; returns how many."""
+    last, count = len(rows) - 1, 0
+    for place in range(oldest, head):
+        row = rows[place & last]
+        worth[count], offsets[count] = row["worth"], place - oldest
+        count += row["slot"] != NONE and not row["flags"] & PINNED
+    return count
+
+
+@compiled_loop
+def take_some(rows: Records, oldest: int, offsets: I32, victims: Victims) -> None:
+    for i in range(min(len(offsets), len(victims.keys))):
+        place = oldest + offsets[i]
+        take(rows[place & (len(rows) - 1)], place, victims, i)
+
+
+@compiled_loop
+def take(row: np.void, place: int, victims: Victims, i: int) -> None:
+    victims.keys[i], victims.places[i], victims.slots[i] = row["key"], place, row["slot"]
+    victims.last_uses[i], victims.dirty[i] = row["last_use"], row["flags"] & DIRTY
+    row["slot"] = NONE
+
+
+@compiled
+def in_order(victims: Victims, keys: I64, slots: I32) -> int:
+    """Fills `keys` and `slots`: dirty victims first, each part by ascending key. Returns how many are dirty."""
+    by_key, which = victims.keys.copy(), np.arange(len(keys)).astype(np.int32)
+    sort_pairs(by_key, which)
+    return dirty_first(victims, which, keys, slots)
+
+
+@compiled_loop
+def dirty_first(victims: Victims, which: I32, keys: I64, slots: I32) -> int:
     num_dirty = 0
-    for i in range(num_taken):
-        dirty = entries[taken[i]]["dirty"]
-        victims[num_dirty if dirty else len(victims) - 1 - (i - num_dirty)] = taken[i]
-        num_dirty += dirty
-    sort_by_key(entries, victims[:num_dirty])
-    sort_by_key(entries, victims[num_dirty:])
+    for i in range(len(which)):
+        num_dirty += victims.dirty[i]
+    dirty, clean = 0, num_dirty
+    for v in which:
+        place = dirty if victims.dirty[v] else clean
+        keys[place], slots[place] = victims.keys[v], victims.slots[v]
+        dirty += victims.dirty[v]
+        clean += 1 - victims.dirty[v]
     return num_dirty
-
-
-@compiled
-def take_heads(queues: Queues, queue: int, entries: Records, taken: I32, num_taken: int) -> int:
-    while num_taken < len(taken) and queues.first[queue] != NONE:
-        taken[num_taken] = queues.first[queue]
-        unlink(queues, queue, entries, queues.first[queue])
-        num_taken += 1
-    return num_taken
-
-
-@compiled
-def sort_by_key(entries: Records, some: I32) -> None:
-    keys = np.empty(len(some), np.int64)
-    for i in range(len(some)):
-        keys[i] = entries[some[i]]["key"]
-    sort_pairs(keys, some)
-
-
-@compiled
-def drop_victims(directory: Directory, victims: I32, head: int, keys: I64, slots: I32) -> int:
-    """Takes the victims' slots, fills their `keys` and `slots`, and returns the last step that used one of them (NONE without victims).
-    Victims with no occurrence from `head` on are tracked no longer."""
-    entries = directory.entries
-    last_use = NONE
-    for i in range(len(victims)):
-        entry = victims[i]
-        keys[i], slots[i] = entries[entry]["key"], entries[entry]["slot"]
-        last_use = max(last_use, entries[entry]["last_use"])
-        entries[entry]["slot"] = NONE
-        entries[entry]["dirty"] = 0
-        if entries[entry]["occurrence"] < head:
-            forget(directory, entry)
-    return last_use
-
-
-@compiled
-def members(queues: Queues, queue: int, entries: Records) -> I32:
-    """The entries of a queue from head to tail; a broken chain gives fewer or ends in a NONE."""
-    found = np.full(queues.num_rows[queue] + 1, NONE, np.int32)
-    entry = queues.first[queue]
-    count = 0
-    while entry != NONE and count < len(found):
-        found[count] = entry
-        entry = entries[entry]["after"]
-        count += 1
-    return found[:count]
-
-
-def check_queues(queues: Queues, entries: Records, resident: I32, next_uses: I64) -> None:
-    """Every resident row stands once, in the queue of its next use (NONE: unknown), in order of last use and key."""
-    expected = np.where(next_uses == NONE, len(queues.first) - 1, next_uses % (len(queues.first) - 1))
-    for queue in range(len(queues.first)):
-        found = members(queues, queue, entries)
-        assert len(found) == queues.num_rows[queue], f"queue {queue} counts {queues.num_rows[queue]} rows, but chains {len(found)}"
-        belongs = resident[expected == queue]
-        assert np.array_equal(np.sort(found), np.sort(belongs)), f"queue {queue} chains {len(found)} rows of which {len(belongs)} belong"
-        order = np.lexsort((entries["key"][found], entries["last_use"][found]))
-        assert np.array_equal(order, np.arange(len(found))), f"queue {queue} of {len(found)} rows is out of order at {order}"

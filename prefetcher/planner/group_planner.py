@@ -1,17 +1,18 @@
-"""One group's part of the planner: its slots, its directory, its queues, and the future of its rows."""
+"""One group's part of the planner: its slots, its directory, its rows, and their future."""
 
 from dataclasses import dataclass
 
 import numpy as np
 
-from prefetcher.compiled import compiled
-from prefetcher.planner.directory import NONE, NUM_TRACKED, Records, check_directory, new_directory, resident_entries, with_room
-from prefetcher.planner.eviction import Queues, check_queues, clear, drop_victims, new_queues, push, queue_of, sort_by_key, take_victims
-from prefetcher.planner.grouping import I32, Grouper, bags_of, order_by_row
-from prefetcher.planner.horizon import EnteredLookups, Occurrences, enter, new_occurrences, with_places
-from protocol.batch import Batch
-from protocol.plan import GroupPlan, RowMove
+from prefetcher.compiled import compiled_loop
+from prefetcher.planner.directory import forget_all, new_directory, with_room
+from prefetcher.planner.eviction import Worth, in_order, new_victims, take_idle, take_least_worthy, take_queued
+from prefetcher.planner.grouping import I32, I64, sort_pairs
+from prefetcher.planner.horizon import DIRTY, NONE, Ring, Woken, close_gaps, enter, new_ring, queue_woken, use_rows, with_places, with_steps
+from protocol.plan import RowMove
 from protocol.tables import GroupSpec
+
+MOST_GAPS = 3  # in the line of idle rows, times the rows
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -27,171 +28,156 @@ class Occupancy:
         return self.num_slots - self.num_resident
 
 
-class GroupPlanner:
-    """Batches `enter`, then are planned, both in step order. An evicted row's slot is filled at once, so slots 0 to n - 1 are in use."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GroupMoves:
+    """What a step changes in a group's slots; the fields are those of `GroupPlan`."""
 
-    def __init__(self, group: GroupSpec, num_slots: int, horizon: int, num_features: int) -> None:
+    unique_slots: I32
+    fetch: RowMove
+    evict: RowMove
+    num_dirty: int
+    fill_after: int | None
+    last_evicted: int | None  # the last step, as far as is known, that evicted one of the fetched rows dirty
+
+
+class GroupPlanner:
+    """Batches `enter`, then are planned, both in step order. An evicted row's slot is filled at once, so slots 0 to n - 1 are in use.
+
+    worth: a policy that looks at the past only, or None for look-ahead, and for LRU where no batch enters before it is planned.
+    pinned: keys that never leave once they are there, ascending.
+    """
+
+    def __init__(self, group: GroupSpec, num_slots: int, worth: Worth | None, pinned: I64) -> None:
         self.group = group
         self.num_slots = num_slots
-        self._grouper = Grouper(group, num_features)
-        self._directory = new_directory()
-        self._ring = new_occurrences()
-        self._queues = new_queues(horizon)
+        self.directory = new_directory()
+        self._worth = worth
+        self._pinned = pinned
+        self.ring = new_ring()
+        self._first_step = 0  # the next one to be planned
+        self._oldest = 0  # place where the line of idle rows begins
         self._head = 0  # place of the next batch to be planned
         self._tail = 0
+        self._num_idle = 0
         self._num_resident = 0
         self._num_dirty = 0
+        self.guessed = False  # the last plan evicted rows and kept others whose next use is as unknown
+
+    @property
+    def num_pinned(self) -> int:
+        return len(self._pinned)
 
     @property
     def occupancy(self) -> Occupancy:
         return Occupancy(num_slots=self.num_slots, num_resident=self._num_resident, num_dirty=self._num_dirty)
 
-    def enter(self, batch: Batch, step: int) -> EnteredLookups:
-        lookups = self._grouper.lookups(batch)
-        grouping = self._grouper.group(lookups)
-        num_unique = len(grouping.keys)
-        self._directory = with_room(self._directory, num_unique)
-        self._ring = with_places(self._ring, self._head, self._tail, num_unique)
-        place, self._tail = self._tail, self._tail + num_unique
-        enter(step, grouping.keys, self._directory, self._ring, self._head, place, self._queues)
-        return EnteredLookups(
-            place=place,
-            num_unique=num_unique,
-            inverse=grouping.inverse,
-            segment_offsets=grouping.segment_offsets,
-            offsets=lookups.offsets,
-            weights=lookups.weights,
-        )
+    @property
+    def places(self) -> tuple[int, int, int]:
+        """Where the line of idle rows begins, of the first known occurrence, after the last one."""
+        return self._oldest, self._head, self._tail
 
-    def plan(self, lookups: EnteredLookups, step: int, last_step: int, train: bool) -> GroupPlan:
+    @property
+    def num_idle(self) -> int:
+        return self._num_idle
+
+    def enter(self, keys: I64, step: int) -> int:
+        """A batch with these distinct rows, ascending. Returns the slots that it needs: its rows and the pinned ones."""
+        if self._head == self._tail:
+            self._first_step = step
+        if self._head - self._oldest > (1 + MOST_GAPS) * self._num_idle + len(keys):
+            self._oldest = close_gaps(self.ring.rows, self.directory.cells, self._oldest, self._head)
+        self.directory = with_room(self.directory, len(keys))
+        self.ring = with_places(with_steps(self.ring, self._first_step, step), self._oldest, self._tail, len(keys))
+        woken = Woken(np.empty(len(keys), np.int64), np.empty(len(keys), np.int32))
+        num_pinned, num_woken = enter(step, keys, self._head, self._tail, self._pinned, *self.directory, self.ring, woken)
+        queue_woken(step, self.ring, woken)
+        self._num_idle -= num_woken
+        self._tail += len(keys)
+        return len(keys) + self.num_pinned - num_pinned
+
+    def move(self, num_unique: int, step: int, last_step: int, train: bool) -> GroupMoves:
         """Plans the oldest entered batch; `last_step` is the last one entered. The batch fits the slots: the caller made sure."""
-        assert lookups.place == self._head, f"the batch at place {lookups.place} was planned where {self._head} is next"
-        assert lookups.num_unique <= self.num_slots, f"{lookups.num_unique} distinct rows for {self.num_slots} slots"
-        batch, missing = self._batch_entries(lookups)
-        self._head += lookups.num_unique
+        missing = np.empty(num_unique, np.int32)
+        missing = missing[: find_missing(self.ring, self._head, num_unique, missing)]
         evict, num_dirty, fill_after = self._evict(max(0, len(missing) - self.occupancy.num_free), step, last_step)
-        fetch = self._fetch(missing, evict)
-        clear(self._queues, queue_of(self._queues, step))
-        unique_slots = np.empty(lookups.num_unique, np.int32)
-        self._num_dirty += use_rows(step, train, batch, lookups.place, self._ring, self._directory.entries, self._queues, unique_slots)
-        slots, bag_order, lookup_order = arrange(lookups, unique_slots)
-        return GroupPlan(
-            slots=slots,
+        self.guessed = len(evict) > 0 and self._num_idle > 0
+        fetch, last_evicted = self._fetch(missing, evict)
+        unique_slots = np.empty(num_unique, np.int32)
+        per_use = 0 if self._worth is None else self._worth.per_use
+        num_dirtied, num_idle = use_rows(step, train, per_use, self._head, self.ring, unique_slots)
+        self._num_dirty += num_dirtied
+        self._num_idle += num_idle
+        self._head += num_unique
+        self._first_step = step + 1
+        return GroupMoves(
             unique_slots=unique_slots,
-            segment_offsets=lookups.segment_offsets,
-            bag_order=bag_order,
-            lookup_order=lookup_order,
-            offsets=lookups.offsets,
-            weights=lookups.weights,
             fetch=fetch,
             evict=evict,
             num_dirty=num_dirty,
             fill_after=fill_after,
+            last_evicted=None if last_evicted == NONE else last_evicted,
         )
 
     def clean(self) -> RowMove:
         """The dirty rows, by ascending key; they stay resident and are clean from now on."""
-        entries = self._directory.entries
-        resident = resident_entries(self._directory)
-        dirty = resident[entries["dirty"][resident] == 1]
-        assert len(dirty) == self._num_dirty, f"{len(dirty)} dirty rows, but {self._num_dirty} were counted"
-        sort_by_key(entries, dirty)
-        entries["dirty"][dirty] = 0
+        rows = self.ring.rows[np.arange(self._oldest, self._tail) % len(self.ring.rows)]
+        dirty = rows[(rows["slot"] != NONE) & (rows["flags"] & DIRTY != 0)]
+        keys, slots = dirty["key"].copy(), dirty["slot"].copy()
+        assert len(keys) == self._num_dirty, f"{len(keys)} dirty rows, but {self._num_dirty} were counted"
+        self.ring.rows["flags"] &= ~DIRTY
         self._num_dirty = 0
-        return RowMove(keys=entries["key"][dirty], slots=entries["slot"][dirty])
-
-    def check_integrity(self, known: list[tuple[int, EnteredLookups]]) -> None:
-        """`known`: step and look-ups of every batch in the horizon. Raises AssertionError with both numbers."""
-        entries, state = self._directory.entries, self._directory.state
-        check_directory(self._directory, self.num_slots, self._num_resident)
-        resident = resident_entries(self._directory)
-        num_dirty = int(entries["dirty"][resident].sum())
-        assert num_dirty == self._num_dirty, f"{num_dirty} dirty rows, but {self._num_dirty} were counted"
-        next_use = self._next_uses(known)
-        num_tracked = len(next_use.keys() | set(resident.tolist()))
-        assert num_tracked == state[NUM_TRACKED], f"{state[NUM_TRACKED]} rows are tracked, but {num_tracked} are resident or in the horizon"
-        expected = np.array([next_use.get(entry, NONE) for entry in resident.tolist()], np.int64)
-        check_queues(self._queues, entries, resident, expected)
-
-    def _next_uses(self, known: list[tuple[int, EnteredLookups]]) -> dict[int, int]:
-        """Entry -> next use, from the horizon's batches alone; checks what the ring says about them on the way."""
-        next_use: dict[int, int] = {}
-        place = self._tail
-        for step, lookups in reversed(known):
-            place -= lookups.num_unique
-            assert lookups.place == place, f"step {step} is at place {lookups.place} where {place} is left for it"
-            for place_of_row in range(place, place + lookups.num_unique):
-                cell = place_of_row % len(self._ring.entries)
-                entry, said = int(self._ring.entries[cell]), int(self._ring.queues[cell])
-                right = queue_of(self._queues, next_use.get(entry, NONE))
-                assert said == right, f"after step {step} entry {entry} is to join queue {said}, but its next use is that of queue {right}"
-                next_use[entry] = step
-        assert place == self._head, f"the horizon begins at place {self._head}, its batches at {place}"
-        return next_use
-
-    def _batch_entries(self, lookups: EnteredLookups) -> tuple[I32, I32]:
-        """The entries of the batch's distinct rows and of those that are not resident, both by ascending key."""
-        batch = np.empty(lookups.num_unique, np.int32)
-        missing = np.empty(lookups.num_unique, np.int32)
-        num_missing = read_batch(self._ring, lookups.place, self._directory.entries, batch, missing)
-        return batch, missing[:num_missing]
+        sort_pairs(keys, slots)
+        return RowMove(keys=keys, slots=slots)
 
     def _evict(self, num_victims: int, step: int, last_step: int) -> tuple[RowMove, int, int | None]:
         """The victims, how many are dirty, and the last step that used one of them. Their slots are to be filled at once."""
-        victims = np.empty(num_victims, np.int32)
         evict = RowMove(keys=np.empty(num_victims, np.int64), slots=np.empty(num_victims, np.int32))
-        num_dirty = take_victims(self._queues, step, last_step, self._directory.entries, victims)
-        last_use = drop_victims(self._directory, victims, self._head, evict.keys, evict.slots)
+        if not num_victims:
+            return evict, 0, None
+        victims = new_victims(num_victims)
+        if self._worth is not None:
+            idle = taken = take_least_worthy(self.ring, self._oldest, self._head, victims)
+        else:
+            idle, self._oldest = take_idle(self.ring, self._oldest, self._head, victims)
+            taken = take_queued(self.ring, step, last_step, victims, idle)
+        forget_all(*self.directory, victims.keys[:idle], victims.places[:idle])
+        self._num_idle -= idle
+        assert taken == num_victims, f"{taken} rows could leave where {num_victims} have to"
+        num_dirty = in_order(victims, evict.keys, evict.slots)
         self._num_dirty -= num_dirty
-        return evict, num_dirty, last_use if num_victims else None
+        return evict, num_dirty, int(victims.last_uses.max())
 
-    def _fetch(self, missing: I32, evict: RowMove) -> RowMove:
+    def _fetch(self, missing: I32, evict: RowMove) -> tuple[RowMove, int]:
         """Missing rows take the victims' slots in the victims' order, then free slots, lowest first."""
         num_resident = self._num_resident + len(missing) - len(evict)
         slots = np.concatenate([evict.slots, np.arange(self._num_resident, num_resident, dtype=np.int32)])
         self._num_resident = num_resident
-        entries = self._directory.entries
-        entries["slot"][missing] = slots
-        return RowMove(keys=entries["key"][missing], slots=slots)
+        keys = np.empty(len(missing), np.int64)
+        last_evicted = fill(self.ring, self._head, missing, slots, keys)
+        if self._worth is not None:
+            places = (self._head + missing) % len(self.ring.rows)
+            self.ring.rows["worth"][places] = self._worth.of(keys)
+        return RowMove(keys=keys, slots=slots), last_evicted
 
 
-def arrange(lookups: EnteredLookups, unique_slots: I32) -> tuple[I32, I32, I32 | None]:
-    """Slots by look-up; bags and, where weights are given, look-ups by row."""
-    num_lookups = len(lookups.inverse)
-    slots, order = np.empty(num_lookups, np.int32), np.empty(num_lookups, np.int32)
-    order_by_row(lookups.inverse, lookups.segment_offsets, unique_slots, slots, order)
-    bags = order
-    if lookups.offsets is not None:
-        bags = np.empty(num_lookups, np.int32)
-        bags_of(order, lookups.offsets, bags)
-    return slots, bags, None if lookups.weights is None else order
+@compiled_loop
+def find_missing(ring: Ring, place: int, count: int, missing: I32) -> int:
+    """Fills `missing` with the rows of a batch that are not resident, counted from its first; returns how many."""
+    last = len(ring.rows) - 1
+    found = 0
+    for u in range(count):
+        missing[found] = u
+        found += ring.rows[(place + u) & last]["slot"] == NONE
+    return found
 
 
-@compiled
-def read_batch(ring: Occurrences, place: int, entries: Records, batch: I32, missing: I32) -> int:
-    """Fills `batch` and `missing`; returns how many are missing."""
-    last = len(ring.entries) - 1
-    num_missing = 0
-    for u in range(len(batch)):
-        entry = ring.entries[(place + u) & last]
-        batch[u] = entry
-        if entries[entry]["slot"] == NONE:
-            missing[num_missing] = entry
-            num_missing += 1
-    return num_missing
-
-
-@compiled
-def use_rows(step: int, train: bool, batch: I32, place: int, ring: Occurrences, entries: Records, queues: Queues, unique_slots: I32) -> int:
-    """Puts the batch's rows, all resident now, into the queues of their next uses; returns how many became dirty."""
-    last = len(ring.entries) - 1
-    num_dirtied = 0
-    for u in range(len(batch)):
-        entry = batch[u]
-        unique_slots[u] = entries[entry]["slot"]
-        entries[entry]["last_use"] = step
-        if train and not entries[entry]["dirty"]:
-            entries[entry]["dirty"] = 1
-            num_dirtied += 1
-        push(queues, ring.queues[(place + u) & last], entries, entry)
-    return num_dirtied
+@compiled_loop
+def fill(ring: Ring, place: int, missing: I32, slots: I32, keys: I64) -> int:
+    """The missing rows get `slots`; fills their `keys`, and returns the last step that is known to have evicted one of them dirty."""
+    last_evicted = NONE
+    for i in range(len(missing)):
+        row = ring.rows[(place + missing[i]) & (len(ring.rows) - 1)]
+        last_evicted = max(last_evicted, row["last_use"])
+        row["slot"], row["worth"] = slots[i], 0
+        keys[i] = row["key"]
+    return last_evicted

@@ -1,32 +1,48 @@
-"""Groups a batch's look-ups by row, table by table, in a small hash that stays in the processor's cache.
+"""Groups a batch's look-ups by row, table by table.
 
 A group's look-ups stand feature-major, and the features of one table stand together; so the look-ups of a table are one range, the
-tables follow each other by ascending key, and a table's look-ups keep that range when they are ordered by row:
+tables follow each other by ascending key, and a table's look-ups keep that range when they are ordered by row. What is kept of a look-up
+is its place in its table's range, which takes two bytes where no table has more than 65,536 look-ups:
 
     look-ups   | table 0: rows 7 3 7 | table 2: rows 5 5 |
+    order      |        1 0 2        |       0 1         |   look-ups of the table by row, in look-up order within a row
     keys       |  0<<48|3   0<<48|7  |     2<<48|5       |   distinct, ascending
-    inverse    |        1 0 1        |       2 2         |   look-up -> its distinct row
-    by row     |        1 0 2        |       3 4         |   look-ups, in look-up order within a row
+    segments   0         1           3                   5   where the look-ups of each distinct row start, and the last ones end
+
+A table with few rows is counted row by row; one of which a batch touches few rows, through a small hash; any other is sorted by digits.
+Tables are independent of each other, so several threads may each take some of them: the result is the same for any number.
 """
 
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from prefetcher.compiled import compiled
+from prefetcher.compiled import compiled, compiled_loop
 from protocol.batch import Batch
 from protocol.tables import KEY_SHIFT, GroupSpec
 
+U16 = npt.NDArray[np.uint16]
+U32 = npt.NDArray[np.uint32]
 I32 = npt.NDArray[np.int32]
 I64 = npt.NDArray[np.int64]
 F32 = npt.NDArray[np.float32]
+U64 = npt.NDArray[np.uint64]
+Order = npt.NDArray[np.uint16] | npt.NDArray[np.int32]
 Value = TypeVar("Value", np.int64, np.float32)
 
 SPREAD = np.uint64(0x9E3779B97F4A7C15)  # 2**64 / golden ratio: consecutive numbers land far apart
-DIGIT_BITS = 8
 MAX_LOOKUPS = 2**31 - 1  # look-ups and bags are int32 in a plan
+NARROW_BITS = 16  # a look-up's place in its table's range, where two bytes hold it
+DIGIT_BITS = 12
+COUNTED_ROWS = 2  # a table with at most so many rows a look-up is counted row by row
+ONE = np.uint32(1)  # unsigned indices need no test for negative ones
+OUTSIDE, TOO_MANY = -1, -2  # in place of a number of rows
+FEW_ROWS = 1024  # distinct rows of a table in a batch that a hash in the nearest cache holds
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,22 +57,61 @@ class GroupLookups:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Grouping:
-    """N look-ups of U distinct rows."""
+    """N look-ups of U distinct rows of T tables."""
 
     keys: I64  # [U] ascending
-    inverse: I32  # [N] look-up -> its distinct row
-    segment_offsets: I32  # [U + 1] where each distinct row's look-ups start when they are ordered by row
+    order: Order  # [N] look-ups by row, counted from their table's first
+    segment_offsets: I32  # [U + 1] where each distinct row's look-ups start in `order`
+    table_starts: I64  # [T + 1] where each table's look-ups start
+    row_starts: I64  # [T + 1] where each table's distinct rows start
+    offsets: I32 | None  # [F * B + 1] as in GroupLookups
+    weights: F32 | None  # [N]
+
+    @property
+    def num_unique(self) -> int:
+        return len(self.keys)
+
+    @property
+    def nbytes(self) -> int:
+        arrays = (self.keys, self.order, self.segment_offsets, self.offsets, self.weights)
+        return sum(array.nbytes for array in arrays if array is not None)
+
+
+class Pool:
+    """Runs one compiled function over ranges of tables, on this thread and on others beside it."""
+
+    def __init__(self, num_threads: int = 1) -> None:
+        self._others = ThreadPoolExecutor(num_threads - 1, "planner") if num_threads > 1 else None
+        self._num_threads = num_threads
+
+    def over_tables(self, starts: I64, work: Callable[[int, int], None]) -> None:
+        """Calls work(first, end) for ranges that cover all tables, each with about as many look-ups."""
+        if self._others is None or len(starts) <= 2:
+            return work(0, len(starts) - 1)
+        shares = np.linspace(0, starts[-1], self._num_threads + 1)[1:-1]
+        cuts = [0, *np.searchsorted(starts, shares).tolist(), len(starts) - 1]
+        ranges = [(first, end) for first, end in pairwise(cuts) if first < end]
+        running = [self._others.submit(work, first, end) for first, end in ranges[1:]]
+        work(*ranges[0])
+        for task in running:
+            task.result()
+        return None
+
+    def close(self) -> None:
+        if self._others is not None:
+            self._others.shutdown()
 
 
 class Grouper:
     """Cuts one group's look-ups out of batches and groups them. `num_features` counts the features of all groups."""
 
-    def __init__(self, group: GroupSpec, num_features: int) -> None:
+    def __init__(self, group: GroupSpec, num_features: int, pool: Pool | None = None) -> None:
         self._num_features = num_features
         self._runs = consecutive_runs(group.feature_positions)
         self._feature_starts = np.cumsum([0, *(len(table.features) for table in group.tables)])
         self._tables = np.array([table.index for table in group.tables], np.int64)
         self._num_rows = np.array([table.num_embeddings for table in group.tables], np.int64)
+        self._pool = pool or Pool()
 
     def lookups(self, batch: Batch) -> GroupLookups:
         check_shape(batch, self._num_features)
@@ -72,23 +127,49 @@ class Grouper:
 
     def group(self, lookups: GroupLookups) -> Grouping:
         """The distinct keys, ascending, and where each look-up belongs. Ids must lie in their tables: they were checked at the edge."""
-        self._check_ids(lookups)
-        num_lookups = len(lookups.ids)
-        inverse = np.empty(num_lookups, np.int32)
-        keys = np.empty(num_lookups, np.int64)
-        ends = np.empty(num_lookups, np.int32)
-        num_unique = group_tables(lookups.ids, lookups.table_starts, self._tables, self._num_rows, inverse, keys, ends)
-        segment_offsets = np.zeros(num_unique + 1, np.int32)
-        segment_offsets[1:] = ends[:num_unique]
-        return Grouping(keys=keys[:num_unique].copy(), inverse=inverse, segment_offsets=segment_offsets)
+        starts, num_lookups = lookups.table_starts, len(lookups.ids)
+        assert starts[-1] == num_lookups, f"{num_lookups} look-ups, but their tables end at {starts[-1]}"
+        is_narrow = np.diff(starts).max(initial=0) <= 2**NARROW_BITS
+        order: Order = np.empty(num_lookups, np.uint16) if is_narrow else np.empty(num_lookups, np.int32)
+        keys, ends = np.empty(num_lookups, np.int64), np.empty(num_lookups, np.int32)
+        num_rows = np.zeros(len(self._tables), np.int64)
 
-    def _check_ids(self, lookups: GroupLookups) -> None:
-        starts = lookups.table_starts.tolist()
-        assert starts[-1] == len(lookups.ids), f"{len(lookups.ids)} look-ups, but their tables end at {starts[-1]}"
-        for table, num_rows, start, end in zip(self._tables, self._num_rows, starts[:-1], starts[1:], strict=True):
-            ids = lookups.ids[start:end]
-            low, high = (int(ids.min()), int(ids.max())) if len(ids) else (0, 0)
-            assert 0 <= low <= high < num_rows, f"ids {low} to {high} of table {table} with {num_rows} rows passed the reader"
+        def work(first: int, end: int) -> None:
+            group_tables(first, end, lookups.ids, starts, self._tables, self._num_rows, order, keys, ends, num_rows)
+
+        self._pool.over_tables(starts, work)
+        self._check_ids(lookups, num_rows)
+        row_starts = np.zeros(len(num_rows) + 1, np.int64)
+        np.cumsum(num_rows, out=row_starts[1:])
+        num_unique = int(row_starts[-1])
+        distinct, segment_offsets = np.empty(num_unique, np.int64), np.empty(num_unique + 1, np.int32)
+        close_ranks(keys, ends, starts, row_starts, distinct, segment_offsets)
+        return Grouping(
+            keys=distinct,
+            order=order,
+            segment_offsets=segment_offsets,
+            table_starts=starts,
+            row_starts=row_starts,
+            offsets=lookups.offsets,
+            weights=lookups.weights,
+        )
+
+    def arrange(self, grouping: Grouping, unique_slots: I32) -> tuple[I32, I32]:
+        """[N] the slot of each look-up, and [N] the look-ups by row; `unique_slots` [U] are the distinct rows' slots."""
+        slots, order = np.empty(len(grouping.order), np.int32), np.empty(len(grouping.order), np.int32)
+
+        def work(first: int, end: int) -> None:
+            starts, rows = grouping.table_starts, grouping.row_starts
+            arrange_tables(first, end, grouping.order, grouping.segment_offsets, starts, rows, unique_slots, slots, order)
+
+        self._pool.over_tables(grouping.table_starts, work)
+        return slots, order
+
+    def _check_ids(self, lookups: GroupLookups, num_rows: I64) -> None:
+        for t in np.flatnonzero(num_rows == OUTSIDE).tolist():
+            ids = lookups.ids[lookups.table_starts[t] : lookups.table_starts[t + 1]]
+            what = f"ids {ids.min()} to {ids.max()} of table {self._tables[t]} with {self._num_rows[t]} rows"
+            raise AssertionError(f"{what} passed the reader")
 
 
 def consecutive_runs(positions: tuple[int, ...]) -> list[tuple[int, int]]:
@@ -131,70 +212,220 @@ def joined_offsets(offsets: I64, runs: list[tuple[int, int]]) -> I32:
 
 
 @compiled
-def hash_size(num_rows: int) -> int:
-    """A power of two that leaves every second place free."""
-    size = 2
-    while size < 2 * num_rows:
-        size *= 2
-    return size
+def group_tables(
+    first: int, end: int, ids: I64, starts: I64, tables: I64, table_rows: I64, order: Order, keys: I64, ends: I32, num_rows: I64
+) -> None:
+    """Groups tables `first` to `end` - 1. A table fills `keys` and the ends of their look-ups from its first look-up on; its
+    `num_rows` becomes its distinct rows, or OUTSIDE where an id is not in the table."""
+    most = np.int64(0)
+    for t in range(first, end):
+        most = max(most, starts[t + 1] - starts[t])
+    counts = np.empty(max(COUNTED_ROWS * most, 2**DIGIT_BITS), np.uint32)
+    packed, spare = np.empty(most, np.uint64), np.empty(most, np.uint64)
+    cells, cell_numbers = np.empty(4 * FEW_ROWS, np.int64), np.empty(4 * FEW_ROWS, np.uint16)
+    for t in range(first, end):
+        a, b = starts[t], starts[t + 1]
+        some, by_row, rows, row_ends = ids[a:b], order[a:b], keys[a:b], ends[a:b]
+        if not are_below(some, table_rows[t]):
+            num_rows[t] = OUTSIDE
+            continue
+        if table_rows[t] <= COUNTED_ROWS * (b - a):
+            found = count_rows(some, counts[: table_rows[t]], by_row, rows, row_ends)
+        else:
+            found = number_rows(some, cells, cell_numbers, spare, rows)
+            if found != TOO_MANY:
+                which = np.arange(found).astype(np.int32)
+                sort_pairs(rows[:found], which)
+                count_numbers(spare[: b - a], which, counts[:found], by_row, row_ends)
+            elif b - a <= 2**NARROW_BITS:
+                found = sort_rows(some, table_rows[t], packed[: b - a], spare[: b - a], counts, by_row, rows, row_ends)
+            else:
+                found = sort_wide(some, by_row, rows, row_ends)
+        finish_table(rows[:found], row_ends[:found], tables[t], a)
+        num_rows[t] = found
 
 
-@compiled
-def group_tables(ids: I64, table_starts: I64, tables: I64, num_rows: I64, inverse: I32, keys: I64, ends: I32) -> int:
-    """Fills `inverse` [N] and, for the U distinct rows returned, `keys` and the end of their look-ups; all hold N entries."""
-    most = 0
-    for t in range(len(tables)):
-        most = max(most, min(table_starts[t + 1] - table_starts[t], num_rows[t]))
-    spots = np.empty(hash_size(most), np.int32)
-    rank = np.empty(most, np.int32)
-    num_unique = 0
-    for t in range(len(tables)):
-        start, end = table_starts[t], table_starts[t + 1]
-        size = hash_size(min(end - start, num_rows[t]))
-        rows, counts = keys[num_unique:], ends[num_unique:]
-        found = number_rows(ids[start:end], num_rows[t] <= size, spots[:size], inverse[start:end], rows, counts)
-        order = np.arange(found).astype(np.int32)
-        sort_pairs(rows[:found], order)
-        rank_rows(order, rank, counts, start)
-        for i in range(start, end):
-            inverse[i] = num_unique + rank[inverse[i]]
-        for u in range(found):
-            rows[u] |= tables[t] << KEY_SHIFT
-        num_unique += found
-    return num_unique
+@compiled_loop
+def finish_table(rows: I64, ends: I32, table: int, start: int) -> None:
+    """Rows become keys; ends of look-ups count from the first table's."""
+    for u in range(len(rows)):
+        rows[u] |= table << KEY_SHIFT
+        ends[u] += start
 
 
-@compiled
-def number_rows(ids: I64, direct: bool, spots: I32, inverse: I32, rows: I64, counts: I32) -> int:
-    """Numbers distinct rows as they appear and counts their look-ups. `direct`: every row has a spot of its own."""
-    spots[:] = -1
-    mask = len(spots) - 1
-    found = 0
+@compiled_loop
+def are_below(ids: I64, num_rows: int) -> bool:
+    """Whether all are from 0 to `num_rows` - 1."""
+    signs = np.int64(0)
     for i in range(len(ids)):
-        row = ids[i]
-        spot = row if direct else np.int64((np.uint64(row) * SPREAD) >> np.uint64(32)) & mask
-        while spots[spot] >= 0 and rows[spots[spot]] != row:
-            spot = (spot + 1) & mask
-        if spots[spot] < 0:
-            spots[spot] = found
-            rows[found] = row
-            counts[found] = 0
+        signs |= ids[i] | (num_rows - 1 - ids[i])
+    return signs >= 0  # type: ignore[return-value]
+
+
+@compiled_loop
+def count_rows(ids: I64, counts: U32, order: Order, rows: I64, ends: I32) -> int:
+    """For a table with few rows, each of which has a count."""
+    counts[:] = 0
+    for i in range(len(ids)):
+        counts[np.uint64(ids[i])] += ONE
+    found = 0
+    end = np.uint32(0)
+    for row in range(len(counts)):
+        count = counts[row]
+        if count:
+            counts[row] = end
+            end += count
+            rows[found], ends[found] = row, end
             found += 1
-        inverse[i] = spots[spot]
-        counts[spots[spot]] += 1
+    for i in range(len(ids)):
+        place = np.uint64(ids[i])
+        order[counts[place]] = i
+        counts[place] += ONE
     return found
 
 
-@compiled
-def rank_rows(order: I32, rank: I32, counts: I32, start: int) -> None:
-    """Order of appearance -> ascending order; counts become the ends of look-ups, which begin at `start`."""
-    ends = np.empty(len(order), np.int32)
-    end = start
-    for u in range(len(order)):
-        rank[order[u]] = u
-        end += counts[order[u]]
+@compiled_loop
+def number_rows(ids: I64, cells: I64, cell_numbers: U16, numbers: U64, rows: I64) -> int:
+    """For few distinct rows: numbers them as they appear. TOO_MANY where they are more than FEW_ROWS."""
+    cells[:] = -1
+    mask = np.uint64(len(cells) - 1)
+    found = 0
+    for i in range(len(ids)):
+        row = ids[i]
+        cell = ((np.uint64(row) * SPREAD) >> np.uint64(32)) & mask
+        while (cells[cell] != row) & (cells[cell] != -1):
+            cell = (cell + np.uint64(1)) & mask
+        if cells[cell] == -1:
+            if found == FEW_ROWS:
+                return TOO_MANY
+            cells[cell], cell_numbers[cell], rows[found] = row, found, row
+            found += 1
+        numbers[i] = cell_numbers[cell]
+    return found
+
+
+@compiled_loop
+def count_numbers(numbers: U64, which: I32, counts: U32, order: Order, ends: I32) -> None:
+    """`which`: number of each distinct row in ascending order."""
+    counts[:] = 0
+    for i in range(len(numbers)):
+        counts[numbers[i]] += ONE
+    end = np.uint32(0)
+    for u in range(len(which)):
+        count = counts[which[u]]
+        counts[which[u]] = end
+        end += count
         ends[u] = end
-    counts[: len(order)] = ends
+    for i in range(len(numbers)):
+        order[counts[numbers[i]]] = i
+        counts[numbers[i]] += ONE
+
+
+@compiled_loop
+def sort_rows(ids: I64, num_rows: int, packed: U64, spare: U64, counts: U32, order: Order, rows: I64, ends: I32) -> int:
+    """Sorts (row, look-up) pairs in words of 48 + 16 bits, by as few digits as hold `num_rows`."""
+    num_bits = 1
+    while num_rows > 1 << num_bits:
+        num_bits += 1
+    num_digits = -(-num_bits // DIGIT_BITS)
+    bits = -(-num_bits // num_digits)
+    places, mask = counts[: 1 << bits], np.uint64((1 << bits) - 1)
+    sort_first_digit(ids, packed, places, mask)
+    for digit in range(1, num_digits):
+        sort_next_digit(packed, spare, places, np.uint64(NARROW_BITS + digit * bits), mask)
+        packed, spare = spare, packed
+    found = 0
+    before = np.uint64(2**64 - 1)
+    for i in range(len(packed)):
+        row = packed[i] >> np.uint64(NARROW_BITS)
+        order[i] = packed[i]
+        found += row != before
+        before = row
+        rows[np.uint64(found - 1)] = row
+        ends[np.uint64(found - 1)] = i + 1
+    return found
+
+
+@compiled_loop
+def sort_first_digit(ids: I64, packed: U64, places: U32, mask: np.uint64) -> None:
+    places[:] = 0
+    for i in range(len(ids)):
+        places[np.uint64(ids[i]) & mask] += ONE
+    starts_of(places)
+    for i in range(len(ids)):
+        row = np.uint64(ids[i])
+        digit = row & mask
+        packed[places[digit]] = (row << np.uint64(NARROW_BITS)) | np.uint64(i)
+        places[digit] += ONE
+
+
+@compiled_loop
+def sort_next_digit(words: U64, sorted_words: U64, places: U32, shift: np.uint64, mask: np.uint64) -> None:
+    places[:] = 0
+    for i in range(len(words)):
+        places[(words[i] >> shift) & mask] += ONE
+    starts_of(places)
+    for i in range(len(words)):
+        digit = (words[i] >> shift) & mask
+        sorted_words[places[digit]] = words[i]
+        places[digit] += ONE
+
+
+@compiled_loop
+def starts_of(counts: U32) -> None:
+    """Counts become the sums of those before them."""
+    start = np.uint32(0)
+    for digit in range(len(counts)):
+        count = counts[digit]
+        counts[digit] = start
+        start += count
+
+
+@compiled
+def sort_wide(ids: I64, order: Order, rows: I64, ends: I32) -> int:
+    """For more look-ups than NARROW_BITS can count."""
+    which = np.arange(len(ids)).astype(np.int32)
+    rows[:] = ids
+    sort_pairs(rows, which)
+    order[:] = which
+    return count_runs(rows, ends)
+
+
+@compiled_loop
+def count_runs(rows: I64, ends: I32) -> int:
+    """Keeps one of each run of equal rows, and where the run ends; returns how many."""
+    found = 0
+    for i in range(len(rows)):
+        found += i == 0 or rows[i] != rows[found - 1]
+        rows[found - 1] = rows[i]
+        ends[found - 1] = i + 1
+    return found
+
+
+@compiled_loop
+def close_ranks(keys: I64, ends: I32, starts: I64, row_starts: I64, distinct: I64, segment_offsets: I32) -> None:
+    """Puts the tables' distinct rows side by side."""
+    segment_offsets[0] = 0
+    for t in range(len(starts) - 1):
+        a, b, count = starts[t], row_starts[t], row_starts[t + 1] - row_starts[t]
+        for u in range(count):
+            distinct[b + u] = keys[a + u]
+            segment_offsets[b + u + 1] = ends[a + u]
+
+
+@compiled_loop
+def arrange_tables(
+    first: int, end: int, order: Order, segment_offsets: I32, starts: I64, row_starts: I64, unique_slots: I32, slots: I32, by_row: I32
+) -> None:
+    """Fills `slots` and `by_row` for tables `first` to `end` - 1."""
+    for t in range(first, end):
+        start = np.uint64(starts[t])
+        for u in range(row_starts[t], row_starts[t + 1]):
+            slot = unique_slots[u]
+            for k in range(segment_offsets[u], segment_offsets[u + 1]):
+                i = start + np.uint64(order[k])
+                slots[i] = slot
+                by_row[k] = i
 
 
 @compiled
@@ -204,40 +435,37 @@ def sort_pairs(keys: I64, values: I32) -> None:
     for i in range(len(keys)):
         different |= keys[i] ^ keys[0]
     spare_keys, spare_values = np.empty_like(keys), np.empty_like(values)
+    bits = 8 if len(keys) < 4096 else 11
+    places = np.empty(2**bits, np.uint32)
     shift = 0
+    moved = False  # the pairs are in the spare arrays
     while different >> shift:
-        if (different >> shift) & (2**DIGIT_BITS - 1):
-            sort_digit(keys, values, spare_keys, spare_values, shift)
-            keys[:] = spare_keys
-            values[:] = spare_values
-        shift += DIGIT_BITS
+        if (different >> shift) & (2**bits - 1):
+            if moved:
+                sort_digit(spare_keys, spare_values, keys, values, places, shift)
+            else:
+                sort_digit(keys, values, spare_keys, spare_values, places, shift)
+            moved = not moved
+        shift += bits
         if shift >= 64:
             break
+    if moved:
+        keys[:] = spare_keys
+        values[:] = spare_values
 
 
-@compiled
-def sort_digit(keys: I64, values: I32, sorted_keys: I64, sorted_values: I32, shift: int) -> None:
-    places = np.zeros(2**DIGIT_BITS + 1, np.int64)
+@compiled_loop
+def sort_digit(keys: I64, values: I32, sorted_keys: I64, sorted_values: I32, places: U32, shift: int) -> None:
+    mask, by = np.uint64(len(places) - 1), np.uint64(shift)
+    places[:] = 0
     for i in range(len(keys)):
-        places[((keys[i] >> shift) & (2**DIGIT_BITS - 1)) + 1] += 1
-    for digit in range(2**DIGIT_BITS):
-        places[digit + 1] += places[digit]
+        places[(np.uint64(keys[i]) >> by) & mask] += ONE
+    starts_of(places)
     for i in range(len(keys)):
-        digit = (keys[i] >> shift) & (2**DIGIT_BITS - 1)
+        digit = (np.uint64(keys[i]) >> by) & mask
         sorted_keys[places[digit]] = keys[i]
         sorted_values[places[digit]] = values[i]
-        places[digit] += 1
-
-
-@compiled
-def order_by_row(inverse: I32, segment_offsets: I32, unique_slots: I32, slots: I32, order: I32) -> None:
-    """Fills `slots` [N], the slot of each look-up, and `order` [N], the look-ups by row, stable."""
-    place = segment_offsets[:-1].copy()
-    for i in range(len(inverse)):
-        u = inverse[i]
-        slots[i] = unique_slots[u]
-        order[place[u]] = i
-        place[u] += 1
+        places[digit] += ONE
 
 
 @compiled

@@ -1,14 +1,17 @@
-"""What is known of the future: the batches from the next plan's to the horizon, and where each distinct row occurs in them.
+"""What is known: the batches from the next plan's to the horizon, and where each distinct row occurs in them.
 
 Each group's occurrences stand in a ring, batch after batch, by ascending key within a batch. A place is counted over the whole run, its
-cell is the place modulo the ring's size; `head` is the first place of the next batch to be planned, `tail` the first free one:
+cell is the place modulo the ring's size:
 
-    ... planned | batch p: 3 7 9 | batch p+1: 3 8 | batch p+2: 7 8 | free ...
-                           head                                      tail
-    next use             p+1 p+2 ?           ? p+2             ? ?
+    | batch p-1: 3 4 8 | batch p: 3 7 9 | batch p+1: 3 8 | batch p+2: 7 8 | free ...
+    oldest             head                                               tail
+    next_in      3 0 6            3 4 0            0 2             0 0     places to the row's next occurrence; 0: none is known
 
-A batch that enters writes its queue into the previous occurrence of each of its rows, or, where a row is resident and had no further
-use, moves the row to that queue. So planning reads next uses and never looks anything up.
+The state of a resident row stands in its next occurrence. So a plan reads its batch's occurrences one after the other and hands each
+row's state on to the next one, which lies in a later batch's part of the ring in the same order of keys: planning never looks anything up
+and hardly ever leaves the processor's cache. A row without a known next use is *idle*: its state stays in its last occurrence, before the
+head. So the part of the ring from `oldest` to the head, read from left to right, is the line of idle rows by (last use, key), with
+gaps where rows have moved on.
 """
 
 from collections import deque
@@ -17,31 +20,43 @@ from typing import NamedTuple
 
 import numpy as np
 
-from prefetcher.compiled import compiled
-from prefetcher.planner.directory import NONE, Directory, track
-from prefetcher.planner.eviction import Queues, queue_in_order, queue_of, unlink
-from prefetcher.planner.grouping import F32, I32, I64
+from prefetcher.compiled import compiled, compiled_loop, prefetch
+from prefetcher.planner.directory import AHEAD, EMPTY, LOW, PLACE_BITS, Records, exchange, expect, hash_of, locate_place
+from prefetcher.planner.grouping import I32, I64, U64, Grouping, sort_pairs
 from protocol.batch import ScheduledBatch
 
+NONE = -1  # no slot, no step: only inside the planner's arrays
+DIRTY, PINNED = 1, 2  # flags: trained since its fill or the last barrier; never leaves
+AHEAD_IN_RING = 8  # occurrences asked for before their use
 INITIAL_PLACES = 1024
+INITIAL_STEPS = 16
+OCCURRENCE = np.dtype(
+    [
+        ("key", np.int64),
+        ("next_in", np.int32),
+        ("step", np.int32),
+        ("slot", np.int32),  # NONE: the row's state is not here
+        ("last_use", np.int32),  # last planned step that touches the row since its fill; not resident: that evicted it dirty
+        ("flags", np.int32),  # not resident: PINNED or nothing
+        ("worth", np.int32),  # see eviction.py
+    ],
+    align=True,
+)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class EnteredLookups:
-    """One group's part of a batch in the horizon."""
-
-    place: int  # of its first distinct row
-    num_unique: int
-    inverse: I32  # [N] look-up -> distinct row
-    segment_offsets: I32  # [U + 1]
-    offsets: I32 | None  # [F * B + 1]
-    weights: F32 | None  # [N]
+PLACE_BYTES = OCCURRENCE.itemsize + 4
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KnownBatch:
     scheduled: ScheduledBatch
-    groups: tuple[EnteredLookups, ...]
+    groups: tuple[Grouping, ...]
+    slots_needed: tuple[int, ...]  # by each group: its distinct rows, and the pinned ones
+
+    @property
+    def id_bytes(self) -> int:
+        """What is kept of the batch's look-ups and rows while it is known, before rounding."""
+        return sum(grouping.nbytes + grouping.num_unique * PLACE_BYTES for grouping in self.groups)
 
 
 class Horizon:
@@ -49,7 +64,8 @@ class Horizon:
 
     def __init__(self, num_batches: int) -> None:
         assert num_batches >= 0, f"a horizon of {num_batches} batches"
-        self._num_batches = num_batches
+        self.num_batches = num_batches
+        self.id_bytes = 0  # of the known batches
         self._known: deque[KnownBatch] = deque()
         self._following: int | None = None
         self._ended = False
@@ -58,11 +74,12 @@ class Horizon:
         """The step that may enter now: the following one, and no further ahead than the next plan may know."""
         assert not self._ended, f"step {step} was added after the end of the data"
         assert self._following in (None, step), f"step {step} was added where step {self._following} follows"
-        assert self.wants > 0, f"step {step} was added where {len(self._known)} batches are known and {self._num_batches + 1} are enough"
+        assert self.wants > 0, f"step {step} was added where {len(self._known)} batches are known and {self.num_batches + 1} are enough"
 
     def append(self, batch: KnownBatch) -> None:
         self.check_next(batch.scheduled.step)
         self._known.append(batch)
+        self.id_bytes += batch.id_bytes
         self._following = batch.scheduled.step + 1
 
     def end(self) -> None:
@@ -71,7 +88,7 @@ class Horizon:
     @property
     def wants(self) -> int:
         """Batches still missing before the next plan may be made."""
-        return 0 if self._ended else self._num_batches + 1 - len(self._known)
+        return 0 if self._ended else max(0, self.num_batches + 1 - len(self._known))
 
     @property
     def ready(self) -> bool:
@@ -79,7 +96,7 @@ class Horizon:
 
     @property
     def next(self) -> KnownBatch:
-        assert self.ready, f"{len(self._known)} batches are known of the {self._num_batches + 1} that a plan needs"
+        assert self.ready, f"{len(self._known)} batches are known of the {self.num_batches + 1} that a plan needs"
         return self._known[0]
 
     @property
@@ -87,55 +104,185 @@ class Horizon:
         return self._known[-1].scheduled.step
 
     @property
+    def num_known(self) -> int:
+        return len(self._known)
+
+    @property
     def batches(self) -> tuple[KnownBatch, ...]:
         return tuple(self._known)
 
     def advance(self) -> None:
-        self._known.popleft()
+        self.id_bytes -= self._known.popleft().id_bytes
 
 
-class Occurrences(NamedTuple):
-    """The ring; a power of two of places."""
+class Ring(NamedTuple):
+    """The occurrences, a power of two of places, and the queue of each known step: which of its batch's rows are resident.
 
-    entries: I32  # entry of the row
-    queues: I32  # the queue it joins once this batch is planned: that of its next occurrence's step, or of unknown uses
+    The queue of a step holds places of its batch, counted from the batch's first, by (last use, key) ascending: the order in which they
+    leave. A row joins at the tail and leaves at the head, so a queue is never searched and never goes stale.
+    """
+
+    rows: Records  # OCCURRENCE
+    queued: I32  # the queues; that of a step begins at its batch's first place
+    first: I64  # by step modulo a power of two: its batch's first place
+    heads: I32  # of its queue, counted from its batch's first place
+    tails: I32
 
 
-def new_occurrences(num_places: int = INITIAL_PLACES) -> Occurrences:
-    return Occurrences(np.full(num_places, NONE, np.int32), np.full(num_places, NONE, np.int32))
+class Woken(NamedTuple):
+    """Rows of a batch that were idle when it entered, as many as its queue's tail says."""
+
+    places: I64  # where they stood in the line
+    rows: I32  # counted from the batch's first
 
 
-def with_places(ring: Occurrences, head: int, tail: int, num_new: int) -> Occurrences:
-    """The same ring, or a larger one with the same occurrences, in which `num_new` more have places."""
-    size = len(ring.entries)
-    while size < tail - head + num_new:
+def new_ring(num_places: int = INITIAL_PLACES, num_steps: int = INITIAL_STEPS) -> Ring:
+    """Both must be powers of two."""
+    rows, queued = np.empty(num_places, OCCURRENCE), np.empty(num_places, np.int32)
+    return Ring(rows, queued, np.zeros(num_steps, np.int64), np.zeros(num_steps, np.int32), np.zeros(num_steps, np.int32))
+
+
+def with_places(ring: Ring, oldest: int, tail: int, num_new: int) -> Ring:
+    """The same ring, or one with more places and the same occurrences, in which `num_new` more fit."""
+    size = len(ring.rows)
+    while size < tail - oldest + num_new:
         size *= 2
-    if size == len(ring.entries):
+    if size == len(ring.rows):
         return ring
-    grown = new_occurrences(size)
-    places = np.arange(head, tail)
-    grown.entries[places % size] = ring.entries[places % len(ring.entries)]
-    grown.queues[places % size] = ring.queues[places % len(ring.entries)]
-    return grown
+    places = np.arange(oldest, tail)
+    rows, queued = np.empty(size, OCCURRENCE), np.empty(size, np.int32)
+    rows[places % size] = ring.rows[places % len(ring.rows)]
+    queued[places % size] = ring.queued[places % len(ring.rows)]
+    return ring._replace(rows=rows, queued=queued)
+
+
+def with_steps(ring: Ring, first: int, last: int) -> Ring:
+    """The same ring, or one in which steps `first` to `last` have queues, with those of `first` to `last` - 1 as they were."""
+    size = len(ring.first)
+    while size <= last - first:
+        size *= 2
+    if size == len(ring.first):
+        return ring
+    steps = np.arange(first, last)
+    first, heads, tails = np.zeros(size, np.int64), np.zeros(size, np.int32), np.zeros(size, np.int32)
+    first[steps % size] = ring.first[steps % len(ring.first)]
+    heads[steps % size] = ring.heads[steps % len(ring.first)]
+    tails[steps % size] = ring.tails[steps % len(ring.first)]
+    return ring._replace(first=first, heads=heads, tails=tails)
+
+
+@compiled_loop
+def enter(
+    step: int, keys: I64, head: int, place: int, pinned: I64, cells: U64, num_tracked: I64, ring: Ring, woken: Woken
+) -> tuple[int, int]:
+    """Tracks the batch of `step` from `place` on; `keys` are its distinct rows, ascending. Room was made everywhere.
+
+    Idle rows of the batch are idle no longer: `woken` is filled with those that `queue_woken` has to queue. Returns how many rows of
+    the batch are pinned, and how many were idle.
+    """
+    rows, last, at = ring.rows, len(ring.rows) - 1, step & (len(ring.first) - 1)
+    ring.first[at], ring.heads[at], ring.tails[at] = place, 0, 0
+    num_idle = num_pinned = 0
+    for u in range(len(keys)):
+        expect(cells, keys, u + AHEAD)
+        expect_occurrence(cells, rows, keys, u + AHEAD_IN_RING)
+        found = exchange(cells, num_tracked, rows, keys[u], place + u)
+        row = rows[(place + u) & last]
+        row["key"], row["next_in"], row["step"] = keys[u], 0, step
+        row["slot"], row["last_use"], row["flags"] = NONE, NONE, 0
+        if found == EMPTY:
+            row["flags"] = PINNED if contains(pinned, keys[u]) else 0
+        else:
+            next_in = np.int64((np.uint64(place + u) - found) & LOW)
+            before = rows[(place + u - next_in) & last]
+            before["next_in"] = next_in
+            row["flags"] = before["flags"] & PINNED
+            if place + u - next_in < head:
+                hand_on(before, row)
+                num_idle += 1
+                if not row["flags"] & PINNED:
+                    woken.places[ring.tails[at]], woken.rows[ring.tails[at]] = place + u - next_in, u
+                    ring.tails[at] += 1
+        num_pinned += (row["flags"] & PINNED) != 0
+    return num_pinned, num_idle
 
 
 @compiled
-def enter(step: int, keys: I64, directory: Directory, ring: Occurrences, head: int, tail: int, queues: Queues) -> None:
-    """Tracks the batch of `step`, whose distinct rows have these ascending keys. Room was made in directory and ring."""
-    entries, last = directory.entries, len(ring.entries) - 1
-    queue, unknown = queue_of(queues, step), queue_of(queues, NONE)
-    moved = np.empty(len(keys), np.int32)
-    num_moved = 0
-    for u in range(len(keys)):
-        entry = track(directory, keys[u])
-        previous = entries[entry]["occurrence"]
-        if previous >= head:
-            ring.queues[previous & last] = queue
-        elif entries[entry]["slot"] != NONE:
-            unlink(queues, unknown, entries, entry)
-            moved[num_moved] = entry
-            num_moved += 1
-        entries[entry]["occurrence"] = tail + u
-        ring.entries[(tail + u) & last] = entry
-        ring.queues[(tail + u) & last] = unknown
-    queue_in_order(queues, queue, entries, moved[:num_moved])
+def queue_woken(step: int, ring: Ring, woken: Woken) -> None:
+    """The idle rows of a batch that has just entered stand in its queue as they stood in the line."""
+    at, last = step & (len(ring.first) - 1), len(ring.rows) - 1
+    count = ring.tails[at]
+    sort_pairs(woken.places[:count], woken.rows[:count])
+    for i in range(count):
+        ring.queued[(ring.first[at] + i) & last] = woken.rows[i]
+
+
+@compiled_loop
+def expect_occurrence(cells: U64, rows: Records, keys: I64, i: int) -> None:
+    """Has the processor bring the occurrence of keys[i], as far as its first cell tells, into its cache."""
+    if i < len(keys):
+        held = cells[hash_of(keys[i]) & np.uint64(len(cells) - 1)]
+        if held != EMPTY:
+            prefetch(rows, np.int64(held & LOW) & (len(rows) - 1))
+
+
+@compiled_loop
+def contains(ascending: I64, key: int) -> bool:
+    low, high = 0, len(ascending)
+    while low < high:
+        middle = (low + high) // 2
+        if ascending[middle] < key:
+            low = middle + 1
+        else:
+            high = middle
+    return low < len(ascending) and ascending[low] == key
+
+
+@compiled_loop
+def hand_on(before: np.void, row: np.void) -> None:
+    """Moves the state of a resident row to its next occurrence."""
+    row["slot"], row["last_use"], row["flags"], row["worth"] = before["slot"], before["last_use"], before["flags"], before["worth"]
+    before["slot"] = NONE
+
+
+@compiled_loop
+def use_rows(step: int, train: bool, per_use: int, place: int, ring: Ring, unique_slots: I32) -> tuple[int, int]:
+    """The batch at `place`, all of whose rows are resident now, is used: each row's state goes on to its next occurrence, whose queue it
+    joins, or stays as that of an idle row. Returns how many rows became dirty, and how many idle."""
+    rows, last, last_step = ring.rows, len(ring.rows) - 1, len(ring.first) - 1
+    num_dirtied = num_idle = 0
+    for u in range(len(unique_slots)):
+        ahead = place + u + AHEAD_IN_RING
+        prefetch(rows, (ahead + rows[ahead & last]["next_in"]) & last)
+        row = rows[(place + u) & last]
+        unique_slots[u] = row["slot"]
+        num_dirtied += train and not row["flags"] & DIRTY
+        row["flags"] |= DIRTY if train else 0
+        row["last_use"] = step
+        row["worth"] += per_use
+        if row["next_in"] == 0:
+            num_idle += 1
+            continue
+        following = place + u + row["next_in"]
+        after = rows[following & last]
+        hand_on(row, after)
+        if not row["flags"] & PINNED:
+            at = after["step"] & last_step
+            ring.queued[(ring.first[at] + ring.tails[at]) & last] = following - ring.first[at]
+            ring.tails[at] += 1
+    return num_dirtied, num_idle
+
+
+@compiled_loop
+def close_gaps(rows: Records, cells: U64, oldest: int, head: int) -> int:
+    """Moves idle rows up to the head, in their order. Returns the new oldest place."""
+    last, free = len(rows) - 1, head
+    for place in range(head - 1, oldest - 1, -1):
+        row = rows[place & last]
+        if row["slot"] != NONE:
+            free -= 1
+            if free != place:
+                cells[locate_place(cells, row["key"], place)] = (hash_of(row["key"]) << PLACE_BITS) | (np.uint64(free) & LOW)
+                rows[free & last] = row
+                row["slot"] = NONE
+    return free

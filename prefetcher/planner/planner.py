@@ -1,16 +1,33 @@
 """The planner: batches in, step plans out. A plan is a function of the data, the first step, the slots and the horizon alone."""
 
 from collections import deque
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
-from prefetcher.compiled import compiled
-from prefetcher.planner.group_planner import GroupPlanner, Occupancy
-from prefetcher.planner.grouping import I64
+import numpy as np
+
+from prefetcher.compiled import compiled_loop
+from prefetcher.planner.auto_horizon import AutoHorizon
+from prefetcher.planner.eviction import Frequency, Hotness, Worth
+from prefetcher.planner.group_planner import GroupMoves, GroupPlanner, Occupancy
+from prefetcher.planner.grouping import I64, Grouper, Grouping, Pool, bags_of
 from prefetcher.planner.horizon import Horizon, KnownBatch
-from protocol.batch import ScheduledBatch
+from prefetcher.planner.integrity import check_group
+from protocol.batch import Batch, ScheduledBatch
 from protocol.errors import ConfigError
+from protocol.job import Policy
 from protocol.plan import BarrierPlan, GroupPlan, StepPlan
 from protocol.tables import GroupSpec
+
+NO_IDS = np.zeros(0, np.int64)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepMoves:
+    """What a step changes in the slots."""
+
+    after_step: int | None  # as in StepPlan
+    groups: tuple[GroupMoves, ...]
 
 
 @dataclass(kw_only=True, slots=True)
@@ -25,38 +42,66 @@ class PlanCounters:
     rows_written_back: int = 0  # dirty victims
     rows_flushed: int = 0  # dirty rows at barriers
 
-    def count(self, plan: GroupPlan) -> None:
-        self.lookups += len(plan.slots)
-        self.unique_rows += len(plan.unique_slots)
-        self.hits += len(plan.unique_slots) - len(plan.fetch)
-        self.rows_fetched += len(plan.fetch)
-        self.rows_evicted += len(plan.evict)
-        self.rows_written_back += plan.num_dirty
+    def count(self, num_lookups: int, moves: GroupMoves) -> None:
+        self.lookups += num_lookups
+        self.unique_rows += len(moves.unique_slots)
+        self.hits += len(moves.unique_slots) - len(moves.fetch)
+        self.rows_fetched += len(moves.fetch)
+        self.rows_evicted += len(moves.evict)
+        self.rows_written_back += moves.num_dirty
 
 
 class RowPlanner:
     """One caller, one thread. `add` batches while `wants_batch` is above 0, `end` when there are no more, `plan` while `ready`.
 
     groups: every group of the job. slots: device slots of each. depth: steps of rows in flight. horizon: batches known beyond the one
-    being planned; plans use exactly these, so they do not depend on when batches are added.
+    being planned, or how that number grows; plans use exactly these, so they do not depend on when batches are added. policy: all but
+    "lookahead" choose victims by the past alone, as if the horizon were 0; "static" by the batches that use a row among `first_batches`.
+    pinned: for each group, ascending keys of rows that never leave once they are there. num_threads: changes no plan. keep_ids:
+    `plan` returns batches with their ids; otherwise these are dropped once they are grouped, as nothing behind the planner needs them.
     """
 
-    def __init__(self, groups: tuple[GroupSpec, ...], slots: tuple[int, ...], depth: int, horizon: int) -> None:
+    def __init__(
+        self,
+        groups: tuple[GroupSpec, ...],
+        slots: tuple[int, ...],
+        depth: int,
+        horizon: int | AutoHorizon,
+        *,
+        policy: Policy = "lookahead",
+        first_batches: Sequence[ScheduledBatch] = (),
+        pinned: tuple[I64, ...] | None = None,
+        num_threads: int = 1,
+        keep_ids: bool = False,
+    ) -> None:
         assert len(groups) == len(slots), f"{len(groups)} groups, but slots for {len(slots)}"
         assert depth >= 1, f"a depth of {depth} steps"
-        num_features = sum(group.num_features for group in groups)
-        self._groups = tuple(GroupPlanner(group, n, horizon, num_features) for group, n in zip(groups, slots, strict=True))
-        self._horizon = Horizon(horizon)
-        self._written_back: deque[tuple[int, tuple[I64, ...]]] = deque(maxlen=depth)  # step, keys of the dirty victims of each group
+        self._pool = Pool(num_threads)
+        self._keep_ids = keep_ids
+        self._groupers = groupers_of(groups, self._pool)
+        worths = [new_worth(policy, grouper, first_batches) for grouper in self._groupers]
+        pins = pinned or tuple(np.zeros(0, np.int64) for _ in groups)
+        self._groups = tuple(GroupPlanner(*of_group) for of_group in zip(groups, slots, worths, pins, strict=True))
+        self._auto = horizon if isinstance(horizon, AutoHorizon) and policy == "lookahead" else None
+        fixed = 0 if policy != "lookahead" or isinstance(horizon, AutoHorizon) else horizon
+        self._horizon = Horizon(fixed if self._auto is None else self._auto.num_batches)
+        self._way_home = WayHome(depth)
         self._last_planned: int | None = None
         self._num_barriers = 0
         self.counters = PlanCounters()
 
-    def add(self, scheduled: ScheduledBatch) -> None:
+    def group(self, batch: Batch) -> tuple[Grouping, ...]:
+        """What `add` does first, once for all planners over the same batches."""
+        return tuple(grouper.group(grouper.lookups(batch)) for grouper in self._groupers)
+
+    def add(self, scheduled: ScheduledBatch, groupings: tuple[Grouping, ...] | None = None) -> None:
         """The next batch enters the horizon: steps follow each other without gaps, from any first step."""
         self._horizon.check_next(scheduled.step)
-        entered = tuple(group.enter(scheduled.batch, scheduled.step) for group in self._groups)
-        self._horizon.append(KnownBatch(scheduled=scheduled, groups=entered))
+        groupings = groupings or self.group(scheduled.batch)
+        needed = tuple(group.enter(grouping.keys, scheduled.step) for group, grouping in zip(self._groups, groupings, strict=True))
+        if not self._keep_ids:
+            scheduled = replace(scheduled, batch=replace(scheduled.batch, ids=NO_IDS, offsets=None, weights=None))
+        self._horizon.append(KnownBatch(scheduled=scheduled, groups=groupings, slots_needed=needed))
 
     def end(self) -> None:
         """No further batch."""
@@ -68,9 +113,14 @@ class RowPlanner:
         return self._horizon.wants
 
     @property
+    def horizon(self) -> int:
+        """Batches known beyond the one that is planned next, once enough are added."""
+        return self._horizon.num_batches
+
+    @property
     def num_known(self) -> int:
         """Batches known and not planned yet."""
-        return len(self._horizon.batches)
+        return self._horizon.num_known
 
     def ready(self) -> bool:
         """Whether the next step can be planned: its horizon is complete or the data has ended, and there is a batch."""
@@ -78,32 +128,41 @@ class RowPlanner:
 
     def plan(self) -> tuple[ScheduledBatch, StepPlan]:
         """Plans the next step. Raises ConfigError, with nothing changed, where a group has fewer slots than the batch has rows."""
-        known = self._horizon.next
-        self._check_capacity(known)
-        scheduled, last_step = known.scheduled, self._horizon.last_step
-        train = scheduled.kind == "train"
-        plans = tuple(
-            group.plan(lookups, scheduled.step, last_step, train) for group, lookups in zip(self._groups, known.groups, strict=True)
-        )
-        after_step = self._after_step(plans)
-        self._written_back.append((scheduled.step, tuple(plan.evict.keys[: plan.num_dirty] for plan in plans)))
-        self._horizon.advance()
-        self._last_planned = scheduled.step
-        for plan in plans:
-            self.counters.count(plan)
-        return scheduled, StepPlan(
+        groupings = self._horizon.next.groups
+        scheduled, moves = self.move()
+        plans = tuple(group_plan(*of_group) for of_group in zip(self._groupers, groupings, moves.groups, strict=True))
+        plan = StepPlan(
             step=scheduled.step,
             kind=scheduled.kind,
             train_step=scheduled.train_step,
             epoch=scheduled.epoch,
-            after_step=after_step,
+            after_step=moves.after_step,
             groups=plans,
         )
+        return scheduled, plan
+
+    def move(self) -> tuple[ScheduledBatch, StepMoves]:
+        """As `plan`, without the arrays that have an element a look-up."""
+        known = self._horizon.next
+        self._check_capacity(known)
+        scheduled, last_step = known.scheduled, self._horizon.last_step
+        moves = tuple(
+            group.move(grouping.num_unique, scheduled.step, last_step, scheduled.kind == "train")
+            for group, grouping in zip(self._groups, known.groups, strict=True)
+        )
+        after_step = self._way_home.after_step(scheduled.step, moves, self._horizon.num_batches)
+        if self._auto is not None:
+            self._horizon.num_batches = self._auto.grow(self._groups, self._horizon.id_bytes, self._horizon.num_known)
+        self._horizon.advance()
+        self._last_planned = scheduled.step
+        for grouping, of_group in zip(known.groups, moves, strict=True):
+            self.counters.count(len(grouping.order), of_group)
+        return scheduled, StepMoves(after_step=after_step, groups=moves)
 
     def barrier(self, reason: str, finished: bool) -> BarrierPlan:
         """A barrier after the last planned step. Every row is in the store or clean in a slot once it is done, so nothing stays pending."""
         dirty = tuple(group.clean() for group in self._groups)
-        self._written_back.clear()
+        self._way_home.settle(self._last_planned)
         self._num_barriers += 1
         self.counters.rows_flushed += sum(map(len, dirty))
         return BarrierPlan(barrier=self._num_barriers - 1, after_step=self._last_planned, dirty=dirty, reason=reason, finished=finished)
@@ -116,23 +175,18 @@ class RowPlanner:
     def check_integrity(self) -> None:
         """Raises AssertionError with both numbers where directory, slots, queues and horizon disagree. For idle times and tests."""
         for index, group in enumerate(self._groups):
-            group.check_integrity([(batch.scheduled.step, batch.groups[index]) for batch in self._horizon.batches])
-
-    def _after_step(self, plans: tuple[GroupPlan, ...]) -> int | None:
-        for step, written_back in reversed(self._written_back):
-            if any(share_key(plan.fetch.keys, keys) for plan, keys in zip(plans, written_back, strict=True)):
-                return step
-        return None
+            check_group(group, [(known.scheduled.step, known.groups[index].keys) for known in self._horizon.batches])
 
     def _check_capacity(self, known: KnownBatch) -> None:
-        for group, lookups in zip(self._groups, known.groups, strict=True):
-            if lookups.num_unique > group.num_slots:
-                raise ConfigError(self._refusal(known.scheduled.step, group, lookups.num_unique))
+        for group, needed in zip(self._groups, known.slots_needed, strict=True):
+            if needed > group.num_slots:
+                raise ConfigError(self._refusal(known.scheduled.step, group, needed))
 
     def _refusal(self, step: int, refused: GroupPlanner, num_rows: int) -> str:
         """One group's slots follow its capacity; several share one, which is raised in proportion."""
         group = refused.group
-        what = f"step {step} touches {num_rows} distinct rows of group {group.name}, more than its {refused.num_slots} slots"
+        pinned = f", {refused.num_pinned} pinned ones included" if refused.num_pinned else ""
+        what = f"step {step} touches {num_rows} distinct rows of group {group.name}{pinned}, more than its {refused.num_slots} slots"
         needed = f"{num_rows} rows ({num_rows * group.record_bytes} bytes)"
         if len(self._groups) == 1:
             return f"{what}; raise cache.capacity to at least {needed}, or make data.batch_size smaller"
@@ -141,7 +195,70 @@ class RowPlanner:
         return f"{what}; it needs {needed}, so raise cache.capacity from {total} to about {enough} bytes, or make data.batch_size smaller"
 
 
-@compiled
+class WayHome:
+    """Dirty victims that may not have reached the store yet: those of the last `depth` plans."""
+
+    def __init__(self, depth: int) -> None:
+        self._depth = depth
+        self._recent: deque[tuple[int, tuple[I64, ...]]] = deque(maxlen=depth)  # step, keys of each group's dirty victims
+        self._settled: int | None = None
+
+    def after_step(self, step: int, moves: tuple[GroupMoves, ...], horizon: int) -> int | None:
+        """The last of these plans that evicted a row which this one fetches.
+
+        With a horizon of at least `depth`, such a row had a known next use when it left, so its occurrence knows; otherwise keys tell.
+        """
+        if horizon >= self._depth:
+            least = max(step - self._depth, 0 if self._settled is None else self._settled + 1)
+            return max((m.last_evicted for m in moves if m.last_evicted is not None and m.last_evicted >= least), default=None)
+        fetched = [of_group.fetch.keys for of_group in moves]
+        found = (e for e, keys in reversed(self._recent) if any(share_key(*both) for both in zip(fetched, keys, strict=True)))
+        after_step = next(found, None)
+        self._recent.append((step, tuple(of_group.evict.keys[: of_group.num_dirty] for of_group in moves)))
+        return after_step
+
+    def settle(self, step: int | None) -> None:
+        """Everything up to `step` is home."""
+        self._recent.clear()
+        self._settled = step
+
+
+def groupers_of(groups: tuple[GroupSpec, ...], pool: Pool | None = None) -> tuple[Grouper, ...]:
+    """One a group; `groups` are all groups of the job."""
+    num_features = sum(group.num_features for group in groups)
+    return tuple(Grouper(group, num_features, pool) for group in groups)
+
+
+def new_worth(policy: Policy, grouper: Grouper, first_batches: Sequence[ScheduledBatch]) -> Worth | None:
+    if policy == "lfu":
+        return Frequency()
+    if policy == "static":
+        return Hotness(grouper.group(grouper.lookups(scheduled.batch)).keys for scheduled in first_batches)
+    return None
+
+
+def group_plan(grouper: Grouper, grouping: Grouping, moves: GroupMoves) -> GroupPlan:
+    slots, order = grouper.arrange(grouping, moves.unique_slots)
+    bags = order
+    if grouping.offsets is not None:
+        bags = np.empty(len(order), np.int32)
+        bags_of(order, grouping.offsets, bags)
+    return GroupPlan(
+        slots=slots,
+        unique_slots=moves.unique_slots,
+        segment_offsets=grouping.segment_offsets,
+        bag_order=bags,
+        lookup_order=None if grouping.weights is None else order,
+        offsets=grouping.offsets,
+        weights=grouping.weights,
+        fetch=moves.fetch,
+        evict=moves.evict,
+        num_dirty=moves.num_dirty,
+        fill_after=moves.fill_after,
+    )
+
+
+@compiled_loop
 def share_key(some: I64, others: I64) -> bool:
     """Whether two ascending arrays have a key in common."""
     i = j = 0

@@ -1,18 +1,35 @@
 """From rows to batches: the split, the shuffle and the batch boundaries that all file formats share.
 
-A format that can go to any row implements `IndexedRows`, one that can only be read forward `StreamedRows`; both get the rest from here.
+A format implements `Rows`: how many there are, and a `Cursor` that takes any of them. Everything else comes from here.
+
+    data.batch_size, data.shuffle -> rows of batch k -> Cursor.take -> Batch
 """
 
 from collections.abc import Iterator
-from typing import Generic, Protocol, TypeVar
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Protocol
 
+from prefetcher.readers.base import Pending, decoded
 from prefetcher.readers.files import Span, split_rows
 from prefetcher.readers.ids import IdCheck
-from prefetcher.readers.rows import Ids, compact, cut, take_rows
+from prefetcher.readers.parts import Part
+from prefetcher.readers.rows import Ids
 from prefetcher.readers.shuffle import RowOrder
 from protocol.batch import Batch, Kind
 from protocol.errors import DataError
 from protocol.job import Job
+
+
+class Cursor(Protocol):
+    """One walk through a data set, which may hold files open and what it has read of them. Used by one thread."""
+
+    def take(self, rows: Ids, within: Span) -> Part:
+        """The given rows, at least one, in the given order, decoded and checked.
+
+        All of them lie `within`. What lies there is kept until the next call, nothing else is, so that a walk whose `within` moves
+        forward reads nothing twice. Rows that no call asks for are not decoded.
+        """
 
 
 class Rows(Protocol):
@@ -27,24 +44,13 @@ class Rows(Protocol):
     @property
     def file_sizes(self) -> list[int]: ...  # bytes
 
-
-class IndexedRows(Rows, Protocol):
-    def take(self, rows: Ids) -> Batch:
-        """The given rows in the given order, checked."""
+    def cursor(self) -> AbstractContextManager[Cursor]: ...
 
 
-class StreamedRows(Rows, Protocol):
-    def blocks(self, span: Span) -> Iterator[Batch]:
-        """The rows of `span` in order, checked, in blocks of any size."""
+class RowReader:
+    """A `Reader` over the rows of both splits. `evaluation` None: the last rows, by data.eval_fraction."""
 
-
-AnyRows = TypeVar("AnyRows", bound=Rows)
-
-
-class SplitRows(Generic[AnyRows]):
-    """What the two readers share: rows of both splits. `evaluation` None: the last rows, by data.eval_fraction."""
-
-    def __init__(self, job: Job, ids: IdCheck, rows: AnyRows, evaluation: AnyRows | None = None) -> None:
+    def __init__(self, job: Job, ids: IdCheck, rows: Rows, evaluation: Rows | None = None) -> None:
         self._job, self._ids = job, ids
         self._rows = {"train": rows, "eval": evaluation or rows}
         self._spans = split_spans(job, rows, evaluation)
@@ -58,41 +64,32 @@ class SplitRows(Generic[AnyRows]):
     def num_samples(self, split: Kind) -> int | None:
         return self._spans[split].num_rows
 
-
-class IndexedReader(SplitRows[IndexedRows]):
-    """A `Reader` over rows that can be taken in any order."""
-
     def batches(self, split: Kind, epoch: int, start: int = 0) -> Iterator[Batch]:
+        return decoded(self.pending(split, epoch, start))
+
+    def pending(self, split: Kind, epoch: int, start: int = 0) -> Iterator[Pending]:
         size, span = self._job.data.batch_size, self._spans[split]
         window = self._job.data.shuffle_window if split == "train" else None
         order = RowOrder(seed=self._job.job.seed, epoch=epoch, num_rows=span.num_rows, window=window)
-        for at in range(start * size, span.num_rows, size):
-            rows = order.rows(at, min(at + size, span.num_rows))
-            yield compact(self._rows[split].take(span.start + rows))
+        with self._rows[split].cursor() as cursor:
+            for first in range(start * size, span.num_rows, size):
+                yield PendingRows(cursor, order, span.start, first, min(first + size, span.num_rows))
 
 
-class StreamedReader(SplitRows[StreamedRows]):
-    """A `Reader` over rows that are read forward; a window shuffle holds one block of data.shuffle's rows."""
+@dataclass(frozen=True, slots=True)
+class PendingRows:
+    """The batch at positions start to stop of a split whose first row is `origin`."""
 
-    def batches(self, split: Kind, epoch: int, start: int = 0) -> Iterator[Batch]:
-        size = self._job.data.batch_size
-        shuffled = split == "train" and self._job.data.shuffle_window is not None
-        blocks = self._shuffled(epoch, start * size) if shuffled else self._blocks(split, start * size)
-        return map(compact, cut(blocks, size))
+    cursor: Cursor
+    order: RowOrder
+    origin: int
+    start: int
+    stop: int
 
-    def _blocks(self, split: Kind, first: int) -> Iterator[Batch]:
-        span = self._spans[split]
-        return self._rows[split].blocks(Span(start=span.start + first, stop=span.stop))
-
-    def _shuffled(self, epoch: int, first: int) -> Iterator[Batch]:
-        """Training rows in the epoch's order, from its position `first` on."""
-        data, num_rows = self._job.data, self._spans["train"].num_rows
-        order = RowOrder(seed=self._job.job.seed, epoch=epoch, num_rows=num_rows, window=data.shuffle_window)
-        assert order.window, "a stream is shuffled by window; the job file refuses full"
-        block, skip = divmod(first, order.window)
-        for rows in cut(self._blocks("train", block * order.window), order.window):
-            yield take_rows(rows, order.permutation(block)[skip:])
-            block, skip = block + 1, 0
+    def __call__(self) -> Part:
+        within = self.order.within(self.start, self.stop)
+        rows = self.origin + self.order.rows(self.start, self.stop)
+        return self.cursor.take(rows, Span(start=self.origin + within.start, stop=self.origin + within.stop))
 
 
 def split_spans(job: Job, rows: Rows, evaluation: Rows | None) -> dict[Kind, Span]:

@@ -1,9 +1,10 @@
 """What every reader promises, and the one place that knows which format is read by which file."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from importlib import import_module
 from typing import Protocol, cast
 
+from prefetcher.readers.parts import Columns, Part
 from protocol.batch import Batch, Kind
 from protocol.job import Job
 
@@ -13,13 +14,16 @@ FORMATS = {  # data.format -> a module with open_reader(job); imported only when
     "parquet": "prefetcher.readers.parquet",
     "synthetic": "prefetcher.readers.synthetic",
 }
+IN_COLUMNS = ("criteo-npy", "parquet")  # formats whose open_reader(job, columns) can read one part of the batches without the other
 CUSTOM = "prefetcher.readers.custom"  # data.format = "package.module:factory"
+Pending = Callable[[], Part]  # a batch that is decoded and checked when it is called
 
 
 class Reader(Protocol):
     """A data set, cut into batches in training order. Used by one thread of one process; opening it reads no rows beyond a count.
 
-    Two readers of one job yield bit-equal batches: batches are a function of job file and data, never of time.
+    Two readers of one job yield bit-equal batches: batches are a function of job file and data, never of time, and none depends on
+    whether others were decoded. So several readers can share the batches of a run.
     """
 
     @property
@@ -28,7 +32,7 @@ class Reader(Protocol):
 
     @property
     def invalid_ids(self) -> int:
-        """Ids replaced so far under data.on_invalid_id, counted as rows are decoded (up to a shuffle window ahead of the batches)."""
+        """Ids replaced under data.on_invalid_id in the batches decoded so far."""
 
     @property
     def file_sizes(self) -> list[int]:
@@ -40,11 +44,35 @@ class Reader(Protocol):
     def batches(self, split: Kind, epoch: int, start: int = 0) -> Iterator[Batch]:
         """Batches `start`, `start` + 1, ... of one epoch: data.batch_size samples each, the last one what is left.
 
-        Ids and dense values are checked. Raises DataError with file, line or row, column and value.
+        Ids, dense values and labels are checked. Raises DataError with file, line or row, column and value. For readers of all columns.
+        """
+
+    def pending(self, split: Kind, epoch: int, start: int = 0) -> Iterator[Pending]:
+        """The same batches, each decoded when it is called: before the next one is taken, or never. One that is never called is skipped,
+        and costs little or nothing. The call gives the columns that the reader was opened for.
         """
 
 
-def open_reader(job: Job) -> Reader:
+def decoded(pending: Iterable[Pending]) -> Iterator[Batch]:
+    """`Reader.batches`, for those that implement `Reader.pending`."""
+    for decode in pending:
+        batch = decode()
+        assert isinstance(batch, Batch), f"a reader of all columns gave {type(batch).__name__}"
+        yield batch
+
+
+def can_share(job: Job) -> bool:
+    """Whether several readers can share the batches, each decoding only its own: not where foreign code makes them one by one."""
+    return job.data.format in FORMATS
+
+
+def stream_columns(job: Job) -> tuple[Columns, ...]:
+    """How many streams the data is read as, and which columns of it each one reads; the ids are in the first."""
+    return ("ids", "rest") if job.data.format in IN_COLUMNS else ("all",)
+
+
+def open_reader(job: Job, columns: Columns = "all") -> Reader:
     """The reader of `job.data`. Raises ConfigError where the job does not fit the data, DataError where the data is broken."""
+    assert columns == "all" or columns in stream_columns(job), f"{job.data.format} is not read in columns"
     module = import_module(FORMATS.get(job.data.format, CUSTOM))
-    return cast(Reader, module.open_reader(job))
+    return cast(Reader, module.open_reader(job) if columns == "all" else module.open_reader(job, columns))

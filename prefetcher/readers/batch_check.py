@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from prefetcher.readers.ids import IdCheck, Place, check_dense, dense_names, job_features
-from prefetcher.readers.rows import Ids, bag_offsets, compact
+from prefetcher.readers.rows import Ids, bag_offsets, needed_offsets
 from protocol.batch import Batch
 from protocol.errors import DataError
 from protocol.job import Job
@@ -29,15 +29,14 @@ class BatchCheck:
             raise DataError(f"{where} is {type(batch).__name__}; yield protocol.batch.Batch")
         self._check_shapes(batch, where)
         self._check_values(batch, where)
-        return compact(
-            replace(
-                batch,
-                dense=np.ascontiguousarray(batch.dense),
-                labels=np.ascontiguousarray(batch.labels),
-                ids=self._checked_ids(batch, where),
-                offsets=None if batch.offsets is None else np.ascontiguousarray(batch.offsets),
-                weights=None if batch.weights is None else np.ascontiguousarray(batch.weights),
-            )
+        offsets = needed_offsets(batch.ids, batch.offsets)
+        return replace(
+            batch,
+            dense=np.ascontiguousarray(batch.dense),
+            labels=np.ascontiguousarray(batch.labels),
+            ids=self._checked_ids(batch, where),
+            offsets=None if offsets is None else np.ascontiguousarray(offsets),
+            weights=None if batch.weights is None else np.ascontiguousarray(batch.weights),
         )
 
     def _check_shapes(self, batch: Batch, where: str) -> None:
@@ -63,12 +62,8 @@ class BatchCheck:
             check_dense(batch.weights[:, None], ["weights"], lookup_place(where, 0))
 
     def _checked_ids(self, batch: Batch, where: str) -> Ids:
-        ids, bounds = np.ascontiguousarray(batch.ids), bag_offsets(batch)[:: batch.size]
-        checked = [
-            self._ids.check(ids[start:stop], feature, lookup_place(where, start))
-            for feature, start, stop in zip(self._features, bounds, bounds[1:], strict=False)
-        ]
-        return np.concatenate(checked)
+        ids, bounds = np.ascontiguousarray(batch.ids), bag_offsets(batch.ids, batch.offsets)[:: batch.size]
+        return self._ids.check(ids, bounds, lambda f: lookup_place(where, int(bounds[f])))
 
 
 def sample_place(where: str) -> Place:

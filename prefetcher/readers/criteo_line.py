@@ -1,7 +1,6 @@
-"""Why a line is not Criteo TSV: read field by field, after the fast way has refused the chunk that it stands in."""
+"""Why a line is not Criteo TSV: read field by field, after the fast way has refused the lines that it stands among."""
 
-from pathlib import Path
-
+from prefetcher.readers.ids import Place
 from protocol.errors import DataError
 
 NUM_DENSE, NUM_SPARSE = 13, 26
@@ -9,17 +8,17 @@ NUM_FIELDS = 1 + NUM_DENSE + NUM_SPARSE
 HEX_DIGITS = frozenset(b"0123456789abcdefABCDEF")
 
 
-def refuse_line(lines: bytes, path: Path, first_line: int, reason: str) -> DataError:
-    """The error of the first bad line in `lines`, which start with line `first_line` of the file, counted from 1.
+def refuse_line(lines: bytes, place: Place, reason: str) -> DataError:
+    """The error of the first bad line in `lines`; `place(i)` names the i-th one's file and number.
 
     `reason` is what the fast way said, for lines in which nothing is found here.
     """
     split = lines.removesuffix(b"\n").split(b"\n")
-    for number, line in enumerate(split, start=first_line):
+    for i, line in enumerate(split):
         complaint = line_complaint(line.removesuffix(b"\r"))
         if complaint is not None:
-            return DataError(f"{path}, line {number}{complaint}")
-    return DataError(f"{path}, lines {first_line} to {first_line + len(split) - 1}: {reason}")
+            return DataError(f"{place(i)}{complaint}")
+    return DataError(f"{place(0)}, or another of the {len(split)} lines decoded with it: {reason}")
 
 
 def line_complaint(line: bytes) -> str | None:

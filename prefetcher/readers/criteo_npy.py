@@ -5,17 +5,27 @@ data.hash an id is read as unsigned, then taken modulo its table's rows. Feature
 """
 
 import re
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from prefetcher.readers.assemble import IndexedReader
-from prefetcher.readers.files import cumulative, data_files, eval_path, sizes_of
-from prefetcher.readers.ids import IdCheck, Place, check_dense, check_labels, dense_names, job_features, numbered_columns, refuse_weights
-from prefetcher.readers.rows import Ids
-from protocol.batch import Batch
+from prefetcher.readers.assemble import RowReader
+from prefetcher.readers.files import Span, cumulative, data_files, eval_path, sizes_of
+from prefetcher.readers.ids import (
+    IdCheck,
+    check_dense,
+    check_labels,
+    dense_names,
+    job_features,
+    numbered_columns,
+    refuse_weights,
+    row_place,
+)
+from prefetcher.readers.parts import Columns, IdsBatch, Part, Rest, decode_part
+from prefetcher.readers.rows import FileRows, Ids, as_slice, join_ids, join_rest, rows_by_file
 from protocol.errors import ConfigError, DataError
 from protocol.job import Job
 
@@ -31,19 +41,22 @@ class Day(NamedTuple):
     labels: Array
 
 
-def open_reader(job: Job) -> IndexedReader:
+def open_reader(job: Job, columns: Columns = "all") -> RowReader:
     """Raises ConfigError for a missing path, file or column, DataError for files that are torn or disagree."""
     refuse_weights(job)
     assert job.data.path is not None, "the job file refuses criteo-npy without a path"
     ids, held_out = IdCheck(job), eval_path(job)
-    rows = NpyRows(job, ids, open_days(job.data.path, "data.path"))
-    evaluation = None if held_out is None else NpyRows(job, ids, open_days(held_out, "data.eval_path"))
-    return IndexedReader(job, ids, rows, evaluation)
+    rows = NpyRows(job, ids, open_days(job.data.path, "data.path"), columns)
+    evaluation = None if held_out is None else NpyRows(job, ids, open_days(held_out, "data.eval_path"), columns)
+    return RowReader(job, ids, rows, evaluation)
 
 
 class NpyRows:
-    def __init__(self, job: Job, ids: IdCheck, days: list[Day]) -> None:
+    """Its own cursor: nothing is held."""
+
+    def __init__(self, job: Job, ids: IdCheck, days: list[Day], columns: Columns) -> None:
         self._features, self._hash, self._ids, self._days = job_features(job), job.data.hash, ids, days
+        self._wanted = columns
         self._columns = numbered_columns(job, shared_width(days, "sparse"), f"{days[0].name}_sparse.npy")
         self._bounds = np.array(cumulative([len(day.labels) for day in days]), np.int64)
         self.file_sizes = sizes_of([part_path(day.name, part) for day in days for part in PARTS])
@@ -53,43 +66,35 @@ class NpyRows:
     def num_rows(self) -> int:
         return int(self._bounds[-1])
 
-    def take(self, rows: Ids) -> Batch:
-        days = np.searchsorted(self._bounds, rows, side="right") - 1
-        if (days == days[0]).all():
-            return self._take(int(days[0]), rows - self._bounds[days[0]])
-        ids = np.empty((len(self._features), len(rows)), np.int64)
-        dense, labels = np.empty((len(rows), self.num_dense), np.float32), np.empty(len(rows), np.float32)
-        for day in np.unique(days):
-            here = days == day
-            part = self._take(int(day), rows[here] - self._bounds[day])
-            ids[:, here], dense[here], labels[here] = part.ids.reshape(len(ids), -1), part.dense, part.labels
-        return Batch(dense=dense, labels=labels, ids=ids.ravel())
+    def cursor(self) -> AbstractContextManager["NpyRows"]:
+        return nullcontext(self)
 
-    def _take(self, day: int, rows: Ids) -> Batch:
-        name, dense, sparse, labels = self._days[day]
-        where = as_slice(rows)
-        return Batch(
-            dense=check_dense(np.array(dense[where]), dense_names(self.num_dense), lambda i: f"{name}_dense.npy, row {rows[i]}"),
-            labels=check_labels(labels[where].astype(np.float32).reshape(-1), "label", lambda i: f"{name}_labels.npy, row {rows[i]}"),
-            ids=self._checked_ids(sparse[where], lambda i: f"{name}_sparse.npy, row {rows[i]}"),
+    def take(self, rows: Ids, within: Span) -> Part:
+        days = rows_by_file(self._bounds, rows)
+        return decode_part(
+            self._wanted,
+            rest=lambda: join_rest(days, [self._rest(day) for day in days]),
+            ids=lambda: join_ids(days, [self._checked_ids(day) for day in days]),
         )
 
-    def _checked_ids(self, sparse: Array, place: Place) -> Ids:
-        """[n, columns of the file] -> [F * n]."""
+    def _rest(self, taken: FileRows) -> Rest:
+        name, dense, _, labels = self._days[taken.file]
+        where = as_slice(taken.rows)
+        return Rest(
+            dense=check_dense(np.array(dense[where]), dense_names(self.num_dense), row_place(part_path(name, "dense"), taken.rows)),
+            labels=check_labels(labels[where].astype(np.float32).reshape(-1), "label", row_place(part_path(name, "labels"), taken.rows)),
+        )
+
+    def _checked_ids(self, taken: FileRows) -> IdsBatch:
+        day = self._days[taken.file]
+        sparse = day.sparse[as_slice(taken.rows)][:, self._columns]  # [n, F]
         if self._hash:
             moduli = np.array([feature.num_embeddings for feature in self._features], np.uint64)
-            unsigned = sparse[:, self._columns].view(sparse.dtype.str.replace("i", "u"))
-            return np.ascontiguousarray((unsigned % moduli).T).astype(np.int64).ravel()
-        wide = np.ascontiguousarray(sparse[:, self._columns].T).astype(np.int64)
-        checked = [self._ids.check(ids, feature, place) for ids, feature in zip(wide, self._features, strict=True)]
-        return np.concatenate(checked)
-
-
-def as_slice(rows: Ids) -> Ids | slice:
-    """A run of rows as a slice, which reads a mapped file in one piece."""
-    first, last = int(rows[0]), int(rows[-1])
-    is_run = last - first + 1 == len(rows) and (np.diff(rows) == 1).all()
-    return slice(first, last + 1) if is_run else rows
+            unsigned = sparse.view(sparse.dtype.str.replace("i", "u"))
+            return IdsBatch(size=len(sparse), ids=np.ascontiguousarray((unsigned % moduli).T).astype(np.int64).ravel())
+        wide = np.ascontiguousarray(sparse.T).astype(np.int64).ravel()
+        place = row_place(part_path(day.name, "sparse"), taken.rows)
+        return IdsBatch(size=len(sparse), ids=self._ids.check(wide, np.arange(sparse.shape[1] + 1) * len(sparse), lambda f: place))
 
 
 def open_days(path: str, key: str) -> list[Day]:

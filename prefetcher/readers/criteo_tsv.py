@@ -4,34 +4,33 @@ label may be empty.
     dense = log(max(x, 0) + 1) in float64, rounded to float32; empty = 0
     id    = hash mod num_embeddings, unsigned; empty = 0
 
-Opening a data set counts its lines and notes where each chunk of lines starts, so a truncated file is refused before the first step
-and an epoch can begin at any row.
+Opening a data set counts its lines, so a truncated file is refused before the first step. Of an opened one only the lines of the
+batches that are wanted are decoded: workers that share a file find its line ends each for itself, which is little beside decoding, but
+they also decompress the whole of a gzip file each, which is not.
 """
 
-import gzip
-import zlib
-from bisect import bisect_right
-from collections.abc import Iterator
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, closing
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 from pyarrow import csv
 
-from prefetcher.readers.assemble import StreamedReader
+from prefetcher.readers.assemble import RowReader
 from prefetcher.readers.criteo_line import NUM_DENSE, NUM_SPARSE, refuse_line
-from prefetcher.readers.files import Span, cumulative, data_files, eval_path, file_spans, sizes_of
-from prefetcher.readers.ids import IdCheck, job_features, numbered_columns, refuse_weights
+from prefetcher.readers.files import Span, data_files, eval_path, sizes_of
+from prefetcher.readers.ids import IdCheck, Place, job_features, numbered_columns, refuse_weights
 from prefetcher.readers.rows import Floats, Ids
+from prefetcher.readers.text import TextCursor, TextIndex
 from protocol.batch import Batch
-from protocol.errors import ConfigError, DataError
 from protocol.job import Job
 
 FILE_NAMES = r"(.*\.(tsv|txt)|day_\d+)(\.gz)?"  # of a folder's data files
-CHUNK_BYTES = 4 * 2**20
+DENSE = [f"int_{i}" for i in range(NUM_DENSE)]
+SPARSE = [f"cat_{i}" for i in range(NUM_SPARSE)]
+LINES_AT_ONCE = 8192  # decoded together: few enough for the processor's cache
 INVALID = 0xFFFF
 
 
@@ -47,15 +46,7 @@ def hex_pairs() -> npt.NDArray[np.uint16]:
 HEX_PAIRS = hex_pairs()
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TsvFile:
-    path: Path
-    offsets: list[int]  # bytes, uncompressed, where each chunk starts
-    first_rows: list[int]  # row with which each chunk starts
-    num_rows: int
-
-
-def open_reader(job: Job) -> StreamedReader:
+def open_reader(job: Job) -> RowReader:
     """Raises ConfigError for a missing path or a feature that is not cat_0 to cat_25, DataError for a file that is empty or torn."""
     refuse_weights(job)
     numbered_columns(job, NUM_SPARSE, "Criteo TSV")
@@ -63,47 +54,62 @@ def open_reader(job: Job) -> StreamedReader:
     held_out = eval_path(job)
     rows = TsvRows(job, data_files(job.data.path, "data.path", FILE_NAMES))
     evaluation = None if held_out is None else TsvRows(job, data_files(held_out, "data.eval_path", FILE_NAMES))
-    return StreamedReader(job, IdCheck(job), rows, evaluation)
+    return RowReader(job, IdCheck(job), rows, evaluation)
 
 
 class TsvRows:
     num_dense = NUM_DENSE
 
     def __init__(self, job: Job, paths: list[Path]) -> None:
-        self._columns = numbered_columns(job, NUM_SPARSE, "Criteo TSV")
-        self._moduli = np.array([feature.num_embeddings for feature in job_features(job)], np.int64)
+        self.columns = numbered_columns(job, NUM_SPARSE, "Criteo TSV")
+        self.moduli = np.array([feature.num_embeddings for feature in job_features(job)], np.int64)
         self.file_sizes = sizes_of(paths)
-        self._files = [index_file(path) for path in paths]
-        self._bounds = cumulative([file.num_rows for file in self._files])
+        self.index = TextIndex(paths)
 
     @property
     def num_rows(self) -> int:
-        return self._bounds[-1]
+        return self.index.num_lines
 
-    def blocks(self, span: Span) -> Iterator[Batch]:
-        for index, part in file_spans(self._bounds, span):
-            file = self._files[index]
-            yield from (self._decode(lines, file.path, row) for row, lines in line_blocks(file, part))
-
-    def _decode(self, lines: bytes, path: Path, first_row: int) -> Batch:
-        """Whole lines, the first of which is row `first_row` of the file."""
-        names = [f"I{i}" for i in range(NUM_DENSE)]
-        try:
-            table = parse(lines, ["label", *names, *dict.fromkeys(f"C{i}" for i in self._columns)])
-            labels = table["label"].to_numpy()
-            hashes = {i: hash_column(table[f"C{i}"]) for i in self._columns}
-        except (pa.ArrowInvalid, ValueError) as error:
-            raise refuse_line(lines, path, first_row + 1, str(error)) from None
-        if table["label"].null_count or not ((labels == 0) | (labels == 1)).all():
-            raise refuse_line(lines, path, first_row + 1, "a label is not 0 or 1")
-        ids = np.stack([hashes[i] for i in self._columns]) % self._moduli[:, None]
-        dense = np.stack([dense_column(table[name]) for name in names], axis=1)
-        return Batch(dense=dense, labels=labels.astype(np.float32), ids=ids.ravel())
+    def cursor(self) -> AbstractContextManager["TsvCursor"]:
+        return closing(TsvCursor(self))
 
 
-def parse(lines: bytes, columns: list[str]) -> Any:
-    """The pyarrow table of `columns`. Raises ArrowInvalid or ValueError for a line that is not Criteo TSV."""
-    names = ["label", *(f"I{i}" for i in range(NUM_DENSE)), *(f"C{i}" for i in range(NUM_SPARSE))]
+class TsvCursor:
+    def __init__(self, rows: TsvRows) -> None:
+        self._rows = rows
+        self._text = TextCursor(rows.index)
+
+    def close(self) -> None:
+        self._text.close()
+
+    def take(self, rows: Ids, within: Span) -> Batch:
+        parts = [self._decode(rows[at : at + LINES_AT_ONCE], within) for at in range(0, len(rows), LINES_AT_ONCE)]
+        labels, dense, ids = zip(*parts, strict=True)
+        return Batch(dense=np.concatenate(dense), labels=np.concatenate(labels), ids=np.concatenate(ids, axis=1).ravel())
+
+    def _decode(self, rows: Ids, within: Span) -> tuple[Floats, Floats, Ids]:
+        """(labels [n], dense [n, 13], ids [F, n])"""
+        lines = self._text.lines(rows, within)
+        labels, dense, hashes = decode(lines, len(rows), self._rows.columns, lambda i: self._rows.index.place(int(rows[i])))
+        return labels, dense, remainders(hashes, self._rows.moduli)
+
+
+def decode(lines: bytes, num_lines: int, columns: list[int], place: Place) -> tuple[Floats, Floats, Ids]:
+    """(labels [n], dense [n, 13], hashes [len(columns), n]) of whole lines, the i-th of which is `place(i)`. Raises DataError."""
+    try:
+        table = parse(lines, num_lines, ["label", *DENSE, *dict.fromkeys(SPARSE[i] for i in columns)])
+        hashes = hash_columns([table[SPARSE[i]].chunk(0) for i in columns])
+    except (pa.ArrowInvalid, ValueError) as error:
+        raise refuse_line(lines, place, str(error)) from None
+    labels = table["label"].to_numpy()
+    if table["label"].null_count or not ((labels == 0) | (labels == 1)).all():
+        raise refuse_line(lines, place, "a label is not 0 or 1")
+    return labels.astype(np.float32), dense_columns([table[name] for name in DENSE]), hashes
+
+
+def parse(lines: bytes, num_lines: int, columns: list[str]) -> Any:
+    """The pyarrow table of `columns`, in one chunk. Raises ArrowInvalid or ValueError for a line that is not Criteo TSV."""
+    names = ["label", *DENSE, *SPARSE]
     types = dict.fromkeys(names, pa.binary()) | {name: pa.int64() for name in names[: NUM_DENSE + 1]}
     table = csv.read_csv(
         pa.py_buffer(lines),
@@ -113,97 +119,33 @@ def parse(lines: bytes, columns: list[str]) -> Any:
             column_types=types, include_columns=columns, null_values=[""], strings_can_be_null=False, check_utf8=False
         ),
     ).combine_chunks()
-    if table.num_rows != count_lines(lines):
+    if table.num_rows != num_lines:
         raise ValueError("a line holds a carriage return")
     return table
 
 
-def hash_column(column: Any) -> Ids:
-    """Column of 8 hex digits or nothing -> i64 0 to 2^32 - 1. Raises ValueError for anything else."""
-    chunk = column.chunk(0)
-    _, bounds, data = chunk.buffers()
-    offsets = np.frombuffer(bounds, np.int32)[chunk.offset : chunk.offset + len(chunk) + 1]
-    lengths = np.diff(offsets)
+def hash_columns(columns: list[Any]) -> Ids:
+    """Columns of 8 hex digits or nothing -> i64[columns, n], 0 to 2^32 - 1. Raises ValueError for anything else."""
+    num_rows = len(columns[0])
+    offsets = np.stack([np.frombuffer(own.buffers()[1], np.int32)[own.offset : own.offset + num_rows + 1] for own in columns])
+    lengths = np.diff(offsets, axis=1)
     present = lengths == 8
     if not (present | (lengths == 0)).all():
         raise ValueError("a hash has not 8 digits")
-    digits = np.frombuffer(data, np.uint8)[offsets[0] : offsets[-1]] if data is not None else np.zeros(0, np.uint8)
-    pairs = HEX_PAIRS[digits.view("<u2")].reshape(-1, 4)
+    texts = [np.frombuffer(own.buffers()[2] or b"", np.uint8)[at[0] : at[-1]] for own, at in zip(columns, offsets, strict=True)]
+    pairs = HEX_PAIRS.take(np.concatenate(texts).view("<u2"))
     if (pairs == INVALID).any():
         raise ValueError("a hash holds a character that is not a hex digit")
-    high, low = pairs[:, 0].astype(np.int64) << 8 | pairs[:, 1], pairs[:, 2].astype(np.int64) << 8 | pairs[:, 3]
-    hashes = np.zeros(len(chunk), np.int64)
-    hashes[present] = high << 16 | low
+    hashes = np.zeros(lengths.shape, np.int64)
+    hashes[present] = pairs.astype(np.uint8).view(">u4")
     return hashes
 
 
-def dense_column(column: Any) -> Floats:
-    values = column.fill_null(0).to_numpy()
-    return cast(Floats, np.log(np.maximum(values, 0) + 1.0).astype(np.float32))
+def remainders(hashes: Ids, moduli: Ids) -> Ids:
+    """Each column modulo its own number, by division: that numpy does in vector instructions, the remainder one by one."""
+    return np.stack([column - column // modulus * modulus for column, modulus in zip(hashes, moduli, strict=True)])
 
 
-def index_file(path: Path) -> TsvFile:
-    """One pass over the file's bytes. Raises DataError where it holds no line or ends within its compression."""
-    offsets, first_rows, at, rows = [], [], 0, 0
-    with open_lines(path) as stream:
-        for lines in chunks(stream, path):
-            offsets.append(at)
-            first_rows.append(rows)
-            at, rows = at + len(lines), rows + count_lines(lines)
-    if not rows:
-        raise DataError(f"{path}: the file is empty; give a file with at least one line")
-    return TsvFile(path=path, offsets=offsets, first_rows=first_rows, num_rows=rows)
-
-
-def line_blocks(file: TsvFile, part: Span) -> Iterator[tuple[int, bytes]]:
-    """(row of the first line, whole lines) of the rows `part` of one file."""
-    chunk = bisect_right(file.first_rows, part.start) - 1
-    row = file.first_rows[chunk]
-    with open_lines(file.path) as stream:
-        stream.seek(file.offsets[chunk])
-        for lines in chunks(stream, file.path):
-            num_lines = count_lines(lines)
-            start, stop = max(part.start - row, 0), min(part.stop - row, num_lines)
-            if start < stop:
-                yield row + start, some_lines(lines, start, stop, num_lines)
-            row += num_lines
-            if row >= part.stop:
-                return
-    raise DataError(f"{file.path}: the file ends after {row} lines, but had {file.num_rows} when it was opened; leave it as it is")
-
-
-def open_lines(path: Path) -> IO[bytes]:
-    try:
-        return cast(IO[bytes], gzip.open(path) if path.suffix == ".gz" else path.open("rb"))
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be read ({error.strerror})") from None
-
-
-def chunks(stream: IO[bytes], path: Path) -> Iterator[bytes]:
-    """The stream's bytes in pieces of about CHUNK_BYTES that end where a line ends."""
-    rest = b""
-    while data := read(stream, path):
-        end = data.rfind(b"\n") + 1
-        if end:
-            yield rest + data[:end]
-        elif len(rest) > CHUNK_BYTES:
-            raise DataError(f"{path}: a line is longer than {CHUNK_BYTES} bytes; this is not Criteo TSV")
-        rest = data[end:] if end else rest + data
-    if rest:
-        yield rest
-
-
-def read(stream: IO[bytes], path: Path) -> bytes:
-    try:
-        return stream.read(CHUNK_BYTES)
-    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise DataError(f"{path}: the gzip file is truncated or damaged ({error}); fetch it again") from None
-
-
-def count_lines(lines: bytes) -> int:
-    return lines.count(b"\n") + (not lines.endswith(b"\n"))
-
-
-def some_lines(lines: bytes, start: int, stop: int, num_lines: int) -> bytes:
-    """Lines start to stop of `num_lines`."""
-    return lines if (start, stop) == (0, num_lines) else b"\n".join(lines.split(b"\n")[start:stop]) + b"\n"
+def dense_columns(columns: list[Any]) -> Floats:
+    values = np.stack([(own.fill_null(0) if own.null_count else own).to_numpy() for own in columns])
+    return np.ascontiguousarray(np.log(np.maximum(values, 0) + 1.0).astype(np.float32).T)

@@ -2,21 +2,25 @@
 
 The factory is called as factory(job, **job.data.options) and returns one of
 
-    a Reader            an object with batches(split, epoch, start) (see `base.Reader`; only batches is required)
+    an object           with batches(split, epoch, start) -> iterable of Batch, from batch `start` on; it may also have num_dense,
+                        num_samples(split) and file_sizes as `base.Reader` has
     a function          called as function(split, epoch) -> iterable of Batch, for each epoch and for "eval"
     an iterable         of training batches, gone through once an epoch; it has no evaluation split
 
-Order, split and shuffle are the factory's own; going on at a batch skips the batches before it, unless it is a Reader.
+Order, split and shuffle are the factory's own; going on at a batch makes the batches before it first, unless an object has `start`.
+For the same reason one worker makes all batches: nothing here could skip those of another.
 """
 
 import inspect
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from importlib import import_module
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
+from prefetcher.readers.base import Pending, decoded
 from prefetcher.readers.batch_check import BatchCheck
 from protocol.batch import Batch, Kind
 from protocol.errors import ConfigError, DataError
@@ -74,8 +78,11 @@ class CustomReader:
         return count
 
     def batches(self, split: Kind, epoch: int, start: int = 0) -> Iterator[Batch]:
+        return decoded(self.pending(split, epoch, start))
+
+    def pending(self, split: Kind, epoch: int, start: int = 0) -> Iterator[Pending]:
         for index, batch in enumerate(self._batches(split, epoch, start), start=start):
-            yield self._check.check(batch, f"{self._name}, {split} batch {index} of epoch {epoch}")
+            yield partial(self._check.check, batch, f"{self._name}, {split} batch {index} of epoch {epoch}")
 
     def _first_num_dense(self) -> int:
         """Declared, or that of the first training batch."""
@@ -105,7 +112,8 @@ def batches_of(job: Job, source: Any) -> Batches:
         return lambda split, epoch, start: islice(source(split, epoch), start, None)
     if not isinstance(source, Iterable):
         raise ConfigError(
-            f"data.format = {job.data.format!r}: the factory returned {type(source).__name__}; return a Reader, a function or an iterable"
+            f"data.format = {job.data.format!r}: the factory returned {type(source).__name__}; "
+            "return an object with batches, a function or an iterable"
         )
     if is_iterator(source) and job.data.epochs > 1:
         raise ConfigError(

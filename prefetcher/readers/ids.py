@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 
 from prefetcher.readers.rows import Floats, Ids
 from protocol.errors import ConfigError, DataError
@@ -22,9 +21,9 @@ class Feature:
     weights_column: str | None  # data.columns.weights
 
 
-def row_place(path: Path, first_row: int) -> Place:
-    """For an array whose first sample is `first_row` of the file, counted from 0."""
-    return lambda i: f"{path}, row {first_row + i}"
+def row_place(path: Path, rows: Ids) -> Place:
+    """For an array whose samples are these rows of the file, counted from 0."""
+    return lambda i: f"{path}, row {rows[i]}"
 
 
 def job_features(job: Job) -> list[Feature]:
@@ -62,26 +61,33 @@ class IdCheck:
 
     def __init__(self, job: Job) -> None:
         self._policy = job.data.on_invalid_id
+        self._features = job_features(job)
+        self._limits = np.array([feature.num_embeddings for feature in self._features], np.uint64)
         self.num_invalid = 0
 
-    def check(self, ids: Ids, feature: Feature, place: Place) -> Ids:
-        """Ids inside the feature's table. `place(i)` names the i-th id's file and row. Raises DataError under "error"."""
-        outside = ids.view(np.uint64) >= np.uint64(feature.num_embeddings)  # as unsigned, a negative id is a huge one
+    def check(self, ids: Ids, bounds: Ids, place: Callable[[int], Place]) -> Ids:
+        """The ids of all features, those of feature f at bounds[f] to bounds[f + 1], inside their tables.
+
+        `place(f)(i)` names file and row of the feature's i-th id. Raises DataError under "error", for the first feature with such an id.
+        """
+        outside = ids.view(np.uint64) >= np.repeat(self._limits, np.diff(bounds))  # as unsigned, a negative id is a huge one
         if not outside.any():
             return ids
-        if self._policy == "error":
-            raise self._refusal(ids, outside, feature, place)
+        inside = ids.copy()
+        for f, (feature, start, stop) in enumerate(zip(self._features, bounds, bounds[1:], strict=False)):
+            where = start + np.flatnonzero(outside[start:stop])
+            if len(where) and self._policy == "error":
+                raise refusal(int(ids[where[0]]), feature, place(f)(int(where[0] - start)))
+            inside[where] = ids[where] % np.int64(feature.num_embeddings) if self._policy == "modulo" else 0
         self.num_invalid += int(np.count_nonzero(outside))
-        if self._policy == "modulo":
-            return ids % np.int64(feature.num_embeddings)
-        return np.where(outside, np.int64(0), ids)
+        return inside
 
-    def _refusal(self, ids: Ids, outside: npt.NDArray[np.bool_], feature: Feature, place: Place) -> DataError:
-        at = int(np.argmax(outside))
-        return DataError(
-            f"{place(at)}, column {feature.name}: id {ids[at]} is outside table {feature.table} (num_embeddings = "
-            f'{feature.num_embeddings}); enlarge the table or set data.on_invalid_id = "modulo" or "zero"'
-        )
+
+def refusal(row: int, feature: Feature, place: str) -> DataError:
+    return DataError(
+        f"{place}, column {feature.name}: id {row} is outside table {feature.table} (num_embeddings = {feature.num_embeddings}); "
+        'enlarge the table or set data.on_invalid_id = "modulo" or "zero"'
+    )
 
 
 def check_dense(dense: Floats, names: list[str], place: Place) -> Floats:

@@ -1,17 +1,16 @@
-"""Rows as columns: cutting, permuting and joining blocks of samples.
+"""Rows as columns: joining the features of a batch, and the parts of a batch whose rows stand in several files.
 
-A block is a `Batch` of any number of samples; every function here returns a new one and leaves its arguments as they are. Ids lie
-feature-major, so one sample's ids are spread over the block: sample b of feature f is bag f * B + b.
+Every function returns new values and leaves its arguments as they are. Ids lie feature-major, so one sample's ids are spread over the
+batch: sample b of feature f is bag f * B + b.
 """
 
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from protocol.batch import Batch
+from prefetcher.readers.parts import IdsBatch, Rest
 
 Ids = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float32]
@@ -20,20 +19,20 @@ Value = TypeVar("Value", bound=np.generic)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Column:
-    """One feature of a block of B samples."""
+    """One feature of B samples."""
 
     ids: Ids  # [n]
     lengths: Ids | None = None  # [B] ids in each bag, or None: one each (n = B)
     weights: Floats | None = None  # [n], or None: all one
 
 
-def block_of(dense: Floats, labels: Floats, columns: list[Column], weighted: bool) -> Batch:
-    """Joins features, in the job's feature order, into one block."""
-    return Batch(
-        dense=dense,
-        labels=labels,
-        ids=np.concatenate([column.ids for column in columns]),
-        offsets=joined_offsets([column.lengths for column in columns], len(labels)),
+def join_columns(columns: list[Column], size: int, weighted: bool) -> IdsBatch:
+    """Joins features, in the job's feature order, into the ids of `size` samples."""
+    ids = np.concatenate([column.ids for column in columns])
+    return IdsBatch(
+        size=size,
+        ids=ids,
+        offsets=needed_offsets(ids, joined_offsets([column.lengths for column in columns], size)),
         weights=np.concatenate([column_weights(column) for column in columns]) if weighted else None,
     )
 
@@ -56,52 +55,75 @@ def offsets_of(lengths: Ids) -> Ids:
     return offsets
 
 
-def bag_offsets(block: Batch) -> Ids:
-    """[F * B + 1], written out where the block leaves them away."""
-    return np.arange(len(block.ids) + 1, dtype=np.int64) if block.offsets is None else block.offsets
+def needed_offsets(ids: Ids, offsets: Ids | None) -> Ids | None:
+    """The offsets as they cross the boundary: none where every bag holds exactly one id."""
+    if offsets is None or len(ids) != len(offsets) - 1 or not (np.diff(offsets) == 1).all():
+        return offsets
+    return None
 
 
-def compact(block: Batch) -> Batch:
-    """The block as it crosses the boundary: no offsets where every bag holds exactly one id."""
-    if block.offsets is None or len(block.ids) != len(block.offsets) - 1 or not (np.diff(block.offsets) == 1).all():
-        return block
-    return Batch(dense=block.dense, labels=block.labels, ids=block.ids, weights=block.weights, extra=block.extra)
+def bag_offsets(ids: Ids, offsets: Ids | None) -> Ids:
+    """[F * B + 1], written out where they were left away."""
+    return np.arange(len(ids) + 1, dtype=np.int64) if offsets is None else offsets
 
 
-def take_rows(block: Batch, rows: Ids | slice) -> Batch:
-    """The samples `rows` of a block, in that order. A slice may share memory with the block."""
-    dense, labels = block.dense[rows], block.labels[rows]
-    if block.offsets is None:
-        ids = block.ids.reshape(-1, block.size)[:, rows].ravel()
-        weights = None if block.weights is None else block.weights.reshape(-1, block.size)[:, rows].ravel()
-        return Batch(dense=dense, labels=labels, ids=ids, weights=weights)
-    bags = np.arange(len(block.offsets) - 1).reshape(-1, block.size)[:, rows].ravel()
-    lookups, offsets = take_bags(block.offsets, bags)
-    weights = None if block.weights is None else block.weights[lookups]
-    return Batch(dense=dense, labels=labels, ids=block.ids[lookups], offsets=offsets, weights=weights)
+# rows of several files
 
 
-def take_bags(offsets: Ids, bags: Ids) -> tuple[Ids, Ids]:
-    """The look-ups of `bags`, bag after bag, and the offsets of the bags in that new order."""
-    lengths = np.diff(offsets)[bags]
-    taken = offsets_of(lengths)
-    return np.repeat(offsets[bags] - taken[:-1], lengths) + np.arange(taken[-1]), taken
+class FileRows(NamedTuple):
+    """The rows of a batch that stand in one file."""
+
+    file: int
+    places: Ids  # in the batch
+    rows: Ids  # in the file, counted from 0
 
 
-def join_rows(blocks: list[Batch]) -> Batch:
-    """The samples of all blocks, block after block."""
-    if len(blocks) == 1:
-        return blocks[0]
-    offsets = None if all(block.offsets is None for block in blocks) else [bag_offsets(block) for block in blocks]
-    sizes = [block.size for block in blocks]
-    weights = [block.weights for block in blocks if block.weights is not None]
-    return Batch(
-        dense=np.concatenate([block.dense for block in blocks]),
-        labels=np.concatenate([block.labels for block in blocks]),
-        ids=join_lookups([block.ids for block in blocks], sizes, offsets),
-        offsets=None if offsets is None else join_offsets(offsets, sizes),
+def rows_by_file(bounds: Ids, rows: Ids) -> list[FileRows]:
+    """File i holds the rows bounds[i] to bounds[i + 1]; `rows` may stand in any order."""
+    files = np.searchsorted(bounds, rows, side="right") - 1
+    if files[0] == files[-1] and (files == files[0]).all():
+        return [FileRows(int(files[0]), np.arange(len(rows)), rows - bounds[files[0]])]
+    split = ((int(file), np.flatnonzero(files == file)) for file in np.unique(files))
+    return [FileRows(file, places, rows[places] - bounds[file]) for file, places in split]
+
+
+def as_slice(rows: Ids) -> Ids | slice:
+    """A run of rows as a slice, which takes them in one piece."""
+    first, last = int(rows[0]), int(rows[-1])
+    is_run = last - first + 1 == len(rows) and (np.diff(rows) == 1).all()
+    return slice(first, last + 1) if is_run else rows
+
+
+def join_rest(files: list[FileRows], parts: list[Rest]) -> Rest:
+    """One part of each file's rows -> the batch's samples in their order."""
+    if len(parts) == 1:
+        return parts[0]
+    order = batch_order(files)
+    return Rest(
+        dense=np.concatenate([part.dense for part in parts])[order],
+        labels=np.concatenate([part.labels for part in parts])[order],
+    )
+
+
+def join_ids(files: list[FileRows], parts: list[IdsBatch]) -> IdsBatch:
+    """As `join_rest`."""
+    if len(parts) == 1:
+        return parts[0]
+    sizes = [part.size for part in parts]
+    offsets = [bag_offsets(part.ids, part.offsets) for part in parts]
+    weights = [part.weights for part in parts if part.weights is not None]
+    joined = IdsBatch(
+        size=sum(sizes),
+        ids=join_lookups([part.ids for part in parts], sizes, offsets),
+        offsets=join_offsets(offsets, sizes),
         weights=join_lookups(weights, sizes, offsets) if weights else None,
     )
+    return take_samples(joined, batch_order(files))
+
+
+def batch_order(files: list[FileRows]) -> Ids:
+    """Place in the batch -> position among the files' rows, file after file."""
+    return np.argsort(np.concatenate([file.places for file in files]))
 
 
 def join_offsets(offsets: list[Ids], sizes: list[int]) -> Ids:
@@ -109,27 +131,25 @@ def join_offsets(offsets: list[Ids], sizes: list[int]) -> Ids:
     return offsets_of(np.concatenate(lengths, axis=1).ravel())
 
 
-def join_lookups(values: list[npt.NDArray[Value]], sizes: list[int], offsets: list[Ids] | None) -> npt.NDArray[Value]:
-    """Feature-major values of several blocks, feature by feature; offsets None: one value a bag."""
-    if offsets is None:
-        return np.concatenate([own.reshape(-1, size) for own, size in zip(values, sizes, strict=True)], axis=1).ravel()
+def join_lookups(values: list[npt.NDArray[Value]], sizes: list[int], offsets: list[Ids]) -> npt.NDArray[Value]:
+    """Feature-major values of several batches, feature by feature."""
     bounds = [own[::size] for own, size in zip(offsets, sizes, strict=True)]  # where each feature starts and ends
     num_features = len(bounds[0]) - 1
     return np.concatenate([own[at[f] : at[f + 1]] for f in range(num_features) for own, at in zip(values, bounds, strict=True)])
 
 
-def cut(blocks: Iterable[Batch], num_samples: int) -> Iterator[Batch]:
-    """The same samples in blocks of exactly `num_samples`, the last one what is left."""
-    parts: list[Batch] = []
-    held = 0
-    for block in blocks:
-        at = 0
-        while at < block.size:
-            taken = min(num_samples - held, block.size - at)
-            parts.append(take_rows(block, slice(at, at + taken)))
-            at, held = at + taken, held + taken
-            if held == num_samples:
-                yield join_rows(parts)
-                parts, held = [], 0
-    if parts:
-        yield join_rows(parts)
+def take_samples(batch: IdsBatch, samples: Ids) -> IdsBatch:
+    """The given samples of a batch, in that order."""
+    offsets = bag_offsets(batch.ids, batch.offsets)
+    bags = np.arange(len(offsets) - 1).reshape(-1, batch.size)[:, samples].ravel()
+    lookups, taken = take_bags(offsets, bags)
+    ids = batch.ids[lookups]
+    weights = None if batch.weights is None else batch.weights[lookups]
+    return IdsBatch(size=len(samples), ids=ids, offsets=needed_offsets(ids, taken), weights=weights)
+
+
+def take_bags(offsets: Ids, bags: Ids) -> tuple[Ids, Ids]:
+    """The look-ups of `bags`, bag after bag, and the offsets of the bags in that new order."""
+    lengths = np.diff(offsets)[bags]
+    taken = offsets_of(lengths)
+    return np.repeat(offsets[bags] - taken[:-1], lengths) + np.arange(taken[-1]), taken

@@ -1,4 +1,8 @@
-"""The order of a whole run: training batches epoch by epoch, evaluations between them, and the place of each batch in it."""
+"""The order of a whole run: training batches epoch by epoch, evaluations between them, and the place of each batch in it.
+
+places      (place, batch not decoded yet)     every batch; whoever walks them decodes those that it wants
+schedule    the same, decoded
+"""
 
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass
@@ -6,7 +10,8 @@ from itertools import islice
 
 import msgspec
 
-from prefetcher.readers.base import Reader
+from prefetcher.readers.base import Pending, Reader
+from prefetcher.readers.parts import IdsBatch, Rest, join_parts
 from protocol.batch import Batch, Kind, ScheduledBatch
 from protocol.job import Job
 
@@ -39,16 +44,78 @@ class Position(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Place:
+    """Of a batch: a run that starts at `position` begins with it, one that starts at `following` with the next."""
+
+    kind: Kind
+    position: Position
+    following: Position
+
+    @property
+    def step(self) -> int:
+        return self.position.step
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class PlacedBatch(ScheduledBatch):
-    """A scheduled batch with the positions around it: a run that starts at `position` begins with this batch, one that starts at
-    `following` with the next.
-    """
+    """A scheduled batch with the positions around it, as in `Place`."""
 
     position: Position
     following: Position
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlacedIds:
+    """A scheduled batch of which only the ids are known."""
+
+    place: Place
+    batch: IdsBatch
+
+    @property
+    def step(self) -> int:
+        return self.place.step
+
+    @property
+    def kind(self) -> Kind:
+        return self.place.kind
+
+    @property
+    def train_step(self) -> int:
+        return self.place.position.train_step
+
+    @property
+    def epoch(self) -> int:
+        return self.place.position.epoch
+
+    def with_rest(self, rest: Rest) -> PlacedBatch:
+        return placed(self.place, join_parts(self.batch, rest))
+
+
+def placed(place: Place, batch: Batch) -> PlacedBatch:
+    at = place.position
+    return PlacedBatch(
+        step=at.step,
+        kind=place.kind,
+        train_step=at.train_step,
+        epoch=at.epoch,
+        batch=batch,
+        position=at,
+        following=place.following,
+    )
+
+
+Turn = tuple[Place, Pending]
+
+
 def schedule(job: Job, reader: Reader, max_steps: int | None = None, start: Position | None = None) -> Iterator[PlacedBatch]:
+    """Every batch of a run, decoded by a reader of whole batches; see `places`."""
+    for place, decode in places(job, reader, max_steps, start):
+        batch = decode()
+        assert isinstance(batch, Batch), f"a reader of whole batches gave {type(batch).__name__}"
+        yield placed(place, batch)
+
+
+def places(job: Job, reader: Reader, max_steps: int | None = None, start: Position | None = None) -> Iterator[Turn]:
     """Every batch of a run from `start` on, in order, with steps counted over the whole run.
 
     An evaluation follows each job.eval.every train steps and each epoch's training, once where the two coincide. `max_steps` train
@@ -71,7 +138,7 @@ class Schedule:
         self._num_epochs, self._eval_every = job.data.epochs, job.eval.every
         self._reader, self._max_steps = reader, max_steps
 
-    def batches(self, at: Position) -> Iterator[PlacedBatch]:
+    def batches(self, at: Position) -> Iterator[Turn]:
         while at.epoch < self._num_epochs and not self._is_spent(at):
             at = yield from self._epoch(at)
 
@@ -79,27 +146,27 @@ class Schedule:
         """No epoch begins where no train step is left; one that has begun still has its evaluation."""
         return at.train_batch == 0 and at.eval_batch is None and self._steps_left(at) == 0
 
-    def _epoch(self, at: Position) -> Generator[PlacedBatch, None, Position]:
+    def _epoch(self, at: Position) -> Generator[Turn, None, Position]:
         """The rest of an epoch; returns where the next one starts."""
         evaluated = at.eval_batch is not None or self._eval_is_due(at)
         at = yield from self._evaluation(at)
-        for batch in islice(self._reader.batches("train", at.epoch, at.train_batch), self._steps_left(at)):
+        for decode in islice(self._reader.pending("train", at.epoch, at.train_batch), self._steps_left(at)):
             following = at.after_train()
             evaluated = self._eval_is_due(following)
             if evaluated:
                 following = following.begin_eval()
-            yield placed(batch, "train", at, following)
+            yield Place(kind="train", position=at, following=following), decode
             at = yield from self._evaluation(following)
         if not evaluated:
             at = yield from self._evaluation(at.begin_eval())
         return at.next_epoch()
 
-    def _evaluation(self, at: Position) -> Generator[PlacedBatch, None, Position]:
+    def _evaluation(self, at: Position) -> Generator[Turn, None, Position]:
         """The rest of the evaluation in progress, if there is one; returns the position after it."""
         if at.eval_batch is None:
             return at
-        for batch in self._reader.batches("eval", at.epoch, at.eval_batch):
-            yield placed(batch, "eval", at, at.after_eval())
+        for decode in self._reader.pending("eval", at.epoch, at.eval_batch):
+            yield Place(kind="eval", position=at, following=at.after_eval()), decode
             at = at.after_eval()
         return at.end_eval()
 
@@ -109,7 +176,3 @@ class Schedule:
 
     def _steps_left(self, at: Position) -> int | None:
         return None if self._max_steps is None else max(self._max_steps - at.train_step, 0)
-
-
-def placed(batch: Batch, kind: Kind, at: Position, following: Position) -> PlacedBatch:
-    return PlacedBatch(step=at.step, kind=kind, train_step=at.train_step, epoch=at.epoch, batch=batch, position=at, following=following)

@@ -2,6 +2,7 @@
 
 import numpy as np
 
+from prefetcher.readers.files import Span
 from prefetcher.readers.rows import Ids
 
 
@@ -12,28 +13,40 @@ def block_permutation(seed: int, epoch: int, block: int, num_rows: int) -> Ids:
 
 
 class RowOrder:
-    """The order of one epoch's training rows; the blocks of `window` rows are permuted each for itself."""
+    """The order of one epoch's rows; the blocks of `window` rows are permuted each for itself."""
 
     def __init__(self, *, seed: int, epoch: int, num_rows: int, window: int | None) -> None:
         """`window` None keeps the order; 0 is one block of all rows."""
         self._seed, self._epoch = seed, epoch
         self._num_rows = num_rows
-        self.window = max(num_rows, 1) if window == 0 else window
+        self._window = max(num_rows, 1) if window == 0 else window
         self._last: tuple[int, Ids] | None = None
 
     def rows(self, start: int, stop: int) -> Ids:
         """The rows that stand at positions start to stop of the epoch."""
-        if self.window is None or start >= stop:
+        if self._window is None:
             return np.arange(start, stop, dtype=np.int64)
-        blocks = range(start // self.window, (stop - 1) // self.window + 1)
-        first = blocks[0] * self.window
-        rows = np.concatenate([block * self.window + self.permutation(block) for block in blocks])
-        return rows[start - first : stop - first]
+        parts = []
+        for block in self._blocks(start, stop):
+            first = block * self._window
+            parts.append(first + self._permutation(block)[max(start - first, 0) : stop - first])
+        return np.concatenate(parts)
 
-    def permutation(self, block: int) -> Ids:
+    def within(self, start: int, stop: int) -> Span:
+        """Where these rows are found: they themselves, or the whole blocks that they come from."""
+        if self._window is None:
+            return Span(start=start, stop=stop)
+        blocks = self._blocks(start, stop)
+        return Span(start=blocks[0] * self._window, stop=min(blocks[-1] * self._window + self._window, self._num_rows))
+
+    def _blocks(self, start: int, stop: int) -> range:
+        assert self._window is not None, "an order without a window has no blocks"
+        return range(start // self._window, (stop - 1) // self._window + 1)
+
+    def _permutation(self, block: int) -> Ids:
         """Of one block; the last one asked for is kept, because consecutive batches share it."""
         if self._last is None or self._last[0] != block:
-            assert self.window is not None, "an order without a window has no blocks"
-            num_rows = min(self.window, self._num_rows - block * self.window)
+            assert self._window is not None, "an order without a window has no blocks"
+            num_rows = min(self._window, self._num_rows - block * self._window)
             self._last = block, block_permutation(self._seed, self._epoch, block, num_rows)
         return self._last[1]

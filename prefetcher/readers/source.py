@@ -1,12 +1,26 @@
-"""Where the planner's batches come from: the interface that the decoding process and the in-process driver share."""
+"""Where the planner's batches come from: the interface that the decoding processes and the in-process driver share.
 
+    stream of ids  ---- far ahead ---------------------> poll_ids
+    stream of rest ---- as far as poll_rest has asked --> poll_rest
+
+Ids are needed as far ahead as the horizon reaches, dense features and labels only when their batch is planned. A format that can be
+read in columns is read as two streams, so that nothing but ids is held for hundreds of batches. Of any other there is one stream, of
+whole batches, whose rest is kept here until it is asked for.
+"""
+
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
-from prefetcher.readers.base import Reader, open_reader
-from prefetcher.readers.schedule import PlacedBatch, Position, expected_train_steps, schedule
+from prefetcher.readers.base import Reader, open_reader, stream_columns
+from prefetcher.readers.parts import Columns, Part, Rest, divide
+from prefetcher.readers.schedule import Place, PlacedBatch, PlacedIds, Position, Turn, expected_train_steps, places
+from protocol.batch import Batch
+from protocol.errors import DataError, RowcastError
 from protocol.job import Job
+
+Arrival = tuple[Place, Part]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -22,62 +36,169 @@ class SourceInfo:
 
 @dataclass(kw_only=True, slots=True)
 class SourceCounters:
-    batches: int = 0  # delivered by poll
-    invalid_ids: int = 0  # replaced under data.on_invalid_id, in what was delivered and read ahead with it
-    decoder_blocked_s: float = 0.0  # the decoder waited for room
-    planner_blocked_s: float = 0.0  # poll had nothing to give, from the first such answer to the next batch
-    queue_depth: int = 0  # batches decoded and waiting, after the last poll
+    """Of the stream that the ids are in."""
+
+    batches: int = 0  # delivered
+    invalid_ids: int = 0  # replaced under data.on_invalid_id, in the batches delivered
+    decoder_blocked_s: float = 0.0  # decoders waited for room, all of them added up
+    planner_blocked_s: float = 0.0  # there was nothing to give, from the first such answer to the next batch
+    queue_depth: int = 0  # batches decoded and waiting
 
 
-class Source(Protocol):
-    """The batches of a run, in order. Called from one thread."""
+class Stream(Protocol):
+    """The batches of a run in order, or one part of each. Called from one thread."""
 
     counters: SourceCounters
 
-    def start(self) -> None:
-        """Begins decoding. Called once, before anything else."""
+    def start(self) -> None: ...
 
-    def info(self) -> SourceInfo:
-        """What is known before the first batch, waiting for it. Raises as `poll` where the data cannot be opened."""
+    def info(self) -> SourceInfo: ...
 
-    def poll(self) -> PlacedBatch | None:
-        """Without waiting: the next batch, or None where none has arrived (or, see `ended`, none will).
-
-        Raises the reader's ConfigError or DataError, after every batch before it, and RowcastError where the decoder is gone.
+    def take(self) -> Arrival | None:
+        """Without waiting: the next one, or None where none has arrived or, see `ended`, none will. Raises as `Source.poll_ids`; what
+        it raised it raises again.
         """
 
     @property
+    def ended(self) -> bool: ...
+
+    def close(self) -> None: ...
+
+
+class Source:
+    """The batches of a run, in order. Called from one thread.
+
+    `poll_ids` looks ahead, `poll_rest` follows it batch by batch; `poll` is both in one, for callers that do not look ahead.
+    """
+
+    def __init__(self, ids: Stream, rest: Stream | None) -> None:
+        """`rest` None: `ids` gives whole batches."""
+        self.counters = ids.counters
+        self._ids, self._rest = ids, rest
+        self._kept: deque[Rest] = deque()  # of the batches that poll_ids has given, from the oldest without its rest on
+        self._num_ids = self._num_rest = self._num_whole = 0  # batches whose ids were given, whose rest has arrived, and was given
+        self._broken: DataError | None = None  # why the ids of the next batch cannot be given
+        self._polled: PlacedIds | None = None  # by `poll`
+
+    def start(self) -> None:
+        """Begins decoding. Called once, before anything else."""
+        for stream in self._streams:
+            stream.start()
+
+    def info(self) -> SourceInfo:
+        """What is known before the first batch, waiting for it. Raises as `poll_ids` where the data cannot be opened."""
+        return self._ids.info()
+
+    def poll_ids(self) -> PlacedIds | None:
+        """Without waiting: the ids of the next batch, or None where none have arrived (or, see `ended`, none will).
+
+        Raises the reader's ConfigError or DataError, after every batch before it, and RowcastError where a decoder is gone.
+        """
+        arrival = self._take_ids()
+        if arrival is None:
+            return None
+        place, part = arrival
+        if isinstance(part, Batch):
+            part, rest = divide(part)
+            self._keep(rest)
+        assert not isinstance(part, Rest), "a stream of ids gives ids"
+        self._num_ids += 1
+        return PlacedIds(place=place, batch=part)
+
+    def poll_rest(self) -> Rest | None:
+        """Without waiting: the rest of the oldest batch that has not had it yet, or None where it has not arrived. Raises as `poll_ids`.
+
+        Called only for batches that `poll_ids` has given.
+        """
+        assert self._num_whole < self._num_ids, (
+            f"the rest of batch {self._num_whole} was asked for, of {self._num_ids} whose ids were given"
+        )
+        if not self._kept and not self._take_rest():
+            return None
+        self._num_whole += 1
+        return self._kept.popleft()
+
+    def poll(self) -> PlacedBatch | None:
+        """Without waiting: the next whole batch, or None, as `poll_ids`."""
+        self._polled = self._polled or self.poll_ids()
+        rest = None if self._polled is None else self.poll_rest()
+        if self._polled is None or rest is None:
+            return None
+        batch, self._polled = self._polled.with_rest(rest), None
+        return batch
+
+    @property
     def ended(self) -> bool:
-        """Every batch of the run has been delivered; set by the poll that finds nothing more."""
+        """The ids of every batch of the run have been given; set by the poll that finds nothing more."""
+        return self._ids.ended
 
     def close(self) -> None:
         """Stops decoding and drops what was not delivered. May be called at any time, and again."""
+        for stream in self._streams:
+            stream.close()
+        self._kept.clear()
+
+    @property
+    def _streams(self) -> list[Stream]:
+        return [self._ids] if self._rest is None else [self._ids, self._rest]
+
+    def _take_ids(self) -> Arrival | None:
+        """The first error of the data is raised, which may be one of the rest: as if whole batches were decoded, one after another."""
+        if self._broken is None:
+            try:
+                return self._ids.take()
+            except DataError as error:
+                self._broken = error
+        if not self._rest_has_caught_up():
+            return None
+        raise self._broken
+
+    def _rest_has_caught_up(self) -> bool:
+        """Whether the rest of the batch with broken ids has arrived, and of every batch before it. Raises where one of them is broken."""
+        while self._rest is not None and self._num_rest <= self._num_ids:
+            if not self._take_rest():
+                return False
+        return True
+
+    def _take_rest(self) -> bool:
+        arrival = None if self._rest is None else self._rest.take()
+        if arrival is None:
+            return False
+        assert isinstance(arrival[1], Rest), "a stream of rest gives rest"
+        self._keep(arrival[1])
+        return True
+
+    def _keep(self, rest: Rest) -> None:
+        self._kept.append(rest)
+        self._num_rest += 1
 
 
-class InlineSource:
-    """A `Source` that decodes in the calling thread, one batch a poll."""
+class InlineStream:
+    """A `Stream` that decodes in the calling thread, one batch a call."""
 
-    def __init__(self, job: Job, max_steps: int | None = None, start: Position | None = None) -> None:
+    def __init__(self, job: Job, columns: Columns, max_steps: int | None, start: Position | None) -> None:
         self.counters = SourceCounters()
-        self._job, self._max_steps, self._position = job, max_steps, start
-        self._open: tuple[Reader, SourceInfo, Iterator[PlacedBatch]] | None = None
+        self._job, self._columns, self._max_steps, self._position = job, columns, max_steps, start
+        self._open: tuple[Reader, SourceInfo, Iterator[Turn]] | None = None
+        self._failure: RowcastError | None = None
         self._ended = self._closed = False
 
     def start(self) -> None:
-        """Nothing begins before the first poll."""
+        """Nothing begins before the first call."""
 
     def info(self) -> SourceInfo:
         return self._opened()[1]
 
-    def poll(self) -> PlacedBatch | None:
+    def take(self) -> Arrival | None:
         if self._closed:
             return None
-        reader, _, batches = self._opened()
-        batch = next(batches, None)
-        self._ended = batch is None
-        self.counters.batches += batch is not None
-        self.counters.invalid_ids = reader.invalid_ids
-        return batch
+        if self._failure is not None:
+            raise self._failure
+        try:
+            return self._next()
+        except RowcastError as error:
+            self._failure = error
+            raise
 
     @property
     def ended(self) -> bool:
@@ -86,12 +207,32 @@ class InlineSource:
     def close(self) -> None:
         self._closed, self._open = True, None
 
-    def _opened(self) -> tuple[Reader, SourceInfo, Iterator[PlacedBatch]]:
+    def _next(self) -> Arrival | None:
+        reader, _, turns = self._opened()
+        turn = next(turns, None)
+        self._ended = turn is None
+        if turn is None:
+            return None
+        place, decode = turn
+        part = decode()
+        self.counters.batches += 1
+        self.counters.invalid_ids = reader.invalid_ids
+        return place, part
+
+    def _opened(self) -> tuple[Reader, SourceInfo, Iterator[Turn]]:
         if self._open is None:
-            reader = open_reader(self._job)
-            batches = schedule(self._job, reader, self._max_steps, self._position)
-            self._open = reader, source_info(self._job, reader, self._max_steps), batches
+            reader = open_reader(self._job, self._columns)
+            turns = places(self._job, reader, self._max_steps, self._position)
+            self._open = reader, source_info(self._job, reader, self._max_steps), turns
         return self._open
+
+
+class InlineSource(Source):
+    """A `Source` that decodes in the calling thread, when it is polled."""
+
+    def __init__(self, job: Job, max_steps: int | None = None, start: Position | None = None) -> None:
+        first, *others = (InlineStream(job, columns, max_steps, start) for columns in stream_columns(job))
+        super().__init__(first, others[0] if others else None)
 
 
 def source_info(job: Job, reader: Reader, max_steps: int | None) -> SourceInfo:

@@ -9,9 +9,12 @@ with a label rate of about 0.26. The effects have deviation SIGMA together; most
 which a model learns first. At the Criteo cardinalities the true model's AUC is about 0.85, that of the dense features alone 0.54.
 """
 
+from contextlib import AbstractContextManager, nullcontext
+
 import numpy as np
 
-from prefetcher.readers.assemble import IndexedReader
+from prefetcher.readers.assemble import RowReader
+from prefetcher.readers.files import Span
 from prefetcher.readers.hidden_model import Doubles, Effects, Permutation, Unsigned, Zipf, streams, uniform
 from prefetcher.readers.ids import Feature, IdCheck, job_features, refuse_weights
 from prefetcher.readers.rows import Floats, Ids
@@ -26,15 +29,17 @@ CONCENTRATED = 0.8  # of their variance goes by how likely two samples share an 
 DENSE_SIGMA = 0.2  # and from dense features
 
 
-def open_reader(job: Job) -> IndexedReader:
+def open_reader(job: Job) -> RowReader:
     """Raises ConfigError where the job asks for what no synthetic data can have."""
     refuse_weights(job)
     if job.data.eval_path is not None:
         raise ConfigError("data.eval_path: synthetic data has no files; remove it and set data.eval_fraction")
-    return IndexedReader(job, IdCheck(job), SyntheticRows(job))
+    return RowReader(job, IdCheck(job), SyntheticRows(job))
 
 
 class SyntheticRows:
+    """Its own cursor: there is nothing to hold. Labels come from ids, so that no part of a batch is cheaper than the whole."""
+
     num_dense = NUM_DENSE
 
     def __init__(self, job: Job) -> None:
@@ -50,7 +55,10 @@ class SyntheticRows:
         self._scales = SIGMA * variance_shares([column.concentration for column in self._columns]) ** 0.5
         self._base = base_logit(LABEL_RATE, float((self._scales**2).sum() ** 0.5))
 
-    def take(self, rows: Ids) -> Batch:
+    def cursor(self) -> AbstractContextManager["SyntheticRows"]:
+        return nullcontext(self)
+
+    def take(self, rows: Ids, within: Span) -> Batch:
         counters = rows.astype(np.uint64)
         ids = np.empty((len(self._columns), len(rows)), np.int64)
         logits = np.full(len(rows), self._base)

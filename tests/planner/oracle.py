@@ -4,16 +4,19 @@ import math
 
 from protocol.batch import ScheduledBatch
 from protocol.plan import BarrierPlan, GroupPlan, RowMove, StepPlan
-from protocol.tables import GroupSpec
 from tests.planner.traces import Entry, Run, distinct_keys, i32, i64, lookups_of
 
 
 class GroupOracle:
-    def __init__(self, group: GroupSpec, num_slots: int, horizon: int, trace: list[ScheduledBatch]) -> None:
-        self.group = group
-        self.num_slots = num_slots
-        self.horizon = horizon
-        self.uses = [(scheduled.step, set(distinct_keys(group, scheduled.batch))) for scheduled in trace]
+    def __init__(self, run: Run, index: int) -> None:
+        self.group = run.groups[index]
+        self.num_slots = run.slots[index]
+        self.policy = run.policy
+        self.horizon = run.horizon if run.policy == "lookahead" else 0
+        self.pinned = set(run.pinned[index]) if run.pinned else set()
+        self.uses = [(scheduled.step, set(distinct_keys(self.group, scheduled.batch))) for scheduled in run.trace]
+        self.first_uses = [keys for _, keys in self.uses[: run.num_first]]
+        self.num_uses: dict[int, int] = {}  # of resident rows, since their fill
         self.slot: dict[int, int] = {}
         self.last_use: dict[int, int] = {}
         self.dirty: set[int] = set()
@@ -21,9 +24,18 @@ class GroupOracle:
     def next_use(self, key: int, step: int) -> float:
         return min((s for s, keys in self.uses if step < s <= step + self.horizon and key in keys), default=math.inf)
 
+    def rank(self, key: int, step: int) -> float:
+        match self.policy:
+            case "lfu":
+                return self.num_uses[key]
+            case "static":
+                return sum(key in keys for keys in self.first_uses)
+            case _:
+                return -self.next_use(key, step)
+
     def victims(self, count: int, step: int, own: list[int]) -> list[int]:
-        others = [key for key in self.slot if key not in own]
-        others.sort(key=lambda key: (-self.next_use(key, step), self.last_use[key], key))
+        others = [key for key in self.slot if key not in own and key not in self.pinned]
+        others.sort(key=lambda key: (self.rank(key, step), self.last_use[key], key))
         return sorted(others[:count], key=lambda key: (key not in self.dirty, key))
 
     def plan(self, scheduled: ScheduledBatch) -> GroupPlan:
@@ -36,11 +48,12 @@ class GroupOracle:
         evict = RowMove(keys=i64(victims), slots=i32([self.slot[key] for key in victims]))
         fill_after = max((self.last_use[key] for key in victims), default=None)
         for key in victims:
-            del self.slot[key]
+            del self.slot[key], self.num_uses[key]
             self.dirty.discard(key)
         fetch = RowMove(keys=i64(missing), slots=i32([*evict.slots.tolist(), *free][: len(missing)]))
         self.slot.update(zip(missing, fetch.slots.tolist(), strict=True))
         self.last_use.update((key, step) for key in keys)
+        self.num_uses.update((key, self.num_uses.get(key, 0) + 1) for key in keys)
         if scheduled.kind == "train":
             self.dirty.update(keys)
         order = sorted(range(len(lookups)), key=lambda i: (lookups[i][0], i))
@@ -69,7 +82,7 @@ class GroupOracle:
 
 def oracle_entries(run: Run) -> list[Entry]:
     """The plan stream of a run."""
-    groups = [GroupOracle(group, slots, run.horizon, run.trace) for group, slots in zip(run.groups, run.slots, strict=True)]
+    groups = [GroupOracle(run, index) for index in range(len(run.groups))]
     written_back: dict[int, set[tuple[int, int]]] = {}  # step -> (group, key)
     entries: list[Entry] = []
     num_barriers = 0

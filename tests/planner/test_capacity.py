@@ -5,10 +5,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prefetcher.planner.capacity import MAX_SLOTS, Touched, divide_capacity, measure
+from prefetcher.planner.capacity import MAX_SLOTS, Touched, divide_capacity, job_slots, measure
 from protocol.errors import ConfigError
-from protocol.tables import GroupSpec
+from protocol.tables import GroupSpec, group_specs
 from tests.planner.traces import distinct_keys, group, one_group, random_batch, schedule, single_hot_trace, table, two_groups
+from tests.workloads import small_batches, small_job
 
 
 def groups_of(*rows_and_dims: tuple[int, int]) -> tuple[GroupSpec, ...]:
@@ -73,6 +74,76 @@ def test_a_capacity_below_the_largest_batch_is_refused_with_both_numbers() -> No
     assert divide_capacity(groups, touched((10, 100), (20, 150)), capacity_bytes=800) == (10, 20)
     with pytest.raises(ConfigError, match=r'"9 rows" is too small.*touches 10 rows; set "10 rows" or more'):
         divide_capacity(groups[:1], touched((10, 100)), capacity_rows=9)
+
+
+def test_a_named_group_gets_exactly_its_share_and_the_others_divide_the_rest() -> None:
+    groups = groups_of((10**6, 4), (10**6, 8), (10**6, 16))
+    counts = touched((10, 100), (20, 150), (5, 100))
+    free = divide_capacity(groups, counts, capacity_bytes=10**5)
+    fixed = divide_capacity(groups, counts, capacity_bytes=10**5, fixed_rows={groups[1].name: 700})
+    rest = divide_capacity((groups[0], groups[2]), touched((10, 100), (5, 100)), capacity_bytes=10**5 - 700 * 32)
+    assert fixed == (rest[0], 700, rest[1])
+    assert free[1] != 700
+
+
+def test_a_named_group_never_gets_more_than_its_rows_and_the_others_get_what_it_leaves() -> None:
+    groups = groups_of((50, 4), (10**6, 8))
+    assert divide_capacity(groups, touched((10, 50), (1, 1)), capacity_bytes=10**4, fixed_rows={groups[0].name: 10**9}) == (50, 287)
+
+
+def test_what_no_group_is_left_to_take_stays_unused() -> None:
+    groups = groups_of((1000, 4))
+    assert divide_capacity(groups, touched((10, 50)), capacity_rows=500, fixed_rows={groups[0].name: 40}) == (40,)
+
+
+def test_a_share_below_the_groups_largest_batch_is_refused_with_both_numbers() -> None:
+    groups = groups_of((100, 4), (100, 8))
+    counts = touched((10, 100), (20, 100))
+    with pytest.raises(ConfigError, match=r'cache.groups.fp32_d8_sgd .* holds 19 rows.* touches 20; set "20 rows" \(640 bytes\) or more'):
+        divide_capacity(groups, counts, capacity_bytes=10**6, fixed_rows={"fp32_d8_sgd": 19})
+    assert divide_capacity(groups, counts, capacity_bytes=800, fixed_rows={"fp32_d8_sgd": 20}) == (10, 20)
+
+
+def test_shares_that_leave_too_little_for_the_other_groups_are_refused_with_the_capacity_that_is_enough() -> None:
+    groups = groups_of((100, 4), (100, 8), (100, 16))
+    counts = touched((10, 100), (20, 100), (30, 100))
+    with pytest.raises(
+        ConfigError, match=r"3039 bytes .* beside what cache.groups takes: .* 10 \+ 30 rows .* 2080 bytes; set 3040 or more"
+    ):
+        divide_capacity(groups, counts, capacity_bytes=3039, fixed_rows={"fp32_d8_sgd": 30})
+    assert divide_capacity(groups, counts, capacity_bytes=3040, fixed_rows={"fp32_d8_sgd": 30}) == (10, 30, 30)
+
+
+def test_a_jobs_slots_follow_its_capacity_and_the_shares_that_it_names() -> None:
+    """Two groups of small_job: width 5 takes 32 bytes a row with sgd, width 8 as much."""
+    for cache, expected in (
+        ({"capacity": "64KB", "groups": {"fp32_d8_sgd": "150 rows"}}, (1850, 150)),
+        ({"capacity": "64KB", "groups": {"fp32_d8_sgd": "6400B", "fp32_d5_sgd": "400 rows"}}, (400, 200)),
+        ({"capacity": "1GiB", "groups": {"fp32_d8_sgd": "1GiB"}}, (2400, 400)),
+    ):
+        job = small_job("sgd", cache=cache)
+        assert job_slots(job, group_specs(job), small_batches(job, "single")) == expected
+
+
+BAD_SHARES: dict[str, tuple[dict[str, str], str]] = {
+    "unknown group": ({"fp32_d16_sgd": "1KiB"}, "cache.groups: fp32_d16_sgd is no group of this job; it has fp32_d5_sgd, fp32_d8_sgd"),
+    "no row": ({"fp32_d5_sgd": "31B"}, "cache.groups.fp32_d5_sgd = '31B' is less than one row of 32 bytes; give more"),
+    "no rows": ({"fp32_d5_sgd": "0 rows"}, "cache.groups.fp32_d5_sgd = '0 rows' is less than one row"),
+    "together": (
+        {"fp32_d5_sgd": "300 rows", "fp32_d8_sgd": "1KiB"},
+        "the named groups take 10624 bytes, more than cache.capacity = '10KiB' (10240 bytes); give them less or raise it to 10624 bytes",
+    ),
+    "no size": ({"fp32_d5_sgd": "half"}, "'half' is not a size"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_SHARES)
+def test_a_share_that_no_run_could_have_is_refused_as_the_job_file_is_read(name: str) -> None:
+    groups, sentence = BAD_SHARES[name]
+    with pytest.raises(ConfigError) as raised:
+        small_job("sgd", cache={"capacity": "10KiB", "groups": groups})
+    assert sentence in str(raised.value)
+    assert "\n" not in str(raised.value)
 
 
 sizes = st.tuples(st.integers(1, 500), st.integers(1, 9), st.floats(0, 1), st.floats(0, 1))

@@ -1,14 +1,15 @@
 """Grouping against numpy's stable argsort."""
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prefetcher.planner.grouping import Grouper, Grouping, bags_of, consecutive_runs, order_by_row, sort_pairs
+from prefetcher.planner.grouping import FEW_ROWS, Grouper, Grouping, Pool, bags_of, consecutive_runs, sort_pairs
 from protocol.batch import Batch
 from protocol.tables import KEY_SHIFT, GroupSpec
-from tests.planner.traces import group, i32, i64, lookups_of, num_rows_by_feature, one_group, random_batch, table, two_groups
+from tests.planner.traces import assert_same, group, i32, i64, lookups_of, num_rows_by_feature, one_group, random_batch, table, two_groups
 
 bounded = settings(derandomize=True, deadline=None, max_examples=60)
 
@@ -21,12 +22,14 @@ def grouping_of(spec: GroupSpec, batch: Batch, num_features: int) -> tuple[Group
 def assert_groups(grouping: Grouping, keys: list[int]) -> None:
     unique, inverse, counts = np.unique(i64(keys), return_inverse=True, return_counts=True)
     np.testing.assert_array_equal(grouping.keys, unique)
-    np.testing.assert_array_equal(grouping.inverse, inverse)
     np.testing.assert_array_equal(grouping.segment_offsets, np.concatenate([[0], np.cumsum(counts)]))
-    slots, order = np.empty(len(keys), np.int32), np.empty(len(keys), np.int32)
-    order_by_row(grouping.inverse, grouping.segment_offsets, np.arange(len(unique), dtype=np.int32), slots, order)
+    slots, order = arranged(grouping, np.arange(len(unique), dtype=np.int32))
     np.testing.assert_array_equal(order, np.argsort(i64(keys), kind="stable"))
     np.testing.assert_array_equal(slots, inverse)
+
+
+def arranged(grouping: Grouping, unique_slots: npt.NDArray[np.int32]) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
+    return Grouper(one_group(1)[0], 1).arrange(grouping, unique_slots)
 
 
 @bounded
@@ -44,6 +47,36 @@ def test_grouping_equals_a_stable_argsort_for_few_and_for_very_many_rows(num_emb
     for spread in (1, 2):
         batch = random_batch(np.random.default_rng(spread), groups, 5000, jagged=spread == 2, weighted=False)
         assert_groups(*grouping_of(groups[0], batch, 1))
+
+
+@pytest.mark.parametrize("num_lookups", [2**16 - 1, 2**16, 2**16 + 1])
+@pytest.mark.parametrize("num_embeddings", [FEW_ROWS, 2**20, 2**48])
+def test_tables_with_more_look_ups_than_two_bytes_count_are_grouped_the_same(num_lookups: int, num_embeddings: int) -> None:
+    ids = np.random.default_rng(0).integers(0, num_embeddings, num_lookups)
+    batch = Batch(dense=np.zeros((num_lookups, 1), np.float32), labels=np.zeros(num_lookups, np.float32), ids=ids)
+    grouping, keys = grouping_of(one_group(num_embeddings)[0], batch, 1)
+    assert grouping.order.dtype == (np.uint16 if num_lookups <= 2**16 else np.int32)
+    assert_groups(grouping, keys)
+
+
+@pytest.mark.parametrize("num_distinct", [1, FEW_ROWS, FEW_ROWS + 1])
+def test_a_large_table_of_which_few_rows_are_used_is_grouped_the_same(num_distinct: int) -> None:
+    rows = np.random.default_rng(1).integers(0, 2**48, num_distinct)
+    ids = rows[np.random.default_rng(2).integers(0, num_distinct, 5000)]
+    ids[:num_distinct] = rows
+    batch = Batch(dense=np.zeros((5000, 1), np.float32), labels=np.zeros(5000, np.float32), ids=ids)
+    assert_groups(*grouping_of(one_group(2**48)[0], batch, 1))
+
+
+@pytest.mark.parametrize("num_threads", [1, 2, 3, 8])
+def test_any_number_of_threads_gives_the_same_grouping_and_arrangement(num_threads: int) -> None:
+    spec = one_group(3, 40_000, 50, 7, 900_000)[0]
+    batch = random_batch(np.random.default_rng(3), (spec,), 3000, jagged=True, weighted=False)
+    alone, together = Grouper(spec, 5), Grouper(spec, 5, Pool(num_threads))
+    ours, theirs = (grouper.group(grouper.lookups(batch)) for grouper in (alone, together))
+    assert_same(ours, theirs)
+    slots = np.random.default_rng(4).permutation(ours.num_unique).astype(np.int32)
+    assert_same(alone.arrange(ours, slots), together.arrange(theirs, slots))
 
 
 def test_rows_that_differ_in_high_bits_only_are_told_apart() -> None:
@@ -78,7 +111,8 @@ def test_a_table_with_two_features_groups_their_look_ups_together() -> None:
     batch = Batch(dense=np.zeros((2, 1), np.float32), labels=np.zeros(2, np.float32), ids=i64([6, 1, 1, 6, 4, 4, 10, 0, 3, 3]))
     grouping, keys = grouping_of(two_groups()[0], batch, 5)
     assert grouping.keys.tolist() == [1, 6, 2 << KEY_SHIFT, 2 << KEY_SHIFT | 10]
-    assert grouping.inverse.tolist() == [1, 0, 0, 1, 3, 2]
+    assert grouping.order.tolist() == [1, 2, 0, 3, 1, 0]
+    assert (grouping.table_starts.tolist(), grouping.row_starts.tolist()) == ([0, 4, 6], [0, 2, 4])
     assert_groups(grouping, keys)
 
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from prefetcher.planner.directory import find
+from prefetcher.planner.horizon import NONE
 from prefetcher.planner.planner import PlanCounters, RowPlanner
 from protocol.batch import Batch
 from protocol.errors import ConfigError
@@ -40,8 +40,8 @@ def state_of(planner: RowPlanner) -> list[bytes]:
     """Every array behind a planner."""
     found = []
     for group in planner._groups:
-        arrays = [*group._directory, *group._ring, *group._queues, np.array([group._head, group._tail])]
-        found += [array.tobytes() for array in arrays]
+        found += [array.tobytes() for array in (*group.directory, *group.ring)]
+        found.append(repr(group.places).encode())
     return [*found, repr((planner.counters, planner.occupancy, planner.wants_batch)).encode()]
 
 
@@ -190,19 +190,23 @@ def test_the_memory_follows_slots_and_horizon_not_the_rows_seen() -> None:
             planner.plan()
     seen = {key for scheduled in run.trace for key in distinct_keys(groups[0], scheduled.batch)}
     assert len(seen) > 4 * 1024
-    assert (len(planner._groups[0]._directory.entries), len(planner._groups[0]._ring.entries)) == (1024, 1024)
+    assert (len(planner._groups[0].directory.cells), len(planner._groups[0].ring.rows)) == (2048, 1024)
     planner.check_integrity()
 
 
-@pytest.mark.parametrize("field", ["slot", "key", "dirty", "last_use"])
-def test_check_integrity_finds_a_changed_entry(field: str) -> None:
+@pytest.mark.parametrize("field", ["slot", "key", "flags", "last_use", "next_in", "step"])
+def test_check_integrity_finds_a_changed_occurrence(field: str) -> None:
     run = Run(groups=one_group(6), slots=(4,), depth=1, horizon=1, trace=single_hot_trace([[0, 1, 2], [1, 3]]), barriers=frozenset())
     planner = run.planner()
     for scheduled in run.trace:
         planner.add(scheduled)
     planner.plan()
     planner.check_integrity()
-    directory = planner._groups[0]._directory
-    directory.entries[field][find(directory, 0)] += 1
+    rows = planner._groups[0].ring.rows
+    oldest, _, tail = planner._groups[0].places
+    place = next(
+        place for place in range(oldest, tail) if rows["key"][place] == (0 if field == "last_use" else 1) and rows["slot"][place] != NONE
+    )
+    rows[field][place] += 5
     with pytest.raises(AssertionError, match=r"\d"):
         planner.check_integrity()

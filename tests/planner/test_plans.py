@@ -1,8 +1,12 @@
 """Plans against brute force, against an exhaustive search, and replayed on slots and a store."""
 
+from dataclasses import replace
+from typing import get_args
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from protocol.job import Policy
 from protocol.plan import BarrierPlan, StepPlan
 from tests.planner.oracle import fewest_fetches, oracle_entries
 from tests.planner.traces import (
@@ -16,7 +20,7 @@ from tests.planner.traces import (
     two_groups,
 )
 
-bounded = settings(derandomize=True, deadline=None, max_examples=80)
+bounded = settings(derandomize=True, deadline=None, max_examples=200)
 runs = st.builds(
     random_run,
     seed=st.integers(0, 2**32),
@@ -25,6 +29,8 @@ runs = st.builds(
     batch_size=st.integers(1, 4),
     depth=st.integers(1, 4),
     horizon=st.integers(0, 8),
+    policy=st.sampled_from(get_args(Policy)),
+    pins=st.booleans(),
 )
 
 
@@ -126,3 +132,31 @@ def test_replayed_plans_read_no_stale_row_and_overwrite_no_row_in_use(run: Run) 
 @given(runs)
 def test_plans_do_not_depend_on_when_batches_are_added(run: Run) -> None:
     assert_same(entries_of(run, eager=True), entries_of(run, eager=False))
+
+
+@settings(bounded, max_examples=60)
+@given(runs)
+def test_moves_are_those_of_the_plans_and_groupings_can_be_shared(run: Run) -> None:
+    planners, left = [run.planner() for _ in range(2)], list(run.trace)
+    while any(planner.wants_batch and left for planner in planners):
+        scheduled = left.pop(0)
+        groupings = planners[0].group(scheduled.batch)
+        for planner in planners:
+            planner.add(scheduled, groupings)
+        if not left:
+            for planner in planners:
+                planner.end()
+        while planners[0].ready():
+            _, plan = planners[0].plan()
+            _, moves = planners[1].move()
+            assert moves.after_step == plan.after_step
+            for planned, moved in zip(plan.groups, moves.groups, strict=True):
+                for name in ("unique_slots", "fetch", "evict", "num_dirty", "fill_after"):
+                    assert_same(getattr(moved, name), getattr(planned, name), name)
+    assert planners[0].counters == planners[1].counters
+
+
+@settings(bounded, max_examples=30)
+@given(runs, st.integers(2, 5))
+def test_plans_are_the_same_for_any_number_of_threads(run: Run, num_threads: int) -> None:
+    assert_same(entries_of(run), entries_of(replace(run, num_threads=num_threads)))

@@ -7,6 +7,7 @@ import numpy.typing as npt
 
 from prefetcher.planner.planner import RowPlanner
 from protocol.batch import Batch, Kind, ScheduledBatch
+from protocol.job import Policy
 from protocol.plan import BarrierPlan, StepPlan
 from protocol.tables import GroupSpec, RecordPart, TableSpec
 
@@ -95,13 +96,35 @@ class Run:
     horizon: int
     trace: list[ScheduledBatch]
     barriers: frozenset[int]  # steps after which a barrier comes
+    policy: Policy = "lookahead"
+    num_first: int = 0  # first batches, by which "static" judges
+    pinned: tuple[tuple[int, ...], ...] = ()  # keys of each group
+    num_threads: int = 1
 
     def planner(self) -> RowPlanner:
-        return RowPlanner(self.groups, self.slots, self.depth, self.horizon)
+        return RowPlanner(
+            self.groups,
+            self.slots,
+            self.depth,
+            self.horizon,
+            policy=self.policy,
+            first_batches=self.trace[: self.num_first],
+            pinned=tuple(i64(list(keys)) for keys in self.pinned) or None,
+            num_threads=self.num_threads,
+        )
 
 
-def random_run(seed: int, groups: tuple[GroupSpec, ...], num_steps: int, batch_size: int, depth: int, horizon: int) -> Run:
-    """Random batches, kinds and barriers; slots from just enough for the largest batch upwards."""
+def random_run(
+    seed: int,
+    groups: tuple[GroupSpec, ...],
+    num_steps: int,
+    batch_size: int,
+    depth: int,
+    horizon: int,
+    policy: Policy = "lookahead",
+    pins: bool = False,
+) -> Run:
+    """Random batches, kinds and barriers; slots from just enough for the largest batch and the pinned rows upwards."""
     rng = np.random.default_rng(seed)
     jagged, weighted, evals = rng.random(3) < 0.5
     sizes = rng.integers(1, batch_size + 1, num_steps).tolist()
@@ -109,9 +132,21 @@ def random_run(seed: int, groups: tuple[GroupSpec, ...], num_steps: int, batch_s
     kinds: list[Kind] = ["eval" if evals and rng.random() < 0.4 else "train" for _ in range(num_steps)]
     trace = schedule(batches, kinds, first_step=int(rng.integers(0, 3)))
     barriers = frozenset(scheduled.step for scheduled in trace if rng.random() < 0.15)
-    least = [max((len(distinct_keys(g, scheduled.batch)) for scheduled in trace), default=0) for g in groups]
-    slots = tuple(int(n + rng.integers(0, 4)) for n in least)
-    return Run(groups=groups, slots=slots, depth=depth, horizon=horizon, trace=trace, barriers=barriers)
+    keys = [[distinct_keys(g, scheduled.batch) for scheduled in trace] for g in groups]
+    seen = [sorted({key for batch in of_group for key in batch}) for of_group in keys]
+    pinned = tuple(tuple(key for key in of_group if pins and rng.random() < 0.3) for of_group in seen)
+    least = [max((len({*batch, *held}) for batch in of_group), default=0) for of_group, held in zip(keys, pinned, strict=True)]
+    return Run(
+        groups=groups,
+        slots=tuple(int(n + rng.integers(0, 4)) for n in least),
+        depth=depth,
+        horizon=horizon,
+        trace=trace,
+        barriers=barriers,
+        policy=policy,
+        num_first=int(rng.integers(0, 4)),
+        pinned=pinned,
+    )
 
 
 def lookups_of(group: GroupSpec, batch: Batch) -> list[tuple[int, int, int]]:

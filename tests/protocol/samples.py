@@ -42,7 +42,6 @@ def welcome(incarnation: int = 1, depth: int = 1) -> Welcome:
         slots=(100, 50),
         num_dense=13,
         depth=depth,
-        horizon=8,
         fetch_ring=RingSpec(path="/dev/shm/rowcast-fetch", nbytes=2**20),
         back_ring=RingSpec(path="", nbytes=2**20),
         train_steps=None,

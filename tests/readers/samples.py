@@ -2,7 +2,7 @@
 
 import gzip
 from collections.abc import Hashable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,9 @@ import numpy.typing as npt
 import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
+from msgspec.structs import replace
 
+from prefetcher.readers.parts import Part
 from protocol.batch import Batch, Kind
 from protocol.job import Job
 from protocol.job_file import parse_job
@@ -53,6 +55,15 @@ def table(name: str, num_embeddings: int, *features: str) -> dict[str, Any]:
     return {"name": name, "num_embeddings": num_embeddings, "embedding_dim": 4, "features": list(features)}
 
 
+def long_job(job: Job) -> Job:
+    """The same over two epochs, with an evaluation after every fourth train step."""
+    return replace(job, data=replace(job.data, epochs=2), eval=replace(job.eval, every=4))
+
+
+def with_workers(job: Job, num_workers: int) -> Job:
+    return replace(job, prefetcher=replace(job.prefetcher, workers=num_workers))
+
+
 def samples_of(batch: Batch) -> list[Row]:
     offsets = np.arange(len(batch.ids) + 1) if batch.offsets is None else batch.offsets
     num_features = (len(offsets) - 1) // batch.size
@@ -69,9 +80,15 @@ def all_samples(batches: Iterable[Batch]) -> list[Row]:
     return [row for batch in batches for row in samples_of(batch)]
 
 
-def same_batch(a: Batch, b: Batch) -> bool:
-    pairs = [(getattr(a, name), getattr(b, name)) for name in ("dense", "labels", "ids", "offsets", "weights")]
-    return all((x is None) == (y is None) and (x is None or (x.dtype == y.dtype and np.array_equal(x, y))) for x, y in pairs)
+def same_batch(a: Part, b: Part) -> bool:
+    """Bit for bit, whole batches or the same part of two."""
+    assert type(a) is type(b), f"{type(a).__name__} and {type(b).__name__} were compared"
+    pairs = [(getattr(a, field.name), getattr(b, field.name)) for field in fields(a) if field.name != "extra"]
+    return all(same_array(x, y) if isinstance(x, np.ndarray) else type(x) is type(y) and x == y for x, y in pairs)
+
+
+def same_array(a: npt.NDArray[Any], b: Any) -> bool:
+    return isinstance(b, np.ndarray) and a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
 
 
 def click_log(num_rows: int = NUM_ROWS, seed: int = 1) -> pd.DataFrame:

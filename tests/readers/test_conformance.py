@@ -1,16 +1,23 @@
 """What every reader promises, checked on all of them. A new format adds one function to CASES."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from prefetcher.readers import criteo_tsv, parquet
-from prefetcher.readers.base import open_reader
+from prefetcher.readers import criteo_tsv, parquet_files, text
+from prefetcher.readers.base import can_share, open_reader, stream_columns
+from prefetcher.readers.decoder import Share, decode_share
+from prefetcher.readers.parts import Columns, Part, divide
+from prefetcher.readers.schedule import Place, PlacedBatch, Position, schedule
+from prefetcher.readers.source import InlineSource
+from prefetcher.readers.worker import BatchSource
 from protocol.batch import Batch, Kind
 from protocol.job import Job
+from tests.readers.polling import rest_of
 from tests.readers.samples import (
     BATCH_SIZE,
     NUM_ROWS,
@@ -23,8 +30,10 @@ from tests.readers.samples import (
     decode_days,
     decode_parquet,
     decode_tsv,
+    long_job,
     make_job,
     same_batch,
+    with_workers,
     write_day,
     write_parquet,
     write_tsv,
@@ -84,8 +93,9 @@ SHUFFLED = pytest.mark.parametrize(
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Files are read in pieces far smaller than they are, so that every boundary is crossed."""
-    monkeypatch.setattr(criteo_tsv, "CHUNK_BYTES", 3000)
-    monkeypatch.setattr(parquet, "BLOCK_ROWS", 10)
+    monkeypatch.setattr(text, "CHUNK_BYTES", 3000)
+    monkeypatch.setattr(criteo_tsv, "LINES_AT_ONCE", 5)
+    monkeypatch.setattr(parquet_files, "RECORD_BATCH_ROWS", 10)
 
 
 def batches(job: Job, split: Kind = "train", epoch: int = 0, start: int = 0) -> list[Batch]:
@@ -186,6 +196,77 @@ def test_a_shuffle_permutes_each_block_by_philox_of_seed_epoch_and_block(case: C
             key = np.array([job.job.seed, epoch * 2**32 + block], dtype=np.uint64)
             expected += [part[i] for i in np.random.Generator(np.random.Philox(key=key)).permutation(len(part))]
         assert all_samples(batches(shuffled_job, epoch=epoch)) == expected
+
+
+def orders(job: Job) -> list[str]:
+    return ["none", "window:20"] if can_share(job) else ["none"]  # a data set of one's own has its own order
+
+
+def middles(whole: list[PlacedBatch]) -> list[Position | None]:
+    """The beginning of a run, the middle of an epoch, and that of an evaluation."""
+    positions = [batch.position for batch in whole]
+    in_epoch = next(at for at in positions if at.epoch == 1 and at.train_batch == 5 and at.eval_batch is None)
+    in_evaluation = next(at for at in positions if at.epoch == 0 and at.train_batch == 8 and at.eval_batch == 1)
+    return [None, in_epoch, in_evaluation]
+
+
+@ALL
+@pytest.mark.parametrize("num_readers", [1, 2, 3])
+def test_readers_that_share_the_batches_give_those_of_one(case: Case, num_readers: int, tmp_path: Path) -> None:
+    for shuffle in orders(case(tmp_path)[0]):
+        job = long_job(case(tmp_path, shuffle=shuffle)[0])
+        whole = list(schedule(job, open_reader(job)))
+        start = middles(whole)[num_readers - 1]
+        expected = whole[start.step if start else 0 :]
+        for columns in stream_columns(job):
+            found = shared(job, columns, start, num_readers)
+            assert [place.position for place, _ in found] == [batch.position for batch in expected]
+            assert [place.following for place, _ in found] == [batch.following for batch in expected]
+            for (place, part), batch in zip(found, expected, strict=True):
+                assert place.kind == batch.kind
+                assert same_batch(part, part_of(batch.batch, columns))
+
+
+def shared(job: Job, columns: Columns, start: Position | None, num_readers: int) -> list[tuple[Place, Part]]:
+    """What each of several readers decodes of its share, in the order of the steps."""
+    found: list[tuple[Place, Part]] = []
+    for index in range(num_readers):
+        share = Share(job=job, columns=columns, max_steps=None, start=start, index=index, num_decoders=num_readers)
+        found += decode_share(share, open_reader(job, columns))
+    return sorted(found, key=lambda own: own[0].step)
+
+
+def part_of(batch: Batch, columns: Columns) -> Part:
+    ids, rest = divide(batch)
+    parts: dict[Columns, Part] = {"all": batch, "ids": ids, "rest": rest}
+    return parts[columns]
+
+
+@ALL
+def test_any_number_of_workers_gives_the_batches_of_the_source_without(case: Case, tmp_path: Path) -> None:
+    shuffle = orders(case(tmp_path)[0])[-1]
+    job = long_job(case(tmp_path, shuffle=shuffle)[0])
+    whole = rest_of(InlineSource(job))
+    assert len(whole) == 2 * 11 + 7 * 3
+    for num_workers, start, source in workers_at(job, middles(whole)):
+        found = rest_of(source)
+        expected = whole[start.step if start else 0 :]
+        assert [(b.step, b.kind, b.train_step, b.epoch, b.position, b.following) for b in found] == [
+            (b.step, b.kind, b.train_step, b.epoch, b.position, b.following) for b in expected
+        ]
+        assert all(same_batch(a.batch, b.batch) for a, b in zip(found, expected, strict=True)), f"{num_workers} workers"
+        assert source.counters.batches == len(expected)
+
+
+def workers_at(job: Job, starts: list[Position | None]) -> Iterator[tuple[int, Position | None, BatchSource]]:
+    """One, two and three workers, each of them from one of `starts`; all at once, because starting takes longest."""
+    with ExitStack() as stack:
+        sources = [BatchSource(with_workers(job, 1 + i), start=start) for i, start in enumerate(starts)]
+        for source in sources:
+            stack.callback(source.close)
+            source.start()
+        for i, source in enumerate(sources):
+            yield 1 + i, starts[i], source
 
 
 @SHUFFLED

@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from prefetcher.readers import criteo_tsv
+from prefetcher.readers import text
 from prefetcher.readers.base import open_reader
+from prefetcher.readers.shuffle import block_permutation
 from protocol.batch import Batch
 from protocol.errors import ConfigError, DataError
 from tests.readers.samples import BATCH_SIZE, all_samples, click_log, make_job, table, write_tsv
@@ -78,7 +79,7 @@ BROKEN = {
 def test_a_bad_line_is_named_with_file_line_column_and_value(
     line: list[str], complaint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(criteo_tsv, "CHUNK_BYTES", 1000)
+    monkeypatch.setattr(text, "CHUNK_BYTES", 1000)
     path = write(tmp_path / "a", [fields()] * 17 + [line] + [fields()] * 9)
     assert refusal(path).startswith(f"{path}, line 18{complaint}")
 
@@ -108,16 +109,17 @@ def test_an_empty_file_is_refused(name: str, tmp_path: Path) -> None:
 
 
 def test_a_file_without_lines_is_refused_before_memory_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(criteo_tsv, "CHUNK_BYTES", 1000)
+    monkeypatch.setattr(text, "CHUNK_BYTES", 1000)
     (tmp_path / "a").write_bytes(b"\0" * 5000)
     assert "a: a line is longer than 1000 bytes" in refusal(tmp_path / "a")
 
 
-def test_a_file_that_shrinks_during_a_run_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("left", [0, 4])
+def test_a_file_that_shrinks_during_a_run_is_refused(left: int, tmp_path: Path) -> None:
     path = write(tmp_path / "a", [fields()] * 10)
     reader = open_reader(make_job("criteo-tsv", path=str(path), eval_fraction=0.0))
-    write(path, [fields()] * 4)
-    with pytest.raises(DataError, match="ends after 4 lines, but had 10 when it was opened"):
+    write(path, [fields()] * left)
+    with pytest.raises(DataError, match=f"the 10 lines from line 1 on are {left} now; leave the file as it is while it is read"):
         list(reader.batches("train", 0))
 
 
@@ -157,10 +159,18 @@ def test_eval_path_beside_eval_fraction_is_refused(tmp_path: Path) -> None:
         open_reader(make_job("criteo-tsv", path=str(path), eval_path=str(path), eval_fraction=0.1))
 
 
-def test_a_bad_line_is_met_only_after_the_chunks_before_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(criteo_tsv, "CHUNK_BYTES", 1000)
-    path = write(tmp_path / "a", [fields()] * 40 + [fields(label="x")])
-    batches = open_reader(make_job("criteo-tsv", path=str(path), eval_fraction=0.0)).batches("train", 0)
-    assert [next(batches).size for _ in range(4)] == [BATCH_SIZE] * 4
-    with pytest.raises(DataError, match="line 41, column label: 'x' is not 0 or 1"):
-        list(batches)
+@pytest.mark.parametrize("shuffle", ["none", "window:20"])
+def test_every_batch_before_that_of_a_bad_line_is_given(shuffle: str, tmp_path: Path) -> None:
+    path = write(tmp_path / "a", [fields()] * 40 + [fields(label="x")] + [fields()] * 19)
+    batches = open_reader(make_job("criteo-tsv", path=str(path), eval_fraction=0.0, shuffle=shuffle)).batches("train", 0)
+    place = 40 if shuffle == "none" else 40 + block_permutation(5, 0, 2, 20).tolist().index(0)
+    assert [next(batches).size for _ in range(place // BATCH_SIZE)] == [BATCH_SIZE] * (place // BATCH_SIZE)
+    with pytest.raises(DataError, match=re.escape(f"{path}, line 41, column label: 'x' is not 0 or 1")):
+        next(batches)
+
+
+@pytest.mark.parametrize("columns", [{"cat_0": ""}, {"cat_0": "", "cat_3": "", "cat_25": ""}])
+def test_a_column_without_any_hash_is_all_zeros(columns: dict[str, str], tmp_path: Path) -> None:
+    ids = only_batch(write(tmp_path / "a", [fields(**columns)] * 5)).ids.reshape(3, 5)
+    for name, own, present in zip(("cat_3", "cat_0", "cat_25"), ids, (10, 10, 3), strict=True):
+        assert own.tolist() == [0 if name in columns else present] * 5

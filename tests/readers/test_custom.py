@@ -60,7 +60,7 @@ def test_options_reach_the_factory_and_dense_features_are_counted() -> None:
     [
         ("missing", "cannot import it (module 'tests.readers.factories' has no attribute 'missing')"),
         ("not_callable", "is not callable; name a function"),
-        ("number", "the factory returned int; return a Reader, a function or an iterable"),
+        ("number", "the factory returned int; return an object with batches, a function or an iterable"),
         ("changed", "the factory cannot be called with (job, **data.options): missing a required argument: 'case'"),
     ],
 )

@@ -10,9 +10,12 @@ import pyarrow.parquet as pq
 import pytest
 
 from prefetcher.readers.base import open_reader
+from prefetcher.readers.decoder import Share, decode_share
+from prefetcher.readers.schedule import schedule
+from prefetcher.readers.shuffle import block_permutation
 from protocol.batch import Batch
 from protocol.errors import ConfigError, DataError
-from tests.readers.samples import make_job, samples_of, table
+from tests.readers.samples import PARQUET_COLUMNS, all_samples, long_job, make_job, samples_of, table, write_parquet
 
 TABLES = [table("scalars", 10, "a"), table("bags", 10, "b")]
 LISTS = pa.list_(pa.int64())
@@ -89,6 +92,61 @@ def test_an_id_outside_its_table_is_named_by_its_row(tmp_path: Path) -> None:
     write(tmp_path, "0.parquet")
     path = write(tmp_path, "1.parquet", b=pa.array([[3, 3], None, [4, 10], []], LISTS))
     assert refusal(DataError, tmp_path).startswith(f"{path}, row 2, column b: id 10 is outside table bags (num_embeddings = 10); enlarge")
+
+
+@pytest.mark.parametrize("shuffle", ["none", "window:3", "window:5", "window:100"])
+def test_one_file_may_hold_bags_and_another_single_ids_of_a_feature(shuffle: str, tmp_path: Path) -> None:
+    write(tmp_path, "0.parquet")
+    write(tmp_path, "1.parquet", b=pa.array([6, 7, None, 8], pa.int32()), w=pa.array([0.1, 0.2, 0.3, 0.4]))
+    write(tmp_path, "2.parquet", b=pa.array([[1], [2, 3], [], [4]], pa.large_list(pa.int32())), w=pa.array([[1], [2, 3], [], [4]]))
+    data = {"path": str(tmp_path), "columns": {"weights": {"b": "w"}}, "shuffle": shuffle, "eval_fraction": 0.0, "batch_size": 7}
+    rows = all_samples(open_reader(make_job("parquet", TABLES, **data)).batches("train", 0))
+    bags = [(3, 4), (), (), (5,), (6,), (7,), (0,), (8,), (1,), (2, 3), (), (4,)]
+    weights = [(0.5, 2), (), (), (1.5,), *((float(np.float32(x)),) for x in (0.1, 0.2, 0.3, 0.4)), (1,), (2, 3), (), (4,)]
+    window = 12 if shuffle == "none" else int(shuffle.removeprefix("window:"))
+    order = np.concatenate([first + block_permutation(5, 0, first // window, min(window, 12 - first)) for first in range(0, 12, window)])
+    order = np.arange(12) if shuffle == "none" else order
+    assert [row.ids for row in rows] == [(((1,), (2,), (0,), (9,))[i % 4], bags[i]) for i in order]
+    assert [row.weights for row in rows] == [((1,), weights[i]) for i in order]
+
+
+def test_in_a_shuffled_window_a_bad_row_is_named_where_it_stands(tmp_path: Path) -> None:
+    write(tmp_path, "0.parquet")
+    path = write(tmp_path, "1.parquet", b=pa.array([[3, 3], None, [4, 10], []], LISTS))
+    assert refusal(DataError, tmp_path, shuffle="window:8").startswith(f"{path}, row 2, column b: id 10 is outside table bags")
+
+
+def test_row_groups_without_a_wanted_row_are_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    columns = {name: np.arange(80) % 2 for name in ("label", "int_0", "a", "b")}
+    for name in ("0.parquet", "1.parquet"):
+        pq.write_table(pa.table(columns), tmp_path / name, row_group_size=8)
+    read: list[int] = []
+
+    class Noting(pq.ParquetFile):  # type: ignore[misc]
+        def iter_batches(self, *args: Any, row_groups: list[int], **options: Any) -> Any:
+            read.extend(row_groups)
+            return super().iter_batches(*args, row_groups=row_groups, **options)
+
+    monkeypatch.setattr(pq, "ParquetFile", Noting)
+    job = make_job("parquet", TABLES, path=str(tmp_path), eval_fraction=0.0, batch_size=8)
+    share = Share(job=job, columns="all", max_steps=None, start=None, index=1, num_decoders=3)
+    assert [place.step for place, _ in decode_share(share, open_reader(job))] == [1, 4, 7, 10, 13, 16, 19]
+    assert read == [1, 4, 7, 0, 3, 6, 9]
+
+
+def test_evaluation_between_train_steps_reads_no_row_group_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_parquet(tmp_path / "a.parquet", 100)
+    opened: list[int] = []
+
+    class Noting(pq.ParquetFile):  # type: ignore[misc]
+        def iter_batches(self, *args: Any, row_groups: list[int], **options: Any) -> Any:
+            opened.extend(row_groups)
+            return super().iter_batches(*args, row_groups=row_groups, **options)
+
+    monkeypatch.setattr(pq, "ParquetFile", Noting)
+    job = long_job(make_job("parquet", path=str(tmp_path), columns=PARQUET_COLUMNS))
+    assert sum(batch.batch.size for batch in schedule(job, open_reader(job))) == 2 * 80 + 6 * 20
+    assert len(opened) == 2 * 7 + 6 * 2
 
 
 @pytest.mark.parametrize(("value", "shown"), [(float("nan"), "nan"), (float("inf"), "inf"), (None, "nan"), (1e39, "inf")])

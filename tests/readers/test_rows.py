@@ -1,16 +1,27 @@
-"""Cutting, permuting and joining blocks of samples changes nothing in the samples."""
+"""Joining the rows of several files changes nothing in the samples."""
 
 import numpy as np
 import pytest
 
-from prefetcher.readers.rows import Column, block_of, compact, cut, join_rows, take_rows
-from protocol.batch import Batch
-from tests.readers.samples import all_samples, same_batch, samples_of
+from prefetcher.readers.parts import IdsBatch, Rest, join_parts
+from prefetcher.readers.rows import (
+    Column,
+    Ids,
+    as_slice,
+    join_columns,
+    join_ids,
+    join_rest,
+    needed_offsets,
+    rows_by_file,
+    take_samples,
+)
+from tests.readers.samples import Row, all_samples, samples_of
 
 NUM_FEATURES = 3
+LAYOUTS = pytest.mark.parametrize(("ragged", "weighted"), [(False, False), (False, True), (True, False), (True, True)])
 
 
-def block(num_samples: int, *, ragged: bool, weighted: bool, seed: int = 0) -> Batch:
+def ids_of(num_samples: int, *, ragged: bool, weighted: bool, seed: int = 0) -> IdsBatch:
     rng = np.random.default_rng(seed)
     columns = []
     for feature in range(NUM_FEATURES):
@@ -18,55 +29,72 @@ def block(num_samples: int, *, ragged: bool, weighted: bool, seed: int = 0) -> B
         num_ids = num_samples if lengths is None else int(lengths.sum())
         weights = rng.random(num_ids).astype(np.float32) if feature == 2 else None
         columns.append(Column(ids=rng.integers(0, 100, num_ids), lengths=lengths, weights=weights))
-    dense = rng.random((num_samples, 2)).astype(np.float32)
-    return block_of(dense, rng.integers(0, 2, num_samples).astype(np.float32), columns, weighted)
+    return join_columns(columns, num_samples, weighted)
 
 
-LAYOUTS = pytest.mark.parametrize(("ragged", "weighted"), [(False, False), (False, True), (True, False), (True, True)])
+def rest_of(num_samples: int, seed: int = 0) -> Rest:
+    rng = np.random.default_rng(seed)
+    return Rest(dense=rng.random((num_samples, 2)).astype(np.float32), labels=rng.integers(0, 2, num_samples).astype(np.float32))
+
+
+def rows_of(ids: IdsBatch, rest: Rest | None = None) -> list[Row]:
+    return samples_of(join_parts(ids, rest or rest_of(ids.size)))
 
 
 @LAYOUTS
-def test_rows_are_taken_in_any_order(ragged: bool, weighted: bool) -> None:
-    whole = block(20, ragged=ragged, weighted=weighted)
+def test_samples_are_taken_in_any_order(ragged: bool, weighted: bool) -> None:
+    whole = ids_of(20, ragged=ragged, weighted=weighted)
     order = np.random.default_rng(1).permutation(20)[:13]
-    samples = samples_of(whole)
-    assert samples_of(take_rows(whole, order)) == [samples[i] for i in order]
-    assert samples_of(take_rows(whole, slice(4, 9))) == samples[4:9]
+    taken = rows_of(take_samples(whole, order))
+    expected = rows_of(whole)
+    assert [(row.ids, row.weights) for row in taken] == [(expected[i].ids, expected[i].weights) for i in order]
 
 
 @LAYOUTS
-@pytest.mark.parametrize("size", [1, 3, 7, 100])
-def test_cutting_keeps_every_sample_in_order(ragged: bool, weighted: bool, size: int) -> None:
-    blocks = [block(n, ragged=ragged, weighted=weighted, seed=n) for n in (1, 5, 2, 9)]
-    pieces = list(cut(blocks, size))
-    assert all_samples(pieces) == all_samples(blocks)
-    assert [piece.size for piece in pieces[:-1]] == [size] * (len(pieces) - 1)
+@pytest.mark.parametrize("shuffled", [False, True])
+def test_a_batch_over_several_files_has_its_samples_in_order(ragged: bool, weighted: bool, shuffled: bool) -> None:
+    sizes = (1, 5, 2, 9)
+    ids = [ids_of(size, ragged=ragged and size != 2, weighted=weighted, seed=size) for size in sizes]
+    rest = [rest_of(size, seed=size) for size in sizes]
+    samples = all_samples(join_parts(a, b) for a, b in zip(ids, rest, strict=True))
+    rows = np.random.default_rng(2).permutation(17)[:12] if shuffled else np.arange(3, 12)
+    files = rows_by_file(np.array([0, 1, 6, 8, 17]), rows)
+    own = [whole_file.rows for whole_file in files]
+    joined_ids = join_ids(files, [take_samples(ids[file.file], taken) for file, taken in zip(files, own, strict=True)])
+    joined_rest = join_rest(files, [taken_rest(rest[file.file], taken) for file, taken in zip(files, own, strict=True)])
+    assert rows_of(joined_ids, joined_rest) == [samples[row] for row in rows]
 
 
-@LAYOUTS
-def test_cutting_does_not_depend_on_how_the_samples_came(ragged: bool, weighted: bool) -> None:
-    whole = block(30, ragged=ragged, weighted=weighted)
-    pairs = zip(cut([whole], 8), cut(cut([whole], 5), 8), strict=True)
-    assert all(same_batch(compact(a), compact(b)) for a, b in pairs)
+def taken_rest(rest: Rest, rows: Ids) -> Rest:
+    return Rest(dense=rest.dense[rows], labels=rest.labels[rows])
 
 
-@pytest.mark.parametrize("weighted", [False, True])
-def test_blocks_with_and_without_offsets_join(weighted: bool) -> None:
-    blocks = [block(4, ragged=True, weighted=weighted), block(3, ragged=False, weighted=weighted)]
-    assert samples_of(join_rows(blocks)) == all_samples(blocks)
-    assert samples_of(join_rows(blocks[::-1])) == all_samples(blocks[::-1])
+def test_rows_are_looked_for_in_the_files_that_hold_them() -> None:
+    found = rows_by_file(np.array([0, 3, 3, 7]), np.array([6, 0, 3, 2]))
+    assert [(file.file, file.places.tolist(), file.rows.tolist()) for file in found] == [(0, [1, 3], [0, 2]), (2, [0, 2], [3, 0])]
+
+
+@pytest.mark.parametrize(
+    ("rows", "expected"), [([4], slice(4, 5)), ([4, 5, 6], slice(4, 7)), ([4, 6, 5], None), ([4, 6], None), ([4, 6, 5, 7], None)]
+)
+def test_a_run_of_rows_is_a_slice(rows: list[int], expected: slice | None) -> None:
+    found = as_slice(np.array(rows))
+    assert found == expected if expected is not None else isinstance(found, np.ndarray)
 
 
 def test_offsets_that_say_one_id_a_bag_are_left_away_and_others_stay() -> None:
-    single = block(4, ragged=False, weighted=True)
-    spelled = Batch(
-        dense=single.dense, labels=single.labels, ids=single.ids, weights=single.weights, offsets=np.arange(NUM_FEATURES * 4 + 1)
-    )
-    assert same_batch(compact(spelled), single)
-    ragged = block(4, ragged=True, weighted=False)
-    assert same_batch(compact(ragged), ragged)
+    assert needed_offsets(np.arange(12), np.arange(13)) is None
+    assert needed_offsets(np.arange(12), None) is None
+    ragged = ids_of(4, ragged=True, weighted=False)
+    assert ragged.offsets is not None
+    assert needed_offsets(ragged.ids, ragged.offsets) is ragged.offsets
 
 
 def test_as_many_ids_as_bags_are_not_yet_one_a_bag() -> None:
-    batch = Batch(dense=np.zeros((2, 0), np.float32), labels=np.zeros(2, np.float32), ids=np.array([1, 2]), offsets=np.array([0, 2, 2]))
-    assert compact(batch).offsets is not None
+    assert needed_offsets(np.array([1, 2]), np.array([0, 2, 2])) is not None
+
+
+def test_bags_of_one_id_each_need_no_offsets_after_samples_were_taken() -> None:
+    ragged = join_columns([Column(ids=np.arange(4), lengths=np.array([2, 1, 1]))], 3, weighted=False)
+    assert ragged.offsets is not None
+    assert take_samples(ragged, np.array([2, 1])).offsets is None

@@ -6,7 +6,7 @@ from typing import ClassVar
 import msgspec
 import pytest
 
-from prefetcher.readers.base import Reader, open_reader
+from prefetcher.readers.base import Pending, Reader, decoded, open_reader
 from prefetcher.readers.schedule import PlacedBatch, Position, expected_train_steps, schedule
 from protocol.batch import Batch, Kind
 from protocol.job import Job
@@ -84,9 +84,12 @@ class Recording:
         return self._reader.num_samples(split)
 
     def batches(self, split: Kind, epoch: int, start: int = 0) -> Iterator[Batch]:
-        for batch in self._reader.batches(split, epoch, start):
+        return decoded(self.pending(split, epoch, start))
+
+    def pending(self, split: Kind, epoch: int, start: int = 0) -> Iterator[Pending]:
+        for pending in self._reader.pending(split, epoch, start):
             self.read.append(split)
-            yield batch
+            yield pending
 
 
 def test_no_training_batch_beyond_the_last_step_is_read() -> None:

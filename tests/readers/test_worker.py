@@ -1,12 +1,8 @@
-"""The decoding process: order, errors, and every way in which either side may go away."""
+"""One decoding process: order, errors, and every way in which either side may go away. Several of them: `test_workers.py`."""
 
 import os
 import signal
-import subprocess
-import sys
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,62 +10,17 @@ import numpy as np
 import pytest
 
 from prefetcher.readers.base import open_reader
-from prefetcher.readers.schedule import PlacedBatch, schedule
-from prefetcher.readers.source import InlineSource, Source
+from prefetcher.readers.schedule import schedule
+from prefetcher.readers.source import InlineSource
 from prefetcher.readers.worker import BatchSource
 from protocol.errors import ConfigError, DataError, RowcastError
 from protocol.job import Job
+from tests.readers.polling import LONG_S, decoders_of, is_alive, next_batch, parent_process, rest_of, wait_until
 from tests.readers.samples import PARQUET_COLUMNS, make_job, same_batch, write_parquet
-
-ROOT = Path(__file__).parents[2]
-LONG_S = 60.0  # only a test that fails waits so long
-
-
-@pytest.fixture
-def opened() -> Iterator[Callable[..., BatchSource]]:
-    sources: list[BatchSource] = []
-
-    def open_source(job: Job, **options: Any) -> BatchSource:
-        sources.append(BatchSource(job, **options))
-        sources[-1].start()
-        return sources[-1]
-
-    yield open_source
-    for source in sources:
-        source.close()
 
 
 def factory(name: str, **options: Any) -> Job:
     return make_job(f"tests.readers.factories:{name}", options=options)
-
-
-def next_batch(source: Source) -> PlacedBatch | None:
-    """Waits as the planner does, by asking again; None at the end."""
-    deadline = time.monotonic() + LONG_S
-    while (batch := source.poll()) is None and not source.ended:
-        assert time.monotonic() < deadline, "nothing arrived"
-        time.sleep(0.001)
-    return batch
-
-
-def rest_of(source: Source) -> list[PlacedBatch]:
-    return list(iter(lambda: next_batch(source), None))
-
-
-def is_alive(pid: int | None) -> bool:
-    """Not gone, and not only waiting to be reaped either, which nobody may do for an orphan in a container."""
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-    return state != "Z"
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + LONG_S
-    while not condition():
-        assert time.monotonic() < deadline, "it never happened"
-        time.sleep(0.005)
 
 
 def synthetic_job(samples: int = 100) -> Job:
@@ -182,14 +133,14 @@ def test_a_bug_in_a_reader_ends_the_run_and_shows_its_traceback(
 def test_a_killed_decoder_is_an_error_and_no_hang(opened: Callable[..., BatchSource]) -> None:
     source = opened(factory("stuck"))
     assert [next_batch(source) is not None for _ in range(2)] == [True, True]
-    os.kill(source.pid or 0, signal.SIGKILL)
+    os.kill(source.pids[0], signal.SIGKILL)
     with pytest.raises(RowcastError, match="was killed by signal 9; if nobody sent it, the machine ran out of memory"):
         next_batch(source)
 
 
 def test_a_decoder_killed_while_it_opens_the_data_is_an_error(opened: Callable[..., BatchSource]) -> None:
     source = opened(factory("slow_to_open"))
-    os.kill(source.pid or 0, signal.SIGKILL)
+    os.kill(source.pids[0], signal.SIGKILL)
     with pytest.raises(RowcastError, match="was killed by signal 9"):
         source.info()
 
@@ -197,7 +148,7 @@ def test_a_decoder_killed_while_it_opens_the_data_is_an_error(opened: Callable[.
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_signals_to_the_whole_group_leave_the_decoder_at_work(number: int, opened: Callable[..., BatchSource]) -> None:
     source = opened(factory("signalled", number=int(number)))
-    os.kill(source.pid or 0, number)  # while it still starts
+    os.kill(source.pids[0], number)  # while it still starts
     assert len(rest_of(source)) == 2
 
 
@@ -214,7 +165,7 @@ def test_closing_ends_the_decoder_whatever_it_does(name: str) -> None:
     if name != "slow_to_open":
         assert next_batch(source) is not None
     source.close()
-    assert not is_alive(source.pid)
+    assert not any(map(is_alive, source.pids))
     assert source.poll() is None
     source.close()
 
@@ -227,42 +178,17 @@ def test_closing_a_source_that_was_never_started_does_nothing() -> None:
 
 @pytest.mark.parametrize("name", ["stuck", "endless"])
 def test_the_decoder_ends_when_its_parent_is_killed(name: str) -> None:
-    with parent_process(name, "time.sleep(600)") as parent:
-        pid = decoder_of(parent)
+    with parent_process(factory(name), "time.sleep(600)") as parent:
+        [pid] = decoders_of(parent)
     wait_until(lambda: not is_alive(pid))
 
 
 @pytest.mark.parametrize(("ending", "exit_code"), [("", 0), ("raise SystemExit(3)", 3), ("raise KeyError", 1)])
 def test_a_parent_that_forgets_to_close_still_ends(ending: str, exit_code: int) -> None:
-    with parent_process("stuck", ending) as parent:
-        pid = decoder_of(parent)
+    with parent_process(factory("stuck"), ending) as parent:
+        pids = decoders_of(parent)
         assert parent.wait(LONG_S) == exit_code
-    assert not is_alive(pid)
-
-
-@contextmanager
-def parent_process(name: str, ending: str) -> Iterator[subprocess.Popen[str]]:
-    """A process that starts a source, prints its decoder's pid once the data is open, and then does `ending`; killed afterwards."""
-    lines = [
-        "import time",
-        "from tests.readers.test_worker import BatchSource, factory",
-        f"source = BatchSource(factory({name!r}))",
-        "source.start()",
-        "source.info()",
-        "print(source.pid, flush=True)",
-        ending,
-    ]
-    command = [sys.executable, "-c", "\n".join(lines)]
-    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as parent:
-        try:
-            yield parent
-        finally:
-            parent.kill()
-
-
-def decoder_of(parent: subprocess.Popen[str]) -> int:
-    assert parent.stdout is not None
-    return int(parent.stdout.readline())
+    assert not any(map(is_alive, pids))
 
 
 def test_large_batches_cross_unharmed(opened: Callable[..., BatchSource]) -> None:

@@ -26,12 +26,13 @@ from prometheus_client.parser import text_string_to_metric_families
 from protocol.manifest import Manifest, newest_checkpoint, read_manifest
 from protocol.transport.endpoint import socket_path
 
-Name = Literal["prefetcher", "trainer", "local", "export"]
+Name = Literal["prefetcher", "trainer", "local", "export", "simulate"]
 COMMANDS: dict[Name, list[str]] = {
     "prefetcher": ["-m", "prefetcher", "run"],
     "trainer": ["-m", "trainer", "run"],
     "local": ["-m", "deploy.local"],
     "export": ["-m", "prefetcher", "export"],
+    "simulate": ["-m", "prefetcher", "simulate"],
 }
 ROOT = Path(__file__).parents[2]  # where `python -m` finds the project
 END_TIMEOUT_S = 40.0

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from prefetcher.planner.capacity import MEASURED_BATCHES, divide_capacity, measure
-from prefetcher.planner.planner import RowPlanner
+from prefetcher.planner.job_planner import job_planner
 from prefetcher.readers.source import InlineSource
 from protocol.batch import ScheduledBatch
 from protocol.job import Job, parse_bytes
@@ -47,7 +47,7 @@ class Alone:
 
 def plan_alone(job: Job, batches: Sequence[ScheduledBatch], slots: tuple[int, ...]) -> Alone:
     groups = group_specs(job)
-    planner = RowPlanner(groups, slots, job.lookahead.depth, job.lookahead.horizon_batches)
+    planner = job_planner(job, groups, slots, batches[:MEASURED_BATCHES])
     plans = []
     for batch in batches:
         planner.add(batch)

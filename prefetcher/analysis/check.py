@@ -1,0 +1,78 @@
+"""`prefetcher check`: a job file against its data and this machine, before anything is trained.
+
+Every check runs, whatever the others found; those that need the data say nothing where it does not open. An error is what would keep a
+run from starting or end it, a warning what may.
+"""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from prefetcher.analysis.check_data import ALL, SAMPLE, Seen, check_capacity, check_opens, check_pins, check_samples
+from prefetcher.analysis.check_machine import check_device, check_memlock, check_ports, check_rings
+from prefetcher.analysis.check_memory import check_disk, check_memory
+from prefetcher.analysis.check_setup import check_model, check_run_directory, check_versions
+from prefetcher.analysis.device import Device, ask_device
+from prefetcher.analysis.findings import Finding, findings_of, ok
+from prefetcher.analysis.machine import free_memory
+from prefetcher.planner.capacity import job_slots
+from prefetcher.service import automatic_ring_bytes
+from protocol.errors import ConfigError
+from protocol.job import MIN_RING_BYTES, Job
+from protocol.job_file import load_job
+from protocol.tables import group_specs
+
+
+def check_file(config: Path, overrides: tuple[str, ...], *, whole: bool, ask: Callable[[str], Device] = ask_device) -> Iterator[Finding]:
+    """Findings one by one, as they come. `whole`: every sample is read instead of some."""
+    jobs: list[Job] = []
+
+    def load() -> Iterator[Finding]:
+        jobs.append(load_job(config, overrides))
+        yield ok("job file", f"{config}: {len(jobs[0].tables)} tables, {jobs[0].data.format} data, {jobs[0].model.kind}")
+
+    yield from findings_of("job file", load)
+    for job in jobs:
+        yield from check_job(job, whole=whole, ask=ask)
+
+
+def check_job(job: Job, *, whole: bool, ask: Callable[[str], Device]) -> Iterator[Finding]:
+    yield from findings_of("versions", check_versions)
+    yield from findings_of("run directory", lambda: check_run_directory(job.run_dir))
+    yield from findings_of("ports", lambda: check_ports(job))
+    yield from findings_of("model", lambda: check_model(job))
+    seen = Seen(groups=group_specs(job))
+    opened = findings_of("data", lambda: check_opens(job, seen))
+    yield from opened
+    if all(finding.level == "ok" for finding in opened):
+        yield from findings_of("data", lambda: check_samples(job, seen, ALL if whole else SAMPLE))
+    if seen.measured:
+        yield from findings_of("capacity", lambda: check_capacity(job, seen))
+    yield from findings_of("pins", lambda: check_pins(job, seen))
+    yield from check_room(job, seen, ask(job.trainer.device))
+
+
+def check_room(job: Job, seen: Seen, device: Device) -> Iterator[Finding]:
+    """Memory of every kind; rings and cache are as large as they would be in a run."""
+    try:
+        ring_bytes = job.transport.ring_bytes or automatic_ring_bytes(seen.groups, seen.measured, job.lookahead.depth)
+    except ConfigError:  # which `check_rings` says in its turn
+        ring_bytes = MIN_RING_BYTES
+    cache_bytes = cache_bytes_of(job, seen)
+    staging_bytes = (job.lookahead.depth + 1) * ring_bytes
+    on_host = (cache_bytes or 0) + staging_bytes if device.free_bytes is None else 0
+    yield from findings_of("shared memory", lambda: check_rings(ring_bytes))
+    yield from findings_of("device", lambda: check_device(device, cache_bytes, staging_bytes))
+    yield from findings_of("pinning", lambda: check_memlock(device, ring_bytes))
+    yield from findings_of("memory", lambda: check_memory(job, seen, free_memory(), ring_bytes, on_host))
+    yield from findings_of("disk", lambda: check_disk(job, seen))
+
+
+def cache_bytes_of(job: Job, seen: Seen) -> int | None:
+    """None where the data does not open or its first batches do not fit, which is said elsewhere."""
+    if not seen.measured:
+        return None
+    try:
+        slots = job_slots(job, seen.groups, seen.measured)
+    except ConfigError:
+        return None
+    return sum(n * group.record_bytes for n, group in zip(slots, seen.groups, strict=True))

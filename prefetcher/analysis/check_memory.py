@@ -1,0 +1,85 @@
+"""Checks of host memory: what both processes of a job will hold, against what is free here."""
+
+import shutil
+from collections.abc import Iterator
+from itertools import pairwise
+
+from prefetcher.analysis.check_data import Seen
+from prefetcher.analysis.findings import Finding, error, ok, warning
+from prefetcher.analysis.words import human_bytes
+from prefetcher.stores.memory import MemoryStore
+from protocol.job import Job, parse_bytes
+from protocol.tables import GroupSpec
+
+DECODED_AHEAD = 8  # batches between the decoding process and the planner
+KEY_BYTES = 8
+DENSE_COPIES = {"sgd": 2, "adagrad": 3, "adam": 4}  # weights, gradients, optimizer state
+
+
+def check_memory(job: Job, seen: Seen, free_bytes: int, ring_bytes: int, cache_bytes: int) -> Iterator[Finding]:
+    """`cache_bytes`: rows and staging of a trainer on the CPU; 0 where they are on a device.
+
+    Tables take memory row by row as rows are trained: at most their size, and at most a row for each look-up of an epoch.
+    """
+    for group in seen.groups if job.store.kind == "memory" else ():
+        MemoryStore(group, job.job.seed).close()  # refuses what this machine cannot address, as a run would
+    parts = {
+        "ids known ahead": ahead_bytes(job, seen),
+        "rings": 2 * ring_bytes,
+        "rows and staging of a trainer on the CPU": cache_bytes,
+        "dense weights": dense_bytes(job, seen) * DENSE_COPIES[job.optimizer.dense.kind],
+    }
+    fixed = sum(parts.values())
+    tables = sum(trained_rows(group, seen) * group.record_bytes + group.num_rows for group in seen.groups)  # a byte a row: was it trained
+    listed = ", ".join(f"{name} {human_bytes(nbytes)}" for name, nbytes in parts.items() if nbytes)
+    unknown = "" if job.model.kind == "dlrm" else "; the dense weights of a model of your own come on top"
+    sentence = f"{human_bytes(free_bytes)} are free for {listed}, tables up to {human_bytes(tables)} as their rows are trained{unknown}"
+    if fixed > free_bytes:
+        yield error(
+            "memory", f"{sentence}: too little even without tables; free memory, or lower cache.capacity, lookahead or transport.ring"
+        )
+    elif fixed + tables > free_bytes:
+        yield warning("memory", f"{sentence}: too little if every row is trained; free memory or make tables smaller")
+    else:
+        yield ok("memory", sentence)
+
+
+def check_disk(job: Job, seen: Seen) -> Iterator[Finding]:
+    """The end of a run writes every trained row, its key beside it, and the dense weights."""
+    place = next(folder for folder in (job.run_dir, *job.run_dir.absolute().parents) if folder.exists())
+    free_bytes = shutil.disk_usage(place).free
+    rows = sum(trained_rows(group, seen) * (group.record_bytes + KEY_BYTES) for group in seen.groups)
+    needed = rows + dense_bytes(job, seen)
+    sentence = f"{place} has {human_bytes(free_bytes)} free for a checkpoint of up to {human_bytes(needed)}"
+    yield ok("disk", sentence) if needed <= free_bytes else warning("disk", f"{sentence}; free space there or set another job.run_dir")
+
+
+def ahead_bytes(job: Job, seen: Seen) -> int:
+    """Batches between the data and the plans: the horizon's, and those decoded ahead of it. The planner keeps about as much again."""
+    batch = 2 * seen.largest_batch_bytes
+    horizon = job.lookahead.horizon
+    known = parse_bytes(job.lookahead.id_bytes) if horizon == "auto" else max(horizon, job.lookahead.depth) * batch
+    return known + DECODED_AHEAD * job.prefetcher.workers * batch
+
+
+def dense_bytes(job: Job, seen: Seen) -> int:
+    """Weights of dlrm; 0 for a model that only its factory knows."""
+    if job.model.kind != "dlrm" or seen.reader is None:
+        return 0
+    num_vectors = len(job.features) + 1
+    bottom = [seen.reader.num_dense, *job.model.bottom_mlp]
+    top = [bottom[-1] + num_vectors * (num_vectors - 1) // 2, *job.model.top_mlp]
+    weights = sum((width_in + 1) * width_out for widths in (bottom, top) for width_in, width_out in pairwise(widths))
+    return 4 * weights
+
+
+def trained_rows(group: GroupSpec, seen: Seen) -> int:
+    """The most rows of a group that can be trained: no more than an epoch looks up."""
+    epoch = None if seen.reader is None else seen.reader.num_samples("train")
+    rows = 0
+    for table in group.tables:
+        lookups = table.num_embeddings
+        if epoch is not None and seen.num_samples:
+            lookups = -(-seen.lookups[table.index] * epoch // seen.num_samples)
+        rows += min(table.num_embeddings, lookups)
+    return rows

@@ -1,0 +1,86 @@
+"""Which settings to simulate: policies x capacities x horizons x batch sizes, each as a run of the job would have it."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import Any, Literal, get_args
+
+import msgspec
+
+from protocol.errors import ConfigError
+from protocol.job import Job, Policy
+from protocol.job_file import parse_job
+
+Horizon = int | Literal["auto"]
+
+BOUND = "belady"
+SIMULATED = ("window", "ttl", BOUND)  # known to the simulator only
+POLICIES = (*get_args(Policy), *SIMULATED)
+LOOKING_AHEAD = ("lookahead", "window", "ttl")  # the others know no future, or all of it
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Grid:
+    """Lists to vary; an empty one stands for the job's own value."""
+
+    policies: Sequence[str] = ()
+    capacities: Sequence[str | int] = ()  # as cache.capacity takes them
+    horizons: Sequence[Horizon] = ()
+    batch_sizes: Sequence[int] = ()
+
+    def __post_init__(self) -> None:
+        for policy in self.policies:
+            if policy not in POLICIES:
+                raise ConfigError(f"--policy {policy} is none of {', '.join(POLICIES)}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Setting:
+    """One run to simulate: a policy, and a job with its capacity, horizon and batch size, and with the policy where a run can have it.
+
+    horizon: batches known beyond the one planned, at least the depth; None where the policy looks at no future, or at all of it.
+    """
+
+    policy: str
+    horizon: Horizon | None
+    job: Job
+
+    @property
+    def horizon_batches(self) -> int:
+        return self.job.lookahead.horizon_batches
+
+
+def with_values(job: Job, values: Mapping[str, Mapping[str, Any]]) -> Job:
+    """The job with other values in some sections, checked as a whole. Raises ConfigError."""
+    content = msgspec.to_builtins(job)
+    for section, changed in values.items():
+        content[section] = {**content[section], **changed}
+    return parse_job(content, "simulate")
+
+
+def batch_size_jobs(job: Job, grid: Grid) -> Iterator[Job]:
+    for batch_size in dict.fromkeys(grid.batch_sizes or [job.data.batch_size]):
+        yield with_values(job, {"data": {"batch_size": batch_size}})
+
+
+def capacity_jobs(job: Job, grid: Grid) -> Iterator[Job]:
+    for capacity in dict.fromkeys(grid.capacities or [job.cache.capacity]):
+        yield with_values(job, {"cache": {"capacity": capacity}})
+
+
+def settings(job: Job, grid: Grid) -> list[Setting]:
+    """At the job's capacity and batch size. Horizons below the depth are raised to it, as in a run, and equal settings occur once."""
+    found: dict[tuple[str, Horizon | None], Setting] = {}
+    for policy, horizon in product(grid.policies or [job.cache.policy], grid.horizons or [job.lookahead.horizon]):
+        trained = {"policy": policy} if policy in get_args(Policy) else {}
+        own = with_values(job, {"lookahead": {"horizon": horizon}, "cache": trained})
+        known = known_ahead(own, policy)
+        found.setdefault((policy, known), Setting(policy=policy, horizon=known, job=own))
+    return list(found.values())
+
+
+def known_ahead(job: Job, policy: str) -> Horizon | None:
+    """Batches known beyond the one planned, as a run has them; None where the policy does not look at them."""
+    if policy not in LOOKING_AHEAD:
+        return None
+    return "auto" if job.lookahead.horizon == "auto" else job.lookahead.horizon_batches

@@ -1,0 +1,80 @@
+"""How sure a share is that was measured on some batches of many.
+
+Samples within a batch are alike (an hour, a campaign, one customer's basket), so n samples of m batches say less than n samples drawn
+one by one. The batches were drawn at random, so they are what is counted:
+
+    share      p = hits / totals, summed over the m judged batches
+    variance   m / (m - 1) * sum (hits_i - p * totals_i)^2 / totals^2, the linearized ratio estimator for m batches drawn at random
+    effective  n = p (1 - p) / variance, samples drawn one by one that would vary as much; never more than there are; m where p is 0 or 1,
+               as if every batch had been of one kind
+    interval   Wilson's for p and n, which never leaves [0, 1], with Student's t for m - 1 degrees of freedom in place of the normal's z
+
+Batches spread evenly over the data vary less than batches drawn at random, and none is drawn twice; both make the interval only safer.
+What it cannot know of is a kind of batch that none of the judged ones is of; `unseen_share` says how much of the data that may be.
+"""
+
+from dataclasses import dataclass
+from functools import lru_cache
+from math import sqrt, tan
+
+import numpy as np
+import numpy.typing as npt
+
+I64 = npt.NDArray[np.int64]
+
+METHOD = "Wilson's interval for the effective number of samples, batches as clusters, Student's t"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Share:
+    """A share from 0 to 1 with its confidence interval."""
+
+    estimate: float
+    low: float
+    high: float
+
+
+def clustered_share(hits: I64, totals: I64, confidence: float) -> Share | None:
+    """The share of `hits` in `totals`, both [m], one a batch; None where nothing was counted."""
+    assert len(hits) == len(totals) >= 2, f"{len(hits)} hits and {len(totals)} totals of at least 2 batches"
+    total = float(totals.sum())
+    if total == 0:
+        return None
+    share = float(hits.sum()) / total
+    return wilson(share, effective_samples(share, hits, totals), student_t(confidence, len(totals) - 1))
+
+
+def effective_samples(share: float, hits: I64, totals: I64) -> float:
+    """Samples drawn one by one that would vary as much."""
+    num_batches, total = len(totals), float(totals.sum())
+    spread = share * (1 - share)
+    if spread == 0:
+        return min(num_batches, total)
+    variance = num_batches / (num_batches - 1) * float(((hits - share * totals) ** 2).sum()) / total**2
+    return min(spread / variance, total) if variance > 0 else total
+
+
+def wilson(share: float, num_samples: float, deviations: float) -> Share:
+    """The shares from which `share` of so many samples is not further away than so many standard deviations."""
+    weight = deviations**2 / num_samples
+    centre = (share + weight / 2) / (1 + weight)
+    half = deviations / (1 + weight) * sqrt(share * (1 - share) / num_samples + weight / (4 * num_samples))
+    return Share(estimate=share, low=max(0.0, min(share, centre - half)), high=min(1.0, max(share, centre + half)))
+
+
+def unseen_share(num_batches: int, confidence: float) -> float:
+    """The largest share of the data's batches of which, with this confidence, so many batches drawn at random hold at least one."""
+    return 1.0 - float((1 - confidence) ** (1 / num_batches))
+
+
+@lru_cache(maxsize=16)
+def student_t(confidence: float, freedom: int) -> float:
+    """The t that |T| stays below with this probability.
+
+    With T = sqrt(freedom) * tan(angle) the angle's density is cos(angle)^(freedom - 1), which is summed up to where the probability is
+    reached. The steps are small near 0, where all of it lies when the degrees of freedom are many.
+    """
+    angles = np.pi / 2 * np.linspace(0, 1, 20001) ** 2
+    density = np.cos(angles) ** (freedom - 1)
+    cumulative = np.concatenate([[0.0], np.cumsum((density[1:] + density[:-1]) / 2 * np.diff(angles))])
+    return sqrt(freedom) * tan(float(np.interp(confidence * cumulative[-1], cumulative, angles)))

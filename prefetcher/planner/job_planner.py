@@ -1,0 +1,40 @@
+"""The planner that a run of a job has; whoever simulates the job makes the same."""
+
+from collections.abc import Sequence
+
+from prefetcher.planner.auto_horizon import AutoHorizon
+from prefetcher.planner.grouping import I64
+from prefetcher.planner.planner import RowPlanner
+from protocol.batch import ScheduledBatch
+from protocol.job import Job, Lookahead, parse_bytes
+from protocol.tables import GroupSpec
+
+
+def job_planner(
+    job: Job,
+    groups: tuple[GroupSpec, ...],
+    slots: tuple[int, ...],
+    first_batches: Sequence[ScheduledBatch],
+    *,
+    pinned: tuple[I64, ...] | None = None,
+    num_threads: int = 1,
+    keep_ids: bool = False,
+) -> RowPlanner:
+    """`first_batches`: those that the capacity was divided by. `pinned`: what cache.pin names, loaded. The rest as in RowPlanner."""
+    return RowPlanner(
+        groups,
+        slots,
+        job.lookahead.depth,
+        job_horizon(job.lookahead),
+        policy=job.cache.policy,
+        first_batches=first_batches,
+        pinned=pinned,
+        num_threads=num_threads,
+        keep_ids=keep_ids,
+    )
+
+
+def job_horizon(lookahead: Lookahead) -> int | AutoHorizon:
+    if lookahead.horizon == "auto":
+        return AutoHorizon(lookahead.horizon_batches, parse_bytes(lookahead.id_bytes))
+    return lookahead.horizon_batches

@@ -1,0 +1,232 @@
+"""A decoding process: parsing in a process of its own never takes the interpreter from the planner.
+
+    child                                     parent
+    places -> decode -> send ---- pipe -----> receiver thread -> queue -> take
+
+The pipe holds less than a batch: when the queue is full the receiver stops reading, and the child waits in `send`. The child is
+started by the standard library's spawn: arrays cross as numpy arrays, and importing torch would cost seconds and hundreds of MB.
+It ignores SIGINT and SIGTERM, which a terminal or a service manager sends to the whole group and which are the parent's to decide
+upon, and it exits when the parent does, however the parent ends.
+"""
+
+import os
+import queue
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from multiprocessing import connection, get_context, parent_process, resource_tracker
+from multiprocessing.context import SpawnProcess
+
+from prefetcher.readers import parcels
+from prefetcher.readers.base import Reader, open_reader
+from prefetcher.readers.parts import Columns, Part
+from prefetcher.readers.schedule import Place, Position, places
+from prefetcher.readers.source import SourceInfo, source_info
+from protocol.errors import RowcastError
+from protocol.job import Job
+
+GROUP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Share:
+    """What one child decodes: of the run's batches from `start` on those of every `num_decoders`-th step, and of them `columns`."""
+
+    job: Job
+    columns: Columns
+    max_steps: int | None
+    start: Position | None
+    index: int
+    num_decoders: int
+
+    def owns(self, step: int) -> bool:
+        return step % self.num_decoders == self.index
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Delivery:
+    place: Place
+    part: Part
+    invalid_ids: int  # so far
+    blocked_s: float  # that the child spent sending, so far
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EndOfBatches:
+    """Nothing follows: every batch of the share was sent."""
+
+
+Message = Delivery | EndOfBatches | RowcastError
+
+
+def decode(share: Share, pipe: connection.Connection) -> None:
+    """The child's main function: its share of the schedule into the pipe, then the end, or the error that ended it."""
+    ignore_group_signals()
+    threading.Thread(target=exit_with_parent, daemon=True, name="exit-with-parent").start()
+    try:
+        try:
+            send_share(share, pipe)
+        except RowcastError as error:
+            parcels.send(pipe, error)
+    except BrokenPipeError:  # the parent has closed its end: it wants no more
+        return
+
+
+def send_share(share: Share, pipe: connection.Connection) -> None:
+    reader = open_reader(share.job, share.columns)
+    parcels.send(pipe, source_info(share.job, reader, share.max_steps))
+    blocked_s = 0.0
+    for place, part in decode_share(share, reader):
+        began = time.monotonic()
+        parcels.send(pipe, Delivery(place=place, part=part, invalid_ids=reader.invalid_ids, blocked_s=blocked_s))
+        blocked_s += time.monotonic() - began
+    parcels.send(pipe, EndOfBatches())
+
+
+def decode_share(share: Share, reader: Reader) -> Iterator[tuple[Place, Part]]:
+    for place, pending in places(share.job, reader, share.max_steps, share.start):
+        if share.owns(place.step):
+            yield place, pending()
+
+
+def ignore_group_signals() -> None:
+    for number in GROUP_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, GROUP_SIGNALS)
+
+
+def exit_with_parent() -> None:
+    """Ends this process at once when its parent is gone, whatever the decoder is doing."""
+    parent = parent_process()
+    assert parent is not None, "decode runs in a child"
+    connection.wait([parent.sentinel])
+    os._exit(1)
+
+
+@contextmanager
+def group_signals_held() -> Iterator[None]:
+    """A child started within inherits the mask and is safe until it ignores them; this thread gets its own afterwards."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, GROUP_SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+class Decoder:
+    """A child and what it has sent: at most `num_ahead` batches that were not taken, beside the one that it is sending."""
+
+    def __init__(self, share: Share, num_ahead: int, on_arrival: Callable[[], None]) -> None:
+        """`on_arrival` is called by the receiver's thread whenever `take` may have something new: a batch, the end, an error."""
+        self._share, self._on_arrival = share, on_arrival
+        self._arrived: queue.Queue[Message] = queue.Queue(num_ahead)
+        self._info: SourceInfo | None = None
+        self._opened = threading.Event()  # the first message has arrived: the info, or why there is none
+        self._closing = threading.Event()
+        self._process: SpawnProcess | None = None
+        self._receiver: threading.Thread | None = None
+        self._num_received = 0  # batches
+        self._last: EndOfBatches | RowcastError | None = None  # taken: nothing follows
+
+    def start(self) -> None:
+        context = get_context("spawn")
+        pipe, childs_end = context.Pipe(duplex=False)
+        self._process = context.Process(target=decode, args=(self._share, childs_end), name="rowcast-reader")
+        resource_tracker.ensure_running()  # starting it would end the hold
+        with group_signals_held():
+            self._process.start()
+        childs_end.close()  # so that the child's death ends the pipe
+        self._receiver = threading.Thread(target=self._receive, args=(pipe,), daemon=True, name="rowcast-receiver")
+        self._receiver.start()
+
+    @property
+    def pid(self) -> int | None:
+        """Once started."""
+        return None if self._process is None else self._process.pid
+
+    @property
+    def num_waiting(self) -> int:
+        return self._arrived.qsize()
+
+    def info(self) -> SourceInfo:
+        """Waits for it. Raises why there is none."""
+        while not self._opened.wait(timeout=0.1) and not self._closing.is_set():
+            continue
+        if self._info is None:
+            self.take()  # raises why there is none
+            raise RowcastError("the batch source was closed before its data was opened")
+        return self._info
+
+    def take(self) -> Delivery | EndOfBatches | None:
+        """Without waiting: the next batch, the end, or None where nothing has arrived. Raises the error that ended the child; the end
+        and an error are what every later call gives too.
+        """
+        if self._last is None and not self._closing.is_set():
+            try:
+                arrived = self._arrived.get_nowait()
+            except queue.Empty:
+                return None
+            if isinstance(arrived, Delivery):
+                return arrived
+            self._last = arrived
+        if isinstance(self._last, RowcastError):
+            raise self._last
+        return self._last
+
+    def stop(self) -> None:
+        """Kills the child, without waiting for it."""
+        self._closing.set()
+        if self._process is not None:
+            self._process.kill()
+
+    def close(self) -> None:
+        self.stop()
+        if self._receiver is not None:
+            self._receiver.join(timeout=1.0)
+        if self._process is not None:
+            self._process.join(timeout=1.0)
+        self._arrived = queue.Queue()
+
+    def _receive(self, pipe: connection.Connection) -> None:
+        """The receiver thread: from the pipe to the queue until the end, an error, or the child's death."""
+        with pipe:
+            while not self._closing.is_set():
+                message = self._message(pipe)
+                if isinstance(message, SourceInfo):
+                    self._info = message
+                else:
+                    self._enqueue(message)
+                self._opened.set()
+                if isinstance(message, EndOfBatches | RowcastError):
+                    return
+
+    def _message(self, pipe: connection.Connection) -> SourceInfo | Message:
+        try:
+            message: SourceInfo | Message = parcels.receive(pipe)
+        except (EOFError, OSError):
+            return self._death()
+        except Exception as error:  # noqa: BLE001 - unpickling can raise anything, and a silent receiver would hang the run
+            return RowcastError(f"the decoding process sent what cannot be read ({type(error).__name__}: {error})")
+        self._num_received += isinstance(message, Delivery)
+        return message
+
+    def _enqueue(self, arrival: Message) -> None:
+        while not self._closing.is_set():
+            try:
+                self._arrived.put(arrival, timeout=0.1)
+            except queue.Full:
+                continue
+            return self._on_arrival()
+        return None
+
+    def _death(self) -> RowcastError:
+        """Why the pipe has ended before the batches did."""
+        assert self._process is not None, "the receiver runs after start"
+        self._process.join(timeout=1.0)
+        code, what = self._process.exitcode, f"the decoding process (pid {self.pid}, after {self._num_received} batches)"
+        if code is not None and code < 0:
+            return RowcastError(f"{what} was killed by signal {-code}; if nobody sent it, the machine ran out of memory")
+        return RowcastError(f"{what} ended with exit code {code}; its own error stands above on stderr")

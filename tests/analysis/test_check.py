@@ -1,0 +1,603 @@
+"""`prefetcher check`: every finding is provoked, with what it says to change."""
+
+import fcntl
+import json
+import os
+import resource
+import socket
+import sys
+from collections.abc import Iterator
+from functools import partial
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+
+from prefetcher.analysis import check_data, check_machine, check_memory, check_setup, device
+from prefetcher.analysis.check import check_file
+from prefetcher.analysis.check_command import print_findings
+from prefetcher.analysis.check_data import Seen
+from prefetcher.analysis.device import Device, ask_device
+from prefetcher.analysis.findings import Finding, findings_of, ok, warning
+from prefetcher.analysis.machine import free_memory
+from prefetcher.cli import app
+from prefetcher.pins import save_pins
+from protocol.batch import Batch
+from protocol.errors import ConfigError
+from protocol.job import Job
+from protocol.job_file import parse_job
+from protocol.rundir import RunDirectory
+from protocol.tables import group_specs
+from tests.system.processes import job_content, write_job
+
+CPU = Device(name="cpu")
+GPU = Device(name="cuda:0 (a device of 1 MiB)", free_bytes=2**20)
+
+
+class Checked:
+    """A job file in a folder of its own, and what checking it finds."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.run_dir = folder / "run"
+
+    def content(self, **sections: Any) -> dict[str, Any]:
+        data = {"format": "synthetic", "batch_size": 64, "synthetic": {"samples": 5000}}
+        return job_content(self.run_dir, **({"data": data} | sections))
+
+    def job(self, **sections: Any) -> Job:
+        return parse_job(self.content(**sections))
+
+    def __call__(self, *, whole: bool = False, on: Device = CPU, **sections: Any) -> list[Finding]:
+        config = write_job(self.folder / "job.toml", self.content(**sections))
+        return list(check_file(config, (), whole=whole, ask=lambda name: on))
+
+
+@pytest.fixture
+def check(tmp_path: Path) -> Checked:
+    return Checked(tmp_path)
+
+
+def one(findings: list[Finding], level: str, subject: str) -> str:
+    """The sentence of the only such finding, which is one line."""
+    found = [finding.sentence for finding in findings if (finding.level, finding.subject) == (level, subject)]
+    assert len(found) == 1, findings
+    assert "\n" not in found[0]
+    return found[0]
+
+
+def only_fault(findings: list[Finding], level: str, subject: str) -> str:
+    """As `one`, where nothing else is wrong."""
+    assert [finding.subject for finding in findings if finding.level != "ok"] == [subject]
+    return one(findings, level, subject)
+
+
+def test_a_good_job_is_ok_in_every_respect(check: Checked) -> None:
+    findings = check()
+    assert {finding.level for finding in findings} == {"ok"}
+    subjects = [finding.subject for finding in findings]
+    assert subjects[:6] == ["job file", "versions", "run directory", "ports", "ports", "model"]
+    assert subjects[6:] == ["data", "ids", "labels", "capacity", "pins", "shared memory", "device", "pinning", "memory", "disk"]
+    assert "5,000 samples for training" in one(findings, "ok", "data")
+    assert not check.run_dir.exists(), "a check leaves nothing behind"
+
+
+def test_a_job_file_that_cannot_be_read_is_the_only_finding(check: Checked) -> None:
+    (finding,) = check(lookahead={"depth": 0})
+    assert (finding.level, finding.subject) == ("error", "job file")
+    assert "depth = 0 must be from 1 to 64" in finding.sentence
+
+
+# data
+
+
+def test_data_that_does_not_open_is_an_error_and_the_other_checks_go_on(check: Checked) -> None:
+    findings = check(data={"format": "criteo-tsv", "path": str(check.folder / "nowhere.tsv")})
+    assert "no such file, folder or glob" in only_fault(findings, "error", "data")
+    assert {"ports", "memory", "device", "pins"} <= {finding.subject for finding in findings if finding.level == "ok"}
+    assert "capacity" not in {finding.subject for finding in findings}
+
+
+def test_data_without_a_sample_for_training_is_an_error(check: Checked) -> None:
+    findings = check(data={"format": "tests.analysis.test_check:nothing_to_train"})
+    assert "leaves no sample for training" in only_fault(findings, "error", "data")
+
+
+def test_a_column_that_the_data_has_not_is_an_error(check: Checked) -> None:
+    tables = [{"name": "t", "num_embeddings": 9, "embedding_dim": 4, "features": ["cat_26"]}]
+    (check.folder / "a.tsv").write_text("\t".join(["1", *["2"] * 13, *["0000000a"] * 26]) + "\n")
+    findings = check(data={"format": "criteo-tsv", "path": str(check.folder / "a.tsv")}, tables=tables)
+    assert "table t: feature cat_26 is not in Criteo TSV" in only_fault(findings, "error", "data")
+
+
+def with_ids(check: Checked, other: int, policy: str = "error", row: int = 19_000) -> dict[str, Any]:
+    """A day of 20,000 rows whose ids are 1, but for one, far behind the first batches unless said otherwise."""
+    sparse = np.ones((20_000, 26), np.int64)
+    sparse[row, 1] = other
+    labels = np.arange(20_000) % 2
+    for part, array in (("dense", np.zeros((20_000, 2), np.float32)), ("sparse", sparse), ("labels", labels)):
+        np.save(check.folder / f"day_0_{part}.npy", array)
+    return {"format": "criteo-npy", "path": str(check.folder), "batch_size": 10, "on_invalid_id": policy}
+
+
+def test_an_id_outside_its_table_is_an_error_wherever_it_stands_when_all_is_read(check: Checked) -> None:
+    sentence = only_fault(check(whole=True, data=with_ids(check, 2000)), "error", "data")
+    assert "row 19000, column cat_1: id 2000 is outside table t (num_embeddings = 2000)" in sentence
+    assert "data.on_invalid_id" in sentence
+
+
+@pytest.mark.parametrize("row", [0, 25])
+def test_an_id_outside_its_table_in_the_first_batches_is_said_once(row: int, check: Checked) -> None:
+    findings = check(whole=True, data=with_ids(check, 2000, row=row))
+    assert f"row {row}, column cat_1" in only_fault(findings, "error", "data")
+
+
+def test_a_sample_reads_a_part_and_says_so(check: Checked) -> None:
+    findings = check(data=with_ids(check, 5))
+    assert one(findings, "ok", "ids") == "the 2,000 look-ups of some 1,000 samples lie inside their tables"
+    assert one(check(whole=True, data=with_ids(check, 5)), "ok", "ids").startswith("the 40,000 look-ups of all 20,000 samples")
+
+
+def test_ids_that_are_replaced_are_a_warning_with_their_number(check: Checked) -> None:
+    findings = check(whole=True, data=with_ids(check, 2000, "modulo"))
+    assert "data.on_invalid_id = 'modulo' replaced 1 ids of all 20,000 samples" in only_fault(findings, "warning", "ids")
+
+
+def factory(name: str, **options: Any) -> dict[str, Any]:
+    return {"format": f"tests.analysis.test_check:{name}", "options": options}
+
+
+def made(labels: list[float], num_batches: int = 6) -> list[Batch]:
+    """Batches of one sample a label; every look-up is of another row."""
+    size = len(labels)
+    return [
+        Batch(
+            dense=np.zeros((size, 1), np.float32),
+            labels=np.array(labels, np.float32),
+            ids=(np.arange(2 * size) + i * 2 * size) % 2000,
+        )
+        for i in range(num_batches)
+    ]
+
+
+def labelled(job: Job, labels: list[float]) -> list[Batch]:
+    return made(labels)
+
+
+def nothing_to_train(job: Job) -> Any:
+    class Nothing:
+        num_dense = 1
+
+        def num_samples(self, split: str) -> int:
+            return 0
+
+        def batches(self, split: str, epoch: int, start: int) -> list[Batch]:
+            return []
+
+    return Nothing()
+
+
+def once(job: Job) -> Iterator[Batch]:
+    return iter(made([0, 1]))
+
+
+def broken(job: Job) -> list[Batch]:
+    raise FileNotFoundError("no such bucket")
+
+
+def growing(job: Job) -> list[Batch]:
+    """The last batch of 40 touches as many rows as all others have slots for."""
+    return [*made([0, 1], 40), *made([0, 1] * 60, 1)]
+
+
+def test_labels_that_never_differ_are_a_warning(check: Checked) -> None:
+    assert "every label of 12 samples is 0" in only_fault(check(whole=True, data=factory("labelled", labels=[0, 0])), "warning", "labels")
+    assert "every label of 12 samples is 1" in only_fault(check(whole=True, data=factory("labelled", labels=[1, 1])), "warning", "labels")
+
+
+def test_labels_outside_0_to_1_are_an_error(check: Checked) -> None:
+    sentence = only_fault(check(whole=True, data=factory("labelled", labels=[0, 1, -1])), "error", "labels")
+    assert sentence == "a label is -1; binary cross entropy needs labels from 0 to 1"
+
+
+def test_a_factory_that_returns_an_iterator_is_asked_anew_for_every_pass(check: Checked) -> None:
+    findings = check(whole=True, data=factory("once"))
+    assert {finding.level for finding in findings} == {"ok"}
+    assert one(findings, "ok", "ids").startswith("the 24 look-ups of all 12 samples")
+    assert "an unknown number of samples for training" in one(findings, "ok", "data")
+
+
+def test_what_a_factory_raises_is_a_finding_and_the_other_checks_go_on(check: Checked, capsys: pytest.CaptureFixture[str]) -> None:
+    findings = check(data=factory("broken"))
+    assert "unexpected error: FileNotFoundError: no such bucket; the log has" in only_fault(findings, "error", "data")
+    assert findings[-1].subject == "disk"
+    assert "Traceback" in "".join(capsys.readouterr())
+
+
+# capacity and pins
+
+
+def test_a_capacity_below_the_first_batches_is_an_error_with_what_is_needed(check: Checked) -> None:
+    sentence = only_fault(check(cache={"capacity": "20 rows"}), "error", "capacity")
+    assert 'cache.capacity = "20 rows" is too small: a batch among the first 32 touches' in sentence
+
+
+def test_a_later_batch_that_does_not_fit_is_an_error_with_what_is_needed(check: Checked) -> None:
+    sentence = only_fault(check(whole=True, data=factory("growing"), cache={"capacity": "100 rows"}), "error", "capacity")
+    assert "the largest batch read touches 240 rows, and group fp32_d4_adagrad has 100 slots" in sentence
+    assert 'set cache.capacity = "264 rows" or more' in sentence
+
+
+def test_a_capacity_that_just_holds_the_largest_batch_is_a_warning(check: Checked) -> None:
+    sentence = only_fault(check(whole=True, data=factory("growing"), cache={"capacity": "250 rows"}), "warning", "capacity")
+    assert "touches 240 rows" in sentence
+    assert "one that was not read may not fit" in sentence
+    assert {finding.level for finding in check(whole=True, data=factory("growing"), cache={"capacity": "270 rows"})} == {"ok"}
+
+
+def test_the_share_of_a_group_is_what_is_to_be_changed_where_there_is_one(check: Checked) -> None:
+    groups = {"fp32_d4_adagrad": "100 rows"}
+    sentence = only_fault(check(whole=True, data=factory("growing"), cache={"capacity": "900 rows", "groups": groups}), "error", "capacity")
+    assert 'set cache.groups.fp32_d4_adagrad = "264 rows" or more' in sentence
+
+
+def pins(check: Checked, num_rows: int) -> dict[str, Any]:
+    save_pins(check.folder / "pins", {"t": np.arange(num_rows)}, {})
+    return {"pin": str(check.folder / "pins")}
+
+
+def test_pins_that_fit_beside_the_largest_batch_are_ok(check: Checked) -> None:
+    findings = check(whole=True, data=factory("growing"), cache={"capacity": "340 rows", **pins(check, 100)})
+    assert {finding.level for finding in findings} == {"ok"}
+    assert "100 rows of" in one(findings, "ok", "pins")
+
+
+def test_pins_that_leave_no_room_for_the_largest_batch_are_an_error(check: Checked) -> None:
+    sentence = only_fault(check(whole=True, data=factory("growing"), cache={"capacity": "339 rows", **pins(check, 100)}), "error", "pins")
+    assert "100 pinned rows and the 240 rows of the largest batch read do not fit into the 339 slots" in sentence
+    assert 'set cache.capacity = "374 rows" or more, or pin fewer rows' in sentence
+
+
+def test_every_row_may_be_pinned_where_all_rows_have_a_slot(check: Checked) -> None:
+    assert {finding.level for finding in check(cache={"capacity": "2000 rows", **pins(check, 2000)})} == {"ok"}
+
+
+def test_a_pin_file_that_no_run_could_load_is_an_error(check: Checked) -> None:
+    assert "cannot be read" in only_fault(check(cache={"pin": "nowhere"}), "error", "pins")
+    assert "row 2000 is outside table t" in only_fault(check(cache=pins(check, 2001)), "error", "pins")
+
+
+# versions
+
+
+class Installed:
+    """Distributions as importlib.metadata would find them."""
+
+    def __init__(self, requires: list[str], python: str = "<3.14,>=3.11", **versions: str) -> None:
+        self.requires, self.version, self.metadata = requires, "0.1.0", {"Requires-Python": python}
+        self._versions = versions
+
+    def __call__(self, name: str) -> Any:
+        if name == "rowcast":
+            return self
+        if name not in self._versions:
+            raise metadata.PackageNotFoundError(name)
+        return type("Distribution", (), {"version": self._versions[name]})
+
+
+def test_versions_are_those_installed(check: Checked) -> None:
+    sentence = one(check(), "ok", "versions")
+    for name in ("torch", "numpy", "numba", "pyarrow", "pyzmq"):
+        assert f"{name} {metadata.version(name)}" in sentence
+    assert f"python {sys.version_info.major}.{sys.version_info.minor}" in sentence
+
+
+def test_a_package_that_is_too_old_or_missing_is_an_error_with_what_to_install() -> None:
+    requires = ["torch>=2.11", "numpy<3,>=1.26", "pyzmq>=26", 'pytest>=8; extra == "dev"']
+    good = Installed(requires, torch="2.13.0+cpu", numpy="2.4", pyzmq="26")
+    assert [finding.level for finding in check_setup.check_versions(good)] == ["ok"]
+    old = list(check_setup.check_versions(Installed(requires, torch="2.9.1", numpy="1.25.9")))
+    assert [finding.level for finding in old] == ["error"] * 3
+    assert [finding.sentence for finding in old] == [
+        "torch 2.9.1 is older than 2.11; install 'torch>=2.11'",
+        "numpy 1.25.9 is older than 1.26; install 'numpy>=1.26'",
+        "pyzmq is not installed; run `pip install 'pyzmq>=26'`",
+    ]
+    (python,) = check_setup.check_versions(Installed([], python=">=4.1"))
+    assert "is older than 4.1" in python.sentence
+
+
+def test_source_that_is_not_installed_is_a_warning() -> None:
+    def nothing(name: str) -> Any:
+        raise metadata.PackageNotFoundError(name)
+
+    (finding,) = check_setup.check_versions(nothing)
+    assert finding.level == "warning"
+    assert "rowcast is not installed" in finding.sentence
+
+
+# run directory
+
+
+def test_a_run_directory_that_another_process_holds_is_an_error(check: Checked) -> None:
+    check.run_dir.mkdir()
+    with (check.run_dir / "trainer.lock").open("w") as lock:
+        lock.write("4711")
+        lock.flush()
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert "is held by a trainer with process id 4711; end it" in only_fault(check(), "error", "run directory")
+    assert {finding.level for finding in check()} == {"ok"}
+
+
+def test_looking_at_a_lock_does_not_take_it(check: Checked) -> None:
+    with RunDirectory(check.run_dir, "prefetcher"):
+        assert f"process id {os.getpid()}" in only_fault(check(), "error", "run directory")
+    check()
+    with RunDirectory(check.run_dir, "prefetcher"):
+        assert (check.run_dir / "prefetcher.lock").exists()
+
+
+def test_a_run_directory_with_a_finished_run_is_a_warning(check: Checked) -> None:
+    check.run_dir.mkdir()
+    (check.run_dir / "report.json").write_text("{}")
+    assert "has a report; add --fresh to start over" in only_fault(check(), "warning", "run directory")
+
+
+def test_a_damaged_checkpoint_in_the_run_directory_is_an_error(check: Checked) -> None:
+    folder = check.run_dir / "checkpoints" / "step-00000001"
+    folder.mkdir(parents=True)
+    (folder / "manifest.json").write_text("{}")
+    assert "not a manifest that this version can read" in only_fault(check(), "error", "run directory")
+
+
+def test_a_run_directory_that_cannot_be_made_is_an_error(check: Checked) -> None:
+    check.run_dir.write_text("a file")
+    findings = check(job={"run_dir": str(check.run_dir / "deeper")})
+    assert "cannot be made or written" in one(findings, "error", "run directory")
+
+
+# ports
+
+
+def test_a_port_in_use_is_an_error(check: Checked) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        findings = check(metrics={"trainer": address})
+        assert f"[metrics] trainer = '{address}': the port is in use" in only_fault(findings, "error", "ports")
+    assert {finding.level for finding in check(metrics={"trainer": address})} == {"ok"}
+
+
+def test_one_port_for_both_processes_is_an_error(check: Checked) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    assert "trainer" in only_fault(check(metrics={"prefetcher": address, "trainer": address}), "error", "ports")
+
+
+# model
+
+
+def test_a_factory_that_is_found_by_name_is_ok_and_is_not_imported(check: Checked, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = check.folder / "mine" / "models"
+    package.mkdir(parents=True)
+    for folder in (package, package.parent):
+        (folder / "__init__.py").write_text("raise RuntimeError('imported')")
+    (package / "net.py").write_text("raise RuntimeError('imported')\n\ndef build(job, num_dense): ...\nother = build\n")
+    monkeypatch.syspath_prepend(str(check.folder))
+    for name in ("mine.models.net:build", "mine.models.net:other"):
+        assert name in one(check(model={"kind": name}), "ok", "model")
+    missing = only_fault(check(model={"kind": "mine.models.net:absent"}), "error", "model")
+    assert missing == f"model.kind = 'mine.models.net:absent': {package / 'net.py'} defines no absent; correct the name"
+    assert "there is no module mine.models.web" in only_fault(check(model={"kind": "mine.models.web:build"}), "error", "model")
+    assert "there is no module nowhere.net" in only_fault(check(model={"kind": "nowhere.net:build"}), "error", "model")
+
+
+def test_what_a_module_imports_or_computes_counts_as_defined(tmp_path: Path) -> None:
+    source = tmp_path / "module.py"
+    source.write_text("from elsewhere import build as make\nimport package.deep\nclass Net: ...\nif True:\n    late = 1\n")
+    assert [check_setup.defines(source, name) for name in ("make", "package", "Net", "late")] == [True] * 4
+    assert not any(check_setup.defines(source, name) for name in ("build", "deep", "elsewhere"))
+    source.write_text("from elsewhere import *\n")
+    assert check_setup.defines(source, "anything")
+    source.write_text("def broken(:\n")
+    assert not check_setup.defines(source, "broken")
+
+
+# device, rings, memory
+
+
+def test_a_device_that_the_trainer_refuses_is_an_error(check: Checked) -> None:
+    refused = Device(refusal="trainer.device = 'cuda', but torch sees no CUDA device here; use cpu")
+    assert only_fault(check(on=refused, trainer={"device": "cuda"}), "error", "device").endswith("use cpu")
+
+
+def test_a_device_without_room_for_rows_and_staging_is_an_error(check: Checked) -> None:
+    sentence = one(check(on=GPU), "error", "device")
+    assert sentence.startswith("cuda:0 (a device of 1 MiB) has 1 MiB free, too little for rows (16 KiB) and staging (5 MiB)")
+    assert one(check(on=Device(name="cuda:0", free_bytes=2**33)), "ok", "device").startswith("cuda:0, 8 GiB free for rows")
+
+
+def test_the_trainers_own_choice_of_a_device_is_asked_for() -> None:
+    answer = ask_device("warp")
+    assert answer.refusal == "trainer.device = 'warp' is no device that torch knows; use auto, cpu or cuda"
+
+
+@pytest.mark.parametrize(
+    ("command", "sentence"),
+    [
+        (("import sys; sys.exit('torch is broken')",), "(torch is broken); repair torch first"),
+        (("print('no json')",), "repair torch first"),
+        (("print('{\"colour\": 1}')",), "repair torch first"),
+        (("import time; time.sleep(60)",), "torch did not say within 0.5 s"),
+    ],
+)
+def test_a_process_that_cannot_answer_is_a_refusal(command: tuple[str, ...], sentence: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device, "TIMEOUT_S", 0.5 if "sleep" in command[0] else 30.0)
+    refusal = ask_device("cpu", (sys.executable, "-c", *command)).refusal
+    assert refusal is not None
+    assert sentence in refusal
+    assert "\n" not in refusal
+
+
+def test_rings_that_do_not_fit_into_shared_memory_are_an_error(check: Checked) -> None:
+    findings = check(transport={"ring": "1TiB"})
+    assert "two rings of 1099511627776 bytes need" in one(findings, "error", "shared memory")
+
+
+def test_a_memlock_limit_below_the_rings_is_a_warning_on_cuda_alone(check: Checked, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (65536, 65536))
+    (check.folder / "proc/self").mkdir(parents=True)
+
+    def found(answer: Device, capabilities: int) -> Finding:
+        (check.folder / "proc/self/status").write_text(f"Name:\tx\nCapEff:\t{capabilities:016x}\n")
+        (finding,) = check_machine.check_memlock(answer, 2**20, check.folder)
+        return finding
+
+    limited = found(Device(name="cuda:0", free_bytes=2**33), 0)
+    assert limited.level == "warning"
+    assert "the memlock limit is 64 KiB and two rings take 2 MiB" in limited.sentence
+    assert "raise `ulimit -l` to 2048" in limited.sentence
+    assert found(CPU, 0) == ok("pinning", "not needed: copies go to no CUDA device")
+    assert found(Device(name="cuda:0", free_bytes=2**33), 1 << 14).level == "ok"
+
+
+def seen_of(job: Job) -> Seen:
+    seen = Seen(groups=group_specs(job))
+    list(check_data.check_opens(job, seen))
+    list(check_data.check_samples(job, seen, check_data.ALL))
+    return seen
+
+
+def test_memory_is_what_both_processes_hold_and_tables_grow_to(check: Checked) -> None:
+    job = check.job(lookahead={"horizon": 8, "depth": 2})
+    seen = seen_of(job)
+    batch = 64 * (13 * 4 + 4 + 2 * 8)
+    assert seen.largest_batch_bytes == batch
+    assert check_memory.ahead_bytes(job, seen) == (8 + 8) * 2 * batch
+    assert check_memory.trained_rows(seen.groups[0], seen) == 2000
+    assert check_memory.dense_bytes(job, seen) == 4 * ((13 + 1) * 4 + (4 + 3 + 1) * 1)
+    fixed = (8 + 8) * 2 * batch + 2 * 2**20 + 5000 + 2 * 4 * 64
+    tables = 2000 * 32 + 2000
+    for free, level in ((fixed + tables, "ok"), (fixed + tables - 1, "warning"), (fixed, "warning"), (fixed - 1, "error")):
+        (finding,) = check_memory.check_memory(job, seen, free, 2**20, 5000)
+        assert finding.level == level
+
+
+def test_no_more_rows_can_be_trained_than_an_epoch_looks_up(check: Checked) -> None:
+    tables = [
+        {"name": "t", "num_embeddings": 10**9, "embedding_dim": 4, "features": ["cat_0", "cat_1"]},
+        {"name": "u", "num_embeddings": 7, "embedding_dim": 4, "features": ["cat_2"]},
+    ]
+    seen = seen_of(check.job(tables=tables))
+    assert check_memory.trained_rows(seen.groups[0], seen) == 2 * 5000 + 7
+
+
+def test_tables_that_this_machine_cannot_address_are_an_error(check: Checked) -> None:
+    tables = [{"name": "t", "num_embeddings": 2**46, "embedding_dim": 4, "features": ["cat_0"]}]
+    findings = check(data={"format": "tests.analysis.test_check:narrow"}, tables=tables)
+    assert "more than this machine can address" in one(findings, "error", "memory")
+
+
+def narrow(job: Job) -> list[Batch]:
+    return [Batch(dense=np.zeros((2, 1), np.float32), labels=np.array([0, 1], np.float32), ids=np.array([1, 2]))]
+
+
+def test_a_disk_without_room_for_a_checkpoint_is_a_warning(check: Checked, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shutil.disk_usage", lambda place: type("Usage", (), {"free": 80_000}))
+    sentence = only_fault(check(), "warning", "disk")
+    assert f"{check.folder} has 78.12 KiB free for a checkpoint of up to 78.38 KiB; free space there" in sentence
+
+
+# what the kernel says
+
+
+def kernel(root: Path, files: dict[str, str]) -> Path:
+    for name, text in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+    return root
+
+
+MEMINFO = {"proc/meminfo": "MemTotal: 9000 kB\nMemAvailable:    8000 kB\n"}
+
+
+def test_free_memory_is_what_is_available_where_no_group_has_a_limit(tmp_path: Path) -> None:
+    unlimited = {"proc/self/cgroup": "0::/a\n", "sys/fs/cgroup/a/memory.max": "max\n", "sys/fs/cgroup/a/memory.current": "5\n"}
+    assert free_memory(kernel(tmp_path, {**MEMINFO, "proc/self/cgroup": "0::/\n"})) == 8000 * 1024
+    assert free_memory(kernel(tmp_path, {**unlimited, "sys/fs/cgroup/a/memory.stat": "anon 5\n"})) == 8000 * 1024
+
+
+def test_the_tightest_group_around_a_process_counts(tmp_path: Path) -> None:
+    files = {"proc/self/cgroup": "0::/pod/container\n"}
+    for folder, limit, usage, droppable in (("pod", 10**6, 600_000, 50_000), ("pod/container", 2 * 10**6, 600_000, 0)):
+        files[f"sys/fs/cgroup/{folder}/memory.max"] = f"{limit}\n"
+        files[f"sys/fs/cgroup/{folder}/memory.current"] = f"{usage}\n"
+        files[f"sys/fs/cgroup/{folder}/memory.stat"] = f"anon 1\ninactive_file {droppable}\n"
+    assert free_memory(kernel(tmp_path, {**MEMINFO, **files})) == 450_000
+
+
+def test_the_older_kind_of_group_counts_too(tmp_path: Path) -> None:
+    """A container sees its own group at the root, under a path that is the host's."""
+    files = {
+        "proc/self/cgroup": "5:cpu:/docker/abc\n4:memory:/docker/abc\n0::/\n",
+        "sys/fs/cgroup/memory/memory.limit_in_bytes": "3000000\n",
+        "sys/fs/cgroup/memory/memory.usage_in_bytes": "1000000\n",
+        "sys/fs/cgroup/memory/memory.stat": "inactive_file 1\ntotal_inactive_file 500000\n",
+    }
+    assert free_memory(kernel(tmp_path, {**MEMINFO, **files})) == 2_500_000
+
+
+def test_this_machine_has_free_memory() -> None:
+    assert 2**20 < free_memory() < 2**50
+
+
+# the command
+
+
+def test_an_error_that_a_check_raises_is_a_finding() -> None:
+    def check() -> Iterator[Finding]:
+        yield ok("x", "first")
+        raise ConfigError("second")
+
+    assert [(finding.level, finding.sentence) for finding in findings_of("x", check)] == [("ok", "first"), ("error", "second")]
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_findings_are_folded_on_a_terminal_and_one_line_each_elsewhere(width: int) -> None:
+    findings = [ok("data", "short"), warning("memory", "a long sentence of many words [sic] " * 8)]
+    shown = {}
+    for terminal in (True, False):
+        console = Console(width=width, force_terminal=terminal, no_color=True, highlight=False)
+        with console.capture() as captured:
+            assert print_findings(findings, console) == findings
+        shown[terminal] = captured.get().splitlines()
+    assert max(map(len, shown[True])) <= width
+    assert len(shown[True]) > 4
+    assert [line.split()[:2] for line in shown[False]] == [["ok", "data"], ["warning", "memory"], ["0", "errors,"]]
+    assert shown[False][1].count("[sic]") == 8
+
+
+def command(check: Checked, *options: str, **sections: Any) -> tuple[int, str]:
+    config = write_job(check.folder / "job.toml", check.content(**sections))
+    result = CliRunner().invoke(app, ["check", "--config", str(config), *options])
+    return result.exit_code, result.stdout
+
+
+def test_the_command_ends_with_2_where_there_is_an_error_and_with_0_otherwise(check: Checked, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("prefetcher.analysis.check_command.check_file", partial(check_file, ask=lambda name: CPU))
+    code, out = command(check, "--json", cache={"capacity": "20 rows"})
+    content = json.loads(out)
+    assert (code, content["errors"], content["warnings"]) == (2, 1, 0)
+    assert [finding["subject"] for finding in content["findings"] if finding["level"] == "error"] == ["capacity"]
+    code, out = command(check)
+    assert code == 0
+    assert out.splitlines()[-1] == "0 errors, 0 warnings"
+    code, out = command(check, "--set", "lookahead.depth=0")
+    assert code == 2
+    assert out.splitlines()[-1] == "1 error, 0 warnings"

@@ -1,0 +1,227 @@
+"""A simulation says step by step what a run of the same job does; settings that cannot run are results that say why."""
+
+import signal
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+
+from prefetcher.analysis.grid import Grid, with_values
+from prefetcher.analysis.results import Simulation, StepArrays
+from prefetcher.analysis.simulate import simulate
+from prefetcher.analysis.simulate_command import require_one
+from prefetcher.planner.capacity import job_slots
+from protocol.batch import ScheduledBatch
+from protocol.errors import ConfigError
+from protocol.job import Job
+from protocol.tables import group_specs
+from tests.driver import InProcessRun, Settings
+from tests.system.processes import Session
+from tests.workloads import BAGS, Bags, distinct_rows, small_batches, small_job
+from trainer.report import read_report
+
+EVERYTHING = 2**30
+
+
+def least_bytes(job: Job, batches: Sequence[ScheduledBatch]) -> int:
+    """A capacity that just holds every batch."""
+    return sum(group.record_bytes * max(distinct_rows(group, scheduled.batch) for scheduled in batches) for group in group_specs(job))
+
+
+def workload(bags: Bags, *, share: float = 1.2, **lookahead: int) -> tuple[Job, list[ScheduledBatch]]:
+    """`share`: the capacity, in least ones."""
+    job = small_job("adagrad", bags, depth=lookahead.get("depth", 2), horizon=lookahead.get("horizon", 6))
+    batches = small_batches(job, bags, num_steps=20, eval_at=(3, 4, 11))
+    return with_values(job, {"cache": {"capacity": int(share * least_bytes(job, batches))}}), batches
+
+
+def simulated(job: Job, batches: Iterable[ScheduledBatch], grid: Grid | None = None) -> list[Simulation]:
+    return simulate(job, grid or Grid(), lambda _: batches, per_step=True)
+
+
+def arrays(result: Simulation) -> StepArrays:
+    assert result.per_step is not None, result.skipped
+    return result.per_step
+
+
+@pytest.mark.parametrize("bags", BAGS)
+@pytest.mark.parametrize(("share", "depth", "horizon"), [(1.05, 1, 0), (1.05, 4, 2), (1.3, 2, 8), (50, 2, 6)])
+def test_every_step_moves_what_a_run_moves(bags: Bags, share: float, depth: int, horizon: int) -> None:
+    job, batches = workload(bags, share=share, depth=depth, horizon=horizon)
+    slots = job_slots(job, group_specs(job), batches[:32])
+    run = InProcessRun(job, batches, Settings(slots=slots, seed=depth, seeded_streams=False)).run()
+    (result,) = simulated(job, batches)
+    steps, totals = arrays(result), run.trainer.counters.total
+    assert steps.step == [plan.step for plan in run.plans]
+    assert steps.kind == [plan.kind for plan in run.plans]
+    assert steps.rows_fetched == [sum(len(group.fetch) for group in plan.groups) for plan in run.plans]
+    assert steps.rows_evicted == [sum(len(group.evict) for group in plan.groups) for plan in run.plans]
+    assert steps.rows_written_back == [sum(group.num_dirty for group in plan.groups) for plan in run.plans]
+    assert (result.steps, result.eval_steps) == (20, 3)
+    assert result.capacity_rows == sum(slots)
+    for name in ("lookups", "unique_rows", "rows_fetched", "rows_evicted", "rows_written_back", "rows_flushed"):
+        assert getattr(result, name) == totals(name), name
+    assert result.bytes_fetched == totals("row_bytes_to_device")
+    assert result.bytes_written_back == totals("row_bytes_from_device")
+    assert result.hit_ratio == pytest.approx(totals("hits") / totals("unique_rows"))
+    assert (result.rows_evicted or 0) > 100 or share == 50, "the cache is so large that nothing leaves"
+
+
+def test_the_command_says_what_the_report_of_two_processes_says_and_their_trace_replays(tmp_path: Path) -> None:
+    with Session(tmp_path) as session:
+        data = {"epochs": 2, "eval_fraction": 0.1, "synthetic": {"samples": 64 * 40 + 13}}
+        session.write_job(data=data, eval={"every": 15}, cache={"capacity": "20KiB"}, lookahead={"depth": 3, "horizon": 8})
+        trace = tmp_path / "run.trace"
+        prefetcher, trainer = session.start_both(f"--save-trace={trace}")
+        trainer.ended().quiet()
+        prefetcher.ended().quiet()
+        report = msgspec.to_builtins(read_report(session.run_dir / "report.json"))
+        plain = session.start("simulate", "--json").ended().quiet()
+        replayed = session.start("simulate", "--json", f"--trace={trace}").ended().quiet()
+    (result,) = msgspec.json.decode(plain.stdout)["results"]
+    for name in ("steps", "eval_steps", "lookups", "unique_rows", "rows_fetched", "rows_evicted", "rows_written_back", "rows_flushed"):
+        assert result[name] == report[name], name
+    assert result["rows_evicted"] > 0
+    assert result["hit_ratio"] == pytest.approx(report["hit_ratio"])
+    assert result["bytes_written_back"] == report["bytes_from_device"]
+    again = msgspec.json.decode(replayed.stdout)
+    assert again == {"results": [result], "plans_compared": report["steps"] + report["eval_steps"]}
+
+
+def test_a_run_that_was_stopped_leaves_a_trace_of_what_it_planned_and_a_broken_one_leaves_none(tmp_path: Path) -> None:
+    trace = tmp_path / "run.trace"
+    with Session(tmp_path) as session:
+        prefetcher, trainer = session.start_both(f"--save-trace={trace}")
+        trainer.until_counted("rowcast_train_steps_total", 40)
+        trainer.signal(signal.SIGTERM)
+        trainer.ended().quiet()
+        prefetcher.ended().quiet()
+        steps = session.manifest().train_steps
+        replayed = session.start("simulate", "--json", f"--trace={trace}").ended().quiet()
+        trace.unlink()
+        prefetcher, trainer = session.start("prefetcher", "--fresh", f"--save-trace={trace}"), session.start("trainer", "--fresh")
+        trainer.until_counted("rowcast_train_steps_total", 20)
+        trainer.signal(signal.SIGKILL)
+        trainer.reap()
+        prefetcher.ended().refused(3)
+    found = msgspec.json.decode(replayed.stdout)
+    assert found["results"][0]["steps"] == steps
+    assert found["plans_compared"] == steps - 8, "the horizon is 8, and the data had not ended"
+    assert not list(tmp_path.glob("run.trace*"))
+
+
+def test_the_grid_is_every_combination_and_horizons_below_the_depth_are_raised() -> None:
+    job, batches = workload("multi", depth=3)
+    grid = Grid(policies=("lru", "lookahead", "belady"), capacities=(f"{EVERYTHING}", "3MB"), horizons=(0, 3, 7, "auto"))
+    found = [(result.capacity, result.policy, result.horizon) for result in simulated(job, batches, grid)]
+    each = [("lru", None), ("lookahead", 3), ("lookahead", 7), ("lookahead", "auto"), ("belady", None)]
+    assert found == [(capacity, policy, horizon) for capacity in (f"{EVERYTHING}", "3MB") for policy, horizon in each]
+
+
+def test_each_batch_size_reads_the_data_of_its_own_job() -> None:
+    job, batches = workload("single")
+    asked = []
+
+    def open_batches(own: Job) -> list[ScheduledBatch]:
+        asked.append(own.data.batch_size)
+        return batches[: own.data.batch_size]
+
+    results = simulate(job, Grid(batch_sizes=(5, 12)), open_batches)
+    assert asked == [5, 12]
+    assert [(result.batch_size, (result.steps or 0) + (result.eval_steps or 0)) for result in results] == [(5, 5), (12, 12)]
+
+
+def test_every_result_is_held_against_the_bound_of_its_capacity() -> None:
+    job, batches = workload("multi", horizon=2)
+    capacities = [str(int(share * least_bytes(job, batches))) for share in (1.05, 1.5)]
+    policies = ("belady", "lookahead", "lru", "window", "ttl")
+    results = simulated(job, batches, Grid(policies=policies, capacities=capacities))
+    assert len(results) == 10
+    for bound, *others in (results[:5], results[5:]):
+        assert bound.ratio_to_bound == 1
+        assert {other.bound_rows_fetched for other in others} == {bound.rows_fetched}
+        ratios = [other.ratio_to_bound or 0 for other in others]
+        assert min(ratios) >= 1
+        assert all(ratio > 1 for ratio in ratios[1:]), "only look-ahead can be as good"
+    assert results[0].rows_fetched != results[5].rows_fetched
+
+
+def test_a_horizon_of_all_batches_is_the_bound() -> None:
+    job, batches = workload("multi", horizon=len(small_batches(small_job("sgd"), "single", num_steps=20)))
+    ahead, bound = simulated(job, batches, Grid(policies=("lookahead", "belady")))
+    assert arrays(ahead) == arrays(bound)
+
+
+def test_a_capacity_below_the_first_batches_is_a_result_that_says_so() -> None:
+    job, batches = workload("multi")
+    small, fits = simulated(job, batches, Grid(capacities=("2KB", str(job.cache.capacity)), policies=("lru", "ttl")))[1:3]
+    assert (small.policy, small.capacity, small.capacity_rows, small.rows_fetched) == ("ttl", "2KB", None, None)
+    assert small.skipped is not None
+    assert "a batch among the first 32 touches" in small.skipped
+    assert fits.skipped is None
+
+
+def test_a_later_batch_that_does_not_fit_skips_its_capacity_alone() -> None:
+    job, batches = workload("multi")
+    early = [scheduled for scheduled in batches if scheduled.batch.size > 30]
+    late = small_batches(job, "multi", num_steps=60, eval_at=(), seed=9)[:59]
+    grown = [
+        ScheduledBatch(step=step, kind="train", train_step=step, epoch=0, batch=scheduled.batch)
+        for step, scheduled in enumerate([*early[:1] * 40, *late])
+    ]
+    tight = str(least_bytes(job, early[:1]))
+    results = simulated(job, grown, Grid(capacities=(tight, "1GiB"), policies=("lookahead", "window", "ttl", "belady")))
+    sentences = {result.skipped for result in results[:4]}
+    assert len(sentences) == 1
+    (sentence,) = sentences
+    assert sentence is not None
+    assert sentence.startswith("step 4"), sentence
+    assert "distinct rows of group" in sentence
+    assert all(result.skipped is None for result in results[4:])
+
+
+def test_nothing_feasible_is_an_error_with_the_first_sentence() -> None:
+    job, batches = workload("multi")
+    results = simulated(job, batches, Grid(capacities=("2KB", "3KB")))
+    with pytest.raises(ConfigError, match=r"nothing could be simulated: .*touches.*\(and 1 more such\)"):
+        require_one(results)
+
+
+@pytest.mark.parametrize(
+    ("grid", "sentence"),
+    [
+        ({"policies": ("fifo",)}, "--policy fifo is none of lookahead, lru"),
+        ({"capacities": ("64 apples",)}, "is not a size"),
+        ({"horizons": (2**21,)}, "horizon = 2097152"),
+        ({"batch_sizes": (0,)}, "batch_size = 0"),
+    ],
+)
+def test_values_that_no_job_can_have_are_refused(grid: dict[str, tuple[str | int, ...]], sentence: str) -> None:
+    job, batches = workload("single")
+    with pytest.raises(ConfigError, match=sentence):
+        simulated(job, batches, Grid(**grid))  # type: ignore[arg-type]
+
+
+def test_tables_of_any_size_cost_nothing() -> None:
+    """No array grows with the tables: a million million rows are simulated like a hundred."""
+    job, batches = workload("multi")
+    huge = msgspec.structs.replace(job, tables=[msgspec.structs.replace(table, num_embeddings=2**40) for table in job.tables])
+    (small,), (large,) = simulated(job, batches), simulated(huge, batches)
+    assert arrays(small) == arrays(large)
+
+
+def test_an_empty_run_moves_nothing() -> None:
+    job, _ = workload("single")
+    for result in simulated(job, [], Grid(policies=("lookahead", "window", "ttl", "belady"))):
+        assert (result.steps, result.rows_fetched, result.hit_ratio, result.ratio_to_bound) == (0, 0, None, None)
+
+
+def test_per_step_rows_add_up_to_the_totals() -> None:
+    job, batches = workload("multi")
+    for result in simulated(job, batches, Grid(policies=("lookahead", "lru", "window", "ttl"))):
+        steps = arrays(result)
+        assert np.sum(steps.rows_fetched) == result.rows_fetched
+        assert np.sum(steps.rows_evicted) == result.rows_evicted
+        assert np.sum(steps.rows_written_back) + (result.rows_flushed or 0) == result.rows_written_back

@@ -1,0 +1,168 @@
+"""`prefetcher simulate` as a command: what it prints where, what it refuses, what it draws."""
+
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import msgspec
+import pytest
+
+import prefetcher.analysis.plot
+from prefetcher.analysis.plot import curves
+from prefetcher.analysis.results import Simulation
+from prefetcher.analysis.simulate_command import SimulateOptions, run_simulate
+from protocol.errors import ConfigError
+from protocol.job import Job
+from protocol.job_file import parse_job
+from tests.system.processes import Process, job_content
+
+
+def tiny_job(**sections: Any) -> Job:
+    data = {"eval_fraction": 0.1, "synthetic": {"samples": 64 * 30}}
+    return parse_job(job_content(Path("unused"), data=data, cache={"capacity": "20KiB"}, **sections))
+
+
+def options(**values: Any) -> SimulateOptions:
+    usual: dict[str, Any] = {"max_steps": 20, "policies": ("lookahead", "lru", "ttl", "window")}
+    return SimulateOptions(**usual | values)
+
+
+def results(**values: Any) -> list[Simulation]:
+    """Numbers of any kind: two policies at three capacities."""
+    facts: dict[str, Any] = {"horizon": None, "batch_size": 64, "steps": 10, "eval_steps": 0, "unique_rows": 1000}
+    return [
+        Simulation(
+            **{**facts, "policy": policy, "capacity": rows, "capacity_rows": rows, "rows_fetched": 90_000 // rows + worse}
+            | {"bound_rows_fetched": 80_000 // rows}
+            | values
+        )
+        for policy, worse in (("lookahead", 0), ("lru", 50))
+        for rows in (400, 100, 3000)
+    ]
+
+
+def test_json_is_all_that_is_printed(capfd: pytest.CaptureFixture[str]) -> None:
+    run_simulate(tiny_job(), options(json=True, capacity_rows=(300, 400), capacities=("20KiB",)))
+    out, err = capfd.readouterr()
+    found = msgspec.json.decode(out)["results"]
+    assert [(result["policy"], result["capacity"]) for result in found][:5] == [
+        ("lookahead", "20KiB"),
+        ("lru", "20KiB"),
+        ("ttl", "20KiB"),
+        ("window", "20KiB"),
+        ("lookahead", "300 rows"),
+    ]
+    assert len(found) == 12
+    assert all(result["steps"] == 20 and result["per_step"] is None for result in found)
+    assert err == ""
+
+
+def test_per_step_adds_what_moved_at_each_step(capfd: pytest.CaptureFixture[str]) -> None:
+    run_simulate(tiny_job(), options(json=True, per_step=True))
+    for result in msgspec.json.decode(capfd.readouterr().out)["results"]:
+        steps = result["per_step"]
+        assert steps["step"] == list(range(23))
+        assert steps["kind"].count("eval") == 3
+        assert sum(steps["rows_fetched"]) == result["rows_fetched"] > 0
+
+
+def test_the_table_has_a_row_a_setting_and_says_what_did_not_fit(capfd: pytest.CaptureFixture[str]) -> None:
+    run_simulate(tiny_job(), options(capacity_rows=(300, 3)))
+    out, err = capfd.readouterr()
+    lines = out.splitlines()
+    assert [line.split()[:2] for line in lines if line.startswith("     300")] == [
+        ["300", policy] for policy in ("lookahead", "lru", "ttl", "window")
+    ]
+    assert any("20 train and 3 evaluation steps" in line for line in lines)
+    assert lines[-1].startswith("Not simulated: lookahead, lru, ttl, window at 3 rows with batches of 64: cache.capacity")
+    assert max(map(len, lines[:8])) <= 80
+    assert err == ""
+
+
+def test_a_trace_is_saved_and_planned_again(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    trace = tmp_path / "a.trace"
+    run_simulate(tiny_job(), options(policies=("lru",), save_trace=trace))
+    saved = capfd.readouterr().out
+    run_simulate(tiny_job(), options(policies=("lookahead", "lru"), trace=trace))
+    again = capfd.readouterr().out
+    assert again.splitlines()[-1] == "The trace's own setting was planned again: 23 plans are identical."
+    assert saved.splitlines()[2].split() in [line.split() for line in again.splitlines()]
+
+
+@pytest.mark.parametrize(
+    ("values", "sentence"),
+    [
+        ({"capacity_rows": (3,)}, 'nothing could be simulated: cache.capacity = "3 rows" is too small'),
+        ({"horizons": ("far",)}, "--horizon far: give a number of batches, or auto"),
+        ({"horizons": ("-1",)}, "--horizon -1"),
+        ({"plot": Path("curves.jpg")}, r"--plot curves.jpg: name a file that ends in .png or .svg"),
+        ({"plot": Path("/nowhere/curves.png")}, "the folder /nowhere does not exist"),
+        ({"save_trace": Path("a.trace")}, "these are 4; give one value of each"),
+        ({"save_trace": Path("a.trace"), "policies": ("ttl",)}, "--policy ttl makes no plans"),
+        ({"trace": Path("nowhere")}, "--trace nowhere: cannot be read"),
+    ],
+)
+def test_what_cannot_be_done_is_one_sentence(values: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        run_simulate(tiny_job(), options(**values))
+
+
+def test_a_trace_has_batches_of_its_own(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="--batch-size: a trace has batches of its own"):
+        run_simulate(tiny_job(), options(trace=tmp_path / "a.trace", batch_sizes=(3,)))
+
+
+def test_nothing_feasible_ends_with_exit_code_2_after_the_json(tmp_path: Path) -> None:
+    job = tmp_path / "job.json"
+    job.write_bytes(msgspec.json.encode(tiny_job()))
+    ended = Process(["-c", COMMAND.format(job=job)], tmp_path, {}).ended()
+    assert "nothing could be simulated" in ended.refused(2)
+    assert [result["skipped"] is None for result in msgspec.json.decode(ended.stdout)["results"]] == [False]
+
+
+COMMAND = """
+import sys, msgspec
+from protocol.command import run_command
+from protocol.job_file import parse_job
+from prefetcher.analysis.simulate_command import SimulateOptions, run_simulate
+job = parse_job(msgspec.json.decode(open("{job}").read()))
+sys.exit(run_command("prefetcher", lambda: run_simulate(job, SimulateOptions(capacity_rows=(3,), json=True))))
+"""
+
+
+@pytest.mark.parametrize("suffix", [".png", ".svg"])
+def test_curves_are_drawn(suffix: str, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    path = tmp_path / f"curves{suffix}"
+    prefetcher.analysis.plot.plot_results([*results(), *results(batch_size=128), *results(policy="ttl", rows_fetched=None)], path)
+    if suffix == ".svg":
+        assert ElementTree.parse(path).getroot().tag.endswith("svg")
+    else:
+        assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_line_is_a_policy_over_ascending_capacities_and_the_bound_lies_below() -> None:
+    lines = {label: points for label, _, points in curves(results())}
+    assert lines == {
+        "look-ahead": [(100, 0.9), (400, 0.225), (3000, 0.03)],
+        "LRU": [(100, 0.95), (400, 0.275), (3000, 0.08)],
+        "whole future known": [(100, 0.8), (400, 0.2), (3000, 0.026)],
+    }
+
+
+def test_horizons_are_lines_of_their_own() -> None:
+    labels = [label for label, _, _ in curves([*results(policy="ttl", horizon=4), *results(policy="ttl", horizon="auto")])]
+    assert labels == ["time to live, horizon 4", "time to live, horizon auto", "whole future known"]
+
+
+def test_without_matplotlib_a_plot_is_refused_before_any_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefetcher.analysis.plot, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"--plot needs matplotlib, which is not installed; `pip install"):
+        run_simulate(tiny_job(), options(plot=tmp_path / "curves.png"))
+
+
+def test_matplotlib_is_not_imported_where_nothing_is_drawn(tmp_path: Path) -> None:
+    code = (
+        "import sys, prefetcher.cli, prefetcher.analysis.simulate_command; sys.exit('matplotlib' in sys.modules or 'torch' in sys.modules)"
+    )
+    Process(["-c", code], tmp_path, {}).ended().quiet()

@@ -1,0 +1,102 @@
+"""Asking a source as the planner does: again and again, without waiting inside it. And processes that have one."""
+
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+
+from prefetcher.readers.parts import Rest
+from prefetcher.readers.schedule import PlacedBatch, PlacedIds
+from prefetcher.readers.source import Source
+from protocol.job import Job
+
+ROOT = Path(__file__).parents[2]
+LONG_S = 60.0  # only a test that fails waits so long
+Answer = TypeVar("Answer")
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + LONG_S
+    while not condition():
+        assert time.monotonic() < deadline, "it never happened"
+        time.sleep(0.005)
+
+
+def asked(ask: Callable[[], Answer | None], ended: Callable[[], bool]) -> Answer | None:
+    deadline = time.monotonic() + LONG_S
+    while (answer := ask()) is None and not ended():
+        assert time.monotonic() < deadline, "nothing arrived"
+        time.sleep(0.001)
+    return answer
+
+
+def next_batch(source: Source) -> PlacedBatch | None:
+    """None at the end."""
+    return asked(source.poll, lambda: source.ended)
+
+
+def next_ids(source: Source) -> PlacedIds | None:
+    """None at the end."""
+    return asked(source.poll_ids, lambda: source.ended)
+
+
+def next_rest(source: Source) -> Rest:
+    rest = asked(source.poll_rest, lambda: False)
+    assert rest is not None, "rest has no end of its own"
+    return rest
+
+
+def rest_of(source: Source) -> list[PlacedBatch]:
+    """Every batch that is left."""
+    return list(iter(lambda: next_batch(source), None))
+
+
+def polled_ahead(source: Source, horizon: int) -> list[PlacedBatch]:
+    """Every batch that is left, the ids polled `horizon` batches ahead of the rest."""
+    known: list[PlacedIds] = []
+    whole: list[PlacedBatch] = []
+    while (ids := next_ids(source)) is not None:
+        known.append(ids)
+        if len(known) > horizon:
+            whole.append(known.pop(0).with_rest(next_rest(source)))
+    return [*whole, *(ids.with_rest(next_rest(source)) for ids in known)]
+
+
+def is_alive(pid: int | None) -> bool:
+    """Not gone, and not only waiting to be reaped either, which nobody may do for an orphan in a container."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return state != "Z"
+
+
+@contextmanager
+def parent_process(job: Job, ending: str) -> Iterator[subprocess.Popen[str]]:
+    """A process that starts a source, prints its decoders' pids once the data is open, and then does `ending`; killed afterwards."""
+    lines = [
+        "import msgspec, time",
+        "from prefetcher.readers.worker import BatchSource",
+        "from protocol.job import Job",
+        f"source = BatchSource(msgspec.json.decode({msgspec.json.encode(job)!r}, type=Job))",
+        "source.start()",
+        "source.info()",
+        "print(*source.pids, flush=True)",
+        ending,
+    ]
+    command = [sys.executable, "-c", "\n".join(lines)]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as parent:
+        try:
+            yield parent
+        finally:
+            parent.kill()
+
+
+def decoders_of(parent: subprocess.Popen[str]) -> list[int]:
+    assert parent.stdout is not None
+    return [int(pid) for pid in parent.stdout.readline().split()]

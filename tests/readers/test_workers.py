@@ -1,0 +1,211 @@
+"""Several decoding processes: what they share, and what is told of any of them. Bit-equality of every format: `test_conformance.py`."""
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import structlog
+
+from prefetcher.readers.base import open_reader
+from prefetcher.readers.decoder import Share, decode_share
+from prefetcher.readers.schedule import schedule
+from prefetcher.readers.source import InlineSource
+from prefetcher.readers.worker import BatchSource
+from protocol.errors import ConfigError, DataError, RowcastError
+from protocol.job import Job
+from tests.readers.polling import LONG_S, decoders_of, is_alive, next_batch, next_ids, parent_process, polled_ahead, rest_of, wait_until
+from tests.readers.samples import PARQUET_COLUMNS, click_log, make_job, same_batch, with_workers, write_day, write_parquet, write_tsv
+
+
+def synthetic_job(samples: int = 100, num_workers: int = 3) -> Job:
+    return with_workers(make_job("synthetic", synthetic={"samples": samples}, shuffle="full", epochs=2), num_workers)
+
+
+def npy_job(folder: Path, num_workers: int = 3, **data: Any) -> Job:
+    """Batches of 8 rows; ids 7 in rows 30 and 55 are outside the table of cat_25, as is -1 in row 61."""
+    write_day(folder, "day_0", 100)
+    ids = np.load(folder / "day_0_sparse.npy")
+    ids[[30, 55], 25], ids[61, 25] = 7, -1
+    np.save(folder / "day_0_sparse.npy", ids)
+    return with_workers(make_job("criteo-npy", path=str(folder), **data), num_workers)
+
+
+@pytest.mark.parametrize("max_steps", [None, 5, 0])
+def test_the_run_ends_where_it_would_with_one(max_steps: int | None, opened: Callable[..., BatchSource]) -> None:
+    job = synthetic_job()
+    source = opened(job, max_steps=max_steps)
+    expected = list(schedule(job, open_reader(job), max_steps))
+    found = rest_of(source)
+    assert [(batch.step, batch.kind, batch.position) for batch in found] == [(batch.step, batch.kind, batch.position) for batch in expected]
+    assert all(same_batch(a.batch, b.batch) for a, b in zip(found, expected, strict=True))
+    assert source.ended
+    assert source.poll() is None
+
+
+def test_a_run_shorter_than_the_workers_are_many_ends(opened: Callable[..., BatchSource]) -> None:
+    assert [batch.step for batch in rest_of(opened(synthetic_job(num_workers=4), max_steps=1))] == [0, 1, 2, 3]
+
+
+def test_replaced_ids_are_counted_batch_by_batch_as_with_one(tmp_path: Path, opened: Callable[..., BatchSource]) -> None:
+    job = npy_job(tmp_path, on_invalid_id="zero", epochs=2)
+    counts = []
+    for source in (opened(job), InlineSource(job)):
+        own = []
+        while next_batch(source) is not None:
+            own.append(source.counters.invalid_ids)
+        counts.append(own)
+    assert counts[0] == counts[1]
+    assert counts[0][2:8] == [0, 1, 1, 1, 2, 3]
+    assert counts[0][-1] == 6
+
+
+def break_value(folder: Path, row: int) -> None:
+    dense = np.load(folder / "day_0_dense.npy")
+    dense[row, 2] = np.nan
+    np.save(folder / "day_0_dense.npy", dense)
+
+
+@pytest.mark.parametrize(
+    ("row", "horizon", "sentence"),
+    [
+        (29, 100, "day_0_dense.npy, row 29, column int_2: value nan"),
+        (31, 0, "day_0_dense.npy, row 31, column int_2: value nan"),
+        (32, 100, "day_0_sparse.npy, row 30, column cat_25: id 7 is outside table last"),
+    ],
+)
+def test_the_first_error_of_the_data_is_told_although_others_are_met_earlier(
+    row: int, horizon: int, sentence: str, tmp_path: Path, opened: Callable[..., BatchSource]
+) -> None:
+    job = npy_job(tmp_path)
+    break_value(tmp_path, row)
+    source = opened(job)
+    if horizon == 0:
+        assert [next_batch(source) is not None for _ in range(3)] == [True] * 3
+    with pytest.raises(DataError, match=sentence):
+        polled_ahead(source, horizon)
+
+
+def test_what_is_wrong_with_the_job_is_told_as_it_is(tmp_path: Path, opened: Callable[..., BatchSource]) -> None:
+    source = opened(with_workers(make_job("criteo-tsv", path=str(tmp_path / "nowhere")), 3))
+    for ask in (source.info, lambda: next_batch(source)):
+        with pytest.raises(ConfigError, match="nowhere': no such file, folder or glob"):
+            ask()
+
+
+def broken_tsv(folder: Path) -> Job:
+    write_tsv(click_log(100), folder / "a.tsv")
+    lines = (folder / "a.tsv").read_bytes().split(b"\n")
+    lines[30] = b"2" + lines[30][1:]
+    (folder / "a.tsv").write_bytes(b"\n".join(lines))
+    return make_job("criteo-tsv", path=str(folder))
+
+
+def broken_parquet(folder: Path) -> Job:
+    write_parquet(folder / "a.parquet", 100)
+    content = pq.read_table(folder / "a.parquet")
+    labels = pa.array([2 if row == 30 else 1 for row in range(100)])
+    pq.write_table(content.set_column(content.schema.get_field_index("click"), "click", labels), folder / "a.parquet")
+    return make_job("parquet", path=str(folder), columns=PARQUET_COLUMNS)
+
+
+def broken_npy(folder: Path) -> Job:
+    job = npy_job(folder, on_invalid_id="zero")
+    break_value(folder, 30)
+    return job
+
+
+@pytest.mark.parametrize("make", [broken_tsv, broken_parquet, broken_npy])
+def test_batches_of_others_are_not_even_checked(make: Callable[[Path], Job], tmp_path: Path) -> None:
+    job = make(tmp_path)
+    for index in range(11):
+        share = Share(job=job, columns="all", max_steps=None, start=None, index=index, num_decoders=11)
+        if index == 30 // 8:
+            with pytest.raises(DataError, match=r"row 30, column|line 31, column"):
+                list(decode_share(share, open_reader(job)))
+        else:
+            assert [place.step for place, _ in decode_share(share, open_reader(job))] == list(range(index, 13, 11))
+
+
+@pytest.mark.parametrize(("num_workers", "num_ahead", "bound"), [(3, 6, 6), (2, 1, 2)])
+def test_all_together_stay_a_bounded_number_of_batches_ahead(
+    num_workers: int, num_ahead: int, bound: int, opened: Callable[..., BatchSource]
+) -> None:
+    arrived: list[None] = []
+    source = opened(synthetic_job(10**6, num_workers), num_ahead=num_ahead, on_arrival=lambda: arrived.append(None))
+    for polled in range(5):
+        wait_until(lambda polled=polled: len(arrived) == polled + bound)  # type: ignore[misc]
+        time.sleep(0.05)
+        assert len(arrived) == polled + bound
+        assert source.poll() is not None
+        assert source.counters.queue_depth <= bound
+
+
+def killed(pid: int) -> str:
+    return rf"the decoding process \(pid {pid}, after \d+ batches\) was killed by signal 9"
+
+
+@pytest.mark.parametrize("victim", [0, 2])
+def test_the_death_of_any_is_an_error_with_its_pid(victim: int, opened: Callable[..., BatchSource]) -> None:
+    source = opened(synthetic_job(samples=10**6))
+    assert next_batch(source) is not None
+    os.kill(source.pids[victim], signal.SIGKILL)
+    with pytest.raises(
+        RowcastError, match=rf"the decoding process \(pid {source.pids[victim]}, after \d+ batches\) was killed by signal 9"
+    ):
+        rest_of(source)
+
+
+def test_the_death_of_the_one_that_reads_dense_values_is_an_error_too(tmp_path: Path, opened: Callable[..., BatchSource]) -> None:
+    write_day(tmp_path, "day_0", 100_000)
+    source = opened(make_job("criteo-npy", path=str(tmp_path)))
+    assert next_batch(source) is not None
+    assert len(source.pids) == 2
+    os.kill(source.pids[1], signal.SIGKILL)
+    with pytest.raises(RowcastError, match=killed(source.pids[1])):
+        rest_of(source)
+
+
+def test_closing_ends_all(opened: Callable[..., BatchSource]) -> None:
+    source = opened(synthetic_job(samples=10**6))
+    assert next_ids(source) is not None
+    assert len(source.pids) == 3
+    source.close()
+    assert not any(map(is_alive, source.pids))
+    assert source.poll() is None
+
+
+def test_all_end_when_their_parent_is_killed() -> None:
+    with parent_process(synthetic_job(samples=10**6), "time.sleep(600)") as parent:
+        pids = decoders_of(parent)
+        assert len(pids) == 3
+    wait_until(lambda: not any(map(is_alive, pids)))
+
+
+def test_a_parent_that_forgets_to_close_still_ends() -> None:
+    with parent_process(synthetic_job(samples=10**6), "") as parent:
+        pids = decoders_of(parent)
+        assert parent.wait(LONG_S) == 0
+    assert not any(map(is_alive, pids))
+
+
+def test_a_data_set_of_ones_own_has_one_worker_and_one_warning(opened: Callable[..., BatchSource]) -> None:
+    job = with_workers(make_job("tests.readers.samples:listed"), 3)
+    with structlog.testing.capture_logs() as logs:
+        source = opened(job)
+    assert [(line["log_level"], line["workers"]) for line in logs] == [("warning", 3)]
+    assert "one worker decodes" in logs[0]["event"]
+    assert len(source.pids) == 1
+    assert len(rest_of(source)) == len(list(schedule(job, open_reader(job))))
+
+
+def test_one_worker_of_a_data_set_of_ones_own_is_no_reason_for_a_warning(opened: Callable[..., BatchSource]) -> None:
+    with structlog.testing.capture_logs() as logs:
+        opened(make_job("tests.readers.samples:listed"))
+    assert logs == []
