@@ -16,6 +16,7 @@ Horizon = int | Literal["auto"]
 BOUND = "belady"
 SIMULATED = ("window", "ttl", BOUND)  # known to the simulator only
 POLICIES = (*get_args(Policy), *SIMULATED)
+AUTO_BATCHES = 64
 LOOKING_AHEAD = ("lookahead", "window", "ttl")  # the others know no future, or all of it
 
 
@@ -47,7 +48,8 @@ class Setting:
 
     @property
     def horizon_batches(self) -> int:
-        return self.job.lookahead.horizon_batches
+        """For the simulator's own policies, which have no "auto"."""
+        return AUTO_BATCHES if self.horizon == "auto" else self.horizon or 0
 
 
 def with_values(job: Job, values: Mapping[str, Mapping[str, Any]]) -> Job:

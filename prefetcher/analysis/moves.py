@@ -1,22 +1,20 @@
-"""What the planner moves over a recording: the same planner as in training, without tables, trainer or bytes.
+"""What the planner moves over a recording: the same planner as in training, without tables, trainer or bytes."""
 
-A recorded step is given to it as a batch of one sample that looks up each distinct row once; the planner moves the same rows for it as
-for the batch itself, since a row's duplicates move nothing.
-"""
-
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
-from prefetcher.analysis.grid import BOUND, Setting
+from prefetcher.analysis.grid import Setting
 from prefetcher.analysis.progress import Tick
-from prefetcher.analysis.recording import RecordedStep, Recording
+from prefetcher.analysis.recording import Recording
+from prefetcher.pins import load_pins
 from prefetcher.planner.grouping import I64
-from prefetcher.planner.planner import RowPlanner
-from protocol.batch import Batch, ScheduledBatch
-from protocol.errors import ConfigError
-from protocol.plan import StepPlan
-from protocol.tables import KEY_SHIFT, ROW_MASK, GroupSpec
+from prefetcher.planner.job_planner import job_planner
+from prefetcher.planner.planner import RowPlanner, StepMoves
+from protocol.batch import ScheduledBatch
+from protocol.tables import GroupSpec
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,55 +32,46 @@ def new_moves(num_steps: int, num_groups: int) -> Moves:
     return Moves(fetched=fetched, evicted=evicted, written_back=written_back, flushed=np.zeros(num_groups, np.int64))
 
 
-def new_planner(setting: Setting, groups: tuple[GroupSpec, ...], slots: tuple[int, ...], num_steps: int = 0) -> RowPlanner:
-    """As a run of the setting has it; for the bound, which no run can have, one that knows all of `num_steps` at once."""
-    depth = setting.job.lookahead.depth
-    if setting.policy == BOUND:
-        return RowPlanner(groups, slots, depth, num_steps)
-    if setting.policy not in ("lookahead", "lru"):
-        raise ConfigError(f"policy {setting.policy} is not supported yet")
-    return RowPlanner(groups, slots, depth, 0 if setting.policy == "lru" else setting.horizon_batches)
+def new_planner(
+    setting: Setting,
+    groups: tuple[GroupSpec, ...],
+    slots: tuple[int, ...],
+    first_batches: Sequence[ScheduledBatch],
+    *,
+    keep_ids: bool = False,
+) -> RowPlanner:
+    """As a run of the setting has it; arguments as for `job_planner`."""
+    pin = setting.job.cache.pin
+    pinned = None if pin is None else load_pins(Path(pin), groups)
+    return job_planner(setting.job, groups, slots, first_batches, pinned=pinned, keep_ids=keep_ids)
+
+
+def bound_planner(recording: Recording, slots: tuple[int, ...]) -> RowPlanner:
+    """Which no run can have: it knows every batch."""
+    return RowPlanner(recording.groups, slots, depth=1, horizon=len(recording))
 
 
 def planned_moves(recording: Recording, planner: RowPlanner, tick: Tick) -> Moves:
     """What a fresh planner moves. `tick` is called for each step. Raises ConfigError where a step does not fit."""
     moves = new_moves(len(recording), len(recording.groups))
 
-    def plan_ready() -> None:
+    def move_ready() -> None:
         while planner.ready():
-            note(moves, planner.plan()[1], recording.steps[0].step)
+            scheduled, moved = planner.move()
+            note(moves, scheduled.step - recording.steps[0].scheduled.step, moved)
             tick()
 
     for step in recording.steps:
-        planner.add(distinct_rows_batch(recording.groups, step))
-        plan_ready()
+        planner.add(step.scheduled, step.groupings)
+        move_ready()
     planner.end()
-    plan_ready()
+    move_ready()
     moves.flushed[:] = [len(move) for move in planner.barrier("end of data", finished=True).dirty]
     return moves
 
 
-def note(moves: Moves, plan: StepPlan, first_step: int) -> None:
-    at = plan.step - first_step
-    for index, group in enumerate(plan.groups):
-        moves.fetched[at, index] = len(group.fetch)
-        moves.evicted[at, index] = len(group.evict)
-        moves.written_back[at, index] = group.num_dirty
-
-
-def distinct_rows_batch(groups: tuple[GroupSpec, ...], step: RecordedStep) -> ScheduledBatch:
-    """All rows of a table are the first of its features'; its other bags are empty."""
-    bags = [np.zeros(0, np.int64)] * sum(group.num_features for group in groups)
-    for group, keys in zip(groups, step.keys, strict=True):
-        positions = iter(group.feature_positions)
-        for table in group.tables:
-            start, end = np.searchsorted(keys, [table.index << KEY_SHIFT, (table.index + 1) << KEY_SHIFT])
-            firsts = [next(positions) for _ in table.features]
-            bags[firsts[0]] = keys[start:end] & ROW_MASK
-    batch = Batch(
-        dense=np.zeros((1, 0), np.float32),
-        labels=np.zeros(1, np.float32),
-        ids=np.concatenate(bags),
-        offsets=np.cumsum([0, *map(len, bags)]),
-    )
-    return ScheduledBatch(step=step.step, kind=step.kind, train_step=step.train_step, epoch=step.epoch, batch=batch)
+def note(moves: Moves, position: int, moved: StepMoves) -> None:
+    for index, group in enumerate(moved.groups):
+        moves.fetched[position, index] = len(group.fetch)
+        moves.evicted[position, index] = len(group.evict)
+        moves.written_back[position, index] = group.num_dirty

@@ -69,7 +69,7 @@ def window_moves(recording: Recording, slots: tuple[int, ...], horizon: int, see
         for cache in caches:
             bring_window(cache, begin, end, random)
         for position in range(begin, end):
-            if recording.steps[position].kind == "train":
+            if recording.steps[position].trains:
                 for cache in caches:
                     cache.train(cache.numbered.rows[position])
             tick()
@@ -112,7 +112,7 @@ def ttl_moves(recording: Recording, slots: tuple[int, ...], horizon: int, tick: 
     caches = [ExpiringRows(rows, n, moves, g, horizon) for g, (rows, n) in enumerate(zip(recording.numbered, slots, strict=True))]
     for position, step in enumerate(recording.steps):
         for cache in caches:
-            cache.use(position, step.kind == "train")
+            cache.use(position, step.trains)
         tick()
     for cache in caches:
         cache.flush()

@@ -5,28 +5,37 @@ It takes 8 bytes for each distinct row of each batch, and nothing for the tables
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
 
 from prefetcher.analysis.progress import Tick
-from prefetcher.planner.grouping import I32, I64, Grouper
-from protocol.batch import Kind, ScheduledBatch
+from prefetcher.planner.grouping import I32, I64, Grouper, Grouping
+from prefetcher.planner.planner import groupers_of
+from protocol.batch import Batch, ScheduledBatch
 from protocol.tables import GroupSpec
 
 NEVER = 2**31 - 1  # the next use of a row that is not used again
+Array = TypeVar("Array", bound=npt.NDArray[Any])
+EMPTY = Batch(dense=np.zeros((0, 0), np.float32), labels=np.zeros(0, np.float32), ids=np.zeros(0, np.int64))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RecordedStep:
-    step: int
-    kind: Kind
-    train_step: int
-    epoch: int
+    scheduled: ScheduledBatch  # without the batch's arrays
     num_lookups: int
-    keys: tuple[I64, ...]  # of each group: the distinct rows, ascending
+    groupings: tuple[Grouping, ...]  # of each group; but for the keys without arrays, see `hollow`
+
+    @property
+    def trains(self) -> bool:
+        return self.scheduled.kind == "train"
+
+    def keys(self, group: int) -> I64:
+        """The step's distinct rows of a group, ascending."""
+        return self.groupings[group].keys
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,7 +59,7 @@ class Recording:
 
     @property
     def num_train(self) -> int:
-        return sum(step.kind == "train" for step in self.steps)
+        return sum(step.trains for step in self.steps)
 
     @property
     def num_lookups(self) -> int:
@@ -59,18 +68,17 @@ class Recording:
     @property
     def unique_rows(self) -> int:
         """Distinct rows of each step, added up."""
-        return sum(len(keys) for step in self.steps for keys in step.keys)
+        return sum(len(grouping.keys) for step in self.steps for grouping in step.groupings)
 
     @cached_property
     def numbered(self) -> tuple[NumberedRows, ...]:
         """Of each group; made when a policy first asks for it."""
-        return tuple(numbered_rows([step.keys[index] for step in self.steps]) for index in range(len(self.groups)))
+        return tuple(numbered_rows([step.keys(index) for step in self.steps]) for index in range(len(self.groups)))
 
 
 def record(groups: tuple[GroupSpec, ...], batches: Iterable[ScheduledBatch], tick: Tick) -> Recording:
     """Reads all of `batches`; `tick` is called after each."""
-    num_features = sum(group.num_features for group in groups)
-    groupers = [Grouper(group, num_features) for group in groups]
+    groupers = groupers_of(groups)
     steps = []
     for scheduled in batches:
         steps.append(record_step(groupers, scheduled))
@@ -78,16 +86,31 @@ def record(groups: tuple[GroupSpec, ...], batches: Iterable[ScheduledBatch], tic
     return Recording(groups, steps)
 
 
-def record_step(groupers: list[Grouper], scheduled: ScheduledBatch) -> RecordedStep:
+def record_step(groupers: tuple[Grouper, ...], scheduled: ScheduledBatch) -> RecordedStep:
     batch = scheduled.batch
-    return RecordedStep(
-        step=scheduled.step,
-        kind=scheduled.kind,
-        train_step=scheduled.train_step,
-        epoch=scheduled.epoch,
-        num_lookups=len(batch.ids),
-        keys=tuple(grouper.group(grouper.lookups(batch)).keys for grouper in groupers),
+    groupings = tuple(hollow(grouper.group(grouper.lookups(batch))) for grouper in groupers)
+    return RecordedStep(scheduled=without_arrays(scheduled), num_lookups=len(batch.ids), groupings=groupings)
+
+
+def hollow(grouping: Grouping) -> Grouping:
+    """The distinct rows, and of every array a look-up only how large it is: to move rows the planner needs no more, as an "auto" horizon
+    goes by sizes."""
+    return replace(
+        grouping,
+        order=no_larger_than_one(grouping.order),
+        segment_offsets=no_larger_than_one(grouping.segment_offsets),
+        offsets=None if grouping.offsets is None else no_larger_than_one(grouping.offsets),
+        weights=None if grouping.weights is None else no_larger_than_one(grouping.weights),
     )
+
+
+def no_larger_than_one(array: Array) -> Array:
+    """An array of this dtype, length and number of bytes, all of whose elements are the same one in memory."""
+    return cast(Array, np.broadcast_to(array.dtype.type(0), array.shape))
+
+
+def without_arrays(scheduled: ScheduledBatch) -> ScheduledBatch:
+    return ScheduledBatch(step=scheduled.step, kind=scheduled.kind, train_step=scheduled.train_step, epoch=scheduled.epoch, batch=EMPTY)
 
 
 def numbered_rows(keys: list[I64]) -> NumberedRows:

@@ -10,6 +10,7 @@ from itertools import takewhile
 from typing import Protocol
 
 from prefetcher.analysis.trace import TracedBatch, TraceReader, TraceWriter, plan_facts
+from prefetcher.planner.capacity import MEASURED_BATCHES
 from prefetcher.planner.planner import RowPlanner
 from protocol.batch import ScheduledBatch
 from protocol.errors import ConfigError, DataError
@@ -134,6 +135,11 @@ class Replay:
     def is_complete(self) -> bool:
         """The run ended where these batches do."""
         return self.reader.finished and self._num_given == self.reader.num_steps
+
+    @property
+    def is_measured(self) -> bool:
+        """The batches that decide how the capacity is divided, and what is static, are those of the run."""
+        return self._num_given >= MEASURED_BATCHES or self.is_complete
 
     def batches(self) -> Iterator[TracedBatch]:
         self._num_given = 0

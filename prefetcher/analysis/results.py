@@ -85,8 +85,8 @@ def make_result(recording: Recording, outcome: Outcome, bound_rows: int, *, per_
 
 def step_arrays(recording: Recording, moves: Moves) -> StepArrays:
     return StepArrays(
-        step=[step.step for step in recording.steps],
-        kind=[step.kind for step in recording.steps],
+        step=[step.scheduled.step for step in recording.steps],
+        kind=[step.scheduled.kind for step in recording.steps],
         rows_fetched=moves.fetched.sum(axis=1).tolist(),
         rows_evicted=moves.evicted.sum(axis=1).tolist(),
         rows_written_back=moves.written_back.sum(axis=1).tolist(),

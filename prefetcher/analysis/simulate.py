@@ -10,10 +10,11 @@ the job would report, as far as the policy exists there.
 """
 
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from itertools import chain, islice
 
 from prefetcher.analysis.grid import BOUND, Grid, Setting, batch_size_jobs, capacity_jobs, settings
-from prefetcher.analysis.moves import Moves, new_planner, planned_moves
+from prefetcher.analysis.moves import Moves, bound_planner, new_planner, planned_moves
 from prefetcher.analysis.policies import ttl_moves, window_moves
 from prefetcher.analysis.progress import Progress, Silent
 from prefetcher.analysis.recording import Recording, record
@@ -50,68 +51,87 @@ def simulate(
     return results
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Capacity:
+    """The settings of one capacity, and what slots it gives."""
+
+    settings: list[Setting]
+    slots: Slots
+    refusal: str | None  # why there are none
+
+
 class Simulator:
     """All settings of one batch size."""
 
     def __init__(self, job: Job, grid: Grid, watch: Watch, progress: Progress, per_step: bool) -> None:
-        self._groups = group_specs(job)
-        self._settings = [(own, settings(own, grid)) for own in capacity_jobs(job, grid)]
+        self._job, self._grid, self._groups = job, grid, group_specs(job)
         self._watch, self._progress, self._per_step = watch, progress, per_step
 
     def run(self, batches: Iterable[ScheduledBatch]) -> list[Simulation]:
         left = iter(batches)
         measured = list(islice(left, MEASURED_BATCHES))
-        slots = [self._slots(job, measured) for job, _ in self._settings]
+        capacities = [self._capacity(job, measured) for job in capacity_jobs(self._job, self._grid)]
         recording = Recording(self._groups, [])
-        if not all(isinstance(some, ConfigError) for some in slots):
+        if any(capacity.slots for capacity in capacities):
             tick = self._progress.begin("reading the data", None)
-            recording = record(self._groups, self._watched(chain(measured, left), slots), tick)
-        return [
-            result for (_, own), some in zip(self._settings, slots, strict=True) for result in self._results(recording, own, some)
-        ]  # fmt: skip
+            recording = record(self._groups, self._watched(chain(measured, left), capacities, measured), tick)
+        return [result for capacity in capacities for result in self._results(recording, capacity, measured)]
 
-    def _slots(self, job: Job, measured: list[ScheduledBatch]) -> Slots | ConfigError:
+    def _capacity(self, job: Job, measured: list[ScheduledBatch]) -> Capacity:
+        slots: Slots = ()
+        refusal = None
         try:
-            return job_slots(job, self._groups, measured)
+            slots = job_slots(job, self._groups, measured)
         except ConfigError as error:
-            return error
+            refusal = str(error)
+        return Capacity(settings=settings(job, self._grid), slots=slots, refusal=refusal)
 
-    def _watched(self, batches: Iterable[ScheduledBatch], slots: list[Slots | ConfigError]) -> Iterable[ScheduledBatch]:
+    def _watched(
+        self, batches: Iterable[ScheduledBatch], capacities: list[Capacity], measured: list[ScheduledBatch]
+    ) -> Iterable[ScheduledBatch]:
         """The batches, and whole plans beside them for whoever watches a setting."""
-        for (_, own), some in zip(self._settings, slots, strict=True):
-            for setting in own:
-                watcher = None if isinstance(some, ConfigError) else self._watch(setting, some)
-                if watcher is not None and not isinstance(some, ConfigError):
-                    batches = planned_beside(batches, new_planner(setting, self._groups, some), watcher)
+        for slots, setting in ((capacity.slots, setting) for capacity in capacities if capacity.slots for setting in capacity.settings):
+            watcher = self._watch(setting, slots)
+            if watcher is not None:
+                planner = new_planner(setting, self._groups, slots, measured, keep_ids=True)
+                batches = planned_beside(batches, planner, watcher)
         return batches
 
-    def _results(self, recording: Recording, own: list[Setting], slots: Slots | ConfigError) -> Iterator[Simulation]:
-        """Of one capacity."""
-        try:
-            if isinstance(slots, ConfigError):
-                raise slots
-            bound = self._moves(recording, Setting(policy=BOUND, horizon=None, job=own[0].job), slots)
-        except ConfigError as error:
-            yield from (skipped_result(setting, str(error)) for setting in own)
-            return
-        for setting in own:
-            try:
-                moves = bound if setting.policy == BOUND else self._moves(recording, setting, slots)
-            except ConfigError as error:
-                yield skipped_result(setting, str(error))
-                continue
-            outcome = Outcome(setting=setting, slots=slots, moves=moves)
-            yield make_result(recording, outcome, int(bound.fetched.sum()), per_step=self._per_step)
+    def _results(self, recording: Recording, capacity: Capacity, measured: list[ScheduledBatch]) -> Iterator[Simulation]:
+        bound, refusal = None, capacity.refusal
+        if capacity.slots:
+            bound, refusal = self._moved(recording, capacity.slots, bound_setting(self._job), measured)
+        for setting in capacity.settings:
+            moves = bound
+            if bound is not None and setting.policy != BOUND:
+                moves, refusal = self._moved(recording, capacity.slots, setting, measured)
+            if bound is None or moves is None:
+                yield skipped_result(setting, refusal or "")
+            else:
+                outcome = Outcome(setting=setting, slots=capacity.slots, moves=moves)
+                yield make_result(recording, outcome, int(bound.fetched.sum()), per_step=self._per_step)
 
-    def _moves(self, recording: Recording, setting: Setting, slots: Slots) -> Moves:
+    def _moved(
+        self, recording: Recording, slots: Slots, setting: Setting, measured: list[ScheduledBatch]
+    ) -> tuple[Moves, None] | tuple[None, str]:
+        """What a setting moves, or why it cannot."""
         tick = self._progress.begin(description(setting), len(recording))
-        match setting.policy:
-            case "window":
-                return window_moves(recording, slots, setting.horizon_batches, setting.job.job.seed, tick)
-            case "ttl":
-                return ttl_moves(recording, slots, setting.horizon_batches, tick)
-            case _:
-                return planned_moves(recording, new_planner(setting, self._groups, slots, len(recording)), tick)
+        try:
+            match setting.policy:
+                case "window":
+                    return window_moves(recording, slots, setting.horizon_batches, setting.job.job.seed, tick), None
+                case "ttl":
+                    return ttl_moves(recording, slots, setting.horizon_batches, tick), None
+                case "belady":
+                    return planned_moves(recording, bound_planner(recording, slots), tick), None
+                case _:
+                    return planned_moves(recording, new_planner(setting, self._groups, slots, measured), tick), None
+        except ConfigError as error:
+            return None, str(error)
+
+
+def bound_setting(job: Job) -> Setting:
+    return Setting(policy=BOUND, horizon=None, job=job)
 
 
 def description(setting: Setting) -> str:

@@ -96,8 +96,9 @@ class Session:
             return None
         header = trace_header(setting.job, group_specs(setting.job), slots)
         watchers: list[PlanWatcher] = []
-        if self._replay is not None and self._comparing is None and same_settings(self._replay.reader.header, header):
-            self._comparing = Comparing(self._replay)
+        replay = self._replay
+        if replay is not None and self._comparing is None and replay.is_measured and same_settings(replay.reader.header, header):
+            self._comparing = Comparing(replay)
             watchers.append(self._comparing)
         if self._options.save_trace is not None:
             watchers.append(Saving(self._stack.enter_context(TraceWriter(self._options.save_trace, header))))

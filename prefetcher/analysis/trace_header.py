@@ -1,10 +1,13 @@
 """What stands at the head of a trace: the settings under which its plans were made, and the tables that its ids belong to."""
 
+from pathlib import Path
+
 import msgspec
 
 from prefetcher.analysis.grid import Horizon, known_ahead
+from prefetcher.pins import checksum, read_pins
 from protocol.errors import Mismatch
-from protocol.job import Job
+from protocol.job import Job, parse_bytes
 from protocol.tables import GroupSpec
 
 
@@ -29,6 +32,8 @@ class TraceHeader(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     depth: int
     policy: str
     horizon: Horizon | None  # batches known beyond the one planned, at least the depth; None: the policy looks at no future
+    id_bytes: int | None  # lookahead.id_bytes, where the horizon is "auto"
+    pinned: str | None  # checksum of the rows of cache.pin
     capacity: str | int  # cache.capacity; the slots are what came of it
     batch_size: int  # data.batch_size
 
@@ -40,6 +45,8 @@ def trace_header(job: Job, groups: tuple[GroupSpec, ...], slots: tuple[int, ...]
         depth=job.lookahead.depth,
         policy=job.cache.policy,
         horizon=known_ahead(job, job.cache.policy),
+        id_bytes=parse_bytes(job.lookahead.id_bytes) if known_ahead(job, job.cache.policy) == "auto" else None,
+        pinned=None if job.cache.pin is None else checksum(read_pins(Path(job.cache.pin))),
         capacity=job.cache.capacity,
         batch_size=job.data.batch_size,
     )

@@ -61,7 +61,7 @@ def with_room(directory: Directory, num_new: int) -> Directory:
 def hash_of(key: int) -> np.uint64:
     """31 bits. Folding first brings the table, which stands in the high bits, into play."""
     folded = np.uint64(key) ^ (np.uint64(key) >> np.uint64(32))
-    return (folded * SPREAD) >> np.uint64(33)  # type: ignore[no-any-return]
+    return (folded * SPREAD) >> np.uint64(33)
 
 
 @compiled_loop
@@ -84,7 +84,7 @@ def exchange(cells: U64, num_tracked: I64, rows: Records, key: int, place: int) 
     before = cells[cell]
     num_tracked[0] += before == EMPTY
     cells[cell] = (hash_of(key) << PLACE_BITS) | (np.uint64(place) & LOW)
-    return before
+    return before  # type: ignore[no-any-return]
 
 
 @compiled_loop

@@ -97,10 +97,6 @@ class Pool:
             task.result()
         return None
 
-    def close(self) -> None:
-        if self._others is not None:
-            self._others.shutdown()
-
 
 class Grouper:
     """Cuts one group's look-ups out of batches and groups them. `num_features` counts the features of all groups."""

@@ -164,11 +164,11 @@ def with_steps(ring: Ring, first: int, last: int) -> Ring:
     if size == len(ring.first):
         return ring
     steps = np.arange(first, last)
-    first, heads, tails = np.zeros(size, np.int64), np.zeros(size, np.int32), np.zeros(size, np.int32)
-    first[steps % size] = ring.first[steps % len(ring.first)]
+    firsts, heads, tails = np.zeros(size, np.int64), np.zeros(size, np.int32), np.zeros(size, np.int32)
+    firsts[steps % size] = ring.first[steps % len(ring.first)]
     heads[steps % size] = ring.heads[steps % len(ring.first)]
     tails[steps % size] = ring.tails[steps % len(ring.first)]
-    return ring._replace(first=first, heads=heads, tails=tails)
+    return ring._replace(first=firsts, heads=heads, tails=tails)
 
 
 @compiled_loop

@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from prefetcher.compiled import compiled
+from prefetcher.compiled import compiled_loop
 from protocol.job import parse_init
 from protocol.tables import TableSpec
 
@@ -58,14 +58,14 @@ def initial_rows(seed: int, table: TableSpec, rows: npt.NDArray[np.int64]) -> np
     return out
 
 
-@compiled
+@compiled_loop
 def fill_initial(initializer: Initializer, rows: npt.NDArray[np.int64], out: npt.NDArray[np.float32]) -> None:
     """Fills out[i], f32 [n, dim], with the first values of row rows[i]. Callable from Python and from compiled loops."""
     for i in range(len(rows)):
         fill_row(initializer, rows[i], out[i])
 
 
-@compiled
+@compiled_loop
 def fill_row(initializer: Initializer, row: int, out: npt.NDArray[np.float32]) -> None:
     """Fills `out`, f32 [dim]."""
     if initializer.kind == CONSTANT:
@@ -84,14 +84,7 @@ def fill_row(initializer: Initializer, row: int, out: npt.NDArray[np.float32]) -
             out[first + column] = values[column]
 
 
-@compiled
-def distributed(initializer: Initializer, words: Words) -> tuple[float, float, float, float]:
-    if initializer.kind == UNIFORM:
-        return uniform(words, initializer.a, initializer.b)
-    return normal(words, initializer.a, initializer.b)
-
-
-@compiled
+@compiled_loop
 def philox(counter: Words, key: tuple[np.uint64, np.uint64]) -> Words:
     """Philox 4x32-10 (Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy as 1, 2, 3", 2011)."""
     c0, c1, c2, c3 = counter
@@ -103,24 +96,24 @@ def philox(counter: Words, key: tuple[np.uint64, np.uint64]) -> Words:
     return c0, c1, c2, c3
 
 
-@compiled
+@compiled_loop
 def uniform(words: Words, low: float, high: float) -> tuple[float, float, float, float]:
     return uniform_1(words[0], low, high), uniform_1(words[1], low, high), uniform_1(words[2], low, high), uniform_1(words[3], low, high)
 
 
-@compiled
+@compiled_loop
 def uniform_1(word: np.uint64, low: float, high: float) -> float:
     return low + (high - low) * (np.int64(word >> np.uint64(8)) * 2.0**-24)
 
 
-@compiled
+@compiled_loop
 def normal(words: Words, mean: float, deviation: float) -> tuple[float, float, float, float]:
     first = normal_2(words[0], words[1], mean, deviation)
     second = normal_2(words[2], words[3], mean, deviation)
     return first[0], first[1], second[0], second[1]
 
 
-@compiled
+@compiled_loop
 def normal_2(word_0: np.uint64, word_1: np.uint64, mean: float, deviation: float) -> tuple[float, float]:
     radius = deviation * sqrt(-2.0 * log((np.int64(word_0) + 1) * 2.0**-32))
     angle = 2.0 * pi * (np.int64(word_1) * 2.0**-32)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import numpy as np
 import numpy.typing as npt
 
-from prefetcher.compiled import compiled
+from prefetcher.compiled import compiled_loop
 from prefetcher.stores.base import FINISHED, Finished, Keys, Records
 from prefetcher.stores.initializer import initial_rows
 from protocol.errors import ConfigError
@@ -16,19 +16,23 @@ Words = npt.NDArray[np.uint64]
 Positions = npt.NDArray[np.int64]
 
 
-@compiled
+@compiled_loop
 def gather(source: Words, positions: Positions, out: Words) -> None:
     """out[i] = source[positions[i]], row by row."""
     for i in range(len(positions)):
-        out[i, :] = source[positions[i], :]
+        row = positions[i]
+        for word in range(source.shape[1]):
+            out[i, word] = source[row, word]
 
 
-@compiled
+@compiled_loop
 def scatter(source: Words, positions: Positions, out: Words, present: npt.NDArray[np.bool_]) -> None:
     """out[positions[i]] = source[i], and marks the rows present."""
     for i in range(len(positions)):
-        out[positions[i], :] = source[i, :]
-        present[positions[i]] = True
+        row = positions[i]
+        present[row] = True
+        for word in range(source.shape[1]):
+            out[row, word] = source[i, word]
 
 
 def lazy_array(num_rows: int, num_words: int) -> Words:

@@ -6,8 +6,10 @@ import numpy as np
 from hypothesis import strategies as st
 
 from prefetcher.analysis.moves import Moves
-from prefetcher.analysis.recording import RecordedStep, Recording
-from tests.planner.traces import one_group
+from prefetcher.analysis.recording import Recording, record
+from protocol.batch import Batch
+from protocol.tables import GroupSpec
+from tests.planner.traces import one_group, schedule
 
 ROWS = 12
 
@@ -23,24 +25,23 @@ class Case:
 
     @property
     def recording(self) -> Recording:
-        steps = [
-            RecordedStep(
-                step=position,
-                kind="train" if train else "eval",
-                train_step=sum(self.trains[:position]),
-                epoch=0,
-                num_lookups=len(rows),
-                keys=(np.array(sorted(rows), np.int64),),
-            )
-            for position, (rows, train) in enumerate(zip(self.steps, self.trains, strict=True))
-        ]
-        return Recording(one_group(ROWS), steps)
+        return recording_of(one_group(ROWS), [self.steps], self.trains)
 
     def next_use(self, row: int, after: int) -> float:
         return min((step for step in range(after + 1, len(self.steps)) if row in self.steps[step]), default=np.inf)
 
     def last_use(self, row: int, before: int) -> int:
         return max(step for step in range(before) if row in self.steps[step])
+
+
+def recording_of(groups: tuple[GroupSpec, ...], steps_of_features: list[list[set[int]]], trains: list[bool]) -> Recording:
+    """Of batches with one sample, whose bag of each feature holds the feature's rows at that step."""
+    batches = []
+    for bags in zip(*steps_of_features, strict=True):
+        ids = np.array([row for bag in bags for row in sorted(bag)], np.int64)
+        offsets = np.cumsum([0, *map(len, bags)])
+        batches.append(Batch(dense=np.zeros((1, 0), np.float32), labels=np.zeros(1, np.float32), ids=ids, offsets=offsets))
+    return record(groups, schedule(batches, ["train" if train else "eval" for train in trains]), lambda: None)
 
 
 @st.composite

@@ -6,13 +6,14 @@ from hypothesis import strategies as st
 
 from prefetcher.analysis.moves import Moves, planned_moves
 from prefetcher.analysis.policies import ttl_moves, window_moves
-from prefetcher.analysis.recording import NEVER, Recording
+from prefetcher.analysis.recording import NEVER
 from prefetcher.planner.planner import RowPlanner
-from tests.analysis.recordings import Case, assert_moved, cases, ttl_by_sets, window_by_sets
+from tests.analysis.recordings import ROWS, Case, assert_moved, cases, recording_of, ttl_by_sets, window_by_sets
 from tests.planner.oracle import fewest_fetches
-from tests.planner.traces import two_groups
+from tests.planner.traces import group, table
 
 SEED = 5
+TWO_GROUPS = (group(0, (table(0, ROWS, 4, "a"),), (0,)), group(1, (table(1, ROWS, 8, "b"),), (1,)))
 
 
 def tick() -> None:
@@ -79,18 +80,8 @@ def test_a_window_ends_for_all_groups_together(first: Case, second: Case, horizo
     num_steps = min(len(first.steps), len(second.steps))
     tight = Case(first.steps[:num_steps], first.trains[:num_steps], first.slots, horizon)
     wide = Case(second.steps[:num_steps], tight.trains, 100, horizon)
-    steps = [
-        type(one)(
-            step=one.step,
-            kind=one.kind,
-            train_step=one.train_step,
-            epoch=0,
-            num_lookups=one.num_lookups + other.num_lookups,
-            keys=(*one.keys, *other.keys),
-        )
-        for one, other in zip(tight.recording.steps, wide.recording.steps, strict=True)
-    ]
-    moves = window_moves(Recording(two_groups(), steps), (tight.slots, wide.slots), horizon, SEED, tick)
+    both = recording_of(TWO_GROUPS, [tight.steps, wide.steps], tight.trains)
+    moves = window_moves(both, (tight.slots, wide.slots), horizon, SEED, tick)
     alone = window_moves(tight.recording, (tight.slots,), horizon, SEED, tick)
     assert np.array_equal(moves.fetched[:, 0], alone.fetched[:, 0])
     assert np.array_equal(moves.written_back[:, 0], alone.written_back[:, 0])

@@ -3,16 +3,20 @@
 import signal
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
 
 from prefetcher.analysis.grid import Grid, with_values
+from prefetcher.analysis.recording import hollow
 from prefetcher.analysis.results import Simulation, StepArrays
 from prefetcher.analysis.simulate import simulate
 from prefetcher.analysis.simulate_command import require_one
+from prefetcher.pins import load_pins, save_pins
 from prefetcher.planner.capacity import job_slots
+from prefetcher.planner.planner import groupers_of
 from protocol.batch import ScheduledBatch
 from protocol.errors import ConfigError
 from protocol.job import Job
@@ -30,11 +34,12 @@ def least_bytes(job: Job, batches: Sequence[ScheduledBatch]) -> int:
     return sum(group.record_bytes * max(distinct_rows(group, scheduled.batch) for scheduled in batches) for group in group_specs(job))
 
 
-def workload(bags: Bags, *, share: float = 1.2, **lookahead: int) -> tuple[Job, list[ScheduledBatch]]:
-    """`share`: the capacity, in least ones."""
-    job = small_job("adagrad", bags, depth=lookahead.get("depth", 2), horizon=lookahead.get("horizon", 6))
+def workload(bags: Bags, *, share: float = 1.2, depth: int = 2, horizon: int = 6, **sections: Any) -> tuple[Job, list[ScheduledBatch]]:
+    """`share`: the capacity, in least ones. `sections` are laid over the job's."""
+    job = small_job("adagrad", bags, depth=depth, horizon=horizon)
     batches = small_batches(job, bags, num_steps=20, eval_at=(3, 4, 11))
-    return with_values(job, {"cache": {"capacity": int(share * least_bytes(job, batches))}}), batches
+    cache = {"capacity": int(share * least_bytes(job, batches)), **sections.pop("cache", {})}
+    return with_values(job, {"cache": cache, **sections}), batches
 
 
 def simulated(job: Job, batches: Iterable[ScheduledBatch], grid: Grid | None = None) -> list[Simulation]:
@@ -46,12 +51,25 @@ def arrays(result: Simulation) -> StepArrays:
     return result.per_step
 
 
+WAYS: list[dict[str, Any]] = [
+    {"share": 1.05, "depth": 1, "horizon": 0},
+    {"share": 1.05, "depth": 4, "horizon": 2},
+    {"share": 1.3, "depth": 2, "horizon": 8},
+    {"share": 50},
+    {"lookahead": {"horizon": "auto", "id_bytes": "40KB"}},
+    {"cache": {"policy": "lru"}},
+    {"cache": {"policy": "lfu"}},
+    {"cache": {"policy": "static"}},
+    {"share": 2.5, "cache": {"groups": {"fp32_d5_adagrad": "400 rows"}}},
+]
+
+
 @pytest.mark.parametrize("bags", BAGS)
-@pytest.mark.parametrize(("share", "depth", "horizon"), [(1.05, 1, 0), (1.05, 4, 2), (1.3, 2, 8), (50, 2, 6)])
-def test_every_step_moves_what_a_run_moves(bags: Bags, share: float, depth: int, horizon: int) -> None:
-    job, batches = workload(bags, share=share, depth=depth, horizon=horizon)
+@pytest.mark.parametrize("way", WAYS, ids=str)
+def test_every_step_moves_what_a_run_moves(bags: Bags, way: dict[str, Any]) -> None:
+    job, batches = workload(bags, **way)
     slots = job_slots(job, group_specs(job), batches[:32])
-    run = InProcessRun(job, batches, Settings(slots=slots, seed=depth, seeded_streams=False)).run()
+    run = InProcessRun(job, batches, Settings(slots=slots, seed=1, seeded_streams=False)).run()
     (result,) = simulated(job, batches)
     steps, totals = arrays(result), run.trainer.counters.total
     assert steps.step == [plan.step for plan in run.plans]
@@ -66,7 +84,7 @@ def test_every_step_moves_what_a_run_moves(bags: Bags, share: float, depth: int,
     assert result.bytes_fetched == totals("row_bytes_to_device")
     assert result.bytes_written_back == totals("row_bytes_from_device")
     assert result.hit_ratio == pytest.approx(totals("hits") / totals("unique_rows"))
-    assert (result.rows_evicted or 0) > 100 or share == 50, "the cache is so large that nothing leaves"
+    assert (result.rows_evicted or 0) > 100 or way == {"share": 50}, "the cache is so large that nothing leaves"
 
 
 def test_the_command_says_what_the_report_of_two_processes_says_and_their_trace_replays(tmp_path: Path) -> None:
@@ -112,6 +130,32 @@ def test_a_run_that_was_stopped_leaves_a_trace_of_what_it_planned_and_a_broken_o
     assert not list(tmp_path.glob("run.trace*"))
 
 
+def test_what_is_kept_of_a_batch_counts_as_much_as_the_batch() -> None:
+    """An "auto" horizon goes by sizes."""
+    for bags in BAGS:
+        job, batches = workload(bags)
+        for grouper in groupers_of(group_specs(job)):
+            whole = grouper.group(grouper.lookups(batches[0].batch))
+            kept = hollow(whole)
+            assert (kept.nbytes, len(kept.order), kept.num_unique) == (whole.nbytes, len(whole.order), whole.num_unique)
+            assert kept.keys is whole.keys
+            assert kept.order.base is not None
+            assert kept.order.strides == (0,), "it takes memory"
+
+
+def test_pinned_rows_stay_as_in_a_run(tmp_path: Path) -> None:
+    job, batches = workload("multi", share=1.5)
+    save_pins(tmp_path / "hot.pins", {"narrow_a": np.arange(40), "wide_b": np.arange(10, 20)}, {})
+    pinned = with_values(job, {"cache": {"pin": str(tmp_path / "hot.pins")}})
+    groups = group_specs(job)
+    slots = job_slots(pinned, groups, batches[:32])
+    run = InProcessRun(pinned, batches, Settings(slots=slots, pinned=load_pins(tmp_path / "hot.pins", groups), seeded_streams=False)).run()
+    (result,), (without,) = simulated(pinned, batches), simulated(job, batches)
+    assert arrays(result).rows_fetched == [sum(len(group.fetch) for group in plan.groups) for plan in run.plans]
+    assert arrays(result).rows_fetched != arrays(without).rows_fetched
+    assert result.bound_rows_fetched == without.bound_rows_fetched
+
+
 def test_the_grid_is_every_combination_and_horizons_below_the_depth_are_raised() -> None:
     job, batches = workload("multi", depth=3)
     grid = Grid(policies=("lru", "lookahead", "belady"), capacities=(f"{EVERYTHING}", "3MB"), horizons=(0, 3, 7, "auto"))
@@ -136,20 +180,20 @@ def test_each_batch_size_reads_the_data_of_its_own_job() -> None:
 def test_every_result_is_held_against_the_bound_of_its_capacity() -> None:
     job, batches = workload("multi", horizon=2)
     capacities = [str(int(share * least_bytes(job, batches))) for share in (1.05, 1.5)]
-    policies = ("belady", "lookahead", "lru", "window", "ttl")
+    policies = ("belady", "lookahead", "lru", "lfu", "static", "window", "ttl")
     results = simulated(job, batches, Grid(policies=policies, capacities=capacities))
-    assert len(results) == 10
-    for bound, *others in (results[:5], results[5:]):
+    assert len(results) == 14
+    for bound, *others in (results[:7], results[7:]):
         assert bound.ratio_to_bound == 1
         assert {other.bound_rows_fetched for other in others} == {bound.rows_fetched}
         ratios = [other.ratio_to_bound or 0 for other in others]
         assert min(ratios) >= 1
         assert all(ratio > 1 for ratio in ratios[1:]), "only look-ahead can be as good"
-    assert results[0].rows_fetched != results[5].rows_fetched
+    assert results[0].rows_fetched != results[7].rows_fetched
 
 
 def test_a_horizon_of_all_batches_is_the_bound() -> None:
-    job, batches = workload("multi", horizon=len(small_batches(small_job("sgd"), "single", num_steps=20)))
+    job, batches = workload("multi", horizon=23)
     ahead, bound = simulated(job, batches, Grid(policies=("lookahead", "belady")))
     assert arrays(ahead) == arrays(bound)
 

@@ -1,5 +1,6 @@
 """`prefetcher simulate` as a command: what it prints where, what it refuses, what it draws."""
 
+import os
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -115,7 +116,7 @@ def test_a_trace_has_batches_of_its_own(tmp_path: Path) -> None:
 def test_nothing_feasible_ends_with_exit_code_2_after_the_json(tmp_path: Path) -> None:
     job = tmp_path / "job.json"
     job.write_bytes(msgspec.json.encode(tiny_job()))
-    ended = Process(["-c", COMMAND.format(job=job)], tmp_path, {}).ended()
+    ended = Process(["-c", COMMAND.format(job=job)], tmp_path, os.environ).ended()
     assert "nothing could be simulated" in ended.refused(2)
     assert [result["skipped"] is None for result in msgspec.json.decode(ended.stdout)["results"]] == [False]
 
@@ -165,4 +166,4 @@ def test_matplotlib_is_not_imported_where_nothing_is_drawn(tmp_path: Path) -> No
     code = (
         "import sys, prefetcher.cli, prefetcher.analysis.simulate_command; sys.exit('matplotlib' in sys.modules or 'torch' in sys.modules)"
     )
-    Process(["-c", code], tmp_path, {}).ended().quiet()
+    Process(["-c", code], tmp_path, os.environ).ended().quiet()

@@ -56,7 +56,7 @@ def save(path: Path, job: Job, batches: Sequence[ScheduledBatch]) -> list[StepPl
     groups, slots = group_specs(job), slots_of(job, batches)
     with TraceWriter(path, trace_header(job, groups, slots)) as writer:
         noting = Noting(writer)
-        for _ in planned_beside(batches, new_planner(the_setting(job), groups, slots), noting):
+        for _ in planned_beside(batches, new_planner(the_setting(job), groups, slots, batches[:32], keep_ids=True), noting):
             pass
     return noting.plans
 
@@ -64,7 +64,7 @@ def save(path: Path, job: Job, batches: Sequence[ScheduledBatch]) -> list[StepPl
 def save_stopped(path: Path, job: Job, batches: Sequence[ScheduledBatch], num_plans: int) -> None:
     """As a run that is stopped after so many plans: it knew more batches than it planned."""
     groups, slots = group_specs(job), slots_of(job, batches)
-    planner = new_planner(the_setting(job), groups, slots)
+    planner = new_planner(the_setting(job), groups, slots, batches[:32], keep_ids=True)
     left = list(batches)
     with TraceWriter(path, trace_header(job, groups, slots)) as writer:
         for _ in range(num_plans):
@@ -82,7 +82,7 @@ def compare(path: Path, job: Job, max_steps: int | None = None) -> int:
         assert same_settings(reader.header, trace_header(job, groups, slots))
         replay = Replay(reader, max_steps)
         comparing = Comparing(replay)
-        for _ in planned_beside(replay.batches(), new_planner(the_setting(job), groups, slots), comparing):
+        for _ in planned_beside(replay.batches(), new_planner(the_setting(job), groups, slots, batches[:32], keep_ids=True), comparing):
             pass
         return comparing.num_compared
 
@@ -291,7 +291,7 @@ def test_a_plan_that_differs_is_named(tmp_path: Path) -> None:
     first = next(plan.step for plan in plans if any(len(group.evict) for group in plan.groups))
     with TraceReader(tmp_path / "a.trace") as reader:
         replay = Replay(reader, None)
-        watched = planned_beside(replay.batches(), new_planner(lru, group_specs(job), slots_of(job, batches)), Comparing(replay))
+        watched = planned_beside(replay.batches(), new_planner(lru, group_specs(job), slots_of(job, batches), batches), Comparing(replay))
         with pytest.raises(DataError, match=rf"^step {first} of the trace was planned otherwise"):
             list(watched)
 

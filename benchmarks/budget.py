@@ -1,0 +1,120 @@
+"""Which cores does the prefetcher need, stage by stage, to keep up with a large GPU?
+
+Question: one batch of 65,536 samples x 26 look-ups every 4.5 ms, rows of dimension 128 (512 bytes, SGD). Method: the stages' own code, one
+thread each, on the synthetic stream with Criteo Kaggle cardinalities, Zipf 1.05, a cache of 5 % of the rows that the batches touch, after
+it is full; medians of the rounds. Cores needed = time of a batch over 4.5 ms. Beside each stands its floor on this machine:
+bytes moved over the bandwidth of a plain copy.
+
+    make bench-budget
+"""
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import xxhash
+
+from benchmarks.planner import job, seconds
+from prefetcher.planner.planner import RowPlanner, groupers_of
+from prefetcher.readers.base import open_reader
+from prefetcher.readers.schedule import schedule
+from prefetcher.stores.memory import MemoryStore
+from protocol.batch import ScheduledBatch
+from protocol.job import CRITEO_KAGGLE_CARDINALITIES
+from protocol.packing import plan_block
+from protocol.plan import StepPlan
+from protocol.tables import GroupSpec, group_specs
+
+STEP_MS = 4.5
+HORIZON, DEPTH, DIM = 8, 4, 128
+
+Bytes = npt.NDArray[np.uint8]
+
+
+Stage = tuple[int, float]  # bytes moved, milliseconds
+
+
+def measure(batch_size: int, rounds: int) -> dict[str, Stage]:
+    """Medians by stage."""
+    wide = job(batch_size, HORIZON + 8 + rounds, CRITEO_KAGGLE_CARDINALITIES, DIM)
+    groups = group_specs(wide)
+    began = time.perf_counter()
+    batches = list(schedule(wide, open_reader(wide)))
+    decode_ms = 1e3 * (time.perf_counter() - began) / len(batches)
+    planner = RowPlanner(groups, (slots_of(batches, groups),), DEPTH, HORIZON)
+    store = MemoryStore(groups[0], seed=0)
+    block = np.empty(2**26, np.uint8)
+    times: dict[str, list[Stage]] = {}
+    for scheduled in batches:
+        began = time.perf_counter()
+        planner.add(scheduled)
+        if not planner.ready():
+            continue
+        planned, plan = planner.plan()
+        note(times, "plan", len(scheduled.batch.ids) * 8, time.perf_counter() - began)
+        move(times, store, planned, plan, block, groups[0].record_bytes)
+    store.close()
+    made = {
+        name: (int(statistics.median(n for n, _ in own[-rounds:])), statistics.median(ms for _, ms in own[-rounds:]))
+        for name, own in times.items()
+    }
+    return {"make the samples (synthetic)": (batches[-1].batch.ids.nbytes, decode_ms), **made}
+
+
+def move(
+    times: dict[str, list[Stage]], store: MemoryStore, scheduled: ScheduledBatch, plan: StepPlan, block: Bytes, record_bytes: int
+) -> None:
+    """What fetcher and write-back do for a plan, one after the other."""
+    rows = plan.groups[0]
+    arrays = plan_block(scheduled.batch, plan)
+    timed(times, "pack the plan's arrays", arrays.nbytes, lambda: arrays.write(0, block[: arrays.nbytes]))
+    fetched = np.empty((len(rows.fetch), record_bytes), np.uint8)
+    timed(times, "read rows from the store", fetched.nbytes, lambda: store.read(rows.fetch.keys, fetched))
+    timed(times, "checksum of rows (one piece in 64 is sampled)", fetched.nbytes, lambda: xxhash.xxh3_64_intdigest(fetched.data))
+    dirty = np.zeros((rows.num_dirty, record_bytes), np.uint8)
+    timed(times, "write rows to the store", dirty.nbytes, lambda: store.write(rows.evict.keys[: rows.num_dirty], dirty, plan.step))
+
+
+def timed(times: dict[str, list[Stage]], name: str, nbytes: int, work: Callable[[], object]) -> None:
+    began = time.perf_counter()
+    work()
+    note(times, name, nbytes, time.perf_counter() - began)
+
+
+def note(times: dict[str, list[Stage]], name: str, nbytes: int, seconds: float) -> None:
+    times.setdefault(name, []).append((nbytes, 1e3 * seconds))
+
+
+def slots_of(batches: Sequence[ScheduledBatch], groups: tuple[GroupSpec, ...]) -> int:
+    """5 % of the rows that the batches touch, and at least those of the largest."""
+    (grouper,) = groupers_of(groups)
+    keys = [grouper.group(grouper.lookups(scheduled.batch)).keys for scheduled in batches]
+    return max(len(np.unique(np.concatenate(keys))) // 20, *map(len, keys))
+
+
+def copy_bandwidth() -> float:
+    """Bytes a second."""
+    source, target = np.ones(2**27, np.uint8), np.empty(2**27, np.uint8)
+    return len(source) / min(seconds(lambda: np.copyto(target, source)) for _ in range(5))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--batch-size", type=int, default=65536)
+    parser.add_argument("--rounds", type=int, default=5)
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    stages = measure(arguments.batch_size, arguments.rounds)
+    print("| stage | bytes moved | ms a batch, one core | floor ms | cores for a batch each 4.5 ms |\n|---|---|---|---|---|")
+    bandwidth = copy_bandwidth()
+    for name, (nbytes, ms) in stages.items():
+        print(f"| {name} | {nbytes:,} | {ms:.1f} | {1e3 * nbytes / bandwidth:.1f} | {ms / STEP_MS:.1f} |")
+    print(f"\na plain copy moves {bandwidth / 1e9:.1f} GB/s on one core, read and write counted once")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,188 @@
+"""How fast is a plan, and what is its time made of?
+
+Method: 26 columns with Criteo Kaggle cardinalities, Zipf 1.05 over permuted ids (the project's own synthetic stream), single-hot. One
+`RowPlanner` plans a stream of batches; a round times, one after the other in one thread and over the same batch,
+
+    unique      torch.unique(ids, return_inverse=True, return_counts=True) over the batch's keys
+    grouping    Grouper.group, which is what replaces it
+    plan        all that the planner does for a step: RowPlanner.add of a batch and RowPlanner.plan of another
+
+after enough steps that the cache is full and evicts. Figures are medians of the rounds. A second stream has its ids spread over 10**12
+rows; a third is planned with two threads. The fit is least squares of relative errors over batch sizes.
+
+    make bench-planner
+"""
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from benchmarks.machine import machine
+from prefetcher.planner.grouping import Grouper
+from prefetcher.planner.planner import RowPlanner
+from prefetcher.readers.base import open_reader
+from prefetcher.readers.schedule import schedule
+from protocol.batch import Batch, ScheduledBatch
+from protocol.job import CRITEO_KAGGLE_CARDINALITIES, Job
+from protocol.job_file import parse_job
+from protocol.tables import KEY_SHIFT, GroupSpec, group_specs
+
+BATCH_SIZES = (1024, 2048, 4096, 8192, 16384, 32768, 65536)
+HORIZON, DEPTH = 16, 4
+SPREAD_ROWS = 10**12
+RESULT = Path(__file__).parent / "results" / "planner.json"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Times:
+    """Medians, in milliseconds, of one batch."""
+
+    batch_size: int
+    num_threads: int
+    spread: bool
+    lookups: int
+    distinct_rows: int
+    rows_fetched: int
+    unique_ms: float
+    grouping_ms: float
+    plan_ms: float
+
+    @property
+    def lookups_per_s(self) -> float:
+        return 1e3 * self.lookups / self.plan_ms
+
+
+def stream(batch_size: int, num_batches: int, spread: bool) -> tuple[tuple[GroupSpec, ...], list[ScheduledBatch]]:
+    rows = [SPREAD_ROWS // len(CRITEO_KAGGLE_CARDINALITIES) if spread else n for n in CRITEO_KAGGLE_CARDINALITIES]
+    factors = [wide // own if spread else 1 for wide, own in zip(rows, CRITEO_KAGGLE_CARDINALITIES, strict=True)]
+    narrow, wide = job(batch_size, num_batches, CRITEO_KAGGLE_CARDINALITIES), job(batch_size, num_batches, rows)
+    batches = schedule(narrow, open_reader(narrow))
+    return group_specs(wide), [spread_ids(scheduled, np.array(factors)) for scheduled in batches]
+
+
+def job(batch_size: int, num_batches: int, cardinalities: Sequence[int], dim: int = 16) -> Job:
+    return parse_job(
+        {
+            "job": {"run_dir": "unused"},
+            "data": {"format": "synthetic", "batch_size": batch_size, "synthetic": {"samples": batch_size * num_batches, "zipf": 1.05}},
+            "tables_from": {"cardinalities": list(cardinalities), "embedding_dim": dim},
+            "model": {"kind": "dlrm", "bottom_mlp": [dim], "top_mlp": [1]},
+            "optimizer": {"sparse": {"kind": "sgd", "lr": 0.1}, "dense": {"kind": "sgd", "lr": 0.1}},
+            "cache": {"capacity": "1GiB"},
+        }
+    )
+
+
+def spread_ids(scheduled: ScheduledBatch, factors: npt.NDArray[np.int64]) -> ScheduledBatch:
+    batch = scheduled.batch
+    ids = (batch.ids.reshape(len(factors), -1) * factors[:, None]).ravel()
+    return ScheduledBatch(
+        step=scheduled.step,
+        kind=scheduled.kind,
+        train_step=scheduled.train_step,
+        epoch=scheduled.epoch,
+        batch=Batch(dense=batch.dense, labels=batch.labels, ids=ids),
+    )
+
+
+def measure(batch_size: int, rounds: int, *, spread: bool = False, num_threads: int = 1) -> Times:
+    """Slots for two batches, so that a few steps fill them: a large machine would have more, and would evict less."""
+    groups, batches = stream(batch_size, HORIZON + 12 + rounds, spread)
+    grouper = Grouper(groups[0], len(CRITEO_KAGGLE_CARDINALITIES))
+    slots = 2 * max(grouper.group(grouper.lookups(scheduled.batch)).num_unique for scheduled in batches)
+    planner = RowPlanner(groups, (slots,), DEPTH, HORIZON, num_threads=num_threads)
+    table_of_lookup = np.repeat(np.arange(len(CRITEO_KAGGLE_CARDINALITIES)), batch_size) << KEY_SHIFT
+    times: list[tuple[float, float, float]] = []
+    fetched: list[int] = []
+    for scheduled in batches:
+        keys = torch.from_numpy(scheduled.batch.ids | table_of_lookup)
+        before = planner.counters.rows_fetched
+        unique_s = seconds(partial(torch.unique, keys, return_inverse=True, return_counts=True))
+        grouping_s = seconds(partial(group, grouper, scheduled.batch))
+        plan_s = seconds(partial(add_and_plan, planner, scheduled))
+        times.append((unique_s, grouping_s, plan_s))
+        fetched.append(planner.counters.rows_fetched - before)
+    unique_ms, grouping_ms, plan_ms = (1e3 * statistics.median(own) for own in zip(*times[-rounds:], strict=True))
+    return Times(
+        batch_size=batch_size,
+        num_threads=num_threads,
+        spread=spread,
+        lookups=len(batches[-1].batch.ids),
+        distinct_rows=grouper.group(grouper.lookups(batches[-1].batch)).num_unique,
+        rows_fetched=int(statistics.median(fetched[-rounds:])),
+        unique_ms=unique_ms,
+        grouping_ms=grouping_ms,
+        plan_ms=plan_ms,
+    )
+
+
+def group(grouper: Grouper, batch: Batch) -> None:
+    grouper.group(grouper.lookups(batch))
+
+
+def add_and_plan(planner: RowPlanner, scheduled: ScheduledBatch) -> None:
+    planner.add(scheduled)
+    if planner.ready():
+        planner.plan()
+
+
+def seconds(work: Callable[[], object]) -> float:
+    began = time.perf_counter()
+    work()
+    return time.perf_counter() - began
+
+
+def fit(times: list[Times]) -> tuple[float, float, float]:
+    """(a, b, largest relative error) of plan time = a * look-ups + b * distinct rows; a and b in nanoseconds."""
+    features = np.array([(own.lookups, own.distinct_rows) for own in times], float)
+    plan_ns = np.array([own.plan_ms for own in times]) * 1e6
+    (a, b), *_ = np.linalg.lstsq(features / plan_ns[:, None], np.ones(len(times)), rcond=None)
+    return float(a), float(b), float(np.abs(features @ [a, b] / plan_ns - 1).max())
+
+
+def report(times: list[Times], spread: Times, threaded: Times, alone: Times) -> Iterator[str]:
+    yield "| batch | look-ups | distinct rows | fetched | torch.unique ms | grouping ms | plan ms | M look-ups/s |"
+    yield "|---|---|---|---|---|---|---|---|"
+    for own in [*times, spread]:
+        label = f"{own.batch_size} over 10^12 rows" if own.spread else str(own.batch_size)
+        yield (
+            f"| {label} | {own.lookups:,} | {own.distinct_rows:,} | {own.rows_fetched:,} | {own.unique_ms:.2f} | {own.grouping_ms:.2f} "
+            f"| {own.plan_ms:.2f} | {own.lookups_per_s / 1e6:.1f} |"
+        )
+    a, b, error = fit(times)
+    main = next(own for own in times if own.batch_size == spread.batch_size)
+    yield ""
+    yield f"plan time = {a:.1f} ns x look-ups + {b:.1f} ns x distinct rows, within {100 * error:.0f} % from batch {times[0].batch_size} on"
+    yield f"grouping: {main.unique_ms / main.grouping_ms:.1f} times as fast as torch.unique"
+    yield f"whole plan: {main.plan_ms / main.unique_ms:.2f} of its time"
+    yield f"over 10^12 rows: {spread.plan_ms / main.plan_ms:.2f} times the time"
+    yield f"two threads: {alone.plan_ms / threaded.plan_ms:.2f} times as fast as one ({alone.plan_ms / threaded.plan_ms / 2:.2f} of linear)"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--batch-size", type=int, default=16384, help="of the comparison over 10^12 rows and with two threads")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    measure(1024, 2)  # compiles
+    times = [measure(batch_size, arguments.rounds) for batch_size in BATCH_SIZES]
+    spread = measure(arguments.batch_size, arguments.rounds, spread=True)
+    alone, threaded = (measure(arguments.batch_size, arguments.rounds, num_threads=n) for n in (1, 2))
+    print("\n".join(report(times, spread, threaded, alone)))
+    RESULT.parent.mkdir(exist_ok=True)
+    content = {"machine": machine(), "times": [asdict(own) for own in [*times, spread, alone, threaded]], "fit": fit(times)}
+    RESULT.write_text(json.dumps(content, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
