@@ -100,7 +100,7 @@ class Simulator:
     def _results(self, recording: Recording, capacity: Capacity, measured: list[ScheduledBatch]) -> Iterator[Simulation]:
         bound, refusal = None, capacity.refusal
         if capacity.slots:
-            bound, refusal = self._moved(recording, capacity.slots, bound_setting(self._job), measured)
+            bound, refusal = self._moved(recording, capacity.slots, bound_setting(capacity.settings[0].job), measured)
         for setting in capacity.settings:
             moves = bound
             if bound is not None and setting.policy != BOUND:

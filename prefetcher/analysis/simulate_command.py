@@ -17,8 +17,9 @@ from prefetcher.analysis.progress import ProgressBar
 from prefetcher.analysis.replay import Comparing, PlanWatcher, Replay, Saving, Watchers
 from prefetcher.analysis.results import Simulation
 from prefetcher.analysis.simulate import simulate
-from prefetcher.analysis.trace import TraceReader, TraceWriter
+from prefetcher.analysis.trace import TraceWriter
 from prefetcher.analysis.trace_header import check_tables, same_settings, trace_header
+from prefetcher.analysis.trace_reader import TraceReader
 from prefetcher.readers.base import open_reader
 from prefetcher.readers.schedule import schedule
 from protocol.batch import ScheduledBatch

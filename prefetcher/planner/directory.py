@@ -33,7 +33,7 @@ class Directory(NamedTuple):
     Loops take the arrays, not the tuple: through the tuple, a call that is made for a single row costs several times as much.
     """
 
-    cells: U64  # a power of two of them, at most three in five in use
+    cells: U64  # a power of two of them, at most a third in use
     num_tracked: I64  # [1]
 
 
@@ -45,7 +45,7 @@ def new_directory(num_cells: int = INITIAL_CELLS) -> Directory:
 def with_room(directory: Directory, num_new: int) -> Directory:
     """The same directory, or a larger copy, in which `num_new` more rows can be tracked."""
     num_cells = len(directory.cells)
-    needed = (int(directory.num_tracked[0]) + num_new) * 5 // 3 + 1
+    needed = 3 * (int(directory.num_tracked[0]) + num_new)
     if needed <= num_cells:
         return directory
     while num_cells < needed:

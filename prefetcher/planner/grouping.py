@@ -38,7 +38,7 @@ Value = TypeVar("Value", np.int64, np.float32)
 SPREAD = np.uint64(0x9E3779B97F4A7C15)  # 2**64 / golden ratio: consecutive numbers land far apart
 MAX_LOOKUPS = 2**31 - 1  # look-ups and bags are int32 in a plan
 NARROW_BITS = 16  # a look-up's place in its table's range, where two bytes hold it
-DIGIT_BITS = 12
+DIGIT_BITS = 12  # 48 is a multiple: a key's table and its row share no digit
 COUNTED_ROWS = 2  # a table with at most so many rows a look-up is counted row by row
 ONE = np.uint32(1)  # unsigned indices need no test for negative ones
 OUTSIDE, TOO_MANY = -1, -2  # in place of a number of rows
@@ -137,13 +137,11 @@ class Grouper:
         self._check_ids(lookups, num_rows)
         row_starts = np.zeros(len(num_rows) + 1, np.int64)
         np.cumsum(num_rows, out=row_starts[1:])
-        num_unique = int(row_starts[-1])
-        distinct, segment_offsets = np.empty(num_unique, np.int64), np.empty(num_unique + 1, np.int32)
-        close_ranks(keys, ends, starts, row_starts, distinct, segment_offsets)
+        parts = [slice(start, start + count) for start, count in zip(starts[:-1].tolist(), num_rows.tolist(), strict=True)]
         return Grouping(
-            keys=distinct,
+            keys=np.concatenate([keys[part] for part in parts]),
             order=order,
-            segment_offsets=segment_offsets,
+            segment_offsets=np.concatenate([np.zeros(1, np.int32), *(ends[part] for part in parts)]),
             table_starts=starts,
             row_starts=row_starts,
             offsets=lookups.offsets,
@@ -399,17 +397,6 @@ def count_runs(rows: I64, ends: I32) -> int:
 
 
 @compiled_loop
-def close_ranks(keys: I64, ends: I32, starts: I64, row_starts: I64, distinct: I64, segment_offsets: I32) -> None:
-    """Puts the tables' distinct rows side by side."""
-    segment_offsets[0] = 0
-    for t in range(len(starts) - 1):
-        a, b, count = starts[t], row_starts[t], row_starts[t + 1] - row_starts[t]
-        for u in range(count):
-            distinct[b + u] = keys[a + u]
-            segment_offsets[b + u + 1] = ends[a + u]
-
-
-@compiled_loop
 def arrange_tables(
     first: int, end: int, order: Order, segment_offsets: I32, starts: I64, row_starts: I64, unique_slots: I32, slots: I32, by_row: I32
 ) -> None:
@@ -431,7 +418,7 @@ def sort_pairs(keys: I64, values: I32) -> None:
     for i in range(len(keys)):
         different |= keys[i] ^ keys[0]
     spare_keys, spare_values = np.empty_like(keys), np.empty_like(values)
-    bits = 8 if len(keys) < 4096 else 11
+    bits = 8 if len(keys) < 4096 else DIGIT_BITS
     places = np.empty(2**bits, np.uint32)
     shift = 0
     moved = False  # the pairs are in the spare arrays

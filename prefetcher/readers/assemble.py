@@ -73,10 +73,10 @@ class RowReader:
         order = RowOrder(seed=self._job.job.seed, epoch=epoch, num_rows=span.num_rows, window=window)
         with self._rows[split].cursor() as cursor:
             for first in range(start * size, span.num_rows, size):
-                yield PendingRows(cursor, order, span.start, first, min(first + size, span.num_rows))
+                yield PendingRows(cursor=cursor, order=order, origin=span.start, start=first, stop=min(first + size, span.num_rows))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class PendingRows:
     """The batch at positions start to stop of a split whose first row is `origin`."""
 

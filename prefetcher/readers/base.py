@@ -55,10 +55,13 @@ class Reader(Protocol):
 
 def decoded(pending: Iterable[Pending]) -> Iterator[Batch]:
     """`Reader.batches`, for those that implement `Reader.pending`."""
-    for decode in pending:
-        batch = decode()
-        assert isinstance(batch, Batch), f"a reader of all columns gave {type(batch).__name__}"
-        yield batch
+    return map(whole_batch, pending)
+
+
+def whole_batch(decode: Pending) -> Batch:
+    batch = decode()
+    assert isinstance(batch, Batch), f"a reader of all columns gave {type(batch).__name__}"
+    return batch
 
 
 def can_share(job: Job) -> bool:

@@ -10,7 +10,7 @@ from itertools import islice
 
 import msgspec
 
-from prefetcher.readers.base import Pending, Reader
+from prefetcher.readers.base import Pending, Reader, whole_batch
 from prefetcher.readers.parts import IdsBatch, Rest, join_parts
 from protocol.batch import Batch, Kind, ScheduledBatch
 from protocol.job import Job
@@ -108,11 +108,9 @@ Turn = tuple[Place, Pending]
 
 
 def schedule(job: Job, reader: Reader, max_steps: int | None = None, start: Position | None = None) -> Iterator[PlacedBatch]:
-    """Every batch of a run, decoded by a reader of whole batches; see `places`."""
+    """Every batch of a run, decoded by a reader of all columns; see `places`."""
     for place, decode in places(job, reader, max_steps, start):
-        batch = decode()
-        assert isinstance(batch, Batch), f"a reader of whole batches gave {type(batch).__name__}"
-        yield placed(place, batch)
+        yield placed(place, whole_batch(decode))
 
 
 def places(job: Job, reader: Reader, max_steps: int | None = None, start: Position | None = None) -> Iterator[Turn]:

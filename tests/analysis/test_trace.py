@@ -14,8 +14,9 @@ from prefetcher.analysis.grid import Grid, Setting, settings
 from prefetcher.analysis.moves import new_planner
 from prefetcher.analysis.replay import Comparing, Replay, Saving, planned_beside
 from prefetcher.analysis.simulate import simulate
-from prefetcher.analysis.trace import HEADER_KEY, VERSION_KEY, TraceReader, TraceWriter, batch_checksum, plan_checksum, plan_facts
+from prefetcher.analysis.trace import HEADER_KEY, VERSION_KEY, TraceWriter, batch_checksum, plan_checksum, plan_facts
 from prefetcher.analysis.trace_header import check_tables, same_settings, trace_header
+from prefetcher.analysis.trace_reader import TraceReader
 from prefetcher.planner.capacity import job_slots
 from protocol.batch import ScheduledBatch
 from protocol.errors import ConfigError, DataError, Mismatch, RowcastError

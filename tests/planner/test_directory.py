@@ -42,12 +42,12 @@ def test_tracking_moving_and_forgetting_in_any_order_finds_exactly_what_is_track
 
 
 def test_a_grown_directory_leads_to_the_same_places() -> None:
-    directory, ring = new_directory(16), new_ring(64)
+    directory, ring = with_room(new_directory(16), 8), new_ring(64)
     for place, key in enumerate(range(0, 80, 10)):
         put(directory, ring, key, place)
-    assert with_room(directory, 1) is directory
+    assert with_room(directory, 2) is directory
     grown = with_room(directory, 20)
-    assert (len(grown.cells), int(grown.num_tracked[0])) == (64, 8)
+    assert (len(directory.cells), len(grown.cells), int(grown.num_tracked[0])) == (32, 128, 8)
     assert [place_of(grown, ring, key) for key in range(0, 80, 10)] == list(range(8))
     check_directory(grown, ring.rows)
 

@@ -38,6 +38,10 @@ def iterator(job: Job) -> Iterator[Batch]:
     return (batch(i) for i in range(3))
 
 
+def timed(job: Job) -> list[Batch]:
+    return [batch(extra={"time": np.array([i, i + 1])}) for i in range(3)]
+
+
 def number(job: Job) -> int:
     return 7
 
