@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test check exact clean
+.PHONY: demo test check exact bench-planner bench-budget clean
 
 $(VENV)/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -24,6 +24,12 @@ check: $(VENV)/installed  ## style and types
 
 exact: $(VENV)/installed  ## two processes against the plain loop on the full retail log (ROWCAST_RETAIL=folder)
 	$(BIN)/python -m benchmarks.exact
+
+bench-planner: $(VENV)/installed  ## how fast a plan is, and what its time is made of
+	$(BIN)/python -m benchmarks.planner
+
+bench-budget: $(VENV)/installed  ## cores that each stage of the prefetcher needs beside a large GPU
+	$(BIN)/python -m benchmarks.budget
 
 clean:
 	rm -rf $(VENV) runs

@@ -63,7 +63,7 @@ class Coverage:
             owner = grouping.keys >> KEY_SHIFT
             lookups += np.bincount(owner, per_row, self._num_tables).astype(np.int64)
             hits += np.bincount(owner, per_row * is_hot, self._num_tables).astype(np.int64)
-            is_cold = ~is_hot[grouping.inverse]
+            is_cold = grouper.arrange(grouping, (~is_hot).astype(np.int32))[0] != 0
             table_of = np.repeat(tables, np.diff(own.table_starts))
             cold[table_of[is_cold], sample_of(own, batch.size)[is_cold]] = True
         self._hits.append(hits)

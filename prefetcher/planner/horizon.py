@@ -149,11 +149,9 @@ def with_places(ring: Ring, oldest: int, tail: int, num_new: int) -> Ring:
         size *= 2
     if size == len(ring.rows):
         return ring
-    places = np.arange(oldest, tail)
-    rows, queued = np.empty(size, OCCURRENCE), np.empty(size, np.int32)
-    rows[places % size] = ring.rows[places % len(ring.rows)]
-    queued[places % size] = ring.queued[places % len(ring.rows)]
-    return ring._replace(rows=rows, queued=queued)
+    grown = ring._replace(rows=np.empty(size, OCCURRENCE), queued=np.empty(size, np.int32))
+    copy_places(ring, grown, oldest, tail)
+    return grown
 
 
 def with_steps(ring: Ring, first: int, last: int) -> Ring:
@@ -169,6 +167,13 @@ def with_steps(ring: Ring, first: int, last: int) -> Ring:
     heads[steps % size] = ring.heads[steps % len(ring.first)]
     tails[steps % size] = ring.tails[steps % len(ring.first)]
     return ring._replace(first=firsts, heads=heads, tails=tails)
+
+
+@compiled_loop
+def copy_places(old: Ring, new: Ring, oldest: int, tail: int) -> None:
+    for place in range(oldest, tail):
+        new.rows[place & (len(new.rows) - 1)] = old.rows[place & (len(old.rows) - 1)]
+        new.queued[place & (len(new.rows) - 1)] = old.queued[place & (len(old.rows) - 1)]
 
 
 @compiled_loop
