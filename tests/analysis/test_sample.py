@@ -11,7 +11,7 @@ import pytest
 
 from prefetcher.analysis import sample
 from prefetcher.analysis.sample import Amount, Window, read_windows, reader_for_another_pass, rows_worth_skipping, sample_windows
-from prefetcher.readers.base import Reader, open_reader
+from prefetcher.readers.base import Pending, Reader, open_reader
 from protocol.batch import Batch, Kind
 from protocol.errors import ConfigError
 from protocol.job import Job
@@ -152,6 +152,9 @@ class Watched:
     def batches(self, split: Kind, epoch: int, start: int = 0) -> Iterator[Batch]:
         self.starts.append(start)
         yield from self._reader.batches(split, epoch, start)
+
+    def pending(self, split: Kind, epoch: int, start: int = 0) -> Iterator[Pending]:
+        return self._reader.pending(split, epoch, start)
 
 
 @pytest.mark.parametrize("seeks", [True, False])
