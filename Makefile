@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test check exact bench-planner bench-budget clean
+.PHONY: demo tutorial test check exact bench-planner bench-budget clean
 
 $(VENV)/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -13,6 +13,10 @@ $(VENV)/installed: pyproject.toml constraints.txt
 
 demo: $(VENV)/installed  ## train on the built-in stream, both processes
 	$(BIN)/python -m deploy.local --config examples/demo.toml --fresh
+
+tutorial: $(VENV)/installed  ## the tutorial, executed: build/tutorial.ipynb, with its figures
+	mkdir -p build
+	$(BIN)/jupyter-execute --output=../build/tutorial examples/tutorial.ipynb
 
 test: $(VENV)/installed  ## the whole test suite
 	$(BIN)/python -m pytest

@@ -15,10 +15,11 @@ FINDINGS = """
 import json
 
 print(json.dumps({
-    "by_hand": by_hand, "seconds": [gather_s, model_s, update_s], "distinct": [distinct, step.ids.size],
+    "by_hand": by_hand, "seconds": [gather_s, model_s, update_s], "distinct": [distinct, full_batch.ids.size],
     "top_percent": list(top_percent.values()), "first_times": first_times, "distinct_rows": float(np.mean(distinct_rows)),
     "fetched": fetched, "horizons": horizons, "ahead": ahead, "static": rows_fetched(SLOTS, "static") / len(scheduled),
-    "lru": rows_fetched(SLOTS, "lru") / len(scheduled), "small_trace": [sum(len(came) for _, came in history) for history in stays.values()],
+    "lru": rows_fetched(SLOTS, "lru") / len(scheduled),
+    "small_trace": [sum(len(came) for _, came in history) for history in stays.values()],
     "planned": planned, "reported": report.rows_fetched, "steps": report.steps, "evicted": report.rows_evicted, "auc": report.auc,
     "knows_nothing": float(knows_nothing), "losses": losses.tolist(), "plain_losses": plain_losses.tolist(),
     "differing_losses": int(differing_losses), "differing": differing, "compared": len(theirs), "moved": len(moved),
@@ -36,11 +37,11 @@ def cells() -> list[dict[str, Any]]:
 def test_the_tutorial_is_stored_without_outputs_under_names_that_stay() -> None:
     for cell in cells():
         if cell["cell_type"] == "code":
-            assert (cell["outputs"], cell["execution_count"]) == ([], None), f"cell {cell['id']} is stored with what it printed"
+            assert (cell["outputs"], cell["execution_count"]) == ([], None), f"cell {cell['id']} is stored with outputs; clear them"
     ids = [cell["id"] for cell in cells()]
     assert len(ids) > 20
     assert len(set(ids)) == len(ids)
-    assert all(re.fullmatch(r"[a-z]+(-[a-z]+)*", name) for name in ids), f"an editor has named a cell of {ids}"
+    assert all(re.fullmatch(r"[a-z]+(-[a-z]+)*", name) for name in ids), f"a cell's id is not a name; give it one: {ids}"
     assert NOTEBOOK.stat().st_size < MOST_BYTES
 
 
@@ -55,9 +56,13 @@ def executed() -> dict[str, Any]:
     notebook.cells.append(nbformat.v4.new_code_cell(FINDINGS, id="findings"))
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv("PYTHONPATH", str(ROOT))
-        nbclient.NotebookClient(
+        client = nbclient.NotebookClient(
             notebook, timeout=300, kernel_name="python3", resources={"metadata": {"path": str(NOTEBOOK.parent)}}
-        ).execute()
+        )
+        try:
+            client.execute()
+        except nbclient.exceptions.CellExecutionError as error:
+            pytest.fail(str(error), pytrace=False)
     return {cell.id: cell for cell in notebook.cells if cell.cell_type == "code"}
 
 
