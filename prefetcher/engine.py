@@ -9,9 +9,9 @@ from prefetcher.fetcher import Checkpointer, Fetcher
 from prefetcher.metrics import PrefetcherCounters, new_counters
 from prefetcher.planner.planner import RowPlanner
 from prefetcher.planning import BatchSource, PlanningStage
+from prefetcher.readers.schedule import PlacedBatch
 from prefetcher.stores.base import Store
 from prefetcher.writeback import Writeback
-from protocol.batch import ScheduledBatch
 from protocol.conversation import Conversation
 from protocol.job import Job
 from protocol.messages import Bye, Hello, Released, RowsBack, Saved, StepDone, StopRequest, Welcome
@@ -29,7 +29,7 @@ class EngineParts:
     groups: tuple[GroupSpec, ...]
     source: BatchSource
     planner: RowPlanner
-    measured: list[ScheduledBatch]  # the first batches, read to divide the capacity
+    measured: list[PlacedBatch]  # the first batches, read to divide the capacity
     stores: tuple[Store, ...]  # one a group
     conversation: Conversation
     fetch_ring: RingWriter

@@ -1,23 +1,28 @@
 """The planning stage: batches in, plans out, never further ahead of the trainer than its credit."""
 
+from collections import deque
 from collections.abc import Callable
 from typing import Protocol
 
 from prefetcher.fetcher import Fetcher, PlannedStep
 from prefetcher.metrics import PrefetcherCounters
 from prefetcher.planner.planner import RowPlanner
-from protocol.batch import ScheduledBatch
+from prefetcher.readers.parts import Rest
+from prefetcher.readers.schedule import PlacedBatch, PlacedIds
 
 
 class BatchSource(Protocol):
-    """Batches in step order, decoded somewhere else."""
+    """Batches in step order, decoded somewhere else: their ids far ahead, the rest when they are planned."""
 
     @property
     def ended(self) -> bool:
-        """Whether every batch was handed out."""
+        """Whether the ids of every batch were handed out."""
 
-    def poll(self) -> ScheduledBatch | None:
-        """The next batch, or None when none has been decoded yet. Raises what the reader raised."""
+    def poll_ids(self) -> PlacedIds | None:
+        """Those of the next batch, or None when none have been decoded yet. Raises what the reader raised."""
+
+    def poll_rest(self) -> Rest | None:
+        """That of the oldest batch that has not had it yet, or None when it has not been decoded yet. Raises what the reader raised."""
 
 
 class PlanningStage:
@@ -30,7 +35,7 @@ class PlanningStage:
         fetcher: Fetcher,
         depth: int,
         first_step: int,
-        measured: list[ScheduledBatch],
+        measured: list[PlacedBatch],
         counters: PrefetcherCounters,
     ) -> None:
         self.planned_through: int | None = None
@@ -39,7 +44,9 @@ class PlanningStage:
         self._fetcher = fetcher
         self._ahead = 2 * depth + 2
         self._first_step = first_step
-        self._measured = measured  # read to divide the capacity, before there was a planner
+        self._measured = measured  # read whole to divide the capacity, before there was a planner
+        self._rests: deque[Rest] = deque()  # of measured batches that are known, and of the one to be planned next
+        self._misses_rest = False
         self._counters = counters
         self.stop_reason: str | None = None
         self._ended = False
@@ -49,12 +56,12 @@ class PlanningStage:
     @property
     def waits_for_batches(self) -> bool:
         """The next plan needs a batch that has not been decoded yet."""
-        return not self._barrier_sent and not self._ended and self._planner.wants_batch > 0
+        return not self._barrier_sent and (self._misses_rest or (not self._ended and self._planner.wants_batch > 0))
 
     @property
     def waits_for_credit(self) -> bool:
         """The next plan would be too far ahead of the trainer."""
-        return not self._barrier_sent and self._planner.ready()
+        return not self._barrier_sent and not self._misses_rest and self._planner.ready()
 
     @property
     def _data_is_planned(self) -> bool:
@@ -76,10 +83,10 @@ class PlanningStage:
         """One batch enters the horizon, where the planner still needs one for its next plan."""
         if self._ended or not self._planner.wants_batch:
             return False
-        batch = self._measured.pop(0) if self._measured else self._source.poll()
-        if batch is not None:
+        ids = self._next_measured() if self._measured else self._source.poll_ids()
+        if ids is not None:
             with self._counters.timed("read"):
-                self._planner.add(batch)
+                self._planner.add(ids)
         elif self._source.ended:
             self._planner.end()
             self._ended = True
@@ -87,15 +94,30 @@ class PlanningStage:
             return False
         return True
 
+    def _next_measured(self) -> PlacedIds:
+        ids, rest = self._measured.pop(0).divided()
+        self._rests.append(rest)
+        return ids
+
+    def _has_rest(self) -> bool:
+        """Whether the rest of the batch to be planned next is here."""
+        if not self._rests:
+            rest = self._source.poll_rest()
+            self._rests.extend([] if rest is None else [rest])
+        self._misses_rest = not self._rests
+        return not self._misses_rest
+
     def _plan_next(self) -> bool:
         if not self._planner.ready():
             return self._data_is_planned and self._send_barrier("end of data", finished=True)
         step = self._first_step if self.planned_through is None else self.planned_through + 1
         done = self._first_step - 1 if self._fetcher.done_through is None else self._fetcher.done_through
-        if step > done + self._ahead:
+        if step > done + self._ahead or not self._has_rest():
             return False
         with self._counters.timed("plan"):
-            batch, plan = self._planner.plan()
+            ids, plan = self._planner.plan()
+        assert isinstance(ids, PlacedIds), "the planner returns what it was given"
+        batch = ids.with_rest(self._rests.popleft())
         planned = PlannedStep(batch=batch, plan=plan)
         self._counters.planned(plan, batch.batch.size)
         self.on_plan(planned)

@@ -16,6 +16,7 @@ from prefetcher.pins import load_pins
 from prefetcher.planner.capacity import MEASURED_BATCHES, job_slots, measure
 from prefetcher.planner.job_planner import job_planner
 from prefetcher.planner.planner import RowPlanner
+from prefetcher.readers.schedule import PlacedBatch
 from prefetcher.readers.worker import BatchSource
 from prefetcher.stores.memory import MemoryStore
 from prefetcher.warmup import warm_up
@@ -108,10 +109,10 @@ class PrefetcherRun:
     def _finished(self) -> bool:
         return self._engine is not None and self._engine.finished
 
-    def _measure(self) -> list[ScheduledBatch]:
+    def _measure(self) -> list[PlacedBatch]:
         """The first batches, as they come from the worker."""
         warm_up()  # while the child starts
-        measured: list[ScheduledBatch] = []
+        measured: list[PlacedBatch] = []
         while len(measured) < MEASURED_BATCHES and not self._source.ended and self._signals.stop_reason is None:
             seen = self._bell.rings
             self._crew.check()
@@ -122,7 +123,7 @@ class PrefetcherRun:
                 measured.append(batch)
         return measured
 
-    def _serve(self, stack: ExitStack, conversation: Conversation, measured: list[ScheduledBatch]) -> None:
+    def _serve(self, stack: ExitStack, conversation: Conversation, measured: list[PlacedBatch]) -> None:
         """Everything that the engine needs, then the engine."""
         slots = job_slots(self._job, self._groups, measured)
         stores = tuple(MemoryStore(group, self._job.job.seed) for group in self._groups)
@@ -149,7 +150,7 @@ class PrefetcherRun:
         )
         self._run_stages(stack, engine)
 
-    def _planner(self, slots: tuple[int, ...], measured: list[ScheduledBatch]) -> RowPlanner:
+    def _planner(self, slots: tuple[int, ...], measured: list[PlacedBatch]) -> RowPlanner:
         pin, threads = self._job.cache.pin, self._job.prefetcher.threads
         return job_planner(
             self._job,

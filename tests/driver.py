@@ -20,6 +20,8 @@ import trainer.engine
 from prefetcher.fetcher import PlannedStep
 from prefetcher.planner.capacity import MEASURED_BATCHES
 from prefetcher.planner.job_planner import job_planner
+from prefetcher.readers.parts import Rest, divide
+from prefetcher.readers.schedule import Place, PlacedIds, Position
 from prefetcher.stores.base import Store
 from prefetcher.stores.late import LateStore
 from prefetcher.stores.memory import MemoryStore, first_records
@@ -48,17 +50,28 @@ class StuckError(AssertionError):
 
 
 class ListSource:
-    """Batches that are already here."""
+    """Batches that are already here; what is not their ids comes when the dice say so, where there are dice."""
 
-    def __init__(self, batches: Sequence[ScheduledBatch]) -> None:
-        self._batches = deque(batches)
+    def __init__(self, batches: Sequence[ScheduledBatch], chance: random.Random | None = None) -> None:
+        self._batches, self._chance = deque(batches), chance
+        self._rests: deque[Rest] = deque()
 
     @property
     def ended(self) -> bool:
         return not self._batches
 
-    def poll(self) -> ScheduledBatch | None:
-        return self._batches.popleft() if self._batches else None
+    def poll_ids(self) -> PlacedIds | None:
+        if not self._batches:
+            return None
+        own = self._batches.popleft()
+        at = Position(step=own.step, train_step=own.train_step, epoch=own.epoch)
+        ids, rest = divide(own.batch)
+        self._rests.append(rest)
+        return PlacedIds(place=Place(kind=own.kind, position=at, following=at), batch=ids)
+
+    def poll_rest(self) -> Rest | None:
+        is_late = self._chance is not None and self._chance.random() < 0.3
+        return None if is_late else self._rests.popleft()
 
 
 class MemoryCheckpointer:
@@ -114,7 +127,7 @@ class Settings:
     slots: tuple[int, ...]
     ring_bytes: int = 2**20
     seed: int = 0
-    late_store: bool = False
+    late_store: bool = False  # and late dense features and labels
     seeded_streams: bool = True
     pinned: tuple[npt.NDArray[np.int64], ...] | None = None
     without: Wait | None = None  # a wait to leave out, to show that it is needed
@@ -154,7 +167,7 @@ class InProcessRun:
             prefetcher.engine.EngineParts(
                 job=job,
                 groups=self.groups,
-                source=ListSource(batches),
+                source=ListSource(batches, self.chance if settings.late_store else None),
                 planner=job_planner(job, self.groups, settings.slots, batches[:MEASURED_BATCHES], pinned=settings.pinned),
                 measured=[],
                 stores=stores,

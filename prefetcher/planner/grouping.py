@@ -17,13 +17,12 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from prefetcher.compiled import compiled, compiled_loop
-from protocol.batch import Batch
 from protocol.tables import KEY_SHIFT, GroupSpec
 
 U16 = npt.NDArray[np.uint16]
@@ -43,6 +42,22 @@ COUNTED_ROWS = 2  # a table with at most so many rows a look-up is counted row b
 ONE = np.uint32(1)  # unsigned indices need no test for negative ones
 OUTSIDE, TOO_MANY = -1, -2  # in place of a number of rows
 FEW_ROWS = 1024  # distinct rows of a table in a batch that a hash in the nearest cache holds
+
+
+class Lookups(Protocol):
+    """What the planner needs of a batch; fields as in `protocol.batch.Batch`."""
+
+    @property
+    def size(self) -> int: ...
+
+    @property
+    def ids(self) -> I64: ...
+
+    @property
+    def offsets(self) -> I64 | None: ...
+
+    @property
+    def weights(self) -> F32 | None: ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -109,7 +124,7 @@ class Grouper:
         self._num_rows = np.array([table.num_embeddings for table in group.tables], np.int64)
         self._pool = pool or Pool()
 
-    def lookups(self, batch: Batch) -> GroupLookups:
+    def lookups(self, batch: Lookups) -> GroupLookups:
         check_shape(batch, self._num_features)
         runs = [(first * batch.size, end * batch.size) for first, end in self._runs]  # in bags
         table_starts = self._feature_starts * batch.size
@@ -177,7 +192,7 @@ def consecutive_runs(positions: tuple[int, ...]) -> list[tuple[int, int]]:
     return runs
 
 
-def check_shape(batch: Batch, num_features: int) -> None:
+def check_shape(batch: Lookups, num_features: int) -> None:
     num_bags, num_lookups = num_features * batch.size, len(batch.ids)
     assert max(num_bags, num_lookups) <= MAX_LOOKUPS, f"{num_bags} bags of {num_lookups} look-ups are more than {MAX_LOOKUPS}"
     assert batch.weights is None or len(batch.weights) == num_lookups, f"{num_lookups} look-ups do not have one weight each"

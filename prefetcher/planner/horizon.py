@@ -16,14 +16,14 @@ gaps where rows have moved on.
 
 from collections import deque
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
 from prefetcher.compiled import compiled, compiled_loop, prefetch
 from prefetcher.planner.directory import AHEAD, EMPTY, LOW, PLACE_BITS, Records, exchange, expect, hash_of, locate_place
-from prefetcher.planner.grouping import I32, I64, U64, Grouping, sort_pairs
-from protocol.batch import ScheduledBatch
+from prefetcher.planner.grouping import I32, I64, U64, Grouping, Lookups, sort_pairs
+from protocol.batch import Kind
 
 NONE = -1  # no slot, no step: only inside the planner's arrays
 DIRTY, PINNED = 1, 2  # flags: trained since its fill or the last barrier; never leaves
@@ -47,9 +47,28 @@ OCCURRENCE = np.dtype(
 PLACE_BYTES = OCCURRENCE.itemsize + 4
 
 
+class ScheduledLookups(Protocol):
+    """A batch with its place in the run, as in `protocol.batch.ScheduledBatch`."""
+
+    @property
+    def step(self) -> int: ...
+
+    @property
+    def kind(self) -> Kind: ...
+
+    @property
+    def train_step(self) -> int: ...
+
+    @property
+    def epoch(self) -> int: ...
+
+    @property
+    def batch(self) -> Lookups: ...
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KnownBatch:
-    scheduled: ScheduledBatch
+    scheduled: ScheduledLookups
     groups: tuple[Grouping, ...]
     slots_needed: tuple[int, ...]  # by each group: its distinct rows, and the pinned ones
 

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 from prefetcher.planner.auto_horizon import AutoHorizon
 from prefetcher.planner.grouping import I64
+from prefetcher.planner.horizon import ScheduledLookups
 from prefetcher.planner.planner import RowPlanner
-from protocol.batch import ScheduledBatch
 from protocol.job import Job, Lookahead, parse_bytes
 from protocol.tables import GroupSpec
 
@@ -14,7 +14,7 @@ def job_planner(
     job: Job,
     groups: tuple[GroupSpec, ...],
     slots: tuple[int, ...],
-    first_batches: Sequence[ScheduledBatch],
+    first_batches: Sequence[ScheduledLookups],
     *,
     pinned: tuple[I64, ...] | None = None,
     num_threads: int = 1,

@@ -3,6 +3,7 @@
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -10,10 +11,9 @@ from prefetcher.compiled import compiled_loop
 from prefetcher.planner.auto_horizon import AutoHorizon
 from prefetcher.planner.eviction import Frequency, Hotness, Worth
 from prefetcher.planner.group_planner import GroupMoves, GroupPlanner, Occupancy
-from prefetcher.planner.grouping import I64, Grouper, Grouping, Pool, bags_of
-from prefetcher.planner.horizon import Horizon, KnownBatch
+from prefetcher.planner.grouping import I64, Grouper, Grouping, Lookups, Pool, bags_of
+from prefetcher.planner.horizon import Horizon, KnownBatch, ScheduledLookups
 from prefetcher.planner.integrity import check_group
-from protocol.batch import Batch, ScheduledBatch
 from protocol.errors import ConfigError
 from protocol.job import Policy
 from protocol.plan import BarrierPlan, GroupPlan, StepPlan
@@ -69,7 +69,7 @@ class RowPlanner:
         horizon: int | AutoHorizon,
         *,
         policy: Policy = "lookahead",
-        first_batches: Sequence[ScheduledBatch] = (),
+        first_batches: Sequence[ScheduledLookups] = (),
         pinned: tuple[I64, ...] | None = None,
         num_threads: int = 1,
         keep_ids: bool = False,
@@ -90,17 +90,17 @@ class RowPlanner:
         self._num_barriers = 0
         self.counters = PlanCounters()
 
-    def group(self, batch: Batch) -> tuple[Grouping, ...]:
+    def group(self, batch: Lookups) -> tuple[Grouping, ...]:
         """What `add` does first, once for all planners over the same batches."""
         return tuple(grouper.group(grouper.lookups(batch)) for grouper in self._groupers)
 
-    def add(self, scheduled: ScheduledBatch, groupings: tuple[Grouping, ...] | None = None) -> None:
+    def add(self, scheduled: ScheduledLookups, groupings: tuple[Grouping, ...] | None = None) -> None:
         """The next batch enters the horizon: steps follow each other without gaps, from any first step."""
         self._horizon.check_next(scheduled.step)
         groupings = groupings or self.group(scheduled.batch)
         needed = tuple(group.enter(grouping.keys, scheduled.step) for group, grouping in zip(self._groups, groupings, strict=True))
         if not self._keep_ids:
-            scheduled = replace(scheduled, batch=replace(scheduled.batch, ids=NO_IDS, offsets=None, weights=None))
+            scheduled = without_ids(scheduled)
         self._horizon.append(KnownBatch(scheduled=scheduled, groups=groupings, slots_needed=needed))
 
     def end(self) -> None:
@@ -126,8 +126,8 @@ class RowPlanner:
         """Whether the next step can be planned: its horizon is complete or the data has ended, and there is a batch."""
         return self._horizon.ready
 
-    def plan(self) -> tuple[ScheduledBatch, StepPlan]:
-        """Plans the next step. Raises ConfigError, with nothing changed, where a group has fewer slots than the batch has rows."""
+    def plan(self) -> tuple[Any, StepPlan]:
+        """Plans the next step; returns its batch as it was added, too. Raises ConfigError, with nothing changed, where a group has fewer slots than the batch has rows."""
         groupings = self._horizon.next.groups
         scheduled, moves = self.move()
         plans = tuple(group_plan(*of_group) for of_group in zip(self._groupers, groupings, moves.groups, strict=True))
@@ -141,7 +141,7 @@ class RowPlanner:
         )
         return scheduled, plan
 
-    def move(self) -> tuple[ScheduledBatch, StepMoves]:
+    def move(self) -> tuple[Any, StepMoves]:
         """As `plan`, without the arrays that have an element a look-up."""
         known = self._horizon.next
         self._check_capacity(known)
@@ -223,13 +223,18 @@ class WayHome:
         self._settled = step
 
 
+def without_ids(scheduled: Any) -> Any:
+    """A dataclass, as all scheduled batches are."""
+    return replace(scheduled, batch=replace(scheduled.batch, ids=NO_IDS, offsets=None, weights=None))
+
+
 def groupers_of(groups: tuple[GroupSpec, ...], pool: Pool | None = None) -> tuple[Grouper, ...]:
     """One a group; `groups` are all groups of the job."""
     num_features = sum(group.num_features for group in groups)
     return tuple(Grouper(group, num_features, pool) for group in groups)
 
 
-def new_worth(policy: Policy, grouper: Grouper, first_batches: Sequence[ScheduledBatch]) -> Worth | None:
+def new_worth(policy: Policy, grouper: Grouper, first_batches: Sequence[ScheduledLookups]) -> Worth | None:
     if policy == "lfu":
         return Frequency()
     if policy == "static":

@@ -11,7 +11,7 @@ from itertools import islice
 import msgspec
 
 from prefetcher.readers.base import Pending, Reader, whole_batch
-from prefetcher.readers.parts import IdsBatch, Rest, join_parts
+from prefetcher.readers.parts import IdsBatch, Rest, divide, join_parts
 from protocol.batch import Batch, Kind, ScheduledBatch
 from protocol.job import Job
 
@@ -62,6 +62,10 @@ class PlacedBatch(ScheduledBatch):
 
     position: Position
     following: Position
+
+    def divided(self) -> tuple["PlacedIds", Rest]:
+        ids, rest = divide(self.batch)
+        return PlacedIds(place=Place(kind=self.kind, position=self.position, following=self.following), batch=ids), rest
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -78,7 +78,7 @@ class Source:
         self._kept: deque[Rest] = deque()  # of the batches that poll_ids has given, from the oldest without its rest on
         self._num_ids = self._num_rest = self._num_whole = 0  # batches whose ids were given, whose rest has arrived, and was given
         self._broken: DataError | None = None  # why the ids of the next batch cannot be given
-        self._polled: PlacedIds | None = None  # by `poll`
+        self._polled: PlacedIds | None = None  # by `poll`, while their rest has not arrived
 
     def start(self) -> None:
         """Begins decoding. Called once, before anything else."""
@@ -94,16 +94,8 @@ class Source:
 
         Raises the reader's ConfigError or DataError, after every batch before it, and RowcastError where a decoder is gone.
         """
-        arrival = self._take_ids()
-        if arrival is None:
-            return None
-        place, part = arrival
-        if isinstance(part, Batch):
-            part, rest = divide(part)
-            self._keep(rest)
-        assert not isinstance(part, Rest), "a stream of ids gives ids"
-        self._num_ids += 1
-        return PlacedIds(place=place, batch=part)
+        polled, self._polled = self._polled, None
+        return polled or self._next_ids()
 
     def poll_rest(self) -> Rest | None:
         """Without waiting: the rest of the oldest batch that has not had it yet, or None where it has not arrived. Raises as `poll_ids`.
@@ -120,7 +112,7 @@ class Source:
 
     def poll(self) -> PlacedBatch | None:
         """Without waiting: the next whole batch, or None, as `poll_ids`."""
-        self._polled = self._polled or self.poll_ids()
+        self._polled = self.poll_ids()
         rest = None if self._polled is None else self.poll_rest()
         if self._polled is None or rest is None:
             return None
@@ -141,6 +133,18 @@ class Source:
     @property
     def _streams(self) -> list[Stream]:
         return [self._ids] if self._rest is None else [self._ids, self._rest]
+
+    def _next_ids(self) -> PlacedIds | None:
+        arrival = self._take_ids()
+        if arrival is None:
+            return None
+        place, part = arrival
+        if isinstance(part, Batch):
+            part, rest = divide(part)
+            self._keep(rest)
+        assert not isinstance(part, Rest), "a stream of ids gives ids"
+        self._num_ids += 1
+        return PlacedIds(place=place, batch=part)
 
     def _take_ids(self) -> Arrival | None:
         """The first error of the data is raised, which may be one of the rest: as if whole batches were decoded, one after another."""

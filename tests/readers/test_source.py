@@ -238,6 +238,14 @@ def test_a_whole_batch_waits_for_both_its_parts() -> None:
     assert [batch if batch is None else int(batch.batch.ids[0]) for batch in found] == [None, None, 1, 2]
 
 
+def test_ids_whose_rest_has_not_arrived_are_not_lost_to_a_caller_that_begins_to_look_ahead() -> None:
+    source = Source(Slow([ids(1), ids(2)]), Slow([None, rest(1), rest(2)]))
+    assert source.poll() is None
+    found = [source.poll_ids(), source.poll_ids()]
+    assert [None if own is None else int(own.batch.ids[0]) for own in found] == [1, 2]
+    assert [dense_value(source), dense_value(source)] == [1, 2]
+
+
 def test_broken_ids_are_told_only_when_no_rest_before_them_can_be_broken_any_more() -> None:
     source = Source(Slow([ids(0), ids(1), DataError("ids")]), Slow([rest(0), None, rest(1), None, rest(2)]))
     assert [source.poll_ids() is not None for _ in range(2)] == [True, True]

@@ -13,10 +13,10 @@ from prometheus_client.parser import text_string_to_metric_families
 import prefetcher.metrics
 import trainer.metrics
 from prefetcher.metrics import PrefetcherCollector
+from prefetcher.readers.schedule import PlacedIds
 from prefetcher.service import stall_clocks
 from prefetcher.stores.base import Finished, Keys, Records
 from prefetcher.stores.memory import MemoryStore
-from protocol.batch import ScheduledBatch
 from protocol.process import Signals
 from protocol.stages import Doorbell, Stage, StageThread
 from protocol.tables import group_specs
@@ -40,7 +40,7 @@ class SilentSource(ListSource):
     def ended(self) -> bool:
         return False
 
-    def poll(self) -> ScheduledBatch | None:
+    def poll_ids(self) -> PlacedIds | None:
         return None
 
 

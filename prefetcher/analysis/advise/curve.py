@@ -95,14 +95,15 @@ def moved(observed: Observed, job: Job, capacity_bytes: int, policy: Compared, t
 
 def count(observed: Observed, planner: RowPlanner, tick: Tick) -> tuple[Moves, I64]:
     """Followed rows that move, and of those fetched in steps that count how many are in each part, [G, NUM_PARTS]."""
-    moves = new_moves(len(observed), len(observed.groups))
+    moves, first = new_moves(len(observed), len(observed.groups)), observed.recording.steps[0].scheduled.step
     parts = np.zeros((len(observed.groups), NUM_PARTS), np.int64)
 
     def move_ready() -> None:
         while planner.ready():
             scheduled, step = planner.move()
-            note(moves, scheduled.step, step)
-            if scheduled.step >= len(observed) - observed.num_counted:
+            position = scheduled.step - first
+            note(moves, position, step)
+            if position >= len(observed) - observed.num_counted:
                 parts[:] += [part_counts(group.fetch.keys) for group in step.groups]
             tick()
 

@@ -1,0 +1,86 @@
+"""How sure all that is, and what else to know."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from prefetcher.analysis.advise.advice import Assumed, Choice, Point, Read
+from prefetcher.analysis.advise.choice import rounded_up, size_text
+from prefetcher.analysis.advise.memory import DeviceMemory
+from prefetcher.analysis.words import human_bytes, percent, plural
+from protocol.job import MIN_RING_BYTES, Job
+
+SETTLED = 0.05  # a stretch half as long may differ by so much
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Facts:
+    """What notes are about."""
+
+    job: Job
+    read: Read
+    assumed: Assumed
+    choice: Choice
+    predicted: Point
+    everything: Point  # every row that was touched is on the device
+    device: DeviceMemory
+    largest_step_bytes: int  # rows and arrays, on the way to the device
+    shorter_rows_per_step: float | None  # fetched, as a stretch half as long would have it; None for a whole run
+
+
+def notes(facts: Facts) -> Iterator[str]:
+    yield sureness(facts.read, facts.predicted)
+    if facts.shorter_rows_per_step is not None:
+        yield settling(facts.read, facts.predicted, facts.shorter_rows_per_step)
+    if facts.choice.no_stall_bytes is None:
+        yield (
+            f"No capacity keeps a step of {facts.assumed.step_ms:g} ms from waiting: with every row on the device {facts.everything.limit} still "
+            f"takes up to {facts.everything.least_step_ms:.3g} ms a step. The capacity goes by the knee"
+        )
+    elif facts.choice.stalling_anyway > 0:
+        yield (
+            f"{percent(facts.choice.stalling_anyway)} % of all stretches of {plural(facts.job.lookahead.depth + 1, 'step')} wait with any "
+            f"capacity, most at the start, where every row is new"
+        )
+    yield from left_out(facts.job)
+    yield from staging(facts)
+
+
+def sureness(read: Read, predicted: Point) -> str:
+    least = min(read.followed_share.values())
+    of_what = "every batch of the run" if read.whole_run else "every batch that was read"
+    if least == 1.0:
+        return f"Every row was followed through {of_what}: of that, the rows moved are counted, not estimated"
+    return (
+        f"{percent(least)} % of the rows, {read.followed_rows:,} chosen by a hash of their keys, were followed through {of_what}; what they "
+        f"move stands for all rows, ± {percent(predicted.lookahead.margin)} % of the rows fetched (three standard errors). The rows of a batch are counted"
+    )
+
+
+def settling(read: Read, predicted: Point, shorter: float) -> str:
+    """Only a stretch was read."""
+    now = predicted.lookahead.rows_fetched_per_step
+    change = shorter / now - 1 if now else 0.0
+    what = (
+        f"{plural(read.samples, 'sample')} from the middle of an epoch were read, and the second half of these steps counts; a stretch half as "
+        f"long would have said {shorter:,.0f} rows fetched a step instead of {now:,.0f}"
+    )
+    if abs(change) < SETTLED:
+        return f"{what}, so the length tells enough for this capacity. Larger ones look worse than they are"
+    return f"{what}: the rows that a longer run has seen before are still missing, so these figures are too high. Give more --samples, or none"
+
+
+def left_out(job: Job) -> Iterator[str]:
+    for name, given in (("cache.groups", bool(job.cache.groups)), ("cache.pin", job.cache.pin is not None)):
+        if given:
+            yield f"{name} of the job was left out of account, and is not in the sections below"
+
+
+def staging(facts: Facts) -> Iterator[str]:
+    """A ring for large batches makes staging larger than a small cache."""
+    enough = max(MIN_RING_BYTES, rounded_up(2 * facts.largest_step_bytes))
+    if facts.device.staging_bytes > facts.device.capacity_bytes and enough * (facts.job.lookahead.depth + 1) < facts.device.staging_bytes:
+        smaller = human_bytes(enough * (facts.job.lookahead.depth + 1))
+        yield (
+            f"Staging takes more of the device than the cache. Every step of this run fits into half a ring of {human_bytes(enough)}: with "
+            f'transport.ring = "{size_text(enough)}" staging takes {smaller}'
+        )
