@@ -89,6 +89,44 @@ def simulate(
 
 
 @app.command()
+def advise(
+    config: Config,
+    overrides: Overrides = None,
+    sample: Annotated[
+        float | None,
+        typer.Option("--sample", help="Share of the rows to follow through every batch.", show_default="0.05; all with --samples"),
+    ] = None,
+    samples: Annotated[
+        int | None, typer.Option("--samples", help="Samples to read, from the middle of an epoch.", show_default="the whole run")
+    ] = None,
+    max_steps: Annotated[int | None, typer.Option("--max-steps", min=0, help="End the run after so many train steps.")] = None,
+    step_ms: Annotated[float | None, typer.Option("--step-ms", help="What a step takes to compute.", show_default="10")] = None,
+    link_gbs: Annotated[float | None, typer.Option("--link-gbs", help="10^9 bytes/s to the device, and back.", show_default="12")] = None,
+    gather_gbs: Annotated[
+        float | None, typer.Option("--gather-gbs", help="10^9 bytes/s of rows from and to the tables.", show_default="measured")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")] = False,
+) -> None:
+    """Tell how much cache a job needs, from its data: a curve, the memory it takes, and the sections to paste."""
+
+    def main() -> None:
+        from prefetcher.analysis.advise.command import AdviseOptions, run_advise
+
+        options = AdviseOptions(
+            sample=sample,
+            samples=samples,
+            max_steps=max_steps,
+            step_ms=step_ms,
+            link_gbs=link_gbs,
+            gather_gbs=gather_gbs,
+            json=as_json,
+        )
+        run_advise(load_job(config, tuple(overrides or ())), options)
+
+    raise typer.Exit(run_command("prefetcher", main))
+
+
+@app.command()
 def profile(
     config: Config,
     overrides: Overrides = None,

@@ -336,7 +336,7 @@ def sort_rows(ids: I64, num_rows: int, packed: U64, spare: U64, counts: U32, ord
     num_bits = 1
     while num_rows > 1 << num_bits:
         num_bits += 1
-    num_digits = -(-num_bits // DIGIT_BITS)
+    num_digits = -(-num_bits // digit_bits(len(ids)))
     bits = -(-num_bits // num_digits)
     places, mask = counts[: 1 << bits], np.uint64((1 << bits) - 1)
     sort_first_digit(ids, packed, places, mask)
@@ -433,7 +433,7 @@ def sort_pairs(keys: I64, values: I32) -> None:
     for i in range(len(keys)):
         different |= keys[i] ^ keys[0]
     spare_keys, spare_values = np.empty_like(keys), np.empty_like(values)
-    bits = 8 if len(keys) < 4096 else DIGIT_BITS
+    bits = digit_bits(len(keys))
     places = np.empty(2**bits, np.uint32)
     shift = 0
     moved = False  # the pairs are in the spare arrays
@@ -450,6 +450,12 @@ def sort_pairs(keys: I64, values: I32) -> None:
     if moved:
         keys[:] = spare_keys
         values[:] = spare_values
+
+
+@compiled_loop
+def digit_bits(num_keys: int) -> int:
+    """Few keys do not pay for many counts."""
+    return DIGIT_BITS if num_keys > 2**DIGIT_BITS else DIGIT_BITS - 4
 
 
 @compiled_loop

@@ -75,7 +75,7 @@ class Source:
         """`rest` None: `ids` gives whole batches."""
         self.counters = ids.counters
         self._ids, self._rest = ids, rest
-        self._kept: deque[Rest] = deque()  # of the batches that poll_ids has given, from the oldest without its rest on
+        self._kept: deque[Rest] = deque()  # arrived and not given yet
         self._num_ids = self._num_rest = self._num_whole = 0  # batches whose ids were given, whose rest has arrived, and was given
         self._broken: DataError | None = None  # why the ids of the next batch cannot be given
         self._polled: PlacedIds | None = None  # by `poll`, while their rest has not arrived
@@ -113,6 +113,7 @@ class Source:
     def poll(self) -> PlacedBatch | None:
         """Without waiting: the next whole batch, or None, as `poll_ids`."""
         self._polled = self.poll_ids()
+        assert self._polled is None or self._num_whole + 1 == self._num_ids, f"{self._num_ids - self._num_whole} batches lack their rest"
         rest = None if self._polled is None else self.poll_rest()
         if self._polled is None or rest is None:
             return None
@@ -129,6 +130,7 @@ class Source:
         for stream in self._streams:
             stream.close()
         self._kept.clear()
+        self._polled = None
 
     @property
     def _streams(self) -> list[Stream]:

@@ -33,6 +33,7 @@ class WorkingSet:
     record_bytes: int
     table_rows: int
     batch: Rows
+    depth: int
     flight: Rows  # of `depth` batches that follow each other; an estimate
     touched: int  # by all that was read; an estimate
 
@@ -60,9 +61,10 @@ class Point:
     lookahead: Traffic
     lru: Traffic
     doubling_saves: float  # share of the bytes fetched
-    least_step_ms: float  # a shorter step waits for rows, in the busiest stretch that a capacity can help
-    limit: str  # the stage that this is
-    stalls: bool  # at the step time that was assumed
+    move_ms: float  # what the slowest of the stages that move rows takes for a step, on average
+    limit: str  # that stage, or planning where this takes longer
+    least_step_ms: float  # a shorter step waits for rows that a larger cache would have kept; 0: nothing to keep
+    stalls: bool  # for such rows, at the step time that was assumed
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,8 +81,8 @@ class Assumed:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Choice:
     knee_bytes: int
-    no_stall_bytes: int | None  # None: no capacity keeps the trainer from waiting
-    stalling_anyway: float  # share of the stretches of steps that take longer than a step with any capacity
+    no_stall_bytes: int | None  # None: the trainer waits most of the time with any capacity
+    stalling_anyway: float  # share of the stretches of depth + 1 steps that take longer than a step with any capacity
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -42,6 +42,7 @@ def knee(savings: Sequence[float]) -> int:
     return min(len(savings) - 1, max(worth, default=-1) + 1)
 
 
-def first_without(stalls: Sequence[bool]) -> int | None:
-    """The index of the smallest capacity from which on none stalls."""
-    return None if stalls[-1] else max((index for index, stall in enumerate(stalls) if stall), default=-1) + 1
+def first_without(stalls: Sequence[bool]) -> int:
+    """The index of the smallest capacity from which on none stalls; the last one does not."""
+    assert not stalls[-1], "the largest capacity stalls for what it would have kept"
+    return max((index for index, stall in enumerate(stalls) if stall), default=-1) + 1

@@ -1,10 +1,11 @@
-"""How long each stage of a run needs for a step's rows, and so how short a step may be before the trainer waits.
+"""How long the stages that move rows need for a step's rows, and so how short a step may be before the trainer waits for want of room.
 
-    planning | tables read | link to the device | link from the device | tables written      each in a thread of its own, so that
-    step p+9 | p+5         | p+5                | p+4                  | p+4                 the slowest one is the limit
+    tables read | link to the device | link from the device | tables written      each in a thread of its own, so that
+    step p+5    | p+5                | p+4                  | p+4                 the slowest one is the limit
 
-Up to `depth` steps are in flight, so what counts is the mean over depth + 1 steps that follow each other: a stretch. At the start of a run
-every row is new, and some stretches ask for more than a step's time with any capacity; they say nothing about the capacity.
+Up to `depth` steps are in flight, so what counts is the mean over depth + 1 steps that follow each other: a stretch. One that takes as
+long with every row on the device, as at the start, where all rows are new, says nothing about a capacity. Planning goes on beside all
+that, and takes as long at any capacity.
 """
 
 from dataclasses import dataclass
@@ -18,8 +19,8 @@ from prefetcher.analysis.advise.observed import Observed
 
 Flags = npt.NDArray[np.bool_]
 
-STAGES = ("planning", "reading rows from the tables", "the link to the device", "the link from the device", "writing rows to the tables")
-LEAST_TELLING = 0.5  # of the stretches; where more ask for too much with any capacity, capacity is not the question
+STAGES = ("reading rows from the tables", "the link to the device", "the link from the device", "writing rows to the tables")
+NO_MORE = 0.01  # of the time that a stretch takes with every row on the device: no difference
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +41,7 @@ class Demand:
     @property
     def travel_s(self) -> float:
         """From the tables to the device and back, on average."""
-        return float(self.seconds[1:].mean(axis=1).sum())
+        return float(self.seconds.mean(axis=1).sum())
 
 
 def demand(observed: Observed, moved: Moved, rates: Rates, depth: int) -> Demand:
@@ -49,7 +50,6 @@ def demand(observed: Observed, moved: Moved, rates: Rates, depth: int) -> Demand
     first = np.minimum(fetched, observed.first_touches[counted] / np.array(observed.shares))
     read_s, first_s, write_s = (1 / np.array([getattr(own, name) for own in rates.rows]) for name in ("read", "first", "write"))
     seconds = [
-        np.full(len(fetched), rates.plan_s),
         (fetched - first) @ read_s + first @ first_s,
         (fetched @ observed.record_bytes + rates.plan_bytes) / rates.link_bytes_s,
         written @ observed.record_bytes / rates.link_bytes_s,
@@ -65,21 +65,16 @@ def stretches(values: F64, length: int) -> F64:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Busiest:
-    """Of the stretches that a capacity can help."""
+class Cost:
+    """What a capacity costs that one for every row does not."""
 
-    seconds: float  # a step, in the busiest one
-    stage: str  # that is the slowest there
-
-
-def telling(everything: Demand, step_s: float) -> Flags | None:
-    """[stretches] which ones fit a step's time where the cache holds every row; None where too few do, so that no capacity helps."""
-    fits = everything.fits(step_s)
-    return fits if fits.mean() >= LEAST_TELLING else None
+    mean_s: float  # a step, of the slowest stage
+    stage: str
+    least_step_s: float  # a shorter step waits for what a larger cache would have kept; 0: nothing is
 
 
-def busiest(own: Demand, which: Flags | None) -> Busiest:
-    """Of the stretches `which`, or of all."""
-    seconds = own.seconds if which is None else own.seconds[:, which]
-    stage, _ = np.unravel_index(np.argmax(seconds), seconds.shape)
-    return Busiest(seconds=float(seconds.max()), stage=STAGES[int(stage)])
+def cost(own: Demand, everything: Demand) -> Cost:
+    of_stages = own.seconds.mean(axis=1)
+    slowest = int(np.argmax(of_stages))
+    more = own.stretch_s > (1 + NO_MORE) * everything.stretch_s
+    return Cost(mean_s=float(of_stages[slowest]), stage=STAGES[slowest], least_step_s=float(own.stretch_s[more].max(initial=0.0)))

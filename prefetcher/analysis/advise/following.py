@@ -41,7 +41,7 @@ def followed(keys: I64, share: float) -> I64:
 
 
 def part_counts(keys: I64) -> I64:
-    """[NUM_PARTS] how many of the keys are in each part of the followed rows. The hash's last bits say which; its first, who is followed."""
+    """[NUM_PARTS] how many of the keys are in each part of the followed rows: the hash's last bits say which, its first who is followed."""
     return np.bincount((hashes(keys) & np.uint64(NUM_PARTS - 1)).astype(np.int64), minlength=NUM_PARTS)
 
 

@@ -5,9 +5,11 @@ with the first batches of the run. The fastest of several tries is what the mach
 decoding, copies and whatever else runs here take their part.
 """
 
+import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from itertools import islice
 
 import numpy as np
 
@@ -81,26 +83,24 @@ def seconds(work: Callable[[], object]) -> float:
 
 def probe_planning(observed: Observed, depth: int, slots: tuple[int, ...], num_threads: int) -> tuple[float, float]:
     """(seconds a batch; bytes of a plan's arrays), from whole plans of the first batches."""
-    num_batches = len(observed.measured)
-    plan_bytes = plan_first(observed, depth, slots, num_threads)  # and what is compiled on first use is
-    least = min(seconds(lambda: plan_first(observed, depth, slots, num_threads)) for _ in range(PLAN_REPEATS))
-    return least / num_batches / COUNTED, plan_bytes / num_batches
+    plan_first(observed, depth, slots, num_threads)  # compiles
+    found = [plan_first(observed, depth, slots, num_threads) for _ in range(PLAN_REPEATS)]
+    return min(statistics.median(of_batches) for of_batches, _ in found) / COUNTED, statistics.mean(found[0][1])
 
 
-def plan_first(observed: Observed, depth: int, slots: tuple[int, ...], num_threads: int) -> int:
-    """Bytes of all plans."""
+def plan_first(observed: Observed, depth: int, slots: tuple[int, ...], num_threads: int) -> tuple[list[float], list[int]]:
+    """Of each batch: seconds to plan one as one enters, and bytes of the plan's arrays."""
     planner = RowPlanner(observed.groups, slots, depth, depth, num_threads=num_threads)
-    nbytes = 0
-
-    def plan_ready() -> int:
-        planned = 0
-        while planner.ready():
-            scheduled, plan = planner.plan()
-            planned += plan_block(scheduled.batch, plan).nbytes
-        return planned
-
-    for scheduled in observed.measured:
-        planner.add(scheduled)
-        nbytes += plan_ready()
-    planner.end()
-    return nbytes + plan_ready()
+    of_batches, nbytes = list[float](), list[int]()
+    left = iter(observed.measured)
+    while True:
+        began_s = time.perf_counter()
+        for scheduled in islice(left, planner.wants_batch):
+            planner.add(scheduled)
+        if planner.wants_batch:
+            planner.end()
+        if not planner.ready():
+            return of_batches, nbytes
+        scheduled, plan = planner.plan()
+        of_batches.append(time.perf_counter() - began_s)
+        nbytes.append(plan_block(scheduled.batch, plan).nbytes)

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from prefetcher.analysis.advise.observed import Observed
 from prefetcher.analysis.check_memory import DECODED_AHEAD
-from protocol.job import Job, parse_bytes
+from protocol.job import Job
 
 PLAN_SPARE = 1.25  # memory of a plan's arrays is taken with so much room to grow (trainer/cache.py)
 
@@ -27,14 +27,14 @@ class DeviceMemory:
     plans_bytes: int  # arrays of depth + 2 plans
 
 
-def host_memory(observed: Observed, job: Job, ring_bytes: int, num_known: int) -> HostMemory:
+def host_memory(observed: Observed, job: Job, ring_bytes: int, known_bytes: int) -> HostMemory:
     touched = sum(rows * group.record_bytes for rows, group in zip(observed.distinct_rows, observed.groups, strict=True))
     num_rows = sum(group.num_rows for group in observed.groups)
     return HostMemory(
         tables_bytes=sum(group.num_rows * group.record_bytes for group in observed.groups) + num_rows,
         touched_bytes=int(touched) + num_rows,  # a byte a row says whether it was trained
         rings_bytes=2 * ring_bytes,
-        ids_bytes=int(min(num_known * observed.id_bytes, parse_bytes(job.lookahead.id_bytes))),
+        ids_bytes=known_bytes,
         decoded_bytes=int(DECODED_AHEAD * job.prefetcher.workers * observed.id_bytes),
     )
 

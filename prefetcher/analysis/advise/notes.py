@@ -31,15 +31,20 @@ def notes(facts: Facts) -> Iterator[str]:
     yield sureness(facts.read, facts.predicted)
     if facts.shorter_rows_per_step is not None:
         yield settling(facts.read, facts.predicted, facts.shorter_rows_per_step)
+    if facts.assumed.plan_ms > facts.assumed.step_ms:
+        yield (
+            f"Planning takes {facts.assumed.plan_ms:.2g} ms a batch, more than a step of {facts.assumed.step_ms:g} ms, at any capacity; "
+            f"larger prefetcher.threads may help"
+        )
     if facts.choice.no_stall_bytes is None:
         yield (
-            f"No capacity keeps a step of {facts.assumed.step_ms:g} ms from waiting: with every row on the device {facts.everything.limit} still "
-            f"takes up to {facts.everything.least_step_ms:.3g} ms a step. The capacity goes by the knee"
+            f"A step of {facts.assumed.step_ms:g} ms waits most of the time with any capacity: with every row on the device the slowest "
+            f"stage still takes {facts.everything.move_ms:.3g} ms for those that are new. The capacity goes by the knee"
         )
     elif facts.choice.stalling_anyway > 0:
         yield (
             f"{percent(facts.choice.stalling_anyway)} % of all stretches of {plural(facts.job.lookahead.depth + 1, 'step')} wait with any "
-            f"capacity, most at the start, where every row is new"
+            f"capacity, as at the start, where every row is new"
         )
     yield from left_out(facts.job)
     yield from staging(facts)
@@ -51,8 +56,9 @@ def sureness(read: Read, predicted: Point) -> str:
     if least == 1.0:
         return f"Every row was followed through {of_what}: of that, the rows moved are counted, not estimated"
     return (
-        f"{percent(least)} % of the rows, {read.followed_rows:,} chosen by a hash of their keys, were followed through {of_what}; what they "
-        f"move stands for all rows, ± {percent(predicted.lookahead.margin)} % of the rows fetched (three standard errors). The rows of a batch are counted"
+        f"{percent(least)} % of the rows, {read.followed_rows:,} chosen by a hash of their keys, were followed through {of_what}; what "
+        f"they move stands for all rows, ± {percent(predicted.lookahead.margin)} % of the rows fetched (three standard errors). How many "
+        f"rows each batch touches was counted"
     )
 
 
@@ -61,12 +67,14 @@ def settling(read: Read, predicted: Point, shorter: float) -> str:
     now = predicted.lookahead.rows_fetched_per_step
     change = shorter / now - 1 if now else 0.0
     what = (
-        f"{plural(read.samples, 'sample')} from the middle of an epoch were read, and the second half of these steps counts; a stretch half as "
-        f"long would have said {shorter:,.0f} rows fetched a step instead of {now:,.0f}"
+        f"{plural(read.samples, 'sample')} from the middle of an epoch were read, and the second half of these steps counts; a stretch "
+        f"half as long would have said {shorter:,.0f} rows fetched a step instead of {now:,.0f}"
     )
     if abs(change) < SETTLED:
         return f"{what}, so the length tells enough for this capacity. Larger ones look worse than they are"
-    return f"{what}: the rows that a longer run has seen before are still missing, so these figures are too high. Give more --samples, or none"
+    return (
+        f"{what}: the rows that a longer run has seen before are still missing, so these figures are too high. Give more --samples, or none"
+    )
 
 
 def left_out(job: Job) -> Iterator[str]:

@@ -3,17 +3,19 @@
 from prefetcher.analysis.advise.advice import Choice, Point
 from prefetcher.analysis.advise.choice import first_without, knee
 from prefetcher.analysis.advise.curve import capacity_slots
-from prefetcher.analysis.advise.demand import Demand, busiest, demand, telling
+from prefetcher.analysis.advise.demand import Demand, cost, demand
 from prefetcher.analysis.advise.machine_rates import Rates
 from prefetcher.analysis.advise.observed import Observed
 from prefetcher.analysis.advise.trials import Trials
+
+MOST_STALLING = 0.5  # of the stretches, with any capacity; where more do, capacity is not what the trainer waits for
 
 
 class Points:
     def __init__(self, observed: Observed, trials: Trials, rates: Rates, step_s: float, depth: int) -> None:
         self._observed, self._trials, self._rates = observed, trials, rates
         self._step_s, self._depth = step_s, depth
-        self._telling = telling(self.demand(trials.capacities[-1]), step_s)
+        self._everything = self.demand(trials.capacities[-1])
 
     def demand(self, capacity_bytes: int) -> Demand:
         return demand(self._observed, self._trials.moved(capacity_bytes), self._rates, self._depth)
@@ -22,28 +24,30 @@ class Points:
         return tuple(map(self.at, self._trials.capacities))
 
     def at(self, capacity_bytes: int) -> Point:
-        own = busiest(self.demand(capacity_bytes), self._telling)
+        own = cost(self.demand(capacity_bytes), self._everything)
         return Point(
             capacity_bytes=capacity_bytes,
             capacity_rows=sum(capacity_slots(self._observed, capacity_bytes)),
             lookahead=self._trials.traffic(capacity_bytes, "lookahead"),
             lru=self._trials.traffic(capacity_bytes, "lru"),
             doubling_saves=self._doubling_saves(capacity_bytes),
-            least_step_ms=1e3 * own.seconds,
-            limit=own.stage,
-            stalls=own.seconds > self._step_s,
+            move_ms=1e3 * own.mean_s,
+            limit=own.stage if own.mean_s > self._rates.plan_s else "planning",
+            least_step_ms=1e3 * own.least_step_s,
+            stalls=own.least_step_s > self._step_s,
         )
 
     def choice(self, curve: tuple[Point, ...]) -> Choice:
         """`curve` ends where every row that was touched fits."""
-        enough = None if self._telling is None else first_without([point.stalls for point in curve])
+        anyway = 1.0 - float(self._everything.fits(self._step_s).mean())
+        enough = curve[first_without([point.stalls for point in curve])].capacity_bytes
         return Choice(
             knee_bytes=curve[knee([point.doubling_saves for point in curve])].capacity_bytes,
-            no_stall_bytes=None if enough is None else curve[enough].capacity_bytes,
-            stalling_anyway=1.0 - float(self.demand(curve[-1].capacity_bytes).fits(self._step_s).mean()),
+            no_stall_bytes=enough if anyway <= MOST_STALLING else None,
+            stalling_anyway=anyway,
         )
 
     def _doubling_saves(self, capacity_bytes: int) -> float:
         before = self._trials.fetched_bytes(capacity_bytes)
         after = self._trials.fetched_bytes(min(2 * capacity_bytes, self._trials.capacities[-1]))
-        return 1 - after / before if before else 0.0
+        return max(0.0, 1 - after / before) if before else 0.0

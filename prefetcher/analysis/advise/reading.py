@@ -123,8 +123,8 @@ class Observer:
         self._kept_bytes += seen.keys_bytes
         if self._kept_bytes > self._memory_bytes:
             raise ConfigError(
-                f"--sample {self._share:g}: the followed rows of the first {len(self._steps)} batches take {self._kept_bytes} bytes, more than "
-                f"the {int(self._memory_bytes)} that may be used; give a smaller --sample, or the run's first steps with --max-steps"
+                f"--sample {self._share:g}: the followed rows of the first {len(self._steps)} batches take {self._kept_bytes} bytes, more "
+                f"than the {int(self._memory_bytes)} that may be used; give a smaller --sample, or the run's first steps with --max-steps"
             )
         if self._job.data.format in FORMATS and (place.kind == "eval" or self._job.data.shuffle == "none"):
             self._again[batch_of_split(place)] = seen

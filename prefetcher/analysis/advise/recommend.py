@@ -42,18 +42,17 @@ def sections(chosen: Chosen) -> dict[str, dict[str, str | int]]:
 
 def reasons(job: Job, chosen: Chosen, choice: Choice) -> dict[str, str]:
     """A sentence for each value."""
-    point = chosen.predicted
+    ahead, lru = chosen.predicted.lookahead, chosen.predicted.lru
     found = {
         "cache.capacity": capacity_reason(chosen, choice),
-        "cache.policy": (
-            f"LRU would fetch {point.lru.rows_fetched_per_step:,.0f} rows a step here, look-ahead {point.lookahead.rows_fetched_per_step:,.0f}"
-        ),
+        "cache.policy": f"fetches {ahead.rows_fetched_per_step:,.0f} rows a step, where LRU would fetch {lru.rows_fetched_per_step:,.0f}",
         "lookahead.depth": (
-            f"a step's rows travel for {chosen.travel_ms:.2g} ms, to the device and home again, of a step's {chosen.step_ms:g} ms; "
-            f"{chosen.depth} steps in flight cover that and even out busy steps"
+            f"a step's rows travel for {chosen.travel_ms:.2g} ms, to the device and home again; {chosen.depth} steps of "
+            f"{chosen.step_ms:g} ms in flight cover that and even out busy ones"
         ),
         "lookahead.horizon": (
-            f"grows until no plan has to guess, here to {chosen.horizon} batches, whose ids take {human_bytes(chosen.known_bytes)} on the host"
+            f"grows until no plan has to guess, here to {chosen.horizon} batches, whose ids take {human_bytes(chosen.known_bytes)} of the "
+            f"host's memory"
         ),
     }
     if chosen.id_bytes is not None:
@@ -64,7 +63,7 @@ def reasons(job: Job, chosen: Chosen, choice: Choice) -> dict[str, str]:
 def capacity_reason(chosen: Chosen, choice: Choice) -> str:
     fetched = f"{chosen.predicted.lookahead.rows_fetched_per_step:,.0f} rows fetched a step"
     if choice.no_stall_bytes is not None and choice.no_stall_bytes > choice.knee_bytes:
-        return f"{fetched}; the smallest with which rows move within a step's {chosen.step_ms:g} ms wherever a capacity can help"
+        return f"{fetched}; the smallest that keeps a step of {chosen.step_ms:g} ms from waiting for rows that did not fit"
     saves = percent(max(0.0, chosen.predicted.doubling_saves))
     return f"{fetched}; twice as much would save {saves} % of them, and every doubling up to here saves {percent(KNEE_SAVING)} % or more"
 

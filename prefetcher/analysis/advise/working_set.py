@@ -16,6 +16,7 @@ def working_sets(observed: Observed, depth: int) -> tuple[WorkingSet, ...]:
             record_bytes=group.record_bytes,
             table_rows=group.num_rows,
             batch=median_and_largest(observed.unique_rows[:, g], 1.0),
+            depth=depth,
             flight=median_and_largest(window_rows(observed.keys(g), depth), observed.shares[g]),
             touched=round(observed.distinct_rows[g]),
         )
