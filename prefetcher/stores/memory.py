@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import numpy as np
 import numpy.typing as npt
 
-from prefetcher.compiled import compiled_loop
+from prefetcher.compiled import compiled_loop, prefetch
 from prefetcher.stores.base import FINISHED, Finished, Keys, Records
 from prefetcher.stores.initializer import initial_rows
 from protocol.errors import ConfigError
@@ -15,13 +15,20 @@ from protocol.tables import KEY_SHIFT, ROW_MASK, GroupSpec, make_keys
 Words = npt.NDArray[np.uint64]
 Positions = npt.NDArray[np.int64]
 
+ROWS_AHEAD = 8  # asked for before they are copied
+LINE_WORDS = 8  # of a cache line
+
 
 @compiled_loop
 def gather(source: Words, positions: Positions, out: Words) -> None:
     """out[i] = source[positions[i]], row by row."""
+    width, words = source.shape[1], source.reshape(-1)
     for i in range(len(positions)):
+        if i + ROWS_AHEAD < len(positions):
+            for word in range(0, width, LINE_WORDS):
+                prefetch(words, positions[i + ROWS_AHEAD] * width + word)
         row = positions[i]
-        for word in range(source.shape[1]):
+        for word in range(width):
             out[i, word] = source[row, word]
 
 

@@ -9,7 +9,7 @@ from prefetcher.analysis.advise.memory import DeviceMemory
 from prefetcher.analysis.words import human_bytes, percent, plural
 from protocol.job import MIN_RING_BYTES, Job
 
-SETTLED = 0.05  # a stretch half as long may differ by so much
+SETTLED = 0.05  # a stretch half as long may differ by so much and still tell
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,16 +65,15 @@ def sureness(read: Read, predicted: Point) -> str:
 def settling(read: Read, predicted: Point, shorter: float) -> str:
     """Only a stretch was read."""
     now = predicted.lookahead.rows_fetched_per_step
-    change = shorter / now - 1 if now else 0.0
+    far = read.steps // 2
     what = (
-        f"{plural(read.samples, 'sample')} from the middle of an epoch were read, and the second half of these steps counts; a stretch "
-        f"half as long would have said {shorter:,.0f} rows fetched a step instead of {now:,.0f}"
+        f"{plural(read.samples, 'sample')} from the middle of an epoch were read, and the second half of these steps counts; half as many "
+        f"would have said {shorter:,.0f} rows fetched a step instead of {now:,.0f}. What a larger cache would save by rows that come back "
+        f"after more than {plural(far, 'step')} cannot be seen"
     )
-    if abs(change) < SETTLED:
-        return f"{what}, so the length tells enough for this capacity. Larger ones look worse than they are"
-    return (
-        f"{what}: the rows that a longer run has seen before are still missing, so these figures are too high. Give more --samples, or none"
-    )
+    if now and abs(shorter / now - 1) < SETTLED:
+        return what
+    return f"{what}: take this for a first guess, and the capacity for too small; give more --samples, or leave them away"
 
 
 def left_out(job: Job) -> Iterator[str]:
