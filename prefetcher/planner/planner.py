@@ -127,7 +127,10 @@ class RowPlanner:
         return self._horizon.ready
 
     def plan(self) -> tuple[Any, StepPlan]:
-        """Plans the next step; returns its batch as it was added, too. Raises ConfigError, with nothing changed, where a group has fewer slots than the batch has rows."""
+        """Plans the next step; returns its batch, too, as it was added.
+
+        Raises ConfigError, with nothing changed, where a group has fewer slots than the batch has rows.
+        """
         groupings = self._horizon.next.groups
         scheduled, moves = self.move()
         plans = tuple(group_plan(*of_group) for of_group in zip(self._groupers, groupings, moves.groups, strict=True))

@@ -9,6 +9,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import islice
 
 import numpy as np
@@ -72,7 +73,7 @@ def probe_rows(group: GroupSpec, seed: int) -> RowRates:
 
 def least_seconds(work: Callable[[I64], object], chosen: list[I64]) -> float:
     work(chosen[0])  # compiled, and the memory of the records is there
-    return min(seconds(lambda keys=keys: work(keys)) for keys in chosen)  # type: ignore[misc]
+    return min(seconds(partial(work, keys)) for keys in chosen)
 
 
 def seconds(work: Callable[[], object]) -> float:

@@ -1,0 +1,469 @@
+"""`prefetcher advise`: its estimates against the exact simulation of data with a known structure, its choice, and what it prints."""
+
+import tomllib
+from collections.abc import Callable, Iterator
+from dataclasses import fields, replace
+from functools import partial
+from itertools import pairwise
+from math import log2
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+
+from prefetcher.analysis.advise import following
+from prefetcher.analysis.advise.advice import Advice, Point
+from prefetcher.analysis.advise.advise import Request, advise_job
+from prefetcher.analysis.advise.choice import first_without, knee, round_capacities, rounded_up, size_text
+from prefetcher.analysis.advise.command import AdviseOptions, run_advise
+from prefetcher.analysis.advise.curve import moved, smallest_capacity
+from prefetcher.analysis.advise.demand import Demand, cost, demand, stretches
+from prefetcher.analysis.advise.following import followed, group_shares, thinned
+from prefetcher.analysis.advise.machine_rates import Rates, RowRates, probe_planning, probe_rows
+from prefetcher.analysis.advise.observed import Observed
+from prefetcher.analysis.advise.output import print_advice
+from prefetcher.analysis.advise.reading import Sample, observe
+from prefetcher.analysis.grid import Grid, with_values
+from prefetcher.analysis.simulate import simulate
+from prefetcher.cli import app
+from prefetcher.planner.capacity import job_slots
+from prefetcher.planner.horizon import KnownBatch
+from prefetcher.planner.planner import groupers_of
+from prefetcher.readers.base import Pending, Reader, open_reader, stream_columns
+from prefetcher.readers.schedule import schedule
+from protocol.batch import Batch, Kind
+from protocol.errors import ConfigError
+from protocol.job import Job, parse_bytes
+from protocol.job_file import parse_job
+from protocol.tables import group_specs
+from tests.driver import InProcessRun, Settings
+from tests.system.processes import job_content, write_job
+from tests.workloads import make_batch, small_job
+
+ROWS = 40_000
+BATCH = 512
+Ids = Callable[[np.random.Generator, int, int], "np.ndarray[tuple[int], np.dtype[np.int64]]"]
+
+
+# made data: two tables, each with one feature, in two groups of records
+
+
+def zipf(random: np.random.Generator, step: int, count: int) -> "np.ndarray[tuple[int], np.dtype[np.int64]]":
+    """The same popularity at all times; a multiplication spreads neighbours."""
+    return (ROWS ** random.random(count)).astype(np.int64) * 7919 % ROWS
+
+
+def drift(random: np.random.Generator, step: int, count: int) -> "np.ndarray[tuple[int], np.dtype[np.int64]]":
+    """New rows keep coming and old ones are forgotten."""
+    return (500 * step + random.geometric(1 / 2000, count)) % ROWS
+
+
+KINDS: dict[str, Ids] = {"zipf": zipf, "drift": drift}
+
+
+def made(job: Job, *, kind: str, steps: int, multi_hot: bool = False) -> Callable[[Kind, int], Iterator[Batch]]:
+    return partial(made_batches, KINDS[kind], steps, multi_hot)
+
+
+def made_batches(ids: Ids, steps: int, multi_hot: bool, split: Kind, epoch: int) -> Iterator[Batch]:
+    random = np.random.default_rng(epoch if split == "train" else 99)
+    for step in range(steps if split == "train" else 3):
+        lengths = random.integers(0, 4, 2 * BATCH) if multi_hot else np.ones(2 * BATCH, np.int64)
+        offsets = np.concatenate([[0], np.cumsum(lengths)])
+        yield Batch(
+            dense=np.zeros((BATCH, 1), np.float32),
+            labels=np.zeros(BATCH, np.float32),
+            ids=ids(random, step, int(offsets[-1])),
+            offsets=offsets if multi_hot else None,
+        )
+
+
+def made_job(kind: str, steps: int = 60, *, multi_hot: bool = False, **sections: Any) -> Job:
+    tables = [{"name": f"t{dim}", "num_embeddings": ROWS, "embedding_dim": dim, "features": [f"f{dim}"]} for dim in (8, 16)]
+    data = {"format": "tests.analysis.test_advise:made", "batch_size": BATCH}
+    data |= {"options": {"kind": kind, "steps": steps, "multi_hot": multi_hot}} | sections.pop("data", {})
+    model = {"kind": "tests.workloads:small_model"}
+    return parse_job(job_content(Path("unused"), data=data, tables=tables, tables_from=None, model=model, **sections))
+
+
+def observed(job: Job, share: float, samples: int | None = None, max_steps: int | None = None) -> Observed:
+    reader = open_reader(job, stream_columns(job)[0])
+    return observe(job, reader, Sample(share=share, samples=samples), max_steps, 1e9, lambda: None)
+
+
+def request(share: float = 1.0, **values: Any) -> Request:
+    """Without a measurement of the tables, which takes a moment."""
+    samples = values.pop("samples", None)
+    return Request(sample=Sample(share=share, samples=samples), memory_bytes=1e9, **{"gather_gbs": 1.0} | values)
+
+
+@pytest.fixture
+def few_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small data is not followed as a whole."""
+    monkeypatch.setattr(following, "LEAST_ROWS", 1000)
+
+
+# the estimate
+
+
+@pytest.mark.usefixtures("few_rows")
+@pytest.mark.parametrize(
+    "job",
+    [
+        pytest.param(made_job("zipf"), id="stationary"),
+        pytest.param(made_job("drift"), id="drift"),
+        pytest.param(made_job("zipf", multi_hot=True), id="multi-hot"),
+        pytest.param(made_job("drift", 25, data={"epochs": 3}), id="epochs"),
+    ],
+)
+def test_rows_moved_by_some_rows_stand_for_those_of_all(job: Job) -> None:
+    all_rows, some = observed(job, 1.0), observed(job, 0.2)
+    assert max(some.shares) < 0.35, "otherwise it is no estimate"
+    assert some.unique_rows.tolist() == all_rows.unique_rows.tolist()
+    assert sum(some.distinct_rows) == pytest.approx(sum(all_rows.distinct_rows), rel=0.05)
+    smallest = max(smallest_capacity(all_rows), smallest_capacity(some))
+    for factor in (1, 2, 4):
+        for policy in ("lookahead", "lru"):
+            exact, estimate = (moved(own, job, factor * smallest, policy, lambda: None) for own in (all_rows, some))
+            assert estimate.fetched.sum() == pytest.approx(exact.fetched.sum(), rel=0.06), f"{policy} at {factor} times the smallest"
+            assert estimate.written_back.sum() + estimate.flushed.sum() == pytest.approx(
+                exact.written_back.sum() + exact.flushed.sum(), rel=0.06
+            )
+
+
+@pytest.mark.usefixtures("few_rows")
+def test_the_margin_covers_the_error_of_most_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+    job = made_job("zipf", 40)
+    exact = moved(observed(job, 1.0), job, 400_000, "lookahead", lambda: None).fetched.sum()
+    covered = 0
+    for seed in range(12):
+        monkeypatch.setattr(following, "STEP", np.array(0x9E3779B97F4A7C15 ^ (seed << 20), np.uint64))
+        some = observed(job, 0.1)
+        estimate = moved(some, job, 400_000, "lookahead", lambda: None)
+        margin = 3 * np.sqrt((estimate.fetched_error**2).sum())
+        covered += abs(estimate.fetched.sum() - exact) <= margin
+        assert 0 < margin < 0.15 * exact
+    assert covered >= 11
+
+
+@pytest.mark.parametrize("eval_every", [0, 4])
+def test_where_every_row_is_followed_the_numbers_are_those_of_a_simulation(eval_every: int) -> None:
+    job = made_job("zipf", 15, data={"epochs": 2}, eval={"every": eval_every}, lookahead={"horizon": "auto", "depth": 2})
+    advice = advise_job(job, request())
+    for point in (advice.recommended.predicted, *advice.curve[:3]):
+        own = with_values(job, {"cache": {"capacity": point.capacity_bytes, "policy": "lookahead"}})
+        for policy, traffic in (("lookahead", point.lookahead), ("lru", point.lru)):
+            [exact] = simulate(own, Grid(policies=[policy]), lambda own: schedule(own, open_reader(own)))
+            assert (traffic.rows_fetched, traffic.rows_flushed, traffic.margin) == (exact.rows_fetched, exact.rows_flushed, 0)
+            assert traffic.hit_ratio == pytest.approx(exact.hit_ratio)
+            steps = advice.read.steps + advice.read.eval_steps
+            assert traffic.rows_fetched_per_step * steps == pytest.approx(exact.rows_fetched)
+            assert traffic.rows_written_back_per_step * steps == pytest.approx((exact.rows_written_back or 0) - (exact.rows_flushed or 0))
+    assert (advice.read.steps, advice.read.eval_steps) == (30, 3 * (2 if eval_every == 0 else 9))
+
+
+def test_batches_that_come_again_are_decoded_once() -> None:
+    data = {"epochs": 3, "eval_fraction": 0.2, "shuffle": "none", "synthetic": {"samples": 64 * 50}}
+    job = parse_job(job_content(Path("unused"), data=data, eval={"every": 7}, cache={"capacity": "100KiB"}))
+    reader = CountingReader(open_reader(job))
+    seen = observe(job, reader, Sample(share=1.0), None, 1e9, lambda: None)
+    groupers = groupers_of(group_specs(job))
+    expected = [
+        [grouper.group(grouper.lookups(turn.batch)).keys.tolist() for grouper in groupers] for turn in schedule(job, open_reader(job))
+    ]
+    assert [[grouping.keys.tolist() for grouping in step.recorded.groupings] for step in seen.steps] == expected
+    assert [step.recorded.scheduled.step for step in seen.steps] == list(range(len(expected)))
+    assert reader.decoded < len(expected) / 3
+
+
+def test_shuffled_epochs_are_read_anew() -> None:
+    data = {"epochs": 2, "shuffle": "full", "synthetic": {"samples": 64 * 40}}
+    job = parse_job(job_content(Path("unused"), data=data, cache={"capacity": "100KiB"}))
+    steps = observed(job, 1.0).steps
+    assert [step.unique_rows for step in steps[:40]] != [step.unique_rows for step in steps[-40:]]
+
+
+class CountingReader:
+    """Counts the batches that are decoded."""
+
+    def __init__(self, reader: Reader) -> None:
+        self._reader, self.decoded = reader, 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._reader, name)
+
+    def pending(self, split: Kind, epoch: int, start: int = 0) -> Iterator[Pending]:
+        def counted(decode: Pending) -> Any:
+            self.decoded += 1
+            return decode()
+
+        return (partial(counted, decode) for decode in self._reader.pending(split, epoch, start))
+
+
+# which rows are followed
+
+
+def test_the_followed_share_of_any_keys_is_about_the_share_and_grows_with_it() -> None:
+    keys = np.arange(200_000, dtype=np.int64) << 3 | 5 << 48
+    few, more = followed(keys, 0.05), followed(keys, 0.2)
+    assert len(few) == pytest.approx(10_000, rel=0.05)
+    assert len(more) == pytest.approx(40_000, rel=0.05)
+    assert np.isin(few, more).all()
+    assert len(followed(keys, 1.0)) == len(keys)
+
+
+def test_small_groups_are_followed_as_a_whole() -> None:
+    assert group_shares(0.05, (100, 10_000, 10**6)) == (1.0, 0.5, 0.05)
+
+
+def test_a_thinned_batch_weighs_as_much_as_the_whole_one() -> None:
+    job = made_job("zipf", 3, multi_hot=True)
+    for turn in schedule(job, open_reader(job)):
+        groupings = tuple(grouper.group(grouper.lookups(turn.batch)) for grouper in groupers_of(group_specs(job)))
+        thin = tuple(thinned(grouping, 0.1) for grouping in groupings)
+        whole, weight = (KnownBatch(scheduled=turn, groups=some, slots_needed=()).id_bytes for some in (groupings, thin))
+        assert 0 <= whole - weight <= 2 * len(groupings)
+        assert sum(grouping.num_unique for grouping in thin) < 0.2 * sum(grouping.num_unique for grouping in groupings)
+
+
+# the choice
+
+
+def test_capacities_are_round_and_less_than_an_octave_apart() -> None:
+    found = round_capacities(1_000_000, 90_000_000)
+    assert found[0] > 1_000_000
+    assert found[-2] < 90_000_000 <= found[-1]
+    assert all(log2(b / a) < 0.6 for a, b in pairwise(found))
+    assert [size_text(nbytes) for nbytes in found[:4]] == ["1MiB", "1.5MiB", "2MiB", "3MiB"]
+    assert all(parse_bytes(size_text(nbytes)) == nbytes for nbytes in [*round_capacities(0, 2**45), 12345])
+    assert [rounded_up(n) for n in (1, 2, 3, 3.5, 1025)] == [2, 2, 3, 4, 1536]
+
+
+@pytest.mark.parametrize(
+    ("savings", "at"), [([0.5, 0.3, 0.09, 0.01], 2), ([0.05, 0.2, 0.0], 2), ([0.0, 0.0], 0), ([0.5, 0.5], 1), ([0.01], 0)]
+)
+def test_the_knee_is_where_no_further_doubling_saves_a_tenth(savings: list[float], at: int) -> None:
+    assert knee(savings) == at
+
+
+def test_the_smallest_capacity_without_stalls_has_none_above_it() -> None:
+    assert first_without([True, False, True, False, False]) == 3
+    assert first_without([False]) == 0
+
+
+def test_a_stage_takes_what_its_rows_take_and_a_stretch_their_mean() -> None:
+    assert stretches(np.array([1.0, 3.0, 5.0, 7.0]), 2).tolist() == [2, 4, 6]
+    assert stretches(np.array([1.0, 3.0]), 5).tolist() == [2]
+    job = made_job("zipf", 6)
+    seen = observed(job, 1.0)
+    rates = Rates(rows=(RowRates(read=1e6, first=1e5, write=1e6),) * 2, plan_s=0, plan_bytes=0, link_bytes_s=1e9)
+    smallest, everything = (moved(seen, job, capacity, "lookahead", lambda: None) for capacity in (smallest_capacity(seen), 10**8))
+    read_s = demand(seen, everything, rates, 1).seconds[0]
+    assert read_s == pytest.approx(stretches(seen.first_touches.sum(axis=1) / 1e5, 2)), "all that comes is new"
+    known = float(smallest.fetched.sum() - everything.fetched.sum())
+    assert known > 0
+    more_s = demand(seen, smallest, rates, len(seen)).seconds[0] - demand(seen, everything, rates, len(seen)).seconds[0]
+    assert more_s == pytest.approx(known / 1e6 / len(seen)), "one stretch: rows that come again, at the rate of those that were trained"
+
+
+def test_only_what_a_larger_cache_would_keep_counts_against_a_capacity() -> None:
+    own, everything = demand_of([900, 500, 300, 400]), demand_of([900, 200, 300, 100])
+    assert cost(own, everything).least_step_s == pytest.approx(0.5)
+    assert cost(own, everything).mean_s == pytest.approx(0.525)
+    assert cost(everything, everything).least_step_s == 0
+
+
+def demand_of(stretch_ms: list[int]) -> Demand:
+    return Demand(seconds=np.array([stretch_ms, [0] * len(stretch_ms)]) / 1000)
+
+
+def test_a_short_step_or_slow_tables_ask_for_more_than_the_knee() -> None:
+    job = made_job("zipf", 40)
+    usual = advise_job(job, request(step_ms=1000.0))
+    assert usual.recommended.predicted.capacity_bytes == usual.choice.knee_bytes
+    beyond = next(point for point in usual.curve if point.capacity_bytes > usual.choice.knee_bytes)
+    assert beyond.least_step_ms > 0
+    slow = advise_job(job, request(step_ms=1.01 * beyond.least_step_ms))
+    assert slow.choice.no_stall_bytes == slow.recommended.predicted.capacity_bytes == beyond.capacity_bytes
+    assert "from waiting" in slow.recommended.reasons["cache.capacity"]
+    hopeless = advise_job(job, request(step_ms=1e-6))
+    assert hopeless.choice.no_stall_bytes is None
+    assert hopeless.recommended.predicted.capacity_bytes == hopeless.choice.knee_bytes
+    assert any("with any capacity" in note for note in hopeless.notes)
+
+
+def test_twice_as_much_saves_what_the_curve_says() -> None:
+    curve = advise_job(made_job("drift", 30), request()).curve
+    by_capacity = {point.capacity_bytes: point for point in curve}
+    doubled = [(point, by_capacity[2 * point.capacity_bytes]) for point in curve if 2 * point.capacity_bytes in by_capacity]
+    assert len(doubled) > 3
+    for point, twice in doubled:
+        saved = 1 - twice.lookahead.bytes_fetched_per_step / point.lookahead.bytes_fetched_per_step
+        assert point.doubling_saves == pytest.approx(max(0.0, saved))
+    assert curve[-1].doubling_saves == 0
+    assert curve[-1].lookahead.rows_fetched == curve[-1].lru.rows_fetched, "everything that is touched fits"
+
+
+def test_a_budget_for_ids_that_costs_rows_is_raised() -> None:
+    job = made_job("zipf", 60, lookahead={"horizon": "auto", "depth": 1, "id_bytes": "150KiB"})
+    advice = advise_job(job, request())
+    assert advice.recommended.id_bytes == "768KiB"
+    assert tomllib.loads(advice.recommended.toml)["lookahead"]["id_bytes"] == "768KiB"
+    assert "id_bytes" not in advise_job(made_job("zipf", 60), request()).recommended.toml
+
+
+# what to paste
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
+def test_the_recommended_sections_train_with_the_rows_that_were_foretold(optimizer: str) -> None:
+    job = small_job(optimizer, "multi", data={"format": "tests.analysis.test_advise:small_data"}, eval={"every": 5})
+    advice = advise_job(job, request())
+    chosen = with_values(job, tomllib.loads(advice.recommended.toml))
+    assert chosen.cache.capacity == advice.recommended.capacity
+    batches = list(schedule(chosen, open_reader(chosen)))
+    run = InProcessRun(chosen, batches, Settings(slots=job_slots(chosen, group_specs(chosen), batches), seeded_streams=False)).run()
+    assert run.prefetcher.planner.counters.rows_fetched == advice.recommended.predicted.lookahead.rows_fetched
+    assert len(run.results.losses) == advice.read.steps == 12
+
+
+def small_data(job: Job) -> Callable[[Kind, int], Iterator[Batch]]:
+    def batches(split: Kind, epoch: int) -> Iterator[Batch]:
+        random = np.random.default_rng(epoch if split == "train" else 77)
+        return (make_batch(job, "multi", 64, random) for _ in range(12 if split == "train" else 2))
+
+    return batches
+
+
+def test_each_value_has_its_reason_above_it() -> None:
+    found = advise_job(made_job("zipf", 20), request()).recommended
+    values = {f"{name}.{key}" for name, section in tomllib.loads(found.toml).items() for key in section}
+    assert values == set(found.reasons) == {"cache.capacity", "cache.policy", "lookahead.depth", "lookahead.horizon"}
+    lines = found.toml.splitlines()
+    assert all(lines[at - 1].startswith("# ") for at, line in enumerate(lines) if " = " in line and not line.startswith("#"))
+    assert max(map(len, lines)) <= 80
+
+
+def test_shares_and_pins_of_the_job_are_left_out_and_that_is_said() -> None:
+    job = made_job("zipf", 10, cache={"capacity": "1GiB", "groups": {"fp32_d8_sgd": "100KiB"}}, optimizer=plain_sgd())
+    advice = advise_job(job, request())
+    assert any(note.startswith("cache.groups of the job was left out") for note in advice.notes)
+    without = advise_job(made_job("zipf", 10, optimizer=plain_sgd()), request())
+    assert [point.lookahead for point in advice.curve] == [point.lookahead for point in without.curve]
+
+
+def plain_sgd() -> dict[str, Any]:
+    return {"sparse": {"kind": "sgd", "lr": 0.1}, "dense": {"kind": "sgd", "lr": 0.1}}
+
+
+# a part of the data
+
+
+def test_a_stretch_is_the_middle_of_an_epoch_and_says_what_it_cannot_know() -> None:
+    data = {"synthetic": {"samples": 64 * 100}, "eval_fraction": 0.0}
+    job = parse_job(job_content(Path("unused"), data=data, cache={"capacity": "100KiB"}))
+    part, whole = observed(job, 1.0, samples=64 * 20), observed(job, 1.0)
+    assert [step.unique_rows for step in part.steps] == [step.unique_rows for step in whole.steps[40:60]]
+    assert (part.num_counted, whole.num_counted) == (10, 100)
+    advice = advise_job(job, request(samples=64 * 20))
+    assert not advice.read.whole_run
+    assert advice.recommended.predicted.lookahead.rows_fetched is None
+    assert any("cannot be seen" in note for note in advice.notes)
+
+
+def test_the_beginning_of_a_run_can_be_asked_about() -> None:
+    advice = advise_job(made_job("zipf", 30), request(max_steps=7))
+    assert (advice.read.steps, advice.read.eval_steps) == (7, 3)
+
+
+# the command
+
+
+def shown(job: Job, width: int, **values: Any) -> list[str]:
+    console = Console(width=width, force_terminal=False, highlight=False)
+    with console.capture() as text:
+        print_advice(advise_job(job, request(**values)), console)
+    return text.get().splitlines()
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_a_terminal_of_80_or_120_columns_holds_every_line(width: int) -> None:
+    lines = shown(made_job("zipf", 30, data={"eval_fraction": 0.0}), width)
+    assert max(map(len, lines)) <= width
+    assert sum(line.startswith("* ") for line in lines) == 1, "the recommended capacity is marked"
+    assert "[cache]" in lines
+    assert "[lookahead]" in lines
+    text = " ".join(lines)
+    for part in ("Knee: ", "No stalls", "Limit: ", "a step takes 10 ms (--step-ms)", "host memory", "staging", "Every row was followed"):
+        assert part in text
+    assert ("limit" in text) == (width == 120)
+
+
+def test_what_was_assumed_is_said_and_what_was_given_is_not_called_assumed() -> None:
+    text = " ".join(shown(made_job("zipf", 10), 120, step_ms=3.0, link_gbs=50.0, gather_gbs=2.0))
+    assert "a step takes 3 ms, the link moves 50 GB/s each way, tables are read and written at 2 GB/s" in text
+
+
+def test_json_is_all_that_is_printed(capfd: pytest.CaptureFixture[str]) -> None:
+    run_advise(made_job("zipf", 20), AdviseOptions(json=True, gather_gbs=1.0, sample=1.0))
+    out, err = capfd.readouterr()
+    advice = msgspec.json.decode(out, type=Advice)
+    assert set(msgspec.json.decode(out)) == {field.name for field in fields(Advice)}
+    assert set(msgspec.json.decode(out)["curve"][0]) == {field.name for field in fields(Point)}
+    assert err == ""
+    assert advice.read.whole_run
+    assert advice.read.followed_share == {"fp32_d8_adagrad": 1.0, "fp32_d16_adagrad": 1.0}
+    for own in advice.working_sets:
+        assert 0 < own.batch.median <= own.batch.largest < own.flight.median <= own.flight.largest < own.touched <= own.table_rows
+    assert advice.host.tables_bytes > advice.host.touched_bytes > 0
+    assert advice.device.staging_bytes == (advice.recommended.depth + 1) * advice.host.rings_bytes // 2
+
+
+def test_the_command_advises_and_refuses(tmp_path: Path) -> None:
+    config = write_job(tmp_path / "job.toml", job_content(tmp_path / "run", data={"synthetic": {"samples": 64 * 20}}))
+    good = CliRunner().invoke(app, ["advise", "--config", str(config), "--sample", "0.5", "--gather-gbs", "1"])
+    assert good.exit_code == 0, good.output
+    assert "[lookahead]" in good.output
+    bad = CliRunner().invoke(app, ["advise", "--config", str(config), "--step-ms", "0"])
+    assert bad.exit_code == ConfigError.exit_code
+    assert not (tmp_path / "run").exists(), "nothing is trained"
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"sample": 0.0}, "--sample 0.0: give a share above 0, at most 1"),
+        ({"sample": 1.5}, "--sample 1.5"),
+        ({"samples": 0}, "--samples 0: give at least 1"),
+        ({"step_ms": -1.0}, "--step-ms -1.0: give a number above 0"),
+        ({"link_gbs": 0.0}, "--link-gbs 0.0"),
+        ({"gather_gbs": float("nan")}, "--gather-gbs nan"),
+        ({"max_steps": 0}, "the run has no batch"),
+    ],
+)
+def test_impossible_requests_are_refused_with_a_sentence(options: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        run_advise(made_job("zipf", 5), AdviseOptions(**options))
+
+
+def test_followed_rows_that_do_not_fit_into_memory_are_refused() -> None:
+    job = made_job("zipf", 50)
+    with pytest.raises(
+        ConfigError, match=r"--sample 1: the followed rows of the first \d+ batches take \d+ bytes, more than the 100000 .* give"
+    ):
+        advise_job(job, replace(request(), memory_bytes=100_000))
+
+
+def test_rates_are_measured_with_the_store_and_the_planner_of_training() -> None:
+    job = made_job("zipf", 10)
+    seen = observed(job, 1.0)
+    for group in seen.groups:
+        rates = probe_rows(group, seed=1)
+        assert min(rates.read, rates.first, rates.write) > 0
+    seconds, nbytes = probe_planning(seen, 2, tuple(2 * n for n in seen.largest_batch_rows), 1)
+    assert seconds > 0
+    assert nbytes > 8 * seen.num_lookups / len(seen)
