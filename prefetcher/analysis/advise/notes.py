@@ -54,7 +54,7 @@ def sureness(read: Read, predicted: Point) -> str:
     least = min(read.followed_share.values())
     of_what = "every batch of the run" if read.whole_run else "every batch that was read"
     if least == 1.0:
-        return f"Every row was followed through {of_what}: of that, the rows moved are counted, not estimated"
+        return f"Every row was followed through {of_what}, so what they move there was counted, not estimated"
     return (
         f"{percent(least)} % of the rows, {read.followed_rows:,} chosen by a hash of their keys, were followed through {of_what}; what "
         f"they move stands for all rows, ± {percent(predicted.lookahead.margin)} % of the rows fetched (three standard errors). How many "
