@@ -14,9 +14,9 @@ from pathlib import Path
 
 import numpy as np
 
-from prefetcher.analysis.grid import POLICIES, Grid, Horizon
-from prefetcher.analysis.results import Simulation
-from prefetcher.analysis.simulate import simulate
+from prefetcher.analysis.simulate.grid import POLICIES, Grid, Horizon
+from prefetcher.analysis.simulate.results import Simulation
+from prefetcher.analysis.simulate.simulate import simulate
 from prefetcher.planner.planner import groupers_of
 from prefetcher.readers.base import open_reader
 from prefetcher.readers.schedule import schedule

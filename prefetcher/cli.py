@@ -68,7 +68,7 @@ def simulate(
     """Tell what a run would move, at other settings too, by the planner alone: no tables, no trainer. Lists multiply."""
 
     def main() -> None:
-        from prefetcher.analysis.simulate_command import SimulateOptions, run_simulate
+        from prefetcher.analysis.simulate.command import SimulateOptions, run_simulate
 
         options = SimulateOptions(
             max_steps=max_steps,
@@ -144,7 +144,7 @@ def profile(
     """Find the rows that are looked up most, from a sample, and what keeping them on the device would cover."""
 
     def main() -> None:
-        from prefetcher.analysis.profile_command import ProfileOptions, run_profile
+        from prefetcher.analysis.profile.command import ProfileOptions, run_profile
 
         options = ProfileOptions(sample=sample, samples=samples, budgets=budgets or (), confidence=confidence, out=out, json=as_json)
         run_profile(load_job(config, tuple(overrides or ())), options)
@@ -162,7 +162,7 @@ def check(
     """Hold a job file against its data and this machine. Exit code 2 where a run would fail."""
 
     def main() -> int:
-        from prefetcher.analysis.check_command import run_check
+        from prefetcher.analysis.check.command import run_check
 
         return run_check(config, tuple(overrides or ()), whole=whole, json=as_json)
 

@@ -210,8 +210,8 @@ class PrefetcherRun:
         """Has the plans saved, where that is asked for; what it returns is called when the run is over."""
         if self._save_trace is None:
             return lambda: None
-        from prefetcher.analysis.trace import TraceWriter
-        from prefetcher.analysis.trace_header import trace_header
+        from prefetcher.analysis.trace.header import trace_header
+        from prefetcher.analysis.trace.trace import TraceWriter
 
         header = trace_header(self._job, self._groups, engine.welcome.slots)
         writer = stack.enter_context(TraceWriter(self._save_trace, header))

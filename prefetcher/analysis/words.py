@@ -5,7 +5,7 @@ import sys
 
 from rich.console import Console
 
-from prefetcher.analysis.interval import Share
+from prefetcher.analysis.profile.interval import Share
 
 
 def stdout_console() -> Console:

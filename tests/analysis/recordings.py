@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 import numpy as np
 from hypothesis import strategies as st
 
-from prefetcher.analysis.moves import Moves
-from prefetcher.analysis.recording import Recording, record
+from prefetcher.analysis.simulate.moves import Moves
+from prefetcher.analysis.simulate.recording import Recording, record
 from protocol.batch import Batch
 from protocol.tables import GroupSpec
 from tests.planner.traces import one_group, schedule

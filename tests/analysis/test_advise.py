@@ -27,8 +27,8 @@ from prefetcher.analysis.advise.machine_rates import Rates, RowRates, probe_plan
 from prefetcher.analysis.advise.observed import Observed
 from prefetcher.analysis.advise.output import print_advice
 from prefetcher.analysis.advise.reading import Sample, observe
-from prefetcher.analysis.grid import Grid, with_values
-from prefetcher.analysis.simulate import simulate
+from prefetcher.analysis.simulate.grid import Grid, with_values
+from prefetcher.analysis.simulate.simulate import simulate
 from prefetcher.cli import app
 from prefetcher.planner.capacity import job_slots
 from prefetcher.planner.horizon import KnownBatch

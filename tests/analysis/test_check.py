@@ -17,12 +17,16 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from prefetcher.analysis import check_data, check_machine, check_memory, check_setup, device
-from prefetcher.analysis.check import check_file
-from prefetcher.analysis.check_command import print_findings
-from prefetcher.analysis.check_data import Seen
-from prefetcher.analysis.device import Device, ask_device
-from prefetcher.analysis.findings import Finding, findings_of, ok, warning
+from prefetcher.analysis.check import data as check_data
+from prefetcher.analysis.check import device
+from prefetcher.analysis.check import machine_checks as check_machine
+from prefetcher.analysis.check import memory as check_memory
+from prefetcher.analysis.check import setup as check_setup
+from prefetcher.analysis.check.check import check_file
+from prefetcher.analysis.check.command import print_findings
+from prefetcher.analysis.check.data import Seen
+from prefetcher.analysis.check.device import Device, ask_device
+from prefetcher.analysis.check.findings import Finding, findings_of, ok, warning
 from prefetcher.analysis.machine import free_memory
 from prefetcher.cli import app
 from prefetcher.pins import save_pins
@@ -590,7 +594,7 @@ def command(check: Checked, *options: str, **sections: Any) -> tuple[int, str]:
 
 
 def test_the_command_ends_with_2_where_there_is_an_error_and_with_0_otherwise(check: Checked, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("prefetcher.analysis.check_command.check_file", partial(check_file, ask=lambda name: CPU))
+    monkeypatch.setattr("prefetcher.analysis.check.command.check_file", partial(check_file, ask=lambda name: CPU))
     code, out = command(check, "--json", cache={"capacity": "20 rows"})
     content = json.loads(out)
     assert (code, content["errors"], content["warnings"]) == (2, 1, 0)

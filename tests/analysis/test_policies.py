@@ -4,9 +4,9 @@ import numpy as np
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from prefetcher.analysis.moves import Moves, planned_moves
-from prefetcher.analysis.policies import ttl_moves, window_moves
-from prefetcher.analysis.recording import NEVER
+from prefetcher.analysis.simulate.moves import Moves, planned_moves
+from prefetcher.analysis.simulate.policies import ttl_moves, window_moves
+from prefetcher.analysis.simulate.recording import NEVER
 from prefetcher.planner.planner import RowPlanner
 from tests.analysis.recordings import ROWS, Case, assert_moved, cases, recording_of, ttl_by_sets, window_by_sets
 from tests.planner.oracle import fewest_fetches

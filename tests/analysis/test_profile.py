@@ -11,13 +11,13 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from prefetcher.analysis import popularity as popularity_module
-from prefetcher.analysis.coverage import Coverage
-from prefetcher.analysis.interval import Share
-from prefetcher.analysis.popularity import HotSet, Popularity, hot_set
-from prefetcher.analysis.profile import HALF, PICK, Profile, Request, profile_job
-from prefetcher.analysis.profile_command import ProfileOptions, run_profile
-from prefetcher.analysis.profile_output import print_profile
+from prefetcher.analysis.profile import popularity as popularity_module
+from prefetcher.analysis.profile.command import ProfileOptions, run_profile
+from prefetcher.analysis.profile.coverage import Coverage
+from prefetcher.analysis.profile.interval import Share
+from prefetcher.analysis.profile.output import print_profile
+from prefetcher.analysis.profile.popularity import HotSet, Popularity, hot_set
+from prefetcher.analysis.profile.profile import HALF, PICK, Profile, Request, profile_job
 from prefetcher.analysis.sample import Amount, sample_windows
 from prefetcher.cli import app
 from prefetcher.pins import load_pins

@@ -9,11 +9,11 @@ import msgspec
 import numpy as np
 import pytest
 
-from prefetcher.analysis.grid import Grid, with_values
-from prefetcher.analysis.recording import hollow
-from prefetcher.analysis.results import Simulation, StepArrays
-from prefetcher.analysis.simulate import simulate
-from prefetcher.analysis.simulate_command import require_one
+from prefetcher.analysis.simulate.command import require_one
+from prefetcher.analysis.simulate.grid import Grid, with_values
+from prefetcher.analysis.simulate.recording import hollow
+from prefetcher.analysis.simulate.results import Simulation, StepArrays
+from prefetcher.analysis.simulate.simulate import simulate
 from prefetcher.pins import load_pins, save_pins
 from prefetcher.planner.capacity import job_slots
 from prefetcher.planner.planner import groupers_of

@@ -8,10 +8,10 @@ from xml.etree import ElementTree
 import msgspec
 import pytest
 
-import prefetcher.analysis.plot
-from prefetcher.analysis.plot import curves
-from prefetcher.analysis.results import Simulation
-from prefetcher.analysis.simulate_command import SimulateOptions, run_simulate
+import prefetcher.analysis.simulate.plot
+from prefetcher.analysis.simulate.command import SimulateOptions, run_simulate
+from prefetcher.analysis.simulate.plot import curves
+from prefetcher.analysis.simulate.results import Simulation
 from protocol.errors import ConfigError
 from protocol.job import Job
 from protocol.job_file import parse_job
@@ -125,7 +125,7 @@ COMMAND = """
 import sys, msgspec
 from protocol.command import run_command
 from protocol.job_file import parse_job
-from prefetcher.analysis.simulate_command import SimulateOptions, run_simulate
+from prefetcher.analysis.simulate.command import SimulateOptions, run_simulate
 job = parse_job(msgspec.json.decode(open("{job}").read()))
 sys.exit(run_command("prefetcher", lambda: run_simulate(job, SimulateOptions(capacity_rows=(3,), json=True))))
 """
@@ -135,7 +135,7 @@ sys.exit(run_command("prefetcher", lambda: run_simulate(job, SimulateOptions(cap
 def test_curves_are_drawn(suffix: str, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     path = tmp_path / f"curves{suffix}"
-    prefetcher.analysis.plot.plot_results([*results(), *results(batch_size=128), *results(policy="ttl", rows_fetched=None)], path)
+    prefetcher.analysis.simulate.plot.plot_results([*results(), *results(batch_size=128), *results(policy="ttl", rows_fetched=None)], path)
     if suffix == ".svg":
         assert ElementTree.parse(path).getroot().tag.endswith("svg")
     else:
@@ -157,13 +157,13 @@ def test_horizons_are_lines_of_their_own() -> None:
 
 
 def test_without_matplotlib_a_plot_is_refused_before_any_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prefetcher.analysis.plot, "find_spec", lambda name: None)
+    monkeypatch.setattr(prefetcher.analysis.simulate.plot, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"--plot needs matplotlib, which is not installed; `pip install"):
         run_simulate(tiny_job(), options(plot=tmp_path / "curves.png"))
 
 
 def test_matplotlib_is_not_imported_where_nothing_is_drawn(tmp_path: Path) -> None:
     code = (
-        "import sys, prefetcher.cli, prefetcher.analysis.simulate_command; sys.exit('matplotlib' in sys.modules or 'torch' in sys.modules)"
+        "import sys, prefetcher.cli, prefetcher.analysis.simulate.command; sys.exit('matplotlib' in sys.modules or 'torch' in sys.modules)"
     )
     Process(["-c", code], tmp_path, os.environ).ended().quiet()

@@ -10,13 +10,13 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from prefetcher.analysis.grid import Grid, Setting, settings
-from prefetcher.analysis.moves import new_planner
-from prefetcher.analysis.replay import Comparing, Replay, Saving, planned_beside
-from prefetcher.analysis.simulate import simulate
-from prefetcher.analysis.trace import HEADER_KEY, VERSION_KEY, TraceWriter, batch_checksum, plan_checksum, plan_facts
-from prefetcher.analysis.trace_header import check_tables, same_settings, trace_header
-from prefetcher.analysis.trace_reader import TraceReader
+from prefetcher.analysis.simulate.grid import Grid, Setting, settings
+from prefetcher.analysis.simulate.moves import new_planner
+from prefetcher.analysis.simulate.replay import Comparing, Replay, Saving, planned_beside
+from prefetcher.analysis.simulate.simulate import simulate
+from prefetcher.analysis.trace.header import check_tables, same_settings, trace_header
+from prefetcher.analysis.trace.reader import TraceReader
+from prefetcher.analysis.trace.trace import HEADER_KEY, VERSION_KEY, TraceWriter, batch_checksum, plan_checksum, plan_facts
 from prefetcher.planner.capacity import job_slots
 from protocol.batch import ScheduledBatch
 from protocol.errors import ConfigError, DataError, Mismatch, RowcastError

@@ -20,8 +20,8 @@ from prefetcher.analysis.advise.reading import Sample, observe
 from prefetcher.analysis.advise.recommend import Chosen, enough_depth, reasons, sections, toml
 from prefetcher.analysis.advise.trials import Trials
 from prefetcher.analysis.advise.working_set import working_sets
-from prefetcher.analysis.grid import with_values
 from prefetcher.analysis.progress import Progress, Silent
+from prefetcher.analysis.simulate.grid import with_values
 from prefetcher.planner.auto_horizon import SHARE
 from prefetcher.readers.base import Reader, open_reader, stream_columns
 from prefetcher.readers.schedule import expected_train_steps

@@ -14,9 +14,9 @@ import numpy.typing as npt
 
 from prefetcher.analysis.advise.following import NUM_PARTS, part_counts, scaled_slots
 from prefetcher.analysis.advise.observed import Observed
-from prefetcher.analysis.grid import with_values
-from prefetcher.analysis.moves import Moves, new_moves, note
 from prefetcher.analysis.progress import Tick
+from prefetcher.analysis.simulate.grid import with_values
+from prefetcher.analysis.simulate.moves import Moves, new_moves, note
 from prefetcher.planner.capacity import divide_capacity
 from prefetcher.planner.grouping import I64
 from prefetcher.planner.job_planner import job_planner

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from prefetcher.analysis.advise.observed import Observed
-from prefetcher.analysis.check_memory import DECODED_AHEAD
+from prefetcher.analysis.check.memory import DECODED_AHEAD
 from protocol.job import Job
 
 PLAN_SPARE = 1.25  # memory of a plan's arrays is taken with so much room to grow (trainer/cache.py)

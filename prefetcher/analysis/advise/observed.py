@@ -6,7 +6,7 @@ from functools import cached_property
 
 import numpy as np
 
-from prefetcher.analysis.recording import RecordedStep, Recording
+from prefetcher.analysis.simulate.recording import RecordedStep, Recording
 from prefetcher.planner.capacity import Touched
 from prefetcher.planner.grouping import I64
 from protocol.batch import ScheduledBatch

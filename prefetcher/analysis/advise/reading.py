@@ -16,7 +16,7 @@ import numpy as np
 from prefetcher.analysis.advise.following import group_shares, thinned
 from prefetcher.analysis.advise.observed import Observed, SeenStep
 from prefetcher.analysis.progress import Tick
-from prefetcher.analysis.recording import EMPTY, RecordedStep, without_arrays
+from prefetcher.analysis.simulate.recording import EMPTY, RecordedStep, without_arrays
 from prefetcher.planner.capacity import MEASURED_BATCHES, Touched, measure
 from prefetcher.planner.horizon import KnownBatch
 from prefetcher.planner.planner import groupers_of

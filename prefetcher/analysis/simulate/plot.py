@@ -6,8 +6,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from prefetcher.analysis.grid import BOUND
-from prefetcher.analysis.results import Simulation
+from prefetcher.analysis.simulate.grid import BOUND
+from prefetcher.analysis.simulate.results import Simulation
 from protocol.errors import ConfigError
 
 SUFFIXES = (".png", ".svg")

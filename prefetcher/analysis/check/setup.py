@@ -11,7 +11,7 @@ from importlib import metadata
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 
-from prefetcher.analysis.findings import Finding, error, ok, warning
+from prefetcher.analysis.check.findings import Finding, error, ok, warning
 from protocol.errors import ConfigError
 from protocol.job import Job
 from protocol.rundir import RunDirectory

@@ -17,9 +17,9 @@ A row that leaves is written back if it was trained since its fill, as in the pl
 import numpy as np
 import numpy.typing as npt
 
-from prefetcher.analysis.moves import Moves, new_moves
 from prefetcher.analysis.progress import Tick
-from prefetcher.analysis.recording import NEVER, NumberedRows, Recording
+from prefetcher.analysis.simulate.moves import Moves, new_moves
+from prefetcher.analysis.simulate.recording import NEVER, NumberedRows, Recording
 from prefetcher.planner.grouping import I32
 
 

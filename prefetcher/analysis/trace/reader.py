@@ -10,8 +10,8 @@ import msgspec
 import numpy as np
 import pyarrow as pa
 
-from prefetcher.analysis.trace import END, HEADER_KEY, TRACE_VERSION, VERSION_KEY, PlanFacts, batch_checksum, trace_schema
-from prefetcher.analysis.trace_header import TraceHeader, feature_limits
+from prefetcher.analysis.trace.header import TraceHeader, feature_limits
+from prefetcher.analysis.trace.trace import END, HEADER_KEY, TRACE_VERSION, VERSION_KEY, PlanFacts, batch_checksum, trace_schema
 from protocol.batch import Batch, ScheduledBatch
 from protocol.errors import ConfigError, DataError, Mismatch
 

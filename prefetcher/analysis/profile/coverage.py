@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from prefetcher.analysis.interval import Share, clustered_share
-from prefetcher.analysis.popularity import HotSet
+from prefetcher.analysis.profile.interval import Share, clustered_share
+from prefetcher.analysis.profile.popularity import HotSet
 from prefetcher.planner.grouping import Grouper, GroupLookups
 from protocol.batch import Batch
 from protocol.tables import KEY_SHIFT, GroupSpec

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 import msgspec
 import numpy as np
 
-from prefetcher.analysis.grid import Horizon, Setting
-from prefetcher.analysis.moves import Moves
-from prefetcher.analysis.recording import Recording
+from prefetcher.analysis.simulate.grid import Horizon, Setting
+from prefetcher.analysis.simulate.moves import Moves
+from prefetcher.analysis.simulate.recording import Recording
 
 
 class StepArrays(msgspec.Struct, frozen=True, kw_only=True):

@@ -13,13 +13,13 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain, islice
 
-from prefetcher.analysis.grid import BOUND, Grid, Setting, batch_size_jobs, capacity_jobs, settings
-from prefetcher.analysis.moves import Moves, bound_planner, new_planner, planned_moves
-from prefetcher.analysis.policies import ttl_moves, window_moves
 from prefetcher.analysis.progress import Progress, Silent
-from prefetcher.analysis.recording import Recording, record
-from prefetcher.analysis.replay import PlanWatcher, planned_beside
-from prefetcher.analysis.results import Outcome, Simulation, make_result, skipped_result
+from prefetcher.analysis.simulate.grid import BOUND, Grid, Setting, batch_size_jobs, capacity_jobs, settings
+from prefetcher.analysis.simulate.moves import Moves, bound_planner, new_planner, planned_moves
+from prefetcher.analysis.simulate.policies import ttl_moves, window_moves
+from prefetcher.analysis.simulate.recording import Recording, record
+from prefetcher.analysis.simulate.replay import PlanWatcher, planned_beside
+from prefetcher.analysis.simulate.results import Outcome, Simulation, make_result, skipped_result
 from prefetcher.planner.capacity import MEASURED_BATCHES, job_slots
 from protocol.batch import ScheduledBatch
 from protocol.errors import ConfigError

@@ -9,9 +9,9 @@ import msgspec
 from rich.console import Console
 
 from prefetcher.analysis.machine import free_memory
-from prefetcher.analysis.popularity import I64
-from prefetcher.analysis.profile import DEFAULT_AMOUNT, Profile, Request, profile_job
-from prefetcher.analysis.profile_output import print_profile
+from prefetcher.analysis.profile.output import print_profile
+from prefetcher.analysis.profile.popularity import I64
+from prefetcher.analysis.profile.profile import DEFAULT_AMOUNT, Profile, Request, profile_job
 from prefetcher.analysis.sample import Amount
 from prefetcher.analysis.words import stdout_console
 from prefetcher.pins import save_pins

@@ -10,16 +10,16 @@ from typing import get_args
 import msgspec
 import typer
 
-from prefetcher.analysis.grid import Grid, Horizon, Setting, batch_size_jobs, capacity_jobs, settings, with_values
-from prefetcher.analysis.grid_table import print_results
-from prefetcher.analysis.plot import check_plot, plot_results
 from prefetcher.analysis.progress import ProgressBar
-from prefetcher.analysis.replay import Comparing, PlanWatcher, Replay, Saving, Watchers
-from prefetcher.analysis.results import Simulation
-from prefetcher.analysis.simulate import simulate
-from prefetcher.analysis.trace import TraceWriter
-from prefetcher.analysis.trace_header import check_tables, same_settings, trace_header
-from prefetcher.analysis.trace_reader import TraceReader
+from prefetcher.analysis.simulate.grid import Grid, Horizon, Setting, batch_size_jobs, capacity_jobs, settings, with_values
+from prefetcher.analysis.simulate.grid_table import print_results
+from prefetcher.analysis.simulate.plot import check_plot, plot_results
+from prefetcher.analysis.simulate.replay import Comparing, PlanWatcher, Replay, Saving, Watchers
+from prefetcher.analysis.simulate.results import Simulation
+from prefetcher.analysis.simulate.simulate import simulate
+from prefetcher.analysis.trace.header import check_tables, same_settings, trace_header
+from prefetcher.analysis.trace.reader import TraceReader
+from prefetcher.analysis.trace.trace import TraceWriter
 from prefetcher.readers.base import open_reader
 from prefetcher.readers.schedule import schedule
 from protocol.batch import ScheduledBatch

@@ -9,8 +9,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from prefetcher.analysis.check import check_file
-from prefetcher.analysis.findings import Finding, Level
+from prefetcher.analysis.check.check import check_file
+from prefetcher.analysis.check.findings import Finding, Level
 from prefetcher.analysis.words import plural, stdout_console
 from protocol.errors import ConfigError
 

@@ -7,12 +7,12 @@ run from starting or end it, a warning what may.
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from prefetcher.analysis.check_data import ALL, SAMPLE, Seen, check_capacity, check_opens, check_pins, check_samples
-from prefetcher.analysis.check_machine import check_device, check_memlock, check_ports, check_rings
-from prefetcher.analysis.check_memory import check_disk, check_memory
-from prefetcher.analysis.check_setup import check_model, check_run_directory, check_versions
-from prefetcher.analysis.device import Device, ask_device
-from prefetcher.analysis.findings import Finding, findings_of, ok
+from prefetcher.analysis.check.data import ALL, SAMPLE, Seen, check_capacity, check_opens, check_pins, check_samples
+from prefetcher.analysis.check.device import Device, ask_device
+from prefetcher.analysis.check.findings import Finding, findings_of, ok
+from prefetcher.analysis.check.machine_checks import check_device, check_memlock, check_ports, check_rings
+from prefetcher.analysis.check.memory import check_disk, check_memory
+from prefetcher.analysis.check.setup import check_model, check_run_directory, check_versions
 from prefetcher.analysis.machine import free_memory
 from prefetcher.planner.capacity import job_slots
 from prefetcher.service import automatic_ring_bytes

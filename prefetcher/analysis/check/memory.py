@@ -4,8 +4,8 @@ import shutil
 from collections.abc import Iterator
 from itertools import pairwise
 
-from prefetcher.analysis.check_data import Seen
-from prefetcher.analysis.findings import Finding, error, ok, warning
+from prefetcher.analysis.check.data import Seen
+from prefetcher.analysis.check.findings import Finding, error, ok, warning
 from prefetcher.analysis.words import human_bytes
 from prefetcher.stores.memory import MemoryStore
 from protocol.job import Job, parse_bytes

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import msgspec
 
-from prefetcher.analysis.grid import Horizon, known_ahead
+from prefetcher.analysis.simulate.grid import Horizon, known_ahead
 from prefetcher.pins import checksum, read_pins
 from protocol.errors import Mismatch
 from protocol.job import Job, parse_bytes

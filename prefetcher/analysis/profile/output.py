@@ -6,7 +6,7 @@ from itertools import islice
 from rich.console import Console
 from rich.table import Table
 
-from prefetcher.analysis.profile import HALF, BudgetCoverage, Profile
+from prefetcher.analysis.profile.profile import HALF, BudgetCoverage, Profile
 from prefetcher.analysis.words import human_bytes, percent, percent_interval
 
 BUDGET_WIDTH = 33  # columns of the terminal that one budget takes beside the tables' names

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.table import Table
 
-from prefetcher.analysis.results import Simulation
+from prefetcher.analysis.simulate.results import Simulation
 
 MIB = 2**20
 FILE_WIDTH = 120  # where no terminal says how wide it is

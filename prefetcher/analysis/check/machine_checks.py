@@ -8,8 +8,8 @@ from pathlib import Path
 
 from prometheus_client import CollectorRegistry
 
-from prefetcher.analysis.device import Device
-from prefetcher.analysis.findings import Finding, error, ok, warning
+from prefetcher.analysis.check.device import Device
+from prefetcher.analysis.check.findings import Finding, error, ok, warning
 from prefetcher.analysis.words import human_bytes
 from prefetcher.service import check_shared_memory
 from protocol.errors import ConfigError

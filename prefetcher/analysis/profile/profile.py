@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import islice
 
-from prefetcher.analysis.coverage import Coverage, CoverageShares
-from prefetcher.analysis.interval import METHOD, unseen_share
-from prefetcher.analysis.popularity import I64, HotSet, Popularity, hot_set
+from prefetcher.analysis.profile.coverage import Coverage, CoverageShares
+from prefetcher.analysis.profile.interval import METHOD, unseen_share
+from prefetcher.analysis.profile.popularity import I64, HotSet, Popularity, hot_set
 from prefetcher.analysis.sample import Amount, SampledBatch, read_windows, reader_for_another_pass, sample_windows
 from prefetcher.planner.capacity import MEASURED_BATCHES, job_slots, measure
 from prefetcher.readers.base import Reader, open_reader

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import numpy as np
 
-from prefetcher.analysis.findings import Finding, error, ok, warning
-from prefetcher.analysis.profile import with_margin
+from prefetcher.analysis.check.findings import Finding, error, ok, warning
+from prefetcher.analysis.profile.profile import with_margin
 from prefetcher.analysis.sample import Amount, read_windows, reader_for_another_pass, sample_windows
 from prefetcher.analysis.words import human_bytes, percent, plural
 from prefetcher.pins import load_pins

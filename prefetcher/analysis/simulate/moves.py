@@ -6,9 +6,9 @@ from pathlib import Path
 
 import numpy as np
 
-from prefetcher.analysis.grid import Setting
 from prefetcher.analysis.progress import Tick
-from prefetcher.analysis.recording import Recording
+from prefetcher.analysis.simulate.grid import Setting
+from prefetcher.analysis.simulate.recording import Recording
 from prefetcher.pins import load_pins
 from prefetcher.planner.grouping import I64
 from prefetcher.planner.job_planner import job_planner

@@ -30,7 +30,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import xxhash
 
-from prefetcher.analysis.trace_header import TraceHeader, feature_limits
+from prefetcher.analysis.trace.header import TraceHeader, feature_limits
 from protocol.batch import Batch, ScheduledBatch
 from protocol.errors import ConfigError
 from protocol.manifest import sync_folder

@@ -9,8 +9,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import takewhile
 from typing import Protocol
 
-from prefetcher.analysis.trace import TraceWriter, plan_facts
-from prefetcher.analysis.trace_reader import TracedBatch, TraceReader
+from prefetcher.analysis.trace.reader import TracedBatch, TraceReader
+from prefetcher.analysis.trace.trace import TraceWriter, plan_facts
 from prefetcher.planner.capacity import MEASURED_BATCHES
 from prefetcher.planner.planner import RowPlanner
 from protocol.batch import ScheduledBatch
