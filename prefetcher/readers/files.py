@@ -3,9 +3,7 @@
 import glob
 import math
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -49,16 +47,6 @@ def split_rows(num_rows: int, eval_fraction: float) -> tuple[Span, Span]:
     """(train, eval): the last floor(num_rows * eval_fraction) rows are for evaluation."""
     num_train = num_rows - math.floor(num_rows * eval_fraction)
     return Span(start=0, stop=num_train), Span(start=num_train, stop=num_rows)
-
-
-def file_spans(bounds: list[int], span: Span) -> Iterator[tuple[int, Span]]:
-    """(file, the rows of `span` in it, counted from the file's first) for each file that `span` touches; file i holds the rows
-    bounds[i] to bounds[i + 1].
-    """
-    for index, (first, end) in enumerate(pairwise(bounds)):
-        start, stop = max(span.start, first), min(span.stop, end)
-        if start < stop:
-            yield index, Span(start=start - first, stop=stop - first)
 
 
 def sizes_of(paths: list[Path]) -> list[int]:
