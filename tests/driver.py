@@ -21,7 +21,7 @@ from prefetcher.fetcher import PlannedStep
 from prefetcher.planner.capacity import MEASURED_BATCHES
 from prefetcher.planner.job_planner import job_planner
 from prefetcher.readers.parts import Rest, divide
-from prefetcher.readers.schedule import Place, PlacedIds, Position
+from prefetcher.readers.schedule import Place, PlacedIds
 from prefetcher.stores.base import Store
 from prefetcher.stores.late import LateStore
 from prefetcher.stores.memory import MemoryStore, first_records
@@ -30,6 +30,7 @@ from protocol.conversation import Conversation
 from protocol.job import Job
 from protocol.messages import PROTOCOL_VERSION, EndOfData, Hello, RingSpec, Saved, Welcome
 from protocol.plan import BarrierPlan, StepPlan
+from protocol.position import Position
 from protocol.session import Session
 from protocol.stages import Stage
 from protocol.tables import GroupSpec, group_specs, make_keys

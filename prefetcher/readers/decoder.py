@@ -23,10 +23,11 @@ from multiprocessing.context import SpawnProcess
 from prefetcher.readers import parcels
 from prefetcher.readers.base import Reader, open_reader
 from prefetcher.readers.parts import Columns, Part
-from prefetcher.readers.schedule import Place, Position, places
+from prefetcher.readers.schedule import Place, places
 from prefetcher.readers.source import SourceInfo, source_info
 from protocol.errors import RowcastError
 from protocol.job import Job
+from protocol.position import Position
 
 GROUP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 

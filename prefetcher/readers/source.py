@@ -15,10 +15,11 @@ from typing import Protocol
 
 from prefetcher.readers.base import Reader, open_reader, stream_columns
 from prefetcher.readers.parts import Columns, Part, Rest, divide
-from prefetcher.readers.schedule import Place, PlacedBatch, PlacedIds, Position, Turn, expected_train_steps, places
+from prefetcher.readers.schedule import Place, PlacedBatch, PlacedIds, Turn, expected_train_steps, places
 from protocol.batch import Batch
 from protocol.errors import DataError, RowcastError
 from protocol.job import Job
+from protocol.position import Position
 
 Arrival = tuple[Place, Part]
 

@@ -15,9 +15,9 @@ from collections.abc import Callable
 from prefetcher.readers.base import can_share, stream_columns
 from prefetcher.readers.decoder import Decoder, EndOfBatches, Share
 from prefetcher.readers.parts import Columns
-from prefetcher.readers.schedule import Position
 from prefetcher.readers.source import Arrival, Source, SourceCounters, SourceInfo
 from protocol.job import Job
+from protocol.position import Position
 from protocol.telemetry.logs import get_logger
 
 NUM_AHEAD = 8  # batches of a stream decoded ahead, all decoders together

@@ -12,11 +12,12 @@ from prefetcher.readers import criteo_tsv, parquet_files, text
 from prefetcher.readers.base import can_share, open_reader, stream_columns
 from prefetcher.readers.decoder import Share, decode_share
 from prefetcher.readers.parts import Columns, Part, divide
-from prefetcher.readers.schedule import Place, PlacedBatch, Position, schedule
+from prefetcher.readers.schedule import Place, PlacedBatch, schedule
 from prefetcher.readers.source import InlineSource
 from prefetcher.readers.worker import BatchSource
 from protocol.batch import Batch, Kind
 from protocol.job import Job
+from protocol.position import Position
 from tests.readers.polling import rest_of
 from tests.readers.samples import (
     BATCH_SIZE,

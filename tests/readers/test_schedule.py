@@ -7,9 +7,10 @@ import msgspec
 import pytest
 
 from prefetcher.readers.base import Pending, Reader, decoded, open_reader
-from prefetcher.readers.schedule import PlacedBatch, Position, expected_train_steps, schedule
+from prefetcher.readers.schedule import PlacedBatch, expected_train_steps, schedule
 from protocol.batch import Batch, Kind
 from protocol.job import Job
+from protocol.position import Position
 from tests.readers.samples import make_job, same_batch
 
 

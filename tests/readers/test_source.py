@@ -10,10 +10,11 @@ from pyarrow import parquet as pq
 
 from prefetcher.readers.base import open_reader
 from prefetcher.readers.parts import IdsBatch, Rest
-from prefetcher.readers.schedule import Place, Position, schedule
+from prefetcher.readers.schedule import Place, schedule
 from prefetcher.readers.source import Arrival, InlineSource, Source, SourceCounters, SourceInfo
 from protocol.errors import DataError
 from protocol.job import Job
+from protocol.position import Position
 from tests.readers.polling import next_batch, next_ids, next_rest, polled_ahead, rest_of
 from tests.readers.samples import PARQUET_COLUMNS, click_log, long_job, make_job, same_batch, write_day, write_parquet, write_tsv
 

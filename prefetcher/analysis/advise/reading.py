@@ -22,10 +22,11 @@ from prefetcher.planner.horizon import KnownBatch
 from prefetcher.planner.planner import groupers_of
 from prefetcher.readers.base import FORMATS, Pending, Reader
 from prefetcher.readers.parts import IdsBatch, Part, Rest, join_parts
-from prefetcher.readers.schedule import Place, Position, Turn, places
+from prefetcher.readers.schedule import Place, Turn, places
 from protocol.batch import Batch, Kind, ScheduledBatch
 from protocol.errors import ConfigError
 from protocol.job import Job
+from protocol.position import Position
 from protocol.tables import group_specs
 
 
