@@ -20,6 +20,8 @@ app = typer.Typer(
 Config = Annotated[Path, typer.Option("--config", help="The job file.", metavar="job.toml")]
 Overrides = Annotated[list[str] | None, typer.Option("--set", help="Override a key: section.key=value. Repeatable.")]
 SaveTrace = Annotated[Path | None, typer.Option("--save-trace", help="Save ids and plans for `simulate --trace`.", metavar="FILE")]
+RunFolder = Annotated[Path, typer.Option("--run", help="The run directory.", metavar="DIR")]
+CheckpointName = Annotated[str | None, typer.Option("--checkpoint", help="Which, such as step-000000000100.", show_default=False)]
 LogLevel = Annotated[str, typer.Option("--log-level", help="debug, info, warning or error.")]
 LogJson = Annotated[bool, typer.Option("--log-json", help="Log JSON lines.")]
 
@@ -29,20 +31,30 @@ def run(
     config: Config,
     overrides: Overrides = None,
     max_steps: Annotated[int | None, typer.Option("--max-steps", min=0, help="End the run after so many train steps.")] = None,
-    fresh: Annotated[bool, typer.Option("--fresh", help="Empty the run directory of an earlier run.")] = False,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Start over: give up what an earlier run left in the run directory.")] = False,
     save_trace: SaveTrace = None,
+    evaluate: Annotated[bool, typer.Option("--eval", help="Evaluate a checkpoint, with `trainer eval`; train nothing.")] = False,
+    checkpoint: Annotated[str | None, typer.Option("--checkpoint", help="With --eval: which, such as step-000000000100.")] = None,
     log_level: LogLevel = "info",
     log_json: LogJson = False,
 ) -> None:
-    """Serve one training run. Start `trainer run` with the same job file, before or after."""
+    """Serve one training run. Start `trainer run` with the same job file, before or after. A run that was stopped or killed goes on from
+    its newest checkpoint."""
 
     def main() -> None:
         setup_logging("prefetcher", log_level, log_json or None)
         job = load_job(config, tuple(overrides or ()))
         with Signals() as signals:
-            from prefetcher.service import run_prefetcher
+            from prefetcher.service import RunOptions, run_prefetcher
 
-            run_prefetcher(job, max_steps, signals, fresh=fresh, save_trace=save_trace)
+            options = RunOptions(
+                max_steps=max_steps,
+                fresh=fresh,
+                save_trace=save_trace,
+                mode="eval" if evaluate else "train",
+                checkpoint=checkpoint,
+            )
+            run_prefetcher(job, options, signals)
 
     raise typer.Exit(run_command("prefetcher", main))
 
@@ -171,15 +183,63 @@ def check(
 
 @app.command()
 def export(
-    run_dir: Annotated[Path, typer.Option("--run", help="The run directory.", metavar="DIR")],
+    run_dir: RunFolder,
     out: Annotated[Path, typer.Option("--out", help="The safetensors file to write.", metavar="FILE")],
+    checkpoint: CheckpointName = None,
 ) -> None:
-    """Write the newest checkpoint of a run as one safetensors file: tables, row state, dense weights."""
+    """Write a checkpoint of a run, by default the newest that is whole, as one safetensors file: tables, row state, dense weights."""
 
     def main() -> None:
         from prefetcher.export import export_run
 
-        manifest = export_run(run_dir, out, lambda table: get_logger().info("table", name=table))
+        manifest = export_run(run_dir, out, get_logger(), checkpoint)
         get_logger().info("exported", file=str(out), train_steps=manifest.train_steps, bytes=out.stat().st_size)
+
+    raise typer.Exit(run_command("prefetcher", main))
+
+
+@app.command("import")
+def import_(
+    config: Config,
+    source: Annotated[Path, typer.Option("--from", help="A safetensors file as `prefetcher export` writes it.", metavar="FILE")],
+    overrides: Overrides = None,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Give up what an earlier run left in the run directory.")] = False,
+) -> None:
+    """Make a run directory whose run begins with the rows and dense weights of a file, at step 0."""
+
+    def main() -> None:
+        from prefetcher.checkpoints.imported import import_run
+
+        manifest = import_run(load_job(config, tuple(overrides or ())), source, fresh=fresh)
+        get_logger().info("imported", file=str(source), checkpoint=manifest.name, rows=manifest.num_rows, bytes=manifest.nbytes)
+
+    raise typer.Exit(run_command("prefetcher", main))
+
+
+@app.command()
+def verify(run_dir: RunFolder, checkpoint: CheckpointName = None) -> None:
+    """Read every byte of a run's checkpoints and tell which are whole. Exit code 4 where one is damaged."""
+
+    def main() -> int:
+        from prefetcher.checkpoints.verify import verify_run
+
+        return verify_run(run_dir, checkpoint)
+
+    raise typer.Exit(run_command("prefetcher", main))
+
+
+@app.command()
+def keys(
+    out: Annotated[Path | None, typer.Option("--out", help="The folder of keys to make, or to add clients to.", metavar="DIR")] = None,
+    clients: Annotated[list[str] | None, typer.Option("--client", help="A trainer's name. Repeatable.", show_default="trainer")] = None,
+    folder: Annotated[Path | None, typer.Option("--check", help="A folder of keys to check instead.", metavar="DIR")] = None,
+) -> None:
+    """Make the keys that a run over tcp needs, or check them."""
+
+    def main() -> None:
+        from prefetcher.keys import keys_command
+
+        for line in keys_command(out, clients, folder):
+            typer.echo(line)
 
     raise typer.Exit(run_command("prefetcher", main))

@@ -11,10 +11,12 @@ from prefetcher.planner.planner import RowPlanner
 from prefetcher.planning import BatchSource, PlanningStage
 from prefetcher.readers.schedule import PlacedBatch
 from prefetcher.stores.base import Store
+from prefetcher.verify.verifier import Verifier
 from prefetcher.writeback import Writeback
 from protocol.conversation import Conversation
 from protocol.job import Job
-from protocol.messages import Bye, Hello, Released, RowsBack, Saved, StepDone, StopRequest, Welcome
+from protocol.messages import Bye, Hello, Mode, Released, RowChecksums, RowsBack, Saved, StepDone, StopRequest, Welcome
+from protocol.position import Position
 from protocol.session import check_hello
 from protocol.stages import Stage
 from protocol.tables import GroupSpec
@@ -36,6 +38,9 @@ class EngineParts:
     back_ring: RingReader
     checkpointer: Checkpointer
     welcome: Welcome
+    mode: Mode
+    start: Position  # where this incarnation begins
+    restore: bytes  # the dense side that the trainer begins with; empty: as the job says
 
 
 class PrefetcherEngine:
@@ -51,36 +56,41 @@ class PrefetcherEngine:
         self.checkpointer = parts.checkpointer
         self.planner = parts.planner
         self.conversation = parts.conversation
-        self.writeback = Writeback(parts.groups, parts.stores, parts.back_ring, self.counters, parts.conversation.send)
+        verifier = Verifier(parts.groups, parts.stores, welcome.verify, self.counters) if welcome.verify else None
+        self.writeback = Writeback(
+            parts.groups, parts.stores, parts.back_ring, self.counters, parts.conversation.send, parts.checkpointer.dense, verifier
+        )
         self.fetcher = Fetcher(
             groups=parts.groups,
             stores=parts.stores,
             depth=depth,
-            first_step=0,
+            first_step=parts.start.step,
             ring=parts.fetch_ring,
             writeback=self.writeback,
             checkpointer=parts.checkpointer,
             counters=self.counters,
             send=parts.conversation.send,
+            restore=parts.restore,
+            verifier=verifier,
         )
         self.planning = PlanningStage(
             source=parts.source,
             planner=self.planner,
             fetcher=self.fetcher,
             depth=depth,
-            first_step=0,
+            start=parts.start,
             measured=parts.measured,
             counters=self.counters,
         )
-        self.planning.on_plan = lambda planned: parts.checkpointer.planned(planned.plan)
         self._parts = parts
         parts.conversation.listen(
             {
                 Hello: self._greet,
                 Released: lambda message: parts.fetch_ring.release(message.position),
                 RowsBack: self.writeback.accept,
+                Saved: self.writeback.accept,
+                **({} if verifier is None else {RowChecksums: verifier.reported}),
                 StepDone: self._step_done,
-                Saved: parts.checkpointer.accept,
                 StopRequest: lambda message: self.planning.stop(message.reason),
                 Bye: self._bye,
             }
@@ -102,7 +112,7 @@ class PrefetcherEngine:
         return WAITS.get(self.fetcher.stalled_by or "", "its own work")
 
     def _greet(self, hello: Hello) -> None:
-        check_hello(hello, self._parts.job.session_digest())
+        check_hello(hello, self._parts.job.session_digest(), self._parts.mode)
         self.hello = hello
         self.conversation.send(self._parts.welcome)
         self.fetcher.connected = True
@@ -122,4 +132,5 @@ WAITS = {
     "ring": "space in the ring",
     "store": "the store",
     "barrier": "the barrier",
+    "checkpoint": "a checkpoint to be on disk",
 }

@@ -7,44 +7,50 @@
 A row that was never trained has its first value, which the manifest's job file determines.
 """
 
-import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, Protocol
 
 import numpy as np
 import numpy.typing as npt
-from safetensors.numpy import load_file
 
+from prefetcher.checkpoints.folder import Checkpoints
+from prefetcher.checkpoints.merge import merged
+from prefetcher.checkpoints.row_files import Rows
+from prefetcher.checkpoints.tensors import PlacedTensor, TensorSpec, make_header, read_blocks, read_header
+from prefetcher.stores.base import Keys, Records
 from prefetcher.stores.memory import first_records
-from protocol.errors import ConfigError, DataError
+from protocol.disk import RealDisk
+from protocol.errors import ConfigError
 from protocol.job_file import parse_job
-from protocol.manifest import Manifest, ShardFile, checked_file, newest_checkpoint, read_manifest, sync_folder
+from protocol.manifest import Manifest, RowLayer, checked_file, sync_folder
 from protocol.tables import GroupSpec, TableSpec, group_specs, make_keys
 
 BLOCK_ROWS = 65536
+MODEL = "model."  # how names of the model's own tensors begin in the dense file
 Floats = npt.NDArray[np.float32]
-Progress = Callable[[str], None]
 
 
-def export_run(run_dir: Path, out: Path, progress: Progress = lambda table: None) -> Manifest:
-    """Writes the newest checkpoint of a run to `out`; `progress` is told each table's name. Raises ConfigError and DataError."""
+class Log(Protocol):
+    def info(self, event: str, /, **fields: object) -> object: ...
+
+    def warning(self, event: str, /, **fields: object) -> object: ...
+
+
+def export_run(run_dir: Path, out: Path, log: Log, checkpoint: str | None = None) -> Manifest:
+    """Writes a checkpoint of a run, by default the newest valid one, to `out`. Raises ConfigError and DataError."""
     if out.is_dir() or not out.name:
         raise ConfigError(f"--out {out} is a folder; name a file, such as {out / 'model.safetensors'}")
-    folder = newest_checkpoint(run_dir)
-    if folder is None:
-        raise ConfigError(f"{run_dir} holds no checkpoint; a run writes one at its end")
-    manifest = read_manifest(folder)
-    job = parse_job(manifest.job, f"{folder}/manifest.json")
-    checkpoint = CheckpointRows(folder, manifest, job.job.seed)
-    dense = load_dense(folder, manifest)
+    checkpoints = Checkpoints(run_dir, RealDisk())
+    manifest = checkpoints.choose(checkpoint, log)
+    job = parse_job(manifest.job, f"{checkpoints.root / manifest.name}/manifest.json")
+    dense = DenseSide(checkpoints.root, manifest)
     partial = out.with_name(out.name + ".partial")
     try:
         with partial.open("wb") as file:
-            write_safetensors(file, group_specs(job), checkpoint, dense, progress)
+            write_safetensors(file, group_specs(job), CheckpointRows(checkpoints.root, manifest.layers, job.job.seed), dense, log)
             file.flush()
             os.fsync(file.fileno())
         partial.rename(out)
@@ -57,110 +63,100 @@ def export_run(run_dir: Path, out: Path, progress: Progress = lambda table: None
     return manifest
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RawTensor:
-    """A tensor of any dtype that safetensors knows, as it stands in a file."""
+class DenseSide:
+    """The model's tensors by their own names, copied as they are."""
 
-    dtype: str  # in safetensors' words
-    shape: tuple[int, ...]
-    content: bytes
+    def __init__(self, root: Path, manifest: Manifest) -> None:
+        self.tensors: dict[str, PlacedTensor] = {}
+        if manifest.dense is not None:
+            self._path = checked_file(root, manifest.dense)
+            found = read_header(self._path).items()
+            self.tensors = {name.removeprefix(MODEL): tensor for name, tensor in found if name.startswith(MODEL)}
 
-
-def load_dense(folder: Path, manifest: Manifest) -> dict[str, RawTensor]:
-    """The model's tensors by their own names, uninterpreted: numpy has no bfloat16."""
-    path = checked_file(folder, manifest.dense.file, manifest.dense.nbytes, manifest.dense.checksum)
-    raw = path.read_bytes()
-    end = 8 + int.from_bytes(raw[:8], "little")
-    header = {name: entry for name, entry in json.loads(raw[8:end]).items() if name.startswith("model.")}
-    return {
-        name.removeprefix("model."): RawTensor(
-            dtype=entry["dtype"], shape=tuple(entry["shape"]), content=raw[slice(*(end + at for at in entry["data_offsets"]))]
-        )
-        for name, entry in header.items()
-    }
+    def blocks(self, name: str) -> Iterator[bytes]:
+        with self._path.open("rb") as file:
+            yield from read_blocks(file, self.tensors[name])
 
 
 class CheckpointRows:
-    """Rows of a checkpoint by table, in blocks: trained ones from its shards, the others computed."""
+    """Rows of a checkpoint by table, in blocks: trained ones from its layers, with one file of each in memory, the others computed."""
 
-    def __init__(self, folder: Path, manifest: Manifest, seed: int) -> None:
-        self._folder = folder
-        self._shards = manifest.shards
+    def __init__(self, root: Path, layers: tuple[RowLayer, ...], seed: int) -> None:
+        self._root = root
+        self._layers = layers
         self._seed = seed
 
-    def blocks(self, group: GroupSpec, table: TableSpec) -> Iterator[Floats]:
-        """f32 [n, record_floats] of rows 0, 1, ... of the table, at most `BLOCK_ROWS` at a time."""
+    def tables(self, group: GroupSpec) -> Iterator[tuple[TableSpec, Iterator[Floats]]]:
+        """Each table with its blocks, f32 [n, record_floats] of at most BLOCK_ROWS rows; the blocks of one before the next table."""
+        trained = AscendingRows(merged(self._root, group, self._layers))
+        for table in group.tables:
+            yield table, self._blocks(group, table, trained)
+
+    def _blocks(self, group: GroupSpec, table: TableSpec, trained: "AscendingRows") -> Iterator[Floats]:
         for first in range(0, table.num_embeddings, BLOCK_ROWS):
             keys = make_keys(table.index, np.arange(first, min(first + BLOCK_ROWS, table.num_embeddings), dtype=np.int64))
             records = first_records(group, self._seed, keys)
-            for shard in self._shards:
-                if shard.group == group.name and shard.first_key <= keys[-1] and shard.last_key >= keys[0]:
-                    self._overlay(group, shard, keys, records)
+            for found, rows in trained.up_to(int(keys[-1])):
+                records[found - keys[0]] = rows
             yield records.view(np.float32)
 
-    def _overlay(self, group: GroupSpec, shard: ShardFile, keys: npt.NDArray[np.int64], records: npt.NDArray[np.uint8]) -> None:
-        trained, rows = self._load(group, shard)
-        start, stop = np.searchsorted(trained, [keys[0], keys[-1] + 1])
-        records[trained[start:stop] - keys[0]] = rows[start:stop]
 
-    def _load(self, group: GroupSpec, shard: ShardFile) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.uint8]]:
-        """One shard is kept in memory: blocks ask for them in order."""
-        if self._loaded is None or self._loaded[0] != shard.file:
-            path = checked_file(self._folder, shard.file, shard.nbytes, shard.checksum)
-            content = load_file(path)
-            keys, rows = content["keys"], content["records"]
-            if len(keys) != shard.num_rows or rows.shape != (shard.num_rows, group.record_bytes):
-                raise DataError(f"{path}: {len(keys)} keys and records of shape {rows.shape}, but the manifest says {shard.num_rows} rows")
-            self._loaded = (shard.file, keys, rows)
-        return self._loaded[1:]
+class AscendingRows:
+    """Pieces of rows by ascending key, cut again where the one who asks wants."""
 
-    _loaded: tuple[str, npt.NDArray[np.int64], npt.NDArray[np.uint8]] | None = None
+    def __init__(self, pieces: Iterator[Rows]) -> None:
+        self._pieces = pieces
+        self._keys: Keys | None = None
+        self._records: Records | None = None
+
+    def up_to(self, last_key: int) -> Iterator[Rows]:
+        """The next rows, up to `last_key`."""
+        while (piece := self._next()) is not None:
+            keys, records = piece
+            end = int(np.searchsorted(keys, last_key, side="right"))
+            self._keys, self._records = (keys[end:], records[end:]) if end < len(keys) else (None, None)
+            if end:
+                yield keys[:end], records[:end]
+            if end < len(keys):
+                return
+
+    def _next(self) -> Rows | None:
+        if self._keys is None or self._records is None:
+            return next(self._pieces, None)
+        return self._keys, self._records
 
 
-def write_safetensors(
-    file: IO[bytes],
-    groups: tuple[GroupSpec, ...],
-    rows: CheckpointRows,
-    dense: dict[str, RawTensor],
-    progress: Progress,
-) -> None:
+def write_safetensors(file: IO[bytes], groups: tuple[GroupSpec, ...], rows: CheckpointRows, dense: DenseSide, log: Log) -> None:
     """Header first, then every tensor at its place; a table's parts are filled side by side, block by block."""
-    offsets, header = layout(groups, dense)
+    header, at = make_header(table_tensors(groups) | dense.tensors)
     file.write(header)
-    start = len(header)
     for group in groups:
-        for table in group.tables:
-            progress(table.name)
-            at = {part.name: start + offsets[part_name(table, part.name)] for part in group.parts}
-            for records in rows.blocks(group, table):
+        for table, blocks in rows.tables(group):
+            log.info("table", name=table.name)
+            for records in blocks:
                 for part in group.parts:
+                    name = part_name(table, part.name)
                     content = np.ascontiguousarray(records[:, part.offset : part.offset + part.width])
-                    file.seek(at[part.name])
+                    file.seek(at[name])
                     file.write(content.data)
-                    at[part.name] += content.nbytes
-    for name, tensor in dense.items():
-        file.seek(start + offsets[name])
-        file.write(tensor.content)
+                    at[name] += content.nbytes
+    for name in dense.tensors:
+        file.seek(at[name])
+        for block in dense.blocks(name):
+            file.write(block)
+
+
+def table_tensors(groups: tuple[GroupSpec, ...]) -> dict[str, TensorSpec]:
+    """What an export holds of tables, by name."""
+    return {
+        part_name(table, part.name): TensorSpec(
+            dtype="F32", shape=(table.num_embeddings, part.width), nbytes=4 * table.num_embeddings * part.width
+        )
+        for group in groups
+        for table in group.tables
+        for part in group.parts
+    }
 
 
 def part_name(table: TableSpec, part: str) -> str:
     return f"embedding_bags.{table.name}.weight" if part == "weight" else f"optimizer.{table.name}.{part}"
-
-
-def layout(groups: tuple[GroupSpec, ...], dense: dict[str, RawTensor]) -> tuple[dict[str, int], bytes]:
-    """Where each tensor begins behind the header, and the header: 8 bytes of length, JSON, padding to 8 bytes."""
-    tensors: dict[str, tuple[str, tuple[int, ...], int]] = {}
-    for group in groups:
-        for table in group.tables:
-            for part in group.parts:
-                nbytes = 4 * table.num_embeddings * part.width
-                tensors[part_name(table, part.name)] = ("F32", (table.num_embeddings, part.width), nbytes)
-    tensors |= {name: (tensor.dtype, tensor.shape, len(tensor.content)) for name, tensor in dense.items()}
-    content, offsets, end = {}, {}, 0
-    for name, (dtype, shape, nbytes) in tensors.items():
-        content[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [end, end + nbytes]}
-        offsets[name] = end
-        end += nbytes
-    text = json.dumps(content, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    return offsets, len(text).to_bytes(8, "little") + text

@@ -5,22 +5,40 @@ A plan may be sent when the trainer has room to hold it:             done_throug
 A barrier is sent when everything before it is done, home, and both rings are empty; nothing after it is read before it is done.
 """
 
+import resource
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
+import xxhash
+
 from prefetcher.metrics import PrefetcherCounters
-from prefetcher.stores.base import Store, Ticket
+from prefetcher.stores.base import Records, Store, Ticket
+from prefetcher.verify.verifier import Verifier
 from prefetcher.writeback import Writeback
 from protocol.batch import ScheduledBatch
-from protocol.messages import EndOfData, Flush, PlanHeader, RingRef, Saved, StepReady
-from protocol.packing import Block, Piece, barrier_stamp, cut, is_sampled, make_block, plan_block, plan_header, plan_stamp
+from protocol.faults import crash_point
+from protocol.messages import ArraySpan, EndOfData, Flush, PlanHeader, Restore, RingRef, RowSpan, Saved, StepReady
+from protocol.packing import (
+    Block,
+    Piece,
+    barrier_stamp,
+    cut,
+    cut_bytes,
+    dense_stamp,
+    is_sampled,
+    make_block,
+    plan_block,
+    plan_header,
+    plan_stamp,
+)
 from protocol.plan import BarrierPlan, StepPlan
+from protocol.position import Position
 from protocol.tables import GroupSpec
 from protocol.transport.ring import RingSlice, RingWriter
 
-Stall = Literal["plans", "credit", "write_back", "ring", "store", "barrier"]
+Stall = Literal["plans", "credit", "write_back", "ring", "store", "barrier", "checkpoint"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,33 +47,36 @@ class PlannedStep:
     plan: StepPlan
 
 
-class Checkpointer(Protocol):
-    """Writes the prefetcher's side of a checkpoint at a barrier.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedBarrier:
+    """An entry of the plan stream after a step. Every barrier is a checkpoint, where the run makes any."""
 
-    `planned` and `accept` only note; the rest runs on the fetcher's thread.
+    plan: BarrierPlan
+    position: Position  # where training goes on from it
+    last: bool  # nothing follows
+
+
+class Checkpointer(Protocol):
+    """The prefetcher's side of a checkpoint: what is copied at the barrier, and made durable behind it.
+
+    Called by the fetcher's thread, but for `dense`, which is the write-back's. Nothing waits.
     """
 
     @property
-    def num_files(self) -> int:
-        """Files written so far."""
+    def busy(self) -> bool:
+        """Whether the checkpoint before is not durable yet."""
 
-    def planned(self, plan: StepPlan) -> None:
-        """A plan was made."""
+    def begin(self, barrier: PlannedBarrier) -> bool:
+        """Whether this barrier needs a checkpoint: not where nothing was planned since the last one."""
 
-    def accept(self, message: Saved) -> None:
-        """The trainer's side is on disk."""
+    def collect(self) -> bool:
+        """Copies rows that changed since the last checkpoint; True when that is done. Every row is in the store."""
 
-    def begin(self, barrier: BarrierPlan) -> str:
-        """Makes the checkpoint's directory, where the trainer puts the dense side; its path."""
+    def dense(self, message: Saved, content: bytes) -> bool:
+        """A piece of the trainer's dense side; False: there is no room for it yet."""
 
-    def saved(self) -> bool:
-        """Whether the trainer's side is on disk."""
-
-    def finish(self, barrier: BarrierPlan) -> None:
-        """Writes the tables, then the manifest. Every row is in the store."""
-
-    def end_of_data(self, barrier: BarrierPlan) -> EndOfData:
-        """What is sent when the barrier is done."""
+    def collected(self) -> bool:
+        """Whether rows and dense side are complete: training may go on."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -87,10 +108,22 @@ class Reading:
 class FlushOut:
     """A barrier whose slots are on their way."""
 
-    barrier: BarrierPlan
+    barrier: PlannedBarrier
     block: Block
     pieces: list[Piece]
-    checkpoint: str
+    checkpoint: bool
+    num_checksums: int
+    sent: int = 0
+    rows_copied: bool = False
+
+
+@dataclass(slots=True, kw_only=True)
+class DenseOut:
+    """The dense side on its way to the trainer."""
+
+    content: memoryview
+    checksum: int
+    pieces: list[ArraySpan]
     sent: int = 0
 
 
@@ -107,7 +140,9 @@ class Fetcher:
         writeback: Writeback,
         checkpointer: Checkpointer,
         counters: PrefetcherCounters,
-        send: Callable[[StepReady | Flush | EndOfData], None],
+        send: Callable[[Restore | StepReady | Flush | EndOfData], None],
+        restore: bytes = b"",
+        verifier: Verifier | None = None,
     ) -> None:
         self.connected = False  # a trainer was welcomed: until then rows may be read, but nothing is sent
         self.done_through: int | None = None  # the last step that the trainer completed
@@ -123,7 +158,9 @@ class Fetcher:
         self._checkpointer = checkpointer
         self._counters = counters
         self._send = send
-        self._queue: deque[PlannedStep | BarrierPlan] = deque()
+        self._verifier = verifier
+        self._restore = dense_out(restore, ring.max_payload) if restore else None  # the dense side that the trainer begins with
+        self._queue: deque[PlannedStep | PlannedBarrier] = deque()
         self._outgoing: Outgoing | None = None
         self._reading: deque[Reading] = deque()
         self._flush: FlushOut | None = None
@@ -138,7 +175,7 @@ class Fetcher:
         """Pieces in the ring that were not announced yet."""
         return len(self._reading)
 
-    def push(self, entry: PlannedStep | BarrierPlan) -> None:
+    def push(self, entry: PlannedStep | PlannedBarrier) -> None:
         self._queue.append(entry)
 
     def step_done(self, step: int) -> None:
@@ -146,9 +183,36 @@ class Fetcher:
 
     def advance(self) -> bool:
         self.stalled_by = None
+        if self._restore is not None:
+            return self._send_restore(self._restore)
         sent = self._send_read()
         begun = self._begin_reads()
         return sent or begun
+
+    def _send_restore(self, dense: DenseOut) -> bool:
+        """Before anything else, so that no row waits in the ring behind it."""
+        if not self.connected:
+            self.stalled_by = "credit"
+            return False
+        span = dense.pieces[dense.sent]
+        slot = self._ring.try_allocate(span.nbytes)
+        if slot is None:
+            self.stalled_by = "ring"
+            return False
+        slot.payload.data[:] = dense.content[span.offset : span.offset + span.nbytes]
+        message = Restore(
+            piece=dense.sent,
+            num_pieces=len(dense.pieces),
+            nbytes=len(dense.content),
+            checksum=dense.checksum,
+            payload=self._commit(slot, dense_stamp(dense.sent)),
+            span=span,
+        )
+        self._send(message)
+        dense.sent += 1
+        if dense.sent == len(dense.pieces):
+            self._restore = None
+        return True
 
     # store -> ring
 
@@ -160,7 +224,7 @@ class Fetcher:
             self.stalled_by = self.stalled_by or (None if self.ended else "plans")
             return False
         head = self._queue[0]
-        if isinstance(head, BarrierPlan):
+        if isinstance(head, PlannedBarrier):
             return self._advance_barrier(head)
         if not self._may_read(head.plan):
             self.stalled_by = self.stalled_by or "write_back"
@@ -179,14 +243,16 @@ class Fetcher:
     def _open(self, step: PlannedStep) -> Outgoing:
         plan = step.plan
         self._writeback.expect(plan.step, None, tuple(group.evict.keys[: group.num_dirty] for group in plan.groups))
-        block = plan_block(step.batch.batch, plan)
+        checked = {} if self._verifier is None else self._verifier.open_plan(plan)
+        block = plan_block(step.batch.batch, plan, checked)
         pieces = cut(
             block.nbytes,
             [len(group.fetch) for group in plan.groups],
             [group.record_bytes for group in self._groups],
             self._ring.max_payload,
         )
-        return Outgoing(step=step, block=block, header=plan_header(step.batch.batch, plan, block), pieces=pieces)
+        header = plan_header(step.batch.batch, plan, block, num_checksums=sum(map(len, checked.values())))
+        return Outgoing(step=step, block=block, header=header, pieces=pieces)
 
     def _begin_piece(self, outgoing: Outgoing) -> bool:
         piece = outgoing.pieces[outgoing.begun]
@@ -205,10 +271,8 @@ class Fetcher:
 
     def _read_span(self, outgoing: Outgoing, slot: RingSlice, piece: Piece, index: int) -> Ticket:
         span = piece.rows[index]
-        width = self._groups[span.group].record_bytes
         keys = outgoing.step.plan.groups[span.group].fetch.keys[span.start : span.start + span.count]
-        out = slot.payload[span.offset : span.offset + span.count * width].reshape(span.count, width)
-        return self._stores[span.group].read(keys, out)
+        return self._stores[span.group].read(keys, self._rows(slot, span))
 
     # ring -> trainer
 
@@ -227,8 +291,24 @@ class Fetcher:
             return False
         self._reading.popleft()
         with self._counters.timed("send"):
+            self._verify_read(reading)
             self._announce(reading)
         return True
+
+    def _verify_read(self, reading: Reading) -> None:
+        if self._verifier is None:
+            return
+        outgoing, piece = reading.outgoing, reading.outgoing.pieces[reading.number]
+        step = outgoing.step.plan.step
+        for span in piece.rows:
+            assert reading.slice is not None, "rows are read into a slice of the ring"
+            self._verifier.rows_read(step, span.group, span.start, self._rows(reading.slice, span))
+        if reading.number == len(outgoing.pieces) - 1:
+            self._verifier.plan_read(step)
+
+    def _rows(self, slot: RingSlice, span: RowSpan) -> Records:
+        width = self._groups[span.group].record_bytes
+        return slot.payload[span.offset : span.offset + span.count * width].reshape(span.count, width)
 
     def _announce(self, reading: Reading) -> None:
         outgoing, number = reading.outgoing, reading.number
@@ -243,8 +323,10 @@ class Fetcher:
             arrays=piece.arrays,
             rows=piece.rows,
         )
+        crash_point("StepReady not sent")
         self._counters.step_ready(message)
         self._send(message)
+        crash_point("StepReady sent")
         if number == len(outgoing.pieces) - 1:
             self.sent_through = plan.step
 
@@ -253,22 +335,41 @@ class Fetcher:
 
     # barriers
 
-    def _advance_barrier(self, barrier: BarrierPlan) -> bool:
+    def _advance_barrier(self, barrier: PlannedBarrier) -> bool:
         self.stalled_by = "barrier"
         if self._flush is None:
-            if not self._quiet(barrier):
+            if not self._quiet(barrier.plan):
+                return False
+            if self._checkpointer.busy:  # with the one before
+                self.stalled_by = "checkpoint"
                 return False
             self._flush = self._open_flush(barrier)
         if self._flush.sent < len(self._flush.pieces):
             return self._send_flush_piece(self._flush)
-        if self._writeback.applied_barriers <= barrier.barrier or not self._checkpointer.saved() or self._ring.used_bytes:
+        if self._writeback.applied_barriers <= barrier.plan.barrier or self._ring.used_bytes:
             return False
-        self._checkpointer.finish(barrier)
-        self._send(self._checkpointer.end_of_data(barrier))
+        if self._verifier is not None and self._verifier.must_read_back:
+            return self._verifier.read_back(barrier.plan.after_step)
+        if self._flush.checkpoint and not self._copied(self._flush):
+            return False
+        if barrier.last and self._checkpointer.busy:
+            self.stalled_by = "checkpoint"
+            return False
+        self._finish_barrier(barrier)
+        return True
+
+    def _copied(self, flush: FlushOut) -> bool:
+        """Whether the checkpoint has its own copy of everything."""
+        flush.rows_copied = flush.rows_copied or self._checkpointer.collect()
+        return flush.rows_copied and self._checkpointer.collected()
+
+    def _finish_barrier(self, barrier: PlannedBarrier) -> None:
         self._queue.popleft()
         self._flush = None
-        self.ended, self.finished = True, barrier.finished
-        return True
+        if barrier.last:
+            crash_point("EndOfData not sent")
+            self._send(end_of_data(barrier.plan))
+            self.ended, self.finished = True, barrier.plan.finished
 
     def _quiet(self, barrier: BarrierPlan) -> bool:
         """Whether everything before the barrier is done and home; then nothing can be left in the ring either."""
@@ -279,14 +380,22 @@ class Fetcher:
             return False
         return not self._reading and not self._ring.used_bytes
 
-    def _open_flush(self, barrier: BarrierPlan) -> FlushOut:
-        self._writeback.expect(barrier.after_step, barrier.barrier, tuple(move.keys for move in barrier.dirty))
-        block = make_block({f"{group}.slots": move.slots for group, move in enumerate(barrier.dirty)})
-        pieces = cut(block.nbytes, [], [], self._ring.max_payload)
-        return FlushOut(barrier=barrier, block=block, pieces=pieces, checkpoint=self._checkpointer.begin(barrier))
+    def _open_flush(self, barrier: PlannedBarrier) -> FlushOut:
+        plan = barrier.plan
+        self._writeback.expect(plan.after_step, plan.barrier, tuple(move.keys for move in plan.dirty))
+        slots = {f"{group}.slots": move.slots for group, move in enumerate(plan.dirty)}
+        checked = {} if self._verifier is None else self._verifier.open_barrier(plan)
+        block = make_block({**slots, **checked})
+        return FlushOut(
+            barrier=barrier,
+            block=block,
+            pieces=cut(block.nbytes, [], [], self._ring.max_payload),
+            checkpoint=self._checkpointer.begin(barrier),
+            num_checksums=sum(map(len, checked.values())),
+        )
 
     def _send_flush_piece(self, flush: FlushOut) -> bool:
-        piece, payload, barrier = flush.pieces[flush.sent], None, flush.barrier
+        piece, payload, barrier = flush.pieces[flush.sent], None, flush.barrier.plan
         if piece.arrays is not None:
             slot = self._ring.try_allocate(piece.nbytes)
             if slot is None:
@@ -305,11 +414,26 @@ class Fetcher:
             span=piece.arrays,
             checkpoint=flush.checkpoint,
             reason=barrier.reason,
+            num_checksums=flush.num_checksums,
         )
         flush.sent += 1
         self._counters.flush(message)
         self._send(message)
+        crash_point("Flush sent")
         return True
+
+
+def dense_out(content: bytes, max_payload: int) -> DenseOut:
+    pieces = cut_bytes(len(content), max_payload)
+    return DenseOut(content=memoryview(content), checksum=xxhash.xxh3_64_intdigest(content), pieces=pieces)
+
+
+def end_of_data(barrier: BarrierPlan) -> EndOfData:
+    return EndOfData(
+        last_step=barrier.after_step,
+        finished=barrier.finished,
+        host_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+    )
 
 
 def reached(newest: int | None, needed: int) -> bool:

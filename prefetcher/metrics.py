@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, get_args
 
 from protocol.plan import StepPlan
@@ -11,16 +11,21 @@ from protocol.tables import GroupSpec
 from protocol.telemetry.counters import Counters, CountersCollector, QueueCounters, counter_samples, new_groups
 from protocol.telemetry.metrics import Sample
 
-StallReason = Literal["batches", "plans", "credit", "write_back", "ring", "store", "barrier"]
+StallReason = Literal["batches", "plans", "credit", "write_back", "ring", "store", "barrier", "checkpoint"]
 Phase = Literal["read", "plan", "fetch", "send", "write_back"]
 Queue = Literal["batches", "plans", "pieces", "rows_back"]
+VerifyKind = Literal["given", "filled", "returned", "dropped", "kept"]
 # batches: the planner waits for the reader         plans: the fetcher waits for the planner
 # credit: StepReady waits for a StepDone            write_back: rows may not be read before RowsBack is applied
 # ring: no space in the fetch ring                  store: a ticket is not finished
-# barrier: later plans wait for the flush
+# barrier: later plans wait for the flush           checkpoint: a barrier waits until the checkpoint before it is on disk
 #
 # read: a batch is taken over and enters the horizon     plan: a plan is made         fetch: a plan is cut, its rows read into the ring
 # send: a piece is announced                             write_back: rows that came home go to the store
+#
+# given: the store gives what it took last               filled: a row in its slot is what the store gave
+# returned: a dirty row came home as it stood            dropped: a clean victim is what was filled
+# kept: at a barrier the store has what it took
 #
 # reader -batches-> planner -plans-> fetcher -pieces-> link -rows_back-> write-back
 
@@ -28,6 +33,8 @@ Queue = Literal["batches", "plans", "pieces", "rows_back"]
 @dataclass(slots=True, kw_only=True)
 class PrefetcherCounters(Counters):
     """Made by `new_counters`. Every counter has one writer: the thread of the stage that it belongs to."""
+
+    rows_verified: dict[VerifyKind, int] = field(default_factory=lambda: dict.fromkeys(get_args(VerifyKind), 0))  # written under a lock
 
     def stalled(self, reason: StallReason, seconds: float) -> None:
         self.stalls[reason] += seconds
@@ -102,6 +109,8 @@ class PrefetcherCollector(CountersCollector):
     def samples(self) -> Iterator[Sample]:
         gauges = self._gauges
         yield from counter_samples(self._counters)
+        for kind, rows in self._counters.rows_verified.items():
+            yield "rowcast_rows_verified_total", (kind,), rows
         for queue in get_args(Queue):
             yield "rowcast_queue_depth", (queue,), gauges.queue_depth(queue)
         yield "rowcast_ring_used_bytes", ("to_device",), gauges.ring_used_bytes()

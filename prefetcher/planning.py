@@ -4,11 +4,13 @@ from collections import deque
 from collections.abc import Callable
 from typing import Protocol
 
-from prefetcher.fetcher import Fetcher, PlannedStep
+from prefetcher.fetcher import Fetcher, PlannedBarrier, PlannedStep
 from prefetcher.metrics import PrefetcherCounters
 from prefetcher.planner.planner import RowPlanner
 from prefetcher.readers.parts import Rest
 from prefetcher.readers.schedule import PlacedBatch, PlacedIds
+from protocol.faults import crash_point
+from protocol.position import Position
 
 
 class BatchSource(Protocol):
@@ -26,7 +28,10 @@ class BatchSource(Protocol):
 
 
 class PlanningStage:
-    """Plans may be made up to 2 * depth + 2 steps beyond the last one that the trainer completed, so that a stop is prompt."""
+    """Plans may be made up to 2 * depth + 2 steps beyond the last one that the trainer completed, so that a stop is prompt.
+
+    Checkpoints go into the stream of plans where the planner says that one is due.
+    """
 
     def __init__(
         self,
@@ -34,7 +39,7 @@ class PlanningStage:
         planner: RowPlanner,
         fetcher: Fetcher,
         depth: int,
-        first_step: int,
+        start: Position,
         measured: list[PlacedBatch],
         counters: PrefetcherCounters,
     ) -> None:
@@ -43,7 +48,8 @@ class PlanningStage:
         self._planner = planner
         self._fetcher = fetcher
         self._ahead = 2 * depth + 2
-        self._first_step = first_step
+        self._first_step = start.step
+        self._position = start  # after the last plan
         self._measured = measured  # read whole to divide the capacity, before there was a planner
         self._rests: deque[Rest] = deque()  # of measured batches that are known, and of the one to be planned next
         self._misses_rest = False
@@ -76,7 +82,7 @@ class PlanningStage:
         if self._barrier_sent:
             return False
         if self.stop_reason is not None and not self._data_is_planned:
-            return self._send_barrier(self.stop_reason, finished=False)
+            return self._send_barrier(self.stop_reason, finished=False, last=True)
         return self._plan_next() or self._read_next()
 
     def _read_next(self) -> bool:
@@ -109,13 +115,16 @@ class PlanningStage:
 
     def _plan_next(self) -> bool:
         if not self._planner.ready():
-            return self._data_is_planned and self._send_barrier("end of data", finished=True)
+            return self._data_is_planned and self._send_barrier("end of data", finished=True, last=True)
+        if self._planner.checkpoint_due:
+            return self._send_barrier("checkpoint", finished=False, last=False)
         step = self._first_step if self.planned_through is None else self.planned_through + 1
         done = self._first_step - 1 if self._fetcher.done_through is None else self._fetcher.done_through
         if step > done + self._ahead or not self._has_rest():
             return False
         with self._counters.timed("plan"):
             ids, plan = self._planner.plan()
+        crash_point("plan made")
         assert isinstance(ids, PlacedIds), "the planner returns what it was given"
         batch = ids.with_rest(self._rests.popleft())
         planned = PlannedStep(batch=batch, plan=plan)
@@ -123,9 +132,10 @@ class PlanningStage:
         self.on_plan(planned)
         self._fetcher.push(planned)
         self.planned_through = step
+        self._position = batch.following
         return True
 
-    def _send_barrier(self, reason: str, *, finished: bool) -> bool:
-        self._fetcher.push(self._planner.barrier(reason, finished))
-        self._barrier_sent = True
+    def _send_barrier(self, reason: str, *, finished: bool, last: bool) -> bool:
+        self._fetcher.push(PlannedBarrier(plan=self._planner.barrier(reason, finished), position=self._position, last=last))
+        self._barrier_sent = last
         return True

@@ -2,6 +2,8 @@
 
 `RowsBack` carries no keys: its rows stand in the order of the victims that the plan (or the barrier) named, which are remembered
 here from before the plan is sent until its last row is applied. This stage never waits for ring space, for credit or for another stage.
+Behind a barrier's rows comes the dense side of a checkpoint, in the same ring: its pieces are copied and handed on, while nothing else
+can come.
 """
 
 from collections import deque
@@ -12,9 +14,11 @@ import numpy as np
 
 from prefetcher.metrics import PrefetcherCounters
 from prefetcher.stores.base import Keys, Store, Ticket
+from prefetcher.verify.verifier import Verifier
 from protocol.errors import RemoteProtocolError
-from protocol.messages import Released, RingRef, RowsBack
-from protocol.packing import barrier_stamp, plan_stamp
+from protocol.faults import crash_point
+from protocol.messages import Released, RingRef, RowsBack, Saved
+from protocol.packing import barrier_stamp, plan_stamp, saved_stamp
 from protocol.tables import GroupSpec
 from protocol.transport.ring import RingReader, release
 
@@ -56,7 +60,10 @@ class Writeback:
         ring: RingReader,
         counters: PrefetcherCounters,
         send: Callable[[Released], None],
+        dense: Callable[[Saved, bytes], bool],
+        verifier: Verifier | None = None,
     ) -> None:
+        """`dense` takes a piece of the dense side, or says that there is no room for it yet."""
         self.applied_through: int | None = None  # rows of every plan up to this one are in the store
         self.applied_barriers = 0
         self._groups = groups
@@ -64,8 +71,11 @@ class Writeback:
         self._ring = ring
         self._counters = counters
         self._send = send
+        self._verifier = verifier
         self._expected: deque[Expected] = deque()  # plans and barriers in order, also those that bring nothing home
-        self._inbox: deque[RowsBack] = deque()
+        self._dense = dense
+        self._saved: tuple[Saved, bytes] | None = None  # copied, not handed on yet
+        self._inbox: deque[RowsBack | Saved] = deque()
         self._writing: deque[Writing] = deque()
 
     @property
@@ -77,7 +87,7 @@ class Writeback:
         nothing = barrier is None and not any(len(part) for part in keys)
         self._expected.append(Expected(step, barrier, keys, [0] * len(keys), arrived_last=nothing))
 
-    def accept(self, message: RowsBack) -> None:
+    def accept(self, message: RowsBack | Saved) -> None:
         self._inbox.append(message)
 
     def advance(self) -> bool:
@@ -87,11 +97,28 @@ class Writeback:
         return began or finished or forgot
 
     def _begin_writes(self) -> bool:
+        if self._saved is not None:
+            return self._hand_on(*self._saved)
         if not self._inbox:
             return False
         with self._counters.timed("write_back"):
-            self._apply(self._inbox.popleft())
+            message = self._inbox.popleft()
+            if isinstance(message, Saved):
+                self._saved = message, self._copied(message)
+            else:
+                self._apply(message)
         return True
+
+    def _hand_on(self, message: Saved, content: bytes) -> bool:
+        taken = self._dense(message, content)
+        if taken:
+            self._saved = None
+        return taken
+
+    def _copied(self, message: Saved) -> bytes:
+        content = self._ring.view(message.payload, saved_stamp(message.barrier, message.piece)).tobytes()
+        release(self._ring, message.payload, self._send)
+        return content
 
     def _apply(self, message: RowsBack) -> None:
         waiting = list(self._expected)  # a copy: the fetcher's thread appends
@@ -102,6 +129,7 @@ class Writeback:
         stamp = plan_stamp(message.step or 0, message.piece)
         if message.barrier is not None:
             stamp = barrier_stamp(message.barrier, message.piece)
+        crash_point("rows not written")
         tickets = [] if message.payload is None else self._write_spans(expected, message, self._ring.view(message.payload, stamp))
         expected.tickets_open += 1
         expected.arrived_last = message.last
@@ -122,6 +150,8 @@ class Writeback:
             if span.start != expected.applied[span.group] or len(keys) != span.count or span.offset + span.count * width > len(payload):
                 raise RemoteProtocolError(f"rows {span.start}+{span.count} of group {span.group} came back out of order in {expected.name}")
             rows = payload[span.offset : span.offset + span.count * width].reshape(span.count, width)
+            if self._verifier is not None:
+                self._verifier.rows_home(message.step, message.barrier, span.group, span.start, rows)
             tickets.append(self._stores[span.group].write(keys, rows, message.step))
             expected.applied[span.group] += span.count
         return tickets
@@ -133,6 +163,7 @@ class Writeback:
             if not writing.tickets:
                 self._writing.remove(writing)
                 writing.expected.tickets_open -= 1
+                crash_point("rows written")
                 if writing.ref is not None:
                     release(self._ring, writing.ref, self._send)
                 progress = True

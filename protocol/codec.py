@@ -15,13 +15,17 @@ from protocol.errors import LocalProtocolError, RemoteProtocolError
 from protocol.messages import (
     ArraySpan,
     ArraySpec,
+    DensePiece,
     Envelope,
     Failure,
     Flush,
     PlanHeader,
+    Restore,
     RingRef,
+    RowChecksums,
     RowsBack,
     RowSpan,
+    Saved,
     StepReady,
     Welcome,
 )
@@ -174,9 +178,25 @@ def _check_rows_back(message: RowsBack) -> None:
     _check_payload(message.payload, None, message.rows)
 
 
+def _check_row_checksums(message: RowChecksums) -> None:
+    _require(message.step is not None or message.barrier is not None, "checksums come for neither a step nor a barrier")
+    nbytes = len(message.checksums)
+    _require(nbytes > 0 and nbytes % 8 == 0, f"{nbytes} bytes are not checksums of 8 bytes each, at least one")
+
+
 def _check_flush(message: Flush) -> None:
     _check_piece(message.piece, message.num_pieces)
     _check_specs(message.arrays, message.arrays_bytes)
+    _check_payload(message.payload, message.span, ())
+
+
+def _check_dense(message: DensePiece) -> None:
+    _check_piece(message.piece, message.num_pieces)
+    _require(0 <= message.checksum < 2**64, f"checksum {message.checksum} does not fit 64 bits")
+    _require(message.nbytes > 0, "a dense side has at least one byte")
+    end = message.span.offset + message.span.nbytes
+    _require(end <= message.nbytes, f"bytes up to {end} travel of a dense side of {message.nbytes}")
+    _require(message.span.nbytes == message.payload.nbytes, f"{message.span.nbytes} bytes travel in a payload of {message.payload.nbytes}")
     _check_payload(message.payload, message.span, ())
 
 
@@ -193,7 +213,10 @@ def _check_failure(message: Failure) -> None:
 _CHECKS: dict[type[Any], Callable[[Any], None]] = {
     StepReady: _check_step_ready,
     RowsBack: _check_rows_back,
+    RowChecksums: _check_row_checksums,
     Flush: _check_flush,
+    Saved: _check_dense,
+    Restore: _check_dense,
     Welcome: _check_welcome,
     Failure: _check_failure,
 }

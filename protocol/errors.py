@@ -19,6 +19,10 @@ class PeerLost(RowcastError):
     exit_code = 3
 
 
+class PeerNeverCame(PeerLost):
+    """No other process came within the time that it was awaited."""
+
+
 class DataError(RowcastError):
     """A data file or a checkpoint holds something that cannot be trained on."""
 

@@ -14,6 +14,7 @@ import xxhash
 
 UNITS = {"": 1, "B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 MIN_RING_BYTES = 2**20
+AUTO_MIRROR_BYTES = 64 * 2**20
 MAX_ROWS_PER_TABLE = 2**48  # a key is table_index << 48 | row
 MAX_TABLES = 2**15
 MAX_MLP_WIDTH = 2**20
@@ -280,40 +281,67 @@ class Lookahead(Section, frozen=True, kw_only=True):
 
 class Store(Section, frozen=True, kw_only=True):
     kind: Literal["memory", "mapped"] = "memory"
+    path: str | None = None  # the folder of the mapped tables' files; None is <run_dir>/tables
 
     def __post_init__(self) -> None:
-        if self.kind != "memory":
-            raise ValueError(f'kind = {self.kind!r} is not supported yet; use "memory"')
+        if self.path is not None and self.kind != "mapped":
+            raise ValueError(f'path belongs to kind = "mapped", not {self.kind!r}')
+        if self.path == "":
+            raise ValueError("path is empty; name a folder")
 
 
 class Checkpoint(Section, frozen=True, kw_only=True):
-    every: int = 0
+    every: int = 0  # train steps between checkpoints; there is one at the end, and one where a stop is asked for
+    keep: int = 2  # checkpoints that stay on disk
 
     def __post_init__(self) -> None:
-        if self.every != 0:
-            raise ValueError(f"every = {self.every} is not supported yet; use 0 (one checkpoint at the end)")
+        if self.every < 0:
+            raise ValueError(f"every = {self.every} must be 0 (only at the end) or a number of train steps")
+        if self.keep < 1:
+            raise ValueError(f"keep = {self.keep} must be at least 1")
 
 
 class Transport(Section, frozen=True, kw_only=True):
-    endpoint: str = "ipc"
+    endpoint: str = "ipc"  # one host; "tcp://host:port": the prefetcher binds it, the trainer connects to it
+    keys: str | None = None  # folder of CURVE keys, as `prefetcher keys` makes it; tcp needs it
     ring: str | int = "auto"  # bytes of each of the two rings
     connect_timeout: str | float = "60s"
     stall_timeout: str | float = "300s"
+    rejoin_timeout: str | float = "0s"  # how long a survivor waits for its peer to come again; 0: it ends at once
 
     def __post_init__(self) -> None:
-        if self.endpoint.startswith("tcp://"):
-            raise ValueError('endpoint = "tcp://..." is refused until its encryption and keys exist; use "ipc" on one host')
-        if self.endpoint != "ipc":
-            raise ValueError(f'endpoint = {self.endpoint!r} must be "ipc"')
+        if self.endpoint != "ipc" and not is_tcp_address(self.endpoint):
+            raise ValueError(f'endpoint = {self.endpoint!r} must be "ipc" or "tcp://host:port"')
+        if self.is_tcp and not self.keys:
+            raise ValueError(
+                f'endpoint = {self.endpoint!r} needs keys = "FOLDER", also on one host: nothing travels unencrypted; '
+                "`prefetcher keys --out FOLDER` makes them"
+            )
         if self.ring != "auto" and parse_bytes(self.ring) < MIN_RING_BYTES:
             raise ValueError(f"ring = {self.ring!r} must be at least 1MiB")
         for name in ("connect_timeout", "stall_timeout"):
             if not parse_seconds(getattr(self, name)) > 0:
                 raise ValueError(f"{name} = {getattr(self, name)!r} must be more than 0 seconds")
+        if not parse_seconds(self.rejoin_timeout) >= 0:
+            raise ValueError(f"rejoin_timeout = {self.rejoin_timeout!r} must be 0 seconds or more")
+
+    @property
+    def is_tcp(self) -> bool:
+        return self.endpoint != "ipc"
 
     @property
     def ring_bytes(self) -> int | None:
         return None if self.ring == "auto" else parse_bytes(self.ring)
+
+    @property
+    def mirror_bytes(self) -> int:
+        """Bytes of each ring over tcp: a function of the job file, so that no peer decides what this process allocates."""
+        return self.ring_bytes or AUTO_MIRROR_BYTES
+
+
+def is_tcp_address(endpoint: str) -> bool:
+    match = re.fullmatch(r"tcp://(?:[^\s:/\[\]]+|\[[0-9A-Fa-f:.]+\]):(\d{1,5})", endpoint)
+    return match is not None and 1 <= int(match[1]) < 2**16
 
 
 class Trainer(Section, frozen=True, kw_only=True):
@@ -384,11 +412,13 @@ class Job(Section, frozen=True, kw_only=True):
         return [feature for table in self.tables for feature in table.features]
 
     def session_digest(self) -> str:
-        """What the two processes compare: everything but ports and threads."""
+        """What the two processes compare: everything but ports, threads, and what each may know by another name."""
         content = msgspec.to_builtins(self)
         content.pop("metrics")
         content["trainer"].pop("threads")
         content["prefetcher"].pop("threads")
+        for section, key in (("transport", "endpoint"), ("transport", "keys"), ("store", "path")):
+            content[section].pop(key)
         return digest(content)
 
     def training_digest(self, file_sizes: list[int]) -> str:

@@ -1,7 +1,7 @@
 """Every message that crosses between the two processes, as typed headers. Arrays never stand in a header: they are in a ring.
 
-    prefetcher -> trainer   Welcome  StepReady  Flush  EndOfData
-    trainer -> prefetcher   Hello  RowsBack  StepDone  Saved  StopRequest
+    prefetcher -> trainer   Welcome  Restore  StepReady  Flush  EndOfData
+    trainer -> prefetcher   Hello  RowsBack  RowChecksums  StepDone  Saved  StopRequest
     both                    Released  Heartbeat  Failure  Bye
 
 `session.py` holds which of them may follow which.
@@ -11,7 +11,8 @@ from typing import Literal
 
 import msgspec
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
+Mode = Literal["train", "eval"]  # eval: the evaluation batches alone, once; nothing is trained and nothing saved
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=True):
@@ -57,6 +58,7 @@ class PlanHeader(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     groups: tuple[GroupHeader, ...]
     arrays: tuple[ArraySpec, ...]
     arrays_bytes: int  # length of the whole block
+    num_checksums: int = 0  # of rows in their slots that the plan asks for; see `row_checksum.py`
 
 
 class RowSpan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -98,6 +100,15 @@ class RowsBack(Message, frozen=True, kw_only=True):
     rows: tuple[RowSpan, ...]
 
 
+class RowChecksums(Message, frozen=True, kw_only=True):
+    """Checksums of rows as they stood in their slots, which a plan or barrier asked for: before its `StepDone`, or its last `RowsBack`."""
+
+    step: int | None  # the plan's; at a barrier the step it follows, None before the first
+    barrier: int | None
+    start: int  # how many of the plan's or barrier's came before
+    checksums: bytes  # int64, little-endian, in the order of the arrays that ask for them
+
+
 class StepDone(Message, frozen=True, kw_only=True):
     """The step is complete on the device, and every RowsBack of its plan was sent before this message."""
 
@@ -121,6 +132,7 @@ class Hello(Message, frozen=True, kw_only=True):
     pid: int
     threads: int
     device: str
+    mode: Mode
 
 
 class RingSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -139,6 +151,9 @@ class Welcome(Message, frozen=True, kw_only=True):
     fetch_ring: RingSpec  # prefetcher writes, trainer reads
     back_ring: RingSpec  # trainer writes, prefetcher reads
     train_steps: int | None  # expected over the run, where the reader knows
+    first_train_step: int  # train steps before this incarnation: those of the checkpoint that it goes on from
+    restore_bytes: int  # of the dense side that follows in `Restore`; 0: there is none, the model begins as the job says
+    verify: float = 0.0  # share of the rows whose checksums the plans ask for
 
 
 class Flush(Message, frozen=True, kw_only=True):
@@ -153,17 +168,30 @@ class Flush(Message, frozen=True, kw_only=True):
     arrays_bytes: int
     payload: RingRef | None  # None where nothing is dirty
     span: ArraySpan | None
-    checkpoint: str | None  # directory for the dense side, answered by `Saved`; None for a plain flush
+    checkpoint: bool  # the rows are followed by the dense side, in `Saved`
     reason: str
+    num_checksums: int = 0  # of dirty rows in their slots
 
 
-class Saved(Message, frozen=True, kw_only=True):
-    """The dense side of a checkpoint is on disk."""
+class DensePiece(Message, frozen=True, kw_only=True):
+    """Consecutive bytes of the dense side, as safetensors: weights, optimizer state, random state, metrics and losses."""
+
+    piece: int
+    num_pieces: int
+    nbytes: int  # of the whole, above 0
+    checksum: int  # xxh3_64 of the whole
+    payload: RingRef
+    span: ArraySpan  # its place in the whole
+
+
+class Saved(DensePiece, frozen=True, kw_only=True):
+    """The dense side at a barrier, behind the last of its rows."""
 
     barrier: int
-    file: str  # relative to the checkpoint's directory
-    nbytes: int
-    checksum: str  # xxh3_64 of the file, 16 hex digits
+
+
+class Restore(DensePiece, frozen=True, kw_only=True):
+    """The dense side that an incarnation begins with, before its first plan."""
 
 
 class EndOfData(Message, frozen=True, kw_only=True):
@@ -197,7 +225,21 @@ class Bye(Message, frozen=True, kw_only=True):
 
 
 AnyMessage = (
-    StepReady | RowsBack | StepDone | Released | Hello | Welcome | Flush | Saved | EndOfData | StopRequest | Heartbeat | Failure | Bye
+    StepReady
+    | RowsBack
+    | RowChecksums
+    | StepDone
+    | Released
+    | Hello
+    | Welcome
+    | Flush
+    | Saved
+    | Restore
+    | EndOfData
+    | StopRequest
+    | Heartbeat
+    | Failure
+    | Bye
 )
 
 

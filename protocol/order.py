@@ -9,7 +9,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from protocol.errors import ProtocolError
-from protocol.messages import AnyMessage, ArraySpan, EndOfData, Flush, RowsBack, RowSpan, Saved, StepDone, StepReady, Welcome
+from protocol.messages import (
+    AnyMessage,
+    ArraySpan,
+    DensePiece,
+    EndOfData,
+    Flush,
+    Restore,
+    RowChecksums,
+    RowsBack,
+    RowSpan,
+    Saved,
+    StepDone,
+    StepReady,
+    Welcome,
+)
 
 
 def require(condition: bool, sentence: str) -> None:
@@ -88,10 +102,44 @@ class ComingHome:
 
 
 @dataclass(slots=True)
+class Checksums:
+    """Those of a plan or barrier, which come in order before its end."""
+
+    total: int
+    count: int = 0
+
+    def advance(self, message: RowChecksums) -> None:
+        require(message.start == self.count, f"checksums continue at {message.start} instead of {self.count}")
+        self.count += len(message.checksums) // 8
+        require(self.count <= self.total, f"checksum {self.count} comes, but {self.total} were asked for")
+
+    def check_complete(self, name: str) -> None:
+        require(self.count == self.total, f"{name} ended after {self.count} of {self.total} checksums")
+
+
+@dataclass(slots=True)
 class OpenStep:
     step: int
     pieces: Pieces
     victims: ComingHome
+    checksums: Checksums
+
+
+class DenseSide:
+    """The pieces of the dense side, whose size and checksum every piece repeats."""
+
+    def __init__(self, first: DensePiece) -> None:
+        self._whole = (first.nbytes, first.checksum)
+        self._pieces = Pieces(first.num_pieces, first.nbytes, ())
+
+    @property
+    def complete(self) -> bool:
+        return self._pieces.complete
+
+    def advance(self, message: DensePiece) -> None:
+        whole = (message.nbytes, message.checksum)
+        require(whole == self._whole, f"a piece of a dense side of bytes and checksum {whole} came after one of {self._whole}")
+        self._pieces.advance(message.piece, message.num_pieces, message.span, ())
 
 
 @dataclass(slots=True)
@@ -100,6 +148,8 @@ class OpenBarrier:
     after_step: int | None
     pieces: Pieces
     rows: ComingHome
+    checksums: Checksums
+    dense: DenseSide | None = None  # once its first piece has come
 
 
 @dataclass(slots=True)
@@ -107,6 +157,8 @@ class Order:
     """Steps and barriers since the Welcome; the first of each may have any number."""
 
     depth: int = 1
+    restore_bytes: int = 0  # announced by the Welcome
+    restored: DenseSide | None = None
     next_step: int | None = None
     next_barrier: int | None = None
     open_steps: deque[OpenStep] = field(default_factory=deque)  # announced and not yet done, in order
@@ -116,13 +168,19 @@ class Order:
         """Takes the next message of either side, one that the state allows. Raises ProtocolError where it is out of order."""
         match message:
             case Welcome():
-                self.depth = message.depth
+                self.depth, self.restore_bytes = message.depth, message.restore_bytes
+            case Restore():
+                self._restore(message)
             case StepReady():
                 self._step_ready(message)
             case RowsBack(barrier=None):
                 self._rows_back(message)
             case RowsBack():
                 self._barrier_rows(message)
+            case RowChecksums(barrier=None):
+                self._checksums(message)
+            case RowChecksums():
+                self._barrier_checksums(message)
             case StepDone():
                 self._step_done(message)
             case Flush():
@@ -149,10 +207,25 @@ class Order:
             oldest = self.open_steps[0].step
             require(message.step - oldest <= self.depth, f"step {message.step} came before step {oldest} was done, at depth {self.depth}")
         victims = ComingHome([group.num_dirty for group in message.plan.groups], answered_when_empty=False)
-        self.open_steps.append(OpenStep(message.step, Pieces(message.num_pieces, arrays_bytes, num_fetch), victims))
+        pieces = Pieces(message.num_pieces, arrays_bytes, num_fetch)
+        self.open_steps.append(OpenStep(message.step, pieces, victims, Checksums(message.plan.num_checksums)))
         self.next_step = message.step + 1
 
+    def _restore(self, message: Restore) -> None:
+        first = self.next_step is None and self.next_barrier is None
+        require(first, "a dense side to begin with came after the first step or barrier")
+        require(
+            message.nbytes == self.restore_bytes, f"a dense side of {message.nbytes} bytes came where {self.restore_bytes} were announced"
+        )
+        self.restored = self.restored or DenseSide(message)
+        self.restored.advance(message)
+
+    def _check_restored(self, name: str) -> None:
+        complete = not self.restore_bytes or (self.restored is not None and self.restored.complete)
+        require(complete, f"{name} came before the dense side of {self.restore_bytes} bytes that was announced")
+
     def _check_all_sent(self, name: str) -> None:
+        self._check_restored(name)
         if self.open_steps:
             newest = self.open_steps[-1]
             require(newest.pieces.complete, f"{name} came before the last piece of step {newest.step}")
@@ -164,12 +237,25 @@ class Order:
         require(message.step == expected.step, f"rows of step {message.step} came home before those of step {expected.step}")
         expected.victims.advance(message)
 
+    def _checksums(self, message: RowChecksums) -> None:
+        oldest = self.open_steps[0] if self.open_steps else None
+        if oldest is None or message.step != oldest.step:
+            raise ProtocolError(f"checksums of step {message.step} came while step {oldest and oldest.step} is next")
+        oldest.checksums.advance(message)
+
+    def _barrier_checksums(self, message: RowChecksums) -> None:
+        newest = self.open_barrier
+        if newest is None or (message.barrier, message.step) != (newest.barrier, newest.after_step):
+            raise ProtocolError(f"checksums of barrier {message.barrier} came while barrier {newest and newest.barrier} is open")
+        newest.checksums.advance(message)
+
     def _step_done(self, message: StepDone) -> None:
         oldest = self.open_steps[0] if self.open_steps else None
         if oldest is None or message.step != oldest.step:
             raise ProtocolError(f"step {message.step} is reported done while step {oldest and oldest.step} is next")
         require(oldest.pieces.complete, f"step {message.step} is reported done before its last piece came")
         require(oldest.victims.complete, f"step {message.step} is reported done before its victims came home")
+        oldest.checksums.check_complete(f"step {message.step}")
         self.open_steps.popleft()
 
     def _flush(self, message: Flush) -> None:
@@ -186,7 +272,7 @@ class Order:
         self._check_last_step(message.after_step, f"barrier {message.barrier}")
         pieces = Pieces(message.num_pieces, message.arrays_bytes, ())
         rows = ComingHome(message.num_dirty, answered_when_empty=True)
-        self.open_barrier = OpenBarrier(message.barrier, message.after_step, pieces, rows)
+        self.open_barrier = OpenBarrier(message.barrier, message.after_step, pieces, rows, Checksums(message.num_checksums))
         self.next_barrier = message.barrier + 1
 
     def _check_last_step(self, step: int | None, name: str) -> None:
@@ -205,14 +291,18 @@ class Order:
         if message.last:
             require(newest.pieces.complete, f"barrier {newest.barrier} ended before its slots had come")
             require(not self.open_steps, f"barrier {newest.barrier} ended before every step was done")
+            newest.checksums.check_complete(f"barrier {newest.barrier}")
         newest.rows.advance(message)
 
     def _saved(self, message: Saved) -> None:
         newest = self.open_barrier
         require(
             newest is not None and message.barrier == newest.barrier,
-            f"the dense side of barrier {message.barrier} was saved while barrier {newest and newest.barrier} is open",
+            f"the dense side of barrier {message.barrier} came while barrier {newest and newest.barrier} is open",
         )
+        assert newest is not None, "checked above"
+        newest.dense = newest.dense or DenseSide(message)
+        newest.dense.advance(message)
 
     def _end(self, message: EndOfData) -> None:
         self._check_all_sent("the end of data")

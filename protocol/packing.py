@@ -23,6 +23,7 @@ Array = npt.NDArray[Any]
 Bytes = npt.NDArray[np.uint8]
 ARRAY_ALIGNMENT = 64
 BARRIER_STAMP = 1 << 62
+DENSE_STAMP = 1 << 61
 CHECKSUM_EVERY = 64  # pieces in shared memory carry a checksum at one step in so many; their guards are checked always
 
 
@@ -33,6 +34,16 @@ def plan_stamp(step: int, piece: int) -> int:
 
 def barrier_stamp(barrier: int, piece: int) -> int:
     return BARRIER_STAMP | plan_stamp(barrier, piece)
+
+
+def saved_stamp(barrier: int, piece: int) -> int:
+    """Of the dense side behind a barrier's rows."""
+    return DENSE_STAMP | barrier_stamp(barrier, piece)
+
+
+def dense_stamp(piece: int) -> int:
+    """Of the dense side that an incarnation begins with."""
+    return DENSE_STAMP | piece
 
 
 def is_sampled(stamp: int) -> bool:
@@ -78,15 +89,15 @@ def group_arrays(group: GroupPlan) -> Iterator[tuple[str, Array]]:
     yield "evict_slots", group.evict.slots[: group.num_dirty]
 
 
-def plan_block(batch: Batch, plan: StepPlan) -> Block:
-    """Everything of a plan but its rows: what the trainer needs to look up, train and evict."""
+def plan_block(batch: Batch, plan: StepPlan, checked: Mapping[str, Array] | None = None) -> Block:
+    """Everything of a plan but its rows: what the trainer needs to look up, train and evict; and the slots that it is asked to check."""
     arrays: dict[str, Array] = {"dense": batch.dense, "labels": batch.labels}
     for index, group in enumerate(plan.groups):
         arrays |= {f"{index}.{name}": array for name, array in group_arrays(group)}
-    return make_block(arrays)
+    return make_block({**arrays, **(checked or {})})
 
 
-def plan_header(batch: Batch, plan: StepPlan, block: Block) -> PlanHeader:
+def plan_header(batch: Batch, plan: StepPlan, block: Block, num_checksums: int = 0) -> PlanHeader:
     groups = tuple(
         GroupHeader(
             num_lookups=len(group.slots),
@@ -106,6 +117,7 @@ def plan_header(batch: Batch, plan: StepPlan, block: Block) -> PlanHeader:
         groups=groups,
         arrays=block.specs,
         arrays_bytes=block.nbytes,
+        num_checksums=num_checksums,
     )
 
 
@@ -116,6 +128,11 @@ class Piece:
     arrays: ArraySpan | None
     rows: tuple[RowSpan, ...]
     nbytes: int
+
+
+def cut_bytes(nbytes: int, max_payload: int) -> list[ArraySpan]:
+    """Cuts `nbytes` into spans of at most `max_payload`."""
+    return [ArraySpan(offset=offset, nbytes=min(max_payload, nbytes - offset)) for offset in range(0, nbytes, max_payload)]
 
 
 def cut(block_bytes: int, num_rows: Sequence[int], record_bytes: Sequence[int], max_payload: int) -> list[Piece]:
@@ -130,11 +147,10 @@ def cut(block_bytes: int, num_rows: Sequence[int], record_bytes: Sequence[int], 
         pieces.append(Piece(arrays=arrays, rows=tuple(rows), nbytes=end))
         arrays, rows, end = None, [], 0
 
-    for offset in range(0, block_bytes, max_payload):
+    for span in cut_bytes(block_bytes, max_payload):
         if arrays is not None:
             finish()
-        arrays = ArraySpan(offset=offset, nbytes=min(max_payload, block_bytes - offset))
-        end = arrays.nbytes
+        arrays, end = span, span.nbytes
     for group, (total, width) in enumerate(zip(num_rows, record_bytes, strict=True)):
         start = 0
         while start < total:

@@ -3,13 +3,15 @@
 import os
 import signal
 import threading
-import time
 from collections.abc import Callable, Mapping
 from types import FrameType, TracebackType
 from typing import Protocol, Self
 
+import msgspec
+
 from protocol.command import say
-from protocol.errors import RowcastError
+from protocol.errors import PeerLost, PeerNeverCame, RowcastError
+from protocol.job import Transport, parse_seconds
 from protocol.messages import Failure
 from protocol.stages import Doorbell, Stage, StageThread
 from protocol.telemetry.logs import get_logger
@@ -61,6 +63,7 @@ class Crew:
         self._process = process
         self._bell = bell
         self._threads: dict[str, StageThread] = {}
+        self._stopped = threading.Event()
 
     def start(self, stages: Mapping[str, Stage], on_idle: Mapping[str, Callable[[float], None]]) -> None:
         """May be called again, with other stages."""
@@ -72,6 +75,7 @@ class Crew:
     def stop(self) -> None:
         for thread in self._threads.values():
             thread.stop()
+        self._stopped.set()
 
     def fail(self, error: BaseException) -> None:
         """Keeps the first error; the main thread raises it. A main thread that cannot hear of it is ended with the process."""
@@ -88,10 +92,36 @@ class Crew:
         return next((name for name, thread in self._threads.items() if not thread.alive), None) if self.error else None
 
     def _end_hung_process(self, error: BaseException) -> None:
-        time.sleep(HANG_GRACE_S)
+        if self._stopped.wait(HANG_GRACE_S):
+            return
         get_logger().error("the main thread did not end; leaving at once")
         say(self._process, str(error) if isinstance(error, RowcastError) else f"unexpected error: {type(error).__name__}: {error}")
         leave_at_once(error.exit_code if isinstance(error, RowcastError) else 1)
+
+
+class Patience:
+    """How long a peer is awaited: `connect_timeout` the first time, `rejoin_timeout` once one was lost."""
+
+    def __init__(self, peer: str, transport: Transport) -> None:
+        self.transport = transport  # with the time-out that counts now
+        self._peer = peer
+        self._rejoin_s = parse_seconds(transport.rejoin_timeout)
+        self._waits_again = False
+
+    def again(self, error: PeerLost) -> None:
+        """Call when the peer was lost. Raises PeerLost where no other one is to be awaited, or none has come."""
+        if isinstance(error, PeerNeverCame) and self._waits_again:
+            raise PeerLost(
+                f"no other {self._peer} came within {self._rejoin_s:g} s after the last one was lost; start it with the same job file, "
+                f"or raise transport.rejoin_timeout"
+            )
+        if isinstance(error, PeerNeverCame) or not self._rejoin_s:
+            raise error
+        self._waits_again = True
+        self.transport = msgspec.structs.replace(self.transport, connect_timeout=self._rejoin_s)
+        get_logger().warning(
+            f"waiting for another {self._peer}; training goes on from the newest checkpoint", lost=str(error), seconds=self._rejoin_s
+        )
 
 
 def leave_at_once(code: int) -> None:

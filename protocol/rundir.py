@@ -3,14 +3,14 @@
 import fcntl
 import os
 import shutil
-from collections.abc import Iterable
 from pathlib import Path
 from types import TracebackType
 from typing import Literal, Self
 
 from protocol.errors import ConfigError
-from protocol.manifest import newest_checkpoint, read_manifest
+from protocol.manifest import write_durably
 
+COMPLETE = "complete"
 Role = Literal["prefetcher", "trainer"]
 
 
@@ -45,23 +45,21 @@ class RunDirectory:
             os.close(self._lock)
             self._lock = None
 
-    def remove(self, names: Iterable[str]) -> None:
-        """Removes files and folders of an earlier run, where they are there."""
-        for name in names:
-            path = self.path / name
-            if path.is_dir():
-                shutil.rmtree(path)
-            else:
-                path.unlink(missing_ok=True)
+    def remove_run(self) -> None:
+        """Gives up the run that is here."""
+        for name in ("checkpoints", "tables"):
+            shutil.rmtree(self.path / name, ignore_errors=True)
+        (self.path / COMPLETE).unlink(missing_ok=True)
 
-    def refuse_used(self) -> None:
-        """Raises ConfigError where a checkpoint of an earlier run is here: it would be mixed with this one's."""
-        folder = newest_checkpoint(self.path)
-        if folder is None:
-            return
-        manifest = read_manifest(folder)
-        if manifest.finished:
-            how = f"finished after {manifest.train_steps} train steps"
-        else:
-            how = f"was stopped after {manifest.train_steps} train steps, and resuming is not supported yet"
-        raise ConfigError(f"the run in {self.path} {how}; add --fresh to start over, or set another job.run_dir")
+    def mark_complete(self, train_steps: int) -> None:
+        """Both sides are done: the last checkpoint is on disk, and the trainer has written its report."""
+        write_durably(self.path / COMPLETE, f"{train_steps}\n".encode())
+
+    def refuse_complete(self) -> None:
+        """Raises ConfigError where the run that is here is over. One that was killed or stopped goes on."""
+        path = self.path / COMPLETE
+        if path.exists():
+            raise ConfigError(
+                f"the run in {self.path} finished after {path.read_text().strip()} train steps; add --fresh to start over, "
+                f"or set another job.run_dir"
+            )

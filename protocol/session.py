@@ -9,7 +9,7 @@ from typing import Literal
 
 from protocol import codec
 from protocol.errors import LocalProtocolError, Mismatch, ProtocolError, RemoteProtocolError
-from protocol.messages import PROTOCOL_VERSION, AnyMessage, Envelope, Flush, Hello, RowsBack, Welcome
+from protocol.messages import PROTOCOL_VERSION, AnyMessage, Envelope, Flush, Hello, Mode, RowsBack, Saved, Welcome
 from protocol.order import Order
 
 Role = Literal["prefetcher", "trainer"]
@@ -18,13 +18,16 @@ TRAINER: Role = "trainer"
 ROLES: tuple[Role, Role] = (PREFETCHER, TRAINER)
 
 
+VERBS: dict[Mode, str] = {"train": "train", "eval": "evaluate"}
+
+
 class State(StrEnum):
     WAITING_HELLO = "waiting for Hello"
     WAITING_WELCOME = "waiting for Welcome"
     RUNNING = "running"
     BARRIER = "barrier: rows come home"
-    CHECKPOINT = "barrier: rows come home, dense side is saved"
-    SAVING = "barrier: dense side is saved"
+    CHECKPOINT = "barrier: rows come home, then the dense side"
+    SAVING = "barrier: the dense side comes"
     ENDED = "ended"
     PREFETCHER_LEFT = "prefetcher has left"
     TRAINER_LEFT = "trainer has left"
@@ -38,6 +41,7 @@ class Event(StrEnum):
     WELCOME = "Welcome"
     STEP_READY = "StepReady"
     ROWS_BACK = "RowsBack"
+    ROW_CHECKSUMS = "RowChecksums"
     STEP_DONE = "StepDone"
     RELEASED = "Released"
     FLUSH = "Flush"
@@ -46,6 +50,8 @@ class Event(StrEnum):
     BARRIER_ROWS = "RowsBack (barrier)"
     LAST_BARRIER_ROWS = "RowsBack (barrier, last)"
     SAVED = "Saved"
+    LAST_SAVED = "Saved (last)"
+    RESTORE = "Restore"
     END_OF_DATA = "EndOfData"
     STOP_REQUEST = "StopRequest"
     HEARTBEAT = "Heartbeat"
@@ -54,7 +60,7 @@ class Event(StrEnum):
 
 
 S, E = State, Event
-WORK = (E.ROWS_BACK, E.STEP_DONE, E.RELEASED)  # the trainer's reports on steps
+WORK = (E.ROWS_BACK, E.ROW_CHECKSUMS, E.STEP_DONE, E.RELEASED)  # the trainer's reports on steps
 
 # in this state, this side may send these, and then the state is
 ROWS: tuple[tuple[State, Role, tuple[Event, ...], State], ...] = (
@@ -66,7 +72,7 @@ ROWS: tuple[tuple[State, Role, tuple[Event, ...], State], ...] = (
     (S.WAITING_WELCOME, PREFETCHER, (E.WELCOME,), S.RUNNING),
     (S.WAITING_WELCOME, PREFETCHER, (E.HEARTBEAT,), S.WAITING_WELCOME),
     (S.WAITING_WELCOME, PREFETCHER, (E.BYE,), S.CLOSED),
-    (S.RUNNING, PREFETCHER, (E.STEP_READY, E.RELEASED, E.HEARTBEAT), S.RUNNING),
+    (S.RUNNING, PREFETCHER, (E.RESTORE, E.STEP_READY, E.RELEASED, E.HEARTBEAT), S.RUNNING),
     (S.RUNNING, PREFETCHER, (E.FLUSH,), S.BARRIER),
     (S.RUNNING, PREFETCHER, (E.CHECKPOINT,), S.CHECKPOINT),
     (S.RUNNING, PREFETCHER, (E.END_OF_DATA,), S.ENDED),
@@ -77,10 +83,9 @@ ROWS: tuple[tuple[State, Role, tuple[Event, ...], State], ...] = (
     (S.CHECKPOINT, PREFETCHER, (E.MORE_SLOTS, E.RELEASED, E.HEARTBEAT), S.CHECKPOINT),
     (S.CHECKPOINT, TRAINER, (*WORK, E.BARRIER_ROWS, E.HEARTBEAT, E.STOP_REQUEST), S.CHECKPOINT),
     (S.CHECKPOINT, TRAINER, (E.LAST_BARRIER_ROWS,), S.SAVING),
-    (S.CHECKPOINT, TRAINER, (E.SAVED,), S.BARRIER),
     (S.SAVING, PREFETCHER, (E.RELEASED, E.HEARTBEAT), S.SAVING),
-    (S.SAVING, TRAINER, (E.RELEASED, E.HEARTBEAT, E.STOP_REQUEST), S.SAVING),
-    (S.SAVING, TRAINER, (E.SAVED,), S.RUNNING),
+    (S.SAVING, TRAINER, (E.SAVED, E.RELEASED, E.HEARTBEAT, E.STOP_REQUEST), S.SAVING),
+    (S.SAVING, TRAINER, (E.LAST_SAVED,), S.RUNNING),
     (S.ENDED, PREFETCHER, (E.RELEASED, E.HEARTBEAT), S.ENDED),
     (S.ENDED, PREFETCHER, (E.BYE,), S.PREFETCHER_LEFT),
     (S.ENDED, TRAINER, (E.RELEASED, E.HEARTBEAT, E.STOP_REQUEST), S.ENDED),
@@ -108,7 +113,9 @@ def event_of(message: AnyMessage) -> Event:
     if isinstance(message, Flush):
         if message.piece > 0:
             return Event.MORE_SLOTS
-        return Event.FLUSH if message.checkpoint is None else Event.CHECKPOINT
+        return Event.CHECKPOINT if message.checkpoint else Event.FLUSH
+    if isinstance(message, Saved) and message.piece == message.num_pieces - 1:
+        return Event.LAST_SAVED
     return Event(type(message).__name__)
 
 
@@ -205,13 +212,18 @@ def check_version(version: int | None, peer: Role) -> None:
         )
 
 
-def check_hello(hello: Hello, digest: str, world_size: int = 1) -> None:
+def check_hello(hello: Hello, digest: str, mode: Mode = "train", world_size: int = 1) -> None:
     """Whether this trainer belongs to this prefetcher's job; raises Mismatch."""
     check_version(hello.protocol_version, TRAINER)
     if hello.job_digest != digest:
         raise Mismatch(
             f"the two processes were started with different job files: the trainer's has digest {hello.job_digest}, "
             f"the prefetcher's {digest}; give both the same file and the same --set overrides"
+        )
+    if hello.mode != mode:
+        raise Mismatch(
+            f"the prefetcher was started to {VERBS[mode]} and the trainer to {VERBS[hello.mode]}; `trainer run` belongs to "
+            f"`prefetcher run`, `trainer eval` to `prefetcher run --eval`"
         )
     if hello.world_size != world_size or hello.rank >= world_size:
         raise Mismatch(

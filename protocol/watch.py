@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from protocol.conversation import Conversation
-from protocol.errors import PeerLost
+from protocol.errors import PeerLost, PeerNeverCame
 from protocol.job import Transport, parse_seconds
 from protocol.messages import Heartbeat
 from protocol.telemetry.logs import get_logger
@@ -112,7 +112,7 @@ class PeerWatch:
         if not progress.ready:
             self._started_s = now_s
         if now_s - max(self._started_s, self._link.last_received_s or 0.0) > self._connect_timeout_s:
-            raise PeerLost(
+            raise PeerNeverCame(
                 f"no {self._peer} came within {self._connect_timeout_s:g} s; start it with the same job file, "
                 f"or raise transport.connect_timeout"
             )

@@ -1,6 +1,6 @@
 """Both processes' real stages in one thread, advanced in an order that a seed decides, so that every failing seed replays.
 
-Nothing here is a stand-in but the file system (a checkpoint is kept in memory), the link (two queues) and, where a test asks for
+Nothing here is a stand-in but the link (two queues), checkpoints where a test gives no folder for them and, where a test asks for
 it, the late store and the seeded streams, which are production code.
 """
 
@@ -8,8 +8,8 @@ import random
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -17,26 +17,34 @@ from torch import Tensor
 
 import prefetcher.engine
 import trainer.engine
-from prefetcher.fetcher import PlannedStep
+from prefetcher.checkpoints.at_barrier import BarrierCheckpointer
+from prefetcher.checkpoints.folder import Checkpoints
+from prefetcher.checkpoints.restore import dense_content, restore_rows
+from prefetcher.checkpoints.writer import CheckpointWriter
+from prefetcher.fetcher import PlannedBarrier, PlannedStep
 from prefetcher.planner.capacity import MEASURED_BATCHES
 from prefetcher.planner.job_planner import job_planner
 from prefetcher.readers.parts import Rest, divide
 from prefetcher.readers.schedule import Place, PlacedIds
 from prefetcher.stores.base import Store
 from prefetcher.stores.late import LateStore
-from prefetcher.stores.memory import MemoryStore, first_records
+from prefetcher.stores.initializer import first_records
+from prefetcher.stores.memory import MemoryStore
 from protocol.batch import ScheduledBatch
 from protocol.conversation import Conversation
 from protocol.job import Job
-from protocol.messages import PROTOCOL_VERSION, EndOfData, Hello, RingSpec, Saved, Welcome
-from protocol.plan import BarrierPlan, StepPlan
+from protocol.manifest import Manifest
+from protocol.messages import PROTOCOL_VERSION, Hello, RingSpec, Saved, Welcome
+from protocol.plan import StepPlan
 from protocol.position import Position
 from protocol.session import Session
 from protocol.stages import Stage
 from protocol.tables import GroupSpec, group_specs, make_keys
 from protocol.transport.inproc import inproc_pair
+from protocol.transport.link import Link
 from protocol.transport.ring import RingReader, RingWriter
 from protocol.transport.ring_file import in_memory_buffer
+from trainer.dense import Tensors
 from trainer.metrics import new_counters
 from trainer.report import Evaluation
 from trainer.runner import StepRunner
@@ -66,9 +74,10 @@ class ListSource:
             return None
         own = self._batches.popleft()
         at = Position(step=own.step, train_step=own.train_step, epoch=own.epoch)
+        after = Position(step=own.step + 1, train_step=own.train_step + (own.kind == "train"), epoch=own.epoch)
         ids, rest = divide(own.batch)
         self._rests.append(rest)
-        return PlacedIds(place=Place(kind=own.kind, position=at, following=at), batch=ids)
+        return PlacedIds(place=Place(kind=own.kind, position=at, following=after), batch=ids)
 
     def poll_rest(self) -> Rest | None:
         is_late = self._chance is not None and self._chance.random() < 0.3
@@ -76,37 +85,27 @@ class ListSource:
 
 
 class MemoryCheckpointer:
-    """Implements `prefetcher.fetcher.Checkpointer` without files."""
+    """Implements `prefetcher.fetcher.Checkpointer` without files: what a barrier brings is only looked at."""
 
     def __init__(self) -> None:
-        self.finished: list[BarrierPlan] = []
-        self.num_files = 0
-        self._saved: Saved | None = None
+        self.begun: list[PlannedBarrier] = []
+        self.busy = False
+        self._complete = False
 
-    def planned(self, plan: StepPlan) -> None:
-        pass
+    def begin(self, barrier: PlannedBarrier) -> bool:
+        self.begun.append(barrier)
+        self._complete = False
+        return True
 
-    def accept(self, message: Saved) -> None:
-        self._saved = message
+    def collect(self) -> bool:
+        return True
 
-    def begin(self, barrier: BarrierPlan) -> str:
-        return f"memory-{barrier.barrier}"
+    def dense(self, message: Saved, content: bytes) -> bool:
+        self._complete = message.piece == message.num_pieces - 1
+        return True
 
-    def saved(self) -> bool:
-        return self._saved is not None
-
-    def finish(self, barrier: BarrierPlan) -> None:
-        self.finished.append(barrier)
-
-    def end_of_data(self, barrier: BarrierPlan) -> EndOfData:
-        return EndOfData(last_step=barrier.after_step, finished=barrier.finished, host_bytes=0)
-
-
-class UnsavedRunner(StepRunner):
-    """Leaves the dense side where it is: in the model."""
-
-    def save(self, folder: Path) -> Saved:
-        return Saved(barrier=0, file="nowhere", nbytes=0, checksum="")
+    def collected(self) -> bool:
+        return self._complete
 
 
 @dataclass(slots=True)
@@ -115,10 +114,19 @@ class RecordedResults:
     evaluations: list[Evaluation] = field(default_factory=list)
 
     def loss(self, train_step: int, loss: np.float32) -> None:
+        assert train_step == len(self.losses), f"the loss of train step {train_step} came after {len(self.losses)} losses"
         self.losses.append(loss)
 
     def evaluation(self, result: Evaluation) -> None:
         self.evaluations.append(result)
+
+    def state(self) -> Tensors:
+        evaluations = msgspec.json.encode(self.evaluations)
+        return {"losses": torch.tensor(np.array(self.losses, np.float32)), "evaluation": torch.tensor(list(evaluations), dtype=torch.uint8)}
+
+    def restore(self, tensors: Tensors) -> None:
+        self.losses = list(tensors["losses"].numpy())
+        self.evaluations = msgspec.json.decode(tensors["evaluation"].numpy().tobytes(), type=list[Evaluation])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -132,25 +140,64 @@ class Settings:
     seeded_streams: bool = True
     pinned: tuple[npt.NDArray[np.int64], ...] | None = None
     without: Wait | None = None  # a wait to leave out, to show that it is needed
+    verify: float = 0.0  # share of the rows that are followed by their checksums
+    incarnation: int = 1
+    mirrored: bool = False  # payloads travel over the link, as they do over TCP
+    links: Callable[[], tuple[Link, Link]] = inproc_pair  # the prefetcher's end, the trainer's end
+
+
+class Rings:
+    """Both rings as both ends see them: in one memory, or each end in its own."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._mirrored = settings.mirrored
+        self.fetch_writer, self.fetch_reader = self._pair(settings.ring_bytes)
+        self.back_writer, self.back_reader = self._pair(settings.ring_bytes)
+
+    def _pair(self, nbytes: int) -> tuple[RingWriter, RingReader]:
+        buffer = in_memory_buffer(nbytes)
+        far = in_memory_buffer(nbytes) if self._mirrored else buffer
+        return RingWriter(buffer, always_checksum=self._mirrored), RingReader(far, mirror=self._mirrored)
+
+    def carry(self, conversation: Conversation, outgoing: RingWriter, incoming: RingReader) -> None:
+        if self._mirrored:
+            conversation.carry(outgoing, incoming)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Past:
+    """What an incarnation goes on from: checkpoints on a disk, and the newest of them."""
+
+    checkpoints: Checkpoints
+    newest: Manifest | None
+    stores: tuple[Store, ...] = ()  # of an earlier incarnation in the same process, with the rows of `newest`; empty: none survived
 
 
 class InProcessRun:
     """One whole run. `run()` to the end, or `advance_until` a condition."""
 
-    def __init__(self, job: Job, batches: Sequence[ScheduledBatch], settings: Settings) -> None:
+    def __init__(self, job: Job, batches: Sequence[ScheduledBatch], settings: Settings, past: Past | None = None) -> None:
+        """`batches` are those of the whole run; with a `past` it goes on where that ends, and writes checkpoints there."""
+        start = Position() if past is None or past.newest is None else past.newest.position
+        num_dense = batches[0].batch.dense.shape[1] if batches else 13
+        batches = batches[start.step :]
+        restore = b"" if past is None or past.newest is None else b"".join(dense_content(past.checkpoints.root, past.newest))
         self.job = job
         self.groups = group_specs(job)
         self.plans: list[StepPlan] = []
         self.max_in_flight = 0
         self.results = RecordedResults()
         self.chance = random.Random(settings.seed)
-        self.plain_stores = tuple(MemoryStore(group, job.job.seed) for group in self.groups)
+        self.plain_stores: tuple[Store, ...] = tuple(MemoryStore(group, job.job.seed) for group in self.groups)
+        if past is not None and past.stores:
+            self.plain_stores = past.stores
+        elif past is not None and past.newest is not None:
+            restore_rows(past.checkpoints.root, past.newest, self.groups, self.plain_stores)
         self.streams: Streams = SeededStreams(settings.seed, settings.without) if settings.seeded_streams else PlainStreams()
-        num_dense = batches[0].batch.dense.shape[1] if batches else 13
         welcome = Welcome(
             protocol_version=PROTOCOL_VERSION,
             run_id="test",
-            incarnation=1,
+            incarnation=settings.incarnation,
             pid=1,
             slots=settings.slots,
             num_dense=num_dense,
@@ -158,9 +205,17 @@ class InProcessRun:
             fetch_ring=RingSpec(path="", nbytes=settings.ring_bytes),
             back_ring=RingSpec(path="", nbytes=settings.ring_bytes),
             train_steps=None,
+            first_train_step=start.train_step,
+            restore_bytes=len(restore),
+            verify=settings.verify,
         )
-        fetch_buffer, back_buffer = (in_memory_buffer(settings.ring_bytes) for _ in range(2))
-        links = inproc_pair()
+        self.writer = None
+        if past is not None:
+            self.writer = CheckpointWriter(job, self.groups, "test", "", past.checkpoints, past.newest, keep=job.checkpoint.keep)
+        rings = Rings(settings)
+        links = settings.links()
+        conversation = Conversation(Session("prefetcher", settings.incarnation), links[0])
+        rings.carry(conversation, rings.fetch_writer, rings.back_reader)
         stores: tuple[Store, ...] = self.plain_stores
         if settings.late_store:
             stores = tuple(LateStore(store, settings.seed + index) for index, store in enumerate(self.plain_stores))
@@ -172,27 +227,30 @@ class InProcessRun:
                 planner=job_planner(job, self.groups, settings.slots, batches[:MEASURED_BATCHES], pinned=settings.pinned),
                 measured=[],
                 stores=stores,
-                conversation=Conversation(Session("prefetcher", 1), links[0]),
-                fetch_ring=RingWriter(fetch_buffer),
-                back_ring=RingReader(back_buffer),
-                checkpointer=MemoryCheckpointer(),
+                conversation=conversation,
+                fetch_ring=rings.fetch_writer,
+                back_ring=rings.back_reader,
+                checkpointer=MemoryCheckpointer() if self.writer is None else BarrierCheckpointer(self.groups, stores, self.writer),
                 welcome=welcome,
+                mode="train",
+                start=start,
+                restore=restore,
             )
         )
         self.prefetcher.planning.on_plan = self._note_plan
         trainer_conversation = Conversation(Session("trainer"), links[1])
+        rings.carry(trainer_conversation, rings.back_writer, rings.fetch_reader)
         self._greet(trainer_conversation)
         self.records = [torch.zeros(n, group.record_floats) for n, group in zip(settings.slots, self.groups, strict=True)]
-        self.runner = UnsavedRunner(job, self.groups, self.records, num_dense)
-        back_ring = RingWriter(back_buffer)
+        self.runner = StepRunner(job, self.groups, self.records, num_dense)
         self.trainer = trainer.engine.TrainerEngine(
             trainer.engine.EngineParts(
                 groups=self.groups,
                 welcome=welcome,
                 conversation=trainer_conversation,
-                fetch_ring=RingReader(fetch_buffer),
-                back_ring=back_ring,
-                max_payload=back_ring.max_payload,
+                fetch_ring=rings.fetch_reader,
+                back_ring=rings.back_writer,
+                max_payload=rings.back_writer.max_payload,
                 streams=self.streams,
                 records=self.records,
                 runner=self.runner,
@@ -201,6 +259,8 @@ class InProcessRun:
             )
         )
         stages: list[Stage] = [*self.prefetcher.stages.values(), *self.trainer.stages.values(), self.streams]
+        if self.writer is not None:
+            stages.append(self.writer)
         self._advances = [stage.advance for stage in stages]
         self._weights = [self.chance.choice((0.05, 0.3, 1.0)) for _ in stages]
 
@@ -214,6 +274,7 @@ class InProcessRun:
             pid=2,
             threads=1,
             device="cpu",
+            mode="train",
         )
         conversation.send(hello)
         assert self.prefetcher.conversation.advance(), "Hello arrives"
@@ -252,7 +313,7 @@ class InProcessRun:
         return merged | {name: tensor.detach().clone() for name, tensor in self.runner.model.state_dict().items()}
 
 
-def table_state(group: GroupSpec, store: MemoryStore | None, seed: int) -> dict[str, Tensor]:
+def table_state(group: GroupSpec, store: Store | None, seed: int) -> dict[str, Tensor]:
     """Every row of a group's tables; with `store` None those before training."""
     state = {}
     for table in group.tables:

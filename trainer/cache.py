@@ -24,9 +24,11 @@ from torch import Tensor
 from protocol.errors import RemoteProtocolError
 from protocol.messages import ArraySpec, Flush, PlanHeader, Released, RingRef, RowSpan, StepReady
 from protocol.packing import Piece, barrier_stamp, cut, plan_stamp
+from protocol.row_checksum import barrier_name, fetched_name, victims_name
 from protocol.tables import GroupSpec
 from protocol.transport.ring import RingReader, release
 from trainer.metrics import TrainerCounters
+from trainer.row_checksums import Asked, RowChecks
 from trainer.sender import EvictTask, Sender
 from trainer.streams import Event, Streams
 
@@ -42,6 +44,7 @@ class ArrivedStep:
     block: Tensor  # u8 [arrays_bytes] on the device
     arrays: dict[str, Tensor]  # views of the block, by name
     num_pieces: int
+    asked: Asked  # checksums
     pieces: list[StepReady] = field(default_factory=list)  # copied in, by number
     copied: list[Event] = field(default_factory=list)  # one a piece
     filled: list[Event] = field(default_factory=list)  # one a piece; empty pieces too
@@ -61,6 +64,7 @@ class FlushJob:
     block: Tensor  # u8, the slots as they arrive
     pieces: deque[Piece]  # of rows, not gathered yet
     slots: dict[str, Tensor] | None = None  # "<group>.slots" on the device, once all have arrived
+    asked: Asked | None = None  # checksums, once they are issued
     last_task: EvictTask | None = None
 
 
@@ -90,6 +94,7 @@ class DeviceCache:
         self._num_sets = depth + 1
         self._fill_staging = [streams.allocate(max_payload) for _ in range(self._num_sets)]
         self._evict_staging = [streams.allocate(max_payload) for _ in range(self._num_sets)]
+        self._checks = RowChecks(records, streams)
         self._inbox: deque[StepReady] = deque()
         self._steps: deque[ArrivedStep] = deque()  # arrived, not yet handed to compute
         self._copying: deque[tuple[RingRef, Event]] = deque()
@@ -129,6 +134,11 @@ class DeviceCache:
         return len(self._inbox) + len(self._steps)
 
     @property
+    def flushing(self) -> bool:
+        """Whether rows of a barrier were not all handed to the sender."""
+        return self._flushing is not None
+
+    @property
     def device_bytes(self) -> int:
         """Memory of records and staging."""
         return sum(tensor.nbytes for tensor in [*self.records, *self._fill_staging, *self._evict_staging])
@@ -163,8 +173,15 @@ class DeviceCache:
         if len(self._blocks[index]) < header.arrays_bytes:
             self._blocks[index] = self._streams.allocate(header.arrays_bytes * 5 // 4)
         block = self._blocks[index][: header.arrays_bytes]
+        arrays = unpack(block, header.arrays)
+        names = [name for group in range(len(self._groups)) for name in (fetched_name(group), victims_name(group))]
         return ArrivedStep(
-            step=message.step, header=header, block=block, arrays=unpack(block, header.arrays), num_pieces=message.num_pieces
+            step=message.step,
+            header=header,
+            block=block,
+            arrays=arrays,
+            num_pieces=message.num_pieces,
+            asked=self._checks.asked(arrays, names),
         )
 
     def _staging_busy(self, arrived: ArrivedStep) -> bool:
@@ -209,8 +226,10 @@ class DeviceCache:
         for after in {arrived.header.groups[span.group].fill_after for span in message.rows}:
             if after in self._computed:
                 fill.wait(self._computed[after], "fill_after")
+        self._check_victims(arrived, message)
         self._gather_victims(arrived, message)
         self._scatter_rows(arrived, message)
+        self._check_filled(arrived, message)
         arrived.filled.append(fill.record())
         if self._streams.device.type == "cpu":  # elsewhere the work is only issued here
             self._counters.spent("fill", time.perf_counter() - began_s)
@@ -223,6 +242,16 @@ class DeviceCache:
             if after is not None and (self._last_issued is None or after > self._last_issued):
                 return False
         return not message.rows or arrived.last_evict is None or arrived.last_evict.copied is not None
+
+    def _check_victims(self, arrived: ArrivedStep, message: StepReady) -> None:
+        for span in message.rows:
+            if span.start == 0:  # every victim of the group is still in its slot
+                self._checks.issue(arrived.asked, victims_name(span.group), span.group)
+
+    def _check_filled(self, arrived: ArrivedStep, message: StepReady) -> None:
+        if message.piece == arrived.num_pieces - 1:
+            for group in range(len(self._groups)):
+                self._checks.issue(arrived.asked, fetched_name(group), group)
 
     def _gather_victims(self, arrived: ArrivedStep, message: StepReady) -> None:
         victims = [
@@ -294,6 +323,7 @@ class DeviceCache:
         if job is None or job.slots is None or (job.last_task is not None and job.last_task.copied is None):
             return False
         piece = job.pieces.popleft()
+        job.asked = job.asked or self._check_barrier(job.slots)
         sources = self._gather(
             list(piece.rows),
             slots=[job.slots[f"{span.group}.slots"][span.start : span.start + span.count] for span in piece.rows],
@@ -307,11 +337,19 @@ class DeviceCache:
             last=not job.pieces,
             sources=sources,
             gathered=self._streams.fill.record(),
+            checksums=None if job.pieces else job.asked.checksums,
         )
         self._sender.send_rows(job.last_task)
         if not job.pieces:
             self._flushing = None
         return True
+
+    def _check_barrier(self, slots: dict[str, Tensor]) -> Asked:
+        names = [barrier_name(group) for group in range(len(self._groups))]
+        asked = self._checks.asked(slots, names)
+        for group, name in enumerate(names):
+            self._checks.issue(asked, name, group)
+        return asked
 
 
 def unpack(block: Tensor, specs: tuple[ArraySpec, ...]) -> dict[str, Tensor]:

@@ -18,18 +18,19 @@ app = typer.Typer(
 )
 
 
-@app.callback()
-def main() -> None:
-    """One command today; its name stays when others come."""
+Config = Annotated[Path, typer.Option("--config", help="The job file.", metavar="job.toml")]
+Overrides = Annotated[list[str] | None, typer.Option("--set", help="Override a key: section.key=value. Repeatable.")]
+LogLevel = Annotated[str, typer.Option("--log-level", help="debug, info, warning or error.")]
+LogJson = Annotated[bool, typer.Option("--log-json", help="Log JSON lines.")]
 
 
 @app.command()
 def run(
-    config: Annotated[Path, typer.Option("--config", help="The job file.", metavar="job.toml")],
-    overrides: Annotated[list[str] | None, typer.Option("--set", help="Override a key: section.key=value. Repeatable.")] = None,
+    config: Config,
+    overrides: Overrides = None,
     fresh: Annotated[bool, typer.Option("--fresh", help="Replace the report of an earlier run.")] = False,
-    log_level: Annotated[str, typer.Option("--log-level", help="debug, info, warning or error.")] = "info",
-    log_json: Annotated[bool, typer.Option("--log-json", help="Log JSON lines.")] = False,
+    log_level: LogLevel = "info",
+    log_json: LogJson = False,
 ) -> None:
     """Train. Start `prefetcher run` with the same job file, before or after; it decides how long the run is."""
 
@@ -40,5 +41,25 @@ def run(
             from trainer.service import run_trainer
 
             run_trainer(job, signals, fresh=fresh)
+
+    raise typer.Exit(run_command("trainer", start))
+
+
+@app.command(name="eval")
+def evaluate(
+    config: Config,
+    overrides: Overrides = None,
+    log_level: LogLevel = "info",
+    log_json: LogJson = False,
+) -> None:
+    """Evaluate a checkpoint of a run on its evaluation batches. Start `prefetcher run --eval`, before or after; it chooses which."""
+
+    def start() -> None:
+        setup_logging("trainer", log_level, log_json or None)
+        job = load_job(config, tuple(overrides or ()))
+        with Signals() as signals:
+            from trainer.service import run_trainer
+
+            run_trainer(job, signals, mode="eval")
 
     raise typer.Exit(run_command("trainer", start))

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from protocol.conversation import Conversation
-from protocol.messages import Bye, EndOfData, Flush, Released, StepReady, Welcome
+from protocol.messages import Bye, EndOfData, Flush, Released, Restore, StepReady, Welcome
 from protocol.stages import Stage
 from protocol.tables import GroupSpec
 from protocol.transport.ring import RingReader, RingWriter
@@ -60,12 +60,15 @@ class TrainerEngine:
             runner=parts.runner,
             counters=self.counters,
             results=parts.results,
+            ring=parts.fetch_ring,
+            restore_bytes=parts.welcome.restore_bytes,
             send=send,
         )
         parts.conversation.listen(
             {
                 StepReady: self.cache.accept,
                 Released: lambda message: parts.back_ring.release(message.position),
+                Restore: self.loop.accept_restore,
                 Flush: self.loop.accept_flush,
                 EndOfData: self.loop.accept_end,
             }

@@ -7,6 +7,7 @@ bin counts half, as a tie. Bins are narrow where logits usually are:
     width of a bin   3.1e-05  4.8e-05   1.2e-04   7.6e-04   2.1e-02
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -50,6 +51,7 @@ class EvalMetrics:
 
     def __init__(self, device: torch.device | None = None) -> None:
         """Counts on `device`; None is the CPU."""
+        self._begun = False
         self._counts = EvalCounts(
             torch.zeros(2, NUM_BINS, dtype=torch.int64, device=device),
             torch.zeros((), dtype=torch.int64, device=device),
@@ -58,11 +60,28 @@ class EvalMetrics:
 
     def update(self, logits: Tensor, labels: Tensor) -> None:
         """Counts one batch: logits f32 [B] and labels f32 [B], 0 or 1, on the metrics' device. Issues work and reads nothing."""
+        self._begun = True
         positive = labels > 0.5
         where = bins(logits) + positive * NUM_BINS
         self._counts.histogram.view(-1).index_add_(0, where, torch.ones_like(where))
         self._counts.num_correct.add_(((logits > 0) == positive).sum())
         self._counts.loss_sum.add_(binary_cross_entropy_with_logits(logits.double(), labels.double(), reduction="sum"))
+
+    def state(self) -> dict[str, Tensor]:
+        """The counts of an evaluation in progress, for a checkpoint; nothing outside one. Waits for the device."""
+        return {f"metrics.{name}": counts for name, counts in self._named().items()} if self._begun else {}
+
+    def restore(self, tensors: Mapping[str, Tensor]) -> bool:
+        """Goes on counting where a `state` was; whether there was an evaluation in progress."""
+        saved = {name: tensors[f"metrics.{name}"] for name in self._named() if f"metrics.{name}" in tensors}
+        for name, counts in saved.items():
+            self._named()[name].copy_(counts)
+        self._begun = bool(saved)
+        return self._begun
+
+    def _named(self) -> dict[str, Tensor]:
+        counts = self._counts
+        return {"histogram": counts.histogram, "num_correct": counts.num_correct, "loss_sum": counts.loss_sum}
 
     def compute(self) -> EvalResult:
         """The metrics so far. Waits for the device."""
@@ -73,6 +92,7 @@ class EvalMetrics:
 
         On a device the result may be read once an event recorded after this call has happened.
         """
+        self._begun = False
         closed = EvalCounts(*(to_host(counts) for counts in (self._counts.histogram, self._counts.num_correct, self._counts.loss_sum)))
         for counts in (self._counts.histogram, self._counts.num_correct, self._counts.loss_sum):
             counts.zero_()

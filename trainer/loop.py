@@ -8,7 +8,6 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Protocol
 
 import numpy as np
@@ -16,8 +15,12 @@ import torch
 from torch import Tensor
 
 from protocol.errors import NonFiniteLoss
-from protocol.messages import EndOfData, Flush, Saved, StepDone
+from protocol.faults import crash_point
+from protocol.messages import EndOfData, Flush, Released, Restore, StepDone
+from protocol.packing import dense_stamp
+from protocol.transport.ring import RingReader, release
 from trainer.cache import ArrivedStep, DeviceCache
+from trainer.dense import Gathering, Tensors, pack, unpack
 from trainer.evaluate import EvalCounts, EvalResult
 from trainer.metrics import StallReason, TrainerCounters
 from trainer.report import Evaluation
@@ -37,8 +40,11 @@ class Runner(Protocol):
     def close_evaluation(self) -> EvalCounts:
         """Issues the copy of the evaluation's counts to the host, and starts new ones."""
 
-    def save(self, folder: Path) -> Saved:
-        """Writes the dense side of a checkpoint; the step it follows is complete. The barrier number is filled in by the caller."""
+    def state(self) -> Tensors:
+        """The model's part of the dense side of a checkpoint; every step issued is complete."""
+
+    def restore(self, tensors: Tensors) -> bool:
+        """Goes on from a `state`, before the first step. Whether an evaluation is in progress."""
 
 
 class Results(Protocol):
@@ -47,6 +53,11 @@ class Results(Protocol):
     def loss(self, train_step: int, loss: np.float32) -> None: ...
 
     def evaluation(self, result: Evaluation) -> None: ...
+
+    def state(self) -> Tensors:
+        """All losses and the last evaluation, for a checkpoint."""
+
+    def restore(self, tensors: Tensors) -> None: ...
 
 
 @dataclass(slots=True, kw_only=True)
@@ -63,7 +74,7 @@ class Issued:
 
 
 class TrainingLoop:
-    """`accept_flush` and `accept_end` are called by the mail's thread, `advance` by the main thread."""
+    """`accept_flush`, `accept_restore` and `accept_end` are called by the mail's thread, `advance` by the main thread."""
 
     def __init__(
         self,
@@ -74,8 +85,11 @@ class TrainingLoop:
         runner: Runner,
         counters: TrainerCounters,
         results: Results,
-        send: Callable[[StepDone | Saved], None],
+        ring: RingReader,
+        restore_bytes: int,
+        send: Callable[[Released], None],
     ) -> None:
+        """`ring` is the one that the dense side comes in, where the run goes on from a checkpoint: `restore_bytes` are above 0 then."""
         self.first_step_s: float | None = None  # by the performance counter
         self.step_begun: int | None = None
         self.step_done: int | None = None
@@ -87,6 +101,9 @@ class TrainingLoop:
         self._runner = runner
         self._counters = counters
         self._results = results
+        self._ring = ring
+        self._restoring = Gathering(restore_bytes) if restore_bytes else None
+        self._restores: deque[Restore] = deque()
         self._send = send
         pinned = streams.device.type == "cuda"
         self._losses = [torch.zeros((), pin_memory=pinned) for _ in range(depth + 2)]
@@ -100,21 +117,28 @@ class TrainingLoop:
     @property
     def finished(self) -> bool:
         """No step follows, and every result was delivered."""
-        return self.end is not None and not self._issued
+        return self.end is not None and not self._issued and not self._must_close(self.end)
 
     @property
     def waiting_for(self) -> str:
         if self._issued:
             return "the device"
+        if self._restoring is not None:
+            return "the checkpoint's dense side"
         return "the barrier" if self._saving is not None or self._flushes else "rows"
 
     def accept_flush(self, message: Flush) -> None:
         self._flushes.append(message)
 
+    def accept_restore(self, message: Restore) -> None:
+        self._restores.append(message)
+
     def accept_end(self, message: EndOfData) -> None:
         self.end = message
 
     def advance(self) -> bool:
+        if self._restoring is not None:
+            return self._restore_next(self._restoring)
         collected = self._collect()
         moved = self._cache.advance()
         issued = self._issue_next()
@@ -129,12 +153,27 @@ class TrainingLoop:
         if reason == "rows":
             self._waited_s += seconds
 
+    def _restore_next(self, gathering: Gathering) -> bool:
+        if not self._restores:
+            return False
+        message = self._restores.popleft()
+        content = gathering.add(message, self._ring.view(message.payload, dense_stamp(message.piece)).data)
+        release(self._ring, message.payload, self._send)
+        if content is not None:
+            tensors = unpack(content)
+            self._evaluating = self._runner.restore(tensors)
+            crash_point("model restored")
+            self._results.restore(tensors)
+            self._restoring = None
+        return True
+
     # issuing
 
     def _issue_next(self) -> bool:
         step = self._cache.take_filled()
         if step is None:
             return False
+        crash_point("step not begun")
         if self._evaluating and step.header.kind == "train":
             self._close_evaluation()
         began_s, waited_s, self._waited_s = time.perf_counter(), self._waited_s, 0.0
@@ -211,32 +250,34 @@ class TrainingLoop:
                     f"the loss of train step {issued.train_steps} is {loss}: training diverged; lower optimizer.sparse.lr or dense.lr"
                 )
             self._results.loss(issued.train_steps, loss)
+        crash_point("step computed")
         self._cache.completed(step.step)
         self.step_done = step.step
         self._counters.step_done(step.header, None if loss is None else float(loss))
         step_s = time.perf_counter() - issued.began_s
-        self._sender.finish(StepDone(step=step.step, rank=0, waited_s=issued.waited_s, step_s=step_s))
+        self._sender.finish(StepDone(step=step.step, rank=0, waited_s=issued.waited_s, step_s=step_s), step.asked.checksums)
 
     # barriers
 
     def _at_barrier(self) -> bool:
         """Every step before a barrier is complete when its `Flush` arrives."""
-        if self._saving is not None and not self._issued:
-            self._send(self._saved(self._saving))
+        if self._saving is not None and not self._issued and not self._cache.flushing:
+            crash_point("dense side not packed")
+            self._sender.send_dense(self._saving.barrier, pack({**self._runner.state(), **self._results.state()}))
             self._saving = None
+            return True
+        if self.end is not None and self._must_close(self.end):
+            self._close_evaluation()
             return True
         if not self._flushes:
             return False
         message = self._flushes.popleft()
         self.stop_reason = message.reason
-        if self._evaluating:
-            self._close_evaluation()
         self._cache.flush(message)
-        if message.piece == message.num_pieces - 1 and message.checkpoint is not None:
+        if message.piece == message.num_pieces - 1 and message.checkpoint:
             self._saving = message
         return True
 
-    def _saved(self, barrier: Flush) -> Saved:
-        assert barrier.checkpoint is not None, "a plain flush saves nothing"
-        saved = self._runner.save(Path(barrier.checkpoint))
-        return Saved(barrier=barrier.barrier, file=saved.file, nbytes=saved.nbytes, checksum=saved.checksum)
+    def _must_close(self, end: EndOfData) -> bool:
+        """The data has ended in an evaluation, which is whole then; one that a stop cuts short goes on after it."""
+        return end.finished and self._evaluating

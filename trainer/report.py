@@ -19,7 +19,8 @@ class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    steps: int  # training steps
+    train_steps: int  # of the run, up to its end
+    steps: int  # training steps of this process: fewer where it went on from a checkpoint, more where it trained some again
     eval_steps: int
     samples: int  # of training steps
     samples_per_s: float  # samples / wall_s
@@ -55,6 +56,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 class RunFacts(msgspec.Struct, frozen=True, kw_only=True):
     """What a report says beside the counters."""
 
+    train_steps: int
     wall_s: float
     startup_s: float
     loss: float | None
@@ -75,6 +77,7 @@ def make_report(counters: TrainerCounters, run: RunFacts) -> Report:
     unique_rows = counters.total("unique_rows")
     evaluation = run.evaluation
     return Report(
+        train_steps=run.train_steps,
         steps=counters.train_steps,
         eval_steps=counters.eval_steps,
         samples=counters.samples,

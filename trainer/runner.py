@@ -2,24 +2,19 @@
 
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
-from safetensors.torch import save
 from torch import Tensor
 
-from protocol.errors import RowcastError
 from protocol.job import Job
-from protocol.manifest import file_checksum, write_durably
-from protocol.messages import Saved
 from protocol.tables import GroupSpec
 from trainer.cache import ArrivedStep
+from trainer.dense import Tensors, model_state, optimizer_state, random_state, restore_model, restore_optimizer, restore_random
 from trainer.embedding import Embeddings, GroupLookup
 from trainer.evaluate import EvalCounts, EvalMetrics
 from trainer.metrics import Phase
 from trainer.models import build_dense_optimizer, build_model, mean_loss
 
-DENSE_FILE = "dense.safetensors"
 GROUP_ARRAYS = ("slots", "unique_slots", "segment_offsets", "bag_order", "lookup_order", "offsets", "weights")
 
 
@@ -69,19 +64,21 @@ class StepRunner:
     def close_evaluation(self) -> EvalCounts:
         return self._metrics.close()
 
-    def save(self, folder: Path) -> Saved:
-        """Dense weights as `model.<name>`, their optimizer's state as `optimizer.<name>.<state>`."""
-        names = [name for name, _ in self.model.named_parameters()]
-        content = {f"model.{name}": tensor for name, tensor in self.model.state_dict().items()}
-        for index, state in self._optimizer.state_dict()["state"].items():
-            content |= {f"optimizer.{names[index]}.{key}": torch.as_tensor(value) for key, value in state.items() if value is not None}
-        path = folder / DENSE_FILE
-        try:
-            write_durably(path, save({name: own_copy(tensor) for name, tensor in content.items()}))
-        except OSError as error:
-            raise RowcastError(f"{path}: the dense side of the checkpoint could not be written ({error.strerror}); free space") from None
-        nbytes, checksum = file_checksum(path)
-        return Saved(barrier=0, file=DENSE_FILE, nbytes=nbytes, checksum=checksum)
+    def state(self) -> Tensors:
+        """Of the model, its optimizer, random numbers and the evaluation in progress; every step issued is complete."""
+        return {
+            **model_state(self.model),
+            **optimizer_state(self.model, self._optimizer),
+            **random_state(self.device),
+            **self._metrics.state(),
+        }
+
+    def restore(self, tensors: Tensors) -> bool:
+        """Goes on from a `state`; what it lacks stays as it is. Whether an evaluation is in progress."""
+        restore_model(self.model, tensors)
+        restore_optimizer(self.model, self._optimizer, tensors)
+        restore_random(self.device, tensors)
+        return self._metrics.restore(tensors)
 
     def _lookups(self, step: ArrivedStep) -> list[GroupLookup]:
         return [
@@ -96,8 +93,3 @@ class StepRunner:
         now_s = time.perf_counter()
         self._spent(phase, now_s - self._clock_s)
         self._clock_s = now_s
-
-
-def own_copy(tensor: Tensor) -> Tensor:
-    """On the host and sharing no memory, as safetensors wants it even of tied weights."""
-    return tensor.detach().cpu().clone(memory_format=torch.contiguous_format)

@@ -1,4 +1,5 @@
 """Sends victims home: evict staging -> ring on a stream of its own, then `RowsBack`; and `StepDone` behind the last of its plan's.
+Behind the rows of a barrier it sends the dense side of a checkpoint.
 
 It has its own thread, because the main loop may be waiting for a `StepReady` that needs the very rows that are on their way here.
 """
@@ -8,11 +9,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import msgspec
+import numpy as np
 import torch
+import xxhash
 from torch import Tensor
 
-from protocol.messages import RowsBack, RowSpan, StepDone
-from protocol.packing import ARRAY_ALIGNMENT, barrier_stamp, is_sampled, plan_stamp
+from protocol.faults import crash_point
+from protocol.messages import ArraySpan, RowChecksums, RowsBack, RowSpan, Saved, StepDone
+from protocol.packing import ARRAY_ALIGNMENT, barrier_stamp, cut_bytes, is_sampled, plan_stamp, saved_stamp
+from protocol.row_checksum import checksum_messages
 from protocol.tables import aligned
 from protocol.transport.ring import RingSlice, RingWriter
 from trainer.metrics import TrainerCounters
@@ -29,6 +34,7 @@ class EvictTask:
     last: bool
     sources: list[tuple[RowSpan, Tensor]]  # f32 [count, record_floats] in evict staging
     gathered: Event
+    checksums: Tensor | None = None  # i64 on the host, complete with the copy: at the end of a barrier, those that it asks for
     copied: Event | None = None  # set by the sender when the copy to the ring is issued: staging is free after it
 
     @property
@@ -46,10 +52,27 @@ class InFlight:
     slice: RingSlice | None
 
 
-class Sender:
-    """`send_rows` and `finish` are called by the main thread, in step order; `advance` by the sender's."""
+@dataclass(slots=True, kw_only=True)
+class DenseTask:
+    """The dense side of a checkpoint, which goes home behind its barrier's rows."""
 
-    def __init__(self, streams: Streams, ring: RingWriter, counters: TrainerCounters, send: Callable[[RowsBack | StepDone], None]) -> None:
+    barrier: int
+    content: bytes
+    pieces: list[ArraySpan]
+    checksum: int
+    sent: int = 0
+
+
+class Sender:
+    """`send_rows`, `send_dense` and `finish` are called by the main thread, in step order; `advance` by the sender's."""
+
+    def __init__(
+        self,
+        streams: Streams,
+        ring: RingWriter,
+        counters: TrainerCounters,
+        send: Callable[[RowsBack | RowChecksums | Saved | StepDone], None],
+    ) -> None:
         self.waiting_for_ring = False
         self._streams = streams
         self._ring = ring
@@ -57,7 +80,8 @@ class Sender:
         self._send = send
         self._tasks: deque[EvictTask] = deque()
         self._copying: deque[InFlight] = deque()
-        self._finished: deque[StepDone] = deque()
+        self._finished: deque[tuple[StepDone, Tensor]] = deque()
+        self._dense: deque[DenseTask] = deque()
 
     @property
     def queued(self) -> int:
@@ -66,15 +90,21 @@ class Sender:
     def send_rows(self, task: EvictTask) -> None:
         self._tasks.append(task)
 
-    def finish(self, message: StepDone) -> None:
-        """The step is complete; all tasks of its plan were handed over before."""
-        self._finished.append(message)
+    def send_dense(self, barrier: int, content: bytes) -> None:
+        """All rows of the barrier were handed over before."""
+        pieces = cut_bytes(len(content), self._ring.max_payload)
+        self._dense.append(DenseTask(barrier=barrier, content=content, pieces=pieces, checksum=xxhash.xxh3_64_intdigest(content)))
+
+    def finish(self, message: StepDone, checksums: Tensor) -> None:
+        """The step is complete; all tasks of its plan were handed over before. `checksums` i64 [n]: those that the plan asks for."""
+        self._finished.append((message, checksums))
 
     def advance(self) -> bool:
         issued = self._issue_copy()
         sent = self._send_copied()
         finished = self._send_finished()
-        return issued or sent or finished
+        saved = self._send_saved()
+        return issued or sent or finished or saved
 
     def _issue_copy(self) -> bool:
         if not self._tasks:
@@ -107,16 +137,54 @@ class Sender:
         task = flight.task
         ref = None if flight.slice is None else self._ring.commit(flight.slice, task.stamp, checksum=is_sampled(task.stamp))
         message = RowsBack(step=task.step, barrier=task.barrier, piece=task.piece, last=task.last, payload=ref, rows=flight.spans)
+        crash_point("RowsBack not sent")
         self._counters.rows_back(message)
+        if task.checksums is not None:
+            self._send_checksums(task.step, task.barrier, task.checksums)
         self._send(message)
+        crash_point("RowsBack sent")
         self._copying.popleft()
         return True
 
     def _send_finished(self) -> bool:
-        if not self._finished or self._rows_pending(self._finished[0].step):
+        if not self._finished or self._rows_pending(self._finished[0][0].step):
             return False
-        self._send(self._finished[0])
+        message, checksums = self._finished[0]
+        self._send_checksums(message.step, None, checksums)
+        self._send(message)
         self._finished.popleft()
+        return True
+
+    def _send_checksums(self, step: int | None, barrier: int | None, checksums: Tensor) -> None:
+        for message in checksum_messages(step, barrier, checksums.numpy()):
+            self._send(message)
+
+    def _send_saved(self) -> bool:
+        if not self._dense or self._tasks or self._copying:
+            return False
+        task = self._dense[0]
+        span = task.pieces[task.sent]
+        slot = self._ring.try_allocate(span.nbytes)
+        self.waiting_for_ring = slot is None
+        if slot is None:
+            return False
+        slot.payload[:] = np.frombuffer(task.content, np.uint8, span.nbytes, span.offset)
+        stamp = saved_stamp(task.barrier, task.sent)
+        message = Saved(
+            barrier=task.barrier,
+            piece=task.sent,
+            num_pieces=len(task.pieces),
+            nbytes=len(task.content),
+            checksum=task.checksum,
+            payload=self._ring.commit(slot, stamp, checksum=is_sampled(stamp)),
+            span=span,
+        )
+        crash_point("Saved not sent")
+        self._send(message)
+        crash_point("Saved sent")
+        task.sent += 1
+        if task.sent == len(task.pieces):
+            self._dense.popleft()
         return True
 
     def _rows_pending(self, step: int) -> bool:

@@ -3,21 +3,18 @@
 import os
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
-from types import TracebackType
-from typing import IO, Self
 
-import numpy as np
 import torch
 
 from protocol.conversation import Conversation
-from protocol.errors import ConfigError, RowcastError
-from protocol.job import Job
-from protocol.messages import PROTOCOL_VERSION, Bye, Hello, StopRequest, Welcome
-from protocol.process import STOPPING, Crew, Signals, tell_peer
+from protocol.errors import ConfigError, PeerLost
+from protocol.faults import crash_point
+from protocol.job import Job, Transport
+from protocol.messages import PROTOCOL_VERSION, Bye, Hello, Mode, StopRequest, Welcome
+from protocol.process import STOPPING, Crew, Patience, Signals, tell_peer
 from protocol.rundir import RunDirectory
 from protocol.session import Session, check_welcome
 from protocol.stages import IDLE_WAIT_S
@@ -27,82 +24,45 @@ from protocol.telemetry.counters import new_registry
 from protocol.telemetry.logs import get_logger
 from protocol.telemetry.server import Health, TelemetryServer
 from protocol.transport.ring import RingReader, RingWriter
-from protocol.transport.ring_file import RingFile
+from protocol.transport.ring_file import RingFile, RingMemory, attach_ring
 from protocol.transport.zmq_link import ZmqLink
 from protocol.watch import PeerWatch, Progress
 from trainer.engine import EngineParts, TrainerEngine
 from trainer.metrics import TrainerCollector, TrainerCounters, TrainerGauges, new_counters
 from trainer.optim import warm_up_sqrt
 from trainer.pinning import pinned
-from trainer.report import Evaluation, Report, RunFacts, make_report, write_report
+from trainer.report import Report, RunFacts, make_report, write_report
+from trainer.results import EvaluationOnly, ResultFiles
 from trainer.runner import StepRunner
 from trainer.streams import choose_device, make_streams, peak_device_bytes
 from trainer.terminal import Progress as ProgressLine
 from trainer.terminal import print_summary
 
 GREETING_GRACE_S = 0.5  # after a stop, for a Welcome that may be on its way: a prefetcher that has sent one expects a trainer
+REPORTS: dict[Mode, str] = {"train": "report.json", "eval": "eval.json"}
 DEVICE_POLL_S = 0.0002  # between looks at events of a device, which rings no bell
 
 
-class ResultFiles:
-    """`losses.f32` as it grows, and what the report says of losses and evaluations."""
-
-    def __init__(self, run_dir: Path) -> None:
-        self.evaluation_result: Evaluation | None = None
-        self.shown: Callable[[Evaluation], None] = lambda result: None
-        self._path = run_dir / "losses.f32"
-        self._recent: deque[np.float32] = deque(maxlen=100)
-        self._file: IO[bytes] | None = None
-
-    def __enter__(self) -> Self:
-        with self._sentence():
-            self._file = self._path.open("wb")
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if self._file is not None:
-            file, self._file = self._file, None
-            with self._sentence():
-                file.close()
-
-    @property
-    def mean_loss(self) -> float | None:
-        return float(np.mean(self._recent, dtype=np.float64)) if self._recent else None
-
-    def loss(self, train_step: int, loss: np.float32) -> None:
-        assert self._file is not None, "losses come only while the run is open"
-        with self._sentence():
-            self._file.write(loss.tobytes())
-        self._recent.append(loss)
-
-    @contextmanager
-    def _sentence(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            raise RowcastError(f"{self._path}: losses cannot be written ({error.strerror}); free space there and start over") from None
-
-    def evaluation(self, result: Evaluation) -> None:
-        self.evaluation_result = result
-        self.shown(result)
-
-
 class TrainerRun:
-    """One run, from the lock on its directory to the report."""
+    """One run, from the lock on its directory to the report: one incarnation after the other, where peers come and go."""
 
-    def __init__(self, job: Job, signals: Signals) -> None:
+    def __init__(self, job: Job, signals: Signals, mode: Mode) -> None:
         self._job = job
         self._signals = signals
+        self._mode: Mode = mode
         self._groups = group_specs(job)
         self._log = get_logger()
         self._bell = signals.bell
-        self._crew = Crew("trainer", self._bell)
-        self._health = Health(dead_stage=self._crew.dead_stage)
+        self._health = Health(dead_stage=lambda: self._crew.dead_stage())
         self._counters: TrainerCounters = new_counters(self._groups)
+        self._begin_incarnation()
+
+    def _begin_incarnation(self) -> None:
+        self._crew = Crew("trainer", self._bell)
         self._engine: TrainerEngine | None = None
         self._back_ring: RingWriter | None = None
         self._left = threading.Event()  # the prefetcher has said good-bye
-        self._results = ResultFiles(job.run_dir)
+        self._results = EvaluationOnly(self._job.run_dir) if self._mode == "eval" else ResultFiles(self._job.run_dir)
 
     def run(self, *, fresh: bool) -> None:
         """Returns when the run is finished or was stopped in order. Raises the first error of any stage."""
@@ -110,19 +70,26 @@ class TrainerRun:
         device = self._choose_device()
         threads = set_threads(self._job.trainer.threads)
         with ExitStack() as stack:
-            directory = stack.enter_context(RunDirectory(self._job.run_dir, "trainer"))
-            if not fresh and (directory.path / "report.json").exists():
-                raise ConfigError(f"the run in {directory.path} has a report; add --fresh to start over, or set another job.run_dir")
+            stack.enter_context(RunDirectory(self._job.run_dir, "trainer"))
             collector = TrainerCollector(self._counters, self._gauges(), build_info("trainer", self._job.job.name))
             server = TelemetryServer("trainer", self._job.metrics.trainer, new_registry(collector), self._health)
             stack.enter_context(server)
             self._log.info("serving metrics", address=server.address)
-            if self._signals.stop_reason is not None:
-                return
-            link = ZmqLink.trainer(self._job.run_dir, on_receive=self._bell.ring)
+            patience = Patience("prefetcher", self._job.transport)
+            while self._signals.stop_reason is None:
+                try:
+                    self._incarnation(patience.transport, device, threads, fresh=fresh)
+                    break
+                except PeerLost as error:
+                    patience.again(error)
+                    self._begin_incarnation()
+
+    def _incarnation(self, transport: Transport, device: torch.device, threads: int, *, fresh: bool) -> None:
+        with ExitStack() as stack:
+            link = ZmqLink.trainer(self._job.run_dir, on_receive=self._bell.ring, transport=transport)
             stack.callback(link.close)
             link.start()
-            self._converse(stack, Conversation(Session("trainer"), link), link, device, threads)
+            self._converse(stack, Conversation(Session("trainer"), link), link, transport, device, threads, fresh=fresh)
 
     def _choose_device(self) -> torch.device:
         try:
@@ -130,15 +97,27 @@ class TrainerRun:
         except ValueError as error:
             raise ConfigError(str(error)) from None
 
-    def _converse(self, stack: ExitStack, conversation: Conversation, link: ZmqLink, device: torch.device, threads: int) -> None:
+    def _converse(
+        self,
+        stack: ExitStack,
+        conversation: Conversation,
+        link: ZmqLink,
+        transport: Transport,
+        device: torch.device,
+        threads: int,
+        *,
+        fresh: bool,
+    ) -> None:
         arrived: list[Welcome] = []
         conversation.listen({Welcome: arrived.append, Bye: lambda message: self._left.set()})
-        watch = PeerWatch("prefetcher", conversation, link, self._job.transport, self._progress, lambda: bool(arrived))
+        watch = PeerWatch("prefetcher", conversation, link, transport, self._progress, lambda: bool(arrived))
         conversation.send(self._hello(device, threads))
+        crash_point("Hello sent")
         self._health.state = "connecting"
         self._log.info("waiting for the prefetcher", run_dir=str(self._job.run_dir.resolve()))
         try:
             if self._await_welcome(arrived, conversation, watch):
+                self._accept(arrived[0], fresh=fresh)
                 self._train(stack, conversation, watch, arrived[0], device, threads)
         except BaseException as error:
             self._health.state = "failed"
@@ -172,7 +151,18 @@ class TrainerRun:
             pid=os.getpid(),
             threads=threads,
             device=str(device),
+            mode=self._mode,
         )
+
+    def _accept(self, welcome: Welcome, *, fresh: bool) -> None:
+        """Raises where this process cannot be the prefetcher's trainer."""
+        check_welcome(welcome)
+        path = self._job.run_dir / "report.json"
+        if self._mode == "eval":
+            return
+        if path.exists() and not fresh and not welcome.restore_bytes:
+            raise ConfigError(f"the run in {self._job.run_dir} has a report; add --fresh to start over, or set another job.run_dir")
+        path.unlink(missing_ok=True)  # of an earlier run, given up by --fresh, or of this one, before it was stopped
 
     def _train(
         self,
@@ -183,41 +173,52 @@ class TrainerRun:
         device: torch.device,
         threads: int,
     ) -> None:
-        check_welcome(welcome)
-        (self._job.run_dir / "report.json").unlink(missing_ok=True)  # of an earlier run, given up by --fresh
         stack.enter_context(self._results)
-        rings = [stack.enter_context(RingFile.attach(spec.path, spec.nbytes)) for spec in (welcome.fetch_ring, welcome.back_ring)]
+        rings = [attach_ring(self._job.transport, spec) for spec in (welcome.fetch_ring, welcome.back_ring)]
         for ring in rings:
-            Path(ring.path).unlink(missing_ok=True)  # both sides have it now: from here on a kill leaves nothing behind
+            stack.callback(ring.close)
+            if ring.path:
+                Path(ring.path).unlink(missing_ok=True)  # both sides have it now: from here on a kill leaves nothing behind
         self._crew.start({"watch": watch}, {})  # the prefetcher must hear of this process also while its model is built
         stack.callback(self._crew.stop)
         are_pinned = stack.enter_context(pinned([ring.buffer for ring in rings], device))
         engine = self._make_engine(conversation, welcome, rings, device)
+        crash_point("model built")
         self._crew.start({"mail": engine.conversation, "sender": engine.sender}, self._stall_clocks(engine))
         stack.callback(self._crew.stop)  # once more: before the rings are unpinned
         self._health.state = "running"
         began_s = time.perf_counter()
-        progress = stack.enter_context(ProgressLine(self._counters, welcome.train_steps))
+        progress = stack.enter_context(ProgressLine(self._counters, welcome.train_steps, first_step=welcome.first_train_step))
         self._results.shown = progress.evaluation
         self._loop(engine, progress, device)
         progress.close()
         report = self._report(engine, welcome, began_s, threads, device, are_pinned=are_pinned)
-        write_report(self._job.run_dir / "report.json", report)
+        self._results.close()  # before the good-bye, behind which the run counts as complete
+        crash_point("report not written")
+        write_report(self._job.run_dir / REPORTS[self._mode], report)
         self._crew.stop()  # nothing may follow the good-bye, no heartbeat either
+        crash_point("Bye not sent")
         engine.say_bye()
+        crash_point("Bye sent")
         self._health.state = "stopped"
         print_summary(report)
 
-    def _make_engine(self, conversation: Conversation, welcome: Welcome, rings: list[RingFile], device: torch.device) -> TrainerEngine:
+    def _make_engine(
+        self, conversation: Conversation, welcome: Welcome, rings: list[RingFile | RingMemory], device: torch.device
+    ) -> TrainerEngine:
         records = make_records(welcome.slots, self._groups, device)
         spent = self._counters.spent if device.type == "cpu" else lambda phase, seconds: None
-        self._back_ring = RingWriter(rings[1].buffer)
+        is_tcp = self._job.transport.is_tcp
+        fetch_ring = RingReader(rings[0].buffer, mirror=is_tcp)
+        self._back_ring = RingWriter(rings[1].buffer, always_checksum=is_tcp)
+        if is_tcp:
+            conversation.carry(self._back_ring, fetch_ring)
         self._engine = TrainerEngine(
             EngineParts(
                 groups=self._groups,
                 welcome=welcome,
                 conversation=conversation,
-                fetch_ring=RingReader(rings[0].buffer),
+                fetch_ring=fetch_ring,
                 back_ring=self._back_ring,
                 max_payload=self._back_ring.max_payload,
                 streams=make_streams(device),
@@ -260,6 +261,7 @@ class TrainerRun:
             RunFacts(
                 wall_s=now_s - first_step_s,
                 startup_s=first_step_s - began_s,
+                train_steps=welcome.first_train_step if self._mode == "eval" else self._results.train_steps,
                 loss=self._results.mean_loss,
                 evaluation=self._results.evaluation_result,
                 cache_bytes=sum(records.nbytes for records in engine.cache.records),
@@ -338,5 +340,5 @@ def set_threads(threads: int | str) -> int:
     return number
 
 
-def run_trainer(job: Job, signals: Signals, *, fresh: bool) -> None:
-    TrainerRun(job, signals).run(fresh=fresh)
+def run_trainer(job: Job, signals: Signals, *, fresh: bool = False, mode: Mode = "train") -> None:
+    TrainerRun(job, signals, mode).run(fresh=fresh)

@@ -251,3 +251,12 @@ def make_streams(device: torch.device) -> Streams:
 def peak_device_bytes(device: torch.device, cache_bytes: int) -> int:
     """The most that the device's memory held; on the CPU what the cache takes, the rest being the process's own."""
     return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else cache_bytes
+
+
+def device_random_state(device: torch.device) -> Tensor:
+    """u8, of a device that is not the CPU."""
+    return torch.cuda.get_rng_state(device)
+
+
+def set_device_random_state(device: torch.device, state: Tensor) -> None:
+    torch.cuda.set_rng_state(state, device)

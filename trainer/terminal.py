@@ -38,10 +38,14 @@ class Progress:
         counters: TrainerCounters,
         total_steps: int | None,
         *,
+        first_step: int = 0,
         console: Console | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`total_steps`: training steps of the run, where they are known. `console` writes to stdout unless given."""
+        """`total_steps`: training steps of the run, where they are known; `first_step`: those before this incarnation. `console` writes
+        to stdout unless given.
+        """
+        self._before = first_step - counters.train_steps
         self._counters = counters
         self._total_steps = total_steps
         self._console = console or stdout_console()
@@ -85,7 +89,7 @@ class Progress:
             self._refresh()
             self._live.stop()
             self._live = None
-        elif self._shown_steps() != self._counters.train_steps:
+        elif self._shown_steps() != self._mark().steps:
             self._refresh()
 
     def __enter__(self) -> Self:
@@ -100,7 +104,7 @@ class Progress:
 
     def _mark(self) -> Mark:
         counters = self._counters
-        return Mark(self._clock(), counters.train_steps, counters.samples + counters.eval_samples, counters.waited_s)
+        return Mark(self._clock(), self._before + counters.train_steps, counters.samples + counters.eval_samples, counters.waited_s)
 
     def _refresh(self) -> None:
         self._marks.append(self._mark())
@@ -168,7 +172,8 @@ def print_summary(report: Report, console: Console | None = None) -> None:
 
 def summary_title(report: Report) -> str:
     how = "finished" if report.finished else f"stopped by {report.stopped_by or 'request'}"
-    return f"rowcast: {how} after {report.steps:,} steps in {human_seconds(report.wall_s)}"
+    resumed = "" if report.steps == report.train_steps else f" of {report.train_steps:,}"
+    return f"rowcast: {how} after {report.steps:,}{resumed} steps in {human_seconds(report.wall_s)}"
 
 
 def summary_rows(report: Report) -> list[tuple[str, str]]:

@@ -31,6 +31,7 @@ def job_planner(
         pinned=pinned,
         num_threads=num_threads,
         keep_ids=keep_ids,
+        checkpoint_every=job.checkpoint.every,
     )
 
 

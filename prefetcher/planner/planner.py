@@ -59,6 +59,7 @@ class RowPlanner:
     "lookahead" choose victims by the past alone, as if the horizon were 0; "static" by the batches that use a row among `first_batches`.
     pinned: for each group, ascending keys of rows that never leave once they are there. num_threads: changes no plan. keep_ids:
     `plan` returns batches with their ids; otherwise these are dropped once they are grouped, as nothing behind the planner needs them.
+    checkpoint_every: train steps between checkpoints, each a `barrier` that the caller asks for when it is `due`; 0: none.
     """
 
     def __init__(
@@ -73,6 +74,7 @@ class RowPlanner:
         pinned: tuple[I64, ...] | None = None,
         num_threads: int = 1,
         keep_ids: bool = False,
+        checkpoint_every: int = 0,
     ) -> None:
         assert len(groups) == len(slots), f"{len(groups)} groups, but slots for {len(slots)}"
         assert depth >= 1, f"a depth of {depth} steps"
@@ -88,6 +90,8 @@ class RowPlanner:
         self._way_home = WayHome(depth)
         self._last_planned: int | None = None
         self._num_barriers = 0
+        self._checkpoint_every = checkpoint_every
+        self._checkpoint_due = False
         self.counters = PlanCounters()
 
     def group(self, batch: Lookups) -> tuple[Grouping, ...]:
@@ -126,6 +130,11 @@ class RowPlanner:
         """Whether the next step can be planned: its horizon is complete or the data has ended, and there is a batch."""
         return self._horizon.ready
 
+    @property
+    def checkpoint_due(self) -> bool:
+        """Whether a checkpoint's barrier belongs before the next plan. At the end of the data there is a last barrier anyway."""
+        return self._checkpoint_due and self.ready()
+
     def plan(self) -> tuple[Any, StepPlan]:
         """Plans the next step; returns its batch, too, as it was added.
 
@@ -158,6 +167,8 @@ class RowPlanner:
             self._horizon.num_batches = self._auto.grow(self._groups, self._horizon.id_bytes, self._horizon.num_known)
         self._horizon.advance()
         self._last_planned = scheduled.step
+        if scheduled.kind == "train" and self._checkpoint_every:
+            self._checkpoint_due = (scheduled.train_step + 1) % self._checkpoint_every == 0
         for grouping, of_group in zip(known.groups, moves, strict=True):
             self.counters.count(len(grouping.order), of_group)
         return scheduled, StepMoves(after_step=after_step, groups=moves)
@@ -167,6 +178,7 @@ class RowPlanner:
         dirty = tuple(group.clean() for group in self._groups)
         self._way_home.settle(self._last_planned)
         self._num_barriers += 1
+        self._checkpoint_due = False
         self.counters.rows_flushed += sum(map(len, dirty))
         return BarrierPlan(barrier=self._num_barriers - 1, after_step=self._last_planned, dirty=dirty, reason=reason, finished=finished)
 

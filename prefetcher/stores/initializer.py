@@ -21,7 +21,7 @@ import xxhash
 
 from prefetcher.compiled import compiled_loop
 from protocol.job import parse_init
-from protocol.tables import TableSpec
+from protocol.tables import KEY_SHIFT, ROW_MASK, GroupSpec, TableSpec
 
 UNIFORM, NORMAL, CONSTANT = 0, 1, 2
 KINDS = {"uniform": UNIFORM, "normal": NORMAL, "constant": CONSTANT}
@@ -56,6 +56,20 @@ def initial_rows(seed: int, table: TableSpec, rows: npt.NDArray[np.int64]) -> np
     out = np.empty((len(rows), table.embedding_dim), np.float32)
     fill_initial(table_initializer(seed, table), rows, out)
     return out
+
+
+def first_records(group: GroupSpec, seed: int, keys: npt.NDArray[np.int64]) -> npt.NDArray[np.uint8]:
+    """Records of rows that were never trained: initial weights, initial optimizer state, zero padding. u8 [n, record_bytes]."""
+    records = np.zeros((len(keys), group.record_floats), np.float32)
+    tables = keys >> KEY_SHIFT
+    for table in group.tables:
+        chosen = np.flatnonzero(tables == table.index)
+        if len(chosen):
+            records[chosen, : group.embedding_dim] = initial_rows(seed, table, keys[chosen] & ROW_MASK)
+    for part in group.parts:
+        if part.initial:
+            records[:, part.offset : part.offset + part.width] = part.initial
+    return records.view(np.uint8)
 
 
 @compiled_loop

@@ -36,12 +36,32 @@ class LateStore:
     def hint(self, keys: Keys, needed_at_step: int) -> None:
         self._store.hint(keys, needed_at_step)
 
-    def scan(self, table: int, block: int) -> Iterator[tuple[Keys, Records]]:
-        return self._store.scan(table, block)
+    def scan(self, table: int, block: int, *, changed: bool = False) -> Iterator[tuple[Keys, Records]]:
+        return self._store.scan(table, block, changed=changed)
+
+    def changed_keys(self, table: int) -> Keys:
+        return self._store.changed_keys(table)
+
+    @property
+    def num_changed(self) -> int:
+        return self._store.num_changed
+
+    def settle(self) -> None:
+        self._store.settle()
+
+    def forget(self, keys: Keys) -> None:
+        self._store.forget(keys)
 
     @property
     def host_bytes(self) -> int:
         return self._store.host_bytes
+
+    @property
+    def restored(self) -> bool:
+        return self._store.restored
+
+    def close_at(self, checkpoint: str) -> None:
+        self._store.close_at(checkpoint)
 
     def close(self) -> None:
         self._store.close()

@@ -62,6 +62,7 @@ METRICS = (
     Metric("rowcast_slots_clean", "gauge", ("group",), "Slots whose row has the value of the store.", PREFETCHER),
     Metric("rowcast_slots_dirty", "gauge", ("group",), "Slots whose row was trained since its fill.", PREFETCHER),
     Metric("rowcast_write_back_lag_steps", "gauge", (), "Steps between the newest one done and the newest one in the store.", PREFETCHER),
+    Metric("rowcast_rows_verified_total", "counter", ("kind",), "Rows whose checksum was compared under `--verify`.", PREFETCHER),
     Metric("rowcast_loss", "gauge", (), "Loss of the last training step.", TRAINER),
     Metric("rowcast_build_info", "gauge", ("process", "version", "python", "job_name"), "Always 1; the labels say what runs.", BOTH),
 )

@@ -5,6 +5,7 @@ from collections import deque
 from collections.abc import Callable
 
 from protocol.errors import LocalProtocolError
+from protocol.transport.link import Payload, parts_of
 
 
 def silent() -> None:
@@ -14,7 +15,7 @@ def silent() -> None:
 class InprocLink:
     """One end of a pair; made by `inproc_pair`. Implements `Link`."""
 
-    def __init__(self, inbox: deque[bytes], on_receive: Callable[[], None]) -> None:
+    def __init__(self, inbox: deque[tuple[bytes, Payload]], on_receive: Callable[[], None]) -> None:
         self.last_received_s: float | None = None  # monotonic clock
         self.closed = False
         self._inbox = inbox
@@ -25,21 +26,22 @@ class InprocLink:
     def peer_gone(self) -> bool:
         return self._other.closed
 
-    def send(self, frame: bytes) -> None:
+    def send(self, frame: bytes, payload: memoryview | None = None) -> None:
         if self.closed:
             raise LocalProtocolError("a frame is sent on a link that was closed")
-        self._other._arrive(frame)
+        parts = () if payload is None else tuple(memoryview(bytes(part)) for part in parts_of(payload))
+        self._other._arrive(frame, parts)
 
-    def receive(self) -> bytes | None:
+    def receive(self) -> tuple[bytes, Payload] | None:
         return self._inbox.popleft() if self._inbox else None
 
     def close(self) -> None:
         self.closed = True
         self._other._on_receive()
 
-    def _arrive(self, frame: bytes) -> None:
+    def _arrive(self, frame: bytes, payload: Payload) -> None:
         self.last_received_s = time.monotonic()
-        self._inbox.append(frame)
+        self._inbox.append((frame, payload))
         self._on_receive()
 
 

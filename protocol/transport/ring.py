@@ -15,13 +15,18 @@ empty ring starts over at byte 0: so two payloads of `max_payload` always fit in
 pieces before it are released. So there is no deadlock by fragmentation where every piece is committed, announced and released
 without waiting for a later one; who must hold more than two large pieces at once has no such promise.
 
+Mirrors. Where the two ends share no memory, each has the whole ring in memory of its own. The writer's end is the same; the reader's is
+made with `mirror=True`, and the bytes of each piece, which came with its message, are put into place by `deposit` before `view`. `view`
+then writes the guards that `done` looks at; torn or stale bytes are noticed by the checksum, which every piece carries that travels so
+(`always_checksum`).
+
 Threads: each method may be called from any thread; none waits. The pieces of one writer are allocated, committed and announced in
 one order, and viewed in that order by the reader, which may finish them in any order.
 """
 
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -104,10 +109,14 @@ def piece_bytes(nbytes: int) -> int:
 
 
 class RingWriter:
-    """The writing end. `buffer` is the whole ring, u8, 64-byte aligned; bytes beyond a multiple of 64 are not used."""
+    """The writing end. `buffer` is the whole ring, u8, 64-byte aligned; bytes beyond a multiple of 64 are not used.
 
-    def __init__(self, buffer: Bytes) -> None:
+    With `always_checksum` every piece carries a checksum, whatever its writer asks for.
+    """
+
+    def __init__(self, buffer: Bytes, *, always_checksum: bool = False) -> None:
         self._layout = Layout(buffer)
+        self._always_checksum = always_checksum
         self._allocated = 0  # end of the newest piece
         self._released = 0  # everything before it is free
         self._peak_bytes = 0
@@ -157,7 +166,7 @@ class RingWriter:
 
         `stamp` (int64) is what the message implies, and the reader will expect. Raises LocalProtocolError for any other piece.
         """
-        digest = xxhash.xxh3_64_intdigest(piece.payload.data) if checksum else None
+        digest = xxhash.xxh3_64_intdigest(piece.payload.data) if checksum or self._always_checksum else None
         ref = RingRef(position=piece.position, nbytes=len(piece.payload), end=piece.end, checksum=digest)
         with self._lock:
             oldest = self._uncommitted[0].position if self._uncommitted else None
@@ -167,6 +176,10 @@ class RingWriter:
             self._uncommitted.popleft()
             self._committed_ends.append(piece.end)
         return ref
+
+    def payload(self, ref: RingRef) -> memoryview:
+        """The bytes of a committed piece, in place, until they are released."""
+        return self._layout.payload(ref.position, ref.nbytes).data
 
     def release(self, position: int) -> None:
         """Applies the peer's `Released`. Raises RemoteProtocolError where `position` is not the end of a piece that it still holds."""
@@ -182,15 +195,16 @@ class RingWriter:
 @dataclass(slots=True)
 class OpenPiece:
     ref: RingRef
-    stamp: int
+    stamp: int | None  # None: deposited, and not yet viewed
     done: bool = False
 
 
 class RingReader:
-    """The reading end of the same ring."""
+    """The reading end of the same ring, or of a mirror of it."""
 
-    def __init__(self, buffer: Bytes) -> None:
+    def __init__(self, buffer: Bytes, *, mirror: bool = False) -> None:
         self._layout = Layout(buffer)
+        self._is_mirror = mirror
         self._newest_end = 0
         self._open: deque[OpenPiece] = deque()  # in order, from the oldest one not done
         self._lock = threading.Lock()
@@ -203,16 +217,39 @@ class RingReader:
     def max_payload(self) -> int:
         return self._layout.max_payload
 
+    def deposit(self, ref: RingRef, parts: Sequence[memoryview]) -> None:
+        """Puts a piece's bytes, `ref.nbytes` in all, into the mirror. Once for each piece, in the order of arrival, before its `view`.
+
+        Raises RemoteProtocolError where `view` would or the piece has no checksum, before anything is copied: no byte of another piece is
+        touched.
+        """
+        assert self._is_mirror, "a ring that both ends share needs no deposit"
+        nbytes = sum(len(part) for part in parts)
+        assert nbytes == ref.nbytes, f"{nbytes} bytes are deposited as a piece of {ref.nbytes}"
+        if ref.checksum is None:
+            raise RemoteProtocolError(f"the piece at position {ref.position} of a ring travels without a checksum")
+        with self._lock:
+            self._check_place(ref)
+            self._newest_end = ref.end
+            self._open.append(OpenPiece(ref, None))
+        start = ref.position
+        for part in parts:
+            self._layout.payload(start, len(part))[:] = np.frombuffer(part, dtype=np.uint8)
+            start += len(part)
+
     def view(self, ref: RingRef, stamp: int) -> Bytes:
         """The piece's payload in place, u8 [nbytes], valid until `done(ref)`. Once for each piece, in the order of arrival.
 
         Raises RemoteProtocolError where `ref` does not follow the piece before it, or the bytes are not those announced.
         """
         with self._lock:
-            self._check_place(ref)
-            self._layout.check_guards(ref, stamp)
-            self._newest_end = ref.end
-            self._open.append(OpenPiece(ref, stamp))
+            if self._is_mirror:
+                self._open_deposited(ref, stamp)
+            else:
+                self._check_place(ref)
+                self._layout.check_guards(ref, stamp)
+                self._newest_end = ref.end
+                self._open.append(OpenPiece(ref, stamp))
         payload = self._layout.payload(ref.position, ref.nbytes)
         if ref.checksum is not None and (found := xxhash.xxh3_64_intdigest(payload.data)) != ref.checksum:
             raise RemoteProtocolError(
@@ -227,7 +264,7 @@ class RingReader:
         """
         with self._lock:
             piece = next((piece for piece in self._open if piece.ref.position == ref.position), None)
-            if piece is None or piece.done:
+            if piece is None or piece.done or piece.stamp is None:
                 raise LocalProtocolError(f"the piece at position {ref.position} is not being read")
             self._layout.check_guards(piece.ref, piece.stamp)
             piece.done = True
@@ -235,6 +272,14 @@ class RingReader:
             while self._open and self._open[0].done:
                 frontier = self._open.popleft().ref.end
             return frontier
+
+    def _open_deposited(self, ref: RingRef, stamp: int) -> None:
+        piece = next((piece for piece in self._open if piece.stamp is None), None)
+        if piece is None or piece.ref != ref:
+            oldest = None if piece is None else piece.ref.position
+            raise LocalProtocolError(f"the piece at position {ref.position} is viewed while the one at {oldest} is the next that came")
+        self._layout.write_guards(ref, stamp)
+        piece.stamp = stamp
 
     def _check_place(self, ref: RingRef) -> None:
         size = ref.end - ref.position + GUARD_BYTES

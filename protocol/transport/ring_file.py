@@ -1,4 +1,5 @@
-"""The memory behind a ring: a file in /dev/shm that leaves nothing behind, or plain memory for both ends in one process."""
+"""The memory behind a ring: a file in /dev/shm that leaves nothing behind, or plain memory: for both ends in one process, or for one
+end's mirror of a ring whose other end is across a network."""
 
 import fcntl
 import mmap
@@ -12,7 +13,9 @@ from typing import Self
 import numpy as np
 import numpy.typing as npt
 
-from protocol.errors import ConfigError
+from protocol.errors import ConfigError, RemoteProtocolError
+from protocol.job import Transport
+from protocol.messages import RingSpec
 
 Bytes = npt.NDArray[np.uint8]
 SHARED_MEMORY = Path("/dev/shm")
@@ -106,6 +109,45 @@ class RingFile:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
+
+
+class RingMemory:
+    """This process's mirror of a ring: has the face of a `RingFile`, and no file."""
+
+    path = ""
+
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = nbytes
+        self.buffer: Bytes = in_memory_buffer(nbytes)
+
+    def unlink(self) -> None:
+        """Nothing has a name."""
+
+    def close(self) -> None:
+        """The memory goes when nobody holds a view of it."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+
+def create_ring(transport: Transport, nbytes: int, name_hint: str) -> RingFile | RingMemory:
+    """For the prefetcher. `nbytes` counts where memory is shared; a mirror has `transport.mirror_bytes`."""
+    return RingMemory(transport.mirror_bytes) if transport.is_tcp else RingFile.create(nbytes, name_hint)
+
+
+def attach_ring(transport: Transport, spec: RingSpec) -> RingFile | RingMemory:
+    """For the trainer. Raises RemoteProtocolError where the prefetcher's Welcome does not go with this job file's transport."""
+    if not transport.is_tcp and spec.path:
+        return RingFile.attach(spec.path, spec.nbytes)
+    if not transport.is_tcp or spec.path or spec.nbytes != transport.mirror_bytes:
+        raise RemoteProtocolError(
+            f"a ring of {spec.nbytes} bytes at {spec.path!r} was announced, where transport.endpoint is {transport.endpoint!r} and rings "
+            f"over tcp have {transport.mirror_bytes}"
+        )
+    return RingMemory(spec.nbytes)
 
 
 def remove_leftovers(directory: Path = SHARED_MEMORY) -> list[Path]:

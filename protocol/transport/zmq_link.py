@@ -1,10 +1,11 @@
-"""The link between two processes of one host: one thread that owns the ZMQ socket, and a queue each way.
+"""The link between two processes: one thread that owns the ZMQ socket, and a queue each way.
 
     any thread  -> send -> outbox -> \\                      / -> the peer
                                       thread: poll, move, poll
     any thread <- receive <- inbox <- /                      \\ <- the peer
 
-The thread blocks on nothing but the poll. A queue that is full is a bug: credits bound what can be outstanding far below it.
+The thread blocks on nothing but the poll. A queue that is full is a bug, ours or the peer's: credits bound what can be outstanding far
+below it.
 """
 
 import os
@@ -20,13 +21,19 @@ from typing import Self
 
 import zmq
 
-from protocol.errors import LocalProtocolError
+from protocol.codec import MAX_FRAME_BYTES
+from protocol.errors import LocalProtocolError, RemoteProtocolError
+from protocol.job import Transport
+from protocol.transport.doors import CurveDoor, CurveWay, FileDoor, FileWay
 from protocol.transport.inproc import silent
+from protocol.transport.link import Payload
+from protocol.transport.refusals import Refusals
 from protocol.transport.zmq_socket import QUEUE_FRAMES, Dealer, Router, SocketEnd
 
 CLOSE_BUDGET_S = 0.8  # for sending what is queued, when the link is closed
 FULL_RETRY_MS = 20
 RECEIVE_BATCH = 1024  # frames received before the outbox has its turn
+INBOX_BYTES = 16 * MAX_FRAME_BYTES  # of frames that nobody has taken yet; payloads, which the rings bound, come on top
 
 
 @dataclass(slots=True)
@@ -41,14 +48,17 @@ class LinkCounters:
 class ZmqLink:
     """Implements `Link`. `start()` opens it, or use it as a context manager; `send` and `receive` may be called from any thread."""
 
-    def __init__(self, end: SocketEnd, on_receive: Callable[[], None]) -> None:
+    def __init__(self, end: SocketEnd, on_receive: Callable[[], None], refusals: Refusals, payload_bytes: int) -> None:
         self.counters = LinkCounters()
         self.last_received_s: float | None = None  # monotonic clock
         self.peer_gone_s: float | None = None  # monotonic clock
         self._end = end
         self._on_receive = on_receive
-        self._outbox: deque[bytes] = deque()
-        self._inbox: deque[bytes] = deque()
+        self._refusals = refusals
+        self._outbox: deque[tuple[bytes, memoryview | None]] = deque()
+        self._inbox: deque[tuple[bytes, Payload]] = deque()
+        self._inbox_limit_bytes = INBOX_BYTES + payload_bytes
+        self._bytes_taken = 0  # of all that was ever received; together with the counter, what is in the inbox
         self._error: BaseException | None = None
         self._closing = False
         self._wake: int | None = None  # eventfd; written under the lock, so that `close` cannot take it away meanwhile
@@ -56,15 +66,37 @@ class ZmqLink:
         self._thread = threading.Thread(target=self._run, name="link", daemon=True)
 
     @classmethod
-    def prefetcher(cls, run_dir: Path, on_receive: Callable[[], None] = silent, directory: Path | None = None) -> Self:
+    def prefetcher(
+        cls,
+        run_dir: Path,
+        on_receive: Callable[[], None] = silent,
+        directory: Path | None = None,
+        transport: Transport | None = None,
+    ) -> Self:
         """The end that serves. `on_receive` is called by the link's thread when frames have arrived or the peer is gone; it must not
-        wait, nor close the link. `directory` holds the socket, by default one of this user's own."""
-        return cls(Router(run_dir, directory), on_receive)
+        wait, nor close the link. `directory` holds the unix socket, by default one of this user's own."""
+        refusals = Refusals()
+        if transport is None or not transport.is_tcp:
+            return cls(Router(FileDoor(run_dir, directory), refusals), on_receive, refusals, payload_bytes=0)
+        assert transport.keys is not None, "checked with the job file"
+        door = CurveDoor(transport.endpoint, Path(transport.keys), refusals)
+        return cls(Router(door, refusals), on_receive, refusals, transport.mirror_bytes)
 
     @classmethod
-    def trainer(cls, run_dir: Path, on_receive: Callable[[], None] = silent, directory: Path | None = None) -> Self:
+    def trainer(
+        cls,
+        run_dir: Path,
+        on_receive: Callable[[], None] = silent,
+        directory: Path | None = None,
+        transport: Transport | None = None,
+    ) -> Self:
         """The end that calls, until a prefetcher answers; frames sent before that are kept."""
-        return cls(Dealer(run_dir, directory), on_receive)
+        refusals = Refusals()
+        if transport is None or not transport.is_tcp:
+            return cls(Dealer(FileWay(run_dir, directory), refusals), on_receive, refusals, payload_bytes=0)
+        assert transport.keys is not None, "checked with the job file"
+        way = CurveWay(transport.endpoint, Path(transport.keys))
+        return cls(Dealer(way, refusals), on_receive, refusals, transport.mirror_bytes)
 
     @property
     def peer_gone(self) -> bool:
@@ -78,29 +110,34 @@ class ZmqLink:
 
     @property
     def refused(self) -> int:
-        """Trainers that were turned away because another was connected."""
-        return self._end.refused
+        """Frames and handshakes that were turned away."""
+        return self._refusals.count
 
     def start(self) -> None:
-        """Raises ConfigError where another prefetcher serves the run directory, or the socket cannot be made."""
+        """Raises ConfigError where another prefetcher serves there, keys are not in order, or the socket cannot be made."""
         self._end.open()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._thread.start()
 
-    def send(self, frame: bytes) -> None:
-        """Queues a frame; to a peer that is gone it is discarded. Raises the thread's error, or LocalProtocolError after `close`."""
+    def send(self, frame: bytes, payload: memoryview | None = None) -> None:
+        """Queues a frame, and its payload where it stands; to a peer that is gone both are discarded.
+
+        Raises the thread's error, or LocalProtocolError after `close`.
+        """
         self._raise_error()
         if self._closing or self._wake is None:
             raise LocalProtocolError("a frame is sent on a link that is not open")
         if len(self._outbox) >= QUEUE_FRAMES:
             raise LocalProtocolError(f"{QUEUE_FRAMES} frames wait to be sent; credits should have bounded them")
-        self._outbox.append(frame)
+        self._outbox.append((frame, payload))
         self._ring()
 
-    def receive(self) -> bytes | None:
-        """The next frame, or None. Raises the thread's error once every frame that came before it was received."""
+    def receive(self) -> tuple[bytes, Payload] | None:
+        """The next frame with its payload, or None. Raises the thread's error once every frame that came before it was received."""
         if self._inbox:
-            return self._inbox.popleft()
+            frame, payload = self._inbox.popleft()
+            self._bytes_taken += num_bytes(frame, payload)
+            return frame, payload
         self._raise_error()
         return None
 
@@ -149,7 +186,7 @@ class ZmqLink:
         """Returns when the closing has to be over, on the monotonic clock."""
         assert self._wake is not None, "started"
         poller = zmq.Poller()
-        for source in (self._end.socket, self._end.monitor, self._wake):
+        for source in (*self._end.sockets, self._wake):
             poller.register(source, zmq.POLLIN)
         deadline_s: float | None = None
         while True:
@@ -183,31 +220,44 @@ class ZmqLink:
     def _receive_batch(self) -> int:
         for count in range(RECEIVE_BATCH):
             try:
-                frame = self._end.try_receive()
+                arrived = self._end.try_receive()
             except zmq.Again:
                 return count
-            if frame is not None:
-                self._inbox.append(frame)
-                self.last_received_s = time.monotonic()
-                self.counters.frames_received += 1
-                self.counters.bytes_received += len(frame)
+            if arrived is not None:
+                self._take_in(*arrived)
         return RECEIVE_BATCH
+
+    def _take_in(self, frame: bytes, payload: Payload) -> None:
+        self.last_received_s = time.monotonic()
+        self.counters.frames_received += 1
+        self.counters.bytes_received += num_bytes(frame, payload)
+        waiting = self.counters.bytes_received - self._bytes_taken
+        if len(self._inbox) >= QUEUE_FRAMES or waiting > self._inbox_limit_bytes:
+            raise RemoteProtocolError(
+                f"{len(self._inbox) + 1} frames of {waiting} bytes came faster than they are taken; up to {QUEUE_FRAMES} of "
+                f"{self._inbox_limit_bytes} may wait"
+            )
+        self._inbox.append((frame, payload))
 
     def _send_queued(self) -> bool:
         """Hands the outbox to the socket; False where the socket's own queue is full."""
         while self._outbox and not self.peer_gone and self._end.peer_here:
             try:
-                self._end.try_send(self._outbox[0])
+                self._end.try_send(*self._outbox[0])
             except zmq.Again:
                 return False
             except zmq.ZMQError as error:
                 if error.errno != zmq.EHOSTUNREACH:
                     raise
                 break  # gone, as the monitor is about to say
-            frame = self._outbox.popleft()
+            frame, payload = self._outbox.popleft()
             self.counters.frames_sent += 1
-            self.counters.bytes_sent += len(frame)
+            self.counters.bytes_sent += len(frame) + len(payload or b"")
         if self.peer_gone:
             self.counters.discarded += len(self._outbox)
             self._outbox.clear()
         return True
+
+
+def num_bytes(frame: bytes, payload: Payload) -> int:
+    return len(frame) + sum(len(part) for part in payload)

@@ -352,10 +352,10 @@ def test_a_run_directory_with_a_finished_run_is_a_warning(check: Checked) -> Non
 
 
 def test_a_damaged_checkpoint_in_the_run_directory_is_an_error(check: Checked) -> None:
-    folder = check.run_dir / "checkpoints" / "step-00000001"
+    folder = check.run_dir / "checkpoints" / "step-000000000001"
     folder.mkdir(parents=True)
     (folder / "manifest.json").write_text("{}")
-    assert "not a manifest that this version can read" in only_fault(check(), "error", "run directory")
+    assert "none of 1 checkpoints is whole" in only_fault(check(), "error", "run directory")
 
 
 def test_a_run_directory_that_cannot_be_made_is_an_error(check: Checked) -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from prefetcher.analysis.simulate.grid import Grid, Setting, settings
 from prefetcher.analysis.simulate.moves import new_planner
-from prefetcher.analysis.simulate.replay import Comparing, Replay, Saving, planned_beside
+from prefetcher.analysis.simulate.replay import Comparing, Replay, Saving, counts, planned_beside
 from prefetcher.analysis.simulate.simulate import simulate
 from prefetcher.analysis.trace.header import check_tables, same_settings, trace_header
 from prefetcher.analysis.trace.reader import TraceReader
@@ -72,7 +72,7 @@ def save_stopped(path: Path, job: Job, batches: Sequence[ScheduledBatch], num_pl
             while planner.wants_batch:
                 planner.add(left.pop(0))
             writer.add(*planner.plan())
-        writer.finish(tuple(map(len, planner.barrier("stop", finished=False).dirty)), finished=False)
+        writer.finish(counts(planner.barrier("stop", finished=False)), finished=False)
 
 
 def compare(path: Path, job: Job, max_steps: int | None = None) -> int:

@@ -4,11 +4,14 @@ import sys
 import threading
 from pathlib import Path
 
-from protocol.codec import decode
+from protocol.codec import decode, encode
 from protocol.errors import ConfigError
+from protocol.messages import Envelope
 from protocol.transport.zmq_link import ZmqLink
+from tests.protocol.samples import hello
 
 NUM_FRAMES = 10_000
+GREETING = encode(Envelope(incarnation=0, sequence=0, message=hello(mode="train")))  # a trainer's first frame: without one, none is heard
 
 
 def numbered(number: int) -> bytes:
@@ -32,8 +35,10 @@ class Bell:
 
 def receive(link: ZmqLink, bell: Bell) -> bytes:
     while True:
-        frame = link.receive()
-        if frame is not None:
+        arrived = link.receive()
+        if arrived is not None:
+            frame, payload = arrived
+            assert not payload
             return frame
         assert not link.peer_gone, "the frame comes before the peer leaves"
         bell.wait()
@@ -65,7 +70,7 @@ def main(role: str, run_dir: Path, sockets: Path, what: str) -> None:
         return
     say("started")
     if what != "silent":
-        link.send(b"hello")
+        link.send(GREETING)
     if what == "send":
         if role == "prefetcher":
             receive(link, bell)  # it knows its trainer by that

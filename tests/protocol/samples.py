@@ -14,6 +14,7 @@ from protocol.messages import (
     Hello,
     PlanHeader,
     Released,
+    Restore,
     RingRef,
     RingSpec,
     RowsBack,
@@ -30,10 +31,10 @@ DIGEST = "d" * 32
 
 def hello(**changes: object) -> Hello:
     fields = {"protocol_version": PROTOCOL_VERSION, "job_digest": DIGEST, "rank": 0, "world_size": 1, "pid": 2, "threads": 1}
-    return Hello(**{**fields, "device": "cpu", **changes})  # type: ignore[arg-type]
+    return Hello(**{**fields, "device": "cpu", "mode": "train", **changes})  # type: ignore[arg-type]
 
 
-def welcome(incarnation: int = 1, depth: int = 1) -> Welcome:
+def welcome(incarnation: int = 1, depth: int = 1, restore_bytes: int = 0) -> Welcome:
     return Welcome(
         protocol_version=PROTOCOL_VERSION,
         run_id="run",
@@ -45,6 +46,8 @@ def welcome(incarnation: int = 1, depth: int = 1) -> Welcome:
         fetch_ring=RingSpec(path="/dev/shm/rowcast-fetch", nbytes=2**20),
         back_ring=RingSpec(path="", nbytes=2**20),
         train_steps=None,
+        first_train_step=0,
+        restore_bytes=restore_bytes,
     )
 
 
@@ -118,7 +121,7 @@ def step_done(step: int) -> StepDone:
     return StepDone(step=step, rank=0, waited_s=0.0, step_s=0.04)
 
 
-def flush(barrier: int, after_step: int | None, checkpoint: str | None = None, num_dirty: tuple[int, int] = (2, 1)) -> Flush:
+def flush(barrier: int, after_step: int | None, checkpoint: bool = False, num_dirty: tuple[int, int] = (2, 1)) -> Flush:
     """A barrier whose slots come in one piece."""
     empty = not any(num_dirty)
     arrays = tuple(ArraySpec(name=f"{i}.slots", dtype="i4", shape=(n,), offset=64 * i) for i, n in enumerate(num_dirty))
@@ -151,7 +154,7 @@ def flush_pieces(barrier: int, after_step: int | None) -> tuple[Flush, Flush]:
             arrays_bytes=128,
             payload=ref(64),
             span=ArraySpan(offset=64 * piece, nbytes=64),
-            checkpoint=None,
+            checkpoint=False,
             reason="stop",
         )
         for piece in range(2)
@@ -166,7 +169,24 @@ def barrier_rows(barrier: int, step: int | None, last: bool = True, piece: int =
 
 
 def saved(barrier: int) -> Saved:
-    return Saved(barrier=barrier, file="dense.safetensors", nbytes=1000, checksum="0" * 16)
+    """A dense side in one piece."""
+    return Saved(barrier=barrier, piece=0, num_pieces=1, nbytes=1000, checksum=7, payload=ref(1000), span=ArraySpan(offset=0, nbytes=1000))
+
+
+def saved_pieces(barrier: int) -> tuple[Saved, Saved]:
+    """The same in two."""
+    return (
+        Saved(barrier=barrier, piece=0, num_pieces=2, nbytes=1000, checksum=7, payload=ref(960), span=ArraySpan(offset=0, nbytes=960)),
+        Saved(barrier=barrier, piece=1, num_pieces=2, nbytes=1000, checksum=7, payload=ref(40), span=ArraySpan(offset=960, nbytes=40)),
+    )
+
+
+def restore_pieces() -> tuple[Restore, Restore]:
+    """The dense side that a Welcome of 100 bytes announces."""
+    return (
+        Restore(piece=0, num_pieces=2, nbytes=100, checksum=8, payload=ref(64), span=ArraySpan(offset=0, nbytes=64)),
+        Restore(piece=1, num_pieces=2, nbytes=100, checksum=8, payload=ref(36), span=ArraySpan(offset=64, nbytes=36)),
+    )
 
 
 def end_of_data(last_step: int | None) -> EndOfData:
@@ -187,12 +207,14 @@ def every_message() -> list[AnyMessage]:
         rows_back(8, piece=1, last=False, start=2, count=2),
         step_done(7),
         Released(position=4096),
-        flush(0, 8, checkpoint="step-8"),
+        flush(0, 8, checkpoint=True),
         flush(1, None, num_dirty=(0, 0)),
         *flush_pieces(2, 8),
         barrier_rows(0, 8),
         RowsBack(step=None, barrier=1, piece=0, last=True, payload=None, rows=()),
         saved(0),
+        *saved_pieces(2),
+        *restore_pieces(),
         end_of_data(8),
         end_of_data(None),
         StopRequest(reason="SIGTERM"),

@@ -17,8 +17,8 @@ def test_frames_arrive_in_order_at_the_other_end_and_ring_its_bell() -> None:
     for frame in (b"a", b"b"):
         ends[0].send(frame)
     ends[1].send(b"c")
-    assert [ends[1].receive() for _ in range(3)] == [b"a", b"b", None]
-    assert [ends[0].receive() for _ in range(2)] == [b"c", None]
+    assert [ends[1].receive() for _ in range(3)] == [(b"a", ()), (b"b", ()), None]
+    assert [ends[0].receive() for _ in range(2)] == [(b"c", ()), None]
     assert rung == ["second", "second", "first"]
     assert second.last_received_s is not None
     assert second.last_received_s <= time.monotonic()
@@ -34,6 +34,6 @@ def test_a_closed_end_is_gone_for_the_other_which_still_receives_what_was_sent()
     assert second.peer_gone
     assert not first.peer_gone
     assert rung[-1] == "second"
-    assert second.receive() == b"last words"
+    assert second.receive() == (b"last words", ())
     with pytest.raises(LocalProtocolError, match="closed"):
         first.send(b"too late")

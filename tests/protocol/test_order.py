@@ -11,9 +11,11 @@ from tests.protocol.samples import (
     end_of_data,
     flush,
     flush_pieces,
+    restore_pieces,
     rows,
     rows_back,
     saved,
+    saved_pieces,
     step_done,
     step_pieces,
     step_ready,
@@ -37,6 +39,8 @@ CLEAN = (0, 0)
 FIRST, SECOND, THIRD = step_pieces(1)
 SLOTS, MORE_SLOTS = flush_pieces(0, None)
 
+RESTORE = restore_pieces()
+PAST = ArraySpan(offset=961, nbytes=40)
 REFUSED: list[tuple[str, list[AnyMessage], AnyMessage]] = [
     ("step 2 came instead of step 1", [step_ready(0), rows_back(0), step_done(0)], step_ready(2)),
     ("step 0 came instead of step 1", [step_ready(0)], step_ready(0)),
@@ -81,7 +85,18 @@ REFUSED: list[tuple[str, list[AnyMessage], AnyMessage]] = [
     ("barrier 0 ended before its slots had come", [SLOTS], barrier_rows(0, None)),
     ("barrier 0 ended before every step was done", [step_ready(0, CLEAN), flush(0, 0)], barrier_rows(0, 0)),
     (r"the last rows came home after \(2, 0\) of \(2, 1\)", [flush(0, None)], barrier_rows(0, None, whole=False)),
-    ("dense side of barrier 1 was saved while barrier 0 is open", [flush(0, None)], saved(1)),
+    ("dense side of barrier 1 came while barrier 0 is open", [flush(0, None)], saved(1)),
+    ("piece 1 of 2 came instead of piece 0 of 2", [flush(0, None)], saved_pieces(0)[1]),
+    ("bytes and checksum .* came after one of", [flush(0, None), saved_pieces(0)[0]], change(saved_pieces(0)[1], checksum=9)),
+    ("arrays continue at byte 961 instead of 960", [flush(0, None), saved_pieces(0)[0]], change(saved_pieces(0)[1], span=PAST)),
+    ("a dense side of 100 bytes came where 0 were announced", [welcome()], RESTORE[0]),
+    ("a dense side of 100 bytes came where 99 were announced", [welcome(restore_bytes=99)], RESTORE[0]),
+    ("a dense side to begin with came after the first step or barrier", [step_ready(0)], RESTORE[0]),
+    ("a dense side to begin with came after the first step or barrier", [flush(0, None)], RESTORE[0]),
+    ("piece 1 of 2 came instead of piece 0 of 2", [welcome(restore_bytes=100)], RESTORE[1]),
+    ("step 0 came before the dense side of 100 bytes", [welcome(restore_bytes=100), RESTORE[0]], step_ready(0)),
+    ("barrier 0 came before the dense side of 100 bytes", [welcome(restore_bytes=100)], flush(0, None)),
+    ("the end of data came before the dense side of 100 bytes", [welcome(restore_bytes=100)], end_of_data(None)),
     ("the end of data came before the last piece of step 1", [FIRST], end_of_data(1)),
     ("the end of data came before every step was done", [step_ready(0)], end_of_data(0)),
     ("the end of data follows step 1 instead of step 0", [step_ready(0, CLEAN), step_done(0)], end_of_data(1)),

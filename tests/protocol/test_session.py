@@ -24,7 +24,19 @@ from protocol.session import (
     render_table,
 )
 from tests.protocol import samples
-from tests.protocol.samples import barrier_rows, end_of_data, flush, flush_pieces, rows_back, saved, step_done, step_pieces, step_ready
+from tests.protocol.samples import (
+    barrier_rows,
+    end_of_data,
+    flush,
+    flush_pieces,
+    restore_pieces,
+    rows_back,
+    saved,
+    saved_pieces,
+    step_done,
+    step_pieces,
+    step_ready,
+)
 
 BY_EVENT: dict[Event, AnyMessage] = {event_of(message): message for message in samples.every_message()}
 BY_EVENT[Event.BARRIER_ROWS] = barrier_rows(0, 8, last=False, whole=False)
@@ -56,7 +68,9 @@ def greeting(incarnation: int = 3, depth: int = 1) -> tuple[Said, Said]:
 
 WHOLE_RUN: list[Said] = [
     (PREFETCHER, samples.heartbeat()),
-    *greeting(),
+    (TRAINER, samples.hello()),
+    (PREFETCHER, samples.welcome(3, 1, restore_bytes=100)),
+    *((PREFETCHER, piece) for piece in restore_pieces()),
     (PREFETCHER, step_ready(7)),
     (TRAINER, Released(position=64)),
     (TRAINER, rows_back(7, piece=0, last=False, count=1)),
@@ -67,18 +81,18 @@ WHOLE_RUN: list[Said] = [
     *((PREFETCHER, piece) for piece in step_pieces(8)[1:]),
     (TRAINER, rows_back(8)),
     (PREFETCHER, step_ready(9, num_dirty=(0, 0))),
-    (PREFETCHER, flush(4, 9, checkpoint="step-9")),
+    (PREFETCHER, flush(4, 9, checkpoint=True)),
     (TRAINER, step_done(8)),
     (TRAINER, step_done(9)),
     (TRAINER, barrier_rows(4, 9, last=False, whole=False)),
-    (TRAINER, saved(4)),
     (TRAINER, msgspec.structs.replace(barrier_rows(4, 9, piece=1), rows=(samples.rows(1, 0, 1, 0),))),
+    *((TRAINER, piece) for piece in saved_pieces(4)),
     (PREFETCHER, step_ready(10, num_dirty=(0, 0))),
     (TRAINER, step_done(10)),
     *((PREFETCHER, piece) for piece in flush_pieces(5, 10)),
     (TRAINER, StopRequest(reason="SIGTERM")),
     (TRAINER, barrier_rows(5, 10)),
-    (PREFETCHER, flush(6, 10, checkpoint="end", num_dirty=(0, 0))),
+    (PREFETCHER, flush(6, 10, checkpoint=True, num_dirty=(0, 0))),
     (TRAINER, msgspec.structs.replace(barrier_rows(6, 10), payload=None, rows=())),
     (TRAINER, samples.heartbeat()),
     (TRAINER, saved(6)),
@@ -98,7 +112,7 @@ def test_a_whole_run_passes_both_ends_from_greeting_to_good_bye() -> None:
 
 def test_an_untrained_run_has_only_a_barrier() -> None:
     pair = make_pair()
-    say(pair, *greeting(), (PREFETCHER, flush(0, None, checkpoint="start", num_dirty=(0, 0))))
+    say(pair, *greeting(), (PREFETCHER, flush(0, None, checkpoint=True, num_dirty=(0, 0))))
     say(pair, (TRAINER, msgspec.structs.replace(barrier_rows(0, None), payload=None, rows=())), (TRAINER, saved(0)))
     say(pair, (PREFETCHER, end_of_data(None)), (PREFETCHER, Bye()), (TRAINER, Bye()))
     assert pair[PREFETCHER].state is State.CLOSED
@@ -169,7 +183,7 @@ def test_a_failure_closes_the_conversation_from_every_open_state() -> None:
 
 def test_no_step_is_announced_while_a_barrier_is_open() -> None:
     pair = make_pair()
-    say(pair, *greeting(), (PREFETCHER, flush(0, None, checkpoint="c")))
+    say(pair, *greeting(), (PREFETCHER, flush(0, None, checkpoint=True)))
     for closing in ((TRAINER, barrier_rows(0, None)), (TRAINER, saved(0))):
         with pytest.raises(LocalProtocolError, match="may not send StepReady in state 'barrier"):
             pair[PREFETCHER].encode(step_ready(1))
@@ -257,23 +271,25 @@ class HelloOfTomorrow(msgspec.Struct, tag="Hello"):
 
 def test_a_greeting_of_another_version_is_a_mismatch_even_where_it_cannot_be_read() -> None:
     frame = msgspec.msgpack.encode([0, 0, HelloOfTomorrow(protocol_version=9, something_new=1)])
-    with pytest.raises(Mismatch, match="the trainer speaks protocol version 9 and this process 1"):
+    with pytest.raises(Mismatch, match="the trainer speaks protocol version 9 and this process 2"):
         Session(PREFETCHER, 3).decode(frame)
 
 
 def test_a_trainer_of_this_job_is_welcome_and_others_are_told_why_not() -> None:
     check_hello(samples.hello(), samples.DIGEST)
     check_welcome(samples.welcome())
-    with pytest.raises(Mismatch, match="the trainer speaks protocol version 2 and this process 1"):
-        check_hello(samples.hello(protocol_version=2), samples.DIGEST)
+    with pytest.raises(Mismatch, match="the trainer speaks protocol version 3 and this process 2"):
+        check_hello(samples.hello(protocol_version=3), samples.DIGEST)
     with pytest.raises(Mismatch, match=r"the two processes were started with different job files.*eeee.*dddd"):
         check_hello(samples.hello(job_digest="e" * 32), samples.DIGEST)
+    with pytest.raises(Mismatch, match="the prefetcher was started to evaluate and the trainer to train"):
+        check_hello(samples.hello(), samples.DIGEST, "eval")
     with pytest.raises(Mismatch, match="rank 0 of 2, but the job is trained by 1"):
         check_hello(samples.hello(world_size=2), samples.DIGEST)
     with pytest.raises(Mismatch, match="rank 2 of 2"):
         check_hello(samples.hello(world_size=2, rank=2), samples.DIGEST, world_size=2)
-    with pytest.raises(Mismatch, match="the prefetcher speaks protocol version 2"):
-        check_welcome(msgspec.structs.replace(samples.welcome(), protocol_version=2))
+    with pytest.raises(Mismatch, match="the prefetcher speaks protocol version 3"):
+        check_welcome(msgspec.structs.replace(samples.welcome(), protocol_version=3))
 
 
 def test_the_rendered_table_holds_every_state_and_every_change_of_state() -> None:

@@ -15,7 +15,8 @@ from protocol.errors import LocalProtocolError, RemoteProtocolError
 from protocol.transport import zmq_link
 from protocol.transport.endpoint import socket_path
 from protocol.transport.zmq_link import ZmqLink
-from tests.protocol.peer import NUM_FRAMES, Bell, numbered, receive, send_numbered, wait_gone
+from protocol.transport.zmq_socket import MAX_MESSAGE_BYTES
+from tests.protocol.peer import GREETING, NUM_FRAMES, Bell, numbered, receive, send_numbered, wait_gone
 
 ROOT = Path(__file__).parents[2]
 Start = Callable[[str, str], "subprocess.Popen[str]"]
@@ -56,13 +57,13 @@ def test_ten_thousand_frames_arrive_in_order_both_ways_when_the_prefetcher_start
     bell = Bell()
     with ZmqLink.prefetcher(run_dir, bell.ring, sockets) as link:
         start("trainer", "echo")
-        assert receive(link, bell) == b"hello"
+        assert receive(link, bell) == GREETING
         link.send(b"go")
         send_numbered(link)
         for number in range(NUM_FRAMES):
             assert receive(link, bell) == numbered(number)
         assert link.counters.frames_sent == NUM_FRAMES + 1 == link.counters.frames_received
-        assert link.counters.bytes_sent == link.counters.bytes_received - len(b"hello") + len(b"go")
+        assert link.counters.bytes_sent == link.counters.bytes_received - len(GREETING) + len(b"go")
         assert link.last_received_s is not None
         assert link.last_received_s <= time.monotonic()
 
@@ -72,7 +73,7 @@ def test_a_trainer_that_starts_first_waits_for_its_prefetcher(run_dir: Path, soc
     assert said(trainer) == "started"
     bell = Bell()
     with ZmqLink.prefetcher(run_dir, bell.ring, sockets) as link:
-        assert receive(link, bell) == b"hello"
+        assert receive(link, bell) == GREETING
 
 
 def test_the_socket_file_of_a_killed_prefetcher_is_no_obstacle(run_dir: Path, sockets: Path, start: Start) -> None:
@@ -83,8 +84,8 @@ def test_the_socket_file_of_a_killed_prefetcher_is_no_obstacle(run_dir: Path, so
     assert socket_path(run_dir, sockets).exists()
     trainer_bell, bell = Bell(), Bell()
     with ZmqLink.trainer(run_dir, trainer_bell.ring, sockets) as trainer, ZmqLink.prefetcher(run_dir, bell.ring, sockets) as link:
-        trainer.send(b"hello")
-        assert receive(link, bell) == b"hello"
+        trainer.send(GREETING)
+        assert receive(link, bell) == GREETING
         link.send(b"welcome")
         assert receive(trainer, trainer_bell) == b"welcome"
 
@@ -95,11 +96,11 @@ def test_all_that_a_peer_sent_before_it_left_is_received(role: str, peer_role: s
     link = ZmqLink.prefetcher(run_dir, bell.ring, sockets) if role == "prefetcher" else ZmqLink.trainer(run_dir, bell.ring, sockets)
     with link:
         if role == "trainer":
-            link.send(b"hello")
+            link.send(GREETING)
         start(peer_role, "send")
         wait_gone(link, bell)
-        assert link.receive() == b"hello"
-        assert [link.receive() for _ in range(NUM_FRAMES)] == [numbered(number) for number in range(NUM_FRAMES)]
+        assert link.receive() == (GREETING, ())
+        assert [link.receive() for _ in range(NUM_FRAMES)] == [(numbered(number), ()) for number in range(NUM_FRAMES)]
         assert link.receive() is None
 
 
@@ -109,9 +110,9 @@ def test_a_killed_peer_is_noticed(role: str, peer_role: str, run_dir: Path, sock
     link = ZmqLink.prefetcher(run_dir, bell.ring, sockets) if role == "prefetcher" else ZmqLink.trainer(run_dir, bell.ring, sockets)
     with link:
         if role == "trainer":
-            link.send(b"hello")
+            link.send(GREETING)
         peer = start(peer_role, "stay")
-        assert receive(link, bell) == b"hello"
+        assert receive(link, bell) == GREETING
         assert not link.peer_gone
         peer.send_signal(signal.SIGKILL)
         wait_gone(link, bell)
@@ -126,13 +127,13 @@ def test_a_trainer_whose_prefetcher_is_gone_does_not_call_the_next_one(run_dir: 
     trainer_bell, bell = Bell(), Bell()
     with ZmqLink.trainer(run_dir, trainer_bell.ring, sockets) as trainer:
         with ZmqLink.prefetcher(run_dir, bell.ring, sockets) as first:
-            trainer.send(b"hello")
-            assert receive(first, bell) == b"hello"
+            trainer.send(GREETING)
+            assert receive(first, bell) == GREETING
         wait_gone(trainer, trainer_bell)
         trainer.send(b"stale")
         with ZmqLink.prefetcher(run_dir, bell.ring, sockets) as second, ZmqLink.trainer(run_dir, silent_bell, sockets) as other:
-            other.send(b"fresh")
-            assert receive(second, bell) == b"fresh"
+            other.send(GREETING)
+            assert receive(second, bell) == GREETING
             assert second.refused == 0
 
 
@@ -151,8 +152,8 @@ def test_a_second_prefetcher_is_refused_and_told_who_serves(run_dir: Path, socke
 def test_a_second_trainer_is_refused_with_a_sentence_and_the_first_one_stays(run_dir: Path, sockets: Path, start: Start) -> None:
     bell, trainer_bell = Bell(), Bell()
     with ZmqLink.prefetcher(run_dir, bell.ring, sockets) as link, ZmqLink.trainer(run_dir, trainer_bell.ring, sockets) as first:
-        first.send(b"first")
-        assert receive(link, bell) == b"first"
+        first.send(GREETING)
+        assert receive(link, bell) == GREETING
         second = start("trainer", "refused")
         assert said(second) == "started"
         assert "another trainer is connected" in said(second)
@@ -169,8 +170,8 @@ def test_a_visitor_that_says_nothing_takes_nobodys_place(run_dir: Path, sockets:
         visitor = start("trainer", "silent")
         assert [said(visitor), said(visitor)] == ["started", "closed"]
         with ZmqLink.trainer(run_dir, silent_bell, sockets) as trainer:
-            trainer.send(b"hello")
-            assert receive(link, bell) == b"hello"
+            trainer.send(GREETING)
+            assert receive(link, bell) == GREETING
             assert not link.peer_gone
 
 
@@ -179,7 +180,7 @@ def test_close_gives_up_on_a_stopped_peer(run_dir: Path, sockets: Path, start: S
     link = ZmqLink.prefetcher(run_dir, bell.ring, sockets)
     link.start()
     peer = start("trainer", "stay")
-    assert receive(link, bell) == b"hello"
+    assert receive(link, bell) == GREETING
     peer.send_signal(signal.SIGSTOP)
     for _ in range(16):
         link.send(b"x" * 2**20)  # more than the socket's buffers take
@@ -193,7 +194,7 @@ def test_close_gives_up_on_a_stopped_peer(run_dir: Path, sockets: Path, start: S
 @pytest.mark.parametrize("make", [ZmqLink.prefetcher, ZmqLink.trainer])
 def test_a_link_whose_peer_never_came_closes_with_frames_queued(make: Callable[..., ZmqLink], run_dir: Path, sockets: Path) -> None:
     with make(run_dir, directory=sockets) as link:
-        link.send(b"hello")
+        link.send(GREETING)
     with pytest.raises(LocalProtocolError, match="not open"):
         link.send(b"late")
 
@@ -221,9 +222,9 @@ def test_an_error_in_the_thread_is_raised_after_the_frames_that_came_before_it(r
 
     link = ZmqLink.prefetcher(run_dir, fail, sockets)
     with link, ZmqLink.trainer(run_dir, directory=sockets) as trainer:
-        trainer.send(b"hello")
+        trainer.send(GREETING)
         link._thread.join()
-        assert link.receive() == b"hello"
+        assert link.receive() == (GREETING, ())
         with pytest.raises(RuntimeError, match="the bell is broken"):
             link.receive()
         with pytest.raises(RuntimeError, match="the bell is broken"):
@@ -233,9 +234,9 @@ def test_an_error_in_the_thread_is_raised_after_the_frames_that_came_before_it(r
 def test_a_frame_beyond_the_limit_ends_the_connection(run_dir: Path, sockets: Path) -> None:
     bell, trainer_bell = Bell(), Bell()
     with ZmqLink.prefetcher(run_dir, bell.ring, sockets) as link, ZmqLink.trainer(run_dir, trainer_bell.ring, sockets) as trainer:
-        trainer.send(b"hello")
-        assert receive(link, bell) == b"hello"
-        trainer.send(b"x" * (4 * 2**20 + 1))
+        trainer.send(GREETING)
+        assert receive(link, bell) == GREETING
+        trainer.send(b"x" * (MAX_MESSAGE_BYTES + 1))
         wait_gone(link, bell)
         wait_gone(trainer, trainer_bell)
 
@@ -244,7 +245,9 @@ def test_a_message_of_several_parts_is_refused(run_dir: Path, sockets: Path) -> 
     bell = Bell()
     with ZmqLink.prefetcher(run_dir, bell.ring, sockets) as link, zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
         stranger.connect(f"ipc://{socket_path(run_dir, sockets)}")
+        stranger.send(GREETING)
         stranger.send_multipart([b"one", b"two"])
         link._thread.join()
+        assert link.receive() == (GREETING, ())
         with pytest.raises(RemoteProtocolError, match="2 parts arrived"):
             link.receive()

@@ -2,115 +2,37 @@
 
 import random
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prefetcher.stores.base import Keys, Records, Store, Ticket
-from prefetcher.stores.initializer import initial_rows
+from prefetcher.stores.base import Store
 from prefetcher.stores.late import LateStore
 from prefetcher.stores.memory import MemoryStore
 from protocol.errors import ConfigError
-from protocol.job_file import parse_job
-from protocol.tables import ROW_MASK, GroupSpec, group_specs, make_keys
-from protocol.transport.ring_file import in_memory_buffer
-
-SEED = 5
-INITIAL_SUM = 0.25
-MAX_POLLS = 1000
-TABLES = (("first", 40, 6), ("other_group", 9, 8), ("second", 300, 6), ("third", 7, 6))
-
-MakeStore = Callable[[GroupSpec], Store]
-STORES: dict[str, MakeStore] = {
-    "memory": lambda group: MemoryStore(group, SEED),
-    "late": lambda group: LateStore(MemoryStore(group, SEED), seed=1),
-}
-
-
-def groups(scale: int = 1) -> tuple[GroupSpec, ...]:
-    """Adagrad rows of 6 values: a record with padding behind both parts. Tables 0, 2 and 3 share the first group."""
-    tables = [
-        {"name": name, "num_embeddings": rows * scale, "embedding_dim": dim, "features": [name], "init": "normal:0.1"}
-        for name, rows, dim in TABLES
-    ]
-    job = parse_job(
-        {
-            "job": {"run_dir": "unused", "seed": SEED},
-            "data": {"format": "synthetic"},
-            "tables": tables,
-            "model": {"kind": "tests.workloads:small_model"},
-            "optimizer": {
-                "sparse": {"kind": "adagrad", "lr": 0.1, "initial_accumulator": INITIAL_SUM},
-                "dense": {"kind": "sgd", "lr": 0.1},
-            },
-            "cache": {"capacity": "1MiB"},
-        }
-    )
-    return group_specs(job)
-
-
-GROUP = groups()[0]
+from tests.stores.samples import (
+    GROUP,
+    SEED,
+    STORES,
+    all_keys,
+    finish,
+    first_floats,
+    groups,
+    keys_of,
+    opened,
+    random_records,
+    read,
+    scanned,
+)
 
 
 @pytest.fixture(params=STORES)
 def store(request: pytest.FixtureRequest) -> Iterator[Store]:
-    store = STORES[request.param](GROUP)
-    yield store
-    store.close()
-
-
-def finish(ticket: Ticket) -> None:
-    for _ in range(MAX_POLLS):
-        if ticket.done():
-            assert ticket.done(), "a ticket that was done is done ever after"
-            return
-    pytest.fail(f"a ticket was not done after {MAX_POLLS} polls")
-
-
-def read(store: Store, keys: Keys) -> Records:
-    """Reads into the middle of a ring, as the fetcher does; nothing beside the rows may change."""
-    nbytes = len(keys) * GROUP.record_bytes
-    ring = in_memory_buffer(nbytes + 128)
-    ring[:] = 0xCD
-    out = ring[64 : 64 + nbytes].reshape(len(keys), GROUP.record_bytes)
-    finish(store.read(keys, out))
-    assert (ring[:64] == 0xCD).all()
-    assert (ring[64 + nbytes :] == 0xCD).all()
-    return out
-
-
-def keys_of(*rows_by_table: tuple[int, list[int]]) -> Keys:
-    return np.concatenate([make_keys(table, np.array(rows, np.int64)) for table, rows in rows_by_table])
-
-
-def all_keys() -> Keys:
-    return keys_of(*((table.index, list(range(table.num_embeddings))) for table in GROUP.tables))
-
-
-def random_records(num_rows: int, seed: int = 0) -> Records:
-    return np.random.default_rng(seed).integers(0, 256, (num_rows, GROUP.record_bytes), np.uint8)
-
-
-def scanned(store: Store, block: int = 7) -> dict[int, bytes]:
-    found: dict[int, bytes] = {}
-    for table in GROUP.tables:
-        for keys, records in store.scan(table.index, block):
-            found |= {int(key): record.tobytes() for key, record in zip(keys, records, strict=True)}
-    return found
-
-
-def first_floats(keys: Keys) -> npt.NDArray[np.float32]:
-    """The documented first value of each row: initial weights, the initial accumulator, zero padding."""
-    floats = np.zeros((len(keys), GROUP.record_floats), np.float32)
-    for table in GROUP.tables:
-        chosen = (keys >> 48) == table.index
-        floats[chosen, :6] = initial_rows(SEED, table, keys[chosen] & ROW_MASK)
-    floats[:, 8:14] = INITIAL_SUM
-    return floats
+    with opened(request.param) as store:
+        yield store
 
 
 def test_a_row_that_was_never_written_has_its_first_value(store: Store) -> None:
@@ -210,20 +132,20 @@ row_sets = st.sets(st.integers(0, len(all_keys()) - 1), min_size=1, max_size=60)
 @settings(max_examples=40, deadline=None)
 @given(operations=st.lists(st.tuples(st.booleans(), row_sets), max_size=12))
 def test_any_reads_and_writes_agree_with_a_plain_dictionary(kind: str, operations: list[tuple[bool, set[int]]]) -> None:
-    store = STORES[kind](GROUP)
     everything = all_keys()
     expected: dict[int, bytes] = {}
-    for step, (writes, chosen) in enumerate(operations):
-        keys = everything[sorted(chosen)]
-        if writes:
-            rows = random_records(len(keys), step)
-            finish(store.write(keys, rows, step))
-            expected |= {int(key): row.tobytes() for key, row in zip(keys, rows, strict=True)}
-        else:
-            first = first_floats(keys)
-            wanted = [expected.get(int(key), row.tobytes()) for key, row in zip(keys, first, strict=True)]
-            assert read(store, keys).tobytes() == b"".join(wanted)
-    assert scanned(store) == expected
+    with opened(kind) as store:
+        for step, (writes, chosen) in enumerate(operations):
+            keys = everything[sorted(chosen)]
+            if writes:
+                rows = random_records(len(keys), step)
+                finish(store.write(keys, rows, step))
+                expected |= {int(key): row.tobytes() for key, row in zip(keys, rows, strict=True)}
+            else:
+                first = first_floats(keys)
+                wanted = [expected.get(int(key), row.tobytes()) for key, row in zip(keys, first, strict=True)]
+                assert read(store, keys).tobytes() == b"".join(wanted)
+        assert scanned(store) == expected
 
 
 # what only the late store does

@@ -4,13 +4,12 @@ from collections.abc import Callable
 
 import pytest
 
-from prefetcher.fetcher import PlannedStep
+from prefetcher.fetcher import PlannedBarrier, PlannedStep
 from prefetcher.stores.base import Finished, Keys, Records
 from prefetcher.stores.memory import MemoryStore
 from protocol.batch import ScheduledBatch
 from protocol.job import Job
 from protocol.messages import StepReady
-from protocol.plan import BarrierPlan
 from protocol.stages import Stage
 from protocol.tables import GroupSpec, group_specs
 from tests import driver
@@ -136,14 +135,12 @@ class BarrierWatch(MemoryCheckpointer):
     def __init__(self) -> None:
         super().__init__()
         self.run: InProcessRun | None = None
-        self.begun: list[BarrierPlan] = []
 
-    def begin(self, barrier: BarrierPlan) -> str:
+    def begin(self, barrier: PlannedBarrier) -> bool:
         assert self.run is not None
-        self.begun.append(barrier)
         prefetcher, trainer = self.run.prefetcher, self.run.trainer
-        assert prefetcher.fetcher.done_through == barrier.after_step
-        assert prefetcher.writeback.applied_through == barrier.after_step
+        assert prefetcher.fetcher.done_through == barrier.plan.after_step
+        assert prefetcher.writeback.applied_through == barrier.plan.after_step
         assert prefetcher.writeback.queued == trainer.sender.queued == trainer.cache.steps_waiting == 0
         while trainer.conversation.advance():  # the last Released may still be on its way
             continue
@@ -160,8 +157,8 @@ def test_both_rings_are_empty_when_a_barrier_begins(depth: int, seed: int, monke
     job, batches = workload(depth)
     watch.run = make_run(job, batches, "one batch", seed)
     watch.run.run()
-    assert [barrier.after_step for barrier in watch.begun] == [NUM_STEPS - 1]
-    assert sum(map(len, watch.begun[0].dirty)) > 0
+    assert [barrier.plan.after_step for barrier in watch.begun] == [NUM_STEPS - 1]
+    assert sum(map(len, watch.begun[0].plan.dirty)) > 0
 
 
 @pytest.mark.parametrize("depth", [1, 2, 4])

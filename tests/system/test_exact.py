@@ -1,7 +1,9 @@
 """E1: whatever the horizon, depth, capacity, ring or store, training gives the plain loop's bits."""
 
 import functools
+import gc
 import itertools
+from collections.abc import Iterator
 from typing import get_args
 
 import numpy as np
@@ -19,6 +21,13 @@ from tests.driver import InProcessRun, Settings, start_state
 from tests.workloads import BAGS, NUM_DENSE, OPTIMIZERS, Bags, slots_for, small_batches, small_job
 
 CAPACITIES = ("one batch", "more", "everything")
+
+
+@pytest.fixture(autouse=True)
+def collected() -> Iterator[None]:
+    """A run is a web of closures over megabytes, few enough objects for Python to let thousands of runs lie about."""
+    yield
+    gc.collect()
 
 
 @functools.cache

@@ -13,8 +13,8 @@ from prometheus_client.parser import text_string_to_metric_families
 import prefetcher.metrics
 import trainer.metrics
 from prefetcher.metrics import PrefetcherCollector
+from prefetcher.observe import stall_clocks
 from prefetcher.readers.schedule import PlacedIds
-from prefetcher.service import stall_clocks
 from prefetcher.stores.base import Finished, Keys, Records
 from prefetcher.stores.memory import MemoryStore
 from protocol.process import Signals
@@ -23,7 +23,7 @@ from protocol.tables import group_specs
 from protocol.telemetry.build import build_info
 from protocol.telemetry.counters import CountersCollector, new_registry
 from tests import driver
-from tests.driver import InProcessRun, ListSource, Settings
+from tests.driver import InProcessRun, MemoryCheckpointer, ListSource, Settings
 from tests.telemetry import runs
 from tests.workloads import slots_for, small_batches, small_job
 from trainer.metrics import TrainerCollector, TrainerCounters
@@ -154,6 +154,21 @@ def test_waiting_for_a_flush_is_counted_under_barrier() -> None:
     assert_prefetcher_stalls(run, "fetcher", "barrier")
 
 
+class BusyCheckpointer(MemoryCheckpointer):
+    """The checkpoint before never gets onto the disk."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.busy = True
+
+
+def test_a_barrier_that_waits_for_the_disk_is_counted_under_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(driver, "MemoryCheckpointer", BusyCheckpointer)
+    run = in_process_run(num_steps=2)
+    settle(run)
+    assert_prefetcher_stalls(run, "fetcher", "checkpoint")
+
+
 def assert_trainer_stalls(run: InProcessRun, stage: str, clock: Callable[[float], None], counters: TrainerCounters, reason: str) -> None:
     assert idle(run.trainer.stages[stage], clock, counters.stalls) == {reason}
     found = served(TrainerCollector(counters, runs.trainer_gauges(), build_info("trainer", "test")))
@@ -193,7 +208,7 @@ def test_victims_that_find_no_space_are_counted_under_ring() -> None:
     run = in_process_run(ring_bytes=8 * 1024, depth=2)
     settle(run, "prefetcher write-back")
     assert run.trainer.sender.waiting_for_ring
-    process = TrainerRun(run.job, Signals())
+    process = TrainerRun(run.job, Signals(), "train")
     assert_trainer_stalls(run, "sender", process._stall_clocks(run.trainer)["sender"], process._counters, "ring")
 
 

@@ -84,7 +84,7 @@ def flush(nbytes: int) -> Flush:
         arrays_bytes=nbytes,
         payload=PAYLOAD,
         span=ArraySpan(offset=0, nbytes=nbytes),
-        checkpoint=None,
+        checkpoint=False,
         reason="end of data",
     )
 

@@ -15,6 +15,7 @@ from trainer.terminal import human_bytes, human_count, human_seconds, print_summ
 
 def facts(*, evaluation: Evaluation | None = None, finished: bool = True, stopped_by: str | None = None) -> RunFacts:
     return RunFacts(
+        train_steps=7,
         wall_s=4.0,
         startup_s=0.5,
         cache_bytes=2**19,

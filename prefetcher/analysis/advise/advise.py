@@ -25,7 +25,7 @@ from prefetcher.analysis.simulate.grid import with_values
 from prefetcher.planner.auto_horizon import SHARE
 from prefetcher.readers.base import Reader, open_reader, stream_columns
 from prefetcher.readers.schedule import expected_train_steps
-from prefetcher.service import automatic_ring_bytes, automatic_threads
+from prefetcher.sizing import automatic_ring_bytes, automatic_threads
 from protocol.errors import ConfigError
 from protocol.job import Job, parse_bytes
 

@@ -16,13 +16,14 @@ from prefetcher.analysis.advise.following import NUM_PARTS, part_counts, scaled_
 from prefetcher.analysis.advise.observed import Observed
 from prefetcher.analysis.progress import Tick
 from prefetcher.analysis.simulate.grid import with_values
-from prefetcher.analysis.simulate.moves import Moves, new_moves, note
+from prefetcher.analysis.simulate.moves import Moves, entries, new_moves, note
 from prefetcher.planner.capacity import divide_capacity
 from prefetcher.planner.grouping import I64
 from prefetcher.planner.job_planner import job_planner
 from prefetcher.planner.planner import RowPlanner
 from protocol.errors import ConfigError
 from protocol.job import Job
+from protocol.plan import BarrierPlan
 
 F64 = npt.NDArray[np.float64]
 Compared = Literal["lookahead", "lru"]
@@ -98,19 +99,14 @@ def count(observed: Observed, planner: RowPlanner, tick: Tick) -> tuple[Moves, I
     moves, first = new_moves(len(observed), len(observed.groups)), observed.recording.steps[0].scheduled.step
     parts = np.zeros((len(observed.groups), NUM_PARTS), np.int64)
 
-    def move_ready() -> None:
-        while planner.ready():
-            scheduled, step = planner.move()
-            position = scheduled.step - first
-            note(moves, position, step)
-            if position >= len(observed) - observed.num_counted:
-                parts[:] += [part_counts(group.fetch.keys) for group in step.groups]
-            tick()
-
-    for step in observed.recording.steps:
-        planner.add(step.scheduled, step.groupings)
-        move_ready()
-    planner.end()
-    move_ready()
-    moves.flushed[:] = [len(move) for move in planner.barrier("end of data", finished=True).dirty]
+    for entry in entries(observed.recording.steps, planner):
+        if isinstance(entry, BarrierPlan):
+            moves.flushed[:] += [len(move) for move in entry.dirty]
+            continue
+        scheduled, step = entry
+        position = scheduled.step - first
+        note(moves, position, step)
+        if position >= len(observed) - observed.num_counted:
+            parts[:] += [part_counts(group.fetch.keys) for group in step.groups]
+        tick()
     return moves, parts

@@ -15,7 +15,7 @@ from prefetcher.analysis.check.memory import check_disk, check_memory
 from prefetcher.analysis.check.setup import check_model, check_run_directory, check_versions
 from prefetcher.analysis.machine import free_memory
 from prefetcher.planner.capacity import job_slots
-from prefetcher.service import automatic_ring_bytes
+from prefetcher.sizing import automatic_ring_bytes
 from protocol.errors import ConfigError
 from protocol.job import MIN_RING_BYTES, Job
 from protocol.job_file import load_job

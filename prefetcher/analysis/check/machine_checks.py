@@ -11,7 +11,7 @@ from prometheus_client import CollectorRegistry
 from prefetcher.analysis.check.device import Device
 from prefetcher.analysis.check.findings import Finding, error, ok, warning
 from prefetcher.analysis.words import human_bytes
-from prefetcher.service import check_shared_memory
+from prefetcher.sizing import check_shared_memory
 from protocol.errors import ConfigError
 from protocol.job import Job
 from protocol.telemetry.server import Health, TelemetryServer

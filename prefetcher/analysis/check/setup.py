@@ -12,9 +12,12 @@ from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 
 from prefetcher.analysis.check.findings import Finding, error, ok, warning
+from prefetcher.checkpoints.folder import Checkpoints
+from protocol.disk import RealDisk
 from protocol.errors import ConfigError
 from protocol.job import Job
 from protocol.rundir import RunDirectory
+from protocol.telemetry.logs import get_logger
 
 DISTRIBUTION = "rowcast"
 SHOWN = ("rowcast", "python", "torch", "numpy", "numba", "pyarrow", "pyzmq")  # the others are held against their bounds all the same
@@ -69,13 +72,18 @@ def check_run_directory(path: Path) -> Iterator[Finding]:
         yield error(subject, f"job.run_dir = {str(path)!r} cannot be made or written in {place}; choose another")
         return
     used = used_by(path)
-    yield warning(subject, used) if used else ok(subject, f"{path} is free to use")
+    if used is not None:
+        yield warning(subject, used)
+        return
+    newest = Checkpoints(path, RealDisk()).newest_valid(get_logger())
+    where = "is free to use" if newest is None else f"holds a run that goes on after {newest.train_steps} train steps"
+    yield ok(subject, f"{path} {where}")
 
 
 def used_by(path: Path) -> str | None:
-    """Why a run there would be refused without --fresh. Raises DataError where a checkpoint there is damaged."""
+    """Why a run there would be refused without --fresh."""
     try:
-        RunDirectory(path, "prefetcher").refuse_used()
+        RunDirectory(path, "prefetcher").refuse_complete()
     except ConfigError as refusal:
         return str(refusal)
     if (path / "report.json").exists():

@@ -1,6 +1,6 @@
 """What the planner moves over a recording: the same planner as in training, without tables, trainer or bytes."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -8,12 +8,13 @@ import numpy as np
 
 from prefetcher.analysis.progress import Tick
 from prefetcher.analysis.simulate.grid import Setting
-from prefetcher.analysis.simulate.recording import Recording
+from prefetcher.analysis.simulate.recording import RecordedStep, Recording
 from prefetcher.pins import load_pins
 from prefetcher.planner.grouping import I64
 from prefetcher.planner.job_planner import job_planner
 from prefetcher.planner.planner import RowPlanner, StepMoves
 from protocol.batch import ScheduledBatch
+from protocol.plan import BarrierPlan
 from protocol.tables import GroupSpec
 
 
@@ -24,7 +25,7 @@ class Moves:
     fetched: I64  # [P, G]
     evicted: I64  # [P, G]
     written_back: I64  # [P, G] dirty victims
-    flushed: I64  # [G] by the barrier behind the last step
+    flushed: I64  # [G] by barriers: those of checkpoints, and the one behind the last step
 
 
 def new_moves(num_steps: int, num_groups: int) -> Moves:
@@ -54,20 +55,30 @@ def bound_planner(recording: Recording, slots: tuple[int, ...]) -> RowPlanner:
 def planned_moves(recording: Recording, planner: RowPlanner, tick: Tick) -> Moves:
     """What a fresh planner moves. `tick` is called for each step. Raises ConfigError where a step does not fit."""
     moves = new_moves(len(recording), len(recording.groups))
-
-    def move_ready() -> None:
-        while planner.ready():
-            scheduled, moved = planner.move()
-            note(moves, scheduled.step - recording.steps[0].scheduled.step, moved)
+    for entry in entries(recording.steps, planner):
+        if isinstance(entry, BarrierPlan):
+            moves.flushed[:] += [len(move) for move in entry.dirty]
+        else:
+            note(moves, entry[0].step - recording.steps[0].scheduled.step, entry[1])
             tick()
-
-    for step in recording.steps:
-        planner.add(step.scheduled, step.groupings)
-        move_ready()
-    planner.end()
-    move_ready()
-    moves.flushed[:] = [len(move) for move in planner.barrier("end of data", finished=True).dirty]
     return moves
+
+
+def entries(steps: Iterable[RecordedStep], planner: RowPlanner) -> Iterator[tuple[ScheduledBatch, StepMoves] | BarrierPlan]:
+    """Everything that a fresh planner has to say of these steps, in order, to the last barrier."""
+
+    def ready() -> Iterator[tuple[ScheduledBatch, StepMoves] | BarrierPlan]:
+        while planner.ready():
+            if planner.checkpoint_due:
+                yield planner.barrier("checkpoint", finished=False)
+            yield planner.move()
+
+    for step in steps:
+        planner.add(step.scheduled, step.groupings)
+        yield from ready()
+    planner.end()
+    yield from ready()
+    yield planner.barrier("end of data", finished=True)
 
 
 def note(moves: Moves, position: int, moved: StepMoves) -> None:

@@ -17,6 +17,12 @@ from protocol.batch import ScheduledBatch
 from protocol.errors import ConfigError, DataError
 from protocol.plan import BarrierPlan, StepPlan
 
+Counts = tuple[int, ...]  # of rows, one a group
+
+
+def counts(barrier: BarrierPlan) -> Counts:
+    return tuple(map(len, barrier.dirty))
+
 
 class PlanWatcher(Protocol):
     """Told of the plans of one run, in order."""
@@ -26,28 +32,32 @@ class PlanWatcher(Protocol):
     def data_ended(self) -> None:
         """The planner knows of no further batch from now on; plans may still follow."""
 
-    def barrier(self, barrier: BarrierPlan) -> None:
-        """The last barrier; nothing follows."""
+    def ended(self, flushed: Counts) -> None:
+        """Behind the last barrier: rows that barriers brought home, of each group."""
 
 
 def planned_beside(batches: Iterable[ScheduledBatch], planner: RowPlanner, watcher: PlanWatcher) -> Iterator[ScheduledBatch]:
     """`batches` as they are, planned as they pass. A batch that does not fit ends the planning, not the batches."""
+    flushed: list[Counts] = []
     fits = True
     for scheduled in batches:
         if fits:
             planner.add(scheduled)
-            fits = plan_ready(planner, watcher)
+            fits = plan_ready(planner, watcher, flushed)
         yield scheduled
     if fits:
         planner.end()
         watcher.data_ended()
-        if plan_ready(planner, watcher):
-            watcher.barrier(planner.barrier("end of data", finished=True))
+        if plan_ready(planner, watcher, flushed):
+            flushed.append(counts(planner.barrier("end of data", finished=True)))
+            watcher.ended(tuple(map(sum, zip(*flushed, strict=True))))
 
 
-def plan_ready(planner: RowPlanner, watcher: PlanWatcher) -> bool:
-    """False where a batch does not fit: the simulation of the same setting says so."""
+def plan_ready(planner: RowPlanner, watcher: PlanWatcher, flushed: list[Counts]) -> bool:
+    """Adds the checkpoints' barriers to `flushed`. False where a batch does not fit: the simulation of the same setting says so."""
     while planner.ready():
+        if planner.checkpoint_due:
+            flushed.append(counts(planner.barrier("checkpoint", finished=False)))
         try:
             scheduled, plan = planner.plan()
         except ConfigError:
@@ -68,8 +78,8 @@ class Saving:
     def data_ended(self) -> None:
         """The plans that follow are saved too."""
 
-    def barrier(self, barrier: BarrierPlan) -> None:
-        self._writer.finish(tuple(map(len, barrier.dirty)), finished=True)
+    def ended(self, flushed: Counts) -> None:
+        self._writer.finish(flushed, finished=True)
 
 
 class Comparing:
@@ -99,10 +109,9 @@ class Comparing:
     def data_ended(self) -> None:
         self._comparable = self._replay.is_complete
 
-    def barrier(self, barrier: BarrierPlan) -> None:
-        flushed = tuple(map(len, barrier.dirty))
+    def ended(self, flushed: Counts) -> None:
         if self._comparable and flushed != self._replay.reader.rows_flushed:
-            raise DataError(f"the trace's last barrier flushed {self._replay.reader.rows_flushed} rows, here {flushed}")
+            raise DataError(f"the trace's barriers flushed {self._replay.reader.rows_flushed} rows, here {flushed}")
 
 
 class Watchers:
@@ -119,9 +128,9 @@ class Watchers:
         for watcher in self._watchers:
             watcher.data_ended()
 
-    def barrier(self, barrier: BarrierPlan) -> None:
+    def ended(self, flushed: Counts) -> None:
         for watcher in self._watchers:
-            watcher.barrier(barrier)
+            watcher.ended(flushed)
 
 
 class Replay:

@@ -36,6 +36,7 @@ class TraceHeader(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     pinned: str | None  # checksum of the rows of cache.pin
     capacity: str | int  # cache.capacity; the slots are what came of it
     batch_size: int  # data.batch_size
+    checkpoint_every: int = 0  # train steps between barriers
 
 
 def trace_header(job: Job, groups: tuple[GroupSpec, ...], slots: tuple[int, ...]) -> TraceHeader:
@@ -49,6 +50,7 @@ def trace_header(job: Job, groups: tuple[GroupSpec, ...], slots: tuple[int, ...]
         pinned=None if job.cache.pin is None else checksum(read_pins(Path(job.cache.pin))),
         capacity=job.cache.capacity,
         batch_size=job.data.batch_size,
+        checkpoint_every=job.checkpoint.every,
     )
 
 

@@ -15,20 +15,25 @@ from safetensors.torch import load_file
 from safetensors.torch import save as torch_save
 from torch import Tensor, nn
 
-from prefetcher import checkpoint, export
-from prefetcher.export import CheckpointRows, export_run
+from prefetcher import export
+from prefetcher.checkpoints import row_files
+from prefetcher.checkpoints.folder import Checkpoints
+from prefetcher.export import CheckpointRows, DenseSide, export_run
 from prefetcher.stores.base import Keys, Records
-from prefetcher.stores.memory import MemoryStore, first_records
+from prefetcher.stores.memory import first_records
 from protocol.batch import ScheduledBatch
+from protocol.disk import RealDisk
 from protocol.errors import ConfigError, DataError
 from protocol.job import Job
 from protocol.job_file import load_job, parse_job
-from protocol.manifest import file_checksum, newest_checkpoint, read_manifest
+from protocol.manifest import DenseFile, Manifest, file_checksum, newest_checkpoint, read_manifest
 from protocol.tables import GroupSpec, group_specs, make_keys
-from tests.driver import InProcessRun, Settings, start_state
+from protocol.telemetry.logs import get_logger
+from tests.checkpoints.runs import FakeRun
+from tests.checkpoints.runs import small_job as job_of_three_tables
+from tests.driver import InProcessRun, Past, Settings, start_state
 from tests.system.processes import Session
-from tests.test_checkpoint import save_checkpoint, trained_run
-from tests.workloads import make_batch, slots_for
+from tests.workloads import make_batch, slots_for, small_batches, small_job
 from trainer.models import mean_loss
 from trainer.models.dlrm import DLRM
 
@@ -54,9 +59,35 @@ def dlrm_job(run_dir: Path, tables: list[tuple[str, int, list[str]]], optimizer:
     )
 
 
+def with_checkpoint(job: Job, batches: list[ScheduledBatch], slots: tuple[int, ...]) -> InProcessRun:
+    """A run to its end, which writes a checkpoint."""
+    job.run_dir.mkdir(parents=True)
+    past = Past(checkpoints=Checkpoints(job.run_dir, RealDisk()), newest=None)
+    return InProcessRun(job, batches, Settings(slots=slots), past).run()
+
+
+def trained_run(run_dir: Path, num_steps: int = 6) -> InProcessRun:
+    job = small_job("adagrad", "multi", job={"run_dir": str(run_dir)})
+    batches = small_batches(job, "multi", num_steps=num_steps, eval_at=(2,)) if num_steps else []
+    return with_checkpoint(job, batches, slots_for(group_specs(job), batches, "one batch") if batches else (1, 1))
+
+
+def newest_folder(run_dir: Path) -> Path:
+    folder = newest_checkpoint(run_dir)
+    assert folder is not None
+    return folder
+
+
+def newest_manifest(run_dir: Path) -> Manifest:
+    return read_manifest(newest_folder(run_dir))
+
+
+def export_quietly(run_dir: Path, out: Path, checkpoint: str | None = None) -> Manifest:
+    return export_run(run_dir, out, get_logger(), checkpoint)
+
+
 def exported(run: InProcessRun, out: Path) -> dict[str, Tensor]:
-    save_checkpoint(run)
-    export_run(run.job.run_dir, out)
+    export_quietly(run.job.run_dir, out)
     return load_file(out)
 
 
@@ -79,8 +110,8 @@ def test_an_export_after_training_holds_exactly_the_rows_of_the_store_and_the_de
 def test_shards_and_blocks_of_any_size_give_the_same_export(
     shard_bytes: int, block_rows: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(row_files, "ROW_FILE_BYTES", shard_bytes)
     run = trained_run(tmp_path / "run", num_steps=3)
-    monkeypatch.setattr(checkpoint, "SHARD_BYTES", shard_bytes)
     monkeypatch.setattr(export, "BLOCK_ROWS", block_rows)
     assert_equal_tensors(exported(run, tmp_path / "out.safetensors"), run.state())
 
@@ -88,7 +119,7 @@ def test_shards_and_blocks_of_any_size_give_the_same_export(
 @pytest.mark.parametrize("optimizer", ["sgd", "rowwise_adagrad", "adam"])
 def test_every_optimizers_state_is_exported_under_its_name_in_torch(optimizer: str, tmp_path: Path) -> None:
     job = dlrm_job(tmp_path / "run", [("a", 30, ["x"])], optimizer)
-    found = exported(InProcessRun(job, [], Settings(slots=(1,))).run(), tmp_path / "out")
+    found = exported(with_checkpoint(job, [], (1,)), tmp_path / "out")
     states = {"sgd": set(), "rowwise_adagrad": {"sum"}, "adam": {"exp_avg", "exp_avg_sq"}}[optimizer]
     assert {name for name in found if name.startswith("optimizer.")} == {f"optimizer.a.{state}" for state in states}
     assert_equal_tensors(found, start_state(job, 13))
@@ -104,7 +135,7 @@ def trained_dlrm(tmp_path: Path) -> tuple[InProcessRun, list[ScheduledBatch]]:
         ScheduledBatch(step=step, kind="train", train_step=step, epoch=0, batch=make_batch(job, "multi", 32, rng)) for step in range(6)
     ]
     slots = slots_for(group_specs(job), batches, "one batch")
-    return InProcessRun(job, batches[:5], Settings(slots=slots)).run(), batches
+    return with_checkpoint(job, batches[:5], slots), batches
 
 
 def bags_and_model(job: Job, content: dict[str, Tensor], num_dense: int) -> tuple[nn.ModuleDict, DLRM]:
@@ -156,7 +187,7 @@ def test_two_processes_with_no_step_export_the_first_value_of_every_row(tmp_path
         command = [sys.executable, "-m", "prefetcher", "export", "--run", str(session.run_dir), "--out", str(out)]
         subprocess.run(command, check=True, capture_output=True, timeout=60)
         job, content = load_job(session.config), load_file(out)
-        assert session.manifest().shards == ()
+        assert session.manifest().num_rows == 0
     assert_equal_to_first_records(job, content)
     bags_and_model(job, content, num_dense=13)
 
@@ -164,24 +195,16 @@ def test_two_processes_with_no_step_export_the_first_value_of_every_row(tmp_path
 # bounded memory
 
 
-class SparseStore(MemoryStore):
-    """Every tenth row of each table was trained, to the value of its key."""
-
-    def __init__(self, group: GroupSpec, seed: int) -> None:
-        super().__init__(group, seed)
-        for table in group.tables:
-            keys = make_keys(table.index, np.arange(0, table.num_embeddings, 10, dtype=np.int64))
-            floats = np.repeat(keys[:, None].astype(np.float32), group.record_floats, axis=1)
-            self.write(keys, floats.view(np.uint8), 0)
-
-
-def test_an_export_takes_memory_for_a_block_and_a_shard_not_for_a_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tests.driver.MemoryStore", SparseStore)
-    monkeypatch.setattr(checkpoint, "SHARD_BYTES", 2**18)
-    job = dlrm_job(tmp_path / "run", [("a", 7, ["x"]), ("large", 12 * export.BLOCK_ROWS + 3, ["y"])])
-    run = InProcessRun(job, [], Settings(slots=(1,))).run()
-    folder, out = save_checkpoint(run), tmp_path / "out"
-    assert len(read_manifest(folder).shards) > 5
+def test_an_export_takes_memory_for_a_block_and_a_file_of_each_layer_not_for_a_table(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(row_files, "ROW_FILE_BYTES", 2**18)
+    tables = (("a", 7, 4), ("large", 12 * export.BLOCK_ROWS + 3, 4))
+    run = FakeRun(job_of_three_tables(tmp_path / "run", tables=tables), block=3000)
+    run.train({1: list(range(0, tables[1][1], 10))})
+    run.checkpoint_without_dense()
+    run.train({1: list(range(0, tables[1][1], 100))})
+    assert len(run.checkpoint_without_dense().layers) == 2
     blocks: list[int] = []
 
     def count(group: GroupSpec, seed: int, keys: Keys) -> Records:
@@ -189,14 +212,39 @@ def test_an_export_takes_memory_for_a_block_and_a_shard_not_for_a_table(tmp_path
         return first_records(group, seed, keys)
 
     monkeypatch.setattr(export, "first_records", count)
+    out = tmp_path / "out"
     tracemalloc.start()
-    export_run(job.run_dir, out)
+    export_quietly(run.job.run_dir, out)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     block_bytes = export.BLOCK_ROWS * run.groups[0].record_bytes
     assert blocks == [7, *[export.BLOCK_ROWS] * 12, 3]
-    assert peak < 4 * block_bytes < out.stat().st_size
-    assert_equal_tensors(load_file(out), run.state())
+    assert peak < 8 * block_bytes < out.stat().st_size
+    weights = load_file(out)["embedding_bags.large.weight"].numpy()
+    assert (weights[:, 1] == 20).sum() == len(range(0, tables[1][1], 100))
+    assert (weights[:, 1] == 10).sum() == len(range(0, tables[1][1], 10)) - len(range(0, tables[1][1], 100))
+
+
+def test_a_chosen_checkpoint_is_exported_and_by_default_the_newest_valid_one(tmp_path: Path) -> None:
+    run = FakeRun(job_of_three_tables(tmp_path / "run"))
+    run.train({0: [1, 2]})
+    run.checkpoint_without_dense()
+    run.train({0: [2]})
+    newest = run.checkpoint_without_dense()
+    out = tmp_path / "out"
+
+    def second_column(checkpoint: str | None) -> list[float]:
+        export_quietly(run.job.run_dir, out, checkpoint)
+        return load_file(out)["embedding_bags.narrow_a.weight"][1:3, 1].tolist()
+
+    assert second_column(None) == [10, 20]
+    assert second_column("step-000000000010") == [10, 10]
+    (run.checkpoints.root / newest.layers[-1].files[0].file).write_bytes(b"damaged")
+    assert second_column(None) == [10, 10]
+    with pytest.raises(DataError, match="step-000000000020"):
+        export_quietly(run.job.run_dir, out, "step-000000000020")
+    with pytest.raises(ConfigError, match=r"holds no checkpoint \.\./x; there is step-000000000010, step-000000000020"):
+        export_quietly(run.job.run_dir, out, "../x")
 
 
 # refusals
@@ -204,16 +252,16 @@ def test_an_export_takes_memory_for_a_block_and_a_shard_not_for_a_table(tmp_path
 
 def test_a_run_without_a_checkpoint_cannot_be_exported(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="holds no checkpoint; a run writes one at its end"):
-        export_run(tmp_path, tmp_path / "out")
+        export_quietly(tmp_path, tmp_path / "out")
 
 
 @pytest.mark.parametrize("out", ["missing folder/out", "file/out", "folder"])
 def test_an_output_that_cannot_be_written_is_refused_in_one_sentence(out: str, tmp_path: Path) -> None:
-    save_checkpoint(trained_run(tmp_path / "run", num_steps=0))
+    trained_run(tmp_path / "run", num_steps=0)
     (tmp_path / "file").write_text("not a folder")
     (tmp_path / "folder").mkdir()
     with pytest.raises(ConfigError, match=r"could not be written .*; choose another --out or free space|is a folder; name a file"):
-        export_run(tmp_path / "run", tmp_path / out)
+        export_quietly(tmp_path / "run", tmp_path / out)
     assert not list(tmp_path.glob("*.partial"))
 
 
@@ -221,36 +269,26 @@ def test_an_existing_export_stays_whole_where_the_new_one_fails(tmp_path: Path) 
     run, out = trained_run(tmp_path / "run", num_steps=2), tmp_path / "out"
     exported(run, out)
     before = out.read_bytes()
-    folder = newest_checkpoint(run.job.run_dir)
-    assert folder is not None
-    (folder / read_manifest(folder).shards[0].file).write_bytes(b"damaged")
-    with pytest.raises(DataError):
-        export_run(run.job.run_dir, out)
+    manifest = newest_manifest(run.job.run_dir)
+    (run.job.run_dir / "checkpoints" / manifest.layers[0].files[0].file).write_bytes(b"damaged")
+    for name in (None, manifest.name):
+        with pytest.raises(DataError):
+            export_quietly(run.job.run_dir, out, name)
     assert out.read_bytes() == before
     assert list(tmp_path.glob("*.partial")) == []
-
-
-def test_a_shard_that_does_not_hold_what_its_manifest_says_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = trained_run(tmp_path / "run", num_steps=2)
-    folder = save_checkpoint(run)
-    monkeypatch.setattr(export, "load_file", lambda path: {"keys": np.zeros(3, np.int64), "records": np.zeros((2, 64), np.uint8)})
-    rows = CheckpointRows(folder, read_manifest(folder), run.job.job.seed)
-    with pytest.raises(DataError, match=r"3 keys and records of shape \(2, 64\), but the manifest says \d+ rows"):
-        list(rows.blocks(run.groups[0], run.groups[0].tables[0]))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64, torch.bool, torch.int8, torch.uint8, torch.int64])
 def test_dense_tensors_of_every_type_survive(dtype: torch.dtype, tmp_path: Path) -> None:
     run = trained_run(tmp_path / "run", num_steps=1)
-    folder = save_checkpoint(run)
+    manifest, root = newest_manifest(run.job.run_dir), run.job.run_dir / "checkpoints"
     tensors = {"model.buffer": torch.arange(6).reshape(2, 3).to(dtype), "model.scalar": torch.ones((), dtype=dtype)}
-    (folder / "dense.safetensors").write_bytes(torch_save(tensors | {"optimizer.buffer.sum": torch.ones(3)}))
-    manifest = read_manifest(folder)
-    nbytes, checksum = file_checksum(folder / "dense.safetensors")
-    manifest = msgspec.structs.replace(manifest, dense=msgspec.structs.replace(manifest.dense, nbytes=nbytes, checksum=checksum))
+    (root / manifest.name / "other.safetensors").write_bytes(torch_save(tensors | {"optimizer.buffer.sum": torch.ones(3)}))
+    nbytes, checksum = file_checksum(root / manifest.name / "other.safetensors")
+    dense = DenseFile(file=f"{manifest.name}/other.safetensors", nbytes=nbytes, checksum=checksum)
     out = io.BytesIO()
-    rows = CheckpointRows(folder, manifest, run.job.job.seed)
-    export.write_safetensors(out, run.groups, rows, export.load_dense(folder, manifest), lambda table: None)
+    rows = CheckpointRows(root, manifest.layers, run.job.job.seed)
+    export.write_safetensors(out, run.groups, rows, DenseSide(root, msgspec.structs.replace(manifest, dense=dense)), get_logger())
     loaded = torch_load(out.getvalue())
     assert loaded["buffer"].dtype == dtype
     assert torch.equal(loaded["buffer"], tensors["model.buffer"])

@@ -1,0 +1,79 @@
+"""Rows and dense side of a checkpoint, back to where they were. Nothing unchecked is handed on: checksums are compared while reading."""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+
+from prefetcher.checkpoints.row_files import read_rows
+from prefetcher.checkpoints.tensors import BLOCK_BYTES
+from prefetcher.stores.base import Keys, Records, Ticket
+from protocol.faults import crash_point
+from protocol.manifest import Manifest, RowLayer, checked_file
+from protocol.tables import GroupSpec
+
+
+class Restorable(Protocol):
+    """What is needed of a store here."""
+
+    def write(self, keys: Keys, rows: Records, step: int | None) -> Ticket: ...
+
+    def changed_keys(self, table: int) -> Keys: ...
+
+    def forget(self, keys: Keys) -> None: ...
+
+    def settle(self) -> None: ...
+
+
+def restore_rows(root: Path, manifest: Manifest, groups: Sequence[GroupSpec], stores: Sequence[Restorable]) -> None:
+    """Fills empty stores, oldest layer first, with memory for one file. Raises DataError, which names the damaged file."""
+    for layer in manifest.layers:
+        for group, store in zip(groups, stores, strict=True):
+            for file in layer.of_group(group.name):
+                finish(store.write(*read_rows(root, group, file), None))
+                crash_point("file restored")
+        crash_point("layer restored")
+    for store in stores:
+        store.settle()
+
+
+def restore_changed(root: Path, manifest: Manifest, groups: Sequence[GroupSpec], stores: Sequence[Restorable]) -> None:
+    """Takes stores that went on from this checkpoint back to it: only rows that changed since are written. Raises DataError."""
+    for group, store in zip(groups, stores, strict=True):
+        keys = np.sort(np.concatenate([store.changed_keys(table.index) for table in group.tables]))
+        for layer in reversed(manifest.layers):
+            keys = restore_chosen(root, layer, group, store, keys)
+        if len(keys):
+            store.forget(keys)  # no layer has them: they had their first value
+        store.settle()
+        crash_point("changed rows restored")
+
+
+def restore_chosen(root: Path, layer: RowLayer, group: GroupSpec, store: Restorable, keys: Keys) -> Keys:
+    """Writes those of `keys` that the layer has; returns the others."""
+    for file in layer.of_group(group.name):
+        first, end = np.searchsorted(keys, file.first_key), np.searchsorted(keys, file.last_key, side="right")
+        if first == end:
+            continue
+        held, records = read_rows(root, group, file)
+        places = np.searchsorted(held, keys[first:end])  # below len(held): no key is beyond its last one
+        here = held[places] == keys[first:end]
+        if here.any():
+            finish(store.write(keys[first:end][here], records[places[here]], None))
+            keys = np.concatenate([keys[:first], keys[first:end][~here], keys[end:]])
+    return keys
+
+
+def finish(ticket: Ticket) -> None:
+    while not ticket.done():
+        pass
+
+
+def dense_content(root: Path, manifest: Manifest) -> Iterator[bytes]:
+    """The dense safetensors file in pieces, after all of it was checked; nothing where there is none. Raises DataError."""
+    if manifest.dense is None:
+        return
+    with checked_file(root, manifest.dense).open("rb") as file:
+        while piece := file.read(BLOCK_BYTES):
+            yield piece

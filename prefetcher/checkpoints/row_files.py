@@ -1,0 +1,175 @@
+"""Row files: rows of one group by ascending key, about 64 MiB each, written in small steps and read whole.
+
+Everything that writes is a generator which yields after each file operation, so that a stage can do one at a time.
+"""
+
+from collections.abc import Generator, Iterator
+from contextlib import closing
+from itertools import count
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+from safetensors import SafetensorError
+from safetensors.numpy import load
+
+from prefetcher.checkpoints.tensors import BLOCK_BYTES, TensorSpec, make_header
+from prefetcher.stores.base import Keys, Records
+from protocol.disk import Content, Disk
+from protocol.errors import DataError
+from protocol.faults import crash_point
+from protocol.manifest import RowFile, differs
+from protocol.tables import KEY_SHIFT, ROW_MASK, GroupSpec
+
+ROW_FILE_BYTES = 64 * 2**20
+
+Rows = tuple[Keys, Records]
+Steps = Generator[bool, None, None]  # True for each operation done; False where there is nothing to do yet
+
+
+class HashedFile:
+    """A file whose size and checksum are known when it is written, without reading it back."""
+
+    def __init__(self, disk: Disk, path: Path) -> None:
+        self.nbytes = 0
+        self._hasher = xxhash.xxh3_64()
+        self._file = disk.create(path)
+
+    @property
+    def checksum(self) -> str:
+        return self._hasher.hexdigest()
+
+    def write(self, content: Content) -> None:
+        self._file.write(content)
+        self._hasher.update(content)
+        self.nbytes += len(content)
+
+    def sync(self) -> None:
+        self._file.sync()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def blocks_of(array: npt.NDArray[np.generic]) -> Iterator[memoryview]:
+    content = np.ascontiguousarray(array).data.cast("B")
+    for start in range(0, len(content), BLOCK_BYTES):
+        yield content[start : start + BLOCK_BYTES]
+
+
+class RowFiles:
+    """Gathers the rows of one layer and writes them, a file at a time, to a checkpoint's folder."""
+
+    def __init__(self, disk: Disk, folder: Path) -> None:
+        self.files: list[RowFile] = []
+        self._disk = disk
+        self._folder = folder
+        self._group: GroupSpec | None = None
+        self._gathered: list[Rows] = []
+        self._gathered_bytes = 0
+        self._numbers = count()
+
+    def add(self, group: GroupSpec, keys: Keys, records: Records) -> Steps:
+        """Groups come in order, a group's keys ascending. The arrays are used until their file is written."""
+        assert records.shape == (len(keys), group.record_bytes), f"records {records.shape} for {len(keys)} rows of {group.record_bytes}"
+        if self._group is not group or self._gathered_bytes >= ROW_FILE_BYTES:
+            yield from self.flush()
+        if self._group is not group:
+            self._group, self._numbers = group, count()
+        if len(keys):
+            self._check_order(keys)
+            self._gathered.append((keys, records))
+            self._gathered_bytes += keys.nbytes + records.nbytes
+
+    def flush(self) -> Steps:
+        """Writes what was gathered."""
+        if not self._gathered:
+            return
+        assert self._group is not None, "rows belong to a group"
+        rows, self._gathered, self._gathered_bytes = self._gathered, [], 0
+        path = new_path(self._folder, self._group.name, self._numbers)
+        num_rows = sum(len(keys) for keys, _ in rows)
+        with closing(HashedFile(self._disk, path)) as file:
+            yield True
+            for content in row_file_content(rows, num_rows, self._group.record_bytes):
+                file.write(content)
+                yield True
+            file.sync()
+        crash_point("row file written")
+        self.files.append(
+            RowFile(
+                group=self._group.name,
+                file=f"{self._folder.name}/{path.name}",
+                first_key=int(rows[0][0][0]),
+                last_key=int(rows[-1][0][-1]),
+                num_rows=num_rows,
+                nbytes=file.nbytes,
+                checksum=file.checksum,
+            )
+        )
+        yield True
+
+    def _check_order(self, keys: Keys) -> None:
+        before = self._gathered[-1][0][-1] if self._gathered else self._last_written()
+        assert before is None or before < keys[0], f"key {keys[0]} comes after {before}"
+        assert (keys[1:] > keys[:-1]).all(), "keys of a block must be ascending"
+
+    def _last_written(self) -> int | None:
+        assert self._group is not None, "rows belong to a group"
+        return self.files[-1].last_key if self.files and self.files[-1].group == self._group.name else None
+
+
+def new_path(folder: Path, name: str, numbers: Iterator[int]) -> Path:
+    """Of a row file of group `name`, or of a dense file. Never one that is there: a manifest may name it."""
+    return next(path for number in numbers if not (path := folder / f"{name}-{number:05d}.safetensors").exists())
+
+
+def row_file_content(rows: list[Rows], num_rows: int, record_bytes: int) -> Iterator[Content]:
+    header, _ = make_header(
+        {
+            "keys": TensorSpec(dtype="I64", shape=(num_rows,), nbytes=8 * num_rows),
+            "records": TensorSpec(dtype="U8", shape=(num_rows, record_bytes), nbytes=num_rows * record_bytes),
+        }
+    )
+    yield header
+    for keys, _ in rows:
+        yield from blocks_of(keys)
+    for _, records in rows:
+        yield from blocks_of(records)
+
+
+def read_rows(root: Path, group: GroupSpec, file: RowFile) -> Rows:
+    """The rows of a file, after its checksum was compared and every key was found to name a row of the group. Raises DataError."""
+    path = root / file.file
+    try:
+        raw = path.read_bytes() if path.stat().st_size == file.nbytes else b""
+        found = path.stat().st_size, xxhash.xxh3_64_hexdigest(raw)
+    except OSError as error:
+        raise DataError(f"{path}: a file of the checkpoint cannot be read ({error.strerror})") from None
+    if found != (file.nbytes, file.checksum):
+        raise differs(path, found, file.nbytes, file.checksum)
+    try:
+        content = load(raw)
+        keys, records = content["keys"], content["records"]
+    except (SafetensorError, KeyError) as error:
+        raise DataError(f"{path}: not a file of rows ({error})") from None
+    shapes = (keys.dtype.str, keys.shape, records.dtype.str, records.shape)
+    if shapes != ("<i8", (file.num_rows,), "|u1", (file.num_rows, group.record_bytes)):
+        raise DataError(
+            f"{path}: keys of shape {keys.shape} and records of shape {records.shape}, "
+            f"but the manifest says {file.num_rows} rows of {group.record_bytes} bytes"
+        )
+    check_keys(path, group, file, keys)
+    return keys, records
+
+
+def check_keys(path: Path, group: GroupSpec, file: RowFile, keys: Keys) -> None:
+    if (keys[0], keys[-1]) != (file.first_key, file.last_key) or not (keys[1:] > keys[:-1]).all():
+        raise DataError(f"{path}: keys do not ascend from {file.first_key} to {file.last_key}, as the manifest says")
+    sizes = {table.index: table.num_embeddings for table in group.tables}
+    tables = keys >> KEY_SHIFT
+    for table in np.unique(tables).tolist():
+        last = int(keys[np.searchsorted(tables, table, side="right") - 1]) & ROW_MASK
+        if last >= sizes.get(table, 0):
+            raise DataError(f"{path}: row {last} of table {table} is none of group {group.name}")

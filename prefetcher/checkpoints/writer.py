@@ -1,0 +1,241 @@
+"""Makes a checkpoint durable while training goes on.
+
+fetcher's thread    begin  offer  offer_dense  offer ... offer  finish
+                             v  at most QUEUE_BYTES wait
+checkpoint thread   folder | row files, dense file | merge, where deltas grew too many | manifest | old checkpoints go
+                                                                                                  ^ from here on it exists
+"""
+
+import time
+from collections.abc import Generator
+from contextlib import ExitStack, closing, suppress
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+
+import msgspec
+
+from prefetcher.checkpoints.folder import Checkpoints
+from prefetcher.checkpoints.handover import Complete, DensePiece, Handover, RowBlock
+from prefetcher.checkpoints.merge import layers_of, merged, must_merge
+from prefetcher.checkpoints.row_files import HashedFile, RowFiles, Steps, new_path
+from prefetcher.stores.base import Keys, Records
+from protocol.errors import RowcastError
+from protocol.faults import crash_point
+from protocol.job import Job
+from protocol.manifest import MANIFEST_NAME, MANIFEST_VERSION, DenseFile, Manifest, RowFile, RowLayer, folder_name, render, seal
+from protocol.position import Position
+from protocol.tables import GroupSpec
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Begun:
+    position: Position
+    finished: bool
+    reason: str
+    began_s: float
+
+
+class Abandoned(Exception):
+    """The checkpoint in progress is not wanted any more."""
+
+
+class CheckpointWriter:
+    """A stage. One thread calls `begin`, `offer`, `offer_dense`, `finish` and `abandon`, the stage's own calls `advance`."""
+
+    def __init__(
+        self,
+        job: Job,
+        groups: tuple[GroupSpec, ...],
+        run_id: str,
+        training_digest: str,
+        checkpoints: Checkpoints,
+        newest: Manifest | None,
+        keep: int,
+    ) -> None:
+        """`newest`: the checkpoint that the run goes on from, to whose layers the next one adds. `keep`: checkpoints that stay."""
+        assert keep >= 1, f"keep = {keep}: the newest checkpoint always stays"
+        self.newest = newest
+        self.num_files = 0  # of the last checkpoint: those written for it, a merge's included
+        self.bytes_written = 0  # of the last checkpoint, to those files
+        self.seconds = 0.0  # of the last checkpoint, from `begin` until it was durable
+        self._job = job
+        self._groups = groups
+        self._run_id = run_id
+        self._training_digest = training_digest
+        self._checkpoints = checkpoints
+        self._disk = checkpoints.disk
+        self._keep = keep
+        self._handover = Handover()
+        self._work: Steps | None = None
+        self._cleared = self._complete = self._abandoned = False
+
+    @property
+    def busy(self) -> bool:
+        """Whether a checkpoint is being made, clearing up behind it included."""
+        return self._work is not None
+
+    def begin(self, position: Position, finished: bool, reason: str) -> None:
+        assert not self.busy, f"a checkpoint at step {position.step} begins while another is being written"
+        self._complete = self._abandoned = False
+        self._handover = Handover()
+        self._work = self._make(Begun(position=position, finished=finished, reason=reason, began_s=time.perf_counter()))
+
+    def offer(self, group_index: int, keys: Keys, records: Records) -> bool:
+        """Rows changed since the newest checkpoint: groups in order, keys ascending within a group. The arrays are the writer's from now
+        on. False where QUEUE_BYTES wait to be written: try again."""
+        return self._put(RowBlock(group_index=group_index, keys=keys, records=records))
+
+    def offer_dense(self, content: bytes) -> bool:
+        """The next piece of the dense safetensors file. False as `offer`."""
+        return self._put(DensePiece(content=content))
+
+    def finish(self, dense_checksum: str | None) -> None:
+        """All was handed over. The dense file must have this xxh3_64 (16 hex digits); None where no dense piece was offered."""
+        self._put(Complete(dense_checksum=dense_checksum))
+        self._complete = True
+
+    def abandon(self) -> None:
+        """Gives up the checkpoint in progress; one that was handed over as a whole is completed. Either way, wait until not `busy`."""
+        self._abandoned = self.busy and not self._complete
+
+    def advance(self) -> bool:
+        """Writes a bit. Raises RowcastError where the disk does not take it: then the run must end."""
+        if self._work is None:
+            return False
+        try:
+            return next(self._work)
+        except (StopIteration, Abandoned):
+            self._work = None
+            return True
+
+    def _put(self, item: RowBlock | DensePiece | Complete) -> bool:
+        assert self.busy, "rows are offered after begin"
+        assert not self._complete, "nothing is offered after finish"
+        return self._handover.put(item)
+
+    def _make(self, begun: Begun) -> Steps:
+        folder = self._checkpoints.root / folder_name(begun.position)
+        try:
+            yield from self._clear_once()
+            manifest = yield from self._write(begun, folder)
+        except OSError as error:
+            raise RowcastError(f"{folder}: the checkpoint could not be written ({error.strerror}); free space and run again") from None
+        self.newest, self.seconds = manifest, time.perf_counter() - begun.began_s
+        try:
+            crash_point("manifest durable")
+            yield from self._checkpoints.keep(self._keep, manifest)
+        except OSError as error:
+            raise RowcastError(
+                f"{folder.parent}: an old checkpoint could not be removed ({error.strerror}); see to it and run again"
+            ) from None
+
+    def _clear_once(self) -> Steps:
+        """Before the first checkpoint: what a crash left takes room."""
+        if not self._cleared:
+            yield from self._checkpoints.collect_garbage()
+            self._cleared = True
+
+    def _write(self, begun: Begun, folder: Path) -> Generator[bool, None, Manifest]:
+        yield from self._make_folder(folder)
+        rows = RowFiles(self._disk, folder)
+        dense = yield from self._receive(rows, folder)
+        layers = yield from self._layers(rows.files, folder)
+        yield from self._sync_folders(folder)
+        manifest = seal(
+            Manifest(
+                version=MANIFEST_VERSION,
+                run_id=self._run_id,
+                position=begun.position,
+                finished=begun.finished,
+                reason=begun.reason,
+                world_size=1,
+                job=msgspec.to_builtins(self._job),
+                training_digest=self._training_digest,
+                layers=layers,
+                dense=dense,
+            )
+        )
+        yield from self._publish(folder, manifest)
+        self._count([*rows.files, *(file for layer in layers for file in layer.files), *([dense] if dense else [])], folder)
+        return manifest
+
+    def _make_folder(self, folder: Path) -> Steps:
+        """It may be there: of the newest checkpoint at the same step, or left over."""
+        for path in (folder.parent, folder):
+            if not path.exists():
+                self._disk.mkdir(path)
+                yield True
+
+    def _sync_folders(self, folder: Path) -> Steps:
+        """Everything that the manifest will name can be found after a loss of power."""
+        for path in (folder, folder.parent, folder.parent.parent):
+            self._disk.sync_folder(path)
+            yield True
+
+    def _receive(self, rows: RowFiles, folder: Path) -> Generator[bool, None, DenseFile | None]:
+        """Writes what comes until all was handed over; rows and dense pieces may come in any order among each other."""
+        path = new_path(folder, "dense", count())
+        with ExitStack() as stack:
+            dense: HashedFile | None = None
+            while not isinstance(item := self._handover.take(), Complete):
+                if self._abandoned:
+                    raise Abandoned
+                if item is None:
+                    yield False
+                elif isinstance(item, RowBlock):
+                    yield from rows.add(self._groups[item.group_index], item.keys, item.records)
+                    yield True
+                else:
+                    dense = dense or stack.enter_context(closing(HashedFile(self._disk, path)))
+                    dense.write(item.content)
+                    yield True
+            yield from rows.flush()
+            if dense is None:
+                assert item.dense_checksum is None, f"no dense piece came, but its checksum {item.dense_checksum}"
+                return None
+            dense.sync()
+            crash_point("dense file synced")
+            yield True
+        if dense.checksum != item.dense_checksum:
+            raise RowcastError(f"{path}: the dense side came with checksum {dense.checksum}, but the trainer sent {item.dense_checksum}")
+        return DenseFile(file=f"{folder.name}/{path.name}", nbytes=dense.nbytes, checksum=dense.checksum)
+
+    def _layers(self, written: list[RowFile], folder: Path) -> Generator[bool, None, tuple[RowLayer, ...]]:
+        """The layers of the new checkpoint; one where the deltas had to be merged."""
+        layers = layers_of(self.newest.layers if self.newest else (), written)
+        if not must_merge(layers):
+            return layers
+        base = RowFiles(self._disk, folder)
+        for group in self._groups:
+            for keys, records in merged(self._checkpoints.root, group, layers):
+                yield from base.add(group, keys, records)
+                crash_point("merging")
+                yield True
+        yield from base.flush()
+        return layers_of((), base.files)
+
+    def _publish(self, folder: Path, manifest: Manifest) -> Steps:
+        path, partial = folder / MANIFEST_NAME, folder / f"{MANIFEST_NAME}.partial"
+        replaced = path.exists()
+        with closing(self._disk.create(partial)) as file:
+            yield True
+            file.write(render(manifest))
+            yield True
+            file.sync()
+        yield True
+        try:
+            crash_point("manifest not renamed")
+            self._disk.rename(partial, path)
+            crash_point("manifest renamed")
+            yield True
+            self._disk.sync_folder(folder)
+        except OSError:
+            if not replaced:  # not known to be on the disk, so it must not be taken for a checkpoint
+                with suppress(OSError):
+                    self._disk.unlink(path)
+            raise
+
+    def _count(self, files: list[RowFile | DenseFile], folder: Path) -> None:
+        new = {file.file: file.nbytes for file in files if file.file.startswith(f"{folder.name}/")}
+        self.num_files, self.bytes_written = len(new), sum(new.values())

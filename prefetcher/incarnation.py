@@ -1,0 +1,347 @@
+"""One incarnation of a run: from the first batches to the last good-bye, or to the loss of its trainer.
+
+It begins where the newest checkpoint ends, with a cold cache, rings and a conversation of its own. Opens in one order, closes in the
+reverse, whatever happens in between.
+"""
+
+import os
+import secrets
+import uuid
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+from prefetcher.checkpoints.at_barrier import BarrierCheckpointer, NoCheckpoints
+from prefetcher.checkpoints.folder import Checkpoints
+from prefetcher.checkpoints.restore import dense_content
+from prefetcher.checkpoints.writer import CheckpointWriter
+from prefetcher.engine import EngineParts, PrefetcherEngine
+from prefetcher.fetcher import Checkpointer, PlannedStep
+from prefetcher.metrics import PrefetcherCollector
+from prefetcher.observe import gauges, stall_clocks
+from prefetcher.pins import load_pins
+from prefetcher.planner.capacity import MEASURED_BATCHES, job_slots
+from prefetcher.planner.job_planner import job_planner
+from prefetcher.planner.planner import RowPlanner
+from prefetcher.readers.schedule import PlacedBatch
+from prefetcher.readers.worker import BatchSource
+from prefetcher.sizing import automatic_ring_bytes, automatic_threads, check_shared_memory
+from prefetcher.tables import Tables
+from prefetcher.warmup import warm_up
+from protocol.conversation import Conversation
+from protocol.errors import ConfigError, Mismatch
+from protocol.faults import crash_point
+from protocol.job import Job, Transport
+from protocol.manifest import Manifest
+from protocol.messages import PROTOCOL_VERSION, Bye, Mode, RingSpec, Welcome
+from protocol.position import Position
+from protocol.process import STOPPING, Crew, Signals, tell_peer
+from protocol.session import Session
+from protocol.tables import GroupSpec
+from protocol.telemetry.build import build_info
+from protocol.telemetry.counters import new_registry
+from protocol.telemetry.logs import get_logger
+from protocol.telemetry.server import Health, TelemetryServer
+from protocol.transport.ring import RingReader, RingWriter
+from protocol.transport.ring_file import RingFile, RingMemory, create_ring
+from protocol.transport.zmq_link import ZmqLink
+from protocol.watch import PeerWatch, Progress
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunParts:
+    """What all incarnations of a run share."""
+
+    job: Job
+    groups: tuple[GroupSpec, ...]
+    mode: Mode
+    run_id: str
+    max_steps: int | None
+    save_trace: Path | None
+    signals: Signals
+    health: Health
+    checkpoints: Checkpoints
+    tables: Tables
+    give_up_earlier_run: Callable[[], None]  # called once everything else is known to be right
+
+
+class Incarnation:
+    def __init__(self, run: RunParts, newest: Manifest | None, transport: Transport, crew: Crew) -> None:
+        """`newest`: the checkpoint to go on from. `transport`: the job's, with the time-out that this incarnation waits for a trainer."""
+        self.newest = newest  # checkpoint on disk
+        self.finished = False  # the data has ended, everything is on disk and the trainer has said good-bye
+        self._run = run
+        self._job = run.job
+        self._transport = transport
+        self._crew = crew
+        self._bell = run.signals.bell
+        self._log = get_logger()
+        self._start = Position() if newest is None else newest.position
+        max_steps = run.max_steps
+        if run.mode == "eval":
+            self._start, max_steps = Position(eval_batch=0), 0
+        self._source = BatchSource(self._job, max_steps, self._start, on_arrival=self._bell.ring)
+        self._writer: CheckpointWriter | None = None
+        self._engine: PrefetcherEngine | None = None
+
+    def live(self) -> None:
+        """Returns when the run is finished or was stopped in order. Raises the first error of any stage, PeerLost among them."""
+        with ExitStack() as stack:
+            incarnation = 1 + secrets.randbelow(2**31)  # so that a frame of an earlier one is known as such
+            link = ZmqLink.prefetcher(self._job.run_dir, on_receive=self._bell.ring, transport=self._transport)
+            stack.callback(link.close)
+            link.start()
+            conversation = Conversation(Session("prefetcher", incarnation), link)
+            stack.callback(self._source.close)
+            try:
+                self._converse(stack, conversation, link)
+                self._crew.stop()  # nothing may follow the good-bye, no heartbeat either
+                if not self.connected or self._ended():
+                    conversation.send(Bye())
+            except BaseException as error:
+                self._run.health.state = "failed"
+                tell_peer(conversation, error)
+                self._settle_checkpoint()
+                raise
+
+    @property
+    def connected(self) -> bool:
+        """Whether a trainer was greeted."""
+        return self._engine is not None and self._engine.hello is not None
+
+    @property
+    def train_steps(self) -> int:
+        """Of the newest checkpoint."""
+        return 0 if self.newest is None else self.newest.train_steps
+
+    def _settle_checkpoint(self) -> None:
+        """A checkpoint that was handed over whole becomes durable although its incarnation is over."""
+        self._crew.stop()
+        if self._writer is None:
+            return
+        self._writer.abandon()
+        while self._writer.busy:
+            self._writer.advance()
+        self.newest = self._writer.newest
+
+    def _converse(self, stack: ExitStack, conversation: Conversation, link: ZmqLink) -> None:
+        """From the first batches to the last good-bye. A trainer that has come meanwhile hears that it is not in vain."""
+        watch = PeerWatch("trainer", conversation, link, self._transport, self._progress, lambda: self.connected)
+        self._crew.start({"watch": watch}, {})
+        stack.callback(self._crew.stop)
+        self._source.start()
+        measured = self._measure()
+        if self._run.signals.stop_reason is None:
+            self._check_belongs()
+            self._run.tables.restore(self.newest)
+            self._serve(stack, conversation, measured)
+
+    def _progress(self) -> Progress:
+        batches, engine, writer = self._source.counters.batches, self._engine, self._writer
+        if engine is None:
+            return Progress(step_begun=None, step_done=None, work=batches, waiting_for="the first batches", ended=False, ready=False)
+        return Progress(
+            step_begun=engine.fetcher.sent_through,
+            step_done=engine.fetcher.done_through,
+            work=batches + engine.counters.total("rows_written_back") + (0 if writer is None else writer.bytes_written),
+            waiting_for=engine.waiting_for,
+            ended=engine.peer_left,
+        )
+
+    def _ended(self) -> bool:
+        return self._engine is not None and self._engine.finished
+
+    def _measure(self) -> list[PlacedBatch]:
+        """The first batches, as they come from the worker."""
+        warm_up()  # while the child starts
+        measured: list[PlacedBatch] = []
+        while len(measured) < MEASURED_BATCHES and not self._source.ended and self._run.signals.stop_reason is None:
+            seen = self._bell.rings
+            self._crew.check()
+            batch = self._source.poll()
+            if batch is None:
+                self._bell.wait(seen)
+            else:
+                measured.append(batch)
+        return measured
+
+    def _check_belongs(self) -> None:
+        """Raises where the checkpoint is another job's, or there is nothing to evaluate."""
+        if self.newest is not None and self.newest.training_digest not in ("", self._training_digest()):
+            raise Mismatch(
+                f"the checkpoint after {self.newest.train_steps} train steps in {self._job.run_dir} is of another job: data, "
+                f"tables, model, optimizers or seed differ; use the job file that wrote it, another job.run_dir, or --fresh"
+            )
+        if self._run.mode == "eval" and self._source.info().num_eval == 0:
+            raise ConfigError("there are no evaluation batches; set data.eval_fraction or data.eval_path")
+
+    def _training_digest(self) -> str:
+        return self._job.training_digest(self._source.info().file_sizes)
+
+    def _serve(self, stack: ExitStack, conversation: Conversation, measured: list[PlacedBatch]) -> None:
+        """Everything that the engine needs, then the engine."""
+        run = self._run
+        slots = job_slots(self._job, run.groups, measured)
+        rings = self._make_rings(stack, measured)
+        is_tcp = self._transport.is_tcp
+        fetch_ring, back_ring = RingWriter(rings[0].buffer, always_checksum=is_tcp), RingReader(rings[1].buffer, mirror=is_tcp)
+        if is_tcp:
+            conversation.carry(fetch_ring, back_ring)
+        restore = b"" if self.newest is None else b"".join(dense_content(run.checkpoints.root, self.newest))
+        engine = PrefetcherEngine(
+            EngineParts(
+                job=self._job,
+                groups=run.groups,
+                source=self._source,
+                planner=self._planner(slots, measured),
+                measured=measured,
+                stores=run.tables.stores,
+                conversation=conversation,
+                fetch_ring=fetch_ring,
+                back_ring=back_ring,
+                checkpointer=self._checkpointer(),
+                welcome=self._welcome(conversation.session.incarnation, slots, rings, len(restore)),
+                mode=run.mode,
+                start=self._start,
+                restore=restore,
+            )
+        )
+        self._run_stages(stack, engine)
+
+    def _make_rings(self, stack: ExitStack, measured: list[PlacedBatch]) -> list[RingFile | RingMemory]:
+        transport = self._transport
+        nbytes = transport.ring_bytes
+        if not transport.is_tcp:
+            nbytes = nbytes or automatic_ring_bytes(self._run.groups, measured, self._job.lookahead.depth)
+            check_shared_memory(nbytes)
+        rings = []
+        for name in ("fetch", "back"):
+            rings.append(create_ring(transport, nbytes or transport.mirror_bytes, name))
+            stack.callback(rings[-1].close)
+        return rings
+
+    def _checkpointer(self) -> Checkpointer:
+        run = self._run
+        if run.mode == "eval":
+            return NoCheckpoints()
+        self._writer = CheckpointWriter(
+            self._job, run.groups, run.run_id, self._training_digest(), run.checkpoints, self.newest, self._job.checkpoint.keep
+        )
+        return BarrierCheckpointer(run.groups, run.tables.stores, self._writer)
+
+    def _planner(self, slots: tuple[int, ...], measured: list[PlacedBatch]) -> RowPlanner:
+        pin, threads = self._job.cache.pin, self._job.prefetcher.threads
+        return job_planner(
+            self._job,
+            self._run.groups,
+            slots,
+            measured,
+            pinned=None if pin is None else load_pins(Path(pin), self._run.groups),
+            num_threads=automatic_threads() if threads == "auto" else threads,
+            keep_ids=self._run.save_trace is not None,
+        )
+
+    def _welcome(self, incarnation: int, slots: tuple[int, ...], rings: Sequence[RingFile | RingMemory], restore_bytes: int) -> Welcome:
+        info, lookahead = self._source.info(), self._job.lookahead
+        if lookahead.horizon != "auto" and lookahead.horizon < lookahead.depth:
+            self._log.warning("the horizon was raised to the depth", horizon=lookahead.horizon, depth=lookahead.depth)
+        fetch_ring, back_ring = (RingSpec(path=ring.path, nbytes=ring.nbytes) for ring in rings)
+        self._log.info(
+            "ready",
+            run_dir=str(self._job.run_dir.resolve()),
+            slots=" ".join(f"{group.name}={n}" for group, n in zip(self._run.groups, slots, strict=True)),
+            depth=lookahead.depth,
+            horizon=lookahead.horizon,
+            policy=self._job.cache.policy,
+            ring_bytes=fetch_ring.nbytes,
+            after_train_steps=self.train_steps,
+        )
+        return Welcome(
+            protocol_version=PROTOCOL_VERSION,
+            run_id=self._run.run_id,
+            incarnation=incarnation,
+            pid=os.getpid(),
+            slots=slots,
+            num_dense=info.num_dense,
+            depth=lookahead.depth,
+            fetch_ring=fetch_ring,
+            back_ring=back_ring,
+            train_steps=info.expected_train_steps,
+            first_train_step=self.train_steps,
+            restore_bytes=restore_bytes,
+        )
+
+    def _run_stages(self, stack: ExitStack, engine: PrefetcherEngine) -> None:
+        """Serves metrics, waits for the trainer, and runs the stages until the run is over."""
+        run = self._run
+        collector = PrefetcherCollector(engine.counters, gauges(engine, self._source), build_info("prefetcher", self._job.job.name))
+        server = TelemetryServer("prefetcher", self._job.metrics.prefetcher, new_registry(collector), run.health)
+        stack.enter_context(server)
+        self._log.info("serving metrics", address=server.address)
+        run.health.state = "connecting"
+        run.give_up_earlier_run()
+        self._engine = engine
+        finish_trace = self._trace(stack, engine)
+        writer = {} if self._writer is None else {"checkpoint": self._writer}
+        self._crew.start({**engine.stages, **writer}, stall_clocks(engine))
+        stack.callback(self._crew.stop)  # once more: before the rings and stores are closed
+        self._until_finished(engine)
+        finish_trace()
+        if self._writer is not None:
+            self.newest = self._writer.newest
+        self.finished = engine.finished and engine.fetcher.finished
+        run.health.state = "stopped"
+        self._say_end(engine)
+
+    def _trace(self, stack: ExitStack, engine: PrefetcherEngine) -> Callable[[], None]:
+        """Has the plans saved, where that is asked for; what it returns is called when the run is over."""
+        if self._run.save_trace is None:
+            return lambda: None
+        from prefetcher.analysis.trace.header import trace_header
+        from prefetcher.analysis.trace.trace import TraceWriter
+
+        header = trace_header(self._job, self._run.groups, engine.welcome.slots)
+        writer = stack.enter_context(TraceWriter(self._run.save_trace, header))
+
+        def on_plan(planned: PlannedStep) -> None:
+            writer.add(planned.batch, planned.plan)
+
+        def finish() -> None:
+            if engine.finished:
+                flushed = tuple(group.rows_flushed for group in engine.counters.groups.values())
+                writer.finish(flushed, finished=engine.fetcher.finished)
+
+        engine.planning.on_plan = on_plan
+        return finish
+
+    def _say_end(self, engine: PrefetcherEngine) -> None:
+        reason, steps = self._run.signals.stop_reason, engine.counters.train_steps
+        if not engine.finished:
+            self._log.info("stopped before a trainer came; nothing was trained", reason=reason)
+        elif engine.fetcher.finished:
+            self._log.info("finished", train_steps=steps, invalid_ids=self._source.counters.invalid_ids)
+        else:
+            self._log.info("stopped in order", train_steps=steps, reason=engine.planning.stop_reason)
+
+    def _until_finished(self, engine: PrefetcherEngine) -> None:
+        stopping, health, signals = False, self._run.health, self._run.signals
+        while not engine.finished:
+            seen = self._bell.rings
+            self._crew.check()
+            if engine.hello is not None and health.state == "connecting":
+                crash_point("Welcome sent")
+                health.state = "running"
+                self._log.info("trainer connected", pid=engine.hello.pid, device=engine.hello.device)
+            if signals.stop_reason is not None and not stopping:
+                if engine.hello is None:
+                    return
+                stopping = True
+                health.state = "stopping"
+                self._log.info(STOPPING, reason=signals.stop_reason)
+                engine.planning.stop(f"{signals.stop_reason} to the prefetcher")
+            self._bell.wait(seen, 1.0)
+
+
+def new_run_id() -> str:
+    return uuid.uuid4().hex[:12]

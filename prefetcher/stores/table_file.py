@@ -1,0 +1,142 @@
+"""The file under a mapped store: locked by one process, reserved to its last byte, with a header that is durable when it is written."""
+
+import errno
+import fcntl
+import mmap
+import os
+import stat
+from pathlib import Path
+from typing import Self
+
+from prefetcher.stores.table_header import HEADER_BYTES, Header
+from protocol.errors import ConfigError
+from protocol.transport.ring_file import try_lock
+
+FLAGS = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
+NO_FALLOCATE = (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS)
+
+
+class TableFile:
+    """Holds an flock until `close`; the kernel frees the lock of a process that is killed."""
+
+    def __init__(self, path: Path, descriptor: int) -> None:
+        self.path = path
+        self._descriptor: int | None = descriptor
+
+    @classmethod
+    def open(cls, path: Path) -> Self:
+        """Opens or makes the file, with its folder. Raises ConfigError where that cannot be or another process has it."""
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            return cls(path, lock_named(path))
+        except OSError as error:
+            raise ConfigError(f"the table file {path} cannot be opened ({error.strerror}); set store.path to another folder") from None
+
+    @property
+    def nbytes(self) -> int:
+        return os.fstat(self._open).st_size
+
+    def read_header(self) -> Header | None:
+        return Header.decode(os.pread(self._open, HEADER_BYTES, 0))
+
+    def write_header(self, header: Header) -> None:
+        """Durable when it returns. Raises OSError."""
+        page = header.encode()
+        written = os.pwrite(self._open, page, 0)
+        if written != len(page):
+            raise OSError(errno.EIO, f"{written} of {len(page)} bytes of the header were written", str(self.path))
+        os.fsync(self._open)
+
+    def begin(self, header: Header, nbytes: int, *, keep: bool) -> None:
+        """Makes the file `nbytes` of reserved space behind a durable header; without `keep`, of zeros.
+
+        Reserved, because a write to a hole of a full disk would kill the process with SIGBUS. Nothing is read or filled: what was never
+        written reads as zeros. Where the file system cannot reserve, glibc writes to each of its blocks instead, which takes a while and
+        is as safe; another C library says so, and then space was only seen to be free: a disk that fills up later kills the process.
+
+        Raises ConfigError: where space is too little, before anything is changed. A file that could not be made is removed.
+        """
+        self._check_space(nbytes)
+        try:
+            self.write_header(header)
+            if not keep:
+                os.ftruncate(self._open, HEADER_BYTES)
+            reserve(self._open, nbytes)
+        except OSError as error:
+            self.path.unlink()
+            if error.errno in NO_SPACE:
+                raise self._too_little(nbytes, self._free_bytes()) from None
+            raise ConfigError(
+                f"the table file {self.path} of {nbytes} bytes cannot be made ({error.strerror}); set store.path to another disk"
+            ) from None
+
+    def map(self, nbytes: int) -> mmap.mmap:
+        """All of the file. It stays mapped for as long as an array over it is held, also after `close`. Raises ConfigError."""
+        try:
+            return mmap.mmap(self._open, nbytes)
+        except (OSError, OverflowError, ValueError):
+            raise ConfigError(
+                f"the table file {self.path} of {nbytes} bytes is more than this machine can address; use fewer rows or a smaller "
+                f"embedding_dim"
+            ) from None
+
+    def sync(self) -> None:
+        os.fsync(self._open)
+
+    def close(self) -> None:
+        """Gives the lock back. Idempotent."""
+        if self._descriptor is not None:
+            fcntl.flock(self._descriptor, fcntl.LOCK_UN)  # a mapping holds a duplicate of the descriptor, which would keep the lock
+            os.close(self._descriptor)
+            self._descriptor = None
+
+    @property
+    def _open(self) -> int:
+        assert self._descriptor is not None, f"{self.path} is closed"
+        return self._descriptor
+
+    def _free_bytes(self) -> int:
+        """That the file may have in all: those it has, and those free beside it."""
+        found, disk = os.fstat(self._open), os.fstatvfs(self._open)
+        return found.st_blocks * 512 + disk.f_bavail * disk.f_frsize
+
+    def _check_space(self, nbytes: int) -> None:
+        free = self._free_bytes()
+        if nbytes > free:
+            if self.nbytes == 0:
+                self.path.unlink()  # made a moment ago
+            raise self._too_little(nbytes, free)
+
+    def _too_little(self, nbytes: int, free: int) -> ConfigError:
+        return ConfigError(
+            f"the table file {self.path} needs {nbytes} bytes, where {free} are free; free space there or set store.path to a larger disk"
+        )
+
+
+def lock_named(path: Path) -> int:
+    """A locked descriptor of the file that has this name. Raises ConfigError where another process has it, OSError."""
+    while True:
+        descriptor = os.open(path, FLAGS, 0o600)
+        try:
+            found = os.fstat(descriptor)
+            if not stat.S_ISREG(found.st_mode):
+                raise ConfigError(f"{path} is not a file; set store.path to another folder")
+            if not try_lock(descriptor):
+                raise ConfigError(f"the table file {path} is in use by another process; end it or set store.path to another folder")
+            if os.fstat(descriptor).st_nlink:
+                return descriptor
+        except BaseException:
+            os.close(descriptor)
+            raise
+        os.close(descriptor)  # its last owner removed it between the two calls
+
+
+def reserve(descriptor: int, nbytes: int) -> None:
+    """Gives a file `nbytes` that are its own on the disk. Raises OSError."""
+    try:
+        os.posix_fallocate(descriptor, 0, nbytes)
+    except OSError as error:
+        if error.errno not in NO_FALLOCATE:
+            raise
+        os.ftruncate(descriptor, nbytes)

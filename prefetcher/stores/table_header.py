@@ -1,0 +1,67 @@
+"""The first page of a table file: what is in the file, and whether it may be trusted.
+
+    magic 8 | xxh3_64 of the rest of the page, u64 | bytes of msgpack, u32 | Header as msgpack | zeros to 4096
+
+A page with any bit flipped, cut short, or of another version is no header at all.
+"""
+
+from typing import Self
+
+import msgspec
+import xxhash
+
+from protocol.job import digest
+from protocol.tables import GroupSpec
+
+HEADER_BYTES = 4096
+MAGIC = b"rowcastT"
+VERSION = 1
+CONTENT = 20  # where the msgpack begins
+
+
+class Header(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    version: int = VERSION
+    layout: str  # layout_digest
+    incarnation: int  # that wrote the file last
+    closed_at: str | None  # identity of the checkpoint whose rows the file holds; None while it is open, and after a crash
+
+    def encode(self) -> bytes:
+        """One page."""
+        content = msgspec.msgpack.encode(self)
+        assert CONTENT + len(content) <= HEADER_BYTES, f"a header of {len(content)} bytes, of at most {HEADER_BYTES - CONTENT}"
+        rest = len(content).to_bytes(4, "little") + content.ljust(HEADER_BYTES - CONTENT, b"\0")
+        return MAGIC + xxhash.xxh3_64_intdigest(rest).to_bytes(8, "little") + rest
+
+    @classmethod
+    def decode(cls, page: bytes) -> Self | None:
+        """None for anything but a page that `encode` of this version made."""
+        rest = page[16:]
+        if len(page) != HEADER_BYTES or page[:8] != MAGIC or int.from_bytes(page[8:16], "little") != xxhash.xxh3_64_intdigest(rest):
+            return None
+        try:
+            header = msgspec.msgpack.decode(rest[4 : 4 + int.from_bytes(rest[:4], "little")], type=cls)
+        except msgspec.MsgspecError:
+            return None
+        return header if header.version == VERSION else None
+
+
+def layout_digest(group: GroupSpec, seed: int) -> str:
+    """Of all that decides where a row lies in the file, which bytes it has, and what the rows beside it began with."""
+    parts = [(part.name, part.offset, part.width, part.initial) for part in group.parts]
+    tables = [(table.index, table.name, table.num_embeddings, table.init) for table in group.tables]
+    return digest([group.name, group.record_bytes, parts, tables, seed])
+
+
+def why_rebuilt(header: Header | None, layout: str, checkpoint: str | None) -> str | None:
+    """Why a file with this header does not hold the rows of `checkpoint`; None: it does."""
+    if header is None:
+        return "its header is damaged or of another version"
+    if header.layout != layout:
+        return "its tables have another layout"
+    if header.closed_at is None:
+        return f"incarnation {header.incarnation} did not close it"
+    if checkpoint is None:
+        return "no checkpoint is restored"
+    if header.closed_at != checkpoint:
+        return f"it holds the rows of checkpoint {header.closed_at}"
+    return None

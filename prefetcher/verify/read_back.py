@@ -1,0 +1,52 @@
+"""Asks the stores for rows again, block by block and without waiting, to see that they kept what they took."""
+
+from collections import deque
+from dataclasses import dataclass
+
+import numpy as np
+
+from prefetcher.stores.base import Records, Store, Ticket
+from prefetcher.verify.loops import I64
+from protocol.tables import KEY_SHIFT, GroupSpec
+
+BLOCK_ROWS = 4096
+
+
+@dataclass(slots=True)
+class Block:
+    group: int
+    keys: I64  # ascending
+    rows: Records | None = None
+    ticket: Ticket | None = None  # once its read has begun
+
+
+class ReadBack:
+    """Called by the fetcher's thread, at a barrier."""
+
+    def __init__(self, groups: tuple[GroupSpec, ...], stores: tuple[Store, ...]) -> None:
+        self._stores = stores
+        self._record_bytes = [group.record_bytes for group in groups]
+        self._group_of = {table.index: group.index for group in groups for table in group.tables}
+        self._blocks: deque[Block] = deque()
+
+    @property
+    def active(self) -> bool:
+        return bool(self._blocks)
+
+    def begin(self, keys: I64) -> None:
+        """`keys` ascending, of any tables."""
+        groups = np.array([self._group_of[table] for table in (keys >> KEY_SHIFT).tolist()], np.int64)
+        for group in range(len(self._stores)):
+            own = keys[groups == group]
+            self._blocks.extend(Block(group, own[start : start + BLOCK_ROWS]) for start in range(0, len(own), BLOCK_ROWS))
+
+    def advance(self) -> tuple[int, I64, Records] | None:
+        """A group, some of its keys and their rows; None: the store is not done."""
+        block = self._blocks[0]
+        if block.ticket is None or block.rows is None:
+            block.rows = np.empty((len(block.keys), self._record_bytes[block.group]), np.uint8)
+            block.ticket = self._stores[block.group].read(block.keys, block.rows)
+        if not block.ticket.done():
+            return None
+        self._blocks.popleft()
+        return block.group, block.keys, block.rows

@@ -1,0 +1,216 @@
+"""`--verify`: every sampled row is followed by its checksum wherever it goes, and a difference ends the run with its table, row and step.
+
+    store ----- read ----> ring, staging ----> slot        (1) given    what the store gives is what it took last
+      ^                                         |          (2) filled   what stands in the slot is what the store gave
+      |                                     train steps
+      |                                         v          (3) returned what the store takes is what stood in the slot
+    store <---- write ---- ring, staging <---- slot        (4) dropped  a clean victim still has the value it had when it was filled
+                                                           (5) kept     at a barrier the store is asked for what it took and nobody has read since
+
+A row is sampled by a hash of its key, always or never, so its whole life is followed. What a train step itself does to a dirty row is
+not: that is exact or not (`examples/plain_loop.py` tells), but nothing can be lost on the way.
+
+Three threads call. They share the ledger and the open visits, under one lock that is held for look-ups alone, never while somebody waits:
+
+    fetcher     `open_*` before a plan leaves; `rows_read` when its bytes are in the ring, `plan_read` before the last piece is announced;
+                `read_back` at a barrier
+    write-back  `rows_home` before the store takes the bytes
+    mail        `reported` when the trainer's checksums come, before `StepDone`
+
+An entry of the ledger has one writer at a time, as its row has one place at a time (E2): a row is read only after `RowsBack` was applied,
+hence noted; it is given to the trainer only after it was noted as read; and it comes home only after that. A clean victim's value is looked
+up when its plan is announced: the reads before are noted by then, and no later write can have come, as it needs this plan's eviction first.
+Whoever brings the last of what a visit needs compares it: the mail's thread, or the write-back's before it says that the rows are
+applied. So a step that is done and home is verified, and a checkpoint, which waits for both and for `read_back`, holds verified rows.
+
+A verifier lives as long as its incarnation: a restore changes rows, and a cold cache has nothing to compare.
+"""
+
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from prefetcher.metrics import PrefetcherCounters, VerifyKind
+from prefetcher.stores.base import Keys, Records, Store
+from prefetcher.verify.complaint import Difference, complaint
+from prefetcher.verify.ledger import NEVER_WRITTEN, Ledger
+from prefetcher.verify.loops import I64, SAMPLE_RANGE, find_sampled, row_checksums
+from prefetcher.verify.read_back import ReadBack
+from prefetcher.verify.visits import GroupVisit, Sample, Visit, new_visit
+from protocol.errors import DataError, RemoteProtocolError
+from protocol.messages import RowChecksums
+from protocol.plan import BarrierPlan, StepPlan
+from protocol.row_checksum import barrier_name, checksums_of, column_constants, fetched_name, victims_name
+from protocol.tables import GroupSpec
+
+SlotArrays = dict[str, npt.NDArray[Any]]  # i32 by name, for the plan's or barrier's block
+Visited = tuple[int | None, int | None]  # step, barrier
+REPORTED: tuple[VerifyKind, ...] = ("filled", "returned", "dropped")  # of a group, in the order of its samples
+
+
+class Verifier:
+    def __init__(self, groups: tuple[GroupSpec, ...], stores: tuple[Store, ...], share: float, counters: PrefetcherCounters) -> None:
+        """`share` of the rows, above 0 and up to 1."""
+        self._groups = groups
+        self._threshold = round(share * SAMPLE_RANGE)
+        self._constants = [column_constants(group.record_floats) for group in groups]
+        self._counters = counters
+        self._ledger = Ledger()
+        self._visits: dict[Visited, Visit] = {}
+        self._lock = threading.Lock()
+        self._read_back = ReadBack(groups, stores)
+
+    # the fetcher's thread
+
+    def open_plan(self, plan: StepPlan) -> SlotArrays:
+        """The slots to ask the trainer for. Called before the plan leaves."""
+        visits, arrays = [], {}
+        for index, group in enumerate(plan.groups):
+            fetched, victims = self._sample(group.fetch.keys), self._sample(group.evict.keys)
+            dirty = int(np.searchsorted(victims, group.num_dirty))
+            arrays[fetched_name(index)] = group.fetch.slots[fetched]
+            arrays[victims_name(index)] = group.evict.slots[victims]
+            keys = group.evict.keys
+            visits.append(
+                GroupVisit(
+                    fetched=new_sample(group.fetch.keys, fetched),
+                    dirty=new_sample(keys, victims[:dirty]),
+                    clean=new_sample(keys, victims[dirty:]),
+                )
+            )
+        self._open(new_visit(plan.step, None, visits))
+        return arrays
+
+    def open_barrier(self, barrier: BarrierPlan) -> SlotArrays:
+        visits, arrays = [], {}
+        for index, move in enumerate(barrier.dirty):
+            dirty = self._sample(move.keys)
+            arrays[barrier_name(index)] = move.slots[dirty]
+            none = np.empty(0, np.int64)
+            visits.append(
+                GroupVisit(fetched=new_sample(move.keys, none), dirty=new_sample(move.keys, dirty), clean=new_sample(move.keys, none))
+            )
+        self._open(new_visit(barrier.after_step, barrier.barrier, visits))
+        return arrays
+
+    def rows_read(self, step: int, group: int, start: int, rows: Records) -> None:
+        """Rows of a plan's fetch from `start` on, as the store gave them. Raises DataError where it took others last."""
+        visit = self._visit(step, None)
+        if visit is None:
+            return
+        sample = visit.groups[group].fetched
+        part = sample.within(start, len(rows))
+        found = self._checksums(group, rows, sample.places[part] - start)
+        with self._lock:
+            self._check_given(sample.keys[part], found, step)
+            sample.expect(part, found)
+
+    def plan_read(self, step: int) -> None:
+        """All of a plan's rows are read; it was not announced whole."""
+        visit = self._visit(step, None)
+        if visit is None:
+            return
+        with self._lock:
+            for group in visit.groups:
+                entries = self._ledger.look_up(group.clean.keys)
+                assert entries.known.all(), f"{int((~entries.known).sum())} clean victims of step {step} were never read"
+                group.clean.expect(slice(None), entries.checksums)
+
+    @property
+    def must_read_back(self) -> bool:
+        """Whether the store took rows that nobody has read since. For a barrier whose rows are all home."""
+        return self._ledger.num_unread > 0
+
+    def read_back(self, step: int | None) -> bool:
+        """Reads some of them, without waiting; whether that was progress. Raises DataError where they differ."""
+        if not self._read_back.active:
+            self._read_back.begin(self._ledger.unread_keys())
+        arrived = self._read_back.advance()
+        if arrived is None:
+            return False
+        group, keys, rows = arrived
+        found = self._checksums(group, rows, np.arange(len(keys)))
+        with self._lock:
+            self._check_given(keys, found, step, kind="kept")
+        return True
+
+    # the write-back's thread
+
+    def rows_home(self, step: int | None, barrier: int | None, group: int, start: int, rows: Records) -> None:
+        """Dirty rows from `start` on, as they will be given to the store. Raises DataError where other rows stood in the slots."""
+        visit = self._visit(step, barrier)
+        if visit is None:
+            return
+        sample = visit.groups[group].dirty
+        part = sample.within(start, len(rows))
+        found = self._checksums(group, rows, sample.places[part] - start)
+        with self._lock:
+            sample.expect(part, found)
+            self._ledger.taken(sample.keys[part], found, step)
+            self._compare_complete(visit)
+
+    # the mail's thread
+
+    def reported(self, message: RowChecksums) -> None:
+        """Raises DataError where rows stood in the slots that are not those expected."""
+        with self._lock:
+            visit = self._visits.get((message.step, message.barrier))
+            if visit is None:
+                raise RemoteProtocolError(f"checksums came for step {message.step}, barrier {message.barrier}, which are complete")
+            visit.report(message.start, checksums_of(message))
+            self._compare_complete(visit)
+
+    # any
+
+    def _open(self, visit: Visit) -> None:
+        if len(visit.reported):
+            with self._lock:
+                self._visits[visit.step, visit.barrier] = visit
+
+    def _visit(self, step: int | None, barrier: int | None) -> Visit | None:
+        """None: nothing of it is sampled, or all that is was compared."""
+        with self._lock:
+            return self._visits.get((step, barrier))
+
+    def _sample(self, keys: Keys) -> I64:
+        places = np.empty(len(keys), np.int64)
+        return places[: find_sampled(keys, self._threshold, places)]
+
+    def _checksums(self, group: int, rows: Records, places: I64) -> I64:
+        found = np.empty(len(places), np.int64)
+        row_checksums(rows.view(np.int32), places, self._constants[group], found)
+        return found
+
+    def _check_given(self, keys: I64, found: I64, step: int | None, kind: VerifyKind = "given") -> None:
+        entries = self._ledger.look_up(keys)
+        wrong = np.flatnonzero(entries.known & (entries.checksums != found))
+        if len(wrong):
+            first = int(wrong[0])
+            since = None if entries.steps[first] == NEVER_WRITTEN else int(entries.steps[first])
+            raise DataError(complaint(self._groups, Difference(kind, int(keys[first]), step, since, len(wrong), len(keys))))
+        self._ledger.given(keys, found)
+        self._counters.rows_verified[kind] += len(keys)
+
+    def _compare_complete(self, visit: Visit) -> None:
+        if not visit.complete:
+            return
+        start = 0
+        for group in visit.groups:
+            for kind, sample in zip(REPORTED, group.samples, strict=True):
+                self._compare(kind, sample, visit.reported[start : start + len(sample)], visit.step)
+                start += len(sample)
+        del self._visits[visit.step, visit.barrier]
+
+    def _compare(self, kind: VerifyKind, sample: Sample, reported: I64, step: int | None) -> None:
+        wrong = np.flatnonzero(sample.checksums != reported)
+        if len(wrong):
+            raise DataError(complaint(self._groups, Difference(kind, int(sample.keys[wrong[0]]), step, None, len(wrong), len(sample))))
+        self._counters.rows_verified[kind] += len(sample)
+
+
+def new_sample(keys: Sequence[Any] | I64, places: I64) -> Sample:
+    """Of `keys`, those at `places`."""
+    return Sample(np.asarray(keys)[places], places, np.zeros(len(places), np.int64))

@@ -1,0 +1,93 @@
+"""The few primitives by which anything durable is written, so that tests can record them and make them fail.
+
+What survives a loss of power, and what the order of every writer rests on:
+
+    content of a file      what was written before its last `sync`
+    an entry of a folder   (a file's name, a rename, an unlink) what was done before the folder's last `sync_folder`
+"""
+
+import os
+import shutil
+from pathlib import Path
+from typing import Protocol
+
+Content = bytes | memoryview
+
+
+class Writing(Protocol):
+    """A file being written, from its first byte on. Every method raises OSError."""
+
+    def write(self, content: Content) -> None:
+        """Appends all of `content`, or raises."""
+
+    def sync(self) -> None:
+        """What was written is on the disk. After a failure nothing is known of the content: the file must be given up."""
+
+    def close(self) -> None:
+        """Idempotent. Says nothing about the disk."""
+
+
+class Disk(Protocol):
+    """Every method raises OSError."""
+
+    def mkdir(self, path: Path) -> None:
+        """Makes one folder in an existing one."""
+
+    def create(self, path: Path) -> Writing:
+        """A new, empty file; what was there is replaced."""
+
+    def rename(self, source: Path, target: Path) -> None:
+        """Moves a file, replacing what was at `target`, at once."""
+
+    def unlink(self, path: Path) -> None: ...
+
+    def remove_tree(self, path: Path) -> None: ...
+
+    def sync_folder(self, path: Path) -> None:
+        """The folder's entries are on the disk."""
+
+
+class RealWriting:
+    def __init__(self, path: Path) -> None:
+        self._descriptor: int | None = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
+
+    def write(self, content: Content) -> None:
+        assert self._descriptor is not None, "a closed file is not written"
+        rest = memoryview(content).cast("B")
+        while len(rest):
+            rest = rest[os.write(self._descriptor, rest) :]
+
+    def sync(self) -> None:
+        assert self._descriptor is not None, "a closed file is not synced"
+        os.fsync(self._descriptor)
+
+    def close(self) -> None:
+        if self._descriptor is not None:
+            descriptor, self._descriptor = self._descriptor, None
+            os.close(descriptor)
+
+
+class RealDisk:
+    """The file system."""
+
+    def mkdir(self, path: Path) -> None:
+        path.mkdir()
+
+    def create(self, path: Path) -> Writing:
+        return RealWriting(path)
+
+    def rename(self, source: Path, target: Path) -> None:
+        source.rename(target)
+
+    def unlink(self, path: Path) -> None:
+        path.unlink()
+
+    def remove_tree(self, path: Path) -> None:
+        shutil.rmtree(path)
+
+    def sync_folder(self, path: Path) -> None:
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)

@@ -1,0 +1,61 @@
+"""The checksum of a row's record, which numba loops and torch compute with the same bits; and where a plan names the rows to check.
+
+    record      | w0 | w1 | w2 | ...        32-bit words, signed
+    checksum    w0 * c0 + w1 * c1 + ...     modulo 2^64, as int64; c0, c1, ... are odd
+
+It changes with any change of one word, always: the words differ by d, 0 < |d| < 2^32, and an odd number times d is no multiple of 2^64.
+It changes too when any two different words of a record change places, as the constants of records of up to `CHECKED_WORDS` words differ
+in their low halves. Of other changes it misses one in 2^64. It has no secret: it finds accidents, not attacks.
+
+A sum modulo 2^64 does not depend on its order, so a device may add in any.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from protocol.messages import RowChecksums
+
+I64 = npt.NDArray[np.int64]
+
+CHECKED_WORDS = 8192  # a test looks at every pair of constants up to here
+MESSAGE_BYTES = 2**19  # of checksums in one message
+CHECKSUM_BYTES = 8
+
+
+def column_constants(num_words: int) -> I64:
+    """The odd constant of each word of a record: SplitMix64, with the lowest bit set."""
+    index = np.arange(1, num_words + 1, dtype=np.uint64)
+    mixed = index * np.uint64(0x9E3779B97F4A7C15)
+    mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return (mixed ^ (mixed >> np.uint64(31)) | np.uint64(1)).view(np.int64)
+
+
+def fetched_name(group: int) -> str:
+    """In a plan's block: i32, the slots of the fetched rows whose checksum is asked for, once they are filled."""
+    return f"{group}.verify_fetch"
+
+
+def victims_name(group: int) -> str:
+    """In a plan's block: i32, the slots of the victims whose checksum is asked for, before anything is filled; dirty ones first."""
+    return f"{group}.verify_evict"
+
+
+def barrier_name(group: int) -> str:
+    """In a barrier's block: i32, the slots of the dirty rows whose checksum is asked for."""
+    return f"{group}.verify"
+
+
+def checksum_messages(step: int | None, barrier: int | None, checksums: npt.NDArray[Any]) -> Iterator[RowChecksums]:
+    """`checksums` i64 [n], of all that a plan or barrier asks for, in the order of its arrays."""
+    content = checksums.astype("<i8").tobytes()
+    for start in range(0, len(content), MESSAGE_BYTES):
+        part = content[start : start + MESSAGE_BYTES]
+        yield RowChecksums(step=step, barrier=barrier, start=start // CHECKSUM_BYTES, checksums=part)
+
+
+def checksums_of(message: RowChecksums) -> I64:
+    return np.frombuffer(message.checksums, "<i8").astype(np.int64)

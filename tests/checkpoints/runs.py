@@ -1,0 +1,196 @@
+"""A run without training: rows that change, and checkpoints of them, beside a dict that says what each checkpoint must hold."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import pytest
+import xxhash
+
+from prefetcher.checkpoints import row_files
+from prefetcher.checkpoints.folder import Checkpoints
+from prefetcher.checkpoints.restore import dense_content, restore_rows
+from prefetcher.checkpoints.writer import CheckpointWriter
+from prefetcher.stores.base import FINISHED, Finished, Keys, Records
+from protocol.disk import Disk, RealDisk
+from protocol.job import Job
+from protocol.job_file import parse_job
+from protocol.manifest import Manifest
+from protocol.position import Position
+from protocol.tables import GroupSpec, group_specs, make_keys
+
+Rows = dict[int, bytes]  # key -> record
+TABLES = (("narrow_a", 40, 4), ("wide", 30, 8), ("narrow_b", 60, 4))
+MAX_ADVANCES = 1_000_000
+
+
+def small_job(run_dir: Path, optimizer: str = "adagrad", tables: tuple[tuple[str, int, int], ...] = TABLES) -> Job:
+    """Two groups, one of two tables whose keys lie on both sides of the other's."""
+    return parse_job(
+        {
+            "job": {"run_dir": str(run_dir), "seed": 9},
+            "data": {"format": "synthetic", "synthetic": {"samples": 1000}},
+            "tables": [
+                {"name": name, "num_embeddings": rows, "embedding_dim": dim, "features": [f"f_{name}"], "init": "normal:0.1"}
+                for name, rows, dim in tables
+            ],
+            "model": {"kind": "tests.workloads:small_model"},
+            "optimizer": {"sparse": {"kind": optimizer, "lr": 0.1}, "dense": {"kind": "sgd", "lr": 0.1}},
+            "cache": {"capacity": "1MiB"},
+        }
+    )
+
+
+class DictStore:
+    """What a store promises, in the plainest way."""
+
+    def __init__(self, group: GroupSpec) -> None:
+        self.rows: Rows = {}
+        self.changed: set[int] = set()
+        self.written = 0
+        self._group = group
+
+    def write(self, keys: Keys, rows: Records, step: int | None) -> Finished:
+        self.written += len(keys)
+        self.rows |= as_dict(keys, rows)
+        self.changed |= set(keys.tolist())
+        return FINISHED
+
+    def changed_keys(self, table: int) -> Keys:
+        return np.array(sorted(key for key in self.changed if key >> 48 == table), np.int64)
+
+    def forget(self, keys: Keys) -> None:
+        for key in keys.tolist():
+            self.rows.pop(key, None)
+            self.changed.discard(key)
+
+    def settle(self) -> None:
+        self.changed.clear()
+
+    def blocks(self, block: int) -> Iterator[tuple[Keys, Records]]:
+        """The changed rows by ascending key."""
+        for table in self._group.tables:
+            keys = self.changed_keys(table.index)
+            for start in range(0, len(keys), block):
+                chosen = keys[start : start + block]
+                content = b"".join(self.rows[key] for key in chosen.tolist())
+                yield chosen, np.frombuffer(content, np.uint8).reshape(len(chosen), self._group.record_bytes).copy()
+
+
+def as_dict(keys: Keys, records: Records) -> Rows:
+    return {key: record.tobytes() for key, record in zip(keys.tolist(), records, strict=True)}
+
+
+@dataclass
+class FakeRun:
+    """Rows change by `train`; `checkpoint` makes them durable. `states`: what each checkpoint holds, by its position's step."""
+
+    job: Job
+    disk: Disk = field(default_factory=RealDisk)
+    keep: int = 2
+    newest: Manifest | None = None
+    block: int = 7
+    states: dict[int, Rows] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.job.run_dir.mkdir(parents=True, exist_ok=True)
+        self.groups = group_specs(self.job)
+        self.stores = [DictStore(group) for group in self.groups]
+        self.checkpoints = Checkpoints(self.job.run_dir, self.disk)
+        self.writer = CheckpointWriter(self.job, self.groups, "0123456789ab", "digest", self.checkpoints, self.newest, self.keep)
+        self.step = self.newest.position.step if self.newest else 0
+
+    def train(self, rows: Mapping[int, list[int]], steps: int = 10) -> None:
+        """Rows of tables get values that say in which step and which row they are."""
+        self.step += steps
+        for group, store in zip(self.groups, self.stores, strict=True):
+            for table in group.tables:
+                keys = make_keys(table.index, np.array(sorted(set(rows.get(table.index, []))), np.int64))
+                if len(keys):
+                    store.write(keys, values(group, keys, self.step), self.step)
+
+    def train_at_random(self, rng: np.random.Generator, share: float) -> None:
+        self.train({i: np.flatnonzero(rng.random(rows) < share).tolist() for i, (_, rows, _) in enumerate(TABLES)})
+
+    def begin(self, *, finished: bool = False) -> None:
+        self.states[self.step] = self.rows()
+        self.writer.begin(Position(step=self.step, train_step=self.step), finished, "checkpoint.every")
+
+    def hand_over(self) -> None:
+        """Rows and the dense side, which here says nothing but the step."""
+        for index, store in enumerate(self.stores):
+            for keys, records in store.blocks(self.block):
+                while not self.writer.offer(index, keys, records):
+                    assert self.writer.advance(), "a full queue must be written"
+        content = dense_of(self.step)
+        self.writer.offer_dense(content[:10])
+        self.writer.offer_dense(content[10:])
+        self.writer.finish(xxhash.xxh3_64_hexdigest(content))
+
+    def checkpoint(self, *, finished: bool = False) -> Manifest:
+        self.begin(finished=finished)
+        self.hand_over()
+        self.complete()
+        assert self.writer.newest is not None
+        return self.writer.newest
+
+    def checkpoint_without_dense(self) -> Manifest:
+        self.begin()
+        for index, store in enumerate(self.stores):
+            for keys, records in store.blocks(self.block):
+                assert self.writer.offer(index, keys, records)
+        self.writer.finish(None)
+        self.complete()
+        assert self.writer.newest is not None
+        return self.writer.newest
+
+    def complete(self) -> None:
+        for _ in range(MAX_ADVANCES):
+            self.writer.advance()
+            if not self.writer.busy:
+                break
+        assert not self.writer.busy
+        for store in self.stores:
+            store.settle()
+
+    def rows(self) -> Rows:
+        return {key: record for store in self.stores for key, record in store.rows.items()}
+
+
+def values(group: GroupSpec, keys: Keys, step: int) -> Records:
+    floats = np.full((len(keys), group.record_floats), step, np.float32)
+    floats[:, 0] = keys & 0xFFFF
+    return floats.view(np.uint8)
+
+
+def dense_of(step: int) -> bytes:
+    return f"the dense side at step {step}: not looked into".encode() * 3
+
+
+def restored(run_dir: Path, job: Job, manifest: Manifest) -> Rows:
+    stores = [DictStore(group) for group in group_specs(job)]
+    restore_rows(run_dir / "checkpoints", manifest, group_specs(job), stores)
+    assert not any(store.changed for store in stores)
+    return {key: record for store in stores for key, record in store.rows.items()}
+
+
+def assert_holds(run_dir: Path, job: Job, manifest: Manifest, rows: Rows) -> None:
+    assert restored(run_dir, job, manifest) == rows
+    assert b"".join(dense_content(run_dir / "checkpoints", manifest)) == dense_of(manifest.position.step)
+
+
+@pytest.fixture
+def small_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several files a table."""
+    monkeypatch.setattr(row_files, "ROW_FILE_BYTES", 400)
+
+
+class Warnings:
+    """A log that keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.damages: list[str] = []
+
+    def warning(self, event: str, /, **fields: object) -> None:
+        self.damages.append(str(fields["damage"]))

@@ -1,0 +1,111 @@
+"""A disk that fails while a checkpoint is written ends the run with a sentence, and leaves the previous checkpoint in charge."""
+
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from prefetcher.checkpoints.folder import Checkpoints
+from protocol.disk import RealDisk, RealWriting
+from protocol.errors import DataError, RowcastError
+from protocol.manifest import write_durably
+from tests.checkpoints.faulty import KINDS, Failure, Fault, FaultyDisk, Kind
+from tests.checkpoints.runs import FakeRun, Warnings, assert_holds, small_job
+
+pytestmark = pytest.mark.usefixtures("small_files")
+MAX_SITES = 500
+SITES = [(kind, fault) for kind in KINDS for fault in ("ENOSPC", "EIO", *(["short"] if kind == "write" else []))]
+
+
+def run_until_failure(run_dir: Path, kind: Kind, nth: int, fault: Fault) -> tuple[FakeRun, RowcastError] | None:
+    """Three checkpoints, one of them merged and the oldest dropped; None where the disk had no such operation left to fail."""
+    failure = Failure(kind, nth, fault)
+    run = FakeRun(small_job(run_dir), disk=FaultyDisk(failure), keep=1, block=20)
+    (run.job.run_dir / "checkpoints" / "step-000000000007" / "left over").mkdir(parents=True)
+    rng = np.random.default_rng(0)
+    try:
+        for share in (0.3, 0.1, 0.6):
+            run.train_at_random(rng, share)
+            run.checkpoint()
+    except RowcastError as error:
+        assert failure.happened
+        return run, error
+    assert not failure.happened, f"{kind} {nth} failed, and nobody said so"
+    return None
+
+
+@pytest.mark.parametrize(("kind", "fault"), SITES)
+def test_a_fault_at_any_operation_is_a_sentence_and_the_previous_checkpoint_stays(kind: Kind, fault: Fault, tmp_path: Path) -> None:
+    for nth in range(MAX_SITES):
+        failed = run_until_failure(tmp_path / str(nth), kind, nth, fault)
+        if failed is None:
+            break
+        check_failure(*failed, fault)
+    assert 1 <= nth < MAX_SITES, f"no {kind} ever failed"
+
+
+def check_failure(run: FakeRun, error: RowcastError, fault: Fault) -> None:
+    assert not isinstance(error, DataError)
+    reason = "Input/output error" if fault == "EIO" else "No space left on device"
+    assert f"{run.checkpoints.root}" in str(error)
+    assert f"({reason})" in str(error)
+    assert "run again" in str(error)
+    log = Warnings()
+    found = Checkpoints(run.job.run_dir, RealDisk()).newest_valid(log)
+    assert log.damages == []
+    if run.writer.newest is None:
+        assert found is None, "a checkpoint that failed was taken for one"
+    else:
+        assert found is not None
+        assert found.checksum == run.writer.newest.checksum
+        assert_holds(run.job.run_dir, run.job, found, run.states[found.position.step])
+        go_on(FakeRun(run.job, newest=found), run)
+
+
+def go_on(later: FakeRun, before: FakeRun) -> None:
+    """The same commands again, on a disk that works."""
+    assert later.newest is not None
+    expected = before.states[later.newest.position.step]
+    later.train({0: [0, 1]}, steps=10)
+    manifest = later.checkpoint()
+    assert_holds(later.job.run_dir, later.job, manifest, expected | later.rows())
+
+
+def test_a_disk_that_takes_only_a_part_of_each_write_still_gets_everything(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write = os.write
+    monkeypatch.setattr(os, "write", lambda descriptor, content: write(descriptor, content[: max(1, len(content) // 3)]))
+    file = RealWriting(tmp_path / "file")
+    file.write(bytes(range(256)))
+    file.write(memoryview(b"and more"))
+    file.sync()
+    file.close()
+    file.close()
+    monkeypatch.undo()
+    assert (tmp_path / "file").read_bytes() == bytes(range(256)) + b"and more"
+
+
+def test_a_file_that_is_written_durably_is_the_old_one_or_the_new_one(tmp_path: Path) -> None:
+    path = tmp_path / "report.json"
+    write_durably(path, b"old")
+    faults: list[tuple[Kind, Fault]] = [("create", "EIO"), ("write", "short"), ("sync", "EIO"), ("rename", "EIO")]
+    for kind, fault in faults:
+        with pytest.raises(OSError):
+            write_durably(path, b"the new one", FaultyDisk(Failure(kind, 0, fault)))
+        assert path.read_bytes() == b"old"
+    write_durably(path, b"the new one")
+    assert path.read_bytes() == b"the new one"
+
+
+def test_the_real_disk_does_what_its_words_say(tmp_path: Path) -> None:
+    disk = RealDisk()
+    disk.mkdir(tmp_path / "folder")
+    disk.create(tmp_path / "folder" / "a").close()
+    disk.rename(tmp_path / "folder" / "a", tmp_path / "folder" / "b")
+    disk.sync_folder(tmp_path / "folder")
+    assert [path.name for path in (tmp_path / "folder").iterdir()] == ["b"]
+    disk.unlink(tmp_path / "folder" / "b")
+    disk.remove_tree(tmp_path / "folder")
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(OSError):
+        disk.mkdir(tmp_path / "no" / "parent")

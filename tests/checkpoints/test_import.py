@@ -1,0 +1,149 @@
+"""An import is a run that begins with the rows and dense weights of a file, bit for bit what an export of it gives back."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+from safetensors.numpy import load_file, save_file
+
+from prefetcher.checkpoints.folder import Checkpoints
+from prefetcher.checkpoints.imported import import_run
+from prefetcher.checkpoints.restore import dense_content
+from prefetcher.export import export_run, table_tensors
+from prefetcher.stores.memory import first_records
+from protocol.disk import RealDisk
+from protocol.errors import ConfigError, DataError
+from protocol.job import Job
+from protocol.manifest import Manifest
+from protocol.position import Position
+from protocol.tables import group_specs, make_keys
+from protocol.telemetry.logs import get_logger
+from tests.checkpoints.runs import restored, small_job
+
+Tensors = dict[str, NDArray[np.generic]]
+
+
+def table_content(job: Job, seed: int = 0) -> Tensors:
+    rng = np.random.default_rng(seed)
+    return {name: rng.normal(size=spec.shape).astype(np.float32) for name, spec in table_tensors(group_specs(job)).items()}
+
+
+def saved(path: Path, content: Tensors) -> Path:
+    save_file(content, path)
+    return path
+
+
+def assert_equal(found: Tensors, expected: Tensors) -> None:
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert (found[name].dtype, found[name].shape) == (tensor.dtype, tensor.shape), name
+        assert found[name].tobytes() == tensor.tobytes(), name
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "rowwise_adagrad", "adam"])
+def test_an_export_of_an_import_is_the_file_that_was_imported(optimizer: str, tmp_path: Path) -> None:
+    job = small_job(tmp_path / "run", optimizer)
+    content = table_content(job) | {"top.weight": np.ones((3, 2), np.float16), "count": np.array(7), "empty": np.zeros((0, 4))}
+    manifest = import_run(job, saved(tmp_path / "in", content), fresh=False)
+    export_run(job.run_dir, tmp_path / "out", get_logger())
+    assert_equal(load_file(tmp_path / "out"), content)
+    assert (manifest.position, manifest.step, manifest.finished, manifest.reason) == (Position(), None, False, "import")
+    assert manifest.training_digest == job.training_digest([])
+
+
+def test_dense_weights_stand_under_the_models_names_in_the_dense_file(tmp_path: Path) -> None:
+    job = small_job(tmp_path / "run")
+    manifest = import_run(job, saved(tmp_path / "in", table_content(job) | {"top.weight": np.arange(6.0)}), fresh=False)
+    (tmp_path / "dense").write_bytes(b"".join(dense_content(job.run_dir / "checkpoints", manifest)))
+    assert_equal(load_file(tmp_path / "dense"), {"model.top.weight": np.arange(6.0)})
+
+
+def test_without_dense_weights_the_checkpoint_has_no_dense_side(tmp_path: Path) -> None:
+    job = small_job(tmp_path / "run")
+    assert import_run(job, saved(tmp_path / "in", table_content(job)), fresh=False).dense is None
+    export_run(job.run_dir, tmp_path / "out", get_logger())
+    assert_equal(load_file(tmp_path / "out"), table_content(job))
+
+
+def test_row_state_that_is_missing_has_its_initial_value(tmp_path: Path) -> None:
+    job = small_job(tmp_path / "run", "adam")
+    content = {name: tensor for name, tensor in table_content(job).items() if not name.endswith(".exp_avg")}
+    import_run(job, saved(tmp_path / "in", content), fresh=False)
+    export_run(job.run_dir, tmp_path / "out", get_logger())
+    found = load_file(tmp_path / "out")
+    for name in [name for name in found if name.endswith(".exp_avg")]:
+        assert not found.pop(name).any()
+    assert_equal(found, content)
+
+
+def test_rows_that_were_never_trained_take_no_room(tmp_path: Path) -> None:
+    job = small_job(tmp_path / "run")
+    group = group_specs(job)[0]
+    content = table_content(job)
+    for table in group.tables:
+        records = first_records(group, job.job.seed, make_keys(table.index, np.arange(table.num_embeddings))).view(np.float32)
+        for part in group.parts:
+            name = f"embedding_bags.{table.name}.weight" if part.name == "weight" else f"optimizer.{table.name}.{part.name}"
+            content[name] = np.ascontiguousarray(records[:, part.offset : part.offset + part.width])
+    content["embedding_bags.narrow_b.weight"][5, 2] += 1  # type: ignore[operator]
+    manifest = import_run(job, saved(tmp_path / "in", content), fresh=False)
+    assert manifest.num_rows == 1 + 30
+    assert sorted(restored(job.run_dir, job, manifest))[-1] == 2 << 48 | 5
+    export_run(job.run_dir, tmp_path / "out", get_logger())
+    assert_equal(load_file(tmp_path / "out"), content)
+
+
+# refusals
+
+
+def change(content: Tensors, name: str, tensor: NDArray[np.generic] | None) -> Tensors:
+    return {key: value for key, value in content.items() if key != name} | ({} if tensor is None else {name: tensor})
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor", "sentence"),
+    [
+        ("embedding_bags.wide.weight", None, "embedding_bags.wide.weight is missing"),
+        ("embedding_bags.wide.weight", np.zeros((30, 9), np.float32), r"is F32 \[30, 9\], but the job file needs F32 \[30, 8\]"),
+        ("embedding_bags.wide.weight", np.zeros((31, 8), np.float32), r"is F32 \[31, 8\], but the job file needs F32 \[30, 8\]"),
+        ("embedding_bags.wide.weight", np.zeros((30, 8)), r"is F64 \[30, 8\], but the job file needs F32 \[30, 8\]"),
+        ("optimizer.wide.sum", np.zeros((30, 1), np.float32), r"optimizer.wide.sum is F32 \[30, 1\], but the job file needs F32 \[30, 8\]"),
+        ("optimizer.wide.exp_avg", np.zeros((30, 8), np.float32), "the job file has nothing for optimizer.wide.exp_avg"),
+        ("embedding_bags.more.weight", np.zeros((3, 8), np.float32), "the job file has nothing for embedding_bags.more.weight"),
+    ],
+)
+def test_a_file_that_does_not_fit_the_job_is_refused_in_one_sentence(
+    name: str, tensor: NDArray[np.generic] | None, sentence: str, tmp_path: Path
+) -> None:
+    job = small_job(tmp_path / "run")
+    source = saved(tmp_path / "in", change(table_content(job), name, tensor))
+    with pytest.raises(ConfigError, match=sentence):
+        import_run(job, source, fresh=False)
+    assert not job.run_dir.exists(), "a refused import makes nothing"
+
+
+def test_a_file_that_is_missing_or_something_else_is_refused(tmp_path: Path) -> None:
+    job = small_job(tmp_path / "run")
+    with pytest.raises(ConfigError, match=r"--from .* cannot be read \(No such file or directory\)"):
+        import_run(job, tmp_path / "missing", fresh=False)
+    for content in (b"", b"{}", b"\xff" * 100, (10**6).to_bytes(8, "little") + b"{}"):
+        (tmp_path / "other").write_bytes(content)
+        with pytest.raises(DataError, match="other: not a safetensors file"):
+            import_run(job, tmp_path / "other", fresh=False)
+
+
+def test_a_run_directory_with_a_checkpoint_is_refused_unless_fresh(tmp_path: Path) -> None:
+    job = small_job(tmp_path / "run")
+    first = import_run(job, saved(tmp_path / "first", table_content(job, 1)), fresh=False)
+    second = saved(tmp_path / "second", table_content(job, 2))
+    with pytest.raises(ConfigError, match="holds a checkpoint; add --fresh"):
+        import_run(job, second, fresh=False)
+    assert newest(job).checksum == first.checksum
+    import_run(job, second, fresh=True)
+    export_run(job.run_dir, tmp_path / "out", get_logger())
+    assert_equal(load_file(tmp_path / "out"), table_content(job, 2))
+
+
+def newest(job: Job) -> Manifest:
+    return Checkpoints(job.run_dir, RealDisk()).choose(None, get_logger())

@@ -1,0 +1,139 @@
+"""Whatever a loss of power leaves, the newest valid checkpoint is whole, and at least as new as the last one reported durable."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from prefetcher.checkpoints import row_files
+from prefetcher.checkpoints.folder import Checkpoints
+from protocol.disk import RealDisk
+from protocol.errors import DataError
+from tests.checkpoints.recording import DiskModel, Operation, RecordingDisk, power_loss
+from tests.checkpoints.runs import FakeRun, Rows, Warnings, assert_holds, small_job
+from tests.counts import count
+
+
+@pytest.fixture(autouse=True)
+def two_files_a_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(row_files, "ROW_FILE_BYTES", 1000)
+
+
+NUM_CHECKPOINTS = 5
+SEEDS = count(3, 60)
+
+
+@dataclass(frozen=True)
+class Recorded:
+    run: FakeRun
+    log: list[Operation]
+    durable: list[tuple[int, int]]  # (operations before it was reported durable, its step)
+    merges: int
+
+    def durable_step(self, cut: int) -> int | None:
+        return max((step for at, step in self.durable if at <= cut), default=None)
+
+    def states(self) -> dict[int, Rows]:
+        return self.run.states
+
+
+def record(run_dir: Path, seed: int, *, finish_twice: bool = False) -> Recorded:
+    """Five checkpoints, of which two stay; few rows change at first and then many, so that layers are merged."""
+    disk = RecordingDisk()
+    run = FakeRun(small_job(run_dir), disk=disk, keep=2, block=5)
+    rng = np.random.default_rng(seed)
+    durable, merges, newest = [], 0, None
+    for number, share in enumerate([0.5, 0.1, 0.2, 0.6, 0.1]):
+        last = number == NUM_CHECKPOINTS - 1
+        if not (last and finish_twice):
+            run.train_at_random(rng, share)
+        run.begin(finished=last)
+        run.hand_over()
+        while run.writer.busy:
+            run.writer.advance()
+            if run.writer.newest is not newest:
+                newest = run.writer.newest
+                assert newest is not None
+                durable.append((len(disk.log), newest.position.step))
+        run.complete()
+        assert newest is not None
+        merges += number > 0 and len(newest.layers) == 1
+    return Recorded(run, disk.log, durable, merges)
+
+
+def check_cut(recorded: Recorded, model: DiskModel, cut: int, seed: int, out: Path) -> int | None:
+    """The step of the checkpoint that a run would go on from, where `model` is at `cut`."""
+    model.lose_power(seed, out)
+    log = Warnings()
+    newest = Checkpoints(out, RealDisk()).newest_valid(log)
+    expected = recorded.durable_step(cut)
+    where = f"cut {cut} behind {recorded.log[cut - 1] if cut else None}, seed {seed}"
+    assert log.damages == [], f"{where}: a manifest names what is not whole"
+    if newest is None:
+        assert expected is None, f"{where}: step {expected} was durable"
+        return None
+    assert newest.position.step >= (expected or 0), f"{where}: step {newest.position.step}, but {expected} was durable"
+    assert_holds(out, recorded.run.job, newest, recorded.states()[newest.position.step])
+    return newest.position.step
+
+
+@pytest.mark.parametrize("finish_twice", [False, True])
+def test_a_loss_of_power_at_any_moment_leaves_a_whole_checkpoint(tmp_path: Path, finish_twice: bool) -> None:
+    recorded = record(tmp_path / "run", 1, finish_twice=finish_twice)
+    assert recorded.merges >= 1
+    assert len(recorded.log) > 100
+    model, found = DiskModel(recorded.run.job.run_dir), set[int | None]()
+    for cut in range(len(recorded.log) + 1):
+        if cut:
+            model.apply(recorded.log[cut - 1])
+        found |= {check_cut(recorded, model, cut, seed, tmp_path / "after") for seed in range(SEEDS)}
+    assert found == {None, *recorded.run.states}, "every checkpoint is the newest after some cut"
+
+
+def test_a_run_that_goes_on_after_a_loss_of_power_survives_the_next_one(tmp_path: Path) -> None:
+    recorded = record(tmp_path / "run", 2)
+    rng = np.random.default_rng(3)
+    for cut in rng.integers(0, len(recorded.log), count(12, 200)).tolist():
+        first = tmp_path / f"first_{cut}"
+        power_loss(recorded.run.job.run_dir, recorded.log[:cut], cut, first)
+        go_on(recorded, first, cut, tmp_path / "second")
+
+
+def go_on(recorded: Recorded, run_dir: Path, seed: int, out: Path) -> None:
+    """Two more checkpoints on what the power loss left, and a second loss somewhere while they are written."""
+    newest = Checkpoints(run_dir, RealDisk()).newest_valid(Warnings())
+    before = {} if newest is None else recorded.states()[newest.position.step]
+    disk = RecordingDisk()
+    run = FakeRun(small_job(run_dir), disk=disk, newest=newest)
+    for group, store in zip(run.groups, run.stores, strict=True):
+        tables = {table.index for table in group.tables}
+        store.rows = {key: record for key, record in before.items() if key >> 48 in tables}
+    rng = np.random.default_rng(seed)
+    for _ in range(2):
+        run.train_at_random(rng, 0.4)
+        manifest = run.checkpoint()
+        assert_holds(run_dir, run.job, manifest, run.rows())
+    names = run.checkpoints.candidates()
+    assert len(names) == 2
+    named = {file.file for name in names for file in run.checkpoints.load(name).files}
+    kept = {str(path.relative_to(run.checkpoints.root)) for path in run.checkpoints.root.rglob("*.safetensors")}
+    assert kept == named, "what the first power loss left is still there"
+
+
+@pytest.mark.parametrize("skipped", ["sync", "sync_folder"])
+def test_the_model_finds_a_writer_that_does_not_sync(tmp_path: Path, skipped: str) -> None:
+    recorded = record(tmp_path / "run", 1)
+    careless = Recorded(recorded.run, [op for op in recorded.log if op.kind != skipped], [], 0)
+    durable_at = len(careless.log)
+    careless.durable.append((durable_at, 50))
+    model = DiskModel(recorded.run.job.run_dir)
+    for operation in careless.log:
+        model.apply(operation)
+    with pytest.raises((AssertionError, DataError)):
+        check_seeds(careless, model, durable_at, tmp_path / "after")
+
+
+def check_seeds(recorded: Recorded, model: DiskModel, cut: int, out: Path) -> None:
+    for seed in range(20):
+        check_cut(recorded, model, cut, seed, out)

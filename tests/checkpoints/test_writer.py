@@ -1,0 +1,332 @@
+"""A checkpoint holds every row that was ever trained, in files that say what they are; old ones go when nothing needs them."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from prefetcher.checkpoints import handover, merge, row_files
+from prefetcher.checkpoints.folder import Checkpoints
+from protocol.disk import RealDisk
+from protocol.errors import RowcastError
+from protocol.manifest import MANIFEST_NAME, file_checksum
+from protocol.position import Position
+from tests.checkpoints.runs import FakeRun, Warnings, assert_holds, small_job
+
+pytestmark = pytest.mark.usefixtures("small_files")
+EVERYTHING = {0: list(range(40)), 1: list(range(30)), 2: list(range(60))}
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> FakeRun:
+    return FakeRun(small_job(tmp_path / "run"))
+
+
+def files_in(run: FakeRun) -> set[str]:
+    root = run.checkpoints.root
+    return {str(path.relative_to(root)) for path in root.rglob("*") if path.is_file()}
+
+
+def test_the_first_checkpoint_is_a_base_of_all_trained_rows_in_ascending_files(run: FakeRun) -> None:
+    run.train({0: [3, 1, 39], 1: [0], 2: list(range(0, 60, 2))})
+    manifest = run.checkpoint()
+    assert [layer.kind for layer in manifest.layers] == ["base"]
+    assert manifest.layers[0].num_rows == 34
+    assert len(manifest.layers[0].files) > 3, "every group fits one file"
+    for file in manifest.layers[0].files:
+        path = run.checkpoints.root / file.file
+        keys = load_file(path)["keys"]
+        assert (np.diff(keys) > 0).all()
+        assert (file.first_key, file.last_key, file.num_rows) == (keys[0], keys[-1], len(keys))
+        assert (file.nbytes, file.checksum) == file_checksum(path)
+    assert_holds(run.job.run_dir, run.job, manifest, run.rows())
+
+
+def test_the_manifest_says_where_training_goes_on_and_names_every_file_there_is(run: FakeRun) -> None:
+    run.train(EVERYTHING, steps=100)
+    manifest = run.checkpoint(finished=True)
+    assert manifest.name == "step-000000000100"
+    assert (manifest.step, manifest.train_steps, manifest.finished, manifest.reason) == (99, 100, True, "checkpoint.every")
+    assert files_in(run) == {file.file for file in manifest.files} | {f"{manifest.name}/{MANIFEST_NAME}"}
+    assert run.checkpoints.load(manifest.name).checksum == manifest.checksum
+    assert (run.writer.num_files, run.writer.bytes_written) == (len(list(manifest.files)), manifest.nbytes)
+    assert run.writer.seconds > 0
+
+
+def test_a_later_checkpoint_adds_only_what_changed_and_names_the_older_files_too(run: FakeRun) -> None:
+    run.train(EVERYTHING)
+    base = run.checkpoint()
+    run.train({0: [5, 7]})
+    run.checkpoint()
+    run.train({2: [1]})
+    manifest = run.checkpoint()
+    assert [(layer.kind, layer.num_rows) for layer in manifest.layers] == [("base", 130), ("delta", 2), ("delta", 1)]
+    assert manifest.layers[0] == base.layers[0]
+    assert_holds(run.job.run_dir, run.job, manifest, run.rows())
+
+
+def test_a_checkpoint_without_a_change_adds_no_layer(run: FakeRun) -> None:
+    run.train(EVERYTHING)
+    base = run.checkpoint()
+    run.train({})
+    manifest = run.checkpoint()
+    assert manifest.layers == base.layers
+    assert manifest.dense != base.dense
+
+
+def test_a_checkpoint_before_the_first_step_is_an_empty_base(run: FakeRun) -> None:
+    manifest = run.checkpoint()
+    assert (manifest.step, manifest.num_rows, len(manifest.layers)) == (None, 0, 1)
+    run.train({0: [1]})
+    after = run.checkpoint()
+    assert [(layer.kind, layer.num_rows) for layer in after.layers] == [("base", 1)], "a delta to nothing is a base"
+    assert_holds(run.job.run_dir, run.job, after, run.rows())
+
+
+def test_a_second_checkpoint_at_the_same_step_replaces_the_first_without_touching_its_files(run: FakeRun) -> None:
+    run.train(EVERYTHING)
+    first = run.checkpoint()
+    second = run.checkpoint(finished=True)
+    assert (first.name, first.layers) == (second.name, second.layers)
+    assert first.dense is not None
+    assert second.dense is not None
+    assert first.dense.file != second.dense.file
+    assert run.checkpoints.candidates() == [second.name]
+    assert first.dense.file not in files_in(run), "nobody names it any more"
+    assert_holds(run.job.run_dir, run.job, second, run.rows())
+
+
+# merging
+
+
+def test_deltas_with_more_rows_than_the_base_are_merged_into_one(run: FakeRun) -> None:
+    run.train(EVERYTHING)
+    run.checkpoint()
+    for step in range(3):
+        run.train({2: list(range(step, 60))})
+        manifest = run.checkpoint()
+    assert [(layer.kind, layer.num_rows) for layer in manifest.layers] == [("base", 130)]
+    assert_holds(run.job.run_dir, run.job, manifest, run.rows())
+
+
+def test_there_are_never_more_than_sixteen_layers(run: FakeRun) -> None:
+    run.train(EVERYTHING)
+    counts = [len(run.checkpoint().layers)]
+    for row in range(20):
+        run.train({0: [row]})
+        counts.append(len(run.checkpoint().layers))
+    assert counts == [*range(1, 17), *range(1, 6)]
+    assert run.writer.newest is not None
+    assert_holds(run.job.run_dir, run.job, run.writer.newest, run.rows())
+
+
+def test_a_merge_holds_one_file_of_each_layer_whatever_the_tables_size(run: FakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    held: list[int] = []
+    load = merge.Cursor._load
+
+    def count_held(cursor: merge.Cursor) -> None:
+        load(cursor)
+        if cursor._rows is not None:
+            held.append(len(cursor._rows[0]))
+
+    monkeypatch.setattr(merge.Cursor, "_load", count_held)
+    monkeypatch.setattr(merge, "MERGE_BYTES", 100)
+    run.train(EVERYTHING)
+    run.checkpoint()
+    run.train(EVERYTHING)
+    manifest = run.checkpoint()
+    run.train({0: [1]})
+    assert [layer.kind for layer in manifest.layers] == ["base", "delta"], "as many rows as the base are not more"
+    manifest = run.checkpoint()
+    assert [layer.kind for layer in manifest.layers] == ["base"]
+    assert sum(held) == 261
+    assert max(held) < 20
+    assert_holds(run.job.run_dir, run.job, manifest, run.rows())
+
+
+# keeping
+
+
+@pytest.mark.parametrize("keep", [1, 2, 3])
+def test_so_many_checkpoints_stay_and_each_of_them_is_whole(tmp_path: Path, keep: int) -> None:
+    run = FakeRun(small_job(tmp_path / "run"), keep=keep)
+    rng = np.random.default_rng(keep)
+    for number in range(8):
+        run.train_at_random(rng, 0.3)
+        run.checkpoint()
+        names = run.checkpoints.candidates()
+        assert len(names) == min(keep, number + 1)
+        manifests = [run.checkpoints.load(name) for name in names]
+        for manifest in manifests:
+            run.checkpoints.verify(manifest)
+            assert_holds(run.job.run_dir, run.job, manifest, run.states[manifest.position.step])
+        named = {file.file for manifest in manifests for file in manifest.files}
+        assert files_in(run) == named | {f"{name}/{MANIFEST_NAME}" for name in names}
+        assert all(any(folder.iterdir()) for folder in run.checkpoints.root.iterdir()), "an empty folder was left"
+
+
+def test_what_a_crash_left_is_removed_when_a_run_starts_writing(run: FakeRun) -> None:
+    run.train(EVERYTHING)
+    run.checkpoint()
+    before = files_in(run)
+    left_over = run.checkpoints.root / "step-000000000050"
+    left_over.mkdir()
+    (left_over / "fp32_d4_adagrad-00000.safetensors").write_bytes(b"torn")
+    (left_over / "manifest.json.partial").write_bytes(b"{")
+    (run.checkpoints.root / "step-000000000010" / "dense-00007.safetensors").write_bytes(b"of an abandoned one")
+    for _ in run.checkpoints.collect_garbage():
+        pass
+    assert files_in(run) == before
+    assert not left_over.exists()
+
+
+def test_a_damaged_checkpoint_is_dropped_only_when_a_newer_one_is_durable(run: FakeRun) -> None:
+    run.train(EVERYTHING)
+    good = run.checkpoint()
+    damaged = run.checkpoints.root / "step-000000000020"
+    damaged.mkdir()
+    (damaged / MANIFEST_NAME).write_bytes(b"{}")
+    for _ in run.checkpoints.collect_garbage():
+        pass
+    assert damaged.exists()
+    run.train({0: [3]}, steps=30)
+    newest = run.checkpoint()
+    assert run.checkpoints.candidates() == [newest.name, good.name]
+    assert not damaged.exists()
+
+
+# handing over
+
+
+def test_a_full_queue_takes_nothing_until_something_was_written(run: FakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(handover, "QUEUE_BYTES", 300)
+    run.train(EVERYTHING)
+    run.begin()
+    refused = 0
+    for index, store in enumerate(run.stores):
+        for keys, records in store.blocks(2):
+            while not run.writer.offer(index, keys, records):
+                refused += 1
+                assert run.writer.advance()
+    run.writer.finish(None)
+    run.complete()
+    assert refused > 10
+    assert run.writer.newest is not None
+    assert run.writer.newest.dense is None
+    assert run.writer.newest.num_rows == 130
+
+
+def test_a_block_larger_than_the_queue_goes_in_alone_and_finish_always_does(run: FakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(handover, "QUEUE_BYTES", 1)
+    run.begin()
+    assert run.writer.offer_dense(b"large")
+    assert not run.writer.offer_dense(b"another")
+    run.writer.finish("0" * 16)
+    with pytest.raises(RowcastError, match="the dense side came with checksum"):
+        run.complete()
+
+
+def test_rows_and_dense_pieces_may_come_in_any_order_among_each_other(run: FakeRun) -> None:
+    run.train(EVERYTHING)
+    run.begin()
+    for index, store in enumerate(run.stores):
+        for keys, records in store.blocks(11):
+            assert run.writer.offer(index, keys, records)
+            assert run.writer.offer_dense(b"piece")
+            while run.writer.advance():
+                pass
+    run.writer.finish(checksum(b"piece" * 13))
+    run.complete()
+    assert run.writer.newest is not None
+    run.checkpoints.verify(run.writer.newest)
+
+
+def checksum(content: bytes) -> str:
+    import xxhash
+
+    return xxhash.xxh3_64_hexdigest(content)
+
+
+def test_a_writer_that_waits_for_rows_says_that_it_did_nothing(run: FakeRun) -> None:
+    assert not run.writer.advance(), "nothing was begun"
+    run.begin()
+    while run.writer.advance():
+        pass
+    assert run.writer.busy
+    assert not run.writer.advance()
+
+
+def test_a_dense_side_that_arrives_changed_never_becomes_a_checkpoint(run: FakeRun) -> None:
+    run.begin()
+    run.writer.offer_dense(b"content")
+    run.writer.finish(checksum(b"contents"))
+    with pytest.raises(RowcastError, match=r"dense-00000.safetensors: the dense side came with checksum \w{16}, but the trainer sent"):
+        run.complete()
+    assert Checkpoints(run.job.run_dir, RealDisk()).newest_valid(Warnings()) is None
+
+
+def test_a_checkpoint_that_is_abandoned_leaves_the_previous_one_in_charge_and_the_next_one_possible(run: FakeRun) -> None:
+    run.train(EVERYTHING)
+    first = run.checkpoint()
+    run.train({0: [1, 2]})
+    run.begin()
+    run.writer.offer(0, *next(run.stores[0].blocks(2)))
+    run.writer.offer_dense(b"half of it")
+    for _ in range(4):
+        run.writer.advance()
+    run.writer.abandon()
+    while run.writer.advance():
+        pass
+    assert not run.writer.busy
+    assert run.writer.newest == first
+    second = run.checkpoint()
+    assert second.position == Position(step=20, train_step=20)
+    assert_holds(run.job.run_dir, run.job, second, run.rows())
+    assert files_in(run) == {file.file for m in (first, second) for file in m.files} | {
+        f"{m.name}/{MANIFEST_NAME}" for m in (first, second)
+    }
+
+
+def test_a_checkpoint_that_was_handed_over_as_a_whole_is_completed_even_when_abandoned(run: FakeRun) -> None:
+    run.train(EVERYTHING)
+    run.begin()
+    run.hand_over()
+    run.writer.abandon()
+    run.complete()
+    assert run.writer.newest is not None
+
+
+def test_a_new_run_goes_on_from_the_layers_of_an_earlier_one(run: FakeRun) -> None:
+    run.train(EVERYTHING)
+    newest = run.checkpoint()
+    later = FakeRun(run.job, newest=newest)
+    later.train({1: [4]})
+    manifest = later.checkpoint()
+    assert [(layer.kind, layer.num_rows) for layer in manifest.layers] == [("base", 130), ("delta", 1)]
+    assert_holds(run.job.run_dir, run.job, manifest, run.rows() | later.rows())
+
+
+def test_rows_out_of_order_are_our_own_mistake(run: FakeRun) -> None:
+    run.train({0: [1, 2]})
+    keys, records = next(run.stores[0].blocks(2))
+    run.begin()
+    run.writer.offer(0, keys[::-1], records)
+    with pytest.raises(AssertionError, match="ascending"):
+        run.complete()
+
+
+def test_an_empty_folder_of_checkpoints_is_step_zero(run: FakeRun) -> None:
+    log = Warnings()
+    assert run.checkpoints.newest_valid(log) is None
+    run.checkpoints.root.mkdir()
+    assert run.checkpoints.newest_valid(log) is None
+    assert log.damages == []
+
+
+def test_row_files_are_about_as_large_as_agreed(run: FakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(row_files, "ROW_FILE_BYTES", 1000)
+    run.train(EVERYTHING)
+    manifest = run.checkpoint()
+    sizes = [file.nbytes for file in manifest.layers[0].files]
+    assert all(1000 <= size < 1000 + 7 * 72 + 200 for size in sizes[:-1] if size > 900)

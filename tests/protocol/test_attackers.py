@@ -1,0 +1,186 @@
+"""Callers without a key beside a run that goes on: nothing of theirs is heard, and they cost neither memory nor descriptors for long."""
+
+import os
+import threading
+import time
+from collections import deque
+from pathlib import Path
+from random import Random
+
+import msgspec
+import pytest
+import zmq
+
+from protocol.codec import encode
+from protocol.errors import RemoteProtocolError
+from protocol.messages import Bye, Envelope
+from protocol.transport import doors, zmq_link
+from protocol.transport.endpoint import socket_path
+from protocol.transport.zmq_link import ZmqLink
+from protocol.transport.zmq_socket import MAX_CONNECTIONS, MAX_MESSAGE_BYTES
+from tests.counts import count
+from tests.protocol.attackers import KINDS, Attacker
+from tests.protocol.mirrors import End, exchange, make_end
+from tests.protocol.peer import GREETING, Bell, receive
+from tests.protocol.samples import hello
+from tests.protocol.tcp import RING_BYTES, TcpRun, run, wait_for
+
+__all__ = ["run"]
+NUM_CONNECTIONS = count(60, 2000)
+STAYING = 40  # of the attackers at once
+GROWTH_BYTES = 48 * 2**20  # resident, over all of the attack: allocator and interpreter, not connections
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def num_descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def converse(ends: tuple[End, End], chance: Random) -> None:
+    exchange(*ends, num_pieces=3, chance=chance, wait=lambda: time.sleep(0.001))
+
+
+def test_callers_without_a_key_are_never_heard_and_the_run_beside_them_goes_on(run: TcpRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doors, "HANDSHAKE_MS", 1000)
+    chance, bell = Random(5), Bell()
+    with run.prefetcher(bell) as prefetcher, run.trainer(bell) as trainer:
+        run.greet(trainer, prefetcher, bell)
+        ends = make_end(prefetcher, RING_BYTES), make_end(trainer, RING_BYTES)
+        converse(ends, chance)
+        began_bytes, began_descriptors, most_bytes = resident_bytes(), num_descriptors(), 0
+        staying: deque[Attacker] = deque()
+        for number in range(NUM_CONNECTIONS):
+            staying.append(Attacker(run.port, number, chance))
+            for attacker in staying:
+                attacker.send_more()
+            while len(staying) > chance.randint(STAYING // 2, STAYING):
+                staying.popleft().leave()
+            if number % 20 == 0:
+                converse(ends, chance)
+                most_bytes = max(most_bytes, resident_bytes())
+        for attacker in staying:
+            attacker.wait_cut_off()
+            attacker.leave()
+        converse(ends, chance)
+        assert most_bytes - began_bytes < GROWTH_BYTES + STAYING * MAX_MESSAGE_BYTES
+        assert resident_bytes() - began_bytes < GROWTH_BYTES
+        wait_for(lambda: num_descriptors() == began_descriptors)
+        wait_for(lambda: prefetcher.refused == NUM_CONNECTIONS)
+        assert prefetcher.counters.frames_received == trainer.counters.frames_sent
+        assert trainer.counters.frames_received == prefetcher.counters.frames_sent
+        assert prefetcher.receive() is None
+        assert not prefetcher.peer_gone
+
+
+def test_every_kind_of_stranger_is_cut_off_however_long_it_waits(run: TcpRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doors, "HANDSHAKE_MS", 300)
+    chance = Random(1)
+    with run.prefetcher(Bell()) as prefetcher:
+        attackers = [Attacker(run.port, kind, chance) for kind in range(len(KINDS))]
+        for attacker in attackers:
+            for _ in range(20):
+                attacker.send_more()
+        for attacker in attackers:
+            attacker.wait_cut_off()
+            attacker.leave()
+        wait_for(lambda: prefetcher.refused == len(KINDS))
+        assert prefetcher.counters.frames_received == 0
+
+
+def test_no_more_connections_are_open_at_once_than_are_allowed_and_the_trainers_is_never_cut(run: TcpRun) -> None:
+    bell = Bell()
+    with run.prefetcher(bell) as prefetcher, run.trainer(bell) as trainer:
+        run.greet(trainer, prefetcher, bell)
+        before = num_descriptors()
+        attackers = [Attacker(run.port, KINDS.index(KINDS[-1]), Random(n)) for n in range(2 * MAX_CONNECTIONS)]
+        for attacker in attackers[: MAX_CONNECTIONS + 1]:  # all but the newest, and the trainer
+            attacker.wait_cut_off()
+        wait_for(lambda: num_descriptors() <= before + len(attackers) + MAX_CONNECTIONS)
+        converse((make_end(prefetcher, RING_BYTES), make_end(trainer, RING_BYTES)), Random(1))
+        assert not prefetcher.peer_gone
+        for attacker in attackers:
+            attacker.leave()
+        wait_for(lambda: num_descriptors() == before)
+
+
+def test_a_link_closes_while_it_is_under_attack(run: TcpRun) -> None:
+    """From another thread, which stops only when the port is closed."""
+    link = run.prefetcher(Bell())
+    link.start()
+    chance, num_made = Random(2), [0]
+
+    def attack() -> None:
+        try:
+            while True:
+                attacker = Attacker(run.port, chance.randrange(len(KINDS)), chance)
+                attacker.send_more()
+                attacker.leave()
+                num_made[0] += 1
+        except OSError:
+            return
+
+    thread = threading.Thread(target=attack)
+    thread.start()
+    wait_for(lambda: num_made[0] > 100)
+    link.close()
+    thread.join()
+    assert link.receive() is None
+
+
+def envelope(sequence: int, incarnation: int = 0) -> bytes:
+    return encode(Envelope(incarnation=incarnation, sequence=sequence, message=hello(mode="train")))
+
+
+NOT_GREETINGS = {
+    "garbage": b"\xff\x00garbage",
+    "nothing": b"",
+    "a greeting out of order": envelope(1),
+    "an old good-bye": encode(Envelope(incarnation=5, sequence=0, message=Bye())),
+}
+
+
+def test_only_one_who_greets_becomes_the_trainer(tmp_path: Path) -> None:
+    """As frames of an earlier incarnation come, from a trainer that was stopped for a while: its connection is made anew by itself."""
+    bell = Bell()
+    with ZmqLink.prefetcher(tmp_path / "run", bell.ring, tmp_path / "sockets") as link, zmq.Context() as context:
+        for number, frame in enumerate(NOT_GREETINGS.values(), start=1):
+            with context.socket(zmq.DEALER) as stranger:
+                stranger.connect(f"ipc://{socket_path(tmp_path / 'run', tmp_path / 'sockets')}")
+                stranger.send(frame)
+                wait_for(lambda number=number: link.refused == number)
+        with ZmqLink.trainer(tmp_path / "run", lambda: None, tmp_path / "sockets") as trainer:
+            trainer.send(GREETING)
+            assert receive(link, bell) == GREETING
+        assert link.refused == len(NOT_GREETINGS)
+
+
+def test_a_greeting_of_another_version_is_heard_so_that_its_sender_is_told(tmp_path: Path) -> None:
+    bell = Bell()
+    frame = msgspec.msgpack.encode([0, 0, {"type": "Hello", "protocol_version": 99}])
+    with (
+        ZmqLink.prefetcher(tmp_path / "run", bell.ring, tmp_path / "sockets") as link,
+        ZmqLink.trainer(tmp_path / "run", lambda: None, tmp_path / "sockets") as trainer,
+    ):
+        trainer.send(frame)
+        assert receive(link, bell) == frame
+
+
+def test_a_peer_that_sends_faster_than_it_is_read_ends_the_run_and_not_the_memory(run: TcpRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(zmq_link, "INBOX_BYTES", 2**20)
+    bell = Bell()
+    with run.prefetcher(bell) as prefetcher, run.trainer(Bell()) as trainer:
+        trainer.send(GREETING)
+        for _ in range(10):
+            trainer.send(b"x" * 2**20)
+        prefetcher._thread.join()
+        taken = 0
+        while prefetcher.pending:
+            arrived = prefetcher.receive()
+            assert arrived is not None
+            taken += len(arrived[0])
+        assert 0 < taken <= 2**20 + RING_BYTES
+        with pytest.raises(RemoteProtocolError, match="came faster than they are taken"):
+            prefetcher.receive()

@@ -1,0 +1,132 @@
+"""What a seed decides of a life: the job, how it runs, and the bits that it must end with."""
+
+import functools
+import random
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from examples.plain_loop import run_plain_loop
+from protocol.batch import ScheduledBatch
+from protocol.job import Job
+from protocol.tables import group_specs
+from tests.driver import InProcessRun, Settings, start_state
+from tests.workloads import BAGS, NUM_DENSE, OPTIMIZERS, Bags, SmallModel, small_batches, small_job, slots_for
+from trainer.report import Evaluation
+
+DENSE_OPTIMIZERS = ("sgd", "adagrad", "adam")
+NUM_STEPS = 12
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """What decides the numbers."""
+
+    optimizer: str
+    dense_optimizer: str
+    bags: Bags
+    drops_out: bool  # the model draws random numbers
+
+    def job(self, *, depth: int = 2, horizon: int = 8, every: int = 0, keep: int = 2) -> Job:
+        return small_job(
+            self.optimizer,
+            self.bags,
+            depth=depth,
+            horizon=horizon,
+            model={"kind": f"tests.simulation.scenario:{'random_model' if self.drops_out else 'plain_model'}"},
+            optimizer={"dense": {"kind": self.dense_optimizer, "lr": 0.05}},
+            checkpoint={"every": every, "keep": keep},
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scenario:
+    work: Work
+    job: Job
+    slots: tuple[int, ...]
+    ring_bytes: int
+    late_store: bool
+    seeded_streams: bool
+    mirrored: bool
+    store: Literal["memory", "mapped"]
+    peers_wait: bool  # transport.rejoin_timeout: the prefetcher outlives a trainer that is lost
+    num_faults: int
+
+    def __str__(self) -> str:
+        job = self.job
+        return (
+            f"{self.work.optimizer} and {self.work.dense_optimizer}, bags {self.work.bags}, dropout {self.work.drops_out}, "
+            f"depth {job.lookahead.depth}, horizon {job.lookahead.horizon}, checkpoint every {job.checkpoint.every} keep {job.checkpoint.keep}, "
+            f"{self.slots} slots, rings of {self.ring_bytes}, late store {self.late_store}, seeded streams {self.seeded_streams}, "
+            f"mirrored {self.mirrored}, store {self.store}, peers wait {self.peers_wait}"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reference:
+    """An undisturbed run."""
+
+    batches: list[ScheduledBatch]
+    losses: bytes  # f32, the plain loop's
+    state: dict[str, Tensor]  # tables, row state and dense weights, the plain loop's
+    evaluations: list[Evaluation]
+
+
+def draw_scenario(chance: random.Random) -> Scenario:
+    work = Work(
+        optimizer=chance.choice(OPTIMIZERS),
+        dense_optimizer=chance.choice(DENSE_OPTIMIZERS),
+        bags=chance.choice(BAGS),
+        drops_out=chance.random() < 0.5,
+    )
+    job = work.job(
+        depth=chance.choice([1, 2, 4]), horizon=chance.choice([1, 8, 64]), every=chance.randint(1, 5), keep=chance.randint(1, 3)
+    )
+    return Scenario(
+        work=work,
+        job=job,
+        slots=slots_for(group_specs(job), reference(work).batches, chance.choice(["one batch", "more"])),
+        ring_bytes=chance.choice([2**16, 2**18, 2**20]),
+        late_store=chance.random() < 0.5,
+        seeded_streams=chance.random() < 0.5,
+        mirrored=chance.random() < 0.3,
+        store="mapped" if chance.random() < 0.3 else "memory",
+        peers_wait=chance.random() < 0.7,
+        num_faults=chance.randint(1, 5),
+    )
+
+
+@functools.cache
+def reference(work: Work) -> Reference:
+    job = work.job()
+    batches = small_batches(job, work.bags, num_steps=NUM_STEPS, eval_at=(4, 5, 9))
+    losses, state = run_plain_loop(job, start_state(job, NUM_DENSE), batches)
+    run = InProcessRun(job, batches, Settings(slots=slots_for(group_specs(job), batches, "everything"), seeded_streams=False)).run()
+    return Reference(
+        batches=batches,
+        losses=np.array(losses, np.float32).tobytes(),
+        state={name: tensor.detach().clone() for name, tensor in state.items()},
+        evaluations=run.results.evaluations,
+    )
+
+
+def width(job: Job, num_dense: int) -> int:
+    return num_dense + sum(table.embedding_dim * len(table.features) for table in job.tables)
+
+
+def plain_model(job: Job, num_dense: int) -> nn.Module:
+    return SmallModel(width(job, num_dense))
+
+
+class RandomModel(SmallModel):
+    def forward(self, dense: Tensor, embeddings: list[Tensor]) -> Tensor:
+        kept = torch.nn.functional.dropout(dense, 0.3, training=self.training)
+        logits: Tensor = super().forward(kept, embeddings)
+        return logits
+
+
+def random_model(job: Job, num_dense: int) -> nn.Module:
+    return RandomModel(width(job, num_dense))

@@ -1,0 +1,124 @@
+"""Stores of every kind over one small group, and what their tests ask of them."""
+
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from prefetcher.stores.base import Keys, Records, Store, Ticket
+from prefetcher.stores.initializer import initial_rows
+from prefetcher.stores.late import LateStore
+from prefetcher.stores.mapped import MappedStore
+from prefetcher.stores.memory import MemoryStore
+from protocol.job import Job
+from protocol.job_file import parse_job
+from protocol.tables import ROW_MASK, GroupSpec, group_specs, make_keys
+from protocol.transport.ring_file import in_memory_buffer
+
+SEED = 5
+INITIAL_SUM = 0.25
+MAX_POLLS = 1000
+TABLES = (("first", 40, 6), ("other_group", 9, 8), ("second", 300, 6), ("third", 7, 6))
+
+
+def make_job(scale: int = 1, **sections: object) -> Job:
+    """Adagrad rows of 6 values: a record with padding behind both parts. Tables 0, 2 and 3 share the first group."""
+    tables = [
+        {"name": name, "num_embeddings": rows * scale, "embedding_dim": dim, "features": [name], "init": "normal:0.1"}
+        for name, rows, dim in TABLES
+    ]
+    return parse_job(
+        {
+            "job": {"run_dir": "unused", "seed": SEED},
+            "data": {"format": "synthetic"},
+            "tables": tables,
+            "model": {"kind": "tests.workloads:small_model"},
+            "optimizer": {
+                "sparse": {"kind": "adagrad", "lr": 0.1, "initial_accumulator": INITIAL_SUM},
+                "dense": {"kind": "sgd", "lr": 0.1},
+            },
+            "cache": {"capacity": "1MiB"},
+            **sections,
+        }
+    )
+
+
+def groups(scale: int = 1) -> tuple[GroupSpec, ...]:
+    return group_specs(make_job(scale))
+
+
+GROUP = groups()[0]
+
+
+def open_mapped(folder: Path, group: GroupSpec = GROUP, checkpoint: str | None = None, incarnation: int = 1) -> MappedStore:
+    return MappedStore.open(group, SEED, folder, incarnation=incarnation, checkpoint=checkpoint)
+
+
+MakeStore = Callable[[Path], Store]
+STORES: dict[str, MakeStore] = {
+    "memory": lambda folder: MemoryStore(GROUP, SEED),
+    "mapped": open_mapped,
+    "late": lambda folder: LateStore(MemoryStore(GROUP, SEED), seed=1),
+    "late mapped": lambda folder: LateStore(open_mapped(folder), seed=1),
+}
+
+
+@contextmanager
+def opened(kind: str) -> Iterator[Store]:
+    """A new store of a kind, in a folder of its own."""
+    with tempfile.TemporaryDirectory() as folder, closing(STORES[kind](Path(folder))) as store:
+        yield store
+
+
+def finish(ticket: Ticket) -> None:
+    for _ in range(MAX_POLLS):
+        if ticket.done():
+            assert ticket.done(), "a ticket that was done is done ever after"
+            return
+    pytest.fail(f"a ticket was not done after {MAX_POLLS} polls")
+
+
+def read(store: Store, keys: Keys) -> Records:
+    """Reads into the middle of a ring, as the fetcher does; nothing beside the rows may change."""
+    nbytes = len(keys) * GROUP.record_bytes
+    ring = in_memory_buffer(nbytes + 128)
+    ring[:] = 0xCD
+    out = ring[64 : 64 + nbytes].reshape(len(keys), GROUP.record_bytes)
+    finish(store.read(keys, out))
+    assert (ring[:64] == 0xCD).all()
+    assert (ring[64 + nbytes :] == 0xCD).all()
+    return out
+
+
+def keys_of(*rows_by_table: tuple[int, list[int]]) -> Keys:
+    return np.concatenate([make_keys(table, np.array(rows, np.int64)) for table, rows in rows_by_table])
+
+
+def all_keys() -> Keys:
+    return keys_of(*((table.index, list(range(table.num_embeddings))) for table in GROUP.tables))
+
+
+def random_records(num_rows: int, seed: int = 0) -> Records:
+    return np.random.default_rng(seed).integers(0, 256, (num_rows, GROUP.record_bytes), np.uint8)
+
+
+def scanned(store: Store, block: int = 7, *, changed: bool = False) -> dict[int, bytes]:
+    found: dict[int, bytes] = {}
+    for table in GROUP.tables:
+        for keys, records in store.scan(table.index, block, changed=changed):
+            found |= {int(key): record.tobytes() for key, record in zip(keys, records, strict=True)}
+    return found
+
+
+def first_floats(keys: Keys) -> npt.NDArray[np.float32]:
+    """The documented first value of each row: initial weights, the initial accumulator, zero padding."""
+    floats = np.zeros((len(keys), GROUP.record_floats), np.float32)
+    for table in GROUP.tables:
+        chosen = (keys >> 48) == table.index
+        floats[chosen, :6] = initial_rows(SEED, table, keys[chosen] & ROW_MASK)
+    floats[:, 8:14] = INITIAL_SUM
+    return floats

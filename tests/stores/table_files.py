@@ -1,0 +1,36 @@
+"""Files of mapped stores as an earlier process leaves them."""
+
+from pathlib import Path
+
+from prefetcher.stores.mapped import MappedStore, file_layout
+from protocol.tables import GroupSpec
+from tests.stores.samples import GROUP, finish, first_floats, keys_of, open_mapped, random_records, read, scanned
+
+CHECKPOINT = "step-000000000100 0123abcd"
+KEYS = keys_of((0, [0, 3, 39]), (2, [0, 299]), (3, [6]))
+ROWS = random_records(len(KEYS))  # of KEYS
+NBYTES = file_layout(GROUP)[1]
+
+
+def rows_file(folder: Path) -> Path:
+    return folder / f"{GROUP.name}.rows"
+
+
+def leave_closed(folder: Path) -> Path:
+    """A file that was closed at CHECKPOINT with ROWS in it."""
+    store = open_mapped(folder)
+    finish(store.write(KEYS, ROWS, 0))
+    store.settle()
+    store.close_at(CHECKPOINT)
+    return rows_file(folder)
+
+
+def assert_empty(store: MappedStore) -> None:
+    assert not store.restored
+    assert scanned(store) == {}
+    assert read(store, KEYS).tobytes() == first_floats(KEYS).tobytes()
+    store.close()
+
+
+def reopened(folder: Path, checkpoint: str | None = CHECKPOINT, group: GroupSpec = GROUP) -> MappedStore:
+    return open_mapped(folder, group, checkpoint, incarnation=2)

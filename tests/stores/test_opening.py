@@ -1,0 +1,50 @@
+"""Which store a job gets."""
+
+from pathlib import Path
+
+import pytest
+
+from prefetcher.stores.memory import MemoryStore
+from prefetcher.stores.opening import open_store
+from protocol.errors import ConfigError
+from tests.stores.samples import GROUP, SEED, all_keys, finish, make_job, random_records, read, scanned
+
+
+def test_tables_are_in_memory_unless_the_job_says_otherwise(tmp_path: Path) -> None:
+    store = open_store(make_job(job={"run_dir": str(tmp_path), "seed": SEED}), GROUP, incarnation=1, checkpoint="any")
+    assert isinstance(store, MemoryStore)
+    assert not store.restored
+    store.close_at("any")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("path", [None, "elsewhere"])
+def test_mapped_tables_lie_in_the_run_directory_or_where_the_job_says(tmp_path: Path, path: str | None) -> None:
+    folder = tmp_path / (path or "run/tables")
+    section = {"kind": "mapped"} | ({} if path is None else {"path": str(folder)})
+    job = make_job(job={"run_dir": str(tmp_path / "run"), "seed": SEED}, store=section)
+    rows = random_records(5)
+    store = open_store(job, GROUP, incarnation=1, checkpoint=None)
+    assert [file.name for file in folder.iterdir()] == [f"{GROUP.name}.rows"]
+    assert not store.restored
+    finish(store.write(all_keys()[:5], rows, 0))
+    store.settle()
+    store.close_at("c")
+    again = open_store(job, GROUP, incarnation=2, checkpoint="c")
+    assert again.restored
+    assert read(again, all_keys()[:5]).tobytes() == rows.tobytes()
+    assert len(scanned(again)) == 5
+    again.close()
+
+
+@pytest.mark.parametrize(
+    ("section", "sentence"),
+    [
+        ({"path": "somewhere"}, "path belongs to kind = \"mapped\", not 'memory'"),
+        ({"kind": "mapped", "path": ""}, "path is empty; name a folder"),
+        ({"kind": "disk"}, "'disk' is not one of the values"),
+    ],
+)
+def test_a_store_that_cannot_be_is_refused_with_a_sentence(section: dict[str, str], sentence: str) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        make_job(store=section)

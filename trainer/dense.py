@@ -1,0 +1,113 @@
+"""The dense side of a checkpoint: everything at a step that is not in the tables, as one safetensors content.
+
+    model.<name>                weights and buffers, under the model's own names
+    optimizer.<name>.<state>    of the dense optimizer
+    random.cpu, random.<type>   u8, random state of torch
+    metrics.<count>             of an evaluation that has begun and not ended
+    losses                      f32 [train steps], all of the run
+    evaluation                  u8, the last result as JSON; empty before the first
+
+A file that was imported may have weights alone: what is missing begins as in a new run.
+"""
+
+from collections.abc import Mapping
+
+import torch
+import xxhash
+from safetensors import SafetensorError
+from safetensors.torch import load, save
+from torch import Tensor, nn
+
+from protocol.errors import DataError, Mismatch, RemoteProtocolError
+from protocol.messages import DensePiece
+from trainer.streams import device_random_state, set_device_random_state
+
+Tensors = dict[str, Tensor]
+
+
+def pack(tensors: Tensors) -> bytes:
+    return save({name: own_copy(tensor) for name, tensor in tensors.items()})
+
+
+def unpack(content: bytes) -> Tensors:
+    """Raises DataError."""
+    try:
+        return load(content)
+    except SafetensorError as error:
+        raise DataError(
+            f"the dense side of the checkpoint cannot be read ({error}); run `prefetcher verify` on the run directory"
+        ) from None
+
+
+def own_copy(tensor: Tensor) -> Tensor:
+    """On the host and sharing no memory, as safetensors wants it even of tied weights."""
+    return tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
+
+
+def under(prefix: str, tensors: Mapping[str, Tensor]) -> Tensors:
+    """Those whose name begins with the prefix, without it."""
+    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+
+
+class Gathering:
+    """The pieces of a dense side as they arrive, in order; `order.py` has checked their places."""
+
+    def __init__(self, nbytes: int) -> None:
+        self._content = bytearray(nbytes)
+
+    def add(self, message: DensePiece, payload: memoryview) -> bytes | None:
+        """The whole content with its last piece. Raises RemoteProtocolError where it is not what was announced."""
+        start = message.span.offset
+        self._content[start : start + message.span.nbytes] = payload
+        if message.piece < message.num_pieces - 1:
+            return None
+        found = xxhash.xxh3_64_intdigest(self._content)
+        if found != message.checksum:
+            raise RemoteProtocolError(f"the dense side has checksum {found:016x}; {message.checksum:016x} was announced")
+        return bytes(self._content)
+
+
+def model_state(model: nn.Module) -> Tensors:
+    return {f"model.{name}": tensor for name, tensor in model.state_dict().items()}
+
+
+def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> Tensors:
+    names = [name for name, _ in model.named_parameters()]
+    return {
+        f"optimizer.{names[index]}.{key}": torch.as_tensor(value)
+        for index, state in optimizer.state_dict()["state"].items()
+        for key, value in state.items()
+        if value is not None
+    }
+
+
+def restore_model(model: nn.Module, tensors: Tensors) -> None:
+    """Raises Mismatch where these are not the model's weights."""
+    try:
+        model.load_state_dict(under("model.", tensors))
+    except RuntimeError as error:
+        sentence = " ".join(str(error).split())
+        raise Mismatch(f"the checkpoint's dense weights are not this model's: {sentence}; use the model that wrote it") from None
+
+
+def restore_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, tensors: Tensors) -> None:
+    saved = under("optimizer.", tensors)
+    states: dict[int, Tensors] = {}
+    for index, (name, _) in enumerate(model.named_parameters()):
+        state = {key: tensor for key, tensor in under(f"{name}.", saved).items() if "." not in key}
+        if state:
+            states[index] = state
+    if states:
+        optimizer.load_state_dict({"state": states, "param_groups": optimizer.state_dict()["param_groups"]})
+
+
+def random_state(device: torch.device) -> Tensors:
+    states = {"random.cpu": torch.get_rng_state()}
+    return states if device.type == "cpu" else states | {f"random.{device.type}": device_random_state(device)}
+
+
+def restore_random(device: torch.device, tensors: Tensors) -> None:
+    if "random.cpu" in tensors:
+        torch.set_rng_state(tensors["random.cpu"])
+    if device.type != "cpu" and f"random.{device.type}" in tensors:
+        set_device_random_state(device, tensors[f"random.{device.type}"])
