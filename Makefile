@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo tutorial test check exact bench-planner bench-budget clean
+.PHONY: demo tutorial test check exact bench-planner bench-budget bench-safety clean
 
 $(VENV)/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -34,6 +34,9 @@ bench-planner: $(VENV)/installed  ## how fast a plan is, and what its time is ma
 
 bench-budget: $(VENV)/installed  ## cores that each stage of the prefetcher needs beside a large GPU
 	$(BIN)/python -m benchmarks.budget
+
+bench-safety: $(VENV)/installed  ## what checkpoints and --verify cost on the retail log (ROWCAST_RETAIL=folder)
+	$(BIN)/python -m benchmarks.safety
 
 clean:
 	rm -rf $(VENV) runs

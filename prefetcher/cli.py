@@ -22,6 +22,7 @@ Overrides = Annotated[list[str] | None, typer.Option("--set", help="Override a k
 SaveTrace = Annotated[Path | None, typer.Option("--save-trace", help="Save ids and plans for `simulate --trace`.", metavar="FILE")]
 RunFolder = Annotated[Path, typer.Option("--run", help="The run directory.", metavar="DIR")]
 CheckpointName = Annotated[str | None, typer.Option("--checkpoint", help="Which, such as step-000000000100.", show_default=False)]
+DEFAULT_VERIFY_SHARE = 0.05
 LogLevel = Annotated[str, typer.Option("--log-level", help="debug, info, warning or error.")]
 LogJson = Annotated[bool, typer.Option("--log-json", help="Log JSON lines.")]
 
@@ -35,6 +36,11 @@ def run(
     save_trace: SaveTrace = None,
     evaluate: Annotated[bool, typer.Option("--eval", help="Evaluate a checkpoint, with `trainer eval`; train nothing.")] = False,
     checkpoint: Annotated[str | None, typer.Option("--checkpoint", help="With --eval: which, such as step-000000000100.")] = None,
+    verify: Annotated[bool, typer.Option("--verify", help="Follow rows by checksum: end the run if one is stale, torn or lost.")] = False,
+    verify_share: Annotated[
+        float | None,
+        typer.Option("--verify-share", min=0, max=1, help="The share of rows to --verify; 1: all.", show_default=str(DEFAULT_VERIFY_SHARE)),
+    ] = None,
     log_level: LogLevel = "info",
     log_json: LogJson = False,
 ) -> None:
@@ -53,6 +59,7 @@ def run(
                 save_trace=save_trace,
                 mode="eval" if evaluate else "train",
                 checkpoint=checkpoint,
+                verify=verify_share if verify_share is not None else DEFAULT_VERIFY_SHARE if verify else 0.0,
             )
             run_prefetcher(job, options, signals)
 

@@ -11,7 +11,7 @@ import os
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import IO, Protocol
+from typing import IO, Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -34,9 +34,9 @@ Floats = npt.NDArray[np.float32]
 
 
 class Log(Protocol):
-    def info(self, event: str, /, **fields: object) -> object: ...
+    def info(self, event: str, *args: Any, **fields: Any) -> object: ...
 
-    def warning(self, event: str, /, **fields: object) -> object: ...
+    def warning(self, event: str, *args: Any, **fields: Any) -> object: ...
 
 
 def export_run(run_dir: Path, out: Path, log: Log, checkpoint: str | None = None) -> Manifest:

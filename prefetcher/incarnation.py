@@ -59,6 +59,7 @@ class RunParts:
     run_id: str
     max_steps: int | None
     save_trace: Path | None
+    verify: float  # share of the rows that are followed by their checksums
     signals: Signals
     health: Health
     checkpoints: Checkpoints
@@ -154,7 +155,7 @@ class Incarnation:
 
     def _measure(self) -> list[PlacedBatch]:
         """The first batches, as they come from the worker."""
-        warm_up()  # while the child starts
+        warm_up(verify=self._run.verify > 0)  # while the child starts
         measured: list[PlacedBatch] = []
         while len(measured) < MEASURED_BATCHES and not self._source.ended and self._run.signals.stop_reason is None:
             seen = self._bell.rings
@@ -270,6 +271,7 @@ class Incarnation:
             train_steps=info.expected_train_steps,
             first_train_step=self.train_steps,
             restore_bytes=restore_bytes,
+            verify=self._run.verify,
         )
 
     def _run_stages(self, stack: ExitStack, engine: PrefetcherEngine) -> None:
@@ -316,6 +318,8 @@ class Incarnation:
         return finish
 
     def _say_end(self, engine: PrefetcherEngine) -> None:
+        if self._run.verify:
+            self._log.info("verified, in rows", **engine.counters.rows_verified)
         reason, steps = self._run.signals.stop_reason, engine.counters.train_steps
         if not engine.finished:
             self._log.info("stopped before a trainer came; nothing was trained", reason=reason)

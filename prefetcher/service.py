@@ -30,6 +30,7 @@ class RunOptions:
     fresh: bool = False
     save_trace: Path | None = None
     mode: Mode = "train"
+    verify: float = 0.0  # share of the rows that are followed by their checksums
     checkpoint: str | None = None  # eval: the name of the one to evaluate; None: the newest
 
 
@@ -61,6 +62,7 @@ class PrefetcherRun:
                 run_id=new_run_id() if newest is None else newest.run_id,
                 max_steps=self._options.max_steps,
                 save_trace=self._options.save_trace,
+                verify=self._options.verify,
                 signals=self._signals,
                 health=Health(dead_stage=lambda: self._crew.dead_stage()),
                 checkpoints=self._checkpoints,

@@ -6,6 +6,7 @@ import numpy as np
 
 from prefetcher.planner.planner import RowPlanner
 from prefetcher.stores.memory import MemoryStore
+from prefetcher.verify.verifier import warm_up_checks
 from protocol.batch import Batch, ScheduledBatch
 from protocol.tables import GroupSpec, RecordPart, TableSpec
 from protocol.telemetry.logs import get_logger
@@ -14,8 +15,8 @@ WORTH_SAYING_S = 1.0
 INITS = ("uniform", "normal:1", "constant:0")
 
 
-def warm_up() -> None:
-    """Plans three steps of a tiny job and moves their rows, single-hot and weighted bags alike."""
+def warm_up(*, verify: bool = False) -> None:
+    """Plans three steps of a tiny job and moves their rows, single-hot and weighted bags alike; and checks rows, if the run will."""
     began_s = time.perf_counter()
     groups = tuple(tiny_group(index, init) for index, init in enumerate(INITS))
     for multi_hot in (False, True):
@@ -36,6 +37,8 @@ def warm_up() -> None:
             for keys, _ in store.scan(group.tables[0].index, block=8, changed=True):
                 store.forget(keys)
             store.settle()
+    if verify:
+        warm_up_checks()
     seconds = time.perf_counter() - began_s
     if seconds > WORTH_SAYING_S:
         get_logger().info("prepared the planner; its first start compiles it", seconds=round(seconds, 1))

@@ -5,7 +5,7 @@ know (whether the bytes are there) is `ring.py`'s.
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
@@ -32,6 +32,13 @@ from protocol.messages import (
 
 MAX_FRAME_BYTES = 4 * 2**20
 NUMBER_LIMIT = 2**62  # leaves room to add two of them, and to scale by a small width in int64 arithmetic that checks
+STEP_LIMIT = 2**40  # of steps and barriers, and
+PIECE_LIMIT = 2**20  # of their pieces: together they are the stamp of a piece in its ring, an int64
+DENSE_LIMIT = 2**36  # bytes of the dense side
+ITEM_LIMIT = 4096  # entries of a list in a header: groups, arrays, spans of rows
+TEXT_LIMIT = 4096  # characters
+MAX_DIMENSIONS = 2  # of an array
+SENTENCE_LIMIT = 1000  # characters of an error about a frame, which may quote it
 ALIGNMENT = 64
 ITEM_BYTES = {"f4": 4, "i4": 4, "i8": 8, "u1": 1}
 
@@ -59,7 +66,7 @@ def decode(frame: bytes) -> Envelope:
         envelope = _decoder.decode(frame)
         check_message(envelope)
     except (ValueError, OverflowError, RecursionError) as error:
-        raise RemoteProtocolError(f"a frame of {len(frame)} bytes is no message: {error}") from error
+        raise RemoteProtocolError(f"a frame of {len(frame)} bytes is no message: {str(error)[:SENTENCE_LIMIT]}") from error
     return envelope
 
 
@@ -83,7 +90,7 @@ def greeted_version(frame: bytes) -> int | None:
 
 def check_message(envelope: Envelope) -> None:
     """Raises ValueError with a sentence where a number or a place is impossible, whatever else was sent before."""
-    _check_numbers(envelope)
+    _check_fields(envelope)
     check = _CHECKS.get(type(envelope.message))
     if check is not None:
         check(envelope.message)
@@ -91,25 +98,30 @@ def check_message(envelope: Envelope) -> None:
 
 @cache
 def _fields(kind: type[msgspec.Struct]) -> tuple[str, ...]:
-    return tuple(name for name in kind.__struct_fields__ if name != "checksum")
+    """A checksum may be any 64 bits; a Failure's sentence is for `peer_failure` to make fit to be shown."""
+    return tuple(name for name in kind.__struct_fields__ if name not in ("checksum", "sentence"))
 
 
-def _check_numbers(value: msgspec.Struct) -> None:
-    for name in _fields(type(value)):
-        for number in _numbers(getattr(value, name)):
-            if not 0 <= number < NUMBER_LIMIT:
-                raise ValueError(f"{type(value).__name__}.{name} = {number} must be from 0 to 2^62")
+def _check_fields(owner: msgspec.Struct) -> None:
+    for name in _fields(type(owner)):
+        _check_value(owner, name, getattr(owner, name))
 
 
-def _numbers(value: Any) -> Iterator[int | float]:
-    """The numbers of a field; numbers of structs inside it are checked in their own name."""
+def _check_value(owner: msgspec.Struct, name: str, value: Any) -> None:
+    """`value` is the field's, or an entry of it; structs inside it are checked in their own name."""
     if isinstance(value, int | float):
-        yield value
+        if not 0 <= value < NUMBER_LIMIT:
+            raise ValueError(f"{type(owner).__name__}.{name} = {value} must be from 0 to 2^62")
+    elif isinstance(value, str):
+        if len(value) > TEXT_LIMIT or not value.isprintable():
+            raise ValueError(f"{type(owner).__name__}.{name} must be printable text of up to {TEXT_LIMIT} characters")
     elif isinstance(value, tuple):
+        if len(value) > ITEM_LIMIT:
+            raise ValueError(f"{type(owner).__name__}.{name} has {len(value)} entries; it may have up to {ITEM_LIMIT}")
         for item in value:
-            yield from _numbers(item)
+            _check_value(owner, name, item)
     elif isinstance(value, msgspec.Struct):
-        _check_numbers(value)
+        _check_fields(value)
 
 
 def _require(condition: bool, sentence: str) -> None:
@@ -119,6 +131,11 @@ def _require(condition: bool, sentence: str) -> None:
 
 def _check_piece(piece: int, num_pieces: int) -> None:
     _require(piece < num_pieces, f"piece {piece} of {num_pieces} does not exist")
+    _require(num_pieces <= PIECE_LIMIT, f"{num_pieces} pieces come; there may be up to {PIECE_LIMIT}")
+
+
+def _check_step(step: int, name: str) -> None:
+    _require(step < STEP_LIMIT, f"{name} {step} is beyond 2^40")
 
 
 def _check_ref(ref: RingRef) -> None:
@@ -130,6 +147,7 @@ def _check_ref(ref: RingRef) -> None:
 
 def _check_specs(specs: Sequence[ArraySpec], arrays_bytes: int) -> None:
     for spec in specs:
+        _require(len(spec.shape) <= MAX_DIMENSIONS, f"array {spec.name} has {len(spec.shape)} dimensions")
         nbytes = math.prod(spec.shape) * ITEM_BYTES[spec.dtype]
         _require(spec.offset % ALIGNMENT == 0, f"array {spec.name} at {spec.offset} is not aligned to {ALIGNMENT}")
         _require(
@@ -167,6 +185,8 @@ def _check_plan(plan: PlanHeader, step: int) -> None:
 
 def _check_step_ready(message: StepReady) -> None:
     _check_piece(message.piece, message.num_pieces)
+    _check_step(message.step, "step")
+    _require(message.payload is not None or message.num_pieces == 1, f"piece {message.piece} of {message.num_pieces} brings nothing")
     _require((message.plan is not None) == (message.piece == 0), f"piece {message.piece} must carry a plan if, and only if, it is piece 0")
     if message.plan is not None:
         _check_plan(message.plan, message.step)
@@ -175,6 +195,7 @@ def _check_step_ready(message: StepReady) -> None:
 
 def _check_rows_back(message: RowsBack) -> None:
     _require(message.step is not None or message.barrier is not None, "rows come home for neither a step nor a barrier")
+    _require(message.piece < PIECE_LIMIT, f"piece {message.piece} of rows is beyond 2^20")
     _check_payload(message.payload, None, message.rows)
 
 
@@ -186,6 +207,8 @@ def _check_row_checksums(message: RowChecksums) -> None:
 
 def _check_flush(message: Flush) -> None:
     _check_piece(message.piece, message.num_pieces)
+    _check_step(message.barrier, "barrier")
+    _require(message.payload is not None or message.num_pieces == 1, f"piece {message.piece} of {message.num_pieces} brings nothing")
     _check_specs(message.arrays, message.arrays_bytes)
     _check_payload(message.payload, message.span, ())
 
@@ -193,7 +216,8 @@ def _check_flush(message: Flush) -> None:
 def _check_dense(message: DensePiece) -> None:
     _check_piece(message.piece, message.num_pieces)
     _require(0 <= message.checksum < 2**64, f"checksum {message.checksum} does not fit 64 bits")
-    _require(message.nbytes > 0, "a dense side has at least one byte")
+    _require(0 < message.nbytes <= DENSE_LIMIT, f"a dense side has 1 to {DENSE_LIMIT} bytes, not {message.nbytes}")
+    _require(message.span.nbytes > 0, f"piece {message.piece} of {message.num_pieces} brings nothing")
     end = message.span.offset + message.span.nbytes
     _require(end <= message.nbytes, f"bytes up to {end} travel of a dense side of {message.nbytes}")
     _require(message.span.nbytes == message.payload.nbytes, f"{message.span.nbytes} bytes travel in a payload of {message.payload.nbytes}")
@@ -203,6 +227,8 @@ def _check_dense(message: DensePiece) -> None:
 def _check_welcome(message: Welcome) -> None:
     _require(message.incarnation > 0, "incarnation 0 is that of a trainer before its Welcome")
     _require(message.depth > 0, "depth must be at least 1")
+    _require(message.verify <= 1, f"a share of {message.verify} of the rows cannot be verified")
+    _require(message.restore_bytes <= DENSE_LIMIT, f"a dense side has up to {DENSE_LIMIT} bytes, not {message.restore_bytes}")
     _require(bool(message.slots) and all(message.slots), f"slots {message.slots} must be at least one for each group")
 
 

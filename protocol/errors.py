@@ -51,9 +51,14 @@ class NonFiniteLoss(RowcastError):
     """Training diverged: the loss of a train step is NaN or infinite."""
 
 
+MAX_PEER_SENTENCE = 4000  # characters
 ERRORS_BY_EXIT_CODE: dict[int, type[RowcastError]] = {error.exit_code: error for error in (ConfigError, PeerLost, DataError, Mismatch)}
 
 
 def peer_failure(code: int, sentence: str) -> RowcastError:
-    """The error that a peer's `Failure` message stands for on this side, so that both exit with one code."""
-    return ERRORS_BY_EXIT_CODE.get(code, RowcastError)(sentence)
+    """The error that a peer's `Failure` message stands for on this side, so that both exit with one code.
+
+    The sentence goes to a terminal and a log: it is cut, and cannot hold a control character.
+    """
+    printable = "".join(letter if letter.isprintable() else " " for letter in sentence[:MAX_PEER_SENTENCE])
+    return ERRORS_BY_EXIT_CODE.get(code, RowcastError)(printable)

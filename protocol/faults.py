@@ -1,7 +1,8 @@
 """Instants at which a process can be made to kill itself, so that tests can show that none of them matters.
 
-    ROWCAST_CRASH="plan made"       SIGKILL the first time that this instant is passed
-    ROWCAST_CRASH="plan made:3"     the third time
+    ROWCAST_CRASH="plan made"               SIGKILL the first time that this instant is passed
+    ROWCAST_CRASH="plan made:3"             the third time
+    ROWCAST_CRASH="plan made:3:SIGSTOP"     another signal to itself
 
 Without the variable, which only tests set, passing one costs a comparison. Each name is called at one place of the tree.
 """
@@ -61,34 +62,29 @@ CRASH_POINTS = (
 )
 
 
-def parse(value: str) -> tuple[str | None, int]:
-    """The name, and how often it is passed until the process ends. Raises ValueError where there is no such point."""
-    if not value:
-        return None, 0
-    name, _, times = value.partition(":")
-    if name not in CRASH_POINTS:
-        raise ValueError(f"{VARIABLE} = {value!r} names no crash point")
-    return name, int(times or 1)
-
-
 class Armed:
-    """The one instant at which this process ends."""
+    """The one instant at which this process gets a signal. Raises ValueError where there is no such instant or signal."""
 
     def __init__(self, value: str) -> None:
-        self.name, self._left = parse(value)
+        name, times, number, *_ = [*value.split(":"), "", ""]
+        if name and name not in CRASH_POINTS:
+            raise ValueError(f"{VARIABLE} = {value!r} names no crash point")
+        self.name = name
+        self._left = int(times or 1)
+        self._signal = signal.Signals[number or "SIGKILL"]
         self._lock = threading.Lock()  # several threads may pass it
 
     def passed(self) -> None:
         with self._lock:
             self._left -= 1
             if self._left == 0:
-                os.kill(os.getpid(), signal.SIGKILL)
+                os.kill(os.getpid(), self._signal)
 
 
 ARMED = Armed(os.environ.get(VARIABLE, ""))
 
 
 def crash_point(name: str) -> None:
-    """Ends this process by SIGKILL, where it is armed for this point."""
+    """Where this process is armed for this point, its signal, which by default ends it."""
     if name == ARMED.name:
         ARMED.passed()

@@ -24,10 +24,11 @@ from protocol.position import Position
 MANIFEST_VERSION = 2
 MANIFEST_NAME = "manifest.json"
 READ_BYTES = 2**20
-FOLDER_NAME = re.compile(r"step-\d{12,19}")
-FILE_NAME = re.compile(r"step-\d{12,19}/[A-Za-z0-9_][A-Za-z0-9_.-]*\.safetensors")
+FOLDER_NAME = re.compile(r"step-[0-9]{12}")
+FILE_NAME = re.compile(r"step-[0-9]{12}/[A-Za-z0-9_][A-Za-z0-9_.-]*\.safetensors")
 CHECKSUM = re.compile(r"[0-9a-f]{16}")
 MAX_KEY = 2**63 - 1
+MAX_STEP = 10**12 - 1  # twelve digits: names of folders are in order of their steps
 
 
 class Part(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -98,7 +99,7 @@ class Manifest(Part, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         counts = msgspec.structs.asdict(self.position).values()
-        if not all(0 <= count <= MAX_KEY for count in counts if count is not None) or self.position.train_step > self.position.step:
+        if not all(0 <= count <= MAX_STEP for count in counts if count is not None) or self.position.train_step > self.position.step:
             raise ValueError(f"position {self.position} cannot be")
         if self.world_size < 1:
             raise ValueError(f"world_size = {self.world_size} must be at least 1")
@@ -236,4 +237,4 @@ def checked_file(root: Path, file: RowFile | DenseFile) -> Path:
 def newest_checkpoint(run_dir: Path) -> Path | None:
     """The folder of the newest checkpoint of a run, by step; None without one. Only its manifest was looked for."""
     folders = [path.parent for path in (run_dir / "checkpoints").glob(f"step-*/{MANIFEST_NAME}") if FOLDER_NAME.fullmatch(path.parent.name)]
-    return max(folders, key=lambda folder: int(folder.name.removeprefix("step-")), default=None)
+    return max(folders, key=lambda folder: folder.name, default=None)

@@ -1,7 +1,7 @@
 """What must be contiguous in a conversation: pieces, bytes of a block, rows of a group, steps, barriers.
 
-One `Order` follows both directions as one end sees them. It raises ProtocolError with both numbers, and is not asked again then: the
-conversation is over but for a Failure.
+One `Order` follows both directions as one end sees them. Where it raises ProtocolError, with both numbers, nothing in it has changed.
+What it remembers is bounded: `depth` + 1 open steps and the newest barrier.
 """
 
 from collections import deque
@@ -15,6 +15,7 @@ from protocol.messages import (
     DensePiece,
     EndOfData,
     Flush,
+    PlanHeader,
     Restore,
     RowChecksums,
     RowsBack,
@@ -42,7 +43,8 @@ class Rows:
     def complete(self) -> bool:
         return tuple(self._counts) == self._totals
 
-    def advance(self, spans: Sequence[RowSpan]) -> None:
+    def after(self, spans: Sequence[RowSpan]) -> "Rows":
+        """What these would make of it."""
         counts = list(self._counts)
         for span in spans:
             require(span.group < len(counts), f"rows of group {span.group} travel, but there are {len(counts)} groups")
@@ -50,7 +52,9 @@ class Rows:
             require(span.start == here, f"rows of group {span.group} continue at {span.start} instead of {here}")
             counts[span.group] += span.count
             require(counts[span.group] <= total, f"row {counts[span.group]} of group {span.group} travels, but there are {total}")
-        self._counts = counts
+        following = Rows(self._totals)
+        following._counts = counts
+        return following
 
     def __str__(self) -> str:
         return f"{tuple(self._counts)} of {self._totals} rows a group"
@@ -73,16 +77,17 @@ class Pieces:
     def advance(self, piece: int, num_pieces: int, arrays: ArraySpan | None, rows: Sequence[RowSpan]) -> None:
         expected = (self._next_piece, self._num_pieces)
         require((piece, num_pieces) == expected, f"piece {piece} of {num_pieces} came instead of piece {expected[0]} of {expected[1]}")
+        next_byte, total = self._next_byte, self._arrays_bytes
         if arrays is not None:
-            require(arrays.offset == self._next_byte, f"arrays continue at byte {arrays.offset} instead of {self._next_byte}")
-            self._next_byte += arrays.nbytes
-        require(self._next_byte <= self._arrays_bytes, f"byte {self._next_byte} of a block of {self._arrays_bytes} travels")
-        require(not rows or self._next_byte == self._arrays_bytes, f"rows came after {self._next_byte} of {self._arrays_bytes} array bytes")
-        self._rows.advance(rows)
-        self._next_piece += 1
-        if self.complete:
-            require(self._next_byte == self._arrays_bytes, f"the pieces ended after {self._next_byte} of {self._arrays_bytes} array bytes")
-            require(self._rows.complete, f"the pieces ended after {self._rows}")
+            require(arrays.offset == next_byte, f"arrays continue at byte {arrays.offset} instead of {next_byte}")
+            next_byte += arrays.nbytes
+        require(next_byte <= total, f"byte {next_byte} of a block of {total} travels")
+        require(not rows or next_byte == total, f"rows came after {next_byte} of {total} array bytes")
+        following = self._rows.after(rows)
+        if piece == num_pieces - 1:
+            require(next_byte == total, f"the pieces ended after {next_byte} of {total} array bytes")
+            require(following.complete, f"the pieces ended after {following}")
+        self._next_piece, self._next_byte, self._rows = piece + 1, next_byte, following
 
 
 class ComingHome:
@@ -95,8 +100,10 @@ class ComingHome:
 
     def advance(self, message: RowsBack) -> None:
         require(message.piece == self._next_piece, f"piece {message.piece} of rows came home instead of piece {self._next_piece}")
-        self._rows.advance(message.rows)
-        require(not message.last or self._rows.complete, f"the last rows came home after {self._rows}")
+        following = self._rows.after(message.rows)
+        require(not message.last or following.complete, f"the last rows came home after {following}")
+        require(message.last or bool(message.rows), f"piece {message.piece} of rows came home without any")
+        self._rows = following
         self._next_piece += 1
         self.complete = message.last
 
@@ -110,8 +117,9 @@ class Checksums:
 
     def advance(self, message: RowChecksums) -> None:
         require(message.start == self.count, f"checksums continue at {message.start} instead of {self.count}")
-        self.count += len(message.checksums) // 8
-        require(self.count <= self.total, f"checksum {self.count} comes, but {self.total} were asked for")
+        count = self.count + len(message.checksums) // 8
+        require(count <= self.total, f"checksum {count} comes, but {self.total} were asked for")
+        self.count = count
 
     def check_complete(self, name: str) -> None:
         require(self.count == self.total, f"{name} ended after {self.count} of {self.total} checksums")
@@ -193,23 +201,26 @@ class Order:
                 pass
 
     def _step_ready(self, message: StepReady) -> None:
+        newest = self.open_steps[-1] if self.open_steps else None
         if message.plan is not None:
-            self._open_step(message, message.plan.arrays_bytes, [group.num_fetch for group in message.plan.groups])
-        newest = self.open_steps[-1].step if self.open_steps else None
-        require(message.step == newest, f"a piece of step {message.step} came while step {newest} is the newest")
-        self.open_steps[-1].pieces.advance(message.piece, message.num_pieces, message.arrays, message.rows)
+            opened = self._opened_step(message, message.plan)
+            opened.pieces.advance(message.piece, message.num_pieces, message.arrays, message.rows)
+            self.open_steps.append(opened)
+            self.next_step = message.step + 1
+        elif newest is None or message.step != newest.step:
+            raise ProtocolError(f"a piece of step {message.step} came while step {newest and newest.step} is the newest")
+        else:
+            newest.pieces.advance(message.piece, message.num_pieces, message.arrays, message.rows)
 
-    def _open_step(self, message: StepReady, arrays_bytes: int, num_fetch: Sequence[int]) -> None:
-        assert message.plan is not None, "the caller has looked"
+    def _opened_step(self, message: StepReady, plan: PlanHeader) -> OpenStep:
         self._check_all_sent(f"step {message.step}")
         require(self.next_step in (None, message.step), f"step {message.step} came instead of step {self.next_step}")
         if self.open_steps:
             oldest = self.open_steps[0].step
             require(message.step - oldest <= self.depth, f"step {message.step} came before step {oldest} was done, at depth {self.depth}")
-        victims = ComingHome([group.num_dirty for group in message.plan.groups], answered_when_empty=False)
-        pieces = Pieces(message.num_pieces, arrays_bytes, num_fetch)
-        self.open_steps.append(OpenStep(message.step, pieces, victims, Checksums(message.plan.num_checksums)))
-        self.next_step = message.step + 1
+        victims = ComingHome([group.num_dirty for group in plan.groups], answered_when_empty=False)
+        pieces = Pieces(message.num_pieces, plan.arrays_bytes, [group.num_fetch for group in plan.groups])
+        return OpenStep(message.step, pieces, victims, Checksums(plan.num_checksums))
 
     def _restore(self, message: Restore) -> None:
         first = self.next_step is None and self.next_barrier is None
@@ -217,8 +228,9 @@ class Order:
         require(
             message.nbytes == self.restore_bytes, f"a dense side of {message.nbytes} bytes came where {self.restore_bytes} were announced"
         )
-        self.restored = self.restored or DenseSide(message)
-        self.restored.advance(message)
+        dense = self.restored or DenseSide(message)
+        dense.advance(message)
+        self.restored = dense
 
     def _check_restored(self, name: str) -> None:
         complete = not self.restore_bytes or (self.restored is not None and self.restored.complete)
@@ -259,21 +271,19 @@ class Order:
         self.open_steps.popleft()
 
     def _flush(self, message: Flush) -> None:
-        if message.piece == 0:
-            self._open_barrier(message)
-        newest = self.open_barrier
+        newest = self.open_barrier if message.piece else self._opened_barrier(message)
         if newest is None or message.barrier != newest.barrier:
             raise ProtocolError(f"a piece of barrier {message.barrier} came while barrier {newest and newest.barrier} is the newest")
         newest.pieces.advance(message.piece, message.num_pieces, message.span, ())
+        self.open_barrier, self.next_barrier = newest, message.barrier + 1
 
-    def _open_barrier(self, message: Flush) -> None:
+    def _opened_barrier(self, message: Flush) -> OpenBarrier:
         self._check_all_sent(f"barrier {message.barrier}")
         require(self.next_barrier in (None, message.barrier), f"barrier {message.barrier} came instead of {self.next_barrier}")
         self._check_last_step(message.after_step, f"barrier {message.barrier}")
         pieces = Pieces(message.num_pieces, message.arrays_bytes, ())
         rows = ComingHome(message.num_dirty, answered_when_empty=True)
-        self.open_barrier = OpenBarrier(message.barrier, message.after_step, pieces, rows, Checksums(message.num_checksums))
-        self.next_barrier = message.barrier + 1
+        return OpenBarrier(message.barrier, message.after_step, pieces, rows, Checksums(message.num_checksums))
 
     def _check_last_step(self, step: int | None, name: str) -> None:
         """Before the first step of this conversation, only the prefetcher knows which was the last."""
@@ -301,8 +311,9 @@ class Order:
             f"the dense side of barrier {message.barrier} came while barrier {newest and newest.barrier} is open",
         )
         assert newest is not None, "checked above"
-        newest.dense = newest.dense or DenseSide(message)
-        newest.dense.advance(message)
+        dense = newest.dense or DenseSide(message)
+        dense.advance(message)
+        newest.dense = dense
 
     def _end(self, message: EndOfData) -> None:
         self._check_all_sent("the end of data")

@@ -150,7 +150,7 @@ class Session:
     def decode(self, frame: bytes) -> AnyMessage:
         """The message in a frame. Raises RemoteProtocolError where the conversation does not allow it.
 
-        Raises Mismatch where the frame greets with another protocol version.
+        Raises Mismatch where the frame greets with another protocol version. A frame that is refused changes nothing here.
         """
         try:
             envelope = codec.decode(frame)
@@ -177,21 +177,18 @@ class Session:
         if envelope.sequence != self._num_received:
             raise ProtocolError(f"frame {envelope.sequence} of the {self._peer} came instead of frame {self._num_received}")
         state = next_state(self.state, self._peer, message)
-        self._check_incarnation(envelope.incarnation, message)
+        own = message.incarnation if isinstance(message, Welcome) else self.incarnation
+        self._check_incarnation(envelope.incarnation, own, message)
         self._order.follow(message)
+        self.incarnation = own
+        self._peer_knows_incarnation |= own != 0 and envelope.incarnation == own
         return state
 
-    def _check_incarnation(self, incarnation: int, message: AnyMessage) -> None:
-        if isinstance(message, Welcome):
-            self.incarnation = message.incarnation
+    def _check_incarnation(self, incarnation: int, own: int, message: AnyMessage) -> None:
         if isinstance(message, Hello) and incarnation != 0:
             raise ProtocolError(f"a Hello came from incarnation {incarnation}; a trainer begins without one")
-        if self.incarnation == 0:
-            return  # before the Welcome
-        if incarnation == self.incarnation:
-            self._peer_knows_incarnation = True
-        elif self._peer_knows_incarnation or incarnation != 0:
-            raise ProtocolError(f"a frame of incarnation {incarnation} came in incarnation {self.incarnation}")
+        if own not in (0, incarnation) and (self._peer_knows_incarnation or incarnation != 0):  # 0: before the Welcome
+            raise ProtocolError(f"a frame of incarnation {incarnation} came in incarnation {own}")
 
 
 def next_state(state: State, sender: Role, message: AnyMessage) -> State:

@@ -141,6 +141,7 @@ class Settings:
     pinned: tuple[npt.NDArray[np.int64], ...] | None = None
     without: Wait | None = None  # a wait to leave out, to show that it is needed
     verify: float = 0.0  # share of the rows that are followed by their checksums
+    harm: Callable[[Store], Store] | None = None  # what stands in front of each store, to show that harm is noticed
     incarnation: int = 1
     mirrored: bool = False  # payloads travel over the link, as they do over TCP
     links: Callable[[], tuple[Link, Link]] = inproc_pair  # the prefetcher's end, the trainer's end
@@ -212,13 +213,15 @@ class InProcessRun:
         self.writer = None
         if past is not None:
             self.writer = CheckpointWriter(job, self.groups, "test", "", past.checkpoints, past.newest, keep=job.checkpoint.keep)
-        rings = Rings(settings)
+        self.rings = rings = Rings(settings)
         links = settings.links()
         conversation = Conversation(Session("prefetcher", settings.incarnation), links[0])
         rings.carry(conversation, rings.fetch_writer, rings.back_reader)
         stores: tuple[Store, ...] = self.plain_stores
         if settings.late_store:
             stores = tuple(LateStore(store, settings.seed + index) for index, store in enumerate(self.plain_stores))
+        if settings.harm is not None:
+            stores = tuple(map(settings.harm, stores))
         self.prefetcher = prefetcher.engine.PrefetcherEngine(
             prefetcher.engine.EngineParts(
                 job=job,

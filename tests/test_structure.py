@@ -44,12 +44,5 @@ def test_cuda_is_touched_only_by_streams_and_pinning() -> None:
             assert not uses or str(file.relative_to(ROOT)) in CUDA_FILES, f"{file.relative_to(ROOT)} uses torch.cuda"
 
 
-def test_nothing_is_unpickled_but_the_decoding_processes_own_batches() -> None:
-    for package in FORBIDDEN:
-        for file in source_files(package):
-            uses = "pickle" in list(imported(ast.parse(file.read_text())))
-            assert not uses or file.name == "parcels.py", f"{file.relative_to(ROOT)} imports pickle"
-
-
 def test_the_plain_loop_is_short_enough_to_be_read_as_the_promise_it_is() -> None:
     assert len((ROOT / "examples" / "plain_loop.py").read_text().splitlines()) < 120

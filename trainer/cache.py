@@ -21,13 +21,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from protocol.errors import RemoteProtocolError
+from protocol.errors import ConfigError, RemoteProtocolError
 from protocol.messages import ArraySpec, Flush, PlanHeader, Released, RingRef, RowSpan, StepReady
 from protocol.packing import Piece, barrier_stamp, cut, plan_stamp
 from protocol.row_checksum import barrier_name, fetched_name, victims_name
 from protocol.tables import GroupSpec
 from protocol.transport.ring import RingReader, release
 from trainer.metrics import TrainerCounters
+from trainer.plan_check import ArrivingBlock, PlanCheck
 from trainer.row_checksums import Asked, RowChecks
 from trainer.sender import EvictTask, Sender
 from trainer.streams import Event, Streams
@@ -42,6 +43,7 @@ class ArrivedStep:
     step: int
     header: PlanHeader
     block: Tensor  # u8 [arrays_bytes] on the device
+    arriving: ArrivingBlock  # the same on the host, until it is checked
     arrays: dict[str, Tensor]  # views of the block, by name
     num_pieces: int
     asked: Asked  # checksums
@@ -61,7 +63,7 @@ class FlushJob:
     """A barrier whose rows are on their way home."""
 
     header: Flush
-    block: Tensor  # u8, the slots as they arrive
+    block: Tensor  # u8, the slots as they arrive, on the host
     pieces: deque[Piece]  # of rows, not gathered yet
     slots: dict[str, Tensor] | None = None  # "<group>.slots" on the device, once all have arrived
     asked: Asked | None = None  # checksums, once they are issued
@@ -81,6 +83,7 @@ class DeviceCache:
         max_payload: int,
         sender: Sender,
         counters: TrainerCounters,
+        check: PlanCheck,
         send: Callable[[Released], None],
     ) -> None:
         self.records = records  # f32 [slots, record_floats] a group
@@ -89,6 +92,7 @@ class DeviceCache:
         self._ring = ring
         self._sender = sender
         self._counters = counters
+        self._check = check
         self._send = send
         self._max_payload = max_payload
         self._num_sets = depth + 1
@@ -104,6 +108,8 @@ class DeviceCache:
         self._last_issued: int | None = None
 
     def accept(self, message: StepReady) -> None:
+        """Raises RemoteProtocolError for what is no plan of this job."""
+        self._check.message(message)
         self._inbox.append(message)
 
     def advance(self) -> bool:
@@ -171,7 +177,7 @@ class DeviceCache:
     def _arrived(self, message: StepReady, header: PlanHeader) -> ArrivedStep:
         index = message.step % len(self._blocks)
         if len(self._blocks[index]) < header.arrays_bytes:
-            self._blocks[index] = self._streams.allocate(header.arrays_bytes * 5 // 4)
+            self._blocks[index] = self._allocate_block(message.step, header.arrays_bytes)
         block = self._blocks[index][: header.arrays_bytes]
         arrays = unpack(block, header.arrays)
         names = [name for group in range(len(self._groups)) for name in (fetched_name(group), victims_name(group))]
@@ -179,10 +185,21 @@ class DeviceCache:
             step=message.step,
             header=header,
             block=block,
+            arriving=ArrivingBlock(header.arrays_bytes, lambda content: self._check.arrays(message.step, header, content)),
             arrays=arrays,
             num_pieces=message.num_pieces,
             asked=self._checks.asked(arrays, names),
         )
+
+    def _allocate_block(self, step: int, nbytes: int) -> Tensor:
+        try:
+            return self._streams.allocate(nbytes * 5 // 4)
+        except RuntimeError as error:
+            first_line = str(error).partition("\n")[0]
+            raise ConfigError(
+                f"step {step} brings {nbytes} bytes of look-ups, for which {self._streams.device} has no room ({first_line}); "
+                "make data.batch_size or cache.capacity smaller"
+            ) from None
 
     def _staging_busy(self, arrived: ArrivedStep) -> bool:
         """Whether an earlier piece of the same plan has rows in its staging set whose fill is not even issued."""
@@ -195,6 +212,7 @@ class DeviceCache:
             end = 0
             if message.arrays is not None:
                 offset, end = message.arrays.offset, message.arrays.nbytes
+                arrived.arriving.add(message.arrays, payload[:end].numpy())
                 stream.copy(payload[:end], arrived.block[offset : offset + end])
             if message.rows:
                 if arrived.filled:
@@ -304,7 +322,14 @@ class DeviceCache:
     # barriers
 
     def flush(self, message: Flush) -> None:
-        """Takes one piece of a barrier's slots. Every step before the barrier is complete, and every staging set is free."""
+        """Takes one piece of a barrier's slots. Every step before the barrier is complete, and every staging set is free.
+
+        Raises RemoteProtocolError where a barrier comes sooner, or is none of this job.
+        """
+        num_open = self.steps_waiting + len(self._computed)
+        if num_open:
+            raise RemoteProtocolError(f"barrier {message.barrier} came while {num_open} messages and steps before it were not done")
+        self._check.barrier(message, None if self._flushing is None else self._flushing.header)
         self._counters.flush(message)
         if self._flushing is None:
             block = torch.zeros(message.arrays_bytes, dtype=torch.uint8)
@@ -315,6 +340,7 @@ class DeviceCache:
             self._flushing.block[message.span.offset : message.span.offset + message.span.nbytes] = payload
             release(self._ring, message.payload, self._send)
         if message.piece == message.num_pieces - 1:
+            self._check.barrier_arrays(message, self._flushing.block.numpy())
             self._flushing.slots = unpack(self._flushing.block.to(self._streams.device), message.arrays)
 
     def _flush_next_piece(self) -> bool:

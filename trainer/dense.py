@@ -10,7 +10,8 @@
 A file that was imported may have weights alone: what is missing begins as in a new run.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
 import torch
 import xxhash
@@ -23,20 +24,29 @@ from protocol.messages import DensePiece
 from trainer.streams import device_random_state, set_device_random_state
 
 Tensors = dict[str, Tensor]
+STATES = {"SGD": {"momentum_buffer"}, "Adagrad": {"step", "sum"}, "Adam": {"step", "exp_avg", "exp_avg_sq"}}  # of each kind, as torch.optim has them
 
 
 def pack(tensors: Tensors) -> bytes:
     return save({name: own_copy(tensor) for name, tensor in tensors.items()})
 
 
+@contextmanager
+def readable() -> Iterator[None]:
+    """Whatever is wrong with a dense side, found while it is read and put in place, is a DataError."""
+    try:
+        yield
+    except (SafetensorError, RuntimeError, LookupError, TypeError, ValueError, OverflowError) as error:
+        sentence = " ".join(f"{type(error).__name__}: {error}".split())[:500]
+        raise DataError(
+            f"the dense side of the checkpoint cannot be read ({sentence}); run `prefetcher verify` on the run directory"
+        ) from None
+
+
 def unpack(content: bytes) -> Tensors:
     """Raises DataError."""
-    try:
+    with readable():
         return load(content)
-    except SafetensorError as error:
-        raise DataError(
-            f"the dense side of the checkpoint cannot be read ({error}); run `prefetcher verify` on the run directory"
-        ) from None
 
 
 def own_copy(tensor: Tensor) -> Tensor:
@@ -52,13 +62,12 @@ def under(prefix: str, tensors: Mapping[str, Tensor]) -> Tensors:
 class Gathering:
     """The pieces of a dense side as they arrive, in order; `order.py` has checked their places."""
 
-    def __init__(self, nbytes: int) -> None:
-        self._content = bytearray(nbytes)
+    def __init__(self) -> None:
+        self._content = bytearray()
 
     def add(self, message: DensePiece, payload: memoryview) -> bytes | None:
         """The whole content with its last piece. Raises RemoteProtocolError where it is not what was announced."""
-        start = message.span.offset
-        self._content[start : start + message.span.nbytes] = payload
+        self._content += payload
         if message.piece < message.num_pieces - 1:
             return None
         found = xxhash.xxh3_64_intdigest(self._content)
@@ -91,14 +100,28 @@ def restore_model(model: nn.Module, tensors: Tensors) -> None:
 
 
 def restore_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, tensors: Tensors) -> None:
+    """Raises Mismatch where these are not states of this optimizer's kind, of its parameters' shapes."""
     saved = under("optimizer.", tensors)
     states: dict[int, Tensors] = {}
-    for index, (name, _) in enumerate(model.named_parameters()):
+    for index, (name, parameter) in enumerate(model.named_parameters()):
         state = {key: tensor for key, tensor in under(f"{name}.", saved).items() if "." not in key}
         if state:
+            check_state(optimizer, name, parameter, state)
             states[index] = state
     if states:
         optimizer.load_state_dict({"state": states, "param_groups": optimizer.state_dict()["param_groups"]})
+
+
+def check_state(optimizer: torch.optim.Optimizer, name: str, parameter: Tensor, state: Tensors) -> None:
+    kind = type(optimizer).__name__
+    names = set(state) == STATES.get(kind, set(state))
+    shapes = all(tensor.shape == (torch.Size() if key == "step" else parameter.shape) for key, tensor in state.items())
+    if not names or not shapes:
+        found = ", ".join(f"{key} {tuple(tensor.shape)}" for key, tensor in sorted(state.items()))
+        raise Mismatch(
+            f"the checkpoint's optimizer state of {name} {tuple(parameter.shape)} is {found}, which is none of {kind}; use the job file that "
+            "wrote it"
+        )
 
 
 def random_state(device: torch.device) -> Tensors:

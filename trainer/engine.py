@@ -12,6 +12,7 @@ from protocol.transport.ring import RingReader, RingWriter
 from trainer.cache import DeviceCache
 from trainer.loop import Results, Runner, TrainingLoop
 from trainer.metrics import TrainerCounters
+from trainer.plan_check import PlanCheck
 from trainer.sender import Sender
 from trainer.streams import Streams
 
@@ -50,6 +51,7 @@ class TrainerEngine:
             max_payload=parts.max_payload,
             sender=self.sender,
             counters=self.counters,
+            check=PlanCheck(parts.groups, parts.welcome.slots, parts.welcome.num_dense, parts.welcome.first_train_step),
             send=send,
         )
         self.loop = TrainingLoop(
@@ -62,6 +64,7 @@ class TrainerEngine:
             results=parts.results,
             ring=parts.fetch_ring,
             restore_bytes=parts.welcome.restore_bytes,
+            first_train_step=parts.welcome.first_train_step,
             send=send,
         )
         parts.conversation.listen(

@@ -20,7 +20,7 @@ from protocol.messages import EndOfData, Flush, Released, Restore, StepDone
 from protocol.packing import dense_stamp
 from protocol.transport.ring import RingReader, release
 from trainer.cache import ArrivedStep, DeviceCache
-from trainer.dense import Gathering, Tensors, pack, unpack
+from trainer.dense import Gathering, Tensors, pack, readable, unpack
 from trainer.evaluate import EvalCounts, EvalResult
 from trainer.metrics import StallReason, TrainerCounters
 from trainer.report import Evaluation
@@ -87,9 +87,11 @@ class TrainingLoop:
         results: Results,
         ring: RingReader,
         restore_bytes: int,
+        first_train_step: int,
         send: Callable[[Released], None],
     ) -> None:
-        """`ring` is the one that the dense side comes in, where the run goes on from a checkpoint: `restore_bytes` are above 0 then."""
+        """`ring` is the one that the dense side comes in, where the run goes on from a checkpoint: `restore_bytes` are above 0 then, and
+        `first_train_step` counts the train steps before it."""
         self.first_step_s: float | None = None  # by the performance counter
         self.step_begun: int | None = None
         self.step_done: int | None = None
@@ -102,7 +104,7 @@ class TrainingLoop:
         self._counters = counters
         self._results = results
         self._ring = ring
-        self._restoring = Gathering(restore_bytes) if restore_bytes else None
+        self._restoring = Gathering() if restore_bytes else None
         self._restores: deque[Restore] = deque()
         self._send = send
         pinned = streams.device.type == "cuda"
@@ -111,7 +113,7 @@ class TrainingLoop:
         self._flushes: deque[Flush] = deque()
         self._saving: Flush | None = None
         self._evaluating = False
-        self._train_steps = 0
+        self._train_steps = first_train_step
         self._waited_s = 0.0  # for the rows of the next step
 
     @property
@@ -161,9 +163,11 @@ class TrainingLoop:
         release(self._ring, message.payload, self._send)
         if content is not None:
             tensors = unpack(content)
-            self._evaluating = self._runner.restore(tensors)
+            with readable():
+                self._evaluating = self._runner.restore(tensors)
             crash_point("model restored")
-            self._results.restore(tensors)
+            with readable():
+                self._results.restore(tensors)
             self._restoring = None
         return True
 

@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 import torch
 
-from protocol.errors import RowcastError
+from protocol.errors import RemoteProtocolError, RowcastError
 from protocol.faults import crash_point
 from trainer.dense import Tensors
 from trainer.report import Evaluation
@@ -59,7 +59,8 @@ class ResultFiles:
         return float(np.mean(self._losses[-RECENT:], dtype=np.float64)) if self._losses else None
 
     def loss(self, train_step: int, loss: np.float32) -> None:
-        assert train_step == len(self._losses), f"the loss of train step {train_step} came after {len(self._losses)} losses"
+        if train_step != len(self._losses):
+            raise RemoteProtocolError(f"train step {train_step} came where {len(self._losses)} losses were restored and computed before it")
         crash_point("loss not written")
         self._write(loss.tobytes())
         crash_point("loss written")

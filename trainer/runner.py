@@ -93,3 +93,11 @@ class StepRunner:
         now_s = time.perf_counter()
         self._spent(phase, now_s - self._clock_s)
         self._clock_s = now_s
+
+
+class EvaluationRunner(StepRunner):
+    """Of `trainer eval`: takes a checkpoint's weights, and nothing of what was going on there."""
+
+    def restore(self, tensors: Tensors) -> bool:
+        restore_model(self.model, tensors)
+        return False

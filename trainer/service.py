@@ -31,14 +31,16 @@ from trainer.engine import EngineParts, TrainerEngine
 from trainer.metrics import TrainerCollector, TrainerCounters, TrainerGauges, new_counters
 from trainer.optim import warm_up_sqrt
 from trainer.pinning import pinned
+from trainer.plan_check import check_welcome_fits
 from trainer.report import Report, RunFacts, make_report, write_report
 from trainer.results import EvaluationOnly, ResultFiles
-from trainer.runner import StepRunner
+from trainer.runner import EvaluationRunner, StepRunner
 from trainer.streams import choose_device, make_streams, peak_device_bytes
 from trainer.terminal import Progress as ProgressLine
 from trainer.terminal import print_summary
 
 GREETING_GRACE_S = 0.5  # after a stop, for a Welcome that may be on its way: a prefetcher that has sent one expects a trainer
+RUNNERS: dict[Mode, type[StepRunner]] = {"train": StepRunner, "eval": EvaluationRunner}
 REPORTS: dict[Mode, str] = {"train": "report.json", "eval": "eval.json"}
 DEVICE_POLL_S = 0.0002  # between looks at events of a device, which rings no bell
 
@@ -117,6 +119,7 @@ class TrainerRun:
         self._log.info("waiting for the prefetcher", run_dir=str(self._job.run_dir.resolve()))
         try:
             if self._await_welcome(arrived, conversation, watch):
+                check_welcome_fits(arrived[0], self._job, self._groups)
                 self._accept(arrived[0], fresh=fresh)
                 self._train(stack, conversation, watch, arrived[0], device, threads)
         except BaseException as error:
@@ -223,7 +226,7 @@ class TrainerRun:
                 max_payload=self._back_ring.max_payload,
                 streams=make_streams(device),
                 records=records,
-                runner=StepRunner(self._job, self._groups, records, welcome.num_dense, spent),
+                runner=RUNNERS[self._mode](self._job, self._groups, records, welcome.num_dense, spent),
                 results=self._results,
                 counters=self._counters,
             )

@@ -63,10 +63,14 @@ def merged(root: Path, group: GroupSpec, layers: tuple[RowLayer, ...]) -> Iterat
     while cursors := [cursor for cursor in cursors if not cursor.ended]:
         last_key = min(cursor.reached for cursor in cursors)
         pieces = [cursor.take(last_key) for cursor in cursors]  # newest first
-        keys = np.concatenate([keys for keys, _ in pieces])
-        records = np.concatenate([records for _, records in pieces])
-        distinct, first = np.unique(keys, return_index=True)  # the first of equal keys is the newest layer's
-        yield distinct, records[first]
+        pieces = [(keys, records) for keys, records in pieces if len(keys)]
+        yield pieces[0] if len(pieces) == 1 else newest_of(pieces)
+
+
+def newest_of(pieces: list[Rows]) -> Rows:
+    """Each row once, from the first piece that has it."""
+    keys, first = np.unique(np.concatenate([keys for keys, _ in pieces]), return_index=True)
+    return keys, np.concatenate([records for _, records in pieces])[first]
 
 
 def layers_of(older: tuple[RowLayer, ...], written: list[RowFile]) -> tuple[RowLayer, ...]:

@@ -3,6 +3,7 @@
 Everything that writes is a generator which yields after each file operation, so that a stage can do one at a time.
 """
 
+import os
 from collections.abc import Generator, Iterator
 from contextlib import closing
 from itertools import count
@@ -11,8 +12,6 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 import xxhash
-from safetensors import SafetensorError
-from safetensors.numpy import load
 
 from prefetcher.checkpoints.tensors import BLOCK_BYTES, TensorSpec, make_header
 from prefetcher.stores.base import Keys, Records
@@ -125,14 +124,19 @@ def new_path(folder: Path, name: str, numbers: Iterator[int]) -> Path:
     return next(path for number in numbers if not (path := folder / f"{name}-{number:05d}.safetensors").exists())
 
 
-def row_file_content(rows: list[Rows], num_rows: int, record_bytes: int) -> Iterator[Content]:
+def row_file_header(num_rows: int, record_bytes: int) -> bytes:
+    """The only one that a file of so many rows can have."""
     header, _ = make_header(
         {
             "keys": TensorSpec(dtype="I64", shape=(num_rows,), nbytes=8 * num_rows),
             "records": TensorSpec(dtype="U8", shape=(num_rows, record_bytes), nbytes=num_rows * record_bytes),
         }
     )
-    yield header
+    return header
+
+
+def row_file_content(rows: list[Rows], num_rows: int, record_bytes: int) -> Iterator[Content]:
+    yield row_file_header(num_rows, record_bytes)
     for keys, _ in rows:
         yield from blocks_of(keys)
     for _, records in rows:
@@ -142,26 +146,29 @@ def row_file_content(rows: list[Rows], num_rows: int, record_bytes: int) -> Iter
 def read_rows(root: Path, group: GroupSpec, file: RowFile) -> Rows:
     """The rows of a file, after its checksum was compared and every key was found to name a row of the group. Raises DataError."""
     path = root / file.file
+    content = read_checked(path, file)
+    header = row_file_header(file.num_rows, group.record_bytes)
+    records_at = len(header) + 8 * file.num_rows
+    if bytes(content[: len(header)]) != header or len(content) != records_at + file.num_rows * group.record_bytes:
+        raise DataError(f"{path}: not a file of {file.num_rows} rows of {group.record_bytes} bytes, as the manifest says")
+    keys = content[len(header) : records_at].view(np.int64)
+    check_keys(path, group, file, keys)
+    return keys, content[records_at:].reshape(file.num_rows, group.record_bytes)
+
+
+def read_checked(path: Path, file: RowFile) -> npt.NDArray[np.uint8]:
+    """The bytes of a file, u8 [nbytes]."""
     try:
-        raw = path.read_bytes() if path.stat().st_size == file.nbytes else b""
-        found = path.stat().st_size, xxhash.xxh3_64_hexdigest(raw)
+        with path.open("rb") as opened:
+            size = os.fstat(opened.fileno()).st_size
+            content = np.empty(size if size == file.nbytes else 0, np.uint8)
+            size = opened.readinto(content.data) if len(content) else size
     except OSError as error:
         raise DataError(f"{path}: a file of the checkpoint cannot be read ({error.strerror})") from None
+    found = size, xxhash.xxh3_64_hexdigest(content.data)
     if found != (file.nbytes, file.checksum):
         raise differs(path, found, file.nbytes, file.checksum)
-    try:
-        content = load(raw)
-        keys, records = content["keys"], content["records"]
-    except (SafetensorError, KeyError) as error:
-        raise DataError(f"{path}: not a file of rows ({error})") from None
-    shapes = (keys.dtype.str, keys.shape, records.dtype.str, records.shape)
-    if shapes != ("<i8", (file.num_rows,), "|u1", (file.num_rows, group.record_bytes)):
-        raise DataError(
-            f"{path}: keys of shape {keys.shape} and records of shape {records.shape}, "
-            f"but the manifest says {file.num_rows} rows of {group.record_bytes} bytes"
-        )
-    check_keys(path, group, file, keys)
-    return keys, records
+    return content
 
 
 def check_keys(path: Path, group: GroupSpec, file: RowFile, keys: Keys) -> None:

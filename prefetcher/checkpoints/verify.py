@@ -61,7 +61,7 @@ def verdicts_of(checkpoints: Checkpoints, names: list[str]) -> Iterator[Verdict]
 
 
 def table_of(verdicts: list[Verdict]) -> Table:
-    table = Table("checkpoint", box=None)
+    table = Table("checkpoint", box=None, padding=(0, 2, 0, 0))
     for heading in ("step", "train steps", "layers", "rows", "bytes"):
         table.add_column(heading, justify="right", no_wrap=True)
     table.add_column("")

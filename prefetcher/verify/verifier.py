@@ -5,7 +5,7 @@
       |                                     train steps
       |                                         v          (3) returned what the store takes is what stood in the slot
     store <---- write ---- ring, staging <---- slot        (4) dropped  a clean victim still has the value it had when it was filled
-                                                           (5) kept     at a barrier the store is asked for what it took and nobody has read since
+                                                           (5) kept     at a barrier: the store gives what it took and nobody read
 
 A row is sampled by a hash of its key, always or never, so its whole life is followed. What a train step itself does to a dirty row is
 not: that is exact or not (`examples/plain_loop.py` tells), but nothing can be lost on the way.
@@ -214,3 +214,14 @@ class Verifier:
 def new_sample(keys: Sequence[Any] | I64, places: I64) -> Sample:
     """Of `keys`, those at `places`."""
     return Sample(np.asarray(keys)[places], places, np.zeros(len(places), np.int64))
+
+
+def warm_up_checks() -> None:
+    """Has the loops compiled."""
+    keys, ledger = np.arange(2), Ledger()
+    find_sampled(keys, 1, np.empty(2, np.int64))
+    ledger.given(keys, keys)
+    words = np.zeros((2, 4), np.int32)
+    for _ in ("what a store may write to", "what came home"):
+        row_checksums(words, keys, column_constants(4), np.empty(2, np.int64))
+        words.flags.writeable = False

@@ -318,6 +318,7 @@ def new_socket(context: "zmq.Context[zmq.Socket[bytes]]", kind: int) -> "zmq.Soc
     made.setsockopt(zmq.SNDHWM, QUEUE_FRAMES)
     made.setsockopt(zmq.RCVHWM, QUEUE_FRAMES)
     made.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+    made.setsockopt(zmq.LINGER, 0)  # also for `disconnect`, which would otherwise have the context wait for a gone peer without end
     made.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS)
     made.setsockopt(zmq.RECONNECT_IVL_MAX, RECONNECT_MAX_MS)
     return made

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -192,5 +193,5 @@ class Warnings:
     def __init__(self) -> None:
         self.damages: list[str] = []
 
-    def warning(self, event: str, /, **fields: object) -> None:
+    def warning(self, event: str, *args: Any, **fields: Any) -> None:
         self.damages.append(str(fields["damage"]))

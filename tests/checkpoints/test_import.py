@@ -86,7 +86,7 @@ def test_rows_that_were_never_trained_take_no_room(tmp_path: Path) -> None:
         for part in group.parts:
             name = f"embedding_bags.{table.name}.weight" if part.name == "weight" else f"optimizer.{table.name}.{part.name}"
             content[name] = np.ascontiguousarray(records[:, part.offset : part.offset + part.width])
-    content["embedding_bags.narrow_b.weight"][5, 2] += 1  # type: ignore[operator]
+    content["embedding_bags.narrow_b.weight"][5, 2] += 1
     manifest = import_run(job, saved(tmp_path / "in", content), fresh=False)
     assert manifest.num_rows == 1 + 30
     assert sorted(restored(job.run_dir, job, manifest))[-1] == 2 << 48 | 5

@@ -21,7 +21,7 @@ def two_files_a_group(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 NUM_CHECKPOINTS = 5
-SEEDS = count(3, 60)
+SEEDS = count(3, 20)
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ import os
 import threading
 import time
 from collections import deque
+from functools import partial
 from pathlib import Path
 from random import Random
 
@@ -69,8 +70,8 @@ def test_callers_without_a_key_are_never_heard_and_the_run_beside_them_goes_on(r
         assert resident_bytes() - began_bytes < GROWTH_BYTES
         wait_for(lambda: num_descriptors() == began_descriptors)
         wait_for(lambda: prefetcher.refused == NUM_CONNECTIONS)
-        assert prefetcher.counters.frames_received == trainer.counters.frames_sent
-        assert trainer.counters.frames_received == prefetcher.counters.frames_sent
+        wait_for(lambda: prefetcher.counters.frames_received == trainer.counters.frames_sent)
+        wait_for(lambda: trainer.counters.frames_received == prefetcher.counters.frames_sent)
         assert prefetcher.receive() is None
         assert not prefetcher.peer_gone
 
@@ -142,6 +143,10 @@ NOT_GREETINGS = {
 }
 
 
+def is_refused(link: ZmqLink, number: int) -> bool:
+    return link.refused == number
+
+
 def test_only_one_who_greets_becomes_the_trainer(tmp_path: Path) -> None:
     """As frames of an earlier incarnation come, from a trainer that was stopped for a while: its connection is made anew by itself."""
     bell = Bell()
@@ -150,7 +155,7 @@ def test_only_one_who_greets_becomes_the_trainer(tmp_path: Path) -> None:
             with context.socket(zmq.DEALER) as stranger:
                 stranger.connect(f"ipc://{socket_path(tmp_path / 'run', tmp_path / 'sockets')}")
                 stranger.send(frame)
-                wait_for(lambda number=number: link.refused == number)
+                wait_for(partial(is_refused, link, number))
         with ZmqLink.trainer(tmp_path / "run", lambda: None, tmp_path / "sockets") as trainer:
             trainer.send(GREETING)
             assert receive(link, bell) == GREETING

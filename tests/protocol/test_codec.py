@@ -181,8 +181,8 @@ def test_an_impossible_message_is_refused_by_both_ends_with_what_is_wrong(messag
 
 
 def test_a_message_too_long_for_a_frame_is_not_sent() -> None:
-    with pytest.raises(LocalProtocolError, match=f"StopRequest of .* too long for a frame of {MAX_FRAME_BYTES}"):
-        encode(Envelope(incarnation=1, sequence=0, message=StopRequest(reason="x" * MAX_FRAME_BYTES)))
+    with pytest.raises(LocalProtocolError, match=f"Failure of .* too long for a frame of {MAX_FRAME_BYTES}"):
+        encode(Envelope(incarnation=1, sequence=0, message=Failure(code=1, sentence="x" * MAX_FRAME_BYTES)))
 
 
 def test_a_number_beyond_64_bits_is_not_sent() -> None:

@@ -191,6 +191,17 @@ def test_close_gives_up_on_a_stopped_peer(run_dir: Path, sockets: Path, start: S
         pass  # and the run directory can be served again
 
 
+def test_a_trainer_whose_prefetcher_left_before_it_had_taken_everything_closes(run_dir: Path, sockets: Path) -> None:
+    bell, trainer_bell = Bell(), Bell()
+    with ZmqLink.trainer(run_dir, trainer_bell.ring, sockets) as trainer:
+        with ZmqLink.prefetcher(run_dir, bell.ring, sockets) as link:
+            trainer.send(GREETING)
+            assert receive(link, bell) == GREETING
+            for _ in range(64):
+                trainer.send(b"x" * 2**20)  # more than the socket's buffers take
+        wait_gone(trainer, trainer_bell)
+
+
 @pytest.mark.parametrize("make", [ZmqLink.prefetcher, ZmqLink.trainer])
 def test_a_link_whose_peer_never_came_closes_with_frames_queued(make: Callable[..., ZmqLink], run_dir: Path, sockets: Path) -> None:
     with make(run_dir, directory=sockets) as link:

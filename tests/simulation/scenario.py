@@ -5,6 +5,7 @@ import random
 from dataclasses import dataclass
 from typing import Literal
 
+import msgspec
 import numpy as np
 import torch
 from torch import Tensor, nn
@@ -17,7 +18,7 @@ from tests.driver import InProcessRun, Settings, start_state
 from tests.workloads import BAGS, NUM_DENSE, OPTIMIZERS, Bags, SmallModel, small_batches, small_job, slots_for
 from trainer.report import Evaluation
 
-DENSE_OPTIMIZERS = ("sgd", "adagrad", "adam")
+DENSE_OPTIMIZERS: tuple[Literal["sgd", "adagrad", "adam"], ...] = ("sgd", "adagrad", "adam")
 NUM_STEPS = 12
 
 
@@ -26,20 +27,16 @@ class Work:
     """What decides the numbers."""
 
     optimizer: str
-    dense_optimizer: str
+    dense_optimizer: Literal["sgd", "adagrad", "adam"]
     bags: Bags
     drops_out: bool  # the model draws random numbers
 
     def job(self, *, depth: int = 2, horizon: int = 8, every: int = 0, keep: int = 2) -> Job:
-        return small_job(
-            self.optimizer,
-            self.bags,
-            depth=depth,
-            horizon=horizon,
-            model={"kind": f"tests.simulation.scenario:{'random_model' if self.drops_out else 'plain_model'}"},
-            optimizer={"dense": {"kind": self.dense_optimizer, "lr": 0.05}},
-            checkpoint={"every": every, "keep": keep},
-        )
+        model = {"kind": f"tests.simulation.scenario:{'random_model' if self.drops_out else 'plain_model'}"}
+        checkpoint = {"every": every, "keep": keep}
+        job = small_job(self.optimizer, self.bags, depth=depth, horizon=horizon, model=model, checkpoint=checkpoint)
+        dense = msgspec.structs.replace(job.optimizer.dense, kind=self.dense_optimizer)
+        return msgspec.structs.replace(job, optimizer=msgspec.structs.replace(job.optimizer, dense=dense))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,12 +86,12 @@ def draw_scenario(chance: random.Random) -> Scenario:
         work=work,
         job=job,
         slots=slots_for(group_specs(job), reference(work).batches, chance.choice(["one batch", "more"])),
-        ring_bytes=chance.choice([2**16, 2**18, 2**20]),
+        ring_bytes=chance.choice([2**18, 2**20, 2**22]),
         late_store=chance.random() < 0.5,
         seeded_streams=chance.random() < 0.5,
         mirrored=chance.random() < 0.3,
         store="mapped" if chance.random() < 0.3 else "memory",
-        peers_wait=chance.random() < 0.7,
+        peers_wait=chance.random() < 0.8,
         num_faults=chance.randint(1, 5),
     )
 

@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Any, Literal, Protocol, Self
 
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -54,13 +54,18 @@ TABLES = [{"name": "t", "num_embeddings": 2000, "embedding_dim": 4, "features": 
 
 
 def job_content(run_dir: Path, **sections: Any) -> dict[str, Any]:
-    """The tiny job with `sections` laid over it: a section's keys one by one, `tables` and None (no such section) as a whole."""
+    """The tiny job with `sections` laid over it: a section's keys one by one, other things as a whole; None is no such
+    section or key."""
     content: dict[str, Any] = copy.deepcopy(TINY_JOB) | {"tables": TABLES}
     content["job"]["run_dir"] = str(run_dir)
     for name, section in sections.items():
         merged = isinstance(section, dict) and isinstance(content.get(name), dict)
-        content[name] = content[name] | section if merged else section
-    return {name: section for name, section in content.items() if section is not None}
+        content[name] = without_none(content[name] | section) if merged else section
+    return without_none(content)
+
+
+def without_none(content: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in content.items() if value is not None}
 
 
 def toml(value: Any) -> str:
@@ -101,18 +106,39 @@ class Ended:
         return self
 
 
+class Child(Protocol):
+    """What is needed of a `subprocess.Popen`."""
+
+    pid: int
+
+    def poll(self) -> int | None: ...
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Raises subprocess.TimeoutExpired."""
+
+    def send_signal(self, sig: int) -> None: ...
+
+
+Launch = Callable[[list[str], Path, Path, Mapping[str, str]], Child]  # arguments of Python, stdout, stderr, environment
+
+
+def launch(arguments: list[str], out: Path, err: Path, environment: Mapping[str, str]) -> "subprocess.Popen[bytes]":
+    with out.open("wb") as stdout, err.open("wb") as stderr:
+        return subprocess.Popen(
+            [sys.executable, *arguments],
+            stdout=stdout, stderr=stderr, stdin=subprocess.DEVNULL, cwd=ROOT, env=environment, start_new_session=True,
+        )  # fmt: skip
+
+
 class Process:
     """One started command, in a session of its own, as far from this terminal as a service manager's; its output goes to files, so that
     it never waits for a reader."""
 
-    def __init__(self, arguments: list[str], folder: Path, environment: Mapping[str, str]) -> None:
-        number = len(list(folder.glob("*.out")))
+    def __init__(self, arguments: list[str], folder: Path, environment: Mapping[str, str], launch: Launch = launch) -> None:
+        number = len(list(folder.glob("*.err")))
         self._out, self._err = (folder / f"{number}.{end}" for end in ("out", "err"))
-        command = [sys.executable, *arguments]
-        with self._out.open("wb") as out, self._err.open("wb") as err:
-            self._process = subprocess.Popen(
-                command, stdout=out, stderr=err, stdin=subprocess.DEVNULL, cwd=ROOT, env=environment, start_new_session=True
-            )
+        self._err.touch()
+        self._process = launch(arguments, self._out, self._err, environment)
         self.pid = self._process.pid
 
     @property
@@ -181,8 +207,9 @@ class Process:
 class Session:
     """A job file, a run directory and the processes of one test. Use as a context manager: it ends what it has started."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, launch: Launch = launch) -> None:
         self.folder = folder
+        self._launch = launch
         self.run_dir = folder / "run"
         self.config = folder / "job.toml"
         self._mark = uuid.uuid4().hex
@@ -204,7 +231,7 @@ class Session:
         return self._start([*COMMANDS["export"], f"--run={self.run_dir}", f"--out={out}"], {}).ended()
 
     def _start(self, arguments: list[str], environment: Mapping[str, str]) -> Process:
-        process = Process(arguments, self.folder, {**os.environ, **environment, MARK: self._mark})
+        process = Process(arguments, self.folder, {**os.environ, **environment, MARK: self._mark}, self._launch)
         self._started.append(process)
         return process
 
@@ -260,9 +287,10 @@ class Session:
         return [socket, socket.with_suffix(".lock")]
 
     def _alive(self) -> set[int]:
-        """Processes with our mark that run; a zombie has no environment any more."""
+        """Processes with our mark that run, a zombie has no environment any more; and those started here, which may be forks without it."""
         marked = f"{MARK}={self._mark}".encode()
-        return {int(path.name) for path in Path("/proc").glob("[0-9]*") if marked in environment_of(path)}
+        found = {int(path.name) for path in Path("/proc").glob("[0-9]*") if marked in environment_of(path)}
+        return found | {process.pid for process in self._started if process.running}
 
 
 def environment_of(process: Path) -> bytes:

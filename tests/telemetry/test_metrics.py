@@ -12,7 +12,7 @@ from protocol.telemetry.metrics import BOTH, METRICS, Process, families, metric_
 from tests.telemetry import runs
 from trainer.metrics import TrainerCollector, TrainerCounters
 
-ALLOWED_LABELS = {"group", "direction", "reason", "phase", "queue", "side"}
+ALLOWED_LABELS = {"group", "direction", "kind", "reason", "phase", "queue", "side"}
 
 
 def collectors() -> dict[Process, CountersCollector]:

@@ -1,0 +1,33 @@
+"""Sessions of processes that are started without their imports, and the result that all of them must come to."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.recovery.runs import Outcome, Recovering
+from tests.recovery.starting import Starter
+from tests.system.processes import Session
+
+
+@pytest.fixture(scope="session")
+def starter() -> Iterator[Starter]:
+    with Starter() as starter:
+        yield starter
+
+
+@pytest.fixture(scope="session")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
+    """By the commands themselves, as a user starts them."""
+    with Session(tmp_path_factory.mktemp("undisturbed")) as session:
+        run = Recovering(session)
+        outcome = run.finish()
+        assert run.num_starts == 2, "nothing was disturbed"
+        assert session.remains() == []
+        return outcome
+
+
+@pytest.fixture
+def session(tmp_path: Path, starter: Starter) -> Iterator[Session]:
+    with Session(tmp_path, starter.launch) as session:
+        yield session

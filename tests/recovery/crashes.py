@@ -1,0 +1,64 @@
+"""How each crash point is reached: what is armed at the first start of both processes, and at the start after it."""
+
+import ast
+from collections.abc import Mapping
+
+from protocol.faults import CRASH_POINTS
+from tests.recovery.runs import Role
+from tests.system.processes import ROOT
+
+Armed = Mapping[Role, str]
+PACKAGES: tuple[Role, Role] = ("prefetcher", "trainer")
+
+TIMES = {  # it is passed so often until the process ends, so that a checkpoint lies behind; 1 where nothing is said
+    "plan made": 15,
+    "StepReady not sent": 12,
+    "StepReady sent": 12,
+    "rows not written": 12,
+    "rows written": 12,
+    "Flush sent": 3,
+    "rows not collected": 3,
+    "rows collected": 3,
+    "dense piece taken": 3,
+    "row file written": 4,
+    "dense file synced": 3,
+    "manifest not renamed": 3,
+    "manifest renamed": 3,
+    "manifest durable": 3,
+    "step not begun": 12,
+    "step computed": 12,
+    "RowsBack not sent": 12,
+    "RowsBack sent": 12,
+    "loss not written": 10,
+    "loss written": 10,
+    "dense side not packed": 3,
+    "Saved not sent": 3,
+    "Saved sent": 3,
+}
+BEFORE: dict[str, Armed] = {  # passed only at a restart, which this one brings about
+    "file restored": {"prefetcher": "manifest durable:3"},
+    "layer restored": {"prefetcher": "manifest durable:3"},
+    "model restored": {"trainer": "loss written:10"},
+}
+BESIDE: dict[str, Armed] = {"changed rows restored": {"trainer": "loss written:10"}}  # passed only where the other one is lost
+NEEDS_REJOIN = set(BESIDE)
+
+
+def called(package: str) -> list[str]:
+    """Names of the crash points in a package, as often as they are called there."""
+    names = []
+    for file in sorted((ROOT / package).rglob("*.py")):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "crash_point":
+                [argument] = node.args
+                assert isinstance(argument, ast.Constant), f"{file}: a crash point is named where it is called"
+                names.append(argument.value)
+    return names
+
+
+def starts_of(name: str, role: Role) -> tuple[Armed, ...]:
+    armed: Armed = {role: f"{name}:{TIMES.get(name, 1)}", **BESIDE.get(name, {})}
+    return (BEFORE[name], armed) if name in BEFORE else (armed,)
+
+
+CRASHES = {name: starts_of(name, role) for role in PACKAGES for name in CRASH_POINTS if name in called(role)}

@@ -1,0 +1,27 @@
+"""Every crash point on each side: killed there and started again, a run comes to the bits that it would have come to anyway."""
+
+import pytest
+
+from protocol.faults import CRASH_POINTS
+from tests.recovery.crashes import CRASHES, NEEDS_REJOIN, called
+from tests.recovery.runs import Outcome, Recovering
+from tests.system.processes import Session
+
+CONNECT_S = 10  # the one whose peer was killed before it had said a word waits for another
+
+
+def test_every_crash_point_is_called_at_exactly_one_place() -> None:
+    names = [name for package in ("protocol", "prefetcher", "trainer", "deploy") for name in called(package)]
+    assert sorted(names) == sorted(CRASH_POINTS)
+    assert len(set(CRASH_POINTS)) == len(CRASH_POINTS) == len(CRASHES)
+    assert len(CRASHES) >= 24
+
+
+@pytest.mark.parametrize("name", CRASH_POINTS)
+def test_a_run_that_is_killed_there_comes_to_the_same_bits(name: str, session: Session, undisturbed: Outcome) -> None:
+    rejoin = {"rejoin_timeout": "60s"} if name in NEEDS_REJOIN else {}
+    run = Recovering(session, transport={"ring": "1MiB", "connect_timeout": f"{CONNECT_S}s", **rejoin})
+    for armed in CRASHES[name]:
+        run.crash(armed)
+    assert run.finish().differs(undisturbed) == []
+    assert session.remains() == []

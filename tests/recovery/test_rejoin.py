@@ -1,0 +1,105 @@
+"""`transport.rejoin_timeout`: one process is killed and started again, the other waits for it, and both end with the same bits."""
+
+import signal
+
+import pytest
+
+from protocol.errors import PeerLost, PeerNeverCame
+from protocol.job import Transport
+from protocol.process import Patience
+from tests.counts import count
+from tests.recovery.crashes import CRASHES, Armed
+from tests.recovery.runs import END_TIMEOUT_S, PEER_LOST, ROLES, Outcome, Recovering, Role, end_well, killed
+from tests.system.processes import Process, Session
+
+REJOIN = {"ring": "1MiB", "connect_timeout": "60s", "rejoin_timeout": "60s"}
+OTHER: dict[Role, Role] = {"prefetcher": "trainer", "trainer": "prefetcher"}
+KILLS: dict[Role, str] = {"prefetcher": "StepReady sent:12", "trainer": "loss written:10"}
+AFTER_THE_GOOD_BYE = {"run not marked complete", "Bye sent"}  # nobody is left who could wait
+ALL = sorted(set(CRASHES) - AFTER_THE_GOOD_BYE)
+SOME = ["rows collected", "manifest renamed", "Welcome sent", "changed rows restored", "model restored", "Saved sent", "Bye not sent"]
+
+
+def play(run: Recovering, starts: tuple[Armed, ...]) -> dict[Role, Process]:
+    """Starts both; whoever kills itself is started again, at once. Returns the processes that are left to end well."""
+    processes = run.start_both(starts[0])
+    for armed, following in zip(starts, [*starts[1:], {}], strict=True):
+        for role in armed:
+            killed(processes[role])
+        for role in armed:
+            processes[role] = run.start(role, following.get(role))
+    return processes
+
+
+@pytest.mark.parametrize("name", SOME if count(0, 1) == 0 else ALL)
+def test_the_survivor_goes_on_with_the_one_that_is_started_again(name: str, session: Session, undisturbed: Outcome) -> None:
+    run = Recovering(session, transport=REJOIN)
+    end_well(*play(run, CRASHES[name]).values())
+    assert run.complete
+    assert run.finish().differs(undisturbed) == []
+    assert session.remains() == []
+
+
+@pytest.mark.parametrize("role", ROLES)
+def test_one_survivor_outlives_two_kills_of_its_peer(role: Role, session: Session, undisturbed: Outcome) -> None:
+    run = Recovering(session, transport=REJOIN)
+    twice = {"prefetcher": "StepReady sent:8", "trainer": "loss written:6"}[role]
+    processes = play(run, ({role: twice}, {role: twice}))
+    end_well(*processes.values())
+    assert run.num_starts == 4, "two of both, and two restarts of one"
+    assert run.finish().differs(undisturbed) == []
+    assert session.remains() == []
+
+
+def test_both_may_be_the_survivor_in_turn(session: Session, undisturbed: Outcome) -> None:
+    run = Recovering(session, transport=REJOIN)
+    processes = run.start_both({"trainer": "loss written:6", "prefetcher": "StepReady sent:30"})
+    killed(processes["trainer"])
+    processes["trainer"] = run.start("trainer")
+    killed(processes["prefetcher"])
+    processes["prefetcher"] = run.start("prefetcher")
+    end_well(*processes.values())
+    assert run.finish().differs(undisturbed) == []
+
+
+@pytest.mark.parametrize("role", ROLES)
+def test_a_survivor_whose_peer_does_not_come_back_ends_with_one_sentence(role: Role, session: Session, undisturbed: Outcome) -> None:
+    run = Recovering(session, transport={**REJOIN, "rejoin_timeout": "1s"})
+    processes = run.start_both({role: KILLS[role]})
+    killed(processes[role])
+    sentence = processes[OTHER[role]].ended(END_TIMEOUT_S).refused(PEER_LOST)
+    assert sentence == (
+        f"no other {role} came within 1 s after the last one was lost; start it with the same job file, or raise transport.rejoin_timeout"
+    )
+    assert run.finish().differs(undisturbed) == []
+    assert session.remains() == []
+
+
+@pytest.mark.parametrize("role", ROLES)
+def test_a_stop_while_a_peer_is_awaited_ends_the_survivor_in_order(role: Role, session: Session, undisturbed: Outcome) -> None:
+    run = Recovering(session, transport=REJOIN)
+    processes = run.start_both({role: KILLS[role]})
+    killed(processes[role])
+    survivor = processes[OTHER[role]]
+    survivor.until_logged(f"waiting for another {role}")
+    survivor.signal(signal.SIGTERM)
+    survivor.ended(30.0).quiet()
+    assert session.manifest().train_steps >= 4, "the checkpoints stay"
+    assert run.finish().differs(undisturbed) == []
+    assert session.remains() == []
+
+
+def test_a_peer_that_never_came_is_not_awaited_longer_than_a_user_said() -> None:
+    patience = Patience("trainer", Transport(connect_timeout="1s", rejoin_timeout="5s"))
+    with pytest.raises(PeerNeverCame, match="at first"):
+        patience.again(PeerNeverCame("at first"))
+    patience.again(PeerLost("went away"))
+    patience.again(PeerLost("went away again"))
+    assert patience.transport.connect_timeout == 5.0
+    with pytest.raises(PeerLost, match=r"no other trainer came within 5 s .* transport\.rejoin_timeout"):
+        patience.again(PeerNeverCame("afterwards"))
+
+
+def test_nobody_is_awaited_where_the_job_does_not_say_so() -> None:
+    with pytest.raises(PeerLost, match="went away"):
+        Patience("trainer", Transport()).again(PeerLost("went away"))

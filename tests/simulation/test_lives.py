@@ -1,0 +1,40 @@
+"""Whatever goes wrong, a run ends with the plain loop's bits, or stops with the error that fits and then goes on to the same bits."""
+
+import re
+from collections import Counter
+
+from tests.counts import count
+from tests.simulation.faults import EVENTS
+from tests.simulation.life import run_life
+from tests.simulation.link import FRAME_FAULTS
+
+SEEDS = range(count(40, 1000))
+RARE_BELOW = 40  # seeds, in which not every kind of fault must have happened
+
+
+def test_every_life_ends_with_the_bits_of_the_plain_loop() -> None:
+    happened: Counter[str] = Counter()
+    for seed in SEEDS:
+        life = run_life(seed)
+        assert life.ended
+        happened += life.happened
+    assert happened["incarnation"] >= 2 * len(SEEDS), "most lives end without a restart"
+    for kind in ("event", "frame", "disk"):
+        assert happened[kind] >= len(SEEDS) / 4, f"only {happened[kind]} faults of kind {kind} in {len(SEEDS)} lives"
+    if len(SEEDS) > RARE_BELOW:
+        assert not [kind for kind in (*EVENTS, *FRAME_FAULTS, "stuck", "rot", "disk") if not happened[kind]], "a fault never happened"
+
+
+def test_a_seed_replays_to_the_letter() -> None:
+    """Even in another folder; a life whose second run differed could not be looked into."""
+    for seed in (3, 25):
+        first: list[str] = []
+        again: list[str] = []
+        run_life(seed, first.append)
+        run_life(seed, again.append)
+        assert [without_folder(text) for text in first] == [without_folder(text) for text in again]
+        assert len(first) > 3
+
+
+def without_folder(text: str) -> str:
+    return re.sub(r"/\S*/run/", "", text)

@@ -1,0 +1,101 @@
+"""The simulation sees what is wrong: with one thing broken on purpose, some seed of those that the tests run fails."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import prefetcher.tables
+import trainer.runner
+from prefetcher.checkpoints.at_barrier import BarrierCheckpointer
+from prefetcher.checkpoints.restore import Restorable, restore_chosen
+from prefetcher.checkpoints.row_files import HashedFile
+from prefetcher.fetcher import PlannedBarrier
+from protocol.manifest import Manifest
+from protocol.messages import AnyMessage
+from protocol.session import Session
+from protocol.tables import GroupSpec
+from tests.counts import count
+from tests.driver import RecordedResults
+from tests.simulation.life import LifeFailed, run_life
+from trainer.dense import Tensors
+
+Break = Callable[[pytest.MonkeyPatch], None]
+
+
+def roll_back_without_forgetting(patch: pytest.MonkeyPatch) -> None:
+    """Rows that no layer has keep what was trained after the checkpoint."""
+
+    def restore_changed(root: Path, manifest: Manifest, groups: Sequence[GroupSpec], stores: Sequence[Restorable]) -> None:
+        for group, store in zip(groups, stores, strict=True):
+            keys = np.sort(np.concatenate([store.changed_keys(table.index) for table in group.tables]))
+            for layer in reversed(manifest.layers):
+                keys = restore_chosen(root, layer, group, store, keys)
+            store.settle()
+
+    patch.setattr(prefetcher.tables, "restore_changed", restore_changed)
+
+
+def collect_before_the_rows_are_home(patch: pytest.MonkeyPatch) -> None:
+    """A checkpoint copies its rows when its barrier is announced."""
+    begin = BarrierCheckpointer.begin
+
+    def begin_and_collect(self: BarrierCheckpointer, barrier: PlannedBarrier) -> bool:
+        begun = begin(self, barrier)
+        self._blocks = iter(list(self._blocks))
+        return begun
+
+    patch.setattr(BarrierCheckpointer, "begin", begin_and_collect)
+
+
+def forget_losses(patch: pytest.MonkeyPatch) -> None:
+    restore = RecordedResults.restore
+
+    def restore_zeros(self: RecordedResults, tensors: Tensors) -> None:
+        restore(self, tensors | {"losses": tensors["losses"] * 0})
+
+    patch.setattr(RecordedResults, "restore", restore_zeros)
+
+
+def forget_the_dense_optimizer(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(trainer.runner, "restore_optimizer", lambda model, optimizer, tensors: None)
+
+
+def forget_random_state(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(trainer.runner, "restore_random", lambda device, tensors: None)
+
+
+def never_sync(patch: pytest.MonkeyPatch) -> None:
+    """Files are renamed and named by a manifest, but not on the disk when power is lost."""
+    patch.setattr(HashedFile, "sync", lambda self: None)
+
+
+def accept_any_incarnation(patch: pytest.MonkeyPatch) -> None:
+    def check(self: Session, incarnation: int, message: AnyMessage) -> None:
+        self.incarnation = self.incarnation or incarnation
+
+    patch.setattr(Session, "_check_incarnation", check)
+
+
+BREAKS: tuple[Break, ...] = (
+    roll_back_without_forgetting,
+    collect_before_the_rows_are_home,
+    forget_losses,
+    forget_the_dense_optimizer,
+    forget_random_state,
+    never_sync,
+    accept_any_incarnation,
+)
+
+
+@pytest.mark.parametrize("break_it", BREAKS, ids=lambda break_it: break_it.__name__)
+def test_a_life_fails_when_something_is_broken(break_it: Break, monkeypatch: pytest.MonkeyPatch) -> None:
+    break_it(monkeypatch)
+    for seed in range(count(40, 1000)):
+        try:
+            run_life(seed)
+        except LifeFailed as failure:
+            assert f"tests.simulation.replay {seed}" in str(failure)
+            return
+    pytest.fail(f"no seed noticed: {break_it.__name__}")

@@ -1,0 +1,104 @@
+"""Nothing that was read can execute anything: no pickle on any socket and in any file. Read from the source."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PACKAGES = ("protocol", "prefetcher", "trainer", "deploy", "examples", "benchmarks")
+UNPICKLERS = {"pickle", "_pickle", "cPickle", "marshal", "shelve", "dill", "cloudpickle", "joblib", "multiprocessing"}
+BETWEEN_A_PROCESS_AND_ITS_OWN_CHILDREN = "prefetcher/readers/"
+EXECUTING_CALLS = {"eval", "exec", "recv_pyobj", "send_pyobj", "unsafe_load", "full_load", "read_pickle", "to_pickle"}
+
+
+def dotted(node: ast.expr) -> str:
+    return ast.unparse(node) if isinstance(node, ast.Name | ast.Attribute) else ""
+
+
+def is_true(call: ast.Call, keyword: str) -> bool:
+    return any(k.arg == keyword and isinstance(k.value, ast.Constant) and k.value.value is True for k in call.keywords)
+
+
+def dangers(source: str) -> Iterator[str]:
+    """What in a file could execute what it reads."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            yield from (f"imports {alias.name}" for alias in node.names if alias.name.partition(".")[0] in UNPICKLERS)
+        elif isinstance(node, ast.ImportFrom):
+            if (node.module or "").partition(".")[0] in UNPICKLERS:
+                yield f"imports {node.module}"
+            if node.module in ("torch", "yaml") and any(alias.name == "load" for alias in node.names):
+                yield f"imports load from {node.module}"
+        elif isinstance(node, ast.Call):
+            yield from call_dangers(node)
+
+
+def call_dangers(call: ast.Call) -> Iterator[str]:
+    name = dotted(call.func)
+    owner, _, method = name.rpartition(".")
+    if name in ("eval", "exec") or (owner and method in EXECUTING_CALLS - {"eval", "exec"}):
+        yield f"calls {name}"
+    elif name in ("torch.load", "torch.jit.load", "torch.package.PackageImporter") and not (
+        name == "torch.load" and is_true(call, "weights_only")
+    ):
+        yield f"calls {name} without weights_only=True"
+    elif name in ("yaml.load", "yaml.load_all"):
+        yield f"calls {name}"
+    if is_true(call, "allow_pickle"):
+        yield f"calls {name} with allow_pickle=True"
+
+
+def source_files() -> list[Path]:
+    return [path for package in PACKAGES for path in sorted((ROOT / package).rglob("*.py"))]
+
+
+def test_no_file_of_the_project_reads_what_could_execute() -> None:
+    files = source_files()
+    assert len(files) > 100
+    for path in files:
+        name = str(path.relative_to(ROOT))
+        if not name.startswith(BETWEEN_A_PROCESS_AND_ITS_OWN_CHILDREN):
+            assert not list(dangers(path.read_text())), f"{name}: {list(dangers(path.read_text()))}"
+
+
+def test_readers_unpickle_in_one_place_what_came_through_a_pipe_of_their_own() -> None:
+    found = {
+        path.name: danger
+        for path in sorted((ROOT / BETWEEN_A_PROCESS_AND_ITS_OWN_CHILDREN).rglob("*.py"))
+        for danger in dangers(path.read_text())
+        if "multiprocessing" not in danger
+    }
+    assert found == {"parcels.py": "imports pickle"}
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import pickle",
+        "from pickle import loads",
+        "import multiprocessing.connection",
+        "from torch import load",
+        "torch.load(path)",
+        "torch.load(path, weights_only=False)",
+        "torch.load(path, weights_only=flag)",
+        "torch.jit.load(path)",
+        "yaml.load(text)",
+        "yaml.load(text, Loader=yaml.Loader)",
+        "np.load(path, allow_pickle=True)",
+        "eval(text)",
+        "exec(text)",
+        "socket.recv_pyobj()",
+        "pandas.read_pickle(path)",
+    ],
+)
+def test_each_of_them_would_be_noticed(source: str) -> None:
+    assert list(dangers(source))
+
+
+@pytest.mark.parametrize(
+    "source", ["torch.load(path, weights_only=True)", "np.load(path)", "yaml.safe_load(text)", "model.eval()", "import json"]
+)
+def test_what_cannot_execute_is_let_be(source: str) -> None:
+    assert not list(dangers(source))
