@@ -27,8 +27,8 @@ from prefetcher.planner.job_planner import job_planner
 from prefetcher.readers.parts import Rest, divide
 from prefetcher.readers.schedule import Place, PlacedIds
 from prefetcher.stores.base import Store
-from prefetcher.stores.late import LateStore
 from prefetcher.stores.initializer import first_records
+from prefetcher.stores.late import LateStore
 from prefetcher.stores.memory import MemoryStore
 from protocol.batch import ScheduledBatch
 from protocol.conversation import Conversation

@@ -24,7 +24,11 @@ from protocol.messages import DensePiece
 from trainer.streams import device_random_state, set_device_random_state
 
 Tensors = dict[str, Tensor]
-STATES = {"SGD": {"momentum_buffer"}, "Adagrad": {"step", "sum"}, "Adam": {"step", "exp_avg", "exp_avg_sq"}}  # of each kind, as torch.optim has them
+STATES = {
+    "SGD": {"momentum_buffer"},
+    "Adagrad": {"step", "sum"},
+    "Adam": {"step", "exp_avg", "exp_avg_sq"},
+}  # of each kind, as torch.optim has them
 
 
 def pack(tensors: Tensors) -> bytes:
@@ -109,7 +113,8 @@ def restore_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, tensor
             check_state(optimizer, name, parameter, state)
             states[index] = state
     if states:
-        optimizer.load_state_dict({"state": states, "param_groups": optimizer.state_dict()["param_groups"]})
+        current = optimizer.state_dict()
+        optimizer.load_state_dict({"state": {**current["state"], **states}, "param_groups": current["param_groups"]})
 
 
 def check_state(optimizer: torch.optim.Optimizer, name: str, parameter: Tensor, state: Tensors) -> None:

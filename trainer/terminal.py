@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from protocol.telemetry.logs import get_logger
+from protocol.telemetry.words import human_bytes, human_count, human_seconds, stdout_console
 from trainer.metrics import TrainerCounters
 from trainer.report import Evaluation, Report
 
@@ -125,11 +126,6 @@ class Progress:
             get_logger().warning("stdout was closed; training goes on without progress lines")
 
 
-def stdout_console() -> Console:
-    """A terminal only where stdout is one: rich alone would believe FORCE_COLOR and animate a log file."""
-    return Console(force_terminal=None if sys.stdout.isatty() else False)
-
-
 def write(console: Console, text: str) -> bool:
     """Writes and flushes; False where the reader of a pipe has gone, for which rich would end the process."""
     try:
@@ -172,8 +168,8 @@ def print_summary(report: Report, console: Console | None = None) -> None:
 
 def summary_title(report: Report) -> str:
     how = "finished" if report.finished else f"stopped by {report.stopped_by or 'request'}"
-    resumed = "" if report.steps == report.train_steps else f" of {report.train_steps:,}"
-    return f"rowcast: {how} after {report.steps:,}{resumed} steps in {human_seconds(report.wall_s)}"
+    here = "" if report.steps == report.train_steps else f" ({report.steps:,} of this process)"
+    return f"rowcast: {how} after {report.train_steps:,} steps{here} in {human_seconds(report.wall_s)}"
 
 
 def summary_rows(report: Report) -> list[tuple[str, str]]:
@@ -203,28 +199,3 @@ def summary_rows(report: Report) -> list[tuple[str, str]]:
 
 def percent(share: float) -> str:
     return f"{100 * share:.1f} %"
-
-
-def human_count(number: float) -> str:
-    """Three digits and a decimal prefix."""
-    for prefix in ("", "k", "M", "G"):
-        if abs(number) < 999.5:
-            return f"{number:.3g}{prefix}"
-        number /= 1000
-    return f"{number:.3g}T"
-
-
-def human_bytes(nbytes: float) -> str:
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if nbytes < 1023.5:
-            return f"{nbytes:.4g} {unit}"
-        nbytes /= 1024
-    return f"{nbytes:.4g} TiB"
-
-
-def human_seconds(seconds: float) -> str:
-    if seconds < 60:
-        return f"{seconds:.1f} s"
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes:02d} min" if hours else f"{minutes} min {rest:02d} s"

@@ -1,24 +1,8 @@
-"""How analysis commands write numbers for a person."""
+"""How analysis commands write shares for a person."""
 
 import math
-import sys
-
-from rich.console import Console
 
 from prefetcher.analysis.profile.interval import Share
-
-
-def stdout_console() -> Console:
-    """A terminal only where stdout is one: rich alone would believe FORCE_COLOR and colour a file."""
-    return Console(force_terminal=None if sys.stdout.isatty() else False, highlight=False)
-
-
-def human_bytes(nbytes: float) -> str:
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if nbytes < 1023.5:
-            return f"{nbytes:.4g} {unit}"
-        nbytes /= 1024
-    return f"{nbytes:.4g} TiB"
 
 
 def percent(share: float) -> str:
@@ -35,7 +19,3 @@ def percent_interval(share: Share | None) -> str:
     if share.low == share.high:
         return percent(share.estimate)
     return f"{percent(share.estimate)} ({percent(share.low)} to {percent(share.high)})"
-
-
-def plural(number: int, noun: str) -> str:
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"

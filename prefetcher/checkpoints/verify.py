@@ -6,11 +6,11 @@ from pathlib import Path
 
 from rich.table import Table
 
-from prefetcher.analysis.words import human_bytes, stdout_console
 from prefetcher.checkpoints.folder import CheckpointFile, Checkpoints
 from protocol.disk import RealDisk
 from protocol.errors import ConfigError, DataError
 from protocol.manifest import Manifest
+from protocol.telemetry.words import human_bytes, stdout_console
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -92,7 +92,6 @@ def test_every_step_moves_what_a_run_moves(bags: Bags, way: dict[str, Any]) -> N
 def test_the_command_says_what_the_report_of_two_processes_says_and_their_trace_replays(tmp_path: Path) -> None:
     with Session(tmp_path) as session:
         data = {"epochs": 2, "eval_fraction": 0.1, "synthetic": {"samples": 64 * 40 + 13}}
-        ahead = {"depth": 3, "horizon": 8}
         session.write_job(
             data=data, eval={"every": 15}, cache={"capacity": "20KiB"}, checkpoint={"every": 9}, lookahead={"depth": 3, "horizon": 8}
         )

@@ -14,7 +14,7 @@ from prefetcher.checkpoints.folder import Checkpoints
 from prefetcher.checkpoints.restore import dense_content, restore_rows
 from prefetcher.checkpoints.writer import CheckpointWriter
 from prefetcher.stores.base import FINISHED, Finished, Keys, Records
-from protocol.disk import Disk, RealDisk
+from protocol.disk import Disk, RealDisk, RealWriting, Writing
 from protocol.job import Job
 from protocol.job_file import parse_job
 from protocol.manifest import Manifest
@@ -41,6 +41,21 @@ def small_job(run_dir: Path, optimizer: str = "adagrad", tables: tuple[tuple[str
             "cache": {"capacity": "1MiB"},
         }
     )
+
+
+class UnsyncedWriting(RealWriting):
+    def sync(self) -> None:
+        pass
+
+
+class UnsyncedDisk(RealDisk):
+    """For tests that lose no power: they need not wait for the disk."""
+
+    def create(self, path: Path) -> Writing:
+        return UnsyncedWriting(path)
+
+    def sync_folder(self, path: Path) -> None:
+        pass
 
 
 class DictStore:
@@ -88,7 +103,7 @@ class FakeRun:
     """Rows change by `train`; `checkpoint` makes them durable. `states`: what each checkpoint holds, by its position's step."""
 
     job: Job
-    disk: Disk = field(default_factory=RealDisk)
+    disk: Disk = field(default_factory=UnsyncedDisk)
     keep: int = 2
     newest: Manifest | None = None
     block: int = 7

@@ -324,6 +324,14 @@ def test_an_empty_folder_of_checkpoints_is_step_zero(run: FakeRun) -> None:
     assert log.damages == []
 
 
+def test_the_real_disk_takes_a_checkpoint_and_its_successor(tmp_path: Path) -> None:
+    run = FakeRun(small_job(tmp_path / "run"), disk=RealDisk())
+    run.train(EVERYTHING)
+    run.checkpoint()
+    run.train({0: [1]})
+    assert_holds(run.job.run_dir, run.job, run.checkpoint(), run.rows())
+
+
 def test_row_files_are_about_as_large_as_agreed(run: FakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(row_files, "ROW_FILE_BYTES", 1000)
     run.train(EVERYTHING)

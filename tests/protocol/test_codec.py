@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from protocol.codec import MAX_FRAME_BYTES, decode, encode, greeted_version
 from protocol.errors import LocalProtocolError, RemoteProtocolError
-from protocol.messages import PROTOCOL_VERSION, AnyMessage, ArraySpan, ArraySpec, Envelope, Failure, Released, StepDone, StopRequest
+from protocol.messages import PROTOCOL_VERSION, AnyMessage, ArraySpan, ArraySpec, Envelope, Failure, Released, StepDone
 from tests.protocol import samples
 
 FRAMES = [encode(Envelope(incarnation=1, sequence=5, message=message)) for message in samples.every_message()]

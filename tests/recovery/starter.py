@@ -37,9 +37,6 @@ def prepare() -> None:
     """Everything that takes long and begins no thread."""
     import gc
 
-    import torch._dynamo
-
-    import prefetcher.service
     import trainer.service  # noqa: F401
     from prefetcher.warmup import warm_up
 

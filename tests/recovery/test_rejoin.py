@@ -14,7 +14,7 @@ from tests.system.processes import Process, Session
 
 REJOIN = {"ring": "1MiB", "connect_timeout": "60s", "rejoin_timeout": "60s"}
 OTHER: dict[Role, Role] = {"prefetcher": "trainer", "trainer": "prefetcher"}
-KILLS: dict[Role, str] = {"prefetcher": "StepReady sent:12", "trainer": "loss written:10"}
+KILLS: dict[Role, str] = {"prefetcher": "StepReady sent:24", "trainer": "loss written:10"}
 AFTER_THE_GOOD_BYE = {"run not marked complete", "Bye sent"}  # nobody is left who could wait
 ALL = sorted(set(CRASHES) - AFTER_THE_GOOD_BYE)
 SOME = ["rows collected", "manifest renamed", "Welcome sent", "changed rows restored", "model restored", "Saved sent", "Bye not sent"]
@@ -43,7 +43,7 @@ def test_the_survivor_goes_on_with_the_one_that_is_started_again(name: str, sess
 @pytest.mark.parametrize("role", ROLES)
 def test_one_survivor_outlives_two_kills_of_its_peer(role: Role, session: Session, undisturbed: Outcome) -> None:
     run = Recovering(session, transport=REJOIN)
-    twice = {"prefetcher": "StepReady sent:8", "trainer": "loss written:6"}[role]
+    twice = {"prefetcher": "StepReady sent:18", "trainer": "loss written:9"}[role]
     processes = play(run, ({role: twice}, {role: twice}))
     end_well(*processes.values())
     assert run.num_starts == 4, "two of both, and two restarts of one"

@@ -15,7 +15,7 @@ from protocol.batch import ScheduledBatch
 from protocol.job import Job
 from protocol.tables import group_specs
 from tests.driver import InProcessRun, Settings, start_state
-from tests.workloads import BAGS, NUM_DENSE, OPTIMIZERS, Bags, SmallModel, small_batches, small_job, slots_for
+from tests.workloads import BAGS, NUM_DENSE, OPTIMIZERS, Bags, SmallModel, slots_for, small_batches, small_job
 from trainer.report import Evaluation
 
 DENSE_OPTIMIZERS: tuple[Literal["sgd", "adagrad", "adam"], ...] = ("sgd", "adagrad", "adam")

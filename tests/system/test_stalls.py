@@ -23,7 +23,7 @@ from protocol.tables import group_specs
 from protocol.telemetry.build import build_info
 from protocol.telemetry.counters import CountersCollector, new_registry
 from tests import driver
-from tests.driver import InProcessRun, MemoryCheckpointer, ListSource, Settings
+from tests.driver import InProcessRun, ListSource, MemoryCheckpointer, Settings
 from tests.telemetry import runs
 from tests.workloads import slots_for, small_batches, small_job
 from trainer.metrics import TrainerCollector, TrainerCounters

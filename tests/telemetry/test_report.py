@@ -7,15 +7,16 @@ from rich.console import Console
 
 from protocol.errors import RowcastError
 from protocol.telemetry.build import versions
+from protocol.telemetry.words import human_bytes, human_count, human_seconds
 from tests.telemetry import runs
 from trainer.metrics import new_counters
 from trainer.report import Evaluation, Report, RunFacts, make_report, read_report, write_report
-from trainer.terminal import human_bytes, human_count, human_seconds, print_summary
+from trainer.terminal import print_summary
 
 
-def facts(*, evaluation: Evaluation | None = None, finished: bool = True, stopped_by: str | None = None) -> RunFacts:
+def facts(*, evaluation: Evaluation | None = None, finished: bool = True, stopped_by: str | None = None, train_steps: int = 2) -> RunFacts:
     return RunFacts(
-        train_steps=7,
+        train_steps=train_steps,
         wall_s=4.0,
         startup_s=0.5,
         cache_bytes=2**19,
@@ -94,6 +95,11 @@ def test_the_summary_of_a_stopped_run_says_what_stopped_it(capsys: pytest.Captur
     assert "rowcast: stopped by SIGTERM after 2 steps in 4.0 s" in text
     assert "\x1b[1m" in text
     assert "evaluation" not in text
+
+
+def test_the_summary_of_a_run_that_went_on_tells_its_own_steps_from_the_others(capsys: pytest.CaptureFixture[str]) -> None:
+    print_summary(report(facts(train_steps=7)), Console(width=80))
+    assert "rowcast: finished after 7 steps (2 of this process) in 4.0 s" in capsys.readouterr().out
 
 
 def test_units_are_human() -> None:

@@ -10,8 +10,8 @@ from prefetcher.analysis.advise.output import print_advice
 from prefetcher.analysis.advise.reading import Sample
 from prefetcher.analysis.machine import free_memory
 from prefetcher.analysis.progress import ProgressBar
-from prefetcher.analysis.words import stdout_console
 from protocol.job import Job
+from protocol.telemetry.words import stdout_console
 
 USUAL_SHARE = 0.05
 MEMORY_SHARE = 0.5  # of the free memory, for the followed rows

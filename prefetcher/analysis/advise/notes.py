@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from prefetcher.analysis.advise.advice import Assumed, Choice, Point, Read
 from prefetcher.analysis.advise.choice import rounded_up, size_text
 from prefetcher.analysis.advise.memory import DeviceMemory
-from prefetcher.analysis.words import human_bytes, percent, plural
+from prefetcher.analysis.words import percent
 from protocol.job import MIN_RING_BYTES, Job
+from protocol.telemetry.words import human_bytes, plural
 
 SETTLED = 0.05  # a stretch half as long may differ by so much and still tell
 

@@ -9,7 +9,8 @@ from rich.text import Text
 
 from prefetcher.analysis.advise.advice import Advice, Point, Read
 from prefetcher.analysis.advise.sentences import sentences
-from prefetcher.analysis.words import human_bytes, percent, plural
+from prefetcher.analysis.words import percent
+from protocol.telemetry.words import human_bytes, plural
 
 WIDE = 100  # columns from which on the curve shows slots and limits too
 MIB = 2**20

@@ -7,8 +7,9 @@ from math import ceil
 
 from prefetcher.analysis.advise.advice import Choice, Point
 from prefetcher.analysis.advise.choice import KNEE_SAVING, size_text
-from prefetcher.analysis.words import human_bytes, percent
+from prefetcher.analysis.words import percent
 from protocol.job import Job
+from protocol.telemetry.words import human_bytes
 
 USUAL_DEPTH, MOST_DEPTH = 4, 16
 TOML_WIDTH = 78

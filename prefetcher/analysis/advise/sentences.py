@@ -4,7 +4,8 @@ from collections.abc import Iterator
 
 from prefetcher.analysis.advise.advice import Advice, Assumed
 from prefetcher.analysis.advise.choice import KNEE_SAVING
-from prefetcher.analysis.words import human_bytes, percent
+from prefetcher.analysis.words import percent
+from protocol.telemetry.words import human_bytes
 
 
 def sentences(advice: Advice) -> Iterator[str]:

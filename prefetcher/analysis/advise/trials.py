@@ -9,8 +9,8 @@ from prefetcher.analysis.advise.choice import round_capacities
 from prefetcher.analysis.advise.curve import F64, Compared, Moved, moved, smallest_capacity
 from prefetcher.analysis.advise.observed import Observed
 from prefetcher.analysis.progress import Progress
-from prefetcher.analysis.words import human_bytes
 from protocol.job import Job
+from protocol.telemetry.words import human_bytes
 
 ERRORS = 3  # standard errors in a margin: they know nothing of how followed rows share the slots; see docs/experiments.md
 APART = 1.1  # the least factor between the first two capacities

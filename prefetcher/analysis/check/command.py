@@ -11,8 +11,8 @@ from rich.text import Text
 
 from prefetcher.analysis.check.check import check_file
 from prefetcher.analysis.check.findings import Finding, Level
-from prefetcher.analysis.words import plural, stdout_console
 from protocol.errors import ConfigError
+from protocol.telemetry.words import plural, stdout_console
 
 STYLES: dict[Level, str] = {"ok": "green", "warning": "yellow", "error": "bold red"}
 SUBJECT_WIDTH = 13

@@ -10,7 +10,7 @@ import numpy as np
 from prefetcher.analysis.check.findings import Finding, error, ok, warning
 from prefetcher.analysis.profile.profile import with_margin
 from prefetcher.analysis.sample import Amount, read_windows, reader_for_another_pass, sample_windows
-from prefetcher.analysis.words import human_bytes, percent, plural
+from prefetcher.analysis.words import percent
 from prefetcher.pins import load_pins
 from prefetcher.planner.capacity import MEASURED_BATCHES, job_slots, measure
 from prefetcher.planner.grouping import Grouper
@@ -19,6 +19,7 @@ from prefetcher.readers.schedule import schedule
 from protocol.batch import Batch, Kind, ScheduledBatch
 from protocol.job import Job
 from protocol.tables import GroupSpec
+from protocol.telemetry.words import human_bytes, plural
 
 SAMPLE = Amount(share=0.05, least_batches=64)
 ALL = Amount(share=1.0)

@@ -10,11 +10,11 @@ from prometheus_client import CollectorRegistry
 
 from prefetcher.analysis.check.device import Device
 from prefetcher.analysis.check.findings import Finding, error, ok, warning
-from prefetcher.analysis.words import human_bytes
 from prefetcher.sizing import check_shared_memory
 from protocol.errors import ConfigError
 from protocol.job import Job
 from protocol.telemetry.server import Health, TelemetryServer
+from protocol.telemetry.words import human_bytes
 from protocol.transport.ring_file import free_shared_memory
 
 CAN_LOCK_MEMORY = 1 << 14  # CAP_IPC_LOCK: the limit does not hold

@@ -6,10 +6,10 @@ from itertools import pairwise
 
 from prefetcher.analysis.check.data import Seen
 from prefetcher.analysis.check.findings import Finding, error, ok, warning
-from prefetcher.analysis.words import human_bytes
 from prefetcher.stores.memory import MemoryStore
 from protocol.job import Job, parse_bytes
 from protocol.tables import GroupSpec
+from protocol.telemetry.words import human_bytes
 
 DECODED_AHEAD = 8  # batches between the decoding process and the planner
 KEY_BYTES = 8

@@ -13,10 +13,10 @@ from prefetcher.analysis.profile.output import print_profile
 from prefetcher.analysis.profile.popularity import I64
 from prefetcher.analysis.profile.profile import DEFAULT_AMOUNT, Profile, Request, profile_job
 from prefetcher.analysis.sample import Amount
-from prefetcher.analysis.words import stdout_console
 from prefetcher.pins import save_pins
 from protocol.errors import ConfigError
 from protocol.job import Job
+from protocol.telemetry.words import stdout_console
 
 MEMORY_SHARE = 0.5  # of the free memory, for counting
 

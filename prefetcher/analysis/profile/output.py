@@ -7,7 +7,8 @@ from rich.console import Console
 from rich.table import Table
 
 from prefetcher.analysis.profile.profile import HALF, BudgetCoverage, Profile
-from prefetcher.analysis.words import human_bytes, percent, percent_interval
+from prefetcher.analysis.words import percent, percent_interval
+from protocol.telemetry.words import human_bytes
 
 BUDGET_WIDTH = 33  # columns of the terminal that one budget takes beside the tables' names
 NAME_WIDTH = 28

@@ -9,6 +9,7 @@ from typing import Any
 from prefetcher.analysis.simulate.grid import BOUND
 from prefetcher.analysis.simulate.results import Simulation
 from protocol.errors import ConfigError
+from protocol.telemetry.words import human_count
 
 SUFFIXES = (".png", ".svg")
 LOOKS = {  # colours (Okabe and Ito) told apart by eyes that do not see red and green apart
@@ -82,7 +83,7 @@ def mark_capacities(axes: Any, capacities: list[int]) -> None:
     if far:
         axes.set_xscale("log")
     axes.xaxis.set_minor_locator(NullLocator())
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: short(value)))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: human_count(value)))
     apart = all(later > 1.2 * earlier for earlier, later in pairwise(capacities))
     if len(capacities) <= MOST_TICKS and (apart or len(capacities) == 1):
         axes.set_xticks(capacities)
@@ -111,12 +112,3 @@ def line_style(policy: str, style: str) -> dict[str, Any]:
 
 def ratio(rows: int | None, result: Simulation) -> float:
     return (rows or 0) / (result.unique_rows or 1)
-
-
-def short(rows: float) -> str:
-    """20000 -> `20 k`."""
-    for prefix in ("", " k", " M", " G"):
-        if rows < 999.5:
-            return f"{rows:.3g}{prefix}"
-        rows /= 1000
-    return f"{rows:.3g} T"

@@ -1,0 +1,78 @@
+"""SIGKILL at random times, also during what follows a kill: the run comes to the bits of an undisturbed one.
+
+A failing seed goes again with `pytest tests/recovery/test_random_kills.py -k "[<seed>]"`, as far as times repeat.
+"""
+
+import random
+import signal
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.counts import count
+from tests.recovery.runs import END_TIMEOUT_S, KILLED, PEER_LOST, ROLES, Outcome, Recovering, Role
+from tests.recovery.starting import Starter
+from tests.system.processes import Process, Session, launch
+
+MOST_KILLS = 3
+AS_A_USER_EVERY = 4  # of so many seeds one starts the commands with all their imports
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kill:
+    roles: tuple[Role, ...]
+    after_share: float  # of the time that an undisturbed run takes
+
+
+def kills_of(rng: random.Random) -> list[Kill]:
+    chosen: list[tuple[Role, ...]] = [("prefetcher",), ("trainer",), ROLES]
+    return [Kill(roles=rng.choice(chosen), after_share=rng.random()) for _ in range(rng.randint(1, MOST_KILLS))]
+
+
+@pytest.fixture(scope="module")
+def seconds(tmp_path_factory: pytest.TempPathFactory, starter: Starter, undisturbed: Outcome) -> dict[bool, float]:
+    """That a run takes, with and without imports."""
+    found = {}
+    for as_a_user in (False, True):
+        with Session(tmp_path_factory.mktemp("timed"), launch if as_a_user else starter.launch) as session:
+            began_s = time.monotonic()
+            assert Recovering(session).finish().differs(undisturbed) == []
+            found[as_a_user] = time.monotonic() - began_s
+    return found
+
+
+@pytest.mark.parametrize("seed", range(count(4, 40)))
+def test_kills_at_random_times_change_no_bit(
+    seed: int, tmp_path: Path, starter: Starter, undisturbed: Outcome, seconds: dict[bool, float]
+) -> None:
+    rng = random.Random(seed)
+    as_a_user, rejoins = seed % AS_A_USER_EVERY == 3, rng.random() < 0.5
+    transport = {"ring": "1MiB", "connect_timeout": "10s", "rejoin_timeout": "10s" if rejoins else "0s"}
+    with Session(tmp_path, launch if as_a_user else starter.launch) as session:
+        run = Recovering(session, transport=transport)
+        processes: dict[Role, Process] = {}
+        for kill in kills_of(rng):
+            if run.complete:
+                break
+            for role in ROLES:
+                if role not in processes or not processes[role].running:
+                    processes[role] = run.start(role)
+            time.sleep(kill.after_share * seconds[as_a_user])
+            for role in kill.roles:
+                processes[role].signal(signal.SIGKILL)
+            for role in ROLES if not rejoins else kill.roles:
+                assert processes[role].ended(END_TIMEOUT_S).code in (0, KILLED, PEER_LOST), processes[role].stderr
+        settle(run, processes)
+        assert run.finish().differs(undisturbed) == []
+        assert session.remains() == []
+
+
+def settle(run: Recovering, processes: dict[Role, Process]) -> None:
+    """A survivor that waits goes on with the one started again, or ends because nobody comes."""
+    waiting = [role for role in ROLES if processes[role].running]
+    if waiting and not run.complete:
+        processes |= {role: run.start(role) for role in ROLES if role not in waiting}
+    for process in processes.values():
+        assert process.ended(END_TIMEOUT_S).code in (0, KILLED, PEER_LOST), process.stderr
