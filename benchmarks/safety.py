@@ -89,7 +89,8 @@ def measured(names: Sequence[str], rounds: int, shared: Sequence[str]) -> dict[s
 def cost(times: Mapping[str, Sequence[Timed]], name: str, field: str) -> float:
     """Percent over the plain way of the same round, the median of the rounds."""
     pairs = zip(times[name], times[PLAIN], strict=True)
-    return 100 * (statistics.median(getattr(own, field) / getattr(plain, field) for own, plain in pairs) - 1)
+    ratios = [float(getattr(own, field) / getattr(plain, field)) for own, plain in pairs]
+    return 100 * (statistics.median(ratios) - 1)
 
 
 def table(times: Mapping[str, Sequence[Timed]]) -> str:

@@ -9,7 +9,7 @@ from prefetcher.checkpoints.folder import Checkpoints
 from prefetcher.incarnation import Incarnation, RunParts, new_run_id
 from prefetcher.tables import Tables
 from protocol.disk import RealDisk
-from protocol.errors import ConfigError, PeerLost
+from protocol.errors import PeerLost
 from protocol.faults import crash_point
 from protocol.job import Job
 from protocol.manifest import Manifest
@@ -93,18 +93,13 @@ class PrefetcherRun:
     def _newest(self) -> Manifest | None:
         """The checkpoint to go on from. Raises ConfigError where the run is complete, and DataError where every checkpoint is damaged."""
         if self._options.mode == "eval":
-            return self._evaluated()
+            return self._checkpoints.choose(self._options.checkpoint, get_logger())
+        if self._options.checkpoint is not None:
+            raise ConfigError("--checkpoint chooses what --eval evaluates; a run goes on from its newest checkpoint")
         if self._fresh:
             return None
         self._directory.refuse_complete()
         return self._checkpoints.newest_valid(get_logger())
-
-    def _evaluated(self) -> Manifest:
-        name = self._options.checkpoint
-        manifest = self._checkpoints.newest_valid(get_logger()) if name is None else self._checkpoints.load(name)
-        if manifest is None:
-            raise ConfigError(f"{self._job.run_dir} holds no checkpoint to evaluate; train first, or set job.run_dir to another run's")
-        return manifest
 
     def _give_up_earlier_run(self) -> None:
         """What --fresh asks for, once."""

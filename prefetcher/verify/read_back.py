@@ -26,7 +26,8 @@ class ReadBack:
     def __init__(self, groups: tuple[GroupSpec, ...], stores: tuple[Store, ...]) -> None:
         self._stores = stores
         self._record_bytes = [group.record_bytes for group in groups]
-        self._group_of = {table.index: group.index for group in groups for table in group.tables}
+        by_table = {table.index: group.index for group in groups for table in group.tables}
+        self._group_of = np.array([by_table[table] for table in range(len(by_table))], np.int64)
         self._blocks: deque[Block] = deque()
 
     @property
@@ -35,7 +36,7 @@ class ReadBack:
 
     def begin(self, keys: I64) -> None:
         """`keys` ascending, of any tables."""
-        groups = np.array([self._group_of[table] for table in (keys >> KEY_SHIFT).tolist()], np.int64)
+        groups = self._group_of[keys >> KEY_SHIFT]
         for group in range(len(self._stores)):
             own = keys[groups == group]
             self._blocks.extend(Block(group, own[start : start + BLOCK_ROWS]) for start in range(0, len(own), BLOCK_ROWS))

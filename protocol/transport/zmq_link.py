@@ -33,6 +33,7 @@ from protocol.transport.zmq_socket import QUEUE_FRAMES, Dealer, Router, SocketEn
 CLOSE_BUDGET_S = 0.8  # for sending what is queued, when the link is closed
 FULL_RETRY_MS = 20
 RECEIVE_BATCH = 1024  # frames received before the outbox has its turn
+CHECK_MS = 1000  # between looks at what is outstanding
 INBOX_BYTES = 16 * MAX_FRAME_BYTES  # of frames that nobody has taken yet; payloads, which the rings bound, come on top
 
 
@@ -48,7 +49,7 @@ class LinkCounters:
 class ZmqLink:
     """Implements `Link`. `start()` opens it, or use it as a context manager; `send` and `receive` may be called from any thread."""
 
-    def __init__(self, end: SocketEnd, on_receive: Callable[[], None], refusals: Refusals, payload_bytes: int) -> None:
+    def __init__(self, end: SocketEnd, on_receive: Callable[[], None], refusals: Refusals, limit_bytes: int) -> None:
         self.counters = LinkCounters()
         self.last_received_s: float | None = None  # monotonic clock
         self.peer_gone_s: float | None = None  # monotonic clock
@@ -57,7 +58,7 @@ class ZmqLink:
         self._refusals = refusals
         self._outbox: deque[tuple[bytes, memoryview | None]] = deque()
         self._inbox: deque[tuple[bytes, Payload]] = deque()
-        self._inbox_limit_bytes = INBOX_BYTES + payload_bytes
+        self._inbox_limit_bytes = limit_bytes
         self._bytes_taken = 0  # of all that was ever received; together with the counter, what is in the inbox
         self._error: BaseException | None = None
         self._closing = False
@@ -77,10 +78,11 @@ class ZmqLink:
         wait, nor close the link. `directory` holds the unix socket, by default one of this user's own."""
         refusals = Refusals()
         if transport is None or not transport.is_tcp:
-            return cls(Router(FileDoor(run_dir, directory), refusals), on_receive, refusals, payload_bytes=0)
+            return cls(Router(FileDoor(run_dir, directory), refusals, INBOX_BYTES), on_receive, refusals, INBOX_BYTES)
         assert transport.keys is not None, "checked with the job file"
         door = CurveDoor(transport.endpoint, Path(transport.keys), refusals)
-        return cls(Router(door, refusals), on_receive, refusals, transport.mirror_bytes)
+        limit_bytes = INBOX_BYTES + transport.mirror_bytes
+        return cls(Router(door, refusals, limit_bytes), on_receive, refusals, limit_bytes)
 
     @classmethod
     def trainer(
@@ -93,10 +95,11 @@ class ZmqLink:
         """The end that calls, until a prefetcher answers; frames sent before that are kept."""
         refusals = Refusals()
         if transport is None or not transport.is_tcp:
-            return cls(Dealer(FileWay(run_dir, directory), refusals), on_receive, refusals, payload_bytes=0)
+            return cls(Dealer(FileWay(run_dir, directory), refusals, INBOX_BYTES), on_receive, refusals, INBOX_BYTES)
         assert transport.keys is not None, "checked with the job file"
         way = CurveWay(transport.endpoint, Path(transport.keys))
-        return cls(Dealer(way, refusals), on_receive, refusals, transport.mirror_bytes)
+        limit_bytes = INBOX_BYTES + transport.mirror_bytes
+        return cls(Dealer(way, refusals, limit_bytes), on_receive, refusals, limit_bytes)
 
     @property
     def peer_gone(self) -> bool:
@@ -189,6 +192,7 @@ class ZmqLink:
         for source in (*self._end.sockets, self._wake):
             poller.register(source, zmq.POLLIN)
         deadline_s: float | None = None
+        next_check_s = time.monotonic()
         while True:
             busy = self._receive()
             full = not self._send_queued()
@@ -196,8 +200,17 @@ class ZmqLink:
                 deadline_s = deadline_s or time.monotonic() + CLOSE_BUDGET_S
                 if not full or time.monotonic() >= deadline_s:
                     return deadline_s
-            poller.poll(0 if busy else FULL_RETRY_MS if full else None)
+            poller.poll(0 if busy else FULL_RETRY_MS if full else CHECK_MS)
             self._hear_wake()
+            next_check_s = self._check(next_check_s)
+
+    def _check(self, due_s: float) -> float:
+        """When to check next."""
+        now_s = time.monotonic()
+        if now_s < due_s:
+            return due_s
+        self._end.check_backlog()
+        return now_s + CHECK_MS / 1000
 
     def _hear_wake(self) -> None:
         assert self._wake is not None, "started"

@@ -9,7 +9,6 @@ import os
 import socket
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Protocol
 
 import zmq
@@ -18,6 +17,7 @@ from zmq.utils.monitor import recv_monitor_message
 from protocol.codec import MAX_FRAME_BYTES, decode, encode, greeted_version
 from protocol.errors import ConfigError, RemoteProtocolError
 from protocol.messages import PROTOCOL_VERSION, Envelope, Failure, Hello
+from protocol.transport.backlog import Connection
 from protocol.transport.doors import Door, Way
 from protocol.transport.keys import CLIENTS
 from protocol.transport.link import MAX_PART_BYTES, Payload, parts_of
@@ -62,6 +62,9 @@ class SocketEnd(Protocol):
 
     def note_events(self) -> None: ...
 
+    def check_backlog(self) -> None:
+        """Now and then: cuts off, or raises RemoteProtocolError for, who sends a message without end."""
+
     def try_send(self, frame: bytes, payload: memoryview | None) -> None:
         """Copies both. Raises zmq.Again where the queue is full, and zmq.ZMQError with EHOSTUNREACH where the peer is gone."""
 
@@ -75,11 +78,6 @@ class SocketEnd(Protocol):
         """Waits up to `linger_ms` for what was sent to leave, then frees everything."""
 
 
-@dataclass(slots=True, eq=False)
-class Connection:
-    heard: bool = False  # whether a message came, so that it was let in
-
-
 class Router:
     """The prefetcher's end. The first caller that greets is its trainer, and nobody else is heard.
 
@@ -87,9 +85,11 @@ class Router:
     stopped meanwhile, come like those of a stranger. Hence the greeting.
     """
 
-    def __init__(self, door: Door, refusals: Refusals) -> None:
+    def __init__(self, door: Door, refusals: Refusals, limit_bytes: int) -> None:
+        """`limit_bytes`: what a peer may have sent that was not received yet."""
         self._door = door
         self._refusals = refusals
+        self._limit_bytes = limit_bytes
         self._context: zmq.Context[zmq.Socket[bytes]]
         self._connections: dict[int, Connection] = {}  # by the descriptor that each has now, oldest first
         self._peer: bytes | None = None
@@ -126,7 +126,16 @@ class Router:
         self._door.answer()
         self._read_events()
         while len(self._connections) > MAX_CONNECTIONS:
-            self._cut_oldest()
+            self._cut(*next(item for item in self._connections.items() if item[1] is not self._peer_connection))
+
+    def check_backlog(self) -> None:
+        if not self._door.has_payloads:
+            return
+        for descriptor, connection in list(self._connections.items()):
+            with suppress(OSError):  # closed already
+                if connection.has_backlog(descriptor, self._limit_bytes):
+                    self._refusals.note("cut off a caller that sent a message without end")
+                    self._cut(descriptor, connection)
 
     def _read_events(self) -> None:
         while self.monitor.poll(0):
@@ -143,12 +152,11 @@ class Router:
             return
         if connection is self._peer_connection:
             self._peer_gone = True
-        elif not connection.heard:
+        elif not connection.num_messages:
             self._refusals.note("a caller was turned away before it had got in, or left without a word")
 
-    def _cut_oldest(self) -> None:
-        """So that callers who say nothing cannot use up this process's descriptors and memory before their time is over."""
-        descriptor, connection = next(item for item in self._connections.items() if item[1] is not self._peer_connection)
+    def _cut(self, descriptor: int, connection: Connection) -> None:
+        """So that nobody uses up this process's descriptors and memory, be it before the time for a handshake is over."""
         with suppress(OSError):  # closed already, as an event will tell or has told
             held = os.dup(descriptor)
             try:
@@ -166,15 +174,15 @@ class Router:
 
     def try_receive(self) -> tuple[bytes, Payload] | None:
         identity, *parts = self.socket.recv_multipart(zmq.NOBLOCK, copy=False)
+        connection = self._connections.get(int(parts[0].get(zmq.SRCFD))) if parts else None
+        if connection is not None:
+            connection.deliver(len(parts), sum(len(part.buffer) for part in parts))
         if identity.bytes != self._peer and not self._meet(identity.bytes, parts):
             return None
         return take_apart(parts, has_payloads=self._door.has_payloads)
 
     def _meet(self, identity: bytes, parts: list[zmq.Frame]) -> bool:
         """Whether the caller is this end's peer from now on."""
-        connection = self._connections.get(int(parts[0].get(zmq.SRCFD)))
-        if connection is not None:
-            connection.heard = True
         greets = len(parts) == 1 and is_greeting(parts[0].bytes)
         if greets and self._peer is None:
             self._accept(identity, parts[0])
@@ -217,9 +225,13 @@ class Router:
 class Dealer:
     """The trainer's end. Calls until someone answers, once."""
 
-    def __init__(self, way: Way, refusals: Refusals) -> None:
+    def __init__(self, way: Way, refusals: Refusals, limit_bytes: int) -> None:
+        """`limit_bytes`: as the Router's."""
         self._way = way
         self._refusals = refusals
+        self._limit_bytes = limit_bytes
+        self._descriptor: int | None = None
+        self._connection = Connection()
         self._context: zmq.Context[zmq.Socket[bytes]]
         self._connected = False
         self._peer_gone = False
@@ -241,7 +253,11 @@ class Dealer:
         self._context = zmq.Context()
         self.socket = new_socket(self._context, zmq.DEALER)
         self.monitor = self.socket.get_monitor_socket(
-            zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+            zmq.EVENT_CONNECTED
+            | zmq.EVENT_HANDSHAKE_SUCCEEDED
+            | zmq.EVENT_DISCONNECTED
+            | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+            | zmq.EVENT_HANDSHAKE_FAILED_AUTH
         )
         try:
             self._way.prepare(self.socket)
@@ -263,6 +279,10 @@ class Dealer:
         while self.monitor.poll(0):
             event = recv_monitor_message(self.monitor)
             kind = event["event"]
+            if kind == zmq.EVENT_CONNECTED:
+                self._descriptor, self._connection = event["value"], Connection()
+            elif kind == zmq.EVENT_DISCONNECTED:
+                self._descriptor = None
             self._peer_gone |= self._connected and kind == zmq.EVENT_DISCONNECTED
             self._connected |= kind == zmq.EVENT_HANDSHAKE_SUCCEEDED
             if kind == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
@@ -277,7 +297,16 @@ class Dealer:
         self.socket.send_multipart([frame, *parts_of(payload or memoryview(b""))], zmq.NOBLOCK)
 
     def try_receive(self) -> tuple[bytes, Payload] | None:
-        return take_apart(self.socket.recv_multipart(zmq.NOBLOCK, copy=False), has_payloads=self._way.has_payloads)
+        parts = self.socket.recv_multipart(zmq.NOBLOCK, copy=False)
+        self._connection.deliver(len(parts), sum(len(part.buffer) for part in parts))
+        return take_apart(parts, has_payloads=self._way.has_payloads)
+
+    def check_backlog(self) -> None:
+        if not self._way.has_payloads or self._descriptor is None:
+            return
+        with suppress(OSError):  # closed already
+            if self._connection.has_backlog(self._descriptor, self._limit_bytes):
+                raise RemoteProtocolError("the prefetcher sent a message without end")
 
     def disconnect(self) -> None:
         self.socket.disconnect(self._way.endpoint)  # else it would call the next prefetcher that serves there

@@ -4,6 +4,8 @@ import os
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from random import Random
@@ -15,8 +17,10 @@ import zmq
 from protocol.codec import encode
 from protocol.errors import RemoteProtocolError
 from protocol.messages import Bye, Envelope
-from protocol.transport import doors, zmq_link
+from protocol.transport import backlog, doors, zmq_link
+from protocol.transport.doors import CurveWay
 from protocol.transport.endpoint import socket_path
+from protocol.transport.refusals import Refusals
 from protocol.transport.zmq_link import ZmqLink
 from protocol.transport.zmq_socket import MAX_CONNECTIONS, MAX_MESSAGE_BYTES
 from tests.counts import count
@@ -189,3 +193,51 @@ def test_a_peer_that_sends_faster_than_it_is_read_ends_the_run_and_not_the_memor
         assert 0 < taken <= 2**20 + RING_BYTES
         with pytest.raises(RemoteProtocolError, match="came faster than they are taken"):
             prefetcher.receive()
+
+
+def send_without_end(socket: "zmq.Socket[bytes]", done: Callable[[], bool]) -> None:
+    part = b"x" * 2**18
+    while not done():
+        with suppress(zmq.Again):
+            socket.send(part, zmq.SNDMORE | zmq.NOBLOCK)
+
+
+def test_a_caller_with_a_key_whose_message_has_no_end_is_cut_off_and_the_run_goes_on(run: TcpRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    shrink(monkeypatch)
+    bell = Bell()
+    with run.prefetcher(bell) as prefetcher, run.trainer(bell) as trainer, zmq.Context() as context:
+        run.greet(trainer, prefetcher, bell)
+        with context.socket(zmq.DEALER) as hoarder:
+            CurveWay(run.endpoint, run.keys).prepare(hoarder)
+            hoarder.linger, hoarder.sndhwm = 0, 1
+            hoarder.connect(run.endpoint)
+            before_bytes = resident_bytes()
+            send_without_end(hoarder, lambda: prefetcher.refused > 0)
+        converse((make_end(prefetcher, RING_BYTES), make_end(trainer, RING_BYTES)), Random(1))
+        assert not prefetcher.peer_gone
+        wait_for(lambda: resident_bytes() - before_bytes < GROWTH_BYTES)
+
+
+def test_a_prefetcher_whose_message_has_no_end_ends_the_trainer(run: TcpRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    shrink(monkeypatch)
+    door = doors.CurveDoor(run.endpoint, run.keys, Refusals())
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as hostile:
+        hostile.linger = 0
+        door.bind(context, hostile)
+        with run.trainer(Bell()) as trainer:
+            trainer.send(GREETING)
+            while not hostile.poll(10):
+                door.answer()
+            hostile.send(hostile.recv_multipart()[0], zmq.SNDMORE)
+            send_without_end(hostile, lambda: not trainer._thread.is_alive())
+            with pytest.raises(RemoteProtocolError, match="the prefetcher sent a message without end"):
+                trainer.receive()
+        for socket in door.sockets:
+            socket.close(linger=0)
+
+
+def shrink(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that the tests are quick."""
+    monkeypatch.setattr(zmq_link, "CHECK_MS", 20)
+    monkeypatch.setattr(zmq_link, "INBOX_BYTES", 2**20)
+    monkeypatch.setattr(backlog, "SLACK_BYTES", 8 * 2**20)

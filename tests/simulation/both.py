@@ -98,11 +98,13 @@ class Both:
             raise Failed(side, error) from error
 
     def _sweep(self, stages: Sequence[tuple[Side, Stage]], condition: Callable[[], bool]) -> bool:
-        for _ in range(SWEEPS):
+        rounds = 0
+        while rounds < SWEEPS:
+            rounds = 0 if any(link.delays for link in self.links.values()) else rounds + 1
             in_turn = self._chance.sample(stages, len(stages))
             if any([self._advance(side, stage) for side, stage in in_turn]) or condition():
                 return True
-        return any(link.delays for link in self.links.values())
+        return False
 
     def _happen(self, happening: Happening) -> None:
         self._happening = None

@@ -235,7 +235,7 @@ class Life:
 
     def _stuck(self, both: Both, faults: Faults) -> None:
         """Both wait for a frame that never comes, until `transport.stall_timeout`."""
-        if not any(link.lost_a_frame for link in both.links.values()):
+        if not any(link.lost_a_frame or link.is_cut for link in both.links.values()):
             run = both.run
             raise LifeFailed(
                 f"stuck at advance {both.number}: the prefetcher waits for {run.prefetcher.waiting_for}, "

@@ -72,7 +72,7 @@ def never_sync(patch: pytest.MonkeyPatch) -> None:
 
 
 def accept_any_incarnation(patch: pytest.MonkeyPatch) -> None:
-    def check(self: Session, incarnation: int, message: AnyMessage) -> None:
+    def check(self: Session, incarnation: int, message: AnyMessage, *others: object) -> None:
         self.incarnation = self.incarnation or incarnation
 
     patch.setattr(Session, "_check_incarnation", check)
@@ -97,5 +97,6 @@ def test_a_life_fails_when_something_is_broken(break_it: Break, monkeypatch: pyt
             run_life(seed)
         except LifeFailed as failure:
             assert f"tests.simulation.replay {seed}" in str(failure)
+            assert isinstance(failure.__cause__, AssertionError), "what was broken does not even run"
             return
     pytest.fail(f"no seed noticed: {break_it.__name__}")

@@ -35,12 +35,15 @@ class Work:
     end: dict[str, Tensor]
     recorded: dict[int, list[StepPlan]]
 
-    def run(self, seed: int, share: float, harm: Callable[[Store], Store] | None = None, *, seeded_streams: bool = True) -> InProcessRun:
+    def run(
+        self, seed: int, share: float, harm: Callable[[Store], Store] | None = None, *, seeded_streams: bool = True, mirrored: bool = False
+    ) -> InProcessRun:
         capacity, ring_bytes = VARIANTS[seed % 2]
         settings = Settings(
             slots=slots_for(group_specs(self.job), self.batches, capacity), ring_bytes=ring_bytes, seed=seed, late_store=seed % 3 == 0
         )
-        return InProcessRun(self.job, self.batches, replace(settings, verify=share, harm=harm, seeded_streams=seeded_streams))
+        settings = replace(settings, verify=share, harm=harm, seeded_streams=seeded_streams, mirrored=mirrored)
+        return InProcessRun(self.job, self.batches, settings)
 
     def plans(self, variant: int) -> list[StepPlan]:
         """Those of every run of the variant, harmed or not."""

@@ -1,0 +1,252 @@
+"""Valid conversations, drawn message by message, and one breach of each kind."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import msgspec
+from hypothesis import strategies as st
+
+from protocol.messages import (
+    AnyMessage,
+    ArraySpan,
+    Bye,
+    DensePiece,
+    EndOfData,
+    Flush,
+    GroupHeader,
+    PlanHeader,
+    Released,
+    Restore,
+    RowChecksums,
+    RowsBack,
+    RowSpan,
+    Saved,
+    StepDone,
+    StepReady,
+    StopRequest,
+)
+from protocol.session import PREFETCHER, TRAINER, Role
+from tests.protocol import samples
+
+Said = tuple[Role, AnyMessage]
+GROUPS = 2
+change = msgspec.structs.replace
+
+
+@dataclass(slots=True)
+class Open:
+    """What the trainer still owes for one step."""
+
+    step: int
+    owed: list[AnyMessage]
+
+
+@dataclass(slots=True)
+class Talk:
+    """Draws one conversation; every message is valid where it stands."""
+
+    draw: st.DrawFn
+    said: list[Said] = field(default_factory=list)
+    depth: int = 1
+    next_step: int = 0
+    next_barrier: int = 0
+    open: list[Open] = field(default_factory=list)
+
+    def number(self, low: int, high: int) -> int:
+        return self.draw(st.integers(low, high))
+
+    def say(self, role: Role, *messages: AnyMessage | DensePiece) -> None:
+        for message in messages:
+            assert isinstance(message, AnyMessage), f"{message} is no message"
+            self.said.append((role, message))
+            if self.number(0, 9) == 0:
+                self.said.append(self.draw(st.sampled_from(ASIDES)))
+
+    def whole(self) -> list[Said]:
+        self.depth, restore_bytes = self.number(1, 4), self.draw(st.sampled_from((0, 1, 1000)))
+        self.next_step, self.next_barrier = self.number(0, 2**30), self.number(0, 2**30)
+        self.said.append((TRAINER, samples.hello()))
+        self.said.append((PREFETCHER, samples.welcome(3, self.depth, restore_bytes)))
+        if restore_bytes:
+            self.say(PREFETCHER, *self.dense_pieces(Restore, restore_bytes))
+        for _ in range(self.number(1, 3)):
+            for _ in range(self.number(0, 4)):
+                self.one_step()
+            while self.open:
+                self.pay()
+            self.one_barrier()
+        self.say(PREFETCHER, samples.end_of_data(self.last_step))
+        self.said += self.draw(st.permutations([(PREFETCHER, Bye()), (TRAINER, Bye())]))
+        return self.said
+
+    @property
+    def last_step(self) -> int | None:
+        return self.next_step - 1 if self.next_step else None
+
+    def one_step(self) -> None:
+        while len(self.open) > self.depth or (self.open and self.number(0, 2) == 0):
+            self.pay()
+        fetch = [self.number(0, 6) for _ in range(GROUPS)]
+        dirty = [self.number(0, rows) for rows in fetch]
+        num_checksums = self.number(0, 5)
+        plan = self.plan(fetch, dirty, num_checksums)
+        self.say(PREFETCHER, *self.plan_pieces(plan, fetch))
+        owed: list[AnyMessage] = [*self.rows_home(dirty, self.next_step, None)]
+        owed += self.checksums(num_checksums, self.next_step, None)
+        self.open.append(Open(self.next_step, [*owed, samples.step_done(self.next_step)]))
+        self.next_step += 1
+
+    def pay(self) -> None:
+        """The trainer's next message on the oldest step."""
+        oldest = self.open[0]
+        self.say(TRAINER, oldest.owed.pop(0))
+        if not oldest.owed:
+            self.open.pop(0)
+
+    def plan(self, fetch: list[int], dirty: list[int], num_checksums: int) -> PlanHeader:
+        groups = tuple(
+            GroupHeader(num_lookups=20, num_unique=10, num_fetch=rows, num_evict=out, num_dirty=out, fill_after=self.next_step - 1)
+            if self.next_step
+            else GroupHeader(num_lookups=20, num_unique=10, num_fetch=rows, num_evict=0, num_dirty=0, fill_after=None)
+            for rows, out in zip(fetch, dirty, strict=True)
+        )
+        dirty[:] = [group.num_dirty for group in groups]
+        return change(samples.plan(self.next_step), groups=groups, num_checksums=num_checksums)
+
+    def plan_pieces(self, plan: PlanHeader, fetch: list[int]) -> Iterator[StepReady]:
+        """The block in one or two pieces, then the rows behind it or in pieces of their own."""
+        cut = self.draw(st.sampled_from((0, 64, 192)))
+        spans = [ArraySpan(offset=0, nbytes=cut), ArraySpan(offset=cut, nbytes=256 - cut)][0 if cut else 1 :]
+        rows = spans_of(fetch)
+        own = [(rows, None)] if rows and self.draw(st.booleans()) else []
+        parts: list[tuple[list[RowSpan], ArraySpan | None]] = [([], span) for span in spans]
+        parts = [*parts, *own] if own else [*parts[:-1], (rows, spans[-1])]
+        for piece, (part, span) in enumerate(parts):
+            yield StepReady(
+                step=self.next_step,
+                piece=piece,
+                num_pieces=len(parts),
+                plan=plan if piece == 0 else None,
+                payload=samples.ref(4096),
+                arrays=span,
+                rows=tuple(part),
+            )
+
+    def rows_home(self, counts: list[int], step: int | None, barrier: int | None) -> Iterator[RowsBack]:
+        spans = spans_of(counts)
+        pieces = [[span] for span in spans] if self.draw(st.booleans()) else [spans]
+        if not spans and barrier is not None:
+            yield RowsBack(step=step, barrier=barrier, piece=0, last=True, payload=None, rows=())
+        elif spans:
+            for piece, own in enumerate(pieces):
+                last = piece == len(pieces) - 1
+                yield RowsBack(step=step, barrier=barrier, piece=piece, last=last, payload=samples.ref(4096), rows=tuple(own))
+
+    def checksums(self, total: int, step: int | None, barrier: int | None) -> Iterator[RowChecksums]:
+        cut = self.number(0, total)
+        for start, end in ((0, cut), (cut, total)):
+            if end > start:
+                yield RowChecksums(step=step, barrier=barrier, start=start, checksums=bytes(8 * (end - start)))
+
+    def one_barrier(self) -> None:
+        after, dirty = self.last_step, [self.number(0, 3) for _ in range(GROUPS)]
+        checkpoint, num_checksums = self.draw(st.booleans()), self.number(0, 3)
+        first = change(samples.flush(self.next_barrier, after, checkpoint, (2, 1)), num_dirty=tuple(dirty), num_checksums=num_checksums)
+        self.say(PREFETCHER, *self.flush_pieces(first if any(dirty) else samples.flush(self.next_barrier, after, checkpoint, (0, 0))))
+        rows = list(self.rows_home(dirty, after, self.next_barrier))
+        self.say(TRAINER, *rows[:-1], *(self.checksums(num_checksums, after, self.next_barrier) if any(dirty) else ()), rows[-1])
+        if checkpoint:
+            barrier = self.next_barrier
+            self.say(TRAINER, *self.dense_pieces(lambda **fields: Saved(barrier=barrier, **fields), 1000))
+        self.next_barrier += 1
+
+    def flush_pieces(self, flush: Flush) -> list[Flush]:
+        if flush.payload is None or self.draw(st.booleans()):
+            return [flush]
+        return [change(flush, piece=i, num_pieces=2, payload=samples.ref(64), span=ArraySpan(offset=64 * i, nbytes=64)) for i in range(2)]
+
+    def dense_pieces(self, make: Callable[..., DensePiece], nbytes: int) -> list[DensePiece]:
+        cut = self.number(0, nbytes - 1)
+        bounds = [(0, nbytes)] if cut == 0 else [(0, cut), (cut, nbytes)]
+        return [
+            make(
+                piece=piece,
+                num_pieces=len(bounds),
+                nbytes=nbytes,
+                checksum=7,
+                payload=samples.ref(end - start),
+                span=ArraySpan(offset=start, nbytes=end - start),
+            )
+            for piece, (start, end) in enumerate(bounds)
+        ]
+
+
+def spans_of(counts: list[int]) -> list[RowSpan]:
+    return [samples.rows(group, 0, rows, 1024 * (group + 1)) for group, rows in enumerate(counts) if rows]
+
+
+ASIDES: tuple[Said, ...] = (
+    (PREFETCHER, samples.heartbeat()),
+    (TRAINER, samples.heartbeat()),
+    (TRAINER, StopRequest(reason="SIGTERM to the trainer")),
+    (PREFETCHER, Released(position=64)),
+    (TRAINER, Released(position=128)),
+)
+
+
+@st.composite
+def conversations(draw: st.DrawFn) -> list[Said]:
+    return Talk(draw).whole()
+
+
+@dataclass(frozen=True, slots=True)
+class Breach:
+    """One thing that a message says and must not: what it is changed into, or None where it has no such thing; and the refusal."""
+
+    name: str
+    change: Callable[[AnyMessage], AnyMessage | None]
+    sentence: str
+
+
+def field_breach(kinds: tuple[type[AnyMessage], ...], name: str, change_of: Callable[[int], object], sentence: str) -> Breach:
+    def broken(message: AnyMessage) -> AnyMessage | None:
+        value = getattr(message, name, None) if isinstance(message, kinds) else None
+        return None if value is None or isinstance(value, str) else change(message, **{name: change_of(value)})
+
+    return Breach(f"{name} of {', '.join(kind.__name__ for kind in kinds)}", broken, sentence)
+
+
+def rows_breach(name: str, sentence: str) -> Breach:
+    def broken(message: AnyMessage) -> AnyMessage | None:
+        if not isinstance(message, StepReady | RowsBack) or not message.rows:
+            return None
+        first = message.rows[0]
+        return change(message, rows=(change(first, **{name: getattr(first, name) + 1}), *message.rows[1:]))
+
+    return Breach(f"{name} of the first rows", broken, sentence)
+
+
+PIECES = (StepReady, Flush, Saved, Restore)
+BREACHES: tuple[Breach, ...] = (
+    field_breach((StepReady,), "step", lambda n: n + 2**40, "step .* is beyond 2.40"),
+    field_breach((Flush,), "barrier", lambda n: n + 2**40, "barrier .* is beyond 2.40"),
+    field_breach((RowsBack, RowChecksums, StepDone), "step", lambda n: n + 1, "step"),
+    field_breach((RowsBack, RowChecksums, Saved), "barrier", lambda n: n + 1, "barrier"),
+    field_breach((EndOfData,), "last_step", lambda n: n + 1, "the end of data follows step"),
+    field_breach(PIECES, "piece", lambda n: n + 1, "piece"),
+    field_breach((RowsBack,), "piece", lambda n: n + 1, "piece"),
+    field_breach(PIECES, "num_pieces", lambda n: 0, "does not exist"),
+    field_breach(PIECES, "num_pieces", lambda n: 2**20 + 1, "there may be up to|pieces|piece"),
+    field_breach((Saved, Restore), "nbytes", lambda n: n + 1, "bytes|instead of"),
+    field_breach((RowChecksums,), "start", lambda n: n + 1, "checksums continue at"),
+    field_breach((RowChecksums,), "checksums", lambda n: bytes(8 * 100), "were asked for"),
+    field_breach((RowChecksums,), "checksums", lambda n: b"1234567", "are not checksums of 8 bytes"),
+    field_breach((RowsBack, StepReady), "rows", lambda n: (), "without|ended after|came home|announced"),
+    field_breach((StepReady, RowsBack, Flush, Saved, Restore), "payload", lambda n: None, "without a payload|is no message|brings nothing"),
+    field_breach((StepDone,), "waited_s", lambda n: float("nan"), "waited_s = nan must be"),
+    field_breach((Released,), "position", lambda n: -1, r"Released.position = -1 must be from 0 to 2\^62"),
+    rows_breach("start", "continue at"),
+    rows_breach("group", "group"),
+    rows_breach("count", "there are|continue|last rows|ended"),
+    rows_breach("offset", "aligned"),
+)

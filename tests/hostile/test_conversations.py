@@ -1,0 +1,109 @@
+"""Valid conversations pass, also with many open steps; with one thing wrong in one message it is refused, and the rest still passes."""
+
+import re
+
+import msgspec
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from protocol.errors import RemoteProtocolError
+from protocol.messages import AnyMessage, Envelope, RowsBack, StepReady
+from protocol.session import PREFETCHER, ROLES, TABLE, TRAINER, Session, State, event_of
+from tests.counts import count
+from tests.hostile.ends import numbered, remembered
+from tests.hostile.talk import BREACHES, Said, conversations
+from tests.protocol import samples
+from tests.protocol.test_session import Pair, make_pair, other, say
+
+NUM_CONVERSATIONS = 40
+WORDS_A_STEP = 80  # that a session remembers
+WORDS = 150  # without steps; a barrier's included
+given_often = settings(max_examples=NUM_CONVERSATIONS, deadline=None, suppress_health_check=list(HealthCheck), database=None)
+
+
+def depth_of(said: list[Said]) -> int:
+    return next(message.depth for _, message in said if isinstance(message, samples.Welcome))
+
+
+@given_often
+@given(conversations())
+def test_a_valid_conversation_passes_and_is_remembered_within_a_bound(said: list[Said]) -> None:
+    pair, bound = make_pair(), WORDS + WORDS_A_STEP * (depth_of(said) + 1)
+    for one in said:
+        say(pair, one)
+        for role in ROLES:
+            assert len(remembered(pair[role])) <= bound
+    assert pair[PREFETCHER].state is pair[TRAINER].state is State.CLOSED
+
+
+def refuse(session: Session, frame: bytes, sentence: str) -> None:
+    before = remembered(session)
+    with pytest.raises(RemoteProtocolError, match=sentence):
+        session.decode(frame)
+    assert remembered(session) == before
+
+
+@given_often
+@given(conversations(), st.data())
+def test_one_breach_is_refused_by_name_and_the_unbroken_conversation_goes_on(said: list[Said], data: st.DataObject) -> None:
+    breach = data.draw(st.sampled_from(BREACHES), label="breach")
+    places = [place for place, (_, message) in enumerate(said) if breach.change(message) is not None]
+    if not places:
+        return
+    place = data.draw(st.sampled_from(places), label="place")
+    pair = make_pair()
+    say(pair, *said[:place])
+    role, message = said[place]
+    broken = breach.change(message)
+    assert broken is not None, "the place was chosen for it"
+    refuse(pair[other(role)], numbered(pair[other(role)], broken), breach.sentence)
+    say(pair, *said[place:])
+
+
+@given_often
+@given(conversations(), st.data())
+def test_a_frame_out_of_turn_is_refused_by_name_and_the_unbroken_conversation_goes_on(said: list[Said], data: st.DataObject) -> None:
+    place = data.draw(st.integers(2, len(said) - 1), label="place")
+    pair = make_pair()
+    say(pair, *said[:place])
+    role, message = said[place]
+    refuse_out_of_turn(pair, role == PREFETCHER, message, data)
+    say(pair, *said[place:])
+
+
+def refuse_out_of_turn(pair: Pair, from_prefetcher: bool, message: AnyMessage, data: st.DataObject) -> None:
+    session = pair[TRAINER if from_prefetcher else PREFETCHER]
+    incarnation, sequence, _ = msgspec.msgpack.decode(numbered(session, message))
+    for wrong in (sequence + 1, sequence - 1, 2**61):
+        if wrong >= 0:
+            frame = msgspec.msgpack.encode(Envelope(incarnation=incarnation, sequence=wrong, message=message))
+            refuse(session, frame, re.escape(f"frame {wrong} of the"))
+    frame = msgspec.msgpack.encode(Envelope(incarnation=incarnation + 1, sequence=sequence, message=message))
+    refuse(session, frame, f"incarnation {incarnation + 1}")
+    sender = PREFETCHER if from_prefetcher else TRAINER
+    forbidden = [own for own in samples.every_message() if event_of(own) not in TABLE[session.state, sender]]
+    refuse(session, numbered(session, data.draw(st.sampled_from(forbidden), label="forbidden")), f"the {sender} may not send")
+
+
+@pytest.mark.parametrize("depth", [1, 64])
+def test_a_trainer_that_is_sent_steps_without_end_remembers_no_more_than_depth_allows(depth: int) -> None:
+    session = Session(TRAINER)
+    session.encode(samples.hello())
+    session.decode(numbered(session, samples.welcome(3, depth)))
+    for step in range(depth + 1):
+        session.decode(numbered(session, samples.step_ready(step)))
+    size = len(remembered(session))
+    assert size <= WORDS + WORDS_A_STEP * (depth + 1)
+    for step in range(depth + 1, depth + 1000):
+        refuse(session, numbered(session, samples.step_ready(step)), f"before step 0 was done, at depth {depth}|instead of")
+    assert len(remembered(session)) == size
+
+
+def test_pieces_that_bring_nothing_are_refused_so_that_nobody_is_kept_busy_by_them() -> None:
+    pair = make_pair()
+    empty = RowsBack(step=0, barrier=None, piece=0, last=False, payload=None, rows=())
+    say(pair, (TRAINER, samples.hello()), (PREFETCHER, samples.welcome(3)), (PREFETCHER, samples.step_pieces(0)[0]))
+    refuse(pair[PREFETCHER], numbered(pair[PREFETCHER], empty), "piece 0 of rows came home without any")
+    nothing = StepReady(step=0, piece=1, num_pieces=3, plan=None, payload=None, arrays=None, rows=())
+    refuse(pair[TRAINER], numbered(pair[TRAINER], nothing), "piece 1 of 3 brings nothing")
