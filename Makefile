@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo tutorial test check exact bench-planner bench-budget bench-safety clean
+.PHONY: demo tutorial test check exact soak bench-planner bench-budget bench-safety clean
 
 $(VENV)/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -28,6 +28,9 @@ check: $(VENV)/installed  ## style and types
 
 exact: $(VENV)/installed  ## two processes against the plain loop on the full retail log (ROWCAST_RETAIL=folder)
 	$(BIN)/python -m benchmarks.exact
+
+soak: $(VENV)/installed  ## kills, damage, simulated faults and hostile bytes with large counts: within 45 minutes on 2 cores
+	$(BIN)/python -m benchmarks.soak
 
 bench-planner: $(VENV)/installed  ## how fast a plan is, and what its time is made of
 	$(BIN)/python -m benchmarks.planner

@@ -1,9 +1,10 @@
 """Starts both processes on this host and sees them out: `python -m deploy.local --config job.toml [prefetcher options]`.
 
 The trainer has the terminal; the prefetcher's log goes to `<run_dir>/prefetcher.log`. When one ends badly the other ends by itself,
-and which one was first, and why, is repeated here.
+and which one was first, and why, is repeated here. Killed itself, it takes both with it: they stop in order.
 """
 
+import ctypes
 import os
 import signal
 import subprocess
@@ -25,6 +26,7 @@ POLL_S = 0.1
 NOTICE_S = 3.0  # for the other process to notice that one has failed, before it is asked to stop
 STOPS = (signal.SIGINT, signal.SIGTERM)
 END_S = 40.0  # before it is killed: a stop in order takes up to 30 s
+PRCTL, PR_SET_PDEATHSIG = ctypes.CDLL(None).prctl, 1
 
 
 @dataclass(slots=True)
@@ -71,9 +73,14 @@ def start_both(shared: list[str], steps: list[str], log: Path) -> list[Child]:
 def start(name: str, arguments: list[str], log: Path | None) -> Child:
     command = [sys.executable, "-m", name, "run", *arguments]
     if log is None:
-        return Child(name, subprocess.Popen(command), log)
+        return Child(name, subprocess.Popen(command, preexec_fn=stop_with_parent), log)
     with log.open("ab") as file:  # what an earlier run said stays, and so does the log of one that still runs
-        return Child(name, subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT), log)
+        return Child(name, subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, preexec_fn=stop_with_parent), log)
+
+
+def stop_with_parent() -> None:
+    """Runs in the child: it is asked to stop, should this process be killed."""
+    PRCTL(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def forward(children: list[Child]) -> Callable[[int, object], None]:

@@ -81,6 +81,7 @@ class PrefetcherGauges:
     queue_depth: Callable[[Queue], int]
     ring_used_bytes: Callable[[], int]  # of the fetch ring
     ring_size_bytes: int
+    frames_refused: Callable[[], int]
     depth: int  # steps
     in_flight_steps: Callable[[], int]
     horizon: Callable[[], int]  # batches
@@ -115,6 +116,7 @@ class PrefetcherCollector(CountersCollector):
             yield "rowcast_queue_depth", (queue,), gauges.queue_depth(queue)
         yield "rowcast_ring_used_bytes", ("to_device",), gauges.ring_used_bytes()
         yield "rowcast_ring_size_bytes", ("to_device",), gauges.ring_size_bytes
+        yield "rowcast_frames_refused_total", (), gauges.frames_refused()
         yield "rowcast_depth_steps", (), gauges.depth
         yield "rowcast_in_flight_steps", (), gauges.in_flight_steps()
         yield "rowcast_horizon_batches", (), gauges.horizon()

@@ -46,6 +46,7 @@ def gauges(engine: PrefetcherEngine, source: BatchSource) -> PrefetcherGauges:
         queue_depth=lambda queue: depths[queue](),
         ring_used_bytes=lambda: engine.fetch_ring.used_bytes,
         ring_size_bytes=engine.welcome.fetch_ring.nbytes,
+        frames_refused=lambda: engine.conversation.frames_refused,
         depth=engine.welcome.depth,
         in_flight_steps=lambda: steps_between(engine.fetcher.done_through, engine.fetcher.sent_through),
         horizon=lambda: engine.planner.horizon,

@@ -9,7 +9,7 @@ from prefetcher.checkpoints.folder import Checkpoints
 from prefetcher.incarnation import Incarnation, RunParts, new_run_id
 from prefetcher.tables import Tables
 from protocol.disk import RealDisk
-from protocol.errors import PeerLost
+from protocol.errors import ConfigError, PeerLost
 from protocol.faults import crash_point
 from protocol.job import Job
 from protocol.manifest import Manifest

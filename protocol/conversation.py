@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from protocol.errors import RemoteProtocolError, RowcastError, peer_failure
+from protocol.errors import Mismatch, RemoteProtocolError, RowcastError, peer_failure
 from protocol.messages import AnyMessage, Failure, RingRef
 from protocol.session import Session
 from protocol.transport.link import Link, Payload
@@ -32,10 +32,16 @@ class Conversation:
         self._handlers: dict[type[AnyMessage], Handler] = {}
         self._outgoing: RingWriter | None = None
         self._incoming: RingReader | None = None
+        self._num_refused = 0  # messages of the peer
 
     @property
     def failure_received(self) -> bool:
         return self._failure is not None
+
+    @property
+    def frames_refused(self) -> int:
+        """Messages that the peer should not have sent, and whatever the link turned away: frames of strangers, callers without a key."""
+        return self._num_refused + self._link.refused
 
     def listen(self, handlers: Mapping[type[Any], Handler]) -> None:
         """Says who hears of which message. A message that nobody listens for is only checked."""
@@ -63,17 +69,25 @@ class Conversation:
         arrived = self._link.receive()
         if arrived is None:
             return False
-        frame, payload = arrived
+        try:
+            message = self._received(*arrived)
+        except (RemoteProtocolError, Mismatch):
+            self._num_refused += 1
+            raise
+        if isinstance(message, Failure):
+            raise self._failure or peer_failure(message.code, message.sentence)
+        return True
+
+    def _received(self, frame: bytes, payload: Payload) -> AnyMessage:
         with self._lock:
             message = self.session.decode(frame)
             if isinstance(message, Failure):
                 self._failure = peer_failure(message.code, message.sentence)
-                raise self._failure
         self._deposit(message, payload)
         handler = self._handlers.get(type(message))
         if handler is not None:
             handler(message)
-        return True
+        return message
 
     def _deposit(self, message: AnyMessage, payload: Payload) -> None:
         """Raises RemoteProtocolError where the bytes that came are not those announced, before any is copied."""

@@ -59,6 +59,7 @@ class TrainerGauges:
     queue_depth: Callable[[Queue], int]
     ring_used_bytes: Callable[[], int]  # of the back ring
     ring_size_bytes: Callable[[], int]
+    frames_refused: Callable[[], int]
 
 
 def new_counters(groups: Sequence[GroupSpec]) -> TrainerCounters:
@@ -85,5 +86,6 @@ class TrainerCollector(CountersCollector):
             yield "rowcast_queue_depth", (queue,), gauges.queue_depth(queue)
         yield "rowcast_ring_used_bytes", ("from_device",), gauges.ring_used_bytes()
         yield "rowcast_ring_size_bytes", ("from_device",), gauges.ring_size_bytes()
+        yield "rowcast_frames_refused_total", (), gauges.frames_refused()
         if counters.loss is not None:
             yield "rowcast_loss", (), counters.loss

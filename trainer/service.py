@@ -315,6 +315,7 @@ class TrainerRun:
             queue_depth=depth,
             ring_used_bytes=lambda: 0 if self._back_ring is None else self._back_ring.used_bytes,
             ring_size_bytes=lambda: 0 if self._back_ring is None else self._back_ring.capacity,
+            frames_refused=lambda: 0 if self._engine is None else self._engine.conversation.frames_refused,
         )
 
 

@@ -167,16 +167,18 @@ def print_summary(report: Report, console: Console | None = None) -> None:
 
 
 def summary_title(report: Report) -> str:
+    if report.eval_steps and not report.steps and report.finished:
+        return f"rowcast: evaluated after {report.train_steps:,} train steps in {human_seconds(report.wall_s)}"
     how = "finished" if report.finished else f"stopped by {report.stopped_by or 'request'}"
     here = "" if report.steps == report.train_steps else f" ({report.steps:,} of this process)"
     return f"rowcast: {how} after {report.train_steps:,} steps{here} in {human_seconds(report.wall_s)}"
 
 
 def summary_rows(report: Report) -> list[tuple[str, str]]:
-    rows = [
-        ("samples", f"{report.samples:,} ({human_count(report.samples_per_s)}/s)"),
-        ("mean loss", "none" if report.loss is None else f"{report.loss:.6f}"),
-    ]
+    rows = []
+    if report.steps or not report.eval_steps:
+        rows.append(("samples", f"{report.samples:,} ({human_count(report.samples_per_s)}/s)"))
+        rows.append(("mean loss", "none" if report.loss is None else f"{report.loss:.6f}"))
     if report.logloss is not None and report.accuracy is not None:
         auc = "undefined" if report.auc is None else f"{report.auc:.6f}"
         rows.append(("evaluation", f"auc {auc}, logloss {report.logloss:.6f}, accuracy {report.accuracy:.6f}"))

@@ -54,6 +54,7 @@ METRICS = (
     Metric("rowcast_ring_used_bytes", "gauge", ("direction",), "Bytes in use in the ring that this process writes.", BOTH),
     Metric("rowcast_ring_size_bytes", "gauge", ("direction",), "Bytes of the ring that this process writes.", BOTH),
     Metric("rowcast_last_progress_timestamp_seconds", "gauge", (), "Unix time of the last completed step, or of the start.", BOTH),
+    Metric("rowcast_frames_refused_total", "counter", (), "Messages and callers turned away: not allowed, not known or not whole.", BOTH),
     Metric("rowcast_depth_steps", "gauge", (), "Steps whose rows may be in flight.", PREFETCHER),
     Metric("rowcast_in_flight_steps", "gauge", (), "Steps sent whose StepDone has not come.", PREFETCHER),
     Metric("rowcast_horizon_batches", "gauge", (), "Batches of ids that a plan looks ahead.", PREFETCHER),

@@ -18,6 +18,7 @@ class InprocLink:
     def __init__(self, inbox: deque[tuple[bytes, Payload]], on_receive: Callable[[], None]) -> None:
         self.last_received_s: float | None = None  # monotonic clock
         self.closed = False
+        self.refused = 0  # there are no strangers
         self._inbox = inbox
         self._on_receive = on_receive
         self._other: InprocLink = self

@@ -15,6 +15,10 @@ Payload = tuple[memoryview, ...]  # the bytes in order; empty where there are no
 class Link(Protocol):
     """One end of a conversation. `send` and `receive` are called from any one thread each."""
 
+    @property
+    def refused(self) -> int:
+        """Frames of strangers, and callers who never got in."""
+
     def send(self, frame: bytes, payload: memoryview | None = None) -> None:
         """Queues one frame. Never blocks: the conversation's credits bound what can be outstanding.
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from protocol.messages import AnyMessage, Bye, Envelope
+from protocol.messages import AnyMessage, Bye, Envelope, Welcome
 from protocol.session import PREFETCHER, TRAINER, Role, Session, State
 from tests.protocol import samples
 from tests.protocol.test_session import WHOLE_RUN, Said, greeting, make_pair, other, say
@@ -52,7 +52,7 @@ def numbered(session: Session, message: AnyMessage) -> bytes:
     """The frame of a message as this end expects its next one; the message itself may be wrong."""
     values = vars(session)
     incarnation = session.incarnation if values["_peer_knows_incarnation"] and session.incarnation else 0
-    incarnation = message.incarnation if isinstance(message, samples.Welcome) else incarnation
+    incarnation = message.incarnation if isinstance(message, Welcome) else incarnation
     return msgspec.msgpack.encode(Envelope(incarnation=incarnation, sequence=values["_num_received"], message=message))
 
 

@@ -12,8 +12,8 @@ decode: Callable[[bytes], Any] = msgspec.msgpack.decode
 
 NUMBERS = (0, -1, 1, 2**20, 2**31, 2**40, 2**62 - 1, 2**62, 2**63 - 1, -(2**63), 2**64 - 1, 0.0, 0.5, 1e308, math.nan, math.inf, -math.inf)
 TEXTS = ("", "x", "x" * 5000, "\x1b[2J\x07", "é" * 40, "0.slots", b"", b"\0" * 63, b"\xff" * 64)
-NESTED = [[[[[[[[]]]]]]]]
-OTHERS = (None, True, False, [], {}, NESTED, [0] * 5000, [None], {"type": "Bye"}, {"": 0}, [[0, 0, {"type": "Bye"}]])
+NESTED: list[Any] = [[[[[[[[]]]]]]]]
+OTHERS: tuple[Any, ...] = (None, True, False, [], {}, NESTED, [0] * 5000, [None], {"type": "Bye"}, {"": 0}, [[0, 0, {"type": "Bye"}]])
 HEADERS = tuple(  # that claim more than is there: arrays, maps, strings, bins, and extensions
     bytes.fromhex(head) for head in ("dcffff", "ddffffffff", "deffff", "dfffffffff", "dbffffffff", "c6ffffffff", "c9ffffffff01", "d9ff", "c7ff01")
 )

@@ -11,7 +11,6 @@ from protocol.messages import (
     ArraySpan,
     Bye,
     DensePiece,
-    EndOfData,
     Flush,
     GroupHeader,
     PlanHeader,
@@ -118,9 +117,9 @@ class Talk:
         cut = self.draw(st.sampled_from((0, 64, 192)))
         spans = [ArraySpan(offset=0, nbytes=cut), ArraySpan(offset=cut, nbytes=256 - cut)][0 if cut else 1 :]
         rows = spans_of(fetch)
-        own = [(rows, None)] if rows and self.draw(st.booleans()) else []
         parts: list[tuple[list[RowSpan], ArraySpan | None]] = [([], span) for span in spans]
-        parts = [*parts, *own] if own else [*parts[:-1], (rows, spans[-1])]
+        behind = bool(rows) and self.draw(st.booleans())
+        parts = [*parts, (rows, None)] if behind else [*parts[:-1], (rows, spans[-1])]
         for piece, (part, span) in enumerate(parts):
             yield StepReady(
                 step=self.next_step,
@@ -232,7 +231,6 @@ BREACHES: tuple[Breach, ...] = (
     field_breach((Flush,), "barrier", lambda n: n + 2**40, "barrier .* is beyond 2.40"),
     field_breach((RowsBack, RowChecksums, StepDone), "step", lambda n: n + 1, "step"),
     field_breach((RowsBack, RowChecksums, Saved), "barrier", lambda n: n + 1, "barrier"),
-    field_breach((EndOfData,), "last_step", lambda n: n + 1, "the end of data follows step"),
     field_breach(PIECES, "piece", lambda n: n + 1, "piece"),
     field_breach((RowsBack,), "piece", lambda n: n + 1, "piece"),
     field_breach(PIECES, "num_pieces", lambda n: 0, "does not exist"),

@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from protocol.errors import RemoteProtocolError
-from protocol.messages import AnyMessage, Envelope, RowsBack, StepReady
+from protocol.messages import AnyMessage, Envelope, RowsBack, StepReady, Welcome
 from protocol.session import PREFETCHER, ROLES, TABLE, TRAINER, Session, State, event_of
 from tests.counts import count
 from tests.hostile.ends import numbered, remembered
@@ -16,17 +16,21 @@ from tests.hostile.talk import BREACHES, Said, conversations
 from tests.protocol import samples
 from tests.protocol.test_session import Pair, make_pair, other, say
 
-NUM_CONVERSATIONS = 40
+NUM_WHOLE, NUM_BROKEN, NUM_OUT_OF_TURN = count(60, 1_000), count(150, 2_500), count(90, 1_500)
 WORDS_A_STEP = 80  # that a session remembers
 WORDS = 150  # without steps; a barrier's included
-given_often = settings(max_examples=NUM_CONVERSATIONS, deadline=None, suppress_health_check=list(HealthCheck), database=None)
+pytestmark = pytest.mark.timeout(count(300, 1800))
+
+
+def times(number: int) -> settings:
+    return settings(max_examples=number, deadline=None, suppress_health_check=list(HealthCheck), database=None)
 
 
 def depth_of(said: list[Said]) -> int:
-    return next(message.depth for _, message in said if isinstance(message, samples.Welcome))
+    return next(message.depth for _, message in said if isinstance(message, Welcome))
 
 
-@given_often
+@times(NUM_WHOLE)
 @given(conversations())
 def test_a_valid_conversation_passes_and_is_remembered_within_a_bound(said: list[Said]) -> None:
     pair, bound = make_pair(), WORDS + WORDS_A_STEP * (depth_of(said) + 1)
@@ -44,7 +48,7 @@ def refuse(session: Session, frame: bytes, sentence: str) -> None:
     assert remembered(session) == before
 
 
-@given_often
+@times(NUM_BROKEN)
 @given(conversations(), st.data())
 def test_one_breach_is_refused_by_name_and_the_unbroken_conversation_goes_on(said: list[Said], data: st.DataObject) -> None:
     breach = data.draw(st.sampled_from(BREACHES), label="breach")
@@ -61,7 +65,7 @@ def test_one_breach_is_refused_by_name_and_the_unbroken_conversation_goes_on(sai
     say(pair, *said[place:])
 
 
-@given_often
+@times(NUM_OUT_OF_TURN)
 @given(conversations(), st.data())
 def test_a_frame_out_of_turn_is_refused_by_name_and_the_unbroken_conversation_goes_on(said: list[Said], data: st.DataObject) -> None:
     place = data.draw(st.integers(2, len(said) - 1), label="place")
@@ -91,19 +95,19 @@ def test_a_trainer_that_is_sent_steps_without_end_remembers_no_more_than_depth_a
     session = Session(TRAINER)
     session.encode(samples.hello())
     session.decode(numbered(session, samples.welcome(3, depth)))
-    for step in range(depth + 1):
+    for step in range(1, depth + 2):
         session.decode(numbered(session, samples.step_ready(step)))
     size = len(remembered(session))
     assert size <= WORDS + WORDS_A_STEP * (depth + 1)
-    for step in range(depth + 1, depth + 1000):
-        refuse(session, numbered(session, samples.step_ready(step)), f"before step 0 was done, at depth {depth}|instead of")
+    for step in range(depth + 2, depth + 1000):
+        refuse(session, numbered(session, samples.step_ready(step)), f"before step 1 was done, at depth {depth}|instead of")
     assert len(remembered(session)) == size
 
 
 def test_pieces_that_bring_nothing_are_refused_so_that_nobody_is_kept_busy_by_them() -> None:
     pair = make_pair()
-    empty = RowsBack(step=0, barrier=None, piece=0, last=False, payload=None, rows=())
-    say(pair, (TRAINER, samples.hello()), (PREFETCHER, samples.welcome(3)), (PREFETCHER, samples.step_pieces(0)[0]))
+    empty = RowsBack(step=1, barrier=None, piece=0, last=False, payload=None, rows=())
+    say(pair, (TRAINER, samples.hello()), (PREFETCHER, samples.welcome(3)), (PREFETCHER, samples.step_pieces(1)[0]))
     refuse(pair[PREFETCHER], numbered(pair[PREFETCHER], empty), "piece 0 of rows came home without any")
-    nothing = StepReady(step=0, piece=1, num_pieces=3, plan=None, payload=None, arrays=None, rows=())
+    nothing = StepReady(step=1, piece=1, num_pieces=3, plan=None, payload=None, arrays=None, rows=())
     refuse(pair[TRAINER], numbered(pair[TRAINER], nothing), "piece 1 of 3 brings nothing")

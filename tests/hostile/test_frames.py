@@ -94,6 +94,7 @@ def test_the_second_check_takes_every_real_frame() -> None:
     assert all(decoded(frame) is not None for frame in FRAMES)
 
 
+@pytest.mark.timeout(count(300, 2400))
 def test_mutated_frames_are_taken_whole_or_refused_and_leave_nothing_behind() -> None:
     listener = Listener(Random(5))
     early = 0

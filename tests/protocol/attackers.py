@@ -7,7 +7,7 @@ from random import Random
 
 from protocol.transport.zmq_socket import MAX_MESSAGE_BYTES
 
-COMMAND, LONG_COMMAND, LONG_MESSAGE = 0x04, 0x06, 0x02  # flags of a ZMTP frame
+COMMAND, LONG_COMMAND, LONG_MESSAGE, LONG_PART = 0x04, 0x06, 0x02, 0x03  # flags of a ZMTP frame; a part has more behind it
 
 
 def greeting(mechanism: bytes = b"CURVE", version: bytes = b"\x03\x01") -> bytes:
@@ -18,6 +18,12 @@ def greeting(mechanism: bytes = b"CURVE", version: bytes = b"\x03\x01") -> bytes
 def long_frame(flags: int, nbytes: int) -> bytes:
     """The head of a frame that says it has `nbytes`."""
     return bytes([flags]) + nbytes.to_bytes(8, "big")
+
+
+def ready(socket_type: bytes) -> bytes:
+    """What a handshake without keys ends with."""
+    command = b"\x05READY\x0bSocket-Type" + len(socket_type).to_bytes(4, "big") + socket_type
+    return bytes([COMMAND, len(command)]) + command
 
 
 def hello(chance: Random) -> bytes:
@@ -47,8 +53,7 @@ def forged_hello(chance: Random) -> bytes:
 
 def no_mechanism(chance: Random) -> bytes:
     """As a trainer of a time before there were keys: a whole handshake, and a message."""
-    ready = b"\x05READY\x0bSocket-Type\x00\x00\x00\x06DEALER"
-    return greeting(b"NULL") + bytes([COMMAND, len(ready)]) + ready + b"\x00\x05hello"
+    return greeting(b"NULL") + ready(b"DEALER") + b"\x00\x05hello"
 
 
 def old_version(chance: Random) -> bytes:

@@ -1,6 +1,7 @@
 """Callers without a key beside a run that goes on: nothing of theirs is heard, and they cost neither memory nor descriptors for long."""
 
 import os
+import socket
 import threading
 import time
 from collections import deque
@@ -18,13 +19,12 @@ from protocol.codec import encode
 from protocol.errors import RemoteProtocolError
 from protocol.messages import Bye, Envelope
 from protocol.transport import backlog, doors, zmq_link
-from protocol.transport.doors import CurveWay
 from protocol.transport.endpoint import socket_path
 from protocol.transport.refusals import Refusals
 from protocol.transport.zmq_link import ZmqLink
-from protocol.transport.zmq_socket import MAX_CONNECTIONS, MAX_MESSAGE_BYTES
+from protocol.transport.zmq_socket import MAX_CONNECTIONS, MAX_MESSAGE_BYTES, Dealer, Router
 from tests.counts import count
-from tests.protocol.attackers import KINDS, Attacker
+from tests.protocol.attackers import KINDS, LONG_PART, Attacker, greeting, long_frame, ready
 from tests.protocol.mirrors import End, exchange, make_end
 from tests.protocol.peer import GREETING, Bell, receive
 from tests.protocol.samples import hello
@@ -195,24 +195,46 @@ def test_a_peer_that_sends_faster_than_it_is_read_ends_the_run_and_not_the_memor
             prefetcher.receive()
 
 
-def send_without_end(socket: "zmq.Socket[bytes]", done: Callable[[], bool]) -> None:
-    part = b"x" * 2**18
+class OpenDoor(doors.CurveDoor):
+    """Without keys: libzmq itself sends no part of a message before its last, so that a hostile caller is made of bytes, which the tests
+    cannot encrypt."""
+
+    sockets = ()
+
+    def open(self) -> None:
+        pass
+
+    def bind(self, context: doors.Context, socket: "zmq.Socket[bytes]") -> None:
+        socket.bind(self._endpoint)
+
+
+class OpenWay(doors.CurveWay):
+    def prepare(self, socket: "zmq.Socket[bytes]") -> None:
+        pass
+
+
+def send_without_end(connection: socket.socket, done: Callable[[], bool]) -> None:
+    connection.sendall(greeting(b"NULL") + ready(b"DEALER"))
+    connection.setblocking(False)
+    rest = part = long_frame(LONG_PART, 2**18) + bytes(2**18)
     while not done():
-        with suppress(zmq.Again):
-            socket.send(part, zmq.SNDMORE | zmq.NOBLOCK)
+        with suppress(BlockingIOError, ConnectionError):
+            rest = rest[connection.send(rest) :] or part
 
 
-def test_a_caller_with_a_key_whose_message_has_no_end_is_cut_off_and_the_run_goes_on(run: TcpRun, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_caller_whose_message_has_no_end_is_cut_off_and_the_run_goes_on(run: TcpRun, monkeypatch: pytest.MonkeyPatch) -> None:
     shrink(monkeypatch)
-    bell = Bell()
-    with run.prefetcher(bell) as prefetcher, run.trainer(bell) as trainer, zmq.Context() as context:
+    bell, refusals, limit_bytes = Bell(), Refusals(), 2 * 2**20
+    router = Router(OpenDoor(run.endpoint, run.keys, refusals), refusals, limit_bytes)
+    dealer = Dealer(OpenWay(run.endpoint, run.keys), refusals, limit_bytes)
+    with (
+        ZmqLink(router, bell.ring, refusals, limit_bytes) as prefetcher,
+        ZmqLink(dealer, bell.ring, refusals, limit_bytes) as trainer,
+        socket.create_connection(("127.0.0.1", run.port)) as hoarder,
+    ):
         run.greet(trainer, prefetcher, bell)
-        with context.socket(zmq.DEALER) as hoarder:
-            CurveWay(run.endpoint, run.keys).prepare(hoarder)
-            hoarder.linger, hoarder.sndhwm = 0, 1
-            hoarder.connect(run.endpoint)
-            before_bytes = resident_bytes()
-            send_without_end(hoarder, lambda: prefetcher.refused > 0)
+        before_bytes = resident_bytes()
+        send_without_end(hoarder, lambda: refusals.count > 0)
         converse((make_end(prefetcher, RING_BYTES), make_end(trainer, RING_BYTES)), Random(1))
         assert not prefetcher.peer_gone
         wait_for(lambda: resident_bytes() - before_bytes < GROWTH_BYTES)
@@ -220,24 +242,16 @@ def test_a_caller_with_a_key_whose_message_has_no_end_is_cut_off_and_the_run_goe
 
 def test_a_prefetcher_whose_message_has_no_end_ends_the_trainer(run: TcpRun, monkeypatch: pytest.MonkeyPatch) -> None:
     shrink(monkeypatch)
-    door = doors.CurveDoor(run.endpoint, run.keys, Refusals())
-    with zmq.Context() as context, context.socket(zmq.ROUTER) as hostile:
-        hostile.linger = 0
-        door.bind(context, hostile)
-        with run.trainer(Bell()) as trainer:
-            trainer.send(GREETING)
-            while not hostile.poll(10):
-                door.answer()
-            hostile.send(hostile.recv_multipart()[0], zmq.SNDMORE)
-            send_without_end(hostile, lambda: not trainer._thread.is_alive())
-            with pytest.raises(RemoteProtocolError, match="the prefetcher sent a message without end"):
-                trainer.receive()
-        for socket in door.sockets:
-            socket.close(linger=0)
+    dealer = Dealer(OpenWay(run.endpoint, run.keys), Refusals(), 2**20)
+    with socket.create_server(("127.0.0.1", run.port)) as hostile, ZmqLink(dealer, lambda: None, Refusals(), 2**20) as trainer:
+        connection, _ = hostile.accept()
+        with connection:
+            send_without_end(connection, lambda: not trainer._thread.is_alive())
+        with pytest.raises(RemoteProtocolError, match="the prefetcher sent a message without end"):
+            trainer.receive()
 
 
 def shrink(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that the tests are quick."""
     monkeypatch.setattr(zmq_link, "CHECK_MS", 20)
-    monkeypatch.setattr(zmq_link, "INBOX_BYTES", 2**20)
     monkeypatch.setattr(backlog, "SLACK_BYTES", 8 * 2**20)

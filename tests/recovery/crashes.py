@@ -52,6 +52,7 @@ def called(package: str) -> list[str]:
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "crash_point":
                 [argument] = node.args
                 assert isinstance(argument, ast.Constant), f"{file}: a crash point is named where it is called"
+                assert isinstance(argument.value, str)
                 names.append(argument.value)
     return names
 

@@ -102,7 +102,8 @@ class Both:
         while rounds < SWEEPS:
             rounds = 0 if any(link.delays for link in self.links.values()) else rounds + 1
             in_turn = self._chance.sample(stages, len(stages))
-            if any([self._advance(side, stage) for side, stage in in_turn]) or condition():
+            progress = [self._advance(side, stage) for side, stage in in_turn]  # all of them, also behind one that could
+            if any(progress) or condition():
                 return True
         return False
 

@@ -11,7 +11,6 @@ is what a person does who sees a process end: start both again. Raises LifeFaile
 """
 
 import random
-import shutil
 import tempfile
 from collections import Counter
 from collections.abc import Callable
@@ -19,27 +18,25 @@ from contextlib import suppress
 from pathlib import Path
 
 import msgspec
-import numpy as np
 import structlog.testing
-import torch
 
-from prefetcher.checkpoints.folder import Checkpoints
 from prefetcher.tables import Tables
-from protocol.errors import DataError, RemoteProtocolError, RowcastError
+from protocol.errors import RemoteProtocolError, RowcastError
 from protocol.manifest import Manifest
 from protocol.process import tell_peer
 from protocol.tables import group_specs
 from tests.driver import InProcessRun, Past, Settings, table_state
 from tests.simulation.both import NOTICED_WITHIN, Both, Failed, Happened, Side, Stuck
-from tests.simulation.disk import SimulatedDisk
 from tests.simulation.faults import Event, Faults, draw_faults
-from tests.simulation.link import Arrival, FaultyLink, faulty_pair
+from tests.simulation.link import Arrival, faulty_pair
+from tests.simulation.promises import LifeFailed, check_run, check_state
 from tests.simulation.scenario import Scenario, draw_scenario, reference
+from tests.simulation.storage import Storage
 
 Say = Callable[[str], None]
 FIRST_INCARNATION = 100
 MAX_SETTLING = 100_000  # advances of the writer
-DISK_SENTENCES = ("the checkpoint could not be written", "an old checkpoint could not be removed")
+ROT_SHARE = 0.08  # of the deaths of a prefetcher
 OTHER_SIDE: dict[Side, Side] = {"prefetcher": "trainer", "trainer": "prefetcher"}
 GONE: dict[Event, tuple[Side, ...]] = {
     "kill trainer": ("trainer",),
@@ -50,22 +47,8 @@ GONE: dict[Event, tuple[Side, ...]] = {
 }
 
 
-class LifeFailed(AssertionError):
-    """What rowcast promises did not hold."""
-
-
 class PrefetcherDied(Exception):
     """It was killed, or a disk error ended it, while it cleared up."""
-
-
-class Damages:
-    """A log that keeps what it is told of damaged checkpoints."""
-
-    def __init__(self) -> None:
-        self.found: list[str] = []
-
-    def warning(self, event: str, /, **fields: object) -> None:
-        self.found.append(f"{event}: {fields}")
 
 
 class Life:
@@ -73,10 +56,8 @@ class Life:
         self.chance = random.Random(seed)
         self.scenario: Scenario = draw_scenario(self.chance)
         self.say = say
-        self.run_dir, self.table_dir = folder / "run", folder / "tables"
-        self.run_dir.mkdir()
-        self.disk = SimulatedDisk(self.run_dir)
-        self.checkpoints = Checkpoints(self.run_dir, self.disk)
+        self.table_dir = folder / "tables"
+        self.storage = Storage(folder / "run", say)
         self.job = self.scenario.job
         self.groups = group_specs(self.job)
         self.reference = reference(self.scenario.work)
@@ -84,8 +65,6 @@ class Life:
         self.incarnation = FIRST_INCARNATION
         self.tables: Tables | None = None  # of a prefetcher that lives
         self.newest: Manifest | None = None  # known to a prefetcher that lives
-        self.durable_step = 0  # of the newest checkpoint that was known to be whole
-        self.rotten = False  # a file was damaged where it lay
         self.ended = False
         self.happened: Counter[str] = Counter()
         self.earlier: tuple[list[Arrival], list[Arrival]] = ([], [])
@@ -123,14 +102,14 @@ class Life:
         for link, fault in zip(both.links.values(), faults.frames, strict=True):
             if fault is not None and len(link.arrived) > fault.at:
                 self.happened.update([fault.kind, "frame"])
-        self.happened["disk"] += self.disk.failed is not None
+        self.happened["disk"] += self.storage.disk.failed is not None
 
     # beginning
 
     def _begin(self, faults: Faults) -> Both:
-        self.disk.plan(faults.disk)
+        self.storage.disk.plan(faults.disk)
         if self.tables is None:
-            self.newest = self._find_newest()
+            self.newest = self.storage.find_newest()
             self.tables = self._new_tables()
         self.tables.restore(self.newest)
         self.say(f"incarnation {self.incarnation} from step {0 if self.newest is None else self.newest.position.step}; planned: {faults}")
@@ -146,7 +125,7 @@ class Life:
             mirrored=scenario.mirrored,
             links=lambda: links,
         )
-        past = Past(checkpoints=self.checkpoints, newest=self.newest, stores=self.tables.stores)
+        past = Past(checkpoints=self.storage.checkpoints, newest=self.newest, stores=self.tables.stores)
         run = InProcessRun(self.job, self.reference.batches, settings, past)
         return Both(run, links, self.chance, faults.happening)
 
@@ -154,26 +133,7 @@ class Life:
         """Only this job names the scratch folder: what a seed does must not depend on where it runs."""
         path = str(self.table_dir) if self.scenario.store == "mapped" else None
         job = msgspec.structs.replace(self.job, store=msgspec.structs.replace(self.job.store, kind=self.scenario.store, path=path))
-        return Tables(job, self.groups, self.checkpoints, self.incarnation)
-
-    def _find_newest(self) -> Manifest | None:
-        damages = Damages()
-        try:
-            newest = self.checkpoints.newest_valid(damages)
-        except DataError as error:
-            if not self.rotten:
-                raise LifeFailed(f"no checkpoint is whole, but none was damaged: {error}") from error
-            self.say("no checkpoint is whole: the run begins anew")
-            shutil.rmtree(self.run_dir / "checkpoints")
-            self.disk.assume_durable()
-            self.durable_step = 0
-            return None
-        if damages.found and not self.rotten:
-            raise LifeFailed(f"a crash left a damaged checkpoint: {damages.found}")
-        step = 0 if newest is None else newest.position.step
-        if step < self.durable_step:
-            raise LifeFailed(f"the newest checkpoint is that of step {step}, but the one of step {self.durable_step} was durable")
-        return newest
+        return Tables(job, self.groups, self.storage.checkpoints, self.incarnation)
 
     # ends
 
@@ -183,7 +143,7 @@ class Life:
         if len(gone) == 2:
             self._prefetcher_dies(both)
             if event == "power loss":
-                self.disk.lose_power(self.chance)
+                self.storage.disk.lose_power(self.chance)
             return
         if "prefetcher" in gone:
             self._linger(both, "trainer")
@@ -226,12 +186,9 @@ class Life:
         """Raises where nothing that was planned allows this error."""
         error = failed.error
         refused = type(error) is RemoteProtocolError and both.links[failed.side].must_refuse
-        disk_failed = failed.side == "prefetcher" and self._is_of_disk(error)
+        disk_failed = failed.side == "prefetcher" and self.storage.failed_with(error)
         if not refused and not disk_failed:
             raise LifeFailed(f"nothing that happened allows this: {failed}") from error
-
-    def _is_of_disk(self, error: Exception) -> bool:
-        return type(error) is RowcastError and self.disk.failed is not None and any(part in str(error) for part in DISK_SENTENCES)
 
     def _stuck(self, both: Both, faults: Faults) -> None:
         """Both wait for a frame that never comes, until `transport.stall_timeout`."""
@@ -251,7 +208,7 @@ class Life:
         except PrefetcherDied:
             self._prefetcher_dies(both)
             return
-        self.durable_step = self._durable(both)
+        self.storage.is_durable(both.writer.newest)
         if not self.scenario.peers_wait:
             self._prefetcher_dies(both)
 
@@ -273,7 +230,7 @@ class Life:
                 both.writer.advance()
             except RowcastError as error:
                 self.say(f"while a checkpoint was completed: {error}")
-                if not self._is_of_disk(error):
+                if not self.storage.failed_with(error):
                     raise LifeFailed(f"nothing that happened allows this: {error}") from error
                 raise PrefetcherDied from None
         raise LifeFailed(f"the writer is busy after {MAX_SETTLING} advances")
@@ -281,41 +238,11 @@ class Life:
     def _prefetcher_dies(self, both: Both) -> None:
         """Its memory is gone. A mapped table file stays, and says that it was not closed."""
         assert self.tables is not None
-        self.durable_step = self._durable(both)
+        self.storage.is_durable(both.writer.newest)
         self.tables.close()
         self.tables = self.newest = None
-        if self.chance.random() < 0.08 and not self.rotten:
-            self._rot()
-
-    def _durable(self, both: Both) -> int:
-        newest = both.writer.newest
-        return max(self.durable_step, 0 if newest is None else newest.position.step)
-
-    def _rot(self) -> None:
-        """A bit of some file flips where it lies; the newest checkpoint without that file is the one to go on from."""
-        files = sorted(path for path in self.run_dir.rglob("*") if path.is_file())
-        if not files:
-            return
-        path = self.chance.choice(files)
-        names = [name for name in self.checkpoints.candidates() if not self._names(name, path)]
-        content = bytearray(path.read_bytes())
-        if not content:
-            return
-        content[self.chance.randrange(len(content))] ^= 1 << self.chance.randrange(8)
-        path.write_bytes(content)
-        self.disk.assume_durable()
-        self.rotten = True
-        self.happened["rot"] += 1
-        self.say(f"a bit of {path.relative_to(self.run_dir)} flips; whole: {names}")
-        self.durable_step = self.checkpoints.load(names[0]).position.step if names else 0
-        found = self._find_newest()
-        if (found.name if found is not None else None) != (names[0] if names else None):
-            raise LifeFailed(f"{found and found.name} is taken for the newest whole checkpoint, not {names[:1]}")
-
-    def _names(self, checkpoint: str, path: Path) -> bool:
-        manifest = self.checkpoints.load(checkpoint)
-        own = {f"{checkpoint}/manifest.json", *(file.file for file in manifest.files)}
-        return str(path.relative_to(self.checkpoints.root)) in own
+        if self.chance.random() < ROT_SHARE:
+            self.happened["rot"] += self.storage.rot(self.chance)
 
     # the end of a run
 
@@ -328,9 +255,9 @@ class Life:
         self.say(f"{'finished' if finished else 'stopped in order'} at advance {both.number}")
         self.newest = both.writer.newest
         if finished:
-            self._check_bits(run)
+            check_run(run, self.reference)
         tables.close(at=self.newest)
-        self.durable_step = self._durable(both)
+        self.storage.is_durable(both.writer.newest)
         self.tables = None
         if finished:
             self._check_checkpoint()
@@ -340,32 +267,19 @@ class Life:
         for side, link in both.links.items():
             if link.must_refuse:
                 raise LifeFailed(f"the {side} has accepted a broken frame")
-        if self.disk.failed is not None:
-            raise LifeFailed(f"the disk failed at {self.disk.failed}, and nobody has said so")
-
-    def _check_bits(self, run: InProcessRun) -> None:
-        wanted = self.reference
-        if np.array(run.results.losses, np.float32).tobytes() != wanted.losses:
-            raise LifeFailed("losses differ from the plain loop's")
-        if run.results.evaluations != wanted.evaluations:
-            raise LifeFailed(f"evaluations {run.results.evaluations} differ from {wanted.evaluations}")
-        self._check_state(run.state(), "after the run")
+        if self.storage.disk.failed is not None:
+            raise LifeFailed(f"the disk failed at {self.storage.disk.failed}, and nobody has said so")
 
     def _check_checkpoint(self) -> None:
         """The last checkpoint on the disk holds the same rows, in a store that was opened anew."""
-        newest = self._find_newest()
+        newest = self.storage.find_newest()
         if newest is None or not newest.finished:
             raise LifeFailed(f"the run ended, but its newest checkpoint is {newest}")
         tables = self._new_tables()
         tables.restore(newest)
         for group, store in zip(self.groups, tables.stores, strict=True):
-            self._check_state(table_state(group, store, self.job.job.seed), "of the last checkpoint")
+            check_state(table_state(group, store, self.job.job.seed), self.reference, "of the last checkpoint")
         tables.close()
-
-    def _check_state(self, state: dict[str, torch.Tensor], where: str) -> None:
-        for name, tensor in state.items():
-            if not torch.equal(tensor.view(torch.int32), self.reference.state[name].contiguous().view(torch.int32)):
-                raise LifeFailed(f"{name} {where} differs from the plain loop's")
 
 
 def run_life(seed: int, say: Say = lambda text: None) -> Life:
@@ -388,4 +302,4 @@ def run_life(seed: int, say: Say = lambda text: None) -> Life:
     return life
 
 
-__all__ = ["FaultyLink", "Life", "LifeFailed", "run_life"]
+__all__ = ["Life", "LifeFailed", "run_life"]

@@ -56,7 +56,8 @@ class Scenario:
         job = self.job
         return (
             f"{self.work.optimizer} and {self.work.dense_optimizer}, bags {self.work.bags}, dropout {self.work.drops_out}, "
-            f"depth {job.lookahead.depth}, horizon {job.lookahead.horizon}, checkpoint every {job.checkpoint.every} keep {job.checkpoint.keep}, "
+            f"depth {job.lookahead.depth}, horizon {job.lookahead.horizon}, "
+            f"checkpoint every {job.checkpoint.every} keep {job.checkpoint.keep}, "
             f"{self.slots} slots, rings of {self.ring_bytes}, late store {self.late_store}, seeded streams {self.seeded_streams}, "
             f"mirrored {self.mirrored}, store {self.store}, peers wait {self.peers_wait}"
         )
@@ -79,9 +80,7 @@ def draw_scenario(chance: random.Random) -> Scenario:
         bags=chance.choice(BAGS),
         drops_out=chance.random() < 0.5,
     )
-    job = work.job(
-        depth=chance.choice([1, 2, 4]), horizon=chance.choice([1, 8, 64]), every=chance.randint(1, 5), keep=chance.randint(1, 3)
-    )
+    job = work.job(depth=chance.choice([1, 2, 4]), horizon=chance.choice([1, 8, 64]), every=chance.randint(1, 5), keep=chance.randint(1, 3))
     return Scenario(
         work=work,
         job=job,

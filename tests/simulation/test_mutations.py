@@ -92,11 +92,16 @@ BREAKS: tuple[Break, ...] = (
 @pytest.mark.parametrize("break_it", BREAKS, ids=lambda break_it: break_it.__name__)
 def test_a_life_fails_when_something_is_broken(break_it: Break, monkeypatch: pytest.MonkeyPatch) -> None:
     break_it(monkeypatch)
-    for seed in range(count(40, 1000)):
+    failure = first_failure(count(40, 1000))
+    assert failure is not None, f"no seed noticed: {break_it.__name__}"
+    assert "tests.simulation.replay" in str(failure)
+    assert isinstance(failure.__cause__, AssertionError), "what was broken does not even run"
+
+
+def first_failure(num_seeds: int) -> LifeFailed | None:
+    for seed in range(num_seeds):
         try:
             run_life(seed)
         except LifeFailed as failure:
-            assert f"tests.simulation.replay {seed}" in str(failure)
-            assert isinstance(failure.__cause__, AssertionError), "what was broken does not even run"
-            return
-    pytest.fail(f"no seed noticed: {break_it.__name__}")
+            return failure
+    return None

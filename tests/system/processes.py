@@ -26,10 +26,11 @@ from prometheus_client.parser import text_string_to_metric_families
 from protocol.manifest import Manifest, newest_checkpoint, read_manifest
 from protocol.transport.endpoint import socket_path
 
-Name = Literal["prefetcher", "trainer", "local", "export", "simulate"]
+Name = Literal["prefetcher", "trainer", "eval", "local", "export", "simulate"]
 COMMANDS: dict[Name, list[str]] = {
     "prefetcher": ["-m", "prefetcher", "run"],
     "trainer": ["-m", "trainer", "run"],
+    "eval": ["-m", "trainer", "eval"],
     "local": ["-m", "deploy.local"],
     "export": ["-m", "prefetcher", "export"],
     "simulate": ["-m", "prefetcher", "simulate"],
@@ -257,6 +258,13 @@ class Session:
         """Ends one of `children` at once."""
         assert pid in self._alive(), f"process {pid} is not ours"
         os.kill(pid, signal.SIGKILL)
+
+    def until_alone(self, timeout_s: float) -> None:
+        """Waits until no process of this session runs, also none that was started by another."""
+        deadline_s = time.monotonic() + timeout_s
+        while alive := self._alive():
+            assert time.monotonic() < deadline_s, f"processes {sorted(alive)} still run after {timeout_s:g} s"
+            time.sleep(POLL_S)
 
     def remains(self, *, killed: bool = False) -> list[str]:
         """What the processes have left although all of them have ended: processes, rings, and sockets unless a prefetcher was killed,

@@ -110,6 +110,7 @@ def prefetcher_gauges() -> PrefetcherGauges:
         queue_depth=lambda queue: depths[queue],
         ring_used_bytes=lambda: 4096,
         ring_size_bytes=2**20,
+        frames_refused=lambda: 0,
         depth=4,
         in_flight_steps=lambda: 3,
         horizon=lambda: 64,
@@ -121,4 +122,6 @@ def prefetcher_gauges() -> PrefetcherGauges:
 
 def trainer_gauges() -> TrainerGauges:
     depths = {"steps": 2, "rows_back": 1}
-    return TrainerGauges(queue_depth=lambda queue: depths[queue], ring_used_bytes=lambda: 2048, ring_size_bytes=lambda: 2**20)
+    return TrainerGauges(
+        queue_depth=lambda queue: depths[queue], ring_used_bytes=lambda: 2048, ring_size_bytes=lambda: 2**20, frames_refused=lambda: 0
+    )

@@ -1,0 +1,337 @@
+"""A peer that speaks well for a while and then lies once: the other side ends with one sentence, and with no other exception."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from random import Random
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+import xxhash
+from safetensors.torch import load, save
+
+from prefetcher.checkpoints.folder import Checkpoints
+from protocol.codec import encode
+from protocol.disk import RealDisk
+from protocol.errors import RemoteProtocolError, RowcastError
+from protocol.messages import (
+    AnyMessage,
+    ArraySpec,
+    Envelope,
+    Flush,
+    PlanHeader,
+    Released,
+    Restore,
+    RingRef,
+    RowsBack,
+    Saved,
+    StepDone,
+    StepReady,
+)
+from protocol.session import PREFETCHER, ROLES, TRAINER, Role
+from protocol.telemetry.logs import get_logger
+from tests.counts import count
+from tests.driver import Past, StuckError
+from tests.hostile.mutate import Mutator
+from tests.hostile.peers import Bytes, HostileRun, Lie, array_of
+from tests.protocol.samples import every_message
+from tests.workloads import Bags
+
+NUM_MUTATED_RUNS = count(30, 600)
+change = msgspec.structs.replace
+
+
+def in_array(name: str, write: Callable[["np.ndarray[tuple[int], np.dtype[np.int32]]"], None], kind: type = StepReady) -> Lie:
+    def lie(message: AnyMessage, content: Bytes) -> AnyMessage | None:
+        own = array_of(message, content, name) if isinstance(message, kind) else None
+        if own is None or len(own) < 2:
+            return None
+        write(own)
+        return message
+
+    return lie
+
+
+def at(place: int, value: int) -> Callable[["np.ndarray[tuple[int], np.dtype[np.int32]]"], None]:
+    return lambda array: array.__setitem__(place, value)
+
+
+def same(array: "np.ndarray[tuple[int], np.dtype[np.int32]]") -> None:
+    array[1] = array[0]
+
+
+def field_of(kind: type[AnyMessage], changed: Callable[[AnyMessage], AnyMessage | None]) -> Lie:
+    return lambda message, content: changed(message) if isinstance(message, kind) else None
+
+
+def in_plan(changed: Callable[[PlanHeader], PlanHeader]) -> Lie:
+    return field_of(StepReady, lambda m: change(m, plan=changed(m.plan)) if isinstance(m, StepReady) and m.plan else None)
+
+
+def in_group(**changes: Callable[[int], int]) -> Lie:
+    def changed(plan: PlanHeader) -> PlanHeader:
+        first = plan.groups[0]
+        return change(plan, groups=(change(first, **{name: of(getattr(first, name)) for name, of in changes.items()}), *plan.groups[1:]))
+
+    return in_plan(changed)
+
+
+def in_spec(array: str, **changes: object) -> Lie:
+    def changed(plan: PlanHeader) -> PlanHeader:
+        return change(plan, arrays=tuple(change(spec, **changes) if spec.name == array else spec for spec in plan.arrays))
+
+    return in_plan(changed)
+
+
+def in_ref(kind: type[AnyMessage], changed: Callable[[RingRef], RingRef]) -> Lie:
+    def lie(message: AnyMessage) -> AnyMessage | None:
+        ref = getattr(message, "payload", None)
+        return change(message, payload=changed(ref)) if isinstance(ref, RingRef) else None
+
+    return field_of(kind, lie)
+
+
+def moved(by: int) -> Callable[[RingRef], RingRef]:
+    return lambda ref: change(ref, position=ref.position + by, end=ref.end + by)
+
+
+def in_rows(kind: type[AnyMessage], place: int, **changes: object) -> Lie:
+    def lie(message: AnyMessage) -> AnyMessage | None:
+        rows = getattr(message, "rows", ())
+        if len(rows) <= abs(place):
+            return None
+        own = list(rows)
+        own[place] = change(own[place], **changes)
+        return change(message, rows=tuple(own))
+
+    return field_of(kind, lie)
+
+
+EXTRA = ArraySpec(name="extra", dtype="u1", shape=(), offset=0)
+PREFETCHER_LIES: dict[str, tuple[Lie, str]] = {
+    "a look-up far outside": (in_array("0.slots", at(3, 10**8)), "0.slots holds 100000000, which is not from 0 to"),
+    "a look-up one outside": (in_array("1.slots", lambda a: a.__setitem__(0, 2**31 - 1)), "1.slots holds 2147483647"),
+    "a negative look-up": (in_array("0.slots", at(-1, -1)), "0.slots holds -1"),
+    "an update outside": (in_array("0.unique_slots", at(0, 10**6)), "0.unique_slots holds 1000000"),
+    "an update twice": (in_array("1.unique_slots", same), "1.unique_slots names a slot twice"),
+    "a bag outside": (in_array("0.bag_order", at(5, 10**6)), "0.bag_order holds 1000000"),
+    "a negative bag": (in_array("0.bag_order", at(5, -(2**31))), "0.bag_order holds -2147483648"),
+    "segments that fall": (in_array("0.segment_offsets", at(1, 10**6)), "0.segment_offsets falls"),
+    "segments that end outside": (in_array("0.segment_offsets", at(-1, 10**6)), "0.segment_offsets goes from 0 to 1000000 instead of"),
+    "segments that begin inside": (in_array("1.segment_offsets", at(0, 1)), "1.segment_offsets goes from 1"),
+    "a fill outside": (in_array("0.fetch_slots", at(0, -5)), "0.fetch_slots holds -5"),
+    "a fill twice": (in_array("0.fetch_slots", same), "0.fetch_slots names a slot twice"),
+    "a victim outside": (in_array("0.evict_slots", at(0, 10**7)), "0.evict_slots are not the first of fetch_slots"),
+    "arrays of another type": (in_spec("0.slots", dtype="f4"), "array 0.slots should be i4"),
+    "arrays of another shape": (in_spec("labels", shape=(1,)), "array labels should be f4 .64,. at byte"),
+    "arrays over each other": (in_spec("labels", offset=0), "array labels should be"),
+    "arrays of another name": (in_spec("0.bag_order", name="0.bag"), "array 0.bag_order should be"),
+    "arrays too many": (in_plan(lambda plan: change(plan, arrays=(*plan.arrays, EXTRA))), "extra, u1 .. at byte 0, came"),
+    "arrays too few": (in_plan(lambda plan: change(plan, arrays=plan.arrays[:-1])), "and nothing came"),
+    "weights without their order": (
+        in_plan(lambda plan: change(plan, arrays=(*plan.arrays, change(EXTRA, name="0.weights")))),
+        "array 0.lookup_order should be",
+    ),
+    "a larger block": (in_plan(lambda plan: change(plan, arrays_bytes=2**50)), "rows came after .* of 1125899906842624 array bytes"),
+    "more look-ups": (in_group(num_lookups=lambda n: n + 1), "look-ups in .* bags of one"),
+    "look-ups without end": (in_group(num_lookups=lambda n: 2**40), "has 1099511627776 look-ups"),
+    "more rows than slots": (in_group(num_lookups=lambda n: 10**6, num_unique=lambda n: 10**6), "touches 1000000 rows of group 0, which has"),
+    "fewer rows": (in_group(num_unique=lambda n: n - 1), "unique_slots should be i4|rows are fetched for a batch of"),
+    "another batch size": (in_plan(lambda plan: change(plan, batch_size=63)), "look-ups in .* bags of one"),
+    "no batch": (in_plan(lambda plan: change(plan, batch_size=0)), "has an empty batch"),
+    "a batch without end": (in_plan(lambda plan: change(plan, batch_size=2**61)), "look-ups in|bags"),
+    "fewer groups": (in_plan(lambda plan: change(plan, groups=plan.groups[:1])), "has 1 groups instead of 2|rows of group 1 travel"),
+    "more groups": (in_plan(lambda plan: change(plan, groups=(*plan.groups, change(plan.groups[0], num_fetch=0, num_evict=0, num_dirty=0)))), "3 groups"),
+    "another train step": (in_plan(lambda plan: change(plan, kind="train", train_step=plan.train_step + 5)), "is train step .* instead of"),
+    "checksums of nothing": (in_plan(lambda plan: change(plan, num_checksums=9)), "asks for 9 checksums and names 0 slots"),
+    "more dirty victims": (
+        in_group(num_dirty=lambda n: n + 1, num_evict=lambda n: n + 1),
+        "evict_slots should be i4|victims make room|rows are fetched|without a step",
+    ),
+    "a piece far outside the ring": (in_ref(StepReady, moved(2**40)), "does not follow the one that ended at"),
+    "a piece over the one before": (in_ref(StepReady, moved(-64)), "does not follow the one that ended at|lies over"),
+    "a piece longer than its bytes": (in_ref(StepReady, lambda r: change(r, nbytes=r.nbytes + 64, end=r.end + 64)), "bytes of payload instead of"),
+    "a piece longer than half the ring": (in_ref(StepReady, lambda r: change(r, nbytes=2**40, end=r.end + 2**40)), "bytes of payload instead of"),
+    "a piece that ends elsewhere": (in_ref(StepReady, lambda r: change(r, end=r.end + 64)), "cannot go from"),
+    "rows of a group that is not there": (in_rows(StepReady, 0, group=9), "rows of group 9"),
+    "rows over others": (in_rows(StepReady, 1, offset=2**20), "behind their payload|end at"),
+    "rows on top of each other": (lambda m, c: rows_on_top(m), "lie over those that end at"),
+    "slots of a barrier outside": (in_array("0.slots", at(0, 10**7), Flush), "barrier 0: 0.slots holds 10000000"),
+    "slots of a barrier twice": (in_array("0.slots", same, Flush), "barrier 0: 0.slots names a slot twice"),
+    "a barrier of more rows": (field_of(Flush, lambda m: change(m, num_dirty=(10**9, 0))), "brings .1000000000, 0. rows home from"),
+    "a barrier of fewer groups": (field_of(Flush, lambda m: change(m, num_dirty=(1,))), "brings .1,. rows home from"),
+    "a barrier of other arrays": (field_of(Flush, lambda m: change(m, arrays=(EXTRA,))), "array 0.slots should be"),
+    "a barrier that asks for more": (field_of(Flush, lambda m: change(m, num_checksums=4)), "asks for 4 checksums and names 0 slots"),
+}
+
+WEIGHTED_LIES: dict[str, tuple[Lie, str]] = {
+    "an order outside": (in_array("0.lookup_order", at(0, 10**6)), "0.lookup_order holds 1000000"),
+    "bags that fall": (in_array("1.offsets", at(1, 10**6)), "1.offsets falls"),
+    "bags that end outside": (in_array("1.offsets", at(-1, -1)), "1.offsets goes from 0 to -1 instead of"),
+}
+
+TRAINER_LIES: dict[str, tuple[Lie, str]] = {
+    "rows of a group that is not there": (in_rows(RowsBack, 0, group=7), "rows of group 7 travel"),
+    "more rows": (in_rows(RowsBack, 0, count=10**6), "lie over what ends at 1000000|travels, but there are|behind their payload"),
+    "rows further on": (in_rows(RowsBack, 0, start=1), "continue at 1 instead of 0"),
+    "rows behind their payload": (in_rows(RowsBack, -1, offset=2**40), "behind their payload"),
+    "rows that reach behind their payload": (lambda m, c: rows_at_the_end(m), "came back out of order|behind their payload"),
+    "rows of no payload": (field_of(RowsBack, lambda m: change(m, payload=None)), "announced without a payload|of payload instead of"),
+    "rows of another step": (field_of(RowsBack, lambda m: change(m, step=m.step + 9) if isinstance(m, RowsBack) and m.step else None), "rows of step"),
+    "rows of another barrier": (field_of(RowsBack, lambda m: change(m, barrier=9)), "RowsBack .barrier, last|rows of barrier 9"),
+    "rows far outside the ring": (in_ref(RowsBack, moved(2**40)), "does not follow the one that ended at"),
+    "a step done twice": (field_of(StepDone, lambda m: change(m, step=m.step - 1) if isinstance(m, StepDone) and m.step else None), "is reported done while"),
+    "a step done early": (field_of(StepDone, lambda m: change(m, step=m.step + 1) if isinstance(m, StepDone) else None), "is reported done"),
+    "space given back that is not held": (field_of(Released, lambda m: Released(position=2**40)), "Released names position"),
+    "a dense side of another length": (field_of(Saved, lambda m: change(m, nbytes=m.nbytes + 1) if isinstance(m, Saved) else None), "array bytes"),
+    "a dense side of another barrier": (field_of(Saved, lambda m: change(m, barrier=5)), "the dense side of barrier 5"),
+}
+
+
+def rows_on_top(message: AnyMessage) -> AnyMessage | None:
+    if not isinstance(message, StepReady) or len(message.rows) < 2 or message.rows[0].count < 3:
+        return None
+    first, second = message.rows[:2]
+    return change(message, rows=(first, change(second, offset=first.offset + -(-first.count // 64) * 64)))
+
+
+def rows_at_the_end(message: AnyMessage) -> AnyMessage | None:
+    """The last rows begin where only one of them still fits."""
+    if not isinstance(message, RowsBack) or not message.rows or message.payload is None or message.rows[-1].count < 8:
+        return None
+    offset = (message.payload.nbytes - message.rows[-1].count) // 64 * 64
+    return change(message, rows=(*message.rows[:-1], change(message.rows[-1], offset=offset)))
+
+
+def check_refused(role: Role, lie: Lie, sentence: str, *, bags: Bags = "single", past: Past | None = None, good: int = 2) -> None:
+    told = 0
+    for seed in range(2):  # streams that run at once, and streams that a seed runs in any order
+        hostile = HostileRun(role, lie, good if seed else 0)
+        with pytest.raises(RowcastError, match=sentence) as refused:
+            hostile.run(seed=seed, bags=bags, past=past)
+        told += hostile.told
+        assert type(refused.value) is not RowcastError
+        assert "\n" not in str(refused.value)
+    assert told
+
+
+@pytest.mark.parametrize("name", PREFETCHER_LIES)
+def test_a_trainer_ends_with_a_sentence_when_its_prefetcher_sends(name: str) -> None:
+    check_refused(PREFETCHER, *PREFETCHER_LIES[name], good=0 if "barrier" in name else 2)
+
+
+@pytest.mark.parametrize("name", WEIGHTED_LIES)
+def test_a_trainer_with_weighted_bags_ends_with_a_sentence_when_its_prefetcher_sends(name: str) -> None:
+    check_refused(PREFETCHER, *WEIGHTED_LIES[name], bags="weighted")
+
+
+@pytest.mark.parametrize("name", TRAINER_LIES)
+def test_a_prefetcher_ends_with_a_sentence_when_its_trainer_sends(name: str, tmp_path: Path) -> None:
+    past = Past(checkpoints=Checkpoints(tmp_path, RealDisk()), newest=None) if "dense side" in name else None
+    check_refused(TRAINER, *TRAINER_LIES[name], past=past, good=0)
+
+
+def header(**tensors: dict[str, object]) -> bytes:
+    """A safetensors content with this header and no data."""
+    content = json.dumps(tensors).encode()
+    return len(content).to_bytes(8, "little") + content
+
+
+def packed(**changes: torch.Tensor | None) -> Callable[[bytes], bytes]:
+    """The dense side with some tensors changed or gone."""
+
+    def changed(content: bytes) -> bytes:
+        tensors = load(content)
+        by_name = {name.replace("__", "."): tensor for name, tensor in changes.items()}
+        return save({name: tensor for name, tensor in {**tensors, **by_name}.items() if tensor is not None})
+
+    return changed
+
+
+DENSE_SIDES: dict[str, Callable[[bytes], bytes]] = {
+    "noise": lambda content: Random(1).randbytes(len(content)),
+    "zeros": lambda content: bytes(len(content)),
+    "a header without end": lambda content: (2**63).to_bytes(8, "little") + content[8:],
+    "a header that is longer than the content": lambda content: len(content).to_bytes(8, "little") + content[8:],
+    "a tensor outside": lambda content: header(x={"dtype": "F32", "shape": [2**40], "data_offsets": [0, 2**42]}),
+    "a shape that overflows": lambda content: header(x={"dtype": "F32", "shape": [2**62, 2**62], "data_offsets": [0, 0]}),
+    "a type that is not known": lambda content: header(x={"dtype": "F4", "shape": [0], "data_offsets": [0, 0]}),
+    "another type": lambda content: header(x={"dtype": "object", "shape": [0], "data_offsets": [0, 0]}),
+    "weights of another shape": packed(model__out__weight=torch.zeros(3, 3)),
+    "weights of another name": packed(model__other=torch.zeros(3)),
+    "random state of another length": packed(random__cpu=torch.zeros(7, dtype=torch.uint8)),
+    "random state of another type": packed(random__cpu=torch.zeros(7)),
+    "state of another optimizer": packed(optimizer__out__weight__exp_avg=torch.zeros(3)),
+    "an evaluation that is no JSON": packed(evaluation=torch.full((5,), 255, dtype=torch.uint8)),
+    "an evaluation without its fields": packed(evaluation=torch.tensor(list(b"{}"), dtype=torch.uint8)),
+    "metrics of another shape": packed(metrics__histogram=torch.zeros(7, dtype=torch.int64)),
+}
+
+
+@pytest.fixture(scope="module")
+def past(tmp_path_factory: pytest.TempPathFactory) -> Past:
+    """A run that has ended with a checkpoint."""
+    checkpoints = Checkpoints(tmp_path_factory.mktemp("run"), RealDisk())
+    HostileRun(PREFETCHER, lambda message, content: None).run(past=Past(checkpoints=checkpoints, newest=None))
+    newest = checkpoints.newest_valid(get_logger())
+    assert newest is not None
+    return Past(checkpoints=checkpoints, newest=newest)
+
+
+@pytest.mark.parametrize("name", DENSE_SIDES)
+def test_a_trainer_ends_with_a_sentence_when_the_dense_side_is(name: str, past: Past) -> None:
+    def lie(message: AnyMessage, content: Bytes) -> AnyMessage | None:
+        """A content of the same length, as the Welcome announced it."""
+        if not isinstance(message, Restore):
+            return None
+        assert message.num_pieces == 1
+        other = DENSE_SIDES[name](content.tobytes())[: len(content)]
+        content[:] = np.frombuffer(other.ljust(len(content), b"\0"), np.uint8)
+        return change(message, checksum=xxhash.xxh3_64_intdigest(content.data))
+
+    hostile = HostileRun(PREFETCHER, lie)
+    with pytest.raises(RowcastError) as refused:
+        hostile.run(past=past)
+    assert hostile.told
+    assert refused.value.exit_code in (4, 5), refused.value
+    assert "\n" not in str(refused.value)
+
+
+def test_a_dense_side_whose_checksum_is_of_other_bytes_is_refused(past: Past) -> None:
+    def lie(message: AnyMessage, content: Bytes) -> AnyMessage | None:
+        return change(message, checksum=message.checksum ^ 1) if isinstance(message, Restore) else None
+
+    with pytest.raises(RemoteProtocolError, match="the dense side has checksum"):
+        HostileRun(PREFETCHER, lie).run(past=past)
+
+
+def test_a_saved_dense_side_whose_checksum_is_of_other_bytes_makes_no_checkpoint(tmp_path: Path) -> None:
+    def lie(message: AnyMessage, content: Bytes) -> AnyMessage | None:
+        return change(message, checksum=message.checksum ^ 1) if isinstance(message, Saved) else None
+
+    checkpoints = Checkpoints(tmp_path, RealDisk())
+    with pytest.raises(RowcastError, match="the dense side came with checksum"):
+        HostileRun(TRAINER, lie).run(past=Past(checkpoints=checkpoints, newest=None))
+    assert not checkpoints.candidates()
+
+
+@pytest.mark.parametrize("role", ROLES)
+@pytest.mark.timeout(count(300, 1800))
+def test_mutated_frames_at_any_moment_end_a_run_with_a_sentence_or_do_it_no_harm(role: Role) -> None:
+    frames = [encode(Envelope(incarnation=1, sequence=5, message=message)) for message in every_message()]
+    endings = {"sentence": 0, "none": 0}
+    for seed in range(NUM_MUTATED_RUNS):
+        chance = Random(seed)
+        hostile = HostileRun(role, lambda message, content: message, good=chance.randrange(60), mutate=Mutator(chance, frames).mutated)
+        try:
+            hostile.run(seed=seed)
+        except RowcastError as error:
+            assert "\n" not in str(error)
+            endings["sentence"] += 1
+        except StuckError:  # a message that was never said: in a real process the peer is given up after `stall_timeout`
+            endings["none"] += 1
+        else:
+            endings["none"] += 1
+    assert endings["sentence"] > NUM_MUTATED_RUNS // 2

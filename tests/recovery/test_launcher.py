@@ -1,0 +1,54 @@
+"""`deploy.local` when something dies by SIGKILL, itself included: it says who and why, and no process is left."""
+
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.system.processes import END_TIMEOUT_S, Process, Session
+
+
+def child(session: Session, word: str) -> int:
+    [pid] = [pid for pid in session.children() if word in Path(f"/proc/{pid}/cmdline").read_text()]
+    return pid
+
+
+@pytest.fixture
+def launcher(tmp_path: Path) -> Iterator[tuple[Session, Process]]:
+    """A run in full swing, as a user starts it."""
+    with Session(tmp_path) as session:
+        launcher = session.start("local")
+        launcher.until_counted("rowcast_train_steps_total", 5)
+        yield session, launcher
+
+
+def test_a_killed_prefetcher_is_named_and_leaves_no_orphan(launcher: tuple[Session, Process]) -> None:
+    session, local = launcher
+    prefetcher = child(session, "\0prefetcher\0")
+    session.kill(prefetcher)
+    ended = local.ended()
+    assert ended.code == 128 + signal.SIGKILL
+    assert ended.sentences[-1].startswith(f"the prefetcher (process {prefetcher}) was killed by SIGKILL")
+    assert session.remains(killed=True) == []
+
+
+def test_a_killed_decoding_process_ends_all_and_the_prefetcher_says_so(launcher: tuple[Session, Process]) -> None:
+    session, local = launcher
+    decoder = child(session, "spawn_main")
+    session.kill(decoder)
+    ended = local.ended()
+    assert ended.code == 1
+    assert f"the decoding process (pid {decoder}, after " in ended.sentences[-1]
+    assert session.remains() == []
+
+
+def test_a_killed_launcher_takes_both_with_it_in_order(launcher: tuple[Session, Process]) -> None:
+    session, local = launcher
+    log = session.run_dir / "prefetcher.log"
+    local.signal(signal.SIGKILL)
+    local.reap()
+    session.until_alone(END_TIMEOUT_S)
+    assert "stopped in order" in log.read_text()
+    assert session.remains() == []
+    assert session.manifest().train_steps > 0

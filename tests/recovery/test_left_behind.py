@@ -1,0 +1,129 @@
+"""What kills and a full /dev/shm leave behind: nothing that the next run minds, and in the end nothing at all."""
+
+import fcntl
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from protocol.faults import VARIABLE
+from tests.counts import count
+from tests.recovery.runs import END_TIMEOUT_S, Outcome, Recovering, end_well, outcome_of, sections
+from tests.system.processes import ROOT, Session
+
+SHARED_MEMORY = Path("/dev/shm")
+LONGEST_LIFE_S = 2.0
+NAMESPACE = ["unshare", "--user", "--map-root-user", "--mount"]
+SMALL_DEV_SHM = "mount -t tmpfs -o size=4m tmpfs /dev/shm && "
+
+
+def test_starts_and_kills_leave_nothing_that_a_clean_run_does_not_take_away(session: Session, undisturbed: Outcome) -> None:
+    rng, run = random.Random(1), Recovering(session)
+    for _ in range(count(4, 20)):
+        if run.complete:  # a late kill
+            session.start("prefetcher", "--fresh").signal(signal.SIGKILL)
+        run.num_starts = 0
+        processes = run.start_both()
+        time.sleep(rng.uniform(0.0, LONGEST_LIFE_S))
+        for process in processes.values():
+            process.signal(signal.SIGKILL)
+            process.ended()
+    assert run.finish().differs(undisturbed) == []
+    assert session.remains() == []
+    assert held_locks(session.run_dir) == []
+    assert not list(session.run_dir.rglob("*.partial"))
+
+
+def held_locks(run_dir: Path) -> list[Path]:
+    """Locks that somebody still holds, of those that a run directory must have."""
+    paths = [run_dir / "prefetcher.lock", run_dir / "trainer.lock"]
+    return [path for path in paths if not can_lock(path)]
+
+
+def can_lock(path: Path) -> bool:
+    with path.open("rb") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        return True
+
+
+def may_mount() -> bool:
+    if shutil.which("unshare") is None:
+        return False
+    tried = subprocess.run([*NAMESPACE, "sh", "-c", f"{SMALL_DEV_SHM} true"], capture_output=True, check=False)
+    return tried.returncode == 0
+
+
+needs_mounts = pytest.mark.skipif(not may_mount(), reason="this user may not mount a small /dev/shm of its own")
+
+
+def test_rings_that_do_not_fit_are_refused_with_a_sentence(session: Session) -> None:
+    free = shutil.disk_usage(SHARED_MEMORY).free
+    session.write_job(**sections(transport={"ring": f"{free // 2**20}MiB"}))
+    sentence = session.start("prefetcher").ended().refused(2)
+    assert "bytes of /dev/shm" in sentence
+    assert "make transport.ring smaller or enlarge /dev/shm" in sentence
+    assert session.remains() == []
+
+
+def in_small_dev_shm(arguments: list[str], out: Path, err: Path, environment: Mapping[str, str]) -> "subprocess.Popen[bytes]":
+    return launch_in(["sh", "-c", f'{SMALL_DEV_SHM} exec "$@"', "sh"], arguments, out, err, environment)
+
+
+def in_full_dev_shm(arguments: list[str], out: Path, err: Path, environment: Mapping[str, str]) -> "subprocess.Popen[bytes]":
+    return launch_in(
+        ["sh", "-c", f'{SMALL_DEV_SHM} head -c 3500000 /dev/zero > /dev/shm/else; exec "$@"', "sh"], arguments, out, err, environment
+    )
+
+
+def launch_in(shell: list[str], arguments: list[str], out: Path, err: Path, environment: Mapping[str, str]) -> "subprocess.Popen[bytes]":
+    command = [*NAMESPACE, *shell, sys.executable, *arguments]
+    with out.open("wb") as stdout, err.open("wb") as stderr:
+        return subprocess.Popen(command, stdout=stdout, stderr=stderr, cwd=ROOT, env=environment, start_new_session=True)
+
+
+@needs_mounts
+def test_a_full_dev_shm_at_the_start_is_said_in_one_sentence(tmp_path: Path) -> None:
+    with Session(tmp_path, in_full_dev_shm) as session:
+        session.write_job(**sections(transport={"connect_timeout": "5s"}))
+        sentence = session.start("prefetcher").ended().refused(2)
+        assert "bytes of /dev/shm" in sentence
+        assert session.remains() == []
+
+
+@needs_mounts
+def test_a_dev_shm_that_fills_up_during_the_run_is_nobodys_concern(tmp_path: Path, undisturbed: Outcome) -> None:
+    """Rings are allocated whole at the start."""
+    with Session(tmp_path, in_small_dev_shm) as session:
+        run = Recovering(session)
+        launcher = session.start("local", "--max-steps=20", **{VARIABLE: "step computed:24:SIGSTOP"})
+        launcher.until(lambda: bool(stopped_children(session)), "stopped trainer", END_TIMEOUT_S)
+        [trainer] = stopped_children(session)
+        fill(Path(f"/proc/{trainer}/root/dev/shm/else"))
+        os.kill(trainer, signal.SIGCONT)
+        end_well(launcher)
+        assert run.complete
+        assert outcome_of(session.run_dir).differs(undisturbed) == []
+
+
+def stopped_children(session: Session) -> list[int]:
+    return [pid for pid in session.children() if "T (stopped)" in Path(f"/proc/{pid}/status").read_text()]
+
+
+def fill(path: Path) -> None:
+    """Takes every byte of the file system."""
+    with path.open("wb", buffering=0) as file, suppress(OSError):
+        while True:
+            file.write(bytes(4096))
+    usage = os.statvfs(path)
+    assert usage.f_bavail == 0, f"{usage.f_bavail} blocks are free in {path.parent}"

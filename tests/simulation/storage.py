@@ -1,0 +1,96 @@
+"""The run directory over a whole life, and what its checkpoints promise: whole, and never older than one that was durable."""
+
+import random
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from prefetcher.checkpoints.folder import Checkpoints
+from protocol.errors import DataError, RowcastError
+from protocol.manifest import Manifest
+from tests.simulation.disk import SimulatedDisk
+from tests.simulation.promises import LifeFailed
+
+DISK_SENTENCES = ("the checkpoint could not be written", "an old checkpoint could not be removed")
+
+
+class Damages:
+    """A log that keeps what it is told of damaged checkpoints."""
+
+    def __init__(self) -> None:
+        self.found: list[str] = []
+
+    def warning(self, event: str, *args: Any, **kw: Any) -> object:
+        self.found.append(f"{event}: {kw}")
+        return None
+
+
+class Storage:
+    def __init__(self, run_dir: Path, say: Callable[[str], None]) -> None:
+        run_dir.mkdir()
+        self.disk = SimulatedDisk(run_dir)
+        self.checkpoints = Checkpoints(run_dir, self.disk)
+        self._run_dir = run_dir
+        self._say = say
+        self._durable_step = 0  # of the newest checkpoint that was known to be whole
+        self._rotten = False  # a file was damaged where it lay
+
+    def is_durable(self, newest: Manifest | None) -> None:
+        """No crash may lose this checkpoint from now on."""
+        self._durable_step = max(self._durable_step, step_of(newest))
+
+    def failed_with(self, error: Exception) -> bool:
+        """Whether this is how a prefetcher must end at what the disk did."""
+        is_of_disk = any(sentence in str(error) for sentence in DISK_SENTENCES)
+        return type(error) is RowcastError and self.disk.failed is not None and is_of_disk
+
+    def find_newest(self) -> Manifest | None:
+        """As a prefetcher does that begins; where no checkpoint is whole, a person then says --fresh."""
+        damages = Damages()
+        try:
+            newest = self.checkpoints.newest_valid(damages)
+        except DataError as error:
+            if not self._rotten:
+                raise LifeFailed(f"no checkpoint is whole, but none was damaged: {error}") from error
+            self._begin_anew()
+            return None
+        if damages.found and not self._rotten:
+            raise LifeFailed(f"a crash left a damaged checkpoint: {damages.found}")
+        if step_of(newest) < self._durable_step:
+            raise LifeFailed(f"the newest checkpoint is that of step {step_of(newest)}, but that of {self._durable_step} was durable")
+        return newest
+
+    def _begin_anew(self) -> None:
+        self._say("no checkpoint is whole: the run begins anew")
+        shutil.rmtree(self.checkpoints.root)
+        self.disk.assume_durable()
+        self._durable_step = 0
+
+    def rot(self, chance: random.Random) -> bool:
+        """A bit of some file flips where it lies: the newest checkpoint without that file is the one to go on from. Once in a life."""
+        files = sorted(path for path in self._run_dir.rglob("*") if path.is_file() and path.stat().st_size)
+        if self._rotten or not files:
+            return False
+        path = chance.choice(files)
+        names = [name for name in self.checkpoints.candidates() if not self._names(name, path)]
+        self._durable_step = self.checkpoints.load(names[0]).position.step if names else 0
+        content = bytearray(path.read_bytes())
+        content[chance.randrange(len(content))] ^= 1 << chance.randrange(8)
+        path.write_bytes(content)
+        self.disk.assume_durable()
+        self._rotten = True
+        self._say(f"a bit of {path.relative_to(self._run_dir)} flips; whole: {names}")
+        found = self.find_newest()
+        if [found.name] != names[:1] if found is not None else names:
+            raise LifeFailed(f"{found and found.name} is taken for the newest whole checkpoint, not {names[:1]}")
+        return True
+
+    def _names(self, checkpoint: str, path: Path) -> bool:
+        """Whether the file is part of a checkpoint."""
+        own = {f"{checkpoint}/manifest.json", *(file.file for file in self.checkpoints.load(checkpoint).files)}
+        return str(path.relative_to(self.checkpoints.root)) in own
+
+
+def step_of(manifest: Manifest | None) -> int:
+    return 0 if manifest is None else manifest.position.step
