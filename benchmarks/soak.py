@@ -13,7 +13,14 @@ import sys
 import time
 from pathlib import Path
 
-SUITES = ("tests/simulation", "tests/recovery", "tests/checkpoints", "tests/hostile", "tests/protocol/test_tcp.py", "tests/protocol/test_attackers.py")
+SUITES = (
+    "tests/simulation",
+    "tests/recovery",
+    "tests/checkpoints",
+    "tests/hostile",
+    "tests/protocol/test_tcp.py",
+    "tests/protocol/test_attackers.py",
+)
 TEST_LIMIT_S = 3000  # of one test: large counts take longer than pytest's usual limit
 COUNTS = re.compile(r"^(?:=+ )?((?:\d+ \w+(?:, )?)+) in [\d.]+s", re.MULTILINE)
 

@@ -51,7 +51,13 @@ class TrainerEngine:
             max_payload=parts.max_payload,
             sender=self.sender,
             counters=self.counters,
-            check=PlanCheck(parts.groups, parts.welcome.slots, parts.welcome.num_dense, parts.welcome.first_train_step),
+            check=PlanCheck(
+                parts.groups,
+                parts.welcome.slots,
+                parts.welcome.num_dense,
+                parts.welcome.first_train_step,
+                is_tcp=parts.fetch_ring.is_mirror,
+            ),
             send=send,
         )
         self.loop = TrainingLoop(

@@ -204,7 +204,7 @@ class RingReader:
 
     def __init__(self, buffer: Bytes, *, mirror: bool = False) -> None:
         self._layout = Layout(buffer)
-        self._is_mirror = mirror
+        self.is_mirror = mirror
         self._newest_end = 0
         self._open: deque[OpenPiece] = deque()  # in order, from the oldest one not done
         self._lock = threading.Lock()
@@ -223,7 +223,7 @@ class RingReader:
         Raises RemoteProtocolError where `view` would or the piece has no checksum, before anything is copied: no byte of another piece is
         touched.
         """
-        assert self._is_mirror, "a ring that both ends share needs no deposit"
+        assert self.is_mirror, "a ring that both ends share needs no deposit"
         nbytes = sum(len(part) for part in parts)
         assert nbytes == ref.nbytes, f"{nbytes} bytes are deposited as a piece of {ref.nbytes}"
         if ref.checksum is None:
@@ -243,7 +243,7 @@ class RingReader:
         Raises RemoteProtocolError where `ref` does not follow the piece before it, or the bytes are not those announced.
         """
         with self._lock:
-            if self._is_mirror:
+            if self.is_mirror:
                 self._open_deposited(ref, stamp)
             else:
                 self._check_place(ref)

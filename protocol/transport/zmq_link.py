@@ -24,11 +24,13 @@ import zmq
 from protocol.codec import MAX_FRAME_BYTES
 from protocol.errors import LocalProtocolError, RemoteProtocolError
 from protocol.job import Transport
+from protocol.transport.dealer import Dealer
 from protocol.transport.doors import CurveDoor, CurveWay, FileDoor, FileWay
 from protocol.transport.inproc import silent
 from protocol.transport.link import Payload
 from protocol.transport.refusals import Refusals
-from protocol.transport.zmq_socket import QUEUE_FRAMES, Dealer, Router, SocketEnd
+from protocol.transport.router import Router
+from protocol.transport.zmq_socket import QUEUE_FRAMES, SocketEnd
 
 CLOSE_BUDGET_S = 0.8  # for sending what is queued, when the link is closed
 FULL_RETRY_MS = 20

@@ -19,10 +19,12 @@ from protocol.codec import encode
 from protocol.errors import RemoteProtocolError
 from protocol.messages import Bye, Envelope
 from protocol.transport import backlog, doors, zmq_link
+from protocol.transport.dealer import Dealer
 from protocol.transport.endpoint import socket_path
 from protocol.transport.refusals import Refusals
+from protocol.transport.router import MAX_CONNECTIONS, Router
 from protocol.transport.zmq_link import ZmqLink
-from protocol.transport.zmq_socket import MAX_CONNECTIONS, MAX_MESSAGE_BYTES, Dealer, Router
+from protocol.transport.zmq_socket import MAX_MESSAGE_BYTES
 from tests.counts import count
 from tests.protocol.attackers import KINDS, LONG_PART, Attacker, greeting, long_frame, ready
 from tests.protocol.mirrors import End, exchange, make_end

@@ -56,6 +56,10 @@ class FaultyLink:
         self._refuse_at_once = False
 
     @property
+    def refused(self) -> int:
+        return self._inner.refused
+
+    @property
     def delays(self) -> bool:
         return self._polls_to_wait > 0
 

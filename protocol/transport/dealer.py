@@ -1,0 +1,110 @@
+"""The trainer's end of a ZMQ connection: a DEALER, which calls until someone answers, once."""
+
+from collections.abc import Sequence
+from contextlib import suppress
+
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+from protocol.errors import ConfigError, RemoteProtocolError
+from protocol.transport.backlog import Connection
+from protocol.transport.doors import Way
+from protocol.transport.keys import CLIENTS
+from protocol.transport.link import Payload, parts_of
+from protocol.transport.refusals import Refusals
+from protocol.transport.zmq_socket import close_socket, new_socket, take_apart
+
+
+class Dealer:
+    """The trainer's end. Calls until someone answers, once."""
+
+    def __init__(self, way: Way, refusals: Refusals, limit_bytes: int) -> None:
+        """`limit_bytes`: as the Router's."""
+        self._way = way
+        self._refusals = refusals
+        self._limit_bytes = limit_bytes
+        self._descriptor: int | None = None
+        self._connection = Connection()
+        self._context: zmq.Context[zmq.Socket[bytes]]
+        self._connected = False
+        self._peer_gone = False
+
+    @property
+    def sockets(self) -> Sequence["zmq.Socket[bytes]"]:
+        return [self.socket, self.monitor]
+
+    @property
+    def peer_here(self) -> bool:
+        return True
+
+    @property
+    def peer_gone(self) -> bool:
+        return self._peer_gone
+
+    def open(self) -> None:
+        """Raises ConfigError where there is no key to show, or no such address."""
+        self._context = zmq.Context()
+        self.socket = new_socket(self._context, zmq.DEALER)
+        self.monitor = self.socket.get_monitor_socket(
+            zmq.EVENT_CONNECTED
+            | zmq.EVENT_HANDSHAKE_SUCCEEDED
+            | zmq.EVENT_DISCONNECTED
+            | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+            | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+        )
+        try:
+            self._way.prepare(self.socket)
+            self._connect()
+        except BaseException:
+            self.close(0)
+            raise
+
+    def _connect(self) -> None:
+        try:
+            self.socket.connect(self._way.endpoint)
+        except zmq.ZMQError as error:
+            raise ConfigError(
+                f"transport.endpoint = {self._way.endpoint!r} cannot be called ({zmq.strerror(error.errno or 0)}); correct it"
+            ) from error
+
+    def note_events(self) -> None:
+        """Raises ConfigError where the prefetcher refuses this trainer's key."""
+        while self.monitor.poll(0):
+            event = recv_monitor_message(self.monitor)
+            kind = event["event"]
+            if kind == zmq.EVENT_CONNECTED:
+                self._descriptor, self._connection = event["value"], Connection()
+            elif kind == zmq.EVENT_DISCONNECTED:
+                self._descriptor = None
+            self._peer_gone |= self._connected and kind == zmq.EVENT_DISCONNECTED
+            self._connected |= kind == zmq.EVENT_HANDSHAKE_SUCCEEDED
+            if kind == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
+                raise ConfigError(
+                    f"the prefetcher at {self._way.endpoint} refuses this trainer's key; put its public part into {CLIENTS}/ of the "
+                    f"prefetcher's transport.keys"
+                )
+            if kind == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:
+                self._refusals.note("the prefetcher broke off; is its server.key another one?", endpoint=self._way.endpoint)
+
+    def try_send(self, frame: bytes, payload: memoryview | None) -> None:
+        self.socket.send_multipart([frame, *parts_of(payload or memoryview(b""))], zmq.NOBLOCK)
+
+    def try_receive(self) -> tuple[bytes, Payload] | None:
+        parts = self.socket.recv_multipart(zmq.NOBLOCK, copy=False)
+        self._connection.deliver(len(parts), sum(len(part.buffer) for part in parts))
+        return take_apart(parts, has_payloads=self._way.has_payloads)
+
+    def check_backlog(self) -> None:
+        if not self._way.has_payloads or self._descriptor is None:
+            return
+        with suppress(OSError):  # closed already
+            if self._connection.has_backlog(self._descriptor, self._limit_bytes):
+                raise RemoteProtocolError("the prefetcher sent a message without end")
+
+    def disconnect(self) -> None:
+        self.socket.disconnect(self._way.endpoint)  # else it would call the next prefetcher that serves there
+
+    def close(self, linger_ms: int) -> None:
+        with suppress(ConfigError):  # said before, or nobody asks any more
+            self.note_events()
+        close_socket(self._context, self.socket, self.monitor, (), linger_ms if self._connected else 0)

@@ -1,0 +1,192 @@
+"""The prefetcher's end of a ZMQ connection: a ROUTER, which takes one trainer, and hears nobody else."""
+
+import os
+import socket
+from collections.abc import Sequence
+from contextlib import suppress
+
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+from protocol.codec import decode, encode, greeted_version
+from protocol.errors import ConfigError, RemoteProtocolError
+from protocol.messages import PROTOCOL_VERSION, Envelope, Failure, Hello
+from protocol.transport.backlog import Connection
+from protocol.transport.doors import Door
+from protocol.transport.link import Payload, parts_of
+from protocol.transport.refusals import Refusals
+from protocol.transport.zmq_socket import close_socket, new_socket, take_apart
+
+MAX_CONNECTIONS = 64  # open at once; one is needed
+REFUSAL = encode(
+    Envelope(
+        incarnation=0,
+        sequence=0,
+        message=Failure(
+            code=ConfigError.exit_code,
+            sentence="another trainer is connected to the prefetcher of this run directory; stop it or use another run directory",
+        ),
+    )
+)
+
+
+class Router:
+    """The prefetcher's end. The first caller that greets is its trainer, and nobody else is heard.
+
+    A caller is known by its connection, which ZMQ makes anew by itself: frames of an earlier incarnation, sent on by a trainer that was
+    stopped meanwhile, come like those of a stranger. Hence the greeting.
+    """
+
+    def __init__(self, door: Door, refusals: Refusals, limit_bytes: int) -> None:
+        """`limit_bytes`: what a peer may have sent that was not received yet."""
+        self._door = door
+        self._refusals = refusals
+        self._limit_bytes = limit_bytes
+        self._context: zmq.Context[zmq.Socket[bytes]]
+        self._connections: dict[int, Connection] = {}  # by the descriptor that each has now, oldest first
+        self._peer: bytes | None = None
+        self._peer_connection: Connection | None = None
+        self._peer_gone = False
+        self._last_refused: bytes | None = None
+
+    @property
+    def sockets(self) -> Sequence["zmq.Socket[bytes]"]:
+        return [self.socket, self.monitor, *self._door.sockets]
+
+    @property
+    def peer_here(self) -> bool:
+        return self._peer is not None
+
+    @property
+    def peer_gone(self) -> bool:
+        return self._peer_gone
+
+    def open(self) -> None:
+        """Raises ConfigError where this process may not serve here, or the socket cannot be made."""
+        self._door.open()
+        self._context = zmq.Context()
+        self.socket = new_socket(self._context, zmq.ROUTER)
+        self.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        self.monitor = self.socket.get_monitor_socket(zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
+        try:
+            self._door.bind(self._context, self.socket)
+        except BaseException:
+            self.close(0)
+            raise
+
+    def note_events(self) -> None:
+        self._door.answer()
+        self._read_events()
+        while len(self._connections) > MAX_CONNECTIONS:
+            self._cut(*next(item for item in self._connections.items() if item[1] is not self._peer_connection))
+
+    def check_backlog(self) -> None:
+        if not self._door.has_payloads:
+            return
+        for descriptor, connection in list(self._connections.items()):
+            with suppress(OSError):  # closed already
+                if connection.has_backlog(descriptor, self._limit_bytes):
+                    self._refusals.note("cut off a caller that sent a message without end")
+                    self._cut(descriptor, connection)
+
+    def _read_events(self) -> None:
+        while self.monitor.poll(0):
+            event = recv_monitor_message(self.monitor)
+            if event["event"] == zmq.EVENT_ACCEPTED:
+                self._connections.pop(event["value"], None)  # so that it goes to the end
+                self._connections[event["value"]] = Connection()
+            else:
+                self._left(self._connections.pop(event["value"], None))
+
+    def _left(self, connection: Connection | None) -> None:
+        """None: one that was cut off, and counted then."""
+        if connection is None:
+            return
+        if connection is self._peer_connection:
+            self._peer_gone = True
+        elif not connection.num_messages:
+            self._refusals.note("a caller was turned away before it had got in, or left without a word")
+
+    def _cut(self, descriptor: int, connection: Connection) -> None:
+        """So that nobody uses up this process's descriptors and memory, be it before the time for a handshake is over."""
+        with suppress(OSError):  # closed already, as an event will tell or has told
+            held = os.dup(descriptor)
+            try:
+                self._read_events()  # a close is told before it is done: if none is told now, what is held is this connection
+                if self._connections.get(descriptor) is connection:
+                    shut_down(held)
+            finally:
+                os.close(held)
+        if self._connections.get(descriptor) is connection:
+            self._left(self._connections.pop(descriptor))
+
+    def try_send(self, frame: bytes, payload: memoryview | None) -> None:
+        assert self._peer is not None, "the link looks at peer_here"
+        self.socket.send_multipart([self._peer, frame, *parts_of(payload or memoryview(b""))], zmq.NOBLOCK)
+
+    def try_receive(self) -> tuple[bytes, Payload] | None:
+        identity, *parts = self.socket.recv_multipart(zmq.NOBLOCK, copy=False)
+        connection = self._connections.get(int(parts[0].get(zmq.SRCFD))) if parts else None
+        if connection is not None:
+            connection.deliver(len(parts), sum(len(part.buffer) for part in parts))
+        if identity.bytes != self._peer and not self._meet(identity.bytes, parts):
+            return None
+        return take_apart(parts, has_payloads=self._door.has_payloads)
+
+    def _meet(self, identity: bytes, parts: list[zmq.Frame]) -> bool:
+        """Whether the caller is this end's peer from now on."""
+        greets = len(parts) == 1 and is_greeting(parts[0].bytes)
+        if greets and self._peer is None:
+            self._accept(identity, parts[0])
+            return True
+        if greets:
+            self._read_events()
+            if self._peer_gone:  # a trainer that was started again: it will call anew, as soon as this end is closed
+                return False
+            self._refusals.note("refused a second trainer")
+            self._refuse(identity)
+        else:
+            self._refusals.note("dropped a message of someone who is not this run's trainer")
+        return False
+
+    def _accept(self, identity: bytes, frame: zmq.Frame) -> None:
+        self._read_events()  # that it connected was noted before its first frame; if it left since, it is gone already
+        self._peer = identity
+        self._peer_connection = self._connections.get(int(frame.get(zmq.SRCFD)))
+        self._peer_gone = self._peer_connection is None
+
+    def _refuse(self, identity: bytes) -> None:
+        """Says why, once."""
+        if identity == self._last_refused:
+            return
+        self._last_refused = identity
+        try:
+            self.socket.send_multipart([identity, REFUSAL], zmq.NOBLOCK)
+        except zmq.ZMQError as error:
+            if error.errno not in (zmq.EAGAIN, zmq.EHOSTUNREACH):
+                raise
+
+    def disconnect(self) -> None:
+        """Nothing to do: this end calls nobody."""
+
+    def close(self, linger_ms: int) -> None:
+        close_socket(self._context, self.socket, self.monitor, self._door.sockets, linger_ms)
+        self._door.close()
+
+
+def is_greeting(frame: bytes) -> bool:
+    """Whether a conversation can begin with this frame, be it that of another version, which will be told so."""
+    try:
+        envelope = decode(frame)
+    except RemoteProtocolError:
+        return greeted_version(frame) not in (None, PROTOCOL_VERSION)
+    return envelope.sequence == 0 and isinstance(envelope.message, Hello)
+
+
+def shut_down(descriptor: int) -> None:
+    """Cuts a connection in both directions; the descriptor stays its owner's."""
+    connection = socket.socket(fileno=descriptor)
+    try:
+        connection.shutdown(socket.SHUT_RDWR)
+    finally:
+        connection.detach()
