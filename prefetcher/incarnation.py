@@ -278,7 +278,7 @@ class Incarnation:
         """Serves metrics, waits for the trainer, and runs the stages until the run is over."""
         run = self._run
         collector = PrefetcherCollector(engine.counters, gauges(engine, self._source), build_info("prefetcher", self._job.job.name))
-        server = TelemetryServer("prefetcher", self._job.metrics.prefetcher, new_registry(collector), run.health)
+        server = TelemetryServer("prefetcher", self._job.metrics, new_registry(collector), run.health)
         stack.enter_context(server)
         self._log.info("serving metrics", address=server.address)
         run.health.state = "connecting"

@@ -370,8 +370,12 @@ def check_threads(threads: int | str) -> None:
 class Metrics(Section, frozen=True, kw_only=True):
     prefetcher: str = "127.0.0.1:9400"
     trainer: str = "127.0.0.1:9401"
+    certfile: str | None = None  # PEM: both serve https with it, instead of http
+    keyfile: str | None = None
 
     def __post_init__(self) -> None:
+        if (self.certfile is None) != (self.keyfile is None):
+            raise ValueError("certfile and keyfile belong together; give both for https, or neither")
         for name in ("prefetcher", "trainer"):
             if not re.fullmatch(r"[^:\s]+:\d{1,5}", getattr(self, name)):
                 raise ValueError(f'{name} = {getattr(self, name)!r} must be "host:port"')

@@ -124,8 +124,8 @@ def check_state(optimizer: torch.optim.Optimizer, name: str, parameter: Tensor, 
     if not names or not shapes:
         found = ", ".join(f"{key} {tuple(tensor.shape)}" for key, tensor in sorted(state.items()))
         raise Mismatch(
-            f"the checkpoint's optimizer state of {name} {tuple(parameter.shape)} is {found}, which is none of {kind}; use the job file that "
-            "wrote it"
+            f"the checkpoint's optimizer state of {name} {tuple(parameter.shape)} is {found}, which is none of {kind}; "
+            "use the job file that wrote it"
         )
 
 

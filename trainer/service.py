@@ -74,7 +74,7 @@ class TrainerRun:
         with ExitStack() as stack:
             stack.enter_context(RunDirectory(self._job.run_dir, "trainer"))
             collector = TrainerCollector(self._counters, self._gauges(), build_info("trainer", self._job.job.name))
-            server = TelemetryServer("trainer", self._job.metrics.trainer, new_registry(collector), self._health)
+            server = TelemetryServer("trainer", self._job.metrics, new_registry(collector), self._health)
             stack.enter_context(server)
             self._log.info("serving metrics", address=server.address)
             patience = Patience("prefetcher", self._job.transport)

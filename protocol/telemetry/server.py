@@ -2,6 +2,7 @@
 
 import errno
 import socketserver
+import ssl
 import sys
 import threading
 from collections.abc import Callable, Iterable
@@ -13,6 +14,7 @@ from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 from prometheus_client import CollectorRegistry, make_wsgi_app
 
 from protocol.errors import ConfigError
+from protocol.job import Metrics
 from protocol.telemetry.logs import get_logger
 from protocol.telemetry.metrics import Process
 
@@ -74,21 +76,25 @@ class Server(socketserver.ThreadingMixIn, WSGIServer):
 class TelemetryServer:
     """Serves one process's registry and health from a thread of its own. Reading must be quick; nothing here can change the run."""
 
-    def __init__(self, process: Process, address: str, registry: CollectorRegistry, health: Health) -> None:
-        """`address` is `metrics.<process>` of the job file, "host:port"; port 0 takes any free one. Opens nothing."""
+    def __init__(self, process: Process, settings: Metrics, registry: CollectorRegistry, health: Health) -> None:
+        """`settings` is the job file's section; port 0 takes any free one. Opens nothing."""
         self._process = process
-        self._configured = address
+        self._settings = settings
+        self._configured: str = getattr(settings, process)
         self._app = application(registry, health)
         self._server: Server | None = None
         self._thread: threading.Thread | None = None
 
     def start(self) -> str:
-        """Binds and serves; returns the bound "host:port". Raises ConfigError where the address cannot be had."""
+        """Binds and serves; returns the bound "host:port". Raises ConfigError where the address cannot be had, or the certificate."""
+        tls = tls_context(self._settings)
         host, _, port = self._configured.rpartition(":")
         try:
             server = Server((host, int(port)), Handler)
         except (OSError, OverflowError, TypeError) as error:  # TypeError: the host cannot be encoded
             raise ConfigError(f"[metrics] {self._process} = {self._configured!r}: {bind_fault(error)}") from None
+        if tls is not None:  # the handshake is the handler's thread's: one slow client must not keep the others out
+            server.socket = tls.wrap_socket(server.socket, server_side=True, do_handshake_on_connect=False)
         server.set_app(self._app)
         self._server = server
         self._thread = threading.Thread(target=server.serve_forever, args=(POLL_S,), name="telemetry", daemon=True)
@@ -115,6 +121,21 @@ class TelemetryServer:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
+
+
+def tls_context(settings: Metrics) -> ssl.SSLContext | None:
+    """None: plain http. Raises ConfigError where certificate and key cannot be read or do not go together."""
+    if settings.certfile is None:
+        return None
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    try:
+        context.load_cert_chain(settings.certfile, settings.keyfile)
+    except OSError as error:  # ssl.SSLError is one
+        raise ConfigError(
+            f"[metrics] certfile = {settings.certfile!r}, keyfile = {settings.keyfile!r}: cannot be used ({error.strerror or error}); "
+            f"name a PEM certificate and its key, without a password"
+        ) from None
+    return context
 
 
 def bind_fault(error: Exception) -> str:

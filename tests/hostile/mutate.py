@@ -15,9 +15,19 @@ TEXTS = ("", "x", "x" * 5000, "\x1b[2J\x07", "é" * 40, "0.slots", b"", b"\0" * 
 NESTED: list[Any] = [[[[[[[[]]]]]]]]
 OTHERS: tuple[Any, ...] = (None, True, False, [], {}, NESTED, [0] * 5000, [None], {"type": "Bye"}, {"": 0}, [[0, 0, {"type": "Bye"}]])
 HEADERS = tuple(  # that claim more than is there: arrays, maps, strings, bins, and extensions
-    bytes.fromhex(head) for head in ("dcffff", "ddffffffff", "deffff", "dfffffffff", "dbffffffff", "c6ffffffff", "c9ffffffff01", "d9ff", "c7ff01")
+    bytes.fromhex(head)
+    for head in ("dcffff", "ddffffffff", "deffff", "dfffffffff", "dbffffffff", "c6ffffffff", "c9ffffffff01", "d9ff", "c7ff01")
 )
-SCALARS = (b"\xc0", b"\xc1", b"\xcf" + b"\xff" * 8, b"\xd3\x80" + b"\0" * 7, b"\xcb\x7f\xf8" + b"\0" * 6, b"\xca\x7f\x80\0\0", b"\xff", b"\xd6\xff\0\0\0\0")
+SCALARS = (
+    b"\xc0",
+    b"\xc1",
+    b"\xcf" + b"\xff" * 8,
+    b"\xd3\x80" + b"\0" * 7,
+    b"\xcb\x7f\xf8" + b"\0" * 6,
+    b"\xca\x7f\x80\0\0",
+    b"\xff",
+    b"\xd6\xff\0\0\0\0",
+)
 
 
 class Mutator:

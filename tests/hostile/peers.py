@@ -18,7 +18,7 @@ from protocol.tables import group_specs
 from protocol.transport.inproc import InprocLink, inproc_pair
 from protocol.transport.link import Link, Payload
 from tests.driver import InProcessRun, Past, Settings
-from tests.workloads import Bags, small_batches, small_job, slots_for
+from tests.workloads import Bags, slots_for, small_batches, small_job
 
 Bytes = npt.NDArray[np.uint8]
 Lie = Callable[[AnyMessage, Bytes], AnyMessage | None]  # (message, its payload, which may be changed) -> what goes, or None: not here

@@ -1,6 +1,13 @@
+import http.client
+import shutil
 import socket
+import ssl
+import subprocess
+import urllib.error
+import urllib.request
 from collections.abc import Iterator
 from http.client import HTTPConnection
+from pathlib import Path
 
 import pytest
 from prometheus_client import CollectorRegistry
@@ -8,10 +15,13 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from prefetcher.metrics import PrefetcherCollector
 from protocol.errors import ConfigError
+from protocol.job import Metrics
 from protocol.telemetry.build import build_info
 from protocol.telemetry.counters import CountersCollector, new_registry
 from protocol.telemetry.server import Health, TelemetryServer
 from tests.telemetry import runs
+
+FREE = Metrics(prefetcher="127.0.0.1:0", trainer="127.0.0.1:0")
 
 
 @pytest.fixture
@@ -23,7 +33,7 @@ def health() -> Health:
 def server(health: Health) -> Iterator[TelemetryServer]:
     counters, _ = runs.run_of_three_steps()
     collector = PrefetcherCollector(counters, runs.prefetcher_gauges(), build_info("prefetcher", "retail"))
-    with TelemetryServer("prefetcher", "127.0.0.1:0", new_registry(collector), health) as server:
+    with TelemetryServer("prefetcher", FREE, new_registry(collector), health) as server:
         yield server
 
 
@@ -100,7 +110,7 @@ def test_a_counter_that_cannot_be_read_answers_500_and_serving_goes_on(capfd: py
             raise RuntimeError("the ring is gone")
 
     registry = new_registry(Broken("trainer", build_info("trainer", "retail")))
-    with TelemetryServer("trainer", "127.0.0.1:0", registry, Health()) as server:
+    with TelemetryServer("trainer", FREE, registry, Health()) as server:
         assert ask(server, "/metrics")[0] == 500
         assert ask(server, "/healthz")[0] == 200
     assert "the ring is gone" in capfd.readouterr().err
@@ -114,7 +124,7 @@ def test_only_the_loopback_address_listens(server: TelemetryServer) -> None:
 
 
 def test_a_port_in_use_is_a_sentence_with_the_address_and_the_key(server: TelemetryServer) -> None:
-    second = TelemetryServer("trainer", server.address, CollectorRegistry(), Health())
+    second = TelemetryServer("trainer", Metrics(trainer=server.address), CollectorRegistry(), Health())
     with pytest.raises(ConfigError) as caught:
         second.start()
     assert str(caught.value).startswith(f"[metrics] trainer = '{server.address}': the port is in use;")
@@ -132,19 +142,53 @@ def test_a_port_in_use_is_a_sentence_with_the_address_and_the_key(server: Teleme
 )
 def test_an_address_that_cannot_be_had_is_a_sentence(configured: str, sentence: str) -> None:
     with pytest.raises(ConfigError, match=sentence):
-        TelemetryServer("trainer", configured, CollectorRegistry(), Health()).start()
+        TelemetryServer("trainer", Metrics(trainer=configured), CollectorRegistry(), Health()).start()
 
 
 def test_close_frees_the_port_and_may_be_repeated() -> None:
-    first = TelemetryServer("trainer", "127.0.0.1:0", CollectorRegistry(), Health())
+    first = TelemetryServer("trainer", FREE, CollectorRegistry(), Health())
     first.close()
     bound = first.start()
     first.close()
     first.close()
-    with TelemetryServer("trainer", bound, CollectorRegistry(), Health()) as second:
+    with TelemetryServer("trainer", Metrics(trainer=bound), CollectorRegistry(), Health()) as second:
         assert second.address == bound
 
 
 def address(server: TelemetryServer) -> tuple[str, int]:
     host, _, port = server.address.rpartition(":")
     return host, int(port)
+
+
+def certificate(folder: Path, name: str) -> tuple[Path, Path]:
+    """A self-signed one and its key, as PEM."""
+    cert, key = folder / f"{name}.pem", folder / f"{name}.key"
+    command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2"]
+    names = ["-subj", "/CN=rowcast", "-addext", "subjectAltName=IP:127.0.0.1", "-keyout", str(key), "-out", str(cert)]
+    subprocess.run([*command, *names], check=True, capture_output=True)
+    return cert, key
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="makes its certificates with openssl, which is not here")
+def test_with_a_certificate_it_serves_https_and_nothing_else(tmp_path: Path) -> None:
+    cert, key = certificate(tmp_path, "server")
+    metrics = Metrics(trainer="127.0.0.1:0", certfile=str(cert), keyfile=str(key))
+    with TelemetryServer("trainer", metrics, CollectorRegistry(), Health(state="running")) as server:
+        trusted = ssl.create_default_context(cafile=str(cert))
+        host, port = server.address.split(":")
+        with socket.create_connection((host, int(port))):  # a client that never shakes hands keeps nobody out
+            with urllib.request.urlopen(f"https://{server.address}/readyz", timeout=10, context=trusted) as answer:
+                assert answer.read() == b"running\n"
+            with pytest.raises((OSError, http.client.HTTPException)):
+                urllib.request.urlopen(f"http://{server.address}/readyz", timeout=10)
+        with pytest.raises(urllib.error.URLError, match="CERTIFICATE_VERIFY_FAILED"):
+            urllib.request.urlopen(f"https://{server.address}/readyz", timeout=10)
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="makes its certificates with openssl, which is not here")
+def test_a_certificate_that_cannot_be_used_is_a_sentence(tmp_path: Path) -> None:
+    cert, _ = certificate(tmp_path, "one")
+    _, other_key = certificate(tmp_path, "other")
+    for keyfile in (other_key, tmp_path / "missing.key"):
+        with pytest.raises(ConfigError, match=r"certfile = .*one.pem.*cannot be used .*; name a PEM certificate and its key"):
+            TelemetryServer("trainer", Metrics(certfile=str(cert), keyfile=str(keyfile)), CollectorRegistry(), Health()).start()

@@ -23,8 +23,8 @@ CAN_LOCK_MEMORY = 1 << 14  # CAP_IPC_LOCK: the limit does not hold
 def check_ports(job: Job) -> Iterator[Finding]:
     """Opens both servers as the two processes would, and closes them again."""
     servers = {
-        "prefetcher": TelemetryServer("prefetcher", job.metrics.prefetcher, CollectorRegistry(), Health()),
-        "trainer": TelemetryServer("trainer", job.metrics.trainer, CollectorRegistry(), Health()),
+        "prefetcher": TelemetryServer("prefetcher", job.metrics, CollectorRegistry(), Health()),
+        "trainer": TelemetryServer("trainer", job.metrics, CollectorRegistry(), Health()),
     }
     with ExitStack() as stack:
         for name, server in servers.items():
