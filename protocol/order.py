@@ -258,7 +258,11 @@ class Order:
     def _barrier_checksums(self, message: RowChecksums) -> None:
         newest = self.open_barrier
         if newest is None or (message.barrier, message.step) != (newest.barrier, newest.after_step):
-            raise ProtocolError(f"checksums of barrier {message.barrier} came while barrier {newest and newest.barrier} is open")
+            expected = (None, None) if newest is None else (newest.barrier, newest.after_step)
+            raise ProtocolError(
+                f"checksums of barrier {message.barrier} came while barrier {expected[0]} is open; they follow step {message.step}, "
+                f"it follows step {expected[1]}"
+            )
         newest.checksums.advance(message)
 
     def _step_done(self, message: StepDone) -> None:

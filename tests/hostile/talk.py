@@ -210,17 +210,17 @@ class Breach:
 def field_breach(kinds: tuple[type[AnyMessage], ...], name: str, change_of: Callable[[int], object], sentence: str) -> Breach:
     def broken(message: AnyMessage) -> AnyMessage | None:
         value = getattr(message, name, None) if isinstance(message, kinds) else None
-        return None if value is None or isinstance(value, str) else change(message, **{name: change_of(value)})
+        return None if value in (None, ()) else change(message, **{name: change_of(value)})
 
     return Breach(f"{name} of {', '.join(kind.__name__ for kind in kinds)}", broken, sentence)
 
 
-def rows_breach(name: str, sentence: str) -> Breach:
+def rows_breach(name: str, by: int, sentence: str) -> Breach:
     def broken(message: AnyMessage) -> AnyMessage | None:
         if not isinstance(message, StepReady | RowsBack) or not message.rows:
             return None
         first = message.rows[0]
-        return change(message, rows=(change(first, **{name: getattr(first, name) + 1}), *message.rows[1:]))
+        return change(message, rows=(change(first, **{name: getattr(first, name) + by}), *message.rows[1:]))
 
     return Breach(f"{name} of the first rows", broken, sentence)
 
@@ -229,22 +229,23 @@ PIECES = (StepReady, Flush, Saved, Restore)
 BREACHES: tuple[Breach, ...] = (
     field_breach((StepReady,), "step", lambda n: n + 2**40, "step .* is beyond 2.40"),
     field_breach((Flush,), "barrier", lambda n: n + 2**40, "barrier .* is beyond 2.40"),
-    field_breach((RowsBack, RowChecksums, StepDone), "step", lambda n: n + 1, "step"),
+    field_breach((RowsBack, StepDone), "step", lambda n: n + 1, "step"),
+    field_breach((RowChecksums,), "step", lambda n: n + 1, "checksums of .* came while"),
     field_breach((RowsBack, RowChecksums, Saved), "barrier", lambda n: n + 1, "barrier"),
     field_breach(PIECES, "piece", lambda n: n + 1, "piece"),
     field_breach((RowsBack,), "piece", lambda n: n + 1, "piece"),
     field_breach(PIECES, "num_pieces", lambda n: 0, "does not exist"),
     field_breach(PIECES, "num_pieces", lambda n: 2**20 + 1, "there may be up to|pieces|piece"),
-    field_breach((Saved, Restore), "nbytes", lambda n: n + 1, "bytes|instead of"),
+    field_breach((Restore,), "nbytes", lambda n: n + 1, "bytes came where .* were announced"),
     field_breach((RowChecksums,), "start", lambda n: n + 1, "checksums continue at"),
     field_breach((RowChecksums,), "checksums", lambda n: bytes(8 * 100), "were asked for"),
     field_breach((RowChecksums,), "checksums", lambda n: b"1234567", "are not checksums of 8 bytes"),
-    field_breach((RowsBack, StepReady), "rows", lambda n: (), "without|ended after|came home|announced"),
+    field_breach((RowsBack,), "rows", lambda n: (), "without|ended after|came home|announced"),
     field_breach((StepReady, RowsBack, Flush, Saved, Restore), "payload", lambda n: None, "without a payload|is no message|brings nothing"),
     field_breach((StepDone,), "waited_s", lambda n: float("nan"), "waited_s = nan must be"),
     field_breach((Released,), "position", lambda n: -1, r"Released.position = -1 must be from 0 to 2\^62"),
-    rows_breach("start", "continue at"),
-    rows_breach("group", "group"),
-    rows_breach("count", "there are|continue|last rows|ended"),
-    rows_breach("offset", "aligned"),
+    rows_breach("start", 1, "continue at"),
+    rows_breach("group", GROUPS, "travel, but there are 2 groups"),
+    rows_breach("count", 7, "travels, but there are"),
+    rows_breach("offset", 1, "aligned"),
 )

@@ -11,7 +11,7 @@ Armed = Mapping[Role, str]
 PACKAGES: tuple[Role, Role] = ("prefetcher", "trainer")
 
 TIMES = {  # it is passed so often until the process ends, so that a checkpoint lies behind; 1 where nothing is said
-    "plan made": 30,
+    "plan made": 26,
     "StepReady not sent": 24,
     "StepReady sent": 24,
     "rows not written": 16,

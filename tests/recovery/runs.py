@@ -24,7 +24,7 @@ ROLES: tuple[Role, Role] = ("prefetcher", "trainer")
 KILLED, PEER_LOST = -9, 3
 MOST_STARTS = 12
 END_TIMEOUT_S = 90.0  # generous: nothing may hang
-NUM_TRAIN, NUM_EVAL, BATCH_SIZE = 20, 6, 64
+NUM_TRAIN, NUM_EVAL, BATCH_SIZE = 20, 3, 64
 
 RETAIL = os.environ.get("ROWCAST_RETAIL")
 MADE: dict[str, Any] = {

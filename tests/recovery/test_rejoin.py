@@ -43,7 +43,7 @@ def test_the_survivor_goes_on_with_the_one_that_is_started_again(name: str, sess
 @pytest.mark.parametrize("role", ROLES)
 def test_one_survivor_outlives_two_kills_of_its_peer(role: Role, session: Session, undisturbed: Outcome) -> None:
     run = Recovering(session, transport=REJOIN)
-    twice = {"prefetcher": "StepReady sent:18", "trainer": "loss written:9"}[role]
+    twice = {"prefetcher": "StepReady sent:14", "trainer": "loss written:9"}[role]
     processes = play(run, ({role: twice}, {role: twice}))
     end_well(*processes.values())
     assert run.num_starts == 4, "two of both, and two restarts of one"

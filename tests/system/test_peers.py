@@ -138,7 +138,7 @@ def test_a_trainer_that_takes_long_to_build_its_model_is_not_given_up(session: S
 
 def test_two_processes_that_live_without_progress_give_up_and_say_what_they_waited_for(session: Session) -> None:
     reader = {"format": "tests.system.odd_parts:hanging_reader", "options": {"num_batches": 60}}
-    session.write_job(data=reader, transport={"stall_timeout": "4s"})
+    session.write_job(data=reader, transport={"stall_timeout": "9s"})
     waits = "the prefetcher waits for batches from the reader, the trainer for rows"
     waits_too = "the trainer waits for rows, the prefetcher for batches from the reader"
     for process in session.start_both():

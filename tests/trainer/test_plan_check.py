@@ -1,0 +1,64 @@
+"""What of a Welcome must fit the job, and a block that comes in pieces. What a lying peer's plans meet is in `tests/hostile`."""
+
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from protocol.errors import RemoteProtocolError
+from protocol.messages import ArraySpan, RingSpec, Welcome
+from protocol.tables import group_specs
+from tests.protocol import samples
+from tests.workloads import small_job
+from trainer.plan_check import ArrivingBlock, Bytes, PlanCheck, check_welcome_fits
+
+JOB = small_job("adagrad", depth=2)
+GROUPS = group_specs(JOB)
+
+
+def welcome(**changes: Any) -> Welcome:
+    return msgspec.structs.replace(samples.welcome(depth=2), **changes)
+
+
+def test_a_welcome_of_this_job_fits() -> None:
+    check_welcome_fits(welcome(), JOB, GROUPS)
+    check_welcome_fits(welcome(slots=tuple(group.num_rows for group in GROUPS)), JOB, GROUPS)
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"slots": (100,)}, r"announces \(100,\) slots for groups of \(2400, 400\) rows"),
+        ({"slots": (100, 401)}, r"announces \(100, 401\) slots"),
+        ({"slots": (2**61, 1)}, "slots for groups of"),
+        ({"depth": 2**61}, "announces depth 2305843009213693952; lookahead.depth is 2"),
+        ({"back_ring": RingSpec(path="", nbytes=2**21)}, "rings of 1048576 and 2097152 bytes"),
+        ({"num_dense": 2**40}, "announces 1099511627776 dense features"),
+    ],
+)
+def test_a_welcome_that_asks_for_more_than_the_job_has_is_refused_before_memory_is_taken(changes: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(RemoteProtocolError, match=sentence):
+        check_welcome_fits(welcome(**changes), JOB, GROUPS)
+
+
+def test_a_block_is_checked_once_and_whole_however_it_is_cut() -> None:
+    content: Bytes = np.arange(256, dtype=np.uint8)
+    for cuts in ((256,), (64, 192), (64, 64, 64, 64)):
+        seen: list[bytes] = []
+        block, start = ArrivingBlock(256, lambda whole: seen.append(whole.tobytes())), 0  # noqa: B023
+        for nbytes in cuts:
+            assert not seen
+            block.add(ArraySpan(offset=start, nbytes=nbytes), content[start : start + nbytes])
+            start += nbytes
+        assert seen == [content.tobytes()]
+
+
+@pytest.mark.parametrize("changes", [{"num_dirty": (1, 1)}, {"arrays": ()}, {"checkpoint": True}, {"num_checksums": 1}])
+def test_a_later_piece_of_a_barrier_cannot_announce_another_one(changes: dict[str, Any]) -> None:
+    check = PlanCheck(GROUPS, (100, 50), 4, 0, is_tcp=False)
+    first, second = samples.flush_pieces(0, None)
+    check.barrier(first, None)
+    check.barrier(second, first)
+    with pytest.raises(RemoteProtocolError, match="piece 1 of barrier 0 announces another barrier than its first piece"):
+        check.barrier(msgspec.structs.replace(second, **changes), first)
