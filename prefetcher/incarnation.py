@@ -145,7 +145,7 @@ class Incarnation:
         return Progress(
             step_begun=engine.fetcher.sent_through,
             step_done=engine.fetcher.done_through,
-            work=batches + engine.counters.total("rows_written_back") + (0 if writer is None else writer.bytes_written),
+            work=batches + engine.counters.total("rows_written_back") + (0 if writer is None else writer.work),
             waiting_for=engine.waiting_for,
             ended=engine.peer_left,
         )

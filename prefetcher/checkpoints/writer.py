@@ -56,6 +56,7 @@ class CheckpointWriter:
         """`newest`: the checkpoint that the run goes on from, to whose layers the next one adds. `keep`: checkpoints that stay."""
         assert keep >= 1, f"keep = {keep}: the newest checkpoint always stays"
         self.newest = newest
+        self.work = 0  # grows while there is progress
         self.num_files = 0  # of the last checkpoint: those written for it, a merge's included
         self.bytes_written = 0  # of the last checkpoint, to those files
         self.seconds = 0.0  # of the last checkpoint, from `begin` until it was durable
@@ -104,7 +105,9 @@ class CheckpointWriter:
         if self._work is None:
             return False
         try:
-            return next(self._work)
+            progress = next(self._work)
+            self.work += progress
+            return progress
         except (StopIteration, Abandoned):
             self._work = None
             return True

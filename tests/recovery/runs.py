@@ -43,7 +43,7 @@ LOG: dict[str, Any] = {
     "tables_from": {"cardinalities": [1460, 583, 101312, 220260, 305, 24, 12517, 633, 3, 93145, 5683, 83515, 3194, 27, 14992, 54613]}
     | {"embedding_dim": 8},
     "model": {"kind": "dlrm", "bottom_mlp": [16, 8], "top_mlp": [16, 1]},
-    "cache": {"capacity": "1MiB"},
+    "cache": {"capacity": "256KiB"},
 }
 
 

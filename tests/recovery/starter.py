@@ -7,6 +7,8 @@ seconds that its imports take.
 The other tests start the commands themselves, and so do the kills at random times.
 """
 
+import gc
+import importlib
 import json
 import os
 import runpy
@@ -18,6 +20,7 @@ from collections.abc import Iterator
 from typing import IO, Any, NoReturn
 
 POLL_S = 0.01
+MODULES = ("torch._dynamo", "prefetcher.service", "trainer.service")  # torch.optim imports the first one when it is first used
 
 
 def main() -> None:
@@ -35,12 +38,9 @@ def main() -> None:
 
 def prepare() -> None:
     """Everything that takes long and begins no thread."""
-    import gc
-
-    import trainer.service  # noqa: F401
-    from prefetcher.warmup import warm_up
-
-    warm_up()
+    for module in MODULES:
+        importlib.import_module(module)
+    importlib.import_module("prefetcher.warmup").warm_up()
     gc.freeze()
 
 

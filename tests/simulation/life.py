@@ -72,7 +72,8 @@ class Life:
         self.earlier = (both.links["prefetcher"].arrived, both.links["trainer"].arrived)
 
     def _follow(self, outcome: Outcome, both: Both) -> None:
-        self.storage.is_durable(both.writer.newest)
+        if both.writer.newest is not self.newest:  # one that was found may have been renamed and not synced when its writer was killed
+            self.storage.is_durable(both.writer.newest)
         if outcome == "in order":
             self._in_order(both)
         elif outcome == "waits for a trainer" and self.scenario.peers_wait:
