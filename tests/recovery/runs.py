@@ -37,11 +37,12 @@ MADE: dict[str, Any] = {
     "model": {"kind": "tests.recovery.parts:model", "bottom_mlp": None, "top_mlp": None},
     "cache": {"capacity": "16KiB"},
 }
+CARDINALITIES = [1460, 583, 101312, 220260, 305, 24, 12517, 633, 3, 93145, 5683, 83515, 3194]
+CARDINALITIES += [27, 14992, 54613, 10, 5652, 2173, 4, 70465, 18, 15, 28618, 105, 14257]
 LOG: dict[str, Any] = {
     "data": {"format": "criteo-tsv", "path": f"{RETAIL}/train.tsv", "batch_size": 256, "eval_fraction": 0.005, "synthetic": None},
     "tables": None,
-    "tables_from": {"cardinalities": [1460, 583, 101312, 220260, 305, 24, 12517, 633, 3, 93145, 5683, 83515, 3194, 27, 14992, 54613]}
-    | {"embedding_dim": 8},
+    "tables_from": {"cardinalities": CARDINALITIES, "embedding_dim": 8},
     "model": {"kind": "dlrm", "bottom_mlp": [16, 8], "top_mlp": [16, 1]},
     "cache": {"capacity": "256KiB"},
 }

@@ -47,7 +47,9 @@ class Starter:
 
     def __enter__(self) -> Self:
         command = [sys.executable, "-m", "tests.recovery.starter"]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=ROOT, text=True)
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=ROOT, text=True, start_new_session=True
+        )
         self._reader = threading.Thread(target=self._read, name="starter", daemon=True)
         self._reader.start()
         self._wait_for_start(1)  # of the starter itself
