@@ -72,7 +72,9 @@ class TrainerRun:
         device = self._choose_device()
         threads = set_threads(self._job.trainer.threads)
         with ExitStack() as stack:
-            stack.enter_context(RunDirectory(self._job.run_dir, "trainer"))
+            directory = stack.enter_context(RunDirectory(self._job.run_dir, "trainer"))
+            if self._mode == "train" and not fresh:
+                directory.refuse_complete()
             collector = TrainerCollector(self._counters, self._gauges(), build_info("trainer", self._job.job.name))
             server = TelemetryServer("trainer", self._job.metrics, new_registry(collector), self._health)
             stack.enter_context(server)

@@ -84,7 +84,7 @@ def test_a_stop_during_an_evaluation_ends_both(session: Session) -> None:
     assert (session.manifest().finished, session.manifest().train_steps) == (False, 5)
 
 
-def test_a_stopped_run_can_be_exported_but_not_gone_on_with(session: Session, tmp_path: Path) -> None:
+def test_a_stopped_run_can_be_exported_and_goes_on_with_the_same_commands(session: Session, tmp_path: Path) -> None:
     prefetcher, trainer = session.start_training()
     trainer.signal(SIGINT)
     ends_in_order(prefetcher, trainer)
@@ -95,11 +95,11 @@ def test_a_stopped_run_can_be_exported_but_not_gone_on_with(session: Session, tm
     assert tensors["embedding_bags.t.weight"].shape == (2000, 4)
     assert "bottom_mlp.0.weight" in tensors
 
-    again = session.start_both()
-    refusals = [process.ended().refused(2) for process in again]
-    assert refusals[0].startswith(f"the run in {session.run_dir} was stopped after {steps} train steps")
-    assert all("--fresh" in refusal for refusal in refusals)
-    assert session.manifest().train_steps == steps, "a refused command must leave the run as it was"
+    prefetcher, trainer = session.start("prefetcher", f"--max-steps={steps + 5}"), session.start("trainer")
+    prefetcher.ended().quiet()
+    assert f"finished after {steps + 5} steps (5 of this process)" in trainer.ended().quiet().stdout
+    assert session.manifest().train_steps == steps + 5
+    assert (session.run_dir / "losses.f32").stat().st_size == 4 * (steps + 5)
 
 
 def test_an_export_needs_a_checkpoint(session: Session, tmp_path: Path) -> None:
@@ -117,7 +117,7 @@ def test_a_second_signal_ends_a_process_at_once_and_the_peer_notices_even_in_the
     assert prefetcher.running, "the plans already made are finished first"
     prefetcher.signal(SIGTERM)
     assert prefetcher.ended(5).code == 128 + SIGTERM
-    assert trainer.ended(10).refused(3) == "the prefetcher went away; its own log says why. Start both again"
+    assert trainer.ended().refused(3) == "the prefetcher went away; its own log says why. Start both again"
     assert session.remains(killed=True) == []
 
 
@@ -131,7 +131,7 @@ def test_the_launcher_ends_well_where_both_do_and_begins_a_finished_run_only_afr
     refused = session.start("local", "--max-steps=3").ended()
     assert refused.code == 2
     assert "(process " in refused.sentences[-1]
-    assert f"rowcast trainer: the run in {session.run_dir} has a report; add --fresh to start over" in refused.stderr
+    assert f"rowcast trainer: the run in {session.run_dir} finished after 3 train steps; add --fresh to start over" in refused.stderr
     assert "Traceback" not in refused.stderr
     log = (session.run_dir / "prefetcher.log").read_text()
     assert log.count("event=finished") == 1, "the log of the finished run stays"
