@@ -29,6 +29,7 @@ from prefetcher.analysis.check.device import Device, ask_device
 from prefetcher.analysis.check.findings import Finding, findings_of, ok, warning
 from prefetcher.analysis.machine import free_memory
 from prefetcher.cli import app
+from prefetcher.keys import make_keys
 from prefetcher.pins import save_pins
 from protocol.batch import Batch
 from protocol.errors import ConfigError
@@ -515,7 +516,7 @@ def narrow(job: Job) -> list[Batch]:
 def test_a_disk_without_room_for_a_checkpoint_is_a_warning(check: Checked, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shutil.disk_usage", lambda place: type("Usage", (), {"free": 80_000}))
     sentence = only_fault(check(), "warning", "disk")
-    assert f"{check.folder} has 78.12 KiB free for a checkpoint of up to 78.38 KiB; free space there" in sentence
+    assert f"{check.folder} has 78.12 KiB free for checkpoints of up to 78.38 KiB; free space there" in sentence
 
 
 # what the kernel says
@@ -605,3 +606,24 @@ def test_the_command_ends_with_2_where_there_is_an_error_and_with_0_otherwise(ch
     code, out = command(check, "--set", "lookahead.depth=0")
     assert code == 2
     assert out.splitlines()[-1] == "1 error, 0 warnings"
+
+
+# what a job may ask for beside shared memory and memory
+
+
+def test_over_tcp_it_looks_at_the_keys_and_not_at_shared_memory(check: Checked, tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    transport = {"endpoint": "tcp://127.0.0.1:5555", "keys": str(keys)}
+    assert "keys" in only_fault(check(transport=transport), "error", "keys")
+    make_keys(keys, [])
+    assert "lets nobody in" in only_fault(check(transport=transport), "error", "keys")
+    make_keys(keys, ["anna"])
+    findings = check(transport=transport)
+    assert one(findings, "ok", "keys").endswith("lets in anna")
+    assert "shared memory" not in {finding.subject for finding in findings}
+
+
+def test_mapped_tables_need_their_size_on_the_disk_and_no_memory(check: Checked) -> None:
+    findings = check(store={"kind": "mapped"})
+    assert "; tables are files" in one(findings, "ok", "memory")
+    assert any("free for table files of" in finding.sentence for finding in findings if finding.subject == "disk")

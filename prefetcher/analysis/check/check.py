@@ -10,7 +10,7 @@ from pathlib import Path
 from prefetcher.analysis.check.data import ALL, SAMPLE, Seen, check_capacity, check_opens, check_pins, check_samples
 from prefetcher.analysis.check.device import Device, ask_device
 from prefetcher.analysis.check.findings import Finding, findings_of, ok
-from prefetcher.analysis.check.machine_checks import check_device, check_memlock, check_ports, check_rings
+from prefetcher.analysis.check.machine_checks import check_device, check_keys, check_memlock, check_ports, check_rings
 from prefetcher.analysis.check.memory import check_disk, check_memory
 from prefetcher.analysis.check.setup import check_model, check_run_directory, check_versions
 from prefetcher.analysis.machine import free_memory
@@ -53,14 +53,22 @@ def check_job(job: Job, *, whole: bool, ask: Callable[[str], Device]) -> Iterato
 
 def check_room(job: Job, seen: Seen, device: Device) -> Iterator[Finding]:
     """Memory of every kind; rings and cache are as large as they would be in a run."""
+    transport = job.transport
     try:
-        ring_bytes = job.transport.ring_bytes or automatic_ring_bytes(seen.groups, seen.measured, job.lookahead.depth)
+        ring_bytes = (
+            transport.mirror_bytes
+            if transport.is_tcp
+            else transport.ring_bytes or automatic_ring_bytes(seen.groups, seen.measured, job.lookahead.depth)
+        )
     except ConfigError:  # which `check_rings` says in its turn
         ring_bytes = MIN_RING_BYTES
     cache_bytes = cache_bytes_of(job, seen)
     staging_bytes = (job.lookahead.depth + 1) * ring_bytes
     on_host = (cache_bytes or 0) + staging_bytes if device.free_bytes is None else 0
-    yield from findings_of("shared memory", lambda: check_rings(ring_bytes))
+    if transport.is_tcp:
+        yield from findings_of("keys", lambda: check_keys(transport))
+    else:
+        yield from findings_of("shared memory", lambda: check_rings(ring_bytes))
     yield from findings_of("device", lambda: check_device(device, cache_bytes, staging_bytes))
     yield from findings_of("pinning", lambda: check_memlock(device, ring_bytes))
     yield from findings_of("memory", lambda: check_memory(job, seen, free_memory(), ring_bytes, on_host))

@@ -12,9 +12,10 @@ from prefetcher.analysis.check.device import Device
 from prefetcher.analysis.check.findings import Finding, error, ok, warning
 from prefetcher.sizing import check_shared_memory
 from protocol.errors import ConfigError
-from protocol.job import Job
+from protocol.job import Job, Transport
 from protocol.telemetry.server import Health, TelemetryServer
 from protocol.telemetry.words import human_bytes
+from protocol.transport.keys import allowed_clients, load_server
 from protocol.transport.ring_file import free_shared_memory
 
 CAN_LOCK_MEMORY = 1 << 14  # CAP_IPC_LOCK: the limit does not hold
@@ -39,6 +40,18 @@ def check_ports(job: Job) -> Iterator[Finding]:
 def check_rings(ring_bytes: int) -> Iterator[Finding]:
     check_shared_memory(ring_bytes)
     yield ok("shared memory", f"two rings of {human_bytes(ring_bytes)} fit into the {human_bytes(free_shared_memory())} that are free")
+
+
+def check_keys(transport: Transport) -> Iterator[Finding]:
+    """The prefetcher's own, and whether anybody may call it."""
+    assert transport.keys is not None, "checked with the job file"
+    keys = Path(transport.keys)
+    load_server(keys)  # raises ConfigError as a run would
+    clients = allowed_clients(keys)
+    if clients:
+        yield ok("keys", f"{keys} has the prefetcher's key and lets in {', '.join(sorted(clients.values()))}")
+    else:
+        yield error("keys", f"{keys} lets nobody in; `prefetcher keys --out {keys} --client NAME` makes a key for a trainer")
 
 
 def check_device(device: Device, cache_bytes: int | None, staging_bytes: int) -> Iterator[Finding]:

@@ -3,6 +3,7 @@
 import shutil
 from collections.abc import Iterator
 from itertools import pairwise
+from pathlib import Path
 
 from prefetcher.analysis.check.data import Seen
 from prefetcher.analysis.check.findings import Finding, error, ok, warning
@@ -21,7 +22,8 @@ def check_memory(job: Job, seen: Seen, free_bytes: int, ring_bytes: int, cache_b
 
     Tables take memory row by row as rows are trained: at most their size, and at most a row for each look-up of an epoch.
     """
-    for group in seen.groups if job.store.kind == "memory" else ():
+    in_memory = seen.groups if job.store.kind == "memory" else ()
+    for group in in_memory:
         MemoryStore(group, job.job.seed).close()  # refuses what this machine cannot address, as a run would
     parts = {
         "ids known ahead": ahead_bytes(job, seen),
@@ -30,10 +32,11 @@ def check_memory(job: Job, seen: Seen, free_bytes: int, ring_bytes: int, cache_b
         "dense weights": dense_bytes(job, seen) * DENSE_COPIES[job.optimizer.dense.kind],
     }
     fixed = sum(parts.values())
-    tables = sum(trained_rows(group, seen) * group.record_bytes + group.num_rows for group in seen.groups)  # a byte a row: was it trained
+    tables = sum(trained_rows(group, seen) * group.record_bytes + group.num_rows for group in in_memory)  # a byte a row: was it trained
     listed = ", ".join(f"{name} {human_bytes(nbytes)}" for name, nbytes in parts.items() if nbytes)
     unknown = "" if job.model.kind == "dlrm" else "; the dense weights of a model of your own come on top"
-    sentence = f"{human_bytes(free_bytes)} are free for {listed}, tables up to {human_bytes(tables)} as their rows are trained{unknown}"
+    grow = f", tables up to {human_bytes(tables)} as their rows are trained" if in_memory else "; tables are files"
+    sentence = f"{human_bytes(free_bytes)} are free for {listed}{grow}{unknown}"
     if fixed > free_bytes:
         yield error(
             "memory", f"{sentence}: too little even without tables; free memory, or lower cache.capacity, lookahead or transport.ring"
@@ -45,13 +48,29 @@ def check_memory(job: Job, seen: Seen, free_bytes: int, ring_bytes: int, cache_b
 
 
 def check_disk(job: Job, seen: Seen) -> Iterator[Finding]:
-    """The end of a run writes every trained row, its key beside it, and the dense weights."""
-    place = next(folder for folder in (job.run_dir, *job.run_dir.absolute().parents) if folder.exists())
-    free_bytes = shutil.disk_usage(place).free
+    """A checkpoint holds every trained row, its key beside it, and the dense side. Where a run makes many, their deltas may be as large as
+    their base, and a merge writes the next base beside both."""
+    place, free_bytes = room_at(job.run_dir)
     rows = sum(trained_rows(group, seen) * (group.record_bytes + KEY_BYTES) for group in seen.groups)
-    needed = rows + dense_bytes(job, seen)
-    sentence = f"{place} has {human_bytes(free_bytes)} free for a checkpoint of up to {human_bytes(needed)}"
+    copies, kept = (3, job.checkpoint.keep) if job.checkpoint.every else (1, 1)
+    needed = copies * rows + kept * dense_bytes(job, seen)
+    sentence = f"{place} has {human_bytes(free_bytes)} free for checkpoints of up to {human_bytes(needed)}"
     yield ok("disk", sentence) if needed <= free_bytes else warning("disk", f"{sentence}; free space there or set another job.run_dir")
+    if job.store.kind == "mapped":
+        yield check_table_files(job, seen)
+
+
+def check_table_files(job: Job, seen: Seen) -> Finding:
+    place, free_bytes = room_at(job.run_dir / "tables" if job.store.path is None else Path(job.store.path))
+    needed = sum(group.num_rows * (group.record_bytes + 1) for group in seen.groups)
+    sentence = f"{place} has {human_bytes(free_bytes)} free for table files of {human_bytes(needed)}, which are as large from the start"
+    return ok("disk", sentence) if needed <= free_bytes else error("disk", f"{sentence}; free space there or set another store.path")
+
+
+def room_at(folder: Path) -> tuple[Path, int]:
+    """The part of the path that is there, and the bytes free in it."""
+    place = next(part for part in (folder, *folder.absolute().parents) if part.exists())
+    return place, shutil.disk_usage(place).free
 
 
 def ahead_bytes(job: Job, seen: Seen) -> int:
