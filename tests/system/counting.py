@@ -58,8 +58,8 @@ class Traffic:
 class CountingWriter(RingWriter):
     """A ring whose pieces know what was written into them."""
 
-    def __init__(self, buffer: npt.NDArray[np.uint8]) -> None:
-        super().__init__(buffer)
+    def __init__(self, buffer: npt.NDArray[np.uint8], *, always_checksum: bool) -> None:
+        super().__init__(buffer, always_checksum=always_checksum)
         self.traffic = RingTraffic()
         self.addresses = range(buffer.ctypes.data, buffer.ctypes.data + len(buffer))
 
@@ -85,8 +85,8 @@ def count_traffic(monkeypatch: pytest.MonkeyPatch) -> Traffic:
     """Counts what the next in-process run moves: call it before the run is made."""
     traffic = Traffic()
 
-    def make_writer(buffer: npt.NDArray[np.uint8]) -> CountingWriter:
-        writer = CountingWriter(buffer)
+    def make_writer(buffer: npt.NDArray[np.uint8], *, always_checksum: bool) -> CountingWriter:
+        writer = CountingWriter(buffer, always_checksum=always_checksum)
         traffic.writers.append(writer)
         traffic.rings.append(writer.traffic)
         return writer

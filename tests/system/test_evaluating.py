@@ -66,5 +66,5 @@ def test_what_cannot_be_evaluated_is_said_in_a_sentence(session: Session) -> Non
 
 def test_a_trainer_that_would_train_does_not_go_with_a_prefetcher_that_evaluates(session: Session) -> None:
     trained(session)
-    (sentence,) = refused(5, session.start("prefetcher", "--eval"), session.start("trainer"))
+    (sentence,) = refused(5, session.start("prefetcher", "--eval"), session.start("trainer", "--fresh"))
     assert sentence.startswith("the prefetcher was started to evaluate and the trainer to train; ")
