@@ -21,7 +21,7 @@ from prefetcher.checkpoints.merge import merged
 from prefetcher.checkpoints.row_files import Rows
 from prefetcher.checkpoints.tensors import PlacedTensor, TensorSpec, make_header, read_blocks, read_header
 from prefetcher.stores.base import Keys, Records
-from prefetcher.stores.memory import first_records
+from prefetcher.stores.initializer import first_records
 from protocol.disk import RealDisk
 from protocol.errors import ConfigError
 from protocol.job_file import parse_job

@@ -19,7 +19,7 @@ from prefetcher.checkpoints.writer import CheckpointWriter
 from prefetcher.export import MODEL, part_name, table_tensors
 from prefetcher.readers.base import open_reader
 from prefetcher.stores.base import Keys, Records
-from prefetcher.stores.memory import first_records
+from prefetcher.stores.initializer import first_records
 from protocol.disk import RealDisk
 from protocol.errors import ConfigError, DataError
 from protocol.job import Job

@@ -1,9 +1,10 @@
 """A store whose operations finish late and out of order, as those of a slow device do. It holds nothing itself: it delays another store."""
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 from prefetcher.stores.base import Keys, Records, Store, Ticket
+from prefetcher.stores.in_front import StoreInFront
 
 
 class LateTicket:
@@ -20,11 +21,11 @@ class LateTicket:
         return self._ticket is not None and self._ticket.done()
 
 
-class LateStore:
+class LateStore(StoreInFront):
     """Delays reads and writes of `store` by a number of polls that a seed decides."""
 
     def __init__(self, store: Store, seed: int) -> None:
-        self._store = store
+        super().__init__(store)
         self._chance = random.Random(seed)
 
     def read(self, keys: Keys, out: Records) -> LateTicket:
@@ -32,36 +33,3 @@ class LateStore:
 
     def write(self, keys: Keys, rows: Records, step: int | None) -> LateTicket:
         return LateTicket(self._chance, lambda: self._store.write(keys, rows, step))
-
-    def hint(self, keys: Keys, needed_at_step: int) -> None:
-        self._store.hint(keys, needed_at_step)
-
-    def scan(self, table: int, block: int, *, changed: bool = False) -> Iterator[tuple[Keys, Records]]:
-        return self._store.scan(table, block, changed=changed)
-
-    def changed_keys(self, table: int) -> Keys:
-        return self._store.changed_keys(table)
-
-    @property
-    def num_changed(self) -> int:
-        return self._store.num_changed
-
-    def settle(self) -> None:
-        self._store.settle()
-
-    def forget(self, keys: Keys) -> None:
-        self._store.forget(keys)
-
-    @property
-    def host_bytes(self) -> int:
-        return self._store.host_bytes
-
-    @property
-    def restored(self) -> bool:
-        return self._store.restored
-
-    def close_at(self, checkpoint: str) -> None:
-        self._store.close_at(checkpoint)
-
-    def close(self) -> None:
-        self._store.close()

@@ -4,7 +4,6 @@ import mmap
 
 import numpy as np
 
-from prefetcher.stores.initializer import first_records as first_records
 from prefetcher.stores.loops import Words
 from prefetcher.stores.table_store import TableStore, marks_bytes
 from protocol.errors import ConfigError

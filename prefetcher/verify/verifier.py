@@ -102,8 +102,7 @@ class Verifier:
         if visit is None:
             return
         sample = visit.groups[group].fetched
-        part = sample.within(start, len(rows))
-        found = self._checksums(group, rows, sample.places[part] - start)
+        part, found = self._followed(sample, group, start, rows)
         with self._lock:
             self._check_given(sample.keys[part], found, step)
             sample.expect(part, found)
@@ -145,8 +144,7 @@ class Verifier:
         if visit is None:
             return
         sample = visit.groups[group].dirty
-        part = sample.within(start, len(rows))
-        found = self._checksums(group, rows, sample.places[part] - start)
+        part, found = self._followed(sample, group, start, rows)
         with self._lock:
             sample.expect(part, found)
             self._ledger.taken(sample.keys[part], found, step)
@@ -178,6 +176,11 @@ class Verifier:
     def _sample(self, keys: Keys) -> I64:
         places = np.empty(len(keys), np.int64)
         return places[: find_sampled(keys, self._threshold, places)]
+
+    def _followed(self, sample: Sample, group: int, start: int, rows: Records) -> tuple[slice, I64]:
+        """Which of the sample these rows, from place `start` on, hold; and their checksums."""
+        part = sample.within(start, len(rows))
+        return part, self._checksums(group, rows, sample.places[part] - start)
 
     def _checksums(self, group: int, rows: Records, places: I64) -> I64:
         found = np.empty(len(places), np.int64)

@@ -20,7 +20,7 @@ from prefetcher.checkpoints import row_files
 from prefetcher.checkpoints.folder import Checkpoints
 from prefetcher.export import CheckpointRows, DenseSide, export_run
 from prefetcher.stores.base import Keys, Records
-from prefetcher.stores.memory import first_records
+from prefetcher.stores.initializer import first_records
 from protocol.batch import ScheduledBatch
 from protocol.disk import RealDisk
 from protocol.errors import ConfigError, DataError

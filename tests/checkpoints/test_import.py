@@ -11,7 +11,7 @@ from prefetcher.checkpoints.folder import Checkpoints
 from prefetcher.checkpoints.imported import import_run
 from prefetcher.checkpoints.restore import dense_content
 from prefetcher.export import export_run, table_tensors
-from prefetcher.stores.memory import first_records
+from prefetcher.stores.initializer import first_records
 from protocol.disk import RealDisk
 from protocol.errors import ConfigError, DataError
 from protocol.job import Job

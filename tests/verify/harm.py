@@ -1,6 +1,6 @@
 """What does harm to rows: stores that lose, keep or tear them, and bytes that change between the two processes."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from prefetcher.stores.base import FINISHED, Keys, Records, Store, Ticket
+from prefetcher.stores.in_front import StoreInFront
 from protocol.messages import RingRef, RowsBack, RowSpan, StepReady
 from protocol.transport.ring import RingWriter
 from tests.driver import InProcessRun
@@ -16,51 +17,12 @@ from tests.verify.runs import Target
 Change = Callable[[Records, int], None]  # of all rows of a span, and which one is the target
 
 
-class Harmful:
-    """A store in front of another; subclasses have their way with one row."""
+class Harmful(StoreInFront):
+    """Subclasses have their way with one row."""
 
     def __init__(self, store: Store, key: int) -> None:
-        self._store = store
+        super().__init__(store)
         self._key = key
-
-    def read(self, keys: Keys, out: Records) -> Ticket:
-        return self._store.read(keys, out)
-
-    def write(self, keys: Keys, rows: Records, step: int | None) -> Ticket:
-        return self._store.write(keys, rows, step)
-
-    def hint(self, keys: Keys, needed_at_step: int) -> None:
-        self._store.hint(keys, needed_at_step)
-
-    def scan(self, table: int, block: int, *, changed: bool = False) -> Iterator[tuple[Keys, Records]]:
-        return self._store.scan(table, block, changed=changed)
-
-    def changed_keys(self, table: int) -> Keys:
-        return self._store.changed_keys(table)
-
-    @property
-    def num_changed(self) -> int:
-        return self._store.num_changed
-
-    def settle(self) -> None:
-        self._store.settle()
-
-    def forget(self, keys: Keys) -> None:
-        self._store.forget(keys)
-
-    @property
-    def host_bytes(self) -> int:
-        return self._store.host_bytes
-
-    @property
-    def restored(self) -> bool:
-        return self._store.restored
-
-    def close_at(self, checkpoint: str) -> None:
-        self._store.close_at(checkpoint)
-
-    def close(self) -> None:
-        self._store.close()
 
 
 class ChangedRead:
