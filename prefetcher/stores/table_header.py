@@ -40,7 +40,7 @@ class Header(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             return None
         try:
             header = msgspec.msgpack.decode(rest[4 : 4 + int.from_bytes(rest[:4], "little")], type=cls)
-        except msgspec.MsgspecError:
+        except (ValueError, RecursionError):  # msgspec's own errors are ValueErrors; bytes that are no UTF-8 are another
             return None
         return header if header.version == VERSION else None
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import xxhash
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from structlog.testing import capture_logs
 
@@ -120,6 +120,7 @@ def test_a_header_of_another_version_is_none() -> None:
 
 
 @given(content=st.binary(max_size=100))
+@example(content=b"\x81\xa4\x00\x00\x00\x80")  # a name that is no UTF-8
 def test_a_page_with_a_right_checksum_over_anything_else_is_no_header(content: bytes) -> None:
     rest = len(content).to_bytes(4, "little") + content.ljust(HEADER_BYTES - 20, b"\0")
     assert Header.decode(b"rowcastT" + xxhash.xxh3_64_intdigest(rest).to_bytes(8, "little") + rest) is None

@@ -70,7 +70,7 @@ class TraceReader:
         try:
             header = msgspec.json.decode(metadata.get(HEADER_KEY, b""), type=TraceHeader)
             expected = trace_schema(header)
-        except (msgspec.MsgspecError, ValueError, StopIteration):
+        except (ValueError, RecursionError, StopIteration):
             raise self._refusal("its header is damaged") from None
         if not self._reader.schema.equals(expected):
             raise self._refusal("its columns are not those of a trace")
