@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo tutorial test check exact soak bench-planner bench-budget bench-safety clean
+.PHONY: demo tutorial test check exact soak bench-planner bench-budget bench-safety bench-metrics bench-parts clean
 
 $(VENV)/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -19,7 +19,7 @@ tutorial: $(VENV)/installed  ## the tutorial, executed: build/tutorial.ipynb, wi
 	$(BIN)/jupyter-execute --output=../build/tutorial examples/tutorial.ipynb
 
 test: $(VENV)/installed  ## the whole test suite
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadgroup
 
 check: $(VENV)/installed  ## style and types
 	$(BIN)/ruff format --check .
@@ -40,6 +40,12 @@ bench-budget: $(VENV)/installed  ## cores that each stage of the prefetcher need
 
 bench-safety: $(VENV)/installed  ## what checkpoints and --verify cost on the retail log (ROWCAST_RETAIL=folder)
 	$(BIN)/python -m benchmarks.safety
+
+bench-parts: $(VENV)/installed  ## what a checkpoint, a merge and an encrypted piece cost on their own
+	$(BIN)/python -m benchmarks.parts
+
+bench-metrics: $(VENV)/installed  ## what a scrape takes during a run, and what counting takes of a step
+	$(BIN)/python -m benchmarks.metrics_cost
 
 clean:
 	rm -rf $(VENV) runs

@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 
 SUITES = (
+    "tests/system/test_exact.py",
     "tests/simulation",
     "tests/recovery",
     "tests/checkpoints",

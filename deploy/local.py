@@ -129,6 +129,7 @@ def main(
     overrides: Annotated[list[str] | None, typer.Option("--set", help="Override a key: section.key=value. Repeatable.")] = None,
     max_steps: Annotated[int | None, typer.Option("--max-steps", min=0, help="End the run after so many train steps.")] = None,
     fresh: Annotated[bool, typer.Option("--fresh", help="Start over.")] = False,
+    trace: Annotated[bool, typer.Option("--trace", help="Record a timeline for `prefetcher timeline`.")] = False,
 ) -> None:
     """Run the prefetcher and the trainer of one job on this host."""
 
@@ -138,7 +139,8 @@ def main(
             run_dir.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ConfigError(f"job.run_dir = {str(run_dir)!r} cannot be made ({error.strerror}); choose another") from None
-        shared = ["--config", str(config), *(f"--set={override}" for override in overrides or ()), *(["--fresh"] if fresh else [])]
+        flags = [*(["--fresh"] if fresh else []), *(["--trace"] if trace else [])]
+        shared = ["--config", str(config), *(f"--set={override}" for override in overrides or ()), *flags]
         steps = [] if max_steps is None else ["--max-steps", str(max_steps)]
         first = see_out(start_both(shared, steps, run_dir / "prefetcher.log"))
         if first is not None:

@@ -8,6 +8,7 @@ import typer
 from protocol.command import run_command
 from protocol.job_file import load_job
 from protocol.process import Signals
+from protocol.rundir import COMPLETE
 from protocol.telemetry.logs import get_logger, setup_logging
 
 app = typer.Typer(
@@ -34,6 +35,7 @@ def run(
     max_steps: Annotated[int | None, typer.Option("--max-steps", min=0, help="End the run after so many train steps.")] = None,
     fresh: Annotated[bool, typer.Option("--fresh", help="Start over: give up what an earlier run left in the run directory.")] = False,
     save_trace: SaveTrace = None,
+    trace: Annotated[bool, typer.Option("--trace", help="Record a timeline of both processes, for `prefetcher timeline`.")] = False,
     evaluate: Annotated[bool, typer.Option("--eval", help="Evaluate a checkpoint, with `trainer eval`; train nothing.")] = False,
     checkpoint: Annotated[str | None, typer.Option("--checkpoint", help="With --eval: which, such as step-000000000100.")] = None,
     verify: Annotated[bool, typer.Option("--verify", help="Follow rows by checksum: end the run if one is stale, torn or lost.")] = False,
@@ -41,13 +43,16 @@ def run(
         float | None,
         typer.Option("--verify-share", min=0, max=1, help="The share of rows to --verify; 1: all.", show_default=str(DEFAULT_VERIFY_SHARE)),
     ] = None,
+    unfinished_code: Annotated[
+        int, typer.Option("--unfinished-code", min=0, max=125, help="Exit with this code where the run was stopped before its end.")
+    ] = 0,
     log_level: LogLevel = "info",
     log_json: LogJson = False,
 ) -> None:
     """Serve one training run. Start `trainer run` with the same job file, before or after. A run that was stopped or killed goes on from
     its newest checkpoint."""
 
-    def main() -> None:
+    def main() -> int:
         setup_logging("prefetcher", log_level, log_json or None)
         job = load_job(config, tuple(overrides or ()))
         with Signals() as signals:
@@ -57,11 +62,13 @@ def run(
                 max_steps=max_steps,
                 fresh=fresh,
                 save_trace=save_trace,
+                trace=trace,
                 mode="eval" if evaluate else "train",
                 checkpoint=checkpoint,
                 verify=verify_share if verify_share is not None else DEFAULT_VERIFY_SHARE if verify else 0.0,
             )
             run_prefetcher(job, options, signals)
+        return 0 if evaluate or (job.run_dir / COMPLETE).exists() else unfinished_code
 
     raise typer.Exit(run_command("prefetcher", main))
 
@@ -184,6 +191,26 @@ def check(
         from prefetcher.analysis.check.command import run_check
 
         return run_check(config, tuple(overrides or ()), whole=whole, json=as_json)
+
+    raise typer.Exit(run_command("prefetcher", main))
+
+
+@app.command()
+def timeline(
+    run_dir: RunFolder,
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", help="The trace to write, as JSON.", metavar="FILE", show_default="timeline.json in the run directory"),
+    ] = None,
+    steps: Annotated[str | None, typer.Option("--steps", help="These alone, such as 100:110.", metavar="FIRST:END")] = None,
+    plot: Annotated[Path | None, typer.Option("--plot", help="Draw the --steps too.", metavar="PNG|SVG")] = None,
+) -> None:
+    """Merge what `prefetcher run --trace` and `trainer run --trace` recorded into one trace for Perfetto or chrome://tracing."""
+
+    def main() -> None:
+        from prefetcher.analysis.timeline.command import TimelineOptions, run_timeline
+
+        run_timeline(run_dir, TimelineOptions(out=out, steps=steps, plot=plot))
 
     raise typer.Exit(run_command("prefetcher", main))
 

@@ -6,7 +6,7 @@ mail -> planning -> fetcher -> (ring, StepReady) ...... (ring, RowsBack) -> mail
 from dataclasses import dataclass
 
 from prefetcher.fetcher import Checkpointer, Fetcher
-from prefetcher.metrics import PrefetcherCounters, new_counters
+from prefetcher.metrics import PrefetcherCounters
 from prefetcher.planner.planner import RowPlanner
 from prefetcher.planning import BatchSource, PlanningStage
 from prefetcher.readers.schedule import PlacedBatch
@@ -40,6 +40,7 @@ class EngineParts:
     welcome: Welcome
     mode: Mode
     start: Position  # where this incarnation begins
+    counters: PrefetcherCounters  # of the process
     restore: bytes  # the dense side that the trainer begins with; empty: as the job says
 
 
@@ -50,7 +51,7 @@ class PrefetcherEngine:
         depth, welcome = parts.welcome.depth, parts.welcome
         self.hello: Hello | None = None
         self.peer_left = False
-        self.counters: PrefetcherCounters = new_counters(parts.groups)
+        self.counters = parts.counters
         self.welcome = welcome
         self.fetch_ring = parts.fetch_ring
         self.checkpointer = parts.checkpointer

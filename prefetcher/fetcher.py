@@ -218,7 +218,7 @@ class Fetcher:
 
     def _begin_reads(self) -> bool:
         if self._outgoing is not None:
-            with self._counters.timed("fetch"):
+            with self._counters.timed("fetch", self._outgoing.step.plan.step):
                 return self._begin_piece(self._outgoing)
         if not self._queue:
             self.stalled_by = self.stalled_by or (None if self.ended else "plans")
@@ -230,7 +230,7 @@ class Fetcher:
             self.stalled_by = self.stalled_by or "write_back"
             return False
         self._queue.popleft()
-        with self._counters.timed("fetch"):
+        with self._counters.timed("fetch", head.plan.step):
             self._outgoing = self._open(head)
         return True
 
@@ -290,7 +290,7 @@ class Fetcher:
             self.stalled_by = "credit"
             return False
         self._reading.popleft()
-        with self._counters.timed("send"):
+        with self._counters.timed("send", plan.step):
             self._verify_read(reading)
             self._announce(reading)
         return True

@@ -18,8 +18,8 @@ from prefetcher.checkpoints.restore import dense_content
 from prefetcher.checkpoints.writer import CheckpointWriter
 from prefetcher.engine import EngineParts, PrefetcherEngine
 from prefetcher.fetcher import Checkpointer, PlannedStep
-from prefetcher.metrics import PrefetcherCollector
-from prefetcher.observe import gauges, stall_clocks
+from prefetcher.metrics import PrefetcherCounters, PrefetcherGauges
+from prefetcher.observe import engine_gauges, stall_clocks
 from prefetcher.pins import load_pins
 from prefetcher.planner.capacity import MEASURED_BATCHES, job_slots
 from prefetcher.planner.job_planner import job_planner
@@ -38,11 +38,11 @@ from protocol.messages import PROTOCOL_VERSION, Bye, Mode, RingSpec, Welcome
 from protocol.position import Position
 from protocol.process import STOPPING, Crew, Signals, tell_peer
 from protocol.session import Session
+from protocol.stages import Stage
 from protocol.tables import GroupSpec
-from protocol.telemetry.build import build_info
-from protocol.telemetry.counters import new_registry
+from protocol.telemetry.health import Health
 from protocol.telemetry.logs import get_logger
-from protocol.telemetry.server import Health, TelemetryServer
+from protocol.telemetry.timeline import traced_stages
 from protocol.transport.ring import RingReader, RingWriter
 from protocol.transport.ring_file import RingFile, RingMemory, create_ring
 from protocol.transport.zmq_link import ZmqLink
@@ -62,6 +62,7 @@ class RunParts:
     verify: float  # share of the rows that are followed by their checksums
     signals: Signals
     health: Health
+    counters: PrefetcherCounters  # over all incarnations
     checkpoints: Checkpoints
     tables: Tables
     give_up_earlier_run: Callable[[], None]  # called once everything else is known to be right
@@ -82,7 +83,7 @@ class Incarnation:
         max_steps = run.max_steps
         if run.mode == "eval":
             self._start, max_steps = Position(eval_batch=0), 0
-        self._source = BatchSource(self._job, max_steps, self._start, on_arrival=self._bell.ring)
+        self._source = BatchSource(self._job, max_steps, self._start, on_arrival=self._bell.ring, timeline=run.counters.timeline)
         self._writer: CheckpointWriter | None = None
         self._engine: PrefetcherEngine | None = None
 
@@ -101,7 +102,6 @@ class Incarnation:
                 if not self.connected or self._ended():
                     conversation.send(Bye())
             except BaseException as error:
-                self._run.health.state = "failed"
                 tell_peer(conversation, error)
                 self._settle_checkpoint()
                 raise
@@ -110,6 +110,9 @@ class Incarnation:
     def connected(self) -> bool:
         """Whether a trainer was greeted."""
         return self._engine is not None and self._engine.hello is not None
+
+    def gauges(self, idle: PrefetcherGauges) -> PrefetcherGauges:
+        return idle if self._engine is None else engine_gauges(idle, self._engine, self._source)
 
     @property
     def train_steps(self) -> int:
@@ -205,6 +208,7 @@ class Incarnation:
                 welcome=self._welcome(conversation.session.incarnation, slots, rings, len(restore)),
                 mode=run.mode,
                 start=self._start,
+                counters=run.counters,
                 restore=restore,
             )
         )
@@ -227,7 +231,14 @@ class Incarnation:
         if run.mode == "eval":
             return NoCheckpoints()
         self._writer = CheckpointWriter(
-            self._job, run.groups, run.run_id, self._training_digest(), run.checkpoints, self.newest, self._job.checkpoint.keep
+            self._job,
+            run.groups,
+            run.run_id,
+            self._training_digest(),
+            run.checkpoints,
+            self.newest,
+            self._job.checkpoint.keep,
+            run.counters.checkpointed,
         )
         return BarrierCheckpointer(run.groups, run.tables.stores, self._writer)
 
@@ -275,18 +286,13 @@ class Incarnation:
         )
 
     def _run_stages(self, stack: ExitStack, engine: PrefetcherEngine) -> None:
-        """Serves metrics, waits for the trainer, and runs the stages until the run is over."""
+        """Waits for the trainer, and runs the stages until the run is over."""
         run = self._run
-        collector = PrefetcherCollector(engine.counters, gauges(engine, self._source), build_info("prefetcher", self._job.job.name))
-        server = TelemetryServer("prefetcher", self._job.metrics, new_registry(collector), run.health)
-        stack.enter_context(server)
-        self._log.info("serving metrics", address=server.address)
         run.health.state = "connecting"
         run.give_up_earlier_run()
         self._engine = engine
         finish_trace = self._trace(stack, engine)
-        writer = {} if self._writer is None else {"checkpoint": self._writer}
-        self._crew.start({**engine.stages, **writer}, stall_clocks(engine))
+        self._crew.start(self._stages(engine), stall_clocks(engine))
         stack.callback(self._crew.stop)  # once more: before the rings and stores are closed
         self._until_finished(engine)
         finish_trace()
@@ -295,6 +301,15 @@ class Incarnation:
         self.finished = engine.finished and engine.fetcher.finished
         run.health.state = "stopped"
         self._say_end(engine)
+
+    def _stages(self, engine: PrefetcherEngine) -> dict[str, Stage]:
+        """What has a thread from now on; those that keep no clock of their own are put on the timeline, where one is recorded."""
+        stages = {**engine.stages, **({} if self._writer is None else {"checkpoint": self._writer})}
+        timeline = self._run.counters.timeline
+        if timeline is not None:
+            timeline.incarnation(engine.welcome.incarnation)
+            timeline.watch("fetch ring", "bytes", lambda: engine.fetch_ring.used_bytes)
+        return traced_stages(timeline, stages, mail="deliver", checkpoint="write")
 
     def _trace(self, stack: ExitStack, engine: PrefetcherEngine) -> Callable[[], None]:
         """Has the plans saved, where that is asked for; what it returns is called when the run is over."""
@@ -305,13 +320,15 @@ class Incarnation:
 
         header = trace_header(self._job, self._run.groups, engine.welcome.slots)
         writer = stack.enter_context(TraceWriter(self._run.save_trace, header))
+        before = [group.rows_flushed for group in engine.counters.groups.values()]  # by earlier incarnations
 
         def on_plan(planned: PlannedStep) -> None:
             writer.add(planned.batch, planned.plan)
 
         def finish() -> None:
             if engine.finished:
-                flushed = tuple(group.rows_flushed for group in engine.counters.groups.values())
+                counted = zip(engine.counters.groups.values(), before, strict=True)
+                flushed = tuple(group.rows_flushed - earlier for group, earlier in counted)
                 writer.finish(flushed, finished=engine.fetcher.finished)
 
         engine.planning.on_plan = on_plan

@@ -1,10 +1,14 @@
 """What an engine shows while it runs: gauges for a scrape, and where idle seconds are counted."""
 
+import os
 from collections.abc import Callable
+from dataclasses import replace
 
 from prefetcher.engine import PrefetcherEngine
-from prefetcher.metrics import PrefetcherGauges, Queue, SlotStates
+from prefetcher.metrics import PrefetcherGauges, SlotStates
 from prefetcher.readers.worker import BatchSource
+from protocol.job import Job
+from protocol.transport.ring_file import SHARED_MEMORY
 
 
 def stall_clocks(engine: PrefetcherEngine) -> dict[str, Callable[[float], None]]:
@@ -17,6 +21,7 @@ def stall_clocks(engine: PrefetcherEngine) -> dict[str, Callable[[float], None]]
             counters.blocked("batches", "consumer", seconds)
         elif engine.planning.waits_for_credit:
             counters.blocked("plans", "producer", seconds)
+            counters.show("wait", "ahead", seconds)
 
     def fetcher(seconds: float) -> None:
         reason = engine.fetcher.stalled_by
@@ -35,26 +40,35 @@ def stall_clocks(engine: PrefetcherEngine) -> dict[str, Callable[[float], None]]
     return {"planning": planning, "fetcher": fetcher, "write-back": write_back}
 
 
-def gauges(engine: PrefetcherEngine, source: BatchSource) -> PrefetcherGauges:
-    depths: dict[Queue, Callable[[], int]] = {
-        "batches": lambda: source.counters.queue_depth,
-        "plans": lambda: engine.fetcher.queued,
-        "pieces": lambda: engine.fetcher.reading,
-        "rows_back": lambda: engine.writeback.queued,
-    }
+def idle_gauges(job: Job, num_groups: int) -> PrefetcherGauges:
+    """Where there is no engine."""
+    shared_memory = os.statvfs(SHARED_MEMORY)
     return PrefetcherGauges(
-        queue_depth=lambda queue: depths[queue](),
-        ring_used_bytes=lambda: engine.fetch_ring.used_bytes,
+        depth=job.lookahead.depth,
+        checkpoint_every=job.checkpoint.every,
+        slots=[SlotStates(0, 0, 0)] * num_groups,
+        shared_memory_size_bytes=shared_memory.f_blocks * shared_memory.f_frsize,
+        shared_memory_free_bytes=shared_memory.f_bavail * shared_memory.f_frsize,
+    )
+
+
+def engine_gauges(idle: PrefetcherGauges, engine: PrefetcherEngine, source: BatchSource) -> PrefetcherGauges:
+    return replace(
+        idle,
+        queue_depths={
+            "batches": source.counters.queue_depth,
+            "plans": engine.fetcher.queued,
+            "pieces": engine.fetcher.reading,
+            "rows_back": engine.writeback.queued,
+        },
+        ring_used_bytes=engine.fetch_ring.used_bytes,
         ring_size_bytes=engine.welcome.fetch_ring.nbytes,
-        frames_refused=lambda: engine.conversation.frames_refused,
-        depth=engine.welcome.depth,
-        in_flight_steps=lambda: steps_between(engine.fetcher.done_through, engine.fetcher.sent_through),
-        horizon=lambda: engine.planner.horizon,
-        known_batches=lambda: engine.planner.num_known,
-        slots=lambda: [
-            SlotStates(free=g.num_free, clean=g.num_resident - g.num_dirty, dirty=g.num_dirty) for g in engine.planner.occupancy
-        ],
-        write_back_lag_steps=lambda: steps_between(engine.writeback.applied_through, engine.fetcher.done_through),
+        frames_refused=engine.conversation.frames_refused,
+        in_flight_steps=steps_between(engine.fetcher.done_through, engine.fetcher.sent_through),
+        horizon=engine.planner.horizon,
+        known_batches=engine.planner.num_known,
+        slots=[SlotStates(free=g.num_free, clean=g.num_resident - g.num_dirty, dirty=g.num_dirty) for g in engine.planner.occupancy],
+        write_back_lag_steps=steps_between(engine.writeback.applied_through, engine.fetcher.done_through),
     )
 
 

@@ -91,7 +91,7 @@ class PlanningStage:
             return False
         ids = self._next_measured() if self._measured else self._source.poll_ids()
         if ids is not None:
-            with self._counters.timed("read"):
+            with self._counters.timed("read", ids.step):
                 self._planner.add(ids)
         elif self._source.ended:
             self._planner.end()
@@ -122,7 +122,7 @@ class PlanningStage:
         done = self._first_step - 1 if self._fetcher.done_through is None else self._fetcher.done_through
         if step > done + self._ahead or not self._has_rest():
             return False
-        with self._counters.timed("plan"):
+        with self._counters.timed("plan", step):
             ids, plan = self._planner.plan()
         crash_point("plan made")
         assert isinstance(ids, PlacedIds), "the planner returns what it was given"

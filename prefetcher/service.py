@@ -7,6 +7,8 @@ from pathlib import Path
 
 from prefetcher.checkpoints.folder import Checkpoints
 from prefetcher.incarnation import Incarnation, RunParts, new_run_id
+from prefetcher.metrics import PrefetcherCollector, PrefetcherGauges, new_counters
+from prefetcher.observe import idle_gauges
 from prefetcher.tables import Tables
 from protocol.disk import RealDisk
 from protocol.errors import ConfigError, PeerLost
@@ -17,8 +19,12 @@ from protocol.messages import Mode
 from protocol.process import Crew, Patience, Signals
 from protocol.rundir import RunDirectory
 from protocol.tables import group_specs
+from protocol.telemetry.build import build_info
+from protocol.telemetry.counters import new_registry
+from protocol.telemetry.health import Health
 from protocol.telemetry.logs import get_logger
-from protocol.telemetry.server import Health
+from protocol.telemetry.server import TelemetryServer
+from protocol.telemetry.timeline import Timeline
 from protocol.transport.ring_file import remove_leftovers
 
 
@@ -29,6 +35,7 @@ class RunOptions:
     max_steps: int | None = None
     fresh: bool = False
     save_trace: Path | None = None
+    trace: bool = False  # record a timeline
     mode: Mode = "train"
     verify: float = 0.0  # share of the rows that are followed by their checksums
     checkpoint: str | None = None  # eval: the name of the one to evaluate; None: the newest
@@ -45,41 +52,66 @@ class PrefetcherRun:
         self._checkpoints = Checkpoints(job.run_dir, RealDisk())
         self._crew = Crew("prefetcher", signals.bell)
         self._fresh = options.fresh
+        self._groups = group_specs(job)
+        self._health = Health(dead_stage=lambda: self._crew.dead_stage())
+        self._counters = new_counters(self._groups)
+        self._incarnation: Incarnation | None = None
 
     def run(self) -> None:
         """Returns when the run is finished or was stopped in order. Raises the first error of any stage."""
         with ExitStack() as stack:
             stack.enter_context(self._directory)
-            newest = self._newest()
-            remove_leftovers()
-            groups = group_specs(self._job)
-            tables = Tables(self._job, groups, self._checkpoints, 1 + secrets.randbelow(2**31))
-            stack.callback(tables.close)
-            parts = RunParts(
-                job=self._job,
-                groups=groups,
-                mode=self._options.mode,
-                run_id=new_run_id() if newest is None else newest.run_id,
-                max_steps=self._options.max_steps,
-                save_trace=self._options.save_trace,
-                verify=self._options.verify,
-                signals=self._signals,
-                health=Health(dead_stage=lambda: self._crew.dead_stage()),
-                checkpoints=self._checkpoints,
-                tables=tables,
-                give_up_earlier_run=self._give_up_earlier_run,
-            )
-            self._live(parts, newest)
+            self._serve_metrics(stack)
+            try:
+                self._run(stack)
+            except BaseException:
+                self._health.state = "failed"
+                raise
+
+    def _serve_metrics(self, stack: ExitStack) -> None:
+        collector = PrefetcherCollector(self._counters, self._gauges, build_info("prefetcher", self._job.job.name), self._health)
+        server = TelemetryServer("prefetcher", self._job.metrics, new_registry(collector), self._health)
+        stack.enter_context(server)
+        get_logger().info("serving metrics", address=server.address)
+
+    def _gauges(self) -> PrefetcherGauges:
+        idle = idle_gauges(self._job, len(self._groups))
+        return idle if self._incarnation is None else self._incarnation.gauges(idle)
+
+    def _run(self, stack: ExitStack) -> None:
+        newest = self._newest()
+        if self._options.trace:
+            self._counters.timeline = stack.enter_context(Timeline(self._job.run_dir, "prefetcher"))
+        remove_leftovers()
+        tables = Tables(self._job, self._groups, self._checkpoints, 1 + secrets.randbelow(2**31))
+        stack.callback(tables.close)
+        parts = RunParts(
+            job=self._job,
+            groups=self._groups,
+            mode=self._options.mode,
+            run_id=new_run_id() if newest is None else newest.run_id,
+            max_steps=self._options.max_steps,
+            save_trace=self._options.save_trace,
+            verify=self._options.verify,
+            signals=self._signals,
+            health=self._health,
+            counters=self._counters,
+            checkpoints=self._checkpoints,
+            tables=tables,
+            give_up_earlier_run=self._give_up_earlier_run,
+        )
+        self._live(parts, newest)
 
     def _live(self, parts: RunParts, newest: Manifest | None) -> None:
         patience = Patience("trainer", self._job.transport)
         while True:
-            incarnation = Incarnation(parts, newest, patience.transport, self._crew)
+            self._incarnation = incarnation = Incarnation(parts, newest, patience.transport, self._crew)
             try:
                 incarnation.live()
                 break
             except PeerLost as error:
                 patience.again(error)
+                self._health.state = "connecting"
                 newest = incarnation.newest
                 self._crew = Crew("prefetcher", self._signals.bell)
             if self._signals.stop_reason is not None:

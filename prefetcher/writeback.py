@@ -101,8 +101,8 @@ class Writeback:
             return self._hand_on(*self._saved)
         if not self._inbox:
             return False
-        with self._counters.timed("write_back"):
-            message = self._inbox.popleft()
+        message = self._inbox.popleft()
+        with self._counters.timed("write_back", message.step if isinstance(message, RowsBack) else None):
             if isinstance(message, Saved):
                 self._saved = message, self._copied(message)
             else:

@@ -1,6 +1,7 @@
 """The job file: one TOML file, read by both processes, checked once here.
 
-Every section is a frozen struct; unknown keys, wrong types and impossible values are a `ConfigError` of one sentence.
+Every section is a frozen struct; unknown keys, wrong types and impossible values are a `ConfigError` of one sentence. The comments
+above and behind the keys are what docs/job-file.md says of them (`protocol/job_page.py`).
 """
 
 import json
@@ -63,8 +64,9 @@ class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 class JobSection(Section, frozen=True, kw_only=True):
-    name: str = "rowcast"  # a label of rowcast_build_info only
-    seed: int = 0
+    name: str = "rowcast"  # a label of the metric `rowcast_build_info` only
+    seed: int = 0  # of every random number: rows' first values, dense weights, shuffles
+    # folder of `report.json`, `losses.f32` and `checkpoints/step-<n>` (n counts evaluation steps too); held by one run at a time
     run_dir: str
 
     def __post_init__(self) -> None:
@@ -75,16 +77,16 @@ class JobSection(Section, frozen=True, kw_only=True):
 
 
 class Columns(Section, frozen=True, kw_only=True):
-    label: str = "label"
-    dense: list[str] | None = None  # None: every column named int_<n>, by n
-    weights: dict[str, str] = {}  # feature -> the column of its per-look-up weights
+    label: str = "label"  # Parquet: the column of the label
+    dense: list[str] | None = None  # Parquet: columns of dense features; by default every column named `int_<n>`, by n
+    weights: dict[str, str] = {}  # Parquet: feature -> the column of its per-look-up weights
 
 
 class Synthetic(Section, frozen=True, kw_only=True):
-    samples: int = 1_000_000
-    preset: Literal["criteo-kaggle"] | None = None  # sets the cardinalities of [tables_from] where it gives none
+    samples: int = 1_000_000  # of an epoch
+    preset: Literal["criteo-kaggle"] | None = None  # sets the cardinalities of `[tables_from]` where it gives none
     scale: float = 1.0  # multiplies the preset's cardinalities; 1 at least stays
-    zipf: float = 1.05
+    zipf: float = 1.05  # the skew of the ids: exponent of their frequencies; 0: all alike
 
     def __post_init__(self) -> None:
         if self.samples < 1:
@@ -96,18 +98,18 @@ class Synthetic(Section, frozen=True, kw_only=True):
 
 
 class Data(Section, frozen=True, kw_only=True):
-    format: str  # criteo-tsv | criteo-npy | parquet | synthetic | "package.module:factory"
-    path: str | None = None  # file, folder or glob, in name order
-    eval_path: str | None = None
-    batch_size: int = 2048
-    epochs: int = 1
-    eval_fraction: float = 0.0
-    shuffle: str = "none"
-    on_invalid_id: Literal["error", "modulo", "zero"] = "error"
+    format: str  # `criteo-tsv`, `criteo-npy` (the torchrec day layout), `parquet`, `synthetic`, or `package.module:factory`
+    path: str | None = None  # a file, a folder or a glob, in name order
+    eval_path: str | None = None  # evaluation data of its own, instead of `eval_fraction`
+    batch_size: int = 2048  # the last, shorter batch of an epoch is trained too
+    epochs: int = 1  # passes over the training data
+    eval_fraction: float = 0.0  # the last part of the data, in order and before any shuffle, is for evaluation
+    shuffle: str = "none"  # `none`, `window:65536` (within blocks of so many rows), or `full` (not of TSV and Parquet); by seed and epoch
+    on_invalid_id: Literal["error", "modulo", "zero"] = "error"  # `error` names file, line, column and id; `zero` takes row 0
     hash: bool = False  # criteo-npy: read int32 as unsigned, then modulo
     columns: Columns = Columns()
     synthetic: Synthetic = Synthetic()
-    options: dict[str, Any] = {}  # handed to a "package.module:factory"
+    options: dict[str, Any] = {}  # handed to a `package.module:factory`
 
     def __post_init__(self) -> None:
         if self.format not in ("criteo-tsv", "criteo-npy", "parquet", "synthetic") and not is_factory(self.format):
@@ -134,11 +136,11 @@ class Data(Section, frozen=True, kw_only=True):
 
 class Table(Section, frozen=True, kw_only=True):
     name: str
-    num_embeddings: int
+    num_embeddings: int  # rows
     embedding_dim: int
-    features: list[str]
-    pooling: Literal["sum", "mean", "none"] = "sum"
-    init: str = "uniform"  # uniform(+-1/sqrt(num_embeddings)) | uniform:lo,hi | normal:std | constant:x
+    features: list[str]  # that look up in this table; one table may serve several
+    pooling: Literal["sum", "mean", "none"] = "sum"  # of a feature's rows in a bag; `none` is not supported yet
+    init: str = "uniform"  # first values: `uniform` (within +-1/sqrt(num_embeddings)), `uniform:lo,hi`, `normal:std` or `constant:x`
 
     def __post_init__(self) -> None:
         if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", self.name):
@@ -155,19 +157,19 @@ class Table(Section, frozen=True, kw_only=True):
 
 
 class TablesFrom(Section, frozen=True, kw_only=True):
-    """The usual case: one table per feature cat_0, cat_1, ..., all of one width."""
+    """The usual case: one table `t_cat_<n>` for each feature `cat_<n>`, all of one width."""
 
-    cardinalities: list[int] | None = None
+    cardinalities: list[int] | None = None  # rows of each table; needed unless `data.synthetic.preset` gives them
     embedding_dim: int
     pooling: Literal["sum", "mean"] = "sum"
-    init: str = "uniform"
+    init: str = "uniform"  # as in `[[tables]]`
 
 
 class Model(Section, frozen=True, kw_only=True):
-    kind: str = "dlrm"  # dlrm | "package.module:factory"
-    bottom_mlp: list[int] = []
-    top_mlp: list[int] = []
-    options: dict[str, Any] = {}  # handed to a "package.module:factory"
+    kind: str = "dlrm"  # `dlrm`, or `package.module:factory` for any `nn.Module` called with (dense, list of embeddings)
+    bottom_mlp: list[int] = []  # dlrm: output widths; the last is `embedding_dim`; every layer ends in ReLU
+    top_mlp: list[int] = []  # dlrm: output widths; the last is 1 and has no ReLU
+    options: dict[str, Any] = {}  # handed to a `package.module:factory`
 
     def __post_init__(self) -> None:
         if self.kind != "dlrm" and not is_factory(self.kind):
@@ -179,13 +181,15 @@ class Model(Section, frozen=True, kw_only=True):
 
 
 class SparseOptimizer(Section, frozen=True, kw_only=True):
+    """Of the rows. Momentum and weight decay are refused: they change rows that no batch touches, which no cache can follow."""
+
     kind: Literal["sgd", "adagrad", "rowwise_adagrad", "adam"]
-    lr: float
-    eps: float | None = None  # None: 1e-10 for Adagrad, 1e-8 for Adam
-    betas: tuple[float, float] = (0.9, 0.999)
-    initial_accumulator: float = 0.0
-    momentum: float = 0.0
-    weight_decay: float = 0.0
+    lr: float  # learning rate
+    eps: float | None = None  # 1e-10 for Adagrad and 1e-8 for Adam by default
+    betas: tuple[float, float] = (0.9, 0.999)  # adam
+    initial_accumulator: float = 0.0  # adagrad, rowwise_adagrad
+    momentum: float = 0.0  # must be 0
+    weight_decay: float = 0.0  # must be 0
 
     def __post_init__(self) -> None:
         for name in ("momentum", "weight_decay"):
@@ -210,12 +214,14 @@ class SparseOptimizer(Section, frozen=True, kw_only=True):
 
 
 class DenseOptimizer(Section, frozen=True, kw_only=True):
+    """Of the model's own weights, as in torch.optim."""
+
     kind: Literal["sgd", "adagrad", "adam"]
-    lr: float
-    eps: float | None = None
-    betas: tuple[float, float] = (0.9, 0.999)
-    initial_accumulator: float = 0.0
-    momentum: float = 0.0
+    lr: float  # learning rate
+    eps: float | None = None  # that of torch.optim by default
+    betas: tuple[float, float] = (0.9, 0.999)  # adam
+    initial_accumulator: float = 0.0  # adagrad
+    momentum: float = 0.0  # sgd
     weight_decay: float = 0.0
 
     def __post_init__(self) -> None:
@@ -238,7 +244,7 @@ class Optimizer(Section, frozen=True, kw_only=True):
 
 
 class Eval(Section, frozen=True, kw_only=True):
-    every: int = 0  # train steps between evaluations; always one at each epoch's end
+    every: int = 0  # train steps between evaluations; there is always one at each epoch's end
 
     def __post_init__(self) -> None:
         if self.every < 0:
@@ -246,10 +252,13 @@ class Eval(Section, frozen=True, kw_only=True):
 
 
 class Cache(Section, frozen=True, kw_only=True):
-    capacity: str | int  # device bytes for row records, all groups together, or "20000 rows" for a single group
-    policy: Policy = "lookahead"  # who leaves; the others are there to compare with
-    pin: str | None = None  # a file of rows that never leave, as `prefetcher profile` writes it
-    groups: dict[str, str | int] = {}  # group -> its share of the capacity, in bytes or "20000 rows", where the automatic one is not wanted
+    # device bytes for rows, all groups together, or `"20000 rows"` where all tables have one width; staging comes on top,
+    # (`lookahead.depth` + 1) times a ring's size
+    capacity: str | int
+    policy: Policy = "lookahead"  # who leaves; `lru`, `lfu` and `static` are there to compare with, exact as well
+    pin: str | None = None  # a file of rows that stay on the device once they are there, as `prefetcher profile --out` writes it
+    # group -> its exact share of the capacity, such as `fp32_d16_sgd = "16MiB"` or `"20000 rows"`; the other groups divide what is left
+    groups: dict[str, str | int] = {}
 
     def __post_init__(self) -> None:
         for capacity in (self.capacity, *self.groups.values()):
@@ -262,9 +271,9 @@ class Cache(Section, frozen=True, kw_only=True):
 
 
 class Lookahead(Section, frozen=True, kw_only=True):
-    depth: int = 4  # steps of rows in flight
-    horizon: int | Literal["auto"] = "auto"  # batches of ids; "auto" grows while more would change what is fetched
-    id_bytes: str | int = "256MiB"  # host bytes for the ids of the batches known ahead, where the horizon is "auto"
+    depth: int = 4  # steps whose rows are in flight, 1 to 64
+    horizon: int | Literal["auto"] = "auto"  # batches of ids known ahead; `"auto"` grows while more would change what is fetched
+    id_bytes: str | int = "256MiB"  # host bytes that the ids known ahead may take under `horizon = "auto"`
 
     def __post_init__(self) -> None:
         parse_bytes(self.id_bytes)
@@ -280,8 +289,8 @@ class Lookahead(Section, frozen=True, kw_only=True):
 
 
 class Store(Section, frozen=True, kw_only=True):
-    kind: Literal["memory", "mapped"] = "memory"
-    path: str | None = None  # the folder of the mapped tables' files; None is <run_dir>/tables
+    kind: Literal["memory", "mapped"] = "memory"  # `mapped`: tables in files, as large as the tables from the start
+    path: str | None = None  # mapped: the folder of those files, which are scratch and no checkpoint; `<run_dir>/tables` by default
 
     def __post_init__(self) -> None:
         if self.path is not None and self.kind != "mapped":
@@ -291,7 +300,7 @@ class Store(Section, frozen=True, kw_only=True):
 
 
 class Checkpoint(Section, frozen=True, kw_only=True):
-    every: int = 0  # train steps between checkpoints; there is one at the end, and one where a stop is asked for
+    every: int = 0  # train steps between checkpoints; there is always one at the end, and one where a stop is asked for
     keep: int = 2  # checkpoints that stay on disk
 
     def __post_init__(self) -> None:
@@ -302,12 +311,13 @@ class Checkpoint(Section, frozen=True, kw_only=True):
 
 
 class Transport(Section, frozen=True, kw_only=True):
-    endpoint: str = "ipc"  # one host; "tcp://host:port": the prefetcher binds it, the trainer connects to it
-    keys: str | None = None  # folder of CURVE keys, as `prefetcher keys` makes it; tcp needs it
-    ring: str | int = "auto"  # bytes of each of the two rings
-    connect_timeout: str | float = "60s"
-    stall_timeout: str | float = "300s"
-    rejoin_timeout: str | float = "0s"  # how long a survivor waits for its peer to come again; 0: it ends at once
+    endpoint: str = "ipc"  # `ipc` on one host; `tcp://host:port`: the prefetcher binds it, the trainer connects to it
+    keys: str | None = None  # tcp: folder of CURVE keys, as `prefetcher keys --out` makes it (SECURITY.md)
+    ring: str | int = "auto"  # bytes of each of the two rings; `"auto"` fits the batches, and is 64 MiB over tcp
+    connect_timeout: str | float = "60s"  # for the peer to come
+    stall_timeout: str | float = "300s"  # without progress of either process, until both give up
+    # how long a process whose peer is lost waits for another, to go on from the checkpoint; 0: it ends at once
+    rejoin_timeout: str | float = "0s"
 
     def __post_init__(self) -> None:
         if self.endpoint != "ipc" and not is_tcp_address(self.endpoint):
@@ -345,16 +355,18 @@ def is_tcp_address(endpoint: str) -> bool:
 
 
 class Trainer(Section, frozen=True, kw_only=True):
-    device: str = "auto"
-    threads: int | Literal["auto"] = "auto"
+    device: str = "auto"  # `auto`, `cpu`, `cuda` or `cuda:<n>`
+    threads: int | Literal["auto"] = "auto"  # of torch; `auto` is one a core given to the process
 
     def __post_init__(self) -> None:
         check_threads(self.threads)
 
 
 class Prefetcher(Section, frozen=True, kw_only=True):
-    workers: int = 1  # decoding processes
-    threads: int | Literal["auto"] = "auto"
+    # decoding processes, 1 to 64, with the same bits; npy and Parquet have one more for dense features and labels, a
+    # `package.module:factory` one in all
+    workers: int = 1
+    threads: int | Literal["auto"] = "auto"  # of the planner; `auto` is a quarter of the cores
 
     def __post_init__(self) -> None:
         if not 1 <= self.workers <= MAX_WORKERS:
@@ -368,10 +380,10 @@ def check_threads(threads: int | str) -> None:
 
 
 class Metrics(Section, frozen=True, kw_only=True):
-    prefetcher: str = "127.0.0.1:9400"
+    prefetcher: str = "127.0.0.1:9400"  # where /metrics, /healthz and /readyz are; port 0 takes any free one
     trainer: str = "127.0.0.1:9401"
     certfile: str | None = None  # PEM: both serve https with it, instead of http
-    keyfile: str | None = None
+    keyfile: str | None = None  # PEM, of `certfile`
 
     def __post_init__(self) -> None:
         if (self.certfile is None) != (self.keyfile is None):

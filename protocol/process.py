@@ -89,7 +89,10 @@ class Crew:
             raise self.error
 
     def dead_stage(self) -> str | None:
-        return next((name for name, thread in self._threads.items() if not thread.alive), None) if self.error else None
+        """The name of a stage that an error has ended; None where that error is the loss of the peer, which is no fault of this process."""
+        if self.error is None or isinstance(self.error, PeerLost):
+            return None
+        return next((name for name, thread in self._threads.items() if not thread.alive), None)
 
     def _end_hung_process(self, error: BaseException) -> None:
         if self._stopped.wait(HANG_GRACE_S):

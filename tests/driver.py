@@ -237,6 +237,7 @@ class InProcessRun:
                 welcome=welcome,
                 mode="train",
                 start=start,
+                counters=prefetcher.metrics.new_counters(self.groups),
                 restore=restore,
             )
         )

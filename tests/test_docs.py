@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from protocol.job_file import load_job
+from protocol.job_page import page
 from protocol.session import render_table
 from tests.driver import InProcessRun, Settings
 from tests.workloads import slots_for
@@ -20,6 +21,24 @@ def test_the_architecture_page_shows_the_conversation_as_it_is() -> None:
 @pytest.mark.parametrize("job_file", sorted((ROOT / "examples").glob("*.toml")), ids=lambda path: path.name)
 def test_every_example_job_file_is_valid(job_file: Path) -> None:
     assert load_job(job_file).tables
+
+
+def test_the_page_of_the_job_file_is_that_of_the_schema() -> None:
+    assert (ROOT / "docs" / "job-file.md").read_text(encoding="utf-8") == page(), "run: python -m protocol.job_page > docs/job-file.md"
+
+
+def test_the_page_of_the_job_file_has_every_key_of_a_whole_job() -> None:
+    job = load_job(ROOT / "examples" / "demo.toml")
+    sections = {section: fields(getattr(job, section)) for section in fields(job) if hasattr(getattr(job, section), "__struct_fields__")}
+    text = page()
+    for section, keys in sections.items():
+        _, _, rest = text.partition(f"## `[{section}")
+        for key in keys:
+            assert f"| `{key}` |" in rest or f"[{section}.{key}]" in text, f"{section}.{key} is not on the page"
+
+
+def fields(struct: object) -> tuple[str, ...]:
+    return tuple(getattr(struct, "__struct_fields__", ()))
 
 
 def test_the_custom_examples_train_together() -> None:

@@ -171,7 +171,8 @@ class DeviceCache:
                 self._steps.pop()
             return False
         self._inbox.popleft()
-        self._copy_in(arrived, message)
+        with self._counters.shown("copy in", arrived.step):
+            self._copy_in(arrived, message)
         return True
 
     def _arrived(self, message: StepReady, header: PlanHeader) -> ArrivedStep:
@@ -245,12 +246,15 @@ class DeviceCache:
             if after in self._computed:
                 fill.wait(self._computed[after], "fill_after")
         self._check_victims(arrived, message)
-        self._gather_victims(arrived, message)
-        self._scatter_rows(arrived, message)
+        with self._counters.shown("gather", arrived.step):
+            self._gather_victims(arrived, message)
+        with self._counters.shown("scatter", arrived.step):
+            self._scatter_rows(arrived, message)
         self._check_filled(arrived, message)
         arrived.filled.append(fill.record())
-        if self._streams.device.type == "cpu":  # elsewhere the work is only issued here
-            self._counters.spent("fill", time.perf_counter() - began_s)
+        ended_s = time.perf_counter()
+        spent = self._counters.spent if self._streams.device.type == "cpu" else self._counters.issued  # elsewhere it runs later
+        spent("fill", ended_s - began_s, arrived.step, ended_s)
         return True
 
     def _may_fill(self, arrived: ArrivedStep, message: StepReady) -> bool:
@@ -350,12 +354,13 @@ class DeviceCache:
             return False
         piece = job.pieces.popleft()
         job.asked = job.asked or self._check_barrier(job.slots)
-        sources = self._gather(
-            list(piece.rows),
-            slots=[job.slots[f"{span.group}.slots"][span.start : span.start + span.count] for span in piece.rows],
-            staging=self._evict_staging[0],
-            after=job.last_task,
-        )
+        with self._counters.shown("flush"):
+            sources = self._gather(
+                list(piece.rows),
+                slots=[job.slots[f"{span.group}.slots"][span.start : span.start + span.count] for span in piece.rows],
+                staging=self._evict_staging[0],
+                after=job.last_task,
+            )
         job.last_task = EvictTask(
             step=job.header.after_step,
             barrier=job.header.barrier,

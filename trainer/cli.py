@@ -20,6 +20,7 @@ app = typer.Typer(
 
 Config = Annotated[Path, typer.Option("--config", help="The job file.", metavar="job.toml")]
 Overrides = Annotated[list[str] | None, typer.Option("--set", help="Override a key: section.key=value. Repeatable.")]
+Trace = Annotated[bool, typer.Option("--trace", help="Record a timeline for `prefetcher timeline`.")]
 LogLevel = Annotated[str, typer.Option("--log-level", help="debug, info, warning or error.")]
 LogJson = Annotated[bool, typer.Option("--log-json", help="Log JSON lines.")]
 
@@ -29,6 +30,8 @@ def run(
     config: Config,
     overrides: Overrides = None,
     fresh: Annotated[bool, typer.Option("--fresh", help="Replace the report of an earlier run.")] = False,
+    trace: Trace = False,
+    tensorboard: Annotated[Path | None, typer.Option("--tensorboard", help="Write TensorBoard event files there.", metavar="DIR")] = None,
     log_level: LogLevel = "info",
     log_json: LogJson = False,
 ) -> None:
@@ -40,7 +43,7 @@ def run(
         with Signals() as signals:
             from trainer.service import run_trainer
 
-            run_trainer(job, signals, fresh=fresh)
+            run_trainer(job, signals, fresh=fresh, trace=trace, tensorboard=tensorboard)
 
     raise typer.Exit(run_command("trainer", start))
 
@@ -49,6 +52,7 @@ def run(
 def evaluate(
     config: Config,
     overrides: Overrides = None,
+    trace: Trace = False,
     log_level: LogLevel = "info",
     log_json: LogJson = False,
 ) -> None:
@@ -60,6 +64,6 @@ def evaluate(
         with Signals() as signals:
             from trainer.service import run_trainer
 
-            run_trainer(job, signals, mode="eval")
+            run_trainer(job, signals, trace=trace, mode="eval")
 
     raise typer.Exit(run_command("trainer", start))

@@ -5,7 +5,7 @@
     random.cpu, random.<type>   u8, random state of torch
     metrics.<count>             of an evaluation that has begun and not ended
     losses                      f32 [train steps], all of the run
-    evaluation                  u8, the last result as JSON; empty before the first
+    evaluations                 u8, the results so far as JSON
 
 A file that was imported may have weights alone: what is missing begins as in a new run.
 """

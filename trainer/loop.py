@@ -206,12 +206,16 @@ class TrainingLoop:
         """Look-up to update as one closure; where the loss will be."""
         if step.header.kind == "eval":
             self._evaluating = True
-            self._streams.compute.run(lambda: self._runner.evaluate(step))
+            self._streams.compute.run(lambda: self._evaluate(step))
             return None
         loss = self._losses[step.step % len(self._losses)]
         self._train_steps = step.header.train_step + 1
         self._streams.compute.run(lambda: self._runner.train(step, loss))
         return loss
+
+    def _evaluate(self, step: ArrivedStep) -> None:
+        with self._counters.shown("evaluate", step.step):
+            self._runner.evaluate(step)
 
     def _close_evaluation(self) -> None:
         closed: list[EvalCounts] = []
@@ -259,6 +263,7 @@ class TrainingLoop:
         self.step_done = step.step
         self._counters.step_done(step.header, None if loss is None else float(loss))
         step_s = time.perf_counter() - issued.began_s
+        self._counters.show("step", step.header.kind, step_s, step.step)
         self._sender.finish(StepDone(step=step.step, rank=0, waited_s=issued.waited_s, step_s=step_s), step.asked.checksums)
 
     # barriers
@@ -267,7 +272,8 @@ class TrainingLoop:
         """Every step before a barrier is complete when its `Flush` arrives."""
         if self._saving is not None and not self._issued and not self._cache.flushing:
             crash_point("dense side not packed")
-            self._sender.send_dense(self._saving.barrier, pack({**self._runner.state(), **self._results.state()}))
+            with self._counters.shown("pack"):
+                self._sender.send_dense(self._saving.barrier, pack({**self._runner.state(), **self._results.state()}))
             self._saving = None
             return True
         if self.end is not None and self._must_close(self.end):

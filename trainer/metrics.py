@@ -1,12 +1,13 @@
 """What the trainer counts, and how a scrape reads it. The report is made from the same counters."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Literal, get_args
+from dataclasses import dataclass, field
+from typing import Literal, Protocol, get_args
 
 from protocol.messages import PlanHeader
 from protocol.tables import GroupSpec
 from protocol.telemetry.counters import Counters, CountersCollector, QueueCounters, counter_samples, new_groups
+from protocol.telemetry.health import Health
 from protocol.telemetry.metrics import Sample
 
 StallReason = Literal["rows", "ring", "results", "barrier"]
@@ -18,6 +19,11 @@ Queue = Literal["steps", "rows_back"]
 # link -steps-> cache -rows_back-> sender
 
 
+class Spent(Protocol):
+    def __call__(self, phase: Phase, seconds: float, step: int, ended_s: float) -> None:
+        """Seconds of a phase of `step`, up to `ended_s` by the performance counter."""
+
+
 @dataclass(slots=True, kw_only=True)
 class TrainerCounters(Counters):
     """Made by `new_counters`. Every counter has one writer: the thread that does the work."""
@@ -26,9 +32,16 @@ class TrainerCounters(Counters):
 
     def stalled(self, reason: StallReason, seconds: float) -> None:
         self.stalls[reason] += seconds
+        self.show("wait", reason, seconds)
 
-    def spent(self, phase: Phase, seconds: float) -> None:
+    def spent(self, phase: Phase, seconds: float, step: int | None = None, ended_s: float | None = None) -> None:
+        """`step`, and the time that they `ended_s` by the performance counter, are for the timeline."""
         self.phases[phase] += seconds
+        self.show("work", phase, seconds, step, ended_s)
+
+    def issued(self, phase: Phase, seconds: float, step: int | None = None, ended_s: float | None = None) -> None:
+        """As `spent`, where the work was only handed to a device: that is no time of the phase."""
+        self.show("issue", phase, seconds, step, ended_s)
 
     def blocked(self, queue: Queue, side: Literal["producer", "consumer"], seconds: float) -> None:
         self.queues[queue].blocked(side, seconds)
@@ -54,12 +67,17 @@ class TrainerCounters(Counters):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainerGauges:
-    """Read from the scrape's thread: each must answer at once and take no lock that a stage holds while it works."""
+    """Of one moment. What is 0 by default is so while there is no engine: before the first Welcome, and between two prefetchers."""
 
-    queue_depth: Callable[[Queue], int]
-    ring_used_bytes: Callable[[], int]  # of the back ring
-    ring_size_bytes: Callable[[], int]
-    frames_refused: Callable[[], int]
+    train_step: int  # train steps of the run that are done
+    expected_train_steps: int | None = None  # of the whole run
+    auc: float | None = None  # of the last evaluation
+    logloss: float | None = None
+    accuracy: float | None = None
+    queue_depths: Mapping[Queue, int] = field(default_factory=lambda: dict.fromkeys(get_args(Queue), 0))
+    ring_used_bytes: int = 0  # of the back ring
+    ring_size_bytes: int = 0
+    frames_refused: int = 0
 
 
 def new_counters(groups: Sequence[GroupSpec]) -> TrainerCounters:
@@ -73,19 +91,29 @@ def new_counters(groups: Sequence[GroupSpec]) -> TrainerCounters:
 
 
 class TrainerCollector(CountersCollector):
-    def __init__(self, counters: TrainerCounters, gauges: TrainerGauges, build: Mapping[str, str]) -> None:
-        """`build` comes from `build_info`."""
-        super().__init__("trainer", build)
+    def __init__(self, counters: TrainerCounters, gauges: Callable[[], TrainerGauges], build: Mapping[str, str], health: Health) -> None:
+        """`gauges` is called by the scrape's thread: it must answer at once and take no lock that a stage holds while it works. `build`
+        comes from `build_info`."""
+        super().__init__("trainer", build, health)
         self._counters = counters
         self._gauges = gauges
 
     def samples(self) -> Iterator[Sample]:
-        counters, gauges = self._counters, self._gauges
+        counters, gauges = self._counters, self._gauges()
         yield from counter_samples(counters)
-        for queue in get_args(Queue):
-            yield "rowcast_queue_depth", (queue,), gauges.queue_depth(queue)
-        yield "rowcast_ring_used_bytes", ("from_device",), gauges.ring_used_bytes()
-        yield "rowcast_ring_size_bytes", ("from_device",), gauges.ring_size_bytes()
-        yield "rowcast_frames_refused_total", (), gauges.frames_refused()
-        if counters.loss is not None:
-            yield "rowcast_loss", (), counters.loss
+        for queue, entries in gauges.queue_depths.items():
+            yield "rowcast_queue_depth", (queue,), entries
+        yield "rowcast_ring_used_bytes", ("from_device",), gauges.ring_used_bytes
+        yield "rowcast_ring_size_bytes", ("from_device",), gauges.ring_size_bytes
+        yield "rowcast_frames_refused_total", (), gauges.frames_refused
+        yield "rowcast_train_step", (), gauges.train_step
+        results = {
+            "rowcast_expected_train_steps": gauges.expected_train_steps,
+            "rowcast_loss": counters.loss,
+            "rowcast_eval_auc": gauges.auc,
+            "rowcast_eval_logloss": gauges.logloss,
+            "rowcast_eval_accuracy": gauges.accuracy,
+        }
+        for name, value in results.items():
+            if value is not None:
+                yield name, (), value

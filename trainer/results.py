@@ -1,8 +1,8 @@
-"""Where a run's results go: `losses.f32` as it grows, the last evaluation, and both of them into a checkpoint."""
+"""Where a run's results go: `losses.f32` as it grows, the evaluations, and both of them into a checkpoint."""
 
 import os
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -10,6 +10,7 @@ from typing import IO, Self
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from protocol.errors import RemoteProtocolError, RowcastError
@@ -18,6 +19,7 @@ from trainer.dense import Tensors
 from trainer.report import Evaluation
 
 RECENT = 100  # losses that the report's mean is of
+MAX_EVALUATIONS = 1000  # that are kept
 
 
 class ResultFiles:
@@ -27,8 +29,8 @@ class ResultFiles:
     """
 
     def __init__(self, run_dir: Path) -> None:
-        self.evaluation_result: Evaluation | None = None
-        self.shown: Callable[[Evaluation], None] = lambda result: None
+        self.evaluations: list[Evaluation] = []  # of the run, those before a restart included; thinned where there are very many
+        self.listeners: Sequence[Callable[[Evaluation], None]] = ()  # are told of each evaluation as it ends
         self._path = run_dir / "losses.f32"
         self._losses = array("f")
         self._file: IO[bytes] | None = None
@@ -55,6 +57,15 @@ class ResultFiles:
         return len(self._losses)
 
     @property
+    def evaluation_result(self) -> Evaluation | None:
+        """The last one."""
+        return self.evaluations[-1] if self.evaluations else None
+
+    def losses_from(self, train_step: int) -> npt.NDArray[np.float32]:
+        """The losses of that train step of the run and of all behind it; a copy."""
+        return np.array(self._losses[train_step:], np.float32)
+
+    @property
     def mean_loss(self) -> float | None:
         return float(np.mean(self._losses[-RECENT:], dtype=np.float64)) if self._losses else None
 
@@ -67,22 +78,24 @@ class ResultFiles:
         self._losses.append(float(loss))
 
     def evaluation(self, result: Evaluation) -> None:
-        self.evaluation_result = result
-        self.shown(result)
+        self.evaluations.append(result)
+        thin(self.evaluations)
+        for listener in self.listeners:
+            listener(result)
 
     def state(self) -> Tensors:
-        result = b"" if self.evaluation_result is None else msgspec.json.encode(self.evaluation_result)
+        evaluations = msgspec.json.encode(self.evaluations)
         return {
-            "losses": torch.tensor(np.array(self._losses, np.float32)),
-            "evaluation": torch.tensor(list(result), dtype=torch.uint8),
+            "losses": torch.tensor(self.losses_from(0)),
+            "evaluations": torch.frombuffer(bytearray(evaluations), dtype=torch.uint8),
         }
 
     def restore(self, tensors: Tensors) -> None:
         if "losses" in tensors:
             self._losses = array("f", tensors["losses"].numpy().tobytes())
             self._write(self._losses.tobytes())
-        if "evaluation" in tensors and len(tensors["evaluation"]):
-            self.evaluation_result = msgspec.json.decode(tensors["evaluation"].numpy().tobytes(), type=Evaluation)
+        if "evaluations" in tensors:
+            self.evaluations = msgspec.json.decode(tensors["evaluations"].numpy().tobytes(), type=list[Evaluation])
 
     def _write(self, content: bytes) -> None:
         assert self._file is not None, "losses come only while the run is open"
@@ -95,6 +108,14 @@ class ResultFiles:
             yield
         except OSError as error:
             raise RowcastError(f"{self._path}: losses cannot be written ({error.strerror}); free space there and start over") from None
+
+
+def thin(evaluations: list[Evaluation]) -> None:
+    """Keeps the first, the last and MAX_EVALUATIONS in all: the one whose neighbours are closest to each other goes. What is left is a
+    function of the evaluations alone, and so the same after a restart."""
+    while len(evaluations) > MAX_EVALUATIONS:
+        gaps = (evaluations[i + 1].train_step - evaluations[i - 1].train_step for i in range(1, len(evaluations) - 1))
+        del evaluations[1 + min(enumerate(gaps), key=lambda gap: gap[1])[0]]
 
 
 class EvaluationOnly(ResultFiles):

@@ -1,7 +1,6 @@
 """The model's side of a step: look up, forward, backward, update. Everything runs on the compute stream; nothing here reads a result."""
 
 import time
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -12,7 +11,7 @@ from trainer.cache import ArrivedStep
 from trainer.dense import Tensors, model_state, optimizer_state, random_state, restore_model, restore_optimizer, restore_random
 from trainer.embedding import Embeddings, GroupLookup
 from trainer.evaluate import EvalCounts, EvalMetrics
-from trainer.metrics import Phase
+from trainer.metrics import Phase, Spent
 from trainer.models import build_dense_optimizer, build_model, mean_loss
 
 GROUP_ARRAYS = ("slots", "unique_slots", "segment_offsets", "bag_order", "lookup_order", "offsets", "weights")
@@ -27,9 +26,9 @@ class StepRunner:
         groups: tuple[GroupSpec, ...],
         records: list[Tensor],
         num_dense: int,
-        spent: Callable[[Phase, float], None] = lambda phase, seconds: None,
+        spent: Spent = lambda phase, seconds, step, ended_s: None,
     ) -> None:
-        """`records`: f32 [slots, record_floats] a group. `spent` is told the seconds of each phase, where the device runs at once."""
+        """`records`: f32 [slots, record_floats] a group. `spent` is told the seconds that each phase took here; a device runs it later."""
         self.device = records[0].device
         self.model = build_model(job, num_dense).to(self.device)
         torch.manual_seed(job.job.seed)  # for a model that draws random numbers, such as dropout
@@ -43,17 +42,17 @@ class StepRunner:
     def train(self, step: ArrivedStep, loss: Tensor) -> None:
         self._clock_s = time.perf_counter()
         embeddings = self._embeddings(self._lookups(step), step.header.train_step)
-        self._lap("lookup")
+        self._lap("lookup", step)
         self.model.train()
         mean = mean_loss(self.model(step.arrays["dense"], embeddings), step.arrays["labels"])
-        self._lap("forward")
+        self._lap("forward", step)
         torch.autograd.backward(mean)
         self._embeddings.finish_step()
-        self._lap("backward")  # the rows' update included: it runs where autograd reaches the embeddings
+        self._lap("backward", step)  # the rows' update included: it runs where autograd reaches the embeddings
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
         loss.copy_(mean.detach(), non_blocking=True)
-        self._lap("update")
+        self._lap("update", step)
 
     def evaluate(self, step: ArrivedStep) -> None:
         with torch.no_grad():
@@ -89,10 +88,10 @@ class StepRunner:
             for group in range(self._num_groups)
         ]
 
-    def _lap(self, phase: Phase) -> None:
+    def _lap(self, phase: Phase, step: ArrivedStep) -> None:
         now_s = time.perf_counter()
-        self._spent(phase, now_s - self._clock_s)
-        self._clock_s = now_s
+        self._spent(phase, now_s - self._clock_s, step.step, now_s)
+        self._clock_s = time.perf_counter()  # what telling took is of no phase
 
 
 class EvaluationRunner(StepRunner):

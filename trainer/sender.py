@@ -115,6 +115,13 @@ class Sender:
         self.waiting_for_ring = bool(nbytes) and slot is None
         if self.waiting_for_ring:
             return False
+        with self._counters.shown("copy out", task.step):
+            self._copy_out(task, spans, slot)
+        self._copying.append(InFlight(task, spans, slot))
+        self._tasks.popleft()  # only now: whoever sees neither queue hold it must find it sent
+        return True
+
+    def _copy_out(self, task: EvictTask, spans: tuple[RowSpan, ...], slot: RingSlice | None) -> None:
         stream = self._streams.evict
         stream.wait(task.gathered, "gathered")
         if slot is not None:
@@ -123,9 +130,6 @@ class Sender:
                 rows = payload[span.offset : span.offset + source.nbytes].view(torch.float32).view(source.shape)
                 stream.copy(source, rows)
         task.copied = stream.record()
-        self._copying.append(InFlight(task, spans, slot))
-        self._tasks.popleft()  # only now: whoever sees neither queue hold it must find it sent
-        return True
 
     def _send_copied(self) -> bool:
         if not self._copying:
@@ -134,6 +138,12 @@ class Sender:
         assert flight.task.copied is not None, "in flight, so issued"
         if not self._streams.done(flight.task.copied, "sent"):
             return False
+        with self._counters.shown("send back", flight.task.step):
+            self._send_flight(flight)
+        self._copying.popleft()
+        return True
+
+    def _send_flight(self, flight: InFlight) -> None:
         task = flight.task
         ref = None if flight.slice is None else self._ring.commit(flight.slice, task.stamp, checksum=is_sampled(task.stamp))
         message = RowsBack(step=task.step, barrier=task.barrier, piece=task.piece, last=task.last, payload=ref, rows=flight.spans)
@@ -143,8 +153,6 @@ class Sender:
             self._send_checksums(task.step, task.barrier, task.checksums)
         self._send(message)
         crash_point("RowsBack sent")
-        self._copying.popleft()
-        return True
 
     def _send_finished(self) -> bool:
         if not self._finished or self._rows_pending(self._finished[0][0].step):
@@ -168,7 +176,8 @@ class Sender:
         self.waiting_for_ring = slot is None
         if slot is None:
             return False
-        slot.payload[:] = np.frombuffer(task.content, np.uint8, span.nbytes, span.offset)
+        with self._counters.shown("copy out"):
+            slot.payload[:] = np.frombuffer(task.content, np.uint8, span.nbytes, span.offset)
         stamp = saved_stamp(task.barrier, task.sent)
         message = Saved(
             barrier=task.barrier,

@@ -5,6 +5,8 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
+from datetime import UTC, datetime
 from pathlib import Path
 
 import torch
@@ -17,23 +19,29 @@ from protocol.messages import PROTOCOL_VERSION, Bye, Hello, Mode, StopRequest, W
 from protocol.process import STOPPING, Crew, Patience, Signals, tell_peer
 from protocol.rundir import RunDirectory
 from protocol.session import Session, check_welcome
-from protocol.stages import IDLE_WAIT_S
+from protocol.stages import IDLE_WAIT_S, Stage
 from protocol.tables import GroupSpec, group_specs
 from protocol.telemetry.build import build_info, versions
 from protocol.telemetry.counters import new_registry
+from protocol.telemetry.health import Health
 from protocol.telemetry.logs import get_logger
-from protocol.telemetry.server import Health, TelemetryServer
+from protocol.telemetry.server import TelemetryServer
+from protocol.telemetry.timeline import Timeline, traced_stages
 from protocol.transport.ring import RingReader, RingWriter
 from protocol.transport.ring_file import RingFile, RingMemory, attach_ring
 from protocol.transport.zmq_link import ZmqLink
 from protocol.watch import PeerWatch, Progress
+from trainer.board import Board, check_board
 from trainer.engine import EngineParts, TrainerEngine
+from trainer.history import History
 from trainer.metrics import TrainerCollector, TrainerCounters, TrainerGauges, new_counters
 from trainer.optim import warm_up_sqrt
 from trainer.pinning import pinned
 from trainer.plan_check import check_welcome_fits
 from trainer.report import Report, RunFacts, make_report, write_report
 from trainer.results import EvaluationOnly, ResultFiles
+from trainer.run_report.page import write_page
+from trainer.run_report.record import RunRecord
 from trainer.runner import EvaluationRunner, StepRunner
 from trainer.streams import choose_device, make_streams, peak_device_bytes
 from trainer.terminal import Progress as ProgressLine
@@ -42,14 +50,17 @@ from trainer.terminal import print_summary
 GREETING_GRACE_S = 0.5  # after a stop, for a Welcome that may be on its way: a prefetcher that has sent one expects a trainer
 RUNNERS: dict[Mode, type[StepRunner]] = {"train": StepRunner, "eval": EvaluationRunner}
 REPORTS: dict[Mode, str] = {"train": "report.json", "eval": "eval.json"}
+PAGE = "report.html"
 DEVICE_POLL_S = 0.0002  # between looks at events of a device, which rings no bell
 
 
 class TrainerRun:
     """One run, from the lock on its directory to the report: one incarnation after the other, where peers come and go."""
 
-    def __init__(self, job: Job, signals: Signals, mode: Mode) -> None:
+    def __init__(self, job: Job, signals: Signals, mode: Mode, tensorboard: Path | None = None) -> None:
+        """`tensorboard`: the folder for event files; None for none."""
         self._job = job
+        self._tensorboard = tensorboard
         self._signals = signals
         self._mode: Mode = mode
         self._groups = group_specs(job)
@@ -57,36 +68,53 @@ class TrainerRun:
         self._bell = signals.bell
         self._health = Health(dead_stage=lambda: self._crew.dead_stage())
         self._counters: TrainerCounters = new_counters(self._groups)
+        self._history = History(self._counters)
         self._begin_incarnation()
 
     def _begin_incarnation(self) -> None:
         self._crew = Crew("trainer", self._bell)
         self._engine: TrainerEngine | None = None
         self._back_ring: RingWriter | None = None
+        self._welcome: Welcome | None = None
         self._left = threading.Event()  # the prefetcher has said good-bye
         self._results = EvaluationOnly(self._job.run_dir) if self._mode == "eval" else ResultFiles(self._job.run_dir)
 
-    def run(self, *, fresh: bool) -> None:
+    def run(self, *, fresh: bool, trace: bool) -> None:
         """Returns when the run is finished or was stopped in order. Raises the first error of any stage."""
         refuse_several_ranks(os.environ.get("WORLD_SIZE", "1"))
+        if self._tensorboard is not None:
+            check_board(self._tensorboard)
         device = self._choose_device()
         threads = set_threads(self._job.trainer.threads)
         with ExitStack() as stack:
             directory = stack.enter_context(RunDirectory(self._job.run_dir, "trainer"))
             if self._mode == "train" and not fresh:
                 directory.refuse_complete()
-            collector = TrainerCollector(self._counters, self._gauges(), build_info("trainer", self._job.job.name))
-            server = TelemetryServer("trainer", self._job.metrics, new_registry(collector), self._health)
-            stack.enter_context(server)
-            self._log.info("serving metrics", address=server.address)
-            patience = Patience("prefetcher", self._job.transport)
-            while self._signals.stop_reason is None:
-                try:
-                    self._incarnation(patience.transport, device, threads, fresh=fresh)
-                    break
-                except PeerLost as error:
-                    patience.again(error)
-                    self._begin_incarnation()
+            if trace:
+                self._counters.timeline = stack.enter_context(Timeline(self._job.run_dir, "trainer"))
+            self._serve_metrics(stack)
+            try:
+                self._live(device, threads, fresh=fresh)
+            except BaseException:
+                self._health.state = "failed"
+                raise
+
+    def _serve_metrics(self, stack: ExitStack) -> None:
+        collector = TrainerCollector(self._counters, self._gauges, build_info("trainer", self._job.job.name), self._health)
+        server = TelemetryServer("trainer", self._job.metrics, new_registry(collector), self._health)
+        stack.enter_context(server)
+        self._log.info("serving metrics", address=server.address)
+
+    def _live(self, device: torch.device, threads: int, *, fresh: bool) -> None:
+        patience = Patience("prefetcher", self._job.transport)
+        while self._signals.stop_reason is None:
+            try:
+                self._incarnation(patience.transport, device, threads, fresh=fresh)
+                break
+            except PeerLost as error:
+                patience.again(error)
+                self._health.state = "connecting"
+                self._begin_incarnation()
 
     def _incarnation(self, transport: Transport, device: torch.device, threads: int, *, fresh: bool) -> None:
         with ExitStack() as stack:
@@ -125,7 +153,6 @@ class TrainerRun:
                 self._accept(arrived[0], fresh=fresh)
                 self._train(stack, conversation, watch, arrived[0], device, threads)
         except BaseException as error:
-            self._health.state = "failed"
             tell_peer(conversation, error)
             raise
 
@@ -167,7 +194,8 @@ class TrainerRun:
             return
         if path.exists() and not fresh and not welcome.restore_bytes:
             raise ConfigError(f"the run in {self._job.run_dir} has a report; add --fresh to start over, or set another job.run_dir")
-        path.unlink(missing_ok=True)  # of an earlier run, given up by --fresh, or of this one, before it was stopped
+        for earlier in (path, self._job.run_dir / PAGE):
+            earlier.unlink(missing_ok=True)  # of an earlier run, given up by --fresh, or of this one, before it was stopped
 
     def _train(
         self,
@@ -179,6 +207,7 @@ class TrainerRun:
         threads: int,
     ) -> None:
         stack.enter_context(self._results)
+        self._welcome = welcome
         rings = [attach_ring(self._job.transport, spec) for spec in (welcome.fetch_ring, welcome.back_ring)]
         for ring in rings:
             stack.callback(ring.close)
@@ -189,18 +218,24 @@ class TrainerRun:
         are_pinned = stack.enter_context(pinned([ring.buffer for ring in rings], device))
         engine = self._make_engine(conversation, welcome, rings, device)
         crash_point("model built")
-        self._crew.start({"mail": engine.conversation, "sender": engine.sender}, self._stall_clocks(engine))
+        self._crew.start(self._stages(engine, welcome), self._stall_clocks(engine))
         stack.callback(self._crew.stop)  # once more: before the rings are unpinned
         self._health.state = "running"
         began_s = time.perf_counter()
         progress = stack.enter_context(ProgressLine(self._counters, welcome.train_steps, first_step=welcome.first_train_step))
-        self._results.shown = progress.evaluation
+        board = stack.enter_context(Board(self._tensorboard, self._results, welcome.first_train_step))
+        self._history.begin(welcome.first_train_step, board.marked)
+        self._results.listeners = [progress.evaluation, board.evaluation]
         self._loop(engine, progress, device)
         progress.close()
+        self._history.close(engine.loop.first_step_s)
+        board.close()
         report = self._report(engine, welcome, began_s, threads, device, are_pinned=are_pinned)
         self._results.close()  # before the good-bye, behind which the run counts as complete
         crash_point("report not written")
         write_report(self._job.run_dir / REPORTS[self._mode], report)
+        if self._mode == "train":
+            write_page(self._job.run_dir / PAGE, self._record(report))
         self._crew.stop()  # nothing may follow the good-bye, no heartbeat either
         crash_point("Bye not sent")
         engine.say_bye()
@@ -212,7 +247,7 @@ class TrainerRun:
         self, conversation: Conversation, welcome: Welcome, rings: list[RingFile | RingMemory], device: torch.device
     ) -> TrainerEngine:
         records = make_records(welcome.slots, self._groups, device)
-        spent = self._counters.spent if device.type == "cpu" else lambda phase, seconds: None
+        spent = self._counters.spent if device.type == "cpu" else self._counters.issued
         is_tcp = self._job.transport.is_tcp
         fetch_ring = RingReader(rings[0].buffer, mirror=is_tcp)
         self._back_ring = RingWriter(rings[1].buffer, always_checksum=is_tcp)
@@ -247,6 +282,7 @@ class TrainerRun:
                 self._log.info(STOPPING, reason=self._signals.stop_reason)
                 engine.conversation.send(StopRequest(reason=f"{self._signals.stop_reason} to the trainer"))
             progress.update()
+            self._history.update(engine.loop.first_step_s)
             if engine.loop.advance():
                 self._bell.ring()
                 continue
@@ -282,6 +318,17 @@ class TrainerRun:
             ),
         )
 
+    def _record(self, report: Report) -> RunRecord:
+        return RunRecord(
+            job=self._job,
+            report=report,
+            losses=self._results.losses_from(0),
+            evaluations=self._results.evaluations,
+            marks=self._history.marks,
+            starts=self._history.starts,
+            ended_at=datetime.now(UTC),
+        )
+
     def _progress(self) -> Progress:
         engine = self._engine
         if engine is None:
@@ -295,6 +342,14 @@ class TrainerRun:
             ended=loop.end is not None,
         )
 
+    def _stages(self, engine: TrainerEngine, welcome: Welcome) -> dict[str, Stage]:
+        """Those with a thread of their own; the mail keeps no clock, and is put on the timeline, where one is recorded."""
+        timeline, ring = self._counters.timeline, self._back_ring
+        if timeline is not None and ring is not None:
+            timeline.incarnation(welcome.incarnation)
+            timeline.watch("back ring", "bytes", lambda: ring.used_bytes)
+        return traced_stages(timeline, {"mail": engine.conversation, "sender": engine.sender}, mail="deliver")
+
     def _stall_clocks(self, engine: TrainerEngine) -> dict[str, Callable[[float], None]]:
         counters = self._counters
 
@@ -307,17 +362,23 @@ class TrainerRun:
         return {"sender": sender}
 
     def _gauges(self) -> TrainerGauges:
-        def depth(queue: str) -> int:
-            engine = self._engine
-            if engine is None:
-                return 0
-            return engine.cache.steps_waiting if queue == "steps" else engine.sender.queued
-
-        return TrainerGauges(
-            queue_depth=depth,
-            ring_used_bytes=lambda: 0 if self._back_ring is None else self._back_ring.used_bytes,
-            ring_size_bytes=lambda: 0 if self._back_ring is None else self._back_ring.capacity,
-            frames_refused=lambda: 0 if self._engine is None else self._engine.conversation.frames_refused,
+        evaluation = self._results.evaluation_result
+        gauges = TrainerGauges(
+            train_step=self._results.train_steps,
+            expected_train_steps=None if self._welcome is None else self._welcome.train_steps,
+            auc=evaluation.auc if evaluation else None,
+            logloss=evaluation.logloss if evaluation else None,
+            accuracy=evaluation.accuracy if evaluation else None,
+        )
+        engine, ring = self._engine, self._back_ring
+        if engine is None or ring is None:
+            return gauges
+        return replace(
+            gauges,
+            queue_depths={"steps": engine.cache.steps_waiting, "rows_back": engine.sender.queued},
+            ring_used_bytes=ring.used_bytes,
+            ring_size_bytes=ring.capacity,
+            frames_refused=engine.conversation.frames_refused,
         )
 
 
@@ -346,5 +407,7 @@ def set_threads(threads: int | str) -> int:
     return number
 
 
-def run_trainer(job: Job, signals: Signals, *, fresh: bool = False, mode: Mode = "train") -> None:
-    TrainerRun(job, signals, mode).run(fresh=fresh)
+def run_trainer(
+    job: Job, signals: Signals, *, fresh: bool = False, trace: bool = False, mode: Mode = "train", tensorboard: Path | None = None
+) -> None:
+    TrainerRun(job, signals, mode, tensorboard).run(fresh=fresh, trace=trace)

@@ -7,7 +7,7 @@ checkpoint thread   folder | row files, dense file | merge, where deltas grew to
 """
 
 import time
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
 from itertools import count
@@ -52,8 +52,10 @@ class CheckpointWriter:
         checkpoints: Checkpoints,
         newest: Manifest | None,
         keep: int,
+        on_durable: Callable[[float, int], None] = lambda seconds, nbytes: None,
     ) -> None:
-        """`newest`: the checkpoint that the run goes on from, to whose layers the next one adds. `keep`: checkpoints that stay."""
+        """`newest`: the checkpoint that the run goes on from, to whose layers the next one adds. `keep`: checkpoints that stay.
+        `on_durable` is told each checkpoint's seconds from `begin` until it was durable, and the bytes written for it."""
         assert keep >= 1, f"keep = {keep}: the newest checkpoint always stays"
         self.newest = newest
         self.work = 0  # grows while there is progress
@@ -67,6 +69,7 @@ class CheckpointWriter:
         self._checkpoints = checkpoints
         self._disk = checkpoints.disk
         self._keep = keep
+        self._on_durable = on_durable
         self._handover = Handover()
         self._work: Steps | None = None
         self._cleared = self._complete = self._abandoned = False
@@ -125,6 +128,7 @@ class CheckpointWriter:
         except OSError as error:
             raise RowcastError(f"{folder}: the checkpoint could not be written ({error.strerror}); free space and run again") from None
         self.newest, self.seconds = manifest, time.perf_counter() - begun.began_s
+        self._on_durable(self.seconds, self.bytes_written)
         try:
             crash_point("manifest durable")
             yield from self._checkpoints.keep(self._keep, manifest)

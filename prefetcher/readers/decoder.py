@@ -53,6 +53,8 @@ class Delivery:
     part: Part
     invalid_ids: int  # so far
     blocked_s: float  # that the child spent sending, so far
+    decode_s: float
+    decoded_s: float  # by the performance counter, whose clock all processes of a host share
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,11 +81,20 @@ def decode(share: Share, pipe: connection.Connection) -> None:
 def send_share(share: Share, pipe: connection.Connection) -> None:
     reader = open_reader(share.job, share.columns)
     parcels.send(pipe, source_info(share.job, reader, share.max_steps))
-    blocked_s = 0.0
+    blocked_s, began_s = 0.0, time.perf_counter()
     for place, part in decode_share(share, reader):
-        began = time.monotonic()
-        parcels.send(pipe, Delivery(place=place, part=part, invalid_ids=reader.invalid_ids, blocked_s=blocked_s))
-        blocked_s += time.monotonic() - began
+        decoded_s = time.perf_counter()
+        delivery = Delivery(
+            place=place,
+            part=part,
+            invalid_ids=reader.invalid_ids,
+            blocked_s=blocked_s,
+            decode_s=decoded_s - began_s,
+            decoded_s=decoded_s,
+        )
+        parcels.send(pipe, delivery)
+        began_s = time.perf_counter()
+        blocked_s += began_s - decoded_s
     parcels.send(pipe, EndOfBatches())
 
 

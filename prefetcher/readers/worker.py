@@ -13,12 +13,13 @@ import time
 from collections.abc import Callable
 
 from prefetcher.readers.base import can_share, stream_columns
-from prefetcher.readers.decoder import Decoder, EndOfBatches, Share
+from prefetcher.readers.decoder import Decoder, Delivery, EndOfBatches, Share
 from prefetcher.readers.parts import Columns
 from prefetcher.readers.source import Arrival, Source, SourceCounters, SourceInfo
 from protocol.job import Job
 from protocol.position import Position
 from protocol.telemetry.logs import get_logger
+from protocol.telemetry.timeline import Timeline
 
 NUM_AHEAD = 8  # batches of a stream decoded ahead, all decoders together
 LEAST_AHEAD = 2  # of each decoder, so that it decodes one while another waits
@@ -37,8 +38,11 @@ class DecodedStream:
         num_decoders: int,
         num_ahead: int,
         on_arrival: Callable[[], None],
+        timeline: Timeline | None,
     ) -> None:
         self.counters = SourceCounters()
+        self._timeline, self._columns = timeline, columns
+        self._decoded_s: list[float | None] = [None] * num_decoders  # when each decoder had its last batch
         ahead = max(-(-num_ahead // num_decoders), min(LEAST_AHEAD, num_ahead))
         shares = [
             Share(job=job, columns=columns, max_steps=max_steps, start=start, index=index, num_decoders=num_decoders)
@@ -76,6 +80,7 @@ class DecodedStream:
         place = delivery.place
         assert place.step == self._next_step, f"decoder {index} gave step {place.step} where {self._next_step} follows"
         self._next_step += 1
+        self._show(index, delivery)
         self._invalid_ids[index], self._blocked_s[index] = delivery.invalid_ids, delivery.blocked_s
         self.counters.batches += 1
         self.counters.invalid_ids, self.counters.decoder_blocked_s = sum(self._invalid_ids), sum(self._blocked_s)
@@ -91,6 +96,17 @@ class DecodedStream:
             decoder.stop()
         for decoder in self._decoders:
             decoder.close()
+
+    def _show(self, index: int, delivery: Delivery) -> None:
+        """Puts a batch's decoding on the timeline, and before it how long the child took to hand over the one before."""
+        if self._timeline is None:
+            return
+        track, before_s = f"decoder {index}" + (" (rest)" if self._columns == "rest" else ""), self._decoded_s[index]
+        if before_s is not None:
+            blocked_s = delivery.blocked_s - self._blocked_s[index]
+            self._timeline.add("wait", "queue", blocked_s, ended_s=before_s + blocked_s, track=track)
+        self._timeline.add("work", "decode", delivery.decode_s, delivery.place.step, ended_s=delivery.decoded_s, track=track)
+        self._decoded_s[index] = delivery.decoded_s
 
     def _end_starvation(self) -> None:
         if self._starved_since is not None:
@@ -109,6 +125,7 @@ class BatchSource(Source):
         *,
         num_ahead: int = NUM_AHEAD,
         on_arrival: Callable[[], None] = lambda: None,
+        timeline: Timeline | None = None,
     ) -> None:
         """`on_arrival` is called by the receivers' threads whenever a poll may have something new: a batch, the end, an error."""
         self._job = job
@@ -123,6 +140,7 @@ class BatchSource(Source):
                 num_decoders=1 if columns == "rest" else num_decoders,  # the rest is little, and never far ahead
                 num_ahead=num_ahead,
                 on_arrival=on_arrival,
+                timeline=timeline,
             )
             self._decoded.append(stream)
         super().__init__(self._decoded[0], self._decoded[1] if len(self._decoded) > 1 else None)

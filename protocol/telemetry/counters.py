@@ -6,19 +6,23 @@ dict counts as a counter), so no lock is needed; a scrape may fall between two a
 
 import time
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, get_args
 
-from prometheus_client import CollectorRegistry
+from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.metrics_core import Metric as Family
 from prometheus_client.registry import Collector
 
 from protocol.batch import Kind
 from protocol.messages import Flush, RowsBack, StepReady
 from protocol.tables import GroupSpec
+from protocol.telemetry.health import Health, State
 from protocol.telemetry.metrics import Process, Sample, families
+from protocol.telemetry.timeline import SpanKind, Timeline
 
 Side = Literal["producer", "consumer"]
+NOT_SHOWN = nullcontext()
 
 
 @dataclass(slots=True)
@@ -72,6 +76,7 @@ class Counters:
     eval_samples: int = 0
     plan_bytes_to_device: int = 0
     last_progress: float = field(default_factory=time.time)  # Unix time of the last completed step, or of the start
+    timeline: Timeline | None = None  # records when the seconds were that are counted here
 
     _by_index: tuple[GroupCounters, ...] = field(init=False, repr=False)  # messages name groups by number
 
@@ -86,6 +91,15 @@ class Counters:
         else:
             self.eval_steps += 1
             self.eval_samples += batch_size
+
+    def show(self, kind: SpanKind, name: str, seconds: float, step: int | None = None, ended_s: float | None = None) -> None:
+        """Seconds on the timeline, where one is recorded: those that ended at `ended_s` by the performance counter, None: now."""
+        if self.timeline is not None:
+            self.timeline.add(kind, name, seconds, step, ended_s=ended_s)
+
+    def shown(self, name: str, step: int | None = None) -> AbstractContextManager[None]:
+        """Puts the block on the timeline, where one is recorded, and counts nothing."""
+        return NOT_SHOWN if self.timeline is None else self.timeline.work(name, step)
 
     def progressed(self) -> None:
         """A step is complete on the device."""
@@ -156,8 +170,9 @@ def group_samples(name: str, group: GroupCounters) -> Iterator[Sample]:
 class CountersCollector(Collector):
     """Base of both processes' collectors: reads counters and gauges at scrape time, from the scrape's thread."""
 
-    def __init__(self, process: Process, build: Mapping[str, str]) -> None:
+    def __init__(self, process: Process, build: Mapping[str, str], health: Health) -> None:
         self._process: Process = process
+        self._health = health
         self._build = ("rowcast_build_info", tuple(build.values()), 1.0)
 
     def samples(self) -> Iterable[Sample]:
@@ -168,11 +183,17 @@ class CountersCollector(Collector):
         return families(self._process, ())
 
     def collect(self) -> Iterator[Family]:
-        return families(self._process, (self._build, *self.samples()))
+        return families(self._process, (self._build, *self._state(), *self.samples()))
+
+    def _state(self) -> Iterator[Sample]:
+        now = self._health.state
+        for state in get_args(State):
+            yield "rowcast_state", (state,), state == now
 
 
 def new_registry(collector: CountersCollector) -> CollectorRegistry:
-    """The process's only registry."""
+    """The process's only registry; beside our own metrics it has the `process_` ones: memory, processor time, open files."""
     registry = CollectorRegistry()
+    ProcessCollector(registry=registry)
     registry.register(collector)
     return registry

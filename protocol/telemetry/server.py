@@ -5,23 +5,22 @@ import socketserver
 import ssl
 import sys
 import threading
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Self
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
 from prometheus_client import CollectorRegistry, make_wsgi_app
 
 from protocol.errors import ConfigError
 from protocol.job import Metrics
+from protocol.telemetry.health import Health
 from protocol.telemetry.logs import get_logger
 from protocol.telemetry.metrics import Process
 
 if TYPE_CHECKING:
     from _typeshed.wsgi import StartResponse, WSGIApplication, WSGIEnvironment
 
-State = Literal["starting", "connecting", "running", "stopping", "stopped", "failed"]
 BIND_FAULTS = {
     errno.EADDRINUSE: "the port is in use; choose another one, or port 0 for any free one",
     errno.EACCES: "this user may not open the port; choose one above 1023",
@@ -29,26 +28,6 @@ BIND_FAULTS = {
 }
 REQUEST_TIMEOUT_S = 5.0
 POLL_S = 0.1  # close() waits at most this long for the serving thread
-
-
-def every_stage_lives() -> str | None:
-    return None
-
-
-@dataclass(slots=True)
-class Health:
-    """What /healthz and /readyz answer. The process sets `state`; `dead_stage` names a stage whose thread has died, or None."""
-
-    state: State = "starting"
-    dead_stage: Callable[[], str | None] = every_stage_lives
-
-    def healthz(self) -> tuple[bool, str]:
-        dead = self.dead_stage()
-        return dead is None, "ok" if dead is None else f"{dead} is dead"
-
-    def readyz(self) -> tuple[bool, str]:
-        healthy, word = self.healthz()
-        return healthy and self.state == "running", self.state if healthy else word
 
 
 class Handler(WSGIRequestHandler):

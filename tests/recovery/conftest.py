@@ -6,14 +6,8 @@ from pathlib import Path
 import pytest
 
 from tests.recovery.runs import Outcome, Recovering
-from tests.recovery.starting import Starter
 from tests.system.processes import Session
-
-
-@pytest.fixture(scope="session")
-def starter() -> Iterator[Starter]:
-    with Starter() as starter:
-        yield starter
+from tests.system.starting import Starter
 
 
 @pytest.fixture(scope="session")

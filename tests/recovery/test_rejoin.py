@@ -1,13 +1,16 @@
 """`transport.rejoin_timeout`: one process is killed and started again, the other waits for it, and both end with the same bits."""
 
 import signal
+from pathlib import Path
 
 import pytest
 
+from prefetcher.keys import make_keys
 from protocol.errors import PeerLost, PeerNeverCame
 from protocol.job import Transport
 from protocol.process import Patience
 from tests.counts import count
+from tests.protocol.tcp import free_port
 from tests.recovery.crashes import CRASHES, Armed
 from tests.recovery.runs import END_TIMEOUT_S, PEER_LOST, ROLES, Outcome, Recovering, Role, end_well, killed
 from tests.system.processes import Process, Session
@@ -36,6 +39,17 @@ def test_the_survivor_goes_on_with_the_one_that_is_started_again(name: str, sess
     run = Recovering(session, transport=REJOIN)
     end_well(*play(run, CRASHES[name]).values())
     assert run.complete
+    assert run.finish().differs(undisturbed) == []
+    assert session.remains() == []
+
+
+@pytest.mark.parametrize("role", ROLES)
+def test_tables_in_files_and_a_conversation_over_tcp_go_on_too(role: Role, session: Session, undisturbed: Outcome, tmp_path: Path) -> None:
+    make_keys(tmp_path / "keys", ["trainer"])
+    tcp = {"endpoint": f"tcp://127.0.0.1:{free_port()}", "keys": str(tmp_path / "keys")}
+    run = Recovering(session, transport=REJOIN | tcp, store={"kind": "mapped"})
+    end_well(*play(run, ({role: KILLS[role]},)).values())
+    assert run.num_starts == 3, "two of both, and a restart of one"
     assert run.finish().differs(undisturbed) == []
     assert session.remains() == []
 
@@ -82,6 +96,7 @@ def test_a_stop_while_a_peer_is_awaited_ends_the_survivor_in_order(role: Role, s
     killed(processes[role])
     survivor = processes[OTHER[role]]
     survivor.until_logged(f"waiting for another {role}")
+    assert (survivor.asked("/healthz"), survivor.asked("/readyz")) == ((200, "ok"), (503, "connecting")), "it is well, and waits"
     survivor.signal(signal.SIGTERM)
     survivor.ended(30.0).quiet()
     assert session.manifest().train_steps >= 4, "the checkpoints stay"

@@ -5,17 +5,24 @@ from pathlib import Path
 
 import pytest
 
-from tests.system.processes import Session
+from tests.system.processes import Launch, Session
+from tests.system.starting import Starter
 
 
 @pytest.fixture
-def session(tmp_path: Path) -> Iterator[Session]:
-    with Session(tmp_path) as session:
+def launcher(starter: Starter) -> Launch:
+    """How processes are started. A module that is about their start has another one."""
+    return starter.launch
+
+
+@pytest.fixture
+def session(tmp_path: Path, launcher: Launch) -> Iterator[Session]:
+    with Session(tmp_path, launcher) as session:
         yield session
 
 
 @pytest.fixture
-def other(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Session]:
+def other(tmp_path_factory: pytest.TempPathFactory, launcher: Launch) -> Iterator[Session]:
     """A second session, whose processes do not meet those of the first."""
-    with Session(tmp_path_factory.mktemp("other")) as session:
+    with Session(tmp_path_factory.mktemp("other"), launcher) as session:
         yield session

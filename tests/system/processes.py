@@ -195,14 +195,22 @@ class Process:
         self.until(lambda: self.metric(name) >= least, f"{name} >= {least:g}")
 
     def metric(self, name: str) -> float:
-        address = re.findall(r'event="serving metrics" address=(\S+)', self.stderr)[-1]
         try:
-            with urllib.request.urlopen(f"http://{address}/metrics", timeout=10) as answer:
-                text = answer.read().decode()
-        except (urllib.error.URLError, ConnectionError, TimeoutError):
+            _, text = self.asked("/metrics")
+        except OSError:
             return 0.0
         samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
         return sum(sample.value for sample in samples if sample.name == name)
+
+    def asked(self, path: str) -> tuple[int, str]:
+        """What it answers over HTTP: status and text. Raises OSError where it does not."""
+        address = re.findall(r'event="serving metrics" address=(\S+)', self.stderr)[-1]
+        try:
+            with urllib.request.urlopen(f"http://{address}{path}", timeout=10) as answer:
+                return answer.status, answer.read().decode().strip()
+        except urllib.error.HTTPError as error:
+            with error:
+                return error.code, error.read().decode().strip()
 
 
 class Session:

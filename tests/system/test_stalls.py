@@ -12,7 +12,6 @@ from prometheus_client.parser import text_string_to_metric_families
 
 import prefetcher.metrics
 import trainer.metrics
-from prefetcher.metrics import PrefetcherCollector
 from prefetcher.observe import stall_clocks
 from prefetcher.readers.schedule import PlacedIds
 from prefetcher.stores.base import Finished, Keys, Records
@@ -20,13 +19,12 @@ from prefetcher.stores.memory import MemoryStore
 from protocol.process import Signals
 from protocol.stages import Doorbell, Stage, StageThread
 from protocol.tables import group_specs
-from protocol.telemetry.build import build_info
 from protocol.telemetry.counters import CountersCollector, new_registry
 from tests import driver
 from tests.driver import InProcessRun, ListSource, MemoryCheckpointer, Settings
 from tests.telemetry import runs
 from tests.workloads import slots_for, small_batches, small_job
-from trainer.metrics import TrainerCollector, TrainerCounters
+from trainer.metrics import TrainerCounters
 from trainer.service import TrainerRun
 
 DEADLINE_S = 20.0
@@ -104,7 +102,7 @@ def served(collector: CountersCollector) -> dict[str, float]:
 def assert_prefetcher_stalls(run: InProcessRun, stage: str, reason: str) -> None:
     engine = run.prefetcher
     assert idle(engine.stages[stage], stall_clocks(engine)[stage], engine.counters.stalls) == {reason}
-    found = served(PrefetcherCollector(engine.counters, runs.prefetcher_gauges(), build_info("prefetcher", "test")))
+    found = served(runs.prefetcher_collector(engine.counters))
     assert found == engine.counters.stalls
     assert found[reason] > 0
 
@@ -171,7 +169,7 @@ def test_a_barrier_that_waits_for_the_disk_is_counted_under_checkpoint(monkeypat
 
 def assert_trainer_stalls(run: InProcessRun, stage: str, clock: Callable[[float], None], counters: TrainerCounters, reason: str) -> None:
     assert idle(run.trainer.stages[stage], clock, counters.stalls) == {reason}
-    found = served(TrainerCollector(counters, runs.trainer_gauges(), build_info("trainer", "test")))
+    found = served(runs.trainer_collector(counters))
     assert found == counters.stalls
     assert found[reason] > 0
 

@@ -2,12 +2,14 @@
 
 import numpy as np
 
-from prefetcher.metrics import PrefetcherCounters, PrefetcherGauges, SlotStates
+from prefetcher.metrics import PrefetcherCollector, PrefetcherCounters, PrefetcherGauges, SlotStates
 from prefetcher.metrics import new_counters as new_prefetcher_counters
 from protocol.messages import ArraySpan, Flush, GroupHeader, PlanHeader, RingRef, RowsBack, RowSpan, StepReady
 from protocol.plan import GroupPlan, RowMove, StepPlan
 from protocol.tables import GroupSpec
-from trainer.metrics import TrainerCounters, TrainerGauges
+from protocol.telemetry.build import build_info
+from protocol.telemetry.health import Health
+from trainer.metrics import TrainerCollector, TrainerCounters, TrainerGauges
 from trainer.metrics import new_counters as new_trainer_counters
 
 RECORD_BYTES = (64, 128)
@@ -105,23 +107,38 @@ def run_of_three_steps() -> tuple[PrefetcherCounters, TrainerCounters]:
 
 
 def prefetcher_gauges() -> PrefetcherGauges:
-    depths = {"batches": 5, "plans": 2, "pieces": 1, "rows_back": 0}
     return PrefetcherGauges(
-        queue_depth=lambda queue: depths[queue],
-        ring_used_bytes=lambda: 4096,
+        queue_depths={"batches": 5, "plans": 2, "pieces": 1, "rows_back": 0},
+        ring_used_bytes=4096,
         ring_size_bytes=2**20,
-        frames_refused=lambda: 0,
         depth=4,
-        in_flight_steps=lambda: 3,
-        horizon=lambda: 64,
-        known_batches=lambda: 61,
-        slots=lambda: [SlotStates(1, 2, 3), SlotStates(4, 5, 6)],
-        write_back_lag_steps=lambda: 2,
+        checkpoint_every=100,
+        in_flight_steps=3,
+        horizon=64,
+        known_batches=61,
+        slots=[SlotStates(1, 2, 3), SlotStates(4, 5, 6)],
+        write_back_lag_steps=2,
+        shared_memory_size_bytes=2**30,
+        shared_memory_free_bytes=2**29,
     )
+
+
+def prefetcher_collector(counters: PrefetcherCounters, health: Health | None = None) -> PrefetcherCollector:
+    return PrefetcherCollector(counters, prefetcher_gauges, build_info("prefetcher", "retail"), health or Health())
 
 
 def trainer_gauges() -> TrainerGauges:
-    depths = {"steps": 2, "rows_back": 1}
     return TrainerGauges(
-        queue_depth=lambda queue: depths[queue], ring_used_bytes=lambda: 2048, ring_size_bytes=lambda: 2**20, frames_refused=lambda: 0
+        train_step=102,
+        expected_train_steps=200,
+        auc=0.75,
+        logloss=0.5,
+        accuracy=0.875,
+        queue_depths={"steps": 2, "rows_back": 1},
+        ring_used_bytes=2048,
+        ring_size_bytes=2**20,
     )
+
+
+def trainer_collector(counters: TrainerCounters) -> TrainerCollector:
+    return TrainerCollector(counters, trainer_gauges, build_info("trainer", "retail"), Health())

@@ -1,25 +1,27 @@
 import time
+from typing import get_args
 
 import pytest
 from prometheus_client import generate_latest
 from prometheus_client.metrics_core import Metric as Family
 from prometheus_client.parser import text_string_to_metric_families
 
-from prefetcher.metrics import PrefetcherCollector, PrefetcherCounters
+from prefetcher.metrics import PrefetcherCounters
 from protocol.telemetry.build import build_info
 from protocol.telemetry.counters import CountersCollector, new_registry
+from protocol.telemetry.health import Health, State
 from protocol.telemetry.metrics import BOTH, METRICS, Process, families, metric_table
 from tests.telemetry import runs
-from trainer.metrics import TrainerCollector, TrainerCounters
+from trainer.metrics import TrainerCollector, TrainerCounters, TrainerGauges
 
-ALLOWED_LABELS = {"group", "direction", "kind", "reason", "phase", "queue", "side"}
+ALLOWED_LABELS = {"group", "direction", "kind", "reason", "phase", "queue", "side", "state"}
 
 
 def collectors() -> dict[Process, CountersCollector]:
     prefetcher, trainer = runs.run_of_three_steps()
     return {
-        "prefetcher": PrefetcherCollector(prefetcher, runs.prefetcher_gauges(), build_info("prefetcher", "retail")),
-        "trainer": TrainerCollector(trainer, runs.trainer_gauges(), build_info("trainer", "retail")),
+        "prefetcher": runs.prefetcher_collector(prefetcher),
+        "trainer": runs.trainer_collector(trainer),
     }
 
 
@@ -40,7 +42,7 @@ def values(collector: CountersCollector) -> dict[tuple[str, tuple[tuple[str, str
 def test_a_scrape_has_every_metric_of_the_table_with_its_type_labels_and_help(process: Process) -> None:
     found = scrape(collectors()[process])
     expected = {metric.name.removesuffix("_total"): metric for metric in METRICS if process in metric.processes}
-    assert set(found) == set(expected)
+    assert {name for name in found if not name.startswith("process_")} == set(expected)
     for name, metric in expected.items():
         assert found[name].type == metric.type
         assert found[name].documentation == metric.help
@@ -102,6 +104,41 @@ def test_gauges_are_read_at_scrape_time() -> None:
     assert [found[f"rowcast_slots_{state}", second] for state in ("free", "clean", "dirty")] == [4, 5, 6]
 
 
+@pytest.mark.parametrize("process", BOTH)
+def test_the_state_of_the_process_is_1_and_the_others_0(process: Process) -> None:
+    states = {dict(labels)["state"]: value for (name, labels), value in values(collectors()[process]).items() if name == "rowcast_state"}
+    assert set(states) == set(get_args(State))
+    assert {state for state, value in states.items() if value} == {"starting"}
+
+
+@pytest.mark.parametrize("process", BOTH)
+def test_memory_and_processor_time_of_the_process_are_served_too(process: Process) -> None:
+    found = values(collectors()[process])
+    assert found["process_resident_memory_bytes", ()] > 2**20
+    assert found["process_cpu_seconds_total", ()] > 0
+
+
+def test_checkpoints_are_counted_when_they_are_durable() -> None:
+    prefetcher, _ = runs.run_of_three_steps()
+    started = prefetcher.last_checkpoint
+    assert values(runs.prefetcher_collector(prefetcher))["rowcast_checkpoint_last_timestamp_seconds", ()] == started
+    prefetcher.checkpointed(2.0, 1000)
+    prefetcher.checkpointed(1.0, 500)
+    found = values(runs.prefetcher_collector(prefetcher))
+    assert found["rowcast_checkpoints_total", ()] == 2
+    assert found["rowcast_checkpoint_seconds_total", ()] == 3
+    assert found["rowcast_checkpoint_bytes_total", ()] == 1500
+    assert found["rowcast_checkpoint_last_timestamp_seconds", ()] == prefetcher.last_checkpoint > started
+    assert found["rowcast_checkpoint_every_steps", ()] == 100
+
+
+def test_what_is_not_known_yet_has_no_sample() -> None:
+    _, trainer = runs.run_of_three_steps()
+    found = scrape(TrainerCollector(trainer, lambda: TrainerGauges(train_step=2), build_info("trainer", "retail"), Health()))
+    for name in ("rowcast_expected_train_steps", "rowcast_eval_auc", "rowcast_eval_logloss", "rowcast_eval_accuracy"):
+        assert found[name].samples == []
+
+
 def test_stalls_phases_and_blocked_sides_add_up_under_their_labels() -> None:
     prefetcher, trainer = runs.run_of_three_steps()
     prefetcher.stalled("credit", 0.5)
@@ -110,13 +147,13 @@ def test_stalls_phases_and_blocked_sides_add_up_under_their_labels() -> None:
     prefetcher.blocked("plans", "producer", 2.0)
     trainer.stalled("rows", 1.5)
     trainer.blocked("steps", "consumer", 3.0)
-    found = values(PrefetcherCollector(prefetcher, runs.prefetcher_gauges(), build_info("prefetcher", "retail")))
+    found = values(runs.prefetcher_collector(prefetcher))
     assert found["rowcast_stall_seconds_total", (("reason", "credit"),)] == 0.75
     assert found["rowcast_stall_seconds_total", (("reason", "store"),)] == 0
     assert found["rowcast_phase_seconds_total", (("phase", "plan"),)] == 0.125
     assert found["rowcast_queue_blocked_seconds_total", (("queue", "plans"), ("side", "producer"))] == 2
     assert found["rowcast_queue_blocked_seconds_total", (("queue", "plans"), ("side", "consumer"))] == 0
-    found = values(TrainerCollector(trainer, runs.trainer_gauges(), build_info("trainer", "retail")))
+    found = values(runs.trainer_collector(trainer))
     assert found["rowcast_stall_seconds_total", (("reason", "rows"),)] == trainer.waited_s == 1.5
     assert found["rowcast_queue_blocked_seconds_total", (("queue", "steps"), ("side", "consumer"))] == 3
 
@@ -131,7 +168,7 @@ def test_a_reason_or_phase_outside_the_list_is_refused(counters: PrefetcherCount
 
 def test_the_loss_has_no_sample_before_the_first_step() -> None:
     counters = TrainerCounters(groups={}, stalls={}, phases={}, queues={})
-    found = scrape(TrainerCollector(counters, runs.trainer_gauges(), build_info("trainer", "retail")))
+    found = scrape(runs.trainer_collector(counters))
     assert found["rowcast_loss"].samples == []
 
 
@@ -153,7 +190,7 @@ def test_registering_a_collector_reads_no_counter() -> None:
         def samples(self) -> list[tuple[str, tuple[str, ...], float]]:
             raise ValueError("read")
 
-    registry = new_registry(Unreadable("trainer", build_info("trainer", "retail")))
+    registry = new_registry(Unreadable("trainer", build_info("trainer", "retail"), Health()))
     with pytest.raises(ValueError, match="read"):
         generate_latest(registry)
 

@@ -13,12 +13,12 @@ import pytest
 from prometheus_client import CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
 
-from prefetcher.metrics import PrefetcherCollector
 from protocol.errors import ConfigError
 from protocol.job import Metrics
 from protocol.telemetry.build import build_info
 from protocol.telemetry.counters import CountersCollector, new_registry
-from protocol.telemetry.server import Health, TelemetryServer
+from protocol.telemetry.health import Health
+from protocol.telemetry.server import TelemetryServer
 from tests.telemetry import runs
 
 FREE = Metrics(prefetcher="127.0.0.1:0", trainer="127.0.0.1:0")
@@ -32,7 +32,7 @@ def health() -> Health:
 @pytest.fixture
 def server(health: Health) -> Iterator[TelemetryServer]:
     counters, _ = runs.run_of_three_steps()
-    collector = PrefetcherCollector(counters, runs.prefetcher_gauges(), build_info("prefetcher", "retail"))
+    collector = runs.prefetcher_collector(counters, health)
     with TelemetryServer("prefetcher", FREE, new_registry(collector), health) as server:
         yield server
 
@@ -109,7 +109,7 @@ def test_a_counter_that_cannot_be_read_answers_500_and_serving_goes_on(capfd: py
         def samples(self) -> list[tuple[str, tuple[str, ...], float]]:
             raise RuntimeError("the ring is gone")
 
-    registry = new_registry(Broken("trainer", build_info("trainer", "retail")))
+    registry = new_registry(Broken("trainer", build_info("trainer", "retail"), Health()))
     with TelemetryServer("trainer", FREE, registry, Health()) as server:
         assert ask(server, "/metrics")[0] == 500
         assert ask(server, "/healthz")[0] == 200

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.system.processes import Session
+from tests.system.starting import Starter
 
 WRONG_SLOTS = "import trainer.streams as s; own = s.scatter; s.scatter = lambda source, slots, rows: own(source, slots.roll(1), rows)"
 LOST_WRITES = (
@@ -17,8 +18,8 @@ ROW = r"^row [0-9]+ of table t is stale"
 
 
 @pytest.fixture
-def session(tmp_path: Path) -> Iterator[Session]:
-    with Session(tmp_path) as session:
+def session(tmp_path: Path, starter: Starter) -> Iterator[Session]:
+    with Session(tmp_path, starter.launch) as session:
         session.write_job(cache={"capacity": "8KiB"}, checkpoint={"every": 10})
         yield session
 

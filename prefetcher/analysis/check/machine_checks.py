@@ -13,7 +13,8 @@ from prefetcher.analysis.check.findings import Finding, error, ok, warning
 from prefetcher.sizing import check_shared_memory
 from protocol.errors import ConfigError
 from protocol.job import Job, Transport
-from protocol.telemetry.server import Health, TelemetryServer
+from protocol.telemetry.health import Health
+from protocol.telemetry.server import TelemetryServer
 from protocol.telemetry.words import human_bytes
 from protocol.transport.keys import allowed_clients, load_server
 from protocol.transport.ring_file import free_shared_memory

@@ -4,7 +4,7 @@ seconds that its imports take.
     test -> stdin    {"arguments": ["-m", "trainer", "run", ...], "out": path, "err": path, "environment": {...}}
     test <- stdout   {"started": pid}   and, when it has ended,   {"ended": pid, "code": -9}
 
-The other tests start the commands themselves, and so do the kills at random times.
+Tests that are about the start of a process start it themselves, and so do the kills at random times.
 """
 
 import gc
@@ -98,6 +98,7 @@ def become(request: dict[str, Any]) -> NoReturn:
     from protocol import faults
 
     faults.ARMED = faults.Armed(os.environ.get(faults.VARIABLE, ""))
+    sys.path.extend(request["environment"].get("PYTHONPATH", "").split(os.pathsep))
     dash_m, module, *arguments = request["arguments"]
     assert dash_m == "-m", request["arguments"]
     sys.argv = [module, *arguments]

@@ -10,8 +10,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from tests.system.processes import ROOT
+from tests.system import processes
+from tests.system.processes import ROOT, Child
 
+COMMANDS = (["-m", "prefetcher"], ["-m", "trainer"])
 START_TIMEOUT_S = 120.0  # the first time, numba compiles
 
 
@@ -38,7 +40,7 @@ class Forked:
 
 
 class Starter:
-    """Use as a context manager; `launch` is a `processes.Launch` for `-m prefetcher` and `-m trainer`."""
+    """Use as a context manager; `launch` is a `processes.Launch`, which starts other commands than these two as `processes.launch` does."""
 
     def __init__(self) -> None:
         self._codes: dict[int, int] = {}
@@ -46,7 +48,7 @@ class Starter:
         self._changed = threading.Condition()
 
     def __enter__(self) -> Self:
-        command = [sys.executable, "-m", "tests.recovery.starter"]
+        command = [sys.executable, "-m", "tests.system.starter"]
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=ROOT, text=True, start_new_session=True
         )
@@ -63,7 +65,9 @@ class Starter:
         self._process.stdout.close()
         self._process.wait()
 
-    def launch(self, arguments: list[str], out: Path, err: Path, environment: Mapping[str, str]) -> Forked:
+    def launch(self, arguments: list[str], out: Path, err: Path, environment: Mapping[str, str]) -> Child:
+        if arguments[:2] not in COMMANDS:
+            return processes.launch(arguments, out, err, environment)
         assert self._process.stdin is not None
         request = {"arguments": arguments, "out": str(out), "err": str(err), "environment": dict(environment)}
         with self._changed:

@@ -1,0 +1,143 @@
+"""What do the parts of safety cost on their own: writing a checkpoint, merging its deltas, sending a piece encrypted?
+
+Method: the run's own writer on a disk of this machine, rows of 128 bytes in blocks of 8 MiB, the merge forced by a second checkpoint with
+as many changed rows; and two ends of the tcp link over loopback, payloads of 1 MiB, a few on their way. Medians of the rounds; beside the
+seconds the processor time, which a busy machine blurs less.
+
+    make bench-parts
+"""
+
+import argparse
+import os
+import socket
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+from benchmarks.machine import machine
+from prefetcher.checkpoints.at_barrier import BLOCK_BYTES
+from prefetcher.checkpoints.folder import Checkpoints
+from prefetcher.checkpoints.writer import CheckpointWriter
+from prefetcher.keys import make_keys
+from prefetcher.stores.base import Keys, Records
+from protocol.disk import RealDisk
+from protocol.job import Job, Transport
+from protocol.job_file import parse_job
+from protocol.position import Position
+from protocol.tables import group_specs
+from protocol.transport.zmq_link import ZmqLink
+
+RECORD_BYTES = 128
+PIECE_BYTES = 2**20
+ON_THE_WAY = 4  # pieces
+GREETING = b"a first frame"
+
+Measured = dict[str, list[tuple[float, float]]]  # part -> (seconds, processor seconds) of each round
+
+
+def timed(work: Callable[[], None]) -> tuple[float, float]:
+    wall_s, cpu_s = time.perf_counter(), time.process_time()
+    work()
+    return time.perf_counter() - wall_s, time.process_time() - cpu_s
+
+
+# checkpoints
+
+
+def checkpoint_job() -> Job:
+    return parse_job(
+        {
+            "job": {"run_dir": "unused"},
+            "data": {"format": "synthetic"},
+            "tables": [{"name": "t", "num_embeddings": 10**9, "embedding_dim": RECORD_BYTES // 4, "features": ["f"]}],
+            "model": {"kind": "unused:unused"},
+            "optimizer": {"sparse": {"kind": "sgd", "lr": 1.0}, "dense": {"kind": "sgd", "lr": 1.0}},
+            "cache": {"capacity": "1MiB"},
+        }
+    )
+
+
+def changed_rows(nbytes: int, chance: np.random.Generator) -> list[tuple[Keys, Records]]:
+    block = BLOCK_BYTES // RECORD_BYTES
+    records = chance.integers(0, 256, (block, RECORD_BYTES), np.uint8)
+    return [(np.arange(start, start + block, dtype=np.int64), records) for start in range(0, nbytes // RECORD_BYTES, block)]
+
+
+def write_checkpoint(writer: CheckpointWriter, blocks: list[tuple[Keys, Records]], step: int) -> None:
+    writer.begin(Position(step=step, train_step=step), finished=False, reason="benchmark")
+    for keys, records in blocks:
+        while not writer.offer(0, keys, records):
+            writer.advance()
+    writer.finish(None)
+    while writer.busy:
+        writer.advance()
+
+
+def checkpoints(nbytes: int, folder: Path, measured: Measured) -> None:
+    """The first checkpoint of `nbytes` is a base; the second as large, so that both are merged into a new base."""
+    job = checkpoint_job()
+    blocks = changed_rows(nbytes, np.random.default_rng(0))
+    writer = CheckpointWriter(job, group_specs(job), "benchmark", "", Checkpoints(folder, RealDisk()), None, keep=1)
+    folder.mkdir()
+    for part, step in (("a base written", 1), ("as much again, and both merged", 2)):
+        measured.setdefault(part, []).append(timed(lambda at=step: write_checkpoint(writer, blocks, at)))  # type: ignore[misc]
+
+
+# tcp
+
+
+def pieces_over_tcp(num_pieces: int, folder: Path, measured: Measured) -> None:
+    transport = tcp_transport(folder)
+    payload = memoryview(os.urandom(PIECE_BYTES))
+    with ZmqLink.prefetcher(folder, transport=transport) as prefetcher, ZmqLink.trainer(folder, transport=transport) as trainer:
+        trainer.send(GREETING)
+        receive(prefetcher)
+
+        def travel() -> None:
+            for number in range(num_pieces + ON_THE_WAY):
+                if number < num_pieces:
+                    prefetcher.send(number.to_bytes(8, "little"), payload)
+                if number >= ON_THE_WAY:
+                    receive(trainer)
+
+        measured.setdefault("pieces over tcp", []).append(timed(travel))
+
+
+def tcp_transport(folder: Path) -> Transport:
+    make_keys(folder / "keys", ["trainer"])
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    return Transport(endpoint=f"tcp://127.0.0.1:{port}", keys=str(folder / "keys"))
+
+
+def receive(link: ZmqLink) -> None:
+    while link.receive() is None:
+        time.sleep(0.0001)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--mb", type=int, default=300, help="bytes of changed rows, and of pieces, in millions")
+    parser.add_argument("--rounds", type=int, default=5)
+    options = parser.parse_args()
+    nbytes = options.mb * 10**6
+    measured: Measured = {}
+    for _ in range(options.rounds):
+        with tempfile.TemporaryDirectory(prefix="rowcast-bench-") as name:
+            checkpoints(nbytes, Path(name) / "run", measured)
+            pieces_over_tcp(nbytes // PIECE_BYTES, Path(name), measured)
+    print(f"| {options.mb} MB | seconds | processor seconds | MB/s |")
+    print("|---|---|---|---|")
+    for part, rounds in measured.items():
+        wall_s, cpu_s = (statistics.median(column) for column in zip(*rounds, strict=True))
+        print(f"| {part} | {wall_s:.2f} | {cpu_s:.2f} | {options.mb / wall_s:,.0f} |")
+    print(" ".join(f"{name}={value}" for name, value in machine().items()))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,39 @@
+"""Whether the process in this container is healthy, for a HEALTHCHECK: `python -m deploy.health [port ...]`.
+
+Each port given must answer /healthz with 200. Without ports, both usual ones are asked: one must answer, and each that answers must be
+healthy, so that the same line serves either command. Exit code 0 or 1; what was answered goes to stdout. Plain http only.
+"""
+
+import sys
+from http.client import HTTPConnection, HTTPException
+
+USUAL_PORTS = (9400, 9401)  # of the job file's [metrics]
+TIMEOUT_S = 3.0  # a request; two of them must fit into the HEALTHCHECK's time-out
+
+
+def ask(port: int) -> tuple[int, str] | None:
+    """Status and word of /healthz, status 0 where there is no whole answer in time; None where nothing listens."""
+    connection = HTTPConnection("127.0.0.1", port, timeout=TIMEOUT_S)
+    try:
+        connection.request("GET", "/healthz")
+        response = connection.getresponse()
+        return response.status, response.read().decode(errors="replace").strip()
+    except ConnectionRefusedError:
+        return None
+    except (OSError, HTTPException) as error:
+        return 0, f"no answer ({type(error).__name__})"
+    finally:
+        connection.close()
+
+
+def main(ports: list[int]) -> int:
+    answers = {port: ask(port) for port in ports or USUAL_PORTS}
+    for port, answer in answers.items():
+        print(f"{port}: {'nothing listens' if answer is None else answer[1]}")
+    statuses = [answer[0] for answer in answers.values() if answer is not None]
+    expected = len(ports) or 1
+    return 0 if len(statuses) >= expected and set(statuses) == {200} else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main([int(port) for port in sys.argv[1:]]))

@@ -1,0 +1,1 @@
+"""`prefetcher timeline`: what both processes recorded under `--trace`, on one clock."""

@@ -1,0 +1,92 @@
+"""The command's own half of `prefetcher timeline`: which steps, and what it says."""
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+import typer
+
+from prefetcher.analysis.simulate.plot import check_plot
+from prefetcher.analysis.timeline.lives import AHEAD, StepLife, ended_ns, lives, overlap
+from prefetcher.analysis.timeline.plot import plot_steps
+from prefetcher.analysis.timeline.recording import read_run
+from prefetcher.analysis.timeline.trace_events import Window, write_trace
+from protocol.errors import ConfigError
+from protocol.telemetry.words import plural
+
+NUM_DRAWN = 8  # steps, where --steps does not say
+OPEN = "open it at https://ui.perfetto.dev or chrome://tracing"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TimelineOptions:
+    """As typed."""
+
+    out: Path | None = None
+    steps: str | None = None
+    plot: Path | None = None
+
+
+def run_timeline(run_dir: Path, options: TimelineOptions) -> None:
+    """Raises ConfigError and DataError as `read_run` does, and ConfigError for steps that the run has not."""
+    if options.plot is not None:
+        check_plot(options.plot)
+    asked = None if options.steps is None else parse_steps(options.steps)
+    recordings = read_run(run_dir)
+    steps = last_incarnation(lives(recordings))
+    out = options.out or run_dir / "timeline.json"
+    window = (recordings.began_ns, float("inf")) if asked is None else window_of(chosen(steps, asked))
+    number = write_trace(recordings, window, out)
+    if not recordings.one_clock:
+        typer.echo(
+            "The recordings are of two hosts or boots: they are put together by the wall clock, as right as the hosts' clocks agree."
+        )
+    typer.echo(f"{out}: {plural(number, 'event')}; {OPEN}")
+    if steps:
+        typer.echo(describe(steps))
+    if options.plot is not None:
+        drawn = chosen(steps, asked or middle(steps))
+        plot_steps(recordings, window_of(drawn), options.plot)
+
+
+def parse_steps(text: str) -> range:
+    """Raises ConfigError."""
+    match = re.fullmatch(r"(\d+):(\d+)", text)
+    if match is None or int(match[1]) >= int(match[2]):
+        raise ConfigError(f"--steps {text}: give the first step and the one behind the last, such as 100:110")
+    return range(int(match[1]), int(match[2]))
+
+
+def last_incarnation(steps: list[StepLife]) -> list[StepLife]:
+    """Steps are counted anew from a checkpoint on when the processes meet again."""
+    begins = [index for index, life in enumerate(steps) if index and life.number <= steps[index - 1].number]
+    return steps[begins[-1] if begins else 0 :]
+
+
+def middle(steps: list[StepLife]) -> range:
+    if not steps:
+        return range(0)
+    first = steps[0].number + max(0, len(steps) - NUM_DRAWN) // 2
+    return range(first, first + NUM_DRAWN)
+
+
+def chosen(steps: list[StepLife], asked: range) -> list[StepLife]:
+    found = [life for life in steps if life.number in asked]
+    if not found:
+        has = f"steps {steps[0].number} to {steps[-1].number}" if steps else "no step that both processes recorded whole"
+        raise ConfigError(f"--steps: the timeline has {has}; choose among them")
+    return found
+
+
+def window_of(steps: list[StepLife]) -> Window:
+    """The time in which the trainer computed them."""
+    return steps[0].step.began_ns, ended_ns(steps[-1].step)
+
+
+def describe(steps: list[StepLife]) -> str:
+    found = overlap(steps)
+    over = ", ".join(f"{name} {found.num_over[name]:,}" for name in AHEAD)
+    return (
+        f"{plural(found.num_steps, 'step')}; {found.hidden_share:.1%} of the time of {', '.join(AHEAD)} lay under the compute of earlier "
+        f"steps (steps with such work under them: {over})"
+    )

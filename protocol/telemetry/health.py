@@ -1,0 +1,28 @@
+"""Where a process stands: what /healthz and /readyz answer, and the metric `rowcast_state` shows."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+State = Literal["starting", "connecting", "running", "stopping", "stopped", "failed"]
+# connecting: waits for the peer, for the first time or again      stopping: a stop was asked for, the plans already made are finished
+
+
+def every_stage_lives() -> str | None:
+    return None
+
+
+@dataclass(slots=True)
+class Health:
+    """The process sets `state`; `dead_stage` names a stage whose thread has died, or None."""
+
+    state: State = "starting"
+    dead_stage: Callable[[], str | None] = every_stage_lives
+
+    def healthz(self) -> tuple[bool, str]:
+        dead = self.dead_stage()
+        return dead is None, "ok" if dead is None else f"{dead} is dead"
+
+    def readyz(self) -> tuple[bool, str]:
+        healthy, word = self.healthz()
+        return healthy and self.state == "running", self.state if healthy else word

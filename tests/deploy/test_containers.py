@@ -1,0 +1,226 @@
+"""The container files against each other and the programs that they start: names, ports, paths, users, exit codes."""
+
+import json
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+import deploy.local
+from protocol.errors import ERRORS_BY_EXIT_CODE, ConfigError, DataError, Mismatch, PeerLost
+from protocol.job import parse_seconds
+from protocol.transport.endpoint import MAX_PATH_BYTES, NAME_BYTES
+from tests.deploy.manifests import (
+    DEPLOY,
+    NAMES,
+    ROOT,
+    Container,
+    compose,
+    compose_container,
+    dockerfile,
+    instructions,
+    kubernetes,
+    kubernetes_container,
+    pod,
+)
+
+SHARED = ("/dev/shm", "/run/rowcast")
+Both = dict[str, Container]
+
+
+@pytest.fixture(params=["compose", "kubernetes"])
+def both(request: pytest.FixtureRequest, tmp_path: Path) -> Both:
+    """The two processes' containers, as one of the deployments has them."""
+    return {name: compose_container(name) if request.param == "compose" else kubernetes_container(name, tmp_path) for name in NAMES}
+
+
+# the Dockerfile
+
+
+def copied_from_the_context() -> list[str]:
+    """Sources of COPY that are files of this repository."""
+    copies = [shlex.split(value) for value in instructions("COPY") if not value.startswith("--from")]
+    return [source for words in copies for source in words[:-1]]
+
+
+def is_ignored(path: Path) -> bool:
+    """What .dockerignore says of a path: `*`, then exceptions by their top-level name, then names that are ignored everywhere."""
+    lines = [line for line in (ROOT / ".dockerignore").read_text().splitlines() if line and not line.startswith("#")]
+    assert lines[0] == "*"
+    exceptions = {line[1:] for line in lines[1:] if line.startswith("!")}
+    everywhere = {line.removeprefix("**/") for line in lines[1:] if line.startswith("**/")}
+    assert len(exceptions) + len(everywhere) == len(lines) - 1, "a line of another form: teach this test what it means"
+    parts = path.relative_to(ROOT).parts
+    return parts[0] not in exceptions or not everywhere.isdisjoint(parts)
+
+
+def test_what_the_image_copies_exists_and_is_not_ignored() -> None:
+    sources = copied_from_the_context()
+    assert {"protocol", "prefetcher", "trainer", "deploy/*.py", "pyproject.toml", "constraints.txt"} <= set(sources)
+    for source in sources:
+        found = list(ROOT.glob(source))
+        assert found, f"COPY {source}: nothing in the repository has this name"
+        assert not any(map(is_ignored, found)), f"COPY {source}: .dockerignore keeps it out of the build"
+    assert is_ignored(ROOT / "runs")
+    assert is_ignored(ROOT / ".git" / "config")
+    assert is_ignored(ROOT / "protocol" / "__pycache__" / "job.pyc")
+
+
+def test_every_package_that_is_installed_is_copied() -> None:
+    include = re.findall(r'"(\w+)\*"', re.findall(r"^include = (.*)$", (ROOT / "pyproject.toml").read_text(), flags=re.MULTILINE)[0])
+    assert set(include) == {source.partition("/")[0] for source in copied_from_the_context() if (ROOT / source.partition("/")[0]).is_dir()}
+
+
+def test_the_image_runs_commands_directly_so_that_signals_reach_them() -> None:
+    assert json.loads(instructions("ENTRYPOINT")[-1]) == ["tini", "--"]
+    assert json.loads(instructions("CMD")[-1])[0] in NAMES
+    for name in NAMES:
+        assert f'{name} = "{name}.cli:app"' in (ROOT / "pyproject.toml").read_text()
+
+
+def test_the_image_makes_the_folders_that_its_environment_and_the_deployments_write_to(both: Both) -> None:
+    environment = dockerfile().envs
+    made = re.findall(r"install --directory --owner 10001 --group 10001 --mode 0750 ([^&]*)$", instructions("RUN")[-1])[0].split()
+    assert environment["XDG_RUNTIME_DIR"] == SHARED[1]
+    assert len(f"{SHARED[1]}/rowcast") + NAME_BYTES <= MAX_PATH_BYTES
+    for variable, name in [("NUMBA_CACHE_DIR", "prefetcher"), ("XDG_RUNTIME_DIR", "prefetcher"), ("XDG_RUNTIME_DIR", "trainer")]:
+        folder = environment[variable]
+        mount = both[name].mount_of(folder)
+        assert mount is not None, f"{variable} = {folder} is on the read-only root"
+        assert not mount.read_only
+        assert any(Path(folder).is_relative_to(one) for one in made)
+    for container in both.values():
+        assert container.mount_of(environment["HOME"]) is not None
+
+
+# what the two processes need of each other
+
+
+def test_both_command_lines_are_those_of_the_real_commands(both: Both) -> None:
+    for name, container in both.items():
+        assert container.command[:2] == [name, "run"]
+        assert str(container.options["config"]) == "/job/job.toml"
+        assert not container.options["fresh"], "a process that is started again would give up its run"
+
+
+def test_an_option_that_does_not_exist_would_be_noticed(both: Both) -> None:
+    both["trainer"].command.append("--no-such-option")
+    with pytest.raises(Exception, match="--no-such-option"):
+        _ = both["trainer"].options
+
+
+def test_both_processes_have_one_job(both: Both) -> None:
+    assert both["prefetcher"].job.session_digest() == both["trainer"].job.session_digest()
+
+
+def test_both_see_rings_sockets_and_runs_at_the_same_paths_as_the_same_user(both: Both) -> None:
+    prefetcher, trainer = both.values()
+    assert prefetcher.user == trainer.user == instructions("USER")[-1] == "10001:10001"
+    for path in (*SHARED, str(prefetcher.job.run_dir)):
+        mounts = prefetcher.mount_of(path), trainer.mount_of(path)
+        assert mounts[0] is not None, f"{path} is on the read-only root"
+        assert mounts[0] == mounts[1], f"{path} is not shared"
+        assert not mounts[0].read_only
+    assert prefetcher.mounts["/tmp"] != trainer.mounts["/tmp"]
+
+
+def test_both_rings_fit_into_the_shared_memory_with_room_to_spare(both: Both) -> None:
+    for container in both.values():
+        ring_bytes = container.job.transport.ring_bytes
+        assert ring_bytes is not None
+        assert 2 * ring_bytes <= container.shm_bytes // 2
+
+
+def test_neither_container_can_do_more_than_it_must(both: Both) -> None:
+    for container in both.values():
+        assert container.read_only_root
+        assert container.dropped == ["ALL"]
+        assert container.grace_s > deploy.local.END_S, "a stop in order would be cut short"
+    context = pod()["securityContext"]
+    assert context["runAsNonRoot"]
+    assert context["seccompProfile"] == {"type": "RuntimeDefault"}
+    assert not any(container["securityContext"]["allowPrivilegeEscalation"] for container in pod()["containers"])
+    assert all("no-new-privileges:true" in service["security_opt"] for service in compose()["services"].values())
+
+
+def test_the_config_map_holds_the_example_as_it_is() -> None:
+    assert kubernetes()["ConfigMap", "rowcast-job"]["data"]["job.toml"] == (ROOT / "examples" / "container.toml").read_text()
+
+
+# ports, probes, codes
+
+
+def test_metrics_are_served_to_the_network_on_the_ports_that_everything_else_names(both: Both) -> None:
+    ports = {name: getattr(container.job.metrics, name) for name, container in both.items()}
+    assert ports == {"prefetcher": "0.0.0.0:9400", "trainer": "0.0.0.0:9401"}
+    assert set(instructions("EXPOSE")[0].split()) == {"9400", "9401"}
+    for container in pod()["containers"]:
+        assert container["ports"] == [{"name": container["name"], "containerPort": int(ports[container["name"]][-4:])}]
+    for name in NAMES:
+        assert compose()["services"][name]["healthcheck"]["test"][-1] == ports[name][-4:]
+
+
+def test_prometheus_scrapes_the_services_of_compose() -> None:
+    path = DEPLOY / "prometheus" / "prometheus.yml"
+    configured = yaml.safe_load(path.read_text())["scrape_configs"]
+    targets = {target for scrape in configured for group in scrape["static_configs"] for target in group["targets"]}
+    assert {"prefetcher:9400", "trainer:9401"} <= targets
+
+
+def test_what_compose_mounts_from_the_repository_exists() -> None:
+    binds = [
+        entry if isinstance(entry, str) else entry["source"]
+        for service in compose()["services"].values()
+        for entry in service["volumes"]
+        if isinstance(entry, str) or entry["type"] == "bind"
+    ]
+    paths = [DEPLOY / bind.partition(":")[0] for bind in binds if bind.startswith(".")]
+    assert len(paths) == 5
+    for path in paths:
+        assert path.exists(), path
+
+
+def test_the_variables_of_compose_are_those_that_the_page_explains() -> None:
+    used = set(re.findall(r"\$\{(\w+):-", (DEPLOY / "compose.yaml").read_text()))
+    explained = set(re.findall(r"^\| `([A-Z_]+)` \|", (ROOT / "docs" / "deploy.md").read_text(), flags=re.MULTILINE))
+    assert used == explained
+    assert "ROWCAST_DATA" in used
+
+
+@pytest.mark.parametrize("container", pod()["containers"], ids=lambda container: str(container["name"]))
+def test_no_probe_fails_because_the_other_process_is_away(container: dict[str, Any]) -> None:
+    """/readyz says so, by design: see protocol/telemetry/health.py."""
+    for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
+        assert container[probe]["httpGet"] == {"path": "/healthz", "port": container["name"]}
+
+
+def test_the_gpu_is_the_trainers_alone() -> None:
+    limits = {container["name"]: container["resources"]["limits"] for container in pod()["containers"]}
+    assert limits["trainer"]["nvidia.com/gpu"] == 1
+    assert set(limits["prefetcher"]) == {"memory"}
+    gpu = compose("compose.gpu.yaml")["services"]
+    assert gpu["trainer"]["deploy"]["resources"]["reservations"]["devices"][0]["capabilities"] == ["gpu"]
+    assert "deploy" not in gpu["prefetcher"]
+
+
+def test_a_pod_is_replaced_unless_no_other_one_could_do_better(tmp_path: Path) -> None:
+    spec = kubernetes()["Job", "rowcast"]["spec"]
+    refused, unfinished, _ = (rule.get("onExitCodes", {}) for rule in spec["podFailurePolicy"]["rules"])
+    assert set(refused["values"]) == {error.exit_code for error in (ConfigError, DataError, Mismatch)}
+    assert PeerLost.exit_code not in refused["values"]
+    code = kubernetes_container("prefetcher", tmp_path).options["unfinished_code"]
+    assert unfinished["values"] == [code]
+    assert code not in {0, 1, *ERRORS_BY_EXIT_CODE}
+    assert spec["template"]["spec"]["restartPolicy"] == "Never"
+    for name in NAMES:
+        transport = kubernetes_container(name, tmp_path).job.transport
+        assert parse_seconds(transport.rejoin_timeout) == 0, "nothing would start the lost process again"
+
+
+def test_compose_starts_a_lost_process_again_and_the_other_one_waits_for_it() -> None:
+    for name in NAMES:
+        assert compose()["services"][name]["restart"].startswith("on-failure")
+        assert parse_seconds(compose_container(name).job.transport.rejoin_timeout) >= 60

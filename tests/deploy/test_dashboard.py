@@ -1,0 +1,98 @@
+"""The dashboard's file: made of panels.toml, whole, and about metrics that exist. test_prometheus.py asks its queries of a real run."""
+
+import json
+import re
+from collections.abc import Iterator
+from itertools import combinations
+from typing import Any
+
+import pytest
+from grafana_foundation_sdk.cog.encoder import JSONEncoder
+from grafana_foundation_sdk.cog.plugins import register_default_plugins
+from grafana_foundation_sdk.models.dashboard import Dashboard
+
+from deploy.grafana.generate import DASHBOARD, WIDTH, dashboard, read_rows, text
+from protocol.telemetry.metrics import METRICS
+from tests.deploy.prometheus import ROOT, read_yaml, rules
+
+PANELS = [panel for panel in dashboard()["panels"] if panel["type"] != "row"]
+NAMES = r"[a-z_]+:[a-z0-9_:]+|rowcast_\w+|process_\w+"  # of rules and metrics
+PROCESS_METRICS = {f"process_{name}" for name in ("resident_memory_bytes", "cpu_seconds_total")}
+
+
+def test_the_file_is_what_the_panels_make() -> None:
+    assert DASHBOARD.read_text(encoding="utf-8") == text(), "run `python -m deploy.grafana.generate`"
+
+
+def test_grafanas_own_types_know_every_field_of_it() -> None:
+    register_default_plugins()
+    content = json.loads(text())
+    assert list(lost(content, json.loads(JSONEncoder().encode(Dashboard.from_json(content))))) == []
+    content["panels"][1]["options"]["textmode"] = "value"
+    assert list(lost(content, json.loads(JSONEncoder().encode(Dashboard.from_json(content))))) == ["/panels/1/options/textmode"]
+
+
+def lost(before: Any, after: Any, path: str = "") -> Iterator[str]:
+    """Where `after` has not what `before` has."""
+    if isinstance(before, dict) and isinstance(after, dict):
+        for key, value in before.items():
+            yield from lost(value, after.get(key), f"{path}/{key}")
+    elif isinstance(before, list) and isinstance(after, list) and len(before) == len(after):
+        for number, value in enumerate(before):
+            yield from lost(value, after[number], f"{path}/{number}")
+    elif before != after:
+        yield path
+
+
+def test_the_first_row_answers_the_four_questions() -> None:
+    first = read_rows()[0]
+    assert [panel.title for panel in first.panels] == [
+        "Device busy",
+        "The trainer waits for",
+        "The prefetcher waits for",
+        "Cache",
+        "State",
+        "Alerts",
+    ]
+    assert sum(panel.width for panel in first.panels) == WIDTH, "they stand side by side"
+
+
+def test_every_panel_has_a_number_of_its_own() -> None:
+    numbers = [panel["id"] for panel in dashboard()["panels"]]
+    assert len(numbers) == len(set(numbers)) > 20
+
+
+def test_no_panel_lies_on_another_or_beside_the_page() -> None:
+    places = [panel["gridPos"] for panel in dashboard()["panels"]]
+    assert all(place["x"] >= 0 and place["x"] + place["w"] <= WIDTH for place in places)
+    for one, other in combinations(places, 2):
+        beside = one["x"] + one["w"] <= other["x"] or other["x"] + other["w"] <= one["x"]
+        assert beside or one["y"] + one["h"] <= other["y"] or other["y"] + other["h"] <= one["y"], f"{one} and {other}"
+
+
+@pytest.mark.parametrize("panel", PANELS, ids=lambda panel: panel["title"])
+def test_a_panel_says_what_it_shows_in_which_unit(panel: dict[str, Any]) -> None:
+    assert len(panel["description"]) > 60
+    assert panel["fieldConfig"]["defaults"]["unit"]
+    letters = [target["refId"] for target in panel["targets"]]
+    assert letters == sorted(set(letters)) != []
+
+
+@pytest.mark.parametrize("panel", PANELS, ids=lambda panel: panel["title"])
+def test_a_query_is_about_one_run_and_names_that_exist(panel: dict[str, Any]) -> None:
+    known = {metric.name for metric in METRICS} | {rule["record"] for rule in rules("rules.yml", "record")} | PROCESS_METRICS
+    for target in panel["targets"]:
+        found = re.findall(NAMES, target["expr"])
+        assert set(found) <= known
+        assert found or "ALERTS" in target["expr"]
+        assert target["expr"].count('job="$job"') >= len(found), f"not only of one run: {target['expr']}"
+
+
+def test_grafana_is_told_where_prometheus_and_the_dashboards_are() -> None:
+    compose = read_yaml("../compose.yaml")["services"]
+    source = read_yaml("../grafana/provisioning/datasources/prometheus.yaml")["datasources"][0]
+    assert (source["type"], source["url"]) == ("prometheus", "http://prometheus:9090")
+    assert "prometheus" in compose
+    path = read_yaml("../grafana/provisioning/dashboards/rowcast.yaml")["providers"][0]["options"]["path"]
+    mounts = dict(volume.split(":")[:2] for volume in compose["grafana"]["volumes"])
+    assert {target: ROOT / "deploy" / source for source, target in mounts.items()}[path] == DASHBOARD.parent

@@ -1,0 +1,130 @@
+"""The image's HEALTHCHECK, run for real against the server that both processes have."""
+
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import cast
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+import deploy.health
+from protocol.errors import PeerLost
+from protocol.job import Metrics
+from protocol.process import Crew
+from protocol.stages import Doorbell
+from protocol.telemetry.health import Health
+from protocol.telemetry.metrics import Process
+from protocol.telemetry.server import TelemetryServer
+from tests.deploy.manifests import ROOT, health_check
+
+FREE = Metrics(prefetcher="127.0.0.1:0", trainer="127.0.0.1:0")
+
+
+@contextmanager
+def served(health: Health, process: Process = "trainer") -> Iterator[int]:
+    """The port on which `health` is served."""
+    with TelemetryServer(process, FREE, CollectorRegistry(), health) as server:
+        yield int(server.address.rpartition(":")[2])
+
+
+@contextmanager
+def unused_port() -> Iterator[int]:
+    """One that nothing listens on and nobody else can take meanwhile."""
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))
+        yield cast(int, held.getsockname()[1])
+
+
+def run_health_check(*ports: int) -> "subprocess.CompletedProcess[str]":
+    """The image's command, in this Python."""
+    python, *arguments = health_check()
+    assert python == "python"
+    command = [sys.executable, *arguments, *map(str, ports)]
+    return subprocess.run(command, capture_output=True, text=True, check=False, env={"PYTHONPATH": str(ROOT)})
+
+
+def test_the_health_check_of_the_image_passes_while_every_stage_lives_and_fails_when_one_is_dead() -> None:
+    health = Health(state="connecting")
+    with served(health) as port:
+        good = run_health_check(port)
+        assert (good.returncode, good.stdout) == (0, f"{port}: ok\n"), good.stderr
+        health.dead_stage = lambda: "sender"
+        bad = run_health_check(port)
+        assert (bad.returncode, bad.stdout) == (1, f"{port}: sender is dead\n"), bad.stderr
+
+
+def test_a_folder_of_the_user_cannot_stand_in_for_the_health_check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "deploy").mkdir()
+    (tmp_path / "deploy" / "__init__.py").write_text("raise SystemExit(0)")
+    monkeypatch.chdir(tmp_path)
+    with unused_port() as port:
+        assert run_health_check(port).returncode == 1
+
+
+def test_a_port_that_was_named_must_be_served() -> None:
+    with served(Health()) as port, unused_port() as other:
+        assert deploy.health.main([port]) == 0
+        assert deploy.health.main([port, other]) == 1
+        assert deploy.health.main([other]) == 1
+
+
+@pytest.mark.parametrize("served_first", [True, False])
+def test_without_a_port_the_command_that_runs_here_is_found(served_first: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    health = Health()
+    with served(health) as port, unused_port() as other:
+        monkeypatch.setattr(deploy.health, "USUAL_PORTS", (port, other) if served_first else (other, port))
+        assert deploy.health.main([]) == 0
+        health.dead_stage = lambda: "mail"
+        assert deploy.health.main([]) == 1
+    with unused_port() as one, unused_port() as two:
+        monkeypatch.setattr(deploy.health, "USUAL_PORTS", (one, two))
+        assert deploy.health.main([]) == 1
+
+
+def test_two_processes_on_one_network_must_both_be_healthy(monkeypatch: pytest.MonkeyPatch) -> None:
+    prefetcher, trainer = Health(), Health()
+    with served(prefetcher, "prefetcher") as one, served(trainer) as two:
+        monkeypatch.setattr(deploy.health, "USUAL_PORTS", (one, two))
+        assert deploy.health.main([]) == 0
+        trainer.dead_stage = lambda: "sender"
+        assert deploy.health.main([]) == 1
+
+
+def test_a_process_that_never_answers_is_not_healthy(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(deploy.health, "TIMEOUT_S", 0.1)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        port = silent.getsockname()[1]
+        assert deploy.health.main([port]) == 1
+    assert capsys.readouterr().out == f"{port}: no answer (TimeoutError)\n"
+
+
+class Ends:
+    """A stage whose thread ends with an error at once."""
+
+    def __init__(self, error: BaseException) -> None:
+        self._error = error
+
+    def advance(self) -> bool:
+        raise self._error
+
+
+def crew_that_met(error: BaseException) -> Crew:
+    """After the stage named watch has ended with `error`."""
+    bell = Doorbell()
+    crew = Crew("prefetcher", bell)
+    crew.start({"watch": Ends(error)}, {})
+    while crew.error is None:
+        bell.wait(0)
+    crew.stop()
+    assert crew.error is error
+    return crew
+
+
+def test_a_lost_peer_does_not_make_a_process_unhealthy() -> None:
+    """It may wait for another one, or still write its last checkpoint: a probe that failed meanwhile would cut that short."""
+    assert crew_that_met(PeerLost("the trainer went away")).dead_stage() is None
+    assert crew_that_met(ValueError("a bug")).dead_stage() == "watch"

@@ -1,0 +1,141 @@
+"""A whole run of two real processes under `--trace`: the merged trace shows the prefetcher at work for later steps while the trainer
+computes earlier ones. On the retail log where ROWCAST_RETAIL names its folder, else on the synthetic stream.
+"""
+
+import json
+import os
+import tomllib
+from collections import defaultdict
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from prefetcher.analysis.timeline.lives import StepLife, lives, overlap
+from prefetcher.analysis.timeline.recording import Recordings, read_run
+from prefetcher.cli import app
+from protocol.telemetry.timeline import Span
+from tests.system.processes import ROOT, Session
+from tests.telemetry.trace_format import Event, check_trace
+from trainer.report import Report, read_report
+
+LOG = Path(os.environ["ROWCAST_RETAIL"]).absolute() if "ROWCAST_RETAIL" in os.environ else None
+NUM_STEPS = 60
+CHECKPOINT_EVERY = 25
+WARM_UP = 10  # steps: the first plans are made and fetched before there is anything to compute
+AHEAD = {"decode", "read", "plan", "fetch", "send"}
+COMPUTE = {"train": {"lookup", "forward", "backward", "update"}, "eval": {"evaluate"}}
+SYNTHETIC: dict[str, Any] = {
+    "data": {"batch_size": 512, "synthetic": {"samples": 512 * (NUM_STEPS + 20)}, "eval_fraction": 0.05},
+    "tables": [{"name": "t", "num_embeddings": 20_000, "embedding_dim": 4, "features": ["cat_0", "cat_1"]}],
+    "model": {"bottom_mlp": [512, 256, 4], "top_mlp": [512, 256, 1]},
+    "cache": {"capacity": "2000 rows"},
+}
+
+
+def retail(log: Path) -> dict[str, Any]:
+    job = tomllib.loads((ROOT / "examples" / "retail.toml").read_text())
+    job["data"] = {**job["data"], "path": str(log / "train.tsv"), "synthetic": None}
+    return {**{name: job[name] for name in ("data", "tables_from", "model", "cache")}, "tables": None}
+
+
+@dataclass(frozen=True, kw_only=True)
+class TracedRun:
+    recordings: Recordings
+    steps: list[StepLife]
+    events: list[Event]
+    said: str  # by `prefetcher timeline`
+    report: Report
+
+    def spans(self, step: int) -> dict[str, list[Span]]:
+        """Of both processes, by name."""
+        found: defaultdict[str, list[Span]] = defaultdict(list)
+        for recording in self.recordings.both:
+            for span in recording.spans:
+                if span.step == step and span.kind == "work":
+                    found[span.name].append(span)
+        return found
+
+    def tracks(self, process: str) -> set[str]:
+        (pid,) = (event["pid"] for event in self.events if event["name"] == "process_name" and event["args"]["name"].startswith(process))
+        return {event["args"]["name"] for event in self.events if event["name"] == "thread_name" and event["pid"] == pid}
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> TracedRun:
+    print("data:", LOG or "synthetic, because ROWCAST_RETAIL is not set")  # noqa: T201
+    with Session(tmp_path_factory.mktemp("traced")) as session:
+        session.write_job(**(SYNTHETIC if LOG is None else retail(LOG)), checkpoint={"every": CHECKPOINT_EVERY})
+        session.start("local", "--trace", f"--max-steps={NUM_STEPS}").ended(timeout_s=150).quiet()
+        found = CliRunner().invoke(app, ["timeline", f"--run={session.run_dir}"])
+        assert found.exit_code == 0, found.output
+        recordings = read_run(session.run_dir)
+        trace = json.loads((session.run_dir / "timeline.json").read_text())
+        return TracedRun(
+            recordings=recordings,
+            steps=lives(recordings),
+            events=check_trace(trace),
+            said=found.output,
+            report=read_report(session.run_dir / "report.json"),
+        )
+
+
+def test_every_step_has_its_spans_in_both_processes(run: TracedRun) -> None:
+    assert [life.number for life in run.steps] == list(range(run.report.steps + run.report.eval_steps))
+    assert [life.step.name for life in run.steps].count("train") == NUM_STEPS
+    for life in run.steps:
+        found = run.spans(life.number)
+        assert AHEAD | COMPUTE[life.step.name] | {"copy in", "fill"} <= found.keys(), f"step {life.number}"
+        for name in ("plan", "read", *COMPUTE[life.step.name]):
+            assert len(found[name]) == 1, f"{name} of step {life.number}"
+
+
+def test_rows_are_announced_before_the_step_that_needs_them_begins(run: TracedRun) -> None:
+    for life in run.steps:
+        assert life.planned_ns < life.announced_ns
+        assert life.ahead["send"][-1].began_ns < life.step.began_ns, f"step {life.number}"
+        filled = max(span.began_ns + span.duration_ns for span in run.spans(life.number)["fill"])
+        assert filled <= life.step.began_ns, f"step {life.number} began before its rows were in their slots"
+
+
+def test_plans_and_fetches_of_later_steps_lie_under_the_compute_of_earlier_ones(run: TracedRun) -> None:
+    steps = run.steps[WARM_UP:-WARM_UP]  # at the end nothing is left to plan
+    found = overlap(steps)
+    assert found.num_steps > NUM_STEPS / 2
+    assert found.num_over["plan"] > found.num_steps / 2
+    assert found.num_over["fetch"] > found.num_steps / 2
+    assert found.hidden_share > 0.5
+    assert "lay under the compute of earlier steps" in run.said
+
+
+def test_every_stage_has_a_track(run: TracedRun) -> None:
+    assert run.tracks("prefetcher") == {"decoder 0", "planning", "fetcher", "write-back", "checkpoint", "mail"}
+    assert run.tracks("trainer") == {"main", "sender", "mail"}
+
+
+def test_checkpoints_and_their_barriers_can_be_seen(run: TracedRun) -> None:
+    for recording, names in zip(run.recordings.both, ({"write", "write_back"}, {"flush", "pack", "copy out", "send back"}), strict=True):
+        assert names <= {span.name for span in recording.spans if span.kind == "work"}
+    written = [span for span in run.recordings.prefetcher.spans if span.track == "checkpoint"]
+    under = [
+        span for span in written for life in run.steps if life.step.began_ns < span.began_ns < life.step.began_ns + life.step.duration_ns
+    ]
+    assert under, "checkpoints are written while training goes on"
+
+
+def test_the_waits_are_those_of_the_report(run: TracedRun) -> None:
+    waited_ns = sum(span.duration_ns for span in run.recordings.trainer.spans if (span.kind, span.name) == ("wait", "rows"))
+    assert waited_ns / 1e9 == pytest.approx(run.report.trainer_wait_s, abs=1e-6 + 1e-9 * len(run.recordings.trainer.spans))
+    assert {span.name for span in run.recordings.prefetcher.spans if span.kind == "wait"} >= {"credit"}
+
+
+def test_the_trace_shows_rings_and_steps_in_flight(run: TracedRun) -> None:
+    highest: defaultdict[str, int] = defaultdict(int)
+    for event in run.events:
+        if event["ph"] == "C":
+            ((unit, value),) = event["args"].items()
+            highest[f"{event['name']} {unit}"] = max(highest[f"{event['name']} {unit}"], value)
+    assert 1 < highest["steps in flight"] <= 4 + 1, "depth, and the step that is computed"
+    assert highest["fetch ring bytes"] > 0

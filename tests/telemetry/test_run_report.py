@@ -1,0 +1,356 @@
+"""The page about a run: what it says, that it needs nothing but itself, and that no run is lost for it."""
+
+import re
+import tomllib
+from dataclasses import replace
+from datetime import UTC, datetime
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from protocol.job_file import load_job, parse_job
+from protocol.telemetry.logs import setup_logging
+from tests.telemetry import runs
+from tests.telemetry.test_report import facts
+from trainer.history import MAX_MARKS, Mark
+from trainer.metrics import new_counters
+from trainer.report import Evaluation, make_report
+from trainer.run_report import page
+from trainer.run_report.axis import SPAN, Axis, outwards, tick_label, tick_step
+from trainer.run_report.chart import Chart, NoChart
+from trainer.run_report.facts import job_sections
+from trainer.run_report.learning import MOST_POINTS, auc_chart, in_buckets, loss_chart
+from trainer.run_report.page import SECTIONS, render, write_page
+from trainer.run_report.record import RunRecord
+from trainer.run_report.speed import bytes_chart, hits_chart, samples_chart, stalls_chart
+
+ROOT = Path(__file__).parents[2]
+JOB = ROOT / "examples" / "demo.toml"
+VOID = {"meta", "link"}
+
+
+def mark(number: int) -> Mark:
+    """After `number` seconds, each of 10 steps of 64 samples."""
+    return Mark(
+        time_s=100.0 + number,
+        train_step=10 * number,
+        train_steps=10 * number,
+        steps=10 * number,
+        samples=640 * number,
+        eval_samples=64 * number,
+        stalls=(0.1 * number, 0.02 * number, 0.3 * number, 0.05 * number),
+        unique_rows=1000 * number,
+        hits=750 * number,
+        bytes_to_device=2**20 * number,
+        bytes_from_device=2**19 * number,
+    )
+
+
+def record(*, losses: int = 50, evaluations: int = 3, marks: int = 6, starts: tuple[int, ...] = (0,), name: str = "a job") -> RunRecord:
+    _, counters = runs.run_of_three_steps() if losses else (None, new_counters(runs.groups()))
+    results = [Evaluation(train_step=10 * (i + 1), auc=0.6 + 0.05 * i, logloss=0.7 - 0.05 * i, accuracy=0.8) for i in range(evaluations)]
+    rng = np.random.default_rng(0)
+    return RunRecord(
+        job=load_job(JOB, (f'job.name="{name}"',)),
+        report=make_report(counters, facts(evaluation=results[-1] if results else None, train_steps=losses)),
+        losses=(0.7 - 0.2 * np.arange(losses, dtype=np.float32) / max(1, losses) + 0.02 * rng.standard_normal(losses)).astype(np.float32),
+        evaluations=results,
+        marks=[mark(number) for number in range(marks)],
+        starts=starts,
+        ended_at=datetime(2026, 2, 3, 4, 5, tzinfo=UTC),
+    )
+
+
+class Page(HTMLParser):
+    """A page's elements, with every tag closed in order."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.elements: list[tuple[str, dict[str, str | None]]] = []
+        self.open: list[str] = []
+        self.words = ""
+        self.feed(text)
+        self.close()
+        assert self.open == [], f"never closed: {self.open}"
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.elements.append((tag, dict(attrs)))
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.elements.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.words += f"{data} "
+
+    def found(self, tag: str) -> list[dict[str, str | None]]:
+        return [attributes for name, attributes in self.elements if name == tag]
+
+    @property
+    def plots(self) -> list[dict[str, str | None]]:
+        return [svg for svg in self.found("svg") if svg.get("role") == "img"]
+
+
+def all_charts(run: RunRecord) -> list[Chart | NoChart]:
+    return [chart(run) for charts in SECTIONS.values() for chart in charts]
+
+
+def coordinates(path: str) -> list[float]:
+    return [float(number) for number in re.findall(r"-?[\d.]+(?:e[+-]?\d+)?", path)]
+
+
+def text(run: RunRecord) -> str:
+    return " ".join(Page(render(run)).words.split())
+
+
+# what it says
+
+
+def test_the_page_answers_first_what_a_person_asks_first() -> None:
+    words = text(record())
+    assert "a job rowcast run, finished after 50 steps (2 of this process) in 4.0 s ended 2026-02-03 04:05 UTC" in words
+    for answer in ("samples a second 16 64 samples", "AUC 0.7000 last evaluation", "hit ratio 60.0 %", "waited for rows 0.0 % of the time"):
+        assert answer in words
+
+
+def test_every_plot_has_a_text_with_its_first_last_least_and_largest_value_and_a_table() -> None:
+    made = Page(render(record()))
+    assert len(made.plots) == sum(map(len, SECTIONS.values()))
+    for plot in made.plots:
+        label = plot["aria-label"] or ""
+        assert re.search(r"first \S+.*, last \S+.*, least \S+.* at .*, largest \S+.* at ", label), label
+    assert made.words.count("Some of the points") == len(made.plots)
+    auc = next(plot["aria-label"] or "" for plot in made.plots if (plot["aria-label"] or "").startswith("AUC"))
+    assert "AUC: first 0.6000, last 0.7000, least 0.6000 at 10, largest 0.7000 at 30." in auc
+
+
+def test_the_job_is_shown_as_it_was_read_and_can_be_read_again() -> None:
+    job = load_job(JOB, ("data.batch_size=77",))
+    content: dict[str, Any] = tomllib.loads("\n".join(job_sections(job)))
+    assert content["data"]["batch_size"] == 77
+    assert content["checkpoint"]["keep"] == 2, "a value by default is there as well"
+    again = parse_job({**content, "tables": msgspec.to_builtins(job.tables)})
+    assert again == job
+
+
+def test_what_this_process_did_not_see_is_said() -> None:
+    assert "This process began" not in text(record())
+    words = text(record(starts=(20,)))
+    assert "This process began after train step 20; it made 2 of the run's 50 train steps. Losses and evaluations are those of the" in words
+    assert "this process went on here" in words
+    words = text(record(starts=(0, 20, 30)))
+    assert "This process began the run and went on from a checkpoint after train step 20, 30; it made" in words
+
+
+# that it needs nothing but itself
+
+
+def test_nothing_is_asked_for_over_a_network_and_nothing_runs() -> None:
+    html = render(record())
+    made = Page(html)
+    assert not re.search(r"https?:|//[a-z]|url\(|@import", html)
+    assert not {"script", "iframe", "img", "object", "embed", "form", "base"} & {tag for tag, _ in made.elements}
+    assert [link["href"] for link in made.found("link")] == ["data:,"]
+    assert not [name for _, attributes in made.elements for name in attributes if name.startswith("on")]
+    policy = next(meta["content"] for meta in made.found("meta") if meta.get("http-equiv") == "Content-Security-Policy")
+    assert policy is not None
+    assert policy.startswith("default-src 'none'")
+
+
+def test_names_and_sentences_of_users_stay_text() -> None:
+    hostile = "<script>alert(1)</script><b a='"
+    run = record(name=hostile)
+    report = msgspec.structs.replace(run.report, stopped_by='"><script>x</script>', finished=False)
+    html = render(replace(run, report=report))
+    made = Page(html)
+    assert not made.found("script")
+    assert hostile in made.words
+    assert '"><script>x</script>' in made.words
+    assert html.count("<script") == 0
+
+
+def test_the_template_is_part_of_the_package_that_is_installed() -> None:
+    packaged = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]
+    others = [path.name for path in (ROOT / "trainer" / "run_report").iterdir() if path.is_file() and path.suffix != ".py"]
+    assert others == [page.TEMPLATE]
+    assert any(Path(page.TEMPLATE).match(pattern) for pattern in packaged["trainer.run_report"])
+
+
+# runs of every length
+
+
+def test_a_run_without_a_step_says_so_in_every_plot() -> None:
+    run = record(losses=0, evaluations=0, marks=0, starts=())
+    assert all(isinstance(chart, NoChart) for chart in all_charts(run))
+    made = Page(render(run))
+    assert made.plots == []
+    assert "No train step was done." in made.words
+    assert "nan" not in made.words
+
+
+def test_a_run_of_one_step_has_every_plot() -> None:
+    run = record(losses=1, evaluations=1, marks=2)
+    assert not any(isinstance(chart, NoChart) for chart in all_charts(run))
+    assert len(Page(render(run)).plots) == len(all_charts(run))
+
+
+def test_a_page_is_small_however_long_the_run_was() -> None:
+    run = record(losses=2_000_000, evaluations=1000, marks=MAX_MARKS)
+    assert len(render(run)) < 300_000
+
+
+@pytest.mark.parametrize("losses", [1, 2, MOST_POINTS - 1, MOST_POINTS, MOST_POINTS + 1, 12_345])
+def test_buckets_take_every_loss_once(losses: int) -> None:
+    values = np.random.default_rng(losses).random(losses, np.float32)
+    buckets = in_buckets(values)
+    assert len(buckets.last) == losses if losses <= MOST_POINTS else MOST_POINTS / 2 <= len(buckets.last) <= MOST_POINTS
+    assert buckets.last[-1] == losses
+    assert (buckets.low.min(), buckets.high.max()) == (values.min(), values.max())
+    sizes = np.diff([0, *buckets.last])
+    assert np.sum(buckets.mean * sizes) == pytest.approx(np.sum(values, dtype=np.float64), rel=1e-6)
+    smooth, number = buckets.smoothed()
+    assert smooth[-1] == pytest.approx(np.mean(buckets.mean[-number:]))
+    assert smooth[0] == buckets.mean[0]
+
+
+def test_rare_high_losses_do_not_flatten_the_others_and_are_told() -> None:
+    run = record(losses=200)
+    run.losses[3] = 50.0
+    chart = loss_chart(run)
+    assert isinstance(chart, Chart)
+    assert chart.y.high < 2
+    assert "the highest is 50, by step 4." in chart.caption
+    assert "largest 50.0000 at 4" in chart.text
+
+
+# what the plots show
+
+
+def test_speeds_waits_hits_and_bytes_are_those_between_two_marks() -> None:
+    run = record()
+    tables = {chart.title: chart.table for chart in all_charts(run) if isinstance(chart, Chart)}
+    assert tables["Samples a second"].rows[0] == ["1.0 s", "640", "64"]
+    assert tables["Waits, as a share of time"].columns == ["time since the first step", "rows", "results", "barrier", "ring"]
+    assert tables["Waits, as a share of time"].rows[-1] == ["5.0 s", "10.0 %", "30.0 %", "5.0 %", "2.0 %"]
+    assert tables["Hit ratio"].rows[-1] == ["5.0 s", "75.0 %"]
+    assert tables["Bytes a step"].rows[-1] == ["5.0 s", "102.4 KiB", "51.2 KiB"]
+
+
+def test_the_loops_waits_lie_on_top_of_each_other() -> None:
+    chart = stalls_chart(record())
+    assert isinstance(chart, Chart)
+    assert [layer.name for layer in chart.legend] == ["rows", "results", "barrier", "ring (the sender)"]
+    tops = [SPAN - coordinates(layer.path)[1] for layer in chart.layers[:3]]
+    shares = [top / SPAN * chart.y.high for top in tops]
+    assert shares == pytest.approx([0.1, 0.4, 0.45], abs=1e-3)
+
+
+def test_time_in_which_no_step_ended_makes_no_division_by_zero() -> None:
+    run = record()
+    still = [mark(5), *(replace(mark(5), time_s=105.0 + i) for i in range(1, 4))]
+    run = replace(run, marks=[*run.marks, *still])
+    for chart in (samples_chart(run), stalls_chart(run), hits_chart(run), bytes_chart(run)):
+        assert isinstance(chart, Chart)
+        assert not any("nan" in layer.path or "inf" in layer.path for layer in chart.layers)
+
+
+def test_every_path_stays_in_its_frame() -> None:
+    for run in (record(), record(losses=1, evaluations=1, marks=2), record(losses=10_000, starts=(30, 60))):
+        charts = [chart for chart in all_charts(run) if isinstance(chart, Chart)]
+        assert charts
+        for chart in charts:
+            assert chart.layers
+            for layer in chart.layers:
+                assert all(0 <= number <= SPAN for number in coordinates(layer.path)), layer.path[:200]
+
+
+def test_evaluations_with_labels_of_one_kind_have_no_auc() -> None:
+    alone = [Evaluation(train_step=5, auc=None, logloss=0.5, accuracy=1.0)]
+    chart = auc_chart(replace(record(), evaluations=alone))
+    assert isinstance(chart, NoChart)
+    assert "labels of one kind" in chart.caption
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "unit", "labels"),
+    [
+        (0, 141, "steps", ["0", "50", "100"]),
+        (0, 1, "steps", ["0", "1"]),
+        (0, 10_000_000, "steps", ["0", "2M", "4M", "6M", "8M", "10M"]),
+        (0, 1, "share", ["0 %", "20 %", "40 %", "60 %", "80 %", "100 %"]),
+        (0, 0.05, "share", ["0 %", "1 %", "2 %", "3 %", "4 %", "5 %"]),
+        (0, 6.2, "seconds", ["0 s", "2 s", "4 s", "6 s"]),
+        (0, 200, "seconds", ["0 min", "1 min", "2 min", "3 min"]),
+        (0, 95, "seconds", ["0 s", "20 s", "40 s", "60 s", "80 s"]),
+        (0, 7300, "seconds", ["0 min", "30 min", "60 min", "90 min", "120 min"]),
+        (0, 86_400 * 7, "seconds", ["0 d", "2 d", "4 d", "6 d"]),
+        (0, 0.3, "seconds", ["0.0 s", "0.1 s", "0.2 s", "0.3 s"]),
+        (0, 1_500_000, "bytes", ["0 B", "512 KiB", "1 MiB"]),
+        (0.41, 0.69, "plain", ["0.5", "0.6"]),
+    ],
+)
+def test_ticks_are_round(low: float, high: float, unit: Any, labels: list[str]) -> None:
+    ticks = Axis(label="x", unit=unit, low=low, high=high).ticks
+    assert [tick.label for tick in ticks] == labels
+    assert all(0 <= tick.percent <= 100 for tick in ticks)
+
+
+@pytest.mark.parametrize("value", [0.0, 1e-9, 0.5, 0.693147, 1e6, -3.0])
+def test_an_axis_around_one_value_has_room_and_ticks(value: float) -> None:
+    axis = outwards(value, value, "x", "plain")
+    assert axis.low < value < axis.high or value == 0.0
+    assert 2 <= len(axis.ticks) <= 8
+    assert len({tick.label for tick in axis.ticks}) == len(axis.ticks)
+
+
+def test_an_axis_around_values_begins_and_ends_with_a_tick() -> None:
+    for low, high in ((0.29, 0.501), (0.87, 0.942), (0.0, 1.0), (-3.0, 0.2)):
+        ticks = outwards(low, high, "x", "plain").ticks
+        assert (ticks[0].percent, ticks[-1].percent) == pytest.approx((0, 100))
+        assert len(ticks) <= 7
+
+
+def test_a_label_has_the_decimals_that_its_step_needs() -> None:
+    assert tick_label(0.6, 0.05, "plain") == "0.60"
+    assert tick_label(0.0005, 0.0005, "share") == "0.05 %"
+    assert tick_step(0.28, "plain") == pytest.approx(0.1)
+
+
+# no run is lost for it
+
+
+def test_a_page_that_cannot_be_written_is_a_warning(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    setup_logging("trainer")
+    write_page(tmp_path / "no folder" / "report.html", record())
+    assert "the run report was not written; report.json has its figures" in capsys.readouterr().err
+
+
+def test_a_disk_that_is_full_leaves_no_part_of_a_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(path: Path, content: bytes) -> None:
+        path.with_name(f"{path.name}.partial").write_bytes(content[:10])
+        raise OSError(28, "No space left on device")
+
+    setup_logging("trainer")
+    monkeypatch.setattr(page, "write_durably", full)
+    write_page(tmp_path / "report.html", record())
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_bug_in_the_page_does_not_end_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def broken(run: RunRecord) -> str:
+        raise ZeroDivisionError("a bug")
+
+    setup_logging("trainer")
+    monkeypatch.setattr(page, "render", broken)
+    write_page(tmp_path / "report.html", record())
+    assert "ZeroDivisionError" in capsys.readouterr().err

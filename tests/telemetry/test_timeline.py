@@ -1,0 +1,188 @@
+"""The recorder of `--trace`."""
+
+import os
+import threading
+import time
+from pathlib import Path
+from typing import get_args
+
+import pytest
+from structlog.testing import capture_logs
+
+import prefetcher.metrics
+import trainer.metrics
+from prefetcher.analysis.timeline.lives import lives
+from prefetcher.analysis.timeline.recording import Recording, Recordings, read_recording
+from protocol.disk import RealWriting
+from protocol.errors import ConfigError
+from protocol.stages import Doorbell, StageThread
+from protocol.tables import group_specs
+from protocol.telemetry.metrics import Process
+from protocol.telemetry.timeline import Incarnation, SpanKind, Timeline, TracedStage, timeline_path
+from tests.driver import InProcessRun, Settings
+from tests.telemetry import runs
+from tests.workloads import slots_for, small_batches, small_job
+
+MS = 10**6  # ns
+
+
+def seconds_of(recording: Recording, kind: SpanKind, name: str) -> float:
+    return sum(span.duration_ns for span in recording.spans if (span.kind, span.name) == (kind, name)) / 1e9
+
+
+def test_spans_add_up_to_the_seconds_that_the_metrics_count(tmp_path: Path) -> None:
+    job = small_job("adagrad", depth=2, horizon=3)
+    batches = small_batches(job, "single")
+    run = InProcessRun(job, batches, Settings(slots=slots_for(group_specs(job), batches, "one batch"), seeded_streams=False))
+    ours, theirs = run.prefetcher.counters, run.trainer.counters
+    run.runner._spent = theirs.spent
+    with Timeline(tmp_path, "prefetcher") as ours.timeline, Timeline(tmp_path, "trainer") as theirs.timeline:
+        run.run()
+        for reason in get_args(prefetcher.metrics.StallReason):
+            ours.stalled(reason, 0.125)
+            ours.stalled(reason, 0.001)
+        for their_reason in get_args(trainer.metrics.StallReason):
+            theirs.stalled(their_reason, 0.25)
+    for process, counters in (("prefetcher", ours), ("trainer", theirs)):
+        recording = read_recording(tmp_path, "prefetcher" if process == "prefetcher" else "trainer")
+        rounding_s = len(recording.spans) * 1e-9
+        assert min(counters.phases.values()) > 0
+        for phase, seconds in counters.phases.items():
+            assert seconds_of(recording, "work", phase) == pytest.approx(seconds, abs=rounding_s), phase
+        for waited, seconds in counters.stalls.items():
+            assert seconds_of(recording, "wait", waited) == pytest.approx(seconds, abs=rounding_s), waited
+    steps = {
+        life.number: life
+        for life in lives(Recordings(prefetcher=met(tmp_path, "prefetcher"), trainer=met(tmp_path, "trainer"), one_clock=True))
+    }
+    assert steps.keys() == set(range(len(batches)))
+    assert all(life.announced_ns <= life.step.began_ns for life in steps.values())
+
+
+def met(run_dir: Path, process: Process) -> Recording:
+    """Of engines without processes: nobody noted that they met."""
+    found = read_recording(run_dir, process)
+    return Recording(header=found.header, spans=found.spans, levels=found.levels, incarnations=[Incarnation(1, found.header.clock_ns)])
+
+
+def test_without_a_timeline_nothing_is_recorded_and_the_same_nothing_is_given_each_time() -> None:
+    counters, _ = runs.run_of_three_steps()
+    assert counters.timeline is None
+    counters.show("work", "plan", 1.0)
+    assert counters.shown("gather", 3) is counters.shown("scatter", 4)
+
+
+def test_a_span_names_its_thread_its_step_and_when_it_was(tmp_path: Path) -> None:
+    with Timeline(tmp_path, "trainer") as timeline:
+        before_ns = time.perf_counter_ns()
+        thread = threading.Thread(target=lambda: timeline.add("wait", "ring", 0.002, 7, ended_s=before_ns / 1e9), name="sender")
+        thread.start()
+        thread.join()
+        with timeline.work("gather", 8):
+            time.sleep(0.001)
+        timeline.add("work", "decode", 0.5, track="decoder 1")
+        timeline.incarnation(77)
+    recording = read_recording(tmp_path, "trainer")
+    first, second, third = recording.spans
+    assert (first.kind, first.track, first.name, first.step, first.duration_ns) == ("wait", "sender", "ring", 7, 2 * MS)
+    assert abs(first.began_ns + first.duration_ns - before_ns) <= 2
+    assert (second.track, second.name, second.step) == ("MainThread", "gather", 8)
+    assert second.began_ns >= before_ns
+    assert second.duration_ns >= MS
+    assert third.track == "decoder 1"
+    assert [incarnation.number for incarnation in recording.incarnations] == [77]
+    assert recording.header.pid == os.getpid()
+    assert recording.header.clock_ns <= before_ns
+
+
+def test_records_of_many_threads_all_arrive(tmp_path: Path) -> None:
+    number = 2000
+    with Timeline(tmp_path, "prefetcher") as timeline:
+
+        def add() -> None:
+            for step in range(number):
+                timeline.add("work", "plan", 0.0, step)
+
+        threads = [threading.Thread(target=add, name=f"thread {index}") for index in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    spans = read_recording(tmp_path, "prefetcher").spans
+    for index in range(4):
+        assert [span.step for span in spans if span.track == f"thread {index}"] == list(range(number))
+
+
+def test_a_full_timeline_stops_without_a_hole_and_says_so_once(tmp_path: Path) -> None:
+    with capture_logs() as logs, Timeline(tmp_path, "prefetcher", max_records=10) as timeline:
+        for step in range(25):
+            timeline.add("work", "plan", 0.0, step)
+    assert [span.step for span in read_recording(tmp_path, "prefetcher").spans] == list(range(10))
+    (entry,) = logs
+    assert (entry["log_level"], entry["records"]) == ("warning", 10)
+    assert "nothing more is recorded" in entry["event"]
+
+
+def test_a_disk_that_is_full_ends_the_recording_and_not_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(self: RealWriting, content: bytes) -> None:
+        raise OSError(28, "No space left on device")
+
+    with capture_logs() as logs, Timeline(tmp_path, "trainer") as timeline:
+        monkeypatch.setattr(RealWriting, "write", full)
+        timeline.add("work", "plan", 0.0)
+    assert ["No space left on device" in entry["event"] for entry in logs] == [True]
+
+
+def test_a_process_that_was_killed_leaves_what_can_be_read(tmp_path: Path) -> None:
+    with Timeline(tmp_path, "prefetcher") as timeline:
+        for step in range(3):
+            timeline.add("work", "plan", 0.0, step)
+    path = timeline_path(tmp_path, "prefetcher")
+    path.write_bytes(path.read_bytes()[:-5])
+    assert [span.step for span in read_recording(tmp_path, "prefetcher").spans] == [0, 1]
+
+
+def test_an_earlier_runs_recording_is_replaced(tmp_path: Path) -> None:
+    for step in (1, 2):
+        with Timeline(tmp_path, "prefetcher") as timeline:
+            timeline.add("work", "plan", 0.0, step)
+    assert [span.step for span in read_recording(tmp_path, "prefetcher").spans] == [2]
+
+
+def test_a_folder_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
+    with (
+        pytest.raises(ConfigError, match=r"--trace: .*timeline\.trainer\.jsonl cannot be written \(No such file"),
+        Timeline(tmp_path / "no", "trainer"),
+    ):
+        pass
+
+
+def test_a_level_is_recorded_when_it_has_changed(tmp_path: Path) -> None:
+    values = [3]
+    with Timeline(tmp_path, "trainer") as timeline:
+        timeline.watch("ring", "bytes", lambda: values[-1])
+        for value in (3, 5, 5):
+            values.append(value)
+            deadline_s = time.monotonic() + 10
+            while timeline._last_levels.get(("ring", "bytes")) != value and time.monotonic() < deadline_s:
+                time.sleep(0.001)
+    levels = read_recording(tmp_path, "trainer").levels
+    assert [(level.name, level.unit, level.value) for level in levels] == [("ring", "bytes", 3), ("ring", "bytes", 5)]
+
+
+def test_a_traced_stage_shows_what_it_did_and_not_what_it_did_not(tmp_path: Path) -> None:
+    class Busy:
+        left = 3
+
+        def advance(self) -> bool:
+            self.left -= 1
+            return self.left >= 0
+
+    stage = Busy()
+    with Timeline(tmp_path, "trainer") as timeline:
+        thread = StageThread("mail", TracedStage(stage, "deliver", timeline), Doorbell(), lambda error: None)
+        thread.start()
+        while stage.left >= 0:
+            time.sleep(0.001)
+        thread.stop()
+    assert [(span.track, span.name) for span in read_recording(tmp_path, "trainer").spans] == [("mail", "deliver")] * 3

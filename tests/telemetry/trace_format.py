@@ -1,0 +1,121 @@
+"""The Trace Event Format as far as we write it, checked strictly: every event's phase, its fields and their types, and what belongs
+together. The format: "Trace Event Format" of the Chrome project, which Perfetto reads too.
+"""
+
+import math
+from collections import Counter, defaultdict
+from typing import Any
+
+Event = dict[str, Any]
+NUMBER = (int, float)
+COMMON: dict[str, Any] = {"ph": str, "name": str, "pid": int, "tid": int}
+TIMED = {**COMMON, "ts": NUMBER}
+FIELDS: dict[str, dict[str, Any]] = {  # phase -> field -> type
+    "M": {**COMMON, "args": dict},
+    "X": {**TIMED, "cat": str, "dur": NUMBER},
+    "b": {**TIMED, "cat": str, "id2": dict, "args": dict},
+    "e": {**TIMED, "cat": str, "id2": dict},
+    "s": {**TIMED, "cat": str, "id": int},  # Perfetto ignores an arrow whose id is no number
+    "f": {**TIMED, "cat": str, "id": int, "bp": str},
+    "C": {**TIMED, "args": dict},
+    "i": {**TIMED, "s": str},
+}
+OPTIONAL = {"X": {"args": dict, "cname": str}}
+METADATA = {"process_name": "name", "process_sort_index": "sort_index", "thread_name": "name", "thread_sort_index": "sort_index"}
+
+
+def check_trace(trace: dict[str, Any]) -> list[Event]:
+    """Its events, once everything about them was found right."""
+    assert set(trace) == {"displayTimeUnit", "otherData", "traceEvents"}
+    assert trace["displayTimeUnit"] in ("ms", "ns")
+    events: list[Event] = trace["traceEvents"]
+    for event in events:
+        check_fields(event)
+    check_names(events)
+    check_pairs(events)
+    check_nesting(events)
+    check_arrows(events)
+    return events
+
+
+def check_fields(event: Event) -> None:
+    phase = event["ph"]
+    needed, allowed = FIELDS[phase], {**FIELDS[phase], **OPTIONAL.get(phase, {})}
+    assert needed.keys() <= event.keys() <= allowed.keys(), event
+    for name, value in event.items():
+        assert isinstance(value, allowed[name]), event
+        assert not isinstance(value, bool), event
+    if "ts" in event:
+        assert math.isfinite(event["ts"]), event
+        assert event["ts"] >= 0, event
+    if phase == "X":
+        assert event["dur"] >= 0, event
+    if phase == "C":
+        assert all(isinstance(value, NUMBER) for value in event["args"].values()), event
+    if phase == "i":
+        assert event["s"] in ("g", "p", "t"), event
+    if phase == "M":
+        assert set(event["args"]) == {METADATA[event["name"]]}, event
+    if phase == "f":
+        assert event["bp"] == "e", event
+
+
+def check_names(events: list[Event]) -> None:
+    """Every process and thread that has spans has a name of its own."""
+    used = {(event["pid"], event["tid"]) for event in events if event["ph"] == "X"}
+    threads = [(event["pid"], event["tid"]) for event in events if event["name"] == "thread_name"]
+    assert used <= set(threads)
+    assert len(set(threads)) == len(threads)
+    named = [(event["pid"], event["args"]["name"]) for event in events if event["name"] == "thread_name"]
+    assert len(set(named)) == len(named)
+    assert {event["pid"] for event in events} == {event["pid"] for event in events if event["name"] == "process_name"}
+
+
+def check_pairs(events: list[Event]) -> None:
+    """Every begin has its end, not before it."""
+    open_: dict[tuple[Any, ...], float] = {}
+    for event in events:
+        if event["ph"] not in ("b", "e"):
+            continue
+        (local,) = event["id2"].values()
+        assert set(event["id2"]) == {"local"}, event
+        assert int(local, 16) >= 0, event
+        key = (event["pid"], event["cat"], local)
+        if event["ph"] == "b":
+            assert key not in open_, event
+            open_[key] = event["ts"]
+        else:
+            assert open_.pop(key) <= event["ts"], event
+    assert open_ == {}
+
+
+def check_nesting(events: list[Event]) -> None:
+    """Spans of one thread lie inside each other or apart."""
+    threads: defaultdict[tuple[int, int], list[tuple[float, float]]] = defaultdict(list)
+    for event in events:
+        if event["ph"] == "X":
+            threads[event["pid"], event["tid"]].append((event["ts"], event["ts"] + event["dur"]))
+    for spans in threads.values():
+        around: list[float] = []
+        for began, ended in sorted(spans, key=lambda span: (span[0], -span[1])):
+            while around and around[-1] <= began + 1e-3:  # a nanosecond: sums of decimals of microseconds are not exact
+                around.pop()
+            assert not around or ended <= around[-1] + 1e-3, (began, ended, around)
+            around.append(ended)
+
+
+def check_arrows(events: list[Event]) -> None:
+    """Every arrow has one start and one end, which are inside spans and not in the wrong order."""
+    begins: defaultdict[tuple[int, int], set[float]] = defaultdict(set)
+    for event in events:
+        if event["ph"] == "X":
+            begins[event["pid"], event["tid"]].add(event["ts"])
+    starts = {event["id"]: event for event in events if event["ph"] == "s"}
+    ends = {event["id"]: event for event in events if event["ph"] == "f"}
+    assert starts.keys() == ends.keys()
+    assert max(Counter(event["id"] for event in events if event["ph"] == "s").values(), default=1) == 1
+    for name, start in starts.items():
+        end = ends[name]
+        assert start["ts"] <= end["ts"]
+        for event in (start, end):
+            assert event["ts"] in begins[event["pid"], event["tid"]], event
