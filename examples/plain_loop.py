@@ -2,7 +2,6 @@
 
 import argparse
 import itertools
-import os
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -14,6 +13,7 @@ from torch import Tensor, nn
 from prefetcher.readers.base import open_reader
 from prefetcher.readers.schedule import schedule
 from protocol.batch import Batch, ScheduledBatch
+from protocol.cores import usable_cores
 from protocol.job import Job, SparseOptimizer, Table
 from protocol.job_file import load_job
 from trainer.models import build_dense_optimizer, build_model, mean_loss
@@ -105,11 +105,11 @@ def main() -> None:
     for name in ("--config", "--start", "--out"):
         parser.add_argument(name, type=Path, required=True)
     parser.add_argument("--max-steps", type=int, help="train steps")
-    parser.add_argument("--losses", type=Path, default=os.devnull, help="file for one float32 a train step")
+    parser.add_argument("--losses", type=Path, default="/dev/null", help="file for one float32 a train step")
     options = parser.parse_args()
     job = load_job(options.config)
     torch.ones(1).sqrt()  # in one thread: the first square root of a process may be inaccurate in several (pytorch#188792)
-    torch.set_num_threads(len(os.sched_getaffinity(0)) if job.trainer.threads == "auto" else job.trainer.threads)
+    torch.set_num_threads(usable_cores() if job.trainer.threads == "auto" else job.trainer.threads)
     losses, end = run_plain_loop(job, load_file(options.start), schedule(job, open_reader(job), options.max_steps))
     save_file(end, options.out)
     np.array(losses, np.float32).tofile(options.losses)

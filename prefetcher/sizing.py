@@ -1,11 +1,11 @@
 """What a run takes of its machine where the job file leaves it open: planner threads, and bytes of the two rings."""
 
-import os
 import statistics
 from collections.abc import Sequence
 
 from prefetcher.planner.capacity import measure
 from protocol.batch import ScheduledBatch
+from protocol.cores import usable_cores
 from protocol.errors import ConfigError
 from protocol.job import MIN_RING_BYTES
 from protocol.tables import GroupSpec
@@ -17,7 +17,7 @@ MOST_THREADS = 8
 
 def automatic_threads() -> int:
     """For the planner: a quarter of the cores that this process may use; the rest is for reading, moving rows, and the trainer."""
-    return max(1, min(MOST_THREADS, len(os.sched_getaffinity(0)) // 4))
+    return max(1, min(MOST_THREADS, usable_cores() // 4))
 
 
 def automatic_ring_bytes(groups: Sequence[GroupSpec], measured: Sequence[ScheduledBatch], depth: int) -> int:

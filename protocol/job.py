@@ -356,7 +356,7 @@ def is_tcp_address(endpoint: str) -> bool:
 
 class Trainer(Section, frozen=True, kw_only=True):
     device: str = "auto"  # `auto`, `cpu`, `cuda` or `cuda:<n>`
-    threads: int | Literal["auto"] = "auto"  # of torch; `auto` is one a core given to the process
+    threads: int | Literal["auto"] = "auto"  # of torch; `auto` is one a core that the process may use, a container's quota counted
 
     def __post_init__(self) -> None:
         check_threads(self.threads)

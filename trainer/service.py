@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 from protocol.conversation import Conversation
+from protocol.cores import usable_cores
 from protocol.errors import ConfigError, PeerLost
 from protocol.faults import crash_point
 from protocol.job import Job, Transport
@@ -400,7 +401,7 @@ def make_records(slots: Sequence[int], groups: Sequence[GroupSpec], device: torc
 
 def set_threads(threads: int | str) -> int:
     """Threads of torch's operations; `auto` is one a core given to this process. Returns their number."""
-    number = len(os.sched_getaffinity(0)) if isinstance(threads, str) else threads
+    number = usable_cores() if isinstance(threads, str) else threads
     torch.set_num_threads(1)
     warm_up_sqrt()
     torch.set_num_threads(number)

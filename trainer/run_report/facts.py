@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 
+from protocol.cores import usable_cores
 from protocol.job import Job
 from protocol.telemetry.words import human_bytes
 from trainer.report import Report
@@ -51,7 +52,7 @@ def machine_rows(report: Report) -> list[tuple[str, str]]:
         *report.versions.items(),
         ("device", report.device),
         ("processor", processor()),
-        ("cores for the trainer", str(len(os.sched_getaffinity(0)))),
+        ("cores for the trainer", str(usable_cores())),
         ("memory of the machine", human_bytes(pages * page_bytes)),
         ("system", f"{platform.system()} {platform.release()}"),
     ]
