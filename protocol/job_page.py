@@ -1,6 +1,6 @@
 """docs/job-file.md, made from the schema of the job file: its structs, types, defaults, and the comments above and behind its keys.
 
-    python -m protocol.job_page > docs/job-file.md
+python -m protocol.job_page > docs/job-file.md
 """
 
 import ast

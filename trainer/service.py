@@ -70,6 +70,8 @@ class TrainerRun:
         self._health = Health(dead_stage=lambda: self._crew.dead_stage())
         self._counters: TrainerCounters = new_counters(self._groups)
         self._history = History(self._counters)
+        self._met_s: float | None = None  # the first prefetcher, by the performance counter
+        self._first_step_s: float | None = None  # likewise
         self._begin_incarnation()
 
     def _begin_incarnation(self) -> None:
@@ -115,6 +117,8 @@ class TrainerRun:
             except PeerLost as error:
                 patience.again(error)
                 self._health.state = "connecting"
+                if self._engine is not None:
+                    self._first_step_s = self._first_step_s or self._engine.loop.first_step_s
                 self._begin_incarnation()
 
     def _incarnation(self, transport: Transport, device: torch.device, threads: int, *, fresh: bool) -> None:
@@ -222,7 +226,7 @@ class TrainerRun:
         self._crew.start(self._stages(engine, welcome), self._stall_clocks(engine))
         stack.callback(self._crew.stop)  # once more: before the rings are unpinned
         self._health.state = "running"
-        began_s = time.perf_counter()
+        self._met_s = self._met_s or time.perf_counter()
         progress = stack.enter_context(ProgressLine(self._counters, welcome.train_steps, first_step=welcome.first_train_step))
         board = stack.enter_context(Board(self._tensorboard, self._results, welcome.first_train_step))
         self._history.begin(welcome.first_train_step, board.marked)
@@ -231,7 +235,7 @@ class TrainerRun:
         progress.close()
         self._history.close(engine.loop.first_step_s)
         board.close()
-        report = self._report(engine, welcome, began_s, threads, device, are_pinned=are_pinned)
+        report = self._report(engine, welcome, threads, device, are_pinned=are_pinned)
         self._results.close()  # before the good-bye, behind which the run counts as complete
         crash_point("report not written")
         write_report(self._job.run_dir / REPORTS[self._mode], report)
@@ -291,18 +295,17 @@ class TrainerRun:
             self._bell.wait(seen, IDLE_WAIT_S if device.type == "cpu" else DEVICE_POLL_S)
             engine.loop.idled(time.perf_counter() - began_s)
 
-    def _report(
-        self, engine: TrainerEngine, welcome: Welcome, began_s: float, threads: int, device: torch.device, *, are_pinned: bool
-    ) -> Report:
+    def _report(self, engine: TrainerEngine, welcome: Welcome, threads: int, device: torch.device, *, are_pinned: bool) -> Report:
         end = engine.loop.end
         assert end is not None, "the loop ends with EndOfData"
+        assert self._met_s is not None, "the loop begins with a prefetcher"
         now_s = time.perf_counter()
-        first_step_s = engine.loop.first_step_s or now_s
+        first_step_s = self._first_step_s or engine.loop.first_step_s or now_s
         return make_report(
             self._counters,
             RunFacts(
                 wall_s=now_s - first_step_s,
-                startup_s=first_step_s - began_s,
+                startup_s=first_step_s - self._met_s,
                 train_steps=welcome.first_train_step if self._mode == "eval" else self._results.train_steps,
                 loss=self._results.mean_loss,
                 evaluation=self._results.evaluation_result,

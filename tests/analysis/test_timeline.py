@@ -120,19 +120,30 @@ def test_steps_that_the_run_has_not_are_refused_with_those_that_it_has(run_dir: 
 
 
 def test_work_for_later_steps_under_the_compute_of_earlier_ones_is_measured(run_dir: Path) -> None:
-    steps = lives(read_run(run_dir))
+    recordings = read_run(run_dir)
+    steps = lives(recordings)
     assert [life.number for life in steps] == [0, 1, 2, 3]
     assert [life.announced_ns for life in steps] == [round((10 * step + 3.5) * MS) for step in range(4)]
-    found = overlap(steps)
-    assert found.num_over == {"plan": 3, "fetch": 3, "send": 0}
+    found = overlap(recordings, steps)
+    assert found.num_over == {"plan": 3, "fetch": 3, "send": 0, "any": 3}
     assert found.hidden_share == pytest.approx(3 * 2 / (4 * 2.5)), "plan and fetch of three steps, of all four steps' plan, fetch and send"
 
 
 def test_a_steps_own_plan_under_its_own_compute_is_no_overlap(tmp_path: Path) -> None:
     leave(tmp_path, "prefetcher", [span("work", "fetcher", name, 1, 2, 0) for name in ("plan", "fetch", "send")])
     leave(tmp_path, "trainer", [span("step", "MainThread", "train", 0, 9, 0)])
-    found = overlap(lives(read_run(tmp_path)))
-    assert (found.num_steps, found.num_over, found.hidden_share) == (1, {"plan": 0, "fetch": 0, "send": 0}, 0.0)
+    recordings = read_run(tmp_path)
+    found = overlap(recordings, lives(recordings))
+    assert (found.num_steps, found.num_over) == (1, {"plan": 0, "fetch": 0, "send": 0, "any": 0})
+
+
+def test_what_passes_while_the_trainer_waits_or_between_two_steps_is_not_hidden(tmp_path: Path) -> None:
+    ahead = [span("work", "fetcher", name, began, began + 4, 1) for name, began in (("plan", 0), ("fetch", 10), ("send", 20))]
+    leave(tmp_path, "prefetcher", ahead)
+    main = [span("work", "MainThread", "fill", 3, 11, 0), span("wait", "MainThread", "rows", 11, 21)]
+    leave(tmp_path, "trainer", [*main, span("work", "mail", "deliver", 0, 30), span("step", "MainThread", "train", 21, 29, 1)])
+    recordings = read_run(tmp_path)
+    assert overlap(recordings, lives(recordings)).hidden_share == pytest.approx((1 + 1 + 3) / 12)
 
 
 def test_after_processes_met_again_steps_are_those_of_each_incarnation(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """`transport.rejoin_timeout`: one process is killed and started again, the other waits for it, and both end with the same bits."""
 
 import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from tests.protocol.tcp import free_port
 from tests.recovery.crashes import CRASHES, Armed
 from tests.recovery.runs import END_TIMEOUT_S, PEER_LOST, ROLES, Outcome, Recovering, Role, end_well, killed
 from tests.system.processes import Process, Session
+from trainer.report import read_report
 
 REJOIN = {"ring": "1MiB", "connect_timeout": "60s", "rejoin_timeout": "60s"}
 OTHER: dict[Role, Role] = {"prefetcher": "trainer", "trainer": "prefetcher"}
@@ -71,8 +73,14 @@ def test_both_may_be_the_survivor_in_turn(session: Session, undisturbed: Outcome
     killed(processes["trainer"])
     processes["trainer"] = run.start("trainer")
     killed(processes["prefetcher"])
+    lost_s = time.monotonic()
     processes["prefetcher"] = run.start("prefetcher")
+    processes["prefetcher"].until_logged("trainer connected")
+    apart_s = time.monotonic() - lost_s
     end_well(*processes.values())
+    report = read_report(session.run_dir / "report.json")
+    assert report.wall_s > apart_s, "the survivor's time goes on while it waits"
+    assert report.startup_s > 0
     assert run.finish().differs(undisturbed) == []
 
 

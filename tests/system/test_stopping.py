@@ -1,6 +1,7 @@
 """SIGINT and SIGTERM at any time, to either process: both end in order. With the launcher, and what can be done with a stopped run."""
 
 import signal
+import time
 from pathlib import Path
 from typing import Literal
 
@@ -38,6 +39,7 @@ def test_a_prefetcher_that_is_stopped_before_it_greets_a_waiting_trainer_lets_it
     trainer.until_logged("waiting for the prefetcher")
     prefetcher = session.start("prefetcher")
     prefetcher.until(lambda: len(session.children()) > 0, "decoding process")
+    time.sleep(1.0)  # a trainer that waits calls again within 0.1 s; until then nobody knows of it
     prefetcher.signal(SIGTERM)
     prefetcher.ended(STOP_LIMIT_S).quiet()
     assert "the prefetcher was stopped before the run had begun" in trainer.ended(STOP_LIMIT_S).quiet().stderr

@@ -248,9 +248,9 @@ def test_the_loops_waits_lie_on_top_of_each_other() -> None:
     chart = stalls_chart(record())
     assert isinstance(chart, Chart)
     assert [layer.name for layer in chart.legend] == ["rows", "results", "barrier", "ring (the sender)"]
-    tops = [SPAN - coordinates(layer.path)[1] for layer in chart.layers[:3]]
-    shares = [top / SPAN * chart.y.high for top in tops]
-    assert shares == pytest.approx([0.1, 0.4, 0.45], abs=1e-3)
+    shares = [chart.y.high * (1 - np.array(coordinates(layer.path)[1::2]) / SPAN) for layer in chart.layers[:3]]
+    ends = [end for share in shares for end in (share[-1], share[0])]  # of each area: its floor, its top
+    assert ends == pytest.approx([0.0, 0.1, 0.1, 0.4, 0.4, 0.45], abs=1e-3)
 
 
 def test_time_in_which_no_step_ended_makes_no_division_by_zero() -> None:

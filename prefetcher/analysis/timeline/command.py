@@ -9,7 +9,7 @@ import typer
 from prefetcher.analysis.simulate.plot import check_plot
 from prefetcher.analysis.timeline.lives import AHEAD, StepLife, ended_ns, lives, overlap
 from prefetcher.analysis.timeline.plot import plot_steps
-from prefetcher.analysis.timeline.recording import read_run
+from prefetcher.analysis.timeline.recording import Recordings, read_run
 from prefetcher.analysis.timeline.trace_events import Window, write_trace
 from protocol.errors import ConfigError
 from protocol.telemetry.words import plural
@@ -43,7 +43,7 @@ def run_timeline(run_dir: Path, options: TimelineOptions) -> None:
         )
     typer.echo(f"{out}: {plural(number, 'event')}; {OPEN}")
     if steps:
-        typer.echo(describe(steps))
+        typer.echo(describe(recordings, steps))
     if options.plot is not None:
         drawn = chosen(steps, asked or middle(steps))
         plot_steps(recordings, window_of(drawn), options.plot)
@@ -83,10 +83,9 @@ def window_of(steps: list[StepLife]) -> Window:
     return steps[0].step.began_ns, ended_ns(steps[-1].step)
 
 
-def describe(steps: list[StepLife]) -> str:
-    found = overlap(steps)
-    over = ", ".join(f"{name} {found.num_over[name]:,}" for name in AHEAD)
+def describe(recordings: Recordings, steps: list[StepLife]) -> str:
+    found = overlap(recordings, steps)
     return (
-        f"{plural(found.num_steps, 'step')}; {found.hidden_share:.1%} of the time of {', '.join(AHEAD)} lay under the compute of earlier "
-        f"steps (steps with such work under them: {over})"
+        f"{plural(found.num_steps, 'step')}; {found.hidden_share:.1%} of the time of {', '.join(AHEAD)} passed while the trainer worked; "
+        f"{found.num_over['any']:,} steps had such work for later ones under their compute"
     )

@@ -1,10 +1,10 @@
-"""Each step's way through both processes, and how much of what was done for later steps lay under the compute of earlier ones.
+"""Each step's way through both processes, and how much of what was done for later steps lay under work on earlier ones.
 
 prefetcher   plan p+4  fetch p+4  send p+4        plan p+5  fetch p+5  send p+5
 trainer      |---------- step p ----------|       |---------- step p+1 ---------|
 """
 
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -12,6 +12,7 @@ from itertools import pairwise
 from prefetcher.analysis.timeline.recording import Recording, Recordings
 from protocol.telemetry.timeline import Span
 
+MAIN = "MainThread"
 AHEAD = ("plan", "fetch", "send")  # what the prefetcher does for a step before the trainer can begin it
 
 
@@ -79,23 +80,44 @@ class Overlap:
     """Over the steps given."""
 
     num_steps: int
-    num_over: dict[str, int]  # name in AHEAD -> steps whose compute had such work for a later step under it
-    hidden_share: float  # of the seconds of such work, those that lay under the compute of an earlier step
+    num_over: dict[str, int]  # name in AHEAD, or "any" -> steps whose compute had such work for a later step under it
+    hidden_share: float  # of the seconds of such work, those in which the trainer worked, and did not wait
 
 
-def overlap(steps: Sequence[StepLife]) -> Overlap:
+def overlap(recordings: Recordings, steps: Sequence[StepLife]) -> Overlap:
     """`steps` of one incarnation."""
     over: dict[str, set[int]] = {name: set() for name in AHEAD}
-    hidden_ns = total_ns = 0
     begins = [life.step.began_ns for life in steps]
     for life in steps:
         for name, spans in life.ahead.items():
-            for span in spans:
-                total_ns += span.duration_ns
-                for index in range(max(0, bisect_left(begins, span.began_ns) - 1), bisect_left(begins, ended_ns(span))):
-                    shared_ns = min(ended_ns(span), ended_ns(steps[index].step)) - max(span.began_ns, begins[index])
-                    if shared_ns > 0 and steps[index].number < life.number:
-                        over[name].add(steps[index].number)
-                        hidden_ns += shared_ns
-    counts = {name: len(found) for name, found in over.items()}
-    return Overlap(num_steps=len(steps), num_over=counts, hidden_share=hidden_ns / total_ns if total_ns else 0.0)
+            under = (steps[index] for span in spans for index in met_by(span, begins))
+            over[name] |= {earlier.number for earlier in under if earlier.number < life.number}
+    num_over = {name: len(found) for name, found in over.items()} | {"any": len(set().union(*over.values()))}
+    ahead = [span for life in steps for spans in life.ahead.values() for span in spans]
+    return Overlap(num_steps=len(steps), num_over=num_over, hidden_share=hidden_share(ahead, busy_times(recordings.trainer)))
+
+
+def met_by(span: Span, begins: Sequence[int]) -> range:
+    """Which of the times that begin at `begins`, one after another without a gap, the span meets."""
+    return range(max(0, bisect_right(begins, span.began_ns) - 1), bisect_left(begins, ended_ns(span)))
+
+
+def busy_times(trainer: Recording) -> list[tuple[int, int]]:
+    """From, to: when the trainer's main thread or its device worked."""
+    merged: list[tuple[int, int]] = []
+    for span in sorted(trainer.spans, key=lambda span: span.began_ns):
+        if span.kind == "wait" or span.track != MAIN:
+            continue
+        if merged and span.began_ns <= merged[-1][1]:
+            merged[-1] = merged[-1][0], max(merged[-1][1], ended_ns(span))
+        else:
+            merged.append((span.began_ns, ended_ns(span)))
+    return merged
+
+
+def hidden_share(spans: Sequence[Span], busy: Sequence[tuple[int, int]]) -> float:
+    begins = [began for began, _ in busy]
+    hidden_ns = sum(
+        max(0, min(ended_ns(span), busy[index][1]) - max(span.began_ns, busy[index][0])) for span in spans for index in met_by(span, begins)
+    )
+    return hidden_ns / max(1, sum(span.duration_ns for span in spans))

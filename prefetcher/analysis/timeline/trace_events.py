@@ -17,7 +17,7 @@ from typing import Any
 
 import msgspec
 
-from prefetcher.analysis.timeline.lives import StepLife, ended_ns, lives
+from prefetcher.analysis.timeline.lives import MAIN, StepLife, ended_ns, lives
 from prefetcher.analysis.timeline.recording import Recording, Recordings
 from protocol.errors import ConfigError
 from protocol.telemetry.timeline import Span
@@ -31,7 +31,7 @@ ARROWS = (("rows", "send", ("lookup", "evaluate")), ("victims", "send back", ("w
 
 
 def track_name(span: Span) -> str:
-    return "main" if span.track == "MainThread" else span.track
+    return "main" if span.track == MAIN else span.track
 
 
 def track_order(name: str) -> tuple[int, str]:
