@@ -40,6 +40,7 @@ class TrainerEngine:
     def __init__(self, parts: EngineParts) -> None:
         self.counters = parts.counters
         self.conversation = parts.conversation
+        self.back_ring = parts.back_ring
         send, depth = parts.conversation.send, parts.welcome.depth
         self.sender = Sender(parts.streams, parts.back_ring, self.counters, send)
         self.cache = DeviceCache(

@@ -25,7 +25,7 @@ from protocol.telemetry.logs import get_logger
 from protocol.telemetry.metrics import Process
 
 VERSION = 1
-MAX_RECORDS = 1_000_000  # of a file: about 80 MB, and 25,000 steps
+MAX_RECORDS = 1_000_000  # of a file: about 65 MB, and 40,000 steps
 FLUSH_S = 0.5
 WATCH_S = 0.01  # between looks at the levels
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")

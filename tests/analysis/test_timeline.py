@@ -126,7 +126,7 @@ def test_work_for_later_steps_under_the_compute_of_earlier_ones_is_measured(run_
     assert [life.announced_ns for life in steps] == [round((10 * step + 3.5) * MS) for step in range(4)]
     found = overlap(recordings, steps)
     assert found.num_over == {"plan": 3, "fetch": 3, "send": 0, "any": 3}
-    assert found.hidden_share == pytest.approx(3 * 2 / (4 * 2.5)), "plan and fetch of three steps, of all four steps' plan, fetch and send"
+    assert found.exposed_share == 0
 
 
 def test_a_steps_own_plan_under_its_own_compute_is_no_overlap(tmp_path: Path) -> None:
@@ -137,13 +137,19 @@ def test_a_steps_own_plan_under_its_own_compute_is_no_overlap(tmp_path: Path) ->
     assert (found.num_steps, found.num_over) == (1, {"plan": 0, "fetch": 0, "send": 0, "any": 0})
 
 
-def test_what_passes_while_the_trainer_waits_or_between_two_steps_is_not_hidden(tmp_path: Path) -> None:
-    ahead = [span("work", "fetcher", name, began, began + 4, 1) for name, began in (("plan", 0), ("fetch", 10), ("send", 20))]
-    leave(tmp_path, "prefetcher", ahead)
-    main = [span("work", "MainThread", "fill", 3, 11, 0), span("wait", "MainThread", "rows", 11, 21)]
-    leave(tmp_path, "trainer", [*main, span("work", "mail", "deliver", 0, 30), span("step", "MainThread", "train", 21, 29, 1)])
+def test_what_passes_while_the_trainer_waits_for_rows_is_exposed(tmp_path: Path) -> None:
+    first = [span("work", "fetcher", name, 0, 1, 0) for name in ("plan", "fetch", "send")]
+    ahead = [span("work", "fetcher", name, began, began + 4, 1) for name, began in (("plan", 6), ("fetch", 10), ("send", 20))]
+    leave(tmp_path, "prefetcher", [*first, *ahead])
+    waits = [
+        span("wait", "MainThread", "barrier", 7, 8),
+        span("wait", "MainThread", "rows", 11, 12),
+        span("wait", "MainThread", "rows", 13, 21),
+    ]
+    steps = [span("step", "MainThread", "train", 5, 7, 0), span("step", "MainThread", "train", 24, 29, 1)]
+    leave(tmp_path, "trainer", [*waits, *steps])
     recordings = read_run(tmp_path)
-    assert overlap(recordings, lives(recordings)).hidden_share == pytest.approx((1 + 1 + 3) / 12)
+    assert overlap(recordings, lives(recordings)).exposed_share == pytest.approx((1 + 1 + 1) / 12)
 
 
 def test_after_processes_met_again_steps_are_those_of_each_incarnation(tmp_path: Path) -> None:

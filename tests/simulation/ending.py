@@ -1,6 +1,6 @@
 """How an incarnation ends for the prefetcher, whatever happened to it: was that right, and does it live on?
 
-What happens here is what `prefetcher.incarnation` and `trainer.service` do around their stages, in their order.
+What happens here is what `prefetcher.incarnation` and `trainer.incarnation` do around their stages, in their order.
 """
 
 import random

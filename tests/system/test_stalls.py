@@ -16,7 +16,6 @@ from prefetcher.observe import stall_clocks
 from prefetcher.readers.schedule import PlacedIds
 from prefetcher.stores.base import Finished, Keys, Records
 from prefetcher.stores.memory import MemoryStore
-from protocol.process import Signals
 from protocol.stages import Doorbell, Stage, StageThread
 from protocol.tables import group_specs
 from protocol.telemetry.counters import CountersCollector, new_registry
@@ -24,8 +23,8 @@ from tests import driver
 from tests.driver import InProcessRun, ListSource, MemoryCheckpointer, Settings
 from tests.telemetry import runs
 from tests.workloads import slots_for, small_batches, small_job
+from trainer import observe
 from trainer.metrics import TrainerCounters
-from trainer.service import TrainerRun
 
 DEADLINE_S = 20.0
 REASONS = {"prefetcher": get_args(prefetcher.metrics.StallReason), "trainer": get_args(trainer.metrics.StallReason)}
@@ -206,8 +205,7 @@ def test_victims_that_find_no_space_are_counted_under_ring() -> None:
     run = in_process_run(ring_bytes=8 * 1024, depth=2)
     settle(run, "prefetcher write-back")
     assert run.trainer.sender.waiting_for_ring
-    process = TrainerRun(run.job, Signals(), "train")
-    assert_trainer_stalls(run, "sender", process._stall_clocks(run.trainer)["sender"], process._counters, "ring")
+    assert_trainer_stalls(run, "sender", observe.stall_clocks(run.trainer)["sender"], run.trainer.counters, "ring")
 
 
 def test_every_reason_of_both_processes_is_provoked_here() -> None:

@@ -28,17 +28,17 @@ WARM_UP = 10  # steps: the first plans are made and fetched before there is anyt
 AHEAD = {"decode", "read", "plan", "fetch", "send"}
 COMPUTE = {"train": {"lookup", "forward", "backward", "update"}, "eval": {"evaluate"}}
 SYNTHETIC: dict[str, Any] = {
-    "data": {"batch_size": 512, "synthetic": {"samples": 512 * (NUM_STEPS + 20)}, "eval_fraction": 0.05},
-    "tables": [{"name": "t", "num_embeddings": 20_000, "embedding_dim": 4, "features": ["cat_0", "cat_1"]}],
-    "model": {"bottom_mlp": [512, 256, 4], "top_mlp": [512, 256, 1]},
-    "cache": {"capacity": "2000 rows"},
+    "data": {"batch_size": 2048, "synthetic": {"samples": 2048 * (NUM_STEPS + 20)}, "eval_fraction": 0.05},
+    "tables": [{"name": "t", "num_embeddings": 400_000, "embedding_dim": 16, "features": [f"cat_{index}" for index in range(8)]}],
+    "model": {"bottom_mlp": [256, 128, 16], "top_mlp": [256, 128, 1]},
+    "cache": {"capacity": "30000 rows"},
 }
 
 
 def retail(log: Path) -> dict[str, Any]:
     job = tomllib.loads((ROOT / "examples" / "retail.toml").read_text())
     job["data"] = {**job["data"], "path": str(log / "train.tsv"), "synthetic": None}
-    return {**{name: job[name] for name in ("data", "tables_from", "model", "cache")}, "tables": None}
+    return {**{name: job[name] for name in ("data", "tables_from", "model", "cache")}, "tables": None, "transport": {"ring": None}}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,8 +106,7 @@ def test_plans_and_fetches_of_later_steps_lie_under_the_compute_of_earlier_ones(
     assert found.num_steps > NUM_STEPS / 2
     assert found.num_over["fetch"] > found.num_steps / 2
     assert found.num_over["any"] > found.num_steps / 2
-    assert found.hidden_share > 0.5
-    assert "passed while the trainer worked" in run.said
+    assert "had work for later ones (plan, fetch, send) under their compute" in run.said
 
 
 def test_every_stage_has_a_track(run: TracedRun) -> None:

@@ -86,6 +86,6 @@ def window_of(steps: list[StepLife]) -> Window:
 def describe(recordings: Recordings, steps: list[StepLife]) -> str:
     found = overlap(recordings, steps)
     return (
-        f"{plural(found.num_steps, 'step')}; {found.hidden_share:.1%} of the time of {', '.join(AHEAD)} passed while the trainer worked; "
-        f"{found.num_over['any']:,} steps had such work for later ones under their compute"
+        f"{plural(found.num_steps, 'step')}, of which {found.num_over['any']:,} had work for later ones ({', '.join(AHEAD)}) under their "
+        f"compute; the trainer waited for rows during {found.exposed_share:.1%} of that work"
     )

@@ -8,10 +8,12 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from operator import itemgetter
 
 from prefetcher.analysis.timeline.recording import Recording, Recordings
 from protocol.telemetry.timeline import Span
 
+Times = Sequence[tuple[int, int]]  # ns: from, to
 MAIN = "MainThread"
 AHEAD = ("plan", "fetch", "send")  # what the prefetcher does for a step before the trainer can begin it
 
@@ -81,43 +83,33 @@ class Overlap:
 
     num_steps: int
     num_over: dict[str, int]  # name in AHEAD, or "any" -> steps whose compute had such work for a later step under it
-    hidden_share: float  # of the seconds of such work, those in which the trainer worked, and did not wait
+    exposed_share: float  # of the seconds of such work since the first step began, those in which the trainer waited for rows
 
 
 def overlap(recordings: Recordings, steps: Sequence[StepLife]) -> Overlap:
-    """`steps` of one incarnation."""
+    """`steps`, at least one, are of one incarnation."""
     over: dict[str, set[int]] = {name: set() for name in AHEAD}
-    begins = [life.step.began_ns for life in steps]
+    computed = [(life.step.began_ns, ended_ns(life.step)) for life in steps]
     for life in steps:
         for name, spans in life.ahead.items():
-            under = (steps[index] for span in spans for index in met_by(span, begins))
+            under = (steps[index] for span in spans for index, _ in shared_ns(span, computed))
             over[name] |= {earlier.number for earlier in under if earlier.number < life.number}
     num_over = {name: len(found) for name, found in over.items()} | {"any": len(set().union(*over.values()))}
-    ahead = [span for life in steps for spans in life.ahead.values() for span in spans]
-    return Overlap(num_steps=len(steps), num_over=num_over, hidden_share=hidden_share(ahead, busy_times(recordings.trainer)))
+    ahead = [span for life in steps for spans in life.ahead.values() for span in spans if span.began_ns >= computed[0][0]]
+    return Overlap(num_steps=len(steps), num_over=num_over, exposed_share=shared_share(ahead, waits_for_rows(recordings.trainer)))
 
 
-def met_by(span: Span, begins: Sequence[int]) -> range:
-    """Which of the times that begin at `begins`, one after another without a gap, the span meets."""
-    return range(max(0, bisect_right(begins, span.began_ns) - 1), bisect_left(begins, ended_ns(span)))
+def shared_ns(span: Span, times: Times) -> Iterator[tuple[int, int]]:
+    """Which of `times`, in order and with increasing ends, the span meets, and for how long."""
+    first = bisect_right(times, span.began_ns, key=itemgetter(1))
+    for index in range(first, bisect_left(times, ended_ns(span), key=itemgetter(0))):
+        yield index, min(ended_ns(span), times[index][1]) - max(span.began_ns, times[index][0])
 
 
-def busy_times(trainer: Recording) -> list[tuple[int, int]]:
-    """From, to: when the trainer's main thread or its device worked."""
-    merged: list[tuple[int, int]] = []
-    for span in sorted(trainer.spans, key=lambda span: span.began_ns):
-        if span.kind == "wait" or span.track != MAIN:
-            continue
-        if merged and span.began_ns <= merged[-1][1]:
-            merged[-1] = merged[-1][0], max(merged[-1][1], ended_ns(span))
-        else:
-            merged.append((span.began_ns, ended_ns(span)))
-    return merged
+def waits_for_rows(trainer: Recording) -> Times:
+    return [(span.began_ns, ended_ns(span)) for span in trainer.spans if (span.kind, span.name) == ("wait", "rows")]
 
 
-def hidden_share(spans: Sequence[Span], busy: Sequence[tuple[int, int]]) -> float:
-    begins = [began for began, _ in busy]
-    hidden_ns = sum(
-        max(0, min(ended_ns(span), busy[index][1]) - max(span.began_ns, busy[index][0])) for span in spans for index in met_by(span, begins)
-    )
-    return hidden_ns / max(1, sum(span.duration_ns for span in spans))
+def shared_share(spans: Sequence[Span], times: Times) -> float:
+    shared = sum(shared for span in spans for _, shared in shared_ns(span, times))
+    return shared / max(1, sum(span.duration_ns for span in spans))
