@@ -2,8 +2,8 @@
 
     python -m benchmarks.soak [pytest options]
 
-Each test that uses `tests.counts.count` repeats as often as its second number says. One line a suite at the end: what `-rA` would count,
-and its seconds. Ends with 1 where anything failed.
+Each test that uses `tests.counts.count` repeats as often as its second number says. Two suites at a time, one a core. One line a suite at
+the end: what `-rA` would count, and its seconds. Ends with 1 where anything failed.
 """
 
 import os
@@ -11,40 +11,43 @@ import re
 import subprocess
 import sys
 import time
-from pathlib import Path
+from concurrent.futures import ThreadPoolExecutor
 
-SUITES = (
-    "tests/system/test_exact.py",
-    "tests/simulation",
+SUITES = (  # the longest first
     "tests/recovery",
-    "tests/checkpoints",
+    "tests/simulation",
     "tests/hostile",
+    "tests/system/test_exact.py",
+    "tests/checkpoints",
+    "tests/verify",
     "tests/protocol/test_tcp.py",
     "tests/protocol/test_attackers.py",
 )
+AT_A_TIME = 2
 TEST_LIMIT_S = 3000  # of one test: large counts take longer than pytest's usual limit
 COUNTS = re.compile(r"^(?:=+ )?((?:\d+ \w+(?:, )?)+) in [\d.]+s", re.MULTILINE)
 
 
 def main() -> int:
-    results = [run(suite, sys.argv[1:]) for suite in SUITES if Path(suite).exists()]
+    began_s = time.perf_counter()
+    with ThreadPoolExecutor(AT_A_TIME) as pool:
+        results = list(pool.map(lambda suite: run(suite, sys.argv[1:]), SUITES))
     print(f"\n{'suite':34} {'seconds':>8}  result")
     for suite, seconds, counts, _ in results:
         print(f"{suite:34} {seconds:8.0f}  {counts}")
-    print(f"{'together':34} {sum(seconds for _, seconds, _, _ in results):8.0f}")
+    print(f"{'from the first to the last':34} {time.perf_counter() - began_s:8.0f}")
     return max(code for *_, code in results)
 
 
 def run(suite: str, options: list[str]) -> tuple[str, float, str, int]:
     """The suite, its seconds, its counts, and 0 or 1."""
-    print(f"--- {suite}", flush=True)
     began_s = time.perf_counter()
     command = [sys.executable, "-m", "pytest", suite, "-v", f"--timeout={TEST_LIMIT_S}", "--no-header", *options]
     lines = []
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, "ROWCAST_SOAK": "1"}) as process:
         assert process.stdout is not None, "a pipe"
         for line in process.stdout:
-            print(line, end="", flush=True)
+            print(f"{suite}: {line}", end="", flush=True)
             lines.append(line)
     found = COUNTS.findall("".join(lines[-3:]))
     return suite, time.perf_counter() - began_s, found[-1] if found else "no result", int(process.returncode != 0)

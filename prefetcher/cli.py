@@ -35,7 +35,7 @@ def run(
     max_steps: Annotated[int | None, typer.Option("--max-steps", min=0, help="End the run after so many train steps.")] = None,
     fresh: Annotated[bool, typer.Option("--fresh", help="Start over: give up what an earlier run left in the run directory.")] = False,
     save_trace: SaveTrace = None,
-    trace: Annotated[bool, typer.Option("--trace", help="Record a timeline of both processes, for `prefetcher timeline`.")] = False,
+    trace: Annotated[bool, typer.Option("--trace", help="Record a timeline for `prefetcher timeline`.")] = False,
     evaluate: Annotated[bool, typer.Option("--eval", help="Evaluate a checkpoint, with `trainer eval`; train nothing.")] = False,
     checkpoint: Annotated[str | None, typer.Option("--checkpoint", help="With --eval: which, such as step-000000000100.")] = None,
     verify: Annotated[bool, typer.Option("--verify", help="Follow rows by checksum: end the run if one is stale, torn or lost.")] = False,
@@ -203,7 +203,7 @@ def timeline(
         typer.Option("--out", help="The trace to write, as JSON.", metavar="FILE", show_default="timeline.json in the run directory"),
     ] = None,
     steps: Annotated[str | None, typer.Option("--steps", help="These alone, such as 100:110.", metavar="FIRST:END")] = None,
-    plot: Annotated[Path | None, typer.Option("--plot", help="Draw the --steps too.", metavar="PNG|SVG")] = None,
+    plot: Annotated[Path | None, typer.Option("--plot", help="Draw --steps too, or eight in the middle.", metavar="PNG|SVG")] = None,
 ) -> None:
     """Merge what `prefetcher run --trace` and `trainer run --trace` recorded into one trace for Perfetto or chrome://tracing."""
 
