@@ -9,6 +9,7 @@ from tests.system.processes import Session
 from tests.system.starting import Starter
 
 
+@pytest.hookimpl(tryfirst=True)  # before the one that reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Where several workers share the tests, those that start processes of their own take turns on one of them: two at once would wait for
     each other's cores, and some of them wait for no longer than a user would."""

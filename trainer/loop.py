@@ -143,8 +143,9 @@ class TrainingLoop:
             return self._restore_next(self._restoring)
         collected = self._collect()
         moved = self._cache.advance()
-        issued = self._issue_next()
-        return self._at_barrier() or collected or moved or issued
+        if collected or moved:
+            return True  # others have work now; on a CPU the next step would keep this thread from waking them
+        return self._issue_next() or self._at_barrier()
 
     def idled(self, seconds: float) -> None:
         """The main thread had nothing to do for so long. Before the first step that is start-up, and no stall."""
