@@ -19,7 +19,7 @@ tutorial: $(VENV)/installed  ## the tutorial, executed: build/tutorial.ipynb, wi
 	$(BIN)/jupyter-execute --output=../build/tutorial examples/tutorial.ipynb
 
 test: $(VENV)/installed  ## the whole test suite
-	$(BIN)/python -m pytest -n 2 --dist loadgroup
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 check: $(VENV)/installed  ## style and types
 	$(BIN)/ruff format --check .

@@ -14,7 +14,7 @@ from tests.deploy.confined import Confined, Host, host, why_not
 from tests.deploy.manifests import NAMES, compose, compose_container, health_check
 
 WHY_NOT = why_not()
-pytestmark = [pytest.mark.xdist_group("processes"), pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))]
+pytestmark = pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))
 
 SMALLER = [  # container.toml on a machine that has better things to do
     "data.batch_size=256", "data.synthetic.scale=0.001", "data.eval_fraction=0.001", "cache.capacity=2MiB", "checkpoint.every=40",

@@ -13,7 +13,6 @@ from tests.simulation.link import FRAME_FAULTS
 NUM_SEEDS = count(40, 1000)
 SEEDS_A_TEST = 20
 RARE_BELOW = 1000  # seeds, in which not every kind of fault must have happened
-pytestmark = pytest.mark.xdist_group("lives")  # the last test counts what happened in all of them
 
 
 @pytest.fixture(scope="module")

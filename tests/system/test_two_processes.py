@@ -11,7 +11,6 @@ from tests.driver import start_state
 LOG = Path(os.environ["ROWCAST_RETAIL"]).absolute() if "ROWCAST_RETAIL" in os.environ else None
 WAYS = cover(LOG, batch_size=("256",))
 NUM_STEPS = 6
-pytestmark = pytest.mark.xdist_group("processes")
 
 
 @pytest.mark.parametrize("way", WAYS, ids=["-".join(way.values()).replace(" ", "_") for way in WAYS])
