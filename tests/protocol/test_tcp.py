@@ -15,6 +15,7 @@ from protocol.errors import ConfigError
 from protocol.telemetry.logs import setup_logging
 from protocol.transport.keys import fingerprint, load_client
 from protocol.transport.refusals import LOG_EVERY_S, Refusals
+from protocol.transport.zmq_link import ZmqLink
 from tests.protocol.mirrors import exchange, make_end
 from tests.protocol.peer import GREETING, Bell, numbered, receive, wait_gone
 from tests.protocol.tcp import RING_BYTES, TcpRun, run, wait_for
@@ -78,6 +79,12 @@ def test_a_run_whose_secret_others_may_read_does_not_start(role: str, run: TcpRu
     link.close()
 
 
+def ask_in(trainer: ZmqLink, bell: Bell) -> bytes:
+    """The answer. A refusal is raised by whatever comes after it: this frame may be sent before or behind it."""
+    trainer.send(b"let me in")
+    return receive(trainer, bell)
+
+
 def strangers_keys(run: TcpRun) -> Path:
     """Keys of another run, but for the public key of this prefetcher."""
     keys = run.folder / "stranger"
@@ -92,9 +99,8 @@ def test_a_key_that_is_not_allowed_is_refused_and_both_logs_say_so(run: TcpRun, 
     keys = strangers_keys(run)
     with run.prefetcher(bell) as prefetcher:
         with run.trainer(trainer_bell, keys) as trainer:
-            trainer.send(b"let me in")
             with pytest.raises(ConfigError, match=f"the prefetcher at {run.endpoint} refuses this trainer's key; put its public part"):
-                receive(trainer, trainer_bell)
+                ask_in(trainer, trainer_bell)
         wait_for(lambda: prefetcher.refused == 1)
         with run.trainer(Bell()) as trainer:  # and the right one gets in
             run.greet(trainer, prefetcher, bell)
@@ -111,9 +117,8 @@ def test_a_key_is_revoked_by_taking_its_file_away_and_given_back_without_a_resta
         public.rename(run.folder / "aside")
         revoked_bell = Bell()
         with run.trainer(revoked_bell) as revoked:
-            revoked.send(b"let me in")
             with pytest.raises(ConfigError, match="refuses this trainer's key"):
-                receive(revoked, revoked_bell)
+                ask_in(revoked, revoked_bell)
         wait_for(lambda: prefetcher.refused == 1)
         (run.folder / "aside").rename(public)
         with run.trainer(Bell()) as trainer:
@@ -124,9 +129,8 @@ def test_a_list_of_keys_that_cannot_be_read_lets_nobody_in(run: TcpRun) -> None:
     bell, trainer_bell = Bell(), Bell()
     with run.prefetcher(bell) as prefetcher, run.trainer(trainer_bell, strangers_keys(run)) as trainer:
         (run.keys / "clients").rename(run.folder / "aside")
-        trainer.send(b"let me in")
         with pytest.raises(ConfigError, match="refuses this trainer's key"):
-            receive(trainer, trainer_bell)
+            ask_in(trainer, trainer_bell)
         assert prefetcher.receive() is None
 
 
