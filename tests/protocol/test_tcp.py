@@ -97,10 +97,10 @@ def test_a_key_that_is_not_allowed_is_refused_and_both_logs_say_so(run: TcpRun, 
     setup_logging("prefetcher", "info", json=False)
     bell, trainer_bell = Bell(), Bell()
     keys = strangers_keys(run)
+    refusal = f"the prefetcher at {run.endpoint} refuses this trainer's key; put its public part"
     with run.prefetcher(bell) as prefetcher:
-        with run.trainer(trainer_bell, keys) as trainer:
-            with pytest.raises(ConfigError, match=f"the prefetcher at {run.endpoint} refuses this trainer's key; put its public part"):
-                ask_in(trainer, trainer_bell)
+        with run.trainer(trainer_bell, keys) as trainer, pytest.raises(ConfigError, match=refusal):
+            ask_in(trainer, trainer_bell)
         wait_for(lambda: prefetcher.refused == 1)
         with run.trainer(Bell()) as trainer:  # and the right one gets in
             run.greet(trainer, prefetcher, bell)
@@ -116,9 +116,8 @@ def test_a_key_is_revoked_by_taking_its_file_away_and_given_back_without_a_resta
     with run.prefetcher(bell) as prefetcher:
         public.rename(run.folder / "aside")
         revoked_bell = Bell()
-        with run.trainer(revoked_bell) as revoked:
-            with pytest.raises(ConfigError, match="refuses this trainer's key"):
-                ask_in(revoked, revoked_bell)
+        with run.trainer(revoked_bell) as revoked, pytest.raises(ConfigError, match="refuses this trainer's key"):
+            ask_in(revoked, revoked_bell)
         wait_for(lambda: prefetcher.refused == 1)
         (run.folder / "aside").rename(public)
         with run.trainer(Bell()) as trainer:
