@@ -209,7 +209,8 @@ class Incarnation:
         engine.say_bye()
         crash_point("Bye sent")
         run.health.state = "stopped"
-        print_summary(report)
+        page = self._job.run_dir / PAGE
+        print_summary(report, page=page if run.mode == "train" and page.exists() else None)
 
     def _attach_rings(self, stack: ExitStack, welcome: Welcome) -> list[RingFile | RingMemory]:
         rings = [attach_ring(self._job.transport, spec) for spec in (welcome.fetch_ring, welcome.back_ring)]

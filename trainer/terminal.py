@@ -4,6 +4,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable
+from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple, Self
 
@@ -153,8 +154,9 @@ def progress_line(counters: TrainerCounters, total_steps: int | None, first: Mar
     return "  ".join(parts)
 
 
-def print_summary(report: Report, console: Console | None = None) -> None:
-    """The report for a person, on stdout unless `console` is given. A closed pipe is no error: the report is on disk."""
+def print_summary(report: Report, console: Console | None = None, page: Path | None = None) -> None:
+    """The report for a person, on stdout unless `console` is given, and where there is more of it. A closed pipe is no error: the report
+    is on disk."""
     table = Table.grid(padding=(0, 2))
     for name, value in summary_rows(report):
         table.add_row(name, value)
@@ -163,6 +165,8 @@ def print_summary(report: Report, console: Console | None = None) -> None:
         target.print(summary_title(report), style="bold", highlight=False, soft_wrap=True)
         target.print(table, highlight=False, soft_wrap=True)
     lines = [line.rstrip() for line in text.get().splitlines()]
+    if page is not None:  # in one piece, however long
+        lines.append(f"{'report':{max(len(name) for name, _ in summary_rows(report)) + 2}}{page}")
     write(target, "\n".join(["", *lines, ""]))
 
 

@@ -102,6 +102,14 @@ def test_the_summary_of_a_run_that_went_on_tells_its_own_steps_from_the_others(c
     assert "rowcast: finished after 7 steps (2 of this process) in 4.0 s" in capsys.readouterr().out
 
 
+def test_the_summary_says_where_the_page_is_in_one_piece(capsys: pytest.CaptureFixture[str]) -> None:
+    page = Path("/a/very/long/" * 8) / "[run]" / "report.html"
+    print_summary(report(facts()), Console(width=60), page=page)
+    text = capsys.readouterr().out
+    assert f"\nreport           {page}\n" in text
+    assert re.search(r"\nwaited for rows  ", text), "in line with the other rows"
+
+
 def test_units_are_human() -> None:
     assert [human_count(n) for n in (0, 7.25, 999.4, 999.6, 48_213, 1.5e9, 2e12)] == ["0", "7.25", "999", "1k", "48.2k", "1.5G", "2T"]
     assert [human_bytes(n) for n in (0, 1023, 1024, 1536, 2**40)] == ["0 B", "1023 B", "1 KiB", "1.5 KiB", "1 TiB"]
