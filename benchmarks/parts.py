@@ -1,6 +1,6 @@
 """What do the parts of safety cost on their own: writing a checkpoint, merging its deltas, sending a piece encrypted?
 
-Method: the run's own writer on a disk of this machine, rows of 128 bytes in blocks of 8 MiB, the merge forced by a second checkpoint with
+Method: the run's own writer on a disk of this machine, rows of 128 bytes in blocks of 8 MiB, the merge forced by a third checkpoint with
 as many changed rows; and two ends of the tcp link over loopback, payloads of 1 MiB, a few on their way. Medians of the rounds; beside the
 seconds the processor time, which a busy machine blurs less.
 
@@ -24,9 +24,11 @@ from prefetcher.checkpoints.folder import Checkpoints
 from prefetcher.checkpoints.writer import CheckpointWriter
 from prefetcher.keys import make_keys
 from prefetcher.stores.base import Keys, Records
+from protocol.codec import encode
 from protocol.disk import RealDisk
 from protocol.job import Job, Transport
 from protocol.job_file import parse_job
+from protocol.messages import PROTOCOL_VERSION, Envelope, Hello
 from protocol.position import Position
 from protocol.tables import group_specs
 from protocol.transport.zmq_link import ZmqLink
@@ -34,7 +36,7 @@ from protocol.transport.zmq_link import ZmqLink
 RECORD_BYTES = 128
 PIECE_BYTES = 2**20
 ON_THE_WAY = 4  # pieces
-GREETING = b"a first frame"
+DEADLINE_S = 60.0  # for one piece
 
 Measured = dict[str, list[tuple[float, float]]]  # part -> (seconds, processor seconds) of each round
 
@@ -78,12 +80,12 @@ def write_checkpoint(writer: CheckpointWriter, blocks: list[tuple[Keys, Records]
 
 
 def checkpoints(nbytes: int, folder: Path, measured: Measured) -> None:
-    """The first checkpoint of `nbytes` is a base; the second as large, so that both are merged into a new base."""
+    """The first checkpoint of `nbytes` is a base; the third finds more rows in deltas than in it, so all are merged into a new one."""
     job = checkpoint_job()
     blocks = changed_rows(nbytes, np.random.default_rng(0))
     writer = CheckpointWriter(job, group_specs(job), "benchmark", "", Checkpoints(folder, RealDisk()), None, keep=1)
     folder.mkdir()
-    for part, step in (("a base written", 1), ("as much again, and both merged", 2)):
+    for step, part in enumerate(("a base written", "a delta as large", "another one, and all three merged"), start=1):
         measured.setdefault(part, []).append(timed(lambda at=step: write_checkpoint(writer, blocks, at)))  # type: ignore[misc]
 
 
@@ -94,7 +96,7 @@ def pieces_over_tcp(num_pieces: int, folder: Path, measured: Measured) -> None:
     transport = tcp_transport(folder)
     payload = memoryview(os.urandom(PIECE_BYTES))
     with ZmqLink.prefetcher(folder, transport=transport) as prefetcher, ZmqLink.trainer(folder, transport=transport) as trainer:
-        trainer.send(GREETING)
+        trainer.send(greeting())
         receive(prefetcher)
 
         def travel() -> None:
@@ -115,8 +117,19 @@ def tcp_transport(folder: Path) -> Transport:
     return Transport(endpoint=f"tcp://127.0.0.1:{port}", keys=str(folder / "keys"))
 
 
+def greeting() -> bytes:
+    """A trainer's first frame, without which it is not heard."""
+    hello = Hello(
+        protocol_version=PROTOCOL_VERSION, job_digest="", rank=0, world_size=1, pid=os.getpid(), threads=1, device="cpu", mode="train"
+    )
+    return encode(Envelope(incarnation=0, sequence=0, message=hello))
+
+
 def receive(link: ZmqLink) -> None:
+    deadline_s = time.monotonic() + DEADLINE_S
     while link.receive() is None:
+        if time.monotonic() > deadline_s:
+            raise TimeoutError(f"no piece came within {DEADLINE_S:g} s")
         time.sleep(0.0001)
 
 
