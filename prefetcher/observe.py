@@ -1,6 +1,5 @@
 """What an engine shows while it runs: gauges for a scrape, and where idle seconds are counted."""
 
-import os
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -8,7 +7,7 @@ from prefetcher.engine import PrefetcherEngine
 from prefetcher.metrics import PrefetcherGauges, SlotStates
 from prefetcher.readers.worker import BatchSource
 from protocol.job import Job
-from protocol.transport.ring_file import SHARED_MEMORY
+from protocol.transport.ring_file import shared_memory
 
 
 def stall_clocks(engine: PrefetcherEngine) -> dict[str, Callable[[float], None]]:
@@ -42,13 +41,13 @@ def stall_clocks(engine: PrefetcherEngine) -> dict[str, Callable[[float], None]]
 
 def idle_gauges(job: Job, num_groups: int) -> PrefetcherGauges:
     """Where there is no engine."""
-    shared_memory = os.statvfs(SHARED_MEMORY)
+    size_bytes, free_bytes = shared_memory()
     return PrefetcherGauges(
         depth=job.lookahead.depth,
         checkpoint_every=job.checkpoint.every,
         slots=[SlotStates(0, 0, 0)] * num_groups,
-        shared_memory_size_bytes=shared_memory.f_blocks * shared_memory.f_frsize,
-        shared_memory_free_bytes=shared_memory.f_bavail * shared_memory.f_frsize,
+        shared_memory_size_bytes=size_bytes,
+        shared_memory_free_bytes=free_bytes,
     )
 
 

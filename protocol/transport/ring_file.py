@@ -35,10 +35,15 @@ def in_memory_buffer(nbytes: int) -> Bytes:
     return np.frombuffer(mmap.mmap(-1, nbytes), dtype=np.uint8)
 
 
+def shared_memory(directory: Path = SHARED_MEMORY) -> tuple[int, int]:
+    """Bytes of the directory's file system, and those of them that may still be allocated."""
+    usage = os.statvfs(directory)
+    return usage.f_blocks * usage.f_frsize, usage.f_bavail * usage.f_frsize
+
+
 def free_shared_memory(directory: Path = SHARED_MEMORY) -> int:
     """Bytes that may still be allocated in the directory's file system."""
-    usage = os.statvfs(directory)
-    return usage.f_bavail * usage.f_frsize
+    return shared_memory(directory)[1]
 
 
 class RingFile:
