@@ -10,7 +10,7 @@ from torch import Tensor
 from protocol.job import SparseOptimizer
 from protocol.tables import GroupSpec
 from trainer.kernels import GroupLookup, Kernels, torch_ops
-from trainer.optim import RowOptimizer
+from trainer.optim import rows_of, rule_at
 
 __all__ = ["Embeddings", "GroupLookup"]
 
@@ -26,9 +26,7 @@ class Embeddings:
         kernels: Kernels = torch_ops,
     ) -> None:
         """`records`: f32 [num_slots, record_floats] of each group."""
-        self._groups = [
-            GroupRows(group, records, RowOptimizer(group, settings), kernels) for group, records in zip(groups, records, strict=True)
-        ]
+        self._groups = [GroupRows(group, own, settings, kernels) for group, own in zip(groups, records, strict=True)]
         self._positions = [position for group in groups for position in group.feature_positions]
         self._trigger = torch.zeros((), device=records[0].device, requires_grad=True)
         self._awaits_backward: PendingUpdate | None = None
@@ -76,24 +74,23 @@ class Embeddings:
 class GroupRows:
     """The records of one group, and what is done to them."""
 
-    def __init__(self, group: GroupSpec, records: Tensor, optimizer: RowOptimizer, kernels: Kernels) -> None:
+    def __init__(self, group: GroupSpec, records: Tensor, settings: SparseOptimizer, kernels: Kernels) -> None:
         self.dim = group.embedding_dim
         self.num_features = group.num_features
-        self._records = records
-        self._optimizer = optimizer
+        self._rows = rows_of(records, group)
+        self._settings = settings
         self._kernels = kernels
         means = [table.pooling == "mean" for table in group.feature_tables()]
         self._means = torch.tensor(means, device=records.device)[:, None] if any(means) else None  # bool [F, 1]
 
     def lookup(self, lookup: GroupLookup) -> Tensor:
-        return self._kernels.lookup(self._records[:, : self.dim], lookup, self._divisors(lookup))
+        return self._kernels.lookup(self._rows, lookup, self._divisors(lookup))
 
     def zeros(self, lookup: GroupLookup) -> Tensor:
-        return self._records.new_zeros(self.num_features * lookup.batch_size, self.dim)
+        return torch.zeros(self.num_features * lookup.batch_size, self.dim, device=self._rows.weight.device)
 
     def update(self, pooled_grad: Tensor, lookup: GroupLookup, train_step: int) -> None:
-        row_grads = self._kernels.reduce(pooled_grad, lookup, self._divisors(lookup))
-        self._optimizer.apply(self._records, lookup.unique_slots, row_grads, train_step + 1)
+        self._kernels.update(self._rows, pooled_grad, lookup, self._divisors(lookup), rule_at(self._settings, train_step))
 
     def _divisors(self, lookup: GroupLookup) -> Tensor | None:
         """Look-ups of each bag pooled by mean, at least 1; 1 for other bags. None where all are 1."""

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from protocol.job import SparseOptimizer
 from protocol.tables import GroupSpec, record_parts
 from tests.trainer.full_capacity import bits
-from trainer.optim import RowOptimizer, warm_up_sqrt
+from trainer.kernels import torch_ops
+from trainer.optim import rows_of, rule_at, warm_up_sqrt
 
 KINDS = ("sgd", "adagrad", "rowwise_adagrad", "adam")
 WIDTHS = (1, 4, 5, 12, 16, 33, 64)
@@ -102,12 +103,11 @@ def test_touched_rows_end_with_the_bits_of_the_whole_table(kind: str, dim: int, 
     records = torch.zeros(num_rows + 7, group.record_floats)
     for part in group.parts:
         records[slots, part.offset : part.offset + part.width] = stock.weight.detach() if part.initial is None else part.initial
-    optimizer = RowOptimizer(group, settings)
-    for step in range(1, 9):
+    for train_step in range(8):
         touched = torch.randperm(num_rows)[: int(torch.randint(1, num_rows + 1, ()))]
         grads = random_gradients(len(touched), dim)
         stock.step(touched, grads)
-        optimizer.apply(records, slots[touched].int(), grads, step)
+        torch_ops.apply(rows_of(records, group), slots[touched].int(), grads, rule_at(settings, train_step))
     for part, whole in zip(group.parts, stock.parts(), strict=True):
         assert torch.equal(bits(records[slots, part.offset : part.offset + part.width]), bits(whole)), part.name
 
@@ -117,7 +117,7 @@ def test_other_slots_and_padding_are_never_written(kind: str) -> None:
     settings = settings_of(kind)
     group = group_of(settings, 5)
     records = torch.full((6, group.record_floats), 9.0)
-    RowOptimizer(group, settings).apply(records, torch.tensor([4, 1], dtype=torch.int32), torch.ones(2, 5), 1)
+    torch_ops.apply(rows_of(records, group), torch.tensor([4, 1], dtype=torch.int32), torch.ones(2, 5), rule_at(settings, 0))
     written = torch.zeros_like(records, dtype=torch.bool)
     for part in group.parts:
         written[[1, 4], part.offset : part.offset + part.width] = True
@@ -130,5 +130,5 @@ def test_a_step_that_touches_no_row_changes_nothing(kind: str) -> None:
     group = group_of(settings, 5)
     records = torch.randn(6, group.record_floats)
     before = records.clone()
-    RowOptimizer(group, settings).apply(records, torch.empty(0, dtype=torch.int32), torch.empty(0, 5), 1)
+    torch_ops.apply(rows_of(records, group), torch.empty(0, dtype=torch.int32), torch.empty(0, 5), rule_at(settings, 0))
     assert torch.equal(records, before)

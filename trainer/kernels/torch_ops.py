@@ -1,18 +1,25 @@
-"""The kernels in plain torch operations, for every device.
+"""The kernels in plain torch operations, for every device: what the others are compared with.
 
 `torch.embedding_bag` is used as a segmented sum: it adds the rows of a bag one by one, in order, starting from 0, on the CPU and on
 CUDA, and has the bits of `index_add_` and of `nn.Embedding`'s dense gradient. (On the CPU it is five to ten times as fast as those two
 or `torch.segment_reduce`. It copies a whole table that is not contiguous, so it never sees the records themselves.)
+
+The row optimizers are what torch.optim would do to whole tables, done to contiguous blocks [U, width] of the rows that a batch touches,
+with the same operations in the same order. Their bits do not depend on how rows are cut into blocks, so gathered rows and whole tables
+agree.
 """
+
+import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from trainer.kernels import GroupLookup
+from trainer.kernels import GroupLookup, RowOptimizerKind, Rows, Rule
 
 
-def lookup(rows: Tensor, group: GroupLookup, divisors: Tensor | None) -> Tensor:
-    found = rows.index_select(0, group.slots)
+def lookup(rows: Rows, group: GroupLookup, divisors: Tensor | None) -> Tensor:
+    found = rows.weight.index_select(0, group.slots).float()
     if group.weights is not None:
         found *= group.weights[:, None]
     if group.offsets is None:
@@ -29,6 +36,61 @@ def reduce(pooled_grad: Tensor, group: GroupLookup, divisors: Tensor | None) -> 
     grads = grads.index_select(0, group.bag_order)
     grads *= group.weights.index_select(0, group.lookup_order)[:, None]
     return segment_sum(grads, torch.arange(len(grads), dtype=torch.int32, device=grads.device), group.segment_offsets)
+
+
+def apply(rows: Rows, unique_slots: Tensor, row_grads: Tensor, rule: Rule) -> None:
+    slots = unique_slots.long()
+    trained = rows.weight if rows.master is None else rows.master
+    weight = trained.index_select(0, slots).float()
+    states = [state.index_select(0, slots) for state in rows.states]
+    RULES[rule.kind](weight, states, row_grads, rule)
+    rows.weight.index_copy_(0, slots, weight.to(rows.weight.dtype))
+    if rows.master is not None:
+        rows.master.index_copy_(0, slots, weight)
+    for state, block in zip(rows.states, states, strict=True):
+        state.index_copy_(0, slots, block)
+
+
+def update(rows: Rows, pooled_grad: Tensor, group: GroupLookup, divisors: Tensor | None, rule: Rule) -> None:
+    apply(rows, group.unique_slots, reduce(pooled_grad, group, divisors), rule)
+
+
+def sgd(weight: Tensor, states: list[Tensor], row_grads: Tensor, rule: Rule) -> None:
+    """As torch.optim.SGD without momentum and weight decay, foreach=False."""
+    weight.add_(row_grads, alpha=-rule.lr)
+
+
+def adagrad(weight: Tensor, states: list[Tensor], row_grads: Tensor, rule: Rule) -> None:
+    """As torch.optim.Adagrad (Duchi et al. 2011) with dense gradients and no lr_decay, foreach=False."""
+    (state,) = states
+    state.addcmul_(row_grads, row_grads, value=1)
+    weight.addcdiv_(row_grads, state.sqrt().add_(rule.eps), value=-rule.lr)
+
+
+def rowwise_adagrad(weight: Tensor, states: list[Tensor], row_grads: Tensor, rule: Rule) -> None:
+    """Adagrad with one accumulator a row: the mean of the squared gradient. torch.optim has none; examples/plain_loop.py defines it."""
+    (state,) = states
+    state += (row_grads * row_grads).mean(1, keepdim=True)
+    weight -= rule.lr * row_grads / (state.sqrt() + rule.eps)
+
+
+def adam(weight: Tensor, states: list[Tensor], row_grads: Tensor, rule: Rule) -> None:
+    """As torch.optim.SparseAdam (Kingma and Ba 2015, moments of touched rows only); the bias correction counts all train steps."""
+    exp_avg, exp_avg_sq = states
+    beta1, beta2 = rule.betas
+    exp_avg += row_grads.sub(exp_avg).mul_(1 - beta1)
+    exp_avg_sq += row_grads.pow(2).sub_(exp_avg_sq).mul_(1 - beta2)
+    step_size = rule.lr * math.sqrt(1 - beta2**rule.step) / (1 - beta1**rule.step)
+    weight += -step_size * exp_avg.div(exp_avg_sq.sqrt().add_(rule.eps))
+
+
+# in place on blocks f32 [U, width] of the weight and of each state
+RULES: dict[RowOptimizerKind, Callable[[Tensor, list[Tensor], Tensor, Rule], None]] = {
+    "sgd": sgd,
+    "adagrad": adagrad,
+    "rowwise_adagrad": rowwise_adagrad,
+    "adam": adam,
+}
 
 
 def segment_sum(source: Tensor, index: Tensor, offsets: Tensor) -> Tensor:
