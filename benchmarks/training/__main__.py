@@ -1,0 +1,200 @@
+"""Trains one job with every contestant in turn, in one run, and prints one table: speed, loss, and what limits.
+
+    rowcast N %     both processes, a cache of N % of the distinct rows that the run touches (at least its largest batch)
+    stock           one process, nn.EmbeddingBag(sparse=True) and torch.optim, every row in memory, or on the device
+    host tables     the same, tables in host memory and the dense part on the device (only where that is not the same)
+    all rows, ours  our kernels with every row on the device, nothing read, planned or moved: the floor
+    fbgemm          FBGEMM's table-batched embeddings, on a CPU; torchrec: TorchRec's collection of them (`make bench-env`)
+
+Each round runs every contestant once, in an order that turns from round to round; a speed is the median of the rounds, a ratio the median
+of the ratios to stock within a round. The loss is the mean of the last 100 steps: contestants that train the same thing agree in it.
+
+    make bench                                                       the built-in stream, DLRM and an embedding-bound model
+    python -m benchmarks.training --config examples/retail.toml --set data.path='"train.tsv"' --name retail
+"""
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from benchmarks.machine import machine
+from benchmarks.training import ours
+from benchmarks.training.outcome import Outcome
+from benchmarks.training.peer_folder import why_not, write_folder
+from benchmarks.training.recorded import Touched, touched, train_batches
+from protocol.batch import ScheduledBatch
+from protocol.cores import usable_cores
+from protocol.job import Job
+from protocol.job_file import load_job
+from trainer.streams import choose_device
+
+ROOT = Path(__file__).parents[2]
+RESULTS = ROOT / "benchmarks" / "results"
+PEER_PYTHON = ROOT / ".venv-bench" / "bin" / "python"
+CAPACITIES = (1.0, 5.0, 10.0, 100.0)  # percent
+Contestant = Callable[[], Outcome]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Match:
+    """One job, and who trains it."""
+
+    config: Path
+    settings: tuple[str, ...]
+    steps: int | None
+    job: Job
+    device: str
+    touched: Touched
+
+
+def run_process(command: Sequence[str]) -> Outcome:
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=3600, cwd=ROOT, check=False)
+    if ended.returncode != 0:
+        raise RuntimeError(f"{' '.join(command)} ended with code {ended.returncode}: {ended.stderr.strip()[-2000:]}")
+    return msgspec.json.decode(ended.stdout.splitlines()[-1], type=Outcome)
+
+
+def peer(kind: str, folder: Path) -> Contestant:
+    command = [str(PEER_PYTHON), str(ROOT / "benchmarks" / "peers" / "fused_dlrm.py"), kind, str(folder)]
+    return lambda: run_process(command)
+
+
+def single_process(match: Match, module: str, *options: str) -> Contestant:
+    steps = [] if match.steps is None else ["--steps", str(match.steps)]
+    settings = [f"--set={setting}" for setting in match.settings]
+    command = [sys.executable, "-m", f"benchmarks.training.{module}", "--config", str(match.config), *settings, *steps, *options]
+    return lambda: run_process(command)
+
+
+def rowcast(match: Match, percent: float) -> Contestant:
+    capacity = ours.capacity_setting(match.job, match.touched.rows, percent, match.touched.largest_batch)
+    return lambda: ours.run(match.config, [*match.settings, capacity], match.steps)
+
+
+def contestants(match: Match, capacities: Sequence[float], peers: Path | None) -> dict[str, Contestant]:
+    everyone = {f"rowcast {percent:g} %": rowcast(match, percent) for percent in capacities}
+    everyone["stock"] = single_process(match, "stock", f"--tables={match.device}", f"--device={match.device}")
+    if match.device != "cpu":
+        everyone["host tables"] = single_process(match, "stock", "--tables=cpu", f"--device={match.device}")
+    everyone["all rows, ours"] = single_process(match, "resident")
+    if peers is not None:
+        everyone |= {kind: peer(kind, peers) for kind in ("fbgemm", "torchrec")}
+    return everyone
+
+
+def in_turn(everyone: Mapping[str, Contestant], rounds: int) -> dict[str, list[Outcome]]:
+    found: dict[str, list[Outcome]] = {name: [] for name in everyone}
+    names = list(everyone)
+    for number in range(rounds):
+        turn = number % len(names)
+        for name in (*names[turn:], *names[:turn]):
+            outcome = everyone[name]()
+            found[name].append(outcome)
+            print(f"round {number + 1}: {name}: {outcome.samples_per_s:,.0f} samples/s", file=sys.stderr, flush=True)
+    return found
+
+
+def ratio(found: Mapping[str, Sequence[Outcome]], name: str, to: str = "stock") -> float:
+    """Of the speeds within a round, the median."""
+    return statistics.median(own.samples_per_s / other.samples_per_s for own, other in zip(found[name], found[to], strict=True))
+
+
+def table(found: Mapping[str, Sequence[Outcome]]) -> str:
+    lines = ["| contestant | samples/s | ms a step | to stock | loss | waited for rows |", "|---|---|---|---|---|---|"]
+    for name, outcomes in found.items():
+        rate = statistics.median(outcome.samples_per_s for outcome in outcomes)
+        step_ms = statistics.median(1e3 * outcome.wall_s / outcome.steps for outcome in outcomes)
+        waits = [outcome.waited_share for outcome in outcomes if outcome.waited_share is not None]
+        waited = f"{100 * statistics.median(waits):.2f} %" if waits else ""
+        lines.append(f"| {name} | {rate:,.0f} | {step_ms:.2f} | {ratio(found, name):.2f} | {outcomes[-1].loss:.5f} | {waited} |")
+    return "\n".join(lines)
+
+
+def needs(found: Mapping[str, Sequence[Outcome]]) -> str:
+    """What rowcast moved a second and which cores that took, in the last round."""
+    lines = []
+    for name, outcomes in found.items():
+        last = outcomes[-1]
+        if last.need:
+            moved = ", ".join(f"{what} {value:,.3g}/s" for what, value in last.need.items())
+            cores = ", ".join(f"{stage} {value:.2f}" for stage, value in last.cores.items())
+            lines.append(f"{name}: {moved}\n    cores: {cores}")
+    return "\n".join(lines)
+
+
+def closed_form(match: Match, batches: int, samples: int) -> dict[str, float]:
+    """What a sample needs, whoever trains: from the job and the data alone."""
+    lookups = len(match.job.features)  # of single-hot data
+    return {
+        "look-ups a sample": lookups,
+        "row bytes a sample": lookups * 4 * match.job.tables[0].embedding_dim,
+        "samples a step": samples / batches,
+        "distinct rows of the run": match.touched.rows,
+        "distinct rows of the largest batch": match.touched.largest_batch,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--config", type=Path, required=True)
+    parser.add_argument("--set", action="append", default=[], dest="overrides")
+    parser.add_argument("--name", required=True, help="of the file in benchmarks/results")
+    parser.add_argument("--steps", type=int)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--capacity", type=float, action="append", help="percent; repeatable")
+    parser.add_argument("--only", action="append", help="names of contestants; repeatable")
+    options = parser.parse_args()
+    settings = (*options.overrides, "data.eval_fraction=0")
+    job = load_job(options.config, (*settings, 'cache.capacity="1GiB"'))
+    batches = train_batches(job, options.steps)
+    match = Match(
+        config=options.config,
+        settings=settings,
+        steps=options.steps,
+        job=job,
+        device=str(choose_device(job.trainer.device)),
+        touched=touched(job, batches),
+    )
+    with tempfile.TemporaryDirectory(prefix="rowcast-bench-") as folder:
+        peers = peers_folder(Path(folder), match, batches)
+        everyone = contestants(match, options.capacity or CAPACITIES, peers)
+        chosen = {name: run for name, run in everyone.items() if not options.only or name in options.only}
+        found = in_turn(chosen | {"stock": everyone["stock"]}, options.rounds)
+    need = closed_form(match, len(batches), sum(scheduled.batch.size for scheduled in batches))
+    print(f"{options.config.name} {' '.join(settings)}, device {match.device}, medians of {options.rounds} rounds")
+    print(table(found))
+    print(needs(found))
+    print(", ".join(f"{name}: {value:,.0f}" for name, value in need.items()))
+    facts = machine()
+    print(" ".join(f"{name}={value}" for name, value in facts.items()))
+    ratios = {name: ratio(found, name) for name in found}
+    content = {"machine": facts, "settings": settings, "device": match.device, "need": need, "to_stock": ratios}
+    path = RESULTS / f"training-{options.name}.json"
+    outcomes = {"outcomes": msgspec.to_builtins(found)}
+    path.write_text(json.dumps(content | outcomes, indent=1) + "\n")
+
+
+def peers_folder(folder: Path, match: Match, batches: Sequence[ScheduledBatch]) -> Path | None:
+    """Where the contestants of the other environment find the job; None where they cannot take part, and why on stderr."""
+    reason = why_not(match.job)
+    if match.device != "cpu":
+        reason = "they are compared on a CPU"
+    elif not PEER_PYTHON.exists():
+        reason = "their environment is missing: make bench-env"
+    if reason is not None:
+        print(f"fbgemm and torchrec do not take part: {reason}", file=sys.stderr)
+        return None
+    write_folder(folder, match.job, batches, usable_cores())
+    return folder
+
+
+if __name__ == "__main__":
+    main()

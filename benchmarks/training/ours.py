@@ -1,0 +1,97 @@
+"""Contestant: rowcast, both processes, started as a user starts them. What they did is read from their report and their metrics."""
+
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from benchmarks.training.outcome import Outcome
+from protocol.job import Job
+from trainer.report import Report, read_report
+
+PROCESSES = ("prefetcher", "trainer")
+POLL_S = 0.25
+PHASES = "rowcast_phase_seconds"
+Metrics = dict[str, float]  # seconds in each phase
+
+
+def run(config: Path, settings: Sequence[str], steps: int | None) -> Outcome:
+    """Raises RuntimeError with what a process said where one fails."""
+    with tempfile.TemporaryDirectory(prefix="rowcast-bench-") as folder:
+        run_dir = Path(folder) / "run"
+        ports = dict(zip(PROCESSES, free_ports(len(PROCESSES)), strict=True))
+        metrics = [f'metrics.{name}="127.0.0.1:{port}"' for name, port in ports.items()]
+        arguments = [f"--set={setting}" for setting in (*settings, *metrics, f'job.run_dir="{run_dir}"')]
+        started = {name: start(name, ["--config", str(config), *arguments, *until(name, steps)]) for name in PROCESSES}
+        last: dict[str, Metrics] = {name: {} for name in PROCESSES}
+        while started["trainer"].poll() is None:
+            time.sleep(POLL_S)
+            for name, port in ports.items():
+                last[name] = scraped(port) or last[name]
+        for name, process in started.items():
+            _, said = process.communicate(timeout=120)
+            if process.returncode != 0:
+                raise RuntimeError(f"the {name} ended with code {process.returncode}: {said.strip()[-2000:]}")
+        return outcome(read_report(run_dir / "report.json"), last)
+
+
+def until(name: str, steps: int | None) -> list[str]:
+    return ["--max-steps", str(steps)] if steps is not None and name == "prefetcher" else []
+
+
+def start(name: str, arguments: Sequence[str]) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", name, "run", *arguments]
+    return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+
+
+def free_ports(count: int) -> Iterator[int]:
+    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    for listening in sockets:
+        yield listening.getsockname()[1]
+        listening.close()
+
+
+def scraped(port: int) -> Metrics:
+    """Empty where nobody answers."""
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=2) as answer:
+            text = answer.read().decode()
+    except (OSError, urllib.error.URLError):
+        return {}
+    families = [family for family in text_string_to_metric_families(text) if family.name == PHASES]
+    return {sample.labels["phase"]: sample.value for family in families for sample in family.samples}
+
+
+def outcome(report: Report, last: dict[str, Metrics]) -> Outcome:
+    wall_s = report.wall_s
+    phases = {f"{name} {phase}": seconds for name, metrics in last.items() for phase, seconds in metrics.items()}
+    return Outcome(
+        samples=report.samples,
+        steps=report.steps,
+        wall_s=wall_s,
+        loss=report.loss or 0.0,
+        cores={phase: seconds / wall_s for phase, seconds in phases.items()},
+        waited_share=report.stall_share,
+        need={
+            "look-ups": report.lookups / wall_s,
+            "distinct rows": report.unique_rows / wall_s,
+            "rows fetched": report.rows_fetched / wall_s,
+            "rows written back": report.rows_written_back / wall_s,
+            "bytes to the device": report.bytes_to_device / wall_s,
+            "bytes from the device": report.bytes_from_device / wall_s,
+        },
+        device_bytes=report.device_bytes,
+        phases={phase: 1e3 * seconds / report.steps for phase, seconds in phases.items()},
+    )
+
+
+def capacity_setting(job: Job, rows_touched: int, percent: float, largest_batch: int) -> str:
+    """A share of the distinct rows that the run touches, and at least its largest batch."""
+    return f'cache.capacity="{max(int(rows_touched * percent / 100), largest_batch)} rows"'

@@ -1,0 +1,52 @@
+"""What the contestants of another environment read: `benchmarks/peers/fused_dlrm.py`."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from prefetcher.stores.initializer import initial_rows
+from protocol.batch import ScheduledBatch
+from protocol.job import Job
+from protocol.tables import table_specs
+from trainer.models import build_model
+
+
+def why_not(job: Job) -> str | None:
+    """Why these contestants cannot run the job; None: they can."""
+    widths = {table.embedding_dim for table in job.tables}
+    if job.model.kind != "dlrm" or len(widths) != 1 or any(table.pooling != "sum" or len(table.features) != 1 for table in job.tables):
+        return "the job is no DLRM over tables of one width and one feature each"
+    if job.optimizer.sparse.kind == "adam" or job.optimizer.dense.kind != "sgd":
+        return "the job's optimizers are others than those that they were given"
+    return None
+
+
+def write_folder(folder: Path, job: Job, batches: Sequence[ScheduledBatch], threads: int) -> int:
+    """Writes whole batches; returns how many."""
+    whole = [scheduled.batch for scheduled in batches if scheduled.batch.size == job.data.batch_size]
+    for name in ("dense", "labels", "ids"):
+        np.save(folder / f"{name}.npy", np.stack([getattr(batch, name) for batch in whole]))
+    specs = table_specs(job)
+    for n, table in enumerate(specs):
+        rows = np.arange(table.num_embeddings, dtype=np.int64)
+        np.save(folder / f"table_{n}.npy", initial_rows(job.job.seed, table, rows))
+    num_dense = whole[0].dense.shape[1]
+    state = build_model(job, num_dense).state_dict()
+    for name, tensor in state.items():
+        np.save(folder / f"{name}.npy", tensor.numpy())
+    num_pairs = len(specs) * (len(specs) + 1) // 2
+    settings = job.optimizer.sparse
+    terms = {
+        "num_tables": len(specs),
+        "optimizer": settings.kind,
+        "lr": settings.lr,
+        "eps": settings.epsilon,
+        "dense_lr": job.optimizer.dense.lr,
+        "bottom": [num_dense, *job.model.bottom_mlp],
+        "top": [job.model.bottom_mlp[-1] + num_pairs, *job.model.top_mlp],
+        "threads": threads,
+    }
+    (folder / "terms.json").write_text(json.dumps(terms))
+    return len(whole)

@@ -1,0 +1,68 @@
+"""Plans of a run made beforehand, and their rows: what a contestant needs to train without a prefetcher beside it."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+
+import numpy as np
+import numpy.typing as npt
+
+from prefetcher.planner.capacity import MEASURED_BATCHES, divide_capacity, measure
+from prefetcher.planner.job_planner import job_planner
+from prefetcher.planner.planner import groupers_of
+from prefetcher.readers.base import open_reader
+from prefetcher.readers.schedule import schedule
+from protocol.batch import Batch, ScheduledBatch
+from protocol.job import Job
+from protocol.plan import StepPlan
+from protocol.tables import group_specs
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedPlan:
+    batch: Batch
+    plan: StepPlan
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Touched:
+    """What a run touches, all groups together."""
+
+    rows: int  # distinct
+    largest_batch: int  # distinct rows of the batch that touches most
+
+
+def train_batches(job: Job, steps: int | None) -> list[ScheduledBatch]:
+    return [scheduled for scheduled in islice(schedule(job, open_reader(job), steps), steps) if scheduled.kind == "train"]
+
+
+def touched(job: Job, batches: Sequence[ScheduledBatch]) -> Touched:
+    groupers = groupers_of(group_specs(job))
+    keys: list[npt.NDArray[np.int64]] = [np.zeros(0, np.int64) for _ in groupers]
+    largest = 0
+    for scheduled in batches:
+        own = [grouper.group(grouper.lookups(scheduled.batch)).keys for grouper in groupers]
+        largest = max(largest, sum(map(len, own)))
+        keys = [np.union1d(known, new) for known, new in zip(keys, own, strict=True)]
+    return Touched(rows=sum(map(len, keys)), largest_batch=largest)
+
+
+def slots_for(job: Job, batches: Sequence[ScheduledBatch], rows: int) -> tuple[int, ...]:
+    """Slots of each group, `rows` in all."""
+    groups = group_specs(job)
+    if len(groups) == 1:
+        return (min(rows, groups[0].num_rows),)
+    nbytes = rows * max(group.record_bytes for group in groups)
+    return divide_capacity(groups, measure(groups, batches), capacity_bytes=nbytes)
+
+
+def recorded_plans(job: Job, batches: Sequence[ScheduledBatch], slots: tuple[int, ...]) -> Iterator[RecordedPlan]:
+    """Exactly the plans of a run over these batches with so many slots."""
+    planner = job_planner(job, group_specs(job), slots, batches[:MEASURED_BATCHES], keep_ids=True)
+    coming = iter(batches)
+    for _ in batches:
+        while planner.wants_batch:
+            following = next(coming, None)
+            planner.end() if following is None else planner.add(following)
+        scheduled, plan = planner.plan()
+        yield RecordedPlan(scheduled.batch, plan)

@@ -1,0 +1,115 @@
+"""Contestant: one process, our kernels, every row that the run touches on the device, plans made and brought there beforehand.
+
+Nothing is read, planned or moved while it is timed: what remains is the step itself, and no system that trains these batches in these
+operations can be faster. On a GPU this is the plain loop that exactness is compared with.
+
+    python -m benchmarks.training.resident --config job.toml [--set ...] --steps 141
+"""
+
+import argparse
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from benchmarks.training.outcome import LOSSES, Outcome, tell
+from benchmarks.training.recorded import RecordedPlan, recorded_plans, slots_for, touched, train_batches
+from prefetcher.stores.initializer import first_records
+from protocol.batch import ScheduledBatch
+from protocol.cores import usable_cores
+from protocol.job import Job
+from protocol.job_file import load_job
+from protocol.messages import PlanHeader
+from protocol.packing import plan_block, plan_header
+from protocol.tables import group_specs
+from trainer.cache import unpack
+from trainer.runner import StepRunner
+from trainer.streams import choose_device
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ResidentStep:
+    """What a runner needs of a step: implements `runner.StepInputs`."""
+
+    step: int
+    header: PlanHeader
+    arrays: dict[str, Tensor]  # on the device
+
+
+class ResidentRows:
+    """A cache that holds every row of the run: what the plans fetch, once each."""
+
+    def __init__(self, job: Job, slots: tuple[int, ...], device: torch.device) -> None:
+        self._job = job
+        self._groups = group_specs(job)
+        self.records = [torch.zeros(n, group.record_floats, device=device) for n, group in zip(slots, self._groups, strict=True)]
+
+    def fill(self, recorded: RecordedPlan) -> None:
+        for group, own, records in zip(self._groups, recorded.plan.groups, self.records, strict=True):
+            assert not len(own.evict), f"{len(own.evict)} rows would leave a cache that holds all"
+            rows = first_records(group, self._job.job.seed, own.fetch.keys).view(np.float32)
+            records[torch.from_numpy(own.fetch.slots).long().to(records.device)] = torch.from_numpy(rows).to(records.device)
+
+
+def step_inputs(recorded: RecordedPlan, device: torch.device) -> ResidentStep:
+    block = plan_block(recorded.batch, recorded.plan)
+    content = np.empty(block.nbytes, np.uint8)
+    block.write(0, content)
+    header = plan_header(recorded.batch, recorded.plan, block)
+    return ResidentStep(step=recorded.plan.step, header=header, arrays=unpack(torch.from_numpy(content).to(device), block.specs))
+
+
+class ResidentRun:
+    """A runner, its rows, and its steps on the device."""
+
+    def __init__(self, job: Job, batches: Sequence[ScheduledBatch], device: torch.device) -> None:
+        slots = slots_for(job, batches, touched(job, batches).rows)
+        rows = ResidentRows(job, slots, device)
+        self.steps: list[ResidentStep] = []
+        for recorded in recorded_plans(job, batches, slots):
+            rows.fill(recorded)
+            self.steps.append(step_inputs(recorded, device))
+        self.records = rows.records
+        self.runner = StepRunner(job, group_specs(job), rows.records, batches[0].batch.dense.shape[1])
+        self.losses = [torch.zeros((), pin_memory=device.type == "cuda") for _ in self.steps]
+
+    def issue(self) -> Iterator[ResidentStep]:
+        """Each step after it was issued."""
+        for step, loss in zip(self.steps, self.losses, strict=True):
+            self.runner.train(step, loss)
+            yield step
+
+
+def run(job: Job, steps: int | None, device: torch.device) -> Outcome:
+    resident = ResidentRun(job, train_batches(job, steps), device)
+    began_s, began_cpu_s = time.perf_counter(), time.process_time()
+    samples = sum(step.header.batch_size for step in resident.issue())
+    wait_for(resident.records[0])
+    wall_s = time.perf_counter() - began_s
+    last = torch.stack(resident.losses[-LOSSES:]).mean().item()
+    cores = {"process": (time.process_time() - began_cpu_s) / wall_s}
+    return Outcome(samples=samples, steps=len(resident.steps), wall_s=wall_s, loss=last, cores=cores)
+
+
+def wait_for(tensor: Tensor) -> None:
+    """Until all that was issued on its device's current stream is done."""
+    tensor.flatten()[:1].sum().item()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--config", type=Path, required=True)
+    parser.add_argument("--set", action="append", default=[], dest="overrides")
+    parser.add_argument("--steps", type=int)
+    options = parser.parse_args()
+    job = load_job(options.config, tuple(options.overrides))
+    torch.set_num_threads(usable_cores() if job.trainer.threads == "auto" else job.trainer.threads)
+    tell(run(job, options.steps, choose_device(job.trainer.device)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,108 @@
+"""Contestant: one process of stock PyTorch. `nn.EmbeddingBag(sparse=True)` a table, torch.optim, our readers, our models.
+
+--tables cpu   --device cuda     tables in host memory, the dense part on the device: what people do today
+--tables cuda  --device cuda     every row on the device
+--tables cpu   --device cpu      every row in memory
+
+python -m benchmarks.training.stock --config job.toml [--set ...] --steps 141
+"""
+
+import argparse
+import time
+from collections.abc import Iterator, Sequence
+from itertools import chain
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from benchmarks.training.outcome import LOSSES, Outcome, tell
+from prefetcher.readers.base import open_reader
+from prefetcher.readers.schedule import schedule
+from prefetcher.stores.initializer import initial_rows
+from protocol.batch import Batch
+from protocol.cores import usable_cores
+from protocol.job import Job, SparseOptimizer
+from protocol.job_file import load_job
+from protocol.tables import TableSpec, table_specs
+from trainer.models import build_dense_optimizer, build_model, mean_loss
+
+
+class StockEmbeddings(nn.Module):
+    """The job's tables with their first values; called with a batch, it gives one f32 [B, D] a feature."""
+
+    def __init__(self, job: Job, device: torch.device) -> None:
+        super().__init__()
+        self.tables = table_specs(job)
+        self.bags = nn.ModuleList(self._bag(job, table, device) for table in self.tables)
+
+    def _bag(self, job: Job, table: TableSpec, device: torch.device) -> nn.EmbeddingBag:
+        rows = initial_rows(job.job.seed, table, np.arange(table.num_embeddings, dtype=np.int64))
+        return nn.EmbeddingBag.from_pretrained(torch.from_numpy(rows).to(device), freeze=False, mode=table.pooling, sparse=True)
+
+    def forward(self, inputs: Sequence[tuple[Tensor, Tensor]]) -> list[Tensor]:
+        """`inputs`: ids i64 [n] and offsets i64 [B] of each feature."""
+        bags = chain.from_iterable([bag] * len(table.features) for bag, table in zip(self.bags, self.tables, strict=True))
+        return [bag(ids, offsets) for bag, (ids, offsets) in zip(bags, inputs, strict=True)]
+
+
+def inputs_of(batch: Batch, num_features: int, device: torch.device) -> list[tuple[Tensor, Tensor]]:
+    ids = torch.from_numpy(batch.ids).to(device, non_blocking=True)
+    if batch.offsets is None:
+        starts = torch.arange(batch.size, device=device)
+        return [(own, starts) for own in ids.view(num_features, batch.size)]
+    offsets = torch.from_numpy(batch.offsets).to(device)
+    ends = batch.offsets[:: batch.size]
+    firsts = offsets[:-1].view(num_features, batch.size)
+    return [(ids[a:b], own - a) for own, a, b in zip(firsts, ends[:-1].tolist(), ends[1:].tolist(), strict=True)]
+
+
+def sparse_optimizer(settings: SparseOptimizer, parameters: Iterator[nn.Parameter]) -> torch.optim.Optimizer:
+    """torch.optim's with sparse gradients. Row-wise Adagrad, which it lacks, is given Adagrad: more state, nearly the same work."""
+    if settings.kind == "sgd":
+        return torch.optim.SGD(parameters, lr=settings.lr)
+    if settings.kind == "adam":
+        return torch.optim.SparseAdam(parameters, lr=settings.lr, betas=settings.betas, eps=settings.epsilon)
+    return torch.optim.Adagrad(parameters, lr=settings.lr, eps=settings.epsilon, initial_accumulator_value=settings.initial_accumulator)
+
+
+def run(job: Job, steps: int | None, tables: torch.device, device: torch.device) -> Outcome:
+    embeddings = StockEmbeddings(job, tables)
+    reader = open_reader(job)
+    batches = (scheduled.batch for scheduled in schedule(job, reader, steps) if scheduled.kind == "train")
+    model = build_model(job, reader.num_dense).to(device)
+    dense, sparse = build_dense_optimizer(job, model.parameters()), sparse_optimizer(job.optimizer.sparse, embeddings.parameters())
+    losses: list[Tensor] = []
+    samples, began_s, began_cpu_s = 0, time.perf_counter(), time.process_time()
+    for batch in batches:
+        pooled = [own.to(device) for own in embeddings(inputs_of(batch, len(job.features), tables))]
+        loss = mean_loss(model(torch.from_numpy(batch.dense).to(device), pooled), torch.from_numpy(batch.labels).to(device))
+        dense.zero_grad()
+        sparse.zero_grad()
+        torch.autograd.backward(loss)
+        dense.step()
+        sparse.step()
+        losses.append(loss.detach())
+        samples += batch.size
+    last = torch.stack(losses[-LOSSES:]).mean().item()  # waits for the device
+    wall_s = time.perf_counter() - began_s
+    cores = {"process": (time.process_time() - began_cpu_s) / wall_s}
+    return Outcome(samples=samples, steps=len(losses), wall_s=wall_s, loss=last, cores=cores)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--config", type=Path, required=True)
+    parser.add_argument("--set", action="append", default=[], dest="overrides")
+    parser.add_argument("--steps", type=int)
+    parser.add_argument("--tables", default="cpu")
+    parser.add_argument("--device", default="cpu")
+    options = parser.parse_args()
+    job = load_job(options.config, tuple(options.overrides))
+    torch.set_num_threads(usable_cores() if job.trainer.threads == "auto" else job.trainer.threads)
+    tell(run(job, options.steps, torch.device(options.tables), torch.device(options.device)))
+
+
+if __name__ == "__main__":
+    main()
