@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo tutorial test check exact soak bench-planner bench-budget bench-safety bench-metrics bench-parts clean
+.PHONY: demo tutorial test check exact soak bench gpu-check bench-planner bench-budget bench-safety bench-metrics bench-parts clean
 
 $(VENV)/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -31,6 +31,13 @@ exact: $(VENV)/installed  ## two processes against the plain loop on the full re
 
 soak: $(VENV)/installed  ## kills, damage, simulated faults and hostile bytes with large counts: within 45 minutes on 2 cores
 	$(BIN)/python -m benchmarks.soak
+
+bench: $(VENV)/installed  ## every contestant in turn: DLRM as in MLPerf, and a model that is nearly all look-ups
+	$(BIN)/python -m benchmarks.training --config benchmarks/jobs/dlrm.toml --name dlrm --rounds 3
+	$(BIN)/python -m benchmarks.training --config benchmarks/jobs/tiny.toml --name tiny --rounds 5
+
+gpu-check: $(VENV)/installed  ## how rowcast does on the device here, in less than 8 minutes: build/gpu-check.json
+	$(BIN)/python -m benchmarks.gpu_check
 
 bench-planner: $(VENV)/installed  ## how fast a plan is, and what its time is made of
 	$(BIN)/python -m benchmarks.planner

@@ -178,7 +178,9 @@ def compare(
 
 
 def equal_bits(a: Tensor, b: Tensor) -> bool:
-    return a.shape == b.shape and torch.equal(a.contiguous().view(torch.int32), b.contiguous().view(torch.int32))
+    """Also of tensors of two bytes an element."""
+    as_bytes = (tensor.contiguous().view(-1).view(torch.uint8) for tensor in (a, b))
+    return (a.dtype, a.shape) == (b.dtype, b.shape) and torch.equal(*as_bytes)
 
 
 def cover(log: Path | None, **narrowed: tuple[str, ...]) -> list[dict[str, str]]:

@@ -12,12 +12,12 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from protocol.child import Child
 from protocol.command import run_command
 from protocol.errors import ConfigError, RowcastError
 from protocol.job_file import load_job
@@ -27,35 +27,6 @@ NOTICE_S = 3.0  # for the other process to notice that one has failed, before it
 STOPS = (signal.SIGINT, signal.SIGTERM)
 END_S = 40.0  # before it is killed: a stop in order takes up to 30 s
 PRCTL, PR_SET_PDEATHSIG = ctypes.CDLL(None).prctl, 1
-
-
-@dataclass(slots=True)
-class Child:
-    name: str
-    process: subprocess.Popen[bytes]
-    log: Path | None  # None: its stderr is ours
-
-    @property
-    def code(self) -> int | None:
-        """As a shell has it; None while it runs."""
-        code = self.process.poll()
-        return code if code is None or code >= 0 else 128 - code
-
-    def signal(self, number: int) -> None:
-        if self.code is None:
-            self.process.send_signal(number)
-
-    def obituary(self) -> str:
-        who, code = f"the {self.name} (process {self.process.pid})", self.process.returncode
-        if code < 0:
-            return f"{who} was killed by {signal.Signals(-code).name}; if nobody sent it, the machine ran out of memory"
-        if self.log is None:
-            return f"{who} ended with code {code}; why stands above"
-        return f"{who} ended with code {code}: {last_line(self.log)} [{self.log}]"
-
-
-def last_line(log: Path) -> str:
-    return "".join(log.read_text(errors="replace").strip().splitlines()[-1:])
 
 
 def start_both(shared: list[str], steps: list[str], log: Path) -> list[Child]:

@@ -2,7 +2,7 @@
 
 import argparse
 import itertools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +16,15 @@ from protocol.batch import Batch, ScheduledBatch
 from protocol.cores import usable_cores
 from protocol.job import Job, SparseOptimizer, Table
 from protocol.job_file import load_job
-from trainer.models import build_dense_optimizer, build_model, mean_loss
+from protocol.learning_rate import learning_rate
+from trainer.models import Embedded, Sequences, mean_loss
+from trainer.models.side import DenseSide
+
+STOCK: dict[str, Callable[[nn.Parameter, SparseOptimizer], torch.optim.Optimizer]] = {
+    "sgd": lambda weight, settings: torch.optim.SGD([weight], lr=settings.lr),
+    "adagrad": lambda weight, settings: torch.optim.Adagrad([weight], lr=settings.lr, eps=settings.epsilon),
+    "adam": lambda weight, settings: torch.optim.SparseAdam([weight], lr=settings.lr, betas=settings.betas, eps=settings.epsilon),
+}  # row-wise Adagrad torch.optim lacks
 
 
 class PlainTable:
@@ -24,54 +32,50 @@ class PlainTable:
 
     def __init__(self, table: Table, first_feature: int, settings: SparseOptimizer, tensors: dict[str, Tensor]) -> None:
         self.table, self.first_feature, self.settings = table, first_feature, settings  # features from first_feature of the job's
+        self.rounded = tensors[f"embedding_bags.{table.name}.weight"]  # in the table's dtype; look-ups are of its fp32 values
         self.embedding = nn.Embedding(table.num_embeddings, table.embedding_dim, device="meta")
-        self.embedding.weight = nn.Parameter(tensors[f"embedding_bags.{table.name}.weight"])
+        self.embedding.weight = nn.Parameter(self.rounded.float())
         prefix = f"optimizer.{table.name}."
         self.state = {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
-        self.optimizer = self.stock_optimizer()
+        self.trained = nn.Parameter(self.state.pop("master", self.embedding.weight.detach()))  # master: fp32 weights before rounding
+        self.optimizer = STOCK[settings.kind](self.trained, settings) if settings.kind in STOCK else None
+        if self.optimizer is not None:  # goes on from the state of an earlier run; Adam counts steps from its own first one
+            self.optimizer.state[self.trained] |= self.state | ({"step": 0} if settings.kind == "adam" else {})
 
-    def stock_optimizer(self) -> torch.optim.Optimizer | None:
-        """torch.optim's, going on from `self.state`; None for row-wise Adagrad, which torch.optim lacks."""
-        weights, settings = [self.embedding.weight], self.settings
-        optimizer: torch.optim.Optimizer | None = torch.optim.SGD(weights, lr=settings.lr) if settings.kind == "sgd" else None
-        if settings.kind == "adagrad":
-            optimizer = torch.optim.Adagrad(weights, lr=settings.lr, eps=settings.epsilon)
-            optimizer.state[weights[0]]["sum"] = self.state["sum"]
-        elif settings.kind == "adam":
-            optimizer = torch.optim.SparseAdam(weights, lr=settings.lr, betas=settings.betas, eps=settings.epsilon)
-            optimizer.state[weights[0]] = {"step": 0, **self.state}
-        return optimizer
-
-    def forward(self, batch: Batch) -> list[Tensor]:
-        """Pooled embeddings [B, D] of each of the table's features, from one call of nn.Embedding."""
+    def forward(self, batch: Batch) -> list[Embedded]:
+        """Pooled embeddings [B, D] of each of the table's features, or its sequences, from one call of nn.Embedding."""
         first_bag, end_bag = (n * batch.size for n in (self.first_feature, self.first_feature + len(self.table.features)))
         offsets = torch.arange(len(batch.ids) + 1) if batch.offsets is None else torch.tensor(batch.offsets)
-        counts = offsets[first_bag : end_bag + 1].diff()
-        lookups = slice(int(offsets[first_bag]), int(offsets[end_bag]))
+        counts, lookups = offsets[first_bag : end_bag + 1].diff(), slice(int(offsets[first_bag]), int(offsets[end_bag]))
         self.touched = torch.from_numpy(np.unique(batch.ids[lookups]))
         rows = self.embedding(torch.tensor(batch.ids[lookups]))
-        if batch.weights is not None:
-            rows = rows * torch.tensor(batch.weights[lookups])[:, None]
-        bags = torch.arange(len(counts)).repeat_interleave(counts)
-        pooled = torch.zeros(len(counts), self.table.embedding_dim).index_add(0, bags, rows)
-        if self.table.pooling == "mean":
-            pooled = pooled / counts.clamp(min=1)[:, None]
+        rows = rows if batch.weights is None else rows * torch.tensor(batch.weights[lookups])[:, None]
+        if self.table.pooling == "none":  # rows as they are, and 0.0 for -0.0, as sums have it
+            features = zip((rows + 0.0).split(counts.view(-1, batch.size).sum(1).tolist()), counts.view(-1, batch.size), strict=True)
+            return [Sequences(values=own, offsets=torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]).int()) for own, lengths in features]
+        pooled = torch.zeros(len(counts), self.table.embedding_dim).index_add(0, torch.arange(len(counts)).repeat_interleave(counts), rows)
+        pooled = pooled / counts.clamp(min=1)[:, None] if self.table.pooling == "mean" else pooled
         return list(pooled.view(-1, batch.size, self.table.embedding_dim).unbind())
 
     @torch.no_grad()
-    def update(self) -> None:
+    def update(self, train_step: int) -> None:
         """One step on the gradient of the last forward; where the model ignores the table, that is zero."""
-        weight, rows, settings = self.embedding.weight, self.touched, self.settings
-        weight.grad = torch.zeros_like(weight) if weight.grad is None else weight.grad
+        weight, rows, settings, lr = self.trained, self.touched, self.settings, learning_rate(self.settings, train_step)
+        looked_up = self.embedding.weight
+        weight.grad = torch.zeros_like(weight) if looked_up.grad is None else looked_up.grad
         g = weight.grad[rows]
+        if settings.clip_rows is not None:
+            weight.grad[rows] = g = g * (settings.clip_rows / ((g * g).sum(1, keepdim=True).sqrt() + 1e-6)).clamp(max=1.0)
         if settings.kind == "adam":  # the rows that the batch touches, also by a zero gradient
             weight.grad = torch.sparse_coo_tensor(rows[None], g, weight.shape, check_invariants=True)
         if self.optimizer is not None:
+            self.optimizer.param_groups[0]["lr"] = lr
             self.optimizer.step()
         else:
             self.state["sum"][rows] += (g * g).mean(1, keepdim=True)
-            weight[rows] -= settings.lr * g / (self.state["sum"][rows].sqrt() + settings.epsilon)
-        weight.grad = None
+            weight[rows] -= lr * g / (self.state["sum"][rows].sqrt() + settings.epsilon)
+        weight.grad = looked_up.grad = None
+        looked_up.copy_(self.rounded.copy_(weight))  # to the nearest, ties to even; in fp32 all three are one memory
 
 
 def run_plain_loop(job: Job, start: dict[str, Tensor], batches: Iterable[ScheduledBatch]) -> tuple[list[float], dict[str, Tensor]]:
@@ -80,24 +84,20 @@ def run_plain_loop(job: Job, start: dict[str, Tensor], batches: Iterable[Schedul
     tables = [PlainTable(table, job.features.index(table.features[0]), job.optimizer.sparse, tensors) for table in job.tables]
     if (first := next(batches := iter(batches), None)) is None:
         return [], tensors
-    model = build_model(job, num_dense=first.batch.dense.shape[1])
-    model.load_state_dict({name: start[name] for name in model.state_dict()})
-    torch.manual_seed(job.job.seed)  # for a model that draws random numbers, such as dropout
-    optimizer = build_dense_optimizer(job, model.parameters())
-    losses = []
+    side, losses = DenseSide(job, num_dense=first.batch.dense.shape[1]), []
+    side.model.load_state_dict({name: start[name] for name in side.model.state_dict()})
     for scheduled in itertools.chain([first], batches):
         batch, training = scheduled.batch, scheduled.kind == "train"
         with torch.set_grad_enabled(training):
             embeddings = [feature for table in tables for feature in table.forward(batch)]
-            loss = mean_loss(model.train(training)(torch.tensor(batch.dense), embeddings), torch.tensor(batch.labels))
+            logits = side.forward(torch.tensor(batch.dense), embeddings, training=training)
         if training:
-            optimizer.zero_grad()
-            torch.autograd.backward(loss)
-            optimizer.step()
+            torch.autograd.backward(loss := mean_loss(logits, torch.tensor(batch.labels)))
+            side.step(scheduled.train_step)
             for table in tables:
-                table.update()
+                table.update(scheduled.train_step)
             losses.append(loss.item())
-    return losses, tensors | model.state_dict()
+    return losses, tensors | side.model.state_dict()
 
 
 def main() -> None:

@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from protocol.command import run_command
+from protocol.errors import ConfigError
 from protocol.job_file import load_job
 from protocol.process import Signals
 from protocol.rundir import COMPLETE
@@ -217,15 +218,26 @@ def timeline(
 
 @app.command()
 def export(
-    run_dir: RunFolder,
     out: Annotated[Path, typer.Option("--out", help="The safetensors file to write.", metavar="FILE")],
+    run_dir: Annotated[Path | None, typer.Option("--run", help="The run directory.", metavar="DIR", show_default=False)] = None,
     checkpoint: CheckpointName = None,
+    config: Annotated[
+        Path | None,
+        typer.Option(
+            "--config", help="Instead of --run: the tables that a run of this job begins with.", metavar="job.toml", show_default=False
+        ),
+    ] = None,
 ) -> None:
     """Write a checkpoint of a run, by default the newest that is whole, as one safetensors file: tables, row state, dense weights."""
 
     def main() -> None:
-        from prefetcher.export import export_run
+        from prefetcher.export import export_run, export_start
 
+        if config is not None and run_dir is None and checkpoint is None:
+            export_start(load_job(config), out, get_logger())
+            return
+        if run_dir is None or config is not None:
+            raise ConfigError("give either --run DIR, for a checkpoint of a run, or --config job.toml, for the tables that it begins with")
         manifest = export_run(run_dir, out, get_logger(), checkpoint)
         get_logger().info("exported", file=str(out), train_steps=manifest.train_steps, bytes=out.stat().st_size)
 

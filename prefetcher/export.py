@@ -1,6 +1,7 @@
 """`prefetcher export`: a checkpoint as one safetensors file, written table by table with memory for one block of rows.
 
-    embedding_bags.<table>.weight     f32 [num_embeddings, embedding_dim]
+    embedding_bags.<table>.weight     f32, f16 or bf16 [num_embeddings, embedding_dim]: the table's dtype
+    optimizer.<table>.master          f32 [num_embeddings, embedding_dim]: weights before rounding, with optimizer.sparse.master
     optimizer.<table>.<state>         f32 [num_embeddings, width of the state]
     <name>                            dense weights under the model's own names
 
@@ -14,7 +15,6 @@ from pathlib import Path
 from typing import IO, Any, Protocol
 
 import numpy as np
-import numpy.typing as npt
 
 from prefetcher.checkpoints.folder import Checkpoints
 from prefetcher.checkpoints.merge import merged
@@ -24,13 +24,14 @@ from prefetcher.stores.base import Keys, Records
 from prefetcher.stores.initializer import first_records
 from protocol.disk import RealDisk
 from protocol.errors import ConfigError
+from protocol.job import Job, RowType
 from protocol.job_file import parse_job
 from protocol.manifest import Manifest, RowLayer, checked_file, sync_folder
 from protocol.tables import GroupSpec, TableSpec, group_specs, make_keys
 
 BLOCK_ROWS = 65536
 MODEL = "model."  # how names of the model's own tensors begin in the dense file
-Floats = npt.NDArray[np.float32]
+DTYPES: dict[RowType, str] = {"fp32": "F32", "fp16": "F16", "bf16": "BF16"}  # in safetensors' words
 
 
 class Log(Protocol):
@@ -41,16 +42,26 @@ class Log(Protocol):
 
 def export_run(run_dir: Path, out: Path, log: Log, checkpoint: str | None = None) -> Manifest:
     """Writes a checkpoint of a run, by default the newest valid one, to `out`. Raises ConfigError and DataError."""
-    if out.is_dir() or not out.name:
-        raise ConfigError(f"--out {out} is a folder; name a file, such as {out / 'model.safetensors'}")
     checkpoints = Checkpoints(run_dir, RealDisk())
     manifest = checkpoints.choose(checkpoint, log)
     job = parse_job(manifest.job, f"{checkpoints.root / manifest.name}/manifest.json")
-    dense = DenseSide(checkpoints.root, manifest)
+    write_export(out, job, CheckpointRows(checkpoints.root, manifest.layers, job.job.seed), DenseSide(checkpoints.root, manifest), log)
+    return manifest
+
+
+def export_start(job: Job, out: Path, log: Log) -> None:
+    """Writes the tables that a run of this job begins with, and no dense weights, which the trainer makes. Raises ConfigError."""
+    write_export(out, job, CheckpointRows(Path(), (), job.job.seed), None, log)
+
+
+def write_export(out: Path, job: Job, rows: "CheckpointRows", dense: "DenseSide | None", log: Log) -> None:
+    """The file appears whole or not at all."""
+    if out.is_dir() or not out.name:
+        raise ConfigError(f"--out {out} is a folder; name a file, such as {out / 'model.safetensors'}")
     partial = out.with_name(out.name + ".partial")
     try:
         with partial.open("wb") as file:
-            write_safetensors(file, group_specs(job), CheckpointRows(checkpoints.root, manifest.layers, job.job.seed), dense, log)
+            write_safetensors(file, group_specs(job), rows, dense, log)
             file.flush()
             os.fsync(file.fileno())
         partial.rename(out)
@@ -60,7 +71,6 @@ def export_run(run_dir: Path, out: Path, log: Log, checkpoint: str | None = None
     finally:
         with suppress(OSError):  # renamed, or never made
             partial.unlink()
-    return manifest
 
 
 class DenseSide:
@@ -86,19 +96,19 @@ class CheckpointRows:
         self._layers = layers
         self._seed = seed
 
-    def tables(self, group: GroupSpec) -> Iterator[tuple[TableSpec, Iterator[Floats]]]:
-        """Each table with its blocks, f32 [n, record_floats] of at most BLOCK_ROWS rows; the blocks of one before the next table."""
+    def tables(self, group: GroupSpec) -> Iterator[tuple[TableSpec, Iterator[Records]]]:
+        """Each table with its blocks, of at most BLOCK_ROWS rows; the blocks of one before the next table."""
         trained = AscendingRows(merged(self._root, group, self._layers))
         for table in group.tables:
             yield table, self._blocks(group, table, trained)
 
-    def _blocks(self, group: GroupSpec, table: TableSpec, trained: "AscendingRows") -> Iterator[Floats]:
+    def _blocks(self, group: GroupSpec, table: TableSpec, trained: "AscendingRows") -> Iterator[Records]:
         for first in range(0, table.num_embeddings, BLOCK_ROWS):
             keys = make_keys(table.index, np.arange(first, min(first + BLOCK_ROWS, table.num_embeddings), dtype=np.int64))
             records = first_records(group, self._seed, keys)
             for found, rows in trained.up_to(int(keys[-1])):
                 records[found - keys[0]] = rows
-            yield records.view(np.float32)
+            yield records
 
 
 class AscendingRows:
@@ -126,9 +136,9 @@ class AscendingRows:
         return self._keys, self._records
 
 
-def write_safetensors(file: IO[bytes], groups: tuple[GroupSpec, ...], rows: CheckpointRows, dense: DenseSide, log: Log) -> None:
+def write_safetensors(file: IO[bytes], groups: tuple[GroupSpec, ...], rows: CheckpointRows, dense: DenseSide | None, log: Log) -> None:
     """Header first, then every tensor at its place; a table's parts are filled side by side, block by block."""
-    header, at = make_header(table_tensors(groups) | dense.tensors)
+    header, at = make_header(table_tensors(groups) | ({} if dense is None else dense.tensors))
     file.write(header)
     for group in groups:
         for table, blocks in rows.tables(group):
@@ -136,21 +146,22 @@ def write_safetensors(file: IO[bytes], groups: tuple[GroupSpec, ...], rows: Chec
             for records in blocks:
                 for part in group.parts:
                     name = part_name(table, part.name)
-                    content = np.ascontiguousarray(records[:, part.offset : part.offset + part.width])
+                    content = np.ascontiguousarray(records[:, part.bytes])
                     file.seek(at[name])
                     file.write(content.data)
                     at[name] += content.nbytes
-    for name in dense.tensors:
-        file.seek(at[name])
-        for block in dense.blocks(name):
-            file.write(block)
+    if dense is not None:
+        for name in dense.tensors:
+            file.seek(at[name])
+            for block in dense.blocks(name):
+                file.write(block)
 
 
 def table_tensors(groups: tuple[GroupSpec, ...]) -> dict[str, TensorSpec]:
     """What an export holds of tables, by name."""
     return {
         part_name(table, part.name): TensorSpec(
-            dtype="F32", shape=(table.num_embeddings, part.width), nbytes=4 * table.num_embeddings * part.width
+            dtype=DTYPES[part.dtype], shape=(table.num_embeddings, part.width), nbytes=table.num_embeddings * part.nbytes
         )
         for group in groups
         for table in group.tables

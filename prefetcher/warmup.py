@@ -46,7 +46,7 @@ def warm_up(*, verify: bool = False) -> None:
 
 def tiny_group(index: int, init: str) -> GroupSpec:
     table = TableSpec(index=index, name=f"t{index}", num_embeddings=8, embedding_dim=4, features=(f"f{index}",), pooling="sum", init=init)
-    part = RecordPart(name="weight", offset=0, width=4, initial=None)
+    part = RecordPart(name="weight", dtype="fp32", offset=0, width=4, initial=None)
     return GroupSpec(
         index=index, name=f"g{index}", tables=(table,), embedding_dim=4, parts=(part,), record_bytes=16, feature_positions=(index,)
     )

@@ -175,6 +175,10 @@ def _check_payload(payload: RingRef | None, arrays: ArraySpan | None, rows: tupl
 def _check_plan(plan: PlanHeader, step: int) -> None:
     for group in plan.groups:
         _require(group.num_unique <= group.num_lookups, f"{group.num_lookups} look-ups cannot touch {group.num_unique} rows")
+        _require(group.num_long <= group.num_unique, f"{group.num_long} of {group.num_unique} rows are cut in pieces")
+        _require(group.num_pieces <= group.num_lookups, f"{group.num_lookups} look-ups are cut in {group.num_pieces} pieces")
+        own, most = sum(group.sequence_lookups), group.num_lookups
+        _require(own <= most, f"{own} look-ups of sequences are among {most}")
         _require(group.num_fetch <= group.num_unique, f"{group.num_fetch} rows are fetched for a batch of {group.num_unique}")
         _require(group.num_evict <= group.num_fetch, f"{group.num_evict} victims make room for {group.num_fetch} rows")
         _require(group.num_dirty <= group.num_evict, f"{group.num_dirty} of {group.num_evict} victims are dirty")

@@ -21,8 +21,13 @@ MAX_TABLES = 2**15
 MAX_MLP_WIDTH = 2**20
 MAX_THREADS = 2**12
 MAX_WORKERS = 64
+MAX_STEPS = 2**53  # of a schedule: still exact as a float
+BUILT_IN_MODELS = ("dlrm", "dcnv2", "tbsm")  # those that trainer/models builds by name
 
 Policy = Literal["lookahead", "lru", "lfu", "static"]
+RowType = Literal["fp32", "fp16", "bf16"]
+LARGEST: dict[RowType, float] = {"fp32": (2 - 2**-23) * 2.0**127, "fp16": 65504.0, "bf16": (2 - 2**-7) * 2.0**127}  # finite values
+LARGEST_NORMAL = math.sqrt(64 * math.log(2))  # in deviations: the farthest that `init = "normal:std"` can reach
 
 
 def parse_bytes(text: str | int) -> int:
@@ -140,7 +145,10 @@ class Table(Section, frozen=True, kw_only=True):
     num_embeddings: int  # rows
     embedding_dim: int
     features: list[str]  # that look up in this table; one table may serve several
-    pooling: Literal["sum", "mean", "none"] = "sum"  # of a feature's rows in a bag; `none` is not supported yet
+    # of the weights that a look-up reads; `fp16` and `bf16` take half the bytes, and every update is rounded to the nearest, ties to even;
+    # arithmetic and optimizer state stay fp32
+    dtype: Literal["fp32", "fp16", "bf16"] = "fp32"
+    pooling: Literal["sum", "mean", "none"] = "sum"  # of a feature's rows in a bag; `none` keeps them apart, as a sequence
     init: str = "uniform"  # first values: `uniform` (within +-1/sqrt(num_embeddings)), `uniform:lo,hi`, `normal:std` or `constant:x`
 
     def __post_init__(self) -> None:
@@ -152,9 +160,12 @@ class Table(Section, frozen=True, kw_only=True):
             raise ValueError(f"table {self.name}: embedding_dim = {self.embedding_dim} must be from 1 to 4096")
         if not self.features:
             raise ValueError(f"table {self.name} has no feature; list at least one in features = [...]")
-        if self.pooling == "none":
-            raise ValueError(f'table {self.name}: pooling = "none" is not supported yet; use "sum" or "mean"')
-        parse_init(self.init, self.num_embeddings)
+        reach = init_reach(self.init, self.num_embeddings)
+        if reach > LARGEST[self.dtype]:
+            raise ValueError(
+                f"table {self.name}: init = {self.init!r} reaches {reach:.6g}, and {self.dtype} ends at {LARGEST[self.dtype]:.6g}; "
+                "choose smaller first values"
+            )
 
 
 class TablesFrom(Section, frozen=True, kw_only=True):
@@ -162,23 +173,83 @@ class TablesFrom(Section, frozen=True, kw_only=True):
 
     cardinalities: list[int] | None = None  # rows of each table; needed unless `data.synthetic.preset` gives them
     embedding_dim: int
+    dtype: Literal["fp32", "fp16", "bf16"] = "fp32"  # as in `[[tables]]`
     pooling: Literal["sum", "mean"] = "sum"
     init: str = "uniform"  # as in `[[tables]]`
 
 
 class Model(Section, frozen=True, kw_only=True):
-    kind: str = "dlrm"  # `dlrm`, or `package.module:factory` for any `nn.Module` called with (dense, list of embeddings)
-    bottom_mlp: list[int] = []  # dlrm: output widths; the last is `embedding_dim`; every layer ends in ReLU
-    top_mlp: list[int] = []  # dlrm: output widths; the last is 1 and has no ReLU
+    kind: str = "dlrm"  # `dlrm`, `dcnv2`, `tbsm`, or `package.module:factory` for any `nn.Module` called with (dense, list of embeddings)
+    bottom_mlp: list[int] = []  # output widths; every layer ends in ReLU; the last is `embedding_dim` for dlrm and tbsm
+    top_mlp: list[int] = []  # output widths; the last is 1 and has no ReLU; tbsm: that of a time step's vector, and has one
+    history: int = 20  # tbsm: time steps before a sequence's last entry, which is the target; older entries are not looked at
+    attention_mlp: list[int] = []  # tbsm: hidden widths, from `history` products with the target to as many coefficients
+    final_mlp: list[int] = []  # tbsm: output widths; the last is 1 and has no ReLU
+    cross_layers: int = 3  # dcnv2: layers of the cross network
+    cross_rank: int = 512  # dcnv2: their rank, the width between the two matrices of each
+    # of the model's matrix products: `fp32`; `tf32` of CUDA; or `bf16` by torch.autocast. Weights, embeddings and loss stay in fp32
+    precision: Literal["fp32", "tf32", "bf16"] = "fp32"
+    # torch.compile of the model, for full train batches; needs a C++ compiler on the CPU, Triton on CUDA. Other bits than without
+    compile: bool = False
     options: dict[str, Any] = {}  # handed to a `package.module:factory`
 
     def __post_init__(self) -> None:
-        if self.kind != "dlrm" and not is_factory(self.kind):
-            raise ValueError(f'kind = {self.kind!r} is neither dlrm nor "package.module:factory"')
+        if self.kind not in BUILT_IN_MODELS and not is_factory(self.kind):
+            raise ValueError(f'kind = {self.kind!r} is none of {", ".join(BUILT_IN_MODELS)}, "package.module:factory"')
         if self.kind == "dlrm" and (not self.bottom_mlp or not self.top_mlp or self.top_mlp[-1] != 1):
             raise ValueError("dlrm needs bottom_mlp = [..., embedding_dim] and top_mlp = [..., 1]")
-        if not all(1 <= width <= MAX_MLP_WIDTH for width in [*self.bottom_mlp, *self.top_mlp]):
-            raise ValueError(f"bottom_mlp and top_mlp list output widths, which must be from 1 to {MAX_MLP_WIDTH}")
+        if self.kind == "dcnv2" and (not self.bottom_mlp or not self.top_mlp or self.top_mlp[-1] != 1):
+            raise ValueError("dcnv2 needs bottom_mlp = [...] and top_mlp = [..., 1]")
+        if self.kind == "tbsm" and (not self.bottom_mlp or not self.top_mlp or self.final_mlp[-1:] != [1]):
+            raise ValueError("tbsm needs bottom_mlp = [..., embedding_dim], top_mlp = [...] and final_mlp = [..., 1]")
+        if self.kind != "tbsm" and (self.attention_mlp or self.final_mlp):
+            raise ValueError(f'attention_mlp and final_mlp belong to kind = "tbsm", not {self.kind!r}')
+        for name in ("cross_layers", "cross_rank", "history"):
+            if not 1 <= getattr(self, name) <= MAX_MLP_WIDTH:
+                raise ValueError(f"{name} = {getattr(self, name)} must be from 1 to {MAX_MLP_WIDTH}")
+        if not all(1 <= width <= MAX_MLP_WIDTH for width in [*self.bottom_mlp, *self.top_mlp, *self.attention_mlp, *self.final_mlp]):
+            raise ValueError(f"bottom_mlp, top_mlp, attention_mlp and final_mlp list widths, which must be from 1 to {MAX_MLP_WIDTH}")
+
+
+class Schedule(Section, frozen=True, kw_only=True):
+    """How the learning rate goes over the train steps of the run: up to `lr` in a line, then down to `final` as `kind` says."""
+
+    warmup: int = 0  # train steps in which it rises: lr / warmup in the first, lr in the last
+    kind: Literal["constant", "linear", "cosine", "polynomial"] = "constant"  # of the decay; `constant` has none
+    decay_start: int | None = None  # train steps before the decay; `warmup` by default
+    decay_steps: int | None = None  # train steps that the decay takes
+    power: float = 2.0  # polynomial: of the share of the decay that is left
+    final: float = 0.0  # learning rate behind the decay
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.warmup < MAX_STEPS:
+            raise ValueError(f"warmup = {self.warmup} must be 0 or a number of train steps")
+        if self.kind == "constant" and (self.decay_start is not None or self.decay_steps is not None or self.final):
+            raise ValueError('decay_start, decay_steps and final belong to a decay; set kind = "linear", "cosine" or "polynomial"')
+        if self.kind != "constant" and not 1 <= (self.decay_steps or 0) < MAX_STEPS:
+            raise ValueError(f'kind = "{self.kind}" needs decay_steps = N, the train steps that the decay takes, at least 1')
+        if not self.warmup <= self.decay_begin < MAX_STEPS:
+            raise ValueError(f"decay_start = {self.decay_start} lies in the warm-up of {self.warmup} train steps; begin behind it")
+        if not 0 < self.power < float("inf"):
+            raise ValueError(f"power = {self.power} must be finite and above 0")
+        if self.kind != "polynomial" and self.power != 2.0:
+            raise ValueError(f'power belongs to kind = "polynomial", not {self.kind!r}')
+
+    @property
+    def decay_begin(self) -> int:
+        return self.warmup if self.decay_start is None else self.decay_start
+
+
+def check_learning_rate(lr: float, schedule: Schedule) -> None:
+    if not 0 <= lr < float("inf"):
+        raise ValueError(f"lr = {lr} must be finite and at least 0")
+    if not 0 <= schedule.final <= lr:
+        raise ValueError(f"schedule.final = {schedule.final} must be from 0 to lr = {lr}: a learning rate decays")
+
+
+def check_clip(name: str, clip: float | None) -> None:
+    if clip is not None and not 0 < clip < float("inf"):
+        raise ValueError(f"{name} = {clip} must be finite and above 0; leave it away to clip nothing")
 
 
 class SparseOptimizer(Section, frozen=True, kw_only=True):
@@ -189,15 +260,20 @@ class SparseOptimizer(Section, frozen=True, kw_only=True):
     eps: float | None = None  # 1e-10 for Adagrad and 1e-8 for Adam by default
     betas: tuple[float, float] = (0.9, 0.999)  # adam
     initial_accumulator: float = 0.0  # adagrad, rowwise_adagrad
+    # fp16 and bf16 tables: the record keeps fp32 weights beside the rounded ones; look-ups read the rounded ones, updates change the fp32
+    # ones and round them anew
+    master: bool = False
     momentum: float = 0.0  # must be 0
     weight_decay: float = 0.0  # must be 0
+    clip_rows: float | None = None  # the greatest 2-norm of a row's gradient, summed over the batch; a longer one is made so long
+    schedule: Schedule = Schedule()
 
     def __post_init__(self) -> None:
         for name in ("momentum", "weight_decay"):
             if getattr(self, name) != 0:
                 raise ValueError(f"{name} on rows is refused: it changes rows that no batch touches, which no cache can follow; remove it")
-        if not 0 <= self.lr < float("inf"):
-            raise ValueError(f"lr = {self.lr} must be finite and at least 0")
+        check_learning_rate(self.lr, self.schedule)
+        check_clip("clip_rows", self.clip_rows)
         if self.kind == "adam" and self.lr == 0:
             raise ValueError('lr = 0 is refused for kind = "adam", as torch.optim.SparseAdam does; to freeze rows use kind = "sgd"')
         if self.kind != "sgd" and not self.epsilon > 0:
@@ -224,10 +300,14 @@ class DenseOptimizer(Section, frozen=True, kw_only=True):
     initial_accumulator: float = 0.0  # adagrad
     momentum: float = 0.0  # sgd
     weight_decay: float = 0.0
+    clip_value: float | None = None  # the greatest absolute value of a gradient's elements; others are set to it
+    clip_norm: float | None = None  # the greatest 2-norm of all these gradients together, behind `clip_value`; longer ones are made so long
+    schedule: Schedule = Schedule()
 
     def __post_init__(self) -> None:
-        if not 0 <= self.lr < float("inf"):
-            raise ValueError(f"lr = {self.lr} must be finite and at least 0")
+        check_learning_rate(self.lr, self.schedule)
+        check_clip("clip_value", self.clip_value)
+        check_clip("clip_norm", self.clip_norm)
         for name in ("momentum", "weight_decay", "initial_accumulator"):
             if not 0 <= getattr(self, name) < float("inf"):
                 raise ValueError(f"{name} = {getattr(self, name)} must be finite and at least 0")
@@ -242,6 +322,14 @@ class DenseOptimizer(Section, frozen=True, kw_only=True):
 class Optimizer(Section, frozen=True, kw_only=True):
     sparse: SparseOptimizer
     dense: DenseOptimizer
+    clip_norm: float | None = None  # refused: see `sparse.clip_rows` and `dense.clip_norm`
+
+    def __post_init__(self) -> None:
+        if self.clip_norm is not None:
+            raise ValueError(
+                "clip_norm over rows and dense weights together is refused: it needs the gradient of every row before any row is updated, "
+                "and rows are updated in the backward pass; use dense.clip_norm and sparse.clip_rows"
+            )
 
 
 class Eval(Section, frozen=True, kw_only=True):
@@ -253,7 +341,7 @@ class Eval(Section, frozen=True, kw_only=True):
 
 
 class Cache(Section, frozen=True, kw_only=True):
-    # device bytes for rows, all groups together, or `"20000 rows"` where all tables have one width; staging comes on top,
+    # device bytes for rows, all groups together, or `"20000 rows"` where all tables have one width and dtype; staging comes on top,
     # (`lookahead.depth` + 1) times a ring's size
     capacity: str | int
     policy: Policy = "lookahead"  # who leaves; `lru`, `lfu` and `static` are there to compare with, exact as well
@@ -470,3 +558,9 @@ def parse_init(init: str, num_embeddings: int) -> tuple[Literal["uniform", "norm
     except ValueError:
         pass
     raise ValueError(f"init = {init!r} is none of uniform, uniform:lo,hi, normal:std, constant:x")
+
+
+def init_reach(init: str, num_embeddings: int) -> float:
+    """The largest magnitude that a first value may have. Raises ValueError."""
+    kind, a, b = parse_init(init, num_embeddings)
+    return b * LARGEST_NORMAL if kind == "normal" else max(abs(a), abs(b))

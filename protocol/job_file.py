@@ -1,4 +1,4 @@
-"""Reading a job file: TOML, `--set` overrides, the checks that no section can make alone, and sentences instead of traces."""
+"""Reading a job file: TOML or JSON, `--set` overrides, the checks that no section can make alone, and sentences instead of traces."""
 
 import re
 import tomllib
@@ -14,15 +14,22 @@ from protocol.tables import group_specs, rows_in
 
 def load_job(path: Path, overrides: tuple[str, ...] = ()) -> Job:
     """Reads and checks a job file; `overrides` are `section.key=value` in TOML's notation. Raises ConfigError."""
-    try:
-        content = tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot read the job file ({error.strerror})") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: not a TOML file ({error})") from None
+    content = read_content(path)
     for override in overrides:
         apply_override(content, override)
     return parse_job(content, str(path))
+
+
+def read_content(path: Path) -> dict[str, Any]:
+    """What stands in a job file: TOML, or JSON where its name ends so, which programs write. Raises ConfigError."""
+    language = "JSON" if path.suffix == ".json" else "TOML"
+    try:
+        text = path.read_text(encoding="utf-8")
+        return msgspec.json.decode(text, type=dict[str, Any]) if language == "JSON" else tomllib.loads(text)
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot read the job file ({error.strerror})") from None
+    except (tomllib.TOMLDecodeError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ConfigError(f"{path}: not a {language} file ({error})") from None
 
 
 def apply_override(content: dict[str, Any], override: str) -> None:
@@ -74,7 +81,7 @@ def resolve_tables(job: Job) -> list[Table]:
         if job.data.synthetic.preset is None:
             raise ValueError("tables_from: cardinalities = [...] is missing")
         cardinalities = [max(1, round(rows * job.data.synthetic.scale)) for rows in CRITEO_KAGGLE_CARDINALITIES]
-    shared = {name: getattr(job.tables_from, name) for name in ("embedding_dim", "pooling", "init")}
+    shared = {name: getattr(job.tables_from, name) for name in ("embedding_dim", "dtype", "pooling", "init")}
     return [Table(name=f"t_cat_{i}", num_embeddings=rows, features=[f"cat_{i}"], **shared) for i, rows in enumerate(cardinalities)]
 
 
@@ -93,19 +100,45 @@ def check_whole(job: Job) -> None:
             raise ValueError(f"data.columns.weights: feature {feature} has no table; add it to a table's features")
         if by_feature[feature].pooling == "mean":
             raise ValueError(f'data.columns.weights: feature {feature} is pooled by mean; a weighted mean is refused, use "sum"')
-    if job.model.kind == "dlrm":
+    if job.model.kind in ("dlrm", "tbsm"):
         for table in job.tables:
             if table.embedding_dim != job.model.bottom_mlp[-1]:
                 raise ValueError(
                     f"model.bottom_mlp ends in {job.model.bottom_mlp[-1]}, but table {table.name} has embedding_dim = "
-                    f"{table.embedding_dim}; dlrm needs them equal"
+                    f"{table.embedding_dim}; {job.model.kind} needs them equal"
                 )
-    widths = {(table.embedding_dim) for table in job.tables}
-    if job.cache.capacity_rows is not None and len(widths) > 1:
+    check_sequences(job)
+    for table in job.tables:
+        if job.model.compile and table.pooling == "none":
+            raise ValueError(
+                f'model.compile: table {table.name} has pooling = "none", so that each batch has another shape and would be compiled '
+                "anew; remove model.compile"
+            )
+    if job.optimizer.sparse.master and all(table.dtype == "fp32" for table in job.tables):
         raise ValueError(
-            f'cache.capacity: "{job.cache.capacity}" counts rows, but tables have {len(widths)} widths; give bytes, such as "64MiB"'
+            'optimizer.sparse.master = true keeps fp32 weights beside rounded ones, but every table has dtype = "fp32"; remove it, or set '
+            'dtype = "bf16"'
+        )
+    kinds = {(table.embedding_dim, table.dtype) for table in job.tables}
+    if job.cache.capacity_rows is not None and len(kinds) > 1:
+        raise ValueError(
+            f'cache.capacity: "{job.cache.capacity}" counts rows, but tables have rows of {len(kinds)} widths or dtypes; give bytes, such '
+            'as "64MiB"'
         )
     check_group_shares(job)
+
+
+def check_sequences(job: Job) -> None:
+    """Whether the model can take tables without pooling, or lacks one."""
+    kind, sequences = job.model.kind, [table.name for table in job.tables if table.pooling == "none"]
+    if sequences and kind in ("dlrm", "dcnv2"):
+        raise ValueError(
+            f'table {sequences[0]} has pooling = "none", but {kind} needs one vector a feature; use "sum" or "mean", or model.kind = "tbsm"'
+        )
+    if not sequences and kind == "tbsm":
+        raise ValueError(
+            'tbsm needs a table with pooling = "none": the last entry of its sequences is the target, those before the history'
+        )
 
 
 def check_group_shares(job: Job) -> None:

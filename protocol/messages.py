@@ -11,7 +11,7 @@ from typing import Literal
 
 import msgspec
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 Mode = Literal["train", "eval"]  # eval: the evaluation batches alone, once; nothing is trained and nothing saved
 
 
@@ -42,10 +42,13 @@ class GroupHeader(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     num_lookups: int
     num_unique: int
+    num_long: int = 0  # rows whose look-ups are cut in pieces
+    num_pieces: int = 0
     num_fetch: int
     num_evict: int
     num_dirty: int
     fill_after: int | None
+    sequence_lookups: tuple[int, ...] = ()  # of each feature whose look-ups stay apart: the last of its `sequence_offsets`
 
 
 class PlanHeader(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

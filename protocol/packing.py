@@ -22,6 +22,7 @@ from protocol.tables import aligned
 Array = npt.NDArray[Any]
 Bytes = npt.NDArray[np.uint8]
 ARRAY_ALIGNMENT = 64
+PIECE_ARRAYS = ("long_rows", "piece_offsets", "piece_rows")
 BARRIER_STAMP = 1 << 62
 DENSE_STAMP = 1 << 61
 CHECKSUM_EVERY = 64  # pieces in shared memory carry a checksum at one step in so many; their guards are checked always
@@ -81,7 +82,9 @@ def group_arrays(group: GroupPlan) -> Iterator[tuple[str, Array]]:
     yield "unique_slots", group.unique_slots
     yield "segment_offsets", group.segment_offsets
     yield "bag_order", group.bag_order
-    for name in ("lookup_order", "offsets", "weights"):
+    for name in PIECE_ARRAYS:
+        yield name, getattr(group.pieces, name)
+    for name in ("lookup_order", "offsets", "weights", "sequence_offsets"):
         array = getattr(group, name)
         if array is not None:
             yield name, array
@@ -102,10 +105,13 @@ def plan_header(batch: Batch, plan: StepPlan, block: Block, num_checksums: int =
         GroupHeader(
             num_lookups=len(group.slots),
             num_unique=len(group.unique_slots),
+            num_long=len(group.pieces.long_rows),
+            num_pieces=len(group.pieces.piece_rows),
             num_fetch=len(group.fetch),
             num_evict=len(group.evict),
             num_dirty=group.num_dirty,
             fill_after=group.fill_after,
+            sequence_lookups=() if group.sequence_offsets is None else tuple(group.sequence_offsets[:, -1].tolist()),
         )
         for group in plan.groups
     )

@@ -58,9 +58,11 @@ class Signals:
 class Crew:
     """The stage threads of a process and the first error of any of them."""
 
-    def __init__(self, process: str, bell: Doorbell) -> None:
+    def __init__(self, process: str, bell: Doorbell, *, owns_process: bool = True) -> None:
+        """`owns_process`: the process is to end with an error of ours, also where its main thread does not come back."""
         self.error: BaseException | None = None
         self._process = process
+        self._owns_process = owns_process
         self._bell = bell
         self._threads: dict[str, StageThread] = {}
         self._stopped = threading.Event()
@@ -81,7 +83,8 @@ class Crew:
         """Keeps the first error; the main thread raises it. A main thread that cannot hear of it is ended with the process."""
         if self.error is None:
             self.error = error
-            threading.Thread(target=self._end_hung_process, args=(error,), name="last resort", daemon=True).start()
+            if self._owns_process:
+                threading.Thread(target=self._end_hung_process, args=(error,), name="last resort", daemon=True).start()
         self._bell.ring()
 
     def check(self) -> None:

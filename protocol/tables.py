@@ -1,4 +1,12 @@
-"""Tables, groups of tables with one record layout, and the layout of a row's record."""
+"""Tables, groups of tables with one record layout, and the layout of a row's record.
+
+    byte    0         10    16                  36          48                  68          80
+            weight    |     master              |           sum                 |
+            5 bf16    | 0   5 fp32              | 0         5 fp32              | 0
+
+This is bf16 of width 5 under Adagrad with optimizer.sparse.master = true: look-ups read `weight`, an update works on `master` and `sum`
+and rounds the new master into `weight`. Without master it works on the fp32 values of `weight`. The zeros behind parts stay zeros.
+"""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -6,11 +14,12 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
-from protocol.job import Job, SparseOptimizer, parse_bytes, parse_rows
+from protocol.job import Job, RowType, SparseOptimizer, parse_bytes, parse_rows
 
 KEY_SHIFT = 48  # key = table_index << 48 | row
 ROW_MASK = (1 << KEY_SHIFT) - 1
 ALIGNMENT = 16  # bytes; every part of a record starts at a multiple of it
+ITEM_BYTES: dict[RowType, int] = {"fp32": 4, "fp16": 2, "bf16": 2}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -22,14 +31,31 @@ class TableSpec:
     features: tuple[str, ...]
     pooling: Literal["sum", "mean", "none"]
     init: str
+    dtype: RowType = "fp32"  # of the weights that a look-up reads
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RecordPart:
-    name: str  # "weight", or the name of an optimizer state as torch.optim has it
-    offset: int  # in fp32 elements
-    width: int  # in fp32 elements
-    initial: float | None  # value of a row that was never trained; None for weights, which have an initializer
+    name: str  # "weight", "master", or the name of an optimizer state as torch.optim has it
+    dtype: RowType
+    offset: int  # in bytes from the record's begin, a multiple of ALIGNMENT
+    width: int  # in elements
+    initial: float | None  # value of a row that was never trained; None for weight and master, which have an initializer
+
+    @property
+    def nbytes(self) -> int:
+        return self.width * ITEM_BYTES[self.dtype]
+
+    @property
+    def elements(self) -> slice:
+        """The part's columns in records that are seen as elements of its dtype."""
+        first = self.offset // ITEM_BYTES[self.dtype]
+        return slice(first, first + self.width)
+
+    @property
+    def bytes(self) -> slice:
+        """The part's columns in records that are seen as bytes."""
+        return slice(self.offset, self.offset + self.nbytes)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,7 +63,7 @@ class GroupSpec:
     """Tables whose records have the same layout; they share one pool of slots."""
 
     index: int
-    name: str  # <dtype>_d<width>_<optimizer>
+    name: str  # <dtype>_d<width>_<optimizer>, and _master where the record keeps fp32 weights beside the rounded ones
     tables: tuple[TableSpec, ...]
     embedding_dim: int
     parts: tuple[RecordPart, ...]  # weight first
@@ -56,6 +82,11 @@ class GroupSpec:
     def record_floats(self) -> int:
         return self.record_bytes // 4
 
+    @property
+    def unpooled_features(self) -> tuple[int, ...]:
+        """Those whose look-ups stay apart (pooling = "none"), by their number among the group's features."""
+        return tuple(f for f, table in enumerate(self.feature_tables()) if table.pooling == "none")
+
     def feature_tables(self) -> list[TableSpec]:
         """The table of each of the group's features, in the group's feature order."""
         return [table for table in self.tables for _ in table.features]
@@ -66,7 +97,7 @@ def aligned(nbytes: int, alignment: int = ALIGNMENT) -> int:
 
 
 def state_parts(optimizer: SparseOptimizer, dim: int) -> list[tuple[str, int, float]]:
-    """(name as torch.optim has it, width in fp32, initial value) of each per-row state."""
+    """(name as torch.optim has it, width in fp32 elements, initial value) of each per-row state."""
     match optimizer.kind:
         case "sgd":
             return []
@@ -78,13 +109,20 @@ def state_parts(optimizer: SparseOptimizer, dim: int) -> list[tuple[str, int, fl
             return [("exp_avg", dim, 0.0), ("exp_avg_sq", dim, 0.0)]
 
 
-def record_parts(optimizer: SparseOptimizer, dim: int) -> tuple[tuple[RecordPart, ...], int]:
-    """Parts of a record and its bytes: fp32 weights, then fp32 state, each part 16-byte aligned."""
-    parts = [RecordPart(name="weight", offset=0, width=dim, initial=None)]
-    end = aligned(dim * 4)
-    for name, width, initial in state_parts(optimizer, dim):
-        parts.append(RecordPart(name=name, offset=end // 4, width=width, initial=initial))
-        end += aligned(width * 4)
+def has_master(optimizer: SparseOptimizer, dtype: RowType) -> bool:
+    return optimizer.master and dtype != "fp32"
+
+
+def record_parts(optimizer: SparseOptimizer, dtype: RowType, dim: int) -> tuple[tuple[RecordPart, ...], int]:
+    """Parts of a record and its bytes: the weights as they are looked up, those before rounding if they are kept, then state."""
+    content: list[tuple[str, RowType, int, float | None]] = [("weight", dtype, dim, None)]
+    if has_master(optimizer, dtype):
+        content.append(("master", "fp32", dim, None))
+    content += [(name, "fp32", width, initial) for name, width, initial in state_parts(optimizer, dim)]
+    parts, end = [], 0
+    for name, part_dtype, width, initial in content:
+        parts.append(RecordPart(name=name, dtype=part_dtype, offset=end, width=width, initial=initial))
+        end += aligned(parts[-1].nbytes)
     return tuple(parts), end
 
 
@@ -98,6 +136,7 @@ def table_specs(job: Job) -> tuple[TableSpec, ...]:
             features=tuple(table.features),
             pooling=table.pooling,
             init=table.init,
+            dtype=table.dtype,
         )
         for index, table in enumerate(job.tables)
     )
@@ -105,17 +144,17 @@ def table_specs(job: Job) -> tuple[TableSpec, ...]:
 
 def group_specs(job: Job) -> tuple[GroupSpec, ...]:
     """Groups in order of their first table; tables in a group in the job's order."""
-    tables = table_specs(job)
+    tables, optimizer = table_specs(job), job.optimizer.sparse
     first_feature = np.cumsum([0, *(len(table.features) for table in tables)])
     groups: list[GroupSpec] = []
-    for dim in dict.fromkeys(table.embedding_dim for table in tables):
-        members = tuple(table for table in tables if table.embedding_dim == dim)
-        parts, record_bytes = record_parts(job.optimizer.sparse, dim)
+    for dtype, dim in dict.fromkeys((table.dtype, table.embedding_dim) for table in tables):
+        members = tuple(table for table in tables if (table.dtype, table.embedding_dim) == (dtype, dim))
+        parts, record_bytes = record_parts(optimizer, dtype, dim)
         positions = [int(first_feature[table.index]) + i for table in members for i in range(len(table.features))]
         groups.append(
             GroupSpec(
                 index=len(groups),
-                name=f"fp32_d{dim}_{job.optimizer.sparse.kind}",
+                name=f"{dtype}_d{dim}_{optimizer.kind}{'_master' if has_master(optimizer, dtype) else ''}",
                 tables=members,
                 embedding_dim=dim,
                 parts=parts,

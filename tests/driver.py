@@ -45,7 +45,9 @@ from protocol.transport.link import Link
 from protocol.transport.ring import RingReader, RingWriter
 from protocol.transport.ring_file import in_memory_buffer
 from trainer.dense import Tensors
+from trainer.host_memory import Bounced, Bytes, Direct
 from trainer.metrics import new_counters
+from trainer.optim import part_of
 from trainer.report import Evaluation
 from trainer.runner import StepRunner
 from trainer.streams import PlainStreams, SeededStreams, Streams, Wait
@@ -143,6 +145,7 @@ class Settings:
     verify: float = 0.0  # share of the rows that are followed by their checksums
     harm: Callable[[Store], Store] | None = None  # what stands in front of each store, to show that harm is noticed
     incarnation: int = 1
+    bounced: bool = False  # copies between rings and device go through buffers, as where the rings cannot be pinned
     mirrored: bool = False  # payloads travel over the link, as they do over TCP
     links: Callable[[], tuple[Link, Link]] = inproc_pair  # the prefetcher's end, the trainer's end
 
@@ -152,13 +155,18 @@ class Rings:
 
     def __init__(self, settings: Settings) -> None:
         self._mirrored = settings.mirrored
-        self.fetch_writer, self.fetch_reader = self._pair(settings.ring_bytes)
-        self.back_writer, self.back_reader = self._pair(settings.ring_bytes)
+        self.fetch_writer, self.fetch_reader, (_, fetch_buffer) = self._pair(settings.ring_bytes)
+        self.back_writer, self.back_reader, (back_buffer, _) = self._pair(settings.ring_bytes)
+        self.fetch_memory, self.back_memory = (
+            Bounced(buffer, torch.zeros(len(buffer), dtype=torch.uint8)) if settings.bounced else Direct()
+            for buffer in (fetch_buffer, back_buffer)
+        )
 
-    def _pair(self, nbytes: int) -> tuple[RingWriter, RingReader]:
+    def _pair(self, nbytes: int) -> tuple[RingWriter, RingReader, tuple[Bytes, Bytes]]:
+        """Both ends, and the memory of each."""
         buffer = in_memory_buffer(nbytes)
         far = in_memory_buffer(nbytes) if self._mirrored else buffer
-        return RingWriter(buffer, always_checksum=self._mirrored), RingReader(far, mirror=self._mirrored)
+        return RingWriter(buffer, always_checksum=self._mirrored), RingReader(far, mirror=self._mirrored), (buffer, far)
 
     def carry(self, conversation: Conversation, outgoing: RingWriter, incoming: RingReader) -> None:
         if self._mirrored:
@@ -260,6 +268,8 @@ class InProcessRun:
                 runner=self.runner,
                 results=self.results,
                 counters=new_counters(self.groups),
+                fetch_memory=rings.fetch_memory,
+                back_memory=rings.back_memory,
             )
         )
         stages: list[Stage] = [*self.prefetcher.stages.values(), *self.trainer.stages.values(), self.streams]
@@ -326,9 +336,8 @@ def table_state(group: GroupSpec, store: Store | None, seed: int) -> dict[str, T
         if store is not None:
             for present, rows in store.scan(table.index, 1000):
                 records[np.searchsorted(keys, present)] = rows
-        floats = records.view(np.float32)
         for part in group.parts:
-            values = torch.from_numpy(floats[:, part.offset : part.offset + part.width].copy())
+            values = part_of(torch.from_numpy(records), part).clone()
             name = f"embedding_bags.{table.name}.weight" if part.name == "weight" else f"optimizer.{table.name}.{part.name}"
             state[name] = values
     return state

@@ -25,10 +25,11 @@ def dense(**keys: Any) -> dict[str, Any]:
     return {"optimizer": {"dense": SGD | keys}}
 
 
+TBSM = {"kind": "tbsm", "final_mlp": [1]}
 BAD_JOBS: dict[str, tuple[dict[str, Any], str]] = {
     "unknown section": ({"nosuch": {"key": 1}}, "unknown key nosuch; correct or remove it"),
     "unknown key": ({"job": {"seeed": 1}}, "job: unknown key seeed; correct or remove it"),
-    "unknown key of a table": (table(dtype="fp16"), "tables[0]: unknown key dtype; correct or remove it"),
+    "unknown key of a table": (table(precision="fp16"), "tables[0]: unknown key precision; correct or remove it"),
     "missing section": ({"cache": None}, "key cache is missing"),
     "missing key": ({"optimizer": {"sparse": {"kind": "sgd"}}}, "optimizer.sparse: key lr is missing"),
     "text for a number": ({"job": {"seed": "one"}}, "job.seed: Expected `int`, got `str`"),
@@ -59,8 +60,28 @@ BAD_JOBS: dict[str, tuple[dict[str, Any], str]] = {
     "feature of two tables": ({"tables": [TABLE, TABLE | {"name": "u"}]}, "feature cat_0 appears more than once in [[tables]]"),
     "two tables of a name": ({"tables": [TABLE, TABLE | {"features": ["x"]}]}, "table t appears more than once in [[tables]]"),
     "initial values": (table(init="normal:inf"), "init = 'normal:inf' is none of uniform, uniform:lo,hi, normal:std, constant:x"),
+    "a value that fp16 has not": (
+        table(dtype="fp16", init="constant:-70000"),
+        "table t: init = 'constant:-70000' reaches 70000, and fp16 ends at 65504; choose smaller first values",
+    ),
+    "a tail that fp16 has not": (table(dtype="fp16", init="normal:1e4"), "init = 'normal:1e4' reaches 66604.4, and fp16 ends at 65504"),
+    "master weights of fp32": (
+        sparse(master=True),
+        "optimizer.sparse.master = true keeps fp32 weights beside rounded ones, but every table",
+    ),
+    "dtype": (table(dtype="fp8"), "tables[0].dtype: 'fp8' is not one of the values that this key can have"),
     "widths that do not meet": (table(embedding_dim=8), "model.bottom_mlp ends in 4, but table t has embedding_dim = 8"),
-    "layers": ({"model": {"bottom_mlp": [0, 4]}}, "bottom_mlp and top_mlp list output widths, which must be from 1 to"),
+    "layers": ({"model": {"bottom_mlp": [0, 4]}}, "attention_mlp and final_mlp list widths, which must be from 1 to"),
+    "sequences for dlrm": (table(pooling="none"), 'table t has pooling = "none", but dlrm needs one vector a feature; use "sum" or "mean"'),
+    "sequences for dcnv2": (table(pooling="none") | {"model": {"kind": "dcnv2"}}, 'table t has pooling = "none", but dcnv2 needs one'),
+    "tbsm without sequences": ({"model": TBSM}, 'tbsm needs a table with pooling = "none": the last entry of its sequences is the target'),
+    "tbsm without a final layer": (table(pooling="none") | {"model": TBSM | {"final_mlp": [4]}}, "tbsm needs bottom_mlp = [..., embedding"),
+    "tbsm of other widths": (
+        table(pooling="none", embedding_dim=8) | {"model": TBSM},
+        "table t has embedding_dim = 8; tbsm needs them equal",
+    ),
+    "tbsm without a history": (table(pooling="none") | {"model": TBSM | {"history": 0}}, "history = 0 must be from 1 to"),
+    "tbsm's layers elsewhere": ({"model": {"final_mlp": [1]}}, "attention_mlp and final_mlp belong to kind = \"tbsm\", not 'dlrm'"),
     "weighted mean": (table(pooling="mean") | {"data": {"columns": {"weights": {"cat_0": "w"}}}}, "a weighted mean is refused"),
     "momentum on rows": (sparse(momentum=0.9), "optimizer.sparse: momentum on rows is refused: it changes rows that no batch touches"),
     "weight decay on rows": (sparse(weight_decay=0.1), "optimizer.sparse: weight_decay on rows is refused: it changes rows that no batch"),

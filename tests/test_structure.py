@@ -12,6 +12,7 @@ FORBIDDEN = {  # package -> what it may not import
     "prefetcher": ("trainer", "deploy", "examples", "torch"),
     "trainer": ("prefetcher", "deploy", "examples"),
 }
+NUMBA_FILE = "protocol/compiled.py"
 CUDA_FILES = {"trainer/streams.py", "trainer/pinning.py"}
 
 
@@ -35,6 +36,16 @@ def test_each_package_imports_only_what_it_may(package: str) -> None:
     for file in files:
         for name in imported(ast.parse(file.read_text())):
             assert name.partition(".")[0] not in FORBIDDEN[package], f"{file.relative_to(ROOT)} imports {name}"
+
+
+def test_numba_is_known_to_one_file_only() -> None:
+    users = {
+        str(file.relative_to(ROOT))
+        for package in FORBIDDEN
+        for file in source_files(package)
+        if {name.partition(".")[0] for name in imported(ast.parse(file.read_text()))} & {"numba", "llvmlite"}
+    }
+    assert users == {NUMBA_FILE}
 
 
 def test_cuda_is_touched_only_by_streams_and_pinning() -> None:

@@ -8,32 +8,52 @@ import torch
 from torch import Tensor, nn
 
 from protocol.batch import Batch, Kind, ScheduledBatch
-from protocol.job import Job
+from protocol.job import Job, RowType
 from protocol.job_file import parse_job
 from protocol.tables import GroupSpec
+from trainer.models import Embedded, Sequences
 
-Bags = Literal["single", "multi", "weighted", "mean", "empty"]
-BAGS: tuple[Bags, ...] = ("single", "multi", "weighted", "mean", "empty")
+Bags = Literal["single", "multi", "weighted", "mean", "empty", "apart", "single apart", "weighted apart"]
+BAGS: tuple[Bags, ...] = ("single", "multi", "weighted", "mean", "empty", "apart")
+UNPOOLED = {  # tables with pooling = "none"
+    "apart": ("narrow_a", "wide_b"),
+    "single apart": ("narrow_a", "wide_b"),
+    "weighted apart": ("narrow_b", "wide_a", "wide_b"),
+}
+FP32: tuple[RowType, ...] = ("fp32", "fp32", "fp32", "fp32")
 OPTIMIZERS = ("sgd", "adagrad", "rowwise_adagrad", "adam")
 BATCH_SIZE = 64
 NUM_DENSE = 4
 
 
-def small_job(optimizer: str, bags: Bags = "single", *, depth: int = 2, horizon: int = 8, **sections: dict[str, Any]) -> Job:
-    """Four tables in two groups of different widths, whose features alternate; one table serves two features."""
+def small_job(
+    optimizer: str,
+    bags: Bags = "single",
+    *,
+    depth: int = 2,
+    horizon: int = 8,
+    dtypes: Sequence[RowType] = FP32,
+    master: bool = False,
+    **sections: dict[str, Any],
+) -> Job:
+    """Four tables of two different widths, in groups whose features alternate; one table serves two features."""
     pooling = "mean" if bags == "mean" else "sum"
-    tables = [
+    tables: list[dict[str, Any]] = [
         {"name": "narrow_a", "num_embeddings": 400, "embedding_dim": 5, "features": ["f0", "f1"], "pooling": pooling},
         {"name": "wide_a", "num_embeddings": 300, "embedding_dim": 8, "features": ["f2"], "pooling": "sum"},
         {"name": "narrow_b", "num_embeddings": 2000, "embedding_dim": 5, "features": ["f3"], "pooling": "sum", "init": "normal:0.1"},
         {"name": "wide_b", "num_embeddings": 100, "embedding_dim": 8, "features": ["f4"], "pooling": pooling},
     ]
+    for table, dtype in zip(tables, dtypes, strict=True):
+        table["dtype"] = dtype
+        if table["name"] in UNPOOLED.get(bags, ()):
+            table["pooling"] = "none"
     content: dict[str, Any] = {
         "job": {"seed": 11, "run_dir": "unused"},
         "data": {"format": "tests.workloads:unused", "batch_size": BATCH_SIZE},
         "tables": tables,
         "model": {"kind": "tests.workloads:small_model"},
-        "optimizer": {"sparse": {"kind": optimizer, "lr": 0.05}, "dense": {"kind": "sgd", "lr": 0.05}},
+        "optimizer": {"sparse": {"kind": optimizer, "lr": 0.05, "master": master}, "dense": {"kind": "sgd", "lr": 0.05}},
         "cache": {"capacity": "1GiB"},
         "lookahead": {"depth": depth, "horizon": horizon},
     }
@@ -64,20 +84,20 @@ def make_batch(job: Job, bags: Bags, size: int, rng: np.random.Generator) -> Bat
             for index, rows in enumerate(sizes.values())
         ]
     )  # fmt: skip
-    weights = rng.normal(1, 0.3, len(ids)).astype(np.float32) if bags == "weighted" else None
+    weights = rng.normal(1, 0.3, len(ids)).astype(np.float32) if "weighted" in bags else None
     return Batch(
         dense=rng.normal(size=(size, NUM_DENSE)).astype(np.float32),
         labels=rng.integers(0, 2, size).astype(np.float32),
         ids=ids,
-        offsets=None if bags == "single" else offsets,
+        offsets=None if "single" in bags else offsets,
         weights=weights,
     )
 
 
 def bag_counts(bags: Bags, num_bags: int, rng: np.random.Generator) -> "np.ndarray[tuple[int], np.dtype[np.int64]]":
-    if bags == "single":
+    if "single" in bags:
         return np.ones(num_bags, np.int64)
-    low = 0 if bags in ("empty", "mean") else 1
+    low = 1 if bags in ("multi", "weighted") else 0
     return rng.integers(low, 4, num_bags)
 
 
@@ -104,18 +124,23 @@ def distinct_rows(group: GroupSpec, batch: Batch) -> int:
 
 
 class SmallModel(nn.Module):
-    """Two layers over everything side by side, so that features may have different widths."""
+    """Two layers over everything side by side, so that features may have different widths; of a sequence the last two entries."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
         self.hidden = nn.Linear(width, 8)
         self.out = nn.Linear(8, 1)
 
-    def forward(self, dense: Tensor, embeddings: list[Tensor]) -> Tensor:
-        hidden: Tensor = torch.relu(self.hidden(torch.cat([dense, *embeddings], dim=1)))
+    def forward(self, dense: Tensor, embeddings: list[Embedded]) -> Tensor:
+        flat = [own.padded(2)[0].flatten(1) if isinstance(own, Sequences) else own for own in embeddings]
+        hidden: Tensor = torch.relu(self.hidden(torch.cat([dense, *flat], dim=1)))
         logits: Tensor = self.out(hidden)
         return logits.squeeze(1)
 
 
+def small_width(job: Job, num_dense: int) -> int:
+    return num_dense + sum(table.embedding_dim * len(table.features) * (2 if table.pooling == "none" else 1) for table in job.tables)
+
+
 def small_model(job: Job, num_dense: int) -> nn.Module:
-    return SmallModel(num_dense + sum(table.embedding_dim * len(table.features) for table in job.tables))
+    return SmallModel(small_width(job, num_dense))

@@ -12,7 +12,6 @@ Staging is allocated once: `depth` + 1 sets of half a ring each way. A plan that
 The cache decides nothing: it holds no key, no index of rows and no order of its own.
 """
 
-import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -27,7 +26,9 @@ from protocol.packing import Piece, barrier_stamp, cut, plan_stamp
 from protocol.row_checksum import barrier_name, fetched_name, victims_name
 from protocol.tables import GroupSpec
 from protocol.transport.ring import RingReader, release
+from trainer.host_memory import HostMemory
 from trainer.metrics import TrainerCounters
+from trainer.phases import phase_clock
 from trainer.plan_check import ArrivingBlock, PlanCheck
 from trainer.row_checksums import Asked, RowChecks
 from trainer.sender import EvictTask, Sender
@@ -80,6 +81,7 @@ class DeviceCache:
         depth: int,
         streams: Streams,
         ring: RingReader,
+        memory: HostMemory,
         max_payload: int,
         sender: Sender,
         counters: TrainerCounters,
@@ -90,6 +92,7 @@ class DeviceCache:
         self._groups = groups
         self._streams = streams
         self._ring = ring
+        self._memory = memory
         self._sender = sender
         self._counters = counters
         self._check = check
@@ -99,6 +102,7 @@ class DeviceCache:
         self._fill_staging = [streams.allocate(max_payload) for _ in range(self._num_sets)]
         self._evict_staging = [streams.allocate(max_payload) for _ in range(self._num_sets)]
         self._checks = RowChecks(records, streams)
+        self._clock = phase_clock(streams.fill, counters.spent)
         self._inbox: deque[StepReady] = deque()
         self._steps: deque[ArrivedStep] = deque()  # arrived, not yet handed to compute
         self._copying: deque[tuple[RingRef, Event]] = deque()
@@ -134,6 +138,7 @@ class DeviceCache:
     def completed(self, step: int) -> None:
         """The host knows that the step is complete."""
         del self._computed[step]
+        self._clock.complete(step)
 
     @property
     def steps_waiting(self) -> int:
@@ -145,9 +150,9 @@ class DeviceCache:
         return self._flushing is not None
 
     @property
-    def device_bytes(self) -> int:
-        """Memory of records and staging."""
-        return sum(tensor.nbytes for tensor in [*self.records, *self._fill_staging, *self._evict_staging])
+    def staging_bytes(self) -> int:
+        """Memory on the device beside the records: rows on their way, and arrays of the plans that are here."""
+        return sum(tensor.nbytes for tensor in [*self._fill_staging, *self._evict_staging, *self._blocks])
 
     # ring -> device
 
@@ -228,7 +233,7 @@ class DeviceCache:
         arrived.copied.append(event)
 
     def _payload(self, ref: RingRef, stamp: int) -> Tensor:
-        return torch.from_numpy(self._ring.view(ref, stamp))
+        return self._memory.arriving(self._ring.view(ref, stamp))
 
     # staging <-> slots
 
@@ -239,22 +244,19 @@ class DeviceCache:
         message = arrived.pieces[len(arrived.filled)]
         if not self._may_fill(arrived, message):
             return False
-        began_s = time.perf_counter()
         fill = self._streams.fill
         fill.wait(arrived.copied[message.piece], "copied")
         for after in {arrived.header.groups[span.group].fill_after for span in message.rows}:
             if after in self._computed:
                 fill.wait(self._computed[after], "fill_after")
         self._check_victims(arrived, message)
-        with self._counters.shown("gather", arrived.step):
-            self._gather_victims(arrived, message)
-        with self._counters.shown("scatter", arrived.step):
-            self._scatter_rows(arrived, message)
+        self._clock.begin(arrived.step)
+        self._gather_victims(arrived, message)
+        self._clock.lap("gather")
+        self._scatter_rows(arrived, message)
+        self._clock.lap("fill")
         self._check_filled(arrived, message)
         arrived.filled.append(fill.record())
-        ended_s = time.perf_counter()
-        spent = self._counters.spent if self._streams.device.type == "cpu" else self._counters.issued  # elsewhere it runs later
-        spent("fill", ended_s - began_s, arrived.step, ended_s)
         return True
 
     def _may_fill(self, arrived: ArrivedStep, message: StepReady) -> bool:

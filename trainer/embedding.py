@@ -1,6 +1,6 @@
 """The embedding layer over the device cache: rows are found by slot, and its backward pass updates them in place."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -10,6 +10,8 @@ from torch import Tensor
 from protocol.job import SparseOptimizer
 from protocol.tables import GroupSpec
 from trainer.kernels import GroupLookup, Kernels, torch_ops
+from trainer.metrics import Phase
+from trainer.models.sequences import Embedded, Sequences
 from trainer.optim import rows_of, rule_at
 
 __all__ = ["Embeddings", "GroupLookup"]
@@ -24,15 +26,17 @@ class Embeddings:
         settings: SparseOptimizer,
         records: Sequence[Tensor],
         kernels: Kernels = torch_ops,
+        lap: Callable[[Phase], None] = lambda phase: None,
     ) -> None:
-        """`records`: f32 [num_slots, record_floats] of each group."""
+        """`records`: f32 [num_slots, record_floats] of each group. `lap` hears when the rows' update begins and ends in a backward pass."""
         self._groups = [GroupRows(group, own, settings, kernels) for group, own in zip(groups, records, strict=True)]
         self._positions = [position for group in groups for position in group.feature_positions]
         self._trigger = torch.zeros((), device=records[0].device, requires_grad=True)
         self._awaits_backward: PendingUpdate | None = None
+        self._lap = lap
 
-    def __call__(self, lookups: Sequence[GroupLookup], train_step: int) -> list[Tensor]:
-        """Pooled embeddings f32 [B, D] of every feature, in the job's feature order.
+    def __call__(self, lookups: Sequence[GroupLookup], train_step: int) -> list[Embedded]:
+        """Pooled embeddings f32 [B, D] of every feature, in the job's feature order; `Sequences` of those that are not pooled.
 
         `lookups` holds one entry a group; `train_step` counts the training batches before this one (Adam needs it). With gradients
         enabled, the backward pass applies the row optimizer to the records of the batch, so each forward needs exactly one backward:
@@ -50,10 +54,15 @@ class Embeddings:
         by_group = [
             feature
             for group, group_pooled, lookup in zip(self._groups, pooled, lookups, strict=True)
-            for feature in group_pooled.view(group.num_features, lookup.batch_size, group.dim).unbind(0)
+            for feature in group.by_feature(group_pooled, lookup)
         ]
         features = dict(zip(self._positions, by_group, strict=True))
         return [features[position] for position in range(len(features))]
+
+    @property
+    def awaits_backward(self) -> bool:
+        """Whether a forward was not followed by its backward pass yet."""
+        return self._awaits_backward is not None
 
     def finish_step(self) -> None:
         """After a backward pass: where the loss did not depend on any embedding, its gradient is zero, and the rows are updated by that."""
@@ -63,12 +72,14 @@ class Embeddings:
             self.update(zeros, pending.lookups, pending.train_step)
 
     def update(self, pooled_grads: Sequence[Tensor], lookups: Sequence[GroupLookup], train_step: int) -> None:
-        """Reduces and applies the gradients f32 [F * B, D] of one forward's pooled embeddings, group by group."""
-        if not self._awaits_backward:
+        """Reduces and applies the gradients f32 [G, D] of one forward's pooled embeddings, group by group."""
+        if self._awaits_backward is None or self._awaits_backward.lookups is not lookups:
             raise RuntimeError(f"the rows of train step {train_step} were already updated; call backward() once a forward")
         self._awaits_backward = None
+        self._lap("backward")
         for group, grad, lookup in zip(self._groups, pooled_grads, lookups, strict=True):
             group.update(grad, lookup, train_step)
+        self._lap("update")
 
 
 class GroupRows:
@@ -76,18 +87,28 @@ class GroupRows:
 
     def __init__(self, group: GroupSpec, records: Tensor, settings: SparseOptimizer, kernels: Kernels) -> None:
         self.dim = group.embedding_dim
-        self.num_features = group.num_features
+        self._num_features = group.num_features
+        self._unpooled = group.unpooled_features
         self._rows = rows_of(records, group)
         self._settings = settings
         self._kernels = kernels
         means = [table.pooling == "mean" for table in group.feature_tables()]
-        self._means = torch.tensor(means, device=records.device)[:, None] if any(means) else None  # bool [F, 1]
+        self._means = torch.tensor(means, device=records.device) if any(means) else None  # bool [F]
 
     def lookup(self, lookup: GroupLookup) -> Tensor:
         return self._kernels.lookup(self._rows, lookup, self._divisors(lookup))
 
+    def by_feature(self, pooled: Tensor, lookup: GroupLookup) -> list[Embedded]:
+        """f32 [G, D] -> what the model gets of each of the group's features."""
+        features: list[Embedded] = list(pooled.split_with_sizes(self._num_bags(lookup)))
+        for feature, offsets in zip(self._unpooled, () if lookup.sequence_offsets is None else lookup.sequence_offsets, strict=True):
+            values = features[feature]
+            assert isinstance(values, Tensor)
+            features[feature] = Sequences(values=values, offsets=offsets)
+        return features
+
     def zeros(self, lookup: GroupLookup) -> Tensor:
-        return torch.zeros(self.num_features * lookup.batch_size, self.dim, device=self._rows.weight.device)
+        return torch.zeros(sum(self._num_bags(lookup)), self.dim, device=self._rows.weight.device)
 
     def update(self, pooled_grad: Tensor, lookup: GroupLookup, train_step: int) -> None:
         self._kernels.update(self._rows, pooled_grad, lookup, self._divisors(lookup), rule_at(self._settings, train_step))
@@ -96,8 +117,16 @@ class GroupRows:
         """Look-ups of each bag pooled by mean, at least 1; 1 for other bags. None where all are 1."""
         if self._means is None or lookup.offsets is None:
             return None
-        counts = lookup.offsets.diff().view(self.num_features, lookup.batch_size)
-        return torch.where(self._means, counts.clamp(min=1), 1).float().view(-1, 1)
+        counts = lookup.offsets.diff()
+        is_mean = torch.cat([mean.expand(num_bags) for mean, num_bags in zip(self._means, self._num_bags(lookup), strict=True)])
+        return torch.where(is_mean, counts.clamp(min=1), 1).float().view(-1, 1)
+
+    def _num_bags(self, lookup: GroupLookup) -> list[int]:
+        """Of each feature: one a sample, or one a look-up."""
+        num_bags = [lookup.batch_size] * self._num_features
+        for feature, num_lookups in zip(self._unpooled, lookup.sequence_lookups, strict=True):
+            num_bags[feature] = num_lookups
+        return num_bags
 
 
 @dataclass(frozen=True, slots=True)

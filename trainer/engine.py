@@ -1,6 +1,6 @@
 """The stages of the trainer, wired to each other and to one conversation. No thread, socket or clock lives here."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -10,8 +10,10 @@ from protocol.stages import Stage
 from protocol.tables import GroupSpec
 from protocol.transport.ring import RingReader, RingWriter
 from trainer.cache import DeviceCache
+from trainer.host_memory import Direct, HostMemory
 from trainer.loop import Results, Runner, TrainingLoop
 from trainer.metrics import TrainerCounters
+from trainer.phases import HostClock, PhaseClock
 from trainer.plan_check import PlanCheck
 from trainer.sender import Sender
 from trainer.streams import Streams
@@ -32,6 +34,9 @@ class EngineParts:
     runner: Runner
     results: Results
     counters: TrainerCounters
+    clock: PhaseClock = field(default_factory=HostClock)  # the runner's
+    fetch_memory: HostMemory = field(default_factory=Direct)  # of either ring
+    back_memory: HostMemory = field(default_factory=Direct)
 
 
 class TrainerEngine:
@@ -42,13 +47,14 @@ class TrainerEngine:
         self.conversation = parts.conversation
         self.back_ring = parts.back_ring
         send, depth = parts.conversation.send, parts.welcome.depth
-        self.sender = Sender(parts.streams, parts.back_ring, self.counters, send)
+        self.sender = Sender(parts.streams, parts.back_ring, parts.back_memory, self.counters, send)
         self.cache = DeviceCache(
             groups=parts.groups,
             records=parts.records,
             depth=depth,
             streams=parts.streams,
             ring=parts.fetch_ring,
+            memory=parts.fetch_memory,
             max_payload=parts.max_payload,
             sender=self.sender,
             counters=self.counters,
@@ -68,6 +74,7 @@ class TrainerEngine:
             streams=parts.streams,
             runner=parts.runner,
             counters=self.counters,
+            clock=parts.clock,
             results=parts.results,
             ring=parts.fetch_ring,
             restore_bytes=parts.welcome.restore_bytes,

@@ -6,7 +6,6 @@ It has a conversation, rings, a model and a cold cache of its own. Opens in one 
 import os
 import threading
 import time
-from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -18,7 +17,7 @@ from protocol.conversation import Conversation
 from protocol.errors import ConfigError
 from protocol.faults import crash_point
 from protocol.job import Job, Transport
-from protocol.messages import PROTOCOL_VERSION, Bye, Hello, Mode, StopRequest, Welcome
+from protocol.messages import Bye, Mode, StopRequest, Welcome
 from protocol.process import STOPPING, Crew, Signals, tell_peer
 from protocol.session import Session, check_welcome
 from protocol.stages import IDLE_WAIT_S, Stage
@@ -27,15 +26,18 @@ from protocol.telemetry.build import versions
 from protocol.telemetry.health import Health
 from protocol.telemetry.logs import get_logger
 from protocol.telemetry.timeline import traced_stages
-from protocol.transport.ring import RingReader, RingWriter
-from protocol.transport.ring_file import RingFile, RingMemory, attach_ring
+from protocol.transport.ring_file import RingFile, RingMemory
 from protocol.transport.zmq_link import ZmqLink
-from protocol.watch import PeerWatch, Progress
+from protocol.watch import PeerWatch
+from trainer import encounter
 from trainer.board import Board
-from trainer.engine import EngineParts, TrainerEngine
+from trainer.encounter import attach_rings, await_welcome, make_engine, make_records, progress_of
+from trainer.engine import TrainerEngine
 from trainer.history import History
+from trainer.kernels import Kernels
 from trainer.metrics import TrainerCounters, TrainerGauges
-from trainer.observe import engine_gauges, stall_clocks
+from trainer.observe import engine_gauges, learning_rates, stall_clocks
+from trainer.phases import phase_clock
 from trainer.pinning import pinned
 from trainer.plan_check import check_welcome_fits
 from trainer.report import Report, RunFacts, make_report, write_report
@@ -47,7 +49,6 @@ from trainer.streams import make_streams, peak_device_bytes
 from trainer.terminal import Progress as ProgressLine
 from trainer.terminal import print_summary
 
-GREETING_GRACE_S = 0.5  # after a stop, for a Welcome that may be on its way: a prefetcher that has sent one expects a trainer
 RUNNERS: dict[Mode, type[StepRunner]] = {"train": StepRunner, "eval": EvaluationRunner}
 REPORTS: dict[Mode, str] = {"train": "report.json", "eval": "eval.json"}
 PAGE = "report.html"
@@ -72,6 +73,7 @@ class RunParts:
     fresh: bool
     device: torch.device
     threads: int
+    kernels: Kernels
     tensorboard: Path | None  # folder for event files
     signals: Signals
     health: Health
@@ -111,6 +113,7 @@ class Incarnation:
         evaluation, welcome = self._results.evaluation_result, self._welcome
         idle = TrainerGauges(
             train_step=self._results.train_steps,
+            learning_rates=learning_rates(self._job.optimizer, self._results.train_steps),
             expected_train_steps=welcome.train_steps if welcome else None,
             auc=evaluation.auc if evaluation else None,
             logloss=evaluation.logloss if evaluation else None,
@@ -123,45 +126,19 @@ class Incarnation:
     def _converse(self, stack: ExitStack, conversation: Conversation, link: ZmqLink) -> None:
         arrived: list[Welcome] = []
         conversation.listen({Welcome: arrived.append, Bye: lambda message: self._left.set()})
-        watch = PeerWatch("prefetcher", conversation, link, self._transport, self._progress, lambda: bool(arrived))
-        conversation.send(self._hello())
+        watch = PeerWatch("prefetcher", conversation, link, self._transport, lambda: progress_of(self._engine), lambda: bool(arrived))
+        conversation.send(encounter.hello(self._job, self._run.mode, self._run.threads, self._run.device))
         crash_point("Hello sent")
         self._run.health.state = "connecting"
         self._log.info("waiting for the prefetcher", run_dir=str(self._job.run_dir.resolve()))
-        if self._await_welcome(arrived, conversation, watch):
-            check_welcome_fits(arrived[0], self._job, self._run.groups)
-            self._accept(arrived[0])
-            self._train(stack, conversation, watch, arrived[0])
-
-    def _await_welcome(self, arrived: list[Welcome], conversation: Conversation, watch: PeerWatch) -> bool:
-        """Waits for the Welcome; False where either process was stopped before it came."""
-        give_up_s: float | None = None
-        while not arrived:
-            if self._left.is_set():
-                self._log.info("the prefetcher was stopped before the run had begun")
-                return False
-            now_s = time.monotonic()
-            if self._run.signals.stop_reason is not None:
-                give_up_s = give_up_s or now_s + GREETING_GRACE_S
-            if give_up_s is not None and now_s > give_up_s:
-                return False
-            seen = self._bell.rings
-            watch.advance()
-            if not conversation.advance():
-                self._bell.wait(seen)
-        return True
-
-    def _hello(self) -> Hello:
-        return Hello(
-            protocol_version=PROTOCOL_VERSION,
-            job_digest=self._job.session_digest(),
-            rank=0,
-            world_size=1,
-            pid=os.getpid(),
-            threads=self._run.threads,
-            device=str(self._run.device),
-            mode=self._run.mode,
-        )
+        stopped = self._run.signals
+        welcome = await_welcome(arrived, conversation, watch, self._bell, lambda: stopped.stop_reason is not None, self._left.is_set)
+        if welcome is not None:
+            check_welcome_fits(welcome, self._job, self._run.groups)
+            self._accept(welcome)
+            self._train(stack, conversation, watch, welcome)
+        elif self._left.is_set():
+            self._log.info("the prefetcher was stopped before the run had begun")
 
     def _accept(self, welcome: Welcome) -> None:
         """Raises where this process cannot be the prefetcher's trainer."""
@@ -180,11 +157,11 @@ class Incarnation:
         run = self._run
         stack.enter_context(self._results)
         self._welcome = welcome
-        rings = self._attach_rings(stack, welcome)
+        rings = attach_rings(stack, self._job.transport, welcome)
         self._crew.start({"watch": watch}, {})  # the prefetcher must hear of this process also while its model is built
         stack.callback(self._crew.stop)
         are_pinned = stack.enter_context(pinned([ring.buffer for ring in rings], run.device))
-        engine = self._engine = self._make_engine(conversation, welcome, rings)
+        engine = self._engine = self._make_engine(conversation, welcome, rings, pinned=are_pinned)
         crash_point("model built")
         self._crew.start(self._stages(engine, welcome), stall_clocks(engine))
         stack.callback(self._crew.stop)  # once more: before the rings are unpinned
@@ -212,36 +189,26 @@ class Incarnation:
         page = self._job.run_dir / PAGE
         print_summary(report, page=page if run.mode == "train" and page.exists() else None)
 
-    def _attach_rings(self, stack: ExitStack, welcome: Welcome) -> list[RingFile | RingMemory]:
-        rings = [attach_ring(self._job.transport, spec) for spec in (welcome.fetch_ring, welcome.back_ring)]
-        for ring in rings:
-            stack.callback(ring.close)
-            if ring.path:
-                Path(ring.path).unlink(missing_ok=True)  # both sides have it now: from here on a kill leaves nothing behind
-        return rings
-
-    def _make_engine(self, conversation: Conversation, welcome: Welcome, rings: list[RingFile | RingMemory]) -> TrainerEngine:
-        run, is_tcp = self._run, self._job.transport.is_tcp
+    def _make_engine(
+        self, conversation: Conversation, welcome: Welcome, rings: list[RingFile | RingMemory], *, pinned: bool
+    ) -> TrainerEngine:
+        run = self._run
         records = make_records(welcome.slots, run.groups, run.device)
-        spent = run.counters.spent if run.device.type == "cpu" else run.counters.issued
-        fetch_ring = RingReader(rings[0].buffer, mirror=is_tcp)
-        back_ring = RingWriter(rings[1].buffer, always_checksum=is_tcp)
-        if is_tcp:
-            conversation.carry(back_ring, fetch_ring)
-        return TrainerEngine(
-            EngineParts(
-                groups=run.groups,
-                welcome=welcome,
-                conversation=conversation,
-                fetch_ring=fetch_ring,
-                back_ring=back_ring,
-                max_payload=back_ring.max_payload,
-                streams=make_streams(run.device),
-                records=records,
-                runner=RUNNERS[run.mode](self._job, run.groups, records, welcome.num_dense, spent),
-                results=self._results,
-                counters=run.counters,
-            )
+        streams = make_streams(run.device)
+        clock = phase_clock(streams.compute, run.counters.spent)
+        return make_engine(
+            self._job,
+            run.groups,
+            conversation,
+            welcome,
+            rings,
+            pinned=pinned,
+            streams=streams,
+            clock=clock,
+            records=records,
+            runner=RUNNERS[run.mode](self._job, run.groups, records, welcome.num_dense, clock, run.kernels),
+            results=self._results,
+            counters=run.counters,
         )
 
     def _stages(self, engine: TrainerEngine, welcome: Welcome) -> dict[str, Stage]:
@@ -273,19 +240,6 @@ class Incarnation:
             self._bell.wait(seen, IDLE_WAIT_S if run.device.type == "cpu" else DEVICE_POLL_S)
             engine.loop.idled(time.perf_counter() - began_s)
 
-    def _progress(self) -> Progress:
-        engine = self._engine
-        if engine is None:
-            return Progress(step_begun=None, step_done=None, work=0, waiting_for="its model to be built", ended=False)
-        loop = engine.loop
-        return Progress(
-            step_begun=loop.step_begun,
-            step_done=loop.step_done,
-            work=engine.counters.total("rows_written_back"),
-            waiting_for=loop.waiting_for,
-            ended=loop.end is not None,
-        )
-
     # what the run has to show
 
     def _report(self, engine: TrainerEngine, welcome: Welcome, *, are_pinned: bool) -> Report:
@@ -293,6 +247,7 @@ class Incarnation:
         assert end is not None, "the loop ends with EndOfData"
         assert run.began.met_s is not None, "the loop begins with a prefetcher"
         first_step_s = run.began.step_s or engine.loop.first_step_s or now_s
+        cache_bytes = sum(records.nbytes for records in engine.cache.records)
         return make_report(
             run.counters,
             RunFacts(
@@ -301,8 +256,9 @@ class Incarnation:
                 train_steps=welcome.first_train_step if run.mode == "eval" else self._results.train_steps,
                 loss=self._results.mean_loss,
                 evaluation=self._results.evaluation_result,
-                cache_bytes=sum(records.nbytes for records in engine.cache.records),
-                device_bytes=peak_device_bytes(run.device, engine.cache.device_bytes),
+                cache_bytes=cache_bytes,
+                staging_bytes=engine.cache.staging_bytes,
+                device_bytes=peak_device_bytes(run.device, cache_bytes + engine.cache.staging_bytes),
                 host_bytes=end.host_bytes,
                 threads=run.threads,
                 pinned=are_pinned,
@@ -324,13 +280,3 @@ class Incarnation:
             starts=self._run.history.starts,
             ended_at=datetime.now(UTC),
         )
-
-
-def make_records(slots: Sequence[int], groups: Sequence[GroupSpec], device: torch.device) -> list[torch.Tensor]:
-    """The cache: f32 [slots, record_floats] a group. Raises ConfigError where the device has not the memory."""
-    try:
-        return [torch.zeros(rows, group.record_floats, device=device) for rows, group in zip(slots, groups, strict=True)]
-    except RuntimeError as error:
-        nbytes = sum(rows * group.record_bytes for rows, group in zip(slots, groups, strict=True))
-        first_line = str(error).partition("\n")[0]
-        raise ConfigError(f"cache.capacity: no room for {nbytes} bytes of slots on {device} ({first_line}); make it smaller") from None

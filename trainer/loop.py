@@ -1,6 +1,10 @@
 """The trainer's main loop: fill, compute, report, in the order of the plans. It decides nothing and never waits for the device.
 
 `advance` is the loop's body. Every result is read when its event has happened: on a device that is about a step later.
+
+Where somebody else's code computes the steps (`trainer/adopt/`), `attend` is the body, without the steps:
+
+    attend ... attend    take -> begin -> (look-up to update, on the compute stream) -> finish    attend ...
 """
 
 import math
@@ -23,6 +27,7 @@ from trainer.cache import ArrivedStep, DeviceCache
 from trainer.dense import Gathering, Tensors, pack, readable, unpack
 from trainer.evaluate import EvalCounts, EvalResult
 from trainer.metrics import StallReason, TrainerCounters
+from trainer.phases import PhaseClock
 from trainer.report import Evaluation
 from trainer.sender import Sender
 from trainer.streams import Event, Streams
@@ -84,6 +89,7 @@ class TrainingLoop:
         streams: Streams,
         runner: Runner,
         counters: TrainerCounters,
+        clock: PhaseClock,
         results: Results,
         ring: RingReader,
         restore_bytes: int,
@@ -102,6 +108,7 @@ class TrainingLoop:
         self._streams = streams
         self._runner = runner
         self._counters = counters
+        self._clock = clock
         self._results = results
         self._ring = ring
         self._restoring = Gathering() if restore_bytes else None
@@ -114,6 +121,7 @@ class TrainingLoop:
         self._saving: Flush | None = None
         self._evaluating = False
         self._train_steps = first_train_step
+        self._began_s = 0.0  # the step that was begun last, by the performance counter
         self._waited_s = 0.0  # for the rows of the next step
 
     @property
@@ -139,13 +147,20 @@ class TrainingLoop:
         self.end = message
 
     def advance(self) -> bool:
+        return self._serve() or self._issue_next() or self._at_barrier()
+
+    def attend(self) -> bool:
+        """All of `advance` but the steps themselves."""
+        return self._serve() or self._at_barrier()
+
+    def _serve(self) -> bool:
+        """What comes before the next step: where anything was done others have work now, and on a CPU the step would keep this thread
+        from waking them."""
         if self._restoring is not None:
             return self._restore_next(self._restoring)
         collected = self._collect()
         moved = self._cache.advance()
-        if collected or moved:
-            return True  # others have work now; on a CPU the next step would keep this thread from waking them
-        return self._issue_next() or self._at_barrier()
+        return collected or moved
 
     def idled(self, seconds: float) -> None:
         """The main thread had nothing to do for so long. Before the first step that is start-up, and no stall."""
@@ -169,26 +184,39 @@ class TrainingLoop:
             crash_point("model restored")
             with readable():
                 self._results.restore(tensors)
+            self._streams.settle()
             self._restoring = None
         return True
 
     # issuing
 
     def _issue_next(self) -> bool:
-        step = self._cache.take_filled()
+        step = self.take()
         if step is None:
             return False
         crash_point("step not begun")
         if self._evaluating and step.header.kind == "train":
             self._close_evaluation()
-        began_s, waited_s, self._waited_s = time.perf_counter(), self._waited_s, 0.0
-        compute = self._streams.compute
-        compute.wait(step.filled[-1], "filled")
-        self.first_step_s = self.first_step_s or began_s
+        self.begin(step)
+        self.finish(step, self._run(step))
+        return True
+
+    def take(self) -> ArrivedStep | None:
+        """The next step, once its rows are on their way to their slots. Whoever takes it begins and finishes it before taking another."""
+        return None if self._restoring is not None else self._cache.take_filled()
+
+    def begin(self, step: ArrivedStep) -> None:
+        """From now on the compute stream may look up and update the step's rows."""
+        self._began_s = time.perf_counter()
+        self._streams.compute.wait(step.filled[-1], "filled")
+        self.first_step_s = self.first_step_s or self._began_s
         self.step_begun = step.step
         self.stop_reason = None
-        loss = self._run(step)
-        event = compute.record()
+
+    def finish(self, step: ArrivedStep, loss: Tensor | None) -> None:
+        """Look-up to update were issued to the compute stream; `loss` is where the mean loss will be, None where nobody tells."""
+        event = self._streams.compute.record()
+        waited_s, self._waited_s = self._waited_s, 0.0
         self._cache.issued(step.step, event)
         self._issued.append(
             Issued(
@@ -197,11 +225,10 @@ class TrainingLoop:
                 evaluation=None,
                 train_steps=step.header.train_step,
                 loss=loss,
-                began_s=began_s,
+                began_s=self._began_s,
                 waited_s=waited_s,
             )
         )
-        return True
 
     def _run(self, step: ArrivedStep) -> Tensor | None:
         """Look-up to update as one closure; where the loss will be."""
@@ -261,6 +288,7 @@ class TrainingLoop:
             self._results.loss(issued.train_steps, loss)
         crash_point("step computed")
         self._cache.completed(step.step)
+        self._clock.complete(step.step)
         self.step_done = step.step
         self._counters.step_done(step.header, None if loss is None else float(loss))
         step_s = time.perf_counter() - issued.began_s

@@ -11,8 +11,9 @@ from protocol.telemetry.health import Health
 from protocol.telemetry.metrics import Sample
 
 StallReason = Literal["rows", "ring", "results", "barrier"]
-Phase = Literal["fill", "lookup", "forward", "backward", "update"]
+Phase = Literal["gather", "fill", "lookup", "forward", "backward", "update"]
 Queue = Literal["steps", "rows_back"]
+Side = Literal["sparse", "dense"]
 # rows: the loop waits for StepReady      ring: the sender waits for space in the back ring
 # results: the loop waits for the device  barrier: the loop waits for the flush
 #
@@ -38,10 +39,6 @@ class TrainerCounters(Counters):
         """`step`, and the time that they `ended_s` by the performance counter, are for the timeline."""
         self.phases[phase] += seconds
         self.show("work", phase, seconds, step, ended_s)
-
-    def issued(self, phase: Phase, seconds: float, step: int | None = None, ended_s: float | None = None) -> None:
-        """As `spent`, where the work was only handed to a device: that is no time of the phase."""
-        self.show("issue", phase, seconds, step, ended_s)
 
     def blocked(self, queue: Queue, side: Literal["producer", "consumer"], seconds: float) -> None:
         self.queues[queue].blocked(side, seconds)
@@ -70,6 +67,7 @@ class TrainerGauges:
     """Of one moment. What is 0 by default is so while there is no engine: before the first Welcome, and between two prefetchers."""
 
     train_step: int  # train steps of the run that are done
+    learning_rates: Mapping[Side, float]  # of the next one
     expected_train_steps: int | None = None  # of the whole run
     auc: float | None = None  # of the last evaluation
     logloss: float | None = None
@@ -107,6 +105,8 @@ class TrainerCollector(CountersCollector):
         yield "rowcast_ring_size_bytes", ("from_device",), gauges.ring_size_bytes
         yield "rowcast_frames_refused_total", (), gauges.frames_refused
         yield "rowcast_train_step", (), gauges.train_step
+        for side, rate in gauges.learning_rates.items():
+            yield "rowcast_learning_rate", (side,), rate
         results = {
             "rowcast_expected_train_steps": gauges.expected_train_steps,
             "rowcast_loss": counters.loss,

@@ -3,8 +3,10 @@
 from collections.abc import Callable
 from dataclasses import replace
 
+from protocol.job import Optimizer
+from protocol.learning_rate import learning_rate
 from trainer.engine import TrainerEngine
-from trainer.metrics import TrainerGauges
+from trainer.metrics import Side, TrainerGauges
 
 
 def stall_clocks(engine: TrainerEngine) -> dict[str, Callable[[float], None]]:
@@ -18,6 +20,11 @@ def stall_clocks(engine: TrainerEngine) -> dict[str, Callable[[float], None]]:
             counters.blocked("rows_back", "consumer", seconds)
 
     return {"sender": sender}
+
+
+def learning_rates(optimizer: Optimizer, train_steps: int) -> dict[Side, float]:
+    """Of the train step behind so many."""
+    return {"sparse": learning_rate(optimizer.sparse, train_steps), "dense": learning_rate(optimizer.dense, train_steps)}
 
 
 def engine_gauges(idle: TrainerGauges, engine: TrainerEngine) -> TrainerGauges:

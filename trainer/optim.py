@@ -3,20 +3,35 @@
 import torch
 from torch import Tensor
 
-from protocol.job import SparseOptimizer
-from protocol.tables import GroupSpec
+from protocol.job import RowType, SparseOptimizer
+from protocol.learning_rate import learning_rate
+from protocol.tables import GroupSpec, RecordPart
 from trainer.kernels import Rows, Rule
+
+DTYPES: dict[RowType, torch.dtype] = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 def rule_at(settings: SparseOptimizer, train_step: int) -> Rule:
     """`train_step` counts the training batches before this one."""
-    return Rule(kind=settings.kind, lr=settings.lr, eps=settings.epsilon, betas=settings.betas, step=train_step + 1)
+    return Rule(
+        kind=settings.kind,
+        lr=learning_rate(settings, train_step),
+        eps=settings.epsilon,
+        betas=settings.betas,
+        step=train_step + 1,
+        clip=settings.clip_rows,
+    )
 
 
 def rows_of(records: Tensor, group: GroupSpec) -> Rows:
     """The parts of records f32 [num_slots, record_floats], as views."""
-    parts = {part.name: records[:, part.offset : part.offset + part.width] for part in group.parts}
+    parts = {part.name: part_of(records, part) for part in group.parts}
     return Rows(weight=parts.pop("weight"), master=parts.pop("master", None), states=tuple(parts.values()))
+
+
+def part_of(records: Tensor, part: RecordPart) -> Tensor:
+    """A view [n, width] of a part, in its own dtype; `records` are contiguous rows of record_bytes, whatever their dtype."""
+    return records.view(DTYPES[part.dtype])[:, part.elements]
 
 
 def warm_up_sqrt() -> None:

@@ -14,7 +14,7 @@ from protocol.telemetry.logs import get_logger
 def pinned(buffers: Sequence[npt.NDArray[np.uint8]], device: torch.device) -> Iterator[bool]:
     """Registers page-aligned buffers with the driver while the context lasts; whether all of them were.
 
-    A container or a memlock limit may refuse: then copies go on as ordinary ones, slower, and the log says what to change.
+    A container or a memlock limit may refuse: then copies go through a buffer (`host_memory.Bounced`), and the log says what to change.
     """
     if device.type != "cuda":
         yield False

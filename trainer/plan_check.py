@@ -11,6 +11,8 @@ Of the arrays in a block, those that hold positions are used as they are, by ope
     bag_order                                                   < bags of the group
     lookup_order                                                < look-ups
     segment_offsets, offsets                                    from 0 to the look-ups, never falling
+    long_rows, piece_offsets, piece_rows                        what follows from segment_offsets
+    sequence_offsets                                            of each feature, from 0 to its look-ups, never falling
     evict_slots                                                 the first of fetch_slots
     unique_slots, fetch_slots, over tcp                         no slot twice: each is written, and only one value can stay
 
@@ -33,7 +35,8 @@ import numpy.typing as npt
 from protocol.errors import RemoteProtocolError
 from protocol.job import Job
 from protocol.messages import ArraySpan, ArraySpec, Flush, GroupHeader, PlanHeader, StepReady, Welcome
-from protocol.packing import ARRAY_ALIGNMENT
+from protocol.packing import ARRAY_ALIGNMENT, PIECE_ARRAYS
+from protocol.plan import cut_long_rows
 from protocol.row_checksum import barrier_name, fetched_name, victims_name
 from protocol.tables import GroupSpec, aligned
 
@@ -93,7 +96,10 @@ class PlanCheck:
         require(plan.batch_size > 0, f"step {step} has an empty batch")
         present = {spec.name: spec for spec in plan.arrays}
         for index, (group, spec) in enumerate(zip(plan.groups, self._groups, strict=True)):
-            bags, slots = spec.num_features * plan.batch_size, self._num_slots[index]
+            slots, apart = self._num_slots[index], len(spec.unpooled_features)
+            sequences = len(group.sequence_lookups)
+            require(sequences == apart, f"step {step} has {sequences} features of sequences in group {index} instead of {apart}")
+            bags = self._bags(index, plan)
             require(group.num_unique <= slots, f"step {step} touches {group.num_unique} rows of group {index}, which has {slots} slots")
             require(max(group.num_lookups, bags) < POSITION_LIMIT, f"step {step} has {group.num_lookups} look-ups in {bags} bags")
             one_each = f"{index}.offsets" not in present
@@ -102,6 +108,11 @@ class PlanCheck:
         asked = [count for index in range(len(self._groups)) for count in self._asked(index, plan.groups[index], present)]
         require(sum(asked) == plan.num_checksums, f"step {step} asks for {plan.num_checksums} checksums and names {sum(asked)} slots")
         self._train_step += plan.kind == "train"
+
+    def _bags(self, index: int, plan: PlanHeader) -> int:
+        """Of the group's features: one a sample, or one a look-up."""
+        sequences = plan.groups[index].sequence_lookups
+        return (self._groups[index].num_features - len(sequences)) * plan.batch_size + sum(sequences)
 
     def _asked(self, index: int, group: GroupHeader, present: dict[str, ArraySpec]) -> Iterator[int]:
         """How many slots of the group the plan names for checksums."""
@@ -116,18 +127,23 @@ class PlanCheck:
         yield "dense", "f4", (plan.batch_size, self._num_dense)
         yield "labels", "f4", (plan.batch_size,)
         for index, group in enumerate(plan.groups):
-            bags = self._groups[index].num_features * plan.batch_size
+            bags = self._bags(index, plan)
             weighted = f"{index}.weights" in present
             yield f"{index}.slots", "i4", (group.num_lookups,)
             yield f"{index}.unique_slots", "i4", (group.num_unique,)
             yield f"{index}.segment_offsets", "i4", (group.num_unique + 1,)
             yield f"{index}.bag_order", "i4", (group.num_lookups,)
+            yield f"{index}.long_rows", "i4", (group.num_long,)
+            yield f"{index}.piece_offsets", "i4", (group.num_long + 1,)
+            yield f"{index}.piece_rows", "i4", (group.num_pieces,)
             if weighted:
                 yield f"{index}.lookup_order", "i4", (group.num_lookups,)
             if f"{index}.offsets" in present:
                 yield f"{index}.offsets", "i4", (bags + 1,)
             if weighted:
                 yield f"{index}.weights", "f4", (group.num_lookups,)
+            if group.sequence_lookups:
+                yield f"{index}.sequence_offsets", "i4", (len(group.sequence_lookups), plan.batch_size + 1)
             yield f"{index}.fetch_slots", "i4", (group.num_fetch,)
             yield f"{index}.evict_slots", "i4", (group.num_dirty,)
         for index in range(len(plan.groups)):
@@ -138,13 +154,20 @@ class PlanCheck:
         found = {spec.name: i32_of(block, spec) for spec in plan.arrays if spec.dtype == "i4"}
         for index, group in enumerate(plan.groups):
             name, most, num_lookups = f"step {step}: {index}", self._num_slots[index], group.num_lookups
-            bags = self._groups[index].num_features * plan.batch_size
+            bags = self._bags(index, plan)
             own = {key: found[f"{index}.{key}"] for key in ("slots", "unique_slots", "segment_offsets", "bag_order", "fetch_slots")}
             below(own["slots"], most, f"{name}.slots")
             below(own["bag_order"], bags, f"{name}.bag_order")
             below(found.get(f"{index}.lookup_order"), num_lookups, f"{name}.lookup_order")
             rising(own["segment_offsets"], num_lookups, f"{name}.segment_offsets")
+            pieces = cut_long_rows(own["segment_offsets"])
+            for key in PIECE_ARRAYS:
+                as_cut = np.array_equal(found[f"{index}.{key}"], getattr(pieces, key))
+                require(as_cut, f"{name}.{key} are not what follows from segment_offsets")
             rising(found.get(f"{index}.offsets"), num_lookups, f"{name}.offsets")
+            for feature, count in enumerate(group.sequence_lookups):
+                of_feature = found[f"{index}.sequence_offsets"].reshape(-1, plan.batch_size + 1)[feature]
+                rising(of_feature, count, f"{name}.sequence_offsets[{feature}]")
             self._below(own["unique_slots"], most, f"{name}.unique_slots")
             self._below(own["fetch_slots"], most, f"{name}.fetch_slots")
             leaving = np.array_equal(found[f"{index}.evict_slots"], own["fetch_slots"][: group.num_dirty])

@@ -38,11 +38,13 @@ class Report(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     rows_flushed: int  # those of barriers
     hit_ratio: float | None  # distinct rows resident when planned / distinct rows; None without a look-up
     trainer_wait_s: float  # for rows
+    phase_ms: dict[str, float]  # of a step, each phase by the device's own clock; gather and fill run beside the others
     stall_share: float  # trainer_wait_s / wall_s
     bytes_to_device: int  # rows and arrays of plans
     bytes_from_device: int  # rows
     cache_bytes: int  # row records of all slots
-    device_bytes: int  # peak on the device: cache, staging, and on a GPU everything else
+    staging_bytes: int  # on the device beside them: rows on their way, and arrays of `depth` + 2 plans
+    device_bytes: int  # peak on the device: these two, and on a GPU everything else
     host_bytes: int  # peak resident bytes of the prefetcher
     threads: int
     pinned: bool
@@ -62,6 +64,7 @@ class RunFacts(msgspec.Struct, frozen=True, kw_only=True):
     loss: float | None
     evaluation: Evaluation | None  # the last one
     cache_bytes: int
+    staging_bytes: int
     device_bytes: int
     host_bytes: int
     threads: int
@@ -96,10 +99,12 @@ def make_report(counters: TrainerCounters, run: RunFacts) -> Report:
         rows_flushed=counters.total("rows_flushed"),
         hit_ratio=counters.total("hits") / unique_rows if unique_rows else None,
         trainer_wait_s=counters.waited_s,
+        phase_ms={name: 1e3 * seconds / max(counters.train_steps, 1) for name, seconds in counters.phases.items()},
         stall_share=counters.waited_s / run.wall_s if run.wall_s else 0.0,
         bytes_to_device=counters.total("row_bytes_to_device") + counters.plan_bytes_to_device,
         bytes_from_device=counters.total("row_bytes_from_device"),
         cache_bytes=run.cache_bytes,
+        staging_bytes=run.staging_bytes,
         device_bytes=run.device_bytes,
         host_bytes=run.host_bytes,
         threads=run.threads,

@@ -20,6 +20,7 @@ from protocol.packing import ARRAY_ALIGNMENT, barrier_stamp, cut_bytes, is_sampl
 from protocol.row_checksum import checksum_messages
 from protocol.tables import aligned
 from protocol.transport.ring import RingSlice, RingWriter
+from trainer.host_memory import HostMemory
 from trainer.metrics import TrainerCounters
 from trainer.streams import Event, Streams
 
@@ -70,12 +71,14 @@ class Sender:
         self,
         streams: Streams,
         ring: RingWriter,
+        memory: HostMemory,
         counters: TrainerCounters,
         send: Callable[[RowsBack | RowChecksums | Saved | StepDone], None],
     ) -> None:
         self.waiting_for_ring = False
         self._streams = streams
         self._ring = ring
+        self._memory = memory
         self._counters = counters
         self._send = send
         self._tasks: deque[EvictTask] = deque()
@@ -125,7 +128,7 @@ class Sender:
         stream = self._streams.evict
         stream.wait(task.gathered, "gathered")
         if slot is not None:
-            payload = torch.from_numpy(slot.payload)
+            payload = self._memory.leaving(slot.payload)
             for span, (_, source) in zip(spans, task.sources, strict=True):
                 rows = payload[span.offset : span.offset + source.nbytes].view(torch.float32).view(source.shape)
                 stream.copy(source, rows)
@@ -145,7 +148,10 @@ class Sender:
 
     def _send_flight(self, flight: InFlight) -> None:
         task = flight.task
-        ref = None if flight.slice is None else self._ring.commit(flight.slice, task.stamp, checksum=is_sampled(task.stamp))
+        ref = None
+        if flight.slice is not None:
+            self._memory.landed(flight.slice.payload)
+            ref = self._ring.commit(flight.slice, task.stamp, checksum=is_sampled(task.stamp))
         message = RowsBack(step=task.step, barrier=task.barrier, piece=task.piece, last=task.last, payload=ref, rows=flight.spans)
         crash_point("RowsBack not sent")
         self._counters.rows_back(message)

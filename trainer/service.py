@@ -22,7 +22,9 @@ from protocol.telemetry.timeline import Timeline
 from trainer.board import check_board
 from trainer.history import History
 from trainer.incarnation import Beginnings, Incarnation, RunParts
+from trainer.kernels.choose import choose_kernels
 from trainer.metrics import TrainerCollector, TrainerGauges, new_counters
+from trainer.observe import learning_rates
 from trainer.optim import warm_up_sqrt
 from trainer.streams import choose_device
 
@@ -47,13 +49,15 @@ class TrainerRun:
         refuse_several_ranks(os.environ.get("WORLD_SIZE", "1"))
         if self._tensorboard is not None:
             check_board(self._tensorboard)
+        device, threads = self._choose_device(), set_threads(self._job.trainer.threads)
         parts = RunParts(
             job=self._job,
             groups=self._groups,
             mode=self._mode,
             fresh=fresh,
-            device=self._choose_device(),
-            threads=set_threads(self._job.trainer.threads),
+            device=device,
+            threads=threads,
+            kernels=choose_kernels(device, self._job),  # while the prefetcher prepares, too
             tensorboard=self._tensorboard,
             signals=self._signals,
             health=self._health,
@@ -87,7 +91,9 @@ class TrainerRun:
         get_logger().info("serving metrics", address=server.address)
 
     def _gauges(self) -> TrainerGauges:
-        return TrainerGauges(train_step=0) if self._incarnation is None else self._incarnation.gauges()
+        if self._incarnation is not None:
+            return self._incarnation.gauges()
+        return TrainerGauges(train_step=0, learning_rates=learning_rates(self._job.optimizer, 0))
 
     def _live(self, parts: RunParts) -> None:
         patience = Patience("prefetcher", self._job.transport)

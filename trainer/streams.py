@@ -38,8 +38,15 @@ class Event(Protocol):
         """Whether all that was issued before the event was recorded is complete."""
 
 
+class Mark(Protocol):
+    def seconds_since(self, earlier: "Mark") -> float:
+        """Between two marks of one stream, once the work before both is complete."""
+
+
 class Stream(ABC):
     """Work runs in the order it was issued; `wait` holds back what is issued after it."""
+
+    is_device = False  # the work runs later, somewhere else
 
     @abstractmethod
     def run(self, closure: Closure) -> None: ...
@@ -49,6 +56,10 @@ class Stream(ABC):
 
     @abstractmethod
     def record(self) -> Event: ...
+
+    def mark(self) -> Mark:
+        """A moment between what was issued before and after it, on a device's own clock."""
+        raise NotImplementedError(f"{type(self).__name__} runs on the host, whose clock tells")
 
     def copy(self, source: Tensor, out: Tensor) -> None:
         """out[:] = source, both contiguous and of one dtype."""
@@ -91,6 +102,9 @@ class Streams(ABC):
     def allocate(self, nbytes: int) -> Tensor:
         """u8 [nbytes] that every stream may use. Rare: it waits for the device."""
         return torch.zeros(nbytes, dtype=torch.uint8)
+
+    def settle(self) -> None:
+        """What was done outside these streams is done before anything that is issued from now on. Rare: it waits for the device."""
 
     def advance(self) -> bool:
         """Lets a twin run queued work; True if anything ran."""
@@ -197,7 +211,20 @@ class SeededStreams(Streams):
         return True
 
 
+class CudaMark:
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        self._event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        self._event.record(stream)
+
+    def seconds_since(self, earlier: Mark) -> float:
+        assert isinstance(earlier, CudaMark), "a mark of another kind of stream"
+        milliseconds: float = earlier._event.elapsed_time(self._event)
+        return milliseconds / 1e3
+
+
 class CudaStream(Stream):
+    is_device = True
+
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
@@ -214,16 +241,43 @@ class CudaStream(Stream):
         event.record(self._stream)
         return event
 
+    def mark(self) -> Mark:
+        return CudaMark(self._stream)
+
+
+class CurrentCudaStream(Stream):
+    """Whatever stream is torch's current one when it is asked: where somebody else's code computes."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def run(self, closure: Closure) -> None:
+        closure()
+
+    def wait(self, event: Event, why: Wait) -> None:
+        assert isinstance(event, torch.cuda.Event), "an event of another kind of stream"
+        torch.cuda.current_stream(self._device).wait_event(event)
+
+    def record(self) -> Event:
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
 
 class CudaStreams(Streams):
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, compute: Stream | None = None) -> None:
+        """`compute`: instead of one of its own."""
         self.device = device
-        self.copy_in, self.fill, self.compute, self.evict = (CudaStream(device) for _ in range(4))
+        self.copy_in, self.fill, self.evict = (CudaStream(device) for _ in range(3))
+        self.compute = compute or CudaStream(device)
 
     def allocate(self, nbytes: int) -> Tensor:
         memory = torch.zeros(nbytes, dtype=torch.uint8, device=self.device)
-        torch.cuda.synchronize(self.device)  # the zeros were written on another stream than those that will use them
+        self.settle()  # the zeros were written on another stream than those that will use them
         return memory
+
+    def settle(self) -> None:
+        torch.cuda.synchronize(self.device)
 
 
 def choose_device(name: str) -> torch.device:
@@ -246,6 +300,11 @@ def choose_device(name: str) -> torch.device:
 
 def make_streams(device: torch.device) -> Streams:
     return CudaStreams(device) if device.type == "cuda" else PlainStreams()
+
+
+def adopted_streams(device: torch.device) -> Streams:
+    """Steps are computed by code that is not ours, on torch's current stream."""
+    return CudaStreams(device, CurrentCudaStream(device)) if device.type == "cuda" else PlainStreams()
 
 
 def peak_device_bytes(device: torch.device, cache_bytes: int) -> int:

@@ -192,15 +192,21 @@ def summary_rows(report: Report) -> list[tuple[str, str]]:
         ("look-ups", f"{report.lookups:,} of {report.unique_rows:,} rows{hits}"),
         ("rows", f"{report.rows_fetched:,} fetched, {report.rows_evicted:,} evicted, {report.rows_written_back:,} written back"),
         ("waited for rows", f"{human_seconds(report.trainer_wait_s)} ({percent(report.stall_share)} of the time)"),
+        ("each step", phases(report.phase_ms)),
         ("traffic", f"{human_bytes(report.bytes_to_device)} to the device, {human_bytes(report.bytes_from_device)} back"),
         (
             "memory",
-            f"{human_bytes(report.cache_bytes)} of rows in {human_bytes(report.device_bytes)} on the device, "
+            f"{human_bytes(report.cache_bytes)} of rows and {human_bytes(report.staging_bytes)} of staging in "
+            f"{human_bytes(report.device_bytes)} on the device, "
             f"{human_bytes(report.host_bytes)} in the prefetcher",
         ),
         ("processes", f"prefetcher {report.pids['prefetcher']}, trainer {report.pids['trainer']}"),
         ("device", f"{report.device}, threads: {report.threads}, {'pinned' if report.pinned else 'unpinned'} rings"),
     ]
+
+
+def phases(phase_ms: dict[str, float]) -> str:
+    return ", ".join(f"{name} {milliseconds:.1f}" for name, milliseconds in phase_ms.items()) + " ms"
 
 
 def percent(share: float) -> str:

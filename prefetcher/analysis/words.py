@@ -6,8 +6,8 @@ from prefetcher.analysis.profile.interval import Share
 
 
 def percent(share: float) -> str:
-    """Without the sign. One decimal, and more where a share would look like nothing or like everything and is not."""
-    distance = 100 * min(share, 1 - share)
+    """Without the sign. One decimal, and more where a share would look like nothing or like everything and is not. It may be above 1."""
+    distance = 100 * abs(min(share, 1 - share))
     decimals = 1 if distance == 0 else min(4, max(1, math.ceil(-math.log10(distance))))
     return f"{100 * share:.{decimals}f}"
 

@@ -15,8 +15,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from prefetcher.compiled import compiled_loop, prefetch
 from prefetcher.planner.grouping import I64, SPREAD, U64
+from protocol.compiled import compiled_loop, prefetch
 
 Records = npt.NDArray[np.void]
 

@@ -4,11 +4,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from prefetcher.compiled import compiled_loop
 from prefetcher.planner.directory import forget_all, new_directory, with_room
 from prefetcher.planner.eviction import Worth, in_order, new_victims, take_idle, take_least_worthy, take_queued
 from prefetcher.planner.grouping import I32, I64, sort_pairs
 from prefetcher.planner.horizon import DIRTY, NONE, Ring, Woken, close_gaps, enter, new_ring, queue_woken, use_rows, with_places, with_steps
+from protocol.compiled import compiled_loop
 from protocol.plan import RowMove
 from protocol.tables import GroupSpec
 

@@ -9,6 +9,9 @@ is its place in its table's range, which takes two bytes where no table has more
     keys       |  0<<48|3   0<<48|7  |     2<<48|5       |   distinct, ascending
     segments   0         1           3                   5   where the look-ups of each distinct row start, and the last ones end
 
+The bags of a feature whose look-ups stay apart (pooling = "none") end here: each of its look-ups becomes a bag of its own, and where each
+sample's begin is kept beside them. Whatever comes later, kernels included, pools every bag and needs to know of no other kind.
+
 A table with few rows is counted row by row; one of which a batch touches few rows, through a small hash; any other is sorted by digits.
 Tables are independent of each other, so several threads may each take some of them: the result is the same for any number.
 """
@@ -22,7 +25,7 @@ from typing import Protocol, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from prefetcher.compiled import compiled, compiled_loop
+from protocol.compiled import compiled, compiled_loop
 from protocol.tables import KEY_SHIFT, GroupSpec
 
 U16 = npt.NDArray[np.uint16]
@@ -79,8 +82,9 @@ class Grouping:
     segment_offsets: I32  # [U + 1] where each distinct row's look-ups start in `order`
     table_starts: I64  # [T + 1] where each table's look-ups start
     row_starts: I64  # [T + 1] where each table's distinct rows start
-    offsets: I32 | None  # [F * B + 1] as in GroupLookups
+    offsets: I32 | None  # [G + 1] bag boundaries in ids as in GroupPlan, or None: every bag holds one look-up
     weights: F32 | None  # [N]
+    sequence_offsets: I32 | None  # [S, B + 1] as in GroupPlan
 
     @property
     def num_unique(self) -> int:
@@ -88,7 +92,7 @@ class Grouping:
 
     @property
     def nbytes(self) -> int:
-        arrays = (self.keys, self.order, self.segment_offsets, self.offsets, self.weights)
+        arrays = (self.keys, self.order, self.segment_offsets, self.offsets, self.weights, self.sequence_offsets)
         return sum(array.nbytes for array in arrays if array is not None)
 
 
@@ -120,6 +124,7 @@ class Grouper:
         self._num_features = num_features
         self._runs = consecutive_runs(group.feature_positions)
         self._feature_starts = np.cumsum([0, *(len(table.features) for table in group.tables)])
+        self._unpooled = group.unpooled_features
         self._tables = np.array([table.index for table in group.tables], np.int64)
         self._num_rows = np.array([table.num_embeddings for table in group.tables], np.int64)
         self._pool = pool or Pool()
@@ -153,14 +158,16 @@ class Grouper:
         row_starts = np.zeros(len(num_rows) + 1, np.int64)
         np.cumsum(num_rows, out=row_starts[1:])
         parts = [slice(start, start + count) for start, count in zip(starts[:-1].tolist(), num_rows.tolist(), strict=True)]
+        offsets, sequence_offsets = self._bags(lookups)
         return Grouping(
             keys=np.concatenate([keys[part] for part in parts]),
             order=order,
             segment_offsets=np.concatenate([np.zeros(1, np.int32), *(ends[part] for part in parts)]),
             table_starts=starts,
             row_starts=row_starts,
-            offsets=lookups.offsets,
+            offsets=offsets,
             weights=lookups.weights,
+            sequence_offsets=sequence_offsets,
         )
 
     def arrange(self, grouping: Grouping, unique_slots: I32) -> tuple[I32, I32]:
@@ -173,6 +180,21 @@ class Grouper:
 
         self._pool.over_tables(grouping.table_starts, work)
         return slots, order
+
+    def _bags(self, lookups: GroupLookups) -> tuple[I32 | None, I32 | None]:
+        """`offsets` and `sequence_offsets` of a Grouping."""
+        if not self._unpooled:
+            return lookups.offsets, None
+        num_features, offsets = int(self._feature_starts[-1]), lookups.offsets
+        if offsets is None:
+            of_one = np.arange(len(lookups.ids) // num_features + 1, dtype=np.int32)
+            return None, np.tile(of_one, (len(self._unpooled), 1))
+        batch_size = (len(offsets) - 1) // num_features
+        of_features = [offsets[f * batch_size : (f + 1) * batch_size + 1] for f in range(num_features)]
+        own = np.stack([of_features[f] - of_features[f][0] for f in self._unpooled])
+        if len(self._unpooled) == num_features:
+            return None, own
+        return apart(of_features, self._unpooled), own
 
     def _check_ids(self, lookups: GroupLookups, num_rows: I64) -> None:
         for t in np.flatnonzero(num_rows == OUTSIDE).tolist():
@@ -218,6 +240,14 @@ def joined_offsets(offsets: I64, runs: list[tuple[int, int]]) -> I32:
     joined = np.zeros(len(sizes) + 1, np.int32)
     np.cumsum(sizes, out=joined[1:])
     return joined
+
+
+def apart(of_features: list[I32], unpooled: tuple[int, ...]) -> I32:
+    """Offsets of the bags of all features, [B + 1] of each, where every look-up of the `unpooled` ones is a bag."""
+    starts = [np.arange(own[0], own[-1], dtype=np.int32) if f in unpooled else own[:-1] for f, own in enumerate(of_features)]
+    offsets = np.concatenate([*starts, of_features[-1][-1:]])
+    assert len(offsets) - 1 <= MAX_LOOKUPS, f"{len(offsets) - 1} bags are more than {MAX_LOOKUPS}"
+    return offsets
 
 
 @compiled

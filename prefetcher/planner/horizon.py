@@ -20,10 +20,10 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from prefetcher.compiled import compiled, compiled_loop, prefetch
 from prefetcher.planner.directory import AHEAD, EMPTY, LOW, PLACE_BITS, Records, exchange, expect, hash_of, locate_place
 from prefetcher.planner.grouping import I32, I64, U64, Grouping, Lookups, sort_pairs
 from protocol.batch import Kind
+from protocol.compiled import compiled, compiled_loop, prefetch
 
 NONE = -1  # no slot, no step: only inside the planner's arrays
 DIRTY, PINNED = 1, 2  # flags: trained since its fill or the last barrier; never leaves

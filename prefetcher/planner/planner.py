@@ -7,16 +7,16 @@ from typing import Any
 
 import numpy as np
 
-from prefetcher.compiled import compiled_loop
 from prefetcher.planner.auto_horizon import AutoHorizon
 from prefetcher.planner.eviction import Frequency, Hotness, Worth
 from prefetcher.planner.group_planner import GroupMoves, GroupPlanner, Occupancy
 from prefetcher.planner.grouping import I64, Grouper, Grouping, Lookups, Pool, bags_of
 from prefetcher.planner.horizon import Horizon, KnownBatch, ScheduledLookups
 from prefetcher.planner.integrity import check_group
+from protocol.compiled import compiled_loop
 from protocol.errors import ConfigError
 from protocol.job import Policy
-from protocol.plan import BarrierPlan, GroupPlan, StepPlan
+from protocol.plan import BarrierPlan, GroupPlan, StepPlan, cut_long_rows
 from protocol.tables import GroupSpec
 
 NO_IDS = np.zeros(0, np.int64)
@@ -268,9 +268,11 @@ def group_plan(grouper: Grouper, grouping: Grouping, moves: GroupMoves) -> Group
         unique_slots=moves.unique_slots,
         segment_offsets=grouping.segment_offsets,
         bag_order=bags,
+        pieces=cut_long_rows(grouping.segment_offsets),
         lookup_order=None if grouping.weights is None else order,
         offsets=grouping.offsets,
         weights=grouping.weights,
+        sequence_offsets=grouping.sequence_offsets,
         fetch=moves.fetch,
         evict=moves.evict,
         num_dirty=moves.num_dirty,

@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 
+from prefetcher.readers.foreign import as_batch
 from prefetcher.readers.ids import IdCheck, Place, check_dense, dense_names, job_features
 from prefetcher.readers.rows import Ids, bag_offsets, needed_offsets
 from protocol.batch import Batch
@@ -15,6 +16,7 @@ from protocol.job import Job
 class BatchCheck:
     def __init__(self, job: Job) -> None:
         self._features = job_features(job)
+        self._names = [feature.name for feature in self._features]
         self._weighted = bool(job.data.columns.weights)
         self._ids = IdCheck(job)
         self.num_dense: int | None = None  # None: any number
@@ -23,10 +25,10 @@ class BatchCheck:
     def num_invalid(self) -> int:
         return self._ids.num_invalid
 
-    def check(self, batch: Any, where: str) -> Batch:
-        """The batch with contiguous arrays, checked ids and no needless offsets. Raises DataError that starts with `where`."""
-        if not isinstance(batch, Batch):
-            raise DataError(f"{where} is {type(batch).__name__}; yield protocol.batch.Batch")
+    def check(self, offered: Any, where: str) -> Batch:
+        """The batch, in any shape that `foreign.py` reads, with contiguous arrays, checked ids and no needless offsets. Raises DataError
+        that starts with `where`."""
+        batch = as_batch(offered, self._names, where)
         self._check_shapes(batch, where)
         self._check_values(batch, where)
         offsets = needed_offsets(batch.ids, batch.offsets)

@@ -1,19 +1,20 @@
 """data.format = "package.module:factory": any Python code as a data set, checked here batch by batch.
 
-The factory is called as factory(job, **job.data.options) and returns one of
+The factory is called as factory(job, **job.data.options), or without the job where it takes none, and returns one of
 
-    an object           with batches(split, epoch, start) -> iterable of Batch, from batch `start` on; it may also have num_dense,
+    an object           with batches(split, epoch, start) -> iterable of batches, from batch `start` on; it may also have num_dense,
                         num_samples(split) and file_sizes as `base.Reader` has
-    a function          called as function(split, epoch) -> iterable of Batch, for each epoch and for "eval"
+    a function          called as function(split, epoch) -> iterable of batches, for each epoch and for "eval"
     an iterable         of training batches, gone through once an epoch; it has no evaluation split
 
+A batch is a `Batch`, or in one of the shapes that `foreign.py` reads.
 Order, split and shuffle are the factory's own; going on at a batch makes the batches before it first, unless an object has `start`.
 For the same reason one worker makes all batches: nothing here could skip those of another.
 """
 
 import inspect
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from functools import partial
 from importlib import import_module
 from itertools import chain, islice
@@ -26,17 +27,27 @@ from protocol.batch import Batch, Kind
 from protocol.errors import ConfigError, DataError
 from protocol.job import Job
 
-Batches = Callable[[Kind, int, int], Iterable[Batch]]  # (split, epoch, start)
+Batches = Callable[[Kind, int, int], Iterable[Any]]  # (split, epoch, start) -> batches in any shape that foreign.py reads
 
 
 def open_reader(job: Job) -> "CustomReader":
     """Imports and calls the factory. Raises ConfigError where that is not possible."""
     factory = import_factory(job.data.format)
+    signature = inspect.signature(factory)
+    given = [job] if wants_job(signature, job.data.options) else []
     try:
-        inspect.signature(factory).bind(job, **job.data.options)
+        signature.bind(*given, **job.data.options)
     except TypeError as error:
         raise ConfigError(f"data.format = {job.data.format!r}: the factory cannot be called with (job, **data.options): {error}") from None
-    return CustomReader(job, factory(job, **job.data.options))
+    return CustomReader(job, factory(*given, **job.data.options))
+
+
+def wants_job(signature: inspect.Signature, options: Collection[str]) -> bool:
+    """Whether a factory's first argument is the job: one of that name, or one that nothing else gives."""
+    first = next(iter(signature.parameters.values()), None)
+    if first is None or first.kind in (first.KEYWORD_ONLY, first.VAR_KEYWORD):
+        return False
+    return first.name == "job" or (first.default is first.empty and first.name not in options)
 
 
 def import_factory(name: str) -> Callable[..., Any]:
@@ -61,6 +72,7 @@ class CustomReader:
         self._name = job.data.format
         self._batches = batches_of(job, source)
         self._check = BatchCheck(job)
+        self._begun: Iterator[Any] | None = None  # the training batches of epoch 0, of which one was looked at
         self.num_dense = self._first_num_dense()
         self._check.num_dense = self.num_dense
 
@@ -81,23 +93,29 @@ class CustomReader:
         return decoded(self.pending(split, epoch, start))
 
     def pending(self, split: Kind, epoch: int, start: int = 0) -> Iterator[Pending]:
-        for index, batch in enumerate(self._batches(split, epoch, start), start=start):
+        for index, batch in enumerate(self._open(split, epoch, start), start=start):
             yield partial(self._check.check, batch, f"{self._name}, {split} batch {index} of epoch {epoch}")
+
+    def _open(self, split: Kind, epoch: int, start: int) -> Iterable[Any]:
+        """Epoch 0 goes on where its first batch was taken: an iterator gives it once, and a shuffle may differ from pass to pass."""
+        begun, is_begun = self._begun, split == "train" and epoch == 0
+        if begun is None or not is_begun or (start and hasattr(self._source, "batches")):
+            return self._batches(split, epoch, start)
+        self._begun = None
+        return islice(begun, start, None)
 
     def _first_num_dense(self) -> int:
         """Declared, or that of the first training batch."""
         declared = getattr(self._source, "num_dense", None)
         if declared is not None:
             return int(declared)
-        rest = self._source if is_iterator(self._source) else iter(self._batches("train", 0, 0))
+        rest = iter(self._batches("train", 0, 0))
         first = next(rest, None)
         if first is None:
-            raise DataError(f"{self._name} yields no training batch; yield at least one protocol.batch.Batch")
-        BatchCheck(self._job).check(first, f"{self._name}, train batch 0 of epoch 0")
-        if rest is self._source:  # an iterator gives its first batch only once
-            whole = chain([first], rest)
-            self._batches = lambda split, epoch, start: islice(whole, start, None) if split == "train" else ()
-        return int(first.dense.shape[-1])
+            raise DataError(f"{self._name} yields no training batch; yield at least one")
+        checked = BatchCheck(self._job).check(first, f"{self._name}, train batch 0 of epoch 0")
+        self._begun = chain([first], rest)
+        return int(checked.dense.shape[-1])
 
 
 def is_iterator(source: Any) -> bool:

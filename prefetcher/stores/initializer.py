@@ -9,6 +9,7 @@ Philox 4x32-10 turns a counter of four 32-bit words and a key of two into four r
     normal   Box-Muller on words 0, 1 and on words 2, 3: std * sqrt(-2 ln((w0 + 1) / 2**32)) * cos, sin(2 pi w1 / 2**32), in float64
     constant the constant, no random word
 
+Weights of fp16 and bf16 are these float32 values, rounded to the nearest, ties to even; a record's master weights are they themselves.
 A table keeps its values when tables are added, moved or widened: nothing depends on its index or its width.
 """
 
@@ -19,7 +20,8 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from prefetcher.compiled import compiled_loop
+from prefetcher.stores.elements import elements_of, rounded
+from protocol.compiled import compiled_loop
 from protocol.job import parse_init
 from protocol.tables import KEY_SHIFT, ROW_MASK, GroupSpec, TableSpec
 
@@ -60,16 +62,19 @@ def initial_rows(seed: int, table: TableSpec, rows: npt.NDArray[np.int64]) -> np
 
 def first_records(group: GroupSpec, seed: int, keys: npt.NDArray[np.int64]) -> npt.NDArray[np.uint8]:
     """Records of rows that were never trained: initial weights, initial optimizer state, zero padding. u8 [n, record_bytes]."""
-    records = np.zeros((len(keys), group.record_floats), np.float32)
+    records = np.zeros((len(keys), group.record_bytes), np.uint8)
     tables = keys >> KEY_SHIFT
     for table in group.tables:
         chosen = np.flatnonzero(tables == table.index)
         if len(chosen):
-            records[chosen, : group.embedding_dim] = initial_rows(seed, table, keys[chosen] & ROW_MASK)
+            values = initial_rows(seed, table, keys[chosen] & ROW_MASK)
+            for part in group.parts:
+                if part.initial is None:
+                    elements_of(records, part)[chosen] = rounded(values, part.dtype)
     for part in group.parts:
         if part.initial:
-            records[:, part.offset : part.offset + part.width] = part.initial
-    return records.view(np.uint8)
+            elements_of(records, part)[:] = part.initial
+    return records
 
 
 @compiled_loop

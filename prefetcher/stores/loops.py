@@ -11,7 +11,7 @@ padded to whole lanes.
 import numpy as np
 import numpy.typing as npt
 
-from prefetcher.compiled import compiled_loop, prefetch
+from protocol.compiled import compiled_loop, prefetch
 
 Words = npt.NDArray[np.uint64]  # [rows, record_bytes / 8]; lanes [ceil(rows / 8)]
 Marks = npt.NDArray[np.uint8]  # [rows, padded to a multiple of 8]

@@ -47,7 +47,7 @@ class Header(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 def layout_digest(group: GroupSpec, seed: int) -> str:
     """Of all that decides where a row lies in the file, which bytes it has, and what the rows beside it began with."""
-    parts = [(part.name, part.offset, part.width, part.initial) for part in group.parts]
+    parts = [(part.name, part.dtype, part.offset, part.width, part.initial) for part in group.parts]
     tables = [(table.index, table.name, table.num_embeddings, table.init) for table in group.tables]
     return digest([group.name, group.record_bytes, parts, tables, seed])
 

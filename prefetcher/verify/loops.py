@@ -3,8 +3,8 @@
 import numpy as np
 import numpy.typing as npt
 
-from prefetcher.compiled import compiled_loop
 from prefetcher.planner.directory import hash_of
+from protocol.compiled import compiled_loop
 
 I32 = npt.NDArray[np.int32]
 I64 = npt.NDArray[np.int64]

@@ -78,6 +78,7 @@ METRICS = (
     Metric("rowcast_eval_logloss", "gauge", (), "Log loss of the last evaluation.", TRAINER),
     Metric("rowcast_eval_accuracy", "gauge", (), "Accuracy of the last evaluation.", TRAINER),
     Metric("rowcast_loss", "gauge", (), "Loss of the last training step.", TRAINER),
+    Metric("rowcast_learning_rate", "gauge", ("optimizer",), "Learning rate of the next training step.", TRAINER),
     Metric("rowcast_build_info", "gauge", ("process", "version", "python", "job_name"), "Always 1; the labels say what runs.", BOTH),
 )
 

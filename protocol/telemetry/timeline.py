@@ -30,8 +30,8 @@ FLUSH_S = 0.5
 WATCH_S = 0.01  # between looks at the levels
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
-SpanKind = Literal["work", "wait", "issue", "step"]
-# work: a stage at work     wait: a stage stands still, `name` says for what     issue: work handed to a device, which does it later
+SpanKind = Literal["work", "wait", "step"]
+# work: a stage at work     wait: a stage stands still, `name` says for what
 # step: from the issue of a step until its result was read; with a device the next one's begins before
 
 

@@ -38,6 +38,7 @@ from protocol.job_file import parse_job
 from protocol.rundir import RunDirectory
 from protocol.tables import group_specs
 from tests.system.processes import job_content, write_job
+from trainer.models import build_model
 
 CPU = Device(name="cpu")
 GPU = Device(name="cuda:0 (a device of 1 MiB)", free_bytes=2**20)
@@ -422,6 +423,12 @@ def test_a_device_that_the_trainer_refuses_is_an_error(check: Checked) -> None:
     assert only_fault(check(on=refused, trainer={"device": "cuda"}), "error", "device").endswith("use cpu")
 
 
+def test_tf32_without_a_cuda_device_is_an_error(check: Checked) -> None:
+    refused = one(check(model={"precision": "tf32"}), "error", "device")
+    assert refused.startswith('model.precision = "tf32" needs a CUDA device, and this is')
+    assert one(check(model={"precision": "bf16"}), "ok", "device")
+
+
 def test_a_device_without_room_for_rows_and_staging_is_an_error(check: Checked) -> None:
     sentence = one(check(on=GPU), "error", "device")
     assert sentence.startswith("cuda:0 (a device of 1 MiB) has 1 MiB free, too little for rows (16 KiB) and staging (5 MiB)")
@@ -492,6 +499,14 @@ def test_memory_is_what_both_processes_hold_and_tables_grow_to(check: Checked) -
     for free, level in ((fixed + tables, "ok"), (fixed + tables - 1, "warning"), (fixed, "warning"), (fixed - 1, "error")):
         (finding,) = check_memory.check_memory(job, seen, free, 2**20, 5000)
         assert finding.level == level
+
+
+def test_dense_weights_of_dcnv2_are_counted(check: Checked) -> None:
+    job = check.job(model={"kind": "dcnv2", "cross_layers": 2, "cross_rank": 3})
+    width = job.model.bottom_mlp[-1] + sum(table.embedding_dim * len(table.features) for table in job.tables)
+    model = build_model(job, 13)
+    assert model.state_dict()["cross.0.v.weight"].shape == (3, width)
+    assert check_memory.dense_bytes(job, seen_of(job)) == 4 * sum(parameter.numel() for parameter in model.parameters())
 
 
 def test_no_more_rows_can_be_trained_than_an_epoch_looks_up(check: Checked) -> None:

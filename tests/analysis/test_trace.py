@@ -301,12 +301,18 @@ def test_the_checksum_sees_every_part_of_a_plan(tmp_path: Path) -> None:
     plans = save(tmp_path / "a.trace", *workload("weighted"))
     plan = next(plan for plan in plans if all(group.fill_after is not None and group.num_dirty for group in plan.groups))
     seen = {plan_checksum(plan)}
-    names = [field.name for field in dataclasses.fields(plan.groups[1]) if field.name != "weights"]
+    names = [field.name for field in dataclasses.fields(plan.groups[1]) if field.name not in ("weights", "pieces", "sequence_offsets")]
     for name in names:
         seen.add(plan_checksum(dataclasses.replace(plan, groups=(plan.groups[0], other_value(plan.groups[1], name)))))
     seen.add(plan_checksum(dataclasses.replace(plan, after_step=plan.step)))
     seen.add(plan_checksum(dataclasses.replace(plan, groups=plan.groups[::-1])))
     assert len(seen) == len(names) + 3
+
+
+def test_the_checksum_sees_where_the_look_ups_of_each_sample_start(tmp_path: Path) -> None:
+    plan = save(tmp_path / "a.trace", *workload("apart"))[0]
+    changed = dataclasses.replace(plan, groups=(other_value(plan.groups[0], "sequence_offsets"), *plan.groups[1:]))
+    assert plan_checksum(changed) != plan_checksum(plan)
 
 
 def other_value(group: GroupPlan, name: str) -> GroupPlan:

@@ -11,6 +11,7 @@ from prefetcher.checkpoints.folder import Checkpoints
 from prefetcher.checkpoints.imported import import_run
 from prefetcher.checkpoints.restore import dense_content
 from prefetcher.export import export_run, table_tensors
+from prefetcher.stores.elements import elements_of
 from prefetcher.stores.initializer import first_records
 from protocol.disk import RealDisk
 from protocol.errors import ConfigError, DataError
@@ -82,10 +83,10 @@ def test_rows_that_were_never_trained_take_no_room(tmp_path: Path) -> None:
     group = group_specs(job)[0]
     content = table_content(job)
     for table in group.tables:
-        records = first_records(group, job.job.seed, make_keys(table.index, np.arange(table.num_embeddings))).view(np.float32)
+        records = first_records(group, job.job.seed, make_keys(table.index, np.arange(table.num_embeddings)))
         for part in group.parts:
             name = f"embedding_bags.{table.name}.weight" if part.name == "weight" else f"optimizer.{table.name}.{part.name}"
-            content[name] = np.ascontiguousarray(records[:, part.offset : part.offset + part.width])
+            content[name] = elements_of(records, part).copy()
     content["embedding_bags.narrow_b.weight"][5, 2] += 1
     manifest = import_run(job, saved(tmp_path / "in", content), fresh=False)
     assert manifest.num_rows == 1 + 30

@@ -14,7 +14,10 @@ DENSE = {**PIECE, "nbytes": "n", "checksum": "c", "payload": "REF", "span": "SPA
 STRUCTS: dict[str, dict[str, str]] = {
     "REF": {"position": "n", "nbytes": "n", "end": "n", "checksum": "c?"},
     "SPEC": {"name": "t", "dtype": "f4 i4 i8 u1", "shape": "[n]", "offset": "n"},
-    "GROUP": {"num_lookups": "n", "num_unique": "n", "num_fetch": "n", "num_evict": "n", "num_dirty": "n", "fill_after": "n?"},
+    "GROUP": {
+        **{"num_lookups": "n", "num_unique": "n", "num_long": "n", "num_pieces": "n", "num_fetch": "n", "num_evict": "n"},
+        **{"num_dirty": "n", "fill_after": "n?", "sequence_lookups": "[n]"},
+    },
     "PLAN": {
         **{"kind": "train eval", "train_step": "n", "epoch": "n", "batch_size": "n", "groups": "[GROUP]", "arrays": "[SPEC]"},
         **{"arrays_bytes": "n", "num_checksums": "n"},
@@ -120,6 +123,10 @@ def plan_fits(message: Plain) -> bool:
     for group in message["plan"]["groups"]:
         counts = [group[name] for name in ("num_dirty", "num_evict", "num_fetch", "num_unique", "num_lookups")]
         after = group["fill_after"]
+        if sum(group["sequence_lookups"]) > group["num_lookups"]:
+            return False
+        if group["num_long"] > group["num_unique"] or group["num_pieces"] > group["num_lookups"]:
+            return False
         if counts != sorted(counts) or (group["num_evict"] and after is None) or (after is not None and after >= message["step"]):
             return False
     return specs_fit(message["plan"]["arrays"], message["plan"]["arrays_bytes"])

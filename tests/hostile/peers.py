@@ -3,6 +3,7 @@
 The rings are mirrors, so payloads travel with their messages and can be changed too; their checksums are made right again.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -104,5 +105,5 @@ def array_of(message: AnyMessage, content: Bytes, name: str) -> npt.NDArray[np.i
     spec = next((spec for spec in specs if spec.name == name), None)
     if spec is None or not spec.shape[0]:
         return None
-    own = content[spec.offset : spec.offset + 4 * spec.shape[0]]
+    own = content[spec.offset : spec.offset + 4 * math.prod(spec.shape)]
     return own.view(np.int32)

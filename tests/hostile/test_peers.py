@@ -4,6 +4,7 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -70,7 +71,7 @@ def in_plan(changed: Callable[[PlanHeader], PlanHeader]) -> Lie:
     return field_of(StepReady, lambda m: change(m, plan=changed(m.plan)) if isinstance(m, StepReady) and m.plan else None)
 
 
-def in_group(**changes: Callable[[int], int]) -> Lie:
+def in_group(**changes: Callable[[Any], Any]) -> Lie:
     def changed(plan: PlanHeader) -> PlanHeader:
         first = plan.groups[0]
         return change(plan, groups=(change(first, **{name: of(getattr(first, name)) for name, of in changes.items()}), *plan.groups[1:]))
@@ -121,6 +122,8 @@ PREFETCHER_LIES: dict[str, tuple[Lie, str]] = {
     "segments that fall": (in_array("0.segment_offsets", at(1, 10**6)), "0.segment_offsets falls"),
     "segments that end outside": (in_array("0.segment_offsets", at(-1, 10**6)), "0.segment_offsets goes from 0 to 1000000 instead of"),
     "segments that begin inside": (in_array("1.segment_offsets", at(0, 1)), "1.segment_offsets goes from 1"),
+    "a long row too many": (in_group(num_long=lambda n: n + 1), "array 0.long_rows should be"),
+    "a piece too many": (in_group(num_pieces=lambda n: n + 1), "array 0.piece_rows should be"),
     "a fill outside": (in_array("0.fetch_slots", at(0, -5)), "0.fetch_slots holds -5"),
     "a fill twice": (in_array("0.fetch_slots", same), "0.fetch_slots names a slot twice"),
     "a victim outside": (in_array("0.evict_slots", at(0, 10**7)), "0.evict_slots are not the first of fetch_slots"),
@@ -182,6 +185,30 @@ WEIGHTED_LIES: dict[str, tuple[Lie, str]] = {
     "an order outside": (in_array("0.lookup_order", at(0, 10**6)), "0.lookup_order holds 1000000"),
     "bags that fall": (in_array("1.offsets", at(1, 10**6)), "1.offsets falls"),
     "bags that end outside": (in_array("1.offsets", at(-1, -1)), "1.offsets goes from 0 to -1 instead of"),
+}
+
+# group 0 has sequences of features 0 and 1 of 3, group 1 of feature 1 of 2
+SEQUENCE_LIES: dict[str, tuple[Lie, str]] = {
+    "sequences that fall": (in_array("0.sequence_offsets", at(1, 10**6)), r"0.sequence_offsets\[0\] falls"),
+    "sequences that begin inside": (in_array("1.sequence_offsets", at(0, 1)), r"1.sequence_offsets\[0\] goes from 1"),
+    "sequences that end outside": (in_array("0.sequence_offsets", at(-1, 10**6)), r"0.sequence_offsets\[1\] goes from 0 to 1000000"),
+    "sequences too few": (in_group(sequence_lookups=lambda own: own[:1]), "has 1 features of sequences in group 0 instead of 2"),
+    "no sequences": (in_group(sequence_lookups=lambda own: ()), "has 0 features of sequences in group 0 instead of 2"),
+    "a longer sequence": (in_group(sequence_lookups=lambda own: (own[0] + 1, own[1])), "array 0.offsets should be"),
+    "a longer sequence and a shorter one": (in_group(sequence_lookups=lambda own: (own[0] + 1, own[1] - 1)), "s.0. goes from 0 to"),
+    "sequences without end": (in_group(sequence_lookups=lambda own: (2**40, 0)), "look-ups of sequences are among|look-ups in"),
+    "a bag outside": (in_array("0.bag_order", at(5, 10**6)), "0.bag_order holds 1000000"),
+}
+
+LONG_ROW_LIES: dict[str, tuple[Lie, str]] = {
+    "a long row outside": (in_array("0.long_rows", at(0, 10**6)), "0.long_rows are not what follows from segment_offsets"),
+    "a long row twice": (in_array("0.long_rows", same), "0.long_rows are not what follows from segment_offsets"),
+    "pieces that fall": (in_array("1.piece_offsets", at(1, -1)), "1.piece_offsets are not what follows from segment_offsets"),
+    "a piece of no row": (in_array("0.piece_rows", at(-1, 10**6)), "0.piece_rows are not what follows from segment_offsets"),
+    "segments of other pieces": (
+        in_array("0.segment_offsets", lambda a: a.__setitem__(slice(1, -1), a[-1])),
+        "0.(long_rows|piece_offsets|piece_rows) are not what follows|array 0.long_rows should be",
+    ),
 }
 
 TRAINER_LIES: dict[str, tuple[Lie, str]] = {
@@ -249,6 +276,17 @@ def test_a_trainer_ends_with_a_sentence_when_its_prefetcher_sends(name: str) -> 
 @pytest.mark.parametrize("name", WEIGHTED_LIES)
 def test_a_trainer_with_weighted_bags_ends_with_a_sentence_when_its_prefetcher_sends(name: str) -> None:
     check_refused(PREFETCHER, *WEIGHTED_LIES[name], bags="weighted")
+
+
+@pytest.mark.parametrize("name", SEQUENCE_LIES)
+def test_a_trainer_with_sequences_ends_with_a_sentence_when_its_prefetcher_sends(name: str) -> None:
+    check_refused(PREFETCHER, *SEQUENCE_LIES[name], bags="apart")
+
+
+@pytest.mark.parametrize("name", LONG_ROW_LIES)
+def test_a_trainer_with_long_rows_ends_with_a_sentence_when_its_prefetcher_sends(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("protocol.plan.PIECE_LOOKUPS", 2)
+    check_refused(PREFETCHER, *LONG_ROW_LIES[name])
 
 
 @pytest.mark.parametrize("name", TRAINER_LIES)

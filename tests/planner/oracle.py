@@ -2,9 +2,12 @@
 
 import math
 
+import numpy as np
+
+import protocol.plan
 from protocol.batch import ScheduledBatch
-from protocol.plan import BarrierPlan, GroupPlan, RowMove, StepPlan
-from tests.planner.traces import Entry, Run, distinct_keys, i32, i64, lookups_of
+from protocol.plan import BarrierPlan, GroupPlan, Pieces, RowMove, StepPlan
+from tests.planner.traces import Entry, Run, distinct_keys, i32, i64, lookups_of, plan_bags
 
 
 class GroupOracle:
@@ -58,16 +61,18 @@ class GroupOracle:
             self.dirty.update(keys)
         order = sorted(range(len(lookups)), key=lambda i: (lookups[i][0], i))
         counts = [sum(key == other for other, _, _ in lookups) for key in keys]
-        bags = [bag for _, bag, _ in lookups]
-        num_bags = self.group.num_features * batch.size
+        bags, num_bags, starts = plan_bags(self.group, batch)
+        one_each = batch.offsets is None or len(starts) == self.group.num_features
         return GroupPlan(
             slots=i32([self.slot[key] for key, _, _ in lookups]),
             unique_slots=i32([self.slot[key] for key in keys]),
             segment_offsets=i32([sum(counts[:i]) for i in range(len(keys) + 1)]),
             bag_order=i32([bags[i] for i in order]),
+            pieces=pieces_of(counts),
             lookup_order=None if batch.weights is None else i32(order),
-            offsets=None if batch.offsets is None else i32([sum(bag < b for bag in bags) for b in range(num_bags + 1)]),
+            offsets=None if one_each else i32([sum(bag < b for bag in bags) for b in range(num_bags + 1)]),
             weights=None if batch.weights is None else batch.weights[[i for _, _, i in lookups]],
+            sequence_offsets=np.array(starts, np.int32) if starts else None,
             fetch=fetch,
             evict=evict,
             num_dirty=num_dirty,
@@ -78,6 +83,18 @@ class GroupOracle:
         dirty = sorted(self.dirty)
         self.dirty.clear()
         return RowMove(keys=i64(dirty), slots=i32([self.slot[key] for key in dirty]))
+
+
+def pieces_of(counts: list[int]) -> Pieces:
+    """Of rows with so many look-ups each, piece by piece."""
+    most = protocol.plan.PIECE_LOOKUPS
+    long_rows = [row for row, count in enumerate(counts) if count > most]
+    num_pieces = [len(range(0, counts[row], most)) for row in long_rows]
+    return Pieces(
+        long_rows=i32(long_rows),
+        piece_offsets=i32([sum(num_pieces[:k]) for k in range(len(long_rows) + 1)]),
+        piece_rows=i32([k for k, pieces in enumerate(num_pieces) for _ in range(pieces)]),
+    )
 
 
 def oracle_entries(run: Run) -> list[Entry]:

@@ -1,5 +1,7 @@
 """Grouping against numpy's stable argsort."""
 
+from dataclasses import replace
+
 import numpy as np
 import numpy.typing as npt
 import pytest
@@ -9,7 +11,19 @@ from hypothesis import strategies as st
 from prefetcher.planner.grouping import FEW_ROWS, Grouper, Grouping, Pool, bags_of, consecutive_runs, sort_pairs
 from protocol.batch import Batch
 from protocol.tables import KEY_SHIFT, GroupSpec
-from tests.planner.traces import assert_same, group, i32, i64, lookups_of, num_rows_by_feature, one_group, random_batch, table, two_groups
+from tests.planner.traces import (
+    assert_same,
+    group,
+    i32,
+    i64,
+    lookups_of,
+    num_rows_by_feature,
+    one_group,
+    random_batch,
+    table,
+    two_groups,
+    without_pooling,
+)
 
 bounded = settings(derandomize=True, deadline=None, max_examples=60)
 
@@ -105,6 +119,29 @@ def test_look_ups_of_a_group_are_its_features_in_order_with_their_bags_and_weigh
     assert second.weights is not None
     assert (first.weights.tolist(), second.weights.tolist()) == ([0, 1, 2, 3, 5], [4, 6, 7])
     assert (first.table_starts.tolist(), second.table_starts.tolist()) == ([0, 4, 5], [0, 1, 3])
+
+
+def test_look_ups_that_stay_apart_are_bags_of_their_own() -> None:
+    groups = without_pooling(two_groups(), 0, 1, 3)
+    offsets = i64([0, 2, 2, 3, 4, 4, 5, 5, 6, 8, 8])  # features a, b, c, d, e of two samples
+    batch = Batch(
+        dense=np.zeros((2, 1), np.float32),
+        labels=np.zeros(2, np.float32),
+        ids=i64([6, 1, 1, 6, 4, 10, 3, 3]),
+        offsets=offsets,
+    )
+    first, second = (grouping_of(spec, batch, 5)[0] for spec in groups)
+    assert first.sequence_offsets is not None
+    assert second.sequence_offsets is not None
+    assert (first.sequence_offsets.tolist(), second.sequence_offsets.tolist()) == ([[0, 2, 2], [0, 1, 2]], [[0, 0, 1], [0, 2, 2]])
+    assert first.offsets is not None
+    assert first.offsets.tolist() == [0, 1, 2, 3, 4, 4, 5], "a0 a0 | b0 b1 | d of both samples"
+    assert second.offsets is None, "every bag holds one look-up"
+    single_hot = replace(batch, ids=i64([6, 1, 1, 6, 4, 4, 10, 0, 3, 3]), offsets=None)
+    first, second = (grouping_of(spec, single_hot, 5)[0] for spec in groups)
+    assert first.sequence_offsets is not None
+    assert (first.offsets, first.sequence_offsets.tolist()) == (None, [[0, 1, 2], [0, 1, 2]])
+    assert grouping_of(two_groups()[0], batch, 5)[0].sequence_offsets is None
 
 
 def test_a_table_with_two_features_groups_their_look_ups_together() -> None:

@@ -3,6 +3,7 @@
 from dataclasses import replace
 from typing import get_args
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -18,13 +19,14 @@ from tests.planner.traces import (
     random_run,
     single_hot_trace,
     two_groups,
+    without_pooling,
 )
 
 bounded = settings(derandomize=True, deadline=None, max_examples=200)
 runs = st.builds(
     random_run,
     seed=st.integers(0, 2**32),
-    groups=st.just(two_groups()),
+    groups=st.sampled_from([two_groups(), without_pooling(two_groups(), 0, 3), without_pooling(two_groups(), 1, 2, 3)]),
     num_steps=st.integers(0, 14),
     batch_size=st.integers(1, 4),
     depth=st.integers(1, 4),
@@ -38,6 +40,15 @@ runs = st.builds(
 @given(runs)
 def test_plans_and_barriers_equal_brute_force_field_by_field(run: Run) -> None:
     assert_same(entries_of(run, check=True), oracle_entries(run))
+
+
+def test_pieces_of_long_rows_equal_brute_force(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("protocol.plan.PIECE_LOOKUPS", 3)
+    run = random_run(seed=7, groups=one_group(4, 40), num_steps=6, batch_size=90, depth=2, horizon=3)
+    entries = entries_of(run, check=True)
+    assert_same(entries, oracle_entries(run))
+    pieces = [entry.groups[0].pieces for entry in entries if isinstance(entry, StepPlan)]
+    assert any(1 < len(own.long_rows) < len(own.piece_rows) - 1 for own in pieces)
 
 
 def test_plans_equal_brute_force_when_directory_and_ring_grow() -> None:

@@ -1,6 +1,7 @@
 """Small groups of tables and random traces over them."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -14,14 +15,14 @@ from protocol.tables import GroupSpec, RecordPart, TableSpec
 Entry = StepPlan | BarrierPlan
 
 
-def table(index: int, num_embeddings: int, dim: int, *features: str) -> TableSpec:
+def table(index: int, num_embeddings: int, dim: int, *features: str, pooling: Literal["sum", "none"] = "sum") -> TableSpec:
     return TableSpec(
         index=index,
         name=f"t{index}",
         num_embeddings=num_embeddings,
         embedding_dim=dim,
         features=features,
-        pooling="sum",
+        pooling=pooling,
         init="uniform",
     )
 
@@ -33,7 +34,7 @@ def group(index: int, tables: tuple[TableSpec, ...], positions: tuple[int, ...])
         name=f"fp32_d{dim}_sgd",
         tables=tables,
         embedding_dim=dim,
-        parts=(RecordPart(name="weight", offset=0, width=dim, initial=None),),
+        parts=(RecordPart(name="weight", dtype="fp32", offset=0, width=dim, initial=None),),
         record_bytes=4 * dim,
         feature_positions=positions,
     )
@@ -50,6 +51,11 @@ def two_groups() -> tuple[GroupSpec, ...]:
     first = (table(0, 7, 4, "a", "b"), table(2, 11, 4, "d"))
     second = (table(1, 5, 8, "c"), table(3, 4, 8, "e"))
     return (group(0, first, (0, 1, 3)), group(1, second, (2, 4)))
+
+
+def without_pooling(groups: tuple[GroupSpec, ...], *indices: int) -> tuple[GroupSpec, ...]:
+    """The groups with pooling = "none" in the tables of these indices."""
+    return tuple(replace(g, tables=tuple(replace(t, pooling="none") if t.index in indices else t for t in g.tables)) for g in groups)
 
 
 def num_rows_by_feature(groups: tuple[GroupSpec, ...]) -> list[int]:
@@ -158,6 +164,23 @@ def lookups_of(group: GroupSpec, batch: Batch) -> list[tuple[int, int, int]]:
             start, end = (bag, bag + 1) if batch.offsets is None else batch.offsets[bag : bag + 2].tolist()
             found += [(owner.index * 2**48 + int(batch.ids[i]), f * batch.size + sample, i) for i in range(start, end)]
     return found
+
+
+def plan_bags(group: GroupSpec, batch: Batch) -> tuple[list[int], int, list[list[int]]]:
+    """The bag of each of the group's look-ups as a plan numbers them, how many bags there are, and for each feature without pooling where
+    each sample's look-ups start."""
+    per_bag = [bag for _, bag, _ in lookups_of(group, batch)]
+    bags: list[int] = []
+    num_bags, starts = 0, list[list[int]]()
+    for f, owner in enumerate(group.feature_tables()):
+        counts = [per_bag.count(f * batch.size + sample) for sample in range(batch.size)]
+        if owner.pooling == "none":
+            starts.append([sum(counts[:sample]) for sample in range(batch.size + 1)])
+            counts = [1] * sum(counts)
+        for count in counts:
+            bags += [num_bags] * count
+            num_bags += 1
+    return bags, num_bags, starts
 
 
 def distinct_keys(group: GroupSpec, batch: Batch) -> list[int]:

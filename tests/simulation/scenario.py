@@ -15,7 +15,8 @@ from protocol.batch import ScheduledBatch
 from protocol.job import Job
 from protocol.tables import group_specs
 from tests.driver import InProcessRun, Settings, start_state
-from tests.workloads import BAGS, NUM_DENSE, OPTIMIZERS, Bags, SmallModel, slots_for, small_batches, small_job
+from tests.workloads import BAGS, NUM_DENSE, OPTIMIZERS, Bags, SmallModel, slots_for, small_batches, small_job, small_width
+from trainer.models import Embedded
 from trainer.report import Evaluation
 
 DENSE_OPTIMIZERS: tuple[Literal["sgd", "adagrad", "adam"], ...] = ("sgd", "adagrad", "adam")
@@ -109,20 +110,16 @@ def reference(work: Work) -> Reference:
     )
 
 
-def width(job: Job, num_dense: int) -> int:
-    return num_dense + sum(table.embedding_dim * len(table.features) for table in job.tables)
-
-
 def plain_model(job: Job, num_dense: int) -> nn.Module:
-    return SmallModel(width(job, num_dense))
+    return SmallModel(small_width(job, num_dense))
 
 
 class RandomModel(SmallModel):
-    def forward(self, dense: Tensor, embeddings: list[Tensor]) -> Tensor:
+    def forward(self, dense: Tensor, embeddings: list[Embedded]) -> Tensor:
         kept = torch.nn.functional.dropout(dense, 0.3, training=self.training)
         logits: Tensor = super().forward(kept, embeddings)
         return logits
 
 
 def random_model(job: Job, num_dense: int) -> nn.Module:
-    return RandomModel(width(job, num_dense))
+    return RandomModel(small_width(job, num_dense))

@@ -7,8 +7,8 @@ import numpy.typing as npt
 import pytest
 import xxhash
 
-from prefetcher.compiled import compiled
 from prefetcher.stores.initializer import Initializer, fill_initial, initial_rows, philox, table_initializer
+from protocol.compiled import compiled
 from protocol.tables import TableSpec
 
 ONES = 0xFFFFFFFF

@@ -35,7 +35,7 @@ def run(seed: int, without: Wait | None = None) -> None:
     job, batches, losses, end = workload()
     capacity, ring_bytes = VARIANTS[seed % 2]
     slots = slots_for(group_specs(job), batches, capacity)
-    settings = Settings(slots=slots, ring_bytes=ring_bytes, seed=seed, late_store=seed % 3 == 0, without=without)
+    settings = Settings(slots=slots, ring_bytes=ring_bytes, seed=seed, late_store=seed % 3 == 0, bounced=seed % 5 == 0, without=without)
     assert_equal_bits(InProcessRun(job, batches, settings).run(), losses, end)
 
 

@@ -19,6 +19,7 @@ from protocol.job import Job, Policy
 from protocol.tables import GroupSpec, group_specs
 from tests.counts import count
 from tests.driver import InProcessRun, Settings, start_state
+from tests.trainer.full_capacity import bits
 from tests.workloads import BAGS, NUM_DENSE, OPTIMIZERS, Bags, slots_for, small_batches, small_job
 
 CAPACITIES = ("one batch", "more", "everything")
@@ -44,7 +45,7 @@ def assert_equal_bits(run: InProcessRun, losses: list[float], end: dict[str, Ten
     state = run.state()
     assert state.keys() == end.keys()
     for name, tensor in end.items():
-        assert torch.equal(state[name].view(torch.int32), tensor.contiguous().view(torch.int32)), f"{name} differs"
+        assert torch.equal(bits(state[name]), bits(tensor)), f"{name} differs"
 
 
 def assert_tested_what_it_claims(run: InProcessRun, job: Job) -> None:
@@ -78,6 +79,19 @@ def test_every_way_to_train_gives_the_bits_of_the_plain_loop(optimizer: str, bag
         run = InProcessRun(job, batches, Settings(slots=slots, ring_bytes=ring_bytes, seed=seed, late_store=late_store)).run()
         assert_equal_bits(run, losses, end)
         assert len(run.results.evaluations) == 2
+        if capacity != "everything":
+            assert_tested_what_it_claims(run, job)
+
+
+@pytest.mark.parametrize("optimizer", ["rowwise_adagrad", "adam"])
+@pytest.mark.parametrize("bags", ["single apart", "weighted apart"])
+def test_look_ups_that_stay_apart_one_each_or_weighted_give_the_bits_of_the_plain_loop(optimizer: str, bags: Bags) -> None:
+    losses, end, batches = reference(optimizer, bags)
+    for seed, (depth, capacity) in enumerate(itertools.product((1, 4), CAPACITIES)):
+        job = small_job(optimizer, bags, depth=depth)
+        slots = slots_for(group_specs(job), batches, capacity)
+        run = InProcessRun(job, batches, Settings(slots=slots, ring_bytes=2**20, seed=seed, late_store=bool(seed % 2))).run()
+        assert_equal_bits(run, losses, end)
         if capacity != "everything":
             assert_tested_what_it_claims(run, job)
 

@@ -14,16 +14,17 @@ from tests.driver import InProcessRun, Settings, start_state
 from tests.system.test_exact import assert_equal_bits
 from tests.workloads import BATCH_SIZE, NUM_DENSE, OPTIMIZERS, SmallModel, slots_for, small_batches, small_job
 from trainer.dense import pack, unpack
+from trainer.models import Embedded
 from trainer.runner import StepRunner
 
 
 class DropoutModel(SmallModel):
-    def forward(self, dense: Tensor, embeddings: list[Tensor]) -> Tensor:
+    def forward(self, dense: Tensor, embeddings: list[Embedded]) -> Tensor:
         return super().forward(nn.functional.dropout(dense, 0.5, self.training), embeddings)
 
 
 class DenseOnlyModel(SmallModel):
-    def forward(self, dense: Tensor, embeddings: list[Tensor]) -> Tensor:
+    def forward(self, dense: Tensor, embeddings: list[Embedded]) -> Tensor:
         return super().forward(dense, [])
 
 

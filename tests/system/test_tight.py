@@ -114,9 +114,8 @@ def assert_slots_hold_the_stores_rows(run: InProcessRun) -> None:
         keys = np.array(sorted(resident.values()), np.int64)
         home = np.empty((len(keys), run.groups[index].record_bytes), np.uint8)
         store.read(keys, home)
-        parts = [slice(part.offset, part.offset + part.width) for part in run.groups[index].parts]
-        for part in parts:
-            assert records.numpy()[slots, part].tobytes() == home.view(np.float32)[:, part].tobytes()
+        for part in run.groups[index].parts:
+            assert records.numpy().view(np.uint8)[slots, part.bytes].tobytes() == home[:, part.bytes].tobytes()
 
 
 def stop(run: InProcessRun, by: str) -> None:

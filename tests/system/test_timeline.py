@@ -27,6 +27,7 @@ CHECKPOINT_EVERY = 25
 WARM_UP = 10  # steps: the first plans are made and fetched before there is anything to compute
 AHEAD = {"decode", "read", "plan", "fetch", "send"}
 COMPUTE = {"train": {"lookup", "forward", "backward", "update"}, "eval": {"evaluate"}}
+IN_PARTS = {"backward", "update"}  # rows are updated amid the backward pass, dense weights behind it
 SYNTHETIC: dict[str, Any] = {
     "data": {"batch_size": 2048, "synthetic": {"samples": 2048 * (NUM_STEPS + 20)}, "eval_fraction": 0.05},
     "tables": [{"name": "t", "num_embeddings": 400_000, "embedding_dim": 16, "features": [f"cat_{index}" for index in range(8)]}],
@@ -88,7 +89,7 @@ def test_every_step_has_its_spans_in_both_processes(run: TracedRun) -> None:
     for life in run.steps:
         found = run.spans(life.number)
         assert AHEAD | COMPUTE[life.step.name] | {"copy in", "fill"} <= found.keys(), f"step {life.number}"
-        for name in ("plan", "read", *COMPUTE[life.step.name]):
+        for name in {"plan", "read", *COMPUTE[life.step.name]} - IN_PARTS:
             assert len(found[name]) == 1, f"{name} of step {life.number}"
 
 

@@ -5,7 +5,7 @@ import numpy as np
 from prefetcher.metrics import PrefetcherCollector, PrefetcherCounters, PrefetcherGauges, SlotStates
 from prefetcher.metrics import new_counters as new_prefetcher_counters
 from protocol.messages import ArraySpan, Flush, GroupHeader, PlanHeader, RingRef, RowsBack, RowSpan, StepReady
-from protocol.plan import GroupPlan, RowMove, StepPlan
+from protocol.plan import GroupPlan, RowMove, StepPlan, cut_long_rows
 from protocol.tables import GroupSpec
 from protocol.telemetry.build import build_info
 from protocol.telemetry.health import Health
@@ -37,6 +37,7 @@ def step_plan(kind: str = "train", num_lookups: int = 20, num_unique: int = 10, 
         unique_slots=np.zeros(num_unique, np.int32),
         segment_offsets=np.zeros(num_unique + 1, np.int32),
         bag_order=np.zeros(num_lookups, np.int32),
+        pieces=cut_long_rows(np.zeros(num_unique + 1, np.int32)),
         lookup_order=None,
         offsets=None,
         weights=None,
@@ -130,6 +131,7 @@ def prefetcher_collector(counters: PrefetcherCounters, health: Health | None = N
 def trainer_gauges() -> TrainerGauges:
     return TrainerGauges(
         train_step=102,
+        learning_rates={"sparse": 0.05, "dense": 0.01},
         expected_train_steps=200,
         auc=0.75,
         logloss=0.5,

@@ -14,7 +14,7 @@ from protocol.telemetry.metrics import BOTH, METRICS, Process, families, metric_
 from tests.telemetry import runs
 from trainer.metrics import TrainerCollector, TrainerCounters, TrainerGauges
 
-ALLOWED_LABELS = {"group", "direction", "kind", "reason", "phase", "queue", "side", "state"}
+ALLOWED_LABELS = {"group", "direction", "kind", "reason", "phase", "queue", "side", "state", "optimizer"}
 
 
 def collectors() -> dict[Process, CountersCollector]:
@@ -91,6 +91,7 @@ def test_counters_of_steps_rows_and_bytes_are_what_happened() -> None:
     assert found["rowcast_row_bytes_total", (from_device, *first)] == 3 * 64
     assert found["rowcast_plan_bytes_total", (to_device,)] == 1024
     assert found["rowcast_loss", ()] == 0.5
+    assert [found["rowcast_learning_rate", (("optimizer", side),)] for side in ("sparse", "dense")] == [0.05, 0.01]
 
 
 def test_gauges_are_read_at_scrape_time() -> None:
@@ -134,7 +135,9 @@ def test_checkpoints_are_counted_when_they_are_durable() -> None:
 
 def test_what_is_not_known_yet_has_no_sample() -> None:
     _, trainer = runs.run_of_three_steps()
-    found = scrape(TrainerCollector(trainer, lambda: TrainerGauges(train_step=2), build_info("trainer", "retail"), Health()))
+    found = scrape(
+        TrainerCollector(trainer, lambda: TrainerGauges(train_step=2, learning_rates={}), build_info("trainer", "retail"), Health())
+    )
     for name in ("rowcast_expected_train_steps", "rowcast_eval_auc", "rowcast_eval_logloss", "rowcast_eval_accuracy"):
         assert found[name].samples == []
 

@@ -22,6 +22,7 @@ def facts(*, evaluation: Evaluation | None = None, finished: bool = True, stoppe
         cache_bytes=2**19,
         loss=0.6,
         evaluation=evaluation,
+        staging_bytes=2**20,
         device_bytes=3 * 2**20,
         host_bytes=5 * 2**30,
         threads=2,
@@ -85,7 +86,7 @@ def test_the_summary_is_for_people(capsys: pytest.CaptureFixture[str]) -> None:
     assert "rowcast: finished after 2 steps in 4.0 s" in text
     assert re.search(r"evaluation +auc undefined, logloss 0.500000, accuracy 0.800000\n", text)
     assert re.search(r"rows +24 fetched, 18 evicted, 6 written back\n", text)
-    assert re.search(r"memory +512 KiB of rows in 3 MiB on the device, 5 GiB in the prefetcher\n", text)
+    assert re.search(r"memory +512 KiB of rows and 1 MiB of staging in 3 MiB on the device, 5 GiB in the prefetcher\n", text)
     assert "\x1b" not in text
 
 

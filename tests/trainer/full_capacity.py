@@ -11,9 +11,13 @@ from torch import Tensor, nn
 from protocol.batch import Batch, Kind, ScheduledBatch
 from protocol.job import Job
 from protocol.job_file import parse_job
+from protocol.plan import cut_long_rows
 from protocol.tables import GroupSpec, RecordPart, group_specs, make_keys
 from trainer.embedding import Embeddings, GroupLookup
-from trainer.models import build_dense_optimizer, build_model, mean_loss
+from trainer.kernels import Kernels, torch_ops
+from trainer.models import build_model, mean_loss
+from trainer.models.side import DenseSide
+from trainer.optim import DTYPES, part_of
 
 NUM_DENSE = 3
 SPARE_SLOTS = 5
@@ -24,6 +28,8 @@ def make_job(
     optimizer: str = "sgd",
     model: dict[str, Any] | None = None,
     dense: dict[str, Any] | None = None,
+    *,
+    master: bool = False,
 ) -> Job:
     dim = tables[0]["embedding_dim"]
     return parse_job(
@@ -32,7 +38,7 @@ def make_job(
             "data": {"format": "synthetic"},
             "tables": tables,
             "model": model or {"bottom_mlp": [8, dim], "top_mlp": [7, 1]},
-            "optimizer": {"sparse": {"kind": optimizer, "lr": 0.05}, "dense": dense or {"kind": "sgd", "lr": 0.1}},
+            "optimizer": {"sparse": {"kind": optimizer, "lr": 0.05, "master": master}, "dense": dense or {"kind": "sgd", "lr": 0.1}},
             "cache": {"capacity": "1MiB"},
         }
     )
@@ -92,10 +98,10 @@ def random_start(job: Job, num_dense: int = NUM_DENSE) -> dict[str, Tensor]:
     start = dict(build_model(job, num_dense).state_dict())
     for group in group_specs(job):
         for table in group.tables:
+            weights = torch.randn(table.num_embeddings, table.embedding_dim, generator=generator)
             for part in group.parts:
-                shape = (table.num_embeddings, part.width)
-                value = torch.randn(shape, generator=generator) if part.initial is None else torch.full(shape, part.initial)
-                start[export_name(table.name, part)] = value
+                values = weights if part.initial is None else torch.full((len(weights), part.width), part.initial)
+                start[export_name(table.name, part)] = values.to(DTYPES[part.dtype])
     return start
 
 
@@ -114,7 +120,7 @@ class FullGroup:
         self._slots = np.random.default_rng(1).permutation(group.num_rows + SPARE_SLOTS)[: group.num_rows].astype(np.int32)
         self.records = torch.zeros(group.num_rows + SPARE_SLOTS, group.record_floats)
         for table, part, slots in self._pieces():
-            self.records[slots, part.offset : part.offset + part.width] = start[export_name(table, part)]
+            part_of(self.records, part)[slots] = start[export_name(table, part)]
 
     def _pieces(self) -> list[tuple[str, RecordPart, Tensor]]:
         ends = np.cumsum([table.num_embeddings for table in self.group.tables])
@@ -122,9 +128,7 @@ class FullGroup:
         return [(table.name, part, slots) for table, slots in zip(self.group.tables, slots, strict=True) for part in self.group.parts]
 
     def tensors(self) -> dict[str, Tensor]:
-        return {
-            export_name(table, part): self.records[slots, part.offset : part.offset + part.width] for table, part, slots in self._pieces()
-        }
+        return {export_name(table, part): part_of(self.records, part)[slots] for table, part, slots in self._pieces()}
 
     def lookup(self, batch: Batch) -> GroupLookup:
         """The group's part of a plan, by sorting."""
@@ -135,17 +139,27 @@ class FullGroup:
         tables = np.repeat([table.index for table in self.group.feature_tables()], [len(place) for place in places])
         keys, inverse, uses = np.unique(tables << 48 | batch.ids[lookups], return_inverse=True, return_counts=True)
         order = np.argsort(inverse, kind="stable")
-        bags = np.repeat(np.arange(counts.size), counts.reshape(-1))
+        apart = self.group.unpooled_features  # a bag for each look-up
+        bag_sizes = np.concatenate([np.ones(own.sum(), np.int64) if f in apart else own for f, own in enumerate(counts)])
+        bags = np.repeat(np.arange(len(bag_sizes)), bag_sizes)
+        sequence_offsets = np.pad(np.cumsum(counts[list(apart)], axis=1), ((0, 0), (1, 0)))
         unique_slots = self._slots[np.searchsorted(self._keys, keys)]
+        segment_offsets = np.concatenate([[0], np.cumsum(uses)]).astype(np.int32)
+        pieces = cut_long_rows(segment_offsets)
         return GroupLookup(
             batch_size=batch.size,
             slots=i32(unique_slots[inverse]),
             unique_slots=i32(unique_slots),
-            segment_offsets=i32(np.concatenate([[0], np.cumsum(uses)])),
+            segment_offsets=torch.from_numpy(segment_offsets),
             bag_order=i32(bags[order]),
+            long_rows=torch.from_numpy(pieces.long_rows),
+            piece_offsets=torch.from_numpy(pieces.piece_offsets),
+            piece_rows=torch.from_numpy(pieces.piece_rows),
             lookup_order=None if batch.weights is None else i32(order),
-            offsets=None if batch.offsets is None else i32(np.concatenate([[0], np.cumsum(counts)])),
+            offsets=None if batch.offsets is None else i32(np.concatenate([[0], np.cumsum(bag_sizes)])),
             weights=None if batch.weights is None else torch.from_numpy(batch.weights[lookups]),
+            sequence_offsets=i32(sequence_offsets) if apart else None,
+            sequence_lookups=tuple(sequence_offsets[:, -1].tolist()),
         )
 
 
@@ -153,28 +167,29 @@ def i32(array: npt.NDArray[Any]) -> Tensor:
     return torch.from_numpy(array.astype(np.int32))
 
 
-def train(job: Job, start: dict[str, Tensor], batches: Sequence[ScheduledBatch]) -> tuple[list[float], dict[str, Tensor]]:
+def train(
+    job: Job, start: dict[str, Tensor], batches: Sequence[ScheduledBatch], kernels: Kernels = torch_ops
+) -> tuple[list[float], dict[str, Tensor]]:
     """`run_plain_loop` over the cache."""
     groups = [FullGroup(group, len(job.features), start) for group in group_specs(job)]
-    embeddings = Embeddings([full.group for full in groups], job.optimizer.sparse, [full.records for full in groups])
-    model = build_model(job, NUM_DENSE)
-    model.load_state_dict({name: start[name] for name in model.state_dict()})
-    optimizer = build_dense_optimizer(job, model.parameters())
+    embeddings = Embeddings([full.group for full in groups], job.optimizer.sparse, [full.records for full in groups], kernels)
+    side = DenseSide(job, NUM_DENSE)
+    side.model.load_state_dict({name: start[name] for name in side.model.state_dict()})
     losses = []
     for scheduled in batches:
         batch, training = scheduled.batch, scheduled.kind == "train"
         with torch.set_grad_enabled(training):
             features = embeddings([group.lookup(batch) for group in groups], scheduled.train_step)
-            loss = mean_loss(model(torch.from_numpy(batch.dense), features), torch.from_numpy(batch.labels))
+            logits = side.forward(torch.from_numpy(batch.dense), features, training=training)
+            loss = mean_loss(logits, torch.from_numpy(batch.labels))
         if training:
-            optimizer.zero_grad()
             torch.autograd.backward(loss)
-            optimizer.step()
+            side.step(scheduled.train_step)
             losses.append(loss.item())
     end = {name: tensor for full in groups for name, tensor in full.tensors().items()}
-    return losses, end | model.state_dict()
+    return losses, end | side.model.state_dict()
 
 
 def bits(tensor: Tensor) -> Tensor:
     """For comparisons that tell 0.0 from -0.0."""
-    return tensor.detach().contiguous().view(torch.int32)
+    return tensor.detach().contiguous().view({2: torch.int16, 4: torch.int32}[tensor.element_size()])

@@ -34,7 +34,11 @@ class Layer:
         return [full.lookup(batch) for full in self.groups]
 
     def forward(self, batch: Batch, train_step: int = 0) -> list[Tensor]:
-        return self.embeddings(self.lookups(batch), train_step)
+        """Of tables that are all pooled."""
+        features = self.embeddings(self.lookups(batch), train_step)
+        pooled = [feature for feature in features if isinstance(feature, Tensor)]
+        assert len(pooled) == len(features)
+        return pooled
 
     def records(self) -> list[Tensor]:
         return [full.records.clone() for full in self.groups]

@@ -7,11 +7,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from protocol.job import SparseOptimizer
+from protocol.job import RowType, SparseOptimizer
 from protocol.tables import GroupSpec, record_parts
 from tests.trainer.full_capacity import bits
 from trainer.kernels import torch_ops
-from trainer.optim import rows_of, rule_at, warm_up_sqrt
+from trainer.optim import DTYPES, part_of, rows_of, rule_at, warm_up_sqrt
 
 KINDS = ("sgd", "adagrad", "rowwise_adagrad", "adam")
 WIDTHS = (1, 4, 5, 12, 16, 33, 64)
@@ -28,13 +28,13 @@ def threads(request: pytest.FixtureRequest) -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def settings_of(kind: str) -> SparseOptimizer:
-    content = {"kind": kind, "lr": 0.037, "initial_accumulator": 0.25 if "adagrad" in kind else 0.0}
+def settings_of(kind: str, *, master: bool = False) -> SparseOptimizer:
+    content = {"kind": kind, "lr": 0.037, "initial_accumulator": 0.25 if "adagrad" in kind else 0.0, "master": master}
     return msgspec.convert(content, SparseOptimizer)
 
 
-def group_of(settings: SparseOptimizer, dim: int) -> GroupSpec:
-    parts, record_bytes = record_parts(settings, dim)
+def group_of(settings: SparseOptimizer, dim: int, dtype: RowType = "fp32") -> GroupSpec:
+    parts, record_bytes = record_parts(settings, dtype, dim)
     return GroupSpec(index=0, name="group", tables=(), embedding_dim=dim, parts=parts, record_bytes=record_bytes, feature_positions=())
 
 
@@ -102,26 +102,59 @@ def test_touched_rows_end_with_the_bits_of_the_whole_table(kind: str, dim: int, 
     slots = torch.randperm(num_rows + 7)[:num_rows]
     records = torch.zeros(num_rows + 7, group.record_floats)
     for part in group.parts:
-        records[slots, part.offset : part.offset + part.width] = stock.weight.detach() if part.initial is None else part.initial
+        part_of(records, part)[slots] = stock.weight.detach() if part.initial is None else part.initial
     for train_step in range(8):
         touched = torch.randperm(num_rows)[: int(torch.randint(1, num_rows + 1, ()))]
         grads = random_gradients(len(touched), dim)
         stock.step(touched, grads)
         torch_ops.apply(rows_of(records, group), slots[touched].int(), grads, rule_at(settings, train_step))
     for part, whole in zip(group.parts, stock.parts(), strict=True):
-        assert torch.equal(bits(records[slots, part.offset : part.offset + part.width]), bits(whole)), part.name
+        assert torch.equal(bits(part_of(records, part)[slots]), bits(whole)), part.name
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_other_slots_and_padding_are_never_written(kind: str) -> None:
-    settings = settings_of(kind)
-    group = group_of(settings, 5)
-    records = torch.full((6, group.record_floats), 9.0)
-    torch_ops.apply(rows_of(records, group), torch.tensor([4, 1], dtype=torch.int32), torch.ones(2, 5), rule_at(settings, 0))
-    written = torch.zeros_like(records, dtype=torch.bool)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("master", [False, True])
+@pytest.mark.parametrize("dim", [1, 5, 16, 33])
+def test_half_rows_are_trained_in_fp32_and_rounded_at_every_step(kind: str, dtype: torch.dtype, master: bool, dim: int) -> None:
+    """Against a whole fp32 table under torch.optim, which is rounded after each step where there are no master weights."""
+    torch.manual_seed(dim)
+    settings = settings_of(kind, master=master)
+    group = group_of(settings, dim, "fp16" if dtype == torch.float16 else "bf16")
+    start = torch.randn(300, dim)
+    stock = StockTable(settings, start if master else start.to(dtype).float())
+    slots = torch.randperm(307)[:300]
+    records = torch.zeros(307, group.record_floats)
     for part in group.parts:
-        written[[1, 4], part.offset : part.offset + part.width] = True
-    assert torch.equal(records == 9.0, ~written)
+        part_of(records, part)[slots] = start.to(DTYPES[part.dtype]) if part.initial is None else part.initial
+    for train_step in range(8):
+        touched = torch.randperm(300)[: int(torch.randint(1, 301, ()))]
+        grads = random_gradients(len(touched), dim)
+        stock.step(touched, grads)
+        torch_ops.apply(rows_of(records, group), slots[touched].int(), grads, rule_at(settings, train_step))
+        if not master:
+            stock.weight.data.copy_(stock.weight.data.to(dtype))
+    weight, *others = (part_of(records, part)[slots] for part in group.parts)
+    whole, *states = stock.parts()
+    assert torch.equal(bits(weight), bits(whole.to(dtype)))
+    assert not torch.equal(weight, start.to(dtype)), "nothing was trained"
+    for found, expected in zip(others, [whole, *states] if master else states, strict=True):
+        assert torch.equal(bits(found), bits(expected))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("dtype", "master"), [("fp32", False), ("bf16", False), ("fp16", True)])
+def test_other_slots_and_padding_are_never_written(kind: str, dtype: RowType, master: bool) -> None:
+    settings = settings_of(kind, master=master)
+    group = group_of(settings, 5, dtype)
+    records = torch.full((6, group.record_floats), 9.0)
+    before = records.clone().view(torch.uint8)
+    torch_ops.apply(rows_of(records, group), torch.tensor([4, 1], dtype=torch.int32), torch.ones(2, 5), rule_at(settings, 0))
+    changed = records.view(torch.uint8) != before
+    for part in group.parts:
+        assert changed[:, part.bytes].any(), f"{part.name} was not trained"
+        changed[[1, 4], part.bytes] = False
+    assert not changed.any()
 
 
 @pytest.mark.parametrize("kind", KINDS)

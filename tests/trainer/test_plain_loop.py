@@ -102,6 +102,15 @@ class TestEveryOptimizerEqualsThePlainLoop:
         tables = [table("a", 7, dim, ["a"]), table("wide", 90, 33, ["w", "v"]), table("b", 400, dim, ["b"], "mean")]
         assert_equal_to_plain_loop(make_job(tables, optimizer, CONCATENATED), lengths=(0, 3))
 
+    @pytest.mark.parametrize("master", [False, True])
+    def test_with_rounded_rows(self, optimizer: str, dim: int, master: bool) -> None:
+        tables = [
+            {**table("a", 7, dim, ["a"]), "dtype": "bf16"},
+            {**table("b", 400, dim, ["b"], "mean"), "dtype": "fp16"},
+            {**table("c", 40, dim, ["c"]), "dtype": "fp32"},
+        ]
+        assert_equal_to_plain_loop(make_job(tables, optimizer, master=master), lengths=(0, 4))
+
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_a_feature_that_the_model_ignores_has_zero_gradients(optimizer: str) -> None:

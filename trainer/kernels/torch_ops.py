@@ -43,7 +43,7 @@ def apply(rows: Rows, unique_slots: Tensor, row_grads: Tensor, rule: Rule) -> No
     trained = rows.weight if rows.master is None else rows.master
     weight = trained.index_select(0, slots).float()
     states = [state.index_select(0, slots) for state in rows.states]
-    RULES[rule.kind](weight, states, row_grads, rule)
+    RULES[rule.kind](weight, states, row_grads if rule.clip is None else clip_rows(row_grads, rule.clip), rule)
     rows.weight.index_copy_(0, slots, weight.to(rows.weight.dtype))
     if rows.master is not None:
         rows.master.index_copy_(0, slots, weight)
@@ -53,6 +53,12 @@ def apply(rows: Rows, unique_slots: Tensor, row_grads: Tensor, rule: Rule) -> No
 
 def update(rows: Rows, pooled_grad: Tensor, group: GroupLookup, divisors: Tensor | None, rule: Rule) -> None:
     apply(rows, group.unique_slots, reduce(pooled_grad, group, divisors), rule)
+
+
+def clip_rows(row_grads: Tensor, clip: float) -> Tensor:
+    """f32 [U, D], each row with a norm of at most `clip`: by the factor that torch.nn.utils.clip_grad_norm_ would take for it."""
+    norms = (row_grads * row_grads).sum(1, keepdim=True).sqrt()
+    return row_grads * (clip / (norms + 1e-6)).clamp(max=1.0)
 
 
 def sgd(weight: Tensor, states: list[Tensor], row_grads: Tensor, rule: Rule) -> None:

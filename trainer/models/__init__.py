@@ -1,10 +1,10 @@
 """Models, their loss and their dense optimizer.
 
 Every model is called as `model(dense, embeddings) -> logits`: dense f32 [B, num_dense]; embeddings, a list of f32 [B, D_f], one a
-feature in the job's feature order; logits f32 [B].
+feature in the job's feature order, or `Sequences` of a feature that is not pooled; logits f32 [B].
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor, nn
@@ -12,24 +12,38 @@ from torch import Tensor, nn
 from protocol.errors import ConfigError
 from protocol.job import Job
 from trainer.models.custom import build_custom
+from trainer.models.dcnv2 import DCNv2
 from trainer.models.dlrm import DLRM
+from trainer.models.sequences import Embedded, Sequences
+from trainer.models.tbsm import TBSM
+
+__all__ = ["Embedded", "Sequences", "build_dense_optimizer", "build_model", "mean_loss"]
 
 MATRIX_ALIGNMENT = 64  # bytes
+BUILDERS: dict[str, Callable[[Job, int], nn.Module]] = {"dlrm": DLRM, "dcnv2": DCNv2, "tbsm": TBSM}  # by model.kind
 
 
 def build_model(job: Job, num_dense: int) -> nn.Module:
     """The job's model on the CPU, a function of the job file alone: its random numbers come from job.seed, and the global random state
     stays as it was. Raises ConfigError where `model.kind` names a factory that does not give a model.
     """
-    model = DLRM(job, num_dense) if job.model.kind == "dlrm" else build_custom(job, num_dense)
+    model = BUILDERS.get(job.model.kind, build_custom)(job, num_dense)
     model.register_forward_pre_hook(align_inputs)
     return model
 
 
-def align_inputs(model: nn.Module, inputs: tuple[Tensor, list[Tensor]]) -> tuple[Tensor, list[Tensor]]:
+def align_inputs(model: nn.Module, inputs: tuple[Tensor, list[Embedded]]) -> tuple[Tensor, list[Embedded]]:
     """A matrix product on the CPU has other bits where a matrix starts at another alignment; so a model never sees where it came from."""
+    if torch.compiler.is_compiling():
+        return inputs  # `DenseSide` has aligned them
     dense, embeddings = inputs
-    return aligned(dense), [aligned(embedding) for embedding in embeddings]
+    return aligned(dense), [aligned_embedding(embedding) for embedding in embeddings]
+
+
+def aligned_embedding(embedding: Embedded) -> Embedded:
+    if isinstance(embedding, Sequences):
+        return Sequences(values=aligned(embedding.values), offsets=embedding.offsets)
+    return aligned(embedding)
 
 
 def aligned(tensor: Tensor) -> Tensor:

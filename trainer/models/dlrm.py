@@ -1,11 +1,10 @@
 """DLRM: Naumov et al., Deep Learning Recommendation Model for Personalization and Recommendation Systems (arXiv 1906.00091)."""
 
-import itertools
-
 import torch
 from torch import Tensor, nn
 
 from protocol.job import Job
+from trainer.models.mlp import linear_layers, logits_of, relu_layers
 
 
 class DLRM(nn.Module):
@@ -28,30 +27,10 @@ class DLRM(nn.Module):
         self.top_mlp = linear_layers([bottom_width + len(i), *job.model.top_mlp], generator)
 
     def forward(self, dense: Tensor, embeddings: list[Tensor]) -> Tensor:
-        bottom = dense
-        for layer in self.bottom_mlp:
-            bottom = torch.relu(layer(bottom))
-        top = self.interact(bottom, embeddings)
-        for layer in self.top_mlp[:-1]:
-            top = torch.relu(layer(top))
-        logits: Tensor = self.top_mlp[-1](top)
-        return logits.squeeze(1)
+        return logits_of(self.top_mlp, self.interact(relu_layers(self.bottom_mlp, dense), embeddings))
 
     def interact(self, bottom: Tensor, embeddings: list[Tensor]) -> Tensor:
         """f32 [B, D] and F of f32 [B, D] -> f32 [B, D + F * (F + 1) / 2]."""
         vectors = torch.stack([bottom, *embeddings], dim=1)
         products = torch.bmm(vectors, vectors.transpose(1, 2)).flatten(1)
         return torch.cat([bottom, products.gather(1, self.lower.expand(len(products), -1))], dim=1)
-
-
-def linear_layers(widths: list[int], generator: torch.Generator) -> nn.ModuleList:
-    return nn.ModuleList(linear(width_in, width_out, generator) for width_in, width_out in itertools.pairwise(widths))
-
-
-def linear(width_in: int, width_out: int, generator: torch.Generator) -> nn.Linear:
-    """A layer with the published initial values: normal, deviation sqrt(2 / (in + out)) for weights and sqrt(1 / out) for biases."""
-    layer = nn.Linear(width_in, width_out, device="meta").to_empty(device="cpu")  # nn.Linear itself would draw from the global state
-    with torch.no_grad():
-        layer.weight.normal_(0.0, (2 / (width_in + width_out)) ** 0.5, generator=generator)
-        layer.bias.normal_(0.0, (1 / width_out) ** 0.5, generator=generator)
-    return layer

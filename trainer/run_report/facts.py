@@ -41,7 +41,15 @@ def toml_value(value: object) -> str:
 
 def table_rows(job: Job) -> list[list[str]]:
     return [
-        [table.name, f"{table.num_embeddings:,}", str(table.embedding_dim), table.pooling, table.init, ", ".join(table.features)]
+        [
+            table.name,
+            f"{table.num_embeddings:,}",
+            str(table.embedding_dim),
+            table.dtype,
+            table.pooling,
+            table.init,
+            ", ".join(table.features),
+        ]
         for table in job.tables
     ]
 

@@ -57,7 +57,7 @@ def thinned(grouping: Grouping, share: float) -> Grouping:
     left_away = grouping.nbytes - keys.nbytes + (grouping.num_unique - len(keys)) * PLACE_BYTES
     weight = np.broadcast_to(np.uint16(0), (left_away // 2,))
     nothing = np.zeros(0, np.int32)
-    return replace(grouping, keys=keys, order=weight, segment_offsets=nothing, offsets=None, weights=None)
+    return replace(grouping, keys=keys, order=weight, segment_offsets=nothing, offsets=None, weights=None, sequence_offsets=None)
 
 
 def scaled_slots(slots: int, num_rows: int, share: float, rows_a_step: float, followed_a_step: float) -> int:

@@ -69,7 +69,7 @@ def check_room(job: Job, seen: Seen, device: Device) -> Iterator[Finding]:
         yield from findings_of("keys", lambda: check_keys(transport))
     else:
         yield from findings_of("shared memory", lambda: check_rings(ring_bytes))
-    yield from findings_of("device", lambda: check_device(device, cache_bytes, staging_bytes))
+    yield from findings_of("device", lambda: check_device(device, job.model.precision, cache_bytes, staging_bytes))
     yield from findings_of("pinning", lambda: check_memlock(device, ring_bytes))
     yield from findings_of("memory", lambda: check_memory(job, seen, free_memory(), ring_bytes, on_host))
     yield from findings_of("disk", lambda: check_disk(job, seen))

@@ -55,13 +55,16 @@ def check_keys(transport: Transport) -> Iterator[Finding]:
         yield error("keys", f"{keys} lets nobody in; `prefetcher keys --out {keys} --client NAME` makes a key for a trainer")
 
 
-def check_device(device: Device, cache_bytes: int | None, staging_bytes: int) -> Iterator[Finding]:
-    """`cache_bytes` None: the data did not tell how large the cache would be."""
+def check_device(device: Device, precision: str, cache_bytes: int | None, staging_bytes: int) -> Iterator[Finding]:
+    """`precision` of the model. `cache_bytes` None: the data did not tell how large the cache would be."""
     if device.refusal is not None:
         yield error("device", device.refusal)
         return
     if device.free_bytes is None:
-        yield ok("device", f"{device.name}, whose memory is the host's")
+        if precision == "tf32":
+            yield error("device", f'model.precision = "tf32" needs a CUDA device, and this is {device.name}; set it to "fp32" or "bf16"')
+        else:
+            yield ok("device", f"{device.name}, whose memory is the host's")
         return
     needed = (cache_bytes or 0) + staging_bytes
     parts = f"rows ({human_bytes(cache_bytes or 0)}) and staging ({human_bytes(staging_bytes)})"

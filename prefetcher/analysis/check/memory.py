@@ -14,6 +14,7 @@ from protocol.telemetry.words import human_bytes
 
 DECODED_AHEAD = 8  # batches between the decoding process and the planner
 KEY_BYTES = 8
+COUNTED_MODELS = ("dlrm", "dcnv2")  # by `dense_bytes`
 DENSE_COPIES = {"sgd": 2, "adagrad": 3, "adam": 4}  # weights, gradients, optimizer state
 
 
@@ -34,7 +35,7 @@ def check_memory(job: Job, seen: Seen, free_bytes: int, ring_bytes: int, cache_b
     fixed = sum(parts.values())
     tables = sum(trained_rows(group, seen) * group.record_bytes + group.num_rows for group in in_memory)  # a byte a row: was it trained
     listed = ", ".join(f"{name} {human_bytes(nbytes)}" for name, nbytes in parts.items() if nbytes)
-    unknown = "" if job.model.kind == "dlrm" else "; the dense weights of a model of your own come on top"
+    unknown = "" if job.model.kind in COUNTED_MODELS else f"; the dense weights of {job.model.kind} come on top"
     grow = f", tables up to {human_bytes(tables)} as their rows are trained" if in_memory else "; tables are files"
     sentence = f"{human_bytes(free_bytes)} are free for {listed}{grow}{unknown}"
     if fixed > free_bytes:
@@ -82,14 +83,19 @@ def ahead_bytes(job: Job, seen: Seen) -> int:
 
 
 def dense_bytes(job: Job, seen: Seen) -> int:
-    """Weights of dlrm; 0 for a model that only its factory knows."""
-    if job.model.kind != "dlrm" or seen.reader is None:
+    """Weights of dlrm and dcnv2; 0 for a model that is not counted."""
+    model = job.model
+    if model.kind not in COUNTED_MODELS or seen.reader is None:
         return 0
-    num_vectors = len(job.features) + 1
-    bottom = [seen.reader.num_dense, *job.model.bottom_mlp]
-    top = [bottom[-1] + num_vectors * (num_vectors - 1) // 2, *job.model.top_mlp]
-    weights = sum((width_in + 1) * width_out for widths in (bottom, top) for width_in, width_out in pairwise(widths))
-    return 4 * weights
+    bottom, cross = [seen.reader.num_dense, *model.bottom_mlp], 0
+    if model.kind == "dcnv2":
+        width = bottom[-1] + sum(table.embedding_dim * len(table.features) for table in job.tables)
+        cross = model.cross_layers * (2 * width * model.cross_rank + width)
+    else:
+        num_vectors = len(job.features) + 1
+        width = bottom[-1] + num_vectors * (num_vectors - 1) // 2
+    layers = (pairwise(widths) for widths in (bottom, [width, *model.top_mlp]))
+    return 4 * (cross + sum((width_in + 1) * width_out for layer in layers for width_in, width_out in layer))
 
 
 def trained_rows(group: GroupSpec, seen: Seen) -> int:

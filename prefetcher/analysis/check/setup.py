@@ -15,7 +15,7 @@ from prefetcher.analysis.check.findings import Finding, error, ok, warning
 from prefetcher.checkpoints.folder import Checkpoints
 from protocol.disk import RealDisk
 from protocol.errors import ConfigError
-from protocol.job import Job
+from protocol.job import BUILT_IN_MODELS, Job
 from protocol.rundir import RunDirectory
 from protocol.telemetry.logs import get_logger
 
@@ -112,8 +112,8 @@ def holder_of(lock: Path) -> str | None:
 def check_model(job: Job) -> Iterator[Finding]:
     """Whether the trainer can find model.kind = "package.module:factory", by name: it is not imported, for it imports torch."""
     subject, kind = "model", job.model.kind
-    if kind == "dlrm":
-        yield ok(subject, "dlrm")
+    if kind in BUILT_IN_MODELS:
+        yield ok(subject, kind)
         return
     module, _, factory = kind.partition(":")
     spec = find_module(module, [*sys.path, str(Path.cwd())])

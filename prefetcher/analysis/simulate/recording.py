@@ -18,6 +18,7 @@ from prefetcher.planner.planner import groupers_of
 from protocol.batch import Batch, ScheduledBatch
 from protocol.tables import GroupSpec
 
+OPTIONAL = ("offsets", "weights", "sequence_offsets")  # arrays that a grouping may lack
 NEVER = 2**31 - 1  # the next use of a row that is not used again
 Array = TypeVar("Array", bound=npt.NDArray[Any])
 EMPTY = Batch(dense=np.zeros((0, 0), np.float32), labels=np.zeros(0, np.float32), ids=np.zeros(0, np.int64))
@@ -99,8 +100,7 @@ def hollow(grouping: Grouping) -> Grouping:
         grouping,
         order=no_larger_than_one(grouping.order),
         segment_offsets=no_larger_than_one(grouping.segment_offsets),
-        offsets=None if grouping.offsets is None else no_larger_than_one(grouping.offsets),
-        weights=None if grouping.weights is None else no_larger_than_one(grouping.weights),
+        **{name: no_larger_than_one(array) for name in OPTIONAL if (array := getattr(grouping, name)) is not None},
     )
 
 

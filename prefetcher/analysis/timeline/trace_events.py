@@ -1,7 +1,7 @@
 """One trace in the Trace Event Format, which Perfetto (ui.perfetto.dev) and chrome://tracing read.
 
     M   names and order of processes and threads
-    X   a span; category work, wait or issue, and the step under `args`
+    X   a span; category work or wait, and the step under `args`
     b e a span that may overlap others of its kind: a step on the device, and its life from the first plan on
     s f an arrow: rows from where they are announced to the step that looks them up, victims from the sender to the write-back
     C   a level: bytes in a ring, steps in flight

@@ -16,6 +16,7 @@ class TraceTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     num_embeddings: int
     embedding_dim: int
     features: list[str]
+    pooled: bool = True  # False: plans keep the table's look-ups apart
 
 
 class TraceGroup(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -56,7 +57,13 @@ def trace_header(job: Job, groups: tuple[GroupSpec, ...], slots: tuple[int, ...]
 
 def trace_tables(job: Job) -> list[TraceTable]:
     return [
-        TraceTable(name=table.name, num_embeddings=table.num_embeddings, embedding_dim=table.embedding_dim, features=list(table.features))
+        TraceTable(
+            name=table.name,
+            num_embeddings=table.num_embeddings,
+            embedding_dim=table.embedding_dim,
+            features=list(table.features),
+            pooled=table.pooling != "none",
+        )
         for table in job.tables
     ]
 

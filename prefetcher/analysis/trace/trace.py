@@ -10,7 +10,7 @@ An Arrow IPC file; a record batch of one row a step, compressed, and one more ro
     rows_fetched, rows_evicted, rows_written_back, fill_after    a value a group; at the end rows_written_back are the rows flushed
     after_step         or null
     batch_checksum     xxh3 of ids, offsets and weighted, 16 hex digits
-    plan_checksum      xxh3 of every array of the plan but the weights, and of its scalars
+    plan_checksum      xxh3 of the plan's scalars and arrays, but for the weights, and for the pieces, which follow from the segments
     finished           at the end: whether the data had ended, or a stop was asked for
 
 The schema's metadata are the version and the header (trace_header.py). Both sides hold one step in memory. The file appears whole or
@@ -76,6 +76,8 @@ def plan_checksum(plan: StepPlan) -> str:
 
 def plan_arrays(group: GroupPlan) -> list[npt.NDArray[Any] | None]:
     lookups = [group.slots, group.unique_slots, group.segment_offsets, group.bag_order, group.lookup_order, group.offsets]
+    if group.sequence_offsets is not None:
+        lookups.append(group.sequence_offsets.reshape(-1))
     return [*lookups, group.fetch.keys, group.fetch.slots, group.evict.keys, group.evict.slots]
 
 

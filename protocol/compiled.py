@@ -28,7 +28,18 @@ def compiled_loop(function: Function) -> Function:
         return compile_with(function)
 
 
-def compile_with(function: Function, **options: bool) -> Function:
+def compiled_arithmetic(function: Function) -> Function:
+    """As `compiled_loop`, for loops over floats, in which a division by zero gives what the processor gives, as in torch.
+
+    Every product and every sum is rounded by itself, in the order written: nothing is joined or reordered, as exact results need it.
+    """
+    try:
+        return compile_with(function, error_model="numpy", _nrt=False)
+    except KeyError:  # numba: unrecognized option
+        return compile_with(function, error_model="numpy")
+
+
+def compile_with(function: Function, **options: bool | str) -> Function:
     try:
         return cast(Function, numba.njit(nogil=True, cache=True, **options)(function))
     except RuntimeError:  # numba: no locator available for the cache
@@ -54,3 +65,14 @@ def prefetch(typing_context: Any, array: Any, index: Any) -> Any:
         return context.get_dummy_value()
 
     return numba.types.void(array, numba.types.intp), generate
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def multiply_add(typing_context: Any, a: Any, b: Any, c: Any) -> Any:
+    """In compiled loops: a * b + c of float32, rounded once."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.fma(*arguments)
+
+    float32 = numba.types.float32
+    return float32(float32, float32, float32), generate

@@ -1,0 +1,218 @@
+"""The trainer fed from a recorded stream: plans and rows lie in the ring before the clock starts, as if the prefetcher cost nothing.
+
+What is left of rowcast beside a step is then all that the trainer's side does: copies both ways, fills, evictions, messages. Its time over
+that of `resident.py`, which has every row on the device, is what the overlap fails to hide.
+
+    recorded plans + rows -> one ring, never reused
+    Peer    StepReady(p) once step p - depth - 1 is done; takes RowsBack and gives its bytes back
+
+The rows are those of an untrained table: a row that comes back has its first value again. So speeds mean something here, and losses only
+where no row leaves the cache.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Self
+
+import numpy as np
+import torch
+
+from benchmarks.training.recorded import RecordedPlan, recorded_plans
+from prefetcher.stores.initializer import first_records
+from protocol.batch import ScheduledBatch
+from protocol.conversation import Conversation
+from protocol.job import Job
+from protocol.messages import PROTOCOL_VERSION, Hello, Released, RingSpec, RowsBack, StepDone, StepReady, Welcome
+from protocol.packing import Block, Piece, cut, plan_block, plan_header, plan_stamp
+from protocol.session import Session
+from protocol.tables import GroupSpec, aligned, group_specs
+from protocol.transport.inproc import inproc_pair
+from protocol.transport.ring import RingReader, RingWriter
+from protocol.transport.ring_file import in_memory_buffer
+from trainer.dense import Tensors
+from trainer.encounter import make_records
+from trainer.engine import EngineParts, TrainerEngine
+from trainer.host_memory import host_memory
+from trainer.metrics import new_counters
+from trainer.pinning import pinned
+from trainer.report import Evaluation
+from trainer.runner import StepRunner
+from trainer.streams import make_streams
+
+BACK_PLANS = 4  # plans whose victims the ring on the way back holds
+GUARDS = 4096  # bytes of a piece beside its payload, at most
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    recorded: RecordedPlan
+    block: Block
+    pieces: list[Piece]  # one: staging is made large enough
+
+
+def pack(recorded: RecordedPlan, groups: Sequence[GroupSpec]) -> Packed:
+    block = plan_block(recorded.batch, recorded.plan)
+    num_rows = [len(own.fetch) for own in recorded.plan.groups]
+    widths = [group.record_bytes for group in groups]
+    largest = block.nbytes + sum(map(int.__mul__, num_rows, widths)) + GUARDS
+    return Packed(recorded, block, cut(block.nbytes, num_rows, widths, largest))
+
+
+class Peer:
+    """The prefetcher's end."""
+
+    def __init__(self, conversation: Conversation, messages: Sequence[StepReady], depth: int, back_ring: RingReader) -> None:
+        self.done_s: list[float] = []  # when each step was reported done
+        self._conversation = conversation
+        self._messages = messages
+        self._depth = depth
+        self._back_ring = back_ring
+        self._num_sent = 0
+        conversation.listen({RowsBack: self._rows_back, StepDone: lambda message: self.done_s.append(time.perf_counter())})
+
+    def advance(self) -> bool:
+        heard = self._conversation.advance()
+        if self._num_sent == len(self._messages) or self._num_sent > len(self.done_s) + self._depth:
+            return heard
+        self._conversation.send(self._messages[self._num_sent])
+        self._num_sent += 1
+        return True
+
+    def _rows_back(self, message: RowsBack) -> None:
+        if message.payload is not None and message.step is not None:
+            self._back_ring.view(message.payload, plan_stamp(message.step, message.piece))
+            position = self._back_ring.done(message.payload)
+            if position is not None:
+                self._conversation.send(Released(position=position))
+
+
+class Losses:
+    """What the trainer's results are, kept in memory."""
+
+    def __init__(self) -> None:
+        self.losses: list[np.float32] = []
+
+    def loss(self, train_step: int, loss: np.float32) -> None:
+        self.losses.append(loss)
+
+    def evaluation(self, result: Evaluation) -> None: ...
+
+    def state(self) -> Tensors:
+        return {}
+
+    def restore(self, tensors: Tensors) -> None: ...
+
+
+class Replay:
+    """A context: rings are pinned while it lasts."""
+
+    def __init__(self, job: Job, batches: Sequence[ScheduledBatch], slots: tuple[int, ...], device: torch.device) -> None:
+        self.groups = group_specs(job)
+        packed = [pack(recorded, self.groups) for recorded in recorded_plans(job, batches, slots)]
+        self.num_steps = len(packed)
+        self.samples = [own.recorded.batch.size for own in packed]
+        self.rows_moved = sum(len(own.fetch) for each in packed for own in each.recorded.plan.groups)
+        payloads = [own.pieces[0].nbytes for own in packed]
+        self._job, self._slots, self._device = job, slots, device
+        self._fetch_buffer = in_memory_buffer(sum(payloads) + GUARDS * len(payloads) + 2 * max(payloads))
+        self._back_buffer = in_memory_buffer(aligned(BACK_PLANS * 2 * max(payloads), 4096))
+        writer = RingWriter(self._fetch_buffer)
+        self._messages = [self._message(own, writer) for own in packed]
+        self._max_payload = aligned(max(payloads), 64)
+        self._stack = ExitStack()
+        self.results = Losses()
+
+    def __enter__(self) -> Self:
+        buffers = [self._fetch_buffer, self._back_buffer]
+        self.is_pinned = self._stack.enter_context(pinned(buffers, self._device))
+        self._make()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._stack.close()
+
+    def _message(self, packed: Packed, writer: RingWriter) -> StepReady:
+        (piece,), plan = packed.pieces, packed.recorded.plan
+        slot = writer.try_allocate(piece.nbytes)
+        assert slot is not None, "the ring was made for all plans"
+        packed.block.write(0, slot.payload[: packed.block.nbytes])
+        for span in piece.rows:
+            keys = plan.groups[span.group].fetch.keys[span.start : span.start + span.count]
+            rows = first_records(self.groups[span.group], self._job.job.seed, keys).reshape(-1)
+            slot.payload[span.offset : span.offset + len(rows)] = rows
+        return StepReady(
+            step=plan.step,
+            piece=0,
+            num_pieces=1,
+            plan=plan_header(packed.recorded.batch, plan, packed.block),
+            payload=writer.commit(slot, plan_stamp(plan.step, 0), checksum=False),
+            arrays=piece.arrays,
+            rows=piece.rows,
+        )
+
+    def _make(self) -> None:
+        job, device = self._job, self._device
+        near, far = inproc_pair()
+        theirs, ours = Conversation(Session("prefetcher", 1), near), Conversation(Session("trainer"), far)
+        num_dense = next(message.plan.arrays[0].shape[1] for message in self._messages if message.plan is not None)
+        welcome = Welcome(
+            protocol_version=PROTOCOL_VERSION,
+            run_id="replay",
+            incarnation=1,
+            pid=1,
+            slots=self._slots,
+            num_dense=num_dense,
+            depth=job.lookahead.depth,
+            fetch_ring=RingSpec(path="", nbytes=len(self._fetch_buffer)),
+            back_ring=RingSpec(path="", nbytes=len(self._back_buffer)),
+            train_steps=None,
+            first_train_step=0,
+            restore_bytes=0,
+            verify=0.0,
+        )
+        hello = Hello(
+            protocol_version=PROTOCOL_VERSION,
+            job_digest=job.session_digest(),
+            rank=0,
+            world_size=1,
+            pid=2,
+            threads=1,
+            device=str(device),
+            mode="train",
+        )
+        ours.send(hello)
+        theirs.advance()
+        theirs.send(welcome)
+        ours.advance()
+        streams = make_streams(device)
+        self.records = make_records(self._slots, self.groups, device)
+        self.runner = StepRunner(job, self.groups, self.records, num_dense)
+        self.engine = TrainerEngine(
+            EngineParts(
+                groups=self.groups,
+                welcome=welcome,
+                conversation=ours,
+                fetch_ring=RingReader(self._fetch_buffer),
+                back_ring=RingWriter(self._back_buffer),
+                max_payload=self._max_payload,
+                streams=streams,
+                records=self.records,
+                runner=self.runner,
+                results=self.results,
+                counters=new_counters(self.groups),
+                fetch_memory=host_memory(self._fetch_buffer, device, pinned=self.is_pinned),
+                back_memory=host_memory(self._back_buffer, device, pinned=self.is_pinned),
+            )
+        )
+        self.peer = Peer(theirs, self._messages, job.lookahead.depth, RingReader(self._back_buffer))
+
+    def run(self, until: Callable[[], bool] | None = None) -> list[float]:
+        """Seconds between the ends of successive steps; to the end, or until a condition."""
+        advances = [stage.advance for stage in (*self.engine.stages.values(), self.peer)]
+        while len(self.peer.done_s) < self.num_steps and not (until and until()):
+            for advance in advances:
+                advance()
+        return np.diff(self.peer.done_s).tolist()

@@ -1,0 +1,56 @@
+"""Made click histories for `examples/tbsm.toml`: `python -m examples.sequence_data data/sequences.parquet`.
+
+A row is a user who saw an item: `items` and `categories` are lists, what the user looked at before, oldest first, and the item seen last.
+The user clicks it where its category is one that came often before.
+"""
+
+import argparse
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+NUM_USERS, NUM_ITEMS, NUM_CATEGORIES = 20_000, 100_000, 50
+LONGEST = 30  # entries of a history
+
+
+def lists(values: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64]) -> pa.Array:
+    return pa.ListArray.from_arrays(pa.array(np.append(0, np.cumsum(lengths)), pa.int32()), pa.array(values))
+
+
+def make_sequences(num_samples: int, seed: int = 0) -> pa.Table:
+    """Columns label, int_0 (the history's length), user, items and categories."""
+    rng = np.random.default_rng(seed)
+    lengths = rng.integers(0, LONGEST + 1, num_samples) + 1
+    sample = np.repeat(np.arange(num_samples), lengths)
+    taste = rng.integers(0, NUM_CATEGORIES, num_samples)
+    of_taste = rng.random(len(sample)) < 0.6
+    is_target = np.arange(len(sample)) + 1 == np.cumsum(lengths)[sample]
+    items = (rng.random(len(sample)) ** 2 * NUM_ITEMS).astype(np.int64)
+    items[of_taste] += (taste[sample] - items)[of_taste] % NUM_CATEGORIES  # the next item of that category
+    items %= NUM_ITEMS
+    clicks = of_taste[is_target] & (lengths > 3)
+    return pa.table(
+        {
+            "label": np.where(rng.random(num_samples) < 0.9, clicks, ~clicks).astype(np.float32),
+            "int_0": np.log(lengths).astype(np.float32),
+            "user": rng.integers(0, NUM_USERS, num_samples),
+            "items": lists(items, lengths),
+            "categories": lists(items % NUM_CATEGORIES, lengths),
+        }
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("path", type=Path)
+    parser.add_argument("--samples", type=int, default=200_000)
+    options = parser.parse_args()
+    options.path.parent.mkdir(parents=True, exist_ok=True)
+    pq.write_table(make_sequences(options.samples), options.path)
+
+
+if __name__ == "__main__":
+    main()

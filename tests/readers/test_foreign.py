@@ -1,0 +1,124 @@
+"""Batches in the shapes of training scripts: each becomes the same `Batch`, and what cannot is named."""
+
+import re
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from prefetcher.readers.base import open_reader
+from prefetcher.readers.custom import CustomReader
+from prefetcher.readers.foreign import as_batch
+from protocol.batch import Batch
+from protocol.errors import DataError
+from protocol.job import Job
+from tests.readers.samples import make_job, same_batch
+
+FEATURES = ["cat_3", "cat_0", "cat_25"]  # of `make_job`
+IDS = np.array([[1, 2, 3], [4, 5, 6]])  # [B, F]
+DENSE, LABELS = np.ones((2, 4), np.float32), np.array([0, 1], np.float32)
+EXPECTED = Batch(dense=DENSE, labels=LABELS, ids=IDS.T.reshape(-1))
+
+
+def keyed(lengths: bool = True, weights: Any = None, **changed: Any) -> SimpleNamespace:
+    """As a KeyedJaggedTensor, with a feature that no table has, in an order of its own."""
+    content = {"keys": ["cat_25", "other", "cat_0", "cat_3"], "values": torch.tensor([3, 6, 9, 9, 2, 5, 1, 4])} | changed
+    face = {name: partial(lambda value: value, value) for name, value in content.items()}
+    own = {"lengths": lambda: torch.ones(8, dtype=torch.int32)} if lengths else {"offsets": lambda: torch.arange(9)}
+    return SimpleNamespace(**face, **own, weights_or_none=lambda: weights)
+
+
+SHAPES: dict[str, Any] = {
+    "a tuple of arrays": (DENSE, IDS, LABELS),
+    "a tuple of tensors": (torch.from_numpy(DENSE).double(), torch.from_numpy(IDS), torch.tensor([[0], [1]])),
+    "a list with lists": [DENSE.tolist(), [[1, 4], [2, 5], [3, 6]], [False, True]],
+    "lists of bags": (DENSE, [[[1], [4]], [[2], [5]], [[3], [6]]], LABELS),
+    "columns by name": {
+        "dense": DENSE,
+        "sparse": {"cat_0": IDS[:, 1], "cat_25": IDS[:, 2:], "cat_3": IDS[:, 0], "x": None},
+        "label": LABELS,
+    },
+    "an object": SimpleNamespace(dense_features=DENSE, sparse_features=keyed(), labels=LABELS),
+    "offsets": {"dense_features": DENSE, "sparse_features": keyed(lengths=False), "labels": LABELS},
+    "a batch": EXPECTED,
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_every_shape_is_the_same_batch(shape: str) -> None:
+    assert same_batch(as_batch(SHAPES[shape], FEATURES, "here"), EXPECTED)
+
+
+def test_bags_of_several_ids_and_of_none() -> None:
+    found = as_batch((None, [[[1, 2], []], [[3], [4]], np.array([[5, 6], [0, 1]])], LABELS), FEATURES, "here")
+    assert found.dense.shape == (2, 0)
+    assert found.offsets is not None
+    assert (found.ids.tolist(), found.offsets.tolist()) == ([1, 2, 3, 4, 5, 6, 0, 1], [0, 2, 2, 3, 4, 6, 8])
+
+
+def test_weights_of_a_keyed_tensor_are_taken_in_the_jobs_order() -> None:
+    found = as_batch((DENSE, keyed(weights=torch.arange(8) / 2), LABELS), FEATURES, "here")
+    assert found.weights is not None
+    assert found.weights.tolist() == [3.0, 3.5, 2.0, 2.5, 0.0, 0.5]
+
+
+@pytest.mark.parametrize(
+    ("offered", "sentence"),
+    [
+        ((DENSE, IDS), "is tuple; yield protocol.batch.Batch, or dense features, sparse features and labels"),
+        ({"dense": DENSE, "labels": LABELS}, "is dict; yield protocol.batch.Batch"),
+        ((DENSE, IDS[:, :2], LABELS), "sparse has shape [2, 2]; give one id a sample and feature: [2, 3]"),
+        ((DENSE, [IDS[:, 0]], LABELS), "sparse lists 1 features, but the tables have 3: cat_3, cat_0, cat_25"),
+        ((DENSE, {"cat_3": IDS[:, 0]}, LABELS), "sparse has no feature cat_0, only cat_3"),
+        ((DENSE, IDS / 2, LABELS), "ids are integers, these are float64"),
+        ((DENSE, [IDS[:1, 0], IDS[:, 1], IDS[:, 2]], LABELS), "feature cat_3 has 1 bags for 2 samples"),
+        ((DENSE, keyed(values=torch.arange(5)), LABELS), "sparse has 5 ids in 8 bags for 4 features of 2 samples"),
+        ((DENSE, keyed(keys=["cat_0"]), LABELS), "sparse has no feature cat_3, only cat_0"),
+        ((object(), IDS, LABELS), "dense of type object cannot be read as an array"),
+    ],
+)
+def test_what_is_no_batch_is_named(offered: Any, sentence: str) -> None:
+    with pytest.raises(DataError, match="^here.*" + re.escape(sentence)):
+        as_batch(offered, FEATURES, "here")
+
+
+class Shuffled:
+    """Another order each time it is gone through, as a DataLoader with a generator has it."""
+
+    def __init__(self) -> None:
+        self.passes = 0
+
+    def __iter__(self) -> Any:
+        self.passes += 1
+        return iter([(DENSE, np.full((2, 3), self.passes), LABELS)] * 2)
+
+
+def test_looking_at_the_first_batch_takes_no_pass_of_its_own() -> None:
+    reader = CustomReader(make_job("tests.readers.factories:iterable"), Shuffled())
+    assert [[int(batch.ids[0]) for batch in reader.batches("train", epoch)] for epoch in (0, 1)] == [[1, 1], [2, 2]]
+
+
+def named(job: Job, rows: int) -> list[Any]:
+    assert isinstance(job, Job)
+    return [(DENSE, np.full((2, 3), rows), LABELS)]
+
+
+def positional(anything: Any) -> list[Any]:
+    assert isinstance(anything, Job)
+    return [(DENSE, IDS, LABELS)]
+
+
+def without_job(rows: int = 4) -> list[Any]:
+    return [(DENSE, np.full((2, 3), rows), LABELS)]
+
+
+@pytest.mark.parametrize(
+    ("name", "options"), [("named", {"rows": 5}), ("positional", {}), ("without_job", {}), ("without_job", {"rows": 5})]
+)
+def test_a_factory_is_called_with_what_it_takes(name: str, options: dict[str, Any]) -> None:
+    [found] = open_reader(make_job(f"tests.readers.test_foreign:{name}", options=options)).batches("train", 0)
+    expected = 1 if name == "positional" else options.get("rows", 4)
+    assert int(found.ids[0]) == expected

@@ -1,0 +1,69 @@
+"""TBSM with two real processes: histories from a Parquet file, the plain loop's bits, and what the other commands say of such a job."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from examples.plain_loop import run_plain_loop
+from examples.sequence_data import NUM_CATEGORIES, make_sequences
+from prefetcher.readers.base import open_reader
+from prefetcher.readers.schedule import schedule
+from protocol.job_file import load_job
+from tests.driver import start_state
+from tests.system.processes import Session
+from trainer.report import read_report
+
+SECTIONS: dict[str, Any] = {
+    "tables": [
+        {"name": "item", "num_embeddings": 100_000, "embedding_dim": 4, "features": ["items"], "pooling": "none"},
+        {"name": "category", "num_embeddings": NUM_CATEGORIES, "embedding_dim": 4, "features": ["categories"], "pooling": "none"},
+        {"name": "user", "num_embeddings": 20_000, "embedding_dim": 4, "features": ["user"]},
+    ],
+    "model": {"kind": "tbsm", "bottom_mlp": [4], "top_mlp": [8], "history": 6, "attention_mlp": [5], "final_mlp": [8, 1]},
+    "cache": {"capacity": "1300 rows"},
+    "checkpoint": {"every": 5},
+    "lookahead": {"depth": 2},
+}
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """As the trainer of the tiny job: a product's bits may depend on the threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def test_two_processes_train_on_histories_with_the_bits_of_the_plain_loop_and_as_simulated(
+    session: Session, tmp_path: Path, one_thread: None
+) -> None:
+    pq.write_table(make_sequences(1000, seed=3), tmp_path / "sequences.parquet")
+    data = {"format": "parquet", "path": str(tmp_path / "sequences.parquet"), "eval_fraction": 0.1, "synthetic": None}
+    session.write_job(data=data, **SECTIONS)
+    job = load_job(session.config)
+    batches = list(schedule(job, open_reader(job)))
+    trace = tmp_path / "run.trace"
+    prefetcher, trainer = session.start_both(f"--save-trace={trace}", "--verify")
+    trainer.ended().quiet()
+    prefetcher.ended().quiet()
+    session.export(tmp_path / "end").quiet()
+    report = msgspec.to_builtins(read_report(session.run_dir / "report.json"))
+    assert (report["steps"], report["eval_steps"]) == (15, 2)
+    assert report["rows_written_back"] > 0
+    losses, plain = run_plain_loop(job, start_state(job, 1), batches)
+    assert (session.run_dir / "losses.f32").read_bytes() == np.array(losses, np.float32).tobytes()
+    end = load_file(tmp_path / "end")
+    assert plain.keys() <= end.keys()
+    assert all(torch.equal(end[name].view(torch.int32), tensor.view(torch.int32)) for name, tensor in plain.items())
+    simulated = msgspec.json.decode(session.start("simulate", "--json", f"--trace={trace}").ended().quiet().stdout)
+    assert simulated["plans_compared"] == len(batches)
+    for name in ("lookups", "unique_rows", "rows_fetched", "rows_evicted", "rows_written_back", "rows_flushed"):
+        assert simulated["results"][0][name] == report[name], name

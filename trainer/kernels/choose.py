@@ -1,0 +1,59 @@
+"""Which kernels a device gets. Triton, and what compiles for the CPU, are imported only where they are used."""
+
+import subprocess
+import time
+
+import torch
+
+from protocol.job import Job
+from protocol.tables import group_specs
+from protocol.telemetry.logs import get_logger
+from trainer.kernels import Kernels, torch_ops
+from trainer.kernels.self_check import difference
+
+WORTH_SAYING_S = 2.0
+
+
+def choose_kernels(device: torch.device, job: Job | None = None) -> Kernels:
+    """The quickest that this installation has for `device`. Warns once a call where those meant for it cannot be used, or have not
+    the bits that they should have; kernels in plain torch operations serve then. A CPU's are checked for the job's tables, if there is one.
+    """
+    if device.type == "cuda":
+        return triton_kernels(device)
+    return compiled_kernels(job) if device.type == "cpu" else torch_ops
+
+
+def compiled_kernels(job: Job | None) -> Kernels:
+    began_s = time.perf_counter()
+    from trainer.kernels.compiled_ops import CompiledOps  # numba, which only a CPU needs
+
+    chosen: Kernels = CompiledOps(torch.get_num_threads())
+    if job is not None:
+        chosen = checked(chosen, job)
+    seconds = time.perf_counter() - began_s
+    if seconds > WORTH_SAYING_S:
+        get_logger().info("prepared the kernels; their first start compiles them", seconds=round(seconds, 1))
+    return chosen
+
+
+def checked(kernels: Kernels, job: Job) -> Kernels:
+    """`kernels`, or plain torch operations where their bits differ."""
+    found = difference(kernels, group_specs(job), job.optimizer.sparse)
+    if found is None:
+        return kernels
+    get_logger().warning(
+        "compiled kernels have other bits than torch here, so plain torch operations serve, which are slower", differ=found
+    )
+    return torch_ops
+
+
+def triton_kernels(device: torch.device) -> Kernels:
+    """Triton's, where it is installed and can make its launcher: that takes a C compiler and Python's headers, once a machine."""
+    try:
+        from trainer.kernels import triton_ops
+
+        triton_ops.make_launcher()
+    except (ImportError, OSError, RuntimeError, subprocess.CalledProcessError) as error:
+        get_logger().warning("kernels in plain torch operations, which are slower", device=str(device), cause=str(error))
+        return torch_ops
+    return triton_ops

@@ -1,0 +1,108 @@
+"""Whether kernels have the bits of `torch_ops` on this processor and these builds: tried out on a thousand rows before they are used."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from protocol.job import SparseOptimizer
+from protocol.tables import GroupSpec
+from trainer.kernels import GroupLookup, Kernels, torch_ops
+from trainer.optim import rows_of, rule_at
+
+NUM_ROWS, NUM_LOOKUPS, NUM_STEPS = 1000, 2500, 2
+LONGEST_BAG = 4
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Trial:
+    """A step to try, and what kind it is of."""
+
+    what: str
+    lookup: GroupLookup
+    divisors: Tensor | None
+    num_bags: int
+
+
+def difference(kernels: Kernels, groups: Sequence[GroupSpec], settings: SparseOptimizer) -> str | None:
+    """What `kernels` compute with other bits than `torch_ops`, for these groups under this optimizer; None where there is nothing."""
+    generator = torch.Generator().manual_seed(1)
+    for group in groups:
+        for trial in trials(generator):
+            records = [random_records(group, generator)]
+            records.append(records[0].clone())
+            for step in range(NUM_STEPS):
+                grad = random_gradient(trial.num_bags, group.embedding_dim, generator)
+                pooled = []
+                for own, using in zip(records, (kernels, torch_ops), strict=True):
+                    rows = rows_of(own, group)
+                    pooled.append(using.lookup(rows, trial.lookup, trial.divisors))
+                    using.update(rows, grad, trial.lookup, trial.divisors, rule_at(settings, step))
+                if not equal_bits(*pooled):
+                    return f"look-ups of {trial.what} in {group.name}"
+                if not equal_bits(*records):
+                    return f"updates by {trial.what} in {group.name}"
+    return None
+
+
+def trials(generator: torch.Generator) -> Iterator[Trial]:
+    lengths = torch.randint(0, LONGEST_BAG + 1, (NUM_LOOKUPS,), generator=generator)
+    offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)]).int()
+    counts = lengths.clamp(min=1).float()[:, None]
+    for kind, with_weights, bag_offsets, divisors in (
+        ("single look-ups", False, None, None),
+        ("single weighted look-ups", True, None, None),
+        ("bags", False, offsets, None),
+        ("weighted bags", True, offsets, None),
+        ("averaged bags", False, offsets, counts),
+    ):
+        lookup = random_lookup(bag_offsets, with_weights, generator)
+        yield Trial(what=kind, lookup=lookup, divisors=divisors, num_bags=NUM_LOOKUPS)
+
+
+def random_lookup(offsets: Tensor | None, with_weights: bool, generator: torch.Generator) -> GroupLookup:
+    """Of NUM_LOOKUPS bags, some rows often."""
+    num_lookups = NUM_LOOKUPS if offsets is None else int(offsets[-1])
+    slots = (torch.rand(num_lookups, generator=generator) ** 3 * NUM_ROWS).int()
+    unique_slots, uses = torch.unique(slots, return_counts=True)
+    order = slots.argsort(stable=True).int()
+    bags = torch.arange(NUM_LOOKUPS) if offsets is None else torch.arange(NUM_LOOKUPS).repeat_interleave(offsets.diff())
+    none = torch.zeros(0, dtype=torch.int32)
+    return GroupLookup(
+        batch_size=NUM_LOOKUPS,
+        slots=slots,
+        unique_slots=unique_slots,
+        segment_offsets=torch.cat([torch.zeros(1, dtype=torch.int64), uses.cumsum(0)]).int(),
+        bag_order=bags[order.long()].int(),
+        long_rows=none,  # on a CPU no row is cut in pieces
+        piece_offsets=none,
+        piece_rows=none,
+        lookup_order=order if with_weights else None,
+        offsets=offsets,
+        weights=torch.randn(num_lookups, generator=generator) if with_weights else None,
+    )
+
+
+def random_records(group: GroupSpec, generator: torch.Generator) -> Tensor:
+    """f32 [NUM_ROWS, record_floats] with states that no square root refuses."""
+    records = torch.zeros(NUM_ROWS, group.record_floats)
+    rows = rows_of(records, group)
+    values = torch.randn(rows.weight.shape, generator=generator)
+    rows.weight.copy_(values)
+    if rows.master is not None:
+        rows.master.copy_(values)
+    for state in rows.states:
+        state.copy_(torch.rand(state.shape, generator=generator))
+    return records
+
+
+def random_gradient(num_bags: int, dim: int, generator: torch.Generator) -> Tensor:
+    """Of very different sizes, with zeros."""
+    sizes = 10 ** (torch.rand(num_bags, 1, generator=generator) * 6 - 5)
+    sizes[torch.rand(num_bags, generator=generator) < 0.1] = 0
+    return torch.randn(num_bags, dim, generator=generator) * sizes
+
+
+def equal_bits(one: Tensor, other: Tensor) -> bool:
+    return torch.equal(one.view(torch.int32), other.view(torch.int32))

@@ -1,0 +1,46 @@
+"""Shares a compiled loop out among threads. Only whole items go to a thread, so no result depends on how many there are."""
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+MIN_FLOATS = 2**16  # a thread's share, below which it is not worth waking one
+
+
+class ThreadPool:
+    """The caller's thread and others beside it. One caller at a time."""
+
+    def __init__(self, num_threads: int) -> None:
+        self._num_threads = num_threads
+        self._others = ThreadPoolExecutor(num_threads - 1, "kernels") if num_threads > 1 else None
+
+    def share(
+        self, work: Callable[[int, int], Any], first: int, end: int, item_floats: int, starts: npt.NDArray[np.int32] | None = None
+    ) -> None:
+        """Calls work(from, to) for ranges that cover the items from `first` to `end`, and returns when all are done.
+
+        starts: where each item's parts start, for items of different sizes, and the end of the last; item_floats: of a part.
+        """
+        num_parts = end - first if starts is None else int(starts[end]) - int(starts[first])
+        num_shares = min(self._num_threads, num_parts * item_floats // MIN_FLOATS)
+        if self._others is None or num_shares < 2:
+            work(first, end)
+            return
+        ranges = pairwise(cuts(first, end, num_shares, starts))
+        own = next(ranges)
+        running = [self._others.submit(work, *of_thread) for of_thread in ranges]
+        work(*own)
+        for task in running:
+            task.result()
+
+
+def cuts(first: int, end: int, num_shares: int, starts: npt.NDArray[np.int32] | None) -> list[int]:
+    """Where shares of about as many parts begin, and the last one ends."""
+    if starts is None:
+        return [first + (end - first) * share // num_shares for share in range(num_shares + 1)]
+    shares = np.linspace(starts[first], starts[end], num_shares + 1)[1:-1]
+    return [first, *(first + np.searchsorted(starts[first:end], shares)).tolist(), end]

@@ -1,0 +1,170 @@
+"""The device's side of the Triton kernels: what runs for a block of bags or rows.
+
+A program holds ROWS bags or rows, BLOCK columns wide: the dimension D, rounded up to a power of two. Of a bag or row there is one number
+in i32 [ROWS], and its values are f32 [ROWS, BLOCK].
+
+    rows_at      one look-up of each
+    sum_of       0.0 + source[index[first]] + source[index[first + 1]] + ... of each
+    row_sums     of each over its columns, in an order that depends on D alone
+    train_rows   the row optimizer on their gradients
+
+Kernels join these, so that whatever path a gradient takes, it meets the same operations in the same order. Each operation is rounded by
+itself, but for `tl.fma` where torch's own operation is one; so kernels must be launched with `ROUNDED` (triton_ops.py), which keeps the
+compiler from joining others.
+"""
+
+from collections.abc import Callable
+from typing import Any, Protocol, TypeVar, cast
+
+import triton
+import triton.language as tl
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+class Kernel(Protocol):
+    def __getitem__(self, grid: tuple[int]) -> Callable[..., object]:
+        """What launches it on so many programs."""
+
+
+def device(function: Function) -> Function:
+    """For code that kernels call."""
+    return cast(Function, triton.jit(function))
+
+
+def kernel(*counts: str) -> Callable[[Callable[..., None]], Kernel]:
+    """`counts` are integers that change from step to step: not compiled once more where one happens to be 1, or a multiple of 16."""
+    return cast(Callable[[Callable[..., None]], Kernel], triton.jit(do_not_specialize=counts))
+
+
+@device
+def rows_at(
+    source: tl.tensor,
+    stride: tl.constexpr,
+    index: tl.tensor,
+    place: tl.tensor,
+    live: tl.tensor,
+    divisors: tl.tensor,
+    weights: tl.tensor,
+    weight_order: tl.tensor,
+    D: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> tl.tensor:
+    """f32 [ROWS, BLOCK]: the rows index[place] of `source`, or `place` where there is no index; 0.0 where not `live`, and behind column D.
+
+    A row is divided by its divisor, then multiplied by weights[weight_order[place]], or by weights[place].
+    """
+    columns = tl.arange(0, BLOCK)[None, :]
+    row = place if index is None else tl.load(index + place, mask=live, other=0)
+    row = row.to(tl.int64)  # beyond 2**31 elements from 16.8 M rows of 128 on
+    at = source + row[:, None] * stride + columns
+    values = tl.load(at, mask=live[:, None] & (columns < D), other=0.0).to(tl.float32)
+    if divisors is not None:
+        values = tl.div_rn(values, tl.load(divisors + row, mask=live, other=1.0)[:, None])
+    if weights is not None:
+        lookup = place if weight_order is None else tl.load(weight_order + place, mask=live, other=0)
+        values = values * tl.load(weights + lookup, mask=live, other=0.0)[:, None]
+    return values
+
+
+@device
+def sum_of(
+    source: tl.tensor,
+    stride: tl.constexpr,
+    index: tl.tensor,
+    first: tl.tensor,
+    count: tl.tensor,
+    divisors: tl.tensor,
+    weights: tl.tensor,
+    weight_order: tl.tensor,
+    D: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+    UNROLL: tl.constexpr,
+) -> tl.tensor:
+    """f32 [ROWS, BLOCK]: 0.0 and then, one by one, `rows_at` each place from first to first + count - 1.
+
+    Once a row has no more look-ups, 0.0 is added to it: a sum that began at 0.0 is never -0.0, so this changes no bits.
+    """
+    total = tl.zeros([ROWS, BLOCK], tl.float32)
+    for start in range(0, tl.max(count, 0), UNROLL):
+        for k in tl.static_range(UNROLL):
+            live = start + k < count
+            total += rows_at(source, stride, index, first + (start + k), live, divisors, weights, weight_order, D, BLOCK)
+    return total
+
+
+@device
+def row_sums(values: tl.tensor, ROWS: tl.constexpr) -> tl.tensor:
+    """f32 [ROWS, 1]: neighbours are added, then their sums, and so on. Every addition has two terms, so its order is no question."""
+    for _ in tl.static_range(10):
+        if values.shape[1] > 1:
+            values = tl.sum(tl.reshape(values, [ROWS, values.shape[1] // 2, 2]), 2)
+    return values
+
+
+@device
+def clipped(grads: tl.tensor, CLIP: tl.constexpr, ROWS: tl.constexpr) -> tl.tensor:
+    """As `torch_ops.clip_rows`."""
+    norms = tl.sqrt_rn(row_sums(grads * grads, ROWS))
+    return grads * tl.minimum(tl.div_rn(1.0, norms + 1e-6) * CLIP, 1.0, propagate_nan=tl.PropagateNan.ALL)
+
+
+@device
+def train_rows(
+    grads: tl.tensor,
+    slots: tl.tensor,
+    live: tl.tensor,
+    weight: tl.tensor,
+    master: tl.tensor,
+    first_state: tl.tensor,
+    second_state: tl.tensor,
+    rate: tl.tensor,
+    KIND: tl.constexpr,
+    EPS: tl.constexpr,
+    DECAY_1: tl.constexpr,
+    DECAY_2: tl.constexpr,
+    CLIP: tl.constexpr,
+    WEIGHT_STRIDE: tl.constexpr,
+    STRIDE: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+) -> None:
+    """One step of the rows in `slots` that are `live`. grads are 0 behind column D; strides are in elements, STRIDE in fp32.
+
+    rate: the learning rate; of adam the step size. DECAY_1, DECAY_2: 1 - beta of adam.
+    """
+    columns = tl.arange(0, BLOCK)[None, :]
+    mask = live[:, None] & (columns < D)
+    slots = slots.to(tl.int64)
+    at_weight = weight + slots[:, None] * WEIGHT_STRIDE + columns
+    at = slots[:, None] * STRIDE + columns
+    old = tl.load(at_weight if master is None else master + at, mask=mask, other=0.0).to(tl.float32)
+    if CLIP is not None:
+        grads = clipped(grads, CLIP, ROWS)
+    if KIND == "sgd":
+        new = tl.fma(grads, -rate, old)
+    elif KIND == "adagrad":
+        state = tl.load(first_state + at, mask=mask, other=0.0)
+        state = tl.fma(grads, grads, state)
+        tl.store(first_state + at, state, mask=mask)
+        new = old + tl.div_rn(grads * -rate, tl.sqrt_rn(state) + EPS)
+    elif KIND == "rowwise_adagrad":
+        at_state = first_state + slots[:, None] * STRIDE
+        state = tl.load(at_state, mask=live[:, None], other=0.0)
+        state = state + tl.div_rn(row_sums(grads * grads, ROWS), D * 1.0)
+        tl.store(at_state, state, mask=live[:, None])
+        new = old - tl.div_rn(grads * rate, tl.sqrt_rn(state) + EPS)
+    else:
+        tl.static_assert(KIND == "adam")
+        average = tl.load(first_state + at, mask=mask, other=0.0)
+        average = average + (grads - average) * DECAY_1
+        tl.store(first_state + at, average, mask=mask)
+        square = tl.load(second_state + at, mask=mask, other=0.0)
+        square = square + (grads * grads - square) * DECAY_2
+        tl.store(second_state + at, square, mask=mask)
+        new = old + tl.div_rn(average, tl.sqrt_rn(square) + EPS) * -rate
+    tl.store(at_weight, new.to(weight.dtype.element_ty), mask=mask)
+    if master is not None:
+        tl.store(master + at, new, mask=mask)

@@ -1,0 +1,187 @@
+"""The Triton kernels: which bags or rows each program has, and where its result goes.
+
+    lookup_kernel     bags                            -> pooled
+    segments_kernel   pieces of long rows first,      -> their sums
+                      then rows, long ones left out   -> row gradients, or trained at once
+    join_kernel       long rows, from pieces' sums    -> row gradients, or trained at once
+    apply_kernel      rows, from row gradients        -> trained
+
+Pieces come first, because the longest work should begin first. All but `lookup_kernel` train the rows where `row_grads` is None.
+"""
+
+import triton.language as tl
+
+from trainer.kernels.triton_code import device, kernel, rows_at, sum_of, train_rows
+
+
+@kernel("num_bags")
+def lookup_kernel(
+    pooled: tl.tensor,
+    weight: tl.tensor,
+    slots: tl.tensor,
+    offsets: tl.tensor,
+    weights: tl.tensor,
+    divisors: tl.tensor,
+    num_bags: tl.tensor,
+    WEIGHT_STRIDE: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+    UNROLL: tl.constexpr,
+) -> None:
+    bag = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    live = bag < num_bags
+    if offsets is None:
+        total = 0.0 + rows_at(weight, WEIGHT_STRIDE, slots, bag, live, None, weights, None, D, BLOCK)
+    else:
+        first = tl.load(offsets + bag, mask=live, other=0)
+        count = tl.load(offsets + bag + 1, mask=live, other=0) - first
+        total = sum_of(weight, WEIGHT_STRIDE, slots, first, count, None, weights, None, D, BLOCK, ROWS, UNROLL)
+    if divisors is not None:
+        total = tl.div_rn(total, tl.load(divisors + bag, mask=live, other=1.0)[:, None])
+    put(pooled, bag, total, live, D, BLOCK)
+
+
+@kernel("num_rows", "num_pieces")
+def segments_kernel(
+    pooled_grad: tl.tensor,
+    divisors: tl.tensor,
+    weights: tl.tensor,
+    bag_order: tl.tensor,
+    lookup_order: tl.tensor,
+    segment_offsets: tl.tensor,
+    long_rows: tl.tensor,
+    piece_offsets: tl.tensor,
+    piece_rows: tl.tensor,
+    piece_sums: tl.tensor,
+    row_grads: tl.tensor,
+    unique_slots: tl.tensor,
+    weight: tl.tensor,
+    master: tl.tensor,
+    first_state: tl.tensor,
+    second_state: tl.tensor,
+    rate: tl.tensor,
+    num_rows: tl.tensor,
+    num_pieces: tl.tensor,
+    PIECE: tl.constexpr,
+    KIND: tl.constexpr,
+    EPS: tl.constexpr,
+    DECAY_1: tl.constexpr,
+    DECAY_2: tl.constexpr,
+    CLIP: tl.constexpr,
+    WEIGHT_STRIDE: tl.constexpr,
+    STRIDE: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+    UNROLL: tl.constexpr,
+) -> None:
+    piece_programs = tl.cdiv(num_pieces, ROWS)
+    is_piece = tl.program_id(0) < piece_programs
+    own = (tl.program_id(0) - (0 if is_piece else piece_programs)) * ROWS + tl.arange(0, ROWS)
+    if is_piece:
+        live = own < num_pieces
+        which = tl.load(piece_rows + own, mask=live, other=0)
+        row = tl.load(long_rows + which, mask=live, other=0)
+        piece = own - tl.load(piece_offsets + which, mask=live, other=0)
+        first = tl.load(segment_offsets + row, mask=live, other=0) + piece * PIECE
+        end = tl.load(segment_offsets + row + 1, mask=live, other=0)
+        count = tl.where(live, tl.minimum(end - first, PIECE), 0)
+    else:
+        live = own < num_rows
+        first = tl.load(segment_offsets + own, mask=live, other=0)
+        count = tl.load(segment_offsets + own + 1, mask=live, other=0) - first
+        live = live & (count <= PIECE)
+        count = tl.where(live, count, 0)
+    total = sum_of(pooled_grad, D, bag_order, first, count, divisors, weights, lookup_order, D, BLOCK, ROWS, UNROLL)
+    if is_piece:
+        put(piece_sums, own, total, live, D, BLOCK)
+    elif row_grads is not None:
+        put(row_grads, own, total, live, D, BLOCK)
+    else:
+        slots = tl.load(unique_slots + own, mask=live, other=0)
+        train_rows(
+            total, slots, live, weight, master, first_state, second_state, rate,
+            KIND, EPS, DECAY_1, DECAY_2, CLIP, WEIGHT_STRIDE, STRIDE, D, BLOCK, ROWS,
+        )  # fmt: skip
+
+
+@kernel("num_long")
+def join_kernel(
+    piece_sums: tl.tensor,
+    long_rows: tl.tensor,
+    piece_offsets: tl.tensor,
+    row_grads: tl.tensor,
+    unique_slots: tl.tensor,
+    weight: tl.tensor,
+    master: tl.tensor,
+    first_state: tl.tensor,
+    second_state: tl.tensor,
+    rate: tl.tensor,
+    num_long: tl.tensor,
+    KIND: tl.constexpr,
+    EPS: tl.constexpr,
+    DECAY_1: tl.constexpr,
+    DECAY_2: tl.constexpr,
+    CLIP: tl.constexpr,
+    WEIGHT_STRIDE: tl.constexpr,
+    STRIDE: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+    UNROLL: tl.constexpr,
+) -> None:
+    own = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    live = own < num_long
+    row = tl.load(long_rows + own, mask=live, other=0)
+    first = tl.load(piece_offsets + own, mask=live, other=0)
+    count = tl.load(piece_offsets + own + 1, mask=live, other=0) - first
+    total = sum_of(piece_sums, D, None, first, count, None, None, None, D, BLOCK, ROWS, UNROLL)
+    if row_grads is not None:
+        put(row_grads, row, total, live, D, BLOCK)
+    else:
+        slots = tl.load(unique_slots + row, mask=live, other=0)
+        train_rows(
+            total, slots, live, weight, master, first_state, second_state, rate,
+            KIND, EPS, DECAY_1, DECAY_2, CLIP, WEIGHT_STRIDE, STRIDE, D, BLOCK, ROWS,
+        )  # fmt: skip
+
+
+@kernel("num_rows")
+def apply_kernel(
+    row_grads: tl.tensor,
+    unique_slots: tl.tensor,
+    weight: tl.tensor,
+    master: tl.tensor,
+    first_state: tl.tensor,
+    second_state: tl.tensor,
+    rate: tl.tensor,
+    num_rows: tl.tensor,
+    KIND: tl.constexpr,
+    EPS: tl.constexpr,
+    DECAY_1: tl.constexpr,
+    DECAY_2: tl.constexpr,
+    CLIP: tl.constexpr,
+    WEIGHT_STRIDE: tl.constexpr,
+    STRIDE: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+    UNROLL: tl.constexpr,
+) -> None:
+    own = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    live = own < num_rows
+    columns = tl.arange(0, BLOCK)[None, :]
+    grads = tl.load(row_grads + own.to(tl.int64)[:, None] * D + columns, mask=live[:, None] & (columns < D), other=0.0)
+    slots = tl.load(unique_slots + own, mask=live, other=0)
+    train_rows(
+        grads, slots, live, weight, master, first_state, second_state, rate,
+        KIND, EPS, DECAY_1, DECAY_2, CLIP, WEIGHT_STRIDE, STRIDE, D, BLOCK, ROWS,
+    )  # fmt: skip
+
+
+@device
+def put(out: tl.tensor, row: tl.tensor, values: tl.tensor, live: tl.tensor, D: tl.constexpr, BLOCK: tl.constexpr) -> None:
+    """Into rows of f32 [.., D]."""
+    columns = tl.arange(0, BLOCK)[None, :]
+    tl.store(out + row.to(tl.int64)[:, None] * D + columns, values, mask=live[:, None] & (columns < D))

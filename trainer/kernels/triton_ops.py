@@ -1,0 +1,137 @@
+"""The kernels for CUDA devices, in Triton: each pass reads what it needs once, and nothing waits for the device.
+
+`update` is one launch, and one more where the batch has long rows. There are no atomics and no sorting: the plan has grouped the look-ups,
+and every sum has one order, given in `trainer.kernels`. So a step has the same bits each time, whatever the block table says.
+"""
+
+import math
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from triton.runtime import driver
+
+import protocol.plan
+from trainer.kernels import GroupLookup, RowOptimizerKind, Rows, Rule
+from trainer.kernels.blocks import Block, blocks_for
+from trainer.kernels.triton_kernels import apply_kernel, join_kernel, lookup_kernel, segments_kernel
+
+ROUNDED = {"enable_fp_fusion": False, "enable_reflect_ftz": False}  # each operation by itself, small numbers not taken for zero
+Options = dict[str, Any]
+UNUSED = (None,) * 6  # by kernels that train no rows: unique_slots to rate
+
+
+def make_launcher() -> None:
+    """What Triton itself compiles before its first kernel, or finds in its cache. Raises RuntimeError, OSError or CalledProcessError."""
+    driver.active.get_current_target()
+
+
+def lookup(rows: Rows, group: GroupLookup, divisors: Tensor | None) -> Tensor:
+    num_bags = len(group.slots) if group.offsets is None else len(group.offsets) - 1
+    dim, weight = rows.weight.shape[1], rows.weight
+    if not len(group.slots):
+        return torch.zeros(num_bags, dim, device=weight.device)
+    pooled = torch.empty(num_bags, dim, device=weight.device)
+    options = lookup_options(*layout_of(rows))
+    divisors = None if group.offsets is None else divisors
+    programs = cdiv(num_bags, options["ROWS"])
+    lookup_kernel[(programs,)](pooled, weight, group.slots, group.offsets, group.weights, divisors, num_bags, **options)
+    return pooled
+
+
+def reduce(pooled_grad: Tensor, group: GroupLookup, divisors: Tensor | None) -> Tensor:
+    row_grads = torch.empty(len(group.unique_slots), pooled_grad.shape[1], device=pooled_grad.device)
+    if len(row_grads):
+        run_update(pooled_grad, group, divisors, (row_grads, *UNUSED), reduce_options(row_grads.shape[1]))
+    return row_grads
+
+
+def apply(rows: Rows, unique_slots: Tensor, row_grads: Tensor, rule: Rule) -> None:
+    if len(unique_slots):
+        options = train_options(*layout_of(rows), *constants_of(rule))
+        programs = cdiv(len(unique_slots), options["ROWS"])
+        apply_kernel[(programs,)](row_grads.contiguous(), *trained_rows(rows, unique_slots, rule), len(unique_slots), **options)
+
+
+def update(rows: Rows, pooled_grad: Tensor, group: GroupLookup, divisors: Tensor | None, rule: Rule) -> None:
+    if len(group.unique_slots):
+        options = train_options(*layout_of(rows), *constants_of(rule))
+        run_update(pooled_grad, group, divisors, (None, *trained_rows(rows, group.unique_slots, rule)), options)
+
+
+def run_update(pooled_grad: Tensor, group: GroupLookup, divisors: Tensor | None, result: tuple[Any, ...], options: Options) -> None:
+    """`result`: the kernels' arguments from row_grads to rate."""
+    num_rows, num_pieces, num_long = len(group.unique_slots), len(group.piece_rows), len(group.long_rows)
+    sums = torch.empty(num_pieces, pooled_grad.shape[1], device=pooled_grad.device)
+    rows, piece = options["ROWS"], protocol.plan.PIECE_LOOKUPS
+    segments_kernel[(cdiv(num_pieces, rows) + cdiv(num_rows, rows),)](
+        pooled_grad.contiguous(), divisors, group.weights, group.bag_order, group.lookup_order, group.segment_offsets,
+        group.long_rows, group.piece_offsets, group.piece_rows, sums, *result, num_rows, num_pieces, PIECE=piece, **options,
+    )  # fmt: skip
+    if num_long:
+        options = options | {"UNROLL": blocks_for(options["D"], 4).join.unroll}
+        join_kernel[(cdiv(num_long, rows),)](sums, group.long_rows, group.piece_offsets, *result, num_long, **options)
+
+
+def trained_rows(rows: Rows, unique_slots: Tensor, rule: Rule) -> tuple[Any, ...]:
+    """The kernels' arguments from unique_slots to rate."""
+    first, second = (*rows.states, None, None)[:2]
+    return unique_slots, rows.weight, rows.master, first, second, rate_of(rule)
+
+
+def rate_of(rule: Rule) -> float:
+    if rule.kind != "adam":
+        return rule.lr
+    beta1, beta2 = rule.betas
+    return rule.lr * math.sqrt(1 - beta2**rule.step) / (1 - beta1**rule.step)
+
+
+def layout_of(rows: Rows) -> tuple[int, int, int]:
+    """Columns, bytes of a weight, and bytes from one record to the next."""
+    return rows.weight.shape[1], rows.weight.element_size(), rows.weight.stride(0) * rows.weight.element_size()
+
+
+def constants_of(rule: Rule) -> tuple[RowOptimizerKind, float, tuple[float, float], float | None]:
+    """What of a rule is the same at every step."""
+    return rule.kind, rule.eps, rule.betas, rule.clip
+
+
+@lru_cache
+def lookup_options(dim: int, weight_bytes: int, record_bytes: int) -> Options:
+    blocks = blocks_for(dim, weight_bytes)
+    return {**block_options(blocks.lookup, dim, blocks.columns), "WEIGHT_STRIDE": record_bytes // weight_bytes}
+
+
+@lru_cache
+def reduce_options(dim: int) -> Options:
+    """Of kernels that train no rows."""
+    blocks = blocks_for(dim, 4)
+    untrained = dict.fromkeys(("KIND", "EPS", "DECAY_1", "DECAY_2", "CLIP", "WEIGHT_STRIDE", "STRIDE"))
+    return {**block_options(blocks.update, dim, blocks.columns), **untrained}
+
+
+@lru_cache
+def train_options(
+    dim: int, weight_bytes: int, record_bytes: int, kind: RowOptimizerKind, eps: float, betas: tuple[float, float], clip: float | None
+) -> Options:
+    blocks = blocks_for(dim, weight_bytes)
+    return {
+        **block_options(blocks.update, dim, blocks.columns),
+        "KIND": kind,
+        "EPS": eps,
+        "DECAY_1": 1 - betas[0],
+        "DECAY_2": 1 - betas[1],
+        "CLIP": clip,
+        "WEIGHT_STRIDE": record_bytes // weight_bytes,
+        "STRIDE": record_bytes // 4,
+    }
+
+
+def block_options(block: Block, dim: int, columns: int) -> Options:
+    return {"D": dim, "BLOCK": columns, "ROWS": block.rows, "UNROLL": block.unroll, "num_warps": block.warps, **ROUNDED}
+
+
+def cdiv(count: int, size: int) -> int:
+    """How many blocks of `size` hold `count`."""
+    return -(-count // size)

@@ -1,0 +1,76 @@
+"""The model of a job as both the trainer and the plain loop run it: precision, compilation, clipping and learning rate are here, once.
+
+forward                         dense, embeddings f32 -> autocast, compiled or not -> logits f32
+(the loss and its backward)
+step                            gradients -> clip -> learning rate of the step -> torch.optim
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from protocol.errors import ConfigError
+from protocol.job import DenseOptimizer, Job
+from protocol.learning_rate import learning_rate
+from trainer.models import align_inputs, build_dense_optimizer, build_model
+from trainer.models.compiled import compile_model
+from trainer.models.sequences import Embedded
+
+CPU = torch.device("cpu")
+
+
+class DenseSide:
+    def __init__(self, job: Job, num_dense: int, device: torch.device = CPU, *, trains: bool = True) -> None:
+        """Sets the precision of the process's matrix products, and seeds torch's global random numbers for models that draw some.
+
+        Without `trains` nothing is compiled. Raises ConfigError for what this device or machine cannot do.
+        """
+        set_precision(job.model.precision, device)
+        self.model = build_model(job, num_dense).to(device)
+        self.optimizer = build_dense_optimizer(job, self.model.parameters())
+        self._settings = job.optimizer.dense
+        self._compiled = compile_model(self.model, device) if job.model.compile and trains else None
+        self._full_batch = job.data.batch_size
+        self._autocasts = job.model.precision == "bf16"
+        self._device = device
+        torch.manual_seed(job.job.seed)
+
+    def forward(self, dense: Tensor, embeddings: Sequence[Embedded], *, training: bool) -> Tensor:
+        """Logits f32 [B] of dense f32 [B, num_dense] and an embedding a feature; with gradients where they are enabled."""
+        self.model.train(training)
+        compiled = self._compiled if training and len(dense) == self._full_batch else None
+        inputs = dense, list(embeddings)
+        with torch.autocast(self._device.type, torch.bfloat16, enabled=self._autocasts):
+            # a graph cannot ask where its inputs lie: they are aligned before it, and the model's own hook does nothing there
+            logits = self.model(*inputs) if compiled is None else compiled(*align_inputs(self.model, inputs))
+        return logits.float() if self._autocasts else logits
+
+    def step(self, train_step: int) -> None:
+        """Updates the weights by their gradients, which are gone then. `train_step` counts the training batches before this one."""
+        clip(self.model, self._settings)
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate(self._settings, train_step)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+
+
+def clip(model: nn.Module, settings: DenseOptimizer) -> None:
+    """By element, then by the norm of all; one tensor at a time, and without a wait for the device."""
+    if settings.clip_value is not None:
+        nn.utils.clip_grad_value_(model.parameters(), settings.clip_value, foreach=False)
+    if settings.clip_norm is not None:
+        nn.utils.clip_grad_norm_(list(model.parameters()), settings.clip_norm, error_if_nonfinite=False, foreach=False)
+
+
+def set_precision(precision: str, device: torch.device) -> None:
+    """Of matrix products of f32 in the whole process. Raises ConfigError for tf32 without CUDA.
+
+    By the older of torch's two ways, on purpose: torch.compile reads the setting by it, and refuses one that was made by
+    torch.backends' `fp32_precision`.
+    """
+    if precision == "tf32" and device.type != "cuda":
+        raise ConfigError(
+            f'model.precision = "tf32" needs a CUDA device, and trainer.device is {device}; set model.precision to "fp32" or "bf16"'
+        )
+    torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
