@@ -1,0 +1,80 @@
+"""Compiles the kernels for a device that need not be there: `python -m tests.kernels.compile_for_device 90` for compute capability 9.0.
+
+It calls them as a run would, with several sizes, learning rates and steps, but launches nothing. Prints one JSON object a compiled kernel.
+"""
+
+import json
+import sys
+from collections.abc import Iterator
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+from tests.kernels.samples import Layout, divisors_of, group_of, rule_of
+from trainer.kernels import GroupLookup, RowOptimizerKind, triton_ops
+
+CASES: tuple[tuple[int, torch.dtype, bool, RowOptimizerKind], ...] = (
+    (128, torch.float32, False, "adagrad"),
+    (16, torch.bfloat16, True, "rowwise_adagrad"),
+)
+
+
+class Absent:
+    """As much of a driver as compiling asks for."""
+
+    def __init__(self, capability: int) -> None:
+        self._target = GPUTarget("cuda", capability, 32)
+
+    def get_current_target(self) -> GPUTarget:
+        return self._target
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+def groups() -> Iterator[GroupLookup]:
+    """Single-hot and jagged, with long rows and without, of numbers that Triton could take for special ones."""
+    slots = torch.arange(64, dtype=torch.int32)
+    for num_lookups in (1, 16, 400):
+        ids = np.minimum(np.arange(num_lookups) // 5, 33)
+        yield group_of(ids, None, None, slots)
+        yield group_of(ids, np.full(num_lookups, 1), None, slots)
+
+
+def call(dim: int, dtype: torch.dtype, master: bool, kind: RowOptimizerKind) -> None:
+    layout = Layout(dim=dim, kind=kind, dtype=dtype, master=master)
+    for step, group in enumerate(groups()):
+        rows, rule = layout.rows(layout.records(64)), rule_of(kind, clip=0.5, step=step + 1)
+        divisors = None if group.offsets is None else divisors_of(group)
+        grads = torch.zeros(len(group.slots), dim)
+        triton_ops.lookup(rows, group, divisors)
+        triton_ops.apply(rows, group.unique_slots, triton_ops.reduce(grads, group, divisors), rule)
+        triton_ops.update(rows, grads, group, divisors, rule)
+
+
+def main(capability: int) -> None:
+    driver.set_active(Absent(capability))
+    compiled: dict[int, dict[str, Any]] = {}
+    run = JITFunction.run
+
+    def warm_up(self: Any, *arguments: Any, grid: Any, warmup: bool, **options: Any) -> None:
+        kernel = run(self, *arguments, grid=grid, warmup=True, **options)
+        compiled[id(kernel)] = {"name": self.fn.__name__, "kind": options.get("KIND"), "dim": options["D"], "ptx": kernel.asm["ptx"]}
+
+    with patch.object(JITFunction, "run", warm_up):
+        for case in CASES:
+            call(*case)
+    for kernel in compiled.values():
+        sys.stdout.write(json.dumps(kernel) + "\n")
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

@@ -1,0 +1,44 @@
+"""Triton's interpreter, which runs kernels on a CPU, where it rounds otherwise than a device: mended, so that bits can be compared."""
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+import triton.language as tl
+from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+F32 = npt.NDArray[np.float32]
+
+
+def mend(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(InterpreterBuilder, "create_fma", lambda self, x, y, z: TensorHandle(fma(x.data, y.data, z.data), z.dtype.scalar))
+    cut_off = InterpreterBuilder.cast_impl
+
+    def cast(self: Any, source: Any, kind: Any) -> Any:
+        if source.dtype.scalar == tl.float32 and kind.scalar == tl.bfloat16:
+            return TensorHandle(to_bf16(source.data), tl.bfloat16)
+        return cut_off(self, source, kind)
+
+    for name in ("cast_impl", "create_fp_trunc"):
+        patch.setattr(InterpreterBuilder, name, cast)
+
+
+def fma(x: F32, y: F32, z: F32) -> F32:
+    """x * y + z, rounded once. The product of two fp32 is exact in fp64; a sum there that is rounded to odd may be rounded once more."""
+    product, term = (
+        x.astype(np.float64) * y.astype(np.float64),
+        np.broadcast_to(z.astype(np.float64), np.broadcast_shapes(x.shape, z.shape)),
+    )
+    total = product + term
+    back = total - product
+    error = (product - (total - back)) + (term - back)
+    bits = total.view(np.int64)
+    towards_error = np.where((error > 0) == (total > 0), 1, -1)
+    return np.where((error != 0) & (bits % 2 == 0), bits + towards_error, bits).view(np.float64).astype(np.float32)
+
+
+def to_bf16(values: F32) -> npt.NDArray[np.uint16]:
+    """To the nearest, ties to even."""
+    return torch.from_numpy(np.ascontiguousarray(values)).bfloat16().view(torch.uint16).numpy()

@@ -1,0 +1,148 @@
+"""Groups of look-ups and records for tests of kernels, and what the kernels for devices are compared with."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+from torch import Tensor
+
+import protocol.plan
+from trainer.kernels import GroupLookup, RowOptimizerKind, Rows, Rule, torch_ops
+
+KINDS: tuple[RowOptimizerKind, ...] = ("sgd", "adagrad", "rowwise_adagrad", "adam")
+PRECISIONS = ((torch.float32, False), (torch.float16, False), (torch.float16, True), (torch.bfloat16, False), (torch.bfloat16, True))
+Array = npt.NDArray[np.int64]
+
+
+def rule_of(kind: RowOptimizerKind, clip: float | None = None, step: int = 3) -> Rule:
+    return Rule(kind=kind, lr=0.037 * step, eps=1e-8, betas=(0.9, 0.999), step=step, clip=clip)
+
+
+def group_of(ids: Array, counts: Array | None, weights: Tensor | None, slots: Tensor) -> GroupLookup:
+    """The plan of look-ups `ids` [N] in bags of `counts` look-ups, or of one each; row i is in slots[i]."""
+    rows, inverse, uses = np.unique(ids, return_inverse=True, return_counts=True)
+    order = np.argsort(inverse, kind="stable")
+    bags = np.arange(len(ids)) if counts is None else np.repeat(np.arange(len(counts)), counts)
+    segment_offsets = np.concatenate([[0], np.cumsum(uses)]).astype(np.int32)
+    pieces = protocol.plan.cut_long_rows(segment_offsets)
+    return GroupLookup(
+        batch_size=len(ids) if counts is None else len(counts),
+        slots=slots[ids],
+        unique_slots=slots[rows],
+        segment_offsets=torch.from_numpy(segment_offsets),
+        bag_order=torch.from_numpy(bags[order].astype(np.int32)),
+        long_rows=torch.from_numpy(pieces.long_rows),
+        piece_offsets=torch.from_numpy(pieces.piece_offsets),
+        piece_rows=torch.from_numpy(pieces.piece_rows),
+        lookup_order=None if weights is None else torch.from_numpy(order.astype(np.int32)),
+        offsets=None if counts is None else torch.from_numpy(np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)),
+        weights=weights,
+    )
+
+
+def random_group(seed: int, num_rows: int, num_bags: int, most: int, weighted: bool = False, spare: int = 3) -> GroupLookup:
+    """Bags of up to `most` look-ups, some of them empty, or where it is 0 of one each; half of all look-ups are of one row."""
+    rng = np.random.default_rng(seed)
+    counts = rng.integers(0, most, num_bags, endpoint=True) if most else None
+    num_lookups = num_bags if counts is None else int(counts.sum())
+    ids = rng.integers(0, num_rows, num_lookups) * rng.integers(0, 2, num_lookups)
+    weights = torch.from_numpy(rng.standard_normal(num_lookups, np.float32)) if weighted else None
+    slots = torch.from_numpy(rng.permutation(num_rows + spare)[:num_rows].astype(np.int32))
+    return group_of(ids, counts, weights, slots)
+
+
+def divisors_of(group: GroupLookup) -> Tensor:
+    """As if every other bag were a mean."""
+    assert group.offsets is not None
+    counts = group.offsets.diff().clamp(min=1).float()
+    return torch.where(torch.arange(len(counts)) % 2 == 0, counts, 1.0)[:, None]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Layout:
+    """Of a record: weights, master, states, each at a multiple of 16 bytes."""
+
+    dim: int
+    kind: RowOptimizerKind = "sgd"
+    dtype: torch.dtype = torch.float32
+    master: bool = False
+
+    def parts(self) -> list[tuple[int, int]]:
+        """Where each fp32 part starts, and its width; and the end."""
+        states = {"sgd": [], "adagrad": [self.dim], "rowwise_adagrad": [1], "adam": [self.dim, self.dim]}[self.kind]
+        end = -(-self.dim * self.dtype.itemsize // 16) * 4
+        found = []
+        for width in [*([self.dim] if self.master else []), *states]:
+            found.append((end, width))
+            end += -(-width // 4) * 4
+        return [*found, (end, 0)]
+
+    def records(self, num_slots: int, seed: int = 0) -> Tensor:
+        """f32 [num_slots, record]: parts with values that training may have left, and all bytes between them 9.0."""
+        generator = torch.Generator().manual_seed(seed)
+        records = torch.full((num_slots, self.parts()[-1][0]), 9.0)
+        rows = self.rows(records)
+        values = torch.randn(num_slots, self.dim, generator=generator)
+        rows.weight.copy_(values)
+        if rows.master is not None:
+            rows.master.copy_(values)
+        for state in rows.states:
+            state.copy_(torch.rand(state.shape, generator=generator))
+        return records
+
+    def rows(self, records: Tensor) -> Rows:
+        parts = [records[:, start : start + width] for start, width in self.parts()[:-1]]
+        master = parts.pop(0) if self.master else None
+        return Rows(weight=records.view(self.dtype)[:, : self.dim], master=master, states=tuple(parts))
+
+
+def random_gradients(num_rows: int, dim: int, seed: int = 1) -> Tensor:
+    """Of very different sizes, with zeros."""
+    generator = torch.Generator().manual_seed(seed)
+    grads = torch.randn(num_rows, dim, generator=generator) * 10 ** (torch.rand(num_rows, 1, generator=generator) * 6 - 5)
+    grads[torch.rand(num_rows, dim, generator=generator) < 0.1] = 0
+    return grads
+
+
+def reduce_in_pieces(pooled_grad: Tensor, group: GroupLookup, divisors: Tensor | None) -> Tensor:
+    """`torch_ops.reduce`, long rows piece by piece."""
+    most, ends = protocol.plan.PIECE_LOOKUPS, group.segment_offsets.tolist()
+    starts = [list(range(first, end, most)) for first, end in pairwise(ends)]
+    pieces = torch.tensor([*(start for of_row in starts for start in of_row), ends[-1]], dtype=torch.int32)
+    rows = torch.tensor(np.cumsum([0, *map(len, starts)]), dtype=torch.int32)
+    sums = torch_ops.reduce(pooled_grad, replace(group, segment_offsets=pieces), divisors)
+    return torch_ops.segment_sum(sums, torch.arange(len(sums), dtype=torch.int32), rows)
+
+
+@contextmanager
+def as_on_a_device() -> Iterator[None]:
+    """`torch_ops` with square roots as IEEE 754 has them, which those of a CPU are not, and with sums over columns pair by pair."""
+
+    def sqrt(values: Tensor) -> Tensor:
+        return torch.from_numpy(np.sqrt(values.numpy()))
+
+    def in_pairs(values: Tensor, dim: int, keepdim: bool) -> Tensor:
+        assert (dim, keepdim) == (1, True)
+        columns = 1 << (values.shape[1] - 1).bit_length()
+        values = torch.nn.functional.pad(values, (0, columns - values.shape[1]))
+        while values.shape[1] > 1:
+            values = values[:, ::2] + values[:, 1::2]
+        return values
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Tensor, "sqrt", sqrt)
+        patch.setattr(Tensor, "sum", in_pairs)
+        patch.setattr(Tensor, "mean", lambda values, dim, keepdim: in_pairs(values, dim, keepdim) / values.shape[1])
+        yield
+
+
+def trained(layout: Layout, records: Tensor, train: Callable[[Rows], None]) -> Tensor:
+    """The records after `train`, as bits."""
+    after = records.clone()
+    train(layout.rows(after))
+    return after.view(torch.int32)

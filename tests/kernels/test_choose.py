@@ -1,0 +1,42 @@
+"""Which kernels a device gets."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from trainer import kernels
+from trainer.kernels import torch_ops
+from trainer.kernels.choose import choose_kernels
+
+
+def test_a_cuda_device_gets_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    triton_ops = pytest.importorskip("trainer.kernels.triton_ops")
+    monkeypatch.setattr(triton_ops, "make_launcher", lambda: None)
+    assert choose_kernels(torch.device("cuda", 0)) is triton_ops
+
+
+@pytest.mark.parametrize("cause", [RuntimeError("Failed to find C compiler."), subprocess.CalledProcessError(1, "gcc")])
+def test_a_cuda_device_whose_launcher_cannot_be_made_gets_torch_and_a_warning(
+    cause: Exception, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    triton_ops = pytest.importorskip("trainer.kernels.triton_ops")
+
+    def fail() -> None:
+        raise cause
+
+    monkeypatch.setattr(triton_ops, "make_launcher", fail)
+    assert choose_kernels(torch.device("cuda", 0)) is torch_ops
+    said = capsys.readouterr()
+    assert (said.out + said.err).count("kernels in plain torch operations") == 1
+
+
+def test_a_cuda_device_without_triton_gets_torch_and_a_warning(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setitem(sys.modules, "triton", None)
+    for name in ("triton_ops", "triton_kernels", "triton_code"):
+        monkeypatch.delitem(sys.modules, f"trainer.kernels.{name}", raising=False)
+        monkeypatch.delattr(kernels, name, raising=False)
+    assert choose_kernels(torch.device("cuda", 0)) is torch_ops
+    said = capsys.readouterr()
+    assert (said.out + said.err).count("kernels in plain torch operations") == 1

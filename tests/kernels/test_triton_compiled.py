@@ -1,0 +1,56 @@
+"""What a device would run, read from what the compiler makes; no device is needed."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.counts import count
+
+ROOT = Path(__file__).parent.parent.parent
+NEVER = (r"\.ftz", r"div\.full", r"\.approx", r"\batom\.", r"\bred\.")  # small numbers taken for zero, divisions and roots that are near
+
+
+@pytest.fixture(scope="module", params=[90, 80][: count(1, 2)])
+def compiled(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["TRITON_CACHE_DIR"] = str(tmp_path_factory.mktemp("triton"))
+    command = [sys.executable, "-m", "tests.kernels.compile_for_device", str(request.param)]
+    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def test_each_kernel_is_compiled_once_for_all_sizes_rates_and_steps(compiled: list[dict[str, Any]]) -> None:
+    counts = Counter((kernel["name"], kernel["dim"], kernel["kind"]) for kernel in compiled)
+    assert len(counts) == 2 * (1 + 2 + 2 + 1)  # look-up; segments and join, to reduce and to train; apply
+    variants = {"lookup_kernel": 2, "segments_kernel": 2, "join_kernel": 1, "apply_kernel": 1}  # bags of one, and others
+    assert {name: max(count for key, count in counts.items() if key[0] == name) for name in variants} == variants
+
+
+def test_each_operation_is_rounded_by_itself(compiled: list[dict[str, Any]]) -> None:
+    for kernel in compiled:
+        for never in NEVER:
+            assert not re.search(never, kernel["ptx"]), (kernel["name"], never)
+        fused = len(re.findall(r"\bfma\.", kernel["ptx"]))
+        assert bool(fused) == (kernel["kind"] == "adagrad"), kernel["name"]  # where torch's own operation is one
+    roots = [kernel for kernel in compiled if "sqrt.rn.f32" in kernel["ptx"] and "div.rn.f32" in kernel["ptx"]]
+    assert len(roots) == sum(kernel["kind"] is not None for kernel in compiled)
+
+
+def test_rows_are_moved_16_bytes_at_a_time(compiled: list[dict[str, Any]]) -> None:
+    for kernel in compiled:
+        assert re.search(r"ld\.global\S*\.v4\.b32", kernel["ptx"]), kernel["name"]
+        assert re.search(r"st\.global\S*\.v4\.b32", kernel["ptx"]), kernel["name"]
+
+
+def test_weights_are_rounded_to_the_nearest(compiled: list[dict[str, Any]]) -> None:
+    narrow = [kernel for kernel in compiled if kernel["dim"] == 16 and kernel["kind"]]
+    assert len(narrow) >= 3
+    assert all(re.search(r"cvt\.rn\.bf16", kernel["ptx"]) for kernel in narrow)

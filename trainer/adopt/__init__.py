@@ -1,0 +1,11 @@
+"""The engine inside a training script that is not ours: the script keeps its loop, model and dense optimizer.
+
+script                       loader.py            session.py                       prefetcher
+------                       ---------            ----------                       ----------
+for batch in loader:   <---- batch  <------------ take, begin  <--- rows ---------
+    model(batch)       ----> module.py: look up   (mail and sender threads)
+    loss.backward()    ----> rows are updated
+    optimizer.step()
+(next batch)           ----> --------------------> finish  -------- rows back --->
+model.state_dict()     <---- files.py  <---------- (a barrier) <--- a checkpoint -
+"""

@@ -1,0 +1,159 @@
+"""What the loader yields, and whether sparse features that come to the module are those of the batch that it yielded last."""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NoReturn, Self
+
+import torch
+from torch import Tensor
+
+from protocol.batch import Kind
+from trainer.cache import ArrivedStep
+from trainer.models import aligned
+
+IDS_STAY = (
+    "the ids of a batch stay with the prefetcher, and only its rows are here; hand sparse_features to the EmbeddingBagCollection, and what "
+    "else the model needs into dense_features"
+)
+POSITIONS = {"dense": 0, "dense_features": 0, "sparse": 1, "sparse_features": 1, "labels": 2, "label": 2}
+
+
+class SparseToken:
+    """Stands where a batch's KeyedJaggedTensor was: it names the batch, and holds no ids."""
+
+    def __init__(self, session: object, step: int, keys: Sequence[str], batch_size: int, device: torch.device) -> None:
+        self.session, self.step, self.device = session, step, device
+        self._keys = list(keys)
+        self._batch_size = batch_size
+
+    def keys(self) -> list[str]:
+        return list(self._keys)
+
+    def stride(self) -> int:
+        """Batch size, as a KeyedJaggedTensor names it."""
+        return self._batch_size
+
+    def __len__(self) -> int:
+        return self._batch_size
+
+    def to(self, device: Any, non_blocking: bool = False) -> Self:
+        require_device(self.device, device)
+        return self
+
+    def pin_memory(self) -> Self:
+        return self
+
+    def record_stream(self, stream: Any) -> None:
+        pass
+
+    def values(self) -> NoReturn:
+        raise RuntimeError(IDS_STAY)
+
+    lengths = offsets = weights = to_dict = values
+
+    def __getitem__(self, key: object) -> NoReturn:
+        raise RuntimeError(IDS_STAY)
+
+    def __iter__(self) -> NoReturn:
+        raise RuntimeError(IDS_STAY)
+
+
+class LoadedBatch:
+    """A batch in the shape of the script's own: by attribute, by key, or unpacked as (dense, sparse, labels)."""
+
+    def __init__(self, step: ArrivedStep, sparse: SparseToken) -> None:
+        self.dense_features = own(step.arrays["dense"])  # f32 [B, num_dense], on the device
+        self.sparse_features = sparse
+        self.labels = own(step.arrays["labels"])  # f32 [B], on the device
+        self.kind: Kind = step.header.kind
+        self.train_step = step.header.train_step  # train batches before it
+        self.epoch = step.header.epoch
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter((self.dense_features, self.sparse_features, self.labels))
+
+    def __len__(self) -> int:
+        return 3
+
+    def __getitem__(self, key: int | str) -> Any:
+        if isinstance(key, str) and key not in POSITIONS:
+            raise KeyError(f"{key}: a batch has dense, sparse and labels")
+        return tuple(self)[POSITIONS[key] if isinstance(key, str) else key]
+
+    def to(self, device: Any, non_blocking: bool = False) -> Self:
+        require_device(self.dense_features.device, device)
+        return self
+
+    def pin_memory(self) -> Self:
+        return self
+
+    def record_stream(self, stream: Any) -> None:
+        pass
+
+
+def own(array: Tensor) -> Tensor:
+    """A copy: the plan's own arrays are used again a few steps later."""
+    return aligned(array.clone())
+
+
+def require_device(here: torch.device, wanted: Any) -> None:
+    device = torch.device(wanted)
+    if device.type != here.type or device.index not in (None, here.index):
+        raise RuntimeError(f"a batch is on {here}, where its rows are, and cannot go to {device}; give EmbeddingBagCollection(device=...)")
+
+
+def check_features(features: Any, session: object, step: ArrivedStep, keys: Sequence[str]) -> bool:
+    """Whether `features` are a token, whose batch is that of the step; a KeyedJaggedTensor has only its keys and batch size compared here.
+    Raises RuntimeError."""
+    if not all(callable(getattr(features, name, None)) for name in ("keys", "values")):
+        raise RuntimeError(
+            f"sparse features are {type(features).__name__}; give batch.sparse_features, or a KeyedJaggedTensor of that batch"
+        )
+    lacking = [key for key in keys if key not in list(features.keys())]
+    if lacking:
+        raise RuntimeError(
+            f"sparse features have no {lacking[0]}, only {', '.join(features.keys())}; the tables are looked up by {', '.join(keys)}"
+        )
+    size = num_samples(features)
+    if size != step.header.batch_size:
+        raise another_batch(f"have {size} samples and the batch {step.header.batch_size}")
+    if isinstance(features, SparseToken) and (features.session is not session or features.step != step.step):
+        raise another_batch(f"are of step {features.step} and the batch of step {step.step}")
+    return isinstance(features, SparseToken)
+
+
+def another_batch(what: str) -> RuntimeError:
+    return RuntimeError(
+        f"sparse features are not those of the batch that the loader yielded last: they {what}; only its rows are on the device, so look "
+        "up each batch before asking for the next"
+    )
+
+
+def num_samples(features: Any) -> int:
+    stride = getattr(features, "stride", None)
+    return int(stride()) if callable(stride) else len(features_lengths(features)) // max(1, len(features.keys()))
+
+
+def features_lengths(features: Any) -> Tensor:
+    """Ids of each bag, feature-major."""
+    lengths: Callable[[], Tensor] | None = getattr(features, "lengths", None)
+    return lengths() if callable(lengths) else features.offsets().diff()
+
+
+def check_ids(features: Any, keys: Sequence[str], positions: Sequence[int], slots: Tensor, offsets: Tensor | None) -> None:
+    """Compares the ids of a KeyedJaggedTensor with the slots of one group, whose features are `positions` of `keys`: as many in each bag,
+    and no slot for two of them. Waits for the device. Raises RuntimeError."""
+    size = num_samples(features)
+    order = list(features.keys())
+    lengths = features_lengths(features).view(len(order), size)
+    ends = torch.cat([lengths.new_zeros(1), lengths.sum(1).cumsum(0)]).tolist()
+    own_features = [order.index(keys[position]) for position in positions]
+    ids = torch.cat([features.values()[ends[f] : ends[f + 1]] for f in own_features]).to(slots.device)
+    found = torch.cat([lengths[f] for f in own_features]).to(slots.device)
+    expected = torch.ones_like(found) if offsets is None else offsets.diff().to(found.dtype)
+    if len(ids) != len(slots) or not torch.equal(found, expected):
+        raise another_batch(f"have {len(ids)} ids and the batch {len(slots)}, or bags of other lengths")
+    if len(ids):
+        first = torch.empty(int(slots.max()) + 1, dtype=ids.dtype, device=ids.device)
+        first[slots.long()] = ids
+        if not torch.equal(first[slots.long()], ids):
+            raise another_batch("look up other rows")

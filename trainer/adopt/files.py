@@ -1,0 +1,103 @@
+"""Whole tables as safetensors files, made and read by the prefetcher's own commands: tables may be larger than this process's memory."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from protocol.child import Child
+from protocol.errors import ConfigError, peer_failure
+from protocol.job import Job, Table
+
+BLOCK_ROWS = 65536
+EXPORTED = "state_dict.safetensors"  # in the run directory; replaced by each export, while tensors of earlier ones stay mapped
+LOADED = "loaded.safetensors"
+LOG = "prefetcher.log"
+DTYPES = {"fp32": ("F32", torch.float32), "fp16": ("F16", torch.float16), "bf16": ("BF16", torch.bfloat16)}
+
+
+def weight_name(table: Table) -> str:
+    return f"embedding_bags.{table.name}.weight"
+
+
+def environment() -> dict[str, str]:
+    """Ours, in which the prefetcher finds every module that this process finds."""
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
+
+
+def start_prefetcher(job_file: Path, log: Path, *, fresh: bool, max_steps: int | None) -> Child:
+    """In a session of its own: Ctrl-C is the script's to act upon."""
+    options = [*(["--fresh"] if fresh else []), *([] if max_steps is None else ["--max-steps", str(max_steps)])]
+    command = [sys.executable, "-m", "prefetcher", "run", "--config", str(job_file), *options]
+    with log.open("wb") as file:
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT, env=environment(), start_new_session=True
+        )
+    return Child("prefetcher", process, log)
+
+
+def run_prefetcher_command(*arguments: str) -> None:
+    """Raises its error as our own, in its own words."""
+    command = [sys.executable, "-m", "prefetcher", *arguments]
+    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, env=environment(), check=False)
+    if done.returncode:
+        last = "".join(done.stderr.strip().splitlines()[-1:])
+        raise peer_failure(done.returncode, f"`prefetcher {arguments[0]}`: {last.removeprefix('rowcast prefetcher: ')}")
+
+
+def export_start(job: Job, job_file: Path) -> Path:
+    """The tables that a run of the job begins with."""
+    out = job.run_dir / EXPORTED
+    run_prefetcher_command("export", "--config", str(job_file), "--out", str(out))
+    return out
+
+
+def export_checkpoint(job: Job, checkpoint: str) -> Path:
+    out = job.run_dir / EXPORTED
+    run_prefetcher_command("export", "--run", str(job.run_dir), "--checkpoint", checkpoint, "--out", str(out))
+    return out
+
+
+def import_tables(job_file: Path, source: Path) -> None:
+    """The run directory begins with the tables of the file, and gives up what it held."""
+    run_prefetcher_command("import", "--config", str(job_file), "--from", str(source), "--fresh")
+
+
+def read_tables(path: Path, tables: Sequence[Table]) -> dict[str, Tensor]:
+    """The weights of all tables by name, mapped into memory and not read."""
+    with safe_open(path, framework="pt") as file:
+        return {weight_name(table): file.get_tensor(weight_name(table)) for table in tables}
+
+
+def write_tables(path: Path, tables: Sequence[Table], weights: Mapping[str, Tensor]) -> None:
+    """[num_embeddings, embedding_dim] of each table, in any dtype and on any device, a block of rows at a time. Raises ConfigError."""
+    header, end = {}, 0
+    for table in tables:
+        word, dtype = DTYPES[row_type(table)]
+        nbytes = table.num_embeddings * table.embedding_dim * dtype.itemsize
+        shape = [table.num_embeddings, table.embedding_dim]
+        header[weight_name(table)] = {"dtype": word, "shape": shape, "data_offsets": [end, end + nbytes]}
+        end += nbytes
+    head = json.dumps(header).encode()
+    head += b" " * (-len(head) % 8)
+    partial = path.with_name(path.name + ".partial")
+    try:
+        with partial.open("wb") as file:
+            file.write(len(head).to_bytes(8, "little") + head)
+            for table in tables:
+                for rows in torch.split(weights[weight_name(table)].detach(), BLOCK_ROWS):
+                    block = rows.to("cpu", DTYPES[row_type(table)][1]).contiguous()
+                    file.write(block.view(torch.uint8).numpy().data)
+        partial.rename(path)
+    except OSError as error:
+        raise ConfigError(f"{path}: the tables cannot be written ({error.strerror}); free space there or set another run_dir") from None
+
+
+def row_type(table: Table) -> str:
+    return str(getattr(table, "dtype", "fp32"))

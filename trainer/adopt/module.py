@@ -1,0 +1,224 @@
+"""`trainer.EmbeddingBagCollection`: TorchRec's face over tables that do not fit on the device."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from torch import Tensor, nn
+
+from protocol.errors import ConfigError
+from protocol.job import Job, SparseOptimizer
+from protocol.job_file import parse_job
+from protocol.manifest import newest_checkpoint
+from protocol.tables import group_specs
+from trainer.adopt import files, settings
+from trainer.adopt.batch import check_features, check_ids
+from trainer.adopt.keyed import KeyedEmbeddings
+from trainer.adopt.session import Session
+from trainer.cache import ArrivedStep
+from trainer.runner import step_lookups
+from trainer.streams import choose_device
+
+NO_BATCH = (
+    "there is no batch to look up: iterate over the loader that trainer.connect(ebc, ...) gives, and call the model on each batch before "
+    "asking for the next"
+)
+
+
+class EmbeddingBagCollection(nn.Module):
+    """Pooled embeddings of sparse features; rows come to the device just before the batch that needs them, and are updated in backward.
+
+    It has no parameters: its optimizer is the one it was given. `trainer.connect` gives it the batches that it can look up.
+    """
+
+    def __init__(
+        self,
+        tables: Sequence[Any] = (),
+        *,
+        optimizer: SparseOptimizer | Mapping[str, Any] | None = None,
+        capacity: str | int | None = None,
+        device: torch.device | str | None = None,
+        seed: int = 0,
+        run_dir: str | Path = "runs/adopted",
+        job: Mapping[str, Any] | str | Path | None = None,
+    ) -> None:
+        """`tables`: TorchRec's EmbeddingBagConfigs or ours. `optimizer` of the rows, `capacity` of the device's cache and `seed` are
+        `[optimizer.sparse]`, `cache.capacity` and `job.seed` of a job file, and `job` any others by name, such as {"lookahead.depth": 4};
+        or `job` is a job file, which has all of them. Raises ConfigError.
+        """
+        super().__init__()
+        if isinstance(job, str | Path):
+            if any(own is not None for own in (optimizer, capacity, device)):
+                raise ConfigError(
+                    f"EmbeddingBagCollection: optimizer, capacity and device stand in {job}; give either them or the job file"
+                )
+            self._job_file: Path | None = Path(job)
+            self._content = settings.file_content(self._job_file, tables)
+        else:
+            self._job_file = None
+            own_device = "auto" if device is None else str(device)
+            self._content = settings.job_content(
+                tables, optimizer=optimizer, capacity=capacity, device=own_device, seed=seed, run_dir=str(run_dir), others=job or {}
+            )
+        self._job = self._parsed()
+        self._configs = list(tables) or settings.configs_of(self._job)
+        for table in self._job.tables:
+            if table.pooling == "none":
+                raise ConfigError(f'table {table.name}: pooling = "none" is none of an EmbeddingBagCollection; use sum or mean')
+        try:
+            self.device = choose_device(self._job.trainer.device)
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
+        self._groups = group_specs(self._job)
+        self._session: Session | None = None
+        self._is_connected = self._is_launched = False  # to a loader, and one that starts the prefetcher
+        self._resumes = False  # where a loader is connected: a checkpoint in the run directory is where the tables begin
+        self._loaded: Path | None = None  # tables to begin with
+        self._has_tables = True  # in state_dict
+
+    def embedding_bag_configs(self) -> list[Any]:
+        return list(self._configs)
+
+    def is_weighted(self) -> bool:
+        return bool(self._job.data.columns.weights)
+
+    def forward(self, features: Any) -> KeyedEmbeddings:
+        """`features` of the batch that the loader yielded last: its token, or a KeyedJaggedTensor of the same ids. In training mode, with
+        gradients enabled and on a train batch, the backward pass updates the rows; otherwise this only looks up. Raises RuntimeError."""
+        session, step = self._session, None if self._session is None else self._session.current
+        if session is None or step is None:
+            raise RuntimeError(NO_BATCH)
+        if not check_features(features, session, step, self._job.features):
+            self._check_ids(features, step)
+        trains = self.training and torch.is_grad_enabled()
+        if trains:
+            session.train_in_hand()
+        with torch.set_grad_enabled(trains):
+            found = session.embeddings(step_lookups(step), step.header.train_step)
+        return KeyedEmbeddings(self._job.features, [own for own in found if isinstance(own, Tensor)])
+
+    def _check_ids(self, features: Any, step: ArrivedStep) -> None:
+        if self._job.data.on_invalid_id != "error":
+            return  # the ids that were looked up are others then
+        for group, lookup in zip(self._groups, step_lookups(step), strict=True):
+            check_ids(features, self._job.features, group.feature_positions, lookup.slots, lookup.offsets)
+
+    # its loader
+
+    @property
+    def job(self) -> Job:
+        return self._job
+
+    @property
+    def has_job_file(self) -> bool:
+        """Whether a job file says everything, so that its prefetcher may run already."""
+        return self._job_file is not None
+
+    @property
+    def loaded(self) -> Path | None:
+        """A file of the tables that a state dict has given."""
+        return self._loaded
+
+    def adopt(self, changes: Mapping[str, Any], *, is_launched: bool, resumes: bool) -> Job:
+        """Called once, by `connect`, with what the loader adds to the job. Raises ConfigError."""
+        if self._is_connected:
+            raise ConfigError("connect: this EmbeddingBagCollection has a loader already; make another one for another run")
+        for name, value in changes.items():
+            settings.lay(self._content, name, value)
+        self._job, self._is_connected, self._is_launched, self._resumes = self._parsed(), True, is_launched, resumes
+        return self._job
+
+    def begin(self, session: Session) -> None:
+        """From now on the tables are the session's."""
+        self._session = session
+
+    def write_job_file(self) -> Path:
+        """The job as a file that a prefetcher can be started with. Raises ConfigError."""
+        path = self._job.run_dir / settings.JOB_FILE
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(msgspec.json.format(msgspec.json.encode(self._content), indent=2))
+        except OSError as error:
+            raise ConfigError(f"{path}: the job cannot be written ({error.strerror}); set another run_dir") from None
+        return path
+
+    def _parsed(self) -> Job:
+        return parse_job(self._content, "EmbeddingBagCollection" if self._job_file is None else str(self._job_file))
+
+    # state dicts
+
+    @contextmanager
+    def without_tables(self) -> Iterator[None]:
+        """Within it, state dicts neither hold nor load the tables."""
+        self._has_tables = False
+        try:
+            yield
+        finally:
+            self._has_tables = True
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        if self._has_tables:
+            for name, weight in self._weights().items():
+                destination[prefix + name] = weight
+
+    def _weights(self) -> dict[str, Tensor]:
+        """f32 [num_embeddings, embedding_dim] of each table, mapped from a file."""
+        checkpoint = self._checkpoint()
+        if checkpoint is not None:
+            path = files.export_checkpoint(self._job, checkpoint)
+        elif self._session is not None and self._session.train_steps:
+            raise RuntimeError(
+                f"after {self._session.train_steps} train steps the newest rows are on the device: the tables are whole where a checkpoint "
+                "falls, so give connect save_every=N and call state_dict() after every N-th step, or call it when the loader is exhausted"
+            )
+        else:
+            path = self._loaded or files.export_start(self._job, self.write_job_file())
+        return files.read_tables(path, self._job.tables)
+
+    def _checkpoint(self) -> str | None:
+        if self._session is not None:
+            return self._session.checkpoint_here()
+        folder = newest_checkpoint(self._job.run_dir) if self._resumes else None
+        return None if folder is None else folder.name
+
+    def _load_from_state_dict(
+        self,
+        state_dict: Mapping[str, Any],
+        prefix: str,
+        local_metadata: Any,
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        if not self._has_tables:
+            return
+        tables = {prefix + files.weight_name(table): table for table in self._job.tables}
+        missing = [name for name in tables if name not in state_dict]
+        missing_keys += missing
+        unexpected_keys += [key for key in state_dict if strict and key.startswith(prefix) and key not in tables]
+        wrong = [
+            f"{name} is {list(state_dict[name].shape)}, but the table is {[table.num_embeddings, table.embedding_dim]}"
+            for name, table in tables.items()
+            if name not in missing and list(state_dict[name].shape) != [table.num_embeddings, table.embedding_dim]
+        ]
+        if missing and len(missing) < len(tables):
+            wrong.append(f"{missing[0]} is missing: give all tables or none")
+        error_msgs += wrong
+        if not missing and not wrong:
+            self._load({files.weight_name(table): state_dict[name] for name, table in tables.items()})
+
+    def _load(self, weights: Mapping[str, Tensor]) -> None:
+        if self._session is not None:
+            raise RuntimeError("tables can be loaded only before the loader yields its first batch: from then on their rows move")
+        if self.has_job_file and not self._is_launched:
+            raise RuntimeError(
+                "the prefetcher of this job file has the tables: give it a file by `prefetcher import --from` before it is started, or let "
+                "connect start it, by connect(ebc, dataset)"
+            )
+        self.write_job_file()
+        self._loaded = self._job.run_dir / files.LOADED
+        files.write_tables(self._loaded, self._job.tables, weights)

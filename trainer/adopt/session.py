@@ -1,0 +1,374 @@
+"""One adopted run: a prefetcher, the engine in this process, and the step that the script has in hand.
+
+    peek    drives the engine until the next step's rows are here, or the data has ended     (between two steps)
+    begin   the script may look the step up
+    finish  its compute was issued; the engine reports it when the device has done it
+
+All is called by the script's thread. The mail, the sender and the watch have threads of their own, which stop with the session.
+"""
+
+import os
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+
+import torch
+
+from protocol.child import Child
+from protocol.conversation import Conversation
+from protocol.errors import ConfigError, PeerLost, RowcastError, peer_failure
+from protocol.job import Job
+from protocol.manifest import newest_checkpoint, read_manifest
+from protocol.messages import Bye, Welcome
+from protocol.process import Crew, tell_peer
+from protocol.rundir import RunDirectory
+from protocol.session import Session as Protocol
+from protocol.session import check_welcome
+from protocol.stages import IDLE_WAIT_S, Doorbell
+from protocol.tables import group_specs
+from protocol.transport.zmq_link import ZmqLink
+from protocol.watch import PeerWatch, Progress
+from trainer.adopt.dense import DenseSide
+from trainer.adopt.optimizer_steps import OptimizerSteps
+from trainer.cache import ArrivedStep
+from trainer.dense import Tensors
+from trainer.embedding import Embeddings
+from trainer.encounter import attach_rings, await_welcome, hello, make_engine, make_records, progress_of
+from trainer.engine import TrainerEngine
+from trainer.evaluate import EvalCounts
+from trainer.kernels import Kernels, torch_ops
+from trainer.kernels.choose import choose_kernels
+from trainer.metrics import new_counters
+from trainer.observe import stall_clocks
+from trainer.pinning import pinned
+from trainer.plan_check import check_welcome_fits
+from trainer.report import Evaluation
+from trainer.streams import adopted_streams
+
+DEVICE_POLL_S = 0.0002
+CHILD_END_S = 15.0  # for a prefetcher that knows that it is over
+LOST_CHILD_S = 3.0  # for one that seems to be gone to be seen to have ended
+CHECKPOINT_POLL_S = 0.02
+ACCUMULATED = (
+    "two train batches were looked up without a step of the dense optimizer between them: rows are updated in every backward pass, so "
+    "accumulated gradients would train them more often than the dense weights; use larger batches, or "
+    "connect(..., dense_optimizer=False) where no torch.optim optimizer is used"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SessionParts:
+    job: Job
+    device: torch.device
+    start_child: Callable[[], Child] | None  # None: a prefetcher runs already, or will
+    dense: DenseSide | None
+    dense_optimizer: bool  # it must step once for each train batch
+
+
+class ScriptSide:
+    """Implements `loop.Runner` and `loop.Results` where the script has the model: its steps and results are its own."""
+
+    def __init__(self, dense: DenseSide | None) -> None:
+        self._dense = dense
+
+    def train(self, step: ArrivedStep, loss: torch.Tensor) -> None:
+        raise AssertionError("the script trains")
+
+    def evaluate(self, step: ArrivedStep) -> None:
+        raise AssertionError("the script evaluates")
+
+    def close_evaluation(self) -> EvalCounts:
+        raise AssertionError("the script evaluates")
+
+    def loss(self, train_step: int, loss: object) -> None:
+        raise AssertionError("the script has the loss")
+
+    def evaluation(self, result: Evaluation) -> None:
+        raise AssertionError("the script evaluates")
+
+
+class ScriptRunner(ScriptSide):
+    def state(self) -> Tensors:
+        return {} if self._dense is None else self._dense.state()
+
+    def restore(self, tensors: Tensors) -> bool:
+        if self._dense is not None:
+            self._dense.restore(tensors)
+        return False
+
+
+class ScriptResults(ScriptSide):
+    def state(self) -> Tensors:
+        return {}
+
+    def restore(self, tensors: Tensors) -> None:
+        """There are none."""
+
+
+class Session:
+    def __init__(self, parts: SessionParts) -> None:
+        self.current: ArrivedStep | None = None  # begun, and not finished
+        self.is_trained = False  # whether the step in hand was looked up to be trained
+        self.train_steps = 0  # of the run, that were finished
+        self.ended = False  # everything is home and on disk, and both have said good-bye
+        self._parts = parts
+        self._job = parts.job
+        self._groups = group_specs(parts.job)
+        self._bell = Doorbell()
+        self._crew = Crew("trainer", self._bell, owns_process=False)
+        self._counters = new_counters(self._groups)
+        self._stack = ExitStack()
+        self._conversation: Conversation | None = None
+        self._engine: TrainerEngine | None = None
+        self._embeddings: Embeddings | None = None
+        self._kernels: Kernels = torch_ops
+        self._child: Child | None = None
+        self._next: ArrivedStep | None = None  # taken, and not begun
+        self._follows_barrier = False  # the step in hand
+        self._steps = OptimizerSteps()
+        self._stack.callback(self._steps.close)
+        self._steps_seen: int | None = None  # of dense optimizers, at the last forward that trained
+        self._turn_s = time.monotonic()  # when the script was last known to have its turn
+        self._script_has_turn = False
+        self._pid = os.getpid()
+        self._closed = False
+
+    # from nothing to an engine
+
+    def open(self) -> None:
+        """Raises RowcastError; then everything is closed again."""
+        with self._closed_by_errors():
+            self._stack.enter_context(RunDirectory(self._job.run_dir, "trainer"))
+            if self._parts.start_child is not None:
+                self._child = self._parts.start_child()
+                self._stack.callback(see_out, self._child)
+            self._kernels = choose_kernels(self._parts.device, self._job)  # while the prefetcher prepares, too
+            self._meet()
+
+    def _meet(self) -> None:
+        link = ZmqLink.trainer(self._job.run_dir, on_receive=self._bell.ring, transport=self._job.transport)
+        self._stack.callback(link.close)
+        link.start()
+        conversation = self._conversation = Conversation(Protocol("trainer"), link)
+        arrived: list[Welcome] = []
+        left = threading.Event()
+        conversation.listen({Welcome: arrived.append, Bye: lambda message: left.set()})
+        watch = PeerWatch("prefetcher", conversation, link, self._job.transport, self._progress, lambda: bool(arrived))
+        conversation.send(hello(self._job, "train", torch.get_num_threads(), self._parts.device))
+        welcome = await_welcome(arrived, conversation, watch, self._bell, lambda: False, lambda: left.is_set() or self._child_ended())
+        if welcome is None:
+            raise PeerLost("the prefetcher was stopped before the run had begun")
+        check_welcome_fits(welcome, self._job, self._groups)
+        check_welcome(welcome)
+        self._check_resume(welcome)
+        self._make_engine(conversation, watch, welcome)
+
+    def _child_ended(self) -> bool:
+        return self._child is not None and self._child.code is not None
+
+    def _check_resume(self, welcome: Welcome) -> None:
+        if welcome.first_train_step and self._parts.dense is None:
+            raise ConfigError(
+                f"the run in {self._job.run_dir} goes on after {welcome.first_train_step} train steps, but the model and its optimizer "
+                "begin anew; connect with dense=(model, optimizer), or with fresh=True"
+            )
+
+    def _make_engine(self, conversation: Conversation, watch: PeerWatch, welcome: Welcome) -> None:
+        device = self._parts.device
+        rings = attach_rings(self._stack, self._job.transport, welcome)
+        self._crew.start({"watch": watch}, {})
+        self._stack.callback(self._crew.stop)
+        are_pinned = self._stack.enter_context(pinned([ring.buffer for ring in rings], device))
+        records = make_records(welcome.slots, self._groups, device)
+        engine = make_engine(
+            self._job,
+            self._groups,
+            conversation,
+            welcome,
+            rings,
+            pinned=are_pinned,
+            streams=adopted_streams(device),
+            records=records,
+            runner=ScriptRunner(self._parts.dense),
+            results=ScriptResults(self._parts.dense),
+            counters=self._counters,
+        )
+        self._engine, self._embeddings = engine, Embeddings(self._groups, self._job.optimizer.sparse, records, self._kernels)
+        self.train_steps = welcome.first_train_step
+        self._crew.start({"mail": engine.conversation, "sender": engine.sender}, stall_clocks(engine))
+        self._stack.callback(self._crew.stop)  # once more: before the rings are unpinned
+
+    @property
+    def embeddings(self) -> Embeddings:
+        assert self._embeddings is not None, "a session that was opened has an engine"
+        return self._embeddings
+
+    # step by step
+
+    def train_in_hand(self) -> None:
+        """The step in hand is looked up to be trained. Raises RuntimeError where it must not be."""
+        assert self.current is not None, "the module looks up the step in hand"
+        header, counted = self.current.header, self._steps.count
+        if header.kind == "eval":
+            raise RuntimeError(
+                "this is an evaluation batch, whose rows may not change: call model.eval(), or look up under torch.no_grad()"
+            )
+        if self.is_trained and not self.embeddings.awaits_backward:
+            raise RuntimeError(f"the rows of train step {header.train_step} were updated already; train on each batch once")
+        if self._parts.dense_optimizer and not self.is_trained and self._steps_seen == counted:
+            raise RuntimeError(ACCUMULATED)
+        self.is_trained, self._steps_seen = True, counted
+
+    def peek(self) -> ArrivedStep | None:
+        """Finishes the step in hand and waits for the next; None where the data has ended, and the session with it. Raises RowcastError."""
+        self.finish()
+        if self._next is None and not self.ended:
+            self._script_has_turn = False
+            with self._closed_by_errors():
+                self._next = self._drive()
+            self._turn_s, self._script_has_turn = time.monotonic(), True
+        return self._next
+
+    def begin(self) -> ArrivedStep:
+        """The step that `peek` has found is the script's now."""
+        step, self._next = self._next, None
+        assert step is not None, "peek comes before begin"
+        assert self._engine is not None, "a session that was opened has an engine"
+        self._follows_barrier, self.is_trained = self._engine.loop.stop_reason is not None, False
+        self._engine.loop.begin(step)
+        self.current = step
+        return step
+
+    def finish(self) -> None:
+        """Raises RuntimeError where the step was looked up to be trained, and has had no backward pass."""
+        step = self.current
+        if step is None:
+            return
+        if self.embeddings.awaits_backward:
+            raise RuntimeError(
+                f"the embeddings of train step {step.header.train_step} have had no backward pass; call backward() once for each forward, "
+                "or look up under torch.no_grad()"
+            )
+        assert self._engine is not None, "a session that was opened has an engine"
+        self.current = None
+        self.train_steps += step.header.kind == "train"
+        self._engine.loop.finish(step, None)
+        self._bell.ring()
+
+    def _drive(self) -> ArrivedStep | None:
+        engine = self._engine
+        if engine is None or self._closed:
+            raise RuntimeError("the loader was closed; connect again to train on")
+        while not engine.finished:
+            seen = self._bell.rings
+            self._crew.check()
+            if engine.loop.attend():
+                self._bell.ring()
+                continue
+            step = engine.loop.take()
+            if step is not None:
+                return step
+            began_s = time.perf_counter()
+            self._bell.wait(seen, IDLE_WAIT_S if self._parts.device.type == "cpu" else DEVICE_POLL_S)
+            engine.loop.idled(time.perf_counter() - began_s)
+        self._end(engine)
+        return None
+
+    def _progress(self) -> Progress:
+        """A script may take as long as it likes for a step: while it has its turn, that is progress."""
+        if self._script_has_turn:
+            self._turn_s = time.monotonic()
+        progress = progress_of(self._engine)
+        waiting_for = "the training script" if self._script_has_turn else progress.waiting_for
+        return replace(progress, work=progress.work + int(self._turn_s), waiting_for=waiting_for)
+
+    # checkpoints
+
+    def checkpoint_here(self) -> str | None:
+        """The name of the checkpoint that holds the tables as they are now, once it is on disk; None where the plans have none here. A step
+        in hand that was trained is finished for it."""
+        if self.current is None or self.is_trained:
+            self.peek()
+        while (found := self._checkpoint_at(self.train_steps)) is None and self._is_being_written():
+            self._crew.check()
+            time.sleep(CHECKPOINT_POLL_S)
+        return found
+
+    def _checkpoint_at(self, train_steps: int) -> str | None:
+        folder = newest_checkpoint(self._job.run_dir)
+        return folder.name if folder is not None and read_manifest(folder).train_steps == train_steps else None
+
+    def _is_being_written(self) -> bool:
+        """Whether a checkpoint was taken right before the step in hand, or before the next one, which may not be on disk yet."""
+        if self.ended or self._engine is None:
+            return False
+        return self._follows_barrier if self.current is not None else self._engine.loop.stop_reason is not None
+
+    # the end
+
+    def _end(self, engine: TrainerEngine) -> None:
+        end = engine.loop.end
+        assert end is not None, "the loop ends with EndOfData"
+        self._crew.stop()  # nothing may follow the good-bye, no heartbeat either
+        engine.say_bye()
+        self.ended = True
+        self._close_stack()
+        if not end.finished:
+            raise RowcastError(
+                f"the prefetcher was stopped ({engine.loop.stop_reason}) after {self.train_steps} train steps; its checkpoint in "
+                f"{self._job.run_dir} is where connect(fresh=False, dense=...) goes on"
+            )
+
+    def leave(self) -> None:
+        """Whatever the script still had to do: both processes end. Idempotent, and nothing in a process that was forked from this one."""
+        if self._closed or self._pid != os.getpid():
+            return
+        self._tell(RowcastError(f"the training script left its loop after {self.train_steps} train steps"))
+        self._close_stack()
+
+    @contextmanager
+    def _closed_by_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException as error:  # noqa: BLE001 - whatever it is, both sides end with it
+            raise self._failed(error) from None
+
+    def _failed(self, error: BaseException) -> BaseException:
+        """Closes everything; what the script is told."""
+        if self._closed:
+            return error
+        self._tell(error)
+        if isinstance(error, PeerLost) and self._child is not None and ended_within(self._child, LOST_CHILD_S):
+            error = peer_failure(self._child.code or 1, self._child.obituary())
+        self._close_stack()
+        return error
+
+    def _tell(self, error: BaseException) -> None:
+        if self._conversation is not None:
+            tell_peer(self._conversation, error)
+
+    def _close_stack(self) -> None:
+        self._closed = True
+        self.current = self._next = None
+        self._stack.close()
+
+
+def see_out(child: Child) -> None:
+    """Waits for the end of a prefetcher that knows of it; one that does not is ended."""
+    for number in (None, signal.SIGTERM, signal.SIGKILL):
+        if number is not None:
+            child.signal(number)
+        if ended_within(child, CHILD_END_S):
+            return
+
+
+def ended_within(child: Child, seconds: float) -> bool:
+    try:
+        child.process.wait(seconds)
+    except subprocess.TimeoutExpired:
+        return False
+    return True

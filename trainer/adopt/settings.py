@@ -1,0 +1,144 @@
+"""What an EmbeddingBagCollection is told, as the content of a job file."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NoReturn
+
+import msgspec
+import torch
+
+from protocol.errors import ConfigError
+from protocol.job import Job, SparseOptimizer
+from protocol.job_file import parse_job, read_content
+
+NO_MODEL = f"{__name__}:refuse_model"
+JOB_FILE = "job.json"  # in the run directory: what the two processes of an adopted run read
+NO_DATA = "synthetic"  # data.format until a loader is connected
+
+
+@dataclass(frozen=True, kw_only=True)
+class EmbeddingBagConfig:
+    """One table. TorchRec's has these fields too, and can be given instead."""
+
+    name: str
+    num_embeddings: int
+    embedding_dim: int
+    feature_names: list[str] = field(default_factory=list)
+    pooling: str = "sum"  # or "mean"
+    data_type: str = "fp32"
+    init: str = "uniform"  # first values, as `init` of the job file
+
+
+def job_content(
+    configs: Sequence[Any],
+    *,
+    optimizer: SparseOptimizer | Mapping[str, Any] | None,
+    capacity: str | int | None,
+    device: str,
+    seed: int,
+    run_dir: str,
+    others: Mapping[str, Any],
+) -> dict[str, Any]:
+    """`others`: "section.key" -> value. Raises ConfigError."""
+    if optimizer is None or capacity is None:
+        missing = "optimizer" if optimizer is None else "capacity"
+        example = {"optimizer": '{"kind": "adagrad", "lr": 0.05}', "capacity": '"64MiB"'}[missing]
+        raise ConfigError(f"EmbeddingBagCollection: {missing} is missing; give {missing}={example}, or a job file with tables")
+    content: dict[str, Any] = {
+        "job": {"seed": seed, "run_dir": run_dir},
+        "data": {"format": NO_DATA},
+        "tables": [table_content(config) for config in configs],
+        "model": {"kind": NO_MODEL},
+        "optimizer": {"sparse": msgspec.to_builtins(optimizer), "dense": {"kind": "sgd", "lr": 0.0}},  # the script has the dense one
+        "cache": {"capacity": capacity},
+        "trainer": {"device": device},
+        "metrics": {"prefetcher": "127.0.0.1:0", "trainer": "127.0.0.1:0"},
+    }
+    for name, value in others.items():
+        lay(content, name, value)
+    return content
+
+
+def lay(content: dict[str, Any], name: str, value: Any) -> None:
+    """Sets one "section.key"; a section given as a mapping, key by key. Raises ConfigError."""
+    section, _, key = name.partition(".")
+    if not key and not isinstance(value, Mapping):
+        raise ConfigError(f'job = {{{name!r}: ...}}: write "section.key": value, such as "lookahead.depth": 4')
+    for own_key, own in {key: value}.items() if key else value.items():
+        *sections, last = own_key.split(".")
+        target = content.setdefault(section, {})
+        for inner in sections:
+            target = target.setdefault(inner, {})
+        target[last] = own
+
+
+def table_content(config: Any) -> dict[str, Any]:
+    """`[[tables]]` of a config of TorchRec's or of ours. Raises ConfigError."""
+    try:
+        content = {name: getattr(config, name) for name in ("name", "num_embeddings", "embedding_dim")}
+        content["features"] = list(config.feature_names)
+    except AttributeError as error:
+        raise ConfigError(f"EmbeddingBagCollection: {error}; give EmbeddingBagConfigs, TorchRec's or trainer.EmbeddingBagConfig") from None
+    pooling, dtype = word(getattr(config, "pooling", "sum")), word(getattr(config, "data_type", "fp32"))
+    if pooling not in ("sum", "mean"):
+        raise ConfigError(f"table {config.name}: pooling = {pooling!r} is none of an EmbeddingBagCollection; use sum or mean")
+    content |= {"pooling": pooling, "init": init_of(config)}
+    return content if dtype == "fp32" else content | {"dtype": dtype}
+
+
+def word(value: Any) -> str:
+    """`PoolingType.SUM`, `"SUM"` or `"sum"` -> `"sum"`."""
+    return str(getattr(value, "value", value)).lower()
+
+
+def init_of(config: Any) -> str:
+    """First values. TorchRec fills `init_fn` with a uniform one, which is ours too; another one cannot run on rows that are nowhere yet."""
+    function = getattr(config, "init_fn", None)
+    if function is not None and getattr(function, "func", function) is not torch.nn.init.uniform_:
+        raise ConfigError(
+            f"table {config.name}: an init_fn of its own needs the whole table in memory; leave it away and give weight_init_min and "
+            "weight_init_max, or load the values by load_state_dict"
+        )
+    lowest, highest = getattr(config, "weight_init_min", None), getattr(config, "weight_init_max", None)
+    if lowest is not None and highest is not None:
+        return f"uniform:{float(lowest)!r},{float(highest)!r}"
+    return str(getattr(config, "init", "uniform"))
+
+
+def file_content(path: Path, configs: Sequence[Any]) -> dict[str, Any]:
+    """Of a job file that exists. Raises ConfigError where its tables are not those of `configs`, where there are any."""
+    content = read_content(path)
+    own = [
+        described(table.name, table.num_embeddings, table.embedding_dim, table.features) for table in parse_job(content, str(path)).tables
+    ]
+    given = [described(config.name, config.num_embeddings, config.embedding_dim, config.feature_names) for config in configs]
+    if given and given != own:
+        raise ConfigError(
+            f"{path} has the tables {'; '.join(own)}, but the configs are {'; '.join(given)}; make them equal, or give no configs"
+        )
+    return content
+
+
+def described(name: str, rows: int, dim: int, features: Sequence[str]) -> str:
+    return f"{name} [{rows}, {dim}] of {', '.join(features)}"
+
+
+def configs_of(job: Job) -> list[EmbeddingBagConfig]:
+    """The tables of a job file as configs."""
+    return [
+        EmbeddingBagConfig(
+            name=table.name,
+            num_embeddings=table.num_embeddings,
+            embedding_dim=table.embedding_dim,
+            feature_names=list(table.features),
+            pooling=table.pooling,
+            init=table.init,
+        )
+        for table in job.tables
+    ]
+
+
+def refuse_model(*args: Any, **options: Any) -> NoReturn:
+    """`model.kind` of a job whose model is in a script."""
+    raise ConfigError("the model of this job is in a training script of its own (docs/adopt.md); run the script instead of `trainer run`")
