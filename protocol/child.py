@@ -22,6 +22,22 @@ class Child:
         if self.code is None:
             self.process.send_signal(number)
 
+    def ended_within(self, seconds: float) -> bool:
+        """Waits for its end."""
+        try:
+            self.process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            return False
+        return True
+
+    def see_out(self, seconds: float) -> None:
+        """Waits for the end of one that knows of it; after so many seconds it is asked, and then killed."""
+        if not self.ended_within(seconds):
+            self.signal(signal.SIGTERM)
+            if not self.ended_within(seconds):
+                self.signal(signal.SIGKILL)
+                self.ended_within(seconds)
+
     def obituary(self) -> str:
         """Of one that has ended."""
         who, code = f"the {self.name} (process {self.process.pid})", self.process.returncode

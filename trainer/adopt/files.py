@@ -79,7 +79,7 @@ def write_tables(path: Path, tables: Sequence[Table], weights: Mapping[str, Tens
     """[num_embeddings, embedding_dim] of each table, in any dtype and on any device, a block of rows at a time. Raises ConfigError."""
     header, end = {}, 0
     for table in tables:
-        word, dtype = DTYPES[row_type(table)]
+        word, dtype = DTYPES[table.dtype]
         nbytes = table.num_embeddings * table.embedding_dim * dtype.itemsize
         shape = [table.num_embeddings, table.embedding_dim]
         header[weight_name(table)] = {"dtype": word, "shape": shape, "data_offsets": [end, end + nbytes]}
@@ -92,12 +92,8 @@ def write_tables(path: Path, tables: Sequence[Table], weights: Mapping[str, Tens
             file.write(len(head).to_bytes(8, "little") + head)
             for table in tables:
                 for rows in torch.split(weights[weight_name(table)].detach(), BLOCK_ROWS):
-                    block = rows.to("cpu", DTYPES[row_type(table)][1]).contiguous()
+                    block = rows.to("cpu", DTYPES[table.dtype][1]).contiguous()
                     file.write(block.view(torch.uint8).numpy().data)
         partial.rename(path)
     except OSError as error:
         raise ConfigError(f"{path}: the tables cannot be written ({error.strerror}); free space there or set another run_dir") from None
-
-
-def row_type(table: Table) -> str:
-    return str(getattr(table, "dtype", "fp32"))

@@ -8,8 +8,6 @@ All is called by the script's thread. The mail, the sender and the watch have th
 """
 
 import os
-import signal
-import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -34,19 +32,17 @@ from protocol.transport.zmq_link import ZmqLink
 from protocol.watch import PeerWatch, Progress
 from trainer.adopt.dense import DenseSide
 from trainer.adopt.optimizer_steps import OptimizerSteps
+from trainer.adopt.script_side import ScriptResults, ScriptRunner
 from trainer.cache import ArrivedStep
-from trainer.dense import Tensors
 from trainer.embedding import Embeddings
 from trainer.encounter import attach_rings, await_welcome, hello, make_engine, make_records, progress_of
 from trainer.engine import TrainerEngine
-from trainer.evaluate import EvalCounts
 from trainer.kernels import Kernels, torch_ops
 from trainer.kernels.choose import choose_kernels
 from trainer.metrics import new_counters
 from trainer.observe import stall_clocks
 from trainer.pinning import pinned
 from trainer.plan_check import check_welcome_fits
-from trainer.report import Evaluation
 from trainer.streams import adopted_streams
 
 DEVICE_POLL_S = 0.0002
@@ -67,46 +63,6 @@ class SessionParts:
     start_child: Callable[[], Child] | None  # None: a prefetcher runs already, or will
     dense: DenseSide | None
     dense_optimizer: bool  # it must step once for each train batch
-
-
-class ScriptSide:
-    """Implements `loop.Runner` and `loop.Results` where the script has the model: its steps and results are its own."""
-
-    def __init__(self, dense: DenseSide | None) -> None:
-        self._dense = dense
-
-    def train(self, step: ArrivedStep, loss: torch.Tensor) -> None:
-        raise AssertionError("the script trains")
-
-    def evaluate(self, step: ArrivedStep) -> None:
-        raise AssertionError("the script evaluates")
-
-    def close_evaluation(self) -> EvalCounts:
-        raise AssertionError("the script evaluates")
-
-    def loss(self, train_step: int, loss: object) -> None:
-        raise AssertionError("the script has the loss")
-
-    def evaluation(self, result: Evaluation) -> None:
-        raise AssertionError("the script evaluates")
-
-
-class ScriptRunner(ScriptSide):
-    def state(self) -> Tensors:
-        return {} if self._dense is None else self._dense.state()
-
-    def restore(self, tensors: Tensors) -> bool:
-        if self._dense is not None:
-            self._dense.restore(tensors)
-        return False
-
-
-class ScriptResults(ScriptSide):
-    def state(self) -> Tensors:
-        return {}
-
-    def restore(self, tensors: Tensors) -> None:
-        """There are none."""
 
 
 class Session:
@@ -145,7 +101,7 @@ class Session:
             self._stack.enter_context(RunDirectory(self._job.run_dir, "trainer"))
             if self._parts.start_child is not None:
                 self._child = self._parts.start_child()
-                self._stack.callback(see_out, self._child)
+                self._stack.callback(self._child.see_out, CHILD_END_S)
             self._kernels = choose_kernels(self._parts.device, self._job)  # while the prefetcher prepares, too
             self._meet()
 
@@ -194,7 +150,7 @@ class Session:
             streams=adopted_streams(device),
             records=records,
             runner=ScriptRunner(self._parts.dense),
-            results=ScriptResults(self._parts.dense),
+            results=ScriptResults(),
             counters=self._counters,
         )
         self._engine, self._embeddings = engine, Embeddings(self._groups, self._job.optimizer.sparse, records, self._kernels)
@@ -291,6 +247,9 @@ class Session:
     def checkpoint_here(self) -> str | None:
         """The name of the checkpoint that holds the tables as they are now, once it is on disk; None where the plans have none here. A step
         in hand that was trained is finished for it."""
+        waits_for_step = self._parts.dense_optimizer and self._steps_seen == self._steps.count
+        if self.current is not None and self.is_trained and waits_for_step and self._parts.dense is not None:
+            raise RuntimeError("a checkpoint of dense=... belongs behind optimizer.step(): call state_dict() after it")
         if self.current is None or self.is_trained:
             self.peek()
         while (found := self._checkpoint_at(self.train_steps)) is None and self._is_being_written():
@@ -342,7 +301,7 @@ class Session:
         if self._closed:
             return error
         self._tell(error)
-        if isinstance(error, PeerLost) and self._child is not None and ended_within(self._child, LOST_CHILD_S):
+        if isinstance(error, PeerLost) and self._child is not None and self._child.ended_within(LOST_CHILD_S):
             error = peer_failure(self._child.code or 1, self._child.obituary())
         self._close_stack()
         return error
@@ -355,20 +314,3 @@ class Session:
         self._closed = True
         self.current = self._next = None
         self._stack.close()
-
-
-def see_out(child: Child) -> None:
-    """Waits for the end of a prefetcher that knows of it; one that does not is ended."""
-    for number in (None, signal.SIGTERM, signal.SIGKILL):
-        if number is not None:
-            child.signal(number)
-        if ended_within(child, CHILD_END_S):
-            return
-
-
-def ended_within(child: Child, seconds: float) -> bool:
-    try:
-        child.process.wait(seconds)
-    except subprocess.TimeoutExpired:
-        return False
-    return True

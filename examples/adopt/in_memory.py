@@ -1,0 +1,42 @@
+"""Collections of embedding tables as a script would hold them itself, every row in memory: what the adopted scripts replace."""
+
+from collections.abc import Mapping, Sequence
+
+from torch import Tensor, nn
+
+from trainer import EmbeddingBagConfig
+
+
+class EmbeddingBags(nn.Module):
+    """One nn.EmbeddingBag a table; ids i64 [B, F] -> f32 [B, D] of each feature, by name."""
+
+    def __init__(self, configs: Sequence[EmbeddingBagConfig]) -> None:
+        super().__init__()
+        self.features = [config.feature_names[0] for config in configs]
+        self.embedding_bags = nn.ModuleDict(
+            {config.name: nn.EmbeddingBag(config.num_embeddings, config.embedding_dim, mode="sum") for config in configs}
+        )
+
+    def forward(self, ids: Tensor) -> dict[str, Tensor]:
+        bags = zip(self.features, self.embedding_bags.values(), ids.split(1, dim=1), strict=True)
+        return {feature: bag(column) for feature, bag, column in bags}
+
+
+class Embeddings(nn.Module):
+    """One nn.Embedding a table, its rows added up in the order of the ids; feature -> ids i64 [B, L] -> f32 [B, D]."""
+
+    def __init__(self, configs: Sequence[EmbeddingBagConfig]) -> None:
+        super().__init__()
+        self.features = [config.feature_names[0] for config in configs]
+        self.embedding_bags = nn.ModuleDict({config.name: nn.Embedding(config.num_embeddings, config.embedding_dim) for config in configs})
+
+    def forward(self, ids: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return {feature: pooled(table, ids[feature]) for feature, table in zip(self.features, self.embedding_bags.values(), strict=True)}
+
+
+def pooled(table: nn.Module, ids: Tensor) -> Tensor:
+    """As examples/plain_loop.py pools."""
+    rows = table(ids.reshape(-1))
+    bags = ids.new_tensor(range(len(ids))).repeat_interleave(ids.shape[1])
+    sums: Tensor = rows.new_zeros(len(ids), rows.shape[1]).index_add(0, bags, rows)
+    return sums

@@ -1,0 +1,44 @@
+"""Data sets of training scripts, as tests.adopt.clicks:<name>: two features of one table and one of another, 8 samples a batch."""
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from protocol.batch import Kind
+
+SIZE, ROWS = 8, (500, 6)
+
+
+def ids_of(step: int) -> npt.NDArray[np.int64]:
+    """[B, 3]"""
+    rng = np.random.default_rng(step)
+    return np.stack([rng.integers(0, rows, SIZE) for rows in (ROWS[0], ROWS[0], ROWS[1])], axis=1)
+
+
+def batch(step: int) -> tuple[Any, Any, Any]:
+    ids = ids_of(step)
+    return np.full((SIZE, 2), step, np.float32), ids, ids[:, 0] % 2 == 0
+
+
+def train(batches: int = 8, sleep_s: float = 0.0) -> Iterator[Any]:
+    for step in range(batches):
+        time.sleep(sleep_s)
+        yield batch(step)
+
+
+def with_evaluation(batches: int = 4) -> Callable[[Kind, int], Iterator[Any]]:
+    return lambda split, epoch: (batch(100 * epoch + step) for step in range(batches if split == "train" else 2))
+
+
+def broken() -> Iterator[Any]:
+    yield batch(0)
+    raise KeyError("user_id")
+
+
+def gone() -> Iterator[Any]:
+    os._exit(9)
+    yield

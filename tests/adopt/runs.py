@@ -1,0 +1,118 @@
+"""Adopted runs under test: a script's part in the test's own process, and a real prefetcher, forked from one that has imported it."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import trainer
+from protocol.child import Child
+from tests.adopt.clicks import ROWS
+from tests.system.processes import Child as Process
+from tests.system.starting import Starter
+from trainer.adopt import files
+from trainer.adopt.module import EmbeddingBagCollection
+
+CONFIGS = [
+    trainer.EmbeddingBagConfig(name="wide", num_embeddings=ROWS[0], embedding_dim=4, feature_names=["a", "b"]),
+    trainer.EmbeddingBagConfig(name="small", num_embeddings=ROWS[1], embedding_dim=4, feature_names=["c"], init="normal:0.5"),
+]
+
+
+class Forked:
+    """Has the face of a `subprocess.Popen`, as far as it is looked at."""
+
+    def __init__(self, process: Process) -> None:
+        self._process = process
+        self.pid, self.poll, self.send_signal = process.pid, process.poll, process.send_signal
+
+    @property
+    def returncode(self) -> int | None:
+        return self._process.poll()
+
+    def wait(self, timeout: float | None = None) -> int:
+        return self._process.wait(timeout)
+
+
+class Launches:
+    """Stands in for `files.start_prefetcher`; knows what was started."""
+
+    def __init__(self, starter: Starter, environment: dict[str, str]) -> None:
+        self.children: list[Child] = []
+        self._starter = starter
+        self._environment = environment
+
+    def start(self, job_file: Path, log: Path, *, fresh: bool, max_steps: int | None) -> Child:
+        options = [*(["--fresh"] if fresh else []), *([] if max_steps is None else ["--max-steps", str(max_steps)])]
+        arguments = ["-m", "prefetcher", "run", "--config", str(job_file), *options]
+        process: Any = Forked(self._starter.launch(arguments, log.with_suffix(".out"), log, self._environment))
+        self.children.append(Child("prefetcher", process, log))
+        return self.children[-1]
+
+    def remains(self) -> list[str]:
+        """What prefetchers have left: themselves, or rings."""
+        rings = [str(path) for child in self.children for path in Path("/dev/shm").glob(f"rowcast-*-{child.process.pid}-*")]
+        return [f"process {child.process.pid}" for child in self.children if child.code is None] + rings
+
+
+class Model(nn.Module):
+    def __init__(self, ebc: EmbeddingBagCollection) -> None:
+        super().__init__()
+        self.ebc = ebc
+        self.layer = nn.Linear(14, 1)
+
+    def forward(self, dense: Tensor, sparse: Any) -> Tensor:
+        logits: Tensor = self.layer(torch.cat([dense, self.ebc(sparse).values()], dim=1))
+        return logits.squeeze(1)
+
+
+def make(run_dir: Path, *, optimizer: str = "adagrad", **others: Any) -> tuple[Model, torch.optim.Optimizer]:
+    """A model over a cache of 60 rows, which is less than its tables."""
+    torch.manual_seed(0)
+    job = {"transport.ring": "1MiB", "lookahead.depth": 2, "transport.connect_timeout": "60s", **others}
+    ebc = EmbeddingBagCollection(
+        CONFIGS, optimizer={"kind": optimizer, "lr": 0.1}, capacity="60 rows", device="cpu", run_dir=run_dir, seed=3, job=job
+    )
+    model = Model(ebc)
+    return model, torch.optim.Adagrad(model.parameters(), lr=0.1)
+
+
+def train_on(model: Model, optimizer: torch.optim.Optimizer, batch: Any) -> float:
+    dense, sparse, labels = batch
+    loss = nn.functional.binary_cross_entropy_with_logits(model(dense, sparse), labels)
+    optimizer.zero_grad()
+    torch.autograd.backward(loss)
+    optimizer.step()
+    return loss.item()
+
+
+def train_all(model: Model, optimizer: torch.optim.Optimizer, loader: Any) -> list[float]:
+    return [train_on(model, optimizer, batch) for batch in loader]
+
+
+def train_until(model: Model, optimizer: torch.optim.Optimizer, loader: Any, step: int, act: Callable[[], object]) -> None:
+    """Trains on, and calls `act` once behind a step."""
+    for at, batch in enumerate(loader):
+        train_on(model, optimizer, batch)
+        if at == step:
+            act()
+
+
+def copied(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in state.items()}
+
+
+def same(first: dict[str, Tensor], second: dict[str, Tensor]) -> bool:
+    return list(first) == list(second) and all(torch.equal(tensor, second[name]) for name, tensor in first.items())
+
+
+def launched_by(starter: Starter, environment: dict[str, str], set_attribute: Callable[..., None]) -> Iterator[Launches]:
+    """For a fixture: prefetchers of `connect` are forked; they are ended behind the test."""
+    launches = Launches(starter, environment)
+    set_attribute(files, "start_prefetcher", launches.start)
+    yield launches
+    for child in launches.children:
+        child.signal(9)
+        child.process.wait(30)

@@ -1,0 +1,84 @@
+"""The example scripts, as they were and adopted: each runs as a user would start it, and the two give the same."""
+
+import difflib
+import importlib.util
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from prefetcher.export import export_run
+from protocol.telemetry.logs import get_logger
+
+ROOT = Path(__file__).parents[2]
+STAND_INS = Path(__file__).parent / "stand_ins"
+PAIRS = ("plain_dlrm", "torchrec_model", "own_dataset")
+
+
+def run(name: str, folder: Path, *options: str, stand_ins: bool) -> dict[str, torch.Tensor]:
+    """What the script ends with; it has no more than its own folder to write to."""
+    paths = [str(ROOT), *([str(STAND_INS)] if stand_ins else [])]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", f"examples.adopt.{name}", "--end", str(folder / "end"), *options]
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=250, check=False)
+    assert done.returncode == 0, done.stderr
+    return load_file(folder / "end")
+
+
+def both(name: str, folder: Path, *, stand_ins: bool) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """The script and its adopted twin, from one state dict."""
+    begun = run(name, folder, stand_ins=stand_ins)
+    begun.pop("losses")
+    save_file(begun, folder / "start")
+    options = ("--start", str(folder / "start"))
+    return run(name, folder, *options, stand_ins=stand_ins), run(f"{name}_adopted", folder, *options, stand_ins=stand_ins)
+
+
+def test_a_script_with_nn_embedding_gives_the_same_bits_when_it_is_adopted(tmp_path: Path) -> None:
+    plain, adopted = both("own_dataset", tmp_path, stand_ins=False)
+    assert list(plain) == list(adopted)
+    assert len(plain["losses"]) == 40
+    for name, tensor in plain.items():
+        assert torch.equal(tensor, adopted[name]), name
+    export_run(tmp_path / "runs" / "adopted", tmp_path / "exported", get_logger())
+    exported = load_file(tmp_path / "exported")
+    assert torch.equal(adopted["embeddings.embedding_bags.tags.weight"], exported["embedding_bags.tags.weight"])
+
+
+@pytest.mark.parametrize(
+    ("name", "stand_ins"),
+    [
+        ("plain_dlrm", False),
+        ("torchrec_model", True),
+        pytest.param(
+            "torchrec_model",
+            False,
+            marks=pytest.mark.skipif(importlib.util.find_spec("torchrec") is None, reason="TorchRec is not installed"),
+        ),
+    ],
+)
+def test_a_script_with_embedding_bags_gives_the_same_but_for_rounding(name: str, stand_ins: bool, tmp_path: Path) -> None:
+    plain, adopted = both(name, tmp_path, stand_ins=stand_ins)
+    assert list(plain) == list(adopted)
+    assert len(plain["losses"]) == 30
+    for key, tensor in plain.items():
+        torch.testing.assert_close(adopted[key], tensor, rtol=1e-3, atol=1e-3 if "weight" in key else 1e-5, msg=key)
+
+
+def changed_lines(name: str) -> Iterator[str]:
+    plain, adopted = ((ROOT / "examples" / "adopt" / f"{name}{end}.py").read_text().splitlines() for end in ("", "_adopted"))
+    for line in difflib.unified_diff(plain, adopted, f"{name}.py", f"{name}_adopted.py", lineterm="", n=1):
+        yield line.rstrip()
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_the_page_shows_what_changes_in_each_example(name: str) -> None:
+    lines = list(changed_lines(name))
+    assert "\n".join(["```diff", *lines, "```"]) in (ROOT / "docs" / "adopt.md").read_text()
+    added = [line for line in lines if line.startswith("+") and not line.startswith("+++")]
+    assert len([line for line in added if "import" not in line and line != "+"]) == 2, "the module and the loader, and nothing else"

@@ -1,0 +1,157 @@
+"""State dicts of the whole tables: before, at checkpoints, behind the end, and back into another run; and what goes on after a stop."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import trainer
+from prefetcher.export import export_run
+from protocol.errors import ConfigError, RowcastError
+from protocol.job_file import load_job
+from protocol.telemetry.logs import get_logger
+from tests.adopt.runs import CONFIGS, Launches, Model, copied, make, same, train_all, train_on
+from trainer.adopt.files import run_prefetcher_command
+from trainer.adopt.module import EmbeddingBagCollection
+
+DATASET = "tests.adopt.clicks:train"
+WIDE = "ebc.embedding_bags.wide.weight"
+
+
+def test_tables_are_whole_before_a_run_at_its_checkpoints_and_behind_it(tmp_path: Path, launches: Launches) -> None:
+    model, optimizer = make(tmp_path)
+    start = copied(model.state_dict())
+    assert [name for name in start if "embedding" in name] == [WIDE, "ebc.embedding_bags.small.weight"]
+    assert start[WIDE].shape == (500, 4)
+    loader = trainer.connect(model.ebc, DATASET, save_every=3)
+    states, losses = [], []
+    for step, batch in enumerate(loader):
+        if step == 0:
+            assert same(start, dict(model.state_dict()))
+        losses.append(train_on(model, optimizer, batch))
+        if step % 3 == 2:
+            states.append(copied(model.state_dict()))
+    assert len(losses) == 8
+    assert not torch.equal(states[0][WIDE], start[WIDE])
+    assert not torch.equal(states[1][WIDE], states[0][WIDE])
+    end = copied(model.state_dict())
+    export_run(tmp_path, tmp_path / "exported", get_logger())
+    exported = load_file(tmp_path / "exported")
+    assert torch.equal(end[WIDE], exported["embedding_bags.wide.weight"])
+
+    shorter, its_optimizer = make(tmp_path / "shorter")
+    assert train_all(shorter, its_optimizer, trainer.connect(shorter.ebc, DATASET, max_steps=6)) == losses[:6]
+    assert same(dict(shorter.state_dict()), states[1])
+
+
+def test_tables_that_are_loaded_are_those_that_a_run_begins_with(tmp_path: Path, launches: Launches) -> None:
+    model, optimizer = make(tmp_path / "first")
+    losses = train_all(model, optimizer, trainer.connect(model.ebc, DATASET, max_steps=4))
+    end = copied(model.state_dict())
+    other, its_optimizer = make(tmp_path / "other")
+    with pytest.raises(RuntimeError, match=r"embedding_bags.wide.weight is \[3, 4\], but the table is \[500, 4\]"):
+        other.load_state_dict({**end, WIDE: torch.zeros(3, 4)})
+    with pytest.raises(RuntimeError, match=r'Missing key\(s\) in state_dict: "ebc.embedding_bags.wide.weight"'):
+        other.load_state_dict({name: tensor for name, tensor in end.items() if name != WIDE})
+    other.load_state_dict(end)
+    assert same(dict(other.state_dict()), end)
+    loader = trainer.connect(other.ebc, DATASET)
+    for step, batch in enumerate(loader):
+        if step == 0:
+            assert same(dict(other.state_dict()), end)
+        loss = train_on(other, its_optimizer, batch)
+        assert step > 0 or loss != losses[0]
+        with pytest.raises(RuntimeError, match="tables can be loaded only before the loader yields its first batch"):
+            other.load_state_dict(end)
+
+
+def test_a_run_goes_on_with_the_bits_of_one_that_was_not_stopped(tmp_path: Path, launches: Launches) -> None:
+    model, optimizer = make(tmp_path / "whole", optimizer="adam")
+    losses = train_all(model, optimizer, trainer.connect(model.ebc, DATASET, save_every=3, dense=(model, optimizer)))
+    end = copied(model.state_dict())
+
+    model, optimizer = make(tmp_path / "stopped", optimizer="adam")
+    with trainer.connect(model.ebc, DATASET, save_every=3, dense=(model, optimizer)) as loader:
+        for step, batch in enumerate(loader):
+            train_on(model, optimizer, batch)
+            if step == 3:
+                break  # one step beyond the checkpoint
+    assert launches.remains() == []
+
+    model, optimizer = make(tmp_path / "stopped", optimizer="adam")
+    loader = trainer.connect(model.ebc, DATASET, save_every=3, dense=(model, optimizer), fresh=False)
+    assert train_all(model, optimizer, loader) == losses[3:]
+    assert same(dict(model.state_dict()), end)
+
+    model, optimizer = make(tmp_path / "stopped", optimizer="adam")
+    with pytest.raises(RowcastError, match="finished after 8 train steps; add --fresh"):
+        train_all(model, optimizer, trainer.connect(model.ebc, DATASET, save_every=3, dense=(model, optimizer), fresh=False))
+
+
+def test_a_run_does_not_go_on_with_a_model_that_begins_anew(tmp_path: Path, launches: Launches) -> None:
+    model, optimizer = make(tmp_path)
+    with trainer.connect(model.ebc, DATASET, save_every=2) as loader:
+        for step, batch in enumerate(loader):
+            train_on(model, optimizer, batch)
+            if step == 2:
+                break
+    model, optimizer = make(tmp_path)
+    with pytest.raises(ConfigError, match=r"goes on after 2 train steps, but the model and its optimizer begin anew; connect with dense="):
+        train_all(model, optimizer, trainer.connect(model.ebc, DATASET, save_every=2, fresh=False))
+    assert launches.remains() == []
+
+
+def test_a_state_that_no_checkpoint_can_hold_is_named(tmp_path: Path, launches: Launches) -> None:
+    class Odd:
+        def state_dict(self) -> object:
+            return {"random": np.random.default_rng(0)}
+
+        def load_state_dict(self, state_dict: object) -> None:
+            """Nothing to load."""
+
+    model, optimizer = make(tmp_path)
+    with pytest.raises(ConfigError, match="the state of dense holds a Generator, which a checkpoint cannot"):
+        train_all(model, optimizer, trainer.connect(model.ebc, DATASET, save_every=2, dense=(Odd(),)))
+    model, optimizer = make(tmp_path / "early")
+    with trainer.connect(model.ebc, DATASET, save_every=1, dense=(model, optimizer)) as loader:
+        dense, sparse, _ = next(iter(loader))
+        torch.autograd.backward(model(dense, sparse).sum())
+        with pytest.raises(RuntimeError, match=r"belongs behind optimizer.step\(\)"):
+            model.state_dict()
+        optimizer.step()
+        assert len(model.state_dict()) == 4
+    with pytest.raises(ConfigError, match="dense holds a int; give objects with state_dict"):
+        trainer.connect(make(tmp_path / "other")[0].ebc, DATASET, dense=(3,))  # type: ignore[arg-type]
+
+
+def test_an_export_is_of_a_run_or_of_a_job_file(tmp_path: Path) -> None:
+    model, _ = make(tmp_path)
+    job_file = model.ebc.write_job_file()
+    for options in ((), ("--run", str(tmp_path), "--config", str(job_file))):
+        with pytest.raises(ConfigError, match=r"`prefetcher export`: give either --run DIR, .* or --config job.toml"):
+            run_prefetcher_command("export", "--out", str(tmp_path / "out"), *options)
+    assert load_job(job_file) == model.ebc.job
+    job_file.write_text("{")
+    with pytest.raises(ConfigError, match=r"job\.json: not a JSON file"):
+        load_job(job_file)
+
+
+def test_rows_of_two_bytes_go_through_state_dicts_as_they_are(tmp_path: Path, launches: Launches) -> None:
+    configs = [replace(own, data_type="bf16") for own in CONFIGS]
+    ends: list[dict[str, torch.Tensor]] = []
+    for name in ("first", "second"):
+        ebc = EmbeddingBagCollection(
+            configs, optimizer={"kind": "sgd", "lr": 0.1}, capacity="60 rows", device="cpu", run_dir=tmp_path / name
+        )
+        model = Model(ebc)
+        if ends:
+            model.load_state_dict(ends[0])
+            assert same(dict(model.state_dict()), ends[0])
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        train_all(model, optimizer, trainer.connect(ebc, DATASET, max_steps=2))
+        ends.append(copied(model.state_dict()))
+    assert ends[0][WIDE].dtype == torch.bfloat16
+    assert not torch.equal(ends[0][WIDE], ends[1][WIDE])
