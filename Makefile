@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo tutorial test check exact soak bench gpu-check bench-planner bench-budget bench-safety bench-metrics bench-parts clean
+.PHONY: demo tutorial test check exact soak bench gpu-check bench-planner bench-embedding bench-env bench-budget bench-safety bench-metrics bench-parts clean
 
 $(VENV)/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -41,6 +41,19 @@ gpu-check: $(VENV)/installed  ## how rowcast does on the device here, in less th
 
 bench-planner: $(VENV)/installed  ## how fast a plan is, and what its time is made of
 	$(BIN)/python -m benchmarks.planner
+
+bench-env: .venv-bench/installed  ## FBGEMM and TorchRec, to compare with, in an environment of their own: their pins conflict with ours
+
+.venv-bench/installed:
+	$(PYTHON) -m venv .venv-bench
+	.venv-bench/bin/pip install --quiet --disable-pip-version-check --constraint constraints.txt torch numpy
+	.venv-bench/bin/pip install --quiet --disable-pip-version-check --no-deps fbgemm-gpu-cpu==1.8.0 torchrec==1.8.0 \
+		tensordict pyvers cloudpickle pyre-extensions typing-inspect mypy-extensions
+	.venv-bench/bin/python -c "import fbgemm_gpu.split_table_batched_embeddings_ops_training"
+	touch $@
+
+bench-embedding: $(VENV)/installed  ## look-up and update beside stock PyTorch and, after `make bench-env`, FBGEMM
+	$(BIN)/python -m benchmarks.embedding
 
 bench-budget: $(VENV)/installed  ## cores that each stage of the prefetcher needs beside a large GPU
 	$(BIN)/python -m benchmarks.budget

@@ -103,7 +103,7 @@ class Streams(ABC):
         """u8 [nbytes] that every stream may use. Rare: it waits for the device."""
         return torch.zeros(nbytes, dtype=torch.uint8)
 
-    def settle(self) -> None:
+    def settle(self) -> None:  # noqa: B027 - on the host it is done
         """What was done outside these streams is done before anything that is issued from now on. Rare: it waits for the device."""
 
     def advance(self) -> bool:
