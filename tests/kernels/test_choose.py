@@ -6,6 +6,7 @@ import sys
 import pytest
 import torch
 
+from tests.trainer.full_capacity import make_job
 from trainer import kernels
 from trainer.kernels import torch_ops
 from trainer.kernels.choose import choose_kernels
@@ -30,6 +31,18 @@ def test_a_cuda_device_whose_launcher_cannot_be_made_gets_torch_and_a_warning(
     assert choose_kernels(torch.device("cuda", 0)) is torch_ops
     said = capsys.readouterr()
     assert (said.out + said.err).count("kernels in plain torch operations") == 1
+
+
+def test_a_cuda_device_with_rows_too_wide_for_triton_gets_torch_and_a_warning(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    triton_ops = pytest.importorskip("trainer.kernels.triton_ops")
+    monkeypatch.setattr(triton_ops, "make_launcher", lambda: None)
+    tables = [{"name": "wide", "num_embeddings": 9, "embedding_dim": 1025, "features": ["a"]}]
+    job = make_job(tables, model={"bottom_mlp": [1025], "top_mlp": [1]})
+    assert choose_kernels(torch.device("cuda", 0), job) is torch_ops
+    said = capsys.readouterr()
+    assert "rows of 1025 columns" in said.out + said.err
 
 
 def test_a_cuda_device_without_triton_gets_torch_and_a_warning(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -19,7 +19,7 @@ def choose_kernels(device: torch.device, job: Job | None = None) -> Kernels:
     the bits that they should have; kernels in plain torch operations serve then. A CPU's are checked for the job's tables, if there is one.
     """
     if device.type == "cuda":
-        return triton_kernels(device)
+        return triton_kernels(device, job)
     return compiled_kernels(job) if device.type == "cpu" else torch_ops
 
 
@@ -47,12 +47,13 @@ def checked(kernels: Kernels, job: Job) -> Kernels:
     return torch_ops
 
 
-def triton_kernels(device: torch.device) -> Kernels:
+def triton_kernels(device: torch.device, job: Job | None) -> Kernels:
     """Triton's, where it is installed and can make its launcher: that takes a C compiler and Python's headers, once a machine."""
     try:
         from trainer.kernels import triton_ops
 
         triton_ops.make_launcher()
+        triton_ops.check_dims(() if job is None else [table.embedding_dim for table in job.tables])
     except (ImportError, OSError, RuntimeError, subprocess.CalledProcessError) as error:
         get_logger().warning("kernels in plain torch operations, which are slower", device=str(device), cause=str(error))
         return torch_ops

@@ -5,6 +5,7 @@ and every sum has one order, given in `trainer.kernels`. So a step has the same 
 """
 
 import math
+from collections.abc import Iterable
 from functools import lru_cache
 from typing import Any
 
@@ -14,7 +15,7 @@ from triton.runtime import driver
 
 import protocol.plan
 from trainer.kernels import GroupLookup, RowOptimizerKind, Rows, Rule
-from trainer.kernels.blocks import Block, blocks_for
+from trainer.kernels.blocks import LARGEST, Block, blocks_for
 from trainer.kernels.triton_kernels import apply_kernel, join_kernel, lookup_kernel, segments_kernel
 
 ROUNDED = {"enable_fp_fusion": False, "enable_reflect_ftz": False}  # each operation by itself, small numbers not taken for zero
@@ -25,6 +26,13 @@ UNUSED = (None,) * 6  # by kernels that train no rows: unique_slots to rate
 def make_launcher() -> None:
     """What Triton itself compiles before its first kernel, or finds in its cache. Raises RuntimeError, OSError or CalledProcessError."""
     driver.active.get_current_target()
+
+
+def check_dims(dims: Iterable[int]) -> None:
+    """Raises RuntimeError for rows that are too wide to be cut into blocks."""
+    widest = max(dims, default=0)
+    if widest > LARGEST:
+        raise RuntimeError(f"rows of {widest} columns; Triton's kernels take up to {LARGEST}")
 
 
 def lookup(rows: Rows, group: GroupLookup, divisors: Tensor | None) -> Tensor:

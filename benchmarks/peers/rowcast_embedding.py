@@ -1,0 +1,118 @@
+"""Contestant: rowcast, over a cache with real plans. Between steps rows move between the cache and a table in memory, as its plan says:
+in a run other threads do that, and here nobody times it.
+"""
+
+import sys
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from benchmarks.peers.turns import Clock, Seconds, Terms, initial_rows, take_turns
+from prefetcher.planner.planner import RowPlanner
+from protocol.batch import Batch, ScheduledBatch
+from protocol.job import Job
+from protocol.job_file import parse_job
+from protocol.plan import GroupPlan
+from protocol.tables import KEY_SHIFT, ROW_MASK, GroupSpec, group_specs
+from trainer.kernels import GroupLookup, Kernels, torch_ops
+from trainer.kernels.compiled_ops import CompiledOps
+from trainer.optim import rows_of, rule_at
+
+DEPTH, HORIZON = 4, 16
+
+
+class Rowcast:
+    def __init__(self, terms: Terms, ids: npt.NDArray[np.int64], gradient: Tensor, kernels: Kernels) -> None:
+        job = job_of(terms)
+        (group,) = group_specs(job)
+        self._kernels, self._gradient, self._settings = kernels, gradient, job.optimizer.sparse
+        self._table = Table(terms, group)
+        self._plans = plans_of(terms, group, ids)
+        self._lookups = [lookup_of(plan, terms) for plan in self._plans]
+        self._records = np.zeros((terms.slots, group.record_floats), np.float32)
+        self._rows = rows_of(torch.from_numpy(self._records), group)
+        self._table.move(self._plans[0], self._records)
+
+    def step(self, step: int) -> Seconds:
+        lookup = self._lookups[step]
+        clock = Clock()
+        self._kernels.lookup(self._rows, lookup, None)
+        clock.lap("look-up")
+        self._kernels.update(self._rows, self._gradient, lookup, None, rule_at(self._settings, step))
+        clock.lap("update")
+        if step + 1 < len(self._plans):
+            self._table.move(self._plans[step + 1], self._records)
+        return clock.seconds
+
+    def look_up(self, step: int) -> Tensor:
+        return self._kernels.lookup(self._rows, self._lookups[step], None)
+
+
+class Table:
+    """Every row's record; what a prefetcher would hold."""
+
+    def __init__(self, terms: Terms, group: GroupSpec) -> None:
+        self._first = np.cumsum([0, *terms.cardinalities[:-1]])
+        self._records = np.zeros((group.num_rows, group.record_floats), np.float32)
+        for table, first in enumerate(self._first):
+            self._records[first : first + terms.cardinalities[table], : terms.dim] = initial_rows(table, terms)
+
+    def move(self, plan: GroupPlan, cache: npt.NDArray[np.float32]) -> None:
+        self._records[self._rows(plan.evict.keys)] = cache[plan.evict.slots]
+        cache[plan.fetch.slots] = self._records[self._rows(plan.fetch.keys)]
+
+    def _rows(self, keys: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        rows: npt.NDArray[np.int64] = self._first[keys >> KEY_SHIFT] + (keys & ROW_MASK)
+        return rows
+
+
+def job_of(terms: Terms) -> Job:
+    sparse = {"kind": terms.optimizer, "lr": terms.lr} | ({} if terms.optimizer == "sgd" else {"eps": terms.eps})
+    return parse_job(
+        {
+            "job": {"run_dir": "unused"},
+            "data": {"format": "synthetic", "batch_size": terms.batch_size},
+            "tables_from": {"cardinalities": terms.cardinalities, "embedding_dim": terms.dim},
+            "model": {"kind": "dlrm", "bottom_mlp": [terms.dim], "top_mlp": [1]},
+            "optimizer": {"sparse": sparse, "dense": {"kind": "sgd", "lr": 0.1}},
+            "cache": {"capacity": "1GiB"},
+        }
+    )
+
+
+def plans_of(terms: Terms, group: GroupSpec, ids: npt.NDArray[np.int64]) -> list[GroupPlan]:
+    planner = RowPlanner((group,), (terms.slots,), DEPTH, HORIZON)
+    dense, labels = np.zeros((terms.batch_size, 1), np.float32), np.zeros(terms.batch_size, np.float32)
+    plans: list[GroupPlan] = []
+    for step, of_step in enumerate(ids):
+        batch = Batch(dense=dense, labels=labels, ids=of_step)
+        planner.add(ScheduledBatch(step=step, kind="train", train_step=step, epoch=0, batch=batch))
+        if planner.ready():
+            plans.append(planner.plan()[1].groups[0])
+    planner.end()
+    while planner.ready():
+        plans.append(planner.plan()[1].groups[0])
+    return plans
+
+
+def lookup_of(plan: GroupPlan, terms: Terms) -> GroupLookup:
+    return GroupLookup(
+        batch_size=terms.batch_size,
+        slots=torch.from_numpy(plan.slots),
+        unique_slots=torch.from_numpy(plan.unique_slots),
+        segment_offsets=torch.from_numpy(plan.segment_offsets),
+        bag_order=torch.from_numpy(plan.bag_order),
+        long_rows=torch.from_numpy(plan.pieces.long_rows),
+        piece_offsets=torch.from_numpy(plan.pieces.piece_offsets),
+        piece_rows=torch.from_numpy(plan.pieces.piece_rows),
+    )
+
+
+def kernels_named(name: str) -> Kernels:
+    return CompiledOps(torch.get_num_threads()) if name == "compiled_ops" else torch_ops
+
+
+if __name__ == "__main__":
+    take_turns(lambda terms, ids, gradient: Rowcast(terms, ids, gradient, kernels_named(sys.argv[3])))
