@@ -107,6 +107,7 @@ class DeviceCache:
         self._steps: deque[ArrivedStep] = deque()  # arrived, not yet handed to compute
         self._copying: deque[tuple[RingRef, Event]] = deque()
         self._flushing: FlushJob | None = None
+        self._flushed: FlushJob | None = None  # kept until the next one: a device may still read its slots
         self._blocks: list[Tensor] = [streams.allocate(0) for _ in range(depth + 2)]  # arrays of a plan, reused in turn
         self._computed: dict[int, Event] = {}  # steps issued and not known to be complete
         self._last_issued: int | None = None
@@ -338,7 +339,7 @@ class DeviceCache:
         self._check.barrier(message, None if self._flushing is None else self._flushing.header)
         self._counters.flush(message)
         if self._flushing is None:
-            block = torch.zeros(message.arrays_bytes, dtype=torch.uint8)
+            block = torch.zeros(message.arrays_bytes, dtype=torch.uint8, device="cpu")
             pieces = cut(0, message.num_dirty, [group.record_bytes for group in self._groups], self._max_payload)
             self._flushing = FlushJob(header=message, block=block, pieces=deque(pieces))
         if message.payload is not None and message.span is not None:
@@ -347,7 +348,9 @@ class DeviceCache:
             release(self._ring, message.payload, self._send)
         if message.piece == message.num_pieces - 1:
             self._check.barrier_arrays(message, self._flushing.block.numpy())
-            self._flushing.slots = unpack(self._flushing.block.to(self._streams.device), message.arrays)
+            block = self._streams.allocate(message.arrays_bytes)
+            self._streams.fill.copy(self._flushing.block, block)
+            self._flushing.slots = unpack(block, message.arrays)
 
     def _flush_next_piece(self) -> bool:
         """One piece after the other through one staging set: a barrier is rare, and nothing else runs."""
@@ -374,7 +377,7 @@ class DeviceCache:
         )
         self._sender.send_rows(job.last_task)
         if not job.pieces:
-            self._flushing = None
+            self._flushing, self._flushed = None, job
         return True
 
     def _check_barrier(self, slots: dict[str, Tensor]) -> Asked:

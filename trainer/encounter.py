@@ -125,7 +125,9 @@ def make_engine(
 def make_records(slots: Sequence[int], groups: Sequence[GroupSpec], device: torch.device) -> list[torch.Tensor]:
     """The cache: f32 [slots, record_floats] a group. Raises ConfigError where the device has not the memory."""
     try:
-        return [torch.zeros(rows, group.record_floats, device=device) for rows, group in zip(slots, groups, strict=True)]
+        return [
+            torch.zeros(rows, group.record_floats, dtype=torch.float32, device=device) for rows, group in zip(slots, groups, strict=True)
+        ]
     except RuntimeError as error:
         nbytes = sum(rows * group.record_bytes for rows, group in zip(slots, groups, strict=True))
         first_line = str(error).partition("\n")[0]

@@ -100,7 +100,7 @@ class EvalMetrics:
 
 
 def to_host(tensor: Tensor) -> Tensor:
-    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=tensor.is_cuda)
     return host.copy_(tensor, non_blocking=True)
 
 

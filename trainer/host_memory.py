@@ -63,4 +63,4 @@ def host_memory(ring: Bytes, device: torch.device, *, pinned: bool) -> HostMemor
     """`pinned`: whether the ring is locked where it lies."""
     if pinned or device.type == "cpu":
         return Direct()
-    return Bounced(ring, torch.empty(len(ring), dtype=torch.uint8, pin_memory=True))
+    return Bounced(ring, torch.empty(len(ring), dtype=torch.uint8, device="cpu", pin_memory=True))

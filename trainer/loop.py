@@ -115,7 +115,7 @@ class TrainingLoop:
         self._restores: deque[Restore] = deque()
         self._send = send
         pinned = streams.device.type == "cuda"
-        self._losses = [torch.zeros((), pin_memory=pinned) for _ in range(depth + 2)]
+        self._losses = [torch.zeros((), dtype=torch.float32, device="cpu", pin_memory=pinned) for _ in range(depth + 2)]
         self._issued: deque[Issued] = deque()
         self._flushes: deque[Flush] = deque()
         self._saving: Flush | None = None

@@ -47,7 +47,8 @@ class RowChecks:
     def asked(self, arrays: dict[str, Tensor], names: Sequence[str]) -> Asked:
         """`names` of the arrays that ask, in their order; none of them is there in a run that does not verify."""
         slots = {name: arrays[name] for name in names if name in arrays}
-        checksums = torch.empty(sum(map(len, slots.values())), dtype=torch.int64, pin_memory=self._streams.device.type == "cuda")
+        pinned = self._streams.device.type == "cuda"
+        checksums = torch.empty(sum(map(len, slots.values())), dtype=torch.int64, device="cpu", pin_memory=pinned)
         parts, end = {}, 0
         for name, own in slots.items():
             parts[name] = (own, checksums[end : end + len(own)])

@@ -3,22 +3,23 @@ in a run other threads do that, and here nobody times it.
 """
 
 import sys
+from typing import cast
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from benchmarks.peers.turns import Clock, Seconds, Terms, initial_rows, take_turns
+from benchmarks.peers.turns import Clock, Seconds, Terms, by_feature, initial_rows, take_turns
 from prefetcher.planner.planner import RowPlanner
 from protocol.batch import Batch, ScheduledBatch
 from protocol.job import Job
 from protocol.job_file import parse_job
 from protocol.plan import GroupPlan
 from protocol.tables import KEY_SHIFT, ROW_MASK, GroupSpec, group_specs
+from trainer.embedding import Embeddings
 from trainer.kernels import GroupLookup, Kernels, torch_ops
 from trainer.kernels.compiled_ops import CompiledOps
-from trainer.optim import rows_of, rule_at
 
 DEPTH, HORIZON = 4, 16
 
@@ -27,27 +28,27 @@ class Rowcast:
     def __init__(self, terms: Terms, ids: npt.NDArray[np.int64], gradient: Tensor, kernels: Kernels) -> None:
         job = job_of(terms)
         (group,) = group_specs(job)
-        self._kernels, self._gradient, self._settings = kernels, gradient, job.optimizer.sparse
+        self._gradients = by_feature(gradient, terms)
         self._table = Table(terms, group)
         self._plans = plans_of(terms, group, ids)
         self._lookups = [lookup_of(plan, terms) for plan in self._plans]
         self._records = np.zeros((terms.slots, group.record_floats), np.float32)
-        self._rows = rows_of(torch.from_numpy(self._records), group)
+        self._layer = Embeddings((group,), job.optimizer.sparse, [torch.from_numpy(self._records)], kernels)
         self._table.move(self._plans[0], self._records)
 
     def step(self, step: int) -> Seconds:
-        lookup = self._lookups[step]
         clock = Clock()
-        self._kernels.lookup(self._rows, lookup, None)
+        pooled = self._layer([self._lookups[step]], step)
         clock.lap("look-up")
-        self._kernels.update(self._rows, self._gradient, lookup, None, rule_at(self._settings, step))
+        torch.autograd.backward(cast(list[Tensor], pooled), self._gradients)
         clock.lap("update")
         if step + 1 < len(self._plans):
             self._table.move(self._plans[step + 1], self._records)
         return clock.seconds
 
+    @torch.no_grad()
     def look_up(self, step: int) -> Tensor:
-        return self._kernels.lookup(self._rows, self._lookups[step], None)
+        return torch.cat(cast(list[Tensor], self._layer([self._lookups[step]], step)))
 
 
 class Table:

@@ -53,3 +53,12 @@ def test_a_cuda_device_without_triton_gets_torch_and_a_warning(monkeypatch: pyte
     assert choose_kernels(torch.device("cuda", 0)) is torch_ops
     said = capsys.readouterr()
     assert (said.out + said.err).count("kernels in plain torch operations") == 1
+
+
+def test_torch_s_defaults_change_no_choice() -> None:
+    job = make_job([{"name": "a", "num_embeddings": 9, "embedding_dim": 4, "features": ["a"]}])
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert choose_kernels(torch.device("cpu"), job) is not torch_ops
+    finally:
+        torch.set_default_dtype(torch.float32)

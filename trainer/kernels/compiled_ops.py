@@ -37,13 +37,13 @@ class CompiledOps:
         dim, offsets = rows.weight.shape[1], group.offsets
         part = part_of(rows.weight, group.slots)
         if offsets is None:
-            pooled = torch.empty(len(group.slots), dim)
+            pooled = floats(len(group.slots), dim)
             work = partial(loops.gather, part, dim, flat(pooled))
             if group.weights is not None:
                 work = partial(loops.pool_bags, part, dim, NO_INTS, flat(group.weights), NO_FLOATS, flat(pooled))
             self._pool.share(work, 0, len(pooled), dim)
         else:
-            pooled = torch.empty(len(offsets) - 1, dim)
+            pooled = floats(len(offsets) - 1, dim)
             work = partial(loops.pool_bags, part, dim, ints(offsets), flat(group.weights), flat(divisors), flat(pooled))
             self._pool.share(work, 0, len(pooled), dim, ints(offsets))
         return pooled
@@ -74,7 +74,7 @@ def sgd(pool: ThreadPool, grads: Gradients, weights: Part, states: list[Part], r
 def adagrad(pool: ThreadPool, grads: Gradients, weights: Part, states: list[Part], rate: Rate) -> None:
     (state,) = states
     for first, end in blocks(len(weights.slots), grads.dim):
-        row_grads, roots = torch.empty(end - first, grads.dim), torch.empty(end - first, grads.dim)
+        row_grads, roots = floats(end - first, grads.dim), floats(end - first, grads.dim)
         work = partial(loops.sum_and_accumulate, grads, state, flat(row_grads), flat(roots), first)
         pool.share(work, first, end, grads.dim, grads.segments)
         descend = partial(loops.descend_by_roots, weights, grads.dim, flat(row_grads), flat(roots.sqrt_()), rate, first)
@@ -84,7 +84,7 @@ def adagrad(pool: ThreadPool, grads: Gradients, weights: Part, states: list[Part
 def rowwise_adagrad(pool: ThreadPool, grads: Gradients, weights: Part, states: list[Part], rate: Rate) -> None:
     (state,) = states
     for first, end in blocks(len(weights.slots), grads.dim):
-        row_grads, roots = sum_rows(pool, grads, first, end), torch.empty(end - first)
+        row_grads, roots = sum_rows(pool, grads, first, end), floats(end - first)
         means = (row_grads * row_grads).mean(1)
         loops.accumulate_means(state, flat(means), flat(roots), first, first, end)
         descend = partial(loops.descend_by_row_roots, weights, grads.dim, flat(row_grads), flat(roots.sqrt_()), rate, first)
@@ -101,7 +101,7 @@ UPDATES: dict[str, Callable[[ThreadPool, Gradients, Part, list[Part], Rate], Non
 
 def sum_rows(pool: ThreadPool, grads: Gradients, first: int, end: int) -> Tensor:
     """Gradients f32 [end - first, D] of the rows from `first` to `end`."""
-    row_grads = torch.empty(end - first, grads.dim)
+    row_grads = floats(end - first, grads.dim)
     pool.share(partial(loops.sum_rows, grads, flat(row_grads), first), first, end, grads.dim, grads.segments)
     return row_grads
 
@@ -131,6 +131,11 @@ def part_of(part: Tensor, slots: Tensor) -> Part:
     assert part.stride(1) == 1 or width == 1, f"columns {part.stride(1)} elements apart, instead of 1"
     length = (num_slots - 1) * stride + width if num_slots else 0
     return Part(part.as_strided((length,), (1,)).numpy(), stride, ints(slots))
+
+
+def floats(*shape: int) -> Tensor:
+    """Uninitialised, whatever torch's defaults are."""
+    return torch.empty(shape, dtype=torch.float32, device="cpu")
 
 
 def flat(tensor: Tensor | None) -> F32:

@@ -27,6 +27,11 @@ class Trial:
 
 def difference(kernels: Kernels, groups: Sequence[GroupSpec], settings: SparseOptimizer) -> str | None:
     """What `kernels` compute with other bits than `torch_ops`, for these groups under this optimizer; None where there is nothing."""
+    with torch.device("cpu"):  # whatever torch's default is
+        return first_difference(kernels, groups, settings)
+
+
+def first_difference(kernels: Kernels, groups: Sequence[GroupSpec], settings: SparseOptimizer) -> str | None:
     generator = torch.Generator().manual_seed(1)
     for group in groups:
         for trial in trials(generator):
@@ -80,13 +85,13 @@ def random_lookup(offsets: Tensor | None, with_weights: bool, generator: torch.G
         piece_rows=none,
         lookup_order=order if with_weights else None,
         offsets=offsets,
-        weights=torch.randn(num_lookups, generator=generator) if with_weights else None,
+        weights=torch.randn(num_lookups, generator=generator).float() if with_weights else None,
     )
 
 
 def random_records(group: GroupSpec, generator: torch.Generator) -> Tensor:
     """f32 [NUM_ROWS, record_floats] with states that no square root refuses."""
-    records = torch.zeros(NUM_ROWS, group.record_floats)
+    records = torch.zeros(NUM_ROWS, group.record_floats, dtype=torch.float32)
     rows = rows_of(records, group)
     values = torch.randn(rows.weight.shape, generator=generator)
     rows.weight.copy_(values)
@@ -101,7 +106,7 @@ def random_gradient(num_bags: int, dim: int, generator: torch.Generator) -> Tens
     """Of very different sizes, with zeros."""
     sizes = 10 ** (torch.rand(num_bags, 1, generator=generator) * 6 - 5)
     sizes[torch.rand(num_bags, generator=generator) < 0.1] = 0
-    return torch.randn(num_bags, dim, generator=generator) * sizes
+    return (torch.randn(num_bags, dim, generator=generator) * sizes).float()
 
 
 def equal_bits(one: Tensor, other: Tensor) -> bool:

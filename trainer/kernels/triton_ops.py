@@ -39,8 +39,8 @@ def lookup(rows: Rows, group: GroupLookup, divisors: Tensor | None) -> Tensor:
     num_bags = len(group.slots) if group.offsets is None else len(group.offsets) - 1
     dim, weight = rows.weight.shape[1], rows.weight
     if not len(group.slots):
-        return torch.zeros(num_bags, dim, device=weight.device)
-    pooled = torch.empty(num_bags, dim, device=weight.device)
+        return torch.zeros(num_bags, dim, dtype=torch.float32, device=weight.device)
+    pooled = torch.empty(num_bags, dim, dtype=torch.float32, device=weight.device)
     options = lookup_options(*layout_of(rows))
     divisors = None if group.offsets is None else divisors
     programs = cdiv(num_bags, options["ROWS"])
@@ -49,7 +49,7 @@ def lookup(rows: Rows, group: GroupLookup, divisors: Tensor | None) -> Tensor:
 
 
 def reduce(pooled_grad: Tensor, group: GroupLookup, divisors: Tensor | None) -> Tensor:
-    row_grads = torch.empty(len(group.unique_slots), pooled_grad.shape[1], device=pooled_grad.device)
+    row_grads = torch.empty(len(group.unique_slots), pooled_grad.shape[1], dtype=torch.float32, device=pooled_grad.device)
     if len(row_grads):
         run_update(pooled_grad, group, divisors, (row_grads, *UNUSED), reduce_options(row_grads.shape[1]))
     return row_grads
@@ -71,7 +71,7 @@ def update(rows: Rows, pooled_grad: Tensor, group: GroupLookup, divisors: Tensor
 def run_update(pooled_grad: Tensor, group: GroupLookup, divisors: Tensor | None, result: tuple[Any, ...], options: Options) -> None:
     """`result`: the kernels' arguments from row_grads to rate."""
     num_rows, num_pieces, num_long = len(group.unique_slots), len(group.piece_rows), len(group.long_rows)
-    sums = torch.empty(num_pieces, pooled_grad.shape[1], device=pooled_grad.device)
+    sums = torch.empty(num_pieces, pooled_grad.shape[1], dtype=torch.float32, device=pooled_grad.device)
     rows, piece = options["ROWS"], protocol.plan.PIECE_LOOKUPS
     segments_kernel[(cdiv(num_pieces, rows) + cdiv(num_rows, rows),)](
         pooled_grad.contiguous(), divisors, group.weights, group.bag_order, group.lookup_order, group.segment_offsets,
