@@ -154,6 +154,9 @@ def progress_line(counters: TrainerCounters, total_steps: int | None, first: Mar
     return "  ".join(parts)
 
 
+BESIDE = ("gather", "fill")
+
+
 def print_summary(report: Report, console: Console | None = None, page: Path | None = None) -> None:
     """The report for a person, on stdout unless `console` is given, and where there is more of it. A closed pipe is no error: the report
     is on disk."""
@@ -186,27 +189,27 @@ def summary_rows(report: Report) -> list[tuple[str, str]]:
     if report.logloss is not None and report.accuracy is not None:
         auc = "undefined" if report.auc is None else f"{report.auc:.6f}"
         rows.append(("evaluation", f"auc {auc}, logloss {report.logloss:.6f}, accuracy {report.accuracy:.6f}"))
+    in_all = f"{human_bytes(report.device_bytes)} in all"
     hits = "" if report.hit_ratio is None else f", hit ratio {percent(report.hit_ratio)}"
     return [
         *rows,
         ("look-ups", f"{report.lookups:,} of {report.unique_rows:,} rows{hits}"),
         ("rows", f"{report.rows_fetched:,} fetched, {report.rows_evicted:,} evicted, {report.rows_written_back:,} written back"),
         ("waited for rows", f"{human_seconds(report.trainer_wait_s)} ({percent(report.stall_share)} of the time)"),
-        ("each step", phases(report.phase_ms)),
+        ("each step", phases(report.phase_ms, beside=False)),
+        ("moving rows", phases(report.phase_ms, beside=True)),
         ("traffic", f"{human_bytes(report.bytes_to_device)} to the device, {human_bytes(report.bytes_from_device)} back"),
-        (
-            "memory",
-            f"{human_bytes(report.cache_bytes)} of rows and {human_bytes(report.staging_bytes)} of staging in "
-            f"{human_bytes(report.device_bytes)} on the device, "
-            f"{human_bytes(report.host_bytes)} in the prefetcher",
-        ),
+        ("device memory", f"{human_bytes(report.cache_bytes)} of rows, {human_bytes(report.staging_bytes)} staging, {in_all}"),
+        ("host memory", f"{human_bytes(report.host_bytes)} in the prefetcher"),
         ("processes", f"prefetcher {report.pids['prefetcher']}, trainer {report.pids['trainer']}"),
         ("device", f"{report.device}, threads: {report.threads}, {'pinned' if report.pinned else 'unpinned'} rings"),
     ]
 
 
-def phases(phase_ms: dict[str, float]) -> str:
-    return ", ".join(f"{name} {milliseconds:.1f}" for name, milliseconds in phase_ms.items()) + " ms"
+def phases(phase_ms: dict[str, float], *, beside: bool) -> str:
+    """`beside`: those of rows on the move, which run beside a step on a device."""
+    own = [f"{name} {milliseconds:.1f}" for name, milliseconds in phase_ms.items() if (name in BESIDE) == beside]
+    return f"{', '.join(own)} ms"
 
 
 def percent(share: float) -> str:
