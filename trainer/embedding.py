@@ -31,7 +31,7 @@ class Embeddings:
         """`records`: f32 [num_slots, record_floats] of each group. `lap` hears when the rows' update begins and ends in a backward pass."""
         self._groups = [GroupRows(group, own, settings, kernels) for group, own in zip(groups, records, strict=True)]
         self._positions = [position for group in groups for position in group.feature_positions]
-        self._trigger = torch.zeros((), device=records[0].device, requires_grad=True)
+        self._trigger = torch.zeros((), dtype=torch.float32, device=records[0].device, requires_grad=True)
         self._awaits_backward: PendingUpdate | None = None
         self._lap = lap
 
@@ -108,7 +108,7 @@ class GroupRows:
         return features
 
     def zeros(self, lookup: GroupLookup) -> Tensor:
-        return torch.zeros(sum(self._num_bags(lookup)), self.dim, device=self._rows.weight.device)
+        return torch.zeros(sum(self._num_bags(lookup)), self.dim, dtype=torch.float32, device=self._rows.weight.device)
 
     def update(self, pooled_grad: Tensor, lookup: GroupLookup, train_step: int) -> None:
         self._kernels.update(self._rows, pooled_grad, lookup, self._divisors(lookup), rule_at(self._settings, train_step))

@@ -13,6 +13,7 @@ import random
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Literal, Protocol
 
 import torch
@@ -26,6 +27,7 @@ Wait = Literal[
     "evict_staging",  # fill: the victims before these have left evict staging
     "fill_staging",  # copy-in: the rows before these have left fill staging
     "filled",  # compute: the step's rows are in their slots
+    "used",  # compute: what a script that is not ours issued for the step, on streams of its own, is complete
     "gathered",  # evict: the victims are in evict staging
     "sent",  # host: the victims are in the ring, RowsBack may be sent
     "released",  # host: a piece was copied out of the ring, its space may be reused
@@ -101,7 +103,7 @@ class Streams(ABC):
 
     def allocate(self, nbytes: int) -> Tensor:
         """u8 [nbytes] that every stream may use. Rare: it waits for the device."""
-        return torch.zeros(nbytes, dtype=torch.uint8)
+        return torch.zeros(nbytes, dtype=torch.uint8, device="cpu")
 
     def settle(self) -> None:  # noqa: B027 - on the host it is done
         """What was done outside these streams is done before anything that is issued from now on. Rare: it waits for the device."""
@@ -135,7 +137,7 @@ class PlainStreams(Streams):
         self.copy_in = self.fill = self.compute = self.evict = PlainStream()
 
     def allocate(self, nbytes: int) -> Tensor:
-        return torch.empty(nbytes, dtype=torch.uint8)  # untouched pages cost nothing
+        return torch.empty(nbytes, dtype=torch.uint8, device="cpu")  # untouched pages cost nothing
 
 
 class SeededEvent:
@@ -305,6 +307,11 @@ def make_streams(device: torch.device) -> Streams:
 def adopted_streams(device: torch.device) -> Streams:
     """Steps are computed by code that is not ours, on torch's current stream."""
     return CudaStreams(device, CurrentCudaStream(device)) if device.type == "cuda" else PlainStreams()
+
+
+def on_device(device: torch.device) -> AbstractContextManager[object]:
+    """Within it `device` is torch's current one, which kernels are launched on; nothing on the CPU."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def peak_device_bytes(device: torch.device, cache_bytes: int) -> int:

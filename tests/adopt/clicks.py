@@ -30,6 +30,11 @@ def train(batches: int = 8, sleep_s: float = 0.0) -> Iterator[Any]:
         yield batch(step)
 
 
+def listed(batches: int = 4) -> list[Any]:
+    """The same in each epoch, and nothing to evaluate."""
+    return [batch(step) for step in range(batches)]
+
+
 def with_evaluation(batches: int = 4) -> Callable[[Kind, int], Iterator[Any]]:
     return lambda split, epoch: (batch(100 * epoch + step) for step in range(batches if split == "train" else 2))
 

@@ -60,9 +60,9 @@ class SparseToken:
 class LoadedBatch:
     """A batch in the shape of the script's own: by attribute, by key, or unpacked as (dense, sparse, labels)."""
 
-    def __init__(self, step: ArrivedStep, sparse: SparseToken) -> None:
+    def __init__(self, step: ArrivedStep, session: object, keys: Sequence[str]) -> None:
         self.dense_features = own(step.arrays["dense"])  # f32 [B, num_dense], on the device
-        self.sparse_features = sparse
+        self.sparse_features = SparseToken(session, step.step, keys, step.header.batch_size, self.dense_features.device)
         self.labels = own(step.arrays["labels"])  # f32 [B], on the device
         self.kind: Kind = step.header.kind
         self.train_step = step.header.train_step  # train batches before it
@@ -87,7 +87,10 @@ class LoadedBatch:
         return self
 
     def record_stream(self, stream: Any) -> None:
-        pass
+        """The memory is not given away before `stream` is through with it."""
+        if self.dense_features.device.type != "cpu":
+            self.dense_features.record_stream(stream)
+            self.labels.record_stream(stream)
 
 
 def own(array: Tensor) -> Tensor:

@@ -45,7 +45,7 @@ class DenseSide:
         return {**tensors, STRUCTURE: torch.frombuffer(content, dtype=torch.uint8), **random_state(self._device)}
 
     def restore(self, tensors: Tensors) -> None:
-        """Raises Mismatch where these are no state of as many objects."""
+        """Raises Mismatch where these are not the states of such objects."""
         if STRUCTURE not in tensors:
             raise Mismatch(
                 "the checkpoint has no dense side of a training script; connect with fresh=True, or `trainer run` goes on from it"
@@ -55,8 +55,17 @@ class DenseSide:
             raise Mismatch(f"the checkpoint has the state of {len(structure)} objects; connect was given dense = {len(self._parts)}")
         with self._without_tables():
             for part, own in zip(self._parts, structure, strict=True):
-                part.load_state_dict(rebuilt(own, tensors))
+                load(part, rebuilt(own, tensors))
         restore_random(self._device, tensors)
+
+
+def load(part: Stateful, state: Any) -> None:
+    """Raises Mismatch where the object is another than the one whose state it is."""
+    try:
+        part.load_state_dict(state)
+    except (RuntimeError, ValueError, LookupError) as error:
+        sentence = " ".join(str(error).split())
+        raise Mismatch(f"the checkpoint's {type(part).__name__} is not this one: {sentence}; use the model that wrote it") from None
 
 
 def flattened(value: Any, prefix: str, tensors: Tensors) -> Any:

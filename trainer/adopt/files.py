@@ -19,7 +19,7 @@ BLOCK_ROWS = 65536
 EXPORTED = "state_dict.safetensors"  # in the run directory; replaced by each export, while tensors of earlier ones stay mapped
 LOADED = "loaded.safetensors"
 LOG = "prefetcher.log"
-DTYPES = {"fp32": ("F32", torch.float32), "fp16": ("F16", torch.float16), "bf16": ("BF16", torch.bfloat16)}
+WORDS = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}  # in safetensors' words; other types are written as fp32
 
 
 def weight_name(table: Table) -> str:
@@ -76,13 +76,15 @@ def read_tables(path: Path, tables: Sequence[Table]) -> dict[str, Tensor]:
 
 
 def write_tables(path: Path, tables: Sequence[Table], weights: Mapping[str, Tensor]) -> None:
-    """[num_embeddings, embedding_dim] of each table, in any dtype and on any device, a block of rows at a time. Raises ConfigError."""
+    """[num_embeddings, embedding_dim] of each table, on any device, a block of rows at a time. They keep their dtype: the import rounds to
+    the table's, refuses what that cannot hold, and gives a master copy all bits. Raises ConfigError."""
+    dtypes = {name: weight.dtype if weight.dtype in WORDS else torch.float32 for name, weight in weights.items()}
     header, end = {}, 0
     for table in tables:
-        word, dtype = DTYPES[table.dtype]
+        dtype = dtypes[weight_name(table)]
         nbytes = table.num_embeddings * table.embedding_dim * dtype.itemsize
         shape = [table.num_embeddings, table.embedding_dim]
-        header[weight_name(table)] = {"dtype": word, "shape": shape, "data_offsets": [end, end + nbytes]}
+        header[weight_name(table)] = {"dtype": WORDS[dtype], "shape": shape, "data_offsets": [end, end + nbytes]}
         end += nbytes
     head = json.dumps(header).encode()
     head += b" " * (-len(head) % 8)
@@ -92,7 +94,7 @@ def write_tables(path: Path, tables: Sequence[Table], weights: Mapping[str, Tens
             file.write(len(head).to_bytes(8, "little") + head)
             for table in tables:
                 for rows in torch.split(weights[weight_name(table)].detach(), BLOCK_ROWS):
-                    block = rows.to("cpu", DTYPES[table.dtype][1]).contiguous()
+                    block = rows.to("cpu", dtypes[weight_name(table)]).contiguous()
                     file.write(block.view(torch.uint8).numpy().data)
         partial.rename(path)
     except OSError as error:

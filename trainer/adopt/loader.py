@@ -11,14 +11,17 @@ from os import environ
 from types import TracebackType
 from typing import Any, Self
 
+import torch
+
 from protocol.child import Child
 from protocol.errors import ConfigError
 from trainer.adopt import files
-from trainer.adopt.batch import LoadedBatch, SparseToken
+from trainer.adopt.batch import LoadedBatch
 from trainer.adopt.dense import DenseSide, Stateful
 from trainer.adopt.module import EmbeddingBagCollection
 from trainer.adopt.session import Session, SessionParts
 from trainer.adopt.settings import NO_DATA
+from trainer.cache import ArrivedStep
 from trainer.optim import warm_up_sqrt
 from trainer.service import refuse_several_ranks
 
@@ -55,12 +58,13 @@ def connect(
         )
     if is_launched and dataset is None and ebc.job.data.format == NO_DATA:
         raise ConfigError('connect: dataset is missing; name it, as "package.module:factory", or make the module of a job file')
+    side = None if dense is None else DenseSide(dense, ebc.device, ebc.without_tables)
     job = ebc.adopt(changes, is_launched=is_launched, resumes=not fresh or not is_launched)
     parts = SessionParts(
         job=job,
         device=ebc.device,
         start_child=partial(start_child, ebc, max_steps, fresh=fresh) if is_launched else None,
-        dense=None if dense is None else DenseSide(dense, ebc.device, ebc.without_tables),
+        dense=side,
         dense_optimizer=dense_optimizer,
     )
     return Loader(ebc, parts, evaluate=evaluate)
@@ -83,7 +87,6 @@ class Loader:
     def __init__(self, ebc: EmbeddingBagCollection, parts: SessionParts, *, evaluate: bool) -> None:
         self._ebc = ebc
         self._job = parts.job
-        self._device = parts.device
         self._evaluate = evaluate
         self._session = Session(parts)
         self._is_open = False
@@ -108,12 +111,19 @@ class Loader:
                 f"the loader has ended after {self._session.train_steps} train steps, with data.epochs = {self._job.data.epochs}; give "
                 "connect epochs=N to go through the data N times"
             )
+        if self._session.take_empty_rest(first):
+            return  # so that what the script does behind that epoch is done
         epoch = first.header.epoch
         while (step := self._session.peek()) is not None and step.header.epoch == epoch:
             self._session.begin()
             if step.header.kind == "train" or self._evaluate:
-                token = SparseToken(self._session, step.step, self._job.features, step.header.batch_size, self._device)
-                yield LoadedBatch(step, token)
+                yield self._loaded(step)
+
+    def _loaded(self, step: ArrivedStep) -> LoadedBatch:
+        with torch.inference_mode(False):  # where the script is in that mode now, it may train on the batch outside of it
+            batch = LoadedBatch(step, self._session, self._job.features)
+        self._session.uses.record()
+        return batch
 
     def _open(self) -> None:
         if not self._is_open:

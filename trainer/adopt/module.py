@@ -2,8 +2,9 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from copy import deepcopy
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import msgspec
 import torch
@@ -20,7 +21,7 @@ from trainer.adopt.keyed import KeyedEmbeddings
 from trainer.adopt.session import Session
 from trainer.cache import ArrivedStep
 from trainer.runner import step_lookups
-from trainer.streams import choose_device
+from trainer.streams import choose_device, on_device
 
 NO_BATCH = (
     "there is no batch to look up: iterate over the loader that trainer.connect(ebc, ...) gives, and call the model on each batch before "
@@ -63,7 +64,7 @@ class EmbeddingBagCollection(nn.Module):
             self._content = settings.job_content(
                 tables, optimizer=optimizer, capacity=capacity, device=own_device, seed=seed, run_dir=str(run_dir), others=job or {}
             )
-        self._job = self._parsed()
+        self._job = self._parsed(self._content)
         self._configs = list(tables) or settings.configs_of(self._job)
         for table in self._job.tables:
             if table.pooling == "none":
@@ -91,13 +92,18 @@ class EmbeddingBagCollection(nn.Module):
         session, step = self._session, None if self._session is None else self._session.current
         if session is None or step is None:
             raise RuntimeError(NO_BATCH)
-        if not check_features(features, session, step, self._job.features):
+        has_ids = not check_features(features, session, step, self._job.features)
+        session.uses.await_rows(step)
+        if has_ids:
             self._check_ids(features, step)
         trains = self.training and torch.is_grad_enabled()
         if trains:
             session.train_in_hand()
-        with torch.set_grad_enabled(trains):
+        elif torch.is_grad_enabled():
+            session.look_at_in_hand()
+        with on_device(self.device), torch.set_grad_enabled(trains):
             found = session.embeddings(step_lookups(step), step.header.train_step)
+        session.uses.record()
         return KeyedEmbeddings(self._job.features, [own for own in found if isinstance(own, Tensor)])
 
     def _check_ids(self, features: Any, step: ArrivedStep) -> None:
@@ -105,6 +111,24 @@ class EmbeddingBagCollection(nn.Module):
             return  # the ids that were looked up are others then
         for group, lookup in zip(self._groups, step_lookups(step), strict=True):
             check_ids(features, self._job.features, group.feature_positions, lookup.slots, lookup.offsets)
+
+    def requires_grad_(self, requires_grad: bool = True) -> Self:
+        """Raises RuntimeError for False: there are no parameters that it could hold back."""
+        if not requires_grad:
+            raise RuntimeError(
+                "rows are updated by their own optimizer, so requires_grad_(False) does not freeze them; give optimizer lr = 0, or look up "
+                "under torch.no_grad()"
+            )
+        return super().requires_grad_(requires_grad)
+
+    def __getstate__(self) -> object:
+        """For copies. Raises RuntimeError once a prefetcher is at the other end."""
+        if self._session is not None:
+            raise RuntimeError(
+                "an EmbeddingBagCollection whose loader has begun cannot be copied, as its rows are on their way; copy the dense parts of "
+                "the model, or save its state_dict()"
+            )
+        return self.__dict__
 
     # its loader
 
@@ -123,12 +147,14 @@ class EmbeddingBagCollection(nn.Module):
         return self._loaded
 
     def adopt(self, changes: Mapping[str, Any], *, is_launched: bool, resumes: bool) -> Job:
-        """Called once, by `connect`, with what the loader adds to the job. Raises ConfigError."""
+        """Called once, by `connect`, with what the loader adds to the job. Raises ConfigError, and is as it was then."""
         if self._is_connected:
             raise ConfigError("connect: this EmbeddingBagCollection has a loader already; make another one for another run")
+        content = deepcopy(self._content)
         for name, value in changes.items():
-            settings.lay(self._content, name, value)
-        self._job, self._is_connected, self._is_launched, self._resumes = self._parsed(), True, is_launched, resumes
+            settings.lay(content, name, value)
+        self._job, self._content = self._parsed(content), content
+        self._is_connected, self._is_launched, self._resumes = True, is_launched, resumes
         return self._job
 
     def begin(self, session: Session) -> None:
@@ -145,8 +171,8 @@ class EmbeddingBagCollection(nn.Module):
             raise ConfigError(f"{path}: the job cannot be written ({error.strerror}); set another run_dir") from None
         return path
 
-    def _parsed(self) -> Job:
-        return parse_job(self._content, "EmbeddingBagCollection" if self._job_file is None else str(self._job_file))
+    def _parsed(self, content: dict[str, Any]) -> Job:
+        return parse_job(content, "EmbeddingBagCollection" if self._job_file is None else str(self._job_file))
 
     # state dicts
 
@@ -165,7 +191,7 @@ class EmbeddingBagCollection(nn.Module):
                 destination[prefix + name] = weight
 
     def _weights(self) -> dict[str, Tensor]:
-        """f32 [num_embeddings, embedding_dim] of each table, mapped from a file."""
+        """[num_embeddings, embedding_dim] of each table, mapped from a file; those that were loaded are as they came until a run begins."""
         checkpoint = self._checkpoint()
         if checkpoint is not None:
             path = files.export_checkpoint(self._job, checkpoint)

@@ -22,6 +22,7 @@ from protocol.errors import ConfigError, PeerLost, RowcastError, peer_failure
 from protocol.job import Job
 from protocol.manifest import newest_checkpoint, read_manifest
 from protocol.messages import Bye, Welcome
+from protocol.position import Position
 from protocol.process import Crew, tell_peer
 from protocol.rundir import RunDirectory
 from protocol.session import Session as Protocol
@@ -33,6 +34,7 @@ from protocol.watch import PeerWatch, Progress
 from trainer.adopt.dense import DenseSide
 from trainer.adopt.optimizer_steps import OptimizerSteps
 from trainer.adopt.script_side import ScriptResults, ScriptRunner
+from trainer.adopt.uses import Uses
 from trainer.cache import ArrivedStep
 from trainer.embedding import Embeddings
 from trainer.encounter import attach_rings, await_welcome, hello, make_engine, make_records, progress_of
@@ -43,7 +45,7 @@ from trainer.metrics import new_counters
 from trainer.observe import stall_clocks
 from trainer.pinning import pinned
 from trainer.plan_check import check_welcome_fits
-from trainer.streams import adopted_streams
+from trainer.streams import adopted_streams, on_device
 
 DEVICE_POLL_S = 0.0002
 CHILD_END_S = 15.0  # for a prefetcher that knows that it is over
@@ -53,6 +55,10 @@ ACCUMULATED = (
     "two train batches were looked up without a step of the dense optimizer between them: rows are updated in every backward pass, so "
     "accumulated gradients would train them more often than the dense weights; use larger batches, or "
     "connect(..., dense_optimizer=False) where no torch.optim optimizer is used"
+)
+FORGOTTEN = (
+    "train step {} was looked up in eval mode alone, and an optimizer has stepped: its rows were not trained; call model.train() "
+    "before it, or look up under torch.no_grad() where the rows are to stay as they are"
 )
 
 
@@ -81,6 +87,8 @@ class Session:
         self._conversation: Conversation | None = None
         self._engine: TrainerEngine | None = None
         self._embeddings: Embeddings | None = None
+        self._uses: Uses | None = None
+        self._start: Position | None = None  # of the checkpoint that the run goes on from; None where the first `for` has found its epoch
         self._kernels: Kernels = torch_ops
         self._child: Child | None = None
         self._next: ArrivedStep | None = None  # taken, and not begun
@@ -88,6 +96,7 @@ class Session:
         self._steps = OptimizerSteps()
         self._stack.callback(self._steps.close)
         self._steps_seen: int | None = None  # of dense optimizers, at the last forward that trained
+        self._steps_looked_at: int | None = None  # and when the step in hand was only looked up, though gradients were enabled
         self._turn_s = time.monotonic()  # when the script was last known to have its turn
         self._script_has_turn = False
         self._pid = os.getpid()
@@ -97,7 +106,7 @@ class Session:
 
     def open(self) -> None:
         """Raises RowcastError; then everything is closed again."""
-        with self._closed_by_errors():
+        with self._in_engine():
             self._stack.enter_context(RunDirectory(self._job.run_dir, "trainer"))
             if self._parts.start_child is not None:
                 self._child = self._parts.start_child()
@@ -121,6 +130,7 @@ class Session:
         check_welcome_fits(welcome, self._job, self._groups)
         check_welcome(welcome)
         self._check_resume(welcome)
+        self._start = self._position_of(welcome)
         self._make_engine(conversation, watch, welcome)
 
     def _child_ended(self) -> bool:
@@ -133,6 +143,11 @@ class Session:
                 "begin anew; connect with dense=(model, optimizer), or with fresh=True"
             )
 
+    def _position_of(self, welcome: Welcome) -> Position | None:
+        folder = newest_checkpoint(self._job.run_dir) if welcome.first_train_step else None
+        position = None if folder is None else read_manifest(folder).position
+        return position if position is not None and position.train_step == welcome.first_train_step else None
+
     def _make_engine(self, conversation: Conversation, watch: PeerWatch, welcome: Welcome) -> None:
         device = self._parts.device
         rings = attach_rings(self._stack, self._job.transport, welcome)
@@ -140,6 +155,7 @@ class Session:
         self._stack.callback(self._crew.stop)
         are_pinned = self._stack.enter_context(pinned([ring.buffer for ring in rings], device))
         records = make_records(welcome.slots, self._groups, device)
+        streams = adopted_streams(device)
         engine = make_engine(
             self._job,
             self._groups,
@@ -147,13 +163,14 @@ class Session:
             welcome,
             rings,
             pinned=are_pinned,
-            streams=adopted_streams(device),
+            streams=streams,
             records=records,
             runner=ScriptRunner(self._parts.dense),
             results=ScriptResults(),
             counters=self._counters,
         )
-        self._engine, self._embeddings = engine, Embeddings(self._groups, self._job.optimizer.sparse, records, self._kernels)
+        self._engine, self._uses = engine, Uses(streams.compute)
+        self._embeddings = Embeddings(self._groups, self._job.optimizer.sparse, records, self._kernels, self._uses.lap)
         self.train_steps = welcome.first_train_step
         self._crew.start({"mail": engine.conversation, "sender": engine.sender}, stall_clocks(engine))
         self._stack.callback(self._crew.stop)  # once more: before the rings are unpinned
@@ -163,7 +180,24 @@ class Session:
         assert self._embeddings is not None, "a session that was opened has an engine"
         return self._embeddings
 
+    @property
+    def uses(self) -> Uses:
+        assert self._uses is not None, "a session that was opened has an engine"
+        return self._uses
+
     # step by step
+
+    def take_empty_rest(self, first: ArrivedStep) -> bool:
+        """Whether the checkpoint that the run goes on from stands at the end of an epoch, of which nothing follows: its `first` step is of
+        the next one. Once True, never again."""
+        start, self._start = self._start, None
+        return start is not None and (start.epoch < first.header.epoch or start.train_batch == 0)
+
+    def look_at_in_hand(self) -> None:
+        """The step in hand is looked up in eval mode, with gradients enabled: right for a prediction, wrong where it is trained by that."""
+        assert self.current is not None, "the module looks up the step in hand"
+        if self.current.header.kind == "train" and self._steps_looked_at is None:
+            self._steps_looked_at = self._steps.count
 
     def train_in_hand(self) -> None:
         """The step in hand is looked up to be trained. Raises RuntimeError where it must not be."""
@@ -184,7 +218,7 @@ class Session:
         self.finish()
         if self._next is None and not self.ended:
             self._script_has_turn = False
-            with self._closed_by_errors():
+            with self._in_engine():
                 self._next = self._drive()
             self._turn_s, self._script_has_turn = time.monotonic(), True
         return self._next
@@ -195,12 +229,13 @@ class Session:
         assert step is not None, "peek comes before begin"
         assert self._engine is not None, "a session that was opened has an engine"
         self._follows_barrier, self.is_trained = self._engine.loop.stop_reason is not None, False
+        self._steps_looked_at = None
         self._engine.loop.begin(step)
         self.current = step
         return step
 
     def finish(self) -> None:
-        """Raises RuntimeError where the step was looked up to be trained, and has had no backward pass."""
+        """Raises RuntimeError where the step was not trained as the script seems to mean it."""
         step = self.current
         if step is None:
             return
@@ -209,8 +244,12 @@ class Session:
                 f"the embeddings of train step {step.header.train_step} have had no backward pass; call backward() once for each forward, "
                 "or look up under torch.no_grad()"
             )
+        is_stepped = self._steps_looked_at is not None and self._steps_looked_at < self._steps.count
+        if is_stepped and not self.is_trained and self._parts.dense_optimizer:
+            raise RuntimeError(FORGOTTEN.format(step.header.train_step))
         assert self._engine is not None, "a session that was opened has an engine"
         self.current = None
+        self.uses.gather()
         self.train_steps += step.header.kind == "train"
         self._engine.loop.finish(step, None)
         self._bell.ring()
@@ -290,9 +329,11 @@ class Session:
         self._close_stack()
 
     @contextmanager
-    def _closed_by_errors(self) -> Iterator[None]:
+    def _in_engine(self) -> Iterator[None]:
+        """Whatever mode and device the script is in. Errors close everything."""
         try:
-            yield
+            with torch.inference_mode(False), on_device(self._parts.device):
+                yield
         except BaseException as error:  # noqa: BLE001 - whatever it is, both sides end with it
             raise self._failed(error) from None
 

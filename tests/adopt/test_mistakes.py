@@ -1,0 +1,149 @@
+"""What a script does by mistake, or in a mode of its own, and the sentence or the same bits that it gets."""
+
+import copy
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+import trainer
+from protocol.errors import ConfigError, Mismatch
+from tests.adopt.runs import CONFIGS, Launches, Model, make, train_all, train_on
+from trainer.adopt.files import import_tables, run_prefetcher_command
+from trainer.adopt.module import EmbeddingBagCollection
+
+DATASET = "tests.adopt.clicks:train"
+
+
+def test_a_forgotten_train_mode_is_named(tmp_path: Path, launches: Launches) -> None:
+    model, optimizer = make(tmp_path)
+    with trainer.connect(model.ebc, DATASET) as loader:
+        batches = iter(loader)
+        train_on(model, optimizer, next(batches))
+        model.eval()
+        train_on(model, optimizer, next(batches))
+        with pytest.raises(RuntimeError, match=r"train step 1 was looked up in eval mode alone.*call model.train\(\) before it"):
+            next(batches)
+
+
+def test_rows_may_stay_as_they_are_where_they_are_looked_up_without_gradients(tmp_path: Path, launches: Launches) -> None:
+    model, optimizer = make(tmp_path)
+    with trainer.connect(model.ebc, DATASET, options={"batches": 2}) as loader:
+        for dense, sparse, _ in loader:
+            with torch.no_grad():
+                values = model.ebc(sparse).values()
+            torch.autograd.backward(model.layer(torch.cat([dense, values], dim=1)).sum())
+            optimizer.step()
+    assert launches.children[0].code == 0
+
+
+def test_rows_are_not_frozen_by_requires_grad(tmp_path: Path) -> None:
+    model, _ = make(tmp_path)
+    with pytest.raises(RuntimeError, match=r"requires_grad_\(False\) does not freeze them; give optimizer lr = 0"):
+        model.ebc.requires_grad_(False)
+    assert model.ebc.requires_grad_() is model.ebc
+
+
+def test_a_run_may_begin_in_inference_mode(tmp_path: Path, launches: Launches) -> None:
+    model, optimizer = make(tmp_path / "first")
+    losses = train_all(model, optimizer, trainer.connect(model.ebc, DATASET))
+    model, optimizer = make(tmp_path / "second")
+    with trainer.connect(model.ebc, DATASET) as loader:
+        batches = iter(loader)
+        with torch.inference_mode():
+            first = next(batches)
+            model(first.dense_features, first.sparse_features)
+        found = [train_on(model, optimizer, first), *(train_on(model, optimizer, batch) for batch in batches)]
+    assert found == losses
+
+
+def test_a_checkpoint_of_another_model_is_refused_by_name(tmp_path: Path, launches: Launches) -> None:
+    model, optimizer = make(tmp_path)
+    with trainer.connect(model.ebc, DATASET, save_every=2, dense=(model, optimizer)) as loader:
+        for batch in loader:
+            train_on(model, optimizer, batch)
+            if batch.train_step == 2:
+                break
+    model, optimizer = make(tmp_path)
+    model.layer = nn.Linear(14, 3)
+    with pytest.raises(Mismatch, match=r"the checkpoint's Model is not this one: .*size mismatch.*use the model that wrote it"):
+        train_all(model, optimizer, trainer.connect(model.ebc, DATASET, save_every=2, dense=(model, optimizer), fresh=False))
+
+
+def test_a_connect_that_was_refused_changes_nothing(tmp_path: Path) -> None:
+    model, optimizer = make(tmp_path)
+    before = model.ebc.job
+    wrong: list[Any] = [{"dense": (3,)}, {"epochs": 0}]
+    for options in wrong:
+        with pytest.raises(ConfigError):
+            trainer.connect(model.ebc, DATASET, **options)
+        assert model.ebc.job == before
+    trainer.connect(model.ebc, DATASET, dense=(model, optimizer))
+    assert model.ebc.job.data.epochs == before.data.epochs
+
+
+def test_a_module_is_copied_before_its_run_and_not_in_it(tmp_path: Path, launches: Launches) -> None:
+    model, _ = make(tmp_path)
+    assert copy.deepcopy(model).ebc.job == model.ebc.job
+    with trainer.connect(model.ebc, DATASET) as loader:
+        next(iter(loader))
+        with pytest.raises(RuntimeError, match="whose loader has begun cannot be copied, as its rows are on their way"):
+            copy.deepcopy(model)
+
+
+def test_what_a_script_does_between_epochs_is_done_after_a_stop_too(tmp_path: Path, launches: Launches) -> None:
+    """The stop is behind the checkpoint of step 4, where epoch 0 ends."""
+    whole, _ = epochs_with_a_schedule(tmp_path / "whole", stop=None)
+    assert [rate for rate, _ in whole] == [0.1] * 4 + [0.05] * 4
+    begun, _ = epochs_with_a_schedule(tmp_path / "stopped", stop=5)
+    assert begun == whole[:6]
+    with pytest.warns(UserWarning, match=r"`lr_scheduler.step\(\)` before `optimizer.step\(\)`"):  # of the process; its first one is not
+        rest, sizes = epochs_with_a_schedule(tmp_path / "stopped", stop=None, fresh=False)
+    assert rest == whole[4:]
+    assert sizes == [0, 4]
+
+
+def epochs_with_a_schedule(run_dir: Path, *, stop: int | None, fresh: bool = True) -> tuple[list[tuple[float, float]], list[int]]:
+    """Learning rate and loss of each train step, and the steps of each `for`, of two epochs of four batches."""
+    model, optimizer = make(run_dir)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    steps: list[tuple[float, float]] = []
+    sizes: list[int] = []
+    dense = (model, optimizer, schedule)
+    with trainer.connect(model.ebc, "tests.adopt.clicks:listed", epochs=2, save_every=4, dense=dense, fresh=fresh) as loader:
+        for _ in range(2):
+            sizes.append(0)
+            for batch in loader:
+                steps.append((optimizer.param_groups[0]["lr"], train_on(model, optimizer, batch)))
+                sizes[-1] += 1
+                if batch.train_step == stop:
+                    return steps, sizes
+            schedule.step()
+    return steps, sizes
+
+
+def test_weights_that_the_tables_cannot_hold_are_refused(tmp_path: Path, launches: Launches) -> None:
+    configs = [replace(own, data_type="fp16") for own in CONFIGS]
+    ebc = EmbeddingBagCollection(configs, optimizer={"kind": "sgd", "lr": 0.1}, capacity="60 rows", device="cpu", run_dir=tmp_path)
+    model = Model(ebc)
+    ebc.load_state_dict({name: torch.full_like(weight, 7e4, dtype=torch.float32) for name, weight in ebc.state_dict().items()})
+    with pytest.raises(ConfigError, match="has values beyond 65504, where fp16 ends"):
+        next(iter(trainer.connect(model.ebc, DATASET)))
+
+
+def test_a_master_copy_begins_with_all_bits_of_what_was_loaded(tmp_path: Path) -> None:
+    configs = [replace(own, data_type="bf16") for own in CONFIGS]
+    optimizer = {"kind": "sgd", "lr": 0.1, "master": True}
+    ebc = EmbeddingBagCollection(configs, optimizer=optimizer, capacity="60 rows", device="cpu", run_dir=tmp_path / "run")
+    ebc.load_state_dict({name: torch.full_like(weight, 1.2345678, dtype=torch.float64) for name, weight in ebc.state_dict().items()})
+    assert ebc.loaded is not None
+    loaded = ebc.loaded.rename(tmp_path / "loaded")
+    import_tables(ebc.write_job_file(), loaded)
+    run_prefetcher_command("export", "--run", str(tmp_path / "run"), "--out", str(tmp_path / "exported"))
+    exported = load_file(tmp_path / "exported")
+    assert torch.equal(exported["optimizer.wide.master"], torch.full((500, 4), 1.2345678))
+    assert exported["embedding_bags.wide.weight"].dtype == torch.bfloat16

@@ -1,0 +1,81 @@
+"""Where a script draws a batch on one stream and computes on another: the waits that a device needs, as a stream notes them."""
+
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import trainer
+from tests.adopt.runs import Launches, make, train_on
+from trainer.adopt.batch import LoadedBatch
+from trainer.streams import Event, PlainStreams, Stream, Wait, on_device
+
+
+class Noted:
+    """An event with the place where it was recorded."""
+
+    def __init__(self, at: int) -> None:
+        self.at = at
+
+    def query(self) -> bool:
+        return True
+
+
+class NotingStream(Stream):
+    """Runs at once, and keeps what it was asked for in order: "record", or a wait by name."""
+
+    def __init__(self) -> None:
+        self.notes: list[str] = []
+        self.awaited: list[int] = []  # places of "record" that were waited for
+
+    def run(self, closure: Callable[[], None]) -> None:
+        closure()
+
+    def wait(self, event: Event, why: Wait) -> None:
+        self.notes.append(why)
+        if isinstance(event, Noted):
+            self.awaited.append(event.at)
+
+    def record(self) -> Event:
+        self.notes.append("record")
+        return Noted(len(self.notes) - 1)
+
+
+def test_every_use_of_a_step_is_awaited_before_the_step_is_reported(
+    tmp_path: Path, launches: Launches, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compute = NotingStream()
+
+    def noting(device: torch.device) -> PlainStreams:
+        streams = PlainStreams()
+        streams.compute = compute
+        return streams
+
+    monkeypatch.setattr("trainer.adopt.session.adopted_streams", noting)
+    model, optimizer = make(tmp_path)
+    with trainer.connect(model.ebc, "tests.adopt.clicks:train") as loader:
+        batches = iter(loader)
+        batch = next(batches)
+        assert compute.notes == ["filled", "record"], "the rows are awaited, and the batch is copied"
+        train_on(model, optimizer, batch)
+        assert compute.notes == ["filled", "record", "filled", "record", "record"], "look-up and update, each on a stream of its own"
+        next(batches)
+    assert compute.notes[5:9] == ["used", "used", "used", "record"]
+    assert compute.awaited == [1, 3, 4]
+
+
+def test_the_token_says_the_device_of_the_batch_and_memory_is_kept_for_a_stream() -> None:
+    header = SimpleNamespace(batch_size=8, kind="train", train_step=0, epoch=0)
+    arrays = {"dense": torch.zeros(8, 2, device="meta"), "labels": torch.zeros(8, device="meta")}
+    step: Any = SimpleNamespace(step=3, header=header, arrays=arrays)
+    batch = LoadedBatch(step, None, ["a"])
+    assert batch.sparse_features.device == torch.device("meta")
+    assert batch.sparse_features.to(batch.dense_features.device).step == 3
+
+
+def test_on_the_cpu_there_is_no_device_to_be_on() -> None:
+    with on_device(torch.device("cpu")) as entered:
+        assert entered is None
