@@ -14,17 +14,19 @@ For the same reason one worker makes all batches: nothing here could skip those 
 
 import inspect
 import sys
+import traceback
 from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from importlib import import_module
-from itertools import chain, islice
+from itertools import chain, count, islice
 from pathlib import Path
 from typing import Any
 
 from prefetcher.readers.base import Pending, decoded
 from prefetcher.readers.batch_check import BatchCheck
 from protocol.batch import Batch, Kind
-from protocol.errors import ConfigError, DataError
+from protocol.errors import ConfigError, DataError, RowcastError
 from protocol.job import Job
 
 Batches = Callable[[Kind, int, int], Iterable[Any]]  # (split, epoch, start) -> batches in any shape that foreign.py reads
@@ -93,8 +95,15 @@ class CustomReader:
         return decoded(self.pending(split, epoch, start))
 
     def pending(self, split: Kind, epoch: int, start: int = 0) -> Iterator[Pending]:
-        for index, batch in enumerate(self._open(split, epoch, start), start=start):
-            yield partial(self._check.check, batch, f"{self._name}, {split} batch {index} of epoch {epoch}")
+        batches: Iterator[Any] | None = None
+        for index in count(start):
+            where = f"{self._name}, {split} batch {index} of epoch {epoch}"
+            with own_errors(where):
+                batches = iter(self._open(split, epoch, start)) if batches is None else batches
+                batch = next(batches, None)
+            if batch is None:
+                return
+            yield partial(self._check.check, batch, where)
 
     def _open(self, split: Kind, epoch: int, start: int) -> Iterable[Any]:
         """Epoch 0 goes on where its first batch was taken: an iterator gives it once, and a shuffle may differ from pass to pass."""
@@ -109,13 +118,29 @@ class CustomReader:
         declared = getattr(self._source, "num_dense", None)
         if declared is not None:
             return int(declared)
-        rest = iter(self._batches("train", 0, 0))
-        first = next(rest, None)
+        where = f"{self._name}, train batch 0 of epoch 0"
+        with own_errors(where):
+            rest = iter(self._batches("train", 0, 0))
+            first = next(rest, None)
         if first is None:
             raise DataError(f"{self._name} yields no training batch; yield at least one")
-        checked = BatchCheck(self._job).check(first, f"{self._name}, train batch 0 of epoch 0")
+        checked = BatchCheck(self._job).check(first, where)
         self._begun = chain([first], rest)
         return int(checked.dense.shape[-1])
+
+
+@contextmanager
+def own_errors(where: str) -> Iterator[None]:
+    """What the data set's code raises ends the run with a sentence; its traceback goes to stderr."""
+    try:
+        yield
+    except RowcastError:
+        raise
+    except Exception as error:
+        traceback.print_exception(error)
+        raise DataError(
+            f"{where}: the data set raised {type(error).__name__}: {error}; correct it, its traceback stands in the log"
+        ) from error
 
 
 def is_iterator(source: Any) -> bool:

@@ -13,10 +13,17 @@ from torch import nn
 import trainer
 from protocol.errors import ConfigError, Mismatch
 from tests.adopt.runs import CONFIGS, Launches, Model, make, train_all, train_on
-from trainer.adopt.files import import_tables, run_prefetcher_command
+from trainer.adopt.files import SCRIPT, import_tables, run_prefetcher_command
 from trainer.adopt.module import EmbeddingBagCollection
 
 DATASET = "tests.adopt.clicks:train"
+
+
+def test_a_script_that_its_own_prefetcher_imports_is_told_to_guard_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, _ = make(tmp_path)
+    monkeypatch.setenv(SCRIPT, "77")
+    with pytest.raises(ConfigError, match=r"the prefetcher of process 77 imports this script .* under `if __name__ == \"__main__\":`"):
+        trainer.connect(model.ebc, DATASET)
 
 
 def test_a_forgotten_train_mode_is_named(tmp_path: Path, launches: Launches) -> None:

@@ -136,3 +136,8 @@ def endless(job: Job) -> Callable[[Kind, int], Iterator[Batch]]:
 
 
 KILL = int(signal.SIGKILL)
+
+
+def failing(job: Job) -> Iterator[Batch]:
+    yield batch(0)
+    raise ValueError("row 17 is odd")

@@ -95,6 +95,14 @@ def test_a_broken_batch_is_named(case: str) -> None:
         next(batches)
 
 
+def test_what_the_data_set_s_own_code_raises_is_told(capfd: pytest.CaptureFixture[str]) -> None:
+    batches = open_factory("failing").batches("train", 0)
+    assert same_batch(next(batches), batch(0))
+    with pytest.raises(DataError, match=r"failing, train batch 1 of epoch 0: the data set raised ValueError: row 17 is odd"):
+        next(batches)
+    assert "factories.py" in capfd.readouterr().err
+
+
 def test_missing_weights_are_named() -> None:
     with pytest.raises(DataError, match=r"weights are missing, but data\.columns\.weights names weights, so give f32\[N\]"):
         open_factory("iterable", columns={"weights": {"cat_0": "unused"}})

@@ -19,6 +19,7 @@ BLOCK_ROWS = 65536
 EXPORTED = "state_dict.safetensors"  # in the run directory; replaced by each export, while tensors of earlier ones stay mapped
 LOADED = "loaded.safetensors"
 LOG = "prefetcher.log"
+SCRIPT = "ROWCAST_SCRIPT"  # in the environment of a prefetcher: the process id of the script that started it
 WORDS = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}  # in safetensors' words; other types are written as fp32
 
 
@@ -27,8 +28,17 @@ def weight_name(table: Table) -> str:
 
 
 def environment() -> dict[str, str]:
-    """Ours, in which the prefetcher finds every module that this process finds."""
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
+    """Ours, in which the prefetcher finds every module that this process finds, and knows whose it is."""
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path), SCRIPT: str(os.getpid())}
+
+
+def refuse_within_prefetcher() -> None:
+    """A script that is its own data set's module runs once more where the prefetcher imports it, which would start the next prefetcher."""
+    if SCRIPT in os.environ:
+        raise ConfigError(
+            f"connect: the prefetcher of process {os.environ[SCRIPT]} imports this script for its data set, which trains again; "
+            'put what the script does under `if __name__ == "__main__":`, or the data set into a module of its own'
+        )
 
 
 def start_prefetcher(job_file: Path, log: Path, *, fresh: bool, max_steps: int | None) -> Child:

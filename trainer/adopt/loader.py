@@ -47,6 +47,7 @@ def connect(
     whatever else has state, to be saved with the checkpoints; with `fresh=False` the run then goes on from the newest. `dense_optimizer`:
     that torch.optim steps once a batch, which is checked. Raises ConfigError.
     """
+    files.refuse_within_prefetcher()
     refuse_several_ranks(environ.get("WORLD_SIZE", "1"))
     given = {"data.format": dataset, "data.epochs": epochs, "data.options": options, "checkpoint.every": save_every}
     changes = {name: value for name, value in given.items() if value is not None}

@@ -198,7 +198,7 @@ class EmbeddingBagCollection(nn.Module):
         elif self._session is not None and self._session.train_steps:
             raise RuntimeError(
                 f"after {self._session.train_steps} train steps the newest rows are on the device: the tables are whole where a checkpoint "
-                "falls, so give connect save_every=N and call state_dict() after every N-th step, or call it when the loader is exhausted"
+                "falls, so call state_dict() after every N-th step of connect(..., save_every=N), or behind the last of the loader's epochs"
             )
         else:
             path = self._loaded or files.export_start(self._job, self.write_job_file())
