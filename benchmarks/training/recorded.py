@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from itertools import islice
 
 import numpy as np
-import numpy.typing as npt
 
 from prefetcher.planner.capacity import MEASURED_BATCHES, divide_capacity, measure
 from prefetcher.planner.job_planner import job_planner
@@ -38,13 +37,9 @@ def train_batches(job: Job, steps: int | None) -> list[ScheduledBatch]:
 
 def touched(job: Job, batches: Sequence[ScheduledBatch]) -> Touched:
     groupers = groupers_of(group_specs(job))
-    keys: list[npt.NDArray[np.int64]] = [np.zeros(0, np.int64) for _ in groupers]
-    largest = 0
-    for scheduled in batches:
-        own = [grouper.group(grouper.lookups(scheduled.batch)).keys for grouper in groupers]
-        largest = max(largest, sum(map(len, own)))
-        keys = [np.union1d(known, new) for known, new in zip(keys, own, strict=True)]
-    return Touched(rows=sum(map(len, keys)), largest_batch=largest)
+    keys = [[grouper.group(grouper.lookups(scheduled.batch)).keys for grouper in groupers] for scheduled in batches]
+    distinct = [len(np.unique(np.concatenate(own))) for own in zip(*keys, strict=True)]
+    return Touched(rows=sum(distinct), largest_batch=max(sum(map(len, own)) for own in keys))
 
 
 def slots_for(job: Job, batches: Sequence[ScheduledBatch], rows: int) -> tuple[int, ...]:
