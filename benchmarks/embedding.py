@@ -4,8 +4,8 @@ Method: 26 tables of dimension 32 with Criteo Kaggle cardinalities, each cut at 
 by Zipf 1.05, another batch every step. The gradient of the pooled rows is one fixed random tensor. Timed is what the embedding layers of a
 train step do, and nothing else:
 
-    rowcast    the layer's forward and backward, which updates, over a cache of 5 % of the rows that the run touches (at least a batch's), with plans by the planner.
-               Rows move between cache and table between steps and are not timed: in a run other threads move them
+    rowcast    the layer's forward and backward, which updates, over a cache of 5 % of the rows that the run touches (at least a batch's),
+               with plans by the planner. Rows move between cache and table between steps and are not timed: in a run others move them
     torch_ops  the same with the plain torch operations that define rowcast's bits
     stock      nn.EmbeddingBag(sparse=True) a table: forward, backward, step of the torch.optim optimizer; all rows in memory
     fbgemm     SplitTableBatchedEmbeddingBagsCodegen on the CPU: forward, backward with its fused optimizer; all rows in memory
