@@ -120,12 +120,12 @@ def test_a_data_error_arrives_after_the_batches_before_it(opened: Callable[..., 
     assert not source.ended
 
 
-def test_a_bug_in_a_reader_ends_the_run_and_shows_its_traceback(
+def test_what_a_data_set_s_code_raises_is_told_and_its_traceback_shown(
     capfd: pytest.CaptureFixture[str], opened: Callable[..., BatchSource]
 ) -> None:
     source = opened(factory("raising"))
     assert next_batch(source) is not None
-    with pytest.raises(RowcastError, match="ended with exit code 1; its own error stands above on stderr"):
+    with pytest.raises(DataError, match="train batch 1 of epoch 0: the data set raised KeyError: 'user_id'"):
         next_batch(source)
     assert "KeyError: 'user_id'" in capfd.readouterr().err
 
