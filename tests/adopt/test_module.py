@@ -47,7 +47,7 @@ def test_a_run_is_the_same_whatever_was_refused_on_its_way(tmp_path: Path, launc
                 model(batch.dense_features, batch.sparse_features)
             stale = batch.sparse_features
             if step < 7:
-                with pytest.raises(RuntimeError, match=r"the tables are whole where a checkpoint falls, so call state_dict\(\) after every N-th step"):
+                with pytest.raises(RuntimeError, match=r"whole where a checkpoint falls, so call state_dict\(\) after every N-th step"):
                     model.state_dict()
         assert next(batches, None) is None
         with pytest.raises(RuntimeError, match=r"ended after 8 train steps, with data.epochs = 1; give connect epochs=N"):
