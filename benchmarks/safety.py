@@ -13,7 +13,6 @@ import json
 import os
 import shutil
 import statistics
-import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -21,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.machine import machine
+from benchmarks.processes import see_out, start, turns
 from trainer.report import read_report
 
 RETAIL = Path(__file__).parents[1] / "examples" / "retail.toml"
@@ -54,20 +54,12 @@ def run(way: Way, shared: Sequence[str]) -> Timed:
         run_dir = Path(folder) / "run"
         settings = [f"--set={setting}" for setting in (*shared, *way.settings, f"job.run_dir={json.dumps(str(run_dir))}")]
         before_s = children_cpu_s()
-        prefetcher = start("prefetcher", [*settings, *way.options])
-        trainer = start("trainer", settings)
-        for name, process in (("trainer", trainer), ("prefetcher", prefetcher)):
-            _, said = process.communicate(timeout=1800)
-            if process.returncode != 0:
-                raise RuntimeError(f"the {name} ended with code {process.returncode}: {said.strip()[-2000:]}")
+        prefetcher = start("prefetcher", ["--config", str(RETAIL), *settings, *way.options])
+        trainer = start("trainer", ["--config", str(RETAIL), *settings])
+        see_out({"trainer": trainer, "prefetcher": prefetcher}, 1800)
         report = read_report(run_dir / "report.json")
         shutil.rmtree(run_dir)
         return Timed(report.wall_s, children_cpu_s() - before_s, report.samples_per_s)
-
-
-def start(name: str, arguments: Sequence[str]) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", name, "run", "--config", str(RETAIL), *arguments]
-    return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
 
 
 def children_cpu_s() -> float:
@@ -78,11 +70,9 @@ def children_cpu_s() -> float:
 
 def measured(names: Sequence[str], rounds: int, shared: Sequence[str]) -> dict[str, list[Timed]]:
     times: dict[str, list[Timed]] = {name: [] for name in names}
-    for number in range(rounds):
-        turn = number % len(names)
-        for name in (*names[turn:], *names[:turn]):
-            times[name].append(run(WAYS[name], shared))
-            print(f"round {number + 1}: {name}: {times[name][-1].wall_s:.1f} s", file=sys.stderr, flush=True)
+    for number, name in turns(names, rounds):
+        times[name].append(run(WAYS[name], shared))
+        print(f"round {number}: {name}: {times[name][-1].wall_s:.1f} s", file=sys.stderr, flush=True)
     return times
 
 

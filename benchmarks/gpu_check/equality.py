@@ -6,7 +6,6 @@ deterministic       the same under torch.use_deterministic_algorithms(True), aga
 both processes      at several capacities and depths: losses of every step, and the export of every row
 """
 
-import json
 import subprocess
 import sys
 import tempfile
@@ -14,13 +13,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 import torch
 import xxhash
 
-from benchmarks.gpu_check.jobs import Size, make_job
+from benchmarks.gpu_check.jobs import Size, make_job, write_job
 from benchmarks.training.recorded import slots_for, touched, train_batches
 from benchmarks.training.replay import Replay
 from benchmarks.training.resident import ResidentRun, wait_for
@@ -55,13 +53,14 @@ def processes(job: Job, capacity: int, depth: int) -> tuple[Losses, str]:
     """Losses, and a checksum of the export."""
     with tempfile.TemporaryDirectory(prefix="rowcast-check-") as folder:
         config, run_dir, out = (Path(folder) / name for name in ("job.json", "run", "model.safetensors"))
-        content: dict[str, Any] = msgspec.to_builtins(job)
-        content.pop("tables_from")
-        content["job"]["run_dir"] = str(run_dir)
-        content["cache"]["capacity"] = f"{capacity} rows"
-        content["lookahead"]["depth"] = depth
-        content["metrics"] |= {"prefetcher": "127.0.0.1:0", "trainer": "127.0.0.1:0"}
-        config.write_text(json.dumps(content))
+        write_job(
+            config,
+            job,
+            job={"run_dir": str(run_dir)},
+            cache={"capacity": f"{capacity} rows"},
+            lookahead={"depth": depth},
+            metrics={"prefetcher": "127.0.0.1:0", "trainer": "127.0.0.1:0"},
+        )
         command(["-m", "deploy.local", "--config", str(config)])
         command(["-m", "prefetcher", "export", "--run", str(run_dir), "--out", str(out)])
         return np.fromfile(run_dir / "losses.f32", np.float32), xxhash.xxh3_128_hexdigest(out.read_bytes())

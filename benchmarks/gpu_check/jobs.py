@@ -1,7 +1,11 @@
 """The jobs of the check: Criteo-shaped click streams, large enough for the device at hand; on a CPU small, to try the check itself."""
 
+import json
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
+import msgspec
 import torch
 
 from protocol.job import Job
@@ -49,6 +53,15 @@ def make_job(size: Size, device: torch.device, precision: str = "fp32", run_dir:
             "trainer": {"device": str(device)},
         }
     )
+
+
+def write_job(path: Path, job: Job, /, **changes: dict[str, Any]) -> None:
+    """A job file of a parsed job, for commands; `changes`: keys of its sections."""
+    content: dict[str, Any] = msgspec.to_builtins(job)
+    content.pop("tables_from")  # `tables` has them
+    for section, keys in changes.items():
+        content[section] |= keys
+    path.write_text(json.dumps(content))
 
 
 def precisions(device: torch.device) -> tuple[str, ...]:

@@ -6,7 +6,6 @@ live        both processes on this machine
 host tables stock PyTorch with tables in host memory and the dense part on the device
 """
 
-import json
 import statistics
 import tempfile
 import time
@@ -18,7 +17,7 @@ import msgspec
 import numpy as np
 import torch
 
-from benchmarks.gpu_check.jobs import Size, make_job
+from benchmarks.gpu_check.jobs import Size, make_job, write_job
 from benchmarks.training import ours, stock
 from benchmarks.training.recorded import Touched, slots_for, touched, train_batches
 from benchmarks.training.replay import Replay
@@ -63,9 +62,7 @@ def live(job: Job, known: Touched, share: float) -> dict[str, Any]:
     """Both processes, started as a user starts them."""
     with tempfile.TemporaryDirectory(prefix="rowcast-check-") as folder:
         config = Path(folder) / "job.json"
-        content: dict[str, Any] = msgspec.to_builtins(job)
-        content.pop("tables_from")
-        config.write_text(json.dumps(content))
+        write_job(config, job)
         capacity = f'cache.capacity="{max(int(known.rows * share), known.largest_batch)} rows"'
         found = ours.run(config, [capacity], None)
         return {"ms": 1e3 * found.wall_s / found.steps, **msgspec.to_builtins(found)}

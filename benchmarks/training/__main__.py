@@ -26,6 +26,7 @@ from pathlib import Path
 import msgspec
 
 from benchmarks.machine import machine
+from benchmarks.processes import turns
 from benchmarks.training import ours
 from benchmarks.training.outcome import Outcome
 from benchmarks.training.peer_folder import why_not, write_folder
@@ -92,13 +93,10 @@ def contestants(match: Match, capacities: Sequence[float], peers: Path | None) -
 
 def in_turn(everyone: Mapping[str, Contestant], rounds: int) -> dict[str, list[Outcome]]:
     found: dict[str, list[Outcome]] = {name: [] for name in everyone}
-    names = list(everyone)
-    for number in range(rounds):
-        turn = number % len(names)
-        for name in (*names[turn:], *names[:turn]):
-            outcome = everyone[name]()
-            found[name].append(outcome)
-            print(f"round {number + 1}: {name}: {outcome.samples_per_s:,.0f} samples/s", file=sys.stderr, flush=True)
+    for number, name in turns(list(everyone), rounds):
+        outcome = everyone[name]()
+        found[name].append(outcome)
+        print(f"round {number}: {name}: {outcome.samples_per_s:,.0f} samples/s", file=sys.stderr, flush=True)
     return found
 
 
@@ -176,7 +174,8 @@ def main() -> None:
     facts = machine()
     print(" ".join(f"{name}={value}" for name, value in facts.items()))
     ratios = {name: ratio(found, name) for name in found}
-    content = {"machine": facts, "settings": settings, "device": match.device, "need": need, "to_stock": ratios}
+    told = [setting for setting in settings if not setting.startswith("data.path")]  # where the data lies says nothing of the figures
+    content = {"machine": facts, "settings": told, "device": match.device, "need": need, "to_stock": ratios}
     path = RESULTS / f"training-{options.name}.json"
     outcomes = {"outcomes": msgspec.to_builtins(found)}
     path.write_text(json.dumps(content | outcomes, indent=1) + "\n")

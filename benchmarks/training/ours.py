@@ -1,8 +1,6 @@
 """Contestant: rowcast, both processes, started as a user starts them. What they did is read from their report and their metrics."""
 
 import socket
-import subprocess
-import sys
 import tempfile
 import time
 import urllib.error
@@ -12,6 +10,7 @@ from pathlib import Path
 
 from prometheus_client.parser import text_string_to_metric_families
 
+from benchmarks.processes import see_out, start
 from benchmarks.training.outcome import Outcome
 from protocol.job import Job
 from trainer.report import Report, read_report
@@ -35,20 +34,12 @@ def run(config: Path, settings: Sequence[str], steps: int | None) -> Outcome:
             time.sleep(POLL_S)
             for name, port in ports.items():
                 last[name] = scraped(port) or last[name]
-        for name, process in started.items():
-            _, said = process.communicate(timeout=120)
-            if process.returncode != 0:
-                raise RuntimeError(f"the {name} ended with code {process.returncode}: {said.strip()[-2000:]}")
+        see_out(started, 120)
         return outcome(read_report(run_dir / "report.json"), last)
 
 
 def until(name: str, steps: int | None) -> list[str]:
     return ["--max-steps", str(steps)] if steps is not None and name == "prefetcher" else []
-
-
-def start(name: str, arguments: Sequence[str]) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", name, "run", *arguments]
-    return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
 
 
 def free_ports(count: int) -> Iterator[int]:

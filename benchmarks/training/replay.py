@@ -25,15 +25,15 @@ from prefetcher.stores.initializer import first_records
 from protocol.batch import ScheduledBatch
 from protocol.conversation import Conversation
 from protocol.job import Job
-from protocol.messages import PROTOCOL_VERSION, Hello, Released, RingSpec, RowsBack, StepDone, StepReady, Welcome
+from protocol.messages import PROTOCOL_VERSION, RingSpec, RowsBack, StepDone, StepReady, Welcome
 from protocol.packing import Block, Piece, cut, plan_block, plan_header, plan_stamp
 from protocol.session import Session
 from protocol.tables import GroupSpec, aligned, group_specs
 from protocol.transport.inproc import inproc_pair
-from protocol.transport.ring import RingReader, RingWriter
+from protocol.transport.ring import RingReader, RingWriter, release
 from protocol.transport.ring_file import in_memory_buffer
 from trainer.dense import Tensors
-from trainer.encounter import make_records
+from trainer.encounter import hello, make_records
 from trainer.engine import EngineParts, TrainerEngine
 from trainer.host_memory import host_memory
 from trainer.metrics import new_counters
@@ -84,9 +84,7 @@ class Peer:
     def _rows_back(self, message: RowsBack) -> None:
         if message.payload is not None and message.step is not None:
             self._back_ring.view(message.payload, plan_stamp(message.step, message.piece))
-            position = self._back_ring.done(message.payload)
-            if position is not None:
-                self._conversation.send(Released(position=position))
+            release(self._back_ring, message.payload, self._conversation.send)
 
 
 class Losses:
@@ -173,17 +171,7 @@ class Replay:
             restore_bytes=0,
             verify=0.0,
         )
-        hello = Hello(
-            protocol_version=PROTOCOL_VERSION,
-            job_digest=job.session_digest(),
-            rank=0,
-            world_size=1,
-            pid=2,
-            threads=1,
-            device=str(device),
-            mode="train",
-        )
-        ours.send(hello)
+        ours.send(hello(job, "train", 1, device))
         theirs.advance()
         theirs.send(welcome)
         ours.advance()

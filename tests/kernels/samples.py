@@ -13,6 +13,7 @@ from torch import Tensor
 
 import protocol.plan
 from trainer.kernels import GroupLookup, RowOptimizerKind, Rows, Rule, torch_ops
+from trainer.kernels.self_check import fill_randomly
 
 KINDS: tuple[RowOptimizerKind, ...] = ("sgd", "adagrad", "rowwise_adagrad", "adam")
 PRECISIONS = ((torch.float32, False), (torch.float16, False), (torch.float16, True), (torch.bfloat16, False), (torch.bfloat16, True))
@@ -86,13 +87,7 @@ class Layout:
         """f32 [num_slots, record]: parts with values that training may have left, and all bytes between them 9.0."""
         generator = torch.Generator().manual_seed(seed)
         records = torch.full((num_slots, self.parts()[-1][0]), 9.0)
-        rows = self.rows(records)
-        values = torch.randn(num_slots, self.dim, generator=generator)
-        rows.weight.copy_(values)
-        if rows.master is not None:
-            rows.master.copy_(values)
-        for state in rows.states:
-            state.copy_(torch.rand(state.shape, generator=generator))
+        fill_randomly(self.rows(records), generator)
         return records
 
     def rows(self, records: Tensor) -> Rows:

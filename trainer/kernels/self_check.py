@@ -8,7 +8,7 @@ from torch import Tensor
 
 from protocol.job import SparseOptimizer
 from protocol.tables import GroupSpec
-from trainer.kernels import GroupLookup, Kernels, torch_ops
+from trainer.kernels import GroupLookup, Kernels, Rows, torch_ops
 from trainer.optim import rows_of, rule_at
 
 NUM_ROWS, NUM_LOOKUPS, NUM_STEPS = 1000, 2500, 2
@@ -93,13 +93,18 @@ def random_records(group: GroupSpec, generator: torch.Generator) -> Tensor:
     """f32 [NUM_ROWS, record_floats] with states that no square root refuses."""
     records = torch.zeros(NUM_ROWS, group.record_floats, dtype=torch.float32)
     rows = rows_of(records, group)
+    fill_randomly(rows, generator)
+    return records
+
+
+def fill_randomly(rows: Rows, generator: torch.Generator) -> None:
+    """With values that training may have left."""
     values = torch.randn(rows.weight.shape, generator=generator)
     rows.weight.copy_(values)
     if rows.master is not None:
         rows.master.copy_(values)
     for state in rows.states:
         state.copy_(torch.rand(state.shape, generator=generator))
-    return records
 
 
 def random_gradient(num_bags: int, dim: int, generator: torch.Generator) -> Tensor:

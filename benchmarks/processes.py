@@ -1,0 +1,27 @@
+"""Both processes of a run, started as a user starts them, and whose turn it is among those that are compared."""
+
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+
+
+def turns(names: Sequence[str], rounds: int) -> Iterator[tuple[int, str]]:
+    """(round from 1, name): each round has every name once, in an order that turns from round to round."""
+    for number in range(rounds):
+        turn = number % len(names)
+        for name in (*names[turn:], *names[:turn]):
+            yield number + 1, name
+
+
+def start(name: str, arguments: Sequence[str]) -> subprocess.Popen[str]:
+    """`prefetcher run` or `trainer run`."""
+    command = [sys.executable, "-m", name, "run", *arguments]
+    return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+
+
+def see_out(processes: Mapping[str, subprocess.Popen[str]], timeout_s: float) -> None:
+    """Raises RuntimeError with what a process said where one fails."""
+    for name, process in processes.items():
+        _, said = process.communicate(timeout=timeout_s)
+        if process.returncode != 0:
+            raise RuntimeError(f"the {name} ended with code {process.returncode}: {said.strip()[-2000:]}")
