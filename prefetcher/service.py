@@ -5,6 +5,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
+from prefetcher.background import move_to_background
 from prefetcher.checkpoints.folder import Checkpoints
 from prefetcher.incarnation import Incarnation, RunParts, new_run_id
 from prefetcher.metrics import PrefetcherCollector, PrefetcherGauges, new_counters
@@ -59,6 +60,8 @@ class PrefetcherRun:
 
     def run(self) -> None:
         """Returns when the run is finished or was stopped in order. Raises the first error of any stage."""
+        if self._job.prefetcher.background:
+            move_to_background()
         with ExitStack() as stack:
             stack.enter_context(self._directory)
             self._serve_metrics(stack)

@@ -456,6 +456,9 @@ class Prefetcher(Section, frozen=True, kw_only=True):
     # `package.module:factory` one in all
     workers: int = 1
     threads: int | Literal["auto"] = "auto"  # of the planner; `auto` is a quarter of the cores
+    # it runs only where nobody else wants a core (Linux: SCHED_IDLE): for a trainer on the CPU of a machine that nobody else uses; two
+    # terminals are two to the kernel, so start both from one (`python -m deploy.local`)
+    background: bool = False
 
     def __post_init__(self) -> None:
         if not 1 <= self.workers <= MAX_WORKERS:
@@ -521,7 +524,8 @@ class Job(Section, frozen=True, kw_only=True):
         content = msgspec.to_builtins(self)
         content.pop("metrics")
         content["trainer"].pop("threads")
-        content["prefetcher"].pop("threads")
+        for key in ("threads", "background"):
+            content["prefetcher"].pop(key)
         for section, key in (("transport", "endpoint"), ("transport", "keys"), ("store", "path")):
             content[section].pop(key)
         return digest(content)

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.samples import Sample
 
 from benchmarks.processes import see_out, start
 from benchmarks.training.outcome import Outcome
@@ -33,7 +34,7 @@ def run(config: Path, settings: Sequence[str], steps: int | None) -> Outcome:
         while started["trainer"].poll() is None:
             time.sleep(POLL_S)
             for name, port in ports.items():
-                last[name] = scraped(port) or last[name]
+                last[name] = phases(port) or last[name]
         see_out(started, 120)
         return outcome(read_report(run_dir / "report.json"), last)
 
@@ -49,26 +50,30 @@ def free_ports(count: int) -> Iterator[int]:
         listening.close()
 
 
-def scraped(port: int) -> Metrics:
+def phases(port: int) -> Metrics:
     """Empty where nobody answers."""
+    return {sample.labels["phase"]: sample.value for sample in scraped(port) if sample.name == f"{PHASES}_total"}
+
+
+def scraped(port: int) -> list[Sample]:
+    """What a process has counted; empty where nobody answers."""
     try:
         with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=2) as answer:
             text = answer.read().decode()
     except (OSError, urllib.error.URLError):
-        return {}
-    families = [family for family in text_string_to_metric_families(text) if family.name == PHASES]
-    return {sample.labels["phase"]: sample.value for family in families for sample in family.samples}
+        return []
+    return [sample for family in text_string_to_metric_families(text) for sample in family.samples]
 
 
 def outcome(report: Report, last: dict[str, Metrics]) -> Outcome:
     wall_s = report.wall_s
-    phases = {f"{name} {phase}": seconds for name, metrics in last.items() for phase, seconds in metrics.items()}
+    seconds_in = {f"{name} {phase}": seconds for name, metrics in last.items() for phase, seconds in metrics.items()}
     return Outcome(
         samples=report.samples,
         steps=report.steps,
         wall_s=wall_s,
         loss=report.loss or 0.0,
-        cores={phase: seconds / wall_s for phase, seconds in phases.items()},
+        cores={phase: seconds / wall_s for phase, seconds in seconds_in.items()},
         waited_share=report.stall_share,
         need={
             "look-ups": report.lookups / wall_s,
@@ -79,7 +84,7 @@ def outcome(report: Report, last: dict[str, Metrics]) -> Outcome:
             "bytes from the device": report.bytes_from_device / wall_s,
         },
         device_bytes=report.device_bytes,
-        phases={phase: 1e3 * seconds / report.steps for phase, seconds in phases.items()},
+        phases={phase: 1e3 * seconds / report.steps for phase, seconds in seconds_in.items()},
     )
 
 

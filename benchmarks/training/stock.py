@@ -9,11 +9,12 @@ python -m benchmarks.training.stock --config job.toml [--set ...] --steps 141
 
 import argparse
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 from pathlib import Path
 
 import numpy as np
+import prometheus_client
 import torch
 from torch import Tensor, nn
 
@@ -67,7 +68,10 @@ def sparse_optimizer(settings: SparseOptimizer, parameters: Iterator[nn.Paramete
     return torch.optim.Adagrad(parameters, lr=settings.lr, eps=settings.epsilon, initial_accumulator_value=settings.initial_accumulator)
 
 
-def run(job: Job, steps: int | None, tables: torch.device, device: torch.device) -> Outcome:
+def run(
+    job: Job, steps: int | None, tables: torch.device, device: torch.device, count: Callable[[int], None] = lambda samples: None
+) -> Outcome:
+    """`count` hears of the samples of every step."""
     embeddings = StockEmbeddings(job, tables)
     reader = open_reader(job)
     batches = (scheduled.batch for scheduled in schedule(job, reader, steps) if scheduled.kind == "train")
@@ -85,6 +89,7 @@ def run(job: Job, steps: int | None, tables: torch.device, device: torch.device)
         sparse.step()
         losses.append(loss.detach())
         samples += batch.size
+        count(batch.size)
     last = torch.stack(losses[-LOSSES:]).mean().item()  # waits for the device
     wall_s = time.perf_counter() - began_s
     cores = {"process": (time.process_time() - began_cpu_s) / wall_s}
@@ -98,10 +103,14 @@ def main() -> None:
     parser.add_argument("--steps", type=int)
     parser.add_argument("--tables", default="cpu")
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--port", type=int, help="serves rowcast_samples_total while it trains")
     options = parser.parse_args()
     job = load_job(options.config, tuple(options.overrides))
     torch.set_num_threads(usable_cores() if job.trainer.threads == "auto" else job.trainer.threads)
-    tell(run(job, options.steps, torch.device(options.tables), torch.device(options.device)))
+    trained = prometheus_client.Counter("rowcast_samples", "Trained.")
+    if options.port is not None:
+        prometheus_client.start_http_server(options.port, "127.0.0.1")
+    tell(run(job, options.steps, torch.device(options.tables), torch.device(options.device), trained.inc))
 
 
 if __name__ == "__main__":

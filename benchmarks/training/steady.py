@@ -1,0 +1,170 @@
+"""rowcast beside stock PyTorch while both train: each has turns of some seconds, and who has none is stopped (SIGSTOP).
+
+A machine that is shared changes its speed from minute to minute. Turns of whole runs see that as a difference, turns of seconds hardly do.
+Starts and last barriers are not in it; the first values of rows are, where the run is in its first epoch. Medians over all turns, ratios
+within a round.
+
+    rowcast              both processes, started by deploy.local
+    rowcast, background  the same with prefetcher.background = true
+    stock                one process, nn.EmbeddingBag(sparse=True) and torch.optim, every row in memory
+
+    python -m benchmarks.training.steady --config examples/retail.toml --set data.path='"train.tsv"' --set data.epochs=40 --name retail
+"""
+
+import argparse
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.machine import machine
+from benchmarks.processes import turns
+from benchmarks.training import ours
+from benchmarks.training.recorded import touched, train_batches
+from protocol.job_file import load_job
+
+RESULTS = Path(__file__).parents[1] / "results"
+START_S = 120.0
+WARM_STEPS = 8  # before a contestant is stopped for the first time
+SETTLE_S = 0.3  # of a turn, not measured
+POLL_S = 0.2
+SAMPLES, WAITS = "rowcast_samples_total", "rowcast_stall_seconds_total"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Turn:
+    wall_s: float
+    samples: float
+    waited_s: float
+
+    @property
+    def samples_per_s(self) -> float:
+        return self.samples / self.wall_s
+
+
+class Contestant:
+    """A process and all that it starts. One that was started runs until its first turn; afterwards only in its turns."""
+
+    def __init__(self, command: Sequence[str], port: int) -> None:
+        """`port`: where it counts."""
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", *command], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
+        )
+        self._port = port
+
+    def warm_up(self, samples: int) -> None:
+        """Raises RuntimeError where it does not train."""
+        deadline_s = time.monotonic() + START_S
+        while self._counted()[SAMPLES] < samples:
+            if self._process.poll() is not None or time.monotonic() > deadline_s:
+                raise RuntimeError(f"{self._process.args!r} has not trained {samples} samples")
+            time.sleep(POLL_S)
+        self._signal(signal.SIGSTOP)
+
+    def turn(self, seconds: float) -> Turn:
+        self._signal(signal.SIGCONT)
+        time.sleep(SETTLE_S)
+        before, began_s = self._counted(), time.perf_counter()
+        time.sleep(seconds)
+        after, ended_s = self._counted(), time.perf_counter()
+        self._signal(signal.SIGSTOP)
+        if self._process.poll() is not None:
+            raise RuntimeError(f"{self._process.args!r} ended within its turns; give it more epochs")
+        return Turn(wall_s=ended_s - began_s, samples=after[SAMPLES] - before[SAMPLES], waited_s=after[WAITS] - before[WAITS])
+
+    def end(self) -> None:
+        if self._process.poll() is None:
+            self._signal(signal.SIGKILL)
+        self._process.wait()
+
+    def _signal(self, number: signal.Signals) -> None:
+        os.killpg(self._process.pid, number)
+
+    def _counted(self) -> dict[str, float]:
+        counted = dict.fromkeys((SAMPLES, WAITS), 0.0)
+        for sample in ours.scraped(self._port):
+            if sample.name in counted:
+                counted[sample.name] += sample.value
+        return counted
+
+
+def commands(config: Path, settings: Sequence[str], capacity: str, folder: Path) -> dict[str, tuple[list[str], int]]:
+    """Of each contestant, and the port where it counts."""
+    given = ["--config", str(config), *(f"--set={setting}" for setting in settings)]
+    stock_port, *ports = ours.free_ports(5)
+    found = {"stock": (["benchmarks.training.stock", *given, f"--port={stock_port}"], stock_port)}
+    for name, background in (("rowcast", "false"), ("rowcast, background", "true")):
+        trainer_port, prefetcher_port = ports.pop(), ports.pop()
+        own = [
+            capacity,
+            f"prefetcher.background={background}",
+            f'metrics.trainer="127.0.0.1:{trainer_port}"',
+            f'metrics.prefetcher="127.0.0.1:{prefetcher_port}"',
+            f'job.run_dir="{folder / background}"',
+        ]
+        found[name] = (["deploy.local", *given, *(f"--set={setting}" for setting in own)], trainer_port)
+    return found
+
+
+def in_turn(started: dict[str, tuple[list[str], int]], warm_samples: int, rounds: int, seconds: float) -> dict[str, list[Turn]]:
+    found: dict[str, list[Turn]] = {name: [] for name in started}
+    with ExitStack() as stack:
+        contestants = {}
+        for name, (command, port) in started.items():
+            contestants[name] = Contestant(command, port)
+            stack.callback(contestants[name].end)
+            contestants[name].warm_up(warm_samples)
+        for _, name in turns(list(contestants), rounds):
+            found[name].append(contestants[name].turn(seconds))
+    return found
+
+
+def ratios(found: dict[str, list[Turn]], name: str) -> list[float]:
+    return [own.samples_per_s / stock.samples_per_s for own, stock in zip(found[name], found["stock"], strict=True)]
+
+
+def table(found: dict[str, list[Turn]]) -> str:
+    lines = ["| contestant | samples/s | over stock | its quartiles | waited for rows |", "|---|---|---|---|---|"]
+    for name, own in found.items():
+        rate = statistics.median(turn.samples_per_s for turn in own)
+        low, median, high = statistics.quantiles(ratios(found, name), n=4)
+        waited = sum(turn.waited_s for turn in own) / sum(turn.wall_s for turn in own)
+        lines.append(f"| {name} | {rate:,.0f} | {median:.2f} | {low:.2f} to {high:.2f} | {100 * waited:.2f} % |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--config", type=Path, required=True)
+    parser.add_argument("--set", action="append", default=[], dest="overrides")
+    parser.add_argument("--name", required=True, help="of the file in benchmarks/results")
+    parser.add_argument("--capacity", type=float, default=10.0, help="percent of the rows that an epoch touches")
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--seconds", type=float, default=3.0, help="of a turn")
+    options = parser.parse_args()
+    settings = (*options.overrides, "data.eval_fraction=0")
+    job = load_job(options.config, (*settings, 'cache.capacity="1GiB"', "data.epochs=1"))
+    rows = touched(job, train_batches(job, None))
+    capacity = ours.capacity_setting(job, rows.rows, options.capacity, rows.largest_batch)
+    with tempfile.TemporaryDirectory(prefix="rowcast-bench-") as folder:
+        started = commands(options.config, settings, capacity, Path(folder))
+        found = in_turn(started, WARM_STEPS * job.data.batch_size, options.rounds, options.seconds)
+    told = [setting for setting in settings if not setting.startswith("data.path")]  # where the data lies says nothing of the figures
+    print(f"{options.config.name} {' '.join(told)}, {options.rounds} rounds of {options.seconds:g} s")
+    print(table(found))
+    medians = {name: statistics.median(ratios(found, name)) for name in found}
+    speeds = {name: [turn.samples_per_s for turn in own] for name, own in found.items()}
+    content = {"machine": machine(), "settings": [*told, capacity], "to_stock": medians, "samples_per_s": speeds}
+    (RESULTS / f"steady-{options.name}.json").write_text(json.dumps(content, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
