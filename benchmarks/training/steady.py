@@ -36,6 +36,7 @@ START_S = 120.0
 WARM_STEPS = 8  # before a contestant is stopped for the first time
 SETTLE_S = 0.3  # of a turn, not measured
 POLL_S = 0.2
+EDGE_S = 0.01  # how exactly the end of a step is told
 SAMPLES, WAITS = "rowcast_samples_total", "rowcast_stall_seconds_total"
 
 
@@ -72,9 +73,9 @@ class Contestant:
     def turn(self, seconds: float) -> Turn:
         self._signal(signal.SIGCONT)
         time.sleep(SETTLE_S)
-        before, began_s = self._counted(), time.perf_counter()
+        before, began_s = self._at_step_end()
         time.sleep(seconds)
-        after, ended_s = self._counted(), time.perf_counter()
+        after, ended_s = self._at_step_end()
         self._signal(signal.SIGSTOP)
         if self._process.poll() is not None:
             raise RuntimeError(f"{self._process.args!r} ended within its turns; give it more epochs")
@@ -87,6 +88,13 @@ class Contestant:
 
     def _signal(self, number: signal.Signals) -> None:
         os.killpg(self._process.pid, number)
+
+    def _at_step_end(self) -> tuple[dict[str, float], float]:
+        """What is counted when the next step has ended, and when that was."""
+        deadline_s, first = time.monotonic() + START_S, self._counted()
+        while (counted := self._counted())[SAMPLES] == first[SAMPLES] and time.monotonic() < deadline_s:
+            time.sleep(EDGE_S)
+        return counted, time.perf_counter()
 
     def _counted(self) -> dict[str, float]:
         counted = dict.fromkeys((SAMPLES, WAITS), 0.0)
