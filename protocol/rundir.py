@@ -60,6 +60,6 @@ class RunDirectory:
         path = self.path / COMPLETE
         if path.exists():
             raise ConfigError(
-                f"the run in {self.path} finished after {path.read_text().strip()} train steps; add --fresh to start over, "
-                f"or set another job.run_dir"
+                f"the run in {self.path} finished after {path.read_text().strip()} train steps; add --fresh to start over (in a script: "
+                f"fresh=True), or set another job.run_dir"
             )

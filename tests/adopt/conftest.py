@@ -4,6 +4,7 @@ import os
 from collections.abc import Iterator
 
 import pytest
+import structlog
 
 from tests.adopt.runs import Launches, launched_by
 from tests.system.starting import Starter
@@ -12,3 +13,11 @@ from tests.system.starting import Starter
 @pytest.fixture
 def launches(starter: Starter, monkeypatch: pytest.MonkeyPatch) -> Iterator[Launches]:
     yield from launched_by(starter, dict(os.environ), monkeypatch.setattr)
+
+
+@pytest.fixture(autouse=True)
+def _own_logs() -> Iterator[None]:
+    """Logs are set up by nobody, as in a script, and a test leaves none of its own behind."""
+    structlog.reset_defaults()
+    yield
+    structlog.reset_defaults()

@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 import trainer
+import trainer.kernels.choose
 from protocol.errors import ConfigError, Mismatch
 from tests.adopt.runs import CONFIGS, Launches, Model, make, train_all, train_on
 from trainer.adopt.files import SCRIPT, import_tables, run_prefetcher_command
@@ -24,6 +25,17 @@ def test_a_script_that_its_own_prefetcher_imports_is_told_to_guard_itself(tmp_pa
     monkeypatch.setenv(SCRIPT, "77")
     with pytest.raises(ConfigError, match=r"the prefetcher of process 77 imports this script .* under `if __name__ == \"__main__\":`"):
         trainer.connect(model.ebc, DATASET)
+
+
+def test_a_warning_leaves_the_scripts_standard_output_alone(
+    tmp_path: Path, launches: Launches, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(trainer.kernels.choose, "difference", lambda *others: "made up")
+    model, optimizer = make(tmp_path)
+    train_all(model, optimizer, trainer.connect(model.ebc, DATASET, max_steps=2))
+    out, err = capfd.readouterr()
+    assert out == ""
+    assert "compiled kernels have other bits than torch here" in err
 
 
 def test_a_forgotten_train_mode_is_named(tmp_path: Path, launches: Launches) -> None:
@@ -85,6 +97,8 @@ def test_a_connect_that_was_refused_changes_nothing(tmp_path: Path) -> None:
     model, optimizer = make(tmp_path)
     before = model.ebc.job
     wrong: list[Any] = [{"dense": (3,)}, {"epochs": 0}]
+    with pytest.raises(ConfigError, match=r'is no name; the prefetcher, another process, imports what "package.module:factory"'):
+        trainer.connect(model.ebc, train_on)  # type: ignore[arg-type]
     for options in wrong:
         with pytest.raises(ConfigError):
             trainer.connect(model.ebc, DATASET, **options)

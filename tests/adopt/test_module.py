@@ -172,6 +172,14 @@ def test_a_config_may_come_from_elsewhere() -> None:
         ([config()], {"optimizer": {"kind": "sgd", "lr": 0.1, "momentum": 0.9}}, "momentum on rows is refused"),
         ([config()], {"job": {"lookahead": 4}}, 'write "section.key": value'),
         ([config()], {"job": {"lookahead.dept": 4}}, "unknown key dept"),
+        ([config()], {"job": {"tables.dtype": "fp16"}}, r"tables\.dtype is nothing that can be set here; tables are as the configs say"),
+        ([config()], {"job": {"data.format.x": 1}}, r"data\.format\.x is nothing that can be set here"),
+        (
+            [config()],
+            {"optimizer": "adagrad"},
+            'optimizer = \'adagrad\' does not say how rows are trained; give {"kind": "adagrad", "lr": 0.05}',
+        ),
+        ([config()], {"optimizer": torch.optim.SGD}, "does not say how rows are trained"),
         ([config()], {"device": "tpu"}, "trainer.device = 'tpu' is no device"),
     ],
 )

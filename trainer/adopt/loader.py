@@ -11,10 +11,12 @@ from os import environ
 from types import TracebackType
 from typing import Any, Self
 
+import structlog
 import torch
 
 from protocol.child import Child
 from protocol.errors import ConfigError
+from protocol.telemetry.logs import setup_logging
 from trainer.adopt import files
 from trainer.adopt.batch import LoadedBatch
 from trainer.adopt.dense import DenseSide, Stateful
@@ -49,6 +51,10 @@ def connect(
     """
     files.refuse_within_prefetcher()
     refuse_several_ranks(environ.get("WORLD_SIZE", "1"))
+    if not isinstance(dataset, str | None):
+        raise ConfigError(
+            f'connect: dataset = {dataset!r} is no name; the prefetcher, another process, imports what "package.module:factory" names'
+        )
     given = {"data.format": dataset, "data.epochs": epochs, "data.options": options, "checkpoint.every": save_every}
     changes = {name: value for name, value in given.items() if value is not None}
     is_launched = dataset is not None or not ebc.has_job_file
@@ -129,6 +135,8 @@ class Loader:
     def _open(self) -> None:
         if not self._is_open:
             self._is_open = True
+            if not structlog.is_configured():
+                setup_logging("trainer", "warning")  # else structlog writes to the script's standard output
             warm_up_sqrt()
             self._session.open()
             self._ebc.begin(self._session)

@@ -45,6 +45,10 @@ def job_content(
         missing = "optimizer" if optimizer is None else "capacity"
         example = {"optimizer": '{"kind": "adagrad", "lr": 0.05}', "capacity": '"64MiB"'}[missing]
         raise ConfigError(f"EmbeddingBagCollection: {missing} is missing; give {missing}={example}, or a job file with tables")
+    if not isinstance(optimizer, SparseOptimizer | Mapping):
+        raise ConfigError(
+            f'EmbeddingBagCollection: optimizer = {optimizer!r} does not say how rows are trained; give {{"kind": "adagrad", "lr": 0.05}}'
+        )
     content: dict[str, Any] = {
         "job": {"seed": seed, "run_dir": run_dir},
         "data": {"format": NO_DATA},
@@ -69,7 +73,11 @@ def lay(content: dict[str, Any], name: str, value: Any) -> None:
         *sections, last = own_key.split(".")
         target = content.setdefault(section, {})
         for inner in sections:
-            target = target.setdefault(inner, {})
+            target = target.setdefault(inner, {}) if isinstance(target, dict) else target
+        if not isinstance(target, dict):
+            raise ConfigError(
+                f"job = {{{name!r}: ...}}: {section}.{own_key} is nothing that can be set here; tables are as the configs say"
+            )
         target[last] = own
 
 
