@@ -14,13 +14,15 @@ def policies(pid: int) -> set[int]:
     return {os.sched_getscheduler(int(task.name)) for task in Path(f"/proc/{pid}/task").iterdir()}
 
 
-@pytest.mark.parametrize(("background", "policy"), [(False, "SCHED_OTHER"), (True, "SCHED_IDLE")])
-def test_the_prefetcher_gives_way_where_the_job_says_so(background: bool, policy: str, session: Session) -> None:
+@pytest.mark.parametrize("background", [False, True])
+def test_the_prefetcher_gives_way_where_the_job_says_so(background: bool, session: Session) -> None:
+    own = os.sched_getscheduler(0)
     session.write_job(prefetcher={"background": background})
     prefetcher, trainer = session.start_training()
+    if "prefetcher.background has no effect here" in prefetcher.stderr:
+        pytest.skip("the system refuses SCHED_IDLE")
     decoders = session.children()
     assert decoders
-    assert {pid: policies(pid) for pid in [prefetcher.pid, *decoders]} == {
-        pid: {getattr(os, policy)} for pid in [prefetcher.pid, *decoders]
-    }
-    assert policies(trainer.pid) == {os.SCHED_OTHER}
+    for pid in (prefetcher.pid, *decoders):
+        assert policies(pid) == {os.SCHED_IDLE if background else own}
+    assert policies(trainer.pid) == {own}
