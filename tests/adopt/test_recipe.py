@@ -1,0 +1,29 @@
+"""What docs/adopt.md shows of a model with bare `nn.EmbeddingBag`s is run as it stands there."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import trainer
+from trainer import EmbeddingBagConfig
+
+DOC = Path(__file__).parents[2] / "docs" / "adopt.md"
+
+
+def test_tables_of_an_old_checkpoint_are_those_that_the_module_begins_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    [recipe] = re.findall(r"^```python\n(.*?)^```", DOC.read_text(), flags=re.MULTILINE | re.DOTALL)
+    rows = {"user": 100_000, "item": 20_000, "shop": 50}
+    model = nn.Module()
+    model.bags = nn.ModuleDict({name: nn.EmbeddingBag(count, 16, mode="sum", sparse=True) for name, count in rows.items()})
+    monkeypatch.chdir(tmp_path)
+    torch.save(model.state_dict(), "old.pt")
+    shown = {"torch": torch, "trainer": trainer, "EmbeddingBagConfig": EmbeddingBagConfig}
+    exec(recipe, shown)
+    [ebc] = [own for own in shown.values() if isinstance(own, trainer.EmbeddingBagCollection)]
+    found = ebc.state_dict()
+    assert list(found) == [f"embedding_bags.{name}.weight" for name in rows]
+    for name in rows:
+        assert torch.equal(found[f"embedding_bags.{name}.weight"], model.state_dict()[f"bags.{name}.weight"])
