@@ -38,6 +38,20 @@ def test_a_warning_leaves_the_scripts_standard_output_alone(
     assert "compiled kernels have other bits than torch here" in err
 
 
+@pytest.mark.parametrize(("steps", "warned"), [(3, False), (4, True)])
+def test_a_loader_that_is_left_between_two_epochs_says_so(
+    steps: int, warned: bool, tmp_path: Path, launches: Launches, capfd: pytest.CaptureFixture[str]
+) -> None:
+    model, optimizer = make(tmp_path)
+    with trainer.connect(model.ebc, "tests.adopt.clicks:listed", epochs=2) as loader:
+        for done, batch in enumerate(loader, start=1):
+            train_on(model, optimizer, batch)
+            if done == steps and not warned:
+                break
+    assert done == steps
+    assert ("one `for` loop over it is one epoch" in capfd.readouterr().err) == warned
+
+
 def test_a_forgotten_train_mode_is_named(tmp_path: Path, launches: Launches) -> None:
     model, optimizer = make(tmp_path)
     with trainer.connect(model.ebc, DATASET) as loader:

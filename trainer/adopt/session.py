@@ -29,6 +29,7 @@ from protocol.session import Session as Protocol
 from protocol.session import check_welcome
 from protocol.stages import IDLE_WAIT_S, Doorbell
 from protocol.tables import group_specs
+from protocol.telemetry.logs import get_logger
 from protocol.transport.zmq_link import ZmqLink
 from protocol.watch import PeerWatch, Progress
 from trainer.adopt.dense import DenseSide
@@ -60,6 +61,7 @@ FORGOTTEN = (
     "train step {} was looked up in eval mode alone, and an optimizer has stepped: its rows were not trained; call model.train() "
     "before it, or look up under torch.no_grad() where the rows are to stay as they are"
 )
+LEFT_BETWEEN_EPOCHS = "the training script has left the loader between two epochs: one `for` loop over it is one epoch"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,6 +94,7 @@ class Session:
         self._kernels: Kernels = torch_ops
         self._child: Child | None = None
         self._next: ArrivedStep | None = None  # taken, and not begun
+        self._epoch: int | None = None  # of the last step begun
         self._follows_barrier = False  # the step in hand
         self._steps = OptimizerSteps()
         self._stack.callback(self._steps.close)
@@ -231,7 +234,7 @@ class Session:
         self._follows_barrier, self.is_trained = self._engine.loop.stop_reason is not None, False
         self._steps_looked_at = None
         self._engine.loop.begin(step)
-        self.current = step
+        self.current, self._epoch = step, step.header.epoch
         return step
 
     def finish(self) -> None:
@@ -325,6 +328,8 @@ class Session:
         """Whatever the script still had to do: both processes end. Idempotent, and nothing in a process that was forked from this one."""
         if self._closed or self._pid != os.getpid():
             return
+        if self._next is not None and self._epoch is not None and self._next.header.epoch != self._epoch:
+            get_logger().warning(LEFT_BETWEEN_EPOCHS, epochs=self._job.data.epochs, done=self._epoch + 1)
         self._tell(RowcastError(f"the training script left its loop after {self.train_steps} train steps"))
         self._close_stack()
 
