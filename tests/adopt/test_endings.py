@@ -16,7 +16,7 @@ import trainer
 from protocol.child import last_line
 from protocol.errors import DataError, RowcastError
 from tests.adopt.runs import CONFIGS, Launches, Model, make, train_all, train_on, train_until
-from tests.system.processes import ROOT
+from tests.system.processes import ROOT, proc_text
 from trainer.adopt.module import EmbeddingBagCollection
 
 DATASET = "tests.adopt.clicks:train"
@@ -133,7 +133,7 @@ def test_a_script_that_ends_takes_its_prefetcher_with_it(ends: str, code: int, l
     assert done.returncode == code, done.stderr
     lock = (tmp_path / "prefetcher.lock").read_text()
     deadline_s = time.monotonic() + 30
-    while Path(f"/proc/{lock}").exists() and "zombie" not in Path(f"/proc/{lock}/status").read_text():
+    while Path(f"/proc/{lock}").exists() and "zombie" not in proc_text(int(lock), "status"):
         assert time.monotonic() < deadline_s, f"prefetcher {lock} still runs"
         time.sleep(0.05)
     assert last_line(tmp_path / "prefetcher.log").startswith(f"rowcast prefetcher: {last}")

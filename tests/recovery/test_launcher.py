@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.system.processes import END_TIMEOUT_S, Process, Session
+from tests.system.processes import END_TIMEOUT_S, Process, Session, proc_text
 
 
 def child(session: Session, word: str) -> int:
-    [pid] = [pid for pid in session.children() if word in Path(f"/proc/{pid}/cmdline").read_text()]
+    [pid] = [pid for pid in session.children() if word in proc_text(pid, "cmdline")]
     return pid
 
 

@@ -17,7 +17,7 @@ import pytest
 from protocol.faults import VARIABLE
 from tests.counts import count
 from tests.recovery.runs import END_TIMEOUT_S, Outcome, Recovering, end_well, outcome_of, sections
-from tests.system.processes import ROOT, Session
+from tests.system.processes import ROOT, Session, proc_text
 
 SHARED_MEMORY = Path("/dev/shm")
 LONGEST_LIFE_S = 2.0
@@ -117,7 +117,7 @@ def test_a_dev_shm_that_fills_up_during_the_run_is_nobodys_concern(tmp_path: Pat
 
 
 def stopped_children(session: Session) -> list[int]:
-    return [pid for pid in session.children() if "T (stopped)" in Path(f"/proc/{pid}/status").read_text()]
+    return [pid for pid in session.children() if "T (stopped)" in proc_text(pid, "status")]
 
 
 def fill(path: Path) -> None:

@@ -309,6 +309,14 @@ class Session:
         return found | {process.pid for process in self._started if process.running}
 
 
+def proc_text(pid: int, name: str) -> str:
+    """A file of /proc/<pid>; empty where that process has ended, as one may that was seen a moment ago."""
+    try:
+        return Path(f"/proc/{pid}/{name}").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
+
+
 def environment_of(process: Path) -> bytes:
     try:
         return (process / "environ").read_bytes()

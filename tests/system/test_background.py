@@ -1,5 +1,6 @@
 """A prefetcher in the background: every thread of it, and its decoding process."""
 
+import contextlib
 import os
 from pathlib import Path
 
@@ -11,7 +12,11 @@ pytestmark = pytest.mark.skipif(not hasattr(os, "SCHED_IDLE"), reason="the syste
 
 
 def policies(pid: int) -> set[int]:
-    return {os.sched_getscheduler(int(task.name)) for task in Path(f"/proc/{pid}/task").iterdir()}
+    found = set()
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        with contextlib.suppress(ProcessLookupError):  # a thread that has ended
+            found.add(os.sched_getscheduler(int(task.name)))
+    return found
 
 
 @pytest.mark.parametrize("background", [False, True])

@@ -15,7 +15,7 @@ from protocol.job import Transport
 from protocol.session import Session as Talk
 from protocol.transport.inproc import inproc_pair
 from protocol.watch import GONE_GRACE_S, PAUSE_S, SILENCE_LIMIT_S, PeerWatch, Progress
-from tests.system.processes import Process, Session
+from tests.system.processes import Process, Session, proc_text
 
 SIGCONT, SIGKILL, SIGSTOP, SIGTERM = signal.SIGCONT, signal.SIGKILL, signal.SIGSTOP, signal.SIGTERM
 NOTICE_LIMIT_S = 10.0  # that the issue allows for noticing that a peer is gone
@@ -92,7 +92,7 @@ def test_a_killed_peer_ends_the_other_and_nothing_is_left(killed: str, session: 
 
 def test_a_killed_decoding_process_ends_both(session: Session) -> None:
     prefetcher, trainer = session.start_training()
-    [decoder] = [pid for pid in session.children() if "spawn_main" in Path(f"/proc/{pid}/cmdline").read_text()]
+    [decoder] = [pid for pid in session.children() if "spawn_main" in proc_text(pid, "cmdline")]
     session.kill(decoder)
     sentence = one_sentence(1, prefetcher, trainer)
     assert sentence.startswith(f"the decoding process (pid {decoder}, after ")

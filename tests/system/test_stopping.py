@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from tests.system.processes import Process, Session, launch
+from tests.system.processes import Process, Session, launch, proc_text
 
 SIGINT, SIGKILL, SIGTERM = signal.SIGINT, signal.SIGKILL, signal.SIGTERM
 STOP_LIMIT_S = 30.0  # that the design allows a stop in order
@@ -157,7 +157,7 @@ def test_the_launcher_passes_on_the_code_and_the_sentence_of_the_prefetcher(sess
 def test_the_launcher_names_a_killed_trainer_and_ends_the_prefetcher(session: Session) -> None:
     launcher = session.start("local")
     launcher.until(lambda: "waiting for the prefetcher" in launcher.stderr, "a trainer")
-    [trainer] = [pid for pid in session.children() if "\0trainer\0" in Path(f"/proc/{pid}/cmdline").read_text()]
+    [trainer] = [pid for pid in session.children() if "\0trainer\0" in proc_text(pid, "cmdline")]
     log = session.run_dir / "prefetcher.log"
     launcher.until(lambda: "trainer connected" in log.read_text(), "a conversation")
     session.kill(trainer)
