@@ -5,7 +5,6 @@ import shutil
 import signal
 import time
 from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 
