@@ -98,12 +98,13 @@ def places(job: Job, reader: Reader, max_steps: int | None = None, start: Positi
     return Schedule(job, reader, max_steps).batches(start or Position())
 
 
-def expected_train_steps(job: Job, reader: Reader, max_steps: int | None = None) -> int | None:
-    """Train steps of the whole run, or None where the reader does not know its samples."""
+def expected_train_steps(job: Job, reader: Reader, max_steps: int | None = None, start: Position | None = None) -> int | None:
+    """Train steps of the whole run, those before `start` included, or None where the reader does not know its samples."""
     num_samples = reader.num_samples("train")
     if num_samples is None:
         return None
-    steps = job.data.epochs * -(-num_samples // job.data.batch_size)
+    at, batches = start or Position(), -(-num_samples // job.data.batch_size)
+    steps = at.train_step + max(0, (job.data.epochs - at.epoch) * batches - at.train_batch)
     return steps if max_steps is None else min(steps, max_steps)
 
 
