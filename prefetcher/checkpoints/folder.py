@@ -102,7 +102,6 @@ class Checkpoints:
 
     def _rename(self, source: Path, target: Path) -> Steps:
         self.disk.rename(source, target)
-        crash_point("checkpoints moved")
         yield True
         self.disk.sync_folder(source.parent)
         yield True
