@@ -71,8 +71,8 @@ class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 class JobSection(Section, frozen=True, kw_only=True):
     name: str = "rowcast"  # a label of the metric `rowcast_build_info` only
     seed: int = 0  # of every random number: rows' first values, dense weights, shuffles
-    # folder of `report.json`, `report.html`, `losses.f32` and `checkpoints/step-<n>` (n counts evaluation steps too); held by one run at
-    # a time
+    # folder of `report.json`, `report.html`, `losses.f32`, `checkpoints/step-<n>` (n counts evaluation steps too) and `lines` (how many
+    # lines the pieces of text files have, so that the next start need not count them); held by one run at a time
     run_dir: str
 
     def __post_init__(self) -> None:
