@@ -8,7 +8,7 @@ import json
 import math
 import re
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 import xxhash
@@ -24,6 +24,7 @@ MAX_WORKERS = 64
 MAX_STEPS = 2**53  # of a schedule: still exact as a float
 BUILT_IN_MODELS = ("dlrm", "dcnv2", "tbsm")  # those that trainer/models builds by name
 
+Size = Annotated[str | int, msgspec.Meta(examples=["64MiB"])]
 Policy = Literal["lookahead", "lru", "lfu", "static"]
 RowType = Literal["fp32", "fp16", "bf16"]
 LARGEST: dict[RowType, float] = {"fp32": (2 - 2**-23) * 2.0**127, "fp16": 65504.0, "bf16": (2 - 2**-7) * 2.0**127}  # finite values
@@ -71,8 +72,8 @@ class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 class JobSection(Section, frozen=True, kw_only=True):
     name: str = "rowcast"  # a label of the metric `rowcast_build_info` only
     seed: int = 0  # of every random number: rows' first values, dense weights, shuffles
-    # folder of `report.json`, `report.html`, `losses.f32` and `checkpoints/step-<n>` (n counts evaluation steps too); held by one run at
-    # a time
+    # folder of `report.json`, `report.html`, `losses.f32`, `checkpoints/step-<n>` (n counts evaluation steps too) and `lines` (how many
+    # lines the pieces of text files have, so that the next start need not count them); held by one run at a time
     run_dir: str
 
     def __post_init__(self) -> None:
@@ -343,11 +344,11 @@ class Eval(Section, frozen=True, kw_only=True):
 class Cache(Section, frozen=True, kw_only=True):
     # device bytes for rows, all groups together, or `"20000 rows"` where all tables have one width and dtype; staging comes on top,
     # (`lookahead.depth` + 1) times a ring's size
-    capacity: str | int
+    capacity: Size
     policy: Policy = "lookahead"  # who leaves; `lru`, `lfu` and `static` are there to compare with, exact as well
     pin: str | None = None  # a file of rows that stay on the device once they are there, as `prefetcher profile --out` writes it
     # group -> its exact share of the capacity, such as `fp32_d16_sgd = "16MiB"` or `"20000 rows"`; the other groups divide what is left
-    groups: dict[str, str | int] = {}
+    groups: dict[str, Size] = {}
 
     def __post_init__(self) -> None:
         for capacity in (self.capacity, *self.groups.values()):
@@ -362,7 +363,7 @@ class Cache(Section, frozen=True, kw_only=True):
 class Lookahead(Section, frozen=True, kw_only=True):
     depth: int = 4  # steps whose rows are in flight, 1 to 64
     horizon: int | Literal["auto"] = "auto"  # batches of ids known ahead; `"auto"` grows while more would change what is fetched
-    id_bytes: str | int = "256MiB"  # host bytes that the ids known ahead may take under `horizon = "auto"`
+    id_bytes: Size = "256MiB"  # host bytes that the ids known ahead may take under `horizon = "auto"`
 
     def __post_init__(self) -> None:
         parse_bytes(self.id_bytes)
@@ -433,7 +434,7 @@ class Checkpoint(Section, frozen=True, kw_only=True):
 class Transport(Section, frozen=True, kw_only=True):
     endpoint: str = "ipc"  # `ipc` on one host; `tcp://host:port`: the prefetcher binds it, the trainer connects to it
     keys: str | None = None  # tcp: folder of CURVE keys, as `prefetcher keys --out` makes it (SECURITY.md)
-    ring: str | int = "auto"  # bytes of each of the two rings; `"auto"` fits the batches, and is 64 MiB over tcp
+    ring: Size = "auto"  # bytes of each of the two rings; `"auto"` fits the batches, and is 64 MiB over tcp
     connect_timeout: str | float = "60s"  # for the peer to come
     stall_timeout: str | float = "300s"  # without progress of either process, until both give up
     # how long a process whose peer is lost waits for another, to go on from the checkpoint; 0: it ends at once

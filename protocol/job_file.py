@@ -1,6 +1,5 @@
 """Reading a job file: TOML or JSON, `--set` overrides, the checks that no section can make alone, and sentences instead of traces."""
 
-import re
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -9,6 +8,7 @@ import msgspec
 
 from protocol.errors import ConfigError
 from protocol.job import CRITEO_KAGGLE_CARDINALITIES, MAX_TABLES, Job, Table, parse_bytes
+from protocol.job_types import check_types
 from protocol.tables import group_specs, rows_in
 
 
@@ -52,6 +52,7 @@ def apply_override(content: dict[str, Any], override: str) -> None:
 def parse_job(content: dict[str, Any], source: str = "job") -> Job:
     """Checks the content of a job file. Raises ConfigError with one sentence that names the key."""
     try:
+        check_types(content, Job)
         job = msgspec.convert(content, Job)
         job = msgspec.structs.replace(job, tables=resolve_tables(job), tables_from=None)
         check_whole(job)
@@ -61,14 +62,9 @@ def parse_job(content: dict[str, Any], source: str = "job") -> Job:
 
 
 def readable(sentence: str) -> str:
-    """msgspec's `... - at `$.data.path`` -> `data.path: ...`."""
-    match = re.fullmatch(r"(.*?)(?: - at `\$\.?(.*)`)?", sentence, flags=re.DOTALL)
-    assert match is not None, "the pattern takes any sentence"
-    what, where = match[1], match[2]
-    what = re.sub(r"Object contains unknown field `(.*)`", r"unknown key \1; correct or remove it", what)
-    what = re.sub(r"Object missing required field `(.*)`", r"key \1 is missing", what)
-    what = re.sub(r"Invalid enum value (.*)", r"\1 is not one of the values that this key can have", what)
-    return f"{where}: {what}" if where else what
+    """What a section says, with msgspec's `... - at `$.data`` before it: `data: ...`."""
+    what, _, where = sentence.partition(" - at `$.")
+    return f"{where.removesuffix('`')}: {what}" if where else what
 
 
 def resolve_tables(job: Job) -> list[Table]:
