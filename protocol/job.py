@@ -22,6 +22,7 @@ MAX_MLP_WIDTH = 2**20
 MAX_THREADS = 2**12
 MAX_WORKERS = 64
 MAX_STEPS = 2**53  # of a schedule: still exact as a float
+FORMATS_WITH_NAMES = ("parquet",)  # of columns, for data.columns
 BUILT_IN_MODELS = ("dlrm", "dcnv2", "tbsm")  # those that trainer/models builds by name
 
 Policy = Literal["lookahead", "lru", "lfu", "static"]
@@ -83,9 +84,17 @@ class JobSection(Section, frozen=True, kw_only=True):
 
 
 class Columns(Section, frozen=True, kw_only=True):
-    label: str = "label"  # Parquet: the column of the label
-    dense: list[str] | None = None  # Parquet: columns of dense features; by default every column named `int_<n>`, by n
-    weights: dict[str, str] = {}  # Parquet: feature -> the column of its per-look-up weights
+    """Of Parquet and CSV, whose columns have names (data.md). A feature is the column of its name."""
+
+    label: str = "label"  # the column of the label
+    # columns of dense features; by default every column named `int_<n>`, by n; `[]`: there are none
+    dense: list[str] | None = None
+    weights: dict[str, str] = {}  # feature -> the column of its per-look-up weights
+    # `true`, or the features whose ids are hashed into their tables: strings, or integers of any size; row 0 is kept for a missing id
+    hash: bool | list[str] = False
+
+    def is_hashed(self, feature: str) -> bool:
+        return self.hash if isinstance(self.hash, bool) else feature in self.hash
 
 
 class Synthetic(Section, frozen=True, kw_only=True):
@@ -111,7 +120,9 @@ class Data(Section, frozen=True, kw_only=True):
     epochs: int = 1  # passes over the training data
     eval_fraction: float = 0.0  # the last part of the data, in order and before any shuffle, is for evaluation
     shuffle: str = "none"  # `none`, `window:65536` (within blocks of so many rows), or `full` (not of TSV and Parquet); by seed and epoch
-    on_invalid_id: Literal["error", "modulo", "zero"] = "error"  # `error` names file, line, column and id; `zero` takes row 0
+    # of an id that is outside its table, or missing (null in Parquet): `error` names file, line, column and id; `zero` takes row 0,
+    # `modulo` the remainder, and row 0 for a missing one; both count them. A missing hash of Criteo TSV is row 0 under each
+    on_invalid_id: Literal["error", "modulo", "zero"] = "error"
     hash: bool = False  # criteo-npy: read int32 as unsigned, then modulo
     columns: Columns = Columns()
     synthetic: Synthetic = Synthetic()
@@ -131,6 +142,8 @@ class Data(Section, frozen=True, kw_only=True):
             raise ValueError(f"shuffle = {self.shuffle!r} is none of none, full, window:ROWS")
         if self.shuffle == "full" and self.format in ("criteo-tsv", "parquet"):
             raise ValueError(f'shuffle = "full" needs random access, which {self.format} has not; use "window:65536"')
+        if self.columns.hash and self.format not in FORMATS_WITH_NAMES:
+            raise ValueError(f"columns.hash belongs to format = {' or '.join(FORMATS_WITH_NAMES)}, not {self.format!r}; remove it")
 
     @property
     def shuffle_window(self) -> int | None:

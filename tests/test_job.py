@@ -55,7 +55,7 @@ BAD_JOBS: dict[str, tuple[dict[str, Any], str]] = {
     "table without a feature": (table(features=[]), "table t has no feature; list at least one in features = [...]"),
     "feature without a table": (
         {"data": {"columns": {"weights": {"cat_9": "w"}}}},
-        "data.columns.weights: feature cat_9 has no table; add it to a table's features",
+        "data.columns.weights: feature cat_9 has no table, the nearest is cat_1; add it to a table's features",
     ),
     "feature of two tables": ({"tables": [TABLE, TABLE | {"name": "u"}]}, "feature cat_0 appears more than once in [[tables]]"),
     "two tables of a name": ({"tables": [TABLE, TABLE | {"features": ["x"]}]}, "table t appears more than once in [[tables]]"),

@@ -138,8 +138,8 @@ def decode_days(folder: Path, names: list[str], job: Job) -> list[Row]:
     return single_hot_rows(dense, labels.ravel().tolist(), [sparse[:, CATS.index(name)].tolist() for name in job.features])
 
 
-def write_parquet(path: Path, num_rows: int, seed: int = 3) -> None:
-    """cat_0 list<int64> with list weights, cat_3 int32 with nulls, cat_25 list<int32> with nulls, int_2 and int_10."""
+def write_parquet(path: Path, num_rows: int, seed: int = 3, missing: float = 0.0) -> None:
+    """cat_0 list<int64> with list weights, both with nulls, cat_3 int32 with a share `missing`, cat_25 list<int32>, int_2 and int_10."""
     rng = np.random.default_rng(seed)
     sizes = rng.integers(0, 5, num_rows)
     bags = [None if rng.random() < 0.1 else rng.integers(0, 40, n).tolist() for n in sizes]
@@ -149,7 +149,7 @@ def write_parquet(path: Path, num_rows: int, seed: int = 3) -> None:
         "click": pa.array(rng.integers(0, 2, num_rows).astype(bool)),
         "cat_0": pa.array(bags, pa.list_(pa.int64())),
         "cat_0_weights": pa.array([None if bag is None else rng.random(len(bag)).tolist() for bag in bags], pa.list_(pa.float32())),
-        "cat_3": pa.array([None if rng.random() < 0.2 else int(rng.integers(0, 40)) for _ in range(num_rows)], pa.int32()),
+        "cat_3": pa.array([None if rng.random() < missing else int(rng.integers(0, 40)) for _ in range(num_rows)], pa.int32()),
         "cat_25": pa.array([rng.integers(0, 7, int(n)).tolist() for n in rng.integers(1, 3, num_rows)], pa.list_(pa.int32())),
     }
     pq.write_table(pa.table(columns), path, row_group_size=13)

@@ -66,9 +66,9 @@ def npy(folder: Path, **data: Any) -> tuple[Job, list[Row] | None]:
 
 def bags(folder: Path, **data: Any) -> tuple[Job, list[Row] | None]:
     paths = [folder / "a.parquet", folder / "b.parquet"]
-    write_parquet(paths[0], 70, seed=1)
-    write_parquet(paths[1], 33, seed=2)
-    job = make_job("parquet", path=str(folder / "*.parquet"), columns=PARQUET_COLUMNS, **data)
+    write_parquet(paths[0], 70, seed=1, missing=0.2)
+    write_parquet(paths[1], 33, seed=2, missing=0.2)
+    job = make_job("parquet", path=str(folder / "*.parquet"), columns=PARQUET_COLUMNS, on_invalid_id="zero", **data)
     return job, decode_parquet(paths, job)
 
 
