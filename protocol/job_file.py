@@ -97,7 +97,8 @@ def check_whole(job: Job) -> None:
             raise ValueError(f"{kind} {name} appears more than once in [[tables]]")
     by_feature = {feature: table for table in job.tables for feature in table.features}
     columns = job.data.columns
-    for key, features in (("weights", list(columns.weights)), ("hash", [] if isinstance(columns.hash, bool) else columns.hash)):
+    hashed = [] if isinstance(columns.hash, bool) else columns.hash
+    for key, features in (("weights", list(columns.weights)), ("lists", list(columns.lists)), ("hash", hashed)):
         for feature in features:
             if feature not in by_feature:
                 near = nearest(feature, by_feature)

@@ -38,7 +38,7 @@ BAD_JOBS: dict[str, tuple[dict[str, Any], str]] = {
     "unknown choice": (sparse(kind="lion"), "optimizer.sparse.kind: 'lion' is not one of the values that this key can have"),
     "seed": ({"job": {"seed": -1}}, "seed = -1 must be from 0 to 2**63 - 1"),
     "run directory": ({"job": {"run_dir": ""}}, "run_dir is empty; name a folder"),
-    "format": ({"data": {"format": "csv"}}, "format = 'csv' is none of criteo-tsv, criteo-npy, parquet, synthetic"),
+    "format": ({"data": {"format": "json"}}, "format = 'json' is none of criteo-tsv, criteo-npy, parquet, csv, synthetic"),
     "half a factory": ({"data": {"format": "package:"}}, "format = 'package:' is none of"),
     "no path": ({"data": {"format": "criteo-tsv"}}, "format = 'criteo-tsv' needs path"),
     "batch size": ({"data": {"batch_size": 0}}, "batch_size = 0 must be from 1 to"),

@@ -25,7 +25,7 @@ def test_a_job_without_dense_features_trains_with_the_bits_of_the_plain_loop_and
     rng = np.random.default_rng(1)
     columns = {"label": rng.integers(0, 2, 1000), "user": rng.integers(0, 300, 1000), "item": rng.integers(0, 50, 1000)}
     pq.write_table(pa.table(columns), tmp_path / "clicks.parquet")
-    data = {"format": "parquet", "path": str(tmp_path / "clicks.parquet"), "columns": {"dense": []}, "synthetic": None}
+    data: dict[str, Any] = {"format": "parquet", "path": str(tmp_path / "clicks.parquet"), "columns": {"dense": []}, "synthetic": None}
     tables = [
         {"name": "user", "num_embeddings": 300, "embedding_dim": 4, "features": ["user"]},
         {"name": "item", "num_embeddings": 50, "embedding_dim": 4, "features": ["item"]},
