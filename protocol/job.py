@@ -84,9 +84,26 @@ class JobSection(Section, frozen=True, kw_only=True):
 
 
 class Columns(Section, frozen=True, kw_only=True):
-    label: str = "label"  # Parquet: the column of the label
-    dense: list[str] | None = None  # Parquet: columns of dense features; by default every column named `int_<n>`, by n
-    weights: dict[str, str] = {}  # Parquet: feature -> the column of its per-look-up weights
+    """Of Parquet and CSV, whose columns have names (data.md). A feature is the column of its name."""
+
+    label: str = "label"  # the column of the label
+    # columns of dense features; by default every column named `int_<n>`, by n; `[]`: there are none
+    dense: list[str] | None = None
+    weights: dict[str, str] = {}  # feature -> the column of its per-look-up weights
+    # `true`, or the features whose ids are hashed into their tables: strings, or integers of any size; row 0 is kept for a missing id
+    hash: bool | list[str] = False
+    lists: dict[str, str] = {}  # CSV: feature -> what stands between the ids of a cell (and between its weights), such as `"|"`
+    delimiter: str = ","  # CSV: what stands between cells
+
+    def __post_init__(self) -> None:
+        if len(self.delimiter) != 1 or not self.delimiter.isascii() or self.delimiter in '"\r\n':
+            raise ValueError(f"delimiter = {self.delimiter!r} must be one ASCII character and neither a quote nor a line break")
+        for feature, separator in self.lists.items():
+            if not separator:
+                raise ValueError(f'lists.{feature} is empty; give what stands between the ids of a cell, such as "|"')
+
+    def is_hashed(self, feature: str) -> bool:
+        return self.hash if isinstance(self.hash, bool) else feature in self.hash
 
 
 class Synthetic(Section, frozen=True, kw_only=True):
@@ -105,23 +122,29 @@ class Synthetic(Section, frozen=True, kw_only=True):
 
 
 class Data(Section, frozen=True, kw_only=True):
-    format: str  # `criteo-tsv`, `criteo-npy` (the torchrec day layout), `parquet`, `synthetic`, or `package.module:factory`
+    format: str  # `criteo-tsv`, `criteo-npy` (the torchrec day layout), `parquet`, `csv`, `synthetic`, or `package.module:factory`
     path: str | None = None  # a file, a folder or a glob, in name order
     eval_path: str | None = None  # evaluation data of its own, instead of `eval_fraction`
     batch_size: int = 2048  # the last, shorter batch of an epoch is trained too
     epochs: int = 1  # passes over the training data
     eval_fraction: float = 0.0  # the last part of the data, in order and before any shuffle, is for evaluation
-    shuffle: str = "none"  # `none`, `window:65536` (within blocks of so many rows), or `full` (not of TSV and Parquet); by seed and epoch
-    on_invalid_id: Literal["error", "modulo", "zero"] = "error"  # `error` names file, line, column and id; `zero` takes row 0
+    # `none`, `window:65536` (within blocks of so many rows), or `full` (not of TSV, CSV and Parquet); by seed and epoch
+    shuffle: str = "none"
+    # of an id that is outside its table, or missing (null in Parquet, an empty cell in CSV): `error` names file, line, column and id;
+    # `zero` takes row 0, `modulo` the remainder, and row 0 for a missing one; both count them. A missing hash of Criteo TSV is row 0
+    # under each
+    on_invalid_id: Literal["error", "modulo", "zero"] = "error"
     hash: bool = False  # criteo-npy: read int32 as unsigned, then modulo
     columns: Columns = Columns()
     synthetic: Synthetic = Synthetic()
     options: dict[str, Any] = {}  # handed to a `package.module:factory`
 
     def __post_init__(self) -> None:
-        if self.format not in ("criteo-tsv", "criteo-npy", "parquet", "synthetic") and not is_factory(self.format):
-            raise ValueError(f'format = {self.format!r} is none of criteo-tsv, criteo-npy, parquet, synthetic, "package.module:factory"')
-        if self.path is None and self.format in ("criteo-tsv", "criteo-npy", "parquet"):
+        if self.format not in ("criteo-tsv", "criteo-npy", "parquet", "csv", "synthetic") and not is_factory(self.format):
+            raise ValueError(
+                f'format = {self.format!r} is none of criteo-tsv, criteo-npy, parquet, csv, synthetic, "package.module:factory"'
+            )
+        if self.path is None and self.format in ("criteo-tsv", "criteo-npy", "parquet", "csv"):
             raise ValueError(f'format = {self.format!r} needs path = "..."')
         for name in ("batch_size", "epochs"):
             if not 1 <= getattr(self, name) < 2**31:
@@ -130,8 +153,12 @@ class Data(Section, frozen=True, kw_only=True):
             raise ValueError(f"eval_fraction = {self.eval_fraction} must be at least 0 and less than 1")
         if not re.fullmatch(r"none|full|window:[1-9]\d*", self.shuffle):
             raise ValueError(f"shuffle = {self.shuffle!r} is none of none, full, window:ROWS")
-        if self.shuffle == "full" and self.format in ("criteo-tsv", "parquet"):
+        if self.shuffle == "full" and self.format in ("criteo-tsv", "parquet", "csv"):
             raise ValueError(f'shuffle = "full" needs random access, which {self.format} has not; use "window:65536"')
+        if self.columns.hash and self.format not in ("parquet", "csv"):
+            raise ValueError(f'columns.hash belongs to format = "parquet" or "csv", not {self.format!r}; remove it')
+        if (self.columns.lists or self.columns.delimiter != ",") and self.format != "csv":
+            raise ValueError(f'columns.lists and columns.delimiter belong to format = "csv", not {self.format!r}; remove them')
 
     @property
     def shuffle_window(self) -> int | None:

@@ -9,6 +9,7 @@ import msgspec
 from protocol.errors import ConfigError
 from protocol.job import CRITEO_KAGGLE_CARDINALITIES, MAX_TABLES, Job, Table, parse_bytes
 from protocol.job_types import check_types
+from protocol.names import nearest
 from protocol.tables import group_specs, rows_in
 
 
@@ -91,9 +92,14 @@ def check_whole(job: Job) -> None:
         for name in sorted({name for name in names if names.count(name) > 1}):
             raise ValueError(f"{kind} {name} appears more than once in [[tables]]")
     by_feature = {feature: table for table in job.tables for feature in table.features}
-    for feature in job.data.columns.weights:
-        if feature not in by_feature:
-            raise ValueError(f"data.columns.weights: feature {feature} has no table; add it to a table's features")
+    columns = job.data.columns
+    hashed = [] if isinstance(columns.hash, bool) else columns.hash
+    for key, features in (("weights", list(columns.weights)), ("lists", list(columns.lists)), ("hash", hashed)):
+        for feature in features:
+            if feature not in by_feature:
+                near = nearest(feature, by_feature)
+                raise ValueError(f"data.columns.{key}: feature {feature} has no table{near}; add it to a table's features")
+    for feature in columns.weights:
         if by_feature[feature].pooling == "mean":
             raise ValueError(f'data.columns.weights: feature {feature} is pooled by mean; a weighted mean is refused, use "sum"')
     if job.model.kind in ("dlrm", "tbsm"):

@@ -47,7 +47,7 @@ BAD_JOBS: dict[str, tuple[dict[str, Any], str]] = {
     "unknown choice": (sparse(kind="lion"), 'kind = "lion" must be "adagrad", "adam", "rowwise_adagrad" or "sgd"'),
     "seed": ({"job": {"seed": -1}}, "seed = -1 must be from 0 to 2**63 - 1"),
     "run directory": ({"job": {"run_dir": ""}}, "run_dir is empty; name a folder"),
-    "format": ({"data": {"format": "csv"}}, "format = 'csv' is none of criteo-tsv, criteo-npy, parquet, synthetic"),
+    "format": ({"data": {"format": "json"}}, "format = 'json' is none of criteo-tsv, criteo-npy, parquet, csv, synthetic"),
     "half a factory": ({"data": {"format": "package:"}}, "format = 'package:' is none of"),
     "no path": ({"data": {"format": "criteo-tsv"}}, "format = 'criteo-tsv' needs path"),
     "batch size": ({"data": {"batch_size": 0}}, "batch_size = 0 must be from 1 to"),
@@ -64,7 +64,7 @@ BAD_JOBS: dict[str, tuple[dict[str, Any], str]] = {
     "table without a feature": (table(features=[]), "table t has no feature; list at least one in features = [...]"),
     "feature without a table": (
         {"data": {"columns": {"weights": {"cat_9": "w"}}}},
-        "data.columns.weights: feature cat_9 has no table; add it to a table's features",
+        "data.columns.weights: feature cat_9 has no table, the nearest is cat_1; add it to a table's features",
     ),
     "feature of two tables": ({"tables": [TABLE, TABLE | {"name": "u"}]}, "feature cat_0 appears more than once in [[tables]]"),
     "two tables of a name": ({"tables": [TABLE, TABLE | {"features": ["x"]}]}, "table t appears more than once in [[tables]]"),

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.recovery.runs import END_TIMEOUT_S, KILLED, Outcome, Recovering, Role, end_well, outcome_of
+from tests.recovery.runs import END_TIMEOUT_S, KILLED, ROLES, Outcome, Recovering, Role, end_well, outcome_of
 from tests.system.processes import Session
 
 KEPT = ("complete", "losses.f32", "report.json", "report.html")
@@ -48,8 +48,8 @@ def test_a_fresh_run_that_is_killed_before_its_first_checkpoint_gives_the_earlie
 ) -> None:
     session = complete.session
     before = snapshot(session.run_dir)
-    armed_by = {name: {"ROWCAST_CRASH": armed} if name == role else {} for name in ("prefetcher", "trainer")}
-    processes = {name: session.start(name, "--fresh", **armed_by[name]) for name in ("prefetcher", "trainer")}  # type: ignore[arg-type]
+    armed_by = {name: {"ROWCAST_CRASH": armed} if name == role else {} for name in ROLES}
+    processes = {name: session.start(name, "--fresh", **armed_by[name]) for name in ROLES}
     codes = {name: process.ended(END_TIMEOUT_S).code for name, process in processes.items()}
     assert codes[role] == KILLED
     found = snapshot(session.run_dir)
@@ -57,8 +57,7 @@ def test_a_fresh_run_that_is_killed_before_its_first_checkpoint_gives_the_earlie
         earlier = {path.name: path.read_bytes() for path in (session.run_dir / "earlier").iterdir()}
         found = {**found, **earlier}
     assert found == before
-    again = [session.start(name, "--fresh", *options) for name, options in (("prefetcher", ["--max-steps=20"]), ("trainer", []))]  # type: ignore[arg-type]
-    end_well(*again)
+    end_well(session.start("prefetcher", "--fresh", "--max-steps=20"), session.start("trainer", "--fresh"))
     assert outcome_of(session.run_dir).differs(undisturbed) == []
     assert not (session.run_dir / "earlier").exists()
     assert not list(session.run_dir.glob("checkpoints.*"))
