@@ -207,7 +207,9 @@ class TablesFrom(Section, frozen=True, kw_only=True):
 
 
 class Model(Section, frozen=True, kw_only=True):
-    kind: str = "dlrm"  # `dlrm`, `dcnv2`, `tbsm`, or `package.module:factory` for any `nn.Module` called with (dense, list of embeddings)
+    # `dlrm`, `dcnv2`, `tbsm`, or `package.module:factory` for any `nn.Module` called with (dense, list of embeddings); its method
+    # `loss(outputs, labels)`, where it has one, takes the place of binary cross entropy
+    kind: str = "dlrm"
     bottom_mlp: list[int] = []  # output widths; every layer ends in ReLU; the last is `embedding_dim` for dlrm and tbsm
     top_mlp: list[int] = []  # output widths; the last is 1 and has no ReLU; tbsm: that of a time step's vector, and has one
     history: int = 20  # tbsm: time steps before a sequence's last entry, which is the target; older entries are not looked at

@@ -13,9 +13,9 @@ class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
     """The result of one pass over the evaluation batches."""
 
     train_step: int  # training steps before it
-    auc: float | None  # None where all labels are equal
-    logloss: float
-    accuracy: float
+    auc: float | None  # None where all labels are equal, and where accuracy is None
+    logloss: float  # or the mean of the model's own loss
+    accuracy: float | None  # None where the model's outputs are no logits
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

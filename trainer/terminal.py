@@ -80,10 +80,7 @@ class Progress:
 
     def evaluation(self, result: Evaluation) -> None:
         """Prints the result of an evaluation, which stays."""
-        auc = "undefined" if result.auc is None else f"{result.auc:.6f}"
-        self._print(
-            f"eval after train step {result.train_step}: auc {auc} logloss {result.logloss:.6f} accuracy {result.accuracy:.6f}",
-        )
+        self._print(f"eval after train step {result.train_step}: {evaluation_text(result.auc, result.logloss, result.accuracy, ' ')}")
 
     def close(self) -> None:
         """Shows the last state and leaves it there. Idempotent."""
@@ -186,9 +183,8 @@ def summary_rows(report: Report) -> list[tuple[str, str]]:
     if report.steps or not report.eval_steps:
         rows.append(("samples", f"{report.samples:,} ({human_count(report.samples_per_s)}/s)"))
         rows.append(("mean loss", "none" if report.loss is None else f"{report.loss:.6f}"))
-    if report.logloss is not None and report.accuracy is not None:
-        auc = "undefined" if report.auc is None else f"{report.auc:.6f}"
-        rows.append(("evaluation", f"auc {auc}, logloss {report.logloss:.6f}, accuracy {report.accuracy:.6f}"))
+    if report.logloss is not None:
+        rows.append(("evaluation", evaluation_text(report.auc, report.logloss, report.accuracy, ", ")))
     in_all = f"{human_bytes(report.device_bytes)} in all"
     hits = "" if report.hit_ratio is None else f", hit ratio {percent(report.hit_ratio)}"
     return [
@@ -204,6 +200,13 @@ def summary_rows(report: Report) -> list[tuple[str, str]]:
         ("processes", f"prefetcher {report.pids['prefetcher']}, trainer {report.pids['trainer']}"),
         ("device", f"{report.device}, threads: {report.threads}, {'pinned' if report.pinned else 'unpinned'} rings"),
     ]
+
+
+def evaluation_text(auc: float | None, logloss: float, accuracy: float | None, between: str) -> str:
+    """Without AUC and accuracy where a model of its own loss has no logits."""
+    if accuracy is None:
+        return f"loss {logloss:.6f}"
+    return between.join([f"auc {'undefined' if auc is None else f'{auc:.6f}'}", f"logloss {logloss:.6f}", f"accuracy {accuracy:.6f}"])
 
 
 def phases(phase_ms: dict[str, float], *, beside: bool) -> str:

@@ -92,6 +92,11 @@ def test_the_summary_is_for_people(capsys: pytest.CaptureFixture[str]) -> None:
     assert "\x1b" not in text
 
 
+def test_the_summary_of_a_model_without_logits_has_its_loss_only(capsys: pytest.CaptureFixture[str]) -> None:
+    print_summary(report(facts(evaluation=Evaluation(train_step=2, auc=None, logloss=2.5, accuracy=None))))
+    assert re.search(r"evaluation +loss 2.500000\n", capsys.readouterr().out)
+
+
 def test_the_summary_of_a_stopped_run_says_what_stopped_it(capsys: pytest.CaptureFixture[str]) -> None:
     print_summary(report(facts(finished=False, stopped_by="SIGTERM")), Console(force_terminal=True, width=40))
     text = capsys.readouterr().out

@@ -73,7 +73,9 @@ def test_evaluations_are_lines_as_they_come() -> None:
         progress.evaluation(RESULT)
         assert file.getvalue() == "eval after train step 2: auc 0.712346 logloss 0.500000 accuracy 0.800000\n"
         progress.evaluation(Evaluation(train_step=4, auc=None, logloss=0.5, accuracy=1.0))
+        progress.evaluation(Evaluation(train_step=6, auc=None, logloss=2.5, accuracy=None))
     assert "eval after train step 4: auc undefined" in file.getvalue()
+    assert "eval after train step 6: loss 2.500000\n" in file.getvalue()
 
 
 def test_a_long_line_is_not_folded_in_a_pipe() -> None:
