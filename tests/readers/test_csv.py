@@ -81,6 +81,11 @@ def test_true_and_false_are_labels_and_dense_values(words: tuple[str, str], tmp_
     assert [(own.label, own.dense) for own in rows(path)] == [(1, (0,)), (0, (1,))]
 
 
+def test_a_column_that_begins_with_true_holds_nothing_else_than_true_and_false(tmp_path: Path) -> None:
+    path = write(tmp_path, ["label,int_0,a,b", "True,0,1,2", "0,0,1,2", "no,0,1,2"])
+    assert refusal(DataError, path) == f"{path}, line 4, column label: 'no' is not True or False, as the column's first cell"
+
+
 def test_a_byte_order_mark_windows_line_ends_and_a_last_line_without_an_end_are_no_matter(tmp_path: Path) -> None:
     (tmp_path / "other.csv").write_bytes(b"\xef\xbb\xbf" + "\r\n".join(LINES).encode())
     assert rows(tmp_path / "other.csv") == rows(write(tmp_path, LINES))
