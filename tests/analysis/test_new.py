@@ -37,7 +37,7 @@ def clicks(num_rows: int = NUM_ROWS) -> pd.DataFrame:
             "user": [f"user {number}, {number:x}" for number in user],
             "item": item,
             "account_id": rng.integers(0, 100, num_rows) * 1_000_003,
-            "device": rng.choice(["ios", "web", None], num_rows),
+            "device": np.array(["ios", "web", None])[rng.integers(0, 3, num_rows)],
             "hour": rng.integers(0, 24, num_rows),
             "price": rng.random(num_rows).round(3),
             "cents": rng.integers(0, 10**6, num_rows),
@@ -105,7 +105,7 @@ def test_columns_are_taken_for_what_their_names_types_and_values_say(write: Any,
     assert "by `prefetcher advise`" in text
 
 
-def trained(job: Job) -> list[float]:
+def trained(job: Job) -> list[np.float32]:
     batches = list(schedule(job, open_reader(job)))
     return (
         InProcessRun(job, batches, Settings(slots=slots_for(group_specs(job), batches, "more"), seeded_streams=False)).run().results.losses
