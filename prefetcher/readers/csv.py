@@ -9,7 +9,6 @@ Cells may be quoted, but a line is a row: line breaks within quotes are refused.
 
 import csv
 from bisect import bisect_right
-from collections.abc import Iterator
 from contextlib import AbstractContextManager, closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -116,7 +115,7 @@ def decode(lines: bytes, num_lines: int, layout: Layout, place: Place) -> Any:
 
 
 def parse(lines: bytes, num_lines: int, layout: Layout) -> Any:
-    """As `decode`. Raises ArrowInvalid or ValueError for a line that does not fit.
+    """As `decode`, of lines that all end in a line break. Raises ArrowInvalid or ValueError for one that does not fit.
 
     An empty row behind the lines would become part of a quoted field that one of them leaves open, so rows are counted with it.
     """
@@ -176,19 +175,21 @@ def beginning(path: Path, delimiter: str) -> tuple[list[str], dict[str, str]]:
     if not lines[0].strip():
         raise DataError(f"{path}: the file has no header; its first line must name the columns")
     try:
-        header, first_row = ([field for row in csv.reader([line], delimiter=delimiter) for field in row] for line in texts(lines))
+        header, first_row = texts(lines)
+        names = next(csv.reader([header], delimiter=delimiter, strict=True))
+        cells = next(csv.reader([first_row], delimiter=delimiter), [])
     except (UnicodeDecodeError, csv.Error) as error:
         raise DataError(f"{path}: the header cannot be read ({error}); write the file as UTF-8 with line breaks") from None
-    for name in header:
-        if header.count(name) > 1:
+    for name in names:
+        if names.count(name) > 1:
             raise DataError(f"{path}: the header names column {name} twice; rename one of them")
-    return header, dict(zip(header, first_row, strict=False))
+    return names, dict(zip(names, cells, strict=False))
 
 
-def texts(lines: list[bytes]) -> Iterator[str]:
+def texts(lines: list[bytes]) -> tuple[str, str]:
+    """Of the header and the first row. Raises UnicodeDecodeError for a header in another encoding."""
     header, first_row, *_ = [*lines, b""]
-    yield header.rstrip(b"\r").decode()
-    yield first_row.rstrip(b"\r").decode(errors="replace")
+    return header.rstrip(b"\r").decode(), first_row.rstrip(b"\r").decode(errors="replace")
 
 
 def require_header(path: Path, header: list[str], first: Path, expected: list[str]) -> None:

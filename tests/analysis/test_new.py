@@ -89,7 +89,7 @@ def test_columns_are_taken_for_what_their_names_types_and_values_say(write: Any,
     assert (job.data.format, job.data.path) == (path.suffix[1:], str(path))
     assert job.data.columns.label == "clicked"
     assert job.data.columns.dense == ["price", "cents", "new"]
-    assert tables_of(job) == {"user": 610, "item": 44, "account_id": 1100, "device": 100, "hour": 26}
+    assert tables_of(job) == {"user": 610, "item": 44, "account_id": 1100, "device": 100, "hour": 27}
     assert job.data.columns.hash == ["user", "account_id", "device"]
     for left_out in (
         "row (nearly every row has a value of its own",
@@ -143,9 +143,20 @@ def test_lists_in_csv_another_delimiter_and_true_and_false_are_noticed(tmp_path:
     job = new_job(tmp_path, write_csv(tmp_path, frame, sep=";"))
     assert job.data.columns.delimiter == ";"
     assert job.data.columns.lists == {"genres": "|", "tags": "|"}
-    assert tables_of(job) == {"user": 610, "genres": 19, "tags": 100}
+    assert tables_of(job) == {"user": 610, "genres": 20, "tags": 100}
     assert job.data.columns.hash == ["user", "tags"]
     assert len(list(open_reader(job).batches("train", 0))) >= 80
+
+
+def test_a_file_without_a_last_line_break_and_in_another_encoding_is_read(tmp_path: Path) -> None:
+    lines = ["clicked,city,hour", *(f"{i % 2},{'Köln' if i % 3 else 'Rom'},{i % 5}" for i in range(301))]
+    (tmp_path / "clicks.csv").write_bytes("\n".join(lines).encode("latin-1"))
+    job = new_job(tmp_path, tmp_path / "clicks.csv")
+    assert "301 rows in 1 file" in new(tmp_path / "clicks.csv")[1]
+    assert tables_of(job) == {"city": 100, "hour": 6}
+    reader = open_reader(job)
+    assert (reader.num_samples("train"), reader.num_samples("eval")) == (271, 30)
+    assert sum(batch.size for batch in reader.batches("train", 0)) == 271
 
 
 def test_options_choose_otherwise(tmp_path: Path) -> None:
@@ -164,7 +175,7 @@ def test_a_folder_and_a_glob_of_files_are_read_whole(tmp_path: Path) -> None:
     for path in (tmp_path, f"{tmp_path}/day_*.csv"):
         text, said = new(path)
         assert "3,000 rows in 3 files" in said
-        assert "\nnum_embeddings = 26  # ids go up to 23\n" in text
+        assert "\nnum_embeddings = 27  # ids go up to 23\n" in text
 
 
 @pytest.mark.parametrize(

@@ -136,6 +136,7 @@ def test_a_bad_line_is_named_with_its_column_and_value(number: int, line: str, c
         ("label,int_0,a,b,w,v", "the header has a column v, and {first} has not; give all files one header"),
         ("label,a,int_0,b,w", "the columns stand in another order than in {first}; give all files one header"),
         ("label,int_0,a,b,a", "the header names column a twice; rename one of them"),
+        ('label,int_0,a,b,"w', "the header cannot be read (unexpected end of data); write the file as UTF-8 with line breaks"),
         ("", "the file has no header; its first line must name the columns"),
     ],
 )

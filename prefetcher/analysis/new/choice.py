@@ -13,7 +13,6 @@ FILLED = 0.5  # of the range from 0 on, for integers that count as ids by their 
 UNIQUE, LEAST_ROWS = 0.9, 100  # share of distinct values from which on ids say nothing, in that many rows or more
 ROWS_A_VALUE = 10  # of a table whose ids are hashed: about a tenth of the values share their row with another
 LEAST_HASHED = 100
-HEADROOM = 1.1  # of tables whose ids are rows as they are, for ids that come later
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -130,7 +129,7 @@ def as_ids(data: DataSet, column: Column) -> Ids:
         raise ConfigError(f"--ids {column.name}: ids are text or integers, and the column's type is {column.type}")
     sparse = column.distinct < FILLED / 5 * (column.high + 1) and column.high >= 1000
     if column.kind == "integer" and not (column.missing or column.words or column.low < 0 or sparse):
-        return Ids(column=column, hashed=False, num_embeddings=rounded_up(int(HEADROOM * (column.high + 1))))
+        return Ids(column=column, hashed=False, num_embeddings=rounded_up(with_room(int(column.high) + 1)))
     return Ids(column=column, hashed=True, num_embeddings=max(LEAST_HASHED, rounded_up(ROWS_A_VALUE * column.distinct + 1)))
 
 
@@ -139,6 +138,11 @@ def require_dense(column: Column) -> None:
         raise ConfigError(f"--dense {column.name}: a dense feature is a number, and this column holds {contents(column)}")
     if column.missing:
         raise ConfigError(f"--dense {column.name}: {column.missing:,} values are missing; replace them first")
+
+
+def with_room(count: int) -> int:
+    """A tenth more, for ids that come later."""
+    return -(-11 * count // 10)
 
 
 def rounded_up(count: int) -> int:

@@ -130,7 +130,10 @@ class Watch:
         """Distinct values as numbers; None where they are none."""
         if self._type != TEXT:
             return as_floats(own) if self._kind in ("integer", "number") else None
-        own = own.cast(pa.string())
+        try:
+            own = own.cast(pa.string())
+        except pa.ArrowInvalid:  # not UTF-8: bytes are hashed as they are
+            self._kind = "text"
         while self._kind in ("integer", "number"):
             words = set(own.to_pylist())
             if self._kind == "integer" and words <= {*TRUE, *FALSE}:
@@ -210,7 +213,8 @@ def look_at_csv(path: str, files: list[Path], tick: Tick) -> DataSet:
         with open_text(file) as stream:
             for text in whole_lines(stream, file):
                 rows = text.partition(b"\n")[2] if line == 1 else text
-                num_lines = rows.count(b"\n") + (rows[-1:] not in (b"", b"\n"))
+                rows = rows + b"\n" if rows and not rows.endswith(b"\n") else rows
+                num_lines = rows.count(b"\n")
                 first = line + (line == 1)
                 if num_lines:
                     piece = decode(rows, num_lines, layout, lines_of(file, first))
