@@ -79,6 +79,25 @@ def run(
 
 
 @app.command()
+def new(
+    data: Annotated[str, typer.Option("--data", help="A file, folder or glob of CSV with a header, or Parquet.", metavar="PATH")],
+    label: Annotated[
+        str | None, typer.Option("--label", help="The column of the label.", show_default="by name, or the only 0/1 column")
+    ] = None,
+    dense: Annotated[str | None, typer.Option("--dense", help="Columns that are dense features.", metavar="A,B,...")] = None,
+    ids: Annotated[str | None, typer.Option("--ids", help="Columns that are ids.", metavar="A,B,...")] = None,
+) -> None:
+    """Look at a table of samples and write a job file for it to stdout: prefetcher new --data clicks.csv > job.toml"""
+
+    def main() -> None:
+        from prefetcher.analysis.new.command import NewOptions, run_new
+
+        run_new(NewOptions(data=data, label=label, dense=dense, ids=ids))
+
+    raise typer.Exit(run_command("prefetcher", main))
+
+
+@app.command()
 def simulate(
     config: Config,
     overrides: Overrides = None,

@@ -84,7 +84,7 @@ class JobSection(Section, frozen=True, kw_only=True):
 
 
 class Columns(Section, frozen=True, kw_only=True):
-    """Of Parquet and CSV, whose columns have names (data.md). A feature is the column of its name."""
+    """Of Parquet and CSV, whose columns have names: see [data.md](data.md). A feature is the column of its name."""
 
     label: str = "label"  # the column of the label
     # columns of dense features; by default every column named `int_<n>`, by n; `[]`: there are none
@@ -92,7 +92,7 @@ class Columns(Section, frozen=True, kw_only=True):
     weights: dict[str, str] = {}  # feature -> the column of its per-look-up weights
     # `true`, or the features whose ids are hashed into their tables: strings, or integers of any size; row 0 is kept for a missing id
     hash: bool | list[str] = False
-    lists: dict[str, str] = {}  # CSV: feature -> what stands between the ids of a cell (and between its weights), such as `"|"`
+    lists: dict[str, str] = {}  # CSV: feature -> what stands between the ids of a cell (and between its weights), such as `";"`
     delimiter: str = ","  # CSV: what stands between cells
 
     def __post_init__(self) -> None:
