@@ -109,7 +109,6 @@ def make_engine(
             conversation=conversation,
             fetch_ring=fetch_ring,
             back_ring=back_ring,
-            max_payload=back_ring.max_payload,
             streams=streams,
             records=records,
             runner=runner,

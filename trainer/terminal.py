@@ -189,7 +189,7 @@ def summary_rows(report: Report) -> list[tuple[str, str]]:
     if report.logloss is not None and report.accuracy is not None:
         auc = "undefined" if report.auc is None else f"{report.auc:.6f}"
         rows.append(("evaluation", f"auc {auc}, logloss {report.logloss:.6f}, accuracy {report.accuracy:.6f}"))
-    in_all = f"{human_bytes(report.device_bytes)} in all"
+    of_rows, in_all = f"{human_bytes(report.cache_bytes)} of rows", f"{human_bytes(report.device_bytes)} in all"
     hits = "" if report.hit_ratio is None else f", hit ratio {percent(report.hit_ratio)}"
     return [
         *rows,
@@ -199,7 +199,7 @@ def summary_rows(report: Report) -> list[tuple[str, str]]:
         ("each step", phases(report.phase_ms, beside=False)),
         ("moving rows", phases(report.phase_ms, beside=True)),
         ("traffic", f"{human_bytes(report.bytes_to_device)} to the device, {human_bytes(report.bytes_from_device)} back"),
-        ("device memory", f"{human_bytes(report.cache_bytes)} of rows, {human_bytes(report.staging_bytes)} staging, {in_all}"),
+        ("device memory", f"{of_rows}, {human_bytes(report.staging_bytes)} staging, {human_bytes(report.plans_bytes)} plans, {in_all}"),
         ("host memory", f"{human_bytes(report.host_bytes)} in the prefetcher"),
         ("processes", f"prefetcher {report.pids['prefetcher']}, trainer {report.pids['trainer']}"),
         ("device", f"{report.device}, threads: {report.threads}, {'pinned' if report.pinned else 'unpinned'} rings"),
