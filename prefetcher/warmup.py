@@ -18,7 +18,7 @@ INITS = ("uniform", "normal:1", "constant:0")
 def warm_up(*, verify: bool = False) -> None:
     """Plans three steps of a tiny job and moves their rows, single-hot and weighted bags alike; and checks rows, if the run will."""
     began_s = time.perf_counter()
-    with said_if_slow(WORTH_SAYING_S, "compiling the planner, once per installation: about 15 s"):
+    with said_if_slow(WORTH_SAYING_S, "preparing the planner; a first start compiles it: about 15 s"):
         plan_and_move()
         if verify:
             warm_up_checks()

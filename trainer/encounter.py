@@ -34,7 +34,7 @@ from trainer.streams import Streams
 GREETING_GRACE_S = 0.5  # after a stop, for a Welcome that may be on its way: a prefetcher that has sent one expects a trainer
 
 WORTH_SAYING_S = 2.0
-PREPARING = "no prefetcher is ready yet; it reads the first batches, and its first start on a machine compiles the planner: about 15 s"
+PREPARING = "no prefetcher is ready yet; it reads the first batches, and its first start compiles the planner: about 15 s"
 
 
 def hello(job: Job, mode: Mode, threads: int, device: torch.device) -> Hello:

@@ -25,7 +25,7 @@ def choose_kernels(device: torch.device, job: Job | None = None) -> Kernels:
 
 def compiled_kernels(job: Job | None) -> Kernels:
     began_s = time.perf_counter()
-    with said_if_slow(WORTH_SAYING_S, "compiling the kernels, once per installation: about 10 s"):
+    with said_if_slow(WORTH_SAYING_S, "preparing the kernels; a first start compiles them: about 10 s"):
         from trainer.kernels.compiled_ops import CompiledOps  # numba, which only a CPU needs
 
         chosen: Kernels = CompiledOps(torch.get_num_threads())
