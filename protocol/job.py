@@ -371,8 +371,8 @@ class Eval(Section, frozen=True, kw_only=True):
 
 
 class Cache(Section, frozen=True, kw_only=True):
-    # device bytes for rows, all groups together, or `"20000 rows"` where all tables have one width and dtype; staging comes on top,
-    # (`lookahead.depth` + 1) times a ring's size
+    # device bytes for rows, all groups together, or `"20000 rows"` where all tables have one width and dtype; staging comes on top:
+    # the rows of two typical plans each way, and at least 1 MiB in all
     capacity: Size
     policy: Policy = "lookahead"  # who leaves; `lru`, `lfu` and `static` are there to compare with, exact as well
     pin: str | None = None  # a file of rows that stay on the device once they are there, as `prefetcher profile --out` writes it
@@ -463,7 +463,8 @@ class Checkpoint(Section, frozen=True, kw_only=True):
 class Transport(Section, frozen=True, kw_only=True):
     endpoint: str = "ipc"  # `ipc` on one host; `tcp://host:port`: the prefetcher binds it, the trainer connects to it
     keys: str | None = None  # tcp: folder of CURVE keys, as `prefetcher keys --out` makes it (SECURITY.md)
-    ring: Size = "auto"  # bytes of each of the two rings; `"auto"` fits the batches, and is 64 MiB over tcp
+    # bytes of each of the two rings, in host memory; `"auto"`: `lookahead.depth` + 1 typical plans, at least 2 MiB, and 64 MiB over tcp
+    ring: Size = "auto"
     connect_timeout: str | float = "60s"  # for the peer to come
     stall_timeout: str | float = "300s"  # without progress of either process, until both give up
     # how long a process whose peer is lost waits for another, to go on from the checkpoint; 0: it ends at once

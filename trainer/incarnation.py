@@ -268,6 +268,7 @@ class Incarnation:
         assert run.began.met_s is not None, "the loop begins with a prefetcher"
         first_step_s = run.began.step_s or engine.loop.first_step_s or now_s
         cache_bytes = sum(records.nbytes for records in engine.cache.records)
+        staging_bytes, plans_bytes = engine.cache.staging_bytes, engine.cache.plans_bytes
         return make_report(
             run.counters,
             RunFacts(
@@ -277,8 +278,9 @@ class Incarnation:
                 loss=self._results.mean_loss,
                 evaluation=self._results.evaluation_result,
                 cache_bytes=cache_bytes,
-                staging_bytes=engine.cache.staging_bytes,
-                device_bytes=peak_device_bytes(run.device, cache_bytes + engine.cache.staging_bytes),
+                staging_bytes=staging_bytes,
+                plans_bytes=plans_bytes,
+                device_bytes=peak_device_bytes(run.device, cache_bytes + staging_bytes + plans_bytes),
                 host_bytes=end.host_bytes,
                 threads=run.threads,
                 pinned=are_pinned,
