@@ -14,6 +14,10 @@ IDS_STAY = (
     "the ids of a batch stay with the prefetcher, and only its rows are here; hand sparse_features to the EmbeddingBagCollection, and what "
     "else the model needs into dense_features"
 )
+VALIDATION = (
+    "batches of a validation set come from it too, where the factory returns a function of (split, epoch) that knows the split "
+    '"eval", and connect has evaluate=True'
+)
 POSITIONS = {"dense": 0, "dense_features": 0, "sparse": 1, "sparse_features": 1, "labels": 2, "label": 2}
 
 
@@ -127,7 +131,7 @@ def check_features(features: Any, session: object, step: ArrivedStep, keys: Sequ
 def another_batch(what: str) -> RuntimeError:
     return RuntimeError(
         f"sparse features are not those of the batch that the loader yielded last: they {what}; only its rows are on the device, so look "
-        "up each batch before asking for the next"
+        f"up each batch before asking for the next; {VALIDATION}"
     )
 
 

@@ -15,8 +15,8 @@ from protocol.job import Job, SparseOptimizer
 from protocol.job_file import parse_job
 from protocol.manifest import newest_checkpoint
 from protocol.tables import group_specs
-from trainer.adopt import files, settings
-from trainer.adopt.batch import check_features, check_ids
+from trainer.adopt import files, run_folder, settings
+from trainer.adopt.batch import VALIDATION, check_features, check_ids
 from trainer.adopt.keyed import KeyedEmbeddings
 from trainer.adopt.session import Session
 from trainer.cache import ArrivedStep
@@ -25,7 +25,7 @@ from trainer.streams import choose_device, on_device
 
 NO_BATCH = (
     "there is no batch to look up: iterate over the loader that trainer.connect(ebc, ...) gives, and call the model on each batch before "
-    "asking for the next"
+    f"asking for the next; {VALIDATION}"
 )
 
 
@@ -43,14 +43,15 @@ class EmbeddingBagCollection(nn.Module):
         capacity: str | int | None = None,
         device: torch.device | str | None = None,
         seed: int = 0,
-        run_dir: str | Path = "runs/adopted",
+        run_dir: str | Path | None = None,
         job: Mapping[str, Any] | str | Path | None = None,
     ) -> None:
         """`tables`: TorchRec's EmbeddingBagConfigs or ours. `optimizer` of the rows, `capacity` of the device's cache and `seed` are
         `[optimizer.sparse]`, `cache.capacity` and `job.seed` of a job file, and `job` any others by name, such as {"lookahead.depth": 4};
-        or `job` is a job file, which has all of them. Raises ConfigError.
+        or `job` is a job file, which has all of them. `run_dir` is runs/<name of the script> unless it is given. Raises ConfigError.
         """
         super().__init__()
+        default_dir = run_folder.default_run_dir() if run_dir is None else None
         if isinstance(job, str | Path):
             if any(own is not None for own in (optimizer, capacity, device)):
                 raise ConfigError(
@@ -62,9 +63,16 @@ class EmbeddingBagCollection(nn.Module):
             self._job_file = None
             own_device = "auto" if device is None else str(device)
             self._content = settings.job_content(
-                tables, optimizer=optimizer, capacity=capacity, device=own_device, seed=seed, run_dir=str(run_dir), others=job or {}
+                tables,
+                optimizer=optimizer,
+                capacity=capacity,
+                device=own_device,
+                seed=seed,
+                run_dir=str(run_dir or default_dir),
+                others=job or {},
             )
         self._job = self._parsed(self._content)
+        self._has_default_dir = self._job_file is None and self._job.run_dir == default_dir
         self._configs = list(tables) or settings.configs_of(self._job)
         for table in self._job.tables:
             if table.pooling == "none":
@@ -79,6 +87,16 @@ class EmbeddingBagCollection(nn.Module):
         self._resumes = False  # where a loader is connected: a checkpoint in the run directory is where the tables begin
         self._loaded: Path | None = None  # tables to begin with
         self._has_tables = True  # in state_dict
+
+    def extra_repr(self) -> str:
+        """For print(model): the tables, how their rows are trained, and where."""
+        tables = [
+            f"{table.name}: {table.num_embeddings:,} x {table.embedding_dim} {table.dtype}, {table.pooling} of {', '.join(table.features)}"
+            for table in self._job.tables
+        ]
+        sparse = self._job.optimizer.sparse
+        own = f"optimizer={sparse.kind}(lr={sparse.lr:g}), capacity={self._job.cache.capacity}, device={self.device}"
+        return "\n".join([*tables, f"{own}, run_dir={self._job.run_dir}"])
 
     def embedding_bag_configs(self) -> list[Any]:
         return list(self._configs)
@@ -150,6 +168,8 @@ class EmbeddingBagCollection(nn.Module):
         """Called once, by `connect`, with what the loader adds to the job. Raises ConfigError, and is as it was then."""
         if self._is_connected:
             raise ConfigError("connect: this EmbeddingBagCollection has a loader already; make another one for another run")
+        if self._has_default_dir:
+            run_folder.check_owner(self._job.run_dir)
         content = deepcopy(self._content)
         for name, value in changes.items():
             settings.lay(content, name, value)
@@ -166,6 +186,8 @@ class EmbeddingBagCollection(nn.Module):
         path = self._job.run_dir / settings.JOB_FILE
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
+            if self._has_default_dir:
+                run_folder.claim(path.parent)
             path.write_bytes(msgspec.json.format(msgspec.json.encode(self._content), indent=2))
         except OSError as error:
             raise ConfigError(f"{path}: the job cannot be written ({error.strerror}); set another run_dir") from None

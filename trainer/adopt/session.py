@@ -33,6 +33,7 @@ from protocol.telemetry.logs import get_logger
 from protocol.transport.zmq_link import ZmqLink
 from protocol.watch import PeerWatch, Progress
 from trainer.adopt.dense import DenseSide
+from trainer.adopt.loss_scaling import LossScaling
 from trainer.adopt.optimizer_steps import OptimizerSteps
 from trainer.adopt.script_side import ScriptResults, ScriptRunner
 from trainer.adopt.uses import Uses
@@ -98,6 +99,7 @@ class Session:
         self._follows_barrier = False  # the step in hand
         self._steps = OptimizerSteps()
         self._stack.callback(self._steps.close)
+        self._stack.callback(LossScaling(lambda: self._embeddings is not None and self._embeddings.awaits_backward).close)
         self._steps_seen: int | None = None  # of dense optimizers, at the last forward that trained
         self._steps_looked_at: int | None = None  # and when the step in hand was only looked up, though gradients were enabled
         self._turn_s = time.monotonic()  # when the script was last known to have its turn
