@@ -23,6 +23,7 @@ from trainer.adopt.dense import DenseSide, Stateful
 from trainer.adopt.module import EmbeddingBagCollection
 from trainer.adopt.session import Session, SessionParts
 from trainer.adopt.settings import NO_DATA
+from trainer.adopt.slices import Slice
 from trainer.cache import ArrivedStep
 from trainer.optim import warm_up_sqrt
 from trainer.service import refuse_several_ranks
@@ -39,6 +40,7 @@ def connect(
     evaluate: bool = False,
     dense: Sequence[Stateful] | None = None,
     dense_optimizer: bool = True,
+    accumulate: int = 1,
     fresh: bool = True,
 ) -> "Loader":
     """The loader of `ebc`'s batches.
@@ -47,7 +49,8 @@ def connect(
     `options` of the factory, and a checkpoint after every `save_every` train steps. Without it, the prefetcher of `ebc`'s job file is one
     that runs already. `max_steps` train steps end the run. `evaluate`: yield evaluation batches too. `dense`: the model, its optimizer and
     whatever else has state, to be saved with the checkpoints; with `fresh=False` the run then goes on from the newest. `dense_optimizer`:
-    that torch.optim steps once a batch, which is checked. Raises ConfigError.
+    that torch.optim steps once a batch, which is checked. `accumulate`: each batch of the data set is yielded as so many micro-batches,
+    whose gradients make one step. Raises ConfigError.
     """
     files.refuse_within_prefetcher()
     refuse_several_ranks(environ.get("WORLD_SIZE", "1"))
@@ -55,6 +58,8 @@ def connect(
         raise ConfigError(
             f'connect: dataset = {dataset!r} is no name; the prefetcher, another process, imports what "package.module:factory" names'
         )
+    if accumulate < 1:
+        raise ConfigError(f"connect: accumulate = {accumulate} must be a number of micro-batches, at least 1")
     given = {"data.format": dataset, "data.epochs": epochs, "data.options": options, "checkpoint.every": save_every}
     changes = {name: value for name, value in given.items() if value is not None}
     is_launched = dataset is not None or not ebc.has_job_file
@@ -73,6 +78,7 @@ def connect(
         start_child=partial(start_child, ebc, max_steps, fresh=fresh) if is_launched else None,
         dense=side,
         dense_optimizer=dense_optimizer,
+        accumulate=accumulate,
     )
     return Loader(ebc, parts, evaluate=evaluate)
 
@@ -112,6 +118,7 @@ class Loader:
     def __iter__(self) -> Iterator[LoadedBatch]:
         """Raises RowcastError where the prefetcher fails or is lost, RuntimeError where the batch before was not trained as it must be."""
         self._open()
+        yield from self._micro_batches()  # of the batch in hand, where the loop was left between them
         first = self._session.peek()
         if first is None:
             raise RuntimeError(
@@ -124,11 +131,16 @@ class Loader:
         while (step := self._session.peek()) is not None and step.header.epoch == epoch:
             self._session.begin()
             if step.header.kind == "train" or self._evaluate:
-                yield self._loaded(step)
+                yield from self._micro_batches()
 
-    def _loaded(self, step: ArrivedStep) -> LoadedBatch:
+    def _micro_batches(self) -> Iterator[LoadedBatch]:
+        while (part := self._session.next_slice()) is not None:
+            assert self._session.current is not None, "a slice is of the step in hand"
+            yield self._loaded(self._session.current, part)
+
+    def _loaded(self, step: ArrivedStep, part: Slice) -> LoadedBatch:
         with torch.inference_mode(False):  # where the script is in that mode now, it may train on the batch outside of it
-            batch = LoadedBatch(step, self._session, self._job.features)
+            batch = LoadedBatch(step, part, self._session, self._job.features)
         self._session.uses.record()
         return batch
 

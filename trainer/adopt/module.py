@@ -110,7 +110,7 @@ class EmbeddingBagCollection(nn.Module):
         session, step = self._session, None if self._session is None else self._session.current
         if session is None or step is None:
             raise RuntimeError(NO_BATCH)
-        has_ids = not check_features(features, session, step, self._job.features)
+        has_ids = not check_features(features, session, step, session.slice, self._job.features)
         session.uses.await_rows(step)
         if has_ids:
             self._check_ids(features, step)
@@ -120,7 +120,7 @@ class EmbeddingBagCollection(nn.Module):
         elif torch.is_grad_enabled():
             session.look_at_in_hand()
         with on_device(self.device), torch.set_grad_enabled(trains):
-            found = session.embeddings(step_lookups(step), step.header.train_step)
+            found = session.look_up()
         session.uses.record()
         return KeyedEmbeddings(self._job.features, [own for own in found if isinstance(own, Tensor)])
 

@@ -10,6 +10,7 @@ All is called by the script's thread. The mail, the sender and the watch have th
 import os
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -36,6 +37,7 @@ from trainer.adopt.dense import DenseSide
 from trainer.adopt.loss_scaling import LossScaling
 from trainer.adopt.optimizer_steps import OptimizerSteps
 from trainer.adopt.script_side import ScriptResults, ScriptRunner
+from trainer.adopt.slices import Slice, SlicedStep, slices_of
 from trainer.adopt.uses import Uses
 from trainer.cache import ArrivedStep
 from trainer.embedding import Embeddings
@@ -44,9 +46,11 @@ from trainer.engine import TrainerEngine
 from trainer.kernels import Kernels, torch_ops
 from trainer.kernels.choose import choose_kernels
 from trainer.metrics import new_counters
+from trainer.models.sequences import Embedded
 from trainer.observe import stall_clocks
 from trainer.pinning import pinned
 from trainer.plan_check import check_welcome_fits
+from trainer.runner import step_lookups
 from trainer.streams import adopted_streams, on_device
 
 DEVICE_POLL_S = 0.0002
@@ -55,8 +59,12 @@ LOST_CHILD_S = 3.0  # for one that seems to be gone to be seen to have ended
 CHECKPOINT_POLL_S = 0.02
 ACCUMULATED = (
     "two train batches were looked up without a step of the dense optimizer between them: rows are updated in every backward pass, so "
-    "accumulated gradients would train them more often than the dense weights; use larger batches, or "
-    "connect(..., dense_optimizer=False) where no torch.optim optimizer is used"
+    "accumulated gradients would train them more often than the dense weights; use larger batches, which connect(..., accumulate=k) "
+    "yields as k micro-batches each, or connect(..., dense_optimizer=False) where no torch.optim optimizer is used"
+)
+STEPPED_WITHIN = (
+    "an optimizer has stepped between two micro-batches of train step {}: with accumulate={} the gradients of all of them make one step; "
+    "call optimizer.step() and zero_grad() where batch.is_last"
 )
 FORGOTTEN = (
     "train step {} was looked up in eval mode alone, and an optimizer has stepped: its rows were not trained; call model.train() "
@@ -72,11 +80,13 @@ class SessionParts:
     start_child: Callable[[], Child] | None  # None: a prefetcher runs already, or will
     dense: DenseSide | None
     dense_optimizer: bool  # it must step once for each train batch
+    accumulate: int = 1  # micro-batches that each batch is yielded as
 
 
 class Session:
     def __init__(self, parts: SessionParts) -> None:
         self.current: ArrivedStep | None = None  # begun, and not finished
+        self.slice = Slice(0, 0, 0, is_last=True)  # of the step in hand, that the script was given last
         self.is_trained = False  # whether the step in hand was looked up to be trained
         self.train_steps = 0  # of the run, that were finished
         self.ended = False  # everything is home and on disk, and both have said good-bye
@@ -91,6 +101,8 @@ class Session:
         self._engine: TrainerEngine | None = None
         self._embeddings: Embeddings | None = None
         self._uses: Uses | None = None
+        self._slices: deque[Slice] = deque()  # of the step in hand, that follow
+        self._sliced: SlicedStep | None = None  # the step in hand, where it has several slices
         self._start: Position | None = None  # of the checkpoint that the run goes on from; None where the first `for` has found its epoch
         self._kernels: Kernels = torch_ops
         self._child: Child | None = None
@@ -99,8 +111,9 @@ class Session:
         self._follows_barrier = False  # the step in hand
         self._steps = OptimizerSteps()
         self._stack.callback(self._steps.close)
-        self._stack.callback(LossScaling(lambda: self._embeddings is not None and self._embeddings.awaits_backward).close)
+        self._stack.callback(LossScaling(lambda: self._embeddings is not None and self.awaits_backward).close)
         self._steps_seen: int | None = None  # of dense optimizers, at the last forward that trained
+        self._is_slice_trained = False  # whether the slice in hand was looked up to be trained
         self._steps_looked_at: int | None = None  # and when the step in hand was only looked up, though gradients were enabled
         self._turn_s = time.monotonic()  # when the script was last known to have its turn
         self._script_has_turn = False
@@ -192,6 +205,27 @@ class Session:
 
     # step by step
 
+    @property
+    def awaits_backward(self) -> bool:
+        """Whether what was looked up last to be trained has had no backward pass."""
+        return self.embeddings.awaits_backward if self._sliced is None else self._sliced.awaits_backward
+
+    def look_up(self) -> list[Embedded]:
+        """Of the slice in hand, by feature; with gradients enabled its backward pass trains the rows."""
+        assert self.current is not None, "the module looks up the step in hand"
+        if self._sliced is not None:
+            return self._sliced.look_up(self.slice)
+        return self.embeddings(step_lookups(self.current), self.current.header.train_step)
+
+    def next_slice(self) -> Slice | None:
+        """The next micro-batch of the step in hand is the script's now; None where it has had all."""
+        if not self._slices or self.current is None:
+            return None
+        self._require_backward(self.current)
+        self._is_slice_trained = False
+        self.slice = self._slices.popleft()
+        return self.slice
+
     def take_empty_rest(self, first: ArrivedStep) -> bool:
         """Whether the checkpoint that the run goes on from stands at the end of an epoch, of which nothing follows: its `first` step is of
         the next one. Once True, never again."""
@@ -212,11 +246,13 @@ class Session:
             raise RuntimeError(
                 "this is an evaluation batch, whose rows may not change: call model.eval(), or look up under torch.no_grad()"
             )
-        if self.is_trained and not self.embeddings.awaits_backward:
+        if self._is_slice_trained and not self.awaits_backward:
             raise RuntimeError(f"the rows of train step {header.train_step} were updated already; train on each batch once")
         if self._parts.dense_optimizer and not self.is_trained and self._steps_seen == counted:
             raise RuntimeError(ACCUMULATED)
-        self.is_trained, self._steps_seen = True, counted
+        if self._parts.dense_optimizer and self.is_trained and self._steps_seen != counted:
+            raise RuntimeError(STEPPED_WITHIN.format(header.train_step, self._parts.accumulate))
+        self.is_trained, self._is_slice_trained, self._steps_seen = True, True, counted
 
     def peek(self) -> ArrivedStep | None:
         """Finishes the step in hand and waits for the next; None where the data has ended, and the session with it. Raises RowcastError."""
@@ -234,8 +270,11 @@ class Session:
         assert step is not None, "peek comes before begin"
         assert self._engine is not None, "a session that was opened has an engine"
         self._follows_barrier, self.is_trained = self._engine.loop.stop_reason is not None, False
-        self._steps_looked_at = None
+        self._steps_looked_at, self._is_slice_trained = None, False
         self._engine.loop.begin(step)
+        self._slices = deque(slices_of(step.header.batch_size, self._parts.accumulate))
+        is_whole = len(self._slices) == 1
+        self._sliced = None if is_whole else SlicedStep(self.embeddings, self.uses, step_lookups(step), step.header.train_step)
         self.current, self._epoch = step, step.header.epoch
         return step
 
@@ -244,20 +283,25 @@ class Session:
         step = self.current
         if step is None:
             return
-        if self.embeddings.awaits_backward:
-            raise RuntimeError(
-                f"the embeddings of train step {step.header.train_step} have had no backward pass; call backward() once for each forward, "
-                "or look up under torch.no_grad()"
-            )
+        self._require_backward(step)
         is_stepped = self._steps_looked_at is not None and self._steps_looked_at < self._steps.count
         if is_stepped and not self.is_trained and self._parts.dense_optimizer:
             raise RuntimeError(FORGOTTEN.format(step.header.train_step))
         assert self._engine is not None, "a session that was opened has an engine"
-        self.current = None
+        if self._sliced is not None:
+            self._sliced.finish()
+        self.current, self._sliced = None, None
         self.uses.gather()
         self.train_steps += step.header.kind == "train"
         self._engine.loop.finish(step, None)
         self._bell.ring()
+
+    def _require_backward(self, step: ArrivedStep) -> None:
+        if self.awaits_backward:
+            raise RuntimeError(
+                f"the embeddings of train step {step.header.train_step} have had no backward pass; call backward() once for each forward, "
+                "or look up under torch.no_grad()"
+            )
 
     def _drive(self) -> ArrivedStep | None:
         engine = self._engine
@@ -294,7 +338,7 @@ class Session:
         waits_for_step = self._parts.dense_optimizer and self._steps_seen == self._steps.count
         if self.current is not None and self.is_trained and waits_for_step and self._parts.dense is not None:
             raise RuntimeError("a checkpoint of dense=... belongs behind optimizer.step(): call state_dict() after it")
-        if self.current is None or self.is_trained:
+        if self.current is None or (self.is_trained and not self._slices):
             self.peek()
         while (found := self._checkpoint_at(self.train_steps)) is None and self._is_being_written():
             self._crew.check()
