@@ -8,7 +8,7 @@ from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 from itertools import islice
 
-from prefetcher.readers.base import Pending, Reader, whole_batch
+from prefetcher.readers.base import Pending, Reader, num_batches, whole_batch
 from prefetcher.readers.parts import IdsBatch, Rest, divide, join_parts
 from protocol.batch import Batch, Kind, ScheduledBatch
 from protocol.job import Job
@@ -99,11 +99,11 @@ def places(job: Job, reader: Reader, max_steps: int | None = None, start: Positi
 
 
 def expected_train_steps(job: Job, reader: Reader, max_steps: int | None = None) -> int | None:
-    """Train steps of the whole run, or None where the reader does not know its samples."""
-    num_samples = reader.num_samples("train")
-    if num_samples is None:
+    """Train steps of the whole run, or None where the reader does not know its batches."""
+    batches = num_batches(job, reader, "train")
+    if batches is None:
         return None
-    steps = job.data.epochs * -(-num_samples // job.data.batch_size)
+    steps = job.data.epochs * batches
     return steps if max_steps is None else min(steps, max_steps)
 
 

@@ -78,9 +78,10 @@ def connect(
         start_child=partial(start_child, ebc, max_steps, fresh=fresh) if is_launched else None,
         dense=side,
         dense_optimizer=dense_optimizer,
+        evaluate=evaluate,
         accumulate=accumulate,
     )
-    return Loader(ebc, parts, evaluate=evaluate)
+    return Loader(ebc, parts)
 
 
 def start_child(ebc: EmbeddingBagCollection, max_steps: int | None, *, fresh: bool) -> Child:
@@ -97,10 +98,10 @@ class Loader:
     """Iterating over it gives the batches of one epoch, and again those of the next. Use it as a context manager where the loop may be
     left before the data ends."""
 
-    def __init__(self, ebc: EmbeddingBagCollection, parts: SessionParts, *, evaluate: bool) -> None:
+    def __init__(self, ebc: EmbeddingBagCollection, parts: SessionParts) -> None:
         self._ebc = ebc
         self._job = parts.job
-        self._evaluate = evaluate
+        self._evaluate, self._accumulate = parts.evaluate, parts.accumulate
         self._session = Session(parts)
         self._is_open = False
         self._close = weakref.finalize(self, Session.leave, self._session)
@@ -114,6 +115,15 @@ class Loader:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
+
+    def __bool__(self) -> bool:
+        return True
+
+    def __len__(self) -> int:
+        """What an epoch's `for` yields; of micro-batches the most that it can be. Begins the run. Raises TypeError where the data set does
+        not say how many batches it has."""
+        self._open()
+        return epoch_length(self._session.epoch_batches(), self._job.eval.every, self._evaluate, self._session.epoch) * self._accumulate
 
     def __iter__(self) -> Iterator[LoadedBatch]:
         """Raises RowcastError where the prefetcher fails or is lost, RuntimeError where the batch before was not trained as it must be."""
@@ -152,3 +162,16 @@ class Loader:
             warm_up_sqrt()
             self._session.open()
             self._ebc.begin(self._session)
+
+
+def epoch_length(batches: tuple[int | None, int | None], eval_every: int, evaluates: bool, epoch: int) -> int:
+    """`batches`: train and evaluation batches of an epoch. Raises TypeError where one that counts is unknown."""
+    train, evaluation = batches
+    if train is None or (evaluates and evaluation is None):
+        raise TypeError(
+            "the data set does not say how many batches it has: a list or a DataLoader does, and the factory may return an object with "
+            "batches(split, epoch, start) and num_batches(split)"
+        )
+    begun, done = epoch * train, (epoch + 1) * train
+    evaluations = 1 if not eval_every else done // eval_every - begun // eval_every + (done % eval_every > 0)
+    return train + (evaluations * evaluation if evaluates and evaluation is not None else 0)

@@ -38,6 +38,7 @@ from trainer.adopt.loss_scaling import LossScaling
 from trainer.adopt.optimizer_steps import OptimizerSteps
 from trainer.adopt.script_side import ScriptResults, ScriptRunner
 from trainer.adopt.slices import Slice, SlicedStep, slices_of
+from trainer.adopt.telling import tell
 from trainer.adopt.uses import Uses
 from trainer.cache import ArrivedStep
 from trainer.embedding import Embeddings
@@ -80,6 +81,7 @@ class SessionParts:
     start_child: Callable[[], Child] | None  # None: a prefetcher runs already, or will
     dense: DenseSide | None
     dense_optimizer: bool  # it must step once for each train batch
+    evaluate: bool = False  # evaluation batches are yielded too
     accumulate: int = 1  # micro-batches that each batch is yielded as
 
 
@@ -103,6 +105,7 @@ class Session:
         self._uses: Uses | None = None
         self._slices: deque[Slice] = deque()  # of the step in hand, that follow
         self._sliced: SlicedStep | None = None  # the step in hand, where it has several slices
+        self.welcome: Welcome | None = None  # of the prefetcher, once it has come
         self._start: Position | None = None  # of the checkpoint that the run goes on from; None where the first `for` has found its epoch
         self._kernels: Kernels = torch_ops
         self._child: Child | None = None
@@ -148,7 +151,14 @@ class Session:
         check_welcome_fits(welcome, self._job, self._groups)
         check_welcome(welcome)
         self._check_resume(welcome)
-        self._start = self._position_of(welcome)
+        if self._parts.evaluate and welcome.epoch_batches[1] == 0:
+            raise ConfigError(
+                "connect: evaluate=True, but the data set has no evaluation batches; let the factory return a function of "
+                '(split, epoch) that knows the split "eval"'
+            )
+        self._start, self.welcome = self._position_of(welcome), welcome
+        if welcome.pairing:
+            tell(f"ids come by position: {welcome.pairing}")
         self._make_engine(conversation, watch, welcome)
 
     def _child_ended(self) -> bool:
@@ -203,7 +213,19 @@ class Session:
         assert self._uses is not None, "a session that was opened has an engine"
         return self._uses
 
+    def epoch_batches(self) -> tuple[int | None, int | None]:
+        """Train and evaluation batches of an epoch, where the data set knows."""
+        assert self.welcome is not None, "a session that was opened has met its prefetcher"
+        train, evaluation = self.welcome.epoch_batches
+        most = self.welcome.train_steps  # max_steps may end the run within its first epoch
+        return (train if train is None or most is None else min(train, most)), evaluation
+
     # step by step
+
+    @property
+    def epoch(self) -> int:
+        """Of the step in hand, or of the one that was finished last; 0 before the first."""
+        return self._epoch or 0
 
     @property
     def awaits_backward(self) -> bool:
