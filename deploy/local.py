@@ -99,7 +99,7 @@ def main(
     config: Annotated[Path, typer.Option("--config", help="The job file.")],
     overrides: Annotated[list[str] | None, typer.Option("--set", help="Override a key: section.key=value. Repeatable.")] = None,
     max_steps: Annotated[int | None, typer.Option("--max-steps", min=0, help="End the run after so many train steps.")] = None,
-    fresh: Annotated[bool, typer.Option("--fresh", help="Start over.")] = False,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Begin a new run; its first checkpoint replaces an earlier run.")] = False,
     trace: Annotated[bool, typer.Option("--trace", help="Record a timeline for `prefetcher timeline`.")] = False,
 ) -> None:
     """Run the prefetcher and the trainer of one job on this host."""

@@ -9,7 +9,6 @@ from protocol.command import run_command
 from protocol.errors import ConfigError
 from protocol.job_file import load_job
 from protocol.process import Signals
-from protocol.rundir import COMPLETE
 from protocol.telemetry.logs import get_logger, setup_logging
 
 app = typer.Typer(
@@ -34,7 +33,11 @@ def run(
     config: Config,
     overrides: Overrides = None,
     max_steps: Annotated[int | None, typer.Option("--max-steps", min=0, help="End the run after so many train steps.")] = None,
-    fresh: Annotated[bool, typer.Option("--fresh", help="Start over: give up what an earlier run left in the run directory.")] = False,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Begin a new run; its first checkpoint replaces those of an earlier one.")] = False,
+    source: Annotated[
+        Path | None,
+        typer.Option("--from", help="Begin a new run with the model of another run, or of an exported file.", metavar="RUN|FILE"),
+    ] = None,
     save_trace: SaveTrace = None,
     trace: Annotated[bool, typer.Option("--trace", help="Record a timeline for `prefetcher timeline`.")] = False,
     evaluate: Annotated[bool, typer.Option("--eval", help="Evaluate a checkpoint, with `trainer eval`; train nothing.")] = False,
@@ -62,14 +65,15 @@ def run(
             options = RunOptions(
                 max_steps=max_steps,
                 fresh=fresh,
+                source=source,
                 save_trace=save_trace,
                 trace=trace,
                 mode="eval" if evaluate else "train",
                 checkpoint=checkpoint,
                 verify=verify_share if verify_share is not None else DEFAULT_VERIFY_SHARE if verify else 0.0,
             )
-            run_prefetcher(job, options, signals)
-        return 0 if evaluate or (job.run_dir / COMPLETE).exists() else unfinished_code
+            finished = run_prefetcher(job, options, signals)
+        return 0 if evaluate or finished else unfinished_code
 
     raise typer.Exit(run_command("prefetcher", main))
 
@@ -247,11 +251,13 @@ def export(
 @app.command("import")
 def import_(
     config: Config,
-    source: Annotated[Path, typer.Option("--from", help="A safetensors file as `prefetcher export` writes it.", metavar="FILE")],
+    source: Annotated[
+        Path, typer.Option("--from", help="A run directory, or a safetensors file as `prefetcher export` writes it.", metavar="RUN|FILE")
+    ],
     overrides: Overrides = None,
-    fresh: Annotated[bool, typer.Option("--fresh", help="Give up what an earlier run left in the run directory.")] = False,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Replace what an earlier run left in the run directory.")] = False,
 ) -> None:
-    """Make a run directory whose run begins with the rows and dense weights of a file, at step 0."""
+    """Make a run directory whose run begins with another run's model and optimizer state, or with the rows and dense weights of a file."""
 
     def main() -> None:
         from prefetcher.checkpoints.imported import import_run

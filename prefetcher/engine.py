@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from prefetcher.fetcher import Checkpointer, Fetcher
 from prefetcher.metrics import PrefetcherCounters
 from prefetcher.planner.planner import RowPlanner
-from prefetcher.planning import BatchSource, PlanningStage
+from prefetcher.planning import BatchSource, Pace, PlanningStage
 from prefetcher.readers.schedule import PlacedBatch
 from prefetcher.stores.base import Store
 from prefetcher.verify.verifier import Verifier
@@ -42,6 +42,7 @@ class EngineParts:
     start: Position  # where this incarnation begins
     counters: PrefetcherCounters  # of the process
     restore: bytes  # the dense side that the trainer begins with; empty: as the job says
+    pace: Pace | None = None  # see PlanningStage
 
 
 class PrefetcherEngine:
@@ -82,6 +83,7 @@ class PrefetcherEngine:
             start=parts.start,
             measured=parts.measured,
             counters=self.counters,
+            pace=parts.pace,
         )
         self._parts = parts
         parts.conversation.listen(
@@ -92,7 +94,7 @@ class PrefetcherEngine:
                 Saved: self.writeback.accept,
                 **({} if verifier is None else {RowChecksums: verifier.reported}),
                 StepDone: self._step_done,
-                StopRequest: lambda message: self.planning.stop(message.reason),
+                StopRequest: lambda message: self.planning.stop(message.reason, message.after_step),
                 Bye: self._bye,
             }
         )

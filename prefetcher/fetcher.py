@@ -8,7 +8,7 @@ A barrier is sent when everything before it is done, home, and both rings are em
 import resource
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
 import xxhash
@@ -165,6 +165,7 @@ class Fetcher:
         self._reading: deque[Reading] = deque()
         self._flush: FlushOut | None = None
         self._first_step = first_step
+        self._cut: tuple[Position, str] | None = None  # where training goes on, whatever barriers say; and why
 
     @property
     def queued(self) -> int:
@@ -180,6 +181,11 @@ class Fetcher:
 
     def step_done(self, step: int) -> None:
         self.done_through = step
+
+    def cut_short(self, position: Position, reason: str) -> None:
+        """Steps after `position` are passed over by the trainer: no barrier from now on counts them as trained, and the run stops. Called
+        by the mail's thread, before it hears that any such step is done."""
+        self._cut = position, reason
 
     def advance(self) -> bool:
         self.stalled_by = None
@@ -225,7 +231,7 @@ class Fetcher:
             return False
         head = self._queue[0]
         if isinstance(head, PlannedBarrier):
-            return self._advance_barrier(head)
+            return self._advance_barrier(head if self._cut is None else cut_barrier(head, *self._cut))
         if not self._may_read(head.plan):
             self.stalled_by = self.stalled_by or "write_back"
             return False
@@ -426,6 +432,13 @@ class Fetcher:
 def dense_out(content: bytes, max_payload: int) -> DenseOut:
     pieces = cut_bytes(len(content), max_payload)
     return DenseOut(content=memoryview(content), checksum=xxhash.xxh3_64_intdigest(content), pieces=pieces)
+
+
+def cut_barrier(barrier: PlannedBarrier, position: Position, reason: str) -> PlannedBarrier:
+    """A barrier whose checkpoint is not later than `position`."""
+    if barrier.position.step <= position.step:
+        return barrier
+    return replace(barrier, position=position, plan=replace(barrier.plan, reason=reason, finished=False))
 
 
 def end_of_data(barrier: BarrierPlan) -> EndOfData:

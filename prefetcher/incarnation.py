@@ -14,6 +14,7 @@ from pathlib import Path
 
 from prefetcher.checkpoints.at_barrier import BarrierCheckpointer, NoCheckpoints
 from prefetcher.checkpoints.folder import Checkpoints
+from prefetcher.checkpoints.interval import PaceMeter, keep_interval, read_interval
 from prefetcher.checkpoints.restore import dense_content
 from prefetcher.checkpoints.writer import CheckpointWriter
 from prefetcher.engine import EngineParts, PrefetcherEngine
@@ -32,7 +33,7 @@ from prefetcher.warmup import warm_up
 from protocol.conversation import Conversation
 from protocol.errors import ConfigError, Mismatch
 from protocol.faults import crash_point
-from protocol.job import Job, Transport
+from protocol.job import CheckpointInterval, Job, Transport
 from protocol.manifest import Manifest
 from protocol.messages import PROTOCOL_VERSION, Bye, Mode, RingSpec, Welcome
 from protocol.position import Position
@@ -65,7 +66,7 @@ class RunParts:
     counters: PrefetcherCounters  # over all incarnations
     checkpoints: Checkpoints
     tables: Tables
-    give_up_earlier_run: Callable[[], None]  # called once everything else is known to be right
+    go_on: Callable[[], None]  # called when training begins, from a checkpoint of a complete run too
 
 
 class Incarnation:
@@ -174,8 +175,9 @@ class Incarnation:
         """Raises where the checkpoint is another job's, or there is nothing to evaluate."""
         if self.newest is not None and self.newest.training_digest not in ("", self._training_digest()):
             raise Mismatch(
-                f"the checkpoint after {self.newest.train_steps} train steps in {self._job.run_dir} is of another job: data, "
-                f"tables, model, optimizers or seed differ; use the job file that wrote it, another job.run_dir, or --fresh"
+                f"the checkpoint after {self.newest.train_steps} train steps in {self._job.run_dir} is of another job: data, tables, "
+                "model, optimizers or seed differ; use the job file that wrote it, or set another job.run_dir, and add --from "
+                f"{self._job.run_dir} to train its model on new data"
             )
         if self._run.mode == "eval" and self._source.info().num_eval == 0:
             raise ConfigError("there are no evaluation batches; set data.eval_fraction or data.eval_path")
@@ -192,13 +194,14 @@ class Incarnation:
         fetch_ring, back_ring = RingWriter(rings[0].buffer, always_checksum=is_tcp), RingReader(rings[1].buffer, mirror=is_tcp)
         if is_tcp:
             conversation.carry(fetch_ring, back_ring)
+        planner = self._planner(slots, measured)
         restore = b"" if self.newest is None else b"".join(dense_content(run.checkpoints.root, self.newest))
         engine = PrefetcherEngine(
             EngineParts(
                 job=self._job,
                 groups=run.groups,
                 source=self._source,
-                planner=self._planner(slots, measured),
+                planner=planner,
                 measured=measured,
                 stores=run.tables.stores,
                 conversation=conversation,
@@ -210,8 +213,10 @@ class Incarnation:
                 start=self._start,
                 counters=run.counters,
                 restore=restore,
+                pace=self._pace(planner),
             )
         )
+        engine.planning.on_interval = self._keep_interval
         self._run_stages(stack, engine)
 
     def _make_rings(self, stack: ExitStack, measured: list[PlacedBatch]) -> list[RingFile | RingMemory]:
@@ -252,7 +257,33 @@ class Incarnation:
             pinned=None if pin is None else load_pins(Path(pin), self._run.groups),
             num_threads=automatic_threads() if threads == "auto" else threads,
             keep_ids=self._run.save_trace is not None,
+            checkpoint_every=self._known_interval(),
         )
+
+    # when checkpoints are made
+
+    def _known_interval(self) -> CheckpointInterval:
+        """0 where the job says a time that this run has not made train steps of yet."""
+        checkpoint = self._job.checkpoint
+        if checkpoint.every_seconds is None or self._run.mode == "eval":
+            return checkpoint.interval
+        assert isinstance(checkpoint.every, str), "a time is text"
+        return read_interval(self._run.checkpoints.root, checkpoint.every) or 0
+
+    def _pace(self, planner: RowPlanner) -> PaceMeter | None:
+        seconds = self._job.checkpoint.every_seconds
+        if seconds is None or planner.checkpoint_every or self._run.mode == "eval":
+            return None
+        if self._run.save_trace is not None:
+            self._log.warning("no checkpoint before the end: a saved trace has to know when; set checkpoint.every to a number of steps")
+            return None
+        return PaceMeter(seconds, self.train_steps)
+
+    def _keep_interval(self, steps: int) -> None:
+        checkpoint = self._job.checkpoint
+        assert isinstance(checkpoint.every, str), "a time is text"
+        keep_interval(self._run.checkpoints.disk, self._run.checkpoints.root, checkpoint.every, steps)
+        self._log.info("the pace is known", checkpoint_every=checkpoint.every, train_steps=steps)
 
     def _welcome(self, incarnation: int, slots: tuple[int, ...], rings: Sequence[RingFile | RingMemory], restore_bytes: int) -> Welcome:
         info, lookahead = self._source.info(), self._job.lookahead
@@ -266,6 +297,7 @@ class Incarnation:
             depth=lookahead.depth,
             horizon=lookahead.horizon,
             policy=self._job.cache.policy,
+            checkpoints=self._job.checkpoint.described,
             ring_bytes=fetch_ring.nbytes,
             after_train_steps=self.train_steps,
         )
@@ -285,6 +317,7 @@ class Incarnation:
             first_train_step=self.train_steps,
             restore_bytes=restore_bytes,
             verify=self._run.verify,
+            fresh=self._run.checkpoints.are_fresh,
             epoch_batches=info.epoch_batches,
             pairing=info.pairing,
         )
@@ -293,7 +326,6 @@ class Incarnation:
         """Waits for the trainer, and runs the stages until the run is over."""
         run = self._run
         run.health.state = "connecting"
-        run.give_up_earlier_run()
         self._engine = engine
         finish_trace = self._trace(stack, engine)
         self._crew.start(self._stages(engine), stall_clocks(engine))
@@ -350,7 +382,8 @@ class Incarnation:
             self._log.info("stopped in order", train_steps=steps, reason=engine.planning.stop_reason)
 
     def _until_finished(self, engine: PrefetcherEngine) -> None:
-        stopping, health, signals = False, self._run.health, self._run.signals
+        stopping, run = False, self._run
+        health, signals = run.health, run.signals
         while not engine.finished:
             seen = self._bell.rings
             self._crew.check()
@@ -358,6 +391,7 @@ class Incarnation:
                 crash_point("Welcome sent")
                 health.state = "running"
                 self._log.info("trainer connected", pid=engine.hello.pid, device=engine.hello.device)
+                run.go_on()
             if signals.stop_reason is not None and not stopping:
                 if engine.hello is None:
                     return

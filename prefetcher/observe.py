@@ -6,7 +6,7 @@ from dataclasses import replace
 from prefetcher.engine import PrefetcherEngine
 from prefetcher.metrics import PrefetcherGauges, SlotStates
 from prefetcher.readers.worker import BatchSource
-from protocol.job import Job
+from protocol.job import CheckpointInterval, Job
 from protocol.transport.ring_file import shared_memory
 
 
@@ -44,7 +44,7 @@ def idle_gauges(job: Job, num_groups: int) -> PrefetcherGauges:
     size_bytes, free_bytes = shared_memory()
     return PrefetcherGauges(
         depth=job.lookahead.depth,
-        checkpoint_every=job.checkpoint.every,
+        checkpoint_every=train_steps_of(job.checkpoint.interval),
         slots=[SlotStates(0, 0, 0)] * num_groups,
         shared_memory_size_bytes=size_bytes,
         shared_memory_free_bytes=free_bytes,
@@ -54,6 +54,7 @@ def idle_gauges(job: Job, num_groups: int) -> PrefetcherGauges:
 def engine_gauges(idle: PrefetcherGauges, engine: PrefetcherEngine, source: BatchSource) -> PrefetcherGauges:
     return replace(
         idle,
+        checkpoint_every=train_steps_of(engine.planner.checkpoint_every),
         queue_depths={
             "batches": source.counters.queue_depth,
             "plans": engine.fetcher.queued,
@@ -69,6 +70,11 @@ def engine_gauges(idle: PrefetcherGauges, engine: PrefetcherEngine, source: Batc
         slots=[SlotStates(free=g.num_free, clean=g.num_resident - g.num_dirty, dirty=g.num_dirty) for g in engine.planner.occupancy],
         write_back_lag_steps=steps_between(engine.writeback.applied_through, engine.fetcher.done_through),
     )
+
+
+def train_steps_of(interval: CheckpointInterval) -> int:
+    """0 where checkpoints do not come after a number of train steps."""
+    return interval if isinstance(interval, int) else 0
 
 
 def steps_between(older: int | None, newer: int | None) -> int:

@@ -9,6 +9,7 @@ from prefetcher.metrics import PrefetcherCounters
 from prefetcher.planner.planner import RowPlanner
 from prefetcher.readers.parts import Rest
 from prefetcher.readers.schedule import PlacedBatch, PlacedIds
+from protocol.errors import RemoteProtocolError
 from protocol.faults import crash_point
 from protocol.position import Position
 
@@ -27,6 +28,12 @@ class BatchSource(Protocol):
         """That of the oldest batch that has not had it yet, or None when it has not been decoded yet. Raises what the reader raised."""
 
 
+class Pace(Protocol):
+    """As `checkpoints.interval.PaceMeter`."""
+
+    def steps(self, done: int, planned: int) -> int | None: ...
+
+
 class PlanningStage:
     """Plans may be made up to 2 * depth + 2 steps beyond the last one that the trainer completed, so that a stop is prompt.
 
@@ -42,7 +49,9 @@ class PlanningStage:
         start: Position,
         measured: list[PlacedBatch],
         counters: PrefetcherCounters,
+        pace: Pace | None = None,
     ) -> None:
+        """`pace`: where the time between checkpoints has yet to become a number of train steps, what finds it."""
         self.planned_through: int | None = None
         self._source = source
         self._planner = planner
@@ -57,7 +66,11 @@ class PlanningStage:
         self.stop_reason: str | None = None
         self._ended = False
         self._barrier_sent = False
+        self._pace = pace
+        self._start = start
+        self._followings: dict[int, Position] = {}  # after each step that was planned and may not be done
         self.on_plan: Callable[[PlannedStep], None] = lambda planned: None
+        self.on_interval: Callable[[int], None] = lambda steps: None  # is told the train steps between checkpoints, once
 
     @property
     def waits_for_batches(self) -> bool:
@@ -74,8 +87,19 @@ class PlanningStage:
         """Nothing is left to plan; a stop has nothing left to stop."""
         return self._ended and not self._planner.ready()
 
-    def stop(self, reason: str) -> None:
-        """No plan is made after the next `advance`; a barrier follows the last one."""
+    def stop(self, reason: str, after_step: int | None = None) -> None:
+        """No plan is made after the next `advance`; a barrier follows the last one. Called by the mail's thread.
+
+        `after_step`: the trainer passes over every step after this one, so training goes on right behind it. Raises RemoteProtocolError
+        where it is none of the steps under way.
+        """
+        if after_step is not None:
+            position = self._start if after_step == self._first_step - 1 else self._followings.get(after_step)
+            if position is None:
+                raise RemoteProtocolError(
+                    f"StopRequest: step {after_step} is none of those between the last one done and the last one planned"
+                )
+            self._fetcher.cut_short(position, reason)
         self.stop_reason = reason
 
     def advance(self) -> bool:
@@ -120,6 +144,7 @@ class PlanningStage:
             return self._send_barrier("checkpoint", finished=False, last=False)
         step = self._first_step if self.planned_through is None else self.planned_through + 1
         done = self._first_step - 1 if self._fetcher.done_through is None else self._fetcher.done_through
+        self._find_interval(done)
         if step > done + self._ahead or not self._has_rest():
             return False
         with self._counters.timed("plan", step):
@@ -132,8 +157,17 @@ class PlanningStage:
         self.on_plan(planned)
         self._fetcher.push(planned)
         self.planned_through = step
-        self._position = batch.following
+        self._position = self._followings[step] = batch.following
+        self._followings.pop(step - self._ahead - 1, None)
         return True
+
+    def _find_interval(self, done: int) -> None:
+        """Before a plan is made: the planner hears of it between two plans."""
+        steps = None if self._pace is None else self._pace.steps(done - self._first_step + 1, self._position.train_step)
+        if steps is not None:
+            self._pace = None
+            self.on_interval(steps)
+            self._planner.checkpoint_every = steps
 
     def _send_barrier(self, reason: str, *, finished: bool, last: bool) -> bool:
         self._fetcher.push(PlannedBarrier(plan=self._planner.barrier(reason, finished), position=self._position, last=last))

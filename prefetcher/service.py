@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from prefetcher.background import move_to_background
-from prefetcher.checkpoints.folder import Checkpoints
+from prefetcher.checkpoints.folder import Checkpoints, carry_out
+from prefetcher.checkpoints.imported import import_into, open_source
 from prefetcher.incarnation import Incarnation, RunParts, new_run_id
 from prefetcher.metrics import PrefetcherCollector, PrefetcherGauges, new_counters
 from prefetcher.observe import idle_gauges
@@ -18,7 +19,7 @@ from protocol.job import Job
 from protocol.manifest import Manifest
 from protocol.messages import Mode
 from protocol.process import Crew, Patience, Signals
-from protocol.rundir import RunDirectory
+from protocol.rundir import Completion, RunDirectory
 from protocol.tables import group_specs
 from protocol.telemetry.build import build_info
 from protocol.telemetry.counters import new_registry
@@ -35,6 +36,7 @@ class RunOptions:
 
     max_steps: int | None = None
     fresh: bool = False
+    source: Path | None = None  # a run directory or an exported file that the run begins with
     save_trace: Path | None = None
     trace: bool = False  # record a timeline
     mode: Mode = "train"
@@ -52,21 +54,20 @@ class PrefetcherRun:
         self._directory = RunDirectory(job.run_dir, "prefetcher")
         self._checkpoints = Checkpoints(job.run_dir, RealDisk())
         self._crew = Crew("prefetcher", signals.bell)
-        self._fresh = options.fresh
         self._groups = group_specs(job)
         self._health = Health(dead_stage=lambda: self._crew.dead_stage())
         self._counters = new_counters(self._groups)
         self._incarnation: Incarnation | None = None
 
-    def run(self) -> None:
-        """Returns when the run is finished or was stopped in order. Raises the first error of any stage."""
+    def run(self) -> bool:
+        """Returns when the run is finished or was stopped in order, and which of both. Raises the first error of any stage."""
         if self._job.prefetcher.background:
             move_to_background()
         with ExitStack() as stack:
             stack.enter_context(self._directory)
             self._serve_metrics(stack)
             try:
-                self._run(stack)
+                return self._run(stack)
             except BaseException:
                 self._health.state = "failed"
                 raise
@@ -81,7 +82,7 @@ class PrefetcherRun:
         idle = idle_gauges(self._job, len(self._groups))
         return idle if self._incarnation is None else self._incarnation.gauges(idle)
 
-    def _run(self, stack: ExitStack) -> None:
+    def _run(self, stack: ExitStack) -> bool:
         newest = self._newest()
         if self._options.trace:
             self._counters.timeline = stack.enter_context(Timeline(self._job.run_dir, "prefetcher"))
@@ -101,11 +102,11 @@ class PrefetcherRun:
             counters=self._counters,
             checkpoints=self._checkpoints,
             tables=tables,
-            give_up_earlier_run=self._give_up_earlier_run,
+            go_on=self._go_on,
         )
-        self._live(parts, newest)
+        return self._live(parts, newest)
 
-    def _live(self, parts: RunParts, newest: Manifest | None) -> None:
+    def _live(self, parts: RunParts, newest: Manifest | None) -> bool:
         patience = Patience("trainer", self._job.transport)
         while True:
             self._incarnation = incarnation = Incarnation(parts, newest, patience.transport, self._crew)
@@ -118,30 +119,48 @@ class PrefetcherRun:
                 newest = incarnation.newest
                 self._crew = Crew("prefetcher", self._signals.bell)
             if self._signals.stop_reason is not None:
-                return
-        if parts.mode == "train" and incarnation.connected:
-            parts.tables.close(at=incarnation.newest)
-            if incarnation.finished:
-                crash_point("run not marked complete")
-                self._directory.mark_complete(incarnation.train_steps)
+                return False
+        if parts.mode == "eval" or not incarnation.connected:
+            return False
+        parts.tables.close(at=incarnation.newest)
+        if incarnation.finished:
+            crash_point("run not marked complete")
+            self._directory.mark_complete(self._completion(incarnation.train_steps))
+        return incarnation.finished
+
+    def _completion(self, train_steps: int) -> Completion:
+        max_steps = self._options.max_steps
+        return Completion(train_steps=train_steps, epochs=self._job.data.epochs, max_steps=max_steps if max_steps == train_steps else None)
 
     def _newest(self) -> Manifest | None:
         """The checkpoint to go on from. Raises ConfigError where the run is complete, and DataError where every checkpoint is damaged."""
+        log = get_logger()
+        carry_out(self._checkpoints.settle(log))
         if self._options.mode == "eval":
-            return self._checkpoints.choose(self._options.checkpoint, get_logger())
+            return self._checkpoints.choose(self._options.checkpoint, log)
         if self._options.checkpoint is not None:
             raise ConfigError("--checkpoint chooses what --eval evaluates; a run goes on from its newest checkpoint")
-        if self._fresh:
+        if self._options.fresh:
+            carry_out(self._checkpoints.begin_fresh())
+            return self._first()
+        self._directory.refuse_complete(self._job.data.epochs, self._options.max_steps)
+        return self._checkpoints.newest_valid(log) or self._first()
+
+    def _first(self) -> Manifest | None:
+        """What a new run begins with, where that is given."""
+        if self._options.source is None:
             return None
-        self._directory.refuse_complete()
-        return self._checkpoints.newest_valid(get_logger())
+        source = open_source(self._job, self._options.source)
+        manifest = import_into(self._checkpoints, self._job, source)
+        get_logger().info("begins with", source=str(self._options.source), after_train_steps=manifest.train_steps)
+        return manifest
 
-    def _give_up_earlier_run(self) -> None:
-        """What --fresh asks for, once."""
-        if self._fresh:
-            self._fresh = False
-            self._directory.remove_run()
+    def _go_on(self) -> None:
+        """Training begins: the run is not complete any more, where it was and goes on. A fresh run leaves the earlier one as it is."""
+        if self._options.mode == "train" and not self._options.fresh:
+            self._directory.go_on()
 
 
-def run_prefetcher(job: Job, options: RunOptions, signals: Signals) -> None:
-    PrefetcherRun(job, options, signals).run()
+def run_prefetcher(job: Job, options: RunOptions, signals: Signals) -> bool:
+    """Whether the run came to its end; otherwise it was stopped in order."""
+    return PrefetcherRun(job, options, signals).run()

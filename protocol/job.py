@@ -51,13 +51,13 @@ def parse_rows(text: str | int) -> int | None:
 
 
 def parse_seconds(text: str | float) -> float:
-    """`"60s"`, `"500ms"`, `"5m"` or a number of seconds -> seconds. Raises ValueError with a sentence."""
+    """`"60s"`, `"500ms"`, `"5m"`, `"1h"` or a number of seconds -> seconds. Raises ValueError with a sentence."""
     if not isinstance(text, str):
         return float(text)
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(ms|s|m)\s*", text)
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(ms|s|m|h)\s*", text)
     if match is None:
-        raise ValueError(f'{text!r} is not a duration; write seconds, such as "60s"')
-    return float(match[1]) * {"ms": 1e-3, "s": 1.0, "m": 60.0}[match[2]]
+        raise ValueError(f'{text!r} is not a duration; write a number and ms, s, m or h, such as "60s"')
+    return float(match[1]) * {"ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}[match[2]]
 
 
 def is_factory(name: str) -> bool:
@@ -388,15 +388,46 @@ class Store(Section, frozen=True, kw_only=True):
             raise ValueError("path is empty; name a folder")
 
 
+CheckpointInterval = int | Literal["epoch"]  # of plans: train steps between checkpoints, 0 for none
+
+
 class Checkpoint(Section, frozen=True, kw_only=True):
-    every: int = 0  # train steps between checkpoints; there is always one at the end, and one where a stop is asked for
+    # between checkpoints: a time such as `"10m"`, which becomes a number of train steps once the run's pace is known; a number of train
+    # steps; or `"epoch"`. There is always one at the end, and one where a stop is asked for; 0 makes no others
+    every: int | str = "10m"
     keep: int = 2  # checkpoints that stay on disk
 
     def __post_init__(self) -> None:
-        if self.every < 0:
+        if isinstance(self.every, int) and self.every < 0:
             raise ValueError(f"every = {self.every} must be 0 (only at the end) or a number of train steps")
+        if self.every_seconds is not None and not 1 <= self.every_seconds < float("inf"):
+            raise ValueError(f'every = {self.every!r} must be at least "1s"')
         if self.keep < 1:
             raise ValueError(f"keep = {self.keep} must be at least 1")
+
+    @property
+    def every_seconds(self) -> float | None:
+        """Where the interval is a time. Raises ValueError with a sentence."""
+        if isinstance(self.every, int) or self.every == "epoch":
+            return None
+        try:
+            return parse_seconds(self.every)
+        except ValueError:
+            raise ValueError(f'every = {self.every!r} is none of a number of train steps, a time such as "10m", "epoch"') from None
+
+    @property
+    def interval(self) -> CheckpointInterval:
+        """Of plans; 0 where it is a time, which becomes train steps during the run."""
+        return "epoch" if self.every == "epoch" else self.every if isinstance(self.every, int) else 0
+
+    @property
+    def described(self) -> str:
+        """When checkpoints are made, for people."""
+        if self.every == 0:
+            return "at the end only"
+        if self.every == "epoch":
+            return "after each epoch"
+        return f"every {self.every}" if isinstance(self.every, str) else f"every {self.every} train steps"
 
 
 class Transport(Section, frozen=True, kw_only=True):
@@ -534,7 +565,7 @@ class Job(Section, frozen=True, kw_only=True):
         """What a checkpoint compares: all that decides the numbers, nothing that decides where and how fast."""
         content = msgspec.to_builtins(self)
         kept = {name: content[name] for name in ("tables", "model", "optimizer")}
-        data = {name: value for name, value in content["data"].items() if name not in ("path", "eval_path")}
+        data = {name: value for name, value in content["data"].items() if name not in ("path", "eval_path", "epochs")}
         return digest([kept, data, self.job.seed, file_sizes])
 
 

@@ -11,7 +11,7 @@ from typing import Literal
 
 import msgspec
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 Mode = Literal["train", "eval"]  # eval: the evaluation batches alone, once; nothing is trained and nothing saved
 
 
@@ -157,6 +157,7 @@ class Welcome(Message, frozen=True, kw_only=True):
     first_train_step: int  # train steps before this incarnation: those of the checkpoint that it goes on from
     restore_bytes: int  # of the dense side that follows in `Restore`; 0: there is none, the model begins as the job says
     verify: float = 0.0  # share of the rows whose checksums the plans ask for
+    fresh: bool = False  # no checkpoint of this run is on disk: whatever the run directory holds is of an earlier one
     epoch_batches: tuple[int | None, int | None] = (None, None)  # train and evaluation batches of an epoch, where the reader knows
     pairing: str = ""  # which column was taken for which feature, where a data set gives ids by position
 
@@ -209,6 +210,7 @@ class EndOfData(Message, frozen=True, kw_only=True):
 
 class StopRequest(Message, frozen=True, kw_only=True):
     reason: str
+    after_step: int | None = None  # the last step that was trained: those after it are passed over; None: all that are planned are trained
 
 
 class Heartbeat(Message, frozen=True, kw_only=True):

@@ -2,16 +2,35 @@
 
 import fcntl
 import os
-import shutil
 from pathlib import Path
 from types import TracebackType
 from typing import Literal, Self
+
+import msgspec
 
 from protocol.errors import ConfigError
 from protocol.manifest import write_durably
 
 COMPLETE = "complete"
 Role = Literal["prefetcher", "trainer"]
+
+
+class Completion(msgspec.Struct, frozen=True, kw_only=True):
+    """How a run came to its end."""
+
+    train_steps: int
+    epochs: int  # data.epochs then
+    max_steps: int | None = None  # --max-steps, where that was the end; None: the data was
+
+    @property
+    def cause(self) -> str:
+        return f"data.epochs = {self.epochs}" if self.max_steps is None else f"--max-steps {self.max_steps}"
+
+    def leaves_more(self, epochs: int, max_steps: int | None) -> bool:
+        """Whether a run of so many epochs and at most `max_steps` train steps goes beyond it."""
+        if max_steps is not None and max_steps <= self.train_steps:
+            return False
+        return epochs > self.epochs or self.max_steps is not None
 
 
 class RunDirectory:
@@ -45,21 +64,27 @@ class RunDirectory:
             os.close(self._lock)
             self._lock = None
 
-    def remove_run(self) -> None:
-        """Gives up the run that is here."""
-        for name in ("checkpoints", "tables"):
-            shutil.rmtree(self.path / name, ignore_errors=True)
+    def mark_complete(self, completion: Completion) -> None:
+        """Both sides are done: the last checkpoint is on disk, and the trainer has written its report."""
+        write_durably(self.path / COMPLETE, msgspec.json.encode(completion) + b"\n")
+
+    def go_on(self) -> None:
+        """The run that is here is not complete any more: it is trained further."""
         (self.path / COMPLETE).unlink(missing_ok=True)
 
-    def mark_complete(self, train_steps: int) -> None:
-        """Both sides are done: the last checkpoint is on disk, and the trainer has written its report."""
-        write_durably(self.path / COMPLETE, f"{train_steps}\n".encode())
-
-    def refuse_complete(self) -> None:
-        """Raises ConfigError where the run that is here is over. One that was killed or stopped goes on."""
+    def refuse_complete(self, epochs: int, max_steps: int | None = None) -> None:
+        """Raises ConfigError where the run that is here is over, and `epochs` of the data and `max_steps` give it nothing more to train.
+        One that was killed or stopped goes on."""
         path = self.path / COMPLETE
-        if path.exists():
+        try:
+            completion = msgspec.json.decode(path.read_bytes(), type=Completion)
+        except FileNotFoundError:
+            return
+        except (OSError, msgspec.DecodeError) as error:
+            raise ConfigError(f"{path}: cannot be read ({error}); remove it if the run in {self.path} is not complete") from None
+        if not completion.leaves_more(epochs, max_steps):
             raise ConfigError(
-                f"the run in {self.path} finished after {path.read_text().strip()} train steps; add --fresh to start over (in a script: "
-                f"fresh=True), or set another job.run_dir"
+                f"the run in {self.path} finished after {completion.train_steps} train steps ({completion.cause}); to train it further "
+                f"raise that; to train its model on other data set another job.run_dir and add --from {self.path}; to train a new model "
+                "in its place add --fresh (in a script: fresh=True): it replaces this one with its first checkpoint"
             )

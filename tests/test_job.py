@@ -101,7 +101,7 @@ BAD_JOBS: dict[str, tuple[dict[str, Any], str]] = {
     "endpoint": ({"transport": {"endpoint": "tcp://host"}}, 'endpoint = \'tcp://host\' must be "ipc" or "tcp://host:port"'),
     "port": ({"transport": {"endpoint": "tcp://host:65536", "keys": "k"}}, 'must be "ipc" or "tcp://host:port"'),
     "rejoin": ({"transport": {"rejoin_timeout": -1}}, "rejoin_timeout = -1.0 must be 0 seconds or more"),
-    "time-out": ({"transport": {"connect_timeout": "soon"}}, "'soon' is not a duration; write seconds"),
+    "time-out": ({"transport": {"connect_timeout": "soon"}}, "'soon' is not a duration; write a number and ms, s, m or h"),
     "threads": ({"trainer": {"threads": 0}}, 'threads = 0 must be "auto" or from 1 to'),
     "address": ({"metrics": {"trainer": "9401"}}, "trainer = '9401' must be \"host:port\""),
 }

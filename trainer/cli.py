@@ -29,7 +29,9 @@ LogJson = Annotated[bool, typer.Option("--log-json", help="Log JSON lines.")]
 def run(
     config: Config,
     overrides: Overrides = None,
-    fresh: Annotated[bool, typer.Option("--fresh", help="Replace the report of an earlier run.")] = False,
+    fresh: Annotated[
+        bool, typer.Option("--fresh", help="Begin a new run; its first checkpoint replaces the report and losses of an earlier one.")
+    ] = False,
     trace: Trace = False,
     tensorboard: Annotated[Path | None, typer.Option("--tensorboard", help="Write TensorBoard event files there.", metavar="DIR")] = None,
     log_level: LogLevel = "info",

@@ -41,7 +41,7 @@ from trainer.phases import phase_clock
 from trainer.pinning import pinned
 from trainer.plan_check import check_welcome_fits
 from trainer.report import Report, RunFacts, make_report, write_report
-from trainer.results import EvaluationOnly, ResultFiles
+from trainer.results import PAGE, REPORT, EarlierResults, EvaluationOnly, ResultFiles
 from trainer.run_report.page import write_page
 from trainer.run_report.record import RunRecord
 from trainer.runner import EvaluationRunner, StepRunner
@@ -50,8 +50,7 @@ from trainer.terminal import Progress as ProgressLine
 from trainer.terminal import print_summary
 
 RUNNERS: dict[Mode, type[StepRunner]] = {"train": StepRunner, "eval": EvaluationRunner}
-REPORTS: dict[Mode, str] = {"train": "report.json", "eval": "eval.json"}
-PAGE = "report.html"
+REPORTS: dict[Mode, str] = {"train": REPORT, "eval": "eval.json"}
 DEVICE_POLL_S = 0.0002  # between looks at events of a device, which rings no bell
 
 
@@ -94,6 +93,7 @@ class Incarnation:
         self._engine: TrainerEngine | None = None
         self._welcome: Welcome | None = None
         self._left = threading.Event()  # the prefetcher has said good-bye
+        self._earlier = EarlierResults(run.job.run_dir)
         self._results = EvaluationOnly(run.job.run_dir) if run.mode == "eval" else ResultFiles(run.job.run_dir)
 
     def live(self) -> None:
@@ -136,20 +136,39 @@ class Incarnation:
         if welcome is not None:
             check_welcome_fits(welcome, self._job, self._run.groups)
             self._accept(welcome)
-            self._train(stack, conversation, watch, welcome)
+            try:
+                self._train(stack, conversation, watch, welcome)
+            finally:
+                self._leave_earlier(welcome)
         elif self._left.is_set():
             self._log.info("the prefetcher was stopped before the run had begun")
 
     def _accept(self, welcome: Welcome) -> None:
         """Raises where this process cannot be the prefetcher's trainer."""
         check_welcome(welcome)
-        path = self._job.run_dir / REPORTS["train"]
         if self._run.mode == "eval":
             return
-        if path.exists() and not self._run.fresh and not welcome.restore_bytes:
-            raise ConfigError(f"the run in {self._job.run_dir} has a report; add --fresh to start over, or set another job.run_dir")
-        for earlier in (path, self._job.run_dir / PAGE):
-            earlier.unlink(missing_ok=True)  # of an earlier run, given up by --fresh, or of this one, before it was stopped
+        run_dir, goes_on = self._job.run_dir, welcome.restore_bytes > 0 and not welcome.fresh
+        if (run_dir / REPORT).exists() and not self._run.fresh and not goes_on:
+            raise ConfigError(
+                f"a new run begins, but {run_dir} holds the report of an earlier one; add --fresh to this command too, or set another "
+                "job.run_dir in both"
+            )
+        if welcome.fresh:
+            self._earlier.set_aside()
+            return
+        self._earlier.give_up()
+        for name in (REPORT, PAGE):
+            (run_dir / name).unlink(missing_ok=True)  # of this run, before it was stopped
+
+    def _leave_earlier(self, welcome: Welcome) -> None:
+        """The results of the run whose place this one was to take."""
+        if not welcome.fresh:
+            return
+        if self._engine is not None and self._engine.loop.has_checkpoint:
+            self._earlier.give_up()
+        else:
+            self._earlier.bring_back()
 
     # training
 
@@ -171,6 +190,7 @@ class Incarnation:
         board = stack.enter_context(Board(run.tensorboard, self._results, welcome.first_train_step))
         run.history.begin(welcome.first_train_step, board.marked)
         self._results.listeners = [progress.evaluation, board.evaluation]
+        self._log.info("training", after_train_steps=welcome.first_train_step, checkpoints=self._job.checkpoint.described)
         self._loop(engine, progress)
         progress.close()
         run.history.close(engine.loop.first_step_s)

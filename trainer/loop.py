@@ -102,6 +102,7 @@ class TrainingLoop:
         self.step_begun: int | None = None
         self.step_done: int | None = None
         self.end: EndOfData | None = None
+        self.checkpoints = 0  # that were begun
         self.stop_reason: str | None = None  # what the barrier is for that follows the newest step; None before it comes
         self._cache = cache
         self._sender = sender
@@ -128,6 +129,11 @@ class TrainingLoop:
     def finished(self) -> bool:
         """No step follows, and every result was delivered."""
         return self.end is not None and not self._issued and not self._must_close(self.end)
+
+    @property
+    def has_checkpoint(self) -> bool:
+        """Whether one is known to be on the disk: the next barrier and the end both wait for it."""
+        return self.checkpoints > (1 if self.end is None else 0)
 
     @property
     def waiting_for(self) -> str:
@@ -315,6 +321,7 @@ class TrainingLoop:
         self._cache.flush(message)
         if message.piece == message.num_pieces - 1 and message.checkpoint:
             self._saving = message
+            self.checkpoints += 1
         return True
 
     def _must_close(self, end: EndOfData) -> bool:

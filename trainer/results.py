@@ -1,6 +1,7 @@
 """Where a run's results go: `losses.f32` as it grows, the evaluations, and both of them into a checkpoint."""
 
 import os
+import shutil
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -18,8 +19,39 @@ from protocol.faults import crash_point
 from trainer.dense import Tensors
 from trainer.report import Evaluation
 
+LOSSES, REPORT, PAGE = "losses.f32", "report.json", "report.html"
 RECENT = 100  # losses that the report's mean is of
 MAX_EVALUATIONS = 1000  # that are kept
+
+
+class EarlierResults:
+    """The results of an earlier run, in `<run_dir>/earlier` until the run that takes its place has a checkpoint on disk."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._run_dir = run_dir
+        self._folder = run_dir / "earlier"
+
+    def set_aside(self) -> None:
+        """A new run begins. Where one that was killed has set them aside before, its own are given up."""
+        found = [path for name in (LOSSES, REPORT, PAGE) if (path := self._run_dir / name).exists()]
+        if self._folder.exists():
+            for path in found:
+                path.unlink()
+        elif found:
+            self._folder.mkdir()
+            for path in found:
+                path.rename(self._folder / path.name)
+
+    def bring_back(self) -> None:
+        """The new run has ended without a checkpoint."""
+        if self._folder.exists():
+            for path in self._folder.iterdir():
+                path.replace(self._run_dir / path.name)
+            self._folder.rmdir()
+
+    def give_up(self) -> None:
+        """Its place is taken."""
+        shutil.rmtree(self._folder, ignore_errors=True)
 
 
 class ResultFiles:
@@ -31,7 +63,7 @@ class ResultFiles:
     def __init__(self, run_dir: Path) -> None:
         self.evaluations: list[Evaluation] = []  # of the run, those before a restart included; thinned where there are very many
         self.listeners: Sequence[Callable[[Evaluation], None]] = ()  # are told of each evaluation as it ends
-        self._path = run_dir / "losses.f32"
+        self._path = run_dir / LOSSES
         self._losses = array("f")
         self._file: IO[bytes] | None = None
 
@@ -107,7 +139,7 @@ class ResultFiles:
         try:
             yield
         except OSError as error:
-            raise RowcastError(f"{self._path}: losses cannot be written ({error.strerror}); free space there and start over") from None
+            raise RowcastError(f"{self._path}: losses cannot be written ({error.strerror}); free space there and run again") from None
 
 
 def thin(evaluations: list[Evaluation]) -> None:

@@ -68,7 +68,7 @@ class TrainerRun:
         with ExitStack() as stack:
             directory = stack.enter_context(RunDirectory(self._job.run_dir, "trainer"))
             if self._mode == "train" and not fresh:
-                directory.refuse_complete()
+                directory.refuse_complete(self._job.data.epochs)
             if trace:
                 self._counters.timeline = stack.enter_context(Timeline(self._job.run_dir, "trainer"))
             self._serve_metrics(stack)

@@ -37,6 +37,8 @@ class BarrierCheckpointer:
         newest = self._writer.newest
         if newest is not None and newest.position == barrier.position:
             return False
+        if newest is None and not barrier.position.step and not barrier.plan.finished:
+            return False  # stopped before anything was trained: nothing is worth the place of an earlier run
         self._writer.begin(barrier.position, finished=barrier.plan.finished, reason=barrier.plan.reason)
         self._blocks, self._rows_collected, self._collected = self._changed(), False, False
         return True

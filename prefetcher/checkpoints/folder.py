@@ -2,6 +2,12 @@
 
 A file goes only when no manifest that is kept names it: files of a base outlive the checkpoint in whose folder they lie. A checkpoint
 is dropped by its manifest first, so that at no moment there is a manifest whose files are gone.
+
+A fresh run takes the place of an earlier one only once it has a checkpoint:
+
+    <run_dir>/checkpoints            the earlier run          ->  -                    ->  the fresh run
+              checkpoints.new        the fresh run            ->  the fresh run        ->  -
+              checkpoints.earlier    -                        ->  the earlier run      ->  -
 """
 
 from collections.abc import Iterator
@@ -10,15 +16,27 @@ from typing import Any, Protocol
 
 from prefetcher.checkpoints.row_files import Steps
 from protocol.disk import Disk
-from protocol.errors import ConfigError, DataError
+from protocol.errors import ConfigError, DataError, RowcastError
 from protocol.faults import crash_point
 from protocol.manifest import FOLDER_NAME, MANIFEST_NAME, DenseFile, Manifest, RowFile, checked_file, read_manifest
+from protocol.rundir import COMPLETE
 
 CheckpointFile = RowFile | DenseFile
+FOLDER = "checkpoints"
+IMPORT = "import"  # the reason of a checkpoint that was made from a file or another run: nothing was trained in this one yet
 
 
 class Log(Protocol):
     def warning(self, event: str, *args: Any, **kw: Any) -> object: ...
+
+
+def carry_out(steps: Steps) -> None:
+    """All of them at once. Raises RowcastError where the disk does not do it."""
+    try:
+        for _ in steps:
+            pass
+    except OSError as error:
+        raise RowcastError(f"{error.filename}: what an earlier run left cannot be put in order ({error.strerror}); see to it") from None
 
 
 class Checkpoints:
@@ -26,11 +44,77 @@ class Checkpoints:
 
     def __init__(self, run_dir: Path, disk: Disk) -> None:
         self.disk = disk
-        self.root = run_dir / "checkpoints"
+        self.root = self._current = run_dir / FOLDER
+        self._new, self._earlier = run_dir / f"{FOLDER}.new", run_dir / f"{FOLDER}.earlier"
+
+    # an earlier run and a fresh one
+
+    def settle(self, log: Log) -> Steps:
+        """What a fresh run that was killed has left: it takes the earlier run's place if it had a whole checkpoint, and is gone if it had
+        none, or only the one that it began with. By the process that holds the run directory, before anything else."""
+        newest = self._newest_of_fresh(log)
+        if newest is not None and newest.reason != IMPORT:
+            yield from self._replace_earlier()
+        elif self._earlier.exists() and not self._current.exists():
+            yield from self._rename(self._earlier, self._current)
+        if self._new.exists() and (newest is None or newest.reason == IMPORT):
+            self.disk.remove_tree(self._new)
+            yield True
+        yield from self._remove_earlier()
+
+    @property
+    def are_fresh(self) -> bool:
+        """Whether they have yet to take the place of an earlier run's."""
+        return self.root == self._new
+
+    def begin_fresh(self) -> Steps:
+        """From now on these are the checkpoints of a fresh run, and there is none yet. The earlier run's stay as they are."""
+        self.root = self._new
+        if self._new.exists():
+            self.disk.remove_tree(self._new)
+            yield True
+
+    def take_over(self) -> Steps:
+        """The run has a durable checkpoint: where it is a fresh one, it is the run of this directory from now on."""
+        if self.are_fresh:
+            yield from self._replace_earlier()
+            self.root = self._current
+            yield from self._remove_earlier()
+
+    def _newest_of_fresh(self, log: Log) -> Manifest | None:
+        fresh = Checkpoints(self._current.parent, self.disk)
+        fresh.root = self._new
+        try:
+            return fresh.newest_valid(log)
+        except DataError:
+            return None  # there is a warning for each that is damaged
+
+    def _replace_earlier(self) -> Steps:
+        complete = self._current.parent / COMPLETE
+        if self._current.exists():
+            yield from self._rename(self._current, self._earlier)
+        if complete.exists():
+            self.disk.unlink(complete)
+            yield True
+        yield from self._rename(self._new, self._current)
+
+    def _rename(self, source: Path, target: Path) -> Steps:
+        self.disk.rename(source, target)
+        crash_point("checkpoints moved")
+        yield True
+        self.disk.sync_folder(source.parent)
+        yield True
+
+    def _remove_earlier(self) -> Steps:
+        if self._earlier.exists() and self._current.exists():
+            self.disk.remove_tree(self._earlier)
+            yield True
+
+    # one run's
 
     def candidates(self) -> list[str]:
         """Names of folders that hold a manifest, newest first. None of them was looked into."""
-        return [folder.name for folder in self._folders() if (folder / MANIFEST_NAME).exists()]
+        return [folder.name for folder in self._folders(self.root) if (folder / MANIFEST_NAME).exists()]
 
     def load(self, name: str) -> Manifest:
         """Raises DataError where the manifest is missing or damaged."""
@@ -60,7 +144,10 @@ class Checkpoints:
             else:
                 return manifest
         if names:
-            raise DataError(f"{self.root}: none of {len(names)} checkpoints is whole ({damages[0]}); add --fresh to start over")
+            raise DataError(
+                f"{self.root}: none of {len(names)} checkpoints is whole ({damages[0]}); restore them from a copy, or add --fresh for a "
+                "new run, whose first checkpoint replaces them"
+            )
         return None
 
     def choose(self, name: str | None, log: Log) -> Manifest:
@@ -96,7 +183,7 @@ class Checkpoints:
         manifests = [self._readable(name) for name in names]
         named = {file.file for manifest in manifests if manifest is not None for file in manifest.files}
         unclear = {name for name, manifest in zip(names, manifests, strict=True) if manifest is None}
-        for folder in self._folders():
+        for folder in self._folders(self.root):
             if folder.name not in unclear:  # what a damaged manifest named is not known
                 yield from self._clean(folder, named)
 
@@ -121,7 +208,7 @@ class Checkpoints:
         except DataError:
             return None
 
-    def _folders(self) -> Iterator[Path]:
+    def _folders(self, root: Path) -> Iterator[Path]:
         """Newest first."""
-        if self.root.is_dir():
-            yield from sorted((path for path in self.root.iterdir() if FOLDER_NAME.fullmatch(path.name) and path.is_dir()), reverse=True)
+        if root.is_dir():
+            yield from sorted((path for path in root.iterdir() if FOLDER_NAME.fullmatch(path.name) and path.is_dir()), reverse=True)

@@ -1,4 +1,7 @@
-"""`prefetcher import`: a run directory with one checkpoint, at which nothing was trained, from a file as `prefetcher export` writes it.
+"""`prefetcher import`, and `prefetcher run --from`: a run that begins with one checkpoint, at which it has trained nothing, made from
+
+- the newest checkpoint of another run: rows and their state, dense weights, their optimizer's state, losses; train steps are counted on
+- or a file as `prefetcher export` writes it:
 
 embedding_bags.<table>.weight     required, f32, f16 or bf16 [num_embeddings, embedding_dim]; as the table's dtype, rounded if it must be
 optimizer.<table>.master          weights before rounding; where they are missing, those of the line above, as the file has them
@@ -8,13 +11,16 @@ optimizer.<table>.<state>         row state; what is missing has its initial val
 
 import uuid
 from collections.abc import Iterator
+from itertools import zip_longest
 from pathlib import Path
-from typing import IO
+from typing import IO, Protocol
 
 import numpy as np
 import xxhash
 
-from prefetcher.checkpoints.folder import Checkpoints
+from prefetcher.checkpoints.folder import IMPORT, Checkpoints, carry_out
+from prefetcher.checkpoints.merge import merged
+from prefetcher.checkpoints.restore import dense_content
 from prefetcher.checkpoints.tensors import PlacedTensor, TensorSpec, make_header, read_blocks, read_header
 from prefetcher.checkpoints.writer import CheckpointWriter
 from prefetcher.export import DTYPES, MODEL, part_name, table_tensors
@@ -25,40 +31,117 @@ from prefetcher.stores.initializer import first_records
 from protocol.disk import RealDisk
 from protocol.errors import ConfigError, DataError
 from protocol.job import LARGEST, Job, RowType
+from protocol.job_file import parse_job
 from protocol.manifest import Manifest
 from protocol.position import Position
 from protocol.rundir import RunDirectory
 from protocol.tables import GroupSpec, RecordPart, TableSpec, group_specs, make_keys
+from protocol.telemetry.logs import get_logger
 
 BLOCK_ROWS = 65536
 OF_TABLES = ("embedding_bags.", "optimizer.")  # how names of rows and their state begin
-REASON = "import"
 ROW_TYPES: dict[str, RowType] = {words: dtype for dtype, words in DTYPES.items()}
 
 
 def import_run(job: Job, source: Path, *, fresh: bool) -> Manifest:
-    """Makes the checkpoint. Raises ConfigError where the file does not fit the job, or the directory holds a run already."""
-    exported = ExportedFile(source)
-    exported.check(group_specs(job))
+    """Makes the checkpoint. Raises ConfigError where the source does not fit the job, or the directory holds a run already."""
+    opened = open_source(job, source)
     digest = job.training_digest(open_reader(job).file_sizes)
-    with RunDirectory(job.run_dir, "prefetcher") as directory:
+    with RunDirectory(job.run_dir, "prefetcher"):
         checkpoints = Checkpoints(job.run_dir, RealDisk())
+        carry_out(checkpoints.settle(get_logger()))
         if fresh:
-            directory.remove_run()
+            carry_out(checkpoints.begin_fresh())
         elif checkpoints.candidates():
-            raise ConfigError(f"{job.run_dir} holds a checkpoint; add --fresh to give it up, or set another job.run_dir")
-        writer = CheckpointWriter(job, group_specs(job), uuid.uuid4().hex[:12], digest, checkpoints, None, keep=1)
-        writer.begin(Position(), finished=False, reason=REASON)
-        offer_rows(writer, job, exported)
-        writer.finish(offer_dense(writer, exported))
-        while writer.busy:
-            writer.advance()
+            raise ConfigError(f"{job.run_dir} holds a checkpoint; set another job.run_dir, or add --fresh to replace it")
+        manifest = import_into(checkpoints, job, opened, digest)
+        carry_out(checkpoints.take_over())
+    return manifest
+
+
+def import_into(checkpoints: Checkpoints, job: Job, source: "Source", digest: str = "") -> Manifest:
+    """Makes the first checkpoint of a run. `digest`: the job's training digest; "": not known before its data is opened."""
+    writer = CheckpointWriter(job, group_specs(job), uuid.uuid4().hex[:12], digest, checkpoints, None, keep=1)
+    writer.begin(source.position, finished=False, reason=IMPORT)
+    for index, group in enumerate(group_specs(job)):
+        for keys, records in source.rows(group, job.job.seed):
+            while not writer.offer(index, keys, records):
+                writer.advance()
+    writer.finish(offer_dense(writer, source))
+    while writer.busy:
+        writer.advance()
     assert writer.newest is not None, "a checkpoint was written"
     return writer.newest
 
 
+class Source(Protocol):
+    """What a run can begin with."""
+
+    @property
+    def position(self) -> Position:
+        """Where that run begins."""
+
+    def rows(self, group: GroupSpec, seed: int) -> Iterator[tuple[Keys, Records]]:
+        """By ascending key, those that are not what they would be without a checkpoint. Raises DataError."""
+
+    def dense_content(self) -> Iterator[bytes]:
+        """The dense side of a checkpoint, as a safetensors file in pieces; nothing where there is none. Raises DataError."""
+
+
+def open_source(job: Job, path: Path) -> Source:
+    """A run directory, or a file. Raises ConfigError where it does not fit the job."""
+    if path.is_dir():
+        return EarlierRun(job, path)
+    exported = ExportedFile(path)
+    exported.check(group_specs(job))
+    return exported
+
+
+class EarlierRun:
+    """The newest checkpoint of a run, whose tables, model and kinds of optimizers are the job's. Its data may be any other."""
+
+    def __init__(self, job: Job, run_dir: Path) -> None:
+        """Raises ConfigError where there is no checkpoint or its rows are not the job's, DataError where all are damaged."""
+        checkpoints = Checkpoints(run_dir, RealDisk())
+        self._root, self._manifest = checkpoints.root, checkpoints.choose(None, get_logger())
+        if self._manifest.position.eval_batch is not None and not self._manifest.finished:
+            raise ConfigError(f"--from {run_dir}: that run was stopped within an evaluation; let it go on until a checkpoint after it")
+        earlier = parse_job(self._manifest.job, f"{self._root / self._manifest.name}/manifest.json")
+        if earlier.job.seed != job.job.seed:
+            raise ConfigError(
+                f"--from {run_dir}: its rows that were never trained have first values by job.seed = {earlier.job.seed}; "
+                f"set that, not {job.job.seed}"
+            )
+        for theirs, ours in zip_longest(tables_of(earlier), tables_of(job)):
+            if theirs != ours:
+                raise ConfigError(f"--from {run_dir}: its rows are of {theirs}, but the job file's of {ours}; make them equal")
+
+    @property
+    def position(self) -> Position:
+        """At the beginning of the data, with steps counted on."""
+        return Position(step=self._manifest.position.step, train_step=self._manifest.train_steps)
+
+    def rows(self, group: GroupSpec, seed: int) -> Iterator[tuple[Keys, Records]]:
+        return merged(self._root, group, self._manifest.layers)
+
+    def dense_content(self) -> Iterator[bytes]:
+        return dense_content(self._root, self._manifest)
+
+
+def tables_of(job: Job) -> Iterator[str]:
+    """Each table with what decides its rows, described."""
+    for group in group_specs(job):
+        for table in group.tables:
+            yield (
+                f"table {table.name} [{table.num_embeddings}, {table.embedding_dim}] {table.dtype} at place {table.index}, init "
+                f"{table.init}, in records of {', '.join(part.name for part in group.parts)}"
+            )
+
+
 class ExportedFile:
     """Raises ConfigError where there is none, DataError where it is something else."""
+
+    position = Position()
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -105,8 +188,11 @@ class ExportedFile:
                 if (np.isfinite(values) & (np.abs(values) > LARGEST[dtype])).any():
                     raise ConfigError(f"{self._path}: {name} has values beyond {LARGEST[dtype]:.6g}, where {dtype} ends; set another dtype")
 
-    def rows(self, group: GroupSpec, table: TableSpec, seed: int) -> Iterator[tuple[Keys, Records]]:
-        """The rows, in blocks, that are not what they would be without a checkpoint."""
+    def rows(self, group: GroupSpec, seed: int) -> Iterator[tuple[Keys, Records]]:
+        for table in group.tables:
+            yield from self._rows_of(group, table, seed)
+
+    def _rows_of(self, group: GroupSpec, table: TableSpec, seed: int) -> Iterator[tuple[Keys, Records]]:
         places = [(part, tensor) for part in group.parts if (tensor := self._source(table, part)) is not None]
         with self._path.open("rb") as file:
             for first in range(0, table.num_embeddings, BLOCK_ROWS):
@@ -136,8 +222,9 @@ class ExportedFile:
         return elements
 
     def dense_content(self) -> Iterator[bytes]:
-        """The dense side of a checkpoint, as a safetensors file in pieces."""
         dense = self.dense
+        if not dense:
+            return
         header, _ = make_header({f"{MODEL}{name}": tensor for name, tensor in dense.items()})
         yield header
         with self._path.open("rb") as file:
@@ -154,21 +241,12 @@ def converted(elements: Elements, dtype: RowType, needed: RowType) -> Elements:
     return elements if dtype == needed else rounded(widened(elements, dtype), needed)
 
 
-def offer_rows(writer: CheckpointWriter, job: Job, exported: ExportedFile) -> None:
-    for index, group in enumerate(group_specs(job)):
-        for table in group.tables:
-            for keys, records in exported.rows(group, table, job.job.seed):
-                while not writer.offer(index, keys, records):
-                    writer.advance()
-
-
-def offer_dense(writer: CheckpointWriter, exported: ExportedFile) -> str | None:
-    """Returns the checksum; None where the file has no dense weights."""
-    if not exported.dense:
-        return None
-    hasher = xxhash.xxh3_64()
-    for content in exported.dense_content():
+def offer_dense(writer: CheckpointWriter, source: Source) -> str | None:
+    """Returns the checksum; None where there are no dense weights."""
+    hasher = None
+    for content in source.dense_content():
+        hasher = hasher or xxhash.xxh3_64()
         hasher.update(content)
         while not writer.offer_dense(content):
             writer.advance()
-    return hasher.hexdigest()
+    return None if hasher is None else hasher.hexdigest()

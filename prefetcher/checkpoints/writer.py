@@ -15,7 +15,7 @@ from pathlib import Path
 
 import msgspec
 
-from prefetcher.checkpoints.folder import Checkpoints
+from prefetcher.checkpoints.folder import IMPORT, Checkpoints
 from prefetcher.checkpoints.handover import Complete, DensePiece, Handover, RowBlock
 from prefetcher.checkpoints.merge import layers_of, merged, must_merge
 from prefetcher.checkpoints.row_files import HashedFile, RowFiles, Steps, new_path
@@ -125,6 +125,8 @@ class CheckpointWriter:
         try:
             yield from self._clear_once()
             manifest = yield from self._write(begun, folder)
+            if begun.reason != IMPORT:
+                yield from self._checkpoints.take_over()
         except OSError as error:
             raise RowcastError(f"{folder}: the checkpoint could not be written ({error.strerror}); free space and run again") from None
         self.newest, self.seconds = manifest, time.perf_counter() - begun.began_s

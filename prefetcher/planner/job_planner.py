@@ -6,7 +6,7 @@ from prefetcher.planner.auto_horizon import AutoHorizon
 from prefetcher.planner.grouping import I64
 from prefetcher.planner.horizon import ScheduledLookups
 from prefetcher.planner.planner import RowPlanner
-from protocol.job import Job, Lookahead, parse_bytes
+from protocol.job import CheckpointInterval, Job, Lookahead, parse_bytes
 from protocol.tables import GroupSpec
 
 
@@ -19,8 +19,10 @@ def job_planner(
     pinned: tuple[I64, ...] | None = None,
     num_threads: int = 1,
     keep_ids: bool = False,
+    checkpoint_every: CheckpointInterval | None = None,
 ) -> RowPlanner:
-    """`first_batches`: those that the capacity was divided by. `pinned`: what cache.pin names, loaded. The rest as in RowPlanner."""
+    """`first_batches`: those that the capacity was divided by. `pinned`: what cache.pin names, loaded. `checkpoint_every`: by default as
+    the job has it. The rest as in RowPlanner."""
     return RowPlanner(
         groups,
         slots,
@@ -31,7 +33,7 @@ def job_planner(
         pinned=pinned,
         num_threads=num_threads,
         keep_ids=keep_ids,
-        checkpoint_every=job.checkpoint.every,
+        checkpoint_every=job.checkpoint.interval if checkpoint_every is None else checkpoint_every,
     )
 
 

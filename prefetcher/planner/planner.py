@@ -15,7 +15,7 @@ from prefetcher.planner.horizon import Horizon, KnownBatch, ScheduledLookups
 from prefetcher.planner.integrity import check_group
 from protocol.compiled import compiled_loop
 from protocol.errors import ConfigError
-from protocol.job import Policy
+from protocol.job import CheckpointInterval, Policy
 from protocol.plan import BarrierPlan, GroupPlan, StepPlan, cut_long_rows
 from protocol.tables import GroupSpec
 
@@ -59,7 +59,8 @@ class RowPlanner:
     "lookahead" choose victims by the past alone, as if the horizon were 0; "static" by the batches that use a row among `first_batches`.
     pinned: for each group, ascending keys of rows that never leave once they are there. num_threads: changes no plan. keep_ids:
     `plan` returns batches with their ids; otherwise these are dropped once they are grouped, as nothing behind the planner needs them.
-    checkpoint_every: train steps between checkpoints, each a `barrier` that the caller asks for when it is `due`; 0: none.
+    checkpoint_every: the interval between checkpoints, each a `barrier` that the caller asks for when it is `due`; it may be set between
+    two plans.
     """
 
     def __init__(
@@ -74,7 +75,7 @@ class RowPlanner:
         pinned: tuple[I64, ...] | None = None,
         num_threads: int = 1,
         keep_ids: bool = False,
-        checkpoint_every: int = 0,
+        checkpoint_every: CheckpointInterval = 0,
     ) -> None:
         assert len(groups) == len(slots), f"{len(groups)} groups, but slots for {len(slots)}"
         assert depth >= 1, f"a depth of {depth} steps"
@@ -90,8 +91,8 @@ class RowPlanner:
         self._way_home = WayHome(depth)
         self._last_planned: int | None = None
         self._num_barriers = 0
-        self._checkpoint_every = checkpoint_every
-        self._checkpoint_due = False
+        self.checkpoint_every: CheckpointInterval = checkpoint_every
+        self._before: ScheduledLookups | None = None  # the batch planned last; None where a barrier came after it
         self.counters = PlanCounters()
 
     def group(self, batch: Lookups) -> tuple[Grouping, ...]:
@@ -133,7 +134,7 @@ class RowPlanner:
     @property
     def checkpoint_due(self) -> bool:
         """Whether a checkpoint's barrier belongs before the next plan. At the end of the data there is a last barrier anyway."""
-        return self._checkpoint_due and self.ready()
+        return self._before is not None and self.ready() and is_due(self.checkpoint_every, self._before, self._horizon.next.scheduled)
 
     def plan(self) -> tuple[Any, StepPlan]:
         """Plans the next step; returns its batch, too, as it was added.
@@ -166,9 +167,7 @@ class RowPlanner:
         if self._auto is not None:
             self._horizon.num_batches = self._auto.grow(self._groups, self._horizon.id_bytes, self._horizon.num_known)
         self._horizon.advance()
-        self._last_planned = scheduled.step
-        if scheduled.kind == "train" and self._checkpoint_every:
-            self._checkpoint_due = (scheduled.train_step + 1) % self._checkpoint_every == 0
+        self._last_planned, self._before = scheduled.step, scheduled
         for grouping, of_group in zip(known.groups, moves, strict=True):
             self.counters.count(len(grouping.order), of_group)
         return scheduled, StepMoves(after_step=after_step, groups=moves)
@@ -178,7 +177,7 @@ class RowPlanner:
         dirty = tuple(group.clean() for group in self._groups)
         self._way_home.settle(self._last_planned)
         self._num_barriers += 1
-        self._checkpoint_due = False
+        self._before = None
         self.counters.rows_flushed += sum(map(len, dirty))
         return BarrierPlan(barrier=self._num_barriers - 1, after_step=self._last_planned, dirty=dirty, reason=reason, finished=finished)
 
@@ -208,6 +207,13 @@ class RowPlanner:
         total = sum(other.num_slots * other.group.record_bytes for other in self._groups)
         enough = -(-total * num_rows // max(1, refused.num_slots))
         return f"{what}; it needs {needed}, so raise cache.capacity from {total} to about {enough} bytes, or make data.batch_size smaller"
+
+
+def is_due(every: CheckpointInterval, before: ScheduledLookups, following: ScheduledLookups) -> bool:
+    """Whether a checkpoint belongs between two batches."""
+    if every == "epoch":
+        return before.epoch != following.epoch
+    return every > 0 and before.kind == "train" and (before.train_step + 1) % every == 0
 
 
 class WayHome:

@@ -80,7 +80,7 @@ def decode(share: Share, pipe: connection.Connection) -> None:
 
 def send_share(share: Share, pipe: connection.Connection) -> None:
     reader = open_reader(share.job, share.columns)
-    parcels.send(pipe, source_info(share.job, reader, share.max_steps))
+    parcels.send(pipe, source_info(share.job, reader, share.max_steps, share.start))
     blocked_s, began_s = 0.0, time.perf_counter()
     for place, part in decode_share(share, reader):
         decoded_s = time.perf_counter()

@@ -98,12 +98,13 @@ def places(job: Job, reader: Reader, max_steps: int | None = None, start: Positi
     return Schedule(job, reader, max_steps).batches(start or Position())
 
 
-def expected_train_steps(job: Job, reader: Reader, max_steps: int | None = None) -> int | None:
-    """Train steps of the whole run, or None where the reader does not know its batches."""
+def expected_train_steps(job: Job, reader: Reader, max_steps: int | None = None, start: Position | None = None) -> int | None:
+    """Train steps of the whole run, those before `start` included, or None where the reader does not know its batches."""
     batches = num_batches(job, reader, "train")
     if batches is None:
         return None
-    steps = job.data.epochs * batches
+    at = start or Position()
+    steps = at.train_step + max(0, (job.data.epochs - at.epoch) * batches - at.train_batch)
     return steps if max_steps is None else min(steps, max_steps)
 
 

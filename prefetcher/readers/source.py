@@ -232,7 +232,7 @@ class InlineStream:
         if self._open is None:
             reader = open_reader(self._job, self._columns)
             turns = places(self._job, reader, self._max_steps, self._position)
-            self._open = reader, source_info(self._job, reader, self._max_steps), turns
+            self._open = reader, source_info(self._job, reader, self._max_steps, self._position), turns
         return self._open
 
 
@@ -244,10 +244,10 @@ class InlineSource(Source):
         super().__init__(first, others[0] if others else None)
 
 
-def source_info(job: Job, reader: Reader, max_steps: int | None) -> SourceInfo:
+def source_info(job: Job, reader: Reader, max_steps: int | None, start: Position | None) -> SourceInfo:
     return SourceInfo(
         num_dense=reader.num_dense,
-        expected_train_steps=expected_train_steps(job, reader, max_steps),
+        expected_train_steps=expected_train_steps(job, reader, max_steps, start),
         num_train=reader.num_samples("train"),
         num_eval=reader.num_samples("eval"),
         file_sizes=reader.file_sizes,

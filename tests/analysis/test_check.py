@@ -350,7 +350,7 @@ def test_looking_at_a_lock_does_not_take_it(check: Checked) -> None:
 def test_a_run_directory_with_a_finished_run_is_a_warning(check: Checked) -> None:
     check.run_dir.mkdir()
     (check.run_dir / "report.json").write_text("{}")
-    assert "has a report; add --fresh to start over" in only_fault(check(), "warning", "run directory")
+    assert "holds the report of an earlier run; add --fresh to replace it" in only_fault(check(), "warning", "run directory")
 
 
 def test_a_damaged_checkpoint_in_the_run_directory_is_an_error(check: Checked) -> None:
@@ -531,7 +531,7 @@ def narrow(job: Job) -> list[Batch]:
 def test_a_disk_without_room_for_a_checkpoint_is_a_warning(check: Checked, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shutil.disk_usage", lambda place: type("Usage", (), {"free": 80_000}))
     sentence = only_fault(check(), "warning", "disk")
-    assert f"{check.folder} has 78.12 KiB free for checkpoints of up to 78.38 KiB; free space there" in sentence
+    assert f"{check.folder} has 78.12 KiB free for checkpoints of up to 234.9 KiB; free space there" in sentence
 
 
 # what the kernel says

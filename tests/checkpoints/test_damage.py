@@ -61,7 +61,7 @@ def check_flipped(run: FakeRun, path: Path) -> None:
     log = Warnings()
     shared = path.parent.name == "step-000000000010" and not path.name.startswith("dense")
     if shared:
-        with pytest.raises(DataError, match=r"none of 3 checkpoints is whole \(.*step-0.*\); add --fresh to start over"):
+        with pytest.raises(DataError, match=r"none of 3 checkpoints is whole \(.*step-0.*\); restore them from a copy, or add --fresh"):
             run.checkpoints.newest_valid(log)
     else:
         older = run.checkpoints.newest_valid(log)

@@ -72,7 +72,7 @@ def test_a_run_in_two_containers_is_healthy_stops_in_order_and_goes_on_to_the_en
     again = [machine.start(name, *OPTIONS, *last[name], number=1) for name in NAMES]
     for confined in again:
         confined.process.ended().quiet()
-    assert (run_dir / COMPLETE).read_text() == f"{end}\n"
+    assert json.loads((run_dir / COMPLETE).read_text()) == {"train_steps": end, "epochs": 1, "max_steps": end}
     assert json.loads((run_dir / "report.json").read_text())["finished"]
     assert list(compiled.rglob(f"{A_LOOP}*.nbc")), "the prefetcher compiled a loop and did not keep it"
     assert not list(machine.source("rings").iterdir())

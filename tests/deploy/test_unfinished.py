@@ -12,7 +12,6 @@ from prefetcher.cli import app
 from prefetcher.service import RunOptions
 from protocol.job import Job
 from protocol.process import Signals
-from protocol.rundir import RunDirectory
 from tests.system.processes import job_content, write_job
 
 
@@ -30,10 +29,8 @@ def config(tmp_path: Path) -> Path:
 def code_of(config: Path, monkeypatch: pytest.MonkeyPatch, *options: str, finishes: bool) -> int:
     """The exit code of `prefetcher run`, whose run ends in order: complete, or stopped before."""
 
-    def run(job: Job, options: RunOptions, signals: Signals) -> None:
-        with RunDirectory(job.run_dir, "prefetcher") as directory:
-            if finishes:
-                directory.mark_complete(7)
+    def run(job: Job, options: RunOptions, signals: Signals) -> bool:
+        return finishes
 
     monkeypatch.setattr(prefetcher.service, "run_prefetcher", run)
     return CliRunner().invoke(app, ["run", f"--config={config}", *options]).exit_code

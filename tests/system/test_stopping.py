@@ -135,7 +135,7 @@ def test_the_launcher_ends_well_where_both_do_and_begins_a_finished_run_only_afr
     refused = session.start("local", "--max-steps=3").ended()
     assert refused.code == 2
     assert "(process " in refused.sentences[-1]
-    assert f"rowcast trainer: the run in {session.run_dir} finished after 3 train steps; add --fresh to start over" in refused.stderr
+    assert f"the run in {session.run_dir} finished after 3 train steps (--max-steps 3)" in refused.sentences[-1]
     assert "Traceback" not in refused.stderr
     log = (session.run_dir / "prefetcher.log").read_text()
     assert log.count("event=finished") == 1, "the log of the finished run stays"

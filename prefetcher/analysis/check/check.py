@@ -37,7 +37,7 @@ def check_file(config: Path, overrides: tuple[str, ...], *, whole: bool, ask: Ca
 
 def check_job(job: Job, *, whole: bool, ask: Callable[[str], Device]) -> Iterator[Finding]:
     yield from findings_of("versions", check_versions)
-    yield from findings_of("run directory", lambda: check_run_directory(job.run_dir))
+    yield from findings_of("run directory", lambda: check_run_directory(job))
     yield from findings_of("ports", lambda: check_ports(job))
     yield from findings_of("model", lambda: check_model(job))
     seen = Seen(groups=group_specs(job))

@@ -61,8 +61,8 @@ def release(version: str) -> tuple[int, ...]:
 # run directory
 
 
-def check_run_directory(path: Path) -> Iterator[Finding]:
-    subject = "run directory"
+def check_run_directory(job: Job) -> Iterator[Finding]:
+    subject, path = "run directory", job.run_dir
     for role in ("prefetcher", "trainer"):
         holder = holder_of(path / f"{role}.lock")
         if holder is not None:
@@ -71,7 +71,7 @@ def check_run_directory(path: Path) -> Iterator[Finding]:
     if not place.is_dir() or not os.access(place, os.W_OK | os.X_OK):
         yield error(subject, f"job.run_dir = {str(path)!r} cannot be made or written in {place}; choose another")
         return
-    used = used_by(path)
+    used = used_by(job)
     if used is not None:
         yield warning(subject, used)
         return
@@ -80,14 +80,14 @@ def check_run_directory(path: Path) -> Iterator[Finding]:
     yield ok(subject, f"{path} {where}")
 
 
-def used_by(path: Path) -> str | None:
+def used_by(job: Job) -> str | None:
     """Why a run there would be refused without --fresh."""
     try:
-        RunDirectory(path, "prefetcher").refuse_complete()
+        RunDirectory(job.run_dir, "prefetcher").refuse_complete(job.data.epochs)
     except ConfigError as refusal:
         return str(refusal)
-    if (path / "report.json").exists():
-        return f"the run in {path} has a report; add --fresh to start over, or set another job.run_dir"
+    if (job.run_dir / "report.json").exists() and not any((job.run_dir / "checkpoints").glob("step-*")):
+        return f"{job.run_dir} holds the report of an earlier run; add --fresh to replace it, or set another job.run_dir"
     return None
 
 

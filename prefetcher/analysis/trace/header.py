@@ -7,7 +7,7 @@ import msgspec
 from prefetcher.analysis.simulate.grid import Horizon, known_ahead
 from prefetcher.pins import checksum, read_pins
 from protocol.errors import Mismatch
-from protocol.job import Job, parse_bytes
+from protocol.job import CheckpointInterval, Job, parse_bytes
 from protocol.tables import GroupSpec
 
 
@@ -37,7 +37,7 @@ class TraceHeader(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     pinned: str | None  # checksum of the rows of cache.pin
     capacity: str | int  # cache.capacity; the slots are what came of it
     batch_size: int  # data.batch_size
-    checkpoint_every: int = 0  # train steps between barriers
+    checkpoint_every: CheckpointInterval = 0  # between barriers
 
 
 def trace_header(job: Job, groups: tuple[GroupSpec, ...], slots: tuple[int, ...]) -> TraceHeader:
@@ -51,7 +51,7 @@ def trace_header(job: Job, groups: tuple[GroupSpec, ...], slots: tuple[int, ...]
         pinned=None if job.cache.pin is None else checksum(read_pins(Path(job.cache.pin))),
         capacity=job.cache.capacity,
         batch_size=job.data.batch_size,
-        checkpoint_every=job.checkpoint.every,
+        checkpoint_every=job.checkpoint.interval,
     )
 
 
