@@ -14,7 +14,7 @@ import trainer
 import trainer.kernels.choose
 from protocol.errors import ConfigError, Mismatch
 from tests.adopt.runs import CONFIGS, Launches, Model, make, train_all, train_on
-from trainer.adopt.files import SCRIPT, import_tables, run_prefetcher_command
+from trainer.adopt.files import SCRIPT, run_prefetcher_command
 from trainer.adopt.module import EmbeddingBagCollection
 
 DATASET = "tests.adopt.clicks:train"
@@ -177,7 +177,7 @@ def test_a_master_copy_begins_with_all_bits_of_what_was_loaded(tmp_path: Path) -
     ebc.load_state_dict({name: torch.full_like(weight, 1.2345678, dtype=torch.float64) for name, weight in ebc.state_dict().items()})
     assert ebc.loaded is not None
     loaded = ebc.loaded.rename(tmp_path / "loaded")
-    import_tables(ebc.write_job_file(), loaded)
+    run_prefetcher_command("import", "--config", str(ebc.write_job_file()), "--from", str(loaded))
     run_prefetcher_command("export", "--run", str(tmp_path / "run"), "--out", str(tmp_path / "exported"))
     exported = load_file(tmp_path / "exported")
     assert torch.equal(exported["optimizer.wide.master"], torch.full((500, 4), 1.2345678))

@@ -41,9 +41,17 @@ def refuse_within_prefetcher() -> None:
         )
 
 
-def start_prefetcher(job_file: Path, log: Path, *, fresh: bool, max_steps: int | None) -> Child:
+def run_options(*, fresh: bool, max_steps: int | None, loaded: Path | None) -> list[str]:
+    """Of `prefetcher run`. `loaded`: tables that a new run begins with."""
+    return [
+        *(["--fresh"] if fresh else []),
+        *([] if max_steps is None else ["--max-steps", str(max_steps)]),
+        *([] if loaded is None else ["--from", str(loaded)]),
+    ]
+
+
+def start_prefetcher(job_file: Path, log: Path, options: Sequence[str]) -> Child:
     """In a session of its own: Ctrl-C is the script's to act upon."""
-    options = [*(["--fresh"] if fresh else []), *([] if max_steps is None else ["--max-steps", str(max_steps)])]
     command = [sys.executable, "-m", "prefetcher", "run", "--config", str(job_file), *options]
     with log.open("wb") as file:
         process = subprocess.Popen(
@@ -72,11 +80,6 @@ def export_checkpoint(job: Job, checkpoint: str) -> Path:
     out = job.run_dir / EXPORTED
     run_prefetcher_command("export", "--run", str(job.run_dir), "--checkpoint", checkpoint, "--out", str(out))
     return out
-
-
-def import_tables(job_file: Path, source: Path) -> None:
-    """The run directory begins with the tables of the file, and gives up what it held."""
-    run_prefetcher_command("import", "--config", str(job_file), "--from", str(source), "--fresh")
 
 
 def read_tables(path: Path, tables: Sequence[Table]) -> dict[str, Tensor]:

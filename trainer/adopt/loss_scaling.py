@@ -22,7 +22,7 @@ class LossScaling:
         """`awaits_backward`: whether a look-up that trains rows waits for its backward pass. Call `close` at the end."""
         self.awaits_backward = awaits_backward
         _open.append(self)
-        GradScaler.scale = _checked_scale  # type: ignore[method-assign]
+        GradScaler.scale = _checked_scale  # type: ignore[method-assign, assignment]
 
     def close(self) -> None:
         if self in _open:

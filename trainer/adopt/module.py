@@ -110,17 +110,18 @@ class EmbeddingBagCollection(nn.Module):
         session, step = self._session, None if self._session is None else self._session.current
         if session is None or step is None:
             raise RuntimeError(NO_BATCH)
-        has_ids = not check_features(features, session, step, session.slice, self._job.features)
+        hand = session.hand
+        has_ids = not check_features(features, session, step, hand.slice, self._job.features)
         session.uses.await_rows(step)
         if has_ids:
             self._check_ids(features, step)
         trains = self.training and torch.is_grad_enabled()
         if trains:
-            session.train_in_hand()
+            hand.will_train()
         elif torch.is_grad_enabled():
-            session.look_at_in_hand()
+            hand.will_look_at()
         with on_device(self.device), torch.set_grad_enabled(trains):
-            found = session.look_up()
+            found = hand.look_up()
         session.uses.record()
         return KeyedEmbeddings(self._job.features, [own for own in found if isinstance(own, Tensor)])
 
@@ -160,9 +161,18 @@ class EmbeddingBagCollection(nn.Module):
         return self._job_file is not None
 
     @property
+    def has_run(self) -> bool:
+        """Whether the run directory holds a run with train steps, which `trainer.connect` goes on with unless it is given fresh=True."""
+        return run_folder.newest_run(self._job.run_dir) is not None
+
+    @property
     def loaded(self) -> Path | None:
         """A file of the tables that a state dict has given."""
         return self._loaded
+
+    def says(self, section: str, key: str) -> bool:
+        """Whether a key of the job was set, by hand or in the job file."""
+        return key in self._content.get(section, {})
 
     def adopt(self, changes: Mapping[str, Any], *, is_launched: bool, resumes: bool) -> Job:
         """Called once, by `connect`, with what the loader adds to the job. Raises ConfigError, and is as it was then."""
