@@ -61,7 +61,7 @@ bench-budget: $(VENV)/installed  ## cores that each stage of the prefetcher need
 bench-safety: $(VENV)/installed  ## what checkpoints and --verify cost on the retail log (ROWCAST_RETAIL=folder)
 	$(BIN)/python -m benchmarks.safety
 
-bench-parts: $(VENV)/installed  ## what a checkpoint, a merge and an encrypted piece cost on their own
+bench-parts: $(VENV)/installed  ## what a checkpoint, a merge, an encrypted piece and opening a text file cost on their own
 	$(BIN)/python -m benchmarks.parts
 
 bench-metrics: $(VENV)/installed  ## what a scrape takes during a run, and what counting takes of a step

@@ -1,8 +1,9 @@
-"""What do the parts of safety cost on their own: writing a checkpoint, merging its deltas, sending a piece encrypted?
+"""What do parts cost on their own: writing a checkpoint, merging its deltas, sending a piece encrypted, opening a text file?
 
 Method: the run's own writer on a disk of this machine, rows of 128 bytes in blocks of 8 MiB, the merge forced by a third checkpoint with
-as many changed rows; and two ends of the tcp link over loopback, payloads of 1 MiB, a few on their way. Medians of the rounds; beside the
-seconds the processor time, which a busy machine blurs less.
+as many changed rows; two ends of the tcp link over loopback, payloads of 1 MiB, a few on their way; and a file of text lines that was just
+written, opened as the first start of a run does, which counts its lines, and as the second does. Medians of the rounds; beside the seconds
+the processor time, which a busy machine blurs less.
 
     make bench-parts
 """
@@ -23,6 +24,7 @@ from prefetcher.checkpoints.at_barrier import BLOCK_BYTES
 from prefetcher.checkpoints.folder import Checkpoints
 from prefetcher.checkpoints.writer import CheckpointWriter
 from prefetcher.keys import make_keys
+from prefetcher.readers.text import TextIndex
 from prefetcher.stores.base import Keys, Records
 from protocol.codec import encode
 from protocol.disk import RealDisk
@@ -133,9 +135,24 @@ def receive(link: ZmqLink) -> None:
         time.sleep(0.0001)
 
 
+# text
+
+
+def opened_text(nbytes: int, folder: Path, measured: Measured) -> None:
+    line = b"\t".join([b"1", *[b"12"] * 13, *[b"0123abcd"] * 26]) + b"\n"
+    path = folder / "day_0"
+    path.write_bytes(line * (nbytes // len(line)))
+    for part in ("a text file opened first", "a text file opened again"):
+        measured.setdefault(part, []).append(timed(lambda: open_text_file(path, folder / "lines")))
+
+
+def open_text_file(path: Path, kept_in: Path) -> None:
+    TextIndex([path], kept_in)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--mb", type=int, default=300, help="bytes of changed rows, and of pieces, in millions")
+    parser.add_argument("--mb", type=int, default=300, help="bytes of changed rows, of pieces, and of text, in millions")
     parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()
     nbytes = options.mb * 10**6
@@ -144,11 +161,12 @@ def main() -> None:
         with tempfile.TemporaryDirectory(prefix="rowcast-bench-") as name:
             checkpoints(nbytes, Path(name) / "run", measured)
             pieces_over_tcp(nbytes // PIECE_BYTES, Path(name), measured)
+            opened_text(nbytes, Path(name), measured)
     print(f"| {options.mb} MB | seconds | processor seconds | MB/s |")
     print("|---|---|---|---|")
     for part, rounds in measured.items():
         wall_s, cpu_s = (statistics.median(column) for column in zip(*rounds, strict=True))
-        print(f"| {part} | {wall_s:.2f} | {cpu_s:.2f} | {options.mb / wall_s:,.0f} |")
+        print(f"| {part} | {wall_s:.4f} | {cpu_s:.4f} | {options.mb / wall_s:,.0f} |")
     print(" ".join(f"{name}={value}" for name, value in machine().items()))
 
 

@@ -8,7 +8,7 @@ import json
 import math
 import re
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 import xxhash
@@ -24,6 +24,7 @@ MAX_WORKERS = 64
 MAX_STEPS = 2**53  # of a schedule: still exact as a float
 BUILT_IN_MODELS = ("dlrm", "dcnv2", "tbsm")  # those that trainer/models builds by name
 
+Size = Annotated[str | int, msgspec.Meta(examples=["64MiB"])]
 Policy = Literal["lookahead", "lru", "lfu", "static"]
 RowType = Literal["fp32", "fp16", "bf16"]
 LARGEST: dict[RowType, float] = {"fp32": (2 - 2**-23) * 2.0**127, "fp16": 65504.0, "bf16": (2 - 2**-7) * 2.0**127}  # finite values
@@ -71,8 +72,8 @@ class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 class JobSection(Section, frozen=True, kw_only=True):
     name: str = "rowcast"  # a label of the metric `rowcast_build_info` only
     seed: int = 0  # of every random number: rows' first values, dense weights, shuffles
-    # folder of `report.json`, `report.html`, `losses.f32` and `checkpoints/step-<n>` (n counts evaluation steps too); held by one run at
-    # a time
+    # folder of `report.json`, `report.html`, `losses.f32`, `checkpoints/step-<n>` (n counts evaluation steps too) and `lines` (how many
+    # lines the pieces of text files have, so that the next start need not count them); held by one run at a time
     run_dir: str
 
     def __post_init__(self) -> None:
@@ -83,9 +84,26 @@ class JobSection(Section, frozen=True, kw_only=True):
 
 
 class Columns(Section, frozen=True, kw_only=True):
-    label: str = "label"  # Parquet: the column of the label
-    dense: list[str] | None = None  # Parquet: columns of dense features; by default every column named `int_<n>`, by n
-    weights: dict[str, str] = {}  # Parquet: feature -> the column of its per-look-up weights
+    """Of Parquet and CSV, whose columns have names (data.md). A feature is the column of its name."""
+
+    label: str = "label"  # the column of the label
+    # columns of dense features; by default every column named `int_<n>`, by n; `[]`: there are none
+    dense: list[str] | None = None
+    weights: dict[str, str] = {}  # feature -> the column of its per-look-up weights
+    # `true`, or the features whose ids are hashed into their tables: strings, or integers of any size; row 0 is kept for a missing id
+    hash: bool | list[str] = False
+    lists: dict[str, str] = {}  # CSV: feature -> what stands between the ids of a cell (and between its weights), such as `"|"`
+    delimiter: str = ","  # CSV: what stands between cells
+
+    def __post_init__(self) -> None:
+        if len(self.delimiter) != 1 or not self.delimiter.isascii() or self.delimiter in '"\r\n':
+            raise ValueError(f"delimiter = {self.delimiter!r} must be one ASCII character and neither a quote nor a line break")
+        for feature, separator in self.lists.items():
+            if not separator:
+                raise ValueError(f'lists.{feature} is empty; give what stands between the ids of a cell, such as "|"')
+
+    def is_hashed(self, feature: str) -> bool:
+        return self.hash if isinstance(self.hash, bool) else feature in self.hash
 
 
 class Synthetic(Section, frozen=True, kw_only=True):
@@ -104,23 +122,29 @@ class Synthetic(Section, frozen=True, kw_only=True):
 
 
 class Data(Section, frozen=True, kw_only=True):
-    format: str  # `criteo-tsv`, `criteo-npy` (the torchrec day layout), `parquet`, `synthetic`, or `package.module:factory`
+    format: str  # `criteo-tsv`, `criteo-npy` (the torchrec day layout), `parquet`, `csv`, `synthetic`, or `package.module:factory`
     path: str | None = None  # a file, a folder or a glob, in name order
     eval_path: str | None = None  # evaluation data of its own, instead of `eval_fraction`
     batch_size: int = 2048  # the last, shorter batch of an epoch is trained too
     epochs: int = 1  # passes over the training data
     eval_fraction: float = 0.0  # the last part of the data, in order and before any shuffle, is for evaluation
-    shuffle: str = "none"  # `none`, `window:65536` (within blocks of so many rows), or `full` (not of TSV and Parquet); by seed and epoch
-    on_invalid_id: Literal["error", "modulo", "zero"] = "error"  # `error` names file, line, column and id; `zero` takes row 0
+    # `none`, `window:65536` (within blocks of so many rows), or `full` (not of TSV, CSV and Parquet); by seed and epoch
+    shuffle: str = "none"
+    # of an id that is outside its table, or missing (null in Parquet, an empty cell in CSV): `error` names file, line, column and id;
+    # `zero` takes row 0, `modulo` the remainder, and row 0 for a missing one; both count them. A missing hash of Criteo TSV is row 0
+    # under each
+    on_invalid_id: Literal["error", "modulo", "zero"] = "error"
     hash: bool = False  # criteo-npy: read int32 as unsigned, then modulo
     columns: Columns = Columns()
     synthetic: Synthetic = Synthetic()
     options: dict[str, Any] = {}  # handed to a `package.module:factory`
 
     def __post_init__(self) -> None:
-        if self.format not in ("criteo-tsv", "criteo-npy", "parquet", "synthetic") and not is_factory(self.format):
-            raise ValueError(f'format = {self.format!r} is none of criteo-tsv, criteo-npy, parquet, synthetic, "package.module:factory"')
-        if self.path is None and self.format in ("criteo-tsv", "criteo-npy", "parquet"):
+        if self.format not in ("criteo-tsv", "criteo-npy", "parquet", "csv", "synthetic") and not is_factory(self.format):
+            raise ValueError(
+                f'format = {self.format!r} is none of criteo-tsv, criteo-npy, parquet, csv, synthetic, "package.module:factory"'
+            )
+        if self.path is None and self.format in ("criteo-tsv", "criteo-npy", "parquet", "csv"):
             raise ValueError(f'format = {self.format!r} needs path = "..."')
         for name in ("batch_size", "epochs"):
             if not 1 <= getattr(self, name) < 2**31:
@@ -129,8 +153,12 @@ class Data(Section, frozen=True, kw_only=True):
             raise ValueError(f"eval_fraction = {self.eval_fraction} must be at least 0 and less than 1")
         if not re.fullmatch(r"none|full|window:[1-9]\d*", self.shuffle):
             raise ValueError(f"shuffle = {self.shuffle!r} is none of none, full, window:ROWS")
-        if self.shuffle == "full" and self.format in ("criteo-tsv", "parquet"):
+        if self.shuffle == "full" and self.format in ("criteo-tsv", "parquet", "csv"):
             raise ValueError(f'shuffle = "full" needs random access, which {self.format} has not; use "window:65536"')
+        if self.columns.hash and self.format not in ("parquet", "csv"):
+            raise ValueError(f'columns.hash belongs to format = "parquet" or "csv", not {self.format!r}; remove it')
+        if (self.columns.lists or self.columns.delimiter != ",") and self.format != "csv":
+            raise ValueError(f'columns.lists and columns.delimiter belong to format = "csv", not {self.format!r}; remove them')
 
     @property
     def shuffle_window(self) -> int | None:
@@ -343,11 +371,11 @@ class Eval(Section, frozen=True, kw_only=True):
 class Cache(Section, frozen=True, kw_only=True):
     # device bytes for rows, all groups together, or `"20000 rows"` where all tables have one width and dtype; staging comes on top,
     # (`lookahead.depth` + 1) times a ring's size
-    capacity: str | int
+    capacity: Size
     policy: Policy = "lookahead"  # who leaves; `lru`, `lfu` and `static` are there to compare with, exact as well
     pin: str | None = None  # a file of rows that stay on the device once they are there, as `prefetcher profile --out` writes it
     # group -> its exact share of the capacity, such as `fp32_d16_sgd = "16MiB"` or `"20000 rows"`; the other groups divide what is left
-    groups: dict[str, str | int] = {}
+    groups: dict[str, Size] = {}
 
     def __post_init__(self) -> None:
         for capacity in (self.capacity, *self.groups.values()):
@@ -362,7 +390,7 @@ class Cache(Section, frozen=True, kw_only=True):
 class Lookahead(Section, frozen=True, kw_only=True):
     depth: int = 4  # steps whose rows are in flight, 1 to 64
     horizon: int | Literal["auto"] = "auto"  # batches of ids known ahead; `"auto"` grows while more would change what is fetched
-    id_bytes: str | int = "256MiB"  # host bytes that the ids known ahead may take under `horizon = "auto"`
+    id_bytes: Size = "256MiB"  # host bytes that the ids known ahead may take under `horizon = "auto"`
 
     def __post_init__(self) -> None:
         parse_bytes(self.id_bytes)
@@ -433,7 +461,7 @@ class Checkpoint(Section, frozen=True, kw_only=True):
 class Transport(Section, frozen=True, kw_only=True):
     endpoint: str = "ipc"  # `ipc` on one host; `tcp://host:port`: the prefetcher binds it, the trainer connects to it
     keys: str | None = None  # tcp: folder of CURVE keys, as `prefetcher keys --out` makes it (SECURITY.md)
-    ring: str | int = "auto"  # bytes of each of the two rings; `"auto"` fits the batches, and is 64 MiB over tcp
+    ring: Size = "auto"  # bytes of each of the two rings; `"auto"` fits the batches, and is 64 MiB over tcp
     connect_timeout: str | float = "60s"  # for the peer to come
     stall_timeout: str | float = "300s"  # without progress of either process, until both give up
     # how long a process whose peer is lost waits for another, to go on from the checkpoint; 0: it ends at once

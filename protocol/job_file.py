@@ -1,6 +1,5 @@
 """Reading a job file: TOML or JSON, `--set` overrides, the checks that no section can make alone, and sentences instead of traces."""
 
-import re
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -9,6 +8,8 @@ import msgspec
 
 from protocol.errors import ConfigError
 from protocol.job import CRITEO_KAGGLE_CARDINALITIES, MAX_TABLES, Job, Table, parse_bytes
+from protocol.job_types import check_types
+from protocol.names import nearest
 from protocol.tables import group_specs, rows_in
 
 
@@ -52,6 +53,7 @@ def apply_override(content: dict[str, Any], override: str) -> None:
 def parse_job(content: dict[str, Any], source: str = "job") -> Job:
     """Checks the content of a job file. Raises ConfigError with one sentence that names the key."""
     try:
+        check_types(content, Job)
         job = msgspec.convert(content, Job)
         job = msgspec.structs.replace(job, tables=resolve_tables(job), tables_from=None)
         check_whole(job)
@@ -61,14 +63,9 @@ def parse_job(content: dict[str, Any], source: str = "job") -> Job:
 
 
 def readable(sentence: str) -> str:
-    """msgspec's `... - at `$.data.path`` -> `data.path: ...`."""
-    match = re.fullmatch(r"(.*?)(?: - at `\$\.?(.*)`)?", sentence, flags=re.DOTALL)
-    assert match is not None, "the pattern takes any sentence"
-    what, where = match[1], match[2]
-    what = re.sub(r"Object contains unknown field `(.*)`", r"unknown key \1; correct or remove it", what)
-    what = re.sub(r"Object missing required field `(.*)`", r"key \1 is missing", what)
-    what = re.sub(r"Invalid enum value (.*)", r"\1 is not one of the values that this key can have", what)
-    return f"{where}: {what}" if where else what
+    """What a section says, with msgspec's `... - at `$.data`` before it: `data: ...`."""
+    what, _, where = sentence.partition(" - at `$.")
+    return f"{where.removesuffix('`')}: {what}" if where else what
 
 
 def resolve_tables(job: Job) -> list[Table]:
@@ -95,9 +92,14 @@ def check_whole(job: Job) -> None:
         for name in sorted({name for name in names if names.count(name) > 1}):
             raise ValueError(f"{kind} {name} appears more than once in [[tables]]")
     by_feature = {feature: table for table in job.tables for feature in table.features}
-    for feature in job.data.columns.weights:
-        if feature not in by_feature:
-            raise ValueError(f"data.columns.weights: feature {feature} has no table; add it to a table's features")
+    columns = job.data.columns
+    hashed = [] if isinstance(columns.hash, bool) else columns.hash
+    for key, features in (("weights", list(columns.weights)), ("lists", list(columns.lists)), ("hash", hashed)):
+        for feature in features:
+            if feature not in by_feature:
+                near = nearest(feature, by_feature)
+                raise ValueError(f"data.columns.{key}: feature {feature} has no table{near}; add it to a table's features")
+    for feature in columns.weights:
         if by_feature[feature].pooling == "mean":
             raise ValueError(f'data.columns.weights: feature {feature} is pooled by mean; a weighted mean is refused, use "sum"')
     if job.model.kind in ("dlrm", "tbsm"):

@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from protocol.job_types import notation
+
 SCHEMA = Path(__file__).with_name("job.py")
 BEGINNING = """# The job file
 
@@ -83,7 +85,15 @@ def type_of(annotation: ast.expr) -> str:
         values = annotation.slice.elts if isinstance(annotation.slice, ast.Tuple) else [annotation.slice]
         return ", ".join(f"`{toml(value)}`" for value in values)
     text = ast.unparse(annotation)
-    known = {"None": "", "str": "text", "int": "whole number", "float": "number", "bool": "`true`, `false`", "Policy": "text"}
+    known = {
+        "None": "",
+        "str": "text",
+        "int": "whole number",
+        "float": "number",
+        "bool": "`true`, `false`",
+        "Policy": "text",
+        "Size": "text or whole number",
+    }
     if text in known:
         return known[text]
     return "table" if text.startswith("dict") else "list"
@@ -99,19 +109,7 @@ def default_of(field: ast.AnnAssign) -> str:
 def toml(value: ast.expr) -> str:
     """A literal of Python as TOML has it; empty where TOML would leave the key out."""
     content = ast.literal_eval(value)
-    match content:
-        case None:
-            return ""
-        case bool():
-            return str(content).lower()
-        case str():
-            return f'"{content}"'
-        case tuple():
-            return str(list(content))
-        case int():
-            return f"{content:_}" if content >= 10_000 else str(content)
-        case _:
-            return str(content)
+    return "" if content is None else notation(content)
 
 
 def table(keys: list[Key]) -> str:

@@ -1,12 +1,19 @@
 """A job file that cannot be trained is refused as it is read, with one sentence that names the key."""
 
+import json
+import re
+import tomllib
+from collections.abc import Iterator
+from inspect import isclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
+import msgspec
 import pytest
 
 from protocol.errors import ConfigError
-from protocol.job_file import load_job
+from protocol.job import Job
+from protocol.job_file import load_job, parse_job
 from tests.system.processes import TABLES, job_content, write_job
 
 TABLE = TABLES[0]
@@ -27,18 +34,20 @@ def dense(**keys: Any) -> dict[str, Any]:
 
 TBSM = {"kind": "tbsm", "final_mlp": [1]}
 BAD_JOBS: dict[str, tuple[dict[str, Any], str]] = {
-    "unknown section": ({"nosuch": {"key": 1}}, "unknown key nosuch; correct or remove it"),
-    "unknown key": ({"job": {"seeed": 1}}, "job: unknown key seeed; correct or remove it"),
-    "unknown key of a table": (table(precision="fp16"), "tables[0]: unknown key precision; correct or remove it"),
-    "missing section": ({"cache": None}, "key cache is missing"),
-    "missing key": ({"optimizer": {"sparse": {"kind": "sgd"}}}, "optimizer.sparse: key lr is missing"),
-    "text for a number": ({"job": {"seed": "one"}}, "job.seed: Expected `int`, got `str`"),
-    "number for text": ({"metrics": {"trainer": 9401}}, "metrics.trainer: Expected `str`, got `int`"),
-    "value for a section": ({"job": 3}, "job: Expected `object`, got `int`"),
-    "unknown choice": (sparse(kind="lion"), "optimizer.sparse.kind: 'lion' is not one of the values that this key can have"),
+    "unknown section": ({"nosuch": {"key": 1}}, "unknown key nosuch; remove it, or use one of job, data, tables, tables_from, model,"),
+    "unknown key": ({"job": {"seeed": 1}}, "job: unknown key seeed; the nearest is seed"),
+    "unknown key of a table": (table(precision="fp16"), "tables[0]: unknown key precision; it belongs to [model]"),
+    "missing section": ({"cache": None}, "section [cache] is missing; it needs capacity"),
+    "missing inner section": ({"optimizer": {"sparse": None}}, "optimizer: section [optimizer.sparse] is missing; it needs kind and lr"),
+    "missing key": ({"optimizer": {"sparse": {"kind": "sgd"}}}, "optimizer.sparse: key lr is missing; give a number"),
+    "missing choice": ({"optimizer": {"dense": {"lr": 0.1}}}, 'dense: key kind is missing; give "adagrad", "adam" or "sgd"'),
+    "text for a number": ({"job": {"seed": "one"}}, 'job.seed = "one" must be a whole number'),
+    "number for text": ({"metrics": {"trainer": 9401}}, 'trainer = 9401 must be text in quotes, such as trainer = "127.0.0.1:9401"'),
+    "value for a section": ({"job": 3}, "job = 3 must be a section: write [job], and its keys below it: name, seed, run_dir"),
+    "unknown choice": (sparse(kind="lion"), 'kind = "lion" must be "adagrad", "adam", "rowwise_adagrad" or "sgd"'),
     "seed": ({"job": {"seed": -1}}, "seed = -1 must be from 0 to 2**63 - 1"),
     "run directory": ({"job": {"run_dir": ""}}, "run_dir is empty; name a folder"),
-    "format": ({"data": {"format": "csv"}}, "format = 'csv' is none of criteo-tsv, criteo-npy, parquet, synthetic"),
+    "format": ({"data": {"format": "json"}}, "format = 'json' is none of criteo-tsv, criteo-npy, parquet, csv, synthetic"),
     "half a factory": ({"data": {"format": "package:"}}, "format = 'package:' is none of"),
     "no path": ({"data": {"format": "criteo-tsv"}}, "format = 'criteo-tsv' needs path"),
     "batch size": ({"data": {"batch_size": 0}}, "batch_size = 0 must be from 1 to"),
@@ -55,7 +64,7 @@ BAD_JOBS: dict[str, tuple[dict[str, Any], str]] = {
     "table without a feature": (table(features=[]), "table t has no feature; list at least one in features = [...]"),
     "feature without a table": (
         {"data": {"columns": {"weights": {"cat_9": "w"}}}},
-        "data.columns.weights: feature cat_9 has no table; add it to a table's features",
+        "data.columns.weights: feature cat_9 has no table, the nearest is cat_1; add it to a table's features",
     ),
     "feature of two tables": ({"tables": [TABLE, TABLE | {"name": "u"}]}, "feature cat_0 appears more than once in [[tables]]"),
     "two tables of a name": ({"tables": [TABLE, TABLE | {"features": ["x"]}]}, "table t appears more than once in [[tables]]"),
@@ -69,7 +78,7 @@ BAD_JOBS: dict[str, tuple[dict[str, Any], str]] = {
         sparse(master=True),
         "optimizer.sparse.master = true keeps fp32 weights beside rounded ones, but every table",
     ),
-    "dtype": (table(dtype="fp8"), "tables[0].dtype: 'fp8' is not one of the values that this key can have"),
+    "dtype": (table(dtype="fp8"), 'tables[0].dtype = "fp8" must be "bf16", "fp16" or "fp32"'),
     "widths that do not meet": (table(embedding_dim=8), "model.bottom_mlp ends in 4, but table t has embedding_dim = 8"),
     "layers": ({"model": {"bottom_mlp": [0, 4]}}, "attention_mlp and final_mlp list widths, which must be from 1 to"),
     "sequences for dlrm": (table(pooling="none"), 'table t has pooling = "none", but dlrm needs one vector a feature; use "sum" or "mean"'),
@@ -116,3 +125,171 @@ def test_a_job_file_that_cannot_be_trained_is_refused_with_one_sentence(name: st
     assert str(raised.value).startswith(f"{path}: ")
     assert sentence in str(raised.value)
     assert "\n" not in str(raised.value)
+
+
+# every key, by introspection
+
+
+class Key(NamedTuple):
+    path: tuple[str | int, ...]  # in the content of a job file
+    type: Any
+    literals: list[Any]  # the values that it lists
+
+    @property
+    def is_section(self) -> bool:
+        return section_in(self.type) is not None
+
+    @property
+    def name(self) -> str:
+        return re.sub(r"\.(\d+)", r"[\1]", ".".join(map(str, self.path)))
+
+
+def keys_of(struct: type[msgspec.Struct], path: tuple[str | int, ...] = ()) -> Iterator[Key]:
+    """Keys and sections, depth first."""
+    for name, type in get_type_hints(struct).items():
+        yield Key((*path, name), type, [value for literal in literals_in(type) for value in get_args(literal)])
+        inner = section_in(type)
+        if inner is not None:
+            yield from keys_of(inner, (*path, name, 0) if get_origin(type) is list else (*path, name))
+
+
+def section_in(type: Any) -> Any:
+    return next((one for one in [type, *get_args(type)] if isclass(one) and issubclass(one, msgspec.Struct)), None)
+
+
+def literals_in(type: Any) -> Iterator[Any]:
+    if get_origin(type) is Literal:
+        yield type
+    elif get_origin(type) is not dict:
+        for one in get_args(type):
+            yield from literals_in(one)
+
+
+KEYS = {key.name: key for key in keys_of(Job)}
+WRONG: list[Any] = [True, 3, 2048.5, "no such value", "", ["text", 1], [], {"a": {"b": 1}}, None]
+
+
+def whole_content() -> dict[str, Any]:
+    """Every section is there."""
+    return {
+        "job": {"run_dir": "run"},
+        "data": {"format": "synthetic", "columns": {}, "synthetic": {}},
+        "tables": [dict(TABLE)],
+        "tables_from": {"embedding_dim": 4},
+        "model": {"bottom_mlp": [4], "top_mlp": [1]},
+        "optimizer": {"sparse": SGD | {"schedule": {}}, "dense": SGD | {"schedule": {}}},
+        **{name: {} for name in ("eval", "lookahead", "store", "checkpoint", "transport", "trainer", "prefetcher", "metrics")},
+        "cache": {"capacity": "1MiB"},
+    }
+
+
+def with_value(path: tuple[str | int, ...], value: Any) -> dict[str, Any]:
+    content = target = whole_content()
+    for name in path[:-1]:
+        target = target[name]  # type: ignore[index]
+    target[path[-1]] = value  # type: ignore[index]
+    return content
+
+
+def is_of_type(value: Any, type: Any) -> bool:
+    try:
+        msgspec.convert(value, type)
+    except msgspec.ValidationError:
+        return False
+    return True
+
+
+def wrong_values(key: Key) -> list[Any]:
+    return [value for value in WRONG if not is_of_type(value, key.type) and not (key.is_section and isinstance(value, dict))]
+
+
+def test_there_are_keys_to_go_through() -> None:
+    assert len(KEYS) > 100
+    assert {"job", "tables[0].dtype", "optimizer.sparse.schedule.kind", "data.columns.weights", "metrics.prefetcher"} <= set(KEYS)
+
+
+@pytest.mark.parametrize("name", KEYS)
+def test_a_value_of_a_wrong_type_is_refused_with_what_the_key_takes(name: str) -> None:
+    key = KEYS[name]
+    wrong = wrong_values(key)
+    assert len(wrong) >= 5
+    for value in wrong:
+        with pytest.raises(ConfigError) as raised:
+            parse_job(with_value(key.path, value), "job.toml")
+        sentence = str(raised.value)
+        assert re.match(rf"job\.toml: {re.escape(name)}[ .\[]", sentence), sentence
+        assert " must be " in sentence
+        for word in ("`", "Expected", "msgspec", "array", "object", "\n"):
+            assert word not in sentence
+        assert all(json.dumps(choice) in sentence for choice in key.literals), sentence
+
+
+@pytest.mark.parametrize("name", KEYS)
+def test_the_example_that_a_sentence_gives_is_one_that_the_key_takes(name: str) -> None:
+    key = KEYS[name]
+    for value in wrong_values(key):
+        with pytest.raises(ConfigError) as raised:
+            parse_job(with_value(key.path, value), "job.toml")
+        example = re.search(rf"such as {key.path[-1]} = (.*)$", str(raised.value))
+        if example is not None:
+            assert is_of_type(tomllib.loads(f"value = {example[1]}")["value"], key.type), str(raised.value)
+
+
+@pytest.mark.parametrize("name", KEYS)
+def test_a_misspelt_key_is_told_its_nearest(name: str) -> None:
+    *sections, key = KEYS[name].path
+    misspelt = f"{str(key)[:-1]}{str(key)[-1] * 2}"
+    with pytest.raises(ConfigError) as raised:
+        parse_job(with_value((*sections, misspelt), 1), "job.toml")
+    assert str(raised.value).endswith(f"unknown key {misspelt}; the nearest is {key}")
+
+
+@pytest.mark.parametrize("name", [name for name in KEYS if KEYS[name].literals])
+def test_a_misspelt_choice_is_told_its_nearest(name: str) -> None:
+    key = KEYS[name]
+    for choice in key.literals:
+        with pytest.raises(ConfigError) as raised:
+            parse_job(with_value(key.path, f"{choice}x".upper()), "job.toml")
+        assert f'must be "{choice}"' in str(raised.value) or f'; the nearest is "{choice}"' in str(raised.value)
+
+
+SENTENCES: dict[str, tuple[tuple[str | int, ...], Any, str]] = {
+    "a port": (("metrics", "prefetcher"), 9400, 'metrics.prefetcher = 9400 must be text in quotes, such as prefetcher = "127.0.0.1:9400"'),
+    "true": (("data", "shuffle"), True, 'data.shuffle = true must be text in quotes, such as shuffle = "none"'),
+    "no list": (("data", "columns", "dense"), "price", 'data.columns.dense = "price" must be a list of texts, such as dense = ["price"]'),
+    "a float": (("data", "batch_size"), 512.0, "data.batch_size = 512.0 must be a whole number, such as batch_size = 512"),
+    "a number in quotes": (("optimizer", "dense", "lr"), "0.1", 'optimizer.dense.lr = "0.1" must be a number, such as lr = 0.1'),
+    "a thing in a list": (("model", "bottom_mlp"), [512, "a"], 'model.bottom_mlp[1] = "a" must be a whole number, such as 16'),
+    "a thing in a table": (
+        ("data", "columns", "weights"),
+        {"cat_0": 3},
+        "data.columns.weights.cat_0 = 3 must be text in quotes, such as cat_0",
+    ),
+    "a size": (("cache", "capacity"), 2.5, 'cache.capacity = 2.5 must be text in quotes or a whole number, such as capacity = "64MiB"'),
+    "null": (("job", "seed"), None, "job.seed = null must be a whole number, such as seed = 16"),
+    "null for a section": (
+        ("data", "synthetic"),
+        None,
+        "data.synthetic = null must be a section: write [data.synthetic], and its keys below",
+    ),
+    "a list for a section": (("cache",), [1], "cache = [1] must be a section: write [cache], and its keys below it: capacity, policy, pin"),
+    "one bracket": (("tables",), {"name": "t"}, 'tables = {name = "t"} must be a list of sections: write [[tables]], with two brackets,'),
+    "a choice of two kinds": (("lookahead", "horizon"), "aut", 'horizon = "aut" must be a whole number or "auto"; the nearest is "auto"'),
+    "a long value": (
+        ("data", "path"),
+        list(range(99)),
+        "data.path = [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 1... must",
+    ),
+    "a key of another section": (("job", "batch_size"), 1, "job: unknown key batch_size; it belongs to [data]"),
+    "a key of two others": (("optimizer", "lr"), 1, "optimizer: unknown key lr; it belongs to [optimizer.sparse] or [optimizer.dense]"),
+    "a key of every section": (("cache", "kind"), 1, "cache: unknown key kind; remove it, or use one of capacity, policy, pin, groups"),
+    "a key of a table": (("model", "pooling"), "sum", "model: unknown key pooling; it belongs to [[tables]] or [tables_from]"),
+}
+
+
+@pytest.mark.parametrize("name", SENTENCES)
+def test_the_sentence_of(name: str) -> None:
+    path, value, sentence = SENTENCES[name]
+    with pytest.raises(ConfigError) as raised:
+        parse_job(with_value(path, value), "job.toml")
+    assert sentence in str(raised.value)

@@ -80,7 +80,7 @@ def test_the_rate_never_jumps_and_never_leaves_its_bounds() -> None:
         ({"kind": "linear", "decay_steps": 9, "power": 3.0}, 'power belongs to kind = "polynomial"'),
         ({"kind": "linear", "decay_steps": 9, "final": 0.2}, "schedule.final = 0.2 must be from 0 to lr = 0.1"),
         ({"kind": "linear", "decay_steps": 9, "final": float("nan")}, "schedule.final = nan must be from 0 to lr = 0.1"),
-        ({"kind": "step"}, "'step' is not one of the values"),
+        ({"kind": "step"}, 'kind = "step" must be "constant", "cosine", "linear" or "polynomial"'),
     ],
 )
 def test_an_impossible_schedule_is_refused_with_its_section(schedule: dict[str, Any], sentence: str) -> None:

@@ -15,8 +15,8 @@ from itertools import count, islice, pairwise
 
 import numpy as np
 
+from prefetcher.readers import criteo_tsv, csv
 from prefetcher.readers.base import FORMATS, Reader, open_reader
-from prefetcher.readers.criteo_tsv import FILE_NAMES
 from prefetcher.readers.files import data_files
 from protocol.batch import Batch, Kind
 from protocol.errors import ConfigError
@@ -119,15 +119,16 @@ def rows_worth_skipping(job: Job, reader: Reader, split: Kind) -> float:
         return float("inf")
     if window == 0:
         return (reader.num_samples(split) or 0) / FULL_SHUFFLE_SHARE
-    return max(DECODED_ROWS, window or 0) if job.data.format in ("criteo-tsv", "parquet") else 0
+    return max(DECODED_ROWS, window or 0) if job.data.format in ("criteo-tsv", "csv", "parquet") else 0
 
 
 def is_compressed(job: Job, split: Kind) -> bool:
     """Whether going to a row means decompressing all before it."""
     path = job.data.eval_path if split == "eval" and job.data.eval_path else job.data.path
-    if job.data.format != "criteo-tsv" or path is None:
+    names = {"criteo-tsv": criteo_tsv.FILE_NAMES, "csv": csv.FILE_NAMES}.get(job.data.format)
+    if names is None or path is None:
         return False
-    return any(file.suffix == ".gz" for file in data_files(path, "data.path", FILE_NAMES))
+    return any(file.suffix == ".gz" for file in data_files(path, "data.path", names))
 
 
 def reader_for_another_pass(job: Job, reader: Reader) -> Reader:

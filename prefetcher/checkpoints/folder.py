@@ -96,11 +96,12 @@ class Checkpoints:
         if complete.exists():
             self.disk.unlink(complete)
             yield True
+            self.disk.sync_folder(complete.parent)  # before the rename, with which it would be said of the fresh run
+            yield True
         yield from self._rename(self._new, self._current)
 
     def _rename(self, source: Path, target: Path) -> Steps:
         self.disk.rename(source, target)
-        crash_point("checkpoints moved")
         yield True
         self.disk.sync_folder(source.parent)
         yield True

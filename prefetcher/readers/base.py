@@ -12,6 +12,7 @@ FORMATS = {  # data.format -> a module with open_reader(job); imported only when
     "criteo-tsv": "prefetcher.readers.criteo_tsv",
     "criteo-npy": "prefetcher.readers.criteo_npy",
     "parquet": "prefetcher.readers.parquet",
+    "csv": "prefetcher.readers.csv",
     "synthetic": "prefetcher.readers.synthetic",
 }
 IN_COLUMNS = ("criteo-npy", "parquet")  # formats whose open_reader(job, columns) can read one part of the batches without the other

@@ -4,9 +4,9 @@ label may be empty.
     dense = log(max(x, 0) + 1) in float64, rounded to float32; empty = 0
     id    = hash mod num_embeddings, unsigned; empty = 0
 
-Opening a data set counts its lines, so a truncated file is refused before the first step. Of an opened one only the lines of the
-batches that are wanted are decoded: workers that share a file find its line ends each for itself, which is little beside decoding, but
-they also decompress the whole of a gzip file each, which is not.
+Opening a data set counts its lines, so a truncated file is refused before the first step; a run keeps the counts for its next start
+(`kept_lines.py`). Of an opened data set only the lines of the batches that are wanted are decoded: workers that share a file find its
+line ends each for itself, which is little beside decoding, but they also decompress the whole of a gzip file each, which is not.
 """
 
 from contextlib import AbstractContextManager, closing
@@ -22,6 +22,7 @@ from prefetcher.readers.assemble import RowReader
 from prefetcher.readers.criteo_line import NUM_DENSE, NUM_SPARSE, refuse_line
 from prefetcher.readers.files import Span, data_files, eval_path, sizes_of
 from prefetcher.readers.ids import IdCheck, Place, job_features, numbered_columns, refuse_weights
+from prefetcher.readers.kept_lines import lines_folder
 from prefetcher.readers.rows import Floats, Ids
 from prefetcher.readers.text import TextCursor, TextIndex
 from protocol.batch import Batch
@@ -64,7 +65,7 @@ class TsvRows:
         self.columns = numbered_columns(job, NUM_SPARSE, "Criteo TSV")
         self.moduli = np.array([feature.num_embeddings for feature in job_features(job)], np.int64)
         self.file_sizes = sizes_of(paths)
-        self.index = TextIndex(paths)
+        self.index = TextIndex(paths, lines_folder(job))
 
     @property
     def num_rows(self) -> int:

@@ -9,8 +9,10 @@ import numpy as np
 from prefetcher.readers.rows import Floats, Ids
 from protocol.errors import ConfigError, DataError
 from protocol.job import Job
+from protocol.names import nearest
 
 Place = Callable[[int], str]  # position in the checked array -> "file, row 17"
+MISSING = np.iinfo(np.int64).min  # stands for an id that is missing, and is what numpy makes of NaN
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -19,6 +21,7 @@ class Feature:
     table: str
     num_embeddings: int
     weights_column: str | None  # data.columns.weights
+    hashed: bool  # data.columns.hash
 
 
 def row_place(path: Path, rows: Ids) -> Place:
@@ -28,8 +31,15 @@ def row_place(path: Path, rows: Ids) -> Place:
 
 def job_features(job: Job) -> list[Feature]:
     """Every feature with its table, in the order of every array."""
+    columns = job.data.columns
     return [
-        Feature(name=name, table=table.name, num_embeddings=table.num_embeddings, weights_column=job.data.columns.weights.get(name))
+        Feature(
+            name=name,
+            table=table.name,
+            num_embeddings=table.num_embeddings,
+            weights_column=columns.weights.get(name),
+            hashed=columns.is_hashed(name),
+        )
         for table in job.tables
         for name in table.features
     ]
@@ -40,7 +50,8 @@ def require_features(job: Job, available: Collection[str], described: str) -> No
     for feature in job_features(job):
         if feature.name not in available:
             raise ConfigError(
-                f"table {feature.table}: feature {feature.name} is not in {described}; correct the table's features or data.path"
+                f"table {feature.table}: feature {feature.name} is not in {described}{nearest(feature.name, available)}; "
+                "correct the table's features or data.path"
             )
 
 
@@ -53,7 +64,7 @@ def numbered_columns(job: Job, num_columns: int, described: str) -> list[int]:
 
 def refuse_weights(job: Job) -> None:
     if job.data.columns.weights:
-        raise ConfigError(f'data.columns.weights: {job.data.format} data has no weights; remove it or use format = "parquet"')
+        raise ConfigError(f'data.columns.weights: {job.data.format} data has no weights; remove it or use format = "parquet" or "csv"')
 
 
 class IdCheck:
@@ -78,12 +89,22 @@ class IdCheck:
             where = start + np.flatnonzero(outside[start:stop])
             if len(where) and self._policy == "error":
                 raise refusal(int(ids[where[0]]), feature, place(f)(int(where[0] - start)))
-            inside[where] = ids[where] % np.int64(feature.num_embeddings) if self._policy == "modulo" else 0
+            inside[where] = self._replaced(ids[where], feature)
         self.num_invalid += int(np.count_nonzero(outside))
         return inside
 
+    def _replaced(self, ids: Ids, feature: Feature) -> Ids | int:
+        if self._policy == "zero":
+            return 0
+        return np.where(ids == MISSING, 0, ids % np.int64(feature.num_embeddings))
+
 
 def refusal(row: int, feature: Feature, place: str) -> DataError:
+    if row == MISSING:
+        return DataError(
+            f"{place}, column {feature.name}: the id is missing; give missing ones an id of their own, "
+            'or set data.on_invalid_id = "zero", which takes row 0 for them and counts them'
+        )
     return DataError(
         f"{place}, column {feature.name}: id {row} is outside table {feature.table} (num_embeddings = {feature.num_embeddings}); "
         'enlarge the table or set data.on_invalid_id = "modulo" or "zero"'

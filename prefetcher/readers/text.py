@@ -1,6 +1,6 @@
 """Any lines of text files, plain or gzip.
 
-    file  | chunk 0 | chunk 1 | chunk 2 | ...    chunks of whole lines, noted in one pass when the files are opened
+    file  | chunk 0 | chunk 1 | chunk 2 | ...    chunks of whole lines, noted in one pass when the files are first opened
                       a b c d e                  one of them in memory, with where its lines start
                         b   d   -> "b\\nd\\n"      the lines that are wanted
 
@@ -17,10 +17,12 @@ from typing import IO, NamedTuple, cast
 import numpy as np
 
 from prefetcher.readers.files import Span, cumulative
+from prefetcher.readers.kept_lines import Pieces, forget, kept_pieces
 from prefetcher.readers.rows import Ids, as_slice
 from protocol.errors import ConfigError, DataError
 
 CHUNK_BYTES = 4 * 2**20
+MAX_CHUNKS = 3  # CHUNK_BYTES of the longest chunk: a line of up to two before it ends, and the lines after it
 
 
 class Chunk(NamedTuple):
@@ -34,10 +36,15 @@ class Chunk(NamedTuple):
 class TextIndex:
     """The lines of all files, counted through from 0."""
 
-    def __init__(self, paths: list[Path]) -> None:
-        """Reads every file once. Raises ConfigError for one that cannot be read, DataError for one that is empty or torn."""
-        self.chunks = [chunk for path in paths for chunk in index_file(path)]
+    def __init__(self, paths: list[Path], kept_in: Path | None = None) -> None:
+        """Reads every file once, or only those that changed since their lines were counted, where the counts are kept in a folder.
+
+        Raises ConfigError for one that cannot be read, DataError for one that is empty or torn.
+        """
+        counts = map(count_lines, paths) if kept_in is None else kept_pieces(paths, kept_in, count_lines, MAX_CHUNKS * CHUNK_BYTES)
+        self.chunks = [chunk for path, pieces in zip(paths, counts, strict=True) for chunk in chunks_of(path, pieces)]
         self._bounds = cumulative([chunk.num_lines for chunk in self.chunks])
+        self._kept_in = kept_in
 
     @property
     def num_lines(self) -> int:
@@ -53,6 +60,19 @@ class TextIndex:
         index = self.chunk_of(line)
         chunk = self.chunks[index]
         return f"{chunk.path}, line {chunk.first_line + line - self._bounds[index] + 1}"
+
+    def ends_file(self, chunk: int) -> bool:
+        return chunk + 1 == len(self.chunks) or self.chunks[chunk + 1].first_line == 0
+
+    def differs(self, chunk: int, found: int) -> DataError:
+        """Of a chunk that has other lines now than when they were counted; the next start counts them again."""
+        path, first_line, num_lines, *_ = self.chunks[chunk]
+        if self._kept_in is not None:
+            forget(path, self._kept_in)
+        now = "others" if found == num_lines else found
+        return DataError(
+            f"{path}: the {num_lines} lines from line {first_line + 1} on are {now} now; leave the file as it is while it is read"
+        )
 
 
 class Lines(NamedTuple):
@@ -88,13 +108,11 @@ class TextCursor:
     def _read(self, index: int) -> Lines:
         chunk = self._index.chunks[index]
         text = read_at(self._stream(chunk.path), chunk)
+        is_cut = len(text) < chunk.nbytes or not (text.endswith(b"\n") or self._index.ends_file(index))
         text = text if text.endswith(b"\n") or not text else text + b"\n"
         starts = np.append(0, np.flatnonzero(np.frombuffer(text, np.uint8) == ord("\n")) + 1)
-        if len(starts) - 1 != chunk.num_lines:
-            raise DataError(
-                f"{chunk.path}: the {chunk.num_lines} lines from line {chunk.first_line + 1} on are {len(starts) - 1} now; "
-                "leave the file as it is while it is read"
-            )
+        if is_cut or len(starts) - 1 != chunk.num_lines:
+            raise self._index.differs(index, len(starts) - 1)
         return Lines(self._index.first_line(index), text, starts)
 
     def _stream(self, path: Path) -> IO[bytes]:
@@ -122,16 +140,20 @@ def scattered_lines(held: list[Lines], numbers: Ids) -> bytes:
     return b"".join([held[chunk].text[start:stop] for chunk, start, stop in bounds])
 
 
-def index_file(path: Path) -> Iterator[Chunk]:
+def count_lines(path: Path) -> Pieces:
     """One pass over the file's bytes. Raises DataError where it holds no line or ends within its compression."""
-    offset = line = 0
     with open_text(path) as stream:
-        for text in whole_lines(stream, path):
-            num_lines = text.count(b"\n") + (not text.endswith(b"\n"))
-            yield Chunk(path=path, first_line=line, num_lines=num_lines, offset=offset, nbytes=len(text))
-            offset, line = offset + len(text), line + num_lines
-    if not line:
+        pieces = [(text.count(b"\n") + (not text.endswith(b"\n")), len(text)) for text in whole_lines(stream, path)]
+    if not pieces:
         raise DataError(f"{path}: the file is empty; give a file with at least one line")
+    return pieces
+
+
+def chunks_of(path: Path, pieces: Pieces) -> Iterator[Chunk]:
+    line = offset = 0
+    for num_lines, nbytes in pieces:
+        yield Chunk(path=path, first_line=line, num_lines=num_lines, offset=offset, nbytes=nbytes)
+        line, offset = line + num_lines, offset + nbytes
 
 
 def open_text(path: Path) -> IO[bytes]:

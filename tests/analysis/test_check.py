@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from rich.console import Console
 from typer.testing import CliRunner
@@ -150,7 +152,26 @@ def test_a_sample_reads_a_part_and_says_so(check: Checked) -> None:
 
 def test_ids_that_are_replaced_are_a_warning_with_their_number(check: Checked) -> None:
     findings = check(whole=True, data=with_ids(check, 2000, "modulo"))
-    assert "data.on_invalid_id = 'modulo' replaced 1 ids of all 20,000 samples" in only_fault(findings, "warning", "ids")
+    replaced = "data.on_invalid_id = 'modulo' replaced 1 ids of all 20,000 samples, which are missing or outside their tables; "
+    assert only_fault(findings, "warning", "ids").startswith(replaced)
+
+
+def with_columns(check: Checked, **columns: Any) -> dict[str, Any]:
+    rest = {"label": np.arange(200) % 2, "cat_1": np.ones(200, np.int64)}
+    pq.write_table(pa.table(rest | columns), check.folder / "data.parquet")
+    return {"format": "parquet", "path": str(check.folder / "data.parquet"), "synthetic": None, "batch_size": 10}
+
+
+def test_null_ids_are_an_error_or_counted_with_those_replaced(check: Checked) -> None:
+    data = with_columns(check, int_0=np.zeros(200), cat_0=pa.array([1, None] * 100))
+    assert "row 1, column cat_0: the id is missing; give missing ones" in only_fault(check(whole=True, data=data), "error", "data")
+    warned = only_fault(check(whole=True, data=data | {"on_invalid_id": "zero"}), "warning", "ids")
+    assert warned.startswith("data.on_invalid_id = 'zero' replaced 100 ids of all 200 samples, which are missing or outside their tables")
+
+
+def test_a_model_with_a_bottom_mlp_but_no_dense_column_is_an_error_that_names_the_candidates(check: Checked) -> None:
+    sentence = only_fault(check(data=with_columns(check, price=np.zeros(200), cat_0=np.ones(200, np.int64))), "error", "data")
+    assert 'data.columns.dense = ["price"]' in sentence
 
 
 def factory(name: str, **options: Any) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """Small random data sets of every format, written by pandas and decoded by pandas, to hold the readers beside."""
 
+import csv
 import gzip
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, fields
@@ -11,6 +12,7 @@ import numpy.typing as npt
 import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
+import xxhash
 from msgspec.structs import replace
 
 from prefetcher.readers.parts import Part
@@ -138,8 +140,8 @@ def decode_days(folder: Path, names: list[str], job: Job) -> list[Row]:
     return single_hot_rows(dense, labels.ravel().tolist(), [sparse[:, CATS.index(name)].tolist() for name in job.features])
 
 
-def write_parquet(path: Path, num_rows: int, seed: int = 3) -> None:
-    """cat_0 list<int64> with list weights, cat_3 int32 with nulls, cat_25 list<int32> with nulls, int_2 and int_10."""
+def write_parquet(path: Path, num_rows: int, seed: int = 3, missing: float = 0.0) -> None:
+    """cat_0 list<int64> with list weights, both with nulls, cat_3 int32 with a share `missing`, cat_25 list<int32>, int_2 and int_10."""
     rng = np.random.default_rng(seed)
     sizes = rng.integers(0, 5, num_rows)
     bags = [None if rng.random() < 0.1 else rng.integers(0, 40, n).tolist() for n in sizes]
@@ -149,7 +151,7 @@ def write_parquet(path: Path, num_rows: int, seed: int = 3) -> None:
         "click": pa.array(rng.integers(0, 2, num_rows).astype(bool)),
         "cat_0": pa.array(bags, pa.list_(pa.int64())),
         "cat_0_weights": pa.array([None if bag is None else rng.random(len(bag)).tolist() for bag in bags], pa.list_(pa.float32())),
-        "cat_3": pa.array([None if rng.random() < 0.2 else int(rng.integers(0, 40)) for _ in range(num_rows)], pa.int32()),
+        "cat_3": pa.array([None if rng.random() < missing else int(rng.integers(0, 40)) for _ in range(num_rows)], pa.int32()),
         "cat_25": pa.array([rng.integers(0, 7, int(n)).tolist() for n in rng.integers(1, 3, num_rows)], pa.list_(pa.int32())),
     }
     pq.write_table(pa.table(columns), path, row_group_size=13)
@@ -177,6 +179,48 @@ def bag_of(record: dict[Hashable, Any], column: str) -> tuple[Any, ...]:
     if column in PARQUET_LISTS:
         return () if value is None or value is pd.NA else tuple(np.asarray(value).tolist())
     return (0,) if value is None or value is pd.NA else (int(value),)
+
+
+def write_csv(path: Path, num_rows: int, seed: int = 3) -> None:
+    """As `write_parquet`, but cat_3 is text with commas and quotes, some of it missing, and click is True or False."""
+    rng = np.random.default_rng(seed)
+    words = ["plain", "with, comma", 'with "quotes"', "ünïcode", "7", ""]
+    rows: list[dict[str, Any]] = []
+    for _ in range(num_rows):
+        bag = rng.integers(0, 40, rng.integers(0, 5)).tolist()
+        rows.append(
+            {
+                "int_10": rng.normal(),
+                "unused": "x,y",
+                "int_2": rng.integers(-5, 5),
+                "click": bool(rng.integers(0, 2)),
+                "cat_0": "|".join(map(str, bag)),
+                "cat_0_weights": "|".join(map(str, rng.random(len(bag)).tolist())),
+                "cat_3": words[rng.integers(0, len(words))],
+                "cat_25": rng.integers(0, 7),
+            }
+        )
+    text = pd.DataFrame(rows).to_csv(index=False, lineterminator="\r\n" if seed % 2 else "\n").encode()
+    text = text if seed % 3 else text.removesuffix(b"\n")
+    path.write_bytes(gzip.compress(text) if path.suffix == ".gz" else text)
+
+
+CSV_COLUMNS = {"label": "click", "weights": {"cat_0": "cat_0_weights"}, "lists": {"cat_0": "|"}, "hash": ["cat_3"]}
+
+
+def decode_csv(paths: list[Path], job: Job) -> list[Row]:
+    rows = []
+    for path in paths:
+        with gzip.open(path, "rt", newline="") if path.suffix == ".gz" else path.open(newline="") as file:
+            for record in csv.DictReader(file):
+                word, bag = record["cat_3"], tuple(int(item) for item in record["cat_0"].split("|") if item)
+                ids = {"cat_0": bag, "cat_25": (int(record["cat_25"]),)}
+                ids["cat_3"] = (1 + xxhash.xxh3_64_intdigest(word.encode()) % 39 if word else 0,)
+                own = tuple(float(np.float32(item)) for item in record["cat_0_weights"].split("|") if item)
+                weights = tuple(own if name == "cat_0" else (1.0,) for name in job.features)
+                dense = tuple(float(np.float32(record[name])) for name in ("int_2", "int_10"))
+                rows.append(Row(dense, float(record["click"] == "True"), tuple(ids[name] for name in job.features), weights))
+    return rows
 
 
 class Listed:

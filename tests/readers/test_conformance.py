@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from prefetcher.readers import criteo_tsv, parquet_files, text
+from prefetcher.readers import criteo_tsv, csv, parquet_files, text
 from prefetcher.readers.base import can_share, open_reader, stream_columns
 from prefetcher.readers.decoder import Share, decode_share
 from prefetcher.readers.parts import Columns, Part, divide
@@ -21,6 +21,7 @@ from protocol.position import Position
 from tests.readers.polling import rest_of
 from tests.readers.samples import (
     BATCH_SIZE,
+    CSV_COLUMNS,
     NUM_ROWS,
     NUM_TRAIN,
     PARQUET_COLUMNS,
@@ -28,6 +29,7 @@ from tests.readers.samples import (
     Row,
     all_samples,
     click_log,
+    decode_csv,
     decode_days,
     decode_parquet,
     decode_tsv,
@@ -35,6 +37,7 @@ from tests.readers.samples import (
     make_job,
     same_batch,
     with_workers,
+    write_csv,
     write_day,
     write_parquet,
     write_tsv,
@@ -66,10 +69,18 @@ def npy(folder: Path, **data: Any) -> tuple[Job, list[Row] | None]:
 
 def bags(folder: Path, **data: Any) -> tuple[Job, list[Row] | None]:
     paths = [folder / "a.parquet", folder / "b.parquet"]
-    write_parquet(paths[0], 70, seed=1)
-    write_parquet(paths[1], 33, seed=2)
-    job = make_job("parquet", path=str(folder / "*.parquet"), columns=PARQUET_COLUMNS, **data)
+    write_parquet(paths[0], 70, seed=1, missing=0.2)
+    write_parquet(paths[1], 33, seed=2, missing=0.2)
+    job = make_job("parquet", path=str(folder / "*.parquet"), columns=PARQUET_COLUMNS, on_invalid_id="zero", **data)
     return job, decode_parquet(paths, job)
+
+
+def named(folder: Path, **data: Any) -> tuple[Job, list[Row] | None]:
+    paths = [folder / "a.csv", folder / "b.csv.gz", folder / "c.csv"]
+    for seed, (path, num_rows) in enumerate(zip(paths, (50, 1, 52), strict=True), start=1):
+        write_csv(path, num_rows, seed)
+    job = make_job("csv", path=str(folder), columns=CSV_COLUMNS, **data)
+    return job, decode_csv(paths, job)
 
 
 def synthetic(folder: Path, **data: Any) -> tuple[Job, list[Row] | None]:
@@ -82,11 +93,11 @@ def custom(folder: Path, **data: Any) -> tuple[Job, list[Row] | None]:
     return job, all_samples([*made["train"], *made["eval"]])
 
 
-CASES: dict[str, Case] = {"tsv": tsv, "tsv_gz": tsv_gz, "npy": npy, "bags": bags, "synthetic": synthetic, "custom": custom}
+CASES: dict[str, Case] = {"tsv": tsv, "tsv_gz": tsv_gz, "npy": npy, "bags": bags, "csv": named, "synthetic": synthetic, "custom": custom}
 ALL = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 SHUFFLED = pytest.mark.parametrize(
     ("case", "shuffle"),
-    [(case, f"window:{window}") for case in (tsv, tsv_gz, npy, bags, synthetic) for window in (1, 10, 16, 50, 1000)]
+    [(case, f"window:{window}") for case in (tsv, tsv_gz, npy, bags, named, synthetic) for window in (1, 10, 16, 50, 1000)]
     + [(npy, "full"), (synthetic, "full")],
 )
 
@@ -96,6 +107,7 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Files are read in pieces far smaller than they are, so that every boundary is crossed."""
     monkeypatch.setattr(text, "CHUNK_BYTES", 3000)
     monkeypatch.setattr(criteo_tsv, "LINES_AT_ONCE", 5)
+    monkeypatch.setattr(csv, "LINES_AT_ONCE", 5)
     monkeypatch.setattr(parquet_files, "RECORD_BATCH_ROWS", 10)
 
 
@@ -121,7 +133,7 @@ def test_every_batch_is_full_but_the_last_of_its_split(case: Case, tmp_path: Pat
     assert (reader.num_samples("train"), reader.num_samples("eval")) == (83, 20)
 
 
-@pytest.mark.parametrize("case", [tsv, tsv_gz, npy, bags, synthetic])
+@pytest.mark.parametrize("case", [tsv, tsv_gz, npy, bags, named, synthetic])
 def test_without_eval_fraction_all_is_for_training(case: Case, tmp_path: Path) -> None:
     job, _ = case(tmp_path, eval_fraction=0.0)
     assert sum(batch.size for batch in batches(job)) == NUM_ROWS
@@ -277,7 +289,7 @@ def test_evaluation_is_never_shuffled(case: Case, shuffle: str, tmp_path: Path) 
     assert all_samples(batches(shuffled_job, "eval", epoch=1)) == all_samples(batches(job, "eval"))
 
 
-@pytest.mark.parametrize("case", [tsv, npy, bags])
+@pytest.mark.parametrize("case", [tsv, npy, bags, named])
 def test_eval_path_is_evaluated_whole_and_leaves_all_of_path_for_training(case: Case, tmp_path: Path) -> None:
     (tmp_path / "held_out").mkdir()
     held_out, expected = case(tmp_path / "held_out")
@@ -286,7 +298,7 @@ def test_eval_path_is_evaluated_whole_and_leaves_all_of_path_for_training(case: 
     assert all_samples(batches(job, "eval")) == expected
 
 
-@pytest.mark.parametrize("case", [tsv, tsv_gz, npy, bags])
+@pytest.mark.parametrize("case", [tsv, tsv_gz, npy, bags, named])
 def test_file_sizes_are_those_of_the_files_read(case: Case, tmp_path: Path) -> None:
     job, _ = case(tmp_path)
     assert sorted(open_reader(job).file_sizes) == sorted(file.stat().st_size for file in tmp_path.iterdir())

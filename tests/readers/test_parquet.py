@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from prefetcher.readers.base import open_reader
+from prefetcher.readers.base import Reader, open_reader
 from prefetcher.readers.decoder import Share, decode_share
 from prefetcher.readers.schedule import schedule
 from prefetcher.readers.shuffle import block_permutation
@@ -26,7 +26,7 @@ def write(folder: Path, name: str = "data.parquet", **changed: Any) -> Path:
     columns = {
         "label": pa.array([0, 1, 1, 0]),
         "int_0": pa.array([0.5, 1.5, 2.5, 3.5], pa.float32()),
-        "a": pa.array([1, 2, None, 9], pa.int64()),
+        "a": pa.array([1, 2, 0, 9], pa.int64()),
         "b": pa.array([[3, 4], None, [], [5]], LISTS),
         "w": pa.array([[0.5, 2.0], None, [], [1.5]], pa.list_(pa.float32())),
     }
@@ -34,8 +34,12 @@ def write(folder: Path, name: str = "data.parquet", **changed: Any) -> Path:
     return folder / name
 
 
+def opened(path: Path, **data: Any) -> Reader:
+    return open_reader(make_job("parquet", TABLES, path=str(path), eval_fraction=0.0, **data))
+
+
 def only_batch(path: Path, **data: Any) -> Batch:
-    [batch] = open_reader(make_job("parquet", TABLES, path=str(path), eval_fraction=0.0, **data)).batches("train", 0)
+    [batch] = opened(path, **data).batches("train", 0)
     return batch
 
 
@@ -45,10 +49,37 @@ def refusal(kind: type[Exception], path: Path, **data: Any) -> str:
     return str(caught.value)
 
 
-def test_a_null_id_is_zero_and_a_null_list_an_empty_bag(tmp_path: Path) -> None:
-    rows = samples_of(only_batch(write(tmp_path)))
+def test_a_null_list_is_an_empty_bag(tmp_path: Path) -> None:
+    reader = opened(write(tmp_path))
+    rows = all_samples(reader.batches("train", 0))
     assert [row.ids for row in rows] == [((1,), (3, 4)), ((2,), ()), ((0,), ()), ((9,), (5,))]
     assert [row.weights for row in rows] == [None] * 4
+    assert reader.invalid_ids == 0
+
+
+@pytest.mark.parametrize(
+    ("column", "values", "row"),
+    [
+        ("a", pa.array([1, 2, None, 9], pa.int64()), 2),
+        ("a", pa.array([1, None, None, 9], pa.int32()), 1),
+        ("b", pa.array([[3, 4], None, [5, None], [5]], LISTS), 2),
+    ],
+)
+def test_a_null_id_is_missing_and_never_row_0_in_silence(column: str, values: Any, row: int, tmp_path: Path) -> None:
+    path = write(tmp_path, **{column: values})
+    assert refusal(DataError, path) == (
+        f"{path}, row {row}, column {column}: the id is missing; give missing ones an id of their own, or set "
+        'data.on_invalid_id = "zero", which takes row 0 for them and counts them'
+    )
+
+
+@pytest.mark.parametrize("policy", ["zero", "modulo"])
+def test_null_ids_that_are_replaced_take_row_0_and_are_counted(policy: str, tmp_path: Path) -> None:
+    path = write(tmp_path, a=pa.array([1, None, None, 12]), b=pa.array([[3, None], None, [], [5]], LISTS))
+    reader = opened(path, on_invalid_id=policy)
+    rows = all_samples(reader.batches("train", 0))
+    assert [row.ids for row in rows] == [((1,), (3, 0)), ((0,), ()), ((0,), ()), ((0 if policy == "zero" else 2,), (5,))]
+    assert reader.invalid_ids == 4
 
 
 def test_weights_belong_to_their_feature_and_the_others_weigh_one(tmp_path: Path) -> None:
@@ -65,8 +96,8 @@ def test_a_scalar_feature_may_have_scalar_weights(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", [pa.list_(pa.int32()), pa.large_list(pa.int64()), pa.list_(pa.uint8()), pa.list_(pa.int64(), 2)])
 def test_lists_of_any_kind_of_integers_are_bags(kind: Any, tmp_path: Path) -> None:
-    rows = samples_of(only_batch(write(tmp_path, b=pa.array([[1, 2], [3, 4], [5, 6], [7, None]], kind))))
-    assert [row.ids[1] for row in rows] == [(1, 2), (3, 4), (5, 6), (7, 0)]
+    rows = samples_of(only_batch(write(tmp_path, b=pa.array([[1, 2], [3, 4], [5, 6], [7, 8]], kind))))
+    assert [row.ids[1] for row in rows] == [(1, 2), (3, 4), (5, 6), (7, 8)]
 
 
 def test_bags_of_exactly_one_id_need_no_offsets(tmp_path: Path) -> None:
@@ -97,7 +128,7 @@ def test_an_id_outside_its_table_is_named_by_its_row(tmp_path: Path) -> None:
 @pytest.mark.parametrize("shuffle", ["none", "window:3", "window:5", "window:100"])
 def test_one_file_may_hold_bags_and_another_single_ids_of_a_feature(shuffle: str, tmp_path: Path) -> None:
     write(tmp_path, "0.parquet")
-    write(tmp_path, "1.parquet", b=pa.array([6, 7, None, 8], pa.int32()), w=pa.array([0.1, 0.2, 0.3, 0.4]))
+    write(tmp_path, "1.parquet", b=pa.array([6, 7, 0, 8], pa.int32()), w=pa.array([0.1, 0.2, 0.3, 0.4]))
     write(tmp_path, "2.parquet", b=pa.array([[1], [2, 3], [], [4]], pa.large_list(pa.int32())), w=pa.array([[1], [2, 3], [], [4]]))
     data = {"path": str(tmp_path), "columns": {"weights": {"b": "w"}}, "shuffle": shuffle, "eval_fraction": 0.0, "batch_size": 7}
     rows = all_samples(open_reader(make_job("parquet", TABLES, **data)).batches("train", 0))
@@ -175,7 +206,11 @@ def test_a_weight_that_is_not_finite_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("column", "values", "wanted"),
     [
-        ("a", pa.array(["x"] * 4), "the type is string; it must be integers or lists of integers"),
+        (
+            "a",
+            pa.array(["x"] * 4),
+            "the type is string; it must be integers or lists of integers; set data.columns.hash = true to use strings as ids",
+        ),
         ("a", pa.array([1.0] * 4), "the type is double; it must be integers or lists of integers"),
         ("b", pa.array([[1.0]] * 4), "the type is list<element: double>; it must be integers or lists of integers"),
         ("label", pa.array(["no"] * 4), "the type is string; it must be numbers"),
@@ -194,19 +229,60 @@ def test_an_id_beyond_64_bits_is_named(tmp_path: Path) -> None:
 
 def test_a_feature_that_the_data_has_not_is_named_with_its_table(tmp_path: Path) -> None:
     pq.write_table(pa.table({"label": [1], "a": [1]}), tmp_path / "data.parquet")
-    assert refusal(ConfigError, tmp_path).startswith("table bags: feature b is not in the Parquet file's columns")
+    assert refusal(ConfigError, tmp_path) == (
+        f"table bags: feature b is not in {tmp_path / 'data.parquet'}, which has label, a; correct the table's features or data.path"
+    )
 
 
 def test_a_second_file_without_a_column_is_named(tmp_path: Path) -> None:
     write(tmp_path, "0.parquet")
     pq.write_table(pa.table({"label": [1], "a": [1], "b": [1]}), tmp_path / "1.parquet")
-    assert refusal(ConfigError, tmp_path).startswith(f"data.columns: {tmp_path / '1.parquet'} has no column int_0")
+    path = tmp_path / "1.parquet"
+    assert refusal(ConfigError, tmp_path) == f"data.columns.dense: {path} has no column int_0; it has label, a, b"
 
 
-@pytest.mark.parametrize("columns", [{"label": "click"}, {"dense": ["click"]}, {"weights": {"b": "click"}}])
-def test_a_named_column_that_the_data_has_not_is_named(columns: Any, tmp_path: Path) -> None:
-    path = write(tmp_path)
-    assert refusal(ConfigError, path, columns=columns) == f"data.columns: {path} has no column click; name one that it has, such as label"
+@pytest.mark.parametrize(
+    ("key", "columns"),
+    [("label", {"label": "Labels"}), ("dense", {"dense": ["int_0", "int0"]}), ("weights", {"weights": {"b": "ww"}})],
+)
+def test_a_named_column_that_the_data_has_not_is_named_with_the_nearest(key: str, columns: Any, tmp_path: Path) -> None:
+    path, near = write(tmp_path), {"label": ("Labels", "label"), "dense": ("int0", "int_0"), "weights": ("ww", "w")}[key]
+    sentence = f"data.columns.{key}: {path} has no column {near[0]}, the nearest is {near[1]}; it has label, int_0, a, b, w"
+    assert refusal(ConfigError, path, columns=columns) == sentence
+
+
+def test_of_many_columns_some_are_listed_and_the_nearest_is_named(tmp_path: Path) -> None:
+    path = write(tmp_path, **{f"other_{i}": pa.array([0] * 4) for i in range(30)}, price=pa.array([0.0] * 4))
+    sentence = refusal(ConfigError, path, columns={"dense": ["pricee"]})
+    assert sentence.endswith(
+        "has no column pricee, the nearest is price; it has label, int_0, a, b, w, "
+        + ", ".join(f"other_{i}" for i in range(7))
+        + " and 24 more"
+    )
+    tables = [*TABLES, table("near", 10, "other_99")]
+    with pytest.raises(
+        ConfigError, match=r"feature other_99 is not in .*, which has label, .* and 24 more, the nearest is other_9; correct"
+    ):
+        open_reader(make_job("parquet", tables, path=str(path)))
+
+
+def test_a_bottom_mlp_without_a_dense_column_is_refused_with_the_columns_that_could_be(tmp_path: Path) -> None:
+    columns = {"label": [1, 0], "a": [1, 2], "b": [[1], [2]], "w": [[0.5], [0.5]], "age": [30, 40], "price": [0.5, 1.5], "name": ["x", "y"]}
+    pq.write_table(pa.table(columns), tmp_path / "data.parquet")
+    assert refusal(ConfigError, tmp_path, columns={"weights": {"b": "w"}}) == (
+        f"{tmp_path / 'data.parquet'}: the model has a bottom MLP for dense features, and no column is named int_0, int_1, ...; name those "
+        'that are meant of the other columns with numbers: data.columns.dense = ["age", "price"]; data.columns.dense = [] says that there '
+        "are none"
+    )
+    assert only_batch(tmp_path, columns={"dense": ["age"]}).dense.tolist() == [[30], [40]]
+    assert only_batch(tmp_path, columns={"dense": []}).dense.shape == (2, 0)
+
+
+def test_without_a_column_that_could_be_dense_the_sentence_says_so(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"label": [1], "a": [1], "b": [1]}), tmp_path / "data.parquet")
+    assert refusal(ConfigError, tmp_path).endswith(
+        "the file has no other column with numbers; data.columns.dense = [] says that there are none"
+    )
 
 
 def test_hash_is_refused(tmp_path: Path) -> None:

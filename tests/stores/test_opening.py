@@ -42,7 +42,7 @@ def test_mapped_tables_lie_in_the_run_directory_or_where_the_job_says(tmp_path: 
     [
         ({"path": "somewhere"}, "path belongs to kind = \"mapped\", not 'memory'"),
         ({"kind": "mapped", "path": ""}, "path is empty; name a folder"),
-        ({"kind": "disk"}, "'disk' is not one of the values"),
+        ({"kind": "disk"}, 'store.kind = "disk" must be "mapped" or "memory"'),
     ],
 )
 def test_a_store_that_cannot_be_is_refused_with_a_sentence(section: dict[str, str], sentence: str) -> None:

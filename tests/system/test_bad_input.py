@@ -34,10 +34,10 @@ def _logs_as_before() -> Iterator[None]:
 @pytest.mark.parametrize(
     ("content", "options", "sentence"),
     [
-        ("[job]\nseeed = 1\n", [], "{path}: job: unknown key seeed; correct or remove it"),
+        ("[job]\nseeed = 1\n", [], "{path}: job: unknown key seeed; the nearest is seed"),
         ("[job]\nrun_dir = ?\n", [], "{path}: not a TOML file (Invalid value (at line 2, column 11))"),
         (None, [], "{path}: cannot read the job file (No such file or directory)"),
-        ("", ["--set=nosuch.key=1"], "{path}: unknown key nosuch; correct or remove it"),
+        ("", ["--set=stor.kind=x"], "{path}: unknown key stor; the nearest is store"),
         ("", ["--set=seed=1"], "--set seed=1: write section.key=value"),
     ],
 )

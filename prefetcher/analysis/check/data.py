@@ -101,7 +101,8 @@ def check_samples(job: Job, seen: Seen, amount: Amount) -> Iterator[Finding]:
     read = f"{'all' if amount == ALL else 'some'} {seen.num_samples:,} samples"
     if num_replaced:
         policy = f"data.on_invalid_id = {job.data.on_invalid_id!r}"
-        yield warning("ids", f"{policy} replaced {num_replaced:,} ids of {read}; enlarge their tables if they are meant to be rows")
+        replaced = f"{policy} replaced {num_replaced:,} ids of {read}, which are missing or outside their tables"
+        yield warning("ids", f"{replaced}; give missing ones an id of their own, and enlarge the tables of those that are meant to be rows")
     else:
         yield ok("ids", f"the {sum(seen.lookups):,} look-ups of {read} lie inside their tables")
     yield label_finding(seen)

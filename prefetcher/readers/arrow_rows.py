@@ -1,0 +1,98 @@
+"""Columns of an Arrow table, with the roles that the job gives them -> checked arrays, as batches have them."""
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from prefetcher.readers.hashed import hashed_rows
+from prefetcher.readers.ids import MISSING, Feature, IdCheck, Place, check_dense, check_labels
+from prefetcher.readers.parts import IdsBatch, Rest
+from prefetcher.readers.roles import Roles
+from prefetcher.readers.rows import Column, Floats, Ids, join_columns
+from protocol.errors import DataError
+
+
+class RowDecoder:
+    """Rows as Arrow has them -> checked arrays."""
+
+    def __init__(self, roles: Roles, ids: IdCheck) -> None:
+        self._roles, self._ids = roles, ids
+
+    def rest(self, table: Any, place: Place) -> Rest:
+        roles = self._roles
+        with np.errstate(over="ignore"):  # beyond fp32 becomes infinite, which the checks refuse
+            labels, *dense = (floats(table[name]) for name in (roles.label, *roles.dense))
+        stacked = np.stack(dense, axis=1) if dense else np.zeros((table.num_rows, 0), np.float32)
+        return Rest(dense=check_dense(stacked, roles.dense, place), labels=check_labels(labels, roles.label, place))
+
+    def ids(self, table: Any, place: Place) -> IdsBatch:
+        columns = [feature_column(table, feature, place) for feature in self._roles.features]
+        joined = join_columns(columns, table.num_rows, weighted=any(feature.weights_column for feature in self._roles.features))
+        bounds = np.cumsum([0, *(len(column.ids) for column in columns)])
+        return replace(joined, ids=self._ids.check(joined.ids, bounds, lambda f: lookup_place(columns[f].lengths, place)))
+
+
+def feature_column(table: Any, feature: Feature, place: Place) -> Column:
+    values = table[feature.name]
+    lengths = bag_lengths(values)
+    single = values if lengths is None else values.flatten()
+    ids = hashed_rows(single, feature.num_embeddings) if feature.hashed else integers(single, feature, place)
+    return Column(ids=ids, lengths=lengths, weights=feature_weights(table, feature, lengths, place))
+
+
+def feature_weights(table: Any, feature: Feature, lengths: Ids | None, place: Place) -> Floats | None:
+    """One weight an id, or None for a feature without weights. Raises DataError where their numbers differ."""
+    if feature.weights_column is None:
+        return None
+    values = table[feature.weights_column]
+    num_ids, num_weights = (counts_of(own, len(values)) for own in (lengths, bag_lengths(values)))
+    differs = num_ids != num_weights
+    if differs.any():
+        row = int(np.argmax(differs))
+        raise DataError(
+            f"{place(row)}, column {feature.weights_column}: {num_weights[row]} weights for {num_ids[row]} ids of feature {feature.name}"
+        )
+    with np.errstate(over="ignore"):  # as dense values
+        weights = floats(values.flatten() if is_list(values.type) else values)
+    check_dense(weights[:, None], [feature.weights_column], lookup_place(lengths, place))
+    return weights
+
+
+def counts_of(lengths: Ids | None, num_samples: int) -> Ids:
+    return np.ones(num_samples, np.int64) if lengths is None else lengths
+
+
+def lookup_place(lengths: Ids | None, place: Place) -> Place:
+    """Names the row in which the i-th id of a column stands."""
+    return place if lengths is None else lambda i: place(int(np.searchsorted(np.cumsum(lengths), i, side="right")))
+
+
+def bag_lengths(values: Any) -> Ids | None:
+    """Ids in each row of a column of lists; None for a column of numbers."""
+    if not is_list(values.type):
+        return None
+    lengths: Ids = pc.list_value_length(values).fill_null(0).to_numpy(zero_copy_only=False).astype(np.int64)
+    return lengths
+
+
+def integers(values: Any, feature: Feature, place: Place) -> Ids:
+    """Null = MISSING."""
+    try:
+        wide = values if pa.types.is_int64(values.type) else values.cast(pa.int64())
+    except pa.ArrowInvalid as error:
+        raise DataError(f"{place(0)} and following, column {feature.name}: an id is beyond 2**63 ({error})") from None
+    ids: Ids = (wide.fill_null(MISSING) if wide.null_count else wide).to_numpy(zero_copy_only=False)
+    return ids
+
+
+def floats(values: Any) -> Floats:
+    """Numbers as fp32; null becomes NaN, which the checks refuse."""
+    numbers: Floats = values.to_numpy(zero_copy_only=False).astype(np.float32)
+    return numbers
+
+
+def is_list(kind: Any) -> bool:
+    return bool(pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind))

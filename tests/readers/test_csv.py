@@ -1,0 +1,195 @@
+"""CSV: what cells may hold, and the sentence for each way in which a file does not fit."""
+
+import gzip
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from prefetcher.readers.base import Reader, open_reader
+from protocol.errors import ConfigError, DataError, RowcastError
+from tests.readers.samples import Row, all_samples, make_job, table
+from tests.readers.test_hashed import row
+
+TABLES = [table("scalars", 10, "a"), table("bags", 10, "b")]
+LINES = ["label,int_0,a,b,w", "0,0.5,1,3|4,0.5|2", "1,1.5,2,,", "1,2.5,0,7,1", "0,3.5,9,5,1.5"]
+LISTS = {"lists": {"b": "|"}}
+
+
+def write(folder: Path, lines: list[str], name: str = "data.csv") -> Path:
+    (folder / name).write_bytes("".join(f"{line}\n" for line in lines).encode())
+    return folder / name
+
+
+def changed(folder: Path, number: int, line: str) -> Path:
+    """The file with another line, by its number in the file."""
+    return write(folder, [line if i == number else own for i, own in enumerate(LINES, start=1)])
+
+
+def opened(path: Path, columns: dict[str, Any] | None = None, tables: Any = TABLES, **data: Any) -> Reader:
+    return open_reader(make_job("csv", tables, path=str(path), eval_fraction=0.0, columns=LISTS | (columns or {}), **data))
+
+
+def rows(path: Path, columns: dict[str, Any] | None = None, tables: Any = TABLES, **data: Any) -> list[Row]:
+    return all_samples(opened(path, columns, tables, **data).batches("train", 0))
+
+
+def refusal(kind: type[RowcastError], path: Path, columns: dict[str, Any] | None = None, **data: Any) -> str:
+    with pytest.raises(kind) as caught:
+        rows(path, columns, **data)
+    return str(caught.value)
+
+
+def test_columns_are_read_by_name_with_lists_and_their_weights(tmp_path: Path) -> None:
+    found = rows(write(tmp_path, LINES), {"weights": {"b": "w"}})
+    assert [row.ids for row in found] == [((1,), (3, 4)), ((2,), ()), ((0,), (7,)), ((9,), (5,))]
+    assert [row.weights for row in found] == [((1,), (0.5, 2)), ((1,), ()), ((1,), (1,)), ((1,), (1.5,))]
+    assert [(row.label, row.dense) for row in found] == [(0, (0.5,)), (1, (1.5,)), (1, (2.5,)), (0, (3.5,))]
+
+
+@pytest.mark.parametrize("number", [2, 4, 5])
+@pytest.mark.parametrize(("line", "column"), [("0,0.5,,3,1", "a"), ("0,0.5,1,3||4,1", "b"), ('0,0.5,"",3,1', "a")])
+def test_an_empty_id_is_missing_and_an_empty_cell_of_a_list_an_empty_bag(line: str, column: str, number: int, tmp_path: Path) -> None:
+    path = changed(tmp_path, number, line)
+    assert refusal(DataError, path).startswith(f"{path}, line {number}, column {column}: the id is missing; give missing ones an id")
+    for policy in ("zero", "modulo"):
+        reader = opened(path, on_invalid_id=policy)
+        ids = all_samples(reader.batches("train", 0))[number - 2].ids
+        assert ids == (((0,), (3,)) if column == "a" else ((1,), (3, 0, 4)))
+        assert reader.invalid_ids == 1
+
+
+def test_text_is_hashed_byte_for_byte_quoted_or_not_and_a_missing_one_is_row_0(tmp_path: Path) -> None:
+    cells = ["plain", '"with, comma"', '"a ""b"""', "042", '"042"', "", '""', "ünï", "NA", 'a"b']
+    words = ["plain", "with, comma", 'a "b"', "042", "042", None, None, "ünï", "NA", 'a"b']
+    path = write(tmp_path, ["label,int_0,a,b", *(f"1,0,{cell},x|{cell.strip(chr(34))[:1]}" for cell in cells)])
+    found = rows(path, {"hash": True}, [table("scalars", 1000, "a"), table("bags", 50, "b")])
+    assert [own.ids[0] for own in found] == [(0 if word is None else row(word.encode(), 1000),) for word in words]
+    assert [own.ids[1][1] for own in found][:4] == [row(letter, 50) for letter in (b"p", b"w", b"a", b"0")]
+    assert found[5].ids[1] == (row(b"x", 50), 0)
+
+
+@pytest.mark.parametrize("delimiter", [";", "\t", "|"])
+def test_another_delimiter(delimiter: str, tmp_path: Path) -> None:
+    path = write(tmp_path, [line.replace("|", "/").replace(",", delimiter) for line in LINES])
+    assert rows(path, {"delimiter": delimiter, "lists": {"b": "/"}}) == rows(write(tmp_path, LINES, "other.csv"))
+
+
+@pytest.mark.parametrize("words", [("True", "False"), ("true", "false"), ("TRUE", "FALSE")])
+def test_true_and_false_are_labels_and_dense_values(words: tuple[str, str], tmp_path: Path) -> None:
+    path = write(tmp_path, ["label,int_0,a,b", *(f"{label},{value},1,2" for label, value in zip(words, reversed(words), strict=True))])
+    assert [(own.label, own.dense) for own in rows(path)] == [(1, (0,)), (0, (1,))]
+
+
+def test_a_byte_order_mark_windows_line_ends_and_a_last_line_without_an_end_are_no_matter(tmp_path: Path) -> None:
+    (tmp_path / "other.csv").write_bytes(b"\xef\xbb\xbf" + "\r\n".join(LINES).encode())
+    assert rows(tmp_path / "other.csv") == rows(write(tmp_path, LINES))
+
+
+@pytest.mark.parametrize("shuffle", ["none", "window:3", "window:100"])
+@pytest.mark.parametrize(
+    ("number", "line", "complaint"),
+    [
+        (3, '1,1.5,2,"5', ": a quoted field goes on in the next line; remove line breaks within fields, or write Parquet"),
+        (3, '1,1.5,"2,5,1', ": a quoted field goes on in the next line; remove line breaks within fields, or write Parquet"),
+        (5, '1,1.5,2,5,"1', ": a quoted field goes on in the next line; remove line breaks within fields, or write Parquet"),
+        (5, '1,1.5",2,5,"1', ": a quoted field goes on in the next line; remove line breaks within fields, or write Parquet"),
+        (4, "1,1.5,2", ": 3 fields instead of the header's 5"),
+        (4, "1,1.5,2,5,1,", ": 6 fields instead of the header's 5"),
+        (4, "", ": the line is empty; remove it"),
+        (5, "", ": the line is empty; remove it"),
+        (4, "1,1.5,2\r,5,1", ": there is a carriage return within the line; remove it"),
+        (4, "yes,1.5,2,5,1", ", column label: 'yes' is not a number"),
+        (4, "2,1.5,2,5,1", ", column label: label 2.0 is not 0 or 1"),
+        (4, ",1.5,2,5,1", ", column label: the cell is empty; it must be 0 or 1"),
+        (4, "1,n/a,2,5,1", ", column int_0: 'n/a' is not a number"),
+        (4, "1,,2,5,1", ", column int_0: value nan is not finite in fp32; replace missing values before training"),
+        (4, "1,1e39,2,5,1", ", column int_0: value inf is not finite in fp32; replace missing values before training"),
+        (4, "1,1.5,bob,5,1", ", column a: 'bob' is not an integer of 64 bits; set data.columns.hash = true to use strings as ids"),
+        (4, "1,1.5,2.0,5,1", ", column a: '2.0' is not an integer of 64 bits; set data.columns.hash = true to use strings as ids"),
+        (4, f"1,1.5,{2**63},5,1", f", column a: '{2**63}' is not an integer of 64 bits; set data.columns.hash = true to use strings "
+         "as ids"),
+        (4, "1,1.5,2,5|x|6,1", ", column b: 'x' is not an integer of 64 bits; set data.columns.hash = true to use strings as ids"),
+        (4, "1,1.5,10,5,1", ", column a: id 10 is outside table scalars (num_embeddings = 10); enlarge the table or set "
+         'data.on_invalid_id = "modulo" or "zero"'),
+        (4, "1,1.5,2,5|-1,1|1", ", column b: id -1 is outside table bags (num_embeddings = 10); enlarge the table or set "
+         'data.on_invalid_id = "modulo" or "zero"'),
+        (4, "1,1.5,2,5|6,1", ", column w: 1 weights for 2 ids of feature b"),
+        (4, "1,1.5,2,5,x", ", column w: 'x' is not a number"),
+    ],
+)  # fmt: skip
+def test_a_bad_line_is_named_with_its_column_and_value(number: int, line: str, complaint: str, shuffle: str, tmp_path: Path) -> None:
+    write(tmp_path, LINES, "a.csv")
+    path = changed(tmp_path, number, line)
+    assert refusal(DataError, tmp_path, {"weights": {"b": "w"}}, shuffle=shuffle, batch_size=20) == f"{path}, line {number}{complaint}"
+
+
+@pytest.mark.parametrize(
+    ("header", "complaint"),
+    [
+        ("label,int_0,a,bb,w", "the header has no column b, the nearest is bb, and {first} has; give all files one header"),
+        ("label,int_0,a,b,w,v", "the header has a column v, and {first} has not; give all files one header"),
+        ("label,a,int_0,b,w", "the columns stand in another order than in {first}; give all files one header"),
+        ("label,int_0,a,b,a", "the header names column a twice; rename one of them"),
+        ("", "the file has no header; its first line must name the columns"),
+    ],
+)
+def test_every_file_has_the_header_of_the_first(header: str, complaint: str, tmp_path: Path) -> None:
+    first = write(tmp_path, LINES, "0.csv")
+    path = write(tmp_path, [header, *LINES[1:]], "1.csv")
+    assert refusal(DataError, tmp_path) == f"{path}: {complaint.format(first=first)}"
+
+
+def test_a_file_without_a_row_or_in_another_encoding_is_refused(tmp_path: Path) -> None:
+    path = write(tmp_path, LINES[:1])
+    assert refusal(DataError, path) == f"{path}: the file has a header and no row; give a file with at least one row"
+    path.write_bytes("label,int_0,a,größe\n1,1,1,1\n".encode("latin-1"))
+    assert refusal(DataError, path).startswith(f"{path}: the header cannot be read ('utf-8' codec")
+    path.write_bytes(b"")
+    assert refusal(DataError, path).startswith(f"{path}: the file ")
+
+
+def test_a_truncated_gzip_file_is_refused(tmp_path: Path) -> None:
+    content = gzip.compress("".join(f"{line}\n" for line in [LINES[0], *LINES[1:] * 50]).encode())
+    for kept in (20, len(content) - 4):
+        (tmp_path / "data.csv.gz").write_bytes(content[:kept])
+        assert "the gzip file is truncated or damaged" in refusal(DataError, tmp_path)
+
+
+def test_a_column_that_the_header_has_not_is_named_with_the_nearest(tmp_path: Path) -> None:
+    path = write(tmp_path, LINES)
+    sentence = f"data.columns.label: {path} has no column lable, the nearest is label; it has label, int_0, a, b, w"
+    assert refusal(ConfigError, path, {"label": "lable"}) == sentence
+
+
+def test_a_bottom_mlp_without_a_dense_column_is_refused_with_the_columns_that_could_be(tmp_path: Path) -> None:
+    path = write(tmp_path, ["label,age,name,a,b,price", "0,30,ann,1,2,0.5"])
+    assert 'data.columns.dense = ["age", "price"]; data.columns.dense = [] says' in refusal(ConfigError, path)
+    assert rows(path, {"dense": []})[0].dense == ()
+    assert rows(path, {"dense": ["price", "age"]})[0].dense == (0.5, 30)
+
+
+@pytest.mark.parametrize(
+    ("columns", "sentence"),
+    [
+        ({"delimiter": ",,"}, "delimiter = ',,' must be one ASCII character"),
+        ({"delimiter": '"'}, "delimiter = '\"' must be one ASCII character"),
+        ({"lists": {"a": ""}}, "lists.a is empty; give what stands between the ids of a cell"),
+        ({"lists": {"c": "|"}}, "data.columns.lists: feature c has no table"),
+    ],
+)
+def test_columns_that_no_csv_can_have_are_refused(columns: dict[str, Any], sentence: str, tmp_path: Path) -> None:
+    assert sentence in refusal(ConfigError, write(tmp_path, LINES), columns)
+
+
+def test_lists_and_delimiter_belong_to_csv() -> None:
+    for columns in ({"lists": {"a": "|"}}, {"delimiter": ";"}):
+        with pytest.raises(
+            ConfigError, match=r"columns\.lists and columns\.delimiter belong to format = .csv., not 'parquet'; remove them"
+        ):
+            make_job("parquet", TABLES, path="x", columns=columns)
+
+
+def test_full_shuffle_is_refused_as_of_other_text() -> None:
+    with pytest.raises(ConfigError, match='shuffle = "full" needs random access, which csv has not; use "window:65536"'):
+        make_job("csv", TABLES, path="x", shuffle="full")

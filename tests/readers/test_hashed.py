@@ -1,0 +1,118 @@
+"""Strings as ids: which row a value takes, the same in every type of column, and what is refused."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import xxhash
+
+from prefetcher.readers.base import open_reader
+from prefetcher.readers.hashed import hashed_rows
+from protocol.errors import ConfigError, DataError
+from tests.readers.samples import all_samples, make_job, table
+
+WORDS = ["a", None, "bb", "a", "", "ünïcode", "a" * 300]
+STRINGS = pa.array(WORDS)
+
+
+def row(content: bytes, num_embeddings: int) -> int:
+    return 1 + xxhash.xxh3_64_intdigest(content) % (num_embeddings - 1)
+
+
+@pytest.mark.parametrize("num_embeddings", [2, 3, 1000, 2**48])
+@pytest.mark.parametrize(
+    "values",
+    [
+        STRINGS,
+        STRINGS.cast(pa.large_string()),
+        STRINGS.cast(pa.binary()),
+        STRINGS.cast(pa.large_binary()),
+        STRINGS.cast(pa.string_view()),
+        STRINGS.dictionary_encode(),
+        STRINGS.cast(pa.large_string()).dictionary_encode().slice(0),
+        pa.concat_arrays([pa.array(["x", None]), STRINGS]).slice(2),
+    ],
+    ids=str,
+)
+def test_a_string_takes_the_row_of_its_bytes_and_a_missing_one_row_0(values: Any, num_embeddings: int) -> None:
+    expected = [0 if word is None else row(word.encode(), num_embeddings) for word in WORDS]
+    assert hashed_rows(values, num_embeddings).tolist() == expected
+    assert min(expected[:1] + expected[2:]) > 0, "no value shares the row of those that are missing"
+
+
+@pytest.mark.parametrize("kind", [pa.int8(), pa.int32(), pa.int64(), pa.uint64()])
+def test_an_integer_takes_the_row_of_its_8_little_endian_bytes_whatever_its_type(kind: Any) -> None:
+    numbers = [0, None, 7, 100] + ([] if kind == pa.int8() else [2**31 - 1]) + ([2**63 - 1] if kind.bit_width == 64 else [])
+    numbers += [2**64 - 1] if kind == pa.uint64() else [-1]
+    expected = [0 if n is None else row((n % 2**64).to_bytes(8, "little"), 1000) for n in numbers]
+    assert hashed_rows(pa.array(numbers, kind), 1000).tolist() == expected
+
+
+@pytest.mark.parametrize("values", [STRINGS, pa.array([None, None], pa.string()), pa.array([], pa.string()), pa.array([1, None])], ids=str)
+def test_a_table_of_one_row_has_row_0_only(values: Any) -> None:
+    assert hashed_rows(values, 1).tolist() == [0] * len(values)
+
+
+def write(folder: Path, **changed: Any) -> str:
+    columns = {
+        "label": pa.array([0, 1, 1, 0]),
+        "int_0": pa.array([0.5] * 4),
+        "user": pa.array(["ann", "bob", None, "ann"]),
+        "item": pa.array([["x", "y"], None, [], ["x", None]]),
+        "hour": pa.array([3, 4, 5, 6]),
+    }
+    pq.write_table(pa.table(columns | changed), folder / "data.parquet")
+    return str(folder / "data.parquet")
+
+
+TABLES = [table("user", 100, "user"), table("item", 50, "item"), table("hour", 24, "hour")]
+
+
+def ids(path: str, hash: bool | list[str], **data: Any) -> list[Any]:
+    job = make_job("parquet", TABLES, path=path, eval_fraction=0.0, columns={"hash": hash}, **data)
+    reader = open_reader(job)
+    rows = [row.ids for row in all_samples(reader.batches("train", 0))]
+    assert reader.invalid_ids == 0, "a missing value has a row of its own"
+    return rows
+
+
+def test_strings_and_lists_of_strings_are_ids_and_integers_too_unless_features_are_named(tmp_path: Path) -> None:
+    path = write(tmp_path)
+    ann, bob, x, y = row(b"ann", 100), row(b"bob", 100), row(b"x", 50), row(b"y", 50)
+    expected = [((ann,), (x, y)), ((bob,), ()), ((0,), ()), ((ann,), (x, 0))]
+    hours = [row(hour.to_bytes(8, "little"), 24) for hour in (3, 4, 5, 6)]
+    assert ids(path, True) == [(*own, (hour,)) for own, hour in zip(expected, hours, strict=True)]
+    assert ids(path, ["user", "item"]) == [(*own, (hour,)) for own, hour in zip(expected, (3, 4, 5, 6), strict=True)]
+
+
+def test_a_list_of_a_dictionary_of_strings_is_hashed(tmp_path: Path) -> None:
+    item = pa.ListArray.from_arrays(pa.array([0, 2, 2, 2, 4], pa.int32()), pa.array(["x", "y", "x", None]).dictionary_encode())
+    rows = ids(write(tmp_path, item=item), True)
+    x, y = row(b"x", 50), row(b"y", 50)
+    assert [own[1] for own in rows] == [(x, y), (), (), (x, 0)]
+
+
+@pytest.mark.parametrize(("column", "kind"), [("user", "string"), ("item", "list<element: string>")])
+def test_strings_without_hash_are_refused_with_the_remedy(column: str, kind: str, tmp_path: Path) -> None:
+    path = write(tmp_path)
+    with pytest.raises(DataError) as caught:
+        ids(path, [name for name in ("user", "item") if name != column])
+    assert str(caught.value) == (
+        f"{path}, column {column}: the type is {kind}; it must be integers or lists of integers; set data.columns.hash = true to use "
+        "strings as ids"
+    )
+
+
+def test_numbers_with_a_point_are_no_ids(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"column hour: the type is double; it must be integers or lists of integers$"):
+        ids(write(tmp_path, hour=np.zeros(4)), True)
+
+
+def test_hash_names_features_that_exist_and_a_format_that_has_columns(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"data\.columns\.hash: feature usr has no table, the nearest is user; add it"):
+        ids(write(tmp_path), ["usr"])
+    with pytest.raises(ConfigError, match=r"columns\.hash belongs to format = .parquet. or .csv., not 'criteo-npy'; remove it"):
+        make_job("criteo-npy", path="x", columns={"hash": True})

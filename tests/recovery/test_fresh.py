@@ -1,0 +1,80 @@
+"""`--fresh`, typed by accident or on purpose, costs the model that was there nothing until a new one is on the disk."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.recovery.runs import END_TIMEOUT_S, KILLED, ROLES, Outcome, Recovering, Role, end_well, outcome_of
+from tests.system.processes import Session
+
+KEPT = ("complete", "losses.f32", "report.json", "report.html")
+
+
+def snapshot(run_dir: Path) -> dict[str, bytes]:
+    """Everything of a run that a person may want back."""
+    files = [run_dir / name for name in KEPT] + sorted((run_dir / "checkpoints").rglob("*"))
+    return {str(path.relative_to(run_dir)): path.read_bytes() for path in files if path.is_file()}
+
+
+@pytest.fixture
+def complete(session: Session) -> Recovering:
+    run = Recovering(session)
+    run.finish()
+    return run
+
+
+def test_a_fresh_run_that_no_trainer_comes_to_leaves_the_model(complete: Recovering) -> None:
+    session = complete.session
+    before = snapshot(session.run_dir)
+    refused = session.start("prefetcher", "--fresh", "--set=transport.connect_timeout=1s").ended().refused(3)
+    assert refused.startswith("no trainer came within 1 s")
+    assert snapshot(session.run_dir) == before
+
+
+def test_a_trainer_that_was_not_told_of_the_fresh_run_leaves_its_report(complete: Recovering) -> None:
+    session = complete.session
+    (session.run_dir / "complete").unlink()  # as on the trainer's own host, where no prefetcher has written it
+    before = {**snapshot(session.run_dir)}
+    prefetcher, trainer = session.start("prefetcher", "--fresh"), session.start("trainer")
+    sentence = trainer.ended(END_TIMEOUT_S).refused(2)
+    assert "holds the report of an earlier one; add --fresh to this command too" in sentence
+    assert prefetcher.ended(END_TIMEOUT_S).code != 0
+    assert snapshot(session.run_dir) == before
+
+
+@pytest.mark.parametrize(("role", "armed"), [("prefetcher", "StepReady sent:2"), ("trainer", "loss written:2")])
+def test_a_fresh_run_that_is_killed_before_its_first_checkpoint_gives_the_earlier_one_back(
+    complete: Recovering, role: Role, armed: str, undisturbed: Outcome
+) -> None:
+    session = complete.session
+    before = snapshot(session.run_dir)
+    armed_by = {name: {"ROWCAST_CRASH": armed} if name == role else {} for name in ROLES}
+    processes = {name: session.start(name, "--fresh", **armed_by[name]) for name in ROLES}
+    codes = {name: process.ended(END_TIMEOUT_S).code for name, process in processes.items()}
+    assert codes[role] == KILLED
+    found = snapshot(session.run_dir)
+    if role == "trainer":  # a process that was killed puts nothing back; its results are in the folder beside
+        earlier = {path.name: path.read_bytes() for path in (session.run_dir / "earlier").iterdir()}
+        found = {**found, **earlier}
+    assert found == before
+    end_well(session.start("prefetcher", "--fresh", "--max-steps=20"), session.start("trainer", "--fresh"))
+    assert outcome_of(session.run_dir).differs(undisturbed) == []
+    assert not (session.run_dir / "earlier").exists()
+    assert not list(session.run_dir.glob("checkpoints.*"))
+
+
+def test_a_fresh_run_that_is_stopped_after_a_step_takes_the_place(complete: Recovering) -> None:
+    session = complete.session
+    end_well(session.start("prefetcher", "--fresh", "--max-steps=5"), session.start("trainer", "--fresh"))
+    assert session.manifest().train_steps == 5
+    assert len((session.run_dir / "losses.f32").read_bytes()) == 4 * 5
+    assert not (session.run_dir / "earlier").exists()
+
+
+def test_an_import_that_does_not_fit_leaves_the_model(complete: Recovering, tmp_path: Path) -> None:
+    session = complete.session
+    before = snapshot(session.run_dir)
+    (tmp_path / "no.safetensors").write_bytes(b"\0" * 64)
+    refused = session.start("prefetcher", "--fresh", f"--from={tmp_path / 'no.safetensors'}").ended()
+    assert refused.code == 4
+    assert snapshot(session.run_dir) == before

@@ -1,0 +1,53 @@
+"""Own Parquet and CSV files with two real processes."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from examples.plain_loop import run_plain_loop
+from prefetcher.readers.base import open_reader
+from prefetcher.readers.schedule import schedule
+from protocol.job_file import load_job
+from tests.driver import start_state
+from tests.system.processes import Session
+
+
+@pytest.mark.parametrize("model", [{"kind": "dlrm"}, {"kind": "dcnv2", "cross_rank": 3}], ids=["dlrm", "dcnv2"])
+def test_a_job_without_dense_features_trains_with_the_bits_of_the_plain_loop_and_without_a_warning(
+    model: dict[str, Any], session: Session, tmp_path: Path
+) -> None:
+    rng = np.random.default_rng(1)
+    columns = {"label": rng.integers(0, 2, 1000), "user": rng.integers(0, 300, 1000), "item": rng.integers(0, 50, 1000)}
+    pq.write_table(pa.table(columns), tmp_path / "clicks.parquet")
+    data: dict[str, Any] = {"format": "parquet", "path": str(tmp_path / "clicks.parquet"), "columns": {"dense": []}, "synthetic": None}
+    tables = [
+        {"name": "user", "num_embeddings": 300, "embedding_dim": 4, "features": ["user"]},
+        {"name": "item", "num_embeddings": 50, "embedding_dim": 4, "features": ["item"]},
+    ]
+    session.write_job(data=data, tables=tables, model=model, checkpoint={"every": 5})
+    job = load_job(session.config)
+    losses, plain = run_plain_loop(job, start_state(job, 0), list(schedule(job, open_reader(job))))
+    prefetcher, trainer = session.start_both()
+    assert "Warning" not in trainer.ended().quiet().stderr
+    prefetcher.ended().quiet()
+    session.export(tmp_path / "end").quiet()
+    assert (session.run_dir / "losses.f32").read_bytes() == np.array(losses, np.float32).tobytes()
+    end = load_file(tmp_path / "end")
+    assert plain.keys() <= end.keys()
+    assert all(torch.equal(end[name].view(torch.int32), tensor.view(torch.int32)) for name, tensor in plain.items())
+
+
+def test_null_ids_that_take_row_0_are_counted_at_the_end_of_the_run(session: Session, tmp_path: Path) -> None:
+    columns = {"label": [0, 1] * 100, "int_0": [0.5] * 200, "user": [1, None, 2, 3] * 50}
+    pq.write_table(pa.table(columns), tmp_path / "clicks.parquet")
+    data = {"format": "parquet", "path": str(tmp_path / "clicks.parquet"), "on_invalid_id": "zero", "synthetic": None}
+    session.write_job(data=data, tables=[{"name": "user", "num_embeddings": 4, "embedding_dim": 4, "features": ["user"]}])
+    prefetcher, trainer = session.start_both()
+    trainer.ended().quiet()
+    assert "invalid_ids=50" in prefetcher.ended().quiet().stderr
