@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 
 import trainer
-from protocol.errors import ConfigError
 from protocol.manifest import newest_checkpoint, read_manifest
-from tests.adopt.runs import Launches, Model, copied, make, same, train_all, train_on
+from tests.adopt.runs import Launches, copied, make, same, train_all, train_on
 
 DATASET, EVALUATING = "tests.adopt.clicks:listed", "tests.adopt.clicks:lists"
 WIDE = "ebc.embedding_bags.wide.weight"
@@ -128,7 +127,8 @@ def test_a_stop_before_the_first_batch_trains_nothing(tmp_path: Path, launches: 
         loader.stop()
         assert list(loader) == []
         assert same(dict(model.state_dict()), start)
-    assert launches.children[-1].code == 0
+    assert "loader.stop() came before the first step; nothing was trained" in launches.children[-1].obituary()
+    assert launches.remains() == []
 
 
 def test_a_stop_asked_for_before_the_optimizer_steps_comes_behind_the_step(tmp_path: Path, launches: Launches) -> None:

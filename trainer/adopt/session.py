@@ -434,12 +434,24 @@ class Session:
         after = self._last_step if self._next is None else self._next.step - 1
         if self.ended or after is None:
             return
+        if after < 0:
+            self._end_unbegun()
+            return
         self._conversation.send(StopRequest(reason=f"{self.stop_reason} in the training script", after_step=after))
         step, self._next = self._next, None
         while step is not None or (step := self._drive(until=lambda: False)) is not None:
             engine.loop.pass_over(step)
             self._bell.ring()
             step = None
+
+    def _end_unbegun(self) -> None:
+        """There is nothing that a checkpoint could hold; an earlier run stays as it was."""
+        sentence = f"{self.stop_reason} came before the first step; nothing was trained"
+        self._tell(RowcastError(f"the training script: {sentence}"))
+        self.ended = True
+        self._shown.health.state = "stopped"
+        self._close_stack()
+        tell(sentence)
 
     # checkpoints
 
