@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -14,11 +15,13 @@ from torch import Tensor
 from protocol.child import Child
 from protocol.errors import ConfigError, peer_failure
 from protocol.job import Job, Table
+from protocol.rundir import RunDirectory
 
 BLOCK_ROWS = 65536
 EXPORTED = "state_dict.safetensors"  # in the run directory; replaced by each export, while tensors of earlier ones stay mapped
 LOADED = "loaded.safetensors"
 LOG = "prefetcher.log"
+RELEASE_S, RELEASE_POLL_S = 20.0, 0.1
 SCRIPT = "ROWCAST_SCRIPT"  # in the environment of a prefetcher: the process id of the script that started it
 WORDS = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}  # in safetensors' words; other types are written as fp32
 
@@ -39,6 +42,19 @@ def refuse_within_prefetcher() -> None:
             f"connect: the prefetcher of process {os.environ[SCRIPT]} imports this script for its data set, which trains again; "
             'put what the script does under `if __name__ == "__main__":`, or the data set into a module of its own'
         )
+
+
+def await_release(run_dir: Path) -> None:
+    """A prefetcher whose script was killed takes seconds to notice. Raises ConfigError where it does not end."""
+    deadline_s = time.monotonic() + RELEASE_S
+    while True:
+        try:
+            with RunDirectory(run_dir, "prefetcher"):
+                return
+        except ConfigError:
+            if time.monotonic() > deadline_s:
+                raise
+        time.sleep(RELEASE_POLL_S)
 
 
 def run_options(*, fresh: bool, max_steps: int | None, loaded: Path | None) -> list[str]:

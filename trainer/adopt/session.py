@@ -107,6 +107,7 @@ class Session:
         self._kernels: Kernels = torch_ops
         self._child: Child | None = None
         self._next: ArrivedStep | None = None  # taken, and not begun
+        self._first_epoch = 0
         self._epoch: int | None = None  # of the last step begun
         self._last_step: int | None = None  # that was finished
         self._loss: Tensor | None = None  # of the step in hand, as far as it was recorded
@@ -169,6 +170,7 @@ class Session:
         check_welcome(welcome)
         self._check_fits_script(welcome)
         self._start, self._welcome = self._position_of(welcome), welcome
+        self._first_epoch = 0 if self._start is None else self._start.epoch
         self.goes_on = welcome.first_train_step > 0
         if welcome.pairing:
             tell(f"ids come by position: {welcome.pairing}")
@@ -259,8 +261,8 @@ class Session:
 
     @property
     def epoch(self) -> int:
-        """Of the step in hand, or of the one that was finished last; 0 before the first."""
-        return self._epoch or 0
+        """Of the step in hand, or of the one that was finished last; before the first that of the checkpoint, or 0."""
+        return self._first_epoch if self._epoch is None else self._epoch
 
     def epoch_batches(self) -> tuple[int | None, int | None]:
         """Train and evaluation batches of an epoch, where the data set knows."""
