@@ -94,7 +94,7 @@ class PrefetcherEngine:
                 Saved: self.writeback.accept,
                 **({} if verifier is None else {RowChecksums: verifier.reported}),
                 StepDone: self._step_done,
-                StopRequest: lambda message: self.planning.stop(message.reason, message.after_step),
+                StopRequest: lambda message: self.planning.stop(message.reason, message.next_step),
                 Bye: self._bye,
             }
         )

@@ -87,18 +87,16 @@ class PlanningStage:
         """Nothing is left to plan; a stop has nothing left to stop."""
         return self._ended and not self._planner.ready()
 
-    def stop(self, reason: str, after_step: int | None = None) -> None:
+    def stop(self, reason: str, next_step: int | None = None) -> None:
         """No plan is made after the next `advance`; a barrier follows the last one. Called by the mail's thread.
 
-        `after_step`: the trainer passes over every step after this one, so training goes on right behind it. Raises RemoteProtocolError
-        where it is none of the steps under way.
+        `next_step`: the trainer passes over this step and all after it, so that is where the run goes on. Raises RemoteProtocolError where
+        it is none of the steps under way.
         """
-        if after_step is not None:
-            position = self._start if after_step == self._first_step - 1 else self._followings.get(after_step)
+        if next_step is not None:
+            position = self._start if next_step == self._first_step else self._followings.get(next_step - 1)
             if position is None:
-                raise RemoteProtocolError(
-                    f"StopRequest: step {after_step} is none of those between the last one done and the last one planned"
-                )
+                raise RemoteProtocolError(f"StopRequest: step {next_step} is none of those that are planned and not done")
             self._fetcher.cut_short(position, reason)
         self.stop_reason = reason
 

@@ -210,7 +210,7 @@ class EndOfData(Message, frozen=True, kw_only=True):
 
 class StopRequest(Message, frozen=True, kw_only=True):
     reason: str
-    after_step: int | None = None  # the last step that was trained: those after it are passed over; None: all that are planned are trained
+    next_step: int | None = None  # the first step that is passed over untrained; None: all that are planned are trained
 
 
 class Heartbeat(Message, frozen=True, kw_only=True):

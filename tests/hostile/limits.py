@@ -37,6 +37,7 @@ STRUCTS: dict[str, dict[str, str]] = {
     "Welcome": {
         **{"protocol_version": "n", "run_id": "t", "incarnation": "n", "pid": "n", "slots": "[n]", "num_dense": "n", "depth": "n"},
         **{"fetch_ring": "RING", "back_ring": "RING", "train_steps": "n?", "first_train_step": "n", "restore_bytes": "n", "verify": "f"},
+        "fresh": "b",
     },
     "Flush": {
         **{"barrier": "n", "after_step": "n?", "num_dirty": "[n]", **PIECE, "arrays": "[SPEC]", "arrays_bytes": "n"},
@@ -45,7 +46,7 @@ STRUCTS: dict[str, dict[str, str]] = {
     "Saved": {**DENSE, "barrier": "n"},
     "Restore": DENSE,
     "EndOfData": {"last_step": "n?", "finished": "b", "host_bytes": "n"},
-    "StopRequest": {"reason": "t"},
+    "StopRequest": {"reason": "t", "next_step": "n?"},
     "Heartbeat": {"step_begun": "n?", "step_done": "n?", "work": "n", "waiting_for": "t"},
     "Failure": {"code": "n", "sentence": "s"},
     "Bye": {},

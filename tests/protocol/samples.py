@@ -232,7 +232,7 @@ def every_message() -> list[AnyMessage]:
         *restore_pieces(),
         end_of_data(8),
         end_of_data(None),
-        StopRequest(reason="SIGTERM"),
+        StopRequest(reason="SIGTERM", next_step=7),
         heartbeat(),
         Failure(code=3, sentence="the trainer was lost"),
         Bye(),

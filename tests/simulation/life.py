@@ -33,6 +33,7 @@ from tests.simulation.storage import Storage
 Say = Callable[[str], None]
 FIRST_INCARNATION = 100
 ROT_SHARE = 0.08  # of the deaths of a prefetcher
+FRESH_SHARE = 0.1  # of the starts of one that could go on
 
 
 class Life:
@@ -96,10 +97,15 @@ class Life:
     # beginning
 
     def _begin(self, faults: Faults) -> Both:
-        self.storage.disk.plan(faults.disk)
         if self.tables is None:
+            self.storage.disk.plan(None)
             self.newest = self.storage.find_newest()
+            if self.newest is not None and self.faults_left and self.chance.random() < FRESH_SHARE:
+                self.happened["fresh"] += 1
+                self.storage.begin_fresh()
+                self.newest = None
             self.tables = self._new_tables()
+        self.storage.disk.plan(faults.disk)
         self.tables.restore(self.newest)
         self.say(f"incarnation {self.incarnation} from step {0 if self.newest is None else self.newest.position.step}; planned: {faults}")
         links = faulty_pair(faults.frames, self.earlier, self.say)

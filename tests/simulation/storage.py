@@ -1,12 +1,12 @@
 """The run directory over a whole life, and what its checkpoints promise: whole, and never older than one that was durable."""
 
 import random
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from prefetcher.checkpoints.folder import Checkpoints
+from prefetcher.checkpoints.folder import Checkpoints, carry_out
+from protocol.disk import RealDisk
 from protocol.errors import DataError, RowcastError
 from protocol.manifest import Manifest
 from tests.simulation.disk import SimulatedDisk
@@ -30,14 +30,17 @@ class Storage:
     def __init__(self, run_dir: Path, say: Callable[[str], None]) -> None:
         run_dir.mkdir()
         self.disk = SimulatedDisk(run_dir)
-        self.checkpoints = Checkpoints(run_dir, self.disk)
+        self.checkpoints = Checkpoints(run_dir, self.disk)  # of the prefetcher that lives now
         self._run_dir = run_dir
         self._say = say
         self._durable_step = 0  # of the newest checkpoint that was known to be whole
         self._rotten = False  # a file was damaged where it lay
+        self._fresh = False  # a run has begun that takes the earlier one's place with its first checkpoint
 
     def is_durable(self, newest: Manifest | None) -> None:
         """No crash may lose this checkpoint from now on."""
+        if self._fresh and newest is not None:
+            self._fresh, self._durable_step = False, 0
         self._durable_step = max(self._durable_step, step_of(newest))
 
     def failed_with(self, error: Exception) -> bool:
@@ -48,27 +51,33 @@ class Storage:
     def find_newest(self) -> Manifest | None:
         """As a prefetcher does that begins; where no checkpoint is whole, a person then says --fresh."""
         damages = Damages()
+        self.checkpoints = Checkpoints(self._run_dir, self.disk)
+        carry_out(self.checkpoints.settle(Damages()))
         try:
             newest = self.checkpoints.newest_valid(damages)
         except DataError as error:
             if not self._rotten:
                 raise LifeFailed(f"no checkpoint is whole, but none was damaged: {error}") from error
-            self._begin_anew()
+            self._say("no checkpoint is whole")
+            self.begin_fresh()
             return None
         if damages.found and not self._rotten:
             raise LifeFailed(f"a crash left a damaged checkpoint: {damages.found}")
-        if step_of(newest) < self._durable_step:
+        if step_of(newest) < self._durable_step and not (self._fresh and newest is not None):
             raise LifeFailed(f"the newest checkpoint is that of step {step_of(newest)}, but that of {self._durable_step} was durable")
+        self._fresh, self._durable_step = False, step_of(newest)
         return newest
 
-    def _begin_anew(self) -> None:
-        self._say("no checkpoint is whole: the run begins anew")
-        shutil.rmtree(self.checkpoints.root)
-        self.disk.assume_durable()
-        self._durable_step = 0
+    def begin_fresh(self) -> None:
+        """As `--fresh` does: what was durable stays so until the new run has a checkpoint."""
+        self._say("a fresh run begins")
+        carry_out(self.checkpoints.begin_fresh())
+        self._fresh = True
 
     def rot(self, chance: random.Random) -> bool:
         """A bit of some file flips where it lies: the newest checkpoint without that file is the one to go on from. Once in a life."""
+        self.checkpoints = Checkpoints(self._run_dir, RealDisk())
+        carry_out(self.checkpoints.settle(Damages()))
         files = sorted(path for path in self._run_dir.rglob("*") if path.is_file() and path.stat().st_size)
         if self._rotten or not files:
             return False

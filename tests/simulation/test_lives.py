@@ -37,7 +37,9 @@ def test_the_lives_had_faults_of_every_kind(happened: Counter[str]) -> None:
     for kind in ("event", "frame", "disk"):
         assert happened[kind] >= NUM_SEEDS / 4, f"only {happened[kind]} faults of kind {kind} in {NUM_SEEDS} lives"
     if NUM_SEEDS >= RARE_BELOW:
-        assert not [kind for kind in (*EVENTS, *FRAME_FAULTS, "stuck", "rot", "disk") if not happened[kind]], "a fault never happened"
+        assert not [kind for kind in (*EVENTS, *FRAME_FAULTS, "stuck", "rot", "fresh", "disk") if not happened[kind]], (
+            "a fault never happened"
+        )
 
 
 def test_a_seed_replays_to_the_letter() -> None:
