@@ -186,6 +186,11 @@ class Loader:
         self._session.all_over()
 
     @property
+    def metrics_address(self) -> str | None:
+        """`host:port` of /metrics, /healthz and /readyz while the run lasts: `metrics.trainer` of the job, by default any free port."""
+        return self._session.metrics_address
+
+    @property
     def stopped(self) -> str | None:
         """Why the run ends, or has ended, before its data: what `stop` was given, or a signal's name."""
         return self._session.stop_reason

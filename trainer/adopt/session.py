@@ -88,6 +88,7 @@ class Session:
     def __init__(self, parts: SessionParts) -> None:
         self.ended = False  # everything is home and on disk, and both have said good-bye
         self.goes_on = False  # from a checkpoint, so that the script's loop may count epochs that are over
+        self.metrics_address: str | None = None  # "host:port", once it is open
         self.stop_reason: str | None = None  # why the run is to end, or has ended, before its data
         self._parts = parts
         self._job = parts.job
@@ -132,7 +133,9 @@ class Session:
             self._stack.enter_context(RunDirectory(self._job.run_dir, "trainer"))
             self._stack.callback(self._signals.close)
             self._signals.open()
-            self._stack.callback(self._shown.serve().close)
+            server = self._shown.serve()
+            self._stack.callback(server.close)
+            self.metrics_address = server.address
             if self._parts.start_child is not None:
                 self._child = self._parts.start_child()
                 self._stack.callback(self._child.see_out, CHILD_END_S)
@@ -427,33 +430,21 @@ class Session:
             self.peek()
 
     def _stop_here(self) -> None:
-        """The prefetcher is told behind which step training goes on, before it hears that any step after it is done."""
+        """The prefetcher is told at which step training goes on, before it hears that any step from there on is done."""
         engine = self._engine
         assert engine is not None, "a session that was opened has an engine"
         assert self._conversation is not None, "and a conversation"
         if self._next is None and self._last_step is None:
             self._next = self._drive(until=lambda: False)  # to learn which step is the first
-        after = self._last_step if self._next is None else self._next.step - 1
-        if self.ended or after is None:
+        next_step = self._next.step if self._next is not None else None if self._last_step is None else self._last_step + 1
+        if self.ended or next_step is None:
             return
-        if after < 0:
-            self._end_unbegun()
-            return
-        self._conversation.send(StopRequest(reason=f"{self.stop_reason} in the training script", after_step=after))
+        self._conversation.send(StopRequest(reason=f"{self.stop_reason} in the training script", next_step=next_step))
         step, self._next = self._next, None
         while step is not None or (step := self._drive(until=lambda: False)) is not None:
             engine.loop.pass_over(step)
             self._bell.ring()
             step = None
-
-    def _end_unbegun(self) -> None:
-        """There is nothing that a checkpoint could hold; an earlier run stays as it was."""
-        sentence = f"{self.stop_reason} came before the first step; nothing was trained"
-        self._tell(RowcastError(f"the training script: {sentence}"))
-        self.ended = True
-        self._shown.health.state = "stopped"
-        self._close_stack()
-        tell(sentence)
 
     # checkpoints
 
@@ -494,6 +485,8 @@ class Session:
     def _end(self, engine: TrainerEngine) -> None:
         end = engine.loop.end
         assert end is not None, "the loop ends with EndOfData"
+        if end.finished:
+            self._close_evaluation()
         self._shown.write()
         self._crew.stop()  # nothing may follow the good-bye, no heartbeat either
         engine.say_bye()
@@ -511,6 +504,8 @@ class Session:
             )
 
     def _stopped(self) -> str:
+        if not self.train_steps:
+            return f"stopped by {self.stop_reason} before the first train step"
         return (
             f"stopped by {self.stop_reason} after {self.train_steps} train steps, in epoch {self.epoch}; the checkpoint is in "
             f"{self._job.run_dir}: {self._how_to_go_on()}"
