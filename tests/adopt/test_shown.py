@@ -103,7 +103,9 @@ def test_a_scripts_run_serves_its_metrics_and_leaves_a_report(tmp_path: Path, la
     assert np.fromfile(tmp_path / "losses.f32", np.float32).tolist() == pytest.approx(found)
     report = msgspec.json.decode((tmp_path / "report.json").read_bytes())
     assert (report["train_steps"], report["steps"], report["eval_steps"], report["finished"]) == (8, 8, 4, True)
-    assert (report["auc"], report["logloss"]) == (loader.evaluation.auc, loader.evaluation.logloss)
+    last = loader.evaluation
+    assert last is not None
+    assert (report["auc"], report["logloss"]) == (last.auc, last.logloss)
     assert report["loss"] == pytest.approx(sum(found) / 8)
     page = (tmp_path / "report.html").read_text()
     assert "Binary cross entropy of each train step" in page
@@ -118,7 +120,7 @@ def test_a_run_of_which_nothing_is_recorded_has_a_report_too(tmp_path: Path, lau
     assert not (tmp_path / "losses.f32").exists()
 
 
-def read(address: str, path: str) -> str:
+def read(address: str | None, path: str) -> str:
     with urllib.request.urlopen(f"http://{address}/{path}", timeout=10) as answer:
         content: bytes = answer.read()
     return content.decode()
