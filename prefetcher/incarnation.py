@@ -306,6 +306,8 @@ class Incarnation:
             ring_bytes=fetch_ring.nbytes,
             after_train_steps=self.train_steps,
         )
+        if info.pairing:
+            self._log.info("ids come by position", pairing=info.pairing)
         return Welcome(
             protocol_version=PROTOCOL_VERSION,
             run_id=self._run.run_id,
@@ -322,6 +324,8 @@ class Incarnation:
             restore_bytes=restore_bytes,
             verify=self._run.verify,
             fresh=self._run.checkpoints.are_fresh,
+            epoch_batches=info.epoch_batches,
+            pairing=info.pairing,
         )
 
     def _run_stages(self, stack: ExitStack, engine: PrefetcherEngine) -> None:

@@ -159,6 +159,8 @@ class Welcome(Message, frozen=True, kw_only=True):
     restore_bytes: int  # of the dense side that follows in `Restore`; 0: there is none, the model begins as the job says
     verify: float = 0.0  # share of the rows whose checksums the plans ask for
     fresh: bool = False  # no checkpoint of this run is on disk: whatever the run directory holds is of an earlier one
+    epoch_batches: tuple[int | None, int | None] = (None, None)  # train and evaluation batches of an epoch, where the reader knows
+    pairing: str = ""  # which column was taken for which feature, where a data set gives ids by position
 
 
 class Flush(Message, frozen=True, kw_only=True):

@@ -72,17 +72,21 @@ class RunDirectory:
         """The run that is here is not complete any more: it is trained further."""
         (self.path / COMPLETE).unlink(missing_ok=True)
 
+    def completion(self) -> Completion | None:
+        """Of the run that is here; None where it is not over. Raises ConfigError."""
+        path = self.path / COMPLETE
+        try:
+            return msgspec.json.decode(path.read_bytes(), type=Completion)
+        except FileNotFoundError:
+            return None
+        except (OSError, msgspec.DecodeError) as error:
+            raise ConfigError(f"{path}: cannot be read ({error}); remove it if the run in {self.path} is not complete") from None
+
     def refuse_complete(self, epochs: int, max_steps: int | None = None) -> None:
         """Raises ConfigError where the run that is here is over, and `epochs` of the data and `max_steps` give it nothing more to train.
         One that was killed or stopped goes on."""
-        path = self.path / COMPLETE
-        try:
-            completion = msgspec.json.decode(path.read_bytes(), type=Completion)
-        except FileNotFoundError:
-            return
-        except (OSError, msgspec.DecodeError) as error:
-            raise ConfigError(f"{path}: cannot be read ({error}); remove it if the run in {self.path} is not complete") from None
-        if not completion.leaves_more(epochs, max_steps):
+        completion = self.completion()
+        if completion is not None and not completion.leaves_more(epochs, max_steps):
             raise ConfigError(
                 f"the run in {self.path} finished after {completion.train_steps} train steps ({completion.cause}); to train it further "
                 f"raise that; to train its model on other data set another job.run_dir and add --from {self.path}; to train a new model "

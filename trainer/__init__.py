@@ -8,15 +8,16 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from trainer.adopt.loader import connect
+    from trainer.adopt.loader import Loader, connect
     from trainer.adopt.module import EmbeddingBagCollection
     from trainer.adopt.settings import EmbeddingBagConfig
 
-__all__ = ["EmbeddingBagCollection", "EmbeddingBagConfig", "connect"]
+__all__ = ["EmbeddingBagCollection", "EmbeddingBagConfig", "Loader", "connect"]
 
 MODULES = {
     "EmbeddingBagCollection": "trainer.adopt.module",
     "EmbeddingBagConfig": "trainer.adopt.settings",
+    "Loader": "trainer.adopt.loader",
     "connect": "trainer.adopt.loader",
 }
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -31,7 +31,7 @@ class Embeddings:
         """`records`: f32 [num_slots, record_floats] of each group. `lap` hears when the rows' update begins and ends in a backward pass."""
         self._groups = [GroupRows(group, own, settings, kernels) for group, own in zip(groups, records, strict=True)]
         self._positions = [position for group in groups for position in group.feature_positions]
-        self._trigger = torch.zeros((), dtype=torch.float32, device=records[0].device, requires_grad=True)
+        self.trigger = torch.zeros((), dtype=torch.float32, device=records[0].device, requires_grad=True)
         self._awaits_backward: PendingUpdate | None = None
         self._lap = lap
 
@@ -42,15 +42,27 @@ class Embeddings:
         enabled, the backward pass applies the row optimizer to the records of the batch, so each forward needs exactly one backward:
         a second forward before it, or a second backward, raises RuntimeError. Under `torch.no_grad()` this only looks up.
         """
-        pooled = [group.lookup(lookup) for group, lookup in zip(self._groups, lookups, strict=True)]
+        pooled = self.pool(lookups)
         if torch.is_grad_enabled():
-            if self._awaits_backward:
-                raise RuntimeError(
-                    f"embeddings of train step {train_step} were asked for before the backward pass of an earlier forward updated their "
-                    "rows; call backward() once a forward, or look up under torch.no_grad()"
-                )
-            self._awaits_backward = PendingUpdate(self, lookups, train_step)
-            pooled = update_in_backward(self._trigger, pooled, self._awaits_backward)
+            pooled = update_in_backward(self.trigger, pooled, self.expect_update(lookups, train_step))
+        return self.by_feature(pooled, lookups)
+
+    def pool(self, lookups: Sequence[GroupLookup]) -> list[Tensor]:
+        """f32 [G, D] of each group."""
+        return [group.lookup(lookup) for group, lookup in zip(self._groups, lookups, strict=True)]
+
+    def expect_update(self, lookups: Sequence[GroupLookup], train_step: int) -> "PendingUpdate":
+        """`update` of these will follow. Raises RuntimeError where one is expected already."""
+        if self._awaits_backward:
+            raise RuntimeError(
+                f"embeddings of train step {train_step} were asked for before the backward pass of an earlier forward updated their "
+                "rows; call backward() once a forward, or look up under torch.no_grad()"
+            )
+        self._awaits_backward = PendingUpdate(self, lookups, train_step)
+        return self._awaits_backward
+
+    def by_feature(self, pooled: Sequence[Tensor], lookups: Sequence[GroupLookup]) -> list[Embedded]:
+        """f32 [G, D] of each group -> what the model gets of each feature, in the job's order."""
         by_group = [
             feature
             for group, group_pooled, lookup in zip(self._groups, pooled, lookups, strict=True)
@@ -137,22 +149,29 @@ class PendingUpdate:
     lookups: Sequence[GroupLookup]
     train_step: int
 
+    def apply(self, grads: Sequence[Tensor]) -> None:
+        self.embeddings.update(grads, self.lookups, self.train_step)
+
+
+class Pending(Protocol):
+    def apply(self, grads: Sequence[Tensor]) -> None:
+        """Takes the gradients f32 [G, D] of each group's pooled embeddings, in the backward pass."""
+
 
 class UpdateInBackward(torch.autograd.Function):
     """Identity whose backward pass updates rows instead of handing gradients on; `trigger` makes autograd call it."""
 
     @staticmethod
-    def forward(ctx: Any, trigger: Tensor, pending: PendingUpdate, *pooled: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, trigger: Tensor, pending: Pending, *pooled: Tensor) -> tuple[Tensor, ...]:
         ctx.pending = pending
         return tuple(tensor.view_as(tensor) for tensor in pooled)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[None, ...]:
-        pending = ctx.pending
-        pending.embeddings.update(grads, pending.lookups, pending.train_step)
+        ctx.pending.apply(grads)
         return (None,) * (2 + len(grads))
 
 
-def update_in_backward(trigger: Tensor, pooled: list[Tensor], pending: PendingUpdate) -> list[Tensor]:
+def update_in_backward(trigger: Tensor, pooled: list[Tensor], pending: Pending) -> list[Tensor]:
     """`pooled` as results of autograd. The one typed door to `Function.apply`."""
     return list(cast(Any, UpdateInBackward).apply(trigger, pending, *pooled))

@@ -3,12 +3,10 @@
 It has a conversation, rings, a model and a cold cache of its own. Opens in one order, closes in the reverse, whatever happens in between.
 """
 
-import os
 import threading
 import time
 from contextlib import ExitStack
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 
 import torch
@@ -22,7 +20,6 @@ from protocol.process import STOPPING, Crew, Signals, tell_peer
 from protocol.session import Session, check_welcome
 from protocol.stages import IDLE_WAIT_S, Stage
 from protocol.tables import GroupSpec
-from protocol.telemetry.build import versions
 from protocol.telemetry.health import Health
 from protocol.telemetry.logs import get_logger
 from protocol.telemetry.timeline import traced_stages
@@ -32,6 +29,7 @@ from protocol.watch import PeerWatch
 from trainer import encounter
 from trainer.board import Board
 from trainer.encounter import attach_rings, await_welcome, make_engine, make_records, progress_of
+from trainer.ending import final_record, final_report
 from trainer.engine import TrainerEngine
 from trainer.history import History
 from trainer.kernels import Kernels
@@ -40,12 +38,12 @@ from trainer.observe import engine_gauges, learning_rates, stall_clocks
 from trainer.phases import phase_clock
 from trainer.pinning import pinned
 from trainer.plan_check import check_welcome_fits
-from trainer.report import Report, RunFacts, make_report, write_report
+from trainer.report import Report, write_report
 from trainer.results import PAGE, REPORT, EarlierResults, EvaluationOnly, ResultFiles
 from trainer.run_report.page import write_page
 from trainer.run_report.record import RunRecord
 from trainer.runner import EvaluationRunner, StepRunner
-from trainer.streams import make_streams, peak_device_bytes
+from trainer.streams import make_streams
 from trainer.terminal import Progress as ProgressLine
 from trainer.terminal import print_summary
 
@@ -263,42 +261,20 @@ class Incarnation:
     # what the run has to show
 
     def _report(self, engine: TrainerEngine, welcome: Welcome, *, are_pinned: bool) -> Report:
-        run, end, now_s = self._run, engine.loop.end, time.perf_counter()
-        assert end is not None, "the loop ends with EndOfData"
+        run = self._run
         assert run.began.met_s is not None, "the loop begins with a prefetcher"
-        first_step_s = run.began.step_s or engine.loop.first_step_s or now_s
-        cache_bytes = sum(records.nbytes for records in engine.cache.records)
-        staging_bytes, plans_bytes = engine.cache.staging_bytes, engine.cache.plans_bytes
-        return make_report(
-            run.counters,
-            RunFacts(
-                wall_s=now_s - first_step_s,
-                startup_s=first_step_s - run.began.met_s,
-                train_steps=welcome.first_train_step if run.mode == "eval" else self._results.train_steps,
-                loss=self._results.mean_loss,
-                evaluation=self._results.evaluation_result,
-                cache_bytes=cache_bytes,
-                staging_bytes=staging_bytes,
-                plans_bytes=plans_bytes,
-                device_bytes=peak_device_bytes(run.device, cache_bytes + staging_bytes + plans_bytes),
-                host_bytes=end.host_bytes,
-                threads=run.threads,
-                pinned=are_pinned,
-                device=str(run.device),
-                versions=versions("torch", "numpy"),
-                pids={"prefetcher": welcome.pid, "trainer": os.getpid()},
-                finished=end.finished,
-                stopped_by=None if end.finished else engine.loop.stop_reason,
-            ),
+        steps = welcome.first_train_step if run.mode == "eval" else self._results.train_steps
+        return final_report(
+            engine,
+            welcome,
+            self._results,
+            train_steps=steps,
+            device=run.device,
+            threads=run.threads,
+            pinned=are_pinned,
+            met_s=run.began.met_s,
+            first_step_s=run.began.step_s or engine.loop.first_step_s,
         )
 
     def _record(self, report: Report) -> RunRecord:
-        return RunRecord(
-            job=self._job,
-            report=report,
-            losses=self._results.losses_from(0),
-            evaluations=self._results.evaluations,
-            marks=self._run.history.marks,
-            starts=self._run.history.starts,
-            ended_at=datetime.now(UTC),
-        )
+        return final_record(self._job, report, self._results, self._run.history)

@@ -76,6 +76,7 @@ class Issued:
     loss: Tensor | None
     began_s: float
     waited_s: float
+    counts: bool = True  # otherwise the step was passed over, and nothing was computed
 
 
 class TrainingLoop:
@@ -236,6 +237,12 @@ class TrainingLoop:
             )
         )
 
+    def pass_over(self, step: ArrivedStep) -> None:
+        """A step that the script has begun, or not even that, where the run stops before it: its rows are as they were."""
+        self.begin(step)
+        self.finish(step, None)
+        self._issued[-1].counts = False
+
     def _run(self, step: ArrivedStep) -> Tensor | None:
         """Look-up to update as one closure; where the loss will be."""
         if step.header.kind == "eval":
@@ -296,7 +303,8 @@ class TrainingLoop:
         self._cache.completed(step.step)
         self._clock.complete(step.step)
         self.step_done = step.step
-        self._counters.step_done(step.header, None if loss is None else float(loss))
+        if issued.counts:
+            self._counters.step_done(step.header, None if loss is None else float(loss))
         step_s = time.perf_counter() - issued.began_s
         self._counters.show("step", step.header.kind, step_s, step.step)
         self._sender.finish(StepDone(step=step.step, rank=0, waited_s=issued.waited_s, step_s=step_s), step.asked.checksums)

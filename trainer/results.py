@@ -63,13 +63,13 @@ class ResultFiles:
     def __init__(self, run_dir: Path) -> None:
         self.evaluations: list[Evaluation] = []  # of the run, those before a restart included; thinned where there are very many
         self.listeners: Sequence[Callable[[Evaluation], None]] = ()  # are told of each evaluation as it ends
-        self._path = run_dir / LOSSES
+        self.path = run_dir / LOSSES
         self._losses = array("f")
         self._file: IO[bytes] | None = None
 
     def __enter__(self) -> Self:
         with self._sentence():
-            self._file = self._path.open("wb")
+            self._file = self.path.open("wb")
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -126,6 +126,9 @@ class ResultFiles:
         if "losses" in tensors:
             self._losses = array("f", tensors["losses"].numpy().tobytes())
             self._write(self._losses.tobytes())
+        self.restore_evaluations(tensors)
+
+    def restore_evaluations(self, tensors: Tensors) -> None:
         if "evaluations" in tensors:
             self.evaluations = msgspec.json.decode(tensors["evaluations"].numpy().tobytes(), type=list[Evaluation])
 
@@ -139,7 +142,7 @@ class ResultFiles:
         try:
             yield
         except OSError as error:
-            raise RowcastError(f"{self._path}: losses cannot be written ({error.strerror}); free space there and run again") from None
+            raise RowcastError(f"{self.path}: losses cannot be written ({error.strerror}); free space there and run again") from None
 
 
 def thin(evaluations: list[Evaluation]) -> None:

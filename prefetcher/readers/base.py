@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator
 from importlib import import_module
-from typing import Protocol, cast
+from typing import Protocol, cast, runtime_checkable
 
 from prefetcher.readers.parts import Columns, Part
 from protocol.batch import Batch, Kind
@@ -52,6 +52,25 @@ class Reader(Protocol):
         """The same batches, each decoded when it is called: before the next one is taken, or never. One that is never called is skipped,
         and costs little or nothing. The call gives the columns that the reader was opened for.
         """
+
+
+@runtime_checkable
+class CutElsewhere(Protocol):
+    """A reader whose batches foreign code has cut: nothing but that code knows their number."""
+
+    @property
+    def pairing(self) -> str:
+        """Which column was taken for which feature, where ids come by position; "" where they come by name."""
+
+    def num_batches(self, split: Kind) -> int | None:
+        """Of an epoch; None where nothing tells."""
+
+
+def num_batches(job: Job, reader: Reader, split: Kind) -> int | None:
+    """Batches of an epoch, where the reader knows its samples or its batches."""
+    known = reader.num_batches(split) if isinstance(reader, CutElsewhere) else None
+    samples = reader.num_samples(split) if known is None else None
+    return known if samples is None else -(-samples // job.data.batch_size)
 
 
 def decoded(pending: Iterable[Pending]) -> Iterator[Batch]:

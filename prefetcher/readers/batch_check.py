@@ -1,16 +1,19 @@
 """Batches that code outside this project made: shapes, dtypes, ids and values, checked before anything relies on them."""
 
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
-from prefetcher.readers.foreign import as_batch
+from prefetcher.readers.foreign import as_batch, is_by_position
 from prefetcher.readers.ids import IdCheck, Place, check_dense, dense_names, job_features
 from prefetcher.readers.rows import Ids, bag_offsets, needed_offsets
 from protocol.batch import Batch
 from protocol.errors import DataError
 from protocol.job import Job
+
+BY_NAME = "where that is not their order, give them by name, as a mapping from feature to ids"
 
 
 class BatchCheck:
@@ -20,6 +23,7 @@ class BatchCheck:
         self._weighted = bool(job.data.columns.weights)
         self._ids = IdCheck(job)
         self.num_dense: int | None = None  # None: any number
+        self.pairing = ""  # of the first batch whose ids came by position: which column was taken for which feature
 
     @property
     def num_invalid(self) -> int:
@@ -31,12 +35,14 @@ class BatchCheck:
         batch = as_batch(offered, self._names, where)
         self._check_shapes(batch, where)
         self._check_values(batch, where)
+        by_position = len(self._features) > 1 and is_by_position(offered)
+        ids = self._paired_ids(batch, where) if by_position else self._checked_ids(batch, where)
         offsets = needed_offsets(batch.ids, batch.offsets)
         return replace(
             batch,
             dense=np.ascontiguousarray(batch.dense),
             labels=np.ascontiguousarray(batch.labels),
-            ids=self._checked_ids(batch, where),
+            ids=ids,
             offsets=None if offsets is None else np.ascontiguousarray(offsets),
             weights=None if batch.weights is None else np.ascontiguousarray(batch.weights),
         )
@@ -66,6 +72,22 @@ class BatchCheck:
     def _checked_ids(self, batch: Batch, where: str) -> Ids:
         ids, bounds = np.ascontiguousarray(batch.ids), bag_offsets(batch.ids, batch.offsets)[:: batch.size]
         return self._ids.check(ids, bounds, lambda f: lookup_place(where, int(bounds[f])))
+
+    def _paired_ids(self, batch: Batch, where: str) -> Ids:
+        """As `_checked_ids`; a refusal says which column was taken for which feature."""
+        try:
+            return self._checked_ids(batch, where)
+        except DataError as error:
+            raise DataError(f"{error}; ids come by position: {self._pairs(batch)}; {BY_NAME}") from None
+        finally:
+            self.pairing = self.pairing or self._pairs(batch)
+
+    def _pairs(self, batch: Batch) -> str:
+        """`feature <- column` of each feature, with the largest id and the rows of its table."""
+        bounds = bag_offsets(batch.ids, batch.offsets)[:: batch.size]
+        largest = [max(batch.ids[start:stop].tolist(), default=0) for start, stop in pairwise(bounds)]
+        pairs = zip(self._features, largest, strict=True)
+        return ", ".join(f"{own.name} <- column {f} (ids up to {most:,} of {own.num_embeddings:,})" for f, (own, most) in enumerate(pairs))
 
 
 def sample_place(where: str) -> Place:

@@ -3,7 +3,7 @@
 The factory is called as factory(job, **job.data.options), or without the job where it takes none, and returns one of
 
     an object           with batches(split, epoch, start) -> iterable of batches, from batch `start` on; it may also have num_dense,
-                        num_samples(split) and file_sizes as `base.Reader` has
+                        num_samples(split) and file_sizes as `base.Reader` has, and num_batches(split) of an epoch
     a function          called as function(split, epoch) -> iterable of batches, for each epoch and for "eval"
     an iterable         of training batches, gone through once an epoch; it has no evaluation split
 
@@ -75,6 +75,8 @@ class CustomReader:
         self._batches = batches_of(job, source)
         self._check = BatchCheck(job)
         self._begun: Iterator[Any] | None = None  # the training batches of epoch 0, of which one was looked at
+        self._num_train: int | None = None  # batches, once epoch 0 was looked at
+        self.pairing = ""
         self.num_dense = self._first_num_dense()
         self._check.num_dense = self.num_dense
 
@@ -90,6 +92,20 @@ class CustomReader:
         known = getattr(self._source, "num_samples", None)
         count: int | None = known(split) if callable(known) else None
         return count
+
+    def num_batches(self, split: Kind) -> int | None:
+        """Said by the source, or the length of what it gives."""
+        known = getattr(self._source, "num_batches", None)
+        if callable(known):
+            return int(known(split))
+        if hasattr(self._source, "batches"):
+            return None
+        if split == "train":
+            return self._num_train if callable(self._source) else length(self._source)
+        if not callable(self._source):
+            return 0
+        with own_errors(f"{self._name}, eval batch 0 of epoch 0"):
+            return length(self._source(split, 0))
 
     def batches(self, split: Kind, epoch: int, start: int = 0) -> Iterator[Batch]:
         return decoded(self.pending(split, epoch, start))
@@ -120,11 +136,15 @@ class CustomReader:
             return int(declared)
         where = f"{self._name}, train batch 0 of epoch 0"
         with own_errors(where):
-            rest = iter(self._batches("train", 0, 0))
+            batches = self._batches("train", 0, 0)
+            self._num_train = length(batches)
+            rest = iter(batches)
             first = next(rest, None)
         if first is None:
             raise DataError(f"{self._name} yields no training batch; yield at least one")
-        checked = BatchCheck(self._job).check(first, where)
+        check = BatchCheck(self._job)
+        checked = check.check(first, where)
+        self.pairing = check.pairing
         self._begun = chain([first], rest)
         return int(checked.dense.shape[-1])
 
@@ -152,7 +172,7 @@ def batches_of(job: Job, source: Any) -> Batches:
     if hasattr(source, "batches"):
         return lambda split, epoch, start: source.batches(split, epoch, start)
     if callable(source):
-        return lambda split, epoch, start: islice(source(split, epoch), start, None)
+        return lambda split, epoch, start: behind(source(split, epoch), start)
     if not isinstance(source, Iterable):
         raise ConfigError(
             f"data.format = {job.data.format!r}: the factory returned {type(source).__name__}; "
@@ -163,4 +183,17 @@ def batches_of(job: Job, source: Any) -> Batches:
             f"data.format = {job.data.format!r}: the factory returned an iterator, which can be gone through once, but data.epochs = "
             f"{job.data.epochs}; return a function of (split, epoch)"
         )
-    return lambda split, epoch, start: islice(source, start, None) if split == "train" else ()
+    return lambda split, epoch, start: behind(source, start) if split == "train" else ()
+
+
+def behind(batches: Iterable[Any], start: int) -> Iterable[Any]:
+    """Batches `start`, `start` + 1, ...; all of them as they came, with their length where they have one."""
+    return islice(batches, start, None) if start else batches
+
+
+def length(batches: Iterable[Any]) -> int | None:
+    """None where they have none, as those of a generator, or of a DataLoader over an IterableDataset without one."""
+    try:
+        return len(batches)  # type: ignore[arg-type]
+    except TypeError:
+        return None

@@ -45,6 +45,12 @@ def as_batch(offered: Any, features: Sequence[str], where: str) -> Batch:
     return Batch(dense=own_dense, labels=own_labels, ids=ids.ids, offsets=ids.offsets, weights=ids.weights)
 
 
+def is_by_position(offered: Any) -> bool:
+    """Whether nothing but the order of the features says which ids are whose."""
+    parts = None if isinstance(offered, Batch) else parts_of(offered)
+    return parts is not None and not isinstance(parts[1], Mapping) and not is_keyed(parts[1])
+
+
 def parts_of(offered: Any) -> tuple[Any, Any, Any] | None:
     """Dense features, sparse features and labels; None where they cannot be told apart."""
     if isinstance(offered, Mapping):
@@ -73,7 +79,7 @@ def as_array(value: Any, dtype: type[np.generic], what: str) -> npt.NDArray[Any]
 
 def columns_of(sparse: Any, features: Sequence[str], size: int, what: str) -> tuple[list[Column], bool]:
     """The features in the job's order, and whether they have weights."""
-    if callable(getattr(sparse, "keys", None)) and callable(getattr(sparse, "values", None)) and not isinstance(sparse, Mapping):
+    if is_keyed(sparse):
         return keyed_columns(sparse, features, size, what)
     if isinstance(sparse, Mapping):
         require_keys(list(sparse), features, what)
@@ -86,6 +92,11 @@ def columns_of(sparse: Any, features: Sequence[str], size: int, what: str) -> tu
     if ids.shape != (size, len(features)):
         raise DataError(f"{what} has shape {list(ids.shape)}; give one id a sample and feature: [{size}, {len(features)}]")
     return [Column(ids=ids[:, f]) for f in range(len(features))], False
+
+
+def is_keyed(sparse: Any) -> bool:
+    has_both = callable(getattr(sparse, "keys", None)) and callable(getattr(sparse, "values", None))
+    return has_both and not isinstance(sparse, Mapping)
 
 
 def keyed_columns(sparse: Any, features: Sequence[str], size: int, what: str) -> tuple[list[Column], bool]:

@@ -8,7 +8,7 @@ from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 from itertools import islice
 
-from prefetcher.readers.base import Pending, Reader, whole_batch
+from prefetcher.readers.base import Pending, Reader, num_batches, whole_batch
 from prefetcher.readers.parts import IdsBatch, Rest, divide, join_parts
 from protocol.batch import Batch, Kind, ScheduledBatch
 from protocol.job import Job
@@ -99,11 +99,11 @@ def places(job: Job, reader: Reader, max_steps: int | None = None, start: Positi
 
 
 def expected_train_steps(job: Job, reader: Reader, max_steps: int | None = None, start: Position | None = None) -> int | None:
-    """Train steps of the whole run, those before `start` included, or None where the reader does not know its samples."""
-    num_samples = reader.num_samples("train")
-    if num_samples is None:
+    """Train steps of the whole run, those before `start` included, or None where the reader does not know its batches."""
+    batches = num_batches(job, reader, "train")
+    if batches is None:
         return None
-    at, batches = start or Position(), -(-num_samples // job.data.batch_size)
+    at = start or Position()
     steps = at.train_step + max(0, (job.data.epochs - at.epoch) * batches - at.train_batch)
     return steps if max_steps is None else min(steps, max_steps)
 

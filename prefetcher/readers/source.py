@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
-from prefetcher.readers.base import Reader, open_reader, stream_columns
+from prefetcher.readers.base import CutElsewhere, Reader, num_batches, open_reader, stream_columns
 from prefetcher.readers.parts import Columns, Part, Rest, divide
 from prefetcher.readers.schedule import Place, PlacedBatch, PlacedIds, Turn, expected_train_steps, places
 from protocol.batch import Batch
@@ -33,6 +33,8 @@ class SourceInfo:
     num_train: int | None  # samples of an epoch
     num_eval: int | None
     file_sizes: list[int]  # bytes, of the data files in the order read
+    epoch_batches: tuple[int | None, int | None] = (None, None)  # train and evaluation batches of an epoch, where they are known
+    pairing: str = ""  # which column was taken for which feature, where ids come by position
 
 
 @dataclass(kw_only=True, slots=True)
@@ -249,4 +251,6 @@ def source_info(job: Job, reader: Reader, max_steps: int | None, start: Position
         num_train=reader.num_samples("train"),
         num_eval=reader.num_samples("eval"),
         file_sizes=reader.file_sizes,
+        epoch_batches=(num_batches(job, reader, "train"), num_batches(job, reader, "eval")),
+        pairing=reader.pairing if isinstance(reader, CutElsewhere) else "",
     )

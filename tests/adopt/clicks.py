@@ -47,3 +47,20 @@ def broken() -> Iterator[Any]:
 def gone() -> Iterator[Any]:
     os._exit(9)
     yield
+
+
+def lists(batches: int = 4) -> Callable[[Kind, int], list[Any]]:
+    """Both splits with a length."""
+    return lambda split, epoch: [batch(step) for step in range(batches if split == "train" else 2)]
+
+
+def by_name() -> list[Any]:
+    """One batch, whose ids say whose they are."""
+    dense, ids, labels = batch(0)
+    return [(dense, {"a": ids[:, 0], "b": ids[:, 1], "c": ids[:, 2]}, labels)]
+
+
+def mixed_up() -> list[Any]:
+    """Columns c, a, b instead of a, b, c: no id is outside `wide`, and `small` is too small."""
+    dense, ids, labels = batch(0)
+    return [(dense, ids[:, [2, 0, 1]], labels)]

@@ -1,6 +1,6 @@
 """Adopted runs under test: a script's part in the test's own process, and a real prefetcher, forked from one that has imported it."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,8 +44,7 @@ class Launches:
         self._starter = starter
         self._environment = environment
 
-    def start(self, job_file: Path, log: Path, *, fresh: bool, max_steps: int | None) -> Child:
-        options = [*(["--fresh"] if fresh else []), *([] if max_steps is None else ["--max-steps", str(max_steps)])]
+    def start(self, job_file: Path, log: Path, options: Sequence[str]) -> Child:
         arguments = ["-m", "prefetcher", "run", "--config", str(job_file), *options]
         process: Any = Forked(self._starter.launch(arguments, log.with_suffix(".out"), log, self._environment))
         self.children.append(Child("prefetcher", process, log))

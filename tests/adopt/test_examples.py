@@ -45,7 +45,7 @@ def test_a_script_with_nn_embedding_gives_the_same_bits_when_it_is_adopted(tmp_p
     assert len(plain["losses"]) == 40
     for name, tensor in plain.items():
         assert torch.equal(tensor, adopted[name]), name
-    export_run(tmp_path / "runs" / "adopted", tmp_path / "exported", get_logger())
+    export_run(tmp_path / "runs" / "own_dataset_adopted", tmp_path / "exported", get_logger())
     exported = load_file(tmp_path / "exported")
     assert torch.equal(adopted["embeddings.embedding_bags.tags.weight"], exported["embedding_bags.tags.weight"])
 

@@ -14,7 +14,7 @@ import trainer
 import trainer.kernels.choose
 from protocol.errors import ConfigError, Mismatch
 from tests.adopt.runs import CONFIGS, Launches, Model, make, train_all, train_on
-from trainer.adopt.files import SCRIPT, import_tables, run_prefetcher_command
+from trainer.adopt.files import SCRIPT, run_prefetcher_command
 from trainer.adopt.module import EmbeddingBagCollection
 
 DATASET = "tests.adopt.clicks:train"
@@ -177,8 +177,32 @@ def test_a_master_copy_begins_with_all_bits_of_what_was_loaded(tmp_path: Path) -
     ebc.load_state_dict({name: torch.full_like(weight, 1.2345678, dtype=torch.float64) for name, weight in ebc.state_dict().items()})
     assert ebc.loaded is not None
     loaded = ebc.loaded.rename(tmp_path / "loaded")
-    import_tables(ebc.write_job_file(), loaded)
+    run_prefetcher_command("import", "--config", str(ebc.write_job_file()), "--from", str(loaded))
     run_prefetcher_command("export", "--run", str(tmp_path / "run"), "--out", str(tmp_path / "exported"))
     exported = load_file(tmp_path / "exported")
     assert torch.equal(exported["optimizer.wide.master"], torch.full((500, 4), 1.2345678))
     assert exported["embedding_bags.wide.weight"].dtype == torch.bfloat16
+
+
+def test_a_gradient_scaler_is_refused_before_it_trains_a_row(tmp_path: Path, launches: Launches) -> None:
+    model, optimizer = make(tmp_path)
+    scaler = torch.amp.GradScaler("cpu")
+    with trainer.connect(model.ebc, DATASET, options={"batches": 2}) as loader:
+        for batch in loader:
+            loss = model(batch.dense_features, batch.sparse_features).sum()
+            with pytest.raises(RuntimeError, match=r"a GradScaler scales this loss, but rows are updated .* dtype=torch.bfloat16"):
+                scaler.scale(loss)
+            assert torch.amp.GradScaler("cpu", enabled=False).scale(loss) is loss
+            torch.autograd.backward(loss)
+            optimizer.step()
+            assert scaler.scale(torch.ones(())) == 65536.0, "another model's scaler is none of ours"
+    assert torch.amp.GradScaler.scale.__module__ == "torch.amp.grad_scaler"
+    assert scaler.scale(torch.ones(())) == 65536.0
+
+
+def test_validation_data_that_is_not_the_loaders_is_told_where_it_comes_from(tmp_path: Path) -> None:
+    model, _ = make(tmp_path)
+    with pytest.raises(
+        RuntimeError, match=r'batches of a validation set come from it too.* the split "eval", and connect has evaluate=True'
+    ):
+        model(torch.zeros(8, 2), None)

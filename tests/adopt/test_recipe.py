@@ -1,4 +1,4 @@
-"""What docs/adopt.md shows of a model with bare `nn.EmbeddingBag`s is run as it stands there."""
+"""What docs/adopt.md shows in Python is run as it stands there."""
 
 import re
 from pathlib import Path
@@ -13,8 +13,19 @@ from trainer import EmbeddingBagConfig
 DOC = Path(__file__).parents[2] / "docs" / "adopt.md"
 
 
+def blocks() -> list[str]:
+    found: list[str] = re.findall(r"^```python\n(.*?)^```", DOC.read_text(), flags=re.MULTILINE | re.DOTALL)
+    return found
+
+
+def test_the_loop_of_the_complete_script_is_shown_as_it_runs() -> None:
+    """tests/adopt/test_complete.py runs it."""
+    [shown] = [block for block in blocks() if "old.pt" not in block]
+    assert shown.rstrip() in (DOC.parents[1] / "examples" / "adopt" / "complete.py").read_text()
+
+
 def test_tables_of_an_old_checkpoint_are_those_that_the_module_begins_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    [recipe] = re.findall(r"^```python\n(.*?)^```", DOC.read_text(), flags=re.MULTILINE | re.DOTALL)
+    [recipe] = [block for block in blocks() if "old.pt" in block]
     rows = {"user": 100_000, "item": 20_000, "shop": 50}
     model = nn.Module()
     model.bags = nn.ModuleDict({name: nn.EmbeddingBag(count, 16, mode="sum", sparse=True) for name, count in rows.items()})

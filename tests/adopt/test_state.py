@@ -10,10 +10,10 @@ from safetensors.torch import load_file
 
 import trainer
 from prefetcher.export import export_run
-from protocol.errors import ConfigError, RowcastError
+from protocol.errors import ConfigError
 from protocol.job_file import load_job
 from protocol.telemetry.logs import get_logger
-from tests.adopt.runs import CONFIGS, Launches, Model, copied, make, same, train_all, train_on
+from tests.adopt.runs import CONFIGS, Launches, Model, copied, make, same, train_all, train_on, train_until
 from trainer.adopt.files import run_prefetcher_command
 from trainer.adopt.module import EmbeddingBagCollection
 
@@ -82,26 +82,90 @@ def test_a_run_goes_on_with_the_bits_of_one_that_was_not_stopped(tmp_path: Path,
     assert launches.remains() == []
 
     model, optimizer = make(tmp_path / "stopped", optimizer="adam")
-    loader = trainer.connect(model.ebc, DATASET, save_every=3, dense=(model, optimizer), fresh=False)
+    loader = trainer.connect(model.ebc, DATASET, save_every=3, dense=(model, optimizer))
     assert train_all(model, optimizer, loader) == losses[3:]
     assert same(dict(model.state_dict()), end)
 
-    model, optimizer = make(tmp_path / "stopped", optimizer="adam")
-    with pytest.raises(RowcastError, match="finished after 8 train steps; add --fresh"):
-        train_all(model, optimizer, trainer.connect(model.ebc, DATASET, save_every=3, dense=(model, optimizer), fresh=False))
+
+def a_run(run_dir: Path, steps: int = 3) -> None:
+    """One that was left without a word, and has a checkpoint behind its second step."""
+    model, optimizer = make(run_dir)
+    with trainer.connect(model.ebc, DATASET, save_every=2, dense=(model, optimizer)) as loader:
+        for step, batch in enumerate(loader):
+            train_on(model, optimizer, batch)
+            if step == steps - 1:
+                break
+
+
+def kept(run_dir: Path) -> dict[str, bytes]:
+    return {str(path): path.read_bytes() for path in sorted((run_dir / "checkpoints").rglob("*")) if path.is_file()}
+
+
+def test_a_script_that_is_started_again_says_what_it_does(tmp_path: Path, launches: Launches, capfd: pytest.CaptureFixture[str]) -> None:
+    a_run(tmp_path)
+    assert f"rowcast: begins a new run in {tmp_path}; checkpoints are made every 2 train steps\n" in capfd.readouterr().err
+    for fresh, said in (
+        (False, f"continues the run in {tmp_path} after 2 train steps, in epoch 0; checkpoints are made every 10m (fresh=True begins"),
+        (
+            True,
+            f"begins a new run in {tmp_path}, whose first checkpoint replaces the run of 2 train steps there; checkpoints",
+        ),
+    ):
+        model, optimizer = make(tmp_path)
+        trainer.connect(model.ebc, DATASET, dense=(model, optimizer), fresh=fresh)
+        out, err = capfd.readouterr()
+        assert err.startswith(f"rowcast: {said}")
+        assert out == ""
+    model, _ = make(tmp_path / "other")
+    trainer.connect(model.ebc, DATASET)
+    assert "checkpoints are made at the end only" in capfd.readouterr().err
 
 
 def test_a_run_does_not_go_on_with_a_model_that_begins_anew(tmp_path: Path, launches: Launches) -> None:
+    a_run(tmp_path)
+    before = kept(tmp_path)
+    model, _ = make(tmp_path)
+    with pytest.raises(ConfigError, match=r"a run of 2 train steps, but the model and its optimizer begin anew: connect\(\.\.\., dense="):
+        trainer.connect(model.ebc, DATASET)
+    model, optimizer = make(tmp_path / "first")
+    model.load_state_dict(model.state_dict())
+    model.ebc.load_state_dict(model.ebc.state_dict())
+    a_run(tmp_path / "first")
+    model, optimizer = make(tmp_path / "first")
+    assert model.ebc.has_run
+    model.ebc.load_state_dict(model.ebc.state_dict())
+    with pytest.raises(ConfigError, match=r"goes on with its own tables, but load_state_dict\(\) has given others: leave that away"):
+        trainer.connect(model.ebc, DATASET, dense=(model, optimizer))
+    assert kept(tmp_path) == before != {}
+    assert launches.remains() == []
+
+
+@pytest.mark.parametrize("loads", [False, True])
+def test_a_script_that_dies_in_its_first_steps_costs_no_earlier_run(loads: bool, tmp_path: Path, launches: Launches) -> None:
+    a_run(tmp_path)
+    before = kept(tmp_path)
     model, optimizer = make(tmp_path)
-    with trainer.connect(model.ebc, DATASET, save_every=2) as loader:
+    if loads:
+        model.load_state_dict(model.state_dict())
+    with trainer.connect(model.ebc, DATASET, dense=(model, optimizer), fresh=True) as loader, pytest.raises(ZeroDivisionError):
+        train_until(model, optimizer, loader, 3, lambda: 1 / 0)
+    assert kept(tmp_path) == before != {}
+    model, optimizer = make(tmp_path)
+    losses = train_all(model, optimizer, trainer.connect(model.ebc, DATASET, dense=(model, optimizer)))
+    assert len(losses) == 6, "it goes on where the earlier run stood"
+
+
+def test_a_checkpoint_of_an_earlier_run_is_not_taken_for_this_ones(tmp_path: Path, launches: Launches) -> None:
+    """A fresh run comes to step 2, where the earlier one has a checkpoint and this one has none."""
+    a_run(tmp_path)
+    model, optimizer = make(tmp_path)
+    with trainer.connect(model.ebc, DATASET, save_every=4, dense=(model, optimizer), fresh=True) as loader:
         for step, batch in enumerate(loader):
             train_on(model, optimizer, batch)
-            if step == 2:
+            if step == 1:
+                with pytest.raises(RuntimeError, match="after 2 train steps the newest rows are on the device"):
+                    model.state_dict()
                 break
-    model, optimizer = make(tmp_path)
-    with pytest.raises(ConfigError, match=r"goes on after 2 train steps, but the model and its optimizer begin anew; connect with dense="):
-        train_all(model, optimizer, trainer.connect(model.ebc, DATASET, save_every=2, fresh=False))
-    assert launches.remains() == []
 
 
 def test_a_state_that_no_checkpoint_can_hold_is_named(tmp_path: Path, launches: Launches) -> None:

@@ -11,6 +11,7 @@ import torch
 import trainer
 from tests.adopt.runs import Launches, make, train_on
 from trainer.adopt.batch import LoadedBatch
+from trainer.adopt.slices import Slice
 from trainer.streams import Event, PlainStreams, Stream, Wait, on_device
 
 
@@ -71,7 +72,7 @@ def test_the_token_says_the_device_of_the_batch_and_memory_is_kept_for_a_stream(
     header = SimpleNamespace(batch_size=8, kind="train", train_step=0, epoch=0)
     arrays = {"dense": torch.zeros(8, 2, device="meta"), "labels": torch.zeros(8, device="meta")}
     step: Any = SimpleNamespace(step=3, header=header, arrays=arrays)
-    batch = LoadedBatch(step, None, ["a"])
+    batch = LoadedBatch(step, Slice(0, 0, 8, is_last=True), None, ["a"])
     assert batch.sparse_features.device == torch.device("meta")
     assert batch.sparse_features.to(batch.dense_features.device).step == 3
 

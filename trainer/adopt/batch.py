@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from protocol.batch import Kind
+from trainer.adopt.slices import Slice
 from trainer.cache import ArrivedStep
 from trainer.models import aligned
 
@@ -14,16 +15,21 @@ IDS_STAY = (
     "the ids of a batch stay with the prefetcher, and only its rows are here; hand sparse_features to the EmbeddingBagCollection, and what "
     "else the model needs into dense_features"
 )
+VALIDATION = (
+    "batches of a validation set come from it too, where the factory returns a function of (split, epoch) that knows the split "
+    '"eval", and connect has evaluate=True'
+)
 POSITIONS = {"dense": 0, "dense_features": 0, "sparse": 1, "sparse_features": 1, "labels": 2, "label": 2}
 
 
 class SparseToken:
     """Stands where a batch's KeyedJaggedTensor was: it names the batch, and holds no ids."""
 
-    def __init__(self, session: object, step: int, keys: Sequence[str], batch_size: int, device: torch.device) -> None:
-        self.session, self.step, self.device = session, step, device
+    def __init__(self, session: object, step: int, own: Slice, keys: Sequence[str], device: torch.device) -> None:
+        """`own`: the samples of the step's batch."""
+        self.session, self.step, self.slice, self.device = session, step, own, device
         self._keys = list(keys)
-        self._batch_size = batch_size
+        self._batch_size = own.size
 
     def keys(self) -> list[str]:
         return list(self._keys)
@@ -60,10 +66,13 @@ class SparseToken:
 class LoadedBatch:
     """A batch in the shape of the script's own: by attribute, by key, or unpacked as (dense, sparse, labels)."""
 
-    def __init__(self, step: ArrivedStep, session: object, keys: Sequence[str]) -> None:
-        self.dense_features = own(step.arrays["dense"])  # f32 [B, num_dense], on the device
-        self.sparse_features = SparseToken(session, step.step, keys, step.header.batch_size, self.dense_features.device)
-        self.labels = own(step.arrays["labels"])  # f32 [B], on the device
+    def __init__(self, step: ArrivedStep, part: Slice, session: object, keys: Sequence[str]) -> None:
+        """`part`: the samples of the step that it has; B of them."""
+        self.dense_features = own(step.arrays["dense"][part.start : part.stop])  # f32 [B, num_dense], on the device
+        self.sparse_features = SparseToken(session, step.step, part, keys, self.dense_features.device)
+        self.labels = own(step.arrays["labels"][part.start : part.stop])  # f32 [B], on the device
+        self.is_last = part.is_last  # of the micro-batches that are one step: the optimizer steps after it
+        self.share = part.size / step.header.batch_size  # of the step's samples
         self.kind: Kind = step.header.kind
         self.train_step = step.header.train_step  # train batches before it
         self.epoch = step.header.epoch
@@ -104,9 +113,9 @@ def require_device(here: torch.device, wanted: Any) -> None:
         raise RuntimeError(f"a batch is on {here}, where its rows are, and cannot go to {device}; give EmbeddingBagCollection(device=...)")
 
 
-def check_features(features: Any, session: object, step: ArrivedStep, keys: Sequence[str]) -> bool:
-    """Whether `features` are a token, whose batch is that of the step; a KeyedJaggedTensor has only its keys and batch size compared here.
-    Raises RuntimeError."""
+def check_features(features: Any, session: object, step: ArrivedStep, part: Slice, keys: Sequence[str]) -> bool:
+    """Whether `features` are a token, whose batch is `part` of the step; a KeyedJaggedTensor has only its keys and batch size compared
+    here, and cannot be a part. Raises RuntimeError."""
     if not all(callable(getattr(features, name, None)) for name in ("keys", "values")):
         raise RuntimeError(
             f"sparse features are {type(features).__name__}; give batch.sparse_features, or a KeyedJaggedTensor of that batch"
@@ -117,17 +126,25 @@ def check_features(features: Any, session: object, step: ArrivedStep, keys: Sequ
             f"sparse features have no {lacking[0]}, only {', '.join(features.keys())}; the tables are looked up by {', '.join(keys)}"
         )
     size = num_samples(features)
-    if size != step.header.batch_size:
-        raise another_batch(f"have {size} samples and the batch {step.header.batch_size}")
-    if isinstance(features, SparseToken) and (features.session is not session or features.step != step.step):
+    if size != part.size:
+        raise another_batch(f"have {size} samples and the batch {part.size}")
+    if not isinstance(features, SparseToken):
+        if part.size != step.header.batch_size:
+            raise RuntimeError(
+                "with accumulate=k a micro-batch is looked up by its batch.sparse_features; its ids stay with the prefetcher"
+            )
+        return False
+    if features.session is not session or features.step != step.step:
         raise another_batch(f"are of step {features.step} and the batch of step {step.step}")
-    return isinstance(features, SparseToken)
+    if features.slice != part:
+        raise another_batch(f"are of micro-batch {features.slice.index} and the batch is micro-batch {part.index} of step {step.step}")
+    return True
 
 
 def another_batch(what: str) -> RuntimeError:
     return RuntimeError(
         f"sparse features are not those of the batch that the loader yielded last: they {what}; only its rows are on the device, so look "
-        "up each batch before asking for the next"
+        f"up each batch before asking for the next; {VALIDATION}"
     )
 
 

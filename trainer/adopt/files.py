@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -14,11 +15,13 @@ from torch import Tensor
 from protocol.child import Child
 from protocol.errors import ConfigError, peer_failure
 from protocol.job import Job, Table
+from protocol.rundir import RunDirectory
 
 BLOCK_ROWS = 65536
 EXPORTED = "state_dict.safetensors"  # in the run directory; replaced by each export, while tensors of earlier ones stay mapped
 LOADED = "loaded.safetensors"
 LOG = "prefetcher.log"
+RELEASE_S, RELEASE_POLL_S = 20.0, 0.1
 SCRIPT = "ROWCAST_SCRIPT"  # in the environment of a prefetcher: the process id of the script that started it
 WORDS = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}  # in safetensors' words; other types are written as fp32
 
@@ -41,9 +44,30 @@ def refuse_within_prefetcher() -> None:
         )
 
 
-def start_prefetcher(job_file: Path, log: Path, *, fresh: bool, max_steps: int | None) -> Child:
+def await_release(run_dir: Path) -> None:
+    """A prefetcher whose script was killed takes seconds to notice. Raises ConfigError where it does not end."""
+    deadline_s = time.monotonic() + RELEASE_S
+    while True:
+        try:
+            with RunDirectory(run_dir, "prefetcher"):
+                return
+        except ConfigError:
+            if time.monotonic() > deadline_s:
+                raise
+        time.sleep(RELEASE_POLL_S)
+
+
+def run_options(*, fresh: bool, max_steps: int | None, loaded: Path | None) -> list[str]:
+    """Of `prefetcher run`. `loaded`: tables that a new run begins with."""
+    return [
+        *(["--fresh"] if fresh else []),
+        *([] if max_steps is None else ["--max-steps", str(max_steps)]),
+        *([] if loaded is None else ["--from", str(loaded)]),
+    ]
+
+
+def start_prefetcher(job_file: Path, log: Path, options: Sequence[str]) -> Child:
     """In a session of its own: Ctrl-C is the script's to act upon."""
-    options = [*(["--fresh"] if fresh else []), *([] if max_steps is None else ["--max-steps", str(max_steps)])]
     command = [sys.executable, "-m", "prefetcher", "run", "--config", str(job_file), *options]
     with log.open("wb") as file:
         process = subprocess.Popen(
@@ -72,11 +96,6 @@ def export_checkpoint(job: Job, checkpoint: str) -> Path:
     out = job.run_dir / EXPORTED
     run_prefetcher_command("export", "--run", str(job.run_dir), "--checkpoint", checkpoint, "--out", str(out))
     return out
-
-
-def import_tables(job_file: Path, source: Path) -> None:
-    """The run directory begins with the tables of the file, and gives up what it held."""
-    run_prefetcher_command("import", "--config", str(job_file), "--from", str(source), "--fresh")
 
 
 def read_tables(path: Path, tables: Sequence[Table]) -> dict[str, Tensor]:

@@ -15,8 +15,8 @@ from protocol.job import Job, SparseOptimizer
 from protocol.job_file import parse_job
 from protocol.manifest import newest_checkpoint
 from protocol.tables import group_specs
-from trainer.adopt import files, settings
-from trainer.adopt.batch import check_features, check_ids
+from trainer.adopt import files, run_folder, settings
+from trainer.adopt.batch import VALIDATION, check_features, check_ids
 from trainer.adopt.keyed import KeyedEmbeddings
 from trainer.adopt.session import Session
 from trainer.cache import ArrivedStep
@@ -25,7 +25,7 @@ from trainer.streams import choose_device, on_device
 
 NO_BATCH = (
     "there is no batch to look up: iterate over the loader that trainer.connect(ebc, ...) gives, and call the model on each batch before "
-    "asking for the next"
+    f"asking for the next; {VALIDATION}"
 )
 
 
@@ -43,14 +43,15 @@ class EmbeddingBagCollection(nn.Module):
         capacity: str | int | None = None,
         device: torch.device | str | None = None,
         seed: int = 0,
-        run_dir: str | Path = "runs/adopted",
+        run_dir: str | Path | None = None,
         job: Mapping[str, Any] | str | Path | None = None,
     ) -> None:
         """`tables`: TorchRec's EmbeddingBagConfigs or ours. `optimizer` of the rows, `capacity` of the device's cache and `seed` are
         `[optimizer.sparse]`, `cache.capacity` and `job.seed` of a job file, and `job` any others by name, such as {"lookahead.depth": 4};
-        or `job` is a job file, which has all of them. Raises ConfigError.
+        or `job` is a job file, which has all of them. `run_dir` is runs/<name of the script> unless it is given. Raises ConfigError.
         """
         super().__init__()
+        default_dir = run_folder.default_run_dir() if run_dir is None else None
         if isinstance(job, str | Path):
             if any(own is not None for own in (optimizer, capacity, device)):
                 raise ConfigError(
@@ -62,9 +63,16 @@ class EmbeddingBagCollection(nn.Module):
             self._job_file = None
             own_device = "auto" if device is None else str(device)
             self._content = settings.job_content(
-                tables, optimizer=optimizer, capacity=capacity, device=own_device, seed=seed, run_dir=str(run_dir), others=job or {}
+                tables,
+                optimizer=optimizer,
+                capacity=capacity,
+                device=own_device,
+                seed=seed,
+                run_dir=str(run_dir or default_dir),
+                others=job or {},
             )
         self._job = self._parsed(self._content)
+        self._has_default_dir = self._job_file is None and self._job.run_dir == default_dir
         self._configs = list(tables) or settings.configs_of(self._job)
         for table in self._job.tables:
             if table.pooling == "none":
@@ -80,6 +88,16 @@ class EmbeddingBagCollection(nn.Module):
         self._loaded: Path | None = None  # tables to begin with
         self._has_tables = True  # in state_dict
 
+    def extra_repr(self) -> str:
+        """For print(model): the tables, how their rows are trained, and where."""
+        tables = [
+            f"{table.name}: {table.num_embeddings:,} x {table.embedding_dim} {table.dtype}, {table.pooling} of {', '.join(table.features)}"
+            for table in self._job.tables
+        ]
+        sparse = self._job.optimizer.sparse
+        own = f"optimizer={sparse.kind}(lr={sparse.lr:g}), capacity={self._job.cache.capacity}, device={self.device}"
+        return "\n".join([*tables, f"{own}, run_dir={self._job.run_dir}"])
+
     def embedding_bag_configs(self) -> list[Any]:
         return list(self._configs)
 
@@ -92,17 +110,18 @@ class EmbeddingBagCollection(nn.Module):
         session, step = self._session, None if self._session is None else self._session.current
         if session is None or step is None:
             raise RuntimeError(NO_BATCH)
-        has_ids = not check_features(features, session, step, self._job.features)
+        hand = session.hand
+        has_ids = not check_features(features, session, step, hand.slice, self._job.features)
         session.uses.await_rows(step)
         if has_ids:
             self._check_ids(features, step)
         trains = self.training and torch.is_grad_enabled()
         if trains:
-            session.train_in_hand()
+            hand.will_train()
         elif torch.is_grad_enabled():
-            session.look_at_in_hand()
+            hand.will_look_at()
         with on_device(self.device), torch.set_grad_enabled(trains):
-            found = session.embeddings(step_lookups(step), step.header.train_step)
+            found = hand.look_up()
         session.uses.record()
         return KeyedEmbeddings(self._job.features, [own for own in found if isinstance(own, Tensor)])
 
@@ -142,14 +161,25 @@ class EmbeddingBagCollection(nn.Module):
         return self._job_file is not None
 
     @property
+    def has_run(self) -> bool:
+        """Whether the run directory holds a run with train steps, which `trainer.connect` goes on with unless it is given fresh=True."""
+        return run_folder.newest_run(self._job.run_dir) is not None
+
+    @property
     def loaded(self) -> Path | None:
         """A file of the tables that a state dict has given."""
         return self._loaded
+
+    def says(self, section: str, key: str) -> bool:
+        """Whether a key of the job was set, by hand or in the job file."""
+        return key in self._content.get(section, {})
 
     def adopt(self, changes: Mapping[str, Any], *, is_launched: bool, resumes: bool) -> Job:
         """Called once, by `connect`, with what the loader adds to the job. Raises ConfigError, and is as it was then."""
         if self._is_connected:
             raise ConfigError("connect: this EmbeddingBagCollection has a loader already; make another one for another run")
+        if self._has_default_dir:
+            run_folder.check_owner(self._job.run_dir)
         content = deepcopy(self._content)
         for name, value in changes.items():
             settings.lay(content, name, value)
@@ -166,6 +196,8 @@ class EmbeddingBagCollection(nn.Module):
         path = self._job.run_dir / settings.JOB_FILE
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
+            if self._has_default_dir:
+                run_folder.claim(path.parent)
             path.write_bytes(msgspec.json.format(msgspec.json.encode(self._content), indent=2))
         except OSError as error:
             raise ConfigError(f"{path}: the job cannot be written ({error.strerror}); set another run_dir") from None

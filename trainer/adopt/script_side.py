@@ -1,19 +1,26 @@
-"""What the engine's loop sees where the script has the model: nothing but the dense side of a checkpoint."""
+"""What the engine's loop sees where the script has the model: the dense side of a checkpoint, and what the script records."""
 
 import numpy as np
 import torch
 
 from trainer.adopt.dense import DenseSide
+from trainer.adopt.telling import tell
 from trainer.cache import ArrivedStep
 from trainer.dense import Tensors
-from trainer.evaluate import EvalCounts
+from trainer.evaluate import EvalCounts, EvalMetrics
 from trainer.report import Evaluation
+from trainer.results import ResultFiles
+
+EPOCHS_OVER = "adopted.epochs_over"  # i64: epochs whose `for` had ended in the script
 
 
 class ScriptRunner:
     """Implements `loop.Runner`; the loop only attends, so it asks for no step."""
 
-    def __init__(self, dense: DenseSide | None) -> None:
+    def __init__(self, dense: DenseSide | None, device: torch.device) -> None:
+        self.metrics = EvalMetrics(device)
+        self.evaluating = False  # the metrics have counted something
+        self.epochs_over = 0
         self._dense = dense
 
     def train(self, step: ArrivedStep, loss: torch.Tensor) -> None:
@@ -25,26 +32,47 @@ class ScriptRunner:
     def close_evaluation(self) -> EvalCounts:
         raise AssertionError("the script evaluates")
 
+    def evaluation(self, train_steps: int) -> Evaluation | None:
+        """Of what was counted; None where that is nothing. Waits for the device, and begins the next one."""
+        self.evaluating = False
+        result = self.metrics.compute()
+        self.metrics.close()
+        if result.logloss is None or result.accuracy is None:
+            return None
+        return Evaluation(train_step=train_steps, auc=result.auc, logloss=result.logloss, accuracy=result.accuracy)
+
     def state(self) -> Tensors:
-        return {} if self._dense is None else self._dense.state()
+        if self._dense is None:
+            return {}
+        return {**self._dense.state(), EPOCHS_OVER: torch.tensor(self.epochs_over), **self.metrics.state()}
 
     def restore(self, tensors: Tensors) -> bool:
         if self._dense is not None:
             self._dense.restore(tensors)
+        self.epochs_over = int(tensors[EPOCHS_OVER]) if EPOCHS_OVER in tensors else 0
+        self.evaluating = self.metrics.restore(tensors)
         return False
 
 
-class ScriptResults:
-    """Implements `loop.Results`."""
+class ScriptResults(ResultFiles):
+    """Losses and evaluations, as far as the script records them."""
+
+    _has_told = False
 
     def loss(self, train_step: int, loss: np.float32) -> None:
-        raise AssertionError("the script has the loss")
-
-    def evaluation(self, result: Evaluation) -> None:
-        raise AssertionError("the script evaluates")
+        if train_step == self.train_steps:
+            super().loss(train_step, loss)
+        elif not self._has_told:
+            self._has_told = True
+            tell(
+                f"losses are kept of the first {self.train_steps} train steps only: record(loss=...) was called for train step "
+                f"{train_step}, but not for all before it"
+            )
 
     def state(self) -> Tensors:
-        return {}
+        return super().state() if self.train_steps or self.evaluations else {}
 
-    def restore(self, tensors: Tensors) -> None:
-        """There are none."""
+    def close(self) -> None:
+        super().close()
+        if not self.train_steps:
+            self.path.unlink(missing_ok=True)  # no losses are no file

@@ -3,6 +3,7 @@
     peek    drives the engine until the next step's rows are here, or the data has ended     (between two steps)
     begin   the script may look the step up
     finish  its compute was issued; the engine reports it when the device has done it
+    stop    the steps under way are passed over, and the run ends where the script stands
 
 All is called by the script's thread. The mail, the sender and the watch have threads of their own, which stop with the session.
 """
@@ -15,13 +16,14 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 
 import torch
+from torch import Tensor
 
 from protocol.child import Child
 from protocol.conversation import Conversation
 from protocol.errors import ConfigError, PeerLost, RowcastError, peer_failure
 from protocol.job import Job
-from protocol.manifest import newest_checkpoint, read_manifest
-from protocol.messages import Bye, Welcome
+from protocol.manifest import Manifest, newest_checkpoint, read_manifest
+from protocol.messages import Bye, StopRequest, Welcome
 from protocol.position import Position
 from protocol.process import Crew, tell_peer
 from protocol.rundir import RunDirectory
@@ -32,9 +34,16 @@ from protocol.tables import group_specs
 from protocol.telemetry.logs import get_logger
 from protocol.transport.zmq_link import ZmqLink
 from protocol.watch import PeerWatch, Progress
+from trainer.adopt import run_folder
 from trainer.adopt.dense import DenseSide
+from trainer.adopt.in_hand import StepInHand
+from trainer.adopt.loss_scaling import LossScaling
 from trainer.adopt.optimizer_steps import OptimizerSteps
-from trainer.adopt.script_side import ScriptResults, ScriptRunner
+from trainer.adopt.script_side import ScriptRunner
+from trainer.adopt.shown import Shown
+from trainer.adopt.slices import Slice
+from trainer.adopt.stop_signals import StopSignals
+from trainer.adopt.telling import tell
 from trainer.adopt.uses import Uses
 from trainer.cache import ArrivedStep
 from trainer.embedding import Embeddings
@@ -46,22 +55,20 @@ from trainer.metrics import new_counters
 from trainer.observe import stall_clocks
 from trainer.pinning import pinned
 from trainer.plan_check import check_welcome_fits
+from trainer.report import Evaluation
 from trainer.streams import adopted_streams, on_device
 
 DEVICE_POLL_S = 0.0002
 CHILD_END_S = 15.0  # for a prefetcher that knows that it is over
 LOST_CHILD_S = 3.0  # for one that seems to be gone to be seen to have ended
 CHECKPOINT_POLL_S = 0.02
-ACCUMULATED = (
-    "two train batches were looked up without a step of the dense optimizer between them: rows are updated in every backward pass, so "
-    "accumulated gradients would train them more often than the dense weights; use larger batches, or "
-    "connect(..., dense_optimizer=False) where no torch.optim optimizer is used"
+RECORDED = {
+    "train": "record(loss=...) is of a train batch: call it in the loop, before the loader is asked for the next",
+    "eval": "record(logits=...) is of an evaluation batch (batch.kind): call it in the loop, before the loader is asked for the next",
+}
+LEFT_BETWEEN_EPOCHS = (
+    "the training script has left the loader between two epochs: one `for` loop over it is one epoch, and loader.stop() ends a run early"
 )
-FORGOTTEN = (
-    "train step {} was looked up in eval mode alone, and an optimizer has stepped: its rows were not trained; call model.train() "
-    "before it, or look up under torch.no_grad() where the rows are to stay as they are"
-)
-LEFT_BETWEEN_EPOCHS = "the training script has left the loader between two epochs: one `for` loop over it is one epoch"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,35 +78,45 @@ class SessionParts:
     start_child: Callable[[], Child] | None  # None: a prefetcher runs already, or will
     dense: DenseSide | None
     dense_optimizer: bool  # it must step once for each train batch
+    evaluate: bool = False  # evaluation batches are yielded too
+    accumulate: int = 1  # micro-batches that each batch is yielded as
+    begins_with_tables: bool = False  # that the script has loaded: not with a checkpoint
+    finished: Manifest | None = None  # the last checkpoint of a run that is complete: nothing is trained
 
 
 class Session:
     def __init__(self, parts: SessionParts) -> None:
-        self.current: ArrivedStep | None = None  # begun, and not finished
-        self.is_trained = False  # whether the step in hand was looked up to be trained
-        self.train_steps = 0  # of the run, that were finished
         self.ended = False  # everything is home and on disk, and both have said good-bye
+        self.goes_on = False  # from a checkpoint, so that the script's loop may count epochs that are over
+        self.metrics_address: str | None = None  # "host:port", once it is open
+        self.stop_reason: str | None = None  # why the run is to end, or has ended, before its data
         self._parts = parts
         self._job = parts.job
         self._groups = group_specs(parts.job)
         self._bell = Doorbell()
         self._crew = Crew("trainer", self._bell, owns_process=False)
         self._counters = new_counters(self._groups)
+        self._shown = Shown(parts.job, parts.device, self._counters, self._crew.dead_stage)
+        self._script = ScriptRunner(parts.dense, parts.device)
         self._stack = ExitStack()
         self._conversation: Conversation | None = None
         self._engine: TrainerEngine | None = None
-        self._embeddings: Embeddings | None = None
+        self._hand: StepInHand | None = None
         self._uses: Uses | None = None
+        self._welcome: Welcome | None = None
         self._start: Position | None = None  # of the checkpoint that the run goes on from; None where the first `for` has found its epoch
         self._kernels: Kernels = torch_ops
         self._child: Child | None = None
         self._next: ArrivedStep | None = None  # taken, and not begun
+        self._first_epoch = 0
         self._epoch: int | None = None  # of the last step begun
+        self._last_step: int | None = None  # that was finished
+        self._loss: Tensor | None = None  # of the step in hand, as far as it was recorded
         self._follows_barrier = False  # the step in hand
         self._steps = OptimizerSteps()
+        self._signals = StopSignals(self.ask_to_stop)
         self._stack.callback(self._steps.close)
-        self._steps_seen: int | None = None  # of dense optimizers, at the last forward that trained
-        self._steps_looked_at: int | None = None  # and when the step in hand was only looked up, though gradients were enabled
+        self._stack.callback(LossScaling(lambda: self._hand is not None and self._hand.awaits_backward).close)
         self._turn_s = time.monotonic()  # when the script was last known to have its turn
         self._script_has_turn = False
         self._pid = os.getpid()
@@ -110,12 +127,30 @@ class Session:
     def open(self) -> None:
         """Raises RowcastError; then everything is closed again."""
         with self._in_engine():
+            if self._parts.finished is not None:
+                self._open_finished(self._parts.finished)
+                return
             self._stack.enter_context(RunDirectory(self._job.run_dir, "trainer"))
+            self._stack.callback(self._signals.close)
+            self._signals.open()
+            server = self._shown.serve()
+            self._stack.callback(server.close)
+            self.metrics_address = server.address
             if self._parts.start_child is not None:
                 self._child = self._parts.start_child()
                 self._stack.callback(self._child.see_out, CHILD_END_S)
             self._kernels = choose_kernels(self._parts.device, self._job)  # while the prefetcher prepares, too
             self._meet()
+
+    def _open_finished(self, last: Manifest) -> None:
+        """The dense side is what it was when the data had ended; an epoch that the script had not left is left, with no batch."""
+        tensors = run_folder.dense_tensors(self._job.run_dir, last)
+        self._script.restore(tensors)
+        self._shown.results.restore_evaluations(tensors)
+        self._shown.train_steps, self.goes_on, self.ended = last.train_steps, True, True
+        self._start = None if run_folder.is_over(self._job.run_dir, last) else last.position
+        self._close_evaluation()
+        self._close_stack()
 
     def _meet(self) -> None:
         link = ZmqLink.trainer(self._job.run_dir, on_receive=self._bell.ring, transport=self._job.transport)
@@ -127,32 +162,52 @@ class Session:
         conversation.listen({Welcome: arrived.append, Bye: lambda message: left.set()})
         watch = PeerWatch("prefetcher", conversation, link, self._job.transport, self._progress, lambda: bool(arrived))
         conversation.send(hello(self._job, "train", torch.get_num_threads(), self._parts.device))
-        welcome = await_welcome(arrived, conversation, watch, self._bell, lambda: False, lambda: left.is_set() or self._child_ended())
+        self._shown.health.state = "connecting"
+        stopped = self._is_stopping
+        welcome = await_welcome(arrived, conversation, watch, self._bell, stopped, lambda: left.is_set() or self._child_ended())
+        if welcome is None and self.stop_reason is not None:
+            raise KeyboardInterrupt
         if welcome is None:
             raise PeerLost("the prefetcher was stopped before the run had begun")
         check_welcome_fits(welcome, self._job, self._groups)
         check_welcome(welcome)
-        self._check_resume(welcome)
-        self._start = self._position_of(welcome)
+        self._check_fits_script(welcome)
+        self._start, self._welcome = self._position_of(welcome), welcome
+        self._first_epoch = 0 if self._start is None else self._start.epoch
+        self.goes_on = welcome.first_train_step > 0
+        if welcome.pairing:
+            tell(f"ids come by position: {welcome.pairing}")
         self._make_engine(conversation, watch, welcome)
+
+    def _is_stopping(self) -> bool:
+        return self.stop_reason is not None
 
     def _child_ended(self) -> bool:
         return self._child is not None and self._child.code is not None
 
-    def _check_resume(self, welcome: Welcome) -> None:
+    def _check_fits_script(self, welcome: Welcome) -> None:
+        """Raises ConfigError."""
         if welcome.first_train_step and self._parts.dense is None:
+            raise ConfigError(run_folder.CANNOT_GO_ON.format(self._job.run_dir, welcome.first_train_step))
+        if welcome.first_train_step and self._parts.begins_with_tables:
+            raise ConfigError(run_folder.HAS_TABLES.format(self._job.run_dir, welcome.first_train_step))
+        if self._parts.evaluate and welcome.epoch_batches[1] == 0:
             raise ConfigError(
-                f"the run in {self._job.run_dir} goes on after {welcome.first_train_step} train steps, but the model and its optimizer "
-                "begin anew; connect with dense=(model, optimizer), or with fresh=True"
+                "connect: evaluate=True, but the data set has no evaluation batches; let the factory return a function of "
+                '(split, epoch) that knows the split "eval"'
             )
 
     def _position_of(self, welcome: Welcome) -> Position | None:
         folder = newest_checkpoint(self._job.run_dir) if welcome.first_train_step else None
-        position = None if folder is None else read_manifest(folder).position
-        return position if position is not None and position.train_step == welcome.first_train_step else None
+        newest = None if folder is None else read_manifest(folder)
+        is_own = newest is not None and newest.run_id == welcome.run_id and newest.train_steps == welcome.first_train_step
+        return newest.position if newest is not None and is_own else None
 
     def _make_engine(self, conversation: Conversation, watch: PeerWatch, welcome: Welcome) -> None:
         device = self._parts.device
+        self._shown.accept(welcome)
+        self._stack.callback(self._shown.leave)
+        self._stack.enter_context(self._shown.results)
         rings = attach_rings(self._stack, self._job.transport, welcome)
         self._crew.start({"watch": watch}, {})
         self._stack.callback(self._crew.stop)
@@ -168,73 +223,125 @@ class Session:
             pinned=are_pinned,
             streams=streams,
             records=records,
-            runner=ScriptRunner(self._parts.dense),
-            results=ScriptResults(),
+            runner=self._script,
+            results=self._shown.results,
             counters=self._counters,
         )
-        self._engine, self._uses = engine, Uses(streams.compute)
-        self._embeddings = Embeddings(self._groups, self._job.optimizer.sparse, records, self._kernels, self._uses.lap)
-        self.train_steps = welcome.first_train_step
+        uses = Uses(streams.compute)
+        self._engine, self._uses = engine, uses
+        self._hand = StepInHand(
+            Embeddings(self._groups, self._job.optimizer.sparse, records, self._kernels, uses.lap),
+            uses,
+            self._steps,
+            dense_optimizer=self._parts.dense_optimizer,
+            accumulate=self._parts.accumulate,
+        )
+        self._shown.begin(engine, welcome, pinned=are_pinned)
         self._crew.start({"mail": engine.conversation, "sender": engine.sender}, stall_clocks(engine))
         self._stack.callback(self._crew.stop)  # once more: before the rings are unpinned
 
     @property
-    def embeddings(self) -> Embeddings:
-        assert self._embeddings is not None, "a session that was opened has an engine"
-        return self._embeddings
+    def hand(self) -> StepInHand:
+        assert self._hand is not None, "a session that was opened has an engine"
+        return self._hand
 
     @property
     def uses(self) -> Uses:
         assert self._uses is not None, "a session that was opened has an engine"
         return self._uses
 
+    @property
+    def current(self) -> ArrivedStep | None:
+        """The step in hand."""
+        return None if self._hand is None else self._hand.step
+
+    @property
+    def train_steps(self) -> int:
+        """Of the run, that were finished."""
+        return self._shown.train_steps
+
+    # what the script may know
+
+    @property
+    def epoch(self) -> int:
+        """Of the step in hand, or of the one that was finished last; before the first that of the checkpoint, or 0."""
+        return self._first_epoch if self._epoch is None else self._epoch
+
+    def epoch_batches(self) -> tuple[int | None, int | None]:
+        """Train and evaluation batches of an epoch, where the data set knows."""
+        if self._welcome is None:
+            return 0, 0  # of a run that is complete
+        train, evaluation = self._welcome.epoch_batches
+        most = self._welcome.train_steps  # max_steps may end the run within its first epoch
+        return (train if train is None or most is None else min(train, most)), evaluation
+
+    @property
+    def evaluation(self) -> Evaluation | None:
+        """The last that was recorded and has ended."""
+        return self._shown.results.evaluation_result
+
+    def epoch_to_come(self) -> int | None:
+        """Of the next `for`; None where no epoch is left. Waits for the next step."""
+        if self._hand is not None and self._hand.has_slices:
+            return self.epoch
+        first = self.peek()
+        if self._start is not None and self._has_empty_rest(self._start, first):
+            return self._start.epoch
+        return None if first is None else first.header.epoch
+
     # step by step
 
-    def take_empty_rest(self, first: ArrivedStep) -> bool:
-        """Whether the checkpoint that the run goes on from stands at the end of an epoch, of which nothing follows: its `first` step is of
-        the next one. Once True, never again."""
+    def take_empty_rest(self, first: ArrivedStep | None) -> bool:
+        """Whether the checkpoint that the run goes on from stands at the end of an epoch, of which nothing follows: the `first` step, if
+        there is one, is of the next. Once True, never again."""
         start, self._start = self._start, None
-        return start is not None and (start.epoch < first.header.epoch or start.train_batch == 0)
+        if start is None or not self._has_empty_rest(start, first):
+            return False
+        self.epoch_over(start.epoch)
+        return True
 
-    def look_at_in_hand(self) -> None:
-        """The step in hand is looked up in eval mode, with gradients enabled: right for a prediction, wrong where it is trained by that."""
-        assert self.current is not None, "the module looks up the step in hand"
-        if self.current.header.kind == "train" and self._steps_looked_at is None:
-            self._steps_looked_at = self._steps.count
+    def _has_empty_rest(self, start: Position, first: ArrivedStep | None) -> bool:
+        """And the script was not through with that epoch's `for` yet."""
+        has_begun = start.train_batch > 0 or start.eval_batch is not None
+        return has_begun and (first is None or start.epoch < first.header.epoch) and self._script.epochs_over <= start.epoch
 
-    def train_in_hand(self) -> None:
-        """The step in hand is looked up to be trained. Raises RuntimeError where it must not be."""
-        assert self.current is not None, "the module looks up the step in hand"
-        header, counted = self.current.header, self._steps.count
-        if header.kind == "eval":
-            raise RuntimeError(
-                "this is an evaluation batch, whose rows may not change: call model.eval(), or look up under torch.no_grad()"
-            )
-        if self.is_trained and not self.embeddings.awaits_backward:
-            raise RuntimeError(f"the rows of train step {header.train_step} were updated already; train on each batch once")
-        if self._parts.dense_optimizer and not self.is_trained and self._steps_seen == counted:
-            raise RuntimeError(ACCUMULATED)
-        self.is_trained, self._steps_seen = True, counted
+    def epoch_over(self, epoch: int) -> None:
+        """The script's `for` over it has ended."""
+        self._script.epochs_over = epoch + 1
+
+    def all_over(self) -> None:
+        """What the script does behind its last epoch is done."""
+        if self.ended and self.stop_reason is None:
+            run_folder.mark_over(self._job.run_dir)
 
     def peek(self) -> ArrivedStep | None:
-        """Finishes the step in hand and waits for the next; None where the data has ended, and the session with it. Raises RowcastError."""
+        """Finishes the step in hand and waits for the next; None where the run has ended, and the session with it. Raises RowcastError."""
         self.finish()
-        if self._next is None and not self.ended:
+        if not self.ended and (self._next is None or self.stop_reason is not None):
             self._script_has_turn = False
             with self._in_engine():
-                self._next = self._drive()
+                if self.stop_reason is None:
+                    self._next = self._drive(until=self._is_stopping)
+                if self.stop_reason is not None and not self.ended:
+                    self._stop_here()
             self._turn_s, self._script_has_turn = time.monotonic(), True
+        if self._next is None or self._next.header.kind == "train":
+            self._close_evaluation()
         return self._next
+
+    def next_slice(self) -> Slice | None:
+        """The next micro-batch of the step in hand is the script's now; None where it has had all."""
+        return None if self._hand is None else self._hand.next_slice()
 
     def begin(self) -> ArrivedStep:
         """The step that `peek` has found is the script's now."""
         step, self._next = self._next, None
         assert step is not None, "peek comes before begin"
         assert self._engine is not None, "a session that was opened has an engine"
-        self._follows_barrier, self.is_trained = self._engine.loop.stop_reason is not None, False
-        self._steps_looked_at = None
+        self._follows_barrier = self._engine.loop.stop_reason is not None
         self._engine.loop.begin(step)
-        self.current, self._epoch = step, step.header.epoch
+        self.hand.begin(step)
+        self._epoch, self._loss = step.header.epoch, None
         return step
 
     def finish(self) -> None:
@@ -242,34 +349,51 @@ class Session:
         step = self.current
         if step is None:
             return
-        if self.embeddings.awaits_backward:
-            raise RuntimeError(
-                f"the embeddings of train step {step.header.train_step} have had no backward pass; call backward() once for each forward, "
-                "or look up under torch.no_grad()"
-            )
-        is_stepped = self._steps_looked_at is not None and self._steps_looked_at < self._steps.count
-        if is_stepped and not self.is_trained and self._parts.dense_optimizer:
-            raise RuntimeError(FORGOTTEN.format(step.header.train_step))
         assert self._engine is not None, "a session that was opened has an engine"
-        self.current = None
-        self.uses.gather()
-        self.train_steps += step.header.kind == "train"
-        self._engine.loop.finish(step, None)
+        self.hand.end()
+        self._shown.train_steps += step.header.kind == "train"
+        self._last_step = step.step
+        self._engine.loop.finish(step, self._loss)
         self._bell.ring()
 
-    def _drive(self) -> ArrivedStep | None:
+    def record(self, loss: Tensor | float | None, logits: Tensor | None) -> None:
+        """Of the batch in hand. Raises RuntimeError where there is none of that kind."""
+        step = self.current
+        for given, kind in ((loss, "train"), (logits, "eval")):
+            if given is not None and (step is None or step.header.kind != kind):
+                raise RuntimeError(RECORDED[kind])
+        if loss is not None:
+            assert step is not None, "looked at above"
+            own = torch.as_tensor(loss, dtype=torch.float32).detach().mean() * (self.hand.slice.size / step.header.batch_size)
+            self._loss = own if self._loss is None else self._loss + own
+        if logits is not None:
+            self._script.metrics.update(logits.detach().float().reshape(-1), self.hand.labels())
+            self._script.evaluating = True
+            self.uses.record()
+
+    def _close_evaluation(self) -> None:
+        if self._script.evaluating and (self.stop_reason is None or not self.ended):
+            result = self._script.evaluation(self.train_steps)
+            if result is not None:
+                self._shown.results.evaluation(result)
+
+    def _drive(self, until: Callable[[], bool]) -> ArrivedStep | None:
+        """The next step; None where there is none, and the session has ended, or where `until` says so."""
         engine = self._engine
         if engine is None or self._closed:
             raise RuntimeError("the loader was closed; connect again to train on")
         while not engine.finished:
             seen = self._bell.rings
             self._crew.check()
+            self._shown.update(engine)
             if engine.loop.attend():
                 self._bell.ring()
                 continue
             step = engine.loop.take()
             if step is not None:
                 return step
+            if until():
+                return None
             began_s = time.perf_counter()
             self._bell.wait(seen, IDLE_WAIT_S if self._parts.device.type == "cpu" else DEVICE_POLL_S)
             engine.loop.idled(time.perf_counter() - began_s)
@@ -284,15 +408,52 @@ class Session:
         waiting_for = "the training script" if self._script_has_turn else progress.waiting_for
         return replace(progress, work=progress.work + int(self._turn_s), waiting_for=waiting_for)
 
+    # a stop
+
+    def ask_to_stop(self, reason: str) -> None:
+        """The run ends when the loader is asked next. Also called by a signal's handler."""
+        self.stop_reason = self.stop_reason or reason
+        self._shown.health.state = "stopping"
+        self._bell.ring()
+
+    def stop(self, reason: str) -> None:
+        """Ends the run where the script stands; a step whose rows wait for their backward pass or the dense optimizer is ended first, when
+        the loader is asked for the next. Raises RowcastError."""
+        if self.ended:
+            return
+        self.ask_to_stop(reason)
+        step = self.current
+        if step is not None and not self.hand.is_used:
+            self._next = step  # left for the run that goes on
+            self.hand.drop()
+        if step is None or self.current is None or self.hand.is_done:
+            self.peek()
+
+    def _stop_here(self) -> None:
+        """The prefetcher is told at which step training goes on, before it hears that any step from there on is done."""
+        engine = self._engine
+        assert engine is not None, "a session that was opened has an engine"
+        assert self._conversation is not None, "and a conversation"
+        if self._next is None and self._last_step is None:
+            self._next = self._drive(until=lambda: False)  # to learn which step is the first
+        next_step = self._next.step if self._next is not None else None if self._last_step is None else self._last_step + 1
+        if self.ended or next_step is None:
+            return
+        self._conversation.send(StopRequest(reason=f"{self.stop_reason} in the training script", next_step=next_step))
+        step, self._next = self._next, None
+        while step is not None or (step := self._drive(until=lambda: False)) is not None:
+            engine.loop.pass_over(step)
+            self._bell.ring()
+            step = None
+
     # checkpoints
 
     def checkpoint_here(self) -> str | None:
         """The name of the checkpoint that holds the tables as they are now, once it is on disk; None where the plans have none here. A step
         in hand that was trained is finished for it."""
-        waits_for_step = self._parts.dense_optimizer and self._steps_seen == self._steps.count
-        if self.current is not None and self.is_trained and waits_for_step and self._parts.dense is not None:
+        if self.current is not None and self.hand.awaits_optimizer and self._parts.dense is not None:
             raise RuntimeError("a checkpoint of dense=... belongs behind optimizer.step(): call state_dict() after it")
-        if self.current is None or self.is_trained:
+        if self.current is None or (self.hand.is_trained and not self.hand.has_slices):
             self.peek()
         while (found := self._checkpoint_at(self.train_steps)) is None and self._is_being_written():
             self._crew.check()
@@ -300,8 +461,18 @@ class Session:
         return found
 
     def _checkpoint_at(self, train_steps: int) -> str | None:
+        """Of this run: one of an earlier run, whose place a fresh one has not taken yet, may have as many train steps."""
         folder = newest_checkpoint(self._job.run_dir)
-        return folder.name if folder is not None and read_manifest(folder).train_steps == train_steps else None
+        newest = None if folder is None else read_manifest(folder)
+        if newest is None or newest.train_steps != train_steps or newest.run_id != self._run_id:
+            return None
+        return newest.name
+
+    @property
+    def _run_id(self) -> str | None:
+        if self._parts.finished is not None:
+            return self._parts.finished.run_id
+        return None if self._welcome is None else self._welcome.run_id
 
     def _is_being_written(self) -> bool:
         """Whether a checkpoint was taken right before the step in hand, or before the next one, which may not be on disk yet."""
@@ -314,15 +485,36 @@ class Session:
     def _end(self, engine: TrainerEngine) -> None:
         end = engine.loop.end
         assert end is not None, "the loop ends with EndOfData"
+        if end.finished:
+            self._close_evaluation()
+        self._shown.write()
         self._crew.stop()  # nothing may follow the good-bye, no heartbeat either
         engine.say_bye()
         self.ended = True
+        self._shown.health.state = "stopped"
         self._close_stack()
-        if not end.finished:
+        if end.finished:
+            self.stop_reason = None
+        elif self.stop_reason is not None:
+            tell(self._stopped())
+        else:
             raise RowcastError(
-                f"the prefetcher was stopped ({engine.loop.stop_reason}) after {self.train_steps} train steps; its checkpoint in "
-                f"{self._job.run_dir} is where connect(fresh=False, dense=...) goes on"
+                f"the prefetcher was stopped ({engine.loop.stop_reason}) after {self.train_steps} train steps; its checkpoint is in "
+                f"{self._job.run_dir}: {self._how_to_go_on()}"
             )
+
+    def _stopped(self) -> str:
+        if not self.train_steps:
+            return f"stopped by {self.stop_reason} before the first train step"
+        return (
+            f"stopped by {self.stop_reason} after {self.train_steps} train steps, in epoch {self.epoch}; the checkpoint is in "
+            f"{self._job.run_dir}: {self._how_to_go_on()}"
+        )
+
+    def _how_to_go_on(self) -> str:
+        if self._parts.dense is None:
+            return "without connect(..., dense=(model, optimizer)) it has the tables alone, and the run cannot be continued"
+        return "start the script again to go on right there"
 
     def leave(self) -> None:
         """Whatever the script still had to do: both processes end. Idempotent, and nothing in a process that was forked from this one."""
@@ -358,5 +550,7 @@ class Session:
 
     def _close_stack(self) -> None:
         self._closed = True
-        self.current = self._next = None
+        self._next = None
+        if self._hand is not None:
+            self._hand.step = None
         self._stack.close()

@@ -1,0 +1,142 @@
+"""Gradient accumulation: a batch yielded as micro-batches trains its rows once, on the gradients of all of them."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import trainer
+from protocol.errors import ConfigError
+from tests.adopt import clicks
+from tests.adopt.runs import CONFIGS, Launches, Model, copied, make, same, train_on
+from trainer.adopt.slices import slices_of
+
+DATASET = "tests.adopt.clicks:train"
+bce = nn.functional.binary_cross_entropy_with_logits
+
+
+@pytest.mark.parametrize(("size", "number"), [(8, 1), (8, 3), (8, 4), (5, 4), (2, 4), (1, 1)])
+def test_a_batch_is_cut_as_torch_chunk_cuts(size: int, number: int) -> None:
+    cut = [list(range(size))[own.start : own.stop] for own in slices_of(size, number)]
+    assert cut == [chunk.tolist() for chunk in torch.arange(size).chunk(number)]
+    assert [own.is_last for own in slices_of(size, number)] == [False] * (len(cut) - 1) + [True]
+
+
+def train_in_slices(model: Model, optimizer: torch.optim.Optimizer, loader: Any) -> list[float]:
+    """The losses of micro-batches."""
+    losses = []
+    for batch in loader:
+        loss = bce(model(batch.dense_features, batch.sparse_features), batch.labels) * batch.share
+        torch.autograd.backward(loss)
+        losses.append(loss.item())
+        if batch.is_last:
+            optimizer.step()
+            optimizer.zero_grad()
+    return losses
+
+
+@pytest.mark.parametrize("number", [2, 3])
+def test_micro_batches_train_rows_as_one_batch_does(number: int, tmp_path: Path, launches: Launches) -> None:
+    """Bit for bit the script that looks the whole batch up and takes the losses of the same slices, one backward pass for each."""
+    model, optimizer = make(tmp_path / "slices", optimizer="adam")
+    found = train_in_slices(model, optimizer, trainer.connect(model.ebc, DATASET, accumulate=number))
+    end = copied(model.state_dict())
+
+    model, optimizer = make(tmp_path / "whole", optimizer="adam")
+    losses = []
+    for dense, sparse, labels in trainer.connect(model.ebc, DATASET):
+        values = model.ebc(sparse).values()
+        leaf = values.detach().requires_grad_()
+        for own in slices_of(len(labels), number):
+            part = slice(own.start, own.stop)
+            logits = model.layer(torch.cat([dense[part], leaf[part]], dim=1)).squeeze(1)
+            loss = bce(logits, labels[part]) * (own.size / len(labels))
+            torch.autograd.backward(loss)
+            losses.append(loss.item())
+        assert leaf.grad is not None
+        torch.autograd.backward(values, leaf.grad)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert found == losses
+    assert same(dict(model.state_dict()), end)
+    assert len(found) == 8 * number
+
+
+def test_micro_batches_give_what_plain_torch_gives(tmp_path: Path, launches: Launches) -> None:
+    model, optimizer = make(tmp_path)
+    start = copied(model.state_dict())
+    found = train_in_slices(model, optimizer, trainer.connect(model.ebc, DATASET, accumulate=4))
+    end = model.state_dict()
+
+    tables = nn.ModuleDict({config.name: nn.EmbeddingBag(config.num_embeddings, 4, mode="sum") for config in CONFIGS})
+    layer = nn.Linear(14, 1)
+    plain = nn.ModuleDict({"layer": layer, "ebc": nn.ModuleDict({"embedding_bags": tables})})
+    plain.load_state_dict(start)
+    optimizer = torch.optim.Adagrad(plain.parameters(), lr=0.1)
+    losses = []
+    for step in range(8):
+        dense, ids, labels = (torch.as_tensor(part) for part in clicks.batch(step))
+        for part in torch.arange(8).chunk(4):
+            bags = [tables[name](ids[part, f : f + 1]) for f, name in enumerate(["wide", "wide", "small"])]
+            loss = bce(layer(torch.cat([dense[part], *bags], dim=1)).squeeze(1), labels[part].float()) / 4
+            torch.autograd.backward(loss)
+            losses.append(loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+    torch.testing.assert_close(torch.tensor(found), torch.tensor(losses))
+    for name, tensor in plain.state_dict().items():
+        torch.testing.assert_close(end[name], tensor, rtol=1e-4, atol=1e-5)
+
+
+def test_mistakes_with_micro_batches_are_named(tmp_path: Path, launches: Launches) -> None:
+    model, optimizer = make(tmp_path)
+    with pytest.raises(ConfigError, match="accumulate = 0 must be a number of micro-batches, at least 1"):
+        trainer.connect(model.ebc, DATASET, accumulate=0)
+    with trainer.connect(model.ebc, DATASET, accumulate=4) as loader:
+        batches = iter(loader)
+        first = next(batches)
+        assert (len(first.labels), first.share, first.is_last, first.sparse_features.stride()) == (2, 0.25, False, 2)
+        logits = model(first.dense_features, first.sparse_features)
+        with pytest.raises(RuntimeError, match="micro-batch 0 of train step 0 were asked for before the backward pass of an earlier"):
+            model(first.dense_features, first.sparse_features)
+        with pytest.raises(RuntimeError, match="embeddings of train step 0 have had no backward pass"):
+            next(batches)
+        torch.autograd.backward(logits.sum())
+        batches = iter(loader)  # goes on within the batch
+        second = next(batches)
+        assert torch.equal(second.labels, torch.as_tensor(clicks.batch(0)[2][2:4]).float())
+        with pytest.raises(RuntimeError, match="are of micro-batch 0 and the batch is micro-batch 1 of step 0"):
+            model(second.dense_features, first.sparse_features)
+        optimizer.step()
+        with pytest.raises(RuntimeError, match=r"stepped between two micro-batches of train step 0: with accumulate=4 .* batch.is_last"):
+            model(second.dense_features, second.sparse_features)
+
+
+def test_a_micro_batch_that_is_passed_over_has_no_gradient(tmp_path: Path, launches: Launches) -> None:
+    """Here the last one, so that the rows are updated as the step is left."""
+    ends: list[dict[str, Tensor]] = []
+    for number, passed in ((2, 1), (4, 2)):
+        model, optimizer = make(tmp_path / str(number))
+        for at, batch in enumerate(trainer.connect(model.ebc, DATASET, accumulate=number, max_steps=2)):
+            if at % number < passed:
+                train_on_part(model, batch)
+            if batch.is_last:
+                optimizer.step()
+                optimizer.zero_grad()
+        ends.append(copied(model.state_dict()))
+    for name, tensor in ends[0].items():
+        torch.testing.assert_close(tensor, ends[1][name])
+
+
+def train_on_part(model: Model, batch: Any) -> None:
+    logits = model(batch.dense_features, batch.sparse_features)
+    torch.autograd.backward(bce(logits, batch.labels, reduction="sum"))
+
+
+def test_the_same_batches_are_trained_where_nothing_is_accumulated(tmp_path: Path, launches: Launches) -> None:
+    model, optimizer = make(tmp_path / "one")
+    losses = [train_on(model, optimizer, batch) for batch in trainer.connect(model.ebc, DATASET, accumulate=1)]
+    model, optimizer = make(tmp_path / "plain")
+    assert losses == [train_on(model, optimizer, batch) for batch in trainer.connect(model.ebc, DATASET)]

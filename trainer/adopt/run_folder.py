@@ -1,0 +1,112 @@
+"""The run directory of a script: what it is called where the script names none, whose it is, and which run it holds.
+
+runs/<the script's name>     by default; it remembers the script, so that no other one takes it
+"""
+
+import os
+import sys
+from pathlib import Path
+
+from protocol.errors import ConfigError, DataError
+from protocol.job import Job
+from protocol.job_file import parse_job
+from protocol.manifest import Manifest, checked_file, newest_checkpoint, read_manifest
+from protocol.rundir import RunDirectory
+from trainer.dense import Tensors, unpack
+
+NOTEBOOK = "notebook"  # a session without a file
+SCRIPT_FILE = "script"  # in the run directory: the path of the script from there
+OVER_FILE = "script.over"  # in the run directory: how far the run had come when the script had left its loop over the epochs
+CANNOT_GO_ON = (
+    "{} holds a run of {} train steps, but the model and its optimizer begin anew: connect(..., dense=(model, optimizer)) goes on where "
+    "that run stands, and fresh=True begins a new one, whose first checkpoint replaces it"
+)
+HAS_TABLES = (
+    "{} holds a run of {} train steps, which goes on with its own tables, but load_state_dict() has given others: leave that away to go "
+    "on (ebc.has_run says whether there is a run), or give fresh=True to begin a new run with them, whose first checkpoint replaces it"
+)
+
+
+def default_run_dir() -> Path:
+    script = own_script()
+    if script is None:
+        return Path("runs") / NOTEBOOK
+    return Path("runs") / (script.parent.name if script.stem == "__main__" else script.stem)
+
+
+def own_script() -> Path | None:
+    """None in a notebook or an interactive session."""
+    file = getattr(sys.modules.get("__main__"), "__file__", None)
+    return None if file is None else Path(file).resolve()
+
+
+def check_owner(run_dir: Path) -> None:
+    """Raises ConfigError where the directory, which this script has by default, is another one's."""
+    record = run_dir / SCRIPT_FILE
+    if not record.exists():
+        if newest_checkpoint(run_dir) is not None:
+            raise ConfigError(f"{run_dir} holds a run that was given this directory by name; set run_dir=... for the run of {described()}")
+        return
+    made_by = record.read_text().strip()
+    if made_by != described_from(run_dir):
+        named = made_by if made_by == NOTEBOOK else os.path.normpath(run_dir.resolve() / made_by)
+        raise ConfigError(
+            f"{run_dir} is the run directory of {named}, and that of {described()} by default too; set another one by "
+            "EmbeddingBagCollection(..., run_dir=...)"
+        )
+
+
+def claim(run_dir: Path) -> None:
+    """The directory is this script's from now on. Raises ConfigError where it is another one's, OSError where it cannot be written."""
+    check_owner(run_dir)
+    (run_dir / SCRIPT_FILE).write_text(f"{described_from(run_dir)}\n")
+
+
+def described() -> str:
+    return str(own_script() or "a notebook or an interactive session")
+
+
+def described_from(run_dir: Path) -> str:
+    """A relative path, so that script and run directory may move together."""
+    script = own_script()
+    return NOTEBOOK if script is None else os.path.relpath(script, run_dir.resolve())
+
+
+# the run that is there
+
+
+def newest_run(run_dir: Path) -> Manifest | None:
+    """The newest checkpoint, where train steps were done before it. One that cannot be read is for the prefetcher to judge."""
+    folder = newest_checkpoint(run_dir)
+    try:
+        newest = None if folder is None else read_manifest(folder)
+    except DataError:
+        return None
+    return newest if newest is not None and newest.train_steps else None
+
+
+def is_complete(job: Job, newest: Manifest, max_steps: int | None) -> bool:
+    """Whether the run is over, and the job gives it nothing more to train. Raises ConfigError where that cannot be read."""
+    completion = RunDirectory(job.run_dir, "trainer").completion()
+    if completion is None or completion.leaves_more(job.data.epochs, max_steps):
+        return False
+    return parse_job(newest.job, str(job.run_dir)).training_digest([]) == job.training_digest([])
+
+
+def dense_tensors(run_dir: Path, manifest: Manifest) -> Tensors:
+    """The dense side of a checkpoint. Raises DataError."""
+    if manifest.dense is None:
+        return {}
+    return unpack(checked_file(run_dir / "checkpoints", manifest.dense).read_bytes())
+
+
+def mark_over(run_dir: Path) -> None:
+    """The script has done what it does behind its last epoch."""
+    newest = newest_run(run_dir)
+    if newest is not None:
+        (run_dir / OVER_FILE).write_text(f"{newest.run_id} {newest.train_steps}\n")
+
+
+def is_over(run_dir: Path, newest: Manifest) -> bool:
+    record = run_dir / OVER_FILE
+    return record.exists() and record.read_text().split() == [newest.run_id, str(newest.train_steps)]
