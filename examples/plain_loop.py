@@ -17,7 +17,7 @@ from protocol.cores import usable_cores
 from protocol.job import Job, SparseOptimizer, Table
 from protocol.job_file import load_job
 from protocol.learning_rate import learning_rate
-from trainer.models import Embedded, Sequences, mean_loss
+from trainer.models import Embedded, Sequences
 from trainer.models.side import DenseSide
 
 STOCK: dict[str, Callable[[nn.Parameter, SparseOptimizer], torch.optim.Optimizer]] = {
@@ -90,9 +90,9 @@ def run_plain_loop(job: Job, start: dict[str, Tensor], batches: Iterable[Schedul
         batch, training = scheduled.batch, scheduled.kind == "train"
         with torch.set_grad_enabled(training):
             embeddings = [feature for table in tables for feature in table.forward(batch)]
-            logits = side.forward(torch.tensor(batch.dense), embeddings, training=training)
+            outputs = side.forward(torch.tensor(batch.dense), embeddings, training=training)
         if training:
-            torch.autograd.backward(loss := mean_loss(logits, torch.tensor(batch.labels)))
+            torch.autograd.backward(loss := side.loss(outputs, torch.tensor(batch.labels)))
             side.step(scheduled.train_step)
             for table in tables:
                 table.update(scheduled.train_step)

@@ -79,6 +79,25 @@ def run(
 
 
 @app.command()
+def new(
+    data: Annotated[str, typer.Option("--data", help="A file, folder or glob of CSV with a header, or Parquet.", metavar="PATH")],
+    label: Annotated[
+        str | None, typer.Option("--label", help="The column of the label.", show_default="by name, or the only 0/1 column")
+    ] = None,
+    dense: Annotated[str | None, typer.Option("--dense", help="Columns that are dense features.", metavar="A,B,...")] = None,
+    ids: Annotated[str | None, typer.Option("--ids", help="Columns that are ids.", metavar="A,B,...")] = None,
+) -> None:
+    """Look at a table of samples and write a job file for it to stdout: prefetcher new --data clicks.csv > job.toml"""
+
+    def main() -> None:
+        from prefetcher.analysis.new.command import NewOptions, run_new
+
+        run_new(NewOptions(data=data, label=label, dense=dense, ids=ids))
+
+    raise typer.Exit(run_command("prefetcher", main))
+
+
+@app.command()
 def simulate(
     config: Config,
     overrides: Overrides = None,
@@ -90,6 +109,7 @@ def simulate(
     capacities: Annotated[list[str] | None, typer.Option("--capacity", help="As cache.capacity, such as 64MiB. Repeatable.")] = None,
     horizons: Annotated[list[str] | None, typer.Option("--horizon", help="Batches known ahead, or auto. Repeatable.")] = None,
     batch_sizes: Annotated[list[int] | None, typer.Option("--batch-size", min=1, help="Repeatable.")] = None,
+    shuffles: Annotated[list[str] | None, typer.Option("--shuffle", help="none, window:ROWS or full. Repeatable.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")] = False,
     per_step: Annotated[bool, typer.Option("--per-step", help="With --json: what moved at each step too.")] = False,
     plot: Annotated[Path | None, typer.Option("--plot", help="Draw miss-ratio curves.", metavar="PNG|SVG")] = None,
@@ -108,6 +128,7 @@ def simulate(
             capacities=capacities or (),
             horizons=horizons or (),
             batch_sizes=batch_sizes or (),
+            shuffles=shuffles or (),
             json=as_json,
             per_step=per_step,
             plot=plot,

@@ -71,6 +71,7 @@ class PrefetcherEngine:
             writeback=self.writeback,
             checkpointer=parts.checkpointer,
             counters=self.counters,
+            staging_bytes=welcome.staging_bytes,
             send=parts.conversation.send,
             restore=parts.restore,
             verifier=verifier,

@@ -140,6 +140,7 @@ class Fetcher:
         writeback: Writeback,
         checkpointer: Checkpointer,
         counters: PrefetcherCounters,
+        staging_bytes: int,
         send: Callable[[Restore | StepReady | Flush | EndOfData], None],
         restore: bytes = b"",
         verifier: Verifier | None = None,
@@ -157,6 +158,7 @@ class Fetcher:
         self._writeback = writeback
         self._checkpointer = checkpointer
         self._counters = counters
+        self._staging_bytes = staging_bytes
         self._send = send
         self._verifier = verifier
         self._restore = dense_out(restore, ring.max_payload) if restore else None  # the dense side that the trainer begins with
@@ -256,6 +258,7 @@ class Fetcher:
             [len(group.fetch) for group in plan.groups],
             [group.record_bytes for group in self._groups],
             self._ring.max_payload,
+            self._staging_bytes,
         )
         header = plan_header(step.batch.batch, plan, block, num_checksums=sum(map(len, checked.values())))
         return Outgoing(step=step, block=block, header=header, pieces=pieces)

@@ -27,7 +27,7 @@ from prefetcher.planner.job_planner import job_planner
 from prefetcher.planner.planner import RowPlanner
 from prefetcher.readers.schedule import PlacedBatch
 from prefetcher.readers.worker import BatchSource
-from prefetcher.sizing import automatic_ring_bytes, automatic_threads, check_shared_memory
+from prefetcher.sizing import automatic_threads, check_shared_memory, sizes
 from prefetcher.tables import Tables
 from prefetcher.warmup import warm_up
 from protocol.conversation import Conversation
@@ -189,7 +189,8 @@ class Incarnation:
         """Everything that the engine needs, then the engine."""
         run = self._run
         slots = job_slots(self._job, run.groups, measured)
-        rings = self._make_rings(stack, measured)
+        own = sizes(self._job, run.groups, measured, self._job.lookahead.depth)
+        rings = self._make_rings(stack, own.ring_bytes)
         is_tcp = self._transport.is_tcp
         fetch_ring, back_ring = RingWriter(rings[0].buffer, always_checksum=is_tcp), RingReader(rings[1].buffer, mirror=is_tcp)
         if is_tcp:
@@ -208,7 +209,7 @@ class Incarnation:
                 fetch_ring=fetch_ring,
                 back_ring=back_ring,
                 checkpointer=self._checkpointer(),
-                welcome=self._welcome(conversation.session.incarnation, slots, rings, len(restore)),
+                welcome=self._welcome(conversation.session.incarnation, slots, rings, own.staging_bytes, len(restore)),
                 mode=run.mode,
                 start=self._start,
                 counters=run.counters,
@@ -219,15 +220,12 @@ class Incarnation:
         engine.planning.on_interval = self._keep_interval
         self._run_stages(stack, engine)
 
-    def _make_rings(self, stack: ExitStack, measured: list[PlacedBatch]) -> list[RingFile | RingMemory]:
-        transport = self._transport
-        nbytes = transport.ring_bytes
-        if not transport.is_tcp:
-            nbytes = nbytes or automatic_ring_bytes(self._run.groups, measured, self._job.lookahead.depth)
+    def _make_rings(self, stack: ExitStack, nbytes: int) -> list[RingFile | RingMemory]:
+        if not self._transport.is_tcp:
             check_shared_memory(nbytes)
         rings = []
         for name in ("fetch", "back"):
-            rings.append(create_ring(transport, nbytes or transport.mirror_bytes, name))
+            rings.append(create_ring(self._transport, nbytes, name))
             stack.callback(rings[-1].close)
         return rings
 
@@ -285,7 +283,14 @@ class Incarnation:
         keep_interval(self._run.checkpoints.disk, self._run.checkpoints.root, checkpoint.every, steps)
         self._log.info("the pace is known", checkpoint_every=checkpoint.every, train_steps=steps)
 
-    def _welcome(self, incarnation: int, slots: tuple[int, ...], rings: Sequence[RingFile | RingMemory], restore_bytes: int) -> Welcome:
+    def _welcome(
+        self,
+        incarnation: int,
+        slots: tuple[int, ...],
+        rings: Sequence[RingFile | RingMemory],
+        staging_bytes: int,
+        restore_bytes: int,
+    ) -> Welcome:
         info, lookahead = self._source.info(), self._job.lookahead
         if lookahead.horizon != "auto" and lookahead.horizon < lookahead.depth:
             self._log.warning("the horizon was raised to the depth", horizon=lookahead.horizon, depth=lookahead.depth)
@@ -313,6 +318,7 @@ class Incarnation:
             depth=lookahead.depth,
             fetch_ring=fetch_ring,
             back_ring=back_ring,
+            staging_bytes=staging_bytes,
             train_steps=info.expected_train_steps,
             first_train_step=self.train_steps,
             restore_bytes=restore_bytes,

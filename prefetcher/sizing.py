@@ -1,18 +1,43 @@
-"""What a run takes of its machine where the job file leaves it open: planner threads, and bytes of the two rings."""
+"""What a run takes of its machine where the job file leaves it open: planner threads, and bytes of the rings and of staging.
 
-import statistics
+Rings and staging go by a *typical plan*: the rows that the first batches need for the first time, a batch, and the arrays that come with
+them. A plan that brings more, as the first one always does, goes in more pieces.
+
+    each ring      depth + 1 typical plans: all that may be in flight
+    staging        the rows of two typical plans, each way: one is used while the next one comes
+"""
+
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from prefetcher.planner.capacity import measure
-from protocol.batch import ScheduledBatch
+from protocol.batch import Batch, ScheduledBatch
 from protocol.cores import usable_cores
 from protocol.errors import ConfigError
-from protocol.job import MIN_RING_BYTES
-from protocol.tables import GroupSpec
+from protocol.job import MIN_RING_BYTES, Job
+from protocol.packing import ARRAY_ALIGNMENT
+from protocol.tables import GroupSpec, aligned
+from protocol.transport.ring import largest_payload
 from protocol.transport.ring_file import free_shared_memory
 
-AUTO_RING_BYTES = 64 * 2**20
+LEAST_RING_BYTES = 2 * 2**20
+LEAST_STAGING_BYTES = 2**19
+ARRAYS_SPARE = 1.25  # for dense features and labels, which need not be here yet, and for larger batches
 MOST_THREADS = 8
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Typical:
+    """Bytes of a plan, as the first batches let expect it."""
+
+    rows: int
+    arrays: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sizes:
+    ring_bytes: int  # of each ring
+    staging_bytes: int  # on the device, each way
 
 
 def automatic_threads() -> int:
@@ -20,16 +45,45 @@ def automatic_threads() -> int:
     return max(1, min(MOST_THREADS, usable_cores() // 4))
 
 
-def automatic_ring_bytes(groups: Sequence[GroupSpec], measured: Sequence[ScheduledBatch], depth: int) -> int:
-    """max(64 MiB, (depth + 1) x the rows of a typical batch), at most a quarter of what is free in shared memory."""
-    typical = statistics.median([touched_bytes(groups, batch) for batch in measured]) if measured else 0
-    wanted = max(AUTO_RING_BYTES, int((depth + 1) * typical))
+def sizes(job: Job, groups: Sequence[GroupSpec], measured: Sequence[ScheduledBatch], depth: int) -> Sizes:
+    """Of a run of the job, from its first batches. Raises ConfigError where shared memory has no room for the smallest rings."""
+    typical, transport = typical_plan(groups, measured), job.transport
+    ring_bytes = transport.mirror_bytes if transport.is_tcp else transport.ring_bytes or automatic_ring_bytes(typical, depth)
+    return Sizes(ring_bytes=ring_bytes, staging_bytes=staging_bytes(typical.rows, ring_bytes))
+
+
+def typical_plan(groups: Sequence[GroupSpec], measured: Sequence[ScheduledBatch]) -> Typical:
+    """`measured`: at most the first MEASURED_BATCHES of the run."""
+    if not measured:
+        return Typical(rows=0, arrays=0)
+    touched = measure(tuple(groups), measured)
+    new_rows = sum(rows * group.record_bytes for rows, group in zip(touched.distinct_rows, groups, strict=True))
+    most_rows = sum(touched.largest_batch_rows)
+    most_lookups = max(lookup_bytes(scheduled.batch) for scheduled in measured)
+    return Typical(rows=new_rows // len(measured), arrays=int(ARRAYS_SPARE * (most_lookups + 16 * most_rows)))
+
+
+def lookup_bytes(batch: Batch) -> int:
+    """Of a plan's arrays of look-ups, in each of which ids and offsets take half of what they take in a batch (`packing.plan_block`)."""
+    given = 0 if batch.offsets is None else batch.offsets.nbytes // 2
+    weighted = 0 if batch.weights is None else 2 * batch.weights.nbytes
+    return batch.ids.nbytes + given + weighted
+
+
+def automatic_ring_bytes(typical: Typical, depth: int) -> int:
+    """At most a quarter of what is free in shared memory."""
+    wanted = max(LEAST_RING_BYTES, (depth + 1) * (typical.rows + typical.arrays))
     allowed = free_shared_memory() // 4
     if allowed < MIN_RING_BYTES:
         raise ConfigError(
             f"/dev/shm has {4 * allowed} bytes free, and two rings need at least {8 * MIN_RING_BYTES}; enlarge it or free space in it"
         )
-    return min(wanted, allowed) // 4096 * 4096
+    return min(aligned(wanted, 4096), allowed // 4096 * 4096)
+
+
+def staging_bytes(typical_rows: int, ring_bytes: int) -> int:
+    """A piece has at most half a ring, so no more is of use."""
+    return min(largest_payload(ring_bytes), aligned(max(LEAST_STAGING_BYTES, 2 * typical_rows), ARRAY_ALIGNMENT))
 
 
 def check_shared_memory(ring_bytes: int) -> None:
@@ -40,8 +94,3 @@ def check_shared_memory(ring_bytes: int) -> None:
             f"two rings of {ring_bytes} bytes need {2 * ring_bytes} bytes of /dev/shm, where {free} are free; "
             f"make transport.ring smaller or enlarge /dev/shm"
         )
-
-
-def touched_bytes(groups: Sequence[GroupSpec], batch: ScheduledBatch) -> int:
-    rows = measure(tuple(groups), [batch]).largest_batch_rows
-    return sum(n * group.record_bytes for n, group in zip(rows, groups, strict=True))

@@ -9,7 +9,7 @@ from prefetcher.stores.memory import MemoryStore
 from prefetcher.verify.verifier import warm_up_checks
 from protocol.batch import Batch, ScheduledBatch
 from protocol.tables import GroupSpec, RecordPart, TableSpec
-from protocol.telemetry.logs import get_logger
+from protocol.telemetry.logs import get_logger, said_if_slow
 
 WORTH_SAYING_S = 1.0
 INITS = ("uniform", "normal:1", "constant:0")
@@ -18,6 +18,16 @@ INITS = ("uniform", "normal:1", "constant:0")
 def warm_up(*, verify: bool = False) -> None:
     """Plans three steps of a tiny job and moves their rows, single-hot and weighted bags alike; and checks rows, if the run will."""
     began_s = time.perf_counter()
+    with said_if_slow(WORTH_SAYING_S, "preparing the planner; a first start compiles it: about 15 s"):
+        plan_and_move()
+        if verify:
+            warm_up_checks()
+    seconds = time.perf_counter() - began_s
+    if seconds > WORTH_SAYING_S:
+        get_logger().info("prepared the planner; its first start compiles it", seconds=round(seconds, 1))
+
+
+def plan_and_move() -> None:
     groups = tuple(tiny_group(index, init) for index, init in enumerate(INITS))
     for multi_hot in (False, True):
         planner = RowPlanner(groups, (2,) * len(groups), depth=1, horizon=2)
@@ -37,11 +47,6 @@ def warm_up(*, verify: bool = False) -> None:
             for keys, _ in store.scan(group.tables[0].index, block=8, changed=True):
                 store.forget(keys)
             store.settle()
-    if verify:
-        warm_up_checks()
-    seconds = time.perf_counter() - began_s
-    if seconds > WORTH_SAYING_S:
-        get_logger().info("prepared the planner; its first start compiles it", seconds=round(seconds, 1))
 
 
 def tiny_group(index: int, init: str) -> GroupSpec:

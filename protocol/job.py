@@ -84,7 +84,7 @@ class JobSection(Section, frozen=True, kw_only=True):
 
 
 class Columns(Section, frozen=True, kw_only=True):
-    """Of Parquet and CSV, whose columns have names (data.md). A feature is the column of its name."""
+    """Of Parquet and CSV, whose columns have names: see [data.md](data.md). A feature is the column of its name."""
 
     label: str = "label"  # the column of the label
     # columns of dense features; by default every column named `int_<n>`, by n; `[]`: there are none
@@ -92,7 +92,7 @@ class Columns(Section, frozen=True, kw_only=True):
     weights: dict[str, str] = {}  # feature -> the column of its per-look-up weights
     # `true`, or the features whose ids are hashed into their tables: strings, or integers of any size; row 0 is kept for a missing id
     hash: bool | list[str] = False
-    lists: dict[str, str] = {}  # CSV: feature -> what stands between the ids of a cell (and between its weights), such as `"|"`
+    lists: dict[str, str] = {}  # CSV: feature -> what stands between the ids of a cell (and between its weights), such as `";"`
     delimiter: str = ","  # CSV: what stands between cells
 
     def __post_init__(self) -> None:
@@ -207,7 +207,9 @@ class TablesFrom(Section, frozen=True, kw_only=True):
 
 
 class Model(Section, frozen=True, kw_only=True):
-    kind: str = "dlrm"  # `dlrm`, `dcnv2`, `tbsm`, or `package.module:factory` for any `nn.Module` called with (dense, list of embeddings)
+    # `dlrm`, `dcnv2`, `tbsm`, or `package.module:factory` for any `nn.Module` called with (dense, list of embeddings); its method
+    # `loss(outputs, labels)`, where it has one, takes the place of binary cross entropy
+    kind: str = "dlrm"
     bottom_mlp: list[int] = []  # output widths; every layer ends in ReLU; the last is `embedding_dim` for dlrm and tbsm
     top_mlp: list[int] = []  # output widths; the last is 1 and has no ReLU; tbsm: that of a time step's vector, and has one
     history: int = 20  # tbsm: time steps before a sequence's last entry, which is the target; older entries are not looked at
@@ -369,8 +371,8 @@ class Eval(Section, frozen=True, kw_only=True):
 
 
 class Cache(Section, frozen=True, kw_only=True):
-    # device bytes for rows, all groups together, or `"20000 rows"` where all tables have one width and dtype; staging comes on top,
-    # (`lookahead.depth` + 1) times a ring's size
+    # device bytes for rows, all groups together, or `"20000 rows"` where all tables have one width and dtype; staging comes on top:
+    # the rows of two typical plans each way, and at least 1 MiB in all
     capacity: Size
     policy: Policy = "lookahead"  # who leaves; `lru`, `lfu` and `static` are there to compare with, exact as well
     pin: str | None = None  # a file of rows that stay on the device once they are there, as `prefetcher profile --out` writes it
@@ -461,7 +463,8 @@ class Checkpoint(Section, frozen=True, kw_only=True):
 class Transport(Section, frozen=True, kw_only=True):
     endpoint: str = "ipc"  # `ipc` on one host; `tcp://host:port`: the prefetcher binds it, the trainer connects to it
     keys: str | None = None  # tcp: folder of CURVE keys, as `prefetcher keys --out` makes it (SECURITY.md)
-    ring: Size = "auto"  # bytes of each of the two rings; `"auto"` fits the batches, and is 64 MiB over tcp
+    # bytes of each of the two rings, in host memory; `"auto"`: `lookahead.depth` + 1 typical plans, at least 2 MiB, and 64 MiB over tcp
+    ring: Size = "auto"
     connect_timeout: str | float = "60s"  # for the peer to come
     stall_timeout: str | float = "300s"  # without progress of either process, until both give up
     # how long a process whose peer is lost waits for another, to go on from the checkpoint; 0: it ends at once

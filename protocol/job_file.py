@@ -114,7 +114,7 @@ def check_whole(job: Job) -> None:
         if job.model.compile and table.pooling == "none":
             raise ValueError(
                 f'model.compile: table {table.name} has pooling = "none", so that each batch has another shape and would be compiled '
-                "anew; remove model.compile"
+                "again; remove model.compile"
             )
     if job.optimizer.sparse.master and all(table.dtype == "fp32" for table in job.tables):
         raise ValueError(

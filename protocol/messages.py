@@ -153,6 +153,7 @@ class Welcome(Message, frozen=True, kw_only=True):
     depth: int
     fetch_ring: RingSpec  # prefetcher writes, trainer reads
     back_ring: RingSpec  # trainer writes, prefetcher reads
+    staging_bytes: int  # on the device, each way: a piece carries no more bytes of rows
     train_steps: int | None  # expected over the run, where the reader knows
     first_train_step: int  # train steps before this incarnation: those of the checkpoint that it goes on from
     restore_bytes: int  # of the dense side that follows in `Restore`; 0: there is none, the model begins as the job says

@@ -141,8 +141,11 @@ def cut_bytes(nbytes: int, max_payload: int) -> list[ArraySpan]:
     return [ArraySpan(offset=offset, nbytes=min(max_payload, nbytes - offset)) for offset in range(0, nbytes, max_payload)]
 
 
-def cut(block_bytes: int, num_rows: Sequence[int], record_bytes: Sequence[int], max_payload: int) -> list[Piece]:
-    """Cuts a block and each group's rows into pieces of at most `max_payload` bytes; always at least one piece."""
+def cut(
+    block_bytes: int, num_rows: Sequence[int], record_bytes: Sequence[int], max_payload: int, staging_bytes: int | None = None
+) -> list[Piece]:
+    """Cuts a block and each group's rows into pieces of at most `max_payload` bytes; always at least one piece. The rows of each take at
+    most `staging_bytes`, where that is given."""
     pieces: list[Piece] = []
     arrays: ArraySpan | None = None
     rows: list[RowSpan] = []
@@ -161,7 +164,10 @@ def cut(block_bytes: int, num_rows: Sequence[int], record_bytes: Sequence[int], 
         start = 0
         while start < total:
             offset = aligned(end, ARRAY_ALIGNMENT)
-            count = min(total - start, (max_payload - offset) // width)
+            limit = max_payload
+            if staging_bytes is not None:
+                limit = min(limit, (rows[0].offset if rows else offset) + staging_bytes)
+            count = min(total - start, (limit - offset) // width)
             if count <= 0:
                 finish()
                 continue

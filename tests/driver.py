@@ -42,10 +42,11 @@ from protocol.stages import Stage
 from protocol.tables import GroupSpec, group_specs, make_keys
 from protocol.transport.inproc import inproc_pair
 from protocol.transport.link import Link
-from protocol.transport.ring import RingReader, RingWriter
+from protocol.transport.ring import RingReader, RingWriter, largest_payload
 from protocol.transport.ring_file import in_memory_buffer
 from trainer.dense import Tensors
 from trainer.host_memory import Bounced, Bytes, Direct
+from trainer.kernels import torch_ops
 from trainer.metrics import new_counters
 from trainer.optim import part_of
 from trainer.report import Evaluation
@@ -137,6 +138,7 @@ class Settings:
 
     slots: tuple[int, ...]
     ring_bytes: int = 2**20
+    staging_bytes: int | None = None  # None: half a ring's
     seed: int = 0
     late_store: bool = False  # and late dense features and labels
     seeded_streams: bool = True
@@ -213,6 +215,7 @@ class InProcessRun:
             depth=job.lookahead.depth,
             fetch_ring=RingSpec(path="", nbytes=settings.ring_bytes),
             back_ring=RingSpec(path="", nbytes=settings.ring_bytes),
+            staging_bytes=settings.staging_bytes or largest_payload(settings.ring_bytes),
             train_steps=None,
             first_train_step=start.train_step,
             restore_bytes=len(restore),
@@ -254,7 +257,8 @@ class InProcessRun:
         rings.carry(trainer_conversation, rings.back_writer, rings.fetch_reader)
         self._greet(trainer_conversation)
         self.records = [torch.zeros(n, group.record_floats) for n, group in zip(settings.slots, self.groups, strict=True)]
-        self.runner = StepRunner(job, self.groups, self.records, num_dense)
+        kernels = None if settings.without is None else torch_ops  # without a wait they may be given nonsense, and must check it
+        self.runner = StepRunner(job, self.groups, self.records, num_dense, kernels=kernels)
         self.trainer = trainer.engine.TrainerEngine(
             trainer.engine.EngineParts(
                 groups=self.groups,
@@ -262,7 +266,6 @@ class InProcessRun:
                 conversation=trainer_conversation,
                 fetch_ring=rings.fetch_reader,
                 back_ring=rings.back_writer,
-                max_payload=rings.back_writer.max_payload,
                 streams=self.streams,
                 records=self.records,
                 runner=self.runner,

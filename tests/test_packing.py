@@ -90,6 +90,21 @@ def test_a_piece_ends_only_where_the_next_part_would_not_fit(block_bytes: int, r
     assert all(piece.nbytes for piece in pieces) or len(pieces) == 1
 
 
+@settings(max_examples=300, deadline=None)
+@given(sizes, groups, payloads, st.integers(1, 2000))
+def test_the_rows_of_a_piece_fit_staging(block_bytes: int, rows: list[tuple[int, int]], max_payload: int, spare: int) -> None:
+    counts, widths = [n for n, _ in rows], [width for _, width in rows]
+    staging_bytes = max(widths, default=0) + spare
+    pieces = cut(block_bytes, counts, widths, max_payload, staging_bytes)
+    for piece in pieces:
+        assert piece.nbytes <= max_payload
+        if piece.rows:
+            assert piece.nbytes - piece.rows[0].offset <= staging_bytes
+    spans = [span for piece in pieces for span in piece.rows]
+    for group, count in enumerate(counts):
+        assert [row for span in spans if span.group == group for row in range(span.start, span.start + span.count)] == list(range(count))
+
+
 def test_a_plan_with_nothing_in_it_is_one_empty_piece() -> None:
     assert cut(0, [0, 0], [64, 32], 640) == [Piece(arrays=None, rows=(), nbytes=0)]
 

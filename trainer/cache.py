@@ -8,12 +8,12 @@ For plan p, in this order (the waits are named in `streams.Wait`):
     compute   look-up ... update of step p                  after the fill
     evict     evict staging -> ring, by the sender's thread  beside all that
 
-Staging is allocated once: `depth` + 1 sets of half a ring each way. A plan that brings more rows uses its set piece by piece.
+Staging is allocated once, as large as the prefetcher says: pieces of rows go through it one after the other (`staging.py`).
 The cache decides nothing: it holds no key, no index of rows and no order of its own.
 """
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -32,6 +32,7 @@ from trainer.phases import phase_clock
 from trainer.plan_check import ArrivingBlock, PlanCheck
 from trainer.row_checksums import Asked, RowChecks
 from trainer.sender import EvictTask, Sender
+from trainer.staging import Place, Staging
 from trainer.streams import Event, Streams
 
 DTYPES = {"f4": torch.float32, "i4": torch.int32, "i8": torch.int64, "u1": torch.uint8}
@@ -51,7 +52,8 @@ class ArrivedStep:
     pieces: list[StepReady] = field(default_factory=list)  # copied in, by number
     copied: list[Event] = field(default_factory=list)  # one a piece
     filled: list[Event] = field(default_factory=list)  # one a piece; empty pieces too
-    last_evict: EvictTask | None = None
+    staged: list[Place | None] = field(default_factory=list)  # one a piece; None: it has no rows
+    evict_pieces: int = 0  # handed to the sender
     num_gathered: int = 0  # dirty victims so far
 
     @property
@@ -68,7 +70,7 @@ class FlushJob:
     pieces: deque[Piece]  # of rows, not gathered yet
     slots: dict[str, Tensor] | None = None  # "<group>.slots" on the device, once all have arrived
     asked: Asked | None = None  # checksums, once they are issued
-    last_task: EvictTask | None = None
+    issued: int = 0  # pieces handed to the sender
 
 
 class DeviceCache:
@@ -82,7 +84,7 @@ class DeviceCache:
         streams: Streams,
         ring: RingReader,
         memory: HostMemory,
-        max_payload: int,
+        staging_bytes: int,
         sender: Sender,
         counters: TrainerCounters,
         check: PlanCheck,
@@ -97,10 +99,8 @@ class DeviceCache:
         self._counters = counters
         self._check = check
         self._send = send
-        self._max_payload = max_payload
-        self._num_sets = depth + 1
-        self._fill_staging = [streams.allocate(max_payload) for _ in range(self._num_sets)]
-        self._evict_staging = [streams.allocate(max_payload) for _ in range(self._num_sets)]
+        self._fill_staging = Staging(streams, staging_bytes)
+        self._evict_staging = Staging(streams, staging_bytes)
         self._checks = RowChecks(records, streams)
         self._clock = phase_clock(streams.fill, counters.spent)
         self._inbox: deque[StepReady] = deque()
@@ -152,8 +152,13 @@ class DeviceCache:
 
     @property
     def staging_bytes(self) -> int:
-        """Memory on the device beside the records: rows on their way, and arrays of the plans that are here."""
-        return sum(tensor.nbytes for tensor in [*self._fill_staging, *self._evict_staging, *self._blocks])
+        """Memory on the device for rows on their way, in and out."""
+        return self._fill_staging.nbytes + self._evict_staging.nbytes
+
+    @property
+    def plans_bytes(self) -> int:
+        """Memory on the device for the arrays of the plans that are here."""
+        return sum(block.nbytes for block in self._blocks)
 
     # ring -> device
 
@@ -169,16 +174,15 @@ class DeviceCache:
         if not self._inbox:
             return False
         message = self._inbox[0]
+        place = self._fill_staging.take(staged_bytes(message)) if message.rows else None
+        if message.rows and place is None:
+            return False
+        self._inbox.popleft()
         if message.plan is not None:
             self._steps.append(self._arrived(message, message.plan))
         arrived = self._steps[-1]
-        if message.rows and self._staging_busy(arrived):
-            if message.plan is not None:
-                self._steps.pop()
-            return False
-        self._inbox.popleft()
         with self._counters.shown("copy in", arrived.step):
-            self._copy_in(arrived, message)
+            self._copy_in(arrived, message, place)
         return True
 
     def _arrived(self, message: StepReady, header: PlanHeader) -> ArrivedStep:
@@ -208,11 +212,7 @@ class DeviceCache:
                 "make data.batch_size or cache.capacity smaller"
             ) from None
 
-    def _staging_busy(self, arrived: ArrivedStep) -> bool:
-        """Whether an earlier piece of the same plan has rows in its staging set whose fill is not even issued."""
-        return any(piece.rows for piece in arrived.pieces[len(arrived.filled) :])
-
-    def _copy_in(self, arrived: ArrivedStep, message: StepReady) -> None:
+    def _copy_in(self, arrived: ArrivedStep, message: StepReady, place: Place | None) -> None:
         stream = self._streams.copy_in
         if message.payload is not None:
             payload = self._payload(message.payload, plan_stamp(message.step, message.piece))
@@ -221,16 +221,16 @@ class DeviceCache:
                 offset, end = message.arrays.offset, message.arrays.nbytes
                 arrived.arriving.add(message.arrays, payload[:end].numpy())
                 stream.copy(payload[:end], arrived.block[offset : offset + end])
-            if message.rows:
-                if arrived.filled:
-                    stream.wait(arrived.filled[-1], "fill_staging")
-                staging = self._fill_staging[arrived.step % self._num_sets]
-                stream.copy(payload[message.rows[0].offset :], staging[message.rows[0].offset : message.payload.nbytes])
+            if place is not None:
+                if place.after is not None:
+                    stream.wait(place.after, "fill_staging")
+                stream.copy(payload[message.rows[0].offset :], place.content)
         self._counters.step_ready(message)
         event = stream.record()
         if message.payload is not None:
             self._copying.append((message.payload, event))
         arrived.pieces.append(message)
+        arrived.staged.append(place)
         arrived.copied.append(event)
 
     def _payload(self, ref: RingRef, stamp: int) -> Tensor:
@@ -245,6 +245,10 @@ class DeviceCache:
         message = arrived.pieces[len(arrived.filled)]
         if not self._may_fill(arrived, message):
             return False
+        victims = self._victims(arrived, message)
+        room = self._evict_staging.take(bytes_of(victims, self._groups)) if victims else None
+        if victims and room is None:
+            return False
         fill = self._streams.fill
         fill.wait(arrived.copied[message.piece], "copied")
         for after in {arrived.header.groups[span.group].fill_after for span in message.rows}:
@@ -252,21 +256,26 @@ class DeviceCache:
                 fill.wait(self._computed[after], "fill_after")
         self._check_victims(arrived, message)
         self._clock.begin(arrived.step)
-        self._gather_victims(arrived, message)
+        if room is not None:
+            self._gather_victims(arrived, victims, room)
         self._clock.lap("gather")
-        self._scatter_rows(arrived, message)
+        place = arrived.staged[message.piece]
+        if place is not None:
+            self._scatter_rows(arrived, message, place)
         self._clock.lap("fill")
         self._check_filled(arrived, message)
         arrived.filled.append(fill.record())
+        if place is not None:
+            place.used = arrived.filled[-1]
         return True
 
     def _may_fill(self, arrived: ArrivedStep, message: StepReady) -> bool:
-        """A wait can only be issued for an event that was recorded: `fill_after` by the loop, an evict copy by the sender."""
+        """A wait can only be issued for an event that was recorded: `fill_after` by the loop."""
         for span in message.rows:
             after = arrived.header.groups[span.group].fill_after
             if after is not None and (self._last_issued is None or after > self._last_issued):
                 return False
-        return not message.rows or arrived.last_evict is None or arrived.last_evict.copied is not None
+        return True
 
     def _check_victims(self, arrived: ArrivedStep, message: StepReady) -> None:
         for span in message.rows:
@@ -278,58 +287,59 @@ class DeviceCache:
             for group in range(len(self._groups)):
                 self._checks.issue(arrived.asked, fetched_name(group), group)
 
-    def _gather_victims(self, arrived: ArrivedStep, message: StepReady) -> None:
-        victims = [
-            RowSpan(group=span.group, start=span.start, count=dirty, offset=span.offset)
+    def _victims(self, arrived: ArrivedStep, message: StepReady) -> list[RowSpan]:
+        """The dirty ones that leave for the rows of the piece; offsets from the first on."""
+        return [
+            RowSpan(group=span.group, start=span.start, count=dirty, offset=span.offset - message.rows[0].offset)
             for span in message.rows
             if (dirty := min(span.count, arrived.header.groups[span.group].num_dirty - span.start)) > 0
         ]
-        if not victims:
-            return
+
+    def _gather_victims(self, arrived: ArrivedStep, victims: list[RowSpan], room: Place) -> None:
         sources = self._gather(
             victims,
             slots=[arrived.arrays[f"{span.group}.evict_slots"][span.start : span.start + span.count] for span in victims],
-            staging=self._evict_staging[arrived.step % self._num_sets],
-            after=arrived.last_evict,
+            room=room,
         )
         arrived.num_gathered += sum(span.count for span in victims)
-        arrived.last_evict = EvictTask(
+        task = EvictTask(
             step=arrived.step,
             barrier=None,
-            piece=0 if arrived.last_evict is None else arrived.last_evict.piece + 1,
+            piece=arrived.evict_pieces,
             last=arrived.num_gathered == sum(group.num_dirty for group in arrived.header.groups),
             sources=sources,
+            room=room,
             gathered=self._streams.fill.record(),
         )
-        self._sender.send_rows(arrived.last_evict)
+        arrived.evict_pieces += 1
+        self._sender.send_rows(task)
 
-    def _gather(self, spans: list[RowSpan], slots: list[Tensor], staging: Tensor, after: EvictTask | None) -> list[tuple[RowSpan, Tensor]]:
-        if after is not None:
-            assert after.copied is not None, "an evict copy that was never issued"
-            self._streams.fill.wait(after.copied, "evict_staging")
+    def _gather(self, spans: list[RowSpan], slots: list[Tensor], room: Place) -> list[tuple[RowSpan, Tensor]]:
+        if room.after is not None:
+            self._streams.fill.wait(room.after, "evict_staging")
         sources = []
         for span, span_slots in zip(spans, slots, strict=True):
-            rows = self._rows(staging, span)
+            rows = self._rows(room.content, span, span.offset)
             self._streams.fill.gather(self.records[span.group], span_slots, rows)
             sources.append((span, rows))
         return sources
 
-    def _scatter_rows(self, arrived: ArrivedStep, message: StepReady) -> None:
-        staging = self._fill_staging[arrived.step % self._num_sets]
+    def _scatter_rows(self, arrived: ArrivedStep, message: StepReady, place: Place) -> None:
         for span in message.rows:
             slots = arrived.arrays[f"{span.group}.fetch_slots"][span.start : span.start + span.count]
-            self._streams.fill.scatter(self._rows(staging, span), slots, self.records[span.group])
+            rows = self._rows(place.content, span, span.offset - message.rows[0].offset)
+            self._streams.fill.scatter(rows, slots, self.records[span.group])
 
-    def _rows(self, staging: Tensor, span: RowSpan) -> Tensor:
-        """A span of a staging set as f32 [count, record_floats]."""
+    def _rows(self, content: Tensor, span: RowSpan, offset: int) -> Tensor:
+        """A span of a place in staging as f32 [count, record_floats]."""
         group = self._groups[span.group]
         nbytes = span.count * group.record_bytes
-        return staging[span.offset : span.offset + nbytes].view(torch.float32).view(span.count, group.record_floats)
+        return content[offset : offset + nbytes].view(torch.float32).view(span.count, group.record_floats)
 
     # barriers
 
     def flush(self, message: Flush) -> None:
-        """Takes one piece of a barrier's slots. Every step before the barrier is complete, and every staging set is free.
+        """Takes one piece of a barrier's slots. Every step before the barrier is complete.
 
         Raises RemoteProtocolError where a barrier comes sooner, or is none of this job.
         """
@@ -340,7 +350,7 @@ class DeviceCache:
         self._counters.flush(message)
         if self._flushing is None:
             block = torch.zeros(message.arrays_bytes, dtype=torch.uint8, device="cpu")
-            pieces = cut(0, message.num_dirty, [group.record_bytes for group in self._groups], self._max_payload)
+            pieces = cut(0, message.num_dirty, [group.record_bytes for group in self._groups], self._evict_staging.nbytes)
             self._flushing = FlushJob(header=message, block=block, pieces=deque(pieces))
         if message.payload is not None and message.span is not None:
             payload = self._payload(message.payload, barrier_stamp(message.barrier, message.piece))
@@ -353,9 +363,11 @@ class DeviceCache:
             self._flushing.slots = unpack(block, message.arrays)
 
     def _flush_next_piece(self) -> bool:
-        """One piece after the other through one staging set: a barrier is rare, and nothing else runs."""
         job = self._flushing
-        if job is None or job.slots is None or (job.last_task is not None and job.last_task.copied is None):
+        if job is None or job.slots is None:
+            return False
+        room = self._evict_staging.take(bytes_of(job.pieces[0].rows, self._groups))
+        if room is None:
             return False
         piece = job.pieces.popleft()
         job.asked = job.asked or self._check_barrier(job.slots)
@@ -363,19 +375,20 @@ class DeviceCache:
             sources = self._gather(
                 list(piece.rows),
                 slots=[job.slots[f"{span.group}.slots"][span.start : span.start + span.count] for span in piece.rows],
-                staging=self._evict_staging[0],
-                after=job.last_task,
+                room=room,
             )
-        job.last_task = EvictTask(
+        task = EvictTask(
             step=job.header.after_step,
             barrier=job.header.barrier,
-            piece=0 if job.last_task is None else job.last_task.piece + 1,
+            piece=job.issued,
             last=not job.pieces,
             sources=sources,
+            room=room,
             gathered=self._streams.fill.record(),
             checksums=None if job.pieces else job.asked.checksums,
         )
-        self._sender.send_rows(job.last_task)
+        job.issued += 1
+        self._sender.send_rows(task)
         if not job.pieces:
             self._flushing, self._flushed = None, job
         return True
@@ -386,6 +399,16 @@ class DeviceCache:
         for group, name in enumerate(names):
             self._checks.issue(asked, name, group)
         return asked
+
+
+def staged_bytes(message: StepReady) -> int:
+    """Of the rows of a piece, which stand behind its arrays."""
+    return 0 if message.payload is None else message.payload.nbytes - message.rows[0].offset
+
+
+def bytes_of(spans: Sequence[RowSpan], groups: Sequence[GroupSpec]) -> int:
+    """From the first byte of a piece's place to the end of its last span."""
+    return spans[-1].offset + spans[-1].count * groups[spans[-1].group].record_bytes if spans else 0
 
 
 def unpack(block: Tensor, specs: tuple[ArraySpec, ...]) -> dict[str, Tensor]:

@@ -20,6 +20,7 @@ from protocol.job import Job, Transport
 from protocol.messages import PROTOCOL_VERSION, Hello, Mode, Welcome
 from protocol.stages import Doorbell
 from protocol.tables import GroupSpec
+from protocol.telemetry.logs import said_if_slow
 from protocol.transport.ring import RingReader, RingWriter
 from protocol.transport.ring_file import RingFile, RingMemory, attach_ring
 from protocol.watch import PeerWatch, Progress
@@ -31,6 +32,9 @@ from trainer.phases import HostClock, PhaseClock
 from trainer.streams import Streams
 
 GREETING_GRACE_S = 0.5  # after a stop, for a Welcome that may be on its way: a prefetcher that has sent one expects a trainer
+
+WORTH_SAYING_S = 2.0
+PREPARING = "no prefetcher is ready yet; it reads the first batches, and its first start compiles the planner: about 15 s"
 
 
 def hello(job: Job, mode: Mode, threads: int, device: torch.device) -> Hello:
@@ -55,6 +59,18 @@ def await_welcome(
     left: Callable[[], bool],
 ) -> Welcome | None:
     """Waits until the Welcome is in `arrived`; None where either process was stopped before it came. Raises PeerLost."""
+    with said_if_slow(WORTH_SAYING_S, PREPARING):
+        return _awaited(arrived, conversation, watch, bell, given_up, left)
+
+
+def _awaited(
+    arrived: list[Welcome],
+    conversation: Conversation,
+    watch: PeerWatch,
+    bell: Doorbell,
+    given_up: Callable[[], bool],
+    left: Callable[[], bool],
+) -> Welcome | None:
     give_up_s: float | None = None
     while not arrived:
         if left():
@@ -109,7 +125,6 @@ def make_engine(
             conversation=conversation,
             fetch_ring=fetch_ring,
             back_ring=back_ring,
-            max_payload=back_ring.max_payload,
             streams=streams,
             records=records,
             runner=runner,

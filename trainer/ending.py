@@ -35,6 +35,7 @@ def final_report(
     assert end is not None, "the loop ends with EndOfData"
     first_step_s = first_step_s or now_s
     cache_bytes = sum(records.nbytes for records in engine.cache.records)
+    staging_bytes, plans_bytes = engine.cache.staging_bytes, engine.cache.plans_bytes
     return make_report(
         engine.counters,
         RunFacts(
@@ -44,8 +45,9 @@ def final_report(
             loss=results.mean_loss,
             evaluation=results.evaluation_result,
             cache_bytes=cache_bytes,
-            staging_bytes=engine.cache.staging_bytes,
-            device_bytes=peak_device_bytes(device, cache_bytes + engine.cache.staging_bytes),
+            staging_bytes=staging_bytes,
+            plans_bytes=plans_bytes,
+            device_bytes=peak_device_bytes(device, cache_bytes + staging_bytes + plans_bytes),
             host_bytes=end.host_bytes,
             threads=threads,
             pinned=pinned,

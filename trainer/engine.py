@@ -28,7 +28,6 @@ class EngineParts:
     conversation: Conversation
     fetch_ring: RingReader
     back_ring: RingWriter
-    max_payload: int  # bytes of a piece: staging is made of sets of this size
     streams: Streams
     records: list[torch.Tensor]  # f32 [slots, record_floats] a group, on the device
     runner: Runner
@@ -55,7 +54,7 @@ class TrainerEngine:
             streams=parts.streams,
             ring=parts.fetch_ring,
             memory=parts.fetch_memory,
-            max_payload=parts.max_payload,
+            staging_bytes=parts.welcome.staging_bytes,
             sender=self.sender,
             counters=self.counters,
             check=PlanCheck(
@@ -63,6 +62,7 @@ class TrainerEngine:
                 parts.welcome.slots,
                 parts.welcome.num_dense,
                 parts.welcome.first_train_step,
+                parts.welcome.staging_bytes,
                 is_tcp=parts.fetch_ring.is_mirror,
             ),
             send=send,

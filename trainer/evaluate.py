@@ -8,7 +8,8 @@ bin counts half, as a tie. Bins are narrow where logits usually are:
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,9 +22,9 @@ HALF_RANGE = 4.0  # half of the bins lie within +- this logit
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EvalResult:
     num_samples: int
-    auc: float | None  # None where all labels are equal
-    logloss: float | None  # natural logarithm, mean over samples; None without samples
-    accuracy: float | None  # at probability 0.5; None without samples
+    auc: float | None  # None where all labels are equal, and as accuracy
+    logloss: float | None  # natural logarithm, mean over samples, or the mean of the model's own loss; None without samples
+    accuracy: float | None  # at probability 0.5; None without samples, and where outputs are no logits or labels not 0 or 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,16 +34,18 @@ class EvalCounts:
     histogram: Tensor  # i64 [2, NUM_BINS]: negatives, positives
     num_correct: Tensor  # i64 []
     loss_sum: Tensor  # f64 []
+    num_samples: Tensor  # i64 []; more than in the histogram where outputs are no logits, or labels not 0 or 1
 
     def result(self) -> EvalResult:
         """Reads the counts: waits for the device where they are on one."""
         negatives, positives = self.histogram.cpu().double()
-        num_samples = int(negatives.sum() + positives.sum())
+        num_samples = int(self.num_samples)
+        are_all = int(negatives.sum() + positives.sum()) == num_samples > 0
         return EvalResult(
             num_samples=num_samples,
-            auc=area_under_curve(negatives, positives),
+            auc=area_under_curve(negatives, positives) if are_all else None,
             logloss=self.loss_sum.item() / num_samples if num_samples else None,
-            accuracy=self.num_correct.item() / num_samples if num_samples else None,
+            accuracy=self.num_correct.item() / num_samples if are_all else None,
         )
 
 
@@ -56,16 +59,30 @@ class EvalMetrics:
             torch.zeros(2, NUM_BINS, dtype=torch.int64, device=device),
             torch.zeros((), dtype=torch.int64, device=device),
             torch.zeros((), dtype=torch.float64, device=device),
+            torch.zeros((), dtype=torch.int64, device=device),
         )
 
-    def update(self, logits: Tensor, labels: Tensor) -> None:
-        """Counts one batch: logits f32 [B] and labels f32 [B], 0 or 1, on the metrics' device. Issues work and reads nothing."""
+    def update(self, outputs: Any, labels: Tensor, own_loss: Tensor | None = None) -> None:
+        """Counts one batch: logits f32 [B] and labels f32 [B], 0 or 1, on the metrics' device. Issues work and reads nothing.
+
+        `own_loss`: [], the batch's mean by the model's own loss. Outputs may be anything then, and labels any number: the samples that
+        have a logit and a label of 0 or 1 count for AUC and accuracy.
+        """
         self._begun = True
+        self._counts.num_samples.add_(len(labels))
+        if own_loss is None:
+            self._counts.loss_sum.add_(binary_cross_entropy_with_logits(outputs.double(), labels.double(), reduction="sum"))
+            self._count(outputs, labels, torch.ones_like(labels, dtype=torch.int64))
+            return
+        self._counts.loss_sum.add_(own_loss.double() * len(labels))
+        if isinstance(outputs, Tensor) and outputs.shape == labels.shape:
+            self._count(outputs, labels, ((labels == 0) | (labels == 1)).long())
+
+    def _count(self, logits: Tensor, labels: Tensor, counts: Tensor) -> None:
+        """`counts`: i64 [B], 1 for samples that count and 0 for others."""
         positive = labels > 0.5
-        where = bins(logits) + positive * NUM_BINS
-        self._counts.histogram.view(-1).index_add_(0, where, torch.ones_like(where))
-        self._counts.num_correct.add_(((logits > 0) == positive).sum())
-        self._counts.loss_sum.add_(binary_cross_entropy_with_logits(logits.double(), labels.double(), reduction="sum"))
+        self._counts.histogram.view(-1).index_add_(0, bins(logits) + positive * NUM_BINS, counts)
+        self._counts.num_correct.add_((((logits > 0) == positive) * counts).sum())
 
     def state(self) -> dict[str, Tensor]:
         """The counts of an evaluation in progress, for a checkpoint; nothing outside one. Waits for the device."""
@@ -76,12 +93,13 @@ class EvalMetrics:
         saved = {name: tensors[f"metrics.{name}"] for name in self._named() if f"metrics.{name}" in tensors}
         for name, counts in saved.items():
             self._named()[name].copy_(counts)
+        if saved and "num_samples" not in saved:  # of a version that had logits only
+            self._counts.num_samples.copy_(self._counts.histogram.sum())
         self._begun = bool(saved)
         return self._begun
 
     def _named(self) -> dict[str, Tensor]:
-        counts = self._counts
-        return {"histogram": counts.histogram, "num_correct": counts.num_correct, "loss_sum": counts.loss_sum}
+        return {field.name: getattr(self._counts, field.name) for field in fields(self._counts)}
 
     def compute(self) -> EvalResult:
         """The metrics so far. Waits for the device."""
@@ -93,8 +111,8 @@ class EvalMetrics:
         On a device the result may be read once an event recorded after this call has happened.
         """
         self._begun = False
-        closed = EvalCounts(*(to_host(counts) for counts in (self._counts.histogram, self._counts.num_correct, self._counts.loss_sum)))
-        for counts in (self._counts.histogram, self._counts.num_correct, self._counts.loss_sum):
+        closed = EvalCounts(**{name: to_host(counts) for name, counts in self._named().items()})
+        for counts in self._named().values():
             counts.zero_()
         return closed
 

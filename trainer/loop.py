@@ -287,7 +287,7 @@ class TrainingLoop:
         return True
 
     def _finish_evaluation(self, train_steps: int, result: EvalResult) -> None:
-        if result.logloss is not None and result.accuracy is not None:
+        if result.logloss is not None:
             self._results.evaluation(Evaluation(train_step=train_steps, auc=result.auc, logloss=result.logloss, accuracy=result.accuracy))
 
     def _finish_step(self, issued: Issued, step: ArrivedStep) -> None:

@@ -39,6 +39,7 @@ from protocol.packing import ARRAY_ALIGNMENT, PIECE_ARRAYS
 from protocol.plan import cut_long_rows
 from protocol.row_checksum import barrier_name, fetched_name, victims_name
 from protocol.tables import GroupSpec, aligned
+from protocol.transport.ring import largest_payload
 
 I32 = npt.NDArray[np.int32]
 Bytes = npt.NDArray[np.uint8]
@@ -62,6 +63,11 @@ def check_welcome_fits(welcome: Welcome, job: Job, groups: Sequence[GroupSpec]) 
     require(welcome.depth == depth, f"the prefetcher announces depth {welcome.depth}; lookahead.depth is {depth}")
     fetch, back = welcome.fetch_ring.nbytes, welcome.back_ring.nbytes
     require(fetch == back, f"the prefetcher announces rings of {fetch} and {back} bytes; both have one size")
+    least, most = max(group.record_bytes for group in groups), largest_payload(fetch)
+    require(
+        least <= welcome.staging_bytes <= most and welcome.staging_bytes % ARRAY_ALIGNMENT == 0,
+        f"the prefetcher announces {welcome.staging_bytes} bytes of staging; a multiple of {ARRAY_ALIGNMENT} from {least} to {most} is due",
+    )
     require(welcome.num_dense <= DENSE_FEATURES_LIMIT, f"the prefetcher announces {welcome.num_dense} dense features a sample")
 
 
@@ -69,12 +75,15 @@ class PlanCheck:
     """One an incarnation. `message` and `rows` are called by the mail's thread, for each message once and in order; the others by the
     main thread. All raise RemoteProtocolError."""
 
-    def __init__(self, groups: Sequence[GroupSpec], slots: Sequence[int], num_dense: int, first_train_step: int, *, is_tcp: bool) -> None:
-        """`slots` of each group; `num_dense` features of a sample."""
+    def __init__(
+        self, groups: Sequence[GroupSpec], slots: Sequence[int], num_dense: int, first_train_step: int, staging_bytes: int, *, is_tcp: bool
+    ) -> None:
+        """`slots` of each group; `num_dense` features of a sample; `staging_bytes` for the rows of a piece."""
         self._groups = tuple(groups)
         self._num_slots = tuple(slots)
         self._num_dense = num_dense
         self._train_step = first_train_step  # the next plan's
+        self._staging_bytes = staging_bytes
         self._below: Callable[[I32, int, str], None] = distinct_below if is_tcp else below
 
     def message(self, message: StepReady) -> None:
@@ -88,6 +97,8 @@ class PlanCheck:
             end = span.offset + span.count * self._groups[span.group].record_bytes
         nbytes = 0 if message.payload is None else message.payload.nbytes
         require(end <= nbytes, f"rows of step {message.step} end at byte {end} of a payload of {nbytes}")
+        staged = nbytes - message.rows[0].offset if message.rows else 0
+        require(staged <= self._staging_bytes, f"step {message.step} has {staged} bytes of rows in a piece, staging {self._staging_bytes}")
 
     def _header(self, step: int, plan: PlanHeader) -> None:
         require(len(plan.groups) == len(self._groups), f"step {step} has {len(plan.groups)} groups instead of {len(self._groups)}")

@@ -13,9 +13,9 @@ class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
     """The result of one pass over the evaluation batches."""
 
     train_step: int  # training steps before it
-    auc: float | None  # None where all labels are equal
-    logloss: float
-    accuracy: float
+    auc: float | None  # None where all labels are equal, and where accuracy is None
+    logloss: float  # or the mean of the model's own loss
+    accuracy: float | None  # None where the model's outputs are no logits
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -43,8 +43,9 @@ class Report(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     bytes_to_device: int  # rows and arrays of plans
     bytes_from_device: int  # rows
     cache_bytes: int  # row records of all slots
-    staging_bytes: int  # on the device beside them: rows on their way, and arrays of `depth` + 2 plans
-    device_bytes: int  # peak on the device: these two, and on a GPU everything else
+    staging_bytes: int  # on the device beside them: rows on their way, both ways
+    plans_bytes: int  # and arrays of `depth` + 2 plans
+    device_bytes: int  # peak on the device: these three, and on a GPU everything else
     host_bytes: int  # peak resident bytes of the prefetcher
     threads: int
     pinned: bool
@@ -65,6 +66,7 @@ class RunFacts(msgspec.Struct, frozen=True, kw_only=True):
     evaluation: Evaluation | None  # the last one
     cache_bytes: int
     staging_bytes: int
+    plans_bytes: int
     device_bytes: int
     host_bytes: int
     threads: int
@@ -105,6 +107,7 @@ def make_report(counters: TrainerCounters, run: RunFacts) -> Report:
         bytes_from_device=counters.total("row_bytes_from_device"),
         cache_bytes=run.cache_bytes,
         staging_bytes=run.staging_bytes,
+        plans_bytes=run.plans_bytes,
         device_bytes=run.device_bytes,
         host_bytes=run.host_bytes,
         threads=run.threads,

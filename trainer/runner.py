@@ -14,7 +14,6 @@ from trainer.embedding import Embeddings, GroupLookup
 from trainer.evaluate import EvalCounts, EvalMetrics
 from trainer.kernels import Kernels
 from trainer.kernels.choose import choose_kernels
-from trainer.models import mean_loss
 from trainer.models.side import DenseSide
 from trainer.phases import HostClock, PhaseClock
 
@@ -75,7 +74,7 @@ class StepRunner:
         self._clock.begin(step.step)
         embeddings = self._embeddings(step_lookups(step), step.header.train_step)
         self._clock.lap("lookup")
-        mean = mean_loss(self._side.forward(step.arrays["dense"], embeddings, training=True), step.arrays["labels"])
+        mean = self._side.loss(self._side.forward(step.arrays["dense"], embeddings, training=True), step.arrays["labels"])
         self._clock.lap("forward")
         torch.autograd.backward(mean)
         self._embeddings.finish_step()
@@ -87,7 +86,8 @@ class StepRunner:
     def evaluate(self, step: StepInputs) -> None:
         with torch.no_grad():
             embeddings = self._embeddings(step_lookups(step), step.header.train_step)
-            self._metrics.update(self._side.forward(step.arrays["dense"], embeddings, training=False), step.arrays["labels"])
+            outputs, labels = self._side.forward(step.arrays["dense"], embeddings, training=False), step.arrays["labels"]
+            self._metrics.update(outputs, labels, None if self._side.own_loss is None else self._side.loss(outputs, labels))
 
     def close_evaluation(self) -> EvalCounts:
         return self._metrics.close()

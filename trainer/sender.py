@@ -22,6 +22,7 @@ from protocol.tables import aligned
 from protocol.transport.ring import RingSlice, RingWriter
 from trainer.host_memory import HostMemory
 from trainer.metrics import TrainerCounters
+from trainer.staging import Place
 from trainer.streams import Event, Streams
 
 
@@ -34,9 +35,9 @@ class EvictTask:
     piece: int
     last: bool
     sources: list[tuple[RowSpan, Tensor]]  # f32 [count, record_floats] in evict staging
+    room: Place  # theirs; used when the copy to the ring is issued
     gathered: Event
     checksums: Tensor | None = None  # i64 on the host, complete with the copy: at the end of a barrier, those that it asks for
-    copied: Event | None = None  # set by the sender when the copy to the ring is issued: staging is free after it
 
     @property
     def stamp(self) -> int:
@@ -132,14 +133,14 @@ class Sender:
             for span, (_, source) in zip(spans, task.sources, strict=True):
                 rows = payload[span.offset : span.offset + source.nbytes].view(torch.float32).view(source.shape)
                 stream.copy(source, rows)
-        task.copied = stream.record()
+        task.room.used = stream.record()
 
     def _send_copied(self) -> bool:
         if not self._copying:
             return False
         flight = self._copying[0]
-        assert flight.task.copied is not None, "in flight, so issued"
-        if not self._streams.done(flight.task.copied, "sent"):
+        assert flight.task.room.used is not None, "in flight, so issued"
+        if not self._streams.done(flight.task.room.used, "sent"):
             return False
         with self._counters.shown("send back", flight.task.step):
             self._send_flight(flight)

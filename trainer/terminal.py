@@ -14,12 +14,13 @@ from rich.table import Table
 from rich.text import Text
 
 from protocol.telemetry.logs import get_logger
-from protocol.telemetry.words import human_bytes, human_count, human_seconds, stdout_console
+from protocol.telemetry.words import human_bytes, human_count, human_seconds, plural, stdout_console
 from trainer.metrics import TrainerCounters
 from trainer.report import Evaluation, Report
 
 LIVE_EVERY_S = 0.25
 LINE_EVERY_S = 5.0
+FIRST_STEPS = 5  # behind the first one: then comes the first line, whatever the time
 WINDOW_S = 10.0  # speeds are those of about this long
 
 
@@ -56,12 +57,15 @@ class Progress:
         self._every_s = LIVE_EVERY_S if self._is_live else LINE_EVERY_S
         self._marks: deque[Mark] = deque(maxlen=max(2, round(WINDOW_S / self._every_s)))
         self._next_s = 0.0
+        self._at_start = self._steps_done()
+        self._begun = False  # the first step is done
+        self._is_first = True  # no line was shown
+        self._shown_steps = 0  # in the newest line
         self._live: Live | None = None
         self._closed_pipe = False
 
     def start(self) -> None:
-        self._marks.append(self._mark())
-        self._next_s = self._marks[-1].time_s + self._every_s
+        self._shown_steps = self._from_here().steps
         if not self._is_live:
             return
         self._live = Live(
@@ -74,16 +78,18 @@ class Progress:
         self._console.show_cursor(True)  # a second signal ends the process at once and must not leave the terminal without one
 
     def update(self) -> None:
-        """Refreshes where it is time to."""
-        if self._clock() >= self._next_s:
+        """Refreshes where it is time to: not before the first step, from which on speeds count."""
+        done = self._steps_done() - self._at_start
+        if not self._begun:
+            self._begun = done > 0
+            if self._begun:
+                self._from_here()
+        elif self._clock() >= self._next_s or (self._is_first and done > FIRST_STEPS):
             self._refresh()
 
     def evaluation(self, result: Evaluation) -> None:
         """Prints the result of an evaluation, which stays."""
-        auc = "undefined" if result.auc is None else f"{result.auc:.6f}"
-        self._print(
-            f"eval after train step {result.train_step}: auc {auc} logloss {result.logloss:.6f} accuracy {result.accuracy:.6f}",
-        )
+        self._print(f"eval after {plural(result.train_step, 'train step')}: {evaluation_text(result.auc, result.logloss, result.accuracy)}")
 
     def close(self) -> None:
         """Shows the last state and leaves it there. Idempotent."""
@@ -91,7 +97,7 @@ class Progress:
             self._refresh()
             self._live.stop()
             self._live = None
-        elif self._shown_steps() != self._mark().steps:
+        elif self._shown_steps != self._mark().steps:
             self._refresh()
 
     def __enter__(self) -> Self:
@@ -101,8 +107,14 @@ class Progress:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
 
-    def _shown_steps(self) -> int:
-        return self._marks[-1].steps if self._marks else 0
+    def _steps_done(self) -> int:
+        return self._counters.train_steps + self._counters.eval_steps
+
+    def _from_here(self) -> Mark:
+        self._marks.clear()
+        self._marks.append(self._mark())
+        self._next_s = self._marks[-1].time_s + self._every_s
+        return self._marks[-1]
 
     def _mark(self) -> Mark:
         counters = self._counters
@@ -111,6 +123,7 @@ class Progress:
     def _refresh(self) -> None:
         self._marks.append(self._mark())
         self._next_s = self._marks[-1].time_s + self._every_s
+        self._is_first, self._shown_steps = False, self._marks[-1].steps
         line = progress_line(self._counters, self._total_steps, self._marks[0], self._marks[-1])
         if self._live is None:
             self._print(line)
@@ -186,10 +199,8 @@ def summary_rows(report: Report) -> list[tuple[str, str]]:
     if report.steps or not report.eval_steps:
         rows.append(("samples", f"{report.samples:,} ({human_count(report.samples_per_s)}/s)"))
         rows.append(("mean loss", "none" if report.loss is None else f"{report.loss:.6f}"))
-    if report.logloss is not None and report.accuracy is not None:
-        auc = "undefined" if report.auc is None else f"{report.auc:.6f}"
-        rows.append(("evaluation", f"auc {auc}, logloss {report.logloss:.6f}, accuracy {report.accuracy:.6f}"))
-    in_all = f"{human_bytes(report.device_bytes)} in all"
+    if report.logloss is not None:
+        rows.append(("evaluation", evaluation_text(report.auc, report.logloss, report.accuracy)))
     hits = "" if report.hit_ratio is None else f", hit ratio {percent(report.hit_ratio)}"
     return [
         *rows,
@@ -199,11 +210,23 @@ def summary_rows(report: Report) -> list[tuple[str, str]]:
         ("each step", phases(report.phase_ms, beside=False)),
         ("moving rows", phases(report.phase_ms, beside=True)),
         ("traffic", f"{human_bytes(report.bytes_to_device)} to the device, {human_bytes(report.bytes_from_device)} back"),
-        ("device memory", f"{human_bytes(report.cache_bytes)} of rows, {human_bytes(report.staging_bytes)} staging, {in_all}"),
+        ("device memory", device_memory(report)),
         ("host memory", f"{human_bytes(report.host_bytes)} in the prefetcher"),
         ("processes", f"prefetcher {report.pids['prefetcher']}, trainer {report.pids['trainer']}"),
         ("device", f"{report.device}, threads: {report.threads}, {'pinned' if report.pinned else 'unpinned'} rings"),
     ]
+
+
+def device_memory(report: Report) -> str:
+    parts = {"rows": report.cache_bytes, "staging": report.staging_bytes, "plans": report.plans_bytes}
+    return f"{', '.join(f'{human_bytes(nbytes)} {name}' for name, nbytes in parts.items())}; all {human_bytes(report.device_bytes)}"
+
+
+def evaluation_text(auc: float | None, logloss: float, accuracy: float | None) -> str:
+    """Without AUC and accuracy where a model of its own loss has no logits."""
+    if accuracy is None:
+        return f"loss {logloss:.6f}"
+    return f"AUC {'undefined' if auc is None else f'{auc:.6f}'}, log loss {logloss:.6f}, accuracy {accuracy:.6f}"
 
 
 def phases(phase_ms: dict[str, float], *, beside: bool) -> str:

@@ -54,6 +54,7 @@ def replay_ms(job: Job, batches: Sequence[ScheduledBatch], slots: tuple[int, ...
             "bytes_a_step": rows * groups[0].record_bytes,
             "cache_bytes": sum(records.nbytes for records in replay.records),
             "staging_bytes": replay.engine.cache.staging_bytes,
+            "plans_bytes": replay.engine.cache.plans_bytes,
             "pinned": replay.is_pinned,
         }
 

@@ -119,7 +119,7 @@ class Replay:
         self._back_buffer = in_memory_buffer(aligned(BACK_PLANS * 2 * max(payloads), 4096))
         writer = RingWriter(self._fetch_buffer)
         self._messages = [self._message(own, writer) for own in packed]
-        self._max_payload = aligned(max(payloads), 64)
+        self._staging_bytes = 2 * aligned(max(payloads), 64)
         self._stack = ExitStack()
         self.results = Losses()
 
@@ -166,6 +166,7 @@ class Replay:
             depth=job.lookahead.depth,
             fetch_ring=RingSpec(path="", nbytes=len(self._fetch_buffer)),
             back_ring=RingSpec(path="", nbytes=len(self._back_buffer)),
+            staging_bytes=self._staging_bytes,
             train_steps=None,
             first_train_step=0,
             restore_bytes=0,
@@ -185,7 +186,6 @@ class Replay:
                 conversation=ours,
                 fetch_ring=RingReader(self._fetch_buffer),
                 back_ring=RingWriter(self._back_buffer),
-                max_payload=self._max_payload,
                 streams=streams,
                 records=self.records,
                 runner=self.runner,

@@ -7,6 +7,9 @@ within a round.
     rowcast              both processes, started by deploy.local
     rowcast, background  the same with prefetcher.background = true
     stock                one process, nn.EmbeddingBag(sparse=True) and torch.optim, every row in memory
+    stock, worker        the same, with a DataLoader's worker process that decodes the batches
+
+Ratios are those to the faster of the two stocks. `benchmarks.training.table` does this for several kinds of data, optimizers and widths.
 
     python -m benchmarks.training.steady --config examples/retail.toml --set data.path='"train.tsv"' --set data.epochs=40 --name retail
 """
@@ -37,6 +40,7 @@ WARM_STEPS = 8  # before a contestant is stopped for the first time
 SETTLE_S = 0.3  # of a turn, not measured
 POLL_S = 0.2
 EDGE_S = 0.01  # how exactly the end of a step is told
+STOCKS = ("stock", "stock, worker")
 SAMPLES, WAITS = "rowcast_samples_total", "rowcast_stall_seconds_total"
 
 
@@ -107,8 +111,12 @@ class Contestant:
 def commands(config: Path, settings: Sequence[str], capacity: str, folder: Path) -> dict[str, tuple[list[str], int]]:
     """Of each contestant, and the port where it counts."""
     given = ["--config", str(config), *(f"--set={setting}" for setting in settings)]
-    stock_port, *ports = ours.free_ports(5)
-    found = {"stock": (["benchmarks.training.stock", *given, f"--port={stock_port}"], stock_port)}
+    *ports, stock_port, worker_port = ours.free_ports(6)
+    stock = ["benchmarks.training.stock", *given]
+    found = {
+        "stock": ([*stock, f"--port={stock_port}"], stock_port),
+        "stock, worker": ([*stock, f"--port={worker_port}", "--worker"], worker_port),
+    }
     for name, background in (("rowcast", "false"), ("rowcast, background", "true")):
         trainer_port, prefetcher_port = ports.pop(), ports.pop()
         own = [
@@ -135,17 +143,27 @@ def in_turn(started: dict[str, tuple[list[str], int]], warm_samples: int, rounds
     return found
 
 
+def speed(turns_of: Sequence[Turn]) -> float:
+    """Samples a second, the median."""
+    return statistics.median(turn.samples_per_s for turn in turns_of)
+
+
+def faster_stock(found: dict[str, list[Turn]]) -> str:
+    return max(STOCKS, key=lambda name: speed(found[name]))
+
+
 def ratios(found: dict[str, list[Turn]], name: str) -> list[float]:
-    return [own.samples_per_s / stock.samples_per_s for own, stock in zip(found[name], found["stock"], strict=True)]
+    """To the faster stock, round by round."""
+    stocks = found[faster_stock(found)]
+    return [own.samples_per_s / stock.samples_per_s for own, stock in zip(found[name], stocks, strict=True)]
 
 
 def table(found: dict[str, list[Turn]]) -> str:
     lines = ["| contestant | samples/s | over stock | its quartiles | waited for rows |", "|---|---|---|---|---|"]
     for name, own in found.items():
-        rate = statistics.median(turn.samples_per_s for turn in own)
         low, median, high = statistics.quantiles(ratios(found, name), n=4)
         waited = sum(turn.waited_s for turn in own) / sum(turn.wall_s for turn in own)
-        lines.append(f"| {name} | {rate:,.0f} | {median:.2f} | {low:.2f} to {high:.2f} | {100 * waited:.2f} % |")
+        lines.append(f"| {name} | {speed(own):,.0f} | {median:.2f} | {low:.2f} to {high:.2f} | {100 * waited:.2f} % |")
     return "\n".join(lines)
 
 

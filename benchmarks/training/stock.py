@@ -4,6 +4,8 @@
 --tables cuda  --device cuda     every row on the device
 --tables cpu   --device cpu      every row in memory
 
+--worker     a process of a torch DataLoader decodes the batches; without it the training thread does
+
 python -m benchmarks.training.stock --config job.toml [--set ...] --steps 141
 """
 
@@ -17,6 +19,7 @@ import numpy as np
 import prometheus_client
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset
 
 from benchmarks.training.outcome import LOSSES, Outcome, tell
 from prefetcher.readers.base import open_reader
@@ -28,6 +31,9 @@ from protocol.job import Job, SparseOptimizer
 from protocol.job_file import load_job
 from protocol.tables import TableSpec, table_specs
 from trainer.models import build_dense_optimizer, build_model, mean_loss
+
+ARRAYS = ("dense", "labels", "ids", "offsets")  # of a batch; bags with weights are not compared
+DECODED_AHEAD = 4  # batches
 
 
 class StockEmbeddings(nn.Module):
@@ -68,14 +74,40 @@ def sparse_optimizer(settings: SparseOptimizer, parameters: Iterator[nn.Paramete
     return torch.optim.Adagrad(parameters, lr=settings.lr, eps=settings.epsilon, initial_accumulator_value=settings.initial_accumulator)
 
 
+def train_batches(job: Job, steps: int | None) -> Iterator[Batch]:
+    return (scheduled.batch for scheduled in schedule(job, open_reader(job), steps) if scheduled.kind == "train")
+
+
+class Decoded(IterableDataset[dict[str, Tensor]]):
+    """The batches as tensors, which a worker hands over in shared memory."""
+
+    def __init__(self, job: Job, steps: int | None) -> None:
+        self._job, self._steps = job, steps
+
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        for batch in train_batches(self._job, self._steps):
+            arrays = {name: getattr(batch, name) for name in ARRAYS}
+            yield {name: torch.from_numpy(array) for name, array in arrays.items() if array is not None}
+
+
+def decoded_by_worker(job: Job, steps: int | None) -> Iterator[Batch]:
+    for tensors in DataLoader(Decoded(job, steps), batch_size=None, num_workers=1, prefetch_factor=DECODED_AHEAD):
+        yield Batch(**{name: tensor.numpy() for name, tensor in tensors.items()})
+
+
 def run(
-    job: Job, steps: int | None, tables: torch.device, device: torch.device, count: Callable[[int], None] = lambda samples: None
+    job: Job,
+    steps: int | None,
+    tables: torch.device,
+    device: torch.device,
+    count: Callable[[int], None] = lambda samples: None,
+    *,
+    worker: bool = False,
 ) -> Outcome:
-    """`count` hears of the samples of every step."""
+    """`count` hears of the samples of every step. `worker`: a process of its own decodes the batches."""
     embeddings = StockEmbeddings(job, tables)
-    reader = open_reader(job)
-    batches = (scheduled.batch for scheduled in schedule(job, reader, steps) if scheduled.kind == "train")
-    model = build_model(job, reader.num_dense).to(device)
+    batches = decoded_by_worker(job, steps) if worker else train_batches(job, steps)
+    model = build_model(job, open_reader(job).num_dense).to(device)
     dense, sparse = build_dense_optimizer(job, model.parameters()), sparse_optimizer(job.optimizer.sparse, embeddings.parameters())
     losses: list[Tensor] = []
     samples, began_s, began_cpu_s = 0, time.perf_counter(), time.process_time()
@@ -104,13 +136,15 @@ def main() -> None:
     parser.add_argument("--tables", default="cpu")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--port", type=int, help="serves rowcast_samples_total while it trains")
+    parser.add_argument("--worker", action="store_true")
     options = parser.parse_args()
     job = load_job(options.config, tuple(options.overrides))
     torch.set_num_threads(usable_cores() if job.trainer.threads == "auto" else job.trainer.threads)
     trained = prometheus_client.Counter("rowcast_samples", "Trained.")
     if options.port is not None:
         prometheus_client.start_http_server(options.port, "127.0.0.1")
-    tell(run(job, options.steps, torch.device(options.tables), torch.device(options.device), trained.inc))
+    tables, device = torch.device(options.tables), torch.device(options.device)
+    tell(run(job, options.steps, tables, device, trained.inc, worker=options.worker))
 
 
 if __name__ == "__main__":

@@ -9,8 +9,8 @@ Cells may be quoted, but a line is a row: line breaks within quotes are refused.
 
 import csv
 from bisect import bisect_right
-from collections.abc import Iterator
 from contextlib import AbstractContextManager, closing
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from pyarrow import csv as arrow_csv
 
 from prefetcher.readers.arrow_rows import RowDecoder
 from prefetcher.readers.assemble import RowReader
-from prefetcher.readers.csv_line import Cell, is_number, refuse_line
+from prefetcher.readers.csv_line import FALSE, TRUE, Cell, CellKind, is_number, refuse_line
 from prefetcher.readers.files import Span, cumulative, data_files, eval_path, sizes_of
 from prefetcher.readers.ids import IdCheck, Place
 from prefetcher.readers.parts import join_parts
@@ -36,8 +36,7 @@ from protocol.names import nearest
 FILE_NAMES = r".*\.csv(\.gz)?"  # of a folder's data files
 HEADER_BYTES = 2**20  # that header and first row may take
 LINES_AT_ONCE = 8192  # decoded together, as of TSV
-TRUE, FALSE = ("1", "true", "True", "TRUE"), ("0", "false", "False", "FALSE")
-ARROW_TYPES = {"integer": pa.int64(), "number": pa.float64(), "text": pa.binary()}
+ARROW_TYPES = {"integer": pa.int64(), "number": pa.float64(), "boolean": pa.bool_(), "text": pa.binary()}
 
 
 def open_reader(job: Job) -> RowReader:
@@ -51,24 +50,24 @@ def open_reader(job: Job) -> RowReader:
     return RowReader(job, ids, rows, evaluation)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Layout:
+    header: list[str]
+    delimiter: str
+    cells: dict[str, Cell]  # of the columns that are read
+
+
 class CsvRows:
     def __init__(self, job: Job, ids: IdCheck, paths: list[Path]) -> None:
-        self.delimiter = job.data.columns.delimiter
-        self.header, first_row = beginning(paths[0], self.delimiter)
-        cells = dict(zip(self.header, first_row, strict=False))
-        self.roles = roles_of(job, paths[0], self.header, lambda: [name for name, cell in cells.items() if is_number(cell)])
+        header, first_row = beginning(paths[0], job.data.columns.delimiter)
         for path in paths[1:]:
-            require_header(path, beginning(path, self.delimiter)[0], paths[0], self.header)
-        self.cells = cells_of(job, self.roles)
-        self.booleans = [name for name in (self.roles.label, *self.roles.dense) if cells.get(name) in (*TRUE[1:], *FALSE[1:])]
-        self.decoder = RowDecoder(self.roles, ids)
+            require_header(path, beginning(path, job.data.columns.delimiter)[0], paths[0], header)
+        roles = roles_of(job, paths[0], header, lambda: [name for name, cell in first_row.items() if is_number(cell)])
+        self.layout = Layout(header=header, delimiter=job.data.columns.delimiter, cells=cells_of(job, roles, first_row))
+        self.num_dense, self.decoder = len(roles.dense), RowDecoder(roles, ids)
         self.file_sizes = sizes_of(paths)
         self.index = TextIndex(paths)
         self.bounds = cumulative(rows_of_files(self.index, paths))
-
-    @property
-    def num_dense(self) -> int:
-        return len(self.roles.dense)
 
     @property
     def num_rows(self) -> int:
@@ -98,7 +97,7 @@ class CsvCursor:
         own, lines = self._rows, self._rows.lines(rows)
         span = Span(start=own.line(within.start), stop=own.line(within.stop - 1) + 1)
         pieces = (lines[at : at + LINES_AT_ONCE] for at in range(0, len(lines), LINES_AT_ONCE))
-        decoded = [decode(self._text.lines(piece, span), len(piece), own, self._place(piece)) for piece in pieces]
+        decoded = [decode(self._text.lines(piece, span), len(piece), own.layout, self._place(piece)) for piece in pieces]
         [table] = pa.Table.from_batches(decoded).combine_chunks().to_batches()
         rest, ids = own.decoder.rest(table, self._place(lines)), own.decoder.ids(table, self._place(lines))
         return join_parts(ids, rest)
@@ -107,41 +106,42 @@ class CsvCursor:
         return lambda i: self._rows.index.place(int(lines[i]))
 
 
-def decode(lines: bytes, num_lines: int, rows: CsvRows, place: Place) -> Any:
+def decode(lines: bytes, num_lines: int, layout: Layout, place: Place) -> Any:
     """A pyarrow.RecordBatch of whole lines, the i-th of which is `place(i)`. Raises DataError."""
     try:
-        return parse(lines, num_lines, rows)
+        return parse(lines, num_lines, layout)
     except (pa.ArrowInvalid, ValueError) as error:
-        raise refuse_line(lines, rows.header, rows.delimiter, rows.cells, place, str(error)) from None
+        raise refuse_line(lines, layout.header, layout.delimiter, layout.cells, place, str(error)) from None
 
 
-def parse(lines: bytes, num_lines: int, rows: CsvRows) -> Any:
-    """As `decode`. Raises ArrowInvalid or ValueError for a line that does not fit.
+def parse(lines: bytes, num_lines: int, layout: Layout) -> Any:
+    """As `decode`, of lines that all end in a line break. Raises ArrowInvalid or ValueError for one that does not fit.
 
     An empty row behind the lines would become part of a quoted field that one of them leaves open, so rows are counted with it.
     """
-    types = {name: ARROW_TYPES["text" if cell.separator else cell.kind] for name, cell in rows.cells.items()}
-    guard = rows.delimiter.encode() * (len(rows.header) - 1) + b"\n"
+    cells = layout.cells
+    types = {name: ARROW_TYPES["text" if cell.separator else cell.kind] for name, cell in cells.items()}
+    guard = layout.delimiter.encode() * (len(layout.header) - 1) + b"\n"
     table = arrow_csv.read_csv(
         pa.py_buffer(lines + guard),
-        read_options=arrow_csv.ReadOptions(use_threads=False, block_size=len(lines) + len(guard) + 1, column_names=rows.header),
-        parse_options=arrow_csv.ParseOptions(delimiter=rows.delimiter, ignore_empty_lines=False),
+        read_options=arrow_csv.ReadOptions(use_threads=False, block_size=len(lines) + len(guard) + 1, column_names=layout.header),
+        parse_options=arrow_csv.ParseOptions(delimiter=layout.delimiter, ignore_empty_lines=False),
         convert_options=arrow_csv.ConvertOptions(
-            column_types=types | dict.fromkeys(rows.booleans, pa.bool_()),
-            include_columns=list(rows.cells),
+            column_types=types,
+            include_columns=list(cells),
             null_values=[""],
             strings_can_be_null=True,
-            true_values=TRUE,
-            false_values=FALSE,
+            true_values=[*TRUE, "1"],
+            false_values=[*FALSE, "0"],
             check_utf8=False,
         ),
     ).combine_chunks()
     if table.num_rows != num_lines + 1 or (b"\r" in lines and lines.count(b"\r") != lines.count(b"\r\n")):
         raise ValueError("a line is not a row")
-    if table[rows.roles.label].null_count > 1:  # that of the guard; an empty line is one too
-        raise ValueError("a label is missing")
+    if any(cell.required and table[name].null_count > 1 for name, cell in cells.items()):  # beside that of the guard
+        raise ValueError("a cell is empty")
     [batch] = table.slice(0, num_lines).to_batches()
-    columns = {name: split_cells(batch[name], cell) if cell.separator else batch[name] for name, cell in rows.cells.items()}
+    columns = {name: split_cells(batch[name], cell) if cell.separator else batch[name] for name, cell in cells.items()}
     return pa.RecordBatch.from_pydict(columns)
 
 
@@ -154,9 +154,12 @@ def split_cells(texts: Any, cell: Cell) -> Any:
     return pa.ListArray.from_arrays(lists.offsets, items)
 
 
-def cells_of(job: Job, roles: Roles) -> dict[str, Cell]:
+def cells_of(job: Job, roles: Roles, first_row: dict[str, str]) -> dict[str, Cell]:
     """Of every column that is read."""
-    cells = {name: Cell(kind="number", required=name == roles.label) for name in (roles.label, *roles.dense)}
+    cells: dict[str, Cell] = {}
+    for name in (roles.label, *roles.dense):
+        kind: CellKind = "boolean" if first_row.get(name) in (*TRUE, *FALSE) else "number"
+        cells[name] = Cell(kind=kind, required=name == roles.label)
     for feature in roles.features:
         separator = job.data.columns.lists.get(feature.name)
         cells[feature.name] = Cell(kind="text" if feature.hashed else "integer", separator=separator)
@@ -165,26 +168,28 @@ def cells_of(job: Job, roles: Roles) -> dict[str, Cell]:
     return cells
 
 
-def beginning(path: Path, delimiter: str) -> tuple[list[str], list[str]]:
-    """(header, cells of the first row), the latter empty where it cannot be read. Raises DataError."""
+def beginning(path: Path, delimiter: str) -> tuple[list[str], dict[str, str]]:
+    """(header, the first row's cells by column, none where there is no such row). Raises DataError."""
     with open_text(path) as stream:
         lines = read(stream, path, HEADER_BYTES).removeprefix(b"\xef\xbb\xbf").split(b"\n", 2)
     if not lines[0].strip():
         raise DataError(f"{path}: the file has no header; its first line must name the columns")
     try:
-        header, first_row = ([field for row in csv.reader([line], delimiter=delimiter) for field in row] for line in texts(lines))
+        header, first_row = texts(lines)
+        names = next(csv.reader([header], delimiter=delimiter, strict=True))
+        cells = next(csv.reader([first_row], delimiter=delimiter), [])
     except (UnicodeDecodeError, csv.Error) as error:
         raise DataError(f"{path}: the header cannot be read ({error}); write the file as UTF-8 with line breaks") from None
-    for name in header:
-        if header.count(name) > 1:
+    for name in names:
+        if names.count(name) > 1:
             raise DataError(f"{path}: the header names column {name} twice; rename one of them")
-    return header, first_row
+    return names, dict(zip(names, cells, strict=False))
 
 
-def texts(lines: list[bytes]) -> Iterator[str]:
+def texts(lines: list[bytes]) -> tuple[str, str]:
+    """Of the header and the first row. Raises UnicodeDecodeError for a header in another encoding."""
     header, first_row, *_ = [*lines, b""]
-    yield header.rstrip(b"\r").decode()
-    yield first_row.rstrip(b"\r").decode(errors="replace")
+    return header.rstrip(b"\r").decode(), first_row.rstrip(b"\r").decode(errors="replace")
 
 
 def require_header(path: Path, header: list[str], first: Path, expected: list[str]) -> None:

@@ -1,7 +1,6 @@
 """Why a line does not fit its header: read cell by cell, after the fast way has refused the lines that it stands among."""
 
 import csv
-import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,10 +9,12 @@ from typing import Literal
 from prefetcher.readers.ids import Place
 from protocol.errors import DataError
 
-CellKind = Literal["integer", "number", "text"]
+CellKind = Literal["integer", "number", "boolean", "text"]
+TRUE, FALSE = ("true", "True", "TRUE"), ("false", "False", "FALSE")
 KINDS: dict[CellKind, str] = {
     "integer": "an integer of 64 bits; set data.columns.hash = true to use strings as ids",
     "number": "a number",
+    "boolean": "True or False, as the column's first cell",
     "text": "text",
 }
 
@@ -72,11 +73,14 @@ def bad_item(field: str, cell: Cell) -> str | None:
 def holds(item: str, kind: CellKind) -> bool:
     if kind == "integer":
         return re.fullmatch(r"\s*-?[0-9]+\s*", item) is not None and -(2**63) <= int(item) < 2**63
+    if kind == "boolean":
+        return item in (*TRUE, *FALSE, "1", "0")
     return kind == "text" or is_number(item)
 
 
 def is_number(text: str) -> bool:
     try:
-        return ("_" not in text and not math.isinf(float(text))) or "inf" in text.lower()
+        float(text)
     except ValueError:
         return False
+    return "_" not in text

@@ -56,7 +56,7 @@ def count_and_keep(path: Path, folder: Path, count: Callable[[Path], Pieces]) ->
     before, pieces = state_of(path), count(path)
     nbytes, mtime_ns = state_of(path)
     if before == (nbytes, mtime_ns):
-        counted = Counted(version=VERSION, path=os.path.abspath(path), nbytes=nbytes, mtime_ns=mtime_ns, pieces=pieces)
+        counted = Counted(version=VERSION, path=name_of(path), nbytes=nbytes, mtime_ns=mtime_ns, pieces=pieces)
         content = msgspec.json.encode(counted)
         with suppress(OSError):
             write_durably(kept_file(path, folder), checksum(content) + content)
@@ -71,7 +71,7 @@ def load_pieces(path: Path, folder: Path, max_piece_bytes: int) -> Pieces | None
         kept = msgspec.json.decode(content, type=Counted)
     except (OSError, ValueError, RecursionError):  # msgspec's errors are ValueErrors
         return None
-    fits = (kept.version, kept.path, (kept.nbytes, kept.mtime_ns)) == (VERSION, os.path.abspath(path), state_of(path))
+    fits = (kept.version, kept.path, (kept.nbytes, kept.mtime_ns)) == (VERSION, name_of(path), state_of(path))
     whole = found == checksum(content)
     possible = all(1 <= num_lines <= nbytes <= max_piece_bytes for num_lines, nbytes in kept.pieces)
     complete = path.suffix == ".gz" or sum(nbytes for _, nbytes in kept.pieces) == kept.nbytes
@@ -91,6 +91,11 @@ def state_of(path: Path) -> tuple[int, int]:
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read ({error.strerror})") from None
     return now.st_size, now.st_mtime_ns
+
+
+def name_of(path: Path) -> str:
+    """The absolute path, in characters that JSON can hold."""
+    return os.fsencode(os.path.abspath(path)).decode("utf-8", "replace")
 
 
 def kept_file(path: Path, folder: Path) -> Path:

@@ -3,6 +3,9 @@
 import logging
 import os
 import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import cast
 
 import structlog
@@ -47,6 +50,18 @@ def setup_logging(process: str, level: str = "info", json: bool | None = None) -
 def get_logger(**context: object) -> FilteringBoundLogger:
     """A logger whose events carry `context`. Safe at import time: it follows the set-up of the moment it is used."""
     return cast(FilteringBoundLogger, structlog.get_logger(**context))
+
+
+@contextmanager
+def said_if_slow(after_s: float, event: str) -> Iterator[None]:
+    """Logs `event` once where the block takes longer than `after_s`: while it takes, so that nobody wonders."""
+    timer = threading.Timer(after_s, lambda: get_logger().info(event))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def named(process: str) -> Processor:

@@ -64,6 +64,11 @@ class RingSlice:
     payload: Bytes  # u8 [nbytes], 64-byte aligned in the ring
 
 
+def largest_payload(ring_bytes: int) -> int:
+    """A multiple of 64: half a ring without its guards."""
+    return ring_bytes // ALIGNMENT * ALIGNMENT // 2 // ALIGNMENT * ALIGNMENT - 2 * GUARD_BYTES
+
+
 class Layout:
     """Where things are in the ring; the same for both ends."""
 
@@ -71,7 +76,7 @@ class Layout:
         self.capacity = len(buffer) // ALIGNMENT * ALIGNMENT
         if self.capacity < MIN_CAPACITY:
             raise ValueError(f"a ring of {len(buffer)} bytes is too small; it needs at least {MIN_CAPACITY}")
-        self.max_payload = self.capacity // 2 // ALIGNMENT * ALIGNMENT - 2 * GUARD_BYTES
+        self.max_payload = largest_payload(self.capacity)
         self._bytes = buffer[: self.capacity]
         self._words: npt.NDArray[np.int64] = self._bytes.view(np.int64)
 

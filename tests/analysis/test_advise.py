@@ -35,9 +35,10 @@ from prefetcher.planner.horizon import KnownBatch
 from prefetcher.planner.planner import groupers_of
 from prefetcher.readers.base import Pending, Reader, open_reader, stream_columns
 from prefetcher.readers.schedule import schedule
+from prefetcher.sizing import staging_bytes
 from protocol.batch import Batch, Kind
 from protocol.errors import ConfigError
-from protocol.job import Job, parse_bytes
+from protocol.job import MIN_RING_BYTES, Job, parse_bytes
 from protocol.job_file import parse_job
 from protocol.tables import group_specs
 from tests.driver import InProcessRun, Settings
@@ -420,7 +421,7 @@ def test_json_is_all_that_is_printed(capfd: pytest.CaptureFixture[str]) -> None:
     for own in advice.working_sets:
         assert 0 < own.batch.median <= own.batch.largest < own.flight.median <= own.flight.largest < own.touched <= own.table_rows
     assert advice.host.tables_bytes > advice.host.touched_bytes > 0
-    assert advice.device.staging_bytes == (advice.recommended.depth + 1) * advice.host.rings_bytes // 2
+    assert advice.device.staging_bytes == 2 * staging_bytes(0, MIN_RING_BYTES)
 
 
 def test_the_command_advises_and_refuses(tmp_path: Path) -> None:

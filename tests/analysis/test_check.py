@@ -452,7 +452,8 @@ def test_tf32_without_a_cuda_device_is_an_error(check: Checked) -> None:
 
 def test_a_device_without_room_for_rows_and_staging_is_an_error(check: Checked) -> None:
     sentence = one(check(on=GPU), "error", "device")
-    assert sentence.startswith("cuda:0 (a device of 1 MiB) has 1 MiB free, too little for rows (16 KiB) and staging (5 MiB)")
+    assert sentence.startswith("cuda:0 (a device of 1 MiB) has 1 MiB free, too little for rows (16 KiB) and staging (0.9998 MiB)")
+    assert sentence.endswith("lower cache.capacity or data.batch_size")
     assert one(check(on=Device(name="cuda:0", free_bytes=2**33)), "ok", "device").startswith("cuda:0, 8 GiB free for rows")
 
 

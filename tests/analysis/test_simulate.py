@@ -17,6 +17,8 @@ from prefetcher.analysis.simulate.simulate import simulate
 from prefetcher.pins import load_pins, save_pins
 from prefetcher.planner.capacity import job_slots
 from prefetcher.planner.planner import groupers_of
+from prefetcher.readers.base import open_reader
+from prefetcher.readers.schedule import schedule
 from protocol.batch import ScheduledBatch
 from protocol.errors import ConfigError
 from protocol.job import Job
@@ -89,9 +91,13 @@ def test_every_step_moves_what_a_run_moves(bags: Bags, way: dict[str, Any]) -> N
     assert (result.rows_evicted or 0) > 100 or way == {"share": 50}, "the cache is so large that nothing leaves"
 
 
-def test_the_command_says_what_the_report_of_two_processes_says_and_their_trace_replays(tmp_path: Path) -> None:
+ORDERS = ("none", "window:500", "full")
+
+
+@pytest.mark.parametrize("shuffle", ORDERS)
+def test_the_command_says_what_the_report_of_two_processes_says_and_their_trace_replays(shuffle: str, tmp_path: Path) -> None:
     with Session(tmp_path) as session:
-        data = {"epochs": 2, "eval_fraction": 0.1, "synthetic": {"samples": 64 * 40 + 13}}
+        data = {"epochs": 2, "eval_fraction": 0.1, "shuffle": shuffle, "synthetic": {"samples": 64 * 40 + 13}}
         session.write_job(
             data=data, eval={"every": 15}, cache={"capacity": "20KiB"}, checkpoint={"every": 9}, lookahead={"depth": 3, "horizon": 8}
         )
@@ -102,14 +108,20 @@ def test_the_command_says_what_the_report_of_two_processes_says_and_their_trace_
         report = msgspec.to_builtins(read_report(session.run_dir / "report.json"))
         plain = session.start("simulate", "--json").ended().quiet()
         replayed = session.start("simulate", "--json", f"--trace={trace}").ended().quiet()
+        orders = session.start("simulate", "--json", *(f"--shuffle={order}" for order in ORDERS)).ended().quiet()
     (result,) = msgspec.json.decode(plain.stdout)["results"]
+    assert result["shuffle"] == shuffle
+    each = {own["shuffle"]: own for own in msgspec.json.decode(orders.stdout)["results"]}
+    assert list(each) == list(ORDERS)
+    assert each[shuffle] == result
+    assert len({(own["unique_rows"], own["rows_fetched"]) for own in each.values()}) == 3, "the order changes nothing"
     for name in ("steps", "eval_steps", "lookups", "unique_rows", "rows_fetched", "rows_evicted", "rows_written_back", "rows_flushed"):
         assert result[name] == report[name], name
     assert result["rows_evicted"] > 0
     assert result["hit_ratio"] == pytest.approx(report["hit_ratio"])
     assert result["bytes_written_back"] == report["bytes_from_device"]
     again = msgspec.json.decode(replayed.stdout)
-    assert again == {"results": [result], "plans_compared": report["steps"] + report["eval_steps"]}
+    assert again == {"results": [result | {"shuffle": None}], "plans_compared": report["steps"] + report["eval_steps"]}
 
 
 def test_a_run_that_was_stopped_leaves_a_trace_of_what_it_planned_and_a_broken_one_leaves_none(tmp_path: Path) -> None:
@@ -179,6 +191,64 @@ def test_each_batch_size_reads_the_data_of_its_own_job() -> None:
     results = simulate(job, Grid(batch_sizes=(5, 12)), open_batches)
     assert asked == [5, 12]
     assert [(result.batch_size, (result.steps or 0) + (result.eval_steps or 0)) for result in results] == [(5, 5), (12, 12)]
+
+
+@pytest.mark.parametrize("shuffle", ORDERS)
+def test_every_step_in_every_order_moves_what_a_run_in_it_moves(shuffle: str) -> None:
+    """The batches of both come from the readers."""
+    job = small_job("adagrad", data={"format": "synthetic", "synthetic": {"samples": 64 * 30}, "epochs": 2, "shuffle": shuffle})
+    job = with_values(job, {"cache": {"capacity": "60KB"}})
+    batches = list(schedule(job, open_reader(job)))
+    slots = job_slots(job, group_specs(job), batches[:32])
+    run = InProcessRun(job, batches, Settings(slots=slots, seed=1, seeded_streams=False)).run()
+    results = simulate(job, Grid(shuffles=ORDERS), lambda own: schedule(own, open_reader(own)), per_step=True)
+    assert [result.shuffle for result in results] == list(ORDERS)
+    steps = arrays(results[ORDERS.index(shuffle)])
+    assert steps.rows_fetched == [sum(len(group.fetch) for group in plan.groups) for plan in run.plans]
+    assert steps.rows_written_back == [sum(group.num_dirty for group in plan.groups) for plan in run.plans]
+    assert sum(steps.rows_evicted) > 100
+    assert len({tuple(arrays(result).rows_fetched) for result in results}) == 3
+
+
+def test_each_order_is_read_with_each_batch_size_and_held_against_the_bound_of_its_own() -> None:
+    job, batches = workload("single")
+    asked = []
+
+    def open_batches(own: Job) -> list[ScheduledBatch]:
+        asked.append((own.data.batch_size, own.data.shuffle))
+        return batches[: len(asked) * 5]
+
+    data = msgspec.structs.replace(job.data, format="synthetic")
+    results = simulate(msgspec.structs.replace(job, data=data), Grid(batch_sizes=(5, 12), shuffles=("none", "full", "none")), open_batches)
+    assert asked == [(5, "none"), (5, "full"), (12, "none"), (12, "full")]
+    assert [(result.batch_size, result.shuffle) for result in results] == asked
+    assert len({result.bound_rows_fetched for result in results}) == 4
+
+
+@pytest.mark.parametrize(
+    ("format", "shuffle", "sentence"),
+    [
+        (
+            "criteo-tsv",
+            "full",
+            "--shuffle full: criteo-tsv cannot be read in this order; criteo-npy and synthetic can, or use window:65536",
+        ),
+        ("parquet", "full", "--shuffle full: parquet cannot be read in this order; criteo-npy and synthetic can, or use window:65536"),
+        ("synthetic", "random", "--shuffle random is none of none, full, window:ROWS"),
+        ("synthetic", "window:0", "--shuffle window:0 is none of none, full, window:ROWS"),
+        ("my_data:batches", "none", "--shuffle none: batches of my_data:batches come in an order of their own; leave --shuffle out"),
+    ],
+)
+def test_an_order_that_the_data_cannot_have_is_refused_before_it_is_read(format: str, shuffle: str, sentence: str) -> None:
+    job, _ = workload("single")
+    job = msgspec.structs.replace(job, data=msgspec.structs.replace(job.data, format=format, path="nowhere"))
+    with pytest.raises(ConfigError) as refused:
+        simulate(job, Grid(shuffles=("window:5", shuffle)) if format == "synthetic" else Grid(shuffles=(shuffle,)), unread)
+    assert str(refused.value) == sentence
+
+
+def unread(own: Job) -> list[ScheduledBatch]:
+    raise AssertionError(f"{own.data.format} was read")
 
 
 def test_every_result_is_held_against_the_bound_of_its_capacity() -> None:

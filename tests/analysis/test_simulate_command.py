@@ -108,9 +108,23 @@ def test_what_cannot_be_done_is_one_sentence(values: dict[str, Any], sentence: s
         run_simulate(tiny_job(), options(**values))
 
 
-def test_a_trace_has_batches_of_its_own(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="--batch-size: a trace has batches of its own"):
-        run_simulate(tiny_job(), options(trace=tmp_path / "a.trace", batch_sizes=(3,)))
+@pytest.mark.parametrize(("name", "values"), [("--batch-size", {"batch_sizes": (3,)}), ("--shuffle", {"shuffles": ("none",)})])
+def test_a_trace_has_batches_of_its_own(name: str, values: dict[str, Any], tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=f"{name}: a trace has batches of its own, in one order; leave it out or simulate over the data"):
+        run_simulate(tiny_job(), options(trace=tmp_path / "a.trace", **values))
+
+
+def test_orders_are_a_column_of_the_table_where_there_are_several(capfd: pytest.CaptureFixture[str]) -> None:
+    run_simulate(tiny_job(), options(policies=("lru",), shuffles=("none", "window:16384", "full")))
+    lines = capfd.readouterr().out.splitlines()
+    assert lines[1].split()[0] == "shuffle"
+    assert [line.split()[0] for line in lines[2:5]] == ["none", "window:16384", "full"]
+    assert max(map(len, lines[:5])) <= 80
+    assert any(line.startswith("Batches of 64, shuffle window:16384: 20 train") for line in lines)
+    run_simulate(tiny_job(), options(policies=("lru",), shuffles=("full",), capacity_rows=(3, 300)))
+    out = capfd.readouterr().out
+    assert "shuffle" not in out.splitlines()[1]
+    assert "Not simulated: lru at 3 rows with batches of 64, shuffle full: cache.capacity" in out
 
 
 def test_nothing_feasible_ends_with_exit_code_2_after_the_json(tmp_path: Path) -> None:
@@ -135,9 +149,12 @@ sys.exit(run_command("prefetcher", lambda: run_simulate(job, SimulateOptions(cap
 def test_curves_are_drawn(suffix: str, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     path = tmp_path / f"curves{suffix}"
-    prefetcher.analysis.simulate.plot.plot_results([*results(), *results(batch_size=128), *results(policy="ttl", rows_fetched=None)], path)
+    prefetcher.analysis.simulate.plot.plot_results(
+        [*results(), *results(batch_size=128), *results(shuffle="full"), *results(policy="ttl", rows_fetched=None)], path
+    )
     if suffix == ".svg":
         assert ElementTree.parse(path).getroot().tag.endswith("svg")
+        assert all(f"<!-- batches of {title} -->" in path.read_text() for title in ("64", "128", "64, shuffle full"))
     else:
         assert path.read_bytes().startswith(b"\x89PNG")
 

@@ -36,8 +36,8 @@ STRUCTS: dict[str, dict[str, str]] = {
     },
     "Welcome": {
         **{"protocol_version": "n", "run_id": "t", "incarnation": "n", "pid": "n", "slots": "[n]", "num_dense": "n", "depth": "n"},
-        **{"fetch_ring": "RING", "back_ring": "RING", "train_steps": "n?", "first_train_step": "n", "restore_bytes": "n", "verify": "f"},
-        "fresh": "b",
+        **{"fetch_ring": "RING", "back_ring": "RING", "staging_bytes": "n", "train_steps": "n?", "first_train_step": "n"},
+        **{"restore_bytes": "n", "verify": "f", "fresh": "b"},
     },
     "Flush": {
         **{"barrier": "n", "after_step": "n?", "num_dirty": "[n]", **PIECE, "arrays": "[SPEC]", "arrays_bytes": "n"},

@@ -48,6 +48,7 @@ def welcome(incarnation: int = 1, depth: int = 1, restore_bytes: int = 0) -> Wel
         depth=depth,
         fetch_ring=RingSpec(path="/dev/shm/rowcast-fetch", nbytes=2**20),
         back_ring=RingSpec(path="", nbytes=2**20),
+        staging_bytes=2**16,
         train_steps=None,
         first_train_step=0,
         restore_bytes=restore_bytes,

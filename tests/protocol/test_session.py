@@ -7,7 +7,7 @@ import pytest
 
 from protocol.codec import encode
 from protocol.errors import LocalProtocolError, Mismatch, ProtocolError, RemoteProtocolError
-from protocol.messages import AnyMessage, Bye, Envelope, Failure, Released, StopRequest
+from protocol.messages import PROTOCOL_VERSION, AnyMessage, Bye, Envelope, Failure, Released, StopRequest
 from protocol.session import (
     PREFETCHER,
     ROLES,
@@ -272,15 +272,16 @@ class HelloOfTomorrow(msgspec.Struct, tag="Hello"):
 
 def test_a_greeting_of_another_version_is_a_mismatch_even_where_it_cannot_be_read() -> None:
     frame = msgspec.msgpack.encode([0, 0, HelloOfTomorrow(protocol_version=9, something_new=1)])
-    with pytest.raises(Mismatch, match="the trainer speaks protocol version 9 and this process 4"):
+    with pytest.raises(Mismatch, match=f"the trainer speaks protocol version 9 and this process {PROTOCOL_VERSION}"):
         Session(PREFETCHER, 3).decode(frame)
 
 
 def test_a_trainer_of_this_job_is_welcome_and_others_are_told_why_not() -> None:
+    later = PROTOCOL_VERSION + 1
     check_hello(samples.hello(), samples.DIGEST)
     check_welcome(samples.welcome())
-    with pytest.raises(Mismatch, match="the trainer speaks protocol version 5 and this process 4"):
-        check_hello(samples.hello(protocol_version=5), samples.DIGEST)
+    with pytest.raises(Mismatch, match=f"the trainer speaks protocol version {later} and this process {PROTOCOL_VERSION}"):
+        check_hello(samples.hello(protocol_version=later), samples.DIGEST)
     with pytest.raises(Mismatch, match=r"the two processes were started with different job files.*eeee.*dddd"):
         check_hello(samples.hello(job_digest="e" * 32), samples.DIGEST)
     with pytest.raises(Mismatch, match="the prefetcher was started to evaluate and the trainer to train"):
@@ -289,8 +290,8 @@ def test_a_trainer_of_this_job_is_welcome_and_others_are_told_why_not() -> None:
         check_hello(samples.hello(world_size=2), samples.DIGEST)
     with pytest.raises(Mismatch, match="rank 2 of 2"):
         check_hello(samples.hello(world_size=2, rank=2), samples.DIGEST, world_size=2)
-    with pytest.raises(Mismatch, match="the prefetcher speaks protocol version 5"):
-        check_welcome(msgspec.structs.replace(samples.welcome(), protocol_version=5))
+    with pytest.raises(Mismatch, match=f"the prefetcher speaks protocol version {later}"):
+        check_welcome(msgspec.structs.replace(samples.welcome(), protocol_version=later))
 
 
 def test_the_rendered_table_holds_every_state_and_every_change_of_state() -> None:

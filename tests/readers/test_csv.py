@@ -81,6 +81,11 @@ def test_true_and_false_are_labels_and_dense_values(words: tuple[str, str], tmp_
     assert [(own.label, own.dense) for own in rows(path)] == [(1, (0,)), (0, (1,))]
 
 
+def test_a_column_that_begins_with_true_holds_nothing_else_than_true_and_false(tmp_path: Path) -> None:
+    path = write(tmp_path, ["label,int_0,a,b", "True,0,1,2", "0,0,1,2", "no,0,1,2"])
+    assert refusal(DataError, path) == f"{path}, line 4, column label: 'no' is not True or False, as the column's first cell"
+
+
 def test_a_byte_order_mark_windows_line_ends_and_a_last_line_without_an_end_are_no_matter(tmp_path: Path) -> None:
     (tmp_path / "other.csv").write_bytes(b"\xef\xbb\xbf" + "\r\n".join(LINES).encode())
     assert rows(tmp_path / "other.csv") == rows(write(tmp_path, LINES))
@@ -131,6 +136,7 @@ def test_a_bad_line_is_named_with_its_column_and_value(number: int, line: str, c
         ("label,int_0,a,b,w,v", "the header has a column v, and {first} has not; give all files one header"),
         ("label,a,int_0,b,w", "the columns stand in another order than in {first}; give all files one header"),
         ("label,int_0,a,b,a", "the header names column a twice; rename one of them"),
+        ('label,int_0,a,b,"w', "the header cannot be read (unexpected end of data); write the file as UTF-8 with line breaks"),
         ("", "the file has no header; its first line must name the columns"),
     ],
 )

@@ -80,6 +80,13 @@ def test_the_second_start_reads_no_byte_of_the_data(name: str, tmp_path: Path, m
     assert content_of(second) == content_of(TextIndex([path]))
 
 
+def test_a_file_name_that_is_no_text_is_kept_too(tmp_path: Path, counted: list[str]) -> None:
+    path = write_lines(Path(os.fsdecode(os.fsencode(tmp_path) + b"/day_\xff.tsv")))
+    for _ in range(2):
+        assert TextIndex([path], tmp_path / "lines").num_lines == NUM_LINES
+    assert len(counted) == 1
+
+
 def test_only_files_that_have_changed_are_counted_again(tmp_path: Path, counted: list[str]) -> None:
     paths = [write_lines(tmp_path / name) for name in ("a", "b", "c.gz")]
     folder = tmp_path / "lines"

@@ -33,7 +33,7 @@ from tests.simulation.storage import Storage
 Say = Callable[[str], None]
 FIRST_INCARNATION = 100
 ROT_SHARE = 0.08  # of the deaths of a prefetcher
-FRESH_SHARE = 0.1  # of the starts of one that could go on
+FRESH_SHARE = 0.3  # of the starts of one that could go on
 
 
 class Life:

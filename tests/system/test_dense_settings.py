@@ -19,6 +19,7 @@ from tests.system.test_exact import assert_equal_bits
 from tests.workloads import NUM_DENSE, OPTIMIZERS, slots_for, small_batches, small_job
 
 DCNV2 = {"kind": "dcnv2", "bottom_mlp": [6, 5], "top_mlp": [7, 1], "cross_layers": 2, "cross_rank": 3}
+TWO_TOWERS = {"kind": "tests.system.test_odd_models:two_tower_model"}
 WARM = {"warmup": 3}
 DECAYING = {"warmup": 2, "kind": "polynomial", "decay_start": 4, "decay_steps": 5, "final": 0.001}
 COSINE = {"kind": "cosine", "decay_steps": 8}
@@ -30,6 +31,8 @@ CASES: dict[str, Sections] = {
     "clipped value": {"dense": {"clip_value": 1e-3}},
     "schedules": {"sparse": {"schedule": DECAYING}, "dense": {"schedule": COSINE}},
     "dcnv2": {"model": DCNV2},
+    "own loss": {"model": TWO_TOWERS},
+    "own loss in bf16": {"model": {**TWO_TOWERS, "precision": "bf16"}},
     "all together": {
         "model": {**DCNV2, "precision": "bf16"},
         "sparse": {"clip_rows": 1e-3, "schedule": COSINE},
@@ -63,8 +66,9 @@ def test_its_bits_are_the_plain_loops_with_the_same_settings(optimizer: str, cas
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # both are of torch.compile's own code, which hides the second
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
-def test_a_compiled_model_has_the_bits_of_the_plain_loop_with_a_compiled_model() -> None:
-    job = job_of("adagrad", {"model": {"compile": True}, "dense": {"kind": "adam"}})
+@pytest.mark.parametrize("model", [{}, TWO_TOWERS])
+def test_a_compiled_model_has_the_bits_of_the_plain_loop_with_a_compiled_model(model: dict[str, Any]) -> None:
+    job = job_of("adagrad", {"model": {**model, "compile": True}, "dense": {"kind": "adam"}})
     batches = small_batches(job, "multi")
     losses, end = plain(job, batches)
     torch._dynamo.utils.counters.clear()
@@ -73,6 +77,6 @@ def test_a_compiled_model_has_the_bits_of_the_plain_loop_with_a_compiled_model()
     assert_equal_bits(run, losses, end)
     assert len(run.results.evaluations) == 2
     assert np.isfinite(losses).all()
-    uncompiled = plain(job_of("adagrad", {"dense": {"kind": "adam"}}), batches)
+    uncompiled = plain(job_of("adagrad", {"model": model, "dense": {"kind": "adam"}}), batches)
     assert end.keys() == uncompiled[1].keys(), "a compiled model's weights have other names"
     assert losses == pytest.approx(uncompiled[0], rel=0.02)

@@ -16,9 +16,10 @@ from tests.system.test_exact import assert_equal_bits
 from tests.workloads import NUM_DENSE, slots_for, small_batches, small_job
 from trainer.streams import Wait
 
-VARIANTS = (  # capacity, ring bytes
-    ("one batch", 24 * 1024),  # a plan takes several pieces, each of which uses the staging of the one before
-    ("two batches", 2**20),  # several plans are in flight, each of which evicts what the steps before it use
+VARIANTS = (  # capacity, bytes of each ring, of staging each way
+    ("one batch", 24 * 1024, None),  # a plan takes several pieces, each of which uses the staging of the one before
+    ("two batches", 2**20, None),  # several plans are in flight, each of which evicts what the steps before it use
+    ("two batches", 2**20, 16 * 1024),  # and their pieces lie beside each other in staging, and over those before
 )
 
 
@@ -33,9 +34,17 @@ def workload() -> tuple[Job, list[ScheduledBatch], list[float], dict[str, Tensor
 def run(seed: int, without: Wait | None = None) -> None:
     """Raises where the result has other bits than the plain loop's, or the run breaks."""
     job, batches, losses, end = workload()
-    capacity, ring_bytes = VARIANTS[seed % 2]
+    capacity, ring_bytes, staging_bytes = VARIANTS[seed % 3]
     slots = slots_for(group_specs(job), batches, capacity)
-    settings = Settings(slots=slots, ring_bytes=ring_bytes, seed=seed, late_store=seed % 3 == 0, bounced=seed % 5 == 0, without=without)
+    settings = Settings(
+        slots=slots,
+        ring_bytes=ring_bytes,
+        staging_bytes=staging_bytes,
+        seed=seed,
+        late_store=seed % 4 == 0,
+        bounced=seed % 5 == 0,
+        without=without,
+    )
     assert_equal_bits(InProcessRun(job, batches, settings).run(), losses, end)
 
 

@@ -1,20 +1,21 @@
-"""Models that people bring: with random numbers, with tied weights, without a use for their embeddings."""
+"""Models that people bring: with random numbers, with tied weights, without a use for their embeddings, with a loss of their own."""
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
-from examples.plain_loop import run_plain_loop
+from examples.plain_loop import PlainTable, run_plain_loop
 from prefetcher.planner.capacity import divide_capacity, measure
 from protocol.batch import Batch, ScheduledBatch
 from protocol.job import Job
 from protocol.tables import group_specs
 from tests.driver import InProcessRun, Settings, start_state
 from tests.system.test_exact import assert_equal_bits
-from tests.workloads import BATCH_SIZE, NUM_DENSE, OPTIMIZERS, SmallModel, slots_for, small_batches, small_job
+from tests.workloads import BATCH_SIZE, NUM_DENSE, OPTIMIZERS, SmallModel, slots_for, small_batches, small_job, small_width
 from trainer.dense import pack, unpack
 from trainer.models import Embedded
+from trainer.models.side import DenseSide
 from trainer.runner import StepRunner
 
 
@@ -34,6 +35,41 @@ class TiedModel(SmallModel):
         self.same = self.hidden
 
 
+class HingeModel(SmallModel):
+    """Logits, and a loss with a weight of its own."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width)
+        self.margin = nn.Parameter(torch.ones(()))
+
+    def loss(self, outputs: Tensor, labels: Tensor) -> Tensor:
+        return (self.margin.square() - (2 * labels - 1) * outputs).relu().mean() + (1 - self.margin).square()
+
+
+class TwoTowerModel(nn.Module):
+    """A vector of the first two features and one of the others; in a batch each is to find its own."""
+
+    def __init__(self, left: int, right: int) -> None:
+        super().__init__()
+        self.left, self.right = nn.Linear(left, 6), nn.Linear(right, 6)
+
+    def forward(self, dense: Tensor, embeddings: list[Tensor]) -> dict[str, Tensor]:
+        return {"left": self.left(torch.cat(embeddings[:2], 1)), "right": self.right(torch.cat([dense, *embeddings[2:]], 1))}
+
+    def loss(self, outputs: dict[str, Tensor], labels: Tensor) -> Tensor:
+        losses = nn.functional.cross_entropy(outputs["left"] @ outputs["right"].T, torch.arange(len(labels)), reduction="none")
+        return (losses * (1 + labels)).mean()
+
+
+def hinge_model(job: Job, num_dense: int) -> nn.Module:
+    return HingeModel(small_width(job, num_dense))
+
+
+def two_tower_model(job: Job, num_dense: int) -> nn.Module:
+    left = 2 * job.tables[0].embedding_dim
+    return TwoTowerModel(left, small_width(job, num_dense) - left)
+
+
 def dropout_model(job: Job, num_dense: int) -> nn.Module:
     return DropoutModel(num_dense + sum(table.embedding_dim * len(table.features) for table in job.tables))
 
@@ -46,7 +82,7 @@ def tied_model(job: Job, num_dense: int) -> nn.Module:
     return TiedModel(num_dense)
 
 
-@pytest.mark.parametrize("factory", ["dropout_model", "dense_only_model"])
+@pytest.mark.parametrize("factory", ["dropout_model", "dense_only_model", "hinge_model", "two_tower_model"])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_its_bits_are_the_plain_loops(factory: str, optimizer: str) -> None:
     job = small_job(optimizer, model={"kind": f"tests.system.test_odd_models:{factory}"})
@@ -54,6 +90,26 @@ def test_its_bits_are_the_plain_loops(factory: str, optimizer: str) -> None:
     losses, end = run_plain_loop(job, start_state(job, NUM_DENSE), batches)
     run = InProcessRun(job, batches, Settings(slots=slots_for(group_specs(job), batches, "more"))).run()
     assert_equal_bits(run, losses, end)
+
+
+@pytest.mark.parametrize("factory", ["hinge_model", "two_tower_model"])
+def test_an_evaluation_has_the_mean_of_the_models_own_loss_and_auc_only_of_logits(factory: str) -> None:
+    job = small_job("sgd", model={"kind": f"tests.system.test_odd_models:{factory}"})
+    batches = small_batches(job, "single", num_steps=1, eval_at=(1, 2))
+    run = InProcessRun(job, batches, Settings(slots=slots_for(group_specs(job), batches, "more"))).run()
+    [result] = run.results.evaluations
+    end = run.state()
+    side = DenseSide(job, NUM_DENSE)
+    side.model.load_state_dict({name: end[name] for name in side.model.state_dict()})
+    tables = [PlainTable(table, job.features.index(table.features[0]), job.optimizer.sparse, end) for table in job.tables]
+    losses = []
+    for batch in (own.batch for own in batches if own.kind == "eval"):
+        embeddings = [feature for table in tables for feature in table.forward(batch)]
+        outputs = side.forward(torch.tensor(batch.dense), embeddings, training=False)
+        losses.append((side.loss(outputs, torch.tensor(batch.labels)).item(), batch.size))
+    assert [size for _, size in losses] == [BATCH_SIZE, BATCH_SIZE // 3]
+    assert result.logloss == pytest.approx(sum(loss * size for loss, size in losses) / sum(size for _, size in losses), rel=1e-6)
+    assert (result.auc is None, result.accuracy is None) == (factory == "two_tower_model",) * 2
 
 
 def test_tied_weights_are_saved_under_each_of_their_names() -> None:

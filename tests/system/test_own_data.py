@@ -17,6 +17,11 @@ from protocol.job_file import load_job
 from tests.driver import start_state
 from tests.system.processes import Session
 
+TABLES = [
+    {"name": "user", "num_embeddings": 300, "embedding_dim": 4, "features": ["user"]},
+    {"name": "item", "num_embeddings": 50, "embedding_dim": 4, "features": ["item"]},
+]
+
 
 @pytest.mark.parametrize("model", [{"kind": "dlrm"}, {"kind": "dcnv2", "cross_rank": 3}], ids=["dlrm", "dcnv2"])
 def test_a_job_without_dense_features_trains_with_the_bits_of_the_plain_loop_and_without_a_warning(
@@ -26,21 +31,35 @@ def test_a_job_without_dense_features_trains_with_the_bits_of_the_plain_loop_and
     columns = {"label": rng.integers(0, 2, 1000), "user": rng.integers(0, 300, 1000), "item": rng.integers(0, 50, 1000)}
     pq.write_table(pa.table(columns), tmp_path / "clicks.parquet")
     data: dict[str, Any] = {"format": "parquet", "path": str(tmp_path / "clicks.parquet"), "columns": {"dense": []}, "synthetic": None}
-    tables = [
-        {"name": "user", "num_embeddings": 300, "embedding_dim": 4, "features": ["user"]},
-        {"name": "item", "num_embeddings": 50, "embedding_dim": 4, "features": ["item"]},
-    ]
-    session.write_job(data=data, tables=tables, model=model, checkpoint={"every": 5})
+    session.write_job(data=data, tables=TABLES, model=model, checkpoint={"every": 5})
+    assert "Warning" not in trained_as_the_plain_loop(session, num_dense=0)
+
+
+def test_a_csv_file_with_text_lists_and_missing_ids_trains_with_the_bits_of_the_plain_loop(session: Session, tmp_path: Path) -> None:
+    rng = np.random.default_rng(2)
+    users = np.array(["ann", '"bob, b."', "", "ünï"])[rng.integers(0, 4, 1000)]
+    items = ["|".join(map(str, rng.integers(0, 50, count))) for count in rng.integers(0, 4, 1000)]
+    rows = (f"{i % 2},{i / 7},{user},{item}\n" for i, (user, item) in enumerate(zip(users, items, strict=True)))
+    (tmp_path / "clicks.csv").write_text("label,int_0,user,item\n" + "".join(rows))
+    columns = {"hash": ["user"], "lists": {"item": "|"}}
+    data: dict[str, Any] = {"format": "csv", "path": str(tmp_path), "columns": columns, "eval_fraction": 0.1, "synthetic": None}
+    session.write_job(data=data | {"shuffle": "window:300"}, tables=TABLES, prefetcher={"workers": 2})
+    trained_as_the_plain_loop(session, num_dense=1)
+
+
+def trained_as_the_plain_loop(session: Session, num_dense: int) -> str:
+    """What the trainer said of a run of the session's job, whose bits were compared."""
     job = load_job(session.config)
-    losses, plain = run_plain_loop(job, start_state(job, 0), list(schedule(job, open_reader(job))))
+    losses, plain = run_plain_loop(job, start_state(job, num_dense), list(schedule(job, open_reader(job))))
     prefetcher, trainer = session.start_both()
-    assert "Warning" not in trainer.ended().quiet().stderr
+    said = trainer.ended().quiet().stderr
     prefetcher.ended().quiet()
-    session.export(tmp_path / "end").quiet()
+    session.export(session.folder / "end").quiet()
     assert (session.run_dir / "losses.f32").read_bytes() == np.array(losses, np.float32).tobytes()
-    end = load_file(tmp_path / "end")
+    end = load_file(session.folder / "end")
     assert plain.keys() <= end.keys()
     assert all(torch.equal(end[name].view(torch.int32), tensor.view(torch.int32)) for name, tensor in plain.items())
+    return said
 
 
 def test_null_ids_that_take_row_0_are_counted_at_the_end_of_the_run(session: Session, tmp_path: Path) -> None:

@@ -70,7 +70,7 @@ def test_a_finished_run_has_a_page_with_what_its_report_says(finished: FinishedR
     assert f"<dd>{finished.report.rows_fetched:,} fetched" in finished.html
     assert f"AUC. Over train steps from 20 to {NUM_STEPS}." in finished.html
     assert f"last {finished.report.auc:.4f}" in finished.html
-    assert finished.stdout.count("eval after train step") == len(dots(finished.html, "AUC")) > 3
+    assert finished.stdout.count("eval after ") == len(dots(finished.html, "AUC")) > 3
 
 
 def dots(html: str, title: str) -> list[str]:

@@ -13,6 +13,7 @@ from torch import Tensor
 from prefetcher.planner.capacity import MEASURED_BATCHES, divide_capacity, measure
 from prefetcher.planner.job_planner import job_planner
 from prefetcher.readers.source import InlineSource
+from prefetcher.sizing import sizes
 from protocol.batch import ScheduledBatch
 from protocol.job import Job, parse_bytes
 from protocol.job_file import load_job
@@ -243,6 +244,10 @@ def test_the_report_of_two_processes_says_what_the_planner_alone_gives(tmp_path:
         prefetcher, trainer = session.start_both()
         trainer.ended().quiet()
         prefetcher.ended().quiet()
-        alone = planned_run(load_job(session.config))
+        job = load_job(session.config)
+        alone = planned_run(job)
         assert sum(group.num_dirty for plan in alone.plans for group in plan.groups) > 0, "nothing was evicted"
-        assert_report_agrees(read_report(session.run_dir / "report.json"), alone)
+        report = read_report(session.run_dir / "report.json")
+        assert_report_agrees(report, alone)
+        expected = sizes(job, group_specs(job), alone.batches[:MEASURED_BATCHES], job.lookahead.depth)
+        assert report.staging_bytes == 2 * expected.staging_bytes

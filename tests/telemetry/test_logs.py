@@ -2,6 +2,7 @@ import io
 import json
 import re
 import sys
+import time
 from collections.abc import Iterator
 from datetime import UTC, datetime
 
@@ -9,7 +10,7 @@ import pytest
 import structlog
 
 from protocol.errors import ConfigError
-from protocol.telemetry.logs import get_logger, setup_logging
+from protocol.telemetry.logs import get_logger, said_if_slow, setup_logging
 
 
 class Terminal(io.StringIO):
@@ -93,3 +94,17 @@ def test_lines_go_to_the_stderr_of_the_moment(monkeypatch: pytest.MonkeyPatch) -
 def test_an_unknown_level_is_a_sentence() -> None:
     with pytest.raises(ConfigError, match="log level 'loud' is none of debug, info, warning, error"):
         setup_logging("trainer", "loud")
+
+
+def test_only_what_takes_long_is_said_and_while_it_takes(capsys: pytest.CaptureFixture[str]) -> None:
+    setup_logging("trainer")
+    with said_if_slow(60.0, "compiling"):
+        pass
+    assert capsys.readouterr().err == ""
+    said = ""
+    with said_if_slow(0.01, "compiling"):
+        deadline_s = time.monotonic() + 10
+        while not said and time.monotonic() < deadline_s:
+            time.sleep(0.01)
+            said = capsys.readouterr().err
+    assert "level=info process=trainer event=compiling" in said

@@ -23,6 +23,7 @@ def facts(*, evaluation: Evaluation | None = None, finished: bool = True, stoppe
         loss=0.6,
         evaluation=evaluation,
         staging_bytes=2**20,
+        plans_bytes=2**19,
         device_bytes=3 * 2**20,
         host_bytes=5 * 2**30,
         threads=2,
@@ -84,12 +85,17 @@ def test_the_summary_is_for_people(capsys: pytest.CaptureFixture[str]) -> None:
     print_summary(report(facts(evaluation=Evaluation(train_step=2, auc=None, logloss=0.5, accuracy=0.8))))
     text = capsys.readouterr().out
     assert "rowcast: finished after 2 steps in 4.0 s" in text
-    assert re.search(r"evaluation +auc undefined, logloss 0.500000, accuracy 0.800000\n", text)
+    assert re.search(r"evaluation +AUC undefined, log loss 0.500000, accuracy 0.800000\n", text)
     assert re.search(r"rows +24 fetched, 18 evicted, 6 written back\n", text)
-    assert re.search(r"device memory +512 KiB of rows, 1 MiB staging, 3 MiB in all\n", text)
+    assert re.search(r"device memory +512 KiB rows, 1 MiB staging, 512 KiB plans; all 3 MiB\n", text)
     assert re.search(r"host memory +5 GiB in the prefetcher\n", text)
     assert re.search(r"each step +lookup 0.0, forward 0.0, backward 0.0, update 0.0 ms\nmoving rows +gather 0.0, fill 0.0 ms\n", text)
     assert "\x1b" not in text
+
+
+def test_the_summary_of_a_model_without_logits_has_its_loss_only(capsys: pytest.CaptureFixture[str]) -> None:
+    print_summary(report(facts(evaluation=Evaluation(train_step=2, auc=None, logloss=2.5, accuracy=None))))
+    assert re.search(r"evaluation +loss 2.500000\n", capsys.readouterr().out)
 
 
 def test_the_summary_of_a_stopped_run_says_what_stopped_it(capsys: pytest.CaptureFixture[str]) -> None:

@@ -32,10 +32,13 @@ def plain_console() -> tuple[Console, io.StringIO]:
     return Console(file=file, force_terminal=False), file
 
 
-def test_a_pipe_gets_a_line_every_few_seconds_and_one_at_the_end() -> None:
+def test_a_pipe_gets_a_line_after_the_first_steps_then_every_few_seconds_and_one_at_the_end() -> None:
     counters, clock = new_counters(runs.groups()), Clock()
     console, file = plain_console()
     with Progress(counters, 40, console=console, clock=clock) as progress:
+        clock.now += 60.0
+        progress.update()
+        assert file.getvalue() == "", "no step is done"
         for _ in range(12):
             clock.now += 1.0
             train(counters, 2, loss=0.25)
@@ -44,20 +47,33 @@ def test_a_pipe_gets_a_line_every_few_seconds_and_one_at_the_end() -> None:
         train(counters, 1, loss=0.125)
     lines = file.getvalue().splitlines()
     assert len(lines) == 3
-    assert lines[0] == "step 10/40  loss 0.2500  200 samples/s  stalled 25.0 %  hit ratio 60.0 %  15.0 s left"
-    assert lines[1].startswith("step 20/40 ")
+    assert lines[0] == "step 6/40  loss 0.2500  200 samples/s  stalled 25.0 %  hit ratio 60.0 %  17.0 s left"
+    assert lines[1].startswith("step 16/40  loss 0.2500  200 samples/s  stalled 25.0 %")
     assert lines[2].startswith("step 25/40  loss 0.1250")
+
+
+def test_slow_steps_are_shown_without_waiting_for_more_of_them() -> None:
+    counters, clock = new_counters(runs.groups()), Clock()
+    console, file = plain_console()
+    with Progress(counters, 40, console=console, clock=clock) as progress:
+        for _ in range(2):
+            clock.now += 8.0
+            train(counters, 1, loss=0.25)
+            progress.update()
+        assert file.getvalue() == "step 2/40  loss 0.2500  12.5 samples/s  stalled 0.0 %  hit ratio 60.0 %  5 min 04 s left\n"
 
 
 def test_the_end_is_not_said_twice() -> None:
     counters, clock = new_counters(runs.groups()), Clock()
     console, file = plain_console()
     with Progress(counters, None, console=console, clock=clock) as progress:
+        train(counters, 1, loss=0.5)
+        progress.update()
         train(counters, 3, loss=0.5)
         clock.now += 60.0
         progress.update()
         progress.close()
-    assert file.getvalue() == "step 3  loss 0.5000  5 samples/s  stalled 0.0 %  hit ratio 60.0 %\n"
+    assert file.getvalue() == "step 4  loss 0.5000  5 samples/s  stalled 0.0 %  hit ratio 60.0 %\n"
 
 
 def test_a_run_without_a_step_says_nothing() -> None:
@@ -71,9 +87,11 @@ def test_evaluations_are_lines_as_they_come() -> None:
     console, file = plain_console()
     with Progress(new_counters(runs.groups()), None, console=console, clock=Clock()) as progress:
         progress.evaluation(RESULT)
-        assert file.getvalue() == "eval after train step 2: auc 0.712346 logloss 0.500000 accuracy 0.800000\n"
-        progress.evaluation(Evaluation(train_step=4, auc=None, logloss=0.5, accuracy=1.0))
-    assert "eval after train step 4: auc undefined" in file.getvalue()
+        assert file.getvalue() == "eval after 2 train steps: AUC 0.712346, log loss 0.500000, accuracy 0.800000\n"
+        progress.evaluation(Evaluation(train_step=1, auc=None, logloss=0.5, accuracy=1.0))
+        progress.evaluation(Evaluation(train_step=6, auc=None, logloss=2.5, accuracy=None))
+    assert "eval after 1 train step: AUC undefined, log loss" in file.getvalue()
+    assert "eval after 6 train steps: loss 2.500000\n" in file.getvalue()
 
 
 def test_a_long_line_is_not_folded_in_a_pipe() -> None:
@@ -90,12 +108,16 @@ def test_a_terminal_has_one_live_line_and_evaluations_above_it() -> None:
     counters, clock = new_counters(runs.groups()), Clock()
     console = Console(file=io.StringIO(), force_terminal=True, width=120, color_system=None, _environ={"TERM": "xterm"})
     with Progress(counters, 40, console=console, clock=clock) as progress:
-        train(counters, 2, loss=0.5)
-        progress.update()
-        assert "step 2" not in written(console)
         clock.now += 1.0
         progress.update()
-        assert "\r\x1b[2Kstep 2/40  loss 0.5000  200 samples/s" in written(console)
+        assert "waiting for the first step" in written(console)
+        train(counters, 1, loss=0.5)
+        progress.update()
+        assert "step 1" not in written(console)
+        clock.now += 1.0
+        train(counters, 1, loss=0.5)
+        progress.update()
+        assert "\r\x1b[2Kstep 2/40  loss 0.5000  100 samples/s" in written(console)
         assert "\n" not in written(console)
         progress.evaluation(RESULT)
         train(counters, 1, loss=0.25)
@@ -110,6 +132,7 @@ def test_a_line_too_long_for_the_terminal_is_cut_not_folded() -> None:
     console = Console(file=io.StringIO(), force_terminal=True, width=24, color_system=None, _environ={"TERM": "xterm"})
     with Progress(counters, 40, console=console, clock=clock) as progress:
         train(counters, 2, loss=0.5)
+        progress.update()
         clock.now += 1.0
         progress.update()
         assert written(console).endswith("step 2/40  loss 0.5000 \u2026")

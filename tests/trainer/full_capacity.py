@@ -15,7 +15,7 @@ from protocol.plan import cut_long_rows
 from protocol.tables import GroupSpec, RecordPart, group_specs, make_keys
 from trainer.embedding import Embeddings, GroupLookup
 from trainer.kernels import Kernels, torch_ops
-from trainer.models import build_model, mean_loss
+from trainer.models import build_model
 from trainer.models.side import DenseSide
 from trainer.optim import DTYPES, part_of
 
@@ -42,6 +42,21 @@ def make_job(
             "cache": {"capacity": "1MiB"},
         }
     )
+
+
+class Regression(nn.Module):
+    """A mean and a deviation of each sample, by maximum likelihood."""
+
+    def __init__(self, job: Job, num_dense: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(num_dense + sum(table.embedding_dim * len(table.features) for table in job.tables), 2)
+
+    def forward(self, dense: Tensor, embeddings: list[Tensor]) -> tuple[Tensor, Tensor]:
+        mean, deviation = self.linear(torch.cat([dense, *embeddings], dim=1)).unbind(1)
+        return mean, deviation.exp()
+
+    def loss(self, outputs: tuple[Tensor, Tensor], labels: Tensor) -> Tensor:
+        return nn.functional.gaussian_nll_loss(outputs[0], labels, outputs[1])
 
 
 class Concatenated(nn.Module):
@@ -180,8 +195,8 @@ def train(
         batch, training = scheduled.batch, scheduled.kind == "train"
         with torch.set_grad_enabled(training):
             features = embeddings([group.lookup(batch) for group in groups], scheduled.train_step)
-            logits = side.forward(torch.from_numpy(batch.dense), features, training=training)
-            loss = mean_loss(logits, torch.from_numpy(batch.labels))
+            outputs = side.forward(torch.from_numpy(batch.dense), features, training=training)
+            loss = side.loss(outputs, torch.from_numpy(batch.labels))
         if training:
             torch.autograd.backward(loss)
             side.step(scheduled.train_step)

@@ -1,5 +1,7 @@
 """Streaming metrics against the exact ones."""
 
+import dataclasses
+
 import pytest
 import torch
 from torch import Tensor
@@ -85,3 +87,48 @@ def test_closing_gives_the_evaluation_and_starts_the_next() -> None:
     assert closed.result() == expected
     assert metrics.compute().auc == 0.0
     assert metrics.compute().num_samples == 2
+
+
+def test_outputs_that_are_no_logits_have_the_mean_of_the_models_own_loss_only() -> None:
+    metrics = EvalMetrics()
+    for size, loss in ((3, 0.5), (1, 2.5)):
+        metrics.update({"left": torch.ones(size, 2)}, torch.ones(size), torch.tensor(loss))
+    result = metrics.compute()
+    assert (result.num_samples, result.auc, result.logloss, result.accuracy) == (4, None, 1.0, None)
+
+
+def test_logits_of_a_model_with_its_own_loss_have_auc_and_accuracy() -> None:
+    logits, labels = predictions(1.0, num_samples=1000)
+    expected = metrics_of(logits, labels).compute()
+    metrics = EvalMetrics()
+    metrics.update(logits, labels, torch.tensor(0.25))
+    assert metrics.compute() == dataclasses.replace(expected, logloss=0.25)
+
+
+def test_labels_that_are_not_0_or_1_leave_auc_and_accuracy_out() -> None:
+    metrics = EvalMetrics()
+    metrics.update(torch.tensor([1.0, -1.0, 2.0]), torch.tensor([1.0, 0.0, 3.5]), torch.tensor(0.25))
+    result = metrics.compute()
+    assert (result.num_samples, result.auc, result.logloss, result.accuracy) == (3, None, 0.25, None)
+
+
+@pytest.mark.parametrize("are_logits", [True, False])
+def test_an_evaluation_goes_on_from_its_state(are_logits: bool) -> None:
+    logits, labels = predictions(1.0, num_samples=1000)
+    first, second, whole = EvalMetrics(), EvalMetrics(), EvalMetrics()
+    for metrics, part in ((first, slice(300)), (whole, slice(300))):
+        metrics.update(logits[part] if are_logits else {}, labels[part], torch.tensor(0.5))
+    assert second.restore(first.state())
+    for metrics in (second, whole):
+        metrics.update(logits[300:] if are_logits else {}, labels[300:], torch.tensor(0.25))
+    assert second.compute() == whole.compute()
+    assert (second.compute().auc is not None) == are_logits
+
+
+def test_the_state_of_an_evaluation_of_an_older_version_has_as_many_samples_as_logits() -> None:
+    logits, labels = predictions(1.0, num_samples=1000)
+    state = metrics_of(logits, labels).state()
+    del state["metrics.num_samples"]
+    metrics = EvalMetrics()
+    assert metrics.restore(state)
+    assert metrics.compute() == metrics_of(logits, labels).compute()

@@ -119,6 +119,11 @@ def test_a_feature_that_the_model_ignores_has_zero_gradients(optimizer: str) -> 
     assert_equal_to_plain_loop(make_job(tables, optimizer, model), lengths=(0, 3))
 
 
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_a_model_with_a_loss_of_its_own(optimizer: str) -> None:
+    assert_equal_to_plain_loop(make_job([table("a", 7, 4, ["a"])], optimizer, {"kind": "tests.trainer.full_capacity:Regression"}))
+
+
 def test_a_table_without_any_look_up_in_a_batch_is_left_alone() -> None:
     assert_equal_to_plain_loop(make_job([table("a", 7, 4, ["a"])], "adam"), lengths=(0, 0))
 

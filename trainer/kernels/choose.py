@@ -7,7 +7,7 @@ import torch
 
 from protocol.job import Job
 from protocol.tables import group_specs
-from protocol.telemetry.logs import get_logger
+from protocol.telemetry.logs import get_logger, said_if_slow
 from trainer.kernels import Kernels, torch_ops
 from trainer.kernels.self_check import difference
 
@@ -25,11 +25,12 @@ def choose_kernels(device: torch.device, job: Job | None = None) -> Kernels:
 
 def compiled_kernels(job: Job | None) -> Kernels:
     began_s = time.perf_counter()
-    from trainer.kernels.compiled_ops import CompiledOps  # numba, which only a CPU needs
+    with said_if_slow(WORTH_SAYING_S, "preparing the kernels; a first start compiles them: about 10 s"):
+        from trainer.kernels.compiled_ops import CompiledOps  # numba, which only a CPU needs
 
-    chosen: Kernels = CompiledOps(torch.get_num_threads())
-    if job is not None:
-        chosen = checked(chosen, job)
+        chosen: Kernels = CompiledOps(torch.get_num_threads())
+        if job is not None:
+            chosen = checked(chosen, job)
     seconds = time.perf_counter() - began_s
     if seconds > WORTH_SAYING_S:
         get_logger().info("prepared the kernels; their first start compiles them", seconds=round(seconds, 1))

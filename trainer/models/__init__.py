@@ -1,7 +1,7 @@
 """Models, their loss and their dense optimizer.
 
 Every model is called as `model(dense, embeddings) -> logits`: dense f32 [B, num_dense]; embeddings, a list of f32 [B, D_f], one a
-feature in the job's feature order, or `Sequences` of a feature that is not pooled; logits f32 [B].
+feature in the job's feature order, or `Sequences` of a feature that is not pooled; logits f32 [B], or whatever its own `loss` takes.
 """
 
 from collections.abc import Callable, Iterable
@@ -9,11 +9,11 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor, nn
 
-from protocol.errors import ConfigError
 from protocol.job import Job
 from trainer.models.custom import build_custom
 from trainer.models.dcnv2 import DCNv2
 from trainer.models.dlrm import DLRM
+from trainer.models.loss import mean_loss
 from trainer.models.sequences import Embedded, Sequences
 from trainer.models.tbsm import TBSM
 
@@ -50,13 +50,6 @@ def aligned(tensor: Tensor) -> Tensor:
     if tensor.is_contiguous() and tensor.data_ptr() % MATRIX_ALIGNMENT == 0:
         return tensor
     return tensor.clone(memory_format=torch.contiguous_format)
-
-
-def mean_loss(logits: Tensor, labels: Tensor) -> Tensor:
-    """Binary cross entropy, the mean over the batch. logits and labels f32 [B]. Raises ConfigError for logits of another shape."""
-    if logits.shape != labels.shape:
-        raise ConfigError(f"the model returned logits of shape {list(logits.shape)}; return one a sample, shape {list(labels.shape)}")
-    return nn.functional.binary_cross_entropy_with_logits(logits, labels)
 
 
 def build_dense_optimizer(job: Job, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:

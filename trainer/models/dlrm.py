@@ -33,4 +33,4 @@ class DLRM(nn.Module):
         """f32 [B, D] and F of f32 [B, D] -> f32 [B, D + F * (F + 1) / 2]."""
         vectors = torch.stack([bottom, *embeddings], dim=1)
         products = torch.bmm(vectors, vectors.transpose(1, 2)).flatten(1)
-        return torch.cat([bottom, products.gather(1, self.lower.expand(len(products), -1))], dim=1)
+        return torch.cat([bottom, products.gather(1, self.lower.expand(products.shape[0], -1))], dim=1)

@@ -25,7 +25,7 @@ class Sequences:
     def padded(self, length: int) -> tuple[Tensor, Tensor]:
         """f32 [B, length, D] and bool [B, length]: the last `length` look-ups of each sample, the newest at the right, zeros before them;
         and where there is a look-up. Nothing here waits for the device."""
-        num_samples, (num_lookups, width) = len(self.offsets) - 1, self.values.shape
+        num_samples, (num_lookups, width) = self.offsets.shape[0] - 1, self.values.shape
         ends = self.offsets[1:].long()
         lookup = torch.arange(num_lookups, device=ends.device)
         sample = torch.searchsorted(ends, lookup, right=True)
@@ -37,5 +37,7 @@ class Sequences:
         mask = columns >= length - self.offsets.diff()[:, None]
         return found[:nowhere].view(num_samples, length, width), mask
 
+
+torch.export.register_dataclass(Sequences, serialized_type_name="rowcast.Sequences")  # so that a model of them can be exported
 
 Embedded = Tensor | Sequences  # of a feature: f32 [B, D], or its sequences

@@ -1,11 +1,13 @@
 """The model of a job as both the trainer and the plain loop run it: precision, compilation, clipping and learning rate are here, once.
 
-forward                         dense, embeddings f32 -> autocast, compiled or not -> logits f32
-(the loss and its backward)
+forward                         dense, embeddings f32 -> autocast, compiled or not -> outputs f32
+loss                            outputs, labels -> the model's own, or binary cross entropy
+(its backward)
 step                            gradients -> clip -> learning rate of the step -> torch.optim
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +17,7 @@ from protocol.job import DenseOptimizer, Job
 from protocol.learning_rate import learning_rate
 from trainer.models import align_inputs, build_dense_optimizer, build_model
 from trainer.models.compiled import compile_model
+from trainer.models.loss import as_fp32, mean_loss, own_loss
 from trainer.models.sequences import Embedded
 
 CPU = torch.device("cpu")
@@ -28,6 +31,7 @@ class DenseSide:
         """
         set_precision(job.model.precision, device)
         self.model = build_model(job, num_dense).to(device)
+        self.own_loss = own_loss(self.model)  # None: binary cross entropy
         self.optimizer = build_dense_optimizer(job, self.model.parameters())
         self._settings = job.optimizer.dense
         self._compiled = compile_model(self.model, device) if job.model.compile and trains else None
@@ -36,15 +40,20 @@ class DenseSide:
         self._device = device
         torch.manual_seed(job.job.seed)
 
-    def forward(self, dense: Tensor, embeddings: Sequence[Embedded], *, training: bool) -> Tensor:
-        """Logits f32 [B] of dense f32 [B, num_dense] and an embedding a feature; with gradients where they are enabled."""
+    def forward(self, dense: Tensor, embeddings: Sequence[Embedded], *, training: bool) -> Any:
+        """Logits f32 [B], or what the model's own loss takes, of dense f32 [B, num_dense] and an embedding a feature; with gradients
+        where they are enabled."""
         self.model.train(training)
         compiled = self._compiled if training and len(dense) == self._full_batch else None
         inputs = dense, list(embeddings)
         with torch.autocast(self._device.type, torch.bfloat16, enabled=self._autocasts):
             # a graph cannot ask where its inputs lie: they are aligned before it, and the model's own hook does nothing there
-            logits = self.model(*inputs) if compiled is None else compiled(*align_inputs(self.model, inputs))
-        return logits.float() if self._autocasts else logits
+            outputs = self.model(*inputs) if compiled is None else compiled(*align_inputs(self.model, inputs))
+        return as_fp32(outputs) if self._autocasts else outputs
+
+    def loss(self, outputs: Any, labels: Tensor) -> Tensor:
+        """f32 [], the mean over the batch, of a forward's outputs and labels f32 [B]. Raises ConfigError."""
+        return mean_loss(outputs, labels) if self.own_loss is None else self.own_loss(outputs, labels)
 
     def step(self, train_step: int) -> None:
         """Updates the weights by their gradients, which are gone then. `train_step` counts the training batches before this one."""

@@ -53,7 +53,7 @@ class TBSM(nn.Module):
         ]
         first, *others = (feature.flatten(0, 1) for feature in features)
         vectors = relu_layers(self.dlrm.top_mlp, self.dlrm.interact(first, others))
-        vectors = normalize(vectors, dim=1).view(len(dense), self.num_steps, -1)
+        vectors = normalize(vectors, dim=1).view(dense.shape[0], self.num_steps, -1)
         return vectors[:, :-1] * present[:, :-1, None], vectors[:, -1]
 
     def context(self, history: Tensor, target: Tensor) -> Tensor:

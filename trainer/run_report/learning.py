@@ -63,7 +63,7 @@ def loss_chart(run: RunRecord) -> Chart | NoChart:
     series = (Series(name="smoothed", y=smooth), Series(name="mean" if buckets.steps_each > 1 else "loss", y=buckets.mean))
     return Chart(
         title=title,
-        caption="Binary cross entropy of each train step, mean over its samples." + cut,
+        caption="Binary cross entropy of each train step, or the model's own loss, mean over its samples." + cut,
         x=x,
         y=y,
         layers=[
@@ -111,7 +111,10 @@ def auc_chart(run: RunRecord) -> Chart | NoChart:
 
 
 def logloss_chart(run: RunRecord) -> Chart | NoChart:
-    caption = "Mean binary cross entropy on the evaluation samples; where it rises while the loss falls, the model overfits."
+    caption = (
+        "Mean binary cross entropy, or the model's own loss, on the evaluation samples; where it rises while the loss falls, the model "
+        "overfits."
+    )
     return evaluation_chart(run, "Log loss", caption, run.evaluations, lambda evaluation: evaluation.logloss)
 
 
@@ -120,7 +123,9 @@ def evaluation_chart(
 ) -> Chart | NoChart:
     if not found:
         why = (
-            "Every evaluation had labels of one kind only." if run.evaluations else "No evaluation was made; data.eval_fraction makes some."
+            "Every evaluation had labels of one kind only, or outputs that are no logits."
+            if run.evaluations
+            else "No evaluation was made; data.eval_fraction makes some."
         )
         return NoChart(title=title, caption=why)
     steps = np.array([evaluation.train_step for evaluation in found], np.float64)

@@ -25,7 +25,7 @@ from prefetcher.analysis.simulate.grid import with_values
 from prefetcher.planner.auto_horizon import SHARE
 from prefetcher.readers.base import Reader, open_reader, stream_columns
 from prefetcher.readers.schedule import expected_train_steps
-from prefetcher.sizing import automatic_ring_bytes, automatic_threads
+from prefetcher.sizing import automatic_threads, sizes
 from protocol.errors import ConfigError
 from protocol.job import Job, parse_bytes
 
@@ -97,8 +97,8 @@ class Adviser:
         capacity_bytes = rounded_up(max(choice.knee_bytes, choice.no_stall_bytes or 0, self._with_margin()))
         predicted, half = self._points.at(capacity_bytes), capacity_bytes // 2
         chosen = self._chosen(predicted)
-        ring_bytes = job.transport.ring_bytes or automatic_ring_bytes(observed.groups, observed.measured, chosen.depth)
-        device = device_memory(capacity_bytes, ring_bytes, chosen.depth, self._rates.plan_bytes)
+        own = sizes(job, observed.groups, observed.measured, chosen.depth)
+        device = device_memory(capacity_bytes, own.staging_bytes, chosen.depth, self._rates.plan_bytes)
         why = reasons(job, chosen, choice)
         read = what_was_read(observed)
         facts = Facts(
@@ -108,8 +108,6 @@ class Adviser:
             choice=choice,
             predicted=predicted,
             everything=curve[-1],
-            device=device,
-            largest_step_bytes=self._largest_step_bytes(capacity_bytes),
             shorter_rows_per_step=None if observed.is_whole_run else self._trials.shorter_rows_per_step(capacity_bytes),
         )
         return Advice(
@@ -127,7 +125,7 @@ class Adviser:
                 predicted=predicted,
                 half=self._points.at(half) if half >= self._trials.smallest else None,
             ),
-            host=host_memory(observed, job, ring_bytes, chosen.known_bytes),
+            host=host_memory(observed, job, own.ring_bytes, chosen.known_bytes),
             device=device,
             notes=tuple(notes(facts)),
         )
@@ -163,10 +161,6 @@ class Adviser:
         job = with_values(self._job, {"lookahead": {"id_bytes": larger}})
         before, after = (self._trials.fetched_with(capacity_bytes, own) for own in (self._job, job))
         return larger if after < (1 - WORTH) * before else None
-
-    def _largest_step_bytes(self, capacity_bytes: int) -> int:
-        fetched = self._trials.moved(capacity_bytes).fetched @ self._observed.record_bytes
-        return int(fetched.max() + self._rates.plan_bytes)
 
 
 def what_was_read(observed: Observed) -> Read:

@@ -23,7 +23,7 @@ class DeviceMemory:
     """Beside the dense model. Of the host where the trainer runs on the CPU."""
 
     capacity_bytes: int
-    staging_bytes: int  # depth + 1 sets of half a ring each way
+    staging_bytes: int  # both ways
     plans_bytes: int  # arrays of depth + 2 plans
 
 
@@ -39,9 +39,10 @@ def host_memory(observed: Observed, job: Job, ring_bytes: int, known_bytes: int)
     )
 
 
-def device_memory(capacity_bytes: int, ring_bytes: int, depth: int, plan_bytes: float) -> DeviceMemory:
+def device_memory(capacity_bytes: int, staging_bytes: int, depth: int, plan_bytes: float) -> DeviceMemory:
+    """`staging_bytes` each way."""
     return DeviceMemory(
         capacity_bytes=capacity_bytes,
-        staging_bytes=(depth + 1) * ring_bytes,
+        staging_bytes=2 * staging_bytes,
         plans_bytes=int((depth + 2) * PLAN_SPARE * plan_bytes),
     )

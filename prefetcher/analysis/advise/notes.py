@@ -4,11 +4,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from prefetcher.analysis.advise.advice import Assumed, Choice, Point, Read
-from prefetcher.analysis.advise.choice import rounded_up, size_text
-from prefetcher.analysis.advise.memory import DeviceMemory
 from prefetcher.analysis.words import percent
-from protocol.job import MIN_RING_BYTES, Job
-from protocol.telemetry.words import human_bytes, plural
+from protocol.job import Job
+from protocol.telemetry.words import plural
 
 SETTLED = 0.05  # a stretch half as long may differ by so much and still tell
 
@@ -23,8 +21,6 @@ class Facts:
     choice: Choice
     predicted: Point
     everything: Point  # every row that was touched is on the device
-    device: DeviceMemory
-    largest_step_bytes: int  # rows and arrays, on the way to the device
     shorter_rows_per_step: float | None  # fetched, as a stretch half as long would have it; None for a whole run
 
 
@@ -48,7 +44,6 @@ def notes(facts: Facts) -> Iterator[str]:
             f"capacity, as at the start, where every row is new"
         )
     yield from left_out(facts.job)
-    yield from staging(facts)
 
 
 def sureness(read: Read, predicted: Point) -> str:
@@ -81,14 +76,3 @@ def left_out(job: Job) -> Iterator[str]:
     for name, given in (("cache.groups", bool(job.cache.groups)), ("cache.pin", job.cache.pin is not None)):
         if given:
             yield f"{name} of the job was left out of account, and is not in the sections below"
-
-
-def staging(facts: Facts) -> Iterator[str]:
-    """A ring for large batches makes staging larger than a small cache."""
-    enough = max(MIN_RING_BYTES, rounded_up(2 * facts.largest_step_bytes))
-    if facts.device.staging_bytes > facts.device.capacity_bytes and enough * (facts.job.lookahead.depth + 1) < facts.device.staging_bytes:
-        smaller = human_bytes(enough * (facts.job.lookahead.depth + 1))
-        yield (
-            f"Staging takes more of the device than the cache. Every step of this run fits into half a ring of {human_bytes(enough)}: with "
-            f'transport.ring = "{size_text(enough)}" staging takes {smaller}'
-        )

@@ -15,7 +15,7 @@ from prefetcher.analysis.check.memory import check_disk, check_memory
 from prefetcher.analysis.check.setup import check_model, check_run_directory, check_versions
 from prefetcher.analysis.machine import free_memory
 from prefetcher.planner.capacity import job_slots
-from prefetcher.sizing import automatic_ring_bytes
+from prefetcher.sizing import Sizes, sizes, staging_bytes
 from protocol.errors import ConfigError
 from protocol.job import MIN_RING_BYTES, Job
 from protocol.job_file import load_job
@@ -55,21 +55,16 @@ def check_room(job: Job, seen: Seen, device: Device) -> Iterator[Finding]:
     """Memory of every kind; rings and cache are as large as they would be in a run."""
     transport = job.transport
     try:
-        ring_bytes = (
-            transport.mirror_bytes
-            if transport.is_tcp
-            else transport.ring_bytes or automatic_ring_bytes(seen.groups, seen.measured, job.lookahead.depth)
-        )
+        own = sizes(job, seen.groups, seen.measured, job.lookahead.depth)
     except ConfigError:  # which `check_rings` says in its turn
-        ring_bytes = MIN_RING_BYTES
-    cache_bytes = cache_bytes_of(job, seen)
-    staging_bytes = (job.lookahead.depth + 1) * ring_bytes
-    on_host = (cache_bytes or 0) + staging_bytes if device.free_bytes is None else 0
+        own = Sizes(ring_bytes=MIN_RING_BYTES, staging_bytes=staging_bytes(0, MIN_RING_BYTES))
+    cache_bytes, ring_bytes, staged = cache_bytes_of(job, seen), own.ring_bytes, 2 * own.staging_bytes
+    on_host = (cache_bytes or 0) + staged if device.free_bytes is None else 0
     if transport.is_tcp:
         yield from findings_of("keys", lambda: check_keys(transport))
     else:
         yield from findings_of("shared memory", lambda: check_rings(ring_bytes))
-    yield from findings_of("device", lambda: check_device(device, job.model.precision, cache_bytes, staging_bytes))
+    yield from findings_of("device", lambda: check_device(device, job.model.precision, cache_bytes, staged))
     yield from findings_of("pinning", lambda: check_memlock(device, ring_bytes))
     yield from findings_of("memory", lambda: check_memory(job, seen, free_memory(), ring_bytes, on_host))
     yield from findings_of("disk", lambda: check_disk(job, seen))

@@ -70,7 +70,7 @@ def check_device(device: Device, precision: str, cache_bytes: int | None, stagin
     parts = f"rows ({human_bytes(cache_bytes or 0)}) and staging ({human_bytes(staging_bytes)})"
     if needed > device.free_bytes:
         free = human_bytes(device.free_bytes)
-        yield error("device", f"{device.name} has {free} free, too little for {parts}; lower cache.capacity or transport.ring")
+        yield error("device", f"{device.name} has {free} free, too little for {parts}; lower cache.capacity or data.batch_size")
     else:
         yield ok("device", f"{device.name}, {human_bytes(device.free_bytes)} free for {parts} and the dense model")
 

@@ -11,7 +11,7 @@ import msgspec
 import typer
 
 from prefetcher.analysis.progress import ProgressBar
-from prefetcher.analysis.simulate.grid import Grid, Horizon, Setting, batch_size_jobs, capacity_jobs, settings, with_values
+from prefetcher.analysis.simulate.grid import Grid, Horizon, Setting, batches_jobs, capacity_jobs, settings, with_values
 from prefetcher.analysis.simulate.grid_table import print_results
 from prefetcher.analysis.simulate.plot import check_plot, plot_results
 from prefetcher.analysis.simulate.replay import Comparing, PlanWatcher, Replay, Saving, Watchers
@@ -40,6 +40,7 @@ class SimulateOptions:
     capacities: Sequence[str] = ()
     horizons: Sequence[str] = ()
     batch_sizes: Sequence[int] = ()
+    shuffles: Sequence[str] = ()
     json: bool = False
     per_step: bool = False
     plot: Path | None = None
@@ -54,11 +55,14 @@ def run_simulate(job: Job, options: SimulateOptions) -> None:
         capacities=[*options.capacities, *(f"{rows} rows" for rows in options.capacity_rows)],
         horizons=[parse_horizon(text) for text in options.horizons],
         batch_sizes=options.batch_sizes,
+        shuffles=options.shuffles,
     )
     with ExitStack() as stack:
         session = Session(stack, job, grid, options)
         with ProgressBar() as progress:
             results = simulate(session.job, grid, session.open_batches, watch=session.watch, progress=progress, per_step=options.per_step)
+    if options.trace is not None:
+        results = [msgspec.structs.replace(result, shuffle=None) for result in results]
     show(results, options, session.num_compared)
     require_one(results)
 
@@ -73,8 +77,9 @@ class Session:
         self._replay: Replay | None = None
         self._comparing: Comparing | None = None
         if options.trace is not None:
-            if options.batch_sizes:
-                raise ConfigError("--batch-size: a trace has batches of its own; leave it out or simulate over the data")
+            for name, values in (("--batch-size", options.batch_sizes), ("--shuffle", options.shuffles)):
+                if values:
+                    raise ConfigError(f"{name}: a trace has batches of its own, in one order; leave it out or simulate over the data")
             reader = stack.enter_context(TraceReader(options.trace))
             check_tables(reader.header, job, f"--trace {options.trace}")
             self.job = with_values(job, {"data": {"batch_size": reader.header.batch_size}})
@@ -108,7 +113,7 @@ class Session:
 
 def require_one_run(job: Job, grid: Grid) -> None:
     """Raises ConfigError unless the grid is one setting that a run can have."""
-    found = [setting for own in batch_size_jobs(job, grid) for cap in capacity_jobs(own, grid) for setting in settings(cap, grid)]
+    found = [setting for own in batches_jobs(job, grid) for cap in capacity_jobs(own, grid) for setting in settings(cap, grid)]
     if len(found) > 1:
         raise ConfigError(f"--save-trace saves the plans of one setting, and these are {len(found)}; give one value of each")
     if found[0].policy not in get_args(Policy):

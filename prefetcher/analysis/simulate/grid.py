@@ -1,4 +1,4 @@
-"""Which settings to simulate: policies x capacities x horizons x batch sizes, each as a run of the job would have it."""
+"""Which settings to simulate: policies x capacities x horizons x batch sizes x orders, each as a run of the job would have it."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -7,8 +7,9 @@ from typing import Any, Literal, get_args
 
 import msgspec
 
+from prefetcher.readers.base import FORMATS
 from protocol.errors import ConfigError
-from protocol.job import Job, Policy
+from protocol.job import Data, Job, Policy
 from protocol.job_file import parse_job
 
 Horizon = int | Literal["auto"]
@@ -28,6 +29,7 @@ class Grid:
     capacities: Sequence[str | int] = ()  # as cache.capacity takes them
     horizons: Sequence[Horizon] = ()
     batch_sizes: Sequence[int] = ()
+    shuffles: Sequence[str] = ()  # as data.shuffle takes them
 
     def __post_init__(self) -> None:
         for policy in self.policies:
@@ -37,7 +39,7 @@ class Grid:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Setting:
-    """One run to simulate: a policy, and a job with its capacity, horizon and batch size, and with the policy where a run can have it.
+    """One run to simulate: a policy, and a job with its capacity, horizon and batches, and with the policy where a run can have it.
 
     horizon: batches known beyond the one planned, at least the depth; None where the policy looks at no future, or at all of it.
     """
@@ -60,9 +62,31 @@ def with_values(job: Job, values: Mapping[str, Mapping[str, Any]]) -> Job:
     return parse_job(content, "simulate")
 
 
-def batch_size_jobs(job: Job, grid: Grid) -> Iterator[Job]:
-    for batch_size in dict.fromkeys(grid.batch_sizes or [job.data.batch_size]):
-        yield with_values(job, {"data": {"batch_size": batch_size}})
+def batches_jobs(job: Job, grid: Grid) -> list[Job]:
+    """A job for each batch size and order: those that read the data in a way of their own. Raises ConfigError before anything is read."""
+    for shuffle in grid.shuffles:
+        check_order(job.data, shuffle)
+    sizes, shuffles = (dict.fromkeys(own) for own in (grid.batch_sizes or [job.data.batch_size], grid.shuffles or [job.data.shuffle]))
+    return [with_values(job, {"data": {"batch_size": size, "shuffle": shuffle}}) for size, shuffle in product(sizes, shuffles)]
+
+
+def check_order(data: Data, shuffle: str) -> None:
+    """Raises ConfigError for an order that the job's data cannot be read in."""
+    if data.format not in FORMATS:
+        raise ConfigError(f"--shuffle {shuffle}: batches of {data.format} come in an order of their own; leave --shuffle out")
+    able = [name for name in FORMATS if can_have(name, shuffle)]
+    if not able:
+        raise ConfigError(f"--shuffle {shuffle} is none of none, full, window:ROWS")
+    if data.format not in able:
+        raise ConfigError(f"--shuffle {shuffle}: {data.format} cannot be read in this order; {' and '.join(able)} can, or use window:65536")
+
+
+def can_have(format: str, shuffle: str) -> bool:
+    try:
+        Data(format=format, path="any", shuffle=shuffle)
+    except ValueError:
+        return False
+    return True
 
 
 def capacity_jobs(job: Job, grid: Grid) -> Iterator[Job]:
@@ -71,7 +95,7 @@ def capacity_jobs(job: Job, grid: Grid) -> Iterator[Job]:
 
 
 def settings(job: Job, grid: Grid) -> list[Setting]:
-    """At the job's capacity and batch size. Horizons below the depth are raised to it, as in a run, and equal settings occur once."""
+    """At the job's capacity and batches. Horizons below the depth are raised to it, as in a run, and equal settings occur once."""
     found: dict[tuple[str, Horizon | None], Setting] = {}
     for policy, horizon in product(grid.policies or [job.cache.policy], grid.horizons or [job.lookahead.horizon]):
         trained = {"policy": policy} if policy in get_args(Policy) else {}

@@ -39,13 +39,14 @@ def print_results(results: Sequence[Simulation], console: Console | None = None)
 
 
 def results_table(results: Sequence[Simulation]) -> Table:
-    """Rows and MiB are those of a step. The batch size is shown where there are several."""
-    several = len({result.batch_size for result in results}) > 1
-    table = Table(box=None, padding=(0, 1 if several else 2, 0, 0), header_style="bold")  # 80 columns hold it
-    for name in [*(["batch\nsize"] if several else []), *HEADINGS]:
-        table.add_column(name, justify="left" if name == "policy" else "right", no_wrap=True)
+    """Rows and MiB are those of a step. Batch size and order are shown where there are several."""
+    sizes, orders = (len({getattr(result, name) for result in results}) > 1 for name in ("batch_size", "shuffle"))
+    table = Table(box=None, padding=(0, 1 if sizes or orders else 2, 0, 0), header_style="bold")  # 80 columns hold it, 92 both
+    for name in [*(["batch\nsize"] if sizes else []), *(["shuffle"] if orders else []), *HEADINGS]:
+        table.add_column(name, justify="left" if name in ("policy", "shuffle") else "right", no_wrap=True)
     for result in results:
-        table.add_row(*([f"{result.batch_size:,}"] if several else []), *cells(result))
+        varied = [*([f"{result.batch_size:,}"] if sizes else []), *([result.shuffle or ""] if orders else [])]
+        table.add_row(*varied, *cells(result))
     return table
 
 
@@ -71,7 +72,7 @@ def mib(nbytes: float) -> str:
 def facts(results: Sequence[Simulation]) -> list[str]:
     """What the data is, and why some settings did not run; each sentence once."""
     read = {
-        f"Batches of {result.batch_size:,}: {result.steps:,} train and {result.eval_steps:,} evaluation steps, "
+        f"Batches of {batches_of(result)}: {result.steps:,} train and {result.eval_steps:,} evaluation steps, "
         f"{result.lookups:,} look-ups of {result.unique_rows:,} rows.": None
         for result in results
         if result.steps is not None
@@ -79,10 +80,14 @@ def facts(results: Sequence[Simulation]) -> list[str]:
     return [*(["Rows and MiB are those of a step."] if read else []), *read, *refusals(results)]
 
 
+def batches_of(result: Simulation) -> str:
+    return f"{result.batch_size:,}" + ("" if result.shuffle in (None, "none") else f", shuffle {result.shuffle}")
+
+
 def refusals(results: Sequence[Simulation]) -> list[str]:
     policies: dict[tuple[str, str], list[str]] = {}
     for result in results:
         if result.skipped is not None:
-            where = f"{result.capacity} with batches of {result.batch_size:,}"
+            where = f"{result.capacity} with batches of {batches_of(result)}"
             policies.setdefault((where, result.skipped), []).append(result.policy)
     return [f"Not simulated: {', '.join(dict.fromkeys(own))} at {where}: {why}." for (where, why), own in policies.items()]

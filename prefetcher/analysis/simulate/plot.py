@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from prefetcher.analysis.simulate.grid import BOUND
+from prefetcher.analysis.simulate.grid_table import batches_of
 from prefetcher.analysis.simulate.results import Simulation
 from protocol.errors import ConfigError
 from protocol.telemetry.words import human_count
@@ -40,18 +41,20 @@ def check_plot(path: Path) -> None:
 
 
 def plot_results(results: Sequence[Simulation], path: Path) -> None:
-    """Draws to `path`, a panel a batch size. Raises ConfigError where it cannot be written."""
+    """Draws to `path`, a panel a batch size and order. Raises ConfigError where it cannot be written."""
     from matplotlib.figure import Figure
 
     shown = [result for result in results if result.rows_fetched is not None and result.unique_rows]
-    batch_sizes = list(dict.fromkeys(result.batch_size for result in shown))
+    panels: dict[str, list[Simulation]] = {}
+    for result in shown:
+        panels.setdefault(f"batches of {batches_of(result)}", []).append(result)
     if not shown:
         return  # the command says why
-    figure = Figure(figsize=(SIDE_INCHES[0] * len(batch_sizes) + LEGEND_INCHES, SIDE_INCHES[1]), layout="constrained")
-    axes = figure.subplots(1, len(batch_sizes), sharey=True, squeeze=False)[0]
-    for panel, batch_size in zip(axes, batch_sizes, strict=True):
-        draw_panel(panel, [result for result in shown if result.batch_size == batch_size])
-        panel.set_title(f"batches of {batch_size:,}", fontsize=10)
+    figure = Figure(figsize=(SIDE_INCHES[0] * len(panels) + LEGEND_INCHES, SIDE_INCHES[1]), layout="constrained")
+    axes = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
+    for panel, (title, own) in zip(axes, panels.items(), strict=True):
+        draw_panel(panel, own)
+        panel.set_title(title, fontsize=10)
     axes[0].set_ylabel("distinct rows of a step that are fetched")
     figure.legend(*axes[0].get_legend_handles_labels(), loc="outside right upper", frameon=False, fontsize=9)
     try:

@@ -28,6 +28,7 @@ class Simulation(msgspec.Struct, frozen=True, kw_only=True):
     capacity_rows: int | None = None  # slots of all groups
     horizon: Horizon | None  # None: the policy looks at no future, or at all of it
     batch_size: int
+    shuffle: str | None = None  # data.shuffle; None: the order is that of a trace
     skipped: str | None = None
     steps: int | None = None  # training steps
     eval_steps: int | None = None
@@ -66,6 +67,7 @@ def make_result(recording: Recording, outcome: Outcome, bound_rows: int, *, per_
         capacity_rows=sum(outcome.slots),
         horizon=setting.horizon,
         batch_size=setting.job.data.batch_size,
+        shuffle=setting.job.data.shuffle,
         steps=recording.num_train,
         eval_steps=len(recording) - recording.num_train,
         lookups=recording.num_lookups,
@@ -96,5 +98,10 @@ def step_arrays(recording: Recording, moves: Moves) -> StepArrays:
 def skipped_result(setting: Setting, sentence: str) -> Simulation:
     job = setting.job
     return Simulation(
-        policy=setting.policy, capacity=job.cache.capacity, horizon=setting.horizon, batch_size=job.data.batch_size, skipped=sentence
+        policy=setting.policy,
+        capacity=job.cache.capacity,
+        horizon=setting.horizon,
+        batch_size=job.data.batch_size,
+        shuffle=job.data.shuffle,
+        skipped=sentence,
     )

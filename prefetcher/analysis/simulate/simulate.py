@@ -1,6 +1,6 @@
-"""`prefetcher simulate`: what a run would move under other policies, capacities, horizons and batch sizes, before anything is trained.
+"""`prefetcher simulate`: what a run would move under other policies, capacities, horizons, batch sizes and orders, before it is trained.
 
-    data set or trace --batches--> record: the distinct rows of each step    once a batch size
+    data set or trace --batches--> record: the distinct rows of each step    once a batch size and order
                                        |
                                        +--> belady: the bound                once a capacity
                                        +--> each policy and horizon
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from itertools import chain, islice
 
 from prefetcher.analysis.progress import Progress, Silent
-from prefetcher.analysis.simulate.grid import BOUND, Grid, Setting, batch_size_jobs, capacity_jobs, settings
+from prefetcher.analysis.simulate.grid import BOUND, Grid, Setting, batches_jobs, capacity_jobs, settings
 from prefetcher.analysis.simulate.moves import Moves, bound_planner, new_planner, planned_moves
 from prefetcher.analysis.simulate.policies import ttl_moves, window_moves
 from prefetcher.analysis.simulate.recording import Recording, record
@@ -40,13 +40,13 @@ def simulate(
     progress: Progress | None = None,
     per_step: bool = False,
 ) -> list[Simulation]:
-    """A result for each setting: batch size by batch size, capacity by capacity, policies and horizons in the order given.
+    """A result for each setting: batch size by batch size, order by order, capacity by capacity, policies and horizons as given.
 
     `open_batches` gives the batches of a run of a job, from its first step. A setting that cannot run is a result that says why. Raises
     ConfigError for values that no job can have, and what reading the data raises.
     """
     results: list[Simulation] = []
-    for own in batch_size_jobs(job, grid):
+    for own in batches_jobs(job, grid):
         results += Simulator(own, grid, watch, progress or Silent(), per_step).run(open_batches(own))
     return results
 
@@ -61,7 +61,7 @@ class Capacity:
 
 
 class Simulator:
-    """All settings of one batch size."""
+    """All settings of one batch size and order."""
 
     def __init__(self, job: Job, grid: Grid, watch: Watch, progress: Progress, per_step: bool) -> None:
         self._job, self._grid, self._groups = job, grid, group_specs(job)
@@ -137,4 +137,6 @@ def bound_setting(job: Job) -> Setting:
 def description(setting: Setting) -> str:
     """`lookahead, horizon 64, capacity 70000 rows, batches of 2048`."""
     horizon = "" if setting.horizon is None else f", horizon {setting.horizon}"
-    return f"{setting.policy}{horizon}, capacity {setting.job.cache.capacity}, batches of {setting.job.data.batch_size}"
+    data = setting.job.data
+    order = "" if data.shuffle == "none" else f", shuffle {data.shuffle}"
+    return f"{setting.policy}{horizon}, capacity {setting.job.cache.capacity}, batches of {data.batch_size}{order}"

@@ -1,0 +1,28 @@
+"""How many cores a benchmark has to itself: one thread a core spins for a moment, and the processor time that they got is counted.
+
+On a quiet machine that is the number of cores. Where other programs work it is less, and every figure beside it is worth less too.
+"""
+
+import hashlib
+import threading
+import time
+
+from protocol.cores import usable_cores
+
+SPIN_S = 0.5
+CONTENT = bytes(2**20)  # hashed without the interpreter's lock
+
+
+def free_cores(seconds: float = SPIN_S) -> float:
+    began_s, began_cpu_s = time.perf_counter(), time.process_time()
+
+    def spin() -> None:
+        while time.perf_counter() - began_s < seconds:
+            hashlib.sha256(CONTENT)
+
+    threads = [threading.Thread(target=spin) for _ in range(usable_cores())]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return (time.process_time() - began_cpu_s) / (time.perf_counter() - began_s)

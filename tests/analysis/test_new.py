@@ -1,0 +1,259 @@
+"""`prefetcher new`: what columns are taken for, the job that comes out of it, and what is refused."""
+
+import datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from typer.testing import CliRunner
+
+from prefetcher.analysis.new import columns
+from prefetcher.analysis.new.choice import rounded_up
+from prefetcher.analysis.new.columns import Distinct
+from prefetcher.cli import app
+from prefetcher.readers.base import open_reader
+from prefetcher.readers.schedule import schedule
+from protocol.job import Job
+from protocol.job_file import load_job
+from protocol.tables import group_specs
+from tests.driver import InProcessRun, Settings
+from tests.workloads import slots_for
+
+NUM_ROWS = 3000
+
+
+def clicks(num_rows: int = NUM_ROWS) -> pd.DataFrame:
+    """A label that users and items decide, and a column of every kind."""
+    rng = np.random.default_rng(3)
+    user, item = rng.integers(0, 60, num_rows), rng.integers(0, 40, num_rows)
+    return pd.DataFrame(
+        {
+            "row": np.arange(num_rows),
+            "time": pd.date_range("2024-01-01", periods=num_rows, freq="min"),
+            "user": [f"user {number}, {number:x}" for number in user],
+            "item": item,
+            "account_id": rng.integers(0, 100, num_rows) * 1_000_003,
+            "device": np.array(["ios", "web", None])[rng.integers(0, 3, num_rows)],
+            "hour": rng.integers(0, 24, num_rows),
+            "price": rng.random(num_rows).round(3),
+            "cents": rng.integers(0, 10**6, num_rows),
+            "rating": np.where(rng.random(num_rows) < 0.1, np.nan, rng.random(num_rows)),
+            "constant": 7,
+            "new": rng.integers(0, 2, num_rows),
+            "clicked": ((user % 3 == 0) ^ (item % 2 == 0)).astype(int),
+        }
+    )
+
+
+def write_csv(folder: Path, frame: pd.DataFrame, **options: Any) -> Path:
+    frame.to_csv(folder / "clicks.csv", index=False, **options)
+    return folder / "clicks.csv"
+
+
+def write_parquet(folder: Path, frame: pd.DataFrame) -> Path:
+    frame.to_parquet(folder / "clicks.parquet")
+    return folder / "clicks.parquet"
+
+
+def new(path: Path | str, *options: str) -> tuple[str, str]:
+    """(the job file, what was said)"""
+    result = CliRunner().invoke(app, ["new", "--data", str(path), *options])
+    assert result.exit_code == 0, result.stderr
+    return result.stdout, result.stderr
+
+
+def new_job(folder: Path, path: Path, *options: str) -> Job:
+    (folder / "job.toml").write_text(new(path, *options)[0])
+    return load_job(folder / "job.toml")
+
+
+def refused(path: Path | str, *options: str, code: int = 2) -> str:
+    result = CliRunner().invoke(app, ["new", "--data", str(path), *options])
+    assert (result.exit_code, result.stdout) == (code, "")
+    return result.stderr.removeprefix("rowcast prefetcher: ").strip()
+
+
+def tables_of(job: Job) -> dict[str, int]:
+    return {table.name: table.num_embeddings for table in job.tables}
+
+
+@pytest.mark.parametrize("write", [write_csv, write_parquet])
+def test_columns_are_taken_for_what_their_names_types_and_values_say(write: Any, tmp_path: Path) -> None:
+    path = write(tmp_path, clicks())
+    text, said = new(path)
+    job = new_job(tmp_path, path)
+    assert (job.data.format, job.data.path) == (path.suffix[1:], str(path))
+    assert job.data.columns.label == "clicked"
+    assert job.data.columns.dense == ["price", "cents", "new"]
+    assert tables_of(job) == {"user": 610, "item": 44, "account_id": 1100, "device": 100, "hour": 27}
+    assert job.data.columns.hash == ["user", "account_id", "device"]
+    for left_out in (
+        "row (nearly every row has a value of its own",
+        "time (a timestamp is no feature",
+        "constant (every value is the same",
+    ):
+        assert f"# left out: {left_out}" in text
+    missing = clicks()["rating"].isna().sum()
+    assert f"# left out: rating ({missing} values are missing; replace them first)" in text
+    assert "# cents goes from " in text
+    assert (job.data.eval_fraction, job.data.shuffle, job.run_dir) == (0.1, "window:65536", Path("runs/clicks"))
+    assert said.splitlines()[-2:] == ["  prefetcher check --config job.toml", "  python -m deploy.local --config job.toml"]
+    assert "by `prefetcher advise`" in text
+
+
+def trained(job: Job) -> list[np.float32]:
+    batches = list(schedule(job, open_reader(job)))
+    return (
+        InProcessRun(job, batches, Settings(slots=slots_for(group_specs(job), batches, "more"), seeded_streams=False)).run().results.losses
+    )
+
+
+def test_the_job_of_a_csv_file_with_text_trains_and_learns(tmp_path: Path) -> None:
+    frame = pd.concat([clicks()] * 3).drop(columns="cents")
+    losses = trained(new_job(tmp_path, write_csv(tmp_path, frame)))
+    assert len(losses) > 100
+    assert np.mean(losses[-20:]) < np.mean(losses[:20]) - 0.1
+
+
+def test_the_job_of_a_parquet_file_with_lists_trains_and_learns(tmp_path: Path) -> None:
+    rng = np.random.default_rng(5)
+    seen = [rng.integers(0, 50, count).tolist() for count in rng.integers(0, 6, 9000)]
+    words = [[f"word {number}" for number in own] if i % 9 else None for i, own in enumerate(seen)]
+    label = [int(sum(number % 2 for number in own) > len(own) / 2) for own in seen]
+    pq.write_table(pa.table({"seen": seen, "words": words, "target": label}), tmp_path / "sessions.parquet")
+    text, _ = new(tmp_path / "sessions.parquet")
+    job = new_job(tmp_path, tmp_path / "sessions.parquet")
+    assert job.data.columns.dense == []
+    assert tables_of(job) == {"seen": 55, "words": 510}
+    assert job.data.columns.hash == ["words"]
+    assert "a vector that is learned, as there are no dense features" in text
+    losses = trained(job)
+    assert np.mean(losses[-20:]) < np.mean(losses[:20]) - 0.1
+
+
+def test_lists_in_csv_another_delimiter_and_true_and_false_are_noticed(tmp_path: Path) -> None:
+    frame = clicks()[["user", "clicked"]]
+    frame = frame.assign(
+        clicked=frame["clicked"].astype(bool), genres=["1|2", "3", "", "17"] * (NUM_ROWS // 4), tags=["a|b", "c"] * (NUM_ROWS // 2)
+    )
+    job = new_job(tmp_path, write_csv(tmp_path, frame, sep=";"))
+    assert job.data.columns.delimiter == ";"
+    assert job.data.columns.lists == {"genres": "|", "tags": "|"}
+    assert tables_of(job) == {"user": 610, "genres": 20, "tags": 100}
+    assert job.data.columns.hash == ["user", "tags"]
+    assert len(list(open_reader(job).batches("train", 0))) >= 80
+
+
+def test_a_file_without_a_last_line_break_and_in_another_encoding_is_read(tmp_path: Path) -> None:
+    lines = ["clicked,city,hour", *(f"{i % 2},{'Köln' if i % 3 else 'Rom'},{i % 5}" for i in range(301))]
+    (tmp_path / "clicks.csv").write_bytes("\n".join(lines).encode("latin-1"))
+    job = new_job(tmp_path, tmp_path / "clicks.csv")
+    assert "301 rows in 1 file" in new(tmp_path / "clicks.csv")[1]
+    assert tables_of(job) == {"city": 100, "hour": 6}
+    reader = open_reader(job)
+    assert (reader.num_samples("train"), reader.num_samples("eval")) == (271, 30)
+    assert sum(batch.size for batch in reader.batches("train", 0)) == 271
+
+
+def test_options_choose_otherwise(tmp_path: Path) -> None:
+    path = write_csv(tmp_path, clicks())
+    job = new_job(tmp_path, path, "--label", "new", "--dense", "hour, clicked", "--ids", "row,cents")
+    assert job.data.columns.label == "new"
+    assert job.data.columns.dense == ["hour", "price", "clicked"]
+    assert tables_of(job)["row"] == 3300
+    assert tables_of(job)["cents"] > 1000
+
+
+def test_a_folder_and_a_glob_of_files_are_read_whole(tmp_path: Path) -> None:
+    frame = clicks()
+    for number in range(3):
+        frame[frame["hour"] % 3 == number].to_csv(tmp_path / f"day_{number}.csv", index=False)
+    for path in (tmp_path, f"{tmp_path}/day_*.csv"):
+        text, said = new(path)
+        assert "3,000 rows in 3 files" in said
+        assert "\nnum_embeddings = 27  # ids go up to 23\n" in text
+
+
+@pytest.mark.parametrize(
+    ("changed", "options", "sentence"),
+    [
+        ({"clicked": 1, "new": 0}, (), "no column holds 0 and 1 in every row, as a label does (clicked holds values from 1 to 1)"),
+        ({"clicked": None, "free": [0, 1] * (NUM_ROWS // 2)}, (),
+         "2 columns hold 0 and 1 (new, free); say which is the label: --label new"),
+        ({}, ("--label", "click"), "--label click: {path} has no such column, the nearest is clicked; it has row, time, user, item, "
+         "account_id, device, hour, price, cents, rating, constant, new and 1 more"),
+        ({}, ("--label", "hour"), "--label hour: a label is 0 or 1 in every row, and this column holds values from 0 to 23"),
+        ({}, ("--dense", "rating"), "--dense rating: {missing} values are missing; replace them first"),
+        ({}, ("--dense", "user"), "--dense user: a dense feature is a number, and this column holds text"),
+        ({}, ("--ids", "usr"), "--ids usr: {path} has no such column, the nearest is user; it has"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_is_refused_with_what_there_is(
+    changed: dict[str, Any], options: tuple[str, ...], sentence: str, tmp_path: Path
+) -> None:
+    path = write_csv(tmp_path, clicks().assign(**changed))
+    expected = sentence.format(path=path, missing=clicks()["rating"].isna().sum())
+    assert expected in refused(path, *options)
+
+
+def test_data_of_another_kind_or_without_ids_is_refused(tmp_path: Path) -> None:
+    assert "no such file, folder or glob" in refused(tmp_path / "nowhere.csv")
+    (tmp_path / "clicks.txt").write_text("label\n1\n")
+    sentence = refused(tmp_path / "clicks.txt")
+    assert sentence.endswith("neither CSV (.csv, .csv.gz) nor Parquet (.parquet, .pq); other formats: docs/job-file.md")
+    path = write_csv(tmp_path, clicks()[["price", "clicked"]])
+    assert refused(path) == f"{path}: no column looks like ids (text, lists, integers); name some with --ids"
+    write_parquet(tmp_path, clicks())
+    assert refused(tmp_path).endswith(f"there are CSV and Parquet files; name those of one kind, as with {tmp_path}/*.csv")
+    (tmp_path / "broken.csv").write_text('label,user\n1,"ann\nbob"\n')
+    sentence = refused(tmp_path / "broken.csv", code=4)
+    assert (
+        sentence
+        == f"{tmp_path / 'broken.csv'}, line 2: a quoted field goes on in the next line; remove line breaks within fields, or write Parquet"
+    )
+
+
+def test_names_that_toml_must_quote_are_quoted(tmp_path: Path) -> None:
+    odd = 'a "quoted"\\ näme\n'
+    frame = pd.DataFrame({"y": [0, 1] * 200, odd: ["x", "z"] * 200, "2nd": ["x", "z"] * 200, "2.nd": ["x", "z"] * 200})
+    job = new_job(tmp_path, write_parquet(tmp_path, frame))
+    assert [table.features for table in job.tables] == [[odd], ["2nd"], ["2.nd"]]
+    assert len({table.name for table in job.tables}) == 3
+
+
+def test_dates_decimals_and_other_types_are_left_out_with_a_reason(tmp_path: Path) -> None:
+    frame = pd.DataFrame({"y": [0, 1] * 50, "user": ["a", "b"] * 50})
+    table = pa.Table.from_pandas(frame).append_column("day", pa.array([datetime.date(2024, 1, 1)] * 100))
+    table = table.append_column("sums", pa.array([1] * 100).cast(pa.decimal128(21, 2))).append_column("vector", pa.array([[0.5]] * 100))
+    table = table.append_column("empty", pa.array([None] * 100, pa.int64()))
+    pq.write_table(table, tmp_path / "clicks.parquet")
+    text, _ = new(tmp_path / "clicks.parquet")
+    for left_out in (
+        "day (a timestamp",
+        "sums (decimal128(21, 2) cannot be read",
+        "vector (lists of numbers are no features",
+        "empty (it has no values",
+    ):
+        assert f"# left out: {left_out}" in text
+
+
+def test_distinct_values_are_counted_in_little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(columns, "MOST_HASHES", 4096)
+    rng = np.random.default_rng(0)
+    hashes = rng.integers(0, 2**64, 100_000, dtype=np.uint64)
+    distinct = Distinct()
+    for part in np.array_split(np.concatenate([hashes, hashes]), 20):
+        distinct.add(part)
+    assert distinct.count == pytest.approx(100_000, rel=0.1)
+    few = Distinct()
+    few.add(hashes[:500])
+    assert few.count == 500
+
+
+@pytest.mark.parametrize(("count", "rounded"), [(1, 1), (24, 24), (100, 100), (101, 110), (20_001, 21_000), (999_999, 1_000_000)])
+def test_sizes_are_rounded_up_to_two_digits(count: int, rounded: int) -> None:
+    assert rounded_up(count) == rounded

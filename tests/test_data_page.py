@@ -1,0 +1,144 @@
+"""docs/data.md is run as it stands: its commands, its Python, its numbers."""
+
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from typer.testing import CliRunner
+
+from prefetcher.cli import app
+from prefetcher.readers.base import open_reader
+from prefetcher.readers.hashed import hashed_rows
+from protocol.job_file import load_job, parse_job
+from tests.readers.samples import all_samples
+
+ROOT = Path(__file__).parent.parent
+PAGE = (ROOT / "docs" / "data.md").read_text()
+NUM_ROWS = 1500
+COMMANDS = """
+prefetcher() { "$PYTHON" -m prefetcher "$@"; }
+python() { "$PYTHON" "$@"; }
+"""
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", PAGE, flags=re.MULTILINE | re.DOTALL)
+
+
+def table_rows(first_cell: str) -> list[list[str]]:
+    """Tables' rows that begin so, cell by cell."""
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in PAGE.splitlines() if line.startswith(f"| {first_cell}")]
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """With a clicks.csv that begins as the page shows."""
+    rng = np.random.default_rng(2)
+    user, item = rng.integers(0, 80, NUM_ROWS), rng.integers(0, 50, NUM_ROWS)
+    genres = np.array(["drama", "comedy", "drama|comedy", "war|drama", ""])[rng.integers(0, 5, NUM_ROWS)]
+    frame = pd.DataFrame(
+        {
+            "time": pd.date_range("2024-03-01", periods=NUM_ROWS, freq="7s"),
+            "user": [f"u{number}" for number in user],
+            "item": [f"sku-{number}" for number in item],
+            "genres": genres,
+            "device": np.array(["ios", "web", "android"])[rng.integers(0, 3, NUM_ROWS)],
+            "price": rng.lognormal(2, 1, NUM_ROWS).round(2),
+            "clicked": (user + item) % 2,
+        }
+    )
+    [shown] = blocks("")[:1]
+    assert list(frame.columns) == shown.splitlines()[0].split(",")
+    (tmp_path / "clicks.csv").write_text(shown + frame.to_csv(index=False, header=False))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def run(script: str, folder: Path) -> "subprocess.CompletedProcess[str]":
+    """A block of commands in the folder, with metrics on ports that are free."""
+    ports = " --set metrics.prefetcher=127.0.0.1:0 --set metrics.trainer=127.0.0.1:0"
+    script = re.sub(
+        r"^(\S* ?-m deploy\.local --config job\.toml|prefetcher check --config job\.toml)", rf"\1{ports}", script, flags=re.MULTILINE
+    )
+    environment = os.environ | {"PYTHON": sys.executable, "PYTHONPATH": str(ROOT)}
+    return subprocess.run(["bash", "-euc", COMMANDS + script], cwd=folder, env=environment, capture_output=True, text=True, timeout=280)
+
+
+def test_the_commands_train_a_model_on_the_csv_file(folder: Path) -> None:
+    done = run(blocks("sh")[0], folder)
+    assert done.returncode == 0, done.stderr
+    assert "left out  time: a timestamp is no feature" in done.stderr
+    assert "0 errors" in done.stdout
+    job = load_job(folder / "job.toml")
+    assert job.data.columns.hash == ["user", "item", "genres", "device"]
+    assert job.data.columns.lists == {"genres": "|"}
+    assert (folder / job.run_dir / "report.json").exists()
+
+
+def test_the_python_of_the_page_makes_files_that_jobs_are_written_for(folder: Path) -> None:
+    pandas_way, pyarrow_way, _ = blocks("python")
+    exec(pandas_way, {})
+    assert len(pandas_way.splitlines()) <= 15
+    shown = tomllib.loads(blocks("toml")[0])
+    for name, columns in (("clicks.parquet", shown["data"]["columns"]), ("hours.csv", {"label": "clicked", "dense": ["price"]})):
+        if name == "hours.csv":
+            exec(pyarrow_way, {})
+        result = CliRunner().invoke(app, ["new", "--data", name])
+        assert result.exit_code == 0, result.stderr
+        found = tomllib.loads(result.stdout)
+        assert columns.items() <= found["data"]["columns"].items()
+        assert "hour" in {feature for table in found["tables"] for feature in table["features"]}
+        reader = open_reader(parse_job(found))
+        assert sum(batch.size for batch in reader.batches("train", 0)) == NUM_ROWS + 2 - (NUM_ROWS + 2) // 10
+    assert shown["data"].items() <= {**tomllib.loads(CliRunner().invoke(app, ["new", "--data", "clicks.parquet"]).stdout)["data"]}.items()
+
+
+def test_the_rule_of_the_page_gives_the_rows_of_a_run(tmp_path: Path) -> None:
+    names: dict[str, object] = {}
+    exec(blocks("python")[-1], names)
+    row = names["row"]
+    assert callable(row)
+    words, numbers = ["ann", "bob", None, "ünï", "ann"], [7, None, -1, 2**40, 0]
+    pq.write_table(pa.table({"label": [0, 1, 0, 1, 0], "int_0": [0.5] * 5, "user": words, "item": numbers}), tmp_path / "a.parquet")
+    content = {
+        "job": {"run_dir": "unused"},
+        "data": {"format": "parquet", "path": str(tmp_path), "columns": {"hash": True}},
+        "tables": [
+            {"name": name, "num_embeddings": rows, "embedding_dim": 4, "features": [name]}
+            for name, rows in (("user", 10_000), ("item", 77))
+        ],
+        "model": {"bottom_mlp": [4], "top_mlp": [1]},
+        "optimizer": {"sparse": {"kind": "sgd", "lr": 0.1}, "dense": {"kind": "sgd", "lr": 0.1}},
+        "cache": {"capacity": "1MiB"},
+    }
+    found = [own.ids for own in all_samples(open_reader(parse_job(content)).batches("train", 0))]
+    users = [0 if word is None else row(word.encode(), 10_000) for word in words]
+    items = [0 if number is None else row(number.to_bytes(8, "little", signed=True), 77) for number in numbers]
+    assert found == [((user,), (item,)) for user, item in zip(users, items, strict=True)]
+
+
+def test_the_shares_of_values_that_share_a_row_are_those_of_the_formula_and_of_the_hash() -> None:
+    num_values = 100_000
+    values = pa.array([f"value {i}" for i in range(num_values)])
+    ratios, expected, counted = (table_rows(first)[0][1:] for first in ("rows for each value", "values that share a row", "counted"))
+    for ratio, share, own in zip(map(int, ratios), expected, counted, strict=True):
+        num_rows = ratio * num_values + 1
+        assert f"{100 * (1 - (1 - 1 / (num_rows - 1)) ** (num_values - 1)):.1f} %" == share
+        rows = hashed_rows(values, num_rows)
+        assert f"{100 * (np.bincount(rows)[rows] > 1).mean():.1f} %" == own
+
+
+def test_the_price_of_a_shuffle_is_told_as_the_page_says(folder: Path) -> None:
+    if "--shuffle" not in CliRunner().invoke(app, ["simulate", "--help"], env={"COLUMNS": "200"}).stdout:
+        pytest.skip("this tree's simulate has no --shuffle yet")
+    done = run("prefetcher new --data clicks.csv > job.toml\n" + blocks("sh")[1], folder)
+    assert done.returncode == 0, done.stderr
+    assert all(order in done.stdout for order in ("none", "window:16384", "full"))

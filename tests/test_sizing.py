@@ -1,0 +1,74 @@
+"""What an automatic ring and staging are: as much as plans move, and no more."""
+
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import prefetcher.sizing
+from benchmarks.training.recorded import recorded_plans
+from prefetcher.planner.capacity import MEASURED_BATCHES, job_slots
+from prefetcher.readers.base import open_reader
+from prefetcher.readers.schedule import schedule
+from prefetcher.sizing import LEAST_RING_BYTES, LEAST_STAGING_BYTES, sizes, staging_bytes, typical_plan
+from protocol.batch import ScheduledBatch
+from protocol.errors import ConfigError
+from protocol.job import Job
+from protocol.job_file import load_job
+from protocol.packing import plan_block
+from protocol.tables import group_specs
+from protocol.transport.ring import largest_payload
+from tests.workloads import small_batches, small_job
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+LIKE_RETAIL = ('data.format="synthetic"', "data.synthetic.samples=320705", "data.synthetic.zipf=0.95")  # as many new rows a batch
+
+
+def first_batches(job: Job) -> list[ScheduledBatch]:
+    return list(islice(schedule(job, open_reader(job), None), MEASURED_BATCHES))
+
+
+@pytest.mark.parametrize(("name", "changes"), [("demo", ()), ("retail", LIKE_RETAIL)])
+def test_the_staging_of_an_example_is_smaller_than_its_cache_and_holds_what_a_plan_moves(name: str, changes: tuple[str, ...]) -> None:
+    job = load_job(EXAMPLES / f"{name}.toml", changes)
+    groups, batches = group_specs(job), first_batches(job)
+    slots = job_slots(job, groups, batches)
+    own = sizes(job, groups, batches, job.lookahead.depth)
+    assert 2 * own.staging_bytes < sum(n * group.record_bytes for n, group in zip(slots, groups, strict=True)) / 2
+    plans = list(recorded_plans(job, batches, slots))
+    moved = [sum(len(part.fetch) * group.record_bytes for part, group in zip(each.plan.groups, groups, strict=True)) for each in plans]
+    assert np.median(moved) < own.staging_bytes
+    arrays = max(plan_block(each.batch, each.plan).nbytes for each in plans)
+    assert (job.lookahead.depth + 1) * (np.median(moved) + arrays) < own.ring_bytes < 16 * 2**20
+
+
+def test_the_arrays_of_a_plan_are_expected_to_take_what_they_take() -> None:
+    for bags in ("single", "multi", "weighted", "apart"):
+        job = small_job("adagrad", bags)
+        batches = small_batches(job, bags)
+        plans = recorded_plans(job, batches, tuple(group.num_rows for group in group_specs(job)))
+        largest = max(plan_block(each.batch, each.plan).nbytes for each in plans)
+        assert 0.5 * largest < typical_plan(group_specs(job), batches).arrays < 2 * largest, bags
+
+
+def test_a_small_job_gets_the_least_and_a_job_file_its_own_ring() -> None:
+    batches = small_batches(small_job("sgd"), "single")
+    for ring, nbytes in (("auto", LEAST_RING_BYTES), ("1MiB", 2**20), ("64MiB", 2**26)):
+        job = small_job("sgd", transport={"ring": ring})
+        own = sizes(job, group_specs(job), batches, 4)
+        assert (own.ring_bytes, own.staging_bytes) == (nbytes, min(LEAST_STAGING_BYTES, largest_payload(nbytes)))
+
+
+def test_staging_is_never_more_than_a_piece_can_have() -> None:
+    assert staging_bytes(10**9, 2**20) == largest_payload(2**20)
+
+
+def test_shared_memory_limits_a_ring_and_too_little_of_it_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    job = small_job("sgd")
+    groups, batches = group_specs(job), small_batches(job, "single")
+    monkeypatch.setattr(prefetcher.sizing, "free_shared_memory", lambda: 4 * 2**20 + 5)
+    assert sizes(job, groups, batches, 4).ring_bytes == 2**20
+    monkeypatch.setattr(prefetcher.sizing, "free_shared_memory", lambda: 2**20)
+    with pytest.raises(ConfigError, match="/dev/shm has 1048576 bytes free, and two rings need at least 8388608"):
+        sizes(job, groups, batches, 4)

@@ -1,0 +1,107 @@
+"""A model's own loss, in place of binary cross entropy, and what is refused of it."""
+
+from collections import OrderedDict
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from protocol.errors import ConfigError
+from trainer.models import mean_loss
+from trainer.models.loss import as_fp32, own_loss
+
+OUTPUTS, LABELS = torch.tensor([0.5, -2.0, 1.0], requires_grad=True), torch.tensor([1.0, 0.0, 0.0])
+
+
+class Own(nn.Module):
+    def __init__(self, loss: Any) -> None:
+        super().__init__()
+        self.loss = loss
+
+
+class Method(nn.Module):
+    def loss(self, outputs: Tensor, labels: Tensor) -> Tensor:
+        return (outputs - labels).square().mean()
+
+
+def found(loss: Any) -> Tensor:
+    own = own_loss(Own(loss))
+    assert own is not None
+    return own(OUTPUTS, LABELS)
+
+
+def test_a_model_without_a_loss_has_binary_cross_entropy() -> None:
+    assert own_loss(nn.Linear(1, 1)) is None
+    expected = nn.functional.binary_cross_entropy_with_logits(OUTPUTS, LABELS)
+    assert torch.equal(mean_loss(OUTPUTS, LABELS), expected)
+
+
+def test_a_number_called_loss_is_none() -> None:
+    assert own_loss(Own(0.5)) is None
+
+
+def test_a_method_and_a_module_of_the_model_are_its_loss() -> None:
+    method = own_loss(Method())
+    assert method is not None
+    assert torch.equal(method(OUTPUTS, LABELS), (OUTPUTS - LABELS).square().mean())
+    assert torch.equal(found(nn.MSELoss()), nn.functional.mse_loss(OUTPUTS, LABELS))
+
+
+@pytest.mark.parametrize("loss", [lambda batch: batch, lambda outputs, labels, weights: outputs, lambda: 0])
+def test_a_loss_that_takes_other_things_is_refused_when_the_model_is_built(loss: Any) -> None:
+    with pytest.raises(ConfigError, match=r"Own\.loss cannot be called with \(outputs, labels\): .*; let it take these two, or give it"):
+        own_loss(Own(loss))
+
+
+@pytest.mark.parametrize(
+    ("returned", "sentence"),
+    [
+        (0.5, "Own.loss returned float; return the batch's mean loss as a scalar tensor, such as losses.mean()"),
+        (OUTPUTS, "Own.loss returned torch.float32 of shape [3]; return the batch's mean loss"),
+        (OUTPUTS.sum()[None], "Own.loss returned torch.float32 of shape [1]; return"),
+        (torch.tensor(1), "Own.loss returned torch.int64 of shape []; return"),
+        ((OUTPUTS.sum(), 1), "Own.loss returned tuple; return"),
+        (None, "Own.loss returned NoneType; return"),
+        (OUTPUTS.sum().detach(), "Own.loss returned a loss without a gradient; compute it from the outputs by torch's operations, without"),
+    ],
+)
+def test_what_is_no_loss_is_refused(returned: Any, sentence: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        found(lambda outputs, labels: returned)
+    assert str(refused.value).startswith(sentence)
+
+
+def test_an_evaluation_needs_no_gradient() -> None:
+    with torch.no_grad():
+        assert found(lambda outputs, labels: outputs.sum()).item() == -0.5
+
+
+@pytest.mark.parametrize(
+    ("outputs", "sentence"),
+    [
+        (torch.zeros(3, 1), r"the model returned logits of shape \[3, 1\]; return one logit a sample, shape \[3\], or give the model a"),
+        (
+            (OUTPUTS, OUTPUTS),
+            r"the model returned tuple; return one logit a sample, shape \[3\], or give the model a method loss\(outputs,",
+        ),
+    ],
+)
+def test_outputs_that_are_no_logits_need_a_loss(outputs: Any, sentence: str) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        mean_loss(outputs, LABELS)
+
+
+class Pair(NamedTuple):
+    first: Any
+    second: Any
+
+
+def test_every_half_precision_tensor_of_the_outputs_becomes_fp32() -> None:
+    half, whole, index = torch.ones(2, dtype=torch.bfloat16), torch.ones(2), torch.ones(2, dtype=torch.int64)
+    outputs = as_fp32({"a": (half, [whole, index]), "b": Pair(half, "text")})
+    assert [outputs["a"][0].dtype, outputs["a"][1][0].dtype, outputs["a"][1][1].dtype] == [torch.float32, torch.float32, torch.int64]
+    assert isinstance(outputs["b"], Pair)
+    assert outputs["b"].first.dtype == torch.float32
+    assert outputs["b"].second == "text"
+    assert as_fp32(OrderedDict(a=half))["a"].dtype == torch.float32

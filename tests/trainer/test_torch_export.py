@@ -1,0 +1,55 @@
+"""torch.export of every built-in model, with a free batch size: the exported program has the model's bits."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.export import Dim
+
+from tests.trainer.full_capacity import NUM_DENSE, make_job
+from trainer.models import BUILDERS, Embedded, Sequences, build_model
+
+WIDTH = 4
+MODELS: dict[str, dict[str, Any]] = {
+    "dlrm": {"bottom_mlp": [6, WIDTH], "top_mlp": [8, 1]},
+    "dcnv2": {"bottom_mlp": [6, 5], "top_mlp": [8, 1], "cross_rank": 3},
+    "tbsm": {"bottom_mlp": [6, WIDTH], "top_mlp": [5], "attention_mlp": [4], "final_mlp": [8, 1], "history": 3},
+}
+SEQUENCES = {"tbsm": 2}  # the other features are pooled
+BATCH = Dim("batch")
+
+
+def feature(kind: str, position: int, batch_size: int, generator: torch.Generator) -> Embedded:
+    if position >= SEQUENCES.get(kind, 0):
+        return torch.randn(batch_size, WIDTH, generator=generator)
+    ends = torch.randint(0, 6, (batch_size,), generator=generator).cumsum(0)
+    return Sequences(values=torch.randn(int(ends[-1]), WIDTH, generator=generator), offsets=torch.cat([torch.zeros(1), ends]).int())
+
+
+def inputs(kind: str, batch_size: int) -> tuple[Tensor, list[Embedded]]:
+    generator = torch.Generator().manual_seed(batch_size)
+    return torch.randn(batch_size, NUM_DENSE, generator=generator), [
+        feature(kind, position, batch_size, generator) for position in range(3)
+    ]
+
+
+def free_sizes(embeddings: list[Embedded]) -> list[Any]:
+    """Of the batch, and of the look-ups of each sequence: values, then offsets."""
+    return [[{0: Dim(f"lookups_{i}")}, {0: BATCH + 1}] if isinstance(own, Sequences) else {0: BATCH} for i, own in enumerate(embeddings)]
+
+
+@pytest.mark.parametrize("kind", BUILDERS)
+def test_an_exported_model_has_the_bits_of_the_model_at_any_batch_size(kind: str) -> None:
+    tables = [
+        {"name": f"t{i}", "num_embeddings": 9, "embedding_dim": WIDTH, "features": [f"f{i}"]}
+        | ({"pooling": "none"} if i < SEQUENCES.get(kind, 0) else {})
+        for i in range(3)
+    ]
+    model = build_model(make_job(tables, model={"kind": kind, **MODELS[kind]}), NUM_DENSE).eval()
+    dense, embeddings = inputs(kind, 7)
+    exported = torch.export.export(model, (dense, embeddings), dynamic_shapes=({0: BATCH}, free_sizes(embeddings))).module()
+    for batch_size in (2, 7, 64, 1000):
+        found = exported(*inputs(kind, batch_size))
+        assert found.shape == (batch_size,)
+        assert torch.equal(found, model(*inputs(kind, batch_size)))
