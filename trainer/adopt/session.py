@@ -369,7 +369,7 @@ class Session:
         if logits is not None:
             self._script.metrics.update(logits.detach().float().reshape(-1), self.hand.labels())
             self._script.evaluating = True
-            self.uses.record()
+        self.uses.record()
 
     def _close_evaluation(self) -> None:
         if self._script.evaluating and (self.stop_reason is None or not self.ended):
