@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from itertools import pairwise
+from textwrap import shorten
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from protocol.batch import Batch
 from protocol.errors import DataError
 from protocol.job import Job
 
+PAIRS_SHOWN = 3000  # characters: of thirty features all
 BY_NAME = "where that is not their order, give them by name, as a mapping from feature to ids"
 
 
@@ -87,7 +89,8 @@ class BatchCheck:
         bounds = bag_offsets(batch.ids, batch.offsets)[:: batch.size]
         largest = [max(batch.ids[start:stop].tolist(), default=0) for start, stop in pairwise(bounds)]
         pairs = zip(self._features, largest, strict=True)
-        return ", ".join(f"{own.name} <- column {f} (ids up to {most:,} of {own.num_embeddings:,})" for f, (own, most) in enumerate(pairs))
+        named = (f"{own.name} <- column {f} (ids up to {most:,} of {own.num_embeddings:,})" for f, (own, most) in enumerate(pairs))
+        return shorten(", ".join(named), PAIRS_SHOWN, placeholder=" ...")
 
 
 def sample_place(where: str) -> Place:

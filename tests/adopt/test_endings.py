@@ -82,7 +82,9 @@ def test_an_id_outside_its_table_is_named(tmp_path: Path, launches: Launches) ->
 def test_a_prefetcher_that_is_stopped_says_so(tmp_path: Path, launches: Launches) -> None:
     model, optimizer = make(tmp_path)
     loader = trainer.connect(model.ebc, DATASET, options=ENDLESS)
-    with pytest.raises(RowcastError, match=r"the prefetcher was stopped .* after \d+ train steps; its checkpoint in .* is where"):
+    with pytest.raises(
+        RowcastError, match=r"the prefetcher was stopped .* after \d+ train steps; its checkpoint is in .* without connect\("
+    ):
         train_until(model, optimizer, loader, 3, lambda: launches.children[0].signal(signal.SIGTERM))
     assert launches.children[0].code == 0
     assert launches.remains() == []

@@ -252,3 +252,39 @@ def test_epochs_may_be_counted_by_the_script(tmp_path: Path, launches: Launches)
                     loader.stop()
                     break
     assert [len(epoch) for epoch in losses] == [4, 4, 4, 0, 0]
+
+
+def test_an_evaluation_that_a_stop_cuts_in_two_is_whole_in_the_run_that_goes_on(tmp_path: Path, launches: Launches) -> None:
+    found: list[list[float]] = []
+    for name in ("whole", "stopped", "stopped"):
+        model, optimizer = make(tmp_path / name)
+        with trainer.connect(model.ebc, EVALUATING, evaluate=True, dense=(model, optimizer)) as loader:
+            for batch in loader:
+                if batch.kind == "train":
+                    train_on(model, optimizer, batch)
+                    continue
+                loader.record(logits=model.eval()(batch.dense_features, batch.sparse_features))
+                model.train()
+                if name == "stopped" and not found[1:]:
+                    loader.stop()
+        found.append([] if loader.evaluation is None else [loader.evaluation.logloss])
+    assert found == [found[0], [], found[0]]
+    assert found[0]
+
+
+def test_a_stop_within_a_step_of_micro_batches_comes_behind_the_step(tmp_path: Path, launches: Launches) -> None:
+    model, optimizer = make(tmp_path)
+    seen = 0
+    with trainer.connect(model.ebc, DATASET, accumulate=4, dense=(model, optimizer)) as loader:
+        for batch in loader:
+            torch.autograd.backward(model(batch.dense_features, batch.sparse_features).sum())
+            seen += 1
+            if batch.train_step == 1:
+                loader.stop()
+            if batch.is_last:
+                optimizer.step()
+                optimizer.zero_grad()
+    assert seen == 8
+    newest = newest_checkpoint(tmp_path)
+    assert newest is not None
+    assert read_manifest(newest).train_steps == 2

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import trainer
+from prefetcher.readers.batch_check import BatchCheck
 from protocol.errors import ConfigError, DataError
 from tests.adopt.runs import Launches, make, train_all, train_on
 from trainer.adopt.loader import epoch_length
@@ -124,3 +125,14 @@ def read(address: str | None, path: str) -> str:
     with urllib.request.urlopen(f"http://{address}/{path}", timeout=10) as answer:
         content: bytes = answer.read()
     return content.decode()
+
+
+def test_the_pairing_of_very_many_features_fits_into_a_message() -> None:
+    names = [f"feature_with_a_name_{f}" for f in range(500)]
+    config = trainer.EmbeddingBagConfig(name="t", num_embeddings=10, embedding_dim=4, feature_names=names)
+    ebc = trainer.EmbeddingBagCollection([config], optimizer={"kind": "sgd", "lr": 0.1}, capacity="1MiB")
+    check = BatchCheck(ebc.job)
+    check.check((np.zeros((2, 1)), np.ones((2, 500), np.int64), np.zeros(2)), "here")
+    assert check.pairing.startswith("feature_with_a_name_0 <- column 0 (ids up to 1 of 10), ")
+    assert check.pairing.endswith(" ...")
+    assert len(check.pairing) <= 3000

@@ -218,7 +218,7 @@ class Loader:
         self._asked += 1
         yield from self._micro_batches()  # of the batch in hand, where the loop was left between them
         first = self._session.peek()
-        if self._session.take_empty_rest(first):
+        if self._session.epochs.take_empty_rest(None if first is None else first.header.epoch):
             return  # so that what the script does behind that epoch is done
         if first is None:
             self._refuse_more()
@@ -229,7 +229,7 @@ class Loader:
             if step.header.kind == "train" or self._evaluate:
                 yield from self._micro_batches()
         if self._session.stop_reason is None:
-            self._session.epoch_over(epoch)
+            self._session.epochs.end(epoch)
 
     def _refuse_more(self) -> None:
         """A run that goes on has fewer epochs left than the script may count; otherwise the script counts more than it has asked for."""

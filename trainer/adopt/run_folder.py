@@ -11,6 +11,8 @@ from protocol.errors import ConfigError, DataError
 from protocol.job import Job
 from protocol.job_file import parse_job
 from protocol.manifest import Manifest, checked_file, newest_checkpoint, read_manifest
+from protocol.messages import Welcome
+from protocol.position import Position
 from protocol.rundir import RunDirectory
 from trainer.dense import Tensors, unpack
 
@@ -83,6 +85,13 @@ def newest_run(run_dir: Path) -> Manifest | None:
     except DataError:
         return None
     return newest if newest is not None and newest.train_steps else None
+
+
+def position_of(run_dir: Path, welcome: Welcome) -> Position | None:
+    """Of the checkpoint that the run goes on from; None where it begins."""
+    newest = newest_run(run_dir)
+    is_its = newest is not None and (newest.run_id, newest.train_steps) == (welcome.run_id, welcome.first_train_step)
+    return newest.position if newest is not None and is_its else None
 
 
 def is_complete(job: Job, newest: Manifest, max_steps: int | None) -> bool:

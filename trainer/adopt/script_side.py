@@ -4,6 +4,7 @@ import numpy as np
 import torch
 
 from trainer.adopt.dense import DenseSide
+from trainer.adopt.epoch_count import EpochCount
 from trainer.adopt.telling import tell
 from trainer.cache import ArrivedStep
 from trainer.dense import Tensors
@@ -20,7 +21,7 @@ class ScriptRunner:
     def __init__(self, dense: DenseSide | None, device: torch.device) -> None:
         self.metrics = EvalMetrics(device)
         self.evaluating = False  # the metrics have counted something
-        self.epochs_over = 0
+        self.epochs = EpochCount()
         self._dense = dense
 
     def train(self, step: ArrivedStep, loss: torch.Tensor) -> None:
@@ -44,12 +45,12 @@ class ScriptRunner:
     def state(self) -> Tensors:
         if self._dense is None:
             return {}
-        return {**self._dense.state(), EPOCHS_OVER: torch.tensor(self.epochs_over), **self.metrics.state()}
+        return {**self._dense.state(), EPOCHS_OVER: torch.tensor(self.epochs.over), **self.metrics.state()}
 
     def restore(self, tensors: Tensors) -> bool:
         if self._dense is not None:
             self._dense.restore(tensors)
-        self.epochs_over = int(tensors[EPOCHS_OVER]) if EPOCHS_OVER in tensors else 0
+        self.epochs.over = int(tensors[EPOCHS_OVER]) if EPOCHS_OVER in tensors else 0
         self.evaluating = self.metrics.restore(tensors)
         return False
 

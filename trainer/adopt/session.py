@@ -24,7 +24,6 @@ from protocol.errors import ConfigError, PeerLost, RowcastError, peer_failure
 from protocol.job import Job
 from protocol.manifest import Manifest, newest_checkpoint, read_manifest
 from protocol.messages import Bye, StopRequest, Welcome
-from protocol.position import Position
 from protocol.process import Crew, tell_peer
 from protocol.rundir import RunDirectory
 from protocol.session import Session as Protocol
@@ -36,6 +35,7 @@ from protocol.transport.zmq_link import ZmqLink
 from protocol.watch import PeerWatch, Progress
 from trainer.adopt import run_folder
 from trainer.adopt.dense import DenseSide
+from trainer.adopt.epoch_count import EpochCount
 from trainer.adopt.in_hand import StepInHand
 from trainer.adopt.loss_scaling import LossScaling
 from trainer.adopt.optimizer_steps import OptimizerSteps
@@ -104,11 +104,9 @@ class Session:
         self._hand: StepInHand | None = None
         self._uses: Uses | None = None
         self._welcome: Welcome | None = None
-        self._start: Position | None = None  # of the checkpoint that the run goes on from; None where the first `for` has found its epoch
         self._kernels: Kernels = torch_ops
         self._child: Child | None = None
         self._next: ArrivedStep | None = None  # taken, and not begun
-        self._first_epoch = 0
         self._epoch: int | None = None  # of the last step begun
         self._last_step: int | None = None  # that was finished
         self._loss: Tensor | None = None  # of the step in hand, as far as it was recorded
@@ -148,7 +146,7 @@ class Session:
         self._script.restore(tensors)
         self._shown.results.restore_evaluations(tensors)
         self._shown.train_steps, self.goes_on, self.ended = last.train_steps, True, True
-        self._start = None if run_folder.is_over(self._job.run_dir, last) else last.position
+        self.epochs.begin(None if run_folder.is_over(self._job.run_dir, last) else last.position)
         self._close_evaluation()
         self._close_stack()
 
@@ -172,8 +170,8 @@ class Session:
         check_welcome_fits(welcome, self._job, self._groups)
         check_welcome(welcome)
         self._check_fits_script(welcome)
-        self._start, self._welcome = self._position_of(welcome), welcome
-        self._first_epoch = 0 if self._start is None else self._start.epoch
+        self._welcome = welcome
+        self.epochs.begin(run_folder.position_of(self._job.run_dir, welcome))
         self.goes_on = welcome.first_train_step > 0
         if welcome.pairing:
             tell(f"ids come by position: {welcome.pairing}")
@@ -196,12 +194,6 @@ class Session:
                 "connect: evaluate=True, but the data set has no evaluation batches; let the factory return a function of "
                 '(split, epoch) that knows the split "eval"'
             )
-
-    def _position_of(self, welcome: Welcome) -> Position | None:
-        folder = newest_checkpoint(self._job.run_dir) if welcome.first_train_step else None
-        newest = None if folder is None else read_manifest(folder)
-        is_own = newest is not None and newest.run_id == welcome.run_id and newest.train_steps == welcome.first_train_step
-        return newest.position if newest is not None and is_own else None
 
     def _make_engine(self, conversation: Conversation, watch: PeerWatch, welcome: Welcome) -> None:
         device = self._parts.device
@@ -263,9 +255,13 @@ class Session:
     # what the script may know
 
     @property
+    def epochs(self) -> EpochCount:
+        return self._script.epochs
+
+    @property
     def epoch(self) -> int:
         """Of the step in hand, or of the one that was finished last; before the first that of the checkpoint, or 0."""
-        return self._first_epoch if self._epoch is None else self._epoch
+        return self.epochs.first if self._epoch is None else self._epoch
 
     def epoch_batches(self) -> tuple[int | None, int | None]:
         """Train and evaluation batches of an epoch, where the data set knows."""
@@ -285,29 +281,9 @@ class Session:
         if self._hand is not None and self._hand.has_slices:
             return self.epoch
         first = self.peek()
-        if self._start is not None and self._has_empty_rest(self._start, first):
-            return self._start.epoch
-        return None if first is None else first.header.epoch
+        return self.epochs.to_come(None if first is None else first.header.epoch)
 
     # step by step
-
-    def take_empty_rest(self, first: ArrivedStep | None) -> bool:
-        """Whether the checkpoint that the run goes on from stands at the end of an epoch, of which nothing follows: the `first` step, if
-        there is one, is of the next. Once True, never again."""
-        start, self._start = self._start, None
-        if start is None or not self._has_empty_rest(start, first):
-            return False
-        self.epoch_over(start.epoch)
-        return True
-
-    def _has_empty_rest(self, start: Position, first: ArrivedStep | None) -> bool:
-        """And the script was not through with that epoch's `for` yet."""
-        has_begun = start.train_batch > 0 or start.eval_batch is not None
-        return has_begun and (first is None or start.epoch < first.header.epoch) and self._script.epochs_over <= start.epoch
-
-    def epoch_over(self, epoch: int) -> None:
-        """The script's `for` over it has ended."""
-        self._script.epochs_over = epoch + 1
 
     def all_over(self) -> None:
         """What the script does behind its last epoch is done."""
@@ -369,7 +345,7 @@ class Session:
         if logits is not None:
             self._script.metrics.update(logits.detach().float().reshape(-1), self.hand.labels())
             self._script.evaluating = True
-            self.uses.record()
+        self.uses.record()
 
     def _close_evaluation(self) -> None:
         if self._script.evaluating and (self.stop_reason is None or not self.ended):
