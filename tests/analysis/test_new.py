@@ -102,7 +102,7 @@ def test_columns_are_taken_for_what_their_names_types_and_values_say(write: Any,
     assert "# cents goes from " in text
     assert (job.data.eval_fraction, job.data.shuffle, job.run_dir) == (0.1, "window:65536", Path("runs/clicks"))
     assert said.splitlines()[-2:] == ["  prefetcher check --config job.toml", "  python -m deploy.local --config job.toml"]
-    assert "by `prefetcher advise`" in text
+    assert 'capacity = "1MiB"  # `prefetcher advise` asks for ' in text
 
 
 def trained(job: Job) -> list[np.float32]:
