@@ -11,12 +11,13 @@ import pyarrow.parquet as pq
 import pytest
 from typer.testing import CliRunner
 
-from prefetcher.analysis.new import columns
+from prefetcher.analysis.new import columns, command
 from prefetcher.analysis.new.choice import rounded_up
 from prefetcher.analysis.new.columns import Distinct
 from prefetcher.cli import app
 from prefetcher.readers.base import open_reader
 from prefetcher.readers.schedule import schedule
+from protocol.errors import ConfigError
 from protocol.job import Job
 from protocol.job_file import load_job
 from protocol.tables import group_specs
@@ -102,7 +103,7 @@ def test_columns_are_taken_for_what_their_names_types_and_values_say(write: Any,
     assert "# cents goes from " in text
     assert (job.data.eval_fraction, job.data.shuffle, job.run_dir) == (0.1, "window:65536", Path("runs/clicks"))
     assert said.splitlines()[-2:] == ["  prefetcher check --config job.toml", "  python -m deploy.local --config job.toml"]
-    assert "by `prefetcher advise`" in text
+    assert 'capacity = "1MiB"  # `prefetcher advise` asks for ' in text
 
 
 def trained(job: Job) -> list[np.float32]:
@@ -157,6 +158,16 @@ def test_a_file_without_a_last_line_break_and_in_another_encoding_is_read(tmp_pa
     reader = open_reader(job)
     assert (reader.num_samples("train"), reader.num_samples("eval")) == (271, 30)
     assert sum(batch.size for batch in reader.batches("train", 0)) == 271
+
+
+def test_where_advise_fails_the_job_says_that_its_capacity_is_a_guess(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> None:
+        raise ConfigError("no room\nto follow rows")
+
+    monkeypatch.setattr(command, "advise_job", fail)
+    path = write_csv(tmp_path, clicks())
+    assert new(path)[0].endswith('capacity = "64MiB"  # a guess, as `prefetcher advise` failed: no room to follow rows\n')
+    assert new_job(tmp_path, path).cache.capacity == "64MiB"
 
 
 def test_options_choose_otherwise(tmp_path: Path) -> None:

@@ -12,12 +12,14 @@ from prefetcher.analysis.new.columns import DataSet, look_at
 from prefetcher.analysis.new.job_text import job_text
 from prefetcher.analysis.progress import Progress, ProgressBar
 from protocol.errors import RowcastError
+from protocol.job import parse_bytes
 from protocol.job_file import parse_job
 from protocol.telemetry.words import plural
 
 WHOLE_RUN_ROWS = 1_000_000  # of larger data the capacity is advised by a stretch of so many
 MEMORY_SHARE = 0.25
 FIRST_CAPACITY = "64MiB"  # while the capacity is sought
+LEAST_CAPACITY = "1MiB"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,6 +58,8 @@ def advised_capacity(data: DataSet, chosen: Chosen, progress: Progress) -> tuple
         )
     except RowcastError as error:
         return FIRST_CAPACITY, f"a guess, as `prefetcher advise` failed: {' '.join(str(error).split())}"
+    if parse_bytes(advice.recommended.capacity) < parse_bytes(LEAST_CAPACITY):
+        return LEAST_CAPACITY, f"`prefetcher advise` asks for {advice.recommended.capacity}; this leaves room for larger batches"
     return advice.recommended.capacity, "by `prefetcher advise`, which shows what more or less would do"
 
 
