@@ -24,6 +24,7 @@ from prefetcher.readers.assemble import RowReader
 from prefetcher.readers.csv_line import FALSE, TRUE, Cell, CellKind, is_number, refuse_line
 from prefetcher.readers.files import Span, cumulative, data_files, eval_path, sizes_of
 from prefetcher.readers.ids import IdCheck, Place
+from prefetcher.readers.kept_lines import lines_folder
 from prefetcher.readers.parts import join_parts
 from prefetcher.readers.roles import Roles, roles_of
 from prefetcher.readers.rows import Ids
@@ -66,7 +67,7 @@ class CsvRows:
         self.layout = Layout(header=header, delimiter=job.data.columns.delimiter, cells=cells_of(job, roles, first_row))
         self.num_dense, self.decoder = len(roles.dense), RowDecoder(roles, ids)
         self.file_sizes = sizes_of(paths)
-        self.index = TextIndex(paths)
+        self.index = TextIndex(paths, lines_folder(job))
         self.bounds = cumulative(rows_of_files(self.index, paths))
 
     @property
