@@ -1,12 +1,13 @@
 """The types of a job file's keys, read from its structs: what each key takes in plain words, and the sentence for what it does not take."""
 
-import difflib
 import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import msgspec
 from msgspec import inspect
+
+from protocol.names import closest
 
 SHOWN = 60  # characters of a value in a sentence
 
@@ -53,7 +54,7 @@ class Checker:
             self.section(struct, value, path)
 
     def _unknown(self, key: str, known: list[str], path: str) -> str:
-        near, homes = nearest(key, known), self._homes.get(key, [])
+        near, homes = closest(key, known), self._homes.get(key, [])
         homes = [home for home in homes if home.startswith(f"{path}.")] or homes
         if 0 < len(homes) <= 3:
             home = " or ".join(heading(home) if home else "the file, above every section" for home in homes)
@@ -97,8 +98,8 @@ def check_value(type: inspect.Type, value: Any, path: str, default: Any = None) 
         if isinstance(one, inspect.DictType) and isinstance(value, Mapping):
             for key, item in value.items():
                 check_value(one.value_type, item, f"{path}.{key}")
-    choices = [own for one in alternatives(type) if isinstance(one, inspect.LiteralType) for own in one.values]
-    near, wanted, hint = nearest(value, choices), described(type), ""
+    choices = [own for one in alternatives(type) if isinstance(one, inspect.LiteralType) for own in one.values if isinstance(own, str)]
+    near, wanted, hint = closest(str(value), choices), described(type), ""
     if near is not None and wanted != notation(near):
         hint = f"; the nearest is {notation(near)}"
     elif (example := notation(example_of(type, value, default))) not in wanted:
@@ -211,13 +212,6 @@ def missing(field: inspect.Field, path: str) -> str:
 
 def default_of(field: inspect.Field) -> Any:
     return None if field.default is msgspec.NODEFAULT else field.default
-
-
-def nearest(given: Any, known: list[Any]) -> Any | None:
-    """The one that was most likely meant."""
-    texts = {str(one).lower(): one for one in known}
-    found = difflib.get_close_matches(given.lower(), texts, n=1) if isinstance(given, str) else []
-    return texts[found[0]] if found else None
 
 
 def notation(value: Any) -> str:

@@ -6,11 +6,17 @@ from collections.abc import Collection, Sequence
 MOST_LISTED = 12  # names of one sentence
 
 
+def closest(name: str, names: Collection[str]) -> str | None:
+    """The one that was most likely meant; None where none is near."""
+    by_small = {other.lower(): other for other in names}
+    found = difflib.get_close_matches(name.lower(), by_small, n=1)
+    return by_small[found[0]] if found else None
+
+
 def nearest(name: str, names: Collection[str]) -> str:
     """`, the nearest is price`, or nothing where none is near."""
-    by_small = {other.lower(): other for other in names}
-    close = difflib.get_close_matches(name.lower(), by_small, n=1)
-    return f", the nearest is {by_small[close[0]]}" if close else ""
+    found = closest(name, names)
+    return "" if found is None else f", the nearest is {found}"
 
 
 def listed(names: Sequence[str]) -> str:
