@@ -28,7 +28,7 @@ MOST_THREADS = 8
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Typical:
-    """Bytes of a plan, as the first batches let expect it."""
+    """Bytes of a plan, judged by the first batches."""
 
     rows: int
     arrays: int

@@ -2,7 +2,7 @@
 
 Question   how many samples a second both processes of rowcast train with a cache of a tenth of the rows, beside one process of stock
            PyTorch with every row in memory, on the same cores
-Method     `steady.py`: turns of about a second, whoever has none is stopped; ratios within a round, to the faster of stock that decodes its
+Method     `steady.py`: turns of about a second, the others are stopped meanwhile; ratios within a round, to the faster of stock that decodes its
            batches itself and stock with a DataLoader's worker; medians and quartiles
 Data       TSV costs a core much to decode, npy next to nothing
 Reading    look at the free cores first: below the number of cores, others were at work and the figures are worth little
@@ -93,7 +93,7 @@ def line(cell: Cell, found: dict[str, list[Turn]], free: list[float]) -> str:
 
 
 def measured(cell: Cell, folder: Path, rounds: int, seconds: float) -> tuple[dict[str, list[Turn]], list[float]]:
-    """Turns of each contestant; free cores before and behind them, while nobody has a turn."""
+    """Turns of each contestant; free cores before and after them, while nobody has a turn."""
     settings = [*cell.settings, path_setting(folder, cell.data)]
     job = load_job(CONFIG, (*settings, 'cache.capacity="1GiB"', "data.epochs=1"))
     free = [free_cores()]
