@@ -2,7 +2,7 @@
 
 Question   how many samples a second both processes of rowcast train with a cache of a tenth of the rows, beside one process of stock
            PyTorch with every row in memory, on the same cores
-Method     `steady.py`: turns of about a second, the others are stopped meanwhile; ratios within a round, to the faster of stock that decodes its
+Method     `steady.py`: turns of about a second, while the others stand; ratios within a round, to the faster of stock that decodes its
            batches itself and stock with a DataLoader's worker; medians and quartiles
 Data       TSV costs a core much to decode, npy next to nothing
 Reading    look at the free cores first: below the number of cores, others were at work and the figures are worth little
