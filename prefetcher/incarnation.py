@@ -323,7 +323,9 @@ class Incarnation:
             first_train_step=self.train_steps,
             restore_bytes=restore_bytes,
             verify=self._run.verify,
+            start=self._start,
             fresh=self._run.checkpoints.are_fresh,
+            replaces=self._run.checkpoints.replaced_run_id(),
             epoch_batches=info.epoch_batches,
             pairing=info.pairing,
         )

@@ -123,7 +123,7 @@ class PrefetcherRun:
         if parts.mode == "eval" or not incarnation.connected:
             return False
         parts.tables.close(at=incarnation.newest)
-        if incarnation.finished:
+        if incarnation.finished and not self._checkpoints.are_fresh:  # else the run that is here is the earlier one
             crash_point("run not marked complete")
             self._directory.mark_complete(self._completion(incarnation.train_steps))
         return incarnation.finished

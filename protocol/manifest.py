@@ -234,7 +234,12 @@ def checked_file(root: Path, file: RowFile | DenseFile) -> Path:
     return path
 
 
+def checkpoint_folders(root: Path) -> list[Path]:
+    """In the folder of a run's checkpoints, newest first, by step. Only their manifests were looked for."""
+    folders = [path.parent for path in root.glob(f"step-*/{MANIFEST_NAME}") if FOLDER_NAME.fullmatch(path.parent.name)]
+    return sorted(folders, key=lambda folder: folder.name, reverse=True)
+
+
 def newest_checkpoint(run_dir: Path) -> Path | None:
     """The folder of the newest checkpoint of a run, by step; None without one. Only its manifest was looked for."""
-    folders = [path.parent for path in (run_dir / "checkpoints").glob(f"step-*/{MANIFEST_NAME}") if FOLDER_NAME.fullmatch(path.parent.name)]
-    return max(folders, key=lambda folder: folder.name, default=None)
+    return next(iter(checkpoint_folders(run_dir / "checkpoints")), None)

@@ -11,6 +11,8 @@ from typing import Literal
 
 import msgspec
 
+from protocol.position import Position
+
 PROTOCOL_VERSION = 4
 Mode = Literal["train", "eval"]  # eval: the evaluation batches alone, once; nothing is trained and nothing saved
 
@@ -158,7 +160,9 @@ class Welcome(Message, frozen=True, kw_only=True):
     first_train_step: int  # train steps before this incarnation: those of the checkpoint that it goes on from
     restore_bytes: int  # of the dense side that follows in `Restore`; 0: there is none, the model begins as the job says
     verify: float = 0.0  # share of the rows whose checksums the plans ask for
+    start: Position = Position()  # where this incarnation begins: that of the checkpoint
     fresh: bool = False  # no checkpoint of this run is on disk: whatever the run directory holds is of an earlier one
+    replaces: str = ""  # where it is fresh, the run_id of the earlier one, if that has a checkpoint
     epoch_batches: tuple[int | None, int | None] = (None, None)  # train and evaluation batches of an epoch, where the reader knows
     pairing: str = ""  # which column was taken for which feature, where a data set gives ids by position
 

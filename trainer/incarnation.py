@@ -153,7 +153,7 @@ class Incarnation:
                 "job.run_dir in both"
             )
         if welcome.fresh:
-            self._earlier.set_aside()
+            self._earlier.set_aside(welcome.replaces)
             return
         self._earlier.give_up()
         for name in (REPORT, PAGE):

@@ -1,10 +1,9 @@
 """Where a run's results go: `losses.f32` as it grows, the evaluations, and both of them into a checkpoint."""
 
 import os
-import shutil
 from array import array
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Self
@@ -19,39 +18,54 @@ from protocol.faults import crash_point
 from trainer.dense import Tensors
 from trainer.report import Evaluation
 
-LOSSES, REPORT, PAGE = "losses.f32", "report.json", "report.html"
+RESULTS = LOSSES, REPORT, PAGE = "losses.f32", "report.json", "report.html"
 RECENT = 100  # losses that the report's mean is of
 MAX_EVALUATIONS = 1000  # that are kept
 
 
 class EarlierResults:
-    """The results of an earlier run, in `<run_dir>/earlier` until the run that takes its place has a checkpoint on disk."""
+    """The results of an earlier run, in `<run_dir>/earlier` until the run that takes its place has a checkpoint on disk.
+
+    `<run_dir>/earlier/run_id` says whose they are. Without that the folder is somebody else's, and so is every other file in it.
+    """
 
     def __init__(self, run_dir: Path) -> None:
         self._run_dir = run_dir
         self._folder = run_dir / "earlier"
+        self._owner = self._folder / "run_id"
 
-    def set_aside(self) -> None:
-        """A new run begins. Where one that was killed has set them aside before, its own are given up."""
-        found = [path for name in (LOSSES, REPORT, PAGE) if (path := self._run_dir / name).exists()]
-        if self._folder.exists():
+    def set_aside(self, run_id: str) -> None:
+        """A new run begins; `run_id` is of the one whose place it is to take, "" where that has no checkpoint. Where one that was killed
+        has set the same run's results aside before, its own are given up."""
+        if self._owner.exists():
+            if self._owner.read_text() == run_id:
+                for name in RESULTS:
+                    (self._run_dir / name).unlink(missing_ok=True)
+                return
+            self.give_up()  # of a run whose place was taken meanwhile
+        found = [path for name in RESULTS if (path := self._run_dir / name).exists()]
+        if found:
+            self._folder.mkdir(exist_ok=True)
+            self._owner.write_text(run_id)
             for path in found:
-                path.unlink()
-        elif found:
-            self._folder.mkdir()
-            for path in found:
-                path.rename(self._folder / path.name)
+                path.replace(self._folder / path.name)
 
     def bring_back(self) -> None:
         """The new run has ended without a checkpoint."""
-        if self._folder.exists():
-            for path in self._folder.iterdir():
-                path.replace(self._run_dir / path.name)
-            self._folder.rmdir()
+        if self._owner.exists():
+            for name in RESULTS:
+                with suppress(FileNotFoundError):
+                    (self._folder / name).replace(self._run_dir / name)
+            self.give_up()
 
     def give_up(self) -> None:
-        """Its place is taken."""
-        shutil.rmtree(self._folder, ignore_errors=True)
+        """Its place is taken. What else lies in the folder stays."""
+        if not self._owner.exists():
+            return
+        with suppress(OSError):
+            for name in (*RESULTS, self._owner.name):
+                (self._folder / name).unlink(missing_ok=True)
+            self._folder.rmdir()
 
 
 class ResultFiles:

@@ -44,8 +44,10 @@ class Checkpoints:
 
     def __init__(self, run_dir: Path, disk: Disk) -> None:
         self.disk = disk
-        self.root = self._current = run_dir / FOLDER
-        self._new, self._earlier = run_dir / f"{FOLDER}.new", run_dir / f"{FOLDER}.earlier"
+        self._run_dir = run_dir
+        current = run_dir / FOLDER
+        self.root = self._current = current.resolve() if current.is_symlink() else current  # the link stays, whatever takes its place
+        self._new, self._earlier = (self._current.with_name(f"{self._current.name}.{end}") for end in ("new", "earlier"))
 
     # an earlier run and a fresh one
 
@@ -67,8 +69,17 @@ class Checkpoints:
         """Whether they have yet to take the place of an earlier run's."""
         return self.root == self._new
 
+    def replaced_run_id(self) -> str:
+        """Of the earlier run, where these are a fresh one's; "" where there is none, or none that can be read."""
+        earlier = Checkpoints(self._run_dir, self.disk)
+        manifests = (earlier._readable(name) for name in earlier.candidates()) if self.are_fresh else iter(())
+        return next((manifest.run_id for manifest in manifests if manifest is not None), "")
+
     def begin_fresh(self) -> Steps:
-        """From now on these are the checkpoints of a fresh run, and there is none yet. The earlier run's stay as they are."""
+        """From now on these are the checkpoints of a fresh run, and there is none yet. The earlier run's stay as they are. Raises
+        ConfigError where they could not be replaced."""
+        if self._current.is_mount():
+            raise ConfigError(f"{self._current} is a mount point, which a fresh run cannot replace; mount {self._run_dir} instead")
         self.root = self._new
         if self._new.exists():
             self.disk.remove_tree(self._new)
@@ -82,7 +93,7 @@ class Checkpoints:
             yield from self._remove_earlier()
 
     def _newest_of_fresh(self, log: Log) -> Manifest | None:
-        fresh = Checkpoints(self._current.parent, self.disk)
+        fresh = Checkpoints(self._run_dir, self.disk)
         fresh.root = self._new
         try:
             return fresh.newest_valid(log)
@@ -90,7 +101,7 @@ class Checkpoints:
             return None  # there is a warning for each that is damaged
 
     def _replace_earlier(self) -> Steps:
-        complete = self._current.parent / COMPLETE
+        complete = self._run_dir / COMPLETE
         if self._current.exists():
             yield from self._rename(self._current, self._earlier)
         if complete.exists():

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 import trainer
+from protocol.errors import ConfigError, RowcastError
 from protocol.manifest import newest_checkpoint, read_manifest
 from tests.adopt.runs import Launches, copied, make, same, train_all, train_on
 
@@ -288,3 +289,51 @@ def test_a_stop_within_a_step_of_micro_batches_comes_behind_the_step(tmp_path: P
     newest = newest_checkpoint(tmp_path)
     assert newest is not None
     assert read_manifest(newest).train_steps == 2
+
+
+def stopped_in_the_third_epoch(run_dir: Path) -> Path:
+    """Leaves a checkpoint behind each of the first two; returns the newer one."""
+
+    def die(loader: Any, epoch: int, batch: Any) -> None:
+        if epoch == 2:
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        Script(run_dir, die, save_every="epoch")
+    newest = newest_checkpoint(run_dir)
+    assert newest is not None
+    assert read_manifest(newest).train_steps == 8
+    return newest
+
+
+def damage(path: Path) -> None:
+    content = path.read_bytes()
+    path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+
+
+@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step:UserWarning")  # no optimizer step in this process yet
+def test_a_run_whose_newest_checkpoint_is_damaged_goes_on_where_the_one_before_stands(tmp_path: Path, launches: Launches) -> None:
+    whole = Script(tmp_path / "whole")
+    damage(next(stopped_in_the_third_epoch(tmp_path / "died").glob("*.safetensors")))
+    rest = Script(tmp_path / "died", save_every="epoch")
+    assert rest.epochs == [(0, 0), (1, 4), (2, 4)], "the schedule steps behind epoch 0"
+    assert rest.rates == whole.rates[4:]
+    assert same(rest.end, whole.end)
+
+
+def test_tables_that_were_loaded_do_not_replace_a_run_whose_newest_manifest_is_damaged(tmp_path: Path, launches: Launches) -> None:
+    newest = stopped_in_the_third_epoch(tmp_path)
+    damage(newest / "manifest.json")
+    model, optimizer = make(tmp_path, optimizer="adam")
+    assert model.ebc.has_run
+    model.load_state_dict({name: torch.zeros_like(value) for name, value in model.state_dict().items()})
+    with pytest.raises(ConfigError, match="holds a run of 4 train steps, which goes on with its own tables"):
+        trainer.connect(model.ebc, DATASET, epochs=3, dense=(model, optimizer))
+    damage(newest.with_name("step-000000000004") / "manifest.json")
+    model, optimizer = make(tmp_path, optimizer="adam")
+    model.load_state_dict({name: torch.zeros_like(value) for name, value in model.state_dict().items()}, strict=False)
+    with (
+        pytest.raises(RowcastError, match="none of 2 checkpoints is whole"),
+        trainer.connect(model.ebc, DATASET, epochs=3, dense=(model, optimizer)) as loader,
+    ):
+        list(loader)

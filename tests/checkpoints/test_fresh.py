@@ -7,6 +7,7 @@ import pytest
 
 from prefetcher.checkpoints.folder import IMPORT, Checkpoints, carry_out
 from protocol.disk import Disk, RealDisk
+from protocol.errors import ConfigError
 from protocol.manifest import write_durably
 from protocol.position import Position
 from protocol.rundir import COMPLETE
@@ -134,3 +135,25 @@ def test_a_damaged_checkpoint_of_a_fresh_run_does_not_take_the_place_of_a_whole_
     assert newest is not None
     assert_holds(tmp_path / "run", earlier.job, newest, earlier.states[20])
     assert len(log.damages) == 1
+
+
+def test_checkpoints_behind_a_link_are_replaced_where_they_are(tmp_path: Path) -> None:
+    earlier_run(tmp_path / "run", RealDisk())
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "run" / "checkpoints").rename(tmp_path / "disk" / "mine")
+    (tmp_path / "run" / "checkpoints").symlink_to(tmp_path / "disk" / "mine")
+    fresh = fresh_run(tmp_path / "run", RealDisk())
+    fresh.checkpoint()
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["checkpoints"]
+    assert [path.name for path in (tmp_path / "disk").iterdir()] == ["mine"]
+    carry_out(Checkpoints(tmp_path / "run", RealDisk()).settle(Warnings()))
+    newest = Checkpoints(tmp_path / "run", RealDisk()).newest_valid(Warnings())
+    assert newest is not None
+    assert_holds(tmp_path / "run", fresh.job, newest, fresh.states[3])
+
+
+def test_a_mount_point_is_refused_before_anything_is_trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    earlier_run(tmp_path / "run", RealDisk())
+    monkeypatch.setattr(Path, "is_mount", lambda path: path.name == "checkpoints")
+    with pytest.raises(ConfigError, match="is a mount point, which a fresh run cannot replace"):
+        carry_out(Checkpoints(tmp_path / "run", RealDisk()).begin_fresh())

@@ -133,7 +133,7 @@ def start_child(ebc: EmbeddingBagCollection, max_steps: int | None, *, fresh: bo
     """A prefetcher for the module's job, which begins with the tables that were loaded, where there are any."""
     job_file = ebc.write_job_file()
     files.await_release(ebc.job.run_dir)
-    is_new = fresh or ebc.loaded is not None  # with tables of its own, where no train step is lost by it
+    is_new = fresh or (ebc.loaded is not None and not run_folder.may_hold_training(ebc.job.run_dir))  # where no train step is lost by it
     return files.start_prefetcher(
         job_file, ebc.job.run_dir / files.LOG, files.run_options(fresh=is_new, max_steps=max_steps, loaded=ebc.loaded)
     )

@@ -10,9 +10,7 @@ from pathlib import Path
 from protocol.errors import ConfigError, DataError
 from protocol.job import Job
 from protocol.job_file import parse_job
-from protocol.manifest import Manifest, checked_file, newest_checkpoint, read_manifest
-from protocol.messages import Welcome
-from protocol.position import Position
+from protocol.manifest import Manifest, checked_file, checkpoint_folders, newest_checkpoint, read_manifest
 from protocol.rundir import RunDirectory
 from trainer.dense import Tensors, unpack
 
@@ -78,20 +76,25 @@ def described_from(run_dir: Path) -> str:
 
 
 def newest_run(run_dir: Path) -> Manifest | None:
-    """The newest checkpoint, where train steps were done before it. One that cannot be read is for the prefetcher to judge."""
-    folder = newest_checkpoint(run_dir)
-    try:
-        newest = None if folder is None else read_manifest(folder)
-    except DataError:
-        return None
+    """The newest checkpoint whose manifest can be read, where train steps were done before it."""
+    newest = next((found for folder in checkpoint_folders(run_dir / "checkpoints") if (found := readable(folder)) is not None), None)
     return newest if newest is not None and newest.train_steps else None
 
 
-def position_of(run_dir: Path, welcome: Welcome) -> Position | None:
-    """Of the checkpoint that the run goes on from; None where it begins."""
-    newest = newest_run(run_dir)
-    is_its = newest is not None and (newest.run_id, newest.train_steps) == (welcome.run_id, welcome.first_train_step)
-    return newest.position if newest is not None and is_its else None
+def may_hold_training(run_dir: Path) -> bool:
+    """Whether a trained run may be here, also one that only the prefetcher can judge: damaged, or not yet in its place."""
+    root = (run_dir / "checkpoints").resolve()
+    roots = (root, root.with_name(f"{root.name}.new"), root.with_name(f"{root.name}.earlier"))
+    found = (readable(folder) for own in roots for folder in checkpoint_folders(own))
+    return any(manifest is None or manifest.train_steps for manifest in found)
+
+
+def readable(folder: Path) -> Manifest | None:
+    """The manifest of a checkpoint; None where there is none any more, or it is damaged."""
+    try:
+        return read_manifest(folder)
+    except DataError:
+        return None
 
 
 def is_complete(job: Job, newest: Manifest, max_steps: int | None) -> bool:

@@ -22,7 +22,7 @@ from protocol.child import Child
 from protocol.conversation import Conversation
 from protocol.errors import ConfigError, PeerLost, RowcastError, peer_failure
 from protocol.job import Job
-from protocol.manifest import Manifest, newest_checkpoint, read_manifest
+from protocol.manifest import Manifest, newest_checkpoint
 from protocol.messages import Bye, StopRequest, Welcome
 from protocol.process import Crew, tell_peer
 from protocol.rundir import RunDirectory
@@ -171,7 +171,7 @@ class Session:
         check_welcome(welcome)
         self._check_fits_script(welcome)
         self._welcome = welcome
-        self.epochs.begin(run_folder.position_of(self._job.run_dir, welcome))
+        self.epochs.begin(welcome.start)
         self.goes_on = welcome.first_train_step > 0
         if welcome.pairing:
             tell(f"ids come by position: {welcome.pairing}")
@@ -439,7 +439,7 @@ class Session:
     def _checkpoint_at(self, train_steps: int) -> str | None:
         """Of this run: one of an earlier run, whose place a fresh one has not taken yet, may have as many train steps."""
         folder = newest_checkpoint(self._job.run_dir)
-        newest = None if folder is None else read_manifest(folder)
+        newest = None if folder is None else run_folder.readable(folder)  # a fresh run may be taking the place just now
         if newest is None or newest.train_steps != train_steps or newest.run_id != self._run_id:
             return None
         return newest.name

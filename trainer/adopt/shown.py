@@ -44,7 +44,7 @@ class Shown:
     def accept(self, welcome: Welcome) -> None:
         """The results of an earlier run make room, and come back where this one ends without a checkpoint."""
         if welcome.fresh:
-            self._earlier.set_aside()
+            self._earlier.set_aside(welcome.replaces)
             return
         self._earlier.give_up()
         for name in (REPORT, PAGE):
