@@ -25,6 +25,7 @@ STRUCTS: dict[str, dict[str, str]] = {
     "ROWS": {"group": "n", "start": "n", "count": "n", "offset": "n"},
     "SPAN": {"offset": "n", "nbytes": "n"},
     "RING": {"path": "t", "nbytes": "n"},
+    "POSITION": {"step": "n", "train_step": "n", "epoch": "n", "train_batch": "n", "eval_batch": "n?"},
     "StepReady": {"step": "n", **PIECE, "plan": "PLAN?", "payload": "REF?", "arrays": "SPAN?", "rows": "[ROWS]"},
     "RowsBack": {"step": "n?", "barrier": "n?", "piece": "n", "last": "b", "payload": "REF?", "rows": "[ROWS]"},
     "RowChecksums": {"step": "n?", "barrier": "n?", "start": "n", "checksums": "y"},
@@ -37,7 +38,8 @@ STRUCTS: dict[str, dict[str, str]] = {
     "Welcome": {
         **{"protocol_version": "n", "run_id": "t", "incarnation": "n", "pid": "n", "slots": "[n]", "num_dense": "n", "depth": "n"},
         **{"fetch_ring": "RING", "back_ring": "RING", "staging_bytes": "n", "train_steps": "n?", "first_train_step": "n"},
-        **{"restore_bytes": "n", "verify": "f", "fresh": "b"},
+        **{"restore_bytes": "n", "verify": "f", "start": "POSITION", "fresh": "b", "replaces": "t"},
+        **{"epoch_batches": "[n?]", "pairing": "t"},
     },
     "Flush": {
         **{"barrier": "n", "after_step": "n?", "num_dirty": "[n]", **PIECE, "arrays": "[SPEC]", "arrays_bytes": "n"},
