@@ -240,6 +240,11 @@ def checkpoint_folders(root: Path) -> list[Path]:
     return sorted(folders, key=lambda folder: folder.name, reverse=True)
 
 
+def beside(root: Path) -> tuple[Path, Path]:
+    """Where a fresh run has its checkpoints until it takes the place of the run in `root`, and where that one's are while it does."""
+    return root.with_name(f".{root.name}.new"), root.with_name(f".{root.name}.replaced")
+
+
 def newest_checkpoint(run_dir: Path) -> Path | None:
     """The folder of the newest checkpoint of a run, by step; None without one. Only its manifest was looked for."""
     return next(iter(checkpoint_folders(run_dir / "checkpoints")), None)

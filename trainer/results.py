@@ -50,6 +50,11 @@ class EarlierResults:
             for path in found:
                 path.replace(self._folder / path.name)
 
+    def bring_back_of(self, run_id: str) -> None:
+        """What a run that was killed has set aside, where it has not taken the place of this one."""
+        if self._owner.exists() and self._owner.read_text() == run_id:
+            self.bring_back()
+
     def bring_back(self) -> None:
         """The new run has ended without a checkpoint."""
         if self._owner.exists():

@@ -1,14 +1,15 @@
 """`trainer run` and `trainer eval`: the lock on the run directory, the metrics, and one incarnation after the other."""
 
 import os
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import torch
 
 from protocol.cores import usable_cores
-from protocol.errors import ConfigError, PeerLost
+from protocol.errors import ConfigError, DataError, PeerLost
 from protocol.job import Job
+from protocol.manifest import newest_checkpoint, read_manifest
 from protocol.messages import Mode
 from protocol.process import Crew, Patience, Signals
 from protocol.rundir import RunDirectory
@@ -26,6 +27,7 @@ from trainer.kernels.choose import choose_kernels
 from trainer.metrics import TrainerCollector, TrainerGauges, new_counters
 from trainer.observe import learning_rates
 from trainer.optim import warm_up_sqrt
+from trainer.results import EarlierResults
 from trainer.streams import choose_device
 
 
@@ -67,6 +69,8 @@ class TrainerRun:
         )
         with ExitStack() as stack:
             directory = stack.enter_context(RunDirectory(self._job.run_dir, "trainer"))
+            if self._mode == "train":
+                self._bring_back_results()
             if self._mode == "train" and not fresh:
                 directory.refuse_complete(self._job.data.epochs)
             if trace:
@@ -83,6 +87,13 @@ class TrainerRun:
             return choose_device(self._job.trainer.device)
         except ValueError as error:
             raise ConfigError(str(error)) from None
+
+    def _bring_back_results(self) -> None:
+        """Of the run that is here, where a fresh one has set them aside and was killed."""
+        newest = newest_checkpoint(self._job.run_dir)
+        with suppress(DataError):
+            if newest is not None:
+                EarlierResults(self._job.run_dir).bring_back_of(read_manifest(newest).run_id)
 
     def _serve_metrics(self, stack: ExitStack) -> None:
         collector = TrainerCollector(self._counters, self._gauges, build_info("trainer", self._job.job.name), self._health)

@@ -37,7 +37,7 @@ class Tables(nn.Module):
 
 
 def load(path: Path) -> Model:
-    state = torch.load(path, mmap=True)
+    state = torch.load(path, mmap=True, weights_only=True)
     model = Model(Tables({name: state[f"embeddings.embedding_bags.{name}.weight"] for name in NAMES}))
     model.load_state_dict(state)
     return model.eval()

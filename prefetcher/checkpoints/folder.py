@@ -6,8 +6,8 @@ is dropped by its manifest first, so that at no moment there is a manifest whose
 A fresh run takes the place of an earlier one only once it has a checkpoint:
 
     <run_dir>/checkpoints            the earlier run          ->  -                    ->  the fresh run
-              checkpoints.new        the fresh run            ->  the fresh run        ->  -
-              checkpoints.earlier    -                        ->  the earlier run      ->  -
+              .checkpoints.new       the fresh run            ->  the fresh run        ->  -
+              .checkpoints.replaced  -                        ->  the earlier run      ->  -
 """
 
 from collections.abc import Iterator
@@ -18,7 +18,7 @@ from prefetcher.checkpoints.row_files import Steps
 from protocol.disk import Disk
 from protocol.errors import ConfigError, DataError, RowcastError
 from protocol.faults import crash_point
-from protocol.manifest import FOLDER_NAME, MANIFEST_NAME, DenseFile, Manifest, RowFile, checked_file, read_manifest
+from protocol.manifest import FOLDER_NAME, MANIFEST_NAME, DenseFile, Manifest, RowFile, beside, checked_file, read_manifest
 from protocol.rundir import COMPLETE
 
 CheckpointFile = RowFile | DenseFile
@@ -47,7 +47,7 @@ class Checkpoints:
         self._run_dir = run_dir
         current = run_dir / FOLDER
         self.root = self._current = current.resolve() if current.is_symlink() else current  # the link stays, whatever takes its place
-        self._new, self._earlier = (self._current.with_name(f"{self._current.name}.{end}") for end in ("new", "earlier"))
+        self._new, self._earlier = beside(self._current)
 
     # an earlier run and a fresh one
 

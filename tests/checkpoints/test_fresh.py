@@ -89,7 +89,7 @@ def test_a_loss_of_power_at_any_moment_leaves_one_of_the_two_runs_whole(tmp_path
             assert step == 3 or cut < durable, f"{where}: the fresh run's checkpoint was durable"
             assert_holds(out, earlier.job, newest, (fresh if step == 3 else earlier).states[step])
             assert (out / COMPLETE).exists() == (step != 3), where
-            assert not list(out.glob("checkpoints.*")), f"{where}: something is left"
+            assert not list(out.glob(".checkpoints.*")), f"{where}: something is left"
             steps.add(step)
     assert steps == {3, 20}
 
@@ -113,10 +113,10 @@ def test_what_a_fresh_run_without_a_trained_checkpoint_left_is_cleared_away(tmp_
     earlier_run(tmp_path / "run", RealDisk())
     before = snapshot(tmp_path / "run")
     what(fresh_run(tmp_path / "run", RealDisk()))
-    assert (tmp_path / "run" / "checkpoints.new").is_dir()
+    assert (tmp_path / "run" / ".checkpoints.new").is_dir()
     carry_out(Checkpoints(tmp_path / "run", RealDisk()).settle(Warnings()))
     assert snapshot(tmp_path / "run") == before
-    assert not (tmp_path / "run" / "checkpoints.new").exists()
+    assert not (tmp_path / "run" / ".checkpoints.new").exists()
 
 
 def test_a_damaged_checkpoint_of_a_fresh_run_does_not_take_the_place_of_a_whole_one(tmp_path: Path) -> None:

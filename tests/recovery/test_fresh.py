@@ -57,10 +57,13 @@ def test_a_fresh_run_that_is_killed_before_its_first_checkpoint_gives_the_earlie
         earlier = {path.name: path.read_bytes() for path in (session.run_dir / "earlier").iterdir() if path.name in KEPT}
         found = {**found, **earlier}
     assert found == before
+    if role == "trainer":
+        session.start("trainer", "--set=transport.connect_timeout=1s").ended(END_TIMEOUT_S)
+        assert snapshot(session.run_dir) == before, "the next start brings them back, whatever comes of it"
     end_well(session.start("prefetcher", "--fresh", "--max-steps=20"), session.start("trainer", "--fresh"))
     assert outcome_of(session.run_dir).differs(undisturbed) == []
     assert not (session.run_dir / "earlier").exists()
-    assert not list(session.run_dir.glob("checkpoints.*"))
+    assert not list(session.run_dir.glob(".checkpoints.*"))
 
 
 def test_a_fresh_run_that_is_stopped_after_a_step_takes_the_place(complete: Recovering) -> None:

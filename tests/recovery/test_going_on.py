@@ -9,7 +9,7 @@ import pytest
 
 from protocol.manifest import newest_checkpoint, read_manifest
 from tests.readers.samples import write_day
-from tests.recovery.runs import Outcome, Recovering, end_well, outcome_of
+from tests.recovery.runs import Outcome, end_well, outcome_of
 from tests.system.processes import Session, job_content, write_job
 from tests.system.starting import Starter
 
@@ -53,9 +53,8 @@ def test_a_killed_run_with_a_time_between_checkpoints_goes_on_after_the_newest(s
 
 
 def test_checkpoints_by_epoch_stand_at_the_end_of_each(session: Session) -> None:
-    run = Recovering(session, checkpoint={"every": "epoch", "keep": 9}, data={**small_data(session, [0]), "epochs": 3})
+    write_small_job(session, [0], epochs=3, checkpoint={"every": "epoch", "keep": 9})
     end_well(*session.start_both())
-    assert run.complete
     manifests = [read_manifest(path.parent) for path in sorted(session.run_dir.glob("checkpoints/*/manifest.json"))]
     assert [(manifest.position.epoch, manifest.reason) for manifest in manifests] == [
         (0, "checkpoint"),
@@ -72,9 +71,14 @@ def small_data(session: Session, days: list[int]) -> dict[str, Any]:
     return {"format": "criteo-npy", "path": str(path), "batch_size": BATCH_SIZE, "synthetic": None}
 
 
-def write_small_job(session: Session, days: list[int], run_dir: Path | None = None, epochs: int = 1, **more: Any) -> None:
+def write_small_job(
+    session: Session, days: list[int], run_dir: Path | None = None, epochs: int = 1, checkpoint: dict[str, Any] | None = None, **more: Any
+) -> None:
+    """`more`: of [data]."""
     data = {**small_data(session, days), "epochs": epochs, **more}
-    content = job_content(run_dir or session.run_dir, data=data, tables=TABLES, model=MODEL, optimizer=OPTIMIZER)
+    content = job_content(
+        run_dir or session.run_dir, data=data, tables=TABLES, model=MODEL, optimizer=OPTIMIZER, checkpoint=checkpoint or {}
+    )
     write_job(session.config, content)
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from protocol.errors import ConfigError, DataError
 from protocol.job import Job
 from protocol.job_file import parse_job
-from protocol.manifest import Manifest, checked_file, checkpoint_folders, newest_checkpoint, read_manifest
+from protocol.manifest import Manifest, beside, checked_file, checkpoint_folders, newest_checkpoint, read_manifest
 from protocol.rundir import RunDirectory
 from trainer.dense import Tensors, unpack
 
@@ -84,8 +84,7 @@ def newest_run(run_dir: Path) -> Manifest | None:
 def may_hold_training(run_dir: Path) -> bool:
     """Whether a trained run may be here, also one that only the prefetcher can judge: damaged, or not yet in its place."""
     root = (run_dir / "checkpoints").resolve()
-    roots = (root, root.with_name(f"{root.name}.new"), root.with_name(f"{root.name}.earlier"))
-    found = (readable(folder) for own in roots for folder in checkpoint_folders(own))
+    found = (readable(folder) for own in (root, *beside(root)) for folder in checkpoint_folders(own))
     return any(manifest is None or manifest.train_steps for manifest in found)
 
 
