@@ -19,6 +19,7 @@ from prefetcher.readers.base import open_reader
 from prefetcher.readers.hashed import hashed_rows
 from protocol.job_file import load_job, parse_job
 from tests.readers.samples import all_samples
+from trainer.report import read_report
 
 ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "docs" / "data.md").read_text()
@@ -80,7 +81,13 @@ def test_the_commands_train_a_model_on_the_csv_file(folder: Path) -> None:
     job = load_job(folder / "job.toml")
     assert job.data.columns.hash == ["user", "item", "genres", "device"]
     assert job.data.columns.lists == {"genres": "|"}
-    assert (folder / job.run_dir / "report.json").exists()
+    report = read_report(folder / job.run_dir / "report.json")
+    predicted = run(blocks("sh")[1], folder)
+    assert predicted.returncode == 0, predicted.stderr
+    scores, labels = np.loadtxt(folder / "scores.txt"), pd.read_csv(folder / "clicks.csv")["clicked"].to_numpy()
+    held_out = slice(len(labels) - len(labels) // 10, None)
+    losses = -np.log(np.where(labels == 1, scores, 1 - scores))
+    assert report.logloss == pytest.approx(losses[held_out].mean(), abs=1e-5), "the evaluation of the run"
 
 
 def test_the_python_of_the_page_makes_files_that_jobs_are_written_for(folder: Path) -> None:
@@ -137,6 +144,6 @@ def test_the_shares_of_values_that_share_a_row_are_those_of_the_formula_and_of_t
 
 
 def test_the_price_of_a_shuffle_is_told_as_the_page_says(folder: Path) -> None:
-    done = run("prefetcher new --data clicks.csv > job.toml\n" + blocks("sh")[1], folder)
+    done = run("prefetcher new --data clicks.csv > job.toml\n" + blocks("sh")[2], folder)
     assert done.returncode == 0, done.stderr
     assert all(order in done.stdout for order in ("none", "window:16384", "window:65536"))

@@ -51,8 +51,24 @@ class TrainerRun:
         refuse_several_ranks(os.environ.get("WORLD_SIZE", "1"))
         if self._tensorboard is not None:
             check_board(self._tensorboard)
+        with ExitStack() as stack:
+            directory = stack.enter_context(RunDirectory(self._job.run_dir, "trainer"))
+            if self._mode == "train":
+                self._bring_back_results()
+            if self._mode == "train" and not fresh:
+                directory.refuse_complete(self._job.data.epochs)
+            if trace:
+                self._counters.timeline = stack.enter_context(Timeline(self._job.run_dir, "trainer"))
+            self._serve_metrics(stack)  # before the kernels, which may take a while: a port in use is told at once
+            try:
+                self._live(self._parts(fresh=fresh))
+            except BaseException:
+                self._health.state = "failed"
+                raise
+
+    def _parts(self, *, fresh: bool) -> RunParts:
         device, threads = self._choose_device(), set_threads(self._job.trainer.threads)
-        parts = RunParts(
+        return RunParts(
             job=self._job,
             groups=self._groups,
             mode=self._mode,
@@ -67,20 +83,6 @@ class TrainerRun:
             history=History(self._counters),
             began=Beginnings(),
         )
-        with ExitStack() as stack:
-            directory = stack.enter_context(RunDirectory(self._job.run_dir, "trainer"))
-            if self._mode == "train":
-                self._bring_back_results()
-            if self._mode == "train" and not fresh:
-                directory.refuse_complete(self._job.data.epochs)
-            if trace:
-                self._counters.timeline = stack.enter_context(Timeline(self._job.run_dir, "trainer"))
-            self._serve_metrics(stack)
-            try:
-                self._live(parts)
-            except BaseException:
-                self._health.state = "failed"
-                raise
 
     def _choose_device(self) -> torch.device:
         try:

@@ -204,7 +204,7 @@ def summary_rows(report: Report) -> list[tuple[str, str]]:
     hits = "" if report.hit_ratio is None else f", hit ratio {percent(report.hit_ratio)}"
     return [
         *rows,
-        ("look-ups", f"{report.lookups:,} of {report.unique_rows:,} rows{hits}"),
+        ("look-ups", f"{report.lookups:,}, distinct within a step {report.unique_rows:,}{hits}"),
         ("rows", f"{report.rows_fetched:,} fetched, {report.rows_evicted:,} evicted, {report.rows_written_back:,} written back"),
         ("waited for rows", f"{human_seconds(report.trainer_wait_s)} ({percent(report.stall_share)} of the time)"),
         ("each step", phases(report.phase_ms, beside=False)),

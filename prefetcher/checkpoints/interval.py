@@ -16,9 +16,9 @@ from protocol.errors import RowcastError
 from protocol.manifest import write_durably
 
 FILE = "interval.json"  # in the folder of the checkpoints
-LONGEST_MEASUREMENT_S = 30.0
+LONGEST_MEASUREMENT_S = 15.0
 LEAST_STEPS = 10  # where that many do not take half of the interval
-SKIPPED_STEPS = 2  # compiling and page faults make the first ones slow
+SKIPPED_STEPS = 2  # compiling makes the first ones slow
 
 
 class Interval(msgspec.Struct, frozen=True, kw_only=True):
@@ -53,6 +53,7 @@ class PaceMeter:
     def __init__(self, seconds: float, start: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._seconds, self._start, self._clock = seconds, start, clock
         self._began: tuple[float, int] | None = None  # seconds, steps done then
+        self._is_warm = False  # one measurement was made and thrown away: caches fill and pages are touched while it lasts
 
     def steps(self, done: int, planned: int) -> int | None:
         """Train steps that take `seconds`; None: not known yet. `done`: steps done in this incarnation; `planned`: train steps of the run
@@ -64,7 +65,10 @@ class PaceMeter:
             self._began = now, done
         began_s, before = self._began
         elapsed_s, measured = now - began_s, done - before
-        is_known = measured >= LEAST_STEPS and elapsed_s >= min(LONGEST_MEASUREMENT_S, self._seconds / 4)
+        is_known = measured >= LEAST_STEPS and elapsed_s >= min(LONGEST_MEASUREMENT_S, self._seconds / 8)
+        if is_known and not self._is_warm:
+            self._is_warm, self._began = True, (now, done)
+            return None
         if not is_known and (measured < 1 or elapsed_s < self._seconds / 2):
             return None
         steps = max(1, round(self._seconds * measured / elapsed_s))

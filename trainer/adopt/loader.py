@@ -103,6 +103,8 @@ def connect(
 
 def refuse_to_go_on(ebc: EmbeddingBagCollection, newest: Manifest, side: DenseSide | None) -> None:
     """Raises ConfigError where the run that is there cannot go on with this script."""
+    if run_folder.is_of_another_job(ebc.job, newest):
+        raise ConfigError(run_folder.ANOTHER_JOB.format(ebc.job.run_dir, newest.train_steps))
     sentence = run_folder.CANNOT_GO_ON if side is None else run_folder.HAS_TABLES if ebc.loaded is not None else None
     if sentence is not None:
         raise ConfigError(sentence.format(ebc.job.run_dir, newest.train_steps))

@@ -7,19 +7,26 @@ import os
 import sys
 from pathlib import Path
 
+import torch
+
 from protocol.errors import ConfigError, DataError
 from protocol.job import Job
 from protocol.job_file import parse_job
-from protocol.manifest import Manifest, beside, checked_file, checkpoint_folders, newest_checkpoint, read_manifest
+from protocol.manifest import Manifest, beside, checked_file, checkpoint_folders, newest_checkpoint, read_manifest, write_durably
 from protocol.rundir import RunDirectory
-from trainer.dense import Tensors, unpack
+from trainer.dense import Tensors, pack, unpack
 
 NOTEBOOK = "notebook"  # a session without a file
 SCRIPT_FILE = "script"  # in the run directory: the path of the script from there
-OVER_FILE = "script.over"  # in the run directory: how far the run had come when the script had left its loop over the epochs
+OVER_FILE = "script.over"  # in the run directory: the dense side when the script had left its loop over the epochs, as safetensors
+OVER_RUN = "over.run"  # u8: the last checkpoint's run and train steps
 CANNOT_GO_ON = (
     "{} holds a run of {} train steps, but the model and its optimizer begin anew: connect(..., dense=(model, optimizer)) goes on where "
     "that run stands, and fresh=True begins a new one, whose first checkpoint replaces it"
+)
+ANOTHER_JOB = (
+    "{} holds a run of {} train steps with other tables, row optimizer, data or seed than this script gives: make them what they were to "
+    "go on, or give another run_dir, or fresh=True, which begins a new run whose first checkpoint replaces that one"
 )
 HAS_TABLES = (
     "{} holds a run of {} train steps, which goes on with its own tables, but load_state_dict() has given others: leave that away to go "
@@ -99,9 +106,12 @@ def readable(folder: Path) -> Manifest | None:
 def is_complete(job: Job, newest: Manifest, max_steps: int | None) -> bool:
     """Whether the run is over, and the job gives it nothing more to train. Raises ConfigError where that cannot be read."""
     completion = RunDirectory(job.run_dir, "trainer").completion()
-    if completion is None or completion.leaves_more(job.data.epochs, max_steps):
-        return False
-    return parse_job(newest.job, str(job.run_dir)).training_digest([]) == job.training_digest([])
+    return completion is not None and not completion.leaves_more(job.data.epochs, max_steps)
+
+
+def is_of_another_job(job: Job, newest: Manifest) -> bool:
+    """Whether the run was trained by other settings. Whether its data set is as large as it was only the prefetcher knows."""
+    return parse_job(newest.job, str(job.run_dir)).training_digest([]) != job.training_digest([])
 
 
 def dense_tensors(run_dir: Path, manifest: Manifest) -> Tensors:
@@ -111,13 +121,23 @@ def dense_tensors(run_dir: Path, manifest: Manifest) -> Tensors:
     return unpack(checked_file(run_dir / "checkpoints", manifest.dense).read_bytes())
 
 
-def mark_over(run_dir: Path) -> None:
-    """The script has done what it does behind its last epoch."""
+def keep_over(run_dir: Path, tensors: Tensors) -> None:
+    """The script has done what it does after its last epoch, and this is its dense side now."""
     newest = newest_run(run_dir)
     if newest is not None:
-        (run_dir / OVER_FILE).write_text(f"{newest.run_id} {newest.train_steps}\n")
+        write_durably(
+            run_dir / OVER_FILE, pack({**tensors, OVER_RUN: torch.frombuffer(bytearray(described_run(newest)), dtype=torch.uint8)})
+        )
 
 
-def is_over(run_dir: Path, newest: Manifest) -> bool:
-    record = run_dir / OVER_FILE
-    return record.exists() and record.read_text().split() == [newest.run_id, str(newest.train_steps)]
+def over_tensors(run_dir: Path, newest: Manifest) -> Tensors | None:
+    """What `keep_over` has kept of this run; None where the script did not come so far. Raises DataError."""
+    try:
+        tensors = unpack((run_dir / OVER_FILE).read_bytes())
+    except FileNotFoundError:
+        return None
+    return tensors if OVER_RUN in tensors and tensors[OVER_RUN].numpy().tobytes() == described_run(newest) else None
+
+
+def described_run(newest: Manifest) -> bytes:
+    return f"{newest.run_id} {newest.train_steps}".encode()

@@ -141,12 +141,14 @@ class Session:
             self._meet()
 
     def _open_finished(self, last: Manifest) -> None:
-        """The dense side is what it was when the data had ended; an epoch that the script had not left is left, with no batch."""
-        tensors = run_folder.dense_tensors(self._job.run_dir, last)
+        """The dense side is what it was when the script had left its loop; where it did not come so far, when the data had ended, and the
+        epoch that the script had not left is left, with no batch."""
+        over = run_folder.over_tensors(self._job.run_dir, last)
+        tensors = run_folder.dense_tensors(self._job.run_dir, last) if over is None else over
         self._script.restore(tensors)
         self._shown.results.restore_evaluations(tensors)
         self._shown.train_steps, self.goes_on, self.ended = last.train_steps, True, True
-        self.epochs.begin(None if run_folder.is_over(self._job.run_dir, last) else last.position)
+        self.epochs.begin(last.position if over is None else None)
         self._close_evaluation()
         self._close_stack()
 
@@ -287,8 +289,8 @@ class Session:
 
     def all_over(self) -> None:
         """What the script does behind its last epoch is done."""
-        if self.ended and self.stop_reason is None:
-            run_folder.mark_over(self._job.run_dir)
+        if self.ended and self.stop_reason is None and self._parts.dense is not None:
+            run_folder.keep_over(self._job.run_dir, {**self._script.state(), **self._shown.results.state()})
 
     def peek(self) -> ArrivedStep | None:
         """Finishes the step in hand and waits for the next; None where the run has ended, and the session with it. Raises RowcastError."""
