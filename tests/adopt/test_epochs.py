@@ -199,12 +199,21 @@ def test_a_complete_run_is_shown_once_more_and_not_trained(tmp_path: Path, launc
     again = Script(tmp_path)
     assert again.epochs == []
     assert same(again.end, whole.end)
+    assert again.schedule.state_dict() == whole.schedule.state_dict(), "what the script did after its last epoch counts"
     assert len(launches.children) == 1, "no prefetcher is needed"
     assert "is complete after 12 train steps, and nothing is trained; a larger epochs=N trains it further" in capfd.readouterr().err
     model, optimizer = make(tmp_path, optimizer="adam")
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
     assert train_all(model, optimizer, trainer.connect(model.ebc, DATASET, epochs=3, dense=(model, optimizer, schedule))) == []
     assert same(dict(model.state_dict()), whole.end)
+
+
+def test_a_script_with_other_settings_is_told_before_anything_starts(tmp_path: Path, launches: Launches) -> None:
+    Script(tmp_path)
+    model, optimizer = make(tmp_path, optimizer="sgd")
+    with pytest.raises(ConfigError, match="holds a run of 12 train steps with other tables, row optimizer, data or seed"):
+        trainer.connect(model.ebc, DATASET, epochs=3, dense=(model, optimizer))
+    assert len(launches.children) == 1
 
 
 def test_a_script_that_died_behind_its_last_batch_does_the_rest_of_its_last_epoch(tmp_path: Path, launches: Launches) -> None:
