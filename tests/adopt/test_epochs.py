@@ -208,6 +208,22 @@ def test_a_complete_run_is_shown_once_more_and_not_trained(tmp_path: Path, launc
     assert same(dict(model.state_dict()), whole.end)
 
 
+def test_a_script_that_counts_epochs_by_itself_is_told_which_one_goes_on(
+    tmp_path: Path, launches: Launches, capfd: pytest.CaptureFixture[str]
+) -> None:
+    model, optimizer = make(tmp_path, optimizer="adam")
+    with trainer.connect(model.ebc, DATASET, epochs=3, dense=(model, optimizer)) as loader:
+        for number, batch in enumerate(batch for _ in loader.epochs for batch in loader):
+            train_on(model, optimizer, batch)
+            if number == 5:
+                loader.stop()
+    assert "`for epoch in loader.epochs` counts on" not in capfd.readouterr().err
+    model, optimizer = make(tmp_path, optimizer="adam")
+    with trainer.connect(model.ebc, DATASET, epochs=3, dense=(model, optimizer)) as loader:
+        assert [len(train_all(model, optimizer, loader)) for _ in range(3)] == [2, 4, 0]
+    assert "this first `for` is the rest of epoch 1, counted from 0" in capfd.readouterr().err
+
+
 def test_a_script_with_other_settings_is_told_before_anything_starts(tmp_path: Path, launches: Launches) -> None:
     Script(tmp_path)
     model, optimizer = make(tmp_path, optimizer="sgd")

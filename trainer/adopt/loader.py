@@ -152,6 +152,7 @@ class Loader:
         self._session = Session(parts)
         self._is_open = False
         self._asked = 0  # how often the loader was iterated over
+        self._counts_epochs = False  # the script goes through `epochs`
         self._close = weakref.finalize(self, Session.leave, self._session)
 
     def close(self) -> None:
@@ -178,6 +179,7 @@ class Loader:
         """The epochs that are left, from 0 on, of a new run and of one that goes on: `for epoch in loader.epochs` around `for batch in
         loader`. It ends with the run. Raises as the loader does."""
         self._open()
+        self._counts_epochs = True
         while (epoch := self._session.epoch_to_come()) is not None:
             asked = self._asked
             yield epoch
@@ -226,6 +228,8 @@ class Loader:
             self._refuse_more()
             return
         epoch = first.header.epoch
+        if self._asked == 1 and epoch and not self._counts_epochs:
+            tell(f"this first `for` is the rest of epoch {epoch}, counted from 0; `for epoch in loader.epochs` counts on from there")
         while (step := self._session.peek()) is not None and step.header.epoch == epoch:
             self._session.begin()
             if step.header.kind == "train" or self._evaluate:
