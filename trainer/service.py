@@ -51,6 +51,7 @@ class TrainerRun:
         refuse_several_ranks(os.environ.get("WORLD_SIZE", "1"))
         if self._tensorboard is not None:
             check_board(self._tensorboard)
+        device = self._choose_device()
         with ExitStack() as stack:
             directory = stack.enter_context(RunDirectory(self._job.run_dir, "trainer"))
             if self._mode == "train":
@@ -61,13 +62,13 @@ class TrainerRun:
                 self._counters.timeline = stack.enter_context(Timeline(self._job.run_dir, "trainer"))
             self._serve_metrics(stack)  # before the kernels, which may take a while: a port in use is told at once
             try:
-                self._live(self._parts(fresh=fresh))
+                self._live(self._parts(device, fresh=fresh))
             except BaseException:
                 self._health.state = "failed"
                 raise
 
-    def _parts(self, *, fresh: bool) -> RunParts:
-        device, threads = self._choose_device(), set_threads(self._job.trainer.threads)
+    def _parts(self, device: torch.device, *, fresh: bool) -> RunParts:
+        threads = set_threads(self._job.trainer.threads)
         return RunParts(
             job=self._job,
             groups=self._groups,
