@@ -50,6 +50,7 @@ def hello(job: Job, mode: Mode, threads: int, device: torch.device) -> Hello:
     )
 
 
+@said_if_slow(WORTH_SAYING_S, PREPARING)
 def await_welcome(
     arrived: list[Welcome],
     conversation: Conversation,
@@ -59,18 +60,6 @@ def await_welcome(
     left: Callable[[], bool],
 ) -> Welcome | None:
     """Waits until the Welcome is in `arrived`; None where either process was stopped before it came. Raises PeerLost."""
-    with said_if_slow(WORTH_SAYING_S, PREPARING):
-        return _awaited(arrived, conversation, watch, bell, given_up, left)
-
-
-def _awaited(
-    arrived: list[Welcome],
-    conversation: Conversation,
-    watch: PeerWatch,
-    bell: Doorbell,
-    given_up: Callable[[], bool],
-    left: Callable[[], bool],
-) -> Welcome | None:
     give_up_s: float | None = None
     while not arrived:
         if left():

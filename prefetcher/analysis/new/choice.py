@@ -9,9 +9,9 @@ from protocol.errors import ConfigError
 from protocol.names import listed, nearest
 
 LABEL_NAMES = ("label", "click", "clicked", "is_click", "target", "y")
-FILLED = 0.5  # of the range from 0 on, for integers that count as ids by their values alone
+FILLED = 0.5  # integers whose values fill this share of the range from 0 on are taken for ids
 UNIQUE, LEAST_ROWS = 0.9, 100  # share of distinct values from which on ids say nothing, in that many rows or more
-ROWS_A_VALUE = 10  # of a table whose ids are hashed: about a tenth of the values share their row with another
+ROWS_A_VALUE = 10  # in a table of hashed ids: about a tenth of the values share their row with another
 LEAST_HASHED = 100
 
 
