@@ -12,7 +12,7 @@ $(VENV)/installed: pyproject.toml constraints.txt
 	touch $@
 
 demo: $(VENV)/installed  ## train on the built-in stream, both processes
-	$(BIN)/python -m deploy.local --config examples/demo.toml --fresh
+	$(BIN)/python -m rowcast.deploy.local --config examples/demo.toml --fresh
 
 tutorial: $(VENV)/installed  ## the tutorial, executed: build/tutorial.ipynb, with its figures
 	mkdir -p build

@@ -20,16 +20,16 @@ import torch
 import xxhash
 
 from benchmarks.planner import job, seconds
-from prefetcher.planner.grouping import I64
-from prefetcher.planner.planner import RowPlanner, groupers_of
-from prefetcher.readers.base import open_reader
-from prefetcher.readers.schedule import schedule
-from prefetcher.stores.memory import MemoryStore
-from protocol.batch import ScheduledBatch
-from protocol.job import CRITEO_KAGGLE_CARDINALITIES
-from protocol.packing import plan_block
-from protocol.plan import StepPlan
-from protocol.tables import GroupSpec, group_specs
+from rowcast.job.schema import CRITEO_KAGGLE_CARDINALITIES
+from rowcast.job.tables import GroupSpec, group_specs
+from rowcast.prefetcher.planner.grouping import I64
+from rowcast.prefetcher.planner.planner import RowPlanner, groupers_of
+from rowcast.prefetcher.readers.reader import open_reader
+from rowcast.prefetcher.readers.schedule import schedule
+from rowcast.prefetcher.stores.memory_store import MemoryStore
+from rowcast.protocol.batch import ScheduledBatch
+from rowcast.protocol.packing import plan_block
+from rowcast.protocol.plan import StepPlan
 
 STEP_MS = 4.5
 HORIZON, DEPTH, DIM = 8, 4, 128
@@ -70,7 +70,12 @@ def measure(batch_size: int, rounds: int) -> dict[str, Stage]:
 
 
 def move(
-    times: dict[str, list[Stage]], store: MemoryStore, scheduled: ScheduledBatch, plan: StepPlan, block: Bytes, record_bytes: int
+    times: dict[str, list[Stage]],
+    store: MemoryStore,
+    scheduled: ScheduledBatch,
+    plan: StepPlan,
+    block: Bytes,
+    record_bytes: int,
 ) -> None:
     """What fetcher and write-back do for a plan, one after the other."""
     rows = plan.groups[0]
@@ -78,9 +83,19 @@ def move(
     timed(times, "pack the plan's arrays", arrays.nbytes, lambda: arrays.write(0, block[: arrays.nbytes]))
     fetched = np.empty((len(rows.fetch), record_bytes), np.uint8)
     timed(times, "read rows from the store", fetched.nbytes, lambda: store.read(rows.fetch.keys, fetched))
-    timed(times, "checksum of rows (one piece in 64 is sampled)", fetched.nbytes, lambda: xxhash.xxh3_64_intdigest(fetched.data))
+    timed(
+        times,
+        "checksum of rows (one piece in 64 is sampled)",
+        fetched.nbytes,
+        lambda: xxhash.xxh3_64_intdigest(fetched.data),
+    )
     dirty = np.zeros((rows.num_dirty, record_bytes), np.uint8)
-    timed(times, "write rows to the store", dirty.nbytes, lambda: store.write(rows.evict.keys[: rows.num_dirty], dirty, plan.step))
+    timed(
+        times,
+        "write rows to the store",
+        dirty.nbytes,
+        lambda: store.write(rows.evict.keys[: rows.num_dirty], dirty, plan.step),
+    )
 
 
 def timed(times: dict[str, list[Stage]], name: str, nbytes: int, work: Callable[[], object]) -> None:
@@ -119,7 +134,9 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     stages = measure(arguments.batch_size, arguments.rounds)
-    print("| stage | bytes moved | ms a batch, one core | floor ms | cores for a batch each 4.5 ms |\n|---|---|---|---|---|")
+    print(
+        "| stage | bytes moved | ms a batch, one core | floor ms | cores for a batch each 4.5 ms |\n|---|---|---|---|---|"
+    )
     bandwidth = copy_bandwidth()
     for name, (nbytes, ms) in stages.items():
         print(f"| {name} | {nbytes:,} | {ms:.1f} | {1e3 * nbytes / bandwidth:.1f} | {ms / STEP_MS:.1f} |")

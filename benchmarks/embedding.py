@@ -37,9 +37,9 @@ import numpy.typing as npt
 from benchmarks.machine import machine
 from benchmarks.peers.turns import Seconds, Terms, initial_rows
 from benchmarks.planner import job
-from prefetcher.readers.base import open_reader
-from prefetcher.readers.schedule import schedule
-from protocol.job import CRITEO_KAGGLE_CARDINALITIES
+from rowcast.job.schema import CRITEO_KAGGLE_CARDINALITIES
+from rowcast.prefetcher.readers.reader import open_reader
+from rowcast.prefetcher.readers.schedule import schedule
 
 ROOT = Path(__file__).parent.parent
 RESULT = Path(__file__).parent / "results" / "embedding.json"
@@ -56,7 +56,14 @@ class Process:
     def __init__(self, name: str, python: Path | str, folder: Path, threads: int, *arguments: str) -> None:
         self.name = name
         self._process = subprocess.Popen(
-            [str(python), "-m", f"benchmarks.peers.{name.partition(' ')[0]}_embedding", str(folder), str(threads), *arguments],
+            [
+                str(python),
+                "-m",
+                f"benchmarks.peers.{name.partition(' ')[0]}_embedding",
+                str(folder),
+                str(threads),
+                *arguments,
+            ],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -125,7 +132,10 @@ def stream(batch_size: int, num_steps: int) -> npt.NDArray[np.int64]:
 
 def cache_slots(ids: npt.NDArray[np.int64], share: float) -> tuple[int, int]:
     """Slots of the cache, and the distinct rows of the run."""
-    tables = np.repeat(np.arange(len(CRITEO_KAGGLE_CARDINALITIES), dtype=np.int64) << 32, ids.shape[1] // len(CRITEO_KAGGLE_CARDINALITIES))
+    tables = np.repeat(
+        np.arange(len(CRITEO_KAGGLE_CARDINALITIES), dtype=np.int64) << 32,
+        ids.shape[1] // len(CRITEO_KAGGLE_CARDINALITIES),
+    )
     keys = ids | tables
     touched = len(np.unique(keys))
     return max(int(share * touched), *(len(np.unique(of_step)) for of_step in keys)), touched
@@ -133,7 +143,9 @@ def cache_slots(ids: npt.NDArray[np.int64], share: float) -> tuple[int, int]:
 
 def first_look_up(terms: Terms, ids: npt.NDArray[np.int64]) -> Pooled:
     """What the look-ups of a step would give before any training."""
-    return np.concatenate([initial_rows(table, terms)[own] for table, own in enumerate(ids.reshape(-1, terms.batch_size))])
+    return np.concatenate(
+        [initial_rows(table, terms)[own] for table, own in enumerate(ids.reshape(-1, terms.batch_size))]
+    )
 
 
 def contestants(terms: Terms, folder: Path, peer_python: Path, threads: int) -> list[Process]:
@@ -153,7 +165,9 @@ def measure(terms: Terms, ids: npt.NDArray[np.int64], rounds: int, peer_python: 
     with tempfile.TemporaryDirectory() as path, ExitStack() as stack:
         folder = Path(path)
         np.save(folder / "ids.npy", ids)
-        gradient = np.random.default_rng(1).standard_normal((ids.shape[1], terms.dim), np.float32) / np.float32(terms.batch_size)
+        gradient = np.random.default_rng(1).standard_normal((ids.shape[1], terms.dim), np.float32) / np.float32(
+            terms.batch_size
+        )
         np.save(folder / "gradient.npy", gradient)
         (folder / "terms.json").write_text(json.dumps(asdict(terms)))
         running = [stack.enter_context(process) for process in contestants(terms, folder, peer_python, threads)]
@@ -228,7 +242,9 @@ def main() -> None:
     arguments = parser.parse_args()
     ids = stream(arguments.batch_size, WARM_UP_STEPS + arguments.rounds + 1)
     slots, touched = cache_slots(ids, arguments.share)
-    print(f"{len(ids)} steps touch {touched:,} of {sum(cardinalities()):,} rows; the cache holds {slots:,}; {arguments.threads} threads")
+    print(
+        f"{len(ids)} steps touch {touched:,} of {sum(cardinalities()):,} rows; the cache holds {slots:,}; {arguments.threads} threads"
+    )
     print("rows that move between cache and table are not timed: in a run other threads move them")
     if not arguments.peer_python.exists():
         print(f"without FBGEMM: {arguments.peer_python} is missing; make bench-env builds it")
@@ -253,7 +269,9 @@ def main() -> None:
         "threads": arguments.threads,
         "rounds": arguments.rounds,
     }
-    RESULT.write_text(json.dumps({"machine": machine(), **facts, "results": [asdict(own) for own in results]}, indent=1) + "\n")
+    RESULT.write_text(
+        json.dumps({"machine": machine(), **facts, "results": [asdict(own) for own in results]}, indent=1) + "\n"
+    )
 
 
 if __name__ == "__main__":

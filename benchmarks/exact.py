@@ -25,14 +25,14 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from examples.plain_loop import run_plain_loop
-from prefetcher.planner.capacity import measure
-from prefetcher.readers.base import open_reader
-from prefetcher.readers.schedule import schedule
-from protocol.batch import ScheduledBatch
-from protocol.job import Job
-from protocol.job_file import load_job
-from protocol.tables import group_specs
-from trainer.report import Report, read_report
+from rowcast.job.file import load_job
+from rowcast.job.schema import Job
+from rowcast.job.tables import group_specs
+from rowcast.prefetcher.planner.capacity import measure
+from rowcast.prefetcher.readers.reader import open_reader
+from rowcast.prefetcher.readers.schedule import schedule
+from rowcast.protocol.batch import ScheduledBatch
+from rowcast.trainer.report.report_json import Report, read_report
 
 Way = Mapping[str, str]
 FACTORS: dict[str, tuple[str, ...]] = {
@@ -142,21 +142,36 @@ def capacity_of(way: Way, job: Job, batches: Sequence[ScheduledBatch]) -> int:
 
 
 def command(module: str, *arguments: str) -> None:
-    done = subprocess.run([sys.executable, "-m", module, *arguments], capture_output=True, text=True, check=False, timeout=600)
+    done = subprocess.run(
+        [sys.executable, "-m", module, *arguments], capture_output=True, text=True, check=False, timeout=600
+    )
     if done.returncode != 0:
-        raise RuntimeError(f"{module} {' '.join(arguments)} ended with code {done.returncode}: {done.stderr.strip()[-2000:]}")
+        raise RuntimeError(
+            f"{module} {' '.join(arguments)} ended with code {done.returncode}: {done.stderr.strip()[-2000:]}"
+        )
 
 
 def train(config: Path, run_dir: Path, settings: list[str], max_steps: int | None) -> dict[str, Tensor]:
     """Both processes to their end, and the export of what they trained."""
     steps = [] if max_steps is None else ["--max-steps", str(max_steps)]
-    command("deploy.local", "--config", str(config), *(f"--set={setting}" for setting in settings), *steps, "--fresh")
+    command(
+        "rowcast.deploy.local",
+        "--config",
+        str(config),
+        *(f"--set={setting}" for setting in settings),
+        *steps,
+        "--fresh",
+    )
     command("prefetcher", "export", "--run", str(run_dir), "--out", str(run_dir / "model.safetensors"))
     return load_file(run_dir / "model.safetensors")
 
 
 def compare(
-    way: Way, log: Path | None, folder: Path, max_steps: int | None, start_of: Callable[[Job, int], dict[str, Tensor]] | None = None
+    way: Way,
+    log: Path | None,
+    folder: Path,
+    max_steps: int | None,
+    start_of: Callable[[Job, int], dict[str, Tensor]] | None = None,
 ) -> Outcome:
     """One way, both ways. `start_of` gives the state before training; by default the processes export it."""
     run_dir, config = folder / "run", folder / "job.toml"
@@ -199,12 +214,16 @@ def table_row(outcome: Outcome) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--log", type=Path, default=os.environ.get("ROWCAST_RETAIL"), help="folder of the log; none: synthetic data")
+    parser.add_argument(
+        "--log", type=Path, default=os.environ.get("ROWCAST_RETAIL"), help="folder of the log; none: synthetic data"
+    )
     parser.add_argument("--max-steps", type=int, help="train steps of each run; all by default")
     options = parser.parse_args()
     log = None if options.log is None else Path(options.log).absolute()
     torch.ones(1).sqrt()
-    print(f"data: {log or 'synthetic, for want of a log'}; torch {torch.__version__}, {torch.get_num_threads()} threads")
+    print(
+        f"data: {log or 'synthetic, for want of a log'}; torch {torch.__version__}, {torch.get_num_threads()} threads"
+    )
     print(f"| {' | '.join(FACTORS)} | steps | fetched | evicted | run s | plain s | bits |")
     print("|" + "---|" * (len(FACTORS) + 6))
     failed = 0

@@ -11,15 +11,23 @@ PACKAGES = ("torch", "numpy", "numba")
 
 def machine() -> dict[str, str | int]:
     """Processor, cores, versions and the commit; no names of machines or people."""
-    facts: dict[str, str | int] = {"processor": processor(), "cores": len(os.sched_getaffinity(0)), "python": platform.python_version()}
+    facts: dict[str, str | int] = {
+        "processor": processor(),
+        "cores": len(os.sched_getaffinity(0)),
+        "python": platform.python_version(),
+    }
     return facts | {name: version(name) for name in PACKAGES} | {"commit": commit()}
 
 
 def processor() -> str:
     lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.processor())
+    return next(
+        (line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.processor()
+    )
 
 
 def commit() -> str:
-    asked = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=Path(__file__).parent, check=False)
+    asked = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=Path(__file__).parent, check=False
+    )
     return asked.stdout.strip() or "unknown"

@@ -29,7 +29,7 @@ from typing import Any
 import typer
 
 from benchmarks.machine import machine
-from trainer.report import Report, read_report
+from rowcast.trainer.report.report_json import Report, read_report
 
 DEMO = Path(__file__).parents[1] / "examples" / "demo.toml"
 PROCESSES = ("prefetcher", "trainer")
@@ -106,12 +106,17 @@ def enter_and_leave(call: Callable[[], object]) -> None:
 
 def count_calls(process: str, tally: Tally) -> None:
     """Puts the tally around everything that counts."""
-    from prefetcher.metrics import PrefetcherCounters
-    from protocol.stages import StageThread
-    from trainer.metrics import TrainerCounters
+    from rowcast.prefetcher.pipeline.metrics import PrefetcherCounters
+    from rowcast.runtime.stages import StageThread
+    from rowcast.trainer.execute.metrics import TrainerCounters
 
     counters = PrefetcherCounters if process == "prefetcher" else TrainerCounters
-    names = [name for base in counters.__mro__ for name, value in vars(base).items() if callable(value) and not name.startswith("_")]
+    names = [
+        name
+        for base in counters.__mro__
+        for name, value in vars(base).items()
+        if callable(value) and not name.startswith("_")
+    ]
     for name in dict.fromkeys(names):
         if name != "total":  # asked by the watch over the peer, which is no metric
             tally.replace(counters, name, name)
@@ -129,9 +134,9 @@ def run_counted(process: str, out: Path, arguments: list[str]) -> None:
     tally = Tally()
     count_calls(process, tally)
     if process == "prefetcher":
-        from prefetcher.cli import app
+        from rowcast.prefetcher.cli import app
     else:
-        from trainer.cli import app
+        from rowcast.trainer.cli import app
     try:
         app(arguments)
     finally:
@@ -151,7 +156,9 @@ def demo(folder: Path, samples: int, *, counted: bool) -> dict[str, subprocess.P
     )
     started = {}
     for name in PROCESSES:
-        module = ["-m", "benchmarks.metrics_cost", COUNT, name, str(folder / f"{name}.json")] if counted else ["-m", name]
+        module = (
+            ["-m", "benchmarks.metrics_cost", COUNT, name, str(folder / f"{name}.json")] if counted else ["-m", name]
+        )
         command = [sys.executable, *module, "run", "--config", str(DEMO), *(f"--set={setting}" for setting in settings)]
         with (folder / f"{name}.log").open("wb") as log:
             started[name] = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=log)
@@ -161,7 +168,9 @@ def demo(folder: Path, samples: int, *, counted: bool) -> dict[str, subprocess.P
 def see_out(folder: Path, started: dict[str, subprocess.Popen[bytes]]) -> Report:
     for name, process in started.items():
         if process.wait(timeout=900) != 0:
-            raise RuntimeError(f"the {name} ended with code {process.returncode}: {(folder / f'{name}.log').read_text()[-2000:]}")
+            raise RuntimeError(
+                f"the {name} ended with code {process.returncode}: {(folder / f'{name}.log').read_text()[-2000:]}"
+            )
     return read_report(folder / "run" / "report.json")
 
 
@@ -219,7 +228,9 @@ def cost_table(costs: dict[str, Costs], num_steps: int, step_s: float) -> list[s
             lines.append(f"| {process} | {name} | {a_step:.1f} | {1e9 * seconds:.0f} | {1e6 * seconds * a_step:.2f} |")
     for process, operations in costs.items():
         total_s = sum(calls * seconds for calls, seconds in operations.values()) / num_steps
-        lines.append(f"| {process} | all | | | {1e6 * total_s:.1f}: {100 * total_s / step_s:.3f} % of a step of {1e3 * step_s:.1f} ms |")
+        lines.append(
+            f"| {process} | all | | | {1e6 * total_s:.1f}: {100 * total_s / step_s:.3f} % of a step of {1e3 * step_s:.1f} ms |"
+        )
     return lines
 
 
@@ -234,7 +245,9 @@ def main(samples: int = 650_000) -> None:
     typer.echo("\n".join(scrape_table(times, sizes)))
     for name, seconds in times.items():
         share = 100 * statistics.median(seconds) / SCRAPE_INTERVAL_S
-        typer.echo(f"one scrape of the {name} every {SCRAPE_INTERVAL_S:g} s takes {share:.2f} % of one core's time at most")
+        typer.echo(
+            f"one scrape of the {name} every {SCRAPE_INTERVAL_S:g} s takes {share:.2f} % of one core's time at most"
+        )
     costs, counted_report = counted(samples)
     typer.echo("\n".join(["", *cost_table(costs, steps_of(counted_report), step_s), ""]))
     typer.echo(" ".join(f"{name}={value}" for name, value in machine().items()))

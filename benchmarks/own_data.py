@@ -14,15 +14,17 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from prefetcher.readers.base import open_reader
-from protocol.job_file import parse_job
+from rowcast.job.file import parse_job
+from rowcast.prefetcher.readers.reader import open_reader
 
 NUM_ROWS, NUM_IDS, NUM_VALUES, REPEATS = 200_000, 8, 100_000, 3
 
 
 def table(*, text: bool) -> pd.DataFrame:
     rng = np.random.default_rng(0)
-    columns: dict[str, Any] = {"label": rng.integers(0, 2, NUM_ROWS)} | {f"int_{i}": rng.random(NUM_ROWS).round(4) for i in range(3)}
+    columns: dict[str, Any] = {"label": rng.integers(0, 2, NUM_ROWS)} | {
+        f"int_{i}": rng.random(NUM_ROWS).round(4) for i in range(3)
+    }
     for i in range(NUM_IDS):
         ids = rng.zipf(1.2, NUM_ROWS) % NUM_VALUES
         columns[f"cat_{i}"] = np.char.add("user ", ids.astype(str)) if text else ids

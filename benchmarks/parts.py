@@ -20,20 +20,20 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.machine import machine
-from prefetcher.checkpoints.at_barrier import BLOCK_BYTES
-from prefetcher.checkpoints.folder import Checkpoints
-from prefetcher.checkpoints.writer import CheckpointWriter
-from prefetcher.keys import make_keys
-from prefetcher.readers.text import TextIndex
-from prefetcher.stores.base import Keys, Records
-from protocol.codec import encode
-from protocol.disk import RealDisk
-from protocol.job import Job, Transport
-from protocol.job_file import parse_job
-from protocol.messages import PROTOCOL_VERSION, Envelope, Hello
-from protocol.position import Position
-from protocol.tables import group_specs
-from protocol.transport.zmq_link import ZmqLink
+from rowcast.job.file import parse_job
+from rowcast.job.schema import Job, Transport
+from rowcast.job.tables import group_specs
+from rowcast.prefetcher.checkpoints.folder import Checkpoints
+from rowcast.prefetcher.checkpoints.snapshot import BLOCK_BYTES
+from rowcast.prefetcher.checkpoints.writer import CheckpointWriter
+from rowcast.prefetcher.readers.text_files import TextIndex
+from rowcast.prefetcher.run.make_keys import make_keys
+from rowcast.prefetcher.stores.store import Keys, Records
+from rowcast.protocol.codec import encode
+from rowcast.protocol.messages import PROTOCOL_VERSION, Envelope, Hello
+from rowcast.protocol.transport.zmq_link import ZmqLink
+from rowcast.runtime.disk import RealDisk
+from rowcast.runtime.position import Position
 
 RECORD_BYTES = 128
 PIECE_BYTES = 2**20
@@ -68,7 +68,9 @@ def checkpoint_job() -> Job:
 def changed_rows(nbytes: int, chance: np.random.Generator) -> list[tuple[Keys, Records]]:
     block = BLOCK_BYTES // RECORD_BYTES
     records = chance.integers(0, 256, (block, RECORD_BYTES), np.uint8)
-    return [(np.arange(start, start + block, dtype=np.int64), records) for start in range(0, nbytes // RECORD_BYTES, block)]
+    return [
+        (np.arange(start, start + block, dtype=np.int64), records) for start in range(0, nbytes // RECORD_BYTES, block)
+    ]
 
 
 def write_checkpoint(writer: CheckpointWriter, blocks: list[tuple[Keys, Records]], step: int) -> None:
@@ -97,7 +99,10 @@ def checkpoints(nbytes: int, folder: Path, measured: Measured) -> None:
 def pieces_over_tcp(num_pieces: int, folder: Path, measured: Measured) -> None:
     transport = tcp_transport(folder)
     payload = memoryview(os.urandom(PIECE_BYTES))
-    with ZmqLink.prefetcher(folder, transport=transport) as prefetcher, ZmqLink.trainer(folder, transport=transport) as trainer:
+    with (
+        ZmqLink.prefetcher(folder, transport=transport) as prefetcher,
+        ZmqLink.trainer(folder, transport=transport) as trainer,
+    ):
         trainer.send(greeting())
         receive(prefetcher)
 
@@ -122,7 +127,14 @@ def tcp_transport(folder: Path) -> Transport:
 def greeting() -> bytes:
     """A trainer's first frame, without which it is not heard."""
     hello = Hello(
-        protocol_version=PROTOCOL_VERSION, job_digest="", rank=0, world_size=1, pid=os.getpid(), threads=1, device="cpu", mode="train"
+        protocol_version=PROTOCOL_VERSION,
+        job_digest="",
+        rank=0,
+        world_size=1,
+        pid=os.getpid(),
+        threads=1,
+        device="cpu",
+        mode="train",
     )
     return encode(Envelope(incarnation=0, sequence=0, message=hello))
 
@@ -152,7 +164,9 @@ def open_text_file(path: Path, kept_in: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--mb", type=int, default=300, help="bytes of changed rows, of pieces, and of text, in millions")
+    parser.add_argument(
+        "--mb", type=int, default=300, help="bytes of changed rows, of pieces, and of text, in millions"
+    )
     parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()
     nbytes = options.mb * 10**6

@@ -27,14 +27,14 @@ import numpy.typing as npt
 import torch
 
 from benchmarks.machine import machine
-from prefetcher.planner.grouping import Grouper
-from prefetcher.planner.planner import RowPlanner
-from prefetcher.readers.base import open_reader
-from prefetcher.readers.schedule import schedule
-from protocol.batch import Batch, ScheduledBatch
-from protocol.job import CRITEO_KAGGLE_CARDINALITIES, Job
-from protocol.job_file import parse_job
-from protocol.tables import KEY_SHIFT, GroupSpec, group_specs
+from rowcast.job.file import parse_job
+from rowcast.job.schema import CRITEO_KAGGLE_CARDINALITIES, Job
+from rowcast.job.tables import KEY_SHIFT, GroupSpec, group_specs
+from rowcast.prefetcher.planner.grouping import Grouper
+from rowcast.prefetcher.planner.planner import RowPlanner
+from rowcast.prefetcher.readers.reader import open_reader
+from rowcast.prefetcher.readers.schedule import schedule
+from rowcast.protocol.batch import Batch, ScheduledBatch
 
 BATCH_SIZES = (1024, 2048, 4096, 8192, 16384, 32768, 65536)
 HORIZON, DEPTH = 16, 4
@@ -73,7 +73,11 @@ def job(batch_size: int, num_batches: int, cardinalities: Sequence[int], dim: in
     return parse_job(
         {
             "job": {"run_dir": "unused"},
-            "data": {"format": "synthetic", "batch_size": batch_size, "synthetic": {"samples": batch_size * num_batches, "zipf": 1.05}},
+            "data": {
+                "format": "synthetic",
+                "batch_size": batch_size,
+                "synthetic": {"samples": batch_size * num_batches, "zipf": 1.05},
+            },
             "tables_from": {"cardinalities": list(cardinalities), "embedding_dim": dim},
             "model": {"kind": "dlrm", "bottom_mlp": [dim], "top_mlp": [1]},
             "optimizer": {"sparse": {"kind": "sgd", "lr": 0.1}, "dense": {"kind": "sgd", "lr": 0.1}},
@@ -171,7 +175,9 @@ def report(times: list[Times], spread: Times, threaded: Times, alone: Times) -> 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--batch-size", type=int, default=16384, help="of the comparison over 10^12 rows and with two threads")
+    parser.add_argument(
+        "--batch-size", type=int, default=16384, help="of the comparison over 10^12 rows and with two threads"
+    )
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     measure(1024, 2)  # compiles
@@ -180,7 +186,11 @@ def main() -> None:
     alone, threaded = (measure(arguments.batch_size, arguments.rounds, num_threads=n) for n in (1, 2))
     print("\n".join(report(times, spread, threaded, alone)))
     RESULT.parent.mkdir(exist_ok=True)
-    content = {"machine": machine(), "times": [asdict(own) for own in [*times, spread, alone, threaded]], "fit": fit(times)}
+    content = {
+        "machine": machine(),
+        "times": [asdict(own) for own in [*times, spread, alone, threaded]],
+        "fit": fit(times),
+    }
     RESULT.write_text(json.dumps(content, indent=1) + "\n")
 
 

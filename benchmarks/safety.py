@@ -21,7 +21,7 @@ from pathlib import Path
 
 from benchmarks.machine import machine
 from benchmarks.processes import see_out, start, turns
-from trainer.report import read_report
+from rowcast.trainer.report.report_json import read_report
 
 RETAIL = Path(__file__).parents[1] / "examples" / "retail.toml"
 PLAIN = "plain"
@@ -52,7 +52,9 @@ def run(way: Way, shared: Sequence[str]) -> Timed:
     """Both processes to their end."""
     with tempfile.TemporaryDirectory(prefix="rowcast-bench-") as folder:
         run_dir = Path(folder) / "run"
-        settings = [f"--set={setting}" for setting in (*shared, *way.settings, f"job.run_dir={json.dumps(str(run_dir))}")]
+        settings = [
+            f"--set={setting}" for setting in (*shared, *way.settings, f"job.run_dir={json.dumps(str(run_dir))}")
+        ]
         before_s = children_cpu_s()
         prefetcher = start("prefetcher", ["--config", str(RETAIL), *settings, *way.options])
         trainer = start("trainer", ["--config", str(RETAIL), *settings])
@@ -84,11 +86,16 @@ def cost(times: Mapping[str, Sequence[Timed]], name: str, field: str) -> float:
 
 
 def table(times: Mapping[str, Sequence[Timed]]) -> str:
-    lines = ["| | seconds, each round | samples/s | time over plain | processor time over plain |", "|---|---|---|---|---|"]
+    lines = [
+        "| | seconds, each round | samples/s | time over plain | processor time over plain |",
+        "|---|---|---|---|---|",
+    ]
     for name, own in times.items():
         seconds = ", ".join(f"{timed.wall_s:.1f}" for timed in own)
         rate = statistics.median(timed.samples_per_s for timed in own)
-        costs = " | ".join("" if name == PLAIN else f"{cost(times, name, field):+.1f} %" for field in ("wall_s", "cpu_s"))
+        costs = " | ".join(
+            "" if name == PLAIN else f"{cost(times, name, field):+.1f} %" for field in ("wall_s", "cpu_s")
+        )
         lines.append(f"| {name} | {seconds} | {rate:,.0f} | {costs} |")
     return "\n".join(lines)
 
@@ -98,7 +105,9 @@ def main() -> None:
     parser.add_argument("--log", type=Path, default=os.environ.get("ROWCAST_RETAIL"), help="the folder of the log")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--epochs", type=int, default=4)
-    parser.add_argument("--way", action="append", choices=[name for name in WAYS if name != PLAIN], help="repeatable; all by default")
+    parser.add_argument(
+        "--way", action="append", choices=[name for name in WAYS if name != PLAIN], help="repeatable; all by default"
+    )
     options = parser.parse_args()
     if options.log is None:
         parser.error("name the folder of the log: --log, or ROWCAST_RETAIL")

@@ -44,7 +44,9 @@ def run(suite: str, options: list[str]) -> tuple[str, float, str, int]:
     began_s = time.perf_counter()
     command = [sys.executable, "-m", "pytest", suite, "-v", f"--timeout={TEST_LIMIT_S}", "--no-header", *options]
     lines = []
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, "ROWCAST_SOAK": "1"}) as process:
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, text=True, env={**os.environ, "ROWCAST_SOAK": "1"}
+    ) as process:
         assert process.stdout is not None, "a pipe"
         for line in process.stdout:
             print(f"{suite}: {line}", end="", flush=True)

@@ -14,15 +14,15 @@ from pathlib import Path
 
 import numpy as np
 
-from prefetcher.analysis.simulate.grid import POLICIES, Grid, Horizon
-from prefetcher.analysis.simulate.results import Simulation
-from prefetcher.analysis.simulate.simulate import simulate
-from prefetcher.planner.planner import groupers_of
-from prefetcher.readers.base import open_reader
-from prefetcher.readers.schedule import schedule
-from protocol.job import Job
-from protocol.job_file import parse_job
-from protocol.tables import group_specs
+from rowcast.analysis.simulate.grid import POLICIES, Grid
+from rowcast.analysis.simulate.results import Simulation
+from rowcast.analysis.simulate.simulate import simulate
+from rowcast.job.file import parse_job
+from rowcast.job.schema import Horizon, Job
+from rowcast.job.tables import group_specs
+from rowcast.prefetcher.planner.planner import groupers_of
+from rowcast.prefetcher.readers.reader import open_reader
+from rowcast.prefetcher.readers.schedule import schedule
 
 RESULTS = Path(__file__).parent / "results"
 HORIZONS: tuple[Horizon, ...] = ("auto", 8, 32)
@@ -78,14 +78,18 @@ def main() -> None:
         job = log_job(folder, arguments.batch_size)
         for percent, results in simulated(job, [int(p) for p in arguments.percent.split(",")]):
             bound = next(own.bound_rows_fetched for own in results if own.bound_rows_fetched)
-            lines.append({"log": folder.name, "percent": percent, "bound_rows_fetched": bound, "ratios": ratios(results)})
+            lines.append(
+                {"log": folder.name, "percent": percent, "bound_rows_fetched": bound, "ratios": ratios(results)}
+            )
             columns = list(lines[-1]["ratios"])
             if len(lines) == 1:
                 print(f"| log | capacity | bound | {' | '.join(columns)} |\n|{'---|' * (3 + len(columns))}")
             cells = " | ".join(f"{lines[-1]['ratios'].get(name, float('nan')):.3f}" for name in columns)
             print(f"| {folder.name} | {percent} % | {bound:,} | {cells} |", flush=True)
     RESULTS.mkdir(exist_ok=True)
-    (RESULTS / f"traffic-{arguments.folders[0].name.partition('-')[0]}.json").write_text(json.dumps(lines, indent=1) + "\n")
+    (RESULTS / f"traffic-{arguments.folders[0].name.partition('-')[0]}.json").write_text(
+        json.dumps(lines, indent=1) + "\n"
+    )
 
 
 if __name__ == "__main__":

@@ -1,0 +1,1 @@
+"""Starting both processes on one host, and what containers need."""

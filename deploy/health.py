@@ -1,4 +1,4 @@
-"""Whether the process in this container is healthy, for a HEALTHCHECK: `python -m deploy.health [port ...]`.
+"""Whether the process in this container is healthy, for a HEALTHCHECK: `python -m rowcast.deploy.health [port ...]`.
 
 Each port given must answer /healthz with 200. Without ports, both usual ones are asked: one must answer, and each that answers must be
 healthy, so that the same line serves either command. Exit code 0 or 1; what was answered goes to stdout. Plain http only.

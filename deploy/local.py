@@ -1,4 +1,4 @@
-"""Starts both processes on this host and sees them out: `python -m deploy.local --config job.toml [prefetcher options]`.
+"""Starts both processes on this host and sees them out: `python -m rowcast.deploy.local --config job.toml [prefetcher options]`.
 
 The trainer has the terminal; the prefetcher's log goes to `<run_dir>/prefetcher.log`. When one ends badly the other ends by itself,
 and which one was first, and why, is repeated here. Killed itself, it takes both with it: they stop in order.
@@ -17,10 +17,10 @@ from typing import Annotated
 
 import typer
 
-from protocol.child import Child
-from protocol.command import run_command
-from protocol.errors import ConfigError, RowcastError
-from protocol.job_file import load_job
+from rowcast.job.file import load_job
+from rowcast.runtime.child import Child
+from rowcast.runtime.command import run_command
+from rowcast.runtime.errors import ConfigError, RowcastError
 
 POLL_S = 0.1
 NOTICE_S = 3.0  # for the other process to notice that one has failed, before it is asked to stop
@@ -46,7 +46,9 @@ def start(name: str, arguments: list[str], log: Path | None) -> Child:
     if log is None:
         return Child(name, subprocess.Popen(command, preexec_fn=stop_with_parent), log)
     with log.open("ab") as file:  # what an earlier run said stays, and so does the log of one that still runs
-        return Child(name, subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, preexec_fn=stop_with_parent), log)
+        return Child(
+            name, subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, preexec_fn=stop_with_parent), log
+        )
 
 
 def stop_with_parent() -> None:
@@ -97,9 +99,15 @@ def failed(children: list[Child]) -> Child | None:
 
 def main(
     config: Annotated[Path, typer.Option("--config", help="The job file.")],
-    overrides: Annotated[list[str] | None, typer.Option("--set", help="Override a key: section.key=value. Repeatable.")] = None,
-    max_steps: Annotated[int | None, typer.Option("--max-steps", min=0, help="End the run after so many train steps.")] = None,
-    fresh: Annotated[bool, typer.Option("--fresh", help="Begin a new run; its first checkpoint replaces an earlier run.")] = False,
+    overrides: Annotated[
+        list[str] | None, typer.Option("--set", help="Override a key: section.key=value. Repeatable.")
+    ] = None,
+    max_steps: Annotated[
+        int | None, typer.Option("--max-steps", min=0, help="End the run after so many train steps.")
+    ] = None,
+    fresh: Annotated[
+        bool, typer.Option("--fresh", help="Begin a new run; its first checkpoint replaces an earlier run.")
+    ] = False,
     trace: Annotated[bool, typer.Option("--trace", help="Record a timeline for `prefetcher timeline`.")] = False,
 ) -> None:
     """Run the prefetcher and the trainer of one job on this host."""
@@ -109,7 +117,9 @@ def main(
         try:
             run_dir.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise ConfigError(f"job.run_dir = {str(run_dir)!r} cannot be made ({error.strerror}); choose another") from None
+            raise ConfigError(
+                f"job.run_dir = {str(run_dir)!r} cannot be made ({error.strerror}); choose another"
+            ) from None
         flags = [*(["--fresh"] if fresh else []), *(["--trace"] if trace else [])]
         shared = ["--config", str(config), *(f"--set={override}" for override in overrides or ()), *flags]
         steps = [] if max_steps is None else ["--max-steps", str(max_steps)]

@@ -4,8 +4,8 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from protocol.batch import Batch, Kind
-from protocol.job import Job
+from rowcast.job.schema import Job
+from rowcast.protocol.batch import Batch, Kind
 
 
 def open_batches(job: Job, num_batches: int = 100) -> Callable[[Kind, int], Iterator[Batch]]:
@@ -16,7 +16,8 @@ def open_batches(job: Job, num_batches: int = 100) -> Callable[[Kind, int], Iter
     def batches(split: Kind, epoch: int) -> Iterator[Batch]:
         rng = np.random.default_rng([job.job.seed, split == "eval", epoch])
         for _ in range(num_batches if split == "train" else num_batches // 10):
-            ids = np.stack([rng.integers(0, n, size) for n in rows])  # one row of ids a feature: feature-major when flattened
+            # one row of ids a feature: feature-major when flattened
+            ids = np.stack([rng.integers(0, n, size) for n in rows])
             labels = (ids[0] % 2 == 0).astype(np.float32)
             yield Batch(dense=rng.normal(size=(size, 4)).astype(np.float32), labels=labels, ids=ids.reshape(-1))
 

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from protocol.job import Job
+from rowcast.job.schema import Job
 
 
 class WideModel(nn.Module):

@@ -14,9 +14,9 @@ import torch
 from safetensors.torch import load_file
 
 from examples.plain_loop import PlainTable
-from prefetcher.readers.base import open_reader
-from protocol.job_file import load_job
-from trainer.models.side import DenseSide
+from rowcast.job.file import load_job
+from rowcast.prefetcher.readers.reader import open_reader
+from rowcast.trainer.models.model_side import DenseSide
 
 
 @torch.no_grad()
@@ -27,7 +27,9 @@ def main() -> None:
     options = parser.parse_args()
     job = load_job(options.config, (f"data.path={options.data}", "data.eval_fraction=0", "data.shuffle=none"))
     tensors, reader = load_file(options.model), open_reader(job)
-    tables = [PlainTable(table, job.features.index(table.features[0]), job.optimizer.sparse, tensors) for table in job.tables]
+    tables = [
+        PlainTable(table, job.features.index(table.features[0]), job.optimizer.sparse, tensors) for table in job.tables
+    ]
     side = DenseSide(job, num_dense=reader.num_dense)
     side.model.load_state_dict({name: tensors[name] for name in side.model.state_dict()})
     for batch in reader.batches("train", epoch=0):

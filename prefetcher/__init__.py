@@ -1,0 +1,1 @@
+"""The CPU side: reads batches ahead, plans which rows are on the device when, and moves rows between tables and trainer."""

@@ -1,3 +1,3 @@
-from prefetcher.cli import app
+from rowcast.prefetcher.cli import app
 
 app(prog_name="prefetcher")

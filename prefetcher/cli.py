@@ -5,11 +5,11 @@ from typing import Annotated
 
 import typer
 
-from protocol.command import run_command
-from protocol.errors import ConfigError
-from protocol.job_file import load_job
-from protocol.process import Signals
-from protocol.telemetry.logs import get_logger, setup_logging
+from rowcast.job.file import load_job
+from rowcast.runtime.command import run_command
+from rowcast.runtime.errors import ConfigError
+from rowcast.runtime.process import Signals
+from rowcast.runtime.telemetry.logs import get_logger, setup_logging
 
 app = typer.Typer(
     help="The CPU side of rowcast: reads the coming batches, plans, and streams rows to the trainer.",
@@ -20,9 +20,13 @@ app = typer.Typer(
 
 Config = Annotated[Path, typer.Option("--config", help="The job file.", metavar="job.toml")]
 Overrides = Annotated[list[str] | None, typer.Option("--set", help="Override a key: section.key=value. Repeatable.")]
-SaveTrace = Annotated[Path | None, typer.Option("--save-trace", help="Save ids and plans for `simulate --trace`.", metavar="FILE")]
+SaveTrace = Annotated[
+    Path | None, typer.Option("--save-trace", help="Save ids and plans for `simulate --trace`.", metavar="FILE")
+]
 RunFolder = Annotated[Path, typer.Option("--run", help="The run directory.", metavar="DIR")]
-CheckpointName = Annotated[str | None, typer.Option("--checkpoint", help="Which, such as step-000000000100.", show_default=False)]
+CheckpointName = Annotated[
+    str | None, typer.Option("--checkpoint", help="Which, such as step-000000000100.", show_default=False)
+]
 DEFAULT_VERIFY_SHARE = 0.05
 LogLevel = Annotated[str, typer.Option("--log-level", help="debug, info, warning or error.")]
 LogJson = Annotated[bool, typer.Option("--log-json", help="Log JSON lines.")]
@@ -32,23 +36,44 @@ LogJson = Annotated[bool, typer.Option("--log-json", help="Log JSON lines.")]
 def run(
     config: Config,
     overrides: Overrides = None,
-    max_steps: Annotated[int | None, typer.Option("--max-steps", min=0, help="End the run after so many train steps.")] = None,
-    fresh: Annotated[bool, typer.Option("--fresh", help="Begin a new run; its first checkpoint replaces those of an earlier one.")] = False,
+    max_steps: Annotated[
+        int | None, typer.Option("--max-steps", min=0, help="End the run after so many train steps.")
+    ] = None,
+    fresh: Annotated[
+        bool, typer.Option("--fresh", help="Begin a new run; its first checkpoint replaces those of an earlier one.")
+    ] = False,
     source: Annotated[
         Path | None,
-        typer.Option("--from", help="Begin a new run with the model of another run, or of an exported file.", metavar="RUN|FILE"),
+        typer.Option(
+            "--from", help="Begin a new run with the model of another run, or of an exported file.", metavar="RUN|FILE"
+        ),
     ] = None,
     save_trace: SaveTrace = None,
     trace: Annotated[bool, typer.Option("--trace", help="Record a timeline for `prefetcher timeline`.")] = False,
-    evaluate: Annotated[bool, typer.Option("--eval", help="Evaluate a checkpoint, with `trainer eval`; train nothing.")] = False,
-    checkpoint: Annotated[str | None, typer.Option("--checkpoint", help="With --eval: which, such as step-000000000100.")] = None,
-    verify: Annotated[bool, typer.Option("--verify", help="Follow rows by checksum: end the run if one is stale, torn or lost.")] = False,
+    evaluate: Annotated[
+        bool, typer.Option("--eval", help="Evaluate a checkpoint, with `trainer eval`; train nothing.")
+    ] = False,
+    checkpoint: Annotated[
+        str | None, typer.Option("--checkpoint", help="With --eval: which, such as step-000000000100.")
+    ] = None,
+    verify: Annotated[
+        bool, typer.Option("--verify", help="Follow rows by checksum: end the run if one is stale, torn or lost.")
+    ] = False,
     verify_share: Annotated[
         float | None,
-        typer.Option("--verify-share", min=0, max=1, help="The share of rows to --verify; 1: all.", show_default=str(DEFAULT_VERIFY_SHARE)),
+        typer.Option(
+            "--verify-share",
+            min=0,
+            max=1,
+            help="The share of rows to --verify; 1: all.",
+            show_default=str(DEFAULT_VERIFY_SHARE),
+        ),
     ] = None,
     unfinished_code: Annotated[
-        int, typer.Option("--unfinished-code", min=0, max=125, help="Exit with this code where the run was stopped before its end.")
+        int,
+        typer.Option(
+            "--unfinished-code", min=0, max=125, help="Exit with this code where the run was stopped before its end."
+        ),
     ] = 0,
     log_level: LogLevel = "info",
     log_json: LogJson = False,
@@ -60,7 +85,7 @@ def run(
         setup_logging("prefetcher", log_level, log_json or None)
         job = load_job(config, tuple(overrides or ()))
         with Signals() as signals:
-            from prefetcher.service import RunOptions, run_prefetcher
+            from rowcast.prefetcher.run.prefetcher_run import RunOptions, run_prefetcher
 
             options = RunOptions(
                 max_steps=max_steps,
@@ -80,17 +105,22 @@ def run(
 
 @app.command()
 def new(
-    data: Annotated[str, typer.Option("--data", help="A file, folder or glob of CSV with a header, or Parquet.", metavar="PATH")],
+    data: Annotated[
+        str, typer.Option("--data", help="A file, folder or glob of CSV with a header, or Parquet.", metavar="PATH")
+    ],
     label: Annotated[
-        str | None, typer.Option("--label", help="The column of the label.", show_default="by name, or the only 0/1 column")
+        str | None,
+        typer.Option("--label", help="The column of the label.", show_default="by name, or the only 0/1 column"),
     ] = None,
-    dense: Annotated[str | None, typer.Option("--dense", help="Columns that are dense features.", metavar="A,B,...")] = None,
+    dense: Annotated[
+        str | None, typer.Option("--dense", help="Columns that are dense features.", metavar="A,B,...")
+    ] = None,
     ids: Annotated[str | None, typer.Option("--ids", help="Columns that are ids.", metavar="A,B,...")] = None,
 ) -> None:
     """Look at a table of samples and write a job file for it to stdout: prefetcher new --data clicks.csv > job.toml"""
 
     def main() -> None:
-        from prefetcher.analysis.new.command import NewOptions, run_new
+        from rowcast.analysis.new.command import NewOptions, run_new
 
         run_new(NewOptions(data=data, label=label, dense=dense, ids=ids))
 
@@ -101,25 +131,38 @@ def new(
 def simulate(
     config: Config,
     overrides: Overrides = None,
-    max_steps: Annotated[int | None, typer.Option("--max-steps", min=0, help="End the run after so many train steps.")] = None,
-    policies: Annotated[
-        list[str] | None, typer.Option("--policy", help="lookahead, lru, lfu, static, window, ttl or belady. Repeatable.")
+    max_steps: Annotated[
+        int | None, typer.Option("--max-steps", min=0, help="End the run after so many train steps.")
     ] = None,
-    capacity_rows: Annotated[list[int] | None, typer.Option("--capacity-rows", min=1, help="Slots. Repeatable.")] = None,
-    capacities: Annotated[list[str] | None, typer.Option("--capacity", help="As cache.capacity, such as 64MiB. Repeatable.")] = None,
-    horizons: Annotated[list[str] | None, typer.Option("--horizon", help="Batches known ahead, or auto. Repeatable.")] = None,
+    policies: Annotated[
+        list[str] | None,
+        typer.Option("--policy", help="lookahead, lru, lfu, static, window, ttl or belady. Repeatable."),
+    ] = None,
+    capacity_rows: Annotated[
+        list[int] | None, typer.Option("--capacity-rows", min=1, help="Slots. Repeatable.")
+    ] = None,
+    capacities: Annotated[
+        list[str] | None, typer.Option("--capacity", help="As cache.capacity, such as 64MiB. Repeatable.")
+    ] = None,
+    horizons: Annotated[
+        list[str] | None, typer.Option("--horizon", help="Batches known ahead, or auto. Repeatable.")
+    ] = None,
     batch_sizes: Annotated[list[int] | None, typer.Option("--batch-size", min=1, help="Repeatable.")] = None,
-    shuffles: Annotated[list[str] | None, typer.Option("--shuffle", help="none, window:ROWS or full. Repeatable.")] = None,
+    shuffles: Annotated[
+        list[str] | None, typer.Option("--shuffle", help="none, window:ROWS or full. Repeatable.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")] = False,
     per_step: Annotated[bool, typer.Option("--per-step", help="With --json: what moved at each step too.")] = False,
     plot: Annotated[Path | None, typer.Option("--plot", help="Draw miss-ratio curves.", metavar="PNG|SVG")] = None,
-    trace: Annotated[Path | None, typer.Option("--trace", help="Batches of a saved trace instead of the data's.", metavar="FILE")] = None,
+    trace: Annotated[
+        Path | None, typer.Option("--trace", help="Batches of a saved trace instead of the data's.", metavar="FILE")
+    ] = None,
     save_trace: SaveTrace = None,
 ) -> None:
     """Tell what a run would move, at other settings too, by the planner alone: no tables, no trainer. Lists multiply."""
 
     def main() -> None:
-        from prefetcher.analysis.simulate.command import SimulateOptions, run_simulate
+        from rowcast.analysis.simulate.command import SimulateOptions, run_simulate
 
         options = SimulateOptions(
             max_steps=max_steps,
@@ -146,23 +189,33 @@ def advise(
     overrides: Overrides = None,
     sample: Annotated[
         float | None,
-        typer.Option("--sample", help="Share of the rows to follow through every batch.", show_default="0.05; all with --samples"),
+        typer.Option(
+            "--sample", help="Share of the rows to follow through every batch.", show_default="0.05; all with --samples"
+        ),
     ] = None,
     samples: Annotated[
-        int | None, typer.Option("--samples", help="Samples to read, from the middle of an epoch.", show_default="the whole run")
+        int | None,
+        typer.Option("--samples", help="Samples to read, from the middle of an epoch.", show_default="the whole run"),
     ] = None,
-    max_steps: Annotated[int | None, typer.Option("--max-steps", min=0, help="End the run after so many train steps.")] = None,
-    step_ms: Annotated[float | None, typer.Option("--step-ms", help="What a step takes to compute.", show_default="10")] = None,
-    link_gbs: Annotated[float | None, typer.Option("--link-gbs", help="10^9 bytes/s to the device, and back.", show_default="12")] = None,
+    max_steps: Annotated[
+        int | None, typer.Option("--max-steps", min=0, help="End the run after so many train steps.")
+    ] = None,
+    step_ms: Annotated[
+        float | None, typer.Option("--step-ms", help="What a step takes to compute.", show_default="10")
+    ] = None,
+    link_gbs: Annotated[
+        float | None, typer.Option("--link-gbs", help="10^9 bytes/s to the device, and back.", show_default="12")
+    ] = None,
     gather_gbs: Annotated[
-        float | None, typer.Option("--gather-gbs", help="10^9 bytes/s of rows from and to the tables.", show_default="measured")
+        float | None,
+        typer.Option("--gather-gbs", help="10^9 bytes/s of rows from and to the tables.", show_default="measured"),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")] = False,
 ) -> None:
     """Tell how much cache a job needs, from its data: a curve, the memory it takes, and the sections to paste."""
 
     def main() -> None:
-        from prefetcher.analysis.advise.command import AdviseOptions, run_advise
+        from rowcast.analysis.advise.command import AdviseOptions, run_advise
 
         options = AdviseOptions(
             sample=sample,
@@ -183,22 +236,30 @@ def profile(
     config: Config,
     overrides: Overrides = None,
     sample: Annotated[
-        float | None, typer.Option("--sample", help="Share of an epoch to read.", show_default="0.05, and at least 64 batches")
+        float | None,
+        typer.Option("--sample", help="Share of an epoch to read.", show_default="0.05, and at least 64 batches"),
     ] = None,
-    samples: Annotated[int | None, typer.Option("--samples", help="Samples to read instead.", show_default=False)] = None,
+    samples: Annotated[
+        int | None, typer.Option("--samples", help="Samples to read instead.", show_default=False)
+    ] = None,
     budgets: Annotated[
-        list[str] | None, typer.Option("--budget", help="Bytes for hot rows, such as 16MiB. Repeatable.", show_default="half the cache")
+        list[str] | None,
+        typer.Option("--budget", help="Bytes for hot rows, such as 16MiB. Repeatable.", show_default="half the cache"),
     ] = None,
     confidence: Annotated[float, typer.Option("--confidence", help="How often an interval must hold.")] = 0.99,
-    out: Annotated[Path | None, typer.Option("--out", help="Write the largest budget's rows, for cache.pin.", metavar="FILE")] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", help="Write the largest budget's rows, for cache.pin.", metavar="FILE")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")] = False,
 ) -> None:
     """Find the rows that are looked up most, from a sample, and what keeping them on the device would cover."""
 
     def main() -> None:
-        from prefetcher.analysis.profile.command import ProfileOptions, run_profile
+        from rowcast.analysis.profile.command import ProfileOptions, run_profile
 
-        options = ProfileOptions(sample=sample, samples=samples, budgets=budgets or (), confidence=confidence, out=out, json=as_json)
+        options = ProfileOptions(
+            sample=sample, samples=samples, budgets=budgets or (), confidence=confidence, out=out, json=as_json
+        )
         run_profile(load_job(config, tuple(overrides or ())), options)
 
     raise typer.Exit(run_command("prefetcher", main))
@@ -214,7 +275,7 @@ def check(
     """Hold a job file against its data and this machine. Exit code 2 where a run would fail."""
 
     def main() -> int:
-        from prefetcher.analysis.check.command import run_check
+        from rowcast.analysis.check.command import run_check
 
         return run_check(config, tuple(overrides or ()), whole=whole, json=as_json)
 
@@ -226,15 +287,24 @@ def timeline(
     run_dir: RunFolder,
     out: Annotated[
         Path | None,
-        typer.Option("--out", help="The trace to write, as JSON.", metavar="FILE", show_default="timeline.json in the run directory"),
+        typer.Option(
+            "--out",
+            help="The trace to write, as JSON.",
+            metavar="FILE",
+            show_default="timeline.json in the run directory",
+        ),
     ] = None,
-    steps: Annotated[str | None, typer.Option("--steps", help="These alone, such as 100:110.", metavar="FIRST:END")] = None,
-    plot: Annotated[Path | None, typer.Option("--plot", help="Draw --steps too, or eight in the middle.", metavar="PNG|SVG")] = None,
+    steps: Annotated[
+        str | None, typer.Option("--steps", help="These alone, such as 100:110.", metavar="FIRST:END")
+    ] = None,
+    plot: Annotated[
+        Path | None, typer.Option("--plot", help="Draw --steps too, or eight in the middle.", metavar="PNG|SVG")
+    ] = None,
 ) -> None:
     """Merge what `prefetcher run --trace` and `trainer run --trace` recorded into one trace for Perfetto or chrome://tracing."""
 
     def main() -> None:
-        from prefetcher.analysis.timeline.command import TimelineOptions, run_timeline
+        from rowcast.analysis.timeline.command import TimelineOptions, run_timeline
 
         run_timeline(run_dir, TimelineOptions(out=out, steps=steps, plot=plot))
 
@@ -244,25 +314,32 @@ def timeline(
 @app.command()
 def export(
     out: Annotated[Path, typer.Option("--out", help="The safetensors file to write.", metavar="FILE")],
-    run_dir: Annotated[Path | None, typer.Option("--run", help="The run directory.", metavar="DIR", show_default=False)] = None,
+    run_dir: Annotated[
+        Path | None, typer.Option("--run", help="The run directory.", metavar="DIR", show_default=False)
+    ] = None,
     checkpoint: CheckpointName = None,
     config: Annotated[
         Path | None,
         typer.Option(
-            "--config", help="Instead of --run: the tables that a run of this job begins with.", metavar="job.toml", show_default=False
+            "--config",
+            help="Instead of --run: the tables that a run of this job begins with.",
+            metavar="job.toml",
+            show_default=False,
         ),
     ] = None,
 ) -> None:
     """Write a checkpoint of a run, by default the newest that is whole, as one safetensors file: tables, row state, dense weights."""
 
     def main() -> None:
-        from prefetcher.export import export_run, export_start
+        from rowcast.prefetcher.checkpoints.export import export_run, export_start
 
         if config is not None and run_dir is None and checkpoint is None:
             export_start(load_job(config), out, get_logger())
             return
         if run_dir is None or config is not None:
-            raise ConfigError("give either --run DIR, for a checkpoint of a run, or --config job.toml, for the tables that it begins with")
+            raise ConfigError(
+                "give either --run DIR, for a checkpoint of a run, or --config job.toml, for the tables that it begins with"
+            )
         manifest = export_run(run_dir, out, get_logger(), checkpoint)
         get_logger().info("exported", file=str(out), train_steps=manifest.train_steps, bytes=out.stat().st_size)
 
@@ -273,18 +350,27 @@ def export(
 def import_(
     config: Config,
     source: Annotated[
-        Path, typer.Option("--from", help="A run directory, or a safetensors file as `prefetcher export` writes it.", metavar="RUN|FILE")
+        Path,
+        typer.Option(
+            "--from",
+            help="A run directory, or a safetensors file as `prefetcher export` writes it.",
+            metavar="RUN|FILE",
+        ),
     ],
     overrides: Overrides = None,
-    fresh: Annotated[bool, typer.Option("--fresh", help="Replace what an earlier run left in the run directory.")] = False,
+    fresh: Annotated[
+        bool, typer.Option("--fresh", help="Replace what an earlier run left in the run directory.")
+    ] = False,
 ) -> None:
     """Make a run directory whose run begins with another run's model and optimizer state, or with the rows and dense weights of a file."""
 
     def main() -> None:
-        from prefetcher.checkpoints.imported import import_run
+        from rowcast.prefetcher.checkpoints.import_checkpoint import import_run
 
         manifest = import_run(load_job(config, tuple(overrides or ())), source, fresh=fresh)
-        get_logger().info("imported", file=str(source), checkpoint=manifest.name, rows=manifest.num_rows, bytes=manifest.nbytes)
+        get_logger().info(
+            "imported", file=str(source), checkpoint=manifest.name, rows=manifest.num_rows, bytes=manifest.nbytes
+        )
 
     raise typer.Exit(run_command("prefetcher", main))
 
@@ -294,7 +380,7 @@ def verify(run_dir: RunFolder, checkpoint: CheckpointName = None) -> None:
     """Read every byte of a run's checkpoints and tell which are whole. Exit code 4 where one is damaged."""
 
     def main() -> int:
-        from prefetcher.checkpoints.verify import verify_run
+        from rowcast.prefetcher.checkpoints.check_files import verify_run
 
         return verify_run(run_dir, checkpoint)
 
@@ -303,14 +389,20 @@ def verify(run_dir: RunFolder, checkpoint: CheckpointName = None) -> None:
 
 @app.command()
 def keys(
-    out: Annotated[Path | None, typer.Option("--out", help="The folder of keys to make, or to add clients to.", metavar="DIR")] = None,
-    clients: Annotated[list[str] | None, typer.Option("--client", help="A trainer's name. Repeatable.", show_default="trainer")] = None,
-    folder: Annotated[Path | None, typer.Option("--check", help="A folder of keys to check instead.", metavar="DIR")] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", help="The folder of keys to make, or to add clients to.", metavar="DIR")
+    ] = None,
+    clients: Annotated[
+        list[str] | None, typer.Option("--client", help="A trainer's name. Repeatable.", show_default="trainer")
+    ] = None,
+    folder: Annotated[
+        Path | None, typer.Option("--check", help="A folder of keys to check instead.", metavar="DIR")
+    ] = None,
 ) -> None:
     """Make the keys that a run over tcp needs, or check them."""
 
     def main() -> None:
-        from prefetcher.keys import keys_command
+        from rowcast.prefetcher.run.make_keys import keys_command
 
         for line in keys_command(out, clients, folder):
             typer.echo(line)

@@ -1,1 +1,1 @@
-"""What the prefetcher and the trainer agree on: the job file, plans, messages, transport. Imports neither of them."""
+"""What crosses between the two processes: messages, plans as arrays, the session's rules, and the transport that carries them."""

@@ -15,8 +15,10 @@ class Batch:
 
     dense: npt.NDArray[np.float32]  # [B, D], finite
     labels: npt.NDArray[np.float32]  # [B]
-    ids: npt.NDArray[np.int64]  # [N] feature-major (all samples of feature 0, then of feature 1, ...), checked against the tables
-    offsets: npt.NDArray[np.int64] | None = None  # [F * B + 1] into ids, or None where every bag holds exactly one id (N = F * B)
+    # [N] feature-major (all samples of feature 0, then of feature 1, ...), checked against the tables
+    ids: npt.NDArray[np.int64]
+    # [F * B + 1] into ids, or None where every bag holds exactly one id (N = F * B)
+    offsets: npt.NDArray[np.int64] | None = None
     weights: npt.NDArray[np.float32] | None = None  # [N], or None where no feature is weighted
     extra: dict[str, npt.NDArray[np.generic]] = field(default_factory=dict)  # carried untouched
 

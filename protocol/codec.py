@@ -11,8 +11,7 @@ from typing import Any
 
 import msgspec
 
-from protocol.errors import LocalProtocolError, RemoteProtocolError
-from protocol.messages import (
+from rowcast.protocol.messages import (
     ArraySpan,
     ArraySpec,
     DensePiece,
@@ -29,6 +28,7 @@ from protocol.messages import (
     StepReady,
     Welcome,
 )
+from rowcast.runtime.errors import LocalProtocolError, RemoteProtocolError
 
 MAX_FRAME_BYTES = 4 * 2**20
 NUMBER_LIMIT = 2**62  # leaves room to add two of them, and to scale by a small width in int64 arithmetic that checks
@@ -54,7 +54,9 @@ def encode(envelope: Envelope) -> bytes:
     except (ValueError, OverflowError) as error:
         raise LocalProtocolError(f"a {type(envelope.message).__name__} message cannot be sent: {error}") from error
     if len(frame) > MAX_FRAME_BYTES:
-        raise LocalProtocolError(f"a {type(envelope.message).__name__} of {len(frame)} bytes is too long for a frame of {MAX_FRAME_BYTES}")
+        raise LocalProtocolError(
+            f"a {type(envelope.message).__name__} of {len(frame)} bytes is too long for a frame of {MAX_FRAME_BYTES}"
+        )
     return frame
 
 
@@ -66,7 +68,9 @@ def decode(frame: bytes) -> Envelope:
         envelope = _decoder.decode(frame)
         check_message(envelope)
     except (ValueError, OverflowError, RecursionError) as error:
-        raise RemoteProtocolError(f"a frame of {len(frame)} bytes is no message: {str(error)[:SENTENCE_LIMIT]}") from error
+        raise RemoteProtocolError(
+            f"a frame of {len(frame)} bytes is no message: {str(error)[:SENTENCE_LIMIT]}"
+        ) from error
     return envelope
 
 
@@ -141,7 +145,9 @@ def _check_step(step: int, name: str) -> None:
 def _check_ref(ref: RingRef) -> None:
     size = -(-ref.nbytes // ALIGNMENT) * ALIGNMENT
     _require(ref.position % ALIGNMENT == 0, f"a payload at position {ref.position} is not aligned to {ALIGNMENT}")
-    _require(ref.end >= ref.position + size, f"a payload of {ref.nbytes} bytes at {ref.position} does not end by {ref.end}")
+    _require(
+        ref.end >= ref.position + size, f"a payload of {ref.nbytes} bytes at {ref.position} does not end by {ref.end}"
+    )
     _require(ref.checksum is None or 0 <= ref.checksum < 2**64, f"checksum {ref.checksum} does not fit 64 bits")
 
 
@@ -174,24 +180,40 @@ def _check_payload(payload: RingRef | None, arrays: ArraySpan | None, rows: tupl
 
 def _check_plan(plan: PlanHeader, step: int) -> None:
     for group in plan.groups:
-        _require(group.num_unique <= group.num_lookups, f"{group.num_lookups} look-ups cannot touch {group.num_unique} rows")
+        _require(
+            group.num_unique <= group.num_lookups, f"{group.num_lookups} look-ups cannot touch {group.num_unique} rows"
+        )
         _require(group.num_long <= group.num_unique, f"{group.num_long} of {group.num_unique} rows are cut in pieces")
-        _require(group.num_pieces <= group.num_lookups, f"{group.num_lookups} look-ups are cut in {group.num_pieces} pieces")
+        _require(
+            group.num_pieces <= group.num_lookups, f"{group.num_lookups} look-ups are cut in {group.num_pieces} pieces"
+        )
         own, most = sum(group.sequence_lookups), group.num_lookups
         _require(own <= most, f"{own} look-ups of sequences are among {most}")
-        _require(group.num_fetch <= group.num_unique, f"{group.num_fetch} rows are fetched for a batch of {group.num_unique}")
+        _require(
+            group.num_fetch <= group.num_unique, f"{group.num_fetch} rows are fetched for a batch of {group.num_unique}"
+        )
         _require(group.num_evict <= group.num_fetch, f"{group.num_evict} victims make room for {group.num_fetch} rows")
         _require(group.num_dirty <= group.num_evict, f"{group.num_dirty} of {group.num_evict} victims are dirty")
-        _require(group.num_evict == 0 or group.fill_after is not None, "victims are evicted without a step to fill after")
-        _require(group.fill_after is None or group.fill_after < step, f"step {step} is filled after step {group.fill_after}")
+        _require(
+            group.num_evict == 0 or group.fill_after is not None, "victims are evicted without a step to fill after"
+        )
+        _require(
+            group.fill_after is None or group.fill_after < step, f"step {step} is filled after step {group.fill_after}"
+        )
     _check_specs(plan.arrays, plan.arrays_bytes)
 
 
 def _check_step_ready(message: StepReady) -> None:
     _check_piece(message.piece, message.num_pieces)
     _check_step(message.step, "step")
-    _require(message.payload is not None or message.num_pieces == 1, f"piece {message.piece} of {message.num_pieces} brings nothing")
-    _require((message.plan is not None) == (message.piece == 0), f"piece {message.piece} must carry a plan if, and only if, it is piece 0")
+    _require(
+        message.payload is not None or message.num_pieces == 1,
+        f"piece {message.piece} of {message.num_pieces} brings nothing",
+    )
+    _require(
+        (message.plan is not None) == (message.piece == 0),
+        f"piece {message.piece} must carry a plan if, and only if, it is piece 0",
+    )
     if message.plan is not None:
         _check_plan(message.plan, message.step)
     _check_payload(message.payload, message.arrays, message.rows)
@@ -212,7 +234,10 @@ def _check_row_checksums(message: RowChecksums) -> None:
 def _check_flush(message: Flush) -> None:
     _check_piece(message.piece, message.num_pieces)
     _check_step(message.barrier, "barrier")
-    _require(message.payload is not None or message.num_pieces == 1, f"piece {message.piece} of {message.num_pieces} brings nothing")
+    _require(
+        message.payload is not None or message.num_pieces == 1,
+        f"piece {message.piece} of {message.num_pieces} brings nothing",
+    )
     _check_specs(message.arrays, message.arrays_bytes)
     _check_payload(message.payload, message.span, ())
 
@@ -224,7 +249,10 @@ def _check_dense(message: DensePiece) -> None:
     _require(message.span.nbytes > 0, f"piece {message.piece} of {message.num_pieces} brings nothing")
     end = message.span.offset + message.span.nbytes
     _require(end <= message.nbytes, f"bytes up to {end} travel of a dense side of {message.nbytes}")
-    _require(message.span.nbytes == message.payload.nbytes, f"{message.span.nbytes} bytes travel in a payload of {message.payload.nbytes}")
+    _require(
+        message.span.nbytes == message.payload.nbytes,
+        f"{message.span.nbytes} bytes travel in a payload of {message.payload.nbytes}",
+    )
     _check_payload(message.payload, message.span, ())
 
 
@@ -232,7 +260,9 @@ def _check_welcome(message: Welcome) -> None:
     _require(message.incarnation > 0, "incarnation 0 is that of a trainer before its Welcome")
     _require(message.depth > 0, "depth must be at least 1")
     _require(message.verify <= 1, f"a share of {message.verify} of the rows cannot be verified")
-    _require(message.restore_bytes <= DENSE_LIMIT, f"a dense side has up to {DENSE_LIMIT} bytes, not {message.restore_bytes}")
+    _require(
+        message.restore_bytes <= DENSE_LIMIT, f"a dense side has up to {DENSE_LIMIT} bytes, not {message.restore_bytes}"
+    )
     _require(bool(message.slots) and all(message.slots), f"slots {message.slots} must be at least one for each group")
 
 

@@ -12,11 +12,11 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from protocol.errors import Mismatch, RemoteProtocolError, RowcastError, peer_failure
-from protocol.messages import AnyMessage, Failure, RingRef
-from protocol.session import Session
-from protocol.transport.link import Link, Payload
-from protocol.transport.ring import RingReader, RingWriter
+from rowcast.protocol.messages import AnyMessage, Failure, RingRef
+from rowcast.protocol.session import Session
+from rowcast.protocol.transport.link import Link, Payload
+from rowcast.protocol.transport.ring import RingReader, RingWriter
+from rowcast.runtime.errors import Mismatch, RemoteProtocolError, RowcastError, peer_failure
 
 Handler = Callable[[Any], None]
 
@@ -96,7 +96,9 @@ class Conversation:
         expected = ref.nbytes if ref is not None and travels else 0
         found = sum(len(part) for part in payload)
         if found != expected:
-            raise RemoteProtocolError(f"a {type(message).__name__} came with {found} bytes of payload instead of {expected}")
+            raise RemoteProtocolError(
+                f"a {type(message).__name__} came with {found} bytes of payload instead of {expected}"
+            )
         if self._incoming is not None and ref is not None:
             self._incoming.deposit(ref, payload)
 

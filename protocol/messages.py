@@ -11,7 +11,7 @@ from typing import Literal
 
 import msgspec
 
-from protocol.position import Position
+from rowcast.runtime.position import Position
 
 PROTOCOL_VERSION = 4
 Mode = Literal["train", "eval"]  # eval: the evaluation batches alone, once; nothing is trained and nothing saved
@@ -50,7 +50,8 @@ class GroupHeader(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     num_evict: int
     num_dirty: int
     fill_after: int | None
-    sequence_lookups: tuple[int, ...] = ()  # of each feature whose look-ups stay apart: the last of its `sequence_offsets`
+    # of each feature whose look-ups stay apart: the last of its `sequence_offsets`
+    sequence_lookups: tuple[int, ...] = ()
 
 
 class PlanHeader(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -158,12 +159,14 @@ class Welcome(Message, frozen=True, kw_only=True):
     staging_bytes: int  # on the device, each way: a piece carries no more bytes of rows
     train_steps: int | None  # expected over the run, where the reader knows
     first_train_step: int  # train steps before this incarnation: those of the checkpoint that it goes on from
-    restore_bytes: int  # of the dense side that follows in `Restore`; 0: there is none, the model begins as the job says
+    # of the dense side that follows in `Restore`; 0: there is none, the model begins as the job says
+    restore_bytes: int
     verify: float = 0.0  # share of the rows whose checksums the plans ask for
     start: Position = Position()  # where this incarnation begins: that of the checkpoint
     fresh: bool = False  # no checkpoint of this run is on disk: whatever the run directory holds is of an earlier one
     replaces: str = ""  # where it is fresh, the run_id of the earlier one, if that has a checkpoint
-    epoch_batches: tuple[int | None, int | None] = (None, None)  # train and evaluation batches of an epoch, where the reader knows
+    # train and evaluation batches of an epoch, where the reader knows
+    epoch_batches: tuple[int | None, int | None] = (None, None)
     pairing: str = ""  # which column was taken for which feature, where a data set gives ids by position
 
 

@@ -8,8 +8,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from protocol.errors import ProtocolError
-from protocol.messages import (
+from rowcast.protocol.messages import (
     AnyMessage,
     ArraySpan,
     DensePiece,
@@ -25,6 +24,7 @@ from protocol.messages import (
     StepReady,
     Welcome,
 )
+from rowcast.runtime.errors import ProtocolError
 
 
 def require(condition: bool, sentence: str) -> None:
@@ -51,7 +51,10 @@ class Rows:
             here, total = counts[span.group], self._totals[span.group]
             require(span.start == here, f"rows of group {span.group} continue at {span.start} instead of {here}")
             counts[span.group] += span.count
-            require(counts[span.group] <= total, f"row {counts[span.group]} of group {span.group} travels, but there are {total}")
+            require(
+                counts[span.group] <= total,
+                f"row {counts[span.group]} of group {span.group} travels, but there are {total}",
+            )
         following = Rows(self._totals)
         following._counts = counts
         return following
@@ -76,7 +79,10 @@ class Pieces:
 
     def advance(self, piece: int, num_pieces: int, arrays: ArraySpan | None, rows: Sequence[RowSpan]) -> None:
         expected = (self._next_piece, self._num_pieces)
-        require((piece, num_pieces) == expected, f"piece {piece} of {num_pieces} came instead of piece {expected[0]} of {expected[1]}")
+        require(
+            (piece, num_pieces) == expected,
+            f"piece {piece} of {num_pieces} came instead of piece {expected[0]} of {expected[1]}",
+        )
         next_byte, total = self._next_byte, self._arrays_bytes
         if arrays is not None:
             require(arrays.offset == next_byte, f"arrays continue at byte {arrays.offset} instead of {next_byte}")
@@ -99,7 +105,10 @@ class ComingHome:
         self.complete = self._rows.complete and not answered_when_empty
 
     def advance(self, message: RowsBack) -> None:
-        require(message.piece == self._next_piece, f"piece {message.piece} of rows came home instead of piece {self._next_piece}")
+        require(
+            message.piece == self._next_piece,
+            f"piece {message.piece} of rows came home instead of piece {self._next_piece}",
+        )
         following = self._rows.after(message.rows)
         require(not message.last or following.complete, f"the last rows came home after {following}")
         require(message.last or bool(message.rows), f"piece {message.piece} of rows came home without any")
@@ -146,7 +155,10 @@ class DenseSide:
 
     def advance(self, message: DensePiece) -> None:
         whole = (message.nbytes, message.checksum)
-        require(whole == self._whole, f"a piece of a dense side of bytes and checksum {whole} came after one of {self._whole}")
+        require(
+            whole == self._whole,
+            f"a piece of a dense side of bytes and checksum {whole} came after one of {self._whole}",
+        )
         self._pieces.advance(message.piece, message.num_pieces, message.span, ())
 
 
@@ -208,7 +220,9 @@ class Order:
             self.open_steps.append(opened)
             self.next_step = message.step + 1
         elif newest is None or message.step != newest.step:
-            raise ProtocolError(f"a piece of step {message.step} came while step {newest and newest.step} is the newest")
+            raise ProtocolError(
+                f"a piece of step {message.step} came while step {newest and newest.step} is the newest"
+            )
         else:
             newest.pieces.advance(message.piece, message.num_pieces, message.arrays, message.rows)
 
@@ -217,7 +231,10 @@ class Order:
         require(self.next_step in (None, message.step), f"step {message.step} came instead of step {self.next_step}")
         if self.open_steps:
             oldest = self.open_steps[0].step
-            require(message.step - oldest <= self.depth, f"step {message.step} came before step {oldest} was done, at depth {self.depth}")
+            require(
+                message.step - oldest <= self.depth,
+                f"step {message.step} came before step {oldest} was done, at depth {self.depth}",
+            )
         victims = ComingHome([group.num_dirty for group in plan.groups], answered_when_empty=False)
         pieces = Pieces(message.num_pieces, plan.arrays_bytes, [group.num_fetch for group in plan.groups])
         return OpenStep(message.step, pieces, victims, Checksums(plan.num_checksums))
@@ -226,7 +243,8 @@ class Order:
         first = self.next_step is None and self.next_barrier is None
         require(first, "a dense side to begin with came after the first step or barrier")
         require(
-            message.nbytes == self.restore_bytes, f"a dense side of {message.nbytes} bytes came where {self.restore_bytes} were announced"
+            message.nbytes == self.restore_bytes,
+            f"a dense side of {message.nbytes} bytes came where {self.restore_bytes} were announced",
         )
         dense = self.restored or DenseSide(message)
         dense.advance(message)
@@ -246,7 +264,9 @@ class Order:
         expected = next((step for step in self.open_steps if not step.victims.complete), None)
         if expected is None:
             raise ProtocolError(f"rows of step {message.step} came home while no step has dirty victims")
-        require(message.step == expected.step, f"rows of step {message.step} came home before those of step {expected.step}")
+        require(
+            message.step == expected.step, f"rows of step {message.step} came home before those of step {expected.step}"
+        )
         expected.victims.advance(message)
 
     def _checksums(self, message: RowChecksums) -> None:
@@ -277,13 +297,18 @@ class Order:
     def _flush(self, message: Flush) -> None:
         newest = self.open_barrier if message.piece else self._opened_barrier(message)
         if newest is None or message.barrier != newest.barrier:
-            raise ProtocolError(f"a piece of barrier {message.barrier} came while barrier {newest and newest.barrier} is the newest")
+            raise ProtocolError(
+                f"a piece of barrier {message.barrier} came while barrier {newest and newest.barrier} is the newest"
+            )
         newest.pieces.advance(message.piece, message.num_pieces, message.span, ())
         self.open_barrier, self.next_barrier = newest, message.barrier + 1
 
     def _opened_barrier(self, message: Flush) -> OpenBarrier:
         self._check_all_sent(f"barrier {message.barrier}")
-        require(self.next_barrier in (None, message.barrier), f"barrier {message.barrier} came instead of {self.next_barrier}")
+        require(
+            self.next_barrier in (None, message.barrier),
+            f"barrier {message.barrier} came instead of {self.next_barrier}",
+        )
         self._check_last_step(message.after_step, f"barrier {message.barrier}")
         pieces = Pieces(message.num_pieces, message.arrays_bytes, ())
         rows = ComingHome(message.num_dirty, answered_when_empty=True)

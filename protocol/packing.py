@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from protocol.batch import Batch
-from protocol.messages import ArraySpan, ArraySpec, GroupHeader, PlanHeader, RowSpan
-from protocol.plan import GroupPlan, StepPlan
-from protocol.tables import aligned
+from rowcast.job.tables import aligned
+from rowcast.protocol.batch import Batch
+from rowcast.protocol.messages import ArraySpan, ArraySpec, GroupHeader, PlanHeader, RowSpan
+from rowcast.protocol.plan import GroupPlan, StepPlan
 
 Array = npt.NDArray[Any]
 Bytes = npt.NDArray[np.uint8]
@@ -138,11 +138,17 @@ class Piece:
 
 def cut_bytes(nbytes: int, max_payload: int) -> list[ArraySpan]:
     """Cuts `nbytes` into spans of at most `max_payload`."""
-    return [ArraySpan(offset=offset, nbytes=min(max_payload, nbytes - offset)) for offset in range(0, nbytes, max_payload)]
+    return [
+        ArraySpan(offset=offset, nbytes=min(max_payload, nbytes - offset)) for offset in range(0, nbytes, max_payload)
+    ]
 
 
 def cut(
-    block_bytes: int, num_rows: Sequence[int], record_bytes: Sequence[int], max_payload: int, staging_bytes: int | None = None
+    block_bytes: int,
+    num_rows: Sequence[int],
+    record_bytes: Sequence[int],
+    max_payload: int,
+    staging_bytes: int | None = None,
 ) -> list[Piece]:
     """Cuts a block and each group's rows into pieces of at most `max_payload` bytes; always at least one piece. The rows of each take at
     most `staging_bytes`, where that is given."""

@@ -5,9 +5,10 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from protocol.batch import Kind
+from rowcast.protocol.batch import Kind
 
-PIECE_LOOKUPS = 128  # a row that is looked up more often in a step is long: a device sums its look-ups in pieces of so many, side by side
+# a row that is looked up more often in a step is long: a device sums its look-ups in pieces of so many, side by side
+PIECE_LOOKUPS = 128
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,10 +44,12 @@ class GroupPlan:
     segment_offsets: npt.NDArray[np.int32]  # [U + 1] where each distinct row's look-ups start in bag_order
     bag_order: npt.NDArray[np.int32]  # [N] the bag of each look-up, grouped by row, in look-up order within a row
     pieces: Pieces
-    lookup_order: npt.NDArray[np.int32] | None  # [N] the look-up behind each entry of bag_order; only where weights are given
+    # [N] the look-up behind each entry of bag_order; only where weights are given
+    lookup_order: npt.NDArray[np.int32] | None
     offsets: npt.NDArray[np.int32] | None  # [G + 1] bag boundaries in slots, or None: every bag holds one look-up
     weights: npt.NDArray[np.float32] | None  # [N] per look-up, or None
-    sequence_offsets: npt.NDArray[np.int32] | None = None  # [S, B + 1] where each sample's look-ups start among its feature's; None: S is 0
+    # [S, B + 1] where each sample's look-ups start among its feature's; None: S is 0
+    sequence_offsets: npt.NDArray[np.int32] | None = None
     fetch: RowMove  # rows to bring, by ascending key; fetch.slots[i] == evict.slots[i] for every victim i
     evict: RowMove  # victims, dirty ones first, each part by ascending key
     num_dirty: int  # dirty victims: evict[:num_dirty] travel home, the others are dropped without a copy

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from protocol.messages import RowChecksums
+from rowcast.protocol.messages import RowChecksums
 
 I64 = npt.NDArray[np.int64]
 

@@ -7,10 +7,20 @@ frames are under way; the table allows for that wherever it can happen. `render_
 from enum import StrEnum
 from typing import Literal
 
-from protocol import codec
-from protocol.errors import LocalProtocolError, Mismatch, ProtocolError, RemoteProtocolError
-from protocol.messages import PROTOCOL_VERSION, AnyMessage, Envelope, Flush, Hello, Mode, RowsBack, Saved, Welcome
-from protocol.order import Order
+from rowcast.protocol import codec
+from rowcast.protocol.messages import (
+    PROTOCOL_VERSION,
+    AnyMessage,
+    Envelope,
+    Flush,
+    Hello,
+    Mode,
+    RowsBack,
+    Saved,
+    Welcome,
+)
+from rowcast.protocol.order import Order
+from rowcast.runtime.errors import LocalProtocolError, Mismatch, ProtocolError, RemoteProtocolError
 
 Role = Literal["prefetcher", "trainer"]
 PREFETCHER: Role = "prefetcher"
@@ -128,7 +138,9 @@ class Session:
 
     def __init__(self, role: Role, incarnation: int = 0) -> None:
         if (role == PREFETCHER) != (incarnation > 0):
-            raise ValueError(f"a {role} cannot begin in incarnation {incarnation}; the prefetcher chooses one above 0, a trainer has none")
+            raise ValueError(
+                f"a {role} cannot begin in incarnation {incarnation}; the prefetcher chooses one above 0, a trainer has none"
+            )
         self.role: Role = role
         self.state = State.WAITING_HELLO
         self.incarnation = incarnation
@@ -168,14 +180,18 @@ class Session:
         state = next_state(self.state, self.role, message)
         frame = codec.encode(Envelope(incarnation=self.incarnation, sequence=self._num_sent, message=message))
         if isinstance(message, Welcome) and message.incarnation != self.incarnation:
-            raise ProtocolError(f"a Welcome to incarnation {message.incarnation} cannot be sent in incarnation {self.incarnation}")
+            raise ProtocolError(
+                f"a Welcome to incarnation {message.incarnation} cannot be sent in incarnation {self.incarnation}"
+            )
         self._order.follow(message)
         return state, frame
 
     def _received(self, envelope: Envelope) -> State:
         message = envelope.message
         if envelope.sequence != self._num_received:
-            raise ProtocolError(f"frame {envelope.sequence} of the {self._peer} came instead of frame {self._num_received}")
+            raise ProtocolError(
+                f"frame {envelope.sequence} of the {self._peer} came instead of frame {self._num_received}"
+            )
         state = next_state(self.state, self._peer, message)
         own = message.incarnation if isinstance(message, Welcome) else self.incarnation
         self._check_incarnation(envelope.incarnation, own, message)
@@ -236,7 +252,11 @@ def check_welcome(welcome: Welcome) -> None:
 
 def render_table() -> str:
     """The conversation as a Mermaid diagram of what changes the state, and a Markdown table of all that may be sent."""
-    edges = [f"    {state.name} --> {after.name}: {role} sends {event}" for state, role, event, after in _transitions() if after != state]
+    edges = [
+        f"    {state.name} --> {after.name}: {role} sends {event}"
+        for state, role, event, after in _transitions()
+        if after != state
+    ]
     names = [f'    state "{state}" as {state.name}' for state in State]
     diagram = ["```mermaid", "stateDiagram-v2", *names, f"    [*] --> {State.WAITING_HELLO.name}", *edges]
     rows = [

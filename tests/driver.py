@@ -15,45 +15,46 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-import prefetcher.engine
-import trainer.engine
-from prefetcher.checkpoints.at_barrier import BarrierCheckpointer
-from prefetcher.checkpoints.folder import Checkpoints
-from prefetcher.checkpoints.restore import dense_content, restore_rows
-from prefetcher.checkpoints.writer import CheckpointWriter
-from prefetcher.fetcher import PlannedBarrier, PlannedStep
-from prefetcher.planner.capacity import MEASURED_BATCHES
-from prefetcher.planner.job_planner import job_planner
-from prefetcher.readers.parts import Rest, divide
-from prefetcher.readers.schedule import Place, PlacedIds
-from prefetcher.stores.base import Store
-from prefetcher.stores.initializer import first_records
-from prefetcher.stores.late import LateStore
-from prefetcher.stores.memory import MemoryStore
-from protocol.batch import ScheduledBatch
-from protocol.conversation import Conversation
-from protocol.job import Job
-from protocol.manifest import Manifest
-from protocol.messages import PROTOCOL_VERSION, Hello, RingSpec, Saved, Welcome
-from protocol.plan import StepPlan
-from protocol.position import Position
-from protocol.session import Session
-from protocol.stages import Stage
-from protocol.tables import GroupSpec, group_specs, make_keys
-from protocol.transport.inproc import inproc_pair
-from protocol.transport.link import Link
-from protocol.transport.ring import RingReader, RingWriter, largest_payload
-from protocol.transport.ring_file import in_memory_buffer
-from trainer.dense import Tensors
-from trainer.host_memory import Bounced, Bytes, Direct
-from trainer.kernels import torch_ops
-from trainer.metrics import new_counters
-from trainer.optim import part_of
-from trainer.report import Evaluation
-from trainer.runner import StepRunner
-from trainer.streams import PlainStreams, SeededStreams, Streams, Wait
+import rowcast.prefetcher.pipeline.engine
+import rowcast.trainer.execute.engine
+from rowcast.job.schema import Job
+from rowcast.job.tables import GroupSpec, group_specs, make_keys
+from rowcast.prefetcher.checkpoints.folder import Checkpoints
+from rowcast.prefetcher.checkpoints.restore import dense_content, restore_rows
+from rowcast.prefetcher.checkpoints.snapshot import BarrierCheckpointer
+from rowcast.prefetcher.checkpoints.writer import CheckpointWriter
+from rowcast.prefetcher.pipeline.fetcher import PlannedBarrier, PlannedStep
+from rowcast.prefetcher.planner.capacity import MEASURED_BATCHES
+from rowcast.prefetcher.planner.job_planner import job_planner
+from rowcast.prefetcher.readers.batch_parts import Rest, divide
+from rowcast.prefetcher.readers.schedule import Place, PlacedIds
+from rowcast.prefetcher.stores.first_values import first_records
+from rowcast.prefetcher.stores.late_store import LateStore
+from rowcast.prefetcher.stores.memory_store import MemoryStore
+from rowcast.prefetcher.stores.store import Store
+from rowcast.protocol.batch import ScheduledBatch
+from rowcast.protocol.conversation import Conversation
+from rowcast.protocol.messages import PROTOCOL_VERSION, Hello, RingSpec, Saved, Welcome
+from rowcast.protocol.plan import StepPlan
+from rowcast.protocol.session import Session
+from rowcast.protocol.transport.inproc import inproc_pair
+from rowcast.protocol.transport.link import Link
+from rowcast.protocol.transport.ring import RingReader, RingWriter, largest_payload
+from rowcast.protocol.transport.ring_file import in_memory_buffer
+from rowcast.runtime.checkpoint_manifest import Manifest
+from rowcast.runtime.position import Position
+from rowcast.runtime.stages import Stage
+from rowcast.trainer.execute.host_memory import Bounced, Bytes, Direct
+from rowcast.trainer.execute.metrics import new_counters
+from rowcast.trainer.execute.streams import PlainStreams, SeededStreams, Streams, Wait
+from rowcast.trainer.kernels import torch_ops
+from rowcast.trainer.kernels.optim import part_of
+from rowcast.trainer.models.dense_state import Tensors
+from rowcast.trainer.models.runner import StepRunner
+from rowcast.trainer.report.report_json import Evaluation
 
-QUIET_LIMIT = 20_000  # advances without progress after which a run is stuck: the late store's dice and skewed choices stay far below
+# advances without progress after which a run is stuck: the late store's dice and skewed choices stay far below
+QUIET_LIMIT = 20_000
 HEAD_START = 100  # advances of the prefetcher before the trainer begins
 
 
@@ -88,7 +89,7 @@ class ListSource:
 
 
 class MemoryCheckpointer:
-    """Implements `prefetcher.fetcher.Checkpointer` without files: what a barrier brings is only looked at."""
+    """Implements `rowcast.prefetcher.pipeline.fetcher.Checkpointer` without files: what a barrier brings is only looked at."""
 
     def __init__(self) -> None:
         self.begun: list[PlannedBarrier] = []
@@ -117,7 +118,9 @@ class RecordedResults:
     evaluations: list[Evaluation] = field(default_factory=list)
 
     def loss(self, train_step: int, loss: np.float32) -> None:
-        assert train_step == len(self.losses), f"the loss of train step {train_step} came after {len(self.losses)} losses"
+        assert train_step == len(self.losses), (
+            f"the loss of train step {train_step} came after {len(self.losses)} losses"
+        )
         self.losses.append(loss)
 
     def evaluation(self, result: Evaluation) -> None:
@@ -125,7 +128,10 @@ class RecordedResults:
 
     def state(self) -> Tensors:
         evaluations = msgspec.json.encode(self.evaluations)
-        return {"losses": torch.tensor(np.array(self.losses, np.float32)), "evaluation": torch.tensor(list(evaluations), dtype=torch.uint8)}
+        return {
+            "losses": torch.tensor(np.array(self.losses, np.float32)),
+            "evaluation": torch.tensor(list(evaluations), dtype=torch.uint8),
+        }
 
     def restore(self, tensors: Tensors) -> None:
         self.losses = list(tensors["losses"].numpy())
@@ -181,18 +187,23 @@ class Past:
 
     checkpoints: Checkpoints
     newest: Manifest | None
-    stores: tuple[Store, ...] = ()  # of an earlier incarnation in the same process, with the rows of `newest`; empty: none survived
+    # of an earlier incarnation in the same process, with the rows of `newest`; empty: none survived
+    stores: tuple[Store, ...] = ()
 
 
 class InProcessRun:
     """One whole run. `run()` to the end, or `advance_until` a condition."""
 
-    def __init__(self, job: Job, batches: Sequence[ScheduledBatch], settings: Settings, past: Past | None = None) -> None:
+    def __init__(
+        self, job: Job, batches: Sequence[ScheduledBatch], settings: Settings, past: Past | None = None
+    ) -> None:
         """`batches` are those of the whole run; with a `past` it goes on where that ends, and writes checkpoints there."""
         start = Position() if past is None or past.newest is None else past.newest.position
         num_dense = batches[0].batch.dense.shape[1] if batches else 13
         batches = batches[start.step :]
-        restore = b"" if past is None or past.newest is None else b"".join(dense_content(past.checkpoints.root, past.newest))
+        restore = (
+            b"" if past is None or past.newest is None else b"".join(dense_content(past.checkpoints.root, past.newest))
+        )
         self.job = job
         self.groups = group_specs(job)
         self.plans: list[StepPlan] = []
@@ -204,7 +215,9 @@ class InProcessRun:
             self.plain_stores = past.stores
         elif past is not None and past.newest is not None:
             restore_rows(past.checkpoints.root, past.newest, self.groups, self.plain_stores)
-        self.streams: Streams = SeededStreams(settings.seed, settings.without) if settings.seeded_streams else PlainStreams()
+        self.streams: Streams = (
+            SeededStreams(settings.seed, settings.without) if settings.seeded_streams else PlainStreams()
+        )
         welcome = Welcome(
             protocol_version=PROTOCOL_VERSION,
             run_id="test",
@@ -223,7 +236,9 @@ class InProcessRun:
         )
         self.writer = None
         if past is not None:
-            self.writer = CheckpointWriter(job, self.groups, "test", "", past.checkpoints, past.newest, keep=job.checkpoint.keep)
+            self.writer = CheckpointWriter(
+                job, self.groups, "test", "", past.checkpoints, past.newest, keep=job.checkpoint.keep
+            )
         self.rings = rings = Rings(settings)
         links = settings.links()
         conversation = Conversation(Session("prefetcher", settings.incarnation), links[0])
@@ -233,22 +248,26 @@ class InProcessRun:
             stores = tuple(LateStore(store, settings.seed + index) for index, store in enumerate(self.plain_stores))
         if settings.harm is not None:
             stores = tuple(map(settings.harm, stores))
-        self.prefetcher = prefetcher.engine.PrefetcherEngine(
-            prefetcher.engine.EngineParts(
+        self.prefetcher = rowcast.prefetcher.pipeline.engine.PrefetcherEngine(
+            rowcast.prefetcher.pipeline.engine.EngineParts(
                 job=job,
                 groups=self.groups,
                 source=ListSource(batches, self.chance if settings.late_store else None),
-                planner=job_planner(job, self.groups, settings.slots, batches[:MEASURED_BATCHES], pinned=settings.pinned),
+                planner=job_planner(
+                    job, self.groups, settings.slots, batches[:MEASURED_BATCHES], pinned=settings.pinned
+                ),
                 measured=[],
                 stores=stores,
                 conversation=conversation,
                 fetch_ring=rings.fetch_writer,
                 back_ring=rings.back_reader,
-                checkpointer=MemoryCheckpointer() if self.writer is None else BarrierCheckpointer(self.groups, stores, self.writer),
+                checkpointer=MemoryCheckpointer()
+                if self.writer is None
+                else BarrierCheckpointer(self.groups, stores, self.writer),
                 welcome=welcome,
                 mode="train",
                 start=start,
-                counters=prefetcher.metrics.new_counters(self.groups),
+                counters=rowcast.prefetcher.pipeline.metrics.new_counters(self.groups),
                 restore=restore,
             )
         )
@@ -256,11 +275,14 @@ class InProcessRun:
         trainer_conversation = Conversation(Session("trainer"), links[1])
         rings.carry(trainer_conversation, rings.back_writer, rings.fetch_reader)
         self._greet(trainer_conversation)
-        self.records = [torch.zeros(n, group.record_floats) for n, group in zip(settings.slots, self.groups, strict=True)]
-        kernels = None if settings.without is None else torch_ops  # without a wait they may be given nonsense, and must check it
+        self.records = [
+            torch.zeros(n, group.record_floats) for n, group in zip(settings.slots, self.groups, strict=True)
+        ]
+        # without a wait they may be given nonsense, and must check it
+        kernels = None if settings.without is None else torch_ops
         self.runner = StepRunner(job, self.groups, self.records, num_dense, kernels=kernels)
-        self.trainer = trainer.engine.TrainerEngine(
-            trainer.engine.EngineParts(
+        self.trainer = rowcast.trainer.execute.engine.TrainerEngine(
+            rowcast.trainer.execute.engine.EngineParts(
                 groups=self.groups,
                 welcome=welcome,
                 conversation=trainer_conversation,
@@ -325,7 +347,10 @@ class InProcessRun:
 
     def state(self) -> dict[str, Tensor]:
         """Tables, row state and dense weights after the run, under the names of an export."""
-        rows = [table_state(group, store, self.job.job.seed) for group, store in zip(self.groups, self.plain_stores, strict=True)]
+        rows = [
+            table_state(group, store, self.job.job.seed)
+            for group, store in zip(self.groups, self.plain_stores, strict=True)
+        ]
         merged = {name: tensor for part in rows for name, tensor in part.items()}
         return merged | {name: tensor.detach().clone() for name, tensor in self.runner.model.state_dict().items()}
 
@@ -341,14 +366,18 @@ def table_state(group: GroupSpec, store: Store | None, seed: int) -> dict[str, T
                 records[np.searchsorted(keys, present)] = rows
         for part in group.parts:
             values = part_of(torch.from_numpy(records), part).clone()
-            name = f"embedding_bags.{table.name}.weight" if part.name == "weight" else f"optimizer.{table.name}.{part.name}"
+            name = (
+                f"embedding_bags.{table.name}.weight"
+                if part.name == "weight"
+                else f"optimizer.{table.name}.{part.name}"
+            )
             state[name] = values
     return state
 
 
 def start_state(job: Job, num_dense: int) -> dict[str, Tensor]:
     """What an export of `--max-steps 0` holds."""
-    from trainer.models import build_model
+    from rowcast.trainer.models import build_model
 
     tables = [table_state(group, None, job.job.seed) for group in group_specs(job)]
     merged = {name: tensor for part in tables for name, tensor in part.items()}

@@ -14,12 +14,12 @@ import pyarrow.parquet as pq
 import pytest
 from typer.testing import CliRunner
 
-from prefetcher.cli import app
-from prefetcher.readers.base import open_reader
-from prefetcher.readers.hashed import hashed_rows
-from protocol.job_file import load_job, parse_job
+from rowcast.job.file import load_job, parse_job
+from rowcast.prefetcher.cli import app
+from rowcast.prefetcher.readers.hashed_ids import hashed_rows
+from rowcast.prefetcher.readers.reader import open_reader
+from rowcast.trainer.report.report_json import read_report
 from tests.readers.samples import all_samples
-from trainer.report import read_report
 
 ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "docs" / "data.md").read_text()
@@ -36,7 +36,11 @@ def blocks(language: str) -> list[str]:
 
 def table_rows(first_cell: str) -> list[list[str]]:
     """Tables' rows that begin so, cell by cell."""
-    return [[cell.strip() for cell in line.strip("|").split("|")] for line in PAGE.splitlines() if line.startswith(f"| {first_cell}")]
+    return [
+        [cell.strip() for cell in line.strip("|").split("|")]
+        for line in PAGE.splitlines()
+        if line.startswith(f"| {first_cell}")
+    ]
 
 
 @pytest.fixture
@@ -67,10 +71,15 @@ def run(script: str, folder: Path) -> "subprocess.CompletedProcess[str]":
     """A block of commands in the folder, with metrics on ports that are free."""
     ports = " --set metrics.prefetcher=127.0.0.1:0 --set metrics.trainer=127.0.0.1:0"
     script = re.sub(
-        r"^(\S* ?-m deploy\.local --config job\.toml|prefetcher check --config job\.toml)", rf"\1{ports}", script, flags=re.MULTILINE
+        r"^(\S* ?-m deploy\.local --config job\.toml|prefetcher check --config job\.toml)",
+        rf"\1{ports}",
+        script,
+        flags=re.MULTILINE,
     )
     environment = os.environ | {"PYTHON": sys.executable, "PYTHONPATH": str(ROOT)}
-    return subprocess.run(["bash", "-euc", COMMANDS + script], cwd=folder, env=environment, capture_output=True, text=True, timeout=280)
+    return subprocess.run(
+        ["bash", "-euc", COMMANDS + script], cwd=folder, env=environment, capture_output=True, text=True, timeout=280
+    )
 
 
 def test_the_commands_train_a_model_on_the_csv_file(folder: Path) -> None:
@@ -95,7 +104,10 @@ def test_the_python_of_the_page_makes_files_that_jobs_are_written_for(folder: Pa
     exec(pandas_way, {})
     assert len(pandas_way.splitlines()) <= 15
     shown = tomllib.loads(blocks("toml")[0])
-    for name, columns in (("clicks.parquet", shown["data"]["columns"]), ("hours.csv", {"label": "clicked", "dense": ["price"]})):
+    for name, columns in (
+        ("clicks.parquet", shown["data"]["columns"]),
+        ("hours.csv", {"label": "clicked", "dense": ["price"]}),
+    ):
         if name == "hours.csv":
             exec(pyarrow_way, {})
         result = CliRunner().invoke(app, ["new", "--data", name])
@@ -105,7 +117,10 @@ def test_the_python_of_the_page_makes_files_that_jobs_are_written_for(folder: Pa
         assert "hour" in {feature for table in found["tables"] for feature in table["features"]}
         reader = open_reader(parse_job(found))
         assert sum(batch.size for batch in reader.batches("train", 0)) == NUM_ROWS + 2 - (NUM_ROWS + 2) // 10
-    assert shown["data"].items() <= {**tomllib.loads(CliRunner().invoke(app, ["new", "--data", "clicks.parquet"]).stdout)["data"]}.items()
+    assert (
+        shown["data"].items()
+        <= {**tomllib.loads(CliRunner().invoke(app, ["new", "--data", "clicks.parquet"]).stdout)["data"]}.items()
+    )
 
 
 def test_the_rule_of_the_page_gives_the_rows_of_a_run(tmp_path: Path) -> None:
@@ -114,7 +129,9 @@ def test_the_rule_of_the_page_gives_the_rows_of_a_run(tmp_path: Path) -> None:
     row = names["row"]
     assert callable(row)
     words, numbers = ["ann", "bob", None, "ünï", "ann"], [7, None, -1, 2**40, 0]
-    pq.write_table(pa.table({"label": [0, 1, 0, 1, 0], "int_0": [0.5] * 5, "user": words, "item": numbers}), tmp_path / "a.parquet")
+    pq.write_table(
+        pa.table({"label": [0, 1, 0, 1, 0], "int_0": [0.5] * 5, "user": words, "item": numbers}), tmp_path / "a.parquet"
+    )
     content = {
         "job": {"run_dir": "unused"},
         "data": {"format": "parquet", "path": str(tmp_path), "columns": {"hash": True}},
@@ -135,7 +152,9 @@ def test_the_rule_of_the_page_gives_the_rows_of_a_run(tmp_path: Path) -> None:
 def test_the_shares_of_values_that_share_a_row_are_those_of_the_formula_and_of_the_hash() -> None:
     num_values = 100_000
     values = pa.array([f"value {i}" for i in range(num_values)])
-    ratios, expected, counted = (table_rows(first)[0][1:] for first in ("rows for each value", "values that share a row", "counted"))
+    ratios, expected, counted = (
+        table_rows(first)[0][1:] for first in ("rows for each value", "values that share a row", "counted")
+    )
     for ratio, share, own in zip(map(int, ratios), expected, counted, strict=True):
         num_rows = ratio * num_values + 1
         assert f"{100 * (1 - (1 - 1 / (num_rows - 1)) ** (num_values - 1)):.1f} %" == share

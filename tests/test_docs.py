@@ -5,9 +5,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from protocol.job_file import load_job
-from protocol.job_page import page
-from protocol.session import render_table
+from rowcast.job.file import load_job
+from rowcast.job.page import page
+from rowcast.protocol.session import render_table
 from tests.driver import InProcessRun, Settings
 from tests.workloads import slots_for
 
@@ -24,12 +24,18 @@ def test_every_example_job_file_is_valid(job_file: Path) -> None:
 
 
 def test_the_page_of_the_job_file_is_that_of_the_schema() -> None:
-    assert (ROOT / "docs" / "job-file.md").read_text(encoding="utf-8") == page(), "run: python -m protocol.job_page > docs/job-file.md"
+    assert (ROOT / "docs" / "job-file.md").read_text(encoding="utf-8") == page(), (
+        "run: python -m rowcast.job.page > docs/job-file.md"
+    )
 
 
 def test_the_page_of_the_job_file_has_every_key_of_a_whole_job() -> None:
     job = load_job(ROOT / "examples" / "demo.toml")
-    sections = {section: fields(getattr(job, section)) for section in fields(job) if hasattr(getattr(job, section), "__struct_fields__")}
+    sections = {
+        section: fields(getattr(job, section))
+        for section in fields(job)
+        if hasattr(getattr(job, section), "__struct_fields__")
+    }
     text = page()
     for section, keys in sections.items():
         _, _, rest = text.partition(f"## `[{section}")
@@ -42,9 +48,9 @@ def fields(struct: object) -> tuple[str, ...]:
 
 
 def test_the_custom_examples_train_together() -> None:
-    from prefetcher.readers.base import open_reader
-    from prefetcher.readers.schedule import schedule
-    from protocol.tables import group_specs
+    from rowcast.job.tables import group_specs
+    from rowcast.prefetcher.readers.reader import open_reader
+    from rowcast.prefetcher.readers.schedule import schedule
 
     overrides = (
         "data.format=examples.custom_data:open_batches",
@@ -57,7 +63,9 @@ def test_the_custom_examples_train_together() -> None:
     )
     job = load_job(ROOT / "examples" / "demo.toml", overrides)
     batches = list(schedule(job, open_reader(job)))
-    run = InProcessRun(job, batches, Settings(slots=slots_for(group_specs(job), batches, "more"), seeded_streams=False)).run()
+    run = InProcessRun(
+        job, batches, Settings(slots=slots_for(group_specs(job), batches, "more"), seeded_streams=False)
+    ).run()
     losses = run.results.losses
     assert len(losses) == 20
     assert np.mean(losses[-5:]) < np.mean(losses[:5]), "the label is the first id's parity, which its row can learn"

@@ -11,9 +11,9 @@ from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hint
 import msgspec
 import pytest
 
-from protocol.errors import ConfigError
-from protocol.job import Job
-from protocol.job_file import load_job, parse_job
+from rowcast.job.file import load_job, parse_job
+from rowcast.job.schema import Job
+from rowcast.runtime.errors import ConfigError
 from tests.system.processes import TABLES, job_content, write_job
 
 TABLE = TABLES[0]
@@ -34,20 +34,38 @@ def dense(**keys: Any) -> dict[str, Any]:
 
 TBSM = {"kind": "tbsm", "final_mlp": [1]}
 BAD_JOBS: dict[str, tuple[dict[str, Any], str]] = {
-    "unknown section": ({"nosuch": {"key": 1}}, "unknown key nosuch; remove it, or use one of job, data, tables, tables_from, model,"),
+    "unknown section": (
+        {"nosuch": {"key": 1}},
+        "unknown key nosuch; remove it, or use one of job, data, tables, tables_from, model,",
+    ),
     "unknown key": ({"job": {"seeed": 1}}, "job: unknown key seeed; the nearest is seed"),
     "unknown key of a table": (table(precision="fp16"), "tables[0]: unknown key precision; it belongs to [model]"),
     "missing section": ({"cache": None}, "section [cache] is missing; it needs capacity"),
-    "missing inner section": ({"optimizer": {"sparse": None}}, "optimizer: section [optimizer.sparse] is missing; it needs kind and lr"),
+    "missing inner section": (
+        {"optimizer": {"sparse": None}},
+        "optimizer: section [optimizer.sparse] is missing; it needs kind and lr",
+    ),
     "missing key": ({"optimizer": {"sparse": {"kind": "sgd"}}}, "optimizer.sparse: key lr is missing; give a number"),
-    "missing choice": ({"optimizer": {"dense": {"lr": 0.1}}}, 'dense: key kind is missing; give "adagrad", "adam" or "sgd"'),
+    "missing choice": (
+        {"optimizer": {"dense": {"lr": 0.1}}},
+        'dense: key kind is missing; give "adagrad", "adam" or "sgd"',
+    ),
     "text for a number": ({"job": {"seed": "one"}}, 'job.seed = "one" must be a whole number'),
-    "number for text": ({"metrics": {"trainer": 9401}}, 'trainer = 9401 must be text in quotes, such as trainer = "127.0.0.1:9401"'),
-    "value for a section": ({"job": 3}, "job = 3 must be a section: write [job], and its keys below it: name, seed, run_dir"),
+    "number for text": (
+        {"metrics": {"trainer": 9401}},
+        'trainer = 9401 must be text in quotes, such as trainer = "127.0.0.1:9401"',
+    ),
+    "value for a section": (
+        {"job": 3},
+        "job = 3 must be a section: write [job], and its keys below it: name, seed, run_dir",
+    ),
     "unknown choice": (sparse(kind="lion"), 'kind = "lion" must be "adagrad", "adam", "rowwise_adagrad" or "sgd"'),
     "seed": ({"job": {"seed": -1}}, "seed = -1 must be from 0 to 2**63 - 1"),
     "run directory": ({"job": {"run_dir": ""}}, "run_dir is empty; name a folder"),
-    "format": ({"data": {"format": "json"}}, "format = 'json' is none of criteo-tsv, criteo-npy, parquet, csv, synthetic"),
+    "format": (
+        {"data": {"format": "json"}},
+        "format = 'json' is none of criteo-tsv, criteo-npy, parquet, csv, synthetic",
+    ),
     "half a factory": ({"data": {"format": "package:"}}, "format = 'package:' is none of"),
     "no path": ({"data": {"format": "criteo-tsv"}}, "format = 'criteo-tsv' needs path"),
     "batch size": ({"data": {"batch_size": 0}}, "batch_size = 0 must be from 1 to"),
@@ -59,42 +77,90 @@ BAD_JOBS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "no tables": ({"tables": []}, "no tables; give [[tables]] or [tables_from]"),
     "empty table": (table(num_embeddings=0), "table t: num_embeddings = 0 must be from 1 to 2**48"),
-    "endless table": (table(num_embeddings=2**60), "table t: num_embeddings = 1152921504606846976 must be from 1 to 2**48"),
+    "endless table": (
+        table(num_embeddings=2**60),
+        "table t: num_embeddings = 1152921504606846976 must be from 1 to 2**48",
+    ),
     "width": (table(embedding_dim=0), "table t: embedding_dim = 0 must be from 1 to 4096"),
     "table without a feature": (table(features=[]), "table t has no feature; list at least one in features = [...]"),
     "feature without a table": (
         {"data": {"columns": {"weights": {"cat_9": "w"}}}},
         "data.columns.weights: feature cat_9 has no table, the nearest is cat_1; add it to a table's features",
     ),
-    "feature of two tables": ({"tables": [TABLE, TABLE | {"name": "u"}]}, "feature cat_0 appears more than once in [[tables]]"),
-    "two tables of a name": ({"tables": [TABLE, TABLE | {"features": ["x"]}]}, "table t appears more than once in [[tables]]"),
-    "initial values": (table(init="normal:inf"), "init = 'normal:inf' is none of uniform, uniform:lo,hi, normal:std, constant:x"),
+    "feature of two tables": (
+        {"tables": [TABLE, TABLE | {"name": "u"}]},
+        "feature cat_0 appears more than once in [[tables]]",
+    ),
+    "two tables of a name": (
+        {"tables": [TABLE, TABLE | {"features": ["x"]}]},
+        "table t appears more than once in [[tables]]",
+    ),
+    "initial values": (
+        table(init="normal:inf"),
+        "init = 'normal:inf' is none of uniform, uniform:lo,hi, normal:std, constant:x",
+    ),
     "a value that fp16 has not": (
         table(dtype="fp16", init="constant:-70000"),
         "table t: init = 'constant:-70000' reaches 70000, and fp16 ends at 65504; choose smaller first values",
     ),
-    "a tail that fp16 has not": (table(dtype="fp16", init="normal:1e4"), "init = 'normal:1e4' reaches 66604.4, and fp16 ends at 65504"),
+    "a tail that fp16 has not": (
+        table(dtype="fp16", init="normal:1e4"),
+        "init = 'normal:1e4' reaches 66604.4, and fp16 ends at 65504",
+    ),
     "master weights of fp32": (
         sparse(master=True),
         "optimizer.sparse.master = true keeps fp32 weights beside rounded ones, but every table",
     ),
     "dtype": (table(dtype="fp8"), 'tables[0].dtype = "fp8" must be "bf16", "fp16" or "fp32"'),
-    "widths that do not meet": (table(embedding_dim=8), "model.bottom_mlp ends in 4, but table t has embedding_dim = 8"),
+    "widths that do not meet": (
+        table(embedding_dim=8),
+        "model.bottom_mlp ends in 4, but table t has embedding_dim = 8",
+    ),
     "layers": ({"model": {"bottom_mlp": [0, 4]}}, "attention_mlp and final_mlp list widths, which must be from 1 to"),
-    "sequences for dlrm": (table(pooling="none"), 'table t has pooling = "none", but dlrm needs one vector a feature; use "sum" or "mean"'),
-    "sequences for dcnv2": (table(pooling="none") | {"model": {"kind": "dcnv2"}}, 'table t has pooling = "none", but dcnv2 needs one'),
-    "tbsm without sequences": ({"model": TBSM}, 'tbsm needs a table with pooling = "none": the last entry of its sequences is the target'),
-    "tbsm without a final layer": (table(pooling="none") | {"model": TBSM | {"final_mlp": [4]}}, "tbsm needs bottom_mlp = [..., embedding"),
+    "sequences for dlrm": (
+        table(pooling="none"),
+        'table t has pooling = "none", but dlrm needs one vector a feature; use "sum" or "mean"',
+    ),
+    "sequences for dcnv2": (
+        table(pooling="none") | {"model": {"kind": "dcnv2"}},
+        'table t has pooling = "none", but dcnv2 needs one',
+    ),
+    "tbsm without sequences": (
+        {"model": TBSM},
+        'tbsm needs a table with pooling = "none": the last entry of its sequences is the target',
+    ),
+    "tbsm without a final layer": (
+        table(pooling="none") | {"model": TBSM | {"final_mlp": [4]}},
+        "tbsm needs bottom_mlp = [..., embedding",
+    ),
     "tbsm of other widths": (
         table(pooling="none", embedding_dim=8) | {"model": TBSM},
         "table t has embedding_dim = 8; tbsm needs them equal",
     ),
-    "tbsm without a history": (table(pooling="none") | {"model": TBSM | {"history": 0}}, "history = 0 must be from 1 to"),
-    "tbsm's layers elsewhere": ({"model": {"final_mlp": [1]}}, "attention_mlp and final_mlp belong to kind = \"tbsm\", not 'dlrm'"),
-    "weighted mean": (table(pooling="mean") | {"data": {"columns": {"weights": {"cat_0": "w"}}}}, "a weighted mean is refused"),
-    "momentum on rows": (sparse(momentum=0.9), "optimizer.sparse: momentum on rows is refused: it changes rows that no batch touches"),
-    "weight decay on rows": (sparse(weight_decay=0.1), "optimizer.sparse: weight_decay on rows is refused: it changes rows that no batch"),
-    "eps of zero": (sparse(kind="adagrad", eps=0.0), "eps = 0.0 must be above 0: with 0 rows that no batch touches would become NaN"),
+    "tbsm without a history": (
+        table(pooling="none") | {"model": TBSM | {"history": 0}},
+        "history = 0 must be from 1 to",
+    ),
+    "tbsm's layers elsewhere": (
+        {"model": {"final_mlp": [1]}},
+        "attention_mlp and final_mlp belong to kind = \"tbsm\", not 'dlrm'",
+    ),
+    "weighted mean": (
+        table(pooling="mean") | {"data": {"columns": {"weights": {"cat_0": "w"}}}},
+        "a weighted mean is refused",
+    ),
+    "momentum on rows": (
+        sparse(momentum=0.9),
+        "optimizer.sparse: momentum on rows is refused: it changes rows that no batch touches",
+    ),
+    "weight decay on rows": (
+        sparse(weight_decay=0.1),
+        "optimizer.sparse: weight_decay on rows is refused: it changes rows that no batch",
+    ),
+    "eps of zero": (
+        sparse(kind="adagrad", eps=0.0),
+        "eps = 0.0 must be above 0: with 0 rows that no batch touches would become NaN",
+    ),
     "learning rate": (sparse(lr=-1.0), "lr = -1.0 must be finite and at least 0"),
     "momentum of dense": (dense(momentum=-1.0), "momentum = -1.0 must be finite and at least 0"),
     "betas of dense": (dense(kind="adam", betas=[2.0, 2.0]), "betas = [2.0, 2.0] must be at least 0 and below 1"),
@@ -107,10 +173,16 @@ BAD_JOBS: dict[str, tuple[dict[str, Any], str]] = {
         {"transport": {"endpoint": "tcp://host:1"}},
         "endpoint = 'tcp://host:1' needs keys = \"FOLDER\", also on one host",
     ),
-    "endpoint": ({"transport": {"endpoint": "tcp://host"}}, 'endpoint = \'tcp://host\' must be "ipc" or "tcp://host:port"'),
+    "endpoint": (
+        {"transport": {"endpoint": "tcp://host"}},
+        'endpoint = \'tcp://host\' must be "ipc" or "tcp://host:port"',
+    ),
     "port": ({"transport": {"endpoint": "tcp://host:65536", "keys": "k"}}, 'must be "ipc" or "tcp://host:port"'),
     "rejoin": ({"transport": {"rejoin_timeout": -1}}, "rejoin_timeout = -1.0 must be 0 seconds or more"),
-    "time-out": ({"transport": {"connect_timeout": "soon"}}, "'soon' is not a duration; write a number and ms, s, m or h"),
+    "time-out": (
+        {"transport": {"connect_timeout": "soon"}},
+        "'soon' is not a duration; write a number and ms, s, m or h",
+    ),
     "threads": ({"trainer": {"threads": 0}}, 'threads = 0 must be "auto" or from 1 to'),
     "address": ({"metrics": {"trainer": "9401"}}, "trainer = '9401' must be \"host:port\""),
 }
@@ -178,7 +250,10 @@ def whole_content() -> dict[str, Any]:
         "tables_from": {"embedding_dim": 4},
         "model": {"bottom_mlp": [4], "top_mlp": [1]},
         "optimizer": {"sparse": SGD | {"schedule": {}}, "dense": SGD | {"schedule": {}}},
-        **{name: {} for name in ("eval", "lookahead", "store", "checkpoint", "transport", "trainer", "prefetcher", "metrics")},
+        **{
+            name: {}
+            for name in ("eval", "lookahead", "store", "checkpoint", "transport", "trainer", "prefetcher", "metrics")
+        },
         "cache": {"capacity": "1MiB"},
     }
 
@@ -200,12 +275,20 @@ def is_of_type(value: Any, type: Any) -> bool:
 
 
 def wrong_values(key: Key) -> list[Any]:
-    return [value for value in WRONG if not is_of_type(value, key.type) and not (key.is_section and isinstance(value, dict))]
+    return [
+        value for value in WRONG if not is_of_type(value, key.type) and not (key.is_section and isinstance(value, dict))
+    ]
 
 
 def test_there_are_keys_to_go_through() -> None:
     assert len(KEYS) > 100
-    assert {"job", "tables[0].dtype", "optimizer.sparse.schedule.kind", "data.columns.weights", "metrics.prefetcher"} <= set(KEYS)
+    assert {
+        "job",
+        "tables[0].dtype",
+        "optimizer.sparse.schedule.kind",
+        "data.columns.weights",
+        "metrics.prefetcher",
+    } <= set(KEYS)
 
 
 @pytest.mark.parametrize("name", KEYS)
@@ -254,36 +337,84 @@ def test_a_misspelt_choice_is_told_its_nearest(name: str) -> None:
 
 
 SENTENCES: dict[str, tuple[tuple[str | int, ...], Any, str]] = {
-    "a port": (("metrics", "prefetcher"), 9400, 'metrics.prefetcher = 9400 must be text in quotes, such as prefetcher = "127.0.0.1:9400"'),
+    "a port": (
+        ("metrics", "prefetcher"),
+        9400,
+        'metrics.prefetcher = 9400 must be text in quotes, such as prefetcher = "127.0.0.1:9400"',
+    ),
     "true": (("data", "shuffle"), True, 'data.shuffle = true must be text in quotes, such as shuffle = "none"'),
-    "no list": (("data", "columns", "dense"), "price", 'data.columns.dense = "price" must be a list of texts, such as dense = ["price"]'),
-    "a float": (("data", "batch_size"), 512.0, "data.batch_size = 512.0 must be a whole number, such as batch_size = 512"),
-    "a number in quotes": (("optimizer", "dense", "lr"), "0.1", 'optimizer.dense.lr = "0.1" must be a number, such as lr = 0.1'),
-    "a thing in a list": (("model", "bottom_mlp"), [512, "a"], 'model.bottom_mlp[1] = "a" must be a whole number, such as 16'),
+    "no list": (
+        ("data", "columns", "dense"),
+        "price",
+        'data.columns.dense = "price" must be a list of texts, such as dense = ["price"]',
+    ),
+    "a float": (
+        ("data", "batch_size"),
+        512.0,
+        "data.batch_size = 512.0 must be a whole number, such as batch_size = 512",
+    ),
+    "a number in quotes": (
+        ("optimizer", "dense", "lr"),
+        "0.1",
+        'optimizer.dense.lr = "0.1" must be a number, such as lr = 0.1',
+    ),
+    "a thing in a list": (
+        ("model", "bottom_mlp"),
+        [512, "a"],
+        'model.bottom_mlp[1] = "a" must be a whole number, such as 16',
+    ),
     "a thing in a table": (
         ("data", "columns", "weights"),
         {"cat_0": 3},
         "data.columns.weights.cat_0 = 3 must be text in quotes, such as cat_0",
     ),
-    "a size": (("cache", "capacity"), 2.5, 'cache.capacity = 2.5 must be text in quotes or a whole number, such as capacity = "64MiB"'),
+    "a size": (
+        ("cache", "capacity"),
+        2.5,
+        'cache.capacity = 2.5 must be text in quotes or a whole number, such as capacity = "64MiB"',
+    ),
     "null": (("job", "seed"), None, "job.seed = null must be a whole number, such as seed = 16"),
     "null for a section": (
         ("data", "synthetic"),
         None,
         "data.synthetic = null must be a section: write [data.synthetic], and its keys below",
     ),
-    "a list for a section": (("cache",), [1], "cache = [1] must be a section: write [cache], and its keys below it: capacity, policy, pin"),
-    "one bracket": (("tables",), {"name": "t"}, 'tables = {name = "t"} must be a list of sections: write [[tables]], with two brackets,'),
-    "a choice of two kinds": (("lookahead", "horizon"), "aut", 'horizon = "aut" must be a whole number or "auto"; the nearest is "auto"'),
+    "a list for a section": (
+        ("cache",),
+        [1],
+        "cache = [1] must be a section: write [cache], and its keys below it: capacity, policy, pin",
+    ),
+    "one bracket": (
+        ("tables",),
+        {"name": "t"},
+        'tables = {name = "t"} must be a list of sections: write [[tables]], with two brackets,',
+    ),
+    "a choice of two kinds": (
+        ("lookahead", "horizon"),
+        "aut",
+        'horizon = "aut" must be a whole number or "auto"; the nearest is "auto"',
+    ),
     "a long value": (
         ("data", "path"),
         list(range(99)),
         "data.path = [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 1... must",
     ),
     "a key of another section": (("job", "batch_size"), 1, "job: unknown key batch_size; it belongs to [data]"),
-    "a key of two others": (("optimizer", "lr"), 1, "optimizer: unknown key lr; it belongs to [optimizer.sparse] or [optimizer.dense]"),
-    "a key of every section": (("cache", "kind"), 1, "cache: unknown key kind; remove it, or use one of capacity, policy, pin, groups"),
-    "a key of a table": (("model", "pooling"), "sum", "model: unknown key pooling; it belongs to [[tables]] or [tables_from]"),
+    "a key of two others": (
+        ("optimizer", "lr"),
+        1,
+        "optimizer: unknown key lr; it belongs to [optimizer.sparse] or [optimizer.dense]",
+    ),
+    "a key of every section": (
+        ("cache", "kind"),
+        1,
+        "cache: unknown key kind; remove it, or use one of capacity, policy, pin, groups",
+    ),
+    "a key of a table": (
+        ("model", "pooling"),
+        "sum",
+        "model: unknown key pooling; it belongs to [[tables]] or [tables_from]",
+    ),
 }
 
 

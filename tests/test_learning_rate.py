@@ -7,9 +7,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from protocol.errors import ConfigError
-from protocol.job import DenseOptimizer, Schedule, SparseOptimizer
-from protocol.learning_rate import learning_rate
+from rowcast.job.learning_rate import learning_rate
+from rowcast.job.schema import DenseOptimizer, Schedule, SparseOptimizer
+from rowcast.runtime.errors import ConfigError
 from tests.trainer.full_capacity import make_job
 
 
@@ -75,11 +75,17 @@ def test_the_rate_never_jumps_and_never_leaves_its_bounds() -> None:
         ({"decay_steps": 5}, "decay_start, decay_steps and final belong to a decay"),
         ({"kind": "linear"}, 'kind = "linear" needs decay_steps = N'),
         ({"kind": "cosine", "decay_steps": 0}, 'kind = "cosine" needs decay_steps = N'),
-        ({"kind": "linear", "decay_steps": 9, "warmup": 5, "decay_start": 4}, "decay_start = 4 lies in the warm-up of 5 train steps"),
+        (
+            {"kind": "linear", "decay_steps": 9, "warmup": 5, "decay_start": 4},
+            "decay_start = 4 lies in the warm-up of 5 train steps",
+        ),
         ({"kind": "polynomial", "decay_steps": 9, "power": 0.0}, "power = 0.0 must be finite and above 0"),
         ({"kind": "linear", "decay_steps": 9, "power": 3.0}, 'power belongs to kind = "polynomial"'),
         ({"kind": "linear", "decay_steps": 9, "final": 0.2}, "schedule.final = 0.2 must be from 0 to lr = 0.1"),
-        ({"kind": "linear", "decay_steps": 9, "final": float("nan")}, "schedule.final = nan must be from 0 to lr = 0.1"),
+        (
+            {"kind": "linear", "decay_steps": 9, "final": float("nan")},
+            "schedule.final = nan must be from 0 to lr = 0.1",
+        ),
         ({"kind": "step"}, 'kind = "step" must be "constant", "cosine", "linear" or "polynomial"'),
     ],
 )

@@ -10,9 +10,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from protocol.messages import ArraySpan
-from protocol.packing import ARRAY_ALIGNMENT, Piece, barrier_stamp, cut, make_block, plan_block, plan_header, plan_stamp
-from protocol.tables import aligned, group_specs
+from rowcast.job.tables import aligned, group_specs
+from rowcast.protocol.messages import ArraySpan
+from rowcast.protocol.packing import (
+    ARRAY_ALIGNMENT,
+    Piece,
+    barrier_stamp,
+    cut,
+    make_block,
+    plan_block,
+    plan_header,
+    plan_stamp,
+)
 from tests.driver import InProcessRun, Settings
 from tests.workloads import slots_for, small_batches, small_job
 
@@ -52,7 +61,9 @@ def extents(piece: Piece, record_bytes: Sequence[int]) -> list[tuple[int, int]]:
 
 @settings(max_examples=300, deadline=None)
 @given(sizes, groups, payloads)
-def test_pieces_cover_every_byte_and_every_row_once_and_in_order(block_bytes: int, rows: list[tuple[int, int]], max_payload: int) -> None:
+def test_pieces_cover_every_byte_and_every_row_once_and_in_order(
+    block_bytes: int, rows: list[tuple[int, int]], max_payload: int
+) -> None:
     pieces = cut(block_bytes, [n for n, _ in rows], [width for _, width in rows], max_payload)
     assert_contiguous(covered_bytes(pieces), block_bytes)
     for group, (total, _) in enumerate(rows):
@@ -78,7 +89,9 @@ def test_the_parts_of_a_piece_are_aligned_apart_and_within_its_payload(
 
 @settings(max_examples=300, deadline=None)
 @given(sizes, groups, payloads)
-def test_a_piece_ends_only_where_the_next_part_would_not_fit(block_bytes: int, rows: list[tuple[int, int]], max_payload: int) -> None:
+def test_a_piece_ends_only_where_the_next_part_would_not_fit(
+    block_bytes: int, rows: list[tuple[int, int]], max_payload: int
+) -> None:
     widths = [width for _, width in rows]
     pieces = cut(block_bytes, [n for n, _ in rows], widths, max_payload)
     for piece, following in itertools.pairwise(pieces):
@@ -92,7 +105,9 @@ def test_a_piece_ends_only_where_the_next_part_would_not_fit(block_bytes: int, r
 
 @settings(max_examples=300, deadline=None)
 @given(sizes, groups, payloads, st.integers(1, 2000))
-def test_the_rows_of_a_piece_fit_staging(block_bytes: int, rows: list[tuple[int, int]], max_payload: int, spare: int) -> None:
+def test_the_rows_of_a_piece_fit_staging(
+    block_bytes: int, rows: list[tuple[int, int]], max_payload: int, spare: int
+) -> None:
     counts, widths = [n for n, _ in rows], [width for _, width in rows]
     staging_bytes = max(widths, default=0) + spare
     pieces = cut(block_bytes, counts, widths, max_payload, staging_bytes)
@@ -102,7 +117,9 @@ def test_the_rows_of_a_piece_fit_staging(block_bytes: int, rows: list[tuple[int,
             assert piece.nbytes - piece.rows[0].offset <= staging_bytes
     spans = [span for piece in pieces for span in piece.rows]
     for group, count in enumerate(counts):
-        assert [row for span in spans if span.group == group for row in range(span.start, span.start + span.count)] == list(range(count))
+        assert [
+            row for span in spans if span.group == group for row in range(span.start, span.start + span.count)
+        ] == list(range(count))
 
 
 def test_a_plan_with_nothing_in_it_is_one_empty_piece() -> None:

@@ -9,9 +9,9 @@ import pytest
 from safetensors import safe_open
 from safetensors.numpy import save_file
 
-from prefetcher.pins import I64, PIN_FORMAT, PIN_VERSION, checksum, load_pins, save_pins
-from protocol.errors import ConfigError, DataError, RowcastError
-from protocol.tables import GroupSpec, group_specs
+from rowcast.job.tables import GroupSpec, group_specs
+from rowcast.prefetcher.planner.pin_files import I64, PIN_FORMAT, PIN_VERSION, checksum, load_pins, save_pins
+from rowcast.runtime.errors import ConfigError, DataError, RowcastError
 from tests.workloads import small_job
 
 FACTS = {"made_by": "a test"}
@@ -55,7 +55,9 @@ def test_writing_leaves_no_second_file_and_replaces_an_older_one(tmp_path: Path)
 
 
 def test_a_place_that_cannot_be_written_is_refused_with_one_sentence(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"the pin file cannot be written \(No such file or directory\); choose another --out"):
+    with pytest.raises(
+        ConfigError, match=r"the pin file cannot be written \(No such file or directory\); choose another --out"
+    ):
         save_pins(tmp_path / "nowhere" / "pins", {"wide_a": rows(5)}, FACTS)
 
 

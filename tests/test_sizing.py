@@ -6,23 +6,24 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import prefetcher.sizing
+import rowcast.prefetcher.run.sizing
 from benchmarks.training.recorded import recorded_plans
-from prefetcher.planner.capacity import MEASURED_BATCHES, job_slots
-from prefetcher.readers.base import open_reader
-from prefetcher.readers.schedule import schedule
-from prefetcher.sizing import LEAST_RING_BYTES, LEAST_STAGING_BYTES, sizes, staging_bytes, typical_plan
-from protocol.batch import ScheduledBatch
-from protocol.errors import ConfigError
-from protocol.job import Job
-from protocol.job_file import load_job
-from protocol.packing import plan_block
-from protocol.tables import group_specs
-from protocol.transport.ring import largest_payload
+from rowcast.job.file import load_job
+from rowcast.job.schema import Job
+from rowcast.job.tables import group_specs
+from rowcast.prefetcher.planner.capacity import MEASURED_BATCHES, job_slots
+from rowcast.prefetcher.readers.reader import open_reader
+from rowcast.prefetcher.readers.schedule import schedule
+from rowcast.prefetcher.run.sizing import LEAST_RING_BYTES, LEAST_STAGING_BYTES, sizes, staging_bytes, typical_plan
+from rowcast.protocol.batch import ScheduledBatch
+from rowcast.protocol.packing import plan_block
+from rowcast.protocol.transport.ring import largest_payload
+from rowcast.runtime.errors import ConfigError
 from tests.workloads import small_batches, small_job
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
-LIKE_RETAIL = ('data.format="synthetic"', "data.synthetic.samples=320705", "data.synthetic.zipf=0.95")  # as many new rows a batch
+# as many new rows a batch
+LIKE_RETAIL = ('data.format="synthetic"', "data.synthetic.samples=320705", "data.synthetic.zipf=0.95")
 
 
 def first_batches(job: Job) -> list[ScheduledBatch]:
@@ -30,14 +31,19 @@ def first_batches(job: Job) -> list[ScheduledBatch]:
 
 
 @pytest.mark.parametrize(("name", "changes"), [("demo", ()), ("retail", LIKE_RETAIL)])
-def test_the_staging_of_an_example_is_smaller_than_its_cache_and_holds_what_a_plan_moves(name: str, changes: tuple[str, ...]) -> None:
+def test_the_staging_of_an_example_is_smaller_than_its_cache_and_holds_what_a_plan_moves(
+    name: str, changes: tuple[str, ...]
+) -> None:
     job = load_job(EXAMPLES / f"{name}.toml", changes)
     groups, batches = group_specs(job), first_batches(job)
     slots = job_slots(job, groups, batches)
     own = sizes(job, groups, batches, job.lookahead.depth)
     assert 2 * own.staging_bytes < sum(n * group.record_bytes for n, group in zip(slots, groups, strict=True)) / 2
     plans = list(recorded_plans(job, batches, slots))
-    moved = [sum(len(part.fetch) * group.record_bytes for part, group in zip(each.plan.groups, groups, strict=True)) for each in plans]
+    moved = [
+        sum(len(part.fetch) * group.record_bytes for part, group in zip(each.plan.groups, groups, strict=True))
+        for each in plans
+    ]
     assert np.median(moved) < own.staging_bytes
     arrays = max(plan_block(each.batch, each.plan).nbytes for each in plans)
     assert (job.lookahead.depth + 1) * (np.median(moved) + arrays) < own.ring_bytes < 16 * 2**20
@@ -67,8 +73,8 @@ def test_staging_is_never_more_than_a_piece_can_have() -> None:
 def test_shared_memory_limits_a_ring_and_too_little_of_it_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     job = small_job("sgd")
     groups, batches = group_specs(job), small_batches(job, "single")
-    monkeypatch.setattr(prefetcher.sizing, "free_shared_memory", lambda: 4 * 2**20 + 5)
+    monkeypatch.setattr(rowcast.prefetcher.run.sizing, "free_shared_memory", lambda: 4 * 2**20 + 5)
     assert sizes(job, groups, batches, 4).ring_bytes == 2**20
-    monkeypatch.setattr(prefetcher.sizing, "free_shared_memory", lambda: 2**20)
+    monkeypatch.setattr(rowcast.prefetcher.run.sizing, "free_shared_memory", lambda: 2**20)
     with pytest.raises(ConfigError, match="/dev/shm has 1048576 bytes free, and two rings need at least 8388608"):
         sizes(job, groups, batches, 4)

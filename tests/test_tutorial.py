@@ -37,11 +37,15 @@ def cells() -> list[dict[str, Any]]:
 def test_the_tutorial_is_stored_without_outputs_under_names_that_stay() -> None:
     for cell in cells():
         if cell["cell_type"] == "code":
-            assert (cell["outputs"], cell["execution_count"]) == ([], None), f"cell {cell['id']} is stored with outputs; clear them"
+            assert (cell["outputs"], cell["execution_count"]) == ([], None), (
+                f"cell {cell['id']} is stored with outputs; clear them"
+            )
     ids = [cell["id"] for cell in cells()]
     assert len(ids) > 20
     assert len(set(ids)) == len(ids)
-    assert all(re.fullmatch(r"[a-z]+(-[a-z]+)*", name) for name in ids), f"a cell's id is not a name; give it one: {ids}"
+    assert all(re.fullmatch(r"[a-z]+(-[a-z]+)*", name) for name in ids), (
+        f"a cell's id is not a name; give it one: {ids}"
+    )
     assert NOTEBOOK.stat().st_size < MOST_BYTES
 
 
@@ -82,7 +86,9 @@ def test_every_cell_runs_without_a_warning(executed: dict[str, Any]) -> None:
 
 
 def test_every_figure_is_drawn(executed: dict[str, Any]) -> None:
-    drawn = [name for name, cell in executed.items() for output in cell.outputs if "image/png" in output.get("data", {})]
+    drawn = [
+        name for name, cell in executed.items() for output in cell.outputs if "image/png" in output.get("data", {})
+    ]
     assert drawn == FIGURES
 
 
@@ -101,7 +107,9 @@ def test_rows_are_used_as_unevenly_as_the_text_says(found: dict[str, Any]) -> No
 def test_caches_compare_as_the_text_says(found: dict[str, Any]) -> None:
     fetched, bound = found["fetched"], found["ahead"][-1]
     assert len(fetched["bound"]) == 7
-    for static, lru, lookahead, least in zip(*(fetched[name] for name in ("static", "lru", "lookahead", "bound")), strict=True):
+    for static, lru, lookahead, least in zip(
+        *(fetched[name] for name in ("static", "lru", "lookahead", "bound")), strict=True
+    ):
         assert found["first_times"] <= least <= lookahead <= static <= lru
     assert found["first_times"] <= bound < found["static"] < found["lru"] < found["distinct_rows"] / 2
 

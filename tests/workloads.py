@@ -7,11 +7,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from protocol.batch import Batch, Kind, ScheduledBatch
-from protocol.job import Job, RowType
-from protocol.job_file import parse_job
-from protocol.tables import GroupSpec
-from trainer.models import Embedded, Sequences
+from rowcast.job.file import parse_job
+from rowcast.job.schema import Job, RowType
+from rowcast.job.tables import GroupSpec
+from rowcast.protocol.batch import Batch, Kind, ScheduledBatch
+from rowcast.trainer.models import Embedded, Sequences
 
 Bags = Literal["single", "multi", "weighted", "mean", "empty", "apart", "single apart", "weighted apart"]
 BAGS: tuple[Bags, ...] = ("single", "multi", "weighted", "mean", "empty", "apart")
@@ -41,7 +41,14 @@ def small_job(
     tables: list[dict[str, Any]] = [
         {"name": "narrow_a", "num_embeddings": 400, "embedding_dim": 5, "features": ["f0", "f1"], "pooling": pooling},
         {"name": "wide_a", "num_embeddings": 300, "embedding_dim": 8, "features": ["f2"], "pooling": "sum"},
-        {"name": "narrow_b", "num_embeddings": 2000, "embedding_dim": 5, "features": ["f3"], "pooling": "sum", "init": "normal:0.1"},
+        {
+            "name": "narrow_b",
+            "num_embeddings": 2000,
+            "embedding_dim": 5,
+            "features": ["f3"],
+            "pooling": "sum",
+            "init": "normal:0.1",
+        },
         {"name": "wide_b", "num_embeddings": 100, "embedding_dim": 8, "features": ["f4"], "pooling": pooling},
     ]
     for table, dtype in zip(tables, dtypes, strict=True):
@@ -53,7 +60,10 @@ def small_job(
         "data": {"format": "tests.workloads:unused", "batch_size": BATCH_SIZE},
         "tables": tables,
         "model": {"kind": "tests.workloads:small_model"},
-        "optimizer": {"sparse": {"kind": optimizer, "lr": 0.05, "master": master}, "dense": {"kind": "sgd", "lr": 0.05}},
+        "optimizer": {
+            "sparse": {"kind": optimizer, "lr": 0.05, "master": master},
+            "dense": {"kind": "sgd", "lr": 0.05},
+        },
         "cache": {"capacity": "1GiB"},
         "lookahead": {"depth": depth, "horizon": horizon},
     }
@@ -62,14 +72,18 @@ def small_job(
     return parse_job(content)
 
 
-def small_batches(job: Job, bags: Bags, *, num_steps: int = 12, eval_at: Sequence[int] = (4, 9), seed: int = 3) -> list[ScheduledBatch]:
+def small_batches(
+    job: Job, bags: Bags, *, num_steps: int = 12, eval_at: Sequence[int] = (4, 9), seed: int = 3
+) -> list[ScheduledBatch]:
     """Train batches with an evaluation batch at each step of `eval_at`; the last batch is shorter."""
     rng = np.random.default_rng(seed)
     scheduled, train_step = [], 0
     for step in range(num_steps + len(eval_at)):
         kind: Kind = "eval" if step in eval_at else "train"
         size = BATCH_SIZE if step < num_steps + len(eval_at) - 1 else BATCH_SIZE // 3
-        scheduled.append(ScheduledBatch(step=step, kind=kind, train_step=train_step, epoch=0, batch=make_batch(job, bags, size, rng)))
+        scheduled.append(
+            ScheduledBatch(step=step, kind=kind, train_step=train_step, epoch=0, batch=make_batch(job, bags, size, rng))
+        )
         train_step += kind == "train"
     return scheduled
 
@@ -139,7 +153,9 @@ class SmallModel(nn.Module):
 
 
 def small_width(job: Job, num_dense: int) -> int:
-    return num_dense + sum(table.embedding_dim * len(table.features) * (2 if table.pooling == "none" else 1) for table in job.tables)
+    return num_dense + sum(
+        table.embedding_dim * len(table.features) * (2 if table.pooling == "none" else 1) for table in job.tables
+    )
 
 
 def small_model(job: Job, num_dense: int) -> nn.Module:

@@ -1,3 +1,3 @@
-from trainer.cli import app
+from rowcast.trainer.cli import app
 
 app(prog_name="trainer")

@@ -5,10 +5,10 @@ from typing import Annotated
 
 import typer
 
-from protocol.command import run_command
-from protocol.job_file import load_job
-from protocol.process import Signals
-from protocol.telemetry.logs import setup_logging
+from rowcast.job.file import load_job
+from rowcast.runtime.command import run_command
+from rowcast.runtime.process import Signals
+from rowcast.runtime.telemetry.logs import setup_logging
 
 app = typer.Typer(
     help="The device side of rowcast: trains the model on the steps that the prefetcher sends.",
@@ -30,10 +30,15 @@ def run(
     config: Config,
     overrides: Overrides = None,
     fresh: Annotated[
-        bool, typer.Option("--fresh", help="Begin a new run; its first checkpoint replaces the report and losses of an earlier one.")
+        bool,
+        typer.Option(
+            "--fresh", help="Begin a new run; its first checkpoint replaces the report and losses of an earlier one."
+        ),
     ] = False,
     trace: Trace = False,
-    tensorboard: Annotated[Path | None, typer.Option("--tensorboard", help="Write TensorBoard event files there.", metavar="DIR")] = None,
+    tensorboard: Annotated[
+        Path | None, typer.Option("--tensorboard", help="Write TensorBoard event files there.", metavar="DIR")
+    ] = None,
     log_level: LogLevel = "info",
     log_json: LogJson = False,
 ) -> None:
@@ -43,7 +48,7 @@ def run(
         setup_logging("trainer", log_level, log_json or None)
         job = load_job(config, tuple(overrides or ()))
         with Signals() as signals:
-            from trainer.service import run_trainer
+            from rowcast.trainer.run.trainer_run import run_trainer
 
             run_trainer(job, signals, fresh=fresh, trace=trace, tensorboard=tensorboard)
 
@@ -64,7 +69,7 @@ def evaluate(
         setup_logging("trainer", log_level, log_json or None)
         job = load_job(config, tuple(overrides or ()))
         with Signals() as signals:
-            from trainer.service import run_trainer
+            from rowcast.trainer.run.trainer_run import run_trainer
 
             run_trainer(job, signals, trace=trace, mode="eval")
 

@@ -30,8 +30,8 @@ from benchmarks.gpu_check.jobs import Size, precisions, sizes
 from benchmarks.gpu_check.kernels import check_kernels
 from benchmarks.gpu_check.overlap import check_overlap
 from benchmarks.gpu_check.speed import batches_of, check_speed
-from trainer.kernels.choose import choose_kernels
-from trainer.streams import choose_device
+from rowcast.trainer.execute.streams import choose_device
+from rowcast.trainer.kernels.choose import choose_kernels
 
 EQUALITY = Size(batch_size=1024, steps=16, dim=16, scale=0.01, bottom_mlp=(64, 16), top_mlp=(64, 1))
 BUDGET_S = 460.0  # of the 8 minutes: what would begin behind it is left out, and the file says so
@@ -52,7 +52,11 @@ class Parts:
         try:
             self.found[name] = work()
         except Exception as error:  # noqa: BLE001 - the others still run, and the file tells
-            self.found[name] = {"passed": False, "error": f"{type(error).__name__}: {error}", "traceback": traceback.format_exc()}
+            self.found[name] = {
+                "passed": False,
+                "error": f"{type(error).__name__}: {error}",
+                "traceback": traceback.format_exc(),
+            }
         self.found[name]["took_s"] = round(time.monotonic() - began_s, 1)
         print(f"{name}: {said(self.found[name])}, {self.found[name]['took_s']} s", file=sys.stderr, flush=True)
 
@@ -64,7 +68,11 @@ class Parts:
 def said(part: dict[str, Any]) -> str:
     if "error" in part:
         return f"failed: {part['error']}"
-    ratios = [f"{name} {value['to_resident']:.3f}" for name, value in part.items() if isinstance(value, dict) and "to_resident" in value]
+    ratios = [
+        f"{name} {value['to_resident']:.3f}"
+        for name, value in part.items()
+        if isinstance(value, dict) and "to_resident" in value
+    ]
     verdict = {True: "passed", False: "FAILED", None: "measured"}[part.get("passed")]
     return " ".join([verdict, *ratios])
 

@@ -8,14 +8,18 @@ import numpy as np
 import torch
 
 from benchmarks.machine import machine
-from trainer.pinning import pinned
+from rowcast.trainer.execute.page_locking import pinned
 
 PAGE = 4096
 
 
 def environment(device: torch.device) -> dict[str, Any]:
     facts: dict[str, Any] = dict(machine())
-    facts |= {"device": str(device), "linux": platform.release(), "host_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")}
+    facts |= {
+        "device": str(device),
+        "linux": platform.release(),
+        "host_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+    }
     buffer = np.zeros(64 * PAGE, np.uint8)
     with pinned([buffer], device) as locked:
         facts["rings_can_be_pinned"] = locked

@@ -22,8 +22,8 @@ from benchmarks.gpu_check.jobs import Size, make_job, write_job
 from benchmarks.training.recorded import slots_for, touched, train_batches
 from benchmarks.training.replay import Replay
 from benchmarks.training.resident import ResidentRun, wait_for
-from protocol.batch import ScheduledBatch
-from protocol.job import Job
+from rowcast.job.schema import Job
+from rowcast.protocol.batch import ScheduledBatch
 
 Losses = npt.NDArray[np.float32]
 WAYS = (  # share of the rows that the run touches, depth
@@ -61,7 +61,7 @@ def processes(job: Job, capacity: int, depth: int) -> tuple[Losses, str]:
             lookahead={"depth": depth},
             metrics={"prefetcher": "127.0.0.1:0", "trainer": "127.0.0.1:0"},
         )
-        command(["-m", "deploy.local", "--config", str(config)])
+        command(["-m", "rowcast.deploy.local", "--config", str(config)])
         command(["-m", "prefetcher", "export", "--run", str(run_dir), "--out", str(out)])
         return np.fromfile(run_dir / "losses.f32", np.float32), xxhash.xxh3_128_hexdigest(out.read_bytes())
 
@@ -81,7 +81,9 @@ def check_equality(size: Size, device: torch.device) -> dict[str, Any]:
     found = {
         "resident, twice": equal(resident_losses(job, batches, device), expected),
         "replay, all rows": equal(replayed_losses(job, batches, device), expected),
-        "deterministic algorithms": deterministic(lambda: replayed_losses(job, batches, device), expected, job, batches, device),
+        "deterministic algorithms": deterministic(
+            lambda: replayed_losses(job, batches, device), expected, job, batches, device
+        ),
     }
     exports = set()
     for share, depth in WAYS:

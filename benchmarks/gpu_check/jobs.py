@@ -8,8 +8,8 @@ from typing import Any
 import msgspec
 import torch
 
-from protocol.job import Job
-from protocol.job_file import parse_job
+from rowcast.job.file import parse_job
+from rowcast.job.schema import Job
 
 KAGGLE_ROWS = 33_762_577
 
@@ -47,7 +47,12 @@ def make_job(size: Size, device: torch.device, precision: str = "fp32", run_dir:
                 "synthetic": {"preset": "criteo-kaggle", "scale": size.scale, "samples": size.batch_size * size.steps},
             },
             "tables_from": {"embedding_dim": size.dim},
-            "model": {"kind": "dlrm", "bottom_mlp": list(size.bottom_mlp), "top_mlp": list(size.top_mlp), "precision": precision},
+            "model": {
+                "kind": "dlrm",
+                "bottom_mlp": list(size.bottom_mlp),
+                "top_mlp": list(size.top_mlp),
+                "precision": precision,
+            },
             "optimizer": {"sparse": {"kind": "rowwise_adagrad", "lr": 0.02}, "dense": {"kind": "sgd", "lr": 0.1}},
             "cache": {"capacity": "1GiB"},
             "trainer": {"device": str(device)},

@@ -12,14 +12,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from protocol.plan import cut_long_rows
-from trainer.kernels import GroupLookup, Kernels, RowOptimizerKind, Rows, Rule, torch_ops
+from rowcast.protocol.plan import cut_long_rows
+from rowcast.trainer.kernels import GroupLookup, Kernels, RowOptimizerKind, Rows, Rule, torch_ops
 
 KINDS: tuple[RowOptimizerKind, ...] = ("sgd", "adagrad", "rowwise_adagrad", "adam")
 DIMS = (4, 16, 33, 64, 128, 256)
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 NUM_SLOTS, NUM_BAGS, BATCH_SIZE, MOST_LOOKUPS = 4096, 2048, 1024, 4  # look-ups of a bag, at most
-TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}  # relative to the largest value; a rounding of the dtype
+# relative to the largest value; a rounding of the dtype
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +101,9 @@ def check_case(case: Case, kernels: Kernels, device: torch.device) -> dict[str, 
     return {
         "lookup_equal": torch.equal(*looked_up),
         "lookup_away": difference(*looked_up),
-        "fused_is_its_halves": all(torch.equal(own, other) for own, other in zip(parts(fused), parts(halves), strict=True)),
+        "fused_is_its_halves": all(
+            torch.equal(own, other) for own, other in zip(parts(fused), parts(halves), strict=True)
+        ),
         "update_away": away,
         "passed": away <= TOLERANCE[case.dtype] and difference(*looked_up) <= TOLERANCE[torch.float32],
     }

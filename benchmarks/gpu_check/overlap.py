@@ -10,13 +10,15 @@ from torch.profiler import ProfilerActivity, profile
 from benchmarks.gpu_check.jobs import Size, make_job
 from benchmarks.training.recorded import slots_for, touched
 from benchmarks.training.replay import Replay
-from protocol.batch import ScheduledBatch
+from rowcast.protocol.batch import ScheduledBatch
 
 Span = tuple[float, float]  # microseconds
 SHARE = 0.05
 
 
-def check_overlap(size: Size, device: torch.device, batches: Sequence[ScheduledBatch], trace: Path | None) -> dict[str, Any]:
+def check_overlap(
+    size: Size, device: torch.device, batches: Sequence[ScheduledBatch], trace: Path | None
+) -> dict[str, Any]:
     """Raises RuntimeError where the steady loop synchronises with the device."""
     job = make_job(size, device)
     known = touched(job, batches)

@@ -22,8 +22,8 @@ from benchmarks.training import ours, stock
 from benchmarks.training.recorded import Touched, slots_for, touched, train_batches
 from benchmarks.training.replay import Replay
 from benchmarks.training.resident import ResidentRun, wait_for
-from protocol.batch import ScheduledBatch
-from protocol.job import Job
+from rowcast.job.schema import Job
+from rowcast.protocol.batch import ScheduledBatch
 
 CAPACITIES = (0.01, 0.05)
 WARM = 1 / 4  # of the steps, before the clock counts
@@ -43,7 +43,9 @@ def resident_ms(job: Job, batches: Sequence[ScheduledBatch], device: torch.devic
     return 1e3 * (time.perf_counter() - began_s) / (len(batches) - warm)
 
 
-def replay_ms(job: Job, batches: Sequence[ScheduledBatch], slots: tuple[int, ...], device: torch.device) -> dict[str, Any]:
+def replay_ms(
+    job: Job, batches: Sequence[ScheduledBatch], slots: tuple[int, ...], device: torch.device
+) -> dict[str, Any]:
     with Replay(job, batches, slots, device) as replay:
         between_s = replay.run()
         warm = int(len(between_s) * WARM)
@@ -74,7 +76,9 @@ def host_tables_ms(job: Job, device: torch.device) -> float:
     return 1e3 * found.wall_s / found.steps
 
 
-def check_speed(size: Size, device: torch.device, precision: str, batches: Sequence[ScheduledBatch], *, whole: bool) -> dict[str, Any]:
+def check_speed(
+    size: Size, device: torch.device, precision: str, batches: Sequence[ScheduledBatch], *, whole: bool
+) -> dict[str, Any]:
     """`whole`: with both processes and host tables, which take longer."""
     job = make_job(size, device, precision)
     known = touched(job, batches)

@@ -13,7 +13,11 @@ from torch import Tensor
 
 from benchmarks.peers.turns import Clock, Seconds, Terms, by_feature, initial_rows, take_turns
 
-OPTIMIZERS = {"sgd": OptimType.EXACT_SGD, "adagrad": OptimType.EXACT_ADAGRAD, "rowwise_adagrad": OptimType.EXACT_ROWWISE_ADAGRAD}
+OPTIMIZERS = {
+    "sgd": OptimType.EXACT_SGD,
+    "adagrad": OptimType.EXACT_ADAGRAD,
+    "rowwise_adagrad": OptimType.EXACT_ROWWISE_ADAGRAD,
+}
 
 
 class Fbgemm:

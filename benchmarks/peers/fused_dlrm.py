@@ -34,7 +34,11 @@ def fbgemm_lookup(terms: dict[str, Any], tables: list[Tensor]) -> Lookup:
         SplitTableBatchedEmbeddingBagsCodegen,
     )
 
-    kinds = {"sgd": OptimType.EXACT_SGD, "adagrad": OptimType.EXACT_ADAGRAD, "rowwise_adagrad": OptimType.EXACT_ROWWISE_ADAGRAD}
+    kinds = {
+        "sgd": OptimType.EXACT_SGD,
+        "adagrad": OptimType.EXACT_ADAGRAD,
+        "rowwise_adagrad": OptimType.EXACT_ROWWISE_ADAGRAD,
+    }
     layer = SplitTableBatchedEmbeddingBagsCodegen(
         [(len(table), table.shape[1], EmbeddingLocation.HOST, ComputeDevice.CPU) for table in tables],
         optimizer=kinds[terms["optimizer"]],
@@ -56,7 +60,9 @@ def torchrec_lookup(terms: dict[str, Any], tables: list[Tensor]) -> Lookup:
     kinds = {"sgd": torch.optim.SGD, "adagrad": torch.optim.Adagrad, "rowwise_adagrad": RowWiseAdagrad}
     names = [f"feature_{n}" for n in range(len(tables))]
     configs = [
-        EmbeddingBagConfig(name=f"table_{n}", num_embeddings=len(table), embedding_dim=table.shape[1], feature_names=[names[n]])
+        EmbeddingBagConfig(
+            name=f"table_{n}", num_embeddings=len(table), embedding_dim=table.shape[1], feature_names=[names[n]]
+        )
         for n, table in enumerate(tables)
     ]
     settings = {"lr": terms["lr"]} if terms["optimizer"] == "sgd" else {"lr": terms["lr"], "eps": terms["eps"]}
@@ -75,7 +81,7 @@ def torchrec_lookup(terms: dict[str, Any], tables: list[Tensor]) -> Lookup:
 
 
 class DLRM(nn.Module):
-    """As `trainer.models.dlrm`, whose parameters' names it shares."""
+    """As `rowcast.trainer.models.dlrm`, whose parameters' names it shares."""
 
     def __init__(self, bottom: list[int], top: list[int], num_vectors: int) -> None:
         super().__init__()

@@ -11,15 +11,15 @@ import torch
 from torch import Tensor
 
 from benchmarks.peers.turns import Clock, Seconds, Terms, by_feature, initial_rows, take_turns
-from prefetcher.planner.planner import RowPlanner
-from protocol.batch import Batch, ScheduledBatch
-from protocol.job import Job
-from protocol.job_file import parse_job
-from protocol.plan import GroupPlan
-from protocol.tables import KEY_SHIFT, ROW_MASK, GroupSpec, group_specs
-from trainer.embedding import Embeddings
-from trainer.kernels import GroupLookup, Kernels, torch_ops
-from trainer.kernels.compiled_ops import CompiledOps
+from rowcast.job.file import parse_job
+from rowcast.job.schema import Job
+from rowcast.job.tables import KEY_SHIFT, ROW_MASK, GroupSpec, group_specs
+from rowcast.prefetcher.planner.planner import RowPlanner
+from rowcast.protocol.batch import Batch, ScheduledBatch
+from rowcast.protocol.plan import GroupPlan
+from rowcast.trainer.kernels import GroupLookup, Kernels, torch_ops
+from rowcast.trainer.kernels.compiled_ops import CompiledOps
+from rowcast.trainer.models.embedding import Embeddings
 
 DEPTH, HORIZON = 4, 16
 

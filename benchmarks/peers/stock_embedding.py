@@ -13,7 +13,9 @@ class Stock:
         self._terms, self._ids = terms, torch.from_numpy(ids)
         self._gradients = by_feature(gradient, terms)
         self._bags = nn.ModuleList(
-            nn.EmbeddingBag.from_pretrained(torch.from_numpy(initial_rows(table, terms)), freeze=False, mode="sum", sparse=True)
+            nn.EmbeddingBag.from_pretrained(
+                torch.from_numpy(initial_rows(table, terms)), freeze=False, mode="sum", sparse=True
+            )
             for table in range(len(terms.cardinalities))
         )
         self._optimizer = make_optimizer(terms, self._bags)

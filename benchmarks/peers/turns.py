@@ -51,7 +51,9 @@ Maker = Callable[[Terms, npt.NDArray[np.int64], Tensor], Contestant]
 
 def initial_rows(table: int, terms: Terms) -> npt.NDArray[np.float32]:
     """The first weights of a table, the same in every process."""
-    return np.random.default_rng([2, table]).random((terms.cardinalities[table], terms.dim), np.float32) - np.float32(0.5)
+    return np.random.default_rng([2, table]).random((terms.cardinalities[table], terms.dim), np.float32) - np.float32(
+        0.5
+    )
 
 
 def by_feature(flat: Tensor, terms: Terms) -> tuple[Tensor, ...]:

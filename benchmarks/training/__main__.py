@@ -31,11 +31,11 @@ from benchmarks.training import ours
 from benchmarks.training.outcome import Outcome
 from benchmarks.training.peer_folder import why_not, write_folder
 from benchmarks.training.recorded import Touched, touched, train_batches
-from protocol.batch import ScheduledBatch
-from protocol.cores import usable_cores
-from protocol.job import Job
-from protocol.job_file import load_job
-from trainer.streams import choose_device
+from rowcast.job.file import load_job
+from rowcast.job.schema import Job
+from rowcast.protocol.batch import ScheduledBatch
+from rowcast.runtime.cores import usable_cores
+from rowcast.trainer.execute.streams import choose_device
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -71,7 +71,16 @@ def peer(kind: str, folder: Path) -> Contestant:
 def single_process(match: Match, module: str, *options: str) -> Contestant:
     steps = [] if match.steps is None else ["--steps", str(match.steps)]
     settings = [f"--set={setting}" for setting in match.settings]
-    command = [sys.executable, "-m", f"benchmarks.training.{module}", "--config", str(match.config), *settings, *steps, *options]
+    command = [
+        sys.executable,
+        "-m",
+        f"benchmarks.training.{module}",
+        "--config",
+        str(match.config),
+        *settings,
+        *steps,
+        *options,
+    ]
     return lambda: run_process(command)
 
 
@@ -102,7 +111,9 @@ def in_turn(everyone: Mapping[str, Contestant], rounds: int) -> dict[str, list[O
 
 def ratio(found: Mapping[str, Sequence[Outcome]], name: str, to: str = "stock") -> float:
     """Of the speeds within a round, the median."""
-    return statistics.median(own.samples_per_s / other.samples_per_s for own, other in zip(found[name], found[to], strict=True))
+    return statistics.median(
+        own.samples_per_s / other.samples_per_s for own, other in zip(found[name], found[to], strict=True)
+    )
 
 
 def table(found: Mapping[str, Sequence[Outcome]]) -> str:
@@ -112,7 +123,9 @@ def table(found: Mapping[str, Sequence[Outcome]]) -> str:
         step_ms = statistics.median(1e3 * outcome.wall_s / outcome.steps for outcome in outcomes)
         waits = [outcome.waited_share for outcome in outcomes if outcome.waited_share is not None]
         waited = f"{100 * statistics.median(waits):.2f} %" if waits else ""
-        lines.append(f"| {name} | {rate:,.0f} | {step_ms:.2f} | {ratio(found, name):.2f} | {outcomes[-1].loss:.5f} | {waited} |")
+        lines.append(
+            f"| {name} | {rate:,.0f} | {step_ms:.2f} | {ratio(found, name):.2f} | {outcomes[-1].loss:.5f} | {waited} |"
+        )
     return "\n".join(lines)
 
 
@@ -174,7 +187,8 @@ def main() -> None:
     facts = machine()
     print(" ".join(f"{name}={value}" for name, value in facts.items()))
     ratios = {name: ratio(found, name) for name in found}
-    told = [setting for setting in settings if not setting.startswith("data.path")]  # where the data lies says nothing of the figures
+    # where the data lies says nothing of the figures
+    told = [setting for setting in settings if not setting.startswith("data.path")]
     content = {"machine": facts, "settings": told, "device": match.device, "need": need, "to_stock": ratios}
     path = RESULTS / f"training-{options.name}.json"
     outcomes = {"outcomes": msgspec.to_builtins(found)}

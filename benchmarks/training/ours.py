@@ -13,8 +13,8 @@ from prometheus_client.samples import Sample
 
 from benchmarks.processes import see_out, start
 from benchmarks.training.outcome import Outcome
-from protocol.job import Job
-from trainer.report import Report, read_report
+from rowcast.job.schema import Job
+from rowcast.trainer.report.report_json import Report, read_report
 
 PROCESSES = ("prefetcher", "trainer")
 POLL_S = 0.25

@@ -6,17 +6,21 @@ from pathlib import Path
 
 import numpy as np
 
-from prefetcher.stores.initializer import initial_rows
-from protocol.batch import ScheduledBatch
-from protocol.job import Job
-from protocol.tables import table_specs
-from trainer.models import build_model
+from rowcast.job.schema import Job
+from rowcast.job.tables import table_specs
+from rowcast.prefetcher.stores.first_values import initial_rows
+from rowcast.protocol.batch import ScheduledBatch
+from rowcast.trainer.models import build_model
 
 
 def why_not(job: Job) -> str | None:
     """Why these contestants cannot run the job; None: they can."""
     widths = {table.embedding_dim for table in job.tables}
-    if job.model.kind != "dlrm" or len(widths) != 1 or any(table.pooling != "sum" or len(table.features) != 1 for table in job.tables):
+    if (
+        job.model.kind != "dlrm"
+        or len(widths) != 1
+        or any(table.pooling != "sum" or len(table.features) != 1 for table in job.tables)
+    ):
         return "the job is no DLRM over tables of one width and one feature each"
     if job.optimizer.sparse.kind == "adam" or job.optimizer.dense.kind != "sgd":
         return "the job's optimizers are others than those that they were given"

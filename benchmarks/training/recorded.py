@@ -6,15 +6,15 @@ from itertools import islice
 
 import numpy as np
 
-from prefetcher.planner.capacity import MEASURED_BATCHES, divide_capacity, measure
-from prefetcher.planner.job_planner import job_planner
-from prefetcher.planner.planner import groupers_of
-from prefetcher.readers.base import open_reader
-from prefetcher.readers.schedule import schedule
-from protocol.batch import Batch, ScheduledBatch
-from protocol.job import Job
-from protocol.plan import StepPlan
-from protocol.tables import group_specs
+from rowcast.job.schema import Job
+from rowcast.job.tables import group_specs
+from rowcast.prefetcher.planner.capacity import MEASURED_BATCHES, divide_capacity, measure
+from rowcast.prefetcher.planner.job_planner import job_planner
+from rowcast.prefetcher.planner.planner import groupers_of
+from rowcast.prefetcher.readers.reader import open_reader
+from rowcast.prefetcher.readers.schedule import schedule
+from rowcast.protocol.batch import Batch, ScheduledBatch
+from rowcast.protocol.plan import StepPlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,9 @@ class Touched:
 
 
 def train_batches(job: Job, steps: int | None) -> list[ScheduledBatch]:
-    return [scheduled for scheduled in islice(schedule(job, open_reader(job), steps), steps) if scheduled.kind == "train"]
+    return [
+        scheduled for scheduled in islice(schedule(job, open_reader(job), steps), steps) if scheduled.kind == "train"
+    ]
 
 
 def touched(job: Job, batches: Sequence[ScheduledBatch]) -> Touched:

@@ -21,26 +21,26 @@ import numpy as np
 import torch
 
 from benchmarks.training.recorded import RecordedPlan, recorded_plans
-from prefetcher.stores.initializer import first_records
-from protocol.batch import ScheduledBatch
-from protocol.conversation import Conversation
-from protocol.job import Job
-from protocol.messages import PROTOCOL_VERSION, RingSpec, RowsBack, StepDone, StepReady, Welcome
-from protocol.packing import Block, Piece, cut, plan_block, plan_header, plan_stamp
-from protocol.session import Session
-from protocol.tables import GroupSpec, aligned, group_specs
-from protocol.transport.inproc import inproc_pair
-from protocol.transport.ring import RingReader, RingWriter, release
-from protocol.transport.ring_file import in_memory_buffer
-from trainer.dense import Tensors
-from trainer.encounter import hello, make_records
-from trainer.engine import EngineParts, TrainerEngine
-from trainer.host_memory import host_memory
-from trainer.metrics import new_counters
-from trainer.pinning import pinned
-from trainer.report import Evaluation
-from trainer.runner import StepRunner
-from trainer.streams import make_streams
+from rowcast.job.schema import Job
+from rowcast.job.tables import GroupSpec, aligned, group_specs
+from rowcast.prefetcher.stores.first_values import first_records
+from rowcast.protocol.batch import ScheduledBatch
+from rowcast.protocol.conversation import Conversation
+from rowcast.protocol.messages import PROTOCOL_VERSION, RingSpec, RowsBack, StepDone, StepReady, Welcome
+from rowcast.protocol.packing import Block, Piece, cut, plan_block, plan_header, plan_stamp
+from rowcast.protocol.session import Session
+from rowcast.protocol.transport.inproc import inproc_pair
+from rowcast.protocol.transport.ring import RingReader, RingWriter, release
+from rowcast.protocol.transport.ring_file import in_memory_buffer
+from rowcast.trainer.execute.engine import EngineParts, TrainerEngine
+from rowcast.trainer.execute.host_memory import host_memory
+from rowcast.trainer.execute.metrics import new_counters
+from rowcast.trainer.execute.page_locking import pinned
+from rowcast.trainer.execute.streams import make_streams
+from rowcast.trainer.models.dense_state import Tensors
+from rowcast.trainer.models.runner import StepRunner
+from rowcast.trainer.report.report_json import Evaluation
+from rowcast.trainer.run.handshake import hello, make_records
 
 BACK_PLANS = 4  # plans whose victims the ring on the way back holds
 GUARDS = 4096  # bytes of a piece beside its payload, at most
@@ -64,14 +64,18 @@ def pack(recorded: RecordedPlan, groups: Sequence[GroupSpec]) -> Packed:
 class Peer:
     """The prefetcher's end."""
 
-    def __init__(self, conversation: Conversation, messages: Sequence[StepReady], depth: int, back_ring: RingReader) -> None:
+    def __init__(
+        self, conversation: Conversation, messages: Sequence[StepReady], depth: int, back_ring: RingReader
+    ) -> None:
         self.done_s: list[float] = []  # when each step was reported done
         self._conversation = conversation
         self._messages = messages
         self._depth = depth
         self._back_ring = back_ring
         self._num_sent = 0
-        conversation.listen({RowsBack: self._rows_back, StepDone: lambda message: self.done_s.append(time.perf_counter())})
+        conversation.listen(
+            {RowsBack: self._rows_back, StepDone: lambda message: self.done_s.append(time.perf_counter())}
+        )
 
     def advance(self) -> bool:
         heard = self._conversation.advance()
@@ -107,7 +111,9 @@ class Losses:
 class Replay:
     """A context: rings are pinned while it lasts."""
 
-    def __init__(self, job: Job, batches: Sequence[ScheduledBatch], slots: tuple[int, ...], device: torch.device) -> None:
+    def __init__(
+        self, job: Job, batches: Sequence[ScheduledBatch], slots: tuple[int, ...], device: torch.device
+    ) -> None:
         self.groups = group_specs(job)
         packed = [pack(recorded, self.groups) for recorded in recorded_plans(job, batches, slots)]
         self.num_steps = len(packed)
@@ -129,7 +135,9 @@ class Replay:
         self._make()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self._stack.close()
 
     def _message(self, packed: Packed, writer: RingWriter) -> StepReady:

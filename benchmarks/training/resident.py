@@ -18,17 +18,17 @@ from torch import Tensor
 
 from benchmarks.training.outcome import LOSSES, Outcome, tell
 from benchmarks.training.recorded import RecordedPlan, recorded_plans, slots_for, touched, train_batches
-from prefetcher.stores.initializer import first_records
-from protocol.batch import ScheduledBatch
-from protocol.cores import usable_cores
-from protocol.job import Job
-from protocol.job_file import load_job
-from protocol.messages import PlanHeader
-from protocol.packing import plan_block, plan_header
-from protocol.tables import group_specs
-from trainer.cache import unpack
-from trainer.runner import StepRunner
-from trainer.streams import choose_device
+from rowcast.job.file import load_job
+from rowcast.job.schema import Job
+from rowcast.job.tables import group_specs
+from rowcast.prefetcher.stores.first_values import first_records
+from rowcast.protocol.batch import ScheduledBatch
+from rowcast.protocol.messages import PlanHeader
+from rowcast.protocol.packing import plan_block, plan_header
+from rowcast.runtime.cores import usable_cores
+from rowcast.trainer.execute.cache import unpack
+from rowcast.trainer.execute.streams import choose_device
+from rowcast.trainer.models.runner import StepRunner
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,13 +46,17 @@ class ResidentRows:
     def __init__(self, job: Job, slots: tuple[int, ...], device: torch.device) -> None:
         self._job = job
         self._groups = group_specs(job)
-        self.records = [torch.zeros(n, group.record_floats, device=device) for n, group in zip(slots, self._groups, strict=True)]
+        self.records = [
+            torch.zeros(n, group.record_floats, device=device) for n, group in zip(slots, self._groups, strict=True)
+        ]
 
     def fill(self, recorded: RecordedPlan) -> None:
         for group, own, records in zip(self._groups, recorded.plan.groups, self.records, strict=True):
             assert not len(own.evict), f"{len(own.evict)} rows would leave a cache that holds all"
             rows = first_records(group, self._job.job.seed, own.fetch.keys).view(np.float32)
-            records[torch.from_numpy(own.fetch.slots).long().to(records.device)] = torch.from_numpy(rows).to(records.device)
+            records[torch.from_numpy(own.fetch.slots).long().to(records.device)] = torch.from_numpy(rows).to(
+                records.device
+            )
 
 
 def step_inputs(recorded: RecordedPlan, device: torch.device) -> ResidentStep:
@@ -60,7 +64,9 @@ def step_inputs(recorded: RecordedPlan, device: torch.device) -> ResidentStep:
     content = np.empty(block.nbytes, np.uint8)
     block.write(0, content)
     header = plan_header(recorded.batch, recorded.plan, block)
-    return ResidentStep(step=recorded.plan.step, header=header, arrays=unpack(torch.from_numpy(content).to(device), block.specs))
+    return ResidentStep(
+        step=recorded.plan.step, header=header, arrays=unpack(torch.from_numpy(content).to(device), block.specs)
+    )
 
 
 class ResidentRun:

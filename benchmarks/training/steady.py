@@ -4,7 +4,7 @@ A machine that is shared changes its speed from minute to minute. Turns of whole
 Starts and last barriers are not in it; the first values of rows are, where the run is in its first epoch. Medians over all turns, ratios
 within a round.
 
-    rowcast              both processes, started by deploy.local
+    rowcast              both processes, started by rowcast.deploy.local
     rowcast, background  the same with prefetcher.background = true
     stock                one process, nn.EmbeddingBag(sparse=True) and torch.optim, every row in memory
     stock, worker        the same, with a DataLoader's worker process that decodes the batches
@@ -32,7 +32,7 @@ from benchmarks.machine import machine
 from benchmarks.processes import turns
 from benchmarks.training import ours
 from benchmarks.training.recorded import touched, train_batches
-from protocol.job_file import load_job
+from rowcast.job.file import load_job
 
 RESULTS = Path(__file__).parents[1] / "results"
 START_S = 120.0
@@ -61,7 +61,10 @@ class Contestant:
     def __init__(self, command: Sequence[str], port: int) -> None:
         """`port`: where it counts."""
         self._process = subprocess.Popen(
-            [sys.executable, "-m", *command], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
+            [sys.executable, "-m", *command],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
         )
         self._port = port
 
@@ -83,7 +86,9 @@ class Contestant:
         self._signal(signal.SIGSTOP)
         if self._process.poll() is not None:
             raise RuntimeError(f"{self._process.args!r} ended within its turns; give it more epochs")
-        return Turn(wall_s=ended_s - began_s, samples=after[SAMPLES] - before[SAMPLES], waited_s=after[WAITS] - before[WAITS])
+        return Turn(
+            wall_s=ended_s - began_s, samples=after[SAMPLES] - before[SAMPLES], waited_s=after[WAITS] - before[WAITS]
+        )
 
     def end(self) -> None:
         if self._process.poll() is None:
@@ -126,11 +131,13 @@ def commands(config: Path, settings: Sequence[str], capacity: str, folder: Path)
             f'metrics.prefetcher="127.0.0.1:{prefetcher_port}"',
             f'job.run_dir="{folder / background}"',
         ]
-        found[name] = (["deploy.local", *given, *(f"--set={setting}" for setting in own)], trainer_port)
+        found[name] = (["rowcast.deploy.local", *given, *(f"--set={setting}" for setting in own)], trainer_port)
     return found
 
 
-def in_turn(started: dict[str, tuple[list[str], int]], warm_samples: int, rounds: int, seconds: float) -> dict[str, list[Turn]]:
+def in_turn(
+    started: dict[str, tuple[list[str], int]], warm_samples: int, rounds: int, seconds: float
+) -> dict[str, list[Turn]]:
     found: dict[str, list[Turn]] = {name: [] for name in started}
     with ExitStack() as stack:
         contestants = {}
@@ -183,7 +190,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="rowcast-bench-") as folder:
         started = commands(options.config, settings, capacity, Path(folder))
         found = in_turn(started, WARM_STEPS * job.data.batch_size, options.rounds, options.seconds)
-    told = [setting for setting in settings if not setting.startswith("data.path")]  # where the data lies says nothing of the figures
+    # where the data lies says nothing of the figures
+    told = [setting for setting in settings if not setting.startswith("data.path")]
     print(f"{options.config.name} {' '.join(told)}, {options.rounds} rounds of {options.seconds:g} s")
     print(table(found))
     medians = {name: statistics.median(ratios(found, name)) for name in found}

@@ -22,15 +22,15 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from benchmarks.training.outcome import LOSSES, Outcome, tell
-from prefetcher.readers.base import open_reader
-from prefetcher.readers.schedule import schedule
-from prefetcher.stores.initializer import initial_rows
-from protocol.batch import Batch
-from protocol.cores import usable_cores
-from protocol.job import Job, SparseOptimizer
-from protocol.job_file import load_job
-from protocol.tables import TableSpec, table_specs
-from trainer.models import build_dense_optimizer, build_model, mean_loss
+from rowcast.job.file import load_job
+from rowcast.job.schema import Job, SparseOptimizer
+from rowcast.job.tables import TableSpec, table_specs
+from rowcast.prefetcher.readers.reader import open_reader
+from rowcast.prefetcher.readers.schedule import schedule
+from rowcast.prefetcher.stores.first_values import initial_rows
+from rowcast.protocol.batch import Batch
+from rowcast.runtime.cores import usable_cores
+from rowcast.trainer.models import build_dense_optimizer, build_model, mean_loss
 
 ARRAYS = ("dense", "labels", "ids", "offsets")  # of a batch; bags with weights are not compared
 DECODED_AHEAD = 4  # batches
@@ -46,11 +46,15 @@ class StockEmbeddings(nn.Module):
 
     def _bag(self, job: Job, table: TableSpec, device: torch.device) -> nn.EmbeddingBag:
         rows = initial_rows(job.job.seed, table, np.arange(table.num_embeddings, dtype=np.int64))
-        return nn.EmbeddingBag.from_pretrained(torch.from_numpy(rows).to(device), freeze=False, mode=table.pooling, sparse=True)
+        return nn.EmbeddingBag.from_pretrained(
+            torch.from_numpy(rows).to(device), freeze=False, mode=table.pooling, sparse=True
+        )
 
     def forward(self, inputs: Sequence[tuple[Tensor, Tensor]]) -> list[Tensor]:
         """`inputs`: ids i64 [n] and offsets i64 [B] of each feature."""
-        bags = chain.from_iterable([bag] * len(table.features) for bag, table in zip(self.bags, self.tables, strict=True))
+        bags = chain.from_iterable(
+            [bag] * len(table.features) for bag, table in zip(self.bags, self.tables, strict=True)
+        )
         return [bag(ids, offsets) for bag, (ids, offsets) in zip(bags, inputs, strict=True)]
 
 
@@ -71,7 +75,9 @@ def sparse_optimizer(settings: SparseOptimizer, parameters: Iterator[nn.Paramete
         return torch.optim.SGD(parameters, lr=settings.lr)
     if settings.kind == "adam":
         return torch.optim.SparseAdam(parameters, lr=settings.lr, betas=settings.betas, eps=settings.epsilon)
-    return torch.optim.Adagrad(parameters, lr=settings.lr, eps=settings.epsilon, initial_accumulator_value=settings.initial_accumulator)
+    return torch.optim.Adagrad(
+        parameters, lr=settings.lr, eps=settings.epsilon, initial_accumulator_value=settings.initial_accumulator
+    )
 
 
 def train_batches(job: Job, steps: int | None) -> Iterator[Batch]:
@@ -108,12 +114,17 @@ def run(
     embeddings = StockEmbeddings(job, tables)
     batches = decoded_by_worker(job, steps) if worker else train_batches(job, steps)
     model = build_model(job, open_reader(job).num_dense).to(device)
-    dense, sparse = build_dense_optimizer(job, model.parameters()), sparse_optimizer(job.optimizer.sparse, embeddings.parameters())
+    dense, sparse = (
+        build_dense_optimizer(job, model.parameters()),
+        sparse_optimizer(job.optimizer.sparse, embeddings.parameters()),
+    )
     losses: list[Tensor] = []
     samples, began_s, began_cpu_s = 0, time.perf_counter(), time.process_time()
     for batch in batches:
         pooled = [own.to(device) for own in embeddings(inputs_of(batch, len(job.features), tables))]
-        loss = mean_loss(model(torch.from_numpy(batch.dense).to(device), pooled), torch.from_numpy(batch.labels).to(device))
+        loss = mean_loss(
+            model(torch.from_numpy(batch.dense).to(device), pooled), torch.from_numpy(batch.labels).to(device)
+        )
         dense.zero_grad()
         sparse.zero_grad()
         torch.autograd.backward(loss)

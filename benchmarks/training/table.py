@@ -27,9 +27,9 @@ from benchmarks.training import ours
 from benchmarks.training.free_cores import free_cores
 from benchmarks.training.recorded import touched, train_batches
 from benchmarks.training.steady import RESULTS, STOCKS, WARM_STEPS, Turn, commands, faster_stock, in_turn, ratios, speed
-from protocol.cores import usable_cores
-from protocol.job import Job
-from protocol.job_file import load_job
+from rowcast.job.file import load_job
+from rowcast.job.schema import Job
+from rowcast.runtime.cores import usable_cores
 
 CONFIG = Path(__file__).parents[2] / "examples" / "retail.toml"
 CAPACITY = 10.0  # percent of the rows that an epoch touches
@@ -125,7 +125,9 @@ def main() -> None:
         print(lines[-1], file=sys.stderr, flush=True)
         speeds = {name: [turn.samples_per_s for turn in own] for name, own in found.items()}
         content.append({"settings": cell.settings, "free_cores": free, "samples_per_s": speeds})
-    print(f"{options.rounds} rounds of {options.seconds:g} s, {usable_cores()} cores, a cache of {CAPACITY:g} % of the rows touched")
+    print(
+        f"{options.rounds} rounds of {options.seconds:g} s, {usable_cores()} cores, a cache of {CAPACITY:g} % of the rows touched"
+    )
     print("\n".join(lines))
     results = {"machine": machine(), "rounds": options.rounds, "seconds": options.seconds, "cells": content}
     (RESULTS / f"speed-{options.name}.json").write_text(json.dumps(results, indent=1) + "\n")

@@ -1,4 +1,4 @@
-"""Makes Grafana's dashboard of panels.toml: `python -m deploy.grafana.generate` writes dashboards/rowcast.json."""
+"""Makes Grafana's dashboard of panels.toml: `python -m rowcast.deploy.grafana.generate` writes dashboards/rowcast.json."""
 
 import json
 import math
@@ -86,7 +86,14 @@ def panels(rows: Sequence[Row]) -> Iterator[Json]:
     """Rows from top to bottom, their panels from left to right; a panel that does not fit begins a new line."""
     number, y = 1, 0
     for row in rows:
-        yield {"id": number, "type": "row", "title": row.title, "collapsed": False, "gridPos": grid(0, y, WIDTH, 1), "panels": []}
+        yield {
+            "id": number,
+            "type": "row",
+            "title": row.title,
+            "collapsed": False,
+            "gridPos": grid(0, y, WIDTH, 1),
+            "panels": [],
+        }
         number, x, y, height = number + 1, 0, y + 1, 0
         for panel in row.panels:
             if x + panel.width > WIDTH:
@@ -141,7 +148,13 @@ def options(panel: Panel) -> Json:
         legend = {"displayMode": "list", "placement": "bottom", "showLegend": True, "calcs": []}
         return {"legend": legend, "tooltip": {"mode": "multi", "sort": "desc"}}
     if panel.kind == "bargauge":
-        return {"orientation": "horizontal", "displayMode": "basic", "valueMode": "text", "showUnfilled": True, "reduceOptions": latest}
+        return {
+            "orientation": "horizontal",
+            "displayMode": "basic",
+            "valueMode": "text",
+            "showUnfilled": True,
+            "reduceOptions": latest,
+        }
     named = panel.show == "name"
     return {
         "textMode": "name" if named else "value_and_name" if len(panel.queries) > 1 else "value",

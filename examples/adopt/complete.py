@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
-import trainer
+import rowcast
 from examples.adopt.inference import Model
-from trainer import EmbeddingBagConfig
+from rowcast import EmbeddingBagConfig
 
 ROWS = {"user": 4_000, "item": 3_000, "shop": 50}
 CONFIGS = [
@@ -38,7 +38,11 @@ class Clicks(Dataset[dict[str, Any]]):
         return len(self.hour)
 
     def __getitem__(self, i: int) -> dict[str, Any]:
-        return {"dense": self.hour[i], "sparse": {name: own[i] for name, own in self.ids.items()}, "labels": self.clicked[i].float()}
+        return {
+            "dense": self.hour[i],
+            "sparse": {name: own[i] for name, own in self.ids.items()},
+            "labels": self.clicked[i].float(),
+        }
 
 
 def open_clicks(samples: int = 4_000) -> Callable[[str, int], Iterable[Any]]:
@@ -78,12 +82,12 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=Path(), help="where best.pt and last.pt go")
     options = parser.parse_args()
     torch.manual_seed(0)
-    embeddings = trainer.EmbeddingBagCollection(CONFIGS, optimizer={"kind": "adagrad", "lr": 0.03}, capacity="200KB")
+    embeddings = rowcast.EmbeddingBagCollection(CONFIGS, optimizer={"kind": "adagrad", "lr": 0.03}, capacity="200KB")
     model = Model(embeddings)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.003)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.5)
     best = Best()
-    loader = trainer.connect(
+    loader = rowcast.connect(
         embeddings,
         "examples.adopt.complete:open_clicks",
         epochs=options.epochs,
@@ -108,13 +112,16 @@ def main() -> None:
         assert found is not None, "each epoch ends with an evaluation"
         if best.is_beaten_by(found.logloss, epoch):
             torch.save(model.state_dict(), options.folder / "best.pt")
-        print(f"epoch {epoch}: validation loss {found.logloss:.6f}, AUC {found.auc:.4f}, best in epoch {best.epoch}", flush=True)
+        print(
+            f"epoch {epoch}: validation loss {found.logloss:.6f}, AUC {found.auc:.4f}, best in epoch {best.epoch}",
+            flush=True,
+        )
         schedule.step()
     torch.save(model.state_dict(), options.folder / "last.pt")
     print(f"best validation loss {best.loss:.6f}, in epoch {best.epoch}")
 
 
-def train(model: Model, optimizer: torch.optim.Optimizer, batch: Any, loader: trainer.Loader) -> None:
+def train(model: Model, optimizer: torch.optim.Optimizer, batch: Any, loader: rowcast.Loader) -> None:
     logits: Tensor = model(batch.dense_features, batch.sparse_features)
     loss = nn.functional.binary_cross_entropy_with_logits(logits, batch.labels)
     optimizer.zero_grad()

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 
 from torch import Tensor, nn
 
-from trainer import EmbeddingBagConfig
+from rowcast import EmbeddingBagConfig
 
 
 class EmbeddingBags(nn.Module):
@@ -14,7 +14,10 @@ class EmbeddingBags(nn.Module):
         super().__init__()
         self.features = [config.feature_names[0] for config in configs]
         self.embedding_bags = nn.ModuleDict(
-            {config.name: nn.EmbeddingBag(config.num_embeddings, config.embedding_dim, mode="sum") for config in configs}
+            {
+                config.name: nn.EmbeddingBag(config.num_embeddings, config.embedding_dim, mode="sum")
+                for config in configs
+            }
         )
 
     def forward(self, ids: Tensor) -> dict[str, Tensor]:
@@ -28,10 +31,15 @@ class Embeddings(nn.Module):
     def __init__(self, configs: Sequence[EmbeddingBagConfig]) -> None:
         super().__init__()
         self.features = [config.feature_names[0] for config in configs]
-        self.embedding_bags = nn.ModuleDict({config.name: nn.Embedding(config.num_embeddings, config.embedding_dim) for config in configs})
+        self.embedding_bags = nn.ModuleDict(
+            {config.name: nn.Embedding(config.num_embeddings, config.embedding_dim) for config in configs}
+        )
 
     def forward(self, ids: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        return {feature: pooled(table, ids[feature]) for feature, table in zip(self.features, self.embedding_bags.values(), strict=True)}
+        return {
+            feature: pooled(table, ids[feature])
+            for feature, table in zip(self.features, self.embedding_bags.values(), strict=True)
+        }
 
 
 def pooled(table: nn.Module, ids: Tensor) -> Tensor:

@@ -30,7 +30,9 @@ class Tables(nn.Module):
 
     def __init__(self, weights: Mapping[str, Tensor]) -> None:
         super().__init__()
-        self.embedding_bags = nn.ModuleDict({name: nn.EmbeddingBag.from_pretrained(weights[name], mode="sum") for name in NAMES})
+        self.embedding_bags = nn.ModuleDict(
+            {name: nn.EmbeddingBag.from_pretrained(weights[name], mode="sum") for name in NAMES}
+        )
 
     def forward(self, ids: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return {name: bag(ids[name][:, None]) for name, bag in self.embedding_bags.items()}
@@ -50,7 +52,9 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=int, default=0)
     options = parser.parse_args()
     with torch.no_grad():
-        logits = load(options.model)(torch.tensor([[0.5]]), {name: torch.tensor([getattr(options, name)]) for name in NAMES})
+        logits = load(options.model)(
+            torch.tensor([[0.5]]), {name: torch.tensor([getattr(options, name)]) for name in NAMES}
+        )
     print(f"probability of a click: {torch.sigmoid(logits).item():.4f}")
 
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from examples.adopt.in_memory import Embeddings
-from trainer import EmbeddingBagConfig
+from rowcast import EmbeddingBagConfig
 
 CONFIGS = [
     EmbeddingBagConfig(name="articles", num_embeddings=20_000, embedding_dim=8, feature_names=["article"]),
@@ -67,7 +67,9 @@ def main() -> None:
     losses = []
     for epoch in range(EPOCHS):
         for batch in loader:
-            loss = nn.functional.binary_cross_entropy_with_logits(model(batch["dense"], batch["sparse"]), batch["labels"])
+            loss = nn.functional.binary_cross_entropy_with_logits(
+                model(batch["dense"], batch["sparse"]), batch["labels"]
+            )
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()

@@ -9,8 +9,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
-import trainer
-from trainer import EmbeddingBagConfig
+import rowcast
+from rowcast import EmbeddingBagConfig
 
 CONFIGS = [
     EmbeddingBagConfig(name="articles", num_embeddings=20_000, embedding_dim=8, feature_names=["article"]),
@@ -58,16 +58,18 @@ def main() -> None:
     parser.add_argument("--end", type=Path, help="where the state dict goes that it ends with, and the losses")
     options = parser.parse_args()
     torch.manual_seed(0)
-    embeddings = trainer.EmbeddingBagCollection(CONFIGS, optimizer={"kind": "adagrad", "lr": LR}, capacity="200KB")
+    embeddings = rowcast.EmbeddingBagCollection(CONFIGS, optimizer={"kind": "adagrad", "lr": LR}, capacity="200KB")
     model = Model(embeddings)
     if options.start:
         model.load_state_dict(load_file(options.start))
     optimizer = torch.optim.Adagrad(model.parameters(), lr=LR)
-    loader = trainer.connect(embeddings, "examples.adopt.own_dataset_adopted:open_clicks", epochs=EPOCHS)
+    loader = rowcast.connect(embeddings, "examples.adopt.own_dataset_adopted:open_clicks", epochs=EPOCHS)
     losses = []
     for epoch in range(EPOCHS):
         for batch in loader:
-            loss = nn.functional.binary_cross_entropy_with_logits(model(batch["dense"], batch["sparse"]), batch["labels"])
+            loss = nn.functional.binary_cross_entropy_with_logits(
+                model(batch["dense"], batch["sparse"]), batch["labels"]
+            )
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()

@@ -9,13 +9,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-import trainer
-from trainer import EmbeddingBagConfig
+import rowcast
+from rowcast import EmbeddingBagConfig
 
 DIM, LR = 8, 0.05
 ROWS = [40_000, 5_000, 100]
 CONFIGS = [
-    EmbeddingBagConfig(name=f"t_{i}", num_embeddings=rows, embedding_dim=DIM, feature_names=[f"cat_{i}"]) for i, rows in enumerate(ROWS)
+    EmbeddingBagConfig(name=f"t_{i}", num_embeddings=rows, embedding_dim=DIM, feature_names=[f"cat_{i}"])
+    for i, rows in enumerate(ROWS)
 ]
 
 
@@ -52,12 +53,12 @@ def main() -> None:
     parser.add_argument("--end", type=Path, help="where the state dict goes that it ends with, and the losses")
     options = parser.parse_args()
     torch.manual_seed(0)
-    embeddings = trainer.EmbeddingBagCollection(CONFIGS, optimizer={"kind": "adagrad", "lr": LR}, capacity="200KB")
+    embeddings = rowcast.EmbeddingBagCollection(CONFIGS, optimizer={"kind": "adagrad", "lr": LR}, capacity="200KB")
     model = DLRM(embeddings)
     if options.start:
         model.load_state_dict(load_file(options.start))
     optimizer = torch.optim.Adagrad(model.parameters(), lr=LR)
-    loader = trainer.connect(embeddings, "examples.adopt.plain_dlrm_adopted:open_clicks")
+    loader = rowcast.connect(embeddings, "examples.adopt.plain_dlrm_adopted:open_clicks")
     losses = []
     for dense, ids, labels in loader:
         loss = nn.functional.binary_cross_entropy_with_logits(model(dense, ids), labels)

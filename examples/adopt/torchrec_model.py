@@ -26,8 +26,14 @@ def open_clicks(batches: int = 30, size: int = 128) -> Iterator[Batch]:
         lengths = torch.cat([torch.ones(size, dtype=torch.long), torch.randint(4, (2 * size,), generator=random)])
         articles = (torch.rand(size, generator=random) ** 3 * 20_000).long()
         tags = torch.randint(3_000, (int(lengths[size:].sum()),), generator=random)
-        sparse = KeyedJaggedTensor(keys=["article", "tag", "past_tag"], values=torch.cat([articles, tags]), lengths=lengths)
-        yield Batch(dense_features=torch.rand(size, 4, generator=random), sparse_features=sparse, labels=(articles % 2 == 0).long())
+        sparse = KeyedJaggedTensor(
+            keys=["article", "tag", "past_tag"], values=torch.cat([articles, tags]), lengths=lengths
+        )
+        yield Batch(
+            dense_features=torch.rand(size, 4, generator=random),
+            sparse_features=sparse,
+            labels=(articles % 2 == 0).long(),
+        )
 
 
 def main() -> None:
@@ -37,7 +43,9 @@ def main() -> None:
     options = parser.parse_args()
     torch.manual_seed(0)
     embeddings = EmbeddingBagCollection(tables=CONFIGS)
-    model = DLRMTrain(DLRM(embeddings, dense_in_features=4, dense_arch_layer_sizes=[16, 8], over_arch_layer_sizes=[16, 1]))
+    model = DLRMTrain(
+        DLRM(embeddings, dense_in_features=4, dense_arch_layer_sizes=[16, 8], over_arch_layer_sizes=[16, 1])
+    )
     if options.start:
         model.load_state_dict(load_file(options.start))
     optimizer = torch.optim.Adagrad(model.parameters(), lr=LR)

@@ -11,7 +11,7 @@ from torchrec.models.dlrm import DLRM, DLRMTrain
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-import trainer
+import rowcast
 
 LR = 0.05
 CONFIGS = [
@@ -27,8 +27,14 @@ def open_clicks(batches: int = 30, size: int = 128) -> Iterator[Batch]:
         lengths = torch.cat([torch.ones(size, dtype=torch.long), torch.randint(4, (2 * size,), generator=random)])
         articles = (torch.rand(size, generator=random) ** 3 * 20_000).long()
         tags = torch.randint(3_000, (int(lengths[size:].sum()),), generator=random)
-        sparse = KeyedJaggedTensor(keys=["article", "tag", "past_tag"], values=torch.cat([articles, tags]), lengths=lengths)
-        yield Batch(dense_features=torch.rand(size, 4, generator=random), sparse_features=sparse, labels=(articles % 2 == 0).long())
+        sparse = KeyedJaggedTensor(
+            keys=["article", "tag", "past_tag"], values=torch.cat([articles, tags]), lengths=lengths
+        )
+        yield Batch(
+            dense_features=torch.rand(size, 4, generator=random),
+            sparse_features=sparse,
+            labels=(articles % 2 == 0).long(),
+        )
 
 
 def main() -> None:
@@ -37,12 +43,14 @@ def main() -> None:
     parser.add_argument("--end", type=Path, help="where the state dict goes that it ends with, and the losses")
     options = parser.parse_args()
     torch.manual_seed(0)
-    embeddings = trainer.EmbeddingBagCollection(CONFIGS, optimizer={"kind": "adagrad", "lr": LR}, capacity="200KB")
-    model = DLRMTrain(DLRM(embeddings, dense_in_features=4, dense_arch_layer_sizes=[16, 8], over_arch_layer_sizes=[16, 1]))
+    embeddings = rowcast.EmbeddingBagCollection(CONFIGS, optimizer={"kind": "adagrad", "lr": LR}, capacity="200KB")
+    model = DLRMTrain(
+        DLRM(embeddings, dense_in_features=4, dense_arch_layer_sizes=[16, 8], over_arch_layer_sizes=[16, 1])
+    )
     if options.start:
         model.load_state_dict(load_file(options.start))
     optimizer = torch.optim.Adagrad(model.parameters(), lr=LR)
-    loader = trainer.connect(embeddings, "examples.adopt.torchrec_model_adopted:open_clicks")
+    loader = rowcast.connect(embeddings, "examples.adopt.torchrec_model_adopted:open_clicks")
     losses = []
     for batch in loader:
         loss, _ = model(batch)

@@ -1,0 +1,1 @@
+"""Checkpoints: taken at a barrier, written while training continues, restored, merged, exported and imported."""

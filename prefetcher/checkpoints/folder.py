@@ -14,16 +14,26 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
-from prefetcher.checkpoints.row_files import Steps
-from protocol.disk import Disk
-from protocol.errors import ConfigError, DataError, RowcastError
-from protocol.faults import crash_point
-from protocol.manifest import FOLDER_NAME, MANIFEST_NAME, DenseFile, Manifest, RowFile, beside, checked_file, read_manifest
-from protocol.rundir import COMPLETE
+from rowcast.prefetcher.checkpoints.row_files import Steps
+from rowcast.runtime.checkpoint_manifest import (
+    FOLDER_NAME,
+    MANIFEST_NAME,
+    DenseFile,
+    Manifest,
+    RowFile,
+    beside,
+    checked_file,
+    read_manifest,
+)
+from rowcast.runtime.crash_points import crash_point
+from rowcast.runtime.disk import Disk
+from rowcast.runtime.errors import ConfigError, DataError, RowcastError
+from rowcast.runtime.run_directory import COMPLETE
 
 CheckpointFile = RowFile | DenseFile
 FOLDER = "checkpoints"
-IMPORT = "import"  # the reason of a checkpoint that was made from a file or another run: nothing was trained in this one yet
+# the reason of a checkpoint that was made from a file or another run: nothing was trained in this one yet
+IMPORT = "import"
 
 
 class Log(Protocol):
@@ -36,7 +46,9 @@ def carry_out(steps: Steps) -> None:
         for _ in steps:
             pass
     except OSError as error:
-        raise RowcastError(f"{error.filename}: what an earlier run left cannot be put in order ({error.strerror}); see to it") from None
+        raise RowcastError(
+            f"{error.filename}: what an earlier run left cannot be put in order ({error.strerror}); see to it"
+        ) from None
 
 
 class Checkpoints:
@@ -46,7 +58,8 @@ class Checkpoints:
         self.disk = disk
         self._run_dir = run_dir
         current = run_dir / FOLDER
-        self.root = self._current = current.resolve() if current.is_symlink() else current  # the link stays, whatever takes its place
+        # the link stays, whatever takes its place
+        self.root = self._current = current.resolve() if current.is_symlink() else current
         self._new, self._earlier = beside(self._current)
 
     # an earlier run and a fresh one
@@ -79,7 +92,9 @@ class Checkpoints:
         """From now on these are the checkpoints of a fresh run, and there is none yet. The earlier run's stay as they are. Raises
         ConfigError where they could not be replaced."""
         if self._current.is_mount():
-            raise ConfigError(f"{self._current} is a mount point, which a fresh run cannot replace; mount {self._run_dir} instead")
+            raise ConfigError(
+                f"{self._current} is a mount point, which a fresh run cannot replace; mount {self._run_dir} instead"
+            )
         self.root = self._new
         if self._new.exists():
             self.disk.remove_tree(self._new)
@@ -171,7 +186,9 @@ class Checkpoints:
             return newest
         names = self.candidates()
         if name not in names:
-            raise ConfigError(f"{self.root} holds no checkpoint {name}; there is {', '.join(reversed(names)) or 'none'}")
+            raise ConfigError(
+                f"{self.root} holds no checkpoint {name}; there is {', '.join(reversed(names)) or 'none'}"
+            )
         return self.load(name)
 
     def keep(self, n: int, newest: Manifest) -> Steps:
@@ -201,7 +218,9 @@ class Checkpoints:
 
     def _clean(self, folder: Path, named: set[str]) -> Steps:
         entries = sorted(folder.iterdir())
-        left_over = [entry for entry in entries if entry.name != MANIFEST_NAME and f"{folder.name}/{entry.name}" not in named]
+        left_over = [
+            entry for entry in entries if entry.name != MANIFEST_NAME and f"{folder.name}/{entry.name}" not in named
+        ]
         if len(left_over) == len(entries):
             self.disk.remove_tree(folder)
             yield True
@@ -223,4 +242,6 @@ class Checkpoints:
     def _folders(self, root: Path) -> Iterator[Path]:
         """Newest first."""
         if root.is_dir():
-            yield from sorted((path for path in root.iterdir() if FOLDER_NAME.fullmatch(path.name) and path.is_dir()), reverse=True)
+            yield from sorted(
+                (path for path in root.iterdir() if FOLDER_NAME.fullmatch(path.name) and path.is_dir()), reverse=True
+            )

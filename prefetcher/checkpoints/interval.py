@@ -11,9 +11,9 @@ from pathlib import Path
 
 import msgspec
 
-from protocol.disk import Disk
-from protocol.errors import RowcastError
-from protocol.manifest import write_durably
+from rowcast.runtime.checkpoint_manifest import write_durably
+from rowcast.runtime.disk import Disk
+from rowcast.runtime.errors import RowcastError
 
 FILE = "interval.json"  # in the folder of the checkpoints
 LONGEST_MEASUREMENT_S = 15.0
@@ -44,7 +44,9 @@ def keep_interval(disk: Disk, root: Path, every: str, steps: int) -> None:
             disk.mkdir(root)
         write_durably(root / FILE, msgspec.json.encode(Interval(every=every, steps=steps)), disk)
     except OSError as error:
-        raise RowcastError(f"{root}: nothing can be written there ({error.strerror}); free space and run again") from None
+        raise RowcastError(
+            f"{root}: nothing can be written there ({error.strerror}); free space and run again"
+        ) from None
 
 
 class PaceMeter:
@@ -53,7 +55,8 @@ class PaceMeter:
     def __init__(self, seconds: float, start: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._seconds, self._start, self._clock = seconds, start, clock
         self._began: tuple[float, int] | None = None  # seconds, steps done then
-        self._is_warm = False  # one measurement was made and thrown away: caches fill and pages are touched while it lasts
+        # one measurement was made and thrown away: caches fill and pages are touched while it lasts
+        self._is_warm = False
 
     def steps(self, done: int, planned: int) -> int | None:
         """Train steps that take `seconds`; None: not known yet. `done`: steps done in this incarnation; `planned`: train steps of the run

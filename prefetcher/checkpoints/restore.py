@@ -6,12 +6,12 @@ from typing import Protocol
 
 import numpy as np
 
-from prefetcher.checkpoints.row_files import read_rows
-from prefetcher.checkpoints.tensors import BLOCK_BYTES
-from prefetcher.stores.base import Keys, Records, Ticket
-from protocol.faults import crash_point
-from protocol.manifest import Manifest, RowLayer, checked_file
-from protocol.tables import GroupSpec
+from rowcast.job.tables import GroupSpec
+from rowcast.prefetcher.checkpoints.row_files import read_rows
+from rowcast.prefetcher.checkpoints.tensor_files import BLOCK_BYTES
+from rowcast.prefetcher.stores.store import Keys, Records, Ticket
+from rowcast.runtime.checkpoint_manifest import Manifest, RowLayer, checked_file
+from rowcast.runtime.crash_points import crash_point
 
 
 class Restorable(Protocol):

@@ -13,13 +13,13 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from prefetcher.checkpoints.tensors import BLOCK_BYTES, TensorSpec, make_header
-from prefetcher.stores.base import Keys, Records
-from protocol.disk import Content, Disk
-from protocol.errors import DataError
-from protocol.faults import crash_point
-from protocol.manifest import RowFile, differs
-from protocol.tables import KEY_SHIFT, ROW_MASK, GroupSpec
+from rowcast.job.tables import KEY_SHIFT, ROW_MASK, GroupSpec
+from rowcast.prefetcher.checkpoints.tensor_files import BLOCK_BYTES, TensorSpec, make_header
+from rowcast.prefetcher.stores.store import Keys, Records
+from rowcast.runtime.checkpoint_manifest import RowFile, differs
+from rowcast.runtime.crash_points import crash_point
+from rowcast.runtime.disk import Content, Disk
+from rowcast.runtime.errors import DataError
 
 ROW_FILE_BYTES = 64 * 2**20
 
@@ -71,7 +71,9 @@ class RowFiles:
 
     def add(self, group: GroupSpec, keys: Keys, records: Records) -> Steps:
         """Groups come in order, a group's keys ascending. The arrays are used until their file is written."""
-        assert records.shape == (len(keys), group.record_bytes), f"records {records.shape} for {len(keys)} rows of {group.record_bytes}"
+        assert records.shape == (len(keys), group.record_bytes), (
+            f"records {records.shape} for {len(keys)} rows of {group.record_bytes}"
+        )
         if self._group is not group or self._gathered_bytes >= ROW_FILE_BYTES:
             yield from self.flush()
         if self._group is not group:
@@ -150,7 +152,9 @@ def read_rows(root: Path, group: GroupSpec, file: RowFile) -> Rows:
     header = row_file_header(file.num_rows, group.record_bytes)
     records_at = len(header) + 8 * file.num_rows
     if bytes(content[: len(header)]) != header or len(content) != records_at + file.num_rows * group.record_bytes:
-        raise DataError(f"{path}: not a file of {file.num_rows} rows of {group.record_bytes} bytes, as the manifest says")
+        raise DataError(
+            f"{path}: not a file of {file.num_rows} rows of {group.record_bytes} bytes, as the manifest says"
+        )
     keys = content[len(header) : records_at].view(np.int64)
     check_keys(path, group, file, keys)
     return keys, content[records_at:].reshape(file.num_rows, group.record_bytes)

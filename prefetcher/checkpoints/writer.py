@@ -15,17 +15,27 @@ from pathlib import Path
 
 import msgspec
 
-from prefetcher.checkpoints.folder import IMPORT, Checkpoints
-from prefetcher.checkpoints.handover import Complete, DensePiece, Handover, RowBlock
-from prefetcher.checkpoints.merge import layers_of, merged, must_merge
-from prefetcher.checkpoints.row_files import HashedFile, RowFiles, Steps, new_path
-from prefetcher.stores.base import Keys, Records
-from protocol.errors import RowcastError
-from protocol.faults import crash_point
-from protocol.job import Job
-from protocol.manifest import MANIFEST_NAME, MANIFEST_VERSION, DenseFile, Manifest, RowFile, RowLayer, folder_name, render, seal
-from protocol.position import Position
-from protocol.tables import GroupSpec
+from rowcast.job.schema import Job
+from rowcast.job.tables import GroupSpec
+from rowcast.prefetcher.checkpoints.folder import IMPORT, Checkpoints
+from rowcast.prefetcher.checkpoints.merge_layers import layers_of, merged, must_merge
+from rowcast.prefetcher.checkpoints.row_files import HashedFile, RowFiles, Steps, new_path
+from rowcast.prefetcher.checkpoints.write_queue import Complete, DensePiece, Handover, RowBlock
+from rowcast.prefetcher.stores.store import Keys, Records
+from rowcast.runtime.checkpoint_manifest import (
+    MANIFEST_NAME,
+    MANIFEST_VERSION,
+    DenseFile,
+    Manifest,
+    RowFile,
+    RowLayer,
+    folder_name,
+    render,
+    seal,
+)
+from rowcast.runtime.crash_points import crash_point
+from rowcast.runtime.errors import RowcastError
+from rowcast.runtime.position import Position
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -128,7 +138,9 @@ class CheckpointWriter:
             if begun.reason != IMPORT:
                 yield from self._checkpoints.take_over()
         except OSError as error:
-            raise RowcastError(f"{folder}: the checkpoint could not be written ({error.strerror}); free space and run again") from None
+            raise RowcastError(
+                f"{folder}: the checkpoint could not be written ({error.strerror}); free space and run again"
+            ) from None
         self.newest, self.seconds = manifest, time.perf_counter() - begun.began_s
         self._on_durable(self.seconds, self.bytes_written)
         try:
@@ -166,7 +178,9 @@ class CheckpointWriter:
             )
         )
         yield from self._publish(folder, manifest)
-        self._count([*rows.files, *(file for layer in layers for file in layer.files), *([dense] if dense else [])], folder)
+        self._count(
+            [*rows.files, *(file for layer in layers for file in layer.files), *([dense] if dense else [])], folder
+        )
         return manifest
 
     def _make_folder(self, folder: Path) -> Steps:
@@ -207,7 +221,9 @@ class CheckpointWriter:
             crash_point("dense file synced")
             yield True
         if dense.checksum != item.dense_checksum:
-            raise RowcastError(f"{path}: the dense side came with checksum {dense.checksum}, but the trainer sent {item.dense_checksum}")
+            raise RowcastError(
+                f"{path}: the dense side came with checksum {dense.checksum}, but the trainer sent {item.dense_checksum}"
+            )
         return DenseFile(file=f"{folder.name}/{path.name}", nbytes=dense.nbytes, checksum=dense.checksum)
 
     def _layers(self, written: list[RowFile], folder: Path) -> Generator[bool, None, tuple[RowLayer, ...]]:

@@ -8,7 +8,7 @@ times the plans in which the cache is filled once, which fetched not one row mor
 Only the plans and the budget decide, never time: two runs over the same data have the same horizon at every step.
 """
 
-from prefetcher.planner.group_planner import GroupPlanner
+from rowcast.prefetcher.planner.group_planner import GroupPlanner
 
 WHILE_FILLING = 8  # batches a plan
 SHARE = 16  # of the horizon, a plan, while there is something to guess

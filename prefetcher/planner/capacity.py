@@ -6,11 +6,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from prefetcher.planner.grouping import Grouper
-from protocol.batch import ScheduledBatch
-from protocol.errors import ConfigError
-from protocol.job import Job, parse_bytes
-from protocol.tables import GroupSpec, rows_in
+from rowcast.job.schema import Job, parse_bytes
+from rowcast.job.tables import GroupSpec, rows_in
+from rowcast.prefetcher.planner.grouping import Grouper
+from rowcast.protocol.batch import ScheduledBatch
+from rowcast.runtime.errors import ConfigError
 
 MEASURED_BATCHES = 32
 MAX_SLOTS = 2**31 - 1  # a slot is an int32
@@ -33,7 +33,9 @@ def measure(groups: tuple[GroupSpec, ...], batches: Sequence[ScheduledBatch]) ->
         grouper = Grouper(group, num_features)
         keys = [grouper.group(grouper.lookups(scheduled.batch)).keys for scheduled in batches[:MEASURED_BATCHES]]
         largest.append(max((len(some) for some in keys), default=0) or 1)  # a group may be touched later
-        distinct.append(len(np.unique(np.concatenate(keys))) if any(map(len, keys)) else untouched_share(group, batches))
+        distinct.append(
+            len(np.unique(np.concatenate(keys))) if any(map(len, keys)) else untouched_share(group, batches)
+        )
     return Touched(largest_batch_rows=tuple(largest), distinct_rows=tuple(distinct))
 
 
@@ -47,8 +49,12 @@ def job_slots(job: Job, groups: tuple[GroupSpec, ...], batches: Sequence[Schedul
     """Slots per group as a run of the job has them, from its first batches. `groups` are all groups of the job. Raises ConfigError."""
     rows = job.cache.capacity_rows
     nbytes = None if rows is not None else parse_bytes(job.cache.capacity)
-    fixed = {group.name: rows_in(group, job.cache.groups[group.name]) for group in groups if group.name in job.cache.groups}
-    return divide_capacity(groups, measure(groups, batches), capacity_bytes=nbytes, capacity_rows=rows, fixed_rows=fixed)
+    fixed = {
+        group.name: rows_in(group, job.cache.groups[group.name]) for group in groups if group.name in job.cache.groups
+    }
+    return divide_capacity(
+        groups, measure(groups, batches), capacity_bytes=nbytes, capacity_rows=rows, fixed_rows=fixed
+    )
 
 
 def divide_capacity(
@@ -81,7 +87,9 @@ def divide_capacity(
     rest_bytes = capacity_bytes - sum(map(operator.mul, slots, record_bytes))
     if rest_bytes < 0:
         others = [g for g in range(len(groups)) if groups[g].name not in fixed]
-        assert others, f"cache.groups takes {capacity_bytes - rest_bytes} bytes of {capacity_bytes}, which the job file refuses"
+        assert others, (
+            f"cache.groups takes {capacity_bytes - rest_bytes} bytes of {capacity_bytes}, which the job file refuses"
+        )
         least = [(slots[g], slots[g] * record_bytes[g]) for g in others]
         raise ConfigError(too_small(capacity_bytes, capacity_rows, rest_bytes, least, shared=len(others) < len(groups)))
     hand_out(slots, limits, shares, record_bytes, rest_bytes)
@@ -98,7 +106,9 @@ def fixed_slots(group: GroupSpec, rows: int, limit: int, largest_batch_rows: int
     return min(rows, limit)
 
 
-def too_small(capacity_bytes: int, capacity_rows: int | None, rest_bytes: int, least: list[tuple[int, int]], *, shared: bool) -> str:
+def too_small(
+    capacity_bytes: int, capacity_rows: int | None, rest_bytes: int, least: list[tuple[int, int]], *, shared: bool
+) -> str:
     """`least`: rows and bytes of the largest batch of each group that cache.groups does not name; it names some where `shared`."""
     rows = " + ".join(str(rows) for rows, _ in least)
     if capacity_rows is not None:

@@ -15,8 +15,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from prefetcher.planner.grouping import I64, SPREAD, U64
-from protocol.compiled import compiled_loop, prefetch
+from rowcast.prefetcher.planner.grouping import I64, SPREAD, U64
+from rowcast.runtime.compiled import compiled_loop, prefetch
 
 Records = npt.NDArray[np.void]
 
@@ -142,7 +142,9 @@ def copy_cells(old: U64, new: U64) -> None:
 def check_directory(directory: Directory, rows: Records) -> None:
     """Every key leads to its cell, and as many are counted as there are. Raises AssertionError."""
     used = np.flatnonzero(directory.cells != EMPTY)
-    assert len(used) == directory.num_tracked[0], f"{len(used)} cells are in use, but {directory.num_tracked[0]} rows are tracked"
+    assert len(used) == directory.num_tracked[0], (
+        f"{len(used)} cells are in use, but {directory.num_tracked[0]} rows are tracked"
+    )
     for cell in used.tolist():
         key = int(rows["key"][int(directory.cells[cell] & LOW) % len(rows)])
         found = int(locate(directory.cells, rows, key))

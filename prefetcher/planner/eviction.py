@@ -16,10 +16,10 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from prefetcher.planner.directory import Records
-from prefetcher.planner.grouping import I32, I64, sort_pairs
-from prefetcher.planner.horizon import DIRTY, NONE, PINNED, Ring
-from protocol.compiled import compiled, compiled_loop
+from rowcast.prefetcher.planner.directory import Records
+from rowcast.prefetcher.planner.grouping import I32, I64, sort_pairs
+from rowcast.prefetcher.planner.horizon import DIRTY, NONE, PINNED, Ring
+from rowcast.runtime.compiled import compiled, compiled_loop
 
 
 class Victims(NamedTuple):

@@ -4,13 +4,25 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from prefetcher.planner.directory import forget_all, new_directory, with_room
-from prefetcher.planner.eviction import Worth, in_order, new_victims, take_idle, take_least_worthy, take_queued
-from prefetcher.planner.grouping import I32, I64, sort_pairs
-from prefetcher.planner.horizon import DIRTY, NONE, Ring, Woken, close_gaps, enter, new_ring, queue_woken, use_rows, with_places, with_steps
-from protocol.compiled import compiled_loop
-from protocol.plan import RowMove
-from protocol.tables import GroupSpec
+from rowcast.job.tables import GroupSpec
+from rowcast.prefetcher.planner.directory import forget_all, new_directory, with_room
+from rowcast.prefetcher.planner.eviction import Worth, in_order, new_victims, take_idle, take_least_worthy, take_queued
+from rowcast.prefetcher.planner.grouping import I32, I64, sort_pairs
+from rowcast.prefetcher.planner.horizon import (
+    DIRTY,
+    NONE,
+    Ring,
+    Woken,
+    close_gaps,
+    enter,
+    new_ring,
+    queue_woken,
+    use_rows,
+    with_places,
+    with_steps,
+)
+from rowcast.protocol.plan import RowMove
+from rowcast.runtime.compiled import compiled_loop
 
 MOST_GAPS = 3  # in the line of idle rows, times the rows
 
@@ -89,7 +101,9 @@ class GroupPlanner:
         self.directory = with_room(self.directory, len(keys))
         self.ring = with_places(with_steps(self.ring, self._first_step, step), self._oldest, self._tail, len(keys))
         woken = Woken(np.empty(len(keys), np.int64), np.empty(len(keys), np.int32))
-        num_pinned, num_woken = enter(step, keys, self._head, self._tail, self._pinned, *self.directory, self.ring, woken)
+        num_pinned, num_woken = enter(
+            step, keys, self._head, self._tail, self._pinned, *self.directory, self.ring, woken
+        )
         queue_woken(step, self.ring, woken)
         self._num_idle -= num_woken
         self._tail += len(keys)

@@ -25,8 +25,8 @@ from typing import Protocol, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from protocol.compiled import compiled, compiled_loop
-from protocol.tables import KEY_SHIFT, GroupSpec
+from rowcast.job.tables import KEY_SHIFT, GroupSpec
+from rowcast.runtime.compiled import compiled, compiled_loop
 
 U16 = npt.NDArray[np.uint16]
 U32 = npt.NDArray[np.uint32]
@@ -48,7 +48,7 @@ FEW_ROWS = 1024  # distinct rows of a table in a batch that a hash in the neares
 
 
 class Lookups(Protocol):
-    """What the planner needs of a batch; fields as in `protocol.batch.Batch`."""
+    """What the planner needs of a batch; fields as in `rowcast.protocol.batch.Batch`."""
 
     @property
     def size(self) -> int: ...
@@ -157,7 +157,9 @@ class Grouper:
         self._check_ids(lookups, num_rows)
         row_starts = np.zeros(len(num_rows) + 1, np.int64)
         np.cumsum(num_rows, out=row_starts[1:])
-        parts = [slice(start, start + count) for start, count in zip(starts[:-1].tolist(), num_rows.tolist(), strict=True)]
+        parts = [
+            slice(start, start + count) for start, count in zip(starts[:-1].tolist(), num_rows.tolist(), strict=True)
+        ]
         offsets, sequence_offsets = self._bags(lookups)
         return Grouping(
             keys=np.concatenate([keys[part] for part in parts]),
@@ -176,7 +178,9 @@ class Grouper:
 
         def work(first: int, end: int) -> None:
             starts, rows = grouping.table_starts, grouping.row_starts
-            arrange_tables(first, end, grouping.order, grouping.segment_offsets, starts, rows, unique_slots, slots, order)
+            arrange_tables(
+                first, end, grouping.order, grouping.segment_offsets, starts, rows, unique_slots, slots, order
+            )
 
         self._pool.over_tables(grouping.table_starts, work)
         return slots, order
@@ -216,8 +220,12 @@ def consecutive_runs(positions: tuple[int, ...]) -> list[tuple[int, int]]:
 
 def check_shape(batch: Lookups, num_features: int) -> None:
     num_bags, num_lookups = num_features * batch.size, len(batch.ids)
-    assert max(num_bags, num_lookups) <= MAX_LOOKUPS, f"{num_bags} bags of {num_lookups} look-ups are more than {MAX_LOOKUPS}"
-    assert batch.weights is None or len(batch.weights) == num_lookups, f"{num_lookups} look-ups do not have one weight each"
+    assert max(num_bags, num_lookups) <= MAX_LOOKUPS, (
+        f"{num_bags} bags of {num_lookups} look-ups are more than {MAX_LOOKUPS}"
+    )
+    assert batch.weights is None or len(batch.weights) == num_lookups, (
+        f"{num_lookups} look-ups do not have one weight each"
+    )
     if batch.offsets is None:
         assert num_lookups == num_bags, f"{num_lookups} look-ups for {num_bags} single-hot bags"
         return
@@ -244,7 +252,9 @@ def joined_offsets(offsets: I64, runs: list[tuple[int, int]]) -> I32:
 
 def apart(of_features: list[I32], unpooled: tuple[int, ...]) -> I32:
     """Offsets of the bags of all features, [B + 1] of each, where every look-up of the `unpooled` ones is a bag."""
-    starts = [np.arange(own[0], own[-1], dtype=np.int32) if f in unpooled else own[:-1] for f, own in enumerate(of_features)]
+    starts = [
+        np.arange(own[0], own[-1], dtype=np.int32) if f in unpooled else own[:-1] for f, own in enumerate(of_features)
+    ]
     offsets = np.concatenate([*starts, of_features[-1][-1:]])
     assert len(offsets) - 1 <= MAX_LOOKUPS, f"{len(offsets) - 1} bags are more than {MAX_LOOKUPS}"
     return offsets
@@ -252,7 +262,16 @@ def apart(of_features: list[I32], unpooled: tuple[int, ...]) -> I32:
 
 @compiled
 def group_tables(
-    first: int, end: int, ids: I64, starts: I64, tables: I64, table_rows: I64, order: Order, keys: I64, ends: I32, num_rows: I64
+    first: int,
+    end: int,
+    ids: I64,
+    starts: I64,
+    tables: I64,
+    table_rows: I64,
+    order: Order,
+    keys: I64,
+    ends: I32,
+    num_rows: I64,
 ) -> None:
     """Groups tables `first` to `end` - 1. A table fills `keys` and the ends of their look-ups from its first look-up on; its
     `num_rows` becomes its distinct rows, or OUTSIDE where an id is not in the table."""
@@ -443,7 +462,15 @@ def count_runs(rows: I64, ends: I32) -> int:
 
 @compiled_loop
 def arrange_tables(
-    first: int, end: int, order: Order, segment_offsets: I32, starts: I64, row_starts: I64, unique_slots: I32, slots: I32, by_row: I32
+    first: int,
+    end: int,
+    order: Order,
+    segment_offsets: I32,
+    starts: I64,
+    row_starts: I64,
+    unique_slots: I32,
+    slots: I32,
+    by_row: I32,
 ) -> None:
     """Fills `slots` and `by_row` for tables `first` to `end` - 1."""
     for t in range(first, end):

@@ -20,10 +20,20 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from prefetcher.planner.directory import AHEAD, EMPTY, LOW, PLACE_BITS, Records, exchange, expect, hash_of, locate_place
-from prefetcher.planner.grouping import I32, I64, U64, Grouping, Lookups, sort_pairs
-from protocol.batch import Kind
-from protocol.compiled import compiled, compiled_loop, prefetch
+from rowcast.prefetcher.planner.directory import (
+    AHEAD,
+    EMPTY,
+    LOW,
+    PLACE_BITS,
+    Records,
+    exchange,
+    expect,
+    hash_of,
+    locate_place,
+)
+from rowcast.prefetcher.planner.grouping import I32, I64, U64, Grouping, Lookups, sort_pairs
+from rowcast.protocol.batch import Kind
+from rowcast.runtime.compiled import compiled, compiled_loop, prefetch
 
 NONE = -1  # no slot, no step: only inside the planner's arrays
 DIRTY, PINNED = 1, 2  # flags: trained since its fill or the last barrier; never leaves
@@ -36,7 +46,8 @@ OCCURRENCE = np.dtype(
         ("next_in", np.int32),
         ("step", np.int32),
         ("slot", np.int32),  # NONE: the row's state is not here
-        ("last_use", np.int32),  # last planned step that touches the row since its fill; not resident: that evicted it dirty
+        # last planned step that touches the row since its fill; not resident: that evicted it dirty
+        ("last_use", np.int32),
         ("flags", np.int32),  # not resident: PINNED or nothing
         ("worth", np.int32),  # see eviction.py
     ],
@@ -48,7 +59,7 @@ PLACE_BYTES = OCCURRENCE.itemsize + 4
 
 
 class ScheduledLookups(Protocol):
-    """A batch with its place in the run, as in `protocol.batch.ScheduledBatch`."""
+    """A batch with its place in the run, as in `rowcast.protocol.batch.ScheduledBatch`."""
 
     @property
     def step(self) -> int: ...
@@ -93,7 +104,9 @@ class Horizon:
         """The step that may enter now: the following one, and no further ahead than the next plan may know."""
         assert not self._ended, f"step {step} was added after the end of the data"
         assert self._following in (None, step), f"step {step} was added where step {self._following} follows"
-        assert self.wants > 0, f"step {step} was added where {len(self._known)} batches are known and {self.num_batches + 1} are enough"
+        assert self.wants > 0, (
+            f"step {step} was added where {len(self._known)} batches are known and {self.num_batches + 1} are enough"
+        )
 
     def append(self, batch: KnownBatch) -> None:
         self.check_next(batch.scheduled.step)
@@ -158,7 +171,9 @@ class Woken(NamedTuple):
 def new_ring(num_places: int = INITIAL_PLACES, num_steps: int = INITIAL_STEPS) -> Ring:
     """Both must be powers of two."""
     rows, queued = np.empty(num_places, OCCURRENCE), np.empty(num_places, np.int32)
-    return Ring(rows, queued, np.zeros(num_steps, np.int64), np.zeros(num_steps, np.int32), np.zeros(num_steps, np.int32))
+    return Ring(
+        rows, queued, np.zeros(num_steps, np.int64), np.zeros(num_steps, np.int32), np.zeros(num_steps, np.int32)
+    )
 
 
 def with_places(ring: Ring, oldest: int, tail: int, num_new: int) -> Ring:
@@ -265,7 +280,12 @@ def contains(ascending: I64, key: int) -> bool:
 @compiled_loop
 def hand_on(before: np.void, row: np.void) -> None:
     """Moves the state of a resident row to its next occurrence."""
-    row["slot"], row["last_use"], row["flags"], row["worth"] = before["slot"], before["last_use"], before["flags"], before["worth"]
+    row["slot"], row["last_use"], row["flags"], row["worth"] = (
+        before["slot"],
+        before["last_use"],
+        before["flags"],
+        before["worth"],
+    )
     before["slot"] = NONE
 
 
@@ -306,7 +326,9 @@ def close_gaps(rows: Records, cells: U64, oldest: int, head: int) -> int:
         if row["slot"] != NONE:
             free -= 1
             if free != place:
-                cells[locate_place(cells, row["key"], place)] = (hash_of(row["key"]) << PLACE_BITS) | (np.uint64(free) & LOW)
+                cells[locate_place(cells, row["key"], place)] = (hash_of(row["key"]) << PLACE_BITS) | (
+                    np.uint64(free) & LOW
+                )
                 rows[free & last] = row
                 row["slot"] = NONE
     return free

@@ -2,10 +2,10 @@
 
 import numpy as np
 
-from prefetcher.planner.directory import LOW, Records, check_directory, locate
-from prefetcher.planner.group_planner import GroupPlanner
-from prefetcher.planner.grouping import I32, I64
-from prefetcher.planner.horizon import DIRTY, NONE, PINNED, Ring
+from rowcast.prefetcher.planner.directory import LOW, Records, check_directory, locate
+from rowcast.prefetcher.planner.group_planner import GroupPlanner
+from rowcast.prefetcher.planner.grouping import I32, I64
+from rowcast.prefetcher.planner.horizon import DIRTY, NONE, PINNED, Ring
 
 
 def check_group(planner: GroupPlanner, known: list[tuple[int, I64]]) -> None:
@@ -23,9 +23,13 @@ def check_group(planner: GroupPlanner, known: list[tuple[int, I64]]) -> None:
     assert not len(both), f"{len(both)} of {len(idle)} idle rows are in the horizon"
     check_slots(planner, np.concatenate([resident["slot"], idle["slot"]]))
     num_dirty = int(sum(np.count_nonzero(rows["flags"] & DIRTY) for rows in (resident, idle)))
-    assert num_dirty == planner.occupancy.num_dirty, f"{num_dirty} dirty rows, but {planner.occupancy.num_dirty} were counted"
+    assert num_dirty == planner.occupancy.num_dirty, (
+        f"{num_dirty} dirty rows, but {planner.occupancy.num_dirty} were counted"
+    )
     num_tracked = len(first) + len(idle)
-    assert num_tracked == directory.num_tracked[0], f"{directory.num_tracked[0]} rows are tracked, but {num_tracked} are known"
+    assert num_tracked == directory.num_tracked[0], (
+        f"{directory.num_tracked[0]} rows are tracked, but {num_tracked} are known"
+    )
     check_queues(ring, resident, [step for step, _ in known])
 
 
@@ -45,7 +49,9 @@ def check_idle(planner: GroupPlanner, oldest: int, head: int) -> Records:
 
 def check_slots(planner: GroupPlanner, slots: I32) -> None:
     occupancy = planner.occupancy
-    assert occupancy.num_resident <= occupancy.num_slots, f"{occupancy.num_resident} slots in use of {occupancy.num_slots}"
+    assert occupancy.num_resident <= occupancy.num_slots, (
+        f"{occupancy.num_resident} slots in use of {occupancy.num_slots}"
+    )
     in_order = np.array_equal(np.sort(slots), np.arange(occupancy.num_resident))
     assert in_order, f"{len(slots)} resident rows do not fill slots 0 to {occupancy.num_resident - 1}"
 
@@ -56,13 +62,19 @@ def check_occurrences(ring: Ring, head: int, tail: int, known: list[tuple[int, I
     steps = np.repeat([step for step, _ in known], [len(keys) for _, keys in known])
     assert len(keys) == tail - head, f"places {head} to {tail} hold {len(keys)} occurrences"
     found: Records = ring.rows[np.arange(head, tail) % len(ring.rows)]
-    assert np.array_equal(found["key"], keys), f"{np.count_nonzero(found['key'] != keys)} of {len(keys)} occurrences are of other rows"
-    assert np.array_equal(found["step"], steps), f"{np.count_nonzero(found['step'] != steps)} of {len(keys)} occurrences are of other steps"
+    assert np.array_equal(found["key"], keys), (
+        f"{np.count_nonzero(found['key'] != keys)} of {len(keys)} occurrences are of other rows"
+    )
+    assert np.array_equal(found["step"], steps), (
+        f"{np.count_nonzero(found['step'] != steps)} of {len(keys)} occurrences are of other steps"
+    )
     next_place: dict[int, int] = {}
     for place in range(tail - 1, head - 1, -1):
         row = found[place - head]
         right = next_place.get(int(row["key"]), place) - place
-        assert row["next_in"] == right, f"row {row['key']} at place {place} is next in {row['next_in']} places, which should be {right}"
+        assert row["next_in"] == right, (
+            f"row {row['key']} at place {place} is next in {row['next_in']} places, which should be {right}"
+        )
         next_place[int(row["key"])] = place
     return found
 
@@ -75,4 +87,6 @@ def check_queues(ring: Ring, resident: Records, steps: list[int]) -> None:
         found = ring.rows[(ring.first[at] + queue) & last]
         belongs = resident[(resident["step"] == step) & (resident["flags"] & PINNED == 0)]
         right = belongs[np.lexsort((belongs["key"], belongs["last_use"]))]
-        assert np.array_equal(found["key"], right["key"]), f"the queue of step {step} holds {len(found)} rows of which {len(right)} belong"
+        assert np.array_equal(found["key"], right["key"]), (
+            f"the queue of step {step} holds {len(found)} rows of which {len(right)} belong"
+        )

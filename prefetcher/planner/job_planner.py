@@ -2,12 +2,12 @@
 
 from collections.abc import Sequence
 
-from prefetcher.planner.auto_horizon import AutoHorizon
-from prefetcher.planner.grouping import I64
-from prefetcher.planner.horizon import ScheduledLookups
-from prefetcher.planner.planner import RowPlanner
-from protocol.job import CheckpointInterval, Job, Lookahead, parse_bytes
-from protocol.tables import GroupSpec
+from rowcast.job.schema import CheckpointInterval, Job, Lookahead, parse_bytes
+from rowcast.job.tables import GroupSpec
+from rowcast.prefetcher.planner.auto_horizon import AutoHorizon
+from rowcast.prefetcher.planner.grouping import I64
+from rowcast.prefetcher.planner.horizon import ScheduledLookups
+from rowcast.prefetcher.planner.planner import RowPlanner
 
 
 def job_planner(

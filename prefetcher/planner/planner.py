@@ -7,17 +7,17 @@ from typing import Any
 
 import numpy as np
 
-from prefetcher.planner.auto_horizon import AutoHorizon
-from prefetcher.planner.eviction import Frequency, Hotness, Worth
-from prefetcher.planner.group_planner import GroupMoves, GroupPlanner, Occupancy
-from prefetcher.planner.grouping import I64, Grouper, Grouping, Lookups, Pool, bags_of
-from prefetcher.planner.horizon import Horizon, KnownBatch, ScheduledLookups
-from prefetcher.planner.integrity import check_group
-from protocol.compiled import compiled_loop
-from protocol.errors import ConfigError
-from protocol.job import CheckpointInterval, Policy
-from protocol.plan import BarrierPlan, GroupPlan, StepPlan, cut_long_rows
-from protocol.tables import GroupSpec
+from rowcast.job.schema import CheckpointInterval, Policy
+from rowcast.job.tables import GroupSpec
+from rowcast.prefetcher.planner.auto_horizon import AutoHorizon
+from rowcast.prefetcher.planner.eviction import Frequency, Hotness, Worth
+from rowcast.prefetcher.planner.group_planner import GroupMoves, GroupPlanner, Occupancy
+from rowcast.prefetcher.planner.grouping import I64, Grouper, Grouping, Lookups, Pool, bags_of
+from rowcast.prefetcher.planner.horizon import Horizon, KnownBatch, ScheduledLookups
+from rowcast.prefetcher.planner.integrity import check_group
+from rowcast.protocol.plan import BarrierPlan, GroupPlan, StepPlan, cut_long_rows
+from rowcast.runtime.compiled import compiled_loop
+from rowcast.runtime.errors import ConfigError
 
 NO_IDS = np.zeros(0, np.int64)
 
@@ -103,7 +103,9 @@ class RowPlanner:
         """The next batch enters the horizon: steps follow each other without gaps, from any first step."""
         self._horizon.check_next(scheduled.step)
         groupings = groupings or self.group(scheduled.batch)
-        needed = tuple(group.enter(grouping.keys, scheduled.step) for group, grouping in zip(self._groups, groupings, strict=True))
+        needed = tuple(
+            group.enter(grouping.keys, scheduled.step) for group, grouping in zip(self._groups, groupings, strict=True)
+        )
         if not self._keep_ids:
             scheduled = without_ids(scheduled)
         self._horizon.append(KnownBatch(scheduled=scheduled, groups=groupings, slots_needed=needed))
@@ -134,7 +136,11 @@ class RowPlanner:
     @property
     def checkpoint_due(self) -> bool:
         """Whether a checkpoint's barrier belongs before the next plan. At the end of the data there is a last barrier anyway."""
-        return self._before is not None and self.ready() and is_due(self.checkpoint_every, self._before, self._horizon.next.scheduled)
+        return (
+            self._before is not None
+            and self.ready()
+            and is_due(self.checkpoint_every, self._before, self._horizon.next.scheduled)
+        )
 
     def plan(self) -> tuple[Any, StepPlan]:
         """Plans the next step; returns its batch, too, as it was added.
@@ -179,7 +185,9 @@ class RowPlanner:
         self._num_barriers += 1
         self._before = None
         self.counters.rows_flushed += sum(map(len, dirty))
-        return BarrierPlan(barrier=self._num_barriers - 1, after_step=self._last_planned, dirty=dirty, reason=reason, finished=finished)
+        return BarrierPlan(
+            barrier=self._num_barriers - 1, after_step=self._last_planned, dirty=dirty, reason=reason, finished=finished
+        )
 
     @property
     def occupancy(self) -> tuple[Occupancy, ...]:
@@ -221,7 +229,8 @@ class WayHome:
 
     def __init__(self, depth: int) -> None:
         self._depth = depth
-        self._recent: deque[tuple[int, tuple[I64, ...]]] = deque(maxlen=depth)  # step, keys of each group's dirty victims
+        # step, keys of each group's dirty victims
+        self._recent: deque[tuple[int, tuple[I64, ...]]] = deque(maxlen=depth)
         self._settled: int | None = None
 
     def after_step(self, step: int, moves: tuple[GroupMoves, ...], horizon: int) -> int | None:
@@ -231,9 +240,13 @@ class WayHome:
         """
         if horizon >= self._depth:
             least = max(step - self._depth, 0 if self._settled is None else self._settled + 1)
-            return max((m.last_evicted for m in moves if m.last_evicted is not None and m.last_evicted >= least), default=None)
+            return max(
+                (m.last_evicted for m in moves if m.last_evicted is not None and m.last_evicted >= least), default=None
+            )
         fetched = [of_group.fetch.keys for of_group in moves]
-        found = (e for e, keys in reversed(self._recent) if any(share_key(*both) for both in zip(fetched, keys, strict=True)))
+        found = (
+            e for e, keys in reversed(self._recent) if any(share_key(*both) for both in zip(fetched, keys, strict=True))
+        )
         after_step = next(found, None)
         self._recent.append((step, tuple(of_group.evict.keys[: of_group.num_dirty] for of_group in moves)))
         return after_step

@@ -7,12 +7,12 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from prefetcher.readers.hashed import hashed_rows
-from prefetcher.readers.ids import MISSING, Feature, IdCheck, Place, check_dense, check_labels
-from prefetcher.readers.parts import IdsBatch, Rest
-from prefetcher.readers.roles import Roles
-from prefetcher.readers.rows import Column, Floats, Ids, join_columns
-from protocol.errors import DataError
+from rowcast.prefetcher.readers.batch_parts import IdsBatch, Rest
+from rowcast.prefetcher.readers.column_roles import Roles
+from rowcast.prefetcher.readers.columns import Column, Floats, Ids, join_columns
+from rowcast.prefetcher.readers.hashed_ids import hashed_rows
+from rowcast.prefetcher.readers.id_check import MISSING, Feature, IdCheck, Place, check_dense, check_labels
+from rowcast.runtime.errors import DataError
 
 
 class RowDecoder:
@@ -30,9 +30,13 @@ class RowDecoder:
 
     def ids(self, table: Any, place: Place) -> IdsBatch:
         columns = [feature_column(table, feature, place) for feature in self._roles.features]
-        joined = join_columns(columns, table.num_rows, weighted=any(feature.weights_column for feature in self._roles.features))
+        joined = join_columns(
+            columns, table.num_rows, weighted=any(feature.weights_column for feature in self._roles.features)
+        )
         bounds = np.cumsum([0, *(len(column.ids) for column in columns)])
-        return replace(joined, ids=self._ids.check(joined.ids, bounds, lambda f: lookup_place(columns[f].lengths, place)))
+        return replace(
+            joined, ids=self._ids.check(joined.ids, bounds, lambda f: lookup_place(columns[f].lengths, place))
+        )
 
 
 def feature_column(table: Any, feature: Feature, place: Place) -> Column:

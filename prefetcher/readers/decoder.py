@@ -20,14 +20,14 @@ from dataclasses import dataclass
 from multiprocessing import connection, get_context, parent_process, resource_tracker
 from multiprocessing.context import SpawnProcess
 
-from prefetcher.readers import parcels
-from prefetcher.readers.base import Reader, open_reader
-from prefetcher.readers.parts import Columns, Part
-from prefetcher.readers.schedule import Place, places
-from prefetcher.readers.source import SourceInfo, source_info
-from protocol.errors import RowcastError
-from protocol.job import Job
-from protocol.position import Position
+from rowcast.job.schema import Job
+from rowcast.prefetcher.readers import array_pipe as parcels
+from rowcast.prefetcher.readers.batch_parts import Columns, Part
+from rowcast.prefetcher.readers.reader import Reader, open_reader
+from rowcast.prefetcher.readers.schedule import Place, places
+from rowcast.prefetcher.readers.source import SourceInfo, source_info
+from rowcast.runtime.errors import RowcastError
+from rowcast.runtime.position import Position
 
 GROUP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
@@ -238,7 +238,12 @@ class Decoder:
         """Why the pipe has ended before the batches did."""
         assert self._process is not None, "the receiver runs after start"
         self._process.join(timeout=1.0)
-        code, what = self._process.exitcode, f"the decoding process (pid {self.pid}, after {self._num_received} batches)"
+        code, what = (
+            self._process.exitcode,
+            f"the decoding process (pid {self.pid}, after {self._num_received} batches)",
+        )
         if code is not None and code < 0:
-            return RowcastError(f"{what} was killed by signal {-code}; if nobody sent it, the machine ran out of memory")
+            return RowcastError(
+                f"{what} was killed by signal {-code}; if nobody sent it, the machine ran out of memory"
+            )
         return RowcastError(f"{what} ended with exit code {code}; its own error stands above on stderr")

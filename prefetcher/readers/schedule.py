@@ -8,11 +8,11 @@ from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 from itertools import islice
 
-from prefetcher.readers.base import Pending, Reader, num_batches, whole_batch
-from prefetcher.readers.parts import IdsBatch, Rest, divide, join_parts
-from protocol.batch import Batch, Kind, ScheduledBatch
-from protocol.job import Job
-from protocol.position import Position
+from rowcast.job.schema import Job
+from rowcast.prefetcher.readers.batch_parts import IdsBatch, Rest, divide, join_parts
+from rowcast.prefetcher.readers.reader import Pending, Reader, num_batches, whole_batch
+from rowcast.protocol.batch import Batch, Kind, ScheduledBatch
+from rowcast.runtime.position import Position
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -83,7 +83,9 @@ def placed(place: Place, batch: Batch) -> PlacedBatch:
 Turn = tuple[Place, Pending]
 
 
-def schedule(job: Job, reader: Reader, max_steps: int | None = None, start: Position | None = None) -> Iterator[PlacedBatch]:
+def schedule(
+    job: Job, reader: Reader, max_steps: int | None = None, start: Position | None = None
+) -> Iterator[PlacedBatch]:
     """Every batch of a run, decoded by a reader of all columns; see `places`."""
     for place, decode in places(job, reader, max_steps, start):
         yield placed(place, whole_batch(decode))
@@ -98,7 +100,9 @@ def places(job: Job, reader: Reader, max_steps: int | None = None, start: Positi
     return Schedule(job, reader, max_steps).batches(start or Position())
 
 
-def expected_train_steps(job: Job, reader: Reader, max_steps: int | None = None, start: Position | None = None) -> int | None:
+def expected_train_steps(
+    job: Job, reader: Reader, max_steps: int | None = None, start: Position | None = None
+) -> int | None:
     """Train steps of the whole run, those before `start` included, or None where the reader does not know its batches."""
     batches = num_batches(job, reader, "train")
     if batches is None:

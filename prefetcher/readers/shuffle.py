@@ -2,8 +2,8 @@
 
 import numpy as np
 
-from prefetcher.readers.files import Span
-from prefetcher.readers.rows import Ids
+from rowcast.prefetcher.readers.columns import Ids
+from rowcast.prefetcher.readers.data_files import Span
 
 
 def block_permutation(seed: int, epoch: int, block: int, num_rows: int) -> Ids:

@@ -13,13 +13,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
-from prefetcher.readers.base import CutElsewhere, Reader, num_batches, open_reader, stream_columns
-from prefetcher.readers.parts import Columns, Part, Rest, divide
-from prefetcher.readers.schedule import Place, PlacedBatch, PlacedIds, Turn, expected_train_steps, places
-from protocol.batch import Batch
-from protocol.errors import DataError, RowcastError
-from protocol.job import Job
-from protocol.position import Position
+from rowcast.job.schema import Job
+from rowcast.prefetcher.readers.batch_parts import Columns, Part, Rest, divide
+from rowcast.prefetcher.readers.reader import CutElsewhere, Reader, num_batches, open_reader, stream_columns
+from rowcast.prefetcher.readers.schedule import Place, PlacedBatch, PlacedIds, Turn, expected_train_steps, places
+from rowcast.protocol.batch import Batch
+from rowcast.runtime.errors import DataError, RowcastError
+from rowcast.runtime.position import Position
 
 Arrival = tuple[Place, Part]
 
@@ -33,7 +33,8 @@ class SourceInfo:
     num_train: int | None  # samples of an epoch
     num_eval: int | None
     file_sizes: list[int]  # bytes, of the data files in the order read
-    epoch_batches: tuple[int | None, int | None] = (None, None)  # train and evaluation batches of an epoch, where they are known
+    # train and evaluation batches of an epoch, where they are known
+    epoch_batches: tuple[int | None, int | None] = (None, None)
     pairing: str = ""  # which column was taken for which feature, where ids come by position
 
 
@@ -79,7 +80,8 @@ class Source:
         self.counters = ids.counters
         self._ids, self._rest = ids, rest
         self._kept: deque[Rest] = deque()  # arrived and not given yet
-        self._num_ids = self._num_rest = self._num_whole = 0  # batches whose ids were given, whose rest has arrived, and was given
+        # batches whose ids were given, whose rest has arrived, and was given
+        self._num_ids = self._num_rest = self._num_whole = 0
         self._broken: DataError | None = None  # why the ids of the next batch cannot be given
         self._polled: PlacedIds | None = None  # by `poll`, while their rest has not arrived
 
@@ -116,7 +118,9 @@ class Source:
     def poll(self) -> PlacedBatch | None:
         """Without waiting: the next whole batch, or None, as `poll_ids`."""
         self._polled = self.poll_ids()
-        assert self._polled is None or self._num_whole + 1 == self._num_ids, f"{self._num_ids - self._num_whole} batches lack their rest"
+        assert self._polled is None or self._num_whole + 1 == self._num_ids, (
+            f"{self._num_ids - self._num_whole} batches lack their rest"
+        )
         rest = None if self._polled is None else self.poll_rest()
         if self._polled is None or rest is None:
             return None

@@ -12,14 +12,14 @@ import atexit
 import time
 from collections.abc import Callable
 
-from prefetcher.readers.base import can_share, stream_columns
-from prefetcher.readers.decoder import Decoder, Delivery, EndOfBatches, Share
-from prefetcher.readers.parts import Columns
-from prefetcher.readers.source import Arrival, Source, SourceCounters, SourceInfo
-from protocol.job import Job
-from protocol.position import Position
-from protocol.telemetry.logs import get_logger
-from protocol.telemetry.timeline import Timeline
+from rowcast.job.schema import Job
+from rowcast.prefetcher.readers.batch_parts import Columns
+from rowcast.prefetcher.readers.decoder import Decoder, Delivery, EndOfBatches, Share
+from rowcast.prefetcher.readers.reader import can_share, stream_columns
+from rowcast.prefetcher.readers.source import Arrival, Source, SourceCounters, SourceInfo
+from rowcast.runtime.position import Position
+from rowcast.runtime.telemetry.logs import get_logger
+from rowcast.runtime.telemetry.timeline import Timeline
 
 NUM_AHEAD = 8  # batches of a stream decoded ahead, all decoders together
 LEAST_AHEAD = 2  # of each decoder, so that it decodes one while another waits
@@ -105,7 +105,9 @@ class DecodedStream:
         if before_s is not None:
             blocked_s = delivery.blocked_s - self._blocked_s[index]
             self._timeline.add("wait", "queue", blocked_s, ended_s=before_s + blocked_s, track=track)
-        self._timeline.add("work", "decode", delivery.decode_s, delivery.place.step, ended_s=delivery.decoded_s, track=track)
+        self._timeline.add(
+            "work", "decode", delivery.decode_s, delivery.place.step, ended_s=delivery.decoded_s, track=track
+        )
         self._decoded_s[index] = delivery.decoded_s
 
     def _end_starvation(self) -> None:

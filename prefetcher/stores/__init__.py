@@ -1,0 +1,1 @@
+"""Where the rows live: one store for each group of tables."""

@@ -3,9 +3,9 @@
 import numpy as np
 import numpy.typing as npt
 
-from prefetcher.stores.base import Records
-from protocol.job import RowType
-from protocol.tables import RecordPart
+from rowcast.job.schema import RowType
+from rowcast.job.tables import RecordPart
+from rowcast.prefetcher.stores.store import Records
 
 F32 = npt.NDArray[np.float32]
 Elements = npt.NDArray[np.generic]  # float32, float16, or uint16 for bf16

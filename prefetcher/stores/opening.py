@@ -2,11 +2,11 @@
 
 from pathlib import Path
 
-from prefetcher.stores.base import Store
-from prefetcher.stores.mapped import MappedStore
-from prefetcher.stores.memory import MemoryStore
-from protocol.job import Job
-from protocol.tables import GroupSpec
+from rowcast.job.schema import Job
+from rowcast.job.tables import GroupSpec
+from rowcast.prefetcher.stores.mapped_store import MappedStore
+from rowcast.prefetcher.stores.memory_store import MemoryStore
+from rowcast.prefetcher.stores.store import Store
 
 
 def open_store(job: Job, group: GroupSpec, *, incarnation: int, checkpoint: str | None) -> Store:

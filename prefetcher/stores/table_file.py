@@ -8,9 +8,9 @@ import stat
 from pathlib import Path
 from typing import Self
 
-from prefetcher.stores.table_header import HEADER_BYTES, Header
-from protocol.errors import ConfigError
-from protocol.transport.ring_file import try_lock
+from rowcast.prefetcher.stores.table_header import HEADER_BYTES, Header
+from rowcast.protocol.transport.ring_file import try_lock
+from rowcast.runtime.errors import ConfigError
 
 FLAGS = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
@@ -31,7 +31,9 @@ class TableFile:
             path.parent.mkdir(parents=True, exist_ok=True)
             return cls(path, lock_named(path))
         except OSError as error:
-            raise ConfigError(f"the table file {path} cannot be opened ({error.strerror}); set store.path to another folder") from None
+            raise ConfigError(
+                f"the table file {path} cannot be opened ({error.strerror}); set store.path to another folder"
+            ) from None
 
     @property
     def nbytes(self) -> int:
@@ -87,7 +89,8 @@ class TableFile:
     def close(self) -> None:
         """Gives the lock back. Idempotent."""
         if self._descriptor is not None:
-            fcntl.flock(self._descriptor, fcntl.LOCK_UN)  # a mapping holds a duplicate of the descriptor, which would keep the lock
+            # a mapping holds a duplicate of the descriptor, which would keep the lock
+            fcntl.flock(self._descriptor, fcntl.LOCK_UN)
             os.close(self._descriptor)
             self._descriptor = None
 
@@ -123,7 +126,9 @@ def lock_named(path: Path) -> int:
             if not stat.S_ISREG(found.st_mode):
                 raise ConfigError(f"{path} is not a file; set store.path to another folder")
             if not try_lock(descriptor):
-                raise ConfigError(f"the table file {path} is in use by another process; end it or set store.path to another folder")
+                raise ConfigError(
+                    f"the table file {path} is in use by another process; end it or set store.path to another folder"
+                )
             if os.fstat(descriptor).st_nlink:
                 return descriptor
         except BaseException:

@@ -10,8 +10,8 @@ from typing import Self
 import msgspec
 import xxhash
 
-from protocol.job import digest
-from protocol.tables import GroupSpec
+from rowcast.job.schema import digest
+from rowcast.job.tables import GroupSpec
 
 HEADER_BYTES = 4096
 MAGIC = b"rowcastT"
@@ -23,12 +23,15 @@ class Header(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     version: int = VERSION
     layout: str  # layout_digest
     incarnation: int  # that wrote the file last
-    closed_at: str | None  # identity of the checkpoint whose rows the file holds; None while it is open, and after a crash
+    # identity of the checkpoint whose rows the file holds; None while it is open, and after a crash
+    closed_at: str | None
 
     def encode(self) -> bytes:
         """One page."""
         content = msgspec.msgpack.encode(self)
-        assert CONTENT + len(content) <= HEADER_BYTES, f"a header of {len(content)} bytes, of at most {HEADER_BYTES - CONTENT}"
+        assert CONTENT + len(content) <= HEADER_BYTES, (
+            f"a header of {len(content)} bytes, of at most {HEADER_BYTES - CONTENT}"
+        )
         rest = len(content).to_bytes(4, "little") + content.ljust(HEADER_BYTES - CONTENT, b"\0")
         return MAGIC + xxhash.xxh3_64_intdigest(rest).to_bytes(8, "little") + rest
 
@@ -36,11 +39,18 @@ class Header(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     def decode(cls, page: bytes) -> Self | None:
         """None for anything but a page that `encode` of this version made."""
         rest = page[16:]
-        if len(page) != HEADER_BYTES or page[:8] != MAGIC or int.from_bytes(page[8:16], "little") != xxhash.xxh3_64_intdigest(rest):
+        if (
+            len(page) != HEADER_BYTES
+            or page[:8] != MAGIC
+            or int.from_bytes(page[8:16], "little") != xxhash.xxh3_64_intdigest(rest)
+        ):
             return None
         try:
             header = msgspec.msgpack.decode(rest[4 : 4 + int.from_bytes(rest[:4], "little")], type=cls)
-        except (ValueError, RecursionError):  # msgspec's own errors are ValueErrors; bytes that are no UTF-8 are another
+        except (
+            ValueError,
+            RecursionError,
+        ):  # msgspec's own errors are ValueErrors; bytes that are no UTF-8 are another
             return None
         return header if header.version == VERSION else None
 

@@ -4,9 +4,9 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from prefetcher.stores.base import FINISHED, Finished, Keys, Records
-from prefetcher.stores.initializer import first_records
-from prefetcher.stores.loops import (
+from rowcast.job.tables import KEY_SHIFT, ROW_MASK, GroupSpec, make_keys
+from rowcast.prefetcher.stores.first_values import first_records
+from rowcast.prefetcher.stores.row_loops import (
     CHANGED,
     EACH_ROW,
     LANE_ROWS,
@@ -20,7 +20,7 @@ from prefetcher.stores.loops import (
     scatter,
     settle_marks,
 )
-from protocol.tables import KEY_SHIFT, ROW_MASK, GroupSpec, make_keys
+from rowcast.prefetcher.stores.store import FINISHED, Finished, Keys, Records
 
 FOUND_AT_ONCE = 2**16  # keys of changed rows
 
@@ -93,7 +93,9 @@ class TableStore:
 
     def _check_settled(self, checkpoint: str) -> None:
         changed = self.num_changed
-        assert changed == 0, f"group {self._group.name} is closed at checkpoint {checkpoint} with {changed} changed rows, expected 0"
+        assert changed == 0, (
+            f"group {self._group.name} is closed at checkpoint {checkpoint} with {changed} changed rows, expected 0"
+        )
 
     def _marked(self, table: int, mark: int, block: int) -> Iterator[Positions]:
         """Positions of a table's rows that have the mark, ascending, in blocks."""

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from prefetcher.stores.base import Records, Store, Ticket
-from prefetcher.verify.loops import I64
-from protocol.tables import KEY_SHIFT, GroupSpec
+from rowcast.job.tables import KEY_SHIFT, GroupSpec
+from rowcast.prefetcher.stores.store import Records, Store, Ticket
+from rowcast.prefetcher.verify.checksum_loops import I64
 
 BLOCK_ROWS = 4096
 
@@ -39,7 +39,9 @@ class ReadBack:
         groups = self._group_of[keys >> KEY_SHIFT]
         for group in range(len(self._stores)):
             own = keys[groups == group]
-            self._blocks.extend(Block(group, own[start : start + BLOCK_ROWS]) for start in range(0, len(own), BLOCK_ROWS))
+            self._blocks.extend(
+                Block(group, own[start : start + BLOCK_ROWS]) for start in range(0, len(own), BLOCK_ROWS)
+            )
 
     def advance(self) -> tuple[int, I64, Records] | None:
         """A group, some of its keys and their rows; None: the store is not done."""

@@ -33,18 +33,18 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from prefetcher.metrics import PrefetcherCounters, VerifyKind
-from prefetcher.stores.base import Keys, Records, Store
-from prefetcher.verify.complaint import Difference, complaint
-from prefetcher.verify.ledger import NEVER_WRITTEN, Ledger
-from prefetcher.verify.loops import I64, SAMPLE_RANGE, find_sampled, row_checksums
-from prefetcher.verify.read_back import ReadBack
-from prefetcher.verify.visits import GroupVisit, Sample, Visit, new_visit
-from protocol.errors import DataError, RemoteProtocolError
-from protocol.messages import RowChecksums
-from protocol.plan import BarrierPlan, StepPlan
-from protocol.row_checksum import barrier_name, checksums_of, column_constants, fetched_name, victims_name
-from protocol.tables import GroupSpec
+from rowcast.job.tables import GroupSpec
+from rowcast.prefetcher.pipeline.metrics import PrefetcherCounters, VerifyKind
+from rowcast.prefetcher.stores.store import Keys, Records, Store
+from rowcast.prefetcher.verify.checksum_loops import I64, SAMPLE_RANGE, find_sampled, row_checksums
+from rowcast.prefetcher.verify.in_flight import GroupVisit, Sample, Visit, new_visit
+from rowcast.prefetcher.verify.ledger import NEVER_WRITTEN, Ledger
+from rowcast.prefetcher.verify.mismatch import Difference, complaint
+from rowcast.prefetcher.verify.read_back import ReadBack
+from rowcast.protocol.messages import RowChecksums
+from rowcast.protocol.plan import BarrierPlan, StepPlan
+from rowcast.protocol.row_checksum import barrier_name, checksums_of, column_constants, fetched_name, victims_name
+from rowcast.runtime.errors import DataError, RemoteProtocolError
 
 SlotArrays = dict[str, npt.NDArray[Any]]  # i32 by name, for the plan's or barrier's block
 Visited = tuple[int | None, int | None]  # step, barrier
@@ -52,7 +52,9 @@ REPORTED: tuple[VerifyKind, ...] = ("filled", "returned", "dropped")  # of a gro
 
 
 class Verifier:
-    def __init__(self, groups: tuple[GroupSpec, ...], stores: tuple[Store, ...], share: float, counters: PrefetcherCounters) -> None:
+    def __init__(
+        self, groups: tuple[GroupSpec, ...], stores: tuple[Store, ...], share: float, counters: PrefetcherCounters
+    ) -> None:
         """`share` of the rows, above 0 and up to 1."""
         self._groups = groups
         self._threshold = round(share * SAMPLE_RANGE)
@@ -91,7 +93,11 @@ class Verifier:
             arrays[barrier_name(index)] = move.slots[dirty]
             none = np.empty(0, np.int64)
             visits.append(
-                GroupVisit(fetched=new_sample(move.keys, none), dirty=new_sample(move.keys, dirty), clean=new_sample(move.keys, none))
+                GroupVisit(
+                    fetched=new_sample(move.keys, none),
+                    dirty=new_sample(move.keys, dirty),
+                    clean=new_sample(move.keys, none),
+                )
             )
         self._open(new_visit(barrier.after_step, barrier.barrier, visits))
         return arrays
@@ -115,7 +121,9 @@ class Verifier:
         with self._lock:
             for group in visit.groups:
                 entries = self._ledger.look_up(group.clean.keys)
-                assert entries.known.all(), f"{int((~entries.known).sum())} clean victims of step {step} were never read"
+                assert entries.known.all(), (
+                    f"{int((~entries.known).sum())} clean victims of step {step} were never read"
+                )
                 group.clean.expect(slice(None), entries.checksums)
 
     @property
@@ -157,7 +165,9 @@ class Verifier:
         with self._lock:
             visit = self._visits.get((message.step, message.barrier))
             if visit is None:
-                raise RemoteProtocolError(f"checksums came for step {message.step}, barrier {message.barrier}, which are complete")
+                raise RemoteProtocolError(
+                    f"checksums came for step {message.step}, barrier {message.barrier}, which are complete"
+                )
             visit.report(message.start, checksums_of(message))
             self._compare_complete(visit)
 
@@ -193,7 +203,9 @@ class Verifier:
         if len(wrong):
             first = int(wrong[0])
             since = None if entries.steps[first] == NEVER_WRITTEN else int(entries.steps[first])
-            raise DataError(complaint(self._groups, Difference(kind, int(keys[first]), step, since, len(wrong), len(keys))))
+            raise DataError(
+                complaint(self._groups, Difference(kind, int(keys[first]), step, since, len(wrong), len(keys)))
+            )
         self._ledger.given(keys, found)
         self._counters.rows_verified[kind] += len(keys)
 
@@ -210,7 +222,11 @@ class Verifier:
     def _compare(self, kind: VerifyKind, sample: Sample, reported: I64, step: int | None) -> None:
         wrong = np.flatnonzero(sample.checksums != reported)
         if len(wrong):
-            raise DataError(complaint(self._groups, Difference(kind, int(sample.keys[wrong[0]]), step, None, len(wrong), len(sample))))
+            raise DataError(
+                complaint(
+                    self._groups, Difference(kind, int(sample.keys[wrong[0]]), step, None, len(wrong), len(sample))
+                )
+            )
         self._counters.rows_verified[kind] += len(sample)
 
 

@@ -6,13 +6,13 @@ from contextlib import suppress
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from protocol.errors import ConfigError, RemoteProtocolError
-from protocol.transport.backlog import Connection
-from protocol.transport.doors import Way
-from protocol.transport.keys import CLIENTS
-from protocol.transport.link import Payload, parts_of
-from protocol.transport.refusals import Refusals
-from protocol.transport.zmq_socket import close_socket, new_socket, take_apart
+from rowcast.protocol.transport.addresses import Way
+from rowcast.protocol.transport.curve_keys import CLIENTS
+from rowcast.protocol.transport.flood_guard import Connection
+from rowcast.protocol.transport.link import Payload, parts_of
+from rowcast.protocol.transport.refusals import Refusals
+from rowcast.protocol.transport.zmq_socket import close_socket, new_socket, take_apart
+from rowcast.runtime.errors import ConfigError, RemoteProtocolError
 
 
 class Dealer:
@@ -84,7 +84,9 @@ class Dealer:
                     f"prefetcher's transport.keys"
                 )
             if kind == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:
-                self._refusals.note("the prefetcher broke off; is its server.key another one?", endpoint=self._way.endpoint)
+                self._refusals.note(
+                    "the prefetcher broke off; is its server.key another one?", endpoint=self._way.endpoint
+                )
 
     def try_send(self, frame: bytes, payload: memoryview | None) -> None:
         self.socket.send_multipart([frame, *parts_of(payload or memoryview(b""))], zmq.NOBLOCK)

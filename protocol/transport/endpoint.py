@@ -7,7 +7,7 @@ from pathlib import Path
 
 import xxhash
 
-from protocol.errors import ConfigError
+from rowcast.runtime.errors import ConfigError
 
 MAX_PATH_BYTES = 107  # of a unix socket
 NAME_BYTES = len("/") + 16 + len(".sock")
@@ -29,7 +29,9 @@ def socket_path(run_dir: Path, directory: Path | None = None) -> Path:
     path = (directory or socket_directory()) / f"{name}.sock"
     nbytes = len(os.fsencode(path))
     if nbytes > MAX_PATH_BYTES:
-        raise ConfigError(f"the socket path {path} has {nbytes} bytes, and may have {MAX_PATH_BYTES}; use a shorter directory")
+        raise ConfigError(
+            f"the socket path {path} has {nbytes} bytes, and may have {MAX_PATH_BYTES}; use a shorter directory"
+        )
     return path
 
 

@@ -4,8 +4,8 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-from protocol.errors import LocalProtocolError
-from protocol.transport.link import Payload, parts_of
+from rowcast.protocol.transport.link import Payload, parts_of
+from rowcast.runtime.errors import LocalProtocolError
 
 
 def silent() -> None:

@@ -7,7 +7,8 @@ Where the two ends share no memory, the bytes of a message's payload travel behi
 
 from typing import Protocol
 
-MAX_PART_BYTES = 2**20  # what an unknown caller can make us allocate goes by the largest part, so a long payload travels in several
+# what an unknown caller can make us allocate goes by the largest part, so a long payload travels in several
+MAX_PART_BYTES = 2**20
 
 Payload = tuple[memoryview, ...]  # the bytes in order; empty where there are none
 

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable
 
-from protocol.telemetry.logs import get_logger
+from rowcast.runtime.telemetry.logs import get_logger
 
 LOG_EVERY_S = 5.0
 

@@ -33,10 +33,10 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from protocol.errors import LocalProtocolError, RemoteProtocolError
-from protocol.messages import Released, RingRef
-from protocol.tables import aligned
-from protocol.transport.ring_file import Bytes, RingFile, free_shared_memory, in_memory_buffer, remove_leftovers
+from rowcast.job.tables import aligned
+from rowcast.protocol.messages import Released, RingRef
+from rowcast.protocol.transport.ring_file import Bytes, RingFile, free_shared_memory, in_memory_buffer, remove_leftovers
+from rowcast.runtime.errors import LocalProtocolError, RemoteProtocolError
 
 __all__ = [
     "Bytes",
@@ -151,7 +151,9 @@ class RingWriter:
     def try_allocate(self, nbytes: int) -> RingSlice | None:
         """Space for a payload of `nbytes`, or None while there is too little. Raises ValueError where it could never fit."""
         if not 0 <= nbytes <= self.max_payload:
-            raise ValueError(f"a payload of {nbytes} bytes does not fit a ring of {self.capacity}, which takes 0 to {self.max_payload}")
+            raise ValueError(
+                f"a payload of {nbytes} bytes does not fit a ring of {self.capacity}, which takes 0 to {self.max_payload}"
+            )
         with self._lock:
             if self._allocated == self._released:
                 self._allocated = self._released = aligned(self._allocated, self.capacity)
@@ -176,7 +178,9 @@ class RingWriter:
         with self._lock:
             oldest = self._uncommitted[0].position if self._uncommitted else None
             if oldest != piece.position:
-                raise LocalProtocolError(f"the piece at position {piece.position} is committed while the one at {oldest} is the oldest")
+                raise LocalProtocolError(
+                    f"the piece at position {piece.position} is committed while the one at {oldest} is the oldest"
+                )
             self._layout.write_guards(ref, stamp)
             self._uncommitted.popleft()
             self._committed_ends.append(piece.end)
@@ -191,7 +195,9 @@ class RingWriter:
         with self._lock:
             if position not in self._committed_ends:
                 held = f"{self._committed_ends[0]} to {self._committed_ends[-1]}" if self._committed_ends else "none"
-                raise RemoteProtocolError(f"Released names position {position}; the pieces that the peer holds end at: {held}")
+                raise RemoteProtocolError(
+                    f"Released names position {position}; the pieces that the peer holds end at: {held}"
+                )
             while self._committed_ends[0] != position:
                 self._committed_ends.popleft()
             self._released = self._committed_ends.popleft()
@@ -282,7 +288,9 @@ class RingReader:
         piece = next((piece for piece in self._open if piece.stamp is None), None)
         if piece is None or piece.ref != ref:
             oldest = None if piece is None else piece.ref.position
-            raise LocalProtocolError(f"the piece at position {ref.position} is viewed while the one at {oldest} is the next that came")
+            raise LocalProtocolError(
+                f"the piece at position {ref.position} is viewed while the one at {oldest} is the next that came"
+            )
         self._layout.write_guards(ref, stamp)
         piece.stamp = stamp
 
@@ -296,9 +304,13 @@ class RingReader:
         follows = start == self._layout.start_of(self._newest_end, size)
         started_over = not self._open and start == aligned(self._newest_end, self.capacity)
         if not follows and not started_over:
-            raise RemoteProtocolError(f"a piece at position {ref.position} does not follow the one that ended at {self._newest_end}")
+            raise RemoteProtocolError(
+                f"a piece at position {ref.position} does not follow the one that ended at {self._newest_end}"
+            )
         if self._open and ref.end - (self._open[0].ref.position - GUARD_BYTES) > self.capacity:
-            raise RemoteProtocolError(f"a piece ends at {ref.end} and lies over the one at {self._open[0].ref.position}, still being read")
+            raise RemoteProtocolError(
+                f"a piece ends at {ref.end} and lies over the one at {self._open[0].ref.position}, still being read"
+            )
 
 
 def release(ring: RingReader, ref: RingRef, send: Callable[[Released], None]) -> None:

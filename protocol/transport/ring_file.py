@@ -13,9 +13,10 @@ from typing import Self
 import numpy as np
 import numpy.typing as npt
 
-from protocol.errors import ConfigError, RemoteProtocolError
-from protocol.job import Transport
-from protocol.messages import RingSpec
+from rowcast.job.schema import Transport
+from rowcast.protocol.messages import RingSpec
+from rowcast.runtime.errors import ConfigError, RemoteProtocolError
+from rowcast.runtime.process import AT_SUDDEN_EXIT
 
 Bytes = npt.NDArray[np.uint8]
 SHARED_MEMORY = Path("/dev/shm")
@@ -28,6 +29,9 @@ def unlink_created() -> None:
     """For a process that is about to end without closing anything."""
     for path in tuple(created):
         Path(path).unlink(missing_ok=True)
+
+
+AT_SUDDEN_EXIT.append(unlink_created)
 
 
 def in_memory_buffer(nbytes: int) -> Bytes:
@@ -105,14 +109,17 @@ class RingFile:
         if self._descriptor is None:
             return
         self.unlink()
-        fcntl.flock(self._descriptor, fcntl.LOCK_UN)  # the mapping holds a duplicate of the descriptor, which would keep the lock
+        # the mapping holds a duplicate of the descriptor, which would keep the lock
+        fcntl.flock(self._descriptor, fcntl.LOCK_UN)
         os.close(self._descriptor)
         self._descriptor = None
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()
 
 
@@ -134,7 +141,9 @@ class RingMemory:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()
 
 
@@ -174,7 +183,9 @@ def _create_locked(directory: Path, name_hint: str) -> tuple[Path, int]:
         try:
             descriptor = os.open(path, OPEN_FLAGS | os.O_CREAT | os.O_EXCL, 0o600)
         except OSError as error:
-            raise ConfigError(f"no file can be made in {directory} ({error.strerror}); make it writable for this user") from error
+            raise ConfigError(
+                f"no file can be made in {directory} ({error.strerror}); make it writable for this user"
+            ) from error
         if try_lock(descriptor) and os.fstat(descriptor).st_nlink:
             return path, descriptor
         os.close(descriptor)  # another process looked for leftovers between the two calls and took this one for one

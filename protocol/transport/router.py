@@ -8,14 +8,14 @@ from contextlib import suppress
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from protocol.codec import decode, encode, greeted_version
-from protocol.errors import ConfigError, RemoteProtocolError
-from protocol.messages import PROTOCOL_VERSION, Envelope, Failure, Hello
-from protocol.transport.backlog import Connection
-from protocol.transport.doors import Door
-from protocol.transport.link import Payload, parts_of
-from protocol.transport.refusals import Refusals
-from protocol.transport.zmq_socket import close_socket, new_socket, take_apart
+from rowcast.protocol.codec import decode, encode, greeted_version
+from rowcast.protocol.messages import PROTOCOL_VERSION, Envelope, Failure, Hello
+from rowcast.protocol.transport.addresses import Door
+from rowcast.protocol.transport.flood_guard import Connection
+from rowcast.protocol.transport.link import Payload, parts_of
+from rowcast.protocol.transport.refusals import Refusals
+from rowcast.protocol.transport.zmq_socket import close_socket, new_socket, take_apart
+from rowcast.runtime.errors import ConfigError, RemoteProtocolError
 
 MAX_CONNECTIONS = 64  # open at once; one is needed
 REFUSAL = encode(
@@ -112,7 +112,8 @@ class Router:
         with suppress(OSError):  # closed already, as an event will tell or has told
             held = os.dup(descriptor)
             try:
-                self._read_events()  # a close is told before it is done: if none is told now, what is held is this connection
+                # a close is told before it is done: if none is told now, what is held is this connection
+                self._read_events()
                 if self._connections.get(descriptor) is connection:
                     shut_down(held)
             finally:

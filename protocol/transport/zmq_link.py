@@ -21,16 +21,16 @@ from typing import Self
 
 import zmq
 
-from protocol.codec import MAX_FRAME_BYTES
-from protocol.errors import LocalProtocolError, RemoteProtocolError
-from protocol.job import Transport
-from protocol.transport.dealer import Dealer
-from protocol.transport.doors import CurveDoor, CurveWay, FileDoor, FileWay
-from protocol.transport.inproc import silent
-from protocol.transport.link import Payload
-from protocol.transport.refusals import Refusals
-from protocol.transport.router import Router
-from protocol.transport.zmq_socket import QUEUE_FRAMES, SocketEnd
+from rowcast.job.schema import Transport
+from rowcast.protocol.codec import MAX_FRAME_BYTES
+from rowcast.protocol.transport.addresses import CurveDoor, CurveWay, FileDoor, FileWay
+from rowcast.protocol.transport.dealer import Dealer
+from rowcast.protocol.transport.inproc import silent
+from rowcast.protocol.transport.link import Payload
+from rowcast.protocol.transport.refusals import Refusals
+from rowcast.protocol.transport.router import Router
+from rowcast.protocol.transport.zmq_socket import QUEUE_FRAMES, SocketEnd
+from rowcast.runtime.errors import LocalProtocolError, RemoteProtocolError
 
 CLOSE_BUDGET_S = 0.8  # for sending what is queued, when the link is closed
 FULL_RETRY_MS = 20
@@ -161,7 +161,9 @@ class ZmqLink:
         self.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()
 
     def _raise_error(self) -> None:

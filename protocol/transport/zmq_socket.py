@@ -10,12 +10,13 @@ from typing import Protocol
 
 import zmq
 
-from protocol.codec import MAX_FRAME_BYTES
-from protocol.errors import RemoteProtocolError
-from protocol.transport.link import MAX_PART_BYTES, Payload
+from rowcast.protocol.codec import MAX_FRAME_BYTES
+from rowcast.protocol.transport.link import MAX_PART_BYTES, Payload
+from rowcast.runtime.errors import RemoteProtocolError
 
 CURVE_BYTES = 64  # what encryption adds to a part, and a little more
-MAX_MESSAGE_BYTES = max(MAX_FRAME_BYTES, MAX_PART_BYTES) + CURVE_BYTES  # of one part: what a caller can have us allocate
+# of one part: what a caller can have us allocate
+MAX_MESSAGE_BYTES = max(MAX_FRAME_BYTES, MAX_PART_BYTES) + CURVE_BYTES
 QUEUE_FRAMES = 2**16  # far above what credits and heartbeats can let wait
 RECONNECT_MS, RECONNECT_MAX_MS = 50, 100
 
@@ -70,7 +71,8 @@ def new_socket(context: "zmq.Context[zmq.Socket[bytes]]", kind: int) -> "zmq.Soc
     made.setsockopt(zmq.SNDHWM, QUEUE_FRAMES)
     made.setsockopt(zmq.RCVHWM, QUEUE_FRAMES)
     made.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
-    made.setsockopt(zmq.LINGER, 0)  # also for `disconnect`, which would otherwise have the context wait for a gone peer without end
+    # also for `disconnect`, which would otherwise have the context wait for a gone peer without end
+    made.setsockopt(zmq.LINGER, 0)
     made.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS)
     made.setsockopt(zmq.RECONNECT_IVL_MAX, RECONNECT_MAX_MS)
     return made

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from protocol.batch import Kind
+from rowcast.protocol.batch import Kind
 
 SIZE, ROWS = 8, (500, 6)
 

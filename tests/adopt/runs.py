@@ -7,17 +7,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-import trainer
-from protocol.child import Child
+import rowcast
+from rowcast.runtime.child import Child
+from rowcast.trainer.adopt import table_files as files
+from rowcast.trainer.adopt.module import EmbeddingBagCollection
 from tests.adopt.clicks import ROWS
 from tests.system.processes import Child as Process
 from tests.system.starting import Starter
-from trainer.adopt import files
-from trainer.adopt.module import EmbeddingBagCollection
 
 CONFIGS = [
-    trainer.EmbeddingBagConfig(name="wide", num_embeddings=ROWS[0], embedding_dim=4, feature_names=["a", "b"]),
-    trainer.EmbeddingBagConfig(name="small", num_embeddings=ROWS[1], embedding_dim=4, feature_names=["c"], init="normal:0.5"),
+    rowcast.EmbeddingBagConfig(name="wide", num_embeddings=ROWS[0], embedding_dim=4, feature_names=["a", "b"]),
+    rowcast.EmbeddingBagConfig(
+        name="small", num_embeddings=ROWS[1], embedding_dim=4, feature_names=["c"], init="normal:0.5"
+    ),
 ]
 
 
@@ -52,7 +54,9 @@ class Launches:
 
     def remains(self) -> list[str]:
         """What prefetchers have left: themselves, or rings."""
-        rings = [str(path) for child in self.children for path in Path("/dev/shm").glob(f"rowcast-*-{child.process.pid}-*")]
+        rings = [
+            str(path) for child in self.children for path in Path("/dev/shm").glob(f"rowcast-*-{child.process.pid}-*")
+        ]
         return [f"process {child.process.pid}" for child in self.children if child.code is None] + rings
 
 
@@ -72,7 +76,13 @@ def make(run_dir: Path, *, optimizer: str = "adagrad", **others: Any) -> tuple[M
     torch.manual_seed(0)
     job = {"transport.ring": "1MiB", "lookahead.depth": 2, "transport.connect_timeout": "60s", **others}
     ebc = EmbeddingBagCollection(
-        CONFIGS, optimizer={"kind": optimizer, "lr": 0.1}, capacity="60 rows", device="cpu", run_dir=run_dir, seed=3, job=job
+        CONFIGS,
+        optimizer={"kind": optimizer, "lr": 0.1},
+        capacity="60 rows",
+        device="cpu",
+        run_dir=run_dir,
+        seed=3,
+        job=job,
     )
     model = Model(ebc)
     return model, torch.optim.Adagrad(model.parameters(), lr=0.1)
@@ -91,7 +101,9 @@ def train_all(model: Model, optimizer: torch.optim.Optimizer, loader: Any) -> li
     return [train_on(model, optimizer, batch) for batch in loader]
 
 
-def train_until(model: Model, optimizer: torch.optim.Optimizer, loader: Any, step: int, act: Callable[[], object]) -> None:
+def train_until(
+    model: Model, optimizer: torch.optim.Optimizer, loader: Any, step: int, act: Callable[[], object]
+) -> None:
     """Trains on, and calls `act` once behind a step."""
     for at, batch in enumerate(loader):
         train_on(model, optimizer, batch)
@@ -107,7 +119,9 @@ def same(first: dict[str, Tensor], second: dict[str, Tensor]) -> bool:
     return list(first) == list(second) and all(torch.equal(tensor, second[name]) for name, tensor in first.items())
 
 
-def launched_by(starter: Starter, environment: dict[str, str], set_attribute: Callable[..., None]) -> Iterator[Launches]:
+def launched_by(
+    starter: Starter, environment: dict[str, str], set_attribute: Callable[..., None]
+) -> Iterator[Launches]:
     """For a fixture: prefetchers of `connect` are forked; they are ended behind the test."""
     launches = Launches(starter, environment)
     set_attribute(files, "start_prefetcher", launches.start)

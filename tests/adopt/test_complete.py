@@ -26,7 +26,9 @@ def environment() -> dict[str, str]:
 def run(folder: Path) -> list[str]:
     """Lines on standard output."""
     folder.mkdir(exist_ok=True)
-    done = subprocess.run(COMMAND, cwd=folder, env=environment(), capture_output=True, text=True, timeout=250, check=False)
+    done = subprocess.run(
+        COMMAND, cwd=folder, env=environment(), capture_output=True, text=True, timeout=250, check=False
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()
 
@@ -85,7 +87,9 @@ def test_it_goes_on_where_it_was_killed_with_the_same_bits(
 
 def test_its_best_model_is_served_without_rowcast(undisturbed: tuple[Path, list[str]]) -> None:
     folder, lines = undisturbed
-    code = "import sys, examples.adopt.inference; print(sorted({'trainer', 'prefetcher', 'protocol'} & set(sys.modules)))"
+    code = (
+        "import sys, examples.adopt.inference; print(sorted({'trainer', 'prefetcher', 'protocol'} & set(sys.modules)))"
+    )
     done = subprocess.run([sys.executable, "-c", code], env=environment(), capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
     model, losses, samples = load(folder / "best.pt"), 0.0, 0

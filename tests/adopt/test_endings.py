@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 import torch
 
-import trainer
-from protocol.child import last_line
-from protocol.errors import DataError, RowcastError
+import rowcast
+from rowcast.runtime.child import last_line
+from rowcast.runtime.errors import DataError, RowcastError
+from rowcast.trainer.adopt.module import EmbeddingBagCollection
 from tests.adopt.runs import CONFIGS, Launches, Model, make, train_all, train_on, train_until
 from tests.system.processes import ROOT, proc_text
-from trainer.adopt.module import EmbeddingBagCollection
 
 DATASET = "tests.adopt.clicks:train"
 ENDLESS = {"batches": 10**6}
@@ -25,7 +25,7 @@ ENDLESS = {"batches": 10**6}
 
 def test_an_error_in_the_scripts_loop_ends_both(tmp_path: Path, launches: Launches) -> None:
     model, optimizer = make(tmp_path)
-    with trainer.connect(model.ebc, DATASET, options=ENDLESS) as loader, pytest.raises(ZeroDivisionError):
+    with rowcast.connect(model.ebc, DATASET, options=ENDLESS) as loader, pytest.raises(ZeroDivisionError):
         train_until(model, optimizer, loader, 3, lambda: 1 / 0)
     assert launches.children[0].code == 1
     assert "the training script left its loop after 3 train steps" in launches.children[0].obituary()
@@ -34,7 +34,7 @@ def test_an_error_in_the_scripts_loop_ends_both(tmp_path: Path, launches: Launch
 
 def test_a_loader_that_nobody_holds_ends(tmp_path: Path, launches: Launches) -> None:
     model, optimizer = make(tmp_path)
-    for batch in trainer.connect(model.ebc, DATASET, options=ENDLESS):
+    for batch in rowcast.connect(model.ebc, DATASET, options=ENDLESS):
         train_on(model, optimizer, batch)
         break
     del batch
@@ -46,7 +46,7 @@ def test_a_loader_that_nobody_holds_ends(tmp_path: Path, launches: Launches) -> 
 
 def test_a_prefetcher_that_is_killed_is_named_and_not_waited_for(tmp_path: Path, launches: Launches) -> None:
     model, optimizer = make(tmp_path)
-    loader = trainer.connect(model.ebc, DATASET, options=ENDLESS)
+    loader = rowcast.connect(model.ebc, DATASET, options=ENDLESS)
     with pytest.raises(RowcastError, match=r"the prefetcher \(process \d+\) was killed by SIGKILL; if nobody sent it"):
         train_until(model, optimizer, loader, 3, lambda: os.kill(launches.children[0].process.pid, signal.SIGKILL))
     with pytest.raises(RuntimeError, match="the loader was closed"):
@@ -58,45 +58,53 @@ def test_a_prefetcher_that_is_killed_is_named_and_not_waited_for(tmp_path: Path,
     ("dataset", "sentence"),
     [
         ("tests.adopt.clicks:missing", "cannot import it .*has no attribute 'missing'"),
-        ("tests.adopt.clicks:broken", "clicks:broken, train batch 1 of epoch 0: the data set raised KeyError: 'user_id'"),
+        (
+            "tests.adopt.clicks:broken",
+            "clicks:broken, train batch 1 of epoch 0: the data set raised KeyError: 'user_id'",
+        ),
         ("tests.adopt.clicks:gone", "the decoding process"),
     ],
 )
 def test_a_data_set_that_fails_is_named(dataset: str, sentence: str, tmp_path: Path, launches: Launches) -> None:
     model, optimizer = make(tmp_path)
     with pytest.raises(RowcastError, match=sentence):
-        train_all(model, optimizer, trainer.connect(model.ebc, dataset))
+        train_all(model, optimizer, rowcast.connect(model.ebc, dataset))
     assert launches.children[0].code != 0
     assert launches.remains() == []
 
 
 def test_an_id_outside_its_table_is_named(tmp_path: Path, launches: Launches) -> None:
     configs = [replace(CONFIGS[0], num_embeddings=5), CONFIGS[1]]
-    ebc = EmbeddingBagCollection(configs, optimizer={"kind": "sgd", "lr": 0.1}, capacity="11 rows", device="cpu", run_dir=tmp_path)
+    ebc = EmbeddingBagCollection(
+        configs, optimizer={"kind": "sgd", "lr": 0.1}, capacity="11 rows", device="cpu", run_dir=tmp_path
+    )
     model = Model(ebc)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(DataError, match=r"column a: id \d+ is outside table wide \(num_embeddings = 5\)"):
-        train_all(model, optimizer, trainer.connect(model.ebc, DATASET))
+        train_all(model, optimizer, rowcast.connect(model.ebc, DATASET))
 
 
 def test_a_prefetcher_that_is_stopped_says_so(tmp_path: Path, launches: Launches) -> None:
     model, optimizer = make(tmp_path)
-    loader = trainer.connect(model.ebc, DATASET, options=ENDLESS)
+    loader = rowcast.connect(model.ebc, DATASET, options=ENDLESS)
     with pytest.raises(
-        RowcastError, match=r"the prefetcher was stopped .* after \d+ train steps; its checkpoint is in .* without connect\("
+        RowcastError,
+        match=r"the prefetcher was stopped .* after \d+ train steps; its checkpoint is in .* without connect\(",
     ):
         train_until(model, optimizer, loader, 3, lambda: launches.children[0].signal(signal.SIGTERM))
     assert launches.children[0].code == 0
     assert launches.remains() == []
 
 
-def test_evaluation_batches_come_where_the_plans_have_them_if_they_are_asked_for(tmp_path: Path, launches: Launches) -> None:
+def test_evaluation_batches_come_where_the_plans_have_them_if_they_are_asked_for(
+    tmp_path: Path, launches: Launches
+) -> None:
     evaluating = "tests.adopt.clicks:with_evaluation"
     losses: list[list[float]] = []
     kinds: list[str] = []
     for evaluate in (False, True):
         model, optimizer = make(tmp_path / str(evaluate))
-        loader = trainer.connect(model.ebc, evaluating, epochs=2, evaluate=evaluate)
+        loader = rowcast.connect(model.ebc, evaluating, epochs=2, evaluate=evaluate)
         losses.append([])
         for _ in range(2):
             for batch in loader:
@@ -118,7 +126,7 @@ from pathlib import Path
 import trainer
 from tests.adopt.runs import make, train_until
 model, optimizer = make(Path(sys.argv[1]))
-loader = trainer.connect(model.ebc, "tests.adopt.clicks:train", options={"batches": 10**6})
+loader = rowcast.connect(model.ebc, "tests.adopt.clicks:train", options={"batches": 10**6})
 train_until(model, optimizer, loader, 3, lambda: %s)
 """
 
@@ -131,7 +139,9 @@ train_until(model, optimizer, loader, 3, lambda: %s)
     ],
 )
 def test_a_script_that_ends_takes_its_prefetcher_with_it(ends: str, code: int, last: str, tmp_path: Path) -> None:
-    done = subprocess.run([sys.executable, "-c", SCRIPT % ends, str(tmp_path)], cwd=ROOT, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT % ends, str(tmp_path)], cwd=ROOT, capture_output=True, text=True, check=False
+    )
     assert done.returncode == code, done.stderr
     lock = (tmp_path / "prefetcher.lock").read_text()
     deadline_s = time.monotonic() + 30

@@ -2,8 +2,8 @@
 
 import pytest
 
-from protocol.position import Position
-from trainer.adopt.epoch_count import EpochCount
+from rowcast.runtime.position import Position
+from rowcast.trainer.adopt.epoch_count import EpochCount
 
 
 @pytest.mark.parametrize(
@@ -21,7 +21,9 @@ from trainer.adopt.epoch_count import EpochCount
         (Position(step=50, train_step=50), 3, 0, 0, False),  # another run's model, at the beginning of other data
     ],
 )
-def test_the_next_epoch_is_known(start: Position | None, over: int, following: int | None, to_come: int | None, is_empty: bool) -> None:
+def test_the_next_epoch_is_known(
+    start: Position | None, over: int, following: int | None, to_come: int | None, is_empty: bool
+) -> None:
     epochs = EpochCount()
     epochs.over = over
     epochs.begin(start)

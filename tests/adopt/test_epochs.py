@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-import trainer
-from protocol.errors import ConfigError, RowcastError
-from protocol.manifest import newest_checkpoint, read_manifest
+import rowcast
+from rowcast.runtime.checkpoint_manifest import newest_checkpoint, read_manifest
+from rowcast.runtime.errors import ConfigError, RowcastError
 from tests.adopt.runs import Launches, copied, make, same, train_all, train_on
 
 DATASET, EVALUATING = "tests.adopt.clicks:listed", "tests.adopt.clicks:lists"
@@ -22,7 +22,9 @@ WIDE = "ebc.embedding_bags.wide.weight"
 class Script:
     """A training script of three epochs of four batches, with a schedule; what it did, in order."""
 
-    def __init__(self, run_dir: Path, act: Callable[[Any, int, Any], object] = lambda loader, epoch, batch: None, **options: Any) -> None:
+    def __init__(
+        self, run_dir: Path, act: Callable[[Any, int, Any], object] = lambda loader, epoch, batch: None, **options: Any
+    ) -> None:
         """`act` is called behind each step, and with batch None behind each epoch, where the schedule has stepped."""
         self.model, self.optimizer = make(run_dir, optimizer="adam")
         self.schedule = torch.optim.lr_scheduler.StepLR(self.optimizer, 1, 0.5)
@@ -30,7 +32,7 @@ class Script:
         self.epochs: list[tuple[int, int]] = []  # each with its batches
         self.rates: list[float] = []
         named = {"epochs": 3, "dense": (self.model, self.optimizer, self.schedule), "dataset": DATASET, **options}
-        with trainer.connect(self.model.ebc, **named) as loader:
+        with rowcast.connect(self.model.ebc, **named) as loader:
             self.loader = loader
             for epoch in loader.epochs:
                 before = len(self.losses)
@@ -50,7 +52,7 @@ def states_of(run_dir: Path, **options: Any) -> list[dict[str, Tensor]]:
     """State dicts behind each epoch."""
     model, optimizer = make(run_dir, optimizer="adam")
     states: list[dict[str, Tensor]] = []
-    with trainer.connect(model.ebc, DATASET, epochs=3, dense=(model, optimizer), **options) as loader:
+    with rowcast.connect(model.ebc, DATASET, epochs=3, dense=(model, optimizer), **options) as loader:
         for _ in loader.epochs:
             train_all(model, optimizer, loader)
             states.append(copied(model.state_dict()))
@@ -100,16 +102,21 @@ def test_a_run_that_the_script_stops_goes_on_right_there(where: str, tmp_path: P
     assert stopped.losses + rest.losses == whole.losses
     assert stopped.rates + rest.rates == whole.rates
     assert same(rest.end, whole.end)
-    assert rest.epochs[0] == {"in the loop": (1, 2), "with an epoch's last batch": (1, 0), "between two epochs": (1, 4)}[where]
+    assert (
+        rest.epochs[0]
+        == {"in the loop": (1, 2), "with an epoch's last batch": (1, 0), "between two epochs": (1, 4)}[where]
+    )
     assert launches.remains() == []
 
 
-def test_a_batch_that_was_not_looked_at_is_the_first_of_the_run_that_goes_on(tmp_path: Path, launches: Launches) -> None:
+def test_a_batch_that_was_not_looked_at_is_the_first_of_the_run_that_goes_on(
+    tmp_path: Path, launches: Launches
+) -> None:
     whole = Script(tmp_path / "whole")
     model, optimizer = make(tmp_path / "stopped", optimizer="adam")
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
     losses = []
-    loader = trainer.connect(model.ebc, DATASET, epochs=3, dense=(model, optimizer, schedule))
+    loader = rowcast.connect(model.ebc, DATASET, epochs=3, dense=(model, optimizer, schedule))
     for batch in loader:
         if batch.train_step == 2:
             loader.stop()
@@ -124,7 +131,7 @@ def test_a_batch_that_was_not_looked_at_is_the_first_of_the_run_that_goes_on(tmp
 def test_a_stop_before_the_first_batch_trains_nothing(tmp_path: Path, launches: Launches) -> None:
     model, optimizer = make(tmp_path)
     start = copied(model.state_dict())
-    with trainer.connect(model.ebc, DATASET, dense=(model, optimizer)) as loader:
+    with rowcast.connect(model.ebc, DATASET, dense=(model, optimizer)) as loader:
         loader.stop()
         assert list(loader) == []
         assert same(dict(model.state_dict()), start)
@@ -137,7 +144,7 @@ def test_a_stop_asked_for_before_the_optimizer_steps_comes_behind_the_step(tmp_p
     model, optimizer = make(tmp_path / "stopped", optimizer="adam")
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
     steps = 0
-    with trainer.connect(model.ebc, DATASET, epochs=3, dense=(model, optimizer, schedule)) as loader:
+    with rowcast.connect(model.ebc, DATASET, epochs=3, dense=(model, optimizer, schedule)) as loader:
         for dense, sparse, labels in loader:
             loss = torch.nn.functional.binary_cross_entropy_with_logits(model(dense, sparse), labels)
             loader.stop()
@@ -186,14 +193,18 @@ def test_a_scripts_own_handler_stays(tmp_path: Path, launches: Launches, monkeyp
     heard: list[int] = []
     before = signal.signal(signal.SIGINT, lambda number, frame: heard.append(number))
     try:
-        done = Script(tmp_path, lambda loader, epoch, batch: os.kill(os.getpid(), signal.SIGINT) if batch is None else None)
+        done = Script(
+            tmp_path, lambda loader, epoch, batch: os.kill(os.getpid(), signal.SIGINT) if batch is None else None
+        )
     finally:
         signal.signal(signal.SIGINT, before)
     assert heard == [signal.SIGINT] * 3
     assert len(done.losses) == 12
 
 
-def test_a_complete_run_is_shown_once_more_and_not_trained(tmp_path: Path, launches: Launches, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_complete_run_is_shown_once_more_and_not_trained(
+    tmp_path: Path, launches: Launches, capfd: pytest.CaptureFixture[str]
+) -> None:
     whole = Script(tmp_path)
     capfd.readouterr()
     again = Script(tmp_path)
@@ -201,10 +212,16 @@ def test_a_complete_run_is_shown_once_more_and_not_trained(tmp_path: Path, launc
     assert same(again.end, whole.end)
     assert again.schedule.state_dict() == whole.schedule.state_dict(), "what the script did after its last epoch counts"
     assert len(launches.children) == 1, "no prefetcher is needed"
-    assert "is complete after 12 train steps, and nothing is trained; a larger epochs=N trains it further" in capfd.readouterr().err
+    assert (
+        "is complete after 12 train steps, and nothing is trained; a larger epochs=N trains it further"
+        in capfd.readouterr().err
+    )
     model, optimizer = make(tmp_path, optimizer="adam")
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
-    assert train_all(model, optimizer, trainer.connect(model.ebc, DATASET, epochs=3, dense=(model, optimizer, schedule))) == []
+    assert (
+        train_all(model, optimizer, rowcast.connect(model.ebc, DATASET, epochs=3, dense=(model, optimizer, schedule)))
+        == []
+    )
     assert same(dict(model.state_dict()), whole.end)
 
 
@@ -212,14 +229,14 @@ def test_a_script_that_counts_epochs_by_itself_is_told_which_one_goes_on(
     tmp_path: Path, launches: Launches, capfd: pytest.CaptureFixture[str]
 ) -> None:
     model, optimizer = make(tmp_path, optimizer="adam")
-    with trainer.connect(model.ebc, DATASET, epochs=3, dense=(model, optimizer)) as loader:
+    with rowcast.connect(model.ebc, DATASET, epochs=3, dense=(model, optimizer)) as loader:
         for number, batch in enumerate(batch for _ in loader.epochs for batch in loader):
             train_on(model, optimizer, batch)
             if number == 5:
                 loader.stop()
     assert "`for epoch in loader.epochs` counts on" not in capfd.readouterr().err
     model, optimizer = make(tmp_path, optimizer="adam")
-    with trainer.connect(model.ebc, DATASET, epochs=3, dense=(model, optimizer)) as loader:
+    with rowcast.connect(model.ebc, DATASET, epochs=3, dense=(model, optimizer)) as loader:
         assert [len(train_all(model, optimizer, loader)) for _ in range(3)] == [2, 4, 0]
     assert "this first `for` is the rest of epoch 1, counted from 0" in capfd.readouterr().err
 
@@ -227,12 +244,16 @@ def test_a_script_that_counts_epochs_by_itself_is_told_which_one_goes_on(
 def test_a_script_with_other_settings_is_told_before_anything_starts(tmp_path: Path, launches: Launches) -> None:
     Script(tmp_path)
     model, optimizer = make(tmp_path, optimizer="sgd")
-    with pytest.raises(ConfigError, match="holds a run of 12 train steps with other tables, row optimizer, data or seed"):
-        trainer.connect(model.ebc, DATASET, epochs=3, dense=(model, optimizer))
+    with pytest.raises(
+        ConfigError, match="holds a run of 12 train steps with other tables, row optimizer, data or seed"
+    ):
+        rowcast.connect(model.ebc, DATASET, epochs=3, dense=(model, optimizer))
     assert len(launches.children) == 1
 
 
-def test_a_script_that_died_behind_its_last_batch_does_the_rest_of_its_last_epoch(tmp_path: Path, launches: Launches) -> None:
+def test_a_script_that_died_behind_its_last_batch_does_the_rest_of_its_last_epoch(
+    tmp_path: Path, launches: Launches
+) -> None:
     whole = Script(tmp_path / "whole")
 
     def die(loader: Any, epoch: int, batch: Any) -> None:
@@ -259,7 +280,7 @@ def test_a_complete_run_goes_on_with_more_epochs(tmp_path: Path, launches: Launc
 
 def test_an_epoch_without_a_loop_over_the_loader_is_a_mistake(tmp_path: Path, launches: Launches) -> None:
     model, optimizer = make(tmp_path)
-    with trainer.connect(model.ebc, DATASET, epochs=3, dense=(model, optimizer)) as loader:
+    with rowcast.connect(model.ebc, DATASET, epochs=3, dense=(model, optimizer)) as loader:
         epochs = loader.epochs
         assert next(epochs) == 0
         with pytest.raises(RuntimeError, match="epoch 0 was passed without a `for batch in loader`"):
@@ -271,7 +292,7 @@ def test_epochs_may_be_counted_by_the_script(tmp_path: Path, launches: Launches)
     losses: list[list[float]] = []
     for stop in (True, False):
         model, optimizer = make(tmp_path)
-        with trainer.connect(model.ebc, DATASET, epochs=3, dense=(model, optimizer)) as loader:
+        with rowcast.connect(model.ebc, DATASET, epochs=3, dense=(model, optimizer)) as loader:
             for epoch in range(3):
                 losses.append(train_all(model, optimizer, loader))
                 if stop and epoch == 1:
@@ -280,11 +301,13 @@ def test_epochs_may_be_counted_by_the_script(tmp_path: Path, launches: Launches)
     assert [len(epoch) for epoch in losses] == [4, 4, 4, 0, 0]
 
 
-def test_an_evaluation_that_a_stop_cuts_in_two_is_whole_in_the_run_that_goes_on(tmp_path: Path, launches: Launches) -> None:
+def test_an_evaluation_that_a_stop_cuts_in_two_is_whole_in_the_run_that_goes_on(
+    tmp_path: Path, launches: Launches
+) -> None:
     found: list[list[float]] = []
     for name in ("whole", "stopped", "stopped"):
         model, optimizer = make(tmp_path / name)
-        with trainer.connect(model.ebc, EVALUATING, evaluate=True, dense=(model, optimizer)) as loader:
+        with rowcast.connect(model.ebc, EVALUATING, evaluate=True, dense=(model, optimizer)) as loader:
             for batch in loader:
                 if batch.kind == "train":
                     train_on(model, optimizer, batch)
@@ -301,7 +324,7 @@ def test_an_evaluation_that_a_stop_cuts_in_two_is_whole_in_the_run_that_goes_on(
 def test_a_stop_within_a_step_of_micro_batches_comes_behind_the_step(tmp_path: Path, launches: Launches) -> None:
     model, optimizer = make(tmp_path)
     seen = 0
-    with trainer.connect(model.ebc, DATASET, accumulate=4, dense=(model, optimizer)) as loader:
+    with rowcast.connect(model.ebc, DATASET, accumulate=4, dense=(model, optimizer)) as loader:
         for batch in loader:
             torch.autograd.backward(model(batch.dense_features, batch.sparse_features).sum())
             seen += 1
@@ -336,8 +359,11 @@ def damage(path: Path) -> None:
     path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
 
 
-@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step:UserWarning")  # no optimizer step in this process yet
-def test_a_run_whose_newest_checkpoint_is_damaged_goes_on_where_the_one_before_stands(tmp_path: Path, launches: Launches) -> None:
+# no optimizer step in this process yet
+@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step:UserWarning")
+def test_a_run_whose_newest_checkpoint_is_damaged_goes_on_where_the_one_before_stands(
+    tmp_path: Path, launches: Launches
+) -> None:
     whole = Script(tmp_path / "whole")
     damage(next(stopped_in_the_third_epoch(tmp_path / "died").glob("*.safetensors")))
     rest = Script(tmp_path / "died", save_every="epoch")
@@ -346,19 +372,21 @@ def test_a_run_whose_newest_checkpoint_is_damaged_goes_on_where_the_one_before_s
     assert same(rest.end, whole.end)
 
 
-def test_tables_that_were_loaded_do_not_replace_a_run_whose_newest_manifest_is_damaged(tmp_path: Path, launches: Launches) -> None:
+def test_tables_that_were_loaded_do_not_replace_a_run_whose_newest_manifest_is_damaged(
+    tmp_path: Path, launches: Launches
+) -> None:
     newest = stopped_in_the_third_epoch(tmp_path)
     damage(newest / "manifest.json")
     model, optimizer = make(tmp_path, optimizer="adam")
     assert model.ebc.has_run
     model.load_state_dict({name: torch.zeros_like(value) for name, value in model.state_dict().items()})
     with pytest.raises(ConfigError, match="holds a run of 4 train steps, which goes on with its own tables"):
-        trainer.connect(model.ebc, DATASET, epochs=3, dense=(model, optimizer))
+        rowcast.connect(model.ebc, DATASET, epochs=3, dense=(model, optimizer))
     damage(newest.with_name("step-000000000004") / "manifest.json")
     model, optimizer = make(tmp_path, optimizer="adam")
     model.load_state_dict({name: torch.zeros_like(value) for name, value in model.state_dict().items()}, strict=False)
     with (
         pytest.raises(RowcastError, match="none of 2 checkpoints is whole"),
-        trainer.connect(model.ebc, DATASET, epochs=3, dense=(model, optimizer)) as loader,
+        rowcast.connect(model.ebc, DATASET, epochs=3, dense=(model, optimizer)) as loader,
     ):
         list(loader)

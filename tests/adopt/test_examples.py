@@ -12,8 +12,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from prefetcher.export import export_run
-from protocol.telemetry.logs import get_logger
+from rowcast.prefetcher.checkpoints.export import export_run
+from rowcast.runtime.telemetry.logs import get_logger
 
 ROOT = Path(__file__).parents[2]
 STAND_INS = Path(__file__).parent / "stand_ins"
@@ -25,7 +25,9 @@ def run(name: str, folder: Path, *options: str, stand_ins: bool) -> dict[str, to
     paths = [str(ROOT), *([str(STAND_INS)] if stand_ins else [])]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", f"examples.adopt.{name}", "--end", str(folder / "end"), *options]
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=250, check=False)
+    done = subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=250, check=False
+    )
     assert done.returncode == 0, done.stderr
     return load_file(folder / "end")
 
@@ -36,7 +38,9 @@ def both(name: str, folder: Path, *, stand_ins: bool) -> tuple[dict[str, torch.T
     begun.pop("losses")
     save_file(begun, folder / "start")
     options = ("--start", str(folder / "start"))
-    return run(name, folder, *options, stand_ins=stand_ins), run(f"{name}_adopted", folder, *options, stand_ins=stand_ins)
+    return run(name, folder, *options, stand_ins=stand_ins), run(
+        f"{name}_adopted", folder, *options, stand_ins=stand_ins
+    )
 
 
 def test_a_script_with_nn_embedding_gives_the_same_bits_when_it_is_adopted(tmp_path: Path) -> None:
@@ -62,7 +66,9 @@ def test_a_script_with_nn_embedding_gives_the_same_bits_when_it_is_adopted(tmp_p
         ),
     ],
 )
-def test_a_script_with_embedding_bags_gives_the_same_but_for_rounding(name: str, stand_ins: bool, tmp_path: Path) -> None:
+def test_a_script_with_embedding_bags_gives_the_same_but_for_rounding(
+    name: str, stand_ins: bool, tmp_path: Path
+) -> None:
     plain, adopted = both(name, tmp_path, stand_ins=stand_ins)
     assert list(plain) == list(adopted)
     assert len(plain["losses"]) == 30
@@ -71,7 +77,9 @@ def test_a_script_with_embedding_bags_gives_the_same_but_for_rounding(name: str,
 
 
 def changed_lines(name: str) -> Iterator[str]:
-    plain, adopted = ((ROOT / "examples" / "adopt" / f"{name}{end}.py").read_text().splitlines() for end in ("", "_adopted"))
+    plain, adopted = (
+        (ROOT / "examples" / "adopt" / f"{name}{end}.py").read_text().splitlines() for end in ("", "_adopted")
+    )
     for line in difflib.unified_diff(plain, adopted, f"{name}.py", f"{name}_adopted.py", lineterm="", n=1):
         yield line.rstrip()
 
@@ -81,4 +89,6 @@ def test_the_page_shows_what_changes_in_each_example(name: str) -> None:
     lines = list(changed_lines(name))
     assert "\n".join(["```diff", *lines, "```"]) in (ROOT / "docs" / "adopt.md").read_text()
     added = [line for line in lines if line.startswith("+") and not line.startswith("+++")]
-    assert len([line for line in added if "import" not in line and line != "+"]) == 2, "the module and the loader, and nothing else"
+    assert len([line for line in added if "import" not in line and line != "+"]) == 2, (
+        "the module and the loader, and nothing else"
+    )

@@ -10,29 +10,33 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-import trainer
-import trainer.kernels.choose
-from protocol.errors import ConfigError, Mismatch
+import rowcast
+import rowcast.trainer.kernels.choose
+from rowcast.runtime.errors import ConfigError, Mismatch
+from rowcast.trainer.adopt.module import EmbeddingBagCollection
+from rowcast.trainer.adopt.table_files import SCRIPT, run_prefetcher_command
 from tests.adopt.runs import CONFIGS, Launches, Model, make, train_all, train_on
-from trainer.adopt.files import SCRIPT, run_prefetcher_command
-from trainer.adopt.module import EmbeddingBagCollection
 
 DATASET = "tests.adopt.clicks:train"
 
 
-def test_a_script_that_its_own_prefetcher_imports_is_told_to_guard_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_script_that_its_own_prefetcher_imports_is_told_to_guard_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model, _ = make(tmp_path)
     monkeypatch.setenv(SCRIPT, "77")
-    with pytest.raises(ConfigError, match=r"the prefetcher of process 77 imports this script .* under `if __name__ == \"__main__\":`"):
-        trainer.connect(model.ebc, DATASET)
+    with pytest.raises(
+        ConfigError, match=r"the prefetcher of process 77 imports this script .* under `if __name__ == \"__main__\":`"
+    ):
+        rowcast.connect(model.ebc, DATASET)
 
 
 def test_a_warning_leaves_the_scripts_standard_output_alone(
     tmp_path: Path, launches: Launches, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(trainer.kernels.choose, "difference", lambda *others: "made up")
+    monkeypatch.setattr(rowcast.trainer.kernels.choose, "difference", lambda *others: "made up")
     model, optimizer = make(tmp_path)
-    train_all(model, optimizer, trainer.connect(model.ebc, DATASET, max_steps=2))
+    train_all(model, optimizer, rowcast.connect(model.ebc, DATASET, max_steps=2))
     out, err = capfd.readouterr()
     assert out == ""
     assert "compiled kernels have other bits than torch here" in err
@@ -43,7 +47,7 @@ def test_a_loader_that_is_left_between_two_epochs_says_so(
     steps: int, warned: bool, tmp_path: Path, launches: Launches, capfd: pytest.CaptureFixture[str]
 ) -> None:
     model, optimizer = make(tmp_path)
-    with trainer.connect(model.ebc, "tests.adopt.clicks:listed", epochs=2) as loader:
+    with rowcast.connect(model.ebc, "tests.adopt.clicks:listed", epochs=2) as loader:
         for done, batch in enumerate(loader, start=1):
             train_on(model, optimizer, batch)
             if done == steps and not warned:
@@ -54,18 +58,22 @@ def test_a_loader_that_is_left_between_two_epochs_says_so(
 
 def test_a_forgotten_train_mode_is_named(tmp_path: Path, launches: Launches) -> None:
     model, optimizer = make(tmp_path)
-    with trainer.connect(model.ebc, DATASET) as loader:
+    with rowcast.connect(model.ebc, DATASET) as loader:
         batches = iter(loader)
         train_on(model, optimizer, next(batches))
         model.eval()
         train_on(model, optimizer, next(batches))
-        with pytest.raises(RuntimeError, match=r"train step 1 was looked up in eval mode alone.*call model.train\(\) before it"):
+        with pytest.raises(
+            RuntimeError, match=r"train step 1 was looked up in eval mode alone.*call model.train\(\) before it"
+        ):
             next(batches)
 
 
-def test_rows_may_stay_as_they_are_where_they_are_looked_up_without_gradients(tmp_path: Path, launches: Launches) -> None:
+def test_rows_may_stay_as_they_are_where_they_are_looked_up_without_gradients(
+    tmp_path: Path, launches: Launches
+) -> None:
     model, optimizer = make(tmp_path)
-    with trainer.connect(model.ebc, DATASET, options={"batches": 2}) as loader:
+    with rowcast.connect(model.ebc, DATASET, options={"batches": 2}) as loader:
         for dense, sparse, _ in loader:
             with torch.no_grad():
                 values = model.ebc(sparse).values()
@@ -83,9 +91,9 @@ def test_rows_are_not_frozen_by_requires_grad(tmp_path: Path) -> None:
 
 def test_a_run_may_begin_in_inference_mode(tmp_path: Path, launches: Launches) -> None:
     model, optimizer = make(tmp_path / "first")
-    losses = train_all(model, optimizer, trainer.connect(model.ebc, DATASET))
+    losses = train_all(model, optimizer, rowcast.connect(model.ebc, DATASET))
     model, optimizer = make(tmp_path / "second")
-    with trainer.connect(model.ebc, DATASET) as loader:
+    with rowcast.connect(model.ebc, DATASET) as loader:
         batches = iter(loader)
         with torch.inference_mode():
             first = next(batches)
@@ -96,35 +104,41 @@ def test_a_run_may_begin_in_inference_mode(tmp_path: Path, launches: Launches) -
 
 def test_a_checkpoint_of_another_model_is_refused_by_name(tmp_path: Path, launches: Launches) -> None:
     model, optimizer = make(tmp_path)
-    with trainer.connect(model.ebc, DATASET, save_every=2, dense=(model, optimizer)) as loader:
+    with rowcast.connect(model.ebc, DATASET, save_every=2, dense=(model, optimizer)) as loader:
         for batch in loader:
             train_on(model, optimizer, batch)
             if batch.train_step == 2:
                 break
     model, optimizer = make(tmp_path)
     model.layer = nn.Linear(14, 3)
-    with pytest.raises(Mismatch, match=r"the checkpoint's Model is not this one: .*size mismatch.*use the model that wrote it"):
-        train_all(model, optimizer, trainer.connect(model.ebc, DATASET, save_every=2, dense=(model, optimizer), fresh=False))
+    with pytest.raises(
+        Mismatch, match=r"the checkpoint's Model is not this one: .*size mismatch.*use the model that wrote it"
+    ):
+        train_all(
+            model, optimizer, rowcast.connect(model.ebc, DATASET, save_every=2, dense=(model, optimizer), fresh=False)
+        )
 
 
 def test_a_connect_that_was_refused_changes_nothing(tmp_path: Path) -> None:
     model, optimizer = make(tmp_path)
     before = model.ebc.job
     wrong: list[Any] = [{"dense": (3,)}, {"epochs": 0}]
-    with pytest.raises(ConfigError, match=r'is no name; the prefetcher, another process, imports what "package.module:factory"'):
-        trainer.connect(model.ebc, train_on)  # type: ignore[arg-type]
+    with pytest.raises(
+        ConfigError, match=r'is no name; the prefetcher, another process, imports what "package.module:factory"'
+    ):
+        rowcast.connect(model.ebc, train_on)  # type: ignore[arg-type]
     for options in wrong:
         with pytest.raises(ConfigError):
-            trainer.connect(model.ebc, DATASET, **options)
+            rowcast.connect(model.ebc, DATASET, **options)
         assert model.ebc.job == before
-    trainer.connect(model.ebc, DATASET, dense=(model, optimizer))
+    rowcast.connect(model.ebc, DATASET, dense=(model, optimizer))
     assert model.ebc.job.data.epochs == before.data.epochs
 
 
 def test_a_module_is_copied_before_its_run_and_not_in_it(tmp_path: Path, launches: Launches) -> None:
     model, _ = make(tmp_path)
     assert copy.deepcopy(model).ebc.job == model.ebc.job
-    with trainer.connect(model.ebc, DATASET) as loader:
+    with rowcast.connect(model.ebc, DATASET) as loader:
         next(iter(loader))
         with pytest.raises(RuntimeError, match="whose loader has begun cannot be copied, as its rows are on their way"):
             copy.deepcopy(model)
@@ -136,20 +150,25 @@ def test_what_a_script_does_between_epochs_is_done_after_a_stop_too(tmp_path: Pa
     assert [rate for rate, _ in whole] == [0.1] * 4 + [0.05] * 4
     begun, _ = epochs_with_a_schedule(tmp_path / "stopped", stop=5)
     assert begun == whole[:6]
-    with pytest.warns(UserWarning, match=r"`lr_scheduler.step\(\)` before `optimizer.step\(\)`"):  # of the process; its first one is not
+    # of the process; its first one is not
+    with pytest.warns(UserWarning, match=r"`lr_scheduler.step\(\)` before `optimizer.step\(\)`"):
         rest, sizes = epochs_with_a_schedule(tmp_path / "stopped", stop=None, fresh=False)
     assert rest == whole[4:]
     assert sizes == [0, 4]
 
 
-def epochs_with_a_schedule(run_dir: Path, *, stop: int | None, fresh: bool = True) -> tuple[list[tuple[float, float]], list[int]]:
+def epochs_with_a_schedule(
+    run_dir: Path, *, stop: int | None, fresh: bool = True
+) -> tuple[list[tuple[float, float]], list[int]]:
     """Learning rate and loss of each train step, and the steps of each `for`, of two epochs of four batches."""
     model, optimizer = make(run_dir)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
     steps: list[tuple[float, float]] = []
     sizes: list[int] = []
     dense = (model, optimizer, schedule)
-    with trainer.connect(model.ebc, "tests.adopt.clicks:listed", epochs=2, save_every=4, dense=dense, fresh=fresh) as loader:
+    with rowcast.connect(
+        model.ebc, "tests.adopt.clicks:listed", epochs=2, save_every=4, dense=dense, fresh=fresh
+    ) as loader:
         for _ in range(2):
             sizes.append(0)
             for batch in loader:
@@ -163,18 +182,26 @@ def epochs_with_a_schedule(run_dir: Path, *, stop: int | None, fresh: bool = Tru
 
 def test_weights_that_the_tables_cannot_hold_are_refused(tmp_path: Path, launches: Launches) -> None:
     configs = [replace(own, data_type="fp16") for own in CONFIGS]
-    ebc = EmbeddingBagCollection(configs, optimizer={"kind": "sgd", "lr": 0.1}, capacity="60 rows", device="cpu", run_dir=tmp_path)
+    ebc = EmbeddingBagCollection(
+        configs, optimizer={"kind": "sgd", "lr": 0.1}, capacity="60 rows", device="cpu", run_dir=tmp_path
+    )
     model = Model(ebc)
-    ebc.load_state_dict({name: torch.full_like(weight, 7e4, dtype=torch.float32) for name, weight in ebc.state_dict().items()})
+    ebc.load_state_dict(
+        {name: torch.full_like(weight, 7e4, dtype=torch.float32) for name, weight in ebc.state_dict().items()}
+    )
     with pytest.raises(ConfigError, match="has values beyond 65504, where fp16 ends"):
-        next(iter(trainer.connect(model.ebc, DATASET)))
+        next(iter(rowcast.connect(model.ebc, DATASET)))
 
 
 def test_a_master_copy_begins_with_all_bits_of_what_was_loaded(tmp_path: Path) -> None:
     configs = [replace(own, data_type="bf16") for own in CONFIGS]
     optimizer = {"kind": "sgd", "lr": 0.1, "master": True}
-    ebc = EmbeddingBagCollection(configs, optimizer=optimizer, capacity="60 rows", device="cpu", run_dir=tmp_path / "run")
-    ebc.load_state_dict({name: torch.full_like(weight, 1.2345678, dtype=torch.float64) for name, weight in ebc.state_dict().items()})
+    ebc = EmbeddingBagCollection(
+        configs, optimizer=optimizer, capacity="60 rows", device="cpu", run_dir=tmp_path / "run"
+    )
+    ebc.load_state_dict(
+        {name: torch.full_like(weight, 1.2345678, dtype=torch.float64) for name, weight in ebc.state_dict().items()}
+    )
     assert ebc.loaded is not None
     loaded = ebc.loaded.rename(tmp_path / "loaded")
     run_prefetcher_command("import", "--config", str(ebc.write_job_file()), "--from", str(loaded))
@@ -187,10 +214,12 @@ def test_a_master_copy_begins_with_all_bits_of_what_was_loaded(tmp_path: Path) -
 def test_a_gradient_scaler_is_refused_before_it_trains_a_row(tmp_path: Path, launches: Launches) -> None:
     model, optimizer = make(tmp_path)
     scaler = torch.amp.GradScaler("cpu")
-    with trainer.connect(model.ebc, DATASET, options={"batches": 2}) as loader:
+    with rowcast.connect(model.ebc, DATASET, options={"batches": 2}) as loader:
         for batch in loader:
             loss = model(batch.dense_features, batch.sparse_features).sum()
-            with pytest.raises(RuntimeError, match=r"a GradScaler scales this loss, but rows are updated .* dtype=torch.bfloat16"):
+            with pytest.raises(
+                RuntimeError, match=r"a GradScaler scales this loss, but rows are updated .* dtype=torch.bfloat16"
+            ):
                 scaler.scale(loss)
             assert torch.amp.GradScaler("cpu", enabled=False).scale(loss) is loss
             torch.autograd.backward(loss)
@@ -203,6 +232,7 @@ def test_a_gradient_scaler_is_refused_before_it_trains_a_row(tmp_path: Path, lau
 def test_validation_data_that_is_not_the_loaders_is_told_where_it_comes_from(tmp_path: Path) -> None:
     model, _ = make(tmp_path)
     with pytest.raises(
-        RuntimeError, match=r'batches of a validation set come from it too.* the split "eval", and connect has evaluate=True'
+        RuntimeError,
+        match=r'batches of a validation set come from it too.* the split "eval", and connect has evaluate=True',
     ):
         model(torch.zeros(8, 2), None)

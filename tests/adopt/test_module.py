@@ -7,12 +7,12 @@ import pytest
 import torch
 from torch import Tensor
 
-import trainer
-from protocol.errors import ConfigError
+import rowcast
+from rowcast.runtime.errors import ConfigError
+from rowcast.trainer.adopt.module import EmbeddingBagCollection
 from tests.adopt.clicks import ids_of
 from tests.adopt.runs import CONFIGS, Launches, copied, make, same, train_all, train_on
 from tests.adopt.stand_ins.torchrec.sparse.jagged_tensor import KeyedJaggedTensor
-from trainer.adopt.module import EmbeddingBagCollection
 
 DATASET = "tests.adopt.clicks:train"
 
@@ -26,14 +26,14 @@ def keyed(step: int) -> KeyedJaggedTensor:
 
 def test_a_run_is_the_same_whatever_was_refused_on_its_way(tmp_path: Path, launches: Launches) -> None:
     model, optimizer = make(tmp_path / "undisturbed")
-    with trainer.connect(model.ebc, DATASET) as loader:
+    with rowcast.connect(model.ebc, DATASET) as loader:
         losses = train_all(model, optimizer, loader)
     end = copied(model.state_dict())
 
     model, optimizer = make(tmp_path / "disturbed")
     with pytest.raises(RuntimeError, match="there is no batch to look up"):
         model(torch.zeros(8, 2), keyed(0))
-    with trainer.connect(model.ebc, DATASET) as loader:
+    with rowcast.connect(model.ebc, DATASET) as loader:
         found: list[float] = []
         batches, stale = iter(loader), None
         for step in range(8):
@@ -43,14 +43,20 @@ def test_a_run_is_the_same_whatever_was_refused_on_its_way(tmp_path: Path, launc
                 with pytest.raises(RuntimeError, match=f"they are of step {step - 1} and the batch of step {step}"):
                     model(batch.dense_features, stale)
             found.append(train_on(model, optimizer, batch))
-            with pytest.raises(RuntimeError, match=f"rows of train step {step} were updated already; train on each batch once"):
+            with pytest.raises(
+                RuntimeError, match=f"rows of train step {step} were updated already; train on each batch once"
+            ):
                 model(batch.dense_features, batch.sparse_features)
             stale = batch.sparse_features
             if step < 7:
-                with pytest.raises(RuntimeError, match=r"whole where a checkpoint falls, so call state_dict\(\) after every N-th step"):
+                with pytest.raises(
+                    RuntimeError, match=r"whole where a checkpoint falls, so call state_dict\(\) after every N-th step"
+                ):
                     model.state_dict()
         assert next(batches, None) is None
-        with pytest.raises(RuntimeError, match=r"ended after 8 train steps, with data.epochs = 1; give connect epochs=N"):
+        with pytest.raises(
+            RuntimeError, match=r"ended after 8 train steps, with data.epochs = 1; give connect epochs=N"
+        ):
             next(iter(loader))
     with pytest.raises(RuntimeError, match="there is no batch to look up"):
         model(torch.zeros(8, 2), stale)
@@ -65,12 +71,19 @@ def refusals(model: Any, batch: Any, step: int) -> None:
     for lost in (sparse.values, sparse.lengths, lambda: sparse["a"]):
         with pytest.raises(RuntimeError, match="the ids of a batch stay with the prefetcher"):
             lost()
-    with pytest.raises(RuntimeError, match="are not those of the batch that the loader yielded last: they look up other rows"):
+    with pytest.raises(
+        RuntimeError, match="are not those of the batch that the loader yielded last: they look up other rows"
+    ):
         model(dense, keyed(step + 50))
     with pytest.raises(RuntimeError, match="they have 4 samples and the batch 8"):
-        model(dense, KeyedJaggedTensor(keys=["a", "b", "c"], values=torch.arange(12), lengths=torch.ones(12, dtype=torch.long)))
+        model(
+            dense,
+            KeyedJaggedTensor(keys=["a", "b", "c"], values=torch.arange(12), lengths=torch.ones(12, dtype=torch.long)),
+        )
     with pytest.raises(RuntimeError, match="sparse features have no c, only a, b"):
-        model(dense, KeyedJaggedTensor(keys=["a", "b"], values=torch.arange(16), lengths=torch.ones(16, dtype=torch.long)))
+        model(
+            dense, KeyedJaggedTensor(keys=["a", "b"], values=torch.arange(16), lengths=torch.ones(16, dtype=torch.long))
+        )
     with pytest.raises(RuntimeError, match=r"sparse features are Tensor; give batch\.sparse_features"):
         model(dense, torch.from_numpy(ids_of(step)))
     with torch.no_grad():
@@ -83,10 +96,14 @@ def refusals(model: Any, batch: Any, step: int) -> None:
 def test_what_is_returned_has_the_face_of_a_keyed_tensor(tmp_path: Path, launches: Launches) -> None:
     model, optimizer = make(tmp_path)
     start = copied(model.ebc.state_dict())
-    with trainer.connect(model.ebc, DATASET, options={"batches": 1}) as loader:
+    with rowcast.connect(model.ebc, DATASET, options={"batches": 1}) as loader:
         for batch in loader:
             found = model.ebc.eval()(batch["sparse"])
-            assert (found.keys(), found.length_per_key(), found.offset_per_key()) == (["a", "b", "c"], [4, 4, 4], [0, 4, 8, 12])
+            assert (found.keys(), found.length_per_key(), found.offset_per_key()) == (
+                ["a", "b", "c"],
+                [4, 4, 4],
+                [0, 4, 8, 12],
+            )
             ids = torch.from_numpy(ids_of(0))
             assert torch.equal(found["b"], start["embedding_bags.wide.weight"][ids[:, 1]])
             assert torch.equal(found.to_dict()["c"], start["embedding_bags.small.weight"][ids[:, 2]])
@@ -100,12 +117,14 @@ def test_what_is_returned_has_the_face_of_a_keyed_tensor(tmp_path: Path, launche
 
 def test_gradients_are_not_accumulated_over_batches(tmp_path: Path, launches: Launches) -> None:
     model, optimizer = make(tmp_path)
-    with trainer.connect(model.ebc, DATASET) as loader:
+    with rowcast.connect(model.ebc, DATASET) as loader:
         batches = iter(loader)
         dense, sparse, _ = next(batches)
         torch.autograd.backward(model(dense, sparse).sum())
         dense, sparse, _ = next(batches)
-        with pytest.raises(RuntimeError, match=r"without a step of the dense optimizer between them.*use larger batches"):
+        with pytest.raises(
+            RuntimeError, match=r"without a step of the dense optimizer between them.*use larger batches"
+        ):
             model(dense, sparse)
         optimizer.step()
         torch.autograd.backward(model(dense, sparse).sum())
@@ -113,7 +132,7 @@ def test_gradients_are_not_accumulated_over_batches(tmp_path: Path, launches: La
 
 def test_a_model_without_dense_weights_may_say_so(tmp_path: Path, launches: Launches) -> None:
     model, _ = make(tmp_path)
-    with trainer.connect(model.ebc, DATASET, dense_optimizer=False) as loader:
+    with rowcast.connect(model.ebc, DATASET, dense_optimizer=False) as loader:
         for _, sparse, _ in loader:
             torch.autograd.backward(model.ebc(sparse).values().sum())
     assert launches.children[0].code == 0
@@ -122,7 +141,7 @@ def test_a_model_without_dense_weights_may_say_so(tmp_path: Path, launches: Laun
 @pytest.mark.parametrize("backwards", [0, 2])
 def test_each_forward_has_one_backward(backwards: int, tmp_path: Path, launches: Launches) -> None:
     model, _ = make(tmp_path)
-    with trainer.connect(model.ebc, DATASET) as loader:
+    with rowcast.connect(model.ebc, DATASET) as loader:
         batches = iter(loader)
         dense, sparse, _ = next(batches)
         first = model(dense, sparse).sum()
@@ -133,13 +152,15 @@ def test_each_forward_has_one_backward(backwards: int, tmp_path: Path, launches:
                 next(batches)
         else:
             torch.autograd.backward(first, retain_graph=True)
-            with pytest.raises(RuntimeError, match=r"rows of train step 0 were already updated; call backward\(\) once"):
+            with pytest.raises(
+                RuntimeError, match=r"rows of train step 0 were already updated; call backward\(\) once"
+            ):
                 torch.autograd.backward(first)
 
 
 def config(**changed: Any) -> Any:
     good: dict[str, Any] = {"name": "t", "num_embeddings": 10, "embedding_dim": 4, "feature_names": ["f"]}
-    return trainer.EmbeddingBagConfig(**{**good, **changed})
+    return rowcast.EmbeddingBagConfig(**{**good, **changed})
 
 
 def test_a_config_may_come_from_elsewhere() -> None:
@@ -154,7 +175,9 @@ def test_a_config_may_come_from_elsewhere() -> None:
         weight_init_min=-0.5,
         weight_init_max=0.25,
     )
-    ebc = EmbeddingBagCollection([own], optimizer={"kind": "sgd", "lr": 0.1}, capacity="1MiB", job={"lookahead.depth": 7})
+    ebc = EmbeddingBagCollection(
+        [own], optimizer={"kind": "sgd", "lr": 0.1}, capacity="1MiB", job={"lookahead.depth": 7}
+    )
     [table] = ebc.job.tables
     assert (table.num_embeddings, table.features, table.pooling, table.init) == (9, ["f"], "mean", "uniform:-0.5,0.25")
     assert ebc.job.lookahead.depth == 7
@@ -172,7 +195,11 @@ def test_a_config_may_come_from_elsewhere() -> None:
         ([config()], {"optimizer": {"kind": "sgd", "lr": 0.1, "momentum": 0.9}}, "momentum on rows is refused"),
         ([config()], {"job": {"lookahead": 4}}, 'write "section.key": value'),
         ([config()], {"job": {"lookahead.dept": 4}}, "unknown key dept"),
-        ([config()], {"job": {"tables.dtype": "fp16"}}, r"tables\.dtype is nothing that can be set here; tables are as the configs say"),
+        (
+            [config()],
+            {"job": {"tables.dtype": "fp16"}},
+            r"tables\.dtype is nothing that can be set here; tables are as the configs say",
+        ),
         ([config()], {"job": {"data.format.x": 1}}, r"data\.format\.x is nothing that can be set here"),
         (
             [config()],
@@ -204,14 +231,14 @@ def test_an_init_function_of_its_own_is_refused() -> None:
 def test_a_collection_has_one_loader(tmp_path: Path) -> None:
     model, _ = make(tmp_path)
     with pytest.raises(ConfigError, match="connect: dataset is missing"):
-        trainer.connect(model.ebc)
-    trainer.connect(model.ebc, DATASET)
+        rowcast.connect(model.ebc)
+    rowcast.connect(model.ebc, DATASET)
     with pytest.raises(ConfigError, match="has a loader already"):
-        trainer.connect(model.ebc, DATASET)
+        rowcast.connect(model.ebc, DATASET)
 
 
 def test_the_job_of_a_script_is_refused_by_the_trainers_own_command() -> None:
-    from trainer.models import build_model
+    from rowcast.trainer.models import build_model
 
     ebc = EmbeddingBagCollection(CONFIGS, optimizer={"kind": "sgd", "lr": 0.1}, capacity="1MiB")
     with pytest.raises(ConfigError, match="run the script instead of `trainer run`"):

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-import trainer
-from protocol.errors import ConfigError
+import rowcast
+from rowcast.runtime.errors import ConfigError
+from rowcast.trainer.adopt.module import EmbeddingBagCollection
 from tests.adopt.runs import CONFIGS, Launches, Model, make, train_all
-from trainer.adopt.module import EmbeddingBagCollection
 
 DATASET = "tests.adopt.clicks:train"
 
@@ -22,14 +22,18 @@ def runs_as(script: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def collection(**named: Any) -> EmbeddingBagCollection:
-    return EmbeddingBagCollection(CONFIGS, optimizer={"kind": "sgd", "lr": 0.1}, capacity="60 rows", device="cpu", **named)
+    return EmbeddingBagCollection(
+        CONFIGS, optimizer={"kind": "sgd", "lr": 0.1}, capacity="60 rows", device="cpu", **named
+    )
 
 
 @pytest.mark.parametrize(
     ("script", "name"),
     [("/there/ctr_model.py", "ctr_model"), ("/there/package/__main__.py", "package"), (None, "notebook")],
 )
-def test_a_run_directory_has_the_name_of_its_script(script: str | None, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_directory_has_the_name_of_its_script(
+    script: str | None, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     runs_as(script, monkeypatch)
     assert collection().job.run_dir == Path("runs") / name
     assert collection(run_dir="here").job.run_dir == Path("here")
@@ -37,20 +41,25 @@ def test_a_run_directory_has_the_name_of_its_script(script: str | None, name: st
 
 
 @pytest.mark.parametrize("fresh", [False, True])
-def test_a_script_of_the_same_name_is_refused_and_its_run_stays(fresh: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_script_of_the_same_name_is_refused_and_its_run_stays(
+    fresh: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     runs_as("/one/train.py", monkeypatch)
     first = collection().write_job_file()
     content = first.read_bytes()
     runs_as("/two/train.py", monkeypatch)
-    with pytest.raises(ConfigError, match=r"runs/train is the run directory of /one/train\.py, and that of /two/train\.py by default too"):
-        trainer.connect(collection(), DATASET, fresh=fresh)
+    with pytest.raises(
+        ConfigError,
+        match=r"runs/train is the run directory of /one/train\.py, and that of /two/train\.py by default too",
+    ):
+        rowcast.connect(collection(), DATASET, fresh=fresh)
     with pytest.raises(ConfigError, match=r"set another one by EmbeddingBagCollection\(\.\.\., run_dir=\.\.\.\)"):
         collection().state_dict()
     assert first.read_bytes() == content
-    trainer.connect(collection(run_dir="runs/train"), DATASET, fresh=True)  # named: taken as it is
+    rowcast.connect(collection(run_dir="runs/train"), DATASET, fresh=True)  # named: taken as it is
     runs_as("/one/train.py", monkeypatch)
-    trainer.connect(collection(), DATASET, fresh=fresh)
+    rowcast.connect(collection(), DATASET, fresh=fresh)
 
 
 def test_a_run_that_was_given_the_directory_by_name_is_not_taken(
@@ -58,10 +67,12 @@ def test_a_run_that_was_given_the_directory_by_name_is_not_taken(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     model, optimizer = make(tmp_path / "runs" / "train")
-    train_all(model, optimizer, trainer.connect(model.ebc, DATASET, max_steps=1))
+    train_all(model, optimizer, rowcast.connect(model.ebc, DATASET, max_steps=1))
     runs_as("/two/train.py", monkeypatch)
-    with pytest.raises(ConfigError, match=r"runs/train holds a run that was given this directory by name; set run_dir="):
-        trainer.connect(collection(), DATASET, fresh=True)
+    with pytest.raises(
+        ConfigError, match=r"runs/train holds a run that was given this directory by name; set run_dir="
+    ):
+        rowcast.connect(collection(), DATASET, fresh=True)
 
 
 def test_a_model_shows_its_tables(tmp_path: Path) -> None:

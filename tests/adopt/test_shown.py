@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 import torch
 
-import trainer
-from prefetcher.readers.batch_check import BatchCheck
-from protocol.errors import ConfigError, DataError
+import rowcast
+from rowcast.prefetcher.readers.formats.user_batches import BatchCheck
+from rowcast.runtime.errors import ConfigError, DataError
+from rowcast.trainer.adopt.loader import epoch_length
 from tests.adopt.runs import Launches, make, train_all, train_on
-from trainer.adopt.loader import epoch_length
 
 
 @pytest.mark.parametrize(
@@ -29,28 +29,33 @@ def test_a_loader_knows_the_length_of_an_epoch(
     dataset: str, options: dict[str, int], length: int, tmp_path: Path, launches: Launches
 ) -> None:
     model, _ = make(tmp_path)
-    with trainer.connect(model.ebc, f"tests.adopt.clicks:{dataset}", **options) as loader:  # type: ignore[arg-type]
+    with rowcast.connect(model.ebc, f"tests.adopt.clicks:{dataset}", **options) as loader:  # type: ignore[arg-type]
         assert len(loader) == length
         assert bool(loader)
 
 
 def test_evaluations_within_an_epoch_count() -> None:
-    assert [epoch_length((10, 3), 4, True, epoch) for epoch in (0, 1)] == [10 + 3 * 3, 10 + 3 * 3]  # behind 4, 8, 10; 12, 16, 20
+    # behind 4, 8, 10; 12, 16, 20
+    assert [epoch_length((10, 3), 4, True, epoch) for epoch in (0, 1)] == [10 + 3 * 3, 10 + 3 * 3]
     assert epoch_length((8, 3), 4, True, 0) == 8 + 2 * 3
 
 
 def test_a_loader_whose_data_has_no_length_says_so_and_goes_on(tmp_path: Path, launches: Launches) -> None:
     model, optimizer = make(tmp_path)
-    with trainer.connect(model.ebc, "tests.adopt.clicks:train", max_steps=2) as loader:
-        with pytest.raises(TypeError, match="the data set does not say how many batches it has: a list or a DataLoader does"):
+    with rowcast.connect(model.ebc, "tests.adopt.clicks:train", max_steps=2) as loader:
+        with pytest.raises(
+            TypeError, match="the data set does not say how many batches it has: a list or a DataLoader does"
+        ):
             len(loader)
         assert len(train_all(model, optimizer, loader)) == 2
 
 
 def test_evaluation_that_is_asked_for_needs_an_evaluation_split(tmp_path: Path, launches: Launches) -> None:
     model, _ = make(tmp_path)
-    with pytest.raises(ConfigError, match=r'evaluate=True, but the data set has no evaluation batches.* the split "eval"'):
-        next(iter(trainer.connect(model.ebc, "tests.adopt.clicks:listed", evaluate=True)))
+    with pytest.raises(
+        ConfigError, match=r'evaluate=True, but the data set has no evaluation batches.* the split "eval"'
+    ):
+        next(iter(rowcast.connect(model.ebc, "tests.adopt.clicks:listed", evaluate=True)))
     assert launches.remains() == []
 
 
@@ -58,14 +63,16 @@ def test_the_column_that_was_taken_for_each_feature_is_shown_once(
     tmp_path: Path, launches: Launches, capfd: pytest.CaptureFixture[str]
 ) -> None:
     model, _ = make(tmp_path)
-    with trainer.connect(model.ebc, "tests.adopt.clicks:listed") as loader:
+    with rowcast.connect(model.ebc, "tests.adopt.clicks:listed") as loader:
         next(iter(loader))
-    pairing = "a <- column 0 (ids up to 425 of 500), b <- column 1 (ids up to 485 of 500), c <- column 2 (ids up to 5 of 6)"
+    pairing = (
+        "a <- column 0 (ids up to 425 of 500), b <- column 1 (ids up to 485 of 500), c <- column 2 (ids up to 5 of 6)"
+    )
     [line] = [line for line in capfd.readouterr().err.splitlines() if "<-" in line]
     assert line == f"rowcast: ids come by position: {pairing}"
     assert pairing in (tmp_path / "prefetcher.log").read_text()
     model, _ = make(tmp_path / "named")
-    with trainer.connect(model.ebc, "tests.adopt.clicks:by_name") as loader:
+    with rowcast.connect(model.ebc, "tests.adopt.clicks:by_name") as loader:
         next(iter(loader))
     assert "<-" not in capfd.readouterr().err
 
@@ -73,15 +80,17 @@ def test_the_column_that_was_taken_for_each_feature_is_shown_once(
 def test_an_id_outside_its_table_names_the_column_that_it_was_taken_from(tmp_path: Path, launches: Launches) -> None:
     model, _ = make(tmp_path)
     pairs = r"a <- column 0 \(ids up to 5 of 500\), b <- column 1 .*, c <- column 2 \(ids up to 485 of 6\)"
-    with pytest.raises(DataError, match=rf"column c: id \d+ is outside table small .* ids come by position: {pairs}; where that is not"):
-        next(iter(trainer.connect(model.ebc, "tests.adopt.clicks:mixed_up")))
+    with pytest.raises(
+        DataError, match=rf"column c: id \d+ is outside table small .* ids come by position: {pairs}; where that is not"
+    ):
+        next(iter(rowcast.connect(model.ebc, "tests.adopt.clicks:mixed_up")))
 
 
 def test_a_scripts_run_serves_its_metrics_and_leaves_a_report(tmp_path: Path, launches: Launches) -> None:
     model, optimizer = make(tmp_path)
     found: list[float] = []
     options = {"epochs": 2, "evaluate": True, "dense": (model, optimizer)}
-    with trainer.connect(model.ebc, "tests.adopt.clicks:lists", **options) as loader:  # type: ignore[arg-type]
+    with rowcast.connect(model.ebc, "tests.adopt.clicks:lists", **options) as loader:  # type: ignore[arg-type]
         with pytest.raises(RuntimeError, match=r"record\(loss=...\) is of a train batch: call it in the loop"):
             loader.record(loss=0.5)
         for epoch in loader.epochs:
@@ -114,7 +123,7 @@ def test_a_scripts_run_serves_its_metrics_and_leaves_a_report(tmp_path: Path, la
 
 def test_a_run_of_which_nothing_is_recorded_has_a_report_too(tmp_path: Path, launches: Launches) -> None:
     model, optimizer = make(tmp_path)
-    train_all(model, optimizer, trainer.connect(model.ebc, "tests.adopt.clicks:listed"))
+    train_all(model, optimizer, rowcast.connect(model.ebc, "tests.adopt.clicks:listed"))
     report = msgspec.json.decode((tmp_path / "report.json").read_bytes())
     assert (report["train_steps"], report["loss"]) == (4, None)
     assert (tmp_path / "report.html").exists()
@@ -129,8 +138,8 @@ def read(address: str | None, path: str) -> str:
 
 def test_the_pairing_of_very_many_features_fits_into_a_message() -> None:
     names = [f"feature_with_a_name_{f}" for f in range(500)]
-    config = trainer.EmbeddingBagConfig(name="t", num_embeddings=10, embedding_dim=4, feature_names=names)
-    ebc = trainer.EmbeddingBagCollection([config], optimizer={"kind": "sgd", "lr": 0.1}, capacity="1MiB")
+    config = rowcast.EmbeddingBagConfig(name="t", num_embeddings=10, embedding_dim=4, feature_names=names)
+    ebc = rowcast.EmbeddingBagCollection([config], optimizer={"kind": "sgd", "lr": 0.1}, capacity="1MiB")
     check = BatchCheck(ebc.job)
     check.check((np.zeros((2, 1)), np.ones((2, 500), np.int64), np.zeros(2)), "here")
     assert check.pairing.startswith("feature_with_a_name_0 <- column 0 (ids up to 1 of 10), ")

@@ -7,11 +7,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import trainer
-from protocol.errors import ConfigError
+import rowcast
+from rowcast.runtime.errors import ConfigError
+from rowcast.trainer.adopt.slices import slices_of
 from tests.adopt import clicks
 from tests.adopt.runs import CONFIGS, Launches, Model, copied, make, same, train_on
-from trainer.adopt.slices import slices_of
 
 DATASET = "tests.adopt.clicks:train"
 bce = nn.functional.binary_cross_entropy_with_logits
@@ -41,12 +41,12 @@ def train_in_slices(model: Model, optimizer: torch.optim.Optimizer, loader: Any)
 def test_micro_batches_train_rows_as_one_batch_does(number: int, tmp_path: Path, launches: Launches) -> None:
     """Bit for bit the script that looks the whole batch up and takes the losses of the same slices, one backward pass for each."""
     model, optimizer = make(tmp_path / "slices", optimizer="adam")
-    found = train_in_slices(model, optimizer, trainer.connect(model.ebc, DATASET, accumulate=number))
+    found = train_in_slices(model, optimizer, rowcast.connect(model.ebc, DATASET, accumulate=number))
     end = copied(model.state_dict())
 
     model, optimizer = make(tmp_path / "whole", optimizer="adam")
     losses = []
-    for dense, sparse, labels in trainer.connect(model.ebc, DATASET):
+    for dense, sparse, labels in rowcast.connect(model.ebc, DATASET):
         values = model.ebc(sparse).values()
         leaf = values.detach().requires_grad_()
         for own in slices_of(len(labels), number):
@@ -67,7 +67,7 @@ def test_micro_batches_train_rows_as_one_batch_does(number: int, tmp_path: Path,
 def test_micro_batches_give_what_plain_torch_gives(tmp_path: Path, launches: Launches) -> None:
     model, optimizer = make(tmp_path)
     start = copied(model.state_dict())
-    found = train_in_slices(model, optimizer, trainer.connect(model.ebc, DATASET, accumulate=4))
+    found = train_in_slices(model, optimizer, rowcast.connect(model.ebc, DATASET, accumulate=4))
     end = model.state_dict()
 
     tables = nn.ModuleDict({config.name: nn.EmbeddingBag(config.num_embeddings, 4, mode="sum") for config in CONFIGS})
@@ -93,13 +93,15 @@ def test_micro_batches_give_what_plain_torch_gives(tmp_path: Path, launches: Lau
 def test_mistakes_with_micro_batches_are_named(tmp_path: Path, launches: Launches) -> None:
     model, optimizer = make(tmp_path)
     with pytest.raises(ConfigError, match="accumulate = 0 must be a number of micro-batches, at least 1"):
-        trainer.connect(model.ebc, DATASET, accumulate=0)
-    with trainer.connect(model.ebc, DATASET, accumulate=4) as loader:
+        rowcast.connect(model.ebc, DATASET, accumulate=0)
+    with rowcast.connect(model.ebc, DATASET, accumulate=4) as loader:
         batches = iter(loader)
         first = next(batches)
         assert (len(first.labels), first.share, first.is_last, first.sparse_features.stride()) == (2, 0.25, False, 2)
         logits = model(first.dense_features, first.sparse_features)
-        with pytest.raises(RuntimeError, match="micro-batch 0 of train step 0 were asked for before the backward pass of an earlier"):
+        with pytest.raises(
+            RuntimeError, match="micro-batch 0 of train step 0 were asked for before the backward pass of an earlier"
+        ):
             model(first.dense_features, first.sparse_features)
         with pytest.raises(RuntimeError, match="embeddings of train step 0 have had no backward pass"):
             next(batches)
@@ -110,7 +112,9 @@ def test_mistakes_with_micro_batches_are_named(tmp_path: Path, launches: Launche
         with pytest.raises(RuntimeError, match="are of micro-batch 0 and the batch is micro-batch 1 of step 0"):
             model(second.dense_features, first.sparse_features)
         optimizer.step()
-        with pytest.raises(RuntimeError, match=r"stepped between two micro-batches of train step 0: with accumulate=4 .* batch.is_last"):
+        with pytest.raises(
+            RuntimeError, match=r"stepped between two micro-batches of train step 0: with accumulate=4 .* batch.is_last"
+        ):
             model(second.dense_features, second.sparse_features)
 
 
@@ -119,7 +123,7 @@ def test_a_micro_batch_that_is_passed_over_has_no_gradient(tmp_path: Path, launc
     ends: list[dict[str, Tensor]] = []
     for number, passed in ((2, 1), (4, 2)):
         model, optimizer = make(tmp_path / str(number))
-        for at, batch in enumerate(trainer.connect(model.ebc, DATASET, accumulate=number, max_steps=2)):
+        for at, batch in enumerate(rowcast.connect(model.ebc, DATASET, accumulate=number, max_steps=2)):
             if at % number < passed:
                 train_on_part(model, batch)
             if batch.is_last:
@@ -137,6 +141,6 @@ def train_on_part(model: Model, batch: Any) -> None:
 
 def test_the_same_batches_are_trained_where_nothing_is_accumulated(tmp_path: Path, launches: Launches) -> None:
     model, optimizer = make(tmp_path / "one")
-    losses = [train_on(model, optimizer, batch) for batch in trainer.connect(model.ebc, DATASET, accumulate=1)]
+    losses = [train_on(model, optimizer, batch) for batch in rowcast.connect(model.ebc, DATASET, accumulate=1)]
     model, optimizer = make(tmp_path / "plain")
-    assert losses == [train_on(model, optimizer, batch) for batch in trainer.connect(model.ebc, DATASET)]
+    assert losses == [train_on(model, optimizer, batch) for batch in rowcast.connect(model.ebc, DATASET)]

@@ -8,14 +8,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-import trainer
-from prefetcher.export import export_run
-from protocol.errors import ConfigError
-from protocol.job_file import load_job
-from protocol.telemetry.logs import get_logger
+import rowcast
+from rowcast.job.file import load_job
+from rowcast.prefetcher.checkpoints.export import export_run
+from rowcast.runtime.errors import ConfigError
+from rowcast.runtime.telemetry.logs import get_logger
+from rowcast.trainer.adopt.module import EmbeddingBagCollection
+from rowcast.trainer.adopt.table_files import run_prefetcher_command
 from tests.adopt.runs import CONFIGS, Launches, Model, copied, make, same, train_all, train_on, train_until
-from trainer.adopt.files import run_prefetcher_command
-from trainer.adopt.module import EmbeddingBagCollection
 
 DATASET = "tests.adopt.clicks:train"
 WIDE = "ebc.embedding_bags.wide.weight"
@@ -26,7 +26,7 @@ def test_tables_are_whole_before_a_run_at_its_checkpoints_and_behind_it(tmp_path
     start = copied(model.state_dict())
     assert [name for name in start if "embedding" in name] == [WIDE, "ebc.embedding_bags.small.weight"]
     assert start[WIDE].shape == (500, 4)
-    loader = trainer.connect(model.ebc, DATASET, save_every=3)
+    loader = rowcast.connect(model.ebc, DATASET, save_every=3)
     states, losses = [], []
     for step, batch in enumerate(loader):
         if step == 0:
@@ -43,13 +43,13 @@ def test_tables_are_whole_before_a_run_at_its_checkpoints_and_behind_it(tmp_path
     assert torch.equal(end[WIDE], exported["embedding_bags.wide.weight"])
 
     shorter, its_optimizer = make(tmp_path / "shorter")
-    assert train_all(shorter, its_optimizer, trainer.connect(shorter.ebc, DATASET, max_steps=6)) == losses[:6]
+    assert train_all(shorter, its_optimizer, rowcast.connect(shorter.ebc, DATASET, max_steps=6)) == losses[:6]
     assert same(dict(shorter.state_dict()), states[1])
 
 
 def test_tables_that_are_loaded_are_those_that_a_run_begins_with(tmp_path: Path, launches: Launches) -> None:
     model, optimizer = make(tmp_path / "first")
-    losses = train_all(model, optimizer, trainer.connect(model.ebc, DATASET, max_steps=4))
+    losses = train_all(model, optimizer, rowcast.connect(model.ebc, DATASET, max_steps=4))
     end = copied(model.state_dict())
     other, its_optimizer = make(tmp_path / "other")
     with pytest.raises(RuntimeError, match=r"embedding_bags.wide.weight is \[3, 4\], but the table is \[500, 4\]"):
@@ -58,7 +58,7 @@ def test_tables_that_are_loaded_are_those_that_a_run_begins_with(tmp_path: Path,
         other.load_state_dict({name: tensor for name, tensor in end.items() if name != WIDE})
     other.load_state_dict(end)
     assert same(dict(other.state_dict()), end)
-    loader = trainer.connect(other.ebc, DATASET)
+    loader = rowcast.connect(other.ebc, DATASET)
     for step, batch in enumerate(loader):
         if step == 0:
             assert same(dict(other.state_dict()), end)
@@ -70,11 +70,11 @@ def test_tables_that_are_loaded_are_those_that_a_run_begins_with(tmp_path: Path,
 
 def test_a_run_goes_on_with_the_bits_of_one_that_was_not_stopped(tmp_path: Path, launches: Launches) -> None:
     model, optimizer = make(tmp_path / "whole", optimizer="adam")
-    losses = train_all(model, optimizer, trainer.connect(model.ebc, DATASET, save_every=3, dense=(model, optimizer)))
+    losses = train_all(model, optimizer, rowcast.connect(model.ebc, DATASET, save_every=3, dense=(model, optimizer)))
     end = copied(model.state_dict())
 
     model, optimizer = make(tmp_path / "stopped", optimizer="adam")
-    with trainer.connect(model.ebc, DATASET, save_every=3, dense=(model, optimizer)) as loader:
+    with rowcast.connect(model.ebc, DATASET, save_every=3, dense=(model, optimizer)) as loader:
         for step, batch in enumerate(loader):
             train_on(model, optimizer, batch)
             if step == 3:
@@ -82,7 +82,7 @@ def test_a_run_goes_on_with_the_bits_of_one_that_was_not_stopped(tmp_path: Path,
     assert launches.remains() == []
 
     model, optimizer = make(tmp_path / "stopped", optimizer="adam")
-    loader = trainer.connect(model.ebc, DATASET, save_every=3, dense=(model, optimizer))
+    loader = rowcast.connect(model.ebc, DATASET, save_every=3, dense=(model, optimizer))
     assert train_all(model, optimizer, loader) == losses[3:]
     assert same(dict(model.state_dict()), end)
 
@@ -90,7 +90,7 @@ def test_a_run_goes_on_with_the_bits_of_one_that_was_not_stopped(tmp_path: Path,
 def a_run(run_dir: Path, steps: int = 3) -> None:
     """One that was left without a word, and has a checkpoint behind its second step."""
     model, optimizer = make(run_dir)
-    with trainer.connect(model.ebc, DATASET, save_every=2, dense=(model, optimizer)) as loader:
+    with rowcast.connect(model.ebc, DATASET, save_every=2, dense=(model, optimizer)) as loader:
         for step, batch in enumerate(loader):
             train_on(model, optimizer, batch)
             if step == steps - 1:
@@ -101,23 +101,30 @@ def kept(run_dir: Path) -> dict[str, bytes]:
     return {str(path): path.read_bytes() for path in sorted((run_dir / "checkpoints").rglob("*")) if path.is_file()}
 
 
-def test_a_script_that_is_started_again_says_what_it_does(tmp_path: Path, launches: Launches, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_script_that_is_started_again_says_what_it_does(
+    tmp_path: Path, launches: Launches, capfd: pytest.CaptureFixture[str]
+) -> None:
     a_run(tmp_path)
-    assert f"rowcast: begins a new run in {tmp_path}; checkpoints are made every 2 train steps\n" in capfd.readouterr().err
+    assert (
+        f"rowcast: begins a new run in {tmp_path}; checkpoints are made every 2 train steps\n" in capfd.readouterr().err
+    )
     for fresh, said in (
-        (False, f"continues the run in {tmp_path} after 2 train steps, in epoch 0; checkpoints are made every 10m (fresh=True begins"),
+        (
+            False,
+            f"continues the run in {tmp_path} after 2 train steps, in epoch 0; checkpoints are made every 10m (fresh=True begins",
+        ),
         (
             True,
             f"begins a new run in {tmp_path}, whose first checkpoint replaces the run of 2 train steps there; checkpoints",
         ),
     ):
         model, optimizer = make(tmp_path)
-        trainer.connect(model.ebc, DATASET, dense=(model, optimizer), fresh=fresh)
+        rowcast.connect(model.ebc, DATASET, dense=(model, optimizer), fresh=fresh)
         out, err = capfd.readouterr()
         assert err.startswith(f"rowcast: {said}")
         assert out == ""
     model, _ = make(tmp_path / "other")
-    trainer.connect(model.ebc, DATASET)
+    rowcast.connect(model.ebc, DATASET)
     assert "checkpoints are made at the end only" in capfd.readouterr().err
 
 
@@ -125,8 +132,11 @@ def test_a_run_does_not_go_on_with_a_model_that_begins_anew(tmp_path: Path, laun
     a_run(tmp_path)
     before = kept(tmp_path)
     model, _ = make(tmp_path)
-    with pytest.raises(ConfigError, match=r"a run of 2 train steps, but the model and its optimizer begin anew: connect\(\.\.\., dense="):
-        trainer.connect(model.ebc, DATASET)
+    with pytest.raises(
+        ConfigError,
+        match=r"a run of 2 train steps, but the model and its optimizer begin anew: connect\(\.\.\., dense=",
+    ):
+        rowcast.connect(model.ebc, DATASET)
     model, optimizer = make(tmp_path / "first")
     model.load_state_dict(model.state_dict())
     model.ebc.load_state_dict(model.ebc.state_dict())
@@ -134,24 +144,31 @@ def test_a_run_does_not_go_on_with_a_model_that_begins_anew(tmp_path: Path, laun
     model, optimizer = make(tmp_path / "first")
     assert model.ebc.has_run
     model.ebc.load_state_dict(model.ebc.state_dict())
-    with pytest.raises(ConfigError, match=r"goes on with its own tables, but load_state_dict\(\) has given others: leave that away"):
-        trainer.connect(model.ebc, DATASET, dense=(model, optimizer))
+    with pytest.raises(
+        ConfigError, match=r"goes on with its own tables, but load_state_dict\(\) has given others: leave that away"
+    ):
+        rowcast.connect(model.ebc, DATASET, dense=(model, optimizer))
     assert kept(tmp_path) == before != {}
     assert launches.remains() == []
 
 
 @pytest.mark.parametrize("loads", [False, True])
-def test_a_script_that_dies_in_its_first_steps_costs_no_earlier_run(loads: bool, tmp_path: Path, launches: Launches) -> None:
+def test_a_script_that_dies_in_its_first_steps_costs_no_earlier_run(
+    loads: bool, tmp_path: Path, launches: Launches
+) -> None:
     a_run(tmp_path)
     before = kept(tmp_path)
     model, optimizer = make(tmp_path)
     if loads:
         model.load_state_dict(model.state_dict())
-    with trainer.connect(model.ebc, DATASET, dense=(model, optimizer), fresh=True) as loader, pytest.raises(ZeroDivisionError):
+    with (
+        rowcast.connect(model.ebc, DATASET, dense=(model, optimizer), fresh=True) as loader,
+        pytest.raises(ZeroDivisionError),
+    ):
         train_until(model, optimizer, loader, 3, lambda: 1 / 0)
     assert kept(tmp_path) == before != {}
     model, optimizer = make(tmp_path)
-    losses = train_all(model, optimizer, trainer.connect(model.ebc, DATASET, dense=(model, optimizer)))
+    losses = train_all(model, optimizer, rowcast.connect(model.ebc, DATASET, dense=(model, optimizer)))
     assert len(losses) == 6, "it goes on where the earlier run stood"
 
 
@@ -159,7 +176,7 @@ def test_a_checkpoint_of_an_earlier_run_is_not_taken_for_this_ones(tmp_path: Pat
     """A fresh run comes to step 2, where the earlier one has a checkpoint and this one has none."""
     a_run(tmp_path)
     model, optimizer = make(tmp_path)
-    with trainer.connect(model.ebc, DATASET, save_every=4, dense=(model, optimizer), fresh=True) as loader:
+    with rowcast.connect(model.ebc, DATASET, save_every=4, dense=(model, optimizer), fresh=True) as loader:
         for step, batch in enumerate(loader):
             train_on(model, optimizer, batch)
             if step == 1:
@@ -178,9 +195,9 @@ def test_a_state_that_no_checkpoint_can_hold_is_named(tmp_path: Path, launches: 
 
     model, optimizer = make(tmp_path)
     with pytest.raises(ConfigError, match="the state of dense holds a Generator, which a checkpoint cannot"):
-        train_all(model, optimizer, trainer.connect(model.ebc, DATASET, save_every=2, dense=(Odd(),)))
+        train_all(model, optimizer, rowcast.connect(model.ebc, DATASET, save_every=2, dense=(Odd(),)))
     model, optimizer = make(tmp_path / "early")
-    with trainer.connect(model.ebc, DATASET, save_every=1, dense=(model, optimizer)) as loader:
+    with rowcast.connect(model.ebc, DATASET, save_every=1, dense=(model, optimizer)) as loader:
         dense, sparse, _ = next(iter(loader))
         torch.autograd.backward(model(dense, sparse).sum())
         with pytest.raises(RuntimeError, match=r"belongs behind optimizer.step\(\)"):
@@ -188,7 +205,7 @@ def test_a_state_that_no_checkpoint_can_hold_is_named(tmp_path: Path, launches: 
         optimizer.step()
         assert len(model.state_dict()) == 4
     with pytest.raises(ConfigError, match="dense holds a int; give objects with state_dict"):
-        trainer.connect(make(tmp_path / "other")[0].ebc, DATASET, dense=(3,))  # type: ignore[arg-type]
+        rowcast.connect(make(tmp_path / "other")[0].ebc, DATASET, dense=(3,))  # type: ignore[arg-type]
 
 
 def test_an_export_is_of_a_run_or_of_a_job_file(tmp_path: Path) -> None:
@@ -215,7 +232,7 @@ def test_rows_of_two_bytes_go_through_state_dicts_as_they_are(tmp_path: Path, la
             model.load_state_dict(ends[0])
             assert same(dict(model.state_dict()), ends[0])
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        train_all(model, optimizer, trainer.connect(ebc, DATASET, max_steps=2))
+        train_all(model, optimizer, rowcast.connect(ebc, DATASET, max_steps=2))
         ends.append(copied(model.state_dict()))
     assert ends[0][WIDE].dtype == torch.bfloat16
     assert not torch.equal(ends[0][WIDE], ends[1][WIDE])

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-import trainer
+import rowcast
+from rowcast.trainer.adopt.batch import LoadedBatch
+from rowcast.trainer.adopt.slices import Slice
+from rowcast.trainer.execute.streams import Event, PlainStreams, Stream, Wait, on_device
 from tests.adopt.runs import Launches, make, train_on
-from trainer.adopt.batch import LoadedBatch
-from trainer.adopt.slices import Slice
-from trainer.streams import Event, PlainStreams, Stream, Wait, on_device
 
 
 class Noted:
@@ -55,14 +55,16 @@ def test_every_use_of_a_step_is_awaited_before_the_step_is_reported(
         streams.compute = compute
         return streams
 
-    monkeypatch.setattr("trainer.adopt.session.adopted_streams", noting)
+    monkeypatch.setattr("rowcast.trainer.adopt.session.adopted_streams", noting)
     model, optimizer = make(tmp_path)
-    with trainer.connect(model.ebc, "tests.adopt.clicks:train") as loader:
+    with rowcast.connect(model.ebc, "tests.adopt.clicks:train") as loader:
         batches = iter(loader)
         batch = next(batches)
         assert compute.notes == ["filled", "record"], "the rows are awaited, and the batch is copied"
         train_on(model, optimizer, batch)
-        assert compute.notes == ["filled", "record", "filled", "record", "record"], "look-up and update, each on a stream of its own"
+        assert compute.notes == ["filled", "record", "filled", "record", "record"], (
+            "look-up and update, each on a stream of its own"
+        )
         next(batches)
     assert compute.notes[5:9] == ["used", "used", "used", "record"]
     assert compute.awaited == [1, 3, 4]

@@ -5,10 +5,10 @@ from dataclasses import dataclass, field
 import numpy as np
 from hypothesis import strategies as st
 
-from prefetcher.analysis.simulate.moves import Moves
-from prefetcher.analysis.simulate.recording import Recording, record
-from protocol.batch import Batch
-from protocol.tables import GroupSpec
+from rowcast.analysis.simulate.moves import Moves
+from rowcast.analysis.simulate.recording import Recording, record
+from rowcast.job.tables import GroupSpec
+from rowcast.protocol.batch import Batch
 from tests.planner.traces import one_group, schedule
 
 ROWS = 12
@@ -34,13 +34,17 @@ class Case:
         return max(step for step in range(before) if row in self.steps[step])
 
 
-def recording_of(groups: tuple[GroupSpec, ...], steps_of_features: list[list[set[int]]], trains: list[bool]) -> Recording:
+def recording_of(
+    groups: tuple[GroupSpec, ...], steps_of_features: list[list[set[int]]], trains: list[bool]
+) -> Recording:
     """Of batches with one sample, whose bag of each feature holds the feature's rows at that step."""
     batches = []
     for bags in zip(*steps_of_features, strict=True):
         ids = np.array([row for bag in bags for row in sorted(bag)], np.int64)
         offsets = np.cumsum([0, *map(len, bags)])
-        batches.append(Batch(dense=np.zeros((1, 0), np.float32), labels=np.zeros(1, np.float32), ids=ids, offsets=offsets))
+        batches.append(
+            Batch(dense=np.zeros((1, 0), np.float32), labels=np.zeros(1, np.float32), ids=ids, offsets=offsets)
+        )
     return record(groups, schedule(batches, ["train" if train else "eval" for train in trains]), lambda: None)
 
 
@@ -84,7 +88,9 @@ def ttl_by_sets(case: Case) -> Counted:
         if step:
             expired = [row for row in case.steps[step - 1] if case.next_use(row, step - 1) > step - 1 + case.horizon]
             counted.evict(step, expired)
-        others = sorted(counted.resident - rows, key=lambda row: (-case.next_use(row, step), case.last_use(row, step), row))
+        others = sorted(
+            counted.resident - rows, key=lambda row: (-case.next_use(row, step), case.last_use(row, step), row)
+        )
         counted.evict(step, others[: max(0, len(counted.resident | rows) - case.slots)])
         counted.fetch(step, rows)
         counted.dirty |= rows if case.trains[step] else set()

@@ -15,32 +15,32 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from prefetcher.analysis.advise import following
-from prefetcher.analysis.advise.advice import Advice, Point
-from prefetcher.analysis.advise.advise import Request, advise_job
-from prefetcher.analysis.advise.choice import first_without, knee, round_capacities, rounded_up, size_text
-from prefetcher.analysis.advise.command import AdviseOptions, run_advise
-from prefetcher.analysis.advise.curve import moved, smallest_capacity
-from prefetcher.analysis.advise.demand import Demand, cost, demand, stretches
-from prefetcher.analysis.advise.following import followed, group_shares, thinned
-from prefetcher.analysis.advise.machine_rates import Rates, RowRates, probe_planning, probe_rows
-from prefetcher.analysis.advise.observed import Observed
-from prefetcher.analysis.advise.output import print_advice
-from prefetcher.analysis.advise.reading import Sample, observe
-from prefetcher.analysis.simulate.grid import Grid, with_values
-from prefetcher.analysis.simulate.simulate import simulate
-from prefetcher.cli import app
-from prefetcher.planner.capacity import job_slots
-from prefetcher.planner.horizon import KnownBatch
-from prefetcher.planner.planner import groupers_of
-from prefetcher.readers.base import Pending, Reader, open_reader, stream_columns
-from prefetcher.readers.schedule import schedule
-from prefetcher.sizing import staging_bytes
-from protocol.batch import Batch, Kind
-from protocol.errors import ConfigError
-from protocol.job import MIN_RING_BYTES, Job, parse_bytes
-from protocol.job_file import parse_job
-from protocol.tables import group_specs
+from rowcast.analysis.advise import following
+from rowcast.analysis.advise.advice import Advice, Point
+from rowcast.analysis.advise.advise import Request, advise_job
+from rowcast.analysis.advise.choice import first_without, knee, round_capacities, rounded_up, size_text
+from rowcast.analysis.advise.command import AdviseOptions, run_advise
+from rowcast.analysis.advise.curve import moved, smallest_capacity
+from rowcast.analysis.advise.demand import Demand, cost, demand, stretches
+from rowcast.analysis.advise.following import followed, group_shares, thinned
+from rowcast.analysis.advise.machine_rates import Rates, RowRates, probe_planning, probe_rows
+from rowcast.analysis.advise.observed import Observed
+from rowcast.analysis.advise.output import print_advice
+from rowcast.analysis.advise.reading import Sample, observe
+from rowcast.analysis.simulate.grid import Grid, with_values
+from rowcast.analysis.simulate.simulate import simulate
+from rowcast.job.file import parse_job
+from rowcast.job.schema import MIN_RING_BYTES, Job, parse_bytes
+from rowcast.job.tables import group_specs
+from rowcast.prefetcher.cli import app
+from rowcast.prefetcher.planner.capacity import job_slots
+from rowcast.prefetcher.planner.horizon import KnownBatch
+from rowcast.prefetcher.planner.planner import groupers_of
+from rowcast.prefetcher.readers.reader import Pending, Reader, open_reader, stream_columns
+from rowcast.prefetcher.readers.schedule import schedule
+from rowcast.prefetcher.run.sizing import staging_bytes
+from rowcast.protocol.batch import Batch, Kind
+from rowcast.runtime.errors import ConfigError
 from tests.driver import InProcessRun, Settings
 from tests.system.processes import job_content, write_job
 from tests.workloads import make_batch, small_job
@@ -84,7 +84,9 @@ def made_batches(ids: Ids, steps: int, multi_hot: bool, split: Kind, epoch: int)
 
 
 def made_job(kind: str, steps: int = 60, *, multi_hot: bool = False, **sections: Any) -> Job:
-    tables = [{"name": f"t{dim}", "num_embeddings": ROWS, "embedding_dim": dim, "features": [f"f{dim}"]} for dim in (8, 16)]
+    tables = [
+        {"name": f"t{dim}", "num_embeddings": ROWS, "embedding_dim": dim, "features": [f"f{dim}"]} for dim in (8, 16)
+    ]
     data = {"format": "tests.analysis.test_advise:made", "batch_size": BATCH}
     data |= {"options": {"kind": kind, "steps": steps, "multi_hot": multi_hot}} | sections.pop("data", {})
     model = {"kind": "tests.workloads:small_model"}
@@ -130,7 +132,9 @@ def test_rows_moved_by_some_rows_stand_for_those_of_all(job: Job) -> None:
     for factor in (1, 2, 4):
         for policy in ("lookahead", "lru"):
             exact, estimate = (moved(own, job, factor * smallest, policy, lambda: None) for own in (all_rows, some))
-            assert estimate.fetched.sum() == pytest.approx(exact.fetched.sum(), rel=0.06), f"{policy} at {factor} times the smallest"
+            assert estimate.fetched.sum() == pytest.approx(exact.fetched.sum(), rel=0.06), (
+                f"{policy} at {factor} times the smallest"
+            )
             assert estimate.written_back.sum() + estimate.flushed.sum() == pytest.approx(
                 exact.written_back.sum() + exact.flushed.sum(), rel=0.06
             )
@@ -153,17 +157,25 @@ def test_the_margin_covers_the_error_of_most_samples(monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize("eval_every", [0, 4])
 def test_where_every_row_is_followed_the_numbers_are_those_of_a_simulation(eval_every: int) -> None:
-    job = made_job("zipf", 15, data={"epochs": 2}, eval={"every": eval_every}, lookahead={"horizon": "auto", "depth": 2})
+    job = made_job(
+        "zipf", 15, data={"epochs": 2}, eval={"every": eval_every}, lookahead={"horizon": "auto", "depth": 2}
+    )
     advice = advise_job(job, request())
     for point in (advice.recommended.predicted, *advice.curve[:3]):
         own = with_values(job, {"cache": {"capacity": point.capacity_bytes, "policy": "lookahead"}})
         for policy, traffic in (("lookahead", point.lookahead), ("lru", point.lru)):
             [exact] = simulate(own, Grid(policies=[policy]), lambda own: schedule(own, open_reader(own)))
-            assert (traffic.rows_fetched, traffic.rows_flushed, traffic.margin) == (exact.rows_fetched, exact.rows_flushed, 0)
+            assert (traffic.rows_fetched, traffic.rows_flushed, traffic.margin) == (
+                exact.rows_fetched,
+                exact.rows_flushed,
+                0,
+            )
             assert traffic.hit_ratio == pytest.approx(exact.hit_ratio)
             steps = advice.read.steps + advice.read.eval_steps
             assert traffic.rows_fetched_per_step * steps == pytest.approx(exact.rows_fetched)
-            assert traffic.rows_written_back_per_step * steps == pytest.approx((exact.rows_written_back or 0) - (exact.rows_flushed or 0))
+            assert traffic.rows_written_back_per_step * steps == pytest.approx(
+                (exact.rows_written_back or 0) - (exact.rows_flushed or 0)
+            )
     assert (advice.read.steps, advice.read.eval_steps) == (30, 3 * (2 if eval_every == 0 else 9))
 
 
@@ -174,7 +186,8 @@ def test_batches_that_come_again_are_decoded_once() -> None:
     seen = observe(job, reader, Sample(share=1.0), None, 1e9, lambda: None)
     groupers = groupers_of(group_specs(job))
     expected = [
-        [grouper.group(grouper.lookups(turn.batch)).keys.tolist() for grouper in groupers] for turn in schedule(job, open_reader(job))
+        [grouper.group(grouper.lookups(turn.batch)).keys.tolist() for grouper in groupers]
+        for turn in schedule(job, open_reader(job))
     ]
     assert [[grouping.keys.tolist() for grouping in step.recorded.groupings] for step in seen.steps] == expected
     assert [step.recorded.scheduled.step for step in seen.steps] == list(range(len(expected)))
@@ -226,7 +239,9 @@ def test_a_thinned_batch_weighs_as_much_as_the_whole_one() -> None:
     for turn in schedule(job, open_reader(job)):
         groupings = tuple(grouper.group(grouper.lookups(turn.batch)) for grouper in groupers_of(group_specs(job)))
         thin = tuple(thinned(grouping, 0.1) for grouping in groupings)
-        whole, weight = (KnownBatch(scheduled=turn, groups=some, slots_needed=()).id_bytes for some in (groupings, thin))
+        whole, weight = (
+            KnownBatch(scheduled=turn, groups=some, slots_needed=()).id_bytes for some in (groupings, thin)
+        )
         assert 0 <= whole - weight <= 2 * len(groupings)
         assert sum(grouping.num_unique for grouping in thin) < 0.2 * sum(grouping.num_unique for grouping in groupings)
 
@@ -245,7 +260,8 @@ def test_capacities_are_round_and_less_than_an_octave_apart() -> None:
 
 
 @pytest.mark.parametrize(
-    ("savings", "at"), [([0.5, 0.3, 0.09, 0.01], 2), ([0.05, 0.2, 0.0], 2), ([0.0, 0.0], 0), ([0.5, 0.5], 1), ([0.01], 0)]
+    ("savings", "at"),
+    [([0.5, 0.3, 0.09, 0.01], 2), ([0.05, 0.2, 0.0], 2), ([0.0, 0.0], 0), ([0.5, 0.5], 1), ([0.01], 0)],
 )
 def test_the_knee_is_where_no_further_doubling_saves_a_tenth(savings: list[float], at: int) -> None:
     assert knee(savings) == at
@@ -262,13 +278,17 @@ def test_a_stage_takes_what_its_rows_take_and_a_stretch_their_mean() -> None:
     job = made_job("zipf", 6)
     seen = observed(job, 1.0)
     rates = Rates(rows=(RowRates(read=1e6, first=1e5, write=1e6),) * 2, plan_s=0, plan_bytes=0, link_bytes_s=1e9)
-    smallest, everything = (moved(seen, job, capacity, "lookahead", lambda: None) for capacity in (smallest_capacity(seen), 10**8))
+    smallest, everything = (
+        moved(seen, job, capacity, "lookahead", lambda: None) for capacity in (smallest_capacity(seen), 10**8)
+    )
     read_s = demand(seen, everything, rates, 1).seconds[0]
     assert read_s == pytest.approx(stretches(seen.first_touches.sum(axis=1) / 1e5, 2)), "all that comes is new"
     known = float(smallest.fetched.sum() - everything.fetched.sum())
     assert known > 0
     more_s = demand(seen, smallest, rates, len(seen)).seconds[0] - demand(seen, everything, rates, len(seen)).seconds[0]
-    assert more_s == pytest.approx(known / 1e6 / len(seen)), "one stretch: rows that come again, at the rate of those that were trained"
+    assert more_s == pytest.approx(known / 1e6 / len(seen)), (
+        "one stretch: rows that come again, at the rate of those that were trained"
+    )
 
 
 def test_only_what_a_larger_cache_would_keep_counts_against_a_capacity() -> None:
@@ -300,7 +320,9 @@ def test_a_short_step_or_slow_tables_ask_for_more_than_the_knee() -> None:
 def test_twice_as_much_saves_what_the_curve_says() -> None:
     curve = advise_job(made_job("drift", 30), request()).curve
     by_capacity = {point.capacity_bytes: point for point in curve}
-    doubled = [(point, by_capacity[2 * point.capacity_bytes]) for point in curve if 2 * point.capacity_bytes in by_capacity]
+    doubled = [
+        (point, by_capacity[2 * point.capacity_bytes]) for point in curve if 2 * point.capacity_bytes in by_capacity
+    ]
     assert len(doubled) > 3
     for point, twice in doubled:
         saved = 1 - twice.lookahead.bytes_fetched_per_step / point.lookahead.bytes_fetched_per_step
@@ -327,7 +349,9 @@ def test_the_recommended_sections_train_with_the_rows_that_were_foretold(optimiz
     chosen = with_values(job, tomllib.loads(advice.recommended.toml))
     assert chosen.cache.capacity == advice.recommended.capacity
     batches = list(schedule(chosen, open_reader(chosen)))
-    run = InProcessRun(chosen, batches, Settings(slots=job_slots(chosen, group_specs(chosen), batches), seeded_streams=False)).run()
+    run = InProcessRun(
+        chosen, batches, Settings(slots=job_slots(chosen, group_specs(chosen), batches), seeded_streams=False)
+    ).run()
     assert run.prefetcher.planner.counters.rows_fetched == advice.recommended.predicted.lookahead.rows_fetched
     assert len(run.results.losses) == advice.read.steps == 12
 
@@ -345,7 +369,9 @@ def test_each_value_has_its_reason_above_it() -> None:
     values = {f"{name}.{key}" for name, section in tomllib.loads(found.toml).items() for key in section}
     assert values == set(found.reasons) == {"cache.capacity", "cache.policy", "lookahead.depth", "lookahead.horizon"}
     lines = found.toml.splitlines()
-    assert all(lines[at - 1].startswith("# ") for at, line in enumerate(lines) if " = " in line and not line.startswith("#"))
+    assert all(
+        lines[at - 1].startswith("# ") for at, line in enumerate(lines) if " = " in line and not line.startswith("#")
+    )
     assert max(map(len, lines)) <= 80
 
 
@@ -399,7 +425,15 @@ def test_a_terminal_of_80_or_120_columns_holds_every_line(width: int) -> None:
     assert "[cache]" in lines
     assert "[lookahead]" in lines
     text = " ".join(lines)
-    for part in ("Knee: ", "No stalls", "Limit: ", "a step takes 10 ms (--step-ms)", "host memory", "staging", "Every row was followed"):
+    for part in (
+        "Knee: ",
+        "No stalls",
+        "Limit: ",
+        "a step takes 10 ms (--step-ms)",
+        "host memory",
+        "staging",
+        "Every row was followed",
+    ):
         assert part in text
     assert ("limit" in text) == (width == 120)
 
@@ -419,7 +453,15 @@ def test_json_is_all_that_is_printed(capfd: pytest.CaptureFixture[str]) -> None:
     assert advice.read.whole_run
     assert advice.read.followed_share == {"fp32_d8_adagrad": 1.0, "fp32_d16_adagrad": 1.0}
     for own in advice.working_sets:
-        assert 0 < own.batch.median <= own.batch.largest < own.flight.median <= own.flight.largest < own.touched <= own.table_rows
+        assert (
+            0
+            < own.batch.median
+            <= own.batch.largest
+            < own.flight.median
+            <= own.flight.largest
+            < own.touched
+            <= own.table_rows
+        )
     assert advice.host.tables_bytes > advice.host.touched_bytes > 0
     assert advice.device.staging_bytes == 2 * staging_bytes(0, MIN_RING_BYTES)
 
@@ -454,7 +496,8 @@ def test_impossible_requests_are_refused_with_a_sentence(options: dict[str, Any]
 def test_followed_rows_that_do_not_fit_into_memory_are_refused() -> None:
     job = made_job("zipf", 50)
     with pytest.raises(
-        ConfigError, match=r"--sample 1: the followed rows of the first \d+ batches take \d+ bytes, more than the 100000 .* give"
+        ConfigError,
+        match=r"--sample 1: the followed rows of the first \d+ batches take \d+ bytes, more than the 100000 .* give",
     ):
         advise_job(job, replace(request(), memory_bytes=100_000))
 

@@ -19,28 +19,28 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from prefetcher.analysis.check import data as check_data
-from prefetcher.analysis.check import device
-from prefetcher.analysis.check import machine_checks as check_machine
-from prefetcher.analysis.check import memory as check_memory
-from prefetcher.analysis.check import setup as check_setup
-from prefetcher.analysis.check.check import check_file
-from prefetcher.analysis.check.command import print_findings
-from prefetcher.analysis.check.data import Seen
-from prefetcher.analysis.check.device import Device, ask_device
-from prefetcher.analysis.check.findings import Finding, findings_of, ok, warning
-from prefetcher.analysis.machine import free_memory
-from prefetcher.cli import app
-from prefetcher.keys import make_keys
-from prefetcher.pins import save_pins
-from protocol.batch import Batch
-from protocol.errors import ConfigError
-from protocol.job import Job
-from protocol.job_file import parse_job
-from protocol.rundir import RunDirectory
-from protocol.tables import group_specs
+from rowcast.analysis.check import data as check_data
+from rowcast.analysis.check import device
+from rowcast.analysis.check import machine_checks as check_machine
+from rowcast.analysis.check import memory as check_memory
+from rowcast.analysis.check import setup as check_setup
+from rowcast.analysis.check.check import check_file
+from rowcast.analysis.check.command import print_findings
+from rowcast.analysis.check.data import Seen
+from rowcast.analysis.check.device import Device, ask_device
+from rowcast.analysis.check.findings import Finding, findings_of, ok, warning
+from rowcast.analysis.machine_facts import free_memory
+from rowcast.job.file import parse_job
+from rowcast.job.schema import Job
+from rowcast.job.tables import group_specs
+from rowcast.prefetcher.cli import app
+from rowcast.prefetcher.planner.pin_files import save_pins
+from rowcast.prefetcher.run.make_keys import make_keys
+from rowcast.protocol.batch import Batch
+from rowcast.runtime.errors import ConfigError
+from rowcast.runtime.run_directory import RunDirectory
+from rowcast.trainer.models import build_model
 from tests.system.processes import job_content, write_job
-from trainer.models import build_model
 
 CPU = Device(name="cpu")
 GPU = Device(name="cuda:0 (a device of 1 MiB)", free_bytes=2**20)
@@ -89,7 +89,18 @@ def test_a_good_job_is_ok_in_every_respect(check: Checked) -> None:
     assert {finding.level for finding in findings} == {"ok"}
     subjects = [finding.subject for finding in findings]
     assert subjects[:6] == ["job file", "versions", "run directory", "ports", "ports", "model"]
-    assert subjects[6:] == ["data", "ids", "labels", "capacity", "pins", "shared memory", "device", "pinning", "memory", "disk"]
+    assert subjects[6:] == [
+        "data",
+        "ids",
+        "labels",
+        "capacity",
+        "pins",
+        "shared memory",
+        "device",
+        "pinning",
+        "memory",
+        "disk",
+    ]
     assert "5,000 samples for training" in one(findings, "ok", "data")
     assert not check.run_dir.exists(), "a check leaves nothing behind"
 
@@ -147,7 +158,9 @@ def test_an_id_outside_its_table_in_the_first_batches_is_said_once(row: int, che
 def test_a_sample_reads_a_part_and_says_so(check: Checked) -> None:
     findings = check(data=with_ids(check, 5))
     assert one(findings, "ok", "ids") == "the 2,000 look-ups of some 1,000 samples lie inside their tables"
-    assert one(check(whole=True, data=with_ids(check, 5)), "ok", "ids").startswith("the 40,000 look-ups of all 20,000 samples")
+    assert one(check(whole=True, data=with_ids(check, 5)), "ok", "ids").startswith(
+        "the 40,000 look-ups of all 20,000 samples"
+    )
 
 
 def test_ids_that_are_replaced_are_a_warning_with_their_number(check: Checked) -> None:
@@ -164,13 +177,19 @@ def with_columns(check: Checked, **columns: Any) -> dict[str, Any]:
 
 def test_null_ids_are_an_error_or_counted_with_those_replaced(check: Checked) -> None:
     data = with_columns(check, int_0=np.zeros(200), cat_0=pa.array([1, None] * 100))
-    assert "row 1, column cat_0: the id is missing; give missing ones" in only_fault(check(whole=True, data=data), "error", "data")
+    assert "row 1, column cat_0: the id is missing; give missing ones" in only_fault(
+        check(whole=True, data=data), "error", "data"
+    )
     warned = only_fault(check(whole=True, data=data | {"on_invalid_id": "zero"}), "warning", "ids")
-    assert warned.startswith("data.on_invalid_id = 'zero' replaced 100 ids of all 200 samples, which are missing or outside their tables")
+    assert warned.startswith(
+        "data.on_invalid_id = 'zero' replaced 100 ids of all 200 samples, which are missing or outside their tables"
+    )
 
 
 def test_a_model_with_a_bottom_mlp_but_no_dense_column_is_an_error_that_names_the_candidates(check: Checked) -> None:
-    sentence = only_fault(check(data=with_columns(check, price=np.zeros(200), cat_0=np.ones(200, np.int64))), "error", "data")
+    sentence = only_fault(
+        check(data=with_columns(check, price=np.zeros(200), cat_0=np.ones(200, np.int64))), "error", "data"
+    )
     assert 'data.columns.dense = ["price"]' in sentence
 
 
@@ -222,8 +241,12 @@ def growing(job: Job) -> list[Batch]:
 
 
 def test_labels_that_never_differ_are_a_warning(check: Checked) -> None:
-    assert "every label of 12 samples is 0" in only_fault(check(whole=True, data=factory("labelled", labels=[0, 0])), "warning", "labels")
-    assert "every label of 12 samples is 1" in only_fault(check(whole=True, data=factory("labelled", labels=[1, 1])), "warning", "labels")
+    assert "every label of 12 samples is 0" in only_fault(
+        check(whole=True, data=factory("labelled", labels=[0, 0])), "warning", "labels"
+    )
+    assert "every label of 12 samples is 1" in only_fault(
+        check(whole=True, data=factory("labelled", labels=[1, 1])), "warning", "labels"
+    )
 
 
 def test_labels_outside_0_to_1_are_an_error(check: Checked) -> None:
@@ -238,7 +261,9 @@ def test_a_factory_that_returns_an_iterator_is_asked_anew_for_every_pass(check: 
     assert "an unknown number of samples for training" in one(findings, "ok", "data")
 
 
-def test_what_a_factory_raises_is_a_finding_and_the_other_checks_go_on(check: Checked, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_a_factory_raises_is_a_finding_and_the_other_checks_go_on(
+    check: Checked, capsys: pytest.CaptureFixture[str]
+) -> None:
     findings = check(data=factory("broken"))
     assert "unexpected error: FileNotFoundError: no such bucket; the log has" in only_fault(findings, "error", "data")
     assert findings[-1].subject == "disk"
@@ -254,21 +279,31 @@ def test_a_capacity_below_the_first_batches_is_an_error_with_what_is_needed(chec
 
 
 def test_a_later_batch_that_does_not_fit_is_an_error_with_what_is_needed(check: Checked) -> None:
-    sentence = only_fault(check(whole=True, data=factory("growing"), cache={"capacity": "100 rows"}), "error", "capacity")
+    sentence = only_fault(
+        check(whole=True, data=factory("growing"), cache={"capacity": "100 rows"}), "error", "capacity"
+    )
     assert "the largest batch read touches 240 rows, and group fp32_d4_adagrad has 100 slots" in sentence
     assert 'set cache.capacity = "264 rows" or more' in sentence
 
 
 def test_a_capacity_that_just_holds_the_largest_batch_is_a_warning(check: Checked) -> None:
-    sentence = only_fault(check(whole=True, data=factory("growing"), cache={"capacity": "250 rows"}), "warning", "capacity")
+    sentence = only_fault(
+        check(whole=True, data=factory("growing"), cache={"capacity": "250 rows"}), "warning", "capacity"
+    )
     assert "touches 240 rows" in sentence
     assert "one that was not read may not fit" in sentence
-    assert {finding.level for finding in check(whole=True, data=factory("growing"), cache={"capacity": "270 rows"})} == {"ok"}
+    assert {
+        finding.level for finding in check(whole=True, data=factory("growing"), cache={"capacity": "270 rows"})
+    } == {"ok"}
 
 
 def test_the_share_of_a_group_is_what_is_to_be_changed_where_there_is_one(check: Checked) -> None:
     groups = {"fp32_d4_adagrad": "100 rows"}
-    sentence = only_fault(check(whole=True, data=factory("growing"), cache={"capacity": "900 rows", "groups": groups}), "error", "capacity")
+    sentence = only_fault(
+        check(whole=True, data=factory("growing"), cache={"capacity": "900 rows", "groups": groups}),
+        "error",
+        "capacity",
+    )
     assert 'set cache.groups.fp32_d4_adagrad = "264 rows" or more' in sentence
 
 
@@ -284,7 +319,9 @@ def test_pins_that_fit_beside_the_largest_batch_are_ok(check: Checked) -> None:
 
 
 def test_pins_that_leave_no_room_for_the_largest_batch_are_an_error(check: Checked) -> None:
-    sentence = only_fault(check(whole=True, data=factory("growing"), cache={"capacity": "339 rows", **pins(check, 100)}), "error", "pins")
+    sentence = only_fault(
+        check(whole=True, data=factory("growing"), cache={"capacity": "339 rows", **pins(check, 100)}), "error", "pins"
+    )
     assert "100 pinned rows and the 240 rows of the largest batch read do not fit into the 339 slots" in sentence
     assert 'set cache.capacity = "374 rows" or more, or pin fewer rows' in sentence
 
@@ -371,7 +408,9 @@ def test_looking_at_a_lock_does_not_take_it(check: Checked) -> None:
 def test_a_run_directory_with_a_finished_run_is_a_warning(check: Checked) -> None:
     check.run_dir.mkdir()
     (check.run_dir / "report.json").write_text("{}")
-    assert "holds the report of an earlier run; add --fresh to replace it" in only_fault(check(), "warning", "run directory")
+    assert "holds the report of an earlier run; add --fresh to replace it" in only_fault(
+        check(), "warning", "run directory"
+    )
 
 
 def test_a_damaged_checkpoint_in_the_run_directory_is_an_error(check: Checked) -> None:
@@ -410,7 +449,9 @@ def test_one_port_for_both_processes_is_an_error(check: Checked) -> None:
 # model
 
 
-def test_a_factory_that_is_found_by_name_is_ok_and_is_not_imported(check: Checked, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_factory_that_is_found_by_name_is_ok_and_is_not_imported(
+    check: Checked, monkeypatch: pytest.MonkeyPatch
+) -> None:
     package = check.folder / "mine" / "models"
     package.mkdir(parents=True)
     for folder in (package, package.parent):
@@ -421,13 +462,17 @@ def test_a_factory_that_is_found_by_name_is_ok_and_is_not_imported(check: Checke
         assert name in one(check(model={"kind": name}), "ok", "model")
     missing = only_fault(check(model={"kind": "mine.models.net:absent"}), "error", "model")
     assert missing == f"model.kind = 'mine.models.net:absent': {package / 'net.py'} defines no absent; correct the name"
-    assert "there is no module mine.models.web" in only_fault(check(model={"kind": "mine.models.web:build"}), "error", "model")
+    assert "there is no module mine.models.web" in only_fault(
+        check(model={"kind": "mine.models.web:build"}), "error", "model"
+    )
     assert "there is no module nowhere.net" in only_fault(check(model={"kind": "nowhere.net:build"}), "error", "model")
 
 
 def test_what_a_module_imports_or_computes_counts_as_defined(tmp_path: Path) -> None:
     source = tmp_path / "module.py"
-    source.write_text("from elsewhere import build as make\nimport package.deep\nclass Net: ...\nif True:\n    late = 1\n")
+    source.write_text(
+        "from elsewhere import build as make\nimport package.deep\nclass Net: ...\nif True:\n    late = 1\n"
+    )
     assert [check_setup.defines(source, name) for name in ("make", "package", "Net", "late")] == [True] * 4
     assert not any(check_setup.defines(source, name) for name in ("build", "deep", "elsewhere"))
     source.write_text("from elsewhere import *\n")
@@ -452,9 +497,13 @@ def test_tf32_without_a_cuda_device_is_an_error(check: Checked) -> None:
 
 def test_a_device_without_room_for_rows_and_staging_is_an_error(check: Checked) -> None:
     sentence = one(check(on=GPU), "error", "device")
-    assert sentence.startswith("cuda:0 (a device of 1 MiB) has 1 MiB free, too little for rows (16 KiB) and staging (0.9998 MiB)")
+    assert sentence.startswith(
+        "cuda:0 (a device of 1 MiB) has 1 MiB free, too little for rows (16 KiB) and staging (0.9998 MiB)"
+    )
     assert sentence.endswith("lower cache.capacity or data.batch_size")
-    assert one(check(on=Device(name="cuda:0", free_bytes=2**33)), "ok", "device").startswith("cuda:0, 8 GiB free for rows")
+    assert one(check(on=Device(name="cuda:0", free_bytes=2**33)), "ok", "device").startswith(
+        "cuda:0, 8 GiB free for rows"
+    )
 
 
 def test_the_trainers_own_choice_of_a_device_is_asked_for() -> None:
@@ -471,7 +520,9 @@ def test_the_trainers_own_choice_of_a_device_is_asked_for() -> None:
         (("import time; time.sleep(60)",), "torch did not say within 0.5 s"),
     ],
 )
-def test_a_process_that_cannot_answer_is_a_refusal(command: tuple[str, ...], sentence: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_cannot_answer_is_a_refusal(
+    command: tuple[str, ...], sentence: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(device, "TIMEOUT_S", 0.5 if "sleep" in command[0] else 30.0)
     refusal = ask_device("cpu", (sys.executable, "-c", *command)).refusal
     assert refusal is not None
@@ -484,7 +535,9 @@ def test_rings_that_do_not_fit_into_shared_memory_are_an_error(check: Checked) -
     assert "two rings of 1099511627776 bytes need" in one(findings, "error", "shared memory")
 
 
-def test_a_memlock_limit_below_the_rings_is_a_warning_on_cuda_alone(check: Checked, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_memlock_limit_below_the_rings_is_a_warning_on_cuda_alone(
+    check: Checked, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda which: (65536, 65536))
     (check.folder / "proc/self").mkdir(parents=True)
 
@@ -518,7 +571,12 @@ def test_memory_is_what_both_processes_hold_and_tables_grow_to(check: Checked) -
     assert check_memory.dense_bytes(job, seen) == 4 * ((13 + 1) * 4 + (4 + 3 + 1) * 1)
     fixed = (8 + 8) * 2 * batch + 2 * 2**20 + 5000 + 2 * 4 * 64
     tables = 2000 * 32 + 2000
-    for free, level in ((fixed + tables, "ok"), (fixed + tables - 1, "warning"), (fixed, "warning"), (fixed - 1, "error")):
+    for free, level in (
+        (fixed + tables, "ok"),
+        (fixed + tables - 1, "warning"),
+        (fixed, "warning"),
+        (fixed - 1, "error"),
+    ):
         (finding,) = check_memory.check_memory(job, seen, free, 2**20, 5000)
         assert finding.level == level
 
@@ -570,7 +628,11 @@ MEMINFO = {"proc/meminfo": "MemTotal: 9000 kB\nMemAvailable:    8000 kB\n"}
 
 
 def test_free_memory_is_what_is_available_where_no_group_has_a_limit(tmp_path: Path) -> None:
-    unlimited = {"proc/self/cgroup": "0::/a\n", "sys/fs/cgroup/a/memory.max": "max\n", "sys/fs/cgroup/a/memory.current": "5\n"}
+    unlimited = {
+        "proc/self/cgroup": "0::/a\n",
+        "sys/fs/cgroup/a/memory.max": "max\n",
+        "sys/fs/cgroup/a/memory.current": "5\n",
+    }
     assert free_memory(kernel(tmp_path, {**MEMINFO, "proc/self/cgroup": "0::/\n"})) == 8000 * 1024
     assert free_memory(kernel(tmp_path, {**unlimited, "sys/fs/cgroup/a/memory.stat": "anon 5\n"})) == 8000 * 1024
 
@@ -607,7 +669,10 @@ def test_an_error_that_a_check_raises_is_a_finding() -> None:
         yield ok("x", "first")
         raise ConfigError("second")
 
-    assert [(finding.level, finding.sentence) for finding in findings_of("x", check)] == [("ok", "first"), ("error", "second")]
+    assert [(finding.level, finding.sentence) for finding in findings_of("x", check)] == [
+        ("ok", "first"),
+        ("error", "second"),
+    ]
 
 
 @pytest.mark.parametrize("width", [80, 120])
@@ -631,8 +696,10 @@ def command(check: Checked, *options: str, **sections: Any) -> tuple[int, str]:
     return result.exit_code, result.stdout
 
 
-def test_the_command_ends_with_2_where_there_is_an_error_and_with_0_otherwise(check: Checked, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("prefetcher.analysis.check.command.check_file", partial(check_file, ask=lambda name: CPU))
+def test_the_command_ends_with_2_where_there_is_an_error_and_with_0_otherwise(
+    check: Checked, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rowcast.analysis.check.command.check_file", partial(check_file, ask=lambda name: CPU))
     code, out = command(check, "--json", cache={"capacity": "20 rows"})
     content = json.loads(out)
     assert (code, content["errors"], content["warnings"]) == (2, 1, 0)

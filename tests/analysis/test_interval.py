@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from prefetcher.analysis.profile.interval import Share, clustered_share, student_t, unseen_share, wilson
+from rowcast.analysis.profile.interval import Share, clustered_share, student_t, unseen_share, wilson
 
 Doubles = npt.NDArray[np.float64]
 BATCH = 64

@@ -11,16 +11,16 @@ import pyarrow.parquet as pq
 import pytest
 from typer.testing import CliRunner
 
-from prefetcher.analysis.new import columns, command
-from prefetcher.analysis.new.choice import rounded_up
-from prefetcher.analysis.new.columns import Distinct
-from prefetcher.cli import app
-from prefetcher.readers.base import open_reader
-from prefetcher.readers.schedule import schedule
-from protocol.errors import ConfigError
-from protocol.job import Job
-from protocol.job_file import load_job
-from protocol.tables import group_specs
+from rowcast.analysis.new import columns, command
+from rowcast.analysis.new.choice import rounded_up
+from rowcast.analysis.new.columns import Distinct
+from rowcast.job.file import load_job
+from rowcast.job.schema import Job
+from rowcast.job.tables import group_specs
+from rowcast.prefetcher.cli import app
+from rowcast.prefetcher.readers.reader import open_reader
+from rowcast.prefetcher.readers.schedule import schedule
+from rowcast.runtime.errors import ConfigError
 from tests.driver import InProcessRun, Settings
 from tests.workloads import slots_for
 
@@ -102,14 +102,19 @@ def test_columns_are_taken_for_what_their_names_types_and_values_say(write: Any,
     assert f"# left out: rating ({missing} values are missing; replace them first)" in text
     assert "# cents goes from " in text
     assert (job.data.eval_fraction, job.data.shuffle, job.run_dir) == (0.1, "window:65536", Path("runs/clicks"))
-    assert said.splitlines()[-2:] == ["  prefetcher check --config job.toml", "  python -m deploy.local --config job.toml"]
+    assert said.splitlines()[-2:] == [
+        "  prefetcher check --config job.toml",
+        "  python -m rowcast.deploy.local --config job.toml",
+    ]
     assert 'capacity = "1MiB"  # `prefetcher advise` asks for ' in text
 
 
 def trained(job: Job) -> list[np.float32]:
     batches = list(schedule(job, open_reader(job)))
     return (
-        InProcessRun(job, batches, Settings(slots=slots_for(group_specs(job), batches, "more"), seeded_streams=False)).run().results.losses
+        InProcessRun(job, batches, Settings(slots=slots_for(group_specs(job), batches, "more"), seeded_streams=False))
+        .run()
+        .results.losses
     )
 
 
@@ -139,7 +144,9 @@ def test_the_job_of_a_parquet_file_with_lists_trains_and_learns(tmp_path: Path) 
 def test_lists_in_csv_another_delimiter_and_true_and_false_are_noticed(tmp_path: Path) -> None:
     frame = clicks()[["user", "clicked"]]
     frame = frame.assign(
-        clicked=frame["clicked"].astype(bool), genres=["1|2", "3", "", "17"] * (NUM_ROWS // 4), tags=["a|b", "c"] * (NUM_ROWS // 2)
+        clicked=frame["clicked"].astype(bool),
+        genres=["1|2", "3", "", "17"] * (NUM_ROWS // 4),
+        tags=["a|b", "c"] * (NUM_ROWS // 2),
     )
     job = new_job(tmp_path, write_csv(tmp_path, frame, sep=";"))
     assert job.data.columns.delimiter == ";"
@@ -160,13 +167,17 @@ def test_a_file_without_a_last_line_break_and_in_another_encoding_is_read(tmp_pa
     assert sum(batch.size for batch in reader.batches("train", 0)) == 271
 
 
-def test_where_advise_fails_the_job_says_that_its_capacity_is_a_guess(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_advise_fails_the_job_says_that_its_capacity_is_a_guess(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fail(*_: Any) -> None:
         raise ConfigError("no room\nto follow rows")
 
     monkeypatch.setattr(command, "advise_job", fail)
     path = write_csv(tmp_path, clicks())
-    assert new(path)[0].endswith('capacity = "64MiB"  # a guess, as `prefetcher advise` failed: no room to follow rows\n')
+    assert new(path)[0].endswith(
+        'capacity = "64MiB"  # a guess, as `prefetcher advise` failed: no room to follow rows\n'
+    )
     assert new_job(tmp_path, path).cache.capacity == "64MiB"
 
 
@@ -219,7 +230,9 @@ def test_data_of_another_kind_or_without_ids_is_refused(tmp_path: Path) -> None:
     path = write_csv(tmp_path, clicks()[["price", "clicked"]])
     assert refused(path) == f"{path}: no column looks like ids (text, lists, integers); name some with --ids"
     write_parquet(tmp_path, clicks())
-    assert refused(tmp_path).endswith(f"there are CSV and Parquet files; name those of one kind, as with {tmp_path}/*.csv")
+    assert refused(tmp_path).endswith(
+        f"there are CSV and Parquet files; name those of one kind, as with {tmp_path}/*.csv"
+    )
     (tmp_path / "broken.csv").write_text('label,user\n1,"ann\nbob"\n')
     sentence = refused(tmp_path / "broken.csv", code=4)
     assert (
@@ -239,7 +252,9 @@ def test_names_that_toml_must_quote_are_quoted(tmp_path: Path) -> None:
 def test_dates_decimals_and_other_types_are_left_out_with_a_reason(tmp_path: Path) -> None:
     frame = pd.DataFrame({"y": [0, 1] * 50, "user": ["a", "b"] * 50})
     table = pa.Table.from_pandas(frame).append_column("day", pa.array([datetime.date(2024, 1, 1)] * 100))
-    table = table.append_column("sums", pa.array([1] * 100).cast(pa.decimal128(21, 2))).append_column("vector", pa.array([[0.5]] * 100))
+    table = table.append_column("sums", pa.array([1] * 100).cast(pa.decimal128(21, 2))).append_column(
+        "vector", pa.array([[0.5]] * 100)
+    )
     table = table.append_column("empty", pa.array([None] * 100, pa.int64()))
     pq.write_table(table, tmp_path / "clicks.parquet")
     text, _ = new(tmp_path / "clicks.parquet")
@@ -265,6 +280,8 @@ def test_distinct_values_are_counted_in_little_memory(monkeypatch: pytest.Monkey
     assert few.count == 500
 
 
-@pytest.mark.parametrize(("count", "rounded"), [(1, 1), (24, 24), (100, 100), (101, 110), (20_001, 21_000), (999_999, 1_000_000)])
+@pytest.mark.parametrize(
+    ("count", "rounded"), [(1, 1), (24, 24), (100, 100), (101, 110), (20_001, 21_000), (999_999, 1_000_000)]
+)
 def test_sizes_are_rounded_up_to_two_digits(count: int, rounded: int) -> None:
     assert rounded_up(count) == rounded

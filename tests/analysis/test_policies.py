@@ -4,10 +4,10 @@ import numpy as np
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from prefetcher.analysis.simulate.moves import Moves, planned_moves
-from prefetcher.analysis.simulate.policies import ttl_moves, window_moves
-from prefetcher.analysis.simulate.recording import NEVER
-from prefetcher.planner.planner import RowPlanner
+from rowcast.analysis.simulate.moves import Moves, planned_moves
+from rowcast.analysis.simulate.policies import ttl_moves, window_moves
+from rowcast.analysis.simulate.recording import NEVER
+from rowcast.prefetcher.planner.planner import RowPlanner
 from tests.analysis.recordings import ROWS, Case, assert_moved, cases, recording_of, ttl_by_sets, window_by_sets
 from tests.planner.oracle import fewest_fetches
 from tests.planner.traces import group, table

@@ -11,22 +11,22 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from prefetcher.analysis.profile import popularity as popularity_module
-from prefetcher.analysis.profile.command import ProfileOptions, run_profile
-from prefetcher.analysis.profile.coverage import Coverage
-from prefetcher.analysis.profile.interval import Share
-from prefetcher.analysis.profile.output import print_profile
-from prefetcher.analysis.profile.popularity import HotSet, Popularity, hot_set
-from prefetcher.analysis.profile.profile import HALF, PICK, Profile, Request, profile_job
-from prefetcher.analysis.sample import Amount, sample_windows
-from prefetcher.cli import app
-from prefetcher.pins import load_pins
-from prefetcher.readers.base import open_reader
-from protocol.batch import Batch
-from protocol.errors import ConfigError
-from protocol.job import Job
-from protocol.job_file import parse_job
-from protocol.tables import KEY_SHIFT, GroupSpec, group_specs, make_keys
+from rowcast.analysis.profile import popularity as popularity_module
+from rowcast.analysis.profile.command import ProfileOptions, run_profile
+from rowcast.analysis.profile.coverage import Coverage
+from rowcast.analysis.profile.interval import Share
+from rowcast.analysis.profile.output import print_profile
+from rowcast.analysis.profile.popularity import HotSet, Popularity, hot_set
+from rowcast.analysis.profile.profile import HALF, PICK, Profile, Request, profile_job
+from rowcast.analysis.sample import Amount, sample_windows
+from rowcast.job.file import parse_job
+from rowcast.job.schema import Job
+from rowcast.job.tables import KEY_SHIFT, GroupSpec, group_specs, make_keys
+from rowcast.prefetcher.cli import app
+from rowcast.prefetcher.planner.pin_files import load_pins
+from rowcast.prefetcher.readers.reader import open_reader
+from rowcast.protocol.batch import Batch
+from rowcast.runtime.errors import ConfigError
 from tests.planner.traces import distinct_keys, group, lookups_of, one_group, random_batch, table, two_groups
 from tests.system.processes import job_content, write_job
 
@@ -67,7 +67,8 @@ def test_counting_is_refused_where_it_would_take_more_memory_than_it_may() -> No
     popularity = Popularity(groups, 150 * popularity_module.BYTES_PER_ROW)
     popularity.add(single_hot(range(100)))
     with pytest.raises(
-        ConfigError, match=r"the first 200 samples touch 200 distinct rows, .* 25600 bytes of 19200 .*; give a smaller --sample"
+        ConfigError,
+        match=r"the first 200 samples touch 200 distinct rows, .* 25600 bytes of 19200 .*; give a smaller --sample",
     ):
         popularity.add(single_hot(range(100, 200)))
 
@@ -75,7 +76,9 @@ def test_counting_is_refused_where_it_would_take_more_memory_than_it_may() -> No
 def single_hot(*columns: Any) -> Batch:
     """One list of ids a feature."""
     ids = np.array(columns, np.int64)
-    return Batch(dense=np.zeros((ids.shape[1], 1), np.float32), labels=np.zeros(ids.shape[1], np.float32), ids=ids.ravel())
+    return Batch(
+        dense=np.zeros((ids.shape[1], 1), np.float32), labels=np.zeros(ids.shape[1], np.float32), ids=ids.ravel()
+    )
 
 
 # hot rows
@@ -84,7 +87,14 @@ def single_hot(*columns: Any) -> Batch:
 def test_hot_rows_are_the_most_looked_up_ones_and_equal_ones_go_by_key() -> None:
     groups = one_group(100)  # 16 bytes a row
     popularity = counted(groups, [single_hot([7, 7, 7, 3, 3, 9, 9, 50, 1])])
-    assert [hot_set(popularity, 16 * n).keys[0].tolist() for n in range(6)] == [[], [7], [3, 7], [3, 7, 9], [1, 3, 7, 9], [1, 3, 7, 9, 50]]
+    assert [hot_set(popularity, 16 * n).keys[0].tolist() for n in range(6)] == [
+        [],
+        [7],
+        [3, 7],
+        [3, 7, 9],
+        [1, 3, 7, 9],
+        [1, 3, 7, 9, 50],
+    ]
     assert [hot_set(popularity, 16 * n).threshold for n in (0, 1, 3, 5)] == [(None,), (3,), (2,), (1,)]
     assert hot_set(popularity, 47).nbytes == 32
     assert hot_set(popularity, 10**9).keys[0].tolist() == [1, 3, 7, 9, 50]
@@ -183,7 +193,10 @@ def test_a_sample_that_looks_nothing_up_in_a_table_is_covered_there() -> None:
 
 def test_a_table_that_nothing_looks_up_has_no_share() -> None:
     batch = Batch(
-        dense=np.zeros((1, 1), np.float32), labels=np.zeros(1, np.float32), ids=np.zeros(0, np.int64), offsets=np.zeros(2, np.int64)
+        dense=np.zeros((1, 1), np.float32),
+        labels=np.zeros(1, np.float32),
+        ids=np.zeros(0, np.int64),
+        offsets=np.zeros(2, np.int64),
     )
     coverage = Coverage(one_group(3), hot([0]))
     coverage.add(batch)
@@ -242,7 +255,9 @@ def coverage_of_the_rest(job: Job, rows: dict[str, Any], share: float) -> tuple[
     groups, reader = group_specs(job), open_reader(job)
     keys = np.sort(np.concatenate([make_keys(own.index, rows[own.name]) for own in groups[0].tables]))
     coverage = Coverage(groups, hot(keys.tolist()))
-    picked = {window.start for window in sample_windows(job, reader, Amount(share=share), draws=2) if window.draw == PICK}
+    picked = {
+        window.start for window in sample_windows(job, reader, Amount(share=share), draws=2) if window.draw == PICK
+    }
     for index, batch in enumerate(reader.batches("train", 0)):
         if index not in picked:
             coverage.add(batch)
@@ -326,7 +341,9 @@ def test_budgets_in_rows_need_records_of_one_size() -> None:
         {"name": "b", "num_embeddings": 50, "embedding_dim": 8, "features": ["cat_1"]},
     ]
     job = job_of(tables=tables, model={"kind": "some.module:factory"}, cache={"capacity": "64KiB"})
-    with pytest.raises(ConfigError, match='--budget "20 rows" counts rows, but the tables have records of 2 sizes; give bytes'):
+    with pytest.raises(
+        ConfigError, match='--budget "20 rows" counts rows, but the tables have records of 2 sizes; give bytes'
+    ):
         profiled(job, "20 rows")
     profile, rows = profiled(job, "1KiB")
     assert profile.budgets[0].hot_bytes <= 1024
@@ -336,7 +353,9 @@ def test_budgets_in_rows_need_records_of_one_size() -> None:
 # what comes out
 
 
-def test_the_pin_file_holds_the_hot_rows_of_the_largest_budget(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_pin_file_holds_the_hot_rows_of_the_largest_budget(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     job = job_of()
     run_profile(job, ProfileOptions(budgets=["100 rows", "300 rows", "200 rows"], sample=0.2, out=tmp_path / "pins"))
     _, rows = profiled(job, "300 rows")
@@ -372,7 +391,9 @@ def test_nothing_is_wider_than_the_terminal_and_no_budget_is_missing(width: int)
 
 def test_the_command_prints_a_profile_or_one_sentence(tmp_path: Path) -> None:
     config = write_job(tmp_path / "job.toml", job_content(tmp_path / "run", data={"synthetic": {"samples": 10_000}}))
-    good = CliRunner().invoke(app, ["profile", "--config", str(config), "--budget", "100 rows", "--out", str(tmp_path / "pins")])
+    good = CliRunner().invoke(
+        app, ["profile", "--config", str(config), "--budget", "100 rows", "--out", str(tmp_path / "pins")]
+    )
     assert good.exit_code == 0
     assert "2,048 samples chose the hot rows, 2,000 others judged them (an epoch: 10,000)" in good.stdout
     assert (tmp_path / "pins").exists()

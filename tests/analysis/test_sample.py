@@ -9,12 +9,19 @@ from typing import Any
 import numpy as np
 import pytest
 
-from prefetcher.analysis import sample
-from prefetcher.analysis.sample import Amount, Window, read_windows, reader_for_another_pass, rows_worth_skipping, sample_windows
-from prefetcher.readers.base import Pending, Reader, open_reader
-from protocol.batch import Batch, Kind
-from protocol.errors import ConfigError
-from protocol.job import Job
+from rowcast.analysis import sample
+from rowcast.analysis.sample import (
+    Amount,
+    Window,
+    read_windows,
+    reader_for_another_pass,
+    rows_worth_skipping,
+    sample_windows,
+)
+from rowcast.job.schema import Job
+from rowcast.prefetcher.readers.reader import Pending, Reader, open_reader
+from rowcast.protocol.batch import Batch, Kind
+from rowcast.runtime.errors import ConfigError
 from tests.readers.samples import PARQUET_COLUMNS, click_log, make_job, same_batch, write_day, write_parquet, write_tsv
 
 
@@ -92,7 +99,9 @@ def test_too_few_batches_for_one_window_a_draw_give_none() -> None:
     assert len(windows_of(3, Amount(share=0.01), draws=2)) == 2
 
 
-@pytest.mark.parametrize(("share", "samples"), [(0.0, None), (1.5, None), (-1.0, None), (float("nan"), None), (None, 0)])
+@pytest.mark.parametrize(
+    ("share", "samples"), [(0.0, None), (1.5, None), (-1.0, None), (float("nan"), None), (None, 0)]
+)
 def test_an_amount_that_cannot_be_is_refused(share: float | None, samples: int | None) -> None:
     with pytest.raises(ConfigError, match="--sample"):
         Amount(share=share, samples=samples)
@@ -205,7 +214,10 @@ def test_an_epoch_of_unknown_length_is_sampled_to_its_end(make: Callable[..., Jo
     assert all(batch.window.start // 4 == batch.index // 4 for batch in found)
     again = reader_for_another_pass(job, reader)
     other = [
-        batch.index for batch in read_windows(job, again, (w for w in sample_windows(job, again, Amount(share=0.5), draws=2) if w.draw))
+        batch.index
+        for batch in read_windows(
+            job, again, (w for w in sample_windows(job, again, Amount(share=0.5), draws=2) if w.draw)
+        )
     ]
     assert other == [batch.index for batch in found if batch.window.draw]
 
@@ -219,7 +231,10 @@ def test_the_windows_of_an_epoch_of_unknown_length_go_on_for_ever(tmp_path: Path
 
 def test_a_number_of_samples_of_data_of_unknown_length_is_refused(tmp_path: Path) -> None:
     job = iterator(tmp_path)
-    with pytest.raises(ConfigError, match=r"--samples: tests.analysis.test_sample:once does not say how many samples it has; give a share"):
+    with pytest.raises(
+        ConfigError,
+        match=r"--samples: tests.analysis.test_sample:once does not say how many samples it has; give a share",
+    ):
         sample_windows(job, open_reader(job), Amount(samples=5))
 
 

@@ -9,34 +9,39 @@ import msgspec
 import numpy as np
 import pytest
 
-from prefetcher.analysis.simulate.command import require_one
-from prefetcher.analysis.simulate.grid import Grid, with_values
-from prefetcher.analysis.simulate.recording import hollow
-from prefetcher.analysis.simulate.results import Simulation, StepArrays
-from prefetcher.analysis.simulate.simulate import simulate
-from prefetcher.pins import load_pins, save_pins
-from prefetcher.planner.capacity import job_slots
-from prefetcher.planner.planner import groupers_of
-from prefetcher.readers.base import open_reader
-from prefetcher.readers.schedule import schedule
-from protocol.batch import ScheduledBatch
-from protocol.errors import ConfigError
-from protocol.job import Job
-from protocol.tables import group_specs
+from rowcast.analysis.simulate.command import require_one
+from rowcast.analysis.simulate.grid import Grid, with_values
+from rowcast.analysis.simulate.recording import hollow
+from rowcast.analysis.simulate.results import Simulation, StepArrays
+from rowcast.analysis.simulate.simulate import simulate
+from rowcast.job.schema import Job
+from rowcast.job.tables import group_specs
+from rowcast.prefetcher.planner.capacity import job_slots
+from rowcast.prefetcher.planner.pin_files import load_pins, save_pins
+from rowcast.prefetcher.planner.planner import groupers_of
+from rowcast.prefetcher.readers.reader import open_reader
+from rowcast.prefetcher.readers.schedule import schedule
+from rowcast.protocol.batch import ScheduledBatch
+from rowcast.runtime.errors import ConfigError
+from rowcast.trainer.report.report_json import read_report
 from tests.driver import InProcessRun, Settings
 from tests.system.processes import Session
 from tests.workloads import BAGS, Bags, distinct_rows, small_batches, small_job
-from trainer.report import read_report
 
 EVERYTHING = 2**30
 
 
 def least_bytes(job: Job, batches: Sequence[ScheduledBatch]) -> int:
     """A capacity that just holds every batch."""
-    return sum(group.record_bytes * max(distinct_rows(group, scheduled.batch) for scheduled in batches) for group in group_specs(job))
+    return sum(
+        group.record_bytes * max(distinct_rows(group, scheduled.batch) for scheduled in batches)
+        for group in group_specs(job)
+    )
 
 
-def workload(bags: Bags, *, share: float = 1.2, depth: int = 2, horizon: int = 6, **sections: Any) -> tuple[Job, list[ScheduledBatch]]:
+def workload(
+    bags: Bags, *, share: float = 1.2, depth: int = 2, horizon: int = 6, **sections: Any
+) -> tuple[Job, list[ScheduledBatch]]:
     """`share`: the capacity, in least ones. `sections` are laid over the job's."""
     job = small_job("adagrad", bags, depth=depth, horizon=horizon)
     batches = small_batches(job, bags, num_steps=20, eval_at=(3, 4, 11))
@@ -95,11 +100,17 @@ ORDERS = ("none", "window:500", "full")
 
 
 @pytest.mark.parametrize("shuffle", ORDERS)
-def test_the_command_says_what_the_report_of_two_processes_says_and_their_trace_replays(shuffle: str, tmp_path: Path) -> None:
+def test_the_command_says_what_the_report_of_two_processes_says_and_their_trace_replays(
+    shuffle: str, tmp_path: Path
+) -> None:
     with Session(tmp_path) as session:
         data = {"epochs": 2, "eval_fraction": 0.1, "shuffle": shuffle, "synthetic": {"samples": 64 * 40 + 13}}
         session.write_job(
-            data=data, eval={"every": 15}, cache={"capacity": "20KiB"}, checkpoint={"every": 9}, lookahead={"depth": 3, "horizon": 8}
+            data=data,
+            eval={"every": 15},
+            cache={"capacity": "20KiB"},
+            checkpoint={"every": 9},
+            lookahead={"depth": 3, "horizon": 8},
         )
         trace = tmp_path / "run.trace"
         prefetcher, trainer = session.start_both(f"--save-trace={trace}")
@@ -115,7 +126,16 @@ def test_the_command_says_what_the_report_of_two_processes_says_and_their_trace_
     assert list(each) == list(ORDERS)
     assert each[shuffle] == result
     assert len({(own["unique_rows"], own["rows_fetched"]) for own in each.values()}) == 3, "the order changes nothing"
-    for name in ("steps", "eval_steps", "lookups", "unique_rows", "rows_fetched", "rows_evicted", "rows_written_back", "rows_flushed"):
+    for name in (
+        "steps",
+        "eval_steps",
+        "lookups",
+        "unique_rows",
+        "rows_fetched",
+        "rows_evicted",
+        "rows_written_back",
+        "rows_flushed",
+    ):
         assert result[name] == report[name], name
     assert result["rows_evicted"] > 0
     assert result["hit_ratio"] == pytest.approx(report["hit_ratio"])
@@ -135,7 +155,10 @@ def test_a_run_that_was_stopped_leaves_a_trace_of_what_it_planned_and_a_broken_o
         steps = session.manifest().train_steps
         replayed = session.start("simulate", "--json", f"--trace={trace}").ended().quiet()
         trace.unlink()
-        prefetcher, trainer = session.start("prefetcher", "--fresh", f"--save-trace={trace}"), session.start("trainer", "--fresh")
+        prefetcher, trainer = (
+            session.start("prefetcher", "--fresh", f"--save-trace={trace}"),
+            session.start("trainer", "--fresh"),
+        )
         trainer.until_counted("rowcast_train_steps_total", 20)
         trainer.signal(signal.SIGKILL)
         trainer.reap()
@@ -165,7 +188,9 @@ def test_pinned_rows_stay_as_in_a_run(tmp_path: Path) -> None:
     pinned = with_values(job, {"cache": {"pin": str(tmp_path / "hot.pins")}})
     groups = group_specs(job)
     slots = job_slots(pinned, groups, batches[:32])
-    run = InProcessRun(pinned, batches, Settings(slots=slots, pinned=load_pins(tmp_path / "hot.pins", groups), seeded_streams=False)).run()
+    run = InProcessRun(
+        pinned, batches, Settings(slots=slots, pinned=load_pins(tmp_path / "hot.pins", groups), seeded_streams=False)
+    ).run()
     (result,), (without,) = simulated(pinned, batches), simulated(job, batches)
     assert arrays(result).rows_fetched == [sum(len(group.fetch) for group in plan.groups) for plan in run.plans]
     assert arrays(result).rows_fetched != arrays(without).rows_fetched
@@ -174,7 +199,9 @@ def test_pinned_rows_stay_as_in_a_run(tmp_path: Path) -> None:
 
 def test_the_grid_is_every_combination_and_horizons_below_the_depth_are_raised() -> None:
     job, batches = workload("multi", depth=3)
-    grid = Grid(policies=("lru", "lookahead", "belady"), capacities=(f"{EVERYTHING}", "3MB"), horizons=(0, 3, 7, "auto"))
+    grid = Grid(
+        policies=("lru", "lookahead", "belady"), capacities=(f"{EVERYTHING}", "3MB"), horizons=(0, 3, 7, "auto")
+    )
     found = [(result.capacity, result.policy, result.horizon) for result in simulated(job, batches, grid)]
     each = [("lru", None), ("lookahead", 3), ("lookahead", 7), ("lookahead", "auto"), ("belady", None)]
     assert found == [(capacity, policy, horizon) for capacity in (f"{EVERYTHING}", "3MB") for policy, horizon in each]
@@ -190,13 +217,18 @@ def test_each_batch_size_reads_the_data_of_its_own_job() -> None:
 
     results = simulate(job, Grid(batch_sizes=(5, 12)), open_batches)
     assert asked == [5, 12]
-    assert [(result.batch_size, (result.steps or 0) + (result.eval_steps or 0)) for result in results] == [(5, 5), (12, 12)]
+    assert [(result.batch_size, (result.steps or 0) + (result.eval_steps or 0)) for result in results] == [
+        (5, 5),
+        (12, 12),
+    ]
 
 
 @pytest.mark.parametrize("shuffle", ORDERS)
 def test_every_step_in_every_order_moves_what_a_run_in_it_moves(shuffle: str) -> None:
     """The batches of both come from the readers."""
-    job = small_job("adagrad", data={"format": "synthetic", "synthetic": {"samples": 64 * 30}, "epochs": 2, "shuffle": shuffle})
+    job = small_job(
+        "adagrad", data={"format": "synthetic", "synthetic": {"samples": 64 * 30}, "epochs": 2, "shuffle": shuffle}
+    )
     job = with_values(job, {"cache": {"capacity": "60KB"}})
     batches = list(schedule(job, open_reader(job)))
     slots = job_slots(job, group_specs(job), batches[:32])
@@ -219,7 +251,11 @@ def test_each_order_is_read_with_each_batch_size_and_held_against_the_bound_of_i
         return batches[: len(asked) * 5]
 
     data = msgspec.structs.replace(job.data, format="synthetic")
-    results = simulate(msgspec.structs.replace(job, data=data), Grid(batch_sizes=(5, 12), shuffles=("none", "full", "none")), open_batches)
+    results = simulate(
+        msgspec.structs.replace(job, data=data),
+        Grid(batch_sizes=(5, 12), shuffles=("none", "full", "none")),
+        open_batches,
+    )
     assert asked == [(5, "none"), (5, "full"), (12, "none"), (12, "full")]
     assert [(result.batch_size, result.shuffle) for result in results] == asked
     assert len({result.bound_rows_fetched for result in results}) == 4
@@ -233,17 +269,29 @@ def test_each_order_is_read_with_each_batch_size_and_held_against_the_bound_of_i
             "full",
             "--shuffle full: criteo-tsv cannot be read in this order; criteo-npy and synthetic can, or use window:65536",
         ),
-        ("parquet", "full", "--shuffle full: parquet cannot be read in this order; criteo-npy and synthetic can, or use window:65536"),
+        (
+            "parquet",
+            "full",
+            "--shuffle full: parquet cannot be read in this order; criteo-npy and synthetic can, or use window:65536",
+        ),
         ("synthetic", "random", "--shuffle random is none of none, full, window:ROWS"),
         ("synthetic", "window:0", "--shuffle window:0 is none of none, full, window:ROWS"),
-        ("my_data:batches", "none", "--shuffle none: batches of my_data:batches come in an order of their own; leave --shuffle out"),
+        (
+            "my_data:batches",
+            "none",
+            "--shuffle none: batches of my_data:batches come in an order of their own; leave --shuffle out",
+        ),
     ],
 )
-def test_an_order_that_the_data_cannot_have_is_refused_before_it_is_read(format: str, shuffle: str, sentence: str) -> None:
+def test_an_order_that_the_data_cannot_have_is_refused_before_it_is_read(
+    format: str, shuffle: str, sentence: str
+) -> None:
     job, _ = workload("single")
     job = msgspec.structs.replace(job, data=msgspec.structs.replace(job.data, format=format, path="nowhere"))
     with pytest.raises(ConfigError) as refused:
-        simulate(job, Grid(shuffles=("window:5", shuffle)) if format == "synthetic" else Grid(shuffles=(shuffle,)), unread)
+        simulate(
+            job, Grid(shuffles=("window:5", shuffle)) if format == "synthetic" else Grid(shuffles=(shuffle,)), unread
+        )
     assert str(refused.value) == sentence
 
 
@@ -274,7 +322,9 @@ def test_a_horizon_of_all_batches_is_the_bound() -> None:
 
 def test_a_capacity_below_the_first_batches_is_a_result_that_says_so() -> None:
     job, batches = workload("multi")
-    small, fits = simulated(job, batches, Grid(capacities=("2KB", str(job.cache.capacity)), policies=("lru", "ttl")))[1:3]
+    small, fits = simulated(job, batches, Grid(capacities=("2KB", str(job.cache.capacity)), policies=("lru", "ttl")))[
+        1:3
+    ]
     assert (small.policy, small.capacity, small.capacity_rows, small.rows_fetched) == ("ttl", "2KB", None, None)
     assert small.skipped is not None
     assert "a batch among the first 32 touches" in small.skipped
@@ -325,7 +375,9 @@ def test_values_that_no_job_can_have_are_refused(grid: dict[str, tuple[str | int
 def test_tables_of_any_size_cost_nothing() -> None:
     """No array grows with the tables: a million million rows are simulated like a hundred."""
     job, batches = workload("multi")
-    huge = msgspec.structs.replace(job, tables=[msgspec.structs.replace(table, num_embeddings=2**40) for table in job.tables])
+    huge = msgspec.structs.replace(
+        job, tables=[msgspec.structs.replace(table, num_embeddings=2**40) for table in job.tables]
+    )
     (small,), (large,) = simulated(job, batches), simulated(huge, batches)
     assert arrays(small) == arrays(large)
 

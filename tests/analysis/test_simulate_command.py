@@ -8,13 +8,13 @@ from xml.etree import ElementTree
 import msgspec
 import pytest
 
-import prefetcher.analysis.simulate.plot
-from prefetcher.analysis.simulate.command import SimulateOptions, run_simulate
-from prefetcher.analysis.simulate.plot import curves
-from prefetcher.analysis.simulate.results import Simulation
-from protocol.errors import ConfigError
-from protocol.job import Job
-from protocol.job_file import parse_job
+import rowcast.analysis.simulate.plot
+from rowcast.analysis.simulate.command import SimulateOptions, run_simulate
+from rowcast.analysis.simulate.plot import curves
+from rowcast.analysis.simulate.results import Simulation
+from rowcast.job.file import parse_job
+from rowcast.job.schema import Job
+from rowcast.runtime.errors import ConfigError
 from tests.system.processes import Process, job_content
 
 
@@ -33,7 +33,13 @@ def results(**values: Any) -> list[Simulation]:
     facts: dict[str, Any] = {"horizon": None, "batch_size": 64, "steps": 10, "eval_steps": 0, "unique_rows": 1000}
     return [
         Simulation(
-            **{**facts, "policy": policy, "capacity": rows, "capacity_rows": rows, "rows_fetched": 90_000 // rows + worse}
+            **{
+                **facts,
+                "policy": policy,
+                "capacity": rows,
+                "capacity_rows": rows,
+                "rows_fetched": 90_000 // rows + worse,
+            }
             | {"bound_rows_fetched": 80_000 // rows}
             | values
         )
@@ -75,7 +81,9 @@ def test_the_table_has_a_row_a_setting_and_says_what_did_not_fit(capfd: pytest.C
         ["300", policy] for policy in ("lookahead", "lru", "ttl", "window")
     ]
     assert any("20 train and 3 evaluation steps" in line for line in lines)
-    assert lines[-1].startswith("Not simulated: lookahead, lru, ttl, window at 3 rows with batches of 64: cache.capacity")
+    assert lines[-1].startswith(
+        "Not simulated: lookahead, lru, ttl, window at 3 rows with batches of 64: cache.capacity"
+    )
     assert max(map(len, lines[:8])) <= 80
     assert err == ""
 
@@ -108,9 +116,14 @@ def test_what_cannot_be_done_is_one_sentence(values: dict[str, Any], sentence: s
         run_simulate(tiny_job(), options(**values))
 
 
-@pytest.mark.parametrize(("name", "values"), [("--batch-size", {"batch_sizes": (3,)}), ("--shuffle", {"shuffles": ("none",)})])
+@pytest.mark.parametrize(
+    ("name", "values"), [("--batch-size", {"batch_sizes": (3,)}), ("--shuffle", {"shuffles": ("none",)})]
+)
 def test_a_trace_has_batches_of_its_own(name: str, values: dict[str, Any], tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=f"{name}: a trace has batches of its own, in one order; leave it out or simulate over the data"):
+    with pytest.raises(
+        ConfigError,
+        match=f"{name}: a trace has batches of its own, in one order; leave it out or simulate over the data",
+    ):
         run_simulate(tiny_job(), options(trace=tmp_path / "a.trace", **values))
 
 
@@ -137,9 +150,9 @@ def test_nothing_feasible_ends_with_exit_code_2_after_the_json(tmp_path: Path) -
 
 COMMAND = """
 import sys, msgspec
-from protocol.command import run_command
-from protocol.job_file import parse_job
-from prefetcher.analysis.simulate.command import SimulateOptions, run_simulate
+from rowcast.runtime.command import run_command
+from rowcast.job.file import parse_job
+from rowcast.analysis.simulate.command import SimulateOptions, run_simulate
 job = parse_job(msgspec.json.decode(open("{job}").read()))
 sys.exit(run_command("prefetcher", lambda: run_simulate(job, SimulateOptions(capacity_rows=(3,), json=True))))
 """
@@ -149,8 +162,9 @@ sys.exit(run_command("prefetcher", lambda: run_simulate(job, SimulateOptions(cap
 def test_curves_are_drawn(suffix: str, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     path = tmp_path / f"curves{suffix}"
-    prefetcher.analysis.simulate.plot.plot_results(
-        [*results(), *results(batch_size=128), *results(shuffle="full"), *results(policy="ttl", rows_fetched=None)], path
+    rowcast.analysis.simulate.plot.plot_results(
+        [*results(), *results(batch_size=128), *results(shuffle="full"), *results(policy="ttl", rows_fetched=None)],
+        path,
     )
     if suffix == ".svg":
         assert ElementTree.parse(path).getroot().tag.endswith("svg")
@@ -169,18 +183,18 @@ def test_a_line_is_a_policy_over_ascending_capacities_and_the_bound_lies_below()
 
 
 def test_horizons_are_lines_of_their_own() -> None:
-    labels = [label for label, _, _ in curves([*results(policy="ttl", horizon=4), *results(policy="ttl", horizon="auto")])]
+    labels = [
+        label for label, _, _ in curves([*results(policy="ttl", horizon=4), *results(policy="ttl", horizon="auto")])
+    ]
     assert labels == ["time to live, horizon 4", "time to live, horizon auto", "whole future known"]
 
 
 def test_without_matplotlib_a_plot_is_refused_before_any_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prefetcher.analysis.simulate.plot, "find_spec", lambda name: None)
+    monkeypatch.setattr(rowcast.analysis.simulate.plot, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"--plot needs matplotlib, which is not installed; `pip install"):
         run_simulate(tiny_job(), options(plot=tmp_path / "curves.png"))
 
 
 def test_matplotlib_is_not_imported_where_nothing_is_drawn(tmp_path: Path) -> None:
-    code = (
-        "import sys, prefetcher.cli, prefetcher.analysis.simulate.command; sys.exit('matplotlib' in sys.modules or 'torch' in sys.modules)"
-    )
+    code = "import sys, rowcast.prefetcher.cli, rowcast.analysis.simulate.command; sys.exit('matplotlib' in sys.modules or 'torch' in sys.modules)"
     Process(["-c", code], tmp_path, os.environ).ended().quiet()

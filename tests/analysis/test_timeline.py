@@ -6,13 +6,13 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from prefetcher.analysis.timeline.command import TimelineOptions, parse_steps, run_timeline
-from prefetcher.analysis.timeline.lives import lives, overlap
-from prefetcher.analysis.timeline.recording import read_run
-from prefetcher.analysis.timeline.trace_events import write_trace
-from protocol.errors import ConfigError, DataError
-from protocol.telemetry.metrics import BOTH, Process
-from protocol.telemetry.timeline import VERSION, Header, Incarnation, Level, Span, SpanKind, timeline_path
+from rowcast.analysis.timeline.command import TimelineOptions, parse_steps, run_timeline
+from rowcast.analysis.timeline.lives import lives, overlap
+from rowcast.analysis.timeline.recording import read_run
+from rowcast.analysis.timeline.trace_events import write_trace
+from rowcast.runtime.errors import ConfigError, DataError
+from rowcast.runtime.telemetry.metrics import BOTH, Process
+from rowcast.runtime.telemetry.timeline import VERSION, Header, Incarnation, Level, Span, SpanKind, timeline_path
 from tests.telemetry.trace_format import Event, check_trace
 
 MS = 10**6  # ns
@@ -52,7 +52,11 @@ def leave(
 ) -> None:
     """A recording whose clock showed `clock_ms` at Unix time 1,000 s."""
     header = Header(version=version, process=process, pid=42, boot_id=boot_id, clock_ns=clock_ms * MS, unix_ns=10**12)
-    records = [*spans, *(Incarnation(number, clock_ms * MS) for number in numbers), Level(f"{process} ring", "bytes", 3 * MS, 4096)]
+    records = [
+        *spans,
+        *(Incarnation(number, clock_ms * MS) for number in numbers),
+        Level(f"{process} ring", "bytes", 3 * MS, 4096),
+    ]
     lines = [msgspec.json.encode(header), *map(msgspec.json.encode, records)]
     timeline_path(run_dir, process).write_bytes(b"\n".join(lines) + b"\n")
 
@@ -87,7 +91,8 @@ def test_the_trace_has_every_span_under_its_process_and_thread(run_dir: Path) ->
 def test_the_trace_has_each_steps_life_levels_and_arrows(run_dir: Path) -> None:
     events = trace_of(run_dir)
     begun, ended = (
-        {(event["name"], int(event["id2"]["local"], 16)): event["ts"] for event in events if event["ph"] == phase} for phase in ("b", "e")
+        {(event["name"], int(event["id2"]["local"], 16)): event["ts"] for event in events if event["ph"] == phase}
+        for phase in ("b", "e")
     )
     assert begun.keys() == {(name, step) for name in ("train step", "from plan to done") for step in range(4)}
     assert (begun["from plan to done", 1], ended["from plan to done", 1]) == (10_000, 22_000)
@@ -103,7 +108,9 @@ def test_the_trace_has_each_steps_life_levels_and_arrows(run_dir: Path) -> None:
 def test_steps_choose_the_time_in_which_they_were_computed(run_dir: Path) -> None:
     events = trace_of(run_dir, steps="1:2")
     assert {event["args"]["step"] for event in events if event["name"] == "lookup"} == {1}
-    assert {event["args"]["step"] for event in events if event["name"] == "plan"} == {2}, "step 2 is planned under the compute of step 1"
+    assert {event["args"]["step"] for event in events if event["name"] == "plan"} == {2}, (
+        "step 2 is planned under the compute of step 1"
+    )
     (lookup,) = [event for event in events if event["name"] == "lookup"]
     assert lookup["ts"] == 15_000, "times are those of the whole trace"
 
@@ -139,7 +146,9 @@ def test_a_steps_own_plan_under_its_own_compute_is_no_overlap(tmp_path: Path) ->
 
 def test_what_passes_while_the_trainer_waits_for_rows_is_exposed(tmp_path: Path) -> None:
     first = [span("work", "fetcher", name, 0, 1, 0) for name in ("plan", "fetch", "send")]
-    ahead = [span("work", "fetcher", name, began, began + 4, 1) for name, began in (("plan", 6), ("fetch", 10), ("send", 20))]
+    ahead = [
+        span("work", "fetcher", name, began, began + 4, 1) for name, began in (("plan", 6), ("fetch", 10), ("send", 20))
+    ]
     leave(tmp_path, "prefetcher", [*first, *ahead])
     waits = [
         span("wait", "MainThread", "barrier", 7, 8),
@@ -154,7 +163,10 @@ def test_what_passes_while_the_trainer_waits_for_rows_is_exposed(tmp_path: Path)
 
 def test_after_processes_met_again_steps_are_those_of_each_incarnation(tmp_path: Path) -> None:
     again = 1000 * MS
-    later = [[msgspec.structs.replace(each, began_ns=each.began_ns + again) for each in spans] for spans in (PREFETCHER, TRAINER)]
+    later = [
+        [msgspec.structs.replace(each, began_ns=each.began_ns + again) for each in spans]
+        for spans in (PREFETCHER, TRAINER)
+    ]
     leave(tmp_path, "prefetcher", [*PREFETCHER, *later[0]])
     leave(tmp_path, "trainer", later[1], numbers=(6,))  # another process
     path = timeline_path(tmp_path, "prefetcher")
@@ -164,7 +176,9 @@ def test_after_processes_met_again_steps_are_those_of_each_incarnation(tmp_path:
     assert all(life.planned_ns >= again for life in steps)
 
 
-def test_recordings_of_two_boots_are_put_together_by_the_wall_clock(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_recordings_of_two_boots_are_put_together_by_the_wall_clock(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     leave(tmp_path, "prefetcher", PREFETCHER)
     moved = [msgspec.structs.replace(each, began_ns=each.began_ns + 700 * MS) for each in TRAINER]
     leave(tmp_path, "trainer", moved, boot_id="b", clock_ms=700)

@@ -10,19 +10,26 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from prefetcher.analysis.simulate.grid import Grid, Setting, settings
-from prefetcher.analysis.simulate.moves import new_planner
-from prefetcher.analysis.simulate.replay import Comparing, Replay, Saving, counts, planned_beside
-from prefetcher.analysis.simulate.simulate import simulate
-from prefetcher.analysis.trace.header import check_tables, same_settings, trace_header
-from prefetcher.analysis.trace.reader import TraceReader
-from prefetcher.analysis.trace.trace import HEADER_KEY, VERSION_KEY, TraceWriter, batch_checksum, plan_checksum, plan_facts
-from prefetcher.planner.capacity import job_slots
-from protocol.batch import ScheduledBatch
-from protocol.errors import ConfigError, DataError, Mismatch, RowcastError
-from protocol.job import Job
-from protocol.plan import GroupPlan, RowMove, StepPlan
-from protocol.tables import group_specs
+from rowcast.analysis.simulate.grid import Grid, Setting, settings
+from rowcast.analysis.simulate.moves import new_planner
+from rowcast.analysis.simulate.replay import Comparing, Replay, Saving, counts, planned_beside
+from rowcast.analysis.simulate.simulate import simulate
+from rowcast.job.schema import Job
+from rowcast.job.tables import group_specs
+from rowcast.prefetcher.planner.capacity import job_slots
+from rowcast.prefetcher.traces.header import check_tables, same_settings, trace_header
+from rowcast.prefetcher.traces.reader import TraceReader
+from rowcast.prefetcher.traces.writer import (
+    HEADER_KEY,
+    VERSION_KEY,
+    TraceWriter,
+    batch_checksum,
+    plan_checksum,
+    plan_facts,
+)
+from rowcast.protocol.batch import ScheduledBatch
+from rowcast.protocol.plan import GroupPlan, RowMove, StepPlan
+from rowcast.runtime.errors import ConfigError, DataError, Mismatch, RowcastError
 from tests.planner.traces import assert_same
 from tests.workloads import BAGS, Bags, small_batches, small_job
 
@@ -57,7 +64,9 @@ def save(path: Path, job: Job, batches: Sequence[ScheduledBatch]) -> list[StepPl
     groups, slots = group_specs(job), slots_of(job, batches)
     with TraceWriter(path, trace_header(job, groups, slots)) as writer:
         noting = Noting(writer)
-        for _ in planned_beside(batches, new_planner(the_setting(job), groups, slots, batches[:32], keep_ids=True), noting):
+        for _ in planned_beside(
+            batches, new_planner(the_setting(job), groups, slots, batches[:32], keep_ids=True), noting
+        ):
             pass
     return noting.plans
 
@@ -83,7 +92,9 @@ def compare(path: Path, job: Job, max_steps: int | None = None) -> int:
         assert same_settings(reader.header, trace_header(job, groups, slots))
         replay = Replay(reader, max_steps)
         comparing = Comparing(replay)
-        for _ in planned_beside(replay.batches(), new_planner(the_setting(job), groups, slots, batches[:32], keep_ids=True), comparing):
+        for _ in planned_beside(
+            replay.batches(), new_planner(the_setting(job), groups, slots, batches[:32], keep_ids=True), comparing
+        ):
             pass
         return comparing.num_compared
 
@@ -97,7 +108,12 @@ def test_what_is_saved_comes_back(bags: Bags, tmp_path: Path) -> None:
         assert reader.finished
     assert len(traced) == len(batches) == 12
     for ours, theirs, plan in zip(traced, batches, plans, strict=True):
-        assert (ours.step, ours.kind, ours.train_step, ours.epoch) == (theirs.step, theirs.kind, theirs.train_step, theirs.epoch)
+        assert (ours.step, ours.kind, ours.train_step, ours.epoch) == (
+            theirs.step,
+            theirs.kind,
+            theirs.train_step,
+            theirs.epoch,
+        )
         assert ours.batch.size == theirs.batch.size
         assert_same((ours.batch.ids, ours.batch.offsets), (theirs.batch.ids, theirs.batch.offsets))
         assert (ours.batch.weights is None) == (theirs.batch.weights is None)
@@ -141,10 +157,14 @@ def test_ids_are_kept_in_the_narrowest_type_that_holds_every_table(tmp_path: Pat
     for rows in (2**8, 2**8 + 1, 2**32, 2**32 + 1):
         job, batches = workload("single")
         tables = [msgspec.structs.replace(table, num_embeddings=min(rows, 200)) for table in job.tables[1:]]
-        job = msgspec.structs.replace(job, tables=[msgspec.structs.replace(job.tables[0], num_embeddings=rows), *tables])
+        job = msgspec.structs.replace(
+            job, tables=[msgspec.structs.replace(job.tables[0], num_embeddings=rows), *tables]
+        )
         ids = np.minimum(batches[0].batch.ids, 99)
         ids[0] = rows - 1
-        batch = ScheduledBatch(step=0, kind="train", train_step=0, epoch=0, batch=dataclasses.replace(batches[0].batch, ids=ids))
+        batch = ScheduledBatch(
+            step=0, kind="train", train_step=0, epoch=0, batch=dataclasses.replace(batches[0].batch, ids=ids)
+        )
         save(tmp_path / "a.trace", job, [batch])
         with TraceReader(tmp_path / "a.trace") as reader:
             assert [traced.batch.ids[0] for traced in reader.steps()] == [rows - 1]
@@ -153,7 +173,9 @@ def test_ids_are_kept_in_the_narrowest_type_that_holds_every_table(tmp_path: Pat
     assert types == ["uint8", "uint16", "uint32", "uint64"]
 
 
-def rewritten(path: Path, metadata: dict[bytes, bytes | None], rows: Callable[[list[Any]], list[Any]] = lambda rows: rows) -> Path:
+def rewritten(
+    path: Path, metadata: dict[bytes, bytes | None], rows: Callable[[list[Any]], list[Any]] = lambda rows: rows
+) -> Path:
     """The trace with other metadata, or other record batches."""
     with pa.ipc.open_file(str(path)) as file:
         kept = rows([file.get_batch(index) for index in range(file.num_record_batches)])
@@ -193,8 +215,18 @@ NOTHING: dict[bytes, bytes | None] = {}
         ({HEADER_KEY: b"{}"}, None, DataError, "its header is damaged"),
         (NOTHING, lambda rows: rows[:-1], DataError, "the last row is no end"),
         (NOTHING, lambda rows: [*rows[:2], *rows[3:]], DataError, "row 2 is step 3 of kind train"),
-        (NOTHING, lambda rows: [row.drop_columns(["epoch"]) for row in rows], DataError, "its columns are not those of a trace"),
-        (NOTHING, lambda rows: [*rows[:5], rows[5].slice(0, 0), *rows[6:]], DataError, "record batch 5 has 0 rows instead of 1"),
+        (
+            NOTHING,
+            lambda rows: [row.drop_columns(["epoch"]) for row in rows],
+            DataError,
+            "its columns are not those of a trace",
+        ),
+        (
+            NOTHING,
+            lambda rows: [*rows[:5], rows[5].slice(0, 0), *rows[6:]],
+            DataError,
+            "record batch 5 has 0 rows instead of 1",
+        ),
         (NOTHING, changed("kind", "serve"), DataError, "row 3 is step 3 of kind serve"),
         (NOTHING, changed("batch_size", None), DataError, "step 3 has no batch_size"),
         (NOTHING, changed("batch_size", 0), DataError, "bags for 0 samples"),
@@ -263,11 +295,19 @@ def test_what_is_no_arrow_file_is_refused(name: str, tmp_path: Path) -> None:
     ("change", "sentence"),
     [
         (lambda tables: tables[1:], "the trace has 4 tables and the job 3"),
-        (lambda tables: [tables[1], tables[0], *tables[2:]], "has table narrow_a of 400 rows for f0, f1 where the job has wide_a of 300"),
-        (lambda tables: [msgspec.structs.replace(tables[0], num_embeddings=401), *tables[1:]], "has narrow_a of 401 rows"),
+        (
+            lambda tables: [tables[1], tables[0], *tables[2:]],
+            "has table narrow_a of 400 rows for f0, f1 where the job has wide_a of 300",
+        ),
+        (
+            lambda tables: [msgspec.structs.replace(tables[0], num_embeddings=401), *tables[1:]],
+            "has narrow_a of 401 rows",
+        ),
     ],
 )
-def test_tables_that_do_not_fit_the_job_are_refused(change: Callable[[Any], Any], sentence: str, tmp_path: Path) -> None:
+def test_tables_that_do_not_fit_the_job_are_refused(
+    change: Callable[[Any], Any], sentence: str, tmp_path: Path
+) -> None:
     job, batches = workload()
     save(tmp_path / "a.trace", job, batches)
     other = msgspec.structs.replace(job, tables=change(job.tables))
@@ -278,7 +318,9 @@ def test_tables_that_do_not_fit_the_job_are_refused(change: Callable[[Any], Any]
 def test_other_widths_and_optimizers_may_be_tried_over_a_trace_but_are_not_its_settings(tmp_path: Path) -> None:
     job, batches = workload()
     save(tmp_path / "a.trace", job, batches)
-    other = msgspec.structs.replace(job, tables=[msgspec.structs.replace(table, embedding_dim=16) for table in job.tables])
+    other = msgspec.structs.replace(
+        job, tables=[msgspec.structs.replace(table, embedding_dim=16) for table in job.tables]
+    )
     with TraceReader(tmp_path / "a.trace") as reader:
         check_tables(reader.header, other, "--trace a.trace")
         assert not same_settings(reader.header, trace_header(other, group_specs(other), (300,)))
@@ -292,16 +334,24 @@ def test_a_plan_that_differs_is_named(tmp_path: Path) -> None:
     first = next(plan.step for plan in plans if any(len(group.evict) for group in plan.groups))
     with TraceReader(tmp_path / "a.trace") as reader:
         replay = Replay(reader, None)
-        watched = planned_beside(replay.batches(), new_planner(lru, group_specs(job), slots_of(job, batches), batches), Comparing(replay))
+        watched = planned_beside(
+            replay.batches(), new_planner(lru, group_specs(job), slots_of(job, batches), batches), Comparing(replay)
+        )
         with pytest.raises(DataError, match=rf"^step {first} of the trace was planned otherwise"):
             list(watched)
 
 
 def test_the_checksum_sees_every_part_of_a_plan(tmp_path: Path) -> None:
     plans = save(tmp_path / "a.trace", *workload("weighted"))
-    plan = next(plan for plan in plans if all(group.fill_after is not None and group.num_dirty for group in plan.groups))
+    plan = next(
+        plan for plan in plans if all(group.fill_after is not None and group.num_dirty for group in plan.groups)
+    )
     seen = {plan_checksum(plan)}
-    names = [field.name for field in dataclasses.fields(plan.groups[1]) if field.name not in ("weights", "pieces", "sequence_offsets")]
+    names = [
+        field.name
+        for field in dataclasses.fields(plan.groups[1])
+        if field.name not in ("weights", "pieces", "sequence_offsets")
+    ]
     for name in names:
         seen.add(plan_checksum(dataclasses.replace(plan, groups=(plan.groups[0], other_value(plan.groups[1], name)))))
     seen.add(plan_checksum(dataclasses.replace(plan, after_step=plan.step)))

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from protocol.disk import Content, RealDisk, Writing
+from rowcast.runtime.disk import Content, RealDisk, Writing
 
 Kind = Literal["mkdir", "create", "write", "sync", "rename", "unlink", "remove_tree", "sync_folder"]
 Fault = Literal["ENOSPC", "EIO", "short"]

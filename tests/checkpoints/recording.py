@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from protocol.disk import Content, Disk, RealDisk, Writing
+from rowcast.runtime.disk import Content, Disk, RealDisk, Writing
 
 
 @dataclass(frozen=True)

@@ -9,17 +9,17 @@ import numpy as np
 import pytest
 import xxhash
 
-from prefetcher.checkpoints import row_files
-from prefetcher.checkpoints.folder import Checkpoints
-from prefetcher.checkpoints.restore import dense_content, restore_rows
-from prefetcher.checkpoints.writer import CheckpointWriter
-from prefetcher.stores.base import FINISHED, Finished, Keys, Records
-from protocol.disk import Disk, RealDisk, RealWriting, Writing
-from protocol.job import Job
-from protocol.job_file import parse_job
-from protocol.manifest import Manifest
-from protocol.position import Position
-from protocol.tables import GroupSpec, group_specs, make_keys
+from rowcast.job.file import parse_job
+from rowcast.job.schema import Job
+from rowcast.job.tables import GroupSpec, group_specs, make_keys
+from rowcast.prefetcher.checkpoints import row_files
+from rowcast.prefetcher.checkpoints.folder import Checkpoints
+from rowcast.prefetcher.checkpoints.restore import dense_content, restore_rows
+from rowcast.prefetcher.checkpoints.writer import CheckpointWriter
+from rowcast.prefetcher.stores.store import FINISHED, Finished, Keys, Records
+from rowcast.runtime.checkpoint_manifest import Manifest
+from rowcast.runtime.disk import Disk, RealDisk, RealWriting, Writing
+from rowcast.runtime.position import Position
 
 Rows = dict[int, bytes]  # key -> record
 TABLES = (("narrow_a", 40, 4), ("wide", 30, 8), ("narrow_b", 60, 4))
@@ -33,7 +33,13 @@ def small_job(run_dir: Path, optimizer: str = "adagrad", tables: tuple[tuple[str
             "job": {"run_dir": str(run_dir), "seed": 9},
             "data": {"format": "synthetic", "synthetic": {"samples": 1000}},
             "tables": [
-                {"name": name, "num_embeddings": rows, "embedding_dim": dim, "features": [f"f_{name}"], "init": "normal:0.1"}
+                {
+                    "name": name,
+                    "num_embeddings": rows,
+                    "embedding_dim": dim,
+                    "features": [f"f_{name}"],
+                    "init": "normal:0.1",
+                }
                 for name, rows, dim in tables
             ],
             "model": {"kind": "tests.workloads:small_model"},
@@ -114,7 +120,9 @@ class FakeRun:
         self.groups = group_specs(self.job)
         self.stores = [DictStore(group) for group in self.groups]
         self.checkpoints = Checkpoints(self.job.run_dir, self.disk)
-        self.writer = CheckpointWriter(self.job, self.groups, "0123456789ab", "digest", self.checkpoints, self.newest, self.keep)
+        self.writer = CheckpointWriter(
+            self.job, self.groups, "0123456789ab", "digest", self.checkpoints, self.newest, self.keep
+        )
         self.step = self.newest.position.step if self.newest else 0
 
     def train(self, rows: Mapping[int, list[int]], steps: int = 10) -> None:

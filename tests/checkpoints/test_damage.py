@@ -7,11 +7,21 @@ import numpy as np
 import pytest
 from safetensors.numpy import save
 
-from prefetcher.checkpoints.restore import dense_content
-from prefetcher.checkpoints.row_files import read_rows
-from protocol.errors import DataError
-from protocol.manifest import MANIFEST_NAME, Manifest, RowFile, RowLayer, file_checksum, read_manifest, render, seal, write_manifest
-from protocol.position import Position
+from rowcast.prefetcher.checkpoints.restore import dense_content
+from rowcast.prefetcher.checkpoints.row_files import read_rows
+from rowcast.runtime.checkpoint_manifest import (
+    MANIFEST_NAME,
+    Manifest,
+    RowFile,
+    RowLayer,
+    file_checksum,
+    read_manifest,
+    render,
+    seal,
+    write_manifest,
+)
+from rowcast.runtime.errors import DataError
+from rowcast.runtime.position import Position
 from tests.checkpoints.runs import FakeRun, Warnings, restored, small_job
 from tests.counts import count
 
@@ -61,7 +71,9 @@ def check_flipped(run: FakeRun, path: Path) -> None:
     log = Warnings()
     shared = path.parent.name == "step-000000000010" and not path.name.startswith("dense")
     if shared:
-        with pytest.raises(DataError, match=r"none of 3 checkpoints is whole \(.*step-0.*\); restore them from a copy, or add --fresh"):
+        with pytest.raises(
+            DataError, match=r"none of 3 checkpoints is whole \(.*step-0.*\); restore them from a copy, or add --fresh"
+        ):
             run.checkpoints.newest_valid(log)
     else:
         older = run.checkpoints.newest_valid(log)

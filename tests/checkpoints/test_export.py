@@ -15,28 +15,27 @@ from safetensors.torch import load_file
 from safetensors.torch import save as torch_save
 from torch import Tensor, nn
 
-from prefetcher import export
-from prefetcher.checkpoints import row_files
-from prefetcher.checkpoints.folder import Checkpoints
-from prefetcher.export import CheckpointRows, DenseSide, export_run
-from prefetcher.stores.base import Keys, Records
-from prefetcher.stores.initializer import first_records
-from protocol.batch import ScheduledBatch
-from protocol.disk import RealDisk
-from protocol.errors import ConfigError, DataError
-from protocol.job import Job
-from protocol.job_file import load_job, parse_job
-from protocol.manifest import DenseFile, Manifest, file_checksum, newest_checkpoint, read_manifest
-from protocol.tables import GroupSpec, group_specs, make_keys
-from protocol.telemetry.logs import get_logger
+from rowcast.job.file import load_job, parse_job
+from rowcast.job.schema import Job
+from rowcast.job.tables import GroupSpec, group_specs, make_keys
+from rowcast.prefetcher.checkpoints import export, row_files
+from rowcast.prefetcher.checkpoints.export import CheckpointRows, DenseSide, export_run
+from rowcast.prefetcher.checkpoints.folder import Checkpoints
+from rowcast.prefetcher.stores.first_values import first_records
+from rowcast.prefetcher.stores.store import Keys, Records
+from rowcast.protocol.batch import ScheduledBatch
+from rowcast.runtime.checkpoint_manifest import DenseFile, Manifest, file_checksum, newest_checkpoint, read_manifest
+from rowcast.runtime.disk import RealDisk
+from rowcast.runtime.errors import ConfigError, DataError
+from rowcast.runtime.telemetry.logs import get_logger
+from rowcast.trainer.kernels.optim import part_of
+from rowcast.trainer.models import mean_loss
+from rowcast.trainer.models.dlrm import DLRM
 from tests.checkpoints.runs import FakeRun
 from tests.checkpoints.runs import small_job as job_of_three_tables
 from tests.driver import InProcessRun, Past, Settings, start_state
 from tests.system.processes import Session
 from tests.workloads import make_batch, slots_for, small_batches, small_job
-from trainer.models import mean_loss
-from trainer.models.dlrm import DLRM
-from trainer.optim import part_of
 
 DIM = 6
 
@@ -104,7 +103,10 @@ def test_an_export_after_training_holds_exactly_the_rows_of_the_store_and_the_de
     found = exported(run, tmp_path / "out.safetensors")
     assert_equal_tensors(found, run.state())
     start = start_state(run.job, 4)
-    assert all(not torch.equal(found[f"embedding_bags.{t.name}.weight"], start[f"embedding_bags.{t.name}.weight"]) for t in run.job.tables)
+    assert all(
+        not torch.equal(found[f"embedding_bags.{t.name}.weight"], start[f"embedding_bags.{t.name}.weight"])
+        for t in run.job.tables
+    )
 
 
 @pytest.mark.parametrize(("shard_bytes", "block_rows"), [(1_000, 65_536), (4_000, 64), (10_000_000, 7), (2_000, 1)])
@@ -133,7 +135,8 @@ def trained_dlrm(tmp_path: Path) -> tuple[InProcessRun, list[ScheduledBatch]]:
     job = dlrm_job(tmp_path / "run", [("a", 200, ["x", "y"]), ("b", 90, ["z"])])
     rng = np.random.default_rng(2)
     batches = [
-        ScheduledBatch(step=step, kind="train", train_step=step, epoch=0, batch=make_batch(job, "multi", 32, rng)) for step in range(6)
+        ScheduledBatch(step=step, kind="train", train_step=step, epoch=0, batch=make_batch(job, "multi", 32, rng))
+        for step in range(6)
     ]
     slots = slots_for(group_specs(job), batches, "one batch")
     return with_checkpoint(job, batches[:5], slots), batches
@@ -143,13 +146,17 @@ def bags_and_model(job: Job, content: dict[str, Tensor], num_dense: int) -> tupl
     """What a stranger would build: an nn.EmbeddingBag a table, and the published class for the rest."""
     bags = nn.ModuleDict({t.name: nn.EmbeddingBag(t.num_embeddings, t.embedding_dim, mode="sum") for t in job.tables})
     prefix = "embedding_bags."
-    bags.load_state_dict({name.removeprefix(prefix): tensor for name, tensor in content.items() if name.startswith(prefix)})
+    bags.load_state_dict(
+        {name.removeprefix(prefix): tensor for name, tensor in content.items() if name.startswith(prefix)}
+    )
     model = DLRM(job, num_dense)
     model.load_state_dict({name: t for name, t in content.items() if not name.startswith((prefix, "optimizer."))})
     return bags, model
 
 
-def test_the_export_of_a_trained_dlrm_loads_into_embedding_bags_and_the_model_and_predicts_alike(tmp_path: Path) -> None:
+def test_the_export_of_a_trained_dlrm_loads_into_embedding_bags_and_the_model_and_predicts_alike(
+    tmp_path: Path,
+) -> None:
     run, batches = trained_dlrm(tmp_path)
     bags, model = bags_and_model(run.job, exported(run, tmp_path / "out"), num_dense=4)
     batch = batches[5].batch
@@ -175,7 +182,11 @@ def assert_equal_to_first_records(job: Job, content: dict[str, Tensor]) -> None:
             keys = make_keys(table.index, np.arange(table.num_embeddings, dtype=np.int64))
             records = torch.from_numpy(first_records(group, job.job.seed, keys))
             for part in group.parts:
-                name = f"embedding_bags.{table.name}.weight" if part.name == "weight" else f"optimizer.{table.name}.{part.name}"
+                name = (
+                    f"embedding_bags.{table.name}.weight"
+                    if part.name == "weight"
+                    else f"optimizer.{table.name}.{part.name}"
+                )
                 assert torch.equal(content[name], part_of(records, part)), name
 
 
@@ -261,7 +272,9 @@ def test_an_output_that_cannot_be_written_is_refused_in_one_sentence(out: str, t
     trained_run(tmp_path / "run", num_steps=0)
     (tmp_path / "file").write_text("not a folder")
     (tmp_path / "folder").mkdir()
-    with pytest.raises(ConfigError, match=r"could not be written .*; choose another --out or free space|is a folder; name a file"):
+    with pytest.raises(
+        ConfigError, match=r"could not be written .*; choose another --out or free space|is a folder; name a file"
+    ):
         export_quietly(tmp_path / "run", tmp_path / out)
     assert not list(tmp_path.glob("*.partial"))
 
@@ -279,17 +292,23 @@ def test_an_existing_export_stays_whole_where_the_new_one_fails(tmp_path: Path) 
     assert list(tmp_path.glob("*.partial")) == []
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64, torch.bool, torch.int8, torch.uint8, torch.int64])
+@pytest.mark.parametrize(
+    "dtype", [torch.float16, torch.bfloat16, torch.float64, torch.bool, torch.int8, torch.uint8, torch.int64]
+)
 def test_dense_tensors_of_every_type_survive(dtype: torch.dtype, tmp_path: Path) -> None:
     run = trained_run(tmp_path / "run", num_steps=1)
     manifest, root = newest_manifest(run.job.run_dir), run.job.run_dir / "checkpoints"
     tensors = {"model.buffer": torch.arange(6).reshape(2, 3).to(dtype), "model.scalar": torch.ones((), dtype=dtype)}
-    (root / manifest.name / "other.safetensors").write_bytes(torch_save(tensors | {"optimizer.buffer.sum": torch.ones(3)}))
+    (root / manifest.name / "other.safetensors").write_bytes(
+        torch_save(tensors | {"optimizer.buffer.sum": torch.ones(3)})
+    )
     nbytes, checksum = file_checksum(root / manifest.name / "other.safetensors")
     dense = DenseFile(file=f"{manifest.name}/other.safetensors", nbytes=nbytes, checksum=checksum)
     out = io.BytesIO()
     rows = CheckpointRows(root, manifest.layers, run.job.job.seed)
-    export.write_safetensors(out, run.groups, rows, DenseSide(root, msgspec.structs.replace(manifest, dense=dense)), get_logger())
+    export.write_safetensors(
+        out, run.groups, rows, DenseSide(root, msgspec.structs.replace(manifest, dense=dense)), get_logger()
+    )
     loaded = torch_load(out.getvalue())
     assert loaded["buffer"].dtype == dtype
     assert torch.equal(loaded["buffer"], tensors["model.buffer"])

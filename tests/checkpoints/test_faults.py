@@ -6,10 +6,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from prefetcher.checkpoints.folder import Checkpoints
-from protocol.disk import RealDisk, RealWriting
-from protocol.errors import DataError, RowcastError
-from protocol.manifest import write_durably
+from rowcast.prefetcher.checkpoints.folder import Checkpoints
+from rowcast.runtime.checkpoint_manifest import write_durably
+from rowcast.runtime.disk import RealDisk, RealWriting
+from rowcast.runtime.errors import DataError, RowcastError
 from tests.checkpoints.faulty import KINDS, Failure, Fault, FaultyDisk, Kind
 from tests.checkpoints.runs import FakeRun, Warnings, assert_holds, small_job
 
@@ -36,7 +36,9 @@ def run_until_failure(run_dir: Path, kind: Kind, nth: int, fault: Fault) -> tupl
 
 
 @pytest.mark.parametrize(("kind", "fault"), SITES)
-def test_a_fault_at_any_operation_is_a_sentence_and_the_previous_checkpoint_stays(kind: Kind, fault: Fault, tmp_path: Path) -> None:
+def test_a_fault_at_any_operation_is_a_sentence_and_the_previous_checkpoint_stays(
+    kind: Kind, fault: Fault, tmp_path: Path
+) -> None:
     for nth in range(MAX_SITES):
         failed = run_until_failure(tmp_path / str(nth), kind, nth, fault)
         if failed is None:
@@ -72,9 +74,13 @@ def go_on(later: FakeRun, before: FakeRun) -> None:
     assert_holds(later.job.run_dir, later.job, manifest, expected | later.rows())
 
 
-def test_a_disk_that_takes_only_a_part_of_each_write_still_gets_everything(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_that_takes_only_a_part_of_each_write_still_gets_everything(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     write = os.write
-    monkeypatch.setattr(os, "write", lambda descriptor, content: write(descriptor, content[: max(1, len(content) // 3)]))
+    monkeypatch.setattr(
+        os, "write", lambda descriptor, content: write(descriptor, content[: max(1, len(content) // 3)])
+    )
     file = RealWriting(tmp_path / "file")
     file.write(bytes(range(256)))
     file.write(memoryview(b"and more"))

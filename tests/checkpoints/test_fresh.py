@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from prefetcher.checkpoints.folder import IMPORT, Checkpoints, carry_out
-from protocol.disk import Disk, RealDisk
-from protocol.errors import ConfigError
-from protocol.manifest import write_durably
-from protocol.position import Position
-from protocol.rundir import COMPLETE
+from rowcast.prefetcher.checkpoints.folder import IMPORT, Checkpoints, carry_out
+from rowcast.runtime.checkpoint_manifest import write_durably
+from rowcast.runtime.disk import Disk, RealDisk
+from rowcast.runtime.errors import ConfigError
+from rowcast.runtime.position import Position
+from rowcast.runtime.run_directory import COMPLETE
 from tests.checkpoints.recording import DiskModel, RecordingDisk
 from tests.checkpoints.runs import FakeRun, Warnings, assert_holds, small_job
 from tests.counts import count
@@ -109,7 +109,9 @@ def imported(run: FakeRun) -> None:
 
 
 @pytest.mark.parametrize("what", [killed, imported])
-def test_what_a_fresh_run_without_a_trained_checkpoint_left_is_cleared_away(tmp_path: Path, what: Callable[[FakeRun], None]) -> None:
+def test_what_a_fresh_run_without_a_trained_checkpoint_left_is_cleared_away(
+    tmp_path: Path, what: Callable[[FakeRun], None]
+) -> None:
     earlier_run(tmp_path / "run", RealDisk())
     before = snapshot(tmp_path / "run")
     what(fresh_run(tmp_path / "run", RealDisk()))

@@ -7,17 +7,17 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from prefetcher.checkpoints.imported import import_run
-from prefetcher.export import DTYPES as WORDS
-from prefetcher.export import export_run, table_tensors
-from protocol.errors import ConfigError
-from protocol.job import Job, RowType
-from protocol.tables import group_specs
-from protocol.telemetry.logs import get_logger
+from rowcast.job.schema import Job, RowType
+from rowcast.job.tables import group_specs
+from rowcast.prefetcher.checkpoints.export import DTYPES as WORDS
+from rowcast.prefetcher.checkpoints.export import export_run, table_tensors
+from rowcast.prefetcher.checkpoints.import_checkpoint import import_run
+from rowcast.runtime.errors import ConfigError
+from rowcast.runtime.telemetry.logs import get_logger
+from rowcast.trainer.kernels.optim import DTYPES
 from tests.driver import start_state
 from tests.trainer.full_capacity import bits
 from tests.workloads import NUM_DENSE, small_job
-from trainer.optim import DTYPES
 
 ALL: tuple[RowType, ...] = ("fp32", "fp16", "bf16")
 WITH_MASTER = [(dtype, master) for dtype in ALL for master in (False, True) if not (dtype == "fp32" and master)]
@@ -55,7 +55,9 @@ def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 
 @pytest.mark.parametrize(("dtype", "master"), WITH_MASTER)
 @pytest.mark.parametrize("optimizer", ["sgd", "adagrad", "adam"])
-def test_an_export_of_an_import_is_the_file_that_was_imported(dtype: RowType, optimizer: str, master: bool, tmp_path: Path) -> None:
+def test_an_export_of_an_import_is_the_file_that_was_imported(
+    dtype: RowType, optimizer: str, master: bool, tmp_path: Path
+) -> None:
     job = job_of(tmp_path / "run", dtype, optimizer=optimizer, master=master)
     content = content_of(job)
     assert (MASTER in content) == master
@@ -64,16 +66,24 @@ def test_an_export_of_an_import_is_the_file_that_was_imported(dtype: RowType, op
 
 
 @pytest.mark.parametrize("dtype", ALL[1:])
-def test_an_export_of_no_training_holds_the_rounded_first_values_and_the_master_before_rounding(dtype: RowType, tmp_path: Path) -> None:
+def test_an_export_of_no_training_holds_the_rounded_first_values_and_the_master_before_rounding(
+    dtype: RowType, tmp_path: Path
+) -> None:
     job = job_of(tmp_path / "run", dtype, master=True)
-    weights = {name: tensor for name, tensor in start_state(job, NUM_DENSE).items() if name.startswith(("embedding_bags.", "optimizer."))}
+    weights = {
+        name: tensor
+        for name, tensor in start_state(job, NUM_DENSE).items()
+        if name.startswith(("embedding_bags.", "optimizer."))
+    }
     assert_equal(imported(job, weights, tmp_path), weights)
     assert torch.equal(weights[MASTER].to(DTYPES[dtype]), weights[WEIGHT])
 
 
 @pytest.mark.parametrize("found", ALL)
 @pytest.mark.parametrize(("needed", "master"), WITH_MASTER)
-def test_weights_of_any_dtype_become_the_tables_own(found: RowType, needed: RowType, master: bool, tmp_path: Path) -> None:
+def test_weights_of_any_dtype_become_the_tables_own(
+    found: RowType, needed: RowType, master: bool, tmp_path: Path
+) -> None:
     """Master weights that the file has not are its weights, unrounded."""
     weights = content_of(job_of(tmp_path / "unused", found, optimizer="sgd"))
     result = imported(job_of(tmp_path / "run", needed, optimizer="sgd", master=master), weights, tmp_path)
@@ -85,7 +95,9 @@ def test_weights_of_any_dtype_become_the_tables_own(found: RowType, needed: RowT
 
 
 @pytest.mark.parametrize("value", [65505.0, -1e30])
-def test_a_weight_that_the_tables_dtype_cannot_hold_is_refused_before_anything_is_made(value: float, tmp_path: Path) -> None:
+def test_a_weight_that_the_tables_dtype_cannot_hold_is_refused_before_anything_is_made(
+    value: float, tmp_path: Path
+) -> None:
     content = content_of(job_of(tmp_path / "unused", "fp32"))
     content[WEIGHT][7, 3] = value
     job = job_of(tmp_path / "run", "fp16")
@@ -105,7 +117,9 @@ def test_infinities_and_nans_of_a_file_stay_what_they_are(tmp_path: Path) -> Non
 def test_state_of_half_precision_is_refused_and_both_dtypes_are_named(tmp_path: Path) -> None:
     content = content_of(job_of(tmp_path / "unused", "bf16"))
     content["optimizer.wide_a.sum"] = content["optimizer.wide_a.sum"].bfloat16()
-    with pytest.raises(ConfigError, match=r"optimizer.wide_a.sum is BF16 \[300, 8\], but the job file needs F32 \[300, 8\]"):
+    with pytest.raises(
+        ConfigError, match=r"optimizer.wide_a.sum is BF16 \[300, 8\], but the job file needs F32 \[300, 8\]"
+    ):
         imported(job_of(tmp_path / "run", "bf16"), content, tmp_path)
 
 

@@ -7,19 +7,19 @@ import pytest
 from numpy.typing import NDArray
 from safetensors.numpy import load_file, save_file
 
-from prefetcher.checkpoints.folder import Checkpoints
-from prefetcher.checkpoints.imported import import_run
-from prefetcher.checkpoints.restore import dense_content
-from prefetcher.export import export_run, table_tensors
-from prefetcher.stores.elements import elements_of
-from prefetcher.stores.initializer import first_records
-from protocol.disk import RealDisk
-from protocol.errors import ConfigError, DataError
-from protocol.job import Job
-from protocol.manifest import Manifest
-from protocol.position import Position
-from protocol.tables import group_specs, make_keys
-from protocol.telemetry.logs import get_logger
+from rowcast.job.schema import Job
+from rowcast.job.tables import group_specs, make_keys
+from rowcast.prefetcher.checkpoints.export import export_run, table_tensors
+from rowcast.prefetcher.checkpoints.folder import Checkpoints
+from rowcast.prefetcher.checkpoints.import_checkpoint import import_run
+from rowcast.prefetcher.checkpoints.restore import dense_content
+from rowcast.prefetcher.stores.elements import elements_of
+from rowcast.prefetcher.stores.first_values import first_records
+from rowcast.runtime.checkpoint_manifest import Manifest
+from rowcast.runtime.disk import RealDisk
+from rowcast.runtime.errors import ConfigError, DataError
+from rowcast.runtime.position import Position
+from rowcast.runtime.telemetry.logs import get_logger
 from tests.checkpoints.runs import restored, small_job
 
 Tensors = dict[str, NDArray[np.generic]]
@@ -27,7 +27,9 @@ Tensors = dict[str, NDArray[np.generic]]
 
 def table_content(job: Job, seed: int = 0) -> Tensors:
     rng = np.random.default_rng(seed)
-    return {name: rng.normal(size=spec.shape).astype(np.float32) for name, spec in table_tensors(group_specs(job)).items()}
+    return {
+        name: rng.normal(size=spec.shape).astype(np.float32) for name, spec in table_tensors(group_specs(job)).items()
+    }
 
 
 def saved(path: Path, content: Tensors) -> Path:
@@ -45,7 +47,11 @@ def assert_equal(found: Tensors, expected: Tensors) -> None:
 @pytest.mark.parametrize("optimizer", ["sgd", "rowwise_adagrad", "adam"])
 def test_an_export_of_an_import_is_the_file_that_was_imported(optimizer: str, tmp_path: Path) -> None:
     job = small_job(tmp_path / "run", optimizer)
-    content = table_content(job) | {"top.weight": np.ones((3, 2), np.float16), "count": np.array(7), "empty": np.zeros((0, 4))}
+    content = table_content(job) | {
+        "top.weight": np.ones((3, 2), np.float16),
+        "count": np.array(7),
+        "empty": np.zeros((0, 4)),
+    }
     manifest = import_run(job, saved(tmp_path / "in", content), fresh=False)
     export_run(job.run_dir, tmp_path / "out", get_logger())
     assert_equal(load_file(tmp_path / "out"), content)
@@ -85,7 +91,11 @@ def test_rows_that_were_never_trained_take_no_room(tmp_path: Path) -> None:
     for table in group.tables:
         records = first_records(group, job.job.seed, make_keys(table.index, np.arange(table.num_embeddings)))
         for part in group.parts:
-            name = f"embedding_bags.{table.name}.weight" if part.name == "weight" else f"optimizer.{table.name}.{part.name}"
+            name = (
+                f"embedding_bags.{table.name}.weight"
+                if part.name == "weight"
+                else f"optimizer.{table.name}.{part.name}"
+            )
             content[name] = elements_of(records, part).copy()
     content["embedding_bags.narrow_b.weight"][5, 2] += 1
     manifest = import_run(job, saved(tmp_path / "in", content), fresh=False)
@@ -106,12 +116,32 @@ def change(content: Tensors, name: str, tensor: NDArray[np.generic] | None) -> T
     ("name", "tensor", "sentence"),
     [
         ("embedding_bags.wide.weight", None, "embedding_bags.wide.weight is missing"),
-        ("embedding_bags.wide.weight", np.zeros((30, 9), np.float32), r"is F32 \[30, 9\], but the job file needs F32 \[30, 8\]"),
-        ("embedding_bags.wide.weight", np.zeros((31, 8), np.float32), r"is F32 \[31, 8\], but the job file needs F32 \[30, 8\]"),
+        (
+            "embedding_bags.wide.weight",
+            np.zeros((30, 9), np.float32),
+            r"is F32 \[30, 9\], but the job file needs F32 \[30, 8\]",
+        ),
+        (
+            "embedding_bags.wide.weight",
+            np.zeros((31, 8), np.float32),
+            r"is F32 \[31, 8\], but the job file needs F32 \[30, 8\]",
+        ),
         ("embedding_bags.wide.weight", np.zeros((30, 8)), r"is F64 \[30, 8\], but the job file needs F32 \[30, 8\]"),
-        ("optimizer.wide.sum", np.zeros((30, 1), np.float32), r"optimizer.wide.sum is F32 \[30, 1\], but the job file needs F32 \[30, 8\]"),
-        ("optimizer.wide.exp_avg", np.zeros((30, 8), np.float32), "the job file has nothing for optimizer.wide.exp_avg"),
-        ("embedding_bags.more.weight", np.zeros((3, 8), np.float32), "the job file has nothing for embedding_bags.more.weight"),
+        (
+            "optimizer.wide.sum",
+            np.zeros((30, 1), np.float32),
+            r"optimizer.wide.sum is F32 \[30, 1\], but the job file needs F32 \[30, 8\]",
+        ),
+        (
+            "optimizer.wide.exp_avg",
+            np.zeros((30, 8), np.float32),
+            "the job file has nothing for optimizer.wide.exp_avg",
+        ),
+        (
+            "embedding_bags.more.weight",
+            np.zeros((3, 8), np.float32),
+            "the job file has nothing for embedding_bags.more.weight",
+        ),
     ],
 )
 def test_a_file_that_does_not_fit_the_job_is_refused_in_one_sentence(

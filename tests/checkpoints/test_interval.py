@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from prefetcher.checkpoints.interval import PaceMeter, keep_interval, read_interval
-from protocol.disk import RealDisk
-from protocol.errors import RowcastError
+from rowcast.prefetcher.checkpoints.interval import PaceMeter, keep_interval, read_interval
+from rowcast.runtime.disk import RealDisk
+from rowcast.runtime.errors import RowcastError
 from tests.checkpoints.faulty import Failure, FaultyDisk
 
 

@@ -6,10 +6,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from prefetcher.checkpoints import row_files
-from prefetcher.checkpoints.folder import Checkpoints
-from protocol.disk import RealDisk
-from protocol.errors import DataError
+from rowcast.prefetcher.checkpoints import row_files
+from rowcast.prefetcher.checkpoints.folder import Checkpoints
+from rowcast.runtime.disk import RealDisk
+from rowcast.runtime.errors import DataError
 from tests.checkpoints.recording import DiskModel, Operation, RecordingDisk, power_loss
 from tests.checkpoints.runs import FakeRun, Rows, Warnings, assert_holds, small_job
 from tests.counts import count

@@ -10,14 +10,14 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from prefetcher.checkpoints import row_files
-from prefetcher.checkpoints.restore import restore_changed, restore_rows
-from prefetcher.stores.base import Finished, Keys, Records, Store
-from prefetcher.stores.late import LateStore
-from prefetcher.stores.memory import MemoryStore
-from protocol.errors import DataError
-from protocol.manifest import Manifest
-from protocol.tables import GroupSpec
+from rowcast.job.tables import GroupSpec
+from rowcast.prefetcher.checkpoints import row_files
+from rowcast.prefetcher.checkpoints.restore import restore_changed, restore_rows
+from rowcast.prefetcher.stores.late_store import LateStore
+from rowcast.prefetcher.stores.memory_store import MemoryStore
+from rowcast.prefetcher.stores.store import Finished, Keys, Records, Store
+from rowcast.runtime.checkpoint_manifest import Manifest
+from rowcast.runtime.errors import DataError
 from tests.checkpoints.runs import TABLES, DictStore, FakeRun, Rows, as_dict, assert_holds, restored, small_job, values
 from tests.counts import count
 
@@ -28,7 +28,9 @@ changes = st.tuples(*rows_of_a_table).map(lambda lists: dict(enumerate(lists)))
 dense_changes = st.just({table: list(range(rows)) for table, (_, rows, _) in enumerate(TABLES)})
 
 
-@given(history=st.lists(st.one_of(changes, dense_changes), min_size=1, max_size=9), after=changes, keep=st.integers(1, 3))
+@given(
+    history=st.lists(st.one_of(changes, dense_changes), min_size=1, max_size=9), after=changes, keep=st.integers(1, 3)
+)
 @settings(max_examples=count(40, 400), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_any_history_is_restored_and_any_further_changes_are_taken_back(
     history: list[dict[int, list[int]]], after: dict[int, list[int]], keep: int

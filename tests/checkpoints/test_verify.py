@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from prefetcher.cli import app
-from protocol.manifest import MANIFEST_NAME
+from rowcast.prefetcher.cli import app
+from rowcast.runtime.checkpoint_manifest import MANIFEST_NAME
 from tests.checkpoints.runs import FakeRun, small_job
 
 
@@ -27,7 +27,12 @@ def verify(run_dir: Path, *arguments: str) -> tuple[int, list[str]]:
 def test_whole_checkpoints_are_a_line_each_newest_first(run: FakeRun) -> None:
     code, lines = verify(run.job.run_dir)
     assert code == 0
-    assert [line.split()[0] for line in lines] == ["checkpoint", "step-000000000150", "step-000000000100", "step-000000000050"]
+    assert [line.split()[0] for line in lines] == [
+        "checkpoint",
+        "step-000000000150",
+        "step-000000000100",
+        "step-000000000050",
+    ]
     assert [line.split()[-1] for line in lines[1:]] == ["whole"] * 3
     assert lines[1].split()[1:5] == ["149", "150", "3", "45"]
 

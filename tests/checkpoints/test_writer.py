@@ -6,12 +6,14 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from prefetcher.checkpoints import handover, merge, row_files
-from prefetcher.checkpoints.folder import Checkpoints
-from protocol.disk import RealDisk
-from protocol.errors import RowcastError
-from protocol.manifest import MANIFEST_NAME, file_checksum
-from protocol.position import Position
+from rowcast.prefetcher.checkpoints import merge_layers as merge
+from rowcast.prefetcher.checkpoints import row_files
+from rowcast.prefetcher.checkpoints import write_queue as handover
+from rowcast.prefetcher.checkpoints.folder import Checkpoints
+from rowcast.runtime.checkpoint_manifest import MANIFEST_NAME, file_checksum
+from rowcast.runtime.disk import RealDisk
+from rowcast.runtime.errors import RowcastError
+from rowcast.runtime.position import Position
 from tests.checkpoints.runs import FakeRun, Warnings, assert_holds, small_job
 
 pytestmark = pytest.mark.usefixtures("small_files")
@@ -47,7 +49,12 @@ def test_the_manifest_says_where_training_goes_on_and_names_every_file_there_is(
     run.train(EVERYTHING, steps=100)
     manifest = run.checkpoint(finished=True)
     assert manifest.name == "step-000000000100"
-    assert (manifest.step, manifest.train_steps, manifest.finished, manifest.reason) == (99, 100, True, "checkpoint.every")
+    assert (manifest.step, manifest.train_steps, manifest.finished, manifest.reason) == (
+        99,
+        100,
+        True,
+        "checkpoint.every",
+    )
     assert files_in(run) == {file.file for file in manifest.files} | {f"{manifest.name}/{MANIFEST_NAME}"}
     assert run.checkpoints.load(manifest.name).checksum == manifest.checksum
     assert (run.writer.num_files, run.writer.bytes_written) == (len(list(manifest.files)), manifest.nbytes)
@@ -121,7 +128,9 @@ def test_there_are_never_more_than_sixteen_layers(run: FakeRun) -> None:
     assert_holds(run.job.run_dir, run.job, run.writer.newest, run.rows())
 
 
-def test_a_merge_holds_one_file_of_each_layer_whatever_the_tables_size(run: FakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_merge_holds_one_file_of_each_layer_whatever_the_tables_size(
+    run: FakeRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
     held: list[int] = []
     load = merge.Cursor._load
 
@@ -217,7 +226,9 @@ def test_a_full_queue_takes_nothing_until_something_was_written(run: FakeRun, mo
     assert run.writer.newest.num_rows == 130
 
 
-def test_a_block_larger_than_the_queue_goes_in_alone_and_finish_always_does(run: FakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_block_larger_than_the_queue_goes_in_alone_and_finish_always_does(
+    run: FakeRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(handover, "QUEUE_BYTES", 1)
     run.begin()
     assert run.writer.offer_dense(b"large")
@@ -261,12 +272,16 @@ def test_a_dense_side_that_arrives_changed_never_becomes_a_checkpoint(run: FakeR
     run.begin()
     run.writer.offer_dense(b"content")
     run.writer.finish(checksum(b"contents"))
-    with pytest.raises(RowcastError, match=r"dense-00000.safetensors: the dense side came with checksum \w{16}, but the trainer sent"):
+    with pytest.raises(
+        RowcastError, match=r"dense-00000.safetensors: the dense side came with checksum \w{16}, but the trainer sent"
+    ):
         run.complete()
     assert Checkpoints(run.job.run_dir, RealDisk()).newest_valid(Warnings()) is None
 
 
-def test_a_checkpoint_that_is_abandoned_leaves_the_previous_one_in_charge_and_the_next_one_possible(run: FakeRun) -> None:
+def test_a_checkpoint_that_is_abandoned_leaves_the_previous_one_in_charge_and_the_next_one_possible(
+    run: FakeRun,
+) -> None:
     run.train(EVERYTHING)
     first = run.checkpoint()
     run.train({0: [1, 2]})

@@ -45,7 +45,7 @@ class Host:
         if "NUMBA_CACHE_DIR" in os.environ:
             shutil.copytree(os.environ["NUMBA_CACHE_DIR"], numba, dirs_exist_ok=True)
         for cache in (ROOT / "prefetcher").rglob("__pycache__"):
-            package = cache.parent
+            package = ROOT / "rowcast" / cache.parent.relative_to(ROOT)  # as the modules are imported
             folder = numba / f"{package.name}_{hashlib.sha1(str(package).encode()).hexdigest()}"
             if not folder.exists():
                 shutil.copytree(cache, folder)
@@ -67,13 +67,21 @@ class Confined:
         self._inner = 0
         self.process = Process([], self._folder, {}, self._launch)
 
-    def _launch(self, arguments: list[str], out: Path, err: Path, environment: Mapping[str, str]) -> "subprocess.Popen[bytes]":
+    def _launch(
+        self, arguments: list[str], out: Path, err: Path, environment: Mapping[str, str]
+    ) -> "subprocess.Popen[bytes]":
         """Also waits until bubblewrap has told the id of the first process of the new namespace."""
         read_end, write_end = os.pipe()
         command = [self._command[0], "--info-fd", str(write_end), *self._command[1:]]
         with out.open("wb") as stdout, err.open("wb") as stderr:
             process = subprocess.Popen(
-                command, stdout=stdout, stderr=stderr, stdin=subprocess.DEVNULL, env=environment, pass_fds=[write_end], umask=OWNER_ONLY
+                command,
+                stdout=stdout,
+                stderr=stderr,
+                stdin=subprocess.DEVNULL,
+                env=environment,
+                pass_fds=[write_end],
+                umask=OWNER_ONLY,
             )
         os.close(write_end)
         with os.fdopen(read_end) as info:
@@ -89,7 +97,9 @@ class Confined:
     def inside(self, *command: str) -> "subprocess.CompletedProcess[str]":
         """Runs a command beside this one, as `docker exec` and HEALTHCHECK do."""
         enter = ["nsenter", f"--target={self._inner}", "--user", "--mount", "--net", "--pid", "--preserve-credentials"]
-        return subprocess.run([*enter, *command], capture_output=True, text=True, check=False, env=environment_of_the_image(), cwd="/")
+        return subprocess.run(
+            [*enter, *command], capture_output=True, text=True, check=False, env=environment_of_the_image(), cwd="/"
+        )
 
 
 def environment_of_the_image() -> dict[str, str]:
@@ -100,7 +110,19 @@ def environment_of_the_image() -> dict[str, str]:
 
 def bubblewrap(host: Host, container: Container) -> list[str]:
     uid, _, gid = container.user.partition(":")
-    arguments = ["bwrap", *UNSHARED, "--uid", uid, "--gid", gid, "--cap-drop", "ALL", "--clearenv", "--die-with-parent", "--new-session"]
+    arguments = [
+        "bwrap",
+        *UNSHARED,
+        "--uid",
+        uid,
+        "--gid",
+        gid,
+        "--cap-drop",
+        "ALL",
+        "--clearenv",
+        "--die-with-parent",
+        "--new-session",
+    ]
     arguments += ["--tmpfs", "/tmp", "--proc", "/proc", "--dev", "/dev"]
     for path in map(Path, SYSTEM):
         if path.is_symlink():
@@ -128,5 +150,7 @@ def why_not() -> str | None:
     """Why nothing can be confined here; None where it can."""
     if shutil.which("bwrap") is None or shutil.which("nsenter") is None:
         return "needs bubblewrap and nsenter (Debian: apt-get install bubblewrap util-linux)"
-    tried = subprocess.run(["bwrap", *UNSHARED, "--ro-bind", "/", "/", "true"], capture_output=True, text=True, check=False)
+    tried = subprocess.run(
+        ["bwrap", *UNSHARED, "--ro-bind", "/", "/", "true"], capture_output=True, text=True, check=False
+    )
     return None if tried.returncode == 0 else f"bubblewrap may not make namespaces here: {tried.stderr.strip()}"

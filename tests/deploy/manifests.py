@@ -11,15 +11,18 @@ import yaml
 from dockerfile_parse import DockerfileParser
 from typer.core import TyperGroup
 
-import prefetcher.cli
-import trainer.cli
-from protocol.job import Job, parse_bytes
-from protocol.job_file import load_job
+import rowcast.prefetcher.cli
+import rowcast.trainer.cli
+from rowcast.job.file import load_job
+from rowcast.job.schema import Job, parse_bytes
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"
 NAMES = ("prefetcher", "trainer")
-COMMANDS = {"prefetcher": typer.main.get_command(prefetcher.cli.app), "trainer": typer.main.get_command(trainer.cli.app)}
+COMMANDS = {
+    "prefetcher": typer.main.get_command(rowcast.prefetcher.cli.app),
+    "trainer": typer.main.get_command(rowcast.trainer.cli.app),
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -18,7 +18,7 @@ from typing import Any, Literal, NamedTuple, Self
 import pytest
 import yaml
 
-from protocol.telemetry.metrics import Process
+from rowcast.runtime.telemetry.metrics import Process
 from tests.system.processes import POLL_S
 
 ROOT = Path(__file__).parents[2]
@@ -36,12 +36,16 @@ def program(name: Literal["prometheus", "promtool"]) -> str:
         fetch_package()
         found = which(name)
     if found is None:
-        pytest.skip(f"{name} is not there and could not be fetched; install Debian's package `prometheus` to run this test")
+        pytest.skip(
+            f"{name} is not there and could not be fetched; install Debian's package `prometheus` to run this test"
+        )
     return found
 
 
 def which(name: str) -> str | None:
-    return shutil.which(name, path=os.pathsep.join([os.environ.get("PATH", ""), "/usr/bin", str(FETCHED / "usr" / "bin")]))
+    return shutil.which(
+        name, path=os.pathsep.join([os.environ.get("PATH", ""), "/usr/bin", str(FETCHED / "usr" / "bin")])
+    )
 
 
 @functools.cache
@@ -58,7 +62,10 @@ def fetch_package() -> None:
 
 def done(*command: str) -> bool:
     try:
-        return subprocess.run(command, cwd=FETCHED, capture_output=True, timeout=FETCH_TIMEOUT_S, check=False).returncode == 0
+        return (
+            subprocess.run(command, cwd=FETCHED, capture_output=True, timeout=FETCH_TIMEOUT_S, check=False).returncode
+            == 0
+        )
     except (OSError, subprocess.TimeoutExpired):  # no such command, or no network
         return False
 
@@ -66,7 +73,13 @@ def done(*command: str) -> bool:
 def promtool(*arguments: str, stdin: str = "") -> str:
     """What it says; an assertion with that where it finds a fault."""
     ended = subprocess.run(
-        [program("promtool"), *arguments], cwd=FILES, input=stdin, capture_output=True, text=True, check=False, timeout=60
+        [program("promtool"), *arguments],
+        cwd=FILES,
+        input=stdin,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
     )
     assert ended.returncode == 0, f"promtool {' '.join(arguments)}: {ended.stdout}{ended.stderr}"
     return ended.stdout
@@ -104,14 +117,23 @@ class Prometheus:
         (self._folder / name).write_text(yaml.safe_dump(content))
 
     def __enter__(self) -> Self:
-        command = [program("prometheus"), "--config.file=prometheus.yml", "--storage.tsdb.path=data", "--log.level=warn"]
+        command = [
+            program("prometheus"),
+            "--config.file=prometheus.yml",
+            "--storage.tsdb.path=data",
+            "--log.level=warn",
+        ]
         address = self._url.removeprefix("http://")
         with (self._folder / "log").open("wb") as log:
-            self._process = subprocess.Popen([*command, f"--web.listen-address={address}"], cwd=self._folder, stdout=log, stderr=log)
+            self._process = subprocess.Popen(
+                [*command, f"--web.listen-address={address}"], cwd=self._folder, stdout=log, stderr=log
+            )
         self.until(self._answers, "answer", START_TIMEOUT_S)
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         if self._process is not None:
             self._process.kill()  # its storage is not needed any more
             self._process.wait()
@@ -125,8 +147,12 @@ class Prometheus:
 
     def query(self, expr: str) -> list[Series]:
         """The value of an expression now, NaN left out."""
-        with urllib.request.urlopen(f"{self._url}/api/v1/query?{urllib.parse.urlencode({'query': expr})}", timeout=10) as answer:
-            found = [Series(series["metric"], float(series["value"][1])) for series in json.load(answer)["data"]["result"]]
+        with urllib.request.urlopen(
+            f"{self._url}/api/v1/query?{urllib.parse.urlencode({'query': expr})}", timeout=10
+        ) as answer:
+            found = [
+                Series(series["metric"], float(series["value"][1])) for series in json.load(answer)["data"]["result"]
+            ]
         return [series for series in found if series.value == series.value]
 
     def firing(self) -> set[str]:

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from protocol.manifest import newest_checkpoint, read_manifest
-from protocol.rundir import COMPLETE
+from rowcast.runtime.checkpoint_manifest import newest_checkpoint, read_manifest
+from rowcast.runtime.run_directory import COMPLETE
 from tests.deploy.confined import Confined, Host, host, why_not
 from tests.deploy.manifests import NAMES, compose, compose_container, health_check
 
@@ -55,7 +55,8 @@ def test_a_run_in_two_containers_is_healthy_stops_in_order_and_goes_on_to_the_en
     unfinished = {"prefetcher": ["--unfinished-code=75"], "trainer": []}
     started = {name: machine.start(name, *OPTIONS, *unfinished[name]) for name in NAMES}
     prefetcher, trainer = (confined.process for confined in started.values())
-    prefetcher.until(lambda: "trainer connected" in prefetcher.stderr, "trainer connected", timeout_s=150)  # it compiles its loops first
+    # it compiles its loops first
+    prefetcher.until(lambda: "trainer connected" in prefetcher.stderr, "trainer connected", timeout_s=150)
     for name, confined in started.items():
         for_any, for_one = health_check(), compose_command(name)
         assert confined.inside(*for_any).stdout.count(": ok\n") == 1, "the other one is in another network"

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import yaml
 
-import deploy.local
-from protocol.errors import ERRORS_BY_EXIT_CODE, ConfigError, DataError, Mismatch, PeerLost
-from protocol.job import parse_seconds
-from protocol.transport.endpoint import MAX_PATH_BYTES, NAME_BYTES
+import rowcast.deploy.local
+from rowcast.job.schema import parse_seconds
+from rowcast.protocol.transport.endpoint import MAX_PATH_BYTES, NAME_BYTES
+from rowcast.runtime.errors import ERRORS_BY_EXIT_CODE, ConfigError, DataError, Mismatch, PeerLost
 from tests.deploy.manifests import (
     DEPLOY,
     NAMES,
@@ -34,7 +34,10 @@ Both = dict[str, Container]
 @pytest.fixture(params=["compose", "kubernetes"])
 def both(request: pytest.FixtureRequest, tmp_path: Path) -> Both:
     """The two processes' containers, as one of the deployments has them."""
-    return {name: compose_container(name) if request.param == "compose" else kubernetes_container(name, tmp_path) for name in NAMES}
+    return {
+        name: compose_container(name) if request.param == "compose" else kubernetes_container(name, tmp_path)
+        for name in NAMES
+    }
 
 
 # the Dockerfile
@@ -70,23 +73,30 @@ def test_what_the_image_copies_exists_and_is_not_ignored() -> None:
 
 
 def test_every_package_that_is_installed_is_copied() -> None:
-    include = re.findall(r'"(\w+)\*"', re.findall(r"^include = (.*)$", (ROOT / "pyproject.toml").read_text(), flags=re.MULTILINE)[0])
-    assert set(include) == {source.partition("/")[0] for source in copied_from_the_context() if (ROOT / source.partition("/")[0]).is_dir()}
+    copied = {source.partition("/")[0] for source in copied_from_the_context()}
+    linked = {path.name for path in (ROOT / "rowcast").iterdir() if path.is_symlink()}
+    assert {name for name in copied if (ROOT / name).is_dir()} == {"rowcast", *linked}
 
 
 def test_the_image_runs_commands_directly_so_that_signals_reach_them() -> None:
     assert json.loads(instructions("ENTRYPOINT")[-1]) == ["tini", "--"]
     assert json.loads(instructions("CMD")[-1])[0] in NAMES
     for name in NAMES:
-        assert f'{name} = "{name}.cli:app"' in (ROOT / "pyproject.toml").read_text()
+        assert f'{name} = "rowcast.{name}.cli:app"' in (ROOT / "pyproject.toml").read_text()
 
 
 def test_the_image_makes_the_folders_that_its_environment_and_the_deployments_write_to(both: Both) -> None:
     environment = dockerfile().envs
-    made = re.findall(r"install --directory --owner 10001 --group 10001 --mode 0750 ([^&]*)$", instructions("RUN")[-1])[0].split()
+    made = re.findall(r"install --directory --owner 10001 --group 10001 --mode 0750 ([^&]*)$", instructions("RUN")[-1])[
+        0
+    ].split()
     assert environment["XDG_RUNTIME_DIR"] == SHARED[1]
     assert len(f"{SHARED[1]}/rowcast") + NAME_BYTES <= MAX_PATH_BYTES
-    for variable, name in [("NUMBA_CACHE_DIR", "prefetcher"), ("XDG_RUNTIME_DIR", "prefetcher"), ("XDG_RUNTIME_DIR", "trainer")]:
+    for variable, name in [
+        ("NUMBA_CACHE_DIR", "prefetcher"),
+        ("XDG_RUNTIME_DIR", "prefetcher"),
+        ("XDG_RUNTIME_DIR", "trainer"),
+    ]:
         folder = environment[variable]
         mount = both[name].mount_of(folder)
         assert mount is not None, f"{variable} = {folder} is on the read-only root"
@@ -138,7 +148,7 @@ def test_neither_container_can_do_more_than_it_must(both: Both) -> None:
     for container in both.values():
         assert container.read_only_root
         assert container.dropped == ["ALL"]
-        assert container.grace_s > deploy.local.END_S, "a stop in order would be cut short"
+        assert container.grace_s > rowcast.deploy.local.END_S, "a stop in order would be cut short"
     context = pod()["securityContext"]
     assert context["runAsNonRoot"]
     assert context["seccompProfile"] == {"type": "RuntimeDefault"}
@@ -147,7 +157,10 @@ def test_neither_container_can_do_more_than_it_must(both: Both) -> None:
 
 
 def test_the_config_map_holds_the_example_as_it_is() -> None:
-    assert kubernetes()["ConfigMap", "rowcast-job"]["data"]["job.toml"] == (ROOT / "examples" / "container.toml").read_text()
+    assert (
+        kubernetes()["ConfigMap", "rowcast-job"]["data"]["job.toml"]
+        == (ROOT / "examples" / "container.toml").read_text()
+    )
 
 
 # ports, probes, codes
@@ -192,7 +205,7 @@ def test_the_variables_of_compose_are_those_that_the_page_explains() -> None:
 
 @pytest.mark.parametrize("container", pod()["containers"], ids=lambda container: str(container["name"]))
 def test_no_probe_fails_because_the_other_process_is_away(container: dict[str, Any]) -> None:
-    """/readyz says so, by design: see protocol/telemetry/health.py."""
+    """/readyz says so, by design: see runtime/telemetry/health.py."""
     for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
         assert container[probe]["httpGet"] == {"path": "/healthz", "port": container["name"]}
 

@@ -11,8 +11,8 @@ from grafana_foundation_sdk.cog.encoder import JSONEncoder
 from grafana_foundation_sdk.cog.plugins import register_default_plugins
 from grafana_foundation_sdk.models.dashboard import Dashboard
 
-from deploy.grafana.generate import DASHBOARD, WIDTH, dashboard, read_rows, text
-from protocol.telemetry.metrics import METRICS
+from rowcast.deploy.grafana.generate import DASHBOARD, WIDTH, dashboard, read_rows, text
+from rowcast.runtime.telemetry.metrics import METRICS
 from tests.deploy.prometheus import ROOT, read_yaml, rules
 
 PANELS = [panel for panel in dashboard()["panels"] if panel["type"] != "row"]
@@ -21,7 +21,7 @@ PROCESS_METRICS = {f"process_{name}" for name in ("resident_memory_bytes", "cpu_
 
 
 def test_the_file_is_what_the_panels_make() -> None:
-    assert DASHBOARD.read_text(encoding="utf-8") == text(), "run `python -m deploy.grafana.generate`"
+    assert DASHBOARD.read_text(encoding="utf-8") == text(), "run `python -m rowcast.deploy.grafana.generate`"
 
 
 def test_grafanas_own_types_know_every_field_of_it() -> None:
@@ -29,7 +29,9 @@ def test_grafanas_own_types_know_every_field_of_it() -> None:
     content = json.loads(text())
     assert list(lost(content, json.loads(JSONEncoder().encode(Dashboard.from_json(content))))) == []
     content["panels"][1]["options"]["textmode"] = "value"
-    assert list(lost(content, json.loads(JSONEncoder().encode(Dashboard.from_json(content))))) == ["/panels/1/options/textmode"]
+    assert list(lost(content, json.loads(JSONEncoder().encode(Dashboard.from_json(content))))) == [
+        "/panels/1/options/textmode"
+    ]
 
 
 def lost(before: Any, after: Any, path: str = "") -> Iterator[str]:
@@ -80,7 +82,11 @@ def test_a_panel_says_what_it_shows_in_which_unit(panel: dict[str, Any]) -> None
 
 @pytest.mark.parametrize("panel", PANELS, ids=lambda panel: panel["title"])
 def test_a_query_is_about_one_run_and_names_that_exist(panel: dict[str, Any]) -> None:
-    known = {metric.name for metric in METRICS} | {rule["record"] for rule in rules("rules.yml", "record")} | PROCESS_METRICS
+    known = (
+        {metric.name for metric in METRICS}
+        | {rule["record"] for rule in rules("rules.yml", "record")}
+        | PROCESS_METRICS
+    )
     for target in panel["targets"]:
         found = re.findall(NAMES, target["expr"])
         assert set(found) <= known
@@ -95,4 +101,4 @@ def test_grafana_is_told_where_prometheus_and_the_dashboards_are() -> None:
     assert "prometheus" in compose
     path = read_yaml("../grafana/provisioning/dashboards/rowcast.yaml")["providers"][0]["options"]["path"]
     mounts = dict(volume.split(":")[:2] for volume in compose["grafana"]["volumes"])
-    assert {target: ROOT / "deploy" / source for source, target in mounts.items()}[path] == DASHBOARD.parent
+    assert {target: ROOT / "deploy" / source for source, target in mounts.items()}[path] == DASHBOARD.parent.resolve()

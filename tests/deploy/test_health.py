@@ -11,14 +11,14 @@ from typing import cast
 import pytest
 from prometheus_client import CollectorRegistry
 
-import deploy.health
-from protocol.errors import PeerLost
-from protocol.job import Metrics
-from protocol.process import Crew
-from protocol.stages import Doorbell
-from protocol.telemetry.health import Health
-from protocol.telemetry.metrics import Process
-from protocol.telemetry.server import TelemetryServer
+import rowcast.deploy.health
+from rowcast.job.schema import Metrics
+from rowcast.runtime.errors import PeerLost
+from rowcast.runtime.process import Crew
+from rowcast.runtime.stages import Doorbell
+from rowcast.runtime.telemetry.health import Health
+from rowcast.runtime.telemetry.metrics import Process
+from rowcast.runtime.telemetry.server import TelemetryServer
 from tests.deploy.manifests import ROOT, health_check
 
 FREE = Metrics(prefetcher="127.0.0.1:0", trainer="127.0.0.1:0")
@@ -57,7 +57,9 @@ def test_the_health_check_of_the_image_passes_while_every_stage_lives_and_fails_
         assert (bad.returncode, bad.stdout) == (1, f"{port}: sender is dead\n"), bad.stderr
 
 
-def test_a_folder_of_the_user_cannot_stand_in_for_the_health_check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_of_the_user_cannot_stand_in_for_the_health_check(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "deploy").mkdir()
     (tmp_path / "deploy" / "__init__.py").write_text("raise SystemExit(0)")
     monkeypatch.chdir(tmp_path)
@@ -67,38 +69,42 @@ def test_a_folder_of_the_user_cannot_stand_in_for_the_health_check(tmp_path: Pat
 
 def test_a_port_that_was_named_must_be_served() -> None:
     with served(Health()) as port, unused_port() as other:
-        assert deploy.health.main([port]) == 0
-        assert deploy.health.main([port, other]) == 1
-        assert deploy.health.main([other]) == 1
+        assert rowcast.deploy.health.main([port]) == 0
+        assert rowcast.deploy.health.main([port, other]) == 1
+        assert rowcast.deploy.health.main([other]) == 1
 
 
 @pytest.mark.parametrize("served_first", [True, False])
-def test_without_a_port_the_command_that_runs_here_is_found(served_first: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_port_the_command_that_runs_here_is_found(
+    served_first: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     health = Health()
     with served(health) as port, unused_port() as other:
-        monkeypatch.setattr(deploy.health, "USUAL_PORTS", (port, other) if served_first else (other, port))
-        assert deploy.health.main([]) == 0
+        monkeypatch.setattr(rowcast.deploy.health, "USUAL_PORTS", (port, other) if served_first else (other, port))
+        assert rowcast.deploy.health.main([]) == 0
         health.dead_stage = lambda: "mail"
-        assert deploy.health.main([]) == 1
+        assert rowcast.deploy.health.main([]) == 1
     with unused_port() as one, unused_port() as two:
-        monkeypatch.setattr(deploy.health, "USUAL_PORTS", (one, two))
-        assert deploy.health.main([]) == 1
+        monkeypatch.setattr(rowcast.deploy.health, "USUAL_PORTS", (one, two))
+        assert rowcast.deploy.health.main([]) == 1
 
 
 def test_two_processes_on_one_network_must_both_be_healthy(monkeypatch: pytest.MonkeyPatch) -> None:
     prefetcher, trainer = Health(), Health()
     with served(prefetcher, "prefetcher") as one, served(trainer) as two:
-        monkeypatch.setattr(deploy.health, "USUAL_PORTS", (one, two))
-        assert deploy.health.main([]) == 0
+        monkeypatch.setattr(rowcast.deploy.health, "USUAL_PORTS", (one, two))
+        assert rowcast.deploy.health.main([]) == 0
         trainer.dead_stage = lambda: "sender"
-        assert deploy.health.main([]) == 1
+        assert rowcast.deploy.health.main([]) == 1
 
 
-def test_a_process_that_never_answers_is_not_healthy(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(deploy.health, "TIMEOUT_S", 0.1)
+def test_a_process_that_never_answers_is_not_healthy(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(rowcast.deploy.health, "TIMEOUT_S", 0.1)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         port = silent.getsockname()[1]
-        assert deploy.health.main([port]) == 1
+        assert rowcast.deploy.health.main([port]) == 1
     assert capsys.readouterr().out == f"{port}: no answer (TimeoutError)\n"
 
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from deploy.grafana.generate import DASHBOARD
-from protocol.telemetry.metrics import BOTH, METRICS, Process
+from rowcast.deploy.grafana.generate import DASHBOARD
+from rowcast.runtime.telemetry.metrics import BOTH, METRICS, Process
 from tests.deploy.prometheus import ROOT, Prometheus, Series, program, promtool, read_yaml, rules
 from tests.system import processes
 from tests.system.processes import Session
@@ -25,7 +25,7 @@ SCRAPES = 8  # of both processes before the trainer is killed
 START_TIMEOUT_S = 120.0  # the first start on a machine compiles the planner
 END_TIMEOUT_S = 90.0
 SLOW_TRAINER = (
-    "import time; from trainer.runner import StepRunner; train = StepRunner.train; "
+    "import time; from rowcast.trainer.models.runner import StepRunner; train = StepRunner.train; "
     "StepRunner.train = lambda self, step, loss: (time.sleep(0.025), train(self, step, loss))[1]"
 )
 
@@ -45,13 +45,23 @@ def test_promtool_passes_the_unit_tests(cases: str) -> None:
 
 @pytest.mark.parametrize("alert", ALERTS)
 def test_an_alert_has_a_case_in_which_it_fires_and_one_in_which_it_is_silent(alert: str) -> None:
-    cases = [case for test in read_yaml("alerts_test.yml")["tests"] for case in test["alert_rule_test"] if case["alertname"] == alert]
+    cases = [
+        case
+        for test in read_yaml("alerts_test.yml")["tests"]
+        for case in test["alert_rule_test"]
+        if case["alertname"] == alert
+    ]
     assert {bool(case["exp_alerts"]) for case in cases} == {True, False}
 
 
 @pytest.mark.parametrize("record", RECORDS)
 def test_a_recording_rule_has_a_case(record: str) -> None:
-    cases = [case["expr"] for test in read_yaml("rules_test.yml")["tests"] for case in test["promql_expr_test"] if case["exp_samples"]]
+    cases = [
+        case["expr"]
+        for test in read_yaml("rules_test.yml")["tests"]
+        for case in test["promql_expr_test"]
+        if case["exp_samples"]
+    ]
     assert any(record in expr for expr in cases)
 
 
@@ -149,14 +159,21 @@ def watch(folder: Path) -> WatchedRun:
             )
             run = seen(prometheus, addresses)
             trainer.signal(signal.SIGKILL)
-            prometheus.until(lambda: "RowcastPeerDown" in prometheus.firing() and "RowcastWaitsForPeer" in prometheus.firing(), "alert")
+            prometheus.until(
+                lambda: "RowcastPeerDown" in prometheus.firing() and "RowcastWaitsForPeer" in prometheus.firing(),
+                "alert",
+            )
             run.firing_without_trainer, run.down = prometheus.firing(), prometheus.query("up == 0")
             again = session.start("trainer", f"--set=metrics.trainer={addresses['trainer']}")
             for process in (prefetcher, again):
                 assert process.ended(END_TIMEOUT_S).code == 0, process.stderr
-            prometheus.until(lambda: len(prometheus.query("up == 0")) == 2 and not prometheus.firing(), "quiet after the end")
+            prometheus.until(
+                lambda: len(prometheus.query("up == 0")) == 2 and not prometheus.firing(), "quiet after the end"
+            )
             run.firing_at_the_end = prometheus.firing()
-            run.progress = prometheus.query("last_over_time(rowcast_train_step[5m]) / last_over_time(rowcast_expected_train_steps[5m])")
+            run.progress = prometheus.query(
+                "last_over_time(rowcast_train_step[5m]) / last_over_time(rowcast_expected_train_steps[5m])"
+            )
     return run
 
 

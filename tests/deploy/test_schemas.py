@@ -69,7 +69,9 @@ def test_hadolint_has_nothing_to_say_of_the_dockerfile() -> None:
     assert dockerfile_fault(DEPLOY / "Dockerfile") == ""
 
 
-@pytest.mark.parametrize(("good", "bad", "rule"), [("EXPOSE 9400", "EXPOSE 94000", "DL3011"), ("WORKDIR /job", "WORKDIR job", "DL3000")])
+@pytest.mark.parametrize(
+    ("good", "bad", "rule"), [("EXPOSE 9400", "EXPOSE 94000", "DL3011"), ("WORKDIR /job", "WORKDIR job", "DL3000")]
+)
 def test_a_mistake_in_the_dockerfile_would_be_noticed(good: str, bad: str, rule: str, tmp_path: Path) -> None:
     text = (DEPLOY / "Dockerfile").read_text()
     assert good in text

@@ -7,11 +7,11 @@ import pytest
 import structlog
 from typer.testing import CliRunner
 
-import prefetcher.service
-from prefetcher.cli import app
-from prefetcher.service import RunOptions
-from protocol.job import Job
-from protocol.process import Signals
+import rowcast.prefetcher.run.prefetcher_run
+from rowcast.job.schema import Job
+from rowcast.prefetcher.cli import app
+from rowcast.prefetcher.run.prefetcher_run import RunOptions
+from rowcast.runtime.process import Signals
 from tests.system.processes import job_content, write_job
 
 
@@ -32,7 +32,7 @@ def code_of(config: Path, monkeypatch: pytest.MonkeyPatch, *options: str, finish
     def run(job: Job, options: RunOptions, signals: Signals) -> bool:
         return finishes
 
-    monkeypatch.setattr(prefetcher.service, "run_prefetcher", run)
+    monkeypatch.setattr(rowcast.prefetcher.run.prefetcher_run, "run_prefetcher", run)
     return CliRunner().invoke(app, ["run", f"--config={config}", *options]).exit_code
 
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import msgspec
 
-from protocol.messages import AnyMessage, Bye, Envelope, Welcome
-from protocol.session import PREFETCHER, TRAINER, Role, Session, State
+from rowcast.protocol.messages import AnyMessage, Bye, Envelope, Welcome
+from rowcast.protocol.session import PREFETCHER, TRAINER, Role, Session, State
 from tests.protocol import samples
 from tests.protocol.test_session import WHOLE_RUN, Said, greeting, make_pair, other, say
 
@@ -25,7 +25,8 @@ class End:
     session: Session
     role: Role
     remembered: tuple[Any, ...]
-    frames: tuple[bytes, ...]  # each of the messages, numbered as the one that it expects; first the one that it would hear next
+    # each of the messages, numbered as the one that it expects; first the one that it would hear next
+    frames: tuple[bytes, ...]
 
     def copy(self) -> Session:
         return copy.deepcopy(self.session)

@@ -1,5 +1,5 @@
 """A second check of every limit of a frame, over plain values: it knows the messages from this table alone and shares no code with
-`protocol.codec`.
+`rowcast.protocol.codec`.
 
 A field's kind: "n" number, "n?" or None, "f" seconds, "t" text, "s" a sentence, "y" bytes, "b" bool, "c" checksum, "[x]" a list of x,
 a name in capitals one of the structs here, and words are the choices.
@@ -15,11 +15,25 @@ STRUCTS: dict[str, dict[str, str]] = {
     "REF": {"position": "n", "nbytes": "n", "end": "n", "checksum": "c?"},
     "SPEC": {"name": "t", "dtype": "f4 i4 i8 u1", "shape": "[n]", "offset": "n"},
     "GROUP": {
-        **{"num_lookups": "n", "num_unique": "n", "num_long": "n", "num_pieces": "n", "num_fetch": "n", "num_evict": "n"},
+        **{
+            "num_lookups": "n",
+            "num_unique": "n",
+            "num_long": "n",
+            "num_pieces": "n",
+            "num_fetch": "n",
+            "num_evict": "n",
+        },
         **{"num_dirty": "n", "fill_after": "n?", "sequence_lookups": "[n]"},
     },
     "PLAN": {
-        **{"kind": "train eval", "train_step": "n", "epoch": "n", "batch_size": "n", "groups": "[GROUP]", "arrays": "[SPEC]"},
+        **{
+            "kind": "train eval",
+            "train_step": "n",
+            "epoch": "n",
+            "batch_size": "n",
+            "groups": "[GROUP]",
+            "arrays": "[SPEC]",
+        },
         **{"arrays_bytes": "n", "num_checksums": "n"},
     },
     "ROWS": {"group": "n", "start": "n", "count": "n", "offset": "n"},
@@ -32,12 +46,34 @@ STRUCTS: dict[str, dict[str, str]] = {
     "StepDone": {"step": "n", "rank": "n", "waited_s": "f", "step_s": "f"},
     "Released": {"position": "n"},
     "Hello": {
-        **{"protocol_version": "n", "job_digest": "t", "rank": "n", "world_size": "n", "pid": "n", "threads": "n", "device": "t"},
+        **{
+            "protocol_version": "n",
+            "job_digest": "t",
+            "rank": "n",
+            "world_size": "n",
+            "pid": "n",
+            "threads": "n",
+            "device": "t",
+        },
         "mode": "train eval",
     },
     "Welcome": {
-        **{"protocol_version": "n", "run_id": "t", "incarnation": "n", "pid": "n", "slots": "[n]", "num_dense": "n", "depth": "n"},
-        **{"fetch_ring": "RING", "back_ring": "RING", "staging_bytes": "n", "train_steps": "n?", "first_train_step": "n"},
+        **{
+            "protocol_version": "n",
+            "run_id": "t",
+            "incarnation": "n",
+            "pid": "n",
+            "slots": "[n]",
+            "num_dense": "n",
+            "depth": "n",
+        },
+        **{
+            "fetch_ring": "RING",
+            "back_ring": "RING",
+            "staging_bytes": "n",
+            "train_steps": "n?",
+            "first_train_step": "n",
+        },
         **{"restore_bytes": "n", "verify": "f", "start": "POSITION", "fresh": "b", "replaces": "t"},
         **{"epoch_batches": "[n?]", "pairing": "t"},
     },
@@ -63,7 +99,11 @@ def fits(value: Any, kind: str) -> bool:
         return isinstance(value, list | tuple) and len(value) <= 4096 and all(fits(item, kind[1:-1]) for item in value)
     if kind in STRUCTS:
         fields = STRUCTS[kind]
-        return isinstance(value, dict) and value.keys() == fields.keys() and all(fits(value[name], fields[name]) for name in fields)
+        return (
+            isinstance(value, dict)
+            and value.keys() == fields.keys()
+            and all(fits(value[name], fields[name]) for name in fields)
+        )
     match kind:
         case "n":
             return type(value) is int and 0 <= value < 2**62
@@ -97,8 +137,14 @@ def related(kind: str, message: Plain) -> bool:
     pieces = "num_pieces" not in message or message["piece"] < message["num_pieces"] <= 2**20
     match kind:
         case "StepReady":
-            plan = (message["plan"] is not None) == (message["piece"] == 0) and (message["plan"] is None or plan_fits(message))
-            own = plan and message["step"] < 2**40 and payload_fits(message["payload"], message["arrays"], message["rows"])
+            plan = (message["plan"] is not None) == (message["piece"] == 0) and (
+                message["plan"] is None or plan_fits(message)
+            )
+            own = (
+                plan
+                and message["step"] < 2**40
+                and payload_fits(message["payload"], message["arrays"], message["rows"])
+            )
             return pieces and own and (message["payload"] is not None or message["num_pieces"] == 1)
         case "RowsBack":
             belongs = message["step"] is not None or message["barrier"] is not None
@@ -107,11 +153,21 @@ def related(kind: str, message: Plain) -> bool:
             belongs = message["step"] is not None or message["barrier"] is not None
             return belongs and len(message["checksums"]) >= 8 and len(message["checksums"]) % 8 == 0
         case "Flush":
-            own = specs_fit(message["arrays"], message["arrays_bytes"]) and payload_fits(message["payload"], message["span"], [])
-            return pieces and own and message["barrier"] < 2**40 and (message["payload"] is not None or message["num_pieces"] == 1)
+            own = specs_fit(message["arrays"], message["arrays_bytes"]) and payload_fits(
+                message["payload"], message["span"], []
+            )
+            return (
+                pieces
+                and own
+                and message["barrier"] < 2**40
+                and (message["payload"] is not None or message["num_pieces"] == 1)
+            )
         case "Saved" | "Restore":
             span = message["span"]
-            own = 0 < span["nbytes"] == message["payload"]["nbytes"] and span["offset"] + span["nbytes"] <= message["nbytes"] <= 2**36
+            own = (
+                0 < span["nbytes"] == message["payload"]["nbytes"]
+                and span["offset"] + span["nbytes"] <= message["nbytes"] <= 2**36
+            )
             return pieces and own and payload_fits(message["payload"], span, [])
         case "Welcome":
             own = message["incarnation"] > 0 and message["depth"] > 0 and message["restore_bytes"] <= 2**36
@@ -130,7 +186,11 @@ def plan_fits(message: Plain) -> bool:
             return False
         if group["num_long"] > group["num_unique"] or group["num_pieces"] > group["num_lookups"]:
             return False
-        if counts != sorted(counts) or (group["num_evict"] and after is None) or (after is not None and after >= message["step"]):
+        if (
+            counts != sorted(counts)
+            or (group["num_evict"] and after is None)
+            or (after is not None and after >= message["step"])
+        ):
             return False
     return specs_fit(message["plan"]["arrays"], message["plan"]["arrays_bytes"])
 
@@ -138,7 +198,9 @@ def plan_fits(message: Plain) -> bool:
 def specs_fit(specs: list[Plain], nbytes: int) -> bool:
     width = {"f4": 4, "i4": 4, "i8": 8, "u1": 1}
     inside = all(
-        len(spec["shape"]) <= 2 and spec["offset"] % 64 == 0 and spec["offset"] + math.prod(spec["shape"]) * width[spec["dtype"]] <= nbytes
+        len(spec["shape"]) <= 2
+        and spec["offset"] % 64 == 0
+        and spec["offset"] + math.prod(spec["shape"]) * width[spec["dtype"]] <= nbytes
         for spec in specs
     )
     return inside and len({spec["name"] for spec in specs}) == len(specs)

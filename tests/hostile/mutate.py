@@ -10,13 +10,53 @@ import msgspec
 encode = msgspec.msgpack.encode
 decode: Callable[[bytes], Any] = msgspec.msgpack.decode
 
-NUMBERS = (0, -1, 1, 2**20, 2**31, 2**40, 2**62 - 1, 2**62, 2**63 - 1, -(2**63), 2**64 - 1, 0.0, 0.5, 1e308, math.nan, math.inf, -math.inf)
+NUMBERS = (
+    0,
+    -1,
+    1,
+    2**20,
+    2**31,
+    2**40,
+    2**62 - 1,
+    2**62,
+    2**63 - 1,
+    -(2**63),
+    2**64 - 1,
+    0.0,
+    0.5,
+    1e308,
+    math.nan,
+    math.inf,
+    -math.inf,
+)
 TEXTS = ("", "x", "x" * 5000, "\x1b[2J\x07", "é" * 40, "0.slots", b"", b"\0" * 63, b"\xff" * 64)
 NESTED: list[Any] = [[[[[[[[]]]]]]]]
-OTHERS: tuple[Any, ...] = (None, True, False, [], {}, NESTED, [0] * 5000, [None], {"type": "Bye"}, {"": 0}, [[0, 0, {"type": "Bye"}]])
+OTHERS: tuple[Any, ...] = (
+    None,
+    True,
+    False,
+    [],
+    {},
+    NESTED,
+    [0] * 5000,
+    [None],
+    {"type": "Bye"},
+    {"": 0},
+    [[0, 0, {"type": "Bye"}]],
+)
 HEADERS = tuple(  # that claim more than is there: arrays, maps, strings, bins, and extensions
     bytes.fromhex(head)
-    for head in ("dcffff", "ddffffffff", "deffff", "dfffffffff", "dbffffffff", "c6ffffffff", "c9ffffffff01", "d9ff", "c7ff01")
+    for head in (
+        "dcffff",
+        "ddffffffff",
+        "deffff",
+        "dfffffffff",
+        "dbffffffff",
+        "c6ffffffff",
+        "c9ffffffff01",
+        "d9ff",
+        "c7ff01",
+    )
 )
 SCALARS = (
     b"\xc0",
@@ -36,7 +76,16 @@ class Mutator:
         self._chance = chance
         self._frames = list(frames)
         self._in_bytes = (self._flip, self._cut, self._insert, self._splice, self._claim, self._nest)
-        self._in_values = (self._replace, self._replace, self._nudge, self._drop, self._add, self._repeat, self._renumber, self._swap)
+        self._in_values = (
+            self._replace,
+            self._replace,
+            self._nudge,
+            self._drop,
+            self._add,
+            self._repeat,
+            self._renumber,
+            self._swap,
+        )
 
     def mutated(self, frame: bytes) -> bytes:
         chance = self._chance
@@ -54,7 +103,11 @@ class Mutator:
 
     def _cut(self, frame: bytes) -> bytes:
         start = self._chance.randrange(len(frame))
-        return frame[:start] + frame[start + self._chance.randrange(1, 20) :] if self._chance.random() < 0.5 else frame[:start]
+        return (
+            frame[:start] + frame[start + self._chance.randrange(1, 20) :]
+            if self._chance.random() < 0.5
+            else frame[:start]
+        )
 
     def _insert(self, frame: bytes) -> bytes:
         at = self._chance.randrange(len(frame) + 1)
@@ -70,13 +123,19 @@ class Mutator:
 
     def _nest(self, frame: bytes) -> bytes:
         at = self._chance.randrange(len(frame))
-        return frame[:at] + self._chance.choice((b"\x91", b"\x81\xa4type")) * self._chance.choice((10, 600, 3000)) + frame[at:]
+        return (
+            frame[:at]
+            + self._chance.choice((b"\x91", b"\x81\xa4type")) * self._chance.choice((10, 600, 3000))
+            + frame[at:]
+        )
 
     # in the values
 
     def _replace(self, frame: bytes) -> bytes:
         chance = self._chance
-        return self._changed(frame, lambda holder, key: holder.__setitem__(key, chance.choice(chance.choice((NUMBERS, TEXTS, OTHERS)))))
+        return self._changed(
+            frame, lambda holder, key: holder.__setitem__(key, chance.choice(chance.choice((NUMBERS, TEXTS, OTHERS))))
+        )
 
     def _nudge(self, frame: bytes) -> bytes:
         """A number off by one, or by its own size."""
@@ -136,6 +195,9 @@ class Mutator:
             inside = holder[key]
             if not isinstance(inside, dict | list) or not inside or self._chance.random() < 0.1:
                 break
-            holder, key = inside, self._chance.choice(list(inside)) if isinstance(inside, dict) else self._chance.randrange(len(inside))
+            holder, key = (
+                inside,
+                self._chance.choice(list(inside)) if isinstance(inside, dict) else self._chance.randrange(len(inside)),
+            )
         change(holder, key)
         return encode(plain)

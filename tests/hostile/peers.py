@@ -12,17 +12,18 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from protocol.codec import decode
-from protocol.messages import AnyMessage, ArraySpec, RingRef
-from protocol.session import PREFETCHER, Role
-from protocol.tables import group_specs
-from protocol.transport.inproc import InprocLink, inproc_pair
-from protocol.transport.link import Link, Payload
+from rowcast.job.tables import group_specs
+from rowcast.protocol.codec import decode
+from rowcast.protocol.messages import AnyMessage, ArraySpec, RingRef
+from rowcast.protocol.session import PREFETCHER, Role
+from rowcast.protocol.transport.inproc import InprocLink, inproc_pair
+from rowcast.protocol.transport.link import Link, Payload
 from tests.driver import InProcessRun, Past, Settings
 from tests.workloads import Bags, slots_for, small_batches, small_job
 
 Bytes = npt.NDArray[np.uint8]
-Lie = Callable[[AnyMessage, Bytes], AnyMessage | None]  # (message, its payload, which may be changed) -> what goes, or None: not here
+# (message, its payload, which may be changed) -> what goes, or None: not here
+Lie = Callable[[AnyMessage, Bytes], AnyMessage | None]
 
 
 @dataclass(slots=True)
@@ -63,7 +64,9 @@ def with_checksum(message: AnyMessage, content: Bytes) -> AnyMessage:
     ref = getattr(message, "payload", None)
     if not isinstance(ref, RingRef):
         return message
-    return msgspec.structs.replace(message, payload=msgspec.structs.replace(ref, checksum=xxhash.xxh3_64_intdigest(content.data)))
+    return msgspec.structs.replace(
+        message, payload=msgspec.structs.replace(ref, checksum=xxhash.xxh3_64_intdigest(content.data))
+    )
 
 
 @dataclass(slots=True)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import msgspec
 from hypothesis import strategies as st
 
-from protocol.messages import (
+from rowcast.protocol.messages import (
     AnyMessage,
     ArraySpan,
     Bye,
@@ -24,7 +24,7 @@ from protocol.messages import (
     StepReady,
     StopRequest,
 )
-from protocol.session import PREFETCHER, TRAINER, Role
+from rowcast.protocol.session import PREFETCHER, TRAINER, Role
 from tests.protocol import samples
 
 Said = tuple[Role, AnyMessage]
@@ -104,7 +104,14 @@ class Talk:
 
     def plan(self, fetch: list[int], dirty: list[int], num_checksums: int) -> PlanHeader:
         groups = tuple(
-            GroupHeader(num_lookups=20, num_unique=10, num_fetch=rows, num_evict=out, num_dirty=out, fill_after=self.next_step - 1)
+            GroupHeader(
+                num_lookups=20,
+                num_unique=10,
+                num_fetch=rows,
+                num_evict=out,
+                num_dirty=out,
+                fill_after=self.next_step - 1,
+            )
             if self.next_step
             else GroupHeader(num_lookups=20, num_unique=10, num_fetch=rows, num_evict=0, num_dirty=0, fill_after=None)
             for rows, out in zip(fetch, dirty, strict=True)
@@ -139,7 +146,9 @@ class Talk:
         elif spans:
             for piece, own in enumerate(pieces):
                 last = piece == len(pieces) - 1
-                yield RowsBack(step=step, barrier=barrier, piece=piece, last=last, payload=samples.ref(4096), rows=tuple(own))
+                yield RowsBack(
+                    step=step, barrier=barrier, piece=piece, last=last, payload=samples.ref(4096), rows=tuple(own)
+                )
 
     def checksums(self, total: int, step: int | None, barrier: int | None) -> Iterator[RowChecksums]:
         cut = self.number(0, total)
@@ -150,10 +159,22 @@ class Talk:
     def one_barrier(self) -> None:
         after, dirty = self.last_step, [self.number(0, 3) for _ in range(GROUPS)]
         checkpoint, num_checksums = self.draw(st.booleans()), self.number(0, 3)
-        first = change(samples.flush(self.next_barrier, after, checkpoint, (2, 1)), num_dirty=tuple(dirty), num_checksums=num_checksums)
-        self.say(PREFETCHER, *self.flush_pieces(first if any(dirty) else samples.flush(self.next_barrier, after, checkpoint, (0, 0))))
+        first = change(
+            samples.flush(self.next_barrier, after, checkpoint, (2, 1)),
+            num_dirty=tuple(dirty),
+            num_checksums=num_checksums,
+        )
+        self.say(
+            PREFETCHER,
+            *self.flush_pieces(first if any(dirty) else samples.flush(self.next_barrier, after, checkpoint, (0, 0))),
+        )
         rows = list(self.rows_home(dirty, after, self.next_barrier))
-        self.say(TRAINER, *rows[:-1], *(self.checksums(num_checksums, after, self.next_barrier) if any(dirty) else ()), rows[-1])
+        self.say(
+            TRAINER,
+            *rows[:-1],
+            *(self.checksums(num_checksums, after, self.next_barrier) if any(dirty) else ()),
+            rows[-1],
+        )
         if checkpoint:
             barrier = self.next_barrier
             self.say(TRAINER, *self.dense_pieces(lambda **fields: Saved(barrier=barrier, **fields), 1000))
@@ -162,7 +183,10 @@ class Talk:
     def flush_pieces(self, flush: Flush) -> list[Flush]:
         if flush.payload is None or self.draw(st.booleans()):
             return [flush]
-        return [change(flush, piece=i, num_pieces=2, payload=samples.ref(64), span=ArraySpan(offset=64 * i, nbytes=64)) for i in range(2)]
+        return [
+            change(flush, piece=i, num_pieces=2, payload=samples.ref(64), span=ArraySpan(offset=64 * i, nbytes=64))
+            for i in range(2)
+        ]
 
     def dense_pieces(self, make: Callable[..., DensePiece], nbytes: int) -> list[DensePiece]:
         cut = self.number(0, nbytes - 1)
@@ -207,7 +231,9 @@ class Breach:
     sentence: str
 
 
-def field_breach(kinds: tuple[type[AnyMessage], ...], name: str, change_of: Callable[[int], object], sentence: str) -> Breach:
+def field_breach(
+    kinds: tuple[type[AnyMessage], ...], name: str, change_of: Callable[[int], object], sentence: str
+) -> Breach:
     def broken(message: AnyMessage) -> AnyMessage | None:
         value = getattr(message, name, None) if isinstance(message, kinds) else None
         return None if value in (None, ()) else change(message, **{name: change_of(value)})
@@ -241,7 +267,12 @@ BREACHES: tuple[Breach, ...] = (
     field_breach((RowChecksums,), "checksums", lambda n: bytes(8 * 100), "were asked for"),
     field_breach((RowChecksums,), "checksums", lambda n: b"1234567", "are not checksums of 8 bytes"),
     field_breach((RowsBack,), "rows", lambda n: (), "without|ended after|came home|announced"),
-    field_breach((StepReady, RowsBack, Flush, Saved, Restore), "payload", lambda n: None, "without a payload|is no message|brings nothing"),
+    field_breach(
+        (StepReady, RowsBack, Flush, Saved, Restore),
+        "payload",
+        lambda n: None,
+        "without a payload|is no message|brings nothing",
+    ),
     field_breach((StepDone,), "waited_s", lambda n: float("nan"), "waited_s = nan must be"),
     field_breach((Released,), "position", lambda n: -1, r"Released.position = -1 must be from 0 to 2\^62"),
     rows_breach("start", 1, "continue at"),

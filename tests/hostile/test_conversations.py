@@ -7,9 +7,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from protocol.errors import RemoteProtocolError
-from protocol.messages import AnyMessage, Envelope, RowsBack, StepReady, Welcome
-from protocol.session import PREFETCHER, ROLES, TABLE, TRAINER, Session, State, event_of
+from rowcast.protocol.messages import AnyMessage, Envelope, RowsBack, StepReady, Welcome
+from rowcast.protocol.session import PREFETCHER, ROLES, TABLE, TRAINER, Session, State, event_of
+from rowcast.runtime.errors import RemoteProtocolError
 from tests.counts import count
 from tests.hostile.ends import numbered, remembered
 from tests.hostile.talk import BREACHES, Said, conversations
@@ -50,7 +50,9 @@ def refuse(session: Session, frame: bytes, sentence: str) -> None:
 
 @times(NUM_BROKEN)
 @given(conversations(), st.data())
-def test_one_breach_is_refused_by_name_and_the_unbroken_conversation_goes_on(said: list[Said], data: st.DataObject) -> None:
+def test_one_breach_is_refused_by_name_and_the_unbroken_conversation_goes_on(
+    said: list[Said], data: st.DataObject
+) -> None:
     breach = data.draw(st.sampled_from(BREACHES), label="breach")
     places = [place for place, (_, message) in enumerate(said) if breach.change(message) is not None]
     if not places:
@@ -67,7 +69,9 @@ def test_one_breach_is_refused_by_name_and_the_unbroken_conversation_goes_on(sai
 
 @times(NUM_OUT_OF_TURN)
 @given(conversations(), st.data())
-def test_a_frame_out_of_turn_is_refused_by_name_and_the_unbroken_conversation_goes_on(said: list[Said], data: st.DataObject) -> None:
+def test_a_frame_out_of_turn_is_refused_by_name_and_the_unbroken_conversation_goes_on(
+    said: list[Said], data: st.DataObject
+) -> None:
     place = data.draw(st.integers(2, len(said) - 1), label="place")
     pair = make_pair()
     say(pair, *said[:place])
@@ -87,7 +91,11 @@ def refuse_out_of_turn(pair: Pair, from_prefetcher: bool, message: AnyMessage, d
     refuse(session, frame, f"incarnation {incarnation + 1}")
     sender = PREFETCHER if from_prefetcher else TRAINER
     forbidden = [own for own in samples.every_message() if event_of(own) not in TABLE[session.state, sender]]
-    refuse(session, numbered(session, data.draw(st.sampled_from(forbidden), label="forbidden")), f"the {sender} may not send")
+    refuse(
+        session,
+        numbered(session, data.draw(st.sampled_from(forbidden), label="forbidden")),
+        f"the {sender} may not send",
+    )
 
 
 @pytest.mark.parametrize("depth", [1, 64])
@@ -100,7 +108,9 @@ def test_a_trainer_that_is_sent_steps_without_end_remembers_no_more_than_depth_a
     size = len(remembered(session))
     assert size <= WORDS + WORDS_A_STEP * (depth + 1)
     for step in range(depth + 2, depth + 22):
-        refuse(session, numbered(session, samples.step_ready(step)), f"before step 1 was done, at depth {depth}|instead of")
+        refuse(
+            session, numbered(session, samples.step_ready(step)), f"before step 1 was done, at depth {depth}|instead of"
+        )
     assert len(remembered(session)) == size
 
 

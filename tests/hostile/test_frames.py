@@ -12,11 +12,11 @@ from types import FrameType
 import msgspec
 import pytest
 
-from protocol.codec import MAX_FRAME_BYTES
-from protocol.codec import decode as decode_frame
-from protocol.errors import MAX_PEER_SENTENCE, DataError, Mismatch, RemoteProtocolError, peer_failure
-from protocol.messages import Envelope
-from protocol.session import ROLES, Session, State
+from rowcast.protocol.codec import MAX_FRAME_BYTES
+from rowcast.protocol.codec import decode as decode_frame
+from rowcast.protocol.messages import Envelope
+from rowcast.protocol.session import ROLES, Session, State
+from rowcast.runtime.errors import MAX_PEER_SENTENCE, DataError, Mismatch, RemoteProtocolError, peer_failure
 from tests.counts import count
 from tests.hostile.ends import End, every_end, remembered
 from tests.hostile.limits import within_limits
@@ -67,7 +67,9 @@ class Listener:
         except (RemoteProtocolError, Mismatch):
             self.outcomes["refused frames" if envelope is None else "refused messages"] += 1
             if envelope is not None or place % LOOK_EVERY == 0:
-                assert remembered(session) == end.remembered, f"a session of the {end.role} in '{end.session.state}' changed: {frame!r}"
+                assert remembered(session) == end.remembered, (
+                    f"a session of the {end.role} in '{end.session.state}' changed: {frame!r}"
+                )
         else:
             assert envelope is not None, "what the decoder refuses, a session takes"
             assert message == envelope.message
@@ -114,7 +116,9 @@ def test_the_memory_of_one_frame_is_bounded_by_its_length() -> None:
         for _ in range(3000):
             frame = mutator.mutated(chance.choice(FRAMES))
             grown = peak_bytes(Session("prefetcher", 3), frame)
-            assert grown < FRAME_GROWTH_BYTES + GROWTH_A_BYTE * len(frame), f"{grown} bytes for a frame of {len(frame)}: {frame[:100]!r}"
+            assert grown < FRAME_GROWTH_BYTES + GROWTH_A_BYTE * len(frame), (
+                f"{grown} bytes for a frame of {len(frame)}: {frame[:100]!r}"
+            )
     finally:
         tracemalloc.stop()
 
@@ -142,7 +146,15 @@ def hang_guard() -> Iterator[None]:
 
 
 SPEC = {"name": "a", "dtype": "u1", "shape": [2**61] * 400_000, "offset": 0}
-PLAN = {"kind": "train", "train_step": 0, "epoch": 0, "batch_size": 1, "groups": [], "arrays": [SPEC], "arrays_bytes": 1}
+PLAN = {
+    "kind": "train",
+    "train_step": 0,
+    "epoch": 0,
+    "batch_size": 1,
+    "groups": [],
+    "arrays": [SPEC],
+    "arrays_bytes": 1,
+}
 READY = {"type": "StepReady", "step": 0, "piece": 0, "num_pieces": 1, "payload": None, "arrays": None, "rows": []}
 ROW = {"group": 0, "start": 0, "count": 1, "offset": 0}
 HUGE: dict[str, bytes] = {

@@ -13,11 +13,9 @@ import torch
 import xxhash
 from safetensors.torch import load, save
 
-from prefetcher.checkpoints.folder import Checkpoints
-from protocol.codec import encode
-from protocol.disk import RealDisk
-from protocol.errors import RemoteProtocolError, RowcastError
-from protocol.messages import (
+from rowcast.prefetcher.checkpoints.folder import Checkpoints
+from rowcast.protocol.codec import encode
+from rowcast.protocol.messages import (
     AnyMessage,
     ArraySpec,
     Envelope,
@@ -31,8 +29,10 @@ from protocol.messages import (
     StepDone,
     StepReady,
 )
-from protocol.session import PREFETCHER, ROLES, TRAINER, Role
-from protocol.telemetry.logs import get_logger
+from rowcast.protocol.session import PREFETCHER, ROLES, TRAINER, Role
+from rowcast.runtime.disk import RealDisk
+from rowcast.runtime.errors import RemoteProtocolError, RowcastError
+from rowcast.runtime.telemetry.logs import get_logger
 from tests.counts import count
 from tests.driver import Past, StuckError
 from tests.hostile.mutate import Mutator
@@ -44,7 +44,9 @@ NUM_MUTATED_RUNS = count(30, 600)
 change = msgspec.structs.replace
 
 
-def in_array(name: str, write: Callable[["np.ndarray[tuple[int], np.dtype[np.int32]]"], None], kind: type = StepReady) -> Lie:
+def in_array(
+    name: str, write: Callable[["np.ndarray[tuple[int], np.dtype[np.int32]]"], None], kind: type = StepReady
+) -> Lie:
     def lie(message: AnyMessage, content: Bytes) -> AnyMessage | None:
         own = array_of(message, content, name) if isinstance(message, kind) else None
         if own is None or len(own) < 2:
@@ -68,20 +70,30 @@ def field_of(kind: type[AnyMessage], changed: Callable[[AnyMessage], AnyMessage 
 
 
 def in_plan(changed: Callable[[PlanHeader], PlanHeader]) -> Lie:
-    return field_of(StepReady, lambda m: change(m, plan=changed(m.plan)) if isinstance(m, StepReady) and m.plan else None)
+    return field_of(
+        StepReady, lambda m: change(m, plan=changed(m.plan)) if isinstance(m, StepReady) and m.plan else None
+    )
 
 
 def in_group(**changes: Callable[[Any], Any]) -> Lie:
     def changed(plan: PlanHeader) -> PlanHeader:
         first = plan.groups[0]
-        return change(plan, groups=(change(first, **{name: of(getattr(first, name)) for name, of in changes.items()}), *plan.groups[1:]))
+        return change(
+            plan,
+            groups=(
+                change(first, **{name: of(getattr(first, name)) for name, of in changes.items()}),
+                *plan.groups[1:],
+            ),
+        )
 
     return in_plan(changed)
 
 
 def in_spec(array: str, **changes: object) -> Lie:
     def changed(plan: PlanHeader) -> PlanHeader:
-        return change(plan, arrays=tuple(change(spec, **changes) if spec.name == array else spec for spec in plan.arrays))
+        return change(
+            plan, arrays=tuple(change(spec, **changes) if spec.name == array else spec for spec in plan.arrays)
+        )
 
     return in_plan(changed)
 
@@ -120,7 +132,10 @@ PREFETCHER_LIES: dict[str, tuple[Lie, str]] = {
     "a bag outside": (in_array("0.bag_order", at(5, 10**6)), "0.bag_order holds 1000000"),
     "a negative bag": (in_array("0.bag_order", at(5, -(2**31))), "0.bag_order holds -2147483648"),
     "segments that fall": (in_array("0.segment_offsets", at(1, 10**6)), "0.segment_offsets falls"),
-    "segments that end outside": (in_array("0.segment_offsets", at(-1, 10**6)), "0.segment_offsets goes from 0 to 1000000 instead of"),
+    "segments that end outside": (
+        in_array("0.segment_offsets", at(-1, 10**6)),
+        "0.segment_offsets goes from 0 to 1000000 instead of",
+    ),
     "segments that begin inside": (in_array("1.segment_offsets", at(0, 1)), "1.segment_offsets goes from 1"),
     "a long row too many": (in_group(num_long=lambda n: n + 1), "array 0.long_rows should be"),
     "a piece too many": (in_group(num_pieces=lambda n: n + 1), "array 0.piece_rows should be"),
@@ -131,13 +146,19 @@ PREFETCHER_LIES: dict[str, tuple[Lie, str]] = {
     "arrays of another shape": (in_spec("labels", shape=(1,)), "array labels should be f4 .64,. at byte"),
     "arrays over each other": (in_spec("labels", offset=0), "array labels should be"),
     "arrays of another name": (in_spec("0.bag_order", name="0.bag"), "array 0.bag_order should be"),
-    "arrays too many": (in_plan(lambda plan: change(plan, arrays=(*plan.arrays, EXTRA))), "extra, u1 .. at byte 0, came"),
+    "arrays too many": (
+        in_plan(lambda plan: change(plan, arrays=(*plan.arrays, EXTRA))),
+        "extra, u1 .. at byte 0, came",
+    ),
     "arrays too few": (in_plan(lambda plan: change(plan, arrays=plan.arrays[:-1])), "and nothing came"),
     "weights without their order": (
         in_plan(lambda plan: change(plan, arrays=(*plan.arrays, change(EXTRA, name="0.weights")))),
         "array 0.lookup_order should be",
     ),
-    "a larger block": (in_plan(lambda plan: change(plan, arrays_bytes=2**50)), "rows came after .* of 1125899906842624 array bytes"),
+    "a larger block": (
+        in_plan(lambda plan: change(plan, arrays_bytes=2**50)),
+        "rows came after .* of 1125899906842624 array bytes",
+    ),
     "more look-ups": (in_group(num_lookups=lambda n: n + 1), "look-ups in .* bags of one"),
     "look-ups without end": (in_group(num_lookups=lambda n: 2**40), "has 1099511627776 look-ups"),
     "more rows than slots": (
@@ -148,13 +169,26 @@ PREFETCHER_LIES: dict[str, tuple[Lie, str]] = {
     "another batch size": (in_plan(lambda plan: change(plan, batch_size=63)), "look-ups in .* bags of one"),
     "no batch": (in_plan(lambda plan: change(plan, batch_size=0)), "has an empty batch"),
     "a batch without end": (in_plan(lambda plan: change(plan, batch_size=2**61)), "look-ups in|bags"),
-    "fewer groups": (in_plan(lambda plan: change(plan, groups=plan.groups[:1])), "has 1 groups instead of 2|rows of group 1 travel"),
+    "fewer groups": (
+        in_plan(lambda plan: change(plan, groups=plan.groups[:1])),
+        "has 1 groups instead of 2|rows of group 1 travel",
+    ),
     "more groups": (
-        in_plan(lambda plan: change(plan, groups=(*plan.groups, change(plan.groups[0], num_fetch=0, num_evict=0, num_dirty=0)))),
+        in_plan(
+            lambda plan: change(
+                plan, groups=(*plan.groups, change(plan.groups[0], num_fetch=0, num_evict=0, num_dirty=0))
+            )
+        ),
         "3 groups",
     ),
-    "another train step": (in_plan(lambda plan: change(plan, kind="train", train_step=plan.train_step + 5)), "is train step .* instead of"),
-    "checksums of nothing": (in_plan(lambda plan: change(plan, num_checksums=9)), "asks for 9 checksums and names 0 slots"),
+    "another train step": (
+        in_plan(lambda plan: change(plan, kind="train", train_step=plan.train_step + 5)),
+        "is train step .* instead of",
+    ),
+    "checksums of nothing": (
+        in_plan(lambda plan: change(plan, num_checksums=9)),
+        "asks for 9 checksums and names 0 slots",
+    ),
     "more dirty victims": (
         in_group(num_dirty=lambda n: n + 1, num_evict=lambda n: n + 1),
         "evict_slots should be i4|victims make room|rows are fetched|without a step",
@@ -175,10 +209,16 @@ PREFETCHER_LIES: dict[str, tuple[Lie, str]] = {
     "rows on top of each other": (lambda m, c: rows_on_top(m), "lie over those that end at"),
     "slots of a barrier outside": (in_array("0.slots", at(0, 10**7), Flush), "barrier 0: 0.slots holds 10000000"),
     "slots of a barrier twice": (in_array("0.slots", same, Flush), "barrier 0: 0.slots names a slot twice"),
-    "a barrier of more rows": (field_of(Flush, lambda m: change(m, num_dirty=(10**9, 0))), "brings .1000000000, 0. rows home from"),
+    "a barrier of more rows": (
+        field_of(Flush, lambda m: change(m, num_dirty=(10**9, 0))),
+        "brings .1000000000, 0. rows home from",
+    ),
     "a barrier of fewer groups": (field_of(Flush, lambda m: change(m, num_dirty=(1,))), "brings .1,. rows home from"),
     "a barrier of other arrays": (field_of(Flush, lambda m: change(m, arrays=(EXTRA,))), "array 0.slots should be"),
-    "a barrier that asks for more": (field_of(Flush, lambda m: change(m, num_checksums=4)), "asks for 4 checksums and names 0 slots"),
+    "a barrier that asks for more": (
+        field_of(Flush, lambda m: change(m, num_checksums=4)),
+        "asks for 4 checksums and names 0 slots",
+    ),
 }
 
 WEIGHTED_LIES: dict[str, tuple[Lie, str]] = {
@@ -191,20 +231,41 @@ WEIGHTED_LIES: dict[str, tuple[Lie, str]] = {
 SEQUENCE_LIES: dict[str, tuple[Lie, str]] = {
     "sequences that fall": (in_array("0.sequence_offsets", at(1, 10**6)), r"0.sequence_offsets\[0\] falls"),
     "sequences that begin inside": (in_array("1.sequence_offsets", at(0, 1)), r"1.sequence_offsets\[0\] goes from 1"),
-    "sequences that end outside": (in_array("0.sequence_offsets", at(-1, 10**6)), r"0.sequence_offsets\[1\] goes from 0 to 1000000"),
-    "sequences too few": (in_group(sequence_lookups=lambda own: own[:1]), "has 1 features of sequences in group 0 instead of 2"),
+    "sequences that end outside": (
+        in_array("0.sequence_offsets", at(-1, 10**6)),
+        r"0.sequence_offsets\[1\] goes from 0 to 1000000",
+    ),
+    "sequences too few": (
+        in_group(sequence_lookups=lambda own: own[:1]),
+        "has 1 features of sequences in group 0 instead of 2",
+    ),
     "no sequences": (in_group(sequence_lookups=lambda own: ()), "has 0 features of sequences in group 0 instead of 2"),
     "a longer sequence": (in_group(sequence_lookups=lambda own: (own[0] + 1, own[1])), "array 0.offsets should be"),
-    "a longer sequence and a shorter one": (in_group(sequence_lookups=lambda own: (own[0] + 1, own[1] - 1)), "s.0. goes from 0 to"),
-    "sequences without end": (in_group(sequence_lookups=lambda own: (2**40, 0)), "look-ups of sequences are among|look-ups in"),
+    "a longer sequence and a shorter one": (
+        in_group(sequence_lookups=lambda own: (own[0] + 1, own[1] - 1)),
+        "s.0. goes from 0 to",
+    ),
+    "sequences without end": (
+        in_group(sequence_lookups=lambda own: (2**40, 0)),
+        "look-ups of sequences are among|look-ups in",
+    ),
     "a bag outside": (in_array("0.bag_order", at(5, 10**6)), "0.bag_order holds 1000000"),
 }
 
 LONG_ROW_LIES: dict[str, tuple[Lie, str]] = {
-    "a long row outside": (in_array("0.long_rows", at(0, 10**6)), "0.long_rows are not what follows from segment_offsets"),
+    "a long row outside": (
+        in_array("0.long_rows", at(0, 10**6)),
+        "0.long_rows are not what follows from segment_offsets",
+    ),
     "a long row twice": (in_array("0.long_rows", same), "0.long_rows are not what follows from segment_offsets"),
-    "pieces that fall": (in_array("1.piece_offsets", at(1, -1)), "1.piece_offsets are not what follows from segment_offsets"),
-    "a piece of no row": (in_array("0.piece_rows", at(-1, 10**6)), "0.piece_rows are not what follows from segment_offsets"),
+    "pieces that fall": (
+        in_array("1.piece_offsets", at(1, -1)),
+        "1.piece_offsets are not what follows from segment_offsets",
+    ),
+    "a piece of no row": (
+        in_array("0.piece_rows", at(-1, 10**6)),
+        "0.piece_rows are not what follows from segment_offsets",
+    ),
     "segments of other pieces": (
         in_array("0.segment_offsets", lambda a: a.__setitem__(slice(1, -1), a[-1])),
         "0.(long_rows|piece_offsets|piece_rows) are not what follows|array 0.long_rows should be",
@@ -213,16 +274,28 @@ LONG_ROW_LIES: dict[str, tuple[Lie, str]] = {
 
 TRAINER_LIES: dict[str, tuple[Lie, str]] = {
     "rows of a group that is not there": (in_rows(RowsBack, 0, group=7), "rows of group 7 travel"),
-    "more rows": (in_rows(RowsBack, 0, count=10**6), "lie over what ends at 1000000|travels, but there are|behind their payload"),
+    "more rows": (
+        in_rows(RowsBack, 0, count=10**6),
+        "lie over what ends at 1000000|travels, but there are|behind their payload",
+    ),
     "rows further on": (in_rows(RowsBack, 0, start=1), "continue at 1 instead of 0"),
     "rows behind their payload": (in_rows(RowsBack, -1, offset=2**40), "behind their payload"),
-    "rows that reach behind their payload": (lambda m, c: rows_at_the_end(m), "came back out of order|behind their payload"),
-    "rows of no payload": (field_of(RowsBack, lambda m: change(m, payload=None)), "announced without a payload|of payload instead of"),
+    "rows that reach behind their payload": (
+        lambda m, c: rows_at_the_end(m),
+        "came back out of order|behind their payload",
+    ),
+    "rows of no payload": (
+        field_of(RowsBack, lambda m: change(m, payload=None)),
+        "announced without a payload|of payload instead of",
+    ),
     "rows of another step": (
         field_of(RowsBack, lambda m: change(m, step=m.step + 9) if isinstance(m, RowsBack) and m.step else None),
         "rows of step",
     ),
-    "rows of another barrier": (field_of(RowsBack, lambda m: change(m, barrier=9)), "RowsBack .barrier, last|rows of barrier 9"),
+    "rows of another barrier": (
+        field_of(RowsBack, lambda m: change(m, barrier=9)),
+        "RowsBack .barrier, last|rows of barrier 9",
+    ),
     "rows far outside the ring": (in_ref(RowsBack, moved(2**40)), "does not follow the one that ended at"),
     "a step done twice": (
         field_of(StepDone, lambda m: change(m, step=m.step - 1) if isinstance(m, StepDone) and m.step else None),
@@ -232,7 +305,10 @@ TRAINER_LIES: dict[str, tuple[Lie, str]] = {
         field_of(StepDone, lambda m: change(m, step=m.step + 1) if isinstance(m, StepDone) else None),
         "is reported done",
     ),
-    "space given back that is not held": (field_of(Released, lambda m: Released(position=2**40)), "Released names position"),
+    "space given back that is not held": (
+        field_of(Released, lambda m: Released(position=2**40)),
+        "Released names position",
+    ),
     "a dense side of another length": (
         field_of(Saved, lambda m: change(m, nbytes=m.nbytes + 1) if isinstance(m, Saved) else None),
         "array bytes",
@@ -256,7 +332,9 @@ def rows_at_the_end(message: AnyMessage) -> AnyMessage | None:
     return change(message, rows=(*message.rows[:-1], change(message.rows[-1], offset=offset)))
 
 
-def check_refused(role: Role, lie: Lie, sentence: str, *, bags: Bags = "single", past: Past | None = None, good: int = 2) -> None:
+def check_refused(
+    role: Role, lie: Lie, sentence: str, *, bags: Bags = "single", past: Past | None = None, good: int = 2
+) -> None:
     told = 0
     for seed in range(2):  # streams that run at once, and streams that a seed runs in any order
         hostile = HostileRun(role, lie, good if seed else 0)
@@ -284,8 +362,10 @@ def test_a_trainer_with_sequences_ends_with_a_sentence_when_its_prefetcher_sends
 
 
 @pytest.mark.parametrize("name", LONG_ROW_LIES)
-def test_a_trainer_with_long_rows_ends_with_a_sentence_when_its_prefetcher_sends(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("protocol.plan.PIECE_LOOKUPS", 2)
+def test_a_trainer_with_long_rows_ends_with_a_sentence_when_its_prefetcher_sends(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rowcast.protocol.plan.PIECE_LOOKUPS", 2)
     check_refused(PREFETCHER, *LONG_ROW_LIES[name])
 
 
@@ -318,7 +398,9 @@ DENSE_SIDES: dict[str, Callable[[bytes], bytes]] = {
     "a header without end": lambda content: (2**63).to_bytes(8, "little") + content[8:],
     "a header that is longer than the content": lambda content: len(content).to_bytes(8, "little") + content[8:],
     "a tensor outside": lambda content: header(x={"dtype": "F32", "shape": [2**40], "data_offsets": [0, 2**42]}),
-    "a shape that overflows": lambda content: header(x={"dtype": "F32", "shape": [2**62, 2**62], "data_offsets": [0, 0]}),
+    "a shape that overflows": lambda content: header(
+        x={"dtype": "F32", "shape": [2**62, 2**62], "data_offsets": [0, 0]}
+    ),
     "a type that is not known": lambda content: header(x={"dtype": "F4", "shape": [0], "data_offsets": [0, 0]}),
     "another type": lambda content: header(x={"dtype": "object", "shape": [0], "data_offsets": [0, 0]}),
     "weights of another shape": packed(model__out__weight=torch.zeros(3, 3)),
@@ -386,12 +468,16 @@ def test_mutated_frames_at_any_moment_end_a_run_with_a_sentence_or_do_it_no_harm
     endings = {"sentence": 0, "none": 0}
     for seed in range(NUM_MUTATED_RUNS):
         chance = Random(seed)
-        hostile = HostileRun(role, lambda message, content: message, good=chance.randrange(60), mutate=Mutator(chance, frames).mutated)
+        hostile = HostileRun(
+            role, lambda message, content: message, good=chance.randrange(60), mutate=Mutator(chance, frames).mutated
+        )
         try:
             hostile.run(seed=seed)
         except RowcastError:
             endings["sentence"] += 1
-        except StuckError:  # a message that was never said: in a real process the peer is given up after `stall_timeout`
+        except (
+            StuckError
+        ):  # a message that was never said: in a real process the peer is given up after `stall_timeout`
             endings["none"] += 1
         else:
             endings["none"] += 1

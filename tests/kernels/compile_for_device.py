@@ -15,8 +15,8 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
+from rowcast.trainer.kernels import GroupLookup, RowOptimizerKind, triton_ops
 from tests.kernels.samples import Layout, divisors_of, group_of, rule_of
-from trainer.kernels import GroupLookup, RowOptimizerKind, triton_ops
 
 CASES: tuple[tuple[int, torch.dtype, bool, RowOptimizerKind], ...] = (
     (128, torch.float32, False, "adagrad"),
@@ -67,7 +67,12 @@ def main(capability: int) -> None:
 
     def warm_up(self: Any, *arguments: Any, grid: Any, warmup: bool, **options: Any) -> None:
         kernel = run(self, *arguments, grid=grid, warmup=True, **options)
-        compiled[id(kernel)] = {"name": self.fn.__name__, "kind": options.get("KIND"), "dim": options["D"], "ptx": kernel.asm["ptx"]}
+        compiled[id(kernel)] = {
+            "name": self.fn.__name__,
+            "kind": options.get("KIND"),
+            "dim": options["D"],
+            "ptx": kernel.asm["ptx"],
+        }
 
     with patch.object(JITFunction, "run", warm_up):
         for case in CASES:

@@ -13,7 +13,11 @@ F32 = npt.NDArray[np.float32]
 
 
 def mend(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(InterpreterBuilder, "create_fma", lambda self, x, y, z: TensorHandle(fma(x.data, y.data, z.data), z.dtype.scalar))
+    patch.setattr(
+        InterpreterBuilder,
+        "create_fma",
+        lambda self, x, y, z: TensorHandle(fma(x.data, y.data, z.data), z.dtype.scalar),
+    )
     cut_off = InterpreterBuilder.cast_impl
 
     def cast(self: Any, source: Any, kind: Any) -> Any:

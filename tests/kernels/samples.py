@@ -11,12 +11,18 @@ import pytest
 import torch
 from torch import Tensor
 
-import protocol.plan
-from trainer.kernels import GroupLookup, RowOptimizerKind, Rows, Rule, torch_ops
-from trainer.kernels.self_check import fill_randomly
+import rowcast.protocol.plan
+from rowcast.trainer.kernels import GroupLookup, RowOptimizerKind, Rows, Rule, torch_ops
+from rowcast.trainer.kernels.self_check import fill_randomly
 
 KINDS: tuple[RowOptimizerKind, ...] = ("sgd", "adagrad", "rowwise_adagrad", "adam")
-PRECISIONS = ((torch.float32, False), (torch.float16, False), (torch.float16, True), (torch.bfloat16, False), (torch.bfloat16, True))
+PRECISIONS = (
+    (torch.float32, False),
+    (torch.float16, False),
+    (torch.float16, True),
+    (torch.bfloat16, False),
+    (torch.bfloat16, True),
+)
 Array = npt.NDArray[np.int64]
 
 
@@ -30,7 +36,7 @@ def group_of(ids: Array, counts: Array | None, weights: Tensor | None, slots: Te
     order = np.argsort(inverse, kind="stable")
     bags = np.arange(len(ids)) if counts is None else np.repeat(np.arange(len(counts)), counts)
     segment_offsets = np.concatenate([[0], np.cumsum(uses)]).astype(np.int32)
-    pieces = protocol.plan.cut_long_rows(segment_offsets)
+    pieces = rowcast.protocol.plan.cut_long_rows(segment_offsets)
     return GroupLookup(
         batch_size=len(ids) if counts is None else len(counts),
         slots=slots[ids],
@@ -46,7 +52,9 @@ def group_of(ids: Array, counts: Array | None, weights: Tensor | None, slots: Te
     )
 
 
-def random_group(seed: int, num_rows: int, num_bags: int, most: int, weighted: bool = False, spare: int = 3) -> GroupLookup:
+def random_group(
+    seed: int, num_rows: int, num_bags: int, most: int, weighted: bool = False, spare: int = 3
+) -> GroupLookup:
     """Bags of up to `most` look-ups, some of them empty, or where it is 0 of one each; half of all look-ups are of one row."""
     rng = np.random.default_rng(seed)
     counts = rng.integers(0, most, num_bags, endpoint=True) if most else None
@@ -99,14 +107,16 @@ class Layout:
 def random_gradients(num_rows: int, dim: int, seed: int = 1) -> Tensor:
     """Of very different sizes, with zeros."""
     generator = torch.Generator().manual_seed(seed)
-    grads = torch.randn(num_rows, dim, generator=generator) * 10 ** (torch.rand(num_rows, 1, generator=generator) * 6 - 5)
+    grads = torch.randn(num_rows, dim, generator=generator) * 10 ** (
+        torch.rand(num_rows, 1, generator=generator) * 6 - 5
+    )
     grads[torch.rand(num_rows, dim, generator=generator) < 0.1] = 0
     return grads
 
 
 def reduce_in_pieces(pooled_grad: Tensor, group: GroupLookup, divisors: Tensor | None) -> Tensor:
     """`torch_ops.reduce`, long rows piece by piece."""
-    most, ends = protocol.plan.PIECE_LOOKUPS, group.segment_offsets.tolist()
+    most, ends = rowcast.protocol.plan.PIECE_LOOKUPS, group.segment_offsets.tolist()
     starts = [list(range(first, end, most)) for first, end in pairwise(ends)]
     pieces = torch.tensor([*(start for of_row in starts for start in of_row), ends[-1]], dtype=torch.int32)
     rows = torch.tensor(np.cumsum([0, *map(len, starts)]), dtype=torch.int32)

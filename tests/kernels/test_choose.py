@@ -6,14 +6,14 @@ import sys
 import pytest
 import torch
 
+from rowcast.trainer import kernels
+from rowcast.trainer.kernels import torch_ops
+from rowcast.trainer.kernels.choose import choose_kernels
 from tests.trainer.full_capacity import make_job
-from trainer import kernels
-from trainer.kernels import torch_ops
-from trainer.kernels.choose import choose_kernels
 
 
 def test_a_cuda_device_gets_triton(monkeypatch: pytest.MonkeyPatch) -> None:
-    triton_ops = pytest.importorskip("trainer.kernels.triton_ops")
+    triton_ops = pytest.importorskip("rowcast.trainer.kernels.triton_ops")
     monkeypatch.setattr(triton_ops, "make_launcher", lambda: None)
     assert choose_kernels(torch.device("cuda", 0)) is triton_ops
 
@@ -22,7 +22,7 @@ def test_a_cuda_device_gets_triton(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_cuda_device_whose_launcher_cannot_be_made_gets_torch_and_a_warning(
     cause: Exception, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    triton_ops = pytest.importorskip("trainer.kernels.triton_ops")
+    triton_ops = pytest.importorskip("rowcast.trainer.kernels.triton_ops")
 
     def fail() -> None:
         raise cause
@@ -36,7 +36,7 @@ def test_a_cuda_device_whose_launcher_cannot_be_made_gets_torch_and_a_warning(
 def test_a_cuda_device_with_rows_too_wide_for_triton_gets_torch_and_a_warning(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    triton_ops = pytest.importorskip("trainer.kernels.triton_ops")
+    triton_ops = pytest.importorskip("rowcast.trainer.kernels.triton_ops")
     monkeypatch.setattr(triton_ops, "make_launcher", lambda: None)
     tables = [{"name": "wide", "num_embeddings": 9, "embedding_dim": 1025, "features": ["a"]}]
     job = make_job(tables, model={"bottom_mlp": [1025], "top_mlp": [1]})
@@ -45,7 +45,9 @@ def test_a_cuda_device_with_rows_too_wide_for_triton_gets_torch_and_a_warning(
     assert "rows of 1025 columns" in said.out + said.err
 
 
-def test_a_cuda_device_without_triton_gets_torch_and_a_warning(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_cuda_device_without_triton_gets_torch_and_a_warning(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setitem(sys.modules, "triton", None)
     for name in ("triton_ops", "triton_kernels", "triton_code"):
         monkeypatch.delitem(sys.modules, f"trainer.kernels.{name}", raising=False)

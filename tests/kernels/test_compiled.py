@@ -12,26 +12,37 @@ from structlog.testing import capture_logs
 from torch import Tensor
 
 from examples.plain_loop import run_plain_loop
-from protocol.tables import group_specs
-from tests.kernels.samples import KINDS, PRECISIONS, Layout, divisors_of, group_of, random_gradients, random_group, rule_of, trained
+from rowcast.job.tables import group_specs
+from rowcast.trainer.kernels import GroupLookup, Kernels, RowOptimizerKind, Rows, Rule, torch_ops
+from rowcast.trainer.kernels.choose import checked, choose_kernels
+from rowcast.trainer.kernels.compiled_ops import CompiledOps
+from rowcast.trainer.kernels.optim import warm_up_sqrt
+from rowcast.trainer.kernels.self_check import difference
+from rowcast.trainer.kernels.thread_pool import ThreadPool, cuts
+from tests.kernels.samples import (
+    KINDS,
+    PRECISIONS,
+    Layout,
+    divisors_of,
+    group_of,
+    random_gradients,
+    random_group,
+    rule_of,
+    trained,
+)
 from tests.trainer.full_capacity import bits, make_job, random_schedule, random_start, train
-from trainer.kernels import GroupLookup, Kernels, RowOptimizerKind, Rows, Rule, torch_ops
-from trainer.kernels.choose import checked, choose_kernels
-from trainer.kernels.compiled_ops import CompiledOps
-from trainer.kernels.self_check import difference
-from trainer.kernels.thread_pool import ThreadPool, cuts
-from trainer.optim import warm_up_sqrt
 
 DIMS = (1, 4, 5, 12, 16, 32, 33, 64, 100, 128)
 STEPS = 3
-SHAPES = ((0, False, False), (0, True, False), (3, False, False), (3, True, False), (3, False, True))  # most look-ups, weighted, mean
+# most look-ups, weighted, mean
+SHAPES = ((0, False, False), (0, True, False), (3, False, False), (3, True, False), (3, False, True))
 
 
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Work so small that tests have it is shared out, in several blocks."""
-    monkeypatch.setattr("trainer.kernels.thread_pool.MIN_FLOATS", 1)
-    monkeypatch.setattr("trainer.kernels.compiled_ops.BLOCK_FLOATS", 700)
+    monkeypatch.setattr("rowcast.trainer.kernels.thread_pool.MIN_FLOATS", 1)
+    monkeypatch.setattr("rowcast.trainer.kernels.compiled_ops.BLOCK_FLOATS", 700)
     warm_up_sqrt()
     before = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -48,7 +59,9 @@ def stepped_by(kernels: Kernels, rows: Rows, **step: Any) -> None:
     kernels.update(rows, **step)
 
 
-def assert_equal_steps(ours: Kernels, layout: Layout, group: GroupLookup, grads: Tensor, divisors: Tensor | None, rule: Rule) -> None:
+def assert_equal_steps(
+    ours: Kernels, layout: Layout, group: GroupLookup, grads: Tensor, divisors: Tensor | None, rule: Rule
+) -> None:
     """Look-ups, row gradients and records, over a few steps."""
     records = layout.records(33)
     for step in range(STEPS):
@@ -65,30 +78,40 @@ def assert_equal_steps(ours: Kernels, layout: Layout, group: GroupLookup, grads:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dim", DIMS)
 @pytest.mark.parametrize(("most", "weighted", "mean"), SHAPES)
-def test_steps_have_the_bits_of_torch(ours: Kernels, kind: RowOptimizerKind, dim: int, most: int, weighted: bool, mean: bool) -> None:
+def test_steps_have_the_bits_of_torch(
+    ours: Kernels, kind: RowOptimizerKind, dim: int, most: int, weighted: bool, mean: bool
+) -> None:
     group = random_group(dim, 30, 61, most, weighted)
     num_bags = len(group.slots) if group.offsets is None else len(group.offsets) - 1
     divisors = divisors_of(group) if mean else None
-    assert_equal_steps(ours, Layout(dim=dim, kind=kind), group, random_gradients(num_bags, dim), divisors, rule_of(kind))
+    assert_equal_steps(
+        ours, Layout(dim=dim, kind=kind), group, random_gradients(num_bags, dim), divisors, rule_of(kind)
+    )
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dim", range(4, 131, 3))
 def test_every_width_has_the_bits_of_torch(kind: RowOptimizerKind, dim: int) -> None:
     group = random_group(dim, 30, 40, 0)
-    assert_equal_steps(CompiledOps(1), Layout(dim=dim, kind=kind), group, random_gradients(40, dim), None, rule_of(kind))
+    assert_equal_steps(
+        CompiledOps(1), Layout(dim=dim, kind=kind), group, random_gradients(40, dim), None, rule_of(kind)
+    )
 
 
 @pytest.mark.parametrize(("dtype", "master"), PRECISIONS[1:])
 def test_rows_of_16_bits_are_trained_as_torch_trains_them(dtype: torch.dtype, master: bool) -> None:
     layout = Layout(dim=12, kind="adagrad", dtype=dtype, master=master)
-    assert_equal_steps(CompiledOps(2), layout, random_group(1, 30, 61, 3), random_gradients(61, 12), None, rule_of("adagrad"))
+    assert_equal_steps(
+        CompiledOps(2), layout, random_group(1, 30, 61, 3), random_gradients(61, 12), None, rule_of("adagrad")
+    )
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_clipped_rows_are_trained_as_torch_trains_them(kind: RowOptimizerKind) -> None:
     group = random_group(2, 30, 61, 3)
-    assert_equal_steps(CompiledOps(2), Layout(dim=12, kind=kind), group, random_gradients(61, 12), None, rule_of(kind, clip=0.01))
+    assert_equal_steps(
+        CompiledOps(2), Layout(dim=12, kind=kind), group, random_gradients(61, 12), None, rule_of(kind, clip=0.01)
+    )
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -99,7 +122,9 @@ def test_strange_gradients_make_what_torch_makes_of_them(ours: Kernels, kind: Ro
     grads[::5, ::2], grads[1::5] = strange, -0.0
     records = layout.records(33)
     step_of = partial(stepped_by, pooled_grad=grads, group=group, divisors=None, rule=rule_of(kind))
-    expected, found = (trained(layout, records, partial(step_of, using)).view(torch.float32) for using in (torch_ops, ours))
+    expected, found = (
+        trained(layout, records, partial(step_of, using)).view(torch.float32) for using in (torch_ops, ours)
+    )
     assert torch.equal(found.isnan(), expected.isnan()), "which bits a NaN has is up to the processor"
     assert torch.equal(bits(found.nan_to_num(9.0)), bits(expected.nan_to_num(9.0)))
 
@@ -186,7 +211,9 @@ class Wrong(CompiledOps):
         return pooled * (1 + 2**-23) if self._in_lookup else pooled
 
     def update(self, rows: Rows, pooled_grad: Tensor, group: GroupLookup, divisors: Tensor | None, rule: Rule) -> None:
-        super().update(rows, pooled_grad, group, divisors, rule if self._in_lookup else replace(rule, lr=rule.lr * (1 + 2**-22)))
+        super().update(
+            rows, pooled_grad, group, divisors, rule if self._in_lookup else replace(rule, lr=rule.lr * (1 + 2**-22))
+        )
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -198,7 +225,9 @@ def test_kernels_that_are_right_pass_the_check(kind: str) -> None:
     assert not [entry for entry in logs if entry["log_level"] == "warning"]
 
 
-@pytest.mark.parametrize(("in_lookup", "said"), [(True, "look-ups of single look-ups in"), (False, "updates by single look-ups in")])
+@pytest.mark.parametrize(
+    ("in_lookup", "said"), [(True, "look-ups of single look-ups in"), (False, "updates by single look-ups in")]
+)
 def test_kernels_with_other_bits_are_found_and_torch_serves(in_lookup: bool, said: str) -> None:
     with capture_logs() as logs:
         assert checked(Wrong(in_lookup=in_lookup), make_job(TABLES, "adagrad", MODEL)) is torch_ops

@@ -12,7 +12,9 @@ import numpy as np
 import pytest
 import torch
 
-from protocol.plan import PIECE_LOOKUPS
+from rowcast.protocol.plan import PIECE_LOOKUPS
+from rowcast.trainer import kernels
+from rowcast.trainer.kernels import Kernels, RowOptimizerKind, blocks, torch_ops, triton_ops
 from tests.kernels.samples import (
     KINDS,
     PRECISIONS,
@@ -27,8 +29,6 @@ from tests.kernels.samples import (
     trained,
 )
 from tests.trainer.full_capacity import bits
-from trainer import kernels
-from trainer.kernels import Kernels, RowOptimizerKind, blocks, torch_ops, triton_ops
 
 DIMS = (4, 5, 12, 33, 100, 128)
 OURS: Kernels = triton_ops
@@ -37,7 +37,7 @@ OURS: Kernels = triton_ops
 @pytest.fixture(autouse=True)
 def short_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that few look-ups make a long row."""
-    monkeypatch.setattr("protocol.plan.PIECE_LOOKUPS", 5)
+    monkeypatch.setattr("rowcast.protocol.plan.PIECE_LOOKUPS", 5)
 
 
 @pytest.mark.parametrize("dim", DIMS)
@@ -106,17 +106,21 @@ def test_an_update_has_the_bits_of_its_two_halves(kind: RowOptimizerKind, dtype:
 def test_rows_of_1024_columns_are_looked_up_and_updated(kind: RowOptimizerKind) -> None:
     group, layout = random_group(1, 4, 9, 2), Layout(dim=1024, kind=kind)
     records, grads = layout.records(7), random_gradients(9, 1024)
-    assert torch.equal(OURS.lookup(layout.rows(records), group, None), torch_ops.lookup(layout.rows(records), group, None))
+    assert torch.equal(
+        OURS.lookup(layout.rows(records), group, None), torch_ops.lookup(layout.rows(records), group, None)
+    )
     ours = trained(layout, records, lambda rows: OURS.update(rows, grads, group, None, rule_of(kind)))
     with as_on_a_device():
         row_grads = reduce_in_pieces(grads, group, None)
-        theirs = trained(layout, records, lambda rows: torch_ops.apply(rows, group.unique_slots, row_grads, rule_of(kind)))
+        theirs = trained(
+            layout, records, lambda rows: torch_ops.apply(rows, group.unique_slots, row_grads, rule_of(kind))
+        )
     assert torch.equal(ours, theirs)
 
 
 @pytest.mark.parametrize("num_lookups", [128, 129, 256, 400])
 def test_one_row_that_every_lookup_uses_is_summed_in_pieces(num_lookups: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("protocol.plan.PIECE_LOOKUPS", PIECE_LOOKUPS)
+    monkeypatch.setattr("rowcast.protocol.plan.PIECE_LOOKUPS", PIECE_LOOKUPS)
     group, layout = random_group(1, 1, num_lookups, 0), Layout(dim=8, kind="adagrad")
     assert len(group.piece_rows) == (0 if num_lookups == 128 else -(-num_lookups // 128))
     records, grads = layout.records(4), random_gradients(num_lookups, 8)
@@ -134,12 +138,18 @@ def test_one_row_that_every_lookup_uses_is_summed_in_pieces(num_lookups: int, mo
 def test_padding_and_other_slots_are_never_written(kind: RowOptimizerKind) -> None:
     group, layout = random_group(2, 6, 21, 3), Layout(dim=5, kind=kind, dtype=torch.float16, master=True)
     records = layout.records(30)
-    after = trained(layout, records, lambda rows: OURS.update(rows, random_gradients(21, 5), group, None, rule_of(kind)))
+    after = trained(
+        layout, records, lambda rows: OURS.update(rows, random_gradients(21, 5), group, None, rule_of(kind))
+    )
     may_change = torch.zeros_like(records)
     rows = layout.rows(may_change)
     slots = group.unique_slots.long()
     assert rows.master is not None
-    for part in (rows.weight.view(torch.int16), rows.master.view(torch.int32), *(state.view(torch.int32) for state in rows.states)):
+    for part in (
+        rows.weight.view(torch.int16),
+        rows.master.view(torch.int32),
+        *(state.view(torch.int32) for state in rows.states),
+    ):
         part[slots] = -1
     fixed = ~may_change.view(torch.int32)
     assert torch.equal(after & fixed, records.view(torch.int32) & fixed)
@@ -154,10 +164,19 @@ def test_no_entry_of_the_block_table_changes_a_bit(monkeypatch: pytest.MonkeyPat
         monkeypatch.setitem(blocks.TABLE, 16, ((rows, 4), (rows, 1), (update, 1)))
         for name in ("UNROLL_LOOKUP", "UNROLL_UPDATE", "UNROLL_JOIN"):
             monkeypatch.setattr(blocks, name, unroll)
-        for cached in (blocks.blocks_for, triton_ops.lookup_options, triton_ops.reduce_options, triton_ops.train_options):
+        for cached in (
+            blocks.blocks_for,
+            triton_ops.lookup_options,
+            triton_ops.reduce_options,
+            triton_ops.train_options,
+        ):
             cached.cache_clear()
-        after = trained(layout, records, lambda rows: OURS.update(rows, grads, group, None, rule_of("rowwise_adagrad", 0.3)))
-        found.append((after, OURS.lookup(layout.rows(records), group, divisors_of(group)), OURS.reduce(grads, group, None)))
+        after = trained(
+            layout, records, lambda rows: OURS.update(rows, grads, group, None, rule_of("rowwise_adagrad", 0.3))
+        )
+        found.append(
+            (after, OURS.lookup(layout.rows(records), group, divisors_of(group)), OURS.reduce(grads, group, None))
+        )
     for cached in (blocks.blocks_for, triton_ops.lookup_options, triton_ops.reduce_options, triton_ops.train_options):
         cached.cache_clear()
     for after, pooled, row_grads in found[1:]:
@@ -178,7 +197,10 @@ def test_nothing_is_launched_for_nothing(monkeypatch: pytest.MonkeyPatch) -> Non
     rows, rule = layout.rows(records), rule_of("adam")
     no_lookups, no_bags = random_group(1, 3, 7, 0), random_group(1, 3, 0, 0)
     empty_bags = kernels.GroupLookup(
-        **{name: getattr(no_bags, name) for name in ("batch_size", "slots", "unique_slots", "segment_offsets", "bag_order")},
+        **{
+            name: getattr(no_bags, name)
+            for name in ("batch_size", "slots", "unique_slots", "segment_offsets", "bag_order")
+        },
         **{name: getattr(no_bags, name) for name in ("long_rows", "piece_offsets", "piece_rows")},
         offsets=torch.zeros(8, dtype=torch.int32),
     )
@@ -208,7 +230,11 @@ def test_slots_may_lie_beyond_2_to_the_31_elements() -> None:
         records[slots.long()] = same
         assert rows.weight.stride(0) * int(slots.max()) > 2**31
         group = group_of(np.array([0, 1, 1, 2, 0]), None, None, slots)
-        small = replace(group, slots=torch.tensor([0, 1, 1, 2, 0], dtype=torch.int32), unique_slots=torch.arange(3, dtype=torch.int32))
+        small = replace(
+            group,
+            slots=torch.tensor([0, 1, 1, 2, 0], dtype=torch.int32),
+            unique_slots=torch.arange(3, dtype=torch.int32),
+        )
         grads = random_gradients(5, 128)
         assert torch.equal(OURS.lookup(rows, group, None), OURS.lookup(layout.rows(same), small, None))
         OURS.update(rows, grads, group, None, rule_of("adagrad"))
@@ -220,7 +246,9 @@ def test_slots_may_lie_beyond_2_to_the_31_elements() -> None:
 def promised(num_floats: int) -> Iterator[torch.Tensor]:
     """f32 [num_floats / 256, 256] zeros without memory behind them; skips where the machine promises none."""
     try:
-        memory = mmap.mmap(-1, 4 * num_floats, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0))
+        memory = mmap.mmap(
+            -1, 4 * num_floats, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
+        )
     except OSError as error:
         pytest.skip(f"no room for {4 * num_floats} bytes of addresses: {error}")
     records = torch.frombuffer(memory, dtype=torch.float32).view(-1, 256)

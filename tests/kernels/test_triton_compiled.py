@@ -14,7 +14,8 @@ import pytest
 from tests.counts import count
 
 ROOT = Path(__file__).parent.parent.parent
-NEVER = (r"\.ftz", r"div\.full", r"\.approx", r"\batom\.", r"\bred\.")  # small numbers taken for zero, divisions and roots that are near
+# small numbers taken for zero, divisions and roots that are near
+NEVER = (r"\.ftz", r"div\.full", r"\.approx", r"\batom\.", r"\bred\.")
 
 
 @pytest.fixture(scope="module", params=[90, 80][: count(1, 2)])
@@ -30,7 +31,8 @@ def compiled(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 def test_each_kernel_is_compiled_once_for_all_sizes_rates_and_steps(compiled: list[dict[str, Any]]) -> None:
     counts = Counter((kernel["name"], kernel["dim"], kernel["kind"]) for kernel in compiled)
     assert len(counts) == 2 * (1 + 2 + 2 + 1)  # look-up; segments and join, to reduce and to train; apply
-    variants = {"lookup_kernel": 2, "segments_kernel": 2, "join_kernel": 1, "apply_kernel": 1}  # bags of one, and others
+    # bags of one, and others
+    variants = {"lookup_kernel": 2, "segments_kernel": 2, "join_kernel": 1, "apply_kernel": 1}
     assert {name: max(count for key, count in counts.items() if key[0] == name) for name in variants} == variants
 
 

@@ -4,9 +4,9 @@ import math
 
 import numpy as np
 
-import protocol.plan
-from protocol.batch import ScheduledBatch
-from protocol.plan import BarrierPlan, GroupPlan, Pieces, RowMove, StepPlan
+import rowcast.protocol.plan
+from rowcast.protocol.batch import ScheduledBatch
+from rowcast.protocol.plan import BarrierPlan, GroupPlan, Pieces, RowMove, StepPlan
 from tests.planner.traces import Entry, Run, distinct_keys, i32, i64, lookups_of, plan_bags
 
 
@@ -87,7 +87,7 @@ class GroupOracle:
 
 def pieces_of(counts: list[int]) -> Pieces:
     """Of rows with so many look-ups each, piece by piece."""
-    most = protocol.plan.PIECE_LOOKUPS
+    most = rowcast.protocol.plan.PIECE_LOOKUPS
     long_rows = [row for row, count in enumerate(counts) if count > most]
     num_pieces = [len(range(0, counts[row], most)) for row in long_rows]
     return Pieces(
@@ -108,7 +108,9 @@ def oracle_entries(run: Run) -> list[Entry]:
         plans = tuple(group.plan(scheduled) for group in groups)
         fetched = {(g, key) for g, plan in enumerate(plans) for key in plan.fetch.keys.tolist()}
         recent = [e for e in range(step - run.depth, step) if written_back.get(e, set()) & fetched]
-        written_back[step] = {(g, key) for g, plan in enumerate(plans) for key in plan.evict.keys[: plan.num_dirty].tolist()}
+        written_back[step] = {
+            (g, key) for g, plan in enumerate(plans) for key in plan.evict.keys[: plan.num_dirty].tolist()
+        }
         entries.append(
             StepPlan(
                 step=step,
@@ -121,7 +123,9 @@ def oracle_entries(run: Run) -> list[Entry]:
         )
         if step in run.barriers:
             dirty = tuple(group.clean() for group in groups)
-            entries.append(BarrierPlan(barrier=num_barriers, after_step=step, dirty=dirty, reason="checkpoint", finished=False))
+            entries.append(
+                BarrierPlan(barrier=num_barriers, after_step=step, dirty=dirty, reason="checkpoint", finished=False)
+            )
             written_back.clear()
             num_barriers += 1
     return entries

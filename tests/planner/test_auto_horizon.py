@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 
-from prefetcher.planner.auto_horizon import WHILE_FILLING, AutoHorizon
-from prefetcher.planner.planner import RowPlanner
-from protocol.batch import ScheduledBatch
-from protocol.plan import StepPlan
+from rowcast.prefetcher.planner.auto_horizon import WHILE_FILLING, AutoHorizon
+from rowcast.prefetcher.planner.planner import RowPlanner
+from rowcast.protocol.batch import ScheduledBatch
+from rowcast.protocol.plan import StepPlan
 from tests.planner.traces import assert_same, feed, one_group, random_batch, schedule
 
 GROUPS = one_group(3000, 40, 6000)
@@ -15,10 +15,14 @@ AMPLE_BYTES = 2**30
 
 def skewed_trace(num_steps: int = 150) -> list[ScheduledBatch]:
     rng = np.random.default_rng(9)
-    return schedule([random_batch(rng, GROUPS, 60, jagged=False, weighted=False) for _ in range(num_steps)], ["train"] * num_steps)
+    return schedule(
+        [random_batch(rng, GROUPS, 60, jagged=False, weighted=False) for _ in range(num_steps)], ["train"] * num_steps
+    )
 
 
-def plans_of(trace: list[ScheduledBatch], slots: int, horizon: int | AutoHorizon, eager: bool = True) -> tuple[list[StepPlan], list[int]]:
+def plans_of(
+    trace: list[ScheduledBatch], slots: int, horizon: int | AutoHorizon, eager: bool = True
+) -> tuple[list[StepPlan], list[int]]:
     """Plans, and the horizon after each."""
     planner, left = RowPlanner(GROUPS, (slots,), 2, horizon), list(trace)
     plans, horizons = [], []
@@ -52,7 +56,9 @@ def test_it_stops_growing_where_more_would_change_nothing() -> None:
 def test_it_grows_while_slots_are_free_and_not_at_all_where_every_row_has_one() -> None:
     _, horizons = plans_of(skewed_trace(12), 2500, AutoHorizon(2, AMPLE_BYTES))
     assert horizons[:3] == [2 + WHILE_FILLING * (i + 1) for i in range(3)]
-    _, horizons = plans_of(skewed_trace(12), sum(table.num_embeddings for table in GROUPS[0].tables), AutoHorizon(2, AMPLE_BYTES))
+    _, horizons = plans_of(
+        skewed_trace(12), sum(table.num_embeddings for table in GROUPS[0].tables), AutoHorizon(2, AMPLE_BYTES)
+    )
     assert set(horizons) == {2}
 
 

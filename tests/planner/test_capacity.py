@@ -5,10 +5,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prefetcher.planner.capacity import MAX_SLOTS, Touched, divide_capacity, job_slots, measure
-from protocol.errors import ConfigError
-from protocol.tables import GroupSpec, group_specs
-from tests.planner.traces import distinct_keys, group, one_group, random_batch, schedule, single_hot_trace, table, two_groups
+from rowcast.job.tables import GroupSpec, group_specs
+from rowcast.prefetcher.planner.capacity import MAX_SLOTS, Touched, divide_capacity, job_slots, measure
+from rowcast.runtime.errors import ConfigError
+from tests.planner.traces import (
+    distinct_keys,
+    group,
+    one_group,
+    random_batch,
+    schedule,
+    single_hot_trace,
+    table,
+    two_groups,
+)
 from tests.workloads import small_batches, small_job
 
 
@@ -53,7 +62,10 @@ def test_one_group_takes_the_whole_capacity_up_to_its_rows() -> None:
 def test_the_rest_goes_by_distinct_bytes() -> None:
     groups = groups_of((10**6, 4), (10**6, 8))
     # least: 10 x 16 + 20 x 32 = 800 bytes; the rest goes 100 x 16 : 150 x 32 = 1 : 3
-    assert divide_capacity(groups, touched((10, 100), (20, 150)), capacity_bytes=800 + 6400) == (10 + 1600 // 16, 20 + 4800 // 32)
+    assert divide_capacity(groups, touched((10, 100), (20, 150)), capacity_bytes=800 + 6400) == (
+        10 + 1600 // 16,
+        20 + 4800 // 32,
+    )
 
 
 def test_what_a_full_group_cannot_use_goes_to_the_others() -> None:
@@ -88,7 +100,9 @@ def test_a_named_group_gets_exactly_its_share_and_the_others_divide_the_rest() -
 
 def test_a_named_group_never_gets_more_than_its_rows_and_the_others_get_what_it_leaves() -> None:
     groups = groups_of((50, 4), (10**6, 8))
-    assert divide_capacity(groups, touched((10, 50), (1, 1)), capacity_bytes=10**4, fixed_rows={groups[0].name: 10**9}) == (50, 287)
+    assert divide_capacity(
+        groups, touched((10, 50), (1, 1)), capacity_bytes=10**4, fixed_rows={groups[0].name: 10**9}
+    ) == (50, 287)
 
 
 def test_what_no_group_is_left_to_take_stays_unused() -> None:
@@ -99,7 +113,10 @@ def test_what_no_group_is_left_to_take_stays_unused() -> None:
 def test_a_share_below_the_groups_largest_batch_is_refused_with_both_numbers() -> None:
     groups = groups_of((100, 4), (100, 8))
     counts = touched((10, 100), (20, 100))
-    with pytest.raises(ConfigError, match=r'cache.groups.fp32_d8_sgd .* holds 19 rows.* touches 20; set "20 rows" \(640 bytes\) or more'):
+    with pytest.raises(
+        ConfigError,
+        match=r'cache.groups.fp32_d8_sgd .* holds 19 rows.* touches 20; set "20 rows" \(640 bytes\) or more',
+    ):
         divide_capacity(groups, counts, capacity_bytes=10**6, fixed_rows={"fp32_d8_sgd": 19})
     assert divide_capacity(groups, counts, capacity_bytes=800, fixed_rows={"fp32_d8_sgd": 20}) == (10, 20)
 
@@ -108,7 +125,8 @@ def test_shares_that_leave_too_little_for_the_other_groups_are_refused_with_the_
     groups = groups_of((100, 4), (100, 8), (100, 16))
     counts = touched((10, 100), (20, 100), (30, 100))
     with pytest.raises(
-        ConfigError, match=r"3039 bytes .* beside what cache.groups takes: .* 10 \+ 30 rows .* 2080 bytes; set 3040 or more"
+        ConfigError,
+        match=r"3039 bytes .* beside what cache.groups takes: .* 10 \+ 30 rows .* 2080 bytes; set 3040 or more",
     ):
         divide_capacity(groups, counts, capacity_bytes=3039, fixed_rows={"fp32_d8_sgd": 30})
     assert divide_capacity(groups, counts, capacity_bytes=3040, fixed_rows={"fp32_d8_sgd": 30}) == (10, 30, 30)
@@ -126,7 +144,10 @@ def test_a_jobs_slots_follow_its_capacity_and_the_shares_that_it_names() -> None
 
 
 BAD_SHARES: dict[str, tuple[dict[str, str], str]] = {
-    "unknown group": ({"fp32_d16_sgd": "1KiB"}, "cache.groups: fp32_d16_sgd is no group of this job; it has fp32_d5_sgd, fp32_d8_sgd"),
+    "unknown group": (
+        {"fp32_d16_sgd": "1KiB"},
+        "cache.groups: fp32_d16_sgd is no group of this job; it has fp32_d5_sgd, fp32_d8_sgd",
+    ),
     "no row": ({"fp32_d5_sgd": "31B"}, "cache.groups.fp32_d5_sgd = '31B' is less than one row of 32 bytes; give more"),
     "no rows": ({"fp32_d5_sgd": "0 rows"}, "cache.groups.fp32_d5_sgd = '0 rows' is less than one row"),
     "together": (
@@ -151,7 +172,9 @@ sizes = st.tuples(st.integers(1, 500), st.integers(1, 9), st.floats(0, 1), st.fl
 
 @settings(derandomize=True, deadline=None, max_examples=200)
 @given(st.lists(sizes, min_size=1, max_size=4), st.integers(0, 20000))
-def test_no_group_falls_short_none_overflows_and_nothing_usable_is_left(drawn: list[tuple[int, int, float, float]], rest: int) -> None:
+def test_no_group_falls_short_none_overflows_and_nothing_usable_is_left(
+    drawn: list[tuple[int, int, float, float]], rest: int
+) -> None:
     groups = groups_of(*((rows, dim) for rows, dim, _, _ in drawn))
     counts = touched(*((int(rows * a * b), int(rows * a)) for rows, _, a, b in drawn))
     least = sum(rows * spec.record_bytes for rows, spec in zip(counts.largest_batch_rows, groups, strict=True))

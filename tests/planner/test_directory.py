@@ -3,8 +3,18 @@
 import numpy as np
 import pytest
 
-from prefetcher.planner.directory import EMPTY, LOW, Directory, check_directory, exchange, forget, locate, new_directory, with_room
-from prefetcher.planner.horizon import Ring, new_ring, with_places, with_steps
+from rowcast.prefetcher.planner.directory import (
+    EMPTY,
+    LOW,
+    Directory,
+    check_directory,
+    exchange,
+    forget,
+    locate,
+    new_directory,
+    with_room,
+)
+from rowcast.prefetcher.planner.horizon import Ring, new_ring, with_places, with_steps
 
 
 def keys_in_one_cluster(num_cells: int, count: int) -> list[int]:

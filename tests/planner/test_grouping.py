@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prefetcher.planner.grouping import FEW_ROWS, Grouper, Grouping, Pool, bags_of, consecutive_runs, sort_pairs
-from protocol.batch import Batch
-from protocol.tables import KEY_SHIFT, GroupSpec
+from rowcast.job.tables import KEY_SHIFT, GroupSpec
+from rowcast.prefetcher.planner.grouping import FEW_ROWS, Grouper, Grouping, Pool, bags_of, consecutive_runs, sort_pairs
+from rowcast.protocol.batch import Batch
 from tests.planner.traces import (
     assert_same,
     group,
@@ -42,7 +42,9 @@ def assert_groups(grouping: Grouping, keys: list[int]) -> None:
     np.testing.assert_array_equal(slots, inverse)
 
 
-def arranged(grouping: Grouping, unique_slots: npt.NDArray[np.int32]) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
+def arranged(
+    grouping: Grouping, unique_slots: npt.NDArray[np.int32]
+) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
     return Grouper(one_group(1)[0], 1).arrange(grouping, unique_slots)
 
 
@@ -65,7 +67,9 @@ def test_grouping_equals_a_stable_argsort_for_few_and_for_very_many_rows(num_emb
 
 @pytest.mark.parametrize("num_lookups", [2**16 - 1, 2**16, 2**16 + 1])
 @pytest.mark.parametrize("num_embeddings", [FEW_ROWS, 2**20, 2**48])
-def test_tables_with_more_look_ups_than_two_bytes_count_are_grouped_the_same(num_lookups: int, num_embeddings: int) -> None:
+def test_tables_with_more_look_ups_than_two_bytes_count_are_grouped_the_same(
+    num_lookups: int, num_embeddings: int
+) -> None:
     ids = np.random.default_rng(0).integers(0, num_embeddings, num_lookups)
     batch = Batch(dense=np.zeros((num_lookups, 1), np.float32), labels=np.zeros(num_lookups, np.float32), ids=ids)
     grouping, keys = grouping_of(one_group(num_embeddings)[0], batch, 1)
@@ -133,7 +137,10 @@ def test_look_ups_that_stay_apart_are_bags_of_their_own() -> None:
     first, second = (grouping_of(spec, batch, 5)[0] for spec in groups)
     assert first.sequence_offsets is not None
     assert second.sequence_offsets is not None
-    assert (first.sequence_offsets.tolist(), second.sequence_offsets.tolist()) == ([[0, 2, 2], [0, 1, 2]], [[0, 0, 1], [0, 2, 2]])
+    assert (first.sequence_offsets.tolist(), second.sequence_offsets.tolist()) == (
+        [[0, 2, 2], [0, 1, 2]],
+        [[0, 0, 1], [0, 2, 2]],
+    )
     assert first.offsets is not None
     assert first.offsets.tolist() == [0, 1, 2, 3, 4, 4, 5], "a0 a0 | b0 b1 | d of both samples"
     assert second.offsets is None, "every bag holds one look-up"
@@ -145,7 +152,9 @@ def test_look_ups_that_stay_apart_are_bags_of_their_own() -> None:
 
 
 def test_a_table_with_two_features_groups_their_look_ups_together() -> None:
-    batch = Batch(dense=np.zeros((2, 1), np.float32), labels=np.zeros(2, np.float32), ids=i64([6, 1, 1, 6, 4, 4, 10, 0, 3, 3]))
+    batch = Batch(
+        dense=np.zeros((2, 1), np.float32), labels=np.zeros(2, np.float32), ids=i64([6, 1, 1, 6, 4, 4, 10, 0, 3, 3])
+    )
     grouping, keys = grouping_of(two_groups()[0], batch, 5)
     assert grouping.keys.tolist() == [1, 6, 2 << KEY_SHIFT, 2 << KEY_SHIFT | 10]
     assert grouping.order.tolist() == [1, 2, 0, 3, 1, 0]

@@ -5,13 +5,23 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from prefetcher.planner.horizon import NONE
-from prefetcher.planner.planner import PlanCounters, RowPlanner
-from protocol.batch import Batch
-from protocol.errors import ConfigError
-from protocol.plan import StepPlan
-from protocol.tables import GroupSpec
-from tests.planner.traces import Run, distinct_keys, i64, one_group, random_batch, random_run, schedule, single_hot_trace, two_groups
+from rowcast.job.tables import GroupSpec
+from rowcast.prefetcher.planner.horizon import NONE
+from rowcast.prefetcher.planner.planner import PlanCounters, RowPlanner
+from rowcast.protocol.batch import Batch
+from rowcast.protocol.plan import StepPlan
+from rowcast.runtime.errors import ConfigError
+from tests.planner.traces import (
+    Run,
+    distinct_keys,
+    i64,
+    one_group,
+    random_batch,
+    random_run,
+    schedule,
+    single_hot_trace,
+    two_groups,
+)
 
 
 def planner_over(ids: list[list[int]], num_slots: int, horizon: int = 0, depth: int = 1) -> RowPlanner:
@@ -84,7 +94,9 @@ def test_a_batch_with_more_rows_than_slots_is_refused_with_numbers_and_changes_n
     planner.plan()
     before = state_of(planner)
     for _ in range(2):
-        with pytest.raises(ConfigError, match=r"step 1 touches 3 distinct rows of group fp32_d4_sgd, more than its 2 slots") as refusal:
+        with pytest.raises(
+            ConfigError, match=r"step 1 touches 3 distinct rows of group fp32_d4_sgd, more than its 2 slots"
+        ) as refusal:
             planner.plan()
     assert "3 rows (48 bytes)" in str(refusal.value)
     assert state_of(planner) == before
@@ -102,7 +114,9 @@ def test_a_refusal_by_the_second_group_leaves_the_first_unchanged() -> None:
     with pytest.raises(ConfigError, match=rf"step 0 touches {needed[1]} distinct rows of group fp32_d8_sgd") as refusal:
         planner.plan()
     total = needed[0] * 16 + (needed[1] - 1) * 32
-    assert f"raise cache.capacity from {total} to about {-(-total * needed[1] // (needed[1] - 1))} bytes" in str(refusal.value)
+    assert f"raise cache.capacity from {total} to about {-(-total * needed[1] // (needed[1] - 1))} bytes" in str(
+        refusal.value
+    )
     assert state_of(planner) == before
 
 
@@ -123,7 +137,9 @@ def test_unknown_next_use_is_farthest_and_ties_go_by_last_use_then_key() -> None
 
 def test_rows_fetched_again_within_depth_wait_for_their_way_home() -> None:
     ids = [[0], [1], [2], [0], [1]]
-    waits = {depth: [plan.after_step for plan in plans_of(ids, num_slots=1, horizon=0, depth=depth)] for depth in (1, 2, 3)}
+    waits = {
+        depth: [plan.after_step for plan in plans_of(ids, num_slots=1, horizon=0, depth=depth)] for depth in (1, 2, 3)
+    }
     assert waits == {1: [None] * 5, 2: [None, None, None, 1, 2], 3: [None, None, None, 1, 2]}
 
 
@@ -171,7 +187,9 @@ def test_counters_add_up_and_slots_are_free_dirty_or_clean() -> None:
 
 
 def test_a_batch_without_look_ups_is_planned() -> None:
-    empty = Batch(dense=np.zeros((2, 1), np.float32), labels=np.zeros(2, np.float32), ids=i64([]), offsets=i64([0, 0, 0]))
+    empty = Batch(
+        dense=np.zeros((2, 1), np.float32), labels=np.zeros(2, np.float32), ids=i64([]), offsets=i64([0, 0, 0])
+    )
     planner = RowPlanner(one_group(3), (0,), 1, 0)
     planner.add(schedule([empty], ["train"])[0])
     plan = planner.plan()[1].groups[0]
@@ -196,7 +214,14 @@ def test_the_memory_follows_slots_and_horizon_not_the_rows_seen() -> None:
 
 @pytest.mark.parametrize("field", ["slot", "key", "flags", "last_use", "next_in", "step"])
 def test_check_integrity_finds_a_changed_occurrence(field: str) -> None:
-    run = Run(groups=one_group(6), slots=(4,), depth=1, horizon=1, trace=single_hot_trace([[0, 1, 2], [1, 3]]), barriers=frozenset())
+    run = Run(
+        groups=one_group(6),
+        slots=(4,),
+        depth=1,
+        horizon=1,
+        trace=single_hot_trace([[0, 1, 2], [1, 3]]),
+        barriers=frozenset(),
+    )
     planner = run.planner()
     for scheduled in run.trace:
         planner.add(scheduled)
@@ -205,7 +230,9 @@ def test_check_integrity_finds_a_changed_occurrence(field: str) -> None:
     rows = planner._groups[0].ring.rows
     oldest, _, tail = planner._groups[0].places
     place = next(
-        place for place in range(oldest, tail) if rows["key"][place] == (0 if field == "last_use" else 1) and rows["slot"][place] != NONE
+        place
+        for place in range(oldest, tail)
+        if rows["key"][place] == (0 if field == "last_use" else 1) and rows["slot"][place] != NONE
     )
     rows[field][place] += 5
     with pytest.raises(AssertionError, match=r"\d"):

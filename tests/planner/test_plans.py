@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from protocol.job import Policy
-from protocol.plan import BarrierPlan, StepPlan
+from rowcast.job.schema import Policy
+from rowcast.protocol.plan import BarrierPlan, StepPlan
 from tests.planner.oracle import fewest_fetches, oracle_entries
 from tests.planner.traces import (
     Run,
@@ -43,7 +43,7 @@ def test_plans_and_barriers_equal_brute_force_field_by_field(run: Run) -> None:
 
 
 def test_pieces_of_long_rows_equal_brute_force(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("protocol.plan.PIECE_LOOKUPS", 3)
+    monkeypatch.setattr("rowcast.protocol.plan.PIECE_LOOKUPS", 3)
     run = random_run(seed=7, groups=one_group(4, 40), num_steps=6, batch_size=90, depth=2, horizon=3)
     entries = entries_of(run, check=True)
     assert_same(entries, oracle_entries(run))

@@ -6,16 +6,18 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
-from prefetcher.planner.planner import RowPlanner
-from protocol.batch import Batch, Kind, ScheduledBatch
-from protocol.job import Policy
-from protocol.plan import BarrierPlan, StepPlan
-from protocol.tables import GroupSpec, RecordPart, TableSpec
+from rowcast.job.schema import Policy
+from rowcast.job.tables import GroupSpec, RecordPart, TableSpec
+from rowcast.prefetcher.planner.planner import RowPlanner
+from rowcast.protocol.batch import Batch, Kind, ScheduledBatch
+from rowcast.protocol.plan import BarrierPlan, StepPlan
 
 Entry = StepPlan | BarrierPlan
 
 
-def table(index: int, num_embeddings: int, dim: int, *features: str, pooling: Literal["sum", "none"] = "sum") -> TableSpec:
+def table(
+    index: int, num_embeddings: int, dim: int, *features: str, pooling: Literal["sum", "none"] = "sum"
+) -> TableSpec:
     return TableSpec(
         index=index,
         name=f"t{index}",
@@ -55,7 +57,10 @@ def two_groups() -> tuple[GroupSpec, ...]:
 
 def without_pooling(groups: tuple[GroupSpec, ...], *indices: int) -> tuple[GroupSpec, ...]:
     """The groups with pooling = "none" in the tables of these indices."""
-    return tuple(replace(g, tables=tuple(replace(t, pooling="none") if t.index in indices else t for t in g.tables)) for g in groups)
+    return tuple(
+        replace(g, tables=tuple(replace(t, pooling="none") if t.index in indices else t for t in g.tables))
+        for g in groups
+    )
 
 
 def num_rows_by_feature(groups: tuple[GroupSpec, ...]) -> list[int]:
@@ -63,7 +68,9 @@ def num_rows_by_feature(groups: tuple[GroupSpec, ...]) -> list[int]:
     return [rows[position] for position in sorted(rows)]
 
 
-def random_batch(rng: np.random.Generator, groups: tuple[GroupSpec, ...], size: int, jagged: bool, weighted: bool) -> Batch:
+def random_batch(
+    rng: np.random.Generator, groups: tuple[GroupSpec, ...], size: int, jagged: bool, weighted: bool
+) -> Batch:
     """Skewed ids; jagged bags hold 0 to 3 look-ups."""
     num_rows = num_rows_by_feature(groups)
     per_bag = rng.integers(0, 4, len(num_rows) * size) if jagged else np.ones(len(num_rows) * size, np.int64)
@@ -87,7 +94,12 @@ def schedule(batches: list[Batch], kinds: list[Kind], first_step: int = 0) -> li
 def single_hot_trace(ids: list[list[int]]) -> list[ScheduledBatch]:
     """Training batches of one feature."""
     batches = [
-        Batch(dense=np.zeros((len(row), 1), np.float32), labels=np.zeros(len(row), np.float32), ids=np.array(row, np.int64)) for row in ids
+        Batch(
+            dense=np.zeros((len(row), 1), np.float32),
+            labels=np.zeros(len(row), np.float32),
+            ids=np.array(row, np.int64),
+        )
+        for row in ids
     ]
     return schedule(batches, ["train"] * len(ids))
 
@@ -141,7 +153,10 @@ def random_run(
     keys = [[distinct_keys(g, scheduled.batch) for scheduled in trace] for g in groups]
     seen = [sorted({key for batch in of_group for key in batch}) for of_group in keys]
     pinned = tuple(tuple(key for key in of_group if pins and rng.random() < 0.3) for of_group in seen)
-    least = [max((len({*batch, *held}) for batch in of_group), default=0) for of_group, held in zip(keys, pinned, strict=True)]
+    least = [
+        max((len({*batch, *held}) for batch in of_group), default=0)
+        for of_group, held in zip(keys, pinned, strict=True)
+    ]
     return Run(
         groups=groups,
         slots=tuple(int(n + rng.integers(0, 4)) for n in least),

@@ -5,9 +5,10 @@ from collections.abc import Callable
 from contextlib import suppress
 from random import Random
 
-from protocol.transport.zmq_socket import MAX_MESSAGE_BYTES
+from rowcast.protocol.transport.zmq_socket import MAX_MESSAGE_BYTES
 
-COMMAND, LONG_COMMAND, LONG_MESSAGE, LONG_PART = 0x04, 0x06, 0x02, 0x03  # flags of a ZMTP frame; a part has more behind it
+# flags of a ZMTP frame; a part has more behind it
+COMMAND, LONG_COMMAND, LONG_MESSAGE, LONG_PART = 0x04, 0x06, 0x02, 0x03
 
 
 def greeting(mechanism: bytes = b"CURVE", version: bytes = b"\x03\x01") -> bytes:

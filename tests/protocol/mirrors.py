@@ -7,12 +7,12 @@ from random import Random
 
 import numpy as np
 
-from protocol import codec
-from protocol.conversation import Conversation
-from protocol.messages import AnyMessage, Envelope, Released, RingRef, RowsBack
-from protocol.session import Session
-from protocol.transport.link import Link
-from protocol.transport.ring import RingReader, RingWriter, in_memory_buffer, release
+from rowcast.protocol import codec
+from rowcast.protocol.conversation import Conversation
+from rowcast.protocol.messages import AnyMessage, Envelope, Released, RingRef, RowsBack
+from rowcast.protocol.session import Session
+from rowcast.protocol.transport.link import Link
+from rowcast.protocol.transport.ring import RingReader, RingWriter, in_memory_buffer, release
 
 
 class LooseSession(Session):
@@ -69,13 +69,18 @@ def make_end(link: Link, ring_bytes: int) -> End:
         reader=RingReader(in_memory_buffer(ring_bytes), mirror=True),
     )
     end.conversation.carry(end.writer, end.reader)
-    end.conversation.listen({RowsBack: end.arrived.append, Released: lambda message: end.writer.release(message.position)})
+    end.conversation.listen(
+        {RowsBack: end.arrived.append, Released: lambda message: end.writer.release(message.position)}
+    )
     return end
 
 
 def exchange(first: End, second: End, num_pieces: int, chance: Random, wait: Callable[[], None]) -> None:
     """`num_pieces` each way, of all lengths, in an order that `chance` decides. `wait`, while nothing has arrived, may be short."""
-    todo = {id(end): deque((n, chance.randint(0, end.writer.max_payload)) for n in range(num_pieces)) for end in (first, second)}
+    todo = {
+        id(end): deque((n, chance.randint(0, end.writer.max_payload)) for n in range(num_pieces))
+        for end in (first, second)
+    }
     due = {id(first): deque(todo[id(second)]), id(second): deque(todo[id(first)])}
     while any(due.values()):
         end = chance.choice((first, second))

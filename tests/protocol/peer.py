@@ -4,14 +4,15 @@ import sys
 import threading
 from pathlib import Path
 
-from protocol.codec import decode, encode
-from protocol.errors import ConfigError
-from protocol.messages import Envelope
-from protocol.transport.zmq_link import ZmqLink
+from rowcast.protocol.codec import decode, encode
+from rowcast.protocol.messages import Envelope
+from rowcast.protocol.transport.zmq_link import ZmqLink
+from rowcast.runtime.errors import ConfigError
 from tests.protocol.samples import hello
 
 NUM_FRAMES = 10_000
-GREETING = encode(Envelope(incarnation=0, sequence=0, message=hello(mode="train")))  # a trainer's first frame: without one, none is heard
+# a trainer's first frame: without one, none is heard
+GREETING = encode(Envelope(incarnation=0, sequence=0, message=hello(mode="train")))
 
 
 def numbered(number: int) -> bytes:

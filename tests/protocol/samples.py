@@ -2,7 +2,7 @@
 
 import msgspec
 
-from protocol.messages import (
+from rowcast.protocol.messages import (
     PROTOCOL_VERSION,
     AnyMessage,
     ArraySpan,
@@ -33,7 +33,14 @@ DIGEST = "d" * 32
 
 
 def hello(**changes: object) -> Hello:
-    fields = {"protocol_version": PROTOCOL_VERSION, "job_digest": DIGEST, "rank": 0, "world_size": 1, "pid": 2, "threads": 1}
+    fields = {
+        "protocol_version": PROTOCOL_VERSION,
+        "job_digest": DIGEST,
+        "rank": 0,
+        "world_size": 1,
+        "pid": 2,
+        "threads": 1,
+    }
     return Hello(**{**fields, "device": "cpu", "mode": "train", **changes})  # type: ignore[arg-type]
 
 
@@ -62,7 +69,12 @@ def ref(nbytes: int = 1024, checksum: int | None = None) -> RingRef:
 
 def group(num_fetch: int, num_dirty: int, step: int) -> GroupHeader:
     return GroupHeader(
-        num_lookups=20, num_unique=10, num_fetch=num_fetch, num_evict=num_dirty, num_dirty=num_dirty, fill_after=max(0, step - 1)
+        num_lookups=20,
+        num_unique=10,
+        num_fetch=num_fetch,
+        num_evict=num_dirty,
+        num_dirty=num_dirty,
+        fill_after=max(0, step - 1),
     )
 
 
@@ -109,7 +121,15 @@ def asking(message: StepReady, num_checksums: int) -> StepReady:
 def step_pieces(step: int) -> tuple[StepReady, StepReady, StepReady]:
     """The same plan in three pieces: arrays, arrays and rows, rows."""
     return (
-        StepReady(step=step, piece=0, num_pieces=3, plan=plan(step), payload=ref(128), arrays=ArraySpan(offset=0, nbytes=128), rows=()),
+        StepReady(
+            step=step,
+            piece=0,
+            num_pieces=3,
+            plan=plan(step),
+            payload=ref(128),
+            arrays=ArraySpan(offset=0, nbytes=128),
+            rows=(),
+        ),
         StepReady(
             step=step,
             piece=1,
@@ -119,7 +139,15 @@ def step_pieces(step: int) -> tuple[StepReady, StepReady, StepReady]:
             arrays=ArraySpan(offset=128, nbytes=128),
             rows=(rows(0, 0, 3, 128),),
         ),
-        StepReady(step=step, piece=2, num_pieces=3, plan=None, payload=ref(), arrays=None, rows=(rows(0, 3, 2, 0), rows(1, 0, 3, 128))),
+        StepReady(
+            step=step,
+            piece=2,
+            num_pieces=3,
+            plan=None,
+            payload=ref(),
+            arrays=None,
+            rows=(rows(0, 3, 2, 0), rows(1, 0, 3, 128)),
+        ),
     )
 
 
@@ -184,14 +212,38 @@ def barrier_rows(barrier: int, step: int | None, last: bool = True, piece: int =
 
 def saved(barrier: int) -> Saved:
     """A dense side in one piece."""
-    return Saved(barrier=barrier, piece=0, num_pieces=1, nbytes=1000, checksum=7, payload=ref(1000), span=ArraySpan(offset=0, nbytes=1000))
+    return Saved(
+        barrier=barrier,
+        piece=0,
+        num_pieces=1,
+        nbytes=1000,
+        checksum=7,
+        payload=ref(1000),
+        span=ArraySpan(offset=0, nbytes=1000),
+    )
 
 
 def saved_pieces(barrier: int) -> tuple[Saved, Saved]:
     """The same in two."""
     return (
-        Saved(barrier=barrier, piece=0, num_pieces=2, nbytes=1000, checksum=7, payload=ref(960), span=ArraySpan(offset=0, nbytes=960)),
-        Saved(barrier=barrier, piece=1, num_pieces=2, nbytes=1000, checksum=7, payload=ref(40), span=ArraySpan(offset=960, nbytes=40)),
+        Saved(
+            barrier=barrier,
+            piece=0,
+            num_pieces=2,
+            nbytes=1000,
+            checksum=7,
+            payload=ref(960),
+            span=ArraySpan(offset=0, nbytes=960),
+        ),
+        Saved(
+            barrier=barrier,
+            piece=1,
+            num_pieces=2,
+            nbytes=1000,
+            checksum=7,
+            payload=ref(40),
+            span=ArraySpan(offset=960, nbytes=40),
+        ),
     )
 
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from prefetcher.keys import make_keys
-from protocol.job import Transport
-from protocol.transport.zmq_link import ZmqLink
+from rowcast.job.schema import Transport
+from rowcast.prefetcher.run.make_keys import make_keys
+from rowcast.protocol.transport.zmq_link import ZmqLink
 from tests.protocol.peer import GREETING, Bell, receive
 
 RING_BYTES = 2 * 2**20

@@ -15,16 +15,18 @@ import msgspec
 import pytest
 import zmq
 
-from protocol.codec import encode
-from protocol.errors import RemoteProtocolError
-from protocol.messages import Bye, Envelope
-from protocol.transport import backlog, doors, zmq_link
-from protocol.transport.dealer import Dealer
-from protocol.transport.endpoint import socket_path
-from protocol.transport.refusals import Refusals
-from protocol.transport.router import MAX_CONNECTIONS, Router
-from protocol.transport.zmq_link import ZmqLink
-from protocol.transport.zmq_socket import MAX_MESSAGE_BYTES
+from rowcast.protocol.codec import encode
+from rowcast.protocol.messages import Bye, Envelope
+from rowcast.protocol.transport import addresses as doors
+from rowcast.protocol.transport import flood_guard as backlog
+from rowcast.protocol.transport import zmq_link
+from rowcast.protocol.transport.dealer import Dealer
+from rowcast.protocol.transport.endpoint import socket_path
+from rowcast.protocol.transport.refusals import Refusals
+from rowcast.protocol.transport.router import MAX_CONNECTIONS, Router
+from rowcast.protocol.transport.zmq_link import ZmqLink
+from rowcast.protocol.transport.zmq_socket import MAX_MESSAGE_BYTES
+from rowcast.runtime.errors import RemoteProtocolError
 from tests.counts import count
 from tests.protocol.attackers import KINDS, LONG_PART, Attacker, greeting, long_frame, ready
 from tests.protocol.mirrors import End, exchange, make_end
@@ -50,7 +52,9 @@ def converse(ends: tuple[End, End], chance: Random) -> None:
     exchange(*ends, num_pieces=3, chance=chance, wait=lambda: time.sleep(0.001))
 
 
-def test_callers_without_a_key_are_never_heard_and_the_run_beside_them_goes_on(run: TcpRun, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_callers_without_a_key_are_never_heard_and_the_run_beside_them_goes_on(
+    run: TcpRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(doors, "HANDSHAKE_MS", 1000)
     chance, bell = Random(5), Bell()
     with run.prefetcher(bell) as prefetcher, run.trainer(bell) as trainer:
@@ -179,7 +183,9 @@ def test_a_greeting_of_another_version_is_heard_so_that_its_sender_is_told(tmp_p
         assert receive(link, bell) == frame
 
 
-def test_a_peer_that_sends_faster_than_it_is_read_ends_the_run_and_not_the_memory(run: TcpRun, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_peer_that_sends_faster_than_it_is_read_ends_the_run_and_not_the_memory(
+    run: TcpRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(zmq_link, "INBOX_BYTES", 2**20)
     bell = Bell()
     with run.prefetcher(bell) as prefetcher, run.trainer(Bell()) as trainer:
@@ -224,7 +230,9 @@ def send_without_end(connection: socket.socket, done: Callable[[], bool]) -> Non
             rest = rest[connection.send(rest) :] or part
 
 
-def test_a_caller_whose_message_has_no_end_is_cut_off_and_the_run_goes_on(run: TcpRun, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_caller_whose_message_has_no_end_is_cut_off_and_the_run_goes_on(
+    run: TcpRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
     shrink(monkeypatch)
     bell, refusals, limit_bytes = Bell(), Refusals(), 2 * 2**20
     router = Router(OpenDoor(run.endpoint, run.keys, refusals), refusals, limit_bytes)
@@ -245,7 +253,10 @@ def test_a_caller_whose_message_has_no_end_is_cut_off_and_the_run_goes_on(run: T
 def test_a_prefetcher_whose_message_has_no_end_ends_the_trainer(run: TcpRun, monkeypatch: pytest.MonkeyPatch) -> None:
     shrink(monkeypatch)
     dealer = Dealer(OpenWay(run.endpoint, run.keys), Refusals(), 2**20)
-    with socket.create_server(("127.0.0.1", run.port)) as hostile, ZmqLink(dealer, lambda: None, Refusals(), 2**20) as trainer:
+    with (
+        socket.create_server(("127.0.0.1", run.port)) as hostile,
+        ZmqLink(dealer, lambda: None, Refusals(), 2**20) as trainer,
+    ):
         connection, _ = hostile.accept()
         with connection:
             send_without_end(connection, lambda: not trainer._thread.is_alive())

@@ -9,9 +9,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from protocol.codec import MAX_FRAME_BYTES, decode, encode, greeted_version
-from protocol.errors import LocalProtocolError, RemoteProtocolError
-from protocol.messages import PROTOCOL_VERSION, AnyMessage, ArraySpan, ArraySpec, Envelope, Failure, Released, StepDone
+from rowcast.protocol.codec import MAX_FRAME_BYTES, decode, encode, greeted_version
+from rowcast.protocol.messages import (
+    PROTOCOL_VERSION,
+    AnyMessage,
+    ArraySpan,
+    ArraySpec,
+    Envelope,
+    Failure,
+    Released,
+    StepDone,
+)
+from rowcast.runtime.errors import LocalProtocolError, RemoteProtocolError
 from tests.protocol import samples
 
 FRAMES = [encode(Envelope(incarnation=1, sequence=5, message=message)) for message in samples.every_message()]
@@ -45,7 +54,9 @@ def mutate(frame: bytes, chance: Random) -> bytes:
             case 3:
                 changed[place:] = chance.choice(FRAMES)[place:]
             case _:
-                changed[place : place + 1] = chance.choice([b"\xcf" + b"\xff" * 8, b"\xd3\x80" + b"\0" * 7, b"\xcb\x7f\xf8" + b"\0" * 6])
+                changed[place : place + 1] = chance.choice(
+                    [b"\xcf" + b"\xff" * 8, b"\xd3\x80" + b"\0" * 7, b"\xcb\x7f\xf8" + b"\0" * 6]
+                )
     return bytes(changed)
 
 
@@ -149,7 +160,10 @@ IMPOSSIBLE: list[tuple[AnyMessage, str]] = [
     (spec(offset=8), "array a at 8 is not aligned"),
     (spec(offset=64), "array a of 256 bytes at 64 does not fit a block of 256"),
     (spec(shape=(2**40, 2**40)), "does not fit a block of 256"),
-    (ready_plan(arrays=(ArraySpec(name="a", dtype="u1", shape=(), offset=0),) * 2), "two arrays of a block have one name"),
+    (
+        ready_plan(arrays=(ArraySpec(name="a", dtype="u1", shape=(), offset=0),) * 2),
+        "two arrays of a block have one name",
+    ),
     (ready_group(num_unique=21), "20 look-ups cannot touch 21 rows"),
     (ready_group(num_long=11), "11 of 10 rows are cut in pieces"),
     (ready_group(num_pieces=21), "20 look-ups are cut in 21 pieces"),
@@ -163,7 +177,10 @@ IMPOSSIBLE: list[tuple[AnyMessage, str]] = [
     (msgspec.structs.replace(samples.rows_back(1), payload=None), "announced without a payload"),
     (msgspec.structs.replace(samples.flush(0, 1), piece=1), "piece 1 of 1 does not exist"),
     (msgspec.structs.replace(samples.flush(0, 1), payload=None), "announced without a payload"),
-    (msgspec.structs.replace(samples.flush(0, 1), arrays_bytes=64), "1.slots of 4 bytes at 64 does not fit a block of 64"),
+    (
+        msgspec.structs.replace(samples.flush(0, 1), arrays_bytes=64),
+        "1.slots of 4 bytes at 64 does not fit a block of 64",
+    ),
     (msgspec.structs.replace(samples.welcome(), incarnation=0), "incarnation 0 is that of a trainer"),
     (msgspec.structs.replace(samples.welcome(), depth=0), "depth must be at least 1"),
     (msgspec.structs.replace(samples.welcome(), slots=(100, 0)), "at least one for each group"),

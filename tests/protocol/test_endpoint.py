@@ -5,11 +5,13 @@ from pathlib import Path
 
 import pytest
 
-from protocol.errors import ConfigError
-from protocol.transport.endpoint import EndpointLock, make_private, socket_directory, socket_path
+from rowcast.protocol.transport.endpoint import EndpointLock, make_private, socket_directory, socket_path
+from rowcast.runtime.errors import ConfigError
 
 
-def test_both_processes_find_one_socket_whatever_they_call_the_run_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_both_processes_find_one_socket_whatever_they_call_the_run_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "runs" / "retail").mkdir(parents=True)
     (tmp_path / "latest").symlink_to("runs/retail")
     monkeypatch.chdir(tmp_path / "runs")
@@ -18,7 +20,9 @@ def test_both_processes_find_one_socket_whatever_they_call_the_run_directory(tmp
     assert socket_path(Path("other")) != expected
 
 
-def test_sockets_are_kept_in_the_runtime_directory_where_there_is_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sockets_are_kept_in_the_runtime_directory_where_there_is_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     fallback = Path(f"/tmp/rowcast-{os.getuid()}")
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     assert socket_directory() == tmp_path / "rowcast"

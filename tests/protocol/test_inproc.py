@@ -4,9 +4,9 @@ import time
 
 import pytest
 
-from protocol.errors import LocalProtocolError
-from protocol.transport.inproc import inproc_pair
-from protocol.transport.link import Link
+from rowcast.protocol.transport.inproc import inproc_pair
+from rowcast.protocol.transport.link import Link
+from rowcast.runtime.errors import LocalProtocolError
 
 
 def test_frames_arrive_in_order_at_the_other_end_and_ring_its_bell() -> None:

@@ -8,16 +8,30 @@ import pytest
 import zmq
 from typer.testing import CliRunner
 
-from prefetcher.cli import app
-from prefetcher.keys import check_keys, make_keys
-from protocol.errors import ConfigError
-from protocol.transport.keys import allowed_clients, fingerprint, load_client, load_pair, load_public, load_server
+from rowcast.prefetcher.cli import app
+from rowcast.prefetcher.run.make_keys import check_keys, make_keys
+from rowcast.protocol.transport.curve_keys import (
+    allowed_clients,
+    fingerprint,
+    load_client,
+    load_pair,
+    load_public,
+    load_server,
+)
+from rowcast.runtime.errors import ConfigError
 
-DEFAULT_FILES = {"server.key": 0o644, "server.key_secret": 0o600, "clients/trainer.key": 0o644, "clients/trainer.key_secret": 0o600}
+DEFAULT_FILES = {
+    "server.key": 0o644,
+    "server.key_secret": 0o600,
+    "clients/trainer.key": 0o644,
+    "clients/trainer.key_secret": 0o600,
+}
 
 
 def modes(folder: Path) -> dict[str, int]:
-    return {str(path.relative_to(folder)): stat.S_IMODE(path.stat().st_mode) for path in folder.rglob("*") if path.is_file()}
+    return {
+        str(path.relative_to(folder)): stat.S_IMODE(path.stat().st_mode) for path in folder.rglob("*") if path.is_file()
+    }
 
 
 @pytest.mark.parametrize("umask", [0o000, 0o022, 0o077])
@@ -41,7 +55,9 @@ def test_the_command_makes_a_folder_that_both_sides_can_use_whatever_the_umask(u
     assert f"clients/trainer: {fingerprint(client.public)} (public and secret)" in checked.output
 
 
-def test_a_secret_file_is_never_readable_by_others_for_an_instant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_secret_file_is_never_readable_by_others_for_an_instant(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     opened: list[tuple[str, int, int]] = []
     really_open = os.open
 
@@ -67,7 +83,8 @@ def test_clients_are_added_to_a_folder_and_the_server_stays_who_it_is(tmp_path: 
 
 
 @pytest.mark.parametrize(
-    ("clients", "sentence"), [(["a"], "has a key of 'a' already"), (["b", "b"], "has a key of 'b'"), (["../x"], "up to 64")]
+    ("clients", "sentence"),
+    [(["a"], "has a key of 'a' already"), (["b", "b"], "has a key of 'b'"), (["../x"], "up to 64")],
 )
 def test_nothing_is_made_where_a_name_cannot_be_used(clients: list[str], sentence: str, tmp_path: Path) -> None:
     make_keys(tmp_path, ["a"])
@@ -96,7 +113,9 @@ def test_a_secret_that_others_may_read_is_refused_with_the_command_that_mends_it
     path = tmp_path / "clients" / "a.key_secret"
     path.chmod(mode)
     for use in (load_client, check_keys):
-        with pytest.raises(ConfigError, match=rf"no more than mode 0600, but is of user \d+ with mode {mode:04o}; chmod 600"):
+        with pytest.raises(
+            ConfigError, match=rf"no more than mode 0600, but is of user \d+ with mode {mode:04o}; chmod 600"
+        ):
             use(tmp_path)
     path.chmod(0o400)
     load_client(tmp_path)
@@ -118,7 +137,9 @@ def test_a_pair_that_does_not_belong_together_is_refused(tmp_path: Path) -> None
     with pytest.raises(ConfigError, match="are not of one pair"):
         check_keys(tmp_path)
     mixed = (
-        (clients / "a.key_secret").read_text().replace(load_pair(clients / "a.key_secret").public.decode(), zmq.curve_keypair()[0].decode())
+        (clients / "a.key_secret")
+        .read_text()
+        .replace(load_pair(clients / "a.key_secret").public.decode(), zmq.curve_keypair()[0].decode())
     )
     (clients / "a.key_secret").write_text(mixed)
     with pytest.raises(ConfigError, match="do not belong together"):
@@ -126,7 +147,8 @@ def test_a_pair_that_does_not_belong_together_is_refused(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(
-    "content", [b"", b"curve\n", b'public-key = "short"', b'public-key = "' + b"~" * 40 + b'"', b"\xff\x00" * 100, b"public-key"]
+    "content",
+    [b"", b"curve\n", b'public-key = "short"', b'public-key = "' + b"~" * 40 + b'"', b"\xff\x00" * 100, b"public-key"],
 )
 def test_a_file_that_holds_no_key_lets_nobody_in_and_shuts_nobody_out(content: bytes, tmp_path: Path) -> None:
     make_keys(tmp_path, ["a"])

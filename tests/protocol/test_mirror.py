@@ -6,13 +6,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from protocol.errors import LocalProtocolError, RemoteProtocolError
-from protocol.job import AUTO_MIRROR_BYTES, Transport
-from protocol.messages import Bye, RingRef, RingSpec
-from protocol.transport.inproc import inproc_pair
-from protocol.transport.link import MAX_PART_BYTES
-from protocol.transport.ring import Bytes, RingReader, RingWriter, in_memory_buffer
-from protocol.transport.ring_file import RingMemory, attach_ring, create_ring
+from rowcast.job.schema import AUTO_MIRROR_BYTES, Transport
+from rowcast.protocol.messages import Bye, RingRef, RingSpec
+from rowcast.protocol.transport.inproc import inproc_pair
+from rowcast.protocol.transport.link import MAX_PART_BYTES
+from rowcast.protocol.transport.ring import Bytes, RingReader, RingWriter, in_memory_buffer
+from rowcast.protocol.transport.ring_file import RingMemory, attach_ring, create_ring
+from rowcast.runtime.errors import LocalProtocolError, RemoteProtocolError
 from tests.protocol.mirrors import End, exchange, make_end, rows_back
 
 RING_BYTES = 16 * 1024
@@ -116,7 +116,9 @@ def test_a_message_comes_with_exactly_the_bytes_that_it_announces(payload: bytes
     first, second = make_ends()
     ref, _ = put(first.writer, 100)
     first.conversation._link.send(first.conversation.session.encode(rows_back(ref)), memoryview(payload))
-    with pytest.raises(RemoteProtocolError, match=f"a RowsBack came with {len(payload)} bytes of payload instead of 100"):
+    with pytest.raises(
+        RemoteProtocolError, match=f"a RowsBack came with {len(payload)} bytes of payload instead of 100"
+    ):
         second.conversation.advance()
     assert not second.arrived
 

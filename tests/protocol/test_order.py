@@ -3,9 +3,9 @@
 import msgspec
 import pytest
 
-from protocol.errors import ProtocolError
-from protocol.messages import AnyMessage, ArraySpan
-from protocol.order import Order
+from rowcast.protocol.messages import AnyMessage, ArraySpan
+from rowcast.protocol.order import Order
+from rowcast.runtime.errors import ProtocolError
 from tests.protocol.samples import (
     asking,
     barrier_rows,
@@ -58,11 +58,19 @@ REFUSED: list[tuple[str, list[AnyMessage], AnyMessage]] = [
     ("arrays continue at byte 64 instead of 128", [FIRST], change(SECOND, arrays=ArraySpan(offset=64, nbytes=128))),
     ("byte 257 of a block of 256 travels", [FIRST], change(SECOND, arrays=ArraySpan(offset=128, nbytes=129))),
     ("rows came after 128 of 256 array bytes", [FIRST], change(SECOND, arrays=None)),
-    ("the pieces ended after 128 of 256 array bytes", [], change(step_ready(0), arrays=ArraySpan(offset=0, nbytes=128), rows=())),
+    (
+        "the pieces ended after 128 of 256 array bytes",
+        [],
+        change(step_ready(0), arrays=ArraySpan(offset=0, nbytes=128), rows=()),
+    ),
     ("rows of group 0 continue at 4 instead of 3", [FIRST, SECOND], change(THIRD, rows=(rows(0, 4, 1, 0),))),
     ("row 6 of group 0 travels, but there are 5", [FIRST, SECOND], change(THIRD, rows=(rows(0, 3, 3, 0),))),
     ("rows of group 2 travel, but there are 2 groups", [FIRST], change(SECOND, rows=(rows(2, 0, 1, 128),))),
-    (r"the pieces ended after \(5, 0\) of \(5, 3\) rows a group", [FIRST, SECOND], change(THIRD, rows=(rows(0, 3, 2, 0),))),
+    (
+        r"the pieces ended after \(5, 0\) of \(5, 3\) rows a group",
+        [FIRST, SECOND],
+        change(THIRD, rows=(rows(0, 3, 2, 0),)),
+    ),
     ("rows of step 0 came home while no step has dirty victims", [step_ready(0, CLEAN)], rows_back(0)),
     ("rows of step 0 came home while no step has dirty victims", [step_ready(0), rows_back(0)], rows_back(0)),
     ("rows of step 1 came home before those of step 0", [step_ready(0), step_ready(1)], rows_back(1)),
@@ -99,8 +107,16 @@ REFUSED: list[tuple[str, list[AnyMessage], AnyMessage]] = [
     (r"the last rows came home after \(2, 0\) of \(2, 1\)", [flush(0, None)], barrier_rows(0, None, whole=False)),
     ("dense side of barrier 1 came while barrier 0 is open", [flush(0, None)], saved(1)),
     ("piece 1 of 2 came instead of piece 0 of 2", [flush(0, None)], saved_pieces(0)[1]),
-    ("bytes and checksum .* came after one of", [flush(0, None), saved_pieces(0)[0]], change(saved_pieces(0)[1], checksum=9)),
-    ("arrays continue at byte 961 instead of 960", [flush(0, None), saved_pieces(0)[0]], change(saved_pieces(0)[1], span=PAST)),
+    (
+        "bytes and checksum .* came after one of",
+        [flush(0, None), saved_pieces(0)[0]],
+        change(saved_pieces(0)[1], checksum=9),
+    ),
+    (
+        "arrays continue at byte 961 instead of 960",
+        [flush(0, None), saved_pieces(0)[0]],
+        change(saved_pieces(0)[1], span=PAST),
+    ),
     ("a dense side of 100 bytes came where 0 were announced", [welcome()], RESTORE[0]),
     ("a dense side of 100 bytes came where 99 were announced", [welcome(restore_bytes=99)], RESTORE[0]),
     ("a dense side to begin with came after the first step or barrier", [step_ready(0)], RESTORE[0]),
@@ -116,7 +132,9 @@ REFUSED: list[tuple[str, list[AnyMessage], AnyMessage]] = [
 
 
 @pytest.mark.parametrize(("sentence", "before", "message"), REFUSED, ids=[sentence for sentence, _, _ in REFUSED])
-def test_what_is_out_of_order_is_refused_with_both_numbers(sentence: str, before: list[AnyMessage], message: AnyMessage) -> None:
+def test_what_is_out_of_order_is_refused_with_both_numbers(
+    sentence: str, before: list[AnyMessage], message: AnyMessage
+) -> None:
     followed = order(*before)
     with pytest.raises(ProtocolError, match=sentence):
         followed.follow(message)
@@ -141,5 +159,7 @@ def test_depth_steps_may_be_announced_beyond_the_oldest_that_is_not_done() -> No
 
 
 def test_victims_may_go_home_before_the_last_piece_of_their_own_plan_has_come() -> None:
-    followed = order(FIRST, rows_back(1, last=False, count=2), SECOND, rows_back(1, piece=1, start=2, count=2), THIRD, step_done(1))
+    followed = order(
+        FIRST, rows_back(1, last=False, count=2), SECOND, rows_back(1, piece=1, start=2, count=2), THIRD, step_done(1)
+    )
     assert not followed.open_steps

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from protocol.errors import ConfigError
-from protocol.job import Job, RowType, SparseOptimizer
-from protocol.job_file import parse_job
-from protocol.tables import ALIGNMENT, group_specs, record_parts
+from rowcast.job.file import parse_job
+from rowcast.job.schema import Job, RowType, SparseOptimizer
+from rowcast.job.tables import ALIGNMENT, group_specs, record_parts
+from rowcast.runtime.errors import ConfigError
 
 DTYPES: tuple[RowType, ...] = ("fp32", "fp16", "bf16")
 KINDS = ("sgd", "adagrad", "rowwise_adagrad", "adam")
@@ -24,14 +24,18 @@ def settings_of(kind: str, *, master: bool) -> SparseOptimizer:
 
 
 @given(st.sampled_from(KINDS), st.sampled_from(DTYPES), st.booleans(), st.integers(1, 4096))
-def test_parts_are_aligned_never_overlap_and_end_within_the_record(kind: str, dtype: RowType, master: bool, dim: int) -> None:
+def test_parts_are_aligned_never_overlap_and_end_within_the_record(
+    kind: str, dtype: RowType, master: bool, dim: int
+) -> None:
     parts, record_bytes = record_parts(settings_of(kind, master=master), dtype, dim)
     assert record_bytes % ALIGNMENT == 0
     assert parts[0].offset == 0
     for part, following in itertools.pairwise([part.bytes for part in parts] + [slice(record_bytes, record_bytes)]):
         assert part.start % ALIGNMENT == 0
         assert part.stop > part.start
-        assert 0 <= following.start - part.stop < ALIGNMENT, "parts follow each other with less than one alignment of padding"
+        assert 0 <= following.start - part.stop < ALIGNMENT, (
+            "parts follow each other with less than one alignment of padding"
+        )
     for part in parts:
         item = 2 if part.dtype != "fp32" else 4
         assert (part.elements.start * item, part.elements.stop * item) == (part.offset, part.offset + part.nbytes)
@@ -41,19 +45,28 @@ def test_parts_are_aligned_never_overlap_and_end_within_the_record(kind: str, dt
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("master", [False, True])
-def test_a_record_has_weights_then_the_master_that_was_asked_for_then_fp32_state(kind: str, dtype: RowType, master: bool) -> None:
+def test_a_record_has_weights_then_the_master_that_was_asked_for_then_fp32_state(
+    kind: str, dtype: RowType, master: bool
+) -> None:
     parts, _ = record_parts(settings_of(kind, master=master), dtype, 5)
     expected: list[tuple[str, RowType]] = [("weight", dtype)]
     if master and dtype != "fp32":
         expected.append(("master", "fp32"))
     expected += [(name, "fp32") for name in STATE_NAMES[kind]]
     assert [(part.name, part.dtype) for part in parts] == expected
-    assert [part.name for part in parts if part.initial is None] == [name for name, _ in expected[: len(expected) - NUM_STATES[kind]]]
+    assert [part.name for part in parts if part.initial is None] == [
+        name for name, _ in expected[: len(expected) - NUM_STATES[kind]]
+    ]
 
 
 @pytest.mark.parametrize(
     ("dtype", "kind", "master", "record_bytes"),
-    [("fp32", "adagrad", False, 128), ("bf16", "adagrad", False, 96), ("bf16", "sgd", False, 32), ("fp16", "adagrad", True, 160)],
+    [
+        ("fp32", "adagrad", False, 128),
+        ("bf16", "adagrad", False, 96),
+        ("bf16", "sgd", False, 32),
+        ("fp16", "adagrad", True, 160),
+    ],
 )
 def test_bytes_of_a_row_of_width_16(dtype: RowType, kind: str, master: bool, record_bytes: int) -> None:
     assert record_parts(settings_of(kind, master=master), dtype, 16)[1] == record_bytes

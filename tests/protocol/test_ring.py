@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from protocol.errors import LocalProtocolError, RemoteProtocolError
-from protocol.messages import RingRef
-from protocol.transport.ring import Bytes, RingReader, RingSlice, RingWriter, in_memory_buffer
+from rowcast.protocol.messages import RingRef
+from rowcast.protocol.transport.ring import Bytes, RingReader, RingSlice, RingWriter, in_memory_buffer
+from rowcast.runtime.errors import LocalProtocolError, RemoteProtocolError
 
 RING_BYTES = 16 * 1024
 STAMP = 7 << 20 | 3
@@ -206,7 +206,9 @@ def test_any_payload_and_any_two_fit_once_everything_is_released(ring_bytes: int
 
 @settings(max_examples=300, deadline=None)
 @given(st.lists(PAYLOADS, min_size=1, max_size=60), st.randoms(use_true_random=False))
-def test_every_sequence_of_pieces_arrives_whole_however_late_and_out_of_order_they_are_read(sizes: list[int], chance: Random) -> None:
+def test_every_sequence_of_pieces_arrives_whole_however_late_and_out_of_order_they_are_read(
+    sizes: list[int], chance: Random
+) -> None:
     _, writer, reader = make_ring()
     todo = deque(enumerate(sizes))
     uncommitted: deque[tuple[RingSlice, int]] = deque()

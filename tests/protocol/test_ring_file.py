@@ -8,15 +8,22 @@ from pathlib import Path
 
 import pytest
 
-from protocol.errors import ConfigError
-from protocol.transport import ring_file
-from protocol.transport.ring import RingFile, RingReader, RingWriter, free_shared_memory, in_memory_buffer, remove_leftovers
+from rowcast.protocol.transport import ring_file
+from rowcast.protocol.transport.ring import (
+    RingFile,
+    RingReader,
+    RingWriter,
+    free_shared_memory,
+    in_memory_buffer,
+    remove_leftovers,
+)
+from rowcast.runtime.errors import ConfigError
 
 NBYTES = 64 * 1024
 OWNER = """
 import sys
 from pathlib import Path
-from protocol.transport.ring import RingFile
+from rowcast.protocol.transport.ring import RingFile
 ring = RingFile.create(65536, "test", Path(sys.argv[1]))
 if sys.argv[2] == "unlink":
     ring.unlink()
@@ -27,7 +34,9 @@ sys.stdin.read()
 
 def start_owner(directory: Path, mode: str) -> tuple["subprocess.Popen[str]", Path]:
     """A process that creates a ring and lives until it is killed."""
-    owner = subprocess.Popen([sys.executable, "-c", OWNER, str(directory), mode], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    owner = subprocess.Popen(
+        [sys.executable, "-c", OWNER, str(directory), mode], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
     assert owner.stdout is not None
     return owner, Path(owner.stdout.readline().strip())
 
@@ -66,14 +75,20 @@ def test_the_default_directory_is_shared_memory() -> None:
     assert not Path(ring.path).exists()
 
 
-def test_a_full_shared_memory_is_refused_with_what_is_needed_and_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_shared_memory_is_refused_with_what_is_needed_and_free(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(ring_file, "free_shared_memory", lambda directory: 8 * 2**20)
-    with pytest.raises(ConfigError, match=r'fetch ring needs 8388609 bytes .* 8388608 are free; set transport.ring = "2MiB" or enlarge'):
+    with pytest.raises(
+        ConfigError, match=r'fetch ring needs 8388609 bytes .* 8388608 are free; set transport.ring = "2MiB" or enlarge'
+    ):
         RingFile.create(8 * 2**20 + 1, "fetch", tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_space_that_runs_out_while_it_is_allocated_is_refused_and_nothing_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_space_that_runs_out_while_it_is_allocated_is_refused_and_nothing_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fail(descriptor: int, offset: int, nbytes: int) -> None:
         raise OSError(28, "No space left on device")
 
@@ -100,7 +115,10 @@ def test_a_ring_that_is_not_here_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_ring_of_another_size_is_refused_with_both_sizes(tmp_path: Path) -> None:
-    with RingFile.create(NBYTES, "test", tmp_path) as ring, pytest.raises(ConfigError, match=f"{NBYTES} bytes .* {NBYTES * 2} bytes"):
+    with (
+        RingFile.create(NBYTES, "test", tmp_path) as ring,
+        pytest.raises(ConfigError, match=f"{NBYTES} bytes .* {NBYTES * 2} bytes"),
+    ):
         RingFile.attach(ring.path, NBYTES * 2)
 
 
@@ -128,7 +146,12 @@ def test_leftovers_are_removed_and_rings_of_living_processes_kept(tmp_path: Path
     try:
         with RingFile.create(NBYTES, "mine", tmp_path) as mine:
             assert remove_leftovers(tmp_path) == [left]
-            assert {path.name for path in tmp_path.iterdir()} == {kept.name, Path(mine.path).name, "other", "rowcast-link"}
+            assert {path.name for path in tmp_path.iterdir()} == {
+                kept.name,
+                Path(mine.path).name,
+                "other",
+                "rowcast-link",
+            }
     finally:
         kill(living)
     assert remove_leftovers(tmp_path) == [kept]
@@ -145,7 +168,9 @@ def test_a_ring_closed_while_its_views_live_no_longer_counts_as_owned(tmp_path: 
     assert view.tolist() == [0] * 10
 
 
-def test_a_ring_taken_for_a_leftover_before_it_is_locked_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_ring_taken_for_a_leftover_before_it_is_locked_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     taken: list[Path] = []
     lock = ring_file.try_lock
 

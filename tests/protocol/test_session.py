@@ -5,10 +5,9 @@ import itertools
 import msgspec
 import pytest
 
-from protocol.codec import encode
-from protocol.errors import LocalProtocolError, Mismatch, ProtocolError, RemoteProtocolError
-from protocol.messages import PROTOCOL_VERSION, AnyMessage, Bye, Envelope, Failure, Released, StopRequest
-from protocol.session import (
+from rowcast.protocol.codec import encode
+from rowcast.protocol.messages import PROTOCOL_VERSION, AnyMessage, Bye, Envelope, Failure, Released, StopRequest
+from rowcast.protocol.session import (
     PREFETCHER,
     ROLES,
     TABLE,
@@ -23,6 +22,7 @@ from protocol.session import (
     next_state,
     render_table,
 )
+from rowcast.runtime.errors import LocalProtocolError, Mismatch, ProtocolError, RemoteProtocolError
 from tests.protocol import samples
 from tests.protocol.samples import (
     barrier_rows,
@@ -156,7 +156,9 @@ def test_what_is_not_in_the_table_is_refused_by_name_at_both_ends(state: State, 
     assert pair[role].state is pair[other(role)].state is state
 
 
-@pytest.mark.parametrize(("state", "role", "event"), [case for case in ALL_CASES if case not in REFUSED_CASES and case[2] in FREE])
+@pytest.mark.parametrize(
+    ("state", "role", "event"), [case for case in ALL_CASES if case not in REFUSED_CASES and case[2] in FREE]
+)
 def test_what_follows_no_order_passes_wherever_the_table_has_it(state: State, role: Role, event: Event) -> None:
     pair = make_pair()
     pair[TRAINER].incarnation = 3
@@ -280,7 +282,9 @@ def test_a_trainer_of_this_job_is_welcome_and_others_are_told_why_not() -> None:
     later = PROTOCOL_VERSION + 1
     check_hello(samples.hello(), samples.DIGEST)
     check_welcome(samples.welcome())
-    with pytest.raises(Mismatch, match=f"the trainer speaks protocol version {later} and this process {PROTOCOL_VERSION}"):
+    with pytest.raises(
+        Mismatch, match=f"the trainer speaks protocol version {later} and this process {PROTOCOL_VERSION}"
+    ):
         check_hello(samples.hello(protocol_version=later), samples.DIGEST)
     with pytest.raises(Mismatch, match=r"the two processes were started with different job files.*eeee.*dddd"):
         check_hello(samples.hello(job_digest="e" * 32), samples.DIGEST)

@@ -10,12 +10,12 @@ from random import Random
 import pytest
 import zmq
 
-from prefetcher.keys import make_keys
-from protocol.errors import ConfigError
-from protocol.telemetry.logs import setup_logging
-from protocol.transport.keys import fingerprint, load_client
-from protocol.transport.refusals import LOG_EVERY_S, Refusals
-from protocol.transport.zmq_link import ZmqLink
+from rowcast.prefetcher.run.make_keys import make_keys
+from rowcast.protocol.transport.curve_keys import fingerprint, load_client
+from rowcast.protocol.transport.refusals import LOG_EVERY_S, Refusals
+from rowcast.protocol.transport.zmq_link import ZmqLink
+from rowcast.runtime.errors import ConfigError
+from rowcast.runtime.telemetry.logs import setup_logging
 from tests.protocol.mirrors import exchange, make_end
 from tests.protocol.peer import GREETING, Bell, numbered, receive, wait_gone
 from tests.protocol.tcp import RING_BYTES, TcpRun, run, wait_for
@@ -29,7 +29,11 @@ def test_pieces_of_all_lengths_travel_both_ways_and_their_space_is_released(run:
     with run.prefetcher(bell) as prefetcher, run.trainer(bell) as trainer:
         run.greet(trainer, prefetcher, bell)
         exchange(
-            make_end(prefetcher, RING_BYTES), make_end(trainer, RING_BYTES), num_pieces=40, chance=Random(1), wait=lambda: time.sleep(0.001)
+            make_end(prefetcher, RING_BYTES),
+            make_end(trainer, RING_BYTES),
+            num_pieces=40,
+            chance=Random(1),
+            wait=lambda: time.sleep(0.001),
         )
         wait_for(lambda: prefetcher.counters.bytes_sent == trainer.counters.bytes_received)  # counted by two threads
         assert trainer.counters.bytes_received > 40 * 2**15
@@ -93,7 +97,9 @@ def strangers_keys(run: TcpRun) -> Path:
     return keys
 
 
-def test_a_key_that_is_not_allowed_is_refused_and_both_logs_say_so(run: TcpRun, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_key_that_is_not_allowed_is_refused_and_both_logs_say_so(
+    run: TcpRun, capsys: pytest.CaptureFixture[str]
+) -> None:
     setup_logging("prefetcher", "info", json=False)
     bell, trainer_bell = Bell(), Bell()
     keys = strangers_keys(run)
@@ -133,7 +139,9 @@ def test_a_list_of_keys_that_cannot_be_read_lets_nobody_in(run: TcpRun) -> None:
         assert prefetcher.receive() is None
 
 
-def test_a_trainer_with_another_servers_key_is_never_heard_and_hears_nothing(run: TcpRun, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_trainer_with_another_servers_key_is_never_heard_and_hears_nothing(
+    run: TcpRun, capsys: pytest.CaptureFixture[str]
+) -> None:
     setup_logging("trainer", "info", json=False)
     bell = Bell()
     keys = run.folder / "theirs"

@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 import zmq
 
-from protocol.errors import LocalProtocolError, RemoteProtocolError
-from protocol.transport import zmq_link
-from protocol.transport.endpoint import socket_path
-from protocol.transport.zmq_link import ZmqLink
-from protocol.transport.zmq_socket import MAX_MESSAGE_BYTES
+from rowcast.protocol.transport import zmq_link
+from rowcast.protocol.transport.endpoint import socket_path
+from rowcast.protocol.transport.zmq_link import ZmqLink
+from rowcast.protocol.transport.zmq_socket import MAX_MESSAGE_BYTES
+from rowcast.runtime.errors import LocalProtocolError, RemoteProtocolError
 from tests.protocol.peer import GREETING, NUM_FRAMES, Bell, numbered, receive, send_numbered, wait_gone
 
 ROOT = Path(__file__).parents[2]
@@ -53,7 +53,9 @@ def said(peer: "subprocess.Popen[str]") -> str:
     return peer.stdout.readline().strip()
 
 
-def test_ten_thousand_frames_arrive_in_order_both_ways_when_the_prefetcher_starts_first(run_dir: Path, sockets: Path, start: Start) -> None:
+def test_ten_thousand_frames_arrive_in_order_both_ways_when_the_prefetcher_starts_first(
+    run_dir: Path, sockets: Path, start: Start
+) -> None:
     bell = Bell()
     with ZmqLink.prefetcher(run_dir, bell.ring, sockets) as link:
         start("trainer", "echo")
@@ -83,7 +85,10 @@ def test_the_socket_file_of_a_killed_prefetcher_is_no_obstacle(run_dir: Path, so
     killed.wait()
     assert socket_path(run_dir, sockets).exists()
     trainer_bell, bell = Bell(), Bell()
-    with ZmqLink.trainer(run_dir, trainer_bell.ring, sockets) as trainer, ZmqLink.prefetcher(run_dir, bell.ring, sockets) as link:
+    with (
+        ZmqLink.trainer(run_dir, trainer_bell.ring, sockets) as trainer,
+        ZmqLink.prefetcher(run_dir, bell.ring, sockets) as link,
+    ):
         trainer.send(GREETING)
         assert receive(link, bell) == GREETING
         link.send(b"welcome")
@@ -91,9 +96,15 @@ def test_the_socket_file_of_a_killed_prefetcher_is_no_obstacle(run_dir: Path, so
 
 
 @pytest.mark.parametrize(("role", "peer_role"), [("prefetcher", "trainer"), ("trainer", "prefetcher")])
-def test_all_that_a_peer_sent_before_it_left_is_received(role: str, peer_role: str, run_dir: Path, sockets: Path, start: Start) -> None:
+def test_all_that_a_peer_sent_before_it_left_is_received(
+    role: str, peer_role: str, run_dir: Path, sockets: Path, start: Start
+) -> None:
     bell = Bell()
-    link = ZmqLink.prefetcher(run_dir, bell.ring, sockets) if role == "prefetcher" else ZmqLink.trainer(run_dir, bell.ring, sockets)
+    link = (
+        ZmqLink.prefetcher(run_dir, bell.ring, sockets)
+        if role == "prefetcher"
+        else ZmqLink.trainer(run_dir, bell.ring, sockets)
+    )
     with link:
         if role == "trainer":
             link.send(GREETING)
@@ -107,7 +118,11 @@ def test_all_that_a_peer_sent_before_it_left_is_received(role: str, peer_role: s
 @pytest.mark.parametrize(("role", "peer_role"), [("prefetcher", "trainer"), ("trainer", "prefetcher")])
 def test_a_killed_peer_is_noticed(role: str, peer_role: str, run_dir: Path, sockets: Path, start: Start) -> None:
     bell = Bell()
-    link = ZmqLink.prefetcher(run_dir, bell.ring, sockets) if role == "prefetcher" else ZmqLink.trainer(run_dir, bell.ring, sockets)
+    link = (
+        ZmqLink.prefetcher(run_dir, bell.ring, sockets)
+        if role == "prefetcher"
+        else ZmqLink.trainer(run_dir, bell.ring, sockets)
+    )
     with link:
         if role == "trainer":
             link.send(GREETING)
@@ -131,7 +146,10 @@ def test_a_trainer_whose_prefetcher_is_gone_does_not_call_the_next_one(run_dir: 
             assert receive(first, bell) == GREETING
         wait_gone(trainer, trainer_bell)
         trainer.send(b"stale")
-        with ZmqLink.prefetcher(run_dir, bell.ring, sockets) as second, ZmqLink.trainer(run_dir, silent_bell, sockets) as other:
+        with (
+            ZmqLink.prefetcher(run_dir, bell.ring, sockets) as second,
+            ZmqLink.trainer(run_dir, silent_bell, sockets) as other,
+        ):
             other.send(GREETING)
             assert receive(second, bell) == GREETING
             assert second.refused == 0
@@ -145,13 +163,19 @@ def test_a_second_prefetcher_is_refused_and_told_who_serves(run_dir: Path, socke
     with ZmqLink.prefetcher(run_dir, directory=sockets):
         second = start("prefetcher", "stay")
         assert (
-            said(second) == f"another prefetcher serves run directory {run_dir} (pid {os.getpid()}); stop it or use another run directory"
+            said(second)
+            == f"another prefetcher serves run directory {run_dir} (pid {os.getpid()}); stop it or use another run directory"
         )
 
 
-def test_a_second_trainer_is_refused_with_a_sentence_and_the_first_one_stays(run_dir: Path, sockets: Path, start: Start) -> None:
+def test_a_second_trainer_is_refused_with_a_sentence_and_the_first_one_stays(
+    run_dir: Path, sockets: Path, start: Start
+) -> None:
     bell, trainer_bell = Bell(), Bell()
-    with ZmqLink.prefetcher(run_dir, bell.ring, sockets) as link, ZmqLink.trainer(run_dir, trainer_bell.ring, sockets) as first:
+    with (
+        ZmqLink.prefetcher(run_dir, bell.ring, sockets) as link,
+        ZmqLink.trainer(run_dir, trainer_bell.ring, sockets) as first,
+    ):
         first.send(GREETING)
         assert receive(link, bell) == GREETING
         second = start("trainer", "refused")
@@ -203,7 +227,9 @@ def test_a_trainer_whose_prefetcher_left_before_it_had_taken_everything_closes(r
 
 
 @pytest.mark.parametrize("make", [ZmqLink.prefetcher, ZmqLink.trainer])
-def test_a_link_whose_peer_never_came_closes_with_frames_queued(make: Callable[..., ZmqLink], run_dir: Path, sockets: Path) -> None:
+def test_a_link_whose_peer_never_came_closes_with_frames_queued(
+    make: Callable[..., ZmqLink], run_dir: Path, sockets: Path
+) -> None:
     with make(run_dir, directory=sockets) as link:
         link.send(GREETING)
     with pytest.raises(LocalProtocolError, match="not open"):
@@ -244,7 +270,10 @@ def test_an_error_in_the_thread_is_raised_after_the_frames_that_came_before_it(r
 
 def test_a_frame_beyond_the_limit_ends_the_connection(run_dir: Path, sockets: Path) -> None:
     bell, trainer_bell = Bell(), Bell()
-    with ZmqLink.prefetcher(run_dir, bell.ring, sockets) as link, ZmqLink.trainer(run_dir, trainer_bell.ring, sockets) as trainer:
+    with (
+        ZmqLink.prefetcher(run_dir, bell.ring, sockets) as link,
+        ZmqLink.trainer(run_dir, trainer_bell.ring, sockets) as trainer,
+    ):
         trainer.send(GREETING)
         assert receive(link, bell) == GREETING
         trainer.send(b"x" * (MAX_MESSAGE_BYTES + 1))
@@ -254,7 +283,11 @@ def test_a_frame_beyond_the_limit_ends_the_connection(run_dir: Path, sockets: Pa
 
 def test_a_message_of_several_parts_is_refused(run_dir: Path, sockets: Path) -> None:
     bell = Bell()
-    with ZmqLink.prefetcher(run_dir, bell.ring, sockets) as link, zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
+    with (
+        ZmqLink.prefetcher(run_dir, bell.ring, sockets) as link,
+        zmq.Context() as context,
+        context.socket(zmq.DEALER) as stranger,
+    ):
         stranger.connect(f"ipc://{socket_path(run_dir, sockets)}")
         stranger.send(GREETING)
         stranger.send_multipart([b"one", b"two"])

@@ -3,8 +3,8 @@ from typing import Any
 
 import pytest
 
-from prefetcher.readers.worker import BatchSource
-from protocol.job import Job
+from rowcast.job.schema import Job
+from rowcast.prefetcher.readers.worker import BatchSource
 
 
 @pytest.fixture

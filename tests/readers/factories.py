@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from protocol.batch import Batch, Kind
-from protocol.job import Job
+from rowcast.job.schema import Job
+from rowcast.protocol.batch import Batch, Kind
 
 
 def batch(value: int = 1, **changed: Any) -> Batch:
@@ -65,27 +65,48 @@ def indexed(dtype: Any, position: int, value: float, shape: tuple[int, ...]) -> 
 
 
 BROKEN: dict[str, tuple[Callable[[], Any], str]] = {
-    "no batch": (lambda: {"ids": [1]}, "is dict; yield protocol.batch.Batch"),
+    "no batch": (lambda: {"ids": [1]}, "is dict; yield rowcast.protocol.batch.Batch"),
     "no samples": (lambda: batch(labels=np.zeros(0, np.float32)), "has no samples"),
     "labels of int": (lambda: batch(labels=np.zeros(2, np.int64)), "labels are int64[2]; give float32[2]"),
     "labels as a list": (lambda: batch(labels=[0.0, 1.0]), "labels are list; give float32[2]"),
-    "two-dimensional labels": (lambda: batch(labels=np.zeros((2, 1), np.float32)), "labels are float32[2, 1]; give float32[2]"),
+    "two-dimensional labels": (
+        lambda: batch(labels=np.zeros((2, 1), np.float32)),
+        "labels are float32[2, 1]; give float32[2]",
+    ),
     "narrow dense": (lambda: batch(dense=np.zeros((2, 3), np.float32)), "dense are float32[2, 3]; give float32[2, 4]"),
     "dense of double": (lambda: batch(dense=np.zeros((2, 4))), "dense are float64[2, 4]; give float32[2, 4]"),
     "ids of int32": (lambda: batch(ids=np.ones(6, np.int32)), "ids are int32[6]; give int64[6]"),
     "too few ids": (lambda: batch(ids=np.ones(5, np.int64)), "ids are int64[5]; give int64[6]"),
     "offsets of int32": (lambda: batch(offsets=np.arange(7, dtype=np.int32)), "offsets are int32[7]; give int64[7]"),
     "too few offsets": (lambda: batch(offsets=np.arange(6)), "offsets are int64[6]; give int64[7]"),
-    "falling offsets": (lambda: batch(offsets=np.array([0, 1, 3, 2, 4, 5, 6])), "offsets must rise from 0 to the 6 ids"),
-    "offsets beyond the ids": (lambda: batch(offsets=np.arange(7) * 2), "offsets must rise from 0 to the 6 ids, but go from 0 to 12"),
-    "unexpected weights": (lambda: batch(weights=np.ones(6, np.float32)), "weights are given, but data.columns.weights names none"),
+    "falling offsets": (
+        lambda: batch(offsets=np.array([0, 1, 3, 2, 4, 5, 6])),
+        "offsets must rise from 0 to the 6 ids",
+    ),
+    "offsets beyond the ids": (
+        lambda: batch(offsets=np.arange(7) * 2),
+        "offsets must rise from 0 to the 6 ids, but go from 0 to 12",
+    ),
+    "unexpected weights": (
+        lambda: batch(weights=np.ones(6, np.float32)),
+        "weights are given, but data.columns.weights names none",
+    ),
     "an id beyond the table": (
         lambda: batch(ids=indexed(np.int64, 5, 7, (6,))),
         "look-up 5, column cat_25: id 7 is outside table last (num_embeddings = 7)",
     ),
-    "a negative id": (lambda: batch(ids=indexed(np.int64, 2, -1, (6,))), "look-up 2, column cat_0: id -1 is outside table late"),
-    "NaN in dense": (lambda: batch(dense=indexed(np.float32, 6, np.nan, (2, 4))), "sample 1, column int_2: value nan is not finite"),
-    "an infinite label": (lambda: batch(labels=indexed(np.float32, 1, np.inf, (2,))), "sample 1, column label: value inf is not finite"),
+    "a negative id": (
+        lambda: batch(ids=indexed(np.int64, 2, -1, (6,))),
+        "look-up 2, column cat_0: id -1 is outside table late",
+    ),
+    "NaN in dense": (
+        lambda: batch(dense=indexed(np.float32, 6, np.nan, (2, 4))),
+        "sample 1, column int_2: value nan is not finite",
+    ),
+    "an infinite label": (
+        lambda: batch(labels=indexed(np.float32, 1, np.inf, (2,))),
+        "sample 1, column label: value inf is not finite",
+    ),
 }
 
 

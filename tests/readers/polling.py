@@ -10,10 +10,10 @@ from typing import TypeVar
 
 import msgspec
 
-from prefetcher.readers.parts import Rest
-from prefetcher.readers.schedule import PlacedBatch, PlacedIds
-from prefetcher.readers.source import Source
-from protocol.job import Job
+from rowcast.job.schema import Job
+from rowcast.prefetcher.readers.batch_parts import Rest
+from rowcast.prefetcher.readers.schedule import PlacedBatch, PlacedIds
+from rowcast.prefetcher.readers.source import Source
 
 ROOT = Path(__file__).parents[2]
 LONG_S = 60.0  # only a test that fails waits so long
@@ -81,8 +81,8 @@ def parent_process(job: Job, ending: str) -> Iterator[subprocess.Popen[str]]:
     """A process that starts a source, prints its decoders' pids once the data is open, and then does `ending`; killed afterwards."""
     lines = [
         "import msgspec, time",
-        "from prefetcher.readers.worker import BatchSource",
-        "from protocol.job import Job",
+        "from rowcast.prefetcher.readers.worker import BatchSource",
+        "from rowcast.job.schema import Job",
         f"source = BatchSource(msgspec.json.decode({msgspec.json.encode(job)!r}, type=Job))",
         "source.start()",
         "source.info()",

@@ -15,10 +15,10 @@ import pyarrow.parquet as pq
 import xxhash
 from msgspec.structs import replace
 
-from prefetcher.readers.parts import Part
-from protocol.batch import Batch, Kind
-from protocol.job import Job
-from protocol.job_file import parse_job
+from rowcast.job.file import parse_job
+from rowcast.job.schema import Job
+from rowcast.prefetcher.readers.batch_parts import Part
+from rowcast.protocol.batch import Batch, Kind
 
 NUM_ROWS = 103
 BATCH_SIZE = 8
@@ -71,7 +71,9 @@ def samples_of(batch: Batch) -> list[Row]:
     num_features = (len(offsets) - 1) // batch.size
     rows = []
     for sample in range(batch.size):
-        spans = [slice(offsets[f * batch.size + sample], offsets[f * batch.size + sample + 1]) for f in range(num_features)]
+        spans = [
+            slice(offsets[f * batch.size + sample], offsets[f * batch.size + sample + 1]) for f in range(num_features)
+        ]
         weights = None if batch.weights is None else tuple(tuple(batch.weights[span].tolist()) for span in spans)
         ids = tuple(tuple(batch.ids[span].tolist()) for span in spans)
         rows.append(Row(tuple(batch.dense[sample].tolist()), float(batch.labels[sample]), ids, weights))
@@ -98,7 +100,11 @@ def click_log(num_rows: int = NUM_ROWS, seed: int = 1) -> pd.DataFrame:
     rng = np.random.default_rng(seed)
     frame = pd.DataFrame({"label": rng.integers(0, 2, num_rows)})
     for name in INTS:
-        frame[name] = pd.Series(rng.integers(-3, 10 ** int(rng.integers(1, 12)), num_rows)).astype("Int64").mask(rng.random(num_rows) < 0.2)
+        frame[name] = (
+            pd.Series(rng.integers(-3, 10 ** int(rng.integers(1, 12)), num_rows))
+            .astype("Int64")
+            .mask(rng.random(num_rows) < 0.2)
+        )
     for name in CATS:
         frame[name] = pd.Series(rng.integers(0, 2**32, num_rows)).astype("Int64").mask(rng.random(num_rows) < 0.2)
     return frame
@@ -123,7 +129,10 @@ def decode_tsv(paths: list[Path], job: Job) -> list[Row]:
 
 
 def single_hot_rows(dense: npt.NDArray[Any], labels: list[Any], ids: list[list[int]]) -> list[Row]:
-    return [Row(tuple(dense[i].tolist()), float(label), tuple((int(column[i]),) for column in ids), None) for i, label in enumerate(labels)]
+    return [
+        Row(tuple(dense[i].tolist()), float(label), tuple((int(column[i]),) for column in ids), None)
+        for i, label in enumerate(labels)
+    ]
 
 
 def write_day(folder: Path, name: str, num_rows: int, num_ids: int = 7, dtype: str = "int32", seed: int = 2) -> None:
@@ -135,9 +144,12 @@ def write_day(folder: Path, name: str, num_rows: int, num_ids: int = 7, dtype: s
 
 def decode_days(folder: Path, names: list[str], job: Job) -> list[Row]:
     dense, sparse, labels = (
-        np.concatenate([np.load(folder / f"{name}_{part}.npy") for name in names]) for part in ("dense", "sparse", "labels")
+        np.concatenate([np.load(folder / f"{name}_{part}.npy") for name in names])
+        for part in ("dense", "sparse", "labels")
     )
-    return single_hot_rows(dense, labels.ravel().tolist(), [sparse[:, CATS.index(name)].tolist() for name in job.features])
+    return single_hot_rows(
+        dense, labels.ravel().tolist(), [sparse[:, CATS.index(name)].tolist() for name in job.features]
+    )
 
 
 def write_parquet(path: Path, num_rows: int, seed: int = 3, missing: float = 0.0) -> None:
@@ -150,9 +162,15 @@ def write_parquet(path: Path, num_rows: int, seed: int = 3, missing: float = 0.0
         "int_2": pa.array(rng.integers(-5, 5, num_rows)),
         "click": pa.array(rng.integers(0, 2, num_rows).astype(bool)),
         "cat_0": pa.array(bags, pa.list_(pa.int64())),
-        "cat_0_weights": pa.array([None if bag is None else rng.random(len(bag)).tolist() for bag in bags], pa.list_(pa.float32())),
-        "cat_3": pa.array([None if rng.random() < missing else int(rng.integers(0, 40)) for _ in range(num_rows)], pa.int32()),
-        "cat_25": pa.array([rng.integers(0, 7, int(n)).tolist() for n in rng.integers(1, 3, num_rows)], pa.list_(pa.int32())),
+        "cat_0_weights": pa.array(
+            [None if bag is None else rng.random(len(bag)).tolist() for bag in bags], pa.list_(pa.float32())
+        ),
+        "cat_3": pa.array(
+            [None if rng.random() < missing else int(rng.integers(0, 40)) for _ in range(num_rows)], pa.int32()
+        ),
+        "cat_25": pa.array(
+            [rng.integers(0, 7, int(n)).tolist() for n in rng.integers(1, 3, num_rows)], pa.list_(pa.int32())
+        ),
     }
     pq.write_table(pa.table(columns), path, row_group_size=13)
 
@@ -167,7 +185,9 @@ def decode_parquet(paths: list[Path], job: Job) -> list[Row]:
     for record in frame.astype(object).to_dict("records"):
         bags = [bag_of(record, name) for name in job.features]
         own = bag_of(record, "cat_0_weights")
-        weights = tuple(own if name == "cat_0" else (1.0,) * len(bag) for name, bag in zip(job.features, bags, strict=True))
+        weights = tuple(
+            own if name == "cat_0" else (1.0,) * len(bag) for name, bag in zip(job.features, bags, strict=True)
+        )
         dense = tuple(float(np.float32(record[name])) for name in ("int_2", "int_10"))
         rows.append(Row(dense, float(record["click"]), tuple(bags), weights))
     return rows
@@ -219,7 +239,9 @@ def decode_csv(paths: list[Path], job: Job) -> list[Row]:
                 own = tuple(float(np.float32(item)) for item in record["cat_0_weights"].split("|") if item)
                 weights = tuple(own if name == "cat_0" else (1.0,) for name in job.features)
                 dense = tuple(float(np.float32(record[name])) for name in ("int_2", "int_10"))
-                rows.append(Row(dense, float(record["click"] == "True"), tuple(ids[name] for name in job.features), weights))
+                rows.append(
+                    Row(dense, float(record["click"] == "True"), tuple(ids[name] for name in job.features), weights)
+                )
     return rows
 
 

@@ -8,16 +8,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from prefetcher.readers import criteo_tsv, csv, parquet_files, text
-from prefetcher.readers.base import can_share, open_reader, stream_columns
-from prefetcher.readers.decoder import Share, decode_share
-from prefetcher.readers.parts import Columns, Part, divide
-from prefetcher.readers.schedule import Place, PlacedBatch, schedule
-from prefetcher.readers.source import InlineSource
-from prefetcher.readers.worker import BatchSource
-from protocol.batch import Batch, Kind
-from protocol.job import Job
-from protocol.position import Position
+from rowcast.job.schema import Job
+from rowcast.prefetcher.readers import text_files as text
+from rowcast.prefetcher.readers.batch_parts import Columns, Part, divide
+from rowcast.prefetcher.readers.decoder import Share, decode_share
+from rowcast.prefetcher.readers.formats import criteo_tsv, csv, parquet_files
+from rowcast.prefetcher.readers.reader import can_share, open_reader, stream_columns
+from rowcast.prefetcher.readers.schedule import Place, PlacedBatch, schedule
+from rowcast.prefetcher.readers.source import InlineSource
+from rowcast.prefetcher.readers.worker import BatchSource
+from rowcast.protocol.batch import Batch, Kind
+from rowcast.runtime.position import Position
 from tests.readers.polling import rest_of
 from tests.readers.samples import (
     BATCH_SIZE,
@@ -93,11 +94,23 @@ def custom(folder: Path, **data: Any) -> tuple[Job, list[Row] | None]:
     return job, all_samples([*made["train"], *made["eval"]])
 
 
-CASES: dict[str, Case] = {"tsv": tsv, "tsv_gz": tsv_gz, "npy": npy, "bags": bags, "csv": named, "synthetic": synthetic, "custom": custom}
+CASES: dict[str, Case] = {
+    "tsv": tsv,
+    "tsv_gz": tsv_gz,
+    "npy": npy,
+    "bags": bags,
+    "csv": named,
+    "synthetic": synthetic,
+    "custom": custom,
+}
 ALL = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 SHUFFLED = pytest.mark.parametrize(
     ("case", "shuffle"),
-    [(case, f"window:{window}") for case in (tsv, tsv_gz, npy, bags, named, synthetic) for window in (1, 10, 16, 50, 1000)]
+    [
+        (case, f"window:{window}")
+        for case in (tsv, tsv_gz, npy, bags, named, synthetic)
+        for window in (1, 10, 16, 50, 1000)
+    ]
     + [(npy, "full"), (synthetic, "full")],
 )
 
@@ -148,7 +161,9 @@ def test_arrays_have_the_shapes_and_types_of_the_agreement(case: Case, tmp_path:
         num_bags = len(job.features) * batch.size
         assert batch.dense.shape == (batch.size, reader.num_dense)
         assert [batch.dense.dtype, batch.labels.dtype, batch.ids.dtype] == [np.float32, np.float32, np.int64]
-        assert all(type(array) is np.ndarray and array.flags.c_contiguous for array in (batch.dense, batch.labels, batch.ids))
+        assert all(
+            type(array) is np.ndarray and array.flags.c_contiguous for array in (batch.dense, batch.labels, batch.ids)
+        )
         assert batch.offsets is not None or len(batch.ids) == num_bags
         if batch.offsets is not None:
             assert batch.offsets.dtype == np.int64
@@ -197,7 +212,9 @@ def assert_goes_on(job: Job, split: Kind, epoch: int = 0) -> None:
 
 
 @SHUFFLED
-def test_a_shuffle_permutes_each_block_by_philox_of_seed_epoch_and_block(case: Case, shuffle: str, tmp_path: Path) -> None:
+def test_a_shuffle_permutes_each_block_by_philox_of_seed_epoch_and_block(
+    case: Case, shuffle: str, tmp_path: Path
+) -> None:
     job, _ = case(tmp_path)
     shuffled_job, _ = case(tmp_path, shuffle=shuffle)
     window = NUM_TRAIN if shuffle == "full" else int(shuffle.partition(":")[2])

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from prefetcher.readers.base import open_reader
-from protocol.batch import Batch
-from protocol.errors import ConfigError, DataError
-from protocol.job import Job
+from rowcast.job.schema import Job
+from rowcast.prefetcher.readers.reader import open_reader
+from rowcast.protocol.batch import Batch
+from rowcast.runtime.errors import ConfigError, DataError
 from tests.readers.samples import make_job, table, write_day
 
 
@@ -93,15 +93,29 @@ def test_labels_may_be_flat_and_of_any_number_type(tmp_path: Path) -> None:
 BROKEN_ARRAYS = {
     "fewer rows": ("sparse", lambda a: a[:-1], "dense, sparse and labels have 20, 19 and 20 rows"),
     "doubles": ("dense", lambda a: a.astype(np.float64), "day_0_dense.npy holds float64; it must hold float32"),
-    "short integers": ("sparse", lambda a: a.astype(np.int16), "day_0_sparse.npy holds int16; it must hold int32 or int64"),
-    "flat dense": ("dense", lambda a: a.ravel(), "day_0_dense.npy: the array has shape (100,); it must have 2 dimensions"),
-    "two labels": ("labels", lambda a: np.hstack([a, a]), "day_0_labels.npy holds int32 (20, 2); it must hold one number a row"),
+    "short integers": (
+        "sparse",
+        lambda a: a.astype(np.int16),
+        "day_0_sparse.npy holds int16; it must hold int32 or int64",
+    ),
+    "flat dense": (
+        "dense",
+        lambda a: a.ravel(),
+        "day_0_dense.npy: the array has shape (100,); it must have 2 dimensions",
+    ),
+    "two labels": (
+        "labels",
+        lambda a: np.hstack([a, a]),
+        "day_0_labels.npy holds int32 (20, 2); it must hold one number a row",
+    ),
     "text": ("labels", lambda a: a.astype(str), "it must hold one number a row"),
 }
 
 
 @pytest.mark.parametrize(("part", "change", "sentence"), BROKEN_ARRAYS.values(), ids=BROKEN_ARRAYS)
-def test_arrays_that_do_not_fit_are_refused(part: str, change: Callable[[Any], Any], sentence: str, tmp_path: Path) -> None:
+def test_arrays_that_do_not_fit_are_refused(
+    part: str, change: Callable[[Any], Any], sentence: str, tmp_path: Path
+) -> None:
     edit(tmp_path, part, change)
     with pytest.raises(DataError, match=re.escape(sentence)):
         open_reader(job_of(tmp_path))
@@ -145,7 +159,9 @@ def test_a_glob_of_one_part_finds_the_other_two(tmp_path: Path) -> None:
 def test_a_missing_part_is_refused(tmp_path: Path) -> None:
     write_day(tmp_path, "day_0", 20)
     (tmp_path / "day_0_labels.npy").unlink()
-    with pytest.raises(ConfigError, match=r"day_0_labels\.npy: no such file; a day needs its dense, sparse and labels files"):
+    with pytest.raises(
+        ConfigError, match=r"day_0_labels\.npy: no such file; a day needs its dense, sparse and labels files"
+    ):
         open_reader(job_of(tmp_path))
 
 
@@ -157,7 +173,9 @@ def test_a_file_of_another_name_is_refused(tmp_path: Path) -> None:
 
 def test_a_feature_that_the_data_has_not_is_named_with_its_table(tmp_path: Path) -> None:
     write_day(tmp_path, "day_0", 20)
-    with pytest.raises(ConfigError, match=r"table t: feature cat_26 is not in .*day_0_sparse.npy, which has cat_0 to cat_25"):
+    with pytest.raises(
+        ConfigError, match=r"table t: feature cat_26 is not in .*day_0_sparse.npy, which has cat_0 to cat_25"
+    ):
         open_reader(make_job("criteo-npy", [table("t", 7, "cat_26")], path=str(tmp_path)))
 
 

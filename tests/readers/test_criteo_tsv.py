@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from prefetcher.readers import text
-from prefetcher.readers.base import open_reader
-from prefetcher.readers.shuffle import block_permutation
-from protocol.batch import Batch
-from protocol.errors import ConfigError, DataError
+from rowcast.prefetcher.readers import text_files as text
+from rowcast.prefetcher.readers.reader import open_reader
+from rowcast.prefetcher.readers.shuffle import block_permutation
+from rowcast.protocol.batch import Batch
+from rowcast.runtime.errors import ConfigError, DataError
 from tests.readers.samples import BATCH_SIZE, all_samples, click_log, make_job, table, write_tsv
 
 
@@ -41,7 +41,9 @@ def refusal(path: Path, **data: Any) -> str:
 
 
 def test_dense_is_the_logarithm_of_one_more_and_missing_or_negative_is_zero(tmp_path: Path) -> None:
-    dense = only_batch(write(tmp_path / "a", [fields(int_0="", int_1="-7", int_2="0", int_3="99", int_4=str(2**63 - 1))])).dense[0]
+    dense = only_batch(
+        write(tmp_path / "a", [fields(int_0="", int_1="-7", int_2="0", int_3="99", int_4=str(2**63 - 1))])
+    ).dense[0]
     assert dense[:3].tolist() == [0, 0, 0]
     assert dense[3] == np.float32(np.log(100.0))
     assert dense[4] == np.float32(63 * np.log(2.0))
@@ -93,7 +95,9 @@ def test_a_truncated_gzip_file_is_refused_when_it_is_opened(tmp_path: Path) -> N
     path = tmp_path / "a.tsv.gz"
     write_tsv(click_log(), path)
     path.write_bytes(path.read_bytes()[:-500])
-    with pytest.raises(DataError, match=re.escape(f"{path}: the gzip file is truncated or damaged (Compressed file ended before")):
+    with pytest.raises(
+        DataError, match=re.escape(f"{path}: the gzip file is truncated or damaged (Compressed file ended before")
+    ):
         open_reader(make_job("criteo-tsv", path=str(path)))
 
 
@@ -119,7 +123,9 @@ def test_a_file_that_shrinks_during_a_run_is_refused(left: int, tmp_path: Path) 
     path = write(tmp_path / "a", [fields()] * 10)
     reader = open_reader(make_job("criteo-tsv", path=str(path), eval_fraction=0.0))
     write(path, [fields()] * left)
-    with pytest.raises(DataError, match=f"the 10 lines from line 1 on are {left} now; leave the file as it is while it is read"):
+    with pytest.raises(
+        DataError, match=f"the 10 lines from line 1 on are {left} now; leave the file as it is while it is read"
+    ):
         list(reader.batches("train", 0))
 
 
@@ -162,7 +168,9 @@ def test_eval_path_beside_eval_fraction_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("shuffle", ["none", "window:20"])
 def test_every_batch_before_that_of_a_bad_line_is_given(shuffle: str, tmp_path: Path) -> None:
     path = write(tmp_path / "a", [fields()] * 40 + [fields(label="x")] + [fields()] * 19)
-    batches = open_reader(make_job("criteo-tsv", path=str(path), eval_fraction=0.0, shuffle=shuffle)).batches("train", 0)
+    batches = open_reader(make_job("criteo-tsv", path=str(path), eval_fraction=0.0, shuffle=shuffle)).batches(
+        "train", 0
+    )
     place = 40 if shuffle == "none" else 40 + block_permutation(5, 0, 2, 20).tolist().index(0)
     assert [next(batches).size for _ in range(place // BATCH_SIZE)] == [BATCH_SIZE] * (place // BATCH_SIZE)
     with pytest.raises(DataError, match=re.escape(f"{path}, line 41, column label: 'x' is not 0 or 1")):

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from prefetcher.readers.base import Reader, open_reader
-from protocol.errors import ConfigError, DataError, RowcastError
+from rowcast.prefetcher.readers.reader import Reader, open_reader
+from rowcast.runtime.errors import ConfigError, DataError, RowcastError
 from tests.readers.samples import Row, all_samples, make_job, table
 from tests.readers.test_hashed import row
 
@@ -27,7 +27,9 @@ def changed(folder: Path, number: int, line: str) -> Path:
 
 
 def opened(path: Path, columns: dict[str, Any] | None = None, tables: Any = TABLES, **data: Any) -> Reader:
-    return open_reader(make_job("csv", tables, path=str(path), eval_fraction=0.0, columns=LISTS | (columns or {}), **data))
+    return open_reader(
+        make_job("csv", tables, path=str(path), eval_fraction=0.0, columns=LISTS | (columns or {}), **data)
+    )
 
 
 def rows(path: Path, columns: dict[str, Any] | None = None, tables: Any = TABLES, **data: Any) -> list[Row]:
@@ -51,9 +53,13 @@ def test_columns_are_read_by_name_with_lists_and_their_weights(tmp_path: Path) -
 
 @pytest.mark.parametrize("number", [2, 4, 5])
 @pytest.mark.parametrize(("line", "column"), [("0,0.5,,3,1", "a"), ("0,0.5,1,3||4,1", "b"), ('0,0.5,"",3,1', "a")])
-def test_an_empty_id_is_missing_and_an_empty_cell_of_a_list_an_empty_bag(line: str, column: str, number: int, tmp_path: Path) -> None:
+def test_an_empty_id_is_missing_and_an_empty_cell_of_a_list_an_empty_bag(
+    line: str, column: str, number: int, tmp_path: Path
+) -> None:
     path = changed(tmp_path, number, line)
-    assert refusal(DataError, path).startswith(f"{path}, line {number}, column {column}: the id is missing; give missing ones an id")
+    assert refusal(DataError, path).startswith(
+        f"{path}, line {number}, column {column}: the id is missing; give missing ones an id"
+    )
     for policy in ("zero", "modulo"):
         reader = opened(path, on_invalid_id=policy)
         ids = all_samples(reader.batches("train", 0))[number - 2].ids
@@ -79,13 +85,19 @@ def test_another_delimiter(delimiter: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("words", [("True", "False"), ("true", "false"), ("TRUE", "FALSE")])
 def test_true_and_false_are_labels_and_dense_values(words: tuple[str, str], tmp_path: Path) -> None:
-    path = write(tmp_path, ["label,int_0,a,b", *(f"{label},{value},1,2" for label, value in zip(words, reversed(words), strict=True))])
+    path = write(
+        tmp_path,
+        ["label,int_0,a,b", *(f"{label},{value},1,2" for label, value in zip(words, reversed(words), strict=True))],
+    )
     assert [(own.label, own.dense) for own in rows(path)] == [(1, (0,)), (0, (1,))]
 
 
 def test_a_column_that_begins_with_true_holds_nothing_else_than_true_and_false(tmp_path: Path) -> None:
     path = write(tmp_path, ["label,int_0,a,b", "True,0,1,2", "0,0,1,2", "no,0,1,2"])
-    assert refusal(DataError, path) == f"{path}, line 4, column label: 'no' is not True or False, as the column's first cell"
+    assert (
+        refusal(DataError, path)
+        == f"{path}, line 4, column label: 'no' is not True or False, as the column's first cell"
+    )
 
 
 def test_a_byte_order_mark_windows_line_ends_and_a_last_line_without_an_end_are_no_matter(tmp_path: Path) -> None:
@@ -125,20 +137,31 @@ def test_a_byte_order_mark_windows_line_ends_and_a_last_line_without_an_end_are_
         (4, "1,1.5,2,5,x", ", column w: 'x' is not a number"),
     ],
 )  # fmt: skip
-def test_a_bad_line_is_named_with_its_column_and_value(number: int, line: str, complaint: str, shuffle: str, tmp_path: Path) -> None:
+def test_a_bad_line_is_named_with_its_column_and_value(
+    number: int, line: str, complaint: str, shuffle: str, tmp_path: Path
+) -> None:
     write(tmp_path, LINES, "a.csv")
     path = changed(tmp_path, number, line)
-    assert refusal(DataError, tmp_path, {"weights": {"b": "w"}}, shuffle=shuffle, batch_size=20) == f"{path}, line {number}{complaint}"
+    assert (
+        refusal(DataError, tmp_path, {"weights": {"b": "w"}}, shuffle=shuffle, batch_size=20)
+        == f"{path}, line {number}{complaint}"
+    )
 
 
 @pytest.mark.parametrize(
     ("header", "complaint"),
     [
-        ("label,int_0,a,bb,w", "the header has no column b, the nearest is bb, and {first} has; give all files one header"),
+        (
+            "label,int_0,a,bb,w",
+            "the header has no column b, the nearest is bb, and {first} has; give all files one header",
+        ),
         ("label,int_0,a,b,w,v", "the header has a column v, and {first} has not; give all files one header"),
         ("label,a,int_0,b,w", "the columns stand in another order than in {first}; give all files one header"),
         ("label,int_0,a,b,a", "the header names column a twice; rename one of them"),
-        ('label,int_0,a,b,"w', "the header cannot be read (unexpected end of data); write the file as UTF-8 with line breaks"),
+        (
+            'label,int_0,a,b,"w',
+            "the header cannot be read (unexpected end of data); write the file as UTF-8 with line breaks",
+        ),
         ("", "the file has no header; its first line must name the columns"),
     ],
 )
@@ -193,11 +216,14 @@ def test_columns_that_no_csv_can_have_are_refused(columns: dict[str, Any], sente
 def test_lists_and_delimiter_belong_to_csv() -> None:
     for columns in ({"lists": {"a": "|"}}, {"delimiter": ";"}):
         with pytest.raises(
-            ConfigError, match=r"columns\.lists and columns\.delimiter belong to format = .csv., not 'parquet'; remove them"
+            ConfigError,
+            match=r"columns\.lists and columns\.delimiter belong to format = .csv., not 'parquet'; remove them",
         ):
             make_job("parquet", TABLES, path="x", columns=columns)
 
 
 def test_full_shuffle_is_refused_as_of_other_text() -> None:
-    with pytest.raises(ConfigError, match='shuffle = "full" needs random access, which csv has not; use "window:65536"'):
+    with pytest.raises(
+        ConfigError, match='shuffle = "full" needs random access, which csv has not; use "window:65536"'
+    ):
         make_job("csv", TABLES, path="x", shuffle="full")

@@ -8,17 +8,21 @@ from typing import Any
 import numpy as np
 import pytest
 
-from prefetcher.readers import custom
-from prefetcher.readers.base import Reader, open_reader
-from protocol.batch import Batch
-from protocol.errors import ConfigError, DataError
+from rowcast.prefetcher.readers.formats import custom
+from rowcast.prefetcher.readers.reader import Reader, open_reader
+from rowcast.protocol.batch import Batch
+from rowcast.runtime.errors import ConfigError, DataError
 from tests.readers.factories import BROKEN, batch
 from tests.readers.samples import make_job, same_batch
 
 
-def open_factory(name: str, epochs: int = 1, on_invalid_id: str = "error", columns: Any = None, **options: Any) -> Reader:
+def open_factory(
+    name: str, epochs: int = 1, on_invalid_id: str = "error", columns: Any = None, **options: Any
+) -> Reader:
     format_name = f"tests.readers.factories:{name}"
-    return open_reader(make_job(format_name, epochs=epochs, on_invalid_id=on_invalid_id, columns=columns or {}, options=options))
+    return open_reader(
+        make_job(format_name, epochs=epochs, on_invalid_id=on_invalid_id, columns=columns or {}, options=options)
+    )
 
 
 def first_ids(batches: Any) -> list[int]:
@@ -45,7 +49,9 @@ def test_an_iterable_is_gone_through_each_epoch_and_has_no_evaluation() -> None:
 
 
 def test_an_iterator_cannot_be_gone_through_twice() -> None:
-    with pytest.raises(ConfigError, match=r"returned an iterator, which can be gone through once, but data\.epochs = 2"):
+    with pytest.raises(
+        ConfigError, match=r"returned an iterator, which can be gone through once, but data\.epochs = 2"
+    ):
         open_factory("iterator", epochs=2)
 
 
@@ -65,12 +71,16 @@ def test_options_reach_the_factory_and_dense_features_are_counted() -> None:
     ],
 )
 def test_a_factory_that_cannot_be_used_is_named(name: str, sentence: str) -> None:
-    with pytest.raises(ConfigError, match=re.escape(f"data.format = 'tests.readers.factories:{name}'") + ".*" + re.escape(sentence)):
+    with pytest.raises(
+        ConfigError, match=re.escape(f"data.format = 'tests.readers.factories:{name}'") + ".*" + re.escape(sentence)
+    ):
         open_factory(name)
 
 
 def test_a_module_that_does_not_exist_is_named() -> None:
-    with pytest.raises(ConfigError, match=r"data\.format = 'no_such_module:f': cannot import it .No module named 'no_such_module'"):
+    with pytest.raises(
+        ConfigError, match=r"data\.format = 'no_such_module:f': cannot import it .No module named 'no_such_module'"
+    ):
         open_reader(make_job("no_such_module:f"))
 
 
@@ -98,13 +108,17 @@ def test_a_broken_batch_is_named(case: str) -> None:
 def test_what_the_data_set_s_own_code_raises_is_told(capfd: pytest.CaptureFixture[str]) -> None:
     batches = open_factory("failing").batches("train", 0)
     assert same_batch(next(batches), batch(0))
-    with pytest.raises(DataError, match=r"failing, train batch 1 of epoch 0: the data set raised ValueError: row 17 is odd"):
+    with pytest.raises(
+        DataError, match=r"failing, train batch 1 of epoch 0: the data set raised ValueError: row 17 is odd"
+    ):
         next(batches)
     assert "factories.py" in capfd.readouterr().err
 
 
 def test_missing_weights_are_named() -> None:
-    with pytest.raises(DataError, match=r"weights are missing, but data\.columns\.weights names weights, so give f32\[N\]"):
+    with pytest.raises(
+        DataError, match=r"weights are missing, but data\.columns\.weights names weights, so give f32\[N\]"
+    ):
         open_factory("iterable", columns={"weights": {"cat_0": "unused"}})
 
 

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 import torch
 
-from prefetcher.readers.base import open_reader
-from prefetcher.readers.custom import CustomReader
-from prefetcher.readers.foreign import as_batch
-from protocol.batch import Batch
-from protocol.errors import DataError
-from protocol.job import Job
+from rowcast.job.schema import Job
+from rowcast.prefetcher.readers.formats.custom import CustomReader
+from rowcast.prefetcher.readers.formats.user_arrays import as_batch
+from rowcast.prefetcher.readers.reader import open_reader
+from rowcast.protocol.batch import Batch
+from rowcast.runtime.errors import DataError
 from tests.readers.samples import make_job, same_batch
 
 FEATURES = ["cat_3", "cat_0", "cat_25"]  # of `make_job`
@@ -25,7 +25,10 @@ EXPECTED = Batch(dense=DENSE, labels=LABELS, ids=IDS.T.reshape(-1))
 
 def keyed(lengths: bool = True, weights: Any = None, **changed: Any) -> SimpleNamespace:
     """As a KeyedJaggedTensor, with a feature that no table has, in an order of its own."""
-    content = {"keys": ["cat_25", "other", "cat_0", "cat_3"], "values": torch.tensor([3, 6, 9, 9, 2, 5, 1, 4])} | changed
+    content = {
+        "keys": ["cat_25", "other", "cat_0", "cat_3"],
+        "values": torch.tensor([3, 6, 9, 9, 2, 5, 1, 4]),
+    } | changed
     face = {name: partial(lambda value: value, value) for name, value in content.items()}
     own = {"lengths": lambda: torch.ones(8, dtype=torch.int32)} if lengths else {"offsets": lambda: torch.arange(9)}
     return SimpleNamespace(**face, **own, weights_or_none=lambda: weights)
@@ -68,8 +71,8 @@ def test_weights_of_a_keyed_tensor_are_taken_in_the_jobs_order() -> None:
 @pytest.mark.parametrize(
     ("offered", "sentence"),
     [
-        ((DENSE, IDS), "is tuple; yield protocol.batch.Batch, or dense features, sparse features and labels"),
-        ({"dense": DENSE, "labels": LABELS}, "is dict; yield protocol.batch.Batch"),
+        ((DENSE, IDS), "is tuple; yield rowcast.protocol.batch.Batch, or dense features, sparse features and labels"),
+        ({"dense": DENSE, "labels": LABELS}, "is dict; yield rowcast.protocol.batch.Batch"),
         ((DENSE, IDS[:, :2], LABELS), "sparse has shape [2, 2]; give one id a sample and feature: [2, 3]"),
         ((DENSE, [IDS[:, 0]], LABELS), "sparse lists 1 features, but the tables have 3: cat_3, cat_0, cat_25"),
         ((DENSE, {"cat_3": IDS[:, 0]}, LABELS), "sparse has no feature cat_0, only cat_3"),

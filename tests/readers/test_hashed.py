@@ -9,9 +9,9 @@ import pyarrow.parquet as pq
 import pytest
 import xxhash
 
-from prefetcher.readers.base import open_reader
-from prefetcher.readers.hashed import hashed_rows
-from protocol.errors import ConfigError, DataError
+from rowcast.prefetcher.readers.hashed_ids import hashed_rows
+from rowcast.prefetcher.readers.reader import open_reader
+from rowcast.runtime.errors import ConfigError, DataError
 from tests.readers.samples import all_samples, make_job, table
 
 WORDS = ["a", None, "bb", "a", "", "ünïcode", "a" * 300]
@@ -45,13 +45,17 @@ def test_a_string_takes_the_row_of_its_bytes_and_a_missing_one_row_0(values: Any
 
 @pytest.mark.parametrize("kind", [pa.int8(), pa.int32(), pa.int64(), pa.uint64()])
 def test_an_integer_takes_the_row_of_its_8_little_endian_bytes_whatever_its_type(kind: Any) -> None:
-    numbers = [0, None, 7, 100] + ([] if kind == pa.int8() else [2**31 - 1]) + ([2**63 - 1] if kind.bit_width == 64 else [])
+    numbers = (
+        [0, None, 7, 100] + ([] if kind == pa.int8() else [2**31 - 1]) + ([2**63 - 1] if kind.bit_width == 64 else [])
+    )
     numbers += [2**64 - 1] if kind == pa.uint64() else [-1]
     expected = [0 if n is None else row((n % 2**64).to_bytes(8, "little"), 1000) for n in numbers]
     assert hashed_rows(pa.array(numbers, kind), 1000).tolist() == expected
 
 
-@pytest.mark.parametrize("values", [STRINGS, pa.array([None, None], pa.string()), pa.array([], pa.string()), pa.array([1, None])], ids=str)
+@pytest.mark.parametrize(
+    "values", [STRINGS, pa.array([None, None], pa.string()), pa.array([], pa.string()), pa.array([1, None])], ids=str
+)
 def test_a_table_of_one_row_has_row_0_only(values: Any) -> None:
     assert hashed_rows(values, 1).tolist() == [0] * len(values)
 
@@ -89,7 +93,9 @@ def test_strings_and_lists_of_strings_are_ids_and_integers_too_unless_features_a
 
 
 def test_a_list_of_a_dictionary_of_strings_is_hashed(tmp_path: Path) -> None:
-    item = pa.ListArray.from_arrays(pa.array([0, 2, 2, 2, 4], pa.int32()), pa.array(["x", "y", "x", None]).dictionary_encode())
+    item = pa.ListArray.from_arrays(
+        pa.array([0, 2, 2, 2, 4], pa.int32()), pa.array(["x", "y", "x", None]).dictionary_encode()
+    )
     rows = ids(write(tmp_path, item=item), True)
     x, y = row(b"x", 50), row(b"y", 50)
     assert [own[1] for own in rows] == [(x, y), (), (), (x, 0)]
@@ -112,7 +118,11 @@ def test_numbers_with_a_point_are_no_ids(tmp_path: Path) -> None:
 
 
 def test_hash_names_features_that_exist_and_a_format_that_has_columns(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"data\.columns\.hash: feature usr has no table, the nearest is user; add it"):
+    with pytest.raises(
+        ConfigError, match=r"data\.columns\.hash: feature usr has no table, the nearest is user; add it"
+    ):
         ids(write(tmp_path), ["usr"])
-    with pytest.raises(ConfigError, match=r"columns\.hash belongs to format = .parquet. or .csv., not 'criteo-npy'; remove it"):
+    with pytest.raises(
+        ConfigError, match=r"columns\.hash belongs to format = .parquet. or .csv., not 'criteo-npy'; remove it"
+    ):
         make_job("criteo-npy", path="x", columns={"hash": True})

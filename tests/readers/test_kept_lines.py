@@ -13,14 +13,15 @@ import msgspec
 import numpy as np
 import pytest
 
-from prefetcher.readers import kept_lines, text
-from prefetcher.readers.base import open_reader
-from prefetcher.readers.files import Span
-from prefetcher.readers.schedule import schedule
-from prefetcher.readers.text import TextCursor, TextIndex
-from prefetcher.readers.worker import BatchSource
-from protocol.errors import ConfigError, DataError
-from protocol.job import Job
+from rowcast.job.schema import Job
+from rowcast.prefetcher.readers import line_index as kept_lines
+from rowcast.prefetcher.readers import text_files as text
+from rowcast.prefetcher.readers.data_files import Span
+from rowcast.prefetcher.readers.reader import open_reader
+from rowcast.prefetcher.readers.schedule import schedule
+from rowcast.prefetcher.readers.text_files import TextCursor, TextIndex
+from rowcast.prefetcher.readers.worker import BatchSource
+from rowcast.runtime.errors import ConfigError, DataError
 from tests.readers.polling import rest_of
 from tests.readers.samples import all_samples, click_log, make_job, with_workers, write_tsv
 
@@ -156,7 +157,9 @@ def test_what_was_damaged_is_made_again(name: str, tmp_path: Path, counted: list
     [kept] = kept_in(folder)
     good = kept.read_bytes()
     damaged = [good[:cut] for cut in (0, 7, 16, 40, len(good) - 1)]
-    damaged += [good[:at] + bytes([good[at] ^ 1 << random.Random(at).randrange(8)]) + good[at + 1 :] for at in range(len(good))]
+    damaged += [
+        good[:at] + bytes([good[at] ^ 1 << random.Random(at).randrange(8)]) + good[at + 1 :] for at in range(len(good))
+    ]
     for content in damaged:
         counted.clear()
         kept.write_bytes(content)
@@ -180,19 +183,25 @@ HOSTILE: dict[str, Callable[[kept_lines.Pieces], object]] = {
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_what_cannot_be_is_made_again_although_its_checksum_is_right(name: str, tmp_path: Path, counted: list[str]) -> None:
+def test_what_cannot_be_is_made_again_although_its_checksum_is_right(
+    name: str, tmp_path: Path, counted: list[str]
+) -> None:
     path, folder = write_lines(tmp_path / "a"), tmp_path / "lines"
     chunks = TextIndex([path], folder).chunks
     [kept] = kept_in(folder)
     content = msgspec.json.decode(kept.read_bytes()[16:])
     content["pieces"] = HOSTILE[name](content["pieces"])
-    text_of_it = msgspec.json.encode(content) if name != "numbers without end" else str(content).replace("'", '"').encode()
+    text_of_it = (
+        msgspec.json.encode(content) if name != "numbers without end" else str(content).replace("'", '"').encode()
+    )
     kept.write_bytes(kept_lines.checksum(text_of_it) + text_of_it)
     assert TextIndex([path], folder).chunks == chunks
     assert counted == ["a", "a"]
 
 
-def test_pieces_that_could_be_but_are_not_are_an_error_and_not_other_samples(tmp_path: Path, counted: list[str]) -> None:
+def test_pieces_that_could_be_but_are_not_are_an_error_and_not_other_samples(
+    tmp_path: Path, counted: list[str]
+) -> None:
     path, folder = write_lines(tmp_path / "a"), tmp_path / "lines"
     TextIndex([path], folder)
     [kept] = kept_in(folder)
@@ -239,7 +248,9 @@ def test_processes_that_start_at_once_count_once(tmp_path: Path) -> None:
     assert notes.read_text() == "a\n"
 
 
-def test_nobody_waits_without_end_for_one_that_was_stopped(tmp_path: Path, counted: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nobody_waits_without_end_for_one_that_was_stopped(
+    tmp_path: Path, counted: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(kept_lines, "LONGEST_WAIT_S", 0.1)
     path, folder = write_lines(tmp_path / "a"), tmp_path / "lines"
     with kept_lines.alone(folder):
@@ -286,10 +297,13 @@ def tsv_job(folder: Path) -> Job:
     return msgspec.structs.replace(job, job=msgspec.structs.replace(job.job, run_dir=str(folder / "run")))
 
 
-def test_a_run_keeps_the_lines_in_its_directory_and_its_workers_use_them(tmp_path: Path, opened: Callable[..., BatchSource]) -> None:
+def test_a_run_keeps_the_lines_in_its_directory_and_its_workers_use_them(
+    tmp_path: Path, opened: Callable[..., BatchSource]
+) -> None:
     job = tsv_job(tmp_path)
     expected = all_samples(
-        placed.batch for placed in schedule(job, open_reader(make_job("criteo-tsv", path=job.data.path, shuffle="window:20")))
+        placed.batch
+        for placed in schedule(job, open_reader(make_job("criteo-tsv", path=job.data.path, shuffle="window:20")))
     )
     assert not (tmp_path / "run" / "lines").exists()
     for _ in range(2):

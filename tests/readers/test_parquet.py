@@ -9,12 +9,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from prefetcher.readers.base import Reader, open_reader
-from prefetcher.readers.decoder import Share, decode_share
-from prefetcher.readers.schedule import schedule
-from prefetcher.readers.shuffle import block_permutation
-from protocol.batch import Batch
-from protocol.errors import ConfigError, DataError
+from rowcast.prefetcher.readers.decoder import Share, decode_share
+from rowcast.prefetcher.readers.reader import Reader, open_reader
+from rowcast.prefetcher.readers.schedule import schedule
+from rowcast.prefetcher.readers.shuffle import block_permutation
+from rowcast.protocol.batch import Batch
+from rowcast.runtime.errors import ConfigError, DataError
 from tests.readers.samples import PARQUET_COLUMNS, all_samples, long_job, make_job, samples_of, table, write_parquet
 
 TABLES = [table("scalars", 10, "a"), table("bags", 10, "b")]
@@ -78,7 +78,12 @@ def test_null_ids_that_are_replaced_take_row_0_and_are_counted(policy: str, tmp_
     path = write(tmp_path, a=pa.array([1, None, None, 12]), b=pa.array([[3, None], None, [], [5]], LISTS))
     reader = opened(path, on_invalid_id=policy)
     rows = all_samples(reader.batches("train", 0))
-    assert [row.ids for row in rows] == [((1,), (3, 0)), ((0,), ()), ((0,), ()), ((0 if policy == "zero" else 2,), (5,))]
+    assert [row.ids for row in rows] == [
+        ((1,), (3, 0)),
+        ((0,), ()),
+        ((0,), ()),
+        ((0 if policy == "zero" else 2,), (5,)),
+    ]
     assert reader.invalid_ids == 4
 
 
@@ -94,7 +99,9 @@ def test_a_scalar_feature_may_have_scalar_weights(tmp_path: Path) -> None:
     assert batch.dense.shape == (4, 0)
 
 
-@pytest.mark.parametrize("kind", [pa.list_(pa.int32()), pa.large_list(pa.int64()), pa.list_(pa.uint8()), pa.list_(pa.int64(), 2)])
+@pytest.mark.parametrize(
+    "kind", [pa.list_(pa.int32()), pa.large_list(pa.int64()), pa.list_(pa.uint8()), pa.list_(pa.int64(), 2)]
+)
 def test_lists_of_any_kind_of_integers_are_bags(kind: Any, tmp_path: Path) -> None:
     rows = samples_of(only_batch(write(tmp_path, b=pa.array([[1, 2], [3, 4], [5, 6], [7, 8]], kind))))
     assert [row.ids[1] for row in rows] == [(1, 2), (3, 4), (5, 6), (7, 8)]
@@ -122,20 +129,45 @@ def test_ids_outside_the_table_are_replaced_and_counted(policy: str, expected: t
 def test_an_id_outside_its_table_is_named_by_its_row(tmp_path: Path) -> None:
     write(tmp_path, "0.parquet")
     path = write(tmp_path, "1.parquet", b=pa.array([[3, 3], None, [4, 10], []], LISTS))
-    assert refusal(DataError, tmp_path).startswith(f"{path}, row 2, column b: id 10 is outside table bags (num_embeddings = 10); enlarge")
+    assert refusal(DataError, tmp_path).startswith(
+        f"{path}, row 2, column b: id 10 is outside table bags (num_embeddings = 10); enlarge"
+    )
 
 
 @pytest.mark.parametrize("shuffle", ["none", "window:3", "window:5", "window:100"])
 def test_one_file_may_hold_bags_and_another_single_ids_of_a_feature(shuffle: str, tmp_path: Path) -> None:
     write(tmp_path, "0.parquet")
     write(tmp_path, "1.parquet", b=pa.array([6, 7, 0, 8], pa.int32()), w=pa.array([0.1, 0.2, 0.3, 0.4]))
-    write(tmp_path, "2.parquet", b=pa.array([[1], [2, 3], [], [4]], pa.large_list(pa.int32())), w=pa.array([[1], [2, 3], [], [4]]))
-    data = {"path": str(tmp_path), "columns": {"weights": {"b": "w"}}, "shuffle": shuffle, "eval_fraction": 0.0, "batch_size": 7}
+    write(
+        tmp_path,
+        "2.parquet",
+        b=pa.array([[1], [2, 3], [], [4]], pa.large_list(pa.int32())),
+        w=pa.array([[1], [2, 3], [], [4]]),
+    )
+    data = {
+        "path": str(tmp_path),
+        "columns": {"weights": {"b": "w"}},
+        "shuffle": shuffle,
+        "eval_fraction": 0.0,
+        "batch_size": 7,
+    }
     rows = all_samples(open_reader(make_job("parquet", TABLES, **data)).batches("train", 0))
     bags = [(3, 4), (), (), (5,), (6,), (7,), (0,), (8,), (1,), (2, 3), (), (4,)]
-    weights = [(0.5, 2), (), (), (1.5,), *((float(np.float32(x)),) for x in (0.1, 0.2, 0.3, 0.4)), (1,), (2, 3), (), (4,)]
+    weights = [
+        (0.5, 2),
+        (),
+        (),
+        (1.5,),
+        *((float(np.float32(x)),) for x in (0.1, 0.2, 0.3, 0.4)),
+        (1,),
+        (2, 3),
+        (),
+        (4,),
+    ]
     window = 12 if shuffle == "none" else int(shuffle.removeprefix("window:"))
-    order = np.concatenate([first + block_permutation(5, 0, first // window, min(window, 12 - first)) for first in range(0, 12, window)])
+    order = np.concatenate(
+        [first + block_permutation(5, 0, first // window, min(window, 12 - first)) for first in range(0, 12, window)]
+    )
     order = np.arange(12) if shuffle == "none" else order
     assert [row.ids for row in rows] == [(((1,), (2,), (0,), (9,))[i % 4], bags[i]) for i in order]
     assert [row.weights for row in rows] == [((1,), weights[i]) for i in order]
@@ -144,7 +176,9 @@ def test_one_file_may_hold_bags_and_another_single_ids_of_a_feature(shuffle: str
 def test_in_a_shuffled_window_a_bad_row_is_named_where_it_stands(tmp_path: Path) -> None:
     write(tmp_path, "0.parquet")
     path = write(tmp_path, "1.parquet", b=pa.array([[3, 3], None, [4, 10], []], LISTS))
-    assert refusal(DataError, tmp_path, shuffle="window:8").startswith(f"{path}, row 2, column b: id 10 is outside table bags")
+    assert refusal(DataError, tmp_path, shuffle="window:8").startswith(
+        f"{path}, row 2, column b: id 10 is outside table bags"
+    )
 
 
 def test_row_groups_without_a_wanted_row_are_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -165,7 +199,9 @@ def test_row_groups_without_a_wanted_row_are_not_read(tmp_path: Path, monkeypatc
     assert read == [1, 4, 7, 0, 3, 6, 9]
 
 
-def test_evaluation_between_train_steps_reads_no_row_group_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_evaluation_between_train_steps_reads_no_row_group_twice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     write_parquet(tmp_path / "a.parquet", 100)
     opened: list[int] = []
 
@@ -180,7 +216,9 @@ def test_evaluation_between_train_steps_reads_no_row_group_twice(tmp_path: Path,
     assert len(opened) == 2 * 7 + 6 * 2
 
 
-@pytest.mark.parametrize(("value", "shown"), [(float("nan"), "nan"), (float("inf"), "inf"), (None, "nan"), (1e39, "inf")])
+@pytest.mark.parametrize(
+    ("value", "shown"), [(float("nan"), "nan"), (float("inf"), "inf"), (None, "nan"), (1e39, "inf")]
+)
 def test_a_dense_value_that_is_not_finite_is_named(value: float | None, shown: str, tmp_path: Path) -> None:
     path = write(tmp_path, int_0=pa.array([0.0, 1.0, 2.0, value], pa.float64()))
     assert refusal(DataError, path).startswith(f"{path}, row 3, column int_0: value {shown} is not finite in fp32")
@@ -200,7 +238,9 @@ def test_weights_of_another_number_than_the_ids_are_named(tmp_path: Path) -> Non
 
 def test_a_weight_that_is_not_finite_is_named(tmp_path: Path) -> None:
     path = write(tmp_path, w=pa.array([[1.0, 2.0], None, [], [float("nan")]], pa.list_(pa.float32())))
-    assert refusal(DataError, path, columns={"weights": {"b": "w"}}).startswith(f"{path}, row 3, column w: value nan is not finite")
+    assert refusal(DataError, path, columns={"weights": {"b": "w"}}).startswith(
+        f"{path}, row 3, column w: value nan is not finite"
+    )
 
 
 @pytest.mark.parametrize(
@@ -246,8 +286,13 @@ def test_a_second_file_without_a_column_is_named(tmp_path: Path) -> None:
     [("label", {"label": "Labels"}), ("dense", {"dense": ["int_0", "int0"]}), ("weights", {"weights": {"b": "ww"}})],
 )
 def test_a_named_column_that_the_data_has_not_is_named_with_the_nearest(key: str, columns: Any, tmp_path: Path) -> None:
-    path, near = write(tmp_path), {"label": ("Labels", "label"), "dense": ("int0", "int_0"), "weights": ("ww", "w")}[key]
-    sentence = f"data.columns.{key}: {path} has no column {near[0]}, the nearest is {near[1]}; it has label, int_0, a, b, w"
+    path, near = (
+        write(tmp_path),
+        {"label": ("Labels", "label"), "dense": ("int0", "int_0"), "weights": ("ww", "w")}[key],
+    )
+    sentence = (
+        f"data.columns.{key}: {path} has no column {near[0]}, the nearest is {near[1]}; it has label, int_0, a, b, w"
+    )
     assert refusal(ConfigError, path, columns=columns) == sentence
 
 
@@ -261,13 +306,22 @@ def test_of_many_columns_some_are_listed_and_the_nearest_is_named(tmp_path: Path
     )
     tables = [*TABLES, table("near", 10, "other_99")]
     with pytest.raises(
-        ConfigError, match=r"feature other_99 is not in .*, which has label, .* and 24 more, the nearest is other_9; correct"
+        ConfigError,
+        match=r"feature other_99 is not in .*, which has label, .* and 24 more, the nearest is other_9; correct",
     ):
         open_reader(make_job("parquet", tables, path=str(path)))
 
 
 def test_a_bottom_mlp_without_a_dense_column_is_refused_with_the_columns_that_could_be(tmp_path: Path) -> None:
-    columns = {"label": [1, 0], "a": [1, 2], "b": [[1], [2]], "w": [[0.5], [0.5]], "age": [30, 40], "price": [0.5, 1.5], "name": ["x", "y"]}
+    columns = {
+        "label": [1, 0],
+        "a": [1, 2],
+        "b": [[1], [2]],
+        "w": [[0.5], [0.5]],
+        "age": [30, 40],
+        "price": [0.5, 1.5],
+        "name": ["x", "y"],
+    }
     pq.write_table(pa.table(columns), tmp_path / "data.parquet")
     assert refusal(ConfigError, tmp_path, columns={"weights": {"b": "w"}}) == (
         f"{tmp_path / 'data.parquet'}: the model has a bottom MLP for dense features, and no column is named int_0, int_1, ...; name those "
@@ -308,8 +362,13 @@ def test_a_damaged_page_is_refused(tmp_path: Path) -> None:
 
 def test_a_file_without_rows_is_refused(tmp_path: Path) -> None:
     pq.write_table(pa.table({"label": pa.array([], pa.int64())}), tmp_path / "data.parquet")
-    assert refusal(DataError, tmp_path) == f"{tmp_path / 'data.parquet'}: the file is empty; give a file with at least one row"
+    assert (
+        refusal(DataError, tmp_path)
+        == f"{tmp_path / 'data.parquet'}: the file is empty; give a file with at least one row"
+    )
 
 
 def test_a_missing_path_is_refused(tmp_path: Path) -> None:
-    assert re.match(r"data\.path = '.*nowhere': no such file, folder or glob", refusal(ConfigError, tmp_path / "nowhere"))
+    assert re.match(
+        r"data\.path = '.*nowhere': no such file, folder or glob", refusal(ConfigError, tmp_path / "nowhere")
+    )

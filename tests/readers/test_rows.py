@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from prefetcher.readers.parts import IdsBatch, Rest, join_parts
-from prefetcher.readers.rows import (
+from rowcast.prefetcher.readers.batch_parts import IdsBatch, Rest, join_parts
+from rowcast.prefetcher.readers.columns import (
     Column,
     Ids,
     as_slice,
@@ -34,7 +34,9 @@ def ids_of(num_samples: int, *, ragged: bool, weighted: bool, seed: int = 0) -> 
 
 def rest_of(num_samples: int, seed: int = 0) -> Rest:
     rng = np.random.default_rng(seed)
-    return Rest(dense=rng.random((num_samples, 2)).astype(np.float32), labels=rng.integers(0, 2, num_samples).astype(np.float32))
+    return Rest(
+        dense=rng.random((num_samples, 2)).astype(np.float32), labels=rng.integers(0, 2, num_samples).astype(np.float32)
+    )
 
 
 def rows_of(ids: IdsBatch, rest: Rest | None = None) -> list[Row]:
@@ -71,11 +73,15 @@ def taken_rest(rest: Rest, rows: Ids) -> Rest:
 
 def test_rows_are_looked_for_in_the_files_that_hold_them() -> None:
     found = rows_by_file(np.array([0, 3, 3, 7]), np.array([6, 0, 3, 2]))
-    assert [(file.file, file.places.tolist(), file.rows.tolist()) for file in found] == [(0, [1, 3], [0, 2]), (2, [0, 2], [3, 0])]
+    assert [(file.file, file.places.tolist(), file.rows.tolist()) for file in found] == [
+        (0, [1, 3], [0, 2]),
+        (2, [0, 2], [3, 0]),
+    ]
 
 
 @pytest.mark.parametrize(
-    ("rows", "expected"), [([4], slice(4, 5)), ([4, 5, 6], slice(4, 7)), ([4, 6, 5], None), ([4, 6], None), ([4, 6, 5, 7], None)]
+    ("rows", "expected"),
+    [([4], slice(4, 5)), ([4, 5, 6], slice(4, 7)), ([4, 6, 5], None), ([4, 6], None), ([4, 6, 5, 7], None)],
 )
 def test_a_run_of_rows_is_a_slice(rows: list[int], expected: slice | None) -> None:
     found = as_slice(np.array(rows))

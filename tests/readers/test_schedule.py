@@ -6,17 +6,21 @@ from typing import ClassVar
 import msgspec
 import pytest
 
-from prefetcher.readers.base import Pending, Reader, decoded, open_reader
-from prefetcher.readers.schedule import PlacedBatch, expected_train_steps, schedule
-from protocol.batch import Batch, Kind
-from protocol.job import Job
-from protocol.position import Position
+from rowcast.job.schema import Job
+from rowcast.prefetcher.readers.reader import Pending, Reader, decoded, open_reader
+from rowcast.prefetcher.readers.schedule import PlacedBatch, expected_train_steps, schedule
+from rowcast.protocol.batch import Batch, Kind
+from rowcast.runtime.position import Position
 from tests.readers.samples import make_job, same_batch
 
 
-def job_of(*, epochs: int = 1, eval_every: int = 0, samples: int = 50, eval_fraction: float = 0.2, shuffle: str = "full") -> Job:
+def job_of(
+    *, epochs: int = 1, eval_every: int = 0, samples: int = 50, eval_fraction: float = 0.2, shuffle: str = "full"
+) -> Job:
     """40 training samples in 5 batches of 8, 10 for evaluation in 2."""
-    job = make_job("synthetic", synthetic={"samples": samples}, epochs=epochs, eval_fraction=eval_fraction, shuffle=shuffle)
+    job = make_job(
+        "synthetic", synthetic={"samples": samples}, epochs=epochs, eval_fraction=eval_fraction, shuffle=shuffle
+    )
     return msgspec.structs.replace(job, eval=msgspec.structs.replace(job.eval, every=eval_every))
 
 
@@ -117,7 +121,13 @@ def through_json(position: Position) -> Position:
 def assert_same(found: list[PlacedBatch], expected: list[PlacedBatch]) -> None:
     assert len(found) == len(expected)
     for a, b in zip(found, expected, strict=True):
-        assert (a.step, a.kind, a.train_step, a.epoch, a.following) == (b.step, b.kind, b.train_step, b.epoch, b.following)
+        assert (a.step, a.kind, a.train_step, a.epoch, a.following) == (
+            b.step,
+            b.kind,
+            b.train_step,
+            b.epoch,
+            b.following,
+        )
         assert same_batch(a.batch, b.batch)
 
 
@@ -129,7 +139,9 @@ def test_a_run_that_goes_on_may_be_given_more_steps() -> None:
     assert [batch.train_step for batch in rest] == [3, 4, 5, 5, 5, 6, 6]
 
 
-@pytest.mark.parametrize(("epochs", "max_steps", "expected"), [(1, None, 5), (3, None, 15), (3, 7, 7), (1, 0, 0), (1, 99, 5)])
+@pytest.mark.parametrize(
+    ("epochs", "max_steps", "expected"), [(1, None, 5), (3, None, 15), (3, 7, 7), (1, 0, 0), (1, 99, 5)]
+)
 def test_train_steps_are_known_beforehand(epochs: int, max_steps: int | None, expected: int) -> None:
     job = job_of(epochs=epochs)
     assert expected_train_steps(job, open_reader(job), max_steps) == expected

@@ -8,15 +8,24 @@ import numpy as np
 import pytest
 from pyarrow import parquet as pq
 
-from prefetcher.readers.base import open_reader
-from prefetcher.readers.parts import IdsBatch, Rest
-from prefetcher.readers.schedule import Place, schedule
-from prefetcher.readers.source import Arrival, InlineSource, Source, SourceCounters, SourceInfo
-from protocol.errors import DataError
-from protocol.job import Job
-from protocol.position import Position
+from rowcast.job.schema import Job
+from rowcast.prefetcher.readers.batch_parts import IdsBatch, Rest
+from rowcast.prefetcher.readers.reader import open_reader
+from rowcast.prefetcher.readers.schedule import Place, schedule
+from rowcast.prefetcher.readers.source import Arrival, InlineSource, Source, SourceCounters, SourceInfo
+from rowcast.runtime.errors import DataError
+from rowcast.runtime.position import Position
 from tests.readers.polling import next_batch, next_ids, next_rest, polled_ahead, rest_of
-from tests.readers.samples import PARQUET_COLUMNS, click_log, long_job, make_job, same_batch, write_day, write_parquet, write_tsv
+from tests.readers.samples import (
+    PARQUET_COLUMNS,
+    click_log,
+    long_job,
+    make_job,
+    same_batch,
+    write_day,
+    write_parquet,
+    write_tsv,
+)
 
 
 def npy(folder: Path, **data: Any) -> Job:
@@ -51,7 +60,9 @@ def test_ids_and_rest_polled_apart_are_the_whole_batches(make: Any, horizon: int
     assert [(batch.step, batch.kind, batch.train_step, batch.epoch) for batch in found] == [
         (batch.step, batch.kind, batch.train_step, batch.epoch) for batch in whole
     ]
-    assert [(batch.position, batch.following) for batch in found] == [(batch.position, batch.following) for batch in whole]
+    assert [(batch.position, batch.following) for batch in found] == [
+        (batch.position, batch.following) for batch in whole
+    ]
     assert all(same_batch(a.batch, b.batch) for a, b in zip(found, whole, strict=True))
 
 
@@ -61,7 +72,12 @@ def test_ids_tell_what_a_planner_needs(make: Any, tmp_path: Path) -> None:
     first = next_ids(InlineSource(job))
     whole = next(schedule(job, open_reader(job)))
     assert first is not None
-    assert (first.step, first.kind, first.train_step, first.epoch) == (whole.step, whole.kind, whole.train_step, whole.epoch)
+    assert (first.step, first.kind, first.train_step, first.epoch) == (
+        whole.step,
+        whole.kind,
+        whole.train_step,
+        whole.epoch,
+    )
     assert (first.batch.size, len(first.batch.ids)) == (whole.batch.size, len(whole.batch.ids))
 
 

@@ -6,18 +6,20 @@ import msgspec
 import numpy as np
 import pytest
 
-from prefetcher.readers.base import open_reader
-from prefetcher.readers.hidden_model import Permutation, Zipf, streams
-from protocol.batch import Batch
-from protocol.errors import ConfigError
-from protocol.job import CRITEO_KAGGLE_CARDINALITIES, Job
+from rowcast.job.schema import CRITEO_KAGGLE_CARDINALITIES, Job
+from rowcast.prefetcher.readers.formats.synthetic_generator import Permutation, Zipf, streams
+from rowcast.prefetcher.readers.reader import open_reader
+from rowcast.protocol.batch import Batch
+from rowcast.runtime.errors import ConfigError
 from tests.readers.samples import make_job, same_batch, table
 
 CRITEO = [table(f"t{i}", size, f"cat_{i}") for i, size in enumerate(CRITEO_KAGGLE_CARDINALITIES)]
 
 
 def synthetic(tables: list[dict[str, Any]] | None = None, seed: int = 5, samples: int = 20_000, **options: Any) -> Job:
-    job = make_job("synthetic", tables, synthetic={"samples": samples, **options}, batch_size=samples, eval_fraction=0.0)
+    job = make_job(
+        "synthetic", tables, synthetic={"samples": samples, **options}, batch_size=samples, eval_fraction=0.0
+    )
     return msgspec.structs.replace(job, job=msgspec.structs.replace(job.job, seed=seed))
 
 
@@ -97,7 +99,10 @@ def auc(labels: Any, scores: Any) -> float:
     ranks[np.argsort(scores, kind="stable")] = np.arange(1, len(scores) + 1)
     positives = labels == 1
     num_positives = positives.sum()
-    return float((ranks[positives].sum() - num_positives * (num_positives + 1) / 2) / (num_positives * (len(labels) - num_positives)))
+    return float(
+        (ranks[positives].sum() - num_positives * (num_positives + 1) / 2)
+        / (num_positives * (len(labels) - num_positives))
+    )
 
 
 def test_another_seed_is_another_data_set_and_the_same_seed_the_same() -> None:

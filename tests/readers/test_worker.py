@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from prefetcher.readers.base import open_reader
-from prefetcher.readers.schedule import schedule
-from prefetcher.readers.source import InlineSource
-from prefetcher.readers.worker import BatchSource
-from protocol.errors import ConfigError, DataError, RowcastError
-from protocol.job import Job
+from rowcast.job.schema import Job
+from rowcast.prefetcher.readers.reader import open_reader
+from rowcast.prefetcher.readers.schedule import schedule
+from rowcast.prefetcher.readers.source import InlineSource
+from rowcast.prefetcher.readers.worker import BatchSource
+from rowcast.runtime.errors import ConfigError, DataError, RowcastError
 from tests.readers.polling import LONG_S, decoders_of, is_alive, next_batch, parent_process, rest_of, wait_until
 from tests.readers.samples import PARQUET_COLUMNS, make_job, same_batch, write_parquet
 
@@ -42,14 +42,18 @@ def test_both_sources_give_the_schedule_in_order(max_steps: int | None, opened: 
         assert source.counters.batches == len(expected)
 
 
-def test_bags_and_weights_cross_bit_for_bit_as_writable_arrays_of_their_own(tmp_path: Path, opened: Callable[..., BatchSource]) -> None:
+def test_bags_and_weights_cross_bit_for_bit_as_writable_arrays_of_their_own(
+    tmp_path: Path, opened: Callable[..., BatchSource]
+) -> None:
     write_parquet(tmp_path / "a.parquet", 50)
     job = make_job("parquet", path=str(tmp_path), columns=PARQUET_COLUMNS)
     found = [placed.batch for placed in rest_of(opened(job))]
     expected = [placed.batch for placed in schedule(job, open_reader(job))]
     assert all(same_batch(a, b) for a, b in zip(found, expected, strict=True))
     for batch in found:
-        arrays = [array for array in (batch.dense, batch.labels, batch.ids, batch.offsets, batch.weights) if array is not None]
+        arrays = [
+            array for array in (batch.dense, batch.labels, batch.ids, batch.offsets, batch.weights) if array is not None
+        ]
         assert len(arrays) == 5
         assert all(array.flags.writeable for array in arrays)
 
@@ -115,7 +119,9 @@ def test_a_data_error_arrives_after_the_batches_before_it(opened: Callable[..., 
     first = next_batch(source)
     assert first is not None
     assert first.step == 0
-    with pytest.raises(DataError, match="train batch 1 of epoch 0, look-up 2, column cat_0: id -1 is outside table late"):
+    with pytest.raises(
+        DataError, match="train batch 1 of epoch 0, look-up 2, column cat_0: id -1 is outside table late"
+    ):
         next_batch(source)
     assert not source.ended
 

@@ -13,15 +13,34 @@ import pyarrow.parquet as pq
 import pytest
 import structlog
 
-from prefetcher.readers.base import open_reader
-from prefetcher.readers.decoder import Share, decode_share
-from prefetcher.readers.schedule import schedule
-from prefetcher.readers.source import InlineSource
-from prefetcher.readers.worker import BatchSource
-from protocol.errors import ConfigError, DataError, RowcastError
-from protocol.job import Job
-from tests.readers.polling import LONG_S, decoders_of, is_alive, next_batch, next_ids, parent_process, polled_ahead, rest_of, wait_until
-from tests.readers.samples import PARQUET_COLUMNS, click_log, make_job, same_batch, with_workers, write_day, write_parquet, write_tsv
+from rowcast.job.schema import Job
+from rowcast.prefetcher.readers.decoder import Share, decode_share
+from rowcast.prefetcher.readers.reader import open_reader
+from rowcast.prefetcher.readers.schedule import schedule
+from rowcast.prefetcher.readers.source import InlineSource
+from rowcast.prefetcher.readers.worker import BatchSource
+from rowcast.runtime.errors import ConfigError, DataError, RowcastError
+from tests.readers.polling import (
+    LONG_S,
+    decoders_of,
+    is_alive,
+    next_batch,
+    next_ids,
+    parent_process,
+    polled_ahead,
+    rest_of,
+    wait_until,
+)
+from tests.readers.samples import (
+    PARQUET_COLUMNS,
+    click_log,
+    make_job,
+    same_batch,
+    with_workers,
+    write_day,
+    write_parquet,
+    write_tsv,
+)
 
 
 def synthetic_job(samples: int = 100, num_workers: int = 3) -> Job:
@@ -43,7 +62,9 @@ def test_the_run_ends_where_it_would_with_one(max_steps: int | None, opened: Cal
     source = opened(job, max_steps=max_steps)
     expected = list(schedule(job, open_reader(job), max_steps))
     found = rest_of(source)
-    assert [(batch.step, batch.kind, batch.position) for batch in found] == [(batch.step, batch.kind, batch.position) for batch in expected]
+    assert [(batch.step, batch.kind, batch.position) for batch in found] == [
+        (batch.step, batch.kind, batch.position) for batch in expected
+    ]
     assert all(same_batch(a.batch, b.batch) for a, b in zip(found, expected, strict=True))
     assert source.ended
     assert source.poll() is None
@@ -53,7 +74,9 @@ def test_a_run_shorter_than_the_workers_are_many_ends(opened: Callable[..., Batc
     assert [batch.step for batch in rest_of(opened(synthetic_job(num_workers=4), max_steps=1))] == [0, 1, 2, 3]
 
 
-def test_replaced_ids_are_counted_batch_by_batch_as_with_one(tmp_path: Path, opened: Callable[..., BatchSource]) -> None:
+def test_replaced_ids_are_counted_batch_by_batch_as_with_one(
+    tmp_path: Path, opened: Callable[..., BatchSource]
+) -> None:
     job = npy_job(tmp_path, on_invalid_id="zero", epochs=2)
     counts = []
     for source in (opened(job), InlineSource(job)):
@@ -157,12 +180,15 @@ def test_the_death_of_any_is_an_error_with_its_pid(victim: int, opened: Callable
     assert next_batch(source) is not None
     os.kill(source.pids[victim], signal.SIGKILL)
     with pytest.raises(
-        RowcastError, match=rf"the decoding process \(pid {source.pids[victim]}, after \d+ batches\) was killed by signal 9"
+        RowcastError,
+        match=rf"the decoding process \(pid {source.pids[victim]}, after \d+ batches\) was killed by signal 9",
     ):
         rest_of(source)
 
 
-def test_the_death_of_the_one_that_reads_dense_values_is_an_error_too(tmp_path: Path, opened: Callable[..., BatchSource]) -> None:
+def test_the_death_of_the_one_that_reads_dense_values_is_an_error_too(
+    tmp_path: Path, opened: Callable[..., BatchSource]
+) -> None:
     write_day(tmp_path, "day_0", 100_000)
     source = opened(make_job("criteo-npy", path=str(tmp_path)))
     assert next_batch(source) is not None

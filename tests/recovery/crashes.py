@@ -3,7 +3,7 @@
 import ast
 from collections.abc import Mapping
 
-from protocol.faults import CRASH_POINTS
+from rowcast.runtime.crash_points import CRASH_POINTS
 from tests.recovery.runs import Role
 from tests.system.processes import ROOT
 
@@ -40,7 +40,8 @@ BEFORE: dict[str, Armed] = {  # passed only at a restart, which this one brings 
     "layer restored": {"prefetcher": "manifest durable:3"},
     "model restored": {"trainer": "loss written:10"},
 }
-BESIDE: dict[str, Armed] = {"changed rows restored": {"trainer": "loss written:10"}}  # passed only where the other one is lost
+# passed only where the other one is lost
+BESIDE: dict[str, Armed] = {"changed rows restored": {"trainer": "loss written:10"}}
 NEEDS_REJOIN = set(BESIDE)
 
 

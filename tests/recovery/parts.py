@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from protocol.job import Job
+from rowcast.job.schema import Job
 
 if TYPE_CHECKING:
     from torch import nn

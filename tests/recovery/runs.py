@@ -10,14 +10,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from prefetcher.checkpoints.folder import Checkpoints
-from prefetcher.checkpoints.restore import dense_content
-from prefetcher.export import export_run
-from protocol.disk import RealDisk
-from protocol.faults import VARIABLE
-from protocol.telemetry.logs import get_logger
+from rowcast.prefetcher.checkpoints.export import export_run
+from rowcast.prefetcher.checkpoints.folder import Checkpoints
+from rowcast.prefetcher.checkpoints.restore import dense_content
+from rowcast.runtime.crash_points import VARIABLE
+from rowcast.runtime.disk import RealDisk
+from rowcast.runtime.telemetry.logs import get_logger
+from rowcast.trainer.report.report_json import read_report
 from tests.system.processes import Process, Session
-from trainer.report import read_report
 
 Role = Literal["prefetcher", "trainer"]
 ROLES: tuple[Role, Role] = ("prefetcher", "trainer")
@@ -40,7 +40,13 @@ MADE: dict[str, Any] = {
 CARDINALITIES = [1460, 583, 101312, 220260, 305, 24, 12517, 633, 3, 93145, 5683, 83515, 3194]
 CARDINALITIES += [27, 14992, 54613, 10, 5652, 2173, 4, 70465, 18, 15, 28618, 105, 14257]
 LOG: dict[str, Any] = {
-    "data": {"format": "criteo-tsv", "path": f"{RETAIL}/train.tsv", "batch_size": 256, "eval_fraction": 0.005, "synthetic": None},
+    "data": {
+        "format": "criteo-tsv",
+        "path": f"{RETAIL}/train.tsv",
+        "batch_size": 256,
+        "eval_fraction": 0.005,
+        "synthetic": None,
+    },
     "tables": None,
     "tables_from": {"cardinalities": CARDINALITIES, "embedding_dim": 8},
     "model": {"kind": "dlrm", "bottom_mlp": [16, 8], "top_mlp": [16, 1]},

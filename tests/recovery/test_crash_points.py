@@ -2,7 +2,7 @@
 
 import pytest
 
-from protocol.faults import CRASH_POINTS
+from rowcast.runtime.crash_points import CRASH_POINTS
 from tests.recovery.crashes import CRASHES, NEEDS_REJOIN, called
 from tests.recovery.runs import Outcome, Recovering
 from tests.system.processes import Session

@@ -54,7 +54,9 @@ def test_a_fresh_run_that_is_killed_before_its_first_checkpoint_gives_the_earlie
     assert codes[role] == KILLED
     found = snapshot(session.run_dir)
     if role == "trainer":  # a process that was killed puts nothing back; its results are in the folder beside
-        earlier = {path.name: path.read_bytes() for path in (session.run_dir / "earlier").iterdir() if path.name in KEPT}
+        earlier = {
+            path.name: path.read_bytes() for path in (session.run_dir / "earlier").iterdir() if path.name in KEPT
+        }
         found = {**found, **earlier}
     assert found == before
     if role == "trainer":
@@ -83,20 +85,28 @@ def test_an_import_that_does_not_fit_leaves_the_model(complete: Recovering, tmp_
     assert snapshot(session.run_dir) == before
 
 
-def test_a_fresh_run_with_nothing_to_train_does_not_complete_the_earlier_one(complete: Recovering, tmp_path: Path) -> None:
+def test_a_fresh_run_with_nothing_to_train_does_not_complete_the_earlier_one(
+    complete: Recovering, tmp_path: Path
+) -> None:
     session = complete.session
     session.run_dir.rename(tmp_path / "day1")
     end_well(session.start("prefetcher", "--max-steps=5"), session.start("trainer"))
     (session.run_dir / "complete").unlink()  # as if it was stopped
     before = snapshot(session.run_dir)
-    end_well(session.start("prefetcher", "--fresh", f"--from={tmp_path / 'day1'}", "--max-steps=9"), session.start("trainer", "--fresh"))
+    end_well(
+        session.start("prefetcher", "--fresh", f"--from={tmp_path / 'day1'}", "--max-steps=9"),
+        session.start("trainer", "--fresh"),
+    )
     assert snapshot(session.run_dir) == before
 
 
 def test_results_of_a_run_whose_place_was_taken_do_not_come_back(complete: Recovering) -> None:
     """The trainer of the run that took it was killed, so it could not give them up."""
     session = complete.session
-    prefetcher, trainer = session.start("prefetcher", "--fresh"), session.start("trainer", "--fresh", ROWCAST_CRASH="loss written:11")
+    prefetcher, trainer = (
+        session.start("prefetcher", "--fresh"),
+        session.start("trainer", "--fresh", ROWCAST_CRASH="loss written:11"),
+    )
     assert (prefetcher.ended(END_TIMEOUT_S).code, trainer.ended(END_TIMEOUT_S).code) == (3, KILLED)
     assert session.manifest().train_steps in (4, 8)
     losses = (session.run_dir / "losses.f32").read_bytes()

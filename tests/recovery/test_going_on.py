@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from protocol.manifest import newest_checkpoint, read_manifest
+from rowcast.runtime.checkpoint_manifest import newest_checkpoint, read_manifest
 from tests.readers.samples import write_day
 from tests.recovery.runs import Outcome, end_well, outcome_of
 from tests.system.processes import Session, job_content, write_job
@@ -72,12 +72,22 @@ def small_data(session: Session, days: list[int]) -> dict[str, Any]:
 
 
 def write_small_job(
-    session: Session, days: list[int], run_dir: Path | None = None, epochs: int = 1, checkpoint: dict[str, Any] | None = None, **more: Any
+    session: Session,
+    days: list[int],
+    run_dir: Path | None = None,
+    epochs: int = 1,
+    checkpoint: dict[str, Any] | None = None,
+    **more: Any,
 ) -> None:
     """`more`: of [data]."""
     data = {**small_data(session, days), "epochs": epochs, **more}
     content = job_content(
-        run_dir or session.run_dir, data=data, tables=TABLES, model=MODEL, optimizer=OPTIMIZER, checkpoint=checkpoint or {}
+        run_dir or session.run_dir,
+        data=data,
+        tables=TABLES,
+        model=MODEL,
+        optimizer=OPTIMIZER,
+        checkpoint=checkpoint or {},
     )
     write_job(session.config, content)
 
@@ -88,7 +98,9 @@ def trained(session: Session, *options: str) -> Outcome:
 
 
 @pytest.mark.parametrize("eval_fraction", [0.0, 0.25])
-def test_more_epochs_of_a_complete_run_are_those_of_a_longer_one(tmp_path: Path, starter: Starter, eval_fraction: float) -> None:
+def test_more_epochs_of_a_complete_run_are_those_of_a_longer_one(
+    tmp_path: Path, starter: Starter, eval_fraction: float
+) -> None:
     more: dict[str, Any] = {"eval_fraction": eval_fraction, "shuffle": "full"}
     (tmp_path / "long").mkdir()
     with Session(tmp_path / "long", starter.launch) as session:
@@ -114,7 +126,9 @@ def test_more_steps_of_a_run_that_max_steps_has_ended(session: Session) -> None:
     assert trained(session).train_steps == 12
 
 
-def test_the_next_days_files_go_on_with_everything_as_if_both_days_were_one_run(tmp_path: Path, starter: Starter) -> None:
+def test_the_next_days_files_go_on_with_everything_as_if_both_days_were_one_run(
+    tmp_path: Path, starter: Starter
+) -> None:
     """Adam of rows and of dense weights, a schedule, dropout: all their state goes over."""
     (tmp_path / "both").mkdir()
     with Session(tmp_path / "both", starter.launch) as session:
@@ -141,11 +155,16 @@ def test_a_day_of_other_tables_or_another_seed_is_refused_by_name(session: Sessi
     write_small_job(session, [0])
     trained(session)
     earlier = session.run_dir
-    content = job_content(session.folder / "next", data=small_data(session, [0]), tables=TABLES, model=MODEL, optimizer=OPTIMIZER)
+    content = job_content(
+        session.folder / "next", data=small_data(session, [0]), tables=TABLES, model=MODEL, optimizer=OPTIMIZER
+    )
     for changed, sentence in (
         ({"tables": [{**TABLES[0], "num_embeddings": 501}, TABLES[1]]}, "its rows are of table narrow [500, 4]"),
         ({"job": {**content["job"], "seed": 2}}, "job.seed = 1; set that, not 2"),
-        ({"optimizer": {**OPTIMIZER, "sparse": {"kind": "sgd", "lr": 0.1}}}, "in records of weight, exp_avg, exp_avg_sq"),
+        (
+            {"optimizer": {**OPTIMIZER, "sparse": {"kind": "sgd", "lr": 0.1}}},
+            "in records of weight, exp_avg, exp_avg_sq",
+        ),
     ):
         write_job(session.config, {**content, **changed})
         assert sentence in session.start("prefetcher", f"--from={earlier}").ended().refused(2)

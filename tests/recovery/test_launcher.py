@@ -1,4 +1,4 @@
-"""`deploy.local` when something dies by SIGKILL, itself included: it says who and why, and no process is left."""
+"""`rowcast.deploy.local` when something dies by SIGKILL, itself included: it says who and why, and no process is left."""
 
 import signal
 from collections.abc import Iterator

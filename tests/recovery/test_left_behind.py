@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from protocol.faults import VARIABLE
+from rowcast.runtime.crash_points import VARIABLE
 from tests.counts import count
 from tests.recovery.runs import END_TIMEOUT_S, Outcome, Recovering, end_well, outcome_of, sections
 from tests.system.processes import ROOT, Session, proc_text
@@ -25,7 +25,9 @@ NAMESPACE = ["unshare", "--user", "--map-root-user", "--mount"]
 SMALL_DEV_SHM = "mount -t tmpfs -o size=4m tmpfs /dev/shm && "
 
 
-def test_starts_and_kills_leave_nothing_that_a_clean_run_does_not_take_away(session: Session, undisturbed: Outcome) -> None:
+def test_starts_and_kills_leave_nothing_that_a_clean_run_does_not_take_away(
+    session: Session, undisturbed: Outcome
+) -> None:
     rng, run = random.Random(1), Recovering(session)
     for _ in range(count(4, 20)):
         if run.complete:  # a late kill
@@ -76,20 +78,32 @@ def test_rings_that_do_not_fit_are_refused_with_a_sentence(session: Session) -> 
     assert session.remains() == []
 
 
-def in_small_dev_shm(arguments: list[str], out: Path, err: Path, environment: Mapping[str, str]) -> "subprocess.Popen[bytes]":
+def in_small_dev_shm(
+    arguments: list[str], out: Path, err: Path, environment: Mapping[str, str]
+) -> "subprocess.Popen[bytes]":
     return launch_in(["sh", "-c", f'{SMALL_DEV_SHM} exec "$@"', "sh"], arguments, out, err, environment)
 
 
-def in_full_dev_shm(arguments: list[str], out: Path, err: Path, environment: Mapping[str, str]) -> "subprocess.Popen[bytes]":
+def in_full_dev_shm(
+    arguments: list[str], out: Path, err: Path, environment: Mapping[str, str]
+) -> "subprocess.Popen[bytes]":
     return launch_in(
-        ["sh", "-c", f'{SMALL_DEV_SHM} head -c 3500000 /dev/zero > /dev/shm/else; exec "$@"', "sh"], arguments, out, err, environment
+        ["sh", "-c", f'{SMALL_DEV_SHM} head -c 3500000 /dev/zero > /dev/shm/else; exec "$@"', "sh"],
+        arguments,
+        out,
+        err,
+        environment,
     )
 
 
-def launch_in(shell: list[str], arguments: list[str], out: Path, err: Path, environment: Mapping[str, str]) -> "subprocess.Popen[bytes]":
+def launch_in(
+    shell: list[str], arguments: list[str], out: Path, err: Path, environment: Mapping[str, str]
+) -> "subprocess.Popen[bytes]":
     command = [*NAMESPACE, *shell, sys.executable, *arguments]
     with out.open("wb") as stdout, err.open("wb") as stderr:
-        return subprocess.Popen(command, stdout=stdout, stderr=stderr, cwd=ROOT, env=environment, start_new_session=True)
+        return subprocess.Popen(
+            command, stdout=stdout, stderr=stderr, cwd=ROOT, env=environment, start_new_session=True
+        )
 
 
 @needs_mounts

@@ -6,23 +6,31 @@ from pathlib import Path
 
 import pytest
 
-from prefetcher.keys import make_keys
-from protocol.errors import PeerLost, PeerNeverCame
-from protocol.job import Transport
-from protocol.process import Patience
+from rowcast.job.schema import Transport
+from rowcast.prefetcher.run.make_keys import make_keys
+from rowcast.protocol.peer_watch import Patience
+from rowcast.runtime.errors import PeerLost, PeerNeverCame
+from rowcast.trainer.report.report_json import read_report
 from tests.counts import count
 from tests.protocol.tcp import free_port
 from tests.recovery.crashes import CRASHES, Armed
 from tests.recovery.runs import END_TIMEOUT_S, PEER_LOST, ROLES, Outcome, Recovering, Role, end_well, killed
 from tests.system.processes import Process, Session
-from trainer.report import read_report
 
 REJOIN = {"ring": "1MiB", "connect_timeout": "60s", "rejoin_timeout": "60s"}
 OTHER: dict[Role, Role] = {"prefetcher": "trainer", "trainer": "prefetcher"}
 KILLS: dict[Role, str] = {"prefetcher": "StepReady sent:24", "trainer": "loss written:10"}
 AFTER_THE_GOOD_BYE = {"run not marked complete", "Bye sent"}  # nobody is left who could wait
 ALL = sorted(set(CRASHES) - AFTER_THE_GOOD_BYE)
-SOME = ["rows collected", "manifest renamed", "Welcome sent", "changed rows restored", "model restored", "Saved sent", "Bye not sent"]
+SOME = [
+    "rows collected",
+    "manifest renamed",
+    "Welcome sent",
+    "changed rows restored",
+    "model restored",
+    "Saved sent",
+    "Bye not sent",
+]
 
 
 def play(run: Recovering, starts: tuple[Armed, ...]) -> dict[Role, Process]:
@@ -37,7 +45,9 @@ def play(run: Recovering, starts: tuple[Armed, ...]) -> dict[Role, Process]:
 
 
 @pytest.mark.parametrize("name", SOME if count(0, 1) == 0 else ALL)
-def test_the_survivor_goes_on_with_the_one_that_is_started_again(name: str, session: Session, undisturbed: Outcome) -> None:
+def test_the_survivor_goes_on_with_the_one_that_is_started_again(
+    name: str, session: Session, undisturbed: Outcome
+) -> None:
     run = Recovering(session, transport=REJOIN)
     end_well(*play(run, CRASHES[name]).values())
     assert run.complete
@@ -46,7 +56,9 @@ def test_the_survivor_goes_on_with_the_one_that_is_started_again(name: str, sess
 
 
 @pytest.mark.parametrize("role", ROLES)
-def test_tables_in_files_and_a_conversation_over_tcp_go_on_too(role: Role, session: Session, undisturbed: Outcome, tmp_path: Path) -> None:
+def test_tables_in_files_and_a_conversation_over_tcp_go_on_too(
+    role: Role, session: Session, undisturbed: Outcome, tmp_path: Path
+) -> None:
     make_keys(tmp_path / "keys", ["trainer"])
     tcp = {"endpoint": f"tcp://127.0.0.1:{free_port()}", "keys": str(tmp_path / "keys")}
     run = Recovering(session, transport=REJOIN | tcp, store={"kind": "mapped"})
@@ -85,7 +97,9 @@ def test_both_may_be_the_survivor_in_turn(session: Session, undisturbed: Outcome
 
 
 @pytest.mark.parametrize("role", ROLES)
-def test_a_survivor_whose_peer_does_not_come_back_ends_with_one_sentence(role: Role, session: Session, undisturbed: Outcome) -> None:
+def test_a_survivor_whose_peer_does_not_come_back_ends_with_one_sentence(
+    role: Role, session: Session, undisturbed: Outcome
+) -> None:
     run = Recovering(session, transport={**REJOIN, "rejoin_timeout": "1s"})
     processes = run.start_both({role: KILLS[role]})
     killed(processes[role])
@@ -98,13 +112,17 @@ def test_a_survivor_whose_peer_does_not_come_back_ends_with_one_sentence(role: R
 
 
 @pytest.mark.parametrize("role", ROLES)
-def test_a_stop_while_a_peer_is_awaited_ends_the_survivor_in_order(role: Role, session: Session, undisturbed: Outcome) -> None:
+def test_a_stop_while_a_peer_is_awaited_ends_the_survivor_in_order(
+    role: Role, session: Session, undisturbed: Outcome
+) -> None:
     run = Recovering(session, transport=REJOIN)
     processes = run.start_both({role: KILLS[role]})
     killed(processes[role])
     survivor = processes[OTHER[role]]
     survivor.until_logged(f"waiting for another {role}")
-    assert (survivor.asked("/healthz"), survivor.asked("/readyz")) == ((200, "ok"), (503, "connecting")), "it is well, and waits"
+    assert (survivor.asked("/healthz"), survivor.asked("/readyz")) == ((200, "ok"), (503, "connecting")), (
+        "it is well, and waits"
+    )
     survivor.signal(signal.SIGTERM)
     survivor.ended(30.0).quiet()
     assert session.manifest().train_steps >= 4, "the checkpoints stay"

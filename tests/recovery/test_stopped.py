@@ -19,7 +19,9 @@ Started = list[tuple[Role, Recovering, dict[Role, Process]]]
 
 
 @contextmanager
-def standing_still(tmp_path_factory: pytest.TempPathFactory, starter: Starter, **more: dict[str, str]) -> Iterator[Started]:
+def standing_still(
+    tmp_path_factory: pytest.TempPathFactory, starter: Starter, **more: dict[str, str]
+) -> Iterator[Started]:
     """Two runs side by side; of one the prefetcher stands still, of the other the trainer."""
     with ExitStack() as stack:
         started = []
@@ -32,7 +34,9 @@ def standing_still(tmp_path_factory: pytest.TempPathFactory, starter: Starter, *
         yield started
 
 
-def test_a_stop_for_a_while_changes_nothing(tmp_path_factory: pytest.TempPathFactory, starter: Starter, undisturbed: Outcome) -> None:
+def test_a_stop_for_a_while_changes_nothing(
+    tmp_path_factory: pytest.TempPathFactory, starter: Starter, undisturbed: Outcome
+) -> None:
     with standing_still(tmp_path_factory, starter) as started:
         time.sleep(A_WHILE_S)
         for role, _, processes in started:

@@ -6,16 +6,17 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from typing import Literal
 
-from protocol.conversation import Conversation
-from protocol.messages import StopRequest
-from protocol.stages import Stage
+from rowcast.protocol.conversation import Conversation
+from rowcast.protocol.messages import StopRequest
+from rowcast.runtime.stages import Stage
 from tests.driver import InProcessRun
 from tests.simulation.faults import Event, Happening
 from tests.simulation.link import FaultyLink
 
 Side = Literal["prefetcher", "trainer"]
 SIDES: tuple[Side, Side] = ("prefetcher", "trainer")
-QUIET_LIMIT = 20  # advances without progress after which every stage has its turn: whoever starved is the only one who can go on
+# advances without progress after which every stage has its turn: whoever starved is the only one who can go on
+QUIET_LIMIT = 20
 SWEEPS = 100  # of all stages: the late store's dice stay far below
 NOTICED_WITHIN = 500  # advances from the loss of a peer until it is noticed
 HEAD_START = 100
@@ -43,11 +44,20 @@ class Failed(Exception):
 
 
 class Both:
-    def __init__(self, run: InProcessRun, links: tuple[FaultyLink, FaultyLink], chance: random.Random, happening: Happening | None) -> None:
+    def __init__(
+        self,
+        run: InProcessRun,
+        links: tuple[FaultyLink, FaultyLink],
+        chance: random.Random,
+        happening: Happening | None,
+    ) -> None:
         self.number = 0  # of advances
         self.run = run
         self.links: dict[Side, FaultyLink] = {"prefetcher": links[0], "trainer": links[1]}
-        self.conversations: dict[Side, Conversation] = {"prefetcher": run.prefetcher.conversation, "trainer": run.trainer.conversation}
+        self.conversations: dict[Side, Conversation] = {
+            "prefetcher": run.prefetcher.conversation,
+            "trainer": run.trainer.conversation,
+        }
         assert run.writer is not None, "a simulated run writes checkpoints"
         self.writer = run.writer
         self._chance = chance
@@ -56,7 +66,9 @@ class Both:
             "prefetcher": [*run.prefetcher.stages.values(), run.writer],
             "trainer": [*run.trainer.stages.values(), run.streams],
         }
-        self._weights = {side: [chance.choice((0.05, 0.3, 1.0)) for _ in stages] for side, stages in self._stages.items()}
+        self._weights = {
+            side: [chance.choice((0.05, 0.3, 1.0)) for _ in stages] for side, stages in self._stages.items()
+        }
 
     def run_to_end(self) -> None:
         """Raises Happened, Stuck or Failed."""
@@ -102,7 +114,8 @@ class Both:
         while rounds < SWEEPS:
             rounds = 0 if any(link.delays for link in self.links.values()) else rounds + 1
             in_turn = self._chance.sample(stages, len(stages))
-            progress = [self._advance(side, stage) for side, stage in in_turn]  # all of them, also behind one that could
+            # all of them, also behind one that could
+            progress = [self._advance(side, stage) for side, stage in in_turn]
             if any(progress) or condition():
                 return True
         return False

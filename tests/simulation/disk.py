@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
 
-from protocol.disk import Content, Writing
+from rowcast.runtime.disk import Content, Writing
 from tests.checkpoints.recording import Operation, RecordingDisk, power_loss
 
 DiskFaultKind = Literal["ENOSPC", "EIO", "short"]

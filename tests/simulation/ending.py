@@ -1,6 +1,6 @@
 """How an incarnation ends for the prefetcher, whatever happened to it: was that right, and does it live on?
 
-What happens here is what `prefetcher.incarnation` and `trainer.incarnation` do around their stages, in their order.
+What happens here is what `rowcast.prefetcher.run.attempt` and `rowcast.trainer.run.attempt` do around their stages, in their order.
 """
 
 import random
@@ -9,8 +9,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Literal
 
-from protocol.errors import RemoteProtocolError, RowcastError
-from protocol.process import tell_peer
+from rowcast.protocol.peer_watch import tell_peer
+from rowcast.runtime.errors import RemoteProtocolError, RowcastError
 from tests.simulation.both import NOTICED_WITHIN, Both, Failed, Happened, Side, Stuck
 from tests.simulation.promises import LifeFailed
 from tests.simulation.storage import Storage
@@ -21,7 +21,9 @@ OTHER_SIDE: dict[Side, Side] = {"prefetcher": "trainer", "trainer": "prefetcher"
 
 
 class Ending:
-    def __init__(self, both: Both, storage: Storage, chance: random.Random, say: Callable[[str], None], settle_limit: int | None) -> None:
+    def __init__(
+        self, both: Both, storage: Storage, chance: random.Random, say: Callable[[str], None], settle_limit: int | None
+    ) -> None:
         """`settle_limit`: the prefetcher is killed after so many advances of its writer, where it still completes a checkpoint."""
         self.happened: Counter[str] = Counter()
         self._both = both

@@ -8,7 +8,9 @@ from typing import Literal
 from tests.simulation.disk import DISK_FAULTS, DiskFault
 from tests.simulation.link import FRAME_FAULTS, FrameFault
 
-Event = Literal["kill trainer", "kill prefetcher", "kill both", "power loss", "link cut", "stop prefetcher", "stop trainer"]
+Event = Literal[
+    "kill trainer", "kill prefetcher", "kill both", "power loss", "link cut", "stop prefetcher", "stop trainer"
+]
 EVENTS: dict[Event, int] = {
     "kill trainer": 10,
     "kill prefetcher": 3,
@@ -35,12 +37,19 @@ class Happening:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Faults:
     happening: Happening | None = None
-    frames: tuple[FrameFault | None, FrameFault | None] = (None, None)  # of what arrives at the prefetcher, at the trainer
+    # of what arrives at the prefetcher, at the trainer
+    frames: tuple[FrameFault | None, FrameFault | None] = (None, None)
     disk: DiskFault | None = None
-    settle_limit: int | None = None  # advances of the writer after which a prefetcher that lost its trainer is killed as well
+    # advances of the writer after which a prefetcher that lost its trainer is killed as well
+    settle_limit: int | None = None
 
     def __str__(self) -> str:
-        parts = {"": self.happening, "to the prefetcher: ": self.frames[0], "to the trainer: ": self.frames[1], " ": self.disk}
+        parts = {
+            "": self.happening,
+            "to the prefetcher: ": self.frames[0],
+            "to the trainer: ": self.frames[1],
+            " ": self.disk,
+        }
         planned = [f"{name.strip(' ')}{part}" for name, part in parts.items() if part is not None]
         return ", ".join(planned) or "nothing"
 
@@ -72,4 +81,6 @@ def draw_frame_fault(chance: random.Random) -> FrameFault:
 
 
 def draw_disk_fault(chance: random.Random) -> DiskFault:
-    return DiskFault(kind=chance.choice(DISK_FAULTS), at=chance.randrange(LAST_OPERATION), lasting=chance.random() < 0.3)
+    return DiskFault(
+        kind=chance.choice(DISK_FAULTS), at=chance.randrange(LAST_OPERATION), lasting=chance.random() < 0.3
+    )

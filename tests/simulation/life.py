@@ -18,9 +18,9 @@ from pathlib import Path
 import msgspec
 import structlog.testing
 
-from prefetcher.tables import Tables
-from protocol.manifest import Manifest
-from protocol.tables import group_specs
+from rowcast.job.tables import group_specs
+from rowcast.prefetcher.run.tables import Tables
+from rowcast.runtime.checkpoint_manifest import Manifest
 from tests.driver import InProcessRun, Past, Settings, table_state
 from tests.simulation.both import Both
 from tests.simulation.ending import Ending, Outcome
@@ -73,7 +73,8 @@ class Life:
         self.earlier = (both.links["prefetcher"].arrived, both.links["trainer"].arrived)
 
     def _follow(self, outcome: Outcome, both: Both) -> None:
-        if both.writer.newest is not self.newest:  # one that was found may have been renamed and not synced when its writer was killed
+        # one that was found may have been renamed and not synced when its writer was killed
+        if both.writer.newest is not self.newest:
             self.storage.is_durable(both.writer.newest)
         if outcome == "in order":
             self._in_order(both)
@@ -107,7 +108,9 @@ class Life:
             self.tables = self._new_tables()
         self.storage.disk.plan(faults.disk)
         self.tables.restore(self.newest)
-        self.say(f"incarnation {self.incarnation} from step {0 if self.newest is None else self.newest.position.step}; planned: {faults}")
+        self.say(
+            f"incarnation {self.incarnation} from step {0 if self.newest is None else self.newest.position.step}; planned: {faults}"
+        )
         links = faulty_pair(faults.frames, self.earlier, self.say)
         scenario = self.scenario
         settings = Settings(
@@ -127,7 +130,9 @@ class Life:
     def _new_tables(self) -> Tables:
         """Only this job names the scratch folder: what a seed does must not depend on where it runs."""
         path = str(self.table_dir) if self.scenario.store == "mapped" else None
-        job = msgspec.structs.replace(self.job, store=msgspec.structs.replace(self.job.store, kind=self.scenario.store, path=path))
+        job = msgspec.structs.replace(
+            self.job, store=msgspec.structs.replace(self.job.store, kind=self.scenario.store, path=path)
+        )
         return Tables(job, self.groups, self.storage.checkpoints, self.incarnation)
 
     # ending

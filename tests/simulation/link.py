@@ -13,16 +13,17 @@ from typing import Literal, get_args
 
 import msgspec
 
-from protocol import codec
-from protocol.errors import RemoteProtocolError
-from protocol.messages import EndOfData, Envelope, StepDone
-from protocol.transport.inproc import InprocLink, inproc_pair
-from protocol.transport.link import Payload
+from rowcast.protocol import codec
+from rowcast.protocol.messages import EndOfData, Envelope, StepDone
+from rowcast.protocol.transport.inproc import InprocLink, inproc_pair
+from rowcast.protocol.transport.link import Payload
+from rowcast.runtime.errors import RemoteProtocolError
 
 FrameFaultKind = Literal["delay", "drop", "duplicate", "reorder", "cut short", "flip", "stale", "other incarnation"]
 FRAME_FAULTS: tuple[FrameFaultKind, ...] = get_args(FrameFaultKind)
 DELAY_POLLS = 400
-MEASURED = (StepDone, EndOfData)  # hold times and sizes that differ from run to run, so flips avoid them: a seed must replay
+# hold times and sizes that differ from run to run, so flips avoid them: a seed must replay
+MEASURED = (StepDone, EndOfData)
 
 Arrival = tuple[bytes, Payload]
 
@@ -40,7 +41,9 @@ class FrameFault:
 class FaultyLink:
     """Implements `Link`."""
 
-    def __init__(self, inner: InprocLink, fault: FrameFault | None, earlier: Sequence[Arrival], say: Callable[[str], None]) -> None:
+    def __init__(
+        self, inner: InprocLink, fault: FrameFault | None, earlier: Sequence[Arrival], say: Callable[[str], None]
+    ) -> None:
         """`earlier`: what arrived in an earlier incarnation. `say` is told when the fault happens."""
         self.arrived: list[Arrival] = []
         self.must_refuse = False
@@ -119,7 +122,11 @@ class FaultyLink:
             case "flip":
                 self._ready.append((flipped(arrival, fault.share), True))
             case "stale":
-                stale = self._earlier[int(fault.share * len(self._earlier))] if self._earlier else of_other_incarnation(arrival)
+                stale = (
+                    self._earlier[int(fault.share * len(self._earlier))]
+                    if self._earlier
+                    else of_other_incarnation(arrival)
+                )
                 self._ready.append((stale, True))
             case "other incarnation":
                 self._ready.append((of_other_incarnation(arrival), True))
@@ -163,13 +170,20 @@ def of_other_incarnation(arrival: Arrival) -> Arrival:
 
 
 def faulty_pair(
-    faults: tuple[FrameFault | None, FrameFault | None], earlier: tuple[Sequence[Arrival], Sequence[Arrival]], say: Callable[[str], None]
+    faults: tuple[FrameFault | None, FrameFault | None],
+    earlier: tuple[Sequence[Arrival], Sequence[Arrival]],
+    say: Callable[[str], None],
 ) -> tuple[FaultyLink, FaultyLink]:
     """The prefetcher's end and the trainer's; `faults` and `earlier` are of what arrives at each."""
     inner = inproc_pair()
     names = ("prefetcher", "trainer")
     ends = [
-        FaultyLink(inner[side], faults[side], earlier[side], lambda what, name=names[side]: say(f"at the {name}: {what}"))  # type: ignore[misc]
+        FaultyLink(
+            inner[side],
+            faults[side],
+            earlier[side],
+            lambda what, name=names[side]: say(f"at the {name}: {what}"),  # type: ignore[misc]
+        )
         for side in (0, 1)
     ]
     return ends[0], ends[1]

@@ -11,13 +11,23 @@ import torch
 from torch import Tensor, nn
 
 from examples.plain_loop import run_plain_loop
-from protocol.batch import ScheduledBatch
-from protocol.job import Job
-from protocol.tables import group_specs
+from rowcast.job.schema import Job
+from rowcast.job.tables import group_specs
+from rowcast.protocol.batch import ScheduledBatch
+from rowcast.trainer.models import Embedded
+from rowcast.trainer.report.report_json import Evaluation
 from tests.driver import InProcessRun, Settings, start_state
-from tests.workloads import BAGS, NUM_DENSE, OPTIMIZERS, Bags, SmallModel, slots_for, small_batches, small_job, small_width
-from trainer.models import Embedded
-from trainer.report import Evaluation
+from tests.workloads import (
+    BAGS,
+    NUM_DENSE,
+    OPTIMIZERS,
+    Bags,
+    SmallModel,
+    slots_for,
+    small_batches,
+    small_job,
+    small_width,
+)
 
 DENSE_OPTIMIZERS: tuple[Literal["sgd", "adagrad", "adam"], ...] = ("sgd", "adagrad", "adam")
 NUM_STEPS = 12
@@ -81,7 +91,12 @@ def draw_scenario(chance: random.Random) -> Scenario:
         bags=chance.choice(BAGS),
         drops_out=chance.random() < 0.5,
     )
-    job = work.job(depth=chance.choice([1, 2, 4]), horizon=chance.choice([1, 8, 64]), every=chance.randint(1, 5), keep=chance.randint(1, 3))
+    job = work.job(
+        depth=chance.choice([1, 2, 4]),
+        horizon=chance.choice([1, 8, 64]),
+        every=chance.randint(1, 5),
+        keep=chance.randint(1, 3),
+    )
     return Scenario(
         work=work,
         job=job,
@@ -101,7 +116,9 @@ def reference(work: Work) -> Reference:
     job = work.job()
     batches = small_batches(job, work.bags, num_steps=NUM_STEPS, eval_at=(4, 5, 9))
     losses, state = run_plain_loop(job, start_state(job, NUM_DENSE), batches)
-    run = InProcessRun(job, batches, Settings(slots=slots_for(group_specs(job), batches, "everything"), seeded_streams=False)).run()
+    run = InProcessRun(
+        job, batches, Settings(slots=slots_for(group_specs(job), batches, "everything"), seeded_streams=False)
+    ).run()
     return Reference(
         batches=batches,
         losses=np.array(losses, np.float32).tobytes(),

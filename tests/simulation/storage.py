@@ -5,10 +5,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from prefetcher.checkpoints.folder import Checkpoints, carry_out
-from protocol.disk import RealDisk
-from protocol.errors import DataError, RowcastError
-from protocol.manifest import Manifest
+from rowcast.prefetcher.checkpoints.folder import Checkpoints, carry_out
+from rowcast.runtime.checkpoint_manifest import Manifest
+from rowcast.runtime.disk import RealDisk
+from rowcast.runtime.errors import DataError, RowcastError
 from tests.simulation.disk import SimulatedDisk
 from tests.simulation.promises import LifeFailed
 
@@ -64,7 +64,9 @@ class Storage:
         if damages.found and not self._rotten:
             raise LifeFailed(f"a crash left a damaged checkpoint: {damages.found}")
         if step_of(newest) < self._durable_step and not (self._fresh and newest is not None):
-            raise LifeFailed(f"the newest checkpoint is that of step {step_of(newest)}, but that of {self._durable_step} was durable")
+            raise LifeFailed(
+                f"the newest checkpoint is that of step {step_of(newest)}, but that of {self._durable_step} was durable"
+            )
         self._fresh, self._durable_step = False, step_of(newest)
         return newest
 

@@ -6,20 +6,20 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import prefetcher.tables
-import trainer.runner
-from prefetcher.checkpoints.at_barrier import BarrierCheckpointer
-from prefetcher.checkpoints.restore import Restorable, restore_chosen
-from prefetcher.checkpoints.row_files import HashedFile
-from prefetcher.fetcher import PlannedBarrier
-from protocol.manifest import Manifest
-from protocol.messages import AnyMessage
-from protocol.session import Session
-from protocol.tables import GroupSpec
+import rowcast.prefetcher.run.tables
+import rowcast.trainer.models.runner
+from rowcast.job.tables import GroupSpec
+from rowcast.prefetcher.checkpoints.restore import Restorable, restore_chosen
+from rowcast.prefetcher.checkpoints.row_files import HashedFile
+from rowcast.prefetcher.checkpoints.snapshot import BarrierCheckpointer
+from rowcast.prefetcher.pipeline.fetcher import PlannedBarrier
+from rowcast.protocol.messages import AnyMessage
+from rowcast.protocol.session import Session
+from rowcast.runtime.checkpoint_manifest import Manifest
+from rowcast.trainer.models.dense_state import Tensors
 from tests.counts import count
 from tests.driver import RecordedResults
 from tests.simulation.life import LifeFailed, run_life
-from trainer.dense import Tensors
 
 Break = Callable[[pytest.MonkeyPatch], None]
 
@@ -27,14 +27,16 @@ Break = Callable[[pytest.MonkeyPatch], None]
 def roll_back_without_forgetting(patch: pytest.MonkeyPatch) -> None:
     """Rows that no layer has keep what was trained after the checkpoint."""
 
-    def restore_changed(root: Path, manifest: Manifest, groups: Sequence[GroupSpec], stores: Sequence[Restorable]) -> None:
+    def restore_changed(
+        root: Path, manifest: Manifest, groups: Sequence[GroupSpec], stores: Sequence[Restorable]
+    ) -> None:
         for group, store in zip(groups, stores, strict=True):
             keys = np.sort(np.concatenate([store.changed_keys(table.index) for table in group.tables]))
             for layer in reversed(manifest.layers):
                 keys = restore_chosen(root, layer, group, store, keys)
             store.settle()
 
-    patch.setattr(prefetcher.tables, "restore_changed", restore_changed)
+    patch.setattr(rowcast.prefetcher.run.tables, "restore_changed", restore_changed)
 
 
 def collect_before_the_rows_are_home(patch: pytest.MonkeyPatch) -> None:
@@ -59,11 +61,11 @@ def forget_losses(patch: pytest.MonkeyPatch) -> None:
 
 
 def forget_the_dense_optimizer(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(trainer.runner, "restore_optimizer", lambda model, optimizer, tensors: None)
+    patch.setattr(rowcast.trainer.models.runner, "restore_optimizer", lambda model, optimizer, tensors: None)
 
 
 def forget_random_state(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(trainer.runner, "restore_random", lambda device, tensors: None)
+    patch.setattr(rowcast.trainer.models.runner, "restore_random", lambda device, tensors: None)
 
 
 def never_sync(patch: pytest.MonkeyPatch) -> None:
@@ -92,7 +94,8 @@ BREAKS: tuple[Break, ...] = (
 @pytest.mark.parametrize("break_it", BREAKS, ids=lambda break_it: break_it.__name__)
 def test_a_life_fails_when_something_is_broken(break_it: Break, monkeypatch: pytest.MonkeyPatch) -> None:
     break_it(monkeypatch)
-    failure = first_failure(count(200, 1000))  # one life in 25 sees the rarest of them, and which one changes with whatever is drawn
+    # one life in 25 sees the rarest of them, and which one changes with whatever is drawn
+    failure = first_failure(count(200, 1000))
     assert failure is not None, f"no seed noticed: {break_it.__name__}"
     assert "tests.simulation.replay" in str(failure)
     assert isinstance(failure.__cause__, AssertionError), "what was broken does not even run"

@@ -9,15 +9,15 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from prefetcher.stores.base import Keys, Records, Store, Ticket
-from prefetcher.stores.initializer import initial_rows
-from prefetcher.stores.late import LateStore
-from prefetcher.stores.mapped import MappedStore
-from prefetcher.stores.memory import MemoryStore
-from protocol.job import Job
-from protocol.job_file import parse_job
-from protocol.tables import ROW_MASK, GroupSpec, group_specs, make_keys
-from protocol.transport.ring_file import in_memory_buffer
+from rowcast.job.file import parse_job
+from rowcast.job.schema import Job
+from rowcast.job.tables import ROW_MASK, GroupSpec, group_specs, make_keys
+from rowcast.prefetcher.stores.first_values import initial_rows
+from rowcast.prefetcher.stores.late_store import LateStore
+from rowcast.prefetcher.stores.mapped_store import MappedStore
+from rowcast.prefetcher.stores.memory_store import MemoryStore
+from rowcast.prefetcher.stores.store import Keys, Records, Store, Ticket
+from rowcast.protocol.transport.ring_file import in_memory_buffer
 
 SEED = 5
 INITIAL_SUM = 0.25
@@ -54,7 +54,9 @@ def groups(scale: int = 1) -> tuple[GroupSpec, ...]:
 GROUP = groups()[0]
 
 
-def open_mapped(folder: Path, group: GroupSpec = GROUP, checkpoint: str | None = None, incarnation: int = 1) -> MappedStore:
+def open_mapped(
+    folder: Path, group: GroupSpec = GROUP, checkpoint: str | None = None, incarnation: int = 1
+) -> MappedStore:
     return MappedStore.open(group, SEED, folder, incarnation=incarnation, checkpoint=checkpoint)
 
 

@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from prefetcher.stores.mapped import MappedStore, file_layout
-from protocol.tables import GroupSpec
+from rowcast.job.tables import GroupSpec
+from rowcast.prefetcher.stores.mapped_store import MappedStore, file_layout
 from tests.stores.samples import GROUP, finish, first_floats, keys_of, open_mapped, random_records, read, scanned
 
 CHECKPOINT = "step-000000000100 0123abcd"

@@ -7,8 +7,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prefetcher.stores.base import Store
-from tests.stores.samples import GROUP, STORES, all_keys, finish, first_floats, keys_of, opened, random_records, read, scanned
+from rowcast.prefetcher.stores.store import Store
+from tests.stores.samples import (
+    GROUP,
+    STORES,
+    all_keys,
+    finish,
+    first_floats,
+    keys_of,
+    opened,
+    random_records,
+    read,
+    scanned,
+)
 
 
 @pytest.fixture(params=STORES)
@@ -86,13 +97,17 @@ def test_rows_of_a_closed_store_cannot_be_asked_for(store: Store) -> None:
 
 
 row_sets = st.sets(st.integers(0, len(all_keys()) - 1), min_size=1, max_size=60)
-operations = st.one_of(st.tuples(st.sampled_from(["write", "forget"]), row_sets), st.tuples(st.just("settle"), st.just(set[int]())))
+operations = st.one_of(
+    st.tuples(st.sampled_from(["write", "forget"]), row_sets), st.tuples(st.just("settle"), st.just(set[int]()))
+)
 
 
 @pytest.mark.parametrize("kind", STORES)
 @settings(max_examples=40, deadline=None)
 @given(history=st.lists(operations, max_size=12))
-def test_any_writes_settlings_and_forgettings_agree_with_a_dictionary_and_a_set(kind: str, history: list[tuple[str, set[int]]]) -> None:
+def test_any_writes_settlings_and_forgettings_agree_with_a_dictionary_and_a_set(
+    kind: str, history: list[tuple[str, set[int]]]
+) -> None:
     everything = all_keys()
     rows: dict[int, bytes] = {}
     changed: set[int] = set()
@@ -122,7 +137,9 @@ def test_any_writes_settlings_and_forgettings_agree_with_a_dictionary_and_a_set(
 @pytest.mark.parametrize("kind", STORES)
 @settings(max_examples=25, deadline=None)
 @given(saved=row_sets, lost=row_sets)
-def test_a_rollback_of_the_changed_rows_alone_gives_the_checkpoint_back(kind: str, saved: set[int], lost: set[int]) -> None:
+def test_a_rollback_of_the_changed_rows_alone_gives_the_checkpoint_back(
+    kind: str, saved: set[int], lost: set[int]
+) -> None:
     everything = all_keys()
     with opened(kind) as store:
         keys = everything[sorted(saved)]
@@ -135,7 +152,9 @@ def test_a_rollback_of_the_changed_rows_alone_gives_the_checkpoint_back(kind: st
         changed = changed_rows(store)
         store.forget(np.array(changed))
         back = np.array([key for key in changed if key in checkpoint], np.int64)
-        records = np.frombuffer(b"".join(checkpoint[int(key)] for key in back), np.uint8).reshape(len(back), GROUP.record_bytes)
+        records = np.frombuffer(b"".join(checkpoint[int(key)] for key in back), np.uint8).reshape(
+            len(back), GROUP.record_bytes
+        )
         finish(store.write(back, records, None))
         store.settle()
 

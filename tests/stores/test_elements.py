@@ -9,15 +9,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from prefetcher.stores.elements import elements_of, rounded, widened
-from prefetcher.stores.initializer import first_records, initial_rows
-from prefetcher.stores.mapped import MappedStore
-from prefetcher.stores.memory import MemoryStore
-from prefetcher.stores.table_header import layout_digest
-from protocol.job import RowType
-from protocol.tables import GroupSpec, group_specs, make_keys
+from rowcast.job.schema import RowType
+from rowcast.job.tables import GroupSpec, group_specs, make_keys
+from rowcast.prefetcher.stores.elements import elements_of, rounded, widened
+from rowcast.prefetcher.stores.first_values import first_records, initial_rows
+from rowcast.prefetcher.stores.mapped_store import MappedStore
+from rowcast.prefetcher.stores.memory_store import MemoryStore
+from rowcast.prefetcher.stores.table_header import layout_digest
+from rowcast.trainer.kernels.optim import DTYPES
 from tests.workloads import small_job
-from trainer.optim import DTYPES
 
 HALVES: tuple[RowType, ...] = ("fp16", "bf16")
 SEED = 11
@@ -38,7 +38,9 @@ def interesting_values(dtype: RowType) -> npt.NDArray[np.float32]:
     finite = np.sort(every[np.isfinite(every)]).astype(np.float64)
     ties = ((finite[1:] + finite[:-1]) / 2).astype(np.float32)
     beside = [np.nextafter(ties, np.float32(way)) for way in (-np.inf, np.inf)]
-    special = np.array([np.inf, -np.inf, 0.0, -0.0, 1e-45, -1e-45, 65519.0, 65520.0, -65520.0, 3.3961776e38, 3.4028235e38], np.float32)
+    special = np.array(
+        [np.inf, -np.inf, 0.0, -0.0, 1e-45, -1e-45, 65519.0, 65520.0, -65520.0, 3.3961776e38, 3.4028235e38], np.float32
+    )
     return np.concatenate([finite.astype(np.float32), ties, *beside, special])
 
 
@@ -65,13 +67,21 @@ def test_a_nan_stays_a_nan(dtype: RowType) -> None:
 
 @pytest.mark.parametrize("dtype", [*HALVES, "fp32"])
 def test_widening_is_exact_and_rounding_takes_it_back(dtype: RowType) -> None:
-    every = EVERY_HALF.view(np.float16) if dtype == "fp16" else EVERY_HALF if dtype == "bf16" else np.linspace(-9, 9, 50, dtype=np.float32)
+    every = (
+        EVERY_HALF.view(np.float16)
+        if dtype == "fp16"
+        else EVERY_HALF
+        if dtype == "bf16"
+        else np.linspace(-9, 9, 50, dtype=np.float32)
+    )
     wide = widened(every, dtype)
     numbers = ~np.isnan(wide)
     assert numbers.any()
     assert np.array_equal(rounded(wide, dtype)[numbers].view(np.uint8), every[numbers].view(np.uint8))
     torch_dtype = DTYPES[dtype]
-    assert torch.equal(torch.from_numpy(every[numbers].view(np.uint8)).view(torch_dtype).float(), torch.from_numpy(wide[numbers]))
+    assert torch.equal(
+        torch.from_numpy(every[numbers].view(np.uint8)).view(torch_dtype).float(), torch.from_numpy(wide[numbers])
+    )
 
 
 def groups_of(dtype: RowType, *, master: bool) -> tuple[GroupSpec, ...]:
@@ -83,7 +93,9 @@ def groups_of(dtype: RowType, *, master: bool) -> tuple[GroupSpec, ...]:
 
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("master", [False, True])
-def test_first_records_hold_rounded_weights_the_unrounded_master_initial_state_and_zeros(dtype: RowType, master: bool) -> None:
+def test_first_records_hold_rounded_weights_the_unrounded_master_initial_state_and_zeros(
+    dtype: RowType, master: bool
+) -> None:
     for group in groups_of(dtype, master=master):
         table = group.tables[1]
         rows = np.arange(table.num_embeddings)
@@ -120,5 +132,10 @@ def test_stores_keep_half_rows_as_they_keep_any_record(kind: str, master: bool, 
 
 def test_a_table_file_of_another_dtype_is_of_another_layout() -> None:
     """fp16 and bf16 records have the same sizes."""
-    names = {layout_digest(group, SEED) for dtype in HALVES for master in (False, True) for group in groups_of(dtype, master=master)}
+    names = {
+        layout_digest(group, SEED)
+        for dtype in HALVES
+        for master in (False, True)
+        for group in groups_of(dtype, master=master)
+    }
     assert len(names) == 2 * 2 * 2

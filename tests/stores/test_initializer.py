@@ -7,16 +7,24 @@ import numpy.typing as npt
 import pytest
 import xxhash
 
-from prefetcher.stores.initializer import Initializer, fill_initial, initial_rows, philox, table_initializer
-from protocol.compiled import compiled
-from protocol.tables import TableSpec
+from rowcast.job.tables import TableSpec
+from rowcast.prefetcher.stores.first_values import Initializer, fill_initial, initial_rows, philox, table_initializer
+from rowcast.runtime.compiled import compiled
 
 ONES = 0xFFFFFFFF
 
 
-def table(init: str = "uniform", dim: int = 8, name: str = "t_cat_0", index: int = 0, num_embeddings: int = 10_000) -> TableSpec:
+def table(
+    init: str = "uniform", dim: int = 8, name: str = "t_cat_0", index: int = 0, num_embeddings: int = 10_000
+) -> TableSpec:
     return TableSpec(
-        index=index, name=name, num_embeddings=num_embeddings, embedding_dim=dim, features=("cat_0",), pooling="sum", init=init
+        index=index,
+        name=name,
+        num_embeddings=num_embeddings,
+        embedding_dim=dim,
+        features=("cat_0",),
+        pooling="sum",
+        init=init,
     )
 
 
@@ -37,7 +45,9 @@ def words(counter: tuple[int, int, int, int], key: tuple[int, int]) -> tuple[int
         ),
     ],
 )
-def test_philox_gives_its_published_answers(counter: tuple[int, int, int, int], key: tuple[int, int], answer: tuple[int, ...]) -> None:
+def test_philox_gives_its_published_answers(
+    counter: tuple[int, int, int, int], key: tuple[int, int], answer: tuple[int, ...]
+) -> None:
     assert words(counter, key) == answer
 
 
@@ -60,7 +70,9 @@ def test_normal_values_follow_the_documented_formula() -> None:
     for column in (0, 2, 4):
         w = expected_words(3, "t_cat_0", 9, column)[column % 4 : column % 4 + 2]
         radius, angle = 2 * np.sqrt(-2 * np.log((w[0] + 1) / 2**32)), 2 * np.pi * w[1] / 2**32
-        np.testing.assert_allclose(got[column : column + 2], [radius * np.cos(angle), radius * np.sin(angle)], rtol=1e-6)
+        np.testing.assert_allclose(
+            got[column : column + 2], [radius * np.cos(angle), radius * np.sin(angle)], rtol=1e-6
+        )
 
 
 @pytest.mark.parametrize("init", ["uniform", "normal:0.1", "constant:0.3"])
@@ -70,7 +82,9 @@ def test_values_do_not_depend_on_order_or_block(init: str, dim: int) -> None:
     whole = initial_rows(5, spec, rows)
     shuffled = np.random.default_rng(0).permutation(rows)
     np.testing.assert_array_equal(initial_rows(5, spec, shuffled), whole[shuffled])
-    np.testing.assert_array_equal(np.concatenate([initial_rows(5, spec, rows[i : i + 7]) for i in range(0, 300, 7)]), whole)
+    np.testing.assert_array_equal(
+        np.concatenate([initial_rows(5, spec, rows[i : i + 7]) for i in range(0, 300, 7)]), whole
+    )
     assert whole.dtype == np.float32
     assert initial_rows(5, spec, rows[:0]).shape == (0, dim)
 
@@ -81,7 +95,11 @@ def test_values_depend_on_seed_name_row_and_column_and_on_nothing_else() -> None
     assert len(np.unique(base)) > 395, "rows and columns differ"
     np.testing.assert_array_equal(initial_rows(5, table(index=9), rows), base)
     np.testing.assert_array_equal(initial_rows(5, table(dim=16), rows)[:, :8], base)
-    for other in (initial_rows(6, table(), rows), initial_rows(5 + 2**32, table(), rows), initial_rows(5, table(name="t_cat_1"), rows)):
+    for other in (
+        initial_rows(6, table(), rows),
+        initial_rows(5 + 2**32, table(), rows),
+        initial_rows(5, table(name="t_cat_1"), rows),
+    ):
         assert not np.any(other == base)
     high = table(num_embeddings=2**48, init="uniform:0,1")
     assert not np.any(initial_rows(5, high, rows) == initial_rows(5, high, rows + 2**32))
@@ -107,7 +125,9 @@ def test_constant_is_the_constant() -> None:
 
 
 @compiled
-def fill_weights(initializer: Initializer, rows: npt.NDArray[np.int64], records: npt.NDArray[np.float32], dim: int) -> None:
+def fill_weights(
+    initializer: Initializer, rows: npt.NDArray[np.int64], records: npt.NDArray[np.float32], dim: int
+) -> None:
     fill_initial(initializer, rows, records[:, :dim])
 
 

@@ -12,11 +12,22 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from structlog.testing import capture_logs
 
-from prefetcher.stores import mapped
-from prefetcher.stores.mapped import MappedStore, file_layout
-from prefetcher.stores.table_header import HEADER_BYTES, Header
-from protocol.tables import GroupSpec
-from tests.stores.samples import GROUP, SEED, all_keys, finish, first_floats, groups, open_mapped, random_records, read, scanned
+from rowcast.job.tables import GroupSpec
+from rowcast.prefetcher.stores import mapped_store as mapped
+from rowcast.prefetcher.stores.mapped_store import MappedStore, file_layout
+from rowcast.prefetcher.stores.table_header import HEADER_BYTES, Header
+from tests.stores.samples import (
+    GROUP,
+    SEED,
+    all_keys,
+    finish,
+    first_floats,
+    groups,
+    open_mapped,
+    random_records,
+    read,
+    scanned,
+)
 from tests.stores.table_files import CHECKPOINT, KEYS, NBYTES, ROWS, assert_empty, leave_closed, reopened, rows_file
 
 

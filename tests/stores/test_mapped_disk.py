@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 from structlog.testing import capture_logs
 
-from prefetcher.stores import table_file
-from prefetcher.stores.mapped import file_layout
-from protocol.errors import ConfigError
+from rowcast.prefetcher.stores import table_file
+from rowcast.prefetcher.stores.mapped_store import file_layout
+from rowcast.runtime.errors import ConfigError
 from tests.stores.samples import GROUP, all_keys, finish, groups, open_mapped, random_records, read, scanned
 from tests.stores.table_files import CHECKPOINT, KEYS, NBYTES, ROWS, assert_empty, leave_closed, reopened, rows_file
 
@@ -24,7 +24,9 @@ from tests.stores.table_files import CHECKPOINT, KEYS, NBYTES, ROWS, assert_empt
 def test_a_second_opener_is_refused_and_harms_nothing(tmp_path: Path) -> None:
     store = open_mapped(tmp_path)
     finish(store.write(KEYS, ROWS, 0))
-    with pytest.raises(ConfigError, match=r"rows is in use by another process; end it or set store\.path to another folder"):
+    with pytest.raises(
+        ConfigError, match=r"rows is in use by another process; end it or set store\.path to another folder"
+    ):
         open_mapped(tmp_path)
     assert read(store, KEYS).tobytes() == ROWS.tobytes()
     store.close()
@@ -42,7 +44,7 @@ def test_a_closed_file_is_free_even_while_somebody_holds_its_rows(tmp_path: Path
 HOLDER = """
 import sys, time
 from pathlib import Path
-from protocol.telemetry.logs import setup_logging
+from rowcast.runtime.telemetry.logs import setup_logging
 from tests.stores.samples import GROUP, all_keys, open_mapped, random_records
 setup_logging("holder", "error")
 store = open_mapped(Path(sys.argv[1]), GROUP, sys.argv[2])
@@ -76,7 +78,8 @@ def test_the_whole_file_is_reserved_at_once(tmp_path: Path) -> None:
 
 
 def test_a_large_table_is_neither_read_nor_filled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "posix_fallocate", lambda descriptor, start, nbytes: os.ftruncate(descriptor, nbytes))  # shows what we write
+    # shows what we write
+    monkeypatch.setattr(os, "posix_fallocate", lambda descriptor, start, nbytes: os.ftruncate(descriptor, nbytes))
     group = replace(GROUP, tables=(replace(GROUP.tables[0], num_embeddings=2**23),))
     store = open_mapped(tmp_path, group)
     finish(store.write(all_keys()[:1], random_records(1), 0))
@@ -103,7 +106,9 @@ def refuse(code: int, after: int = 0) -> Callable[..., None]:
 def test_too_little_space_is_refused_with_both_numbers_before_anything_is_changed(tmp_path: Path) -> None:
     content = leave_closed(tmp_path).read_bytes()
     needed = file_layout(groups(scale=2**32)[0])[1]
-    with pytest.raises(ConfigError, match=rf"needs {needed} bytes, where \d+ are free; free space there or set store\.path"):
+    with pytest.raises(
+        ConfigError, match=rf"needs {needed} bytes, where \d+ are free; free space there or set store\.path"
+    ):
         open_mapped(tmp_path, groups(scale=2**32)[0])
     assert rows_file(tmp_path).read_bytes() == content
     with pytest.raises(ConfigError, match=rf"needs {needed} bytes"):
@@ -148,7 +153,10 @@ def test_a_full_disk_is_refused_and_does_not_kill(small_disk: Path) -> None:
 @pytest.mark.parametrize(
     ("code", "sentence"),
     [
-        (errno.ENOSPC, rf"needs {NBYTES} bytes, where \d+ are free; free space there or set store\.path to a larger disk"),
+        (
+            errno.ENOSPC,
+            rf"needs {NBYTES} bytes, where \d+ are free; free space there or set store\.path to a larger disk",
+        ),
         (errno.EDQUOT, rf"needs {NBYTES} bytes, where \d+ are free"),
         (errno.EIO, rf"of {NBYTES} bytes cannot be made \(Input/output error\); set store\.path to another disk"),
     ],
@@ -175,7 +183,9 @@ def test_a_file_system_that_cannot_reserve_is_used_as_it_is(tmp_path: Path, monk
 
 
 @pytest.mark.parametrize("after", [0, 1], ids=["rows", "header"])
-def test_a_disk_that_fails_at_the_end_costs_only_a_restore(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, after: int) -> None:
+def test_a_disk_that_fails_at_the_end_costs_only_a_restore(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, after: int
+) -> None:
     store = open_mapped(tmp_path)
     finish(store.write(KEYS, ROWS, 0))
     store.settle()
@@ -192,16 +202,22 @@ def test_a_disk_that_fails_at_the_end_costs_only_a_restore(tmp_path: Path, monke
     again.close()
 
 
-def test_rows_are_on_the_disk_before_the_header_that_vouches_for_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_are_on_the_disk_before_the_header_that_vouches_for_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     store = open_mapped(tmp_path)
     done: list[str] = []
     monkeypatch.setattr(os, "fsync", lambda descriptor: done.append("fsync"))
-    monkeypatch.setattr(table_file.TableFile, "write_header", lambda file, header: done.append(f"header {header.closed_at}"))
+    monkeypatch.setattr(
+        table_file.TableFile, "write_header", lambda file, header: done.append(f"header {header.closed_at}")
+    )
     store.close_at("7")
     assert done == ["fsync", "header 7"]
 
 
-@pytest.mark.parametrize("make", [Path.mkdir, os.mkfifo, lambda path: path.symlink_to("elsewhere")], ids=["folder", "pipe", "link"])
+@pytest.mark.parametrize(
+    "make", [Path.mkdir, os.mkfifo, lambda path: path.symlink_to("elsewhere")], ids=["folder", "pipe", "link"]
+)
 def test_what_is_not_a_file_is_refused(tmp_path: Path, make: Callable[[Path], None]) -> None:
     make(rows_file(tmp_path))
     with pytest.raises(ConfigError, match=r"set store\.path to another folder"):

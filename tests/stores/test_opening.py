@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from prefetcher.stores.memory import MemoryStore
-from prefetcher.stores.opening import open_store
-from protocol.errors import ConfigError
+from rowcast.prefetcher.stores.memory_store import MemoryStore
+from rowcast.prefetcher.stores.opening import open_store
+from rowcast.runtime.errors import ConfigError
 from tests.stores.samples import GROUP, SEED, all_keys, finish, make_job, random_records, read, scanned
 
 

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prefetcher.stores.base import Store
-from prefetcher.stores.late import LateStore
-from prefetcher.stores.memory import MemoryStore
-from protocol.errors import ConfigError
+from rowcast.prefetcher.stores.late_store import LateStore
+from rowcast.prefetcher.stores.memory_store import MemoryStore
+from rowcast.prefetcher.stores.store import Store
+from rowcast.runtime.errors import ConfigError
 from tests.stores.samples import (
     GROUP,
     SEED,
@@ -155,7 +155,9 @@ def test_any_reads_and_writes_agree_with_a_plain_dictionary(kind: str, operation
 def test_a_late_read_touches_nothing_before_its_ticket_is_done(seed: int) -> None:
     store = LateStore(MemoryStore(GROUP, SEED), seed)
     keys = all_keys()[:5]
-    tickets = [(store.read(keys, out), out) for out in (np.full((5, GROUP.record_bytes), 0xCD, np.uint8) for _ in range(8))]
+    tickets = [
+        (store.read(keys, out), out) for out in (np.full((5, GROUP.record_bytes), 0xCD, np.uint8) for _ in range(8))
+    ]
     late = 0
     for ticket, out in tickets:
         while not ticket.done():
@@ -197,5 +199,7 @@ def test_a_late_ticket_is_done_only_after_that_of_the_store_it_delays(monkeypatc
 
 
 def test_tables_larger_than_the_machine_can_address_are_refused_with_their_size() -> None:
-    with pytest.raises(ConfigError, match=r"group fp32_d6_adagrad need \d+\.\d GiB, .*; use fewer rows or a smaller embedding_dim"):
+    with pytest.raises(
+        ConfigError, match=r"group fp32_d6_adagrad need \d+\.\d GiB, .*; use fewer rows or a smaller embedding_dim"
+    ):
         MemoryStore(groups(scale=2**38)[0], SEED)

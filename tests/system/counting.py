@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from prefetcher.stores.base import Finished, Keys, Records
-from prefetcher.stores.memory import MemoryStore
-from protocol.messages import RingRef
-from protocol.transport.ring import RingSlice, RingWriter
+from rowcast.prefetcher.stores.memory_store import MemoryStore
+from rowcast.prefetcher.stores.store import Finished, Keys, Records
+from rowcast.protocol.messages import RingRef
+from rowcast.protocol.transport.ring import RingSlice, RingWriter
+from rowcast.trainer.execute import streams
 from tests import driver
-from trainer import streams
 
 
 @dataclass(frozen=True)

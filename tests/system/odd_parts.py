@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from protocol.batch import Batch, Kind
-from protocol.job import Job
+from rowcast.job.schema import Job
+from rowcast.protocol.batch import Batch, Kind
 
 if TYPE_CHECKING:
     from torch import nn
@@ -30,7 +30,7 @@ def hanging_reader(job: Job, num_batches: int) -> Callable[[Kind, int], Iterable
 
 def slow_model(job: Job, num_dense: int, build_s: float = 0.0, forward_s: float = 0.0) -> "nn.Module":
     """DLRM that takes its time. Sleeping holds the main thread as a long operation would, and lets the others run."""
-    from trainer.models.dlrm import DLRM
+    from rowcast.trainer.models.dlrm import DLRM
 
     model = DLRM(job, num_dense)
     time.sleep(build_s)

@@ -1,4 +1,4 @@
-"""Real processes under test: `prefetcher run`, `trainer run` and `deploy.local`, each as a user would start it, and what they leave.
+"""Real processes under test: `prefetcher run`, `trainer run` and `rowcast.deploy.local`, each as a user would start it, and what they leave.
 
 Every process started here, and every process that one of them starts, carries a mark in its environment: by it they are found and
 ended when the test is over, and one that outlives its parent is noticed.
@@ -23,15 +23,15 @@ from typing import Any, Literal, Protocol, Self
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from protocol.manifest import Manifest, newest_checkpoint, read_manifest
-from protocol.transport.endpoint import socket_path
+from rowcast.protocol.transport.endpoint import socket_path
+from rowcast.runtime.checkpoint_manifest import Manifest, newest_checkpoint, read_manifest
 
 Name = Literal["prefetcher", "trainer", "eval", "local", "export", "simulate"]
 COMMANDS: dict[Name, list[str]] = {
     "prefetcher": ["-m", "prefetcher", "run"],
     "trainer": ["-m", "trainer", "run"],
     "eval": ["-m", "trainer", "eval"],
-    "local": ["-m", "deploy.local"],
+    "local": ["-m", "rowcast.deploy.local"],
     "export": ["-m", "prefetcher", "export"],
     "simulate": ["-m", "prefetcher", "simulate"],
 }
@@ -135,7 +135,9 @@ class Process:
     """One started command, in a session of its own, as far from this terminal as a service manager's; its output goes to files, so that
     it never waits for a reader."""
 
-    def __init__(self, arguments: list[str], folder: Path, environment: Mapping[str, str], launch: Launch = launch) -> None:
+    def __init__(
+        self, arguments: list[str], folder: Path, environment: Mapping[str, str], launch: Launch = launch
+    ) -> None:
         number = len(list(folder.glob("*.err")))
         self._out, self._err = (folder / f"{number}.{end}" for end in ("out", "err"))
         self._err.touch()
@@ -278,7 +280,8 @@ class Session:
         """What the processes have left although all of them have ended: processes, rings, and sockets unless a prefetcher was killed,
         whose socket stays until the next one takes it over.
         """
-        deadline_s = time.monotonic() + 5  # a killed process's children end on their own, but not before they are scheduled
+        # a killed process's children end on their own, but not before they are scheduled
+        deadline_s = time.monotonic() + 5
         while self._alive() and time.monotonic() < deadline_s:
             time.sleep(POLL_S)
         sockets = [] if killed else [path for path in self._sockets() if path.exists()]
@@ -287,7 +290,9 @@ class Session:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         for pid in self._alive():
             os.kill(pid, signal.SIGKILL)
         for process in self._started:

@@ -20,7 +20,8 @@ from collections.abc import Iterator
 from typing import IO, Any, NoReturn
 
 POLL_S = 0.01
-MODULES = ("torch._dynamo", "prefetcher.service", "trainer.service")  # torch.optim imports the first one when it is first used
+# torch.optim imports the first one when it is first used
+MODULES = ("torch._dynamo", "rowcast.prefetcher.run.prefetcher_run", "rowcast.trainer.run.trainer_run")
 
 
 def main() -> None:
@@ -40,7 +41,7 @@ def prepare() -> None:
     """Everything that takes long and begins no thread."""
     for module in MODULES:
         importlib.import_module(module)
-    importlib.import_module("prefetcher.warmup").warm_up()
+    importlib.import_module("rowcast.prefetcher.run.warm_up").warm_up()
     gc.freeze()
 
 
@@ -95,7 +96,7 @@ def become(request: dict[str, Any]) -> NoReturn:
         os.dup2(opened, descriptor)
         os.close(opened)
 
-    from protocol import faults
+    from rowcast.runtime import crash_points as faults
 
     faults.ARMED = faults.Armed(os.environ.get(faults.VARIABLE, ""))
     sys.path.extend(request["environment"].get("PYTHONPATH", "").split(os.pathsep))
@@ -110,7 +111,9 @@ def become(request: dict[str, Any]) -> NoReturn:
     except BaseException:  # noqa: BLE001 - as Python itself ends then
         traceback.print_exc()
         code = 1
-    left = [thread.name for thread in threading.enumerate() if not thread.daemon and thread is not threading.main_thread()]
+    left = [
+        thread.name for thread in threading.enumerate() if not thread.daemon and thread is not threading.main_thread()
+    ]
     if left:  # Python would wait for them
         sys.stderr.write(f"threads are left: {left}\n")
         code = 70

@@ -4,19 +4,19 @@ from collections.abc import Callable
 
 import pytest
 
-from prefetcher.fetcher import PlannedBarrier, PlannedStep
-from prefetcher.stores.base import Finished, Keys, Records
-from prefetcher.stores.memory import MemoryStore
-from protocol.batch import ScheduledBatch
-from protocol.job import Job
-from protocol.messages import StepReady
-from protocol.stages import Stage
-from protocol.tables import GroupSpec, group_specs
+from rowcast.job.schema import Job
+from rowcast.job.tables import GroupSpec, group_specs
+from rowcast.prefetcher.pipeline.fetcher import PlannedBarrier, PlannedStep
+from rowcast.prefetcher.stores.memory_store import MemoryStore
+from rowcast.prefetcher.stores.store import Finished, Keys, Records
+from rowcast.protocol.batch import ScheduledBatch
+from rowcast.protocol.messages import StepReady
+from rowcast.runtime.stages import Stage
+from rowcast.trainer.execute.cache import ArrivedStep
 from tests import driver
 from tests.driver import InProcessRun, MemoryCheckpointer, Settings
 from tests.system.test_exact import assert_equal_bits
 from tests.workloads import slots_for, small_batches, small_job
-from trainer.cache import ArrivedStep
 
 LARGE_RING = 2**24
 NUM_STEPS = 24
@@ -162,7 +162,9 @@ def test_both_rings_are_empty_when_a_barrier_begins(depth: int, seed: int, monke
 
 
 @pytest.mark.parametrize("depth", [1, 2, 4])
-def test_a_barrier_waits_for_rows_that_were_sent_home_but_are_not_in_the_store(depth: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_barrier_waits_for_rows_that_were_sent_home_but_are_not_in_the_store(
+    depth: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     watch = BarrierWatch()
     monkeypatch.setattr(driver, "MemoryCheckpointer", lambda: watch)
     job, batches = workload(depth)
@@ -189,7 +191,9 @@ class ReadKeys(MemoryStore):
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_nothing_after_a_barrier_is_read_or_sent_before_the_barrier_is_done(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_after_a_barrier_is_read_or_sent_before_the_barrier_is_done(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(driver, "MemoryStore", ReadKeys)
     job, batches = workload(depth=2)
     run = make_run(job, batches, "one batch", seed)

@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 import structlog
 
-from prefetcher.readers.source import InlineSource
-from protocol.errors import ConfigError, DataError
-from protocol.job_file import load_job
-from protocol.transport.ring_file import free_shared_memory
+from rowcast.job.file import load_job
+from rowcast.prefetcher.readers.source import InlineSource
+from rowcast.protocol.transport.ring_file import free_shared_memory
+from rowcast.runtime.errors import ConfigError, DataError
+from rowcast.trainer.cli import app as trainer_app
 from tests.system.processes import TABLES, Session, job_content, write_job
-from trainer.cli import app as trainer_app
 
 LINE = "\t".join(["1", *map(str, range(13)), *(f"{i:08x}" for i in range(26))]) + "\n"
 
@@ -41,7 +41,9 @@ def _logs_as_before() -> Iterator[None]:
         ("", ["--set=seed=1"], "--set seed=1: write section.key=value"),
     ],
 )
-def test_both_commands_say_the_same_of_a_bad_job_file(content: str | None, options: list[str], sentence: str, session: Session) -> None:
+def test_both_commands_say_the_same_of_a_bad_job_file(
+    content: str | None, options: list[str], sentence: str, session: Session
+) -> None:
     if content is None:
         session.config.unlink()
     elif content:
@@ -49,7 +51,11 @@ def test_both_commands_say_the_same_of_a_bad_job_file(content: str | None, optio
     processes = session.start("prefetcher", *options), session.start("trainer", *options)
     for process, name in zip(processes, ("prefetcher", "trainer"), strict=True):
         ended = process.ended()
-        assert (ended.code, ended.stdout, ended.stderr) == (2, "", f"rowcast {name}: {sentence.format(path=session.config)}\n")
+        assert (ended.code, ended.stdout, ended.stderr) == (
+            2,
+            "",
+            f"rowcast {name}: {sentence.format(path=session.config)}\n",
+        )
     assert not session.run_dir.exists()
 
 
@@ -113,7 +119,9 @@ def test_an_id_out_of_range_is_refused_replaced_or_wrapped_and_counted(tmp_path:
     ids = np.zeros((100, 2), np.int64)
     ids[70, 1], ids[80, 0] = 2001, -1
     data = write_day(tmp_path, ids, np.zeros(100))
-    with pytest.raises(DataError, match=r"day_0_sparse\.npy, row 80, column cat_0: id -1 is outside table t \(num_embeddings = 2000\)"):
+    with pytest.raises(
+        DataError, match=r"day_0_sparse\.npy, row 80, column cat_0: id -1 is outside table t \(num_embeddings = 2000\)"
+    ):
         read_all(tmp_path, data=data)
     for policy in ("modulo", "zero"):
         assert read_all(tmp_path, data=data | {"on_invalid_id": policy}).counters.invalid_ids == 2
@@ -163,10 +171,15 @@ def growing_data(folder: Path, largest_batch: int) -> dict[str, Any]:
     return write_day(folder, ids.reshape(-1, 2), np.zeros(60 * 64))
 
 
-def test_a_batch_among_the_first_that_the_cache_cannot_hold_is_refused_with_the_capacity_that_would_do(session: Session) -> None:
+def test_a_batch_among_the_first_that_the_cache_cannot_hold_is_refused_with_the_capacity_that_would_do(
+    session: Session,
+) -> None:
     session.write_job(data=growing_data(session.folder, largest_batch=20), cache={"capacity": "99 rows"})
     sentence = session.start("prefetcher").ended().refused(2)
-    assert sentence == 'cache.capacity = "99 rows" is too small: a batch among the first 32 touches 100 rows; set "100 rows" or more'
+    assert (
+        sentence
+        == 'cache.capacity = "99 rows" is too small: a batch among the first 32 touches 100 rows; set "100 rows" or more'
+    )
     prefetcher, trainer = (session.start(role, "--set=cache.capacity=100 rows") for role in ("prefetcher", "trainer"))
     prefetcher.until_logged("event=ready")
     for process in (prefetcher, trainer):
@@ -192,11 +205,15 @@ def test_a_later_batch_that_the_cache_cannot_hold_ends_both_with_the_capacity_th
 # this machine
 
 
-def test_rings_that_do_not_both_fit_into_shared_memory_are_refused_before_anything_is_allocated(session: Session) -> None:
+def test_rings_that_do_not_both_fit_into_shared_memory_are_refused_before_anything_is_allocated(
+    session: Session,
+) -> None:
     free = free_shared_memory()
     session.write_job(transport={"ring": free * 6 // 10})
     sentence = session.start("prefetcher").ended().refused(2)
-    assert sentence.startswith(f"two rings of {free * 6 // 10} bytes need {2 * (free * 6 // 10)} bytes of /dev/shm, where ")
+    assert sentence.startswith(
+        f"two rings of {free * 6 // 10} bytes need {2 * (free * 6 // 10)} bytes of /dev/shm, where "
+    )
     assert session.remains() == []
 
 
@@ -239,7 +256,10 @@ def test_a_device_that_is_not_there_is_refused(
     session: Session, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    sentences = {name: refused_trainer(session, capsys, f"--set=trainer.device={name}") for name in ("cuda", "cuda:3", "tpu9", "mps")}
+    sentences = {
+        name: refused_trainer(session, capsys, f"--set=trainer.device={name}")
+        for name in ("cuda", "cuda:3", "tpu9", "mps")
+    }
     assert sentences["cuda"] == "trainer.device = 'cuda', but torch sees no CUDA device here; use cpu"
     assert sentences["cuda:3"] == "trainer.device = 'cuda:3', but torch sees no CUDA device here; use cpu"
     assert sentences["tpu9"] == "trainer.device = 'tpu9' is no device that torch knows; use auto, cpu or cuda"
@@ -277,7 +297,9 @@ def test_a_model_that_does_not_exist_ends_both(session: Session) -> None:
     session.write_job(model={"kind": "tests.system.odd_parts:nosuch"})
     for process in session.start_both():
         sentence = process.ended().refused(2)
-        assert sentence.startswith("model.kind = 'tests.system.odd_parts:nosuch': module tests.system.odd_parts has no function 'nosuch'")
+        assert sentence.startswith(
+            "model.kind = 'tests.system.odd_parts:nosuch': module tests.system.odd_parts has no function 'nosuch'"
+        )
     assert session.remains() == []
 
 

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from examples.plain_loop import run_plain_loop
-from protocol.batch import ScheduledBatch
-from protocol.job import Job, Optimizer
-from protocol.tables import group_specs
+from rowcast.job.schema import Job, Optimizer
+from rowcast.job.tables import group_specs
+from rowcast.protocol.batch import ScheduledBatch
 from tests.driver import InProcessRun, Settings, start_state
 from tests.system.test_exact import assert_equal_bits
 from tests.workloads import NUM_DENSE, OPTIMIZERS, slots_for, small_batches, small_job
@@ -64,7 +64,8 @@ def test_its_bits_are_the_plain_loops_with_the_same_settings(optimizer: str, cas
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")
-@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # both are of torch.compile's own code, which hides the second
+# both are of torch.compile's own code, which hides the second
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 @pytest.mark.parametrize("model", [{}, TWO_TOWERS])
 def test_a_compiled_model_has_the_bits_of_the_plain_loop_with_a_compiled_model(model: dict[str, Any]) -> None:
@@ -73,7 +74,9 @@ def test_a_compiled_model_has_the_bits_of_the_plain_loop_with_a_compiled_model(m
     losses, end = plain(job, batches)
     torch._dynamo.utils.counters.clear()
     run = InProcessRun(job, batches, Settings(slots=slots_for(group_specs(job), batches, "more"))).run()
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2, "the model, once, and what tells whether there is a compiler"
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2, (
+        "the model, once, and what tells whether there is a compiler"
+    )
     assert_equal_bits(run, losses, end)
     assert len(run.results.evaluations) == 2
     assert np.isfinite(losses).all()

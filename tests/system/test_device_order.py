@@ -7,14 +7,14 @@ import pytest
 from torch import Tensor
 
 from examples.plain_loop import run_plain_loop
-from protocol.batch import ScheduledBatch
-from protocol.errors import RowcastError
-from protocol.job import Job
-from protocol.tables import group_specs
+from rowcast.job.schema import Job
+from rowcast.job.tables import group_specs
+from rowcast.protocol.batch import ScheduledBatch
+from rowcast.runtime.errors import RowcastError
+from rowcast.trainer.execute.streams import Wait
 from tests.driver import InProcessRun, Settings, StuckError, start_state
 from tests.system.test_exact import assert_equal_bits
 from tests.workloads import NUM_DENSE, slots_for, small_batches, small_job
-from trainer.streams import Wait
 
 VARIANTS = (  # capacity, bytes of each ring, of staging each way
     ("one batch", 24 * 1024, None),  # a plan takes several pieces, each of which uses the staging of the one before
@@ -54,7 +54,8 @@ def test_every_order_that_the_waits_allow_gives_the_bits_of_the_plain_loop(first
         run(seed)
 
 
-@pytest.mark.parametrize("wait", [wait for wait in get_args(Wait) if wait != "used"])  # that one: tests/adopt/test_streams.py
+# that one: tests/adopt/test_streams.py
+@pytest.mark.parametrize("wait", [wait for wait in get_args(Wait) if wait != "used"])
 def test_without_any_one_wait_some_order_gives_wrong_bits(wait: Wait) -> None:
     for seed in range(50):
         try:

@@ -2,9 +2,9 @@
 
 import re
 
-from protocol.manifest import read_manifest
+from rowcast.runtime.checkpoint_manifest import read_manifest
+from rowcast.trainer.report.report_json import Report, read_report
 from tests.system.processes import Ended, Process, Session
-from trainer.report import Report, read_report
 
 DATA = {"eval_fraction": 0.25, "synthetic": {"samples": 64 * 40}}
 
@@ -32,11 +32,18 @@ def test_any_checkpoint_gives_the_result_that_training_had_there_and_nothing_cha
     shown = trained(session)
     results = dict(re.findall(r"eval after (\d+) train steps?: AUC ([\d.]+)", shown))
     assert set(results) == {"10", "20", "30"}
-    before = {path: path.read_bytes() for path in session.run_dir.rglob("*") if path.is_file() and "lock" not in path.name}
+    before = {
+        path: path.read_bytes() for path in session.run_dir.rglob("*") if path.is_file() and "lock" not in path.name
+    }
     for train_steps, auc in results.items():
         name = next(n for n in checkpoints(session) if manifest_train_steps(session, n) == int(train_steps))
         report = evaluated(session, f"--checkpoint={name}")
-        assert (report.train_steps, report.steps, report.eval_steps, f"{report.auc:.6f}") == (int(train_steps), 0, 10, auc)
+        assert (report.train_steps, report.steps, report.eval_steps, f"{report.auc:.6f}") == (
+            int(train_steps),
+            0,
+            10,
+            auc,
+        )
         assert report.rows_written_back == 0
     assert evaluated(session).train_steps == 30
     for path, content in before.items():
@@ -58,10 +65,19 @@ def ended(session: Session, *options: str) -> Ended:
 def test_what_cannot_be_evaluated_is_said_in_a_sentence(session: Session) -> None:
     session.write_job(data=DATA)
     assert ended(session, "--eval").refused(2).endswith("holds no checkpoint; a run writes one at its end")
-    assert ended(session, "--checkpoint=step-000000000010").refused(2).startswith("--checkpoint chooses what --eval evaluates")
+    assert (
+        ended(session, "--checkpoint=step-000000000010")
+        .refused(2)
+        .startswith("--checkpoint chooses what --eval evaluates")
+    )
     trained(session, data={**DATA, "eval_fraction": 0.0})
-    assert "holds no checkpoint ../elsewhere; there is step-" in ended(session, "--eval", "--checkpoint=../elsewhere").refused(2)
-    assert ended(session, "--eval").refused(2) == "there are no evaluation batches; set data.eval_fraction or data.eval_path"
+    assert "holds no checkpoint ../elsewhere; there is step-" in ended(
+        session, "--eval", "--checkpoint=../elsewhere"
+    ).refused(2)
+    assert (
+        ended(session, "--eval").refused(2)
+        == "there are no evaluation batches; set data.eval_fraction or data.eval_path"
+    )
 
 
 def test_a_trainer_that_would_train_does_not_go_with_a_prefetcher_that_evaluates(session: Session) -> None:

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from examples.plain_loop import run_plain_loop
-from prefetcher.planner.planner import RowPlanner
-from protocol.batch import ScheduledBatch
-from protocol.job import Job, Policy
-from protocol.tables import GroupSpec, group_specs
+from rowcast.job.schema import Job, Policy
+from rowcast.job.tables import GroupSpec, group_specs
+from rowcast.prefetcher.planner.planner import RowPlanner
+from rowcast.protocol.batch import ScheduledBatch
 from tests.counts import count
 from tests.driver import InProcessRun, Settings, start_state
 from tests.trainer.full_capacity import bits
@@ -76,7 +76,9 @@ def test_every_way_to_train_gives_the_bits_of_the_plain_loop(optimizer: str, bag
     for seed, (horizon, capacity, late_store, ring_bytes) in some_ways(share):
         job = small_job(optimizer, bags, depth=depth, horizon=horizon)
         slots = slots_for(group_specs(job), batches, capacity)
-        run = InProcessRun(job, batches, Settings(slots=slots, ring_bytes=ring_bytes, seed=seed, late_store=late_store)).run()
+        run = InProcessRun(
+            job, batches, Settings(slots=slots, ring_bytes=ring_bytes, seed=seed, late_store=late_store)
+        ).run()
         assert_equal_bits(run, losses, end)
         assert len(run.results.evaluations) == 2
         if capacity != "everything":
@@ -85,18 +87,24 @@ def test_every_way_to_train_gives_the_bits_of_the_plain_loop(optimizer: str, bag
 
 @pytest.mark.parametrize("optimizer", ["rowwise_adagrad", "adam"])
 @pytest.mark.parametrize("bags", ["single apart", "weighted apart"])
-def test_look_ups_that_stay_apart_one_each_or_weighted_give_the_bits_of_the_plain_loop(optimizer: str, bags: Bags) -> None:
+def test_look_ups_that_stay_apart_one_each_or_weighted_give_the_bits_of_the_plain_loop(
+    optimizer: str, bags: Bags
+) -> None:
     losses, end, batches = reference(optimizer, bags)
     for seed, (depth, capacity) in enumerate(itertools.product((1, 4), CAPACITIES)):
         job = small_job(optimizer, bags, depth=depth)
         slots = slots_for(group_specs(job), batches, capacity)
-        run = InProcessRun(job, batches, Settings(slots=slots, ring_bytes=2**20, seed=seed, late_store=bool(seed % 2))).run()
+        run = InProcessRun(
+            job, batches, Settings(slots=slots, ring_bytes=2**20, seed=seed, late_store=bool(seed % 2))
+        ).run()
         assert_equal_bits(run, losses, end)
         if capacity != "everything":
             assert_tested_what_it_claims(run, job)
 
 
-def hot_keys(groups: tuple[GroupSpec, ...], batches: list[ScheduledBatch], num_rows: int) -> tuple[npt.NDArray[np.int64], ...]:
+def hot_keys(
+    groups: tuple[GroupSpec, ...], batches: list[ScheduledBatch], num_rows: int
+) -> tuple[npt.NDArray[np.int64], ...]:
     """The keys that most batches use, ascending, of each group."""
     planner = RowPlanner(groups, tuple(0 for _ in groups), 1, 0)
     found = []

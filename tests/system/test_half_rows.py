@@ -12,20 +12,20 @@ from torch import Tensor
 
 from benchmarks.exact import capacity_of, cover, job_text, train
 from examples.plain_loop import run_plain_loop
-from prefetcher.checkpoints.folder import Checkpoints
-from prefetcher.readers.base import open_reader
-from prefetcher.readers.schedule import schedule
-from protocol.batch import ScheduledBatch
-from protocol.disk import RealDisk
-from protocol.job import Job, RowType
-from protocol.job_file import load_job
-from protocol.tables import group_specs
-from protocol.telemetry.logs import get_logger
+from rowcast.job.file import load_job
+from rowcast.job.schema import Job, RowType
+from rowcast.job.tables import group_specs
+from rowcast.prefetcher.checkpoints.folder import Checkpoints
+from rowcast.prefetcher.readers.reader import open_reader
+from rowcast.prefetcher.readers.schedule import schedule
+from rowcast.protocol.batch import ScheduledBatch
+from rowcast.runtime.disk import RealDisk
+from rowcast.runtime.telemetry.logs import get_logger
+from rowcast.trainer.kernels.optim import DTYPES
 from tests.driver import InProcessRun, Past, Settings, start_state
 from tests.system.test_exact import assert_equal_bits, assert_tested_what_it_claims
 from tests.trainer.full_capacity import bits
 from tests.workloads import BAGS, NUM_DENSE, OPTIMIZERS, Bags, slots_for, small_batches, small_job
-from trainer.optim import DTYPES
 
 MIXES: Mapping[str, tuple[RowType, ...]] = {
     "bf16": ("bf16", "bf16", "bf16", "bf16"),
@@ -36,7 +36,9 @@ WAYS = tuple(itertools.product((1, 2, 4), ("one batch", "more"), (2**20, 2**24))
 
 
 @functools.cache
-def reference(optimizer: str, bags: Bags, mix: str, master: bool) -> tuple[list[float], dict[str, Tensor], list[ScheduledBatch]]:
+def reference(
+    optimizer: str, bags: Bags, mix: str, master: bool
+) -> tuple[list[float], dict[str, Tensor], list[ScheduledBatch]]:
     job = small_job(optimizer, bags, dtypes=MIXES[mix], master=master)
     batches = small_batches(job, bags)
     losses, end = run_plain_loop(job, start_state(job, NUM_DENSE), batches)
@@ -82,7 +84,9 @@ def test_a_run_of_half_rows_goes_on_from_its_checkpoint_with_the_same_bits(maste
     assert newest.position.step == 6
     assert newest.num_rows > 0
     assert len(first.results.losses) == newest.position.train_step < len(losses)
-    assert_equal_bits(InProcessRun(job, batches, settings, Past(checkpoints=checkpoints, newest=newest)).run(), losses, end)
+    assert_equal_bits(
+        InProcessRun(job, batches, settings, Past(checkpoints=checkpoints, newest=newest)).run(), losses, end
+    )
 
 
 @pytest.mark.parametrize(("dtype", "master", "store"), [("bf16", False, "memory"), ("fp16", True, "mapped")])

@@ -6,17 +6,26 @@ import torch
 from torch import Tensor, nn
 
 from examples.plain_loop import PlainTable, run_plain_loop
-from prefetcher.planner.capacity import divide_capacity, measure
-from protocol.batch import Batch, ScheduledBatch
-from protocol.job import Job
-from protocol.tables import group_specs
+from rowcast.job.schema import Job
+from rowcast.job.tables import group_specs
+from rowcast.prefetcher.planner.capacity import divide_capacity, measure
+from rowcast.protocol.batch import Batch, ScheduledBatch
+from rowcast.trainer.models import Embedded
+from rowcast.trainer.models.dense_state import pack, unpack
+from rowcast.trainer.models.model_side import DenseSide
+from rowcast.trainer.models.runner import StepRunner
 from tests.driver import InProcessRun, Settings, start_state
 from tests.system.test_exact import assert_equal_bits
-from tests.workloads import BATCH_SIZE, NUM_DENSE, OPTIMIZERS, SmallModel, slots_for, small_batches, small_job, small_width
-from trainer.dense import pack, unpack
-from trainer.models import Embedded
-from trainer.models.side import DenseSide
-from trainer.runner import StepRunner
+from tests.workloads import (
+    BATCH_SIZE,
+    NUM_DENSE,
+    OPTIMIZERS,
+    SmallModel,
+    slots_for,
+    small_batches,
+    small_job,
+    small_width,
+)
 
 
 class DropoutModel(SmallModel):
@@ -54,10 +63,15 @@ class TwoTowerModel(nn.Module):
         self.left, self.right = nn.Linear(left, 6), nn.Linear(right, 6)
 
     def forward(self, dense: Tensor, embeddings: list[Tensor]) -> dict[str, Tensor]:
-        return {"left": self.left(torch.cat(embeddings[:2], 1)), "right": self.right(torch.cat([dense, *embeddings[2:]], 1))}
+        return {
+            "left": self.left(torch.cat(embeddings[:2], 1)),
+            "right": self.right(torch.cat([dense, *embeddings[2:]], 1)),
+        }
 
     def loss(self, outputs: dict[str, Tensor], labels: Tensor) -> Tensor:
-        losses = nn.functional.cross_entropy(outputs["left"] @ outputs["right"].T, torch.arange(len(labels)), reduction="none")
+        losses = nn.functional.cross_entropy(
+            outputs["left"] @ outputs["right"].T, torch.arange(len(labels)), reduction="none"
+        )
         return (losses * (1 + labels)).mean()
 
 
@@ -101,14 +115,18 @@ def test_an_evaluation_has_the_mean_of_the_models_own_loss_and_auc_only_of_logit
     end = run.state()
     side = DenseSide(job, NUM_DENSE)
     side.model.load_state_dict({name: end[name] for name in side.model.state_dict()})
-    tables = [PlainTable(table, job.features.index(table.features[0]), job.optimizer.sparse, end) for table in job.tables]
+    tables = [
+        PlainTable(table, job.features.index(table.features[0]), job.optimizer.sparse, end) for table in job.tables
+    ]
     losses = []
     for batch in (own.batch for own in batches if own.kind == "eval"):
         embeddings = [feature for table in tables for feature in table.forward(batch)]
         outputs = side.forward(torch.tensor(batch.dense), embeddings, training=False)
         losses.append((side.loss(outputs, torch.tensor(batch.labels)).item(), batch.size))
     assert [size for _, size in losses] == [BATCH_SIZE, BATCH_SIZE // 3]
-    assert result.logloss == pytest.approx(sum(loss * size for loss, size in losses) / sum(size for _, size in losses), rel=1e-6)
+    assert result.logloss == pytest.approx(
+        sum(loss * size for loss, size in losses) / sum(size for _, size in losses), rel=1e-6
+    )
     assert (result.auc is None, result.accuracy is None) == (factory == "two_tower_model",) * 2
 
 

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from prefetcher.keys import make_keys
+from rowcast.prefetcher.run.make_keys import make_keys
 from tests.protocol.tcp import free_port
 from tests.system.processes import Session
 
@@ -24,7 +24,9 @@ def split_keys(folder: Path) -> tuple[Path, Path]:
     return server, clients.parent
 
 
-def test_a_run_over_tcp_has_the_losses_of_one_in_shared_memory(session: Session, other: Session, tmp_path: Path) -> None:
+def test_a_run_over_tcp_has_the_losses_of_one_in_shared_memory(
+    session: Session, other: Session, tmp_path: Path
+) -> None:
     """The prefetcher listens everywhere, which the trainer's job file need not say."""
     port = free_port()
     server, client = split_keys(tmp_path)

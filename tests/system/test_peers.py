@@ -8,12 +8,12 @@ from dataclasses import dataclass
 
 import pytest
 
-from protocol.conversation import Conversation
-from protocol.errors import PeerLost
-from protocol.job import Transport
-from protocol.session import Session as Talk
-from protocol.transport.inproc import inproc_pair
-from protocol.watch import GONE_GRACE_S, PAUSE_S, SILENCE_LIMIT_S, PeerWatch, Progress
+from rowcast.job.schema import Transport
+from rowcast.protocol.conversation import Conversation
+from rowcast.protocol.peer_watch import GONE_GRACE_S, PAUSE_S, SILENCE_LIMIT_S, PeerWatch, Progress
+from rowcast.protocol.session import Session as Talk
+from rowcast.protocol.transport.inproc import inproc_pair
+from rowcast.runtime.errors import PeerLost
 from tests.system.processes import Process, Session, proc_text
 
 SIGCONT, SIGKILL, SIGSTOP, SIGTERM = signal.SIGCONT, signal.SIGKILL, signal.SIGSTOP, signal.SIGTERM
@@ -40,7 +40,7 @@ def test_a_peer_with_another_job_file_ends_both(session: Session) -> None:
 
 
 def test_a_peer_of_another_version_ends_both(session: Session) -> None:
-    trainer = session.start_patched("trainer", "import protocol.messages as m; m.PROTOCOL_VERSION = 99")
+    trainer = session.start_patched("trainer", "import rowcast.protocol.messages as m; m.PROTOCOL_VERSION = 99")
     sentence = one_sentence(5, session.start("prefetcher"), trainer)
     assert "protocol version 99" in sentence
     assert session.remains() == []
@@ -58,7 +58,10 @@ def test_a_peer_that_never_comes_is_given_up(session: Session, other: Session) -
     processes["prefetcher"] = other.start("trainer", "--set=transport.connect_timeout=500ms")
     for missing, process in processes.items():
         sentence = process.ended().refused(3)
-        assert sentence == f"no {missing} came within 0.5 s; start it with the same job file, or raise transport.connect_timeout"
+        assert (
+            sentence
+            == f"no {missing} came within 0.5 s; start it with the same job file, or raise transport.connect_timeout"
+        )
     assert (session.remains(), other.remains()) == ([], [])
 
 
@@ -127,7 +130,7 @@ def test_a_peer_that_stays_stopped_is_given_up(session: Session, other: Session)
 
 def test_a_trainer_that_takes_long_to_build_its_model_is_not_given_up(session: Session) -> None:
     session.write_job(model={"kind": "tests.system.odd_parts:slow_model", "options": {"build_s": 4.0}})
-    prefetcher = session.start_patched("prefetcher", "import protocol.watch as w; w.SILENCE_LIMIT_S = 2.5")
+    prefetcher = session.start_patched("prefetcher", "import rowcast.protocol.peer_watch as w; w.SILENCE_LIMIT_S = 2.5")
     trainer = session.start("trainer")
     trainer.until_counted("rowcast_train_steps_total", 1)
     trainer.signal(SIGTERM)
@@ -142,7 +145,9 @@ def test_two_processes_that_live_without_progress_give_up_and_say_what_they_wait
     waits_too = "the trainer waits for rows, the prefetcher for batches from the reader"
     for process in session.start_both():
         sentence = process.ended().refused(3)
-        assert re.fullmatch(rf"no progress for \d+ s \(transport.stall_timeout\) after step 51: ({waits}|{waits_too})", sentence)
+        assert re.fullmatch(
+            rf"no progress for \d+ s \(transport.stall_timeout\) after step 51: ({waits}|{waits_too})", sentence
+        )
     assert session.remains() == []
 
 
@@ -183,7 +188,9 @@ def test_silence_is_counted_while_this_process_runs(monkeypatch: pytest.MonkeyPa
         pass_time(clock, watch, 0.3)
 
 
-def test_what_was_not_heard_while_this_process_was_stopped_is_not_held_against_the_peer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_was_not_heard_while_this_process_was_stopped_is_not_held_against_the_peer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     clock = Clock(monkeypatch)
     watch = watch_of(FakeLink(last_received_s=clock.now_s))
     watch.advance()

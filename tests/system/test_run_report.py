@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import pytest
 
+from rowcast.trainer.report.report_json import Report, read_report
 from tests.system.processes import Session
 from tests.system.starting import Starter
-from trainer.report import Report, read_report
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
@@ -92,11 +92,16 @@ def test_a_stopped_run_has_one_too_and_the_next_says_what_it_did_not_see(session
     stopped = read_report(session.run_dir / "report.json")
     assert "stopped by SIGTERM" in page_of(session)
     assert "This process began" not in page_of(session)
-    prefetcher, trainer = session.start("prefetcher", f"--max-steps={stopped.train_steps + 30}"), session.start("trainer")
+    prefetcher, trainer = (
+        session.start("prefetcher", f"--max-steps={stopped.train_steps + 30}"),
+        session.start("trainer"),
+    )
     for process in (prefetcher, trainer):
         process.ended().quiet()
     went_on = read_report(session.run_dir / "report.json")
-    assert f"This process began after train step {stopped.train_steps:,}; it made {went_on.steps} of" in page_of(session)
+    assert f"This process began after train step {stopped.train_steps:,}; it made {went_on.steps} of" in page_of(
+        session
+    )
     assert "Loss. Over train steps from 1 to " in page_of(session), "losses are those of the whole run"
     assert "AUC. Over train steps from 10 to " in page_of(session), "and so are its evaluations"
 
@@ -109,7 +114,9 @@ def test_the_events_for_tensorboard_are_there_with_the_page(finished: FinishedRu
     events.Reload()
     assert events.Scalars("loss")[-1].step == NUM_STEPS
     assert events.Scalars("eval/auc")[-1].value == pytest.approx(finished.report.auc)
-    assert {"speed/samples_per_s", "stall_share/rows", "cache/hit_ratio", "eval/logloss"} <= set(events.Tags()["scalars"])
+    assert {"speed/samples_per_s", "stall_share/rows", "cache/hit_ratio", "eval/logloss"} <= set(
+        events.Tags()["scalars"]
+    )
 
 
 # as a browser shows it
@@ -154,7 +161,9 @@ def test_the_page_reads_well_at_any_width_and_in_both_schemes(
     assert shown.said == [], "errors and refusals are said on the console"
     assert [url for url in shown.asked if not url.startswith("data:")] == [finished.path.as_uri()]
     assert shown.script("document.documentElement.scrollWidth") <= width, "nothing is cut off or has to be scrolled to"
-    assert (shown.script("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)") == (scheme == "light")
+    assert (shown.script("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)") == (
+        scheme == "light"
+    )
     contrasts = shown.script(CONTRASTS)
     assert len(contrasts) > 100
     assert min(contrasts) >= LEAST_CONTRAST

@@ -13,19 +13,19 @@ from prometheus_client.metrics_core import Metric as Family
 from prometheus_client.parser import text_string_to_metric_families
 from torch import Tensor
 
-import prefetcher.metrics
-import trainer.metrics
-from protocol.job_file import load_job
-from protocol.tables import group_specs
-from protocol.telemetry.health import State
-from protocol.telemetry.metrics import METRICS, Process, metric_table
+import rowcast.prefetcher.pipeline.metrics
+import rowcast.trainer.execute.metrics
+from rowcast.job.file import load_job
+from rowcast.job.tables import group_specs
+from rowcast.runtime.telemetry.health import State
+from rowcast.runtime.telemetry.metrics import METRICS, Process, metric_table
+from rowcast.trainer.cli import app
+from rowcast.trainer.execute.cache import ArrivedStep
+from rowcast.trainer.execute.engine import TrainerEngine
+from rowcast.trainer.models.runner import StepRunner
+from rowcast.trainer.report.report_json import Report, read_report
 from tests.system import processes
 from tests.system.processes import Session
-from trainer.cache import ArrivedStep
-from trainer.cli import app
-from trainer.engine import TrainerEngine
-from trainer.report import Report, read_report
-from trainer.runner import StepRunner
 
 ROOT = Path(__file__).parents[2]
 NUM_STEPS = 30
@@ -34,9 +34,18 @@ MIDDLE = -3  # of a process's scrapes
 HOLD = "ROWCAST_TEST_HOLD"  # a folder
 
 Key = tuple[str, tuple[tuple[str, str], ...]]
-REASONS = {"prefetcher": get_args(prefetcher.metrics.StallReason), "trainer": get_args(trainer.metrics.StallReason)}
-PHASES = {"prefetcher": get_args(prefetcher.metrics.Phase), "trainer": get_args(trainer.metrics.Phase)}
-QUEUES = {"prefetcher": get_args(prefetcher.metrics.Queue), "trainer": get_args(trainer.metrics.Queue)}
+REASONS = {
+    "prefetcher": get_args(rowcast.prefetcher.pipeline.metrics.StallReason),
+    "trainer": get_args(rowcast.trainer.execute.metrics.StallReason),
+}
+PHASES = {
+    "prefetcher": get_args(rowcast.prefetcher.pipeline.metrics.Phase),
+    "trainer": get_args(rowcast.trainer.execute.metrics.Phase),
+}
+QUEUES = {
+    "prefetcher": get_args(rowcast.prefetcher.pipeline.metrics.Queue),
+    "trainer": get_args(rowcast.trainer.execute.metrics.Queue),
+}
 
 
 # two real processes, of which the trainer is held twice
@@ -109,7 +118,9 @@ class ScrapedRun:
         self.report: Report | None = None
         with Session(folder) as session, patch.dict(processes.COMMANDS, {"trainer": ["-c", HELD_TRAINER, "run"]}):
             data = {"eval_fraction": 0.1, "synthetic": {"samples": 64 * NUM_STEPS * 10 // 9}}
-            session.write_job(data=data, eval={"every": 10}, cache={"capacity": "20KiB"}, lookahead={"depth": 2, "horizon": 4})
+            session.write_job(
+                data=data, eval={"every": 10}, cache={"capacity": "20KiB"}, lookahead={"depth": 2, "horizon": 4}
+            )
             self.groups = tuple(group.name for group in group_specs(load_job(session.config)))
             paths = {"PYTHONPATH": str(ROOT), HOLD: str(folder)}
             started = {"trainer": session.start("trainer", **paths)}
@@ -133,7 +144,13 @@ class ScrapedRun:
 
 
 HELD_TRAINER = "from tests.system.test_scrape import held_trainer; held_trainer()"
-LATER = {"rowcast_loss", "rowcast_expected_train_steps", "rowcast_eval_auc", "rowcast_eval_logloss", "rowcast_eval_accuracy"}
+LATER = {
+    "rowcast_loss",
+    "rowcast_expected_train_steps",
+    "rowcast_eval_auc",
+    "rowcast_eval_logloss",
+    "rowcast_eval_accuracy",
+}
 BOTH: tuple[Process, ...] = ("prefetcher", "trainer")
 
 
@@ -149,7 +166,10 @@ def test_every_metric_of_the_table_is_there_with_its_type_labels_and_help(run: S
         assert {name for name in found if not name.startswith("process_")} == set(expected)
         for name, metric in expected.items():
             assert (found[name].type, found[name].documentation) == (metric.type, metric.help)
-            assert all(sample.name == metric.name and set(sample.labels) == set(metric.labels) for sample in found[name].samples)
+            assert all(
+                sample.name == metric.name and set(sample.labels) == set(metric.labels)
+                for sample in found[name].samples
+            )
             assert found[name].samples or (number < 2 and name in LATER), f"{metric.name} has no sample"
 
 
@@ -161,13 +181,15 @@ def test_every_label_has_all_its_values_from_the_first_scrape_on(run: ScrapedRun
         "phase": set(PHASES[process]),
         "queue": set(QUEUES[process]),
         "side": {"producer", "consumer"},
-        "optimizer": set(get_args(trainer.metrics.Side)) if process == "trainer" else set(),
+        "optimizer": set(get_args(rowcast.trainer.execute.metrics.Side)) if process == "trainer" else set(),
         "state": set(get_args(State)),
         "process": {process},
     }
     for number in range(len(run.scrapes[process].families)):
         for label, values in expected.items():
-            assert {dict(labels)[label] for _, labels in run.scrapes[process].values(number) if label in dict(labels)} == values
+            assert {
+                dict(labels)[label] for _, labels in run.scrapes[process].values(number) if label in dict(labels)
+            } == values
 
 
 @pytest.mark.parametrize("process", BOTH)
@@ -219,7 +241,9 @@ def test_the_reports_wait_is_the_trainers_stall_for_rows(run: ScrapedRun) -> Non
 def test_at_the_end_both_processes_have_counted_the_same(run: ScrapedRun) -> None:
     counters = [metric for metric in METRICS if metric.type == "counter" and metric.processes == BOTH]
     shared = {metric.name for metric in counters if not metric.name.endswith("_seconds_total")}
-    both = [{key: value for key, value in run.scrapes[process].values(-1).items() if key[0] in shared} for process in BOTH]
+    both = [
+        {key: value for key, value in run.scrapes[process].values(-1).items() if key[0] in shared} for process in BOTH
+    ]
     assert both[0] == both[1]
     assert {name for name, _ in both[0]} == shared
 
@@ -227,12 +251,19 @@ def test_at_the_end_both_processes_have_counted_the_same(run: ScrapedRun) -> Non
 @pytest.mark.parametrize("process", BOTH)
 def test_every_phase_took_time(run: ScrapedRun, process: Process) -> None:
     for phase in PHASES[process]:
-        assert run.scrapes[process].total("rowcast_phase_seconds_total", phase=phase) > 0, f"phase {phase} was never counted"
+        assert run.scrapes[process].total("rowcast_phase_seconds_total", phase=phase) > 0, (
+            f"phase {phase} was never counted"
+        )
 
 
 def test_at_the_end_nothing_is_in_flight_dirty_or_behind(run: ScrapedRun) -> None:
     total = run.scrapes["prefetcher"].total
-    for name in ("rowcast_in_flight_steps", "rowcast_slots_dirty", "rowcast_write_back_lag_steps", "rowcast_known_batches"):
+    for name in (
+        "rowcast_in_flight_steps",
+        "rowcast_slots_dirty",
+        "rowcast_write_back_lag_steps",
+        "rowcast_known_batches",
+    ):
         assert total(name) == 0, name
     assert total("rowcast_ring_used_bytes") == 0
     assert total("rowcast_slots_clean") > 0
@@ -242,6 +273,8 @@ def test_at_the_end_nothing_is_in_flight_dirty_or_behind(run: ScrapedRun) -> Non
 
 def test_the_readmes_table_is_that_of_the_code() -> None:
     text = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert text.count("<!-- metrics -->") == text.count("<!-- /metrics -->") == 1, "README.md has no marked table of metrics"
+    assert text.count("<!-- metrics -->") == text.count("<!-- /metrics -->") == 1, (
+        "README.md has no marked table of metrics"
+    )
     marked = text.partition("<!-- metrics -->")[2].partition("<!-- /metrics -->")[0]
     assert marked.strip("\n") == metric_table().strip("\n")

@@ -13,20 +13,33 @@ from safetensors.torch import load_file
 
 from examples.plain_loop import run_plain_loop
 from examples.sequence_data import NUM_CATEGORIES, make_sequences
-from prefetcher.readers.base import open_reader
-from prefetcher.readers.schedule import schedule
-from protocol.job_file import load_job
+from rowcast.job.file import load_job
+from rowcast.prefetcher.readers.reader import open_reader
+from rowcast.prefetcher.readers.schedule import schedule
+from rowcast.trainer.report.report_json import read_report
 from tests.driver import start_state
 from tests.system.processes import Session
-from trainer.report import read_report
 
 SECTIONS: dict[str, Any] = {
     "tables": [
         {"name": "item", "num_embeddings": 100_000, "embedding_dim": 4, "features": ["items"], "pooling": "none"},
-        {"name": "category", "num_embeddings": NUM_CATEGORIES, "embedding_dim": 4, "features": ["categories"], "pooling": "none"},
+        {
+            "name": "category",
+            "num_embeddings": NUM_CATEGORIES,
+            "embedding_dim": 4,
+            "features": ["categories"],
+            "pooling": "none",
+        },
         {"name": "user", "num_embeddings": 20_000, "embedding_dim": 4, "features": ["user"]},
     ],
-    "model": {"kind": "tbsm", "bottom_mlp": [4], "top_mlp": [8], "history": 6, "attention_mlp": [5], "final_mlp": [8, 1]},
+    "model": {
+        "kind": "tbsm",
+        "bottom_mlp": [4],
+        "top_mlp": [8],
+        "history": 6,
+        "attention_mlp": [5],
+        "final_mlp": [8, 1],
+    },
     "cache": {"capacity": "1300 rows"},
     "checkpoint": {"every": 5},
     "lookahead": {"depth": 2},

@@ -10,24 +10,27 @@ import pytest
 from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-import prefetcher.metrics
-import trainer.metrics
-from prefetcher.observe import stall_clocks
-from prefetcher.readers.schedule import PlacedIds
-from prefetcher.stores.base import Finished, Keys, Records
-from prefetcher.stores.memory import MemoryStore
-from protocol.stages import Doorbell, Stage, StageThread
-from protocol.tables import group_specs
-from protocol.telemetry.counters import CountersCollector, new_registry
+import rowcast.prefetcher.pipeline.metrics
+import rowcast.trainer.execute.metrics
+from rowcast.job.tables import group_specs
+from rowcast.prefetcher.readers.schedule import PlacedIds
+from rowcast.prefetcher.run.gauges import stall_clocks
+from rowcast.prefetcher.stores.memory_store import MemoryStore
+from rowcast.prefetcher.stores.store import Finished, Keys, Records
+from rowcast.protocol.counters import CountersCollector, new_registry
+from rowcast.runtime.stages import Doorbell, Stage, StageThread
+from rowcast.trainer.execute.metrics import TrainerCounters
+from rowcast.trainer.run import gauges as observe
 from tests import driver
 from tests.driver import InProcessRun, ListSource, MemoryCheckpointer, Settings
 from tests.telemetry import runs
 from tests.workloads import slots_for, small_batches, small_job
-from trainer import observe
-from trainer.metrics import TrainerCounters
 
 DEADLINE_S = 20.0
-REASONS = {"prefetcher": get_args(prefetcher.metrics.StallReason), "trainer": get_args(trainer.metrics.StallReason)}
+REASONS = {
+    "prefetcher": get_args(rowcast.prefetcher.pipeline.metrics.StallReason),
+    "trainer": get_args(rowcast.trainer.execute.metrics.StallReason),
+}
 
 
 class SilentSource(ListSource):
@@ -54,7 +57,11 @@ class StuckStore(MemoryStore):
 
 
 def in_process_run(
-    capacity: str = "one batch", ring_bytes: int = 2**24, depth: int = 4, num_steps: int = 12, seeded_streams: bool = False
+    capacity: str = "one batch",
+    ring_bytes: int = 2**24,
+    depth: int = 4,
+    num_steps: int = 12,
+    seeded_streams: bool = False,
 ) -> InProcessRun:
     job = small_job("adagrad", "single", depth=depth, horizon=3)
     batches = small_batches(job, "single", num_steps=num_steps, eval_at=())
@@ -94,7 +101,9 @@ def idle(stage: Stage, clock: Callable[[float], None], seconds: dict[str, float]
 def served(collector: CountersCollector) -> dict[str, float]:
     """The stalls as a scrape shows them."""
     families = text_string_to_metric_families(generate_latest(new_registry(collector)).decode())
-    samples = [sample for family in families for sample in family.samples if sample.name == "rowcast_stall_seconds_total"]
+    samples = [
+        sample for family in families for sample in family.samples if sample.name == "rowcast_stall_seconds_total"
+    ]
     return {sample.labels["reason"]: sample.value for sample in samples}
 
 
@@ -166,7 +175,9 @@ def test_a_barrier_that_waits_for_the_disk_is_counted_under_checkpoint(monkeypat
     assert_prefetcher_stalls(run, "fetcher", "checkpoint")
 
 
-def assert_trainer_stalls(run: InProcessRun, stage: str, clock: Callable[[float], None], counters: TrainerCounters, reason: str) -> None:
+def assert_trainer_stalls(
+    run: InProcessRun, stage: str, clock: Callable[[float], None], counters: TrainerCounters, reason: str
+) -> None:
     assert idle(run.trainer.stages[stage], clock, counters.stalls) == {reason}
     found = served(runs.trainer_collector(counters))
     assert found == counters.stalls

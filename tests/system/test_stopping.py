@@ -67,7 +67,9 @@ def test_a_stop_right_after_the_two_have_met_ends_both(stopped: str, session: Se
 
 
 @pytest.mark.parametrize(("stopped", "number"), [("prefetcher", SIGINT), ("trainer", SIGTERM)])
-def test_a_stop_in_the_middle_leaves_a_checkpoint_that_is_not_finished(stopped: str, number: signal.Signals, session: Session) -> None:
+def test_a_stop_in_the_middle_leaves_a_checkpoint_that_is_not_finished(
+    stopped: str, number: signal.Signals, session: Session
+) -> None:
     prefetcher, trainer = session.start_training()
     (prefetcher if stopped == "prefetcher" else trainer).signal(number)
     ends_in_order(prefetcher, trainer)
@@ -112,7 +114,9 @@ def test_an_export_needs_a_checkpoint(session: Session, tmp_path: Path) -> None:
     assert not (tmp_path / "model.safetensors").exists()
 
 
-def test_a_second_signal_ends_a_process_at_once_and_the_peer_notices_even_in_the_midst_of_a_step(session: Session) -> None:
+def test_a_second_signal_ends_a_process_at_once_and_the_peer_notices_even_in_the_midst_of_a_step(
+    session: Session,
+) -> None:
     session.write_job(model={"kind": "tests.system.odd_parts:slow_model", "options": {"forward_s": 60.0}})
     prefetcher, trainer = session.start_both()
     prefetcher.until_counted("rowcast_in_flight_steps", 1)
@@ -163,7 +167,9 @@ def test_the_launcher_names_a_killed_trainer_and_ends_the_prefetcher(session: Se
     session.kill(trainer)
     ended = launcher.ended()
     assert ended.code == 128 + SIGKILL
-    assert ended.sentences == [f"the trainer (process {trainer}) was killed by SIGKILL; if nobody sent it, the machine ran out of memory"]
+    assert ended.sentences == [
+        f"the trainer (process {trainer}) was killed by SIGKILL; if nobody sent it, the machine ran out of memory"
+    ]
     assert session.remains() == []
 
 

@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 from examples.plain_loop import run_plain_loop
-from protocol.batch import ScheduledBatch
-from protocol.errors import ConfigError
-from protocol.job import MIN_RING_BYTES, Job
-from protocol.job_file import parse_job
-from protocol.messages import StepReady, StopRequest
-from protocol.tables import group_specs
+from rowcast.job.file import parse_job
+from rowcast.job.schema import MIN_RING_BYTES, Job
+from rowcast.job.tables import group_specs
+from rowcast.protocol.batch import ScheduledBatch
+from rowcast.protocol.messages import StepReady, StopRequest
+from rowcast.runtime.errors import ConfigError
 from tests.driver import InProcessRun, Settings, start_state
 from tests.system.test_exact import assert_equal_bits
 from tests.workloads import NUM_DENSE, distinct_rows, make_batch, slots_for, small_batches, small_job
@@ -72,7 +72,9 @@ class Pieces:
 
 
 @pytest.mark.parametrize(("seed", "seeded_streams"), [(0, False), (1, True), (2, True), (3, True)])
-def test_plans_larger_than_the_ring_go_through_a_cache_of_one_batch_with_a_late_store(seed: int, seeded_streams: bool) -> None:
+def test_plans_larger_than_the_ring_go_through_a_cache_of_one_batch_with_a_late_store(
+    seed: int, seeded_streams: bool
+) -> None:
     job, batches, losses, end = large_workload()
     slots = slots_for(group_specs(job), batches, "one batch")
     how = Settings(slots=slots, ring_bytes=MIN_RING_BYTES, seed=seed, late_store=True, seeded_streams=seeded_streams)
@@ -187,7 +189,9 @@ def test_a_batch_that_does_not_fit_is_refused_with_both_numbers_before_anything_
     needed = [distinct_rows(group, batches[at].batch) for group in groups]
     refused = next(index for index, rows in enumerate(needed) if rows > slots[index])
     numbers = [int(number) for number in re.findall(r"\d+", str(refusal.value))]
-    assert {at, needed[refused], slots[refused], needed[refused] * groups[refused].record_bytes} <= set(numbers), refusal.value
+    assert {at, needed[refused], slots[refused], needed[refused] * groups[refused].record_bytes} <= set(numbers), (
+        refusal.value
+    )
     planner = run.prefetcher.planner
     before = (planner.occupancy, copy.copy(planner.counters))
     planner.check_integrity()

@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from prefetcher.analysis.timeline.lives import StepLife, lives, overlap
-from prefetcher.analysis.timeline.recording import Recordings, read_run
-from prefetcher.cli import app
-from protocol.telemetry.timeline import Span
+from rowcast.analysis.timeline.lives import StepLife, lives, overlap
+from rowcast.analysis.timeline.recording import Recordings, read_run
+from rowcast.prefetcher.cli import app
+from rowcast.runtime.telemetry.timeline import Span
+from rowcast.trainer.report.report_json import Report, read_report
 from tests.system.processes import ROOT, Session
 from tests.telemetry.trace_format import Event, check_trace
-from trainer.report import Report, read_report
 
 LOG = Path(os.environ["ROWCAST_RETAIL"]).absolute() if "ROWCAST_RETAIL" in os.environ else None
 NUM_STEPS = 60
@@ -30,7 +30,14 @@ COMPUTE = {"train": {"lookup", "forward", "backward", "update"}, "eval": {"evalu
 IN_PARTS = {"backward", "update"}  # rows are updated amid the backward pass, dense weights behind it
 SYNTHETIC: dict[str, Any] = {
     "data": {"batch_size": 2048, "synthetic": {"samples": 2048 * (NUM_STEPS + 20)}, "eval_fraction": 0.05},
-    "tables": [{"name": "t", "num_embeddings": 400_000, "embedding_dim": 16, "features": [f"cat_{index}" for index in range(8)]}],
+    "tables": [
+        {
+            "name": "t",
+            "num_embeddings": 400_000,
+            "embedding_dim": 16,
+            "features": [f"cat_{index}" for index in range(8)],
+        }
+    ],
     "model": {"bottom_mlp": [256, 128, 16], "top_mlp": [256, 128, 1]},
     "cache": {"capacity": "30000 rows"},
 }
@@ -39,7 +46,11 @@ SYNTHETIC: dict[str, Any] = {
 def retail(log: Path) -> dict[str, Any]:
     job = tomllib.loads((ROOT / "examples" / "retail.toml").read_text())
     job["data"] = {**job["data"], "path": str(log / "train.tsv"), "synthetic": None}
-    return {**{name: job[name] for name in ("data", "tables_from", "model", "cache")}, "tables": None, "transport": {"ring": None}}
+    return {
+        **{name: job[name] for name in ("data", "tables_from", "model", "cache")},
+        "tables": None,
+        "transport": {"ring": None},
+    }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,8 +71,14 @@ class TracedRun:
         return found
 
     def tracks(self, process: str) -> set[str]:
-        (pid,) = (event["pid"] for event in self.events if event["name"] == "process_name" and event["args"]["name"].startswith(process))
-        return {event["args"]["name"] for event in self.events if event["name"] == "thread_name" and event["pid"] == pid}
+        (pid,) = (
+            event["pid"]
+            for event in self.events
+            if event["name"] == "process_name" and event["args"]["name"].startswith(process)
+        )
+        return {
+            event["args"]["name"] for event in self.events if event["name"] == "thread_name" and event["pid"] == pid
+        }
 
 
 @pytest.fixture(scope="module")
@@ -116,18 +133,27 @@ def test_every_stage_has_a_track(run: TracedRun) -> None:
 
 
 def test_checkpoints_and_their_barriers_can_be_seen(run: TracedRun) -> None:
-    for recording, names in zip(run.recordings.both, ({"write", "write_back"}, {"flush", "pack", "copy out", "send back"}), strict=True):
+    for recording, names in zip(
+        run.recordings.both, ({"write", "write_back"}, {"flush", "pack", "copy out", "send back"}), strict=True
+    ):
         assert names <= {span.name for span in recording.spans if span.kind == "work"}
     written = [span for span in run.recordings.prefetcher.spans if span.track == "checkpoint"]
     under = [
-        span for span in written for life in run.steps if life.step.began_ns < span.began_ns < life.step.began_ns + life.step.duration_ns
+        span
+        for span in written
+        for life in run.steps
+        if life.step.began_ns < span.began_ns < life.step.began_ns + life.step.duration_ns
     ]
     assert under, "checkpoints are written while training goes on"
 
 
 def test_the_waits_are_those_of_the_report(run: TracedRun) -> None:
-    waited_ns = sum(span.duration_ns for span in run.recordings.trainer.spans if (span.kind, span.name) == ("wait", "rows"))
-    assert waited_ns / 1e9 == pytest.approx(run.report.trainer_wait_s, abs=1e-6 + 1e-9 * len(run.recordings.trainer.spans))
+    waited_ns = sum(
+        span.duration_ns for span in run.recordings.trainer.spans if (span.kind, span.name) == ("wait", "rows")
+    )
+    assert waited_ns / 1e9 == pytest.approx(
+        run.report.trainer_wait_s, abs=1e-6 + 1e-9 * len(run.recordings.trainer.spans)
+    )
     assert {span.name for span in run.recordings.prefetcher.spans if span.kind == "wait"} >= {"credit"}
 
 

@@ -10,22 +10,22 @@ import pytest
 import torch
 from torch import Tensor
 
-from prefetcher.planner.capacity import MEASURED_BATCHES, divide_capacity, measure
-from prefetcher.planner.job_planner import job_planner
-from prefetcher.readers.source import InlineSource
-from prefetcher.sizing import sizes
-from protocol.batch import ScheduledBatch
-from protocol.job import Job, parse_bytes
-from protocol.job_file import load_job
-from protocol.packing import Piece, barrier_stamp, cut, make_block, plan_block, plan_stamp
-from protocol.plan import BarrierPlan, StepPlan
-from protocol.tables import GroupSpec, group_specs, make_keys
-from protocol.transport.ring import RingWriter
+from rowcast.job.file import load_job
+from rowcast.job.schema import Job, parse_bytes
+from rowcast.job.tables import GroupSpec, group_specs, make_keys
+from rowcast.prefetcher.planner.capacity import MEASURED_BATCHES, divide_capacity, measure
+from rowcast.prefetcher.planner.job_planner import job_planner
+from rowcast.prefetcher.readers.source import InlineSource
+from rowcast.prefetcher.run.sizing import sizes
+from rowcast.protocol.batch import ScheduledBatch
+from rowcast.protocol.packing import Piece, barrier_stamp, cut, make_block, plan_block, plan_stamp
+from rowcast.protocol.plan import BarrierPlan, StepPlan
+from rowcast.protocol.transport.ring import RingWriter
+from rowcast.trainer.report.report_json import Report, read_report
 from tests.driver import InProcessRun, Settings
 from tests.system.counting import Traffic, count_traffic
 from tests.system.processes import Session
 from tests.workloads import slots_for, small_batches, small_job
-from trainer.report import Report, read_report
 
 SMALL_RING = 24 * 1024  # plans take several pieces
 
@@ -79,19 +79,28 @@ def assert_moved_as_planned(traffic: Traffic, alone: Alone) -> None:
         stamp = plan_stamp(plan.step, 0) >> 20
         assert sorted(fetch.keys[stamp]) == sorted(key for group in plan.groups for key in group.fetch.keys.tolist())
         assert fetch.row_bytes[stamp] == alone.bytes_to_device(plan)
-        assert fetch.all_bytes[stamp] == sum(piece.nbytes for piece in pieces_of(batch, plan, alone.groups, traffic.writers[0]))
+        assert fetch.all_bytes[stamp] == sum(
+            piece.nbytes for piece in pieces_of(batch, plan, alone.groups, traffic.writers[0])
+        )
         assert back.row_bytes[stamp] == alone.bytes_from_device(plan)
     barrier = barrier_stamp(alone.barrier.barrier, 0) >> 20
     flushed = sum(len(move) * spec.record_bytes for move, spec in zip(alone.barrier.dirty, alone.groups, strict=True))
     assert back.row_bytes[barrier] == flushed
     assert fetch.row_bytes[barrier] == 0
-    assert sum(fetch.row_bytes.values()) == sum(map(alone.bytes_to_device, alone.plans)), "a piece of no plan carried rows"
+    assert sum(fetch.row_bytes.values()) == sum(map(alone.bytes_to_device, alone.plans)), (
+        "a piece of no plan carried rows"
+    )
     assert sum(back.row_bytes.values()) == sum(map(alone.bytes_from_device, alone.plans)) + flushed
 
 
 def pieces_of(batch: ScheduledBatch, plan: StepPlan, groups: tuple[GroupSpec, ...], ring: RingWriter) -> list[Piece]:
     block = plan_block(batch.batch, plan)
-    return cut(block.nbytes, [len(group.fetch) for group in plan.groups], [spec.record_bytes for spec in groups], ring.max_payload)
+    return cut(
+        block.nbytes,
+        [len(group.fetch) for group in plan.groups],
+        [spec.record_bytes for spec in groups],
+        ring.max_payload,
+    )
 
 
 def slots_moved(moves: Sequence[tuple[int, list[int]]], records: Tensor) -> list[int]:
@@ -105,7 +114,9 @@ def assert_slots_copied_as_planned(run: InProcessRun, traffic: Traffic, alone: A
         victims = [slot for plan in plans for slot in plan.evict.slots[: plan.num_dirty].tolist()]
         assert slots_moved(traffic.gathered, records) == victims + alone.barrier.dirty[index].slots.tolist()
         assert slots_moved(traffic.scattered, records) == [slot for plan in plans for slot in plan.fetch.slots.tolist()]
-    assert sum(len(slots) for _, slots in traffic.scattered) == sum(len(group.fetch) for plan in alone.plans for group in plan.groups)
+    assert sum(len(slots) for _, slots in traffic.scattered) == sum(
+        len(group.fetch) for plan in alone.plans for group in plan.groups
+    )
 
 
 def assert_stored_as_planned(traffic: Traffic, alone: Alone) -> None:
@@ -123,7 +134,9 @@ def assert_stored_as_planned(traffic: Traffic, alone: Alone) -> None:
 @pytest.mark.parametrize("capacity", ["one batch", "more", "everything"])
 @pytest.mark.parametrize("depth", [1, 2, 4])
 @pytest.mark.parametrize(("seed", "ring_bytes"), [(0, 2**20), (1, SMALL_RING), (2, SMALL_RING)])
-def test_every_step_moves_what_the_planner_alone_gives(depth: int, capacity: str, seed: int, ring_bytes: int, traffic: Traffic) -> None:
+def test_every_step_moves_what_the_planner_alone_gives(
+    depth: int, capacity: str, seed: int, ring_bytes: int, traffic: Traffic
+) -> None:
     job, batches = workload(depth)
     slots = slots_for(group_specs(job), batches, capacity)
     alone = plan_alone(job, batches, slots)
@@ -133,7 +146,9 @@ def test_every_step_moves_what_the_planner_alone_gives(depth: int, capacity: str
     assert_slots_copied_as_planned(run, traffic, alone)
     assert_stored_as_planned(traffic, alone)
     if capacity != "everything":
-        assert any(len(group.evict) > group.num_dirty > 0 for plan in alone.plans for group in plan.groups), "no clean victim beside dirty"
+        assert any(len(group.evict) > group.num_dirty > 0 for plan in alone.plans for group in plan.groups), (
+            "no clean victim beside dirty"
+        )
 
 
 @pytest.mark.parametrize("depth", [1, 4])
@@ -212,7 +227,9 @@ def planned_run(job: Job, max_steps: int | None = None) -> Alone:
     while (batch := source.poll()) is not None:
         batches.append(batch)
     groups = group_specs(job)
-    slots = divide_capacity(groups, measure(groups, batches[:MEASURED_BATCHES]), capacity_bytes=parse_bytes(job.cache.capacity))
+    slots = divide_capacity(
+        groups, measure(groups, batches[:MEASURED_BATCHES]), capacity_bytes=parse_bytes(job.cache.capacity)
+    )
     return plan_alone(job, batches, slots)
 
 
@@ -240,7 +257,9 @@ def assert_report_agrees(report: Report, alone: Alone) -> None:
 def test_the_report_of_two_processes_says_what_the_planner_alone_gives(tmp_path: Path) -> None:
     with Session(tmp_path) as session:
         data = {"epochs": 2, "eval_fraction": 0.1, "synthetic": {"samples": 64 * 40 + 13}}
-        session.write_job(data=data, eval={"every": 15}, cache={"capacity": "20KiB"}, lookahead={"depth": 3, "horizon": 8})
+        session.write_job(
+            data=data, eval={"every": 15}, cache={"capacity": "20KiB"}, lookahead={"depth": 3, "horizon": 8}
+        )
         prefetcher, trainer = session.start_both()
         trainer.ended().quiet()
         prefetcher.ended().quiet()

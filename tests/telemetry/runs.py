@@ -2,15 +2,15 @@
 
 import numpy as np
 
-from prefetcher.metrics import PrefetcherCollector, PrefetcherCounters, PrefetcherGauges, SlotStates
-from prefetcher.metrics import new_counters as new_prefetcher_counters
-from protocol.messages import ArraySpan, Flush, GroupHeader, PlanHeader, RingRef, RowsBack, RowSpan, StepReady
-from protocol.plan import GroupPlan, RowMove, StepPlan, cut_long_rows
-from protocol.tables import GroupSpec
-from protocol.telemetry.build import build_info
-from protocol.telemetry.health import Health
-from trainer.metrics import TrainerCollector, TrainerCounters, TrainerGauges
-from trainer.metrics import new_counters as new_trainer_counters
+from rowcast.job.tables import GroupSpec
+from rowcast.prefetcher.pipeline.metrics import PrefetcherCollector, PrefetcherCounters, PrefetcherGauges, SlotStates
+from rowcast.prefetcher.pipeline.metrics import new_counters as new_prefetcher_counters
+from rowcast.protocol.messages import ArraySpan, Flush, GroupHeader, PlanHeader, RingRef, RowsBack, RowSpan, StepReady
+from rowcast.protocol.plan import GroupPlan, RowMove, StepPlan, cut_long_rows
+from rowcast.runtime.telemetry.build import build_info
+from rowcast.runtime.telemetry.health import Health
+from rowcast.trainer.execute.metrics import TrainerCollector, TrainerCounters, TrainerGauges
+from rowcast.trainer.execute.metrics import new_counters as new_trainer_counters
 
 RECORD_BYTES = (64, 128)
 PAYLOAD = RingRef(position=0, nbytes=4096, end=8192)
@@ -31,7 +31,9 @@ def groups() -> tuple[GroupSpec, ...]:
     )
 
 
-def step_plan(kind: str = "train", num_lookups: int = 20, num_unique: int = 10, num_fetch: int = 4, num_evict: int = 3) -> StepPlan:
+def step_plan(
+    kind: str = "train", num_lookups: int = 20, num_unique: int = 10, num_fetch: int = 4, num_evict: int = 3
+) -> StepPlan:
     group = GroupPlan(
         slots=np.zeros(num_lookups, np.int32),
         unique_slots=np.zeros(num_unique, np.int32),
@@ -46,7 +48,14 @@ def step_plan(kind: str = "train", num_lookups: int = 20, num_unique: int = 10, 
         num_dirty=2,
         fill_after=None,
     )
-    return StepPlan(step=0, kind="train" if kind == "train" else "eval", train_step=0, epoch=0, after_step=None, groups=(group, group))
+    return StepPlan(
+        step=0,
+        kind="train" if kind == "train" else "eval",
+        train_step=0,
+        epoch=0,
+        after_step=None,
+        groups=(group, group),
+    )
 
 
 def header(plan: StepPlan, batch_size: int) -> PlanHeader:
@@ -62,13 +71,23 @@ def header(plan: StepPlan, batch_size: int) -> PlanHeader:
         )
         for group in plan.groups
     )
-    return PlanHeader(kind=plan.kind, train_step=0, epoch=0, batch_size=batch_size, groups=counts, arrays=(), arrays_bytes=0)
+    return PlanHeader(
+        kind=plan.kind, train_step=0, epoch=0, batch_size=batch_size, groups=counts, arrays=(), arrays_bytes=0
+    )
 
 
 def step_ready(rows: tuple[int, int], arrays_bytes: int) -> StepReady:
     """A piece with these rows of each group; its payload is larger than they are, as padding makes it."""
     spans = tuple(RowSpan(group=group, start=0, count=count, offset=0) for group, count in enumerate(rows))
-    return StepReady(step=0, piece=0, num_pieces=1, plan=None, payload=PAYLOAD, arrays=ArraySpan(offset=0, nbytes=arrays_bytes), rows=spans)
+    return StepReady(
+        step=0,
+        piece=0,
+        num_pieces=1,
+        plan=None,
+        payload=PAYLOAD,
+        arrays=ArraySpan(offset=0, nbytes=arrays_bytes),
+        rows=spans,
+    )
 
 
 def rows_back(rows: tuple[int, int], barrier: int | None = None) -> RowsBack:

@@ -7,15 +7,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from protocol.errors import ConfigError
-from protocol.job_file import load_job
-from protocol.process import Signals
-from protocol.telemetry.logs import setup_logging
-from trainer.board import LOSSES_A_MARK, Board, check_board
-from trainer.history import Mark
-from trainer.report import Evaluation
-from trainer.results import ResultFiles
-from trainer.service import run_trainer
+from rowcast.job.file import load_job
+from rowcast.runtime.errors import ConfigError
+from rowcast.runtime.process import Signals
+from rowcast.runtime.telemetry.logs import setup_logging
+from rowcast.trainer.report.history import Mark
+from rowcast.trainer.report.report_json import Evaluation
+from rowcast.trainer.report.results import ResultFiles
+from rowcast.trainer.report.tensorboard import LOSSES_A_MARK, Board, check_board
+from rowcast.trainer.run.trainer_run import run_trainer
 
 DEMO = Path(__file__).parents[2] / "examples" / "demo.toml"
 Scalars = dict[str, list[tuple[int, float]]]  # name -> (train step, value)
@@ -86,12 +86,16 @@ def test_many_steps_between_two_marks_are_put_together(tmp_path: Path, folder: P
     assert found[-1] == (losses, losses - 5.5)
 
 
-def test_a_run_that_goes_on_takes_back_what_an_earlier_process_wrote_of_later_steps(tmp_path: Path, folder: Path) -> None:
+def test_a_run_that_goes_on_takes_back_what_an_earlier_process_wrote_of_later_steps(
+    tmp_path: Path, folder: Path
+) -> None:
     with Board(folder, results_with(tmp_path, losses=6), 0) as board:
         board.marked(mark(0.0, 0), mark(1.0, 6))
     with Board(folder, results_with(tmp_path, losses=8), 4) as board:
         board.marked(mark(0.0, 4), mark(1.0, 8))
-    assert [step for step, _ in read(folder)["loss"]] == [1, 2, 3, 5, 6, 7, 8], "TensorBoard drops the step it goes on from as well"
+    assert [step for step, _ in read(folder)["loss"]] == [1, 2, 3, 5, 6, 7, 8], (
+        "TensorBoard drops the step it goes on from as well"
+    )
 
 
 def test_without_a_folder_nothing_is_written(tmp_path: Path) -> None:
@@ -115,7 +119,9 @@ def test_a_trainer_whose_events_could_not_be_written_ends_before_it_begins(folde
     assert not (tmp_path / "run").exists()
 
 
-def test_a_full_disk_ends_the_events_and_not_the_run(tmp_path: Path, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_full_disk_ends_the_events_and_not_the_run(
+    tmp_path: Path, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     class FullDisk:
         def add_scalar(self, name: str, value: float, step: int) -> None:
             raise OSError(28, "No space left on device")

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 import pytest
 import structlog
 
-from protocol.command import run_command
-from protocol.errors import ConfigError, DataError, Mismatch, NonFiniteLoss, PeerLost, RowcastError
+from rowcast.runtime.command import run_command
+from rowcast.runtime.errors import ConfigError, DataError, Mismatch, NonFiniteLoss, PeerLost, RowcastError
 
 
 @pytest.fixture(autouse=True)
@@ -24,7 +24,8 @@ def failing(error: BaseException) -> int:
 
 
 @pytest.mark.parametrize(
-    ("kind", "code"), [(ConfigError, 2), (PeerLost, 3), (DataError, 4), (Mismatch, 5), (NonFiniteLoss, 1), (RowcastError, 1)]
+    ("kind", "code"),
+    [(ConfigError, 2), (PeerLost, 3), (DataError, 4), (Mismatch, 5), (NonFiniteLoss, 1), (RowcastError, 1)],
 )
 def test_an_error_for_a_person_is_one_line_and_its_exit_code(
     kind: type[RowcastError], code: int, capsys: pytest.CaptureFixture[str]
@@ -53,12 +54,18 @@ def test_our_own_bugs_show_their_traceback_and_exit_1(capsys: pytest.CaptureFixt
 
 
 def print_without_a_reader(flush: bool) -> tuple[int, str]:
-    script = f"import sys; from protocol.command import run_command; sys.exit(run_command('trainer', lambda: print('line', flush={flush})))"
+    script = f"import sys; from rowcast.runtime.command import run_command; sys.exit(run_command('trainer', lambda: print('line', flush={flush})))"
     read_end, write_end = os.pipe()
     os.close(read_end)
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
     done = subprocess.run(
-        [sys.executable, "-c", script], stdout=write_end, stderr=subprocess.PIPE, env=environment, text=True, timeout=60, check=False
+        [sys.executable, "-c", script],
+        stdout=write_end,
+        stderr=subprocess.PIPE,
+        env=environment,
+        text=True,
+        timeout=60,
+        check=False,
     )
     os.close(write_end)
     return done.returncode, done.stderr
@@ -69,4 +76,7 @@ def test_a_reader_that_goes_after_the_work_does_not_change_the_exit_code() -> No
 
 
 def test_a_reader_that_goes_during_the_work_is_a_sentence() -> None:
-    assert print_without_a_reader(flush=True) == (1, "rowcast trainer: stdout was closed before everything was written\n")
+    assert print_without_a_reader(flush=True) == (
+        1,
+        "rowcast trainer: stdout was closed before everything was written\n",
+    )

@@ -6,11 +6,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from rowcast.trainer.execute.metrics import TrainerCounters, new_counters
+from rowcast.trainer.report.history import EVERY_S, MAX_MARKS, History, Mark
+from rowcast.trainer.report.report_json import Evaluation
+from rowcast.trainer.report.results import MAX_EVALUATIONS, EvaluationOnly, ResultFiles
 from tests.telemetry import runs
-from trainer.history import EVERY_S, MAX_MARKS, History, Mark
-from trainer.metrics import TrainerCounters, new_counters
-from trainer.report import Evaluation
-from trainer.results import MAX_EVALUATIONS, EvaluationOnly, ResultFiles
 
 
 class Clock:

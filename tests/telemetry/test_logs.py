@@ -9,8 +9,8 @@ from datetime import UTC, datetime
 import pytest
 import structlog
 
-from protocol.errors import ConfigError
-from protocol.telemetry.logs import get_logger, said_if_slow, setup_logging
+from rowcast.runtime.errors import ConfigError
+from rowcast.runtime.telemetry.logs import get_logger, said_if_slow, setup_logging
 
 
 class Terminal(io.StringIO):
@@ -29,7 +29,9 @@ def test_a_pipe_gets_key_value_lines_with_time_level_and_process(capsys: pytest.
     get_logger(stage="fetcher").info("ring is full", used_bytes=4096)
     out, err = capsys.readouterr()
     assert out == ""
-    assert re.fullmatch(r'time=\S+Z level=info process=prefetcher event="ring is full" stage=fetcher used_bytes=4096\n', err)
+    assert re.fullmatch(
+        r'time=\S+Z level=info process=prefetcher event="ring is full" stage=fetcher used_bytes=4096\n', err
+    )
 
 
 def test_json_lines_parse_and_their_time_is_utc(capsys: pytest.CaptureFixture[str]) -> None:

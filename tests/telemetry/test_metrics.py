@@ -6,13 +6,13 @@ from prometheus_client import generate_latest
 from prometheus_client.metrics_core import Metric as Family
 from prometheus_client.parser import text_string_to_metric_families
 
-from prefetcher.metrics import PrefetcherCounters
-from protocol.telemetry.build import build_info
-from protocol.telemetry.counters import CountersCollector, new_registry
-from protocol.telemetry.health import Health, State
-from protocol.telemetry.metrics import BOTH, METRICS, Process, families, metric_table
+from rowcast.prefetcher.pipeline.metrics import PrefetcherCounters
+from rowcast.protocol.counters import CountersCollector, new_registry
+from rowcast.runtime.telemetry.build import build_info
+from rowcast.runtime.telemetry.health import Health, State
+from rowcast.runtime.telemetry.metrics import BOTH, METRICS, Process, families, metric_table
+from rowcast.trainer.execute.metrics import TrainerCollector, TrainerCounters, TrainerGauges
 from tests.telemetry import runs
-from trainer.metrics import TrainerCollector, TrainerCounters, TrainerGauges
 
 ALLOWED_LABELS = {"group", "direction", "kind", "reason", "phase", "queue", "side", "state", "optimizer"}
 
@@ -107,7 +107,11 @@ def test_gauges_are_read_at_scrape_time() -> None:
 
 @pytest.mark.parametrize("process", BOTH)
 def test_the_state_of_the_process_is_1_and_the_others_0(process: Process) -> None:
-    states = {dict(labels)["state"]: value for (name, labels), value in values(collectors()[process]).items() if name == "rowcast_state"}
+    states = {
+        dict(labels)["state"]: value
+        for (name, labels), value in values(collectors()[process]).items()
+        if name == "rowcast_state"
+    }
     assert set(states) == set(get_args(State))
     assert {state for state, value in states.items() if value} == {"starting"}
 
@@ -136,7 +140,9 @@ def test_checkpoints_are_counted_when_they_are_durable() -> None:
 def test_what_is_not_known_yet_has_no_sample() -> None:
     _, trainer = runs.run_of_three_steps()
     found = scrape(
-        TrainerCollector(trainer, lambda: TrainerGauges(train_step=2, learning_rates={}), build_info("trainer", "retail"), Health())
+        TrainerCollector(
+            trainer, lambda: TrainerGauges(train_step=2, learning_rates={}), build_info("trainer", "retail"), Health()
+        )
     )
     for name in ("rowcast_expected_train_steps", "rowcast_eval_auc", "rowcast_eval_logloss", "rowcast_eval_accuracy"):
         assert found[name].samples == []

@@ -5,16 +5,18 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from protocol.errors import RowcastError
-from protocol.telemetry.build import versions
-from protocol.telemetry.words import human_bytes, human_count, human_seconds
+from rowcast.runtime.errors import RowcastError
+from rowcast.runtime.telemetry.build import versions
+from rowcast.runtime.telemetry.format_numbers import human_bytes, human_count, human_seconds
+from rowcast.trainer.execute.metrics import new_counters
+from rowcast.trainer.report.report_json import Evaluation, Report, RunFacts, make_report, read_report, write_report
+from rowcast.trainer.report.terminal import print_summary
 from tests.telemetry import runs
-from trainer.metrics import new_counters
-from trainer.report import Evaluation, Report, RunFacts, make_report, read_report, write_report
-from trainer.terminal import print_summary
 
 
-def facts(*, evaluation: Evaluation | None = None, finished: bool = True, stopped_by: str | None = None, train_steps: int = 2) -> RunFacts:
+def facts(
+    *, evaluation: Evaluation | None = None, finished: bool = True, stopped_by: str | None = None, train_steps: int = 2
+) -> RunFacts:
     return RunFacts(
         train_steps=train_steps,
         wall_s=4.0,
@@ -89,7 +91,9 @@ def test_the_summary_is_for_people(capsys: pytest.CaptureFixture[str]) -> None:
     assert re.search(r"rows +24 fetched, 18 evicted, 6 written back\n", text)
     assert re.search(r"device memory +512 KiB rows, 1 MiB staging, 512 KiB plans; all 3 MiB\n", text)
     assert re.search(r"host memory +5 GiB in the prefetcher\n", text)
-    assert re.search(r"each step +lookup 0.0, forward 0.0, backward 0.0, update 0.0 ms\nmoving rows +gather 0.0, fill 0.0 ms\n", text)
+    assert re.search(
+        r"each step +lookup 0.0, forward 0.0, backward 0.0, update 0.0 ms\nmoving rows +gather 0.0, fill 0.0 ms\n", text
+    )
     assert "\x1b" not in text
 
 
@@ -106,7 +110,9 @@ def test_the_summary_of_a_stopped_run_says_what_stopped_it(capsys: pytest.Captur
     assert "evaluation" not in text
 
 
-def test_the_summary_of_a_run_that_went_on_tells_its_own_steps_from_the_others(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_summary_of_a_run_that_went_on_tells_its_own_steps_from_the_others(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     print_summary(report(facts(train_steps=7)), Console(width=80))
     assert "rowcast: finished after 7 steps (2 of this process) in 4.0 s" in capsys.readouterr().out
 
@@ -120,6 +126,14 @@ def test_the_summary_says_where_the_page_is_in_one_piece(capsys: pytest.CaptureF
 
 
 def test_units_are_human() -> None:
-    assert [human_count(n) for n in (0, 7.25, 999.4, 999.6, 48_213, 1.5e9, 2e12)] == ["0", "7.25", "999", "1k", "48.2k", "1.5G", "2T"]
+    assert [human_count(n) for n in (0, 7.25, 999.4, 999.6, 48_213, 1.5e9, 2e12)] == [
+        "0",
+        "7.25",
+        "999",
+        "1k",
+        "48.2k",
+        "1.5G",
+        "2T",
+    ]
     assert [human_bytes(n) for n in (0, 1023, 1024, 1536, 2**40)] == ["0 B", "1023 B", "1 KiB", "1.5 KiB", "1 TiB"]
     assert [human_seconds(s) for s in (0.04, 59.94, 72, 3725)] == ["0.0 s", "59.9 s", "1 min 12 s", "1 h 02 min"]

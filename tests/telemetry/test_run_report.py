@@ -12,21 +12,21 @@ import msgspec
 import numpy as np
 import pytest
 
-from protocol.job_file import load_job, parse_job
-from protocol.telemetry.logs import setup_logging
+from rowcast.job.file import load_job, parse_job
+from rowcast.runtime.telemetry.logs import setup_logging
+from rowcast.trainer.execute.metrics import new_counters
+from rowcast.trainer.report.history import MAX_MARKS, Mark
+from rowcast.trainer.report.page import page
+from rowcast.trainer.report.page.axis import SPAN, Axis, outwards, tick_label, tick_step
+from rowcast.trainer.report.page.chart import Chart, NoChart
+from rowcast.trainer.report.page.facts import job_sections
+from rowcast.trainer.report.page.learning import MOST_POINTS, auc_chart, in_buckets, loss_chart
+from rowcast.trainer.report.page.page import SECTIONS, render, write_page
+from rowcast.trainer.report.page.record import RunRecord
+from rowcast.trainer.report.page.speed import bytes_chart, hits_chart, samples_chart, stalls_chart
+from rowcast.trainer.report.report_json import Evaluation, make_report
 from tests.telemetry import runs
 from tests.telemetry.test_report import facts
-from trainer.history import MAX_MARKS, Mark
-from trainer.metrics import new_counters
-from trainer.report import Evaluation, make_report
-from trainer.run_report import page
-from trainer.run_report.axis import SPAN, Axis, outwards, tick_label, tick_step
-from trainer.run_report.chart import Chart, NoChart
-from trainer.run_report.facts import job_sections
-from trainer.run_report.learning import MOST_POINTS, auc_chart, in_buckets, loss_chart
-from trainer.run_report.page import SECTIONS, render, write_page
-from trainer.run_report.record import RunRecord
-from trainer.run_report.speed import bytes_chart, hits_chart, samples_chart, stalls_chart
 
 ROOT = Path(__file__).parents[2]
 JOB = ROOT / "examples" / "demo.toml"
@@ -50,14 +50,21 @@ def mark(number: int) -> Mark:
     )
 
 
-def record(*, losses: int = 50, evaluations: int = 3, marks: int = 6, starts: tuple[int, ...] = (0,), name: str = "a job") -> RunRecord:
+def record(
+    *, losses: int = 50, evaluations: int = 3, marks: int = 6, starts: tuple[int, ...] = (0,), name: str = "a job"
+) -> RunRecord:
     _, counters = runs.run_of_three_steps() if losses else (None, new_counters(runs.groups()))
-    results = [Evaluation(train_step=10 * (i + 1), auc=0.6 + 0.05 * i, logloss=0.7 - 0.05 * i, accuracy=0.8) for i in range(evaluations)]
+    results = [
+        Evaluation(train_step=10 * (i + 1), auc=0.6 + 0.05 * i, logloss=0.7 - 0.05 * i, accuracy=0.8)
+        for i in range(evaluations)
+    ]
     rng = np.random.default_rng(0)
     return RunRecord(
         job=load_job(JOB, (f'job.name="{name}"',)),
         report=make_report(counters, facts(evaluation=results[-1] if results else None, train_steps=losses)),
-        losses=(0.7 - 0.2 * np.arange(losses, dtype=np.float32) / max(1, losses) + 0.02 * rng.standard_normal(losses)).astype(np.float32),
+        losses=(
+            0.7 - 0.2 * np.arange(losses, dtype=np.float32) / max(1, losses) + 0.02 * rng.standard_normal(losses)
+        ).astype(np.float32),
         evaluations=results,
         marks=[mark(number) for number in range(marks)],
         starts=starts,
@@ -117,7 +124,12 @@ def text(run: RunRecord) -> str:
 def test_the_page_answers_first_what_a_person_asks_first() -> None:
     words = text(record())
     assert "a job rowcast run, finished after 50 steps (2 of this process) in 4.0 s ended 2026-02-03 04:05 UTC" in words
-    for answer in ("samples a second 16 64 samples", "AUC 0.7000 last evaluation", "hit ratio 60.0 %", "waited for rows 0.0 % of the time"):
+    for answer in (
+        "samples a second 16 64 samples",
+        "AUC 0.7000 last evaluation",
+        "hit ratio 60.0 %",
+        "waited for rows 0.0 % of the time",
+    ):
         assert answer in words
 
 
@@ -144,7 +156,10 @@ def test_the_job_is_shown_as_it_was_read_and_can_be_read_again() -> None:
 def test_what_this_process_did_not_see_is_said() -> None:
     assert "This process began" not in text(record())
     words = text(record(starts=(20,)))
-    assert "This process began after train step 20; it made 2 of the run's 50 train steps. Losses and evaluations are those of the" in words
+    assert (
+        "This process began after train step 20; it made 2 of the run's 50 train steps. Losses and evaluations are those of the"
+        in words
+    )
     assert "this process went on here" in words
     words = text(record(starts=(0, 20, 30)))
     assert "This process began the run and went on from a checkpoint after train step 20, 30; it made" in words
@@ -179,9 +194,13 @@ def test_names_and_sentences_of_users_stay_text() -> None:
 
 def test_the_template_is_part_of_the_package_that_is_installed() -> None:
     packaged = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]
-    others = [path.name for path in (ROOT / "trainer" / "run_report").iterdir() if path.is_file() and path.suffix != ".py"]
+    others = [
+        path.name
+        for path in (ROOT / "trainer" / "report" / "page").iterdir()
+        if path.is_file() and path.suffix != ".py"
+    ]
     assert others == [page.TEMPLATE]
-    assert any(Path(page.TEMPLATE).match(pattern) for pattern in packaged["trainer.run_report"])
+    assert any(Path(page.TEMPLATE).match(pattern) for pattern in packaged["rowcast.trainer.report.page"])
 
 
 # runs of every length
@@ -238,7 +257,13 @@ def test_speeds_waits_hits_and_bytes_are_those_between_two_marks() -> None:
     run = record()
     tables = {chart.title: chart.table for chart in all_charts(run) if isinstance(chart, Chart)}
     assert tables["Samples a second"].rows[0] == ["1.0 s", "640", "64"]
-    assert tables["Waits, as a share of time"].columns == ["time since the first step", "rows", "results", "barrier", "ring"]
+    assert tables["Waits, as a share of time"].columns == [
+        "time since the first step",
+        "rows",
+        "results",
+        "barrier",
+        "ring",
+    ]
     assert tables["Waits, as a share of time"].rows[-1] == ["5.0 s", "10.0 %", "30.0 %", "5.0 %", "2.0 %"]
     assert tables["Hit ratio"].rows[-1] == ["5.0 s", "75.0 %"]
     assert tables["Bytes a step"].rows[-1] == ["5.0 s", "102.4 KiB", "51.2 KiB"]

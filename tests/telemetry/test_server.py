@@ -13,12 +13,12 @@ import pytest
 from prometheus_client import CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
 
-from protocol.errors import ConfigError
-from protocol.job import Metrics
-from protocol.telemetry.build import build_info
-from protocol.telemetry.counters import CountersCollector, new_registry
-from protocol.telemetry.health import Health
-from protocol.telemetry.server import TelemetryServer
+from rowcast.job.schema import Metrics
+from rowcast.protocol.counters import CountersCollector, new_registry
+from rowcast.runtime.errors import ConfigError
+from rowcast.runtime.telemetry.build import build_info
+from rowcast.runtime.telemetry.health import Health
+from rowcast.runtime.telemetry.server import TelemetryServer
 from tests.telemetry import runs
 
 FREE = Metrics(prefetcher="127.0.0.1:0", trainer="127.0.0.1:0")
@@ -163,7 +163,18 @@ def address(server: TelemetryServer) -> tuple[str, int]:
 def certificate(folder: Path, name: str) -> tuple[Path, Path]:
     """A self-signed one and its key, as PEM."""
     cert, key = folder / f"{name}.pem", folder / f"{name}.key"
-    command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2"]
+    command = [
+        "openssl",
+        "req",
+        "-x509",
+        "-newkey",
+        "ec",
+        "-pkeyopt",
+        "ec_paramgen_curve:prime256v1",
+        "-nodes",
+        "-days",
+        "2",
+    ]
     names = ["-subj", "/CN=rowcast", "-addext", "subjectAltName=IP:127.0.0.1", "-keyout", str(key), "-out", str(cert)]
     subprocess.run([*command, *names], check=True, capture_output=True)
     return cert, key
@@ -190,5 +201,9 @@ def test_a_certificate_that_cannot_be_used_is_a_sentence(tmp_path: Path) -> None
     cert, _ = certificate(tmp_path, "one")
     _, other_key = certificate(tmp_path, "other")
     for keyfile in (other_key, tmp_path / "missing.key"):
-        with pytest.raises(ConfigError, match=r"certfile = .*one.pem.*cannot be used .*; name a PEM certificate and its key"):
-            TelemetryServer("trainer", Metrics(certfile=str(cert), keyfile=str(keyfile)), CollectorRegistry(), Health()).start()
+        with pytest.raises(
+            ConfigError, match=r"certfile = .*one.pem.*cannot be used .*; name a PEM certificate and its key"
+        ):
+            TelemetryServer(
+                "trainer", Metrics(certfile=str(cert), keyfile=str(keyfile)), CollectorRegistry(), Health()
+            ).start()

@@ -5,11 +5,11 @@ import sys
 import pytest
 from rich.console import Console
 
-from protocol.telemetry.logs import setup_logging
+from rowcast.runtime.telemetry.logs import setup_logging
+from rowcast.trainer.execute.metrics import TrainerCounters, new_counters
+from rowcast.trainer.report.report_json import Evaluation
+from rowcast.trainer.report.terminal import Progress
 from tests.telemetry import runs
-from trainer.metrics import TrainerCounters, new_counters
-from trainer.report import Evaluation
-from trainer.terminal import Progress
 
 RESULT = Evaluation(train_step=2, auc=0.71234567, logloss=0.5, accuracy=0.8)
 
@@ -60,7 +60,10 @@ def test_slow_steps_are_shown_without_waiting_for_more_of_them() -> None:
             clock.now += 8.0
             train(counters, 1, loss=0.25)
             progress.update()
-        assert file.getvalue() == "step 2/40  loss 0.2500  12.5 samples/s  stalled 0.0 %  hit ratio 60.0 %  5 min 04 s left\n"
+        assert (
+            file.getvalue()
+            == "step 2/40  loss 0.2500  12.5 samples/s  stalled 0.0 %  hit ratio 60.0 %  5 min 04 s left\n"
+        )
 
 
 def test_the_end_is_not_said_twice() -> None:
@@ -97,7 +100,9 @@ def test_evaluations_are_lines_as_they_come() -> None:
 def test_a_long_line_is_not_folded_in_a_pipe() -> None:
     counters, clock = new_counters(runs.groups()), Clock()
     file = io.StringIO()
-    with Progress(counters, 10**12, console=Console(file=file, force_terminal=False, width=20), clock=clock) as progress:
+    with Progress(
+        counters, 10**12, console=Console(file=file, force_terminal=False, width=20), clock=clock
+    ) as progress:
         train(counters, 1, loss=0.5)
         clock.now += 5.0
         progress.update()
@@ -155,7 +160,9 @@ def test_a_terminal_without_cursor_movements_gets_plain_lines() -> None:
     assert "\x1b" not in written(console)
 
 
-def test_a_log_file_is_not_animated_where_colour_is_forced(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_log_file_is_not_animated_where_colour_is_forced(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setenv("FORCE_COLOR", "1")
     counters = new_counters(runs.groups())
     with Progress(counters, None, clock=Clock()):
@@ -168,7 +175,9 @@ def test_training_goes_on_when_the_reader_of_a_pipe_has_gone(capsys: pytest.Capt
     read_end, write_end = os.pipe()
     os.close(read_end)
     file = os.fdopen(write_end, "w", buffering=1)
-    progress = Progress(new_counters(runs.groups()), None, console=Console(file=file, force_terminal=False), clock=Clock())
+    progress = Progress(
+        new_counters(runs.groups()), None, console=Console(file=file, force_terminal=False), clock=Clock()
+    )
     progress.start()
     progress.evaluation(RESULT)
     progress.evaluation(RESULT)

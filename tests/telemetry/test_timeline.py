@@ -9,16 +9,16 @@ from typing import get_args
 import pytest
 from structlog.testing import capture_logs
 
-import prefetcher.metrics
-import trainer.metrics
-from prefetcher.analysis.timeline.lives import lives
-from prefetcher.analysis.timeline.recording import Recording, Recordings, read_recording
-from protocol.disk import RealWriting
-from protocol.errors import ConfigError
-from protocol.stages import Doorbell, StageThread
-from protocol.tables import group_specs
-from protocol.telemetry.metrics import Process
-from protocol.telemetry.timeline import Incarnation, SpanKind, Timeline, TracedStage, timeline_path
+import rowcast.prefetcher.pipeline.metrics
+import rowcast.trainer.execute.metrics
+from rowcast.analysis.timeline.lives import lives
+from rowcast.analysis.timeline.recording import Recording, Recordings, read_recording
+from rowcast.job.tables import group_specs
+from rowcast.runtime.disk import RealWriting
+from rowcast.runtime.errors import ConfigError
+from rowcast.runtime.stages import Doorbell, StageThread
+from rowcast.runtime.telemetry.metrics import Process
+from rowcast.runtime.telemetry.timeline import Incarnation, SpanKind, Timeline, TracedStage, timeline_path
 from tests.driver import InProcessRun, Settings
 from tests.telemetry import runs
 from tests.workloads import slots_for, small_batches, small_job
@@ -33,15 +33,17 @@ def seconds_of(recording: Recording, kind: SpanKind, name: str) -> float:
 def test_spans_add_up_to_the_seconds_that_the_metrics_count(tmp_path: Path) -> None:
     job = small_job("adagrad", depth=2, horizon=3)
     batches = small_batches(job, "single")
-    run = InProcessRun(job, batches, Settings(slots=slots_for(group_specs(job), batches, "one batch"), seeded_streams=False))
+    run = InProcessRun(
+        job, batches, Settings(slots=slots_for(group_specs(job), batches, "one batch"), seeded_streams=False)
+    )
     ours, theirs = run.prefetcher.counters, run.trainer.counters
     run.runner._clock._spent = theirs.spent  # type: ignore[attr-defined]
     with Timeline(tmp_path, "prefetcher") as ours.timeline, Timeline(tmp_path, "trainer") as theirs.timeline:
         run.run()
-        for reason in get_args(prefetcher.metrics.StallReason):
+        for reason in get_args(rowcast.prefetcher.pipeline.metrics.StallReason):
             ours.stalled(reason, 0.125)
             ours.stalled(reason, 0.001)
-        for their_reason in get_args(trainer.metrics.StallReason):
+        for their_reason in get_args(rowcast.trainer.execute.metrics.StallReason):
             theirs.stalled(their_reason, 0.25)
     for process, counters in (("prefetcher", ours), ("trainer", theirs)):
         recording = read_recording(tmp_path, "prefetcher" if process == "prefetcher" else "trainer")
@@ -53,7 +55,9 @@ def test_spans_add_up_to_the_seconds_that_the_metrics_count(tmp_path: Path) -> N
             assert seconds_of(recording, "wait", waited) == pytest.approx(seconds, abs=rounding_s), waited
     steps = {
         life.number: life
-        for life in lives(Recordings(prefetcher=met(tmp_path, "prefetcher"), trainer=met(tmp_path, "trainer"), one_clock=True))
+        for life in lives(
+            Recordings(prefetcher=met(tmp_path, "prefetcher"), trainer=met(tmp_path, "trainer"), one_clock=True)
+        )
     }
     assert steps.keys() == set(range(len(batches)))
     assert all(life.announced_ns <= life.step.began_ns for life in steps.values())
@@ -62,7 +66,12 @@ def test_spans_add_up_to_the_seconds_that_the_metrics_count(tmp_path: Path) -> N
 def met(run_dir: Path, process: Process) -> Recording:
     """Of engines without processes: nobody noted that they met."""
     found = read_recording(run_dir, process)
-    return Recording(header=found.header, spans=found.spans, levels=found.levels, incarnations=[Incarnation(1, found.header.clock_ns)])
+    return Recording(
+        header=found.header,
+        spans=found.spans,
+        levels=found.levels,
+        incarnations=[Incarnation(1, found.header.clock_ns)],
+    )
 
 
 def test_without_a_timeline_nothing_is_recorded_and_the_same_nothing_is_given_each_time() -> None:
@@ -75,7 +84,9 @@ def test_without_a_timeline_nothing_is_recorded_and_the_same_nothing_is_given_ea
 def test_a_span_names_its_thread_its_step_and_when_it_was(tmp_path: Path) -> None:
     with Timeline(tmp_path, "trainer") as timeline:
         before_ns = time.perf_counter_ns()
-        thread = threading.Thread(target=lambda: timeline.add("wait", "ring", 0.002, 7, ended_s=before_ns / 1e9), name="sender")
+        thread = threading.Thread(
+            target=lambda: timeline.add("wait", "ring", 0.002, 7, ended_s=before_ns / 1e9), name="sender"
+        )
         thread.start()
         thread.join()
         with timeline.work("gather", 8):
@@ -123,7 +134,9 @@ def test_a_full_timeline_stops_without_a_hole_and_says_so_once(tmp_path: Path) -
     assert "nothing more is recorded" in entry["event"]
 
 
-def test_a_disk_that_is_full_ends_the_recording_and_not_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_that_is_full_ends_the_recording_and_not_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def full(self: RealWriting, content: bytes) -> None:
         raise OSError(28, "No space left on device")
 

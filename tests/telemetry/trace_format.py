@@ -21,7 +21,12 @@ FIELDS: dict[str, dict[str, Any]] = {  # phase -> field -> type
     "i": {**TIMED, "s": str},
 }
 OPTIONAL = {"X": {"args": dict, "cname": str}}
-METADATA = {"process_name": "name", "process_sort_index": "sort_index", "thread_name": "name", "thread_sort_index": "sort_index"}
+METADATA = {
+    "process_name": "name",
+    "process_sort_index": "sort_index",
+    "thread_name": "name",
+    "thread_sort_index": "sort_index",
+}
 
 
 def check_trace(trace: dict[str, Any]) -> list[Event]:

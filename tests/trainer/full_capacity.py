@@ -8,16 +8,16 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from protocol.batch import Batch, Kind, ScheduledBatch
-from protocol.job import Job
-from protocol.job_file import parse_job
-from protocol.plan import cut_long_rows
-from protocol.tables import GroupSpec, RecordPart, group_specs, make_keys
-from trainer.embedding import Embeddings, GroupLookup
-from trainer.kernels import Kernels, torch_ops
-from trainer.models import build_model
-from trainer.models.side import DenseSide
-from trainer.optim import DTYPES, part_of
+from rowcast.job.file import parse_job
+from rowcast.job.schema import Job
+from rowcast.job.tables import GroupSpec, RecordPart, group_specs, make_keys
+from rowcast.protocol.batch import Batch, Kind, ScheduledBatch
+from rowcast.protocol.plan import cut_long_rows
+from rowcast.trainer.kernels import Kernels, torch_ops
+from rowcast.trainer.kernels.optim import DTYPES, part_of
+from rowcast.trainer.models import build_model
+from rowcast.trainer.models.embedding import Embeddings, GroupLookup
+from rowcast.trainer.models.model_side import DenseSide
 
 NUM_DENSE = 3
 SPARE_SLOTS = 5
@@ -38,7 +38,10 @@ def make_job(
             "data": {"format": "synthetic"},
             "tables": tables,
             "model": model or {"bottom_mlp": [8, dim], "top_mlp": [7, 1]},
-            "optimizer": {"sparse": {"kind": optimizer, "lr": 0.05, "master": master}, "dense": dense or {"kind": "sgd", "lr": 0.1}},
+            "optimizer": {
+                "sparse": {"kind": optimizer, "lr": 0.05, "master": master},
+                "dense": dense or {"kind": "sgd", "lr": 0.1},
+            },
             "cache": {"capacity": "1MiB"},
         }
     )
@@ -73,10 +76,16 @@ class Concatenated(nn.Module):
         return logits.squeeze(1)
 
 
-def random_batch(job: Job, rng: np.random.Generator, size: int, lengths: tuple[int, int] | None, weighted: bool = False) -> Batch:
+def random_batch(
+    job: Job, rng: np.random.Generator, size: int, lengths: tuple[int, int] | None, weighted: bool = False
+) -> Batch:
     """`lengths`: the range of look-ups a bag, or None for one each."""
     num_bags = len(job.features) * size
-    counts = np.ones(num_bags, np.int64) if lengths is None else rng.integers(lengths[0], lengths[1], num_bags, endpoint=True)
+    counts = (
+        np.ones(num_bags, np.int64)
+        if lengths is None
+        else rng.integers(lengths[0], lengths[1], num_bags, endpoint=True)
+    )
     offsets = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
     num_rows = np.repeat([table.num_embeddings for table in job.tables for _ in table.features], size)
     ids = (rng.random(offsets[-1]) ** 3 * np.repeat(num_rows, counts)).astype(np.int64)
@@ -131,8 +140,12 @@ class FullGroup:
         self.group = group
         self._num_features = num_features
         rows = [np.arange(table.num_embeddings) for table in group.tables]
-        self._keys = np.concatenate([make_keys(table.index, table_rows) for table, table_rows in zip(group.tables, rows, strict=True)])
-        self._slots = np.random.default_rng(1).permutation(group.num_rows + SPARE_SLOTS)[: group.num_rows].astype(np.int32)
+        self._keys = np.concatenate(
+            [make_keys(table.index, table_rows) for table, table_rows in zip(group.tables, rows, strict=True)]
+        )
+        self._slots = (
+            np.random.default_rng(1).permutation(group.num_rows + SPARE_SLOTS)[: group.num_rows].astype(np.int32)
+        )
         self.records = torch.zeros(group.num_rows + SPARE_SLOTS, group.record_floats)
         for table, part, slots in self._pieces():
             part_of(self.records, part)[slots] = start[export_name(table, part)]
@@ -140,7 +153,11 @@ class FullGroup:
     def _pieces(self) -> list[tuple[str, RecordPart, Tensor]]:
         ends = np.cumsum([table.num_embeddings for table in self.group.tables])
         slots = [torch.from_numpy(part).long() for part in np.split(self._slots, ends[:-1])]
-        return [(table.name, part, slots) for table, slots in zip(self.group.tables, slots, strict=True) for part in self.group.parts]
+        return [
+            (table.name, part, slots)
+            for table, slots in zip(self.group.tables, slots, strict=True)
+            for part in self.group.parts
+        ]
 
     def tensors(self) -> dict[str, Tensor]:
         return {export_name(table, part): part_of(self.records, part)[slots] for table, part, slots in self._pieces()}
@@ -149,13 +166,17 @@ class FullGroup:
         """The group's part of a plan, by sorting."""
         offsets = np.arange(len(batch.ids) + 1) if batch.offsets is None else batch.offsets
         counts = np.diff(offsets).reshape(self._num_features, batch.size)[list(self.group.feature_positions)]
-        places = [np.arange(offsets[f * batch.size], offsets[(f + 1) * batch.size]) for f in self.group.feature_positions]
+        places = [
+            np.arange(offsets[f * batch.size], offsets[(f + 1) * batch.size]) for f in self.group.feature_positions
+        ]
         lookups = np.concatenate(places)
         tables = np.repeat([table.index for table in self.group.feature_tables()], [len(place) for place in places])
         keys, inverse, uses = np.unique(tables << 48 | batch.ids[lookups], return_inverse=True, return_counts=True)
         order = np.argsort(inverse, kind="stable")
         apart = self.group.unpooled_features  # a bag for each look-up
-        bag_sizes = np.concatenate([np.ones(own.sum(), np.int64) if f in apart else own for f, own in enumerate(counts)])
+        bag_sizes = np.concatenate(
+            [np.ones(own.sum(), np.int64) if f in apart else own for f, own in enumerate(counts)]
+        )
         bags = np.repeat(np.arange(len(bag_sizes)), bag_sizes)
         sequence_offsets = np.pad(np.cumsum(counts[list(apart)], axis=1), ((0, 0), (1, 0)))
         unique_slots = self._slots[np.searchsorted(self._keys, keys)]
@@ -187,7 +208,9 @@ def train(
 ) -> tuple[list[float], dict[str, Tensor]]:
     """`run_plain_loop` over the cache."""
     groups = [FullGroup(group, len(job.features), start) for group in group_specs(job)]
-    embeddings = Embeddings([full.group for full in groups], job.optimizer.sparse, [full.records for full in groups], kernels)
+    embeddings = Embeddings(
+        [full.group for full in groups], job.optimizer.sparse, [full.records for full in groups], kernels
+    )
     side = DenseSide(job, NUM_DENSE)
     side.model.load_state_dict({name: start[name] for name in side.model.state_dict()})
     losses = []

@@ -6,24 +6,29 @@ import pytest
 import torch
 from torch import Tensor
 
-from protocol.errors import ConfigError
-from protocol.job import Job
+from rowcast.job.schema import Job
+from rowcast.runtime.errors import ConfigError
+from rowcast.trainer.models import build_model
 from tests.trainer.full_capacity import make_job
-from trainer.models import build_model
 
 NUM_DENSE, DIMS = 5, (4, 6, 4)
 WIDTH = 3 + sum(DIMS)
 
 
 def job_with(**model: Any) -> Job:
-    tables = [{"name": f"t{i}", "num_embeddings": 10, "embedding_dim": dim, "features": [f"f{i}"]} for i, dim in enumerate(DIMS)]
+    tables = [
+        {"name": f"t{i}", "num_embeddings": 10, "embedding_dim": dim, "features": [f"f{i}"]}
+        for i, dim in enumerate(DIMS)
+    ]
     terms = {"bottom_mlp": [6, 3], "top_mlp": [8, 1], "cross_layers": 2, "cross_rank": 4}
     return make_job(tables, model={"kind": "dcnv2", **terms, **model})
 
 
 def inputs(batch_size: int) -> tuple[Tensor, list[Tensor]]:
     generator = torch.Generator().manual_seed(0)
-    return torch.randn(batch_size, NUM_DENSE, generator=generator), [torch.randn(batch_size, dim, generator=generator) for dim in DIMS]
+    return torch.randn(batch_size, NUM_DENSE, generator=generator), [
+        torch.randn(batch_size, dim, generator=generator) for dim in DIMS
+    ]
 
 
 def test_it_is_bottom_mlp_then_cross_layers_over_everything_then_top_mlp() -> None:

@@ -6,18 +6,25 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from protocol.errors import ConfigError
-from protocol.job import BUILT_IN_MODELS, Job
-from protocol.job_file import parse_job
-from protocol.learning_rate import learning_rate
-from protocol.tables import group_specs
+from rowcast.job.file import parse_job
+from rowcast.job.learning_rate import learning_rate
+from rowcast.job.schema import BUILT_IN_MODELS, Job
+from rowcast.job.tables import group_specs
+from rowcast.runtime.errors import ConfigError
+from rowcast.trainer.kernels.torch_ops import clip_rows
+from rowcast.trainer.models import BUILDERS, mean_loss
+from rowcast.trainer.models.compiled import check_compiler
+from rowcast.trainer.models.dense_state import (
+    model_state,
+    optimizer_state,
+    pack,
+    restore_model,
+    restore_optimizer,
+    unpack,
+)
+from rowcast.trainer.models.model_side import CPU, DenseSide, set_precision
+from rowcast.trainer.models.runner import EvaluationRunner
 from tests.trainer.full_capacity import make_job
-from trainer.dense import model_state, optimizer_state, pack, restore_model, restore_optimizer, unpack
-from trainer.kernels.torch_ops import clip_rows
-from trainer.models import BUILDERS, mean_loss
-from trainer.models.compiled import check_compiler
-from trainer.models.side import CPU, DenseSide, set_precision
-from trainer.runner import EvaluationRunner
 
 NUM_DENSE, DIM, BATCH = 5, 4, 16
 TABLES = [{"name": f"t{i}", "num_embeddings": 10, "embedding_dim": DIM, "features": [f"f{i}"]} for i in range(3)]
@@ -32,7 +39,11 @@ def job_with(model: dict[str, Any] | None = None, **dense: Any) -> Job:
 def batch(seed: int) -> tuple[Tensor, list[Tensor], Tensor]:
     generator = torch.Generator().manual_seed(seed)
     embeddings = [torch.randn(BATCH, DIM, generator=generator) for _ in TABLES]
-    return torch.randn(BATCH, NUM_DENSE, generator=generator), embeddings, torch.rand(BATCH, generator=generator).round()
+    return (
+        torch.randn(BATCH, NUM_DENSE, generator=generator),
+        embeddings,
+        torch.rand(BATCH, generator=generator).round(),
+    )
 
 
 def train(side: DenseSide, train_step: int) -> Tensor:
@@ -51,12 +62,16 @@ def test_bf16_is_autocast_of_the_forward_with_weights_gradients_and_logits_in_fp
     side, plain = DenseSide(job_with({"precision": "bf16"}), NUM_DENSE), DenseSide(job_with(), NUM_DENSE)
     dense, embeddings, _ = batch(0)
     seen: list[torch.dtype] = []
-    side.model.get_submodule("top_mlp.1").register_forward_hook(lambda module, inputs, output: seen.append(output.dtype))
+    side.model.get_submodule("top_mlp.1").register_forward_hook(
+        lambda module, inputs, output: seen.append(output.dtype)
+    )
     logits = side.forward(dense, embeddings, training=True)
     torch.autograd.backward(logits.sum())
     assert seen == [torch.bfloat16]
     assert logits.dtype == torch.float32
-    assert {parameter.grad.dtype for parameter in side.model.parameters() if parameter.grad is not None} == {torch.float32}
+    assert {parameter.grad.dtype for parameter in side.model.parameters() if parameter.grad is not None} == {
+        torch.float32
+    }
     exact = plain.forward(dense, embeddings, training=True)
     assert not torch.equal(logits, exact)
     torch.testing.assert_close(logits, exact, atol=0.05, rtol=0.05)
@@ -70,7 +85,8 @@ def test_fp32_means_the_highest_precision_of_matrix_products_whatever_it_was() -
 
 def test_tf32_without_cuda_is_refused_in_a_sentence() -> None:
     with pytest.raises(
-        ConfigError, match=r'model\.precision = "tf32" needs a CUDA device, and trainer\.device is cpu; set model\.precision'
+        ConfigError,
+        match=r'model\.precision = "tf32" needs a CUDA device, and trainer\.device is cpu; set model\.precision',
     ):
         DenseSide(job_with({"precision": "tf32"}), NUM_DENSE)
 
@@ -93,7 +109,8 @@ def test_a_machine_without_a_compiler_is_told_so_in_a_sentence(monkeypatch: pyte
 
     monkeypatch.setattr(torch, "compile", compile_nothing)
     with pytest.raises(
-        ConfigError, match=r"model\.compile: .* no working C\+\+ compiler found\); .* such as g\+\+.* remove model\.compile$"
+        ConfigError,
+        match=r"model\.compile: .* no working C\+\+ compiler found\); .* such as g\+\+.* remove model\.compile$",
     ):
         check_compiler(CPU)
 
@@ -122,7 +139,7 @@ def test_full_train_batches_run_compiled_and_all_others_as_they_are(monkeypatch:
         return call
 
     monkeypatch.setattr(torch, "compile", compiled)
-    monkeypatch.setattr("trainer.models.compiled.check_compiler", lambda device: None)
+    monkeypatch.setattr("rowcast.trainer.models.compiled.check_compiler", lambda device: None)
     job = job_with({"compile": True})
     side = DenseSide(job, NUM_DENSE)
     full = job.data.batch_size
@@ -132,7 +149,9 @@ def test_full_train_batches_run_compiled_and_all_others_as_they_are(monkeypatch:
     assert not any("_orig_mod" in name for name in side.model.state_dict())
 
 
-@pytest.mark.parametrize("clip", [{"clip_norm": 0.01}, {"clip_value": 0.001}, {"clip_value": 0.005, "clip_norm": 0.01}, {"clip_norm": 1e6}])
+@pytest.mark.parametrize(
+    "clip", [{"clip_norm": 0.01}, {"clip_value": 0.001}, {"clip_value": 0.005, "clip_norm": 0.01}, {"clip_norm": 1e6}]
+)
 def test_gradients_are_clipped_as_torch_clips_them(clip: dict[str, Any]) -> None:
     side = DenseSide(job_with(kind="sgd", **clip), NUM_DENSE)
     free = DenseSide(job_with(kind="sgd"), NUM_DENSE)
@@ -140,7 +159,8 @@ def test_gradients_are_clipped_as_torch_clips_them(clip: dict[str, Any]) -> None
     for each in (side, free):
         train(each, 0)
     moved, unclipped = (
-        torch.cat([(start[name] - tensor).flatten() / 0.1 for name, tensor in each.model.state_dict().items()]) for each in (side, free)
+        torch.cat([(start[name] - tensor).flatten() / 0.1 for name, tensor in each.model.state_dict().items()])
+        for each in (side, free)
     )
     expected = nn.Parameter(torch.zeros_like(unclipped))
     expected.grad = unclipped.clone()
@@ -204,7 +224,8 @@ def test_an_impossible_clip_is_refused(section: str, key: str, value: float) -> 
 
 def test_one_norm_over_rows_and_weights_is_refused_with_the_reason() -> None:
     with pytest.raises(
-        ConfigError, match=r"optimizer: clip_norm over rows .* refused: .* updated in the backward pass; use dense\.clip_norm"
+        ConfigError,
+        match=r"optimizer: clip_norm over rows .* refused: .* updated in the backward pass; use dense\.clip_norm",
     ):
         make_with_optimizer({"clip_norm": 1.0})
 

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from trainer.results import EarlierResults
+from rowcast.trainer.report.results import EarlierResults
 
 
 def write(folder: Path, **files: str) -> None:

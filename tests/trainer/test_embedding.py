@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from protocol.batch import Batch
-from protocol.job import Job
-from protocol.tables import group_specs
+from rowcast.job.schema import Job
+from rowcast.job.tables import group_specs
+from rowcast.protocol.batch import Batch
+from rowcast.trainer.models.embedding import Embeddings, GroupLookup
 from tests.trainer.full_capacity import NUM_DENSE, FullGroup, make_job, random_batch, random_start
-from trainer.embedding import Embeddings, GroupLookup
 
 MODEL = {"kind": "tests.trainer.full_capacity:Concatenated"}
 TABLES: list[dict[str, Any]] = [

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits
 from torchmetrics.functional.classification import binary_auroc
 
-from trainer.evaluate import NUM_BINS, EvalMetrics, bins
+from rowcast.trainer.models.evaluate import NUM_BINS, EvalMetrics, bins
 
 
 def predictions(spread: float, center: float = -1.2, num_samples: int = 50_000) -> tuple[Tensor, Tensor]:
@@ -20,7 +20,9 @@ def predictions(spread: float, center: float = -1.2, num_samples: int = 50_000) 
 
 def metrics_of(logits: Tensor, labels: Tensor, batch_size: int = 7_001) -> EvalMetrics:
     metrics = EvalMetrics()
-    for batch_logits, batch_labels in zip(torch.split(logits, batch_size), torch.split(labels, batch_size), strict=True):
+    for batch_logits, batch_labels in zip(
+        torch.split(logits, batch_size), torch.split(labels, batch_size), strict=True
+    ):
         metrics.update(batch_logits, batch_labels)
     return metrics
 
@@ -49,7 +51,9 @@ def test_log_loss_and_accuracy_are_exact() -> None:
     logits, labels = predictions(3.0)
     result = metrics_of(logits, labels).compute()
     assert result.num_samples == len(labels)
-    assert result.logloss == pytest.approx(binary_cross_entropy_with_logits(logits.double(), labels.double()).item(), rel=1e-12)
+    assert result.logloss == pytest.approx(
+        binary_cross_entropy_with_logits(logits.double(), labels.double()).item(), rel=1e-12
+    )
     assert result.accuracy == ((logits > 0) == (labels > 0)).double().mean().item()
 
 

@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from protocol.errors import ConfigError
-from trainer.models import mean_loss
-from trainer.models.loss import as_fp32, own_loss
+from rowcast.runtime.errors import ConfigError
+from rowcast.trainer.models import mean_loss
+from rowcast.trainer.models.loss import as_fp32, own_loss
 
 OUTPUTS, LABELS = torch.tensor([0.5, -2.0, 1.0], requires_grad=True), torch.tensor([1.0, 0.0, 0.0])
 
@@ -50,7 +50,9 @@ def test_a_method_and_a_module_of_the_model_are_its_loss() -> None:
 
 @pytest.mark.parametrize("loss", [lambda batch: batch, lambda outputs, labels, weights: outputs, lambda: 0])
 def test_a_loss_that_takes_other_things_is_refused_when_the_model_is_built(loss: Any) -> None:
-    with pytest.raises(ConfigError, match=r"Own\.loss cannot be called with \(outputs, labels\): .*; let it take these two, or give it"):
+    with pytest.raises(
+        ConfigError, match=r"Own\.loss cannot be called with \(outputs, labels\): .*; let it take these two, or give it"
+    ):
         own_loss(Own(loss))
 
 
@@ -63,7 +65,10 @@ def test_a_loss_that_takes_other_things_is_refused_when_the_model_is_built(loss:
         (torch.tensor(1), "Own.loss returned torch.int64 of shape []; return"),
         ((OUTPUTS.sum(), 1), "Own.loss returned tuple; return"),
         (None, "Own.loss returned NoneType; return"),
-        (OUTPUTS.sum().detach(), "Own.loss returned a loss without a gradient; compute it from the outputs by torch's operations, without"),
+        (
+            OUTPUTS.sum().detach(),
+            "Own.loss returned a loss without a gradient; compute it from the outputs by torch's operations, without",
+        ),
     ],
 )
 def test_what_is_no_loss_is_refused(returned: Any, sentence: str) -> None:
@@ -80,7 +85,10 @@ def test_an_evaluation_needs_no_gradient() -> None:
 @pytest.mark.parametrize(
     ("outputs", "sentence"),
     [
-        (torch.zeros(3, 1), r"the model returned logits of shape \[3, 1\]; return one logit a sample, shape \[3\], or give the model a"),
+        (
+            torch.zeros(3, 1),
+            r"the model returned logits of shape \[3, 1\]; return one logit a sample, shape \[3\], or give the model a",
+        ),
         (
             (OUTPUTS, OUTPUTS),
             r"the model returned tuple; return one logit a sample, shape \[3\], or give the model a method loss\(outputs,",
@@ -100,7 +108,11 @@ class Pair(NamedTuple):
 def test_every_half_precision_tensor_of_the_outputs_becomes_fp32() -> None:
     half, whole, index = torch.ones(2, dtype=torch.bfloat16), torch.ones(2), torch.ones(2, dtype=torch.int64)
     outputs = as_fp32({"a": (half, [whole, index]), "b": Pair(half, "text")})
-    assert [outputs["a"][0].dtype, outputs["a"][1][0].dtype, outputs["a"][1][1].dtype] == [torch.float32, torch.float32, torch.int64]
+    assert [outputs["a"][0].dtype, outputs["a"][1][0].dtype, outputs["a"][1][1].dtype] == [
+        torch.float32,
+        torch.float32,
+        torch.int64,
+    ]
     assert isinstance(outputs["b"], Pair)
     assert outputs["b"].first.dtype == torch.float32
     assert outputs["b"].second == "text"

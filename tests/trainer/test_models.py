@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from protocol.errors import ConfigError
-from protocol.job import Job
+from rowcast.job.schema import Job
+from rowcast.runtime.errors import ConfigError
+from rowcast.trainer.models import build_dense_optimizer, build_model, mean_loss
 from tests.trainer.full_capacity import Concatenated, make_job
-from trainer.models import build_dense_optimizer, build_model, mean_loss
 
 NUM_DENSE = 5
 
@@ -48,7 +48,9 @@ def test_dlrm_is_bottom_mlp_then_pairwise_products_then_top_mlp() -> None:
 
 def test_dlrm_names_its_parameters_by_linear_layer_and_keeps_nothing_else() -> None:
     names = list(build_model(job_with(), NUM_DENSE).state_dict())
-    assert names == [f"{mlp}.{layer}.{kind}" for mlp in ("bottom_mlp", "top_mlp") for layer in (0, 1) for kind in ("weight", "bias")]
+    assert names == [
+        f"{mlp}.{layer}.{kind}" for mlp in ("bottom_mlp", "top_mlp") for layer in (0, 1) for kind in ("weight", "bias")
+    ]
 
 
 def test_dlrm_starts_with_the_published_deviations() -> None:
@@ -120,13 +122,21 @@ def test_the_loss_is_the_mean_binary_cross_entropy() -> None:
 @pytest.mark.parametrize(
     ("settings", "expected"),
     [
-        ({"kind": "sgd", "lr": 0.5, "momentum": 0.9, "weight_decay": 0.01}, {"lr": 0.5, "momentum": 0.9, "weight_decay": 0.01}),
-        ({"kind": "adagrad", "lr": 0.5, "initial_accumulator": 0.1}, {"lr": 0.5, "eps": 1e-10, "initial_accumulator_value": 0.1}),
+        (
+            {"kind": "sgd", "lr": 0.5, "momentum": 0.9, "weight_decay": 0.01},
+            {"lr": 0.5, "momentum": 0.9, "weight_decay": 0.01},
+        ),
+        (
+            {"kind": "adagrad", "lr": 0.5, "initial_accumulator": 0.1},
+            {"lr": 0.5, "eps": 1e-10, "initial_accumulator_value": 0.1},
+        ),
         ({"kind": "adam", "lr": 0.5, "betas": [0.8, 0.9]}, {"lr": 0.5, "eps": 1e-8, "betas": (0.8, 0.9)}),
         ({"kind": "adam", "lr": 0.5, "eps": 1e-3}, {"eps": 1e-3}),
     ],
 )
-def test_the_dense_optimizer_is_torchs_with_the_jobs_settings(settings: dict[str, Any], expected: dict[str, Any]) -> None:
+def test_the_dense_optimizer_is_torchs_with_the_jobs_settings(
+    settings: dict[str, Any], expected: dict[str, Any]
+) -> None:
     job = make_job([{"name": "t", "num_embeddings": 9, "embedding_dim": 4, "features": ["f"]}], dense=settings)
     optimizer = build_dense_optimizer(job, [nn.Parameter(torch.zeros(2))])
     assert type(optimizer).__name__.lower() == settings["kind"]

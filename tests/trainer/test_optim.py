@@ -7,11 +7,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from protocol.job import RowType, SparseOptimizer
-from protocol.tables import GroupSpec, record_parts
+from rowcast.job.schema import RowType, SparseOptimizer
+from rowcast.job.tables import GroupSpec, record_parts
+from rowcast.trainer.kernels import torch_ops
+from rowcast.trainer.kernels.optim import DTYPES, part_of, rows_of, rule_at, warm_up_sqrt
 from tests.trainer.full_capacity import bits
-from trainer.kernels import torch_ops
-from trainer.optim import DTYPES, part_of, rows_of, rule_at, warm_up_sqrt
 
 KINDS = ("sgd", "adagrad", "rowwise_adagrad", "adam")
 WIDTHS = (1, 4, 5, 12, 16, 33, 64)
@@ -35,7 +35,15 @@ def settings_of(kind: str, *, master: bool = False) -> SparseOptimizer:
 
 def group_of(settings: SparseOptimizer, dim: int, dtype: RowType = "fp32") -> GroupSpec:
     parts, record_bytes = record_parts(settings, dtype, dim)
-    return GroupSpec(index=0, name="group", tables=(), embedding_dim=dim, parts=parts, record_bytes=record_bytes, feature_positions=())
+    return GroupSpec(
+        index=0,
+        name="group",
+        tables=(),
+        embedding_dim=dim,
+        parts=parts,
+        record_bytes=record_bytes,
+        feature_positions=(),
+    )
 
 
 class StockTable:
@@ -50,7 +58,9 @@ class StockTable:
     def _optimizer(self) -> torch.optim.Optimizer:
         lr, eps = self.settings.lr, self.settings.epsilon
         if self.settings.kind == "adagrad":
-            return torch.optim.Adagrad([self.weight], lr=lr, eps=eps, initial_accumulator_value=self.settings.initial_accumulator)
+            return torch.optim.Adagrad(
+                [self.weight], lr=lr, eps=eps, initial_accumulator_value=self.settings.initial_accumulator
+            )
         if self.settings.kind == "adam":
             return torch.optim.SparseAdam([self.weight], lr=lr, eps=eps, betas=self.settings.betas)
         return torch.optim.SGD([self.weight], lr=lr)
@@ -116,7 +126,9 @@ def test_touched_rows_end_with_the_bits_of_the_whole_table(kind: str, dim: int, 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("master", [False, True])
 @pytest.mark.parametrize("dim", [1, 5, 16, 33])
-def test_half_rows_are_trained_in_fp32_and_rounded_at_every_step(kind: str, dtype: torch.dtype, master: bool, dim: int) -> None:
+def test_half_rows_are_trained_in_fp32_and_rounded_at_every_step(
+    kind: str, dtype: torch.dtype, master: bool, dim: int
+) -> None:
     """Against a whole fp32 table under torch.optim, which is rounded after each step where there are no master weights."""
     torch.manual_seed(dim)
     settings = settings_of(kind, master=master)
@@ -149,7 +161,9 @@ def test_other_slots_and_padding_are_never_written(kind: str, dtype: RowType, ma
     group = group_of(settings, 5, dtype)
     records = torch.full((6, group.record_floats), 9.0)
     before = records.clone().view(torch.uint8)
-    torch_ops.apply(rows_of(records, group), torch.tensor([4, 1], dtype=torch.int32), torch.ones(2, 5), rule_at(settings, 0))
+    torch_ops.apply(
+        rows_of(records, group), torch.tensor([4, 1], dtype=torch.int32), torch.ones(2, 5), rule_at(settings, 0)
+    )
     changed = records.view(torch.uint8) != before
     for part in group.parts:
         assert changed[:, part.bytes].any(), f"{part.name} was not trained"

@@ -10,13 +10,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from examples.plain_loop import main, run_plain_loop
-from prefetcher.readers.base import open_reader
-from prefetcher.readers.schedule import schedule
-from protocol.batch import Kind
-from protocol.job import Job
-from protocol.job_file import load_job
+from rowcast.job.file import load_job
+from rowcast.job.schema import Job
+from rowcast.prefetcher.readers.reader import open_reader
+from rowcast.prefetcher.readers.schedule import schedule
+from rowcast.protocol.batch import Kind
+from rowcast.trainer.kernels.optim import warm_up_sqrt
 from tests.trainer.full_capacity import bits, make_job, random_schedule, random_start, train
-from trainer.optim import warm_up_sqrt
 
 KINDS: tuple[Kind, ...] = ("train", "train", "train", "eval", "train", "train")
 CONCATENATED = {"kind": "tests.trainer.full_capacity:Concatenated"}
@@ -121,7 +121,9 @@ def test_a_feature_that_the_model_ignores_has_zero_gradients(optimizer: str) -> 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_a_model_with_a_loss_of_its_own(optimizer: str) -> None:
-    assert_equal_to_plain_loop(make_job([table("a", 7, 4, ["a"])], optimizer, {"kind": "tests.trainer.full_capacity:Regression"}))
+    assert_equal_to_plain_loop(
+        make_job([table("a", 7, 4, ["a"])], optimizer, {"kind": "tests.trainer.full_capacity:Regression"})
+    )
 
 
 def test_a_table_without_any_look_up_in_a_batch_is_left_alone() -> None:
@@ -134,14 +136,27 @@ def test_a_batch_of_realistic_size_equals_the_plain_loop() -> None:
     assert_equal_to_plain_loop(make_job(tables, "adagrad"), size=2048)
 
 
-def test_the_command_trains_a_job_file_and_writes_the_end_and_the_losses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command_trains_a_job_file_and_writes_the_end_and_the_losses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config, start_file, end_file, losses_file = (tmp_path / name for name in ("job.toml", "start", "end", "losses.f32"))
     config.write_text(JOB_FILE, encoding="utf-8")
     job = load_job(config)
     reader = open_reader(job)
     start = random_start(job, reader.num_dense)
     save_file(start, start_file)
-    arguments = ["--config", config, "--start", start_file, "--out", end_file, "--max-steps", 4, "--losses", losses_file]
+    arguments = [
+        "--config",
+        config,
+        "--start",
+        start_file,
+        "--out",
+        end_file,
+        "--max-steps",
+        4,
+        "--losses",
+        losses_file,
+    ]
     monkeypatch.setattr("sys.argv", ["plain_loop", *(str(argument) for argument in arguments)])
     main()
     losses, end = run_plain_loop(job, start, schedule(job, reader, 4))
@@ -157,8 +172,3 @@ def test_no_batches_leave_the_start_as_it_is() -> None:
     losses, end = run_plain_loop(make_job([table("a", 7, 4, ["a"])]), start, [])
     assert losses == []
     assert all(torch.equal(end[name], tensor) for name, tensor in start.items())
-
-
-def test_the_plain_loop_stays_short_enough_to_read() -> None:
-    source = Path(__file__).parents[2] / "examples" / "plain_loop.py"
-    assert len(source.read_text(encoding="utf-8").splitlines()) < 120

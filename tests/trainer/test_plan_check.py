@@ -6,12 +6,12 @@ import msgspec
 import numpy as np
 import pytest
 
-from protocol.errors import RemoteProtocolError
-from protocol.messages import ArraySpan, RingSpec, RowSpan, StepReady, Welcome
-from protocol.tables import group_specs
+from rowcast.job.tables import group_specs
+from rowcast.protocol.messages import ArraySpan, RingSpec, RowSpan, StepReady, Welcome
+from rowcast.runtime.errors import RemoteProtocolError
+from rowcast.trainer.execute.plan_check import ArrivingBlock, Bytes, PlanCheck, check_welcome_fits
 from tests.protocol import samples
 from tests.workloads import small_job
-from trainer.plan_check import ArrivingBlock, Bytes, PlanCheck, check_welcome_fits
 
 JOB = small_job("adagrad", depth=2)
 GROUPS = group_specs(JOB)
@@ -36,12 +36,17 @@ def test_a_welcome_of_this_job_fits() -> None:
         ({"depth": 2**61}, "announces depth 2305843009213693952; lookahead.depth is 2"),
         ({"back_ring": RingSpec(path="", nbytes=2**21)}, "rings of 1048576 and 2097152 bytes"),
         ({"num_dense": 2**40}, "announces 1099511627776 dense features"),
-        ({"staging_bytes": 2**40}, "announces 1099511627776 bytes of staging; a multiple of 64 from 64 to 524160 is due"),
+        (
+            {"staging_bytes": 2**40},
+            "announces 1099511627776 bytes of staging; a multiple of 64 from 64 to 524160 is due",
+        ),
         ({"staging_bytes": 0}, "announces 0 bytes of staging"),
         ({"staging_bytes": 100}, "announces 100 bytes of staging"),
     ],
 )
-def test_a_welcome_that_asks_for_more_than_the_job_has_is_refused_before_memory_is_taken(changes: dict[str, Any], sentence: str) -> None:
+def test_a_welcome_that_asks_for_more_than_the_job_has_is_refused_before_memory_is_taken(
+    changes: dict[str, Any], sentence: str
+) -> None:
     with pytest.raises(RemoteProtocolError, match=sentence):
         check_welcome_fits(welcome(**changes), JOB, GROUPS)
 
@@ -64,14 +69,20 @@ def test_a_later_piece_of_a_barrier_cannot_announce_another_one(changes: dict[st
     first, second = samples.flush_pieces(0, None)
     check.barrier(first, None)
     check.barrier(second, first)
-    with pytest.raises(RemoteProtocolError, match="piece 1 of barrier 0 announces another barrier than its first piece"):
+    with pytest.raises(
+        RemoteProtocolError, match="piece 1 of barrier 0 announces another barrier than its first piece"
+    ):
         check.barrier(msgspec.structs.replace(second, **changes), first)
 
 
 def test_a_piece_with_more_rows_than_staging_holds_is_refused() -> None:
     record_bytes = GROUPS[0].record_bytes
     rows = RowSpan(group=0, start=0, count=4, offset=256)
-    ready = StepReady(step=0, piece=1, num_pieces=2, plan=None, payload=samples.ref(256 + 4 * record_bytes), arrays=None, rows=(rows,))
+    ready = StepReady(
+        step=0, piece=1, num_pieces=2, plan=None, payload=samples.ref(256 + 4 * record_bytes), arrays=None, rows=(rows,)
+    )
     PlanCheck(GROUPS, (100, 50), 4, 0, 4 * record_bytes, is_tcp=False).message(ready)
-    with pytest.raises(RemoteProtocolError, match=f"step 0 has {4 * record_bytes} bytes of rows in a piece, staging {3 * record_bytes}"):
+    with pytest.raises(
+        RemoteProtocolError, match=f"step 0 has {4 * record_bytes} bytes of rows in a piece, staging {3 * record_bytes}"
+    ):
         PlanCheck(GROUPS, (100, 50), 4, 0, 3 * record_bytes, is_tcp=False).message(ready)

@@ -9,12 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from protocol.batch import Batch
-from protocol.tables import group_specs
+from rowcast.job.tables import group_specs
+from rowcast.protocol.batch import Batch
+from rowcast.trainer.models import Embedded, Sequences, build_model
+from rowcast.trainer.models.embedding import Embeddings
 from tests.trainer.full_capacity import NUM_DENSE, FullGroup, bits, make_job, random_batch, random_start
 from tests.trainer.test_plain_loop import assert_equal_to_plain_loop, table, threads
-from trainer.embedding import Embeddings
-from trainer.models import Embedded, Sequences, build_model
 
 __all__ = ["threads"]  # a fixture
 MODEL = {"kind": "tests.workloads:small_model"}
@@ -22,7 +22,11 @@ TBSM: dict[str, Any] = {
     **{"kind": "tbsm", "bottom_mlp": [6, 5], "top_mlp": [7, 3], "history": 2},
     **{"attention_mlp": [4], "final_mlp": [6, 1]},
 }
-TABLES = [table("item", 30, 5, ["item", "bought"], "none"), table("user", 40, 5, ["user"]), table("tags", 9, 5, ["tags"], "mean")]
+TABLES = [
+    table("item", 30, 5, ["item", "bought"], "none"),
+    table("user", 40, 5, ["user"]),
+    table("tags", 9, 5, ["tags"], "mean"),
+]
 LENGTHS = [0, 3, 1, 0, 2]  # look-ups of five samples
 
 
@@ -38,13 +42,17 @@ class Layer:
         self.job = make_job(tables, "sgd", MODEL)
         self.start = random_start(self.job)
         self.groups = [FullGroup(group, len(self.job.features), self.start) for group in group_specs(self.job)]
-        self.embeddings = Embeddings(group_specs(self.job), self.job.optimizer.sparse, [full.records for full in self.groups])
+        self.embeddings = Embeddings(
+            group_specs(self.job), self.job.optimizer.sparse, [full.records for full in self.groups]
+        )
 
     def forward(self, batch: Batch) -> list[Embedded]:
         return self.embeddings([full.lookup(batch) for full in self.groups], 0)
 
     def weight(self, name: str) -> Tensor:
-        return {key: value for full in self.groups for key, value in full.tensors().items()}[f"embedding_bags.{name}.weight"]
+        return {key: value for full in self.groups for key, value in full.tensors().items()}[
+            f"embedding_bags.{name}.weight"
+        ]
 
 
 def batch_of(bags: list[list[int]], size: int, weights: list[float] | None = None) -> Batch:
@@ -168,7 +176,9 @@ class TestSequencesEqualThePlainLoop:
     def test_of_one_look_up_each(self, optimizer: str, model: dict[str, Any]) -> None:
         assert_equal_to_plain_loop(make_job(TABLES, optimizer, model))
 
-    def test_of_weighted_look_ups_in_a_group_without_pooled_features(self, optimizer: str, model: dict[str, Any]) -> None:
+    def test_of_weighted_look_ups_in_a_group_without_pooled_features(
+        self, optimizer: str, model: dict[str, Any]
+    ) -> None:
         assert_equal_to_plain_loop(make_job(TABLES[:1], optimizer, model), lengths=(0, 3), weighted=True)
 
     def test_of_weighted_look_ups_beside_pooled_features(self, optimizer: str, model: dict[str, Any]) -> None:

@@ -5,9 +5,9 @@ import random
 import pytest
 import torch
 
-from protocol.errors import ConfigError
-from trainer.staging import Place, Staging
-from trainer.streams import PlainStreams, SeededEvent
+from rowcast.runtime.errors import ConfigError
+from rowcast.trainer.execute.staging import Place, Staging
+from rowcast.trainer.execute.streams import PlainStreams, SeededEvent
 
 
 class FullDevice(PlainStreams):
@@ -63,7 +63,8 @@ def test_whatever_is_taken_lies_over_nothing_that_is_in_use() -> None:
         staging = Staging(PlainStreams(), 64 * chance.randint(1, 40))
         open_places: list[Place] = []
         done: list[tuple[Place, tuple[int, int]]] = []
-        waited: set[int] = set()  # uses that the writing stream has waited for: it waits in order, so for all before them too
+        # uses that the writing stream has waited for: it waits in order, so for all before them too
+        waited: set[int] = set()
         for _ in range(300):
             if open_places and chance.random() < 0.5:
                 place = open_places.pop(0)

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from rowcast.trainer.models import Embedded, Sequences, build_model
 from tests.trainer.full_capacity import NUM_DENSE, make_job
-from trainer.models import Embedded, Sequences, build_model
 
 WIDTH = 4
 HISTORY = 3
@@ -119,7 +119,9 @@ def test_a_vector_of_zeros_has_finite_gradients() -> None:
         weights["dlrm.top_mlp.1.bias"].fill_(-100.0)
     loss = model(dense, embeddings).sum()
     assert all(
-        grad.isfinite().all() for grad in torch.autograd.grad(loss, leaves(model, embeddings), allow_unused=True) if grad is not None
+        grad.isfinite().all()
+        for grad in torch.autograd.grad(loss, leaves(model, embeddings), allow_unused=True)
+        if grad is not None
     )
 
 
@@ -136,5 +138,9 @@ def test_initial_weights_come_from_the_jobs_seed_and_leave_the_global_state_alon
 @pytest.mark.parametrize("hidden", [[], [4]])
 def test_the_attention_mlp_goes_from_the_history_to_the_history(hidden: list[int]) -> None:
     model = model_and_inputs(attention_mlp=hidden)[0]
-    shapes = [tuple(tensor.shape) for name, tensor in model.state_dict().items() if name.startswith("attention_mlp") and "weight" in name]
+    shapes = [
+        tuple(tensor.shape)
+        for name, tensor in model.state_dict().items()
+        if name.startswith("attention_mlp") and "weight" in name
+    ]
     assert shapes == ([(3, 3)] if not hidden else [(4, 3), (3, 4)])

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 from torch.export import Dim
 
+from rowcast.trainer.models import BUILDERS, Embedded, Sequences, build_model
 from tests.trainer.full_capacity import NUM_DENSE, make_job
-from trainer.models import BUILDERS, Embedded, Sequences, build_model
 
 WIDTH = 4
 MODELS: dict[str, dict[str, Any]] = {
@@ -24,7 +24,9 @@ def feature(kind: str, position: int, batch_size: int, generator: torch.Generato
     if position >= SEQUENCES.get(kind, 0):
         return torch.randn(batch_size, WIDTH, generator=generator)
     ends = torch.randint(0, 6, (batch_size,), generator=generator).cumsum(0)
-    return Sequences(values=torch.randn(int(ends[-1]), WIDTH, generator=generator), offsets=torch.cat([torch.zeros(1), ends]).int())
+    return Sequences(
+        values=torch.randn(int(ends[-1]), WIDTH, generator=generator), offsets=torch.cat([torch.zeros(1), ends]).int()
+    )
 
 
 def inputs(kind: str, batch_size: int) -> tuple[Tensor, list[Embedded]]:
@@ -36,7 +38,10 @@ def inputs(kind: str, batch_size: int) -> tuple[Tensor, list[Embedded]]:
 
 def free_sizes(embeddings: list[Embedded]) -> list[Any]:
     """Of the batch, and of the look-ups of each sequence: values, then offsets."""
-    return [[{0: Dim(f"lookups_{i}")}, {0: BATCH + 1}] if isinstance(own, Sequences) else {0: BATCH} for i, own in enumerate(embeddings)]
+    return [
+        [{0: Dim(f"lookups_{i}")}, {0: BATCH + 1}] if isinstance(own, Sequences) else {0: BATCH}
+        for i, own in enumerate(embeddings)
+    ]
 
 
 @pytest.mark.parametrize("kind", BUILDERS)
@@ -48,7 +53,9 @@ def test_an_exported_model_has_the_bits_of_the_model_at_any_batch_size(kind: str
     ]
     model = build_model(make_job(tables, model={"kind": kind, **MODELS[kind]}), NUM_DENSE).eval()
     dense, embeddings = inputs(kind, 7)
-    exported = torch.export.export(model, (dense, embeddings), dynamic_shapes=({0: BATCH}, free_sizes(embeddings))).module()
+    exported = torch.export.export(
+        model, (dense, embeddings), dynamic_shapes=({0: BATCH}, free_sizes(embeddings))
+    ).module()
     for batch_size in (2, 7, 64, 1000):
         found = exported(*inputs(kind, batch_size))
         assert found.shape == (batch_size,)

@@ -7,10 +7,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from prefetcher.stores.base import FINISHED, Keys, Records, Store, Ticket
-from prefetcher.stores.in_front import StoreInFront
-from protocol.messages import RingRef, RowsBack, RowSpan, StepReady
-from protocol.transport.ring import RingWriter
+from rowcast.prefetcher.stores.store import FINISHED, Keys, Records, Store, Ticket
+from rowcast.prefetcher.stores.wrapper import StoreInFront
+from rowcast.protocol.messages import RingRef, RowsBack, RowSpan, StepReady
+from rowcast.protocol.transport.ring import RingWriter
 from tests.driver import InProcessRun
 from tests.verify.runs import Target
 
@@ -108,7 +108,12 @@ def on_way_home(run: InProcessRun, target: Target, change: Change) -> None:
 
 
 def change_span(
-    run: InProcessRun, ring: RingWriter, payload: RingRef | None, spans: Sequence[RowSpan], target: Target, change: Change
+    run: InProcessRun,
+    ring: RingWriter,
+    payload: RingRef | None,
+    spans: Sequence[RowSpan],
+    target: Target,
+    change: Change,
 ) -> None:
     """Has the span changed that holds the target, if it is among them."""
     width = run.groups[target.group].record_bytes

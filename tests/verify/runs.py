@@ -11,13 +11,13 @@ import pytest
 from torch import Tensor
 
 from examples.plain_loop import run_plain_loop
-from prefetcher.stores.base import Keys, Store
-from prefetcher.verify.loops import SAMPLE_RANGE, find_sampled
-from protocol.batch import ScheduledBatch
-from protocol.errors import DataError
-from protocol.job import Job
-from protocol.plan import StepPlan
-from protocol.tables import KEY_SHIFT, ROW_MASK, group_specs
+from rowcast.job.schema import Job
+from rowcast.job.tables import KEY_SHIFT, ROW_MASK, group_specs
+from rowcast.prefetcher.stores.store import Keys, Store
+from rowcast.prefetcher.verify.checksum_loops import SAMPLE_RANGE, find_sampled
+from rowcast.protocol.batch import ScheduledBatch
+from rowcast.protocol.plan import StepPlan
+from rowcast.runtime.errors import DataError
 from tests.driver import InProcessRun, Settings, start_state
 from tests.workloads import NUM_DENSE, slots_for, small_batches, small_job
 
@@ -36,11 +36,20 @@ class Work:
     recorded: dict[int, list[StepPlan]]
 
     def run(
-        self, seed: int, share: float, harm: Callable[[Store], Store] | None = None, *, seeded_streams: bool = True, mirrored: bool = False
+        self,
+        seed: int,
+        share: float,
+        harm: Callable[[Store], Store] | None = None,
+        *,
+        seeded_streams: bool = True,
+        mirrored: bool = False,
     ) -> InProcessRun:
         capacity, ring_bytes = VARIANTS[seed % 2]
         settings = Settings(
-            slots=slots_for(group_specs(self.job), self.batches, capacity), ring_bytes=ring_bytes, seed=seed, late_store=seed % 3 == 0
+            slots=slots_for(group_specs(self.job), self.batches, capacity),
+            ring_bytes=ring_bytes,
+            seed=seed,
+            late_store=seed % 3 == 0,
         )
         settings = replace(settings, verify=share, harm=harm, seeded_streams=seeded_streams, mirrored=mirrored)
         return InProcessRun(self.job, self.batches, settings)
@@ -56,7 +65,9 @@ class Work:
 def work(optimizer: str, num_groups: int) -> Work:
     job = small_job(optimizer, "multi", depth=3, horizon=4)
     if num_groups == 1:
-        job = msgspec.structs.replace(job, tables=[msgspec.structs.replace(table, embedding_dim=6) for table in job.tables])
+        job = msgspec.structs.replace(
+            job, tables=[msgspec.structs.replace(table, embedding_dim=6) for table in job.tables]
+        )
     assert len(group_specs(job)) == num_groups
     batches = small_batches(job, "multi", num_steps=10, eval_at=(3, 4, 8))
     losses, end = run_plain_loop(job, start_state(job, NUM_DENSE), batches)
@@ -97,7 +108,9 @@ def targets(plans: list[StepPlan], share: float, move: str) -> Iterator[Target]:
 
 def fetched_again(plans: list[StepPlan], target: Target) -> int | None:
     """The first step after the target's that brings its row, if there is one."""
-    return next((p.step for p in plans if p.step > target.step and target.key in p.groups[target.group].fetch.keys), None)
+    return next(
+        (p.step for p in plans if p.step > target.step and target.key in p.groups[target.group].fetch.keys), None
+    )
 
 
 def home_before(plans: list[StepPlan], target: Target) -> bool:

@@ -5,9 +5,9 @@ import random
 import numpy as np
 import pytest
 
-from prefetcher.verify.ledger import INITIAL_CELLS, NEVER_WRITTEN, Ledger
-from prefetcher.verify.loops import I64, SAMPLE_RANGE, find_sampled
-from protocol.tables import make_keys
+from rowcast.job.tables import make_keys
+from rowcast.prefetcher.verify.checksum_loops import I64, SAMPLE_RANGE, find_sampled
+from rowcast.prefetcher.verify.ledger import INITIAL_CELLS, NEVER_WRITTEN, Ledger
 
 
 def some_keys(chance: random.Random, count: int) -> I64:
@@ -28,7 +28,9 @@ def test_the_ledger_knows_what_was_given_first_and_taken_last(seed: int) -> None
             unread |= set(keys.tolist())
         else:
             ledger.given(keys, sums)
-            known = {key: (value, NEVER_WRITTEN) for key, value in zip(keys.tolist(), sums.tolist(), strict=True)} | known
+            known = {
+                key: (value, NEVER_WRITTEN) for key, value in zip(keys.tolist(), sums.tolist(), strict=True)
+            } | known
             unread -= set(keys.tolist())
         assert ledger.num_unread == len(unread)
     assert ledger.num_rows == len(known) > INITIAL_CELLS, "the ledger grew"

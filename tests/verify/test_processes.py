@@ -9,9 +9,9 @@ import pytest
 from tests.system.processes import Session
 from tests.system.starting import Starter
 
-WRONG_SLOTS = "import trainer.streams as s; own = s.scatter; s.scatter = lambda source, slots, rows: own(source, slots.roll(1), rows)"
+WRONG_SLOTS = "import rowcast.trainer.execute.streams as s; own = s.scatter; s.scatter = lambda source, slots, rows: own(source, slots.roll(1), rows)"
 LOST_WRITES = (
-    "import sys; sys.argv += ['--verify-share=1']; from prefetcher.stores import base, memory; "
+    "import sys; sys.argv += ['--verify-share=1']; from rowcast.prefetcher.stores import base, memory; "
     "memory.MemoryStore.write = lambda self, keys, rows, step: base.FINISHED"
 )
 ROW = r"^row [0-9]+ of table t is stale"
@@ -46,6 +46,9 @@ def test_writes_that_are_lost_end_both_processes(session: Session) -> None:
     prefetcher, trainer = session.start_patched("prefetcher", LOST_WRITES), session.start("trainer")
     refusals = [process.ended().refused(4) for process in (prefetcher, trainer)]
     assert refusals[0] in refusals[1]
-    assert re.search(rf"{ROW}, torn or lost: the store gives other bytes at .*step [0-9]+ than it took after step [0-9]+ ", refusals[0])
+    assert re.search(
+        rf"{ROW}, torn or lost: the store gives other bytes at .*step [0-9]+ than it took after step [0-9]+ ",
+        refusals[0],
+    )
     assert not list(session.run_dir.glob("checkpoints/step-*/manifest.json")), "a checkpoint holds verified rows"
     assert session.remains() == []

@@ -6,10 +6,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prefetcher.verify.loops import row_checksums
-from protocol.messages import RowChecksums
-from protocol.row_checksum import CHECKED_WORDS, I64, MESSAGE_BYTES, checksum_messages, checksums_of, column_constants
-from trainer.row_checksums import BLOCK_WORDS, write_checksums
+from rowcast.prefetcher.verify.checksum_loops import row_checksums
+from rowcast.protocol.messages import RowChecksums
+from rowcast.protocol.row_checksum import (
+    CHECKED_WORDS,
+    I64,
+    MESSAGE_BYTES,
+    checksum_messages,
+    checksums_of,
+    column_constants,
+)
+from rowcast.trainer.execute.row_checksums import BLOCK_WORDS, write_checksums
 
 WORD = st.integers(-(2**31), 2**31 - 1)
 

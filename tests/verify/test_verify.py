@@ -6,19 +6,31 @@ from collections.abc import Callable
 import pytest
 from torch import Tensor
 
-from prefetcher.stores.base import Store
+from rowcast.prefetcher.stores.store import Store
+from rowcast.trainer.execute.cache import ArrivedStep
+from rowcast.trainer.execute.streams import scatter
 from tests.counts import count
 from tests.driver import InProcessRun
 from tests.system.test_exact import assert_equal_bits
-from tests.verify.harm import LosesWrite, ReturnsOld, Tears, flip, flip_all, flip_byte, on_way_home, on_way_to_device, swap_with_next
+from tests.verify.harm import (
+    LosesWrite,
+    ReturnsOld,
+    Tears,
+    flip,
+    flip_all,
+    flip_byte,
+    on_way_home,
+    on_way_to_device,
+    swap_with_next,
+)
 from tests.verify.runs import Target, assert_noticed, fetched_again, home_before, targets, work
 from tests.workloads import OPTIMIZERS
-from trainer.cache import ArrivedStep
-from trainer.streams import scatter
 
 WAYS = [
     pytest.param(optimizer, num_groups, share, seed, id=f"{optimizer}-{num_groups}-{share}-{seed}")
-    for (optimizer, num_groups, share), seed in zip(itertools.product(OPTIMIZERS, (1, 2), (1.0, 0.05)), itertools.count())
+    for (optimizer, num_groups, share), seed in zip(
+        itertools.product(OPTIMIZERS, (1, 2), (1.0, 0.05)), itertools.count()
+    )
 ]
 every_way = pytest.mark.parametrize(("optimizer", "num_groups", "share", "seed"), WAYS)
 
@@ -60,9 +72,7 @@ def test_a_write_that_the_store_loses_is_noticed_when_the_row_is_read_again(
     plans = own.plans(seed % 2)
     target = pick([t for t in targets(plans, share, "dirty") if fetched_again(plans, t) is not None], seed)
     harm = only(target.group, lambda store: LosesWrite(store, target.key, target.step), num_groups)
-    sentence = (
-        f"^{target.name(own.job)} is stale.*gives other bytes at step {fetched_again(plans, target)} than it took after step {target.step} "
-    )
+    sentence = f"^{target.name(own.job)} is stale.*gives other bytes at step {fetched_again(plans, target)} than it took after step {target.step} "
     assert_noticed(own.run(seed, share, harm), sentence)
 
 
@@ -88,7 +98,9 @@ def test_a_row_that_the_store_gives_old_or_torn_is_noticed(
     again = [t for t in targets(plans, share, "dirty") if fetched_again(plans, t) is not None]
     target = pick([t for t in again if home_before(plans, t)] or again, seed)
     harm = only(target.group, lambda store: kind(store, target.key), num_groups)
-    assert_noticed(own.run(seed, share, harm), f"^{target.name(own.job)} is stale, torn or lost: the store gives other bytes at")
+    assert_noticed(
+        own.run(seed, share, harm), f"^{target.name(own.job)} is stale, torn or lost: the store gives other bytes at"
+    )
 
 
 @every_way
@@ -100,7 +112,9 @@ def test_a_row_that_changes_on_its_way_to_the_device_is_noticed(
     target = pick(list(targets(own.plans(seed % 2), share, "fetch")), seed)
     run = own.run(seed, share, seeded_streams=seeded)
     on_way_to_device(run, target, flip_byte)
-    assert_noticed(run, f"^{target.name(own.job)} is stale or torn: other bytes stand in its slot at step {target.step} .*.1 of ")
+    assert_noticed(
+        run, f"^{target.name(own.job)} is stale or torn: other bytes stand in its slot at step {target.step} .*.1 of "
+    )
 
 
 @every_way
@@ -134,7 +148,9 @@ def test_a_clean_row_whose_slot_was_overwritten_is_noticed_when_it_leaves(
     target = pick(list(targets(own.plans(seed % 2), share, "clean")), seed)
     run = own.run(seed, share)
     overwrite_after_use(run, monkeypatch, target)
-    assert_noticed(run, f"^{target.name(own.job)} was not trained, but other bytes stand in its slot at step {target.step} ")
+    assert_noticed(
+        run, f"^{target.name(own.job)} was not trained, but other bytes stand in its slot at step {target.step} "
+    )
 
 
 def overwrite_after_use(run: InProcessRun, monkeypatch: pytest.MonkeyPatch, target: Target) -> None:
@@ -158,12 +174,17 @@ def overwrite_after_use(run: InProcessRun, monkeypatch: pytest.MonkeyPatch, targ
 
 
 @every_way
-def test_a_victim_whose_bytes_change_on_the_way_home_is_noticed(optimizer: str, num_groups: int, share: float, seed: int) -> None:
+def test_a_victim_whose_bytes_change_on_the_way_home_is_noticed(
+    optimizer: str, num_groups: int, share: float, seed: int
+) -> None:
     own = work(optimizer, num_groups)
     target = pick(list(targets(own.plans(seed % 2), share, "dirty")), seed)
     run = own.run(seed, share)
     on_way_home(run, target, flip_byte)
-    assert_noticed(run, f"^{target.name(own.job)} is torn or lost: other bytes came home at step {target.step} than stood in its slot")
+    assert_noticed(
+        run,
+        f"^{target.name(own.job)} is torn or lost: other bytes came home at step {target.step} than stood in its slot",
+    )
 
 
 @every_way
@@ -181,13 +202,18 @@ def test_rows_of_a_barrier_that_change_on_the_way_home_are_noticed(
             fill.run(lambda: flip_all(out))
 
     monkeypatch.setattr(fill, "gather", harmful)
-    assert_noticed(run, f"^row [0-9]+ of table [a-z_]+ is torn or lost: other bytes came home at step {last} than stood in its slot")
+    assert_noticed(
+        run,
+        f"^row [0-9]+ of table [a-z_]+ is torn or lost: other bytes came home at step {last} than stood in its slot",
+    )
 
 
 def test_rows_outside_the_share_are_not_followed() -> None:
     own = work("sgd", 2)
     plans = own.plans(0)
     followed = {target.key for target in targets(plans, 0.05, "dirty")}
-    lost = next(t for t in targets(plans, 1.0, "dirty") if t.key not in followed and fetched_again(plans, t) is not None)
+    lost = next(
+        t for t in targets(plans, 1.0, "dirty") if t.key not in followed and fetched_again(plans, t) is not None
+    )
     harm = only(lost.group, lambda store: LosesWrite(store, lost.key, lost.step), 2)
     assert own.run(0, 0.05, harm).run().trainer.finished

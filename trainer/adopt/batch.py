@@ -6,10 +6,10 @@ from typing import Any, NoReturn, Self
 import torch
 from torch import Tensor
 
-from protocol.batch import Kind
-from trainer.adopt.slices import Slice
-from trainer.cache import ArrivedStep
-from trainer.models import aligned
+from rowcast.protocol.batch import Kind
+from rowcast.trainer.adopt.slices import Slice
+from rowcast.trainer.execute.cache import ArrivedStep
+from rowcast.trainer.models import aligned
 
 IDS_STAY = (
     "the ids of a batch stay with the prefetcher, and only its rows are here; hand sparse_features to the EmbeddingBagCollection, and what "
@@ -110,7 +110,9 @@ def own(array: Tensor) -> Tensor:
 def require_device(here: torch.device, wanted: Any) -> None:
     device = torch.device(wanted)
     if device.type != here.type or device.index not in (None, here.index):
-        raise RuntimeError(f"a batch is on {here}, where its rows are, and cannot go to {device}; give EmbeddingBagCollection(device=...)")
+        raise RuntimeError(
+            f"a batch is on {here}, where its rows are, and cannot go to {device}; give EmbeddingBagCollection(device=...)"
+        )
 
 
 def check_features(features: Any, session: object, step: ArrivedStep, part: Slice, keys: Sequence[str]) -> bool:
@@ -137,7 +139,9 @@ def check_features(features: Any, session: object, step: ArrivedStep, part: Slic
     if features.session is not session or features.step != step.step:
         raise another_batch(f"are of step {features.step} and the batch of step {step.step}")
     if features.slice != part:
-        raise another_batch(f"are of micro-batch {features.slice.index} and the batch is micro-batch {part.index} of step {step.step}")
+        raise another_batch(
+            f"are of micro-batch {features.slice.index} and the batch is micro-batch {part.index} of step {step.step}"
+        )
     return True
 
 
@@ -159,7 +163,9 @@ def features_lengths(features: Any) -> Tensor:
     return lengths() if callable(lengths) else features.offsets().diff()
 
 
-def check_ids(features: Any, keys: Sequence[str], positions: Sequence[int], slots: Tensor, offsets: Tensor | None) -> None:
+def check_ids(
+    features: Any, keys: Sequence[str], positions: Sequence[int], slots: Tensor, offsets: Tensor | None
+) -> None:
     """Compares the ids of a KeyedJaggedTensor with the slots of one group, whose features are `positions` of `keys`: as many in each bag,
     and no slot for two of them. Waits for the device. Raises RuntimeError."""
     size = num_samples(features)

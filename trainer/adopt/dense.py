@@ -2,7 +2,7 @@
 
 adopted.<n>.<number>    tensors of the n-th object
 adopted.structure       u8, JSON: what stands around them
-random.cpu, ...         as in trainer/dense.py
+random.cpu, ...         as in trainer/models/dense_state.py
 """
 
 import json
@@ -13,8 +13,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from protocol.errors import ConfigError, Mismatch
-from trainer.dense import Tensors, random_state, restore_random
+from rowcast.runtime.errors import ConfigError, Mismatch
+from rowcast.trainer.models.dense_state import Tensors, random_state, restore_random
 
 STRUCTURE = "adopted.structure"
 
@@ -28,11 +28,18 @@ class Stateful(Protocol):
 
 
 class DenseSide:
-    def __init__(self, parts: Sequence[Stateful], device: torch.device, without_tables: Callable[[], AbstractContextManager[None]]) -> None:
+    def __init__(
+        self,
+        parts: Sequence[Stateful],
+        device: torch.device,
+        without_tables: Callable[[], AbstractContextManager[None]],
+    ) -> None:
         """`without_tables`: within it the state of a model that holds the tables leaves them out."""
         for part in parts:
             if not all(callable(getattr(part, name, None)) for name in ("state_dict", "load_state_dict")):
-                raise ConfigError(f"connect: dense holds a {type(part).__name__}; give objects with state_dict and load_state_dict")
+                raise ConfigError(
+                    f"connect: dense holds a {type(part).__name__}; give objects with state_dict and load_state_dict"
+                )
         self._parts = list(parts)
         self._device = device
         self._without_tables = without_tables
@@ -52,7 +59,9 @@ class DenseSide:
             )
         structure = json.loads(tensors[STRUCTURE].numpy().tobytes())
         if len(structure) != len(self._parts):
-            raise Mismatch(f"the checkpoint has the state of {len(structure)} objects; connect was given dense = {len(self._parts)}")
+            raise Mismatch(
+                f"the checkpoint has the state of {len(structure)} objects; connect was given dense = {len(self._parts)}"
+            )
         with self._without_tables():
             for part, own in zip(self._parts, structure, strict=True):
                 load(part, rebuilt(own, tensors))
@@ -65,7 +74,9 @@ def load(part: Stateful, state: Any) -> None:
         part.load_state_dict(state)
     except (RuntimeError, ValueError, LookupError) as error:
         sentence = " ".join(str(error).split())
-        raise Mismatch(f"the checkpoint's {type(part).__name__} is not this one: {sentence}; use the model that wrote it") from None
+        raise Mismatch(
+            f"the checkpoint's {type(part).__name__} is not this one: {sentence}; use the model that wrote it"
+        ) from None
 
 
 def flattened(value: Any, prefix: str, tensors: Tensors) -> Any:
@@ -77,7 +88,11 @@ def flattened(value: Any, prefix: str, tensors: Tensors) -> Any:
     if isinstance(value, Mapping):
         return {"dict": [[key, flattened(own, prefix, tensors)] for key, own in value.items()]}
     if isinstance(value, list | tuple):
-        return {type(value).__name__ if type(value) in (list, tuple) else "list": [flattened(own, prefix, tensors) for own in value]}
+        return {
+            type(value).__name__ if type(value) in (list, tuple) else "list": [
+                flattened(own, prefix, tensors) for own in value
+            ]
+        }
     if value is None or isinstance(value, bool | int | float | str):
         return {"value": value}
     raise ConfigError(

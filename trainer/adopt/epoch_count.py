@@ -5,7 +5,7 @@ behind its last batch, in the loop   | (empty)   | 2 | 3 |      so that the scri
 behind its `for`                     | 2 | 3 |
 """
 
-from protocol.position import Position
+from rowcast.runtime.position import Position
 
 
 class EpochCount:
@@ -20,7 +20,9 @@ class EpochCount:
 
     def to_come(self, following: int | None) -> int | None:
         """Of the next `for`, where `following` is the epoch of the next batch; None: there is none."""
-        return self._start.epoch if self._start is not None and self._has_empty_rest(self._start, following) else following
+        return (
+            self._start.epoch if self._start is not None and self._has_empty_rest(self._start, following) else following
+        )
 
     def take_empty_rest(self, following: int | None) -> bool:
         """Whether the next `for` is the rest of the checkpoint's epoch, and empty. Once it was asked, never again."""

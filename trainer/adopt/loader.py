@@ -1,4 +1,4 @@
-"""`trainer.connect`: the loader of a training script, whose batches' rows are on the device when it yields them.
+"""`rowcast.connect`: the loader of a training script, whose batches' rows are on the device when it yields them.
 
 It starts with the first batch: until then tables can be loaded, and nothing runs. It ends with the data, with an error, when it is closed
 or collected, and with the script; the prefetcher that it started ends with it.
@@ -15,23 +15,24 @@ import structlog
 import torch
 from torch import Tensor
 
-from protocol.child import Child
-from protocol.errors import ConfigError
-from protocol.job import Job
-from protocol.manifest import Manifest
-from protocol.telemetry.logs import setup_logging
-from trainer.adopt import files, run_folder
-from trainer.adopt.batch import LoadedBatch
-from trainer.adopt.dense import DenseSide, Stateful
-from trainer.adopt.module import EmbeddingBagCollection
-from trainer.adopt.session import Session, SessionParts
-from trainer.adopt.settings import NO_DATA
-from trainer.adopt.slices import Slice
-from trainer.adopt.telling import tell
-from trainer.cache import ArrivedStep
-from trainer.optim import warm_up_sqrt
-from trainer.report import Evaluation
-from trainer.service import refuse_several_ranks
+from rowcast.job.schema import Job
+from rowcast.runtime.checkpoint_manifest import Manifest
+from rowcast.runtime.child import Child
+from rowcast.runtime.errors import ConfigError
+from rowcast.runtime.telemetry.logs import setup_logging
+from rowcast.trainer.adopt import run_folder
+from rowcast.trainer.adopt import table_files as files
+from rowcast.trainer.adopt.batch import LoadedBatch
+from rowcast.trainer.adopt.dense import DenseSide, Stateful
+from rowcast.trainer.adopt.module import EmbeddingBagCollection
+from rowcast.trainer.adopt.say import tell
+from rowcast.trainer.adopt.session import Session, SessionParts
+from rowcast.trainer.adopt.settings import NO_DATA
+from rowcast.trainer.adopt.slices import Slice
+from rowcast.trainer.execute.cache import ArrivedStep
+from rowcast.trainer.kernels.optim import warm_up_sqrt
+from rowcast.trainer.report.report_json import Evaluation
+from rowcast.trainer.run.trainer_run import refuse_several_ranks
 
 
 def connect(
@@ -75,7 +76,9 @@ def connect(
             "dense; give a dataset to have one started"
         )
     if is_launched and dataset is None and ebc.job.data.format == NO_DATA:
-        raise ConfigError('connect: dataset is missing; name it, as "package.module:factory", or make the module of a job file')
+        raise ConfigError(
+            'connect: dataset is missing; name it, as "package.module:factory", or make the module of a job file'
+        )
     if is_launched and dense is None and save_every is None and not ebc.says("checkpoint", "every"):
         changes["checkpoint.every"] = 0  # no run goes on from a checkpoint without the dense side
     side = None if dense is None else DenseSide(dense, ebc.device, ebc.without_tables)
@@ -135,7 +138,8 @@ def start_child(ebc: EmbeddingBagCollection, max_steps: int | None, *, fresh: bo
     """A prefetcher for the module's job, which begins with the tables that were loaded, where there are any."""
     job_file = ebc.write_job_file()
     files.await_release(ebc.job.run_dir)
-    is_new = fresh or (ebc.loaded is not None and not run_folder.may_hold_training(ebc.job.run_dir))  # where no train step is lost by it
+    # where no train step is lost by it
+    is_new = fresh or (ebc.loaded is not None and not run_folder.may_hold_training(ebc.job.run_dir))
     return files.start_prefetcher(
         job_file, ebc.job.run_dir / files.LOG, files.run_options(fresh=is_new, max_steps=max_steps, loaded=ebc.loaded)
     )
@@ -162,7 +166,9 @@ class Loader:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()
 
     def __bool__(self) -> bool:
@@ -172,7 +178,10 @@ class Loader:
         """What an epoch's `for` yields; of micro-batches the most that it can be. Begins the run. Raises TypeError where the data set does
         not say how many batches it has."""
         self._open()
-        return epoch_length(self._session.epoch_batches(), self._job.eval.every, self._evaluate, self._session.epoch) * self._accumulate
+        return (
+            epoch_length(self._session.epoch_batches(), self._job.eval.every, self._evaluate, self._session.epoch)
+            * self._accumulate
+        )
 
     @property
     def epochs(self) -> Iterator[int]:
@@ -229,7 +238,9 @@ class Loader:
             return
         epoch = first.header.epoch
         if self._asked == 1 and epoch and not self._counts_epochs:
-            tell(f"this first `for` is the rest of epoch {epoch}, counted from 0; `for epoch in loader.epochs` counts on from there")
+            tell(
+                f"this first `for` is the rest of epoch {epoch}, counted from 0; `for epoch in loader.epochs` counts on from there"
+            )
         while (step := self._session.peek()) is not None and step.header.epoch == epoch:
             self._session.begin()
             if step.header.kind == "train" or self._evaluate:
@@ -252,7 +263,8 @@ class Loader:
             yield self._loaded(self._session.current, part)
 
     def _loaded(self, step: ArrivedStep, part: Slice) -> LoadedBatch:
-        with torch.inference_mode(False):  # where the script is in that mode now, it may train on the batch outside of it
+        # where the script is in that mode now, it may train on the batch outside of it
+        with torch.inference_mode(False):
             batch = LoadedBatch(step, part, self._session, self._job.features)
         self._session.uses.record()
         return batch

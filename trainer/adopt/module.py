@@ -1,4 +1,4 @@
-"""`trainer.EmbeddingBagCollection`: TorchRec's face over tables that do not fit on the device."""
+"""`rowcast.EmbeddingBagCollection`: TorchRec's face over tables that do not fit on the device."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -10,21 +10,22 @@ import msgspec
 import torch
 from torch import Tensor, nn
 
-from protocol.errors import ConfigError
-from protocol.job import Job, SparseOptimizer
-from protocol.job_file import parse_job
-from protocol.manifest import newest_checkpoint
-from protocol.tables import group_specs
-from trainer.adopt import files, run_folder, settings
-from trainer.adopt.batch import VALIDATION, check_features, check_ids
-from trainer.adopt.keyed import KeyedEmbeddings
-from trainer.adopt.session import Session
-from trainer.cache import ArrivedStep
-from trainer.runner import step_lookups
-from trainer.streams import choose_device, on_device
+from rowcast.job.file import parse_job
+from rowcast.job.schema import Job, SparseOptimizer
+from rowcast.job.tables import group_specs
+from rowcast.runtime.checkpoint_manifest import newest_checkpoint
+from rowcast.runtime.errors import ConfigError
+from rowcast.trainer.adopt import run_folder, settings
+from rowcast.trainer.adopt import table_files as files
+from rowcast.trainer.adopt.batch import VALIDATION, check_features, check_ids
+from rowcast.trainer.adopt.keyed_embeddings import KeyedEmbeddings
+from rowcast.trainer.adopt.session import Session
+from rowcast.trainer.execute.cache import ArrivedStep
+from rowcast.trainer.execute.streams import choose_device, on_device
+from rowcast.trainer.models.runner import step_lookups
 
 NO_BATCH = (
-    "there is no batch to look up: iterate over the loader that trainer.connect(ebc, ...) gives, and call the model on each batch before "
+    "there is no batch to look up: iterate over the loader that rowcast.connect(ebc, ...) gives, and call the model on each batch before "
     f"asking for the next; {VALIDATION}"
 )
 
@@ -32,7 +33,7 @@ NO_BATCH = (
 class EmbeddingBagCollection(nn.Module):
     """Pooled embeddings of sparse features; rows come to the device just before the batch that needs them, and are updated in backward.
 
-    It has no parameters: its optimizer is the one it was given. `trainer.connect` gives it the batches that it can look up.
+    It has no parameters: its optimizer is the one it was given. `rowcast.connect` gives it the batches that it can look up.
     """
 
     def __init__(
@@ -76,7 +77,9 @@ class EmbeddingBagCollection(nn.Module):
         self._configs = list(tables) or settings.configs_of(self._job)
         for table in self._job.tables:
             if table.pooling == "none":
-                raise ConfigError(f'table {table.name}: pooling = "none" is none of an EmbeddingBagCollection; use sum or mean')
+                raise ConfigError(
+                    f'table {table.name}: pooling = "none" is none of an EmbeddingBagCollection; use sum or mean'
+                )
         try:
             self.device = choose_device(self._job.trainer.device)
         except ValueError as error:
@@ -84,7 +87,8 @@ class EmbeddingBagCollection(nn.Module):
         self._groups = group_specs(self._job)
         self._session: Session | None = None
         self._is_connected = self._is_launched = False  # to a loader, and one that starts the prefetcher
-        self._resumes = False  # where a loader is connected: a checkpoint in the run directory is where the tables begin
+        # where a loader is connected: a checkpoint in the run directory is where the tables begin
+        self._resumes = False
         self._loaded: Path | None = None  # tables to begin with
         self._has_tables = True  # in state_dict
 
@@ -162,7 +166,7 @@ class EmbeddingBagCollection(nn.Module):
 
     @property
     def has_run(self) -> bool:
-        """Whether the run directory holds a run with train steps, which `trainer.connect` goes on with unless it is given fresh=True."""
+        """Whether the run directory holds a run with train steps, which `rowcast.connect` goes on with unless it is given fresh=True."""
         return run_folder.newest_run(self._job.run_dir) is not None
 
     @property
@@ -177,7 +181,9 @@ class EmbeddingBagCollection(nn.Module):
     def adopt(self, changes: Mapping[str, Any], *, is_launched: bool, resumes: bool) -> Job:
         """Called once, by `connect`, with what the loader adds to the job. Raises ConfigError, and is as it was then."""
         if self._is_connected:
-            raise ConfigError("connect: this EmbeddingBagCollection has a loader already; make another one for another run")
+            raise ConfigError(
+                "connect: this EmbeddingBagCollection has a loader already; make another one for another run"
+            )
         if self._has_default_dir:
             run_folder.check_owner(self._job.run_dir)
         content = deepcopy(self._content)
@@ -271,7 +277,9 @@ class EmbeddingBagCollection(nn.Module):
 
     def _load(self, weights: Mapping[str, Tensor]) -> None:
         if self._session is not None:
-            raise RuntimeError("tables can be loaded only before the loader yields its first batch: from then on their rows move")
+            raise RuntimeError(
+                "tables can be loaded only before the loader yields its first batch: from then on their rows move"
+            )
         if self.has_job_file and not self._is_launched:
             raise RuntimeError(
                 "the prefetcher of this job file has the tables: give it a file by `prefetcher import --from` before it is started, or let "

@@ -9,16 +9,25 @@ from pathlib import Path
 
 import torch
 
-from protocol.errors import ConfigError, DataError
-from protocol.job import Job
-from protocol.job_file import parse_job
-from protocol.manifest import Manifest, beside, checked_file, checkpoint_folders, newest_checkpoint, read_manifest, write_durably
-from protocol.rundir import RunDirectory
-from trainer.dense import Tensors, pack, unpack
+from rowcast.job.file import parse_job
+from rowcast.job.schema import Job
+from rowcast.runtime.checkpoint_manifest import (
+    Manifest,
+    beside,
+    checked_file,
+    checkpoint_folders,
+    newest_checkpoint,
+    read_manifest,
+    write_durably,
+)
+from rowcast.runtime.errors import ConfigError, DataError
+from rowcast.runtime.run_directory import RunDirectory
+from rowcast.trainer.models.dense_state import Tensors, pack, unpack
 
 NOTEBOOK = "notebook"  # a session without a file
 SCRIPT_FILE = "script"  # in the run directory: the path of the script from there
-OVER_FILE = "script.over"  # in the run directory: the dense side when the script had left its loop over the epochs, as safetensors
+# in the run directory: the dense side when the script had left its loop over the epochs, as safetensors
+OVER_FILE = "script.over"
 OVER_RUN = "over.run"  # u8: the last checkpoint's run and train steps
 CANNOT_GO_ON = (
     "{} holds a run of {} train steps, but the model and its optimizer begin anew: connect(..., dense=(model, optimizer)) goes on where "
@@ -52,7 +61,9 @@ def check_owner(run_dir: Path) -> None:
     record = run_dir / SCRIPT_FILE
     if not record.exists():
         if newest_checkpoint(run_dir) is not None:
-            raise ConfigError(f"{run_dir} holds a run that was given this directory by name; set run_dir=... for the run of {described()}")
+            raise ConfigError(
+                f"{run_dir} holds a run that was given this directory by name; set run_dir=... for the run of {described()}"
+            )
         return
     made_by = record.read_text().strip()
     if made_by != described_from(run_dir):
@@ -84,7 +95,10 @@ def described_from(run_dir: Path) -> str:
 
 def newest_run(run_dir: Path) -> Manifest | None:
     """The newest checkpoint whose manifest can be read, where train steps were done before it."""
-    newest = next((found for folder in checkpoint_folders(run_dir / "checkpoints") if (found := readable(folder)) is not None), None)
+    newest = next(
+        (found for folder in checkpoint_folders(run_dir / "checkpoints") if (found := readable(folder)) is not None),
+        None,
+    )
     return newest if newest is not None and newest.train_steps else None
 
 
@@ -126,7 +140,8 @@ def keep_over(run_dir: Path, tensors: Tensors) -> None:
     newest = newest_run(run_dir)
     if newest is not None:
         write_durably(
-            run_dir / OVER_FILE, pack({**tensors, OVER_RUN: torch.frombuffer(bytearray(described_run(newest)), dtype=torch.uint8)})
+            run_dir / OVER_FILE,
+            pack({**tensors, OVER_RUN: torch.frombuffer(bytearray(described_run(newest)), dtype=torch.uint8)}),
         )
 
 

@@ -3,14 +3,14 @@
 import numpy as np
 import torch
 
-from trainer.adopt.dense import DenseSide
-from trainer.adopt.epoch_count import EpochCount
-from trainer.adopt.telling import tell
-from trainer.cache import ArrivedStep
-from trainer.dense import Tensors
-from trainer.evaluate import EvalCounts, EvalMetrics
-from trainer.report import Evaluation
-from trainer.results import ResultFiles
+from rowcast.trainer.adopt.dense import DenseSide
+from rowcast.trainer.adopt.epoch_count import EpochCount
+from rowcast.trainer.adopt.say import tell
+from rowcast.trainer.execute.cache import ArrivedStep
+from rowcast.trainer.models.dense_state import Tensors
+from rowcast.trainer.models.evaluate import EvalCounts, EvalMetrics
+from rowcast.trainer.report.report_json import Evaluation
+from rowcast.trainer.report.results import ResultFiles
 
 EPOCHS_OVER = "adopted.epochs_over"  # i64: epochs whose `for` had ended in the script
 

@@ -18,45 +18,45 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from protocol.child import Child
-from protocol.conversation import Conversation
-from protocol.errors import ConfigError, PeerLost, RowcastError, peer_failure
-from protocol.job import Job
-from protocol.manifest import Manifest, newest_checkpoint
-from protocol.messages import Bye, StopRequest, Welcome
-from protocol.process import Crew, tell_peer
-from protocol.rundir import RunDirectory
-from protocol.session import Session as Protocol
-from protocol.session import check_welcome
-from protocol.stages import IDLE_WAIT_S, Doorbell
-from protocol.tables import group_specs
-from protocol.telemetry.logs import get_logger
-from protocol.transport.zmq_link import ZmqLink
-from protocol.watch import PeerWatch, Progress
-from trainer.adopt import run_folder
-from trainer.adopt.dense import DenseSide
-from trainer.adopt.epoch_count import EpochCount
-from trainer.adopt.in_hand import StepInHand
-from trainer.adopt.loss_scaling import LossScaling
-from trainer.adopt.optimizer_steps import OptimizerSteps
-from trainer.adopt.script_side import ScriptRunner
-from trainer.adopt.shown import Shown
-from trainer.adopt.slices import Slice
-from trainer.adopt.stop_signals import StopSignals
-from trainer.adopt.telling import tell
-from trainer.adopt.uses import Uses
-from trainer.cache import ArrivedStep
-from trainer.embedding import Embeddings
-from trainer.encounter import attach_rings, await_welcome, hello, make_engine, make_records, progress_of
-from trainer.engine import TrainerEngine
-from trainer.kernels import Kernels, torch_ops
-from trainer.kernels.choose import choose_kernels
-from trainer.metrics import new_counters
-from trainer.observe import stall_clocks
-from trainer.pinning import pinned
-from trainer.plan_check import check_welcome_fits
-from trainer.report import Evaluation
-from trainer.streams import adopted_streams, on_device
+from rowcast.job.schema import Job
+from rowcast.job.tables import group_specs
+from rowcast.protocol.conversation import Conversation
+from rowcast.protocol.messages import Bye, StopRequest, Welcome
+from rowcast.protocol.peer_watch import PeerWatch, Progress, tell_peer
+from rowcast.protocol.session import Session as Protocol
+from rowcast.protocol.session import check_welcome
+from rowcast.protocol.transport.zmq_link import ZmqLink
+from rowcast.runtime.checkpoint_manifest import Manifest, newest_checkpoint
+from rowcast.runtime.child import Child
+from rowcast.runtime.errors import ConfigError, PeerLost, RowcastError, peer_failure
+from rowcast.runtime.process import Crew
+from rowcast.runtime.run_directory import RunDirectory
+from rowcast.runtime.stages import IDLE_WAIT_S, Doorbell
+from rowcast.runtime.telemetry.logs import get_logger
+from rowcast.trainer.adopt import run_folder
+from rowcast.trainer.adopt.current_step import StepInHand
+from rowcast.trainer.adopt.dense import DenseSide
+from rowcast.trainer.adopt.epoch_count import EpochCount
+from rowcast.trainer.adopt.loss_scaling import LossScaling
+from rowcast.trainer.adopt.optimizer_steps import OptimizerSteps
+from rowcast.trainer.adopt.say import tell
+from rowcast.trainer.adopt.script_side import ScriptRunner
+from rowcast.trainer.adopt.slices import Slice
+from rowcast.trainer.adopt.stop_signals import StopSignals
+from rowcast.trainer.adopt.stream_order import Uses
+from rowcast.trainer.adopt.telemetry import Shown
+from rowcast.trainer.execute.cache import ArrivedStep
+from rowcast.trainer.execute.engine import TrainerEngine
+from rowcast.trainer.execute.metrics import new_counters
+from rowcast.trainer.execute.page_locking import pinned
+from rowcast.trainer.execute.plan_check import check_welcome_fits
+from rowcast.trainer.execute.streams import adopted_streams, on_device
+from rowcast.trainer.kernels import Kernels, torch_ops
+from rowcast.trainer.kernels.choose import choose_kernels
+from rowcast.trainer.models.embedding import Embeddings
+from rowcast.trainer.report.report_json import Evaluation
+from rowcast.trainer.run.gauges import stall_clocks
+from rowcast.trainer.run.handshake import attach_rings, await_welcome, hello, make_engine, make_records, progress_of
 
 DEVICE_POLL_S = 0.0002
 CHILD_END_S = 15.0  # for a prefetcher that knows that it is over
@@ -66,9 +66,7 @@ RECORDED = {
     "train": "record(loss=...) is of a train batch: call it in the loop, before the loader is asked for the next",
     "eval": "record(logits=...) is of an evaluation batch (batch.kind): call it in the loop, before the loader is asked for the next",
 }
-LEFT_BETWEEN_EPOCHS = (
-    "the training script has left the loader between two epochs: one `for` loop over it is one epoch, and loader.stop() ends a run early"
-)
+LEFT_BETWEEN_EPOCHS = "the training script has left the loader between two epochs: one `for` loop over it is one epoch, and loader.stop() ends a run early"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,7 +162,9 @@ class Session:
         conversation.send(hello(self._job, "train", torch.get_num_threads(), self._parts.device))
         self._shown.health.state = "connecting"
         stopped = self._is_stopping
-        welcome = await_welcome(arrived, conversation, watch, self._bell, stopped, lambda: left.is_set() or self._child_ended())
+        welcome = await_welcome(
+            arrived, conversation, watch, self._bell, stopped, lambda: left.is_set() or self._child_ended()
+        )
         if welcome is None and self.stop_reason is not None:
             raise KeyboardInterrupt
         if welcome is None:
@@ -342,7 +342,9 @@ class Session:
                 raise RuntimeError(RECORDED[kind])
         if loss is not None:
             assert step is not None, "looked at above"
-            own = torch.as_tensor(loss, dtype=torch.float32).detach().mean() * (self.hand.slice.size / step.header.batch_size)
+            own = torch.as_tensor(loss, dtype=torch.float32).detach().mean() * (
+                self.hand.slice.size / step.header.batch_size
+            )
             self._loss = own if self._loss is None else self._loss + own
         if logits is not None:
             self._script.metrics.update(logits.detach().float().reshape(-1), self.hand.labels())
@@ -414,7 +416,9 @@ class Session:
         assert self._conversation is not None, "and a conversation"
         if self._next is None and self._last_step is None:
             self._next = self._drive(until=lambda: False)  # to learn which step is the first
-        next_step = self._next.step if self._next is not None else None if self._last_step is None else self._last_step + 1
+        next_step = (
+            self._next.step if self._next is not None else None if self._last_step is None else self._last_step + 1
+        )
         if self.ended or next_step is None:
             return
         self._conversation.send(StopRequest(reason=f"{self.stop_reason} in the training script", next_step=next_step))

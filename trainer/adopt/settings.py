@@ -8,9 +8,9 @@ from typing import Any, NoReturn
 import msgspec
 import torch
 
-from protocol.errors import ConfigError
-from protocol.job import Job, SparseOptimizer
-from protocol.job_file import parse_job, read_content
+from rowcast.job.file import parse_job, read_content
+from rowcast.job.schema import Job, SparseOptimizer
+from rowcast.runtime.errors import ConfigError
 
 NO_MODEL = f"{__name__}:refuse_model"
 JOB_FILE = "job.json"  # in the run directory: what the two processes of an adopted run read
@@ -44,7 +44,9 @@ def job_content(
     if optimizer is None or capacity is None:
         missing = "optimizer" if optimizer is None else "capacity"
         example = {"optimizer": '{"kind": "adagrad", "lr": 0.05}', "capacity": '"64MiB"'}[missing]
-        raise ConfigError(f"EmbeddingBagCollection: {missing} is missing; give {missing}={example}, or a job file with tables")
+        raise ConfigError(
+            f"EmbeddingBagCollection: {missing} is missing; give {missing}={example}, or a job file with tables"
+        )
     if not isinstance(optimizer, SparseOptimizer | Mapping):
         raise ConfigError(
             f'EmbeddingBagCollection: optimizer = {optimizer!r} does not say how rows are trained; give {{"kind": "adagrad", "lr": 0.05}}'
@@ -54,7 +56,8 @@ def job_content(
         "data": {"format": NO_DATA},
         "tables": [table_content(config) for config in configs],
         "model": {"kind": NO_MODEL},
-        "optimizer": {"sparse": msgspec.to_builtins(optimizer), "dense": {"kind": "sgd", "lr": 0.0}},  # the script has the dense one
+        # the script has the dense one
+        "optimizer": {"sparse": msgspec.to_builtins(optimizer), "dense": {"kind": "sgd", "lr": 0.0}},
         "cache": {"capacity": capacity},
         "trainer": {"device": device},
         "metrics": {"prefetcher": "127.0.0.1:0", "trainer": "127.0.0.1:0"},
@@ -87,10 +90,14 @@ def table_content(config: Any) -> dict[str, Any]:
         content = {name: getattr(config, name) for name in ("name", "num_embeddings", "embedding_dim")}
         content["features"] = list(config.feature_names)
     except AttributeError as error:
-        raise ConfigError(f"EmbeddingBagCollection: {error}; give EmbeddingBagConfigs, TorchRec's or trainer.EmbeddingBagConfig") from None
+        raise ConfigError(
+            f"EmbeddingBagCollection: {error}; give EmbeddingBagConfigs, TorchRec's or rowcast.EmbeddingBagConfig"
+        ) from None
     pooling, dtype = word(getattr(config, "pooling", "sum")), word(getattr(config, "data_type", "fp32"))
     if pooling not in ("sum", "mean"):
-        raise ConfigError(f"table {config.name}: pooling = {pooling!r} is none of an EmbeddingBagCollection; use sum or mean")
+        raise ConfigError(
+            f"table {config.name}: pooling = {pooling!r} is none of an EmbeddingBagCollection; use sum or mean"
+        )
     content |= {"pooling": pooling, "init": init_of(config)}
     return content if dtype == "fp32" else content | {"dtype": dtype}
 
@@ -118,9 +125,12 @@ def file_content(path: Path, configs: Sequence[Any]) -> dict[str, Any]:
     """Of a job file that exists. Raises ConfigError where its tables are not those of `configs`, where there are any."""
     content = read_content(path)
     own = [
-        described(table.name, table.num_embeddings, table.embedding_dim, table.features) for table in parse_job(content, str(path)).tables
+        described(table.name, table.num_embeddings, table.embedding_dim, table.features)
+        for table in parse_job(content, str(path)).tables
     ]
-    given = [described(config.name, config.num_embeddings, config.embedding_dim, config.feature_names) for config in configs]
+    given = [
+        described(config.name, config.num_embeddings, config.embedding_dim, config.feature_names) for config in configs
+    ]
     if given and given != own:
         raise ConfigError(
             f"{path} has the tables {'; '.join(own)}, but the configs are {'; '.join(given)}; make them equal, or give no configs"
@@ -149,4 +159,6 @@ def configs_of(job: Job) -> list[EmbeddingBagConfig]:
 
 def refuse_model(*args: Any, **options: Any) -> NoReturn:
     """`model.kind` of a job whose model is in a script."""
-    raise ConfigError("the model of this job is in a training script of its own (docs/adopt.md); run the script instead of `trainer run`")
+    raise ConfigError(
+        "the model of this job is in a training script of its own (docs/adopt.md); run the script instead of `trainer run`"
+    )

@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from trainer.adopt.uses import Uses
-from trainer.embedding import Embeddings, GroupLookup, update_in_backward
-from trainer.models.sequences import Embedded
+from rowcast.trainer.adopt.stream_order import Uses
+from rowcast.trainer.models.embedding import Embeddings, GroupLookup, update_in_backward
+from rowcast.trainer.models.sequences import Embedded
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,9 @@ class SlicedStep:
     def keep(self, own: Slice, grads: Sequence[Tensor]) -> None:
         """Called in the slice's backward pass, with f32 [its bags, D] of each group."""
         if self._grads is None or self._waiting != own:
-            raise RuntimeError(f"micro-batch {own.index} of train step {self._train_step} had its backward pass; call it once a forward")
+            raise RuntimeError(
+                f"micro-batch {own.index} of train step {self._train_step} had its backward pass; call it once a forward"
+            )
         for whole, grad, lookup in zip(self._grads, grads, self._lookups, strict=True):
             bags(whole, lookup)[:, own.start : own.stop] = grad.view(-1, own.size, grad.shape[1])
         self._waiting = None

@@ -8,7 +8,9 @@ from types import FrameType
 from typing import Any
 
 DEFAULTS: dict[signal.Signals, Any] = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
-ASKED = "rowcast: {} came: the run stops after the step in hand, with a checkpoint; a second one ends the script at once\n"
+ASKED = (
+    "rowcast: {} came: the run stops after the step in hand, with a checkpoint; a second one ends the script at once\n"
+)
 
 
 class StopSignals:

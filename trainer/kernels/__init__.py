@@ -28,8 +28,10 @@ class GroupLookup:
     unique_slots: Tensor  # i32 [U] slot of each distinct row
     segment_offsets: Tensor  # i32 [U + 1] where each distinct row's look-ups start in bag_order
     bag_order: Tensor  # i32 [N] the bag of each look-up, grouped by row, in look-up order within a row
-    long_rows: Tensor  # i32 [K] positions in unique_slots of the rows with more than PIECE_LOOKUPS look-ups, which are cut in pieces
-    piece_offsets: Tensor  # i32 [K + 1] where each long row's pieces start among all P; all but a row's last one are whole
+    # i32 [K] positions in unique_slots of the rows with more than PIECE_LOOKUPS look-ups, which are cut in pieces
+    long_rows: Tensor
+    # i32 [K + 1] where each long row's pieces start among all P; all but a row's last one are whole
+    piece_offsets: Tensor
     piece_rows: Tensor  # i32 [P] the long row that each piece belongs to, as a position in long_rows
     lookup_order: Tensor | None = None  # i32 [N] the look-up behind each entry of bag_order; only with weights
     offsets: Tensor | None = None  # i32 [G + 1] bag boundaries in slots, or None: every bag holds one look-up
@@ -44,7 +46,8 @@ class Rows:
     """The records of a group by their parts: views of one memory, with any row stride."""
 
     weight: Tensor  # f32, f16 or bf16 [num_slots, D]: what a look-up reads
-    master: Tensor | None  # f32 [num_slots, D]: the weights before rounding; None where `weight` itself is what is trained
+    # f32 [num_slots, D]: the weights before rounding; None where `weight` itself is what is trained
+    master: Tensor | None
     states: tuple[Tensor, ...]  # f32 [num_slots, D], or [num_slots, 1] of rowwise_adagrad; in the order of the record
 
 
@@ -57,7 +60,8 @@ class Rule:
     eps: float
     betas: tuple[float, float]  # adam
     step: int  # train steps, this one included: from 1
-    clip: float | None = None  # each row's gradient g becomes g * min(1, clip / (||g||2 + 1e-6)) before anything else; None: as it is
+    # each row's gradient g becomes g * min(1, clip / (||g||2 + 1e-6)) before anything else; None: as it is
+    clip: float | None = None
 
 
 class Kernels(Protocol):

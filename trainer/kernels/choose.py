@@ -5,11 +5,11 @@ import time
 
 import torch
 
-from protocol.job import Job
-from protocol.tables import group_specs
-from protocol.telemetry.logs import get_logger, said_if_slow
-from trainer.kernels import Kernels, torch_ops
-from trainer.kernels.self_check import difference
+from rowcast.job.schema import Job
+from rowcast.job.tables import group_specs
+from rowcast.runtime.telemetry.logs import get_logger, said_if_slow
+from rowcast.trainer.kernels import Kernels, torch_ops
+from rowcast.trainer.kernels.self_check import difference
 
 WORTH_SAYING_S = 2.0
 
@@ -26,7 +26,7 @@ def choose_kernels(device: torch.device, job: Job | None = None) -> Kernels:
 def compiled_kernels(job: Job | None) -> Kernels:
     began_s = time.perf_counter()
     with said_if_slow(WORTH_SAYING_S, "preparing the kernels; a first start compiles them: about 10 s"):
-        from trainer.kernels.compiled_ops import CompiledOps  # numba, which only a CPU needs
+        from rowcast.trainer.kernels.compiled_ops import CompiledOps  # numba, which only a CPU needs
 
         chosen: Kernels = CompiledOps(torch.get_num_threads())
         if job is not None:
@@ -43,7 +43,8 @@ def checked(kernels: Kernels, job: Job) -> Kernels:
     if found is None:
         return kernels
     get_logger().warning(
-        "compiled kernels have other bits than torch here, so plain torch operations serve, which are slower", differ=found
+        "compiled kernels have other bits than torch here, so plain torch operations serve, which are slower",
+        differ=found,
     )
     return torch_ops
 
@@ -51,11 +52,13 @@ def checked(kernels: Kernels, job: Job) -> Kernels:
 def triton_kernels(device: torch.device, job: Job | None) -> Kernels:
     """Triton's, where it is installed and can make its launcher: that takes a C compiler and Python's headers, once a machine."""
     try:
-        from trainer.kernels import triton_ops
+        from rowcast.trainer.kernels import triton_ops
 
         triton_ops.make_launcher()
         triton_ops.check_dims(() if job is None else [table.embedding_dim for table in job.tables])
     except (ImportError, OSError, RuntimeError, subprocess.CalledProcessError) as error:
-        get_logger().warning("kernels in plain torch operations, which are slower", device=str(device), cause=str(error))
+        get_logger().warning(
+            "kernels in plain torch operations, which are slower", device=str(device), cause=str(error)
+        )
         return torch_ops
     return triton_ops

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from protocol.compiled import compiled_arithmetic, multiply_add, prefetch
+from rowcast.runtime.compiled import compiled_arithmetic, multiply_add, prefetch
 
 F32 = npt.NDArray[np.float32]
 I32 = npt.NDArray[np.int32]
@@ -116,7 +116,9 @@ def sum_and_accumulate(grads: Gradients, states: Part, out: F32, sums: F32, bloc
 
 
 @compiled_arithmetic
-def descend_by_roots(weights: Part, dim: int, grads: F32, roots: F32, rate: Rate, block: int, first: int, end: int) -> None:
+def descend_by_roots(
+    weights: Part, dim: int, grads: F32, roots: F32, rate: Rate, block: int, first: int, end: int
+) -> None:
     """Adagrad's second half: w = w + (-lr * g) / (root + eps)."""
     for u in range(first, end):
         if u + AHEAD < end:
@@ -138,7 +140,9 @@ def accumulate_means(states: Part, means: F32, sums: F32, block: int, first: int
 
 
 @compiled_arithmetic
-def descend_by_row_roots(weights: Part, dim: int, grads: F32, roots: F32, rate: Rate, block: int, first: int, end: int) -> None:
+def descend_by_row_roots(
+    weights: Part, dim: int, grads: F32, roots: F32, rate: Rate, block: int, first: int, end: int
+) -> None:
     """Row-wise Adagrad: w = w - lr * g / (root + eps), one root a row."""
     for u in range(first, end):
         if u + AHEAD < end:

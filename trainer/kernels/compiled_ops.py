@@ -15,10 +15,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trainer.kernels import GroupLookup, Rows, Rule, torch_ops
-from trainer.kernels import compiled_loops as loops
-from trainer.kernels.compiled_loops import F32, I32, Gradients, Part, Rate
-from trainer.kernels.thread_pool import ThreadPool
+from rowcast.trainer.kernels import GroupLookup, Rows, Rule, torch_ops
+from rowcast.trainer.kernels import compiled_loops as loops
+from rowcast.trainer.kernels.compiled_loops import F32, I32, Gradients, Part, Rate
+from rowcast.trainer.kernels.thread_pool import ThreadPool
 
 BLOCK_FLOATS = 2**18  # of row gradients that an update has in hand; smaller blocks are called too often
 NO_FLOATS, NO_INTS = np.zeros(0, np.float32), np.zeros(0, np.int32)
@@ -55,7 +55,12 @@ class CompiledOps:
         torch_ops.apply(rows, unique_slots, row_grads, rule)
 
     def update(self, rows: Rows, pooled_grad: Tensor, group: GroupLookup, divisors: Tensor | None, rule: Rule) -> None:
-        if rule.kind not in UPDATES or rule.clip is not None or rows.master is not None or rows.weight.dtype != torch.float32:
+        if (
+            rule.kind not in UPDATES
+            or rule.clip is not None
+            or rows.master is not None
+            or rows.weight.dtype != torch.float32
+        ):
             self.apply(rows, group.unique_slots, self.reduce(pooled_grad, group, divisors), rule)
             return
         weights = part_of(rows.weight, group.unique_slots)
@@ -87,7 +92,9 @@ def rowwise_adagrad(pool: ThreadPool, grads: Gradients, weights: Part, states: l
         row_grads, roots = sum_rows(pool, grads, first, end), floats(end - first)
         means = (row_grads * row_grads).mean(1)
         loops.accumulate_means(state, flat(means), flat(roots), first, first, end)
-        descend = partial(loops.descend_by_row_roots, weights, grads.dim, flat(row_grads), flat(roots.sqrt_()), rate, first)
+        descend = partial(
+            loops.descend_by_row_roots, weights, grads.dim, flat(row_grads), flat(roots.sqrt_()), rate, first
+        )
         pool.share(descend, first, end, grads.dim)
 
 

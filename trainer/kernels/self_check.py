@@ -6,10 +6,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from protocol.job import SparseOptimizer
-from protocol.tables import GroupSpec
-from trainer.kernels import GroupLookup, Kernels, Rows, torch_ops
-from trainer.optim import rows_of, rule_at
+from rowcast.job.schema import SparseOptimizer
+from rowcast.job.tables import GroupSpec
+from rowcast.trainer.kernels import GroupLookup, Kernels, Rows, torch_ops
+from rowcast.trainer.kernels.optim import rows_of, rule_at
 
 NUM_ROWS, NUM_LOOKUPS, NUM_STEPS = 1000, 2500, 2
 LONGEST_BAG = 4

@@ -19,7 +19,12 @@ class ThreadPool:
         self._others = ThreadPoolExecutor(num_threads - 1, "kernels") if num_threads > 1 else None
 
     def share(
-        self, work: Callable[[int, int], Any], first: int, end: int, item_floats: int, starts: npt.NDArray[np.int32] | None = None
+        self,
+        work: Callable[[int, int], Any],
+        first: int,
+        end: int,
+        item_floats: int,
+        starts: npt.NDArray[np.int32] | None = None,
     ) -> None:
         """Calls work(from, to) for ranges that cover the items from `first` to `end`, and returns when all are done.
 

@@ -15,7 +15,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from trainer.kernels import GroupLookup, RowOptimizerKind, Rows, Rule
+from rowcast.trainer.kernels import GroupLookup, RowOptimizerKind, Rows, Rule
 
 
 def lookup(rows: Rows, group: GroupLookup, divisors: Tensor | None) -> Tensor:

@@ -90,7 +90,9 @@ def sum_of(
     for start in range(0, tl.max(count, 0), UNROLL):
         for k in tl.static_range(UNROLL):
             live = start + k < count
-            total += rows_at(source, stride, index, first + (start + k), live, divisors, weights, weight_order, D, BLOCK)
+            total += rows_at(
+                source, stride, index, first + (start + k), live, divisors, weights, weight_order, D, BLOCK
+            )
     return total
 
 

@@ -11,7 +11,7 @@ Pieces come first, because the longest work should begin first. All but `lookup_
 
 import triton.language as tl
 
-from trainer.kernels.triton_code import device, kernel, rows_at, sum_of, train_rows
+from rowcast.trainer.kernels.triton_code import device, kernel, rows_at, sum_of, train_rows
 
 
 @kernel("num_bags")
@@ -181,7 +181,9 @@ def apply_kernel(
 
 
 @device
-def put(out: tl.tensor, row: tl.tensor, values: tl.tensor, live: tl.tensor, D: tl.constexpr, BLOCK: tl.constexpr) -> None:
+def put(
+    out: tl.tensor, row: tl.tensor, values: tl.tensor, live: tl.tensor, D: tl.constexpr, BLOCK: tl.constexpr
+) -> None:
     """Into rows of f32 [.., D]."""
     columns = tl.arange(0, BLOCK)[None, :]
     tl.store(out + row.to(tl.int64)[:, None] * D + columns, values, mask=live[:, None] & (columns < D))

@@ -13,12 +13,13 @@ import torch
 from torch import Tensor
 from triton.runtime import driver
 
-import protocol.plan
-from trainer.kernels import GroupLookup, RowOptimizerKind, Rows, Rule
-from trainer.kernels.blocks import LARGEST, Block, blocks_for
-from trainer.kernels.triton_kernels import apply_kernel, join_kernel, lookup_kernel, segments_kernel
+import rowcast.protocol.plan
+from rowcast.trainer.kernels import GroupLookup, RowOptimizerKind, Rows, Rule
+from rowcast.trainer.kernels.blocks import LARGEST, Block, blocks_for
+from rowcast.trainer.kernels.triton_kernels import apply_kernel, join_kernel, lookup_kernel, segments_kernel
 
-ROUNDED = {"enable_fp_fusion": False, "enable_reflect_ftz": False}  # each operation by itself, small numbers not taken for zero
+# each operation by itself, small numbers not taken for zero
+ROUNDED = {"enable_fp_fusion": False, "enable_reflect_ftz": False}
 Options = dict[str, Any]
 UNUSED = (None,) * 6  # by kernels that train no rows: unique_slots to rate
 
@@ -49,7 +50,9 @@ def lookup(rows: Rows, group: GroupLookup, divisors: Tensor | None) -> Tensor:
 
 
 def reduce(pooled_grad: Tensor, group: GroupLookup, divisors: Tensor | None) -> Tensor:
-    row_grads = torch.empty(len(group.unique_slots), pooled_grad.shape[1], dtype=torch.float32, device=pooled_grad.device)
+    row_grads = torch.empty(
+        len(group.unique_slots), pooled_grad.shape[1], dtype=torch.float32, device=pooled_grad.device
+    )
     if len(row_grads):
         run_update(pooled_grad, group, divisors, (row_grads, *UNUSED), reduce_options(row_grads.shape[1]))
     return row_grads
@@ -59,7 +62,9 @@ def apply(rows: Rows, unique_slots: Tensor, row_grads: Tensor, rule: Rule) -> No
     if len(unique_slots):
         options = train_options(*layout_of(rows), *constants_of(rule))
         programs = cdiv(len(unique_slots), options["ROWS"])
-        apply_kernel[(programs,)](row_grads.contiguous(), *trained_rows(rows, unique_slots, rule), len(unique_slots), **options)
+        apply_kernel[(programs,)](
+            row_grads.contiguous(), *trained_rows(rows, unique_slots, rule), len(unique_slots), **options
+        )
 
 
 def update(rows: Rows, pooled_grad: Tensor, group: GroupLookup, divisors: Tensor | None, rule: Rule) -> None:
@@ -68,11 +73,13 @@ def update(rows: Rows, pooled_grad: Tensor, group: GroupLookup, divisors: Tensor
         run_update(pooled_grad, group, divisors, (None, *trained_rows(rows, group.unique_slots, rule)), options)
 
 
-def run_update(pooled_grad: Tensor, group: GroupLookup, divisors: Tensor | None, result: tuple[Any, ...], options: Options) -> None:
+def run_update(
+    pooled_grad: Tensor, group: GroupLookup, divisors: Tensor | None, result: tuple[Any, ...], options: Options
+) -> None:
     """`result`: the kernels' arguments from row_grads to rate."""
     num_rows, num_pieces, num_long = len(group.unique_slots), len(group.piece_rows), len(group.long_rows)
     sums = torch.empty(num_pieces, pooled_grad.shape[1], dtype=torch.float32, device=pooled_grad.device)
-    rows, piece = options["ROWS"], protocol.plan.PIECE_LOOKUPS
+    rows, piece = options["ROWS"], rowcast.protocol.plan.PIECE_LOOKUPS
     segments_kernel[(cdiv(num_pieces, rows) + cdiv(num_rows, rows),)](
         pooled_grad.contiguous(), divisors, group.weights, group.bag_order, group.lookup_order, group.segment_offsets,
         group.long_rows, group.piece_offsets, group.piece_rows, sums, *result, num_rows, num_pieces, PIECE=piece, **options,
@@ -121,7 +128,13 @@ def reduce_options(dim: int) -> Options:
 
 @lru_cache
 def train_options(
-    dim: int, weight_bytes: int, record_bytes: int, kind: RowOptimizerKind, eps: float, betas: tuple[float, float], clip: float | None
+    dim: int,
+    weight_bytes: int,
+    record_bytes: int,
+    kind: RowOptimizerKind,
+    eps: float,
+    betas: tuple[float, float],
+    clip: float | None,
 ) -> Options:
     blocks = blocks_for(dim, weight_bytes)
     return {

@@ -9,13 +9,13 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor, nn
 
-from protocol.job import Job
-from trainer.models.custom import build_custom
-from trainer.models.dcnv2 import DCNv2
-from trainer.models.dlrm import DLRM
-from trainer.models.loss import mean_loss
-from trainer.models.sequences import Embedded, Sequences
-from trainer.models.tbsm import TBSM
+from rowcast.job.schema import Job
+from rowcast.trainer.models.custom import build_custom
+from rowcast.trainer.models.dcnv2 import DCNv2
+from rowcast.trainer.models.dlrm import DLRM
+from rowcast.trainer.models.loss import mean_loss
+from rowcast.trainer.models.sequences import Embedded, Sequences
+from rowcast.trainer.models.tbsm import TBSM
 
 __all__ = ["Embedded", "Sequences", "build_dense_optimizer", "build_model", "mean_loss"]
 
@@ -57,7 +57,9 @@ def build_dense_optimizer(job: Job, parameters: Iterable[nn.Parameter]) -> torch
     settings = job.optimizer.dense
     parameters = list(parameters)
     if settings.kind == "sgd":
-        return torch.optim.SGD(parameters, lr=settings.lr, momentum=settings.momentum, weight_decay=settings.weight_decay, foreach=False)
+        return torch.optim.SGD(
+            parameters, lr=settings.lr, momentum=settings.momentum, weight_decay=settings.weight_decay, foreach=False
+        )
     if settings.kind == "adagrad":
         return torch.optim.Adagrad(
             parameters,

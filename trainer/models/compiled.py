@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from protocol.errors import ConfigError
+from rowcast.runtime.errors import ConfigError
 
 # kernels are otherwise tried out where the model runs, and the fastest of several that sum in different orders is taken
 OPTIONS: dict[str, Any] = {"deterministic": True}
@@ -34,7 +34,11 @@ def check_compiler(device: torch.device) -> None:
     try:
         kernel(torch.zeros(64, device=device))
     except (RuntimeError, OSError, ImportError) as error:
-        needs = "a C++ compiler, such as g++, on the PATH" if device.type == "cpu" else "Triton and a C compiler, such as gcc, on the PATH"
+        needs = (
+            "a C++ compiler, such as g++, on the PATH"
+            if device.type == "cpu"
+            else "Triton and a C compiler, such as gcc, on the PATH"
+        )
         sentence = " ".join(str(error).partition("\n\n")[0].split())[:200]  # without torch's own advice
         raise ConfigError(
             f"model.compile: torch.compile does not work on {device} here ({type(error).__name__}: {sentence}); it needs {needs}; "

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from protocol.errors import ConfigError
-from protocol.job import Job
+from rowcast.job.schema import Job
+from rowcast.runtime.errors import ConfigError
 
 
 def build_custom(job: Job, num_dense: int) -> nn.Module:
@@ -26,7 +26,9 @@ def build_custom(job: Job, num_dense: int) -> nn.Module:
         torch.default_generator.manual_seed(job.job.seed)
         model = factory(job, num_dense, **job.model.options)
     if not isinstance(model, nn.Module):
-        raise ConfigError(f"model.kind = {job.model.kind!r} returned {type(model).__name__}; the factory must return a torch.nn.Module")
+        raise ConfigError(
+            f"model.kind = {job.model.kind!r} returned {type(model).__name__}; the factory must return a torch.nn.Module"
+        )
     return model
 
 
@@ -38,8 +40,12 @@ def load_factory(kind: str) -> Any:
     try:
         module = import_module(module_name)
     except ImportError as error:
-        raise ConfigError(f"model.kind = {kind!r}: cannot import {module_name} ({error}); put its folder on PYTHONPATH") from None
+        raise ConfigError(
+            f"model.kind = {kind!r}: cannot import {module_name} ({error}); put its folder on PYTHONPATH"
+        ) from None
     factory = getattr(module, factory_name, None)
     if not callable(factory):
-        raise ConfigError(f"model.kind = {kind!r}: module {module_name} has no function {factory_name!r}; name one that returns a model")
+        raise ConfigError(
+            f"model.kind = {kind!r}: module {module_name} has no function {factory_name!r}; name one that returns a model"
+        )
     return factory

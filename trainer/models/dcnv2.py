@@ -8,8 +8,8 @@ embeddings ----------+            x_{l+1} = x_0 * (W_l (V_l x_l) + b_l) + x_l
 import torch
 from torch import Tensor, nn
 
-from protocol.job import Job
-from trainer.models.mlp import empty_linear, linear_layers, logits_of, relu_layers
+from rowcast.job.schema import Job
+from rowcast.trainer.models.mlp import empty_linear, linear_layers, logits_of, relu_layers
 
 
 class DCNv2(nn.Module):
@@ -24,7 +24,9 @@ class DCNv2(nn.Module):
         generator = torch.Generator().manual_seed(job.job.seed)
         width = job.model.bottom_mlp[-1] + sum(table.embedding_dim * len(table.features) for table in job.tables)
         self.bottom_mlp = linear_layers([num_dense, *job.model.bottom_mlp], generator)
-        self.cross = nn.ModuleList(LowRankCross(width, job.model.cross_rank, generator) for _ in range(job.model.cross_layers))
+        self.cross = nn.ModuleList(
+            LowRankCross(width, job.model.cross_rank, generator) for _ in range(job.model.cross_layers)
+        )
         self.top_mlp = linear_layers([width, *job.model.top_mlp], generator)
 
     def forward(self, dense: Tensor, embeddings: list[Tensor]) -> Tensor:

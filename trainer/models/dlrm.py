@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor, nn
 
-from protocol.job import Job
-from trainer.models.mlp import linear_layers, logits_of, relu_layers
+from rowcast.job.schema import Job
+from rowcast.trainer.models.mlp import linear_layers, logits_of, relu_layers
 
 
 class DLRM(nn.Module):

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from protocol.errors import ConfigError
+from rowcast.runtime.errors import ConfigError
 
 OwnLoss = Callable[[Any, Tensor], Tensor]
 
@@ -45,9 +45,13 @@ def require_scalar(mean: Any, name: str) -> Tensor:
     """Raises ConfigError for what cannot be trained on."""
     if not isinstance(mean, Tensor) or mean.dim() or not mean.is_floating_point():
         found = f"{mean.dtype} of shape {list(mean.shape)}" if isinstance(mean, Tensor) else type(mean).__name__
-        raise ConfigError(f"{name} returned {found}; return the batch's mean loss as a scalar tensor, such as losses.mean()")
+        raise ConfigError(
+            f"{name} returned {found}; return the batch's mean loss as a scalar tensor, such as losses.mean()"
+        )
     if torch.is_grad_enabled() and not mean.requires_grad:
-        raise ConfigError(f"{name} returned a loss without a gradient; compute it from the outputs by torch's operations, without detach()")
+        raise ConfigError(
+            f"{name} returned a loss without a gradient; compute it from the outputs by torch's operations, without detach()"
+        )
     return mean
 
 

@@ -38,6 +38,7 @@ class Sequences:
         return found[:nowhere].view(num_samples, length, width), mask
 
 
-torch.export.register_dataclass(Sequences, serialized_type_name="rowcast.Sequences")  # so that a model of them can be exported
+# so that a model of them can be exported
+torch.export.register_dataclass(Sequences, serialized_type_name="rowcast.Sequences")
 
 Embedded = Tensor | Sequences  # of a feature: f32 [B, D], or its sequences

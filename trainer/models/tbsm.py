@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import normalize
 
-from protocol.job import Job
-from trainer.models.dlrm import DLRM
-from trainer.models.mlp import linear_layers, logits_of, relu_layers
-from trainer.models.sequences import Embedded, Sequences
+from rowcast.job.schema import Job
+from rowcast.trainer.models.dlrm import DLRM
+from rowcast.trainer.models.mlp import linear_layers, logits_of, relu_layers
+from rowcast.trainer.models.sequences import Embedded, Sequences
 
 
 class TBSM(nn.Module):

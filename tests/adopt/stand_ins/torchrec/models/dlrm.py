@@ -22,7 +22,9 @@ class DLRM(nn.Module):
         self._features = [feature for config in configs for feature in config.feature_names]
         self.dense_arch = nn.Sequential(nn.Linear(dense_in_features, dense_arch_layer_sizes[-1]), nn.ReLU())
         width = dense_arch_layer_sizes[-1] + configs[0].embedding_dim * len(self._features)
-        self.over_arch = nn.Sequential(nn.Linear(width, over_arch_layer_sizes[0]), nn.ReLU(), nn.Linear(over_arch_layer_sizes[0], 1))
+        self.over_arch = nn.Sequential(
+            nn.Linear(width, over_arch_layer_sizes[0]), nn.ReLU(), nn.Linear(over_arch_layer_sizes[0], 1)
+        )
 
     def forward(self, dense_features: Tensor, sparse_features: Any) -> Tensor:
         found = self.embedding_bag_collection(sparse_features).to_dict()

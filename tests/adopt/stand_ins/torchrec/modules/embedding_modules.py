@@ -17,7 +17,10 @@ class EmbeddingBagCollection(nn.Module):
         super().__init__()
         self._configs = tables
         self.embedding_bags = nn.ModuleDict(
-            {own.name: nn.EmbeddingBag(own.num_embeddings, own.embedding_dim, mode="sum", include_last_offset=True) for own in tables}
+            {
+                own.name: nn.EmbeddingBag(own.num_embeddings, own.embedding_dim, mode="sum", include_last_offset=True)
+                for own in tables
+            }
         )
 
     def embedding_bag_configs(self) -> list[EmbeddingBagConfig]:

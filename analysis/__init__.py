@@ -1,0 +1,1 @@
+"""The commands that answer questions about a job without training it."""

@@ -1,0 +1,1 @@
+"""`prefetcher advise`: how much cache a job needs."""

@@ -1,0 +1,203 @@
+"""`prefetcher advise`: how much cache a job needs, from its data.
+
+data --> observed: the rows of each step --> planner of training over the followed rows --> rows moved at each capacity
+         (of some rows, all uses)            look-ahead and LRU, from one batch to all               |
+                                                                                                     v
+this machine's rates, a step's time -----------------------------> what moving them takes --> knee, no stalls --> sections
+"""
+
+from dataclasses import dataclass, field
+
+from rowcast.analysis.advise.advice import Advice, Assumed, Point, Read, Recommendation
+from rowcast.analysis.advise.choice import rounded_up, size_text
+from rowcast.analysis.advise.curve import capacity_slots
+from rowcast.analysis.advise.machine_rates import Rates, given_rates, probe_planning, probe_rows
+from rowcast.analysis.advise.memory import device_memory, host_memory
+from rowcast.analysis.advise.notes import Facts, notes
+from rowcast.analysis.advise.observed import Observed
+from rowcast.analysis.advise.points import Points
+from rowcast.analysis.advise.reading import Sample, observe
+from rowcast.analysis.advise.recommend import Chosen, enough_depth, reasons, sections, toml
+from rowcast.analysis.advise.trials import Trials
+from rowcast.analysis.advise.working_set import working_sets
+from rowcast.analysis.progress import Progress, Silent
+from rowcast.analysis.simulate.grid import with_values
+from rowcast.job.schema import Job, parse_bytes
+from rowcast.prefetcher.planner.auto_horizon import SHARE
+from rowcast.prefetcher.readers.reader import Reader, open_reader, stream_columns
+from rowcast.prefetcher.readers.schedule import expected_train_steps
+from rowcast.prefetcher.run.sizing import automatic_threads, sizes
+from rowcast.runtime.errors import ConfigError
+
+STEP_MS = 10.0
+LINK_GBS = 12.0
+LARGER_BATCH = 1.1  # than any that was read, where not all were
+# a budget for ids so many times the job's is recommended where it saves this share of the rows
+LARGER_BUDGET, WORTH = 4, 0.01
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Request:
+    """None: a value that this module assumes or measures."""
+
+    sample: Sample
+    max_steps: int | None = None
+    step_ms: float | None = None
+    link_gbs: float | None = None  # each way
+    gather_gbs: float | None = None  # rows read from the tables, or written to them
+    memory_bytes: float  # host memory that following rows may take
+    progress: Progress = field(default_factory=Silent)
+
+    def __post_init__(self) -> None:
+        for name, value in (
+            ("--step-ms", self.step_ms),
+            ("--link-gbs", self.link_gbs),
+            ("--gather-gbs", self.gather_gbs),
+        ):
+            if value is not None and not 0 < value < float("inf"):
+                raise ConfigError(f"{name} {value}: give a number above 0")
+
+
+def advise_job(job: Job, request: Request) -> Advice:
+    """Reads the data, then simulates. Raises ConfigError and DataError."""
+    reader = open_reader(job, stream_columns(job)[0])
+    tick = request.progress.begin("reading the data", num_steps(job, reader, request))
+    observed = observe(job, reader, request.sample, request.max_steps, request.memory_bytes, tick)
+    trials = Trials(observed, job, request.progress)
+    rates = machine_rates(observed, job, request, trials.smallest, reader.num_dense)
+    return Adviser(job, request, observed, rates, trials).advice()
+
+
+def num_steps(job: Job, reader: Reader, request: Request) -> int | None:
+    """That are read, evaluations left away; None where nobody knows."""
+    if request.sample.samples is not None:
+        return -(-request.sample.samples // job.data.batch_size)
+    return expected_train_steps(job, reader, request.max_steps)
+
+
+def machine_rates(observed: Observed, job: Job, request: Request, capacity_bytes: int, num_dense: int) -> Rates:
+    threads = automatic_threads() if job.prefetcher.threads == "auto" else job.prefetcher.threads
+    plan_s, plan_bytes = probe_planning(
+        observed, job.lookahead.depth, capacity_slots(observed, capacity_bytes), threads
+    )
+    batch = observed.measured[0].batch
+    if batch.dense.shape[1] < num_dense:  # only ids were read
+        plan_bytes += 4 * (num_dense - batch.dense.shape[1]) * batch.size
+    given = request.gather_gbs
+    rows = (
+        probe_rows(group, job.job.seed) if given is None else given_rates(group, given * 1e9)
+        for group in observed.groups
+    )
+    return Rates(
+        rows=tuple(rows), plan_s=plan_s, plan_bytes=plan_bytes, link_bytes_s=(request.link_gbs or LINK_GBS) * 1e9
+    )
+
+
+class Adviser:
+    """From what was read and measured to what is said."""
+
+    def __init__(self, job: Job, request: Request, observed: Observed, rates: Rates, trials: Trials) -> None:
+        self._job, self._observed, self._rates, self._trials = job, observed, rates, trials
+        self._step_ms = request.step_ms or STEP_MS
+        self._assumed = assumed(request, observed, rates)
+        self._points = Points(observed, trials, rates, self._step_ms / 1e3, job.lookahead.depth)
+
+    def advice(self) -> Advice:
+        job, observed = self._job, self._observed
+        curve = self._points.curve()
+        choice = self._points.choice(curve)
+        capacity_bytes = rounded_up(max(choice.knee_bytes, choice.no_stall_bytes or 0, self._with_margin()))
+        predicted, half = self._points.at(capacity_bytes), capacity_bytes // 2
+        chosen = self._chosen(predicted)
+        own = sizes(job, observed.groups, observed.measured, chosen.depth)
+        device = device_memory(capacity_bytes, own.staging_bytes, chosen.depth, self._rates.plan_bytes)
+        why = reasons(job, chosen, choice)
+        read = what_was_read(observed)
+        facts = Facts(
+            job=job,
+            read=read,
+            assumed=self._assumed,
+            choice=choice,
+            predicted=predicted,
+            everything=curve[-1],
+            shorter_rows_per_step=None if observed.is_whole_run else self._trials.shorter_rows_per_step(capacity_bytes),
+        )
+        return Advice(
+            read=read,
+            working_sets=working_sets(observed, job.lookahead.depth),
+            assumed=self._assumed,
+            curve=curve,
+            choice=choice,
+            recommended=Recommendation(
+                capacity=size_text(capacity_bytes),
+                depth=chosen.depth,
+                id_bytes=None if chosen.id_bytes is None else size_text(chosen.id_bytes),
+                reasons=why,
+                toml=toml(sections(chosen), why),
+                predicted=predicted,
+                half=self._points.at(half) if half >= self._trials.smallest else None,
+            ),
+            host=host_memory(observed, job, own.ring_bytes, chosen.known_bytes),
+            device=device,
+            notes=tuple(notes(facts)),
+        )
+
+    def _with_margin(self) -> float:
+        """Room for a batch a little larger than any that was read."""
+        largest = self._trials.smallest
+        return largest if self._observed.is_whole_run else LARGER_BATCH * largest
+
+    def _chosen(self, predicted: Point) -> Chosen:
+        capacity_bytes, lookahead = predicted.capacity_bytes, self._job.lookahead
+        travel_s = self._points.demand(capacity_bytes).travel_s
+        horizon = self._trials.moved(capacity_bytes).horizon
+        id_bytes = self._larger_budget(capacity_bytes, horizon)
+        known = min(horizon + 1, len(self._observed))
+        return Chosen(
+            predicted=predicted,
+            depth=max(lookahead.depth, enough_depth(travel_s, self._step_ms / 1e3)),
+            travel_ms=1e3 * travel_s,
+            step_ms=self._step_ms,
+            horizon=known - 1,
+            known_bytes=int(min(known * self._observed.id_bytes, id_bytes or parse_bytes(lookahead.id_bytes))),
+            id_bytes=id_bytes,
+        )
+
+    def _larger_budget(self, capacity_bytes: int, horizon: int) -> int | None:
+        """For the ids of the batches known ahead, where the job's keeps the horizon short and more would save rows."""
+        budget = parse_bytes(self._job.lookahead.id_bytes)
+        wanted = (1 + 1 / SHARE) * (horizon + 1) * self._observed.id_bytes
+        if wanted < budget or horizon + 1 >= len(self._observed):
+            return None
+        larger = rounded_up(LARGER_BUDGET * budget)
+        job = with_values(self._job, {"lookahead": {"id_bytes": larger}})
+        before, after = (self._trials.fetched_with(capacity_bytes, own) for own in (self._job, job))
+        return larger if after < (1 - WORTH) * before else None
+
+
+def what_was_read(observed: Observed) -> Read:
+    return Read(
+        whole_run=observed.is_whole_run,
+        steps=observed.num_train,
+        eval_steps=len(observed) - observed.num_train,
+        samples=observed.num_samples,
+        epoch_samples=observed.epoch_samples,
+        lookups=observed.num_lookups,
+        followed_share={group.name: share for group, share in zip(observed.groups, observed.shares, strict=True)},
+        followed_rows=int(observed.first_touches.sum()),
+    )
+
+
+def assumed(request: Request, observed: Observed, rates: Rates) -> Assumed:
+    return Assumed(
+        step_ms=request.step_ms or STEP_MS,
+        step_given=request.step_ms is not None,
+        link_gbs=rates.link_bytes_s / 1e9,
+        link_given=request.link_gbs is not None,
+        gather_given=request.gather_gbs is not None,
+        tables_gbs={
+            group.name: {name: getattr(own, name) * group.record_bytes / 1e9 for name in ("read", "first", "write")}
+            for group, own in zip(observed.groups, rates.rows, strict=True)
+        },
+        plan_ms=1e3 * rates.plan_s,
+    )

@@ -1,0 +1,71 @@
+"""Which rows are followed where not all of them can be: those whose hashed key falls into the first part of the hash's range.
+
+    hash of a key    0 ............ share * 2^64 ................................. 2^64
+                     | followed     | not followed                                 |
+
+A row is followed everywhere or nowhere, so what its uses have to do with each other is kept, and a cache scaled by the same share moves
+that share of the rows: spatial sampling, as in Waldspurger et al., Efficient MRC Construction with SHARDS (FAST 2015). Batches remain
+batches, each with its followed rows only.
+
+A cache holds whole batches, and by chance a sample has more or less of them than its share. So its slots are the share of the real ones
+and that difference (in SHARDS: of the reference counts, added where hits are sure anyway), which leaves as much room beside the batch.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import numpy.typing as npt
+
+from rowcast.prefetcher.planner.grouping import I64, Grouping
+from rowcast.prefetcher.planner.horizon import PLACE_BYTES
+
+U64 = npt.NDArray[np.uint64]
+
+LEAST_ROWS = 5000  # followed of a group that has so many, as far as its first batches tell
+STEP, MULTIPLIER_1, MULTIPLIER_2 = (
+    np.array(word, np.uint64) for word in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
+)
+NUM_PARTS = 64  # of the followed rows, drawn by chance, to see how much they differ
+
+
+def hashes(keys: I64) -> U64:
+    """splitmix64 (Steele, Lea, Flood 2014) of each key."""
+    z = keys.astype(np.uint64) + STEP
+    z = (z ^ (z >> np.uint64(30))) * MULTIPLIER_1
+    z = (z ^ (z >> np.uint64(27))) * MULTIPLIER_2
+    return z ^ (z >> np.uint64(31))
+
+
+def followed(keys: I64, share: float) -> I64:
+    """Those of the keys that are followed."""
+    return keys if share >= 1 else keys[hashes(keys) < np.uint64(share * 2.0**64)]
+
+
+def part_counts(keys: I64) -> I64:
+    """[NUM_PARTS] how many of the keys are in each part of the followed rows: the hash's last bits say which, its first who is followed."""
+    return np.bincount((hashes(keys) & np.uint64(NUM_PARTS - 1)).astype(np.int64), minlength=NUM_PARTS)
+
+
+def group_shares(share: float, distinct_rows: Sequence[int]) -> tuple[float, ...]:
+    """The share of each group's rows that are followed; `distinct_rows`: of each, in the first batches."""
+    return tuple(min(1.0, max(share, LEAST_ROWS / rows)) for rows in distinct_rows)
+
+
+def thinned(grouping: Grouping, share: float) -> Grouping:
+    """With the followed rows only, and without any look-up. It weighs as many bytes as before, so that an automatic horizon, which goes by
+    bytes, grows as it would."""
+    keys = followed(grouping.keys, share)
+    left_away = grouping.nbytes - keys.nbytes + (grouping.num_unique - len(keys)) * PLACE_BYTES
+    weight = np.broadcast_to(np.uint16(0), (left_away // 2,))
+    nothing = np.zeros(0, np.int32)
+    return replace(
+        grouping, keys=keys, order=weight, segment_offsets=nothing, offsets=None, weights=None, sequence_offsets=None
+    )
+
+
+def scaled_slots(slots: int, num_rows: int, share: float, rows_a_step: float, followed_a_step: float) -> int:
+    """Slots for the followed rows of a group that has `num_rows` rows and `slots` slots; the means are over all steps."""
+    if share >= 1 or slots >= num_rows:
+        return slots
+    return round(share * slots + followed_a_step - share * rows_a_step)

@@ -1,0 +1,1 @@
+"""`prefetcher check`: a job file against its data and this machine."""

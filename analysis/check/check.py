@@ -1,0 +1,85 @@
+"""`prefetcher check`: a job file against its data and this machine, before anything is trained.
+
+Every check runs, whatever the others found; those that need the data say nothing where it does not open. An error is what would keep a
+run from starting or end it, a warning what may.
+"""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from rowcast.analysis.check.data import ALL, SAMPLE, Seen, check_capacity, check_opens, check_pins, check_samples
+from rowcast.analysis.check.device import Device, ask_device
+from rowcast.analysis.check.findings import Finding, findings_of, ok
+from rowcast.analysis.check.machine_checks import check_device, check_keys, check_memlock, check_ports, check_rings
+from rowcast.analysis.check.memory import check_disk, check_memory
+from rowcast.analysis.check.setup import check_model, check_run_directory, check_versions
+from rowcast.analysis.machine_facts import free_memory
+from rowcast.job.file import load_job
+from rowcast.job.schema import MIN_RING_BYTES, Job
+from rowcast.job.tables import group_specs
+from rowcast.prefetcher.planner.capacity import job_slots
+from rowcast.prefetcher.run.sizing import Sizes, sizes, staging_bytes
+from rowcast.runtime.errors import ConfigError
+
+
+def check_file(
+    config: Path, overrides: tuple[str, ...], *, whole: bool, ask: Callable[[str], Device] = ask_device
+) -> Iterator[Finding]:
+    """Findings one by one, as they come. `whole`: every sample is read instead of some."""
+    jobs: list[Job] = []
+
+    def load() -> Iterator[Finding]:
+        jobs.append(load_job(config, overrides))
+        yield ok(
+            "job file", f"{config}: {len(jobs[0].tables)} tables, {jobs[0].data.format} data, {jobs[0].model.kind}"
+        )
+
+    yield from findings_of("job file", load)
+    for job in jobs:
+        yield from check_job(job, whole=whole, ask=ask)
+
+
+def check_job(job: Job, *, whole: bool, ask: Callable[[str], Device]) -> Iterator[Finding]:
+    yield from findings_of("versions", check_versions)
+    yield from findings_of("run directory", lambda: check_run_directory(job))
+    yield from findings_of("ports", lambda: check_ports(job))
+    yield from findings_of("model", lambda: check_model(job))
+    seen = Seen(groups=group_specs(job))
+    opened = findings_of("data", lambda: check_opens(job, seen))
+    yield from opened
+    if all(finding.level == "ok" for finding in opened):
+        yield from findings_of("data", lambda: check_samples(job, seen, ALL if whole else SAMPLE))
+    if seen.measured:
+        yield from findings_of("capacity", lambda: check_capacity(job, seen))
+    yield from findings_of("pins", lambda: check_pins(job, seen))
+    yield from check_room(job, seen, ask(job.trainer.device))
+
+
+def check_room(job: Job, seen: Seen, device: Device) -> Iterator[Finding]:
+    """Memory of every kind; rings and cache are as large as they would be in a run."""
+    transport = job.transport
+    try:
+        own = sizes(job, seen.groups, seen.measured, job.lookahead.depth)
+    except ConfigError:  # which `check_rings` says in its turn
+        own = Sizes(ring_bytes=MIN_RING_BYTES, staging_bytes=staging_bytes(0, MIN_RING_BYTES))
+    cache_bytes, ring_bytes, staged = cache_bytes_of(job, seen), own.ring_bytes, 2 * own.staging_bytes
+    on_host = (cache_bytes or 0) + staged if device.free_bytes is None else 0
+    if transport.is_tcp:
+        yield from findings_of("keys", lambda: check_keys(transport))
+    else:
+        yield from findings_of("shared memory", lambda: check_rings(ring_bytes))
+    yield from findings_of("device", lambda: check_device(device, job.model.precision, cache_bytes, staged))
+    yield from findings_of("pinning", lambda: check_memlock(device, ring_bytes))
+    yield from findings_of("memory", lambda: check_memory(job, seen, free_memory(), ring_bytes, on_host))
+    yield from findings_of("disk", lambda: check_disk(job, seen))
+
+
+def cache_bytes_of(job: Job, seen: Seen) -> int | None:
+    """None where the data does not open or its first batches do not fit, which is said elsewhere."""
+    if not seen.measured:
+        return None
+    try:
+        slots = job_slots(job, seen.groups, seen.measured)
+    except ConfigError:
+        return None
+    return sum(n * group.record_bytes for n, group in zip(slots, seen.groups, strict=True))

@@ -1,0 +1,178 @@
+"""Checks of a job against its data: that it opens, what a sample of it holds, and whether the cache has room for its batches."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+
+from rowcast.analysis.check.findings import Finding, error, ok, warning
+from rowcast.analysis.format_shares import percent
+from rowcast.analysis.profile.profile import with_margin
+from rowcast.analysis.sample import Amount, read_windows, reader_for_another_pass, sample_windows
+from rowcast.job.schema import Job
+from rowcast.job.tables import GroupSpec
+from rowcast.prefetcher.planner.capacity import MEASURED_BATCHES, job_slots, measure
+from rowcast.prefetcher.planner.grouping import Grouper
+from rowcast.prefetcher.planner.pin_files import load_pins
+from rowcast.prefetcher.readers.reader import Reader, open_reader
+from rowcast.prefetcher.readers.schedule import schedule
+from rowcast.protocol.batch import Batch, Kind, ScheduledBatch
+from rowcast.runtime.telemetry.format_numbers import human_bytes, plural
+
+SAMPLE = Amount(share=0.05, least_batches=64)
+ALL = Amount(share=1.0)
+SPLITS: tuple[Kind, ...] = ("train", "eval")
+TIGHT = 0.9  # of the slots, for the largest batch of a sample; one that was not read may be larger
+
+
+@dataclass(kw_only=True, slots=True)
+class Seen:
+    """What the batches read so far hold."""
+
+    groups: tuple[GroupSpec, ...]
+    measured: list[ScheduledBatch] = field(default_factory=list)  # the first of a run
+    reader: Reader | None = None  # None: the data does not open
+    num_samples: int = 0
+    num_positive: int = 0
+    lookups: list[int] = field(default_factory=list)  # by table, in the job's order
+    largest_batch_rows: list[int] = field(default_factory=list)  # by group, of the sample
+    largest_batch_bytes: int = 0  # of its arrays
+    bad_label: float | None = None
+
+    def __post_init__(self) -> None:
+        self.lookups = [0] * sum(len(group.tables) for group in self.groups)
+        self.largest_batch_rows = [0] * len(self.groups)
+
+    def add(self, batch: Batch, groupers: list[Grouper]) -> None:
+        for g, (group, grouper) in enumerate(zip(self.groups, groupers, strict=True)):
+            lookups = grouper.lookups(batch)
+            self.largest_batch_rows[g] = max(self.largest_batch_rows[g], len(grouper.group(lookups).keys))
+            for table, own in zip(group.tables, np.diff(lookups.table_starts).tolist(), strict=True):
+                self.lookups[table.index] += own
+        self.num_samples += batch.size
+        self.num_positive += int(np.count_nonzero(batch.labels > 0.5))
+        outside = (batch.labels < 0) | (batch.labels > 1)
+        if outside.any() and self.bad_label is None:
+            self.bad_label = float(batch.labels[np.argmax(outside)])
+        self.largest_batch_bytes = max(self.largest_batch_bytes, bytes_of(batch))
+
+    @property
+    def largest_rows(self) -> list[int]:
+        """Distinct rows by group of the largest batch, of a run's first ones and the sample."""
+        return list(map(max, measure(self.groups, self.measured).largest_batch_rows, self.largest_batch_rows))
+
+
+def bytes_of(batch: Batch) -> int:
+    optional = sum(array.nbytes for array in (batch.offsets, batch.weights) if array is not None)
+    return batch.dense.nbytes + batch.labels.nbytes + batch.ids.nbytes + optional
+
+
+def check_opens(job: Job, seen: Seen) -> Iterator[Finding]:
+    """Leaves the reader and the first batches in `seen`."""
+    seen.reader = reader = open_reader(job)
+    counts = [samples_of(reader, "train", "for training"), samples_of(reader, "eval", "for evaluation")]
+    files = (
+        f"{human_bytes(sum(reader.file_sizes))} in {plural(len(reader.file_sizes), 'file')}: "
+        if reader.file_sizes
+        else ""
+    )
+    features = f"{reader.num_dense} dense and {len(job.features)} id features"
+    if reader.num_samples("train") == 0:
+        yield error(
+            "data",
+            f"data.eval_fraction = {job.data.eval_fraction} leaves no sample for training; lower it or give more data",
+        )
+        return
+    yield ok("data", f"{files}{', '.join(counts)}, {features}")
+    for scheduled in islice(schedule(job, reader), MEASURED_BATCHES):
+        seen.measured.append(scheduled)
+
+
+def samples_of(reader: Reader, split: Kind, purpose: str) -> str:
+    count = reader.num_samples(split)
+    return f"{'an unknown number of' if count is None else f'{count:,}'} samples {purpose}"
+
+
+def check_samples(job: Job, seen: Seen, amount: Amount) -> Iterator[Finding]:
+    """Reads the sample; ids and dense values are checked by the reader, which raises DataError for the first bad one."""
+    assert seen.reader is not None, "the data was opened"
+    groupers, num_replaced = [Grouper(group, len(job.features)) for group in seen.groups], 0
+    for split in SPLITS:
+        reader = reader_for_another_pass(job, seen.reader)
+        replaced_before = reader.invalid_ids
+        for sampled in read_windows(job, reader, sample_windows(job, reader, amount, split=split), split=split):
+            seen.add(sampled.batch, groupers)
+        num_replaced += reader.invalid_ids - replaced_before
+    read = f"{'all' if amount == ALL else 'some'} {seen.num_samples:,} samples"
+    if num_replaced:
+        policy = f"data.on_invalid_id = {job.data.on_invalid_id!r}"
+        replaced = f"{policy} replaced {num_replaced:,} ids of {read}, which are missing or outside their tables"
+        yield warning(
+            "ids",
+            f"{replaced}; give missing ones an id of their own, and enlarge the tables of those that are meant to be rows",
+        )
+    else:
+        yield ok("ids", f"the {sum(seen.lookups):,} look-ups of {read} lie inside their tables")
+    yield label_finding(seen)
+
+
+def label_finding(seen: Seen) -> Finding:
+    if seen.bad_label is not None:
+        return error("labels", f"a label is {seen.bad_label:g}; binary cross entropy needs labels from 0 to 1")
+    if seen.num_samples and seen.num_positive in (0, seen.num_samples):
+        value = int(seen.num_positive > 0)
+        return warning(
+            "labels",
+            f"every label of {seen.num_samples:,} samples is {value}, so there is nothing to learn; look at the label column",
+        )
+    return ok(
+        "labels", f"{percent(seen.num_positive / max(1, seen.num_samples))} % of {seen.num_samples:,} are positive"
+    )
+
+
+def check_capacity(job: Job, seen: Seen) -> Iterator[Finding]:
+    """Slots as a run would divide them, against the largest batch read."""
+    slots = job_slots(job, seen.groups, seen.measured)
+    for group, n, largest in zip(seen.groups, slots, seen.largest_rows, strict=True):
+        batch = f"the largest batch read touches {largest:,} rows, and group {group.name} has {n:,} slots"
+        enough = capacity_for(job, group, len(seen.groups), largest)
+        if largest > n:
+            yield error("capacity", f"{batch}; set {enough}, or make data.batch_size smaller")
+        elif largest > TIGHT * n and n < group.num_rows:
+            yield warning(
+                "capacity", f"{batch}: one that was not read may not fit; set {enough}, or make data.batch_size smaller"
+            )
+        else:
+            yield ok("capacity", f"{batch} ({human_bytes(n * group.record_bytes)})")
+
+
+def capacity_for(job: Job, group: GroupSpec, num_groups: int, largest_batch_rows: int) -> str:
+    """What to write into the job file for a group to hold its largest batch and a tenth more."""
+    rows = min(group.num_rows, with_margin(largest_batch_rows))
+    key = "cache.capacity" if num_groups == 1 and not job.cache.groups else f"cache.groups.{group.name}"
+    return f'{key} = "{rows} rows" or more'
+
+
+def check_pins(job: Job, seen: Seen) -> Iterator[Finding]:
+    if job.cache.pin is None:
+        yield ok("pins", "cache.pin names no file: no row is kept for good")
+        return
+    pinned = load_pins(Path(job.cache.pin), seen.groups)
+    slots = (
+        job_slots(job, seen.groups, seen.measured) if seen.measured else tuple(group.num_rows for group in seen.groups)
+    )
+    for group, keys, n, largest in zip(seen.groups, pinned, slots, seen.largest_rows, strict=True):
+        needed = len(keys) + largest
+        if needed > n and n < group.num_rows:
+            yield error(
+                "pins",
+                f"{len(keys):,} pinned rows and the {largest:,} rows of the largest batch read do not fit into the {n:,} slots of group "
+                f"{group.name}; set {capacity_for(job, group, len(seen.groups), needed)}, or pin fewer rows",
+            )
+        else:
+            yield ok(
+                "pins",
+                f"{len(keys):,} rows of {job.cache.pin} fit beside the largest batch into the {n:,} slots of group {group.name}",
+            )

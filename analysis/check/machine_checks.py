@@ -1,0 +1,105 @@
+"""Checks of what the machine gives a run: ports, shared memory, the trainer's device, page-locked memory."""
+
+import re
+import resource
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+from prometheus_client import CollectorRegistry
+
+from rowcast.analysis.check.device import Device
+from rowcast.analysis.check.findings import Finding, error, ok, warning
+from rowcast.job.schema import Job, Transport
+from rowcast.prefetcher.run.sizing import check_shared_memory
+from rowcast.protocol.transport.curve_keys import allowed_clients, load_server
+from rowcast.protocol.transport.ring_file import free_shared_memory
+from rowcast.runtime.errors import ConfigError
+from rowcast.runtime.telemetry.format_numbers import human_bytes
+from rowcast.runtime.telemetry.health import Health
+from rowcast.runtime.telemetry.server import TelemetryServer
+
+CAN_LOCK_MEMORY = 1 << 14  # CAP_IPC_LOCK: the limit does not hold
+
+
+def check_ports(job: Job) -> Iterator[Finding]:
+    """Opens both servers as the two processes would, and closes them again."""
+    servers = {
+        "prefetcher": TelemetryServer("prefetcher", job.metrics, CollectorRegistry(), Health()),
+        "trainer": TelemetryServer("trainer", job.metrics, CollectorRegistry(), Health()),
+    }
+    with ExitStack() as stack:
+        for name, server in servers.items():
+            try:
+                stack.enter_context(server)
+            except ConfigError as refusal:
+                yield error("ports", str(refusal))
+            else:
+                yield ok("ports", f"[metrics] {name} = {getattr(job.metrics, name)} can be had")
+
+
+def check_rings(ring_bytes: int) -> Iterator[Finding]:
+    check_shared_memory(ring_bytes)
+    yield ok(
+        "shared memory",
+        f"two rings of {human_bytes(ring_bytes)} fit into the {human_bytes(free_shared_memory())} that are free",
+    )
+
+
+def check_keys(transport: Transport) -> Iterator[Finding]:
+    """The prefetcher's own, and whether anybody may call it."""
+    assert transport.keys is not None, "checked with the job file"
+    keys = Path(transport.keys)
+    load_server(keys)  # raises ConfigError as a run would
+    clients = allowed_clients(keys)
+    if clients:
+        yield ok("keys", f"{keys} has the prefetcher's key and lets in {', '.join(sorted(clients.values()))}")
+    else:
+        yield error(
+            "keys", f"{keys} lets nobody in; `prefetcher keys --out {keys} --client NAME` makes a key for a trainer"
+        )
+
+
+def check_device(device: Device, precision: str, cache_bytes: int | None, staging_bytes: int) -> Iterator[Finding]:
+    """`precision` of the model. `cache_bytes` None: the data did not tell how large the cache would be."""
+    if device.refusal is not None:
+        yield error("device", device.refusal)
+        return
+    if device.free_bytes is None:
+        if precision == "tf32":
+            yield error(
+                "device",
+                f'model.precision = "tf32" needs a CUDA device, and this is {device.name}; set it to "fp32" or "bf16"',
+            )
+        else:
+            yield ok("device", f"{device.name}, whose memory is the host's")
+        return
+    needed = (cache_bytes or 0) + staging_bytes
+    parts = f"rows ({human_bytes(cache_bytes or 0)}) and staging ({human_bytes(staging_bytes)})"
+    if needed > device.free_bytes:
+        free = human_bytes(device.free_bytes)
+        yield error(
+            "device", f"{device.name} has {free} free, too little for {parts}; lower cache.capacity or data.batch_size"
+        )
+    else:
+        yield ok("device", f"{device.name}, {human_bytes(device.free_bytes)} free for {parts} and the dense model")
+
+
+def check_memlock(device: Device, ring_bytes: int, root: Path = Path("/")) -> Iterator[Finding]:
+    """Whether the driver may page-lock the rings. `root` is for tests."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    if device.free_bytes is None or device.refusal is not None:
+        yield ok("pinning", "not needed: copies go to no CUDA device")
+    elif limit == resource.RLIM_INFINITY or may_lock(root) or limit >= 2 * ring_bytes:
+        yield ok("pinning", f"two rings of {human_bytes(ring_bytes)} may be page-locked")
+    else:
+        yield warning(
+            "pinning",
+            f"the memlock limit is {human_bytes(limit)} and two rings take {human_bytes(2 * ring_bytes)}: they may stay unpinned, which "
+            f"makes copies slower; raise `ulimit -l` to {2 * ring_bytes // 1024} or make transport.ring smaller",
+        )
+
+
+def may_lock(root: Path) -> bool:
+    match = re.search(r"^CapEff:\s*([0-9a-f]+)$", (root / "proc/self/status").read_text(), flags=re.MULTILINE)
+    return match is not None and bool(int(match[1], 16) & CAN_LOCK_MEMORY)

@@ -1,0 +1,120 @@
+"""Checks of host memory: what both processes of a job will hold, against what is free here."""
+
+import shutil
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+
+from rowcast.analysis.check.data import Seen
+from rowcast.analysis.check.findings import Finding, error, ok, warning
+from rowcast.job.schema import Job, parse_bytes
+from rowcast.job.tables import GroupSpec
+from rowcast.prefetcher.stores.memory_store import MemoryStore
+from rowcast.runtime.telemetry.format_numbers import human_bytes
+
+DECODED_AHEAD = 8  # batches between the decoding process and the planner
+KEY_BYTES = 8
+COUNTED_MODELS = ("dlrm", "dcnv2")  # by `dense_bytes`
+DENSE_COPIES = {"sgd": 2, "adagrad": 3, "adam": 4}  # weights, gradients, optimizer state
+
+
+def check_memory(job: Job, seen: Seen, free_bytes: int, ring_bytes: int, cache_bytes: int) -> Iterator[Finding]:
+    """`cache_bytes`: rows and staging of a trainer on the CPU; 0 where they are on a device.
+
+    Tables take memory row by row as rows are trained: at most their size, and at most a row for each look-up of an epoch.
+    """
+    in_memory = seen.groups if job.store.kind == "memory" else ()
+    for group in in_memory:
+        MemoryStore(group, job.job.seed).close()  # refuses what this machine cannot address, as a run would
+    parts = {
+        "ids known ahead": ahead_bytes(job, seen),
+        "rings": 2 * ring_bytes,
+        "rows and staging of a trainer on the CPU": cache_bytes,
+        "dense weights": dense_bytes(job, seen) * DENSE_COPIES[job.optimizer.dense.kind],
+    }
+    fixed = sum(parts.values())
+    # a byte a row: was it trained
+    tables = sum(trained_rows(group, seen) * group.record_bytes + group.num_rows for group in in_memory)
+    listed = ", ".join(f"{name} {human_bytes(nbytes)}" for name, nbytes in parts.items() if nbytes)
+    unknown = "" if job.model.kind in COUNTED_MODELS else f"; the dense weights of {job.model.kind} come on top"
+    grow = f", tables up to {human_bytes(tables)} as their rows are trained" if in_memory else "; tables are files"
+    sentence = f"{human_bytes(free_bytes)} are free for {listed}{grow}{unknown}"
+    if fixed > free_bytes:
+        yield error(
+            "memory",
+            f"{sentence}: too little even without tables; free memory, or lower cache.capacity, lookahead or transport.ring",
+        )
+    elif fixed + tables > free_bytes:
+        yield warning("memory", f"{sentence}: too little if every row is trained; free memory or make tables smaller")
+    else:
+        yield ok("memory", sentence)
+
+
+def check_disk(job: Job, seen: Seen) -> Iterator[Finding]:
+    """A checkpoint holds every trained row, its key beside it, and the dense side. Where a run makes many, their deltas may be as large as
+    their base, and a merge writes the next base beside both."""
+    place, free_bytes = room_at(job.run_dir)
+    rows = sum(trained_rows(group, seen) * (group.record_bytes + KEY_BYTES) for group in seen.groups)
+    copies, kept = (3, job.checkpoint.keep) if job.checkpoint.every else (1, 1)
+    needed = copies * rows + kept * dense_bytes(job, seen)
+    sentence = f"{place} has {human_bytes(free_bytes)} free for checkpoints of up to {human_bytes(needed)}"
+    yield (
+        ok("disk", sentence)
+        if needed <= free_bytes
+        else warning("disk", f"{sentence}; free space there or set another job.run_dir")
+    )
+    if job.store.kind == "mapped":
+        yield check_table_files(job, seen)
+
+
+def check_table_files(job: Job, seen: Seen) -> Finding:
+    place, free_bytes = room_at(job.run_dir / "tables" if job.store.path is None else Path(job.store.path))
+    needed = sum(group.num_rows * (group.record_bytes + 1) for group in seen.groups)
+    sentence = f"{place} has {human_bytes(free_bytes)} free for table files of {human_bytes(needed)}, which are as large from the start"
+    return (
+        ok("disk", sentence)
+        if needed <= free_bytes
+        else error("disk", f"{sentence}; free space there or set another store.path")
+    )
+
+
+def room_at(folder: Path) -> tuple[Path, int]:
+    """The part of the path that is there, and the bytes free in it."""
+    place = next(part for part in (folder, *folder.absolute().parents) if part.exists())
+    return place, shutil.disk_usage(place).free
+
+
+def ahead_bytes(job: Job, seen: Seen) -> int:
+    """Batches between the data and the plans: the horizon's, and those decoded ahead of it. The planner keeps about as much again."""
+    batch = 2 * seen.largest_batch_bytes
+    horizon = job.lookahead.horizon
+    known = parse_bytes(job.lookahead.id_bytes) if horizon == "auto" else max(horizon, job.lookahead.depth) * batch
+    return known + DECODED_AHEAD * job.prefetcher.workers * batch
+
+
+def dense_bytes(job: Job, seen: Seen) -> int:
+    """Weights of dlrm and dcnv2; 0 for a model that is not counted."""
+    model = job.model
+    if model.kind not in COUNTED_MODELS or seen.reader is None:
+        return 0
+    bottom, cross = [seen.reader.num_dense, *model.bottom_mlp], 0
+    if model.kind == "dcnv2":
+        width = bottom[-1] + sum(table.embedding_dim * len(table.features) for table in job.tables)
+        cross = model.cross_layers * (2 * width * model.cross_rank + width)
+    else:
+        num_vectors = len(job.features) + 1
+        width = bottom[-1] + num_vectors * (num_vectors - 1) // 2
+    layers = (pairwise(widths) for widths in (bottom, [width, *model.top_mlp]))
+    return 4 * (cross + sum((width_in + 1) * width_out for layer in layers for width_in, width_out in layer))
+
+
+def trained_rows(group: GroupSpec, seen: Seen) -> int:
+    """The most rows of a group that can be trained: no more than an epoch looks up."""
+    epoch = None if seen.reader is None else seen.reader.num_samples("train")
+    rows = 0
+    for table in group.tables:
+        lookups = table.num_embeddings
+        if epoch is not None and seen.num_samples:
+            lookups = -(-seen.lookups[table.index] * epoch // seen.num_samples)
+        rows += min(table.num_embeddings, lookups)
+    return rows

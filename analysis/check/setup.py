@@ -1,0 +1,168 @@
+"""Checks of what surrounds a run: installed versions, run directory, model. Nothing is left behind, nothing that runs is disturbed."""
+
+import ast
+import fcntl
+import os
+import platform
+import re
+import sys
+from collections.abc import Callable, Iterator
+from importlib import metadata
+from importlib.machinery import ModuleSpec, PathFinder
+from pathlib import Path
+
+from rowcast.analysis.check.findings import Finding, error, ok, warning
+from rowcast.job.schema import BUILT_IN_MODELS, Job
+from rowcast.prefetcher.checkpoints.folder import Checkpoints
+from rowcast.runtime.disk import RealDisk
+from rowcast.runtime.errors import ConfigError
+from rowcast.runtime.run_directory import RunDirectory
+from rowcast.runtime.telemetry.logs import get_logger
+
+DISTRIBUTION = "rowcast"
+# the others are held against their bounds all the same
+SHOWN = ("rowcast", "python", "torch", "numpy", "numba", "pyarrow", "pyzmq")
+
+
+# versions
+
+
+def check_versions(installed: Callable[[str], metadata.Distribution] = metadata.distribution) -> Iterator[Finding]:
+    """Python and installed packages against the lower bounds that the installed rowcast names. `installed` is for tests."""
+    try:
+        rowcast = installed(DISTRIBUTION)
+    except metadata.PackageNotFoundError:
+        yield warning(
+            "versions",
+            "rowcast is not installed, so nobody knows which versions it needs; run `pip install .` in its folder",
+        )
+        return
+    bounds = lower_bounds([f"python{rowcast.metadata['Requires-Python']}", *(rowcast.requires or [])])
+    found, faults = {"rowcast": rowcast.version}, list[Finding]()
+    for name, least in bounds.items():
+        try:
+            found[name] = platform.python_version() if name == "python" else installed(name).version
+        except metadata.PackageNotFoundError:
+            faults.append(error("versions", f"{name} is not installed; run `pip install '{name}>={least}'`"))
+        else:
+            if release(found[name]) < release(least):
+                faults.append(
+                    error("versions", f"{name} {found[name]} is older than {least}; install '{name}>={least}'")
+                )
+    yield from faults or [ok("versions", ", ".join(f"{name} {found[name]}" for name in SHOWN if name in found))]
+
+
+def lower_bounds(requirements: list[str]) -> dict[str, str]:
+    """`numpy<3,>=1.26` -> {"numpy": "1.26"}; what an extra asks for is left away."""
+    matches = (re.match(r"([\w.-]+)[^;]*?>=\s*([\w.]+)", text) for text in requirements if "extra ==" not in text)
+    return {match[1]: match[2] for match in matches if match}
+
+
+def release(version: str) -> tuple[int, ...]:
+    """`2.13.0+cpu` -> (2, 13, 0)."""
+    match = re.match(r"\d+(?:\.\d+)*", version)
+    return tuple(map(int, match[0].split("."))) if match else ()
+
+
+# run directory
+
+
+def check_run_directory(job: Job) -> Iterator[Finding]:
+    subject, path = "run directory", job.run_dir
+    for role in ("prefetcher", "trainer"):
+        holder = holder_of(path / f"{role}.lock")
+        if holder is not None:
+            yield error(
+                subject, f"{path} is held by a {role} with process id {holder}; end it or set another job.run_dir"
+            )
+    place = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
+    if not place.is_dir() or not os.access(place, os.W_OK | os.X_OK):
+        yield error(subject, f"job.run_dir = {str(path)!r} cannot be made or written in {place}; choose another")
+        return
+    used = used_by(job)
+    if used is not None:
+        yield warning(subject, used)
+        return
+    newest = Checkpoints(path, RealDisk()).newest_valid(get_logger())
+    where = "is free to use" if newest is None else f"holds a run that goes on after {newest.train_steps} train steps"
+    yield ok(subject, f"{path} {where}")
+
+
+def used_by(job: Job) -> str | None:
+    """Why a run there would be refused without --fresh."""
+    try:
+        RunDirectory(job.run_dir, "prefetcher").refuse_complete(job.data.epochs)
+    except ConfigError as refusal:
+        return str(refusal)
+    if (job.run_dir / "report.json").exists() and not any((job.run_dir / "checkpoints").glob("step-*")):
+        return (
+            f"{job.run_dir} holds the report of an earlier run; add --fresh to replace it, or set another job.run_dir"
+        )
+    return None
+
+
+def holder_of(lock: Path) -> str | None:
+    """The process id in a lock file that a process holds; None where nobody does."""
+    try:
+        descriptor = os.open(lock, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return None
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return os.pread(descriptor, 32, 0).decode() or "unknown"
+    finally:
+        os.close(descriptor)
+    return None
+
+
+# model
+
+
+def check_model(job: Job) -> Iterator[Finding]:
+    """Whether the trainer can find model.kind = "package.module:factory", by name: it is not imported, for it imports torch."""
+    subject, kind = "model", job.model.kind
+    if kind in BUILT_IN_MODELS:
+        yield ok(subject, kind)
+        return
+    module, _, factory = kind.partition(":")
+    spec = find_module(module, [*sys.path, str(Path.cwd())])
+    if spec is None:
+        yield error(
+            subject,
+            f"model.kind = {kind!r}: there is no module {module} in the working folder or on PYTHONPATH; correct either",
+        )
+    elif spec.origin and spec.origin.endswith(".py") and not defines(Path(spec.origin), factory):
+        yield error(subject, f"model.kind = {kind!r}: {spec.origin} defines no {factory}; correct the name")
+    else:
+        yield ok(subject, f"{kind} in {spec.origin or 'a built-in module'}; it is not called before the trainer starts")
+
+
+def find_module(name: str, path: list[str]) -> ModuleSpec | None:
+    """Where a module is, package by package, without importing any; `importlib.util.find_spec` imports the packages."""
+    places: list[str] | None = path
+    spec: ModuleSpec | None = None
+    parts = name.split(".")
+    for depth in range(len(parts)):
+        spec = PathFinder.find_spec(".".join(parts[: depth + 1]), places)
+        if spec is None:
+            return None
+        places = list(spec.submodule_search_locations or [])
+    return spec
+
+
+def defines(source: Path, name: str) -> bool:
+    """Whether a module binds a name at its top level, as far as reading tells: a star import or a __getattr__ may."""
+    try:
+        tree = ast.parse(source.read_bytes())
+    except (OSError, SyntaxError, ValueError):
+        return False
+    bound: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            bound.add(node.name)
+        elif isinstance(node, ast.alias):
+            bound.add((node.asname or node.name).partition(".")[0])
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            bound.add(node.id)
+    return bool(bound & {name, "*", "__getattr__"})

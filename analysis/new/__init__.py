@@ -1,0 +1,1 @@
+"""`prefetcher new`: a job file for data that has none."""

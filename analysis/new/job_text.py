@@ -1,0 +1,138 @@
+"""The job file that `prefetcher new` writes: TOML with a comment wherever something was chosen."""
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from rowcast.analysis.new.choice import Chosen, Ids
+from rowcast.analysis.new.columns import LIST_SEPARATOR, DataSet
+from rowcast.runtime.telemetry.format_numbers import plural
+
+EMBEDDING_DIM = 16
+LEAST_STEPS = 100  # of an epoch, where batches of 32 give them
+LARGEST_BATCH, SMALLEST_BATCH = 2048, 32
+LARGE = 100.0  # a dense value that is better scaled
+
+
+def job_text(data: DataSet, chosen: Chosen, capacity: str, why_capacity: str) -> str:
+    return (
+        "\n".join([*head(data), *columns(data, chosen), *tables(chosen), *rest(chosen, capacity, why_capacity)]) + "\n"
+    )
+
+
+def name_of(data: DataSet) -> str:
+    """`data/clicks-*.csv.gz` -> clicks"""
+    path = Path(data.path)
+    stem = re.sub(r"\.(csv|parquet|pq)(\.gz)?$", "", path.name)
+    return (
+        re.sub(r"[^A-Za-z0-9]+", "_", stem).strip("_")
+        or re.sub(r"[^A-Za-z0-9]+", "_", path.absolute().parent.name).strip("_")
+        or "job"
+    )
+
+
+def batch_size(data: DataSet) -> int:
+    fitting = max(1, int(0.9 * data.num_rows) // LEAST_STEPS)
+    return min(LARGEST_BATCH, max(SMALLEST_BATCH, 1 << (fitting.bit_length() - 1)))
+
+
+def head(data: DataSet) -> Iterator[str]:
+    looked_at = f"{plural(data.num_rows, 'row')} in {plural(data.num_files, 'file')}"
+    yield f"# Written by `prefetcher new` after a look at {looked_at}. Every key: docs/job-file.md; columns: docs/data.md."
+    yield "[job]"
+    yield f"name = {quoted(name_of(data))}"
+    yield f"run_dir = {quoted(f'runs/{name_of(data)}')}"
+    yield ""
+    yield "[data]"
+    yield f"format = {quoted(data.format)}"
+    yield f"path = {quoted(data.path)}"
+    yield f"batch_size = {batch_size(data)}"
+    yield "epochs = 1"
+    yield "eval_fraction = 0.1  # the last tenth of the rows, in the files' order, is for evaluation"
+    yield 'shuffle = "window:65536"  # the others are trained on in random order within blocks of so many rows'
+    yield ""
+
+
+def columns(data: DataSet, chosen: Chosen) -> Iterator[str]:
+    yield "[data.columns]"
+    yield f"label = {quoted(chosen.label.name)}  # {100 * chosen.label.mean:.3g} % are 1"
+    yield f"dense = {names([column.name for column in chosen.dense])}"
+    for column in chosen.dense:
+        reach = max(abs(column.low), abs(column.high))
+        if reach > LARGE:
+            span = f"from {column.low:g} to {column.high:g}"
+            yield f"# {comment(column.name)} goes {span} and is used as it is; take its logarithm or scale it for a better model"
+    hashed = [ids.column.name for ids in chosen.ids if ids.hashed]
+    if hashed:
+        yield f"hash = {names(hashed)}  # text, and integers with gaps or missing values; a missing one is row 0"
+    lists = [ids.column.name for ids in chosen.ids if ids.column.is_list]
+    if lists and data.format == "csv":
+        yield f"lists = {{ {', '.join(f'{key(name)} = {quoted(LIST_SEPARATOR)}' for name in lists)} }}"
+    if data.delimiter != ",":
+        yield f"delimiter = {quoted(data.delimiter)}"
+    for name, why in chosen.left_out.items():
+        yield f"# left out: {comment(name)} ({why})"
+    yield ""
+
+
+def tables(chosen: Chosen) -> Iterator[str]:
+    taken: set[str] = set()
+    for ids in chosen.ids:
+        yield "[[tables]]"
+        yield f"name = {quoted(table_name(ids.column.name, taken))}"
+        yield f"num_embeddings = {ids.num_embeddings}  # {size_reason(ids)}"
+        yield f"embedding_dim = {EMBEDDING_DIM}"
+        yield f"features = {names([ids.column.name])}"
+        if ids.column.is_list:
+            yield 'pooling = "sum"  # of the rows of a list'
+        yield ""
+
+
+def rest(chosen: Chosen, capacity: str, why_capacity: str) -> Iterator[str]:
+    yield "[model]"
+    yield 'kind = "dlrm"'
+    yield f"bottom_mlp = [64, {EMBEDDING_DIM}]" + (
+        "" if chosen.dense else "  # a vector that is learned, as there are no dense features"
+    )
+    yield "top_mlp = [128, 64, 1]"
+    yield ""
+    yield "[optimizer]"
+    yield 'sparse = { kind = "adagrad", lr = 0.02 }'
+    yield 'dense = { kind = "adam", lr = 0.001 }'
+    yield ""
+    yield "[cache]"
+    yield f"capacity = {quoted(capacity)}  # {why_capacity}"
+
+
+def size_reason(ids: Ids) -> str:
+    if ids.hashed:
+        return f"{ids.column.distinct:,} values were seen; more rows are fewer collisions"
+    return f"ids go up to {ids.column.high:,.0f}"
+
+
+def table_name(feature: str, taken: set[str]) -> str:
+    """Letters, digits and underscores, once each."""
+    name = re.sub(r"[^A-Za-z0-9_]", "_", feature)
+    name = name if re.match(r"[A-Za-z_]", name) else f"t_{name}"
+    while name in taken:
+        name += "_"
+    taken.add(name)
+    return name
+
+
+def names(columns: list[str]) -> str:
+    return "[" + ", ".join(map(quoted, columns)) + "]"
+
+
+def key(name: str) -> str:
+    return name if re.fullmatch(r"[A-Za-z0-9_-]+", name) else quoted(name)
+
+
+def quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
+def comment(name: str) -> str:
+    """A column's name where no line may end."""
+    return "".join(letter if letter.isprintable() else " " for letter in name)

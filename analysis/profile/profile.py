@@ -1,0 +1,218 @@
+"""`prefetcher profile`: which rows are worth keeping on the device for good, and what they would cover.
+
+    sample, half of it   --> look-ups of each row --> hot rows of each budget --> pin file of the largest
+    the other half                                        --> share of look-ups and of whole inputs that they cover, with its interval
+
+The halves are disjoint batches drawn in the same strata of the epoch (see `sample`), so the shares are those of a hot set on data that
+had no part in choosing it, and the pin file holds exactly the rows that were judged.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from itertools import islice
+
+from rowcast.analysis.profile.coverage import Coverage, CoverageShares
+from rowcast.analysis.profile.interval import METHOD, unseen_share
+from rowcast.analysis.profile.popularity import I64, HotSet, Popularity, hot_set
+from rowcast.analysis.sample import Amount, SampledBatch, read_windows, reader_for_another_pass, sample_windows
+from rowcast.job.schema import Job, parse_bytes, parse_rows
+from rowcast.job.tables import KEY_SHIFT, ROW_MASK, GroupSpec, group_specs
+from rowcast.prefetcher.planner.capacity import MEASURED_BATCHES, job_slots, measure
+from rowcast.prefetcher.readers.reader import Reader, open_reader
+from rowcast.prefetcher.readers.schedule import schedule
+from rowcast.runtime.errors import ConfigError
+
+PICK, JUDGE = 0, 1  # draws of the sample
+DEFAULT_AMOUNT = Amount(share=0.05, least_batches=64)
+HALF = "half the cache"  # the budget where none was asked for
+
+Progress = Callable[[str], None]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GroupFacts:
+    group: str
+    slots: int
+    record_bytes: int
+    largest_batch_rows: int  # of the first batches and the sample
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BudgetCoverage:
+    budget: str  # as asked for
+    budget_bytes: int
+    hot_rows: int
+    hot_bytes: int
+    threshold: dict[str, int | None]  # group -> look-ups in the picking half of its least looked-up hot row
+    shares: CoverageShares
+    too_large: str | None  # what to change before this job can pin these rows
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Profile:
+    epoch_samples: int | None
+    picked_batches: int
+    picked_samples: int
+    judged_batches: int
+    judged_samples: int
+    rows_seen: int  # distinct, in the picking half
+    confidence: float
+    method: str = METHOD
+    unseen_share: float  # of the data's batches: a kind of batch rarer than this may not be among the judged ones
+    groups: tuple[GroupFacts, ...]
+    budgets: tuple[BudgetCoverage, ...]  # ascending
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Budget:
+    text: str
+    nbytes: int
+    room: tuple[int, ...] | None  # rows that each group may give at most; None: as many as the budget holds
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    amount: Amount = DEFAULT_AMOUNT
+    budgets: tuple[str, ...] = ()  # sizes as the job file writes them; none: half of the cache
+    confidence: float = 0.99
+    memory_bytes: float  # host memory that counting may take
+    progress: Progress = field(default=lambda what: None)
+
+    def __post_init__(self) -> None:
+        if not 0.5 <= self.confidence < 1:
+            raise ConfigError(f"--confidence {self.confidence}: give a probability from 0.5 to below 1, such as 0.99")
+
+
+def profile_job(job: Job, request: Request) -> tuple[Profile, dict[str, I64]]:
+    """The profile, and the hot rows of the largest budget by table. Raises ConfigError and DataError."""
+    groups, reader = group_specs(job), open_reader(job)
+    asked = [parse_budget(text, groups) for text in request.budgets]
+    measured = list(islice(schedule(job, reader), MEASURED_BATCHES))
+    slots, touched = job_slots(job, groups, measured), measure(groups, measured)
+    popularity = pick(job, reader_for_another_pass(job, reader), request, Popularity(groups, request.memory_bytes))
+    largest = list(map(max, touched.largest_batch_rows, popularity.largest_batch_rows))
+    budgets = sorted(asked or [default_budget(groups, slots, largest)], key=lambda budget: budget.nbytes)
+    hot_sets = [hot_set(popularity, budget.nbytes, budget.room) for budget in budgets]
+    coverages = judge(job, reader_for_another_pass(job, reader), request, [Coverage(groups, hot) for hot in hot_sets])
+    refuse_small(popularity.num_batches, coverages[0].num_batches)
+    facts = tuple(map(group_facts, groups, slots, map(max, largest, coverages[0].largest_batch_rows)))
+    covered = tuple(
+        budget_coverage(budget, hot, coverage.shares(request.confidence), facts)
+        for budget, hot, coverage in zip(budgets, hot_sets, coverages, strict=True)
+    )
+    profile = Profile(
+        epoch_samples=reader.num_samples("train"),
+        picked_batches=popularity.num_batches,
+        picked_samples=popularity.num_samples,
+        judged_batches=coverages[0].num_batches,
+        judged_samples=coverages[0].num_samples,
+        rows_seen=popularity.num_rows,
+        confidence=request.confidence,
+        unseen_share=unseen_share(coverages[0].num_batches, request.confidence),
+        groups=facts,
+        budgets=covered,
+    )
+    return profile, rows_by_table(groups, hot_sets[-1])
+
+
+def pick(job: Job, reader: Reader, request: Request, popularity: Popularity) -> Popularity:
+    """The same counts, after the batches of the picking half."""
+    for sampled in half(job, reader, request, PICK):
+        popularity.add(sampled.batch)
+        request.progress(f"counted {popularity.num_samples:,} samples")
+    return popularity
+
+
+def judge(job: Job, reader: Reader, request: Request, coverages: list[Coverage]) -> list[Coverage]:
+    """The same coverages, after the batches of the judging half."""
+    for sampled in half(job, reader, request, JUDGE):
+        for coverage in coverages:
+            coverage.add(sampled.batch)
+        request.progress(f"judged {coverages[0].num_samples:,} samples")
+    return coverages
+
+
+def group_facts(group: GroupSpec, slots: int, largest_batch_rows: int) -> GroupFacts:
+    return GroupFacts(
+        group=group.name, slots=slots, record_bytes=group.record_bytes, largest_batch_rows=largest_batch_rows
+    )
+
+
+def half(job: Job, reader: Reader, request: Request, draw: int) -> Iterator[SampledBatch]:
+    windows = sample_windows(job, reader, request.amount, draws=2)
+    return read_windows(job, reader, (window for window in windows if window.draw == draw))
+
+
+def refuse_small(num_picked: int, num_judged: int) -> None:
+    if num_picked < 1 or num_judged < 2:
+        raise ConfigError(
+            f"--sample: {num_picked} batches to pick hot rows and {num_judged} others to judge them are too few for an interval; "
+            "give a larger --sample, or smaller batches with --set data.batch_size=N"
+        )
+
+
+def parse_budget(text: str, groups: tuple[GroupSpec, ...]) -> Budget:
+    """`"16MiB"`, or `"20000 rows"` where all records are alike. Raises ConfigError."""
+    rows = parse_rows(text)
+    if rows is not None and len(groups) > 1:
+        raise ConfigError(
+            f'--budget "{text}" counts rows, but the tables have records of {len(groups)} sizes; give bytes, such as 16MiB'
+        )
+    try:
+        nbytes = parse_bytes(text) if rows is None else rows * groups[0].record_bytes
+    except ValueError as error:
+        raise ConfigError(f"--budget {error}") from None
+    return Budget(text=text, nbytes=nbytes, room=None)
+
+
+def default_budget(groups: tuple[GroupSpec, ...], slots: tuple[int, ...], largest_batch_rows: list[int]) -> Budget:
+    """Half of the cache: the other half is for what changes from batch to batch. A pinned row takes its slot for good, so every group
+    keeps room beside them for a batch of which no row is hot, a little larger than the largest one seen.
+    """
+    room = tuple(max(0, n - with_margin(largest)) for n, largest in zip(slots, largest_batch_rows, strict=True))
+    cache_bytes = sum(n * group.record_bytes for n, group in zip(slots, groups, strict=True))
+    return Budget(text=HALF, nbytes=cache_bytes // 2, room=room)
+
+
+def with_margin(largest_batch_rows: int) -> int:
+    """Rows to keep room for where the largest batch of all may be larger than the largest one seen: a tenth more."""
+    return largest_batch_rows - (-largest_batch_rows // 10)
+
+
+def budget_coverage(
+    budget: Budget, hot: HotSet, shares: CoverageShares, groups: tuple[GroupFacts, ...]
+) -> BudgetCoverage:
+    return BudgetCoverage(
+        budget=budget.text,
+        budget_bytes=budget.nbytes,
+        hot_rows=sum(map(len, hot.keys)),
+        hot_bytes=hot.nbytes,
+        threshold={group.group: threshold for group, threshold in zip(groups, hot.threshold, strict=True)},
+        shares=shares,
+        too_large=too_large(hot, groups),
+    )
+
+
+def too_large(hot: HotSet, groups: tuple[GroupFacts, ...]) -> str | None:
+    """What to change where hot rows and a batch of none of them do not fit into a group's slots together."""
+    for group, keys in zip(groups, hot.keys, strict=True):
+        needed = len(keys) + group.largest_batch_rows
+        if needed > group.slots:
+            enough = (
+                f'cache.capacity to "{needed} rows" or more'
+                if len(groups) == 1
+                else f'cache.groups.{group.group} to "{needed} rows"'
+            )
+            return (
+                f"{len(keys)} hot rows and the {group.largest_batch_rows} rows of the largest batch seen do not fit into the {group.slots} "
+                f"slots of group {group.group}: to pin them set {enough}"
+            )
+    return None
+
+
+def rows_by_table(groups: tuple[GroupSpec, ...], hot: HotSet) -> dict[str, I64]:
+    return {
+        table.name: keys[keys >> KEY_SHIFT == table.index] & ROW_MASK
+        for group, keys in zip(groups, hot.keys, strict=True)
+        for table in group.tables
+    }

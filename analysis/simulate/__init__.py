@@ -1,0 +1,1 @@
+"""`prefetcher simulate`: what other policies, capacities and horizons would move."""

@@ -1,0 +1,117 @@
+"""Which settings to simulate: policies x capacities x horizons x batch sizes x orders, each as a run of the job would have it."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import Any, get_args
+
+import msgspec
+
+from rowcast.job.file import parse_job
+from rowcast.job.schema import Data, Horizon, Job, Policy
+from rowcast.prefetcher.readers.reader import FORMATS
+from rowcast.runtime.errors import ConfigError
+
+BOUND = "belady"
+SIMULATED = ("window", "ttl", BOUND)  # known to the simulator only
+POLICIES = (*get_args(Policy), *SIMULATED)
+AUTO_BATCHES = 64
+LOOKING_AHEAD = ("lookahead", "window", "ttl")  # the others know no future, or all of it
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Grid:
+    """Lists to vary; an empty one stands for the job's own value."""
+
+    policies: Sequence[str] = ()
+    capacities: Sequence[str | int] = ()  # as cache.capacity takes them
+    horizons: Sequence[Horizon] = ()
+    batch_sizes: Sequence[int] = ()
+    shuffles: Sequence[str] = ()  # as data.shuffle takes them
+
+    def __post_init__(self) -> None:
+        for policy in self.policies:
+            if policy not in POLICIES:
+                raise ConfigError(f"--policy {policy} is none of {', '.join(POLICIES)}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Setting:
+    """One run to simulate: a policy, and a job with its capacity, horizon and batches, and with the policy where a run can have it.
+
+    horizon: batches known beyond the one planned, at least the depth; None where the policy looks at no future, or at all of it.
+    """
+
+    policy: str
+    horizon: Horizon | None
+    job: Job
+
+    @property
+    def horizon_batches(self) -> int:
+        """For the simulator's own policies, which have no "auto"."""
+        return AUTO_BATCHES if self.horizon == "auto" else self.horizon or 0
+
+
+def with_values(job: Job, values: Mapping[str, Mapping[str, Any]]) -> Job:
+    """The job with other values in some sections, checked as a whole. Raises ConfigError."""
+    content = msgspec.to_builtins(job)
+    for section, changed in values.items():
+        content[section] = {**content[section], **changed}
+    return parse_job(content, "simulate")
+
+
+def batches_jobs(job: Job, grid: Grid) -> list[Job]:
+    """A job for each batch size and order: those that read the data in a way of their own. Raises ConfigError before anything is read."""
+    for shuffle in grid.shuffles:
+        check_order(job.data, shuffle)
+    sizes, shuffles = (
+        dict.fromkeys(own) for own in (grid.batch_sizes or [job.data.batch_size], grid.shuffles or [job.data.shuffle])
+    )
+    return [
+        with_values(job, {"data": {"batch_size": size, "shuffle": shuffle}})
+        for size, shuffle in product(sizes, shuffles)
+    ]
+
+
+def check_order(data: Data, shuffle: str) -> None:
+    """Raises ConfigError for an order that the job's data cannot be read in."""
+    if data.format not in FORMATS:
+        raise ConfigError(
+            f"--shuffle {shuffle}: batches of {data.format} come in an order of their own; leave --shuffle out"
+        )
+    able = [name for name in FORMATS if can_have(name, shuffle)]
+    if not able:
+        raise ConfigError(f"--shuffle {shuffle} is none of none, full, window:ROWS")
+    if data.format not in able:
+        raise ConfigError(
+            f"--shuffle {shuffle}: {data.format} cannot be read in this order; {' and '.join(able)} can, or use window:65536"
+        )
+
+
+def can_have(format: str, shuffle: str) -> bool:
+    try:
+        Data(format=format, path="any", shuffle=shuffle)
+    except ValueError:
+        return False
+    return True
+
+
+def capacity_jobs(job: Job, grid: Grid) -> Iterator[Job]:
+    for capacity in dict.fromkeys(grid.capacities or [job.cache.capacity]):
+        yield with_values(job, {"cache": {"capacity": capacity}})
+
+
+def settings(job: Job, grid: Grid) -> list[Setting]:
+    """At the job's capacity and batches. Horizons below the depth are raised to it, as in a run, and equal settings occur once."""
+    found: dict[tuple[str, Horizon | None], Setting] = {}
+    for policy, horizon in product(grid.policies or [job.cache.policy], grid.horizons or [job.lookahead.horizon]):
+        trained = {"policy": policy} if policy in get_args(Policy) else {}
+        own = with_values(job, {"lookahead": {"horizon": horizon}, "cache": trained})
+        known = known_ahead(own, policy)
+        found.setdefault((policy, known), Setting(policy=policy, horizon=known, job=own))
+    return list(found.values())
+
+
+def known_ahead(job: Job, policy: str) -> Horizon | None:
+    """Batches known beyond the one planned, as a run has them; None where the policy does not look at them."""
+    return job.lookahead.known_ahead if policy in LOOKING_AHEAD else None

@@ -1,0 +1,90 @@
+"""What the planner moves over a recording: the same planner as in training, without tables, trainer or bytes."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from rowcast.analysis.progress import Tick
+from rowcast.analysis.simulate.grid import Setting
+from rowcast.analysis.simulate.recording import RecordedStep, Recording
+from rowcast.job.tables import GroupSpec
+from rowcast.prefetcher.planner.grouping import I64
+from rowcast.prefetcher.planner.job_planner import job_planner
+from rowcast.prefetcher.planner.pin_files import load_pins
+from rowcast.prefetcher.planner.planner import RowPlanner, StepMoves
+from rowcast.protocol.batch import ScheduledBatch
+from rowcast.protocol.plan import BarrierPlan
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Moves:
+    """Rows that moved, by step and group."""
+
+    fetched: I64  # [P, G]
+    evicted: I64  # [P, G]
+    written_back: I64  # [P, G] dirty victims
+    flushed: I64  # [G] by barriers: those of checkpoints, and the one behind the last step
+
+
+def new_moves(num_steps: int, num_groups: int) -> Moves:
+    fetched, evicted, written_back = (np.zeros((num_steps, num_groups), np.int64) for _ in range(3))
+    return Moves(fetched=fetched, evicted=evicted, written_back=written_back, flushed=np.zeros(num_groups, np.int64))
+
+
+def new_planner(
+    setting: Setting,
+    groups: tuple[GroupSpec, ...],
+    slots: tuple[int, ...],
+    first_batches: Sequence[ScheduledBatch],
+    *,
+    keep_ids: bool = False,
+) -> RowPlanner:
+    """As a run of the setting has it; arguments as for `job_planner`."""
+    pin = setting.job.cache.pin
+    pinned = None if pin is None else load_pins(Path(pin), groups)
+    return job_planner(setting.job, groups, slots, first_batches, pinned=pinned, keep_ids=keep_ids)
+
+
+def bound_planner(recording: Recording, slots: tuple[int, ...]) -> RowPlanner:
+    """Which no run can have: it knows every batch."""
+    return RowPlanner(recording.groups, slots, depth=1, horizon=len(recording))
+
+
+def planned_moves(recording: Recording, planner: RowPlanner, tick: Tick) -> Moves:
+    """What a fresh planner moves. `tick` is called for each step. Raises ConfigError where a step does not fit."""
+    moves = new_moves(len(recording), len(recording.groups))
+    for entry in entries(recording.steps, planner):
+        if isinstance(entry, BarrierPlan):
+            moves.flushed[:] += [len(move) for move in entry.dirty]
+        else:
+            note(moves, entry[0].step - recording.steps[0].scheduled.step, entry[1])
+            tick()
+    return moves
+
+
+def entries(
+    steps: Iterable[RecordedStep], planner: RowPlanner
+) -> Iterator[tuple[ScheduledBatch, StepMoves] | BarrierPlan]:
+    """Everything that a fresh planner has to say of these steps, in order, to the last barrier."""
+
+    def ready() -> Iterator[tuple[ScheduledBatch, StepMoves] | BarrierPlan]:
+        while planner.ready():
+            if planner.checkpoint_due:
+                yield planner.barrier("checkpoint", finished=False)
+            yield planner.move()
+
+    for step in steps:
+        planner.add(step.scheduled, step.groupings)
+        yield from ready()
+    planner.end()
+    yield from ready()
+    yield planner.barrier("end of data", finished=True)
+
+
+def note(moves: Moves, position: int, moved: StepMoves) -> None:
+    for index, group in enumerate(moved.groups):
+        moves.fetched[position, index] = len(group.fetch)
+        moves.evicted[position, index] = len(group.evict)
+        moves.written_back[position, index] = group.num_dirty

@@ -1,0 +1,173 @@
+"""Policies that only the simulator has: what published relatives move over the same steps. They count rows and move none.
+
+`window` (cDLRM)   Rows come in windows: when one begins, all that its steps need and that is missing is fetched together, and victims are
+                   chosen at random among the resident rows that the window does not need. A window is the step that is due and the
+                   `horizon` steps behind it; where their rows do not fit every group's slots, as many of these steps as do.
+`ttl` (BagPipe)    A row stays while it is used again within the next `horizon` steps, and otherwise leaves with the next step's plan.
+                   Where the rows that stay leave too little room for a step, those needed last leave, ties by oldest last use, then
+                   smallest key, as in look-ahead.
+
+A row that leaves is written back if it was trained since its fill, as in the planner. Rows left at the end are flushed.
+
+    steps           0 1 2 3 4 5 6 7
+    a row's uses    x     x       x
+    ttl, horizon 3  [- - - -]     [-   resident: after step 3 its next use is 4 steps away, so it leaves with the plan of step 4
+"""
+
+import numpy as np
+import numpy.typing as npt
+
+from rowcast.analysis.progress import Tick
+from rowcast.analysis.simulate.moves import Moves, new_moves
+from rowcast.analysis.simulate.recording import NEVER, NumberedRows, Recording
+from rowcast.prefetcher.planner.grouping import I32
+
+
+class ResidentRows:
+    """One group's cache: who is resident and who of them was trained since its fill. Counts into one column of `Moves`."""
+
+    def __init__(self, numbered: NumberedRows, num_slots: int, moves: Moves, group: int) -> None:
+        self.numbered = numbered
+        self.num_slots = num_slots
+        self.resident = np.zeros(numbered.num_rows, np.bool_)
+        self.num_resident = 0
+        self._dirty = np.zeros(numbered.num_rows, np.bool_)
+        self._moves, self._group = moves, group
+
+    def missing(self, rows: I32) -> I32:
+        return rows[~self.resident[rows]]
+
+    def fetch(self, position: int, rows: I32) -> None:
+        """Rows that are not resident and for which there is room."""
+        self.resident[rows] = True
+        self.num_resident += len(rows)
+        assert self.num_resident <= self.num_slots, f"{self.num_resident} resident rows in {self.num_slots} slots"
+        self._moves.fetched[position, self._group] += len(rows)
+
+    def evict(self, position: int, rows: I32) -> None:
+        """Rows that are resident."""
+        self._moves.evicted[position, self._group] += len(rows)
+        self._moves.written_back[position, self._group] += np.count_nonzero(self._dirty[rows])
+        self.resident[rows] = self._dirty[rows] = False
+        self.num_resident -= len(rows)
+
+    def train(self, rows: I32) -> None:
+        self._dirty[rows] = True
+
+    def flush(self) -> None:
+        self._moves.flushed[self._group] = np.count_nonzero(self._dirty)
+
+
+def window_moves(recording: Recording, slots: tuple[int, ...], horizon: int, seed: int, tick: Tick) -> Moves:
+    """Every step fits the slots: the caller made sure."""
+    moves = new_moves(len(recording), len(slots))
+    caches = [
+        ResidentRows(rows, n, moves, g) for g, (rows, n) in enumerate(zip(recording.numbered, slots, strict=True))
+    ]
+    random = np.random.default_rng(seed)
+    begin = 0
+    while begin < len(recording):
+        end = min(window_end(cache, begin, min(begin + horizon + 1, len(recording))) for cache in caches)
+        for cache in caches:
+            bring_window(cache, begin, end, random)
+        for position in range(begin, end):
+            if recording.steps[position].trains:
+                for cache in caches:
+                    cache.train(cache.numbered.rows[position])
+            tick()
+        begin = end
+    for cache in caches:
+        cache.flush()
+    return moves
+
+
+def window_end(cache: ResidentRows, begin: int, latest: int) -> int:
+    """Where the longest window from `begin` on ends whose rows fit the slots, at `latest` at the latest."""
+    needed = np.zeros(cache.numbered.num_rows, np.bool_)
+    num_needed = 0
+    for position in range(begin, latest):
+        rows = cache.numbered.rows[position]
+        num_needed += len(rows) - int(np.count_nonzero(needed[rows]))
+        if num_needed > cache.num_slots:
+            assert position > begin, f"{num_needed} rows of one step for {cache.num_slots} slots"
+            return position
+        needed[rows] = True
+    return latest
+
+
+def bring_window(cache: ResidentRows, begin: int, end: int, random: np.random.Generator) -> None:
+    """Fetches what the steps from `begin` to before `end` need. Victims are drawn from the others, by ascending key."""
+    needed: npt.NDArray[np.bool_] = np.zeros(cache.numbered.num_rows, np.bool_)
+    for position in range(begin, end):
+        needed[cache.numbered.rows[position]] = True
+    missing = np.flatnonzero(needed & ~cache.resident).astype(np.int32)
+    num_victims = cache.num_resident + len(missing) - cache.num_slots
+    if num_victims > 0:
+        others = np.flatnonzero(cache.resident & ~needed).astype(np.int32)
+        cache.evict(begin, random.choice(others, num_victims, replace=False, shuffle=False))
+    cache.fetch(begin, missing)
+
+
+def ttl_moves(recording: Recording, slots: tuple[int, ...], horizon: int, tick: Tick) -> Moves:
+    """Every step fits the slots: the caller made sure."""
+    moves = new_moves(len(recording), len(slots))
+    caches = [
+        ExpiringRows(rows, n, moves, g, horizon)
+        for g, (rows, n) in enumerate(zip(recording.numbered, slots, strict=True))
+    ]
+    for position, step in enumerate(recording.steps):
+        for cache in caches:
+            cache.use(position, step.trains)
+        tick()
+    for cache in caches:
+        cache.flush()
+    return moves
+
+
+class ExpiringRows(ResidentRows):
+    """The rows of the last step, and all earlier ones that are used again within the horizon of their last use."""
+
+    def __init__(self, numbered: NumberedRows, num_slots: int, moves: Moves, group: int, horizon: int) -> None:
+        super().__init__(numbered, num_slots, moves, group)
+        self._horizon = horizon
+        self._next_use = np.full(numbered.num_rows, NEVER, np.int32)
+        self._last_use = np.zeros(numbered.num_rows, np.int32)
+        self._num_waiting = np.zeros(len(numbered.rows), np.int64)  # by step: resident rows whose next use it is
+
+    def use(self, position: int, train: bool) -> None:
+        rows = self.numbered.rows[position]
+        if position:
+            used = self.numbered.rows[position - 1]
+            self.evict(position, used[~self._stays(used, position - 1)])
+        missing = self.missing(rows)
+        self._make_room(position, len(missing))
+        self.fetch(position, missing)
+        self._next_use[rows] = self.numbered.next_uses[position]
+        self._last_use[rows] = position
+        staying = rows[self._stays(rows, position)]
+        np.add.at(self._num_waiting, self._next_use[staying], 1)
+        if train:
+            self.train(rows)
+
+    def _stays(self, used: I32, position: int) -> npt.NDArray[np.bool_]:
+        """Of the rows of a step that was just planned: whether they are used again within its horizon."""
+        return self._next_use[used] <= position + self._horizon
+
+    def _make_room(self, position: int, num_missing: int) -> None:
+        num_victims = self.num_resident + num_missing - self.num_slots
+        farthest = min(position + self._horizon, len(self.numbered.rows)) - 1  # no row of an earlier step waits longer
+        for use in range(farthest, position, -1):
+            if num_victims <= 0:
+                return
+            if self._num_waiting[use]:
+                num_victims -= self._evict_waiting(position, use, num_victims)
+        assert num_victims <= 0, f"{num_victims} victims are missing for step {position} in {self.num_slots} slots"
+
+    def _evict_waiting(self, position: int, use: int, most: int) -> int:
+        """Evicts up to `most` of the rows whose next use is the step `use`, and returns how many."""
+        rows = self.numbered.rows[use]
+        waiting = rows[self.resident[rows] & (self._next_use[rows] == use)]
+        victims = waiting[np.argsort(self._last_use[waiting], kind="stable")[:most]]
+        self.evict(position, victims)
+        self._num_waiting[use] -= len(victims)
+        return len(victims)

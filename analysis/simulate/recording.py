@@ -1,0 +1,128 @@
+"""What a run touches: the distinct rows of every step. It is read once and every setting is then simulated over it.
+
+It takes 8 bytes for each distinct row of each batch, and nothing for the tables. All of it is needed at once, because the bound
+(`belady`) knows the whole future.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, TypeVar, cast
+
+import numpy as np
+import numpy.typing as npt
+
+from rowcast.analysis.progress import Tick
+from rowcast.job.tables import GroupSpec
+from rowcast.prefetcher.planner.grouping import I32, I64, Grouper, Grouping
+from rowcast.prefetcher.planner.planner import groupers_of
+from rowcast.protocol.batch import Batch, ScheduledBatch
+
+OPTIONAL = ("offsets", "weights", "sequence_offsets")  # arrays that a grouping may lack
+NEVER = 2**31 - 1  # the next use of a row that is not used again
+Array = TypeVar("Array", bound=npt.NDArray[Any])
+EMPTY = Batch(dense=np.zeros((0, 0), np.float32), labels=np.zeros(0, np.float32), ids=np.zeros(0, np.int64))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RecordedStep:
+    scheduled: ScheduledBatch  # without the batch's arrays
+    num_lookups: int
+    groupings: tuple[Grouping, ...]  # of each group; but for the keys without arrays, see `hollow`
+
+    @property
+    def trains(self) -> bool:
+        return self.scheduled.kind == "train"
+
+    def keys(self, group: int) -> I64:
+        """The step's distinct rows of a group, ascending."""
+        return self.groupings[group].keys
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NumberedRows:
+    """One group's rows of a recording, numbered by ascending key, so that what is known of each can stand in an array."""
+
+    num_rows: int
+    rows: list[I32]  # of each step: the numbers of its distinct rows, ascending
+    next_uses: list[I32]  # of each step: the position of the next step that uses each of them, or NEVER
+
+
+class Recording:
+    """The steps of a run, in order without gaps. A step's position counts from 0 in the recording."""
+
+    def __init__(self, groups: tuple[GroupSpec, ...], steps: list[RecordedStep]) -> None:
+        self.groups = groups
+        self.steps = steps
+
+    def __len__(self) -> int:
+        return len(self.steps)
+
+    @property
+    def num_train(self) -> int:
+        return sum(step.trains for step in self.steps)
+
+    @property
+    def num_lookups(self) -> int:
+        return sum(step.num_lookups for step in self.steps)
+
+    @property
+    def unique_rows(self) -> int:
+        """Distinct rows of each step, added up."""
+        return sum(len(grouping.keys) for step in self.steps for grouping in step.groupings)
+
+    @cached_property
+    def numbered(self) -> tuple[NumberedRows, ...]:
+        """Of each group; made when a policy first asks for it."""
+        return tuple(numbered_rows([step.keys(index) for step in self.steps]) for index in range(len(self.groups)))
+
+
+def record(groups: tuple[GroupSpec, ...], batches: Iterable[ScheduledBatch], tick: Tick) -> Recording:
+    """Reads all of `batches`; `tick` is called after each."""
+    groupers = groupers_of(groups)
+    steps = []
+    for scheduled in batches:
+        steps.append(record_step(groupers, scheduled))
+        tick()
+    return Recording(groups, steps)
+
+
+def record_step(groupers: tuple[Grouper, ...], scheduled: ScheduledBatch) -> RecordedStep:
+    batch = scheduled.batch
+    groupings = tuple(hollow(grouper.group(grouper.lookups(batch))) for grouper in groupers)
+    return RecordedStep(scheduled=without_arrays(scheduled), num_lookups=len(batch.ids), groupings=groupings)
+
+
+def hollow(grouping: Grouping) -> Grouping:
+    """The distinct rows, and of every array a look-up only how large it is: to move rows the planner needs no more, as an "auto" horizon
+    goes by sizes."""
+    return replace(
+        grouping,
+        order=no_larger_than_one(grouping.order),
+        segment_offsets=no_larger_than_one(grouping.segment_offsets),
+        **{name: no_larger_than_one(array) for name in OPTIONAL if (array := getattr(grouping, name)) is not None},
+    )
+
+
+def no_larger_than_one(array: Array) -> Array:
+    """An array of this dtype, length and number of bytes, all of whose elements are the same one in memory."""
+    return cast(Array, np.broadcast_to(array.dtype.type(0), array.shape))
+
+
+def without_arrays(scheduled: ScheduledBatch) -> ScheduledBatch:
+    return ScheduledBatch(
+        step=scheduled.step, kind=scheduled.kind, train_step=scheduled.train_step, epoch=scheduled.epoch, batch=EMPTY
+    )
+
+
+def numbered_rows(keys: list[I64]) -> NumberedRows:
+    """From the distinct keys of each step, ascending."""
+    distinct, numbers = np.unique(np.concatenate([np.zeros(0, np.int64), *keys]), return_inverse=True)
+    ends = np.cumsum([len(some) for some in keys])
+    rows: list[I32] = np.split(numbers.astype(np.int32), ends[:-1]) if keys else []
+    upcoming: npt.NDArray[np.int32] = np.full(len(distinct), NEVER, np.int32)
+    next_uses: list[I32] = []
+    for position in range(len(rows) - 1, -1, -1):
+        next_uses.append(upcoming[rows[position]])
+        upcoming[rows[position]] = position
+    return NumberedRows(num_rows=len(distinct), rows=rows, next_uses=next_uses[::-1])

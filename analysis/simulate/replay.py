@@ -1,0 +1,163 @@
+"""Whole plans beside a simulation: made as the batches pass, look-up arrays included, to be saved as a trace or compared with one.
+
+batches --> planner of one setting --> batches, to be recorded
+                  | plans
+                  +--> TraceWriter, or the plans that the trace says
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import takewhile
+from typing import Protocol
+
+from rowcast.prefetcher.planner.capacity import MEASURED_BATCHES
+from rowcast.prefetcher.planner.planner import RowPlanner
+from rowcast.prefetcher.traces.reader import TracedBatch, TraceReader
+from rowcast.prefetcher.traces.writer import TraceWriter, plan_facts
+from rowcast.protocol.batch import ScheduledBatch
+from rowcast.protocol.plan import BarrierPlan, StepPlan
+from rowcast.runtime.errors import ConfigError, DataError
+
+Counts = tuple[int, ...]  # of rows, one a group
+
+
+def counts(barrier: BarrierPlan) -> Counts:
+    return tuple(map(len, barrier.dirty))
+
+
+class PlanWatcher(Protocol):
+    """Told of the plans of one run, in order."""
+
+    def plan(self, scheduled: ScheduledBatch, plan: StepPlan) -> None: ...
+
+    def data_ended(self) -> None:
+        """The planner knows of no further batch from now on; plans may still follow."""
+
+    def ended(self, flushed: Counts) -> None:
+        """Behind the last barrier: rows that barriers brought home, of each group."""
+
+
+def planned_beside(
+    batches: Iterable[ScheduledBatch], planner: RowPlanner, watcher: PlanWatcher
+) -> Iterator[ScheduledBatch]:
+    """`batches` as they are, planned as they pass. A batch that does not fit ends the planning, not the batches."""
+    flushed: list[Counts] = []
+    fits = True
+    for scheduled in batches:
+        if fits:
+            planner.add(scheduled)
+            fits = plan_ready(planner, watcher, flushed)
+        yield scheduled
+    if fits:
+        planner.end()
+        watcher.data_ended()
+        if plan_ready(planner, watcher, flushed):
+            flushed.append(counts(planner.barrier("end of data", finished=True)))
+            watcher.ended(tuple(map(sum, zip(*flushed, strict=True))))
+
+
+def plan_ready(planner: RowPlanner, watcher: PlanWatcher, flushed: list[Counts]) -> bool:
+    """Adds the checkpoints' barriers to `flushed`. False where a batch does not fit: the simulation of the same setting says so."""
+    while planner.ready():
+        if planner.checkpoint_due:
+            flushed.append(counts(planner.barrier("checkpoint", finished=False)))
+        try:
+            scheduled, plan = planner.plan()
+        except ConfigError:
+            return False
+        watcher.plan(scheduled, plan)
+    return True
+
+
+class Saving:
+    """A `PlanWatcher` that writes a trace."""
+
+    def __init__(self, writer: TraceWriter) -> None:
+        self._writer = writer
+
+    def plan(self, scheduled: ScheduledBatch, plan: StepPlan) -> None:
+        self._writer.add(scheduled, plan)
+
+    def data_ended(self) -> None:
+        """The plans that follow are saved too."""
+
+    def ended(self, flushed: Counts) -> None:
+        self._writer.finish(flushed, finished=True)
+
+
+class Comparing:
+    """A `PlanWatcher` over a trace's batches: plans made under the trace's settings are those of the trace.
+
+    Where the trace's run was stopped, or only its beginning is read, its last plans were made with more batches known than are at hand:
+    they are not compared.
+    """
+
+    def __init__(self, replay: "Replay") -> None:
+        self.num_compared = 0
+        self._replay = replay
+        self._comparable = True
+
+    def plan(self, scheduled: ScheduledBatch, plan: StepPlan) -> None:
+        assert isinstance(scheduled, TracedBatch), f"step {plan.step} is not out of a trace"
+        if not self._comparable:
+            return
+        ours, theirs = plan_facts(plan), scheduled.facts
+        if ours != theirs:
+            raise DataError(
+                f"step {plan.step} of the trace was planned otherwise when it was saved: {sum(theirs.rows_fetched)} rows fetched and "
+                f"checksum {theirs.checksum}, here {sum(ours.rows_fetched)} and {ours.checksum}; use the version that saved it"
+            )
+        self.num_compared += 1
+
+    def data_ended(self) -> None:
+        self._comparable = self._replay.is_complete
+
+    def ended(self, flushed: Counts) -> None:
+        if self._comparable and flushed != self._replay.reader.rows_flushed:
+            raise DataError(f"the trace's barriers flushed {self._replay.reader.rows_flushed} rows, here {flushed}")
+
+
+class Watchers:
+    """Several `PlanWatcher`s as one."""
+
+    def __init__(self, watchers: Sequence[PlanWatcher]) -> None:
+        self._watchers = watchers
+
+    def plan(self, scheduled: ScheduledBatch, plan: StepPlan) -> None:
+        for watcher in self._watchers:
+            watcher.plan(scheduled, plan)
+
+    def data_ended(self) -> None:
+        for watcher in self._watchers:
+            watcher.data_ended()
+
+    def ended(self, flushed: Counts) -> None:
+        for watcher in self._watchers:
+            watcher.ended(flushed)
+
+
+class Replay:
+    """The batches of a trace, up to `max_steps` train steps, and the evaluation behind the last of them if the trace has one there."""
+
+    def __init__(self, reader: TraceReader, max_steps: int | None) -> None:
+        self.reader = reader
+        self._max_steps = max_steps
+        self._num_given = 0
+
+    @property
+    def is_complete(self) -> bool:
+        """The run ended where these batches do."""
+        return self.reader.finished and self._num_given == self.reader.num_steps
+
+    @property
+    def is_measured(self) -> bool:
+        """The batches that decide how the capacity is divided, and what is static, are those of the run."""
+        return self._num_given >= MEASURED_BATCHES or self.is_complete
+
+    def batches(self) -> Iterator[TracedBatch]:
+        self._num_given = 0
+        for scheduled in takewhile(self._is_wanted, self.reader.steps()):
+            self._num_given += 1
+            yield scheduled
+
+    def _is_wanted(self, scheduled: ScheduledBatch) -> bool:
+        return self._max_steps is None or scheduled.kind == "eval" or scheduled.train_step < self._max_steps

@@ -1,0 +1,146 @@
+"""`prefetcher simulate`: what a run would move under other policies, capacities, horizons, batch sizes and orders, before it is trained.
+
+    data set or trace --batches--> record: the distinct rows of each step    once a batch size and order
+                                       |
+                                       +--> belady: the bound                once a capacity
+                                       +--> each policy and horizon
+
+It runs the planner of training over the schedule of training, with slots divided as in training, so it says step by step what a run of
+the job would report, as far as the policy exists there.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from itertools import chain, islice
+
+from rowcast.analysis.progress import Progress, Silent
+from rowcast.analysis.simulate.grid import BOUND, Grid, Setting, batches_jobs, capacity_jobs, settings
+from rowcast.analysis.simulate.moves import Moves, bound_planner, new_planner, planned_moves
+from rowcast.analysis.simulate.policies import ttl_moves, window_moves
+from rowcast.analysis.simulate.recording import Recording, record
+from rowcast.analysis.simulate.replay import PlanWatcher, planned_beside
+from rowcast.analysis.simulate.results import Outcome, Simulation, make_result, skipped_result
+from rowcast.job.schema import Job
+from rowcast.job.tables import group_specs
+from rowcast.prefetcher.planner.capacity import MEASURED_BATCHES, job_slots
+from rowcast.protocol.batch import ScheduledBatch
+from rowcast.runtime.errors import ConfigError
+
+OpenBatches = Callable[[Job], Iterable[ScheduledBatch]]
+Slots = tuple[int, ...]
+Watch = Callable[[Setting, Slots], PlanWatcher | None]  # who watches the whole plans of a setting, if anybody does
+
+
+def simulate(
+    job: Job,
+    grid: Grid,
+    open_batches: OpenBatches,
+    *,
+    watch: Watch = lambda setting, slots: None,
+    progress: Progress | None = None,
+    per_step: bool = False,
+) -> list[Simulation]:
+    """A result for each setting: batch size by batch size, order by order, capacity by capacity, policies and horizons as given.
+
+    `open_batches` gives the batches of a run of a job, from its first step. A setting that cannot run is a result that says why. Raises
+    ConfigError for values that no job can have, and what reading the data raises.
+    """
+    results: list[Simulation] = []
+    for own in batches_jobs(job, grid):
+        results += Simulator(own, grid, watch, progress or Silent(), per_step).run(open_batches(own))
+    return results
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Capacity:
+    """The settings of one capacity, and what slots it gives."""
+
+    settings: list[Setting]
+    slots: Slots
+    refusal: str | None  # why there are none
+
+
+class Simulator:
+    """All settings of one batch size and order."""
+
+    def __init__(self, job: Job, grid: Grid, watch: Watch, progress: Progress, per_step: bool) -> None:
+        self._job, self._grid, self._groups = job, grid, group_specs(job)
+        self._watch, self._progress, self._per_step = watch, progress, per_step
+
+    def run(self, batches: Iterable[ScheduledBatch]) -> list[Simulation]:
+        left = iter(batches)
+        measured = list(islice(left, MEASURED_BATCHES))
+        capacities = [self._capacity(job, measured) for job in capacity_jobs(self._job, self._grid)]
+        recording = Recording(self._groups, [])
+        if any(capacity.slots for capacity in capacities):
+            tick = self._progress.begin("reading the data", None)
+            recording = record(self._groups, self._watched(chain(measured, left), capacities, measured), tick)
+        return [result for capacity in capacities for result in self._results(recording, capacity, measured)]
+
+    def _capacity(self, job: Job, measured: list[ScheduledBatch]) -> Capacity:
+        slots: Slots = ()
+        refusal = None
+        try:
+            slots = job_slots(job, self._groups, measured)
+        except ConfigError as error:
+            refusal = str(error)
+        return Capacity(settings=settings(job, self._grid), slots=slots, refusal=refusal)
+
+    def _watched(
+        self, batches: Iterable[ScheduledBatch], capacities: list[Capacity], measured: list[ScheduledBatch]
+    ) -> Iterable[ScheduledBatch]:
+        """The batches, and whole plans beside them for whoever watches a setting."""
+        for slots, setting in (
+            (capacity.slots, setting) for capacity in capacities if capacity.slots for setting in capacity.settings
+        ):
+            watcher = self._watch(setting, slots)
+            if watcher is not None:
+                planner = new_planner(setting, self._groups, slots, measured, keep_ids=True)
+                batches = planned_beside(batches, planner, watcher)
+        return batches
+
+    def _results(
+        self, recording: Recording, capacity: Capacity, measured: list[ScheduledBatch]
+    ) -> Iterator[Simulation]:
+        bound, refusal = None, capacity.refusal
+        if capacity.slots:
+            bound, refusal = self._moved(recording, capacity.slots, bound_setting(capacity.settings[0].job), measured)
+        for setting in capacity.settings:
+            moves = bound
+            if bound is not None and setting.policy != BOUND:
+                moves, refusal = self._moved(recording, capacity.slots, setting, measured)
+            if bound is None or moves is None:
+                yield skipped_result(setting, refusal or "")
+            else:
+                outcome = Outcome(setting=setting, slots=capacity.slots, moves=moves)
+                yield make_result(recording, outcome, int(bound.fetched.sum()), per_step=self._per_step)
+
+    def _moved(
+        self, recording: Recording, slots: Slots, setting: Setting, measured: list[ScheduledBatch]
+    ) -> tuple[Moves, None] | tuple[None, str]:
+        """What a setting moves, or why it cannot."""
+        tick = self._progress.begin(description(setting), len(recording))
+        try:
+            match setting.policy:
+                case "window":
+                    return window_moves(recording, slots, setting.horizon_batches, setting.job.job.seed, tick), None
+                case "ttl":
+                    return ttl_moves(recording, slots, setting.horizon_batches, tick), None
+                case "belady":
+                    return planned_moves(recording, bound_planner(recording, slots), tick), None
+                case _:
+                    return planned_moves(recording, new_planner(setting, self._groups, slots, measured), tick), None
+        except ConfigError as error:
+            return None, str(error)
+
+
+def bound_setting(job: Job) -> Setting:
+    return Setting(policy=BOUND, horizon=None, job=job)
+
+
+def description(setting: Setting) -> str:
+    """`lookahead, horizon 64, capacity 70000 rows, batches of 2048`."""
+    horizon = "" if setting.horizon is None else f", horizon {setting.horizon}"
+    data = setting.job.data
+    order = "" if data.shuffle == "none" else f", shuffle {data.shuffle}"
+    return f"{setting.policy}{horizon}, capacity {setting.job.cache.capacity}, batches of {data.batch_size}{order}"

@@ -1,0 +1,93 @@
+"""The command's own half of `prefetcher timeline`: which steps, and what it says."""
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+import typer
+
+from rowcast.analysis.simulate.plot import check_plot
+from rowcast.analysis.timeline.lives import AHEAD, StepLife, ended_ns, lives, overlap
+from rowcast.analysis.timeline.plot import plot_steps
+from rowcast.analysis.timeline.recording import Recordings, read_run
+from rowcast.analysis.timeline.trace_events import Window, write_trace
+from rowcast.runtime.errors import ConfigError
+from rowcast.runtime.telemetry.format_numbers import plural
+
+NUM_DRAWN = 8  # steps, where --steps does not say
+OPEN = "open it at https://ui.perfetto.dev or chrome://tracing"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TimelineOptions:
+    """As typed."""
+
+    out: Path | None = None
+    steps: str | None = None
+    plot: Path | None = None
+
+
+def run_timeline(run_dir: Path, options: TimelineOptions) -> None:
+    """Raises ConfigError and DataError as `read_run` does, and ConfigError for steps that the run has not."""
+    if options.plot is not None:
+        check_plot(options.plot)
+    asked = None if options.steps is None else parse_steps(options.steps)
+    recordings = read_run(run_dir)
+    steps = last_incarnation(lives(recordings))
+    out = options.out or run_dir / "timeline.json"
+    window = (recordings.began_ns, float("inf")) if asked is None else window_of(chosen(steps, asked))
+    number = write_trace(recordings, window, out)
+    if not recordings.one_clock:
+        typer.echo(
+            "The recordings are of two hosts or boots: they are put together by the wall clock, as right as the hosts' clocks agree."
+        )
+    typer.echo(f"{out}: {plural(number, 'event')}; {OPEN}")
+    if steps:
+        typer.echo(describe(recordings, steps))
+    if options.plot is not None:
+        drawn = chosen(steps, asked or middle(steps))
+        plot_steps(recordings, window_of(drawn), options.plot)
+
+
+def parse_steps(text: str) -> range:
+    """Raises ConfigError."""
+    match = re.fullmatch(r"(\d+):(\d+)", text)
+    if match is None or int(match[1]) >= int(match[2]):
+        raise ConfigError(f"--steps {text}: give the first step and the one behind the last, such as 100:110")
+    return range(int(match[1]), int(match[2]))
+
+
+def last_incarnation(steps: list[StepLife]) -> list[StepLife]:
+    """Steps are counted anew from a checkpoint on when the processes meet again."""
+    begins = [index for index, life in enumerate(steps) if index and life.number <= steps[index - 1].number]
+    return steps[begins[-1] if begins else 0 :]
+
+
+def middle(steps: list[StepLife]) -> range:
+    if not steps:
+        return range(0)
+    first = steps[0].number + max(0, len(steps) - NUM_DRAWN) // 2
+    return range(first, first + NUM_DRAWN)
+
+
+def chosen(steps: list[StepLife], asked: range) -> list[StepLife]:
+    found = [life for life in steps if life.number in asked]
+    if not found:
+        has = (
+            f"steps {steps[0].number} to {steps[-1].number}" if steps else "no step that both processes recorded whole"
+        )
+        raise ConfigError(f"--steps: the timeline has {has}; choose among them")
+    return found
+
+
+def window_of(steps: list[StepLife]) -> Window:
+    """The time in which the trainer computed them."""
+    return steps[0].step.began_ns, ended_ns(steps[-1].step)
+
+
+def describe(recordings: Recordings, steps: list[StepLife]) -> str:
+    found = overlap(recordings, steps)
+    return (
+        f"{plural(found.num_steps, 'step')}, of which {found.num_over['any']:,} had work for later ones ({', '.join(AHEAD)}) under their "
+        f"compute; the trainer waited for rows during {found.exposed_share:.1%} of that work"
+    )

@@ -1,0 +1,196 @@
+"""One trace in the Trace Event Format, which Perfetto (ui.perfetto.dev) and chrome://tracing read.
+
+    M   names and order of processes and threads
+    X   a span; category work or wait, and the step under `args`
+    b e a span that may overlap others of its kind: a step on the device, and its life from the first plan on
+    s f an arrow: rows from where they are announced to the step that looks them up, victims from the sender to the write-back
+    C   a level: bytes in a ring, steps in flight
+    i   the processes have met
+
+Times are in microseconds after the first of the two recordings began.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from rowcast.analysis.timeline.lives import MAIN, StepLife, ended_ns, lives
+from rowcast.analysis.timeline.recording import Recording, Recordings
+from rowcast.runtime.errors import ConfigError
+from rowcast.runtime.telemetry.timeline import Span
+
+Event = dict[str, Any]
+Window = tuple[int, float]  # ns of the records' clock: from, to
+
+FIRST_THREAD = 101  # a thread whose number is its process's would be taken for its first
+TRACKS = ("planning", "fetcher", "write-back", "checkpoint", "main", "sender", "mail")  # decoders stand before them
+ARROWS = (("rows", "send", ("lookup", "evaluate")), ("victims", "send back", ("write_back",)))  # name, from, to
+
+
+def track_name(span: Span) -> str:
+    return "main" if span.track == MAIN else span.track
+
+
+def track_order(name: str) -> tuple[int, str]:
+    return (TRACKS.index(name) if name in TRACKS else -1, name)
+
+
+def tracks(recording: Recording) -> list[str]:
+    """In the order of a step's way; spans of a step as a whole lie on none."""
+    return sorted({track_name(span) for span in recording.spans if span.kind != "step"}, key=track_order)
+
+
+class Writer:
+    """Makes the events of one run; a process has its place instead of its id, which in containers both may share."""
+
+    def __init__(self, recordings: Recordings, window: Window) -> None:
+        self._recordings = recordings
+        self._window = window
+        self._num_arrows = 0
+        self._threads = [
+            {name: number for number, name in enumerate(tracks(recording), start=FIRST_THREAD)}
+            for recording in recordings.both
+        ]
+
+    def events(self) -> Iterator[Event]:
+        for place, recording in enumerate(self._recordings.both):
+            yield from self._names(place, recording)
+            yield from self._spans(place, recording)
+            yield from self._levels(place, recording)
+        steps = [life for life in lives(self._recordings) if overlaps(life.step, self._window)]
+        yield from self._lives(steps)
+        yield from self._in_flight(steps)
+        for arrow in ARROWS:
+            yield from self._arrows(*arrow)
+
+    def _names(self, place: int, recording: Recording) -> Iterator[Event]:
+        process = {"pid": place + 1, "tid": 0, "ph": "M"}
+        yield {
+            **process,
+            "name": "process_name",
+            "args": {"name": f"{recording.header.process} (process {recording.header.pid})"},
+        }
+        yield {**process, "name": "process_sort_index", "args": {"sort_index": place}}
+        for name, number in self._threads[place].items():
+            thread = {"pid": place + 1, "tid": number, "ph": "M"}
+            yield {**thread, "name": "thread_name", "args": {"name": name}}
+            yield {**thread, "name": "thread_sort_index", "args": {"sort_index": number}}
+
+    def _spans(self, place: int, recording: Recording) -> Iterator[Event]:
+        for span in recording.spans:
+            if not overlaps(span, self._window):
+                continue
+            if span.kind == "step":
+                yield from self._long(place, f"{span.name} step", span.began_ns, ended_ns(span), span.step or 0)
+            else:
+                yield self._span(place, span)
+
+    def _span(self, place: int, span: Span) -> Event:
+        waits = span.kind == "wait"
+        return {
+            "ph": "X",
+            "name": f"wait: {span.name}" if waits else span.name,
+            "cat": span.kind,
+            "pid": place + 1,
+            "tid": self._threads[place][track_name(span)],
+            "ts": self._us(span.began_ns),
+            "dur": span.duration_ns / 1000,
+            **({"cname": "grey"} if waits else {}),
+            **({} if span.step is None else {"args": {"step": span.step}}),
+        }
+
+    def _long(self, place: int, name: str, began_ns: int, end_ns: int, step: int) -> Iterator[Event]:
+        both = {"cat": name, "name": name, "id2": {"local": f"0x{step:x}"}, "pid": place + 1, "tid": 0}
+        yield {**both, "ph": "b", "ts": self._us(began_ns), "args": {"step": step}}
+        yield {**both, "ph": "e", "ts": self._us(end_ns)}
+
+    def _levels(self, place: int, recording: Recording) -> Iterator[Event]:
+        for level in recording.levels:
+            if inside(level.at_ns, self._window):
+                yield self._count(place, level.name, level.unit, level.at_ns, level.value)
+        for met in recording.incarnations:
+            if inside(met.at_ns, self._window):
+                yield {
+                    "ph": "i",
+                    "s": "p",
+                    "name": f"incarnation {met.number}",
+                    "pid": place + 1,
+                    "tid": 0,
+                    "ts": self._us(met.at_ns),
+                }
+
+    def _count(self, place: int, name: str, unit: str, at_ns: int, value: int) -> Event:
+        return {"ph": "C", "name": name, "pid": place + 1, "tid": 0, "ts": self._us(at_ns), "args": {unit: value}}
+
+    def _lives(self, steps: list[StepLife]) -> Iterator[Event]:
+        for life in steps:
+            yield from self._long(0, "from plan to done", life.planned_ns, ended_ns(life.step), life.number)
+
+    def _in_flight(self, steps: list[StepLife]) -> Iterator[Event]:
+        changes = Counter(life.announced_ns for life in steps)
+        changes.subtract(ended_ns(life.step) for life in steps)
+        in_flight = 0
+        for at_ns in sorted(changes):
+            in_flight += changes[at_ns]
+            yield self._count(0, "steps", "in flight", at_ns, in_flight)
+
+    def _arrows(self, name: str, source: str, targets: tuple[str, ...]) -> Iterator[Event]:
+        """From the last `source` of a step before it to each first of `targets`."""
+        newest: dict[int | None, tuple[int, Span]] = {}
+        for place, span in sorted(self._named({source, *targets}), key=lambda end: end[1].began_ns):
+            if span.name == source:
+                newest[span.step] = place, span
+            elif span.step in newest:
+                self._num_arrows += 1
+                arrow = {"cat": "way", "name": name, "id": self._num_arrows}
+                yield {**arrow, "ph": "s", **self._at(*newest.pop(span.step))}
+                yield {**arrow, "ph": "f", "bp": "e", **self._at(place, span)}
+
+    def _named(self, names: set[str]) -> Iterator[tuple[int, Span]]:
+        for place, recording in enumerate(self._recordings.both):
+            for span in recording.spans:
+                if span.name in names and span.step is not None and overlaps(span, self._window):
+                    yield place, span
+
+    def _at(self, place: int, span: Span) -> Event:
+        return {"pid": place + 1, "tid": self._threads[place][track_name(span)], "ts": self._us(span.began_ns)}
+
+    def _us(self, at_ns: int) -> float:
+        return (at_ns - self._recordings.began_ns) / 1000
+
+
+def overlaps(span: Span, window: Window) -> bool:
+    return span.began_ns < window[1] and ended_ns(span) > window[0]
+
+
+def inside(at_ns: int, window: Window) -> bool:
+    return window[0] <= at_ns < window[1]
+
+
+def write_trace(recordings: Recordings, window: Window, path: Path) -> int:
+    """Writes the trace to `path`; how many events it has. Raises ConfigError where it cannot be written."""
+    about: dict[str, object] = {
+        "clock": "monotonic" if recordings.one_clock else "each process's own, put together by the wall clock",
+        **{recording.header.process: msgspec.to_builtins(recording.header) for recording in recordings.both},
+    }
+    try:
+        with path.open("wb") as file:
+            file.write(b'{"displayTimeUnit":"ms","otherData":' + msgspec.json.encode(about) + b',"traceEvents":[\n')
+            number = write_lines(file.write, Writer(recordings, window).events())
+            file.write(b"\n]}\n")
+    except OSError as error:
+        raise ConfigError(
+            f"--out {path}: cannot be written ({error.strerror}); choose another file or free space"
+        ) from None
+    return number
+
+
+def write_lines(write: Callable[[bytes], object], events: Iterable[Event]) -> int:
+    encoder, number = msgspec.json.Encoder(), 0
+    for event in events:
+        write((b",\n" if number else b"") + encoder.encode(event))
+        number += 1
+    return number

@@ -1,0 +1,172 @@
+"""Reading a job file: TOML or JSON, `--set` overrides, the checks that no section can make alone, and sentences instead of traces."""
+
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from rowcast.job.schema import CRITEO_KAGGLE_CARDINALITIES, MAX_TABLES, Job, Table, parse_bytes
+from rowcast.job.tables import group_specs, rows_in
+from rowcast.job.types import check_types
+from rowcast.runtime.errors import ConfigError
+from rowcast.runtime.name_lists import nearest
+
+
+def load_job(path: Path, overrides: tuple[str, ...] = ()) -> Job:
+    """Reads and checks a job file; `overrides` are `section.key=value` in TOML's notation. Raises ConfigError."""
+    content = read_content(path)
+    for override in overrides:
+        apply_override(content, override)
+    return parse_job(content, str(path))
+
+
+def read_content(path: Path) -> dict[str, Any]:
+    """What stands in a job file: TOML, or JSON where its name ends so, which programs write. Raises ConfigError."""
+    language = "JSON" if path.suffix == ".json" else "TOML"
+    try:
+        text = path.read_text(encoding="utf-8")
+        return msgspec.json.decode(text, type=dict[str, Any]) if language == "JSON" else tomllib.loads(text)
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot read the job file ({error.strerror})") from None
+    except (tomllib.TOMLDecodeError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ConfigError(f"{path}: not a {language} file ({error})") from None
+
+
+def apply_override(content: dict[str, Any], override: str) -> None:
+    """Sets one `section.key=value`; a value that is not TOML counts as a string. Raises ConfigError."""
+    name, equals, text = override.partition("=")
+    *sections, key = name.strip().split(".")
+    if not equals or not sections:
+        raise ConfigError(f"--set {override}: write section.key=value")
+    try:
+        value = tomllib.loads(f"value = {text.strip()}")["value"]
+    except tomllib.TOMLDecodeError:
+        value = text.strip()
+    for section in sections:
+        content = content.setdefault(section, {})
+        if not isinstance(content, dict):
+            raise ConfigError(f"--set {override}: {section} is not a section; only section.key=value can be set")
+    content[key] = value
+
+
+def parse_job(content: dict[str, Any], source: str = "job") -> Job:
+    """Checks the content of a job file. Raises ConfigError with one sentence that names the key."""
+    try:
+        check_types(content, Job)
+        job = msgspec.convert(content, Job)
+        job = msgspec.structs.replace(job, tables=resolve_tables(job), tables_from=None)
+        check_whole(job)
+    except (msgspec.ValidationError, ValueError) as error:
+        raise ConfigError(f"{source}: {readable(str(error))}") from None
+    return job
+
+
+def readable(sentence: str) -> str:
+    """What a section says, with msgspec's `... - at `$.data`` before it: `data: ...`."""
+    what, _, where = sentence.partition(" - at `$.")
+    return f"{where.removesuffix('`')}: {what}" if where else what
+
+
+def resolve_tables(job: Job) -> list[Table]:
+    if job.tables_from is None:
+        return job.tables
+    if job.tables:
+        raise ValueError("give either [[tables]] or [tables_from], not both")
+    cardinalities = job.tables_from.cardinalities
+    if cardinalities is None:
+        if job.data.synthetic.preset is None:
+            raise ValueError("tables_from: cardinalities = [...] is missing")
+        cardinalities = [max(1, round(rows * job.data.synthetic.scale)) for rows in CRITEO_KAGGLE_CARDINALITIES]
+    shared = {name: getattr(job.tables_from, name) for name in ("embedding_dim", "dtype", "pooling", "init")}
+    return [
+        Table(name=f"t_cat_{i}", num_embeddings=rows, features=[f"cat_{i}"], **shared)
+        for i, rows in enumerate(cardinalities)
+    ]
+
+
+def check_whole(job: Job) -> None:
+    """What no section can see alone."""
+    if not job.tables:
+        raise ValueError("no tables; give [[tables]] or [tables_from]")
+    if len(job.tables) > MAX_TABLES:
+        raise ValueError(f"{len(job.tables)} tables are more than {MAX_TABLES}")
+    for kind, names in (("table", [table.name for table in job.tables]), ("feature", job.features)):
+        for name in sorted({name for name in names if names.count(name) > 1}):
+            raise ValueError(f"{kind} {name} appears more than once in [[tables]]")
+    by_feature = {feature: table for table in job.tables for feature in table.features}
+    columns = job.data.columns
+    hashed = [] if isinstance(columns.hash, bool) else columns.hash
+    for key, features in (("weights", list(columns.weights)), ("lists", list(columns.lists)), ("hash", hashed)):
+        for feature in features:
+            if feature not in by_feature:
+                near = nearest(feature, by_feature)
+                raise ValueError(
+                    f"data.columns.{key}: feature {feature} has no table{near}; add it to a table's features"
+                )
+    for feature in columns.weights:
+        if by_feature[feature].pooling == "mean":
+            raise ValueError(
+                f'data.columns.weights: feature {feature} is pooled by mean; a weighted mean is refused, use "sum"'
+            )
+    if job.model.kind in ("dlrm", "tbsm"):
+        for table in job.tables:
+            if table.embedding_dim != job.model.bottom_mlp[-1]:
+                raise ValueError(
+                    f"model.bottom_mlp ends in {job.model.bottom_mlp[-1]}, but table {table.name} has embedding_dim = "
+                    f"{table.embedding_dim}; {job.model.kind} needs them equal"
+                )
+    check_sequences(job)
+    for table in job.tables:
+        if job.model.compile and table.pooling == "none":
+            raise ValueError(
+                f'model.compile: table {table.name} has pooling = "none", so that each batch has another shape and would be compiled '
+                "again; remove model.compile"
+            )
+    if job.optimizer.sparse.master and all(table.dtype == "fp32" for table in job.tables):
+        raise ValueError(
+            'optimizer.sparse.master = true keeps fp32 weights beside rounded ones, but every table has dtype = "fp32"; remove it, or set '
+            'dtype = "bf16"'
+        )
+    kinds = {(table.embedding_dim, table.dtype) for table in job.tables}
+    if job.cache.capacity_rows is not None and len(kinds) > 1:
+        raise ValueError(
+            f'cache.capacity: "{job.cache.capacity}" counts rows, but tables have rows of {len(kinds)} widths or dtypes; give bytes, such '
+            'as "64MiB"'
+        )
+    check_group_shares(job)
+
+
+def check_sequences(job: Job) -> None:
+    """Whether the model can take tables without pooling, or lacks one."""
+    kind, sequences = job.model.kind, [table.name for table in job.tables if table.pooling == "none"]
+    if sequences and kind in ("dlrm", "dcnv2"):
+        raise ValueError(
+            f'table {sequences[0]} has pooling = "none", but {kind} needs one vector a feature; use "sum" or "mean", or model.kind = "tbsm"'
+        )
+    if not sequences and kind == "tbsm":
+        raise ValueError(
+            'tbsm needs a table with pooling = "none": the last entry of its sequences is the target, those before the history'
+        )
+
+
+def check_group_shares(job: Job) -> None:
+    """cache.groups: known groups, at least a row each, together no more than cache.capacity."""
+    if not job.cache.groups:
+        return
+    groups = {group.name: group for group in group_specs(job)}
+    for name, share in job.cache.groups.items():
+        if name not in groups:
+            raise ValueError(f"cache.groups: {name} is no group of this job; it has {', '.join(groups)}")
+        if rows_in(groups[name], share) < 1:
+            raise ValueError(
+                f"cache.groups.{name} = {share!r} is less than one row of {groups[name].record_bytes} bytes; give more"
+            )
+    taken = sum(rows_in(groups[name], share) * groups[name].record_bytes for name, share in job.cache.groups.items())
+    rows, (first, *_) = job.cache.capacity_rows, groups.values()
+    capacity = parse_bytes(job.cache.capacity) if rows is None else rows * first.record_bytes
+    if taken > capacity:
+        raise ValueError(
+            f"cache.groups: the named groups take {taken} bytes, more than cache.capacity = {job.cache.capacity!r} ({capacity} bytes); "
+            f"give them less or raise it to {taken} bytes or more"
+        )

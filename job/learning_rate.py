@@ -1,0 +1,36 @@
+"""The learning rate of each train step: a function of the job file and the step alone, so that no restart can be seen in it.
+
+    lr             ._____________.
+                 . |             | .
+    lr / warmup .  |             |    . . ________________ final
+                1  warmup        decay_start  + decay_steps
+
+Train steps are counted from 1 here, so that the first is trained at more than 0. With kind = "polynomial" and power 2 that is the policy
+of MLPerf's DLRM.
+"""
+
+import math
+
+from rowcast.job.schema import DenseOptimizer, Schedule, SparseOptimizer
+
+
+def learning_rate(settings: SparseOptimizer | DenseOptimizer, train_step: int) -> float:
+    """`train_step` counts the training batches before this one, over the whole run."""
+    lr, schedule, number = settings.lr, settings.schedule, train_step + 1
+    if number < schedule.warmup:
+        return lr * number / schedule.warmup
+    if schedule.decay_steps is None or number <= schedule.decay_begin:
+        return lr
+    done = (number - schedule.decay_begin) / schedule.decay_steps
+    return schedule.final if done >= 1 else schedule.final + (lr - schedule.final) * left(schedule, done)
+
+
+def left(schedule: Schedule, done: float) -> float:
+    """The share of a decay that is still to come, from 1 to 0, when `done` of its steps are, from 0 to 1."""
+    match schedule.kind:
+        case "cosine":
+            return (1 + math.cos(math.pi * done)) / 2
+        case "polynomial":
+            return math.pow(1 - done, schedule.power)
+        case _:
+            return 1 - done

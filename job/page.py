@@ -1,0 +1,122 @@
+"""docs/job-file.md, made from the schema of the job file: its structs, types, defaults, and the comments above and behind its keys.
+
+python -m rowcast.job.page > docs/job-file.md
+"""
+
+import ast
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from rowcast.job.types import notation
+
+SCHEMA = Path(__file__).with_name("schema.py")
+BEGINNING = """# The job file
+
+One TOML file, read by both processes. An unknown key, a wrong type or an impossible value is an error of one sentence; `--set
+section.key=value` overrides a key on the command line of both. Sizes take units (`"64MiB"`), durations too (`"60s"`, `"500ms"`, `"5m"`).
+Whole files are in `examples/`.
+
+This page is made from `job/schema.py` by `python -m rowcast.job.page`.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    name: str
+    type: str
+    default: str
+    meaning: str
+
+
+def page() -> str:
+    source = SCHEMA.read_text(encoding="utf-8")
+    structs = {node.name: node for node in ast.parse(source).body if isinstance(node, ast.ClassDef)}
+    lines = source.splitlines()
+    return "\n".join([BEGINNING, *sections(structs, lines, "Job", "")])
+
+
+def sections(structs: dict[str, ast.ClassDef], lines: list[str], struct: str, path: str) -> Iterator[str]:
+    """A heading and a table for each section below `struct`, in the schema's order."""
+    for field in fields(structs[struct]):
+        kind = section_of(field, structs)
+        if kind is None:
+            continue
+        section = f"{path}{name_of(field)}"
+        keys = [key(field, lines) for field in fields(structs[kind]) if section_of(field, structs) is None]
+        if keys:
+            yield f"## `[[{section}]]`\n" if "list[" in ast.unparse(field.annotation) else f"## `[{section}]`\n"
+            explained = ast.get_docstring(structs[kind])
+            yield from [f"{explained}\n"] if explained else []
+            yield table(keys)
+        yield from sections(structs, lines, kind, f"{section}.")
+
+
+def fields(struct: ast.ClassDef) -> list[ast.AnnAssign]:
+    return [node for node in struct.body if isinstance(node, ast.AnnAssign)]
+
+
+def name_of(field: ast.AnnAssign) -> str:
+    return ast.unparse(field.target)
+
+
+def section_of(field: ast.AnnAssign, structs: dict[str, ast.ClassDef]) -> str | None:
+    """The struct of a field that is a section; None: it is a key."""
+    names = [name.id for name in ast.walk(field.annotation) if isinstance(name, ast.Name)]
+    return next((name for name in names if name in structs), None)
+
+
+def key(field: ast.AnnAssign, lines: list[str]) -> Key:
+    above: list[str] = []
+    number = field.lineno - 2  # of the line before, from 0
+    while lines[number].strip().startswith("#"):
+        above.insert(0, lines[number].strip().removeprefix("#").strip())
+        number -= 1
+    _, _, behind = lines[field.lineno - 1].partition("  # ")
+    return Key(name_of(field), type_of(field.annotation), default_of(field), " ".join([*above, behind]).strip())
+
+
+def type_of(annotation: ast.expr) -> str:
+    """As a user writes it: a Literal by its values, a name for the rest."""
+    if isinstance(annotation, ast.BinOp):
+        return " or ".join(part for side in (annotation.left, annotation.right) if (part := type_of(side)))
+    if isinstance(annotation, ast.Subscript) and ast.unparse(annotation.value) == "Literal":
+        values = annotation.slice.elts if isinstance(annotation.slice, ast.Tuple) else [annotation.slice]
+        return ", ".join(f"`{toml(value)}`" for value in values)
+    text = ast.unparse(annotation)
+    known = {
+        "None": "",
+        "str": "text",
+        "int": "whole number",
+        "float": "number",
+        "bool": "`true`, `false`",
+        "Policy": "text",
+        "Size": "text or whole number",
+    }
+    if text in known:
+        return known[text]
+    return "table" if text.startswith("dict") else "list"
+
+
+def default_of(field: ast.AnnAssign) -> str:
+    if field.value is None:
+        return "required"
+    text = toml(field.value)
+    return f"`{text}`" if text else ""
+
+
+def toml(value: ast.expr) -> str:
+    """A literal of Python as TOML has it; empty where TOML would leave the key out."""
+    content = ast.literal_eval(value)
+    return "" if content is None else notation(content)
+
+
+def table(keys: list[Key]) -> str:
+    lines = ["| key | type | default | meaning |", "|---|---|---|---|"]
+    lines += [f"| `{key.name}` | {key.type} | {key.default} | {key.meaning} |" for key in keys]
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    sys.stdout.write(page())

@@ -1,0 +1,688 @@
+"""The job file: one TOML file, read by both processes, checked once here.
+
+Every section is a frozen struct; unknown keys, wrong types and impossible values are a `ConfigError` of one sentence. The comments
+above and behind the keys are what docs/job-file.md says of them (`job/page.py`).
+"""
+
+import json
+import math
+import re
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import msgspec
+import xxhash
+
+UNITS = {
+    "": 1,
+    "B": 1,
+    "KiB": 2**10,
+    "MiB": 2**20,
+    "GiB": 2**30,
+    "TiB": 2**40,
+    "KB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "TB": 10**12,
+}
+MIN_RING_BYTES = 2**20
+AUTO_MIRROR_BYTES = 64 * 2**20
+MAX_ROWS_PER_TABLE = 2**48  # a key is table_index << 48 | row
+MAX_TABLES = 2**15
+MAX_MLP_WIDTH = 2**20
+MAX_THREADS = 2**12
+MAX_WORKERS = 64
+MAX_STEPS = 2**53  # of a schedule: still exact as a float
+BUILT_IN_MODELS = ("dlrm", "dcnv2", "tbsm")  # those that trainer/models builds by name
+
+Size = Annotated[str | int, msgspec.Meta(examples=["64MiB"])]
+Policy = Literal["lookahead", "lru", "lfu", "static"]
+Horizon = int | Literal["auto"]  # batches of ids known ahead
+RowType = Literal["fp32", "fp16", "bf16"]
+# finite values
+LARGEST: dict[RowType, float] = {"fp32": (2 - 2**-23) * 2.0**127, "fp16": 65504.0, "bf16": (2 - 2**-7) * 2.0**127}
+LARGEST_NORMAL = math.sqrt(64 * math.log(2))  # in deviations: the farthest that `init = "normal:std"` can reach
+
+
+def parse_bytes(text: str | int) -> int:
+    """`"64MiB"` -> bytes. Raises ValueError with a sentence."""
+    if isinstance(text, int):
+        value = text
+    else:
+        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
+        if match is None or match[2] not in UNITS:
+            raise ValueError(
+                f'{text!r} is not a size; write bytes with a unit, such as "64MiB" (for cache.capacity also "20000 rows")'
+            )
+        value = int(min(float(match[1]) * UNITS[match[2]], 2**63))
+    if not 0 < value < 2**63:
+        raise ValueError(f"{text!r} must be more than 0 and less than 2**63 bytes")
+    return value
+
+
+def parse_rows(text: str | int) -> int | None:
+    """`"20000 rows"` -> rows; None for anything else."""
+    match = re.fullmatch(r"\s*(\d+)\s+rows\s*", str(text))
+    return int(match[1]) if match else None
+
+
+def parse_seconds(text: str | float) -> float:
+    """`"60s"`, `"500ms"`, `"5m"`, `"1h"` or a number of seconds -> seconds. Raises ValueError with a sentence."""
+    if not isinstance(text, str):
+        return float(text)
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(ms|s|m|h)\s*", text)
+    if match is None:
+        raise ValueError(f'{text!r} is not a duration; write a number and ms, s, m or h, such as "60s"')
+    return float(match[1]) * {"ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}[match[2]]
+
+
+def is_factory(name: str) -> bool:
+    return re.fullmatch(r"[^:\s]+:[^:\s]+", name) is not None
+
+
+class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    pass
+
+
+class JobSection(Section, frozen=True, kw_only=True):
+    name: str = "rowcast"  # a label of the metric `rowcast_build_info` only
+    seed: int = 0  # of every random number: rows' first values, dense weights, shuffles
+    # folder of `report.json`, `report.html`, `losses.f32`, `checkpoints/step-<n>` (n counts evaluation steps too) and `lines` (how many
+    # lines the pieces of text files have, so that the next start need not count them); held by one run at a time
+    run_dir: str
+
+    def __post_init__(self) -> None:
+        if not self.run_dir:
+            raise ValueError("run_dir is empty; name a folder")
+        if not 0 <= self.seed < 2**63:
+            raise ValueError(f"seed = {self.seed} must be from 0 to 2**63 - 1")
+
+
+class Columns(Section, frozen=True, kw_only=True):
+    """Of Parquet and CSV, whose columns have names: see [data.md](data.md). A feature is the column of its name."""
+
+    label: str = "label"  # the column of the label
+    # columns of dense features; by default every column named `int_<n>`, by n; `[]`: there are none
+    dense: list[str] | None = None
+    weights: dict[str, str] = {}  # feature -> the column of its per-look-up weights
+    # `true`, or the features whose ids are hashed into their tables: strings, or integers of any size; row 0 is kept for a missing id
+    hash: bool | list[str] = False
+    # CSV: feature -> what stands between the ids of a cell (and between its weights), such as `";"`
+    lists: dict[str, str] = {}
+    delimiter: str = ","  # CSV: what stands between cells
+
+    def __post_init__(self) -> None:
+        if len(self.delimiter) != 1 or not self.delimiter.isascii() or self.delimiter in '"\r\n':
+            raise ValueError(
+                f"delimiter = {self.delimiter!r} must be one ASCII character and neither a quote nor a line break"
+            )
+        for feature, separator in self.lists.items():
+            if not separator:
+                raise ValueError(f'lists.{feature} is empty; give what stands between the ids of a cell, such as "|"')
+
+    def is_hashed(self, feature: str) -> bool:
+        return self.hash if isinstance(self.hash, bool) else feature in self.hash
+
+
+class Synthetic(Section, frozen=True, kw_only=True):
+    samples: int = 1_000_000  # of an epoch
+    preset: Literal["criteo-kaggle"] | None = None  # sets the cardinalities of `[tables_from]` where it gives none
+    scale: float = 1.0  # multiplies the preset's cardinalities; 1 at least stays
+    zipf: float = 1.05  # the skew of the ids: exponent of their frequencies; 0: all alike
+
+    def __post_init__(self) -> None:
+        if self.samples < 1:
+            raise ValueError(f"samples = {self.samples} must be at least 1")
+        if not 0 < self.scale <= 1e6:
+            raise ValueError(f"scale = {self.scale} must be above 0")
+        if not 0 <= self.zipf <= 10:
+            raise ValueError(f"zipf = {self.zipf} must be from 0 to 10")
+
+
+class Data(Section, frozen=True, kw_only=True):
+    # `criteo-tsv`, `criteo-npy` (the torchrec day layout), `parquet`, `csv`, `synthetic`, or `package.module:factory`
+    format: str
+    path: str | None = None  # a file, a folder or a glob, in name order
+    eval_path: str | None = None  # evaluation data of its own, instead of `eval_fraction`
+    batch_size: int = 2048  # the last, shorter batch of an epoch is trained too
+    epochs: int = 1  # passes over the training data
+    eval_fraction: float = 0.0  # the last part of the data, in order and before any shuffle, is for evaluation
+    # `none`, `window:65536` (within blocks of so many rows), or `full` (not of TSV, CSV and Parquet); by seed and epoch
+    shuffle: str = "none"
+    # of an id that is outside its table, or missing (null in Parquet, an empty cell in CSV): `error` names file, line, column and id;
+    # `zero` takes row 0, `modulo` the remainder, and row 0 for a missing one; both count them. A missing hash of Criteo TSV is row 0
+    # under each
+    on_invalid_id: Literal["error", "modulo", "zero"] = "error"
+    hash: bool = False  # criteo-npy: read int32 as unsigned, then modulo
+    columns: Columns = Columns()
+    synthetic: Synthetic = Synthetic()
+    options: dict[str, Any] = {}  # handed to a `package.module:factory`
+
+    def __post_init__(self) -> None:
+        if self.format not in ("criteo-tsv", "criteo-npy", "parquet", "csv", "synthetic") and not is_factory(
+            self.format
+        ):
+            raise ValueError(
+                f'format = {self.format!r} is none of criteo-tsv, criteo-npy, parquet, csv, synthetic, "package.module:factory"'
+            )
+        if self.path is None and self.format in ("criteo-tsv", "criteo-npy", "parquet", "csv"):
+            raise ValueError(f'format = {self.format!r} needs path = "..."')
+        for name in ("batch_size", "epochs"):
+            if not 1 <= getattr(self, name) < 2**31:
+                raise ValueError(f"{name} = {getattr(self, name)} must be from 1 to 2**31 - 1")
+        if not 0 <= self.eval_fraction < 1:
+            raise ValueError(f"eval_fraction = {self.eval_fraction} must be at least 0 and less than 1")
+        if not re.fullmatch(r"none|full|window:[1-9]\d*", self.shuffle):
+            raise ValueError(f"shuffle = {self.shuffle!r} is none of none, full, window:ROWS")
+        if self.shuffle == "full" and self.format in ("criteo-tsv", "parquet", "csv"):
+            raise ValueError(f'shuffle = "full" needs random access, which {self.format} has not; use "window:65536"')
+        if self.columns.hash and self.format not in ("parquet", "csv"):
+            raise ValueError(f'columns.hash belongs to format = "parquet" or "csv", not {self.format!r}; remove it')
+        if (self.columns.lists or self.columns.delimiter != ",") and self.format != "csv":
+            raise ValueError(
+                f'columns.lists and columns.delimiter belong to format = "csv", not {self.format!r}; remove them'
+            )
+
+    @property
+    def shuffle_window(self) -> int | None:
+        """Rows in a shuffled block; 0 for the whole data set; None where the order is kept."""
+        if self.shuffle == "none":
+            return None
+        return 0 if self.shuffle == "full" else int(self.shuffle.removeprefix("window:"))
+
+
+class Table(Section, frozen=True, kw_only=True):
+    name: str
+    num_embeddings: int  # rows
+    embedding_dim: int
+    features: list[str]  # that look up in this table; one table may serve several
+    # of the weights that a look-up reads; `fp16` and `bf16` take half the bytes, and every update is rounded to the nearest, ties to even;
+    # arithmetic and optimizer state stay fp32
+    dtype: Literal["fp32", "fp16", "bf16"] = "fp32"
+    # of a feature's rows in a bag; `none` keeps them apart, as a sequence
+    pooling: Literal["sum", "mean", "none"] = "sum"
+    # first values: `uniform` (within +-1/sqrt(num_embeddings)), `uniform:lo,hi`, `normal:std` or `constant:x`
+    init: str = "uniform"
+
+    def __post_init__(self) -> None:
+        if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", self.name):
+            raise ValueError(f"table name {self.name!r} must be letters, digits and underscores")
+        if not 1 <= self.num_embeddings <= MAX_ROWS_PER_TABLE:
+            raise ValueError(f"table {self.name}: num_embeddings = {self.num_embeddings} must be from 1 to 2**48")
+        if not 1 <= self.embedding_dim <= 4096:
+            raise ValueError(f"table {self.name}: embedding_dim = {self.embedding_dim} must be from 1 to 4096")
+        if not self.features:
+            raise ValueError(f"table {self.name} has no feature; list at least one in features = [...]")
+        reach = init_reach(self.init, self.num_embeddings)
+        if reach > LARGEST[self.dtype]:
+            raise ValueError(
+                f"table {self.name}: init = {self.init!r} reaches {reach:.6g}, and {self.dtype} ends at {LARGEST[self.dtype]:.6g}; "
+                "choose smaller first values"
+            )
+
+
+class TablesFrom(Section, frozen=True, kw_only=True):
+    """The usual case: one table `t_cat_<n>` for each feature `cat_<n>`, all of one width."""
+
+    cardinalities: list[int] | None = None  # rows of each table; needed unless `data.synthetic.preset` gives them
+    embedding_dim: int
+    dtype: Literal["fp32", "fp16", "bf16"] = "fp32"  # as in `[[tables]]`
+    pooling: Literal["sum", "mean"] = "sum"
+    init: str = "uniform"  # as in `[[tables]]`
+
+
+class Model(Section, frozen=True, kw_only=True):
+    # `dlrm`, `dcnv2`, `tbsm`, or `package.module:factory` for any `nn.Module` called with (dense, list of embeddings); its method
+    # `loss(outputs, labels)`, where it has one, takes the place of binary cross entropy
+    kind: str = "dlrm"
+    bottom_mlp: list[int] = []  # output widths; every layer ends in ReLU; the last is `embedding_dim` for dlrm and tbsm
+    # output widths; the last is 1 and has no ReLU; tbsm: that of a time step's vector, and has one
+    top_mlp: list[int] = []
+    # tbsm: time steps before a sequence's last entry, which is the target; older entries are not looked at
+    history: int = 20
+    # tbsm: hidden widths, from `history` products with the target to as many coefficients
+    attention_mlp: list[int] = []
+    final_mlp: list[int] = []  # tbsm: output widths; the last is 1 and has no ReLU
+    cross_layers: int = 3  # dcnv2: layers of the cross network
+    cross_rank: int = 512  # dcnv2: their rank, the width between the two matrices of each
+    # of the model's matrix products: `fp32`; `tf32` of CUDA; or `bf16` by torch.autocast. Weights, embeddings and loss stay in fp32
+    precision: Literal["fp32", "tf32", "bf16"] = "fp32"
+    # torch.compile of the model, for full train batches; needs a C++ compiler on the CPU, Triton on CUDA. Other bits than without
+    compile: bool = False
+    options: dict[str, Any] = {}  # handed to a `package.module:factory`
+
+    def __post_init__(self) -> None:
+        if self.kind not in BUILT_IN_MODELS and not is_factory(self.kind):
+            raise ValueError(f'kind = {self.kind!r} is none of {", ".join(BUILT_IN_MODELS)}, "package.module:factory"')
+        if self.kind == "dlrm" and (not self.bottom_mlp or not self.top_mlp or self.top_mlp[-1] != 1):
+            raise ValueError("dlrm needs bottom_mlp = [..., embedding_dim] and top_mlp = [..., 1]")
+        if self.kind == "dcnv2" and (not self.bottom_mlp or not self.top_mlp or self.top_mlp[-1] != 1):
+            raise ValueError("dcnv2 needs bottom_mlp = [...] and top_mlp = [..., 1]")
+        if self.kind == "tbsm" and (not self.bottom_mlp or not self.top_mlp or self.final_mlp[-1:] != [1]):
+            raise ValueError("tbsm needs bottom_mlp = [..., embedding_dim], top_mlp = [...] and final_mlp = [..., 1]")
+        if self.kind != "tbsm" and (self.attention_mlp or self.final_mlp):
+            raise ValueError(f'attention_mlp and final_mlp belong to kind = "tbsm", not {self.kind!r}')
+        for name in ("cross_layers", "cross_rank", "history"):
+            if not 1 <= getattr(self, name) <= MAX_MLP_WIDTH:
+                raise ValueError(f"{name} = {getattr(self, name)} must be from 1 to {MAX_MLP_WIDTH}")
+        if not all(
+            1 <= width <= MAX_MLP_WIDTH
+            for width in [*self.bottom_mlp, *self.top_mlp, *self.attention_mlp, *self.final_mlp]
+        ):
+            raise ValueError(
+                f"bottom_mlp, top_mlp, attention_mlp and final_mlp list widths, which must be from 1 to {MAX_MLP_WIDTH}"
+            )
+
+
+class Schedule(Section, frozen=True, kw_only=True):
+    """How the learning rate goes over the train steps of the run: up to `lr` in a line, then down to `final` as `kind` says."""
+
+    warmup: int = 0  # train steps in which it rises: lr / warmup in the first, lr in the last
+    kind: Literal["constant", "linear", "cosine", "polynomial"] = "constant"  # of the decay; `constant` has none
+    decay_start: int | None = None  # train steps before the decay; `warmup` by default
+    decay_steps: int | None = None  # train steps that the decay takes
+    power: float = 2.0  # polynomial: of the share of the decay that is left
+    final: float = 0.0  # learning rate behind the decay
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.warmup < MAX_STEPS:
+            raise ValueError(f"warmup = {self.warmup} must be 0 or a number of train steps")
+        if self.kind == "constant" and (self.decay_start is not None or self.decay_steps is not None or self.final):
+            raise ValueError(
+                'decay_start, decay_steps and final belong to a decay; set kind = "linear", "cosine" or "polynomial"'
+            )
+        if self.kind != "constant" and not 1 <= (self.decay_steps or 0) < MAX_STEPS:
+            raise ValueError(
+                f'kind = "{self.kind}" needs decay_steps = N, the train steps that the decay takes, at least 1'
+            )
+        if not self.warmup <= self.decay_begin < MAX_STEPS:
+            raise ValueError(
+                f"decay_start = {self.decay_start} lies in the warm-up of {self.warmup} train steps; begin behind it"
+            )
+        if not 0 < self.power < float("inf"):
+            raise ValueError(f"power = {self.power} must be finite and above 0")
+        if self.kind != "polynomial" and self.power != 2.0:
+            raise ValueError(f'power belongs to kind = "polynomial", not {self.kind!r}')
+
+    @property
+    def decay_begin(self) -> int:
+        return self.warmup if self.decay_start is None else self.decay_start
+
+
+def check_learning_rate(lr: float, schedule: Schedule) -> None:
+    if not 0 <= lr < float("inf"):
+        raise ValueError(f"lr = {lr} must be finite and at least 0")
+    if not 0 <= schedule.final <= lr:
+        raise ValueError(f"schedule.final = {schedule.final} must be from 0 to lr = {lr}: a learning rate decays")
+
+
+def check_clip(name: str, clip: float | None) -> None:
+    if clip is not None and not 0 < clip < float("inf"):
+        raise ValueError(f"{name} = {clip} must be finite and above 0; leave it away to clip nothing")
+
+
+class SparseOptimizer(Section, frozen=True, kw_only=True):
+    """Of the rows. Momentum and weight decay are refused: they change rows that no batch touches, which no cache can follow."""
+
+    kind: Literal["sgd", "adagrad", "rowwise_adagrad", "adam"]
+    lr: float  # learning rate
+    eps: float | None = None  # 1e-10 for Adagrad and 1e-8 for Adam by default
+    betas: tuple[float, float] = (0.9, 0.999)  # adam
+    initial_accumulator: float = 0.0  # adagrad, rowwise_adagrad
+    # fp16 and bf16 tables: the record keeps fp32 weights beside the rounded ones; look-ups read the rounded ones, updates change the fp32
+    # ones and round them anew
+    master: bool = False
+    momentum: float = 0.0  # must be 0
+    weight_decay: float = 0.0  # must be 0
+    # the greatest 2-norm of a row's gradient, summed over the batch; a longer one is made so long
+    clip_rows: float | None = None
+    schedule: Schedule = Schedule()
+
+    def __post_init__(self) -> None:
+        for name in ("momentum", "weight_decay"):
+            if getattr(self, name) != 0:
+                raise ValueError(
+                    f"{name} on rows is refused: it changes rows that no batch touches, which no cache can follow; remove it"
+                )
+        check_learning_rate(self.lr, self.schedule)
+        check_clip("clip_rows", self.clip_rows)
+        if self.kind == "adam" and self.lr == 0:
+            raise ValueError(
+                'lr = 0 is refused for kind = "adam", as torch.optim.SparseAdam does; to freeze rows use kind = "sgd"'
+            )
+        if self.kind != "sgd" and not self.epsilon > 0:
+            raise ValueError(f"eps = {self.eps} must be above 0: with 0 rows that no batch touches would become NaN")
+        if not all(0 <= beta < 1 for beta in self.betas):
+            raise ValueError(f"betas = {list(self.betas)} must be at least 0 and below 1")
+        if not 0 <= self.initial_accumulator < float("inf"):
+            raise ValueError(f"initial_accumulator = {self.initial_accumulator} must be at least 0")
+
+    @property
+    def epsilon(self) -> float:
+        if self.eps is not None:
+            return self.eps
+        return 1e-10 if "adagrad" in self.kind else 1e-8
+
+
+class DenseOptimizer(Section, frozen=True, kw_only=True):
+    """Of the model's own weights, as in torch.optim."""
+
+    kind: Literal["sgd", "adagrad", "adam"]
+    lr: float  # learning rate
+    eps: float | None = None  # that of torch.optim by default
+    betas: tuple[float, float] = (0.9, 0.999)  # adam
+    initial_accumulator: float = 0.0  # adagrad
+    momentum: float = 0.0  # sgd
+    weight_decay: float = 0.0
+    clip_value: float | None = None  # the greatest absolute value of a gradient's elements; others are set to it
+    # the greatest 2-norm of all these gradients together, behind `clip_value`; longer ones are made so long
+    clip_norm: float | None = None
+    schedule: Schedule = Schedule()
+
+    def __post_init__(self) -> None:
+        check_learning_rate(self.lr, self.schedule)
+        check_clip("clip_value", self.clip_value)
+        check_clip("clip_norm", self.clip_norm)
+        for name in ("momentum", "weight_decay", "initial_accumulator"):
+            if not 0 <= getattr(self, name) < float("inf"):
+                raise ValueError(f"{name} = {getattr(self, name)} must be finite and at least 0")
+        if self.eps is not None and not 0 <= self.eps < float("inf"):
+            raise ValueError(f"eps = {self.eps} must be finite and at least 0")
+        if not all(0 <= beta < 1 for beta in self.betas):
+            raise ValueError(f"betas = {list(self.betas)} must be at least 0 and below 1")
+        if self.momentum and self.kind != "sgd":
+            raise ValueError(f'momentum belongs to kind = "sgd", not {self.kind!r}')
+
+
+class Optimizer(Section, frozen=True, kw_only=True):
+    sparse: SparseOptimizer
+    dense: DenseOptimizer
+    clip_norm: float | None = None  # refused: see `sparse.clip_rows` and `dense.clip_norm`
+
+    def __post_init__(self) -> None:
+        if self.clip_norm is not None:
+            raise ValueError(
+                "clip_norm over rows and dense weights together is refused: it needs the gradient of every row before any row is updated, "
+                "and rows are updated in the backward pass; use dense.clip_norm and sparse.clip_rows"
+            )
+
+
+class Eval(Section, frozen=True, kw_only=True):
+    every: int = 0  # train steps between evaluations; there is always one at each epoch's end
+
+    def __post_init__(self) -> None:
+        if self.every < 0:
+            raise ValueError(f"every = {self.every} must be 0 (each epoch's end) or a number of train steps")
+
+
+class Cache(Section, frozen=True, kw_only=True):
+    # device bytes for rows, all groups together, or `"20000 rows"` where all tables have one width and dtype; staging comes on top:
+    # the rows of two typical plans each way, and at least 1 MiB in all
+    capacity: Size
+    policy: Policy = "lookahead"  # who leaves; `lru`, `lfu` and `static` are there to compare with, exact as well
+    # a file of rows that stay on the device once they are there, as `prefetcher profile --out` writes it
+    pin: str | None = None
+    # group -> its exact share of the capacity, such as `fp32_d16_sgd = "16MiB"` or `"20000 rows"`; the other groups divide what is left
+    groups: dict[str, Size] = {}
+
+    def __post_init__(self) -> None:
+        for capacity in (self.capacity, *self.groups.values()):
+            if parse_rows(capacity) is None:
+                parse_bytes(capacity)
+
+    @property
+    def capacity_rows(self) -> int | None:
+        return parse_rows(self.capacity)
+
+
+class Lookahead(Section, frozen=True, kw_only=True):
+    depth: int = 4  # steps whose rows are in flight, 1 to 64
+    # batches of ids known ahead; `"auto"` grows while more would change what is fetched
+    horizon: int | Literal["auto"] = "auto"
+    id_bytes: Size = "256MiB"  # host bytes that the ids known ahead may take under `horizon = "auto"`
+
+    def __post_init__(self) -> None:
+        parse_bytes(self.id_bytes)
+        if not 1 <= self.depth <= 64:
+            raise ValueError(f"depth = {self.depth} must be from 1 to 64")
+        if self.horizon != "auto" and not 0 <= self.horizon <= 2**20:
+            raise ValueError(f'horizon = {self.horizon} must be "auto" or from 0 to {2**20} batches')
+
+    @property
+    def horizon_batches(self) -> int:
+        """Batches of ids known beyond the one being planned: never below `depth`, which is where "auto" begins."""
+        return self.depth if self.horizon == "auto" else max(self.horizon, self.depth)
+
+    @property
+    def known_ahead(self) -> Horizon:
+        """ "auto", or `horizon_batches`."""
+        return "auto" if self.horizon == "auto" else self.horizon_batches
+
+
+class Store(Section, frozen=True, kw_only=True):
+    kind: Literal["memory", "mapped"] = "memory"  # `mapped`: tables in files, as large as the tables from the start
+    # mapped: the folder of those files, which are scratch and no checkpoint; `<run_dir>/tables` by default
+    path: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.path is not None and self.kind != "mapped":
+            raise ValueError(f'path belongs to kind = "mapped", not {self.kind!r}')
+        if self.path == "":
+            raise ValueError("path is empty; name a folder")
+
+
+CheckpointInterval = int | Literal["epoch"]  # of plans: train steps between checkpoints, 0 for none
+
+
+class Checkpoint(Section, frozen=True, kw_only=True):
+    # between checkpoints: a time such as `"10m"`, which becomes a number of train steps once the run's pace is known; a number of train
+    # steps; or `"epoch"`. There is always one at the end, and one where a stop is asked for; 0 makes no others
+    every: int | str = "10m"
+    keep: int = 2  # checkpoints that stay on disk
+
+    def __post_init__(self) -> None:
+        if isinstance(self.every, int) and self.every < 0:
+            raise ValueError(f"every = {self.every} must be 0 (only at the end) or a number of train steps")
+        if self.every_seconds is not None and not 1 <= self.every_seconds < float("inf"):
+            raise ValueError(f'every = {self.every!r} must be at least "1s"')
+        if self.keep < 1:
+            raise ValueError(f"keep = {self.keep} must be at least 1")
+
+    @property
+    def every_seconds(self) -> float | None:
+        """Where the interval is a time. Raises ValueError with a sentence."""
+        if isinstance(self.every, int) or self.every == "epoch":
+            return None
+        try:
+            return parse_seconds(self.every)
+        except ValueError:
+            raise ValueError(
+                f'every = {self.every!r} is none of a number of train steps, a time such as "10m", "epoch"'
+            ) from None
+
+    @property
+    def interval(self) -> CheckpointInterval:
+        """Of plans; 0 where it is a time, which becomes train steps during the run."""
+        return "epoch" if self.every == "epoch" else self.every if isinstance(self.every, int) else 0
+
+    @property
+    def described(self) -> str:
+        """When checkpoints are made, for people."""
+        if self.every == 0:
+            return "at the end only"
+        if self.every == "epoch":
+            return "after each epoch"
+        return f"every {self.every}" if isinstance(self.every, str) else f"every {self.every} train steps"
+
+
+class Transport(Section, frozen=True, kw_only=True):
+    endpoint: str = "ipc"  # `ipc` on one host; `tcp://host:port`: the prefetcher binds it, the trainer connects to it
+    keys: str | None = None  # tcp: folder of CURVE keys, as `prefetcher keys --out` makes it (SECURITY.md)
+    # bytes of each of the two rings, in host memory; `"auto"`: `lookahead.depth` + 1 typical plans, at least 2 MiB, and 64 MiB over tcp
+    ring: Size = "auto"
+    connect_timeout: str | float = "60s"  # for the peer to come
+    stall_timeout: str | float = "300s"  # without progress of either process, until both give up
+    # how long a process whose peer is lost waits for another, to go on from the checkpoint; 0: it ends at once
+    rejoin_timeout: str | float = "0s"
+
+    def __post_init__(self) -> None:
+        if self.endpoint != "ipc" and not is_tcp_address(self.endpoint):
+            raise ValueError(f'endpoint = {self.endpoint!r} must be "ipc" or "tcp://host:port"')
+        if self.is_tcp and not self.keys:
+            raise ValueError(
+                f'endpoint = {self.endpoint!r} needs keys = "FOLDER", also on one host: nothing travels unencrypted; '
+                "`prefetcher keys --out FOLDER` makes them"
+            )
+        if self.ring != "auto" and parse_bytes(self.ring) < MIN_RING_BYTES:
+            raise ValueError(f"ring = {self.ring!r} must be at least 1MiB")
+        for name in ("connect_timeout", "stall_timeout"):
+            if not parse_seconds(getattr(self, name)) > 0:
+                raise ValueError(f"{name} = {getattr(self, name)!r} must be more than 0 seconds")
+        if not parse_seconds(self.rejoin_timeout) >= 0:
+            raise ValueError(f"rejoin_timeout = {self.rejoin_timeout!r} must be 0 seconds or more")
+
+    @property
+    def is_tcp(self) -> bool:
+        return self.endpoint != "ipc"
+
+    @property
+    def ring_bytes(self) -> int | None:
+        return None if self.ring == "auto" else parse_bytes(self.ring)
+
+    @property
+    def mirror_bytes(self) -> int:
+        """Bytes of each ring over tcp: a function of the job file, so that no peer decides what this process allocates."""
+        return self.ring_bytes or AUTO_MIRROR_BYTES
+
+
+def is_tcp_address(endpoint: str) -> bool:
+    match = re.fullmatch(r"tcp://(?:[^\s:/\[\]]+|\[[0-9A-Fa-f:.]+\]):(\d{1,5})", endpoint)
+    return match is not None and 1 <= int(match[1]) < 2**16
+
+
+class Trainer(Section, frozen=True, kw_only=True):
+    device: str = "auto"  # `auto`, `cpu`, `cuda` or `cuda:<n>`
+    # of torch; `auto` is one a core that the process may use, a container's quota counted
+    threads: int | Literal["auto"] = "auto"
+
+    def __post_init__(self) -> None:
+        check_threads(self.threads)
+
+
+class Prefetcher(Section, frozen=True, kw_only=True):
+    # decoding processes, 1 to 64, with the same bits; npy and Parquet have one more for dense features and labels, a
+    # `package.module:factory` one in all
+    workers: int = 1
+    threads: int | Literal["auto"] = "auto"  # of the planner; `auto` is a quarter of the cores
+    # it runs only where nobody else wants a core (Linux: SCHED_IDLE): for a trainer on the CPU of a machine that nobody else uses; two
+    # terminals are two to the kernel, so start both from one (`python -m rowcast.deploy.local`)
+    background: bool = False
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.workers <= MAX_WORKERS:
+            raise ValueError(f"workers = {self.workers} must be from 1 to {MAX_WORKERS}")
+        check_threads(self.threads)
+
+
+def check_threads(threads: int | str) -> None:
+    if isinstance(threads, int) and not 1 <= threads <= MAX_THREADS:
+        raise ValueError(f'threads = {threads} must be "auto" or from 1 to {MAX_THREADS}')
+
+
+class Metrics(Section, frozen=True, kw_only=True):
+    prefetcher: str = "127.0.0.1:9400"  # where /metrics, /healthz and /readyz are; port 0 takes any free one
+    trainer: str = "127.0.0.1:9401"
+    certfile: str | None = None  # PEM: both serve https with it, instead of http
+    keyfile: str | None = None  # PEM, of `certfile`
+
+    def __post_init__(self) -> None:
+        if (self.certfile is None) != (self.keyfile is None):
+            raise ValueError("certfile and keyfile belong together; give both for https, or neither")
+        for name in ("prefetcher", "trainer"):
+            if not re.fullmatch(r"[^:\s]+:\d{1,5}", getattr(self, name)):
+                raise ValueError(f'{name} = {getattr(self, name)!r} must be "host:port"')
+
+
+CRITEO_KAGGLE_CARDINALITIES = (
+    1460, 583, 10131227, 2202608, 305, 24, 12517, 633, 3, 93145, 5683, 8351593, 3194,
+    27, 14992, 5461306, 10, 5652, 2173, 4, 7046547, 18, 15, 286181, 105, 142572,
+)  # fmt: skip
+
+
+class Job(Section, frozen=True, kw_only=True):
+    """A whole, checked job file. `tables` is always filled, from `[[tables]]` or from `[tables_from]`."""
+
+    job: JobSection
+    data: Data
+    tables: list[Table] = []
+    tables_from: TablesFrom | None = None
+    model: Model
+    optimizer: Optimizer
+    eval: Eval = Eval()
+    cache: Cache
+    lookahead: Lookahead = Lookahead()
+    store: Store = Store()
+    checkpoint: Checkpoint = Checkpoint()
+    transport: Transport = Transport()
+    trainer: Trainer = Trainer()
+    prefetcher: Prefetcher = Prefetcher()
+    metrics: Metrics = Metrics()
+
+    @property
+    def run_dir(self) -> Path:
+        return Path(self.job.run_dir)
+
+    @property
+    def features(self) -> list[str]:
+        """Feature names in the order of every array: tables from top to bottom, their features from left to right."""
+        return [feature for table in self.tables for feature in table.features]
+
+    def session_digest(self) -> str:
+        """What the two processes compare: everything but ports, threads, and what each may know by another name."""
+        content = msgspec.to_builtins(self)
+        content.pop("metrics")
+        content["trainer"].pop("threads")
+        for key in ("threads", "background"):
+            content["prefetcher"].pop(key)
+        for section, key in (("transport", "endpoint"), ("transport", "keys"), ("store", "path")):
+            content[section].pop(key)
+        return digest(content)
+
+    def training_digest(self, file_sizes: list[int]) -> str:
+        """What a checkpoint compares: all that decides the numbers, nothing that decides where and how fast."""
+        content = msgspec.to_builtins(self)
+        kept = {name: content[name] for name in ("tables", "model", "optimizer")}
+        data = {name: value for name, value in content["data"].items() if name not in ("path", "eval_path", "epochs")}
+        return digest([kept, data, self.job.seed, file_sizes])
+
+
+def digest(content: object) -> str:
+    """32 hex digits over the canonical JSON of builtins."""
+    return xxhash.xxh3_128_hexdigest(json.dumps(content, sort_keys=True, separators=(",", ":")).encode())
+
+
+def parse_init(init: str, num_embeddings: int) -> tuple[Literal["uniform", "normal", "constant"], float, float]:
+    """(kind, a, b): uniform on [a, b), normal with mean a and deviation b, or the constant a. Raises ValueError."""
+    try:
+        if init == "uniform":
+            bound = num_embeddings**-0.5
+            return "uniform", -bound, bound
+        kind, _, rest = init.partition(":")
+        values = [float(value) for value in rest.split(",")]
+        if not all(map(math.isfinite, values)):
+            raise ValueError("not finite")
+        if kind == "uniform" and len(values) == 2 and values[0] <= values[1]:
+            return "uniform", values[0], values[1]
+        if kind == "normal" and len(values) == 1 and values[0] >= 0:
+            return "normal", 0.0, values[0]
+        if kind == "constant" and len(values) == 1:
+            return "constant", values[0], 0.0
+    except ValueError:
+        pass
+    raise ValueError(f"init = {init!r} is none of uniform, uniform:lo,hi, normal:std, constant:x")
+
+
+def init_reach(init: str, num_embeddings: int) -> float:
+    """The largest magnitude that a first value may have. Raises ValueError."""
+    kind, a, b = parse_init(init, num_embeddings)
+    return b * LARGEST_NORMAL if kind == "normal" else max(abs(a), abs(b))

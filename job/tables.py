@@ -1,0 +1,176 @@
+"""Tables, groups of tables with one record layout, and the layout of a row's record.
+
+    byte    0         10    16                  36          48                  68          80
+            weight    |     master              |           sum                 |
+            5 bf16    | 0   5 fp32              | 0         5 fp32              | 0
+
+This is bf16 of width 5 under Adagrad with optimizer.sparse.master = true: look-ups read `weight`, an update works on `master` and `sum`
+and rounds the new master into `weight`. Without master it works on the fp32 values of `weight`. The zeros behind parts stay zeros.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from rowcast.job.schema import Job, RowType, SparseOptimizer, parse_bytes, parse_rows
+
+KEY_SHIFT = 48  # key = table_index << 48 | row
+ROW_MASK = (1 << KEY_SHIFT) - 1
+ALIGNMENT = 16  # bytes; every part of a record starts at a multiple of it
+ITEM_BYTES: dict[RowType, int] = {"fp32": 4, "fp16": 2, "bf16": 2}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TableSpec:
+    index: int  # position in the job file; the high part of every key
+    name: str
+    num_embeddings: int
+    embedding_dim: int
+    features: tuple[str, ...]
+    pooling: Literal["sum", "mean", "none"]
+    init: str
+    dtype: RowType = "fp32"  # of the weights that a look-up reads
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RecordPart:
+    name: str  # "weight", "master", or the name of an optimizer state as torch.optim has it
+    dtype: RowType
+    offset: int  # in bytes from the record's begin, a multiple of ALIGNMENT
+    width: int  # in elements
+    # value of a row that was never trained; None for weight and master, which have an initializer
+    initial: float | None
+
+    @property
+    def nbytes(self) -> int:
+        return self.width * ITEM_BYTES[self.dtype]
+
+    @property
+    def elements(self) -> slice:
+        """The part's columns in records that are seen as elements of its dtype."""
+        first = self.offset // ITEM_BYTES[self.dtype]
+        return slice(first, first + self.width)
+
+    @property
+    def bytes(self) -> slice:
+        """The part's columns in records that are seen as bytes."""
+        return slice(self.offset, self.offset + self.nbytes)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GroupSpec:
+    """Tables whose records have the same layout; they share one pool of slots."""
+
+    index: int
+    name: str  # <dtype>_d<width>_<optimizer>, and _master where the record keeps fp32 weights beside the rounded ones
+    tables: tuple[TableSpec, ...]
+    embedding_dim: int
+    parts: tuple[RecordPart, ...]  # weight first
+    record_bytes: int
+    feature_positions: tuple[int, ...]  # of the group's features, in the job's feature order
+
+    @property
+    def num_rows(self) -> int:
+        return sum(table.num_embeddings for table in self.tables)
+
+    @property
+    def num_features(self) -> int:
+        return len(self.feature_positions)
+
+    @property
+    def record_floats(self) -> int:
+        return self.record_bytes // 4
+
+    @property
+    def unpooled_features(self) -> tuple[int, ...]:
+        """Those whose look-ups stay apart (pooling = "none"), by their number among the group's features."""
+        return tuple(f for f, table in enumerate(self.feature_tables()) if table.pooling == "none")
+
+    def feature_tables(self) -> list[TableSpec]:
+        """The table of each of the group's features, in the group's feature order."""
+        return [table for table in self.tables for _ in table.features]
+
+
+def aligned(nbytes: int, alignment: int = ALIGNMENT) -> int:
+    return -(-nbytes // alignment) * alignment
+
+
+def state_parts(optimizer: SparseOptimizer, dim: int) -> list[tuple[str, int, float]]:
+    """(name as torch.optim has it, width in fp32 elements, initial value) of each per-row state."""
+    match optimizer.kind:
+        case "sgd":
+            return []
+        case "adagrad":
+            return [("sum", dim, optimizer.initial_accumulator)]
+        case "rowwise_adagrad":
+            return [("sum", 1, optimizer.initial_accumulator)]
+        case "adam":
+            return [("exp_avg", dim, 0.0), ("exp_avg_sq", dim, 0.0)]
+
+
+def has_master(optimizer: SparseOptimizer, dtype: RowType) -> bool:
+    return optimizer.master and dtype != "fp32"
+
+
+def record_parts(optimizer: SparseOptimizer, dtype: RowType, dim: int) -> tuple[tuple[RecordPart, ...], int]:
+    """Parts of a record and its bytes: the weights as they are looked up, those before rounding if they are kept, then state."""
+    content: list[tuple[str, RowType, int, float | None]] = [("weight", dtype, dim, None)]
+    if has_master(optimizer, dtype):
+        content.append(("master", "fp32", dim, None))
+    content += [(name, "fp32", width, initial) for name, width, initial in state_parts(optimizer, dim)]
+    parts, end = [], 0
+    for name, part_dtype, width, initial in content:
+        parts.append(RecordPart(name=name, dtype=part_dtype, offset=end, width=width, initial=initial))
+        end += aligned(parts[-1].nbytes)
+    return tuple(parts), end
+
+
+def table_specs(job: Job) -> tuple[TableSpec, ...]:
+    return tuple(
+        TableSpec(
+            index=index,
+            name=table.name,
+            num_embeddings=table.num_embeddings,
+            embedding_dim=table.embedding_dim,
+            features=tuple(table.features),
+            pooling=table.pooling,
+            init=table.init,
+            dtype=table.dtype,
+        )
+        for index, table in enumerate(job.tables)
+    )
+
+
+def group_specs(job: Job) -> tuple[GroupSpec, ...]:
+    """Groups in order of their first table; tables in a group in the job's order."""
+    tables, optimizer = table_specs(job), job.optimizer.sparse
+    first_feature = np.cumsum([0, *(len(table.features) for table in tables)])
+    groups: list[GroupSpec] = []
+    for dtype, dim in dict.fromkeys((table.dtype, table.embedding_dim) for table in tables):
+        members = tuple(table for table in tables if (table.dtype, table.embedding_dim) == (dtype, dim))
+        parts, record_bytes = record_parts(optimizer, dtype, dim)
+        positions = [int(first_feature[table.index]) + i for table in members for i in range(len(table.features))]
+        groups.append(
+            GroupSpec(
+                index=len(groups),
+                name=f"{dtype}_d{dim}_{optimizer.kind}{'_master' if has_master(optimizer, dtype) else ''}",
+                tables=members,
+                embedding_dim=dim,
+                parts=parts,
+                record_bytes=record_bytes,
+                feature_positions=tuple(positions),
+            )
+        )
+    return tuple(groups)
+
+
+def rows_in(group: GroupSpec, capacity: str | int) -> int:
+    """Rows that a capacity of a job file ("16MiB" or "20000 rows") has room for, at most those that the group has."""
+    rows = parse_rows(capacity)
+    return min(parse_bytes(capacity) // group.record_bytes if rows is None else rows, group.num_rows)
+
+
+def make_keys(table_index: int, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    return rows | np.int64(table_index << KEY_SHIFT)

@@ -1,0 +1,78 @@
+"""`prefetcher verify`: which checkpoints of a run are whole, found by reading every byte of them."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.table import Table
+
+from rowcast.prefetcher.checkpoints.folder import CheckpointFile, Checkpoints
+from rowcast.runtime.checkpoint_manifest import Manifest
+from rowcast.runtime.disk import RealDisk
+from rowcast.runtime.errors import ConfigError, DataError
+from rowcast.runtime.telemetry.format_numbers import human_bytes, stdout_console
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Verdict:
+    name: str
+    manifest: Manifest | None  # None: it is damaged itself
+    damage: str | None  # one sentence; None: whole
+
+    def cells(self) -> list[str]:
+        manifest = self.manifest
+        if manifest is None:
+            facts = ["?"] * 5
+        else:
+            step = "none" if manifest.step is None else f"{manifest.step:,}"
+            facts = [
+                step,
+                f"{manifest.train_steps:,}",
+                str(len(manifest.layers)),
+                f"{manifest.num_rows:,}",
+                human_bytes(manifest.nbytes),
+            ]
+        return [self.name, *facts, "damaged" if self.damage else "whole"]
+
+
+def verify_run(run_dir: Path, name: str | None) -> int:
+    """Prints a line a checkpoint, newest first, or that of `name` only. Returns the exit code: 4 where one is damaged, else 0."""
+    checkpoints = Checkpoints(run_dir, RealDisk())
+    names = checkpoints.candidates()
+    if not names:
+        raise ConfigError(
+            f"{run_dir} holds no checkpoint; a run writes one at its end, and with checkpoint.every on its way"
+        )
+    if name is not None and name not in names:
+        raise ConfigError(f"{checkpoints.root} holds no checkpoint {name}; there is {', '.join(reversed(names))}")
+    verdicts = list(verdicts_of(checkpoints, names if name is None else [name]))
+    console = stdout_console()
+    console.print(table_of(verdicts))
+    for verdict in verdicts:
+        if verdict.damage:
+            console.print(verdict.damage, soft_wrap=True, markup=False)
+    return DataError.exit_code if any(verdict.damage for verdict in verdicts) else 0
+
+
+def verdicts_of(checkpoints: Checkpoints, names: list[str]) -> Iterator[Verdict]:
+    """A file that several checkpoints share is read once."""
+    whole = set[CheckpointFile]()
+    for name in names:
+        manifest: Manifest | None = None
+        try:
+            manifest = checkpoints.load(name)
+            checkpoints.verify(manifest, whole)
+        except DataError as error:
+            yield Verdict(name=name, manifest=manifest, damage=str(error))
+        else:
+            yield Verdict(name=name, manifest=manifest, damage=None)
+
+
+def table_of(verdicts: list[Verdict]) -> Table:
+    table = Table("checkpoint", box=None, padding=(0, 2, 0, 0))
+    for heading in ("step", "train steps", "layers", "rows", "bytes"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("")
+    for verdict in verdicts:
+        table.add_row(*verdict.cells())
+    return table

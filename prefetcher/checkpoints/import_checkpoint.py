@@ -1,0 +1,268 @@
+"""`prefetcher import`, and `prefetcher run --from`: a run that begins with one checkpoint, at which it has trained nothing, made from
+
+- the newest checkpoint of another run: rows and their state, dense weights, their optimizer's state, losses; train steps are counted on
+- or a file as `prefetcher export` writes it:
+
+embedding_bags.<table>.weight     required, f32, f16 or bf16 [num_embeddings, embedding_dim]; as the table's dtype, rounded if it must be
+optimizer.<table>.master          weights before rounding; where they are missing, those of the line above, as the file has them
+optimizer.<table>.<state>         row state; what is missing has its initial value
+<name>                            dense weights, as the model names them; what the file has not the model makes
+"""
+
+import uuid
+from collections.abc import Iterator
+from itertools import zip_longest
+from pathlib import Path
+from typing import IO, Protocol
+
+import numpy as np
+import xxhash
+
+from rowcast.job.file import parse_job
+from rowcast.job.schema import LARGEST, Job, RowType
+from rowcast.job.tables import GroupSpec, RecordPart, TableSpec, group_specs, make_keys
+from rowcast.prefetcher.checkpoints.export import DTYPES, MODEL, part_name, table_tensors
+from rowcast.prefetcher.checkpoints.folder import IMPORT, Checkpoints, carry_out
+from rowcast.prefetcher.checkpoints.merge_layers import merged
+from rowcast.prefetcher.checkpoints.restore import dense_content
+from rowcast.prefetcher.checkpoints.tensor_files import PlacedTensor, TensorSpec, make_header, read_blocks, read_header
+from rowcast.prefetcher.checkpoints.writer import CheckpointWriter
+from rowcast.prefetcher.readers.reader import open_reader
+from rowcast.prefetcher.stores.elements import ELEMENTS, Elements, elements_of, rounded, widened
+from rowcast.prefetcher.stores.first_values import first_records
+from rowcast.prefetcher.stores.store import Keys, Records
+from rowcast.runtime.checkpoint_manifest import Manifest
+from rowcast.runtime.disk import RealDisk
+from rowcast.runtime.errors import ConfigError, DataError
+from rowcast.runtime.position import Position
+from rowcast.runtime.run_directory import RunDirectory
+from rowcast.runtime.telemetry.logs import get_logger
+
+BLOCK_ROWS = 65536
+OF_TABLES = ("embedding_bags.", "optimizer.")  # how names of rows and their state begin
+ROW_TYPES: dict[str, RowType] = {words: dtype for dtype, words in DTYPES.items()}
+
+
+def import_run(job: Job, source: Path, *, fresh: bool) -> Manifest:
+    """Makes the checkpoint. Raises ConfigError where the source does not fit the job, or the directory holds a run already."""
+    opened = open_source(job, source)
+    digest = job.training_digest(open_reader(job).file_sizes)
+    with RunDirectory(job.run_dir, "prefetcher"):
+        checkpoints = Checkpoints(job.run_dir, RealDisk())
+        carry_out(checkpoints.settle(get_logger()))
+        if fresh:
+            carry_out(checkpoints.begin_fresh())
+        elif checkpoints.candidates():
+            raise ConfigError(
+                f"{job.run_dir} holds a checkpoint; set another job.run_dir, or add --fresh to replace it"
+            )
+        manifest = import_into(checkpoints, job, opened, digest)
+        carry_out(checkpoints.take_over())
+    return manifest
+
+
+def import_into(checkpoints: Checkpoints, job: Job, source: "Source", digest: str = "") -> Manifest:
+    """Makes the first checkpoint of a run. `digest`: the job's training digest; "": not known before its data is opened."""
+    writer = CheckpointWriter(job, group_specs(job), uuid.uuid4().hex[:12], digest, checkpoints, None, keep=1)
+    writer.begin(source.position, finished=False, reason=IMPORT)
+    for index, group in enumerate(group_specs(job)):
+        for keys, records in source.rows(group, job.job.seed):
+            while not writer.offer(index, keys, records):
+                writer.advance()
+    writer.finish(offer_dense(writer, source))
+    while writer.busy:
+        writer.advance()
+    assert writer.newest is not None, "a checkpoint was written"
+    return writer.newest
+
+
+class Source(Protocol):
+    """What a run can begin with."""
+
+    @property
+    def position(self) -> Position:
+        """Where that run begins."""
+
+    def rows(self, group: GroupSpec, seed: int) -> Iterator[tuple[Keys, Records]]:
+        """By ascending key, those that are not what they would be without a checkpoint. Raises DataError."""
+
+    def dense_content(self) -> Iterator[bytes]:
+        """The dense side of a checkpoint, as a safetensors file in pieces; nothing where there is none. Raises DataError."""
+
+
+def open_source(job: Job, path: Path) -> Source:
+    """A run directory, or a file. Raises ConfigError where it does not fit the job."""
+    if path.is_dir():
+        return EarlierRun(job, path)
+    exported = ExportedFile(path)
+    exported.check(group_specs(job))
+    return exported
+
+
+class EarlierRun:
+    """The newest checkpoint of a run, whose tables, model and kinds of optimizers are the job's. Its data may be any other."""
+
+    def __init__(self, job: Job, run_dir: Path) -> None:
+        """Raises ConfigError where there is no checkpoint or its rows are not the job's, DataError where all are damaged."""
+        checkpoints = Checkpoints(run_dir, RealDisk())
+        self._root, self._manifest = checkpoints.root, checkpoints.choose(None, get_logger())
+        if self._manifest.position.eval_batch is not None and not self._manifest.finished:
+            raise ConfigError(
+                f"--from {run_dir}: that run was stopped within an evaluation; let it go on until a checkpoint after it"
+            )
+        earlier = parse_job(self._manifest.job, f"{self._root / self._manifest.name}/manifest.json")
+        if earlier.job.seed != job.job.seed:
+            raise ConfigError(
+                f"--from {run_dir}: its rows that were never trained have first values by job.seed = {earlier.job.seed}; "
+                f"set that, not {job.job.seed}"
+            )
+        for theirs, ours in zip_longest(tables_of(earlier), tables_of(job)):
+            if theirs != ours:
+                raise ConfigError(
+                    f"--from {run_dir}: its rows are of {theirs}, but the job file's of {ours}; make them equal"
+                )
+
+    @property
+    def position(self) -> Position:
+        """At the beginning of the data, with steps counted on."""
+        return Position(step=self._manifest.position.step, train_step=self._manifest.train_steps)
+
+    def rows(self, group: GroupSpec, seed: int) -> Iterator[tuple[Keys, Records]]:
+        return merged(self._root, group, self._manifest.layers)
+
+    def dense_content(self) -> Iterator[bytes]:
+        return dense_content(self._root, self._manifest)
+
+
+def tables_of(job: Job) -> Iterator[str]:
+    """Each table with what decides its rows, described."""
+    for group in group_specs(job):
+        for table in group.tables:
+            yield (
+                f"table {table.name} [{table.num_embeddings}, {table.embedding_dim}] {table.dtype} at place {table.index}, init "
+                f"{table.init}, in records of {', '.join(part.name for part in group.parts)}"
+            )
+
+
+class ExportedFile:
+    """Raises ConfigError where there is none, DataError where it is something else."""
+
+    position = Position()
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        try:
+            self._tensors = read_header(path)
+        except OSError as error:
+            raise ConfigError(
+                f"--from {path} cannot be read ({error.strerror}); name a file that `prefetcher export` wrote"
+            ) from None
+
+    @property
+    def dense(self) -> dict[str, PlacedTensor]:
+        return {name: tensor for name, tensor in self._tensors.items() if not name.startswith(OF_TABLES)}
+
+    def check(self, groups: tuple[GroupSpec, ...]) -> None:
+        """Raises ConfigError for the first tensor of tables that is missing, superfluous or of another shape."""
+        expected = table_tensors(groups)
+        for name, spec in expected.items():
+            self._check_tensor(name, spec)
+        for name in self._tensors:
+            if name.startswith(OF_TABLES) and name not in expected:
+                raise ConfigError(
+                    f"{self._path}: the job file has nothing for {name}; add its table, or the optimizer that has this state"
+                )
+        for group in groups:
+            for table in group.tables:
+                self._check_range(part_name(table, "weight"), table.dtype)
+
+    def _check_tensor(self, name: str, spec: TensorSpec) -> None:
+        found = self._tensors.get(name)
+        if found is None:
+            if name.startswith("embedding_bags."):
+                raise ConfigError(
+                    f"{self._path}: {name} is missing; take its table out of the job file, or name a file that has it"
+                )
+        elif found.shape != spec.shape or not may_become(found.dtype, spec.dtype, name):
+            raise ConfigError(
+                f"{self._path}: {name} is {found.dtype} {list(found.shape)}, but the job file needs {spec.dtype} {list(spec.shape)}; "
+                f"change num_embeddings, embedding_dim, dtype or optimizer.sparse"
+            )
+
+    def _check_range(self, name: str, dtype: RowType) -> None:
+        """Raises ConfigError where rounding would make an infinity of a weight."""
+        tensor = self._tensors[name]
+        if dtype == "fp32" or tensor.dtype == DTYPES[dtype]:
+            return
+        with self._path.open("rb") as file:
+            for block in read_blocks(file, tensor):
+                values = widened(np.frombuffer(block, ELEMENTS[ROW_TYPES[tensor.dtype]]), ROW_TYPES[tensor.dtype])
+                if (np.isfinite(values) & (np.abs(values) > LARGEST[dtype])).any():
+                    raise ConfigError(
+                        f"{self._path}: {name} has values beyond {LARGEST[dtype]:.6g}, where {dtype} ends; set another dtype"
+                    )
+
+    def rows(self, group: GroupSpec, seed: int) -> Iterator[tuple[Keys, Records]]:
+        for table in group.tables:
+            yield from self._rows_of(group, table, seed)
+
+    def _rows_of(self, group: GroupSpec, table: TableSpec, seed: int) -> Iterator[tuple[Keys, Records]]:
+        places = [(part, tensor) for part in group.parts if (tensor := self._source(table, part)) is not None]
+        with self._path.open("rb") as file:
+            for first in range(0, table.num_embeddings, BLOCK_ROWS):
+                keys = make_keys(
+                    table.index, np.arange(first, min(first + BLOCK_ROWS, table.num_embeddings), dtype=np.int64)
+                )
+                initial = first_records(group, seed, keys)
+                records = initial.copy()
+                for part, tensor in places:
+                    found = self._read(file, tensor, first, len(keys))
+                    elements_of(records, part)[:] = converted(found, ROW_TYPES[tensor.dtype], part.dtype)
+                changed = (records != initial).any(axis=1)
+                if changed.any():
+                    yield keys[changed], records[changed]
+
+    def _source(self, table: TableSpec, part: RecordPart) -> PlacedTensor | None:
+        """What a part is read from; None: nothing, it keeps its first value."""
+        found = self._tensors.get(part_name(table, part.name))
+        return self._tensors[part_name(table, "weight")] if found is None and part.name == "master" else found
+
+    def _read(self, file: IO[bytes], tensor: PlacedTensor, first: int, rows: int) -> Elements:
+        """`rows` rows of a tensor, from row `first` on."""
+        row_bytes = tensor.nbytes // tensor.shape[0]
+        file.seek(tensor.start + first * row_bytes)
+        content = file.read(rows * row_bytes)
+        if len(content) < rows * row_bytes:
+            raise DataError(f"{self._path}: the file became shorter while it was read")
+        elements: Elements = np.frombuffer(content, ELEMENTS[ROW_TYPES[tensor.dtype]]).reshape(rows, -1)
+        return elements
+
+    def dense_content(self) -> Iterator[bytes]:
+        dense = self.dense
+        if not dense:
+            return
+        header, _ = make_header({f"{MODEL}{name}": tensor for name, tensor in dense.items()})
+        yield header
+        with self._path.open("rb") as file:
+            for tensor in dense.values():
+                yield from read_blocks(file, tensor)
+
+
+def may_become(found: str, needed: str, name: str) -> bool:
+    """Whether a tensor of one dtype, in safetensors' words, may fill a part of another: weights are rounded or widened, nothing else is."""
+    return found == needed or (name.startswith("embedding_bags.") and found in ROW_TYPES)
+
+
+def converted(elements: Elements, dtype: RowType, needed: RowType) -> Elements:
+    return elements if dtype == needed else rounded(widened(elements, dtype), needed)
+
+
+def offer_dense(writer: CheckpointWriter, source: Source) -> str | None:
+    """Returns the checksum; None where there are no dense weights."""
+    hasher = None
+    for content in source.dense_content():
+        hasher = hasher or xxhash.xxh3_64()
+        hasher.update(content)
+        while not writer.offer_dense(content):
+            writer.advance()
+    return None if hasher is None else hasher.hexdigest()

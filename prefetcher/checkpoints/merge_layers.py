@@ -1,0 +1,87 @@
+"""The rows of several layers as one: a merge of sorted files, where the newest layer that has a row wins.
+
+base     k1 . k3 k4 . . k7          a cursor a layer, each with one file in memory; a piece of the merge ends at the
+delta    .  k2 k3 .  .  k6 .        smallest key that every cursor has reached
+merged   k1 k2 k3 k4 .  k6 k7
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+from rowcast.job.tables import GroupSpec
+from rowcast.prefetcher.checkpoints.row_files import Rows, read_rows
+from rowcast.runtime.checkpoint_manifest import RowFile, RowLayer
+
+MERGE_BYTES = 4 * 2**20  # of each layer, in a piece
+MAX_LAYERS = 16
+
+
+class Cursor:
+    """Walks over the rows of one layer."""
+
+    def __init__(self, root: Path, group: GroupSpec, files: tuple[RowFile, ...]) -> None:
+        self._root = root
+        self._group = group
+        self._files = iter(files)
+        self._piece_rows = max(1, MERGE_BYTES // group.record_bytes)
+        self._rows: Rows | None = None
+        self._at = 0
+        self._load()
+
+    @property
+    def ended(self) -> bool:
+        return self._rows is None
+
+    @property
+    def reached(self) -> int:
+        """The last key of the next piece that this layer can give."""
+        assert self._rows is not None, "a cursor that has ended reaches nothing"
+        keys = self._rows[0]
+        return int(keys[min(self._at + self._piece_rows, len(keys)) - 1])
+
+    def take(self, last_key: int) -> Rows:
+        """The rows up to `last_key`, which is at most `reached`."""
+        assert self._rows is not None, "a cursor that has ended gives nothing"
+        keys, records = self._rows
+        end = int(np.searchsorted(keys, last_key, side="right"))
+        taken = keys[self._at : end], records[self._at : end]
+        self._at = end
+        if end == len(keys):
+            self._load()
+        return taken
+
+    def _load(self) -> None:
+        file = next(self._files, None)
+        self._rows, self._at = None if file is None else read_rows(self._root, self._group, file), 0
+
+
+def merged(root: Path, group: GroupSpec, layers: tuple[RowLayer, ...]) -> Iterator[Rows]:
+    """The rows of a group by ascending key, in pieces; `layers` are oldest first. Raises DataError."""
+    cursors = [Cursor(root, group, layer.of_group(group.name)) for layer in reversed(layers)]
+    while cursors := [cursor for cursor in cursors if not cursor.ended]:
+        last_key = min(cursor.reached for cursor in cursors)
+        pieces = [cursor.take(last_key) for cursor in cursors]  # newest first
+        pieces = [(keys, records) for keys, records in pieces if len(keys)]
+        yield pieces[0] if len(pieces) == 1 else newest_of(pieces)
+
+
+def newest_of(pieces: list[Rows]) -> Rows:
+    """Each row once, from the first piece that has it."""
+    keys, first = np.unique(np.concatenate([keys for keys, _ in pieces]), return_index=True)
+    return keys, np.concatenate([records for _, records in pieces])[first]
+
+
+def layers_of(older: tuple[RowLayer, ...], written: list[RowFile]) -> tuple[RowLayer, ...]:
+    """`older` layers and one of the files just written; layers without rows are left out, but for a base."""
+    files = [files for files in (*(layer.files for layer in older), tuple(written)) if files] or [()]
+    return tuple(
+        RowLayer(kind="delta" if index else "base", num_rows=sum(file.num_rows for file in own), files=own)
+        for index, own in enumerate(files)
+    )
+
+
+def must_merge(layers: tuple[RowLayer, ...]) -> bool:
+    """Whether reading so many layers costs more than writing them as one."""
+    return len(layers) > MAX_LAYERS or sum(layer.num_rows for layer in layers[1:]) > layers[0].num_rows

@@ -1,0 +1,68 @@
+"""What the thread that has the rows hands to the one that writes them, in order and bounded.
+
+Each counter is written by one thread only, and a deque needs no lock: neither thread ever waits for the other.
+"""
+
+from collections import deque
+from dataclasses import dataclass
+
+from rowcast.prefetcher.stores.store import Keys, Records
+
+QUEUE_BYTES = 256 * 2**20
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RowBlock:
+    group_index: int
+    keys: Keys
+    records: Records
+
+    @property
+    def nbytes(self) -> int:
+        return self.keys.nbytes + self.records.nbytes
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DensePiece:
+    content: bytes
+
+    @property
+    def nbytes(self) -> int:
+        return len(self.content)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Complete:
+    """Nothing follows."""
+
+    dense_checksum: str | None  # xxh3_64 of all dense pieces; None where nobody knows it
+
+    @property
+    def nbytes(self) -> int:
+        return 0
+
+
+Item = RowBlock | DensePiece | Complete
+
+
+class Handover:
+    def __init__(self) -> None:
+        self._items: deque[Item] = deque()
+        self._put_bytes = 0
+        self._taken_bytes = 0
+
+    def put(self, item: Item) -> bool:
+        """False where QUEUE_BYTES wait; something larger than that goes in alone."""
+        waiting = self._put_bytes - self._taken_bytes
+        if waiting and item.nbytes and waiting + item.nbytes > QUEUE_BYTES:
+            return False
+        self._put_bytes += item.nbytes
+        self._items.append(item)
+        return True
+
+    def take(self) -> Item | None:
+        if not self._items:
+            return None
+        item = self._items.popleft()
+        self._taken_bytes += item.nbytes
+        return item

@@ -1,0 +1,1 @@
+"""The stages that each step passes: planning, fetching rows, writing rows back."""

@@ -1,0 +1,162 @@
+"""What the prefetcher counts, and how a scrape reads it."""
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple, get_args
+
+from rowcast.job.tables import GroupSpec
+from rowcast.protocol.counters import Counters, CountersCollector, QueueCounters, counter_samples, new_groups
+from rowcast.protocol.plan import StepPlan
+from rowcast.runtime.telemetry.health import Health
+from rowcast.runtime.telemetry.metrics import Sample
+
+StallReason = Literal["batches", "plans", "credit", "write_back", "ring", "store", "barrier", "checkpoint"]
+Phase = Literal["read", "plan", "fetch", "send", "write_back"]
+Queue = Literal["batches", "plans", "pieces", "rows_back"]
+VerifyKind = Literal["given", "filled", "returned", "dropped", "kept"]
+# batches: the planner waits for the reader         plans: the fetcher waits for the planner
+# credit: StepReady waits for a StepDone            write_back: rows may not be read before RowsBack is applied
+# ring: no space in the fetch ring                  store: a ticket is not finished
+# barrier: later plans wait for the flush           checkpoint: a barrier waits until the checkpoint before it is on disk
+#
+# read: a batch is taken over and enters the horizon     plan: a plan is made         fetch: a plan is cut, its rows read into the ring
+# send: a piece is announced                             write_back: rows that came home go to the store
+#
+# given: the store gives what it took last               filled: a row in its slot is what the store gave
+# returned: a dirty row came home as it stood            dropped: a clean victim is what was filled
+# kept: at a barrier the store has what it took
+#
+# reader -batches-> planner -plans-> fetcher -pieces-> link -rows_back-> write-back
+
+
+@dataclass(slots=True, kw_only=True)
+class PrefetcherCounters(Counters):
+    """Made by `new_counters`. Every counter has one writer: the thread of the stage that it belongs to."""
+
+    # written under a lock
+    rows_verified: dict[VerifyKind, int] = field(default_factory=lambda: dict.fromkeys(get_args(VerifyKind), 0))
+    checkpoints: int = 0
+    checkpoint_s: float = 0.0  # from the barrier until it was durable, added up
+    checkpoint_bytes: int = 0
+    last_checkpoint: float = field(default_factory=time.time)  # Unix time of the newest one, or of the start
+
+    def stalled(self, reason: StallReason, seconds: float) -> None:
+        self.stalls[reason] += seconds
+        self.show("wait", reason, seconds)
+
+    def spent(self, phase: Phase, seconds: float, step: int | None = None, ended_s: float | None = None) -> None:
+        """`step`, and the time that they `ended_s` by the performance counter, are for the timeline."""
+        self.phases[phase] += seconds
+        self.show("work", phase, seconds, step, ended_s)
+
+    @contextmanager
+    def timed(self, phase: Phase, step: int | None = None) -> Iterator[None]:
+        """Counts the seconds of the block."""
+        began_s = time.perf_counter()
+        try:
+            yield
+        finally:
+            ended_s = time.perf_counter()
+            self.spent(phase, ended_s - began_s, step, ended_s)
+
+    def blocked(self, queue: Queue, side: Literal["producer", "consumer"], seconds: float) -> None:
+        self.queues[queue].blocked(side, seconds)
+
+    def checkpointed(self, seconds: float, nbytes: int) -> None:
+        """A checkpoint has become durable, `seconds` after its barrier."""
+        self.checkpoints += 1
+        self.checkpoint_s += seconds
+        self.checkpoint_bytes += nbytes
+        self.last_checkpoint = time.time()
+
+    def planned(self, plan: StepPlan, batch_size: int) -> None:
+        """The planner has made a plan."""
+        self.step(plan.kind, batch_size)
+        for counters, group in zip(self.groups.values(), plan.groups, strict=True):
+            counters.step(
+                num_lookups=len(group.slots),
+                num_unique=len(group.unique_slots),
+                num_fetch=len(group.fetch),
+                num_evict=len(group.evict),
+            )
+
+
+class SlotStates(NamedTuple):
+    """One group's slots by state; they add up to its capacity."""
+
+    free: int
+    clean: int
+    dirty: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PrefetcherGauges:
+    """Of one moment. What is 0 by default is so while there is no engine: before the first batches are read, and between two trainers."""
+
+    depth: int  # steps
+    checkpoint_every: int  # train steps
+    slots: Sequence[SlotStates]  # one a group
+    queue_depths: Mapping[Queue, int] = field(default_factory=lambda: dict.fromkeys(get_args(Queue), 0))
+    ring_used_bytes: int = 0  # of the fetch ring
+    ring_size_bytes: int = 0
+    frames_refused: int = 0
+    in_flight_steps: int = 0
+    horizon: int = 0  # batches
+    known_batches: int = 0
+    write_back_lag_steps: int = 0
+    shared_memory_size_bytes: int = 0
+    shared_memory_free_bytes: int = 0
+
+
+def new_counters(groups: Sequence[GroupSpec]) -> PrefetcherCounters:
+    """Counters at zero; `groups` comes from `group_specs`."""
+    return PrefetcherCounters(
+        groups=new_groups(groups),
+        stalls=dict.fromkeys(get_args(StallReason), 0.0),
+        phases=dict.fromkeys(get_args(Phase), 0.0),
+        queues={name: QueueCounters() for name in get_args(Queue)},
+    )
+
+
+class PrefetcherCollector(CountersCollector):
+    def __init__(
+        self,
+        counters: PrefetcherCounters,
+        gauges: Callable[[], PrefetcherGauges],
+        build: Mapping[str, str],
+        health: Health,
+    ) -> None:
+        """`gauges` is called by the scrape's thread: it must answer at once and take no lock that a stage holds while it works. `build`
+        comes from `build_info`."""
+        super().__init__("prefetcher", build, health)
+        self._counters = counters
+        self._gauges = gauges
+
+    def samples(self) -> Iterator[Sample]:
+        gauges, counters = self._gauges(), self._counters
+        yield from counter_samples(counters)
+        for kind, rows in counters.rows_verified.items():
+            yield "rowcast_rows_verified_total", (kind,), rows
+        for queue, entries in gauges.queue_depths.items():
+            yield "rowcast_queue_depth", (queue,), entries
+        yield "rowcast_ring_used_bytes", ("to_device",), gauges.ring_used_bytes
+        yield "rowcast_ring_size_bytes", ("to_device",), gauges.ring_size_bytes
+        yield "rowcast_frames_refused_total", (), gauges.frames_refused
+        yield "rowcast_depth_steps", (), gauges.depth
+        yield "rowcast_in_flight_steps", (), gauges.in_flight_steps
+        yield "rowcast_horizon_batches", (), gauges.horizon
+        yield "rowcast_known_batches", (), gauges.known_batches
+        yield "rowcast_write_back_lag_steps", (), gauges.write_back_lag_steps
+        yield "rowcast_shared_memory_size_bytes", (), gauges.shared_memory_size_bytes
+        yield "rowcast_shared_memory_free_bytes", (), gauges.shared_memory_free_bytes
+        yield "rowcast_checkpoints_total", (), counters.checkpoints
+        yield "rowcast_checkpoint_seconds_total", (), counters.checkpoint_s
+        yield "rowcast_checkpoint_bytes_total", (), counters.checkpoint_bytes
+        yield "rowcast_checkpoint_last_timestamp_seconds", (), counters.last_checkpoint
+        yield "rowcast_checkpoint_every_steps", (), gauges.checkpoint_every
+        for name, slots in zip(counters.groups, gauges.slots, strict=True):
+            yield "rowcast_slots_free", (name,), slots.free
+            yield "rowcast_slots_clean", (name,), slots.clean
+            yield "rowcast_slots_dirty", (name,), slots.dirty

@@ -1,0 +1,197 @@
+"""Puts the rows that come home into the tables, and knows up to which step that is done.
+
+`RowsBack` carries no keys: its rows stand in the order of the victims that the plan (or the barrier) named, which are remembered
+here from before the plan is sent until its last row is applied. This stage never waits for ring space, for credit or for another stage.
+Behind a barrier's rows comes the dense side of a checkpoint, in the same ring: its pieces are copied and handed on, while nothing else
+can come.
+"""
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from rowcast.job.tables import GroupSpec
+from rowcast.prefetcher.pipeline.metrics import PrefetcherCounters
+from rowcast.prefetcher.stores.store import Keys, Store, Ticket
+from rowcast.prefetcher.verify.verifier import Verifier
+from rowcast.protocol.messages import Released, RingRef, RowsBack, Saved
+from rowcast.protocol.packing import barrier_stamp, plan_stamp, saved_stamp
+from rowcast.protocol.transport.ring import RingReader, release
+from rowcast.runtime.crash_points import crash_point
+from rowcast.runtime.errors import RemoteProtocolError
+
+
+@dataclass(slots=True)
+class Expected:
+    """Rows that are to come home for one plan or barrier."""
+
+    step: int | None
+    barrier: int | None
+    keys: tuple[Keys, ...]  # one a group, in the order in which the rows travel
+    applied: list[int] = field(default_factory=list)  # rows of each group that have arrived
+    arrived_last: bool = False
+    tickets_open: int = 0
+
+    @property
+    def name(self) -> str:
+        return f"barrier {self.barrier}" if self.barrier is not None else f"step {self.step}"
+
+    @property
+    def complete(self) -> bool:
+        return self.arrived_last and self.tickets_open == 0
+
+
+@dataclass(slots=True)
+class Writing:
+    expected: Expected
+    ref: RingRef | None
+    tickets: list[Ticket]
+
+
+class Writeback:
+    """`expect` is called by the fetcher's thread, `accept` by the mail's, `advance` by the write-back's own."""
+
+    def __init__(
+        self,
+        groups: tuple[GroupSpec, ...],
+        stores: tuple[Store, ...],
+        ring: RingReader,
+        counters: PrefetcherCounters,
+        send: Callable[[Released], None],
+        dense: Callable[[Saved, bytes], bool],
+        verifier: Verifier | None = None,
+    ) -> None:
+        """`dense` takes a piece of the dense side, or says that there is no room for it yet."""
+        self.applied_through: int | None = None  # rows of every plan up to this one are in the store
+        self.applied_barriers = 0
+        self._groups = groups
+        self._stores = stores
+        self._ring = ring
+        self._counters = counters
+        self._send = send
+        self._verifier = verifier
+        self._expected: deque[Expected] = deque()  # plans and barriers in order, also those that bring nothing home
+        self._dense = dense
+        self._saved: tuple[Saved, bytes] | None = None  # copied, not handed on yet
+        self._inbox: deque[RowsBack | Saved] = deque()
+        self._writing: deque[Writing] = deque()
+
+    @property
+    def queued(self) -> int:
+        return len(self._inbox) + len(self._writing)
+
+    def expect(self, step: int | None, barrier: int | None, keys: tuple[Keys, ...]) -> None:
+        """Called before the trainer can know of the plan or barrier; `keys` in the order in which the rows will travel."""
+        nothing = barrier is None and not any(len(part) for part in keys)
+        self._expected.append(Expected(step, barrier, keys, [0] * len(keys), arrived_last=nothing))
+
+    def accept(self, message: RowsBack | Saved) -> None:
+        self._inbox.append(message)
+
+    def advance(self) -> bool:
+        began = self._begin_writes()
+        finished = self._finish_writes()
+        forgot = self._forget_complete()
+        return began or finished or forgot
+
+    def _begin_writes(self) -> bool:
+        if self._saved is not None:
+            return self._hand_on(*self._saved)
+        if not self._inbox:
+            return False
+        message = self._inbox.popleft()
+        with self._counters.timed("write_back", message.step if isinstance(message, RowsBack) else None):
+            if isinstance(message, Saved):
+                self._saved = message, self._copied(message)
+            else:
+                self._apply(message)
+        return True
+
+    def _hand_on(self, message: Saved, content: bytes) -> bool:
+        taken = self._dense(message, content)
+        if taken:
+            self._saved = None
+        return taken
+
+    def _copied(self, message: Saved) -> bytes:
+        content = self._ring.view(message.payload, saved_stamp(message.barrier, message.piece)).tobytes()
+        release(self._ring, message.payload, self._send)
+        return content
+
+    def _apply(self, message: RowsBack) -> None:
+        waiting = list(self._expected)  # a copy: the fetcher's thread appends
+        expected = next((e for e in waiting if not e.arrived_last), None)
+        if expected is None or (expected.step, expected.barrier) != (message.step, message.barrier):
+            due = "none" if expected is None else f"those of {expected.name}"
+            raise RemoteProtocolError(
+                f"rows came back for step {message.step}, barrier {message.barrier}; expected {due}"
+            )
+        stamp = plan_stamp(message.step or 0, message.piece)
+        if message.barrier is not None:
+            stamp = barrier_stamp(message.barrier, message.piece)
+        crash_point("rows not written")
+        tickets = (
+            []
+            if message.payload is None
+            else self._write_spans(expected, message, self._ring.view(message.payload, stamp))
+        )
+        expected.tickets_open += 1
+        expected.arrived_last = message.last
+        if message.last and expected.applied != [len(keys) for keys in expected.keys]:
+            raise RemoteProtocolError(
+                f"rows of {expected.name} ended after {expected.applied} of {[len(k) for k in expected.keys]} a group"
+            )
+        self._counters.rows_back(message)
+        self._writing.append(Writing(expected, message.payload, tickets))
+
+    def _write_spans(
+        self, expected: Expected, message: RowsBack, payload: "np.ndarray[tuple[int], np.dtype[np.uint8]]"
+    ) -> list[Ticket]:
+        tickets = []
+        for span in message.rows:
+            if span.group >= len(self._groups):
+                raise RemoteProtocolError(
+                    f"rows of group {span.group} came back, but there are {len(self._groups)} groups"
+                )
+            width = self._groups[span.group].record_bytes
+            keys = expected.keys[span.group][span.start : span.start + span.count]
+            if (
+                span.start != expected.applied[span.group]
+                or len(keys) != span.count
+                or span.offset + span.count * width > len(payload)
+            ):
+                raise RemoteProtocolError(
+                    f"rows {span.start}+{span.count} of group {span.group} came back out of order in {expected.name}"
+                )
+            rows = payload[span.offset : span.offset + span.count * width].reshape(span.count, width)
+            if self._verifier is not None:
+                self._verifier.rows_home(message.step, message.barrier, span.group, span.start, rows)
+            tickets.append(self._stores[span.group].write(keys, rows, message.step))
+            expected.applied[span.group] += span.count
+        return tickets
+
+    def _finish_writes(self) -> bool:
+        progress = False
+        for writing in list(self._writing):
+            writing.tickets = [ticket for ticket in writing.tickets if not ticket.done()]
+            if not writing.tickets:
+                self._writing.remove(writing)
+                writing.expected.tickets_open -= 1
+                crash_point("rows written")
+                if writing.ref is not None:
+                    release(self._ring, writing.ref, self._send)
+                progress = True
+        return progress
+
+    def _forget_complete(self) -> bool:
+        progress = False
+        while self._expected and self._expected[0].complete:
+            expected = self._expected.popleft()
+            if expected.barrier is None:
+                self.applied_through = expected.step
+            else:
+                self.applied_barriers = expected.barrier + 1
+            progress = True
+        return progress

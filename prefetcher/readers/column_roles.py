@@ -1,0 +1,73 @@
+"""Which columns of a file with names are read, and as what: label, dense features, ids, weights."""
+
+import re
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rowcast.job.schema import Job
+from rowcast.prefetcher.readers.batch_parts import Columns
+from rowcast.prefetcher.readers.id_check import Feature, job_features, require_features
+from rowcast.runtime.errors import ConfigError
+from rowcast.runtime.name_lists import listed, nearest
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Roles:
+    label: str
+    dense: list[str]
+    features: list[Feature]
+
+    @property
+    def weights(self) -> list[str]:
+        return [feature.weights_column for feature in self.features if feature.weights_column is not None]
+
+    def names(self, wanted: Columns = "all") -> list[str]:
+        rest = [self.label, *self.dense]
+        ids = [*(feature.name for feature in self.features), *self.weights]
+        return list(dict.fromkeys({"all": rest + ids, "ids": ids, "rest": rest}[wanted]))
+
+
+def roles_of(job: Job, path: Path, names: Sequence[str], numeric: Callable[[], Collection[str]]) -> Roles:
+    """data.columns as a file with columns of these `names` has them; `numeric` tells which of them hold numbers.
+
+    Raises ConfigError for a name that the file has not, and for a model with a bottom MLP where no dense column is found or denied.
+    """
+    columns, features = job.data.columns, job_features(job)
+    dense = columns.dense
+    if dense is None:
+        numbered = sorted((int(match[1]), name) for name in names if (match := re.fullmatch(r"int_(\d+)", name)))
+        dense = [name for _, name in numbered]
+    roles = Roles(label=columns.label, dense=dense, features=features)
+    require_columns(job, roles, path, names)
+    if columns.dense is None and not dense and job.model.bottom_mlp:
+        used, numbers = roles.names(), numeric()
+        raise no_dense_column(path, [name for name in names if name in numbers and name not in used])
+    return roles
+
+
+def require_columns(job: Job, roles: Roles, path: Path, names: Sequence[str]) -> None:
+    """Raises ConfigError for a column that the file has not."""
+    require_features(job, names, f"{path}, which has {listed(names)}")
+    places = {roles.label: "label", **dict.fromkeys(roles.dense, "dense"), **dict.fromkeys(roles.weights, "weights")}
+    for name, key in places.items():
+        if name not in names:
+            raise ConfigError(
+                f"data.columns.{key}: {path} has no column {name}{nearest(name, names)}; it has {listed(names)}"
+            )
+
+
+def no_dense_column(path: Path, candidates: list[str]) -> ConfigError:
+    found = (
+        f"name those that are meant of the other columns with numbers: data.columns.dense = {quoted(candidates)}"
+        if candidates
+        else "the file has no other column with numbers"
+    )
+    return ConfigError(
+        f"{path}: the model has a bottom MLP for dense features, and no column is named int_0, int_1, ...; {found}; "
+        "data.columns.dense = [] says that there are none"
+    )
+
+
+def quoted(names: Sequence[str]) -> str:
+    return "[" + listed([f'"{name}"' for name in names]) + "]"

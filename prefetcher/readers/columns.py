@@ -1,0 +1,157 @@
+"""Rows as columns: joining the features of a batch, and the parts of a batch whose rows stand in several files.
+
+Every function returns new values and leaves its arguments as they are. Ids lie feature-major, so one sample's ids are spread over the
+batch: sample b of feature f is bag f * B + b.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from rowcast.prefetcher.readers.batch_parts import IdsBatch, Rest
+
+Ids = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float32]
+Value = TypeVar("Value", bound=np.generic)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Column:
+    """One feature of B samples."""
+
+    ids: Ids  # [n]
+    lengths: Ids | None = None  # [B] ids in each bag, or None: one each (n = B)
+    weights: Floats | None = None  # [n], or None: all one
+
+
+def join_columns(columns: list[Column], size: int, weighted: bool) -> IdsBatch:
+    """Joins features, in the job's feature order, into the ids of `size` samples."""
+    ids = np.concatenate([column.ids for column in columns])
+    return IdsBatch(
+        size=size,
+        ids=ids,
+        offsets=needed_offsets(ids, joined_offsets([column.lengths for column in columns], size)),
+        weights=np.concatenate([column_weights(column) for column in columns]) if weighted else None,
+    )
+
+
+def column_weights(column: Column) -> Floats:
+    return np.ones(len(column.ids), np.float32) if column.weights is None else column.weights
+
+
+def joined_offsets(lengths: list[Ids | None], num_samples: int) -> Ids | None:
+    if all(column is None for column in lengths):
+        return None
+    ones = np.ones(num_samples, np.int64)
+    return offsets_of(np.concatenate([ones if column is None else column for column in lengths]))
+
+
+def offsets_of(lengths: Ids) -> Ids:
+    """[n] lengths of bags -> [n + 1] offsets."""
+    offsets = np.zeros(len(lengths) + 1, np.int64)
+    np.cumsum(lengths, out=offsets[1:])
+    return offsets
+
+
+def needed_offsets(ids: Ids, offsets: Ids | None) -> Ids | None:
+    """The offsets as they cross the boundary: none where every bag holds exactly one id."""
+    if offsets is None or len(ids) != len(offsets) - 1 or not (np.diff(offsets) == 1).all():
+        return offsets
+    return None
+
+
+def bag_offsets(ids: Ids, offsets: Ids | None) -> Ids:
+    """[F * B + 1], written out where they were left away."""
+    return np.arange(len(ids) + 1, dtype=np.int64) if offsets is None else offsets
+
+
+# rows of several files
+
+
+class FileRows(NamedTuple):
+    """The rows of a batch that stand in one file."""
+
+    file: int
+    places: Ids  # in the batch
+    rows: Ids  # in the file, counted from 0
+
+
+def rows_by_file(bounds: Ids, rows: Ids) -> list[FileRows]:
+    """File i holds the rows bounds[i] to bounds[i + 1]; `rows` may stand in any order."""
+    files = np.searchsorted(bounds, rows, side="right") - 1
+    if files[0] == files[-1] and (files == files[0]).all():
+        return [FileRows(int(files[0]), np.arange(len(rows)), rows - bounds[files[0]])]
+    split = ((int(file), np.flatnonzero(files == file)) for file in np.unique(files))
+    return [FileRows(file, places, rows[places] - bounds[file]) for file, places in split]
+
+
+def as_slice(rows: Ids) -> Ids | slice:
+    """A run of rows as a slice, which takes them in one piece."""
+    first, last = int(rows[0]), int(rows[-1])
+    is_run = last - first + 1 == len(rows) and (np.diff(rows) == 1).all()
+    return slice(first, last + 1) if is_run else rows
+
+
+def join_rest(files: list[FileRows], parts: list[Rest]) -> Rest:
+    """One part of each file's rows -> the batch's samples in their order."""
+    if len(parts) == 1:
+        return parts[0]
+    order = batch_order(files)
+    return Rest(
+        dense=np.concatenate([part.dense for part in parts])[order],
+        labels=np.concatenate([part.labels for part in parts])[order],
+    )
+
+
+def join_ids(files: list[FileRows], parts: list[IdsBatch]) -> IdsBatch:
+    """As `join_rest`."""
+    if len(parts) == 1:
+        return parts[0]
+    sizes = [part.size for part in parts]
+    offsets = [bag_offsets(part.ids, part.offsets) for part in parts]
+    weights = [part.weights for part in parts if part.weights is not None]
+    joined = IdsBatch(
+        size=sum(sizes),
+        ids=join_lookups([part.ids for part in parts], sizes, offsets),
+        offsets=join_offsets(offsets, sizes),
+        weights=join_lookups(weights, sizes, offsets) if weights else None,
+    )
+    return take_samples(joined, batch_order(files))
+
+
+def batch_order(files: list[FileRows]) -> Ids:
+    """Place in the batch -> position among the files' rows, file after file."""
+    return np.argsort(np.concatenate([file.places for file in files]))
+
+
+def join_offsets(offsets: list[Ids], sizes: list[int]) -> Ids:
+    lengths = [np.diff(own).reshape(-1, size) for own, size in zip(offsets, sizes, strict=True)]
+    return offsets_of(np.concatenate(lengths, axis=1).ravel())
+
+
+def join_lookups(values: list[npt.NDArray[Value]], sizes: list[int], offsets: list[Ids]) -> npt.NDArray[Value]:
+    """Feature-major values of several batches, feature by feature."""
+    bounds = [own[::size] for own, size in zip(offsets, sizes, strict=True)]  # where each feature starts and ends
+    num_features = len(bounds[0]) - 1
+    return np.concatenate(
+        [own[at[f] : at[f + 1]] for f in range(num_features) for own, at in zip(values, bounds, strict=True)]
+    )
+
+
+def take_samples(batch: IdsBatch, samples: Ids) -> IdsBatch:
+    """The given samples of a batch, in that order."""
+    offsets = bag_offsets(batch.ids, batch.offsets)
+    bags = np.arange(len(offsets) - 1).reshape(-1, batch.size)[:, samples].ravel()
+    lookups, taken = take_bags(offsets, bags)
+    ids = batch.ids[lookups]
+    weights = None if batch.weights is None else batch.weights[lookups]
+    return IdsBatch(size=len(samples), ids=ids, offsets=needed_offsets(ids, taken), weights=weights)
+
+
+def take_bags(offsets: Ids, bags: Ids) -> tuple[Ids, Ids]:
+    """The look-ups of `bags`, bag after bag, and the offsets of the bags in that new order."""
+    lengths = np.diff(offsets)[bags]
+    taken = offsets_of(lengths)
+    return np.repeat(offsets[bags] - taken[:-1], lengths) + np.arange(taken[-1]), taken

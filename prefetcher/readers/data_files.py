@@ -1,0 +1,66 @@
+"""Which files a job's data is made of, and which rows of which file a range of rows is."""
+
+import glob
+import math
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from rowcast.job.schema import Job
+from rowcast.runtime.errors import ConfigError
+
+
+def data_files(path: str, key: str, pattern: str) -> list[Path]:
+    """The files that `path` names, in name order: a file, a glob, or a folder's files whose names match `pattern` whole.
+
+    Raises ConfigError with the job file's `key` where there is none.
+    """
+    place = Path(path)
+    if place.is_file():
+        return [place]
+    if place.is_dir():
+        found = sorted(file for file in place.iterdir() if file.is_file() and re.fullmatch(pattern, file.name))
+        if not found:
+            raise ConfigError(f"{key} = {path!r}: the folder holds no file whose name matches {pattern}")
+        return found
+    found = sorted(file for file in map(Path, glob.glob(path)) if file.is_file())
+    if not found:
+        raise ConfigError(f"{key} = {path!r}: no such file, folder or glob")
+    return found
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Span:
+    """Consecutive rows of a data set, all files counted through."""
+
+    start: int
+    stop: int
+
+    @property
+    def num_rows(self) -> int:
+        return self.stop - self.start
+
+
+def split_rows(num_rows: int, eval_fraction: float) -> tuple[Span, Span]:
+    """(train, eval): the last floor(num_rows * eval_fraction) rows are for evaluation."""
+    num_train = num_rows - math.floor(num_rows * eval_fraction)
+    return Span(start=0, stop=num_train), Span(start=num_train, stop=num_rows)
+
+
+def sizes_of(paths: list[Path]) -> list[int]:
+    return [path.stat().st_size for path in paths]
+
+
+def cumulative(counts: list[int]) -> list[int]:
+    return [0, *np.cumsum(counts).tolist()]
+
+
+def eval_path(job: Job) -> str | None:
+    """data.eval_path. Raises ConfigError where data.eval_fraction is given beside it."""
+    if job.data.eval_path is not None and job.data.eval_fraction > 0:
+        raise ConfigError(
+            "data.eval_path and data.eval_fraction are both given; remove one: either names the evaluation rows"
+        )
+    return job.data.eval_path

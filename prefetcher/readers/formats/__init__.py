@@ -1,0 +1,1 @@
+"""One module for each `data.format`, with what only that format needs."""

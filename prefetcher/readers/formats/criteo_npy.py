@@ -1,0 +1,164 @@
+"""The torchrec layout: day_<N>_dense.npy fp32 [n, D], day_<N>_sparse.npy int32 or int64 [n, F], day_<N>_labels.npy [n] or [n, 1].
+
+Files are mapped, not read: any row is at hand, so `shuffle = "full"` is allowed. Dense values are used as they are, ids too; with
+data.hash an id is read as unsigned, then taken modulo its table's rows. Feature cat_<i> is column i.
+"""
+
+import re
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from rowcast.job.schema import Job
+from rowcast.prefetcher.readers.batch_parts import Columns, IdsBatch, Part, Rest, decode_part
+from rowcast.prefetcher.readers.columns import FileRows, Ids, as_slice, join_ids, join_rest, rows_by_file
+from rowcast.prefetcher.readers.data_files import Span, cumulative, data_files, eval_path, sizes_of
+from rowcast.prefetcher.readers.id_check import (
+    IdCheck,
+    check_dense,
+    check_labels,
+    dense_names,
+    job_features,
+    numbered_columns,
+    refuse_weights,
+    row_place,
+)
+from rowcast.prefetcher.readers.row_reader import RowReader
+from rowcast.runtime.errors import ConfigError, DataError
+
+FILE_NAMES = r"(day_\d+)_(dense|sparse|labels)\.npy"
+PARTS = ("dense", "sparse", "labels")
+Array = npt.NDArray[Any]
+
+
+class Day(NamedTuple):
+    name: Path  # without _dense.npy and so on
+    dense: Array
+    sparse: Array
+    labels: Array
+
+
+def open_reader(job: Job, columns: Columns = "all") -> RowReader:
+    """Raises ConfigError for a missing path, file or column, DataError for files that are torn or disagree."""
+    refuse_weights(job)
+    assert job.data.path is not None, "the job file refuses criteo-npy without a path"
+    ids, held_out = IdCheck(job), eval_path(job)
+    rows = NpyRows(job, ids, open_days(job.data.path, "data.path"), columns)
+    evaluation = None if held_out is None else NpyRows(job, ids, open_days(held_out, "data.eval_path"), columns)
+    return RowReader(job, ids, rows, evaluation)
+
+
+class NpyRows:
+    """Its own cursor: nothing is held."""
+
+    def __init__(self, job: Job, ids: IdCheck, days: list[Day], columns: Columns) -> None:
+        self._features, self._hash, self._ids, self._days = job_features(job), job.data.hash, ids, days
+        self._wanted = columns
+        self._columns = numbered_columns(job, shared_width(days, "sparse"), f"{days[0].name}_sparse.npy")
+        self._bounds = np.array(cumulative([len(day.labels) for day in days]), np.int64)
+        self.file_sizes = sizes_of([part_path(day.name, part) for day in days for part in PARTS])
+        self.num_dense = shared_width(days, "dense")
+
+    @property
+    def num_rows(self) -> int:
+        return int(self._bounds[-1])
+
+    def cursor(self) -> AbstractContextManager["NpyRows"]:
+        return nullcontext(self)
+
+    def take(self, rows: Ids, within: Span) -> Part:
+        days = rows_by_file(self._bounds, rows)
+        return decode_part(
+            self._wanted,
+            rest=lambda: join_rest(days, [self._rest(day) for day in days]),
+            ids=lambda: join_ids(days, [self._checked_ids(day) for day in days]),
+        )
+
+    def _rest(self, taken: FileRows) -> Rest:
+        name, dense, _, labels = self._days[taken.file]
+        where = as_slice(taken.rows)
+        return Rest(
+            dense=check_dense(
+                np.array(dense[where]), dense_names(self.num_dense), row_place(part_path(name, "dense"), taken.rows)
+            ),
+            labels=check_labels(
+                labels[where].astype(np.float32).reshape(-1), "label", row_place(part_path(name, "labels"), taken.rows)
+            ),
+        )
+
+    def _checked_ids(self, taken: FileRows) -> IdsBatch:
+        day = self._days[taken.file]
+        sparse = day.sparse[as_slice(taken.rows)][:, self._columns]  # [n, F]
+        if self._hash:
+            moduli = np.array([feature.num_embeddings for feature in self._features], np.uint64)
+            unsigned = sparse.view(sparse.dtype.str.replace("i", "u"))
+            return IdsBatch(size=len(sparse), ids=np.ascontiguousarray((unsigned % moduli).T).astype(np.int64).ravel())
+        wide = np.ascontiguousarray(sparse.T).astype(np.int64).ravel()
+        place = row_place(part_path(day.name, "sparse"), taken.rows)
+        return IdsBatch(
+            size=len(sparse), ids=self._ids.check(wide, np.arange(sparse.shape[1] + 1) * len(sparse), lambda f: place)
+        )
+
+
+def open_days(path: str, key: str) -> list[Day]:
+    """Every day that `path` names, in name order, mapped and checked against itself."""
+    names: dict[Path, None] = {}
+    for file in data_files(path, key, FILE_NAMES):
+        match = re.fullmatch(FILE_NAMES, file.name)
+        if match is None:
+            raise ConfigError(f"{key}: {file} is not named day_<N>_dense.npy, day_<N>_sparse.npy or day_<N>_labels.npy")
+        names[file.parent / match[1]] = None
+    return [open_day(name) for name in names]
+
+
+def open_day(name: Path) -> Day:
+    day = Day(
+        name, *(map_array(name, part, ranks) for part, ranks in (("dense", (2,)), ("sparse", (2,)), ("labels", (1, 2))))
+    )
+    for part, array, kinds in (("dense", day.dense, ("f4",)), ("sparse", day.sparse, ("i4", "i8"))):
+        if array.dtype.str[1:] not in kinds or not array.dtype.isnative:
+            raise DataError(
+                f"{name}_{part}.npy holds {array.dtype}; it must hold {'float32' if part == 'dense' else 'int32 or int64'}"
+            )
+    if day.labels.dtype.kind not in "iufb" or day.labels.size != len(day.labels):
+        raise DataError(f"{name}_labels.npy holds {day.labels.dtype} {day.labels.shape}; it must hold one number a row")
+    if not len(day.dense) == len(day.sparse) == len(day.labels):
+        raise DataError(
+            f"{name}_*.npy: dense, sparse and labels have {len(day.dense)}, {len(day.sparse)} and {len(day.labels)} rows"
+        )
+    if not len(day.labels):
+        raise DataError(f"{name}_labels.npy: the file is empty; give files with at least one row")
+    return day
+
+
+def part_path(day: Path, part: str) -> Path:
+    return day.with_name(f"{day.name}_{part}.npy")
+
+
+def map_array(name: Path, part: str, ranks: tuple[int, ...]) -> Array:
+    path = part_path(name, part)
+    try:
+        array: Array = np.asarray(np.load(path, mmap_mode="r", allow_pickle=False))
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: no such file; a day needs its dense, sparse and labels files") from None
+    except (ValueError, EOFError, OSError) as error:
+        raise DataError(f"{path}: not a whole .npy file ({error})") from None
+    if array.ndim not in ranks:
+        raise DataError(
+            f"{path}: the array has shape {array.shape}; it must have {' or '.join(map(str, ranks))} dimensions"
+        )
+    return array
+
+
+def shared_width(days: list[Day], part: str) -> int:
+    """Columns of dense or sparse, which all days must agree on."""
+    widths: list[int] = [getattr(day, part).shape[1] for day in days]
+    for day, width in zip(days, widths, strict=True):
+        if width != widths[0]:
+            raise DataError(
+                f"{day.name}_{part}.npy has {width} columns, {days[0].name}_{part}.npy {widths[0]}; give all days the same"
+            )
+    return widths[0]

@@ -1,0 +1,226 @@
+"""CSV with a header, plain or gzip: the columns that data.columns and the features name, in the types that their roles ask for.
+
+    label, dense, weights    numbers; True and False where a column begins with one of them; an empty cell is NaN, which is refused
+    ids                      integers, or text under data.columns.hash, whose bytes are hashed; an empty cell is a missing id
+    data.columns.lists       several of them in a cell, between separators; an empty cell is an empty bag, an empty item a missing id
+
+Cells may be quoted, but a line is a row: line breaks within quotes are refused. Lines are found and read as those of Criteo TSV.
+"""
+
+import csv
+from bisect import bisect_right
+from contextlib import AbstractContextManager, closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from pyarrow import csv as arrow_csv
+
+from rowcast.job.schema import Job
+from rowcast.prefetcher.readers.arrow_rows import RowDecoder
+from rowcast.prefetcher.readers.batch_parts import join_parts
+from rowcast.prefetcher.readers.column_roles import Roles, roles_of
+from rowcast.prefetcher.readers.columns import Ids
+from rowcast.prefetcher.readers.data_files import Span, cumulative, data_files, eval_path, sizes_of
+from rowcast.prefetcher.readers.formats.csv_line import FALSE, TRUE, Cell, CellKind, is_number, refuse_line
+from rowcast.prefetcher.readers.id_check import IdCheck, Place
+from rowcast.prefetcher.readers.line_index import lines_folder
+from rowcast.prefetcher.readers.row_reader import RowReader
+from rowcast.prefetcher.readers.text_files import TextCursor, TextIndex, open_text, read
+from rowcast.protocol.batch import Batch
+from rowcast.runtime.errors import ConfigError, DataError
+from rowcast.runtime.name_lists import nearest
+
+FILE_NAMES = r".*\.csv(\.gz)?"  # of a folder's data files
+HEADER_BYTES = 2**20  # that header and first row may take
+LINES_AT_ONCE = 8192  # decoded together, as of TSV
+ARROW_TYPES = {"integer": pa.int64(), "number": pa.float64(), "boolean": pa.bool_(), "text": pa.binary()}
+
+
+def open_reader(job: Job) -> RowReader:
+    """Raises ConfigError for a missing path or column, DataError for a file that is empty, torn or has another header than the first."""
+    assert job.data.path is not None, "the job file refuses csv without a path"
+    if job.data.hash:
+        raise ConfigError("data.hash belongs to criteo-npy; remove it, or set data.columns.hash = true to hash ids")
+    ids, held_out = IdCheck(job), eval_path(job)
+    rows = CsvRows(job, ids, data_files(job.data.path, "data.path", FILE_NAMES))
+    evaluation = None if held_out is None else CsvRows(job, ids, data_files(held_out, "data.eval_path", FILE_NAMES))
+    return RowReader(job, ids, rows, evaluation)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Layout:
+    header: list[str]
+    delimiter: str
+    cells: dict[str, Cell]  # of the columns that are read
+
+
+class CsvRows:
+    def __init__(self, job: Job, ids: IdCheck, paths: list[Path]) -> None:
+        header, first_row = beginning(paths[0], job.data.columns.delimiter)
+        for path in paths[1:]:
+            require_header(path, beginning(path, job.data.columns.delimiter)[0], paths[0], header)
+        roles = roles_of(job, paths[0], header, lambda: [name for name, cell in first_row.items() if is_number(cell)])
+        self.layout = Layout(header=header, delimiter=job.data.columns.delimiter, cells=cells_of(job, roles, first_row))
+        self.num_dense, self.decoder = len(roles.dense), RowDecoder(roles, ids)
+        self.file_sizes = sizes_of(paths)
+        self.index = TextIndex(paths, lines_folder(job))
+        self.bounds = cumulative(rows_of_files(self.index, paths))
+
+    @property
+    def num_rows(self) -> int:
+        return self.bounds[-1]
+
+    def line(self, row: int) -> int:
+        """All files counted through; each has a header."""
+        return row + bisect_right(self.bounds, row)
+
+    def lines(self, rows: Ids) -> Ids:
+        lines: Ids = rows + np.searchsorted(self.bounds, rows, side="right")
+        return lines
+
+    def cursor(self) -> AbstractContextManager["CsvCursor"]:
+        return closing(CsvCursor(self))
+
+
+class CsvCursor:
+    def __init__(self, rows: CsvRows) -> None:
+        self._rows = rows
+        self._text = TextCursor(rows.index)
+
+    def close(self) -> None:
+        self._text.close()
+
+    def take(self, rows: Ids, within: Span) -> Batch:
+        own, lines = self._rows, self._rows.lines(rows)
+        span = Span(start=own.line(within.start), stop=own.line(within.stop - 1) + 1)
+        pieces = (lines[at : at + LINES_AT_ONCE] for at in range(0, len(lines), LINES_AT_ONCE))
+        decoded = [
+            decode(self._text.lines(piece, span), len(piece), own.layout, self._place(piece)) for piece in pieces
+        ]
+        [table] = pa.Table.from_batches(decoded).combine_chunks().to_batches()
+        rest, ids = own.decoder.rest(table, self._place(lines)), own.decoder.ids(table, self._place(lines))
+        return join_parts(ids, rest)
+
+    def _place(self, lines: Ids) -> Place:
+        return lambda i: self._rows.index.place(int(lines[i]))
+
+
+def decode(lines: bytes, num_lines: int, layout: Layout, place: Place) -> Any:
+    """A pyarrow.RecordBatch of whole lines, the i-th of which is `place(i)`. Raises DataError."""
+    try:
+        return parse(lines, num_lines, layout)
+    except (pa.ArrowInvalid, ValueError) as error:
+        raise refuse_line(lines, layout.header, layout.delimiter, layout.cells, place, str(error)) from None
+
+
+def parse(lines: bytes, num_lines: int, layout: Layout) -> Any:
+    """As `decode`, of lines that all end in a line break. Raises ArrowInvalid or ValueError for one that does not fit.
+
+    An empty row behind the lines would become part of a quoted field that one of them leaves open, so rows are counted with it.
+    """
+    cells = layout.cells
+    types = {name: ARROW_TYPES["text" if cell.separator else cell.kind] for name, cell in cells.items()}
+    guard = layout.delimiter.encode() * (len(layout.header) - 1) + b"\n"
+    table = arrow_csv.read_csv(
+        pa.py_buffer(lines + guard),
+        read_options=arrow_csv.ReadOptions(
+            use_threads=False, block_size=len(lines) + len(guard) + 1, column_names=layout.header
+        ),
+        parse_options=arrow_csv.ParseOptions(delimiter=layout.delimiter, ignore_empty_lines=False),
+        convert_options=arrow_csv.ConvertOptions(
+            column_types=types,
+            include_columns=list(cells),
+            null_values=[""],
+            strings_can_be_null=True,
+            true_values=[*TRUE, "1"],
+            false_values=[*FALSE, "0"],
+            check_utf8=False,
+        ),
+    ).combine_chunks()
+    if table.num_rows != num_lines + 1 or (b"\r" in lines and lines.count(b"\r") != lines.count(b"\r\n")):
+        raise ValueError("a line is not a row")
+    if any(cell.required and table[name].null_count > 1 for name, cell in cells.items()):  # beside that of the guard
+        raise ValueError("a cell is empty")
+    [batch] = table.slice(0, num_lines).to_batches()
+    columns = {name: split_cells(batch[name], cell) if cell.separator else batch[name] for name, cell in cells.items()}
+    return pa.RecordBatch.from_pydict(columns)
+
+
+def split_cells(texts: Any, cell: Cell) -> Any:
+    """Cells of text -> lists of their items; nothing between two separators is null. Raises ArrowInvalid for an item of another kind."""
+    lists = pc.split_pattern(texts, cell.separator)
+    items = pc.if_else(pc.equal(pc.binary_length(lists.values), 0), None, lists.values)
+    if cell.kind != "text":
+        items = items.cast(pa.string()).cast(ARROW_TYPES[cell.kind])
+    return pa.ListArray.from_arrays(lists.offsets, items)
+
+
+def cells_of(job: Job, roles: Roles, first_row: dict[str, str]) -> dict[str, Cell]:
+    """Of every column that is read."""
+    cells: dict[str, Cell] = {}
+    for name in (roles.label, *roles.dense):
+        kind: CellKind = "boolean" if first_row.get(name) in (*TRUE, *FALSE) else "number"
+        cells[name] = Cell(kind=kind, required=name == roles.label)
+    for feature in roles.features:
+        separator = job.data.columns.lists.get(feature.name)
+        cells[feature.name] = Cell(kind="text" if feature.hashed else "integer", separator=separator)
+        if feature.weights_column is not None:
+            cells[feature.weights_column] = Cell(kind="number", separator=separator)
+    return cells
+
+
+def beginning(path: Path, delimiter: str) -> tuple[list[str], dict[str, str]]:
+    """(header, the first row's cells by column, none where there is no such row). Raises DataError."""
+    with open_text(path) as stream:
+        lines = read(stream, path, HEADER_BYTES).removeprefix(b"\xef\xbb\xbf").split(b"\n", 2)
+    if not lines[0].strip():
+        raise DataError(f"{path}: the file has no header; its first line must name the columns")
+    try:
+        header, first_row = texts(lines)
+        names = next(csv.reader([header], delimiter=delimiter, strict=True))
+        cells = next(csv.reader([first_row], delimiter=delimiter), [])
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise DataError(
+            f"{path}: the header cannot be read ({error}); write the file as UTF-8 with line breaks"
+        ) from None
+    for name in names:
+        if names.count(name) > 1:
+            raise DataError(f"{path}: the header names column {name} twice; rename one of them")
+    return names, dict(zip(names, cells, strict=False))
+
+
+def texts(lines: list[bytes]) -> tuple[str, str]:
+    """Of the header and the first row. Raises UnicodeDecodeError for a header in another encoding."""
+    header, first_row, *_ = [*lines, b""]
+    return header.rstrip(b"\r").decode(), first_row.rstrip(b"\r").decode(errors="replace")
+
+
+def require_header(path: Path, header: list[str], first: Path, expected: list[str]) -> None:
+    """Raises DataError for a header that differs from that of the first file."""
+    for name in expected:
+        if name not in header:
+            raise DataError(
+                f"{path}: the header has no column {name}{nearest(name, header)}, and {first} has; give all files one header"
+            )
+    for name in header:
+        if name not in expected:
+            raise DataError(
+                f"{path}: the header has a column {name}, and {first} has not{nearest(name, expected)}; give all files one header"
+            )
+    if header != expected:
+        raise DataError(f"{path}: the columns stand in another order than in {first}; give all files one header")
+
+
+def rows_of_files(index: TextIndex, paths: list[Path]) -> list[int]:
+    """Lines of each file without its header. Raises DataError where that is none."""
+    num_lines = dict.fromkeys(paths, 0)
+    for chunk in index.chunks:
+        num_lines[chunk.path] += chunk.num_lines
+    for path, count in num_lines.items():
+        if count == 1:
+            raise DataError(f"{path}: the file has a header and no row; give a file with at least one row")
+    return [count - 1 for count in num_lines.values()]

@@ -1,0 +1,88 @@
+"""Why a line does not fit its header: read cell by cell, after the fast way has refused the lines that it stands among."""
+
+import csv
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from rowcast.prefetcher.readers.id_check import Place
+from rowcast.runtime.errors import DataError
+
+CellKind = Literal["integer", "number", "boolean", "text"]
+TRUE, FALSE = ("true", "True", "TRUE"), ("false", "False", "FALSE")
+KINDS: dict[CellKind, str] = {
+    "integer": "an integer of 64 bits; set data.columns.hash = true to use strings as ids",
+    "number": "a number",
+    "boolean": "True or False, as the column's first cell",
+    "text": "text",
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Cell:
+    """What a column's cells hold."""
+
+    kind: CellKind
+    separator: str | None = None  # of the items of a list
+    required: bool = False  # an empty one is an error
+
+
+def refuse_line(
+    lines: bytes, header: list[str], delimiter: str, cells: Mapping[str, Cell], place: Place, reason: str
+) -> DataError:
+    """The error of the first bad line in `lines`; `place(i)` names the i-th one's file and number.
+
+    `reason` is what the fast way said, for lines in which nothing is found here.
+    """
+    split = lines.removesuffix(b"\n").split(b"\n")
+    for i, line in enumerate(split):
+        complaint = line_complaint(line.removesuffix(b"\r").decode("utf-8", "replace"), header, delimiter, cells)
+        if complaint is not None:
+            return DataError(f"{place(i)}{complaint}")
+    return DataError(f"{place(0)}, or another of the {len(split)} lines decoded with it: {reason}")
+
+
+def line_complaint(line: str, header: list[str], delimiter: str, cells: Mapping[str, Cell]) -> str | None:
+    """What follows the line's number in the sentence, or None for a good line."""
+    if not line:
+        return ": the line is empty; remove it"
+    if "\r" in line:
+        return ": there is a carriage return within the line; remove it"
+    try:
+        [fields] = csv.reader([line], delimiter=delimiter, strict=True)
+    except csv.Error as error:
+        if "end of data" in str(error):
+            return ": a quoted field goes on in the next line; remove line breaks within fields, or write Parquet"
+        return f": the quotes do not fit ({error}); double those within a field"
+    if len(fields) != len(header):
+        return f": {len(fields)} fields instead of the header's {len(header)}"
+    for name, field in zip(header, fields, strict=True):
+        if name in cells:
+            if cells[name].required and not field:
+                return f", column {name}: the cell is empty; it must be 0 or 1"
+            bad = bad_item(field, cells[name])
+            if bad is not None:
+                return f", column {name}: {bad[:40]!r} is not {KINDS[cells[name].kind]}"
+    return None
+
+
+def bad_item(field: str, cell: Cell) -> str | None:
+    items = [field] if cell.separator is None else field.split(cell.separator)
+    return next((item for item in items if item and not holds(item, cell.kind)), None)
+
+
+def holds(item: str, kind: CellKind) -> bool:
+    if kind == "integer":
+        return re.fullmatch(r"\s*-?[0-9]+\s*", item) is not None and -(2**63) <= int(item) < 2**63
+    if kind == "boolean":
+        return item in (*TRUE, *FALSE, "1", "0")
+    return kind == "text" or is_number(item)
+
+
+def is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return "_" not in text

@@ -1,0 +1,106 @@
+"""Parquet: a feature is the column of its name, integers (one id a sample) or lists of integers (a bag; null = empty), or, under
+data.columns.hash, strings and lists of strings. A null id is a missing one, in a list too.
+
+Label and dense columns are named by data.columns; dense values are used as they are. A feature's weights are a column of numbers or
+of lists as long as its lists of ids. How files are read, and by several workers, stands in `parquet_files.py`.
+"""
+
+from contextlib import AbstractContextManager, closing
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+
+from rowcast.job.schema import Job
+from rowcast.prefetcher.readers.arrow_rows import RowDecoder, is_list
+from rowcast.prefetcher.readers.batch_parts import Columns, Part, decode_part
+from rowcast.prefetcher.readers.column_roles import Roles, require_columns, roles_of
+from rowcast.prefetcher.readers.columns import Ids, join_ids, join_rest, rows_by_file
+from rowcast.prefetcher.readers.data_files import Span, data_files, eval_path, sizes_of
+from rowcast.prefetcher.readers.formats.parquet_files import ArrowCursor, ParquetFiles
+from rowcast.prefetcher.readers.hashed_ids import can_hash
+from rowcast.prefetcher.readers.id_check import IdCheck, row_place
+from rowcast.prefetcher.readers.row_reader import RowReader
+from rowcast.runtime.errors import ConfigError, DataError
+
+FILE_NAMES = r".*\.(parquet|pq)"  # of a folder's data files
+
+
+def open_reader(job: Job, columns: Columns = "all") -> RowReader:
+    """Raises ConfigError for a missing path or column, DataError for a file that is empty, damaged or of the wrong types."""
+    assert job.data.path is not None, "the job file refuses parquet without a path"
+    if job.data.hash:
+        raise ConfigError(
+            "data.hash: parquet ids are used as they are; remove it, or set data.columns.hash = true to hash them"
+        )
+    ids, held_out = IdCheck(job), eval_path(job)
+    rows = ParquetRows(job, ids, data_files(job.data.path, "data.path", FILE_NAMES), columns)
+    evaluation = (
+        None if held_out is None else ParquetRows(job, ids, data_files(held_out, "data.eval_path", FILE_NAMES), columns)
+    )
+    return RowReader(job, ids, rows, evaluation)
+
+
+class ParquetRows:
+    def __init__(self, job: Job, ids: IdCheck, paths: list[Path], columns: Columns) -> None:
+        self.files, self.wanted = ParquetFiles(paths), columns
+        self.file_sizes = sizes_of(paths)
+        first = self.files.schemas[0]
+        self.roles = roles_of(
+            job, paths[0], first.names, lambda: [field.name for field in first if is_number(field.type)]
+        )
+        for path, schema in zip(paths, self.files.schemas, strict=True):
+            require_columns(job, self.roles, path, schema.names)
+            check_types(self.roles, path, schema)
+        self.decoder = RowDecoder(self.roles, ids)
+
+    @property
+    def num_dense(self) -> int:
+        return len(self.roles.dense)
+
+    @property
+    def num_rows(self) -> int:
+        return self.files.num_rows
+
+    def cursor(self) -> AbstractContextManager["ParquetCursor"]:
+        return closing(ParquetCursor(self))
+
+
+class ParquetCursor:
+    def __init__(self, rows: ParquetRows) -> None:
+        self._rows = rows
+        self._arrow = ArrowCursor(rows.files, rows.roles.names(rows.wanted))
+
+    def close(self) -> None:
+        self._arrow.close()
+
+    def take(self, rows: Ids, within: Span) -> Part:
+        self._arrow.hold(within)
+        decoder, paths = self._rows.decoder, self._rows.files.paths
+        files = rows_by_file(self._rows.files.bounds, rows)
+        taken = [(self._arrow.take(own), row_place(paths[own.file], own.rows)) for own in files]
+        return decode_part(
+            self._rows.wanted,
+            rest=lambda: join_rest(files, [decoder.rest(table, place) for table, place in taken]),
+            ids=lambda: join_ids(files, [decoder.ids(table, place) for table, place in taken]),
+        )
+
+
+def check_types(roles: Roles, path: Path, schema: Any) -> None:
+    """Raises DataError for a column of a type that its role does not allow."""
+    for feature in roles.features:
+        kind = schema.field(feature.name).type
+        single = kind.value_type if is_list(kind) else kind
+        if not pa.types.is_integer(single) and not (feature.hashed and can_hash(single)):
+            remedy = "; set data.columns.hash = true to use strings as ids" if can_hash(single) else ""
+            raise DataError(
+                f"{path}, column {feature.name}: the type is {kind}; it must be integers or lists of integers{remedy}"
+            )
+    for name in [roles.label, *roles.dense, *roles.weights]:
+        kind = schema.field(name).type
+        if not is_number(kind.value_type if is_list(kind) and name in roles.weights else kind):
+            raise DataError(f"{path}, column {name}: the type is {kind}; it must be numbers")
+
+
+def is_number(kind: Any) -> bool:
+    return bool(pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind))

@@ -1,0 +1,149 @@
+"""Rows of Parquet files as Arrow has them: record batches are read one after another, and cut or taken apart before they are decoded.
+
+    file  | row group       | row group       | ...
+          | batch | batch | | batch | batch | |       read forward, in the columns that are wanted
+                | held        |                       what lies within the rows of the moment, in one table a file
+
+A row group in which no row is wanted is skipped. Within one, Arrow can only read forward: workers that share a row group decompress
+its columns each for itself, and share what comes after.
+"""
+
+from bisect import bisect_right
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+from pyarrow import parquet as pq
+
+from rowcast.prefetcher.readers.columns import FileRows, as_slice
+from rowcast.prefetcher.readers.data_files import Span, cumulative
+from rowcast.runtime.errors import DataError
+
+RECORD_BATCH_ROWS = 32768  # read at once, at most
+
+
+class RowGroup(NamedTuple):
+    file: int
+    number: int  # in the file
+
+
+class ParquetFiles:
+    """What the files say of themselves. Raises DataError for an empty or damaged one."""
+
+    def __init__(self, paths: list[Path]) -> None:
+        self.paths = paths
+        self.schemas, rows_of_groups = zip(*(file_facts(path) for path in paths), strict=True)
+        self.groups = [
+            RowGroup(file, number) for file, counts in enumerate(rows_of_groups) for number in range(len(counts))
+        ]
+        self.group_bounds = cumulative([num_rows for counts in rows_of_groups for num_rows in counts])
+        self.bounds = np.array(cumulative([sum(counts) for counts in rows_of_groups]), np.int64)  # of the files
+
+    @property
+    def num_rows(self) -> int:
+        return self.group_bounds[-1]
+
+
+class RecordBatch(NamedTuple):
+    file: int
+    start: int  # row, all files counted through
+    content: Any  # pyarrow.RecordBatch
+
+    @property
+    def stop(self) -> int:
+        return self.start + int(self.content.num_rows)
+
+
+class ArrowCursor:
+    """Reads the given columns; holds one file open and the record batches of the last `hold`."""
+
+    def __init__(self, files: ParquetFiles, columns: list[str]) -> None:
+        self._files, self._columns = files, columns
+        self._file: pq.ParquetFile | None = None
+        self._group: RowGroup | None = None  # of the open file
+        self._batches: Iterator[Any] = iter(())  # of the group
+        self._next_row = 0  # with which the next of them starts
+        self._held: list[RecordBatch] = []  # one after the other, without gaps
+        self._within = Span(start=0, stop=0)
+        self._tables: dict[int, tuple[int, Any]] = {}  # file -> (row in it, what lies within from that row on)
+
+    def close(self) -> None:
+        self._group, self._batches = None, iter(())
+        if self._file is not None:
+            self._file.close()
+        self._file = None
+
+    def hold(self, within: Span) -> None:
+        """Makes these rows ready for `take`. Reads nothing twice where they move forward."""
+        if within == self._within:
+            return
+        held = [batch for batch in self._held if batch.start < within.stop and within.start < batch.stop]
+        self._held = held if held and held[0].start <= within.start else []
+        row = self._held[-1].stop if self._held else within.start
+        while row < within.stop:
+            self._held.append(self._read(row))
+            row = self._held[-1].stop
+        files = dict.fromkeys(batch.file for batch in self._held)
+        self._tables = {file: self._table(file, within) for file in files}
+        self._within = within
+
+    def take(self, rows: FileRows) -> Any:
+        """A pyarrow.RecordBatch of some of the held rows."""
+        first, table = self._tables[rows.file]
+        where = as_slice(rows.rows - first)
+        return table.slice(where.start, len(rows.rows)) if isinstance(where, slice) else table.take(pa.array(where))
+
+    def _table(self, file: int, within: Span) -> tuple[int, Any]:
+        held = [batch for batch in self._held if batch.file == file]
+        start = max(held[0].start, within.start)
+        cut = [
+            batch.content.slice(max(start - batch.start, 0), min(within.stop, batch.stop) - max(start, batch.start))
+            for batch in held
+        ]
+        table = cut[0] if len(cut) == 1 else pa.Table.from_batches(cut).combine_chunks().to_batches()[0]
+        return start - int(self._files.bounds[file]), table
+
+    def _read(self, row: int) -> RecordBatch:
+        """The one with this row, forward from the last one where it stands in the same row group."""
+        index = bisect_right(self._files.group_bounds, row) - 1
+        group = self._files.groups[index]
+        path = self._files.paths[group.file]
+        try:
+            if group != self._group or row < self._next_row:
+                self._open(group)
+                self._next_row = self._files.group_bounds[index]
+            for content in self._batches:
+                start, self._next_row = self._next_row, self._next_row + content.num_rows
+                if row < self._next_row:
+                    return RecordBatch(group.file, start, content)
+        except (pa.ArrowInvalid, OSError) as error:
+            raise DataError(f"{path}: the Parquet file is damaged ({first_line(error)}); write it again") from None
+        raise DataError(f"{path}: row group {group.number} ends before its last row; write the file again")
+
+    def _open(self, group: RowGroup) -> None:
+        if self._group is None or self._group.file != group.file:
+            self.close()
+            self._file = pq.ParquetFile(self._files.paths[group.file])
+        assert self._file is not None, f"no file is open, but {self._group} of one"
+        self._group = group
+        self._batches = self._file.iter_batches(
+            batch_size=RECORD_BATCH_ROWS, row_groups=[group.number], columns=self._columns, use_threads=False
+        )
+
+
+def file_facts(path: Path) -> tuple[Any, list[int]]:
+    """(schema, rows of each row group) from the file's metadata."""
+    try:
+        with pq.ParquetFile(path) as file:
+            schema, metadata = file.schema_arrow, file.metadata
+    except (pa.ArrowInvalid, OSError) as error:
+        raise DataError(f"{path}: not a whole Parquet file ({first_line(error)})") from None
+    if not metadata.num_rows:
+        raise DataError(f"{path}: the file is empty; give a file with at least one row")
+    return schema, [metadata.row_group(number).num_rows for number in range(metadata.num_row_groups)]
+
+
+def first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0]

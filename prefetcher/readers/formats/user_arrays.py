@@ -1,0 +1,168 @@
+"""Batches in the shapes that training scripts have, as `rowcast.protocol.batch.Batch`. No framework is imported: tensors become arrays by
+`numpy.asarray`.
+
+    Batch                                          as it is
+    an object                                      with dense_features, sparse_features and labels, as TorchRec's batches have them
+    a mapping                                      with dense, sparse and labels (or dense_features, sparse_features, label)
+    (dense, sparse, labels)                        a tuple or list
+
+Where `sparse` is one of
+
+    a KeyedJaggedTensor, or what has its keys(), values() and lengths() or offsets(): features by name, in any order
+    a mapping                                      feature -> bags
+    an array of ids [B, F]                         one id a bag, features in the job's order
+    a list of F bags                               features in the job's order
+
+and the bags of a feature are ids [B], ids [B, L], or B lists of ids.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from rowcast.prefetcher.readers.columns import Column, join_columns
+from rowcast.protocol.batch import Batch
+from rowcast.runtime.errors import DataError
+
+NAMES = (("dense", "dense_features"), ("sparse", "sparse_features"), ("labels", "label"))
+SHAPES = "yield rowcast.protocol.batch.Batch, or dense features, sparse features and labels as an object, a mapping or a tuple (docs/adopt.md)"
+
+
+def as_batch(offered: Any, features: Sequence[str], where: str) -> Batch:
+    """`features` in the job's order. Shapes and values are for `BatchCheck`. Raises DataError that starts with `where`."""
+    if isinstance(offered, Batch):
+        return offered
+    parts = parts_of(offered)
+    if parts is None:
+        raise DataError(f"{where} is {type(offered).__name__}; {SHAPES}")
+    dense, sparse, labels = parts
+    own_labels = as_array(labels, np.float32, f"{where}: labels").reshape(-1)
+    own_dense = (
+        np.zeros((len(own_labels), 0), np.float32) if dense is None else as_array(dense, np.float32, f"{where}: dense")
+    )
+    columns, weighted = columns_of(sparse, features, len(own_labels), f"{where}: sparse")
+    ids = join_columns(columns, len(own_labels), weighted)
+    return Batch(dense=own_dense, labels=own_labels, ids=ids.ids, offsets=ids.offsets, weights=ids.weights)
+
+
+def is_by_position(offered: Any) -> bool:
+    """Whether nothing but the order of the features says which ids are whose."""
+    parts = None if isinstance(offered, Batch) else parts_of(offered)
+    return parts is not None and not isinstance(parts[1], Mapping) and not is_keyed(parts[1])
+
+
+def parts_of(offered: Any) -> tuple[Any, Any, Any] | None:
+    """Dense features, sparse features and labels; None where they cannot be told apart."""
+    if isinstance(offered, Mapping):
+        found = tuple(next((offered[name] for name in names if name in offered), NAMES) for names in NAMES)
+        return (
+            None
+            if any(part is NAMES for part in found[1:])
+            else (None if found[0] is NAMES else found[0], found[1], found[2])
+        )
+    if all(hasattr(offered, name) for name in ("dense_features", "sparse_features", "labels")):
+        return offered.dense_features, offered.sparse_features, offered.labels
+    if isinstance(offered, tuple | list) and len(offered) == 3:
+        return offered[0], offered[1], offered[2]
+    return None
+
+
+def as_array(value: Any, dtype: type[np.generic], what: str) -> npt.NDArray[Any]:
+    """Raises DataError where numpy cannot read it, or where ids are no integers."""
+    try:
+        array = np.asarray(value)
+        if dtype is np.int64 and array.size and array.dtype.kind not in "iu":
+            raise TypeError(f"ids are integers, these are {array.dtype}")
+        return array.astype(dtype, copy=False)
+    except (TypeError, ValueError, RuntimeError) as error:
+        sentence = str(error).partition("\n")[0]
+        raise DataError(
+            f"{what} of type {type(value).__name__} cannot be read as an array ({sentence}); give CPU tensors or arrays"
+        ) from None
+
+
+def columns_of(sparse: Any, features: Sequence[str], size: int, what: str) -> tuple[list[Column], bool]:
+    """The features in the job's order, and whether they have weights."""
+    if is_keyed(sparse):
+        return keyed_columns(sparse, features, size, what)
+    if isinstance(sparse, Mapping):
+        require_keys(list(sparse), features, what)
+        return [column(sparse[name], size, f"{what}, feature {name}") for name in features], False
+    if isinstance(sparse, list | tuple):
+        if len(sparse) != len(features):
+            raise DataError(
+                f"{what} lists {len(sparse)} features, but the tables have {len(features)}: {', '.join(features)}"
+            )
+        return [
+            column(bags, size, f"{what}, feature {name}") for name, bags in zip(features, sparse, strict=True)
+        ], False
+    ids = as_array(sparse, np.int64, what)
+    if ids.shape != (size, len(features)):
+        raise DataError(
+            f"{what} has shape {list(ids.shape)}; give one id a sample and feature: [{size}, {len(features)}]"
+        )
+    return [Column(ids=ids[:, f]) for f in range(len(features))], False
+
+
+def is_keyed(sparse: Any) -> bool:
+    has_both = callable(getattr(sparse, "keys", None)) and callable(getattr(sparse, "values", None))
+    return has_both and not isinstance(sparse, Mapping)
+
+
+def keyed_columns(sparse: Any, features: Sequence[str], size: int, what: str) -> tuple[list[Column], bool]:
+    """Of a KeyedJaggedTensor: values feature-major, in the order of its own keys."""
+    keys = list(sparse.keys())
+    require_keys(keys, features, what)
+    values, lengths = as_array(sparse.values(), np.int64, what), keyed_lengths(sparse, what)
+    if len(lengths) != len(keys) * size or lengths.sum() != len(values):
+        raise DataError(
+            f"{what} has {len(values)} ids in {len(lengths)} bags for {len(keys)} features of {size} samples"
+        )
+    given: Callable[[], Any] = getattr(sparse, "weights_or_none", lambda: None)
+    weights = None if given() is None else as_array(given(), np.float32, f"{what}, weights")
+    ends = np.concatenate([[0], np.cumsum(lengths)])[::size]
+    columns = []
+    for at in map(keys.index, features):
+        own = slice(ends[at], ends[at + 1])
+        columns.append(
+            Column(
+                ids=values[own],
+                lengths=lengths[at * size : (at + 1) * size],
+                weights=None if weights is None else weights[own],
+            )
+        )
+    return columns, weights is not None
+
+
+def keyed_lengths(sparse: Any, what: str) -> npt.NDArray[np.int64]:
+    if callable(getattr(sparse, "lengths", None)):
+        return as_array(sparse.lengths(), np.int64, what)
+    if callable(getattr(sparse, "offsets", None)):
+        return np.diff(as_array(sparse.offsets(), np.int64, what))
+    raise DataError(f"{what} has keys and values but neither lengths() nor offsets(); give a KeyedJaggedTensor")
+
+
+def require_keys(keys: Sequence[str], features: Sequence[str], what: str) -> None:
+    for feature in features:
+        if feature not in keys:
+            raise DataError(
+                f"{what} has no feature {feature}, only {', '.join(keys) or 'none'}; add it, or take it out of its table"
+            )
+
+
+def column(bags: Any, size: int, what: str) -> Column:
+    """One feature: ids [B], ids [B, L], or B lists of ids."""
+    if isinstance(bags, list | tuple) and any(np.ndim(bag) for bag in bags[:1]):
+        own = [as_array(bag, np.int64, what).reshape(-1) for bag in bags]
+        lengths, ids = np.array([len(bag) for bag in own], np.int64), np.concatenate(own)
+    else:
+        array = as_array(bags, np.int64, what)
+        if array.ndim not in (1, 2):
+            raise DataError(f"{what} has {array.ndim} dimensions; give ids [B] or [B, L], or B lists of ids")
+        width = array.shape[1] if array.ndim == 2 else 1
+        lengths, ids = np.full(len(array), width, np.int64), array.reshape(-1)
+    if len(lengths) != size:
+        raise DataError(f"{what} has {len(lengths)} bags for {size} samples")
+    return Column(ids=ids, lengths=lengths)

@@ -1,0 +1,125 @@
+"""Batches that code outside this project made: shapes, dtypes, ids and values, checked before anything relies on them."""
+
+from dataclasses import replace
+from itertools import pairwise
+from textwrap import shorten
+from typing import Any
+
+import numpy as np
+
+from rowcast.job.schema import Job
+from rowcast.prefetcher.readers.columns import Ids, bag_offsets, needed_offsets
+from rowcast.prefetcher.readers.formats.user_arrays import as_batch, is_by_position
+from rowcast.prefetcher.readers.id_check import IdCheck, Place, check_dense, dense_names, job_features
+from rowcast.protocol.batch import Batch
+from rowcast.runtime.errors import DataError
+
+PAIRS_SHOWN = 3000  # characters: of thirty features all
+BY_NAME = "where that is not their order, give them by name, as a mapping from feature to ids"
+
+
+class BatchCheck:
+    def __init__(self, job: Job) -> None:
+        self._features = job_features(job)
+        self._names = [feature.name for feature in self._features]
+        self._weighted = bool(job.data.columns.weights)
+        self._ids = IdCheck(job)
+        self.num_dense: int | None = None  # None: any number
+        self.pairing = ""  # of the first batch whose ids came by position: which column was taken for which feature
+
+    @property
+    def num_invalid(self) -> int:
+        return self._ids.num_invalid
+
+    def check(self, offered: Any, where: str) -> Batch:
+        """The batch, in any shape that `foreign.py` reads, with contiguous arrays, checked ids and no needless offsets. Raises DataError
+        that starts with `where`."""
+        batch = as_batch(offered, self._names, where)
+        self._check_shapes(batch, where)
+        self._check_values(batch, where)
+        by_position = len(self._features) > 1 and is_by_position(offered)
+        ids = self._paired_ids(batch, where) if by_position else self._checked_ids(batch, where)
+        offsets = needed_offsets(batch.ids, batch.offsets)
+        return replace(
+            batch,
+            dense=np.ascontiguousarray(batch.dense),
+            labels=np.ascontiguousarray(batch.labels),
+            ids=ids,
+            offsets=None if offsets is None else np.ascontiguousarray(offsets),
+            weights=None if batch.weights is None else np.ascontiguousarray(batch.weights),
+        )
+
+    def _check_shapes(self, batch: Batch, where: str) -> None:
+        num_samples, num_bags = np.size(batch.labels), len(self._features) * np.size(batch.labels)
+        if not num_samples:
+            raise DataError(f"{where} has no samples; yield batches of at least one")
+        require_array(batch.labels, f"{where}: labels", "float32", (num_samples,))
+        require_array(batch.dense, f"{where}: dense", "float32", (num_samples, self.num_dense))
+        require_array(batch.ids, f"{where}: ids", "int64", (None,) if batch.offsets is not None else (num_bags,))
+        if batch.offsets is not None:
+            require_array(batch.offsets, f"{where}: offsets", "int64", (num_bags + 1,))
+            check_offsets(batch.offsets, len(batch.ids), where)
+        if self._weighted != (batch.weights is not None):
+            expected = "names weights, so give f32[N]" if self._weighted else "names none, so give None"
+            raise DataError(
+                f"{where}: weights are {'missing' if self._weighted else 'given'}, but data.columns.weights {expected}"
+            )
+        if batch.weights is not None:
+            require_array(batch.weights, f"{where}: weights", "float32", (len(batch.ids),))
+
+    def _check_values(self, batch: Batch, where: str) -> None:
+        check_dense(batch.dense, dense_names(batch.dense.shape[1]), sample_place(where))
+        check_dense(batch.labels[:, None], ["label"], sample_place(where))
+        if batch.weights is not None:
+            check_dense(batch.weights[:, None], ["weights"], lookup_place(where, 0))
+
+    def _checked_ids(self, batch: Batch, where: str) -> Ids:
+        ids, bounds = np.ascontiguousarray(batch.ids), bag_offsets(batch.ids, batch.offsets)[:: batch.size]
+        return self._ids.check(ids, bounds, lambda f: lookup_place(where, int(bounds[f])))
+
+    def _paired_ids(self, batch: Batch, where: str) -> Ids:
+        """As `_checked_ids`; a refusal says which column was taken for which feature."""
+        try:
+            return self._checked_ids(batch, where)
+        except DataError as error:
+            raise DataError(f"{error}; ids come by position: {self._pairs(batch)}; {BY_NAME}") from None
+        finally:
+            self.pairing = self.pairing or self._pairs(batch)
+
+    def _pairs(self, batch: Batch) -> str:
+        """`feature <- column` of each feature, with the largest id and the rows of its table."""
+        bounds = bag_offsets(batch.ids, batch.offsets)[:: batch.size]
+        largest = [max(batch.ids[start:stop].tolist(), default=0) for start, stop in pairwise(bounds)]
+        pairs = zip(self._features, largest, strict=True)
+        named = (
+            f"{own.name} <- column {f} (ids up to {most:,} of {own.num_embeddings:,})"
+            for f, (own, most) in enumerate(pairs)
+        )
+        return shorten(", ".join(named), PAIRS_SHOWN, placeholder=" ...")
+
+
+def sample_place(where: str) -> Place:
+    return lambda i: f"{where}, sample {i}"
+
+
+def lookup_place(where: str, first: int) -> Place:
+    return lambda i: f"{where}, look-up {first + i}"
+
+
+def require_array(array: Any, what: str, dtype: str, shape: tuple[int | None, ...]) -> None:
+    """Raises DataError unless `array` is of `dtype` and `shape`, in which None stands for any number."""
+    fits = isinstance(array, np.ndarray) and array.dtype == dtype and array.ndim == len(shape)
+    if not fits or any(wanted is not None and wanted != size for wanted, size in zip(shape, array.shape, strict=True)):
+        found = typed_shape(str(array.dtype), array.shape) if isinstance(array, np.ndarray) else type(array).__name__
+        raise DataError(f"{what} are {found}; give {typed_shape(dtype, shape)}")
+
+
+def typed_shape(dtype: str, shape: tuple[int | None, ...]) -> str:
+    return f"{dtype}[{', '.join('any' if size is None else str(size) for size in shape)}]"
+
+
+def check_offsets(offsets: Ids, num_ids: int, where: str) -> None:
+    if offsets[0] != 0 or offsets[-1] != num_ids or (np.diff(offsets) < 0).any():
+        raise DataError(
+            f"{where}: offsets must rise from 0 to the {num_ids} ids, but go from {offsets[0]} to {offsets[-1]}"
+        )

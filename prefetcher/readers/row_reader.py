@@ -1,0 +1,106 @@
+"""From rows to batches: the split, the shuffle and the batch boundaries that all file formats share.
+
+A format implements `Rows`: how many there are, and a `Cursor` that takes any of them. Everything else comes from here.
+
+    data.batch_size, data.shuffle -> rows of batch k -> Cursor.take -> Batch
+"""
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Protocol
+
+from rowcast.job.schema import Job
+from rowcast.prefetcher.readers.batch_parts import Part
+from rowcast.prefetcher.readers.columns import Ids
+from rowcast.prefetcher.readers.data_files import Span, split_rows
+from rowcast.prefetcher.readers.id_check import IdCheck
+from rowcast.prefetcher.readers.reader import Pending, decoded
+from rowcast.prefetcher.readers.shuffle import RowOrder
+from rowcast.protocol.batch import Batch, Kind
+from rowcast.runtime.errors import DataError
+
+
+class Cursor(Protocol):
+    """One walk through a data set, which may hold files open and what it has read of them. Used by one thread."""
+
+    def take(self, rows: Ids, within: Span) -> Part:
+        """The given rows, at least one, in the given order, decoded and checked.
+
+        All of them lie `within`. What lies there is kept until the next call, nothing else is, so that a walk whose `within` moves
+        forward reads nothing twice. Rows that no call asks for are not decoded.
+        """
+
+
+class Rows(Protocol):
+    """The rows of one or more files, counted through from 0."""
+
+    @property
+    def num_dense(self) -> int: ...
+
+    @property
+    def num_rows(self) -> int: ...
+
+    @property
+    def file_sizes(self) -> list[int]: ...  # bytes
+
+    def cursor(self) -> AbstractContextManager[Cursor]: ...
+
+
+class RowReader:
+    """A `Reader` over the rows of both splits. `evaluation` None: the last rows, by data.eval_fraction."""
+
+    def __init__(self, job: Job, ids: IdCheck, rows: Rows, evaluation: Rows | None = None) -> None:
+        self._job, self._ids = job, ids
+        self._rows = {"train": rows, "eval": evaluation or rows}
+        self._spans = split_spans(job, rows, evaluation)
+        self.num_dense = rows.num_dense
+        self.file_sizes = [*rows.file_sizes, *(evaluation.file_sizes if evaluation else [])]
+
+    @property
+    def invalid_ids(self) -> int:
+        return self._ids.num_invalid
+
+    def num_samples(self, split: Kind) -> int | None:
+        return self._spans[split].num_rows
+
+    def batches(self, split: Kind, epoch: int, start: int = 0) -> Iterator[Batch]:
+        return decoded(self.pending(split, epoch, start))
+
+    def pending(self, split: Kind, epoch: int, start: int = 0) -> Iterator[Pending]:
+        size, span = self._job.data.batch_size, self._spans[split]
+        window = self._job.data.shuffle_window if split == "train" else None
+        order = RowOrder(seed=self._job.job.seed, epoch=epoch, num_rows=span.num_rows, window=window)
+        with self._rows[split].cursor() as cursor:
+            for first in range(start * size, span.num_rows, size):
+                yield PendingRows(
+                    cursor=cursor, order=order, origin=span.start, start=first, stop=min(first + size, span.num_rows)
+                )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PendingRows:
+    """The batch at positions start to stop of a split whose first row is `origin`."""
+
+    cursor: Cursor
+    order: RowOrder
+    origin: int
+    start: int
+    stop: int
+
+    def __call__(self) -> Part:
+        within = self.order.within(self.start, self.stop)
+        rows = self.origin + self.order.rows(self.start, self.stop)
+        return self.cursor.take(rows, Span(start=self.origin + within.start, stop=self.origin + within.stop))
+
+
+def split_spans(job: Job, rows: Rows, evaluation: Rows | None) -> dict[Kind, Span]:
+    """Which rows are for training and which for evaluation. Raises DataError where the two differ in dense features."""
+    if evaluation is None:
+        train, held_out = split_rows(rows.num_rows, job.data.eval_fraction)
+        return {"train": train, "eval": held_out}
+    if evaluation.num_dense != rows.num_dense:
+        raise DataError(
+            f"data.eval_path has {evaluation.num_dense} dense features, data.path {rows.num_dense}; give both the same"
+        )
+    return {"train": Span(start=0, stop=rows.num_rows), "eval": Span(start=0, stop=evaluation.num_rows)}

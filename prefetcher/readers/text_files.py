@@ -1,0 +1,199 @@
+"""Any lines of text files, plain or gzip.
+
+    file  | chunk 0 | chunk 1 | chunk 2 | ...    chunks of whole lines, noted in one pass when the files are first opened
+                      a b c d e                  one of them in memory, with where its lines start
+                        b   d   -> "b\\nd\\n"      the lines that are wanted
+
+A plain file is read from the chunk that is needed; a gzip file is decompressed up to it.
+"""
+
+import gzip
+import zlib
+from bisect import bisect_right
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, NamedTuple, cast
+
+import numpy as np
+
+from rowcast.prefetcher.readers.columns import Ids, as_slice
+from rowcast.prefetcher.readers.data_files import Span, cumulative
+from rowcast.prefetcher.readers.line_index import Pieces, forget, kept_pieces
+from rowcast.runtime.errors import ConfigError, DataError
+
+CHUNK_BYTES = 4 * 2**20
+MAX_CHUNKS = 3  # CHUNK_BYTES of the longest chunk: a line of up to two before it ends, and the lines after it
+
+
+class Chunk(NamedTuple):
+    path: Path
+    first_line: int  # of the file, from 0
+    num_lines: int
+    offset: int  # bytes, uncompressed
+    nbytes: int
+
+
+class TextIndex:
+    """The lines of all files, counted through from 0."""
+
+    def __init__(self, paths: list[Path], kept_in: Path | None = None) -> None:
+        """Reads every file once, or only those that changed since their lines were counted, where the counts are kept in a folder.
+
+        Raises ConfigError for one that cannot be read, DataError for one that is empty or torn.
+        """
+        counts = (
+            map(count_lines, paths)
+            if kept_in is None
+            else kept_pieces(paths, kept_in, count_lines, MAX_CHUNKS * CHUNK_BYTES)
+        )
+        self.chunks = [chunk for path, pieces in zip(paths, counts, strict=True) for chunk in chunks_of(path, pieces)]
+        self._bounds = cumulative([chunk.num_lines for chunk in self.chunks])
+        self._kept_in = kept_in
+
+    @property
+    def num_lines(self) -> int:
+        return self._bounds[-1]
+
+    def chunk_of(self, line: int) -> int:
+        return bisect_right(self._bounds, line) - 1
+
+    def first_line(self, chunk: int) -> int:
+        return self._bounds[chunk]
+
+    def place(self, line: int) -> str:
+        index = self.chunk_of(line)
+        chunk = self.chunks[index]
+        return f"{chunk.path}, line {chunk.first_line + line - self._bounds[index] + 1}"
+
+    def ends_file(self, chunk: int) -> bool:
+        return chunk + 1 == len(self.chunks) or self.chunks[chunk + 1].first_line == 0
+
+    def differs(self, chunk: int, found: int) -> DataError:
+        """Of a chunk that has other lines now than when they were counted; the next start counts them again."""
+        path, first_line, num_lines, *_ = self.chunks[chunk]
+        if self._kept_in is not None:
+            forget(path, self._kept_in)
+        now = "others" if found == num_lines else found
+        return DataError(
+            f"{path}: the {num_lines} lines from line {first_line + 1} on are {now} now; leave the file as it is while it is read"
+        )
+
+
+class Lines(NamedTuple):
+    """A chunk in memory."""
+
+    first: int  # line, all files counted through
+    text: bytes
+    starts: Ids  # [n + 1] bytes, where each line starts and the last one ends
+
+
+class TextCursor:
+    """Reads lines; holds one file open, and the chunks of the last call."""
+
+    def __init__(self, index: TextIndex) -> None:
+        self._index = index
+        self._held: dict[int, Lines] = {}
+        self._open: tuple[Path, IO[bytes]] | None = None
+
+    def close(self) -> None:
+        self._held = {}
+        if self._open is not None:
+            self._open[1].close()
+        self._open = None
+
+    def lines(self, numbers: Ids, within: Span) -> bytes:
+        """The text of these lines, all of them `within`, in the given order."""
+        chunks = range(self._index.chunk_of(within.start), self._index.chunk_of(within.stop - 1) + 1)
+        self._held = {chunk: self._held[chunk] if chunk in self._held else self._read(chunk) for chunk in chunks}
+        held = list(self._held.values())
+        run = as_slice(numbers)
+        return (
+            scattered_lines(held, run)
+            if isinstance(run, np.ndarray)
+            else b"".join(line_run(lines, run) for lines in held)
+        )
+
+    def _read(self, index: int) -> Lines:
+        chunk = self._index.chunks[index]
+        text = read_at(self._stream(chunk.path), chunk)
+        is_cut = len(text) < chunk.nbytes or not (text.endswith(b"\n") or self._index.ends_file(index))
+        text = text if text.endswith(b"\n") or not text else text + b"\n"
+        starts = np.append(0, np.flatnonzero(np.frombuffer(text, np.uint8) == ord("\n")) + 1)
+        if is_cut or len(starts) - 1 != chunk.num_lines:
+            raise self._index.differs(index, len(starts) - 1)
+        return Lines(self._index.first_line(index), text, starts)
+
+    def _stream(self, path: Path) -> IO[bytes]:
+        if self._open is None or self._open[0] != path:
+            self.close()
+            self._open = path, open_text(path)
+        return self._open[1]
+
+
+def line_run(lines: Lines, run: slice) -> bytes:
+    """Those of `lines` that stand in a run of lines."""
+    last = len(lines.starts) - 1
+    start, stop = min(max(run.start - lines.first, 0), last), min(max(run.stop - lines.first, 0), last)
+    return lines.text[lines.starts[start] : lines.starts[stop]]
+
+
+def scattered_lines(held: list[Lines], numbers: Ids) -> bytes:
+    chunks = np.searchsorted([lines.first for lines in held], numbers, side="right") - 1
+    starts, stops = np.empty_like(numbers), np.empty_like(numbers)
+    for index, lines in enumerate(held):
+        here = chunks == index
+        own = numbers[here] - lines.first
+        starts[here], stops[here] = lines.starts[own], lines.starts[own + 1]
+    bounds = zip(chunks.tolist(), starts.tolist(), stops.tolist(), strict=True)
+    return b"".join([held[chunk].text[start:stop] for chunk, start, stop in bounds])
+
+
+def count_lines(path: Path) -> Pieces:
+    """One pass over the file's bytes. Raises DataError where it holds no line or ends within its compression."""
+    with open_text(path) as stream:
+        pieces = [(text.count(b"\n") + (not text.endswith(b"\n")), len(text)) for text in whole_lines(stream, path)]
+    if not pieces:
+        raise DataError(f"{path}: the file is empty; give a file with at least one line")
+    return pieces
+
+
+def chunks_of(path: Path, pieces: Pieces) -> Iterator[Chunk]:
+    line = offset = 0
+    for num_lines, nbytes in pieces:
+        yield Chunk(path=path, first_line=line, num_lines=num_lines, offset=offset, nbytes=nbytes)
+        line, offset = line + num_lines, offset + nbytes
+
+
+def open_text(path: Path) -> IO[bytes]:
+    try:
+        return cast(IO[bytes], gzip.open(path) if path.suffix == ".gz" else path.open("rb"))
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read ({error.strerror})") from None
+
+
+def whole_lines(stream: IO[bytes], path: Path) -> Iterator[bytes]:
+    """The stream's bytes in pieces of about CHUNK_BYTES that end where a line ends."""
+    rest = b""
+    while data := read(stream, path, CHUNK_BYTES):
+        end = data.rfind(b"\n") + 1
+        if end:
+            yield rest + data[:end]
+        elif len(rest) > CHUNK_BYTES:
+            raise DataError(f"{path}: a line is longer than {CHUNK_BYTES} bytes; give a file of one sample a line")
+        rest = data[end:] if end else rest + data
+    if rest:
+        yield rest
+
+
+def read(stream: IO[bytes], path: Path, nbytes: int, offset: int | None = None) -> bytes:
+    """The next bytes of the stream, or those at `offset`."""
+    try:
+        if offset is not None and stream.tell() != offset:
+            stream.seek(offset)
+        return stream.read(nbytes)
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise DataError(f"{path}: the gzip file is truncated or damaged ({error}); fetch it again") from None
+
+
+def read_at(stream: IO[bytes], chunk: Chunk) -> bytes:
+    return read(stream, chunk.path, chunk.nbytes, chunk.offset)

@@ -1,0 +1,423 @@
+"""One incarnation of a run: from the first batches to the last good-bye, or to the loss of its trainer.
+
+It begins where the newest checkpoint ends, with a cold cache, rings and a conversation of its own. Opens in one order, closes in the
+reverse, whatever happens in between.
+"""
+
+import os
+import secrets
+import uuid
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+from rowcast.job.schema import CheckpointInterval, Job, Transport
+from rowcast.job.tables import GroupSpec
+from rowcast.prefetcher.checkpoints.folder import Checkpoints
+from rowcast.prefetcher.checkpoints.interval import PaceMeter, keep_interval, read_interval
+from rowcast.prefetcher.checkpoints.restore import dense_content
+from rowcast.prefetcher.checkpoints.snapshot import BarrierCheckpointer, NoCheckpoints
+from rowcast.prefetcher.checkpoints.writer import CheckpointWriter
+from rowcast.prefetcher.pipeline.engine import EngineParts, PrefetcherEngine
+from rowcast.prefetcher.pipeline.fetcher import Checkpointer, PlannedStep
+from rowcast.prefetcher.pipeline.metrics import PrefetcherCounters, PrefetcherGauges
+from rowcast.prefetcher.planner.capacity import MEASURED_BATCHES, job_slots
+from rowcast.prefetcher.planner.job_planner import job_planner
+from rowcast.prefetcher.planner.pin_files import load_pins
+from rowcast.prefetcher.planner.planner import RowPlanner
+from rowcast.prefetcher.readers.schedule import PlacedBatch
+from rowcast.prefetcher.readers.worker import BatchSource
+from rowcast.prefetcher.run.gauges import engine_gauges, stall_clocks
+from rowcast.prefetcher.run.sizing import automatic_threads, check_shared_memory, sizes
+from rowcast.prefetcher.run.tables import Tables
+from rowcast.prefetcher.run.warm_up import warm_up
+from rowcast.protocol.conversation import Conversation
+from rowcast.protocol.messages import PROTOCOL_VERSION, Bye, Mode, RingSpec, Welcome
+from rowcast.protocol.peer_watch import PeerWatch, Progress, tell_peer
+from rowcast.protocol.session import Session
+from rowcast.protocol.transport.ring import RingReader, RingWriter
+from rowcast.protocol.transport.ring_file import RingFile, RingMemory, create_ring
+from rowcast.protocol.transport.zmq_link import ZmqLink
+from rowcast.runtime.checkpoint_manifest import Manifest
+from rowcast.runtime.crash_points import crash_point
+from rowcast.runtime.errors import ConfigError, Mismatch
+from rowcast.runtime.position import Position
+from rowcast.runtime.process import STOPPING, Crew, Signals
+from rowcast.runtime.stages import Stage
+from rowcast.runtime.telemetry.health import Health
+from rowcast.runtime.telemetry.logs import get_logger
+from rowcast.runtime.telemetry.timeline import traced_stages
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunParts:
+    """What all incarnations of a run share."""
+
+    job: Job
+    groups: tuple[GroupSpec, ...]
+    mode: Mode
+    run_id: str
+    max_steps: int | None
+    save_trace: Path | None
+    verify: float  # share of the rows that are followed by their checksums
+    signals: Signals
+    health: Health
+    counters: PrefetcherCounters  # over all incarnations
+    checkpoints: Checkpoints
+    tables: Tables
+    go_on: Callable[[], None]  # called when training begins, from a checkpoint of a complete run too
+
+
+class Incarnation:
+    def __init__(self, run: RunParts, newest: Manifest | None, transport: Transport, crew: Crew) -> None:
+        """`newest`: the checkpoint to go on from. `transport`: the job's, with the time-out that this incarnation waits for a trainer."""
+        self.newest = newest  # checkpoint on disk
+        self.finished = False  # the data has ended, everything is on disk and the trainer has said good-bye
+        self._run = run
+        self._job = run.job
+        self._transport = transport
+        self._crew = crew
+        self._bell = run.signals.bell
+        self._log = get_logger()
+        self._start = Position() if newest is None else newest.position
+        max_steps = run.max_steps
+        if run.mode == "eval":
+            self._start, max_steps = Position(eval_batch=0), 0
+        self._source = BatchSource(
+            self._job, max_steps, self._start, on_arrival=self._bell.ring, timeline=run.counters.timeline
+        )
+        self._writer: CheckpointWriter | None = None
+        self._engine: PrefetcherEngine | None = None
+
+    def live(self) -> None:
+        """Returns when the run is finished or was stopped in order. Raises the first error of any stage, PeerLost among them."""
+        with ExitStack() as stack:
+            incarnation = 1 + secrets.randbelow(2**31)  # so that a frame of an earlier one is known as such
+            link = ZmqLink.prefetcher(self._job.run_dir, on_receive=self._bell.ring, transport=self._transport)
+            stack.callback(link.close)
+            link.start()
+            conversation = Conversation(Session("prefetcher", incarnation), link)
+            stack.callback(self._source.close)
+            try:
+                self._converse(stack, conversation, link)
+                self._crew.stop()  # nothing may follow the good-bye, no heartbeat either
+                if not self.connected or self._ended():
+                    conversation.send(Bye())
+            except BaseException as error:
+                tell_peer(conversation, error)
+                self._settle_checkpoint()
+                raise
+
+    @property
+    def connected(self) -> bool:
+        """Whether a trainer was greeted."""
+        return self._engine is not None and self._engine.hello is not None
+
+    def gauges(self, idle: PrefetcherGauges) -> PrefetcherGauges:
+        return idle if self._engine is None else engine_gauges(idle, self._engine, self._source)
+
+    @property
+    def train_steps(self) -> int:
+        """Of the newest checkpoint."""
+        return 0 if self.newest is None else self.newest.train_steps
+
+    def _settle_checkpoint(self) -> None:
+        """A checkpoint that was handed over whole becomes durable although its incarnation is over."""
+        self._crew.stop()
+        if self._writer is None:
+            return
+        self._writer.abandon()
+        while self._writer.busy:
+            self._writer.advance()
+        self.newest = self._writer.newest
+
+    def _converse(self, stack: ExitStack, conversation: Conversation, link: ZmqLink) -> None:
+        """From the first batches to the last good-bye. A trainer that has come meanwhile hears that it is not in vain."""
+        watch = PeerWatch("trainer", conversation, link, self._transport, self._progress, lambda: self.connected)
+        self._crew.start({"watch": watch}, {})
+        stack.callback(self._crew.stop)
+        self._source.start()
+        measured = self._measure()
+        if self._run.signals.stop_reason is None:
+            self._check_belongs()
+            self._run.tables.restore(self.newest)
+            self._serve(stack, conversation, measured)
+
+    def _progress(self) -> Progress:
+        batches, engine, writer = self._source.counters.batches, self._engine, self._writer
+        if engine is None:
+            return Progress(
+                step_begun=None, step_done=None, work=batches, waiting_for="the first batches", ended=False, ready=False
+            )
+        return Progress(
+            step_begun=engine.fetcher.sent_through,
+            step_done=engine.fetcher.done_through,
+            work=batches + engine.counters.total("rows_written_back") + (0 if writer is None else writer.work),
+            waiting_for=engine.waiting_for,
+            ended=engine.peer_left,
+        )
+
+    def _ended(self) -> bool:
+        return self._engine is not None and self._engine.finished
+
+    def _measure(self) -> list[PlacedBatch]:
+        """The first batches, as they come from the worker."""
+        warm_up(verify=self._run.verify > 0)  # while the child starts
+        measured: list[PlacedBatch] = []
+        while len(measured) < MEASURED_BATCHES and not self._source.ended and self._run.signals.stop_reason is None:
+            seen = self._bell.rings
+            self._crew.check()
+            batch = self._source.poll()
+            if batch is None:
+                self._bell.wait(seen)
+            else:
+                measured.append(batch)
+        return measured
+
+    def _check_belongs(self) -> None:
+        """Raises where the checkpoint is another job's, or there is nothing to evaluate."""
+        if self.newest is not None and self.newest.training_digest not in ("", self._training_digest()):
+            raise Mismatch(
+                f"the checkpoint after {self.newest.train_steps} train steps in {self._job.run_dir} is of another job: data, tables, "
+                "model, optimizers or seed differ; use the job file that wrote it, or set another job.run_dir, and add --from "
+                f"{self._job.run_dir} to train its model on new data"
+            )
+        if self._run.mode == "eval" and self._source.info().num_eval == 0:
+            raise ConfigError("there are no evaluation batches; set data.eval_fraction or data.eval_path")
+
+    def _training_digest(self) -> str:
+        return self._job.training_digest(self._source.info().file_sizes)
+
+    def _serve(self, stack: ExitStack, conversation: Conversation, measured: list[PlacedBatch]) -> None:
+        """Everything that the engine needs, then the engine."""
+        run = self._run
+        slots = job_slots(self._job, run.groups, measured)
+        own = sizes(self._job, run.groups, measured, self._job.lookahead.depth)
+        rings = self._make_rings(stack, own.ring_bytes)
+        is_tcp = self._transport.is_tcp
+        fetch_ring, back_ring = (
+            RingWriter(rings[0].buffer, always_checksum=is_tcp),
+            RingReader(rings[1].buffer, mirror=is_tcp),
+        )
+        if is_tcp:
+            conversation.carry(fetch_ring, back_ring)
+        planner = self._planner(slots, measured)
+        restore = b"" if self.newest is None else b"".join(dense_content(run.checkpoints.root, self.newest))
+        engine = PrefetcherEngine(
+            EngineParts(
+                job=self._job,
+                groups=run.groups,
+                source=self._source,
+                planner=planner,
+                measured=measured,
+                stores=run.tables.stores,
+                conversation=conversation,
+                fetch_ring=fetch_ring,
+                back_ring=back_ring,
+                checkpointer=self._checkpointer(),
+                welcome=self._welcome(conversation.session.incarnation, slots, rings, own.staging_bytes, len(restore)),
+                mode=run.mode,
+                start=self._start,
+                counters=run.counters,
+                restore=restore,
+                pace=self._pace(planner),
+            )
+        )
+        engine.planning.on_interval = self._keep_interval
+        self._run_stages(stack, engine)
+
+    def _make_rings(self, stack: ExitStack, nbytes: int) -> list[RingFile | RingMemory]:
+        if not self._transport.is_tcp:
+            check_shared_memory(nbytes)
+        rings = []
+        for name in ("fetch", "back"):
+            rings.append(create_ring(self._transport, nbytes, name))
+            stack.callback(rings[-1].close)
+        return rings
+
+    def _checkpointer(self) -> Checkpointer:
+        run = self._run
+        if run.mode == "eval":
+            return NoCheckpoints()
+        self._writer = CheckpointWriter(
+            self._job,
+            run.groups,
+            run.run_id,
+            self._training_digest(),
+            run.checkpoints,
+            self.newest,
+            self._job.checkpoint.keep,
+            run.counters.checkpointed,
+        )
+        return BarrierCheckpointer(run.groups, run.tables.stores, self._writer)
+
+    def _planner(self, slots: tuple[int, ...], measured: list[PlacedBatch]) -> RowPlanner:
+        pin, threads = self._job.cache.pin, self._job.prefetcher.threads
+        return job_planner(
+            self._job,
+            self._run.groups,
+            slots,
+            measured,
+            pinned=None if pin is None else load_pins(Path(pin), self._run.groups),
+            num_threads=automatic_threads() if threads == "auto" else threads,
+            keep_ids=self._run.save_trace is not None,
+            checkpoint_every=self._known_interval(),
+        )
+
+    # when checkpoints are made
+
+    def _known_interval(self) -> CheckpointInterval:
+        """0 where the job says a time that this run has not made train steps of yet."""
+        checkpoint = self._job.checkpoint
+        if checkpoint.every_seconds is None or self._run.mode == "eval":
+            return checkpoint.interval
+        assert isinstance(checkpoint.every, str), "a time is text"
+        return read_interval(self._run.checkpoints.root, checkpoint.every) or 0
+
+    def _pace(self, planner: RowPlanner) -> PaceMeter | None:
+        seconds = self._job.checkpoint.every_seconds
+        if seconds is None or planner.checkpoint_every or self._run.mode == "eval":
+            return None
+        if self._run.save_trace is not None:
+            self._log.warning(
+                "no checkpoint before the end: a saved trace has to know when; set checkpoint.every to a number of steps"
+            )
+            return None
+        return PaceMeter(seconds, self.train_steps)
+
+    def _keep_interval(self, steps: int) -> None:
+        checkpoint = self._job.checkpoint
+        assert isinstance(checkpoint.every, str), "a time is text"
+        keep_interval(self._run.checkpoints.disk, self._run.checkpoints.root, checkpoint.every, steps)
+        self._log.info("the pace is known", checkpoint_every=checkpoint.every, train_steps=steps)
+
+    def _welcome(
+        self,
+        incarnation: int,
+        slots: tuple[int, ...],
+        rings: Sequence[RingFile | RingMemory],
+        staging_bytes: int,
+        restore_bytes: int,
+    ) -> Welcome:
+        info, lookahead = self._source.info(), self._job.lookahead
+        if lookahead.horizon != "auto" and lookahead.horizon < lookahead.depth:
+            self._log.warning("the horizon was raised to the depth", horizon=lookahead.horizon, depth=lookahead.depth)
+        fetch_ring, back_ring = (RingSpec(path=ring.path, nbytes=ring.nbytes) for ring in rings)
+        self._log.info(
+            "ready",
+            run_dir=str(self._job.run_dir.resolve()),
+            slots=" ".join(f"{group.name}={n}" for group, n in zip(self._run.groups, slots, strict=True)),
+            depth=lookahead.depth,
+            horizon=lookahead.horizon,
+            policy=self._job.cache.policy,
+            checkpoints=self._job.checkpoint.described,
+            ring_bytes=fetch_ring.nbytes,
+            after_train_steps=self.train_steps,
+        )
+        if info.pairing:
+            self._log.info("ids come by position", pairing=info.pairing)
+        return Welcome(
+            protocol_version=PROTOCOL_VERSION,
+            run_id=self._run.run_id,
+            incarnation=incarnation,
+            pid=os.getpid(),
+            slots=slots,
+            num_dense=info.num_dense,
+            depth=lookahead.depth,
+            fetch_ring=fetch_ring,
+            back_ring=back_ring,
+            staging_bytes=staging_bytes,
+            train_steps=info.expected_train_steps,
+            first_train_step=self.train_steps,
+            restore_bytes=restore_bytes,
+            verify=self._run.verify,
+            start=self._start,
+            fresh=self._run.checkpoints.are_fresh,
+            replaces=self._run.checkpoints.replaced_run_id(),
+            epoch_batches=info.epoch_batches,
+            pairing=info.pairing,
+        )
+
+    def _run_stages(self, stack: ExitStack, engine: PrefetcherEngine) -> None:
+        """Waits for the trainer, and runs the stages until the run is over."""
+        run = self._run
+        run.health.state = "connecting"
+        self._engine = engine
+        finish_trace = self._trace(stack, engine)
+        self._crew.start(self._stages(engine), stall_clocks(engine))
+        stack.callback(self._crew.stop)  # once more: before the rings and stores are closed
+        self._until_finished(engine)
+        finish_trace()
+        if self._writer is not None:
+            self.newest = self._writer.newest
+        self.finished = engine.finished and engine.fetcher.finished
+        run.health.state = "stopped"
+        self._say_end(engine)
+
+    def _stages(self, engine: PrefetcherEngine) -> dict[str, Stage]:
+        """What has a thread from now on; those that keep no clock of their own are put on the timeline, where one is recorded."""
+        stages = {**engine.stages, **({} if self._writer is None else {"checkpoint": self._writer})}
+        timeline = self._run.counters.timeline
+        if timeline is not None:
+            timeline.incarnation(engine.welcome.incarnation)
+            timeline.watch("fetch ring", "bytes", lambda: engine.fetch_ring.used_bytes)
+        return traced_stages(timeline, stages, mail="deliver", checkpoint="write")
+
+    def _trace(self, stack: ExitStack, engine: PrefetcherEngine) -> Callable[[], None]:
+        """Has the plans saved, where that is asked for; what it returns is called when the run is over."""
+        if self._run.save_trace is None:
+            return lambda: None
+        from rowcast.prefetcher.traces.header import trace_header
+        from rowcast.prefetcher.traces.writer import TraceWriter
+
+        header = trace_header(self._job, self._run.groups, engine.welcome.slots)
+        writer = stack.enter_context(TraceWriter(self._run.save_trace, header))
+        before = [group.rows_flushed for group in engine.counters.groups.values()]  # by earlier incarnations
+
+        def on_plan(planned: PlannedStep) -> None:
+            writer.add(planned.batch, planned.plan)
+
+        def finish() -> None:
+            if engine.finished:
+                counted = zip(engine.counters.groups.values(), before, strict=True)
+                flushed = tuple(group.rows_flushed - earlier for group, earlier in counted)
+                writer.finish(flushed, finished=engine.fetcher.finished)
+
+        engine.planning.on_plan = on_plan
+        return finish
+
+    def _say_end(self, engine: PrefetcherEngine) -> None:
+        if self._run.verify:
+            self._log.info("verified, in rows", **engine.counters.rows_verified)
+        reason, steps = self._run.signals.stop_reason, engine.counters.train_steps
+        if not engine.finished:
+            self._log.info("stopped before a trainer came; nothing was trained", reason=reason)
+        elif engine.fetcher.finished:
+            self._log.info("finished", train_steps=steps, invalid_ids=self._source.counters.invalid_ids)
+        else:
+            self._log.info("stopped in order", train_steps=steps, reason=engine.planning.stop_reason)
+
+    def _until_finished(self, engine: PrefetcherEngine) -> None:
+        stopping, run = False, self._run
+        health, signals = run.health, run.signals
+        while not engine.finished:
+            seen = self._bell.rings
+            self._crew.check()
+            if engine.hello is not None and health.state == "connecting":
+                crash_point("Welcome sent")
+                health.state = "running"
+                self._log.info("trainer connected", pid=engine.hello.pid, device=engine.hello.device)
+                run.go_on()
+            if signals.stop_reason is not None and not stopping:
+                if engine.hello is None:
+                    return
+                stopping = True
+                health.state = "stopping"
+                self._log.info(STOPPING, reason=signals.stop_reason)
+                engine.planning.stop(f"{signals.stop_reason} to the prefetcher")
+            self._bell.wait(seen, 1.0)
+
+
+def new_run_id() -> str:
+    return uuid.uuid4().hex[:12]

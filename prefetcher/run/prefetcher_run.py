@@ -1,0 +1,173 @@
+"""`prefetcher run`: the lock on the run directory, the newest checkpoint, the tables, and one incarnation after the other."""
+
+import secrets
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+from rowcast.job.schema import Job
+from rowcast.job.tables import group_specs
+from rowcast.prefetcher.checkpoints.folder import Checkpoints, carry_out
+from rowcast.prefetcher.checkpoints.import_checkpoint import import_into, open_source
+from rowcast.prefetcher.pipeline.metrics import PrefetcherCollector, PrefetcherGauges, new_counters
+from rowcast.prefetcher.run.attempt import Incarnation, RunParts, new_run_id
+from rowcast.prefetcher.run.background import move_to_background
+from rowcast.prefetcher.run.gauges import idle_gauges
+from rowcast.prefetcher.run.tables import Tables
+from rowcast.protocol.counters import new_registry
+from rowcast.protocol.messages import Mode
+from rowcast.protocol.peer_watch import Patience
+from rowcast.protocol.transport.ring_file import remove_leftovers
+from rowcast.runtime.checkpoint_manifest import Manifest
+from rowcast.runtime.crash_points import crash_point
+from rowcast.runtime.disk import RealDisk
+from rowcast.runtime.errors import ConfigError, PeerLost
+from rowcast.runtime.process import Crew, Signals
+from rowcast.runtime.run_directory import Completion, RunDirectory
+from rowcast.runtime.telemetry.build import build_info
+from rowcast.runtime.telemetry.health import Health
+from rowcast.runtime.telemetry.logs import get_logger
+from rowcast.runtime.telemetry.server import TelemetryServer
+from rowcast.runtime.telemetry.timeline import Timeline
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunOptions:
+    """Of the command line."""
+
+    max_steps: int | None = None
+    fresh: bool = False
+    source: Path | None = None  # a run directory or an exported file that the run begins with
+    save_trace: Path | None = None
+    trace: bool = False  # record a timeline
+    mode: Mode = "train"
+    verify: float = 0.0  # share of the rows that are followed by their checksums
+    checkpoint: str | None = None  # eval: the name of the one to evaluate; None: the newest
+
+
+class PrefetcherRun:
+    """One run, from the lock on its directory on."""
+
+    def __init__(self, job: Job, options: RunOptions, signals: Signals) -> None:
+        self._job = job
+        self._options = options
+        self._signals = signals
+        self._directory = RunDirectory(job.run_dir, "prefetcher")
+        self._checkpoints = Checkpoints(job.run_dir, RealDisk())
+        self._crew = Crew("prefetcher", signals.bell)
+        self._groups = group_specs(job)
+        self._health = Health(dead_stage=lambda: self._crew.dead_stage())
+        self._counters = new_counters(self._groups)
+        self._incarnation: Incarnation | None = None
+
+    def run(self) -> bool:
+        """Returns when the run is finished or was stopped in order, and which of both. Raises the first error of any stage."""
+        if self._job.prefetcher.background:
+            move_to_background()
+        with ExitStack() as stack:
+            stack.enter_context(self._directory)
+            self._serve_metrics(stack)
+            try:
+                return self._run(stack)
+            except BaseException:
+                self._health.state = "failed"
+                raise
+
+    def _serve_metrics(self, stack: ExitStack) -> None:
+        collector = PrefetcherCollector(
+            self._counters, self._gauges, build_info("prefetcher", self._job.job.name), self._health
+        )
+        server = TelemetryServer("prefetcher", self._job.metrics, new_registry(collector), self._health)
+        stack.enter_context(server)
+        get_logger().info("serving metrics", address=server.address)
+
+    def _gauges(self) -> PrefetcherGauges:
+        idle = idle_gauges(self._job, len(self._groups))
+        return idle if self._incarnation is None else self._incarnation.gauges(idle)
+
+    def _run(self, stack: ExitStack) -> bool:
+        newest = self._newest()
+        if self._options.trace:
+            self._counters.timeline = stack.enter_context(Timeline(self._job.run_dir, "prefetcher"))
+        remove_leftovers()
+        tables = Tables(self._job, self._groups, self._checkpoints, 1 + secrets.randbelow(2**31))
+        stack.callback(tables.close)
+        parts = RunParts(
+            job=self._job,
+            groups=self._groups,
+            mode=self._options.mode,
+            run_id=new_run_id() if newest is None else newest.run_id,
+            max_steps=self._options.max_steps,
+            save_trace=self._options.save_trace,
+            verify=self._options.verify,
+            signals=self._signals,
+            health=self._health,
+            counters=self._counters,
+            checkpoints=self._checkpoints,
+            tables=tables,
+            go_on=self._go_on,
+        )
+        return self._live(parts, newest)
+
+    def _live(self, parts: RunParts, newest: Manifest | None) -> bool:
+        patience = Patience("trainer", self._job.transport)
+        while True:
+            self._incarnation = incarnation = Incarnation(parts, newest, patience.transport, self._crew)
+            try:
+                incarnation.live()
+                break
+            except PeerLost as error:
+                patience.again(error)
+                self._health.state = "connecting"
+                newest = incarnation.newest
+                self._crew = Crew("prefetcher", self._signals.bell)
+            if self._signals.stop_reason is not None:
+                return False
+        if parts.mode == "eval" or not incarnation.connected:
+            return False
+        parts.tables.close(at=incarnation.newest)
+        if incarnation.finished and not self._checkpoints.are_fresh:  # else the run that is here is the earlier one
+            crash_point("run not marked complete")
+            self._directory.mark_complete(self._completion(incarnation.train_steps))
+        return incarnation.finished
+
+    def _completion(self, train_steps: int) -> Completion:
+        max_steps = self._options.max_steps
+        return Completion(
+            train_steps=train_steps,
+            epochs=self._job.data.epochs,
+            max_steps=max_steps if max_steps == train_steps else None,
+        )
+
+    def _newest(self) -> Manifest | None:
+        """The checkpoint to go on from. Raises ConfigError where the run is complete, and DataError where every checkpoint is damaged."""
+        log = get_logger()
+        carry_out(self._checkpoints.settle(log))
+        if self._options.mode == "eval":
+            return self._checkpoints.choose(self._options.checkpoint, log)
+        if self._options.checkpoint is not None:
+            raise ConfigError("--checkpoint chooses what --eval evaluates; a run goes on from its newest checkpoint")
+        if self._options.fresh:
+            carry_out(self._checkpoints.begin_fresh())
+            return self._first()
+        self._directory.refuse_complete(self._job.data.epochs, self._options.max_steps)
+        return self._checkpoints.newest_valid(log) or self._first()
+
+    def _first(self) -> Manifest | None:
+        """What a new run begins with, where that is given."""
+        if self._options.source is None:
+            return None
+        source = open_source(self._job, self._options.source)
+        manifest = import_into(self._checkpoints, self._job, source)
+        get_logger().info("begins with", source=str(self._options.source), after_train_steps=manifest.train_steps)
+        return manifest
+
+    def _go_on(self) -> None:
+        """Training begins: the run is not complete any more, where it was and goes on. A fresh run leaves the earlier one as it is."""
+        if self._options.mode == "train" and not self._options.fresh:
+            self._directory.go_on()
+
+
+def run_prefetcher(job: Job, options: RunOptions, signals: Signals) -> bool:
+    """Whether the run came to its end; otherwise it was stopped in order."""
+    return PrefetcherRun(job, options, signals).run()

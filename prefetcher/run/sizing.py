@@ -1,0 +1,98 @@
+"""What a run takes of its machine where the job file leaves it open: planner threads, and bytes of the rings and of staging.
+
+Rings and staging go by a *typical plan*: the rows that the first batches need for the first time, a batch, and the arrays that come with
+them. A plan that brings more, as the first one always does, goes in more pieces.
+
+    each ring      depth + 1 typical plans: all that may be in flight
+    staging        the rows of two typical plans, each way: one is used while the next one comes
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rowcast.job.schema import MIN_RING_BYTES, Job
+from rowcast.job.tables import GroupSpec, aligned
+from rowcast.prefetcher.planner.capacity import measure
+from rowcast.protocol.batch import Batch, ScheduledBatch
+from rowcast.protocol.packing import ARRAY_ALIGNMENT
+from rowcast.protocol.transport.ring import largest_payload
+from rowcast.protocol.transport.ring_file import free_shared_memory
+from rowcast.runtime.cores import usable_cores
+from rowcast.runtime.errors import ConfigError
+
+LEAST_RING_BYTES = 2 * 2**20
+LEAST_STAGING_BYTES = 2**19
+ARRAYS_SPARE = 1.25  # for dense features and labels, which need not be here yet, and for larger batches
+MOST_THREADS = 8
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Typical:
+    """Bytes of a plan, judged by the first batches."""
+
+    rows: int
+    arrays: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sizes:
+    ring_bytes: int  # of each ring
+    staging_bytes: int  # on the device, each way
+
+
+def automatic_threads() -> int:
+    """For the planner: a quarter of the cores that this process may use; the rest is for reading, moving rows, and the trainer."""
+    return max(1, min(MOST_THREADS, usable_cores() // 4))
+
+
+def sizes(job: Job, groups: Sequence[GroupSpec], measured: Sequence[ScheduledBatch], depth: int) -> Sizes:
+    """Of a run of the job, from its first batches. Raises ConfigError where shared memory has no room for the smallest rings."""
+    typical, transport = typical_plan(groups, measured), job.transport
+    ring_bytes = (
+        transport.mirror_bytes if transport.is_tcp else transport.ring_bytes or automatic_ring_bytes(typical, depth)
+    )
+    return Sizes(ring_bytes=ring_bytes, staging_bytes=staging_bytes(typical.rows, ring_bytes))
+
+
+def typical_plan(groups: Sequence[GroupSpec], measured: Sequence[ScheduledBatch]) -> Typical:
+    """`measured`: at most the first MEASURED_BATCHES of the run."""
+    if not measured:
+        return Typical(rows=0, arrays=0)
+    touched = measure(tuple(groups), measured)
+    new_rows = sum(rows * group.record_bytes for rows, group in zip(touched.distinct_rows, groups, strict=True))
+    most_rows = sum(touched.largest_batch_rows)
+    most_lookups = max(lookup_bytes(scheduled.batch) for scheduled in measured)
+    return Typical(rows=new_rows // len(measured), arrays=int(ARRAYS_SPARE * (most_lookups + 16 * most_rows)))
+
+
+def lookup_bytes(batch: Batch) -> int:
+    """Of a plan's arrays of look-ups, in each of which ids and offsets take half of what they take in a batch (`packing.plan_block`)."""
+    given = 0 if batch.offsets is None else batch.offsets.nbytes // 2
+    weighted = 0 if batch.weights is None else 2 * batch.weights.nbytes
+    return batch.ids.nbytes + given + weighted
+
+
+def automatic_ring_bytes(typical: Typical, depth: int) -> int:
+    """At most a quarter of what is free in shared memory."""
+    wanted = max(LEAST_RING_BYTES, (depth + 1) * (typical.rows + typical.arrays))
+    allowed = free_shared_memory() // 4
+    if allowed < MIN_RING_BYTES:
+        raise ConfigError(
+            f"/dev/shm has {4 * allowed} bytes free, and two rings need at least {8 * MIN_RING_BYTES}; enlarge it or free space in it"
+        )
+    return min(aligned(wanted, 4096), allowed // 4096 * 4096)
+
+
+def staging_bytes(typical_rows: int, ring_bytes: int) -> int:
+    """A piece has at most half a ring, so no more is of use."""
+    return min(largest_payload(ring_bytes), aligned(max(LEAST_STAGING_BYTES, 2 * typical_rows), ARRAY_ALIGNMENT))
+
+
+def check_shared_memory(ring_bytes: int) -> None:
+    """Raises ConfigError where the two rings do not both fit, before anything is allocated."""
+    free = free_shared_memory()
+    if 2 * ring_bytes > free:
+        raise ConfigError(
+            f"two rings of {ring_bytes} bytes need {2 * ring_bytes} bytes of /dev/shm, where {free} are free; "
+            f"make transport.ring smaller or enlarge /dev/shm"
+        )

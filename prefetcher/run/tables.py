@@ -1,0 +1,61 @@
+"""The tables of a run: one store a group, and the checkpoint that their rows are those of."""
+
+from rowcast.job.schema import Job
+from rowcast.job.tables import GroupSpec
+from rowcast.prefetcher.checkpoints.folder import Checkpoints
+from rowcast.prefetcher.checkpoints.restore import restore_changed, restore_rows
+from rowcast.prefetcher.stores.opening import open_store
+from rowcast.prefetcher.stores.store import Store
+from rowcast.runtime.checkpoint_manifest import Manifest
+from rowcast.runtime.crash_points import crash_point
+from rowcast.runtime.telemetry.logs import get_logger
+
+
+class Tables:
+    """Opened once a process: the rows outlive a trainer that is lost. Use as a context manager around everything that touches a store."""
+
+    def __init__(self, job: Job, groups: tuple[GroupSpec, ...], checkpoints: Checkpoints, incarnation: int) -> None:
+        self.stores: tuple[Store, ...] = ()
+        self._job = job
+        self._groups = groups
+        self._checkpoints = checkpoints
+        self._incarnation = incarnation
+        self._restored = False
+
+    def restore(self, newest: Manifest | None) -> None:
+        """Every row has the value of the checkpoint, or its first one where there is none."""
+        if not self._restored:
+            self._open(newest)
+        elif newest is None:
+            for group, store in zip(self._groups, self.stores, strict=True):
+                for table in group.tables:
+                    store.forget(store.changed_keys(table.index))
+                store.settle()
+        else:
+            restore_changed(self._checkpoints.root, newest, self._groups, self.stores)
+        crash_point("tables restored")
+        self._restored = True
+
+    def close(self, at: Manifest | None = None) -> None:
+        """`at`: the checkpoint whose rows these are, which a store that outlives the process may begin with."""
+        for store in self.stores:
+            if at is not None:
+                store.close_at(at.checksum)
+            store.close()
+        self.stores = ()
+
+    def _open(self, newest: Manifest | None) -> None:
+        identity = None if newest is None else newest.checksum
+        stores = []
+        try:
+            for group in self._groups:
+                stores.append(open_store(self._job, group, incarnation=self._incarnation, checkpoint=identity))  # noqa: PERF401 - closed below
+        finally:
+            self.stores = tuple(stores)
+        if newest is None:
+            return
+        missing = [(group, store) for group, store in zip(self._groups, self.stores, strict=True) if not store.restored]
+        if missing:
+            groups, empty = zip(*missing, strict=True)
+            restore_rows(self._checkpoints.root, newest, groups, empty)
+        get_logger().info("restored", train_steps=newest.train_steps, rows_on_disk=len(self.stores) - len(missing))

@@ -1,0 +1,83 @@
+"""Compiles the planner's and the store's loops before anybody waits for them: once per installation, then from numba's cache."""
+
+import time
+
+import numpy as np
+
+from rowcast.job.tables import GroupSpec, RecordPart, TableSpec
+from rowcast.prefetcher.planner.planner import RowPlanner
+from rowcast.prefetcher.stores.memory_store import MemoryStore
+from rowcast.prefetcher.verify.verifier import warm_up_checks
+from rowcast.protocol.batch import Batch, ScheduledBatch
+from rowcast.runtime.telemetry.logs import get_logger, said_if_slow
+
+WORTH_SAYING_S = 1.0
+INITS = ("uniform", "normal:1", "constant:0")
+
+
+def warm_up(*, verify: bool = False) -> None:
+    """Plans three steps of a tiny job and moves their rows, single-hot and weighted bags alike; and checks rows, if the run will."""
+    began_s = time.perf_counter()
+    with said_if_slow(WORTH_SAYING_S, "preparing the planner; a first start compiles it: about 15 s"):
+        plan_and_move()
+        if verify:
+            warm_up_checks()
+    seconds = time.perf_counter() - began_s
+    if seconds > WORTH_SAYING_S:
+        get_logger().info("prepared the planner; its first start compiles it", seconds=round(seconds, 1))
+
+
+def plan_and_move() -> None:
+    groups = tuple(tiny_group(index, init) for index, init in enumerate(INITS))
+    for multi_hot in (False, True):
+        planner = RowPlanner(groups, (2,) * len(groups), depth=1, horizon=2)
+        stores = [MemoryStore(group, seed=0) for group in groups]
+        for step in range(3):
+            planner.add(tiny_batch(step, multi_hot=multi_hot))
+        planner.end()
+        while planner.ready():
+            _, plan = planner.plan()
+            for store, group, rows in zip(stores, groups, plan.groups, strict=True):
+                records = np.empty((len(rows.fetch), group.record_bytes), np.uint8)
+                store.read(rows.fetch.keys, records)
+                store.write(rows.fetch.keys, records, plan.step)
+                store.read(rows.fetch.keys, records)
+        planner.barrier("warm-up", finished=True)
+        for store, group in zip(stores, groups, strict=True):
+            for keys, _ in store.scan(group.tables[0].index, block=8, changed=True):
+                store.forget(keys)
+            store.settle()
+
+
+def tiny_group(index: int, init: str) -> GroupSpec:
+    table = TableSpec(
+        index=index,
+        name=f"t{index}",
+        num_embeddings=8,
+        embedding_dim=4,
+        features=(f"f{index}",),
+        pooling="sum",
+        init=init,
+    )
+    part = RecordPart(name="weight", dtype="fp32", offset=0, width=4, initial=None)
+    return GroupSpec(
+        index=index,
+        name=f"g{index}",
+        tables=(table,),
+        embedding_dim=4,
+        parts=(part,),
+        record_bytes=16,
+        feature_positions=(index,),
+    )
+
+
+def tiny_batch(step: int, *, multi_hot: bool) -> ScheduledBatch:
+    num_lookups = 2 * len(INITS)
+    batch = Batch(
+        dense=np.zeros((2, 1), np.float32),
+        labels=np.zeros(2, np.float32),
+        ids=np.arange(num_lookups, dtype=np.int64) % 2 + 2 * step,
+        offsets=np.arange(num_lookups + 1) if multi_hot else None,
+        weights=np.ones(num_lookups, np.float32) if multi_hot else None,
+    )
+    return ScheduledBatch(step=step, kind="train", train_step=step, epoch=0, batch=batch)

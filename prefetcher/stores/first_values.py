@@ -1,0 +1,146 @@
+"""First values of rows: a counter-based generator, so that a row needs no storage before it is trained and no order of creation.
+
+Philox 4x32-10 turns a counter of four 32-bit words and a key of two into four random words, which are columns 4c to 4c + 3 of a row:
+
+    key      seed, low and high half
+    counter  row, low 32 bits | row's bits 32 to 47 + c << 16 | xxh3_64 of the table's name, low and high half
+
+    uniform  lo + (hi - lo) * (word >> 8) / 2**24 in float64, rounded to float32 (which may reach hi where hi - lo is tiny beside hi)
+    normal   Box-Muller on words 0, 1 and on words 2, 3: std * sqrt(-2 ln((w0 + 1) / 2**32)) * cos, sin(2 pi w1 / 2**32), in float64
+    constant the constant, no random word
+
+Weights of fp16 and bf16 are these float32 values, rounded to the nearest, ties to even; a record's master weights are they themselves.
+A table keeps its values when tables are added, moved or widened: nothing depends on its index or its width.
+"""
+
+from math import cos, log, pi, sin, sqrt
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from rowcast.job.schema import parse_init
+from rowcast.job.tables import KEY_SHIFT, ROW_MASK, GroupSpec, TableSpec
+from rowcast.prefetcher.stores.elements import elements_of, rounded
+from rowcast.runtime.compiled import compiled_loop
+
+UNIFORM, NORMAL, CONSTANT = 0, 1, 2
+KINDS = {"uniform": UNIFORM, "normal": NORMAL, "constant": CONSTANT}
+
+ROUNDS = 10
+MULTIPLIER_0, MULTIPLIER_1 = np.uint64(0xD2511F53), np.uint64(0xCD9E8D57)
+WEYL_0, WEYL_1 = np.uint64(0x9E3779B9), np.uint64(0xBB67AE85)
+LOW = np.uint64(0xFFFFFFFF)
+HALF = np.uint64(32)
+
+Words = tuple[np.uint64, np.uint64, np.uint64, np.uint64]  # each below 2**32
+
+
+class Initializer(NamedTuple):
+    """What decides a table's first values; compiled loops take it as it is."""
+
+    kind: int  # UNIFORM on [a, b), NORMAL with mean a and deviation b, CONSTANT a
+    a: float
+    b: float
+    seed: np.uint64
+    table: np.uint64  # xxh3_64 of the table's name
+
+
+def table_initializer(seed: int, table: TableSpec) -> Initializer:
+    """Of the job's seed, 0 to 2**63 - 1, and the table's name and init."""
+    kind, a, b = parse_init(table.init, table.num_embeddings)
+    return Initializer(KINDS[kind], a, b, np.uint64(seed), np.uint64(xxhash.xxh3_64_intdigest(table.name.encode())))
+
+
+def initial_rows(seed: int, table: TableSpec, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
+    """The first values of `rows` [n] of a table, f32 [n, embedding_dim]; any order, any subset, always the same bits."""
+    out = np.empty((len(rows), table.embedding_dim), np.float32)
+    fill_initial(table_initializer(seed, table), rows, out)
+    return out
+
+
+def first_records(group: GroupSpec, seed: int, keys: npt.NDArray[np.int64]) -> npt.NDArray[np.uint8]:
+    """Records of rows that were never trained: initial weights, initial optimizer state, zero padding. u8 [n, record_bytes]."""
+    records = np.zeros((len(keys), group.record_bytes), np.uint8)
+    tables = keys >> KEY_SHIFT
+    for table in group.tables:
+        chosen = np.flatnonzero(tables == table.index)
+        if len(chosen):
+            values = initial_rows(seed, table, keys[chosen] & ROW_MASK)
+            for part in group.parts:
+                if part.initial is None:
+                    elements_of(records, part)[chosen] = rounded(values, part.dtype)
+    for part in group.parts:
+        if part.initial:
+            elements_of(records, part)[:] = part.initial
+    return records
+
+
+@compiled_loop
+def fill_initial(initializer: Initializer, rows: npt.NDArray[np.int64], out: npt.NDArray[np.float32]) -> None:
+    """Fills out[i], f32 [n, dim], with the first values of row rows[i]. Callable from Python and from compiled loops."""
+    for i in range(len(rows)):
+        fill_row(initializer, rows[i], out[i])
+
+
+@compiled_loop
+def fill_row(initializer: Initializer, row: int, out: npt.NDArray[np.float32]) -> None:
+    """Fills `out`, f32 [dim]."""
+    if initializer.kind == CONSTANT:
+        out[:] = initializer.a
+        return
+    row_low, row_high = np.uint64(row) & LOW, np.uint64(row) >> HALF
+    table_low, table_high = initializer.table & LOW, initializer.table >> HALF
+    seed_low, seed_high = initializer.seed & LOW, initializer.seed >> HALF
+    for first in range(0, len(out), 4):
+        block = row_high | (np.uint64(first // 4) << np.uint64(16))
+        words = philox((row_low, block, table_low, table_high), (seed_low, seed_high))
+        values = (
+            uniform(words, initializer.a, initializer.b)
+            if initializer.kind == UNIFORM
+            else normal(words, initializer.a, initializer.b)
+        )
+        for column in range(min(4, len(out) - first)):
+            out[first + column] = values[column]
+
+
+@compiled_loop
+def philox(counter: Words, key: tuple[np.uint64, np.uint64]) -> Words:
+    """Philox 4x32-10 (Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy as 1, 2, 3", 2011)."""
+    c0, c1, c2, c3 = counter
+    k0, k1 = key
+    for _ in range(ROUNDS):
+        product_0, product_1 = MULTIPLIER_0 * c0, MULTIPLIER_1 * c2
+        c0, c1, c2, c3 = (product_1 >> HALF) ^ c1 ^ k0, product_1 & LOW, (product_0 >> HALF) ^ c3 ^ k1, product_0 & LOW
+        k0, k1 = (k0 + WEYL_0) & LOW, (k1 + WEYL_1) & LOW
+    return c0, c1, c2, c3
+
+
+@compiled_loop
+def uniform(words: Words, low: float, high: float) -> tuple[float, float, float, float]:
+    return (
+        uniform_1(words[0], low, high),
+        uniform_1(words[1], low, high),
+        uniform_1(words[2], low, high),
+        uniform_1(words[3], low, high),
+    )
+
+
+@compiled_loop
+def uniform_1(word: np.uint64, low: float, high: float) -> float:
+    return low + (high - low) * (np.int64(word >> np.uint64(8)) * 2.0**-24)
+
+
+@compiled_loop
+def normal(words: Words, mean: float, deviation: float) -> tuple[float, float, float, float]:
+    first = normal_2(words[0], words[1], mean, deviation)
+    second = normal_2(words[2], words[3], mean, deviation)
+    return first[0], first[1], second[0], second[1]
+
+
+@compiled_loop
+def normal_2(word_0: np.uint64, word_1: np.uint64, mean: float, deviation: float) -> tuple[float, float]:
+    radius = deviation * sqrt(-2.0 * log((np.int64(word_0) + 1) * 2.0**-32))
+    angle = 2.0 * pi * (np.int64(word_1) * 2.0**-32)
+    return mean + radius * cos(angle), mean + radius * sin(angle)

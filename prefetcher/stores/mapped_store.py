@@ -1,0 +1,107 @@
+"""Rows in a file mapped into memory, for tables larger than memory: the kernel keeps those in use at hand.
+
+    0        header      one page: the layout, and the checkpoint that the file was closed at (table_header.py)
+    4096     marks       a byte a row (loops.py), to the end of a page
+    ...      records     of fixed stride, table after table
+
+The file is scratch. It holds a checkpoint's rows only if it was closed at that very checkpoint, which the header then says; while it is
+open, and after a crash, it says that it is worth nothing, and the next process makes it anew and restores. No checkpoint refers to it.
+Only the header has a checksum: to check the records at a start would take as long as to restore them. Where the disk fails under the
+mapping, the kernel ends the process with SIGBUS.
+"""
+
+import mmap
+import os
+from pathlib import Path
+from typing import Self
+
+import msgspec
+import numpy as np
+
+from rowcast.job.tables import GroupSpec, aligned
+from rowcast.prefetcher.stores.table_file import TableFile
+from rowcast.prefetcher.stores.table_header import HEADER_BYTES, Header, layout_digest, why_rebuilt
+from rowcast.prefetcher.stores.table_store import TableStore, marks_bytes
+from rowcast.runtime.telemetry.logs import get_logger
+
+
+class MappedStore(TableStore):
+    """As a MemoryStore, with the rows in `<folder>/<group>.rows`. Made by `open`."""
+
+    def __init__(self, group: GroupSpec, seed: int, file: TableFile, header: Header, *, restored: bool) -> None:
+        marks_end, nbytes = file_layout(group)
+        memory = file.map(nbytes)
+        # else the kernel's reading ahead soon has all of them at hand after a restart
+        if nbytes > physical_memory_bytes() // 2:
+            # and here would push out rows in use for others that nobody asked for
+            memory.madvise(mmap.MADV_RANDOM, marks_end)
+        words = np.frombuffer(memory, np.uint64, group.num_rows * group.record_bytes // 8, marks_end)
+        marks = np.frombuffer(memory, np.uint8, marks_bytes(group), HEADER_BYTES)
+        super().__init__(group, seed, words.reshape(group.num_rows, -1), marks)
+        self._file = file
+        self._header = header
+        self._memory: mmap.mmap | None = memory  # None once it is closed
+        self._restored = restored
+
+    @classmethod
+    def open(cls, group: GroupSpec, seed: int, folder: Path, *, incarnation: int, checkpoint: str | None) -> Self:
+        """Has the rows of `checkpoint` where the file was closed at it, otherwise none. Until `close_at` the file says that it is open.
+
+        `checkpoint` must name content, not only a step: what an earlier run left under the same name would pass for it.
+        Raises ConfigError: another process has the file, or there is no room for all of it.
+        """
+        path, (_, nbytes), layout = folder / f"{group.name}.rows", file_layout(group), layout_digest(group, seed)
+        file = TableFile.open(path)
+        try:
+            reason = why_started_anew(file, layout, checkpoint, nbytes)
+            header = Header(layout=layout, incarnation=incarnation, closed_at=None)
+            file.begin(header, nbytes, keep=reason is None)
+            get_logger().info(
+                "table file", path=str(path), rows="kept" if reason is None else f"none: {reason}", nbytes=nbytes
+            )
+            return cls(group, seed, file, header, restored=reason is None)
+        except BaseException:
+            file.close()
+            raise
+
+    @property
+    def restored(self) -> bool:
+        return self._restored
+
+    def close_at(self, checkpoint: str) -> None:
+        """Rows first, then the header that vouches for them. A disk that fails here costs only the restore at the next start."""
+        if self._memory is None:
+            return
+        self._check_settled(checkpoint)
+        try:
+            self._memory.flush()
+            self._file.sync()
+            self._file.write_header(msgspec.structs.replace(self._header, closed_at=checkpoint))
+        except OSError as error:
+            get_logger().warning(
+                "table file cannot be kept; the next start restores", path=str(self._file.path), error=str(error)
+            )
+        self.close()
+
+    def close(self) -> None:
+        super().close()
+        self._memory = None
+        self._file.close()
+
+
+def file_layout(group: GroupSpec) -> tuple[int, int]:
+    """(where the records begin, bytes of the file)."""
+    marks_end = aligned(HEADER_BYTES + marks_bytes(group), mmap.PAGESIZE)
+    return marks_end, aligned(marks_end + group.num_rows * group.record_bytes, mmap.PAGESIZE)
+
+
+def physical_memory_bytes() -> int:
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def why_started_anew(file: TableFile, layout: str, checkpoint: str | None, nbytes: int) -> str | None:
+    """None where the file has the checkpoint's rows."""
+    if file.nbytes == 0:
+        return "a new file"
+    reason = why_rebuilt(file.read_header(), layout, checkpoint)
+    return f"it has {file.nbytes} of {nbytes} bytes" if reason is None and file.nbytes != nbytes else reason

@@ -1,0 +1,37 @@
+"""Rows in this process's memory. A row takes memory only once it was trained; until then its first value is computed when it is read."""
+
+import mmap
+
+import numpy as np
+
+from rowcast.job.tables import GroupSpec
+from rowcast.prefetcher.stores.row_loops import Words
+from rowcast.prefetcher.stores.table_store import TableStore, marks_bytes
+from rowcast.runtime.errors import ConfigError
+
+
+def lazy_array(num_rows: int, num_words: int) -> Words:
+    """u64 [num_rows, num_words] of zeros that take memory page by page, as they are written. Raises MemoryError.
+
+    numpy would ask for huge pages: then the first write of a row clears 2 MiB, and a sparse table takes all of its memory at once.
+    """
+    try:
+        memory = mmap.mmap(-1, max(1, num_rows * num_words * 8))
+    except (OSError, OverflowError, ValueError):
+        raise MemoryError from None
+    memory.madvise(mmap.MADV_NOHUGEPAGE)
+    return np.frombuffer(memory, np.uint64, num_rows * num_words).reshape(num_rows, num_words)
+
+
+class MemoryStore(TableStore):
+    """All tables of a group in one lazily committed array. Nothing outlives the process."""
+
+    def __init__(self, group: GroupSpec, seed: int) -> None:
+        try:
+            words, marks = lazy_array(group.num_rows, group.record_bytes // 8), np.zeros(marks_bytes(group), np.uint8)
+        except MemoryError:
+            raise ConfigError(
+                f"tables of group {group.name} need {group.num_rows * group.record_bytes / 2**30:.1f} GiB, more than this machine can "
+                f"address; use fewer rows or a smaller embedding_dim"
+            ) from None
+        super().__init__(group, seed, words, marks)

@@ -1,0 +1,68 @@
+"""The compiled loops of `--verify`: which rows are checked, their checksums, and the ledger's hash."""
+
+import numpy as np
+import numpy.typing as npt
+
+from rowcast.prefetcher.planner.directory import hash_of
+from rowcast.runtime.compiled import compiled_loop
+
+I32 = npt.NDArray[np.int32]
+I64 = npt.NDArray[np.int64]
+
+NOWHERE = -1  # instead of a cell: the row is not in the ledger
+FREE = -1  # instead of a key: the cell is empty
+SAMPLE_RANGE = 2**32
+
+
+@compiled_loop
+def find_sampled(keys: I64, threshold: int, out: I64) -> int:
+    """out[:n] = the places of the sampled keys, n of them. `threshold` from 0 (none) to SAMPLE_RANGE (all).
+
+    By a hash of the key alone, and another one than the ledger's, so that samples spread over its cells.
+    """
+    found = 0
+    for i in range(len(keys)):
+        mixed = (np.uint64(keys[i]) + np.uint64(0x9E3779B97F4A7C15)) * np.uint64(0xBF58476D1CE4E5B9)
+        mixed = (mixed ^ (mixed >> np.uint64(29))) * np.uint64(0x94D049BB133111EB)
+        if np.int64(mixed >> np.uint64(32)) < threshold:
+            out[found] = i
+            found += 1
+    return found
+
+
+@compiled_loop
+def row_checksums(words: I32, places: I64, constants: I64, out: I64) -> None:
+    """out[i] = checksum of words[places[i]]; see `rowcast.protocol.row_checksum`."""
+    for i in range(len(places)):
+        total = np.int64(0)
+        for column in range(words.shape[1]):
+            total += np.int64(words[places[i], column]) * constants[column]
+        out[i] = total
+
+
+@compiled_loop
+def find_cells(cells: I64, keys: I64, out: I64) -> int:
+    """out[i] = the cell of keys[i], or NOWHERE. Returns how many are nowhere. There is always a free cell."""
+    mask, missing = np.uint64(len(cells) - 1), 0
+    for i in range(len(keys)):
+        cell = hash_of(keys[i]) & mask
+        while cells[cell] != FREE and cells[cell] != keys[i]:
+            cell = (cell + np.uint64(1)) & mask
+        if cells[cell] == FREE:
+            out[i] = NOWHERE
+            missing += 1
+        else:
+            out[i] = np.int64(cell)
+    return missing
+
+
+@compiled_loop
+def enter(cells: I64, keys: I64, out: I64) -> None:
+    """As `find_cells`, and keys that are nowhere get a cell. The caller has made room."""
+    mask = np.uint64(len(cells) - 1)
+    for i in range(len(keys)):
+        cell = hash_of(keys[i]) & mask
+        while cells[cell] != FREE and cells[cell] != keys[i]:
+            cell = (cell + np.uint64(1)) & mask
+        cells[cell] = keys[i]
+        out[i] = np.int64(cell)

@@ -1,0 +1,67 @@
+"""The sampled rows of one plan or barrier, and what is known of their checksums so far."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from rowcast.prefetcher.verify.checksum_loops import I64
+
+
+@dataclass(slots=True)
+class Sample:
+    """Sampled rows of a move, in its order."""
+
+    keys: I64  # [n]
+    places: I64  # [n] ascending, in the move
+    checksums: I64  # [n] what the trainer is expected to report; filled in as it becomes known
+    num_known: int = 0
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+    def within(self, start: int, count: int) -> slice:
+        """Those whose places are from `start` to `start + count`."""
+        low, high = np.searchsorted(self.places, [start, start + count])
+        return slice(int(low), int(high))
+
+    def expect(self, part: slice, checksums: I64) -> None:
+        self.checksums[part] = checksums
+        self.num_known += len(checksums)
+
+
+@dataclass(slots=True)
+class GroupVisit:
+    """A group's part, in the order in which the trainer reports it."""
+
+    fetched: Sample
+    dirty: Sample  # victims, or the dirty rows of a barrier
+    clean: Sample  # victims
+
+    @property
+    def samples(self) -> tuple[Sample, Sample, Sample]:
+        return self.fetched, self.dirty, self.clean
+
+
+@dataclass(slots=True)
+class Visit:
+    step: int | None
+    barrier: int | None
+    groups: list[GroupVisit]
+    reported: I64  # [n] what the trainer has found in the slots
+    num_reported: int = 0
+
+    @property
+    def complete(self) -> bool:
+        """Everything is reported, and everything is known that it can be compared with."""
+        known = all(sample.num_known == len(sample) for group in self.groups for sample in group.samples)
+        return known and self.num_reported == len(self.reported)
+
+    def report(self, start: int, checksums: I64) -> None:
+        """`Order` has seen to it that these follow those before and are not too many."""
+        self.reported[start : start + len(checksums)] = checksums
+        self.num_reported += len(checksums)
+
+
+def new_visit(step: int | None, barrier: int | None, groups: list[GroupVisit]) -> Visit:
+    total = sum(len(sample) for group in groups for sample in group.samples)
+    return Visit(step, barrier, groups, np.zeros(total, np.int64))

@@ -1,0 +1,201 @@
+"""The counters that both processes keep, and the Collector that reads them when a scrape comes.
+
+The hot path adds to plain ints and floats; it never touches prometheus_client. Each counter is written by one thread only (each key of a
+dict counts as a counter), so no lock is needed; a scrape may fall between two additions and sees every counter at most one event late.
+"""
+
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Literal, get_args
+
+from prometheus_client import CollectorRegistry, ProcessCollector
+from prometheus_client.metrics_core import Metric as Family
+from prometheus_client.registry import Collector
+
+from rowcast.job.tables import GroupSpec
+from rowcast.protocol.batch import Kind
+from rowcast.protocol.messages import Flush, RowsBack, StepReady
+from rowcast.runtime.telemetry.health import Health, State
+from rowcast.runtime.telemetry.metrics import Process, Sample, families
+from rowcast.runtime.telemetry.timeline import SpanKind, Timeline
+
+Side = Literal["producer", "consumer"]
+NOT_SHOWN = nullcontext()
+
+
+@dataclass(slots=True)
+class QueueCounters:
+    """Seconds that each side of one queue was blocked on it: the producer while it was full, the consumer while it was empty."""
+
+    producer_s: float = 0.0
+    consumer_s: float = 0.0
+
+    def blocked(self, side: Side, seconds: float) -> None:
+        if side == "producer":
+            self.producer_s += seconds
+        else:
+            self.consumer_s += seconds
+
+
+@dataclass(slots=True)
+class GroupCounters:
+    """What one group's rows did, in rows and in bytes of records."""
+
+    record_bytes: int
+    lookups: int = 0
+    unique_rows: int = 0
+    hits: int = 0  # counted, not derived: a scrape between two additions must never see it fall
+    rows_fetched: int = 0
+    rows_evicted: int = 0
+    rows_written_back: int = 0  # dirty victims and flushed rows
+    rows_flushed: int = 0  # those of barriers
+    row_bytes_to_device: int = 0
+    row_bytes_from_device: int = 0
+
+    def step(self, *, num_lookups: int, num_unique: int, num_fetch: int, num_evict: int) -> None:
+        self.lookups += num_lookups
+        self.unique_rows += num_unique
+        self.hits += num_unique - num_fetch
+        self.rows_fetched += num_fetch
+        self.rows_evicted += num_evict
+
+
+@dataclass(slots=True, kw_only=True)
+class Counters:
+    """Base of `PrefetcherCounters` and `TrainerCounters`; `groups` in the order of `group_specs`."""
+
+    groups: dict[str, GroupCounters]
+    stalls: dict[str, float]  # reason -> seconds
+    phases: dict[str, float]  # phase -> seconds
+    queues: dict[str, QueueCounters]
+    train_steps: int = 0
+    eval_steps: int = 0
+    samples: int = 0  # of training steps
+    eval_samples: int = 0
+    plan_bytes_to_device: int = 0
+    last_progress: float = field(default_factory=time.time)  # Unix time of the last completed step, or of the start
+    timeline: Timeline | None = None  # records when the seconds were that are counted here
+
+    _by_index: tuple[GroupCounters, ...] = field(init=False, repr=False)  # messages name groups by number
+
+    def __post_init__(self) -> None:
+        self._by_index = tuple(self.groups.values())
+
+    def step(self, kind: Kind, batch_size: int) -> None:
+        """One step of `batch_size` samples."""
+        if kind == "train":
+            self.train_steps += 1
+            self.samples += batch_size
+        else:
+            self.eval_steps += 1
+            self.eval_samples += batch_size
+
+    def show(
+        self, kind: SpanKind, name: str, seconds: float, step: int | None = None, ended_s: float | None = None
+    ) -> None:
+        """Seconds on the timeline, where one is recorded: those that ended at `ended_s` by the performance counter, None: now."""
+        if self.timeline is not None:
+            self.timeline.add(kind, name, seconds, step, ended_s=ended_s)
+
+    def shown(self, name: str, step: int | None = None) -> AbstractContextManager[None]:
+        """Puts the block on the timeline, where one is recorded, and counts nothing."""
+        return NOT_SHOWN if self.timeline is None else self.timeline.work(name, step)
+
+    def progressed(self) -> None:
+        """A step is complete on the device."""
+        self.last_progress = time.time()
+
+    def step_ready(self, message: StepReady) -> None:
+        """One piece of a plan was sent (prefetcher) or received (trainer)."""
+        if message.arrays is not None:
+            self.plan_bytes_to_device += message.arrays.nbytes
+        for span in message.rows:
+            group = self._by_index[span.group]
+            group.row_bytes_to_device += span.count * group.record_bytes
+
+    def flush(self, message: Flush) -> None:
+        """One piece of a barrier was sent (prefetcher) or received (trainer)."""
+        if message.span is not None:
+            self.plan_bytes_to_device += message.span.nbytes
+
+    def rows_back(self, message: RowsBack) -> None:
+        """Rows were sent home (trainer) or applied to the store (prefetcher)."""
+        for span in message.rows:
+            group = self._by_index[span.group]
+            group.rows_written_back += span.count
+            group.rows_flushed += span.count if message.barrier is not None else 0
+            group.row_bytes_from_device += span.count * group.record_bytes
+
+    def total(self, name: str) -> int:
+        """The sum over all groups of one field of `GroupCounters`."""
+        return sum(int(getattr(group, name)) for group in self._by_index)
+
+
+def new_groups(groups: Iterable[GroupSpec]) -> dict[str, GroupCounters]:
+    return {group.name: GroupCounters(group.record_bytes) for group in groups}
+
+
+def counter_samples(counters: Counters) -> Iterator[Sample]:
+    """Everything in `Counters`, as samples of the metrics table."""
+    yield "rowcast_train_steps_total", (), counters.train_steps
+    yield "rowcast_eval_steps_total", (), counters.eval_steps
+    yield "rowcast_samples_total", (), counters.samples
+    yield "rowcast_eval_samples_total", (), counters.eval_samples
+    yield "rowcast_last_progress_timestamp_seconds", (), counters.last_progress
+    yield "rowcast_plan_bytes_total", ("to_device",), counters.plan_bytes_to_device
+    yield "rowcast_plan_bytes_total", ("from_device",), 0  # plans are made by the prefetcher alone
+    for name, group in counters.groups.items():
+        yield from group_samples(name, group)
+    for reason, seconds in counters.stalls.items():
+        yield "rowcast_stall_seconds_total", (reason,), seconds
+    for phase, seconds in counters.phases.items():
+        yield "rowcast_phase_seconds_total", (phase,), seconds
+    for name, queue in counters.queues.items():
+        yield "rowcast_queue_blocked_seconds_total", (name, "producer"), queue.producer_s
+        yield "rowcast_queue_blocked_seconds_total", (name, "consumer"), queue.consumer_s
+
+
+def group_samples(name: str, group: GroupCounters) -> Iterator[Sample]:
+    yield "rowcast_lookups_total", (name,), group.lookups
+    yield "rowcast_unique_rows_total", (name,), group.unique_rows
+    yield "rowcast_hits_total", (name,), group.hits
+    yield "rowcast_rows_fetched_total", (name,), group.rows_fetched
+    yield "rowcast_rows_evicted_total", (name,), group.rows_evicted
+    yield "rowcast_rows_written_back_total", (name,), group.rows_written_back
+    yield "rowcast_rows_flushed_total", (name,), group.rows_flushed
+    yield "rowcast_row_bytes_total", (name, "to_device"), group.row_bytes_to_device
+    yield "rowcast_row_bytes_total", (name, "from_device"), group.row_bytes_from_device
+
+
+class CountersCollector(Collector):
+    """Base of both processes' collectors: reads counters and gauges at scrape time, from the scrape's thread."""
+
+    def __init__(self, process: Process, build: Mapping[str, str], health: Health) -> None:
+        self._process: Process = process
+        self._health = health
+        self._build = ("rowcast_build_info", tuple(build.values()), 1.0)
+
+    def samples(self) -> Iterable[Sample]:
+        raise NotImplementedError
+
+    def describe(self) -> Iterator[Family]:
+        """Names for the registry, without reading any counter."""
+        return families(self._process, ())
+
+    def collect(self) -> Iterator[Family]:
+        return families(self._process, (self._build, *self._state(), *self.samples()))
+
+    def _state(self) -> Iterator[Sample]:
+        now = self._health.state
+        for state in get_args(State):
+            yield "rowcast_state", (state,), state == now
+
+
+def new_registry(collector: CountersCollector) -> CollectorRegistry:
+    """The process's only registry; beside our own metrics it has the `process_` ones: memory, processor time, open files."""
+    registry = CollectorRegistry()
+    ProcessCollector(registry=registry)
+    registry.register(collector)
+    return registry

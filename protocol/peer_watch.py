@@ -1,0 +1,199 @@
+"""Watches the peer: it must come, stay, and make progress. Runs on a thread of its own, so that a busy main loop still looks alive."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import msgspec
+
+from rowcast.job.schema import Transport, parse_seconds
+from rowcast.protocol.conversation import Conversation
+from rowcast.protocol.messages import Failure, Heartbeat
+from rowcast.runtime.errors import PeerLost, PeerNeverCame, RowcastError
+from rowcast.runtime.telemetry.logs import get_logger
+
+HEARTBEAT_EVERY_S = 1.0
+SILENCE_LIMIT_S = 7.0  # a peer that was stopped for less goes on as if nothing had been
+PAUSE_S = 2.0  # between two ticks: this process itself was stopped meanwhile, and heard nothing
+GONE_GRACE_S = 0.5  # what the peer sent before it went may still be on its way through our queues
+REPORT_EVERY_S = 10.0
+
+
+class WatchedLink(Protocol):
+    @property
+    def peer_gone(self) -> bool:
+        """Whether the peer's end was closed after it had been there."""
+
+    @property
+    def pending(self) -> int:
+        """Frames that have arrived and were not received yet."""
+
+    @property
+    def last_received_s(self) -> float | None:
+        """Monotonic time of the newest frame; None before the first."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Progress:
+    """How far this process is; compared from tick to tick."""
+
+    step_begun: int | None
+    step_done: int | None
+    work: int  # grows with whatever else is progress
+    waiting_for: str
+    ended: bool  # nothing more is expected of the peer but its good-bye
+    ready: bool = True  # a peer could be greeted
+
+
+class PeerWatch:
+    """A stage that only ever raises: PeerLost, with a sentence that says what was waited for and how long."""
+
+    def __init__(
+        self,
+        peer: str,
+        conversation: Conversation,
+        link: WatchedLink,
+        transport: Transport,
+        progress: Callable[[], Progress],
+        connected: Callable[[], bool],
+    ) -> None:
+        self._peer = peer
+        self._conversation = conversation
+        self._link = link
+        self._connect_timeout_s = parse_seconds(transport.connect_timeout)
+        self._stall_timeout_s = parse_seconds(transport.stall_timeout)
+        self._progress = progress
+        self._connected = connected
+        self._peer_waits_for = "nothing yet"
+        self._peer_progress: tuple[int | None, ...] = ()
+        self._started_s = time.monotonic()
+        self._listening_since_s = self._last_tick_s = self._started_s
+        self._next_beat_s = self._started_s
+        self._gone_since_s: float | None = None
+        self._reached: tuple[int | None, ...] | None = None  # by both sides together
+        self._last_change_s = self._started_s
+        self._next_report_s = REPORT_EVERY_S
+        conversation.listen({Heartbeat: self._heard})
+
+    def advance(self) -> bool:
+        now_s = time.monotonic()
+        self._allow_for_pause(now_s)
+        progress = self._progress()
+        if not self._connected():
+            self._check_gone(now_s)
+            self._check_coming(progress, now_s)
+        elif not progress.ended:
+            self._check_gone(now_s)
+            self._check_silence(now_s)
+            self._check_progress(progress, now_s)
+        if now_s >= self._next_beat_s and self._link.last_received_s is not None:
+            self._next_beat_s = now_s + HEARTBEAT_EVERY_S
+            self._conversation.send(
+                Heartbeat(
+                    step_begun=progress.step_begun,
+                    step_done=progress.step_done,
+                    work=progress.work,
+                    waiting_for=progress.waiting_for,
+                )
+            )
+        return False
+
+    def _heard(self, message: Heartbeat) -> None:
+        self._peer_waits_for = message.waiting_for
+        self._peer_progress = (message.step_begun, message.step_done, message.work)
+
+    def _allow_for_pause(self, now_s: float) -> None:
+        if now_s - self._last_tick_s > PAUSE_S:
+            self._listening_since_s = self._last_change_s = now_s
+        self._last_tick_s = now_s
+
+    def _check_coming(self, progress: Progress, now_s: float) -> None:
+        """The time-out counts from when this side was ready, or last heard from a peer that is not ready yet."""
+        self._last_change_s = now_s
+        if not progress.ready:
+            self._started_s = now_s
+        if now_s - max(self._started_s, self._link.last_received_s or 0.0) > self._connect_timeout_s:
+            raise PeerNeverCame(
+                f"no {self._peer} came within {self._connect_timeout_s:g} s; start it with the same job file, "
+                f"or raise transport.connect_timeout"
+            )
+
+    def _check_gone(self, now_s: float) -> None:
+        if not self._link.peer_gone or self._link.pending:  # what it sent last says why it went
+            return
+        self._gone_since_s = self._gone_since_s or now_s
+        if now_s - self._gone_since_s > GONE_GRACE_S:
+            raise PeerLost(f"the {self._peer} went away; its own log says why. Start both again")
+
+    def _check_silence(self, now_s: float) -> None:
+        last_s = max(self._link.last_received_s or self._started_s, self._listening_since_s)
+        if now_s - last_s > SILENCE_LIMIT_S:
+            raise PeerLost(
+                f"the {self._peer} has been silent for {now_s - last_s:.1f} s; it was stopped or its host is overloaded"
+            )
+
+    def _check_progress(self, progress: Progress, now_s: float) -> None:
+        reached = (progress.step_begun, progress.step_done, progress.work, *self._peer_progress)
+        if reached != self._reached:
+            self._last_change_s, self._next_report_s = now_s, REPORT_EVERY_S
+        self._reached = reached
+        stalled_s = now_s - self._last_change_s
+        if stalled_s > self._stall_timeout_s:
+            raise PeerLost(
+                f"no progress for {stalled_s:.0f} s (transport.stall_timeout) after step {progress.step_done}: "
+                f"the {self._conversation.session.role} waits for {progress.waiting_for}, the {self._peer} for {self._peer_waits_for}"
+            )
+        if stalled_s > self._next_report_s:
+            self._next_report_s += REPORT_EVERY_S
+            get_logger().warning(
+                "no progress", seconds=round(stalled_s), step_done=progress.step_done, waiting_for=progress.waiting_for,
+                peer_waits_for=self._peer_waits_for,
+            )  # fmt: skip
+
+
+class Patience:
+    """How long a peer is awaited: `connect_timeout` the first time, `rejoin_timeout` once one was lost."""
+
+    def __init__(self, peer: str, transport: Transport) -> None:
+        self.transport = transport  # with the time-out that counts now
+        self._peer = peer
+        self._rejoin_s = parse_seconds(transport.rejoin_timeout)
+        self._waits_again = False
+
+    def again(self, error: PeerLost) -> None:
+        """Call when the peer was lost. Raises PeerLost where no other one is to be awaited, or none has come."""
+        if isinstance(error, PeerNeverCame) and self._waits_again:
+            raise PeerLost(
+                f"no other {self._peer} came within {self._rejoin_s:g} s after the last one was lost; start it with the same job file, "
+                f"or raise transport.rejoin_timeout"
+            )
+        if isinstance(error, PeerNeverCame) or not self._rejoin_s:
+            raise error
+        self._waits_again = True
+        self.transport = msgspec.structs.replace(self.transport, connect_timeout=self._rejoin_s)
+        get_logger().warning(
+            f"waiting for another {self._peer}; training goes on from the newest checkpoint",
+            lost=str(error),
+            seconds=self._rejoin_s,
+        )
+
+
+class Sends(Protocol):
+    @property
+    def failure_received(self) -> bool: ...
+
+    def send(self, message: Failure) -> None: ...
+
+
+def tell_peer(conversation: Sends, error: BaseException) -> None:
+    """Lets the peer end with the same sentence and code, where the error did not come from it. One that is gone costs nothing, and one
+    that only stood still should know why it was left."""
+    if conversation.failure_received:
+        return
+    code = error.exit_code if isinstance(error, RowcastError) else 1
+    sentence = str(error) if isinstance(error, RowcastError) else f"{type(error).__name__}: {error}"
+    try:
+        conversation.send(Failure(code=code, sentence=sentence))
+    except RowcastError:
+        get_logger().warning("the peer could not be told", sentence=sentence)

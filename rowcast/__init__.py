@@ -1,0 +1,54 @@
+"""Train recommendation models whose embedding tables do not fit on the device, bit for bit as if they did.
+
+Two commands train a job file: `prefetcher run --config job.toml` and `trainer run --config job.toml`. A training script of
+your own needs two lines instead:
+
+    import rowcast
+
+    embeddings = rowcast.EmbeddingBagCollection(tables=[
+        rowcast.EmbeddingBagConfig(name="users", num_embeddings=50_000_000, embedding_dim=64, feature_names=["user"]),
+    ], optimizer={"kind": "adagrad", "lr": 0.01}, capacity="8GiB")
+    for dense, sparse, labels in rowcast.connect(embeddings, "my_data:batches", epochs=1):
+        ...  # your model, your loss, your backward pass
+
+    EmbeddingBagCollection   a module with the interface of TorchRec's; its tables live in the prefetcher's memory
+    EmbeddingBagConfig       one table of it
+    connect                  returns a Loader: iterate over it instead of your data loader
+    Loader                   the batches, with their rows on the device when they are yielded; saves, stops, exports
+    Batch                    what a data factory may yield (`data.format = "package.module:factory"`)
+    Sequences                what a model receives of a feature whose rows are not pooled (`pooling = "none"`)
+
+docs/adopt.md walks through it.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rowcast.protocol.batch import Batch
+    from rowcast.trainer.adopt.loader import Loader, connect
+    from rowcast.trainer.adopt.module import EmbeddingBagCollection
+    from rowcast.trainer.adopt.settings import EmbeddingBagConfig
+    from rowcast.trainer.models.sequences import Sequences
+
+__all__ = ["Batch", "EmbeddingBagCollection", "EmbeddingBagConfig", "Loader", "Sequences", "connect"]
+
+MODULES = {
+    "Batch": "rowcast.protocol.batch",
+    "EmbeddingBagCollection": "rowcast.trainer.adopt.module",
+    "EmbeddingBagConfig": "rowcast.trainer.adopt.settings",
+    "Loader": "rowcast.trainer.adopt.loader",
+    "Sequences": "rowcast.trainer.models.sequences",
+    "connect": "rowcast.trainer.adopt.loader",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Imports a public name when it is first used: the commands refuse a wrong job file without waiting for torch."""
+    if name not in MODULES:
+        raise AttributeError(f"module 'rowcast' has no attribute {name!r}")
+    return getattr(import_module(MODULES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

@@ -1,0 +1,66 @@
+"""Errors that end a run. Each is one sentence for the person who can act on it, and names the exit code of the process."""
+
+
+class RowcastError(Exception):
+    """Base of every error that a command reports as one sentence instead of a traceback."""
+
+    exit_code = 1
+
+
+class ConfigError(RowcastError):
+    """The job file, the command line or this machine does not allow the run (wrong key, no memory, port in use)."""
+
+    exit_code = 2
+
+
+class PeerLost(RowcastError):
+    """The other process never came, went away, or lives without making progress."""
+
+    exit_code = 3
+
+
+class PeerNeverCame(PeerLost):
+    """No other process came within the time that it was awaited."""
+
+
+class DataError(RowcastError):
+    """A data file or a checkpoint holds something that cannot be trained on."""
+
+    exit_code = 4
+
+
+class Mismatch(RowcastError):
+    """The two processes run different versions or different job files, or a checkpoint belongs to another job."""
+
+    exit_code = 5
+
+
+class ProtocolError(RowcastError):
+    """A message that the conversation does not allow here."""
+
+
+class LocalProtocolError(ProtocolError):
+    """This process tried to send what the conversation does not allow: a bug of ours."""
+
+
+class RemoteProtocolError(ProtocolError):
+    """The peer sent what the conversation does not allow: a bug of theirs, or a hostile peer."""
+
+
+class NonFiniteLoss(RowcastError):
+    """Training diverged: the loss of a train step is NaN or infinite."""
+
+
+MAX_PEER_SENTENCE = 4000  # characters
+ERRORS_BY_EXIT_CODE: dict[int, type[RowcastError]] = {
+    error.exit_code: error for error in (ConfigError, PeerLost, DataError, Mismatch)
+}
+
+
+def peer_failure(code: int, sentence: str) -> RowcastError:
+    """The error that a peer's `Failure` message stands for on this side, so that both exit with one code.
+
+    The sentence goes to a terminal and a log: it is cut, and cannot hold a control character.
+    """
+    printable = "".join(letter if letter.isprintable() else " " for letter in sentence[:MAX_PEER_SENTENCE])
+    return ERRORS_BY_EXIT_CODE.get(code, RowcastError)(printable)

@@ -1,0 +1,109 @@
+"""What both processes do around their stages: threads, signals, the first error, and leaving in order."""
+
+import os
+import signal
+import threading
+from collections.abc import Callable, Mapping
+from types import FrameType, TracebackType
+from typing import Self
+
+from rowcast.runtime.command import say
+from rowcast.runtime.errors import PeerLost, RowcastError
+from rowcast.runtime.stages import Doorbell, Stage, StageThread
+from rowcast.runtime.telemetry.logs import get_logger
+
+STOPS = (signal.SIGINT, signal.SIGTERM)
+STOPPING = "stopping: the plans already made are finished first; a second signal ends at once"
+AT_SUDDEN_EXIT: list[Callable[[], None]] = []  # each removes what would outlive a process that ends without cleaning up
+HANG_GRACE_S = 5.0  # after a fatal error, for the main thread to come out of what it is doing
+
+
+class Signals:
+    """The first SIGINT or SIGTERM asks for a stop, a second one ends the process at once. Use as a context manager, in the main thread,
+    around everything that takes time: the imports of a command too."""
+
+    def __init__(self) -> None:
+        self.stop_reason: str | None = None
+        self.bell = Doorbell()  # rung by the first signal
+        self._previous: dict[int, object] = {}
+
+    def __enter__(self) -> Self:
+        for number in STOPS:
+            self._previous[number] = signal.signal(number, self._handle)
+        # a launcher may have held them back until they can be acted upon
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPS)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)  # type: ignore[arg-type]
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self.stop_reason is not None:
+            leave_at_once(128 + number)
+        self.stop_reason = signal.Signals(number).name
+        self.bell.ring()  # its lock is re-entrant, so this is safe even where the signal interrupted a wait on it
+
+
+class Crew:
+    """The stage threads of a process and the first error of any of them."""
+
+    def __init__(self, process: str, bell: Doorbell, *, owns_process: bool = True) -> None:
+        """`owns_process`: the process is to end with an error of ours, also where its main thread does not come back."""
+        self.error: BaseException | None = None
+        self._process = process
+        self._owns_process = owns_process
+        self._bell = bell
+        self._threads: dict[str, StageThread] = {}
+        self._stopped = threading.Event()
+
+    def start(self, stages: Mapping[str, Stage], on_idle: Mapping[str, Callable[[float], None]]) -> None:
+        """May be called again, with other stages."""
+        threads = {
+            name: StageThread(name, stage, self._bell, self.fail, on_idle.get(name)) for name, stage in stages.items()
+        }
+        self._threads |= threads
+        for thread in threads.values():
+            thread.start()
+
+    def stop(self) -> None:
+        for thread in self._threads.values():
+            thread.stop()
+        self._stopped.set()
+
+    def fail(self, error: BaseException) -> None:
+        """Keeps the first error; the main thread raises it. A main thread that cannot hear of it is ended with the process."""
+        if self.error is None:
+            self.error = error
+            if self._owns_process:
+                threading.Thread(target=self._end_hung_process, args=(error,), name="last resort", daemon=True).start()
+        self._bell.ring()
+
+    def check(self) -> None:
+        if self.error is not None:
+            raise self.error
+
+    def dead_stage(self) -> str | None:
+        """The name of a stage that an error has ended; None where that error is the loss of the peer, which is no fault of this process."""
+        if self.error is None or isinstance(self.error, PeerLost):
+            return None
+        return next((name for name, thread in self._threads.items() if not thread.alive), None)
+
+    def _end_hung_process(self, error: BaseException) -> None:
+        if self._stopped.wait(HANG_GRACE_S):
+            return
+        get_logger().error("the main thread did not end; leaving at once")
+        say(
+            self._process,
+            str(error) if isinstance(error, RowcastError) else f"unexpected error: {type(error).__name__}: {error}",
+        )
+        leave_at_once(error.exit_code if isinstance(error, RowcastError) else 1)
+
+
+def leave_at_once(code: int) -> None:
+    """Ends the process without a further word; only what would outlive it is removed."""
+    for remove in AT_SUDDEN_EXIT:
+        remove()
+    os._exit(code)

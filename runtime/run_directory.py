@@ -1,0 +1,100 @@
+"""The run directory: which process holds it, and whether a run in it is over."""
+
+import fcntl
+import os
+from pathlib import Path
+from types import TracebackType
+from typing import Literal, Self
+
+import msgspec
+
+from rowcast.runtime.checkpoint_manifest import write_durably
+from rowcast.runtime.errors import ConfigError
+
+COMPLETE = "complete"
+Role = Literal["prefetcher", "trainer"]
+
+
+class Completion(msgspec.Struct, frozen=True, kw_only=True):
+    """How a run came to its end."""
+
+    train_steps: int
+    epochs: int  # data.epochs then
+    max_steps: int | None = None  # --max-steps, where that was the end; None: the data was
+
+    @property
+    def cause(self) -> str:
+        return f"data.epochs = {self.epochs}" if self.max_steps is None else f"--max-steps {self.max_steps}"
+
+    def leaves_more(self, epochs: int, max_steps: int | None) -> bool:
+        """Whether a run of so many epochs and at most `max_steps` train steps goes beyond it."""
+        if max_steps is not None and max_steps <= self.train_steps:
+            return False
+        return epochs > self.epochs or self.max_steps is not None
+
+
+class RunDirectory:
+    """Holds `<run_dir>/<role>.lock` for as long as it is open. The kernel frees the lock of a process that is killed."""
+
+    def __init__(self, path: Path, role: Role) -> None:
+        self.path = path
+        self._role = role
+        self._lock: int | None = None
+
+    def __enter__(self) -> Self:
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            self._lock = os.open(self.path / f"{self._role}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise ConfigError(
+                f"job.run_dir = {str(self.path)!r} cannot be written ({error.strerror}); choose another"
+            ) from None
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = os.pread(self._lock, 32, 0).decode() or "unknown"
+            os.close(self._lock)
+            raise ConfigError(
+                f"run directory {self.path} is held by a {self._role} with process id {holder}; end it or set another job.run_dir"
+            ) from None
+        os.ftruncate(self._lock, 0)
+        os.pwrite(self._lock, str(os.getpid()).encode(), 0)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    def mark_complete(self, completion: Completion) -> None:
+        """Both sides are done: the last checkpoint is on disk, and the trainer has written its report."""
+        write_durably(self.path / COMPLETE, msgspec.json.encode(completion) + b"\n")
+
+    def go_on(self) -> None:
+        """The run that is here is not complete any more: it is trained further."""
+        (self.path / COMPLETE).unlink(missing_ok=True)
+
+    def completion(self) -> Completion | None:
+        """Of the run that is here; None where it is not over. Raises ConfigError."""
+        path = self.path / COMPLETE
+        try:
+            return msgspec.json.decode(path.read_bytes(), type=Completion)
+        except FileNotFoundError:
+            return None
+        except (OSError, msgspec.DecodeError) as error:
+            raise ConfigError(
+                f"{path}: cannot be read ({error}); remove it if the run in {self.path} is not complete"
+            ) from None
+
+    def refuse_complete(self, epochs: int, max_steps: int | None = None) -> None:
+        """Raises ConfigError where the run that is here is over, and `epochs` of the data and `max_steps` give it nothing more to train.
+        One that was killed or stopped goes on."""
+        completion = self.completion()
+        if completion is not None and not completion.leaves_more(epochs, max_steps):
+            raise ConfigError(
+                f"the run in {self.path} finished after {completion.train_steps} train steps ({completion.cause}); to train it further "
+                f"raise that; to train its model on other data set another job.run_dir and add --from {self.path}; to train a new model "
+                "in its place add --fresh (in a script: fresh=True): it replaces this one with its first checkpoint"
+            )

@@ -1,0 +1,90 @@
+"""Log set-up of a process: structured events to stderr. Progress and results of a command go to stdout instead."""
+
+import logging
+import os
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import cast
+
+import structlog
+from structlog.typing import EventDict, FilteringBoundLogger, Processor, WrappedLogger
+
+from rowcast.runtime.errors import ConfigError
+
+LEVELS = ("debug", "info", "warning", "error")
+
+
+class StderrLogger:
+    """Writes whole lines to whatever `sys.stderr` is at that moment: a live progress line replaces it while it is shown."""
+
+    def msg(self, line: str) -> None:
+        sys.stderr.write(f"{line}\n")
+        sys.stderr.flush()
+
+    debug = info = warning = error = critical = exception = msg
+
+
+def setup_logging(process: str, level: str = "info", json: bool | None = None) -> None:
+    """Sends this process's events to stderr, each with its process's name and the time in UTC.
+
+    `json`: True for JSON lines, False for key=value lines, None to choose: coloured columns on a terminal, key=value lines otherwise.
+    May be called again. Raises ConfigError for an unknown level.
+    """
+    if level not in LEVELS:
+        raise ConfigError(f"log level {level!r} is none of {', '.join(LEVELS)}")
+    structlog.configure(
+        processors=[
+            named(process),
+            structlog.processors.add_log_level,
+            structlog.processors.TimeStamper(fmt="iso", utc=True, key="time"),
+            *renderers(json, terminal=sys.stderr.isatty()),
+        ],
+        wrapper_class=structlog.make_filtering_bound_logger(logging.getLevelNamesMapping()[level.upper()]),
+        logger_factory=lambda *_: StderrLogger(),
+        cache_logger_on_first_use=False,  # a later call must also reach loggers that modules already hold
+    )
+
+
+def get_logger(**context: object) -> FilteringBoundLogger:
+    """A logger whose events carry `context`. Safe at import time: it follows the set-up of the moment it is used."""
+    return cast(FilteringBoundLogger, structlog.get_logger(**context))
+
+
+@contextmanager
+def said_if_slow(after_s: float, event: str) -> Iterator[None]:
+    """Logs `event` once where the block takes longer than `after_s`: while it takes, so that nobody wonders."""
+    timer = threading.Timer(after_s, lambda: get_logger().info(event))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def named(process: str) -> Processor:
+    def add_process(logger: WrappedLogger, method: str, event: EventDict) -> EventDict:
+        event["process"] = process
+        return event
+
+    return add_process
+
+
+def renderers(json: bool | None, *, terminal: bool) -> list[Processor]:
+    if json:
+        return [structlog.processors.format_exc_info, structlog.processors.JSONRenderer(default=str)]
+    if json is None and terminal:
+        plain_traceback = structlog.dev.plain_traceback
+        colors = "NO_COLOR" not in os.environ
+        return [structlog.dev.ConsoleRenderer(colors=colors, timestamp_key="time", exception_formatter=plain_traceback)]
+    return [structlog.processors.format_exc_info, key_value_line]
+
+
+def key_value_line(logger: WrappedLogger, method: str, event: EventDict) -> str:
+    """time=... level=... process=... event="..." key=value; a traceback follows on lines of its own, so that it can be read."""
+    trace = event.pop("exception", None)
+    order = ["time", "level", "process", "event"]
+    line = str(structlog.processors.LogfmtRenderer(key_order=order, drop_missing=True)(logger, method, event))
+    return line if trace is None else f"{line}\n{trace}"

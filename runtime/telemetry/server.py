@@ -1,0 +1,171 @@
+"""One HTTP port a process: /metrics, /healthz and /readyz. Loopback unless the job file says otherwise; read-only; no access log."""
+
+import errno
+import socketserver
+import ssl
+import sys
+import threading
+from collections.abc import Iterable
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Protocol, Self
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
+
+from prometheus_client import CollectorRegistry, make_wsgi_app
+
+from rowcast.runtime.errors import ConfigError
+from rowcast.runtime.telemetry.health import Health
+from rowcast.runtime.telemetry.logs import get_logger
+from rowcast.runtime.telemetry.metrics import Process
+
+if TYPE_CHECKING:
+    from _typeshed.wsgi import StartResponse, WSGIApplication, WSGIEnvironment
+
+BIND_FAULTS = {
+    errno.EADDRINUSE: "the port is in use; choose another one, or port 0 for any free one",
+    errno.EACCES: "this user may not open the port; choose one above 1023",
+    errno.EADDRNOTAVAIL: "this machine has no such address; use 127.0.0.1, or 0.0.0.0 to serve the network",
+}
+REQUEST_TIMEOUT_S = 5.0
+POLL_S = 0.1  # close() waits at most this long for the serving thread
+
+
+class ServerSettings(Protocol):
+    """The job file's section `[metrics]`."""
+
+    @property
+    def prefetcher(self) -> str: ...  # "host:port"
+
+    @property
+    def trainer(self) -> str: ...  # "host:port"
+
+    @property
+    def certfile(self) -> str | None: ...
+
+    @property
+    def keyfile(self) -> str | None: ...
+
+
+class Handler(WSGIRequestHandler):
+    timeout = REQUEST_TIMEOUT_S  # a client that never finishes its request must not hold a thread
+
+    def log_message(self, format: str, *args: object) -> None:
+        """No access log: a scrape every few seconds would drown everything else."""
+
+
+class Server(socketserver.ThreadingMixIn, WSGIServer):
+    daemon_threads = True
+
+    def server_bind(self) -> None:
+        """Binds without HTTPServer's reverse look-up of the host name, which can take seconds."""
+        socketserver.TCPServer.server_bind(self)
+        self.server_name, self.server_port = self.server_address[:2]  # type: ignore[assignment]  # an IPv4 address: (str, int)
+        self.setup_environ()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        error = sys.exc_info()[1]
+        if not isinstance(error, OSError):  # OSError: the client went away or was too slow
+            get_logger().error("a request failed", client=client_address[0], exc_info=error)
+
+
+class TelemetryServer:
+    """Serves one process's registry and health from a thread of its own. Reading must be quick; nothing here can change the run."""
+
+    def __init__(self, process: Process, settings: ServerSettings, registry: CollectorRegistry, health: Health) -> None:
+        """`settings` is the job file's section; port 0 takes any free one. Opens nothing."""
+        self._process = process
+        self._settings = settings
+        self._configured: str = getattr(settings, process)
+        self._app = application(registry, health)
+        self._server: Server | None = None
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> str:
+        """Binds and serves; returns the bound "host:port". Raises ConfigError where the address cannot be had, or the certificate."""
+        tls = tls_context(self._settings)
+        host, _, port = self._configured.rpartition(":")
+        try:
+            server = Server((host, int(port)), Handler)
+        except (OSError, OverflowError, TypeError) as error:  # TypeError: the host cannot be encoded
+            raise ConfigError(f"[metrics] {self._process} = {self._configured!r}: {bind_fault(error)}") from None
+        if tls is not None:  # the handshake is the handler's thread's: one slow client must not keep the others out
+            server.socket = tls.wrap_socket(server.socket, server_side=True, do_handshake_on_connect=False)
+        server.set_app(self._app)
+        self._server = server
+        self._thread = threading.Thread(target=server.serve_forever, args=(POLL_S,), name="telemetry", daemon=True)
+        self._thread.start()
+        return self.address
+
+    @property
+    def address(self) -> str:
+        """The bound "host:port"."""
+        assert self._server is not None, "the telemetry server is not started"
+        return f"{self._server.server_name}:{self._server.server_port}"
+
+    def close(self) -> None:
+        """Stops serving and frees the port. Idempotent; also before start."""
+        if self._server is not None and self._thread is not None:
+            self._server.shutdown()
+            self._thread.join()
+            self._server.server_close()
+        self._server = self._thread = None
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def tls_context(settings: ServerSettings) -> ssl.SSLContext | None:
+    """None: plain http. Raises ConfigError where certificate and key cannot be read or do not go together."""
+    if settings.certfile is None:
+        return None
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    try:
+        context.load_cert_chain(settings.certfile, settings.keyfile)
+    except OSError as error:  # ssl.SSLError is one
+        raise ConfigError(
+            f"[metrics] certfile = {settings.certfile!r}, keyfile = {settings.keyfile!r}: cannot be used ({error.strerror or error}); "
+            f"name a PEM certificate and its key, without a password"
+        ) from None
+    return context
+
+
+def bind_fault(error: Exception) -> str:
+    if isinstance(error, OverflowError):
+        return "a port is a number from 0 to 65535"
+    if not isinstance(error, OSError):
+        return "this is no host name; use 127.0.0.1"
+    return BIND_FAULTS.get(error.errno or 0, f"cannot listen there ({error.strerror}); change host:port")
+
+
+def application(registry: CollectorRegistry, health: Health) -> "WSGIApplication":
+    metrics: WSGIApplication = make_wsgi_app(registry)
+
+    def answer(environ: "WSGIEnvironment", start_response: "StartResponse") -> Iterable[bytes]:
+        path = environ.get("PATH_INFO", "")
+        if path == "/metrics":
+            return metrics(environ, start_response)
+        method = environ["REQUEST_METHOD"]
+        status, text = (
+            health_answer(health, path) if method in ("GET", "HEAD") else ("405 Method Not Allowed", "use GET")
+        )
+        body = f"{text}\n".encode()
+        start_response(status, [("Content-Type", "text/plain; charset=utf-8"), ("Content-Length", str(len(body)))])
+        return [] if method == "HEAD" else [body]
+
+    return answer
+
+
+def health_answer(health: Health, path: str) -> tuple[str, str]:
+    match path:
+        case "/healthz":
+            good, word = health.healthz()
+        case "/readyz":
+            good, word = health.readyz()
+        case _:
+            return "404 Not Found", "try /metrics, /healthz or /readyz"
+    return "200 OK" if good else "503 Service Unavailable", word

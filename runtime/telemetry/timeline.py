@@ -1,0 +1,233 @@
+"""Records what the stages of a process do and wait for, for `prefetcher timeline` to put together.
+
+    a stage's thread ---- add: one record ----> queue ---- every FLUSH_S, a thread of its own ----> <run_dir>/timeline.<process>.jsonl
+
+Times are those of `time.perf_counter`, which on Linux is CLOCK_MONOTONIC: one clock for all processes of one boot of one host. The
+file's first line is a `Header`, each other line one record; a process that is killed leaves all but its last FLUSH_S seconds.
+"""
+
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Literal, Self
+
+import msgspec
+
+from rowcast.runtime.disk import RealWriting
+from rowcast.runtime.errors import ConfigError
+from rowcast.runtime.stages import Stage
+from rowcast.runtime.telemetry.logs import get_logger
+from rowcast.runtime.telemetry.metrics import Process
+
+VERSION = 1
+MAX_RECORDS = 1_000_000  # of a file: about 65 MB, and 40,000 steps
+FLUSH_S = 0.5
+WATCH_S = 0.01  # between looks at the levels
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+SpanKind = Literal["work", "wait", "step"]
+# work: a stage at work     wait: a stage stands still, `name` says for what
+# step: from the issue of a step until its result was read; with a device the next one's begins before
+
+
+class Header(msgspec.Struct, frozen=True, kw_only=True):
+    version: int
+    process: Process
+    pid: int
+    boot_id: str  # of the host's kernel: the clocks of two files agree where this does
+    clock_ns: int  # of the records' clock, when
+    unix_ns: int  # it was this time
+
+
+class Span(msgspec.Struct, frozen=True, array_like=True, tag="span"):
+    kind: SpanKind
+    track: str  # the thread, or the child process
+    name: str
+    began_ns: int
+    duration_ns: int
+    step: int | None  # None: of no step, or it is not known
+
+
+class Level(msgspec.Struct, frozen=True, array_like=True, tag="level"):
+    """A number that goes up and down, from now on."""
+
+    name: str
+    unit: str
+    at_ns: int
+    value: int
+
+
+class Incarnation(msgspec.Struct, frozen=True, array_like=True, tag="incarnation"):
+    """The two processes begin to speak to each other; steps may be counted anew."""
+
+    number: int
+    at_ns: int
+
+
+Record = Span | Level | Incarnation
+
+
+def timeline_path(run_dir: Path, process: Process) -> Path:
+    return run_dir / f"timeline.{process}.jsonl"
+
+
+class Timeline:
+    """The recorder of one process. Use as a context manager; every other method may be called from any thread, and none waits.
+
+    After `max_records` it records nothing more, and the log says so once: what is in the file has no holes.
+    """
+
+    def __init__(self, run_dir: Path, process: Process, max_records: int = MAX_RECORDS) -> None:
+        self._path = timeline_path(run_dir, process)
+        self._process: Process = process
+        self._max_records = max_records
+        self._waiting: deque[Record] = deque()
+        self._num_taken = 0  # out of the queue
+        self._full = False
+        self._levels: dict[tuple[str, str], Callable[[], int]] = {}  # by name and unit
+        self._last_levels: dict[tuple[str, str], int] = {}
+        self._file: RealWriting | None = None
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._write_parts, name="timeline", daemon=True)
+
+    def add(
+        self,
+        kind: SpanKind,
+        name: str,
+        seconds: float,
+        step: int | None = None,
+        *,
+        ended_s: float | None = None,
+        track: str | None = None,
+    ) -> None:
+        """A span of `seconds` that ended at `ended_s`, None: now; `track` None: the calling thread."""
+        ended_s = time.perf_counter() if ended_s is None else ended_s
+        track = threading.current_thread().name if track is None else track
+        self._put(Span(kind, track, name, nanoseconds(ended_s - seconds), nanoseconds(seconds), step))
+
+    @contextmanager
+    def work(self, name: str, step: int | None = None) -> Iterator[None]:
+        """The block is a span."""
+        began_s = time.perf_counter()
+        try:
+            yield
+        finally:
+            ended_s = time.perf_counter()
+            self.add("work", name, ended_s - began_s, step, ended_s=ended_s)
+
+    def incarnation(self, number: int) -> None:
+        self._put(Incarnation(number, time.perf_counter_ns()))
+
+    def watch(self, name: str, unit: str, read: Callable[[], int]) -> None:
+        """Records what `read` gives whenever it is seen to have changed. It must answer at once, from another thread."""
+        self._levels = {**self._levels, (name, unit): read}
+
+    def _put(self, record: Record) -> None:
+        if self._full:
+            return
+        if len(self._waiting) + self._num_taken >= self._max_records:
+            self._full = True
+        else:
+            self._waiting.append(record)
+
+    def _write_parts(self) -> None:
+        flush_s = 0.0
+        while not self._closed.wait(WATCH_S):
+            self._look()
+            if time.monotonic() >= flush_s:
+                self._flush()
+                flush_s = time.monotonic() + FLUSH_S
+        self._flush()
+
+    def _look(self) -> None:
+        for key, read in self._levels.items():
+            value = read()
+            if self._last_levels.get(key) != value:
+                self._last_levels[key] = value
+                self._put(Level(*key, time.perf_counter_ns(), value))
+
+    def _flush(self) -> None:
+        if self._file is None:
+            return
+        number = len(self._waiting)
+        self._num_taken += number  # before they are taken, so that a record between the two cannot be one too many
+        lines = msgspec.json.Encoder().encode_lines([self._waiting.popleft() for _ in range(number)])
+        try:
+            self._file.write(lines)
+        except OSError as error:
+            self._give_up(f"the timeline cannot be written ({error.strerror}); nothing more is recorded")
+        else:
+            if self._full:
+                self._give_up("the timeline is full; nothing more is recorded")
+
+    def _give_up(self, why: str) -> None:
+        self._full = True
+        get_logger().warning(why, file=str(self._path), records=self._num_taken)
+        if self._file is not None:
+            self._file.close()
+        self._file = None
+
+    def __enter__(self) -> Self:
+        """Replaces the file of an earlier run. Raises ConfigError where that cannot be done."""
+        try:
+            self._file = RealWriting(self._path)
+            self._file.write(msgspec.json.encode(self._header()) + b"\n")
+        except OSError as error:
+            raise ConfigError(
+                f"--trace: {self._path} cannot be written ({error.strerror}); free space or leave out --trace"
+            ) from None
+        self._thread.start()
+        return self
+
+    def _header(self) -> Header:
+        return Header(
+            version=VERSION,
+            process=self._process,
+            pid=os.getpid(),
+            boot_id=BOOT_ID.read_text().strip(),
+            clock_ns=time.perf_counter_ns(),
+            unix_ns=time.time_ns(),
+        )
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._closed.set()
+        self._thread.join()
+        if self._file is not None:
+            self._file.close()
+
+
+class TracedStage:
+    """A stage whose every `advance` that did something is a span: for stages that keep no clock of their own."""
+
+    def __init__(self, stage: Stage, name: str, timeline: Timeline) -> None:
+        self._stage = stage
+        self._name = name
+        self._timeline = timeline
+
+    def advance(self) -> bool:
+        began_s = time.perf_counter()
+        progress = self._stage.advance()
+        if progress:
+            ended_s = time.perf_counter()
+            self._timeline.add("work", self._name, ended_s - began_s, ended_s=ended_s)
+        return progress
+
+
+def traced_stages(timeline: Timeline | None, stages: Mapping[str, Stage], **names: str) -> dict[str, Stage]:
+    """`stages`, with those that `names` names shown on the timeline, where there is one."""
+    if timeline is None:
+        return dict(stages)
+    return {
+        name: TracedStage(stage, names[name], timeline) if name in names else stage for name, stage in stages.items()
+    }
+
+
+def nanoseconds(seconds: float) -> int:
+    return round(seconds * 1e9)

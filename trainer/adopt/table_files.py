@@ -1,0 +1,145 @@
+"""Whole tables as safetensors files, made and read by the prefetcher's own commands: tables may be larger than this process's memory."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from rowcast.job.schema import Job, Table
+from rowcast.runtime.child import Child
+from rowcast.runtime.errors import ConfigError, peer_failure
+from rowcast.runtime.run_directory import RunDirectory
+
+BLOCK_ROWS = 65536
+# in the run directory; replaced by each export, while tensors of earlier ones stay mapped
+EXPORTED = "state_dict.safetensors"
+LOADED = "loaded.safetensors"
+LOG = "prefetcher.log"
+RELEASE_S, RELEASE_POLL_S = 20.0, 0.1
+SCRIPT = "ROWCAST_SCRIPT"  # in the environment of a prefetcher: the process id of the script that started it
+# in safetensors' words; other types are written as fp32
+WORDS = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
+
+
+def weight_name(table: Table) -> str:
+    return f"embedding_bags.{table.name}.weight"
+
+
+def environment() -> dict[str, str]:
+    """Ours, in which the prefetcher finds every module that this process finds, and knows whose it is."""
+    return {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
+        SCRIPT: str(os.getpid()),
+    }
+
+
+def refuse_within_prefetcher() -> None:
+    """A script that is its own data set's module runs once more where the prefetcher imports it, which would start the next prefetcher."""
+    if SCRIPT in os.environ:
+        raise ConfigError(
+            f"connect: the prefetcher of process {os.environ[SCRIPT]} imports this script for its data set, which trains again; "
+            'put what the script does under `if __name__ == "__main__":`, or the data set into a module of its own'
+        )
+
+
+def await_release(run_dir: Path) -> None:
+    """A prefetcher whose script was killed takes seconds to notice. Raises ConfigError where it does not end."""
+    deadline_s = time.monotonic() + RELEASE_S
+    while True:
+        try:
+            with RunDirectory(run_dir, "prefetcher"):
+                return
+        except ConfigError:
+            if time.monotonic() > deadline_s:
+                raise
+        time.sleep(RELEASE_POLL_S)
+
+
+def run_options(*, fresh: bool, max_steps: int | None, loaded: Path | None) -> list[str]:
+    """Of `prefetcher run`. `loaded`: tables that a new run begins with."""
+    return [
+        *(["--fresh"] if fresh else []),
+        *([] if max_steps is None else ["--max-steps", str(max_steps)]),
+        *([] if loaded is None else ["--from", str(loaded)]),
+    ]
+
+
+def start_prefetcher(job_file: Path, log: Path, options: Sequence[str]) -> Child:
+    """In a session of its own: Ctrl-C is the script's to act upon."""
+    command = [sys.executable, "-m", "prefetcher", "run", "--config", str(job_file), *options]
+    with log.open("wb") as file:
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            env=environment(),
+            start_new_session=True,
+        )
+    return Child("prefetcher", process, log)
+
+
+def run_prefetcher_command(*arguments: str) -> None:
+    """Raises its error as our own, in its own words."""
+    command = [sys.executable, "-m", "prefetcher", *arguments]
+    done = subprocess.run(
+        command, stdin=subprocess.DEVNULL, capture_output=True, text=True, env=environment(), check=False
+    )
+    if done.returncode:
+        last = "".join(done.stderr.strip().splitlines()[-1:])
+        raise peer_failure(done.returncode, f"`prefetcher {arguments[0]}`: {last.removeprefix('rowcast prefetcher: ')}")
+
+
+def export_start(job: Job, job_file: Path) -> Path:
+    """The tables that a run of the job begins with."""
+    out = job.run_dir / EXPORTED
+    run_prefetcher_command("export", "--config", str(job_file), "--out", str(out))
+    return out
+
+
+def export_checkpoint(job: Job, checkpoint: str) -> Path:
+    out = job.run_dir / EXPORTED
+    run_prefetcher_command("export", "--run", str(job.run_dir), "--checkpoint", checkpoint, "--out", str(out))
+    return out
+
+
+def read_tables(path: Path, tables: Sequence[Table]) -> dict[str, Tensor]:
+    """The weights of all tables by name, mapped into memory and not read."""
+    with safe_open(path, framework="pt") as file:
+        return {weight_name(table): file.get_tensor(weight_name(table)) for table in tables}
+
+
+def write_tables(path: Path, tables: Sequence[Table], weights: Mapping[str, Tensor]) -> None:
+    """[num_embeddings, embedding_dim] of each table, on any device, a block of rows at a time. They keep their dtype: the import rounds to
+    the table's, refuses what that cannot hold, and gives a master copy all bits. Raises ConfigError."""
+    dtypes = {name: weight.dtype if weight.dtype in WORDS else torch.float32 for name, weight in weights.items()}
+    header, end = {}, 0
+    for table in tables:
+        dtype = dtypes[weight_name(table)]
+        nbytes = table.num_embeddings * table.embedding_dim * dtype.itemsize
+        shape = [table.num_embeddings, table.embedding_dim]
+        header[weight_name(table)] = {"dtype": WORDS[dtype], "shape": shape, "data_offsets": [end, end + nbytes]}
+        end += nbytes
+    head = json.dumps(header).encode()
+    head += b" " * (-len(head) % 8)
+    partial = path.with_name(path.name + ".partial")
+    try:
+        with partial.open("wb") as file:
+            file.write(len(head).to_bytes(8, "little") + head)
+            for table in tables:
+                for rows in torch.split(weights[weight_name(table)].detach(), BLOCK_ROWS):
+                    block = rows.to("cpu", dtypes[weight_name(table)]).contiguous()
+                    file.write(block.view(torch.uint8).numpy().data)
+        partial.rename(path)
+    except OSError as error:
+        raise ConfigError(
+            f"{path}: the tables cannot be written ({error.strerror}); free space there or set another run_dir"
+        ) from None

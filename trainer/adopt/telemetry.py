@@ -1,0 +1,109 @@
+"""What a script's run shows, as any run does: /metrics, /healthz and /readyz while it trains, report.json and report.html at its end."""
+
+import time
+from collections.abc import Callable
+
+import torch
+
+from rowcast.job.schema import Job
+from rowcast.protocol.counters import new_registry
+from rowcast.protocol.messages import Welcome
+from rowcast.runtime.telemetry.build import build_info
+from rowcast.runtime.telemetry.health import Health
+from rowcast.runtime.telemetry.logs import get_logger
+from rowcast.runtime.telemetry.server import TelemetryServer
+from rowcast.trainer.adopt.script_side import ScriptResults
+from rowcast.trainer.execute.engine import TrainerEngine
+from rowcast.trainer.execute.metrics import TrainerCollector, TrainerCounters, TrainerGauges
+from rowcast.trainer.report.final_report import final_record, final_report
+from rowcast.trainer.report.history import History
+from rowcast.trainer.report.page.page import write_page
+from rowcast.trainer.report.report_json import write_report
+from rowcast.trainer.report.results import PAGE, REPORT, EarlierResults
+from rowcast.trainer.run.gauges import engine_gauges, learning_rates
+
+
+class Shown:
+    def __init__(
+        self, job: Job, device: torch.device, counters: TrainerCounters, dead_stage: Callable[[], str | None]
+    ) -> None:
+        self.health = Health(dead_stage=dead_stage)
+        self.results = ScriptResults(job.run_dir)
+        self.train_steps = 0  # of the run, that were finished
+        self._earlier = EarlierResults(job.run_dir)
+        self._job, self._device, self._counters = job, device, counters
+        self._history = History(counters)
+        self._met: tuple[TrainerEngine, Welcome, bool] | None = None
+        self._met_s = 0.0
+
+    def serve(self) -> TelemetryServer:
+        """Serves from now on, until it is closed. Raises ConfigError where the address cannot be had."""
+        collector = TrainerCollector(
+            self._counters, self._gauges, build_info("trainer", self._job.job.name), self.health
+        )
+        server = TelemetryServer("trainer", self._job.metrics, new_registry(collector), self.health)
+        get_logger().info("serving metrics", address=server.start())
+        return server
+
+    def accept(self, welcome: Welcome) -> None:
+        """The results of an earlier run make room, and come back where this one ends without a checkpoint."""
+        if welcome.fresh:
+            self._earlier.set_aside(welcome.replaces)
+            return
+        self._earlier.give_up()
+        for name in (REPORT, PAGE):
+            (self._job.run_dir / name).unlink(missing_ok=True)  # of this run, before it was stopped
+
+    def begin(self, engine: TrainerEngine, welcome: Welcome, *, pinned: bool) -> None:
+        self._met, self._met_s = (engine, welcome, pinned), time.perf_counter()
+        self.train_steps = welcome.first_train_step
+        self._history.begin(welcome.first_train_step)
+        self.health.state = "running"
+
+    def update(self, engine: TrainerEngine) -> None:
+        """Called often: costs a clock reading."""
+        self._history.update(engine.loop.first_step_s)
+
+    def write(self) -> None:
+        """Losses and report, before the good-bye. Raises RowcastError where they cannot be written."""
+        assert self._met is not None, "a run that ends has begun"
+        engine, welcome, pinned = self._met
+        self._history.close(engine.loop.first_step_s)
+        report = final_report(
+            engine,
+            welcome,
+            self.results,
+            train_steps=self.train_steps,
+            device=self._device,
+            threads=torch.get_num_threads(),
+            pinned=pinned,
+            met_s=self._met_s,
+            first_step_s=engine.loop.first_step_s,
+        )
+        self.results.close()
+        write_report(self._job.run_dir / REPORT, report)
+        write_page(self._job.run_dir / PAGE, final_record(self._job, report, self.results, self._history))
+
+    def leave(self) -> None:
+        """However the run has ended. Idempotent."""
+        if self.health.state != "stopped":
+            self.health.state = "failed"
+        if self._met is None or not self._met[1].fresh:
+            return
+        if self._met[0].loop.has_checkpoint:
+            self._earlier.give_up()
+        else:
+            self._earlier.bring_back()
+
+    def _gauges(self) -> TrainerGauges:
+        evaluation, steps = self.results.evaluation_result, self.train_steps
+        idle = TrainerGauges(
+            train_step=steps,
+            # the script has the dense one
+            learning_rates={"sparse": learning_rates(self._job.optimizer, steps)["sparse"]},
+            expected_train_steps=None if self._met is None else self._met[1].train_steps,
+            auc=None if evaluation is None else evaluation.auc,
+            logloss=None if evaluation is None else evaluation.logloss,
+            accuracy=None if evaluation is None else evaluation.accuracy,
+        )
+        return idle if self._met is None else engine_gauges(idle, self._met[0])

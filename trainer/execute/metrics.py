@@ -1,0 +1,121 @@
+"""What the trainer counts, and how a scrape reads it. The report is made from the same counters."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, Protocol, get_args
+
+from rowcast.job.tables import GroupSpec
+from rowcast.protocol.counters import Counters, CountersCollector, QueueCounters, counter_samples, new_groups
+from rowcast.protocol.messages import PlanHeader
+from rowcast.runtime.telemetry.health import Health
+from rowcast.runtime.telemetry.metrics import Sample
+
+StallReason = Literal["rows", "ring", "results", "barrier"]
+Phase = Literal["gather", "fill", "lookup", "forward", "backward", "update"]
+Queue = Literal["steps", "rows_back"]
+Side = Literal["sparse", "dense"]
+# rows: the loop waits for StepReady      ring: the sender waits for space in the back ring
+# results: the loop waits for the device  barrier: the loop waits for the flush
+#
+# link -steps-> cache -rows_back-> sender
+
+
+class Spent(Protocol):
+    def __call__(self, phase: Phase, seconds: float, step: int, ended_s: float) -> None:
+        """Seconds of a phase of `step`, up to `ended_s` by the performance counter."""
+
+
+@dataclass(slots=True, kw_only=True)
+class TrainerCounters(Counters):
+    """Made by `new_counters`. Every counter has one writer: the thread that does the work."""
+
+    loss: float | None = None  # of the last training step
+
+    def stalled(self, reason: StallReason, seconds: float) -> None:
+        self.stalls[reason] += seconds
+        self.show("wait", reason, seconds)
+
+    def spent(self, phase: Phase, seconds: float, step: int | None = None, ended_s: float | None = None) -> None:
+        """`step`, and the time that they `ended_s` by the performance counter, are for the timeline."""
+        self.phases[phase] += seconds
+        self.show("work", phase, seconds, step, ended_s)
+
+    def blocked(self, queue: Queue, side: Literal["producer", "consumer"], seconds: float) -> None:
+        self.queues[queue].blocked(side, seconds)
+
+    def step_done(self, plan: PlanHeader, loss: float | None) -> None:
+        """The step is complete on the device. `loss` is None for an evaluation step."""
+        self.step(plan.kind, plan.batch_size)
+        for counters, group in zip(self.groups.values(), plan.groups, strict=True):
+            counters.step(
+                num_lookups=group.num_lookups,
+                num_unique=group.num_unique,
+                num_fetch=group.num_fetch,
+                num_evict=group.num_evict,
+            )
+        self.loss = self.loss if loss is None else loss
+        self.progressed()
+
+    @property
+    def waited_s(self) -> float:
+        """Seconds that the loop waited for rows."""
+        return self.stalls["rows"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainerGauges:
+    """Of one moment. What is 0 by default is so while there is no engine: before the first Welcome, and between two prefetchers."""
+
+    train_step: int  # train steps of the run that are done
+    learning_rates: Mapping[Side, float]  # of the next one
+    expected_train_steps: int | None = None  # of the whole run
+    auc: float | None = None  # of the last evaluation
+    logloss: float | None = None
+    accuracy: float | None = None
+    queue_depths: Mapping[Queue, int] = field(default_factory=lambda: dict.fromkeys(get_args(Queue), 0))
+    ring_used_bytes: int = 0  # of the back ring
+    ring_size_bytes: int = 0
+    frames_refused: int = 0
+
+
+def new_counters(groups: Sequence[GroupSpec]) -> TrainerCounters:
+    """Counters at zero; `groups` comes from `group_specs`."""
+    return TrainerCounters(
+        groups=new_groups(groups),
+        stalls=dict.fromkeys(get_args(StallReason), 0.0),
+        phases=dict.fromkeys(get_args(Phase), 0.0),
+        queues={name: QueueCounters() for name in get_args(Queue)},
+    )
+
+
+class TrainerCollector(CountersCollector):
+    def __init__(
+        self, counters: TrainerCounters, gauges: Callable[[], TrainerGauges], build: Mapping[str, str], health: Health
+    ) -> None:
+        """`gauges` is called by the scrape's thread: it must answer at once and take no lock that a stage holds while it works. `build`
+        comes from `build_info`."""
+        super().__init__("trainer", build, health)
+        self._counters = counters
+        self._gauges = gauges
+
+    def samples(self) -> Iterator[Sample]:
+        counters, gauges = self._counters, self._gauges()
+        yield from counter_samples(counters)
+        for queue, entries in gauges.queue_depths.items():
+            yield "rowcast_queue_depth", (queue,), entries
+        yield "rowcast_ring_used_bytes", ("from_device",), gauges.ring_used_bytes
+        yield "rowcast_ring_size_bytes", ("from_device",), gauges.ring_size_bytes
+        yield "rowcast_frames_refused_total", (), gauges.frames_refused
+        yield "rowcast_train_step", (), gauges.train_step
+        for side, rate in gauges.learning_rates.items():
+            yield "rowcast_learning_rate", (side,), rate
+        results = {
+            "rowcast_expected_train_steps": gauges.expected_train_steps,
+            "rowcast_loss": counters.loss,
+            "rowcast_eval_auc": gauges.auc,
+            "rowcast_eval_logloss": gauges.logloss,
+            "rowcast_eval_accuracy": gauges.accuracy,
+        }
+        for name, value in results.items():
+            if value is not None:
+                yield name, (), value

@@ -1,0 +1,45 @@
+"""Shared rings as page-locked memory, so that copies between them and a CUDA device run beside everything else."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from rowcast.runtime.telemetry.logs import get_logger
+
+
+@contextmanager
+def pinned(buffers: Sequence[npt.NDArray[np.uint8]], device: torch.device) -> Iterator[bool]:
+    """Registers page-aligned buffers with the driver while the context lasts; whether all of them were.
+
+    A container or a memlock limit may refuse: then copies go through a buffer (`host_memory.Bounced`), and the log says what to change.
+    """
+    if device.type != "cuda":
+        yield False
+        return
+    runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    torch.cuda.synchronize(device)  # the context must exist before anything is registered
+    registered = []
+    for buffer in buffers:
+        code = int(runtime.cudaHostRegister(buffer.ctypes.data, buffer.nbytes, 0))
+        if code != 0:
+            clear_sticky_error(device)
+            get_logger().warning(
+                "rings are not pinned", bytes=buffer.nbytes, cuda_error=code, change="raise `ulimit -l`"
+            )
+            break
+        registered.append(buffer)
+    try:
+        yield len(registered) == len(buffers)
+    finally:
+        torch.cuda.synchronize(device)
+        for buffer in registered:
+            runtime.cudaHostUnregister(buffer.ctypes.data)
+
+
+def clear_sticky_error(device: torch.device) -> None:
+    """The driver keeps a refused registration as its last error, and the next kernel launch would raise it: let one of no consequence."""
+    with suppress(RuntimeError):
+        torch.zeros(1, device=device)

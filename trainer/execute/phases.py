@@ -1,0 +1,78 @@
+"""Where a step's time goes, phase by phase.
+
+HostClock      work runs when it is issued, as on a CPU: the host's clock says how long it took
+DeviceClock    marks between the work on a stream, read when the host knows that the step is complete: nobody waits for them
+"""
+
+import time
+from collections import deque
+from typing import Protocol
+
+from rowcast.trainer.execute.metrics import Phase, Spent
+from rowcast.trainer.execute.streams import Mark, Stream
+
+
+class PhaseClock(Protocol):
+    """Of the work on one stream. A step's laps follow its `begin`; steps follow each other."""
+
+    def begin(self, step: int) -> None: ...
+
+    def lap(self, phase: Phase) -> None:
+        """What was issued since `begin` or the last lap belongs to `phase`."""
+
+    def complete(self, step: int) -> None:
+        """All work up to the end of `step` is done."""
+
+
+def unheard(phase: Phase, seconds: float, step: int, ended_s: float) -> None:
+    """Of a clock that nobody reads."""
+
+
+class HostClock:
+    def __init__(self, spent: Spent = unheard) -> None:
+        self._spent = spent
+        self._step = 0
+        self._since_s = 0.0
+
+    def begin(self, step: int) -> None:
+        self._step, self._since_s = step, time.perf_counter()
+
+    def lap(self, phase: Phase) -> None:
+        now_s = time.perf_counter()
+        self._spent(phase, now_s - self._since_s, self._step, now_s)
+        self._since_s = time.perf_counter()  # what telling took is of no phase
+
+    def complete(self, step: int) -> None:
+        pass
+
+
+class DeviceClock:
+    """On a timeline the phases of a step end when the host saw that it was complete, which is up to a look of the main loop too late."""
+
+    def __init__(self, stream: Stream, spent: Spent) -> None:
+        self._stream = stream
+        self._spent = spent
+        self._marks: deque[tuple[int, Phase | None, Mark]] = deque()  # a phase's name stands at its end
+
+    def begin(self, step: int) -> None:
+        self._marks.append((step, None, self._stream.mark()))
+
+    def lap(self, phase: Phase) -> None:
+        self._marks.append((self._marks[-1][0], phase, self._stream.mark()))
+
+    def complete(self, step: int) -> None:
+        laps: list[tuple[Phase, float]] = []
+        before: Mark | None = None
+        while self._marks and self._marks[0][0] <= step:
+            _, phase, mark = self._marks.popleft()
+            if phase is not None and before is not None:
+                laps.append((phase, mark.seconds_since(before)))
+            before = mark
+        ended_s = time.perf_counter()
+        for phase, seconds in reversed(laps):
+            self._spent(phase, seconds, step, ended_s)
+            ended_s -= seconds
+
+
+def phase_clock(stream: Stream, spent: Spent) -> PhaseClock:
+    return DeviceClock(stream, spent) if stream.is_device else HostClock(spent)

@@ -1,0 +1,335 @@
+"""What the prefetcher says, checked once on the host, before a byte of it is used as an index or asks for memory.
+
+    Welcome      slots, depth and rings are those that this job file can have
+    StepReady    header: exactly the arrays that the plan's numbers imply, one behind the other; rows that lie inside their piece
+                 arrays, when the last byte of the block has come: see below
+    Flush        the same of a barrier's slots
+
+Of the arrays in a block, those that hold positions are used as they are, by operations that on a device cannot say what was wrong:
+
+    slots, unique_slots, fetch_slots, evict_slots, verify_*     < slots of the group
+    bag_order                                                   < bags of the group
+    lookup_order                                                < look-ups
+    segment_offsets, offsets                                    from 0 to the look-ups, never falling
+    long_rows, piece_offsets, piece_rows                        what follows from segment_offsets
+    sequence_offsets                                            of each feature, from 0 to its look-ups, never falling
+    evict_slots                                                 the first of fetch_slots
+    unique_slots, fetch_slots, over tcp                         no slot twice: each is written, and only one value can stay
+
+That is enough: each of these operations reads and writes inside its own tensors then. Whether they are the *right* rows is for the
+planner, and `--verify`; dense features, labels, weights and rows are numbers, of which any will do.
+
+In a ring that two processes share, a peer could change the bytes behind the check. It runs as the same user, who could do worse; over tcp
+the ring is a mirror of our own, and what was checked is what is used. There too a slot that is named twice is looked for, which costs more
+than all the rest; it makes the numbers wrong, as a wrong row does, but reaches nothing outside.
+"""
+
+import itertools
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from rowcast.job.schema import Job
+from rowcast.job.tables import GroupSpec, aligned
+from rowcast.protocol.messages import ArraySpan, ArraySpec, Flush, GroupHeader, PlanHeader, StepReady, Welcome
+from rowcast.protocol.packing import ARRAY_ALIGNMENT, PIECE_ARRAYS
+from rowcast.protocol.plan import cut_long_rows
+from rowcast.protocol.row_checksum import barrier_name, fetched_name, victims_name
+from rowcast.protocol.transport.ring import largest_payload
+from rowcast.runtime.errors import RemoteProtocolError
+
+I32 = npt.NDArray[np.int32]
+Bytes = npt.NDArray[np.uint8]
+Wanted = tuple[str, str, tuple[int, ...]]  # name, dtype, shape of an array
+ITEM_BYTES = {"f4": 4, "i4": 4}
+POSITION_LIMIT = 2**31  # look-ups and bags are counted in int32
+DENSE_FEATURES_LIMIT = 2**20
+
+
+def require(condition: bool, sentence: str) -> None:
+    if not condition:
+        raise RemoteProtocolError(sentence)
+
+
+def check_welcome_fits(welcome: Welcome, job: Job, groups: Sequence[GroupSpec]) -> None:
+    """Before any memory is taken: what of a Welcome this job file, which both processes have, already says."""
+    rows = tuple(group.num_rows for group in groups)
+    fits = len(welcome.slots) == len(rows) and all(own <= most for own, most in zip(welcome.slots, rows, strict=True))
+    require(fits, f"the prefetcher announces {welcome.slots} slots for groups of {rows} rows")
+    depth = job.lookahead.depth
+    require(welcome.depth == depth, f"the prefetcher announces depth {welcome.depth}; lookahead.depth is {depth}")
+    fetch, back = welcome.fetch_ring.nbytes, welcome.back_ring.nbytes
+    require(fetch == back, f"the prefetcher announces rings of {fetch} and {back} bytes; both have one size")
+    least, most = max(group.record_bytes for group in groups), largest_payload(fetch)
+    require(
+        least <= welcome.staging_bytes <= most and welcome.staging_bytes % ARRAY_ALIGNMENT == 0,
+        f"the prefetcher announces {welcome.staging_bytes} bytes of staging; a multiple of {ARRAY_ALIGNMENT} from {least} to {most} is due",
+    )
+    require(
+        welcome.num_dense <= DENSE_FEATURES_LIMIT,
+        f"the prefetcher announces {welcome.num_dense} dense features a sample",
+    )
+
+
+class PlanCheck:
+    """One an incarnation. `message` and `rows` are called by the mail's thread, for each message once and in order; the others by the
+    main thread. All raise RemoteProtocolError."""
+
+    def __init__(
+        self,
+        groups: Sequence[GroupSpec],
+        slots: Sequence[int],
+        num_dense: int,
+        first_train_step: int,
+        staging_bytes: int,
+        *,
+        is_tcp: bool,
+    ) -> None:
+        """`slots` of each group; `num_dense` features of a sample; `staging_bytes` for the rows of a piece."""
+        self._groups = tuple(groups)
+        self._num_slots = tuple(slots)
+        self._num_dense = num_dense
+        self._train_step = first_train_step  # the next plan's
+        self._staging_bytes = staging_bytes
+        self._below: Callable[[I32, int, str], None] = distinct_below if is_tcp else below
+
+    def message(self, message: StepReady) -> None:
+        """Header and rows of a piece."""
+        if message.plan is not None:
+            self._header(message.step, message.plan)
+        end = 0
+        for span in message.rows:
+            require(
+                span.group < len(self._groups), f"rows of group {span.group} came; there are {len(self._groups)} groups"
+            )
+            require(
+                span.offset >= end,
+                f"rows of step {message.step} at byte {span.offset} lie over those that end at {end}",
+            )
+            end = span.offset + span.count * self._groups[span.group].record_bytes
+        nbytes = 0 if message.payload is None else message.payload.nbytes
+        require(end <= nbytes, f"rows of step {message.step} end at byte {end} of a payload of {nbytes}")
+        staged = nbytes - message.rows[0].offset if message.rows else 0
+        require(
+            staged <= self._staging_bytes,
+            f"step {message.step} has {staged} bytes of rows in a piece, staging {self._staging_bytes}",
+        )
+
+    def _header(self, step: int, plan: PlanHeader) -> None:
+        require(
+            len(plan.groups) == len(self._groups),
+            f"step {step} has {len(plan.groups)} groups instead of {len(self._groups)}",
+        )
+        in_order = plan.kind == "eval" or plan.train_step == self._train_step
+        require(in_order, f"step {step} is train step {plan.train_step} instead of {self._train_step}")
+        require(plan.batch_size > 0, f"step {step} has an empty batch")
+        present = {spec.name: spec for spec in plan.arrays}
+        for index, (group, spec) in enumerate(zip(plan.groups, self._groups, strict=True)):
+            slots, apart = self._num_slots[index], len(spec.unpooled_features)
+            sequences = len(group.sequence_lookups)
+            require(
+                sequences == apart,
+                f"step {step} has {sequences} features of sequences in group {index} instead of {apart}",
+            )
+            bags = self._bags(index, plan)
+            require(
+                group.num_unique <= slots,
+                f"step {step} touches {group.num_unique} rows of group {index}, which has {slots} slots",
+            )
+            require(
+                max(group.num_lookups, bags) < POSITION_LIMIT,
+                f"step {step} has {group.num_lookups} look-ups in {bags} bags",
+            )
+            one_each = f"{index}.offsets" not in present
+            require(
+                not one_each or group.num_lookups == bags,
+                f"step {step} has {group.num_lookups} look-ups in {bags} bags of one",
+            )
+        check_layout(f"step {step}", plan.arrays, plan.arrays_bytes, self._plan_arrays(plan, present))
+        asked = [
+            count for index in range(len(self._groups)) for count in self._asked(index, plan.groups[index], present)
+        ]
+        require(
+            sum(asked) == plan.num_checksums,
+            f"step {step} asks for {plan.num_checksums} checksums and names {sum(asked)} slots",
+        )
+        self._train_step += plan.kind == "train"
+
+    def _bags(self, index: int, plan: PlanHeader) -> int:
+        """Of the group's features: one a sample, or one a look-up."""
+        sequences = plan.groups[index].sequence_lookups
+        return (self._groups[index].num_features - len(sequences)) * plan.batch_size + sum(sequences)
+
+    def _asked(self, index: int, group: GroupHeader, present: dict[str, ArraySpec]) -> Iterator[int]:
+        """How many slots of the group the plan names for checksums."""
+        for name, most in ((fetched_name(index), group.num_fetch), (victims_name(index), group.num_evict)):
+            if name in present:
+                (count,) = present[name].shape  # `check_layout` has seen that it has one dimension
+                require(count <= most, f"{count} of {most} rows are asked for in {name}")
+                yield count
+
+    def _plan_arrays(self, plan: PlanHeader, present: dict[str, ArraySpec]) -> Iterator[Wanted]:
+        """What `packing.plan_block` lays out."""
+        yield "dense", "f4", (plan.batch_size, self._num_dense)
+        yield "labels", "f4", (plan.batch_size,)
+        for index, group in enumerate(plan.groups):
+            bags = self._bags(index, plan)
+            weighted = f"{index}.weights" in present
+            yield f"{index}.slots", "i4", (group.num_lookups,)
+            yield f"{index}.unique_slots", "i4", (group.num_unique,)
+            yield f"{index}.segment_offsets", "i4", (group.num_unique + 1,)
+            yield f"{index}.bag_order", "i4", (group.num_lookups,)
+            yield f"{index}.long_rows", "i4", (group.num_long,)
+            yield f"{index}.piece_offsets", "i4", (group.num_long + 1,)
+            yield f"{index}.piece_rows", "i4", (group.num_pieces,)
+            if weighted:
+                yield f"{index}.lookup_order", "i4", (group.num_lookups,)
+            if f"{index}.offsets" in present:
+                yield f"{index}.offsets", "i4", (bags + 1,)
+            if weighted:
+                yield f"{index}.weights", "f4", (group.num_lookups,)
+            if group.sequence_lookups:
+                yield f"{index}.sequence_offsets", "i4", (len(group.sequence_lookups), plan.batch_size + 1)
+            yield f"{index}.fetch_slots", "i4", (group.num_fetch,)
+            yield f"{index}.evict_slots", "i4", (group.num_dirty,)
+        for index in range(len(plan.groups)):
+            yield from free_lists(present, (fetched_name(index), victims_name(index)))
+
+    def arrays(self, step: int, plan: PlanHeader, block: Bytes) -> None:
+        """The whole block u8 [arrays_bytes] of a plan whose header has passed."""
+        found = {spec.name: i32_of(block, spec) for spec in plan.arrays if spec.dtype == "i4"}
+        for index, group in enumerate(plan.groups):
+            name, most, num_lookups = f"step {step}: {index}", self._num_slots[index], group.num_lookups
+            bags = self._bags(index, plan)
+            own = {
+                key: found[f"{index}.{key}"]
+                for key in ("slots", "unique_slots", "segment_offsets", "bag_order", "fetch_slots")
+            }
+            below(own["slots"], most, f"{name}.slots")
+            below(own["bag_order"], bags, f"{name}.bag_order")
+            below(found.get(f"{index}.lookup_order"), num_lookups, f"{name}.lookup_order")
+            rising(own["segment_offsets"], num_lookups, f"{name}.segment_offsets")
+            pieces = cut_long_rows(own["segment_offsets"])
+            for key in PIECE_ARRAYS:
+                as_cut = np.array_equal(found[f"{index}.{key}"], getattr(pieces, key))
+                require(as_cut, f"{name}.{key} are not what follows from segment_offsets")
+            rising(found.get(f"{index}.offsets"), num_lookups, f"{name}.offsets")
+            for feature, count in enumerate(group.sequence_lookups):
+                of_feature = found[f"{index}.sequence_offsets"].reshape(-1, plan.batch_size + 1)[feature]
+                rising(of_feature, count, f"{name}.sequence_offsets[{feature}]")
+            self._below(own["unique_slots"], most, f"{name}.unique_slots")
+            self._below(own["fetch_slots"], most, f"{name}.fetch_slots")
+            leaving = np.array_equal(found[f"{index}.evict_slots"], own["fetch_slots"][: group.num_dirty])
+            require(leaving, f"{name}.evict_slots are not the first of fetch_slots")
+            below(found.get(fetched_name(index)), most, f"{name}.verify_fetch")
+            below(found.get(victims_name(index)), most, f"{name}.verify_evict")
+
+    def barrier(self, message: Flush, first: Flush | None) -> None:
+        """One piece of a barrier's slots; `first` is piece 0, or None where this is it."""
+        name = f"barrier {message.barrier}"
+        if first is not None:
+            same = (message.num_dirty, message.arrays, message.arrays_bytes, message.checkpoint, message.num_checksums)
+            whole = (first.num_dirty, first.arrays, first.arrays_bytes, first.checkpoint, first.num_checksums)
+            require(same == whole, f"piece {message.piece} of {name} announces another barrier than its first piece")
+            return
+        fits = len(message.num_dirty) == len(self._groups) and all(map(int.__le__, message.num_dirty, self._num_slots))
+        require(fits, f"{name} brings {message.num_dirty} rows home from {self._num_slots} slots")
+        present = {spec.name: spec for spec in message.arrays}
+        names = [barrier_name(index) for index in range(len(self._groups))]
+        wanted: Iterable[Wanted] = ((f"{index}.slots", "i4", (count,)) for index, count in enumerate(message.num_dirty))
+        check_layout(name, message.arrays, message.arrays_bytes, itertools.chain(wanted, free_lists(present, names)))
+        asked = sum(present[own].shape[0] for own in names if own in present)
+        require(
+            asked == message.num_checksums, f"{name} asks for {message.num_checksums} checksums and names {asked} slots"
+        )
+
+    def barrier_arrays(self, message: Flush, block: Bytes) -> None:
+        """The whole block of a barrier whose header has passed."""
+        for spec in message.arrays:
+            index = int(spec.name.partition(".")[0])
+            name, found = f"barrier {message.barrier}: {spec.name}", i32_of(block, spec)
+            self._below(found, self._num_slots[index], name)
+
+
+class ArrivingBlock:
+    """A block whose bytes come in one piece or several. Its `check` is called once, with the whole block, when the last byte is here."""
+
+    def __init__(self, nbytes: int, check: Callable[[Bytes], None]) -> None:
+        self._nbytes = nbytes
+        self._check = check
+        self._content: list[Bytes] = []  # copies of earlier pieces
+
+    def add(self, span: ArraySpan, content: Bytes) -> None:
+        """`content` u8 [span.nbytes] on the host; `order.py` has checked that it continues where the last one ended."""
+        if span.offset + span.nbytes < self._nbytes:
+            self._content.append(content.copy())
+            return
+        self._check(np.concatenate([*self._content, content]) if self._content else content)
+        self._content.clear()
+
+
+def check_layout(name: str, specs: Sequence[ArraySpec], nbytes: int, wanted: Iterable[Wanted]) -> None:
+    """Whether these are the wanted arrays, in their order, laid out as `packing.make_block` does."""
+    end = 0
+    found = iter(specs)
+    for wanted_name, dtype, shape in wanted:
+        spec = next(found, None)
+        as_wanted = spec is not None and (spec.name, spec.dtype, spec.shape, spec.offset) == (
+            wanted_name,
+            dtype,
+            shape,
+            end,
+        )
+        require(
+            as_wanted, f"{name}: array {wanted_name} should be {dtype} {shape} at byte {end}, and {told(spec)} came"
+        )
+        end = aligned(end + math.prod(shape) * ITEM_BYTES[dtype], ARRAY_ALIGNMENT)
+    extra = next(found, None)
+    require(extra is None, f"{name}: {told(extra)} came, which belongs to no plan or barrier")
+    require(end == nbytes, f"{name}: a block of {nbytes} bytes came instead of {end}")
+
+
+def told(spec: ArraySpec | None) -> str:
+    return "nothing" if spec is None else f"{spec.name}, {spec.dtype} {spec.shape} at byte {spec.offset},"
+
+
+def free_lists(present: dict[str, ArraySpec], names: Iterable[str]) -> Iterator[Wanted]:
+    """Lists of slots that may be there, of any length."""
+    for name in names:
+        if name in present:
+            shape = present[name].shape
+            require(len(shape) == 1, f"array {name} has {len(shape)} dimensions instead of one")
+            yield name, "i4", shape
+
+
+def i32_of(block: Bytes, spec: ArraySpec) -> I32:
+    count: int = np.prod(spec.shape, dtype=np.int64).item()
+    own: npt.NDArray[Any] = block[spec.offset : spec.offset + 4 * count]
+    return own.view(np.int32)
+
+
+def below(positions: I32 | None, limit: int, name: str) -> None:
+    """Whether all are from 0 to `limit` - 1: a negative one is a large unsigned number."""
+    if positions is None or not len(positions):
+        return
+    largest = int(positions.view(np.uint32).max())
+    require(largest < limit, f"{name} holds {np.int64(largest).astype(np.int32)}, which is not from 0 to {limit - 1}")
+
+
+def distinct_below(positions: I32, limit: int, name: str) -> None:
+    """`below`, and none of them twice."""
+    below(positions, limit, name)
+    in_order = np.sort(positions)
+    require(bool((in_order[1:] != in_order[:-1]).all()), f"{name} names a slot twice")
+
+
+def rising(offsets: I32 | None, end: int, name: str) -> None:
+    """Whether these go from 0 to `end` and never fall."""
+    if offsets is None:
+        return
+    first, last = int(offsets[0]), int(offsets[-1])
+    require((first, last) == (0, end), f"{name} goes from {first} to {last} instead of from 0 to {end}")
+    require(bool((offsets[1:] >= offsets[:-1]).all()), f"{name} falls")

@@ -1,0 +1,329 @@
+"""Ordered queues of device work, and events between them: CUDA streams, and two CPU twins of them.
+
+    PlainStreams    runs everything at once, in the order it is issued; for CPU training
+    SeededStreams   queues closures and runs them in any order that the recorded events allow, copies torn in two halves;
+                    it can leave out one named wait, to show that the wait is needed
+    CudaStreams     the real thing
+
+`Stream.run` calls at once on CUDA (what it issues is queued by the device) and on the plain twin, and queues on the seeded twin.
+Nothing learns of a result but through an event: `Streams.done(event, why)`.
+"""
+
+import random
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Literal, Protocol
+
+import torch
+from torch import Tensor
+
+Closure = Callable[[], None]
+
+Wait = Literal[
+    "copied",  # fill: the plan's arrays and rows have arrived; the step's look-up stands behind its fill
+    "fill_after",  # fill: the last step that uses a victim is complete
+    "evict_staging",  # fill: the victims before these have left evict staging
+    "fill_staging",  # copy-in: the rows before these have left fill staging
+    "filled",  # compute: the step's rows are in their slots
+    "used",  # compute: what a script that is not ours issued for the step, on streams of its own, is complete
+    "gathered",  # evict: the victims are in evict staging
+    "sent",  # host: the victims are in the ring, RowsBack may be sent
+    "released",  # host: a piece was copied out of the ring, its space may be reused
+    "results",  # host: the step is complete, its loss may be read
+]
+
+
+class Event(Protocol):
+    def query(self) -> bool:
+        """Whether all that was issued before the event was recorded is complete."""
+
+
+class Mark(Protocol):
+    def seconds_since(self, earlier: "Mark") -> float:
+        """Between two marks of one stream, once the work before both is complete."""
+
+
+class Stream(ABC):
+    """Work runs in the order it was issued; `wait` holds back what is issued after it."""
+
+    is_device = False  # the work runs later, somewhere else
+
+    @abstractmethod
+    def run(self, closure: Closure) -> None: ...
+
+    @abstractmethod
+    def wait(self, event: Event, why: Wait) -> None: ...
+
+    @abstractmethod
+    def record(self) -> Event: ...
+
+    def mark(self) -> Mark:
+        """A moment between what was issued before and after it, on a device's own clock."""
+        raise NotImplementedError(f"{type(self).__name__} runs on the host, whose clock tells")
+
+    def copy(self, source: Tensor, out: Tensor) -> None:
+        """out[:] = source, both contiguous and of one dtype."""
+        self.run(lambda: copy(source, out))
+
+    def gather(self, rows: Tensor, slots: Tensor, out: Tensor) -> None:
+        """out[i] = rows[slots[i]]; slots int32, read when the work runs."""
+        self.run(lambda: gather(rows, slots, out))
+
+    def scatter(self, source: Tensor, slots: Tensor, rows: Tensor) -> None:
+        """rows[slots[i]] = source[i]; slots int32 and distinct, read when the work runs."""
+        self.run(lambda: scatter(source, slots, rows))
+
+
+def copy(source: Tensor, out: Tensor) -> None:
+    out.copy_(source, non_blocking=True)
+
+
+def gather(rows: Tensor, slots: Tensor, out: Tensor) -> None:
+    torch.index_select(rows, 0, slots, out=out)
+
+
+def scatter(source: Tensor, slots: Tensor, rows: Tensor) -> None:
+    rows.index_copy_(0, slots.long(), source)
+
+
+class Streams(ABC):
+    """The four streams of a trainer."""
+
+    device: torch.device
+    copy_in: Stream  # host ring -> staging and arrays
+    fill: Stream  # slots -> evict staging, fill staging -> slots
+    compute: Stream  # look-up to update of each step
+    evict: Stream  # evict staging -> host ring
+
+    def done(self, event: Event, why: Wait) -> bool:
+        """The host's way of waiting: asks again later where the answer is no."""
+        return event.query()
+
+    def allocate(self, nbytes: int) -> Tensor:
+        """u8 [nbytes] that every stream may use. Rare: it waits for the device."""
+        return torch.zeros(nbytes, dtype=torch.uint8, device="cpu")
+
+    def settle(self) -> None:  # noqa: B027 - on the host it is done
+        """What was done outside these streams is done before anything that is issued from now on. Rare: it waits for the device."""
+
+    def advance(self) -> bool:
+        """Lets a twin run queued work; True if anything ran."""
+        return False
+
+
+class Always:
+    """The event of work that was complete before it could be recorded."""
+
+    def query(self) -> bool:
+        return True
+
+
+class PlainStream(Stream):
+    def run(self, closure: Closure) -> None:
+        closure()
+
+    def wait(self, event: Event, why: Wait) -> None:
+        pass
+
+    def record(self) -> Event:
+        return Always()
+
+
+class PlainStreams(Streams):
+    def __init__(self) -> None:
+        self.device = torch.device("cpu")
+        self.copy_in = self.fill = self.compute = self.evict = PlainStream()
+
+    def allocate(self, nbytes: int) -> Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8, device="cpu")  # untouched pages cost nothing
+
+
+class SeededEvent:
+    def __init__(self) -> None:
+        self.happened = False
+
+    def query(self) -> bool:
+        return self.happened
+
+
+class SeededStream(Stream):
+    """A queue of closures and waits; `Streams.advance` decides who is next."""
+
+    def __init__(self, without: Wait | None) -> None:
+        self._without = without
+        self._queue: deque[Closure | SeededEvent] = deque()
+
+    def run(self, closure: Closure) -> None:
+        self._queue.append(closure)
+
+    def wait(self, event: Event, why: Wait) -> None:
+        if why != self._without:
+            assert isinstance(event, SeededEvent), "an event of another kind of stream"
+            self._queue.append(event)
+
+    def record(self) -> Event:
+        event = SeededEvent()
+        self._queue.append(lambda: setattr(event, "happened", True))
+        return event
+
+    def copy(self, source: Tensor, out: Tensor) -> None:
+        half = len(source) // 2
+        self.run(lambda: copy(source[:half], out[:half]))
+        self.run(lambda: copy(source[half:], out[half:]))
+
+    def gather(self, rows: Tensor, slots: Tensor, out: Tensor) -> None:
+        half = len(slots) // 2
+        self.run(lambda: gather(rows, slots[:half], out[:half]))
+        self.run(lambda: gather(rows, slots[half:], out[half:]))
+
+    def scatter(self, source: Tensor, slots: Tensor, rows: Tensor) -> None:
+        half = len(slots) // 2
+        self.run(lambda: scatter(source[:half], slots[:half], rows))
+        self.run(lambda: scatter(source[half:], slots[half:], rows))
+
+    @property
+    def runnable(self) -> bool:
+        return bool(self._queue) and (not isinstance(self._queue[0], SeededEvent) or self._queue[0].happened)
+
+    def step(self) -> None:
+        head = self._queue.popleft()
+        if not isinstance(head, SeededEvent):
+            head()
+
+
+class SeededStreams(Streams):
+    def __init__(self, seed: int, without: Wait | None = None) -> None:
+        self.device = torch.device("cpu")
+        self._chance = random.Random(seed)
+        self._without = without
+        self._streams = [SeededStream(without) for _ in range(4)]
+        # some streams lag far behind
+        self._haste = {stream: self._chance.choice((0.05, 0.3, 1.0)) for stream in self._streams}
+        self.copy_in, self.fill, self.compute, self.evict = self._streams
+
+    def done(self, event: Event, why: Wait) -> bool:
+        return why == self._without or event.query()
+
+    def advance(self) -> bool:
+        runnable = [stream for stream in self._streams if stream.runnable]
+        if not runnable:
+            return False
+        self._chance.choices(runnable, [self._haste[stream] for stream in runnable])[0].step()
+        return True
+
+
+class CudaMark:
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        self._event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        self._event.record(stream)
+
+    def seconds_since(self, earlier: Mark) -> float:
+        assert isinstance(earlier, CudaMark), "a mark of another kind of stream"
+        milliseconds: float = earlier._event.elapsed_time(self._event)
+        return milliseconds / 1e3
+
+
+class CudaStream(Stream):
+    is_device = True
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    def run(self, closure: Closure) -> None:
+        with torch.cuda.stream(self._stream):
+            closure()
+
+    def wait(self, event: Event, why: Wait) -> None:
+        assert isinstance(event, torch.cuda.Event), "an event of another kind of stream"
+        self._stream.wait_event(event)
+
+    def record(self) -> Event:
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record(self._stream)
+        return event
+
+    def mark(self) -> Mark:
+        return CudaMark(self._stream)
+
+
+class CurrentCudaStream(Stream):
+    """Whatever stream is torch's current one when it is asked: where somebody else's code computes."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def run(self, closure: Closure) -> None:
+        closure()
+
+    def wait(self, event: Event, why: Wait) -> None:
+        assert isinstance(event, torch.cuda.Event), "an event of another kind of stream"
+        torch.cuda.current_stream(self._device).wait_event(event)
+
+    def record(self) -> Event:
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+
+class CudaStreams(Streams):
+    def __init__(self, device: torch.device, compute: Stream | None = None) -> None:
+        """`compute`: instead of one of its own."""
+        self.device = device
+        self.copy_in, self.fill, self.evict = (CudaStream(device) for _ in range(3))
+        self.compute = compute or CudaStream(device)
+
+    def allocate(self, nbytes: int) -> Tensor:
+        memory = torch.zeros(nbytes, dtype=torch.uint8, device=self.device)
+        self.settle()  # the zeros were written on another stream than those that will use them
+        return memory
+
+    def settle(self) -> None:
+        torch.cuda.synchronize(self.device)
+
+
+def choose_device(name: str) -> torch.device:
+    """`auto` is CUDA where there is a device. Raises ValueError for a name that torch does not know or this machine has not."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise ValueError(f"trainer.device = {name!r} is no device that torch knows; use auto, cpu or cuda") from None
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"trainer.device = {name!r}, but torch sees no CUDA device here; use cpu")
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"trainer.device = {name!r} is not supported; use auto, cpu or cuda")
+    if device.type == "cuda" and device.index is not None and device.index >= torch.cuda.device_count():
+        last = torch.cuda.device_count() - 1
+        raise ValueError(f"trainer.device = {name!r}, but this machine has cuda:0 to cuda:{last}; use one of these")
+    return device
+
+
+def make_streams(device: torch.device) -> Streams:
+    return CudaStreams(device) if device.type == "cuda" else PlainStreams()
+
+
+def adopted_streams(device: torch.device) -> Streams:
+    """Steps are computed by code that is not ours, on torch's current stream."""
+    return CudaStreams(device, CurrentCudaStream(device)) if device.type == "cuda" else PlainStreams()
+
+
+def on_device(device: torch.device) -> AbstractContextManager[object]:
+    """Within it `device` is torch's current one, which kernels are launched on; nothing on the CPU."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+def peak_device_bytes(device: torch.device, cache_bytes: int) -> int:
+    """The most that the device's memory held; on the CPU what the cache takes, the rest being the process's own."""
+    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else cache_bytes
+
+
+def device_random_state(device: torch.device) -> Tensor:
+    """u8, of a device that is not the CPU."""
+    return torch.cuda.get_rng_state(device)
+
+
+def set_device_random_state(device: torch.device, state: Tensor) -> None:
+    torch.cuda.set_rng_state(state, device)

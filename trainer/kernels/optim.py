@@ -1,0 +1,39 @@
+"""Row optimizers: which rule the kernels apply at which step, and the parts of a record that it works on."""
+
+import torch
+from torch import Tensor
+
+from rowcast.job.learning_rate import learning_rate
+from rowcast.job.schema import RowType, SparseOptimizer
+from rowcast.job.tables import GroupSpec, RecordPart
+from rowcast.trainer.kernels import Rows, Rule
+
+DTYPES: dict[RowType, torch.dtype] = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+
+
+def rule_at(settings: SparseOptimizer, train_step: int) -> Rule:
+    """`train_step` counts the training batches before this one."""
+    return Rule(
+        kind=settings.kind,
+        lr=learning_rate(settings, train_step),
+        eps=settings.epsilon,
+        betas=settings.betas,
+        step=train_step + 1,
+        clip=settings.clip_rows,
+    )
+
+
+def rows_of(records: Tensor, group: GroupSpec) -> Rows:
+    """The parts of records f32 [num_slots, record_floats], as views."""
+    parts = {part.name: part_of(records, part) for part in group.parts}
+    return Rows(weight=parts.pop("weight"), master=parts.pop("master", None), states=tuple(parts.values()))
+
+
+def part_of(records: Tensor, part: RecordPart) -> Tensor:
+    """A view [n, width] of a part, in its own dtype; `records` are contiguous rows of record_bytes, whatever their dtype."""
+    return records.view(DTYPES[part.dtype])[:, part.elements]
+
+
+def warm_up_sqrt() -> None:
+    """Makes the first `torch.sqrt` of the process in one thread: made by several, its roots may be inaccurate (pytorch#188792)."""
+    torch.ones(1).sqrt()

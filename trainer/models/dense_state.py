@@ -1,0 +1,145 @@
+"""The dense side of a checkpoint: everything at a step that is not in the tables, as one safetensors content.
+
+    model.<name>                weights and buffers, under the model's own names
+    optimizer.<name>.<state>    of the dense optimizer
+    random.cpu, random.<type>   u8, random state of torch
+    metrics.<count>             of an evaluation that has begun and not ended
+    losses                      f32 [train steps], all of the run
+    evaluations                 u8, the results so far as JSON
+
+A file that was imported may have weights alone: what is missing begins as in a new run.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+import xxhash
+from safetensors import SafetensorError
+from safetensors.torch import load, save
+from torch import Tensor, nn
+
+from rowcast.protocol.messages import DensePiece
+from rowcast.runtime.errors import DataError, Mismatch, RemoteProtocolError
+from rowcast.trainer.execute.streams import device_random_state, set_device_random_state
+
+Tensors = dict[str, Tensor]
+STATES = {
+    "SGD": {"momentum_buffer"},
+    "Adagrad": {"step", "sum"},
+    "Adam": {"step", "exp_avg", "exp_avg_sq"},
+}  # of each kind, as torch.optim has them
+
+
+def pack(tensors: Tensors) -> bytes:
+    return save({name: own_copy(tensor) for name, tensor in tensors.items()})
+
+
+@contextmanager
+def readable() -> Iterator[None]:
+    """Whatever is wrong with a dense side, found while it is read and put in place, is a DataError."""
+    try:
+        yield
+    except (SafetensorError, RuntimeError, LookupError, TypeError, ValueError, OverflowError) as error:
+        sentence = " ".join(f"{type(error).__name__}: {error}".split())[:500]
+        raise DataError(
+            f"the dense side of the checkpoint cannot be read ({sentence}); run `prefetcher verify` on the run directory"
+        ) from None
+
+
+def unpack(content: bytes) -> Tensors:
+    """Raises DataError."""
+    with readable():
+        return load(content)
+
+
+def own_copy(tensor: Tensor) -> Tensor:
+    """On the host and sharing no memory, as safetensors wants it even of tied weights."""
+    return tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
+
+
+def under(prefix: str, tensors: Mapping[str, Tensor]) -> Tensors:
+    """Those whose name begins with the prefix, without it."""
+    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+
+
+class Gathering:
+    """The pieces of a dense side as they arrive, in order; `order.py` has checked their places."""
+
+    def __init__(self) -> None:
+        self._content = bytearray()
+
+    def add(self, message: DensePiece, payload: memoryview) -> bytes | None:
+        """The whole content with its last piece. Raises RemoteProtocolError where it is not what was announced."""
+        self._content += payload
+        if message.piece < message.num_pieces - 1:
+            return None
+        found = xxhash.xxh3_64_intdigest(self._content)
+        if found != message.checksum:
+            raise RemoteProtocolError(
+                f"the dense side has checksum {found:016x}; {message.checksum:016x} was announced"
+            )
+        return bytes(self._content)
+
+
+def model_state(model: nn.Module) -> Tensors:
+    return {f"model.{name}": tensor for name, tensor in model.state_dict().items()}
+
+
+def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> Tensors:
+    names = [name for name, _ in model.named_parameters()]
+    return {
+        f"optimizer.{names[index]}.{key}": torch.as_tensor(value)
+        for index, state in optimizer.state_dict()["state"].items()
+        for key, value in state.items()
+        if value is not None
+    }
+
+
+def restore_model(model: nn.Module, tensors: Tensors) -> None:
+    """Raises Mismatch where these are not the model's weights."""
+    try:
+        model.load_state_dict(under("model.", tensors))
+    except RuntimeError as error:
+        sentence = " ".join(str(error).split())
+        raise Mismatch(
+            f"the checkpoint's dense weights are not this model's: {sentence}; use the model that wrote it"
+        ) from None
+
+
+def restore_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, tensors: Tensors) -> None:
+    """Raises Mismatch where these are not states of this optimizer's kind, of its parameters' shapes."""
+    saved = under("optimizer.", tensors)
+    states: dict[int, Tensors] = {}
+    for index, (name, parameter) in enumerate(model.named_parameters()):
+        state = {key: tensor for key, tensor in under(f"{name}.", saved).items() if "." not in key}
+        if state:
+            check_state(optimizer, name, parameter, state)
+            states[index] = state
+    if states:
+        current = optimizer.state_dict()
+        optimizer.load_state_dict({"state": {**current["state"], **states}, "param_groups": current["param_groups"]})
+
+
+def check_state(optimizer: torch.optim.Optimizer, name: str, parameter: Tensor, state: Tensors) -> None:
+    kind = type(optimizer).__name__
+    names = set(state) == STATES.get(kind, set(state))
+    shapes = all(tensor.shape == (torch.Size() if key == "step" else parameter.shape) for key, tensor in state.items())
+    if not names or not shapes:
+        found = ", ".join(f"{key} {tuple(tensor.shape)}" for key, tensor in sorted(state.items()))
+        raise Mismatch(
+            f"the checkpoint's optimizer state of {name} {tuple(parameter.shape)} is {found}, which is none of {kind}; "
+            "use the job file that wrote it"
+        )
+
+
+def random_state(device: torch.device) -> Tensors:
+    states = {"random.cpu": torch.get_rng_state()}
+    return states if device.type == "cpu" else states | {f"random.{device.type}": device_random_state(device)}
+
+
+def restore_random(device: torch.device, tensors: Tensors) -> None:
+    if "random.cpu" in tensors:
+        torch.set_rng_state(tensors["random.cpu"])
+    if device.type != "cpu" and f"random.{device.type}" in tensors:
+        set_device_random_state(device, tensors[f"random.{device.type}"])

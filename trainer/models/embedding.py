@@ -1,0 +1,185 @@
+"""The embedding layer over the device cache: rows are found by slot, and its backward pass updates them in place."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, cast
+
+import torch
+from torch import Tensor
+
+from rowcast.job.schema import SparseOptimizer
+from rowcast.job.tables import GroupSpec
+from rowcast.trainer.execute.metrics import Phase
+from rowcast.trainer.kernels import GroupLookup, Kernels, torch_ops
+from rowcast.trainer.kernels.optim import rows_of, rule_at
+from rowcast.trainer.models.sequences import Embedded, Sequences
+
+__all__ = ["Embeddings", "GroupLookup"]
+
+
+class Embeddings:
+    """All embedding tables of a model, as far as the device holds them. It shares the records with the device cache and owns no state."""
+
+    def __init__(
+        self,
+        groups: Sequence[GroupSpec],
+        settings: SparseOptimizer,
+        records: Sequence[Tensor],
+        kernels: Kernels = torch_ops,
+        lap: Callable[[Phase], None] = lambda phase: None,
+    ) -> None:
+        """`records`: f32 [num_slots, record_floats] of each group. `lap` hears when the rows' update begins and ends in a backward pass."""
+        self._groups = [GroupRows(group, own, settings, kernels) for group, own in zip(groups, records, strict=True)]
+        self._positions = [position for group in groups for position in group.feature_positions]
+        self.trigger = torch.zeros((), dtype=torch.float32, device=records[0].device, requires_grad=True)
+        self._awaits_backward: PendingUpdate | None = None
+        self._lap = lap
+
+    def __call__(self, lookups: Sequence[GroupLookup], train_step: int) -> list[Embedded]:
+        """Pooled embeddings f32 [B, D] of every feature, in the job's feature order; `Sequences` of those that are not pooled.
+
+        `lookups` holds one entry a group; `train_step` counts the training batches before this one (Adam needs it). With gradients
+        enabled, the backward pass applies the row optimizer to the records of the batch, so each forward needs exactly one backward:
+        a second forward before it, or a second backward, raises RuntimeError. Under `torch.no_grad()` this only looks up.
+        """
+        pooled = self.pool(lookups)
+        if torch.is_grad_enabled():
+            pooled = update_in_backward(self.trigger, pooled, self.expect_update(lookups, train_step))
+        return self.by_feature(pooled, lookups)
+
+    def pool(self, lookups: Sequence[GroupLookup]) -> list[Tensor]:
+        """f32 [G, D] of each group."""
+        return [group.lookup(lookup) for group, lookup in zip(self._groups, lookups, strict=True)]
+
+    def expect_update(self, lookups: Sequence[GroupLookup], train_step: int) -> "PendingUpdate":
+        """`update` of these will follow. Raises RuntimeError where one is expected already."""
+        if self._awaits_backward:
+            raise RuntimeError(
+                f"embeddings of train step {train_step} were asked for before the backward pass of an earlier forward updated their "
+                "rows; call backward() once a forward, or look up under torch.no_grad()"
+            )
+        self._awaits_backward = PendingUpdate(self, lookups, train_step)
+        return self._awaits_backward
+
+    def by_feature(self, pooled: Sequence[Tensor], lookups: Sequence[GroupLookup]) -> list[Embedded]:
+        """f32 [G, D] of each group -> what the model gets of each feature, in the job's order."""
+        by_group = [
+            feature
+            for group, group_pooled, lookup in zip(self._groups, pooled, lookups, strict=True)
+            for feature in group.by_feature(group_pooled, lookup)
+        ]
+        features = dict(zip(self._positions, by_group, strict=True))
+        return [features[position] for position in range(len(features))]
+
+    @property
+    def awaits_backward(self) -> bool:
+        """Whether a forward was not followed by its backward pass yet."""
+        return self._awaits_backward is not None
+
+    def finish_step(self) -> None:
+        """After a backward pass: where the loss did not depend on any embedding, its gradient is zero, and the rows are updated by that."""
+        pending = self._awaits_backward
+        if pending is not None:
+            zeros = [group.zeros(lookup) for group, lookup in zip(self._groups, pending.lookups, strict=True)]
+            self.update(zeros, pending.lookups, pending.train_step)
+
+    def update(self, pooled_grads: Sequence[Tensor], lookups: Sequence[GroupLookup], train_step: int) -> None:
+        """Reduces and applies the gradients f32 [G, D] of one forward's pooled embeddings, group by group."""
+        if self._awaits_backward is None or self._awaits_backward.lookups is not lookups:
+            raise RuntimeError(
+                f"the rows of train step {train_step} were already updated; call backward() once a forward"
+            )
+        self._awaits_backward = None
+        self._lap("backward")
+        for group, grad, lookup in zip(self._groups, pooled_grads, lookups, strict=True):
+            group.update(grad, lookup, train_step)
+        self._lap("update")
+
+
+class GroupRows:
+    """The records of one group, and what is done to them."""
+
+    def __init__(self, group: GroupSpec, records: Tensor, settings: SparseOptimizer, kernels: Kernels) -> None:
+        self.dim = group.embedding_dim
+        self._num_features = group.num_features
+        self._unpooled = group.unpooled_features
+        self._rows = rows_of(records, group)
+        self._settings = settings
+        self._kernels = kernels
+        means = [table.pooling == "mean" for table in group.feature_tables()]
+        self._means = torch.tensor(means, device=records.device) if any(means) else None  # bool [F]
+
+    def lookup(self, lookup: GroupLookup) -> Tensor:
+        return self._kernels.lookup(self._rows, lookup, self._divisors(lookup))
+
+    def by_feature(self, pooled: Tensor, lookup: GroupLookup) -> list[Embedded]:
+        """f32 [G, D] -> what the model gets of each of the group's features."""
+        features: list[Embedded] = list(pooled.split_with_sizes(self._num_bags(lookup)))
+        for feature, offsets in zip(
+            self._unpooled, () if lookup.sequence_offsets is None else lookup.sequence_offsets, strict=True
+        ):
+            values = features[feature]
+            assert isinstance(values, Tensor)
+            features[feature] = Sequences(values=values, offsets=offsets)
+        return features
+
+    def zeros(self, lookup: GroupLookup) -> Tensor:
+        return torch.zeros(sum(self._num_bags(lookup)), self.dim, dtype=torch.float32, device=self._rows.weight.device)
+
+    def update(self, pooled_grad: Tensor, lookup: GroupLookup, train_step: int) -> None:
+        self._kernels.update(
+            self._rows, pooled_grad, lookup, self._divisors(lookup), rule_at(self._settings, train_step)
+        )
+
+    def _divisors(self, lookup: GroupLookup) -> Tensor | None:
+        """Look-ups of each bag pooled by mean, at least 1; 1 for other bags. None where all are 1."""
+        if self._means is None or lookup.offsets is None:
+            return None
+        counts = lookup.offsets.diff()
+        is_mean = torch.cat(
+            [mean.expand(num_bags) for mean, num_bags in zip(self._means, self._num_bags(lookup), strict=True)]
+        )
+        return torch.where(is_mean, counts.clamp(min=1), 1).float().view(-1, 1)
+
+    def _num_bags(self, lookup: GroupLookup) -> list[int]:
+        """Of each feature: one a sample, or one a look-up."""
+        num_bags = [lookup.batch_size] * self._num_features
+        for feature, num_lookups in zip(self._unpooled, lookup.sequence_lookups, strict=True):
+            num_bags[feature] = num_lookups
+        return num_bags
+
+
+@dataclass(frozen=True, slots=True)
+class PendingUpdate:
+    """What the backward pass of one forward will do."""
+
+    embeddings: Embeddings
+    lookups: Sequence[GroupLookup]
+    train_step: int
+
+    def apply(self, grads: Sequence[Tensor]) -> None:
+        self.embeddings.update(grads, self.lookups, self.train_step)
+
+
+class Pending(Protocol):
+    def apply(self, grads: Sequence[Tensor]) -> None:
+        """Takes the gradients f32 [G, D] of each group's pooled embeddings, in the backward pass."""
+
+
+class UpdateInBackward(torch.autograd.Function):
+    """Identity whose backward pass updates rows instead of handing gradients on; `trigger` makes autograd call it."""
+
+    @staticmethod
+    def forward(ctx: Any, trigger: Tensor, pending: Pending, *pooled: Tensor) -> tuple[Tensor, ...]:
+        ctx.pending = pending
+        return tuple(tensor.view_as(tensor) for tensor in pooled)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, ...]:
+        ctx.pending.apply(grads)
+        return (None,) * (2 + len(grads))
+
+
+def update_in_backward(trigger: Tensor, pooled: list[Tensor], pending: Pending) -> list[Tensor]:
+    """`pooled` as results of autograd. The one typed door to `Function.apply`."""
+    return list(cast(Any, UpdateInBackward).apply(trigger, pending, *pooled))

@@ -1,0 +1,142 @@
+"""AUC, log loss and accuracy of any number of predictions, in bounded memory and without waiting for the device.
+
+AUC needs the order of all predictions. They are counted in bins of the logit instead, positives and negatives apart; a pair within one
+bin counts half, as a tie. Bins are narrow where logits usually are:
+
+    logit            0        +-1       +-4       +-16      +-100
+    width of a bin   3.1e-05  4.8e-05   1.2e-04   7.6e-04   2.1e-02
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import binary_cross_entropy_with_logits
+
+NUM_BINS = 2**18  # 4 MiB of counts
+HALF_RANGE = 4.0  # half of the bins lie within +- this logit
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EvalResult:
+    num_samples: int
+    auc: float | None  # None where all labels are equal, and as accuracy
+    # natural logarithm, mean over samples, or the mean of the model's own loss; None without samples
+    logloss: float | None
+    # at probability 0.5; None without samples, and where outputs are no logits or labels not 0 or 1
+    accuracy: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class EvalCounts:
+    """What an evaluation has counted so far."""
+
+    histogram: Tensor  # i64 [2, NUM_BINS]: negatives, positives
+    num_correct: Tensor  # i64 []
+    loss_sum: Tensor  # f64 []
+    num_samples: Tensor  # i64 []; more than in the histogram where outputs are no logits, or labels not 0 or 1
+
+    def result(self) -> EvalResult:
+        """Reads the counts: waits for the device where they are on one."""
+        negatives, positives = self.histogram.cpu().double()
+        num_samples = int(self.num_samples)
+        are_all = int(negatives.sum() + positives.sum()) == num_samples > 0
+        return EvalResult(
+            num_samples=num_samples,
+            auc=area_under_curve(negatives, positives) if are_all else None,
+            logloss=self.loss_sum.item() / num_samples if num_samples else None,
+            accuracy=self.num_correct.item() / num_samples if are_all else None,
+        )
+
+
+class EvalMetrics:
+    """Metrics of one evaluation after the other."""
+
+    def __init__(self, device: torch.device | None = None) -> None:
+        """Counts on `device`; None is the CPU."""
+        self._begun = False
+        self._counts = EvalCounts(
+            torch.zeros(2, NUM_BINS, dtype=torch.int64, device=device),
+            torch.zeros((), dtype=torch.int64, device=device),
+            torch.zeros((), dtype=torch.float64, device=device),
+            torch.zeros((), dtype=torch.int64, device=device),
+        )
+
+    def update(self, outputs: Any, labels: Tensor, own_loss: Tensor | None = None) -> None:
+        """Counts one batch: logits f32 [B] and labels f32 [B], 0 or 1, on the metrics' device. Issues work and reads nothing.
+
+        `own_loss`: [], the batch's mean by the model's own loss. Outputs may be anything then, and labels any number: the samples that
+        have a logit and a label of 0 or 1 count for AUC and accuracy.
+        """
+        self._begun = True
+        self._counts.num_samples.add_(len(labels))
+        if own_loss is None:
+            self._counts.loss_sum.add_(
+                binary_cross_entropy_with_logits(outputs.double(), labels.double(), reduction="sum")
+            )
+            self._count(outputs, labels, torch.ones_like(labels, dtype=torch.int64))
+            return
+        self._counts.loss_sum.add_(own_loss.double() * len(labels))
+        if isinstance(outputs, Tensor) and outputs.shape == labels.shape:
+            self._count(outputs, labels, ((labels == 0) | (labels == 1)).long())
+
+    def _count(self, logits: Tensor, labels: Tensor, counts: Tensor) -> None:
+        """`counts`: i64 [B], 1 for samples that count and 0 for others."""
+        positive = labels > 0.5
+        self._counts.histogram.view(-1).index_add_(0, bins(logits) + positive * NUM_BINS, counts)
+        self._counts.num_correct.add_((((logits > 0) == positive) * counts).sum())
+
+    def state(self) -> dict[str, Tensor]:
+        """The counts of an evaluation in progress, for a checkpoint; nothing outside one. Waits for the device."""
+        return {f"metrics.{name}": counts for name, counts in self._named().items()} if self._begun else {}
+
+    def restore(self, tensors: Mapping[str, Tensor]) -> bool:
+        """Goes on counting where a `state` was; whether there was an evaluation in progress."""
+        saved = {name: tensors[f"metrics.{name}"] for name in self._named() if f"metrics.{name}" in tensors}
+        for name, counts in saved.items():
+            self._named()[name].copy_(counts)
+        if saved and "num_samples" not in saved:  # of a version that had logits only
+            self._counts.num_samples.copy_(self._counts.histogram.sum())
+        self._begun = bool(saved)
+        return self._begun
+
+    def _named(self) -> dict[str, Tensor]:
+        return {field.name: getattr(self._counts, field.name) for field in fields(self._counts)}
+
+    def compute(self) -> EvalResult:
+        """The metrics so far. Waits for the device."""
+        return self._counts.result()
+
+    def close(self) -> EvalCounts:
+        """Issues a copy of the counts to the host and starts the next evaluation.
+
+        On a device the result may be read once an event recorded after this call has happened.
+        """
+        self._begun = False
+        closed = EvalCounts(**{name: to_host(counts) for name, counts in self._named().items()})
+        for counts in self._named().values():
+            counts.zero_()
+        return closed
+
+
+def to_host(tensor: Tensor) -> Tensor:
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=tensor.is_cuda)
+    return host.copy_(tensor, non_blocking=True)
+
+
+def bins(logits: Tensor) -> Tensor:
+    """The bin of each logit, i64, never decreasing in the logit. NaN goes to the middle; the log loss shows it."""
+    wide = logits.double().nan_to_num(0.0)
+    share = 0.5 + 0.5 * wide / (HALF_RANGE + wide.abs())
+    return (share * NUM_BINS).long().clamp_(0, NUM_BINS - 1)
+
+
+def area_under_curve(negatives: Tensor, positives: Tensor) -> float | None:
+    """Share of (negative, positive) pairs in the right order, pairs of one bin counting half; f64 counts by ascending bin."""
+    num_pairs = negatives.sum() * positives.sum()
+    if num_pairs == 0:
+        return None
+    below = negatives.cumsum(0) - negatives
+    return float((positives * (below + negatives / 2)).sum() / num_pairs)

@@ -1,0 +1,85 @@
+"""The model of a job as both the trainer and the plain loop run it: precision, compilation, clipping and learning rate are here, once.
+
+forward                         dense, embeddings f32 -> autocast, compiled or not -> outputs f32
+loss                            outputs, labels -> the model's own, or binary cross entropy
+(its backward)
+step                            gradients -> clip -> learning rate of the step -> torch.optim
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rowcast.job.learning_rate import learning_rate
+from rowcast.job.schema import DenseOptimizer, Job
+from rowcast.runtime.errors import ConfigError
+from rowcast.trainer.models import align_inputs, build_dense_optimizer, build_model
+from rowcast.trainer.models.compiled import compile_model
+from rowcast.trainer.models.loss import as_fp32, mean_loss, own_loss
+from rowcast.trainer.models.sequences import Embedded
+
+CPU = torch.device("cpu")
+
+
+class DenseSide:
+    def __init__(self, job: Job, num_dense: int, device: torch.device = CPU, *, trains: bool = True) -> None:
+        """Sets the precision of the process's matrix products, and seeds torch's global random numbers for models that draw some.
+
+        Without `trains` nothing is compiled. Raises ConfigError for what this device or machine cannot do.
+        """
+        set_precision(job.model.precision, device)
+        self.model = build_model(job, num_dense).to(device)
+        self.own_loss = own_loss(self.model)  # None: binary cross entropy
+        self.optimizer = build_dense_optimizer(job, self.model.parameters())
+        self._settings = job.optimizer.dense
+        self._compiled = compile_model(self.model, device) if job.model.compile and trains else None
+        self._full_batch = job.data.batch_size
+        self._autocasts = job.model.precision == "bf16"
+        self._device = device
+        torch.manual_seed(job.job.seed)
+
+    def forward(self, dense: Tensor, embeddings: Sequence[Embedded], *, training: bool) -> Any:
+        """Logits f32 [B], or what the model's own loss takes, of dense f32 [B, num_dense] and an embedding a feature; with gradients
+        where they are enabled."""
+        self.model.train(training)
+        compiled = self._compiled if training and len(dense) == self._full_batch else None
+        inputs = dense, list(embeddings)
+        with torch.autocast(self._device.type, torch.bfloat16, enabled=self._autocasts):
+            # a graph cannot ask where its inputs lie: they are aligned before it, and the model's own hook does nothing there
+            outputs = self.model(*inputs) if compiled is None else compiled(*align_inputs(self.model, inputs))
+        return as_fp32(outputs) if self._autocasts else outputs
+
+    def loss(self, outputs: Any, labels: Tensor) -> Tensor:
+        """f32 [], the mean over the batch, of a forward's outputs and labels f32 [B]. Raises ConfigError."""
+        return mean_loss(outputs, labels) if self.own_loss is None else self.own_loss(outputs, labels)
+
+    def step(self, train_step: int) -> None:
+        """Updates the weights by their gradients, which are gone then. `train_step` counts the training batches before this one."""
+        clip(self.model, self._settings)
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate(self._settings, train_step)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+
+
+def clip(model: nn.Module, settings: DenseOptimizer) -> None:
+    """By element, then by the norm of all; one tensor at a time, and without a wait for the device."""
+    if settings.clip_value is not None:
+        nn.utils.clip_grad_value_(model.parameters(), settings.clip_value, foreach=False)
+    if settings.clip_norm is not None:
+        nn.utils.clip_grad_norm_(list(model.parameters()), settings.clip_norm, error_if_nonfinite=False, foreach=False)
+
+
+def set_precision(precision: str, device: torch.device) -> None:
+    """Of matrix products of f32 in the whole process. Raises ConfigError for tf32 without CUDA.
+
+    By the older of torch's two ways, on purpose: torch.compile reads the setting by it, and refuses one that was made by
+    torch.backends' `fp32_precision`.
+    """
+    if precision == "tf32" and device.type != "cuda":
+        raise ConfigError(
+            f'model.precision = "tf32" needs a CUDA device, and trainer.device is {device}; set model.precision to "fp32" or "bf16"'
+        )
+    torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")

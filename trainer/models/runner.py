@@ -1,0 +1,143 @@
+"""The model's side of a step: look up, forward, backward, update. Everything runs on the compute stream; nothing here reads a result."""
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from rowcast.job.schema import Job
+from rowcast.job.tables import GroupSpec
+from rowcast.protocol.messages import PlanHeader
+from rowcast.protocol.packing import PIECE_ARRAYS
+from rowcast.trainer.execute.phases import HostClock, PhaseClock
+from rowcast.trainer.kernels import Kernels
+from rowcast.trainer.kernels.choose import choose_kernels
+from rowcast.trainer.models.dense_state import (
+    Tensors,
+    model_state,
+    optimizer_state,
+    random_state,
+    restore_model,
+    restore_optimizer,
+    restore_random,
+)
+from rowcast.trainer.models.embedding import Embeddings, GroupLookup
+from rowcast.trainer.models.evaluate import EvalCounts, EvalMetrics
+from rowcast.trainer.models.model_side import DenseSide
+
+LOOKUP_ARRAYS = (
+    "slots",
+    "unique_slots",
+    "segment_offsets",
+    "bag_order",
+    "lookup_order",
+    "offsets",
+    "weights",
+    "sequence_offsets",
+)
+GROUP_ARRAYS = (*LOOKUP_ARRAYS, *PIECE_ARRAYS)
+
+
+class StepInputs(Protocol):
+    """What a runner needs of a step; `cache.ArrivedStep` has it."""
+
+    @property
+    def step(self) -> int: ...
+
+    @property
+    def header(self) -> PlanHeader: ...
+
+    @property
+    def arrays(self) -> dict[str, Tensor]:
+        """On the device, by name."""
+
+
+def step_lookups(step: StepInputs) -> list[GroupLookup]:
+    """What a step looks up, of each group."""
+    return [
+        GroupLookup(
+            batch_size=step.header.batch_size,
+            sequence_lookups=step.header.groups[group].sequence_lookups,
+            **{name: step.arrays[f"{group}.{name}"] for name in GROUP_ARRAYS if f"{group}.{name}" in step.arrays},
+        )
+        for group in range(len(step.header.groups))
+    ]
+
+
+class StepRunner:
+    """Implements `loop.Runner` for a model over dense features and looked-up embeddings."""
+
+    trains = True
+
+    def __init__(
+        self,
+        job: Job,
+        groups: tuple[GroupSpec, ...],
+        records: list[Tensor],
+        num_dense: int,
+        clock: PhaseClock | None = None,
+        kernels: Kernels | None = None,
+    ) -> None:
+        """`records`: f32 [slots, record_floats] a group. `clock`: of the stream that steps run on. `kernels`: None for those that suit."""
+        self.device = records[0].device
+        self._clock: PhaseClock = clock or HostClock()
+        self._side = DenseSide(job, num_dense, self.device, trains=self.trains)
+        self.model = self._side.model
+        kernels = kernels or choose_kernels(self.device, job)
+        self._embeddings = Embeddings(groups, job.optimizer.sparse, records, kernels, self._clock.lap)
+        self._metrics = EvalMetrics(self.device)
+
+    def train(self, step: StepInputs, loss: Tensor) -> None:
+        self._clock.begin(step.step)
+        embeddings = self._embeddings(step_lookups(step), step.header.train_step)
+        self._clock.lap("lookup")
+        mean = self._side.loss(
+            self._side.forward(step.arrays["dense"], embeddings, training=True), step.arrays["labels"]
+        )
+        self._clock.lap("forward")
+        torch.autograd.backward(mean)
+        self._embeddings.finish_step()
+        self._clock.lap("backward")
+        self._side.step(step.header.train_step)
+        loss.copy_(mean.detach(), non_blocking=True)
+        self._clock.lap("update")
+
+    def evaluate(self, step: StepInputs) -> None:
+        with torch.no_grad():
+            embeddings = self._embeddings(step_lookups(step), step.header.train_step)
+            outputs, labels = (
+                self._side.forward(step.arrays["dense"], embeddings, training=False),
+                step.arrays["labels"],
+            )
+            self._metrics.update(
+                outputs, labels, None if self._side.own_loss is None else self._side.loss(outputs, labels)
+            )
+
+    def close_evaluation(self) -> EvalCounts:
+        return self._metrics.close()
+
+    def state(self) -> Tensors:
+        """Of the model, its optimizer, random numbers and the evaluation in progress; every step issued is complete."""
+        return {
+            **model_state(self.model),
+            **optimizer_state(self.model, self._side.optimizer),
+            **random_state(self.device),
+            **self._metrics.state(),
+        }
+
+    def restore(self, tensors: Tensors) -> bool:
+        """Goes on from a `state`; what it lacks stays as it is. Whether an evaluation is in progress."""
+        restore_model(self.model, tensors)
+        restore_optimizer(self.model, self._side.optimizer, tensors)
+        restore_random(self.device, tensors)
+        return self._metrics.restore(tensors)
+
+
+class EvaluationRunner(StepRunner):
+    """Of `trainer eval`: takes a checkpoint's weights, and nothing of what was going on there."""
+
+    trains = False
+
+    def restore(self, tensors: Tensors) -> bool:
+        restore_model(self.model, tensors)
+        return False

@@ -1,0 +1,72 @@
+"""What is left of a run, whoever has driven the engine: the figures of `report.json`, and what `report.html` is made of."""
+
+import os
+import time
+from datetime import UTC, datetime
+
+import torch
+
+from rowcast.job.schema import Job
+from rowcast.protocol.messages import Welcome
+from rowcast.runtime.telemetry.build import versions
+from rowcast.trainer.execute.engine import TrainerEngine
+from rowcast.trainer.execute.streams import peak_device_bytes
+from rowcast.trainer.report.history import History
+from rowcast.trainer.report.page.record import RunRecord
+from rowcast.trainer.report.report_json import Report, RunFacts, make_report
+from rowcast.trainer.report.results import ResultFiles
+
+
+def final_report(
+    engine: TrainerEngine,
+    welcome: Welcome,
+    results: ResultFiles,
+    *,
+    train_steps: int,
+    device: torch.device,
+    threads: int,
+    pinned: bool,
+    met_s: float,
+    first_step_s: float | None,
+) -> Report:
+    """The engine's loop has ended. `met_s`, `first_step_s`: when the prefetcher was met and the first step began, by the performance
+    counter; None: there was no step."""
+    end, now_s = engine.loop.end, time.perf_counter()
+    assert end is not None, "the loop ends with EndOfData"
+    first_step_s = first_step_s or now_s
+    cache_bytes = sum(records.nbytes for records in engine.cache.records)
+    staging_bytes, plans_bytes = engine.cache.staging_bytes, engine.cache.plans_bytes
+    return make_report(
+        engine.counters,
+        RunFacts(
+            wall_s=now_s - first_step_s,
+            startup_s=first_step_s - met_s,
+            train_steps=train_steps,
+            loss=results.mean_loss,
+            evaluation=results.evaluation_result,
+            cache_bytes=cache_bytes,
+            staging_bytes=staging_bytes,
+            plans_bytes=plans_bytes,
+            device_bytes=peak_device_bytes(device, cache_bytes + staging_bytes + plans_bytes),
+            host_bytes=end.host_bytes,
+            threads=threads,
+            pinned=pinned,
+            device=str(device),
+            versions=versions("torch", "numpy"),
+            pids={"prefetcher": welcome.pid, "trainer": os.getpid()},
+            finished=end.finished,
+            stopped_by=None if end.finished else engine.loop.stop_reason,
+        ),
+    )
+
+
+def final_record(job: Job, report: Report, results: ResultFiles, history: History) -> RunRecord:
+    return RunRecord(
+        job=job,
+        report=report,
+        losses=results.losses_from(0),
+        evaluations=results.evaluations,
+        marks=history.marks,
+        starts=history.starts,
+        ended_at=datetime.now(UTC),
+    )

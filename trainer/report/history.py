@@ -1,0 +1,118 @@
+"""What a run was like over time: marks of the counters, for the run report and for TensorBoard.
+
+    time     first step                            last step
+             |----|----|----|----|----|----|----|--|
+    marks    0    1    2    3    4    5    6    7  8       no more than MAX_MARKS:
+    kept     0         2         4         6       8       then every second one stays, and the interval doubles
+
+A mark holds the counters as they stood, so to leave one out costs resolution and no count.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from rowcast.trainer.execute.metrics import TrainerCounters
+
+EVERY_S = 1.0
+MAX_MARKS = 600
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Mark:
+    """What the counters said at one moment; all but `train_step` count from the start of this process."""
+
+    time_s: float  # by the history's clock
+    train_step: int  # train steps of the run that were done
+    train_steps: int
+    steps: int  # of evaluation too, as all that follows the samples
+    samples: int  # of train steps
+    eval_samples: int
+    stalls: tuple[float, ...]  # seconds, in the order of metrics.StallReason
+    unique_rows: int
+    hits: int
+    bytes_to_device: int  # rows and arrays of plans
+    bytes_from_device: int
+
+
+Marked = Callable[[Mark, Mark], None]  # the mark before, and the new one
+
+
+def unheard(before: Mark, mark: Mark) -> None:
+    """Nobody listens."""
+
+
+class History:
+    """Marks of one process, over all its incarnations. Every method is called by the main thread."""
+
+    def __init__(self, counters: TrainerCounters, *, clock: Callable[[], float] = time.perf_counter) -> None:
+        """`clock` is that of `TrainingLoop.first_step_s`."""
+        self.marks: list[Mark] = []
+        self.starts: list[int] = []  # train steps of the run that were done before each incarnation which made a step
+        self._marked: Marked = unheard
+        self._counters = counters
+        self._clock = clock
+        self._every_s = EVERY_S
+        self._next_s = 0.0
+        self._train_steps_before = 0
+        self._beginning: Mark | None = None
+
+    def begin(self, first_train_step: int, marked: Marked = unheard) -> None:
+        """An incarnation begins behind `first_train_step` train steps of the run. Its waits before the first step are start-up. `marked`
+        is called with each of its marks and the one before."""
+        self._marked = marked
+        self._train_steps_before = first_train_step - self._counters.train_steps
+        self._beginning = self._mark(0.0)
+        self._next_s = 0.0
+
+    def update(self, first_step_s: float | None) -> None:
+        """Takes a mark where it is time to: costs a clock reading between two. `first_step_s`: when the incarnation's first step began."""
+        now_s = self._clock()
+        if now_s < self._next_s or first_step_s is None:
+            return
+        if self._beginning is not None:
+            self._open(self._beginning, first_step_s)
+        else:
+            self._append(self._mark(now_s))
+        self._next_s = now_s + self._every_s
+
+    def close(self, first_step_s: float | None) -> None:
+        """Takes the last mark; one that was taken just before gives way, as speeds over an instant say nothing."""
+        if first_step_s is None:
+            return
+        if self._beginning is not None:
+            self._open(self._beginning, first_step_s)
+        before, now_s = self.marks[-1], self._clock()
+        self._append(self._mark(now_s))
+        if len(self.marks) > 2 and now_s - before.time_s < self._every_s / 2:
+            del self.marks[-2]
+
+    def _open(self, beginning: Mark, first_step_s: float) -> None:
+        """What came to the device before the first step belongs to it."""
+        self.starts.append(beginning.train_step)
+        self._append(replace(beginning, time_s=first_step_s))
+        self._beginning = None
+
+    def _append(self, mark: Mark) -> None:
+        if len(self.marks) >= MAX_MARKS:
+            del self.marks[1::2]
+            self._every_s *= 2
+        self.marks.append(mark)
+        if len(self.marks) > 1:
+            self._marked(self.marks[-2], mark)
+
+    def _mark(self, now_s: float) -> Mark:
+        counters = self._counters
+        return Mark(
+            time_s=now_s,
+            train_step=self._train_steps_before + counters.train_steps,
+            train_steps=counters.train_steps,
+            steps=counters.train_steps + counters.eval_steps,
+            samples=counters.samples,
+            eval_samples=counters.eval_samples,
+            stalls=tuple(counters.stalls.values()),
+            unique_rows=counters.total("unique_rows"),
+            hits=counters.total("hits"),
+            bytes_to_device=counters.total("row_bytes_to_device") + counters.plan_bytes_to_device,
+            bytes_from_device=counters.total("row_bytes_from_device"),
+        )

@@ -1,0 +1,154 @@
+"""Charts of what was learned: the loss of every train step, and the evaluations. Both are of the whole run, whichever process made them."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import ceil
+
+import numpy as np
+import numpy.typing as npt
+
+from rowcast.trainer.report.page.axis import Axis, Floats, outwards
+from rowcast.trainer.report.page.chart import Chart, Frame, Layer, NoChart, Series, describe, some_points
+from rowcast.trainer.report.page.record import RunRecord
+from rowcast.trainer.report.report_json import Evaluation
+
+MOST_POINTS = 500  # more cannot be told apart on a page
+SMOOTHED = 20  # a smoothed loss is the mean of about this part of the points
+USUAL = 0.98  # the share of losses that the axis must hold; rare high ones may be cut off
+
+
+@dataclass(frozen=True, kw_only=True)
+class Buckets:
+    """Consecutive train steps taken together, so that there are no more than MOST_POINTS; all arrays are [n]."""
+
+    last: Floats  # the train step that each ends with, from 1
+    mean: Floats
+    low: Floats
+    high: Floats
+
+    @property
+    def steps_each(self) -> int:
+        """Train steps in each but the last, which may have fewer."""
+        return int(self.last[0])
+
+    def smoothed(self) -> tuple[Floats, int]:
+        """The mean of each and those before it, and of how many (fewer at the beginning)."""
+        number = max(1, len(self.mean) // SMOOTHED)
+        sums = np.concatenate([[0.0], np.cumsum(self.mean)])
+        ends = np.arange(1, len(self.mean) + 1)
+        begins = np.maximum(ends - number, 0)
+        return (sums[ends] - sums[begins]) / (ends - begins), number
+
+
+def in_buckets(losses: npt.NDArray[np.float32]) -> Buckets:
+    begins = np.arange(0, len(losses), ceil(len(losses) / MOST_POINTS))
+    ends = np.append(begins[1:], len(losses))
+    return Buckets(
+        last=ends.astype(np.float64),
+        mean=np.add.reduceat(losses, begins, dtype=np.float64) / (ends - begins),
+        low=np.minimum.reduceat(losses, begins).astype(np.float64),
+        high=np.maximum.reduceat(losses, begins).astype(np.float64),
+    )
+
+
+def loss_chart(run: RunRecord) -> Chart | NoChart:
+    title = "Loss"
+    if not len(run.losses):
+        return NoChart(title=title, caption="No train step was done.")
+    buckets = in_buckets(run.losses)
+    smooth, number = buckets.smoothed()
+    x = steps_axis(run)
+    y, cut = loss_axis(buckets)
+    frame = Frame(x=x, y=y)
+    series = (
+        Series(name="smoothed", y=smooth),
+        Series(name="mean" if buckets.steps_each > 1 else "loss", y=buckets.mean),
+    )
+    return Chart(
+        title=title,
+        caption="Binary cross entropy of each train step, or the model's own loss, mean over its samples." + cut,
+        x=x,
+        y=y,
+        layers=[
+            raw_layer(frame, buckets),
+            Layer(
+                look="line-1",
+                path=frame.line(buckets.last, smooth),
+                name=f"mean of the last {number * buckets.steps_each:,} steps",
+            ),
+            *begin_layers(frame, run),
+        ],
+        text=describe(buckets.last, x, y, *series),
+        table=some_points(buckets.last, x, y, *series),
+    )
+
+
+def raw_layer(frame: Frame, buckets: Buckets) -> Layer:
+    if buckets.steps_each > 1:
+        name = f"lowest to highest of {buckets.steps_each:,} steps"
+        return Layer(look="band", path=frame.area(buckets.last, buckets.low, buckets.high), name=name)
+    return Layer(look="raw", path=frame.line(buckets.last, buckets.mean), name="each step")
+
+
+def loss_axis(buckets: Buckets) -> tuple[Axis, str]:
+    """The axis, and a sentence about what it cuts off."""
+    highest, usual, low = float(buckets.high.max()), float(np.quantile(buckets.high, USUAL)), float(buckets.low.min())
+    axis = outwards(low, min(highest, usual + (usual - low)), "loss", "plain")
+    if highest <= axis.high:
+        return axis, ""
+    step = int(buckets.last[int(np.argmax(buckets.high))])
+    return axis, f" The axis cuts off rare high ones: the highest is {highest:.4g}, by step {step:,}."
+
+
+def begin_layers(frame: Frame, run: RunRecord) -> list[Layer]:
+    """Where this process took over what another one had trained."""
+    path = "".join(frame.across(start) for start in sorted(set(run.starts)) if start)
+    return [Layer(look="rule", path=path, name="this process went on here")] if path else []
+
+
+def steps_axis(run: RunRecord) -> Axis:
+    last = max([len(run.losses), 1, *(evaluation.train_step for evaluation in run.evaluations)])
+    return Axis(label="train steps", unit="steps", low=0.0, high=float(last))
+
+
+def auc_chart(run: RunRecord) -> Chart | NoChart:
+    found = [evaluation for evaluation in run.evaluations if evaluation.auc is not None]
+    caption = "Area under the ROC curve on the evaluation samples: 0.5 is guessing, 1 is a perfect order."
+    return evaluation_chart(run, "AUC", caption, found, lambda evaluation: evaluation.auc or 0.0)
+
+
+def logloss_chart(run: RunRecord) -> Chart | NoChart:
+    caption = (
+        "Mean binary cross entropy, or the model's own loss, on the evaluation samples; where it rises while the loss falls, the model "
+        "overfits."
+    )
+    return evaluation_chart(run, "Log loss", caption, run.evaluations, lambda evaluation: evaluation.logloss)
+
+
+def evaluation_chart(
+    run: RunRecord, title: str, caption: str, found: Sequence[Evaluation], value: Callable[[Evaluation], float]
+) -> Chart | NoChart:
+    if not found:
+        why = (
+            "Every evaluation had labels of one kind only, or outputs that are no logits."
+            if run.evaluations
+            else "No evaluation was made; data.eval_fraction makes some."
+        )
+        return NoChart(title=title, caption=why)
+    steps = np.array([evaluation.train_step for evaluation in found], np.float64)
+    series = Series(name=title, y=np.array([value(evaluation) for evaluation in found]))
+    x = steps_axis(run)
+    frame = Frame(x=x, y=outwards(float(series.y.min()), float(series.y.max()), title, "plain"))
+    return Chart(
+        title=title,
+        caption=caption,
+        x=x,
+        y=frame.y,
+        layers=[
+            Layer(look="line-1", path=frame.line(steps, series.y)),
+            Layer(look="dots", path=frame.dots(steps, series.y), name="each evaluation"),
+            *begin_layers(frame, run),
+        ],
+        text=describe(steps, x, frame.y, series),
+        table=some_points(steps, x, frame.y, series),
+    )

@@ -1,0 +1,82 @@
+"""`report.html`: one self-contained page about a run. It asks for nothing over a network and runs no script."""
+
+from importlib import resources
+from pathlib import Path
+
+from jinja2 import Environment, StrictUndefined
+
+from rowcast.runtime.checkpoint_manifest import write_durably
+from rowcast.runtime.telemetry.format_numbers import human_bytes, human_count
+from rowcast.runtime.telemetry.logs import get_logger
+from rowcast.trainer.report.page.axis import share
+from rowcast.trainer.report.page.chart import Chart, NoChart
+from rowcast.trainer.report.page.facts import job_sections, machine_rows, table_rows, went_on
+from rowcast.trainer.report.page.learning import auc_chart, logloss_chart, loss_chart
+from rowcast.trainer.report.page.record import RunRecord
+from rowcast.trainer.report.page.speed import bytes_chart, hits_chart, samples_chart, stalls_chart
+from rowcast.trainer.report.terminal import summary_rows, summary_title
+
+TEMPLATE = "page.html"
+SECTIONS = {
+    "Learning": (loss_chart, auc_chart, logloss_chart),
+    "Speed": (samples_chart, stalls_chart),
+    "Cache and traffic": (hits_chart, bytes_chart),
+}
+
+
+def write_page(path: Path, run: RunRecord) -> None:
+    """Writes the page. A run is not lost for it: what goes wrong is a warning."""
+    try:
+        write_durably(path, render(run).encode())
+    except OSError as error:
+        path.with_name(f"{path.name}.partial").unlink(missing_ok=True)
+        get_logger().warning(
+            "the run report was not written; report.json has its figures", path=str(path), error=error.strerror
+        )
+    except Exception:  # noqa: BLE001 - our bug, logged with its traceback; the run has ended well
+        get_logger().exception("the run report was not written; report.json has its figures", path=str(path))
+
+
+def render(run: RunRecord) -> str:
+    """Everything that is not the template's own is text: names and sentences of users cannot become markup."""
+    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    template = environment.from_string(
+        resources.files(__package__ or "").joinpath(TEMPLATE).read_text(encoding="utf-8")
+    )
+    page = template.render(
+        name=run.job.job.name,
+        outcome=summary_title(run.report).removeprefix("rowcast: "),
+        ended=run.ended_at.strftime("%Y-%m-%d %H:%M UTC"),
+        went_on=went_on(run.report, list(run.starts)),
+        key_figures=key_figures(run),
+        sections={name: charts(run, name) for name in SECTIONS},
+        summary=summary_rows(run.report),
+        tables=table_rows(run.job),
+        job=job_sections(run.job),
+        machine=machine_rows(run.report),
+    )
+    return page.strip() + "\n"
+
+
+def charts(run: RunRecord, section: str) -> list[Chart | NoChart]:
+    return [chart(run) for chart in SECTIONS[section]]
+
+
+def key_figures(run: RunRecord) -> list[tuple[str, str, str]]:
+    """(name, value, what it is of): the answers that are looked for first."""
+    report = run.report
+    per_step = report.bytes_to_device / max(1, report.steps + report.eval_steps)
+    found = [
+        ("samples a second", human_count(report.samples_per_s), f"{report.samples:,} samples"),
+        ("loss", number(report.loss), "of the last 100 steps"),
+        ("AUC", number(report.auc), "last evaluation"),
+        ("log loss", number(report.logloss), "last evaluation"),
+        ("waited for rows", share(report.stall_share), "of the time"),
+        ("hit ratio", "none" if report.hit_ratio is None else share(report.hit_ratio), "of distinct rows"),
+        ("to the device", human_bytes(per_step), "a step"),
+    ]
+    return [figure for figure in found if figure[1] != "none"]
+
+
+def number(value: float | None) -> str:
+    return "none" if value is None else f"{value:.4f}"

@@ -1,0 +1,136 @@
+"""What a run has to show: `report.json`, made from the counters that /metrics serves."""
+
+from pathlib import Path
+
+import msgspec
+
+from rowcast.runtime.checkpoint_manifest import write_durably
+from rowcast.runtime.errors import RowcastError
+from rowcast.trainer.execute.metrics import TrainerCounters
+
+
+class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
+    """The result of one pass over the evaluation batches."""
+
+    train_step: int  # training steps before it
+    auc: float | None  # None where all labels are equal, and where accuracy is None
+    logloss: float  # or the mean of the model's own loss
+    accuracy: float | None  # None where the model's outputs are no logits
+
+
+class Report(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    train_steps: int  # of the run, up to its end
+    # training steps of this process: fewer where it went on from a checkpoint, more where it trained some again
+    steps: int
+    eval_steps: int
+    samples: int  # of training steps
+    samples_per_s: float  # samples / wall_s
+    wall_s: float  # from the first step to the last barrier
+    startup_s: float  # from the handshake to the first step
+    loss: float | None  # mean of the last 100 training steps, or of all where there are fewer; None without a step
+    auc: float | None  # of the last evaluation; None without one
+    logloss: float | None
+    accuracy: float | None
+    lookups: int
+    unique_rows: int
+    rows_fetched: int
+    rows_evicted: int
+    rows_written_back: int  # dirty victims and flushed rows
+    rows_flushed: int  # those of barriers
+    hit_ratio: float | None  # distinct rows resident when planned / distinct rows; None without a look-up
+    trainer_wait_s: float  # for rows
+    phase_ms: dict[str, float]  # of a step, each phase by the device's own clock; gather and fill run beside the others
+    stall_share: float  # trainer_wait_s / wall_s
+    bytes_to_device: int  # rows and arrays of plans
+    bytes_from_device: int  # rows
+    cache_bytes: int  # row records of all slots
+    staging_bytes: int  # on the device beside them: rows on their way, both ways
+    plans_bytes: int  # and arrays of `depth` + 2 plans
+    device_bytes: int  # peak on the device: these three, and on a GPU everything else
+    host_bytes: int  # peak resident bytes of the prefetcher
+    threads: int
+    pinned: bool
+    device: str
+    versions: dict[str, str]  # rowcast, torch, numpy, python
+    pids: dict[str, int]  # prefetcher, trainer
+    finished: bool
+    stopped_by: str | None  # what ended the run early; None where the data ended
+
+
+class RunFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """What a report says beside the counters."""
+
+    train_steps: int
+    wall_s: float
+    startup_s: float
+    loss: float | None
+    evaluation: Evaluation | None  # the last one
+    cache_bytes: int
+    staging_bytes: int
+    plans_bytes: int
+    device_bytes: int
+    host_bytes: int
+    threads: int
+    pinned: bool
+    device: str
+    versions: dict[str, str]
+    pids: dict[str, int]
+    finished: bool
+    stopped_by: str | None
+
+
+def make_report(counters: TrainerCounters, run: RunFacts) -> Report:
+    unique_rows = counters.total("unique_rows")
+    evaluation = run.evaluation
+    return Report(
+        train_steps=run.train_steps,
+        steps=counters.train_steps,
+        eval_steps=counters.eval_steps,
+        samples=counters.samples,
+        samples_per_s=counters.samples / run.wall_s if run.wall_s else 0.0,
+        wall_s=run.wall_s,
+        startup_s=run.startup_s,
+        loss=run.loss,
+        auc=evaluation.auc if evaluation else None,
+        logloss=evaluation.logloss if evaluation else None,
+        accuracy=evaluation.accuracy if evaluation else None,
+        lookups=counters.total("lookups"),
+        unique_rows=unique_rows,
+        rows_fetched=counters.total("rows_fetched"),
+        rows_evicted=counters.total("rows_evicted"),
+        rows_written_back=counters.total("rows_written_back"),
+        rows_flushed=counters.total("rows_flushed"),
+        hit_ratio=counters.total("hits") / unique_rows if unique_rows else None,
+        trainer_wait_s=counters.waited_s,
+        phase_ms={name: 1e3 * seconds / max(counters.train_steps, 1) for name, seconds in counters.phases.items()},
+        stall_share=counters.waited_s / run.wall_s if run.wall_s else 0.0,
+        bytes_to_device=counters.total("row_bytes_to_device") + counters.plan_bytes_to_device,
+        bytes_from_device=counters.total("row_bytes_from_device"),
+        cache_bytes=run.cache_bytes,
+        staging_bytes=run.staging_bytes,
+        plans_bytes=run.plans_bytes,
+        device_bytes=run.device_bytes,
+        host_bytes=run.host_bytes,
+        threads=run.threads,
+        pinned=run.pinned,
+        device=run.device,
+        versions=run.versions,
+        pids=run.pids,
+        finished=run.finished,
+        stopped_by=run.stopped_by,
+    )
+
+
+def write_report(path: Path, report: Report) -> None:
+    """Writes JSON so that `path` holds the old report or the whole new one, whatever happens. Raises RowcastError."""
+    try:
+        write_durably(path, msgspec.json.format(msgspec.json.encode(report), indent=2) + b"\n")
+    except OSError as error:
+        raise RowcastError(
+            f"{path}: cannot write the report ({error.strerror}); free space there or make it writable"
+        ) from None
+
+
+def read_report(path: Path) -> Report:
+    """Raises OSError or msgspec.DecodeError."""
+    return msgspec.json.decode(path.read_bytes(), type=Report)

@@ -1,0 +1,117 @@
+"""TensorBoard event files of a run, where they are asked for. Written with the history's marks, never with a step: a call costs tens of
+microseconds."""
+
+import importlib
+import os
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, get_args
+
+import numpy as np
+
+from rowcast.runtime.errors import ConfigError
+from rowcast.runtime.telemetry.logs import get_logger
+from rowcast.trainer.execute.metrics import StallReason
+from rowcast.trainer.report.history import Mark
+from rowcast.trainer.report.report_json import Evaluation
+from rowcast.trainer.report.results import ResultFiles
+
+LOSSES_A_MARK = 10  # at most: more train steps are put together
+
+
+def check_board(folder: Path) -> None:
+    """Raises ConfigError where no event files could be written; called before anything is trained."""
+    try:
+        importlib.import_module("torch.utils.tensorboard")
+    except ImportError:
+        raise ConfigError(
+            "--tensorboard needs the package tensorboard, which is not installed; pip install 'rowcast[tensorboard]'"
+        ) from None
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"--tensorboard {folder}: the folder cannot be made ({error.strerror}); choose another"
+        ) from None
+    if not os.access(folder, os.W_OK):
+        raise ConfigError(f"--tensorboard {folder}: the folder cannot be written; choose another")
+
+
+class Board:
+    """The events of one incarnation. Use as a context manager; every method is called by the main thread. Without a folder it does nothing.
+
+    A run that goes on from a checkpoint says so in its events: TensorBoard then leaves out what an earlier process wrote of later steps.
+    """
+
+    def __init__(self, folder: Path | None, results: ResultFiles, first_train_step: int) -> None:
+        """`folder` has passed `check_board`; train steps from `first_train_step` on are this incarnation's."""
+        self._folder = folder
+        self._results = results
+        self._first_train_step = first_train_step
+        self._next_loss = first_train_step
+        self._writer: Any = None  # torch's SummaryWriter, whose package has no types
+
+    def __enter__(self) -> Self:
+        if self._folder is not None:
+            writer = importlib.import_module("torch.utils.tensorboard").SummaryWriter
+            try:
+                self._writer = writer(str(self._folder), purge_step=self._first_train_step)
+            except OSError as error:
+                self._give_up(error)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Everything is in the file. Idempotent."""
+        writer, self._writer = self._writer, None
+        if writer is not None:
+            try:
+                writer.close()
+            except OSError as error:
+                self._give_up(error)
+
+    def marked(self, before: Mark, mark: Mark) -> None:
+        """Implements `history.Marked`."""
+        if self._writer is None:
+            return
+        seconds, unique_rows = mark.time_s - before.time_s, mark.unique_rows - before.unique_rows
+        self._losses()
+        if seconds > 0:
+            samples = mark.samples + mark.eval_samples - before.samples - before.eval_samples
+            self._add("speed/samples_per_s", samples / seconds, mark.train_step)
+            for reason, first, last in zip(get_args(StallReason), before.stalls, mark.stalls, strict=True):
+                self._add(f"stall_share/{reason}", (last - first) / seconds, mark.train_step)
+        if unique_rows:
+            self._add("cache/hit_ratio", (mark.hits - before.hits) / unique_rows, mark.train_step)
+
+    def evaluation(self, result: Evaluation) -> None:
+        values = {"auc": result.auc, "logloss": result.logloss, "accuracy": result.accuracy}
+        for name, value in values.items():
+            if value is not None:
+                self._add(f"eval/{name}", value, result.train_step)
+
+    def _losses(self) -> None:
+        """Those since the mark before; each stands at the last train step it is the mean of."""
+        losses = self._results.losses_from(self._next_loss)
+        for part in np.array_split(losses, min(LOSSES_A_MARK, max(1, len(losses)))):
+            if len(part):
+                self._next_loss += len(part)
+                self._add("loss", float(part.mean(dtype=np.float64)), self._next_loss)
+
+    def _add(self, name: str, value: float, train_step: int) -> None:
+        """`train_step`: train steps of the run that were done."""
+        if self._writer is None:
+            return
+        try:
+            self._writer.add_scalar(name, value, train_step)
+        except OSError as error:
+            self._give_up(error)
+
+    def _give_up(self, error: OSError) -> None:
+        """No run is lost for its events."""
+        self._writer = None
+        get_logger().warning("no more TensorBoard events are written", folder=str(self._folder), error=error.strerror)

@@ -1,0 +1,256 @@
+"""What a person sees of a training run on stdout: one live line on a terminal, a line every few seconds elsewhere, a summary at the end."""
+
+import sys
+import time
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import NamedTuple, Self
+
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from rowcast.runtime.telemetry.format_numbers import human_bytes, human_count, human_seconds, plural, stdout_console
+from rowcast.runtime.telemetry.logs import get_logger
+from rowcast.trainer.execute.metrics import TrainerCounters
+from rowcast.trainer.report.report_json import Evaluation, Report
+
+LIVE_EVERY_S = 0.25
+LINE_EVERY_S = 5.0
+FIRST_STEPS = 5  # behind the first one: then comes the first line, whatever the time
+WINDOW_S = 10.0  # speeds are those of about this long
+
+
+class Mark(NamedTuple):
+    """What the counters said at one moment."""
+
+    time_s: float
+    steps: int
+    samples: int
+    waited_s: float
+
+
+class Progress:
+    """Shows the counters. `update` costs one clock reading between two refreshes, so it may be called after every step and in waits."""
+
+    def __init__(
+        self,
+        counters: TrainerCounters,
+        total_steps: int | None,
+        *,
+        first_step: int = 0,
+        console: Console | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`total_steps`: training steps of the run, where they are known; `first_step`: those before this incarnation. `console` writes
+        to stdout unless given.
+        """
+        self._before = first_step - counters.train_steps
+        self._counters = counters
+        self._total_steps = total_steps
+        self._console = console or stdout_console()
+        self._is_live = self._console.is_terminal and not self._console.is_dumb_terminal
+        self._clock = clock
+        self._every_s = LIVE_EVERY_S if self._is_live else LINE_EVERY_S
+        self._marks: deque[Mark] = deque(maxlen=max(2, round(WINDOW_S / self._every_s)))
+        self._next_s = 0.0
+        self._at_start = self._steps_done()
+        self._begun = False  # the first step is done
+        self._is_first = True  # no line was shown
+        self._shown_steps = 0  # in the newest line
+        self._live: Live | None = None
+        self._closed_pipe = False
+
+    def start(self) -> None:
+        self._shown_steps = self._from_here().steps
+        if not self._is_live:
+            return
+        self._live = Live(
+            Text("waiting for the first step"),
+            console=self._console,
+            auto_refresh=False,
+            # log lines of a terminal appear above the live line; a log file keeps its own
+            redirect_stderr=sys.stderr.isatty(),
+        )
+        self._live.start(refresh=True)
+        # a second signal ends the process at once and must not leave the terminal without one
+        self._console.show_cursor(True)
+
+    def update(self) -> None:
+        """Refreshes where it is time to: not before the first step, from which on speeds count."""
+        done = self._steps_done() - self._at_start
+        if not self._begun:
+            self._begun = done > 0
+            if self._begun:
+                self._from_here()
+        elif self._clock() >= self._next_s or (self._is_first and done > FIRST_STEPS):
+            self._refresh()
+
+    def evaluation(self, result: Evaluation) -> None:
+        """Prints the result of an evaluation, which stays."""
+        self._print(
+            f"eval after {plural(result.train_step, 'train step')}: {evaluation_text(result.auc, result.logloss, result.accuracy)}"
+        )
+
+    def close(self) -> None:
+        """Shows the last state and leaves it there. Idempotent."""
+        if self._live is not None:
+            self._refresh()
+            self._live.stop()
+            self._live = None
+        elif self._shown_steps != self._mark().steps:
+            self._refresh()
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _steps_done(self) -> int:
+        return self._counters.train_steps + self._counters.eval_steps
+
+    def _from_here(self) -> Mark:
+        self._marks.clear()
+        self._marks.append(self._mark())
+        self._next_s = self._marks[-1].time_s + self._every_s
+        return self._marks[-1]
+
+    def _mark(self) -> Mark:
+        counters = self._counters
+        return Mark(
+            self._clock(),
+            self._before + counters.train_steps,
+            counters.samples + counters.eval_samples,
+            counters.waited_s,
+        )
+
+    def _refresh(self) -> None:
+        self._marks.append(self._mark())
+        self._next_s = self._marks[-1].time_s + self._every_s
+        self._is_first, self._shown_steps = False, self._marks[-1].steps
+        line = progress_line(self._counters, self._total_steps, self._marks[0], self._marks[-1])
+        if self._live is None:
+            self._print(line)
+        else:
+            self._live.update(Text(line, no_wrap=True, overflow="ellipsis"), refresh=True)
+
+    def _print(self, line: str) -> None:
+        if self._closed_pipe:
+            return
+        if self._live is not None:
+            self._console.print(line, markup=False, highlight=False, soft_wrap=True)
+        elif not write(self._console, f"{line}\n"):
+            self._closed_pipe = True
+            get_logger().warning("stdout was closed; training goes on without progress lines")
+
+
+def write(console: Console, text: str) -> bool:
+    """Writes and flushes; False where the reader of a pipe has gone, for which rich would end the process."""
+    try:
+        console.file.write(text)
+        console.file.flush()
+    except BrokenPipeError:
+        return False
+    return True
+
+
+def progress_line(counters: TrainerCounters, total_steps: int | None, first: Mark, last: Mark) -> str:
+    """The state in one line; speed and stall share are those between the two marks."""
+    seconds = last.time_s - first.time_s
+    parts = [f"step {last.steps:,}" if total_steps is None else f"step {last.steps:,}/{total_steps:,}"]
+    if counters.loss is not None:
+        parts.append(f"loss {counters.loss:.4f}")
+    if seconds > 0:
+        parts.append(f"{human_count((last.samples - first.samples) / seconds)} samples/s")
+        parts.append(f"stalled {percent((last.waited_s - first.waited_s) / seconds)}")
+    unique_rows = counters.total("unique_rows")
+    if unique_rows:
+        parts.append(f"hit ratio {percent(counters.total('hits') / unique_rows)}")
+    if total_steps is not None and last.steps > first.steps and last.steps < total_steps:
+        parts.append(f"{human_seconds((total_steps - last.steps) * seconds / (last.steps - first.steps))} left")
+    return "  ".join(parts)
+
+
+BESIDE = ("gather", "fill")
+
+
+def print_summary(report: Report, console: Console | None = None, page: Path | None = None) -> None:
+    """The report for a person, on stdout unless `console` is given, and where there is more of it. A closed pipe is no error: the report
+    is on disk."""
+    table = Table.grid(padding=(0, 2))
+    for name, value in summary_rows(report):
+        table.add_row(name, value)
+    target = console or stdout_console()
+    with target.capture() as text:
+        target.print(summary_title(report), style="bold", highlight=False, soft_wrap=True)
+        target.print(table, highlight=False, soft_wrap=True)
+    lines = [line.rstrip() for line in text.get().splitlines()]
+    if page is not None:  # in one piece, however long
+        lines.append(f"{'report':{max(len(name) for name, _ in summary_rows(report)) + 2}}{page}")
+    write(target, "\n".join(["", *lines, ""]))
+
+
+def summary_title(report: Report) -> str:
+    if report.eval_steps and not report.steps and report.finished:
+        return f"rowcast: evaluated after {report.train_steps:,} train steps in {human_seconds(report.wall_s)}"
+    how = "finished" if report.finished else f"stopped by {report.stopped_by or 'request'}"
+    here = "" if report.steps == report.train_steps else f" ({report.steps:,} of this process)"
+    return f"rowcast: {how} after {report.train_steps:,} steps{here} in {human_seconds(report.wall_s)}"
+
+
+def summary_rows(report: Report) -> list[tuple[str, str]]:
+    rows = []
+    if report.steps or not report.eval_steps:
+        rows.append(("samples", f"{report.samples:,} ({human_count(report.samples_per_s)}/s)"))
+        rows.append(("mean loss", "none" if report.loss is None else f"{report.loss:.6f}"))
+    if report.logloss is not None:
+        rows.append(("evaluation", evaluation_text(report.auc, report.logloss, report.accuracy)))
+    hits = "" if report.hit_ratio is None else f", hit ratio {percent(report.hit_ratio)}"
+    return [
+        *rows,
+        ("look-ups", f"{report.lookups:,}, distinct within a step {report.unique_rows:,}{hits}"),
+        (
+            "rows",
+            f"{report.rows_fetched:,} fetched, {report.rows_evicted:,} evicted, {report.rows_written_back:,} written back",
+        ),
+        ("waited for rows", f"{human_seconds(report.trainer_wait_s)} ({percent(report.stall_share)} of the time)"),
+        ("each step", phases(report.phase_ms, beside=False)),
+        ("moving rows", phases(report.phase_ms, beside=True)),
+        (
+            "traffic",
+            f"{human_bytes(report.bytes_to_device)} to the device, {human_bytes(report.bytes_from_device)} back",
+        ),
+        ("device memory", device_memory(report)),
+        ("host memory", f"{human_bytes(report.host_bytes)} in the prefetcher"),
+        ("processes", f"prefetcher {report.pids['prefetcher']}, trainer {report.pids['trainer']}"),
+        ("device", f"{report.device}, threads: {report.threads}, {'pinned' if report.pinned else 'unpinned'} rings"),
+    ]
+
+
+def device_memory(report: Report) -> str:
+    parts = {"rows": report.cache_bytes, "staging": report.staging_bytes, "plans": report.plans_bytes}
+    return f"{', '.join(f'{human_bytes(nbytes)} {name}' for name, nbytes in parts.items())}; all {human_bytes(report.device_bytes)}"
+
+
+def evaluation_text(auc: float | None, logloss: float, accuracy: float | None) -> str:
+    """Without AUC and accuracy where a model of its own loss has no logits."""
+    if accuracy is None:
+        return f"loss {logloss:.6f}"
+    return f"AUC {'undefined' if auc is None else f'{auc:.6f}'}, log loss {logloss:.6f}, accuracy {accuracy:.6f}"
+
+
+def phases(phase_ms: dict[str, float], *, beside: bool) -> str:
+    """`beside`: those of rows on the move, which run beside a step on a device."""
+    own = [f"{name} {milliseconds:.1f}" for name, milliseconds in phase_ms.items() if (name in BESIDE) == beside]
+    return f"{', '.join(own)} ms"
+
+
+def percent(share: float) -> str:
+    return f"{100 * share:.1f} %"

@@ -1,0 +1,1 @@
+"""How a run of the trainer is started, repeated after the loss of a prefetcher, and observed."""

@@ -1,0 +1,40 @@
+"""What an engine shows while it runs: gauges for a scrape, and where idle seconds are counted."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from rowcast.job.learning_rate import learning_rate
+from rowcast.job.schema import Optimizer
+from rowcast.trainer.execute.engine import TrainerEngine
+from rowcast.trainer.execute.metrics import Side, TrainerGauges
+
+
+def stall_clocks(engine: TrainerEngine) -> dict[str, Callable[[float], None]]:
+    """Where the idle seconds of each stage's thread are counted; the main loop counts its own."""
+    counters = engine.counters
+
+    def sender(seconds: float) -> None:
+        if engine.sender.waiting_for_ring:
+            counters.stalled("ring", seconds)
+        elif not engine.sender.queued:
+            counters.blocked("rows_back", "consumer", seconds)
+
+    return {"sender": sender}
+
+
+def learning_rates(optimizer: Optimizer, train_steps: int) -> dict[Side, float]:
+    """Of the train step behind so many."""
+    return {
+        "sparse": learning_rate(optimizer.sparse, train_steps),
+        "dense": learning_rate(optimizer.dense, train_steps),
+    }
+
+
+def engine_gauges(idle: TrainerGauges, engine: TrainerEngine) -> TrainerGauges:
+    return replace(
+        idle,
+        queue_depths={"steps": engine.cache.steps_waiting, "rows_back": engine.sender.queued},
+        ring_used_bytes=engine.back_ring.used_bytes,
+        ring_size_bytes=engine.back_ring.capacity,
+        frames_refused=engine.conversation.frames_refused,
+    )
