@@ -15,11 +15,10 @@ from torch.utils.data import DataLoader, Dataset
 
 import rowcast
 from examples.adopt.inference import Model
-from rowcast import EmbeddingBagConfig
 
 ROWS = {"user": 4_000, "item": 3_000, "shop": 50}
 CONFIGS = [
-    EmbeddingBagConfig(name=name, num_embeddings=rows, embedding_dim=8, feature_names=[name], init="normal:0.1")
+    rowcast.EmbeddingBagConfig(name=name, num_embeddings=rows, embedding_dim=8, feature_names=[name], init="normal:0.1")
     for name, rows in ROWS.items()
 ]
 PATIENCE = 2  # epochs without a better validation loss

@@ -4,13 +4,13 @@ from collections.abc import Mapping, Sequence
 
 from torch import Tensor, nn
 
-from rowcast import EmbeddingBagConfig
+import rowcast
 
 
 class EmbeddingBags(nn.Module):
     """One nn.EmbeddingBag a table; ids i64 [B, F] -> f32 [B, D] of each feature, by name."""
 
-    def __init__(self, configs: Sequence[EmbeddingBagConfig]) -> None:
+    def __init__(self, configs: Sequence[rowcast.EmbeddingBagConfig]) -> None:
         super().__init__()
         self.features = [config.feature_names[0] for config in configs]
         self.embedding_bags = nn.ModuleDict(
@@ -28,7 +28,7 @@ class EmbeddingBags(nn.Module):
 class Embeddings(nn.Module):
     """One nn.Embedding a table, its rows added up in the order of the ids; feature -> ids i64 [B, L] -> f32 [B, D]."""
 
-    def __init__(self, configs: Sequence[EmbeddingBagConfig]) -> None:
+    def __init__(self, configs: Sequence[rowcast.EmbeddingBagConfig]) -> None:
         super().__init__()
         self.features = [config.feature_names[0] for config in configs]
         self.embedding_bags = nn.ModuleDict(

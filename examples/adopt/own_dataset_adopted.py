@@ -10,11 +10,10 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 import rowcast
-from rowcast import EmbeddingBagConfig
 
 CONFIGS = [
-    EmbeddingBagConfig(name="articles", num_embeddings=20_000, embedding_dim=8, feature_names=["article"]),
-    EmbeddingBagConfig(name="tags", num_embeddings=3_000, embedding_dim=8, feature_names=["tag"]),
+    rowcast.EmbeddingBagConfig(name="articles", num_embeddings=20_000, embedding_dim=8, feature_names=["article"]),
+    rowcast.EmbeddingBagConfig(name="tags", num_embeddings=3_000, embedding_dim=8, feature_names=["tag"]),
 ]
 LR, EPOCHS = 0.05, 2
 

@@ -9,13 +9,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+import rowcast
 from examples.adopt.in_memory import EmbeddingBags
-from rowcast import EmbeddingBagConfig
 
 DIM, LR = 8, 0.05
 ROWS = [40_000, 5_000, 100]
 CONFIGS = [
-    EmbeddingBagConfig(name=f"t_{i}", num_embeddings=rows, embedding_dim=DIM, feature_names=[f"cat_{i}"])
+    rowcast.EmbeddingBagConfig(name=f"t_{i}", num_embeddings=rows, embedding_dim=DIM, feature_names=[f"cat_{i}"])
     for i, rows in enumerate(ROWS)
 ]
 

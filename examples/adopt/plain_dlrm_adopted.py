@@ -10,12 +10,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import rowcast
-from rowcast import EmbeddingBagConfig
 
 DIM, LR = 8, 0.05
 ROWS = [40_000, 5_000, 100]
 CONFIGS = [
-    EmbeddingBagConfig(name=f"t_{i}", num_embeddings=rows, embedding_dim=DIM, feature_names=[f"cat_{i}"])
+    rowcast.EmbeddingBagConfig(name=f"t_{i}", num_embeddings=rows, embedding_dim=DIM, feature_names=[f"cat_{i}"])
     for i, rows in enumerate(ROWS)
 ]
 

@@ -123,7 +123,7 @@ def test_evaluation_batches_come_where_the_plans_have_them_if_they_are_asked_for
 SCRIPT = """
 import sys
 from pathlib import Path
-import trainer
+import rowcast
 from tests.adopt.runs import make, train_until
 model, optimizer = make(Path(sys.argv[1]))
 loader = rowcast.connect(model.ebc, "tests.adopt.clicks:train", options={"batches": 10**6})
