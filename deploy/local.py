@@ -42,7 +42,7 @@ def start_both(shared: list[str], steps: list[str], log: Path) -> list[Child]:
 
 
 def start(name: str, arguments: list[str], log: Path | None) -> Child:
-    command = [sys.executable, "-m", name, "run", *arguments]
+    command = [sys.executable, "-m", f"rowcast.{name}", "run", *arguments]
     if log is None:
         return Child(name, subprocess.Popen(command, preexec_fn=stop_with_parent), log)
     with log.open("ab") as file:  # what an earlier run said stays, and so does the log of one that still runs

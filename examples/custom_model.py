@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from rowcast.job.schema import Job
+import rowcast
 
 
 class WideModel(nn.Module):
@@ -19,6 +19,6 @@ class WideModel(nn.Module):
         return logits.squeeze(1)
 
 
-def build(job: Job, num_dense: int, hidden: int = 64) -> nn.Module:
+def build(job: rowcast.Job, num_dense: int, hidden: int = 64) -> nn.Module:
     """Called once with `model.options`, torch's random numbers seeded by `job.seed`."""
     return WideModel(num_dense + sum(table.embedding_dim * len(table.features) for table in job.tables), hidden)

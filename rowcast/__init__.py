@@ -16,6 +16,7 @@ your own needs two lines instead:
     connect                  returns a Loader: iterate over it instead of your data loader
     Loader                   the batches, with their rows on the device when they are yielded; saves, stops, exports
     Batch                    what a data factory may yield (`data.format = "package.module:factory"`)
+    Job                      the job file, as a data or model factory is called with it
     Sequences                what a model receives of a feature whose rows are not pooled (`pooling = "none"`)
 
 docs/adopt.md walks through it.
@@ -25,18 +26,20 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from rowcast.job.schema import Job
     from rowcast.protocol.batch import Batch
     from rowcast.trainer.adopt.loader import Loader, connect
     from rowcast.trainer.adopt.module import EmbeddingBagCollection
     from rowcast.trainer.adopt.settings import EmbeddingBagConfig
     from rowcast.trainer.models.sequences import Sequences
 
-__all__ = ["Batch", "EmbeddingBagCollection", "EmbeddingBagConfig", "Loader", "Sequences", "connect"]
+__all__ = ["Batch", "EmbeddingBagCollection", "EmbeddingBagConfig", "Job", "Loader", "Sequences", "connect"]
 
 MODULES = {
     "Batch": "rowcast.protocol.batch",
     "EmbeddingBagCollection": "rowcast.trainer.adopt.module",
     "EmbeddingBagConfig": "rowcast.trainer.adopt.settings",
+    "Job": "rowcast.job.schema",
     "Loader": "rowcast.trainer.adopt.loader",
     "Sequences": "rowcast.trainer.models.sequences",
     "connect": "rowcast.trainer.adopt.loader",
@@ -44,7 +47,7 @@ MODULES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Imports a public name when it is first used: the commands refuse a wrong job file without waiting for torch."""
+    """Imports a public name when it is first used, so that a command can refuse a job file without waiting for torch."""
     if name not in MODULES:
         raise AttributeError(f"module 'rowcast' has no attribute {name!r}")
     return getattr(import_module(MODULES[name]), name)

@@ -25,7 +25,7 @@ ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "docs" / "data.md").read_text()
 NUM_ROWS = 1500
 COMMANDS = """
-prefetcher() { "$PYTHON" -m prefetcher "$@"; }
+prefetcher() { "$PYTHON" -m rowcast.prefetcher "$@"; }
 python() { "$PYTHON" "$@"; }
 """
 
@@ -71,7 +71,7 @@ def run(script: str, folder: Path) -> "subprocess.CompletedProcess[str]":
     """A block of commands in the folder, with metrics on ports that are free."""
     ports = " --set metrics.prefetcher=127.0.0.1:0 --set metrics.trainer=127.0.0.1:0"
     script = re.sub(
-        r"^(\S* ?-m deploy\.local --config job\.toml|prefetcher check --config job\.toml)",
+        r"^(\S* ?-m rowcast\.deploy\.local --config job\.toml|prefetcher check --config job\.toml)",
         rf"\1{ports}",
         script,
         flags=re.MULTILINE,

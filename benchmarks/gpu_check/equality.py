@@ -62,7 +62,7 @@ def processes(job: Job, capacity: int, depth: int) -> tuple[Losses, str]:
             metrics={"prefetcher": "127.0.0.1:0", "trainer": "127.0.0.1:0"},
         )
         command(["-m", "rowcast.deploy.local", "--config", str(config)])
-        command(["-m", "prefetcher", "export", "--run", str(run_dir), "--out", str(out)])
+        command(["-m", "rowcast.prefetcher", "export", "--run", str(run_dir), "--out", str(out)])
         return np.fromfile(run_dir / "losses.f32", np.float32), xxhash.xxh3_128_hexdigest(out.read_bytes())
 
 

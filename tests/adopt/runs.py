@@ -47,7 +47,7 @@ class Launches:
         self._environment = environment
 
     def start(self, job_file: Path, log: Path, options: Sequence[str]) -> Child:
-        arguments = ["-m", "prefetcher", "run", "--config", str(job_file), *options]
+        arguments = ["-m", "rowcast.prefetcher", "run", "--config", str(job_file), *options]
         process: Any = Forked(self._starter.launch(arguments, log.with_suffix(".out"), log, self._environment))
         self.children.append(Child("prefetcher", process, log))
         return self.children[-1]

@@ -196,7 +196,7 @@ def test_two_processes_with_no_step_export_the_first_value_of_every_row(tmp_path
         trainer.ended().quiet()
         prefetcher.ended().quiet()
         out = tmp_path / "model.safetensors"
-        command = [sys.executable, "-m", "prefetcher", "export", "--run", str(session.run_dir), "--out", str(out)]
+        command = [sys.executable, "-m", "rowcast.prefetcher", "export", "--run", str(session.run_dir), "--out", str(out)]
         subprocess.run(command, check=True, capture_output=True, timeout=60)
         job, content = load_job(session.config), load_file(out)
         assert session.manifest().num_rows == 0

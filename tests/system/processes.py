@@ -28,12 +28,12 @@ from rowcast.runtime.checkpoint_manifest import Manifest, newest_checkpoint, rea
 
 Name = Literal["prefetcher", "trainer", "eval", "local", "export", "simulate"]
 COMMANDS: dict[Name, list[str]] = {
-    "prefetcher": ["-m", "prefetcher", "run"],
-    "trainer": ["-m", "trainer", "run"],
-    "eval": ["-m", "trainer", "eval"],
+    "prefetcher": ["-m", "rowcast.prefetcher", "run"],
+    "trainer": ["-m", "rowcast.trainer", "run"],
+    "eval": ["-m", "rowcast.trainer", "eval"],
     "local": ["-m", "rowcast.deploy.local"],
-    "export": ["-m", "prefetcher", "export"],
-    "simulate": ["-m", "prefetcher", "simulate"],
+    "export": ["-m", "rowcast.prefetcher", "export"],
+    "simulate": ["-m", "rowcast.prefetcher", "simulate"],
 }
 ROOT = Path(__file__).parents[2]  # where `python -m` finds the project
 END_TIMEOUT_S = 40.0

@@ -1,7 +1,7 @@
 """A process that has imported both commands once, and forks one for each start: what a command then runs is the same, without the
 seconds that its imports take.
 
-    test -> stdin    {"arguments": ["-m", "trainer", "run", ...], "out": path, "err": path, "environment": {...}}
+    test -> stdin    {"arguments": ["-m", "rowcast.trainer", "run", ...], "out": path, "err": path, "environment": {...}}
     test <- stdout   {"started": pid}   and, when it has ended,   {"ended": pid, "code": -9}
 
 Tests that are about the start of a process start it themselves, and so do the kills at random times.

@@ -13,7 +13,7 @@ from typing import Self
 from tests.system import processes
 from tests.system.processes import ROOT, Child
 
-COMMANDS = (["-m", "prefetcher"], ["-m", "trainer"])
+COMMANDS = (["-m", "rowcast.prefetcher"], ["-m", "rowcast.trainer"])
 START_TIMEOUT_S = 120.0  # the first time, numba compiles
 
 

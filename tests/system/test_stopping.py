@@ -161,7 +161,7 @@ def test_the_launcher_passes_on_the_code_and_the_sentence_of_the_prefetcher(sess
 def test_the_launcher_names_a_killed_trainer_and_ends_the_prefetcher(session: Session) -> None:
     launcher = session.start("local")
     launcher.until(lambda: "waiting for the prefetcher" in launcher.stderr, "a trainer")
-    [trainer] = [pid for pid in session.children() if "\0trainer\0" in proc_text(pid, "cmdline")]
+    [trainer] = [pid for pid in session.children() if "\0rowcast.trainer\0" in proc_text(pid, "cmdline")]
     log = session.run_dir / "prefetcher.log"
     launcher.until(lambda: "trainer connected" in log.read_text(), "a conversation")
     session.kill(trainer)

@@ -74,7 +74,7 @@ def run_options(*, fresh: bool, max_steps: int | None, loaded: Path | None) -> l
 
 def start_prefetcher(job_file: Path, log: Path, options: Sequence[str]) -> Child:
     """In a session of its own: Ctrl-C is the script's to act upon."""
-    command = [sys.executable, "-m", "prefetcher", "run", "--config", str(job_file), *options]
+    command = [sys.executable, "-m", "rowcast.prefetcher", "run", "--config", str(job_file), *options]
     with log.open("wb") as file:
         process = subprocess.Popen(
             command,
@@ -89,7 +89,7 @@ def start_prefetcher(job_file: Path, log: Path, options: Sequence[str]) -> Child
 
 def run_prefetcher_command(*arguments: str) -> None:
     """Raises its error as our own, in its own words."""
-    command = [sys.executable, "-m", "prefetcher", *arguments]
+    command = [sys.executable, "-m", "rowcast.prefetcher", *arguments]
     done = subprocess.run(
         command, stdin=subprocess.DEVNULL, capture_output=True, text=True, env=environment(), check=False
     )
