@@ -8,8 +8,8 @@ import pytest
 
 from rowcast.prefetcher.readers.reader import Reader, open_reader
 from rowcast.runtime.errors import ConfigError, DataError, RowcastError
-from tests.readers.samples import Row, all_samples, make_job, table
 from tests.readers.test_hashed import row
+from tests.support.data_files import Row, all_samples, make_job, table
 
 TABLES = [table("scalars", 10, "a"), table("bags", 10, "b")]
 LINES = ["label,int_0,a,b,w", "0,0.5,1,3|4,0.5|2", "1,1.5,2,,", "1,2.5,0,7,1", "0,3.5,9,5,1.5"]

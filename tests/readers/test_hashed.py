@@ -12,7 +12,7 @@ import xxhash
 from rowcast.prefetcher.readers.hashed_ids import hashed_rows
 from rowcast.prefetcher.readers.reader import open_reader
 from rowcast.runtime.errors import ConfigError, DataError
-from tests.readers.samples import all_samples, make_job, table
+from tests.support.data_files import all_samples, make_job, table
 
 WORDS = ["a", None, "bb", "a", "", "ünïcode", "a" * 300]
 STRINGS = pa.array(WORDS)

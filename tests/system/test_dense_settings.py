@@ -14,9 +14,9 @@ from examples.plain_loop import run_plain_loop
 from rowcast.job.schema import Job, Optimizer
 from rowcast.job.tables import group_specs
 from rowcast.protocol.batch import ScheduledBatch
-from tests.driver import InProcessRun, Settings, start_state
+from tests.support.batches import NUM_DENSE, OPTIMIZERS, slots_for, small_batches, small_job
+from tests.support.driver import InProcessRun, Settings, start_state
 from tests.system.test_exact import assert_equal_bits
-from tests.workloads import NUM_DENSE, OPTIMIZERS, slots_for, small_batches, small_job
 
 DCNV2 = {"kind": "dcnv2", "bottom_mlp": [6, 5], "top_mlp": [7, 1], "cross_layers": 2, "cross_rank": 3}
 TWO_TOWERS = {"kind": "tests.system.test_odd_models:two_tower_model"}

@@ -17,10 +17,10 @@ from rowcast.job.schema import Job, Policy
 from rowcast.job.tables import GroupSpec, group_specs
 from rowcast.prefetcher.planner.planner import RowPlanner
 from rowcast.protocol.batch import ScheduledBatch
-from tests.counts import count
-from tests.driver import InProcessRun, Settings, start_state
-from tests.trainer.full_capacity import bits
-from tests.workloads import BAGS, NUM_DENSE, OPTIMIZERS, Bags, slots_for, small_batches, small_job
+from tests.support.batches import BAGS, NUM_DENSE, OPTIMIZERS, Bags, slots_for, small_batches, small_job
+from tests.support.driver import InProcessRun, Settings, start_state
+from tests.support.full_capacity import bits
+from tests.support.repeats import count
 
 CAPACITIES = ("one batch", "more", "everything")
 

@@ -14,9 +14,7 @@ from rowcast.trainer.models import Embedded
 from rowcast.trainer.models.dense_state import pack, unpack
 from rowcast.trainer.models.model_side import DenseSide
 from rowcast.trainer.models.runner import StepRunner
-from tests.driver import InProcessRun, Settings, start_state
-from tests.system.test_exact import assert_equal_bits
-from tests.workloads import (
+from tests.support.batches import (
     BATCH_SIZE,
     NUM_DENSE,
     OPTIMIZERS,
@@ -26,6 +24,8 @@ from tests.workloads import (
     small_job,
     small_width,
 )
+from tests.support.driver import InProcessRun, Settings, start_state
+from tests.system.test_exact import assert_equal_bits
 
 
 class DropoutModel(SmallModel):

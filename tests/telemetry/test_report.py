@@ -11,7 +11,7 @@ from rowcast.runtime.telemetry.format_numbers import human_bytes, human_count, h
 from rowcast.trainer.execute.metrics import new_counters
 from rowcast.trainer.report.report_json import Evaluation, Report, RunFacts, make_report, read_report, write_report
 from rowcast.trainer.report.terminal import print_summary
-from tests.telemetry import runs
+from tests.support import three_steps
 
 
 def facts(
@@ -39,7 +39,7 @@ def facts(
 
 
 def report(run: RunFacts | None = None) -> Report:
-    _, counters = runs.run_of_three_steps()
+    _, counters = three_steps.run_of_three_steps()
     counters.stalled("rows", 0.5)
     return make_report(counters, run or facts())
 
@@ -68,7 +68,7 @@ def test_a_report_survives_its_file(tmp_path: Path) -> None:
 
 
 def test_what_did_not_happen_is_null_not_a_number(tmp_path: Path) -> None:
-    write_report(tmp_path / "report.json", make_report(new_counters(runs.groups()), facts()))
+    write_report(tmp_path / "report.json", make_report(new_counters(three_steps.groups()), facts()))
     content = json.loads((tmp_path / "report.json").read_text())
     assert [content[name] for name in ("auc", "logloss", "accuracy", "hit_ratio", "stopped_by")] == [None] * 5
     assert content["samples_per_s"] == 0

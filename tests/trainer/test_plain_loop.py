@@ -16,10 +16,10 @@ from rowcast.prefetcher.readers.reader import open_reader
 from rowcast.prefetcher.readers.schedule import schedule
 from rowcast.protocol.batch import Kind
 from rowcast.trainer.kernels.optim import warm_up_sqrt
-from tests.trainer.full_capacity import bits, make_job, random_schedule, random_start, train
+from tests.support.full_capacity import bits, make_job, random_schedule, random_start, train
 
 KINDS: tuple[Kind, ...] = ("train", "train", "train", "eval", "train", "train")
-CONCATENATED = {"kind": "tests.trainer.full_capacity:Concatenated"}
+CONCATENATED = {"kind": "tests.support.full_capacity:Concatenated"}
 JOB_FILE = """
 [job]
 run_dir = "unused"
@@ -122,7 +122,7 @@ def test_a_feature_that_the_model_ignores_has_zero_gradients(optimizer: str) -> 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_a_model_with_a_loss_of_its_own(optimizer: str) -> None:
     assert_equal_to_plain_loop(
-        make_job([table("a", 7, 4, ["a"])], optimizer, {"kind": "tests.trainer.full_capacity:Regression"})
+        make_job([table("a", 7, 4, ["a"])], optimizer, {"kind": "tests.support.full_capacity:Regression"})
     )
 
 
