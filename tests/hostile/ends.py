@@ -11,8 +11,8 @@ import msgspec
 
 from rowcast.protocol.messages import AnyMessage, Bye, Envelope, Welcome
 from rowcast.protocol.session import PREFETCHER, TRAINER, Role, Session, State
-from tests.protocol.test_session import WHOLE_RUN, Said, greeting, make_pair, other, say
 from tests.support import sample_messages
+from tests.support.conversations import WHOLE_RUN, Said, greeting, make_pair, other, say
 
 ENDS_EARLY: list[Said] = [
     *greeting(),

@@ -12,8 +12,8 @@ from rowcast.protocol.session import PREFETCHER, ROLES, TABLE, TRAINER, Session,
 from rowcast.runtime.errors import RemoteProtocolError
 from tests.hostile.ends import numbered, remembered
 from tests.hostile.talk import BREACHES, Said, conversations
-from tests.protocol.test_session import Pair, make_pair, other, say
 from tests.support import sample_messages
+from tests.support.conversations import Pair, make_pair, other, say
 from tests.support.repeats import count
 
 NUM_WHOLE, NUM_BROKEN, NUM_OUT_OF_TURN = count(60, 1_000), count(150, 2_500), count(90, 1_500)

@@ -6,36 +6,12 @@ import pytest
 from rich.console import Console
 
 from rowcast.runtime.errors import RowcastError
-from rowcast.runtime.telemetry.build import versions
 from rowcast.runtime.telemetry.format_numbers import human_bytes, human_count, human_seconds
 from rowcast.trainer.execute.metrics import new_counters
 from rowcast.trainer.report.report_json import Evaluation, Report, RunFacts, make_report, read_report, write_report
 from rowcast.trainer.report.terminal import print_summary
 from tests.support import three_steps
-
-
-def facts(
-    *, evaluation: Evaluation | None = None, finished: bool = True, stopped_by: str | None = None, train_steps: int = 2
-) -> RunFacts:
-    return RunFacts(
-        train_steps=train_steps,
-        wall_s=4.0,
-        startup_s=0.5,
-        cache_bytes=2**19,
-        loss=0.6,
-        evaluation=evaluation,
-        staging_bytes=2**20,
-        plans_bytes=2**19,
-        device_bytes=3 * 2**20,
-        host_bytes=5 * 2**30,
-        threads=2,
-        pinned=False,
-        device="cpu",
-        versions=versions("torch", "numpy"),
-        pids={"prefetcher": 11, "trainer": 12},
-        finished=finished,
-        stopped_by=stopped_by,
-    )
+from tests.support.three_steps import facts
 
 
 def report(run: RunFacts | None = None) -> Report:

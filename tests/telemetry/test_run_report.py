@@ -26,7 +26,7 @@ from rowcast.trainer.report.page.record import RunRecord
 from rowcast.trainer.report.page.speed import bytes_chart, hits_chart, samples_chart, stalls_chart
 from rowcast.trainer.report.report_json import Evaluation, make_report
 from tests.support import three_steps
-from tests.telemetry.test_report import facts
+from tests.support.three_steps import facts
 
 ROOT = Path(__file__).parents[2]
 JOB = ROOT / "examples" / "demo.toml"

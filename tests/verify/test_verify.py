@@ -10,9 +10,9 @@ from rowcast.prefetcher.stores.store import Store
 from rowcast.trainer.execute.cache import ArrivedStep
 from rowcast.trainer.execute.streams import scatter
 from tests.support.batches import OPTIMIZERS
+from tests.support.comparisons import assert_equal_bits
 from tests.support.driver import InProcessRun
 from tests.support.repeats import count
-from tests.system.test_exact import assert_equal_bits
 from tests.verify.harm import (
     LosesWrite,
     ReturnsOld,
