@@ -2,7 +2,7 @@
 
     python -m benchmarks.soak [pytest options]
 
-Each test that uses `tests.counts.count` repeats as often as its second number says. Two suites at a time, one a core. One line a suite at
+Each test that uses `tests.support.repeats.count` repeats as often as its second number says. Two suites at a time, one a core. One line a suite at
 the end: what `-rA` would count, and its seconds. Ends with 1 where anything failed.
 """
 

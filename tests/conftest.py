@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from tests.system.starting import Starter
+from tests.support.starter import Starter
 
 
 @pytest.fixture(autouse=True, scope="session")

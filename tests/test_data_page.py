@@ -19,7 +19,7 @@ from rowcast.prefetcher.cli import app
 from rowcast.prefetcher.readers.hashed_ids import hashed_rows
 from rowcast.prefetcher.readers.reader import open_reader
 from rowcast.trainer.report.report_json import read_report
-from tests.readers.samples import all_samples
+from tests.support.data_files import all_samples
 
 ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "docs" / "data.md").read_text()

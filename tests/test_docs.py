@@ -8,8 +8,8 @@ import pytest
 from rowcast.job.file import load_job
 from rowcast.job.page import page
 from rowcast.protocol.session import render_table
-from tests.driver import InProcessRun, Settings
-from tests.workloads import slots_for
+from tests.support.batches import slots_for
+from tests.support.driver import InProcessRun, Settings
 
 ROOT = Path(__file__).parent.parent
 

@@ -10,7 +10,7 @@ import pytest
 from rowcast.job.learning_rate import learning_rate
 from rowcast.job.schema import DenseOptimizer, Schedule, SparseOptimizer
 from rowcast.runtime.errors import ConfigError
-from tests.trainer.full_capacity import make_job
+from tests.support.full_capacity import make_job
 
 
 def rates(num_steps: int, lr: float = 0.8, **schedule: Any) -> list[float]:

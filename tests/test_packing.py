@@ -22,8 +22,8 @@ from rowcast.protocol.packing import (
     plan_header,
     plan_stamp,
 )
-from tests.driver import InProcessRun, Settings
-from tests.workloads import slots_for, small_batches, small_job
+from tests.support.batches import slots_for, small_batches, small_job
+from tests.support.driver import InProcessRun, Settings
 
 DTYPES = ("f4", "i4", "i8", "u1")
 UNWRITTEN = 0xAB

@@ -12,7 +12,7 @@ from safetensors.numpy import save_file
 from rowcast.job.tables import GroupSpec, group_specs
 from rowcast.prefetcher.planner.pin_files import I64, PIN_FORMAT, PIN_VERSION, checksum, load_pins, save_pins
 from rowcast.runtime.errors import ConfigError, DataError, RowcastError
-from tests.workloads import small_job
+from tests.support.batches import small_job
 
 FACTS = {"made_by": "a test"}
 

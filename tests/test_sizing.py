@@ -19,7 +19,7 @@ from rowcast.protocol.batch import ScheduledBatch
 from rowcast.protocol.packing import plan_block
 from rowcast.protocol.transport.ring import largest_payload
 from rowcast.runtime.errors import ConfigError
-from tests.workloads import small_batches, small_job
+from tests.support.batches import small_batches, small_job
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 # as many new rows a batch

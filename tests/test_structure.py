@@ -66,6 +66,15 @@ def test_every_package_is_reached_through_a_link() -> None:
     assert all((ROOT / "rowcast" / package).resolve() == ROOT / package for package in OTHERS)
 
 
+def test_no_test_module_is_imported_by_another() -> None:
+    for package in ("benchmarks", "examples", "tests"):
+        for file in source_files(package):
+            for name in imported(ast.parse(file.read_text())):
+                assert not any(part.startswith("test_") for part in name.split(".")[:-1]), (
+                    f"{file.relative_to(ROOT)} imports {name}: what suites share is in tests/support"
+                )
+
+
 def test_numba_is_known_to_one_file_only() -> None:
     users = {
         str(file.relative_to(ROOT))

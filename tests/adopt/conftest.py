@@ -6,8 +6,8 @@ from collections.abc import Iterator
 import pytest
 import structlog
 
-from tests.adopt.runs import Launches, launched_by
-from tests.system.starting import Starter
+from tests.adopt.scripts import Launches, launched_by
+from tests.support.starter import Starter
 
 
 @pytest.fixture

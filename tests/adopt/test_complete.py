@@ -13,7 +13,7 @@ import torch
 
 from examples.adopt.complete import open_clicks
 from examples.adopt.inference import load
-from tests.system.processes import ROOT
+from tests.support.processes import ROOT
 
 bce = torch.nn.functional.binary_cross_entropy_with_logits
 COMMAND = [sys.executable, "-m", "examples.adopt.complete", "--epochs", "8"]

@@ -16,8 +16,8 @@ import rowcast
 from rowcast.runtime.child import last_line
 from rowcast.runtime.errors import DataError, RowcastError
 from rowcast.trainer.adopt.module import EmbeddingBagCollection
-from tests.adopt.runs import CONFIGS, Launches, Model, make, train_all, train_on, train_until
-from tests.system.processes import ROOT, proc_text
+from tests.adopt.scripts import CONFIGS, Launches, Model, make, train_all, train_on, train_until
+from tests.support.processes import ROOT, proc_text
 
 DATASET = "tests.adopt.clicks:train"
 ENDLESS = {"batches": 10**6}
@@ -124,7 +124,7 @@ SCRIPT = """
 import sys
 from pathlib import Path
 import rowcast
-from tests.adopt.runs import make, train_until
+from tests.adopt.scripts import make, train_until
 model, optimizer = make(Path(sys.argv[1]))
 loader = rowcast.connect(model.ebc, "tests.adopt.clicks:train", options={"batches": 10**6})
 train_until(model, optimizer, loader, 3, lambda: %s)

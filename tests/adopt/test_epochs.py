@@ -13,7 +13,7 @@ from torch import Tensor
 import rowcast
 from rowcast.runtime.checkpoint_manifest import newest_checkpoint, read_manifest
 from rowcast.runtime.errors import ConfigError, RowcastError
-from tests.adopt.runs import Launches, copied, make, same, train_all, train_on
+from tests.adopt.scripts import Launches, copied, make, same, train_all, train_on
 
 DATASET, EVALUATING = "tests.adopt.clicks:listed", "tests.adopt.clicks:lists"
 WIDE = "ebc.embedding_bags.wide.weight"

@@ -15,7 +15,7 @@ import rowcast.trainer.kernels.choose
 from rowcast.runtime.errors import ConfigError, Mismatch
 from rowcast.trainer.adopt.module import EmbeddingBagCollection
 from rowcast.trainer.adopt.table_files import SCRIPT, run_prefetcher_command
-from tests.adopt.runs import CONFIGS, Launches, Model, make, train_all, train_on
+from tests.adopt.scripts import CONFIGS, Launches, Model, make, train_all, train_on
 
 DATASET = "tests.adopt.clicks:train"
 

@@ -10,7 +10,7 @@ import pytest
 import rowcast
 from rowcast.runtime.errors import ConfigError
 from rowcast.trainer.adopt.module import EmbeddingBagCollection
-from tests.adopt.runs import CONFIGS, Launches, Model, make, train_all
+from tests.adopt.scripts import CONFIGS, Launches, Model, make, train_all
 
 DATASET = "tests.adopt.clicks:train"
 

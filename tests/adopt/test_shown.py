@@ -12,7 +12,7 @@ import rowcast
 from rowcast.prefetcher.readers.formats.user_batches import BatchCheck
 from rowcast.runtime.errors import ConfigError, DataError
 from rowcast.trainer.adopt.loader import epoch_length
-from tests.adopt.runs import Launches, make, train_all, train_on
+from tests.adopt.scripts import Launches, make, train_all, train_on
 
 
 @pytest.mark.parametrize(

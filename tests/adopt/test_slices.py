@@ -11,7 +11,7 @@ import rowcast
 from rowcast.runtime.errors import ConfigError
 from rowcast.trainer.adopt.slices import slices_of
 from tests.adopt import clicks
-from tests.adopt.runs import CONFIGS, Launches, Model, copied, make, same, train_on
+from tests.adopt.scripts import CONFIGS, Launches, Model, copied, make, same, train_on
 
 DATASET = "tests.adopt.clicks:train"
 bce = nn.functional.binary_cross_entropy_with_logits

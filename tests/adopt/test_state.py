@@ -15,7 +15,7 @@ from rowcast.runtime.errors import ConfigError
 from rowcast.runtime.telemetry.logs import get_logger
 from rowcast.trainer.adopt.module import EmbeddingBagCollection
 from rowcast.trainer.adopt.table_files import run_prefetcher_command
-from tests.adopt.runs import CONFIGS, Launches, Model, copied, make, same, train_all, train_on, train_until
+from tests.adopt.scripts import CONFIGS, Launches, Model, copied, make, same, train_all, train_on, train_until
 
 DATASET = "tests.adopt.clicks:train"
 WIDE = "ebc.embedding_bags.wide.weight"

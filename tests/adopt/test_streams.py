@@ -12,7 +12,7 @@ import rowcast
 from rowcast.trainer.adopt.batch import LoadedBatch
 from rowcast.trainer.adopt.slices import Slice
 from rowcast.trainer.execute.streams import Event, PlainStreams, Stream, Wait, on_device
-from tests.adopt.runs import Launches, make, train_on
+from tests.adopt.scripts import Launches, make, train_on
 
 
 class Noted:

@@ -9,7 +9,7 @@ from rowcast.analysis.simulate.moves import Moves
 from rowcast.analysis.simulate.recording import Recording, record
 from rowcast.job.tables import GroupSpec
 from rowcast.protocol.batch import Batch
-from tests.planner.traces import one_group, schedule
+from tests.support.planner_runs import one_group, schedule
 
 ROWS = 12
 

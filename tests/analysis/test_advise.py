@@ -41,9 +41,9 @@ from rowcast.prefetcher.readers.schedule import schedule
 from rowcast.prefetcher.run.sizing import staging_bytes
 from rowcast.protocol.batch import Batch, Kind
 from rowcast.runtime.errors import ConfigError
-from tests.driver import InProcessRun, Settings
-from tests.system.processes import job_content, write_job
-from tests.workloads import make_batch, small_job
+from tests.support.batches import make_batch, small_job
+from tests.support.driver import InProcessRun, Settings
+from tests.support.processes import job_content, write_job
 
 ROWS = 40_000
 BATCH = 512
@@ -89,7 +89,7 @@ def made_job(kind: str, steps: int = 60, *, multi_hot: bool = False, **sections:
     ]
     data = {"format": "tests.analysis.test_advise:made", "batch_size": BATCH}
     data |= {"options": {"kind": kind, "steps": steps, "multi_hot": multi_hot}} | sections.pop("data", {})
-    model = {"kind": "tests.workloads:small_model"}
+    model = {"kind": "tests.support.batches:small_model"}
     return parse_job(job_content(Path("unused"), data=data, tables=tables, tables_from=None, model=model, **sections))
 
 

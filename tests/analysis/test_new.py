@@ -21,8 +21,8 @@ from rowcast.prefetcher.cli import app
 from rowcast.prefetcher.readers.reader import open_reader
 from rowcast.prefetcher.readers.schedule import schedule
 from rowcast.runtime.errors import ConfigError
-from tests.driver import InProcessRun, Settings
-from tests.workloads import slots_for
+from tests.support.batches import slots_for
+from tests.support.driver import InProcessRun, Settings
 
 NUM_ROWS = 3000
 

@@ -9,8 +9,8 @@ from rowcast.analysis.simulate.policies import ttl_moves, window_moves
 from rowcast.analysis.simulate.recording import NEVER
 from rowcast.prefetcher.planner.planner import RowPlanner
 from tests.analysis.recordings import ROWS, Case, assert_moved, cases, recording_of, ttl_by_sets, window_by_sets
-from tests.planner.oracle import fewest_fetches
-from tests.planner.traces import group, table
+from tests.support.planner_oracle import fewest_fetches
+from tests.support.planner_runs import group, table
 
 SEED = 5
 TWO_GROUPS = (group(0, (table(0, ROWS, 4, "a"),), (0,)), group(1, (table(1, ROWS, 8, "b"),), (1,)))

@@ -27,8 +27,8 @@ from rowcast.prefetcher.planner.pin_files import load_pins
 from rowcast.prefetcher.readers.reader import open_reader
 from rowcast.protocol.batch import Batch
 from rowcast.runtime.errors import ConfigError
-from tests.planner.traces import distinct_keys, group, lookups_of, one_group, random_batch, table, two_groups
-from tests.system.processes import job_content, write_job
+from tests.support.planner_runs import distinct_keys, group, lookups_of, one_group, random_batch, table, two_groups
+from tests.support.processes import job_content, write_job
 
 
 def counted(groups: tuple[GroupSpec, ...], batches: list[Batch]) -> Popularity:

@@ -22,7 +22,15 @@ from rowcast.job.schema import Job
 from rowcast.prefetcher.readers.reader import Pending, Reader, open_reader
 from rowcast.protocol.batch import Batch, Kind
 from rowcast.runtime.errors import ConfigError
-from tests.readers.samples import PARQUET_COLUMNS, click_log, make_job, same_batch, write_day, write_parquet, write_tsv
+from tests.support.data_files import (
+    PARQUET_COLUMNS,
+    click_log,
+    make_job,
+    same_batch,
+    write_day,
+    write_parquet,
+    write_tsv,
+)
 
 
 def synthetic(samples: int, batch_size: int = 8, **data: Any) -> Job:
@@ -132,7 +140,7 @@ def bags(folder: Path, **data: Any) -> Job:
 
 
 def custom(folder: Path, **data: Any) -> Job:
-    return make_job("tests.readers.samples:listed", **data)
+    return make_job("tests.support.data_files:listed", **data)
 
 
 def iterator(folder: Path, **data: Any) -> Job:
@@ -141,7 +149,7 @@ def iterator(folder: Path, **data: Any) -> Job:
 
 def once(job: Job) -> Iterator[Batch]:
     """A data set that can be gone through once."""
-    return iter(list(open_reader(make_job("tests.readers.samples:listed")).batches("train", 0)))
+    return iter(list(open_reader(make_job("tests.support.data_files:listed")).batches("train", 0)))
 
 
 FORMATS: list[Callable[..., Job]] = [tsv, tsv_gz, npy, bags, custom, iterator]

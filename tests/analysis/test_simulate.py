@@ -24,9 +24,9 @@ from rowcast.prefetcher.readers.schedule import schedule
 from rowcast.protocol.batch import ScheduledBatch
 from rowcast.runtime.errors import ConfigError
 from rowcast.trainer.report.report_json import read_report
-from tests.driver import InProcessRun, Settings
-from tests.system.processes import Session
-from tests.workloads import BAGS, Bags, distinct_rows, small_batches, small_job
+from tests.support.batches import BAGS, Bags, distinct_rows, small_batches, small_job
+from tests.support.driver import InProcessRun, Settings
+from tests.support.processes import Session
 
 EVERYTHING = 2**30
 

@@ -13,7 +13,7 @@ from rowcast.analysis.timeline.trace_events import write_trace
 from rowcast.runtime.errors import ConfigError, DataError
 from rowcast.runtime.telemetry.metrics import BOTH, Process
 from rowcast.runtime.telemetry.timeline import VERSION, Header, Incarnation, Level, Span, SpanKind, timeline_path
-from tests.telemetry.trace_format import Event, check_trace
+from tests.support.timeline_format import Event, check_trace
 
 MS = 10**6  # ns
 ALWAYS = (0, float("inf"))

@@ -30,8 +30,8 @@ from rowcast.prefetcher.traces.writer import (
 from rowcast.protocol.batch import ScheduledBatch
 from rowcast.protocol.plan import GroupPlan, RowMove, StepPlan
 from rowcast.runtime.errors import ConfigError, DataError, Mismatch, RowcastError
-from tests.planner.traces import assert_same
-from tests.workloads import BAGS, Bags, small_batches, small_job
+from tests.support.batches import BAGS, Bags, small_batches, small_job
+from tests.support.planner_runs import assert_same
 
 
 def workload(bags: Bags = "multi", **sections: dict[str, Any]) -> tuple[Job, list[ScheduledBatch]]:

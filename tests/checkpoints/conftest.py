@@ -1,3 +1,3 @@
-from tests.checkpoints.runs import small_files
+from tests.checkpoints.fake_run import small_files
 
 __all__ = ["small_files"]

@@ -22,8 +22,8 @@ from rowcast.runtime.checkpoint_manifest import (
 )
 from rowcast.runtime.errors import DataError
 from rowcast.runtime.position import Position
-from tests.checkpoints.runs import FakeRun, Warnings, restored, small_job
-from tests.counts import count
+from tests.checkpoints.fake_run import FakeRun, Warnings, restored, small_job
+from tests.support.repeats import count
 
 pytestmark = pytest.mark.usefixtures("small_files")
 

@@ -31,11 +31,11 @@ from rowcast.runtime.telemetry.logs import get_logger
 from rowcast.trainer.kernels.optim import part_of
 from rowcast.trainer.models import mean_loss
 from rowcast.trainer.models.dlrm import DLRM
-from tests.checkpoints.runs import FakeRun
-from tests.checkpoints.runs import small_job as job_of_three_tables
-from tests.driver import InProcessRun, Past, Settings, start_state
-from tests.system.processes import Session
-from tests.workloads import make_batch, slots_for, small_batches, small_job
+from tests.checkpoints.fake_run import FakeRun
+from tests.checkpoints.fake_run import small_job as job_of_three_tables
+from tests.support.batches import make_batch, slots_for, small_batches, small_job
+from tests.support.driver import InProcessRun, Past, Settings, start_state
+from tests.support.processes import Session
 
 DIM = 6
 
@@ -44,7 +44,7 @@ def dlrm_job(run_dir: Path, tables: list[tuple[str, int, list[str]]], optimizer:
     return parse_job(
         {
             "job": {"run_dir": str(run_dir), "seed": 4},
-            "data": {"format": "tests.workloads:unused", "batch_size": 32},
+            "data": {"format": "tests.support.batches:unused", "batch_size": 32},
             "tables": [
                 {"name": name, "num_embeddings": rows, "embedding_dim": DIM, "features": features, "init": "normal:0.3"}
                 for name, rows, features in tables
@@ -196,7 +196,16 @@ def test_two_processes_with_no_step_export_the_first_value_of_every_row(tmp_path
         trainer.ended().quiet()
         prefetcher.ended().quiet()
         out = tmp_path / "model.safetensors"
-        command = [sys.executable, "-m", "rowcast.prefetcher", "export", "--run", str(session.run_dir), "--out", str(out)]
+        command = [
+            sys.executable,
+            "-m",
+            "rowcast.prefetcher",
+            "export",
+            "--run",
+            str(session.run_dir),
+            "--out",
+            str(out),
+        ]
         subprocess.run(command, check=True, capture_output=True, timeout=60)
         job, content = load_job(session.config), load_file(out)
         assert session.manifest().num_rows == 0

@@ -10,8 +10,8 @@ from rowcast.prefetcher.checkpoints.folder import Checkpoints
 from rowcast.runtime.checkpoint_manifest import write_durably
 from rowcast.runtime.disk import RealDisk, RealWriting
 from rowcast.runtime.errors import DataError, RowcastError
+from tests.checkpoints.fake_run import FakeRun, Warnings, assert_holds, small_job
 from tests.checkpoints.faulty import KINDS, Failure, Fault, FaultyDisk, Kind
-from tests.checkpoints.runs import FakeRun, Warnings, assert_holds, small_job
 
 pytestmark = pytest.mark.usefixtures("small_files")
 MAX_SITES = 500

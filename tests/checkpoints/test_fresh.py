@@ -11,9 +11,9 @@ from rowcast.runtime.disk import Disk, RealDisk
 from rowcast.runtime.errors import ConfigError
 from rowcast.runtime.position import Position
 from rowcast.runtime.run_directory import COMPLETE
-from tests.checkpoints.recording import DiskModel, RecordingDisk
-from tests.checkpoints.runs import FakeRun, Warnings, assert_holds, small_job
-from tests.counts import count
+from tests.checkpoints.fake_run import FakeRun, Warnings, assert_holds, small_job
+from tests.support.recording_disk import DiskModel, RecordingDisk
+from tests.support.repeats import count
 
 SEEDS = count(5, 40)
 ROWS = {0: [1, 2, 3], 1: [5, 7]}

@@ -15,9 +15,9 @@ from rowcast.prefetcher.checkpoints.import_checkpoint import import_run
 from rowcast.runtime.errors import ConfigError
 from rowcast.runtime.telemetry.logs import get_logger
 from rowcast.trainer.kernels.optim import DTYPES
-from tests.driver import start_state
-from tests.trainer.full_capacity import bits
-from tests.workloads import NUM_DENSE, small_job
+from tests.support.batches import NUM_DENSE, small_job
+from tests.support.driver import start_state
+from tests.support.full_capacity import bits
 
 ALL: tuple[RowType, ...] = ("fp32", "fp16", "bf16")
 WITH_MASTER = [(dtype, master) for dtype in ALL for master in (False, True) if not (dtype == "fp32" and master)]

@@ -20,7 +20,7 @@ from rowcast.runtime.disk import RealDisk
 from rowcast.runtime.errors import ConfigError, DataError
 from rowcast.runtime.position import Position
 from rowcast.runtime.telemetry.logs import get_logger
-from tests.checkpoints.runs import restored, small_job
+from tests.checkpoints.fake_run import restored, small_job
 
 Tensors = dict[str, NDArray[np.generic]]
 

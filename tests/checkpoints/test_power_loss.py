@@ -10,9 +10,9 @@ from rowcast.prefetcher.checkpoints import row_files
 from rowcast.prefetcher.checkpoints.folder import Checkpoints
 from rowcast.runtime.disk import RealDisk
 from rowcast.runtime.errors import DataError
-from tests.checkpoints.recording import DiskModel, Operation, RecordingDisk, power_loss
-from tests.checkpoints.runs import FakeRun, Rows, Warnings, assert_holds, small_job
-from tests.counts import count
+from tests.checkpoints.fake_run import FakeRun, Rows, Warnings, assert_holds, small_job
+from tests.support.recording_disk import DiskModel, Operation, RecordingDisk, power_loss
+from tests.support.repeats import count
 
 
 @pytest.fixture(autouse=True)

@@ -18,8 +18,18 @@ from rowcast.prefetcher.stores.memory_store import MemoryStore
 from rowcast.prefetcher.stores.store import Finished, Keys, Records, Store
 from rowcast.runtime.checkpoint_manifest import Manifest
 from rowcast.runtime.errors import DataError
-from tests.checkpoints.runs import TABLES, DictStore, FakeRun, Rows, as_dict, assert_holds, restored, small_job, values
-from tests.counts import count
+from tests.checkpoints.fake_run import (
+    TABLES,
+    DictStore,
+    FakeRun,
+    Rows,
+    as_dict,
+    assert_holds,
+    restored,
+    small_job,
+    values,
+)
+from tests.support.repeats import count
 
 pytestmark = pytest.mark.usefixtures("small_files")
 

@@ -7,7 +7,7 @@ from typer.testing import CliRunner
 
 from rowcast.prefetcher.cli import app
 from rowcast.runtime.checkpoint_manifest import MANIFEST_NAME
-from tests.checkpoints.runs import FakeRun, small_job
+from tests.checkpoints.fake_run import FakeRun, small_job
 
 
 @pytest.fixture

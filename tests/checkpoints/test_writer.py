@@ -14,7 +14,7 @@ from rowcast.runtime.checkpoint_manifest import MANIFEST_NAME, file_checksum
 from rowcast.runtime.disk import RealDisk
 from rowcast.runtime.errors import RowcastError
 from rowcast.runtime.position import Position
-from tests.checkpoints.runs import FakeRun, Warnings, assert_holds, small_job
+from tests.checkpoints.fake_run import FakeRun, Warnings, assert_holds, small_job
 
 pytestmark = pytest.mark.usefixtures("small_files")
 EVERYTHING = {0: list(range(40)), 1: list(range(30)), 2: list(range(60))}

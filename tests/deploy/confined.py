@@ -17,7 +17,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from tests.deploy.manifests import ROOT, Container, compose_container, dockerfile
-from tests.system.processes import Process
+from tests.support.processes import Process
 
 SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib64", "/etc")
 UNSHARED = ("--unshare-user", "--unshare-pid", "--unshare-ipc", "--unshare-uts", "--unshare-net")

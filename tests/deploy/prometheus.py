@@ -19,7 +19,7 @@ import pytest
 import yaml
 
 from rowcast.runtime.telemetry.metrics import Process
-from tests.system.processes import POLL_S
+from tests.support.processes import POLL_S
 
 ROOT = Path(__file__).parents[2]
 FILES = ROOT / "deploy" / "prometheus"

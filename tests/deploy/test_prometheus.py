@@ -13,8 +13,8 @@ import pytest
 from rowcast.deploy.grafana.generate import DASHBOARD
 from rowcast.runtime.telemetry.metrics import BOTH, METRICS, Process
 from tests.deploy.prometheus import ROOT, Prometheus, Series, program, promtool, read_yaml, rules
-from tests.system import processes
-from tests.system.processes import Session
+from tests.support import processes
+from tests.support.processes import Session
 
 OPERATIONS = (ROOT / "docs" / "operations.md").read_text(encoding="utf-8")
 ALERTS = [rule["alert"] for rule in rules("alerts.yml", "alert")]

@@ -11,11 +11,16 @@ import msgspec
 
 from rowcast.protocol.messages import AnyMessage, Bye, Envelope, Welcome
 from rowcast.protocol.session import PREFETCHER, TRAINER, Role, Session, State
-from tests.protocol import samples
-from tests.protocol.test_session import WHOLE_RUN, Said, greeting, make_pair, other, say
+from tests.support import sample_messages
+from tests.support.conversations import WHOLE_RUN, Said, greeting, make_pair, other, say
 
-ENDS_EARLY: list[Said] = [*greeting(), (PREFETCHER, samples.end_of_data(None)), (PREFETCHER, Bye()), (TRAINER, Bye())]
-FAILS: list[Said] = [*greeting(), (TRAINER, samples.every_message()[-2])]
+ENDS_EARLY: list[Said] = [
+    *greeting(),
+    (PREFETCHER, sample_messages.end_of_data(None)),
+    (PREFETCHER, Bye()),
+    (TRAINER, Bye()),
+]
+FAILS: list[Said] = [*greeting(), (TRAINER, sample_messages.every_message()[-2])]
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +48,7 @@ def ends_of(said: list[Said]) -> Iterator[End]:
         for role in (PREFETCHER, TRAINER):
             following = [message for sender, message in said[place : place + 1] if sender == other(role)]
             session = copy.deepcopy(pair[role])
-            frames = tuple(numbered(session, message) for message in (*following, *samples.every_message()))
+            frames = tuple(numbered(session, message) for message in (*following, *sample_messages.every_message()))
             yield End(session, role, remembered(session), frames)
         if place < len(said):
             say(pair, said[place])

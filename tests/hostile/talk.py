@@ -25,7 +25,7 @@ from rowcast.protocol.messages import (
     StopRequest,
 )
 from rowcast.protocol.session import PREFETCHER, TRAINER, Role
-from tests.protocol import samples
+from tests.support import sample_messages
 
 Said = tuple[Role, AnyMessage]
 GROUPS = 2
@@ -64,8 +64,8 @@ class Talk:
     def whole(self) -> list[Said]:
         self.depth, restore_bytes = self.number(1, 4), self.draw(st.sampled_from((0, 1, 1000)))
         self.next_step, self.next_barrier = self.number(0, 2**30), self.number(0, 2**30)
-        self.said.append((TRAINER, samples.hello()))
-        self.said.append((PREFETCHER, samples.welcome(3, self.depth, restore_bytes)))
+        self.said.append((TRAINER, sample_messages.hello()))
+        self.said.append((PREFETCHER, sample_messages.welcome(3, self.depth, restore_bytes)))
         if restore_bytes:
             self.say(PREFETCHER, *self.dense_pieces(Restore, restore_bytes))
         for _ in range(self.number(1, 3)):
@@ -74,7 +74,7 @@ class Talk:
             while self.open:
                 self.pay()
             self.one_barrier()
-        self.say(PREFETCHER, samples.end_of_data(self.last_step))
+        self.say(PREFETCHER, sample_messages.end_of_data(self.last_step))
         self.said += self.draw(st.permutations([(PREFETCHER, Bye()), (TRAINER, Bye())]))
         return self.said
 
@@ -92,7 +92,7 @@ class Talk:
         self.say(PREFETCHER, *self.plan_pieces(plan, fetch))
         owed: list[AnyMessage] = [*self.rows_home(dirty, self.next_step, None)]
         owed += self.checksums(num_checksums, self.next_step, None)
-        self.open.append(Open(self.next_step, [*owed, samples.step_done(self.next_step)]))
+        self.open.append(Open(self.next_step, [*owed, sample_messages.step_done(self.next_step)]))
         self.next_step += 1
 
     def pay(self) -> None:
@@ -117,7 +117,7 @@ class Talk:
             for rows, out in zip(fetch, dirty, strict=True)
         )
         dirty[:] = [group.num_dirty for group in groups]
-        return change(samples.plan(self.next_step), groups=groups, num_checksums=num_checksums)
+        return change(sample_messages.plan(self.next_step), groups=groups, num_checksums=num_checksums)
 
     def plan_pieces(self, plan: PlanHeader, fetch: list[int]) -> Iterator[StepReady]:
         """The block in one or two pieces, then the rows behind it or in pieces of their own."""
@@ -133,7 +133,7 @@ class Talk:
                 piece=piece,
                 num_pieces=len(parts),
                 plan=plan if piece == 0 else None,
-                payload=samples.ref(4096),
+                payload=sample_messages.ref(4096),
                 arrays=span,
                 rows=tuple(part),
             )
@@ -147,7 +147,12 @@ class Talk:
             for piece, own in enumerate(pieces):
                 last = piece == len(pieces) - 1
                 yield RowsBack(
-                    step=step, barrier=barrier, piece=piece, last=last, payload=samples.ref(4096), rows=tuple(own)
+                    step=step,
+                    barrier=barrier,
+                    piece=piece,
+                    last=last,
+                    payload=sample_messages.ref(4096),
+                    rows=tuple(own),
                 )
 
     def checksums(self, total: int, step: int | None, barrier: int | None) -> Iterator[RowChecksums]:
@@ -160,13 +165,15 @@ class Talk:
         after, dirty = self.last_step, [self.number(0, 3) for _ in range(GROUPS)]
         checkpoint, num_checksums = self.draw(st.booleans()), self.number(0, 3)
         first = change(
-            samples.flush(self.next_barrier, after, checkpoint, (2, 1)),
+            sample_messages.flush(self.next_barrier, after, checkpoint, (2, 1)),
             num_dirty=tuple(dirty),
             num_checksums=num_checksums,
         )
         self.say(
             PREFETCHER,
-            *self.flush_pieces(first if any(dirty) else samples.flush(self.next_barrier, after, checkpoint, (0, 0))),
+            *self.flush_pieces(
+                first if any(dirty) else sample_messages.flush(self.next_barrier, after, checkpoint, (0, 0))
+            ),
         )
         rows = list(self.rows_home(dirty, after, self.next_barrier))
         self.say(
@@ -184,7 +191,9 @@ class Talk:
         if flush.payload is None or self.draw(st.booleans()):
             return [flush]
         return [
-            change(flush, piece=i, num_pieces=2, payload=samples.ref(64), span=ArraySpan(offset=64 * i, nbytes=64))
+            change(
+                flush, piece=i, num_pieces=2, payload=sample_messages.ref(64), span=ArraySpan(offset=64 * i, nbytes=64)
+            )
             for i in range(2)
         ]
 
@@ -197,7 +206,7 @@ class Talk:
                 num_pieces=len(bounds),
                 nbytes=nbytes,
                 checksum=7,
-                payload=samples.ref(end - start),
+                payload=sample_messages.ref(end - start),
                 span=ArraySpan(offset=start, nbytes=end - start),
             )
             for piece, (start, end) in enumerate(bounds)
@@ -205,12 +214,12 @@ class Talk:
 
 
 def spans_of(counts: list[int]) -> list[RowSpan]:
-    return [samples.rows(group, 0, rows, 1024 * (group + 1)) for group, rows in enumerate(counts) if rows]
+    return [sample_messages.rows(group, 0, rows, 1024 * (group + 1)) for group, rows in enumerate(counts) if rows]
 
 
 ASIDES: tuple[Said, ...] = (
-    (PREFETCHER, samples.heartbeat()),
-    (TRAINER, samples.heartbeat()),
+    (PREFETCHER, sample_messages.heartbeat()),
+    (TRAINER, sample_messages.heartbeat()),
     (TRAINER, StopRequest(reason="SIGTERM to the trainer")),
     (PREFETCHER, Released(position=64)),
     (TRAINER, Released(position=128)),

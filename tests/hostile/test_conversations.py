@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 from rowcast.protocol.messages import AnyMessage, Envelope, RowsBack, StepReady, Welcome
 from rowcast.protocol.session import PREFETCHER, ROLES, TABLE, TRAINER, Session, State, event_of
 from rowcast.runtime.errors import RemoteProtocolError
-from tests.counts import count
 from tests.hostile.ends import numbered, remembered
 from tests.hostile.talk import BREACHES, Said, conversations
-from tests.protocol import samples
-from tests.protocol.test_session import Pair, make_pair, other, say
+from tests.support import sample_messages
+from tests.support.conversations import Pair, make_pair, other, say
+from tests.support.repeats import count
 
 NUM_WHOLE, NUM_BROKEN, NUM_OUT_OF_TURN = count(60, 1_000), count(150, 2_500), count(90, 1_500)
 WORDS_A_STEP = 80  # that a session remembers
@@ -90,7 +90,7 @@ def refuse_out_of_turn(pair: Pair, from_prefetcher: bool, message: AnyMessage, d
     frame = msgspec.msgpack.encode(Envelope(incarnation=incarnation + 1, sequence=sequence, message=message))
     refuse(session, frame, f"incarnation {incarnation + 1}")
     sender = PREFETCHER if from_prefetcher else TRAINER
-    forbidden = [own for own in samples.every_message() if event_of(own) not in TABLE[session.state, sender]]
+    forbidden = [own for own in sample_messages.every_message() if event_of(own) not in TABLE[session.state, sender]]
     refuse(
         session,
         numbered(session, data.draw(st.sampled_from(forbidden), label="forbidden")),
@@ -101,15 +101,17 @@ def refuse_out_of_turn(pair: Pair, from_prefetcher: bool, message: AnyMessage, d
 @pytest.mark.parametrize("depth", [1, 64])
 def test_a_trainer_that_is_sent_steps_without_end_remembers_no_more_than_depth_allows(depth: int) -> None:
     session = Session(TRAINER)
-    session.encode(samples.hello())
-    session.decode(numbered(session, samples.welcome(3, depth)))
+    session.encode(sample_messages.hello())
+    session.decode(numbered(session, sample_messages.welcome(3, depth)))
     for step in range(1, depth + 2):
-        session.decode(numbered(session, samples.step_ready(step)))
+        session.decode(numbered(session, sample_messages.step_ready(step)))
     size = len(remembered(session))
     assert size <= WORDS + WORDS_A_STEP * (depth + 1)
     for step in range(depth + 2, depth + 22):
         refuse(
-            session, numbered(session, samples.step_ready(step)), f"before step 1 was done, at depth {depth}|instead of"
+            session,
+            numbered(session, sample_messages.step_ready(step)),
+            f"before step 1 was done, at depth {depth}|instead of",
         )
     assert len(remembered(session)) == size
 
@@ -117,7 +119,12 @@ def test_a_trainer_that_is_sent_steps_without_end_remembers_no_more_than_depth_a
 def test_pieces_that_bring_nothing_are_refused_so_that_nobody_is_kept_busy_by_them() -> None:
     pair = make_pair()
     empty = RowsBack(step=1, barrier=None, piece=0, last=False, payload=None, rows=())
-    say(pair, (TRAINER, samples.hello()), (PREFETCHER, samples.welcome(3)), (PREFETCHER, samples.step_pieces(1)[0]))
+    say(
+        pair,
+        (TRAINER, sample_messages.hello()),
+        (PREFETCHER, sample_messages.welcome(3)),
+        (PREFETCHER, sample_messages.step_pieces(1)[0]),
+    )
     refuse(pair[PREFETCHER], numbered(pair[PREFETCHER], empty), "piece 0 of rows came home without any")
     nothing = StepReady(step=1, piece=1, num_pieces=3, plan=None, payload=None, arrays=None, rows=())
     refuse(pair[TRAINER], numbered(pair[TRAINER], nothing), "piece 1 of 3 brings nothing")

@@ -17,10 +17,10 @@ from rowcast.protocol.codec import decode as decode_frame
 from rowcast.protocol.messages import Envelope
 from rowcast.protocol.session import ROLES, Session, State
 from rowcast.runtime.errors import MAX_PEER_SENTENCE, DataError, Mismatch, RemoteProtocolError, peer_failure
-from tests.counts import count
 from tests.hostile.ends import End, every_end, remembered
 from tests.hostile.limits import within_limits
 from tests.hostile.mutate import Mutator, encode
+from tests.support.repeats import count
 
 NUM_FRAMES = count(40_000, 2_000_000)
 FAMILY = 20  # a frame in so many is not mutated, so that what is taken is tried too

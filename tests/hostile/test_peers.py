@@ -33,12 +33,12 @@ from rowcast.protocol.session import PREFETCHER, ROLES, TRAINER, Role
 from rowcast.runtime.disk import RealDisk
 from rowcast.runtime.errors import RemoteProtocolError, RowcastError
 from rowcast.runtime.telemetry.logs import get_logger
-from tests.counts import count
-from tests.driver import Past, StuckError
 from tests.hostile.mutate import Mutator
 from tests.hostile.peers import Bytes, HostileRun, Lie, array_of
-from tests.protocol.samples import every_message
-from tests.workloads import Bags
+from tests.support.batches import Bags
+from tests.support.driver import Past, StuckError
+from tests.support.repeats import count
+from tests.support.sample_messages import every_message
 
 NUM_MUTATED_RUNS = count(30, 600)
 change = msgspec.structs.replace

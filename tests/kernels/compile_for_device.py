@@ -16,7 +16,7 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from rowcast.trainer.kernels import GroupLookup, RowOptimizerKind, triton_ops
-from tests.kernels.samples import Layout, divisors_of, group_of, rule_of
+from tests.kernels.lookups import Layout, divisors_of, group_of, rule_of
 
 CASES: tuple[tuple[int, torch.dtype, bool, RowOptimizerKind], ...] = (
     (128, torch.float32, False, "adagrad"),

@@ -9,7 +9,7 @@ import torch
 from rowcast.trainer import kernels
 from rowcast.trainer.kernels import torch_ops
 from rowcast.trainer.kernels.choose import choose_kernels
-from tests.trainer.full_capacity import make_job
+from tests.support.full_capacity import make_job
 
 
 def test_a_cuda_device_gets_triton(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,7 @@ from rowcast.trainer.kernels.compiled_ops import CompiledOps
 from rowcast.trainer.kernels.optim import warm_up_sqrt
 from rowcast.trainer.kernels.self_check import difference
 from rowcast.trainer.kernels.thread_pool import ThreadPool, cuts
-from tests.kernels.samples import (
+from tests.kernels.lookups import (
     KINDS,
     PRECISIONS,
     Layout,
@@ -30,7 +30,7 @@ from tests.kernels.samples import (
     rule_of,
     trained,
 )
-from tests.trainer.full_capacity import bits, make_job, random_schedule, random_start, train
+from tests.support.full_capacity import bits, make_job, random_schedule, random_start, train
 
 DIMS = (1, 4, 5, 12, 16, 32, 33, 64, 100, 128)
 STEPS = 3
@@ -186,7 +186,7 @@ TABLES = [
     {"name": "wide", "num_embeddings": 90, "embedding_dim": 33, "features": ["w", "v"], "pooling": "sum"},
     {"name": "b", "num_embeddings": 400, "embedding_dim": 16, "features": ["b"], "pooling": "sum"},
 ]
-MODEL = {"kind": "tests.trainer.full_capacity:Concatenated"}
+MODEL = {"kind": "tests.support.full_capacity:Concatenated"}
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -15,7 +15,7 @@ import torch
 from rowcast.protocol.plan import PIECE_LOOKUPS
 from rowcast.trainer import kernels
 from rowcast.trainer.kernels import Kernels, RowOptimizerKind, blocks, torch_ops, triton_ops
-from tests.kernels.samples import (
+from tests.kernels.lookups import (
     KINDS,
     PRECISIONS,
     Layout,
@@ -28,7 +28,7 @@ from tests.kernels.samples import (
     rule_of,
     trained,
 )
-from tests.trainer.full_capacity import bits
+from tests.support.full_capacity import bits
 
 DIMS = (4, 5, 12, 33, 100, 128)
 OURS: Kernels = triton_ops

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.counts import count
+from tests.support.repeats import count
 
 ROOT = Path(__file__).parent.parent.parent
 # small numbers taken for zero, divisions and roots that are near

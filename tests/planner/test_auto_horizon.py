@@ -7,7 +7,7 @@ from rowcast.prefetcher.planner.auto_horizon import WHILE_FILLING, AutoHorizon
 from rowcast.prefetcher.planner.planner import RowPlanner
 from rowcast.protocol.batch import ScheduledBatch
 from rowcast.protocol.plan import StepPlan
-from tests.planner.traces import assert_same, feed, one_group, random_batch, schedule
+from tests.support.planner_runs import assert_same, feed, one_group, random_batch, schedule
 
 GROUPS = one_group(3000, 40, 6000)
 AMPLE_BYTES = 2**30

@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 from rowcast.job.tables import GroupSpec, group_specs
 from rowcast.prefetcher.planner.capacity import MAX_SLOTS, Touched, divide_capacity, job_slots, measure
 from rowcast.runtime.errors import ConfigError
-from tests.planner.traces import (
+from tests.support.batches import small_batches, small_job
+from tests.support.planner_runs import (
     distinct_keys,
     group,
     one_group,
@@ -18,7 +19,6 @@ from tests.planner.traces import (
     table,
     two_groups,
 )
-from tests.workloads import small_batches, small_job
 
 
 def groups_of(*rows_and_dims: tuple[int, int]) -> tuple[GroupSpec, ...]:

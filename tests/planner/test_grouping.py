@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from rowcast.job.tables import KEY_SHIFT, GroupSpec
 from rowcast.prefetcher.planner.grouping import FEW_ROWS, Grouper, Grouping, Pool, bags_of, consecutive_runs, sort_pairs
 from rowcast.protocol.batch import Batch
-from tests.planner.traces import (
+from tests.support.planner_runs import (
     assert_same,
     group,
     i32,

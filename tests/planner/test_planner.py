@@ -11,7 +11,7 @@ from rowcast.prefetcher.planner.planner import PlanCounters, RowPlanner
 from rowcast.protocol.batch import Batch
 from rowcast.protocol.plan import StepPlan
 from rowcast.runtime.errors import ConfigError
-from tests.planner.traces import (
+from tests.support.planner_runs import (
     Run,
     distinct_keys,
     i64,

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from rowcast.job.schema import Policy
 from rowcast.protocol.plan import BarrierPlan, StepPlan
-from tests.planner.oracle import fewest_fetches, oracle_entries
-from tests.planner.traces import (
+from tests.support.planner_oracle import fewest_fetches, oracle_entries
+from tests.support.planner_runs import (
     Run,
     assert_same,
     entries_of,

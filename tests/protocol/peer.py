@@ -8,7 +8,7 @@ from rowcast.protocol.codec import decode, encode
 from rowcast.protocol.messages import Envelope
 from rowcast.protocol.transport.zmq_link import ZmqLink
 from rowcast.runtime.errors import ConfigError
-from tests.protocol.samples import hello
+from tests.support.sample_messages import hello
 
 NUM_FRAMES = 10_000
 # a trainer's first frame: without one, none is heard

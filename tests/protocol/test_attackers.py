@@ -27,12 +27,12 @@ from rowcast.protocol.transport.router import MAX_CONNECTIONS, Router
 from rowcast.protocol.transport.zmq_link import ZmqLink
 from rowcast.protocol.transport.zmq_socket import MAX_MESSAGE_BYTES
 from rowcast.runtime.errors import RemoteProtocolError
-from tests.counts import count
 from tests.protocol.attackers import KINDS, LONG_PART, Attacker, greeting, long_frame, ready
 from tests.protocol.mirrors import End, exchange, make_end
 from tests.protocol.peer import GREETING, Bell, receive
-from tests.protocol.samples import hello
-from tests.protocol.tcp import RING_BYTES, TcpRun, run, wait_for
+from tests.support.repeats import count
+from tests.support.sample_messages import hello
+from tests.support.tcp_run import RING_BYTES, TcpRun, run, wait_for
 
 __all__ = ["run"]
 NUM_CONNECTIONS = count(60, 2000)

@@ -21,20 +21,20 @@ from rowcast.protocol.messages import (
     StepDone,
 )
 from rowcast.runtime.errors import LocalProtocolError, RemoteProtocolError
-from tests.protocol import samples
+from tests.support import sample_messages
 
-FRAMES = [encode(Envelope(incarnation=1, sequence=5, message=message)) for message in samples.every_message()]
+FRAMES = [encode(Envelope(incarnation=1, sequence=5, message=message)) for message in sample_messages.every_message()]
 FUZZ_CASES = 20_000
 
 
-@pytest.mark.parametrize("message", samples.every_message(), ids=lambda message: type(message).__name__)
+@pytest.mark.parametrize("message", sample_messages.every_message(), ids=lambda message: type(message).__name__)
 def test_every_message_comes_back_as_it_was(message: AnyMessage) -> None:
     envelope = Envelope(incarnation=3, sequence=2**40, message=message)
     assert decode(encode(envelope)) == envelope
 
 
 def test_a_checksum_may_use_all_64_bits() -> None:
-    message = msgspec.structs.replace(samples.step_ready(1), payload=samples.ref(checksum=2**64 - 1))
+    message = msgspec.structs.replace(sample_messages.step_ready(1), payload=sample_messages.ref(checksum=2**64 - 1))
     envelope = Envelope(incarnation=1, sequence=0, message=message)
     assert decode(encode(envelope)) == envelope
 
@@ -111,10 +111,10 @@ def integer_paths(value: Any, path: tuple[str | int, ...] = ()) -> Iterator[tupl
         yield from integer_paths(item, (*path, key))
 
 
-@pytest.mark.parametrize("message", samples.every_message(), ids=lambda message: type(message).__name__)
+@pytest.mark.parametrize("message", sample_messages.every_message(), ids=lambda message: type(message).__name__)
 @pytest.mark.parametrize("number", [-1, 2**62, 2**64 - 1])
 def test_no_number_anywhere_may_be_negative_or_beyond_62_bits(message: AnyMessage, number: int) -> None:
-    for path in integer_paths(plain := msgspec.msgpack.decode(FRAMES[samples.every_message().index(message)])):
+    for path in integer_paths(plain := msgspec.msgpack.decode(FRAMES[sample_messages.every_message().index(message)])):
         if path[-1] == "checksum":
             continue
         changed = msgspec.msgpack.decode(msgspec.msgpack.encode(plain))
@@ -127,15 +127,17 @@ def test_no_number_anywhere_may_be_negative_or_beyond_62_bits(message: AnyMessag
 
 
 def ready(**changes: Any) -> AnyMessage:
-    return msgspec.structs.replace(samples.step_ready(3), **changes)
+    return msgspec.structs.replace(sample_messages.step_ready(3), **changes)
 
 
 def ready_plan(**changes: Any) -> AnyMessage:
-    return ready(plan=msgspec.structs.replace(samples.plan(3), **changes))
+    return ready(plan=msgspec.structs.replace(sample_messages.plan(3), **changes))
 
 
 def ready_group(**changes: Any) -> AnyMessage:
-    return ready_plan(groups=(msgspec.structs.replace(samples.group(5, 4, 3), **changes), samples.group(3, 0, 3)))
+    return ready_plan(
+        groups=(msgspec.structs.replace(sample_messages.group(5, 4, 3), **changes), sample_messages.group(3, 0, 3))
+    )
 
 
 def spec(**changes: Any) -> AnyMessage:
@@ -148,15 +150,18 @@ IMPOSSIBLE: list[tuple[AnyMessage, str]] = [
     (ready(plan=None), "piece 0 must carry a plan"),
     (ready(piece=1, num_pieces=2), "piece 1 must carry a plan if, and only if"),
     (ready(payload=None), "announced without a payload"),
-    (ready(payload=msgspec.structs.replace(samples.ref(), position=65)), "position 65 is not aligned"),
-    (ready(payload=msgspec.structs.replace(samples.ref(), end=1087)), "1024 bytes at 64 does not end by 1087"),
-    (ready(payload=samples.ref(checksum=-1)), "checksum -1 does not fit"),
+    (ready(payload=msgspec.structs.replace(sample_messages.ref(), position=65)), "position 65 is not aligned"),
+    (ready(payload=msgspec.structs.replace(sample_messages.ref(), end=1087)), "1024 bytes at 64 does not end by 1087"),
+    (ready(payload=sample_messages.ref(checksum=-1)), "checksum -1 does not fit"),
     (ready(arrays=ArraySpan(offset=0, nbytes=2000), rows=()), "end at 2000, behind their payload of 1024"),
-    (ready(rows=(samples.rows(0, 0, 0, 256),)), "a span of group 0 has no rows"),
-    (ready(rows=(samples.rows(0, 0, 5, 257),)), "offset 257 are not aligned"),
-    (ready(rows=(samples.rows(0, 0, 5, 192),)), "offset 192 lie over what ends at 256"),
-    (ready(rows=(samples.rows(0, 0, 5, 512), samples.rows(1, 0, 3, 256))), "offset 256 lie over what ends at 517"),
-    (ready(rows=(samples.rows(0, 0, 5, 1024),)), "end at 1029, behind"),
+    (ready(rows=(sample_messages.rows(0, 0, 0, 256),)), "a span of group 0 has no rows"),
+    (ready(rows=(sample_messages.rows(0, 0, 5, 257),)), "offset 257 are not aligned"),
+    (ready(rows=(sample_messages.rows(0, 0, 5, 192),)), "offset 192 lie over what ends at 256"),
+    (
+        ready(rows=(sample_messages.rows(0, 0, 5, 512), sample_messages.rows(1, 0, 3, 256))),
+        "offset 256 lie over what ends at 517",
+    ),
+    (ready(rows=(sample_messages.rows(0, 0, 5, 1024),)), "end at 1029, behind"),
     (spec(offset=8), "array a at 8 is not aligned"),
     (spec(offset=64), "array a of 256 bytes at 64 does not fit a block of 256"),
     (spec(shape=(2**40, 2**40)), "does not fit a block of 256"),
@@ -173,18 +178,18 @@ IMPOSSIBLE: list[tuple[AnyMessage, str]] = [
     (ready_group(num_evict=3), "4 of 3 victims are dirty"),
     (ready_group(fill_after=None), "victims are evicted without a step"),
     (ready_group(fill_after=3), "step 3 is filled after step 3"),
-    (msgspec.structs.replace(samples.rows_back(1), step=None), "neither a step nor a barrier"),
-    (msgspec.structs.replace(samples.rows_back(1), payload=None), "announced without a payload"),
-    (msgspec.structs.replace(samples.flush(0, 1), piece=1), "piece 1 of 1 does not exist"),
-    (msgspec.structs.replace(samples.flush(0, 1), payload=None), "announced without a payload"),
+    (msgspec.structs.replace(sample_messages.rows_back(1), step=None), "neither a step nor a barrier"),
+    (msgspec.structs.replace(sample_messages.rows_back(1), payload=None), "announced without a payload"),
+    (msgspec.structs.replace(sample_messages.flush(0, 1), piece=1), "piece 1 of 1 does not exist"),
+    (msgspec.structs.replace(sample_messages.flush(0, 1), payload=None), "announced without a payload"),
     (
-        msgspec.structs.replace(samples.flush(0, 1), arrays_bytes=64),
+        msgspec.structs.replace(sample_messages.flush(0, 1), arrays_bytes=64),
         "1.slots of 4 bytes at 64 does not fit a block of 64",
     ),
-    (msgspec.structs.replace(samples.welcome(), incarnation=0), "incarnation 0 is that of a trainer"),
-    (msgspec.structs.replace(samples.welcome(), depth=0), "depth must be at least 1"),
-    (msgspec.structs.replace(samples.welcome(), slots=(100, 0)), "at least one for each group"),
-    (msgspec.structs.replace(samples.welcome(), slots=()), "at least one for each group"),
+    (msgspec.structs.replace(sample_messages.welcome(), incarnation=0), "incarnation 0 is that of a trainer"),
+    (msgspec.structs.replace(sample_messages.welcome(), depth=0), "depth must be at least 1"),
+    (msgspec.structs.replace(sample_messages.welcome(), slots=(100, 0)), "at least one for each group"),
+    (msgspec.structs.replace(sample_messages.welcome(), slots=()), "at least one for each group"),
     (Failure(code=0, sentence="none"), "code 0 is no exit code"),
     (StepDone(step=1, rank=0, waited_s=float("nan"), step_s=0.0), "waited_s = nan must be from 0"),
     (StepDone(step=1, rank=0, waited_s=0.0, step_s=float("inf")), "step_s = inf must be from 0"),
@@ -220,5 +225,8 @@ def test_the_version_is_read_from_a_greeting_whose_other_fields_are_unknown() ->
     with pytest.raises(RemoteProtocolError):
         decode(frame)
     assert greeted_version(frame) == 9
-    assert greeted_version(encode(Envelope(incarnation=1, sequence=0, message=samples.hello()))) == PROTOCOL_VERSION
-    assert greeted_version(encode(Envelope(incarnation=1, sequence=0, message=samples.heartbeat()))) is None
+    assert (
+        greeted_version(encode(Envelope(incarnation=1, sequence=0, message=sample_messages.hello())))
+        == PROTOCOL_VERSION
+    )
+    assert greeted_version(encode(Envelope(incarnation=1, sequence=0, message=sample_messages.heartbeat()))) is None

@@ -6,7 +6,7 @@ import pytest
 from rowcast.protocol.messages import AnyMessage, ArraySpan
 from rowcast.protocol.order import Order
 from rowcast.runtime.errors import ProtocolError
-from tests.protocol.samples import (
+from tests.support.sample_messages import (
     asking,
     barrier_rows,
     end_of_data,

@@ -80,7 +80,7 @@ def job_of(*tables: tuple[str, int], capacity: str = "1MiB", **sparse: Any) -> J
             {"name": f"t{i}", "num_embeddings": 9, "embedding_dim": dim, "features": [f"f{i}"], "dtype": dtype}
             for i, (dtype, dim) in enumerate(tables)
         ],
-        "model": {"kind": "tests.workloads:small_model"},
+        "model": {"kind": "tests.support.batches:small_model"},
         "optimizer": {"sparse": {"kind": "sgd", "lr": 0.1, **sparse}, "dense": {"kind": "sgd", "lr": 0.1}},
         "cache": {"capacity": capacity},
     }

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from rowcast.protocol.codec import encode
-from rowcast.protocol.messages import PROTOCOL_VERSION, AnyMessage, Bye, Envelope, Failure, Released, StopRequest
+from rowcast.protocol.messages import PROTOCOL_VERSION, AnyMessage, Bye, Envelope, Failure, Released
 from rowcast.protocol.session import (
     PREFETCHER,
     ROLES,
@@ -23,85 +23,23 @@ from rowcast.protocol.session import (
     render_table,
 )
 from rowcast.runtime.errors import LocalProtocolError, Mismatch, ProtocolError, RemoteProtocolError
-from tests.protocol import samples
-from tests.protocol.samples import (
+from tests.support import sample_messages
+from tests.support.conversations import WHOLE_RUN, greeting, make_pair, other, say
+from tests.support.sample_messages import (
     barrier_rows,
     end_of_data,
     flush,
-    flush_pieces,
-    restore_pieces,
     rows_back,
     saved,
-    saved_pieces,
     step_done,
-    step_pieces,
     step_ready,
 )
 
-BY_EVENT: dict[Event, AnyMessage] = {event_of(message): message for message in samples.every_message()}
+BY_EVENT: dict[Event, AnyMessage] = {event_of(message): message for message in sample_messages.every_message()}
 BY_EVENT[Event.BARRIER_ROWS] = barrier_rows(0, 8, last=False, whole=False)
 FREE = {Event.HEARTBEAT, Event.STOP_REQUEST, Event.FAILURE, Event.RELEASED}  # follow no order
 ALL_CASES = list(itertools.product(State, ROLES, Event))
 REFUSED_CASES = [(state, role, event) for state, role, event in ALL_CASES if event not in TABLE[state, role]]
-Said = tuple[Role, AnyMessage]
-Pair = dict[Role, Session]
-
-
-def make_pair(incarnation: int = 3) -> Pair:
-    return {PREFETCHER: Session(PREFETCHER, incarnation), TRAINER: Session(TRAINER)}
-
-
-def other(role: Role) -> Role:
-    return TRAINER if role == PREFETCHER else PREFETCHER
-
-
-def say(pair: Pair, *said: Said) -> None:
-    """Each message goes from one end to the other, which then agree on the state."""
-    for role, message in said:
-        assert pair[other(role)].decode(pair[role].encode(message)) == message
-        assert pair[PREFETCHER].state == pair[TRAINER].state
-
-
-def greeting(incarnation: int = 3, depth: int = 1) -> tuple[Said, Said]:
-    return (TRAINER, samples.hello()), (PREFETCHER, samples.welcome(incarnation, depth))
-
-
-WHOLE_RUN: list[Said] = [
-    (PREFETCHER, samples.heartbeat()),
-    (TRAINER, samples.hello()),
-    (PREFETCHER, samples.welcome(3, 1, restore_bytes=100)),
-    *((PREFETCHER, piece) for piece in restore_pieces()),
-    (PREFETCHER, samples.asking(step_ready(7), 3)),
-    (TRAINER, Released(position=64)),
-    (TRAINER, rows_back(7, piece=0, last=False, count=1)),
-    (PREFETCHER, step_pieces(8)[0]),
-    (TRAINER, rows_back(7, piece=1, start=1, count=3)),
-    (TRAINER, samples.row_checksums(7, count=3)),
-    (TRAINER, step_done(7)),
-    (PREFETCHER, Released(position=64)),
-    *((PREFETCHER, piece) for piece in step_pieces(8)[1:]),
-    (TRAINER, rows_back(8)),
-    (PREFETCHER, step_ready(9, num_dirty=(0, 0))),
-    (PREFETCHER, flush(4, 9, checkpoint=True)),
-    (TRAINER, step_done(8)),
-    (TRAINER, step_done(9)),
-    (TRAINER, barrier_rows(4, 9, last=False, whole=False)),
-    (TRAINER, msgspec.structs.replace(barrier_rows(4, 9, piece=1), rows=(samples.rows(1, 0, 1, 0),))),
-    *((TRAINER, piece) for piece in saved_pieces(4)),
-    (PREFETCHER, step_ready(10, num_dirty=(0, 0))),
-    (TRAINER, step_done(10)),
-    *((PREFETCHER, piece) for piece in flush_pieces(5, 10)),
-    (TRAINER, StopRequest(reason="SIGTERM")),
-    (TRAINER, barrier_rows(5, 10)),
-    (PREFETCHER, flush(6, 10, checkpoint=True, num_dirty=(0, 0))),
-    (TRAINER, msgspec.structs.replace(barrier_rows(6, 10), payload=None, rows=())),
-    (TRAINER, samples.heartbeat()),
-    (TRAINER, saved(6)),
-    (PREFETCHER, end_of_data(10)),
-    (TRAINER, Bye()),
-    (PREFETCHER, Released(position=128)),
-    (PREFETCHER, Bye()),
-]
 
 
 def test_a_whole_run_passes_both_ends_from_greeting_to_good_bye() -> None:
@@ -202,14 +140,14 @@ def test_a_failure_can_still_be_sent_after_the_peer_broke_the_protocol() -> None
     say(pair, (PREFETCHER, Failure(code=1, sentence="the trainer sent garbage")))
     assert pair[TRAINER].state is State.CLOSED
     with pytest.raises(LocalProtocolError, match="state 'closed', only nothing"):
-        pair[PREFETCHER].encode(samples.heartbeat())
+        pair[PREFETCHER].encode(sample_messages.heartbeat())
 
 
 @pytest.mark.parametrize("skip", [0, 2])
 def test_repeated_and_missing_frames_are_refused_with_both_numbers(skip: int) -> None:
     pair = make_pair()
     say(pair, *greeting())
-    frames = [pair[PREFETCHER].encode(samples.heartbeat()) for _ in range(3)]
+    frames = [pair[PREFETCHER].encode(sample_messages.heartbeat()) for _ in range(3)]
     pair[TRAINER].decode(frames[0])
     with pytest.raises(RemoteProtocolError, match=f"frame {skip + 1} of the prefetcher came instead of frame 2"):
         pair[TRAINER].decode(frames[skip])
@@ -220,7 +158,7 @@ def test_a_frame_of_another_incarnation_is_refused_by_both_ends(incarnation: int
     pair = make_pair()
     say(pair, *greeting())
     for role in ROLES:
-        frame = encode(Envelope(incarnation=incarnation, sequence=1, message=samples.heartbeat()))
+        frame = encode(Envelope(incarnation=incarnation, sequence=1, message=sample_messages.heartbeat()))
         with pytest.raises(RemoteProtocolError, match=f"incarnation {incarnation} came in incarnation 3"):
             pair[role].decode(frame)
 
@@ -228,27 +166,27 @@ def test_a_frame_of_another_incarnation_is_refused_by_both_ends(incarnation: int
 def test_frames_without_incarnation_are_taken_until_the_trainer_has_its_welcome_and_no_longer() -> None:
     pair = make_pair()
     say(pair, greeting()[0])
-    crossing = pair[TRAINER].encode(samples.heartbeat())
-    welcomed = pair[PREFETCHER].encode(samples.welcome(3))
+    crossing = pair[TRAINER].encode(sample_messages.heartbeat())
+    welcomed = pair[PREFETCHER].encode(sample_messages.welcome(3))
     pair[PREFETCHER].decode(crossing)
     pair[TRAINER].decode(welcomed)
-    say(pair, (TRAINER, samples.heartbeat()))
+    say(pair, (TRAINER, sample_messages.heartbeat()))
     with pytest.raises(RemoteProtocolError, match="incarnation 0 came in incarnation 3"):
-        pair[PREFETCHER].decode(encode(Envelope(incarnation=0, sequence=3, message=samples.heartbeat())))
+        pair[PREFETCHER].decode(encode(Envelope(incarnation=0, sequence=3, message=sample_messages.heartbeat())))
 
 
 def test_a_trainer_of_an_earlier_conversation_is_refused() -> None:
     with pytest.raises(RemoteProtocolError, match="Hello came from incarnation 3"):
-        Session(PREFETCHER, 3).decode(encode(Envelope(incarnation=3, sequence=0, message=samples.hello())))
+        Session(PREFETCHER, 3).decode(encode(Envelope(incarnation=3, sequence=0, message=sample_messages.hello())))
 
 
 def test_a_welcome_names_the_incarnation_of_its_own_frame() -> None:
     pair = make_pair()
     say(pair, greeting()[0])
     with pytest.raises(LocalProtocolError, match="incarnation 4 cannot be sent in incarnation 3"):
-        pair[PREFETCHER].encode(samples.welcome(4))
+        pair[PREFETCHER].encode(sample_messages.welcome(4))
     with pytest.raises(RemoteProtocolError, match="incarnation 3 came in incarnation 4"):
-        pair[TRAINER].decode(encode(Envelope(incarnation=3, sequence=0, message=samples.welcome(4))))
+        pair[TRAINER].decode(encode(Envelope(incarnation=3, sequence=0, message=sample_messages.welcome(4))))
 
 
 @pytest.mark.parametrize(("role", "incarnation"), [(PREFETCHER, 0), (TRAINER, 1)])
@@ -280,22 +218,22 @@ def test_a_greeting_of_another_version_is_a_mismatch_even_where_it_cannot_be_rea
 
 def test_a_trainer_of_this_job_is_welcome_and_others_are_told_why_not() -> None:
     later = PROTOCOL_VERSION + 1
-    check_hello(samples.hello(), samples.DIGEST)
-    check_welcome(samples.welcome())
+    check_hello(sample_messages.hello(), sample_messages.DIGEST)
+    check_welcome(sample_messages.welcome())
     with pytest.raises(
         Mismatch, match=f"the trainer speaks protocol version {later} and this process {PROTOCOL_VERSION}"
     ):
-        check_hello(samples.hello(protocol_version=later), samples.DIGEST)
+        check_hello(sample_messages.hello(protocol_version=later), sample_messages.DIGEST)
     with pytest.raises(Mismatch, match=r"the two processes were started with different job files.*eeee.*dddd"):
-        check_hello(samples.hello(job_digest="e" * 32), samples.DIGEST)
+        check_hello(sample_messages.hello(job_digest="e" * 32), sample_messages.DIGEST)
     with pytest.raises(Mismatch, match="the prefetcher was started to evaluate and the trainer to train"):
-        check_hello(samples.hello(), samples.DIGEST, "eval")
+        check_hello(sample_messages.hello(), sample_messages.DIGEST, "eval")
     with pytest.raises(Mismatch, match="rank 0 of 2, but the job is trained by 1"):
-        check_hello(samples.hello(world_size=2), samples.DIGEST)
+        check_hello(sample_messages.hello(world_size=2), sample_messages.DIGEST)
     with pytest.raises(Mismatch, match="rank 2 of 2"):
-        check_hello(samples.hello(world_size=2, rank=2), samples.DIGEST, world_size=2)
+        check_hello(sample_messages.hello(world_size=2, rank=2), sample_messages.DIGEST, world_size=2)
     with pytest.raises(Mismatch, match=f"the prefetcher speaks protocol version {later}"):
-        check_welcome(msgspec.structs.replace(samples.welcome(), protocol_version=later))
+        check_welcome(msgspec.structs.replace(sample_messages.welcome(), protocol_version=later))
 
 
 def test_the_rendered_table_holds_every_state_and_every_change_of_state() -> None:

@@ -18,7 +18,7 @@ from rowcast.runtime.errors import ConfigError
 from rowcast.runtime.telemetry.logs import setup_logging
 from tests.protocol.mirrors import exchange, make_end
 from tests.protocol.peer import GREETING, Bell, numbered, receive, wait_gone
-from tests.protocol.tcp import RING_BYTES, TcpRun, run, wait_for
+from tests.support.tcp_run import RING_BYTES, TcpRun, run, wait_for
 
 __all__ = ["run"]
 NUM_FRAMES = 2000

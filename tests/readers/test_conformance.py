@@ -20,7 +20,7 @@ from rowcast.prefetcher.readers.worker import BatchSource
 from rowcast.protocol.batch import Batch, Kind
 from rowcast.runtime.position import Position
 from tests.readers.polling import rest_of
-from tests.readers.samples import (
+from tests.support.data_files import (
     BATCH_SIZE,
     CSV_COLUMNS,
     NUM_ROWS,
@@ -89,7 +89,7 @@ def synthetic(folder: Path, **data: Any) -> tuple[Job, list[Row] | None]:
 
 
 def custom(folder: Path, **data: Any) -> tuple[Job, list[Row] | None]:
-    job = make_job("tests.readers.samples:listed", **data)
+    job = make_job("tests.support.data_files:listed", **data)
     made = Listed(job).made
     return job, all_samples([*made["train"], *made["eval"]])
 

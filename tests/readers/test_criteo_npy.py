@@ -13,7 +13,7 @@ from rowcast.job.schema import Job
 from rowcast.prefetcher.readers.reader import open_reader
 from rowcast.protocol.batch import Batch
 from rowcast.runtime.errors import ConfigError, DataError
-from tests.readers.samples import make_job, table, write_day
+from tests.support.data_files import make_job, table, write_day
 
 
 def job_of(path: Path, **data: Any) -> Job:

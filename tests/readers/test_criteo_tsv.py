@@ -13,7 +13,7 @@ from rowcast.prefetcher.readers.reader import open_reader
 from rowcast.prefetcher.readers.shuffle import block_permutation
 from rowcast.protocol.batch import Batch
 from rowcast.runtime.errors import ConfigError, DataError
-from tests.readers.samples import BATCH_SIZE, all_samples, click_log, make_job, table, write_tsv
+from tests.support.data_files import BATCH_SIZE, all_samples, click_log, make_job, table, write_tsv
 
 
 def fields(**changed: str) -> list[str]:

@@ -8,8 +8,7 @@ import pytest
 
 from rowcast.prefetcher.readers.reader import Reader, open_reader
 from rowcast.runtime.errors import ConfigError, DataError, RowcastError
-from tests.readers.samples import Row, all_samples, make_job, table
-from tests.readers.test_hashed import row
+from tests.support.data_files import Row, all_samples, hashed_row, make_job, table
 
 TABLES = [table("scalars", 10, "a"), table("bags", 10, "b")]
 LINES = ["label,int_0,a,b,w", "0,0.5,1,3|4,0.5|2", "1,1.5,2,,", "1,2.5,0,7,1", "0,3.5,9,5,1.5"]
@@ -72,9 +71,11 @@ def test_text_is_hashed_byte_for_byte_quoted_or_not_and_a_missing_one_is_row_0(t
     words = ["plain", "with, comma", 'a "b"', "042", "042", None, None, "ünï", "NA", 'a"b']
     path = write(tmp_path, ["label,int_0,a,b", *(f"1,0,{cell},x|{cell.strip(chr(34))[:1]}" for cell in cells)])
     found = rows(path, {"hash": True}, [table("scalars", 1000, "a"), table("bags", 50, "b")])
-    assert [own.ids[0] for own in found] == [(0 if word is None else row(word.encode(), 1000),) for word in words]
-    assert [own.ids[1][1] for own in found][:4] == [row(letter, 50) for letter in (b"p", b"w", b"a", b"0")]
-    assert found[5].ids[1] == (row(b"x", 50), 0)
+    assert [own.ids[0] for own in found] == [
+        (0 if word is None else hashed_row(word.encode(), 1000),) for word in words
+    ]
+    assert [own.ids[1][1] for own in found][:4] == [hashed_row(letter, 50) for letter in (b"p", b"w", b"a", b"0")]
+    assert found[5].ids[1] == (hashed_row(b"x", 50), 0)
 
 
 @pytest.mark.parametrize("delimiter", [";", "\t", "|"])

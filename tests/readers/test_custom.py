@@ -13,7 +13,7 @@ from rowcast.prefetcher.readers.reader import Reader, open_reader
 from rowcast.protocol.batch import Batch
 from rowcast.runtime.errors import ConfigError, DataError
 from tests.readers.factories import BROKEN, batch
-from tests.readers.samples import make_job, same_batch
+from tests.support.data_files import make_job, same_batch
 
 
 def open_factory(

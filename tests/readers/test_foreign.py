@@ -15,7 +15,7 @@ from rowcast.prefetcher.readers.formats.user_arrays import as_batch
 from rowcast.prefetcher.readers.reader import open_reader
 from rowcast.protocol.batch import Batch
 from rowcast.runtime.errors import DataError
-from tests.readers.samples import make_job, same_batch
+from tests.support.data_files import make_job, same_batch
 
 FEATURES = ["cat_3", "cat_0", "cat_25"]  # of `make_job`
 IDS = np.array([[1, 2, 3], [4, 5, 6]])  # [B, F]

@@ -7,19 +7,14 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-import xxhash
 
 from rowcast.prefetcher.readers.hashed_ids import hashed_rows
 from rowcast.prefetcher.readers.reader import open_reader
 from rowcast.runtime.errors import ConfigError, DataError
-from tests.readers.samples import all_samples, make_job, table
+from tests.support.data_files import all_samples, hashed_row, make_job, table
 
 WORDS = ["a", None, "bb", "a", "", "ünïcode", "a" * 300]
 STRINGS = pa.array(WORDS)
-
-
-def row(content: bytes, num_embeddings: int) -> int:
-    return 1 + xxhash.xxh3_64_intdigest(content) % (num_embeddings - 1)
 
 
 @pytest.mark.parametrize("num_embeddings", [2, 3, 1000, 2**48])
@@ -38,7 +33,7 @@ def row(content: bytes, num_embeddings: int) -> int:
     ids=str,
 )
 def test_a_string_takes_the_row_of_its_bytes_and_a_missing_one_row_0(values: Any, num_embeddings: int) -> None:
-    expected = [0 if word is None else row(word.encode(), num_embeddings) for word in WORDS]
+    expected = [0 if word is None else hashed_row(word.encode(), num_embeddings) for word in WORDS]
     assert hashed_rows(values, num_embeddings).tolist() == expected
     assert min(expected[:1] + expected[2:]) > 0, "no value shares the row of those that are missing"
 
@@ -49,7 +44,7 @@ def test_an_integer_takes_the_row_of_its_8_little_endian_bytes_whatever_its_type
         [0, None, 7, 100] + ([] if kind == pa.int8() else [2**31 - 1]) + ([2**63 - 1] if kind.bit_width == 64 else [])
     )
     numbers += [2**64 - 1] if kind == pa.uint64() else [-1]
-    expected = [0 if n is None else row((n % 2**64).to_bytes(8, "little"), 1000) for n in numbers]
+    expected = [0 if n is None else hashed_row((n % 2**64).to_bytes(8, "little"), 1000) for n in numbers]
     assert hashed_rows(pa.array(numbers, kind), 1000).tolist() == expected
 
 
@@ -85,9 +80,9 @@ def ids(path: str, hash: bool | list[str], **data: Any) -> list[Any]:
 
 def test_strings_and_lists_of_strings_are_ids_and_integers_too_unless_features_are_named(tmp_path: Path) -> None:
     path = write(tmp_path)
-    ann, bob, x, y = row(b"ann", 100), row(b"bob", 100), row(b"x", 50), row(b"y", 50)
+    ann, bob, x, y = hashed_row(b"ann", 100), hashed_row(b"bob", 100), hashed_row(b"x", 50), hashed_row(b"y", 50)
     expected = [((ann,), (x, y)), ((bob,), ()), ((0,), ()), ((ann,), (x, 0))]
-    hours = [row(hour.to_bytes(8, "little"), 24) for hour in (3, 4, 5, 6)]
+    hours = [hashed_row(hour.to_bytes(8, "little"), 24) for hour in (3, 4, 5, 6)]
     assert ids(path, True) == [(*own, (hour,)) for own, hour in zip(expected, hours, strict=True)]
     assert ids(path, ["user", "item"]) == [(*own, (hour,)) for own, hour in zip(expected, (3, 4, 5, 6), strict=True)]
 
@@ -97,7 +92,7 @@ def test_a_list_of_a_dictionary_of_strings_is_hashed(tmp_path: Path) -> None:
         pa.array([0, 2, 2, 2, 4], pa.int32()), pa.array(["x", "y", "x", None]).dictionary_encode()
     )
     rows = ids(write(tmp_path, item=item), True)
-    x, y = row(b"x", 50), row(b"y", 50)
+    x, y = hashed_row(b"x", 50), hashed_row(b"y", 50)
     assert [own[1] for own in rows] == [(x, y), (), (), (x, 0)]
 
 

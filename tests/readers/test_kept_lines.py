@@ -23,7 +23,7 @@ from rowcast.prefetcher.readers.text_files import TextCursor, TextIndex
 from rowcast.prefetcher.readers.worker import BatchSource
 from rowcast.runtime.errors import ConfigError, DataError
 from tests.readers.polling import rest_of
-from tests.readers.samples import all_samples, click_log, make_job, with_workers, write_tsv
+from tests.support.data_files import all_samples, click_log, make_job, with_workers, write_tsv
 
 NUM_LINES = 300
 CHUNK_BYTES = 512

@@ -15,7 +15,7 @@ from rowcast.prefetcher.readers.schedule import schedule
 from rowcast.prefetcher.readers.shuffle import block_permutation
 from rowcast.protocol.batch import Batch
 from rowcast.runtime.errors import ConfigError, DataError
-from tests.readers.samples import PARQUET_COLUMNS, all_samples, long_job, make_job, samples_of, table, write_parquet
+from tests.support.data_files import PARQUET_COLUMNS, all_samples, long_job, make_job, samples_of, table, write_parquet
 
 TABLES = [table("scalars", 10, "a"), table("bags", 10, "b")]
 LISTS = pa.list_(pa.int64())

@@ -15,7 +15,7 @@ from rowcast.prefetcher.readers.columns import (
     rows_by_file,
     take_samples,
 )
-from tests.readers.samples import Row, all_samples, samples_of
+from tests.support.data_files import Row, all_samples, samples_of
 
 NUM_FEATURES = 3
 LAYOUTS = pytest.mark.parametrize(("ragged", "weighted"), [(False, False), (False, True), (True, False), (True, True)])

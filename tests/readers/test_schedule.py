@@ -11,7 +11,7 @@ from rowcast.prefetcher.readers.reader import Pending, Reader, decoded, open_rea
 from rowcast.prefetcher.readers.schedule import PlacedBatch, expected_train_steps, schedule
 from rowcast.protocol.batch import Batch, Kind
 from rowcast.runtime.position import Position
-from tests.readers.samples import make_job, same_batch
+from tests.support.data_files import make_job, same_batch
 
 
 def job_of(

@@ -16,7 +16,7 @@ from rowcast.prefetcher.readers.source import Arrival, InlineSource, Source, Sou
 from rowcast.runtime.errors import DataError
 from rowcast.runtime.position import Position
 from tests.readers.polling import next_batch, next_ids, next_rest, polled_ahead, rest_of
-from tests.readers.samples import (
+from tests.support.data_files import (
     PARQUET_COLUMNS,
     click_log,
     long_job,
@@ -44,7 +44,7 @@ def tsv(folder: Path, **data: Any) -> Job:
 
 
 def custom(folder: Path, **data: Any) -> Job:
-    return make_job("tests.readers.samples:listed", **data)
+    return make_job("tests.support.data_files:listed", **data)
 
 
 FORMATS = pytest.mark.parametrize("make", [npy, bags, tsv, custom])

@@ -11,7 +11,7 @@ from rowcast.prefetcher.readers.formats.synthetic_generator import Permutation, 
 from rowcast.prefetcher.readers.reader import open_reader
 from rowcast.protocol.batch import Batch
 from rowcast.runtime.errors import ConfigError
-from tests.readers.samples import make_job, same_batch, table
+from tests.support.data_files import make_job, same_batch, table
 
 CRITEO = [table(f"t{i}", size, f"cat_{i}") for i, size in enumerate(CRITEO_KAGGLE_CARDINALITIES)]
 

@@ -16,7 +16,7 @@ from rowcast.prefetcher.readers.source import InlineSource
 from rowcast.prefetcher.readers.worker import BatchSource
 from rowcast.runtime.errors import ConfigError, DataError, RowcastError
 from tests.readers.polling import LONG_S, decoders_of, is_alive, next_batch, parent_process, rest_of, wait_until
-from tests.readers.samples import PARQUET_COLUMNS, make_job, same_batch, write_parquet
+from tests.support.data_files import PARQUET_COLUMNS, make_job, same_batch, write_parquet
 
 
 def factory(name: str, **options: Any) -> Job:

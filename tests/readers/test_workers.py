@@ -31,7 +31,7 @@ from tests.readers.polling import (
     rest_of,
     wait_until,
 )
-from tests.readers.samples import (
+from tests.support.data_files import (
     PARQUET_COLUMNS,
     click_log,
     make_job,
@@ -222,7 +222,7 @@ def test_a_parent_that_forgets_to_close_still_ends() -> None:
 
 
 def test_a_data_set_of_ones_own_has_one_worker_and_one_warning(opened: Callable[..., BatchSource]) -> None:
-    job = with_workers(make_job("tests.readers.samples:listed"), 3)
+    job = with_workers(make_job("tests.support.data_files:listed"), 3)
     with structlog.testing.capture_logs() as logs:
         source = opened(job)
     assert [(line["log_level"], line["workers"]) for line in logs] == [("warning", 3)]
@@ -233,5 +233,5 @@ def test_a_data_set_of_ones_own_has_one_worker_and_one_warning(opened: Callable[
 
 def test_one_worker_of_a_data_set_of_ones_own_is_no_reason_for_a_warning(opened: Callable[..., BatchSource]) -> None:
     with structlog.testing.capture_logs() as logs:
-        opened(make_job("tests.readers.samples:listed"))
+        opened(make_job("tests.support.data_files:listed"))
     assert logs == []

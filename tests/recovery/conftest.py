@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.recovery.runs import Outcome, Recovering
-from tests.system.processes import Session
-from tests.system.starting import Starter
+from tests.recovery.restarted import Outcome, Recovering
+from tests.support.processes import Session
+from tests.support.starter import Starter
 
 
 @pytest.fixture(scope="session")

@@ -4,8 +4,8 @@ import ast
 from collections.abc import Mapping
 
 from rowcast.runtime.crash_points import CRASH_POINTS
-from tests.recovery.runs import Role
-from tests.system.processes import ROOT
+from tests.recovery.restarted import Role
+from tests.support.processes import ROOT
 
 Armed = Mapping[Role, str]
 PACKAGES: tuple[Role, Role] = ("prefetcher", "trainer")

@@ -4,8 +4,8 @@ import pytest
 
 from rowcast.runtime.crash_points import CRASH_POINTS
 from tests.recovery.crashes import CRASHES, NEEDS_REJOIN, called
-from tests.recovery.runs import Outcome, Recovering
-from tests.system.processes import Session
+from tests.recovery.restarted import Outcome, Recovering
+from tests.support.processes import Session
 
 CONNECT_S = 10  # the one whose peer was killed before it had said a word waits for another
 

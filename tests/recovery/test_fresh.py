@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.recovery.runs import END_TIMEOUT_S, KILLED, ROLES, Outcome, Recovering, Role, end_well, outcome_of
-from tests.system.processes import Session
+from tests.recovery.restarted import END_TIMEOUT_S, KILLED, ROLES, Outcome, Recovering, Role, end_well, outcome_of
+from tests.support.processes import Session
 
 KEPT = ("complete", "losses.f32", "report.json", "report.html")
 

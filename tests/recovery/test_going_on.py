@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from rowcast.runtime.checkpoint_manifest import newest_checkpoint, read_manifest
-from tests.readers.samples import write_day
-from tests.recovery.runs import Outcome, end_well, outcome_of
-from tests.system.processes import Session, job_content, write_job
-from tests.system.starting import Starter
+from tests.recovery.restarted import Outcome, end_well, outcome_of
+from tests.support.data_files import write_day
+from tests.support.processes import Session, job_content, write_job
+from tests.support.starter import Starter
 
 BATCH_SIZE = 16
 TABLES = [

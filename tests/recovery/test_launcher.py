@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.system.processes import END_TIMEOUT_S, Process, Session, proc_text
+from tests.support.processes import END_TIMEOUT_S, Process, Session, proc_text
 
 
 def child(session: Session, word: str) -> int:

@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 
 from rowcast.runtime.crash_points import VARIABLE
-from tests.counts import count
-from tests.recovery.runs import END_TIMEOUT_S, Outcome, Recovering, end_well, outcome_of, sections
-from tests.system.processes import ROOT, Session, proc_text
+from tests.recovery.restarted import END_TIMEOUT_S, Outcome, Recovering, end_well, outcome_of, sections
+from tests.support.processes import ROOT, Session, proc_text
+from tests.support.repeats import count
 
 SHARED_MEMORY = Path("/dev/shm")
 LONGEST_LIFE_S = 2.0

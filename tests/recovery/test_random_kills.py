@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.counts import count
-from tests.recovery.runs import END_TIMEOUT_S, KILLED, PEER_LOST, ROLES, Outcome, Recovering, Role
-from tests.system.processes import Process, Session, launch
-from tests.system.starting import Starter
+from tests.recovery.restarted import END_TIMEOUT_S, KILLED, PEER_LOST, ROLES, Outcome, Recovering, Role
+from tests.support.processes import Process, Session, launch
+from tests.support.repeats import count
+from tests.support.starter import Starter
 
 MOST_KILLS = 3
 AS_A_USER_EVERY = 4  # of so many seeds one starts the commands with all their imports

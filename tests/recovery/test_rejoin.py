@@ -11,11 +11,11 @@ from rowcast.prefetcher.run.make_keys import make_keys
 from rowcast.protocol.peer_watch import Patience
 from rowcast.runtime.errors import PeerLost, PeerNeverCame
 from rowcast.trainer.report.report_json import read_report
-from tests.counts import count
-from tests.protocol.tcp import free_port
 from tests.recovery.crashes import CRASHES, Armed
-from tests.recovery.runs import END_TIMEOUT_S, PEER_LOST, ROLES, Outcome, Recovering, Role, end_well, killed
-from tests.system.processes import Process, Session
+from tests.recovery.restarted import END_TIMEOUT_S, PEER_LOST, ROLES, Outcome, Recovering, Role, end_well, killed
+from tests.support.processes import Process, Session
+from tests.support.repeats import count
+from tests.support.tcp_run import free_port
 
 REJOIN = {"ring": "1MiB", "connect_timeout": "60s", "rejoin_timeout": "60s"}
 OTHER: dict[Role, Role] = {"prefetcher": "trainer", "trainer": "prefetcher"}

@@ -7,9 +7,9 @@ from contextlib import ExitStack, contextmanager
 
 import pytest
 
-from tests.recovery.runs import END_TIMEOUT_S, PEER_LOST, ROLES, Outcome, Recovering, Role, end_well
-from tests.system.processes import Process, Session
-from tests.system.starting import Starter
+from tests.recovery.restarted import END_TIMEOUT_S, PEER_LOST, ROLES, Outcome, Recovering, Role, end_well
+from tests.support.processes import Process, Session
+from tests.support.starter import Starter
 
 A_WHILE_S = 5.0
 STANDS_STILL: dict[Role, str] = {"prefetcher": "StepReady sent:24:SIGSTOP", "trainer": "loss written:10:SIGSTOP"}

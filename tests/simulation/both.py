@@ -9,9 +9,9 @@ from typing import Literal
 from rowcast.protocol.conversation import Conversation
 from rowcast.protocol.messages import StopRequest
 from rowcast.runtime.stages import Stage
-from tests.driver import InProcessRun
 from tests.simulation.faults import Event, Happening
 from tests.simulation.link import FaultyLink
+from tests.support.driver import InProcessRun
 
 Side = Literal["prefetcher", "trainer"]
 SIDES: tuple[Side, Side] = ("prefetcher", "trainer")

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from rowcast.runtime.disk import Content, Writing
-from tests.checkpoints.recording import Operation, RecordingDisk, power_loss
+from tests.support.recording_disk import Operation, RecordingDisk, power_loss
 
 DiskFaultKind = Literal["ENOSPC", "EIO", "short"]
 DISK_FAULTS: tuple[DiskFaultKind, ...] = get_args(DiskFaultKind)

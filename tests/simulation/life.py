@@ -21,7 +21,6 @@ import structlog.testing
 from rowcast.job.tables import group_specs
 from rowcast.prefetcher.run.tables import Tables
 from rowcast.runtime.checkpoint_manifest import Manifest
-from tests.driver import InProcessRun, Past, Settings, table_state
 from tests.simulation.both import Both
 from tests.simulation.ending import Ending, Outcome
 from tests.simulation.faults import Faults, draw_faults
@@ -29,6 +28,7 @@ from tests.simulation.link import Arrival, faulty_pair
 from tests.simulation.promises import LifeFailed, check_run, check_state
 from tests.simulation.scenario import Scenario, draw_scenario, reference
 from tests.simulation.storage import Storage
+from tests.support.driver import InProcessRun, Past, Settings, table_state
 
 Say = Callable[[str], None]
 FIRST_INCARNATION = 100

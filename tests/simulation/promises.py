@@ -3,8 +3,8 @@
 import numpy as np
 import torch
 
-from tests.driver import InProcessRun
 from tests.simulation.scenario import Reference
+from tests.support.driver import InProcessRun
 
 
 class LifeFailed(AssertionError):

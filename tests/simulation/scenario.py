@@ -16,8 +16,7 @@ from rowcast.job.tables import group_specs
 from rowcast.protocol.batch import ScheduledBatch
 from rowcast.trainer.models import Embedded
 from rowcast.trainer.report.report_json import Evaluation
-from tests.driver import InProcessRun, Settings, start_state
-from tests.workloads import (
+from tests.support.batches import (
     BAGS,
     NUM_DENSE,
     OPTIMIZERS,
@@ -28,6 +27,7 @@ from tests.workloads import (
     small_job,
     small_width,
 )
+from tests.support.driver import InProcessRun, Settings, start_state
 
 DENSE_OPTIMIZERS: tuple[Literal["sgd", "adagrad", "adam"], ...] = ("sgd", "adagrad", "adam")
 NUM_STEPS = 12

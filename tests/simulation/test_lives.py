@@ -5,10 +5,10 @@ from collections import Counter
 
 import pytest
 
-from tests.counts import count
 from tests.simulation.faults import EVENTS
 from tests.simulation.life import run_life
 from tests.simulation.link import FRAME_FAULTS
+from tests.support.repeats import count
 
 NUM_SEEDS = count(40, 1000)
 SEEDS_A_TEST = 20

@@ -17,9 +17,9 @@ from rowcast.protocol.messages import AnyMessage
 from rowcast.protocol.session import Session
 from rowcast.runtime.checkpoint_manifest import Manifest
 from rowcast.trainer.models.dense_state import Tensors
-from tests.counts import count
-from tests.driver import RecordedResults
 from tests.simulation.life import LifeFailed, run_life
+from tests.support.driver import RecordedResults
+from tests.support.repeats import count
 
 Break = Callable[[pytest.MonkeyPatch], None]
 

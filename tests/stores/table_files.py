@@ -4,7 +4,7 @@ from pathlib import Path
 
 from rowcast.job.tables import GroupSpec
 from rowcast.prefetcher.stores.mapped_store import MappedStore, file_layout
-from tests.stores.samples import GROUP, finish, first_floats, keys_of, open_mapped, random_records, read, scanned
+from tests.stores.every_store import GROUP, finish, first_floats, keys_of, open_mapped, random_records, read, scanned
 
 CHECKPOINT = "step-000000000100 0123abcd"
 KEYS = keys_of((0, [0, 3, 39]), (2, [0, 299]), (3, [6]))

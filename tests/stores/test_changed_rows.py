@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rowcast.prefetcher.stores.store import Store
-from tests.stores.samples import (
+from tests.stores.every_store import (
     GROUP,
     STORES,
     all_keys,

@@ -17,7 +17,7 @@ from rowcast.prefetcher.stores.mapped_store import MappedStore
 from rowcast.prefetcher.stores.memory_store import MemoryStore
 from rowcast.prefetcher.stores.table_header import layout_digest
 from rowcast.trainer.kernels.optim import DTYPES
-from tests.workloads import small_job
+from tests.support.batches import small_job
 
 HALVES: tuple[RowType, ...] = ("fp16", "bf16")
 SEED = 11

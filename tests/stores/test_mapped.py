@@ -16,7 +16,7 @@ from rowcast.job.tables import GroupSpec
 from rowcast.prefetcher.stores import mapped_store as mapped
 from rowcast.prefetcher.stores.mapped_store import MappedStore, file_layout
 from rowcast.prefetcher.stores.table_header import HEADER_BYTES, Header
-from tests.stores.samples import (
+from tests.stores.every_store import (
     GROUP,
     SEED,
     all_keys,

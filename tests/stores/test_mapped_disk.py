@@ -15,7 +15,7 @@ from structlog.testing import capture_logs
 from rowcast.prefetcher.stores import table_file
 from rowcast.prefetcher.stores.mapped_store import file_layout
 from rowcast.runtime.errors import ConfigError
-from tests.stores.samples import GROUP, all_keys, finish, groups, open_mapped, random_records, read, scanned
+from tests.stores.every_store import GROUP, all_keys, finish, groups, open_mapped, random_records, read, scanned
 from tests.stores.table_files import CHECKPOINT, KEYS, NBYTES, ROWS, assert_empty, leave_closed, reopened, rows_file
 
 # one process
@@ -45,7 +45,7 @@ HOLDER = """
 import sys, time
 from pathlib import Path
 from rowcast.runtime.telemetry.logs import setup_logging
-from tests.stores.samples import GROUP, all_keys, open_mapped, random_records
+from tests.stores.every_store import GROUP, all_keys, open_mapped, random_records
 setup_logging("holder", "error")
 store = open_mapped(Path(sys.argv[1]), GROUP, sys.argv[2])
 store.write(all_keys(), random_records(len(all_keys())), 0)

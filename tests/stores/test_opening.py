@@ -7,7 +7,7 @@ import pytest
 from rowcast.prefetcher.stores.memory_store import MemoryStore
 from rowcast.prefetcher.stores.opening import open_store
 from rowcast.runtime.errors import ConfigError
-from tests.stores.samples import GROUP, SEED, all_keys, finish, make_job, random_records, read, scanned
+from tests.stores.every_store import GROUP, SEED, all_keys, finish, make_job, random_records, read, scanned
 
 
 def test_tables_are_in_memory_unless_the_job_says_otherwise(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from rowcast.prefetcher.stores.late_store import LateStore
 from rowcast.prefetcher.stores.memory_store import MemoryStore
 from rowcast.prefetcher.stores.store import Store
 from rowcast.runtime.errors import ConfigError
-from tests.stores.samples import (
+from tests.stores.every_store import (
     GROUP,
     SEED,
     STORES,

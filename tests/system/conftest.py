@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.system.processes import Launch, Session
-from tests.system.starting import Starter
+from tests.support.processes import Launch, Session
+from tests.support.starter import Starter
 
 
 @pytest.fixture

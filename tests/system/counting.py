@@ -14,7 +14,7 @@ from rowcast.prefetcher.stores.store import Finished, Keys, Records
 from rowcast.protocol.messages import RingRef
 from rowcast.protocol.transport.ring import RingSlice, RingWriter
 from rowcast.trainer.execute import streams
-from tests import driver
+from tests.support import driver
 
 
 @dataclass(frozen=True)

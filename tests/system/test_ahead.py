@@ -13,10 +13,10 @@ from rowcast.protocol.batch import ScheduledBatch
 from rowcast.protocol.messages import StepReady
 from rowcast.runtime.stages import Stage
 from rowcast.trainer.execute.cache import ArrivedStep
-from tests import driver
-from tests.driver import InProcessRun, MemoryCheckpointer, Settings
-from tests.system.test_exact import assert_equal_bits
-from tests.workloads import slots_for, small_batches, small_job
+from tests.support import driver
+from tests.support.batches import slots_for, small_batches, small_job
+from tests.support.comparisons import assert_equal_bits
+from tests.support.driver import InProcessRun, MemoryCheckpointer, Settings
 
 LARGE_RING = 2**24
 NUM_STEPS = 24

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.system.processes import Session
+from tests.support.processes import Session
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "SCHED_IDLE"), reason="the system has no SCHED_IDLE")
 

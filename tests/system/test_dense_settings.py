@@ -14,12 +14,12 @@ from examples.plain_loop import run_plain_loop
 from rowcast.job.schema import Job, Optimizer
 from rowcast.job.tables import group_specs
 from rowcast.protocol.batch import ScheduledBatch
-from tests.driver import InProcessRun, Settings, start_state
-from tests.system.test_exact import assert_equal_bits
-from tests.workloads import NUM_DENSE, OPTIMIZERS, slots_for, small_batches, small_job
+from tests.support.batches import NUM_DENSE, OPTIMIZERS, slots_for, small_batches, small_job
+from tests.support.comparisons import assert_equal_bits
+from tests.support.driver import InProcessRun, Settings, start_state
 
 DCNV2 = {"kind": "dcnv2", "bottom_mlp": [6, 5], "top_mlp": [7, 1], "cross_layers": 2, "cross_rank": 3}
-TWO_TOWERS = {"kind": "tests.system.test_odd_models:two_tower_model"}
+TWO_TOWERS = {"kind": "tests.system.odd_models:two_tower_model"}
 WARM = {"warmup": 3}
 DECAYING = {"warmup": 2, "kind": "polynomial", "decay_start": 4, "decay_steps": 5, "final": 0.001}
 COSINE = {"kind": "cosine", "decay_steps": 8}

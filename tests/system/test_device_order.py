@@ -12,9 +12,9 @@ from rowcast.job.tables import group_specs
 from rowcast.protocol.batch import ScheduledBatch
 from rowcast.runtime.errors import RowcastError
 from rowcast.trainer.execute.streams import Wait
-from tests.driver import InProcessRun, Settings, StuckError, start_state
-from tests.system.test_exact import assert_equal_bits
-from tests.workloads import NUM_DENSE, slots_for, small_batches, small_job
+from tests.support.batches import NUM_DENSE, slots_for, small_batches, small_job
+from tests.support.comparisons import assert_equal_bits
+from tests.support.driver import InProcessRun, Settings, StuckError, start_state
 
 VARIANTS = (  # capacity, bytes of each ring, of staging each way
     ("one batch", 24 * 1024, None),  # a plan takes several pieces, each of which uses the staging of the one before

@@ -4,7 +4,7 @@ import re
 
 from rowcast.runtime.checkpoint_manifest import read_manifest
 from rowcast.trainer.report.report_json import Report, read_report
-from tests.system.processes import Ended, Process, Session
+from tests.support.processes import Ended, Process, Session
 
 DATA = {"eval_fraction": 0.25, "synthetic": {"samples": 64 * 40}}
 

@@ -9,18 +9,17 @@ from typing import get_args
 import numpy as np
 import numpy.typing as npt
 import pytest
-import torch
 from torch import Tensor
 
 from examples.plain_loop import run_plain_loop
-from rowcast.job.schema import Job, Policy
+from rowcast.job.schema import Policy
 from rowcast.job.tables import GroupSpec, group_specs
 from rowcast.prefetcher.planner.planner import RowPlanner
 from rowcast.protocol.batch import ScheduledBatch
-from tests.counts import count
-from tests.driver import InProcessRun, Settings, start_state
-from tests.trainer.full_capacity import bits
-from tests.workloads import BAGS, NUM_DENSE, OPTIMIZERS, Bags, slots_for, small_batches, small_job
+from tests.support.batches import BAGS, NUM_DENSE, OPTIMIZERS, Bags, slots_for, small_batches, small_job
+from tests.support.comparisons import assert_equal_bits, assert_tested_what_it_claims
+from tests.support.driver import InProcessRun, Settings, start_state
+from tests.support.repeats import count
 
 CAPACITIES = ("one batch", "more", "everything")
 
@@ -38,22 +37,6 @@ def reference(optimizer: str, bags: Bags) -> tuple[list[float], dict[str, Tensor
     batches = small_batches(job, bags)
     losses, end = run_plain_loop(job, start_state(job, NUM_DENSE), batches)
     return losses, end, batches
-
-
-def assert_equal_bits(run: InProcessRun, losses: list[float], end: dict[str, Tensor]) -> None:
-    assert np.array(run.results.losses, np.float32).tobytes() == np.array(losses, np.float32).tobytes(), "losses differ"
-    state = run.state()
-    assert state.keys() == end.keys()
-    for name, tensor in end.items():
-        assert torch.equal(bits(state[name]), bits(tensor)), f"{name} differs"
-
-
-def assert_tested_what_it_claims(run: InProcessRun, job: Job) -> None:
-    """Below full capacity, a run that never evicted a dirty row and brought it back under `after_step` shows nothing."""
-    assert sum(group.num_dirty for plan in run.plans for group in plan.groups) > 0, "no dirty row was evicted"
-    assert any(plan.after_step is not None for plan in run.plans), "no evicted row was fetched again under after_step"
-    if job.lookahead.depth > 1:
-        assert run.max_in_flight >= 2, "never two plans in flight"
 
 
 Way = tuple[int, str, bool, int]  # horizon, capacity, late store, ring bytes

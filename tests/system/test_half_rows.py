@@ -22,10 +22,10 @@ from rowcast.protocol.batch import ScheduledBatch
 from rowcast.runtime.disk import RealDisk
 from rowcast.runtime.telemetry.logs import get_logger
 from rowcast.trainer.kernels.optim import DTYPES
-from tests.driver import InProcessRun, Past, Settings, start_state
-from tests.system.test_exact import assert_equal_bits, assert_tested_what_it_claims
-from tests.trainer.full_capacity import bits
-from tests.workloads import BAGS, NUM_DENSE, OPTIMIZERS, Bags, slots_for, small_batches, small_job
+from tests.support.batches import BAGS, NUM_DENSE, OPTIMIZERS, Bags, slots_for, small_batches, small_job
+from tests.support.comparisons import assert_equal_bits, assert_tested_what_it_claims
+from tests.support.driver import InProcessRun, Past, Settings, start_state
+from tests.support.full_capacity import bits
 
 MIXES: Mapping[str, tuple[RowType, ...]] = {
     "bf16": ("bf16", "bf16", "bf16", "bf16"),

@@ -3,103 +3,30 @@
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
 
 from examples.plain_loop import PlainTable, run_plain_loop
-from rowcast.job.schema import Job
 from rowcast.job.tables import group_specs
 from rowcast.prefetcher.planner.capacity import divide_capacity, measure
 from rowcast.protocol.batch import Batch, ScheduledBatch
-from rowcast.trainer.models import Embedded
 from rowcast.trainer.models.dense_state import pack, unpack
 from rowcast.trainer.models.model_side import DenseSide
 from rowcast.trainer.models.runner import StepRunner
-from tests.driver import InProcessRun, Settings, start_state
-from tests.system.test_exact import assert_equal_bits
-from tests.workloads import (
+from tests.support.batches import (
     BATCH_SIZE,
     NUM_DENSE,
     OPTIMIZERS,
-    SmallModel,
     slots_for,
     small_batches,
     small_job,
-    small_width,
 )
-
-
-class DropoutModel(SmallModel):
-    def forward(self, dense: Tensor, embeddings: list[Embedded]) -> Tensor:
-        return super().forward(nn.functional.dropout(dense, 0.5, self.training), embeddings)
-
-
-class DenseOnlyModel(SmallModel):
-    def forward(self, dense: Tensor, embeddings: list[Embedded]) -> Tensor:
-        return super().forward(dense, [])
-
-
-class TiedModel(SmallModel):
-    def __init__(self, width: int) -> None:
-        super().__init__(width)
-        self.same = self.hidden
-
-
-class HingeModel(SmallModel):
-    """Logits, and a loss with a weight of its own."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__(width)
-        self.margin = nn.Parameter(torch.ones(()))
-
-    def loss(self, outputs: Tensor, labels: Tensor) -> Tensor:
-        return (self.margin.square() - (2 * labels - 1) * outputs).relu().mean() + (1 - self.margin).square()
-
-
-class TwoTowerModel(nn.Module):
-    """A vector of the first two features and one of the others; in a batch each is to find its own."""
-
-    def __init__(self, left: int, right: int) -> None:
-        super().__init__()
-        self.left, self.right = nn.Linear(left, 6), nn.Linear(right, 6)
-
-    def forward(self, dense: Tensor, embeddings: list[Tensor]) -> dict[str, Tensor]:
-        return {
-            "left": self.left(torch.cat(embeddings[:2], 1)),
-            "right": self.right(torch.cat([dense, *embeddings[2:]], 1)),
-        }
-
-    def loss(self, outputs: dict[str, Tensor], labels: Tensor) -> Tensor:
-        losses = nn.functional.cross_entropy(
-            outputs["left"] @ outputs["right"].T, torch.arange(len(labels)), reduction="none"
-        )
-        return (losses * (1 + labels)).mean()
-
-
-def hinge_model(job: Job, num_dense: int) -> nn.Module:
-    return HingeModel(small_width(job, num_dense))
-
-
-def two_tower_model(job: Job, num_dense: int) -> nn.Module:
-    left = 2 * job.tables[0].embedding_dim
-    return TwoTowerModel(left, small_width(job, num_dense) - left)
-
-
-def dropout_model(job: Job, num_dense: int) -> nn.Module:
-    return DropoutModel(num_dense + sum(table.embedding_dim * len(table.features) for table in job.tables))
-
-
-def dense_only_model(job: Job, num_dense: int) -> nn.Module:
-    return DenseOnlyModel(num_dense)
-
-
-def tied_model(job: Job, num_dense: int) -> nn.Module:
-    return TiedModel(num_dense)
+from tests.support.comparisons import assert_equal_bits
+from tests.support.driver import InProcessRun, Settings, start_state
 
 
 @pytest.mark.parametrize("factory", ["dropout_model", "dense_only_model", "hinge_model", "two_tower_model"])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_its_bits_are_the_plain_loops(factory: str, optimizer: str) -> None:
-    job = small_job(optimizer, model={"kind": f"tests.system.test_odd_models:{factory}"})
+    job = small_job(optimizer, model={"kind": f"tests.system.odd_models:{factory}"})
     batches = small_batches(job, "single", num_steps=6, eval_at=(2,))
     losses, end = run_plain_loop(job, start_state(job, NUM_DENSE), batches)
     run = InProcessRun(job, batches, Settings(slots=slots_for(group_specs(job), batches, "more"))).run()
@@ -108,7 +35,7 @@ def test_its_bits_are_the_plain_loops(factory: str, optimizer: str) -> None:
 
 @pytest.mark.parametrize("factory", ["hinge_model", "two_tower_model"])
 def test_an_evaluation_has_the_mean_of_the_models_own_loss_and_auc_only_of_logits(factory: str) -> None:
-    job = small_job("sgd", model={"kind": f"tests.system.test_odd_models:{factory}"})
+    job = small_job("sgd", model={"kind": f"tests.system.odd_models:{factory}"})
     batches = small_batches(job, "single", num_steps=1, eval_at=(1, 2))
     run = InProcessRun(job, batches, Settings(slots=slots_for(group_specs(job), batches, "more"))).run()
     [result] = run.results.evaluations
@@ -131,7 +58,7 @@ def test_an_evaluation_has_the_mean_of_the_models_own_loss_and_auc_only_of_logit
 
 
 def test_tied_weights_are_saved_under_each_of_their_names() -> None:
-    job = small_job("sgd", model={"kind": "tests.system.test_odd_models:tied_model"})
+    job = small_job("sgd", model={"kind": "tests.system.odd_models:tied_model"})
     groups = group_specs(job)
     runner = StepRunner(job, groups, [torch.zeros(4, group.record_floats) for group in groups], NUM_DENSE)
     tensors = unpack(pack(runner.state()))

@@ -4,8 +4,8 @@ from pathlib import Path
 from typing import Any
 
 from rowcast.prefetcher.run.make_keys import make_keys
-from tests.protocol.tcp import free_port
-from tests.system.processes import Session
+from tests.support.processes import Session
+from tests.support.tcp_run import free_port
 
 SMALL: dict[str, Any] = {"data": {"synthetic": {"samples": 4000}}}
 

@@ -14,8 +14,8 @@ from examples.plain_loop import run_plain_loop
 from rowcast.job.file import load_job
 from rowcast.prefetcher.readers.reader import open_reader
 from rowcast.prefetcher.readers.schedule import schedule
-from tests.driver import start_state
-from tests.system.processes import Session
+from tests.support.driver import start_state
+from tests.support.processes import Session
 
 TABLES = [
     {"name": "user", "num_embeddings": 300, "embedding_dim": 4, "features": ["user"]},

@@ -14,7 +14,7 @@ from rowcast.protocol.peer_watch import GONE_GRACE_S, PAUSE_S, SILENCE_LIMIT_S, 
 from rowcast.protocol.session import Session as Talk
 from rowcast.protocol.transport.inproc import inproc_pair
 from rowcast.runtime.errors import PeerLost
-from tests.system.processes import Process, Session, proc_text
+from tests.support.processes import Process, Session, proc_text
 
 SIGCONT, SIGKILL, SIGSTOP, SIGTERM = signal.SIGCONT, signal.SIGKILL, signal.SIGSTOP, signal.SIGTERM
 NOTICE_LIMIT_S = 10.0  # that the issue allows for noticing that a peer is gone

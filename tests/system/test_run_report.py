@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import pytest
 
 from rowcast.trainer.report.report_json import Report, read_report
-from tests.system.processes import Session
-from tests.system.starting import Starter
+from tests.support.processes import Session
+from tests.support.starter import Starter
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page

@@ -24,8 +24,8 @@ from rowcast.trainer.execute.cache import ArrivedStep
 from rowcast.trainer.execute.engine import TrainerEngine
 from rowcast.trainer.models.runner import StepRunner
 from rowcast.trainer.report.report_json import Report, read_report
-from tests.system import processes
-from tests.system.processes import Session
+from tests.support import processes
+from tests.support.processes import Session
 
 ROOT = Path(__file__).parents[2]
 NUM_STEPS = 30

@@ -17,8 +17,8 @@ from rowcast.job.file import load_job
 from rowcast.prefetcher.readers.reader import open_reader
 from rowcast.prefetcher.readers.schedule import schedule
 from rowcast.trainer.report.report_json import read_report
-from tests.driver import start_state
-from tests.system.processes import Session
+from tests.support.driver import start_state
+from tests.support.processes import Session
 
 SECTIONS: dict[str, Any] = {
     "tables": [

@@ -21,10 +21,9 @@ from rowcast.protocol.counters import CountersCollector, new_registry
 from rowcast.runtime.stages import Doorbell, Stage, StageThread
 from rowcast.trainer.execute.metrics import TrainerCounters
 from rowcast.trainer.run import gauges as observe
-from tests import driver
-from tests.driver import InProcessRun, ListSource, MemoryCheckpointer, Settings
-from tests.telemetry import runs
-from tests.workloads import slots_for, small_batches, small_job
+from tests.support import driver, three_steps
+from tests.support.batches import slots_for, small_batches, small_job
+from tests.support.driver import InProcessRun, ListSource, MemoryCheckpointer, Settings
 
 DEADLINE_S = 20.0
 REASONS = {
@@ -110,7 +109,7 @@ def served(collector: CountersCollector) -> dict[str, float]:
 def assert_prefetcher_stalls(run: InProcessRun, stage: str, reason: str) -> None:
     engine = run.prefetcher
     assert idle(engine.stages[stage], stall_clocks(engine)[stage], engine.counters.stalls) == {reason}
-    found = served(runs.prefetcher_collector(engine.counters))
+    found = served(three_steps.prefetcher_collector(engine.counters))
     assert found == engine.counters.stalls
     assert found[reason] > 0
 
@@ -179,7 +178,7 @@ def assert_trainer_stalls(
     run: InProcessRun, stage: str, clock: Callable[[float], None], counters: TrainerCounters, reason: str
 ) -> None:
     assert idle(run.trainer.stages[stage], clock, counters.stalls) == {reason}
-    found = served(runs.trainer_collector(counters))
+    found = served(three_steps.trainer_collector(counters))
     assert found == counters.stalls
     assert found[reason] > 0
 

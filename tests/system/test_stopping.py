@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from tests.system.processes import Process, Session, launch, proc_text
+from tests.support.processes import Process, Session, launch, proc_text
 
 SIGINT, SIGKILL, SIGTERM = signal.SIGINT, signal.SIGKILL, signal.SIGTERM
 STOP_LIMIT_S = 30.0  # that the design allows a stop in order

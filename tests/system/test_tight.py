@@ -20,9 +20,9 @@ from rowcast.job.tables import group_specs
 from rowcast.protocol.batch import ScheduledBatch
 from rowcast.protocol.messages import StepReady, StopRequest
 from rowcast.runtime.errors import ConfigError
-from tests.driver import InProcessRun, Settings, start_state
-from tests.system.test_exact import assert_equal_bits
-from tests.workloads import NUM_DENSE, distinct_rows, make_batch, slots_for, small_batches, small_job
+from tests.support.batches import NUM_DENSE, distinct_rows, make_batch, slots_for, small_batches, small_job
+from tests.support.comparisons import assert_equal_bits
+from tests.support.driver import InProcessRun, Settings, start_state
 
 LARGE_BATCH = 5_000
 LARGE_TABLES = (("narrow", 24_000, 8, ["f0", "f1"]), ("wide", 12_000, 24, ["f2"]))

@@ -18,8 +18,8 @@ from rowcast.analysis.timeline.recording import Recordings, read_run
 from rowcast.prefetcher.cli import app
 from rowcast.runtime.telemetry.timeline import Span
 from rowcast.trainer.report.report_json import Report, read_report
-from tests.system.processes import ROOT, Session
-from tests.telemetry.trace_format import Event, check_trace
+from tests.support.processes import ROOT, Session
+from tests.support.timeline_format import Event, check_trace
 
 LOG = Path(os.environ["ROWCAST_RETAIL"]).absolute() if "ROWCAST_RETAIL" in os.environ else None
 NUM_STEPS = 60

@@ -22,10 +22,10 @@ from rowcast.protocol.packing import Piece, barrier_stamp, cut, make_block, plan
 from rowcast.protocol.plan import BarrierPlan, StepPlan
 from rowcast.protocol.transport.ring import RingWriter
 from rowcast.trainer.report.report_json import Report, read_report
-from tests.driver import InProcessRun, Settings
+from tests.support.batches import slots_for, small_batches, small_job
+from tests.support.driver import InProcessRun, Settings
+from tests.support.processes import Session
 from tests.system.counting import Traffic, count_traffic
-from tests.system.processes import Session
-from tests.workloads import slots_for, small_batches, small_job
 
 SMALL_RING = 24 * 1024  # plans take several pieces
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.exact import FACTORS, Way, compare, cover, pairwise_cover
-from tests.driver import start_state
+from tests.support.driver import start_state
 
 LOG = Path(os.environ["ROWCAST_RETAIL"]).absolute() if "ROWCAST_RETAIL" in os.environ else None
 WAYS = cover(LOG, batch_size=("256",))

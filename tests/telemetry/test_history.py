@@ -10,7 +10,7 @@ from rowcast.trainer.execute.metrics import TrainerCounters, new_counters
 from rowcast.trainer.report.history import EVERY_S, MAX_MARKS, History, Mark
 from rowcast.trainer.report.report_json import Evaluation
 from rowcast.trainer.report.results import MAX_EVALUATIONS, EvaluationOnly, ResultFiles
-from tests.telemetry import runs
+from tests.support import three_steps
 
 
 class Clock:
@@ -25,7 +25,7 @@ class Past:
     """A history of counters that a test moves on by hand."""
 
     def __init__(self) -> None:
-        self.counters: TrainerCounters = new_counters(runs.groups())
+        self.counters: TrainerCounters = new_counters(three_steps.groups())
         self.clock = Clock()
         self.history = History(self.counters, clock=self.clock)
         self.first_step_s: float | None = None
@@ -36,7 +36,7 @@ class Past:
             self.first_step_s = self.clock.now_s
         self.history.update(self.first_step_s)
         self.clock.now_s += seconds
-        self.counters.step_done(runs.header(runs.step_plan(kind), batch_size=32), 0.5)
+        self.counters.step_done(three_steps.header(three_steps.step_plan(kind), batch_size=32), 0.5)
 
     def close(self) -> list[Mark]:
         self.history.close(self.first_step_s)
@@ -79,7 +79,7 @@ def test_marks_stand_about_a_second_apart_and_end_with_the_last_counters() -> No
 def test_waits_and_bytes_before_the_first_step_are_told_apart() -> None:
     past = Past()
     past.history.begin(0)
-    past.counters.step_ready(runs.step_ready((4, 4), arrays_bytes=1000))
+    past.counters.step_ready(three_steps.step_ready((4, 4), arrays_bytes=1000))
     past.clock.now_s += 60
     past.step(0.04)
     first, last = past.close()

@@ -12,16 +12,16 @@ from rowcast.runtime.telemetry.build import build_info
 from rowcast.runtime.telemetry.health import Health, State
 from rowcast.runtime.telemetry.metrics import BOTH, METRICS, Process, families, metric_table
 from rowcast.trainer.execute.metrics import TrainerCollector, TrainerCounters, TrainerGauges
-from tests.telemetry import runs
+from tests.support import three_steps
 
 ALLOWED_LABELS = {"group", "direction", "kind", "reason", "phase", "queue", "side", "state", "optimizer"}
 
 
 def collectors() -> dict[Process, CountersCollector]:
-    prefetcher, trainer = runs.run_of_three_steps()
+    prefetcher, trainer = three_steps.run_of_three_steps()
     return {
-        "prefetcher": runs.prefetcher_collector(prefetcher),
-        "trainer": runs.trainer_collector(trainer),
+        "prefetcher": three_steps.prefetcher_collector(prefetcher),
+        "trainer": three_steps.trainer_collector(trainer),
     }
 
 
@@ -124,12 +124,14 @@ def test_memory_and_processor_time_of_the_process_are_served_too(process: Proces
 
 
 def test_checkpoints_are_counted_when_they_are_durable() -> None:
-    prefetcher, _ = runs.run_of_three_steps()
+    prefetcher, _ = three_steps.run_of_three_steps()
     started = prefetcher.last_checkpoint
-    assert values(runs.prefetcher_collector(prefetcher))["rowcast_checkpoint_last_timestamp_seconds", ()] == started
+    assert (
+        values(three_steps.prefetcher_collector(prefetcher))["rowcast_checkpoint_last_timestamp_seconds", ()] == started
+    )
     prefetcher.checkpointed(2.0, 1000)
     prefetcher.checkpointed(1.0, 500)
-    found = values(runs.prefetcher_collector(prefetcher))
+    found = values(three_steps.prefetcher_collector(prefetcher))
     assert found["rowcast_checkpoints_total", ()] == 2
     assert found["rowcast_checkpoint_seconds_total", ()] == 3
     assert found["rowcast_checkpoint_bytes_total", ()] == 1500
@@ -138,7 +140,7 @@ def test_checkpoints_are_counted_when_they_are_durable() -> None:
 
 
 def test_what_is_not_known_yet_has_no_sample() -> None:
-    _, trainer = runs.run_of_three_steps()
+    _, trainer = three_steps.run_of_three_steps()
     found = scrape(
         TrainerCollector(
             trainer, lambda: TrainerGauges(train_step=2, learning_rates={}), build_info("trainer", "retail"), Health()
@@ -149,25 +151,25 @@ def test_what_is_not_known_yet_has_no_sample() -> None:
 
 
 def test_stalls_phases_and_blocked_sides_add_up_under_their_labels() -> None:
-    prefetcher, trainer = runs.run_of_three_steps()
+    prefetcher, trainer = three_steps.run_of_three_steps()
     prefetcher.stalled("credit", 0.5)
     prefetcher.stalled("credit", 0.25)
     prefetcher.spent("plan", 0.125)
     prefetcher.blocked("plans", "producer", 2.0)
     trainer.stalled("rows", 1.5)
     trainer.blocked("steps", "consumer", 3.0)
-    found = values(runs.prefetcher_collector(prefetcher))
+    found = values(three_steps.prefetcher_collector(prefetcher))
     assert found["rowcast_stall_seconds_total", (("reason", "credit"),)] == 0.75
     assert found["rowcast_stall_seconds_total", (("reason", "store"),)] == 0
     assert found["rowcast_phase_seconds_total", (("phase", "plan"),)] == 0.125
     assert found["rowcast_queue_blocked_seconds_total", (("queue", "plans"), ("side", "producer"))] == 2
     assert found["rowcast_queue_blocked_seconds_total", (("queue", "plans"), ("side", "consumer"))] == 0
-    found = values(runs.trainer_collector(trainer))
+    found = values(three_steps.trainer_collector(trainer))
     assert found["rowcast_stall_seconds_total", (("reason", "rows"),)] == trainer.waited_s == 1.5
     assert found["rowcast_queue_blocked_seconds_total", (("queue", "steps"), ("side", "consumer"))] == 3
 
 
-@pytest.mark.parametrize("counters", runs.run_of_three_steps(), ids=BOTH)
+@pytest.mark.parametrize("counters", three_steps.run_of_three_steps(), ids=BOTH)
 def test_a_reason_or_phase_outside_the_list_is_refused(counters: PrefetcherCounters | TrainerCounters) -> None:
     with pytest.raises(KeyError):
         counters.stalled("weather", 1.0)  # type: ignore[arg-type]
@@ -177,12 +179,12 @@ def test_a_reason_or_phase_outside_the_list_is_refused(counters: PrefetcherCount
 
 def test_the_loss_has_no_sample_before_the_first_step() -> None:
     counters = TrainerCounters(groups={}, stalls={}, phases={}, queues={})
-    found = scrape(runs.trainer_collector(counters))
+    found = scrape(three_steps.trainer_collector(counters))
     assert found["rowcast_loss"].samples == []
 
 
 def test_progress_is_the_start_before_the_first_step_and_the_newest_step_after() -> None:
-    _, trainer = runs.run_of_three_steps()
+    _, trainer = three_steps.run_of_three_steps()
     trainer.last_progress = 1.0
     before = time.time()
     trainer.progressed()

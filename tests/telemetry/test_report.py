@@ -6,40 +6,16 @@ import pytest
 from rich.console import Console
 
 from rowcast.runtime.errors import RowcastError
-from rowcast.runtime.telemetry.build import versions
 from rowcast.runtime.telemetry.format_numbers import human_bytes, human_count, human_seconds
 from rowcast.trainer.execute.metrics import new_counters
 from rowcast.trainer.report.report_json import Evaluation, Report, RunFacts, make_report, read_report, write_report
 from rowcast.trainer.report.terminal import print_summary
-from tests.telemetry import runs
-
-
-def facts(
-    *, evaluation: Evaluation | None = None, finished: bool = True, stopped_by: str | None = None, train_steps: int = 2
-) -> RunFacts:
-    return RunFacts(
-        train_steps=train_steps,
-        wall_s=4.0,
-        startup_s=0.5,
-        cache_bytes=2**19,
-        loss=0.6,
-        evaluation=evaluation,
-        staging_bytes=2**20,
-        plans_bytes=2**19,
-        device_bytes=3 * 2**20,
-        host_bytes=5 * 2**30,
-        threads=2,
-        pinned=False,
-        device="cpu",
-        versions=versions("torch", "numpy"),
-        pids={"prefetcher": 11, "trainer": 12},
-        finished=finished,
-        stopped_by=stopped_by,
-    )
+from tests.support import three_steps
+from tests.support.three_steps import facts
 
 
 def report(run: RunFacts | None = None) -> Report:
-    _, counters = runs.run_of_three_steps()
+    _, counters = three_steps.run_of_three_steps()
     counters.stalled("rows", 0.5)
     return make_report(counters, run or facts())
 
@@ -68,7 +44,7 @@ def test_a_report_survives_its_file(tmp_path: Path) -> None:
 
 
 def test_what_did_not_happen_is_null_not_a_number(tmp_path: Path) -> None:
-    write_report(tmp_path / "report.json", make_report(new_counters(runs.groups()), facts()))
+    write_report(tmp_path / "report.json", make_report(new_counters(three_steps.groups()), facts()))
     content = json.loads((tmp_path / "report.json").read_text())
     assert [content[name] for name in ("auc", "logloss", "accuracy", "hit_ratio", "stopped_by")] == [None] * 5
     assert content["samples_per_s"] == 0

@@ -25,8 +25,8 @@ from rowcast.trainer.report.page.page import SECTIONS, render, write_page
 from rowcast.trainer.report.page.record import RunRecord
 from rowcast.trainer.report.page.speed import bytes_chart, hits_chart, samples_chart, stalls_chart
 from rowcast.trainer.report.report_json import Evaluation, make_report
-from tests.telemetry import runs
-from tests.telemetry.test_report import facts
+from tests.support import three_steps
+from tests.support.three_steps import facts
 
 ROOT = Path(__file__).parents[2]
 JOB = ROOT / "examples" / "demo.toml"
@@ -53,7 +53,7 @@ def mark(number: int) -> Mark:
 def record(
     *, losses: int = 50, evaluations: int = 3, marks: int = 6, starts: tuple[int, ...] = (0,), name: str = "a job"
 ) -> RunRecord:
-    _, counters = runs.run_of_three_steps() if losses else (None, new_counters(runs.groups()))
+    _, counters = three_steps.run_of_three_steps() if losses else (None, new_counters(three_steps.groups()))
     results = [
         Evaluation(train_step=10 * (i + 1), auc=0.6 + 0.05 * i, logloss=0.7 - 0.05 * i, accuracy=0.8)
         for i in range(evaluations)

@@ -19,7 +19,7 @@ from rowcast.runtime.errors import ConfigError
 from rowcast.runtime.telemetry.build import build_info
 from rowcast.runtime.telemetry.health import Health
 from rowcast.runtime.telemetry.server import TelemetryServer
-from tests.telemetry import runs
+from tests.support import three_steps
 
 FREE = Metrics(prefetcher="127.0.0.1:0", trainer="127.0.0.1:0")
 
@@ -31,8 +31,8 @@ def health() -> Health:
 
 @pytest.fixture
 def server(health: Health) -> Iterator[TelemetryServer]:
-    counters, _ = runs.run_of_three_steps()
-    collector = runs.prefetcher_collector(counters, health)
+    counters, _ = three_steps.run_of_three_steps()
+    collector = three_steps.prefetcher_collector(counters, health)
     with TelemetryServer("prefetcher", FREE, new_registry(collector), health) as server:
         yield server
 

@@ -9,7 +9,7 @@ from rowcast.runtime.telemetry.logs import setup_logging
 from rowcast.trainer.execute.metrics import TrainerCounters, new_counters
 from rowcast.trainer.report.report_json import Evaluation
 from rowcast.trainer.report.terminal import Progress
-from tests.telemetry import runs
+from tests.support import three_steps
 
 RESULT = Evaluation(train_step=2, auc=0.71234567, logloss=0.5, accuracy=0.8)
 
@@ -24,7 +24,7 @@ class Clock:
 
 def train(counters: TrainerCounters, steps: int, loss: float) -> None:
     for _ in range(steps):
-        counters.step_done(runs.header(runs.step_plan(), batch_size=100), loss)
+        counters.step_done(three_steps.header(three_steps.step_plan(), batch_size=100), loss)
 
 
 def plain_console() -> tuple[Console, io.StringIO]:
@@ -33,7 +33,7 @@ def plain_console() -> tuple[Console, io.StringIO]:
 
 
 def test_a_pipe_gets_a_line_after_the_first_steps_then_every_few_seconds_and_one_at_the_end() -> None:
-    counters, clock = new_counters(runs.groups()), Clock()
+    counters, clock = new_counters(three_steps.groups()), Clock()
     console, file = plain_console()
     with Progress(counters, 40, console=console, clock=clock) as progress:
         clock.now += 60.0
@@ -53,7 +53,7 @@ def test_a_pipe_gets_a_line_after_the_first_steps_then_every_few_seconds_and_one
 
 
 def test_slow_steps_are_shown_without_waiting_for_more_of_them() -> None:
-    counters, clock = new_counters(runs.groups()), Clock()
+    counters, clock = new_counters(three_steps.groups()), Clock()
     console, file = plain_console()
     with Progress(counters, 40, console=console, clock=clock) as progress:
         for _ in range(2):
@@ -67,7 +67,7 @@ def test_slow_steps_are_shown_without_waiting_for_more_of_them() -> None:
 
 
 def test_the_end_is_not_said_twice() -> None:
-    counters, clock = new_counters(runs.groups()), Clock()
+    counters, clock = new_counters(three_steps.groups()), Clock()
     console, file = plain_console()
     with Progress(counters, None, console=console, clock=clock) as progress:
         train(counters, 1, loss=0.5)
@@ -81,14 +81,14 @@ def test_the_end_is_not_said_twice() -> None:
 
 def test_a_run_without_a_step_says_nothing() -> None:
     console, file = plain_console()
-    with Progress(new_counters(runs.groups()), 0, console=console, clock=Clock()):
+    with Progress(new_counters(three_steps.groups()), 0, console=console, clock=Clock()):
         pass
     assert file.getvalue() == ""
 
 
 def test_evaluations_are_lines_as_they_come() -> None:
     console, file = plain_console()
-    with Progress(new_counters(runs.groups()), None, console=console, clock=Clock()) as progress:
+    with Progress(new_counters(three_steps.groups()), None, console=console, clock=Clock()) as progress:
         progress.evaluation(RESULT)
         assert file.getvalue() == "eval after 2 train steps: AUC 0.712346, log loss 0.500000, accuracy 0.800000\n"
         progress.evaluation(Evaluation(train_step=1, auc=None, logloss=0.5, accuracy=1.0))
@@ -98,7 +98,7 @@ def test_evaluations_are_lines_as_they_come() -> None:
 
 
 def test_a_long_line_is_not_folded_in_a_pipe() -> None:
-    counters, clock = new_counters(runs.groups()), Clock()
+    counters, clock = new_counters(three_steps.groups()), Clock()
     file = io.StringIO()
     with Progress(
         counters, 10**12, console=Console(file=file, force_terminal=False, width=20), clock=clock
@@ -110,7 +110,7 @@ def test_a_long_line_is_not_folded_in_a_pipe() -> None:
 
 
 def test_a_terminal_has_one_live_line_and_evaluations_above_it() -> None:
-    counters, clock = new_counters(runs.groups()), Clock()
+    counters, clock = new_counters(three_steps.groups()), Clock()
     console = Console(file=io.StringIO(), force_terminal=True, width=120, color_system=None, _environ={"TERM": "xterm"})
     with Progress(counters, 40, console=console, clock=clock) as progress:
         clock.now += 1.0
@@ -133,7 +133,7 @@ def test_a_terminal_has_one_live_line_and_evaluations_above_it() -> None:
 
 
 def test_a_line_too_long_for_the_terminal_is_cut_not_folded() -> None:
-    counters, clock = new_counters(runs.groups()), Clock()
+    counters, clock = new_counters(three_steps.groups()), Clock()
     console = Console(file=io.StringIO(), force_terminal=True, width=24, color_system=None, _environ={"TERM": "xterm"})
     with Progress(counters, 40, console=console, clock=clock) as progress:
         train(counters, 2, loss=0.5)
@@ -145,12 +145,12 @@ def test_a_line_too_long_for_the_terminal_is_cut_not_folded() -> None:
 
 def test_the_cursor_is_visible_while_the_line_lives() -> None:
     console = Console(file=io.StringIO(), force_terminal=True, width=80, _environ={"TERM": "xterm"})
-    with Progress(new_counters(runs.groups()), None, console=console, clock=Clock()):
+    with Progress(new_counters(three_steps.groups()), None, console=console, clock=Clock()):
         assert written(console).rfind("\x1b[?25h") > written(console).rfind("\x1b[?25l")
 
 
 def test_a_terminal_without_cursor_movements_gets_plain_lines() -> None:
-    counters, clock = new_counters(runs.groups()), Clock()
+    counters, clock = new_counters(three_steps.groups()), Clock()
     console = Console(file=io.StringIO(), force_terminal=True, width=120, _environ={"TERM": "dumb"})
     with Progress(counters, None, console=console, clock=clock) as progress:
         train(counters, 1, loss=0.5)
@@ -164,7 +164,7 @@ def test_a_log_file_is_not_animated_where_colour_is_forced(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("FORCE_COLOR", "1")
-    counters = new_counters(runs.groups())
+    counters = new_counters(three_steps.groups())
     with Progress(counters, None, clock=Clock()):
         train(counters, 1, loss=0.5)
     assert capsys.readouterr().out.startswith("step 1  loss 0.5000")
@@ -176,7 +176,7 @@ def test_training_goes_on_when_the_reader_of_a_pipe_has_gone(capsys: pytest.Capt
     os.close(read_end)
     file = os.fdopen(write_end, "w", buffering=1)
     progress = Progress(
-        new_counters(runs.groups()), None, console=Console(file=file, force_terminal=False), clock=Clock()
+        new_counters(three_steps.groups()), None, console=Console(file=file, force_terminal=False), clock=Clock()
     )
     progress.start()
     progress.evaluation(RESULT)
@@ -194,7 +194,7 @@ def test_logs_of_a_terminal_appear_above_the_live_line(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(sys, "stderr", Terminal())
     console = Console(file=io.StringIO(), force_terminal=True, width=80, color_system=None, _environ={"TERM": "xterm"})
-    with Progress(new_counters(runs.groups()), None, console=console, clock=Clock()):
+    with Progress(new_counters(three_steps.groups()), None, console=console, clock=Clock()):
         sys.stderr.write("rings are not pinned\n")
         assert "rings are not pinned\nwaiting for the first step" in written(console)
 

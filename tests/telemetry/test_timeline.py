@@ -19,9 +19,9 @@ from rowcast.runtime.errors import ConfigError
 from rowcast.runtime.stages import Doorbell, StageThread
 from rowcast.runtime.telemetry.metrics import Process
 from rowcast.runtime.telemetry.timeline import Incarnation, SpanKind, Timeline, TracedStage, timeline_path
-from tests.driver import InProcessRun, Settings
-from tests.telemetry import runs
-from tests.workloads import slots_for, small_batches, small_job
+from tests.support import three_steps
+from tests.support.batches import slots_for, small_batches, small_job
+from tests.support.driver import InProcessRun, Settings
 
 MS = 10**6  # ns
 
@@ -75,7 +75,7 @@ def met(run_dir: Path, process: Process) -> Recording:
 
 
 def test_without_a_timeline_nothing_is_recorded_and_the_same_nothing_is_given_each_time() -> None:
-    counters, _ = runs.run_of_three_steps()
+    counters, _ = three_steps.run_of_three_steps()
     assert counters.timeline is None
     counters.show("work", "plan", 1.0)
     assert counters.shown("gather", 3) is counters.shown("scatter", 4)

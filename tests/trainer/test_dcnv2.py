@@ -9,7 +9,7 @@ from torch import Tensor
 from rowcast.job.schema import Job
 from rowcast.runtime.errors import ConfigError
 from rowcast.trainer.models import build_model
-from tests.trainer.full_capacity import make_job
+from tests.support.full_capacity import make_job
 
 NUM_DENSE, DIMS = 5, (4, 6, 4)
 WIDTH = 3 + sum(DIMS)

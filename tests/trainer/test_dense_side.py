@@ -24,7 +24,7 @@ from rowcast.trainer.models.dense_state import (
 )
 from rowcast.trainer.models.model_side import CPU, DenseSide, set_precision
 from rowcast.trainer.models.runner import EvaluationRunner
-from tests.trainer.full_capacity import make_job
+from tests.support.full_capacity import make_job
 
 NUM_DENSE, DIM, BATCH = 5, 4, 16
 TABLES = [{"name": f"t{i}", "num_embeddings": 10, "embedding_dim": DIM, "features": [f"f{i}"]} for i in range(3)]
@@ -118,7 +118,7 @@ def test_a_machine_without_a_compiler_is_told_so_in_a_sentence(monkeypatch: pyte
 def test_a_compiled_model_over_sequences_is_refused_at_load() -> None:
     tables = [{**TABLES[0], "pooling": "none"}]
     with pytest.raises(ConfigError, match=r'model\.compile: table t0 has pooling = "none", .* remove model\.compile'):
-        make_job(tables, model={"kind": "tests.trainer.full_capacity:Concatenated", "compile": True})
+        make_job(tables, model={"kind": "tests.support.full_capacity:Concatenated", "compile": True})
 
 
 def test_what_only_evaluates_asks_for_no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,9 +12,9 @@ from rowcast.job.schema import Job
 from rowcast.job.tables import group_specs
 from rowcast.protocol.batch import Batch
 from rowcast.trainer.models.embedding import Embeddings, GroupLookup
-from tests.trainer.full_capacity import NUM_DENSE, FullGroup, make_job, random_batch, random_start
+from tests.support.full_capacity import NUM_DENSE, FullGroup, make_job, random_batch, random_start
 
-MODEL = {"kind": "tests.trainer.full_capacity:Concatenated"}
+MODEL = {"kind": "tests.support.full_capacity:Concatenated"}
 TABLES: list[dict[str, Any]] = [
     {"name": "a", "num_embeddings": 9, "embedding_dim": 4, "features": ["a"], "pooling": "sum"},
     {"name": "w", "num_embeddings": 20, "embedding_dim": 6, "features": ["w"], "pooling": "sum"},

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from rowcast.job.schema import Job
 from rowcast.runtime.errors import ConfigError
 from rowcast.trainer.models import build_dense_optimizer, build_model, mean_loss
-from tests.trainer.full_capacity import Concatenated, make_job
+from tests.support.full_capacity import Concatenated, make_job
 
 NUM_DENSE = 5
 
@@ -61,7 +61,7 @@ def test_dlrm_starts_with_the_published_deviations() -> None:
     assert abs(weights["bottom_mlp.1.weight"].mean().item()) < 0.002
 
 
-@pytest.mark.parametrize("model", [{}, {"kind": "tests.trainer.full_capacity:Concatenated"}])
+@pytest.mark.parametrize("model", [{}, {"kind": "tests.support.full_capacity:Concatenated"}])
 def test_initial_weights_come_from_the_jobs_seed_and_leave_the_global_state_alone(model: dict[str, Any]) -> None:
     torch.manual_seed(1)
     before = torch.get_rng_state()
@@ -72,7 +72,7 @@ def test_initial_weights_come_from_the_jobs_seed_and_leave_the_global_state_alon
     assert all(torch.equal(tensor, second[name]) for name, tensor in first.items())
 
 
-@pytest.mark.parametrize("model", [{}, {"kind": "tests.trainer.full_capacity:Concatenated"}])
+@pytest.mark.parametrize("model", [{}, {"kind": "tests.support.full_capacity:Concatenated"}])
 @pytest.mark.parametrize("shift", range(1, 17))
 def test_the_bits_of_a_model_do_not_depend_on_where_its_inputs_lie(model: dict[str, Any], shift: int) -> None:
     built = build_model(job_with(**model), NUM_DENSE)
@@ -89,7 +89,7 @@ def test_gradients_reach_embeddings_that_had_to_be_moved() -> None:
 
 
 def test_a_custom_factory_gets_job_dense_features_and_options() -> None:
-    job = job_with(kind="tests.trainer.full_capacity:Concatenated", options={"ignore": ["f1"]})
+    job = job_with(kind="tests.support.full_capacity:Concatenated", options={"ignore": ["f1"]})
     model = build_model(job, NUM_DENSE)
     assert isinstance(model, Concatenated)
     assert model.used == [0, 2]

@@ -11,7 +11,7 @@ from rowcast.job.schema import RowType, SparseOptimizer
 from rowcast.job.tables import GroupSpec, record_parts
 from rowcast.trainer.kernels import torch_ops
 from rowcast.trainer.kernels.optim import DTYPES, part_of, rows_of, rule_at, warm_up_sqrt
-from tests.trainer.full_capacity import bits
+from tests.support.full_capacity import bits
 
 KINDS = ("sgd", "adagrad", "rowwise_adagrad", "adam")
 WIDTHS = (1, 4, 5, 12, 16, 33, 64)

@@ -1,8 +1,6 @@
 """Training over slots has the bits of the plain loop: losses, tables, row state and dense weights."""
 
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -11,15 +9,11 @@ from safetensors.torch import load_file, save_file
 
 from examples.plain_loop import main, run_plain_loop
 from rowcast.job.file import load_job
-from rowcast.job.schema import Job
 from rowcast.prefetcher.readers.reader import open_reader
 from rowcast.prefetcher.readers.schedule import schedule
-from rowcast.protocol.batch import Kind
-from rowcast.trainer.kernels.optim import warm_up_sqrt
-from tests.trainer.full_capacity import bits, make_job, random_schedule, random_start, train
+from tests.support.full_capacity import assert_equal_to_plain_loop, make_job, random_start, table
 
-KINDS: tuple[Kind, ...] = ("train", "train", "train", "eval", "train", "train")
-CONCATENATED = {"kind": "tests.trainer.full_capacity:Concatenated"}
+CONCATENATED = {"kind": "tests.support.full_capacity:Concatenated"}
 JOB_FILE = """
 [job]
 run_dir = "unused"
@@ -43,33 +37,8 @@ capacity = "1MiB"
 [trainer]
 threads = 1
 """
+pytestmark = pytest.mark.usefixtures("threads")
 OPTIMIZERS = ("sgd", "adagrad", "rowwise_adagrad", "adam")
-
-
-@pytest.fixture(autouse=True)
-def threads(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Torch's threads: one, or what a test asks for."""
-    warm_up_sqrt()
-    before = torch.get_num_threads()
-    torch.set_num_threads(getattr(request, "param", 1))
-    yield
-    torch.set_num_threads(before)
-
-
-def table(name: str, rows: int, dim: int, features: list[str], pooling: str = "sum") -> dict[str, Any]:
-    return {"name": name, "num_embeddings": rows, "embedding_dim": dim, "features": features, "pooling": pooling}
-
-
-def assert_equal_to_plain_loop(job: Job, **batches: Any) -> None:
-    start = random_start(job)
-    scheduled = random_schedule(job, KINDS, **batches)
-    plain_losses, plain = run_plain_loop(job, start, scheduled)
-    losses, end = train(job, start, scheduled)
-    assert losses == plain_losses
-    assert end.keys() == plain.keys()
-    for name, tensor in plain.items():
-        assert torch.equal(bits(end[name]), bits(tensor)), f"{name} differs"
-    assert any(not torch.equal(plain[name], tensor) for name, tensor in start.items()), "nothing was trained"
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
@@ -122,7 +91,7 @@ def test_a_feature_that_the_model_ignores_has_zero_gradients(optimizer: str) -> 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_a_model_with_a_loss_of_its_own(optimizer: str) -> None:
     assert_equal_to_plain_loop(
-        make_job([table("a", 7, 4, ["a"])], optimizer, {"kind": "tests.trainer.full_capacity:Regression"})
+        make_job([table("a", 7, 4, ["a"])], optimizer, {"kind": "tests.support.full_capacity:Regression"})
     )
 
 

@@ -10,8 +10,8 @@ from rowcast.job.tables import group_specs
 from rowcast.protocol.messages import ArraySpan, RingSpec, RowSpan, StepReady, Welcome
 from rowcast.runtime.errors import RemoteProtocolError
 from rowcast.trainer.execute.plan_check import ArrivingBlock, Bytes, PlanCheck, check_welcome_fits
-from tests.protocol import samples
-from tests.workloads import small_job
+from tests.support import sample_messages
+from tests.support.batches import small_job
 
 JOB = small_job("adagrad", depth=2)
 GROUPS = group_specs(JOB)
@@ -19,7 +19,7 @@ STAGING_BYTES = 2**16
 
 
 def welcome(**changes: Any) -> Welcome:
-    return msgspec.structs.replace(samples.welcome(depth=2), **changes)
+    return msgspec.structs.replace(sample_messages.welcome(depth=2), **changes)
 
 
 def test_a_welcome_of_this_job_fits() -> None:
@@ -66,7 +66,7 @@ def test_a_block_is_checked_once_and_whole_however_it_is_cut() -> None:
 @pytest.mark.parametrize("changes", [{"num_dirty": (1, 1)}, {"arrays": ()}, {"checkpoint": True}, {"num_checksums": 1}])
 def test_a_later_piece_of_a_barrier_cannot_announce_another_one(changes: dict[str, Any]) -> None:
     check = PlanCheck(GROUPS, (100, 50), 4, 0, STAGING_BYTES, is_tcp=False)
-    first, second = samples.flush_pieces(0, None)
+    first, second = sample_messages.flush_pieces(0, None)
     check.barrier(first, None)
     check.barrier(second, first)
     with pytest.raises(
@@ -79,7 +79,13 @@ def test_a_piece_with_more_rows_than_staging_holds_is_refused() -> None:
     record_bytes = GROUPS[0].record_bytes
     rows = RowSpan(group=0, start=0, count=4, offset=256)
     ready = StepReady(
-        step=0, piece=1, num_pieces=2, plan=None, payload=samples.ref(256 + 4 * record_bytes), arrays=None, rows=(rows,)
+        step=0,
+        piece=1,
+        num_pieces=2,
+        plan=None,
+        payload=sample_messages.ref(256 + 4 * record_bytes),
+        arrays=None,
+        rows=(rows,),
     )
     PlanCheck(GROUPS, (100, 50), 4, 0, 4 * record_bytes, is_tcp=False).message(ready)
     with pytest.raises(

@@ -13,11 +13,19 @@ from rowcast.job.tables import group_specs
 from rowcast.protocol.batch import Batch
 from rowcast.trainer.models import Embedded, Sequences, build_model
 from rowcast.trainer.models.embedding import Embeddings
-from tests.trainer.full_capacity import NUM_DENSE, FullGroup, bits, make_job, random_batch, random_start
-from tests.trainer.test_plain_loop import assert_equal_to_plain_loop, table, threads
+from tests.support.full_capacity import (
+    NUM_DENSE,
+    FullGroup,
+    assert_equal_to_plain_loop,
+    bits,
+    make_job,
+    random_batch,
+    random_start,
+    table,
+)
 
-__all__ = ["threads"]  # a fixture
-MODEL = {"kind": "tests.workloads:small_model"}
+pytestmark = pytest.mark.usefixtures("threads")
+MODEL = {"kind": "tests.support.batches:small_model"}
 TBSM: dict[str, Any] = {
     **{"kind": "tbsm", "bottom_mlp": [6, 5], "top_mlp": [7, 3], "history": 2},
     **{"attention_mlp": [4], "final_mlp": [6, 1]},

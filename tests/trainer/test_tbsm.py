@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from rowcast.trainer.models import Embedded, Sequences, build_model
-from tests.trainer.full_capacity import NUM_DENSE, make_job
+from tests.support.full_capacity import NUM_DENSE, make_job
 
 WIDTH = 4
 HISTORY = 3

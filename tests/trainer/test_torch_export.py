@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.export import Dim
 
 from rowcast.trainer.models import BUILDERS, Embedded, Sequences, build_model
-from tests.trainer.full_capacity import NUM_DENSE, make_job
+from tests.support.full_capacity import NUM_DENSE, make_job
 
 WIDTH = 4
 MODELS: dict[str, dict[str, Any]] = {

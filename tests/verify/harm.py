@@ -11,8 +11,8 @@ from rowcast.prefetcher.stores.store import FINISHED, Keys, Records, Store, Tick
 from rowcast.prefetcher.stores.wrapper import StoreInFront
 from rowcast.protocol.messages import RingRef, RowsBack, RowSpan, StepReady
 from rowcast.protocol.transport.ring import RingWriter
-from tests.driver import InProcessRun
-from tests.verify.runs import Target
+from tests.support.driver import InProcessRun
+from tests.verify.targets import Target
 
 Change = Callable[[Records, int], None]  # of all rows of a span, and which one is the target
 

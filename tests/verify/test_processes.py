@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.system.processes import Session
-from tests.system.starting import Starter
+from tests.support.processes import Session
+from tests.support.starter import Starter
 
 WRONG_SLOTS = "import rowcast.trainer.execute.streams as s; own = s.scatter; s.scatter = lambda source, slots, rows: own(source, slots.roll(1), rows)"
 LOST_WRITES = (

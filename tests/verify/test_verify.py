@@ -9,9 +9,10 @@ from torch import Tensor
 from rowcast.prefetcher.stores.store import Store
 from rowcast.trainer.execute.cache import ArrivedStep
 from rowcast.trainer.execute.streams import scatter
-from tests.counts import count
-from tests.driver import InProcessRun
-from tests.system.test_exact import assert_equal_bits
+from tests.support.batches import OPTIMIZERS
+from tests.support.comparisons import assert_equal_bits
+from tests.support.driver import InProcessRun
+from tests.support.repeats import count
 from tests.verify.harm import (
     LosesWrite,
     ReturnsOld,
@@ -23,8 +24,7 @@ from tests.verify.harm import (
     on_way_to_device,
     swap_with_next,
 )
-from tests.verify.runs import Target, assert_noticed, fetched_again, home_before, targets, work
-from tests.workloads import OPTIMIZERS
+from tests.verify.targets import Target, assert_noticed, fetched_again, home_before, targets, work
 
 WAYS = [
     pytest.param(optimizer, num_groups, share, seed, id=f"{optimizer}-{num_groups}-{share}-{seed}")

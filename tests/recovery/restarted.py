@@ -17,7 +17,7 @@ from rowcast.runtime.crash_points import VARIABLE
 from rowcast.runtime.disk import RealDisk
 from rowcast.runtime.telemetry.logs import get_logger
 from rowcast.trainer.report.report_json import read_report
-from tests.system.processes import Process, Session
+from tests.support.processes import Process, Session
 
 Role = Literal["prefetcher", "trainer"]
 ROLES: tuple[Role, Role] = ("prefetcher", "trainer")

@@ -276,3 +276,7 @@ def random_batch(rng: np.random.Generator, sizes: list[int], num_samples: int) -
 
 def listed(job: Job) -> Listed:
     return Listed(job)
+
+
+def hashed_row(content: bytes, num_embeddings: int) -> int:
+    return 1 + xxhash.xxh3_64_intdigest(content) % (num_embeddings - 1)

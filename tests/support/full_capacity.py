@@ -8,6 +8,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
+from examples.plain_loop import run_plain_loop
 from rowcast.job.file import parse_job
 from rowcast.job.schema import Job
 from rowcast.job.tables import GroupSpec, RecordPart, group_specs, make_keys
@@ -21,6 +22,7 @@ from rowcast.trainer.models.model_side import DenseSide
 
 NUM_DENSE = 3
 SPARE_SLOTS = 5
+KINDS: tuple[Kind, ...] = ("train", "train", "train", "eval", "train", "train")
 
 
 def make_job(
@@ -45,6 +47,10 @@ def make_job(
             "cache": {"capacity": "1MiB"},
         }
     )
+
+
+def table(name: str, rows: int, dim: int, features: list[str], pooling: str = "sum") -> dict[str, Any]:
+    return {"name": name, "num_embeddings": rows, "embedding_dim": dim, "features": features, "pooling": pooling}
 
 
 class Regression(nn.Module):
@@ -231,3 +237,15 @@ def train(
 def bits(tensor: Tensor) -> Tensor:
     """For comparisons that tell 0.0 from -0.0."""
     return tensor.detach().contiguous().view({2: torch.int16, 4: torch.int32}[tensor.element_size()])
+
+
+def assert_equal_to_plain_loop(job: Job, **batches: Any) -> None:
+    start = random_start(job)
+    scheduled = random_schedule(job, KINDS, **batches)
+    plain_losses, plain = run_plain_loop(job, start, scheduled)
+    losses, end = train(job, start, scheduled)
+    assert losses == plain_losses
+    assert end.keys() == plain.keys()
+    for name, tensor in plain.items():
+        assert torch.equal(bits(end[name]), bits(tensor)), f"{name} differs"
+    assert any(not torch.equal(plain[name], tensor) for name, tensor in start.items()), "nothing was trained"

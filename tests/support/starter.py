@@ -10,8 +10,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from tests.system import processes
-from tests.system.processes import ROOT, Child
+from tests.support import processes
+from tests.support.processes import ROOT, Child
 
 COMMANDS = (["-m", "rowcast.prefetcher"], ["-m", "rowcast.trainer"])
 START_TIMEOUT_S = 120.0  # the first time, numba compiles
@@ -48,7 +48,7 @@ class Starter:
         self._changed = threading.Condition()
 
     def __enter__(self) -> Self:
-        command = [sys.executable, "-m", "tests.system.starter"]
+        command = [sys.executable, "-m", "tests.support.fork_server"]
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=ROOT, text=True, start_new_session=True
         )

@@ -7,7 +7,7 @@ import numpy as np
 import rowcast.protocol.plan
 from rowcast.protocol.batch import ScheduledBatch
 from rowcast.protocol.plan import BarrierPlan, GroupPlan, Pieces, RowMove, StepPlan
-from tests.planner.traces import Entry, Run, distinct_keys, i32, i64, lookups_of, plan_bags
+from tests.support.planner_runs import Entry, Run, distinct_keys, i32, i64, lookups_of, plan_bags
 
 
 class GroupOracle:

@@ -57,9 +57,9 @@ def small_job(
             table["pooling"] = "none"
     content: dict[str, Any] = {
         "job": {"seed": 11, "run_dir": "unused"},
-        "data": {"format": "tests.workloads:unused", "batch_size": BATCH_SIZE},
+        "data": {"format": "tests.support.batches:unused", "batch_size": BATCH_SIZE},
         "tables": tables,
-        "model": {"kind": "tests.workloads:small_model"},
+        "model": {"kind": "tests.support.batches:small_model"},
         "optimizer": {
             "sparse": {"kind": optimizer, "lr": 0.05, "master": master},
             "dense": {"kind": "sgd", "lr": 0.05},

@@ -7,10 +7,11 @@ from rowcast.prefetcher.pipeline.metrics import PrefetcherCollector, PrefetcherC
 from rowcast.prefetcher.pipeline.metrics import new_counters as new_prefetcher_counters
 from rowcast.protocol.messages import ArraySpan, Flush, GroupHeader, PlanHeader, RingRef, RowsBack, RowSpan, StepReady
 from rowcast.protocol.plan import GroupPlan, RowMove, StepPlan, cut_long_rows
-from rowcast.runtime.telemetry.build import build_info
+from rowcast.runtime.telemetry.build import build_info, versions
 from rowcast.runtime.telemetry.health import Health
 from rowcast.trainer.execute.metrics import TrainerCollector, TrainerCounters, TrainerGauges
 from rowcast.trainer.execute.metrics import new_counters as new_trainer_counters
+from rowcast.trainer.report.report_json import Evaluation, RunFacts
 
 RECORD_BYTES = (64, 128)
 PAYLOAD = RingRef(position=0, nbytes=4096, end=8192)
@@ -163,3 +164,27 @@ def trainer_gauges() -> TrainerGauges:
 
 def trainer_collector(counters: TrainerCounters) -> TrainerCollector:
     return TrainerCollector(counters, trainer_gauges, build_info("trainer", "retail"), Health())
+
+
+def facts(
+    *, evaluation: Evaluation | None = None, finished: bool = True, stopped_by: str | None = None, train_steps: int = 2
+) -> RunFacts:
+    return RunFacts(
+        train_steps=train_steps,
+        wall_s=4.0,
+        startup_s=0.5,
+        cache_bytes=2**19,
+        loss=0.6,
+        evaluation=evaluation,
+        staging_bytes=2**20,
+        plans_bytes=2**19,
+        device_bytes=3 * 2**20,
+        host_bytes=5 * 2**30,
+        threads=2,
+        pinned=False,
+        device="cpu",
+        versions=versions("torch", "numpy"),
+        pids={"prefetcher": 11, "trainer": 12},
+        finished=finished,
+        stopped_by=stopped_by,
+    )

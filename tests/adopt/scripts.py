@@ -12,8 +12,8 @@ from rowcast.runtime.child import Child
 from rowcast.trainer.adopt import table_files as files
 from rowcast.trainer.adopt.module import EmbeddingBagCollection
 from tests.adopt.clicks import ROWS
-from tests.system.processes import Child as Process
-from tests.system.starting import Starter
+from tests.support.processes import Child as Process
+from tests.support.starter import Starter
 
 CONFIGS = [
     rowcast.EmbeddingBagConfig(name="wide", num_embeddings=ROWS[0], embedding_dim=4, feature_names=["a", "b"]),

@@ -42,7 +42,7 @@ def small_job(run_dir: Path, optimizer: str = "adagrad", tables: tuple[tuple[str
                 }
                 for name, rows, dim in tables
             ],
-            "model": {"kind": "tests.workloads:small_model"},
+            "model": {"kind": "tests.support.batches:small_model"},
             "optimizer": {"sparse": {"kind": optimizer, "lr": 0.1}, "dense": {"kind": "sgd", "lr": 0.1}},
             "cache": {"capacity": "1MiB"},
         }

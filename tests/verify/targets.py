@@ -18,8 +18,8 @@ from rowcast.prefetcher.verify.checksum_loops import SAMPLE_RANGE, find_sampled
 from rowcast.protocol.batch import ScheduledBatch
 from rowcast.protocol.plan import StepPlan
 from rowcast.runtime.errors import DataError
-from tests.driver import InProcessRun, Settings, start_state
-from tests.workloads import NUM_DENSE, slots_for, small_batches, small_job
+from tests.support.batches import NUM_DENSE, slots_for, small_batches, small_job
+from tests.support.driver import InProcessRun, Settings, start_state
 
 VARIANTS = (  # capacity, ring bytes: as in test_device_order
     ("one batch", 24 * 1024),

@@ -36,7 +36,7 @@ def make_job(scale: int = 1, **sections: object) -> Job:
             "job": {"run_dir": "unused", "seed": SEED},
             "data": {"format": "synthetic"},
             "tables": tables,
-            "model": {"kind": "tests.workloads:small_model"},
+            "model": {"kind": "tests.support.batches:small_model"},
             "optimizer": {
                 "sparse": {"kind": "adagrad", "lr": 0.1, "initial_accumulator": INITIAL_SUM},
                 "dense": {"kind": "sgd", "lr": 0.1},

@@ -1,0 +1,76 @@
+"""Models that people bring: with random numbers, with tied weights, without a use for their embeddings, with a loss of their own."""
+
+import torch
+from torch import Tensor, nn
+
+from rowcast.job.schema import Job
+from rowcast.trainer.models import Embedded
+from tests.support.batches import SmallModel, small_width
+
+
+class DropoutModel(SmallModel):
+    def forward(self, dense: Tensor, embeddings: list[Embedded]) -> Tensor:
+        return super().forward(nn.functional.dropout(dense, 0.5, self.training), embeddings)
+
+
+class DenseOnlyModel(SmallModel):
+    def forward(self, dense: Tensor, embeddings: list[Embedded]) -> Tensor:
+        return super().forward(dense, [])
+
+
+class TiedModel(SmallModel):
+    def __init__(self, width: int) -> None:
+        super().__init__(width)
+        self.same = self.hidden
+
+
+class HingeModel(SmallModel):
+    """Logits, and a loss with a weight of its own."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width)
+        self.margin = nn.Parameter(torch.ones(()))
+
+    def loss(self, outputs: Tensor, labels: Tensor) -> Tensor:
+        return (self.margin.square() - (2 * labels - 1) * outputs).relu().mean() + (1 - self.margin).square()
+
+
+class TwoTowerModel(nn.Module):
+    """A vector of the first two features and one of the others; in a batch each is to find its own."""
+
+    def __init__(self, left: int, right: int) -> None:
+        super().__init__()
+        self.left, self.right = nn.Linear(left, 6), nn.Linear(right, 6)
+
+    def forward(self, dense: Tensor, embeddings: list[Tensor]) -> dict[str, Tensor]:
+        return {
+            "left": self.left(torch.cat(embeddings[:2], 1)),
+            "right": self.right(torch.cat([dense, *embeddings[2:]], 1)),
+        }
+
+    def loss(self, outputs: dict[str, Tensor], labels: Tensor) -> Tensor:
+        losses = nn.functional.cross_entropy(
+            outputs["left"] @ outputs["right"].T, torch.arange(len(labels)), reduction="none"
+        )
+        return (losses * (1 + labels)).mean()
+
+
+def hinge_model(job: Job, num_dense: int) -> nn.Module:
+    return HingeModel(small_width(job, num_dense))
+
+
+def two_tower_model(job: Job, num_dense: int) -> nn.Module:
+    left = 2 * job.tables[0].embedding_dim
+    return TwoTowerModel(left, small_width(job, num_dense) - left)
+
+
+def dropout_model(job: Job, num_dense: int) -> nn.Module:
+    return DropoutModel(num_dense + sum(table.embedding_dim * len(table.features) for table in job.tables))
+
+
+def dense_only_model(job: Job, num_dense: int) -> nn.Module:
+    return DenseOnlyModel(num_dense)
+
+
+def tied_model(job: Job, num_dense: int) -> nn.Module:
+    return TiedModel(num_dense)
