@@ -1,5 +1,6 @@
 """What the documents repeat from the code, and the examples that they name."""
 
+import re
 from pathlib import Path
 
 import numpy as np
@@ -70,3 +71,13 @@ def test_the_custom_examples_train_together() -> None:
     assert len(losses) == 20
     assert np.mean(losses[-5:]) < np.mean(losses[:5]), "the label is the first id's parity, which its row can learn"
     assert len(run.results.evaluations) == 1
+
+
+def test_the_readme_stays_short() -> None:
+    assert (ROOT / "README.md").stat().st_size <= 7_000
+
+
+@pytest.mark.parametrize("page", [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")], ids=lambda path: path.name)
+def test_every_link_of_a_page_leads_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\((?!https?:)([^)#]+)", page.read_text(encoding="utf-8")):
+        assert (page.parent / target).exists(), f"{page.name}: {target}"

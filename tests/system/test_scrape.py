@@ -271,10 +271,10 @@ def test_at_the_end_nothing_is_in_flight_dirty_or_behind(run: ScrapedRun) -> Non
     assert run.scrapes["trainer"].total("rowcast_ring_used_bytes") == 0
 
 
-def test_the_readmes_table_is_that_of_the_code() -> None:
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
+def test_the_page_of_metrics_is_that_of_the_code() -> None:
+    text = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
     assert text.count("<!-- metrics -->") == text.count("<!-- /metrics -->") == 1, (
-        "README.md has no marked table of metrics"
+        "docs/metrics.md has no marked table of metrics"
     )
     marked = text.partition("<!-- metrics -->")[2].partition("<!-- /metrics -->")[0]
     assert marked.strip("\n") == metric_table().strip("\n")
