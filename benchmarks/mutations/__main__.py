@@ -1,19 +1,19 @@
-"""Would a test notice? One line of the product is broken on purpose, and the tests named for it must fail: `make mutants`.
+"""Would a test notice? A line of the product is broken on purpose, and the test named for it must fail: `make mutants`.
 
     python -m benchmarks.mutations [--only NAME] [--list] [--jobs 2]
 
-The lines and their tests are in `mutants.py`. The tree is copied to a temporary folder; all the tests must pass there before anything
-is broken. Then each mutant gets a copy of its own. One line for each: what became of it, its seconds, its name:
+The lines and their tests are in `mutants.py`. The tree is copied to a temporary folder, where all the tests must pass
+before anything is broken. Then each mutant gets a copy of its own, and a line here with its seconds:
 
-    killed      a test failed
-    timed out   the tests were still running after LIMIT_S; this counts as killed
-    SURVIVED    every test passed: nobody would notice
-    BROKEN      pytest could not run the tests, so they have shown nothing
+    killed      the test failed
+    timed out   the test was still running after LIMIT_S; this counts as killed
+    SURVIVED    the test passed: nobody would notice
+    BROKEN      pytest could not run the test, which has shown nothing
 
-Ends with 1 where any mutant survived or could not be tried.
+The exit code is 1 where any mutant survived or could not be tried.
 
-numba keeps what it compiled in `__pycache__` and does not notice a change in a function that another file imports. So a mutant of a file
-with compiled loops begins without any of it, and every other mutant begins with what the unbroken tree has compiled.
+numba keeps compiled loops in `__pycache__` and does not notice a change in a function that another file imports. So a
+mutant of a file with compiled loops begins with none; every other one begins with those of the unbroken tree.
 """
 
 import argparse
@@ -34,74 +34,84 @@ from benchmarks.mutations.mutants import MUTANTS, Mutant
 ROOT = Path(__file__).parents[2]
 NOT_PRODUCT = ("tests", "benchmarks", "examples", "docs")
 LIMIT_S = 120.0
-COMPILED = re.compile(r"^@\w*(?:compiled|jit)", re.MULTILINE)
+HAS_LOOPS = re.compile(r"^@\w*(?:compiled|jit)", re.MULTILINE)
 TOKEN = re.compile(r"\w+|\S")
+VERDICTS = {"passed": "SURVIVED", "failed": "killed"}
+LISTED = ("git", "ls-files", "-z", "--cached", "--others", "--exclude-standard")
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.mutations")
-    parser.add_argument("--only", metavar="NAME", help="the mutants whose name contains this")
-    parser.add_argument("--list", action="store_true", help="say which there are, and try none")
+    parser.add_argument("--only", metavar="NAME", default="", help="the mutants whose name contains this")
+    parser.add_argument("--list", action="store_true", help="say which mutants there are, and try none")
     parser.add_argument("--jobs", type=int, default=2, help="mutants at a time; default 2")
     options = parser.parse_args()
-    chosen = [mutant for mutant in MUTANTS if (options.only or "") in mutant.name]
-    places = [place_of(mutant) for mutant in chosen]  # refuses before anything runs
+    sources = product()
+    chosen = [(mutant, place_of(mutant, sources)) for mutant in MUTANTS if options.only in mutant.name]
     if options.list or not chosen:
-        print("\n".join(f"{mutant.name}: {mutant.tests}" for mutant in chosen) or "no mutant has such a name")
+        print("\n".join(f"{mutant.name}\n    {place}\n    {mutant.test}" for mutant, place in chosen))
         return int(not chosen)
     began_s = time.perf_counter()
     with TemporaryDirectory(prefix="rowcast-mutants-") as folder:
         unbroken = Path(folder) / "unbroken"
         copy_tree(unbroken)
-        tests = sorted({test for mutant in chosen for test in mutant.tests.split()})
-        verdict = outcome(unbroken, [*tests, "-n", str(options.jobs)], limit_s=LIMIT_S * len(chosen))
-        print(f"{'unbroken':10} {time.perf_counter() - began_s:6.1f} s  {len(tests)} tests: {verdict}", flush=True)
-        if verdict != "SURVIVED":
+        tests = sorted({mutant.test for mutant, _ in chosen})
+        outcome, said = run_tests(unbroken, [*tests, "-n", str(options.jobs)], LIMIT_S * len(chosen))
+        show(outcome, began_s, f"{len(tests)} tests of the unbroken tree")
+        if outcome != "passed":
+            print(said)
             return 1
         with ThreadPoolExecutor(options.jobs) as pool:
-            verdicts = list(pool.map(lambda own: try_mutant(*own, unbroken), zip(chosen, places, strict=True)))
-    bad = [verdict for verdict in verdicts if verdict.isupper()]
-    print(f"{len(verdicts) - len(bad)} of {len(verdicts)} mutants dead after {time.perf_counter() - began_s:.0f} s")
-    return int(bool(bad))
+            are_dead = list(pool.map(lambda own: dies(*own, unbroken), chosen))
+    print(f"{sum(are_dead)} of {len(chosen)} mutants are dead after {time.perf_counter() - began_s:.0f} s")
+    return int(not all(are_dead))
 
 
-def try_mutant(mutant: Mutant, place: Path, unbroken: Path) -> str:
-    """Breaks a copy of the tree and runs the mutant's tests in it."""
+def dies(mutant: Mutant, place: Path, unbroken: Path) -> bool:
+    """Breaks a copy of the tree and runs the mutant's test there."""
     began_s = time.perf_counter()
     source = (unbroken / place).read_text()
-    without = shutil.ignore_patterns("__pycache__") if COMPILED.search(source) else None
     with TemporaryDirectory(dir=unbroken.parent) as folder:
         tree = Path(folder) / "tree"
-        shutil.copytree(unbroken, tree, symlinks=True, ignore=without)
+        left_out = shutil.ignore_patterns("__pycache__") if HAS_LOOPS.search(source) else None
+        shutil.copytree(unbroken, tree, symlinks=True, ignore=left_out)
         (tree / place).write_text(pattern_of(mutant).sub(lambda found: mutant.replace, source))
-        verdict = outcome(tree, ["-x", *mutant.tests.split()], LIMIT_S)
-    print(f"{verdict:10} {time.perf_counter() - began_s:6.1f} s  {mutant.name}", flush=True)
-    return verdict
+        outcome, said = run_tests(tree, [mutant.test, "-x"], LIMIT_S)
+    show(VERDICTS.get(outcome, outcome), began_s, mutant.name)
+    if outcome == "BROKEN":
+        print(said)
+    return outcome in ("failed", "timed out")
 
 
-def outcome(tree: Path, arguments: Sequence[str], limit_s: float) -> str:
-    """What pytest makes of the tree; a crash of the interpreter is a failed test."""
-    environment = {**os.environ, "PYTHONPATH": str(tree)}
-    environment.pop("NUMBA_CACHE_DIR", None)
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--no-header", *arguments]
+def show(verdict: str, began_s: float, what: str) -> None:
+    print(f"{verdict:10} {time.perf_counter() - began_s:6.1f} s  {what}", flush=True)
+
+
+def run_tests(tree: Path, arguments: Sequence[str], limit_s: float) -> tuple[str, str]:
+    """How they end, and what pytest says. A crash of the interpreter is a failure."""
+    environment = {name: value for name, value in os.environ.items() if name != "NUMBA_CACHE_DIR"}
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *arguments]
     with subprocess.Popen(
         command,
         cwd=tree,
-        env=environment,
+        env=environment | {"PYTHONPATH": str(tree)},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        start_new_session=True,
+        start_new_session=True,  # so that all of it can be killed
     ) as process:
         try:
             said, _ = process.communicate(timeout=limit_s)
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
-            return "timed out"
-    if process.returncode > 1:
-        print(said)
-        return "BROKEN"
-    return "killed" if process.returncode else "SURVIVED"
+            return "timed out", ""
+    return "BROKEN" if process.returncode > 1 else "failed" if process.returncode else "passed", said
+
+
+def known_files() -> list[Path]:
+    """Files that git knows or would know, relative to the tree; links are links."""
+    names = subprocess.check_output(LISTED, cwd=ROOT, text=True).split("\0")[:-1]
+    return [Path(name) for name in names if os.path.lexists(ROOT / name)]
 
 
 def copy_tree(target: Path) -> None:
@@ -110,25 +120,18 @@ def copy_tree(target: Path) -> None:
         shutil.copy2(ROOT / name, target / name, follow_symlinks=False)
 
 
-def known_files() -> list[Path]:
-    """Those that git knows or would know, relative to the tree; links are links."""
-    command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
-    names = subprocess.check_output(command, cwd=ROOT, text=True).split("\0")[:-1]
-    return [Path(name) for name in names if os.path.lexists(ROOT / name)]
-
-
-def place_of(mutant: Mutant) -> Path:
-    """The file that holds the mutant's text, relative to the tree. Ends the program where the text is not there exactly once."""
-    places = [path for path, text in product().items() for _ in pattern_of(mutant).findall(text)]
-    if len(places) != 1:
-        where = ", ".join(map(str, places)) or "nowhere"
-        sys.exit(f"mutant {mutant.name!r}: its text must stand in the product once and is found {where}: {mutant.find}")
-    return places[0]
-
-
 def product() -> dict[Path, str]:
     own = [path for path in known_files() if path.suffix == ".py" and path.parts[0] not in NOT_PRODUCT]
     return {path: (ROOT / path).read_text() for path in own if not (ROOT / path).is_symlink()}
+
+
+def place_of(mutant: Mutant, sources: dict[Path, str]) -> Path:
+    """The file that holds the mutant's text. Ends the program where the product does not hold it exactly once."""
+    places = [path for path, source in sources.items() for _ in pattern_of(mutant).findall(source)]
+    if len(places) != 1:
+        where = ", ".join(map(str, places)) or "nowhere"
+        sys.exit(f"mutant {mutant.name!r}: the product must hold its text once, but it is in {where}: {mutant.find}")
+    return places[0]
 
 
 def pattern_of(mutant: Mutant) -> re.Pattern[str]:
