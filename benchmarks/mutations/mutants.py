@@ -680,10 +680,10 @@ DEPLOY = (
         "tests/system/test_stopping.py::test_the_launcher_passes_on_the_code_and_the_sentence_of_the_prefetcher",
     ),
     Mutant(
-        "a launcher that is killed leaves its children",
-        "PRCTL(PR_SET_PDEATHSIG, signal.SIGTERM)",
-        "pass",
-        "tests/recovery/test_launcher.py::test_a_killed_launcher_takes_both_with_it_in_order",
+        "one healthy process of two is enough",
+        "set(statuses) == {200}",
+        "200 in statuses",
+        "tests/deploy/test_health.py::test_two_processes_on_one_network_must_both_be_healthy",
     ),
 )
 
