@@ -21,12 +21,12 @@ import os
 import re
 import shutil
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from subprocess import PIPE, STDOUT, Popen, TimeoutExpired, check_output
 from tempfile import TemporaryDirectory
 
 from benchmarks.mutations.mutants import MUTANTS, Mutant
@@ -62,12 +62,12 @@ def main() -> int:
             print(said)
             return 1
         with ThreadPoolExecutor(options.jobs) as pool:
-            are_dead = list(pool.map(lambda own: dies(*own, unbroken), chosen))
+            are_dead = list(pool.map(lambda own: dies(unbroken, *own), chosen))
     print(f"{sum(are_dead)} of {len(chosen)} mutants are dead after {time.perf_counter() - began_s:.0f} s")
     return int(not all(are_dead))
 
 
-def dies(mutant: Mutant, place: Path, unbroken: Path) -> bool:
+def dies(unbroken: Path, mutant: Mutant, place: Path) -> bool:
     """Breaks a copy of the tree and runs the mutant's test there."""
     began_s = time.perf_counter()
     source = (unbroken / place).read_text()
@@ -89,28 +89,22 @@ def show(verdict: str, began_s: float, what: str) -> None:
 
 def run_tests(tree: Path, arguments: Sequence[str], limit_s: float) -> tuple[str, str]:
     """How they end, and what pytest says. A crash of the interpreter is a failure."""
-    environment = {name: value for name, value in os.environ.items() if name != "NUMBA_CACHE_DIR"}
+    variables = {name: value for name, value in os.environ.items() if name != "NUMBA_CACHE_DIR"}
+    variables["PYTHONPATH"] = str(tree)
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *arguments]
-    with subprocess.Popen(
-        command,
-        cwd=tree,
-        env=environment | {"PYTHONPATH": str(tree)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,  # so that all of it can be killed
-    ) as process:
+    # a session of its own, so that all that the tests have started can be killed
+    with Popen(command, cwd=tree, env=variables, stdout=PIPE, stderr=STDOUT, text=True, start_new_session=True) as run:
         try:
-            said, _ = process.communicate(timeout=limit_s)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
+            said, _ = run.communicate(timeout=limit_s)
+        except TimeoutExpired:
+            os.killpg(run.pid, signal.SIGKILL)
             return "timed out", ""
-    return "BROKEN" if process.returncode > 1 else "failed" if process.returncode else "passed", said
+    return "BROKEN" if run.returncode > 1 else "failed" if run.returncode else "passed", said
 
 
 def known_files() -> list[Path]:
     """Files that git knows or would know, relative to the tree; links are links."""
-    names = subprocess.check_output(LISTED, cwd=ROOT, text=True).split("\0")[:-1]
+    names = check_output(LISTED, cwd=ROOT, text=True).split("\0")[:-1]
     return [Path(name) for name in names if os.path.lexists(ROOT / name)]
 
 
