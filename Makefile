@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo tutorial test check exact soak bench gpu-check bench-planner bench-embedding bench-env bench-budget bench-safety bench-metrics bench-parts clean
+.PHONY: demo tutorial test check exact soak mutants bench gpu-check bench-planner bench-embedding bench-env bench-budget bench-safety bench-metrics bench-parts clean
 
 $(VENV)/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -31,6 +31,9 @@ exact: $(VENV)/installed  ## two processes against the plain loop on the full re
 
 soak: $(VENV)/installed  ## kills, damage, simulated faults and hostile bytes with large counts: within 45 minutes on 2 cores
 	$(BIN)/python -m benchmarks.soak
+
+mutants: $(VENV)/installed  ## single lines of the product broken on purpose: the tests named for each must fail, in about 10 minutes
+	$(BIN)/python -m benchmarks.mutations
 
 bench: $(VENV)/installed  ## every contestant in turn: DLRM as in MLPerf, and a model that is nearly all look-ups
 	$(BIN)/python -m benchmarks.training --config benchmarks/jobs/dlrm.toml --name dlrm --rounds 3

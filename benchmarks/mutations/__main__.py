@@ -1,0 +1,138 @@
+"""Would a test notice? A line of the product is broken on purpose, and the test named for it must fail: `make mutants`.
+
+    python -m benchmarks.mutations [--only NAME] [--list] [--jobs 2]
+
+The lines and their tests are in `mutants.py`. The tree is copied to a temporary folder, where all the tests must pass
+before anything is broken. Then each mutant gets a copy of its own, and a line here with its seconds:
+
+    killed      the test failed
+    timed out   the test was still running after LIMIT_S; this counts as killed
+    SURVIVED    the test passed: nobody would notice
+    BROKEN      pytest could not run the test, which has shown nothing
+
+The exit code is 1 where any mutant survived or could not be tried.
+
+numba keeps compiled loops in `__pycache__` and does not notice a change in a function that another file imports. So a
+mutant of a file with compiled loops begins with none; every other one begins with those of the unbroken tree.
+"""
+
+import argparse
+import os
+import re
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from subprocess import PIPE, STDOUT, Popen, TimeoutExpired, check_output
+from tempfile import TemporaryDirectory
+
+from benchmarks.mutations.mutants import MUTANTS, Mutant
+
+ROOT = Path(__file__).parents[2]
+NOT_PRODUCT = ("tests", "benchmarks", "examples", "docs")
+LIMIT_S = 120.0
+HAS_LOOPS = re.compile(r"^@\w*(?:compiled|jit)", re.MULTILINE)
+TOKEN = re.compile(r"\w+|\S")
+VERDICTS = {"passed": "SURVIVED", "failed": "killed"}
+LISTED = ("git", "ls-files", "-z", "--cached", "--others", "--exclude-standard")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.mutations")
+    parser.add_argument("--only", metavar="NAME", default="", help="the mutants whose name contains this")
+    parser.add_argument("--list", action="store_true", help="say which mutants there are, and try none")
+    parser.add_argument("--jobs", type=int, default=2, help="mutants at a time; default 2")
+    options = parser.parse_args()
+    sources = product()
+    chosen = [(mutant, place_of(mutant, sources)) for mutant in MUTANTS if options.only in mutant.name]
+    if options.list or not chosen:
+        print("\n".join(f"{mutant.name}\n    {place}\n    {mutant.test}" for mutant, place in chosen))
+        return int(not chosen)
+    began_s = time.perf_counter()
+    with TemporaryDirectory(prefix="rowcast-mutants-") as folder:
+        unbroken = Path(folder) / "unbroken"
+        copy_tree(unbroken)
+        tests = sorted({mutant.test for mutant, _ in chosen})
+        outcome, said = run_tests(unbroken, [*tests, "-n", str(options.jobs)], LIMIT_S * len(chosen))
+        show(outcome, began_s, f"{len(tests)} tests of the unbroken tree")
+        if outcome != "passed":
+            print(said)
+            return 1
+        with ThreadPoolExecutor(options.jobs) as pool:
+            are_dead = list(pool.map(lambda own: dies(unbroken, *own), chosen))
+    print(f"{sum(are_dead)} of {len(chosen)} mutants are dead after {time.perf_counter() - began_s:.0f} s")
+    return int(not all(are_dead))
+
+
+def dies(unbroken: Path, mutant: Mutant, place: Path) -> bool:
+    """Breaks a copy of the tree and runs the mutant's test there."""
+    began_s = time.perf_counter()
+    source = (unbroken / place).read_text()
+    with TemporaryDirectory(dir=unbroken.parent) as folder:
+        tree = Path(folder) / "tree"
+        left_out = shutil.ignore_patterns("__pycache__") if HAS_LOOPS.search(source) else None
+        shutil.copytree(unbroken, tree, symlinks=True, ignore=left_out)
+        (tree / place).write_text(pattern_of(mutant).sub(lambda found: mutant.replace, source))
+        outcome, said = run_tests(tree, [mutant.test, "-x"], LIMIT_S)
+    show(VERDICTS.get(outcome, outcome), began_s, mutant.name)
+    if outcome == "BROKEN":
+        print(said)
+    return outcome in ("failed", "timed out")
+
+
+def show(verdict: str, began_s: float, what: str) -> None:
+    print(f"{verdict:10} {time.perf_counter() - began_s:6.1f} s  {what}", flush=True)
+
+
+def run_tests(tree: Path, arguments: Sequence[str], limit_s: float) -> tuple[str, str]:
+    """How they end, and what pytest says. A crash of the interpreter is a failure."""
+    variables = {name: value for name, value in os.environ.items() if name != "NUMBA_CACHE_DIR"}
+    variables["PYTHONPATH"] = str(tree)
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *arguments]
+    # a session of its own, so that all that the tests have started can be killed
+    with Popen(command, cwd=tree, env=variables, stdout=PIPE, stderr=STDOUT, text=True, start_new_session=True) as run:
+        try:
+            said, _ = run.communicate(timeout=limit_s)
+        except TimeoutExpired:
+            os.killpg(run.pid, signal.SIGKILL)
+            return "timed out", ""
+    return "BROKEN" if run.returncode > 1 else "failed" if run.returncode else "passed", said
+
+
+def known_files() -> list[Path]:
+    """Files that git knows or would know, relative to the tree; links are links."""
+    names = check_output(LISTED, cwd=ROOT, text=True).split("\0")[:-1]
+    return [Path(name) for name in names if os.path.lexists(ROOT / name)]
+
+
+def copy_tree(target: Path) -> None:
+    for name in known_files():
+        (target / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(ROOT / name, target / name, follow_symlinks=False)
+
+
+def product() -> dict[Path, str]:
+    own = [path for path in known_files() if path.suffix == ".py" and path.parts[0] not in NOT_PRODUCT]
+    return {path: (ROOT / path).read_text() for path in own if not (ROOT / path).is_symlink()}
+
+
+def place_of(mutant: Mutant, sources: dict[Path, str]) -> Path:
+    """The file that holds the mutant's text. Ends the program where the product does not hold it exactly once."""
+    places = [path for path, source in sources.items() for _ in pattern_of(mutant).findall(source)]
+    if len(places) != 1:
+        where = ", ".join(map(str, places)) or "nowhere"
+        sys.exit(f"mutant {mutant.name!r}: the product must hold its text once, but it is in {where}: {mutant.find}")
+    return places[0]
+
+
+def pattern_of(mutant: Mutant) -> re.Pattern[str]:
+    """The text with any whitespace between its words and signs, so that a formatter may break its line elsewhere."""
+    tokens = TOKEN.findall(mutant.find)
+    return re.compile(r"\s*".join(rf"\b{token}\b" if re.match(r"\w", token) else re.escape(token) for token in tokens))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
