@@ -15,14 +15,7 @@ STRUCTS: dict[str, dict[str, str]] = {
     "REF": {"position": "n", "nbytes": "n", "end": "n", "checksum": "c?"},
     "SPEC": {"name": "t", "dtype": "f4 i4 i8 u1", "shape": "[n]", "offset": "n"},
     "GROUP": {
-        **{
-            "num_lookups": "n",
-            "num_unique": "n",
-            "num_long": "n",
-            "num_pieces": "n",
-            "num_fetch": "n",
-            "num_evict": "n",
-        },
+        **{"num_lookups": "n", "num_unique": "n", "num_fetch": "n", "num_evict": "n"},
         **{"num_dirty": "n", "fill_after": "n?", "sequence_lookups": "[n]"},
     },
     "PLAN": {
@@ -183,8 +176,6 @@ def plan_fits(message: Plain) -> bool:
         counts = [group[name] for name in ("num_dirty", "num_evict", "num_fetch", "num_unique", "num_lookups")]
         after = group["fill_after"]
         if sum(group["sequence_lookups"]) > group["num_lookups"]:
-            return False
-        if group["num_long"] > group["num_unique"] or group["num_pieces"] > group["num_lookups"]:
             return False
         if (
             counts != sorted(counts)

@@ -137,11 +137,8 @@ PREFETCHER_LIES: dict[str, tuple[Lie, str]] = {
         "0.segment_offsets goes from 0 to 1000000 instead of",
     ),
     "segments that begin inside": (in_array("1.segment_offsets", at(0, 1)), "1.segment_offsets goes from 1"),
-    "a long row too many": (in_group(num_long=lambda n: n + 1), "array 0.long_rows should be"),
-    "a piece too many": (in_group(num_pieces=lambda n: n + 1), "array 0.piece_rows should be"),
     "a fill outside": (in_array("0.fetch_slots", at(0, -5)), "0.fetch_slots holds -5"),
     "a fill twice": (in_array("0.fetch_slots", same), "0.fetch_slots names a slot twice"),
-    "a victim outside": (in_array("0.evict_slots", at(0, 10**7)), "0.evict_slots are not the first of fetch_slots"),
     "arrays of another type": (in_spec("0.slots", dtype="f4"), "array 0.slots should be i4"),
     "arrays of another shape": (in_spec("labels", shape=(1,)), "array labels should be f4 .64,. at byte"),
     "arrays over each other": (in_spec("labels", offset=0), "array labels should be"),
@@ -252,26 +249,6 @@ SEQUENCE_LIES: dict[str, tuple[Lie, str]] = {
     "a bag outside": (in_array("0.bag_order", at(5, 10**6)), "0.bag_order holds 1000000"),
 }
 
-LONG_ROW_LIES: dict[str, tuple[Lie, str]] = {
-    "a long row outside": (
-        in_array("0.long_rows", at(0, 10**6)),
-        "0.long_rows are not what follows from segment_offsets",
-    ),
-    "a long row twice": (in_array("0.long_rows", same), "0.long_rows are not what follows from segment_offsets"),
-    "pieces that fall": (
-        in_array("1.piece_offsets", at(1, -1)),
-        "1.piece_offsets are not what follows from segment_offsets",
-    ),
-    "a piece of no row": (
-        in_array("0.piece_rows", at(-1, 10**6)),
-        "0.piece_rows are not what follows from segment_offsets",
-    ),
-    "segments of other pieces": (
-        in_array("0.segment_offsets", lambda a: a.__setitem__(slice(1, -1), a[-1])),
-        "0.(long_rows|piece_offsets|piece_rows) are not what follows|array 0.long_rows should be",
-    ),
-}
-
 TRAINER_LIES: dict[str, tuple[Lie, str]] = {
     "rows of a group that is not there": (in_rows(RowsBack, 0, group=7), "rows of group 7 travel"),
     "more rows": (
@@ -359,14 +336,6 @@ def test_a_trainer_with_weighted_bags_ends_with_a_sentence_when_its_prefetcher_s
 @pytest.mark.parametrize("name", SEQUENCE_LIES)
 def test_a_trainer_with_sequences_ends_with_a_sentence_when_its_prefetcher_sends(name: str) -> None:
     check_refused(PREFETCHER, *SEQUENCE_LIES[name], bags="apart")
-
-
-@pytest.mark.parametrize("name", LONG_ROW_LIES)
-def test_a_trainer_with_long_rows_ends_with_a_sentence_when_its_prefetcher_sends(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("rowcast.protocol.plan.PIECE_LOOKUPS", 2)
-    check_refused(PREFETCHER, *LONG_ROW_LIES[name])
 
 
 @pytest.mark.parametrize("name", TRAINER_LIES)
