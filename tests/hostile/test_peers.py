@@ -188,7 +188,7 @@ PREFETCHER_LIES: dict[str, tuple[Lie, str]] = {
     ),
     "more dirty victims": (
         in_group(num_dirty=lambda n: n + 1, num_evict=lambda n: n + 1),
-        "evict_slots should be i4|victims make room|rows are fetched|without a step",
+        "victims make room|rows are fetched|without a step",
     ),
     "a piece far outside the ring": (in_ref(StepReady, moved(2**40)), "does not follow the one that ended at"),
     "a piece over the one before": (in_ref(StepReady, moved(-64)), "does not follow the one that ended at|lies over"),
@@ -326,6 +326,21 @@ def check_refused(
 @pytest.mark.parametrize("name", PREFETCHER_LIES)
 def test_a_trainer_ends_with_a_sentence_when_its_prefetcher_sends(name: str) -> None:
     check_refused(PREFETCHER, *PREFETCHER_LIES[name], good=0 if "barrier" in name else 2)
+
+
+def with_a_dirty_victim(message: AnyMessage) -> AnyMessage | None:
+    """One more than the plan has, in the slot of a row that none makes room for."""
+    if not isinstance(message, StepReady) or message.plan is None:
+        return None
+    first, *others = message.plan.groups
+    if not 0 < first.num_dirty == first.num_evict < first.num_fetch:
+        return None
+    first = change(first, num_evict=first.num_evict + 1, num_dirty=first.num_dirty + 1)
+    return change(message, plan=change(message.plan, groups=(first, *others)))
+
+
+def test_a_victim_that_the_planner_did_not_choose_is_refused_when_it_comes_home() -> None:
+    check_refused(PREFETCHER, field_of(StepReady, with_a_dirty_victim), "travels, but there are", good=0)
 
 
 @pytest.mark.parametrize("name", WEIGHTED_LIES)
