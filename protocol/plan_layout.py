@@ -5,8 +5,8 @@
     GroupArrays      of a group: and what the cache uses     "0.fetch_slots"
     ASKED_SLOTS      of a group, in a run that verifies      "0.verify_fetch", ...
 
-All who lay out, measure, check or use the arrays of a plan read them here. To add one, add a line to a class below and make the array in
-`planner.group_plan`.
+Whatever lays out, measures, checks or uses the arrays of a plan reads them here. To add one, add a line to a class below and make the
+array in `planner.group_plan`.
 """
 
 import math
@@ -65,9 +65,8 @@ class Layout:
     _: KW_ONLY
     below: Size | None = None  # values are from 0 to this - 1
     distinct: bool = False  # no value occurs twice
-    rises_to: Size | None = (
-        None  # values begin with 0, never fall, and end with this; in two dimensions, those of each row with its own
-    )
+    # values begin with 0, never fall, and end with this; in two dimensions, the values of each row end with its own
+    rises_to: Size | None = None
     where: Callable[[Counts], bool] = lambda counts: True  # whether a plan has the array
 
     def shape_of(self, counts: Counts) -> tuple[int, ...]:

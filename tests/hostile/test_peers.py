@@ -29,6 +29,7 @@ from rowcast.protocol.messages import (
     StepDone,
     StepReady,
 )
+from rowcast.protocol.plan_layout import GROUP_ARRAYS
 from rowcast.protocol.session import PREFETCHER, ROLES, TRAINER, Role
 from rowcast.runtime.disk import RealDisk
 from rowcast.runtime.errors import RemoteProtocolError, RowcastError
@@ -224,6 +225,9 @@ WEIGHTED_LIES: dict[str, tuple[Lie, str]] = {
     "bags that end outside": (in_array("1.offsets", at(-1, -1)), "1.offsets goes from 0 to -1 instead of"),
 }
 
+# the look-ups that some arrays come with
+BAGS_OF: dict[str, Bags] = {"lookup_order": "weighted", "offsets": "weighted", "sequence_offsets": "apart"}
+
 # group 0 has sequences of features 0 and 1 of 3, group 1 of feature 1 of 2
 SEQUENCE_LIES: dict[str, tuple[Lie, str]] = {
     "sequences that fall": (in_array("0.sequence_offsets", at(1, 10**6)), r"0.sequence_offsets\[0\] falls"),
@@ -341,6 +345,12 @@ def with_a_dirty_victim(message: AnyMessage) -> AnyMessage | None:
 
 def test_a_victim_that_the_planner_did_not_choose_is_refused_when_it_comes_home() -> None:
     check_refused(PREFETCHER, field_of(StepReady, with_a_dirty_victim), "travels, but there are", good=0)
+
+
+@pytest.mark.parametrize("name", [name for name, layout in GROUP_ARRAYS.items() if layout.dtype == "i4"])
+def test_a_value_outside_the_range_that_the_table_gives_is_refused_of_every_array(name: str) -> None:
+    lie = in_array(f"0.{name}", at(-1, 2**31 - 1))
+    check_refused(PREFETCHER, lie, rf"0\.{name}.* (holds|from 0 to) 2147483647", bags=BAGS_OF.get(name, "single"))
 
 
 @pytest.mark.parametrize("name", WEIGHTED_LIES)

@@ -5,15 +5,15 @@
                  arrays, when the last byte of the block has come: see below
     Flush        the same of a barrier's slots
 
-Arrays of positions are used as they are, by operations that on a device cannot say what was wrong. So each value lies in the range that
-`protocol/plan_layout.py` gives. Over tcp no slot that is written may occur twice, as only one value can stay.
+Arrays of positions are used as they are, by operations that on a device cannot say what was wrong. So each of their values must lie in the
+range that `protocol/plan_layout.py` gives.
 
 That is enough: each of these operations reads and writes inside its own tensors then. Whether they are the *right* rows is for the
 planner, and `--verify`; dense features, labels, weights and rows are numbers, of which any will do.
 
 In a ring that two processes share, a peer could change the bytes behind the check. It runs as the same user, who could do worse; over tcp
-the ring is a mirror of our own, and what was checked is what is used. There too a slot that is named twice is looked for, which costs more
-than all the rest; it makes the numbers wrong, as a wrong row does, but reaches nothing outside.
+the ring is a mirror of our own, and what was checked is what is used. Only over tcp are distinct slots checked to be distinct, which costs
+more than all the rest: a slot that is written twice makes the numbers wrong, as a wrong row does, but reaches nothing outside.
 """
 
 import itertools
