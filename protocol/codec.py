@@ -28,6 +28,7 @@ from rowcast.protocol.messages import (
     StepReady,
     Welcome,
 )
+from rowcast.protocol.plan_layout import ITEM_BYTES
 from rowcast.runtime.errors import LocalProtocolError, RemoteProtocolError
 
 MAX_FRAME_BYTES = 4 * 2**20
@@ -40,7 +41,6 @@ TEXT_LIMIT = 4096  # characters
 MAX_DIMENSIONS = 2  # of an array
 SENTENCE_LIMIT = 1000  # characters of an error about a frame, which may quote it
 ALIGNMENT = 64
-ITEM_BYTES = {"f4": 4, "i4": 4, "i8": 8, "u1": 1}
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(Envelope)
@@ -182,10 +182,6 @@ def _check_plan(plan: PlanHeader, step: int) -> None:
     for group in plan.groups:
         _require(
             group.num_unique <= group.num_lookups, f"{group.num_lookups} look-ups cannot touch {group.num_unique} rows"
-        )
-        _require(group.num_long <= group.num_unique, f"{group.num_long} of {group.num_unique} rows are cut in pieces")
-        _require(
-            group.num_pieces <= group.num_lookups, f"{group.num_lookups} look-ups are cut in {group.num_pieces} pieces"
         )
         own, most = sum(group.sequence_lookups), group.num_lookups
         _require(own <= most, f"{own} look-ups of sequences are among {most}")

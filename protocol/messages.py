@@ -11,9 +11,10 @@ from typing import Literal
 
 import msgspec
 
+from rowcast.protocol.plan_layout import Dtype
 from rowcast.runtime.position import Position
 
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 Mode = Literal["train", "eval"]  # eval: the evaluation batches alone, once; nothing is trained and nothing saved
 
 
@@ -34,18 +35,16 @@ class ArraySpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """Where one array lies in a plan's block of arrays."""
 
     name: str  # "dense", "labels", "<group>.slots", ...
-    dtype: Literal["f4", "i4", "i8", "u1"]
+    dtype: Dtype
     shape: tuple[int, ...]
     offset: int  # bytes into the block, a multiple of 64
 
 
 class GroupHeader(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The numbers of a `GroupPlan`; its arrays are in the block."""
+    """The numbers of a `GroupPlan`; its arrays are in the block, laid out as `plan_layout.py` says."""
 
     num_lookups: int
     num_unique: int
-    num_long: int = 0  # rows whose look-ups are cut in pieces
-    num_pieces: int = 0
     num_fetch: int
     num_evict: int
     num_dirty: int

@@ -7,7 +7,7 @@
 Rows follow the order of the plan's fetch, so a span of rows [start, start + count) of a group also names its victims.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,12 +17,12 @@ import numpy.typing as npt
 from rowcast.job.tables import aligned
 from rowcast.protocol.batch import Batch
 from rowcast.protocol.messages import ArraySpan, ArraySpec, GroupHeader, PlanHeader, RowSpan
-from rowcast.protocol.plan import GroupPlan, StepPlan
+from rowcast.protocol.plan import StepPlan
+from rowcast.protocol.plan_layout import BATCH_ARRAYS, GROUP_ARRAYS
 
 Array = npt.NDArray[Any]
 Bytes = npt.NDArray[np.uint8]
 ARRAY_ALIGNMENT = 64
-PIECE_ARRAYS = ("long_rows", "piece_offsets", "piece_rows")
 BARRIER_STAMP = 1 << 62
 DENSE_STAMP = 1 << 61
 CHECKSUM_EVERY = 64  # pieces in shared memory carry a checksum at one step in so many; their guards are checked always
@@ -77,26 +77,12 @@ def make_block(arrays: Mapping[str, Array]) -> Block:
     return Block(arrays=tuple(np.ascontiguousarray(array) for array in arrays.values()), specs=tuple(specs), nbytes=end)
 
 
-def group_arrays(group: GroupPlan) -> Iterator[tuple[str, Array]]:
-    yield "slots", group.slots
-    yield "unique_slots", group.unique_slots
-    yield "segment_offsets", group.segment_offsets
-    yield "bag_order", group.bag_order
-    for name in PIECE_ARRAYS:
-        yield name, getattr(group.pieces, name)
-    for name in ("lookup_order", "offsets", "weights", "sequence_offsets"):
-        array = getattr(group, name)
-        if array is not None:
-            yield name, array
-    yield "fetch_slots", group.fetch.slots
-    yield "evict_slots", group.evict.slots[: group.num_dirty]
-
-
 def plan_block(batch: Batch, plan: StepPlan, checked: Mapping[str, Array] | None = None) -> Block:
     """Everything of a plan but its rows: what the trainer needs to look up, train and evict; and the slots that it is asked to check."""
-    arrays: dict[str, Array] = {"dense": batch.dense, "labels": batch.labels}
+    arrays: dict[str, Array] = {name: getattr(batch, name) for name in BATCH_ARRAYS}
     for index, group in enumerate(plan.groups):
-        arrays |= {f"{index}.{name}": array for name, array in group_arrays(group)}
+        own = {name: getattr(group, name) for name in GROUP_ARRAYS}
+        arrays |= {f"{index}.{name}": array for name, array in own.items() if array is not None}
     return make_block({**arrays, **(checked or {})})
 
 
@@ -105,8 +91,6 @@ def plan_header(batch: Batch, plan: StepPlan, block: Block, num_checksums: int =
         GroupHeader(
             num_lookups=len(group.slots),
             num_unique=len(group.unique_slots),
-            num_long=len(group.pieces.long_rows),
-            num_pieces=len(group.pieces.piece_rows),
             num_fetch=len(group.fetch),
             num_evict=len(group.evict),
             num_dirty=group.num_dirty,

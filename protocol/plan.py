@@ -1,14 +1,13 @@
 """What the prefetcher decides for one step, and what the trainer executes."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from rowcast.protocol.batch import Kind
-
-# a row that is looked up more often in a step is long: a device sums its look-ups in pieces of so many, side by side
-PIECE_LOOKUPS = 128
+from rowcast.protocol.plan_layout import GroupArrays
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -23,37 +22,23 @@ class RowMove:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Pieces:
-    """How the look-ups of K long rows, those with more than PIECE_LOOKUPS, are cut in P pieces; all but a row's last one are whole."""
+class GroupPlan(GroupArrays[npt.NDArray[Any]]):
+    """One group's part of a step: arrays for the trainer, and keys, which stay in the prefetcher."""
 
-    long_rows: npt.NDArray[np.int32]  # [K] the rows, as positions in unique_slots
-    piece_offsets: npt.NDArray[np.int32]  # [K + 1] where each long row's pieces start
-    piece_rows: npt.NDArray[np.int32]  # [P] the long row that each piece belongs to, as a position in long_rows
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class GroupPlan:
-    """One group's part of a step. N look-ups of U distinct rows in G bags, feature-major.
-
-    A feature has B bags, one a sample; one of the S features whose look-ups stay apart (pooling = "none") has a bag for each look-up, and
-    `sequence_offsets` tell them from sample to sample. Without such features G is F * B.
-    """
-
-    slots: npt.NDArray[np.int32]  # [N] slot of each look-up, feature-major
-    unique_slots: npt.NDArray[np.int32]  # [U] slot of each distinct row, by ascending key
-    segment_offsets: npt.NDArray[np.int32]  # [U + 1] where each distinct row's look-ups start in bag_order
-    bag_order: npt.NDArray[np.int32]  # [N] the bag of each look-up, grouped by row, in look-up order within a row
-    pieces: Pieces
-    # [N] the look-up behind each entry of bag_order; only where weights are given
-    lookup_order: npt.NDArray[np.int32] | None
-    offsets: npt.NDArray[np.int32] | None  # [G + 1] bag boundaries in slots, or None: every bag holds one look-up
-    weights: npt.NDArray[np.float32] | None  # [N] per look-up, or None
-    # [S, B + 1] where each sample's look-ups start among its feature's; None: S is 0
-    sequence_offsets: npt.NDArray[np.int32] | None = None
-    fetch: RowMove  # rows to bring, by ascending key; fetch.slots[i] == evict.slots[i] for every victim i
-    evict: RowMove  # victims, dirty ones first, each part by ascending key
-    num_dirty: int  # dirty victims: evict[:num_dirty] travel home, the others are dropped without a copy
+    fetch_keys: npt.NDArray[np.int64]  # [fetch] ascending: the rows to bring into fetch_slots
+    evict_keys: npt.NDArray[
+        np.int64
+    ]  # [evict] victims, dirty ones first, each part ascending; victim i leaves fetch_slots[i]
+    num_dirty: int  # dirty victims: the first of them travel home, the others are dropped without a copy
     fill_after: int | None  # the last step that reads or writes any victim; None without victims
+
+    @property
+    def fetch(self) -> RowMove:
+        return RowMove(keys=self.fetch_keys, slots=self.fetch_slots)
+
+    @property
+    def evict(self) -> RowMove:
+        return RowMove(keys=self.evict_keys, slots=self.fetch_slots[: len(self.evict_keys)])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,17 +50,6 @@ class StepPlan:
     epoch: int
     after_step: int | None  # RowsBack of this step must be in the store before this plan's rows may be read
     groups: tuple[GroupPlan, ...]
-
-
-def cut_long_rows(segment_offsets: npt.NDArray[np.int32]) -> Pieces:
-    """The pieces of a group whose rows' look-ups lie between these offsets, [U + 1]."""
-    lengths = np.diff(segment_offsets)
-    rows = np.flatnonzero(lengths > PIECE_LOOKUPS)
-    num_pieces = -(-lengths[rows] // PIECE_LOOKUPS)
-    offsets = np.zeros(len(rows) + 1, np.int32)
-    np.cumsum(num_pieces, out=offsets[1:])
-    piece_rows = np.repeat(np.arange(len(rows), dtype=np.int32), num_pieces)
-    return Pieces(long_rows=rows.astype(np.int32), piece_offsets=offsets, piece_rows=piece_rows)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -168,7 +168,7 @@ def test_the_stamps_of_all_pieces_of_steps_and_barriers_differ() -> None:
 
 
 @pytest.mark.parametrize("bags", ["single", "weighted"])
-def test_a_plans_block_holds_its_arrays_and_only_the_slots_of_dirty_victims(bags: Any) -> None:
+def test_a_plans_block_holds_its_arrays_and_its_header_their_counts(bags: Any) -> None:
     job = small_job("adagrad", bags, depth=1, horizon=2)
     batches = small_batches(job, bags)
     run = InProcessRun(job, batches, Settings(slots=slots_for(group_specs(job), batches, "one batch"))).run()
@@ -181,11 +181,15 @@ def test_a_plans_block_holds_its_arrays_and_only_the_slots_of_dirty_victims(bags
         assert by_name["dense"].tobytes() == scheduled.batch.dense.tobytes()
         assert by_name["labels"].tobytes() == scheduled.batch.labels.tobytes()
         for index, group in enumerate(plan.groups):
-            assert by_name[f"{index}.evict_slots"].tolist() == group.evict.slots[: group.num_dirty].tolist()
             assert by_name[f"{index}.fetch_slots"].tolist() == group.fetch.slots.tolist()
             assert (f"{index}.weights" in by_name) == (bags == "weighted")
             assert (f"{index}.offsets" in by_name) == (bags == "weighted")
-            assert header.groups[index].num_evict == len(group.evict)
+            counts = header.groups[index]
+            assert (counts.num_fetch, counts.num_evict, counts.num_dirty) == (
+                len(group.fetch),
+                len(group.evict),
+                group.num_dirty,
+            )
 
 
 def test_array_spans_stand_at_the_start_of_a_payload() -> None:

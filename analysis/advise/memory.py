@@ -6,7 +6,7 @@ from rowcast.analysis.advise.observed import Observed
 from rowcast.analysis.check.memory import DECODED_AHEAD
 from rowcast.job.schema import Job
 
-PLAN_SPARE = 1.25  # memory of a plan's arrays is taken with so much room to grow (trainer/execute/cache.py)
+PLAN_SPARE = 1.25  # memory of a plan's arrays is taken with so much room to grow (trainer/execute/plan_memory.py)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,6 +1,6 @@
 """The device's kernels against plain torch operations on the same device, and the fused update against its two halves.
 
-Look-ups and short rows are added in the same order by both, so these agree to the bit; a long row's pieces, and rules whose operations a
+Look-ups and short rows are added in the same order by both, so these agree to the bit; a long row's chunks, and rules whose operations a
 kernel joins, agree within rounding.
 """
 
@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rowcast.protocol.plan import cut_long_rows
 from rowcast.trainer.kernels import GroupLookup, Kernels, RowOptimizerKind, Rows, Rule, torch_ops
+from rowcast.trainer.kernels.chunks import Chunks, cut_long_rows
 
 KINDS: tuple[RowOptimizerKind, ...] = ("sgd", "adagrad", "rowwise_adagrad", "adam")
 DIMS = (4, 16, 33, 64, 128, 256)
@@ -53,7 +53,6 @@ def random_lookup(device: torch.device, rng: np.random.Generator) -> GroupLookup
     order = np.argsort(inverse, kind="stable").astype(np.int32)
     bags = np.repeat(np.arange(NUM_BAGS, dtype=np.int32), counts)
     segments = np.concatenate([[0], np.cumsum(uses)]).astype(np.int32)
-    pieces = cut_long_rows(segments)
     offsets = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
     arrays: dict[str, Any] = {
         "slots": places[rows],
@@ -63,12 +62,10 @@ def random_lookup(device: torch.device, rng: np.random.Generator) -> GroupLookup
         "lookup_order": order,
         "offsets": offsets,
         "weights": rng.standard_normal(len(rows), np.float32),
-        "long_rows": pieces.long_rows,
-        "piece_offsets": pieces.piece_offsets,
-        "piece_rows": pieces.piece_rows,
     }
     tensors: dict[str, Any] = {name: torch.from_numpy(array).to(device) for name, array in arrays.items()}
-    return GroupLookup(batch_size=BATCH_SIZE, **tensors)
+    chunks = Chunks(*(torch.from_numpy(array).to(device) for array in cut_long_rows(segments)))
+    return GroupLookup(batch_size=BATCH_SIZE, chunks=chunks, **tensors)
 
 
 def random_rows(case: Case, device: torch.device) -> Rows:

@@ -18,6 +18,7 @@ from rowcast.prefetcher.planner.planner import RowPlanner
 from rowcast.protocol.batch import Batch, ScheduledBatch
 from rowcast.protocol.plan import GroupPlan
 from rowcast.trainer.kernels import GroupLookup, Kernels, torch_ops
+from rowcast.trainer.kernels.chunks import Chunks, cut_long_rows
 from rowcast.trainer.kernels.compiled_ops import CompiledOps
 from rowcast.trainer.models.embedding import Embeddings
 
@@ -105,9 +106,7 @@ def lookup_of(plan: GroupPlan, terms: Terms) -> GroupLookup:
         unique_slots=torch.from_numpy(plan.unique_slots),
         segment_offsets=torch.from_numpy(plan.segment_offsets),
         bag_order=torch.from_numpy(plan.bag_order),
-        long_rows=torch.from_numpy(plan.pieces.long_rows),
-        piece_offsets=torch.from_numpy(plan.pieces.piece_offsets),
-        piece_rows=torch.from_numpy(plan.pieces.piece_rows),
+        chunks=Chunks(*map(torch.from_numpy, cut_long_rows(plan.segment_offsets))),
     )
 
 

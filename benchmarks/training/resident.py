@@ -26,8 +26,9 @@ from rowcast.protocol.batch import ScheduledBatch
 from rowcast.protocol.messages import PlanHeader
 from rowcast.protocol.packing import plan_block, plan_header
 from rowcast.runtime.cores import usable_cores
-from rowcast.trainer.execute.cache import unpack
+from rowcast.trainer.execute.plan_memory import unpack
 from rowcast.trainer.execute.streams import choose_device
+from rowcast.trainer.kernels.chunks import chunk_arrays
 from rowcast.trainer.models.runner import StepRunner
 
 
@@ -64,9 +65,10 @@ def step_inputs(recorded: RecordedPlan, device: torch.device) -> ResidentStep:
     content = np.empty(block.nbytes, np.uint8)
     block.write(0, content)
     header = plan_header(recorded.batch, recorded.plan, block)
-    return ResidentStep(
-        step=recorded.plan.step, header=header, arrays=unpack(torch.from_numpy(content).to(device), block.specs)
-    )
+    chunks = chunk_arrays([group.segment_offsets for group in recorded.plan.groups])
+    arrays = unpack(torch.from_numpy(content).to(device), block.specs)
+    arrays |= {name: torch.from_numpy(array).to(device) for name, array in chunks.items()}
+    return ResidentStep(step=recorded.plan.step, header=header, arrays=arrays)
 
 
 class ResidentRun:

@@ -15,7 +15,7 @@ from rowcast.prefetcher.planner.group_planner import GroupMoves, GroupPlanner, O
 from rowcast.prefetcher.planner.grouping import I64, Grouper, Grouping, Lookups, Pool, bags_of
 from rowcast.prefetcher.planner.horizon import Horizon, KnownBatch, ScheduledLookups
 from rowcast.prefetcher.planner.integrity import check_group
-from rowcast.protocol.plan import BarrierPlan, GroupPlan, StepPlan, cut_long_rows
+from rowcast.protocol.plan import BarrierPlan, GroupPlan, StepPlan
 from rowcast.runtime.compiled import compiled_loop
 from rowcast.runtime.errors import ConfigError
 
@@ -287,13 +287,13 @@ def group_plan(grouper: Grouper, grouping: Grouping, moves: GroupMoves) -> Group
         unique_slots=moves.unique_slots,
         segment_offsets=grouping.segment_offsets,
         bag_order=bags,
-        pieces=cut_long_rows(grouping.segment_offsets),
         lookup_order=None if grouping.weights is None else order,
         offsets=grouping.offsets,
         weights=grouping.weights,
         sequence_offsets=grouping.sequence_offsets,
-        fetch=moves.fetch,
-        evict=moves.evict,
+        fetch_slots=moves.fetch.slots,
+        fetch_keys=moves.fetch.keys,
+        evict_keys=moves.evict.keys,
         num_dirty=moves.num_dirty,
         fill_after=moves.fill_after,
     )

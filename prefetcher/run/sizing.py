@@ -15,6 +15,7 @@ from rowcast.job.tables import GroupSpec, aligned
 from rowcast.prefetcher.planner.capacity import measure
 from rowcast.protocol.batch import Batch, ScheduledBatch
 from rowcast.protocol.packing import ARRAY_ALIGNMENT
+from rowcast.protocol.plan_layout import GROUP_ARRAYS, Counts
 from rowcast.protocol.transport.ring import largest_payload
 from rowcast.protocol.transport.ring_file import free_shared_memory
 from rowcast.runtime.cores import usable_cores
@@ -61,15 +62,22 @@ def typical_plan(groups: Sequence[GroupSpec], measured: Sequence[ScheduledBatch]
     touched = measure(tuple(groups), measured)
     new_rows = sum(rows * group.record_bytes for rows, group in zip(touched.distinct_rows, groups, strict=True))
     most_rows = sum(touched.largest_batch_rows)
-    most_lookups = max(lookup_bytes(scheduled.batch) for scheduled in measured)
-    return Typical(rows=new_rows // len(measured), arrays=int(ARRAYS_SPARE * (most_lookups + 16 * most_rows)))
+    most_arrays = max(group_arrays_bytes(scheduled.batch, most_rows) for scheduled in measured)
+    return Typical(rows=new_rows // len(measured), arrays=int(ARRAYS_SPARE * most_arrays))
 
 
-def lookup_bytes(batch: Batch) -> int:
-    """Of a plan's arrays of look-ups, in each of which ids and offsets take half of what they take in a batch (`packing.plan_block`)."""
-    given = 0 if batch.offsets is None else batch.offsets.nbytes // 2
-    weighted = 0 if batch.weights is None else 2 * batch.weights.nbytes
-    return batch.ids.nbytes + given + weighted
+def group_arrays_bytes(batch: Batch, num_rows: int) -> int:
+    """Of a plan's arrays, as if all tables were one group that pools and every row were fetched."""
+    present = {name for name in ("offsets", "weights") if getattr(batch, name) is not None}
+    counts = Counts(
+        samples=batch.size,
+        lookups=len(batch.ids),
+        unique=num_rows,
+        bags=len(batch.ids) if batch.offsets is None else len(batch.offsets) - 1,
+        fetch=num_rows,
+        present=frozenset(present),
+    )
+    return sum(layout.nbytes_of(counts) for layout in GROUP_ARRAYS.values())
 
 
 def automatic_ring_bytes(typical: Typical, depth: int) -> int:

@@ -10,7 +10,7 @@ An Arrow IPC file; a record batch of one row a step, compressed, and one more ro
     rows_fetched, rows_evicted, rows_written_back, fill_after    a value a group; at the end rows_written_back are the rows flushed
     after_step         or null
     batch_checksum     xxh3 of ids, offsets and weighted, 16 hex digits
-    plan_checksum      xxh3 of the plan's scalars and arrays, but for the weights, and for the pieces, which follow from the segments
+    plan_checksum      xxh3 of the plan's scalars and arrays, but for the weights
     finished           at the end: whether the data had ended, or a stop was asked for
 
 The schema's metadata are the version and the header (trace_header.py). Both sides hold one step in memory. The file appears whole or
@@ -18,6 +18,7 @@ not at all, and so only for a run that ended in order.
 """
 
 import os
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,10 +34,11 @@ import xxhash
 from rowcast.prefetcher.traces.header import TraceHeader, feature_limits
 from rowcast.protocol.batch import Batch, ScheduledBatch
 from rowcast.protocol.plan import GroupPlan, StepPlan
+from rowcast.protocol.plan_layout import GROUP_ARRAYS
 from rowcast.runtime.checkpoint_manifest import sync_folder
 from rowcast.runtime.errors import ConfigError
 
-TRACE_VERSION = "1"
+TRACE_VERSION = "2"
 VERSION_KEY, HEADER_KEY = b"rowcast.trace.version", b"rowcast.trace.header"
 END = "end"
 
@@ -74,18 +76,13 @@ def plan_checksum(plan: StepPlan) -> str:
     return hasher.hexdigest()
 
 
-def plan_arrays(group: GroupPlan) -> list[npt.NDArray[Any] | None]:
-    lookups = [
-        group.slots,
-        group.unique_slots,
-        group.segment_offsets,
-        group.bag_order,
-        group.lookup_order,
-        group.offsets,
-    ]
-    if group.sequence_offsets is not None:
-        lookups.append(group.sequence_offsets.reshape(-1))
-    return [*lookups, group.fetch.keys, group.fetch.slots, group.evict.keys, group.evict.slots]
+def plan_arrays(group: GroupPlan) -> Iterator[npt.NDArray[Any] | None]:
+    """What the planner decided: all but the weights, which are the batch's own."""
+    for name in GROUP_ARRAYS:
+        if name != "weights":
+            yield getattr(group, name)
+    yield group.fetch_keys
+    yield group.evict_keys
 
 
 def batch_checksum(batch: Batch) -> str:
@@ -96,11 +93,11 @@ def batch_checksum(batch: Batch) -> str:
 
 
 def add_array(hasher: Any, array: npt.NDArray[Any] | None) -> None:
-    """With its dtype and length, so that no two lists of arrays look alike."""
+    """With its dtype and shape, so that no two lists of arrays look alike."""
     if array is None:
         hasher.update(b" none")
         return
-    hasher.update(f" {array.dtype.str} {len(array)} ".encode())
+    hasher.update(f" {array.dtype.str} {array.shape} ".encode())
     hasher.update(np.ascontiguousarray(array).data)
 
 

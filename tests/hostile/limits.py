@@ -1,5 +1,5 @@
 """A second check of every limit of a frame, over plain values: it knows the messages from this table alone and shares no code with
-`rowcast.protocol.codec`.
+`rowcast.protocol.codec`; only the dtypes are those of the plan's arrays.
 
 A field's kind: "n" number, "n?" or None, "f" seconds, "t" text, "s" a sentence, "y" bytes, "b" bool, "c" checksum, "[x]" a list of x,
 a name in capitals one of the structs here, and words are the choices.
@@ -8,21 +8,16 @@ a name in capitals one of the structs here, and words are the choices.
 import math
 from typing import Any
 
+from rowcast.protocol.plan_layout import ITEM_BYTES
+
 Plain = dict[str, Any]
 PIECE = {"piece": "n", "num_pieces": "n"}
 DENSE = {**PIECE, "nbytes": "n", "checksum": "c", "payload": "REF", "span": "SPAN"}
 STRUCTS: dict[str, dict[str, str]] = {
     "REF": {"position": "n", "nbytes": "n", "end": "n", "checksum": "c?"},
-    "SPEC": {"name": "t", "dtype": "f4 i4 i8 u1", "shape": "[n]", "offset": "n"},
+    "SPEC": {"name": "t", "dtype": " ".join(ITEM_BYTES), "shape": "[n]", "offset": "n"},
     "GROUP": {
-        **{
-            "num_lookups": "n",
-            "num_unique": "n",
-            "num_long": "n",
-            "num_pieces": "n",
-            "num_fetch": "n",
-            "num_evict": "n",
-        },
+        **{"num_lookups": "n", "num_unique": "n", "num_fetch": "n", "num_evict": "n"},
         **{"num_dirty": "n", "fill_after": "n?", "sequence_lookups": "[n]"},
     },
     "PLAN": {
@@ -184,8 +179,6 @@ def plan_fits(message: Plain) -> bool:
         after = group["fill_after"]
         if sum(group["sequence_lookups"]) > group["num_lookups"]:
             return False
-        if group["num_long"] > group["num_unique"] or group["num_pieces"] > group["num_lookups"]:
-            return False
         if (
             counts != sorted(counts)
             or (group["num_evict"] and after is None)
@@ -196,11 +189,10 @@ def plan_fits(message: Plain) -> bool:
 
 
 def specs_fit(specs: list[Plain], nbytes: int) -> bool:
-    width = {"f4": 4, "i4": 4, "i8": 8, "u1": 1}
     inside = all(
         len(spec["shape"]) <= 2
         and spec["offset"] % 64 == 0
-        and spec["offset"] + math.prod(spec["shape"]) * width[spec["dtype"]] <= nbytes
+        and spec["offset"] + math.prod(spec["shape"]) * ITEM_BYTES[spec["dtype"]] <= nbytes
         for spec in specs
     )
     return inside and len({spec["name"] for spec in specs}) == len(specs)

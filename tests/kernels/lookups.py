@@ -11,8 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
-import rowcast.protocol.plan
+import rowcast.trainer.kernels.chunks
 from rowcast.trainer.kernels import GroupLookup, RowOptimizerKind, Rows, Rule, torch_ops
+from rowcast.trainer.kernels.chunks import Chunks, cut_long_rows
 from rowcast.trainer.kernels.self_check import fill_randomly
 
 KINDS: tuple[RowOptimizerKind, ...] = ("sgd", "adagrad", "rowwise_adagrad", "adam")
@@ -36,16 +37,13 @@ def group_of(ids: Array, counts: Array | None, weights: Tensor | None, slots: Te
     order = np.argsort(inverse, kind="stable")
     bags = np.arange(len(ids)) if counts is None else np.repeat(np.arange(len(counts)), counts)
     segment_offsets = np.concatenate([[0], np.cumsum(uses)]).astype(np.int32)
-    pieces = rowcast.protocol.plan.cut_long_rows(segment_offsets)
     return GroupLookup(
         batch_size=len(ids) if counts is None else len(counts),
         slots=slots[ids],
         unique_slots=slots[rows],
         segment_offsets=torch.from_numpy(segment_offsets),
         bag_order=torch.from_numpy(bags[order].astype(np.int32)),
-        long_rows=torch.from_numpy(pieces.long_rows),
-        piece_offsets=torch.from_numpy(pieces.piece_offsets),
-        piece_rows=torch.from_numpy(pieces.piece_rows),
+        chunks=Chunks(*map(torch.from_numpy, cut_long_rows(segment_offsets))),
         lookup_order=None if weights is None else torch.from_numpy(order.astype(np.int32)),
         offsets=None if counts is None else torch.from_numpy(np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)),
         weights=weights,
@@ -114,13 +112,13 @@ def random_gradients(num_rows: int, dim: int, seed: int = 1) -> Tensor:
     return grads
 
 
-def reduce_in_pieces(pooled_grad: Tensor, group: GroupLookup, divisors: Tensor | None) -> Tensor:
-    """`torch_ops.reduce`, long rows piece by piece."""
-    most, ends = rowcast.protocol.plan.PIECE_LOOKUPS, group.segment_offsets.tolist()
+def reduce_in_chunks(pooled_grad: Tensor, group: GroupLookup, divisors: Tensor | None) -> Tensor:
+    """`torch_ops.reduce`, long rows chunk by chunk."""
+    most, ends = rowcast.trainer.kernels.chunks.CHUNK_LOOKUPS, group.segment_offsets.tolist()
     starts = [list(range(first, end, most)) for first, end in pairwise(ends)]
-    pieces = torch.tensor([*(start for of_row in starts for start in of_row), ends[-1]], dtype=torch.int32)
+    chunks = torch.tensor([*(start for of_row in starts for start in of_row), ends[-1]], dtype=torch.int32)
     rows = torch.tensor(np.cumsum([0, *map(len, starts)]), dtype=torch.int32)
-    sums = torch_ops.reduce(pooled_grad, replace(group, segment_offsets=pieces), divisors)
+    sums = torch_ops.reduce(pooled_grad, replace(group, segment_offsets=chunks), divisors)
     return torch_ops.segment_sum(sums, torch.arange(len(sums), dtype=torch.int32), rows)
 
 

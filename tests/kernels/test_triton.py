@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 import torch
 
-from rowcast.protocol.plan import PIECE_LOOKUPS
 from rowcast.trainer import kernels
 from rowcast.trainer.kernels import Kernels, RowOptimizerKind, blocks, torch_ops, triton_ops
+from rowcast.trainer.kernels.chunks import CHUNK_LOOKUPS
 from tests.kernels.lookups import (
     KINDS,
     PRECISIONS,
@@ -24,7 +24,7 @@ from tests.kernels.lookups import (
     group_of,
     random_gradients,
     random_group,
-    reduce_in_pieces,
+    reduce_in_chunks,
     rule_of,
     trained,
 )
@@ -35,9 +35,9 @@ OURS: Kernels = triton_ops
 
 
 @pytest.fixture(autouse=True)
-def short_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+def short_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that few look-ups make a long row."""
-    monkeypatch.setattr("rowcast.protocol.plan.PIECE_LOOKUPS", 5)
+    monkeypatch.setattr("rowcast.trainer.kernels.chunks.CHUNK_LOOKUPS", 5)
 
 
 @pytest.mark.parametrize("dim", DIMS)
@@ -55,13 +55,13 @@ def test_a_lookup_has_the_bits_of_torch(dim: int, dtype: torch.dtype, most: int,
 
 @pytest.mark.parametrize("dim", DIMS)
 @pytest.mark.parametrize(("most", "weighted"), [(0, False), (0, True), (3, True), (3, False)])
-def test_row_gradients_have_the_bits_of_torch_on_each_piece(dim: int, most: int, weighted: bool) -> None:
+def test_row_gradients_have_the_bits_of_torch_on_each_chunk(dim: int, most: int, weighted: bool) -> None:
     group = random_group(dim, 20, 37, most, weighted)
-    assert 0 < len(group.long_rows) < len(group.piece_rows) - 1
+    assert 0 < len(group.chunks.long_rows) < len(group.chunks.chunk_rows) - 1
     divisors = divisors_of(group) if most and not weighted else None
     grads = random_gradients(37, dim)
     ours = OURS.reduce(grads, group, divisors)
-    assert torch.equal(bits(ours), bits(reduce_in_pieces(grads, group, divisors)))
+    assert torch.equal(bits(ours), bits(reduce_in_chunks(grads, group, divisors)))
     torch.testing.assert_close(ours, torch_ops.reduce(grads, group, divisors))
 
 
@@ -91,7 +91,7 @@ def test_an_update_has_the_bits_of_its_two_halves(kind: RowOptimizerKind, dtype:
     shapes = ((4, 0, False), (33, 2, True), (100, 2, False))
     dim, most, weighted = shapes[(KINDS.index(kind) + PRECISIONS.index((dtype, master))) % 3]
     group = random_group(dim, 12, 37, most, weighted)
-    assert len(group.long_rows)
+    assert len(group.chunks.long_rows)
     divisors = divisors_of(group) if most and not weighted else None
     layout, rule = Layout(dim=dim, kind=kind, dtype=dtype, master=master), rule_of(kind, 0.1 if most else None)
     records, grads = layout.records(15), random_gradients(37, dim)
@@ -111,7 +111,7 @@ def test_rows_of_1024_columns_are_looked_up_and_updated(kind: RowOptimizerKind) 
     )
     ours = trained(layout, records, lambda rows: OURS.update(rows, grads, group, None, rule_of(kind)))
     with as_on_a_device():
-        row_grads = reduce_in_pieces(grads, group, None)
+        row_grads = reduce_in_chunks(grads, group, None)
         theirs = trained(
             layout, records, lambda rows: torch_ops.apply(rows, group.unique_slots, row_grads, rule_of(kind))
         )
@@ -119,16 +119,16 @@ def test_rows_of_1024_columns_are_looked_up_and_updated(kind: RowOptimizerKind) 
 
 
 @pytest.mark.parametrize("num_lookups", [128, 129, 256, 400])
-def test_one_row_that_every_lookup_uses_is_summed_in_pieces(num_lookups: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rowcast.protocol.plan.PIECE_LOOKUPS", PIECE_LOOKUPS)
+def test_one_row_that_every_lookup_uses_is_summed_in_chunks(num_lookups: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rowcast.trainer.kernels.chunks.CHUNK_LOOKUPS", CHUNK_LOOKUPS)
     group, layout = random_group(1, 1, num_lookups, 0), Layout(dim=8, kind="adagrad")
-    assert len(group.piece_rows) == (0 if num_lookups == 128 else -(-num_lookups // 128))
+    assert len(group.chunks.chunk_rows) == (0 if num_lookups == 128 else -(-num_lookups // 128))
     records, grads = layout.records(4), random_gradients(num_lookups, 8)
     row_grads = OURS.reduce(grads, group, None)
-    assert torch.equal(bits(row_grads), bits(reduce_in_pieces(grads, group, None)))
+    assert torch.equal(bits(row_grads), bits(reduce_in_chunks(grads, group, None)))
     assert torch.equal(bits(row_grads), bits(torch_ops.reduce(grads, group, None))) == (
         num_lookups <= 129
-    )  # a piece of one is the same addition
+    )  # a chunk of one is the same addition
     ours = trained(layout, records, lambda rows: OURS.update(rows, grads, group, None, rule_of("adagrad")))
     halves = trained(layout, records, lambda rows: OURS.apply(rows, group.unique_slots, row_grads, rule_of("adagrad")))
     assert torch.equal(ours, halves)
@@ -199,9 +199,8 @@ def test_nothing_is_launched_for_nothing(monkeypatch: pytest.MonkeyPatch) -> Non
     empty_bags = kernels.GroupLookup(
         **{
             name: getattr(no_bags, name)
-            for name in ("batch_size", "slots", "unique_slots", "segment_offsets", "bag_order")
+            for name in ("batch_size", "slots", "unique_slots", "segment_offsets", "bag_order", "chunks")
         },
-        **{name: getattr(no_bags, name) for name in ("long_rows", "piece_offsets", "piece_rows")},
         offsets=torch.zeros(8, dtype=torch.int32),
     )
     with pytest.raises(AssertionError, match=r"launched on \(1,\)"):
@@ -217,9 +216,9 @@ def test_nothing_is_launched_for_nothing(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_pooled_gradients_may_have_any_strides() -> None:
     group, grads = random_group(4, 9, 21, 3), random_gradients(12, 21).T
     assert not grads.is_contiguous()
-    assert torch.equal(bits(OURS.reduce(grads, group, None)), bits(reduce_in_pieces(grads.contiguous(), group, None)))
+    assert torch.equal(bits(OURS.reduce(grads, group, None)), bits(reduce_in_chunks(grads.contiguous(), group, None)))
     same = torch.ones(()).expand(21, 12)
-    assert torch.equal(bits(OURS.reduce(same, group, None)), bits(reduce_in_pieces(same.contiguous(), group, None)))
+    assert torch.equal(bits(OURS.reduce(same, group, None)), bits(reduce_in_chunks(same.contiguous(), group, None)))
 
 
 def test_slots_may_lie_beyond_2_to_the_31_elements() -> None:

@@ -3,7 +3,6 @@
 from dataclasses import replace
 from typing import get_args
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -40,15 +39,6 @@ runs = st.builds(
 @given(runs)
 def test_plans_and_barriers_equal_brute_force_field_by_field(run: Run) -> None:
     assert_same(entries_of(run, check=True), oracle_entries(run))
-
-
-def test_pieces_of_long_rows_equal_brute_force(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rowcast.protocol.plan.PIECE_LOOKUPS", 3)
-    run = random_run(seed=7, groups=one_group(4, 40), num_steps=6, batch_size=90, depth=2, horizon=3)
-    entries = entries_of(run, check=True)
-    assert_same(entries, oracle_entries(run))
-    pieces = [entry.groups[0].pieces for entry in entries if isinstance(entry, StepPlan)]
-    assert any(1 < len(own.long_rows) < len(own.piece_rows) - 1 for own in pieces)
 
 
 def test_plans_equal_brute_force_when_directory_and_ring_grow() -> None:

@@ -170,8 +170,6 @@ IMPOSSIBLE: list[tuple[AnyMessage, str]] = [
         "two arrays of a block have one name",
     ),
     (ready_group(num_unique=21), "20 look-ups cannot touch 21 rows"),
-    (ready_group(num_long=11), "11 of 10 rows are cut in pieces"),
-    (ready_group(num_pieces=21), "20 look-ups are cut in 21 pieces"),
     (ready_group(sequence_lookups=(8, 13)), "21 look-ups of sequences are among 20"),
     (ready_group(num_fetch=11), "11 rows are fetched for a batch of 10"),
     (ready_group(num_evict=6), "6 victims make room for 5 rows"),

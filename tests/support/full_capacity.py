@@ -13,8 +13,8 @@ from rowcast.job.file import parse_job
 from rowcast.job.schema import Job
 from rowcast.job.tables import GroupSpec, RecordPart, group_specs, make_keys
 from rowcast.protocol.batch import Batch, Kind, ScheduledBatch
-from rowcast.protocol.plan import cut_long_rows
 from rowcast.trainer.kernels import Kernels, torch_ops
+from rowcast.trainer.kernels.chunks import Chunks, cut_long_rows
 from rowcast.trainer.kernels.optim import DTYPES, part_of
 from rowcast.trainer.models import build_model
 from rowcast.trainer.models.embedding import Embeddings, GroupLookup
@@ -187,16 +187,13 @@ class FullGroup:
         sequence_offsets = np.pad(np.cumsum(counts[list(apart)], axis=1), ((0, 0), (1, 0)))
         unique_slots = self._slots[np.searchsorted(self._keys, keys)]
         segment_offsets = np.concatenate([[0], np.cumsum(uses)]).astype(np.int32)
-        pieces = cut_long_rows(segment_offsets)
         return GroupLookup(
             batch_size=batch.size,
             slots=i32(unique_slots[inverse]),
             unique_slots=i32(unique_slots),
             segment_offsets=torch.from_numpy(segment_offsets),
             bag_order=i32(bags[order]),
-            long_rows=torch.from_numpy(pieces.long_rows),
-            piece_offsets=torch.from_numpy(pieces.piece_offsets),
-            piece_rows=torch.from_numpy(pieces.piece_rows),
+            chunks=Chunks(*map(torch.from_numpy, cut_long_rows(segment_offsets))),
             lookup_order=None if batch.weights is None else i32(order),
             offsets=None if batch.offsets is None else i32(np.concatenate([[0], np.cumsum(bag_sizes)])),
             weights=None if batch.weights is None else torch.from_numpy(batch.weights[lookups]),

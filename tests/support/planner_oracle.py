@@ -4,9 +4,8 @@ import math
 
 import numpy as np
 
-import rowcast.protocol.plan
 from rowcast.protocol.batch import ScheduledBatch
-from rowcast.protocol.plan import BarrierPlan, GroupPlan, Pieces, RowMove, StepPlan
+from rowcast.protocol.plan import BarrierPlan, GroupPlan, RowMove, StepPlan
 from tests.support.planner_runs import Entry, Run, distinct_keys, i32, i64, lookups_of, plan_bags
 
 
@@ -48,13 +47,13 @@ class GroupOracle:
         free = sorted(set(range(self.num_slots)) - set(self.slot.values()))
         victims = self.victims(max(0, len(missing) - len(free)), step, keys)
         num_dirty = sum(key in self.dirty for key in victims)
-        evict = RowMove(keys=i64(victims), slots=i32([self.slot[key] for key in victims]))
+        left = [self.slot[key] for key in victims]
         fill_after = max((self.last_use[key] for key in victims), default=None)
         for key in victims:
             del self.slot[key], self.num_uses[key]
             self.dirty.discard(key)
-        fetch = RowMove(keys=i64(missing), slots=i32([*evict.slots.tolist(), *free][: len(missing)]))
-        self.slot.update(zip(missing, fetch.slots.tolist(), strict=True))
+        fetch_slots = [*left, *free][: len(missing)]
+        self.slot.update(zip(missing, fetch_slots, strict=True))
         self.last_use.update((key, step) for key in keys)
         self.num_uses.update((key, self.num_uses.get(key, 0) + 1) for key in keys)
         if scheduled.kind == "train":
@@ -68,13 +67,13 @@ class GroupOracle:
             unique_slots=i32([self.slot[key] for key in keys]),
             segment_offsets=i32([sum(counts[:i]) for i in range(len(keys) + 1)]),
             bag_order=i32([bags[i] for i in order]),
-            pieces=pieces_of(counts),
             lookup_order=None if batch.weights is None else i32(order),
             offsets=None if one_each else i32([sum(bag < b for bag in bags) for b in range(num_bags + 1)]),
             weights=None if batch.weights is None else batch.weights[[i for _, _, i in lookups]],
             sequence_offsets=np.array(starts, np.int32) if starts else None,
-            fetch=fetch,
-            evict=evict,
+            fetch_slots=i32(fetch_slots),
+            fetch_keys=i64(missing),
+            evict_keys=i64(victims),
             num_dirty=num_dirty,
             fill_after=fill_after,
         )
@@ -83,18 +82,6 @@ class GroupOracle:
         dirty = sorted(self.dirty)
         self.dirty.clear()
         return RowMove(keys=i64(dirty), slots=i32([self.slot[key] for key in dirty]))
-
-
-def pieces_of(counts: list[int]) -> Pieces:
-    """Of rows with so many look-ups each, piece by piece."""
-    most = rowcast.protocol.plan.PIECE_LOOKUPS
-    long_rows = [row for row, count in enumerate(counts) if count > most]
-    num_pieces = [len(range(0, counts[row], most)) for row in long_rows]
-    return Pieces(
-        long_rows=i32(long_rows),
-        piece_offsets=i32([sum(num_pieces[:k]) for k in range(len(long_rows) + 1)]),
-        piece_rows=i32([k for k, pieces in enumerate(num_pieces) for _ in range(pieces)]),
-    )
 
 
 def oracle_entries(run: Run) -> list[Entry]:

@@ -6,7 +6,7 @@ from rowcast.job.tables import GroupSpec
 from rowcast.prefetcher.pipeline.metrics import PrefetcherCollector, PrefetcherCounters, PrefetcherGauges, SlotStates
 from rowcast.prefetcher.pipeline.metrics import new_counters as new_prefetcher_counters
 from rowcast.protocol.messages import ArraySpan, Flush, GroupHeader, PlanHeader, RingRef, RowsBack, RowSpan, StepReady
-from rowcast.protocol.plan import GroupPlan, RowMove, StepPlan, cut_long_rows
+from rowcast.protocol.plan import GroupPlan, StepPlan
 from rowcast.runtime.telemetry.build import build_info, versions
 from rowcast.runtime.telemetry.health import Health
 from rowcast.trainer.execute.metrics import TrainerCollector, TrainerCounters, TrainerGauges
@@ -40,12 +40,9 @@ def step_plan(
         unique_slots=np.zeros(num_unique, np.int32),
         segment_offsets=np.zeros(num_unique + 1, np.int32),
         bag_order=np.zeros(num_lookups, np.int32),
-        pieces=cut_long_rows(np.zeros(num_unique + 1, np.int32)),
-        lookup_order=None,
-        offsets=None,
-        weights=None,
-        fetch=RowMove(keys=np.zeros(num_fetch, np.int64), slots=np.zeros(num_fetch, np.int32)),
-        evict=RowMove(keys=np.zeros(num_evict, np.int64), slots=np.zeros(num_evict, np.int32)),
+        fetch_slots=np.zeros(num_fetch, np.int32),
+        fetch_keys=np.zeros(num_fetch, np.int64),
+        evict_keys=np.zeros(num_evict, np.int64),
         num_dirty=2,
         fill_after=None,
     )

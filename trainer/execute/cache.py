@@ -16,26 +16,24 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from rowcast.job.tables import GroupSpec
-from rowcast.protocol.messages import ArraySpec, Flush, PlanHeader, Released, RingRef, RowSpan, StepReady
+from rowcast.protocol.messages import Flush, PlanHeader, Released, RingRef, RowSpan, StepReady
 from rowcast.protocol.packing import Piece, barrier_stamp, cut, plan_stamp
 from rowcast.protocol.row_checksum import barrier_name, fetched_name, victims_name
 from rowcast.protocol.transport.ring import RingReader, release
-from rowcast.runtime.errors import ConfigError, RemoteProtocolError
+from rowcast.runtime.errors import RemoteProtocolError
 from rowcast.trainer.execute.host_memory import HostMemory
 from rowcast.trainer.execute.metrics import TrainerCounters
 from rowcast.trainer.execute.phases import phase_clock
-from rowcast.trainer.execute.plan_check import ArrivingBlock, PlanCheck
+from rowcast.trainer.execute.plan_check import ArrivingBlock, Bytes, PlanCheck
+from rowcast.trainer.execute.plan_memory import PlanMemory, unpack
 from rowcast.trainer.execute.row_checksums import Asked, RowChecks
 from rowcast.trainer.execute.sender import EvictTask, Sender
 from rowcast.trainer.execute.staging import Place, Staging
 from rowcast.trainer.execute.streams import Event, Streams
-
-DTYPES = {"f4": torch.float32, "i4": torch.int32, "i8": torch.int64, "u1": torch.uint8}
 
 
 @dataclass(slots=True)
@@ -46,7 +44,7 @@ class ArrivedStep:
     header: PlanHeader
     block: Tensor  # u8 [arrays_bytes] on the device
     arriving: ArrivingBlock  # the same on the host, until it is checked
-    arrays: dict[str, Tensor]  # views of the block, by name
+    arrays: dict[str, Tensor]  # by name; those that are derived, once the block is checked
     num_pieces: int
     asked: Asked  # checksums
     pieces: list[StepReady] = field(default_factory=list)  # copied in, by number
@@ -108,7 +106,7 @@ class DeviceCache:
         self._copying: deque[tuple[RingRef, Event]] = deque()
         self._flushing: FlushJob | None = None
         self._flushed: FlushJob | None = None  # kept until the next one: a device may still read its slots
-        self._blocks: list[Tensor] = [streams.allocate(0) for _ in range(depth + 2)]  # arrays of a plan, reused in turn
+        self._plans = [PlanMemory(streams) for _ in range(depth + 2)]  # used in turn
         self._computed: dict[int, Event] = {}  # steps issued and not known to be complete
         self._last_issued: int | None = None
 
@@ -158,7 +156,7 @@ class DeviceCache:
     @property
     def plans_bytes(self) -> int:
         """Memory on the device for the arrays of the plans that are here."""
-        return sum(block.nbytes for block in self._blocks)
+        return sum(memory.nbytes for memory in self._plans)
 
     # ring -> device
 
@@ -186,33 +184,24 @@ class DeviceCache:
         return True
 
     def _arrived(self, message: StepReady, header: PlanHeader) -> ArrivedStep:
-        index = message.step % len(self._blocks)
-        if len(self._blocks[index]) < header.arrays_bytes:
-            self._blocks[index] = self._allocate_block(message.step, header.arrays_bytes)
-        block = self._blocks[index][: header.arrays_bytes]
+        memory = self._plans[message.step % len(self._plans)]
+        block = memory.open(message.step, header)
         arrays = unpack(block, header.arrays)
+
+        def arrived_whole(content: Bytes) -> None:
+            self._check.arrays(message.step, header, content)
+            arrays.update(memory.derive(header, content))
+
         names = [name for group in range(len(self._groups)) for name in (fetched_name(group), victims_name(group))]
         return ArrivedStep(
             step=message.step,
             header=header,
             block=block,
-            arriving=ArrivingBlock(
-                header.arrays_bytes, lambda content: self._check.arrays(message.step, header, content)
-            ),
+            arriving=ArrivingBlock(header.arrays_bytes, arrived_whole),
             arrays=arrays,
             num_pieces=message.num_pieces,
             asked=self._checks.asked(arrays, names),
         )
-
-    def _allocate_block(self, step: int, nbytes: int) -> Tensor:
-        try:
-            return self._streams.allocate(nbytes * 5 // 4)
-        except RuntimeError as error:
-            first_line = str(error).partition("\n")[0]
-            raise ConfigError(
-                f"step {step} brings {nbytes} bytes of look-ups, for which {self._streams.device} has no room ({first_line}); "
-                "make data.batch_size or cache.capacity smaller"
-            ) from None
 
     def _copy_in(self, arrived: ArrivedStep, message: StepReady, place: Place | None) -> None:
         stream = self._streams.copy_in
@@ -300,8 +289,8 @@ class DeviceCache:
     def _gather_victims(self, arrived: ArrivedStep, victims: list[RowSpan], room: Place) -> None:
         sources = self._gather(
             victims,
-            slots=[
-                arrived.arrays[f"{span.group}.evict_slots"][span.start : span.start + span.count] for span in victims
+            slots=[  # a victim leaves the slot of the row in its place
+                arrived.arrays[f"{span.group}.fetch_slots"][span.start : span.start + span.count] for span in victims
             ],
             room=room,
         )
@@ -417,17 +406,3 @@ def staged_bytes(message: StepReady) -> int:
 def bytes_of(spans: Sequence[RowSpan], groups: Sequence[GroupSpec]) -> int:
     """From the first byte of a piece's place to the end of its last span."""
     return spans[-1].offset + spans[-1].count * groups[spans[-1].group].record_bytes if spans else 0
-
-
-def unpack(block: Tensor, specs: tuple[ArraySpec, ...]) -> dict[str, Tensor]:
-    """Named views of a block. Raises RemoteProtocolError where an array does not lie inside it."""
-    arrays = {}
-    for spec in specs:
-        dtype = DTYPES[spec.dtype]
-        nbytes = dtype.itemsize * int(np.prod(spec.shape, dtype=np.int64))
-        if spec.offset + nbytes > len(block):
-            raise RemoteProtocolError(
-                f"array {spec.name} ends at byte {spec.offset + nbytes} of a block of {len(block)} bytes"
-            )
-        arrays[spec.name] = block[spec.offset : spec.offset + nbytes].view(dtype).view(spec.shape)
-    return arrays

@@ -5,23 +5,15 @@
                  arrays, when the last byte of the block has come: see below
     Flush        the same of a barrier's slots
 
-Of the arrays in a block, those that hold positions are used as they are, by operations that on a device cannot say what was wrong:
-
-    slots, unique_slots, fetch_slots, evict_slots, verify_*     < slots of the group
-    bag_order                                                   < bags of the group
-    lookup_order                                                < look-ups
-    segment_offsets, offsets                                    from 0 to the look-ups, never falling
-    long_rows, piece_offsets, piece_rows                        what follows from segment_offsets
-    sequence_offsets                                            of each feature, from 0 to its look-ups, never falling
-    evict_slots                                                 the first of fetch_slots
-    unique_slots, fetch_slots, over tcp                         no slot twice: each is written, and only one value can stay
+Arrays of positions are used as they are, by operations that on a device cannot say what was wrong. So each of their values must lie in the
+range that `protocol/plan_layout.py` gives.
 
 That is enough: each of these operations reads and writes inside its own tensors then. Whether they are the *right* rows is for the
 planner, and `--verify`; dense features, labels, weights and rows are numbers, of which any will do.
 
 In a ring that two processes share, a peer could change the bytes behind the check. It runs as the same user, who could do worse; over tcp
-the ring is a mirror of our own, and what was checked is what is used. There too a slot that is named twice is looked for, which costs more
-than all the rest; it makes the numbers wrong, as a wrong row does, but reaches nothing outside.
+the ring is a mirror of our own, and what was checked is what is used. Only over tcp are distinct slots checked to be distinct, which costs
+more than all the rest: a slot that is written twice makes the numbers wrong, as a wrong row does, but reaches nothing outside.
 """
 
 import itertools
@@ -34,17 +26,16 @@ import numpy.typing as npt
 
 from rowcast.job.schema import Job
 from rowcast.job.tables import GroupSpec, aligned
-from rowcast.protocol.messages import ArraySpan, ArraySpec, Flush, GroupHeader, PlanHeader, StepReady, Welcome
-from rowcast.protocol.packing import ARRAY_ALIGNMENT, PIECE_ARRAYS
-from rowcast.protocol.plan import cut_long_rows
-from rowcast.protocol.row_checksum import barrier_name, fetched_name, victims_name
+from rowcast.protocol.messages import ArraySpan, ArraySpec, Flush, PlanHeader, StepReady, Welcome
+from rowcast.protocol.packing import ARRAY_ALIGNMENT
+from rowcast.protocol.plan_layout import ASKED_SLOTS, BATCH_ARRAYS, GROUP_ARRAYS, ITEM_BYTES, Counts, Dtype, Layout
+from rowcast.protocol.row_checksum import barrier_name
 from rowcast.protocol.transport.ring import largest_payload
 from rowcast.runtime.errors import RemoteProtocolError
 
 I32 = npt.NDArray[np.int32]
 Bytes = npt.NDArray[np.uint8]
-Wanted = tuple[str, str, tuple[int, ...]]  # name, dtype, shape of an array
-ITEM_BYTES = {"f4": 4, "i4": 4}
+Wanted = tuple[str, Dtype, tuple[int, ...]]  # name, dtype, shape of an array
 POSITION_LIMIT = 2**31  # look-ups and bags are counted in int32
 DENSE_FEATURES_LIMIT = 2**20
 
@@ -94,7 +85,7 @@ class PlanCheck:
         self._num_dense = num_dense
         self._train_step = first_train_step  # the next plan's
         self._staging_bytes = staging_bytes
-        self._below: Callable[[I32, int, str], None] = distinct_below if is_tcp else below
+        self._is_tcp = is_tcp
 
     def message(self, message: StepReady) -> None:
         """Header and rows of a piece."""
@@ -126,106 +117,85 @@ class PlanCheck:
         in_order = plan.kind == "eval" or plan.train_step == self._train_step
         require(in_order, f"step {step} is train step {plan.train_step} instead of {self._train_step}")
         require(plan.batch_size > 0, f"step {step} has an empty batch")
-        present = {spec.name: spec for spec in plan.arrays}
-        for index, (group, spec) in enumerate(zip(plan.groups, self._groups, strict=True)):
-            slots, apart = self._num_slots[index], len(spec.unpooled_features)
-            sequences = len(group.sequence_lookups)
+        of_groups = self._counts(plan)
+        for index, (counts, spec) in enumerate(zip(of_groups, self._groups, strict=True)):
+            apart = len(spec.unpooled_features)
             require(
-                sequences == apart,
-                f"step {step} has {sequences} features of sequences in group {index} instead of {apart}",
-            )
-            bags = self._bags(index, plan)
-            require(
-                group.num_unique <= slots,
-                f"step {step} touches {group.num_unique} rows of group {index}, which has {slots} slots",
+                counts.sequences == apart,
+                f"step {step} has {counts.sequences} features of sequences in group {index} instead of {apart}",
             )
             require(
-                max(group.num_lookups, bags) < POSITION_LIMIT,
-                f"step {step} has {group.num_lookups} look-ups in {bags} bags",
+                counts.unique <= counts.slots,
+                f"step {step} touches {counts.unique} rows of group {index}, which has {counts.slots} slots",
             )
-            one_each = f"{index}.offsets" not in present
             require(
-                not one_each or group.num_lookups == bags,
-                f"step {step} has {group.num_lookups} look-ups in {bags} bags of one",
+                max(counts.lookups, counts.bags) < POSITION_LIMIT,
+                f"step {step} has {counts.lookups} look-ups in {counts.bags} bags",
             )
-        check_layout(f"step {step}", plan.arrays, plan.arrays_bytes, self._plan_arrays(plan, present))
-        asked = [
-            count for index in range(len(self._groups)) for count in self._asked(index, plan.groups[index], present)
-        ]
+            require(
+                "offsets" in counts.present or counts.lookups == counts.bags,
+                f"step {step} has {counts.lookups} look-ups in {counts.bags} bags of one",
+            )
+        check_layout(f"step {step}", plan.arrays, plan.arrays_bytes, self._plan_arrays(plan, of_groups))
+        for index, counts in enumerate(of_groups):
+            for asked, most in ((counts.asked_fetch, counts.fetch), (counts.asked_evict, counts.evict)):
+                require(asked <= most, f"step {step} asks for checksums of {asked} of {most} rows of group {index}")
+        total = sum(counts.asked_fetch + counts.asked_evict for counts in of_groups)
         require(
-            sum(asked) == plan.num_checksums,
-            f"step {step} asks for {plan.num_checksums} checksums and names {sum(asked)} slots",
+            total == plan.num_checksums,
+            f"step {step} asks for {plan.num_checksums} checksums and names {total} slots",
         )
         self._train_step += plan.kind == "train"
 
-    def _bags(self, index: int, plan: PlanHeader) -> int:
-        """Of the group's features: one a sample, or one a look-up."""
-        sequences = plan.groups[index].sequence_lookups
-        return (self._groups[index].num_features - len(sequences)) * plan.batch_size + sum(sequences)
+    def _counts(self, plan: PlanHeader) -> list[Counts]:
+        """Of each group."""
+        shapes = {spec.name: spec.shape for spec in plan.arrays}
+        found = []
+        for index, (group, spec) in enumerate(zip(plan.groups, self._groups, strict=True)):
+            names = (*GROUP_ARRAYS, *ASKED_SLOTS)
+            own = {name: shapes[f"{index}.{name}"] for name in names if f"{index}.{name}" in shapes}
+            pooled = spec.num_features - len(group.sequence_lookups)
+            counts = Counts(
+                samples=plan.batch_size,
+                lookups=group.num_lookups,
+                unique=group.num_unique,
+                bags=pooled * plan.batch_size + sum(group.sequence_lookups),
+                sequence_lookups=group.sequence_lookups,
+                fetch=group.num_fetch,
+                evict=group.num_evict,
+                asked_fetch=math.prod(own.get("verify_fetch", (0,))),
+                asked_evict=math.prod(own.get("verify_evict", (0,))),
+                slots=self._num_slots[index],
+                present=frozenset(own),
+            )
+            found.append(counts)
+        return found
 
-    def _asked(self, index: int, group: GroupHeader, present: dict[str, ArraySpec]) -> Iterator[int]:
-        """How many slots of the group the plan names for checksums."""
-        for name, most in ((fetched_name(index), group.num_fetch), (victims_name(index), group.num_evict)):
-            if name in present:
-                (count,) = present[name].shape  # `check_layout` has seen that it has one dimension
-                require(count <= most, f"{count} of {most} rows are asked for in {name}")
-                yield count
-
-    def _plan_arrays(self, plan: PlanHeader, present: dict[str, ArraySpec]) -> Iterator[Wanted]:
+    def _plan_arrays(self, plan: PlanHeader, of_groups: Sequence[Counts]) -> Iterator[Wanted]:
         """What `packing.plan_block` lays out."""
-        yield "dense", "f4", (plan.batch_size, self._num_dense)
-        yield "labels", "f4", (plan.batch_size,)
-        for index, group in enumerate(plan.groups):
-            bags = self._bags(index, plan)
-            weighted = f"{index}.weights" in present
-            yield f"{index}.slots", "i4", (group.num_lookups,)
-            yield f"{index}.unique_slots", "i4", (group.num_unique,)
-            yield f"{index}.segment_offsets", "i4", (group.num_unique + 1,)
-            yield f"{index}.bag_order", "i4", (group.num_lookups,)
-            yield f"{index}.long_rows", "i4", (group.num_long,)
-            yield f"{index}.piece_offsets", "i4", (group.num_long + 1,)
-            yield f"{index}.piece_rows", "i4", (group.num_pieces,)
-            if weighted:
-                yield f"{index}.lookup_order", "i4", (group.num_lookups,)
-            if f"{index}.offsets" in present:
-                yield f"{index}.offsets", "i4", (bags + 1,)
-            if weighted:
-                yield f"{index}.weights", "f4", (group.num_lookups,)
-            if group.sequence_lookups:
-                yield f"{index}.sequence_offsets", "i4", (len(group.sequence_lookups), plan.batch_size + 1)
-            yield f"{index}.fetch_slots", "i4", (group.num_fetch,)
-            yield f"{index}.evict_slots", "i4", (group.num_dirty,)
-        for index in range(len(plan.groups)):
-            yield from free_lists(present, (fetched_name(index), victims_name(index)))
+        of_batch = Counts(samples=plan.batch_size, dense_features=self._num_dense)
+        yield from wanted_arrays("", BATCH_ARRAYS, of_batch)
+        for arrays in (GROUP_ARRAYS, ASKED_SLOTS):
+            for index, counts in enumerate(of_groups):
+                yield from wanted_arrays(f"{index}.", arrays, counts)
 
     def arrays(self, step: int, plan: PlanHeader, block: Bytes) -> None:
         """The whole block u8 [arrays_bytes] of a plan whose header has passed."""
-        found = {spec.name: i32_of(block, spec) for spec in plan.arrays if spec.dtype == "i4"}
-        for index, group in enumerate(plan.groups):
-            name, most, num_lookups = f"step {step}: {index}", self._num_slots[index], group.num_lookups
-            bags = self._bags(index, plan)
-            own = {
-                key: found[f"{index}.{key}"]
-                for key in ("slots", "unique_slots", "segment_offsets", "bag_order", "fetch_slots")
-            }
-            below(own["slots"], most, f"{name}.slots")
-            below(own["bag_order"], bags, f"{name}.bag_order")
-            below(found.get(f"{index}.lookup_order"), num_lookups, f"{name}.lookup_order")
-            rising(own["segment_offsets"], num_lookups, f"{name}.segment_offsets")
-            pieces = cut_long_rows(own["segment_offsets"])
-            for key in PIECE_ARRAYS:
-                as_cut = np.array_equal(found[f"{index}.{key}"], getattr(pieces, key))
-                require(as_cut, f"{name}.{key} are not what follows from segment_offsets")
-            rising(found.get(f"{index}.offsets"), num_lookups, f"{name}.offsets")
-            for feature, count in enumerate(group.sequence_lookups):
-                of_feature = found[f"{index}.sequence_offsets"].reshape(-1, plan.batch_size + 1)[feature]
-                rising(of_feature, count, f"{name}.sequence_offsets[{feature}]")
-            self._below(own["unique_slots"], most, f"{name}.unique_slots")
-            self._below(own["fetch_slots"], most, f"{name}.fetch_slots")
-            leaving = np.array_equal(found[f"{index}.evict_slots"], own["fetch_slots"][: group.num_dirty])
-            require(leaving, f"{name}.evict_slots are not the first of fetch_slots")
-            below(found.get(fetched_name(index)), most, f"{name}.verify_fetch")
-            below(found.get(victims_name(index)), most, f"{name}.verify_evict")
+        specs = {spec.name: spec for spec in plan.arrays}
+        for index, counts in enumerate(self._counts(plan)):
+            for name, layout in (GROUP_ARRAYS | ASKED_SLOTS).items():
+                if layout.dtype == "i4" and layout.where(counts):
+                    own = i32_of(block, specs[f"{index}.{name}"])
+                    self._values(f"step {step}: {index}.{name}", own, layout, counts)
+
+    def _values(self, name: str, found: I32, layout: Layout, counts: Counts) -> None:
+        if layout.below is not None:
+            check = distinct_below if layout.distinct and self._is_tcp else below
+            check(found, layout.below.of(counts), name)
+        if layout.rises_to is not None:
+            ends = layout.ends_of(counts)
+            for row, (own, end) in enumerate(zip(found.reshape(len(ends), -1), ends, strict=True)):
+                rising(own, end, name if len(layout.shape) == 1 else f"{name}[{row}]")
 
     def barrier(self, message: Flush, first: Flush | None) -> None:
         """One piece of a barrier's slots; `first` is piece 0, or None where this is it."""
@@ -251,7 +221,7 @@ class PlanCheck:
         for spec in message.arrays:
             index = int(spec.name.partition(".")[0])
             name, found = f"barrier {message.barrier}: {spec.name}", i32_of(block, spec)
-            self._below(found, self._num_slots[index], name)
+            (distinct_below if self._is_tcp else below)(found, self._num_slots[index], name)
 
 
 class ArrivingBlock:
@@ -292,6 +262,12 @@ def check_layout(name: str, specs: Sequence[ArraySpec], nbytes: int, wanted: Ite
     require(end == nbytes, f"{name}: a block of {nbytes} bytes came instead of {end}")
 
 
+def wanted_arrays(prefix: str, arrays: dict[str, Layout], counts: Counts) -> Iterator[Wanted]:
+    for name, layout in arrays.items():
+        if layout.where(counts):
+            yield prefix + name, layout.dtype, layout.shape_of(counts)
+
+
 def told(spec: ArraySpec | None) -> str:
     return "nothing" if spec is None else f"{spec.name}, {spec.dtype} {spec.shape} at byte {spec.offset},"
 
@@ -311,9 +287,9 @@ def i32_of(block: Bytes, spec: ArraySpec) -> I32:
     return own.view(np.int32)
 
 
-def below(positions: I32 | None, limit: int, name: str) -> None:
+def below(positions: I32, limit: int, name: str) -> None:
     """Whether all are from 0 to `limit` - 1: a negative one is a large unsigned number."""
-    if positions is None or not len(positions):
+    if not len(positions):
         return
     largest = int(positions.view(np.uint32).max())
     require(largest < limit, f"{name} holds {np.int64(largest).astype(np.int32)}, which is not from 0 to {limit - 1}")
@@ -326,10 +302,8 @@ def distinct_below(positions: I32, limit: int, name: str) -> None:
     require(bool((in_order[1:] != in_order[:-1]).all()), f"{name} names a slot twice")
 
 
-def rising(offsets: I32 | None, end: int, name: str) -> None:
+def rising(offsets: I32, end: int, name: str) -> None:
     """Whether these go from 0 to `end` and never fall."""
-    if offsets is None:
-        return
     first, last = int(offsets[0]), int(offsets[-1])
     require((first, last) == (0, end), f"{name} goes from {first} to {last} instead of from 0 to {end}")
     require(bool((offsets[1:] >= offsets[:-1]).all()), f"{name} falls")

@@ -2,9 +2,9 @@
 
 On the CPU every implementation has the bits of `torch_ops`: look-ups of a bag, and look-ups of a row, are added one by one in look-up
 order, starting from 0. Work may be split over columns, bags and rows, never over the look-ups of one of them. On a device a row that is
-looked up very often would keep all others waiting. So there each piece of a long row is summed like that, and then the pieces' sums:
+looked up very often would keep all others waiting. So there each chunk of a long row is summed like that, and then the chunks' sums:
 
-    look-ups of a long row    | 0 1 2 ... 127 | 128 ... 255 | 256 257 |      PIECE_LOOKUPS a piece
+    look-ups of a long row    | 0 1 2 ... 127 | 128 ... 255 | 256 257 |      CHUNK_LOOKUPS a chunk
     row gradient              0 + (0 + 0 + 1 + ... + 127) + (0 + 128 + ... + 255) + (0 + 256 + 257)
 """
 
@@ -13,32 +13,19 @@ from typing import Literal, Protocol
 
 from torch import Tensor
 
+from rowcast.protocol.plan_layout import LookupArrays
+from rowcast.trainer.kernels.chunks import Chunks
+
 RowOptimizerKind = Literal["sgd", "adagrad", "rowwise_adagrad", "adam"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class GroupLookup:
-    """One group's part of a step, on the device: N look-ups of U distinct rows in G bags; the plan's arrays, as they are.
+class GroupLookup(LookupArrays[Tensor]):
+    """One group's part of a step, on the device: the plan's arrays, and what follows from them."""
 
-    A feature has B bags, or, where its look-ups stay apart (S of the F features), a bag for each; G is F * B where S is 0.
-    """
-
-    batch_size: int  # B
-    slots: Tensor  # i32 [N] slot of each look-up, feature-major
-    unique_slots: Tensor  # i32 [U] slot of each distinct row
-    segment_offsets: Tensor  # i32 [U + 1] where each distinct row's look-ups start in bag_order
-    bag_order: Tensor  # i32 [N] the bag of each look-up, grouped by row, in look-up order within a row
-    # i32 [K] positions in unique_slots of the rows with more than PIECE_LOOKUPS look-ups, which are cut in pieces
-    long_rows: Tensor
-    # i32 [K + 1] where each long row's pieces start among all P; all but a row's last one are whole
-    piece_offsets: Tensor
-    piece_rows: Tensor  # i32 [P] the long row that each piece belongs to, as a position in long_rows
-    lookup_order: Tensor | None = None  # i32 [N] the look-up behind each entry of bag_order; only with weights
-    offsets: Tensor | None = None  # i32 [G + 1] bag boundaries in slots, or None: every bag holds one look-up
-    weights: Tensor | None = None  # f32 [N] per look-up, or None
-    # of the S features; no kernel needs these
-    sequence_offsets: Tensor | None = None  # i32 [S, B + 1] where each sample's look-ups start among its feature's
-    sequence_lookups: tuple[int, ...] = ()  # [S] look-ups of each
+    batch_size: int
+    sequence_lookups: tuple[int, ...] = ()  # look-ups of each feature whose look-ups stay apart
+    chunks: Chunks[Tensor]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -23,7 +23,7 @@ class Blocks:
     columns: int  # the dimension, rounded up to a power of two
     lookup: Block
     update: Block  # sums by row and the row optimizer; few rows a program, as they have unlike numbers of look-ups
-    join: Block  # of a long row's pieces: few rows, and many pieces one behind the other
+    join: Block  # of a long row's chunks: few rows, and many chunks one after the other
 
 
 # by columns: rows and warps of `lookup` with weights of 4 bytes, the same with 2, and rows and warps of `update`

@@ -9,6 +9,7 @@ from torch import Tensor
 from rowcast.job.schema import SparseOptimizer
 from rowcast.job.tables import GroupSpec
 from rowcast.trainer.kernels import GroupLookup, Kernels, Rows, torch_ops
+from rowcast.trainer.kernels.chunks import Chunks
 from rowcast.trainer.kernels.optim import rows_of, rule_at
 
 NUM_ROWS, NUM_LOOKUPS, NUM_STEPS = 1000, 2500, 2
@@ -80,9 +81,7 @@ def random_lookup(offsets: Tensor | None, with_weights: bool, generator: torch.G
         unique_slots=unique_slots,
         segment_offsets=torch.cat([torch.zeros(1, dtype=torch.int64), uses.cumsum(0)]).int(),
         bag_order=bags[order.long()].int(),
-        long_rows=none,  # on a CPU no row is cut in pieces
-        piece_offsets=none,
-        piece_rows=none,
+        chunks=Chunks(none, none, none),  # on a CPU no row is cut
         lookup_order=order if with_weights else None,
         offsets=offsets,
         weights=torch.randn(num_lookups, generator=generator).float() if with_weights else None,

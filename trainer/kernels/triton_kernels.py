@@ -1,12 +1,12 @@
 """The Triton kernels: which bags or rows each program has, and where its result goes.
 
     lookup_kernel     bags                            -> pooled
-    segments_kernel   pieces of long rows first,      -> their sums
+    segments_kernel   chunks of long rows first,      -> their sums
                       then rows, long ones left out   -> row gradients, or trained at once
-    join_kernel       long rows, from pieces' sums    -> row gradients, or trained at once
+    join_kernel       long rows, from chunks' sums    -> row gradients, or trained at once
     apply_kernel      rows, from row gradients        -> trained
 
-Pieces come first, because the longest work should begin first. All but `lookup_kernel` train the rows where `row_grads` is None.
+Chunks come first, because the longest work should begin first. All but `lookup_kernel` train the rows where `row_grads` is None.
 """
 
 import triton.language as tl
@@ -42,7 +42,7 @@ def lookup_kernel(
     put(pooled, bag, total, live, D, BLOCK)
 
 
-@kernel("num_rows", "num_pieces")
+@kernel("num_rows", "num_chunks")
 def segments_kernel(
     pooled_grad: tl.tensor,
     divisors: tl.tensor,
@@ -51,9 +51,9 @@ def segments_kernel(
     lookup_order: tl.tensor,
     segment_offsets: tl.tensor,
     long_rows: tl.tensor,
-    piece_offsets: tl.tensor,
-    piece_rows: tl.tensor,
-    piece_sums: tl.tensor,
+    chunk_offsets: tl.tensor,
+    chunk_rows: tl.tensor,
+    chunk_sums: tl.tensor,
     row_grads: tl.tensor,
     unique_slots: tl.tensor,
     weight: tl.tensor,
@@ -62,8 +62,8 @@ def segments_kernel(
     second_state: tl.tensor,
     rate: tl.tensor,
     num_rows: tl.tensor,
-    num_pieces: tl.tensor,
-    PIECE: tl.constexpr,
+    num_chunks: tl.tensor,
+    CHUNK: tl.constexpr,
     KIND: tl.constexpr,
     EPS: tl.constexpr,
     DECAY_1: tl.constexpr,
@@ -76,26 +76,26 @@ def segments_kernel(
     ROWS: tl.constexpr,
     UNROLL: tl.constexpr,
 ) -> None:
-    piece_programs = tl.cdiv(num_pieces, ROWS)
-    is_piece = tl.program_id(0) < piece_programs
-    own = (tl.program_id(0) - (0 if is_piece else piece_programs)) * ROWS + tl.arange(0, ROWS)
-    if is_piece:
-        live = own < num_pieces
-        which = tl.load(piece_rows + own, mask=live, other=0)
+    chunk_programs = tl.cdiv(num_chunks, ROWS)
+    is_chunk = tl.program_id(0) < chunk_programs
+    own = (tl.program_id(0) - (0 if is_chunk else chunk_programs)) * ROWS + tl.arange(0, ROWS)
+    if is_chunk:
+        live = own < num_chunks
+        which = tl.load(chunk_rows + own, mask=live, other=0)
         row = tl.load(long_rows + which, mask=live, other=0)
-        piece = own - tl.load(piece_offsets + which, mask=live, other=0)
-        first = tl.load(segment_offsets + row, mask=live, other=0) + piece * PIECE
+        chunk = own - tl.load(chunk_offsets + which, mask=live, other=0)
+        first = tl.load(segment_offsets + row, mask=live, other=0) + chunk * CHUNK
         end = tl.load(segment_offsets + row + 1, mask=live, other=0)
-        count = tl.where(live, tl.minimum(end - first, PIECE), 0)
+        count = tl.where(live, tl.minimum(end - first, CHUNK), 0)
     else:
         live = own < num_rows
         first = tl.load(segment_offsets + own, mask=live, other=0)
         count = tl.load(segment_offsets + own + 1, mask=live, other=0) - first
-        live = live & (count <= PIECE)
+        live = live & (count <= CHUNK)
         count = tl.where(live, count, 0)
     total = sum_of(pooled_grad, D, bag_order, first, count, divisors, weights, lookup_order, D, BLOCK, ROWS, UNROLL)
-    if is_piece:
-        put(piece_sums, own, total, live, D, BLOCK)
+    if is_chunk:
+        put(chunk_sums, own, total, live, D, BLOCK)
     elif row_grads is not None:
         put(row_grads, own, total, live, D, BLOCK)
     else:
@@ -108,9 +108,9 @@ def segments_kernel(
 
 @kernel("num_long")
 def join_kernel(
-    piece_sums: tl.tensor,
+    chunk_sums: tl.tensor,
     long_rows: tl.tensor,
-    piece_offsets: tl.tensor,
+    chunk_offsets: tl.tensor,
     row_grads: tl.tensor,
     unique_slots: tl.tensor,
     weight: tl.tensor,
@@ -134,9 +134,9 @@ def join_kernel(
     own = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     live = own < num_long
     row = tl.load(long_rows + own, mask=live, other=0)
-    first = tl.load(piece_offsets + own, mask=live, other=0)
-    count = tl.load(piece_offsets + own + 1, mask=live, other=0) - first
-    total = sum_of(piece_sums, D, None, first, count, None, None, None, D, BLOCK, ROWS, UNROLL)
+    first = tl.load(chunk_offsets + own, mask=live, other=0)
+    count = tl.load(chunk_offsets + own + 1, mask=live, other=0) - first
+    total = sum_of(chunk_sums, D, None, first, count, None, None, None, D, BLOCK, ROWS, UNROLL)
     if row_grads is not None:
         put(row_grads, row, total, live, D, BLOCK)
     else:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from triton.runtime import driver
 
-import rowcast.protocol.plan
+import rowcast.trainer.kernels.chunks
 from rowcast.trainer.kernels import GroupLookup, RowOptimizerKind, Rows, Rule
 from rowcast.trainer.kernels.blocks import LARGEST, Block, blocks_for
 from rowcast.trainer.kernels.triton_kernels import apply_kernel, join_kernel, lookup_kernel, segments_kernel
@@ -77,16 +77,17 @@ def run_update(
     pooled_grad: Tensor, group: GroupLookup, divisors: Tensor | None, result: tuple[Any, ...], options: Options
 ) -> None:
     """`result`: the kernels' arguments from row_grads to rate."""
-    num_rows, num_pieces, num_long = len(group.unique_slots), len(group.piece_rows), len(group.long_rows)
-    sums = torch.empty(num_pieces, pooled_grad.shape[1], dtype=torch.float32, device=pooled_grad.device)
-    rows, piece = options["ROWS"], rowcast.protocol.plan.PIECE_LOOKUPS
-    segments_kernel[(cdiv(num_pieces, rows) + cdiv(num_rows, rows),)](
+    long_rows, chunk_offsets, chunk_rows = group.chunks
+    num_rows, num_chunks, num_long = len(group.unique_slots), len(chunk_rows), len(long_rows)
+    sums = torch.empty(num_chunks, pooled_grad.shape[1], dtype=torch.float32, device=pooled_grad.device)
+    rows, chunk = options["ROWS"], rowcast.trainer.kernels.chunks.CHUNK_LOOKUPS
+    segments_kernel[(cdiv(num_chunks, rows) + cdiv(num_rows, rows),)](
         pooled_grad.contiguous(), divisors, group.weights, group.bag_order, group.lookup_order, group.segment_offsets,
-        group.long_rows, group.piece_offsets, group.piece_rows, sums, *result, num_rows, num_pieces, PIECE=piece, **options,
+        long_rows, chunk_offsets, chunk_rows, sums, *result, num_rows, num_chunks, CHUNK=chunk, **options,
     )  # fmt: skip
     if num_long:
         options = options | {"UNROLL": blocks_for(options["D"], 4).join.unroll}
-        join_kernel[(cdiv(num_long, rows),)](sums, group.long_rows, group.piece_offsets, *result, num_long, **options)
+        join_kernel[(cdiv(num_long, rows),)](sums, long_rows, chunk_offsets, *result, num_long, **options)
 
 
 def trained_rows(rows: Rows, unique_slots: Tensor, rule: Rule) -> tuple[Any, ...]:

@@ -8,10 +8,11 @@ from torch import Tensor
 from rowcast.job.schema import Job
 from rowcast.job.tables import GroupSpec
 from rowcast.protocol.messages import PlanHeader
-from rowcast.protocol.packing import PIECE_ARRAYS
+from rowcast.protocol.plan_layout import LOOKUP_ARRAYS
 from rowcast.trainer.execute.phases import HostClock, PhaseClock
 from rowcast.trainer.kernels import Kernels
 from rowcast.trainer.kernels.choose import choose_kernels
+from rowcast.trainer.kernels.chunks import Chunks
 from rowcast.trainer.models.dense_state import (
     Tensors,
     model_state,
@@ -24,18 +25,6 @@ from rowcast.trainer.models.dense_state import (
 from rowcast.trainer.models.embedding import Embeddings, GroupLookup
 from rowcast.trainer.models.evaluate import EvalCounts, EvalMetrics
 from rowcast.trainer.models.model_side import DenseSide
-
-LOOKUP_ARRAYS = (
-    "slots",
-    "unique_slots",
-    "segment_offsets",
-    "bag_order",
-    "lookup_order",
-    "offsets",
-    "weights",
-    "sequence_offsets",
-)
-GROUP_ARRAYS = (*LOOKUP_ARRAYS, *PIECE_ARRAYS)
 
 
 class StepInputs(Protocol):
@@ -58,7 +47,8 @@ def step_lookups(step: StepInputs) -> list[GroupLookup]:
         GroupLookup(
             batch_size=step.header.batch_size,
             sequence_lookups=step.header.groups[group].sequence_lookups,
-            **{name: step.arrays[f"{group}.{name}"] for name in GROUP_ARRAYS if f"{group}.{name}" in step.arrays},
+            chunks=Chunks(*(step.arrays[f"{group}.{name}"] for name in Chunks._fields)),
+            **{name: step.arrays[f"{group}.{name}"] for name in LOOKUP_ARRAYS if f"{group}.{name}" in step.arrays},
         )
         for group in range(len(step.header.groups))
     ]

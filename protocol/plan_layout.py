@@ -1,0 +1,145 @@
+"""The arrays of a plan: the dtype of each, its shape, what its values may be, and when it is absent.
+
+    BATCH_ARRAYS     of a batch                              "dense", "labels"
+    LookupArrays     of a group: what the kernels use        "0.slots", ...
+    GroupArrays      of a group: and what the cache uses     "0.fetch_slots"
+    ASKED_SLOTS      of a group, in a run that verifies      "0.verify_fetch", ...
+
+Whatever lays out, measures, checks or uses the arrays of a plan reads them here. To add one, add a line to a class below and make the
+array in `planner.group_plan`.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import KW_ONLY, dataclass
+from typing import Annotated, Generic, Literal, TypeVar, get_type_hints
+
+A = TypeVar("A")  # a numpy array in the prefetcher, a tensor in the trainer
+Dtype = Literal["f4", "i4", "i8", "u1"]
+ITEM_BYTES: dict[Dtype, int] = {"f4": 4, "i4": 4, "i8": 8, "u1": 1}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Counts:
+    """The numbers of a plan, and of one of its groups, that shapes and limits are made of."""
+
+    samples: int
+    dense_features: int = 0
+    lookups: int = 0
+    unique: int = 0  # distinct rows
+    bags: int = 0
+    sequence_lookups: tuple[int, ...] = ()  # of each feature whose look-ups stay apart
+    fetch: int = 0
+    evict: int = 0
+    asked_fetch: int = 0
+    asked_evict: int = 0
+    slots: int = 0  # that the group has on the device
+    present: frozenset[str] = frozenset()  # names of the arrays that a plan may lack and this one has
+
+    @property
+    def sequences(self) -> int:
+        return len(self.sequence_lookups)
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """A field of `Counts`, and `plus`."""
+
+    count: str
+    plus: int = 0
+
+    def __add__(self, plus: int) -> "Size":
+        return Size(self.count, self.plus + plus)
+
+    def of(self, counts: Counts) -> int:
+        value: int = getattr(counts, self.count)
+        return value + self.plus
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """One array."""
+
+    dtype: Dtype
+    shape: tuple[Size, ...]
+    _: KW_ONLY
+    below: Size | None = None  # values are from 0 to this - 1
+    distinct: bool = False  # no value occurs twice
+    # values begin with 0, never fall, and end with this; in two dimensions, the values of each row end with its own
+    rises_to: Size | None = None
+    where: Callable[[Counts], bool] = lambda counts: True  # whether a plan has the array
+
+    def shape_of(self, counts: Counts) -> tuple[int, ...]:
+        return tuple(size.of(counts) for size in self.shape)
+
+    def nbytes_of(self, counts: Counts) -> int:
+        return math.prod(self.shape_of(counts)) * ITEM_BYTES[self.dtype] if self.where(counts) else 0
+
+    def ends_of(self, counts: Counts) -> tuple[int, ...]:
+        """The last value of each row, by `rises_to`."""
+        ends = () if self.rises_to is None else getattr(counts, self.rises_to.count)
+        return ends if isinstance(ends, tuple) else (ends,)
+
+
+def is_present(array: str) -> Callable[[Counts], bool]:
+    return lambda counts: array in counts.present
+
+
+def has_sequences(counts: Counts) -> bool:
+    return counts.sequences > 0
+
+
+B, D, N, U, G = map(Size, ("samples", "dense_features", "lookups", "unique", "bags"))
+S, L = map(Size, ("sequences", "sequence_lookups"))
+FETCH, ASKED_FETCH, ASKED_EVICT, SLOTS = map(Size, ("fetch", "asked_fetch", "asked_evict", "slots"))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LookupArrays(Generic[A]):
+    """N look-ups of U distinct rows in G bags, feature-major.
+
+    A feature has B bags, one a sample; one of the S features whose look-ups stay apart (pooling = "none") has a bag for each look-up, and
+    `sequence_offsets` tell them from sample to sample. Without such features G is F * B.
+    """
+
+    # slot of each look-up
+    slots: Annotated[A, Layout("i4", (N,), below=SLOTS)]
+    # slot of each distinct row, by ascending key
+    unique_slots: Annotated[A, Layout("i4", (U,), below=SLOTS, distinct=True)]
+    # where each distinct row's look-ups start in bag_order
+    segment_offsets: Annotated[A, Layout("i4", (U + 1,), rises_to=N)]
+    # the bag of each look-up, grouped by row, in look-up order within a row
+    bag_order: Annotated[A, Layout("i4", (N,), below=G)]
+    # the look-up that each entry of bag_order belongs to; only with weights
+    lookup_order: Annotated[A | None, Layout("i4", (N,), below=N, where=is_present("weights"))] = None
+    # bag boundaries in slots; None: every bag holds one look-up
+    offsets: Annotated[A | None, Layout("i4", (G + 1,), rises_to=N, where=is_present("offsets"))] = None
+    # weight of each look-up; None: all are 1
+    weights: Annotated[A | None, Layout("f4", (N,), where=is_present("weights"))] = None
+    # where each sample's look-ups start among its feature's
+    sequence_offsets: Annotated[A | None, Layout("i4", (S, B + 1), rises_to=L, where=has_sequences)] = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GroupArrays(LookupArrays[A]):
+    """What the kernels use, and what the cache uses."""
+
+    # slots of the rows to bring, by ascending key; the first of them are those that the victims leave
+    fetch_slots: Annotated[A, Layout("i4", (FETCH,), below=SLOTS, distinct=True)]
+
+
+def layouts(arrays: type) -> dict[str, Layout]:
+    """The arrays among the fields of a class, in their order."""
+    hints = get_type_hints(arrays, include_extras=True)
+    found = {name: getattr(hint, "__metadata__", (None,))[0] for name, hint in hints.items()}
+    return {name: layout for name, layout in found.items() if isinstance(layout, Layout)}
+
+
+BATCH_ARRAYS = {"dense": Layout("f4", (B, D)), "labels": Layout("f4", (B,))}
+LOOKUP_ARRAYS = layouts(LookupArrays)
+GROUP_ARRAYS = layouts(GroupArrays)
+# slots of the rows whose checksums are asked for (`row_checksum.py`): of fetched rows once they are filled, of victims before that
+ASKED_SLOTS = {
+    "verify_fetch": Layout("i4", (ASKED_FETCH,), below=SLOTS, where=is_present("verify_fetch")),
+    "verify_evict": Layout("i4", (ASKED_EVICT,), below=SLOTS, where=is_present("verify_evict")),
+}

@@ -1,0 +1,90 @@
+"""The arrays of one plan on the device.
+
+    block    | dense | labels | 0.slots | ... | 0.long_rows | 0.chunk_offsets | ... |
+               from the ring, piece by piece    from page-locked memory, when the last byte has come
+
+What follows from other arrays does not travel: the host works it out from those that came, while it has them at hand, and its copy runs
+before the block's last one on the same stream. So it waits for nothing, and needs no event of its own.
+"""
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from rowcast.job.tables import aligned
+from rowcast.protocol.messages import ArraySpec, PlanHeader
+from rowcast.protocol.packing import ARRAY_ALIGNMENT, make_block
+from rowcast.runtime.errors import ConfigError, RemoteProtocolError
+from rowcast.trainer.execute.plan_check import i32_of
+from rowcast.trainer.execute.streams import Streams
+from rowcast.trainer.kernels.chunks import Chunks, chunk_arrays, most_chunk_items
+
+DTYPES = {"f4": torch.float32, "i4": torch.int32, "i8": torch.int64, "u1": torch.uint8}
+
+
+class PlanMemory:
+    """Used for one plan after the other, each when the step before it here is complete. Runs on the main thread."""
+
+    def __init__(self, streams: Streams) -> None:
+        self._streams = streams
+        self._block = streams.allocate(0)
+        self._derived = self._host_memory(0)  # until the copy has run, so until the step is complete
+
+    @property
+    def nbytes(self) -> int:
+        return self._block.nbytes
+
+    def open(self, step: int, header: PlanHeader) -> Tensor:
+        """u8 [arrays_bytes] for the plan's arrays. Raises ConfigError where the device has not the memory."""
+        derived = most_chunk_bytes(header)
+        if len(self._block) < header.arrays_bytes + derived:
+            self._block = self._allocate(step, header.arrays_bytes + derived)
+        if len(self._derived) < derived:
+            self._derived = self._host_memory(derived * 5 // 4)
+        return self._block[: header.arrays_bytes]
+
+    def derive(self, header: PlanHeader, content: npt.NDArray[np.uint8]) -> dict[str, Tensor]:
+        """The chunks of each group's long rows, on the device. `content` u8 [arrays_bytes]: all arrays of the plan, checked."""
+        specs = {spec.name: spec for spec in header.arrays}
+        segments = [i32_of(content, specs[f"{group}.segment_offsets"]) for group in range(len(header.groups))]
+        block = make_block(chunk_arrays(segments))
+        source = self._derived[: block.nbytes]
+        block.write(0, source.numpy())
+        own = self._block[header.arrays_bytes : header.arrays_bytes + block.nbytes]
+        self._streams.copy_in.copy(source, own)
+        return unpack(own, block.specs)
+
+    def _allocate(self, step: int, nbytes: int) -> Tensor:
+        try:
+            return self._streams.allocate(nbytes * 5 // 4)
+        except RuntimeError as error:
+            first_line = str(error).partition("\n")[0]
+            raise ConfigError(
+                f"step {step} brings {nbytes} bytes of look-ups, for which {self._streams.device} has no room ({first_line}); "
+                "make data.batch_size or cache.capacity smaller"
+            ) from None
+
+    def _host_memory(self, nbytes: int) -> Tensor:
+        is_cuda = self._streams.device.type == "cuda"
+        return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=is_cuda)
+
+
+def most_chunk_bytes(header: PlanHeader) -> int:
+    """An upper bound: each array begins at a multiple of ARRAY_ALIGNMENT."""
+    spare = len(Chunks._fields) * ARRAY_ALIGNMENT
+    return sum(aligned(4 * most_chunk_items(group.num_lookups), ARRAY_ALIGNMENT) + spare for group in header.groups)
+
+
+def unpack(block: Tensor, specs: tuple[ArraySpec, ...]) -> dict[str, Tensor]:
+    """Named views of a block. Raises RemoteProtocolError where an array does not lie inside it."""
+    arrays = {}
+    for spec in specs:
+        dtype = DTYPES[spec.dtype]
+        nbytes = dtype.itemsize * int(np.prod(spec.shape, dtype=np.int64))
+        if spec.offset + nbytes > len(block):
+            raise RemoteProtocolError(
+                f"array {spec.name} ends at byte {spec.offset + nbytes} of a block of {len(block)} bytes"
+            )
+        arrays[spec.name] = block[spec.offset : spec.offset + nbytes].view(dtype).view(spec.shape)
+    return arrays
