@@ -106,7 +106,7 @@ def train(tree: Path, name: str, **sections: Any) -> subprocess.CompletedProcess
 
 
 def losses(tree: Path, name: str) -> list[float]:
-    return np.fromfile(tree / name / "losses.f32", np.float32).tolist()
+    return [float(loss) for loss in np.fromfile(tree / name / "losses.f32", np.float32)]
 
 
 @pytest.mark.parametrize("title", RECIPES)
