@@ -635,6 +635,11 @@ class Job(Section, frozen=True, kw_only=True):
         return Path(self.job.run_dir)
 
     @property
+    def table_folder(self) -> Path:
+        """Of the files of a store that has some."""
+        return self.run_dir / "tables" if self.store.path is None else Path(self.store.path)
+
+    @property
     def features(self) -> list[str]:
         """Feature names in the order of every array: tables from top to bottom, their features from left to right."""
         return [feature for table in self.tables for feature in table.features]
