@@ -38,15 +38,15 @@ class LateStore(RowStore):
     """Delays reads and writes of `store` by a number of polls that a seed decides."""
 
     def __init__(self, store: RowStore, seed: int) -> None:
-        self._store = store
+        self.delayed = store
         self._chance = random.Random(seed)
         self.restored = store.restored
 
     def read(self, keys: Keys, out: Records) -> LateRead:
-        return LateRead(self._chance, lambda: self._store.read(keys, out))
+        return LateRead(self._chance, lambda: self.delayed.read(keys, out))
 
     def write(self, keys: Keys, rows: Records) -> LateTicket:
-        return LateTicket(self._chance, lambda: self._store.write(keys, rows))
+        return LateTicket(self._chance, lambda: self.delayed.write(keys, rows))
 
     def close(self, checkpoint: str | None = None) -> None:
-        self._store.close(checkpoint)
+        self.delayed.close(checkpoint)

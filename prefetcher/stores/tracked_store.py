@@ -42,19 +42,19 @@ class TrackedStore:
     """
 
     def __init__(self, store: RowStore, group: GroupSpec, seed: int) -> None:
-        self._store, self._group, self._seed = store, group, seed
+        self.store, self._group, self._seed = store, group, seed
         self._numbers = RowNumbers(group)
         self._sizes = {table.index: table.num_embeddings for table in group.tables}
         self._changed = np.zeros(-(-group.num_rows // BITS), np.uint64)  # a bit a row, by its number
 
     def read(self, keys: Keys, out: Records) -> FilledRead:
         """Copies the rows' records to `out`, a view that stays valid until the ticket is done."""
-        return FilledRead(self._store.read(keys, out), self, keys, out)
+        return FilledRead(self.store.read(keys, out), self, keys, out)
 
     def write(self, keys: Keys, rows: Records) -> Ticket:
         """Stores rows. They have changed from here on, even if the ticket is never waited for."""
         set_bits(self._changed, self._numbers.of(keys))
-        return self._store.write(keys, rows)
+        return self.store.write(keys, rows)
 
     def first_values(self, keys: Keys) -> Records:
         return first_records(self._group, self._seed, keys)
@@ -83,19 +83,19 @@ class TrackedStore:
         """These rows have their first values again and have not changed."""
         for start in range(0, len(keys), ROWS_AT_ONCE):
             own = keys[start : start + ROWS_AT_ONCE]
-            finish(self._store.write(own, self.first_values(own)))
+            finish(self.store.write(own, self.first_values(own)))
         clear_bits(self._changed, self._numbers.of(keys))
 
     @property
     def restored(self) -> bool:
-        return self._store.restored
+        return self.store.restored
 
     def close(self, checkpoint: str | None = None) -> None:
         """`checkpoint`: as `RowStore.close`; after `settle`."""
         assert checkpoint is None or self.num_changed == 0, (
             f"group {self._group.name} is closed at checkpoint {checkpoint} with {self.num_changed} changed rows, expected 0"
         )
-        self._store.close(checkpoint)
+        self.store.close(checkpoint)
 
     def _found(self, table: int, block: int) -> Iterator[Keys]:
         """Keys of a table's changed rows, ascending, in blocks."""
