@@ -121,5 +121,13 @@ def test_what_a_recipe_adds_is_trained_with_once_it_was_followed(title: str, tre
     assert np.isfinite(losses(tree, "after")).all()
 
 
-def test_the_page_has_recipes() -> None:
-    assert "A reader" in RECIPES
+def test_the_store_of_the_recipe_gives_the_bits_of_rows_in_memory(tree: Path) -> None:
+    follow(RECIPES["A store"], tree)
+    for name, sections in (("dict", settings_of(RECIPES["A store"])), ("memory", {})):
+        ended = train(tree, name, **sections)
+        assert ended.returncode == 0, ended.stderr
+    assert losses(tree, "dict") == losses(tree, "memory")
+
+
+def test_the_page_has_a_recipe_for_each_kind_of_part() -> None:
+    assert RECIPES.keys() >= {"A reader", "A store"}
