@@ -8,8 +8,8 @@ from typing import Any, get_args
 import msgspec
 
 from rowcast.job.file import parse_job
+from rowcast.job.formats import FORMATS
 from rowcast.job.schema import Data, Horizon, Job, Policy
-from rowcast.prefetcher.readers.reader import FORMATS
 from rowcast.runtime.errors import ConfigError
 
 BOUND = "belady"

@@ -1,4 +1,4 @@
-"""What every reader promises, checked on all of them. A new format adds one function to CASES."""
+"""What every reader promises, checked on all of them. A new format adds a function that writes some of it to CASES."""
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from rowcast.job.formats import FORMATS
 from rowcast.job.schema import Job
 from rowcast.prefetcher.readers import text_files as text
 from rowcast.prefetcher.readers.batch_parts import Columns, Part, divide
@@ -122,6 +123,13 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(criteo_tsv, "LINES_AT_ONCE", 5)
     monkeypatch.setattr(csv, "LINES_AT_ONCE", 5)
     monkeypatch.setattr(parquet_files, "RECORD_BATCH_ROWS", 10)
+
+
+def test_every_format_has_a_case(tmp_path: Path) -> None:
+    folders = {name: tmp_path / name for name in CASES}
+    for folder in folders.values():
+        folder.mkdir()
+    assert {case(folders[name])[0].data.format for name, case in CASES.items()} >= set(FORMATS)
 
 
 def batches(job: Job, split: Kind = "train", epoch: int = 0, start: int = 0) -> list[Batch]:

@@ -12,7 +12,7 @@ from tests.support.starter import Starter
 WRONG_SLOTS = "import rowcast.trainer.execute.streams as s; own = s.scatter; s.scatter = lambda source, slots, rows: own(source, slots.roll(1), rows)"
 LOST_WRITES = (
     "import sys; sys.argv += ['--verify-share=1']; from rowcast.prefetcher.stores import memory_store, store; "
-    "memory_store.MemoryStore.write = lambda self, keys, rows, step: store.FINISHED"
+    "memory_store.MemoryStore.write = lambda self, keys, rows: store.FINISHED"
 )
 ROW = r"^row [0-9]+ of table t is stale"
 
