@@ -93,7 +93,7 @@ def test_a_trainer_held_near_the_end_gets_every_step_that_is_left(depth: int, mo
     arrivals = Arrivals(run, NUM_STEPS - depth, monkeypatch)
     advance_until_quiet(run)
     assert arrivals.steps == list(range(NUM_STEPS))
-    assert run.trainer.loop.end is None, "a barrier waits for every step before it"
+    assert run.trainer.barrier.end is None, "a barrier waits for every step before it"
     arrivals.held_before = None
     run.run()
 
