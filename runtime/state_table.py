@@ -15,7 +15,7 @@ class StateTable(Generic[S, E]):
         """The machine begins in the first row's state. Raises ValueError where two rows share state and event."""
         self.side = side
         self.first = rows[0][0]
-        self._rows = tuple(rows)
+        self.rows = tuple(rows)
         self._following = {(state, event): after for state, event, after in rows}
         if len(self._following) < len(rows):
             raise ValueError(f"the {side}'s table of states has two rows of one state and event")
@@ -24,7 +24,7 @@ class StateTable(Generic[S, E]):
         """Raises LocalProtocolError where the event cannot happen in this state."""
         following = self._following.get((state, event))
         if following is None:
-            allowed = ", ".join(f"'{event}'" for own, event, _ in self._rows if own is state) or "nothing"
+            allowed = ", ".join(f"'{event}'" for own, event, _ in self.rows if own is state) or "nothing"
             raise LocalProtocolError(
                 f"'{event}' cannot happen in the {self.side}'s state '{state}'; {allowed} can: a bug of rowcast"
             )
@@ -32,7 +32,7 @@ class StateTable(Generic[S, E]):
 
     def render(self) -> str:
         """A Mermaid diagram."""
-        states = dict.fromkeys(state for own, _, after in self._rows for state in (own, after))
+        states = dict.fromkeys(state for own, _, after in self.rows for state in (own, after))
         names = [f'    state "{state}" as {state.name}' for state in states]
-        edges = [f"    {own.name} --> {after.name}: {event}" for own, event, after in self._rows]
+        edges = [f"    {own.name} --> {after.name}: {event}" for own, event, after in self.rows]
         return "\n".join(["```mermaid", "stateDiagram-v2", *names, f"    [*] --> {self.first.name}", *edges, "```", ""])

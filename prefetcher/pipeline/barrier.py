@@ -40,7 +40,7 @@ from rowcast.runtime.position import Position
 from rowcast.runtime.state_table import StateTable
 
 
-class State(StrEnum):
+class PrefetcherState(StrEnum):
     RESTORING = "the dense side goes to the trainer"
     RUNNING = "steps pass"
     DRAINING = "steps before the barrier end and their rows come home"
@@ -54,7 +54,7 @@ class State(StrEnum):
     ENDED = "ended"
 
 
-class Event(StrEnum):
+class PrefetcherEvent(StrEnum):
     RESTORED = "last Restore sent, or none needed"
     BARRIER_DUE = "a barrier is the next entry"
     DRAINED = "all before it is done and home"
@@ -69,7 +69,7 @@ class Event(StrEnum):
     DURABLE = "the last checkpoint is durable, EndOfData sent"
 
 
-S, E = State, Event
+S, E = PrefetcherState, PrefetcherEvent
 TABLE = StateTable(
     "prefetcher",
     (
@@ -88,11 +88,13 @@ TABLE = StateTable(
     ),
 )
 
-STALLS: dict[State, Stall | None] = {  # why the fetcher stands still; "barrier" in the states that are not named
-    State.RESTORING: "ring",
-    State.QUEUING: "checkpoint",
-    State.CLOSING: "checkpoint",
-    State.ENDED: None,
+STALLS: dict[
+    PrefetcherState, Stall | None
+] = {  # why the fetcher stands still; "barrier" in the states that are not named
+    PrefetcherState.RESTORING: "ring",
+    PrefetcherState.QUEUING: "checkpoint",
+    PrefetcherState.CLOSING: "checkpoint",
+    PrefetcherState.ENDED: None,
 }
 
 
@@ -115,7 +117,7 @@ class Checkpointer(Protocol):
 
 
 @dataclass(slots=True, kw_only=True)
-class OpenFlush:
+class OutgoingFlush:
     """A barrier whose slots are on their way."""
 
     block: Block
@@ -125,7 +127,7 @@ class OpenFlush:
     sent: int = 0
 
 
-class Barriers:
+class PrefetcherBarrier:
     def __init__(
         self,
         *,
@@ -141,7 +143,7 @@ class Barriers:
         verifier: Verifier | None,
     ) -> None:
         """`restore`: the dense side that the trainer begins with; empty: as the job says."""
-        self.state = State.RESTORING
+        self.state = PrefetcherState.RESTORING
         self.finished = False  # the data had ended at the last barrier
         self._plans = plans
         self._fetcher = fetcher
@@ -153,18 +155,18 @@ class Barriers:
         self._send = send
         self._verifier = verifier
         self._restore = DensePieces(restore, fetch_ring, dense_stamp) if restore else None
-        self._flush: OpenFlush | None = None
+        self._flush: OutgoingFlush | None = None
         self._cut: tuple[Position, str] | None = None  # where training goes on, whatever barriers say; and why
         self._dense: deque[Saved] = deque()  # in the ring
         self._copied: tuple[Saved, bytes] | None = None  # a piece out of the ring, not handed on yet
         self._saved_barriers = 0  # the dense side of every barrier before this one was handed on
         if self._restore is None:
-            self._follow(Event.RESTORED)
+            self._follow(PrefetcherEvent.RESTORED)
 
     @property
     def ended(self) -> bool:
         """The last barrier is done."""
-        return self.state is State.ENDED
+        return self.state is PrefetcherState.ENDED
 
     @property
     def queued(self) -> int:
@@ -188,7 +190,7 @@ class Barriers:
         if self._copied is None:
             return self._copy_dense(self._dense.popleft()) if self._dense else False
         message, content = self._copied
-        if self.state is not State.SAVING or not self._checkpointer.take_dense(message, content):
+        if self.state is not PrefetcherState.SAVING or not self._checkpointer.take_dense(message, content):
             return False
         self._copied = None
         if message.piece == message.num_pieces - 1:
@@ -207,7 +209,7 @@ class Barriers:
     @property
     def due(self) -> bool:
         """Whether no step may be read now."""
-        return self.state is not State.RUNNING or (
+        return self.state is not PrefetcherState.RUNNING or (
             self._fetcher.is_between_plans and bool(self._plans) and isinstance(self._plans[0], PlannedBarrier)
         )
 
@@ -215,33 +217,35 @@ class Barriers:
         """Takes the oldest of these as far as it goes without waiting; whether anything was done."""
         self._fetcher.stalled_by = STALLS.get(self.state, "barrier")
         match self.state:
-            case State.RESTORING:
+            case PrefetcherState.RESTORING:
                 return self._send_restore()
-            case State.RUNNING:
-                return self._follow(Event.BARRIER_DUE)
-            case State.DRAINING:
-                return self._is_drained(self._plan) and self._follow(Event.DRAINED)
-            case State.QUEUING:
+            case PrefetcherState.RUNNING:
+                return self._follow(PrefetcherEvent.BARRIER_DUE)
+            case PrefetcherState.DRAINING:
+                return self._is_drained(self._plan) and self._follow(PrefetcherEvent.DRAINED)
+            case PrefetcherState.QUEUING:
                 return not self._checkpointer.busy and self._open_flush()
-            case State.FLUSHING:
+            case PrefetcherState.FLUSHING:
                 return self._send_flush_piece(self._plan)
-            case State.RETURNING:
+            case PrefetcherState.RETURNING:
                 home = self._writeback.applied_barriers > self._plan.barrier
-                return home and not self._fetch_ring.used_bytes and self._follow(Event.HOME)
-            case State.VERIFYING:
+                return home and not self._fetch_ring.used_bytes and self._follow(PrefetcherEvent.HOME)
+            case PrefetcherState.VERIFYING:
                 if self._verifier is not None and self._verifier.must_read_back:
                     return self._verifier.read_back(self._plan.after_step)
-                return self._follow(Event.VERIFIED if self._open.checkpoint else Event.NO_CHECKPOINT)
-            case State.COPYING:
-                return self._checkpointer.copy_rows() and self._follow(Event.COPIED)
-            case State.SAVING:
-                return self._saved_barriers > self._plan.barrier and self._follow(Event.SAVED)
-            case State.CLOSING:
+                return self._follow(
+                    PrefetcherEvent.VERIFIED if self._open.checkpoint else PrefetcherEvent.NO_CHECKPOINT
+                )
+            case PrefetcherState.COPYING:
+                return self._checkpointer.copy_rows() and self._follow(PrefetcherEvent.COPIED)
+            case PrefetcherState.SAVING:
+                return self._saved_barriers > self._plan.barrier and self._follow(PrefetcherEvent.SAVED)
+            case PrefetcherState.CLOSING:
                 return not (self._barrier.last and self._checkpointer.busy) and self._close()
-            case State.ENDED:
+            case PrefetcherState.ENDED:
                 return False
 
-    def _follow(self, event: Event) -> bool:
+    def _follow(self, event: PrefetcherEvent) -> bool:
         self.state = TABLE.after(self.state, event)
         return True
 
@@ -256,7 +260,7 @@ class Barriers:
         return self._barrier.plan
 
     @property
-    def _open(self) -> OpenFlush:
+    def _open(self) -> OutgoingFlush:
         assert self._flush is not None, "a barrier is opened before its slots are sent"
         return self._flush
 
@@ -271,7 +275,7 @@ class Barriers:
         self._send(Restore(**self._restore.put(room)))
         if self._restore.complete:
             self._restore = None
-            self._follow(Event.RESTORED)
+            self._follow(PrefetcherEvent.RESTORED)
         return True
 
     def _is_drained(self, barrier: BarrierPlan) -> bool:
@@ -288,13 +292,13 @@ class Barriers:
         slots = {f"{group}.slots": move.slots for group, move in enumerate(plan.dirty)}
         checked = {} if self._verifier is None else self._verifier.open_barrier(plan)
         block = make_block({**slots, **checked})
-        self._flush = OpenFlush(
+        self._flush = OutgoingFlush(
             block=block,
             pieces=cut(block.nbytes, [], [], self._fetch_ring.max_payload),
             checkpoint=self._checkpointer.begin(self._barrier),
             num_checksums=sum(map(len, checked.values())),
         )
-        return self._follow(Event.WRITER_FREE)
+        return self._follow(PrefetcherEvent.WRITER_FREE)
 
     def _send_flush_piece(self, plan: BarrierPlan) -> bool:
         flush, payload = self._open, None
@@ -324,18 +328,18 @@ class Barriers:
         self._counters.flush(message)
         self._send(message)
         crash_point("Flush sent")
-        return flush.sent < len(flush.pieces) or self._follow(Event.FLUSHED)
+        return flush.sent < len(flush.pieces) or self._follow(PrefetcherEvent.FLUSHED)
 
     def _close(self) -> bool:
         barrier, self._flush = self._barrier, None
         if not barrier.last:
             self._plans.popleft()
-            return self._follow(Event.GOES_ON)
+            return self._follow(PrefetcherEvent.GOES_ON)
         crash_point("EndOfData not sent")
         self._send(end_of_data(barrier.plan))
         self._plans.popleft()
         self.finished = barrier.plan.finished
-        return self._follow(Event.DURABLE)
+        return self._follow(PrefetcherEvent.DURABLE)
 
 
 def end_of_data(barrier: BarrierPlan) -> EndOfData:

@@ -23,7 +23,7 @@ from typing import Literal, get_args
 
 from rowcast.job.schema import Job
 from rowcast.job.tables import GroupSpec
-from rowcast.prefetcher.pipeline.barrier import Barriers, Checkpointer
+from rowcast.prefetcher.pipeline.barrier import Checkpointer, PrefetcherBarrier
 from rowcast.prefetcher.pipeline.fetcher import Fetcher, Limits
 from rowcast.prefetcher.pipeline.metrics import PrefetcherCounters
 from rowcast.prefetcher.pipeline.plan_stream import PlanStream
@@ -105,7 +105,7 @@ class PrefetcherEngine:
             send=parts.conversation.send,
             verifier=verifier,
         )
-        self.barriers = Barriers(
+        self.barrier = PrefetcherBarrier(
             plans=self.plans,
             fetcher=self.fetcher,
             writeback=self.writeback,
@@ -122,7 +122,7 @@ class PrefetcherEngine:
             planner=self.planner,
             plans=self.plans,
             fetcher=self.fetcher,
-            barriers=self.barriers,
+            barrier=self.barrier,
             depth=welcome.depth,
             start=parts.start,
             measured=parts.measured,
@@ -138,7 +138,7 @@ class PrefetcherEngine:
                 Hello: self._greet,
                 Released: lambda message: parts.fetch_ring.release(message.position),
                 RowsBack: self.writeback.accept,
-                Saved: self.barriers.accept_dense,
+                Saved: self.barrier.accept_dense,
                 **({} if verifier is None else {RowChecksums: verifier.reported}),
                 StepDone: self._step_done,
                 StopRequest: lambda message: self.planning.stop(message.reason, message.next_step),
@@ -158,7 +158,7 @@ class PrefetcherEngine:
             case "fetcher":
                 self.fetcher.stalled_by = None
                 announced = self.fetcher.announce_read()
-                begun = self.barriers.advance() if self.barriers.due else self.fetcher.read_rows()
+                begun = self.barrier.advance() if self.barrier.due else self.fetcher.read_rows()
                 return announced or begun
             # here the trainer trains the step; what it has to say of it comes by mail
             case "mail":
@@ -167,18 +167,18 @@ class PrefetcherEngine:
                 written = self.writeback.write_arrived()
                 released = self.writeback.release_written()
                 home = self.writeback.note_home()
-                saved = self.barriers.take_dense()
+                saved = self.barrier.take_dense()
                 return written or released or home or saved
 
     @property
     def finished(self) -> bool:
         """The last barrier is done and the trainer has said good-bye."""
-        return self.barriers.ended and self.peer_left
+        return self.barrier.ended and self.peer_left
 
     @property
     def rows_home_queued(self) -> int:
         """Messages of rows and of the dense side that the write-back was not through with."""
-        return self.writeback.queued + self.barriers.queued
+        return self.writeback.queued + self.barrier.queued
 
     @property
     def waiting_for(self) -> str:

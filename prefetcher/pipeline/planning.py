@@ -4,7 +4,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Protocol
 
-from rowcast.prefetcher.pipeline.barrier import Barriers
+from rowcast.prefetcher.pipeline.barrier import PrefetcherBarrier
 from rowcast.prefetcher.pipeline.fetcher import Fetcher
 from rowcast.prefetcher.pipeline.metrics import PrefetcherCounters
 from rowcast.prefetcher.pipeline.plan_stream import PlannedBarrier, PlannedStep, PlanStream
@@ -49,7 +49,7 @@ class PlanningStage:
         planner: RowPlanner,
         plans: PlanStream,
         fetcher: Fetcher,
-        barriers: Barriers,
+        barrier: PrefetcherBarrier,
         depth: int,
         start: Position,
         measured: list[PlacedBatch],
@@ -62,7 +62,7 @@ class PlanningStage:
         self._planner = planner
         self._plans = plans
         self._fetcher = fetcher
-        self._barriers = barriers
+        self._barrier = barrier
         self._ahead = 2 * depth + 2
         self._first_step = start.step
         self._position = start  # after the last plan
@@ -107,7 +107,7 @@ class PlanningStage:
                 raise RemoteProtocolError(
                     f"StopRequest: step {next_step} is none of those that are planned and not done"
                 )
-            self._barriers.cut_short(position, reason)
+            self._barrier.cut_short(position, reason)
         self.stop_reason = reason
 
     def read_ids_ahead(self) -> bool:

@@ -352,7 +352,7 @@ class Incarnation:
         finish_trace()
         if self._writer is not None:
             self.newest = self._writer.newest
-        self.finished = engine.finished and engine.barriers.finished
+        self.finished = engine.finished and engine.barrier.finished
         run.health.state = "stopped"
         self._say_end(engine)
 
@@ -383,7 +383,7 @@ class Incarnation:
             if engine.finished:
                 counted = zip(engine.counters.groups.values(), before, strict=True)
                 flushed = tuple(group.rows_flushed - earlier for group, earlier in counted)
-                writer.finish(flushed, finished=engine.barriers.finished)
+                writer.finish(flushed, finished=engine.barrier.finished)
 
         engine.planning.on_plan = on_plan
         return finish
@@ -394,7 +394,7 @@ class Incarnation:
         reason, steps = self._run.signals.stop_reason, engine.counters.train_steps
         if not engine.finished:
             self._log.info("stopped before a trainer came; nothing was trained", reason=reason)
-        elif engine.barriers.finished:
+        elif engine.barrier.finished:
             self._log.info("finished", train_steps=steps, invalid_ids=self._source.counters.invalid_ids)
         else:
             self._log.info("stopped in order", train_steps=steps, reason=engine.planning.stop_reason)

@@ -207,7 +207,7 @@ def test_nothing_after_a_barrier_is_read_or_sent_before_the_barrier_is_done(
     batch, plan = planner.plan()
     assert any(len(group.fetch) for group in plan.groups), "the later plan has nothing to read"
     prefetcher.plans.append(PlannedStep(batch=batch, plan=plan))
-    run.advance_until(lambda: prefetcher.barriers.ended)
+    run.advance_until(lambda: prefetcher.barrier.ended)
     assert (fetcher.sent_through, fetcher.reading, len(prefetcher.plans)) == (last, 0, 1)
     assert [plan.step for plan in run.plans] == list(range(last + 1))
     for index, store in enumerate(run.plain_stores):

@@ -34,7 +34,7 @@ from rowcast.trainer.execute.slots import EvictStaging, Slots
 from rowcast.trainer.models.dense_state import Gathering
 
 
-class State(StrEnum):
+class TrainerState(StrEnum):
     RESTORING = "the dense side comes"
     RUNNING = "steps run"
     RECEIVING = "dirty slots come"
@@ -43,7 +43,7 @@ class State(StrEnum):
     ENDED = "ended"
 
 
-class Event(StrEnum):
+class TrainerEvent(StrEnum):
     RESTORED = "last Restore, or none needed"
     FLUSH = "first Flush"
     MORE_SLOTS = "later Flush"
@@ -54,7 +54,7 @@ class Event(StrEnum):
     END = "EndOfData"
 
 
-S, E = State, Event
+S, E = TrainerState, TrainerEvent
 TABLE = StateTable(
     "trainer",
     (
@@ -81,7 +81,7 @@ class DenseState(Protocol):
 
 
 @dataclass(slots=True, kw_only=True)
-class OpenFlush:
+class ArrivingFlush:
     """A barrier whose rows are on their way home."""
 
     header: Flush
@@ -98,7 +98,7 @@ class DirtySlots:
     asked: Asked  # checksums
 
 
-class Barrier:
+class TrainerBarrier:
     def __init__(
         self,
         *,
@@ -115,7 +115,7 @@ class Barrier:
         goes_on: bool,
     ) -> None:
         """`goes_on`: from a checkpoint, whose dense side comes first."""
-        self.state = State.RESTORING
+        self.state = TrainerState.RESTORING
         self.end: EndOfData | None = None
         self.checkpoints = 0  # that were begun
         # what the barrier is for that follows the newest step; None before it comes
@@ -133,18 +133,18 @@ class Barrier:
         self._flushes: deque[Flush] = deque()
         self._restores: deque[Restore] = deque()
         self._restored = Gathering()
-        self._flush: OpenFlush | None = None
+        self._flush: ArrivingFlush | None = None
         self._dirty: DirtySlots | None = None
         self._dense: deque[tuple[int, DensePieces]] = deque()  # barrier
         if not goes_on:
-            self._follow(Event.RESTORED)
+            self._follow(TrainerEvent.RESTORED)
 
     @property
     def waiting_for(self) -> str | None:
         """None: nothing but steps."""
-        if self.state is State.RESTORING:
+        if self.state is TrainerState.RESTORING:
             return "the checkpoint's dense side"
-        return "the barrier" if self._flushes or self.state not in (State.RUNNING, State.ENDED) else None
+        return "the barrier" if self._flushes or self.state not in (TrainerState.RUNNING, TrainerState.ENDED) else None
 
     @property
     def has_checkpoint(self) -> bool:
@@ -190,25 +190,25 @@ class Barrier:
     def advance(self) -> bool:
         """Takes what has come as far as it goes without waiting; whether anything was done."""
         match self.state:
-            case State.RESTORING:
+            case TrainerState.RESTORING:
                 return self._restore_next(self._restores.popleft()) if self._restores else False
-            case State.RUNNING | State.RECEIVING:
+            case TrainerState.RUNNING | TrainerState.RECEIVING:
                 if self._flushes:
                     return self._receive_slots(self._flushes.popleft())
-                return self.end is not None and self._follow(Event.END)
-            case State.GATHERING:
+                return self.end is not None and self._follow(TrainerEvent.END)
+            case TrainerState.GATHERING:
                 return self._gather_next(self._open)
-            case State.PACKING:
+            case TrainerState.PACKING:
                 return self._pack(self._open.header.barrier)
-            case State.ENDED:
+            case TrainerState.ENDED:
                 return False
 
-    def _follow(self, event: Event) -> bool:
+    def _follow(self, event: TrainerEvent) -> bool:
         self.state = TABLE.after(self.state, event)
         return True
 
     @property
-    def _open(self) -> OpenFlush:
+    def _open(self) -> ArrivingFlush:
         assert self._flush is not None, "a Flush has opened it"
         return self._flush
 
@@ -220,7 +220,7 @@ class Barrier:
             return True
         self._dense_state.restore(content)
         self._slots.streams.settle()
-        return self._follow(Event.RESTORED)
+        return self._follow(TrainerEvent.RESTORED)
 
     def _receive_slots(self, message: Flush) -> bool:
         """One piece. Raises RemoteProtocolError where a step before the barrier is not complete, or this is no barrier of the job."""
@@ -228,7 +228,7 @@ class Barrier:
             raise RemoteProtocolError(
                 f"barrier {message.barrier} came while {self._cache.open_steps} messages and steps before it were not done"
             )
-        self._follow(Event.MORE_SLOTS if message.piece else Event.FLUSH)
+        self._follow(TrainerEvent.MORE_SLOTS if message.piece else TrainerEvent.FLUSH)
         self._check.barrier(message, self._open.header if message.piece else None)
         self._counters.flush(message)
         self.stop_reason = message.reason
@@ -236,7 +236,7 @@ class Barrier:
             widths = [group.record_bytes for group in self._slots.groups]
             pieces = deque(cut(0, message.num_dirty, widths, self._evict_staging.nbytes))
             block = torch.zeros(message.arrays_bytes, dtype=torch.uint8, device="cpu")
-            self._flush = OpenFlush(header=message, block=block, pieces=pieces)
+            self._flush = ArrivingFlush(header=message, block=block, pieces=pieces)
         if message.payload is not None and message.span is not None:
             payload = self._fetch_ring.payload(message.payload, barrier_stamp(message.barrier, message.piece))
             self._open.block[message.span.offset : message.span.offset + message.span.nbytes] = payload
@@ -256,9 +256,9 @@ class Barrier:
         for group, name in enumerate(names):
             checks.issue(self._dirty.asked, name, group)
         self.checkpoints += message.checkpoint
-        self._follow(Event.ALL_SLOTS)
+        self._follow(TrainerEvent.ALL_SLOTS)
 
-    def _gather_next(self, flush: OpenFlush) -> bool:
+    def _gather_next(self, flush: ArrivingFlush) -> bool:
         room = self._evict_staging.room(flush.pieces[0].rows)
         if room is None:
             return False
@@ -276,11 +276,13 @@ class Barrier:
                 checksums=None if flush.pieces else self._dirty.asked.checksums,
             )
         flush.num_gathered += 1
-        return bool(flush.pieces) or self._follow(Event.MUST_SAVE if flush.header.checkpoint else Event.GATHERED)
+        return bool(flush.pieces) or self._follow(
+            TrainerEvent.MUST_SAVE if flush.header.checkpoint else TrainerEvent.GATHERED
+        )
 
     def _pack(self, barrier: int) -> bool:
         crash_point("dense side not packed")
         with self._counters.shown("pack"):
             content = self._dense_state.pack()
         self._dense.append((barrier, DensePieces(content, self._back_ring, partial(saved_stamp, barrier))))
-        return self._follow(Event.PACKED)
+        return self._follow(TrainerEvent.PACKED)

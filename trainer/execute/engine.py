@@ -9,7 +9,7 @@ from rowcast.protocol.conversation import Conversation
 from rowcast.protocol.messages import Bye, EndOfData, Flush, Released, Restore, StepReady, Welcome
 from rowcast.protocol.transport.ring import RingReader, RingWriter
 from rowcast.runtime.stages import FunctionStage, Stage
-from rowcast.trainer.execute.barrier import Barrier
+from rowcast.trainer.execute.barrier import TrainerBarrier
 from rowcast.trainer.execute.cache import DeviceCache
 from rowcast.trainer.execute.host_memory import Direct, FetchRing, HostMemory
 from rowcast.trainer.execute.loop import Results, Runner, TrainingLoop, TrainingState
@@ -69,7 +69,7 @@ class TrainerEngine:
             check=check,
             counters=self.counters,
         )
-        self.barrier = Barrier(
+        self.barrier = TrainerBarrier(
             cache=self.cache,
             slots=self.slots,
             evict_staging=evict_staging,

@@ -34,7 +34,7 @@ from torch import Tensor
 from rowcast.protocol.messages import StepDone
 from rowcast.runtime.crash_points import crash_point
 from rowcast.runtime.errors import NonFiniteLoss
-from rowcast.trainer.execute.barrier import Barrier, State
+from rowcast.trainer.execute.barrier import TrainerBarrier, TrainerState
 from rowcast.trainer.execute.cache import ArrivedStep, DeviceCache
 from rowcast.trainer.execute.metrics import StallReason, TrainerCounters
 from rowcast.trainer.execute.phases import PhaseClock
@@ -119,7 +119,7 @@ class TrainingLoop:
         self,
         *,
         cache: DeviceCache,
-        barrier: Barrier,
+        barrier: TrainerBarrier,
         sender: Sender,
         streams: Streams,
         training: TrainingState,
@@ -147,7 +147,7 @@ class TrainingLoop:
     @property
     def finished(self) -> bool:
         """No step follows, and every result was delivered."""
-        return self._barrier.state is State.ENDED and not self._issued and not self._must_close
+        return self._barrier.state is TrainerState.ENDED and not self._issued and not self._must_close
 
     @property
     def waiting_for(self) -> str:
@@ -159,7 +159,7 @@ class TrainingLoop:
         From top to bottom it is the life of a step. A turn serves several: while step p computes, rows of step p + 1 go to their slots,
         and those of step p + 2 come out of the ring.
         """
-        if self._barrier.state is State.RESTORING:  # before the first step
+        if self._barrier.state is TrainerState.RESTORING:  # before the first step
             return self._barrier.advance()
         copied_in = self._cache.copy_in_next()
         released = self._cache.release_copied()
