@@ -1,4 +1,4 @@
-"""A state machine as a literal table: in this state, at this event, that state follows. `render` draws it for the docs."""
+"""A state machine as a literal table: in this state, at this event, that state follows. `render` draws it."""
 
 from collections.abc import Sequence
 from enum import StrEnum

@@ -89,7 +89,7 @@ class ListSource:
 
 
 class MemoryCheckpointer:
-    """Implements `rowcast.prefetcher.pipeline.barrier.Checkpointer` without files: what a barrier brings is only looked at."""
+    """Implements the barrier's `Checkpointer` without files: what a barrier brings is only looked at."""
 
     def __init__(self) -> None:
         self.begun: list[PlannedBarrier] = []

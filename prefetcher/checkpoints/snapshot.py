@@ -19,7 +19,8 @@ Block = tuple[int, Keys, Records]  # group
 
 
 class BarrierCheckpointer:
-    """Implements `barrier.Checkpointer`. The queue of the writer bounds what is copied and not yet written; a barrier waits for it."""
+    """Implements `barrier.Checkpointer`. The writer's queue bounds what is copied and not yet written; a barrier
+    waits for it."""
 
     def __init__(self, groups: tuple[GroupSpec, ...], stores: tuple[Store, ...], writer: CheckpointWriter) -> None:
         self._groups = groups

@@ -5,8 +5,8 @@
     write-back  take_dense                    _dense (takes), _copied, _saved_barriers
     mail        cut_short, accept_dense       _cut, _dense (appends)
 
-A barrier is an entry of the plan stream. Everything before it is done and home before the first `Flush` leaves, and nothing after it is
-read before its checkpoint has copies of its own. So both rings are empty when it begins and when it ends.
+A barrier is an entry of the plan stream. Everything before it is done and home before the first `Flush` leaves, and
+nothing after it is read before its checkpoint has copies of its own. So both rings are empty when it begins and ends.
 """
 
 import resource
@@ -99,8 +99,8 @@ STALLS: dict[
 
 
 class Checkpointer(Protocol):
-    """What is copied at a barrier, and made durable after it. `take_dense` is called by the write-back's thread, the rest by the fetcher's.
-    Nothing waits."""
+    """What is copied at a barrier, and made durable after it. The write-back's thread calls `take_dense`, the
+    fetcher's the rest. Nothing waits."""
 
     @property
     def busy(self) -> bool:
@@ -176,8 +176,8 @@ class PrefetcherBarrier:
     # the mail's thread
 
     def cut_short(self, position: Position, reason: str) -> None:
-        """Steps after `position` are passed over by the trainer: no barrier from now on counts them as trained, and the run stops. Called
-        before the fetcher hears that any such step is done."""
+        """The trainer passes over the steps after `position`: no barrier from now on counts them as trained, and the
+        run stops. Called before the fetcher hears that any such step is done."""
         self._cut = position, reason
 
     def accept_dense(self, message: Saved) -> None:
@@ -186,7 +186,7 @@ class PrefetcherBarrier:
     # the write-back's thread
 
     def take_dense(self) -> bool:
-        """Copies a piece of the dense side, or hands it on once every row is copied. Only one is out of the ring at a time."""
+        """Copies a piece of the dense side, or hands it on once all rows are copied. At most one is out of the ring."""
         if self._copied is None:
             return self._copy_dense(self._dense.popleft()) if self._dense else False
         message, content = self._copied

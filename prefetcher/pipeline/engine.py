@@ -149,8 +149,9 @@ class PrefetcherEngine:
     def advance(self, thread: Thread) -> bool:
         """What this thread can do now for the steps that it serves, without waiting; whether it was anything.
 
-        From top to bottom it is the life of a step. All threads are at it side by side, each for other steps: ids of batch p + horizon
-        are read while plan p + 2 * depth is made, rows of plan p + depth go to the ring, and victims of plan p come home.
+        From top to bottom it is the life of a step. All threads run side by side, each for other steps: ids of a batch
+        far ahead are read while plan p + 2 * depth is made, rows of plan p + depth go to the ring, and victims of
+        plan p come home.
         """
         match thread:
             case "planning":

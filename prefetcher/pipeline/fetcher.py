@@ -63,7 +63,7 @@ class Limits:
 
 
 class Fetcher:
-    """`step_done` is called by the mail's thread, `announce_read` and `read_rows` by the fetcher's own, older steps first."""
+    """The mail's thread calls `step_done`, the fetcher's `announce_read` and then `read_rows`: older steps first."""
 
     def __init__(
         self,

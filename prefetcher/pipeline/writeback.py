@@ -49,8 +49,7 @@ class Writing:
 
 
 class Writeback:
-    """`expect` is called by the fetcher's thread, `accept` by the mail's, the others by the write-back's own, in the order in which they
-    stand here."""
+    """The fetcher's thread calls `expect`, the mail's `accept`, the write-back's the others, in their order here."""
 
     def __init__(
         self,

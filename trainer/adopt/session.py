@@ -481,8 +481,8 @@ class Session:
             tell(self._stopped())
         else:
             raise RowcastError(
-                f"the prefetcher was stopped ({engine.barrier.stop_reason}) after {self.train_steps} train steps; its checkpoint is in "
-                f"{self._job.run_dir}: {self._how_to_go_on()}"
+                f"the prefetcher was stopped ({engine.barrier.stop_reason}) after {self.train_steps} train steps; "
+                f"its checkpoint is in {self._job.run_dir}: {self._how_to_go_on()}"
             )
 
     def _stopped(self) -> str:

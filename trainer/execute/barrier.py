@@ -223,10 +223,11 @@ class TrainerBarrier:
         return self._follow(TrainerEvent.RESTORED)
 
     def _receive_slots(self, message: Flush) -> bool:
-        """One piece. Raises RemoteProtocolError where a step before the barrier is not complete, or this is no barrier of the job."""
-        if self._cache.open_steps:
+        """One piece. Raises RemoteProtocolError where a step before it is not complete, or it is not of this job."""
+        num_open = self._cache.open_steps
+        if num_open:
             raise RemoteProtocolError(
-                f"barrier {message.barrier} came while {self._cache.open_steps} messages and steps before it were not done"
+                f"barrier {message.barrier} came while {num_open} messages and steps before it were not done"
             )
         self._follow(TrainerEvent.MORE_SLOTS if message.piece else TrainerEvent.FLUSH)
         self._check.barrier(message, self._open.header if message.piece else None)

@@ -59,7 +59,7 @@ class ArrivedStep:
 
 
 class DeviceCache:
-    """Runs on the main thread of the trainer, which issues what it can without waiting; `accept` is called by the mail's thread."""
+    """Runs on the trainer's main thread and issues what it can without waiting; the mail's thread calls `accept`."""
 
     def __init__(
         self,
@@ -209,7 +209,7 @@ class DeviceCache:
     # staging <-> slots
 
     def fill_next(self) -> bool:
-        """For the oldest piece in fill staging: its victims leave their slots for evict staging, and its rows take them."""
+        """The victims of the oldest piece in fill staging leave their slots for evict staging; its rows take them."""
         arrived = next((step for step in self._steps if not step.complete), None)
         if arrived is None or len(arrived.copied) == len(arrived.filled):
             return False

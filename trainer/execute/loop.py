@@ -18,7 +18,7 @@ The life of step p; `TrainingLoop.advance` is the code:
 
 Where a script computes the steps (`trainer/adopt/`), it does what stands between `take` and `finish`:
 
-    advance(computes=False) ...    take -> begin -> (look-up to update, on the compute stream) -> finish    advance(computes=False) ...
+    advance(computes=False) ...    take -> begin -> (look-up to update, on the compute stream) -> finish    advance ...
 """
 
 import math
@@ -154,10 +154,11 @@ class TrainingLoop:
         return "the device" if self._issued else self._barrier.waiting_for or "rows"
 
     def advance(self, *, computes: bool = True) -> bool:
-        """What can be done now, without waiting for the device; whether it was anything. `computes` False: a script computes the steps.
+        """What can be done now, without waiting for the device; whether it was anything. `computes` False: a script
+        computes the steps.
 
-        From top to bottom it is the life of a step. A turn serves several: while step p computes, rows of step p + 1 go to their slots,
-        and those of step p + 2 come out of the ring.
+        From top to bottom it is the life of a step. Turns serve several: while step p computes, rows of step p + 1 go
+        to their slots, and those of step p + 2 come out of the ring.
         """
         if self._barrier.state is TrainerState.RESTORING:  # before the first step
             return self._barrier.advance()
@@ -247,7 +248,7 @@ class TrainingLoop:
         return end is not None and end.finished and self._training.evaluating
 
     def _close_evaluation_before(self, step: ArrivedStep | None) -> bool:
-        """An evaluation is whole where a train step follows it, or, `step` None, nothing does; whether one was closed."""
+        """An evaluation is whole where a train step follows it or, `step` None, nothing. Whether one was closed."""
         is_whole = self._must_close if step is None else self._training.evaluating and step.header.kind == "train"
         if not is_whole:
             return False

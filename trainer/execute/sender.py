@@ -1,4 +1,4 @@
-"""Sends victims home: evict staging -> ring on a stream of its own, then `RowsBack`; and `StepDone` after the last of its plan's.
+"""Sends victims home: evict staging -> ring on a stream of its own, then `RowsBack`; after a plan's last, `StepDone`.
 
 It has its own thread, because the main loop may be waiting for a `StepReady` that needs the very rows that are on their way here.
 """
@@ -53,8 +53,7 @@ class InFlight:
 
 
 class Sender:
-    """`send_rows` and `finish` are called by the main thread, in step order; the others by the sender's, in the order in which they stand
-    here."""
+    """The main thread calls `send_rows` and `finish`, in step order, the sender's the others, in their order here."""
 
     def __init__(
         self,

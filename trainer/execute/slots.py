@@ -1,4 +1,7 @@
-"""The rows on the device, a slot each, and how they move between slots and staging: on the fill stream, issued by the main thread."""
+"""The rows on the device, a slot each, and how they move between slots and staging.
+
+All of it is work of the fill stream, issued by the main thread.
+"""
 
 from collections.abc import Sequence
 
