@@ -17,6 +17,13 @@ class Stage(Protocol):
         """Does what can be done without waiting; True if anything was done."""
 
 
+class FunctionStage:
+    """A stage that is one function: an engine's, for one of its threads."""
+
+    def __init__(self, advance: Callable[[], bool]) -> None:
+        self.advance = advance
+
+
 class Doorbell:
     """Wakes every idle stage of a process: whoever has changed something rings."""
 

@@ -2,13 +2,17 @@
 
 import re
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
+import rowcast.prefetcher.pipeline.barrier
+import rowcast.trainer.execute.barrier
 from rowcast.job.file import load_job
 from rowcast.job.page import page
 from rowcast.protocol.session import render_table
+from rowcast.runtime.state_table import StateTable
 from tests.support.batches import slots_for
 from tests.support.driver import InProcessRun, Settings
 
@@ -17,6 +21,11 @@ ROOT = Path(__file__).parent.parent
 
 def test_the_architecture_page_shows_the_conversation_as_it_is() -> None:
     assert render_table().strip() in (ROOT / "docs" / "architecture.md").read_text()
+
+
+@pytest.mark.parametrize("table", [rowcast.prefetcher.pipeline.barrier.TABLE, rowcast.trainer.execute.barrier.TABLE])
+def test_the_architecture_page_shows_the_states_of_a_barrier_as_they_are(table: StateTable[Any, Any]) -> None:
+    assert table.render().strip() in (ROOT / "docs" / "architecture.md").read_text()
 
 
 @pytest.mark.parametrize("job_file", sorted((ROOT / "examples").glob("*.toml")), ids=lambda path: path.name)

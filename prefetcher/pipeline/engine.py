@@ -1,14 +1,32 @@
 """The stages of the prefetcher, wired to each other and to one conversation. No thread, socket or clock lives here.
 
-mail -> planning -> fetcher -> (ring, StepReady) ...... (ring, RowsBack) -> mail -> write-back -> store
+The life of step p; `PrefetcherEngine.advance` is the code:
+
+    thread      function          what it hands on
+    planning    read_ids_ahead    ids of batch p                      -> the planner's horizon
+                plan_next         plan p: slots, rows, victims        -> the plan stream
+    fetcher     read_rows         rows of plan p, from the store      -> the fetch ring
+                announce_read     StepReady(p)                        -> the trainer
+    ...                           the trainer trains step p (`rowcast.trainer.execute.loop`)
+    mail        conversation      RowsBack(p), StepDone(p), Released  -> write-back, fetcher, fetch ring
+    write-back  write_arrived     victims of plan p, from the ring    -> the store
+                release_written   Released                            -> the trainer
+                note_home         "home through p"                    -> the fetcher
+
+A barrier (`barrier.py`) takes the fetcher's place between two plans; its dense side comes to the write-back.
 """
 
+from collections import deque
 from dataclasses import dataclass
+from functools import partial
+from typing import Literal, get_args
 
 from rowcast.job.schema import Job
 from rowcast.job.tables import GroupSpec
-from rowcast.prefetcher.pipeline.fetcher import Checkpointer, Fetcher
+from rowcast.prefetcher.pipeline.barrier import Checkpointer, PrefetcherBarrier
+from rowcast.prefetcher.pipeline.fetcher import Fetcher, Limits
 from rowcast.prefetcher.pipeline.metrics import PrefetcherCounters
+from rowcast.prefetcher.pipeline.plan_stream import PlanStream
 from rowcast.prefetcher.pipeline.planning import BatchSource, Pace, PlanningStage
 from rowcast.prefetcher.pipeline.writeback import Writeback
 from rowcast.prefetcher.planner.planner import RowPlanner
@@ -31,7 +49,9 @@ from rowcast.protocol.messages import (
 from rowcast.protocol.session import check_hello
 from rowcast.protocol.transport.ring import RingReader, RingWriter
 from rowcast.runtime.position import Position
-from rowcast.runtime.stages import Stage
+from rowcast.runtime.stages import FunctionStage, Stage
+
+Thread = Literal["mail", "planning", "fetcher", "write-back"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,7 +80,7 @@ class PrefetcherEngine:
     """`stages` are advanced by one thread each, or all by one thread in any order."""
 
     def __init__(self, parts: EngineParts) -> None:
-        depth, welcome = parts.welcome.depth, parts.welcome
+        welcome = parts.welcome
         self.hello: Hello | None = None
         self.peer_left = False
         self.counters = parts.counters
@@ -70,25 +90,29 @@ class PrefetcherEngine:
         self.planner = parts.planner
         self.conversation = parts.conversation
         verifier = Verifier(parts.groups, parts.stores, welcome.verify, self.counters) if welcome.verify else None
+        self.plans: PlanStream = deque()
         self.writeback = Writeback(
-            parts.groups,
-            parts.stores,
-            parts.back_ring,
-            self.counters,
-            parts.conversation.send,
-            parts.checkpointer.dense,
-            verifier,
+            parts.groups, parts.stores, parts.back_ring, self.counters, parts.conversation.send, verifier
         )
         self.fetcher = Fetcher(
+            plans=self.plans,
             groups=parts.groups,
             stores=parts.stores,
-            depth=depth,
-            first_step=parts.start.step,
             ring=parts.fetch_ring,
             writeback=self.writeback,
-            checkpointer=parts.checkpointer,
             counters=self.counters,
-            staging_bytes=welcome.staging_bytes,
+            limits=Limits(depth=welcome.depth, first_step=parts.start.step, staging_bytes=welcome.staging_bytes),
+            send=parts.conversation.send,
+            verifier=verifier,
+        )
+        self.barrier = PrefetcherBarrier(
+            plans=self.plans,
+            fetcher=self.fetcher,
+            writeback=self.writeback,
+            checkpointer=parts.checkpointer,
+            fetch_ring=parts.fetch_ring,
+            back_ring=parts.back_ring,
+            counters=self.counters,
             send=parts.conversation.send,
             restore=parts.restore,
             verifier=verifier,
@@ -96,20 +120,25 @@ class PrefetcherEngine:
         self.planning = PlanningStage(
             source=parts.source,
             planner=self.planner,
+            plans=self.plans,
             fetcher=self.fetcher,
-            depth=depth,
+            barrier=self.barrier,
+            depth=welcome.depth,
             start=parts.start,
             measured=parts.measured,
             counters=self.counters,
             pace=parts.pace,
         )
+        self.stages: dict[str, Stage] = {
+            thread: FunctionStage(partial(self.advance, thread)) for thread in get_args(Thread)
+        }
         self._parts = parts
         parts.conversation.listen(
             {
                 Hello: self._greet,
                 Released: lambda message: parts.fetch_ring.release(message.position),
                 RowsBack: self.writeback.accept,
-                Saved: self.writeback.accept,
+                Saved: self.barrier.accept_dense,
                 **({} if verifier is None else {RowChecksums: verifier.reported}),
                 StepDone: self._step_done,
                 StopRequest: lambda message: self.planning.stop(message.reason, message.next_step),
@@ -117,19 +146,40 @@ class PrefetcherEngine:
             }
         )
 
-    @property
-    def stages(self) -> dict[str, Stage]:
-        return {
-            "mail": self.conversation,
-            "planning": self.planning,
-            "fetcher": self.fetcher,
-            "write-back": self.writeback,
-        }
+    def advance(self, thread: Thread) -> bool:
+        """What this thread can do now for the steps that it serves, without waiting; whether it was anything.
+
+        From top to bottom it is the life of a step. All threads run side by side, each for other steps: ids of a batch
+        far ahead are read while plan p + 2 * depth is made, rows of plan p + depth go to the ring, and victims of
+        plan p come home.
+        """
+        match thread:
+            case "planning":
+                return self.planning.plan_next() or self.planning.read_ids_ahead()
+            case "fetcher":
+                self.fetcher.stalled_by = None
+                announced = self.fetcher.announce_read()
+                begun = self.barrier.advance() if self.barrier.due else self.fetcher.read_rows()
+                return announced or begun
+            # here the trainer trains the step; what it has to say of it comes by mail
+            case "mail":
+                return self.conversation.advance()
+            case "write-back":
+                written = self.writeback.write_arrived()
+                released = self.writeback.release_written()
+                home = self.writeback.note_home()
+                saved = self.barrier.take_dense()
+                return written or released or home or saved
 
     @property
     def finished(self) -> bool:
         """The last barrier is done and the trainer has said good-bye."""
-        return self.fetcher.ended and self.peer_left
+        return self.barrier.ended and self.peer_left
+
+    @property
+    def rows_home_queued(self) -> int:
+        """Messages of rows and of the dense side that the write-back was not through with."""
+        return self.writeback.queued + self.barrier.queued
 
     @property
     def waiting_for(self) -> str:

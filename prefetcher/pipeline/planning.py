@@ -4,8 +4,10 @@ from collections import deque
 from collections.abc import Callable
 from typing import Protocol
 
-from rowcast.prefetcher.pipeline.fetcher import Fetcher, PlannedBarrier, PlannedStep
+from rowcast.prefetcher.pipeline.barrier import PrefetcherBarrier
+from rowcast.prefetcher.pipeline.fetcher import Fetcher
 from rowcast.prefetcher.pipeline.metrics import PrefetcherCounters
+from rowcast.prefetcher.pipeline.plan_stream import PlannedBarrier, PlannedStep, PlanStream
 from rowcast.prefetcher.planner.planner import RowPlanner
 from rowcast.prefetcher.readers.batch_parts import Rest
 from rowcast.prefetcher.readers.schedule import PlacedBatch, PlacedIds
@@ -42,9 +44,12 @@ class PlanningStage:
 
     def __init__(
         self,
+        *,
         source: BatchSource,
         planner: RowPlanner,
+        plans: PlanStream,
         fetcher: Fetcher,
+        barrier: PrefetcherBarrier,
         depth: int,
         start: Position,
         measured: list[PlacedBatch],
@@ -55,7 +60,9 @@ class PlanningStage:
         self.planned_through: int | None = None
         self._source = source
         self._planner = planner
+        self._plans = plans
         self._fetcher = fetcher
+        self._barrier = barrier
         self._ahead = 2 * depth + 2
         self._first_step = start.step
         self._position = start  # after the last plan
@@ -89,7 +96,7 @@ class PlanningStage:
         return self._ended and not self._planner.ready()
 
     def stop(self, reason: str, next_step: int | None = None) -> None:
-        """No plan is made after the next `advance`; a barrier follows the last one. Called by the mail's thread.
+        """No plan is made after the next turn; a barrier follows the last one. Called by the mail's thread.
 
         `next_step`: the trainer passes over this step and all after it, so that is where the run goes on. Raises RemoteProtocolError where
         it is none of the steps under way.
@@ -100,19 +107,12 @@ class PlanningStage:
                 raise RemoteProtocolError(
                     f"StopRequest: step {next_step} is none of those that are planned and not done"
                 )
-            self._fetcher.cut_short(position, reason)
+            self._barrier.cut_short(position, reason)
         self.stop_reason = reason
 
-    def advance(self) -> bool:
-        if self._barrier_sent:
-            return False
-        if self.stop_reason is not None and not self._data_is_planned:
-            return self._send_barrier(self.stop_reason, finished=False, last=True)
-        return self._plan_next() or self._read_next()
-
-    def _read_next(self) -> bool:
-        """One batch enters the horizon, where the planner still needs one for its next plan."""
-        if self._ended or not self._planner.wants_batch:
+    def read_ids_ahead(self) -> bool:
+        """The ids of one batch enter the horizon, where the planner still needs them for its next plan."""
+        if self._barrier_sent or self._ended or not self._planner.wants_batch:
             return False
         ids = self._next_measured() if self._measured else self._source.poll_ids()
         if ids is not None:
@@ -138,7 +138,12 @@ class PlanningStage:
         self._misses_rest = not self._rests
         return not self._misses_rest
 
-    def _plan_next(self) -> bool:
+    def plan_next(self) -> bool:
+        """The next entry of the plan stream: a step, or the barrier that is due."""
+        if self._barrier_sent:
+            return False
+        if self.stop_reason is not None and not self._data_is_planned:
+            return self._send_barrier(self.stop_reason, finished=False, last=True)
         if not self._planner.ready():
             return self._data_is_planned and self._send_barrier("end of data", finished=True, last=True)
         if self._planner.checkpoint_due:
@@ -156,7 +161,7 @@ class PlanningStage:
         planned = PlannedStep(batch=batch, plan=plan)
         self._counters.planned(plan, batch.batch.size)
         self.on_plan(planned)
-        self._fetcher.push(planned)
+        self._plans.append(planned)
         self.planned_through = step
         self._position = self._followings[step] = batch.following
         self._followings.pop(step - self._ahead - 1, None)
@@ -171,7 +176,7 @@ class PlanningStage:
             self._planner.checkpoint_every = steps
 
     def _send_barrier(self, reason: str, *, finished: bool, last: bool) -> bool:
-        self._fetcher.push(
+        self._plans.append(
             PlannedBarrier(plan=self._planner.barrier(reason, finished), position=self._position, last=last)
         )
         self._barrier_sent = last

@@ -2,8 +2,6 @@
 
 `RowsBack` carries no keys: its rows stand in the order of the victims that the plan (or the barrier) named, which are remembered
 here from before the plan is sent until its last row is applied. This stage never waits for ring space, for credit or for another stage.
-Behind a barrier's rows comes the dense side of a checkpoint, in the same ring: its pieces are copied and handed on, while nothing else
-can come.
 """
 
 from collections import deque
@@ -17,8 +15,8 @@ from rowcast.prefetcher.pipeline.metrics import PrefetcherCounters
 from rowcast.prefetcher.stores.store import Keys, Ticket
 from rowcast.prefetcher.stores.tracked_store import TrackedStore
 from rowcast.prefetcher.verify.verifier import Verifier
-from rowcast.protocol.messages import Released, RingRef, RowsBack, Saved
-from rowcast.protocol.packing import barrier_stamp, plan_stamp, saved_stamp
+from rowcast.protocol.messages import Released, RingRef, RowsBack
+from rowcast.protocol.packing import barrier_stamp, plan_stamp
 from rowcast.protocol.transport.ring import RingReader, release
 from rowcast.runtime.crash_points import crash_point
 from rowcast.runtime.errors import RemoteProtocolError
@@ -52,7 +50,7 @@ class Writing:
 
 
 class Writeback:
-    """`expect` is called by the fetcher's thread, `accept` by the mail's, `advance` by the write-back's own."""
+    """The fetcher's thread calls `expect`, the mail's `accept`, the write-back's the others, in their order here."""
 
     def __init__(
         self,
@@ -61,10 +59,8 @@ class Writeback:
         ring: RingReader,
         counters: PrefetcherCounters,
         send: Callable[[Released], None],
-        dense: Callable[[Saved, bytes], bool],
-        verifier: Verifier | None = None,
+        verifier: Verifier | None,
     ) -> None:
-        """`dense` takes a piece of the dense side, or says that there is no room for it yet."""
         self.applied_through: int | None = None  # rows of every plan up to this one are in the store
         self.applied_barriers = 0
         self._groups = groups
@@ -74,9 +70,7 @@ class Writeback:
         self._send = send
         self._verifier = verifier
         self._expected: deque[Expected] = deque()  # plans and barriers in order, also those that bring nothing home
-        self._dense = dense
-        self._saved: tuple[Saved, bytes] | None = None  # copied, not handed on yet
-        self._inbox: deque[RowsBack | Saved] = deque()
+        self._inbox: deque[RowsBack] = deque()
         self._writing: deque[Writing] = deque()
 
     @property
@@ -88,38 +82,17 @@ class Writeback:
         nothing = barrier is None and not any(len(part) for part in keys)
         self._expected.append(Expected(step, barrier, keys, [0] * len(keys), arrived_last=nothing))
 
-    def accept(self, message: RowsBack | Saved) -> None:
+    def accept(self, message: RowsBack) -> None:
         self._inbox.append(message)
 
-    def advance(self) -> bool:
-        began = self._begin_writes()
-        finished = self._finish_writes()
-        forgot = self._forget_complete()
-        return began or finished or forgot
-
-    def _begin_writes(self) -> bool:
-        if self._saved is not None:
-            return self._hand_on(*self._saved)
+    def write_arrived(self) -> bool:
+        """Has the rows of the oldest message written from the ring to the store."""
         if not self._inbox:
             return False
         message = self._inbox.popleft()
-        with self._counters.timed("write_back", message.step if isinstance(message, RowsBack) else None):
-            if isinstance(message, Saved):
-                self._saved = message, self._copied(message)
-            else:
-                self._apply(message)
+        with self._counters.timed("write_back", message.step):
+            self._apply(message)
         return True
-
-    def _hand_on(self, message: Saved, content: bytes) -> bool:
-        taken = self._dense(message, content)
-        if taken:
-            self._saved = None
-        return taken
-
-    def _copied(self, message: Saved) -> bytes:
-        content = self._ring.view(message.payload, saved_stamp(message.barrier, message.piece)).tobytes()
-        release(self._ring, message.payload, self._send)
-        return content
 
     def _apply(self, message: RowsBack) -> None:
         waiting = list(self._expected)  # a copy: the fetcher's thread appends
@@ -173,7 +146,8 @@ class Writeback:
             expected.applied[span.group] += span.count
         return tickets
 
-    def _finish_writes(self) -> bool:
+    def release_written(self) -> bool:
+        """Frees the ring where rows are in the store."""
         progress = False
         for writing in list(self._writing):
             writing.tickets = [ticket for ticket in writing.tickets if not ticket.done()]
@@ -186,7 +160,8 @@ class Writeback:
                 progress = True
         return progress
 
-    def _forget_complete(self) -> bool:
+    def note_home(self) -> bool:
+        """Plans and barriers whose last row is in the store: from now on rows that depended on them may be read."""
         progress = False
         while self._expected and self._expected[0].complete:
             expected = self._expected.popleft()

@@ -19,9 +19,10 @@ from rowcast.prefetcher.checkpoints.interval import PaceMeter, keep_interval, re
 from rowcast.prefetcher.checkpoints.restore import dense_content
 from rowcast.prefetcher.checkpoints.snapshot import BarrierCheckpointer, NoCheckpoints
 from rowcast.prefetcher.checkpoints.writer import CheckpointWriter
+from rowcast.prefetcher.pipeline.barrier import Checkpointer
 from rowcast.prefetcher.pipeline.engine import EngineParts, PrefetcherEngine
-from rowcast.prefetcher.pipeline.fetcher import Checkpointer, PlannedStep
 from rowcast.prefetcher.pipeline.metrics import PrefetcherCounters, PrefetcherGauges
+from rowcast.prefetcher.pipeline.plan_stream import PlannedStep
 from rowcast.prefetcher.planner.capacity import MEASURED_BATCHES, job_slots
 from rowcast.prefetcher.planner.job_planner import job_planner
 from rowcast.prefetcher.planner.pin_files import load_pins
@@ -351,7 +352,7 @@ class Incarnation:
         finish_trace()
         if self._writer is not None:
             self.newest = self._writer.newest
-        self.finished = engine.finished and engine.fetcher.finished
+        self.finished = engine.finished and engine.barrier.finished
         run.health.state = "stopped"
         self._say_end(engine)
 
@@ -382,7 +383,7 @@ class Incarnation:
             if engine.finished:
                 counted = zip(engine.counters.groups.values(), before, strict=True)
                 flushed = tuple(group.rows_flushed - earlier for group, earlier in counted)
-                writer.finish(flushed, finished=engine.fetcher.finished)
+                writer.finish(flushed, finished=engine.barrier.finished)
 
         engine.planning.on_plan = on_plan
         return finish
@@ -393,7 +394,7 @@ class Incarnation:
         reason, steps = self._run.signals.stop_reason, engine.counters.train_steps
         if not engine.finished:
             self._log.info("stopped before a trainer came; nothing was trained", reason=reason)
-        elif engine.fetcher.finished:
+        elif engine.barrier.finished:
             self._log.info("finished", train_steps=steps, invalid_ids=self._source.counters.invalid_ids)
         else:
             self._log.info("stopped in order", train_steps=steps, reason=engine.planning.stop_reason)

@@ -33,7 +33,7 @@ def stall_clocks(engine: PrefetcherEngine) -> dict[str, Callable[[float], None]]
             counters.blocked("pieces", "producer", seconds)
 
     def write_back(seconds: float) -> None:
-        if not engine.writeback.queued:
+        if not engine.rows_home_queued:
             counters.blocked("rows_back", "consumer", seconds)
 
     return {"planning": planning, "fetcher": fetcher, "write-back": write_back}
@@ -57,9 +57,9 @@ def engine_gauges(idle: PrefetcherGauges, engine: PrefetcherEngine, source: Batc
         checkpoint_every=train_steps_of(engine.planner.checkpoint_every),
         queue_depths={
             "batches": source.counters.queue_depth,
-            "plans": engine.fetcher.queued,
+            "plans": len(engine.plans),
             "pieces": engine.fetcher.reading,
-            "rows_back": engine.writeback.queued,
+            "rows_back": engine.rows_home_queued,
         },
         ring_used_bytes=engine.fetch_ring.used_bytes,
         ring_size_bytes=engine.welcome.fetch_ring.nbytes,

@@ -150,7 +150,7 @@ class Life:
         assert tables is not None, "a prefetcher that ends has lived"
         self._check_nothing_unnoticed(both)
         run.prefetcher.planner.check_integrity()
-        finished = run.prefetcher.fetcher.finished
+        finished = run.prefetcher.barrier.finished
         self.say(f"{'finished' if finished else 'stopped in order'} at advance {both.number}")
         self.newest = both.writer.newest
         if finished:

@@ -12,7 +12,7 @@ from rowcast.job.tables import GroupSpec
 from rowcast.prefetcher.checkpoints.restore import Restorable, restore_chosen
 from rowcast.prefetcher.checkpoints.row_files import HashedFile
 from rowcast.prefetcher.checkpoints.snapshot import BarrierCheckpointer
-from rowcast.prefetcher.pipeline.fetcher import PlannedBarrier
+from rowcast.prefetcher.pipeline.plan_stream import PlannedBarrier
 from rowcast.protocol.messages import AnyMessage
 from rowcast.protocol.session import Session
 from rowcast.runtime.checkpoint_manifest import Manifest

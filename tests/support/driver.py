@@ -23,7 +23,7 @@ from rowcast.prefetcher.checkpoints.folder import Checkpoints
 from rowcast.prefetcher.checkpoints.restore import dense_content, restore_rows
 from rowcast.prefetcher.checkpoints.snapshot import BarrierCheckpointer
 from rowcast.prefetcher.checkpoints.writer import CheckpointWriter
-from rowcast.prefetcher.pipeline.fetcher import PlannedBarrier, PlannedStep
+from rowcast.prefetcher.pipeline.plan_stream import PlannedBarrier, PlannedStep
 from rowcast.prefetcher.planner.capacity import MEASURED_BATCHES
 from rowcast.prefetcher.planner.job_planner import job_planner
 from rowcast.prefetcher.readers.batch_parts import Rest, divide
@@ -90,27 +90,21 @@ class ListSource:
 
 
 class MemoryCheckpointer:
-    """Implements `rowcast.prefetcher.pipeline.fetcher.Checkpointer` without files: what a barrier brings is only looked at."""
+    """Implements the barrier's `Checkpointer` without files: what a barrier brings is only looked at."""
 
     def __init__(self) -> None:
         self.begun: list[PlannedBarrier] = []
         self.busy = False
-        self._complete = False
 
     def begin(self, barrier: PlannedBarrier) -> bool:
         self.begun.append(barrier)
-        self._complete = False
         return True
 
-    def collect(self) -> bool:
+    def copy_rows(self) -> bool:
         return True
 
-    def dense(self, message: Saved, content: bytes) -> bool:
-        self._complete = message.piece == message.num_pieces - 1
+    def take_dense(self, message: Saved, content: bytes) -> bool:
         return True
-
-    def collected(self) -> bool:
-        return self._complete
 
 
 @dataclass(slots=True)

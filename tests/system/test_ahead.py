@@ -6,7 +6,7 @@ import pytest
 
 from rowcast.job.schema import Job
 from rowcast.job.tables import GroupSpec, group_specs
-from rowcast.prefetcher.pipeline.fetcher import PlannedBarrier, PlannedStep
+from rowcast.prefetcher.pipeline.plan_stream import PlannedBarrier, PlannedStep
 from rowcast.prefetcher.stores.memory_store import MemoryStore
 from rowcast.prefetcher.stores.store import Finished, Keys, Records
 from rowcast.protocol.batch import ScheduledBatch
@@ -93,7 +93,7 @@ def test_a_trainer_held_near_the_end_gets_every_step_that_is_left(depth: int, mo
     arrivals = Arrivals(run, NUM_STEPS - depth, monkeypatch)
     advance_until_quiet(run)
     assert arrivals.steps == list(range(NUM_STEPS))
-    assert run.trainer.loop.end is None, "a barrier waits for every step before it"
+    assert run.trainer.barrier.end is None, "a barrier waits for every step before it"
     arrivals.held_before = None
     run.run()
 
@@ -170,7 +170,7 @@ def test_a_barrier_waits_for_rows_that_were_sent_home_but_are_not_in_the_store(
     job, batches = workload(depth)
     run = watch.run = make_run(job, batches, "one batch")
     run.advance_until(lambda: run.prefetcher.fetcher.sent_through == NUM_STEPS - 1)
-    advance_until_quiet(run, held=run.prefetcher.writeback)
+    advance_until_quiet(run, held=run.prefetcher.stages["write-back"])
     assert run.prefetcher.fetcher.done_through == NUM_STEPS - 1
     assert run.prefetcher.writeback.queued > 0, "every row was in the store already"
     assert watch.begun == []
@@ -197,17 +197,18 @@ def test_nothing_after_a_barrier_is_read_or_sent_before_the_barrier_is_done(
     monkeypatch.setattr(driver, "MemoryStore", ReadKeys)
     job, batches = workload(depth=2)
     run = make_run(job, batches, "one batch", seed)
-    fetcher, planning, planner = run.prefetcher.fetcher, run.prefetcher.planning, run.prefetcher.planner
+    prefetcher = run.prefetcher
+    fetcher, planning, planner = prefetcher.fetcher, prefetcher.planning, prefetcher.planner
     last = 5 + seed
     run.advance_until(lambda: planning.planned_through == last)
     planning.stop("a barrier in the middle")
-    planning.advance()
+    assert planning.plan_next()
     planner.end()
     batch, plan = planner.plan()
     assert any(len(group.fetch) for group in plan.groups), "the later plan has nothing to read"
-    fetcher.push(PlannedStep(batch=batch, plan=plan))
-    run.advance_until(lambda: fetcher.ended)
-    assert (fetcher.sent_through, fetcher.reading, fetcher.queued) == (last, 0, 1)
+    prefetcher.plans.append(PlannedStep(batch=batch, plan=plan))
+    run.advance_until(lambda: prefetcher.barrier.ended)
+    assert (fetcher.sent_through, fetcher.reading, len(prefetcher.plans)) == (last, 0, 1)
     assert [plan.step for plan in run.plans] == list(range(last + 1))
     for index, store in enumerate(run.plain_stores):
         assert isinstance(store, ReadKeys)

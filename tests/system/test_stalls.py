@@ -205,9 +205,9 @@ def test_a_device_that_is_too_slow_is_counted_under_results() -> None:
 
 def test_a_loop_that_waits_for_a_flush_is_counted_under_barrier() -> None:
     run = in_process_run(num_steps=3)
-    settle(run, until=lambda: run.trainer.loop.stop_reason is not None)
+    settle(run, until=lambda: run.trainer.barrier.stop_reason is not None)
     settle(run, "prefetcher fetcher")
-    assert run.trainer.loop.end is None
+    assert run.trainer.barrier.end is None
     assert_loop_stalls(run, "barrier")
 
 

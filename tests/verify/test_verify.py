@@ -7,6 +7,7 @@ import pytest
 from torch import Tensor
 
 from rowcast.prefetcher.stores.store import RowStore
+from rowcast.trainer.execute.barrier import TrainerState
 from rowcast.trainer.execute.cache import ArrivedStep
 from rowcast.trainer.execute.streams import scatter
 from tests.support.batches import OPTIMIZERS
@@ -198,7 +199,7 @@ def test_rows_of_a_barrier_that_change_on_the_way_home_are_noticed(
 
     def harmful(rows: Tensor, slots: Tensor, out: Tensor) -> None:
         gather(rows, slots, out)
-        if run.trainer.cache.flushing:
+        if run.trainer.barrier.state is TrainerState.GATHERING:
             fill.run(lambda: flip_all(out))
 
     monkeypatch.setattr(fill, "gather", harmful)

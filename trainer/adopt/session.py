@@ -231,7 +231,7 @@ class Session:
             accumulate=self._parts.accumulate,
         )
         self._shown.begin(engine, welcome, pinned=are_pinned)
-        self._crew.start({"mail": engine.conversation, "sender": engine.sender}, stall_clocks(engine))
+        self._crew.start({"mail": engine.conversation, "sender": engine.stages["sender"]}, stall_clocks(engine))
         self._stack.callback(self._crew.stop)  # once more: before the rings are unpinned
 
     @property
@@ -316,7 +316,7 @@ class Session:
         step, self._next = self._next, None
         assert step is not None, "peek comes before begin"
         assert self._engine is not None, "a session that was opened has an engine"
-        self._follows_barrier = self._engine.loop.stop_reason is not None
+        self._follows_barrier = self._engine.barrier.stop_reason is not None
         self._engine.loop.begin(step)
         self.hand.begin(step)
         self._epoch, self._loss = step.header.epoch, None
@@ -366,7 +366,7 @@ class Session:
             seen = self._bell.rings
             self._crew.check()
             self._shown.update(engine)
-            if engine.loop.attend():
+            if engine.loop.advance(computes=False):
                 self._bell.ring()
                 continue
             step = engine.loop.take()
@@ -460,12 +460,12 @@ class Session:
         """Whether a checkpoint was taken right before the step in hand, or before the next one, which may not be on disk yet."""
         if self.ended or self._engine is None:
             return False
-        return self._follows_barrier if self.current is not None else self._engine.loop.stop_reason is not None
+        return self._follows_barrier if self.current is not None else self._engine.barrier.stop_reason is not None
 
     # the end
 
     def _end(self, engine: TrainerEngine) -> None:
-        end = engine.loop.end
+        end = engine.barrier.end
         assert end is not None, "the loop ends with EndOfData"
         if end.finished:
             self._close_evaluation()
@@ -481,8 +481,8 @@ class Session:
             tell(self._stopped())
         else:
             raise RowcastError(
-                f"the prefetcher was stopped ({engine.loop.stop_reason}) after {self.train_steps} train steps; its checkpoint is in "
-                f"{self._job.run_dir}: {self._how_to_go_on()}"
+                f"the prefetcher was stopped ({engine.barrier.stop_reason}) after {self.train_steps} train steps; "
+                f"its checkpoint is in {self._job.run_dir}: {self._how_to_go_on()}"
             )
 
     def _stopped(self) -> str:

@@ -90,7 +90,7 @@ class Shown:
             self.health.state = "failed"
         if self._met is None or not self._met[1].fresh:
             return
-        if self._met[0].loop.has_checkpoint:
+        if self._met[0].barrier.has_checkpoint:
             self._earlier.give_up()
         else:
             self._earlier.bring_back()

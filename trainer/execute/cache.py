@@ -13,27 +13,22 @@ The cache decides nothing: it holds no key, no index of rows and no order of its
 """
 
 from collections import deque
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-import torch
 from torch import Tensor
 
-from rowcast.job.tables import GroupSpec
-from rowcast.protocol.messages import Flush, PlanHeader, Released, RingRef, RowSpan, StepReady
-from rowcast.protocol.packing import Piece, barrier_stamp, cut, plan_stamp
-from rowcast.protocol.row_checksum import barrier_name, fetched_name, victims_name
-from rowcast.protocol.transport.ring import RingReader, release
-from rowcast.runtime.errors import RemoteProtocolError
-from rowcast.trainer.execute.host_memory import HostMemory
+from rowcast.protocol.messages import PlanHeader, RingRef, RowSpan, StepReady
+from rowcast.protocol.packing import plan_stamp
+from rowcast.protocol.row_checksum import fetched_name, victims_name
+from rowcast.trainer.execute.host_memory import FetchRing
 from rowcast.trainer.execute.metrics import TrainerCounters
 from rowcast.trainer.execute.phases import phase_clock
 from rowcast.trainer.execute.plan_check import ArrivingBlock, Bytes, PlanCheck
 from rowcast.trainer.execute.plan_memory import PlanMemory, unpack
-from rowcast.trainer.execute.row_checksums import Asked, RowChecks
-from rowcast.trainer.execute.sender import EvictTask, Sender
+from rowcast.trainer.execute.row_checksums import Asked
+from rowcast.trainer.execute.slots import EvictStaging, Slots
 from rowcast.trainer.execute.staging import Place, Staging
-from rowcast.trainer.execute.streams import Event, Streams
+from rowcast.trainer.execute.streams import Event
 
 
 @dataclass(slots=True)
@@ -59,53 +54,33 @@ class ArrivedStep:
         return len(self.filled) == self.num_pieces
 
 
-@dataclass(slots=True, kw_only=True)
-class FlushJob:
-    """A barrier whose rows are on their way home."""
-
-    header: Flush
-    block: Tensor  # u8, the slots as they arrive, on the host
-    pieces: deque[Piece]  # of rows, not gathered yet
-    slots: dict[str, Tensor] | None = None  # "<group>.slots" on the device, once all have arrived
-    asked: Asked | None = None  # checksums, once they are issued
-    issued: int = 0  # pieces handed to the sender
-
-
 class DeviceCache:
-    """Runs on the main thread of the trainer; `accept` is called by the mail's thread."""
+    """Runs on the trainer's main thread and issues what it can without waiting; the mail's thread calls `accept`."""
 
     def __init__(
         self,
-        groups: tuple[GroupSpec, ...],
-        records: list[Tensor],
+        *,
+        slots: Slots,
+        evict_staging: EvictStaging,
+        ring: FetchRing,
         depth: int,
-        streams: Streams,
-        ring: RingReader,
-        memory: HostMemory,
-        staging_bytes: int,
-        sender: Sender,
-        counters: TrainerCounters,
         check: PlanCheck,
-        send: Callable[[Released], None],
+        counters: TrainerCounters,
     ) -> None:
-        self.records = records  # f32 [slots, record_floats] a group
-        self._groups = groups
-        self._streams = streams
+        """Fill staging is as large as `evict_staging`."""
+        self._slots = slots
+        self._groups = slots.groups
+        self._streams = streams = slots.streams
+        self._checks = slots.checks
         self._ring = ring
-        self._memory = memory
-        self._sender = sender
         self._counters = counters
         self._check = check
-        self._send = send
-        self._fill_staging = Staging(streams, staging_bytes)
-        self._evict_staging = Staging(streams, staging_bytes)
-        self._checks = RowChecks(records, streams)
+        self._fill_staging = Staging(streams, evict_staging.nbytes)
+        self._evict_staging = evict_staging
         self._clock = phase_clock(streams.fill, counters.spent)
         self._inbox: deque[StepReady] = deque()
         self._steps: deque[ArrivedStep] = deque()  # arrived, not yet handed to compute
         self._copying: deque[tuple[RingRef, Event]] = deque()
-        self._flushing: FlushJob | None = None
-        self._flushed: FlushJob | None = None  # kept until the next one: a device may still read its slots
         self._plans = [PlanMemory(streams) for _ in range(depth + 2)]  # used in turn
         self._computed: dict[int, Event] = {}  # steps issued and not known to be complete
         self._last_issued: int | None = None
@@ -114,14 +89,6 @@ class DeviceCache:
         """Raises RemoteProtocolError for what is no plan of this job."""
         self._check.message(message)
         self._inbox.append(message)
-
-    def advance(self) -> bool:
-        """Issues what can be issued without waiting; True if anything was."""
-        released = self._release_copied()
-        copied = self._copy_next_piece()
-        filled = self._fill_next_piece()
-        flushed = self._flush_next_piece()
-        return released or copied or filled or flushed
 
     def take_filled(self) -> ArrivedStep | None:
         """The next step whose rows have all been issued; its look-up must wait for `filled` and `copied`."""
@@ -144,9 +111,9 @@ class DeviceCache:
         return len(self._inbox) + len(self._steps)
 
     @property
-    def flushing(self) -> bool:
-        """Whether rows of a barrier were not all handed to the sender."""
-        return self._flushing is not None
+    def open_steps(self) -> int:
+        """Messages and steps that are not complete."""
+        return self.steps_waiting + len(self._computed)
 
     @property
     def staging_bytes(self) -> int:
@@ -160,15 +127,17 @@ class DeviceCache:
 
     # ring -> device
 
-    def _release_copied(self) -> bool:
+    def release_copied(self) -> bool:
+        """Frees the ring where pieces were copied out of it."""
         progress = False
         while self._copying and self._streams.done(self._copying[0][1], "released"):
             ref, _ = self._copying.popleft()
-            release(self._ring, ref, self._send)
+            self._ring.release(ref)
             progress = True
         return progress
 
-    def _copy_next_piece(self) -> bool:
+    def copy_in_next(self) -> bool:
+        """The oldest piece that has come goes from the ring to fill staging, its plan's arrays to their block."""
         if not self._inbox:
             return False
         message = self._inbox[0]
@@ -206,7 +175,7 @@ class DeviceCache:
     def _copy_in(self, arrived: ArrivedStep, message: StepReady, place: Place | None) -> None:
         stream = self._streams.copy_in
         if message.payload is not None:
-            payload = self._payload(message.payload, plan_stamp(message.step, message.piece))
+            payload = self._ring.payload(message.payload, plan_stamp(message.step, message.piece))
             end = 0
             if message.arrays is not None:
                 offset, end = message.arrays.offset, message.arrays.nbytes
@@ -224,12 +193,10 @@ class DeviceCache:
         arrived.staged.append(place)
         arrived.copied.append(event)
 
-    def _payload(self, ref: RingRef, stamp: int) -> Tensor:
-        return self._memory.arriving(self._ring.view(ref, stamp))
-
     # staging <-> slots
 
-    def _fill_next_piece(self) -> bool:
+    def fill_next(self) -> bool:
+        """The victims of the oldest piece in fill staging leave their slots for evict staging; its rows take them."""
         arrived = next((step for step in self._steps if not step.complete), None)
         if arrived is None or len(arrived.copied) == len(arrived.filled):
             return False
@@ -237,7 +204,7 @@ class DeviceCache:
         if not self._may_fill(arrived, message):
             return False
         victims = self._victims(arrived, message)
-        room = self._evict_staging.take(bytes_of(victims, self._groups)) if victims else None
+        room = self._evict_staging.room(victims) if victims else None
         if victims and room is None:
             return False
         fill = self._streams.fill
@@ -252,7 +219,9 @@ class DeviceCache:
         self._clock.lap("gather")
         place = arrived.staged[message.piece]
         if place is not None:
-            self._scatter_rows(arrived, message, place)
+            names = [(f"{span.group}.fetch_slots", span) for span in message.rows]
+            slots = [arrived.arrays[name][span.start : span.start + span.count] for name, span in names]
+            self._slots.scatter(place.content, message.rows, slots)
         self._clock.lap("fill")
         self._check_filled(arrived, message)
         arrived.filled.append(fill.record())
@@ -287,122 +256,20 @@ class DeviceCache:
         ]
 
     def _gather_victims(self, arrived: ArrivedStep, victims: list[RowSpan], room: Place) -> None:
-        sources = self._gather(
-            victims,
-            slots=[  # a victim leaves the slot of the row in its place
-                arrived.arrays[f"{span.group}.fetch_slots"][span.start : span.start + span.count] for span in victims
-            ],
-            room=room,
-        )
         arrived.num_gathered += sum(span.count for span in victims)
-        task = EvictTask(
+        self._evict_staging.send(
+            victims,
+            # a victim leaves the slot of the row in its place
+            [arrived.arrays[f"{span.group}.fetch_slots"][span.start : span.start + span.count] for span in victims],
+            room,
             step=arrived.step,
             barrier=None,
             piece=arrived.evict_pieces,
             last=arrived.num_gathered == sum(group.num_dirty for group in arrived.header.groups),
-            sources=sources,
-            room=room,
-            gathered=self._streams.fill.record(),
         )
         arrived.evict_pieces += 1
-        self._sender.send_rows(task)
-
-    def _gather(self, spans: list[RowSpan], slots: list[Tensor], room: Place) -> list[tuple[RowSpan, Tensor]]:
-        if room.after is not None:
-            self._streams.fill.wait(room.after, "evict_staging")
-        sources = []
-        for span, span_slots in zip(spans, slots, strict=True):
-            rows = self._rows(room.content, span, span.offset)
-            self._streams.fill.gather(self.records[span.group], span_slots, rows)
-            sources.append((span, rows))
-        return sources
-
-    def _scatter_rows(self, arrived: ArrivedStep, message: StepReady, place: Place) -> None:
-        for span in message.rows:
-            slots = arrived.arrays[f"{span.group}.fetch_slots"][span.start : span.start + span.count]
-            rows = self._rows(place.content, span, span.offset - message.rows[0].offset)
-            self._streams.fill.scatter(rows, slots, self.records[span.group])
-
-    def _rows(self, content: Tensor, span: RowSpan, offset: int) -> Tensor:
-        """A span of a place in staging as f32 [count, record_floats]."""
-        group = self._groups[span.group]
-        nbytes = span.count * group.record_bytes
-        return content[offset : offset + nbytes].view(torch.float32).view(span.count, group.record_floats)
-
-    # barriers
-
-    def flush(self, message: Flush) -> None:
-        """Takes one piece of a barrier's slots. Every step before the barrier is complete.
-
-        Raises RemoteProtocolError where a barrier comes sooner, or is none of this job.
-        """
-        num_open = self.steps_waiting + len(self._computed)
-        if num_open:
-            raise RemoteProtocolError(
-                f"barrier {message.barrier} came while {num_open} messages and steps before it were not done"
-            )
-        self._check.barrier(message, None if self._flushing is None else self._flushing.header)
-        self._counters.flush(message)
-        if self._flushing is None:
-            block = torch.zeros(message.arrays_bytes, dtype=torch.uint8, device="cpu")
-            pieces = cut(
-                0, message.num_dirty, [group.record_bytes for group in self._groups], self._evict_staging.nbytes
-            )
-            self._flushing = FlushJob(header=message, block=block, pieces=deque(pieces))
-        if message.payload is not None and message.span is not None:
-            payload = self._payload(message.payload, barrier_stamp(message.barrier, message.piece))
-            self._flushing.block[message.span.offset : message.span.offset + message.span.nbytes] = payload
-            release(self._ring, message.payload, self._send)
-        if message.piece == message.num_pieces - 1:
-            self._check.barrier_arrays(message, self._flushing.block.numpy())
-            block = self._streams.allocate(message.arrays_bytes)
-            self._streams.fill.copy(self._flushing.block, block)
-            self._flushing.slots = unpack(block, message.arrays)
-
-    def _flush_next_piece(self) -> bool:
-        job = self._flushing
-        if job is None or job.slots is None:
-            return False
-        room = self._evict_staging.take(bytes_of(job.pieces[0].rows, self._groups))
-        if room is None:
-            return False
-        piece = job.pieces.popleft()
-        job.asked = job.asked or self._check_barrier(job.slots)
-        with self._counters.shown("flush"):
-            sources = self._gather(
-                list(piece.rows),
-                slots=[job.slots[f"{span.group}.slots"][span.start : span.start + span.count] for span in piece.rows],
-                room=room,
-            )
-        task = EvictTask(
-            step=job.header.after_step,
-            barrier=job.header.barrier,
-            piece=job.issued,
-            last=not job.pieces,
-            sources=sources,
-            room=room,
-            gathered=self._streams.fill.record(),
-            checksums=None if job.pieces else job.asked.checksums,
-        )
-        job.issued += 1
-        self._sender.send_rows(task)
-        if not job.pieces:
-            self._flushing, self._flushed = None, job
-        return True
-
-    def _check_barrier(self, slots: dict[str, Tensor]) -> Asked:
-        names = [barrier_name(group) for group in range(len(self._groups))]
-        asked = self._checks.asked(slots, names)
-        for group, name in enumerate(names):
-            self._checks.issue(asked, name, group)
-        return asked
 
 
 def staged_bytes(message: StepReady) -> int:
     """Of the rows of a piece, which stand behind its arrays."""
     return 0 if message.payload is None else message.payload.nbytes - message.rows[0].offset
-
-
-def bytes_of(spans: Sequence[RowSpan], groups: Sequence[GroupSpec]) -> int:
-    """From the first byte of a piece's place to the end of its last span."""
-    return spans[-1].offset + spans[-1].count * groups[spans[-1].group].record_bytes if spans else 0

@@ -8,14 +8,16 @@ from rowcast.job.tables import GroupSpec
 from rowcast.protocol.conversation import Conversation
 from rowcast.protocol.messages import Bye, EndOfData, Flush, Released, Restore, StepReady, Welcome
 from rowcast.protocol.transport.ring import RingReader, RingWriter
-from rowcast.runtime.stages import Stage
+from rowcast.runtime.stages import FunctionStage, Stage
+from rowcast.trainer.execute.barrier import TrainerBarrier
 from rowcast.trainer.execute.cache import DeviceCache
-from rowcast.trainer.execute.host_memory import Direct, HostMemory
-from rowcast.trainer.execute.loop import Results, Runner, TrainingLoop
+from rowcast.trainer.execute.host_memory import Direct, FetchRing, HostMemory
+from rowcast.trainer.execute.loop import Results, Runner, TrainingLoop, TrainingState
 from rowcast.trainer.execute.metrics import TrainerCounters
 from rowcast.trainer.execute.phases import HostClock, PhaseClock
 from rowcast.trainer.execute.plan_check import PlanCheck
 from rowcast.trainer.execute.sender import Sender
+from rowcast.trainer.execute.slots import EvictStaging, Slots
 from rowcast.trainer.execute.streams import Streams
 
 
@@ -45,55 +47,73 @@ class TrainerEngine:
         self.counters = parts.counters
         self.conversation = parts.conversation
         self.back_ring = parts.back_ring
-        send, depth = parts.conversation.send, parts.welcome.depth
+        welcome, send = parts.welcome, parts.conversation.send
+        check = PlanCheck(
+            parts.groups,
+            welcome.slots,
+            welcome.num_dense,
+            welcome.first_train_step,
+            welcome.staging_bytes,
+            is_tcp=parts.fetch_ring.is_mirror,
+        )
+        fetch_ring = FetchRing(parts.fetch_ring, parts.fetch_memory, send)
+        training = TrainingState(runner=parts.runner, results=parts.results, train_steps=welcome.first_train_step)
+        self.slots = Slots(parts.groups, parts.records, parts.streams)
         self.sender = Sender(parts.streams, parts.back_ring, parts.back_memory, self.counters, send)
+        evict_staging = EvictStaging(self.slots, welcome.staging_bytes, self.sender)
         self.cache = DeviceCache(
-            groups=parts.groups,
-            records=parts.records,
-            depth=depth,
-            streams=parts.streams,
-            ring=parts.fetch_ring,
-            memory=parts.fetch_memory,
-            staging_bytes=parts.welcome.staging_bytes,
-            sender=self.sender,
+            slots=self.slots,
+            evict_staging=evict_staging,
+            ring=fetch_ring,
+            depth=welcome.depth,
+            check=check,
             counters=self.counters,
-            check=PlanCheck(
-                parts.groups,
-                parts.welcome.slots,
-                parts.welcome.num_dense,
-                parts.welcome.first_train_step,
-                parts.welcome.staging_bytes,
-                is_tcp=parts.fetch_ring.is_mirror,
-            ),
+        )
+        self.barrier = TrainerBarrier(
+            cache=self.cache,
+            slots=self.slots,
+            evict_staging=evict_staging,
+            sender=self.sender,
+            fetch_ring=fetch_ring,
+            back_ring=parts.back_ring,
+            dense=training,
+            check=check,
+            counters=self.counters,
             send=send,
+            goes_on=welcome.restore_bytes > 0,
         )
         self.loop = TrainingLoop(
-            depth=depth,
             cache=self.cache,
+            barrier=self.barrier,
             sender=self.sender,
             streams=parts.streams,
-            runner=parts.runner,
+            training=training,
+            depth=welcome.depth,
             counters=self.counters,
             clock=parts.clock,
-            results=parts.results,
-            ring=parts.fetch_ring,
-            restore_bytes=parts.welcome.restore_bytes,
-            first_train_step=parts.welcome.first_train_step,
-            send=send,
         )
+        self.stages: dict[str, Stage] = {
+            "mail": self.conversation,
+            "loop": self.loop,
+            "sender": FunctionStage(self._send),
+        }
         parts.conversation.listen(
             {
                 StepReady: self.cache.accept,
                 Released: lambda message: parts.back_ring.release(message.position),
-                Restore: self.loop.accept_restore,
-                Flush: self.loop.accept_flush,
-                EndOfData: self.loop.accept_end,
+                Restore: self.barrier.accept_restore,
+                Flush: self.barrier.accept_flush,
+                EndOfData: self.barrier.accept_end,
             }
         )
 
-    @property
-    def stages(self) -> dict[str, Stage]:
-        return {"mail": self.conversation, "loop": self.loop, "sender": self.sender}
+    def _send(self) -> bool:
+        """The sender's thread: victims go home, then their step is reported; after a barrier's rows its dense side."""
+        copied = self.sender.copy_out_next()
+        sent = self.sender.send_copied()
+        reported = self.sender.report_finished()
+        saved = self.barrier.send_dense()
+        return copied or sent or reported or saved
 
     @property
     def finished(self) -> bool:

@@ -7,12 +7,16 @@
 A piece has the same place in the buffer as in the ring. So it is free exactly when the ring's is, and nothing else has to be kept.
 """
 
+from collections.abc import Callable
 from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
+
+from rowcast.protocol.messages import Released, RingRef
+from rowcast.protocol.transport.ring import RingReader, release
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -64,3 +68,19 @@ def host_memory(ring: Bytes, device: torch.device, *, pinned: bool) -> HostMemor
     if pinned or device.type == "cpu":
         return Direct()
     return Bounced(ring, torch.empty(len(ring), dtype=torch.uint8, device="cpu", pin_memory=True))
+
+
+class FetchRing:
+    """The ring in which rows and slots come, as the main thread reads it."""
+
+    def __init__(self, ring: RingReader, memory: HostMemory, send: Callable[[Released], None]) -> None:
+        self._ring = ring
+        self._memory = memory
+        self._send = send
+
+    def payload(self, ref: RingRef, stamp: int) -> Tensor:
+        """The bytes of a piece, u8 [n], until it is released."""
+        return self._memory.arriving(self._ring.view(ref, stamp))
+
+    def release(self, ref: RingRef) -> None:
+        release(self._ring, ref, self._send)

@@ -1,16 +1,29 @@
-"""The trainer's main loop: fill, compute, report, in the order of the plans. It decides nothing and never waits for the device.
+"""The trainer's main loop, in the order of the plans. It decides nothing and never waits for the device.
 
-`advance` is the loop's body. Every result is read when its event has happened: on a device that is about a step later.
+The life of step p; `TrainingLoop.advance` is the code:
 
-Where somebody else's code computes the steps (`trainer/adopt/`), `attend` is the body, without the steps:
+    thread  function                what it hands on
+    mail    cache.accept            StepReady(p)                               -> the main thread
+    main    cache.copy_in_next      rows of plan p, from the ring              -> fill staging
+            cache.release_copied    Released                                   -> the prefetcher
+            cache.fill_next         victims of plan p, from their slots        -> evict staging, the sender
+                                    rows of plan p, from fill staging          -> those slots
+    sender  copy_out_next           victims of plan p, from evict staging      -> the back ring
+            send_copied             RowsBack(p)                                -> the prefetcher
+    main    take, begin             step p may use its rows                    -> the compute stream
+            _compute                look-up, forward, backward, update         -> slots, losses
+            finish                  the event of step p                        -> the main thread
+            _report_complete        its loss, once the event has happened      -> results, the sender
+    sender  report_finished         StepDone(p)                                -> the prefetcher
 
-    attend ... attend    take -> begin -> (look-up to update, on the compute stream) -> finish    attend ...
+Where a script computes the steps (`trainer/adopt/`), it does what stands between `take` and `finish`:
+
+    advance(computes=False) ...    take -> begin -> (look-up to update, on the compute stream) -> finish    advance ...
 """
 
 import math
 import time
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -18,17 +31,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rowcast.protocol.messages import EndOfData, Flush, Released, Restore, StepDone
-from rowcast.protocol.packing import dense_stamp
-from rowcast.protocol.transport.ring import RingReader, release
+from rowcast.protocol.messages import StepDone
 from rowcast.runtime.crash_points import crash_point
 from rowcast.runtime.errors import NonFiniteLoss
+from rowcast.trainer.execute.barrier import TrainerBarrier, TrainerState
 from rowcast.trainer.execute.cache import ArrivedStep, DeviceCache
 from rowcast.trainer.execute.metrics import StallReason, TrainerCounters
 from rowcast.trainer.execute.phases import PhaseClock
 from rowcast.trainer.execute.sender import Sender
 from rowcast.trainer.execute.streams import Event, Streams
-from rowcast.trainer.models.dense_state import Gathering, Tensors, pack, readable, unpack
+from rowcast.trainer.models.dense_state import Tensors, pack, readable, unpack
 from rowcast.trainer.models.evaluate import EvalCounts, EvalResult
 from rowcast.trainer.report.report_json import Evaluation
 
@@ -66,6 +78,27 @@ class Results(Protocol):
 
 
 @dataclass(slots=True, kw_only=True)
+class TrainingState:
+    """What runs and what comes of it: all that a checkpoint holds of this side. Implements `barrier.DenseState`."""
+
+    runner: Runner
+    results: Results
+    train_steps: int  # that were issued, those before this incarnation included
+    evaluating: bool = False  # an evaluation has begun and was not closed
+
+    def pack(self) -> bytes:
+        return pack({**self.runner.state(), **self.results.state()})
+
+    def restore(self, content: bytes) -> None:
+        tensors = unpack(content)
+        with readable():
+            self.evaluating = self.runner.restore(tensors)
+        crash_point("model restored")
+        with readable():
+            self.results.restore(tensors)
+
+
+@dataclass(slots=True, kw_only=True)
 class Issued:
     """A step on its way through the device, or the close of an evaluation."""
 
@@ -80,138 +113,87 @@ class Issued:
 
 
 class TrainingLoop:
-    """`accept_flush`, `accept_restore` and `accept_end` are called by the mail's thread, `advance` by the main thread."""
+    """Runs on the main thread."""
 
     def __init__(
         self,
-        depth: int,
+        *,
         cache: DeviceCache,
+        barrier: TrainerBarrier,
         sender: Sender,
         streams: Streams,
-        runner: Runner,
+        training: TrainingState,
+        depth: int,
         counters: TrainerCounters,
         clock: PhaseClock,
-        results: Results,
-        ring: RingReader,
-        restore_bytes: int,
-        first_train_step: int,
-        send: Callable[[Released], None],
     ) -> None:
-        """`ring` is the one that the dense side comes in, where the run goes on from a checkpoint: `restore_bytes` are above 0 then, and
-        `first_train_step` counts the train steps before it."""
+        """`clock`: the runner's."""
         self.first_step_s: float | None = None  # by the performance counter
         self.step_begun: int | None = None
         self.step_done: int | None = None
-        self.end: EndOfData | None = None
-        self.checkpoints = 0  # that were begun
-        # what the barrier is for that follows the newest step; None before it comes
-        self.stop_reason: str | None = None
         self._cache = cache
+        self._barrier = barrier
         self._sender = sender
         self._streams = streams
-        self._runner = runner
+        self._training = training
         self._counters = counters
         self._clock = clock
-        self._results = results
-        self._ring = ring
-        self._restoring = Gathering() if restore_bytes else None
-        self._restores: deque[Restore] = deque()
-        self._send = send
         pinned = streams.device.type == "cuda"
         self._losses = [torch.zeros((), dtype=torch.float32, device="cpu", pin_memory=pinned) for _ in range(depth + 2)]
         self._issued: deque[Issued] = deque()
-        self._flushes: deque[Flush] = deque()
-        self._saving: Flush | None = None
-        self._evaluating = False
-        self._train_steps = first_train_step
         self._began_s = 0.0  # the step that was begun last, by the performance counter
         self._waited_s = 0.0  # for the rows of the next step
 
     @property
     def finished(self) -> bool:
         """No step follows, and every result was delivered."""
-        return self.end is not None and not self._issued and not self._must_close(self.end)
-
-    @property
-    def has_checkpoint(self) -> bool:
-        """Whether one is known to be on the disk: the next barrier and the end both wait for it."""
-        return self.checkpoints > (1 if self.end is None else 0)
+        return self._barrier.state is TrainerState.ENDED and not self._issued and not self._must_close
 
     @property
     def waiting_for(self) -> str:
-        if self._issued:
-            return "the device"
-        if self._restoring is not None:
-            return "the checkpoint's dense side"
-        return "the barrier" if self._saving is not None or self._flushes else "rows"
+        return "the device" if self._issued else self._barrier.waiting_for or "rows"
 
-    def accept_flush(self, message: Flush) -> None:
-        self._flushes.append(message)
+    def advance(self, *, computes: bool = True) -> bool:
+        """What can be done now, without waiting for the device; whether it was anything. `computes` False: a script
+        computes the steps.
 
-    def accept_restore(self, message: Restore) -> None:
-        self._restores.append(message)
-
-    def accept_end(self, message: EndOfData) -> None:
-        self.end = message
-
-    def advance(self) -> bool:
-        return self._serve() or self._issue_next() or self._at_barrier()
-
-    def attend(self) -> bool:
-        """All of `advance` but the steps themselves."""
-        return self._serve() or self._at_barrier()
-
-    def _serve(self) -> bool:
-        """What comes before the next step: where anything was done others have work now, and on a CPU the step would keep this thread
-        from waking them."""
-        if self._restoring is not None:
-            return self._restore_next(self._restoring)
-        collected = self._collect()
-        moved = self._cache.advance()
-        return collected or moved
+        From top to bottom it is the life of a step. Turns serve several: while step p computes, rows of step p + 1 go
+        to their slots, and those of step p + 2 come out of the ring.
+        """
+        if self._barrier.state is TrainerState.RESTORING:  # before the first step
+            return self._barrier.advance()
+        copied_in = self._cache.copy_in_next()
+        released = self._cache.release_copied()
+        filled = self._cache.fill_next()
+        moved = copied_in or released or filled
+        # where rows moved others have work now, and on a CPU the step would keep this thread from waking them
+        step = self.take() if computes and not moved else None
+        if step is not None:
+            crash_point("step not begun")
+            self._close_evaluation_before(step)
+            self.begin(step)  # the compute stream waits until the rows are in their slots
+            loss = self._compute(step)
+            self.finish(step, loss)
+        elif not moved:
+            moved = self._barrier.advance() or self._close_evaluation_before(None)
+        reported = self._report_complete()
+        return moved or step is not None or reported
 
     def idled(self, seconds: float) -> None:
         """The main thread had nothing to do for so long. Before the first step that is start-up, and no stall."""
         if self.step_begun is None:
             return
-        reason: StallReason = "results" if self._issued else "rows" if self.stop_reason is None else "barrier"
+        at_barrier = self._barrier.stop_reason is not None
+        reason: StallReason = "results" if self._issued else "barrier" if at_barrier else "rows"
         self._counters.stalled(reason, seconds)
         if reason == "rows":
             self._waited_s += seconds
 
-    def _restore_next(self, gathering: Gathering) -> bool:
-        if not self._restores:
-            return False
-        message = self._restores.popleft()
-        content = gathering.add(message, self._ring.view(message.payload, dense_stamp(message.piece)).data)
-        release(self._ring, message.payload, self._send)
-        if content is not None:
-            tensors = unpack(content)
-            with readable():
-                self._evaluating = self._runner.restore(tensors)
-            crash_point("model restored")
-            with readable():
-                self._results.restore(tensors)
-            self._streams.settle()
-            self._restoring = None
-        return True
-
     # issuing
-
-    def _issue_next(self) -> bool:
-        step = self.take()
-        if step is None:
-            return False
-        crash_point("step not begun")
-        if self._evaluating and step.header.kind == "train":
-            self._close_evaluation()
-        self.begin(step)
-        self.finish(step, self._run(step))
-        return True
 
     def take(self) -> ArrivedStep | None:
         """The next step, once its rows are on their way to their slots. Whoever takes it begins and finishes it before taking another."""
-        return None if self._restoring is not None else self._cache.take_filled()
+        return self._cache.take_filled()
 
     def begin(self, step: ArrivedStep) -> None:
         """From now on the compute stream may look up and update the step's rows."""
@@ -219,7 +201,7 @@ class TrainingLoop:
         self._streams.compute.wait(step.filled[-1], "filled")
         self.first_step_s = self.first_step_s or self._began_s
         self.step_begun = step.step
-        self.stop_reason = None
+        self._barrier.step_begins()
 
     def finish(self, step: ArrivedStep, loss: Tensor | None) -> None:
         """Look-up to update were issued to the compute stream; `loss` is where the mean loss will be, None where nobody tells."""
@@ -244,40 +226,52 @@ class TrainingLoop:
         self.finish(step, None)
         self._issued[-1].counts = False
 
-    def _run(self, step: ArrivedStep) -> Tensor | None:
+    def _compute(self, step: ArrivedStep) -> Tensor | None:
         """Look-up to update as one closure; where the loss will be."""
         if step.header.kind == "eval":
-            self._evaluating = True
+            self._training.evaluating = True
             self._streams.compute.run(lambda: self._evaluate(step))
             return None
         loss = self._losses[step.step % len(self._losses)]
-        self._train_steps = step.header.train_step + 1
-        self._streams.compute.run(lambda: self._runner.train(step, loss))
+        self._training.train_steps = step.header.train_step + 1
+        self._streams.compute.run(lambda: self._training.runner.train(step, loss))
         return loss
 
     def _evaluate(self, step: ArrivedStep) -> None:
         with self._counters.shown("evaluate", step.step):
-            self._runner.evaluate(step)
+            self._training.runner.evaluate(step)
 
-    def _close_evaluation(self) -> None:
+    @property
+    def _must_close(self) -> bool:
+        """The data has ended in an evaluation, which is whole then; one that a stop cuts short goes on after it."""
+        end = self._barrier.end
+        return end is not None and end.finished and self._training.evaluating
+
+    def _close_evaluation_before(self, step: ArrivedStep | None) -> bool:
+        """An evaluation is whole where a train step follows it or, `step` None, nothing. Whether one was closed."""
+        is_whole = self._must_close if step is None else self._training.evaluating and step.header.kind == "train"
+        if not is_whole:
+            return False
         closed: list[EvalCounts] = []
-        self._streams.compute.run(lambda: closed.append(self._runner.close_evaluation()))
-        self._evaluating = False
+        self._streams.compute.run(lambda: closed.append(self._training.runner.close_evaluation()))
+        self._training.evaluating = False
         self._issued.append(
             Issued(
                 event=self._streams.compute.record(),
                 step=None,
                 evaluation=closed,
-                train_steps=self._train_steps,
+                train_steps=self._training.train_steps,
                 loss=None,
                 began_s=time.perf_counter(),
                 waited_s=0.0,
             )
         )
+        return True
 
     # results
 
-    def _collect(self) -> bool:
+    def _report_complete(self) -> bool:
+        """What the device has done: a step, or the close of an evaluation."""
         if not self._issued or not self._streams.done(self._issued[0].event, "results"):
             return False
         issued = self._issued.popleft()
@@ -289,7 +283,7 @@ class TrainingLoop:
 
     def _finish_evaluation(self, train_steps: int, result: EvalResult) -> None:
         if result.logloss is not None:
-            self._results.evaluation(
+            self._training.results.evaluation(
                 Evaluation(train_step=train_steps, auc=result.auc, logloss=result.logloss, accuracy=result.accuracy)
             )
 
@@ -301,7 +295,7 @@ class TrainingLoop:
                 raise NonFiniteLoss(
                     f"the loss of train step {issued.train_steps} is {loss}: training diverged; lower optimizer.sparse.lr or dense.lr"
                 )
-            self._results.loss(issued.train_steps, loss)
+            self._training.results.loss(issued.train_steps, loss)
         crash_point("step computed")
         self._cache.completed(step.step)
         self._clock.complete(step.step)
@@ -313,30 +307,3 @@ class TrainingLoop:
         self._sender.finish(
             StepDone(step=step.step, rank=0, waited_s=issued.waited_s, step_s=step_s), step.asked.checksums
         )
-
-    # barriers
-
-    def _at_barrier(self) -> bool:
-        """Every step before a barrier is complete when its `Flush` arrives."""
-        if self._saving is not None and not self._issued and not self._cache.flushing:
-            crash_point("dense side not packed")
-            with self._counters.shown("pack"):
-                self._sender.send_dense(self._saving.barrier, pack({**self._runner.state(), **self._results.state()}))
-            self._saving = None
-            return True
-        if self.end is not None and self._must_close(self.end):
-            self._close_evaluation()
-            return True
-        if not self._flushes:
-            return False
-        message = self._flushes.popleft()
-        self.stop_reason = message.reason
-        self._cache.flush(message)
-        if message.piece == message.num_pieces - 1 and message.checkpoint:
-            self._saving = message
-            self.checkpoints += 1
-        return True
-
-    def _must_close(self, end: EndOfData) -> bool:
-        """The data has ended in an evaluation, which is whole then; one that a stop cuts short goes on after it."""
-        return end.finished and self._evaluating

@@ -1,5 +1,4 @@
-"""Sends victims home: evict staging -> ring on a stream of its own, then `RowsBack`; and `StepDone` behind the last of its plan's.
-Behind the rows of a barrier it sends the dense side of a checkpoint.
+"""Sends victims home: evict staging -> ring on a stream of its own, then `RowsBack`; after a plan's last, `StepDone`.
 
 It has its own thread, because the main loop may be waiting for a `StepReady` that needs the very rows that are on their way here.
 """
@@ -9,14 +8,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import msgspec
-import numpy as np
 import torch
-import xxhash
 from torch import Tensor
 
 from rowcast.job.tables import aligned
-from rowcast.protocol.messages import ArraySpan, RowChecksums, RowsBack, RowSpan, Saved, StepDone
-from rowcast.protocol.packing import ARRAY_ALIGNMENT, barrier_stamp, cut_bytes, is_sampled, plan_stamp, saved_stamp
+from rowcast.protocol.messages import RowChecksums, RowsBack, RowSpan, StepDone
+from rowcast.protocol.packing import ARRAY_ALIGNMENT, barrier_stamp, is_sampled, plan_stamp
 from rowcast.protocol.row_checksum import checksum_messages
 from rowcast.protocol.transport.ring import RingSlice, RingWriter
 from rowcast.runtime.crash_points import crash_point
@@ -55,19 +52,8 @@ class InFlight:
     slice: RingSlice | None
 
 
-@dataclass(slots=True, kw_only=True)
-class DenseTask:
-    """The dense side of a checkpoint, which goes home behind its barrier's rows."""
-
-    barrier: int
-    content: bytes
-    pieces: list[ArraySpan]
-    checksum: int
-    sent: int = 0
-
-
 class Sender:
-    """`send_rows`, `send_dense` and `finish` are called by the main thread, in step order; `advance` by the sender's."""
+    """The main thread calls `send_rows` and `finish`, in step order, the sender's the others, in their order here."""
 
     def __init__(
         self,
@@ -75,9 +61,9 @@ class Sender:
         ring: RingWriter,
         memory: HostMemory,
         counters: TrainerCounters,
-        send: Callable[[RowsBack | RowChecksums | Saved | StepDone], None],
+        send: Callable[[RowsBack | RowChecksums | StepDone], None],
     ) -> None:
-        self.waiting_for_ring = False
+        self.waiting_for_ring = False  # written by the sender's thread
         self._streams = streams
         self._ring = ring
         self._memory = memory
@@ -86,7 +72,6 @@ class Sender:
         self._tasks: deque[EvictTask] = deque()
         self._copying: deque[InFlight] = deque()
         self._finished: deque[tuple[StepDone, Tensor]] = deque()
-        self._dense: deque[DenseTask] = deque()
 
     @property
     def queued(self) -> int:
@@ -95,25 +80,12 @@ class Sender:
     def send_rows(self, task: EvictTask) -> None:
         self._tasks.append(task)
 
-    def send_dense(self, barrier: int, content: bytes) -> None:
-        """All rows of the barrier were handed over before."""
-        pieces = cut_bytes(len(content), self._ring.max_payload)
-        self._dense.append(
-            DenseTask(barrier=barrier, content=content, pieces=pieces, checksum=xxhash.xxh3_64_intdigest(content))
-        )
-
     def finish(self, message: StepDone, checksums: Tensor) -> None:
         """The step is complete; all tasks of its plan were handed over before. `checksums` i64 [n]: those that the plan asks for."""
         self._finished.append((message, checksums))
 
-    def advance(self) -> bool:
-        issued = self._issue_copy()
-        sent = self._send_copied()
-        finished = self._send_finished()
-        saved = self._send_saved()
-        return issued or sent or finished or saved
-
-    def _issue_copy(self) -> bool:
+    def copy_out_next(self) -> bool:
+        """Has the oldest rows copied from evict staging to the ring."""
         if not self._tasks:
             return False
         task = self._tasks[0]
@@ -138,7 +110,8 @@ class Sender:
                 stream.copy(source, rows)
         task.room.used = stream.record()
 
-    def _send_copied(self) -> bool:
+    def send_copied(self) -> bool:
+        """Announces the oldest rows, once their copy is complete."""
         if not self._copying:
             return False
         flight = self._copying[0]
@@ -166,7 +139,8 @@ class Sender:
         self._send(message)
         crash_point("RowsBack sent")
 
-    def _send_finished(self) -> bool:
+    def report_finished(self) -> bool:
+        """Reports the oldest complete step, once every victim of its plan was announced."""
         if not self._finished or self._rows_pending(self._finished[0][0].step):
             return False
         message, checksums = self._finished[0]
@@ -178,35 +152,6 @@ class Sender:
     def _send_checksums(self, step: int | None, barrier: int | None, checksums: Tensor) -> None:
         for message in checksum_messages(step, barrier, checksums.numpy()):
             self._send(message)
-
-    def _send_saved(self) -> bool:
-        if not self._dense or self._tasks or self._copying:
-            return False
-        task = self._dense[0]
-        span = task.pieces[task.sent]
-        slot = self._ring.try_allocate(span.nbytes)
-        self.waiting_for_ring = slot is None
-        if slot is None:
-            return False
-        with self._counters.shown("copy out"):
-            slot.payload[:] = np.frombuffer(task.content, np.uint8, span.nbytes, span.offset)
-        stamp = saved_stamp(task.barrier, task.sent)
-        message = Saved(
-            barrier=task.barrier,
-            piece=task.sent,
-            num_pieces=len(task.pieces),
-            nbytes=len(task.content),
-            checksum=task.checksum,
-            payload=self._ring.commit(slot, stamp, checksum=is_sampled(stamp)),
-            span=span,
-        )
-        crash_point("Saved not sent")
-        self._send(message)
-        crash_point("Saved sent")
-        task.sent += 1
-        if task.sent == len(task.pieces):
-            self._dense.popleft()
-        return True
 
     def _rows_pending(self, step: int) -> bool:
         heads = [flight.task for flight in list(self._copying)[:1]] + list(self._tasks)[:1]

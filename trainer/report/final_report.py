@@ -31,10 +31,10 @@ def final_report(
 ) -> Report:
     """The engine's loop has ended. `met_s`, `first_step_s`: when the prefetcher was met and the first step began, by the performance
     counter; None: there was no step."""
-    end, now_s = engine.loop.end, time.perf_counter()
+    end, now_s = engine.barrier.end, time.perf_counter()
     assert end is not None, "the loop ends with EndOfData"
     first_step_s = first_step_s or now_s
-    cache_bytes = sum(records.nbytes for records in engine.cache.records)
+    cache_bytes = sum(records.nbytes for records in engine.slots.records)
     staging_bytes, plans_bytes = engine.cache.staging_bytes, engine.cache.plans_bytes
     return make_report(
         engine.counters,
@@ -55,7 +55,7 @@ def final_report(
             versions=versions("torch", "numpy"),
             pids={"prefetcher": welcome.pid, "trainer": os.getpid()},
             finished=end.finished,
-            stopped_by=None if end.finished else engine.loop.stop_reason,
+            stopped_by=None if end.finished else engine.barrier.stop_reason,
         ),
     )
 

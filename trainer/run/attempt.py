@@ -167,7 +167,7 @@ class Incarnation:
         """The results of the run whose place this one was to take."""
         if not welcome.fresh:
             return
-        if self._engine is not None and self._engine.loop.has_checkpoint:
+        if self._engine is not None and self._engine.barrier.has_checkpoint:
             self._earlier.give_up()
         else:
             self._earlier.bring_back()
@@ -243,7 +243,7 @@ class Incarnation:
         if timeline is not None:
             timeline.incarnation(welcome.incarnation)
             timeline.watch("back ring", "bytes", lambda: engine.back_ring.used_bytes)
-        return traced_stages(timeline, {"mail": engine.conversation, "sender": engine.sender}, mail="deliver")
+        return traced_stages(timeline, {"mail": engine.conversation, "sender": engine.stages["sender"]}, mail="deliver")
 
     def _loop(self, engine: TrainerEngine, progress: ProgressLine) -> None:
         """The main loop: `advance` until the end of the data."""

@@ -154,5 +154,5 @@ def progress_of(engine: TrainerEngine | None) -> Progress:
         step_done=loop.step_done,
         work=engine.counters.total("rows_written_back"),
         waiting_for=loop.waiting_for,
-        ended=loop.end is not None,
+        ended=engine.barrier.end is not None,
     )

@@ -1,0 +1,350 @@
+"""What happens on this side while no step passes: at the start, at each barrier, at the end. `TABLE` says all of it.
+
+    thread      method                        writes
+    fetcher     advance                       state, finished, _flush, _restore
+    write-back  take_dense                    _dense (takes), _copied, _saved_barriers
+    mail        cut_short, accept_dense       _cut, _dense (appends)
+
+A barrier is an entry of the plan stream. Everything before it is done and home before the first `Flush` leaves, and
+nothing after it is read before its checkpoint has copies of its own. So both rings are empty when it begins and ends.
+"""
+
+import resource
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Protocol
+
+from rowcast.prefetcher.pipeline.fetcher import Fetcher, Stall, reached
+from rowcast.prefetcher.pipeline.metrics import PrefetcherCounters
+from rowcast.prefetcher.pipeline.plan_stream import PlannedBarrier, PlanStream
+from rowcast.prefetcher.pipeline.writeback import Writeback
+from rowcast.prefetcher.verify.verifier import Verifier
+from rowcast.protocol.dense_pieces import DensePieces
+from rowcast.protocol.messages import EndOfData, Flush, Released, Restore, Saved
+from rowcast.protocol.packing import (
+    Block,
+    Piece,
+    barrier_stamp,
+    cut,
+    dense_stamp,
+    is_sampled,
+    make_block,
+    saved_stamp,
+)
+from rowcast.protocol.plan import BarrierPlan
+from rowcast.protocol.transport.ring import RingReader, RingWriter, release
+from rowcast.runtime.crash_points import crash_point
+from rowcast.runtime.position import Position
+from rowcast.runtime.state_table import StateTable
+
+
+class PrefetcherState(StrEnum):
+    RESTORING = "the dense side goes to the trainer"
+    RUNNING = "steps pass"
+    DRAINING = "steps before the barrier end and their rows come home"
+    QUEUING = "the checkpoint before becomes durable"
+    FLUSHING = "dirty slots go to the trainer"
+    RETURNING = "dirty rows come home"
+    VERIFYING = "rows are read back"
+    COPYING = "changed rows are copied"
+    SAVING = "the dense side comes"
+    CLOSING = "the barrier is done"
+    ENDED = "ended"
+
+
+class PrefetcherEvent(StrEnum):
+    RESTORED = "last Restore sent, or none needed"
+    BARRIER_DUE = "a barrier is the next entry"
+    DRAINED = "all before it is done and home"
+    WRITER_FREE = "no checkpoint is being written"
+    FLUSHED = "last Flush sent"
+    HOME = "dirty rows are in the store"
+    NO_CHECKPOINT = "rows agree, no checkpoint"
+    VERIFIED = "rows agree"
+    COPIED = "every changed row is copied"
+    SAVED = "last Saved copied"
+    GOES_ON = "steps follow"
+    DURABLE = "the last checkpoint is durable, EndOfData sent"
+
+
+S, E = PrefetcherState, PrefetcherEvent
+TABLE = StateTable(
+    "prefetcher",
+    (
+        (S.RESTORING, E.RESTORED, S.RUNNING),
+        (S.RUNNING, E.BARRIER_DUE, S.DRAINING),
+        (S.DRAINING, E.DRAINED, S.QUEUING),
+        (S.QUEUING, E.WRITER_FREE, S.FLUSHING),
+        (S.FLUSHING, E.FLUSHED, S.RETURNING),
+        (S.RETURNING, E.HOME, S.VERIFYING),
+        (S.VERIFYING, E.NO_CHECKPOINT, S.CLOSING),
+        (S.VERIFYING, E.VERIFIED, S.COPYING),
+        (S.COPYING, E.COPIED, S.SAVING),
+        (S.SAVING, E.SAVED, S.CLOSING),
+        (S.CLOSING, E.GOES_ON, S.RUNNING),
+        (S.CLOSING, E.DURABLE, S.ENDED),
+    ),
+)
+
+STALLS: dict[
+    PrefetcherState, Stall | None
+] = {  # why the fetcher stands still; "barrier" in the states that are not named
+    PrefetcherState.RESTORING: "ring",
+    PrefetcherState.QUEUING: "checkpoint",
+    PrefetcherState.CLOSING: "checkpoint",
+    PrefetcherState.ENDED: None,
+}
+
+
+class Checkpointer(Protocol):
+    """What is copied at a barrier, and made durable after it. The write-back's thread calls `take_dense`, the
+    fetcher's the rest. Nothing waits."""
+
+    @property
+    def busy(self) -> bool:
+        """Whether the checkpoint before is not durable yet."""
+
+    def begin(self, barrier: PlannedBarrier) -> bool:
+        """Whether this barrier needs a checkpoint: not where nothing was planned since the last one."""
+
+    def copy_rows(self) -> bool:
+        """Copies rows that changed, those of the barrier included; whether that was all of them."""
+
+    def take_dense(self, message: Saved, content: bytes) -> bool:
+        """A piece of the trainer's dense side, after all rows; False: there is no room for it yet."""
+
+
+@dataclass(slots=True, kw_only=True)
+class OutgoingFlush:
+    """A barrier whose slots are on their way."""
+
+    block: Block
+    pieces: list[Piece]
+    checkpoint: bool
+    num_checksums: int
+    sent: int = 0
+
+
+class PrefetcherBarrier:
+    def __init__(
+        self,
+        *,
+        plans: PlanStream,
+        fetcher: Fetcher,
+        writeback: Writeback,
+        checkpointer: Checkpointer,
+        fetch_ring: RingWriter,
+        back_ring: RingReader,
+        counters: PrefetcherCounters,
+        send: Callable[[Restore | Flush | EndOfData | Released], None],
+        restore: bytes,
+        verifier: Verifier | None,
+    ) -> None:
+        """`restore`: the dense side that the trainer begins with; empty: as the job says."""
+        self.state = PrefetcherState.RESTORING
+        self.finished = False  # the data had ended at the last barrier
+        self._plans = plans
+        self._fetcher = fetcher
+        self._writeback = writeback
+        self._checkpointer = checkpointer
+        self._fetch_ring = fetch_ring
+        self._back_ring = back_ring
+        self._counters = counters
+        self._send = send
+        self._verifier = verifier
+        self._restore = DensePieces(restore, fetch_ring, dense_stamp) if restore else None
+        self._flush: OutgoingFlush | None = None
+        self._cut: tuple[Position, str] | None = None  # where training goes on, whatever barriers say; and why
+        self._dense: deque[Saved] = deque()  # in the ring
+        self._copied: tuple[Saved, bytes] | None = None  # a piece out of the ring, not handed on yet
+        self._saved_barriers = 0  # the dense side of every barrier before this one was handed on
+        if self._restore is None:
+            self._follow(PrefetcherEvent.RESTORED)
+
+    @property
+    def ended(self) -> bool:
+        """The last barrier is done."""
+        return self.state is PrefetcherState.ENDED
+
+    @property
+    def queued(self) -> int:
+        """Pieces of a dense side that were not looked at yet."""
+        return len(self._dense)
+
+    # the mail's thread
+
+    def cut_short(self, position: Position, reason: str) -> None:
+        """The trainer passes over the steps after `position`: no barrier from now on counts them as trained, and the
+        run stops. Called before the fetcher hears that any such step is done."""
+        self._cut = position, reason
+
+    def accept_dense(self, message: Saved) -> None:
+        self._dense.append(message)
+
+    # the write-back's thread
+
+    def take_dense(self) -> bool:
+        """Copies a piece of the dense side, or hands it on once all rows are copied. At most one is out of the ring."""
+        if self._copied is None:
+            return self._copy_dense(self._dense.popleft()) if self._dense else False
+        message, content = self._copied
+        if self.state is not PrefetcherState.SAVING or not self._checkpointer.take_dense(message, content):
+            return False
+        self._copied = None
+        if message.piece == message.num_pieces - 1:
+            self._saved_barriers = message.barrier + 1
+        return True
+
+    def _copy_dense(self, message: Saved) -> bool:
+        with self._counters.timed("write_back"):
+            stamp = saved_stamp(message.barrier, message.piece)
+            self._copied = message, self._back_ring.view(message.payload, stamp).tobytes()
+            release(self._back_ring, message.payload, self._send)
+        return True
+
+    # the fetcher's thread
+
+    @property
+    def due(self) -> bool:
+        """Whether no step may be read now."""
+        return self.state is not PrefetcherState.RUNNING or (
+            self._fetcher.is_between_plans and bool(self._plans) and isinstance(self._plans[0], PlannedBarrier)
+        )
+
+    def advance(self) -> bool:
+        """Takes the oldest of these as far as it goes without waiting; whether anything was done."""
+        self._fetcher.stalled_by = STALLS.get(self.state, "barrier")
+        match self.state:
+            case PrefetcherState.RESTORING:
+                return self._send_restore()
+            case PrefetcherState.RUNNING:
+                return self._follow(PrefetcherEvent.BARRIER_DUE)
+            case PrefetcherState.DRAINING:
+                return self._is_drained(self._plan) and self._follow(PrefetcherEvent.DRAINED)
+            case PrefetcherState.QUEUING:
+                return not self._checkpointer.busy and self._open_flush()
+            case PrefetcherState.FLUSHING:
+                return self._send_flush_piece(self._plan)
+            case PrefetcherState.RETURNING:
+                home = self._writeback.applied_barriers > self._plan.barrier
+                return home and not self._fetch_ring.used_bytes and self._follow(PrefetcherEvent.HOME)
+            case PrefetcherState.VERIFYING:
+                if self._verifier is not None and self._verifier.must_read_back:
+                    return self._verifier.read_back(self._plan.after_step)
+                return self._follow(
+                    PrefetcherEvent.VERIFIED if self._open.checkpoint else PrefetcherEvent.NO_CHECKPOINT
+                )
+            case PrefetcherState.COPYING:
+                return self._checkpointer.copy_rows() and self._follow(PrefetcherEvent.COPIED)
+            case PrefetcherState.SAVING:
+                return self._saved_barriers > self._plan.barrier and self._follow(PrefetcherEvent.SAVED)
+            case PrefetcherState.CLOSING:
+                return not (self._barrier.last and self._checkpointer.busy) and self._close()
+            case PrefetcherState.ENDED:
+                return False
+
+    def _follow(self, event: PrefetcherEvent) -> bool:
+        self.state = TABLE.after(self.state, event)
+        return True
+
+    @property
+    def _barrier(self) -> PlannedBarrier:
+        barrier = self._plans[0]
+        assert isinstance(barrier, PlannedBarrier), "it stays the next entry until it is done"
+        return barrier if self._cut is None else barrier.cut(*self._cut)
+
+    @property
+    def _plan(self) -> BarrierPlan:
+        return self._barrier.plan
+
+    @property
+    def _open(self) -> OutgoingFlush:
+        assert self._flush is not None, "a barrier is opened before its slots are sent"
+        return self._flush
+
+    def _send_restore(self) -> bool:
+        """Before anything else, so that no row waits in the ring after it."""
+        if not self._fetcher.connected or self._restore is None:
+            self._fetcher.stalled_by = "credit"
+            return False
+        room = self._restore.room()
+        if room is None:
+            return False
+        self._send(Restore(**self._restore.put(room)))
+        if self._restore.complete:
+            self._restore = None
+            self._follow(PrefetcherEvent.RESTORED)
+        return True
+
+    def _is_drained(self, barrier: BarrierPlan) -> bool:
+        """Whether everything before the barrier is done and home; then nothing can be left in the ring either."""
+        after, fetcher = barrier.after_step, self._fetcher
+        is_home = after is None or (
+            reached(fetcher.done_through, after) and reached(self._writeback.applied_through, after)
+        )
+        return fetcher.connected and is_home and not fetcher.reading and not self._fetch_ring.used_bytes
+
+    def _open_flush(self) -> bool:
+        plan = self._plan
+        self._writeback.expect(plan.after_step, plan.barrier, tuple(move.keys for move in plan.dirty))
+        slots = {f"{group}.slots": move.slots for group, move in enumerate(plan.dirty)}
+        checked = {} if self._verifier is None else self._verifier.open_barrier(plan)
+        block = make_block({**slots, **checked})
+        self._flush = OutgoingFlush(
+            block=block,
+            pieces=cut(block.nbytes, [], [], self._fetch_ring.max_payload),
+            checkpoint=self._checkpointer.begin(self._barrier),
+            num_checksums=sum(map(len, checked.values())),
+        )
+        return self._follow(PrefetcherEvent.WRITER_FREE)
+
+    def _send_flush_piece(self, plan: BarrierPlan) -> bool:
+        flush, payload = self._open, None
+        piece = flush.pieces[flush.sent]
+        if piece.arrays is not None:
+            room = self._fetch_ring.try_allocate(piece.nbytes)
+            if room is None:
+                return False
+            flush.block.write(piece.arrays.offset, room.payload)
+            stamp = barrier_stamp(plan.barrier, flush.sent)
+            payload = self._fetch_ring.commit(room, stamp, checksum=is_sampled(stamp))
+        message = Flush(
+            barrier=plan.barrier,
+            after_step=plan.after_step,
+            num_dirty=tuple(len(move) for move in plan.dirty),
+            piece=flush.sent,
+            num_pieces=len(flush.pieces),
+            arrays=flush.block.specs,
+            arrays_bytes=flush.block.nbytes,
+            payload=payload,
+            span=piece.arrays,
+            checkpoint=flush.checkpoint,
+            reason=plan.reason,
+            num_checksums=flush.num_checksums,
+        )
+        flush.sent += 1
+        self._counters.flush(message)
+        self._send(message)
+        crash_point("Flush sent")
+        return flush.sent < len(flush.pieces) or self._follow(PrefetcherEvent.FLUSHED)
+
+    def _close(self) -> bool:
+        barrier, self._flush = self._barrier, None
+        if not barrier.last:
+            self._plans.popleft()
+            return self._follow(PrefetcherEvent.GOES_ON)
+        crash_point("EndOfData not sent")
+        self._send(end_of_data(barrier.plan))
+        self._plans.popleft()
+        self.finished = barrier.plan.finished
+        return self._follow(PrefetcherEvent.DURABLE)
+
+
+def end_of_data(barrier: BarrierPlan) -> EndOfData:
+    return EndOfData(
+        last_step=barrier.after_step,
+        finished=barrier.finished,
+        host_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+    )

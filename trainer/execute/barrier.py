@@ -1,0 +1,290 @@
+"""What happens on this side while no step runs: at the start, at each barrier, at the end. `TABLE` says all of it.
+
+thread  method                                     writes
+main    advance, step_begins                       state, checkpoints, stop_reason, _flush, _gathering
+mail    accept_flush, accept_restore, accept_end   _flushes, _restores (appends), end
+sender  send_dense                                 _dense (takes; the main thread appends)
+"""
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import partial
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from rowcast.protocol.dense_pieces import DensePieces
+from rowcast.protocol.messages import EndOfData, Flush, Restore, Saved
+from rowcast.protocol.packing import Piece, barrier_stamp, cut, dense_stamp, saved_stamp
+from rowcast.protocol.row_checksum import barrier_name
+from rowcast.protocol.transport.ring import RingWriter
+from rowcast.runtime.crash_points import crash_point
+from rowcast.runtime.errors import RemoteProtocolError
+from rowcast.runtime.state_table import StateTable
+from rowcast.trainer.execute.cache import DeviceCache
+from rowcast.trainer.execute.host_memory import FetchRing
+from rowcast.trainer.execute.metrics import TrainerCounters
+from rowcast.trainer.execute.plan_check import PlanCheck
+from rowcast.trainer.execute.plan_memory import unpack
+from rowcast.trainer.execute.row_checksums import Asked
+from rowcast.trainer.execute.sender import Sender
+from rowcast.trainer.execute.slots import EvictStaging, Slots
+from rowcast.trainer.models.dense_state import Gathering
+
+
+class TrainerState(StrEnum):
+    RESTORING = "the dense side comes"
+    RUNNING = "steps run"
+    RECEIVING = "dirty slots come"
+    GATHERING = "dirty rows leave their slots"
+    PACKING = "the dense side is packed"
+    ENDED = "ended"
+
+
+class TrainerEvent(StrEnum):
+    RESTORED = "last Restore, or none needed"
+    FLUSH = "first Flush"
+    MORE_SLOTS = "later Flush"
+    ALL_SLOTS = "that was the last Flush"
+    GATHERED = "last row handed to the sender, no checkpoint"
+    MUST_SAVE = "last row handed to the sender"
+    PACKED = "dense side handed to the sender"
+    END = "EndOfData"
+
+
+S, E = TrainerState, TrainerEvent
+TABLE = StateTable(
+    "trainer",
+    (
+        (S.RESTORING, E.RESTORED, S.RUNNING),
+        (S.RUNNING, E.FLUSH, S.RECEIVING),
+        (S.RECEIVING, E.MORE_SLOTS, S.RECEIVING),
+        (S.RECEIVING, E.ALL_SLOTS, S.GATHERING),
+        (S.GATHERING, E.GATHERED, S.RUNNING),
+        (S.GATHERING, E.MUST_SAVE, S.PACKING),
+        (S.PACKING, E.PACKED, S.RUNNING),
+        (S.RUNNING, E.END, S.ENDED),
+    ),
+)
+
+
+class DenseState(Protocol):
+    """What a checkpoint holds of this side."""
+
+    def pack(self) -> bytes:
+        """Called when every step is complete."""
+
+    def restore(self, content: bytes) -> None:
+        """Goes on from what was packed, before the first step."""
+
+
+@dataclass(slots=True, kw_only=True)
+class ArrivingFlush:
+    """A barrier whose rows are on their way home."""
+
+    header: Flush
+    block: Tensor  # u8, the slots as they arrive, on the host
+    pieces: deque[Piece]  # of rows, not gathered yet
+    num_gathered: int = 0  # pieces
+
+
+@dataclass(slots=True, kw_only=True)
+class DirtySlots:
+    """Slots of a barrier on the device: kept until the next barrier, as a stream may still read them."""
+
+    slots: dict[str, Tensor]  # "<group>.slots"
+    asked: Asked  # checksums
+
+
+class TrainerBarrier:
+    def __init__(
+        self,
+        *,
+        cache: DeviceCache,
+        slots: Slots,
+        evict_staging: EvictStaging,
+        sender: Sender,
+        fetch_ring: FetchRing,
+        back_ring: RingWriter,
+        dense: DenseState,
+        check: PlanCheck,
+        counters: TrainerCounters,
+        send: Callable[[Saved], None],
+        goes_on: bool,
+    ) -> None:
+        """`goes_on`: from a checkpoint, whose dense side comes first."""
+        self.state = TrainerState.RESTORING
+        self.end: EndOfData | None = None
+        self.checkpoints = 0  # that were begun
+        # what the barrier is for that follows the newest step; None before it comes
+        self.stop_reason: str | None = None
+        self._cache = cache
+        self._slots = slots
+        self._evict_staging = evict_staging
+        self._sender = sender
+        self._fetch_ring = fetch_ring
+        self._back_ring = back_ring
+        self._dense_state = dense
+        self._check = check
+        self._counters = counters
+        self._send = send
+        self._flushes: deque[Flush] = deque()
+        self._restores: deque[Restore] = deque()
+        self._restored = Gathering()
+        self._flush: ArrivingFlush | None = None
+        self._dirty: DirtySlots | None = None
+        self._dense: deque[tuple[int, DensePieces]] = deque()  # barrier
+        if not goes_on:
+            self._follow(TrainerEvent.RESTORED)
+
+    @property
+    def waiting_for(self) -> str | None:
+        """None: nothing but steps."""
+        if self.state is TrainerState.RESTORING:
+            return "the checkpoint's dense side"
+        return "the barrier" if self._flushes or self.state not in (TrainerState.RUNNING, TrainerState.ENDED) else None
+
+    @property
+    def has_checkpoint(self) -> bool:
+        """Whether one is known to be on the disk: the next barrier and the end both wait for it."""
+        return self.checkpoints > (1 if self.end is None else 0)
+
+    # the mail's thread
+
+    def accept_flush(self, message: Flush) -> None:
+        self._flushes.append(message)
+
+    def accept_restore(self, message: Restore) -> None:
+        self._restores.append(message)
+
+    def accept_end(self, message: EndOfData) -> None:
+        self.end = message
+
+    # the sender's thread
+
+    def send_dense(self) -> bool:
+        """The next piece of a checkpoint's dense side, once all rows of its barrier were sent."""
+        if not self._dense or self._sender.queued:
+            return False
+        barrier, pieces = self._dense[0]
+        room = pieces.room()
+        self._sender.waiting_for_ring = room is None
+        if room is None:
+            return False
+        with self._counters.shown("copy out"):
+            fields = pieces.put(room)
+        crash_point("Saved not sent")
+        self._send(Saved(barrier=barrier, **fields))
+        crash_point("Saved sent")
+        if pieces.complete:
+            self._dense.popleft()
+        return True
+
+    # the main thread
+
+    def step_begins(self) -> None:
+        self.stop_reason = None
+
+    def advance(self) -> bool:
+        """Takes what has come as far as it goes without waiting; whether anything was done."""
+        match self.state:
+            case TrainerState.RESTORING:
+                return self._restore_next(self._restores.popleft()) if self._restores else False
+            case TrainerState.RUNNING | TrainerState.RECEIVING:
+                if self._flushes:
+                    return self._receive_slots(self._flushes.popleft())
+                return self.end is not None and self._follow(TrainerEvent.END)
+            case TrainerState.GATHERING:
+                return self._gather_next(self._open)
+            case TrainerState.PACKING:
+                return self._pack(self._open.header.barrier)
+            case TrainerState.ENDED:
+                return False
+
+    def _follow(self, event: TrainerEvent) -> bool:
+        self.state = TABLE.after(self.state, event)
+        return True
+
+    @property
+    def _open(self) -> ArrivingFlush:
+        assert self._flush is not None, "a Flush has opened it"
+        return self._flush
+
+    def _restore_next(self, message: Restore) -> bool:
+        payload = self._fetch_ring.payload(message.payload, dense_stamp(message.piece))
+        content = self._restored.add(message, payload.numpy().data)
+        self._fetch_ring.release(message.payload)
+        if content is None:
+            return True
+        self._dense_state.restore(content)
+        self._slots.streams.settle()
+        return self._follow(TrainerEvent.RESTORED)
+
+    def _receive_slots(self, message: Flush) -> bool:
+        """One piece. Raises RemoteProtocolError where a step before it is not complete, or it is not of this job."""
+        num_open = self._cache.open_steps
+        if num_open:
+            raise RemoteProtocolError(
+                f"barrier {message.barrier} came while {num_open} messages and steps before it were not done"
+            )
+        self._follow(TrainerEvent.MORE_SLOTS if message.piece else TrainerEvent.FLUSH)
+        self._check.barrier(message, self._open.header if message.piece else None)
+        self._counters.flush(message)
+        self.stop_reason = message.reason
+        if not message.piece:
+            widths = [group.record_bytes for group in self._slots.groups]
+            pieces = deque(cut(0, message.num_dirty, widths, self._evict_staging.nbytes))
+            block = torch.zeros(message.arrays_bytes, dtype=torch.uint8, device="cpu")
+            self._flush = ArrivingFlush(header=message, block=block, pieces=pieces)
+        if message.payload is not None and message.span is not None:
+            payload = self._fetch_ring.payload(message.payload, barrier_stamp(message.barrier, message.piece))
+            self._open.block[message.span.offset : message.span.offset + message.span.nbytes] = payload
+            self._fetch_ring.release(message.payload)
+        if message.piece == message.num_pieces - 1:
+            self._open_slots(message, self._open.block)
+        return True
+
+    def _open_slots(self, message: Flush, content: Tensor) -> None:
+        """All slots have come: they go to the device, and the checksums of their rows are asked for."""
+        self._check.barrier_arrays(message, content.numpy())
+        streams, checks = self._slots.streams, self._slots.checks
+        block = streams.allocate(message.arrays_bytes)
+        streams.fill.copy(content, block)
+        slots, names = unpack(block, message.arrays), [barrier_name(group) for group in range(len(self._slots.groups))]
+        self._dirty = DirtySlots(slots=slots, asked=checks.asked(slots, names))
+        for group, name in enumerate(names):
+            checks.issue(self._dirty.asked, name, group)
+        self.checkpoints += message.checkpoint
+        self._follow(TrainerEvent.ALL_SLOTS)
+
+    def _gather_next(self, flush: ArrivingFlush) -> bool:
+        room = self._evict_staging.room(flush.pieces[0].rows)
+        if room is None:
+            return False
+        assert self._dirty is not None, "all slots have come"
+        rows, slots = flush.pieces.popleft().rows, self._dirty.slots
+        with self._counters.shown("flush"):
+            self._evict_staging.send(
+                rows,
+                [slots[f"{span.group}.slots"][span.start : span.start + span.count] for span in rows],
+                room,
+                step=flush.header.after_step,
+                barrier=flush.header.barrier,
+                piece=flush.num_gathered,
+                last=not flush.pieces,
+                checksums=None if flush.pieces else self._dirty.asked.checksums,
+            )
+        flush.num_gathered += 1
+        return bool(flush.pieces) or self._follow(
+            TrainerEvent.MUST_SAVE if flush.header.checkpoint else TrainerEvent.GATHERED
+        )
+
+    def _pack(self, barrier: int) -> bool:
+        crash_point("dense side not packed")
+        with self._counters.shown("pack"):
+            content = self._dense_state.pack()
+        self._dense.append((barrier, DensePieces(content, self._back_ring, partial(saved_stamp, barrier))))
+        return self._follow(TrainerEvent.PACKED)

@@ -1,0 +1,94 @@
+"""The rows on the device, a slot each, and how they move between slots and staging.
+
+All of it is work of the fill stream, issued by the main thread.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from rowcast.job.tables import GroupSpec
+from rowcast.protocol.messages import RowSpan
+from rowcast.trainer.execute.row_checksums import RowChecks
+from rowcast.trainer.execute.sender import EvictTask, Sender
+from rowcast.trainer.execute.staging import Place, Staging
+from rowcast.trainer.execute.streams import Streams
+
+
+class Slots:
+    def __init__(self, groups: tuple[GroupSpec, ...], records: list[Tensor], streams: Streams) -> None:
+        """`records` f32 [slots, record_floats] a group."""
+        self.groups = groups
+        self.records = records
+        self.streams = streams
+        self.checks = RowChecks(records, streams)
+
+    def gather(self, spans: Sequence[RowSpan], slots: Sequence[Tensor], out: Tensor) -> list[tuple[RowSpan, Tensor]]:
+        """Rows from their slots to `out`, a place in staging; where each span lies in it."""
+        sources = []
+        for span, span_slots in zip(spans, slots, strict=True):
+            rows = self._rows(out, span, span.offset)
+            self.streams.fill.gather(self.records[span.group], span_slots, rows)
+            sources.append((span, rows))
+        return sources
+
+    def scatter(self, content: Tensor, spans: Sequence[RowSpan], slots: Sequence[Tensor]) -> None:
+        """Rows from `content`, a place in staging that begins with the first span, to their slots."""
+        for span, span_slots in zip(spans, slots, strict=True):
+            rows = self._rows(content, span, span.offset - spans[0].offset)
+            self.streams.fill.scatter(rows, span_slots, self.records[span.group])
+
+    def nbytes(self, spans: Sequence[RowSpan]) -> int:
+        """From the first byte of a piece's place to the end of its last span."""
+        return spans[-1].offset + spans[-1].count * self.groups[spans[-1].group].record_bytes if spans else 0
+
+    def _rows(self, content: Tensor, span: RowSpan, offset: int) -> Tensor:
+        """A span of a place in staging as f32 [count, record_floats]."""
+        group = self.groups[span.group]
+        nbytes = span.count * group.record_bytes
+        return content[offset : offset + nbytes].view(torch.float32).view(span.count, group.record_floats)
+
+
+class EvictStaging:
+    """Where rows lie that have left their slots, until the sender has brought them home. Runs on the main thread."""
+
+    def __init__(self, slots: Slots, nbytes: int, sender: Sender) -> None:
+        self.nbytes = nbytes
+        self._slots = slots
+        self._staging = Staging(slots.streams, nbytes)
+        self._sender = sender
+
+    def room(self, spans: Sequence[RowSpan]) -> Place | None:
+        """For these rows; None while there is none."""
+        return self._staging.take(self._slots.nbytes(spans))
+
+    def send(
+        self,
+        spans: Sequence[RowSpan],
+        slots: Sequence[Tensor],
+        room: Place,
+        *,
+        step: int | None,
+        barrier: int | None,
+        piece: int,
+        last: bool,
+        checksums: Tensor | None = None,
+    ) -> None:
+        """Has the rows gathered into `room` and sent home as one message; see EvictTask."""
+        fill = self._slots.streams.fill
+        if room.after is not None:
+            fill.wait(room.after, "evict_staging")
+        sources = self._slots.gather(spans, slots, room.content)
+        self._sender.send_rows(
+            EvictTask(
+                step=step,
+                barrier=barrier,
+                piece=piece,
+                last=last,
+                sources=sources,
+                room=room,
+                gathered=fill.record(),
+                checksums=checksums,
+            )
+        )
