@@ -49,7 +49,7 @@ def run(
         ),
     ] = None,
     save_trace: SaveTrace = None,
-    trace: Annotated[bool, typer.Option("--trace", help="Record a timeline for `prefetcher timeline`.")] = False,
+    timeline: Annotated[bool, typer.Option("--timeline", help="Record a timeline for `prefetcher timeline`.")] = False,
     evaluate: Annotated[
         bool, typer.Option("--eval", help="Evaluate a checkpoint, with `trainer eval`; train nothing.")
     ] = False,
@@ -92,7 +92,7 @@ def run(
                 fresh=fresh,
                 source=source,
                 save_trace=save_trace,
-                trace=trace,
+                timeline=timeline,
                 mode="eval" if evaluate else "train",
                 checkpoint=checkpoint,
                 verify=verify_share if verify_share is not None else DEFAULT_VERIFY_SHARE if verify else 0.0,
@@ -289,7 +289,7 @@ def timeline(
         Path | None,
         typer.Option(
             "--out",
-            help="The trace to write, as JSON.",
+            help="The file to write, as JSON.",
             metavar="FILE",
             show_default="timeline.json in the run directory",
         ),
@@ -301,7 +301,7 @@ def timeline(
         Path | None, typer.Option("--plot", help="Draw --steps too, or eight in the middle.", metavar="PNG|SVG")
     ] = None,
 ) -> None:
-    """Merge what `prefetcher run --trace` and `trainer run --trace` recorded into one trace for Perfetto or chrome://tracing."""
+    """Merge what `prefetcher run --timeline` and `trainer run --timeline` recorded into one file for Perfetto or chrome://tracing."""
 
     def main() -> None:
         from rowcast.analysis.timeline.command import TimelineOptions, run_timeline

@@ -48,7 +48,7 @@ def read_run(run_dir: Path) -> Recordings:
     if not numbers(prefetcher) & numbers(trainer):
         raise ConfigError(
             f"{timeline_path(run_dir, 'prefetcher').name} and {timeline_path(run_dir, 'trainer').name} in {run_dir} are of two runs that "
-            f"never met; start both commands with --trace"
+            f"never met; start both commands with --timeline"
         )
     one_clock = prefetcher.header.boot_id == trainer.header.boot_id
     return Recordings(
@@ -69,7 +69,7 @@ def read_recording(run_dir: Path, process: Process) -> Recording:
     try:
         lines = path.read_bytes().split(b"\n")
     except FileNotFoundError:
-        raise ConfigError(f"{run_dir} has no {path.name}; start `{process} run` with --trace") from None
+        raise ConfigError(f"{run_dir} has no {path.name}; start `{process} run` with --timeline") from None
     except OSError as error:
         raise ConfigError(f"{path} cannot be read ({error.strerror})") from None
     lines.pop()  # empty, or cut when the process was killed

@@ -25,7 +25,7 @@ from rowcast.runtime.process import STOPPING, Crew, Signals
 from rowcast.runtime.stages import IDLE_WAIT_S, Stage
 from rowcast.runtime.telemetry.health import Health
 from rowcast.runtime.telemetry.logs import get_logger
-from rowcast.runtime.telemetry.timeline import traced_stages
+from rowcast.runtime.telemetry.timeline import recorded_stages
 from rowcast.trainer.execute.engine import TrainerEngine
 from rowcast.trainer.execute.metrics import TrainerCounters, TrainerGauges
 from rowcast.trainer.execute.page_locking import pinned
@@ -243,7 +243,7 @@ class Incarnation:
         if timeline is not None:
             timeline.incarnation(welcome.incarnation)
             timeline.watch("back ring", "bytes", lambda: engine.back_ring.used_bytes)
-        return traced_stages(timeline, {"mail": engine.conversation, "sender": engine.sender}, mail="deliver")
+        return recorded_stages(timeline, {"mail": engine.conversation, "sender": engine.sender}, mail="deliver")
 
     def _loop(self, engine: TrainerEngine, progress: ProgressLine) -> None:
         """The main loop: `advance` until the end of the data."""
