@@ -17,8 +17,7 @@ from typing import Any
 
 import msgspec
 
-from rowcast.analysis.timeline.lives import MAIN, StepLife, ended_ns, lives
-from rowcast.analysis.timeline.recording import Recording, Recordings
+from rowcast.analysis.timeline.recording import MAIN, Recording, Recordings, StepLife, ended_ns, lives
 from rowcast.runtime.errors import ConfigError
 from rowcast.runtime.telemetry.timeline import Span
 

@@ -6,9 +6,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from rowcast.analysis.timeline.command import TimelineOptions, parse_steps, run_timeline
-from rowcast.analysis.timeline.lives import lives, overlap
-from rowcast.analysis.timeline.recording import read_run
+from rowcast.analysis.timeline.recording import lives, overlap, read_run
+from rowcast.analysis.timeline.timeline import TimelineOptions, parse_steps, run_timeline
 from rowcast.analysis.timeline.trace_events import write_events
 from rowcast.runtime.errors import ConfigError, DataError
 from rowcast.runtime.telemetry.metrics import BOTH, Process

@@ -13,8 +13,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from rowcast.analysis.timeline.lives import StepLife, lives, overlap
-from rowcast.analysis.timeline.recording import Recordings, read_run
+from rowcast.analysis.timeline.recording import Recordings, StepLife, lives, overlap, read_run
 from rowcast.prefetcher.cli import app
 from rowcast.runtime.telemetry.timeline import Span
 from rowcast.trainer.report.report_json import Report, read_report

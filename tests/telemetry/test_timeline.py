@@ -11,8 +11,7 @@ from structlog.testing import capture_logs
 
 import rowcast.prefetcher.pipeline.metrics
 import rowcast.trainer.execute.metrics
-from rowcast.analysis.timeline.lives import lives
-from rowcast.analysis.timeline.recording import Recording, Recordings, read_recording
+from rowcast.analysis.timeline.recording import Recording, Recordings, lives, read_recording
 from rowcast.job.tables import group_specs
 from rowcast.runtime.disk import RealWriting
 from rowcast.runtime.errors import ConfigError

@@ -13,7 +13,14 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from rowcast.runtime.telemetry.format_numbers import human_bytes, human_count, human_seconds, plural, stdout_console
+from rowcast.runtime.telemetry.format_numbers import (
+    human_bytes,
+    human_count,
+    human_seconds,
+    percent,
+    plural,
+    stdout_console,
+)
 from rowcast.runtime.telemetry.logs import get_logger
 from rowcast.trainer.execute.metrics import TrainerCounters
 from rowcast.trainer.report.report_json import Evaluation, Report
@@ -250,7 +257,3 @@ def phases(phase_ms: dict[str, float], *, beside: bool) -> str:
     """`beside`: those of rows on the move, which run beside a step on a device."""
     own = [f"{name} {milliseconds:.1f}" for name, milliseconds in phase_ms.items() if (name in BESIDE) == beside]
     return f"{', '.join(own)} ms"
-
-
-def percent(share: float) -> str:
-    return f"{100 * share:.1f} %"

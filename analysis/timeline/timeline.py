@@ -1,4 +1,4 @@
-"""The command's own half of `prefetcher timeline`: which steps, and what it says."""
+"""`prefetcher timeline`: which steps, and what it says."""
 
 import re
 from dataclasses import dataclass
@@ -7,9 +7,8 @@ from pathlib import Path
 import typer
 
 from rowcast.analysis.simulate.plot import check_plot
-from rowcast.analysis.timeline.lives import AHEAD, StepLife, ended_ns, lives, overlap
 from rowcast.analysis.timeline.plot import plot_steps
-from rowcast.analysis.timeline.recording import Recordings, read_run
+from rowcast.analysis.timeline.recording import AHEAD, Recordings, StepLife, ended_ns, lives, overlap, read_run
 from rowcast.analysis.timeline.trace_events import Window, write_events
 from rowcast.runtime.errors import ConfigError
 from rowcast.runtime.telemetry.format_numbers import plural

@@ -21,7 +21,6 @@ from rowcast.prefetcher.planner.grouping import I64, Grouping
 from rowcast.prefetcher.planner.horizon import PLACE_BYTES
 
 U64 = npt.NDArray[np.uint64]
-
 LEAST_ROWS = 5000  # followed of a group that has so many, as far as its first batches tell
 STEP, MULTIPLIER_1, MULTIPLIER_2 = (
     np.array(word, np.uint64) for word in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
