@@ -37,6 +37,7 @@ from rowcast.prefetcher.readers.schedule import schedule
 from rowcast.prefetcher.run.sizing import staging_bytes
 from rowcast.protocol.batch import Batch, Kind
 from rowcast.runtime.errors import ConfigError
+from rowcast.runtime.splitmix import GOLDEN
 from rowcast.runtime.telemetry.format_numbers import size_text
 from tests.driver import InProcessRun, Settings
 from tests.system.processes import job_content, write_job
@@ -143,7 +144,7 @@ def test_the_margin_covers_the_error_of_most_samples(monkeypatch: pytest.MonkeyP
     exact = moved(observed(job, 1.0), job, 400_000, "lookahead", lambda: None).fetched.sum()
     covered = 0
     for seed in range(12):
-        monkeypatch.setattr(follow, "STEP", np.array(0x9E3779B97F4A7C15 ^ (seed << 20), np.uint64))
+        monkeypatch.setattr(follow, "GOLDEN", GOLDEN ^ np.uint64(seed << 20))
         some = observed(job, 0.1)
         estimate = moved(some, job, 400_000, "lookahead", lambda: None)
         margin = 3 * np.sqrt((estimate.fetched_error**2).sum())
