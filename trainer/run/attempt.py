@@ -189,7 +189,13 @@ class Incarnation:
         run.health.state = "running"
         run.began.met_s = run.began.met_s or time.perf_counter()
         progress = stack.enter_context(
-            ProgressLine(run.counters, welcome.train_steps, first_step=welcome.first_train_step)
+            ProgressLine(
+                run.counters,
+                welcome.train_steps,
+                first_step=welcome.first_train_step,
+                mode=run.mode,
+                eval_steps=welcome.epoch_batches[1],
+            )
         )
         board = stack.enter_context(Board(run.tensorboard, self._results, welcome.first_train_step))
         run.history.begin(welcome.first_train_step, board.marked)
