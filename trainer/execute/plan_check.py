@@ -34,6 +34,7 @@ import numpy.typing as npt
 
 from rowcast.job.schema import Job
 from rowcast.job.tables import GroupSpec, aligned
+from rowcast.protocol.codec import ITEM_BYTES
 from rowcast.protocol.messages import ArraySpan, ArraySpec, Flush, GroupHeader, PlanHeader, StepReady, Welcome
 from rowcast.protocol.packing import ARRAY_ALIGNMENT, PIECE_ARRAYS
 from rowcast.protocol.plan import cut_long_rows
@@ -44,7 +45,6 @@ from rowcast.runtime.errors import RemoteProtocolError
 I32 = npt.NDArray[np.int32]
 Bytes = npt.NDArray[np.uint8]
 Wanted = tuple[str, str, tuple[int, ...]]  # name, dtype, shape of an array
-ITEM_BYTES = {"f4": 4, "i4": 4}
 POSITION_LIMIT = 2**31  # look-ups and bags are counted in int32
 DENSE_FEATURES_LIMIT = 2**20
 
