@@ -108,7 +108,7 @@ def main(
     fresh: Annotated[
         bool, typer.Option("--fresh", help="Begin a new run; its first checkpoint replaces an earlier run.")
     ] = False,
-    trace: Annotated[bool, typer.Option("--trace", help="Record a timeline for `prefetcher timeline`.")] = False,
+    timeline: Annotated[bool, typer.Option("--timeline", help="Record a timeline for `prefetcher timeline`.")] = False,
 ) -> None:
     """Run the prefetcher and the trainer of one job on this host."""
 
@@ -120,7 +120,7 @@ def main(
             raise ConfigError(
                 f"job.run_dir = {str(run_dir)!r} cannot be made ({error.strerror}); choose another"
             ) from None
-        flags = [*(["--fresh"] if fresh else []), *(["--trace"] if trace else [])]
+        flags = [*(["--fresh"] if fresh else []), *(["--timeline"] if timeline else [])]
         shared = ["--config", str(config), *(f"--set={override}" for override in overrides or ()), *flags]
         steps = [] if max_steps is None else ["--max-steps", str(max_steps)]
         first = see_out(start_both(shared, steps, run_dir / "prefetcher.log"))

@@ -49,7 +49,7 @@ def run(
         ),
     ] = None,
     save_trace: SaveTrace = None,
-    trace: Annotated[bool, typer.Option("--trace", help="Record a timeline for `prefetcher timeline`.")] = False,
+    timeline: Annotated[bool, typer.Option("--timeline", help="Record a timeline for `prefetcher timeline`.")] = False,
     evaluate: Annotated[
         bool, typer.Option("--eval", help="Evaluate a checkpoint, with `trainer eval`; train nothing.")
     ] = False,
@@ -92,7 +92,7 @@ def run(
                 fresh=fresh,
                 source=source,
                 save_trace=save_trace,
-                trace=trace,
+                timeline=timeline,
                 mode="eval" if evaluate else "train",
                 checkpoint=checkpoint,
                 verify=verify_share if verify_share is not None else DEFAULT_VERIFY_SHARE if verify else 0.0,
@@ -120,7 +120,7 @@ def new(
     """Look at a table of samples and write a job file for it to stdout: prefetcher new --data clicks.csv > job.toml"""
 
     def main() -> None:
-        from rowcast.analysis.new.command import NewOptions, run_new
+        from rowcast.analysis.new.new import NewOptions, run_new
 
         run_new(NewOptions(data=data, label=label, dense=dense, ids=ids))
 
@@ -162,7 +162,7 @@ def simulate(
     """Tell what a run would move, at other settings too, by the planner alone: no tables, no trainer. Lists multiply."""
 
     def main() -> None:
-        from rowcast.analysis.simulate.command import SimulateOptions, run_simulate
+        from rowcast.analysis.simulate.simulate import SimulateOptions, run_simulate
 
         options = SimulateOptions(
             max_steps=max_steps,
@@ -215,7 +215,7 @@ def advise(
     """Tell how much cache a job needs, from its data: a curve, the memory it takes, and the sections to paste."""
 
     def main() -> None:
-        from rowcast.analysis.advise.command import AdviseOptions, run_advise
+        from rowcast.analysis.advise.advise import AdviseOptions, run_advise
 
         options = AdviseOptions(
             sample=sample,
@@ -255,7 +255,7 @@ def profile(
     """Find the rows that are looked up most, from a sample, and what keeping them on the device would cover."""
 
     def main() -> None:
-        from rowcast.analysis.profile.command import ProfileOptions, run_profile
+        from rowcast.analysis.profile.profile import ProfileOptions, run_profile
 
         options = ProfileOptions(
             sample=sample, samples=samples, budgets=budgets or (), confidence=confidence, out=out, json=as_json
@@ -275,7 +275,7 @@ def check(
     """Hold a job file against its data and this machine. Exit code 2 where a run would fail."""
 
     def main() -> int:
-        from rowcast.analysis.check.command import run_check
+        from rowcast.analysis.check.check import run_check
 
         return run_check(config, tuple(overrides or ()), whole=whole, json=as_json)
 
@@ -289,7 +289,7 @@ def timeline(
         Path | None,
         typer.Option(
             "--out",
-            help="The trace to write, as JSON.",
+            help="The file to write, as JSON.",
             metavar="FILE",
             show_default="timeline.json in the run directory",
         ),
@@ -301,10 +301,10 @@ def timeline(
         Path | None, typer.Option("--plot", help="Draw --steps too, or eight in the middle.", metavar="PNG|SVG")
     ] = None,
 ) -> None:
-    """Merge what `prefetcher run --trace` and `trainer run --trace` recorded into one trace for Perfetto or chrome://tracing."""
+    """Merge what `prefetcher run --timeline` and `trainer run --timeline` recorded into one file for Perfetto or chrome://tracing."""
 
     def main() -> None:
-        from rowcast.analysis.timeline.command import TimelineOptions, run_timeline
+        from rowcast.analysis.timeline.timeline import TimelineOptions, run_timeline
 
         run_timeline(run_dir, TimelineOptions(out=out, steps=steps, plot=plot))
 

@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rowcast.protocol.messages import RowChecksums
+from rowcast.runtime.splitmix import GOLDEN, mix
 
 I64 = npt.NDArray[np.int64]
 
@@ -28,10 +29,7 @@ CHECKSUM_BYTES = 8
 def column_constants(num_words: int) -> I64:
     """The odd constant of each word of a record: SplitMix64, with the lowest bit set."""
     index = np.arange(1, num_words + 1, dtype=np.uint64)
-    mixed = index * np.uint64(0x9E3779B97F4A7C15)
-    mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return (mixed ^ (mixed >> np.uint64(31)) | np.uint64(1)).view(np.int64)
+    return (mix(index * GOLDEN) | np.uint64(1)).view(np.int64)
 
 
 def fetched_name(group: int) -> str:

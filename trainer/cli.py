@@ -20,7 +20,7 @@ app = typer.Typer(
 
 Config = Annotated[Path, typer.Option("--config", help="The job file.", metavar="job.toml")]
 Overrides = Annotated[list[str] | None, typer.Option("--set", help="Override a key: section.key=value. Repeatable.")]
-Trace = Annotated[bool, typer.Option("--trace", help="Record a timeline for `prefetcher timeline`.")]
+Timeline = Annotated[bool, typer.Option("--timeline", help="Record a timeline for `prefetcher timeline`.")]
 LogLevel = Annotated[str, typer.Option("--log-level", help="debug, info, warning or error.")]
 LogJson = Annotated[bool, typer.Option("--log-json", help="Log JSON lines.")]
 
@@ -35,7 +35,7 @@ def run(
             "--fresh", help="Begin a new run; its first checkpoint replaces the report and losses of an earlier one."
         ),
     ] = False,
-    trace: Trace = False,
+    timeline: Timeline = False,
     tensorboard: Annotated[
         Path | None, typer.Option("--tensorboard", help="Write TensorBoard event files there.", metavar="DIR")
     ] = None,
@@ -50,7 +50,7 @@ def run(
         with Signals() as signals:
             from rowcast.trainer.run.trainer_run import run_trainer
 
-            run_trainer(job, signals, fresh=fresh, trace=trace, tensorboard=tensorboard)
+            run_trainer(job, signals, fresh=fresh, timeline=timeline, tensorboard=tensorboard)
 
     raise typer.Exit(run_command("trainer", start))
 
@@ -59,7 +59,7 @@ def run(
 def evaluate(
     config: Config,
     overrides: Overrides = None,
-    trace: Trace = False,
+    timeline: Timeline = False,
     log_level: LogLevel = "info",
     log_json: LogJson = False,
 ) -> None:
@@ -71,6 +71,6 @@ def evaluate(
         with Signals() as signals:
             from rowcast.trainer.run.trainer_run import run_trainer
 
-            run_trainer(job, signals, trace=trace, mode="eval")
+            run_trainer(job, signals, timeline=timeline, mode="eval")
 
     raise typer.Exit(run_command("trainer", start))

@@ -6,21 +6,36 @@ data --> observed: the rows of each step --> planner of training over the follow
 this machine's rates, a step's time -----------------------------> what moving them takes --> knee, no stalls --> sections
 """
 
+import sys
 from dataclasses import dataclass, field
 
-from rowcast.analysis.advise.advice import Advice, Assumed, Point, Read, Recommendation
-from rowcast.analysis.advise.choice import rounded_up, size_text
-from rowcast.analysis.advise.curve import capacity_slots
-from rowcast.analysis.advise.machine_rates import Rates, given_rates, probe_planning, probe_rows
-from rowcast.analysis.advise.memory import device_memory, host_memory
-from rowcast.analysis.advise.notes import Facts, notes
-from rowcast.analysis.advise.observed import Observed
-from rowcast.analysis.advise.points import Points
-from rowcast.analysis.advise.reading import Sample, observe
-from rowcast.analysis.advise.recommend import Chosen, enough_depth, reasons, sections, toml
-from rowcast.analysis.advise.trials import Trials
-from rowcast.analysis.advise.working_set import working_sets
-from rowcast.analysis.progress import Progress, Silent
+import msgspec
+
+from rowcast.analysis.advise.cost import (
+    Assumed,
+    Rates,
+    device_memory,
+    given_rates,
+    host_memory,
+    probe_planning,
+    probe_rows,
+)
+from rowcast.analysis.advise.curve import Trials, capacity_slots, rounded_up
+from rowcast.analysis.advise.read import Observed, Sample, observe, what_was_read, working_sets
+from rowcast.analysis.advise.recommend import (
+    Advice,
+    Chosen,
+    Point,
+    Points,
+    Recommendation,
+    enough_depth,
+    reasons,
+    sections,
+    toml,
+)
+from rowcast.analysis.advise.show import Facts, notes, print_advice
+from rowcast.analysis.free_memory import free_memory
+from rowcast.analysis.progress import Progress, ProgressBar, Silent
 from rowcast.analysis.simulate.grid import with_values
 from rowcast.job.schema import Job, parse_bytes
 from rowcast.prefetcher.planner.auto_horizon import SHARE
@@ -28,12 +43,15 @@ from rowcast.prefetcher.readers.reader import Reader, open_reader, stream_column
 from rowcast.prefetcher.readers.schedule import expected_train_steps
 from rowcast.prefetcher.run.sizing import automatic_threads, sizes
 from rowcast.runtime.errors import ConfigError
+from rowcast.runtime.telemetry.format_numbers import size_text, stdout_console
 
 STEP_MS = 10.0
 LINK_GBS = 12.0
 LARGER_BATCH = 1.1  # than any that was read, where not all were
 # a budget for ids so many times the job's is recommended where it saves this share of the rows
 LARGER_BUDGET, WORTH = 4, 0.01
+USUAL_SHARE = 0.05
+MEMORY_SHARE = 0.5  # of the free memory, for the followed rows
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -175,19 +193,6 @@ class Adviser:
         return larger if after < (1 - WORTH) * before else None
 
 
-def what_was_read(observed: Observed) -> Read:
-    return Read(
-        whole_run=observed.is_whole_run,
-        steps=observed.num_train,
-        eval_steps=len(observed) - observed.num_train,
-        samples=observed.num_samples,
-        epoch_samples=observed.epoch_samples,
-        lookups=observed.num_lookups,
-        followed_share={group.name: share for group, share in zip(observed.groups, observed.shares, strict=True)},
-        followed_rows=int(observed.first_touches.sum()),
-    )
-
-
 def assumed(request: Request, observed: Observed, rates: Rates) -> Assumed:
     return Assumed(
         step_ms=request.step_ms or STEP_MS,
@@ -201,3 +206,39 @@ def assumed(request: Request, observed: Observed, rates: Rates) -> Assumed:
         },
         plan_ms=1e3 * rates.plan_s,
     )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AdviseOptions:
+    """As typed."""
+
+    sample: float | None = None
+    samples: int | None = None
+    max_steps: int | None = None
+    step_ms: float | None = None
+    link_gbs: float | None = None
+    gather_gbs: float | None = None
+    json: bool = False
+
+
+def run_advise(job: Job, options: AdviseOptions) -> None:
+    """Raises ConfigError and DataError."""
+    share = options.sample
+    if share is None:
+        share = USUAL_SHARE if options.samples is None else 1.0
+    with ProgressBar() as progress:
+        request = Request(
+            sample=Sample(share=share, samples=options.samples),
+            max_steps=options.max_steps,
+            step_ms=options.step_ms,
+            link_gbs=options.link_gbs,
+            gather_gbs=options.gather_gbs,
+            memory_bytes=MEMORY_SHARE * free_memory(),
+            progress=progress,
+        )
+        advice = advise_job(job, request)
+    if options.json:
+        sys.stdout.buffer.write(msgspec.json.encode(advice) + b"\n")
+        sys.stdout.buffer.flush()
+    else:
+        print_advice(advice, stdout_console())

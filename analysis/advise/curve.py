@@ -1,20 +1,22 @@
-"""What a run would move at a capacity, from what was observed of it: the planner of training over the followed rows.
+"""What a run would move at each capacity, from what was observed of it: the planner of training over the followed rows.
 
     real        rows of each step      slots
-    followed    their share of them    the same share of the slots (see `following`)
+    followed    their share of them    the same share of the slots (see `follow`)
 
-Every count of followed rows, divided by their share, stands for all rows.
+Every count of followed rows, divided by their share, stands for all rows. Capacities are 1 or 1.5 times a power of two.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import count
+from math import ceil
 from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 
-from rowcast.analysis.advise.following import NUM_PARTS, part_counts, scaled_slots
-from rowcast.analysis.advise.observed import Observed
-from rowcast.analysis.progress import Tick
+from rowcast.analysis.advise.follow import NUM_PARTS, part_counts, scaled_slots
+from rowcast.analysis.advise.read import Observed
+from rowcast.analysis.progress import Progress, Tick
 from rowcast.analysis.simulate.grid import with_values
 from rowcast.analysis.simulate.moves import Moves, entries, new_moves, note
 from rowcast.job.schema import Job
@@ -24,10 +26,31 @@ from rowcast.prefetcher.planner.job_planner import job_planner
 from rowcast.prefetcher.planner.planner import RowPlanner
 from rowcast.protocol.plan import BarrierPlan
 from rowcast.runtime.errors import ConfigError
+from rowcast.runtime.telemetry.format_numbers import human_bytes
 
 F64 = npt.NDArray[np.float64]
 Compared = Literal["lookahead", "lru"]
 Slots = tuple[int, ...]
+# standard errors in a margin: they know nothing of how followed rows share the slots; see docs/experiments.md
+ERRORS = 3
+APART = 1.1  # the least factor between the first two capacities
+
+
+def round_capacities(low: float, high: float) -> list[int]:
+    """1 or 1.5 times a power of two: those above `low`, up to the first that is no less than `high`."""
+    sizes = (size for power in count(1) for size in (2**power, 3 * 2 ** (power - 1)))
+    found: list[int] = []
+    for size in sizes:
+        if size > low:
+            found.append(size)
+            if size >= high:
+                break
+    return found
+
+
+def rounded_up(nbytes: float) -> int:
+    """The next capacity of the kind."""
+    return round_capacities(ceil(nbytes) - 1, 0)[0]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,7 +106,7 @@ def moved(observed: Observed, job: Job, capacity_bytes: int, policy: Compared, t
     own = with_values(job, {"cache": {"policy": policy, "pin": None, "groups": {}}, "lookahead": {"horizon": "auto"}})
     slots = followed_slots(observed, capacity_slots(observed, capacity_bytes))
     planner = job_planner(own, observed.groups, slots, observed.measured)
-    counts, parts = count(observed, planner, tick)
+    counts, parts = count_moves(observed, planner, tick)
     shares = np.array(observed.shares)
     return Moved(
         fetched=counts.fetched / shares,
@@ -94,7 +117,7 @@ def moved(observed: Observed, job: Job, capacity_bytes: int, policy: Compared, t
     )
 
 
-def count(observed: Observed, planner: RowPlanner, tick: Tick) -> tuple[Moves, I64]:
+def count_moves(observed: Observed, planner: RowPlanner, tick: Tick) -> tuple[Moves, I64]:
     """Followed rows that move, and of those fetched in steps that count how many are in each part, [G, NUM_PARTS]."""
     moves, first = new_moves(len(observed), len(observed.groups)), observed.recording.steps[0].scheduled.step
     parts = np.zeros((len(observed.groups), NUM_PARTS), np.int64)
@@ -110,3 +133,75 @@ def count(observed: Observed, planner: RowPlanner, tick: Tick) -> tuple[Moves, I
             parts[:] += [part_counts(group.fetch.keys) for group in step.groups]
         tick()
     return moves, parts
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Traffic:
+    """An estimate, but for the share of the rows followed being 1."""
+
+    rows_fetched: int | None  # by the whole run, as its report says; None where a part was read
+    rows_flushed: int | None  # by the barrier at the end
+    rows_fetched_per_step: float
+    rows_written_back_per_step: float  # victims that were trained
+    bytes_fetched_per_step: float
+    bytes_written_back_per_step: float
+    hit_ratio: float | None  # None without a look-up
+    margin: float  # of the rows fetched, relative: three standard errors
+
+
+class Trials:
+    def __init__(self, observed: Observed, job: Job, progress: Progress) -> None:
+        self._observed, self._job, self._progress = observed, job, progress
+        self._known: dict[tuple[int, Compared], Moved] = {}
+        self.smallest = smallest_capacity(observed)
+        touched = sum(
+            rows * group.record_bytes for rows, group in zip(observed.distinct_rows, observed.groups, strict=True)
+        )
+        self.capacities = [self.smallest, *round_capacities(APART * self.smallest, max(touched, self.smallest))]
+
+    def moved(self, capacity_bytes: int, policy: Compared = "lookahead") -> Moved:
+        key = capacity_bytes, policy
+        if key not in self._known:
+            self._known[key] = self._try(self._observed, self._job, capacity_bytes, policy)
+        return self._known[key]
+
+    def traffic(self, capacity_bytes: int, policy: Compared) -> Traffic:
+        return traffic(self._observed, self.moved(capacity_bytes, policy))
+
+    def fetched_bytes(self, capacity_bytes: int) -> float:
+        return float((counted(self._observed, self.moved(capacity_bytes).fetched) @ self._observed.record_bytes).sum())
+
+    def shorter_rows_per_step(self, capacity_bytes: int) -> float:
+        """Rows fetched, had only the steps that count been read, of which again the second half would count."""
+        steps = self._observed.steps[-self._observed.num_counted :]
+        shorter = replace(self._observed, steps=steps, num_counted=-(-len(steps) // 2))
+        return traffic(shorter, self._try(shorter, self._job, capacity_bytes, "lookahead")).rows_fetched_per_step
+
+    def fetched_with(self, capacity_bytes: int, job: Job) -> float:
+        """Rows fetched under another job's look-ahead, by the steps that count."""
+        return float(counted(self._observed, self._try(self._observed, job, capacity_bytes, "lookahead").fetched).sum())
+
+    def _try(self, observed: Observed, job: Job, capacity_bytes: int, policy: Compared) -> Moved:
+        tick = self._progress.begin(f"{policy}, {human_bytes(capacity_bytes)}", len(observed))
+        return moved(observed, job, capacity_bytes, policy, tick)
+
+
+def counted(observed: Observed, values: F64) -> F64:
+    """The steps that count."""
+    return values[len(observed) - observed.num_counted :]
+
+
+def traffic(observed: Observed, moves: Moved) -> Traffic:
+    fetched, written = (counted(observed, values).sum(axis=0) for values in (moves.fetched, moves.written_back))
+    unique = float(observed.unique_rows[len(observed) - observed.num_counted :].sum())
+    total, steps = float(fetched.sum()), observed.num_counted
+    return Traffic(
+        rows_fetched=round(total) if observed.is_whole_run else None,
+        rows_flushed=round(float(moves.flushed.sum())) if observed.is_whole_run else None,
+        rows_fetched_per_step=total / steps,
+        rows_written_back_per_step=float(written.sum()) / steps,
+        bytes_fetched_per_step=float(fetched @ observed.record_bytes) / steps,
+        bytes_written_back_per_step=float(written @ observed.record_bytes) / steps,
+        hit_ratio=1 - total / unique if unique else None,
+        margin=ERRORS * float(np.sqrt((moves.fetched_error**2).sum())) / total if total else 0.0,
+    )

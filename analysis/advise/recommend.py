@@ -1,18 +1,123 @@
-"""The sections to paste, and why each value stands there."""
+"""Which capacity to take: the curve of capacities with their costs, where it bends, and the sections to paste with their reasons.
+
+knee    the smallest capacity from which on doubling it saves less than a tenth of the bytes fetched
+"""
 
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil
 
-from rowcast.analysis.advise.advice import Choice, Point
-from rowcast.analysis.advise.choice import KNEE_SAVING, size_text
-from rowcast.analysis.format_shares import percent
+from rowcast.analysis.advise.cost import Assumed, Demand, DeviceMemory, HostMemory, Rates, cost, demand
+from rowcast.analysis.advise.curve import Traffic, Trials, capacity_slots
+from rowcast.analysis.advise.read import Observed, Read, WorkingSet
 from rowcast.job.schema import Job
-from rowcast.runtime.telemetry.format_numbers import human_bytes
+from rowcast.runtime.telemetry.format_numbers import human_bytes, percent_number, size_text
 
+KNEE_SAVING = 0.1
+MOST_STALLING = 0.5  # of the stretches, with any capacity; where more do, capacity is not what the trainer waits for
 USUAL_DEPTH, MOST_DEPTH = 4, 16
 TOML_WIDTH = 78
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Point:
+    """One capacity."""
+
+    capacity_bytes: int
+    capacity_rows: int  # slots of all groups
+    lookahead: Traffic
+    lru: Traffic
+    doubling_saves: float  # share of the bytes fetched
+    move_ms: float  # what the slowest of the stages that move rows takes for a step, on average
+    limit: str  # that stage, or planning where this takes longer
+    least_step_ms: float  # a shorter step waits for rows that a larger cache would have kept; 0: nothing to keep
+    stalls: bool  # for such rows, at the step time that was assumed
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Choice:
+    knee_bytes: int
+    no_stall_bytes: int | None  # None: the trainer waits most of the time with any capacity
+    stalling_anyway: float  # share of the stretches of depth + 1 steps that take longer than a step with any capacity
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Recommendation:
+    capacity: str
+    depth: int
+    id_bytes: str | None  # None: as the job has it
+    reasons: dict[str, str]  # section.key -> a sentence
+    toml: str
+    predicted: Point
+    half: Point | None  # what half the capacity would do; None where it does not hold a batch
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Advice:
+    read: Read
+    working_sets: tuple[WorkingSet, ...]
+    assumed: Assumed
+    curve: tuple[Point, ...]  # by capacity, ascending; the last one holds all rows that were touched
+    choice: Choice
+    recommended: Recommendation
+    host: HostMemory
+    device: DeviceMemory
+    notes: tuple[str, ...]  # what is guessed, and what else to know
+
+
+def knee(savings: Sequence[float]) -> int:
+    """The index of its capacity; `savings`: what doubling each capacity saves, by ascending capacity."""
+    worth = [index for index, saving in enumerate(savings) if saving >= KNEE_SAVING]
+    return min(len(savings) - 1, max(worth, default=-1) + 1)
+
+
+def first_without(stalls: Sequence[bool]) -> int:
+    """The index of the smallest capacity from which on none stalls; the last one does not."""
+    assert not stalls[-1], "the largest capacity stalls for what it would have kept"
+    return max((index for index, stall in enumerate(stalls) if stall), default=-1) + 1
+
+
+class Points:
+    def __init__(self, observed: Observed, trials: Trials, rates: Rates, step_s: float, depth: int) -> None:
+        self._observed, self._trials, self._rates = observed, trials, rates
+        self._step_s, self._depth = step_s, depth
+        self._everything = self.demand(trials.capacities[-1])
+
+    def demand(self, capacity_bytes: int) -> Demand:
+        return demand(self._observed, self._trials.moved(capacity_bytes), self._rates, self._depth)
+
+    def curve(self) -> tuple[Point, ...]:
+        return tuple(map(self.at, self._trials.capacities))
+
+    def at(self, capacity_bytes: int) -> Point:
+        own = cost(self.demand(capacity_bytes), self._everything)
+        return Point(
+            capacity_bytes=capacity_bytes,
+            capacity_rows=sum(capacity_slots(self._observed, capacity_bytes)),
+            lookahead=self._trials.traffic(capacity_bytes, "lookahead"),
+            lru=self._trials.traffic(capacity_bytes, "lru"),
+            doubling_saves=self._doubling_saves(capacity_bytes),
+            move_ms=1e3 * own.mean_s,
+            limit=own.stage if own.mean_s > self._rates.plan_s else "planning",
+            least_step_ms=1e3 * own.least_step_s,
+            stalls=own.least_step_s > self._step_s,
+        )
+
+    def choice(self, curve: tuple[Point, ...]) -> Choice:
+        """`curve` ends where every row that was touched fits."""
+        anyway = 1.0 - float(self._everything.fits(self._step_s).mean())
+        enough = curve[first_without([point.stalls for point in curve])].capacity_bytes
+        return Choice(
+            knee_bytes=curve[knee([point.doubling_saves for point in curve])].capacity_bytes,
+            no_stall_bytes=enough if anyway <= MOST_STALLING else None,
+            stalling_anyway=anyway,
+        )
+
+    def _doubling_saves(self, capacity_bytes: int) -> float:
+        before = self._trials.fetched_bytes(capacity_bytes)
+        after = self._trials.fetched_bytes(min(2 * capacity_bytes, self._trials.capacities[-1]))
+        return max(0.0, 1 - after / before) if before else 0.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,8 +177,8 @@ def capacity_reason(chosen: Chosen, choice: Choice) -> str:
         return (
             f"{fetched}; the smallest that keeps a step of {chosen.step_ms:g} ms from waiting for rows that did not fit"
         )
-    saves = percent(max(0.0, chosen.predicted.doubling_saves))
-    return f"{fetched}; twice as much would save {saves} % of them, and every doubling up to here saves {percent(KNEE_SAVING)} % or more"
+    saves = percent_number(max(0.0, chosen.predicted.doubling_saves))
+    return f"{fetched}; twice as much would save {saves} % of them, and every doubling up to here saves {percent_number(KNEE_SAVING)} % or more"
 
 
 def toml(values: Mapping[str, Mapping[str, str | int]], why: Mapping[str, str]) -> str:

@@ -4,22 +4,39 @@ Every check runs, whatever the others found; those that need the data say nothin
 run from starting or end it, a warning what may.
 """
 
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
+import msgspec
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
 from rowcast.analysis.check.data import ALL, SAMPLE, Seen, check_capacity, check_opens, check_pins, check_samples
-from rowcast.analysis.check.device import Device, ask_device
-from rowcast.analysis.check.findings import Finding, findings_of, ok
-from rowcast.analysis.check.machine_checks import check_device, check_keys, check_memlock, check_ports, check_rings
+from rowcast.analysis.check.findings import Finding, Level, findings_of, ok
+from rowcast.analysis.check.machine import (
+    Device,
+    ask_device,
+    check_device,
+    check_keys,
+    check_memlock,
+    check_ports,
+    check_rings,
+)
 from rowcast.analysis.check.memory import check_disk, check_memory
 from rowcast.analysis.check.setup import check_model, check_run_directory, check_versions
-from rowcast.analysis.machine_facts import free_memory
+from rowcast.analysis.free_memory import free_memory
 from rowcast.job.file import load_job
 from rowcast.job.schema import MIN_RING_BYTES, Job
 from rowcast.job.tables import group_specs
 from rowcast.prefetcher.planner.capacity import job_slots
 from rowcast.prefetcher.run.sizing import Sizes, sizes, staging_bytes
 from rowcast.runtime.errors import ConfigError
+from rowcast.runtime.telemetry.format_numbers import plural, stdout_console
+
+STYLES: dict[Level, str] = {"ok": "green", "warning": "yellow", "error": "bold red"}
+SUBJECT_WIDTH = 13
 
 
 def check_file(
@@ -83,3 +100,40 @@ def cache_bytes_of(job: Job, seen: Seen) -> int | None:
     except ConfigError:
         return None
     return sum(n * group.record_bytes for n, group in zip(slots, seen.groups, strict=True))
+
+
+def run_check(config: Path, overrides: tuple[str, ...], *, whole: bool, json: bool) -> int:
+    """Returns the exit code: 0 without errors, that of a refused job with any."""
+    findings = check_file(config, overrides, whole=whole)
+    if json:
+        found = list(findings)
+        counts = {f"{level}s": count(found, level) for level in ("error", "warning")}
+        sys.stdout.buffer.write(msgspec.json.encode({**counts, "findings": found}) + b"\n")
+        sys.stdout.buffer.flush()
+    else:
+        found = print_findings(findings, stdout_console())
+    return ConfigError.exit_code if count(found, "error") else 0
+
+
+def print_findings(findings: Iterable[Finding], console: Console) -> list[Finding]:
+    """Each as it comes: folded under its own column on a terminal, one line each elsewhere."""
+    found = []
+    for finding in findings:
+        found.append(finding)
+        words = (
+            Text(f"{finding.level:7}", STYLES[finding.level]),
+            Text(f"{finding.subject:{SUBJECT_WIDTH}}"),
+            Text(finding.sentence),
+        )
+        if console.is_terminal:
+            grid = Table.grid(padding=(0, 1, 0, 0))
+            grid.add_row(*words)
+            console.print(grid)
+        else:
+            console.print(Text(" ").join(words), soft_wrap=True)
+    console.print(f"{plural(count(found, 'error'), 'error')}, {plural(count(found, 'warning'), 'warning')}")
+    return found
+
+
+def count(findings: Iterable[Finding], level: str) -> int:
+    return sum(finding.level == level for finding in findings)

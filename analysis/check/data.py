@@ -8,7 +8,6 @@ from pathlib import Path
 import numpy as np
 
 from rowcast.analysis.check.findings import Finding, error, ok, warning
-from rowcast.analysis.format_shares import percent
 from rowcast.analysis.profile.profile import with_margin
 from rowcast.analysis.sample import Amount, read_windows, reader_for_another_pass, sample_windows
 from rowcast.job.schema import Job
@@ -19,7 +18,7 @@ from rowcast.prefetcher.planner.pin_files import load_pins
 from rowcast.prefetcher.readers.reader import Reader, open_reader
 from rowcast.prefetcher.readers.schedule import schedule
 from rowcast.protocol.batch import Batch, Kind, ScheduledBatch
-from rowcast.runtime.telemetry.format_numbers import human_bytes, plural
+from rowcast.runtime.telemetry.format_numbers import human_bytes, percent_number, plural
 
 SAMPLE = Amount(share=0.05, least_batches=64)
 ALL = Amount(share=1.0)
@@ -128,7 +127,8 @@ def label_finding(seen: Seen) -> Finding:
             f"every label of {seen.num_samples:,} samples is {value}, so there is nothing to learn; look at the label column",
         )
     return ok(
-        "labels", f"{percent(seen.num_positive / max(1, seen.num_samples))} % of {seen.num_samples:,} are positive"
+        "labels",
+        f"{percent_number(seen.num_positive / max(1, seen.num_samples))} % of {seen.num_samples:,} are positive",
     )
 
 

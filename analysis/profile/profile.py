@@ -7,60 +7,33 @@ The halves are disjoint batches drawn in the same strata of the epoch (see `samp
 had no part in choosing it, and the pin file holds exactly the rows that were judged.
 """
 
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
+from pathlib import Path
 
-from rowcast.analysis.profile.coverage import Coverage, CoverageShares
-from rowcast.analysis.profile.interval import METHOD, unseen_share
-from rowcast.analysis.profile.popularity import I64, HotSet, Popularity, hot_set
+import msgspec
+from rich.console import Console
+
+from rowcast.analysis.free_memory import free_memory
+from rowcast.analysis.profile.hot_rows import I64, Coverage, CoverageShares, HotSet, Popularity, hot_set
+from rowcast.analysis.profile.interval import unseen_share
+from rowcast.analysis.profile.results import HALF, BudgetCoverage, GroupFacts, Profile, print_profile
 from rowcast.analysis.sample import Amount, SampledBatch, read_windows, reader_for_another_pass, sample_windows
 from rowcast.job.schema import Job, parse_bytes, parse_rows
 from rowcast.job.tables import KEY_SHIFT, ROW_MASK, GroupSpec, group_specs
 from rowcast.prefetcher.planner.capacity import MEASURED_BATCHES, job_slots, measure
+from rowcast.prefetcher.planner.pin_files import save_pins
 from rowcast.prefetcher.readers.reader import Reader, open_reader
 from rowcast.prefetcher.readers.schedule import schedule
 from rowcast.runtime.errors import ConfigError
+from rowcast.runtime.telemetry.format_numbers import stdout_console
 
 PICK, JUDGE = 0, 1  # draws of the sample
 DEFAULT_AMOUNT = Amount(share=0.05, least_batches=64)
-HALF = "half the cache"  # the budget where none was asked for
-
 Progress = Callable[[str], None]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class GroupFacts:
-    group: str
-    slots: int
-    record_bytes: int
-    largest_batch_rows: int  # of the first batches and the sample
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class BudgetCoverage:
-    budget: str  # as asked for
-    budget_bytes: int
-    hot_rows: int
-    hot_bytes: int
-    threshold: dict[str, int | None]  # group -> look-ups in the picking half of its least looked-up hot row
-    shares: CoverageShares
-    too_large: str | None  # what to change before this job can pin these rows
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Profile:
-    epoch_samples: int | None
-    picked_batches: int
-    picked_samples: int
-    judged_batches: int
-    judged_samples: int
-    rows_seen: int  # distinct, in the picking half
-    confidence: float
-    method: str = METHOD
-    unseen_share: float  # of the data's batches: a kind of batch rarer than this may not be among the judged ones
-    groups: tuple[GroupFacts, ...]
-    budgets: tuple[BudgetCoverage, ...]  # ascending
+MEMORY_SHARE = 0.5  # of the free memory, for counting
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -216,3 +189,65 @@ def rows_by_table(groups: tuple[GroupSpec, ...], hot: HotSet) -> dict[str, I64]:
         for group, keys in zip(groups, hot.keys, strict=True)
         for table in group.tables
     }
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ProfileOptions:
+    """As typed."""
+
+    sample: float | None = None
+    samples: int | None = None
+    budgets: Sequence[str] = ()
+    confidence: float = 0.99
+    out: Path | None = None
+    json: bool = False
+
+
+def run_profile(job: Job, options: ProfileOptions) -> None:
+    """Raises ConfigError and DataError."""
+    with Console(stderr=True).status("reading") as status:
+        request = Request(
+            amount=amount_of(options),
+            budgets=tuple(options.budgets),
+            confidence=options.confidence,
+            memory_bytes=MEMORY_SHARE * free_memory(),
+            progress=status.update,
+        )
+        profile, rows = profile_job(job, request)
+    if options.out is not None:
+        write_pins(options.out, job, profile, rows)
+    if options.json:
+        sys.stdout.buffer.write(msgspec.json.encode(profile) + b"\n")
+        sys.stdout.buffer.flush()
+        return
+    console = stdout_console()
+    print_profile(profile, console)
+    if options.out is not None:
+        console.print(
+            f'{options.out}: {profile.budgets[-1].hot_rows:,} rows; set cache.pin = "{options.out}"',
+            markup=False,
+            soft_wrap=True,
+        )
+
+
+def amount_of(options: ProfileOptions) -> Amount:
+    if options.sample is not None and options.samples is not None:
+        raise ConfigError("--sample and --samples are both given; remove one: either says how much to read")
+    if options.sample is None and options.samples is None:
+        return DEFAULT_AMOUNT
+    return Amount(share=options.sample, samples=options.samples)
+
+
+def write_pins(path: Path, job: Job, profile: Profile, rows: Mapping[str, I64]) -> None:
+    budget = profile.budgets[-1]
+    facts = {
+        "made_by": "prefetcher profile",
+        "job": job.job.name,
+        "budget": budget.budget,
+        "picked_samples": str(profile.picked_samples),
+        "judged_samples": str(profile.judged_samples),
+        "confidence": str(profile.confidence),
+        "accesses": msgspec.json.encode(budget.shares.accesses).decode(),
+        "inputs": msgspec.json.encode(budget.shares.inputs).decode(),
+    }
+    save_pins(path, rows, facts)

@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from rowcast.analysis.simulate.grid import BOUND
-from rowcast.analysis.simulate.grid_table import batches_of
-from rowcast.analysis.simulate.results import Simulation
+from rowcast.analysis.simulate.results import Simulation, batches_of
 from rowcast.runtime.errors import ConfigError
 from rowcast.runtime.telemetry.format_numbers import human_count
 

@@ -1,16 +1,24 @@
 """Whole plans beside a simulation: made as the batches pass, look-up arrays included, to be saved as a trace or compared with one.
 
-batches --> planner of one setting --> batches, to be recorded
-                  | plans
-                  +--> TraceWriter, or the plans that the trace says
+data or trace --> batches --> planner of one setting --> batches, to be recorded
+                                    | plans
+                                    +--> TraceWriter, or the plans that the trace says
 """
 
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack
 from itertools import takewhile
-from typing import Protocol
+from pathlib import Path
+from typing import Protocol, get_args
 
+from rowcast.analysis.simulate.grid import Grid, Setting, batches_jobs, capacity_jobs, settings, with_values
+from rowcast.job.schema import Job, Policy
+from rowcast.job.tables import group_specs
 from rowcast.prefetcher.planner.capacity import MEASURED_BATCHES
 from rowcast.prefetcher.planner.planner import RowPlanner
+from rowcast.prefetcher.readers.reader import open_reader
+from rowcast.prefetcher.readers.schedule import schedule
+from rowcast.prefetcher.traces.header import check_tables, same_settings, trace_header
 from rowcast.prefetcher.traces.reader import TracedBatch, TraceReader
 from rowcast.prefetcher.traces.writer import TraceWriter, plan_facts
 from rowcast.protocol.batch import ScheduledBatch
@@ -161,3 +169,82 @@ class Replay:
 
     def _is_wanted(self, scheduled: ScheduledBatch) -> bool:
         return self._max_steps is None or scheduled.kind == "eval" or scheduled.train_step < self._max_steps
+
+
+class BatchesAndPlans:
+    """Where the batches of a simulation come from, data or trace, and who sees its plans."""
+
+    def __init__(
+        self,
+        stack: ExitStack,
+        job: Job,
+        grid: Grid,
+        *,
+        trace: Path | None,
+        save_trace: Path | None,
+        max_steps: int | None,
+    ) -> None:
+        """Traces are opened and written until `stack` is left. Raises ConfigError and DataError."""
+        self.job = job
+        self._stack = stack
+        self._save_trace, self._max_steps = save_trace, max_steps
+        self._replay: Replay | None = None
+        self._comparing: Comparing | None = None
+        if trace is not None:
+            for name, values in (("--batch-size", grid.batch_sizes), ("--shuffle", grid.shuffles)):
+                if values:
+                    raise ConfigError(
+                        f"{name}: a trace has batches of its own, in one order; leave it out or simulate over the data"
+                    )
+            reader = stack.enter_context(TraceReader(trace))
+            check_tables(reader.header, job, f"--trace {trace}")
+            self.job = with_values(job, {"data": {"batch_size": reader.header.batch_size}})
+            self._replay = Replay(reader, max_steps)
+        if save_trace is not None:
+            require_one_run(self.job, grid)
+
+    @property
+    def num_compared(self) -> int | None:
+        """Plans that were found identical to the trace's; None where no setting was the trace's."""
+        return None if self._comparing is None else self._comparing.num_compared
+
+    def open_batches(self, own: Job) -> Iterable[ScheduledBatch]:
+        if self._replay is not None:
+            return self._replay.batches()
+        return schedule(own, open_reader(own), self._max_steps)
+
+    def watch(self, setting: Setting, slots: tuple[int, ...]) -> PlanWatcher | None:
+        if setting.policy not in get_args(Policy):
+            return None
+        header = trace_header(setting.job, group_specs(setting.job), slots)
+        watchers: list[PlanWatcher] = []
+        replay = self._replay
+        if (
+            replay is not None
+            and self._comparing is None
+            and replay.is_measured
+            and same_settings(replay.reader.header, header)
+        ):
+            self._comparing = Comparing(replay)
+            watchers.append(self._comparing)
+        if self._save_trace is not None:
+            watchers.append(Saving(self._stack.enter_context(TraceWriter(self._save_trace, header))))
+        return Watchers(watchers) if watchers else None
+
+
+def require_one_run(job: Job, grid: Grid) -> None:
+    """Raises ConfigError unless the grid is one setting that a run can have."""
+    found = [
+        setting
+        for own in batches_jobs(job, grid)
+        for cap in capacity_jobs(own, grid)
+        for setting in settings(cap, grid)
+    ]
+    if len(found) > 1:
+        raise ConfigError(
+            f"--save-trace saves the plans of one setting, and these are {len(found)}; give one value of each"
+        )
+    if found[0].policy not in get_args(Policy):
+        raise ConfigError(
+            f"--save-trace: --policy {found[0].policy} makes no plans; give one of {', '.join(get_args(Policy))}"
+        )

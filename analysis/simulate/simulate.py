@@ -9,18 +9,25 @@ It runs the planner of training over the schedule of training, with slots divide
 the job would report, as far as the policy exists there.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import chain, islice
+from pathlib import Path
 
-from rowcast.analysis.progress import Progress, Silent
+import msgspec
+import typer
+
+from rowcast.analysis.progress import Progress, ProgressBar, Silent
 from rowcast.analysis.simulate.grid import BOUND, Grid, Setting, batches_jobs, capacity_jobs, settings
 from rowcast.analysis.simulate.moves import Moves, bound_planner, new_planner, planned_moves
+from rowcast.analysis.simulate.plot import check_plot, plot_results
 from rowcast.analysis.simulate.policies import ttl_moves, window_moves
 from rowcast.analysis.simulate.recording import Recording, record
-from rowcast.analysis.simulate.replay import PlanWatcher, planned_beside
-from rowcast.analysis.simulate.results import Outcome, Simulation, make_result, skipped_result
-from rowcast.job.schema import Job
+from rowcast.analysis.simulate.replay import BatchesAndPlans, PlanWatcher, planned_beside
+from rowcast.analysis.simulate.results import Outcome, Simulation, make_result, print_results, skipped_result
+from rowcast.job.schema import Horizon, Job
 from rowcast.job.tables import group_specs
 from rowcast.prefetcher.planner.capacity import MEASURED_BATCHES, job_slots
 from rowcast.protocol.batch import ScheduledBatch
@@ -144,3 +151,82 @@ def description(setting: Setting) -> str:
     data = setting.job.data
     order = "" if data.shuffle == "none" else f", shuffle {data.shuffle}"
     return f"{setting.policy}{horizon}, capacity {setting.job.cache.capacity}, batches of {data.batch_size}{order}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SimulateOptions:
+    """As typed."""
+
+    trace: Path | None = None
+    save_trace: Path | None = None
+    max_steps: int | None = None
+    policies: Sequence[str] = ()
+    capacity_rows: Sequence[int] = ()
+    capacities: Sequence[str] = ()
+    horizons: Sequence[str] = ()
+    batch_sizes: Sequence[int] = ()
+    shuffles: Sequence[str] = ()
+    json: bool = False
+    per_step: bool = False
+    plot: Path | None = None
+
+
+def run_simulate(job: Job, options: SimulateOptions) -> None:
+    """Raises ConfigError where no setting could run, after all was said about them."""
+    if options.plot is not None:
+        check_plot(options.plot)
+    grid = Grid(
+        policies=options.policies,
+        capacities=[*options.capacities, *(f"{rows} rows" for rows in options.capacity_rows)],
+        horizons=[parse_horizon(text) for text in options.horizons],
+        batch_sizes=options.batch_sizes,
+        shuffles=options.shuffles,
+    )
+    with ExitStack() as stack:
+        source = BatchesAndPlans(
+            stack, job, grid, trace=options.trace, save_trace=options.save_trace, max_steps=options.max_steps
+        )
+        with ProgressBar() as progress:
+            results = simulate(
+                source.job,
+                grid,
+                source.open_batches,
+                watch=source.watch,
+                progress=progress,
+                per_step=options.per_step,
+            )
+    if options.trace is not None:
+        results = [msgspec.structs.replace(result, shuffle=None) for result in results]
+    show(results, options, source.num_compared)
+    require_one(results)
+
+
+def parse_horizon(text: str) -> Horizon:
+    """Raises ConfigError."""
+    if text == "auto":
+        return "auto"
+    if not text.isdecimal():
+        raise ConfigError(f"--horizon {text}: give a number of batches, or auto")
+    return int(text)
+
+
+def show(results: list[Simulation], options: SimulateOptions, num_compared: int | None) -> None:
+    if options.plot is not None:
+        plot_results(results, options.plot)
+    if options.json:
+        compared = {} if num_compared is None else {"plans_compared": num_compared}
+        sys.stdout.buffer.write(msgspec.json.encode({"results": results, **compared}) + b"\n")
+        return
+    if any(result.skipped is None for result in results):
+        print_results(results)
+    if num_compared is not None:
+        typer.echo(f"The trace's own setting was planned again: {num_compared:,} plans are identical.")
+
+
+def require_one(results: list[Simulation]) -> None:
+    """Raises ConfigError where every setting was skipped."""
+    if any(result.skipped is None for result in results):
+        return
+    first, *others = dict.fromkeys(result.skipped for result in results)
+    more = f" (and {len(others)} more such)" if others else ""
+    raise ConfigError(f"nothing could be simulated: {first}{more}")

@@ -1,1 +1,1 @@
-"""`prefetcher timeline`: what both processes recorded under `--trace`, on one clock."""
+"""`prefetcher timeline`: what both processes recorded under `--timeline`, on one clock."""

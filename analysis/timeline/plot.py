@@ -7,8 +7,7 @@ from typing import Any
 
 import msgspec
 
-from rowcast.analysis.timeline.lives import ended_ns, lives
-from rowcast.analysis.timeline.recording import Recording, Recordings
+from rowcast.analysis.timeline.recording import Recording, Recordings, ended_ns, lives
 from rowcast.analysis.timeline.trace_events import Window, overlaps, track_name, tracks
 from rowcast.runtime.errors import ConfigError
 from rowcast.runtime.telemetry.timeline import Span

@@ -1,4 +1,4 @@
-"""One trace in the Trace Event Format, which Perfetto (ui.perfetto.dev) and chrome://tracing read.
+"""A run in the Trace Event Format, which Perfetto (ui.perfetto.dev) and chrome://tracing read.
 
     M   names and order of processes and threads
     X   a span; category work or wait, and the step under `args`
@@ -17,8 +17,7 @@ from typing import Any
 
 import msgspec
 
-from rowcast.analysis.timeline.lives import MAIN, StepLife, ended_ns, lives
-from rowcast.analysis.timeline.recording import Recording, Recordings
+from rowcast.analysis.timeline.recording import MAIN, Recording, Recordings, StepLife, ended_ns, lives
 from rowcast.runtime.errors import ConfigError
 from rowcast.runtime.telemetry.timeline import Span
 
@@ -170,8 +169,8 @@ def inside(at_ns: int, window: Window) -> bool:
     return window[0] <= at_ns < window[1]
 
 
-def write_trace(recordings: Recordings, window: Window, path: Path) -> int:
-    """Writes the trace to `path`; how many events it has. Raises ConfigError where it cannot be written."""
+def write_events(recordings: Recordings, window: Window, path: Path) -> int:
+    """Writes the events to `path`; how many there are. Raises ConfigError where it cannot be written."""
     about: dict[str, object] = {
         "clock": "monotonic" if recordings.one_clock else "each process's own, put together by the wall clock",
         **{recording.header.process: msgspec.to_builtins(recording.header) for recording in recordings.both},

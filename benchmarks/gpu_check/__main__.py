@@ -1,6 +1,6 @@
 """How does rowcast do on this device? One command, no network, one JSON file to send us.
 
-    make gpu-check                      in less than 8 minutes: build/gpu-check.json and build/gpu-check-trace.json
+    make gpu-check                      in less than 8 minutes: build/gpu-check.json and build/gpu-check-profile.json
     python -m benchmarks.gpu_check --device cpu --out check.json       tries the check itself, with small jobs
 
     environment   device, memory, versions, whether rings can be pinned, copy speed
@@ -81,7 +81,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="auto")
     parser.add_argument("--out", type=Path, default=Path("build/gpu-check.json"))
-    parser.add_argument("--trace", type=Path, default=Path("build/gpu-check-trace.json"))
+    parser.add_argument("--profile", type=Path, default=Path("build/gpu-check-profile.json"))
     options = parser.parse_args()
     device = choose_device(options.device)
     options.out.parent.mkdir(parents=True, exist_ok=True)
@@ -92,7 +92,7 @@ def main() -> None:
     for number, size in enumerate(sizes(device)):
         batches = batches_of(size, device)
         if number == 0:
-            parts.run("overlap", partial(check_overlap, size, device, batches, options.trace))
+            parts.run("overlap", partial(check_overlap, size, device, batches, options.profile))
         for precision in precisions(device):
             work = partial(check_speed, size, device, precision, batches, whole=precision == "fp32")
             parts.run(f"speed, batch {size.batch_size}, {precision}", work)

@@ -1,4 +1,4 @@
-"""How much of the copies lies under compute, from a `torch.profiler` trace of a replay; and that its loop never waits for the device."""
+"""How much of the copies lies under compute, as `torch.profiler` records a replay; and that its loop never waits for the device."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,7 +17,7 @@ SHARE = 0.05
 
 
 def check_overlap(
-    size: Size, device: torch.device, batches: Sequence[ScheduledBatch], trace: Path | None
+    size: Size, device: torch.device, batches: Sequence[ScheduledBatch], profile_file: Path | None
 ) -> dict[str, Any]:
     """Raises RuntimeError where the steady loop synchronises with the device."""
     job = make_job(size, device)
@@ -36,8 +36,8 @@ def check_overlap(
             finally:
                 torch.cuda.set_sync_debug_mode("default")
             torch.cuda.synchronize(device)
-    if trace is not None:
-        profiler.export_chrome_trace(str(trace))
+    if profile_file is not None:
+        profiler.export_chrome_trace(str(profile_file))
     events = [event for event in profiler.events() if event.device_type.name == "CUDA"]
     copies = [span(event) for event in events if "HtoD" in event.name or "DtoH" in event.name]
     kernels = merged([span(event) for event in events if "Memcpy" not in event.name and "Memset" not in event.name])

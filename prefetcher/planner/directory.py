@@ -15,8 +15,9 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from rowcast.prefetcher.planner.grouping import I64, SPREAD, U64
+from rowcast.prefetcher.planner.grouping import I64, U64
 from rowcast.runtime.compiled import compiled_loop, prefetch
+from rowcast.runtime.splitmix import GOLDEN
 
 Records = npt.NDArray[np.void]
 
@@ -61,7 +62,7 @@ def with_room(directory: Directory, num_new: int) -> Directory:
 def hash_of(key: int) -> np.uint64:
     """31 bits. Folding first brings the table, which stands in the high bits, into play."""
     folded = np.uint64(key) ^ (np.uint64(key) >> np.uint64(32))
-    return (folded * SPREAD) >> np.uint64(33)
+    return (folded * GOLDEN) >> np.uint64(33)
 
 
 @compiled_loop

@@ -27,6 +27,7 @@ import numpy.typing as npt
 
 from rowcast.job.tables import KEY_SHIFT, GroupSpec
 from rowcast.runtime.compiled import compiled, compiled_loop
+from rowcast.runtime.splitmix import GOLDEN
 
 U16 = npt.NDArray[np.uint16]
 U32 = npt.NDArray[np.uint32]
@@ -37,7 +38,6 @@ U64 = npt.NDArray[np.uint64]
 Order = npt.NDArray[np.uint16] | npt.NDArray[np.int32]
 Value = TypeVar("Value", np.int64, np.float32)
 
-SPREAD = np.uint64(0x9E3779B97F4A7C15)  # 2**64 / golden ratio: consecutive numbers land far apart
 MAX_LOOKUPS = 2**31 - 1  # look-ups and bags are int32 in a plan
 NARROW_BITS = 16  # a look-up's place in its table's range, where two bytes hold it
 DIGIT_BITS = 12  # 48 is a multiple: a key's table and its row share no digit
@@ -350,7 +350,7 @@ def number_rows(ids: I64, cells: I64, cell_numbers: U16, numbers: U64, rows: I64
     found = 0
     for i in range(len(ids)):
         row = ids[i]
-        cell = ((np.uint64(row) * SPREAD) >> np.uint64(32)) & mask
+        cell = ((np.uint64(row) * GOLDEN) >> np.uint64(32)) & mask
         while (cells[cell] != row) & (cells[cell] != -1):
             cell = (cell + np.uint64(1)) & mask
         if cells[cell] == -1:

@@ -48,7 +48,7 @@ from rowcast.runtime.process import STOPPING, Crew, Signals
 from rowcast.runtime.stages import Stage
 from rowcast.runtime.telemetry.health import Health
 from rowcast.runtime.telemetry.logs import get_logger
-from rowcast.runtime.telemetry.timeline import traced_stages
+from rowcast.runtime.telemetry.timeline import recorded_stages
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -363,7 +363,7 @@ class Incarnation:
         if timeline is not None:
             timeline.incarnation(engine.welcome.incarnation)
             timeline.watch("fetch ring", "bytes", lambda: engine.fetch_ring.used_bytes)
-        return traced_stages(timeline, stages, mail="deliver", checkpoint="write")
+        return recorded_stages(timeline, stages, mail="deliver", checkpoint="write")
 
     def _trace(self, stack: ExitStack, engine: PrefetcherEngine) -> Callable[[], None]:
         """Has the plans saved, where that is asked for; what it returns is called when the run is over."""

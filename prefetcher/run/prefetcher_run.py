@@ -39,7 +39,7 @@ class RunOptions:
     fresh: bool = False
     source: Path | None = None  # a run directory or an exported file that the run begins with
     save_trace: Path | None = None
-    trace: bool = False  # record a timeline
+    timeline: bool = False  # record one
     mode: Mode = "train"
     verify: float = 0.0  # share of the rows that are followed by their checksums
     checkpoint: str | None = None  # eval: the name of the one to evaluate; None: the newest
@@ -87,7 +87,7 @@ class PrefetcherRun:
 
     def _run(self, stack: ExitStack) -> bool:
         newest = self._newest()
-        if self._options.trace:
+        if self._options.timeline:
             self._counters.timeline = stack.enter_context(Timeline(self._job.run_dir, "prefetcher"))
         remove_leftovers()
         tables = Tables(self._job, self._groups, self._checkpoints, 1 + secrets.randbelow(2**31))

@@ -5,6 +5,7 @@ import numpy.typing as npt
 
 from rowcast.prefetcher.planner.directory import hash_of
 from rowcast.runtime.compiled import compiled_loop
+from rowcast.runtime.splitmix import FACTOR_1, FACTOR_2, GOLDEN
 
 I32 = npt.NDArray[np.int32]
 I64 = npt.NDArray[np.int64]
@@ -18,12 +19,13 @@ SAMPLE_RANGE = 2**32
 def find_sampled(keys: I64, threshold: int, out: I64) -> int:
     """out[:n] = the places of the sampled keys, n of them. `threshold` from 0 (none) to SAMPLE_RANGE (all).
 
-    By a hash of the key alone, and another one than the ledger's, so that samples spread over its cells.
+    By a hash of the key alone, made with SplitMix64's constants, and another one than the ledger's, so that samples
+    spread over its cells.
     """
     found = 0
     for i in range(len(keys)):
-        mixed = (np.uint64(keys[i]) + np.uint64(0x9E3779B97F4A7C15)) * np.uint64(0xBF58476D1CE4E5B9)
-        mixed = (mixed ^ (mixed >> np.uint64(29))) * np.uint64(0x94D049BB133111EB)
+        mixed = (np.uint64(keys[i]) + GOLDEN) * FACTOR_1
+        mixed = (mixed ^ (mixed >> np.uint64(29))) * FACTOR_2
         if np.int64(mixed >> np.uint64(32)) < threshold:
             out[found] = i
             found += 1

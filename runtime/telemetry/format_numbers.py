@@ -1,8 +1,11 @@
 """How commands write numbers for a person, and where to."""
 
+import math
 import sys
 
 from rich.console import Console
+
+UNITS = ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
 
 
 def stdout_console() -> Console:
@@ -37,3 +40,23 @@ def human_seconds(seconds: float) -> str:
 
 def plural(number: int, noun: str) -> str:
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def size_text(nbytes: int) -> str:
+    """`"12MiB"`, as the job file takes it."""
+    for unit, name in UNITS:
+        if nbytes >= unit and nbytes % (unit // 2) == 0:
+            return f"{nbytes / unit:g}{name}"
+    return f"{nbytes}B"
+
+
+def percent(share: float) -> str:
+    """`12.3 %`."""
+    return f"{100 * share:.1f} %"
+
+
+def percent_number(share: float) -> str:
+    """Without the sign. One decimal, and more where a share would look like nothing or like everything and is not. It may exceed 1."""
+    distance = 100 * abs(min(share, 1 - share))
+    decimals = 1 if distance == 0 else min(4, max(1, math.ceil(-math.log10(distance))))
+    return f"{100 * share:.{decimals}f}"

@@ -179,7 +179,7 @@ class Timeline:
             self._file.write(msgspec.json.encode(self._header()) + b"\n")
         except OSError as error:
             raise ConfigError(
-                f"--trace: {self._path} cannot be written ({error.strerror}); free space or leave out --trace"
+                f"--timeline: {self._path} cannot be written ({error.strerror}); free space or leave out --timeline"
             ) from None
         self._thread.start()
         return self
@@ -203,7 +203,7 @@ class Timeline:
             self._file.close()
 
 
-class TracedStage:
+class RecordedStage:
     """A stage whose every `advance` that did something is a span: for stages that keep no clock of their own."""
 
     def __init__(self, stage: Stage, name: str, timeline: Timeline) -> None:
@@ -220,12 +220,12 @@ class TracedStage:
         return progress
 
 
-def traced_stages(timeline: Timeline | None, stages: Mapping[str, Stage], **names: str) -> dict[str, Stage]:
+def recorded_stages(timeline: Timeline | None, stages: Mapping[str, Stage], **names: str) -> dict[str, Stage]:
     """`stages`, with those that `names` names shown on the timeline, where there is one."""
     if timeline is None:
         return dict(stages)
     return {
-        name: TracedStage(stage, names[name], timeline) if name in names else stage for name, stage in stages.items()
+        name: RecordedStage(stage, names[name], timeline) if name in names else stage for name, stage in stages.items()
     }
 
 

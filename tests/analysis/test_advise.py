@@ -15,18 +15,14 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from rowcast.analysis.advise import following
-from rowcast.analysis.advise.advice import Advice, Point
-from rowcast.analysis.advise.advise import Request, advise_job
-from rowcast.analysis.advise.choice import first_without, knee, round_capacities, rounded_up, size_text
-from rowcast.analysis.advise.command import AdviseOptions, run_advise
-from rowcast.analysis.advise.curve import moved, smallest_capacity
-from rowcast.analysis.advise.demand import Demand, cost, demand, stretches
-from rowcast.analysis.advise.following import followed, group_shares, thinned
-from rowcast.analysis.advise.machine_rates import Rates, RowRates, probe_planning, probe_rows
-from rowcast.analysis.advise.observed import Observed
-from rowcast.analysis.advise.output import print_advice
-from rowcast.analysis.advise.reading import Sample, observe
+from rowcast.analysis.advise import follow
+from rowcast.analysis.advise.advise import AdviseOptions, Request, advise_job, run_advise
+from rowcast.analysis.advise.cost import Demand, Rates, RowRates, cost, demand, probe_planning, probe_rows, stretches
+from rowcast.analysis.advise.curve import moved, round_capacities, rounded_up, smallest_capacity
+from rowcast.analysis.advise.follow import followed, group_shares, thinned
+from rowcast.analysis.advise.read import Observed, Sample, observe
+from rowcast.analysis.advise.recommend import Advice, Point, first_without, knee
+from rowcast.analysis.advise.show import print_advice
 from rowcast.analysis.simulate.grid import Grid, with_values
 from rowcast.analysis.simulate.simulate import simulate
 from rowcast.job.file import parse_job
@@ -41,6 +37,8 @@ from rowcast.prefetcher.readers.schedule import schedule
 from rowcast.prefetcher.run.sizing import staging_bytes
 from rowcast.protocol.batch import Batch, Kind
 from rowcast.runtime.errors import ConfigError
+from rowcast.runtime.splitmix import GOLDEN
+from rowcast.runtime.telemetry.format_numbers import size_text
 from tests.support.batches import make_batch, small_job
 from tests.support.driver import InProcessRun, Settings
 from tests.support.processes import job_content, write_job
@@ -107,7 +105,7 @@ def request(share: float = 1.0, **values: Any) -> Request:
 @pytest.fixture
 def few_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small data is not followed as a whole."""
-    monkeypatch.setattr(following, "LEAST_ROWS", 1000)
+    monkeypatch.setattr(follow, "LEAST_ROWS", 1000)
 
 
 # the estimate
@@ -146,7 +144,7 @@ def test_the_margin_covers_the_error_of_most_samples(monkeypatch: pytest.MonkeyP
     exact = moved(observed(job, 1.0), job, 400_000, "lookahead", lambda: None).fetched.sum()
     covered = 0
     for seed in range(12):
-        monkeypatch.setattr(following, "STEP", np.array(0x9E3779B97F4A7C15 ^ (seed << 20), np.uint64))
+        monkeypatch.setattr(follow, "GOLDEN", GOLDEN ^ np.uint64(seed << 20))
         some = observed(job, 0.1)
         estimate = moved(some, job, 400_000, "lookahead", lambda: None)
         margin = 3 * np.sqrt((estimate.fetched_error**2).sum())

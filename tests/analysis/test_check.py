@@ -20,16 +20,14 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from rowcast.analysis.check import data as check_data
-from rowcast.analysis.check import device
-from rowcast.analysis.check import machine_checks as check_machine
+from rowcast.analysis.check import machine
 from rowcast.analysis.check import memory as check_memory
 from rowcast.analysis.check import setup as check_setup
-from rowcast.analysis.check.check import check_file
-from rowcast.analysis.check.command import print_findings
+from rowcast.analysis.check.check import check_file, print_findings
 from rowcast.analysis.check.data import Seen
-from rowcast.analysis.check.device import Device, ask_device
 from rowcast.analysis.check.findings import Finding, findings_of, ok, warning
-from rowcast.analysis.machine_facts import free_memory
+from rowcast.analysis.check.machine import Device, ask_device
+from rowcast.analysis.free_memory import free_memory
 from rowcast.job.file import parse_job
 from rowcast.job.schema import Job
 from rowcast.job.tables import group_specs
@@ -523,7 +521,7 @@ def test_the_trainers_own_choice_of_a_device_is_asked_for() -> None:
 def test_a_process_that_cannot_answer_is_a_refusal(
     command: tuple[str, ...], sentence: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(device, "TIMEOUT_S", 0.5 if "sleep" in command[0] else 30.0)
+    monkeypatch.setattr(machine, "TIMEOUT_S", 0.5 if "sleep" in command[0] else 30.0)
     refusal = ask_device("cpu", (sys.executable, "-c", *command)).refusal
     assert refusal is not None
     assert sentence in refusal
@@ -543,7 +541,7 @@ def test_a_memlock_limit_below_the_rings_is_a_warning_on_cuda_alone(
 
     def found(answer: Device, capabilities: int) -> Finding:
         (check.folder / "proc/self/status").write_text(f"Name:\tx\nCapEff:\t{capabilities:016x}\n")
-        (finding,) = check_machine.check_memlock(answer, 2**20, check.folder)
+        (finding,) = machine.check_memlock(answer, 2**20, check.folder)
         return finding
 
     limited = found(Device(name="cuda:0", free_bytes=2**33), 0)
@@ -699,7 +697,7 @@ def command(check: Checked, *options: str, **sections: Any) -> tuple[int, str]:
 def test_the_command_ends_with_2_where_there_is_an_error_and_with_0_otherwise(
     check: Checked, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rowcast.analysis.check.command.check_file", partial(check_file, ask=lambda name: CPU))
+    monkeypatch.setattr("rowcast.analysis.check.check.check_file", partial(check_file, ask=lambda name: CPU))
     code, out = command(check, "--json", cache={"capacity": "20 rows"})
     content = json.loads(out)
     assert (code, content["errors"], content["warnings"]) == (2, 1, 0)

@@ -11,9 +11,10 @@ import pyarrow.parquet as pq
 import pytest
 from typer.testing import CliRunner
 
-from rowcast.analysis.new import columns, command
-from rowcast.analysis.new.choice import rounded_up
+from rowcast.analysis.new import columns
+from rowcast.analysis.new import new as new_command
 from rowcast.analysis.new.columns import Distinct
+from rowcast.analysis.new.roles import rounded_up
 from rowcast.job.file import load_job
 from rowcast.job.schema import Job
 from rowcast.job.tables import group_specs
@@ -173,7 +174,7 @@ def test_where_advise_fails_the_job_says_that_its_capacity_is_a_guess(
     def fail(*_: Any) -> None:
         raise ConfigError("no room\nto follow rows")
 
-    monkeypatch.setattr(command, "advise_job", fail)
+    monkeypatch.setattr(new_command, "advise_job", fail)
     path = write_csv(tmp_path, clicks())
     assert new(path)[0].endswith(
         'capacity = "64MiB"  # a guess, as `prefetcher advise` failed: no room to follow rows\n'

@@ -11,13 +11,11 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from rowcast.analysis.profile import popularity as popularity_module
-from rowcast.analysis.profile.command import ProfileOptions, run_profile
-from rowcast.analysis.profile.coverage import Coverage
+from rowcast.analysis.profile import hot_rows
+from rowcast.analysis.profile.hot_rows import Coverage, HotSet, Popularity, hot_set
 from rowcast.analysis.profile.interval import Share
-from rowcast.analysis.profile.output import print_profile
-from rowcast.analysis.profile.popularity import HotSet, Popularity, hot_set
-from rowcast.analysis.profile.profile import HALF, PICK, Profile, Request, profile_job
+from rowcast.analysis.profile.profile import PICK, ProfileOptions, Request, profile_job, run_profile
+from rowcast.analysis.profile.results import HALF, Profile, print_profile
 from rowcast.analysis.sample import Amount, sample_windows
 from rowcast.job.file import parse_job
 from rowcast.job.schema import Job
@@ -49,7 +47,7 @@ def random_batches(groups: tuple[GroupSpec, ...], num_batches: int, *, jagged: b
 @pytest.mark.parametrize("jagged", [True, False])
 @pytest.mark.parametrize("merged_rows", [0, 3, 2**18])
 def test_look_ups_are_counted_row_by_row(jagged: bool, merged_rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(popularity_module, "LEAST_PENDING_ROWS", merged_rows)
+    monkeypatch.setattr(hot_rows, "LEAST_PENDING_ROWS", merged_rows)
     groups = two_groups()
     batches = random_batches(groups, 9, jagged=jagged)
     popularity = counted(groups, batches)
@@ -64,7 +62,7 @@ def test_look_ups_are_counted_row_by_row(jagged: bool, merged_rows: int, monkeyp
 
 def test_counting_is_refused_where_it_would_take_more_memory_than_it_may() -> None:
     groups = one_group(10_000)
-    popularity = Popularity(groups, 150 * popularity_module.BYTES_PER_ROW)
+    popularity = Popularity(groups, 150 * hot_rows.BYTES_PER_ROW)
     popularity.add(single_hot(range(100)))
     with pytest.raises(
         ConfigError,

@@ -9,11 +9,10 @@ import msgspec
 import numpy as np
 import pytest
 
-from rowcast.analysis.simulate.command import require_one
 from rowcast.analysis.simulate.grid import Grid, with_values
 from rowcast.analysis.simulate.recording import hollow
 from rowcast.analysis.simulate.results import Simulation, StepArrays
-from rowcast.analysis.simulate.simulate import simulate
+from rowcast.analysis.simulate.simulate import require_one, simulate
 from rowcast.job.schema import Job
 from rowcast.job.tables import group_specs
 from rowcast.prefetcher.planner.capacity import job_slots

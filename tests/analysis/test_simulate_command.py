@@ -9,9 +9,9 @@ import msgspec
 import pytest
 
 import rowcast.analysis.simulate.plot
-from rowcast.analysis.simulate.command import SimulateOptions, run_simulate
 from rowcast.analysis.simulate.plot import curves
 from rowcast.analysis.simulate.results import Simulation
+from rowcast.analysis.simulate.simulate import SimulateOptions, run_simulate
 from rowcast.job.file import parse_job
 from rowcast.job.schema import Job
 from rowcast.runtime.errors import ConfigError
@@ -152,7 +152,7 @@ COMMAND = """
 import sys, msgspec
 from rowcast.runtime.command import run_command
 from rowcast.job.file import parse_job
-from rowcast.analysis.simulate.command import SimulateOptions, run_simulate
+from rowcast.analysis.simulate.simulate import SimulateOptions, run_simulate
 job = parse_job(msgspec.json.decode(open("{job}").read()))
 sys.exit(run_command("prefetcher", lambda: run_simulate(job, SimulateOptions(capacity_rows=(3,), json=True))))
 """
@@ -196,5 +196,5 @@ def test_without_matplotlib_a_plot_is_refused_before_any_work(tmp_path: Path, mo
 
 
 def test_matplotlib_is_not_imported_where_nothing_is_drawn(tmp_path: Path) -> None:
-    code = "import sys, rowcast.prefetcher.cli, rowcast.analysis.simulate.command; sys.exit('matplotlib' in sys.modules or 'torch' in sys.modules)"
+    code = "import sys, rowcast.prefetcher.cli, rowcast.analysis.simulate.simulate; sys.exit('matplotlib' in sys.modules or 'torch' in sys.modules)"
     Process(["-c", code], tmp_path, os.environ).ended().quiet()

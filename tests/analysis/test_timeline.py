@@ -1,4 +1,4 @@
-"""`prefetcher timeline`: two recordings made by hand, and the trace that is made of them."""
+"""`prefetcher timeline`: two recordings made by hand, and the events that are made of them."""
 
 import json
 from pathlib import Path
@@ -6,14 +6,13 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from rowcast.analysis.timeline.command import TimelineOptions, parse_steps, run_timeline
-from rowcast.analysis.timeline.lives import lives, overlap
-from rowcast.analysis.timeline.recording import read_run
-from rowcast.analysis.timeline.trace_events import write_trace
+from rowcast.analysis.timeline.recording import lives, overlap, read_run
+from rowcast.analysis.timeline.timeline import TimelineOptions, parse_steps, run_timeline
+from rowcast.analysis.timeline.trace_events import write_events
 from rowcast.runtime.errors import ConfigError, DataError
 from rowcast.runtime.telemetry.metrics import BOTH, Process
 from rowcast.runtime.telemetry.timeline import VERSION, Header, Incarnation, Level, Span, SpanKind, timeline_path
-from tests.support.timeline_format import Event, check_trace
+from tests.support.timeline_format import Event, check_events
 
 MS = 10**6  # ns
 ALWAYS = (0, float("inf"))
@@ -68,13 +67,13 @@ def run_dir(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def trace_of(run_dir: Path, **options: str) -> list[Event]:
+def events_of(run_dir: Path, **options: str) -> list[Event]:
     run_timeline(run_dir, TimelineOptions(out=run_dir / "t.json", **options))  # type: ignore[arg-type]
-    return check_trace(json.loads((run_dir / "t.json").read_text()))
+    return check_events(json.loads((run_dir / "t.json").read_text()))
 
 
-def test_the_trace_has_every_span_under_its_process_and_thread(run_dir: Path) -> None:
-    events = trace_of(run_dir)
+def test_the_timeline_has_every_span_under_its_process_and_thread(run_dir: Path) -> None:
+    events = events_of(run_dir)
     names = {(event["pid"], event["tid"]): event["args"]["name"] for event in events if event["name"] == "thread_name"}
     assert list(names.values()) == ["decoder 0", "planning", "fetcher", "write-back", "main", "sender"]
     processes = [event["args"]["name"] for event in events if event["name"] == "process_name"]
@@ -88,8 +87,8 @@ def test_the_trace_has_every_span_under_its_process_and_thread(run_dir: Path) ->
     assert (wait["name"], wait["cname"], "args" in wait) == ("wait: credit", "grey", False)
 
 
-def test_the_trace_has_each_steps_life_levels_and_arrows(run_dir: Path) -> None:
-    events = trace_of(run_dir)
+def test_the_timeline_has_each_steps_life_levels_and_arrows(run_dir: Path) -> None:
+    events = events_of(run_dir)
     begun, ended = (
         {(event["name"], int(event["id2"]["local"], 16)): event["ts"] for event in events if event["ph"] == phase}
         for phase in ("b", "e")
@@ -106,13 +105,13 @@ def test_the_trace_has_each_steps_life_levels_and_arrows(run_dir: Path) -> None:
 
 
 def test_steps_choose_the_time_in_which_they_were_computed(run_dir: Path) -> None:
-    events = trace_of(run_dir, steps="1:2")
+    events = events_of(run_dir, steps="1:2")
     assert {event["args"]["step"] for event in events if event["name"] == "lookup"} == {1}
     assert {event["args"]["step"] for event in events if event["name"] == "plan"} == {2}, (
         "step 2 is planned under the compute of step 1"
     )
     (lookup,) = [event for event in events if event["name"] == "lookup"]
-    assert lookup["ts"] == 15_000, "times are those of the whole trace"
+    assert lookup["ts"] == 15_000, "times are those of the whole timeline"
 
 
 @pytest.mark.parametrize("text", ["5", "5:5", "7:3", "a:b", "-1:3", ""])
@@ -123,7 +122,7 @@ def test_steps_that_are_none_are_refused(text: str) -> None:
 
 def test_steps_that_the_run_has_not_are_refused_with_those_that_it_has(run_dir: Path) -> None:
     with pytest.raises(ConfigError, match="has steps 0 to 3"):
-        trace_of(run_dir, steps="10:20")
+        events_of(run_dir, steps="10:20")
 
 
 def test_work_for_later_steps_under_the_compute_of_earlier_ones_is_measured(run_dir: Path) -> None:
@@ -192,14 +191,14 @@ def test_recordings_of_two_boots_are_put_together_by_the_wall_clock(
 
 def test_recordings_of_two_runs_are_refused(run_dir: Path) -> None:
     leave(run_dir, "trainer", TRAINER, numbers=(6,))
-    with pytest.raises(ConfigError, match="of two runs that never met; start both commands with --trace"):
+    with pytest.raises(ConfigError, match="of two runs that never met; start both commands with --timeline"):
         read_run(run_dir)
 
 
 @pytest.mark.parametrize("process", BOTH)
 def test_a_missing_recording_is_named_with_the_command_that_makes_it(run_dir: Path, process: Process) -> None:
     timeline_path(run_dir, process).unlink()
-    with pytest.raises(ConfigError, match=rf"has no timeline\.{process}\.jsonl; start `{process} run` with --trace"):
+    with pytest.raises(ConfigError, match=rf"has no timeline\.{process}\.jsonl; start `{process} run` with --timeline"):
         read_run(run_dir)
 
 
@@ -224,9 +223,9 @@ def test_another_version_is_refused(run_dir: Path) -> None:
         read_run(run_dir)
 
 
-def test_a_trace_that_cannot_be_written_is_refused(run_dir: Path) -> None:
+def test_a_timeline_that_cannot_be_written_is_refused(run_dir: Path) -> None:
     with pytest.raises(ConfigError, match=r"--out .*: cannot be written \(No such file"):
-        write_trace(read_run(run_dir), ALWAYS, run_dir / "no" / "t.json")
+        write_events(read_run(run_dir), ALWAYS, run_dir / "no" / "t.json")
 
 
 @pytest.mark.parametrize("suffix", ["png", "svg"])

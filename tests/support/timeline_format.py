@@ -29,11 +29,11 @@ METADATA = {
 }
 
 
-def check_trace(trace: dict[str, Any]) -> list[Event]:
+def check_events(timeline: dict[str, Any]) -> list[Event]:
     """Its events, once everything about them was found right."""
-    assert set(trace) == {"displayTimeUnit", "otherData", "traceEvents"}
-    assert trace["displayTimeUnit"] in ("ms", "ns")
-    events: list[Event] = trace["traceEvents"]
+    assert set(timeline) == {"displayTimeUnit", "otherData", "traceEvents"}
+    assert timeline["displayTimeUnit"] in ("ms", "ns")
+    events: list[Event] = timeline["traceEvents"]
     for event in events:
         check_fields(event)
     check_names(events)

@@ -1,4 +1,4 @@
-"""A whole run of two real processes under `--trace`: the merged trace shows the prefetcher at work for later steps while the trainer
+"""A whole run of two real processes under `--timeline`: the merged timeline shows the prefetcher at work for later steps while the trainer
 computes earlier ones. On the retail log where ROWCAST_RETAIL names its folder, else on the synthetic stream.
 """
 
@@ -13,13 +13,12 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from rowcast.analysis.timeline.lives import StepLife, lives, overlap
-from rowcast.analysis.timeline.recording import Recordings, read_run
+from rowcast.analysis.timeline.recording import Recordings, StepLife, lives, overlap, read_run
 from rowcast.prefetcher.cli import app
 from rowcast.runtime.telemetry.timeline import Span
 from rowcast.trainer.report.report_json import Report, read_report
 from tests.support.processes import ROOT, Session
-from tests.support.timeline_format import Event, check_trace
+from tests.support.timeline_format import Event, check_events
 
 LOG = Path(os.environ["ROWCAST_RETAIL"]).absolute() if "ROWCAST_RETAIL" in os.environ else None
 NUM_STEPS = 60
@@ -54,7 +53,7 @@ def retail(log: Path) -> dict[str, Any]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TracedRun:
+class RecordedRun:
     recordings: Recordings
     steps: list[StepLife]
     events: list[Event]
@@ -82,25 +81,25 @@ class TracedRun:
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> TracedRun:
+def run(tmp_path_factory: pytest.TempPathFactory) -> RecordedRun:
     print("data:", LOG or "synthetic, because ROWCAST_RETAIL is not set")  # noqa: T201
-    with Session(tmp_path_factory.mktemp("traced")) as session:
+    with Session(tmp_path_factory.mktemp("recorded")) as session:
         session.write_job(**(SYNTHETIC if LOG is None else retail(LOG)), checkpoint={"every": CHECKPOINT_EVERY})
-        session.start("local", "--trace", f"--max-steps={NUM_STEPS}").ended(timeout_s=150).quiet()
+        session.start("local", "--timeline", f"--max-steps={NUM_STEPS}").ended(timeout_s=150).quiet()
         found = CliRunner().invoke(app, ["timeline", f"--run={session.run_dir}"])
         assert found.exit_code == 0, found.output
         recordings = read_run(session.run_dir)
-        trace = json.loads((session.run_dir / "timeline.json").read_text())
-        return TracedRun(
+        merged = json.loads((session.run_dir / "timeline.json").read_text())
+        return RecordedRun(
             recordings=recordings,
             steps=lives(recordings),
-            events=check_trace(trace),
+            events=check_events(merged),
             said=found.output,
             report=read_report(session.run_dir / "report.json"),
         )
 
 
-def test_every_step_has_its_spans_in_both_processes(run: TracedRun) -> None:
+def test_every_step_has_its_spans_in_both_processes(run: RecordedRun) -> None:
     assert [life.number for life in run.steps] == list(range(run.report.steps + run.report.eval_steps))
     assert [life.step.name for life in run.steps].count("train") == NUM_STEPS
     for life in run.steps:
@@ -110,7 +109,7 @@ def test_every_step_has_its_spans_in_both_processes(run: TracedRun) -> None:
             assert len(found[name]) == 1, f"{name} of step {life.number}"
 
 
-def test_rows_are_announced_before_the_step_that_needs_them_begins(run: TracedRun) -> None:
+def test_rows_are_announced_before_the_step_that_needs_them_begins(run: RecordedRun) -> None:
     for life in run.steps:
         assert life.planned_ns < life.announced_ns
         assert life.ahead["send"][-1].began_ns < life.step.began_ns, f"step {life.number}"
@@ -118,7 +117,7 @@ def test_rows_are_announced_before_the_step_that_needs_them_begins(run: TracedRu
         assert filled <= life.step.began_ns, f"step {life.number} began before its rows were in their slots"
 
 
-def test_plans_and_fetches_of_later_steps_lie_under_the_compute_of_earlier_ones(run: TracedRun) -> None:
+def test_plans_and_fetches_of_later_steps_lie_under_the_compute_of_earlier_ones(run: RecordedRun) -> None:
     steps = run.steps[WARM_UP:-WARM_UP]  # at the end nothing is left to plan
     found = overlap(run.recordings, steps)
     assert found.num_steps > NUM_STEPS / 2
@@ -127,12 +126,12 @@ def test_plans_and_fetches_of_later_steps_lie_under_the_compute_of_earlier_ones(
     assert "had work for later ones (plan, fetch, send) under their compute" in run.said
 
 
-def test_every_stage_has_a_track(run: TracedRun) -> None:
+def test_every_stage_has_a_track(run: RecordedRun) -> None:
     assert run.tracks("prefetcher") == {"decoder 0", "planning", "fetcher", "write-back", "checkpoint", "mail"}
     assert run.tracks("trainer") == {"main", "sender", "mail"}
 
 
-def test_checkpoints_and_their_barriers_can_be_seen(run: TracedRun) -> None:
+def test_checkpoints_and_their_barriers_can_be_seen(run: RecordedRun) -> None:
     for recording, names in zip(
         run.recordings.both, ({"write", "write_back"}, {"flush", "pack", "copy out", "send back"}), strict=True
     ):
@@ -147,7 +146,7 @@ def test_checkpoints_and_their_barriers_can_be_seen(run: TracedRun) -> None:
     assert under, "checkpoints are written while training goes on"
 
 
-def test_the_waits_are_those_of_the_report(run: TracedRun) -> None:
+def test_the_waits_are_those_of_the_report(run: RecordedRun) -> None:
     waited_ns = sum(
         span.duration_ns for span in run.recordings.trainer.spans if (span.kind, span.name) == ("wait", "rows")
     )
@@ -157,7 +156,7 @@ def test_the_waits_are_those_of_the_report(run: TracedRun) -> None:
     assert {span.name for span in run.recordings.prefetcher.spans if span.kind == "wait"} >= {"credit"}
 
 
-def test_the_trace_shows_rings_and_steps_in_flight(run: TracedRun) -> None:
+def test_the_timeline_shows_rings_and_steps_in_flight(run: RecordedRun) -> None:
     highest: defaultdict[str, int] = defaultdict(int)
     for event in run.events:
         if event["ph"] == "C":

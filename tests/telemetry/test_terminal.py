@@ -109,38 +109,66 @@ def test_a_long_line_is_not_folded_in_a_pipe() -> None:
     assert file.getvalue().count("\n") == 1
 
 
-def test_a_terminal_has_one_live_line_and_evaluations_above_it() -> None:
+def terminal(width: int) -> Console:
+    return Console(file=io.StringIO(), force_terminal=True, width=width, color_system=None, _environ={"TERM": "xterm"})
+
+
+def test_a_wide_terminal_has_a_bar_and_figures_in_one_live_line_and_evaluations_above_it() -> None:
     counters, clock = new_counters(three_steps.groups()), Clock()
-    console = Console(file=io.StringIO(), force_terminal=True, width=120, color_system=None, _environ={"TERM": "xterm"})
+    console = terminal(120)
     with Progress(counters, 40, console=console, clock=clock) as progress:
         clock.now += 1.0
         progress.update()
         assert "waiting for the first step" in written(console)
-        train(counters, 1, loss=0.5)
+        train(counters, 9, loss=0.5)
         progress.update()
-        assert "step 1" not in written(console)
+        assert "step 9" not in written(console)
         clock.now += 1.0
         train(counters, 1, loss=0.5)
         progress.update()
-        assert "\r\x1b[2Kstep 2/40  loss 0.5000  100 samples/s" in written(console)
+        assert f"\r\x1b[2K{'━' * 5:20} step 10/40  loss 0.5000  100 samples/s" in written(console)
         assert "\n" not in written(console)
         progress.evaluation(RESULT)
-        train(counters, 1, loss=0.25)
+        train(counters, 10, loss=0.25)
     text = written(console)
-    assert "accuracy 0.800000\nstep 2/40" in text
+    assert f"accuracy 0.800000\n{'━' * 5:20} step 10/40" in text
     assert text.count("\n") == 2
-    assert "step 3/40  loss 0.2500" in text.splitlines()[-2]
+    assert f"{'━' * 10:20} step 20/40  loss 0.2500" in text.splitlines()[-2]
 
 
-def test_a_line_too_long_for_the_terminal_is_cut_not_folded() -> None:
+def test_a_narrow_terminal_has_the_bar_above_the_figures_which_are_cut_not_folded() -> None:
     counters, clock = new_counters(three_steps.groups()), Clock()
-    console = Console(file=io.StringIO(), force_terminal=True, width=24, color_system=None, _environ={"TERM": "xterm"})
+    console = terminal(24)
     with Progress(counters, 40, console=console, clock=clock) as progress:
-        train(counters, 2, loss=0.5)
+        train(counters, 10, loss=0.5)
         progress.update()
         clock.now += 1.0
         progress.update()
-        assert written(console).endswith("step 2/40  loss 0.5000 \u2026")
+        assert written(console).split("\x1b[2K")[-1] == f"{'━' * 6:24}\nstep 10/40  loss 0.5000\u2026"
+
+
+def test_a_run_of_unknown_length_turns_a_spinner_until_it_ends() -> None:
+    counters, clock = new_counters(three_steps.groups()), Clock()
+    console = terminal(80)
+    console.get_time = clock
+    with Progress(counters, None, console=console, clock=clock) as progress:
+        train(counters, 2, loss=0.5)
+        for _ in range(3):
+            progress.update()
+            clock.now += 0.4
+        turned = {line[0] for line in written(console).split("\x1b[2K") if " step 2  loss" in line}
+    assert len(turned) > 1
+    assert turned <= set("-\\|/")
+    assert written(console).split("\x1b[2K")[-1].startswith("step 2  loss 0.5000")
+
+
+def test_an_evaluation_by_itself_fills_the_bar_by_its_own_steps() -> None:
+    counters, clock = new_counters(three_steps.groups()), Clock()
+    console = terminal(120)
+    with Progress(counters, 40, first_step=40, mode="eval", eval_steps=8, console=console, clock=clock):
+        for _ in range(2):
+            counters.step_done(three_steps.header(three_steps.step_plan("eval"), batch_size=100), None)
+    assert f"{'━' * 5:20} step 40/40" in written(console)
 
 
 def test_the_cursor_is_visible_while_the_line_lives() -> None:

@@ -1,4 +1,4 @@
-"""The recorder of `--trace`."""
+"""The recorder of `--timeline`."""
 
 import os
 import threading
@@ -11,14 +11,19 @@ from structlog.testing import capture_logs
 
 import rowcast.prefetcher.pipeline.metrics
 import rowcast.trainer.execute.metrics
-from rowcast.analysis.timeline.lives import lives
-from rowcast.analysis.timeline.recording import Recording, Recordings, read_recording
+from rowcast.analysis.timeline.recording import Recording, Recordings, lives, read_recording
 from rowcast.job.tables import group_specs
 from rowcast.runtime.disk import RealWriting
 from rowcast.runtime.errors import ConfigError
 from rowcast.runtime.stages import Doorbell, StageThread
 from rowcast.runtime.telemetry.metrics import Process
-from rowcast.runtime.telemetry.timeline import Incarnation, SpanKind, Timeline, TracedStage, timeline_path
+from rowcast.runtime.telemetry.timeline import (
+    Incarnation,
+    RecordedStage,
+    SpanKind,
+    Timeline,
+    timeline_path,
+)
 from tests.support import three_steps
 from tests.support.batches import slots_for, small_batches, small_job
 from tests.support.driver import InProcessRun, Settings
@@ -164,7 +169,7 @@ def test_an_earlier_runs_recording_is_replaced(tmp_path: Path) -> None:
 
 def test_a_folder_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
     with (
-        pytest.raises(ConfigError, match=r"--trace: .*timeline\.trainer\.jsonl cannot be written \(No such file"),
+        pytest.raises(ConfigError, match=r"--timeline: .*timeline\.trainer\.jsonl cannot be written \(No such file"),
         Timeline(tmp_path / "no", "trainer"),
     ):
         pass
@@ -183,7 +188,7 @@ def test_a_level_is_recorded_when_it_has_changed(tmp_path: Path) -> None:
     assert [(level.name, level.unit, level.value) for level in levels] == [("ring", "bytes", 3), ("ring", "bytes", 5)]
 
 
-def test_a_traced_stage_shows_what_it_did_and_not_what_it_did_not(tmp_path: Path) -> None:
+def test_a_recorded_stage_shows_what_it_did_and_not_what_it_did_not(tmp_path: Path) -> None:
     class Busy:
         left = 3
 
@@ -193,7 +198,7 @@ def test_a_traced_stage_shows_what_it_did_and_not_what_it_did_not(tmp_path: Path
 
     stage = Busy()
     with Timeline(tmp_path, "trainer") as timeline:
-        thread = StageThread("mail", TracedStage(stage, "deliver", timeline), Doorbell(), lambda error: None)
+        thread = StageThread("mail", RecordedStage(stage, "deliver", timeline), Doorbell(), lambda error: None)
         thread.start()
         while stage.left >= 0:
             time.sleep(0.001)

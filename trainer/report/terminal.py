@@ -1,4 +1,6 @@
-"""What a person sees of a training run on stdout: one live line on a terminal, a line every few seconds elsewhere, a summary at the end."""
+"""What a person sees of a training run on stdout: a progress bar and a live line of figures on a terminal, a line every few seconds
+elsewhere, a summary at the end.
+"""
 
 import sys
 import time
@@ -8,12 +10,22 @@ from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple, Self
 
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
-from rowcast.runtime.telemetry.format_numbers import human_bytes, human_count, human_seconds, plural, stdout_console
+from rowcast.protocol.messages import Mode
+from rowcast.runtime.telemetry.format_numbers import (
+    human_bytes,
+    human_count,
+    human_seconds,
+    percent,
+    plural,
+    stdout_console,
+)
 from rowcast.runtime.telemetry.logs import get_logger
 from rowcast.trainer.execute.metrics import TrainerCounters
 from rowcast.trainer.report.report_json import Evaluation, Report
@@ -22,6 +34,8 @@ LIVE_EVERY_S = 0.25
 LINE_EVERY_S = 5.0
 FIRST_STEPS = 5  # behind the first one: then comes the first line, whatever the time
 WINDOW_S = 10.0  # speeds are those of about this long
+WIDE = 120  # columns from which on bar and figures share a line
+BAR_WIDTH = 20  # there
 
 
 class Mark(NamedTuple):
@@ -42,15 +56,18 @@ class Progress:
         total_steps: int | None,
         *,
         first_step: int = 0,
+        mode: Mode = "train",
+        eval_steps: int | None = None,
         console: Console | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`total_steps`: training steps of the run, where they are known; `first_step`: those before this incarnation. `console` writes
-        to stdout unless given.
+        """`total_steps`: training steps of the run, where they are known; `first_step`: those before this incarnation; `eval_steps`:
+        steps of an evaluation, where they are known. `console` writes to stdout unless given.
         """
         self._before = first_step - counters.train_steps
         self._counters = counters
         self._total_steps = total_steps
+        self._mode, self._eval_steps = mode, eval_steps
         self._console = console or stdout_console()
         self._is_live = self._console.is_terminal and not self._console.is_dumb_terminal
         self._clock = clock
@@ -62,7 +79,8 @@ class Progress:
         self._is_first = True  # no line was shown
         self._shown_steps = 0  # in the newest line
         self._live: Live | None = None
-        self._closed_pipe = False
+        self._spinner = Spinner("line")  # instead of a bar, where nobody knows how long the run is
+        self._closed_pipe = self._is_over = False
 
     def start(self) -> None:
         self._shown_steps = self._from_here().steps
@@ -98,6 +116,7 @@ class Progress:
     def close(self) -> None:
         """Shows the last state and leaves it there. Idempotent."""
         if self._live is not None:
+            self._is_over = True
             self._refresh()
             self._live.stop()
             self._live = None
@@ -139,7 +158,20 @@ class Progress:
         if self._live is None:
             self._print(line)
         else:
-            self._live.update(Text(line, no_wrap=True, overflow="ellipsis"), refresh=True)
+            self._live.update(self._beside_bar(Text(line, no_wrap=True, overflow="ellipsis")), refresh=True)
+
+    def _beside_bar(self, figures: Text) -> RenderableType:
+        done, total = self._marks[-1].steps, self._total_steps
+        if self._mode == "eval":
+            done, total = self._counters.eval_steps, self._eval_steps
+        if total is None:
+            return figures if self._is_over else in_a_row(self._spinner, figures)
+        if self._console.width >= WIDE:
+            return in_a_row(ProgressBar(total, done, width=BAR_WIDTH), figures)
+        lines = Table.grid(expand=True)
+        lines.add_row(ProgressBar(total, done))
+        lines.add_row(figures)
+        return lines
 
     def _print(self, line: str) -> None:
         if self._closed_pipe:
@@ -149,6 +181,12 @@ class Progress:
         elif not write(self._console, f"{line}\n"):
             self._closed_pipe = True
             get_logger().warning("stdout was closed; training goes on without progress lines")
+
+
+def in_a_row(first: RenderableType, figures: Text) -> Table:
+    row = Table.grid(padding=(0, 1, 0, 0))
+    row.add_row(first, figures)
+    return row
 
 
 def write(console: Console, text: str) -> bool:
@@ -250,7 +288,3 @@ def phases(phase_ms: dict[str, float], *, beside: bool) -> str:
     """`beside`: those of rows on the move, which run beside a step on a device."""
     own = [f"{name} {milliseconds:.1f}" for name, milliseconds in phase_ms.items() if (name in BESIDE) == beside]
     return f"{', '.join(own)} ms"
-
-
-def percent(share: float) -> str:
-    return f"{100 * share:.1f} %"

@@ -25,7 +25,7 @@ from rowcast.runtime.process import STOPPING, Crew, Signals
 from rowcast.runtime.stages import IDLE_WAIT_S, Stage
 from rowcast.runtime.telemetry.health import Health
 from rowcast.runtime.telemetry.logs import get_logger
-from rowcast.runtime.telemetry.timeline import traced_stages
+from rowcast.runtime.telemetry.timeline import recorded_stages
 from rowcast.trainer.execute.engine import TrainerEngine
 from rowcast.trainer.execute.metrics import TrainerCounters, TrainerGauges
 from rowcast.trainer.execute.page_locking import pinned
@@ -189,7 +189,13 @@ class Incarnation:
         run.health.state = "running"
         run.began.met_s = run.began.met_s or time.perf_counter()
         progress = stack.enter_context(
-            ProgressLine(run.counters, welcome.train_steps, first_step=welcome.first_train_step)
+            ProgressLine(
+                run.counters,
+                welcome.train_steps,
+                first_step=welcome.first_train_step,
+                mode=run.mode,
+                eval_steps=welcome.epoch_batches[1],
+            )
         )
         board = stack.enter_context(Board(run.tensorboard, self._results, welcome.first_train_step))
         run.history.begin(welcome.first_train_step, board.marked)
@@ -243,7 +249,9 @@ class Incarnation:
         if timeline is not None:
             timeline.incarnation(welcome.incarnation)
             timeline.watch("back ring", "bytes", lambda: engine.back_ring.used_bytes)
-        return traced_stages(timeline, {"mail": engine.conversation, "sender": engine.stages["sender"]}, mail="deliver")
+        return recorded_stages(
+            timeline, {"mail": engine.conversation, "sender": engine.stages["sender"]}, mail="deliver"
+        )
 
     def _loop(self, engine: TrainerEngine, progress: ProgressLine) -> None:
         """The main loop: `advance` until the end of the data."""

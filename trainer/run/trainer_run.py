@@ -47,7 +47,7 @@ class TrainerRun:
         self._counters = new_counters(self._groups)
         self._incarnation: Incarnation | None = None
 
-    def run(self, *, fresh: bool, trace: bool) -> None:
+    def run(self, *, fresh: bool, timeline: bool) -> None:
         """Returns when the run is finished or was stopped in order. Raises the first error of any stage."""
         refuse_several_ranks(os.environ.get("WORLD_SIZE", "1"))
         if self._tensorboard is not None:
@@ -59,7 +59,7 @@ class TrainerRun:
                 self._bring_back_results()
             if self._mode == "train" and not fresh:
                 directory.refuse_complete(self._job.data.epochs)
-            if trace:
+            if timeline:
                 self._counters.timeline = stack.enter_context(Timeline(self._job.run_dir, "trainer"))
             self._serve_metrics(stack)  # before the kernels, which may take a while: a port in use is told at once
             try:
@@ -147,8 +147,8 @@ def run_trainer(
     signals: Signals,
     *,
     fresh: bool = False,
-    trace: bool = False,
+    timeline: bool = False,
     mode: Mode = "train",
     tensorboard: Path | None = None,
 ) -> None:
-    TrainerRun(job, signals, mode, tensorboard).run(fresh=fresh, trace=trace)
+    TrainerRun(job, signals, mode, tensorboard).run(fresh=fresh, timeline=timeline)

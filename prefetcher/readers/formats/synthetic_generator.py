@@ -8,19 +8,12 @@ import numpy as np
 import numpy.typing as npt
 
 from rowcast.prefetcher.readers.columns import Ids
+from rowcast.runtime.splitmix import GOLDEN, mix
 
 Unsigned = npt.NDArray[np.uint64]
 Doubles = npt.NDArray[np.float64]
 
-GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 HEAD_RANKS = 1024  # ranks whose probability is tabulated; beyond them the sum is an integral, exact to a part in 10^6
-
-
-def mix(x: Unsigned) -> Unsigned:
-    """The finalizer of SplitMix64: a bijection of 64 bits in which every bit depends on every other."""
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))
 
 
 def streams(seed: int, num_streams: int) -> Unsigned:

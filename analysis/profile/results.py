@@ -1,17 +1,53 @@
-"""What `prefetcher profile` shows a person: one table of the budgets, then what each covers table by table."""
+"""What a profile has to show: the result, and its tables: the budgets, then what each covers table by table."""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import islice
 
 from rich.console import Console
 from rich.table import Table
 
-from rowcast.analysis.format_shares import percent, percent_interval
-from rowcast.analysis.profile.profile import HALF, BudgetCoverage, Profile
-from rowcast.runtime.telemetry.format_numbers import human_bytes
+from rowcast.analysis.profile.hot_rows import CoverageShares
+from rowcast.analysis.profile.interval import METHOD, Share
+from rowcast.runtime.telemetry.format_numbers import human_bytes, percent_number
 
+HALF = "half the cache"  # the budget where none was asked for
 BUDGET_WIDTH = 33  # columns of the terminal that one budget takes beside the tables' names
 NAME_WIDTH = 28
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GroupFacts:
+    group: str
+    slots: int
+    record_bytes: int
+    largest_batch_rows: int  # of the first batches and the sample
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BudgetCoverage:
+    budget: str  # as asked for
+    budget_bytes: int
+    hot_rows: int
+    hot_bytes: int
+    threshold: dict[str, int | None]  # group -> look-ups in the picking half of its least looked-up hot row
+    shares: CoverageShares
+    too_large: str | None  # what to change before this job can pin these rows
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Profile:
+    epoch_samples: int | None
+    picked_batches: int
+    picked_samples: int
+    judged_batches: int
+    judged_samples: int
+    rows_seen: int  # distinct, in the picking half
+    confidence: float
+    method: str = METHOD
+    unseen_share: float  # of the data's batches: a kind of batch rarer than this may not be among the judged ones
+    groups: tuple[GroupFacts, ...]
+    budgets: tuple[BudgetCoverage, ...]  # ascending
 
 
 def print_profile(profile: Profile, console: Console) -> None:
@@ -67,7 +103,7 @@ def notes(profile: Profile) -> Iterator[str]:
     """How to read the numbers, and what to change."""
     yield (
         f"In brackets: {100 * profile.confidence:.4g} % intervals. {profile.judged_batches} batches were judged, as clusters of samples "
-        f"that are alike; a kind of batch rarer than {percent(profile.unseen_share)} % of all may not be among them."
+        f"that are alike; a kind of batch rarer than {percent_number(profile.unseen_share)} % of all may not be among them."
     )
     if any(budget.hot_rows for budget in profile.budgets):
         least = ", ".join(least_lookups(budget, named=len(profile.budgets) > 1) for budget in profile.budgets)
@@ -98,3 +134,12 @@ def chunks(budgets: Sequence[BudgetCoverage], size: int) -> Iterator[tuple[Budge
     left = iter(budgets)
     while chunk := tuple(islice(left, size)):
         yield chunk
+
+
+def percent_interval(share: Share | None) -> str:
+    """`62.1 (60.0 to 64.2)`."""
+    if share is None:
+        return "none"
+    if share.low == share.high:
+        return percent_number(share.estimate)
+    return f"{percent_number(share.estimate)} ({percent_number(share.low)} to {percent_number(share.high)})"

@@ -1,8 +1,8 @@
-"""Shares as text."""
+"""Numbers as text."""
 
 import pytest
 
-from rowcast.analysis.format_shares import percent
+from rowcast.runtime.telemetry.format_numbers import percent_number
 
 
 @pytest.mark.parametrize(
@@ -18,4 +18,4 @@ from rowcast.analysis.format_shares import percent
     ],
 )
 def test_a_share_has_as_many_decimals_as_tell_it_from_nothing_and_everything(share: float, text: str) -> None:
-    assert percent(share) == text
+    assert percent_number(share) == text

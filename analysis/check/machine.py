@@ -1,14 +1,20 @@
-"""Checks of what the machine gives a run: ports, shared memory, the trainer's device, page-locked memory."""
+"""Checks of what the machine gives a run: ports, shared memory, the trainer's device, page-locked memory.
 
+The device is asked for in a process of its own: this one never imports torch.
+"""
+
+import json
 import re
 import resource
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 
 from prometheus_client import CollectorRegistry
 
-from rowcast.analysis.check.device import Device
 from rowcast.analysis.check.findings import Finding, error, ok, warning
 from rowcast.job.schema import Job, Transport
 from rowcast.prefetcher.run.sizing import check_shared_memory
@@ -19,7 +25,46 @@ from rowcast.runtime.telemetry.format_numbers import human_bytes
 from rowcast.runtime.telemetry.health import Health
 from rowcast.runtime.telemetry.server import TelemetryServer
 
+TIMEOUT_S = 120.0
+QUESTION = """
+import json, sys
+from rowcast.trainer.execute.streams import choose_device
+try:
+    device = choose_device(sys.argv[1])
+except ValueError as error:
+    answer = {"refusal": str(error)}
+else:
+    import torch
+    on_cuda = device.type == "cuda"
+    name = f"{device} ({torch.cuda.get_device_name(device)})" if on_cuda else str(device)
+    answer = {"name": name, "free_bytes": torch.cuda.mem_get_info(device)[0] if on_cuda else None}
+print(json.dumps(answer))
+"""
 CAN_LOCK_MEMORY = 1 << 14  # CAP_IPC_LOCK: the limit does not hold
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Device:
+    name: str = "none"
+    free_bytes: int | None = None  # of its own memory; None: it has none
+    refusal: str | None = None  # why there is no such device
+
+
+def ask_device(name: str, command: tuple[str, ...] = (sys.executable, "-c", QUESTION)) -> Device:
+    """What `trainer.device = name` stands for on this machine. `command` is for tests."""
+    try:
+        asked = subprocess.run([*command, name], capture_output=True, text=True, timeout=TIMEOUT_S, check=True)
+        return Device(**json.loads(asked.stdout))
+    except subprocess.TimeoutExpired:
+        return Device(
+            refusal=f"torch did not say within {TIMEOUT_S:g} s which device trainer.device = {name!r} is; look at the driver"
+        )
+    except (subprocess.CalledProcessError, OSError, ValueError, TypeError) as failure:
+        said = getattr(failure, "stderr", None) or str(failure)
+        last = said.strip().splitlines()[-1]
+        return Device(
+            refusal=f"the trainer's process cannot say which device trainer.device = {name!r} is ({last}); repair torch first"
+        )
 
 
 def check_ports(job: Job) -> Iterator[Finding]:

@@ -1,4 +1,4 @@
-"""The command's own half of `prefetcher timeline`: which steps, and what it says."""
+"""`prefetcher timeline`: which steps, and what it says."""
 
 import re
 from dataclasses import dataclass
@@ -7,10 +7,9 @@ from pathlib import Path
 import typer
 
 from rowcast.analysis.simulate.plot import check_plot
-from rowcast.analysis.timeline.lives import AHEAD, StepLife, ended_ns, lives, overlap
 from rowcast.analysis.timeline.plot import plot_steps
-from rowcast.analysis.timeline.recording import Recordings, read_run
-from rowcast.analysis.timeline.trace_events import Window, write_trace
+from rowcast.analysis.timeline.recording import AHEAD, Recordings, StepLife, ended_ns, lives, overlap, read_run
+from rowcast.analysis.timeline.trace_events import Window, write_events
 from rowcast.runtime.errors import ConfigError
 from rowcast.runtime.telemetry.format_numbers import plural
 
@@ -36,7 +35,7 @@ def run_timeline(run_dir: Path, options: TimelineOptions) -> None:
     steps = last_incarnation(lives(recordings))
     out = options.out or run_dir / "timeline.json"
     window = (recordings.began_ns, float("inf")) if asked is None else window_of(chosen(steps, asked))
-    number = write_trace(recordings, window, out)
+    number = write_events(recordings, window, out)
     if not recordings.one_clock:
         typer.echo(
             "The recordings are of two hosts or boots: they are put together by the wall clock, as right as the hosts' clocks agree."

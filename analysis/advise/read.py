@@ -7,19 +7,20 @@ Ids are read without the rest where the format allows it, and batches that come 
 another evaluation) are decoded once.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import islice
 
 import numpy as np
 
-from rowcast.analysis.advise.following import group_shares, thinned
-from rowcast.analysis.advise.observed import Observed, SeenStep
+from rowcast.analysis.advise.follow import group_shares, thinned
 from rowcast.analysis.progress import Tick
-from rowcast.analysis.simulate.recording import EMPTY, RecordedStep, without_arrays
+from rowcast.analysis.simulate.recording import EMPTY, RecordedStep, Recording, without_arrays
 from rowcast.job.schema import Job
-from rowcast.job.tables import group_specs
+from rowcast.job.tables import GroupSpec, group_specs
 from rowcast.prefetcher.planner.capacity import MEASURED_BATCHES, Touched, measure
+from rowcast.prefetcher.planner.grouping import I64
 from rowcast.prefetcher.planner.horizon import KnownBatch
 from rowcast.prefetcher.planner.planner import groupers_of
 from rowcast.prefetcher.readers.batch_parts import IdsBatch, Part, Rest, join_parts
@@ -28,6 +29,108 @@ from rowcast.prefetcher.readers.schedule import Place, Turn, places
 from rowcast.protocol.batch import Batch, Kind, ScheduledBatch
 from rowcast.runtime.errors import ConfigError
 from rowcast.runtime.position import Position
+
+MOST_WINDOWS = 256  # of `depth` batches, spread evenly
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SeenStep:
+    recorded: RecordedStep  # followed rows only
+    unique_rows: tuple[int, ...]  # of each group, followed or not
+    num_samples: int
+    id_bytes: int  # of all its rows while the batch is known ahead
+
+    @property
+    def keys_bytes(self) -> int:
+        """What is kept."""
+        return sum(grouping.keys.nbytes for grouping in self.recorded.groupings)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Observed:
+    """P steps of G groups."""
+
+    groups: tuple[GroupSpec, ...]
+    shares: tuple[float, ...]  # of each group's rows, followed
+    measured: Sequence[ScheduledBatch]  # the first batches, whole
+    touched: Touched  # by them
+    steps: Sequence[SeenStep]  # at least one
+    num_counted: int  # the last so many steps count: all where a whole run was read
+    epoch_samples: int | None  # None: the data does not say
+
+    def __len__(self) -> int:
+        return len(self.steps)
+
+    @property
+    def is_whole_run(self) -> bool:
+        return self.num_counted == len(self)
+
+    @property
+    def num_train(self) -> int:
+        return sum(step.recorded.trains for step in self.steps)
+
+    @property
+    def num_samples(self) -> int:
+        return sum(step.num_samples for step in self.steps)
+
+    @property
+    def num_lookups(self) -> int:
+        return sum(step.recorded.num_lookups for step in self.steps)
+
+    @property
+    def id_bytes(self) -> float:
+        """Of a batch that is known ahead, on average."""
+        return sum(step.id_bytes for step in self.steps) / len(self)
+
+    @cached_property
+    def recording(self) -> Recording:
+        return Recording(self.groups, [step.recorded for step in self.steps])
+
+    @cached_property
+    def unique_rows(self) -> I64:
+        """[P, G] distinct rows."""
+        return np.array([step.unique_rows for step in self.steps], np.int64)
+
+    @cached_property
+    def followed_rows(self) -> I64:
+        """[P, G] distinct rows that are followed."""
+        return np.array(
+            [[grouping.num_unique for grouping in step.recorded.groupings] for step in self.steps], np.int64
+        )
+
+    @cached_property
+    def first_touches(self) -> I64:
+        """[P, G] followed rows that no earlier step touches."""
+        return np.stack([first_touches(self.keys(g)) for g in range(len(self.groups))], axis=1)
+
+    def keys(self, group: int) -> list[I64]:
+        """The followed rows of each step, ascending."""
+        return [step.recorded.keys(group) for step in self.steps]
+
+    @property
+    def distinct_rows(self) -> list[float]:
+        """Of each group, touched by all steps; no more than there are."""
+        followed = self.first_touches.sum(axis=0).tolist()
+        return [
+            min(rows / share, group.num_rows)
+            for rows, share, group in zip(followed, self.shares, self.groups, strict=True)
+        ]
+
+    @property
+    def largest_batch_rows(self) -> list[int]:
+        return list(self.unique_rows.max(axis=0).tolist())
+
+    @property
+    def record_bytes(self) -> I64:
+        """[G]"""
+        return np.array([group.record_bytes for group in self.groups], np.int64)
+
+
+def first_touches(keys: list[I64]) -> I64:
+    """[P] how many of each step's rows occur in no step before."""
+    _, firsts = np.unique(np.concatenate(keys), return_index=True)
+    ends = np.cumsum([len(some) for some in keys])
+    return np.bincount(np.searchsorted(ends, firsts, side="right"), minlength=len(keys))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -152,3 +255,78 @@ def whole(part: Part) -> Batch:
         return part
     assert isinstance(part, IdsBatch), "a reader for ids gave the rest"
     return join_parts(part, Rest(dense=np.zeros((part.size, 0), np.float32), labels=np.zeros(part.size, np.float32)))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Read:
+    """What the rest rests on."""
+
+    whole_run: bool  # False: a stretch of an epoch, of which the second half counts
+    steps: int  # training steps
+    eval_steps: int
+    samples: int  # of both
+    epoch_samples: int | None  # training samples of one epoch; None: the data does not say
+    lookups: int
+    followed_share: dict[str, float]  # of each group's rows
+    followed_rows: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rows:
+    """Distinct rows."""
+
+    median: int
+    largest: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WorkingSet:
+    group: str
+    record_bytes: int
+    table_rows: int
+    batch: Rows
+    depth: int
+    flight: Rows  # of `depth` batches that follow each other; an estimate
+    touched: int  # by all that was read; an estimate
+
+
+def working_sets(observed: Observed, depth: int) -> tuple[WorkingSet, ...]:
+    return tuple(
+        WorkingSet(
+            group=group.name,
+            record_bytes=group.record_bytes,
+            table_rows=group.num_rows,
+            batch=median_and_largest(observed.unique_rows[:, g], 1.0),
+            depth=depth,
+            flight=median_and_largest(window_rows(observed.keys(g), depth), observed.shares[g]),
+            touched=round(observed.distinct_rows[g]),
+        )
+        for g, group in enumerate(observed.groups)
+    )
+
+
+def window_rows(keys: list[I64], length: int) -> I64:
+    """Distinct rows of windows of `length` steps."""
+    last = max(0, len(keys) - length)
+    starts = np.unique(np.linspace(0, last, min(last + 1, MOST_WINDOWS)).astype(np.int64))
+    return np.array(
+        [len(np.unique(np.concatenate(keys[start : start + length]))) for start in starts.tolist()], np.int64
+    )
+
+
+def median_and_largest(rows: I64, share: float) -> Rows:
+    """Of followed rows, whose share of all rows is given."""
+    return Rows(median=round(float(np.median(rows)) / share), largest=round(int(rows.max()) / share))
+
+
+def what_was_read(observed: Observed) -> Read:
+    return Read(
+        whole_run=observed.is_whole_run,
+        steps=observed.num_train,
+        eval_steps=len(observed) - observed.num_train,
+        samples=observed.num_samples,
+        epoch_samples=observed.epoch_samples,
+        lookups=observed.num_lookups,
+        followed_share={group.name: share for group, share in zip(observed.groups, observed.shares, strict=True)},
+        followed_rows=int(observed.first_touches.sum()),
+    )

@@ -19,22 +19,15 @@ import numpy.typing as npt
 
 from rowcast.prefetcher.planner.grouping import I64, Grouping
 from rowcast.prefetcher.planner.horizon import PLACE_BYTES
+from rowcast.runtime.splitmix import GOLDEN, mix
 
 U64 = npt.NDArray[np.uint64]
-
 LEAST_ROWS = 5000  # followed of a group that has so many, as far as its first batches tell
-STEP, MULTIPLIER_1, MULTIPLIER_2 = (
-    np.array(word, np.uint64) for word in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
-)
 NUM_PARTS = 64  # of the followed rows, drawn by chance, to see how much they differ
 
 
 def hashes(keys: I64) -> U64:
-    """splitmix64 (Steele, Lea, Flood 2014) of each key."""
-    z = keys.astype(np.uint64) + STEP
-    z = (z ^ (z >> np.uint64(30))) * MULTIPLIER_1
-    z = (z ^ (z >> np.uint64(27))) * MULTIPLIER_2
-    return z ^ (z >> np.uint64(31))
+    return mix(keys.astype(np.uint64) + GOLDEN)
 
 
 def followed(keys: I64, share: float) -> I64:

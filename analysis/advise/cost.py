@@ -1,0 +1,248 @@
+"""What a capacity costs: how long the stages that move rows need for a step's rows, and what memory a run takes.
+
+    tables read | link to the device | link from the device | tables written      each in a thread of its own, so that
+    step p+5    | p+5                | p+4                  | p+4                 the slowest one is the limit
+
+Up to `depth` steps are in flight, so what counts is the mean over depth + 1 steps that follow each other: a stretch. One that takes as
+long with every row on the device, as at the start, where all rows are new, says nothing about a capacity. Planning goes on beside all
+that, and takes as long at any capacity.
+
+Rates are measured here in a moment, or given by the user. Rows are read, made and written by the store of training, in a table large
+enough to lie outside the processor's caches; planning is timed with the first batches of the run. The fastest of several tries is what
+the machine can do; half of that is counted on, because in training decoding, copies and whatever else runs here take their part.
+"""
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import islice
+
+import numpy as np
+import numpy.typing as npt
+
+from rowcast.analysis.advise.curve import F64, Moved
+from rowcast.analysis.advise.read import Observed
+from rowcast.analysis.check.memory import DECODED_AHEAD
+from rowcast.job.schema import Job
+from rowcast.job.tables import GroupSpec, make_keys
+from rowcast.prefetcher.planner.grouping import I64
+from rowcast.prefetcher.planner.planner import RowPlanner
+from rowcast.prefetcher.stores.memory_store import MemoryStore
+from rowcast.prefetcher.stores.store import finish
+from rowcast.prefetcher.stores.tracked_store import TrackedStore
+from rowcast.protocol.packing import plan_block
+
+PROBE_BYTES = 128 * 2**20
+ROWS_AT_ONCE = 16384
+REPEATS = 9
+PLAN_REPEATS = 3
+COUNTED = 0.5  # of a measured rate
+Flags = npt.NDArray[np.bool_]
+STAGES = (
+    "reading rows from the tables",
+    "the link to the device",
+    "the link from the device",
+    "writing rows to the tables",
+)
+NO_MORE = 0.01  # of the time that a stretch takes with every row on the device: no difference
+PLAN_SPARE = 1.25  # memory of a plan's arrays is taken with so much room to grow (trainer/execute/plan_memory.py)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RowRates:
+    """Rows a second of one group."""
+
+    read: float  # rows that were trained, from the tables
+    first: float  # rows that were not: their first values are computed
+    write: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rates:
+    rows: tuple[RowRates, ...]  # of each group
+    plan_s: float  # a batch
+    plan_bytes: float  # what a plan and its batch take on the link, without rows
+    link_bytes_s: float  # each way
+
+
+def given_rates(group: GroupSpec, bytes_s: float) -> RowRates:
+    rows_s = bytes_s / group.record_bytes
+    return RowRates(read=rows_s, first=rows_s, write=rows_s)
+
+
+def probe_rows(group: GroupSpec, seed: int) -> RowRates:
+    """Takes a moment and up to PROBE_BYTES of memory."""
+    first = group.tables[0]
+    num_rows = max(1, PROBE_BYTES // group.record_bytes)
+    probed = replace(group, tables=(replace(first, num_embeddings=num_rows),))
+    store = TrackedStore(MemoryStore(probed), probed, seed)
+    random = np.random.default_rng(seed)
+    count = min(num_rows, ROWS_AT_ONCE)
+    chosen = [make_keys(first.index, np.sort(random.choice(num_rows, count, replace=False))) for _ in range(REPEATS)]
+    records = np.zeros((count, group.record_bytes), np.uint8)
+    try:
+        fresh = least_seconds(lambda keys: finish(store.read(keys, records)), chosen)
+        everything = make_keys(first.index, np.arange(num_rows))
+        for start in range(0, num_rows, count):  # so that each row has memory, as after its first write-back
+            own = everything[start : start + count]
+            finish(store.write(own, records[: len(own)]))
+        write = least_seconds(lambda keys: finish(store.write(keys, records)), chosen)
+        read = least_seconds(lambda keys: finish(store.read(keys, records)), chosen)
+    finally:
+        store.close()
+    return RowRates(read=COUNTED * count / read, first=COUNTED * count / fresh, write=COUNTED * count / write)
+
+
+def least_seconds(work: Callable[[I64], object], chosen: list[I64]) -> float:
+    work(chosen[0])  # compiled, and the memory of the records is there
+    return min(seconds(partial(work, keys)) for keys in chosen)
+
+
+def seconds(work: Callable[[], object]) -> float:
+    began_s = time.perf_counter()
+    work()
+    return time.perf_counter() - began_s
+
+
+def probe_planning(observed: Observed, depth: int, slots: tuple[int, ...], num_threads: int) -> tuple[float, float]:
+    """(seconds a batch; bytes of a plan's arrays), from whole plans of the first batches."""
+    plan_first(observed, depth, slots, num_threads)  # compiles
+    found = [plan_first(observed, depth, slots, num_threads) for _ in range(PLAN_REPEATS)]
+    return min(statistics.median(of_batches) for of_batches, _ in found) / COUNTED, statistics.mean(found[0][1])
+
+
+def plan_first(
+    observed: Observed, depth: int, slots: tuple[int, ...], num_threads: int
+) -> tuple[list[float], list[int]]:
+    """Of each batch: seconds to plan one as one enters, and bytes of the plan's arrays."""
+    planner = RowPlanner(observed.groups, slots, depth, depth, num_threads=num_threads)
+    of_batches, nbytes = list[float](), list[int]()
+    left = iter(observed.measured)
+    while True:
+        began_s = time.perf_counter()
+        for scheduled in islice(left, planner.wants_batch):
+            planner.add(scheduled)
+        if planner.wants_batch:
+            planner.end()
+        if not planner.ready():
+            return of_batches, nbytes
+        scheduled, plan = planner.plan()
+        of_batches.append(time.perf_counter() - began_s)
+        nbytes.append(plan_block(scheduled.batch, plan).nbytes)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Demand:
+    """Of one capacity."""
+
+    seconds: F64  # [stages, stretches] a step, on average over each stretch
+
+    @property
+    def stretch_s(self) -> F64:
+        """[stretches] the slowest stage's."""
+        return np.asarray(self.seconds.max(axis=0))
+
+    def fits(self, step_s: float) -> Flags:
+        """[stretches] whether no stage takes longer than a step."""
+        return np.asarray(self.stretch_s <= step_s)
+
+    @property
+    def travel_s(self) -> float:
+        """From the tables to the device and back, on average."""
+        return float(self.seconds.mean(axis=1).sum())
+
+
+def demand(observed: Observed, moved: Moved, rates: Rates, depth: int) -> Demand:
+    counted = slice(len(observed) - observed.num_counted, None)
+    fetched, written = moved.fetched[counted], moved.written_back[counted]
+    first = np.minimum(fetched, observed.first_touches[counted] / np.array(observed.shares))
+    read_s, first_s, write_s = (
+        1 / np.array([getattr(own, name) for own in rates.rows]) for name in ("read", "first", "write")
+    )
+    seconds = [
+        (fetched - first) @ read_s + first @ first_s,
+        (fetched @ observed.record_bytes + rates.plan_bytes) / rates.link_bytes_s,
+        written @ observed.record_bytes / rates.link_bytes_s,
+        written @ write_s,
+    ]
+    return Demand(seconds=np.stack([stretches(of_stage, depth + 1) for of_stage in seconds]))
+
+
+def stretches(values: F64, length: int) -> F64:
+    """Means of all `length` values that follow each other; of all where there are fewer."""
+    length = min(length, len(values))
+    return np.convolve(values, np.full(length, 1 / length), mode="valid")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Cost:
+    """What a capacity costs that one for every row does not."""
+
+    mean_s: float  # a step, of the slowest stage
+    stage: str
+    least_step_s: float  # a shorter step waits for what a larger cache would have kept; 0: nothing is
+
+
+def cost(own: Demand, everything: Demand) -> Cost:
+    of_stages = own.seconds.mean(axis=1)
+    slowest = int(np.argmax(of_stages))
+    more = own.stretch_s > (1 + NO_MORE) * everything.stretch_s
+    return Cost(
+        mean_s=float(of_stages[slowest]),
+        stage=STAGES[slowest],
+        least_step_s=float(own.stretch_s[more].max(initial=0.0)),
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HostMemory:
+    tables_bytes: int  # rows with optimizer state, where every row of every table is trained
+    touched_bytes: int  # of those that the run touches: about what the tables take at its end
+    rings_bytes: int  # both
+    ids_bytes: int  # of the batches known ahead
+    decoded_bytes: int  # of batches that are decoded and wait
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DeviceMemory:
+    """Beside the dense model. Of the host where the trainer runs on the CPU."""
+
+    capacity_bytes: int
+    staging_bytes: int  # both ways
+    plans_bytes: int  # arrays of depth + 2 plans
+
+
+def host_memory(observed: Observed, job: Job, ring_bytes: int, known_bytes: int) -> HostMemory:
+    touched = sum(
+        rows * group.record_bytes for rows, group in zip(observed.distinct_rows, observed.groups, strict=True)
+    )
+    num_rows = sum(group.num_rows for group in observed.groups)
+    return HostMemory(
+        tables_bytes=sum(group.num_rows * group.record_bytes for group in observed.groups) + num_rows,
+        touched_bytes=int(touched) + num_rows,  # a byte a row says whether it was trained
+        rings_bytes=2 * ring_bytes,
+        ids_bytes=known_bytes,
+        decoded_bytes=int(DECODED_AHEAD * job.prefetcher.workers * observed.id_bytes),
+    )
+
+
+def device_memory(capacity_bytes: int, staging_bytes: int, depth: int, plan_bytes: float) -> DeviceMemory:
+    """`staging_bytes` each way."""
+    return DeviceMemory(
+        capacity_bytes=capacity_bytes,
+        staging_bytes=2 * staging_bytes,
+        plans_bytes=int((depth + 2) * PLAN_SPARE * plan_bytes),
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Assumed:
+    step_ms: float
+    step_given: bool  # by the user
+    link_gbs: float
+    link_given: bool
+    gather_given: bool  # otherwise the rates below were measured, and count half
+    tables_gbs: dict[str, dict[str, float]]  # group -> read, first, write: bytes of rows a second, in 10^9
+    plan_ms: float  # measured, doubled

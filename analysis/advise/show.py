@@ -1,0 +1,254 @@
+"""What `prefetcher advise` shows a person: what was read, the curve, how to read it, how sure it is, memory, and the sections to paste."""
+
+import textwrap
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from rowcast.analysis.advise.cost import Assumed
+from rowcast.analysis.advise.read import Read
+from rowcast.analysis.advise.recommend import KNEE_SAVING, Advice, Choice, Point
+from rowcast.job.schema import Job
+from rowcast.runtime.telemetry.format_numbers import human_bytes, percent, percent_number, plural
+
+WIDE = 100  # columns from which on the curve shows slots and limits too
+MIB = 2**20
+CHOSEN = "bold green"
+SETTLED = 0.05  # a stretch half as long may differ by so much and still tell
+
+
+def print_advice(advice: Advice, console: Console) -> None:
+    say(console, title(advice.read), "bold")
+    for table in (working_sets_table(advice), curve_table(advice, wide=console.width >= WIDE)):
+        console.print()
+        console.print(table)
+    console.print()
+    for sentence in (*sentences(advice), *advice.notes):
+        say(console, f"{sentence}.")
+    console.print()
+    console.print(memory_table(advice))
+    console.print()
+    console.print(Text(advice.recommended.toml.rstrip(), CHOSEN), soft_wrap=True)
+
+
+def say(console: Console, text: str, style: str = "") -> None:
+    console.print(Text("\n".join(textwrap.wrap(text, console.width)), style), soft_wrap=True)
+
+
+def title(read: Read) -> str:
+    evaluated = f" and {plural(read.eval_steps, 'evaluation step')}" if read.eval_steps else ""
+    part = "the whole run" if read.whole_run else "a stretch of an epoch"
+    followed = f"{percent_number(min(read.followed_share.values()))} % of the rows followed"
+    return (
+        f"Read: {part}, {plural(read.samples, 'sample')} in {plural(read.steps, 'train step')}{evaluated}; {followed}"
+    )
+
+
+def working_sets_table(advice: Advice) -> Table:
+    """A column a group."""
+    own = advice.working_sets
+    depth = own[0].depth
+    table = plain_table("distinct rows", *(group.group for group in own))
+
+    def row(name: str, *rows: int) -> None:
+        table.add_row(
+            name, *(f"{n:,} = {human_bytes(n * group.record_bytes)}" for n, group in zip(rows, own, strict=True))
+        )
+
+    row("a batch, median", *(group.batch.median for group in own))
+    row("the largest batch", *(group.batch.largest for group in own))
+    row(f"{depth} batches, median", *(group.flight.median for group in own))
+    row(f"the largest {depth} batches", *(group.flight.largest for group in own))
+    row("all batches", *(group.touched for group in own))
+    row("all rows of the tables", *(group.table_rows for group in own))
+    return table
+
+
+def curve_table(advice: Advice, *, wide: bool) -> Table:
+    """Rows and MiB are those of a step."""
+    extra = ("slots",) if wide else ()
+    names = (
+        "capacity",
+        *extra,
+        "rows\nfetched",
+        "MiB\nin",
+        "MiB\nout",
+        "hit\nratio",
+        "LRU\nfetches",
+        "doubling\nsaves",
+        "move\nms",
+        "least\nms",
+    )
+    table = plain_table(*names, padding=2 if wide else 1)
+    if wide:
+        table.add_column("limit")
+    for point in advice.curve:
+        chosen = point.capacity_bytes == advice.recommended.predicted.capacity_bytes
+        table.add_row(
+            *curve_cells(point, wide=wide, chosen=chosen),
+            *([point.limit] if wide else []),
+            style=CHOSEN if chosen else "",
+        )
+    return table
+
+
+def curve_cells(point: Point, *, wide: bool, chosen: bool) -> Iterator[str]:
+    ahead = point.lookahead
+    yield f"{'*' if chosen else ' '} {human_bytes(point.capacity_bytes)}"
+    if wide:
+        yield f"{point.capacity_rows:,}"
+    yield f"{ahead.rows_fetched_per_step:,.0f}"
+    yield mib(ahead.bytes_fetched_per_step)
+    yield mib(ahead.bytes_written_back_per_step)
+    yield "" if ahead.hit_ratio is None else percent(ahead.hit_ratio)
+    yield f"{point.lru.rows_fetched_per_step:,.0f}"
+    yield percent(point.doubling_saves)
+    yield f"{point.move_ms:.3g}"
+    yield f"{point.least_step_ms:.3g}" if point.least_step_ms else "-"
+
+
+def mib(nbytes: float) -> str:
+    return f"{nbytes / MIB:,.2f}" if nbytes > MIB / 10 or nbytes == 0 else f"{nbytes / MIB:.2g}"
+
+
+def memory_table(advice: Advice) -> Table:
+    host, device = advice.host, advice.device
+    table = plain_table("host memory", "", "on the device", "")
+    left = {
+        "tables, all rows trained": host.tables_bytes,
+        "tables, rows of this run": host.touched_bytes,
+        "two rings": host.rings_bytes,
+        "ids known ahead": host.ids_bytes,
+        "batches decoded ahead": host.decoded_bytes,
+    }
+    right = {
+        "capacity": device.capacity_bytes,
+        "staging": device.staging_bytes,
+        "plans": device.plans_bytes,
+        "beside the dense model": device.capacity_bytes + device.staging_bytes + device.plans_bytes,
+    }
+    pairs = [(name, human_bytes(nbytes)) for name, nbytes in right.items()] + [("", "")]
+    for (name, nbytes), pair in zip(left.items(), pairs, strict=True):
+        table.add_row(name, human_bytes(nbytes), *pair)
+    return table
+
+
+def plain_table(first: str, *others: str, padding: int = 2) -> Table:
+    table = Table(box=None, padding=(0, padding, 0, 0), header_style="dim", pad_edge=False)
+    table.add_column(first, overflow="fold")
+    for name in others:
+        table.add_column(name, justify="right", overflow="fold")
+    return table
+
+
+def sentences(advice: Advice) -> Iterator[str]:
+    choice, predicted, half = advice.choice, advice.recommended.predicted, advice.recommended.half
+    yield (
+        "Rows and MiB are those of a step. Move ms: what the slowest stage takes to move its rows; least ms: a shorter step waits, in the "
+        "busiest steps, for rows that a larger cache would have kept"
+    )
+    yield (
+        f"Knee: {human_bytes(choice.knee_bytes)}, the smallest capacity from which on doubling it saves less than "
+        f"{100 * KNEE_SAVING:g} % of the bytes fetched"
+    )
+    if choice.no_stall_bytes is not None:
+        yield f"No stalls for want of room: from {human_bytes(choice.no_stall_bytes)} on, with steps of {advice.assumed.step_ms:g} ms"
+    slowest_ms = max(predicted.move_ms, advice.assumed.plan_ms)
+    yield f"Limit: at {human_bytes(predicted.capacity_bytes)} the slowest stage is {predicted.limit}, {slowest_ms:.2g} ms a step"
+    if half is not None:
+        more = half.lookahead.rows_fetched_per_step / max(1.0, predicted.lookahead.rows_fetched_per_step) - 1
+        yield (
+            f"Half of it, {human_bytes(half.capacity_bytes)}, would fetch {half.lookahead.rows_fetched_per_step:,.0f} rows a step, "
+            f"{percent_number(max(0.0, more))} % more"
+        )
+    yield assumptions(advice.assumed)
+
+
+def assumptions(assumed: Assumed) -> str:
+    step = f"a step takes {assumed.step_ms:g} ms" + ("" if assumed.step_given else " (--step-ms)")
+    link = f"the link moves {assumed.link_gbs:g} GB/s each way" + (
+        "" if assumed.link_given else " (--link-gbs; PCIe 3.0 x16)"
+    )
+    if assumed.gather_given:
+        rows = f"tables are read and written at {next(iter(assumed.tables_gbs.values()))['read']:g} GB/s"
+        return f"Given or assumed: {step}, {link}, {rows}. Measured here, and doubled: planning takes {assumed.plan_ms:.2g} ms a batch"
+    each = "; ".join(
+        f"{own['read']:.2g} GB/s read, {own['first']:.2g} made for the first time, {own['write']:.2g} written"
+        for own in assumed.tables_gbs.values()
+    )
+    return (
+        f"Given or assumed: {step}, {link}. Measured here, of which half is counted on: rows of the tables, {each} (--gather-gbs); "
+        f"planning takes {assumed.plan_ms:.2g} ms a batch"
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Facts:
+    """What notes are about."""
+
+    job: Job
+    read: Read
+    assumed: Assumed
+    choice: Choice
+    predicted: Point
+    everything: Point  # every row that was touched is on the device
+    shorter_rows_per_step: float | None  # fetched, as a stretch half as long would have it; None for a whole run
+
+
+def notes(facts: Facts) -> Iterator[str]:
+    yield sureness(facts.read, facts.predicted)
+    if facts.shorter_rows_per_step is not None:
+        yield settling(facts.read, facts.predicted, facts.shorter_rows_per_step)
+    if facts.assumed.plan_ms > facts.assumed.step_ms:
+        yield (
+            f"Planning takes {facts.assumed.plan_ms:.2g} ms a batch, more than a step of {facts.assumed.step_ms:g} ms, at any capacity; "
+            f"larger prefetcher.threads may help"
+        )
+    if facts.choice.no_stall_bytes is None:
+        yield (
+            f"A step of {facts.assumed.step_ms:g} ms waits most of the time with any capacity: with every row on the device the slowest "
+            f"stage still takes {facts.everything.move_ms:.3g} ms for those that are new. The capacity goes by the knee"
+        )
+    elif facts.choice.stalling_anyway > 0:
+        yield (
+            f"{percent_number(facts.choice.stalling_anyway)} % of all stretches of {plural(facts.job.lookahead.depth + 1, 'step')} wait with any "
+            f"capacity, as at the start, where every row is new"
+        )
+    yield from left_out(facts.job)
+
+
+def sureness(read: Read, predicted: Point) -> str:
+    least = min(read.followed_share.values())
+    of_what = "every batch of the run" if read.whole_run else "every batch that was read"
+    if least == 1.0:
+        return f"Every row was followed through {of_what}, so what they move there was counted, not estimated"
+    return (
+        f"{percent_number(least)} % of the rows, {read.followed_rows:,} chosen by a hash of their keys, were followed through {of_what}; what "
+        f"they move stands for all rows, ± {percent_number(predicted.lookahead.margin)} % of the rows fetched (three standard errors). How many "
+        f"rows each batch touches was counted"
+    )
+
+
+def settling(read: Read, predicted: Point, shorter: float) -> str:
+    """Only a stretch was read."""
+    now = predicted.lookahead.rows_fetched_per_step
+    far = read.steps // 2
+    what = (
+        f"{plural(read.samples, 'sample')} from the middle of an epoch were read, and the second half of these steps counts; half as many "
+        f"would have said {shorter:,.0f} rows fetched a step instead of {now:,.0f}. What a larger cache would save by rows that come back "
+        f"after more than {plural(far, 'step')} cannot be seen"
+    )
+    if now and abs(shorter / now - 1) < SETTLED:
+        return what
+    return (
+        f"{what}: take this for a first guess, and the capacity for too small; give more --samples, or leave them away"
+    )
+
+
+def left_out(job: Job) -> Iterator[str]:
+    for name, given in (("cache.groups", bool(job.cache.groups)), ("cache.pin", job.cache.pin is not None)):
+        if given:
+            yield f"{name} of the job was left out of account, and is not in the sections below"

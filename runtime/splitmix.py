@@ -1,0 +1,17 @@
+"""SplitMix64 (Steele, Lea, Flood 2014): 64-bit numbers, each a function of a counter, in which every bit depends on every other.
+
+mix(counter * GOLDEN)    numbers that pass for random; another seed: mix(seed + counter * GOLDEN)
+"""
+
+import numpy as np
+import numpy.typing as npt
+
+GOLDEN = np.uint64(0x9E3779B97F4A7C15)  # 2**64 / golden ratio: its multiples lie far apart
+FACTOR_1, FACTOR_2 = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
+
+
+def mix(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """A bijection of 64 bits."""
+    x = (x ^ (x >> np.uint64(30))) * FACTOR_1
+    x = (x ^ (x >> np.uint64(27))) * FACTOR_2
+    return x ^ (x >> np.uint64(31))
