@@ -4,14 +4,17 @@ python -m rowcast.job.page > docs/job-file.md
 """
 
 import ast
+import re
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from rowcast.job.row_optimizers import ROW_OPTIMIZERS
 from rowcast.job.types import notation
 
 SCHEMA = Path(__file__).with_name("schema.py")
+REGISTRIES = {"ROW_OPTIMIZERS": ROW_OPTIMIZERS}  # what a comment names as {ROW_OPTIMIZERS}
 BEGINNING = """# The job file
 
 One TOML file, read by both processes. An unknown key, a wrong type or an impossible value is an error of one sentence; `--set
@@ -74,7 +77,14 @@ def key(field: ast.AnnAssign, lines: list[str]) -> Key:
         above.insert(0, lines[number].strip().removeprefix("#").strip())
         number -= 1
     _, _, behind = lines[field.lineno - 1].partition("  # ")
-    return Key(name_of(field), type_of(field.annotation), default_of(field), " ".join([*above, behind]).strip())
+    meaning = re.sub(r"\{([A-Z_]+)\}", lambda match: names_of(match[1]), " ".join([*above, behind]).strip())
+    return Key(name_of(field), type_of(field.annotation), default_of(field), meaning)
+
+
+def names_of(registry: str) -> str:
+    """`parquet`, `csv`, ...: each name with the note that its entry has."""
+    notes = {name: own.note for name, own in REGISTRIES[registry].items()}
+    return ", ".join(f"`{name}` ({note})" if note else f"`{name}`" for name, note in notes.items())
 
 
 def type_of(annotation: ast.expr) -> str:
@@ -92,6 +102,7 @@ def type_of(annotation: ast.expr) -> str:
         "float": "number",
         "bool": "`true`, `false`",
         "Policy": "text",
+        "RowOptimizerKind": "text",
         "Size": "text or whole number",
     }
     if text in known:

@@ -13,6 +13,8 @@ from typing import Annotated, Any, Literal
 import msgspec
 import xxhash
 
+from rowcast.job.row_optimizers import ROW_OPTIMIZERS
+
 UNITS = {
     "": 1,
     "B": 1,
@@ -36,6 +38,7 @@ MAX_STEPS = 2**53  # of a schedule: still exact as a float
 BUILT_IN_MODELS = ("dlrm", "dcnv2", "tbsm")  # those that trainer/models builds by name
 
 Size = Annotated[str | int, msgspec.Meta(examples=["64MiB"])]
+RowOptimizerKind = Annotated[str, msgspec.Meta(extra={"one_of": ROW_OPTIMIZERS})]
 Policy = Literal["lookahead", "lru", "lfu", "static"]
 Horizon = int | Literal["auto"]  # batches of ids known ahead
 RowType = Literal["fp32", "fp16", "bf16"]
@@ -324,7 +327,7 @@ def check_clip(name: str, clip: float | None) -> None:
 class SparseOptimizer(Section, frozen=True, kw_only=True):
     """Of the rows. Momentum and weight decay are refused: they change rows that no batch touches, which no cache can follow."""
 
-    kind: Literal["sgd", "adagrad", "rowwise_adagrad", "adam"]
+    kind: RowOptimizerKind  # {ROW_OPTIMIZERS}
     lr: float  # learning rate
     eps: float | None = None  # 1e-10 for Adagrad and 1e-8 for Adam by default
     betas: tuple[float, float] = (0.9, 0.999)  # adam
@@ -346,11 +349,10 @@ class SparseOptimizer(Section, frozen=True, kw_only=True):
                 )
         check_learning_rate(self.lr, self.schedule)
         check_clip("clip_rows", self.clip_rows)
-        if self.kind == "adam" and self.lr == 0:
-            raise ValueError(
-                'lr = 0 is refused for kind = "adam", as torch.optim.SparseAdam does; to freeze rows use kind = "sgd"'
-            )
-        if self.kind != "sgd" and not self.epsilon > 0:
+        known = ROW_OPTIMIZERS[self.kind]
+        if not known.trains_at_zero_lr and self.lr == 0:
+            raise ValueError(f'lr = 0 is refused for kind = "{self.kind}"; to freeze rows use kind = "sgd"')
+        if known.eps is not None and not self.epsilon > 0:
             raise ValueError(f"eps = {self.eps} must be above 0: with 0 rows that no batch touches would become NaN")
         if not all(0 <= beta < 1 for beta in self.betas):
             raise ValueError(f"betas = {list(self.betas)} must be at least 0 and below 1")
@@ -359,9 +361,9 @@ class SparseOptimizer(Section, frozen=True, kw_only=True):
 
     @property
     def epsilon(self) -> float:
-        if self.eps is not None:
-            return self.eps
-        return 1e-10 if "adagrad" in self.kind else 1e-8
+        """0 where the optimizer has none."""
+        default = ROW_OPTIMIZERS[self.kind].eps
+        return self.eps if self.eps is not None else default or 0.0
 
 
 class DenseOptimizer(Section, frozen=True, kw_only=True):

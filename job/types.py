@@ -118,11 +118,9 @@ def check_value(type: inspect.Type, value: Any, path: str, default: Any = None) 
 
 
 def accepts(type: inspect.Type, value: Any) -> bool:
-    match type:
+    match bare(type):
         case inspect.AnyType():
             return True
-        case inspect.Metadata(type=inner):
-            return accepts(inner, value)
         case inspect.UnionType(types=types):
             return any(accepts(one, value) for one in types)
         case inspect.LiteralType(values=values):
@@ -150,9 +148,19 @@ def accepts(type: inspect.Type, value: Any) -> bool:
 
 def alternatives(type: inspect.Type) -> list[inspect.Type]:
     """Those of a union but None, which TOML has not."""
-    type = type.type if isinstance(type, inspect.Metadata) else type
+    type = bare(type)
     types = type.types if isinstance(type, inspect.UnionType) else (type,)
     return [one for one in types if not isinstance(one, inspect.NoneType)]
+
+
+def bare(type: inspect.Type) -> inspect.Type:
+    """Without metadata; a name out of a registry, `Meta(extra={"one_of": registry})`, is one of those that it has."""
+    match type:
+        case inspect.Metadata(extra={"one_of": names}):
+            return inspect.LiteralType(values=tuple(sorted(names)))
+        case inspect.Metadata(type=inner):
+            return inner
+    return type
 
 
 def described(type: inspect.Type) -> str:
