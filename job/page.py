@@ -9,12 +9,15 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from rowcast.job.eviction_policies import EVICTION_POLICIES
 from rowcast.job.row_optimizers import ROW_OPTIMIZERS
 from rowcast.job.types import notation
 
 SCHEMA = Path(__file__).with_name("schema.py")
-REGISTRIES = {"ROW_OPTIMIZERS": ROW_OPTIMIZERS}  # what a comment names as {ROW_OPTIMIZERS}
+# what a comment names as {ROW_OPTIMIZERS}
+REGISTRIES: dict[str, Any] = {"EVICTION_POLICIES": EVICTION_POLICIES, "ROW_OPTIMIZERS": ROW_OPTIMIZERS}
 BEGINNING = """# The job file
 
 One TOML file, read by both processes. An unknown key, a wrong type or an impossible value is an error of one sentence; `--set

@@ -1,12 +1,11 @@
-"""The row optimizers that a job file may name, as far as they are known without torch: what a record keeps for each, and its defaults.
-
-What each does is `trainer/kernels/row_optimizers/<name>.py`. A new one is that file and a line below.
-"""
+"""The row optimizers of `optimizer.sparse.kind`: what is known of one without torch. A new one is a line here and the rule's file."""
 
 from dataclasses import dataclass
 
+RULES = "rowcast.trainer.kernels.row_optimizers"
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+
+@dataclass(frozen=True, slots=True)
 class RowState:
     """One fp32 part of a row's record."""
 
@@ -18,8 +17,9 @@ class RowState:
         return 1 if self.per_row else dim
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class RowOptimizer:
+    module: str  # has `train`, as trainer/kernels/row_optimizers says; imported only by the trainer
     states: tuple[RowState, ...] = ()  # in the order of the record
     eps: float | None = None  # default of optimizer.sparse.eps; None where the rule has none
     trains_at_zero_lr: bool = True  # otherwise a learning rate of 0 is refused
@@ -27,13 +27,17 @@ class RowOptimizer:
 
 
 ROW_OPTIMIZERS = {
-    "sgd": RowOptimizer(),
-    "adagrad": RowOptimizer(states=(RowState(name="sum", accumulates=True),), eps=1e-10),
+    "sgd": RowOptimizer(f"{RULES}.sgd"),
+    "adagrad": RowOptimizer(f"{RULES}.adagrad", states=(RowState("sum", accumulates=True),), eps=1e-10),
     "rowwise_adagrad": RowOptimizer(
-        states=(RowState(name="sum", per_row=True, accumulates=True),), eps=1e-10, note="one accumulator a row"
+        f"{RULES}.rowwise_adagrad",
+        states=(RowState("sum", per_row=True, accumulates=True),),
+        eps=1e-10,
+        note="one accumulator a row",
     ),
     "adam": RowOptimizer(
-        states=(RowState(name="exp_avg"), RowState(name="exp_avg_sq")),
+        f"{RULES}.adam",
+        states=(RowState("exp_avg"), RowState("exp_avg_sq")),
         eps=1e-8,
         trains_at_zero_lr=False,
         note="as `torch.optim.SparseAdam`",

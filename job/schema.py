@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 import xxhash
 
+from rowcast.job.eviction_policies import EVICTION_POLICIES
 from rowcast.job.row_optimizers import ROW_OPTIMIZERS
 
 UNITS = {
@@ -39,7 +40,7 @@ BUILT_IN_MODELS = ("dlrm", "dcnv2", "tbsm")  # those that trainer/models builds 
 
 Size = Annotated[str | int, msgspec.Meta(examples=["64MiB"])]
 RowOptimizerKind = Annotated[str, msgspec.Meta(extra={"one_of": ROW_OPTIMIZERS})]
-Policy = Literal["lookahead", "lru", "lfu", "static"]
+Policy = Annotated[str, msgspec.Meta(extra={"one_of": EVICTION_POLICIES})]
 Horizon = int | Literal["auto"]  # batches of ids known ahead
 RowType = Literal["fp32", "fp16", "bf16"]
 # finite values
@@ -421,7 +422,8 @@ class Cache(Section, frozen=True, kw_only=True):
     # device bytes for rows, all groups together, or `"20000 rows"` where all tables have one width and dtype; staging comes on top:
     # the rows of two typical plans each way, and at least 1 MiB in all
     capacity: Size
-    policy: Policy = "lookahead"  # who leaves; `lru`, `lfu` and `static` are there to compare with, exact as well
+    # which rows leave: {EVICTION_POLICIES}; all but the first are there to compare with, exact as well
+    policy: Policy = "lookahead"
     # a file of rows that stay on the device once they are there, as `prefetcher profile --out` writes it
     pin: str | None = None
     # group -> its exact share of the capacity, such as `fp32_d16_sgd = "16MiB"` or `"20000 rows"`; the other groups divide what is left

@@ -5,7 +5,6 @@ from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import get_args
 
 import msgspec
 import typer
@@ -17,7 +16,8 @@ from rowcast.analysis.simulate.plot import check_plot, plot_results
 from rowcast.analysis.simulate.replay import Comparing, PlanWatcher, Replay, Saving, Watchers
 from rowcast.analysis.simulate.results import Simulation
 from rowcast.analysis.simulate.simulate import simulate
-from rowcast.job.schema import Horizon, Job, Policy
+from rowcast.job.eviction_policies import EVICTION_POLICIES
+from rowcast.job.schema import Horizon, Job
 from rowcast.job.tables import group_specs
 from rowcast.prefetcher.readers.reader import open_reader
 from rowcast.prefetcher.readers.schedule import schedule
@@ -107,7 +107,7 @@ class Session:
         return schedule(own, open_reader(own), self._options.max_steps)
 
     def watch(self, setting: Setting, slots: tuple[int, ...]) -> PlanWatcher | None:
-        if setting.policy not in get_args(Policy):
+        if setting.policy not in EVICTION_POLICIES:
             return None
         header = trace_header(setting.job, group_specs(setting.job), slots)
         watchers: list[PlanWatcher] = []
@@ -137,9 +137,9 @@ def require_one_run(job: Job, grid: Grid) -> None:
         raise ConfigError(
             f"--save-trace saves the plans of one setting, and these are {len(found)}; give one value of each"
         )
-    if found[0].policy not in get_args(Policy):
+    if found[0].policy not in EVICTION_POLICIES:
         raise ConfigError(
-            f"--save-trace: --policy {found[0].policy} makes no plans; give one of {', '.join(get_args(Policy))}"
+            f"--save-trace: --policy {found[0].policy} makes no plans; give one of {', '.join(EVICTION_POLICIES)}"
         )
 
 
