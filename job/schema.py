@@ -14,6 +14,7 @@ import msgspec
 import xxhash
 
 from rowcast.job.eviction_policies import EVICTION_POLICIES
+from rowcast.job.models import BUILT_IN_MODELS, ONE
 from rowcast.job.row_optimizers import ROW_OPTIMIZERS
 
 UNITS = {
@@ -36,7 +37,6 @@ MAX_MLP_WIDTH = 2**20
 MAX_THREADS = 2**12
 MAX_WORKERS = 64
 MAX_STEPS = 2**53  # of a schedule: still exact as a float
-BUILT_IN_MODELS = ("dlrm", "dcnv2", "tbsm")  # those that trainer/models builds by name
 
 Size = Annotated[str | int, msgspec.Meta(examples=["64MiB"])]
 RowOptimizerKind = Annotated[str, msgspec.Meta(extra={"one_of": ROW_OPTIMIZERS})]
@@ -258,14 +258,13 @@ class Model(Section, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         if self.kind not in BUILT_IN_MODELS and not is_factory(self.kind):
             raise ValueError(f'kind = {self.kind!r} is none of {", ".join(BUILT_IN_MODELS)}, "package.module:factory"')
-        if self.kind == "dlrm" and (not self.bottom_mlp or not self.top_mlp or self.top_mlp[-1] != 1):
-            raise ValueError("dlrm needs bottom_mlp = [..., embedding_dim] and top_mlp = [..., 1]")
-        if self.kind == "dcnv2" and (not self.bottom_mlp or not self.top_mlp or self.top_mlp[-1] != 1):
-            raise ValueError("dcnv2 needs bottom_mlp = [...] and top_mlp = [..., 1]")
-        if self.kind == "tbsm" and (not self.bottom_mlp or not self.top_mlp or self.final_mlp[-1:] != [1]):
-            raise ValueError("tbsm needs bottom_mlp = [..., embedding_dim], top_mlp = [...] and final_mlp = [..., 1]")
-        if self.kind != "tbsm" and (self.attention_mlp or self.final_mlp):
-            raise ValueError(f'attention_mlp and final_mlp belong to kind = "tbsm", not {self.kind!r}')
+        own = BUILT_IN_MODELS.get(self.kind)
+        if own is not None and not all(self._ends_in(name, end) for name, end in own.layers.items()):
+            *others, last = (f"{name} = {end}" for name, end in own.layers.items())
+            raise ValueError(f"{self.kind} needs {', '.join(others)} and {last}")
+        if (self.attention_mlp or self.final_mlp) and (own is None or not own.sequences):
+            homes = " or ".join(f'"{name}"' for name, other in BUILT_IN_MODELS.items() if other.sequences)
+            raise ValueError(f"attention_mlp and final_mlp belong to kind = {homes}, not {self.kind!r}")
         for name in ("cross_layers", "cross_rank", "history"):
             if not 1 <= getattr(self, name) <= MAX_MLP_WIDTH:
                 raise ValueError(f"{name} = {getattr(self, name)} must be from 1 to {MAX_MLP_WIDTH}")
@@ -276,6 +275,11 @@ class Model(Section, frozen=True, kw_only=True):
             raise ValueError(
                 f"bottom_mlp, top_mlp, attention_mlp and final_mlp list widths, which must be from 1 to {MAX_MLP_WIDTH}"
             )
+
+    def _ends_in(self, name: str, end: str) -> bool:
+        """Whether there are such widths; that of the tables is not known here."""
+        widths = getattr(self, name)
+        return bool(widths) and (end != ONE or widths[-1] == 1)
 
 
 class Schedule(Section, frozen=True, kw_only=True):
