@@ -20,72 +20,69 @@ from rowcast.runtime.cores import usable_cores
 from rowcast.trainer.models import Embedded, Sequences
 from rowcast.trainer.models.model_side import DenseSide
 
+# the row optimizers that torch.optim has; row-wise Adagrad, which it lacks, is written out below
 STOCK: dict[str, Callable[[nn.Parameter, SparseOptimizer], torch.optim.Optimizer]] = {
-    "sgd": lambda weight, settings: torch.optim.SGD([weight], lr=settings.lr),
-    "adagrad": lambda weight, settings: torch.optim.Adagrad([weight], lr=settings.lr, eps=settings.epsilon),
-    "adam": lambda weight, settings: torch.optim.SparseAdam(
-        [weight], lr=settings.lr, betas=settings.betas, eps=settings.epsilon
-    ),
-}  # row-wise Adagrad torch.optim lacks
+    "sgd": lambda rows, its: torch.optim.SGD([rows], lr=its.lr),
+    "adagrad": lambda rows, its: torch.optim.Adagrad([rows], lr=its.lr, eps=its.epsilon),
+    "adam": lambda rows, its: torch.optim.SparseAdam([rows], lr=its.lr, betas=its.betas, eps=its.epsilon),
+}
 
 
 class PlainTable:
-    """One table, the bags of its features, and its optimizer; weight and state are trained in place."""
+    """One table, the bags of its features, and its optimizer; weight and state are trained in place.
+
+    first_feature: of the job's features, the first that looks up here. tensors: named as an export names them.
+    """
 
     def __init__(self, table: Table, first_feature: int, settings: SparseOptimizer, tensors: dict[str, Tensor]) -> None:
-        # features from first_feature of the job's
         self.table, self.first_feature, self.settings = table, first_feature, settings
-        # in the table's dtype; look-ups are of its fp32 values
+        prefix = f"optimizer.{table.name}."
+        self.state = {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+        # three forms of the weights: rounded to the table's dtype, the same in fp32 for look-ups, and those that are trained,
+        # which are kept before rounding where the table has a master; in fp32 without one, all three are one memory
         self.rounded = tensors[f"embedding_bags.{table.name}.weight"]
         self.embedding = nn.Embedding(table.num_embeddings, table.embedding_dim, device="meta")
         self.embedding.weight = nn.Parameter(self.rounded.float())
-        prefix = f"optimizer.{table.name}."
-        self.state = {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
-        # master: fp32 weights before rounding
         self.trained = nn.Parameter(self.state.pop("master", self.embedding.weight.detach()))
         self.optimizer = STOCK[settings.kind](self.trained, settings) if settings.kind in STOCK else None
-        # goes on from the state of an earlier run; Adam counts steps from its own first one
-        if self.optimizer is not None:
-            self.optimizer.state[self.trained] |= self.state | ({"step": 0} if settings.kind == "adam" else {})
+        if self.optimizer is not None:  # goes on from the state of an earlier run, but Adam counts its own steps
+            steps = {"step": 0} if settings.kind == "adam" else {}
+            self.optimizer.state[self.trained] |= self.state | steps
 
     def forward(self, batch: Batch) -> list[Embedded]:
         """Pooled embeddings [B, D] of each of the table's features, or its sequences, from one call of nn.Embedding."""
-        first_bag, end_bag = (
-            n * batch.size for n in (self.first_feature, self.first_feature + len(self.table.features))
-        )
+        first, end = self.first_feature * batch.size, (self.first_feature + len(self.table.features)) * batch.size
         offsets = torch.arange(len(batch.ids) + 1) if batch.offsets is None else torch.tensor(batch.offsets)
-        counts, lookups = offsets[first_bag : end_bag + 1].diff(), slice(int(offsets[first_bag]), int(offsets[end_bag]))
+        counts, lookups = offsets[first : end + 1].diff(), slice(int(offsets[first]), int(offsets[end]))
         self.touched = torch.from_numpy(np.unique(batch.ids[lookups]))
         rows = self.embedding(torch.tensor(batch.ids[lookups]))
-        rows = rows if batch.weights is None else rows * torch.tensor(batch.weights[lookups])[:, None]
-        if self.table.pooling == "none":  # rows as they are, and 0.0 for -0.0, as sums have it
-            features = zip(
-                (rows + 0.0).split(counts.view(-1, batch.size).sum(1).tolist()),
-                counts.view(-1, batch.size),
-                strict=True,
-            )
-            return [
-                Sequences(values=own, offsets=torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]).int())
-                for own, lengths in features
-            ]
-        pooled = torch.zeros(len(counts), self.table.embedding_dim).index_add(
-            0, torch.arange(len(counts)).repeat_interleave(counts), rows
-        )
-        pooled = pooled / counts.clamp(min=1)[:, None] if self.table.pooling == "mean" else pooled
+        if batch.weights is not None:
+            rows = rows * torch.tensor(batch.weights[lookups])[:, None]
+        if self.table.pooling == "none":
+            return self.sequences(rows, counts.view(-1, batch.size))
+        bag_of_row = torch.arange(len(counts)).repeat_interleave(counts)
+        pooled = torch.zeros(len(counts), self.table.embedding_dim).index_add(0, bag_of_row, rows)
+        if self.table.pooling == "mean":
+            pooled = pooled / counts.clamp(min=1)[:, None]
         return list(pooled.view(-1, batch.size, self.table.embedding_dim).unbind())
+
+    def sequences(self, rows: Tensor, counts: Tensor) -> list[Embedded]:
+        """The rows as they are, but 0.0 for -0.0 as in a sum; counts i64 [features, B]."""
+        values = torch.split(rows + 0.0, counts.sum(1).tolist())
+        offsets = [torch.cat([own.new_zeros(1), own.cumsum(0)]).int() for own in counts]
+        return [Sequences(values=of_feature, offsets=at) for of_feature, at in zip(values, offsets, strict=True)]
 
     @torch.no_grad()
     def update(self, train_step: int) -> None:
         """One step on the gradient of the last forward; where the model ignores the table, that is zero."""
-        weight, rows, settings, lr = self.trained, self.touched, self.settings, learning_rate(self.settings, train_step)
-        looked_up = self.embedding.weight
+        weight, rows, settings, looked_up = self.trained, self.touched, self.settings, self.embedding.weight
+        lr = learning_rate(settings, train_step)
         weight.grad = torch.zeros_like(weight) if looked_up.grad is None else looked_up.grad
         g = weight.grad[rows]
         if settings.clip_rows is not None:
-            weight.grad[rows] = g = g * (settings.clip_rows / ((g * g).sum(1, keepdim=True).sqrt() + 1e-6)).clamp(
-                max=1.0
-            )
-        if settings.kind == "adam":  # the rows that the batch touches, also by a zero gradient
+            norms = (g * g).sum(1, keepdim=True).sqrt()
+            weight.grad[rows] = g = g * (settings.clip_rows / (norms + 1e-6)).clamp(max=1.0)
+        if settings.kind == "adam":  # which trains the rows of a sparse gradient, those with a gradient of zero too
             weight.grad = torch.sparse_coo_tensor(rows[None], g, weight.shape, check_invariants=True)
         if self.optimizer is not None:
             self.optimizer.param_groups[0]["lr"] = lr
@@ -94,7 +91,7 @@ class PlainTable:
             self.state["sum"][rows] += (g * g).mean(1, keepdim=True)
             weight[rows] -= lr * g / (self.state["sum"][rows].sqrt() + settings.epsilon)
         weight.grad = looked_up.grad = None
-        looked_up.copy_(self.rounded.copy_(weight))  # to the nearest, ties to even; in fp32 all three are one memory
+        looked_up.copy_(self.rounded.copy_(weight))  # rounded to the nearest, ties to even
 
 
 def run_plain_loop(
@@ -131,7 +128,7 @@ def main() -> None:
     parser.add_argument("--losses", type=Path, default="/dev/null", help="file for one float32 a train step")
     options = parser.parse_args()
     job = load_job(options.config)
-    # in one thread: the first square root of a process may be inaccurate in several (pytorch#188792)
+    # the first square root of a process may be inaccurate where several threads make it (pytorch#188792)
     torch.ones(1).sqrt()
     torch.set_num_threads(usable_cores() if job.trainer.threads == "auto" else job.trainer.threads)
     losses, end = run_plain_loop(job, load_file(options.start), schedule(job, open_reader(job), options.max_steps))

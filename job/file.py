@@ -6,6 +6,7 @@ from typing import Any
 
 import msgspec
 
+from rowcast.job.models import BUILT_IN_MODELS, EMBEDDING_DIM
 from rowcast.job.schema import CRITEO_KAGGLE_CARDINALITIES, MAX_TABLES, Job, Table, parse_bytes
 from rowcast.job.tables import group_specs, rows_in
 from rowcast.job.types import check_types
@@ -109,7 +110,8 @@ def check_whole(job: Job) -> None:
             raise ValueError(
                 f'data.columns.weights: feature {feature} is pooled by mean; a weighted mean is refused, use "sum"'
             )
-    if job.model.kind in ("dlrm", "tbsm"):
+    built_in = BUILT_IN_MODELS.get(job.model.kind)
+    if built_in is not None and built_in.layers.get("bottom_mlp") == EMBEDDING_DIM:
         for table in job.tables:
             if table.embedding_dim != job.model.bottom_mlp[-1]:
                 raise ValueError(
@@ -140,13 +142,16 @@ def check_whole(job: Job) -> None:
 def check_sequences(job: Job) -> None:
     """Whether the model can take tables without pooling, or lacks one."""
     kind, sequences = job.model.kind, [table.name for table in job.tables if table.pooling == "none"]
-    if sequences and kind in ("dlrm", "dcnv2"):
+    built_in = BUILT_IN_MODELS.get(kind)
+    if built_in is None:
+        return
+    if sequences and not built_in.sequences:
         raise ValueError(
             f'table {sequences[0]} has pooling = "none", but {kind} needs one vector a feature; use "sum" or "mean", or model.kind = "tbsm"'
         )
-    if not sequences and kind == "tbsm":
+    if not sequences and built_in.sequences:
         raise ValueError(
-            'tbsm needs a table with pooling = "none": the last entry of its sequences is the target, those before the history'
+            f'{kind} needs a table with pooling = "none": the last entry of its sequences is the target, those before the history'
         )
 
 

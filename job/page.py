@@ -11,12 +11,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rowcast.job.eviction_policies import EVICTION_POLICIES
 from rowcast.job.formats import FORMATS
+from rowcast.job.row_optimizers import ROW_OPTIMIZERS
 from rowcast.job.stores import STORES
 from rowcast.job.types import notation
 
 SCHEMA = Path(__file__).with_name("schema.py")
-REGISTRIES: dict[str, Mapping[str, Any]] = {"FORMATS": FORMATS, "STORES": STORES}  # what a comment names as {FORMATS}
+REGISTRIES: dict[str, Mapping[str, Any]] = {  # what a comment of the schema names as {FORMATS}
+    "EVICTION_POLICIES": EVICTION_POLICIES,
+    "FORMATS": FORMATS,
+    "ROW_OPTIMIZERS": ROW_OPTIMIZERS,
+    "STORES": STORES,
+}
 BEGINNING = """# The job file
 
 One TOML file, read by both processes. An unknown key, a wrong type or an impossible value is an error of one sentence; `--set
@@ -79,7 +86,7 @@ def key(field: ast.AnnAssign, lines: list[str]) -> Key:
         above.insert(0, lines[number].strip().removeprefix("#").strip())
         number -= 1
     _, _, behind = lines[field.lineno - 1].partition("  # ")
-    meaning = re.sub(r"\{([A-Z]+)\}", lambda match: names_of(match[1]), " ".join([*above, behind]).strip())
+    meaning = re.sub(r"\{([A-Z_]+)\}", lambda match: names_of(match[1]), " ".join([*above, behind]).strip())
     return Key(name_of(field), type_of(field.annotation), default_of(field), meaning)
 
 
@@ -105,6 +112,7 @@ def type_of(annotation: ast.expr) -> str:
         "bool": "`true`, `false`",
         "Policy": "text",
         "StoreName": "text",
+        "RowOptimizerKind": "text",
         "Size": "text or whole number",
     }
     if text in known:

@@ -13,7 +13,10 @@ from typing import Annotated, Any, Literal
 import msgspec
 import xxhash
 
+from rowcast.job.eviction_policies import EVICTION_POLICIES
 from rowcast.job.formats import CUSTOM, FORMATS, format_of, formats_with
+from rowcast.job.models import BUILT_IN_MODELS, ONE
+from rowcast.job.row_optimizers import ROW_OPTIMIZERS
 from rowcast.job.stores import STORES
 
 UNITS = {
@@ -36,11 +39,11 @@ MAX_MLP_WIDTH = 2**20
 MAX_THREADS = 2**12
 MAX_WORKERS = 64
 MAX_STEPS = 2**53  # of a schedule: still exact as a float
-BUILT_IN_MODELS = ("dlrm", "dcnv2", "tbsm")  # those that trainer/models builds by name
 
 Size = Annotated[str | int, msgspec.Meta(examples=["64MiB"])]
 StoreName = Annotated[str, msgspec.Meta(extra={"one_of": STORES})]
-Policy = Literal["lookahead", "lru", "lfu", "static"]
+RowOptimizerKind = Annotated[str, msgspec.Meta(extra={"one_of": ROW_OPTIMIZERS})]
+Policy = Annotated[str, msgspec.Meta(extra={"one_of": EVICTION_POLICIES})]
 Horizon = int | Literal["auto"]  # batches of ids known ahead
 RowType = Literal["fp32", "fp16", "bf16"]
 # finite values
@@ -255,14 +258,13 @@ class Model(Section, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         if self.kind not in BUILT_IN_MODELS and not is_factory(self.kind):
             raise ValueError(f'kind = {self.kind!r} is none of {", ".join(BUILT_IN_MODELS)}, "package.module:factory"')
-        if self.kind == "dlrm" and (not self.bottom_mlp or not self.top_mlp or self.top_mlp[-1] != 1):
-            raise ValueError("dlrm needs bottom_mlp = [..., embedding_dim] and top_mlp = [..., 1]")
-        if self.kind == "dcnv2" and (not self.bottom_mlp or not self.top_mlp or self.top_mlp[-1] != 1):
-            raise ValueError("dcnv2 needs bottom_mlp = [...] and top_mlp = [..., 1]")
-        if self.kind == "tbsm" and (not self.bottom_mlp or not self.top_mlp or self.final_mlp[-1:] != [1]):
-            raise ValueError("tbsm needs bottom_mlp = [..., embedding_dim], top_mlp = [...] and final_mlp = [..., 1]")
-        if self.kind != "tbsm" and (self.attention_mlp or self.final_mlp):
-            raise ValueError(f'attention_mlp and final_mlp belong to kind = "tbsm", not {self.kind!r}')
+        own = BUILT_IN_MODELS.get(self.kind)
+        if own is not None and not all(self._ends_in(name, end) for name, end in own.layers.items()):
+            *others, last = (f"{name} = {end}" for name, end in own.layers.items())
+            raise ValueError(f"{self.kind} needs {', '.join(others)} and {last}")
+        if (self.attention_mlp or self.final_mlp) and (own is None or not own.sequences):
+            homes = " or ".join(f'"{name}"' for name, other in BUILT_IN_MODELS.items() if other.sequences)
+            raise ValueError(f"attention_mlp and final_mlp belong to kind = {homes}, not {self.kind!r}")
         for name in ("cross_layers", "cross_rank", "history"):
             if not 1 <= getattr(self, name) <= MAX_MLP_WIDTH:
                 raise ValueError(f"{name} = {getattr(self, name)} must be from 1 to {MAX_MLP_WIDTH}")
@@ -273,6 +275,11 @@ class Model(Section, frozen=True, kw_only=True):
             raise ValueError(
                 f"bottom_mlp, top_mlp, attention_mlp and final_mlp list widths, which must be from 1 to {MAX_MLP_WIDTH}"
             )
+
+    def _ends_in(self, name: str, end: str) -> bool:
+        """Whether there are such widths; that of the tables is not known here."""
+        widths = getattr(self, name)
+        return bool(widths) and (end != ONE or widths[-1] == 1)
 
 
 class Schedule(Section, frozen=True, kw_only=True):
@@ -325,7 +332,7 @@ def check_clip(name: str, clip: float | None) -> None:
 class SparseOptimizer(Section, frozen=True, kw_only=True):
     """Of the rows. Momentum and weight decay are refused: they change rows that no batch touches, which no cache can follow."""
 
-    kind: Literal["sgd", "adagrad", "rowwise_adagrad", "adam"]
+    kind: RowOptimizerKind  # {ROW_OPTIMIZERS}
     lr: float  # learning rate
     eps: float | None = None  # 1e-10 for Adagrad and 1e-8 for Adam by default
     betas: tuple[float, float] = (0.9, 0.999)  # adam
@@ -347,11 +354,10 @@ class SparseOptimizer(Section, frozen=True, kw_only=True):
                 )
         check_learning_rate(self.lr, self.schedule)
         check_clip("clip_rows", self.clip_rows)
-        if self.kind == "adam" and self.lr == 0:
-            raise ValueError(
-                'lr = 0 is refused for kind = "adam", as torch.optim.SparseAdam does; to freeze rows use kind = "sgd"'
-            )
-        if self.kind != "sgd" and not self.epsilon > 0:
+        known = ROW_OPTIMIZERS[self.kind]
+        if not known.trains_at_zero_lr and self.lr == 0:
+            raise ValueError(f'lr = 0 is refused for kind = "{self.kind}"; to freeze rows use kind = "sgd"')
+        if known.eps is not None and not self.epsilon > 0:
             raise ValueError(f"eps = {self.eps} must be above 0: with 0 rows that no batch touches would become NaN")
         if not all(0 <= beta < 1 for beta in self.betas):
             raise ValueError(f"betas = {list(self.betas)} must be at least 0 and below 1")
@@ -360,9 +366,9 @@ class SparseOptimizer(Section, frozen=True, kw_only=True):
 
     @property
     def epsilon(self) -> float:
-        if self.eps is not None:
-            return self.eps
-        return 1e-10 if "adagrad" in self.kind else 1e-8
+        """0 where the optimizer has none."""
+        default = ROW_OPTIMIZERS[self.kind].eps
+        return self.eps if self.eps is not None else default or 0.0
 
 
 class DenseOptimizer(Section, frozen=True, kw_only=True):
@@ -420,7 +426,8 @@ class Cache(Section, frozen=True, kw_only=True):
     # device bytes for rows, all groups together, or `"20000 rows"` where all tables have one width and dtype; staging comes on top:
     # the rows of two typical plans each way, and at least 1 MiB in all
     capacity: Size
-    policy: Policy = "lookahead"  # who leaves; `lru`, `lfu` and `static` are there to compare with, exact as well
+    # which rows leave: {EVICTION_POLICIES}; all but the first are there to compare with, exact as well
+    policy: Policy = "lookahead"
     # a file of rows that stay on the device once they are there, as `prefetcher profile --out` writes it
     pin: str | None = None
     # group -> its exact share of the capacity, such as `fp32_d16_sgd = "16MiB"` or `"20000 rows"`; the other groups divide what is left

@@ -14,6 +14,7 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
+from rowcast.job.row_optimizers import ROW_OPTIMIZERS
 from rowcast.job.schema import Job, RowType, SparseOptimizer, parse_bytes, parse_rows
 
 KEY_SHIFT = 48  # key = table_index << 48 | row
@@ -97,19 +98,6 @@ def aligned(nbytes: int, alignment: int = ALIGNMENT) -> int:
     return -(-nbytes // alignment) * alignment
 
 
-def state_parts(optimizer: SparseOptimizer, dim: int) -> list[tuple[str, int, float]]:
-    """(name as torch.optim has it, width in fp32 elements, initial value) of each per-row state."""
-    match optimizer.kind:
-        case "sgd":
-            return []
-        case "adagrad":
-            return [("sum", dim, optimizer.initial_accumulator)]
-        case "rowwise_adagrad":
-            return [("sum", 1, optimizer.initial_accumulator)]
-        case "adam":
-            return [("exp_avg", dim, 0.0), ("exp_avg_sq", dim, 0.0)]
-
-
 def has_master(optimizer: SparseOptimizer, dtype: RowType) -> bool:
     return optimizer.master and dtype != "fp32"
 
@@ -119,7 +107,10 @@ def record_parts(optimizer: SparseOptimizer, dtype: RowType, dim: int) -> tuple[
     content: list[tuple[str, RowType, int, float | None]] = [("weight", dtype, dim, None)]
     if has_master(optimizer, dtype):
         content.append(("master", "fp32", dim, None))
-    content += [(name, "fp32", width, initial) for name, width, initial in state_parts(optimizer, dim)]
+    content += [
+        (state.name, "fp32", state.width(dim), optimizer.initial_accumulator if state.accumulates else 0.0)
+        for state in ROW_OPTIMIZERS[optimizer.kind].states
+    ]
     parts, end = [], 0
     for name, part_dtype, width, initial in content:
         parts.append(RecordPart(name=name, dtype=part_dtype, offset=end, width=width, initial=initial))

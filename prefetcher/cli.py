@@ -5,6 +5,7 @@ from typing import Annotated
 
 import typer
 
+from rowcast.job.eviction_policies import EVICTION_POLICIES
 from rowcast.job.file import load_job
 from rowcast.runtime.command import run_command
 from rowcast.runtime.errors import ConfigError
@@ -136,7 +137,7 @@ def simulate(
     ] = None,
     policies: Annotated[
         list[str] | None,
-        typer.Option("--policy", help="lookahead, lru, lfu, static, window, ttl or belady. Repeatable."),
+        typer.Option("--policy", help=f"{', '.join(EVICTION_POLICIES)}, window, ttl or belady. Repeatable."),
     ] = None,
     capacity_rows: Annotated[
         list[int] | None, typer.Option("--capacity-rows", min=1, help="Slots. Repeatable.")

@@ -12,7 +12,8 @@ from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 
 from rowcast.analysis.check.findings import Finding, error, ok, warning
-from rowcast.job.schema import BUILT_IN_MODELS, Job
+from rowcast.job.models import BUILT_IN_MODELS
+from rowcast.job.schema import Job
 from rowcast.prefetcher.checkpoints.folder import Checkpoints
 from rowcast.runtime.disk import RealDisk
 from rowcast.runtime.errors import ConfigError

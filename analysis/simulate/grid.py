@@ -3,20 +3,22 @@
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
-from typing import Any, get_args
+from typing import Any
 
 import msgspec
 
+from rowcast.job.eviction_policies import EVICTION_POLICIES
 from rowcast.job.file import parse_job
 from rowcast.job.formats import FORMATS
-from rowcast.job.schema import Data, Horizon, Job, Policy
+from rowcast.job.schema import Data, Horizon, Job
 from rowcast.runtime.errors import ConfigError
 
 BOUND = "belady"
 SIMULATED = ("window", "ttl", BOUND)  # known to the simulator only
-POLICIES = (*get_args(Policy), *SIMULATED)
+POLICIES = (*EVICTION_POLICIES, *SIMULATED)
 AUTO_BATCHES = 64
-LOOKING_AHEAD = ("lookahead", "window", "ttl")  # the others know no future, or all of it
+# the others know no future, or all of it
+LOOKING_AHEAD = (*(name for name, own in EVICTION_POLICIES.items() if own.looks_ahead), "window", "ttl")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -105,7 +107,7 @@ def settings(job: Job, grid: Grid) -> list[Setting]:
     """At the job's capacity and batches. Horizons below the depth are raised to it, as in a run, and equal settings occur once."""
     found: dict[tuple[str, Horizon | None], Setting] = {}
     for policy, horizon in product(grid.policies or [job.cache.policy], grid.horizons or [job.lookahead.horizon]):
-        trained = {"policy": policy} if policy in get_args(Policy) else {}
+        trained = {"policy": policy} if policy in EVICTION_POLICIES else {}
         own = with_values(job, {"lookahead": {"horizon": horizon}, "cache": trained})
         known = known_ahead(own, policy)
         found.setdefault((policy, known), Setting(policy=policy, horizon=known, job=own))

@@ -28,6 +28,7 @@ BOUND_STYLE = {
     "markersize": 7,
     "zorder": 2,
 }
+OTHER_LOOK = ("#000000", "x")
 STYLES = ("-", "--", ":", "-.")
 LABELS = {"lookahead": "look-ahead", "lru": "LRU", "lfu": "LFU", "ttl": "time to live"}
 SIDE_INCHES = (5.2, 4.0)  # width and height of a panel
@@ -119,7 +120,7 @@ def curves(results: Sequence[Simulation]) -> Iterator[tuple[str, dict[str, Any],
 
 def line_style(policy: str, style: str) -> dict[str, Any]:
     front = 4 if policy == "lookahead" else 3  # it often hides what lies under it
-    colour, marker = LOOKS[policy]
+    colour, marker = LOOKS.get(policy, OTHER_LOOK)
     return {"color": colour, "marker": marker, "markersize": 5, "linestyle": style, "linewidth": 1.6, "zorder": front}
 
 

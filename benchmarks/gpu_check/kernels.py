@@ -12,10 +12,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rowcast.trainer.kernels import GroupLookup, Kernels, RowOptimizerKind, Rows, Rule, torch_ops
+from rowcast.job.row_optimizers import ROW_OPTIMIZERS
+from rowcast.trainer.kernels import GroupLookup, Kernels, Rows, Rule, torch_ops
 from rowcast.trainer.kernels.chunks import Chunks, cut_long_rows
 
-KINDS: tuple[RowOptimizerKind, ...] = ("sgd", "adagrad", "rowwise_adagrad", "adam")
+KINDS = tuple(ROW_OPTIMIZERS)
 DIMS = (4, 16, 33, 64, 128, 256)
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 NUM_SLOTS, NUM_BAGS, BATCH_SIZE, MOST_LOOKUPS = 4096, 2048, 1024, 4  # look-ups of a bag, at most
@@ -25,7 +26,7 @@ TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    kind: RowOptimizerKind
+    kind: str
     dim: int
     dtype: torch.dtype
     master: bool
@@ -70,7 +71,7 @@ def random_lookup(device: torch.device, rng: np.random.Generator) -> GroupLookup
 
 def random_rows(case: Case, device: torch.device) -> Rows:
     generator = torch.Generator().manual_seed(3)
-    widths = {"sgd": [], "adagrad": [case.dim], "rowwise_adagrad": [1], "adam": [case.dim, case.dim]}[case.kind]
+    widths = [state.width(case.dim) for state in ROW_OPTIMIZERS[case.kind].states]
     master = torch.randn(NUM_SLOTS, case.dim, generator=generator).to(device)
     states = tuple(torch.rand(NUM_SLOTS, width, generator=generator).to(device) for width in widths)
     return Rows(weight=master.to(case.dtype), master=master.clone() if case.master else None, states=states)

@@ -116,10 +116,12 @@ def forget(cells: U64, num_tracked: I64, key: int, place: int) -> None:
 
 
 @compiled_loop
-def forget_all(cells: U64, num_tracked: I64, keys: I64, places: I64) -> None:
+def forget_before(place: int, cells: U64, num_tracked: I64, keys: I64, places: I64) -> None:
+    """Rows whose last occurrence is before `place`; the others stay tracked."""
     for i in range(len(keys)):
         expect(cells, keys, i + AHEAD)
-        forget(cells, num_tracked, keys[i], places[i])
+        if places[i] < place:
+            forget(cells, num_tracked, keys[i], places[i])
 
 
 @compiled_loop

@@ -1,35 +1,92 @@
-"""Who leaves.
+"""Which rows leave: what every eviction policy promises, and what becomes of the rows that it chose.
 
-Look-ahead: rows whose next use is farthest, unknown counting as farthest; ties by oldest last use, then smallest key. Rows without a known
-next use are idle and stand in one line in the order (last use, key); rows with a known one wait in the queue of that step (horizon.py):
+Rows without a known next use are idle and stand in one line in the order (last use, key); rows with a known one wait in the queue of that
+step, in the same order (horizon.py):
 
-    idle                 7 3 . 9 4 . 5          victims come off this head first,
-    queue of step p+2    8 1                    then off the heads of the queues, from the farthest step
-    queue of step p+1    2 6                    to the nearest
+    idle                 7 3 . 9 4 . 5
+    queue of step p+1    2 6
+    queue of step p+2    8 1
 
-The other policies look at nothing but the past, so to them every row is idle (their planner's horizon is 0). LRU takes the head of the
-line. The rest give each resident row a *worth* and take the least worthy, ties by oldest last use, then smallest key.
+A policy that does not look ahead knows no batch but the one that is planned, so to it every row is idle.
 """
 
 from collections.abc import Iterable
+from importlib import import_module
 from typing import NamedTuple, Protocol
 
 import numpy as np
 
+from rowcast.job.eviction_policies import EVICTION_POLICIES
 from rowcast.prefetcher.planner.directory import Records
 from rowcast.prefetcher.planner.grouping import I32, I64, sort_pairs
 from rowcast.prefetcher.planner.horizon import DIRTY, NONE, PINNED, Ring
 from rowcast.runtime.compiled import compiled, compiled_loop
 
+NEVER = 2**31 - 1  # instead of a step: no batch that is known uses the row
+
+
+class Residents(NamedTuple):
+    """A group's rows while a step is planned, by where their state lies in the ring. Those of the step itself may not leave."""
+
+    ring: Ring
+    oldest: int  # the line of idle rows is from here
+    head: int  # to here, where the step's own rows begin
+    following: int  # the rows that known later batches use are from here
+    tail: int  # to here
+    step: int
+    last_step: int  # that is known
+
 
 class Victims(NamedTuple):
-    """In the order of choice, then sorted: dirty ones first, each part by ascending key."""
-
     keys: I64
     places: I64
     slots: I32
     last_uses: I32
     dirty: I32  # 1 or 0
+
+
+class EvictionPolicy(Protocol):
+    """For one group, under one planner. What it answers is a function of the batches planned so far and, where it looks ahead, of those
+    known, never of time.
+    """
+
+    per_use: int  # added to a row's score by every batch that uses it
+
+    def first_scores(self, keys: I64) -> I32 | None:
+        """The scores of rows that are fetched, before their first use; None: all are 0. `keys` are ascending."""
+
+    def choose(self, rows: Residents, victims: Victims) -> int:
+        """Fills `victims` and returns how many rows it found, which is less than there is room for only where no more may leave.
+
+        Changes nothing else: `rows` are read only.
+        """
+
+
+class LeastScore:
+    """The base of policies whose rows have a score: the least one leaves first, ties by oldest last use, then smallest key."""
+
+    per_use = 0
+
+    def first_scores(self, keys: I64) -> I32 | None:
+        return None
+
+    def ranks(self, scores: I64, next_uses: I32) -> I64:
+        """For rows that may leave, whose next use is a step or NEVER: the least rank leaves first. Not negative."""
+        return scores
+
+    def choose(self, rows: Residents, victims: Victims) -> int:
+        most = rows.head - rows.oldest + rows.tail - rows.following
+        places, scores, next_uses = np.empty(most, np.int64), np.empty(most, np.int64), np.empty(most, np.int32)
+        count = candidates(rows, places, scores, next_uses)
+        ranks, order = self.ranks(scores[:count], next_uses[:count]), np.arange(count, dtype=np.int32)
+        sort_pairs(ranks, order)
+        return pick_all(rows.ring.rows, places[order[: len(victims.keys)]], victims)
+
+
+def new_policy(name: str, first_batches: Iterable[I64]) -> EvictionPolicy:
+    """`first_batches`: the distinct keys of each of the run's first batches, taken only if the policy looks at them."""
+    policy: EvictionPolicy = import_module(EVICTION_POLICIES[name].module).new_policy(first_batches)
+    return policy
 
 
 def new_victims(count: int) -> Victims:
@@ -38,110 +95,74 @@ def new_victims(count: int) -> Victims:
     return Victims(keys, places, slots, last_uses, dirty)
 
 
-class Worth(Protocol):
-    """A policy that looks at the past only."""
-
-    per_use: int  # added to a row's worth by every batch that uses it
-
-    def of(self, keys: I64) -> I32:
-        """The worth of rows that come, before their first use; `keys` are ascending."""
-
-
-class Frequency:
-    """LFU: the batches that used a row since its fill."""
-
-    per_use = 1
-
-    def of(self, keys: I64) -> I32:
-        return np.zeros(len(keys), np.int32)
-
-
-class Hotness:
-    """A static hot set, as frequency-ordered caches have it: a row is worth the batches among some first ones that use it, for good."""
-
-    per_use = 0
-
-    def __init__(self, batches: Iterable[I64]) -> None:
-        """`batches`: the distinct keys of each."""
-        self._keys, counts = np.unique(np.concatenate([np.zeros(0, np.int64), *batches]), return_counts=True)
-        self._counts = counts.astype(np.int32)
-
-    def of(self, keys: I64) -> I32:
-        worth = np.zeros(len(keys), np.int32)
-        _, ours, theirs = np.intersect1d(self._keys, keys, assume_unique=True, return_indices=True)
-        worth[theirs] = self._counts[ours]
-        return worth
-
-
 @compiled_loop
-def take_idle(ring: Ring, oldest: int, head: int, victims: Victims) -> tuple[int, int]:
-    """Takes rows off the head of the line, the oldest first, as many as there are up to all that are wanted.
-
-    Returns how many, and where the line begins now. Pinned rows are passed over and stay at its head."""
-    last = len(ring.rows) - 1
-    taken, place, begin = 0, oldest, NONE
-    while taken < len(victims.keys) and place < head:
-        row = ring.rows[place & last]
-        if row["slot"] != NONE:
-            if not row["flags"] & PINNED:
-                take(row, place, victims, taken)
-                taken += 1
-            elif begin == NONE:
-                begin = place
-        place += 1
-    return taken, place if begin == NONE else begin
-
-
-@compiled_loop
-def take_queued(ring: Ring, step: int, farthest: int, victims: Victims, taken: int) -> int:
-    """Fills `victims` up from `taken` with rows whose next use is known, the farthest first, none of `step` itself."""
-    last = len(ring.rows) - 1
-    for next_use in range(farthest, step, -1):
-        at = next_use & (len(ring.first) - 1)
-        while taken < len(victims.keys) and ring.heads[at] < ring.tails[at]:
-            place = ring.first[at] + ring.queued[(ring.first[at] + ring.heads[at]) & last]
-            ring.heads[at] += 1
-            row = ring.rows[place & last]
-            take(row, place, victims, taken)
-            row["last_use"] = step if row["flags"] & DIRTY else NONE
-            row["flags"] = 0
-            taken += 1
-    return taken
-
-
-@compiled
-def take_least_worthy(ring: Ring, oldest: int, head: int, victims: Victims) -> int:
-    """Takes exactly the rows that are wanted out of the line. The caller made sure that so many are not pinned."""
-    worth, offsets = np.empty(head - oldest, np.int64), np.empty(head - oldest, np.int32)
-    count = weigh(ring.rows, oldest, head, worth, offsets)
-    sort_pairs(worth[:count], offsets[:count])
-    take_some(ring.rows, oldest, offsets[:count], victims)
-    return min(count, len(victims.keys))
-
-
-@compiled_loop
-def weigh(rows: Records, oldest: int, head: int, worth: I64, offsets: I32) -> int:
-    """Fills `worth` and `offsets`, places from the oldest on, of the idle rows that may leave; returns how many."""
-    last, count = len(rows) - 1, 0
-    for place in range(oldest, head):
-        row = rows[place & last]
-        worth[count], offsets[count] = row["worth"], place - oldest
-        count += row["slot"] != NONE and not row["flags"] & PINNED
+def candidates(rows: Residents, places: I64, scores: I64, next_uses: I32) -> int:
+    """Fills the arrays with the rows that may leave, idle ones first; returns how many."""
+    last, count = len(rows.ring.rows) - 1, 0
+    for begin, end in ((rows.oldest, rows.head), (rows.following, rows.tail)):
+        for place in range(begin, end):
+            row = rows.ring.rows[place & last]
+            places[count], scores[count] = place, row["score"]
+            next_uses[count] = NEVER if place < rows.head else row["step"]
+            count += row["slot"] != NONE and not row["flags"] & PINNED
     return count
 
 
 @compiled_loop
-def take_some(rows: Records, oldest: int, offsets: I32, victims: Victims) -> None:
-    for i in range(min(len(offsets), len(victims.keys))):
-        place = oldest + offsets[i]
-        take(rows[place & (len(rows) - 1)], place, victims, i)
+def pick_all(rows: Records, places: I64, victims: Victims) -> int:
+    for i in range(len(places)):
+        pick(rows[places[i] & (len(rows) - 1)], places[i], victims, i)
+    return len(places)
 
 
 @compiled_loop
-def take(row: np.void, place: int, victims: Victims, i: int) -> None:
+def pick(row: np.void, place: int, victims: Victims, i: int) -> None:
     victims.keys[i], victims.places[i], victims.slots[i] = row["key"], place, row["slot"]
     victims.last_uses[i], victims.dirty[i] = row["last_use"], row["flags"] & DIRTY
-    row["slot"] = NONE
+
+
+@compiled_loop
+def leave(rows: Residents, victims: Victims) -> tuple[int, int]:
+    """The victims leave. Returns how many were idle, and where the line of idle rows begins now."""
+    ring, last, num_idle = rows.ring, len(rows.ring.rows) - 1, 0
+    for i in range(len(victims.places)):
+        row = ring.rows[victims.places[i] & last]
+        row["slot"] = NONE
+        if victims.places[i] < rows.head:
+            num_idle += 1
+        else:
+            row["last_use"] = rows.step if row["flags"] & DIRTY else NONE
+            row["flags"] = 0
+    leave_queues(rows, len(victims.places) - num_idle)
+    oldest = rows.oldest
+    while oldest < rows.head and ring.rows[oldest & last]["slot"] == NONE:
+        oldest += 1
+    return num_idle, oldest
+
+
+@compiled_loop
+def leave_queues(rows: Residents, num_left: int) -> None:
+    """Takes the `num_left` rows that left out of the queues, the farthest first. What leaves a queue's head costs nothing more."""
+    ring, last = rows.ring, len(rows.ring.rows) - 1
+    for next_use in range(rows.last_step, rows.step, -1):
+        at = next_use & (len(ring.first) - 1)
+        first = ring.first[at]
+        while num_left and ring.heads[at] < ring.tails[at]:
+            if ring.rows[(first + ring.queued[(first + ring.heads[at]) & last]) & last]["slot"] != NONE:
+                break
+            ring.heads[at] += 1
+            num_left -= 1
+        if not num_left:
+            return
+        tail = ring.heads[at]
+        for i in range(tail, ring.tails[at]):
+            row = ring.queued[(first + i) & last]
+            if ring.rows[(first + row) & last]["slot"] == NONE:
+                num_left -= 1
+            else:
+                ring.queued[(first + tail) & last] = row
+                tail += 1
+        ring.tails[at] = tail
 
 
 @compiled

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from rowcast.job.tables import GroupSpec
-from rowcast.prefetcher.planner.directory import forget_all, new_directory, with_room
-from rowcast.prefetcher.planner.eviction import Worth, in_order, new_victims, take_idle, take_least_worthy, take_queued
+from rowcast.prefetcher.planner.directory import forget_before, new_directory, with_room
+from rowcast.prefetcher.planner.eviction import EvictionPolicy, Residents, in_order, leave, new_victims
 from rowcast.prefetcher.planner.grouping import I32, I64, sort_pairs
 from rowcast.prefetcher.planner.horizon import (
     DIRTY,
@@ -55,15 +55,14 @@ class GroupMoves:
 class GroupPlanner:
     """Batches `enter`, then are planned, both in step order. An evicted row's slot is filled at once, so slots 0 to n - 1 are in use.
 
-    worth: a policy that looks at the past only, or None for look-ahead, and for LRU where no batch enters before it is planned.
     pinned: keys that never leave once they are there, ascending.
     """
 
-    def __init__(self, group: GroupSpec, num_slots: int, worth: Worth | None, pinned: I64) -> None:
+    def __init__(self, group: GroupSpec, num_slots: int, policy: EvictionPolicy, pinned: I64) -> None:
         self.group = group
         self.num_slots = num_slots
         self.directory = new_directory()
-        self._worth = worth
+        self._policy = policy
         self._pinned = pinned
         self.ring = new_ring()
         self._first_step = 0  # the next one to be planned
@@ -113,12 +112,12 @@ class GroupPlanner:
         """Plans the oldest entered batch; `last_step` is the last one entered. The batch fits the slots: the caller made sure."""
         missing = np.empty(num_unique, np.int32)
         missing = missing[: find_missing(self.ring, self._head, num_unique, missing)]
-        evict, num_dirty, fill_after = self._evict(max(0, len(missing) - self.occupancy.num_free), step, last_step)
+        rows = Residents(self.ring, self._oldest, self._head, self._head + num_unique, self._tail, step, last_step)
+        evict, num_dirty, fill_after = self._evict(max(0, len(missing) - self.occupancy.num_free), rows)
         self.guessed = len(evict) > 0 and self._num_idle > 0
         fetch, last_evicted = self._fetch(missing, evict)
         unique_slots = np.empty(num_unique, np.int32)
-        per_use = 0 if self._worth is None else self._worth.per_use
-        num_dirtied, num_idle = use_rows(step, train, per_use, self._head, self.ring, unique_slots)
+        num_dirtied, num_idle = use_rows(step, train, self._policy.per_use, self._head, self.ring, unique_slots)
         self._num_dirty += num_dirtied
         self._num_idle += num_idle
         self._head += num_unique
@@ -143,20 +142,17 @@ class GroupPlanner:
         sort_pairs(keys, slots)
         return RowMove(keys=keys, slots=slots)
 
-    def _evict(self, num_victims: int, step: int, last_step: int) -> tuple[RowMove, int, int | None]:
+    def _evict(self, num_victims: int, rows: Residents) -> tuple[RowMove, int, int | None]:
         """The victims, how many are dirty, and the last step that used one of them. Their slots are to be filled at once."""
         evict = RowMove(keys=np.empty(num_victims, np.int64), slots=np.empty(num_victims, np.int32))
         if not num_victims:
             return evict, 0, None
         victims = new_victims(num_victims)
-        if self._worth is not None:
-            idle = taken = take_least_worthy(self.ring, self._oldest, self._head, victims)
-        else:
-            idle, self._oldest = take_idle(self.ring, self._oldest, self._head, victims)
-            taken = take_queued(self.ring, step, last_step, victims, idle)
-        forget_all(*self.directory, victims.keys[:idle], victims.places[:idle])
-        self._num_idle -= idle
-        assert taken == num_victims, f"{taken} rows could leave where {num_victims} have to"
+        chosen = self._policy.choose(rows, victims)
+        assert chosen == num_victims, f"{chosen} rows could leave where {num_victims} have to"
+        num_idle, self._oldest = leave(rows, victims)
+        forget_before(self._head, *self.directory, victims.keys, victims.places)
+        self._num_idle -= num_idle
         num_dirty = in_order(victims, evict.keys, evict.slots)
         self._num_dirty -= num_dirty
         return evict, num_dirty, int(victims.last_uses.max())
@@ -168,9 +164,9 @@ class GroupPlanner:
         self._num_resident = num_resident
         keys = np.empty(len(missing), np.int64)
         last_evicted = fill(self.ring, self._head, missing, slots, keys)
-        if self._worth is not None:
-            places = (self._head + missing) % len(self.ring.rows)
-            self.ring.rows["worth"][places] = self._worth.of(keys)
+        scores = self._policy.first_scores(keys)
+        if scores is not None:
+            self.ring.rows["score"][(self._head + missing) % len(self.ring.rows)] = scores
         return RowMove(keys=keys, slots=slots), last_evicted
 
 
@@ -192,6 +188,6 @@ def fill(ring: Ring, place: int, missing: I32, slots: I32, keys: I64) -> int:
     for i in range(len(missing)):
         row = ring.rows[(place + missing[i]) & (len(ring.rows) - 1)]
         last_evicted = max(last_evicted, row["last_use"])
-        row["slot"], row["worth"] = slots[i], 0
+        row["slot"], row["score"] = slots[i], 0
         keys[i] = row["key"]
     return last_evicted

@@ -49,7 +49,7 @@ OCCURRENCE = np.dtype(
         # last planned step that touches the row since its fill; not resident: that evicted it dirty
         ("last_use", np.int32),
         ("flags", np.int32),  # not resident: PINNED or nothing
-        ("worth", np.int32),  # see eviction.py
+        ("score", np.int32),  # see eviction.py
     ],
     align=True,
 )
@@ -280,11 +280,11 @@ def contains(ascending: I64, key: int) -> bool:
 @compiled_loop
 def hand_on(before: np.void, row: np.void) -> None:
     """Moves the state of a resident row to its next occurrence."""
-    row["slot"], row["last_use"], row["flags"], row["worth"] = (
+    row["slot"], row["last_use"], row["flags"], row["score"] = (
         before["slot"],
         before["last_use"],
         before["flags"],
-        before["worth"],
+        before["score"],
     )
     before["slot"] = NONE
 
@@ -303,7 +303,7 @@ def use_rows(step: int, train: bool, per_use: int, place: int, ring: Ring, uniqu
         num_dirtied += train and not row["flags"] & DIRTY
         row["flags"] |= DIRTY if train else 0
         row["last_use"] = step
-        row["worth"] += per_use
+        row["score"] += per_use
         if row["next_in"] == 0:
             num_idle += 1
             continue

@@ -7,10 +7,11 @@ from typing import Any
 
 import numpy as np
 
+from rowcast.job.eviction_policies import EVICTION_POLICIES
 from rowcast.job.schema import CheckpointInterval, Policy
 from rowcast.job.tables import GroupSpec
 from rowcast.prefetcher.planner.auto_horizon import AutoHorizon
-from rowcast.prefetcher.planner.eviction import Frequency, Hotness, Worth
+from rowcast.prefetcher.planner.eviction import new_policy
 from rowcast.prefetcher.planner.group_planner import GroupMoves, GroupPlanner, Occupancy
 from rowcast.prefetcher.planner.grouping import I64, Grouper, Grouping, Lookups, Pool, bags_of
 from rowcast.prefetcher.planner.horizon import Horizon, KnownBatch, ScheduledLookups
@@ -55,8 +56,8 @@ class RowPlanner:
     """One caller, one thread. `add` batches while `wants_batch` is above 0, `end` when there are no more, `plan` while `ready`.
 
     groups: every group of the job. slots: device slots of each. depth: steps of rows in flight. horizon: batches known beyond the one
-    being planned, or how that number grows; plans use exactly these, so they do not depend on when batches are added. policy: all but
-    "lookahead" choose victims by the past alone, as if the horizon were 0; "static" by the batches that use a row among `first_batches`.
+    being planned, or how that number grows; plans use exactly these, so they do not depend on when batches are added. policy: a name in
+    EVICTION_POLICIES; those that do not look ahead have a horizon of 0, and "static" looks at `first_batches`.
     pinned: for each group, ascending keys of rows that never leave once they are there. num_threads: changes no plan. keep_ids:
     `plan` returns batches with their ids; otherwise these are dropped once they are grouped, as nothing behind the planner needs them.
     checkpoint_every: the interval between checkpoints, each a `barrier` that the caller asks for when it is `due`; it may be set between
@@ -82,11 +83,15 @@ class RowPlanner:
         self._pool = Pool(num_threads)
         self._keep_ids = keep_ids
         self._groupers = groupers_of(groups, self._pool)
-        worths = [new_worth(policy, grouper, first_batches) for grouper in self._groupers]
+        policies = [
+            new_policy(policy, (grouper.group(grouper.lookups(batch.batch)).keys for batch in first_batches))
+            for grouper in self._groupers
+        ]
         pins = pinned or tuple(np.zeros(0, np.int64) for _ in groups)
-        self._groups = tuple(GroupPlanner(*of_group) for of_group in zip(groups, slots, worths, pins, strict=True))
-        self._auto = horizon if isinstance(horizon, AutoHorizon) and policy == "lookahead" else None
-        fixed = 0 if policy != "lookahead" or isinstance(horizon, AutoHorizon) else horizon
+        self._groups = tuple(GroupPlanner(*of_group) for of_group in zip(groups, slots, policies, pins, strict=True))
+        horizon = horizon if EVICTION_POLICIES[policy].looks_ahead else 0
+        self._auto = horizon if isinstance(horizon, AutoHorizon) else None
+        fixed = 0 if isinstance(horizon, AutoHorizon) else horizon
         self._horizon = Horizon(fixed if self._auto is None else self._auto.num_batches)
         self._way_home = WayHome(depth)
         self._last_planned: int | None = None
@@ -266,14 +271,6 @@ def groupers_of(groups: tuple[GroupSpec, ...], pool: Pool | None = None) -> tupl
     """One a group; `groups` are all groups of the job."""
     num_features = sum(group.num_features for group in groups)
     return tuple(Grouper(group, num_features, pool) for group in groups)
-
-
-def new_worth(policy: Policy, grouper: Grouper, first_batches: Sequence[ScheduledLookups]) -> Worth | None:
-    if policy == "lfu":
-        return Frequency()
-    if policy == "static":
-        return Hotness(grouper.group(grouper.lookups(scheduled.batch)).keys for scheduled in first_batches)
-    return None
 
 
 def group_plan(grouper: Grouper, grouping: Grouping, moves: GroupMoves) -> GroupPlan:

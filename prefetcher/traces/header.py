@@ -4,6 +4,7 @@ from pathlib import Path
 
 import msgspec
 
+from rowcast.job.eviction_policies import EVICTION_POLICIES
 from rowcast.job.schema import CheckpointInterval, Horizon, Job, parse_bytes
 from rowcast.job.tables import GroupSpec
 from rowcast.prefetcher.planner.pin_files import checksum, read_pins
@@ -41,7 +42,7 @@ class TraceHeader(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 def trace_header(job: Job, groups: tuple[GroupSpec, ...], slots: tuple[int, ...]) -> TraceHeader:
-    horizon = job.lookahead.known_ahead if job.cache.policy == "lookahead" else None
+    horizon = job.lookahead.known_ahead if EVICTION_POLICIES[job.cache.policy].looks_ahead else None
     return TraceHeader(
         tables=trace_tables(job),
         groups=[

@@ -15,10 +15,10 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from rowcast.trainer.kernels import GroupLookup, RowOptimizerKind, triton_ops
+from rowcast.trainer.kernels import GroupLookup, triton_ops
 from tests.kernels.lookups import Layout, divisors_of, group_of, rule_of
 
-CASES: tuple[tuple[int, torch.dtype, bool, RowOptimizerKind], ...] = (
+CASES: tuple[tuple[int, torch.dtype, bool, str], ...] = (
     (128, torch.float32, False, "adagrad"),
     (16, torch.bfloat16, True, "rowwise_adagrad"),
 )
@@ -49,7 +49,7 @@ def groups() -> Iterator[GroupLookup]:
         yield group_of(ids, np.full(num_lookups, 1), None, slots)
 
 
-def call(dim: int, dtype: torch.dtype, master: bool, kind: RowOptimizerKind) -> None:
+def call(dim: int, dtype: torch.dtype, master: bool, kind: str) -> None:
     layout = Layout(dim=dim, kind=kind, dtype=dtype, master=master)
     for step, group in enumerate(groups()):
         rows, rule = layout.rows(layout.records(64)), rule_of(kind, clip=0.5, step=step + 1)
@@ -69,7 +69,7 @@ def main(capability: int) -> None:
         kernel = run(self, *arguments, grid=grid, warmup=True, **options)
         compiled[id(kernel)] = {
             "name": self.fn.__name__,
-            "kind": options.get("KIND"),
+            "kind": options["RULE"].__module__.rpartition(".")[2] if options.get("RULE") else None,
             "dim": options["D"],
             "ptx": kernel.asm["ptx"],
         }

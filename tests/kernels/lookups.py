@@ -11,12 +11,14 @@ import pytest
 import torch
 from torch import Tensor
 
+import rowcast.protocol.plan
 import rowcast.trainer.kernels.chunks
-from rowcast.trainer.kernels import GroupLookup, RowOptimizerKind, Rows, Rule, torch_ops
+from rowcast.job.row_optimizers import ROW_OPTIMIZERS
+from rowcast.trainer.kernels import GroupLookup, Rows, Rule, torch_ops
 from rowcast.trainer.kernels.chunks import Chunks, cut_long_rows
 from rowcast.trainer.kernels.self_check import fill_randomly
 
-KINDS: tuple[RowOptimizerKind, ...] = ("sgd", "adagrad", "rowwise_adagrad", "adam")
+KINDS = tuple(ROW_OPTIMIZERS)
 PRECISIONS = (
     (torch.float32, False),
     (torch.float16, False),
@@ -27,7 +29,7 @@ PRECISIONS = (
 Array = npt.NDArray[np.int64]
 
 
-def rule_of(kind: RowOptimizerKind, clip: float | None = None, step: int = 3) -> Rule:
+def rule_of(kind: str, clip: float | None = None, step: int = 3) -> Rule:
     return Rule(kind=kind, lr=0.037 * step, eps=1e-8, betas=(0.9, 0.999), step=step, clip=clip)
 
 
@@ -75,13 +77,13 @@ class Layout:
     """Of a record: weights, master, states, each at a multiple of 16 bytes."""
 
     dim: int
-    kind: RowOptimizerKind = "sgd"
+    kind: str = "sgd"
     dtype: torch.dtype = torch.float32
     master: bool = False
 
     def parts(self) -> list[tuple[int, int]]:
         """Where each fp32 part starts, and its width; and the end."""
-        states = {"sgd": [], "adagrad": [self.dim], "rowwise_adagrad": [1], "adam": [self.dim, self.dim]}[self.kind]
+        states = [state.width(self.dim) for state in ROW_OPTIMIZERS[self.kind].states]
         end = -(-self.dim * self.dtype.itemsize // 16) * 4
         found = []
         for width in [*([self.dim] if self.master else []), *states]:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from examples.plain_loop import run_plain_loop
 from rowcast.job.tables import group_specs
-from rowcast.trainer.kernels import GroupLookup, Kernels, RowOptimizerKind, Rows, Rule, torch_ops
+from rowcast.trainer.kernels import GroupLookup, Kernels, Rows, Rule, torch_ops
 from rowcast.trainer.kernels.choose import checked, choose_kernels
 from rowcast.trainer.kernels.compiled_ops import CompiledOps
 from rowcast.trainer.kernels.optim import warm_up_sqrt
@@ -42,7 +42,7 @@ SHAPES = ((0, False, False), (0, True, False), (3, False, False), (3, True, Fals
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Work so small that tests have it is shared out, in several blocks."""
     monkeypatch.setattr("rowcast.trainer.kernels.thread_pool.MIN_FLOATS", 1)
-    monkeypatch.setattr("rowcast.trainer.kernels.compiled_ops.BLOCK_FLOATS", 700)
+    monkeypatch.setattr("rowcast.trainer.kernels.compiled_blocks.BLOCK_FLOATS", 700)
     warm_up_sqrt()
     before = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -79,7 +79,7 @@ def assert_equal_steps(
 @pytest.mark.parametrize("dim", DIMS)
 @pytest.mark.parametrize(("most", "weighted", "mean"), SHAPES)
 def test_steps_have_the_bits_of_torch(
-    ours: Kernels, kind: RowOptimizerKind, dim: int, most: int, weighted: bool, mean: bool
+    ours: Kernels, kind: str, dim: int, most: int, weighted: bool, mean: bool
 ) -> None:
     group = random_group(dim, 30, 61, most, weighted)
     num_bags = len(group.slots) if group.offsets is None else len(group.offsets) - 1
@@ -91,7 +91,7 @@ def test_steps_have_the_bits_of_torch(
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dim", range(4, 131, 3))
-def test_every_width_has_the_bits_of_torch(kind: RowOptimizerKind, dim: int) -> None:
+def test_every_width_has_the_bits_of_torch(kind: str, dim: int) -> None:
     group = random_group(dim, 30, 40, 0)
     assert_equal_steps(
         CompiledOps(1), Layout(dim=dim, kind=kind), group, random_gradients(40, dim), None, rule_of(kind)
@@ -107,7 +107,7 @@ def test_rows_of_16_bits_are_trained_as_torch_trains_them(dtype: torch.dtype, ma
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_clipped_rows_are_trained_as_torch_trains_them(kind: RowOptimizerKind) -> None:
+def test_clipped_rows_are_trained_as_torch_trains_them(kind: str) -> None:
     group = random_group(2, 30, 61, 3)
     assert_equal_steps(
         CompiledOps(2), Layout(dim=12, kind=kind), group, random_gradients(61, 12), None, rule_of(kind, clip=0.01)
@@ -116,7 +116,7 @@ def test_clipped_rows_are_trained_as_torch_trains_them(kind: RowOptimizerKind) -
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("strange", [float("nan"), float("inf"), float("-inf"), 1e-40, 1e-45, 3e38, -0.0])
-def test_strange_gradients_make_what_torch_makes_of_them(ours: Kernels, kind: RowOptimizerKind, strange: float) -> None:
+def test_strange_gradients_make_what_torch_makes_of_them(ours: Kernels, kind: str, strange: float) -> None:
     group, layout = random_group(3, 30, 61, 0), Layout(dim=33, kind=kind)
     grads = random_gradients(61, 33)
     grads[::5, ::2], grads[1::5] = strange, -0.0
@@ -142,7 +142,7 @@ def test_zeros_of_either_sign_are_looked_up_as_torch_does() -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("counts", [None, np.zeros(4, np.int64)], ids=["no bags", "empty bags"])
 def test_a_step_without_look_ups_changes_nothing(
-    ours: Kernels, kind: RowOptimizerKind, counts: "np.typing.NDArray[np.int64] | None"
+    ours: Kernels, kind: str, counts: "np.typing.NDArray[np.int64] | None"
 ) -> None:
     layout = Layout(dim=5, kind=kind)
     group = group_of(np.zeros(0, np.int64), counts, None, torch.arange(3, dtype=torch.int32))

@@ -1,12 +1,11 @@
 """Plans against brute force, against an exhaustive search, and replayed on slots and a store."""
 
 from dataclasses import replace
-from typing import get_args
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rowcast.job.schema import Policy
+from rowcast.job.eviction_policies import EVICTION_POLICIES
 from rowcast.protocol.plan import BarrierPlan, StepPlan
 from tests.support.planner_oracle import fewest_fetches, oracle_entries
 from tests.support.planner_runs import (
@@ -30,7 +29,7 @@ runs = st.builds(
     batch_size=st.integers(1, 4),
     depth=st.integers(1, 4),
     horizon=st.integers(0, 8),
-    policy=st.sampled_from(get_args(Policy)),
+    policy=st.sampled_from(list(EVICTION_POLICIES)),
     pins=st.booleans(),
 )
 

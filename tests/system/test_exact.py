@@ -4,7 +4,6 @@ import functools
 import gc
 import itertools
 from collections.abc import Iterator
-from typing import get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -12,6 +11,7 @@ import pytest
 from torch import Tensor
 
 from examples.plain_loop import run_plain_loop
+from rowcast.job.eviction_policies import EVICTION_POLICIES
 from rowcast.job.schema import Policy
 from rowcast.job.tables import GroupSpec, group_specs
 from rowcast.prefetcher.planner.planner import RowPlanner
@@ -97,7 +97,7 @@ def hot_keys(
     return tuple(found)
 
 
-@pytest.mark.parametrize("policy", get_args(Policy))
+@pytest.mark.parametrize("policy", EVICTION_POLICIES)
 @pytest.mark.parametrize("pins", [0, 20])
 def test_every_policy_with_and_without_pinned_rows_gives_the_bits_of_the_plain_loop(policy: Policy, pins: int) -> None:
     losses, end, batches = reference("adagrad", "multi")

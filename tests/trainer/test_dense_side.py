@@ -8,11 +8,11 @@ from torch import Tensor, nn
 
 from rowcast.job.file import parse_job
 from rowcast.job.learning_rate import learning_rate
-from rowcast.job.schema import BUILT_IN_MODELS, Job
+from rowcast.job.schema import Job
 from rowcast.job.tables import group_specs
 from rowcast.runtime.errors import ConfigError
 from rowcast.trainer.kernels.torch_ops import clip_rows
-from rowcast.trainer.models import BUILDERS, mean_loss
+from rowcast.trainer.models import mean_loss
 from rowcast.trainer.models.compiled import check_compiler
 from rowcast.trainer.models.dense_state import (
     model_state,
@@ -52,10 +52,6 @@ def train(side: DenseSide, train_step: int) -> Tensor:
     torch.autograd.backward(loss)
     side.step(train_step)
     return loss.detach()
-
-
-def test_the_models_that_a_job_file_may_name_are_those_that_can_be_built() -> None:
-    assert tuple(BUILDERS) == BUILT_IN_MODELS
 
 
 def test_bf16_is_autocast_of_the_forward_with_weights_gradients_and_logits_in_fp32() -> None:

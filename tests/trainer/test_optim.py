@@ -7,13 +7,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from rowcast.job.row_optimizers import ROW_OPTIMIZERS
 from rowcast.job.schema import RowType, SparseOptimizer
 from rowcast.job.tables import GroupSpec, record_parts
 from rowcast.trainer.kernels import torch_ops
 from rowcast.trainer.kernels.optim import DTYPES, part_of, rows_of, rule_at, warm_up_sqrt
 from tests.support.full_capacity import bits
 
-KINDS = ("sgd", "adagrad", "rowwise_adagrad", "adam")
+KINDS = tuple(ROW_OPTIMIZERS)
 WIDTHS = (1, 4, 5, 12, 16, 33, 64)
 ROWS_AND_THREADS = ((1, 1), (3, 1), (5000, 1), (5000, 2))
 
@@ -89,7 +90,7 @@ class StockTable:
                 return [self.weight, state["sum"]]
             case "rowwise_adagrad":
                 return [self.weight, self.rowwise_sum]
-            case "adam":
+            case _:
                 return [self.weight, state["exp_avg"], state["exp_avg_sq"]]
 
 

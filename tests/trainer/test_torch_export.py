@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 from torch.export import Dim
 
-from rowcast.trainer.models import BUILDERS, Embedded, Sequences, build_model
+from rowcast.job.models import BUILT_IN_MODELS
+from rowcast.trainer.models import Embedded, Sequences, build_model
 from tests.support.full_capacity import NUM_DENSE, make_job
 
 WIDTH = 4
@@ -44,7 +45,7 @@ def free_sizes(embeddings: list[Embedded]) -> list[Any]:
     ]
 
 
-@pytest.mark.parametrize("kind", BUILDERS)
+@pytest.mark.parametrize("kind", BUILT_IN_MODELS)
 def test_an_exported_model_has_the_bits_of_the_model_at_any_batch_size(kind: str) -> None:
     tables = [
         {"name": f"t{i}", "num_embeddings": 9, "embedding_dim": WIDTH, "features": [f"f{i}"]}

@@ -9,14 +9,12 @@ looked up very often would keep all others waiting. So there each chunk of a lon
 """
 
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Protocol
 
 from torch import Tensor
 
 from rowcast.protocol.plan_layout import LookupArrays
 from rowcast.trainer.kernels.chunks import Chunks
-
-RowOptimizerKind = Literal["sgd", "adagrad", "rowwise_adagrad", "adam"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,14 +33,16 @@ class Rows:
     weight: Tensor  # f32, f16 or bf16 [num_slots, D]: what a look-up reads
     # f32 [num_slots, D]: the weights before rounding; None where `weight` itself is what is trained
     master: Tensor | None
-    states: tuple[Tensor, ...]  # f32 [num_slots, D], or [num_slots, 1] of rowwise_adagrad; in the order of the record
+    states: tuple[
+        Tensor, ...
+    ]  # f32 [num_slots, D], or [num_slots, 1] of a state with one element a row; in the order of the record
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rule:
     """The row optimizer at one train step."""
 
-    kind: RowOptimizerKind
+    kind: str  # in job.row_optimizers.ROW_OPTIMIZERS
     lr: float
     eps: float
     betas: tuple[float, float]  # adam

@@ -3,7 +3,7 @@
     flat    | weight  | sum     | weight  | sum     | ...        slot s of a part: flat[s * stride + column]
             <----- stride ------>
 
-Each loop takes the items from `first` to `end` and writes these alone, so that threads may share them out; the look-ups of one bag or
+Those of the row optimizers are in `row_optimizers/`. Each loop takes the items from `first` to `end` and writes these alone, so that threads may share them out; the look-ups of one bag or
 row are added by one thread in their order, starting from 0. Products and sums are rounded one by one, but for `multiply_add`, where torch
 rounds once. Indices are unsigned: a signed one might count from the end, and a loop that has to ask is not vectorized.
 """
@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from rowcast.runtime.compiled import compiled_arithmetic, multiply_add, prefetch
+from rowcast.runtime.compiled import compiled_arithmetic, prefetch
 
 F32 = npt.NDArray[np.float32]
 I32 = npt.NDArray[np.int32]
@@ -43,11 +43,6 @@ class Gradients(NamedTuple):
     lookups: I32  # [N] the look-up behind each entry of `bags`; empty without weights
     weights: F32  # [N] by look-up; empty: all are 1
     divisors: F32  # [G] of the bags; empty: all are 1
-
-
-class Rate(NamedTuple):
-    lr: np.float32
-    eps: np.float32
 
 
 @compiled_arithmetic
@@ -86,70 +81,6 @@ def sum_rows(grads: Gradients, out: F32, block: int, first: int, end: int) -> No
     """out[u - block] = the gradient of row u."""
     for u in range(first, end):
         add_up(grads, u, out, U(u - block) * U(grads.dim))
-
-
-@compiled_arithmetic
-def sum_and_descend(grads: Gradients, weights: Part, rate: Rate, scratch: F32, first: int, end: int) -> None:
-    """SGD: w = w - lr * g, rounded once. `scratch`: [D], of this thread."""
-    for u in range(first, end):
-        if u + ROWS_AHEAD < end:
-            ask_for(weights, u + ROWS_AHEAD, grads.dim)
-        add_up(grads, u, scratch, U(0))
-        row = start_of(weights, u)
-        for c in range(grads.dim):
-            weights.flat[row + U(c)] = multiply_add(scratch[U(c)], -rate.lr, weights.flat[row + U(c)])
-
-
-@compiled_arithmetic
-def sum_and_accumulate(grads: Gradients, states: Part, out: F32, sums: F32, block: int, first: int, end: int) -> None:
-    """Adagrad's first half: out[u - block] = the gradient of row u; state = state + g * g, rounded once, and a copy of it in `sums`."""
-    for u in range(first, end):
-        if u + ROWS_AHEAD < end:
-            ask_for(states, u + ROWS_AHEAD, grads.dim)
-        row, at = start_of(states, u), U(u - block) * U(grads.dim)
-        add_up(grads, u, out, at)
-        for c in range(grads.dim):
-            grad = out[at + U(c)]
-            state = multiply_add(grad, grad, states.flat[row + U(c)])
-            states.flat[row + U(c)] = state
-            sums[at + U(c)] = state
-
-
-@compiled_arithmetic
-def descend_by_roots(
-    weights: Part, dim: int, grads: F32, roots: F32, rate: Rate, block: int, first: int, end: int
-) -> None:
-    """Adagrad's second half: w = w + (-lr * g) / (root + eps)."""
-    for u in range(first, end):
-        if u + AHEAD < end:
-            ask_for(weights, u + AHEAD, dim)
-        row, at = start_of(weights, u), U(u - block) * U(dim)
-        for c in range(dim):
-            weights.flat[row + U(c)] += -rate.lr * grads[at + U(c)] / (roots[at + U(c)] + rate.eps)
-
-
-@compiled_arithmetic
-def accumulate_means(states: Part, means: F32, sums: F32, block: int, first: int, end: int) -> None:
-    """Row-wise Adagrad: state = state + mean, one a row; and a copy of it in `sums`."""
-    for u in range(first, end):
-        if u + AHEAD < end:
-            ask_for(states, u + AHEAD, 1)
-        row, at = start_of(states, u), U(u - block)
-        states.flat[row] += means[at]
-        sums[at] = states.flat[row]
-
-
-@compiled_arithmetic
-def descend_by_row_roots(
-    weights: Part, dim: int, grads: F32, roots: F32, rate: Rate, block: int, first: int, end: int
-) -> None:
-    """Row-wise Adagrad: w = w - lr * g / (root + eps), one root a row."""
-    for u in range(first, end):
-        if u + AHEAD < end:
-            ask_for(weights, u + AHEAD, dim)
-        row, at, divisor = start_of(weights, u), U(u - block) * U(dim), roots[U(u - block)] + rate.eps
-        for c in range(dim):
-            weights.flat[row + U(c)] -= rate.lr * grads[at + U(c)] / divisor
 
 
 @compiled_arithmetic

@@ -4,18 +4,18 @@
 CUDA, and has the bits of `index_add_` and of `nn.Embedding`'s dense gradient. (On the CPU it is five to ten times as fast as those two
 or `torch.segment_reduce`. It copies a whole table that is not contiguous, so it never sees the records themselves.)
 
-The row optimizers are what torch.optim would do to whole tables, done to contiguous blocks [U, width] of the rows that a batch touches,
-with the same operations in the same order. Their bits do not depend on how rows are cut into blocks, so gathered rows and whole tables
-agree.
+The row optimizers (`row_optimizers/`) are what torch.optim would do to whole tables, done to contiguous blocks [U, width] of the rows
+that a batch touches, with the same operations in the same order. Their bits do not depend on how rows are cut into blocks, so gathered
+rows and whole tables agree.
 """
-
-import math
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from rowcast.trainer.kernels import GroupLookup, RowOptimizerKind, Rows, Rule
+from rowcast.trainer.kernels import GroupLookup, Rows, Rule, row_optimizers
+
+# (weight, states, row_grads, rule): in place on blocks f32 [U, width] of the weight and of each state
+RULES = {name: module.train for name, module in row_optimizers.modules().items()}
 
 
 def lookup(rows: Rows, group: GroupLookup, divisors: Tensor | None) -> Tensor:
@@ -59,44 +59,6 @@ def clip_rows(row_grads: Tensor, clip: float) -> Tensor:
     """f32 [U, D], each row with a norm of at most `clip`: by the factor that torch.nn.utils.clip_grad_norm_ would take for it."""
     norms = (row_grads * row_grads).sum(1, keepdim=True).sqrt()
     return row_grads * (clip / (norms + 1e-6)).clamp(max=1.0)
-
-
-def sgd(weight: Tensor, states: list[Tensor], row_grads: Tensor, rule: Rule) -> None:
-    """As torch.optim.SGD without momentum and weight decay, foreach=False."""
-    weight.add_(row_grads, alpha=-rule.lr)
-
-
-def adagrad(weight: Tensor, states: list[Tensor], row_grads: Tensor, rule: Rule) -> None:
-    """As torch.optim.Adagrad (Duchi et al. 2011) with dense gradients and no lr_decay, foreach=False."""
-    (state,) = states
-    state.addcmul_(row_grads, row_grads, value=1)
-    weight.addcdiv_(row_grads, state.sqrt().add_(rule.eps), value=-rule.lr)
-
-
-def rowwise_adagrad(weight: Tensor, states: list[Tensor], row_grads: Tensor, rule: Rule) -> None:
-    """Adagrad with one accumulator a row: the mean of the squared gradient. torch.optim has none; examples/plain_loop.py defines it."""
-    (state,) = states
-    state += (row_grads * row_grads).mean(1, keepdim=True)
-    weight -= rule.lr * row_grads / (state.sqrt() + rule.eps)
-
-
-def adam(weight: Tensor, states: list[Tensor], row_grads: Tensor, rule: Rule) -> None:
-    """As torch.optim.SparseAdam (Kingma and Ba 2015, moments of touched rows only); the bias correction counts all train steps."""
-    exp_avg, exp_avg_sq = states
-    beta1, beta2 = rule.betas
-    exp_avg += row_grads.sub(exp_avg).mul_(1 - beta1)
-    exp_avg_sq += row_grads.pow(2).sub_(exp_avg_sq).mul_(1 - beta2)
-    step_size = rule.lr * math.sqrt(1 - beta2**rule.step) / (1 - beta1**rule.step)
-    weight += -step_size * exp_avg.div(exp_avg_sq.sqrt().add_(rule.eps))
-
-
-# in place on blocks f32 [U, width] of the weight and of each state
-RULES: dict[RowOptimizerKind, Callable[[Tensor, list[Tensor], Tensor, Rule], None]] = {
-    "sgd": sgd,
-    "adagrad": adagrad,
-    "rowwise_adagrad": rowwise_adagrad,
-    "adam": adam,
-}
 
 
 def segment_sum(source: Tensor, index: Tensor, offsets: Tensor) -> Tensor:

@@ -97,18 +97,18 @@ def sum_of(
 
 
 @device
-def row_sums(values: tl.tensor, ROWS: tl.constexpr) -> tl.tensor:
+def row_sums(values: tl.tensor) -> tl.tensor:
     """f32 [ROWS, 1]: neighbours are added, then their sums, and so on. Every addition has two terms, so its order is no question."""
     for _ in tl.static_range(10):
         if values.shape[1] > 1:
-            values = tl.sum(tl.reshape(values, [ROWS, values.shape[1] // 2, 2]), 2)
+            values = tl.sum(tl.reshape(values, [values.shape[0], values.shape[1] // 2, 2]), 2)
     return values
 
 
 @device
-def clipped(grads: tl.tensor, CLIP: tl.constexpr, ROWS: tl.constexpr) -> tl.tensor:
+def clipped(grads: tl.tensor, CLIP: tl.constexpr) -> tl.tensor:
     """As `torch_ops.clip_rows`."""
-    norms = tl.sqrt_rn(row_sums(grads * grads, ROWS))
+    norms = tl.sqrt_rn(row_sums(grads * grads))
     return grads * tl.minimum(tl.div_rn(1.0, norms + 1e-6) * CLIP, 1.0, propagate_nan=tl.PropagateNan.ALL)
 
 
@@ -119,54 +119,38 @@ def train_rows(
     live: tl.tensor,
     weight: tl.tensor,
     master: tl.tensor,
-    first_state: tl.tensor,
-    second_state: tl.tensor,
+    states: tl.tuple,
     rate: tl.tensor,
-    KIND: tl.constexpr,
-    EPS: tl.constexpr,
-    DECAY_1: tl.constexpr,
-    DECAY_2: tl.constexpr,
+    RULE: tl.constexpr,
+    CONSTANTS: tl.constexpr,
+    PER_ROW: tl.constexpr,
     CLIP: tl.constexpr,
     WEIGHT_STRIDE: tl.constexpr,
     STRIDE: tl.constexpr,
     D: tl.constexpr,
     BLOCK: tl.constexpr,
-    ROWS: tl.constexpr,
 ) -> None:
-    """One step of the rows in `slots` that are `live`. grads are 0 behind column D; strides are in elements, STRIDE in fp32.
+    """One step of the rows in `slots` that are `live`. grads are 0 after column D; strides are in elements, STRIDE in fp32.
 
-    rate: the learning rate; of adam the step size. DECAY_1, DECAY_2: 1 - beta of adam.
+    RULE, rate and CONSTANTS: `train` and `scalars` of a row optimizer. PER_ROW: which states have one element a row.
     """
     columns = tl.arange(0, BLOCK)[None, :]
     mask = live[:, None] & (columns < D)
-    slots = slots.to(tl.int64)
-    at_weight = weight + slots[:, None] * WEIGHT_STRIDE + columns
-    at = slots[:, None] * STRIDE + columns
+    first = slots.to(tl.int64)[:, None]
+    at_weight, at = weight + first * WEIGHT_STRIDE + columns, first * STRIDE + columns
     old = tl.load(at_weight if master is None else master + at, mask=mask, other=0.0).to(tl.float32)
-    if CLIP is not None:
-        grads = clipped(grads, CLIP, ROWS)
-    if KIND == "sgd":
-        new = tl.fma(grads, -rate, old)
-    elif KIND == "adagrad":
-        state = tl.load(first_state + at, mask=mask, other=0.0)
-        state = tl.fma(grads, grads, state)
-        tl.store(first_state + at, state, mask=mask)
-        new = old + tl.div_rn(grads * -rate, tl.sqrt_rn(state) + EPS)
-    elif KIND == "rowwise_adagrad":
-        at_state = first_state + slots[:, None] * STRIDE
-        state = tl.load(at_state, mask=live[:, None], other=0.0)
-        state = state + tl.div_rn(row_sums(grads * grads, ROWS), D * 1.0)
-        tl.store(at_state, state, mask=live[:, None])
-        new = old - tl.div_rn(grads * rate, tl.sqrt_rn(state) + EPS)
-    else:
-        tl.static_assert(KIND == "adam")
-        average = tl.load(first_state + at, mask=mask, other=0.0)
-        average = average + (grads - average) * DECAY_1
-        tl.store(first_state + at, average, mask=mask)
-        square = tl.load(second_state + at, mask=mask, other=0.0)
-        square = square + (grads * grads - square) * DECAY_2
-        tl.store(second_state + at, square, mask=mask)
-        new = old + tl.div_rn(average, tl.sqrt_rn(square) + EPS) * -rate
+    olds = ()
+    for i in tl.static_range(len(PER_ROW)):
+        if PER_ROW[i]:
+            olds += (tl.load(states[i] + first * STRIDE, mask=live[:, None], other=0.0),)  # type: ignore[assignment]
+        else:
+            olds += (tl.load(states[i] + at, mask=mask, other=0.0),)  # type: ignore[assignment]
+    new, news = RULE(old, olds, grads if CLIP is None else clipped(grads, CLIP), rate, CONSTANTS, D)
+    for i in tl.static_range(len(PER_ROW)):
+        if PER_ROW[i]:
+            tl.store(states[i] + first * STRIDE, news[i], mask=live[:, None])
+        else:
+            tl.store(states[i] + at, news[i], mask=mask)
     tl.store(at_weight, new.to(weight.dtype.element_ty), mask=mask)
     if master is not None:
         tl.store(master + at, new, mask=mask)

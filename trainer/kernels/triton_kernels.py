@@ -58,16 +58,14 @@ def segments_kernel(
     unique_slots: tl.tensor,
     weight: tl.tensor,
     master: tl.tensor,
-    first_state: tl.tensor,
-    second_state: tl.tensor,
+    states: tl.tuple,
     rate: tl.tensor,
     num_rows: tl.tensor,
     num_chunks: tl.tensor,
     CHUNK: tl.constexpr,
-    KIND: tl.constexpr,
-    EPS: tl.constexpr,
-    DECAY_1: tl.constexpr,
-    DECAY_2: tl.constexpr,
+    RULE: tl.constexpr,
+    CONSTANTS: tl.constexpr,
+    PER_ROW: tl.constexpr,
     CLIP: tl.constexpr,
     WEIGHT_STRIDE: tl.constexpr,
     STRIDE: tl.constexpr,
@@ -101,8 +99,8 @@ def segments_kernel(
     else:
         slots = tl.load(unique_slots + own, mask=live, other=0)
         train_rows(
-            total, slots, live, weight, master, first_state, second_state, rate,
-            KIND, EPS, DECAY_1, DECAY_2, CLIP, WEIGHT_STRIDE, STRIDE, D, BLOCK, ROWS,
+            total, slots, live, weight, master, states, rate,
+            RULE, CONSTANTS, PER_ROW, CLIP, WEIGHT_STRIDE, STRIDE, D, BLOCK,
         )  # fmt: skip
 
 
@@ -115,14 +113,12 @@ def join_kernel(
     unique_slots: tl.tensor,
     weight: tl.tensor,
     master: tl.tensor,
-    first_state: tl.tensor,
-    second_state: tl.tensor,
+    states: tl.tuple,
     rate: tl.tensor,
     num_long: tl.tensor,
-    KIND: tl.constexpr,
-    EPS: tl.constexpr,
-    DECAY_1: tl.constexpr,
-    DECAY_2: tl.constexpr,
+    RULE: tl.constexpr,
+    CONSTANTS: tl.constexpr,
+    PER_ROW: tl.constexpr,
     CLIP: tl.constexpr,
     WEIGHT_STRIDE: tl.constexpr,
     STRIDE: tl.constexpr,
@@ -142,8 +138,8 @@ def join_kernel(
     else:
         slots = tl.load(unique_slots + row, mask=live, other=0)
         train_rows(
-            total, slots, live, weight, master, first_state, second_state, rate,
-            KIND, EPS, DECAY_1, DECAY_2, CLIP, WEIGHT_STRIDE, STRIDE, D, BLOCK, ROWS,
+            total, slots, live, weight, master, states, rate,
+            RULE, CONSTANTS, PER_ROW, CLIP, WEIGHT_STRIDE, STRIDE, D, BLOCK,
         )  # fmt: skip
 
 
@@ -153,14 +149,12 @@ def apply_kernel(
     unique_slots: tl.tensor,
     weight: tl.tensor,
     master: tl.tensor,
-    first_state: tl.tensor,
-    second_state: tl.tensor,
+    states: tl.tuple,
     rate: tl.tensor,
     num_rows: tl.tensor,
-    KIND: tl.constexpr,
-    EPS: tl.constexpr,
-    DECAY_1: tl.constexpr,
-    DECAY_2: tl.constexpr,
+    RULE: tl.constexpr,
+    CONSTANTS: tl.constexpr,
+    PER_ROW: tl.constexpr,
     CLIP: tl.constexpr,
     WEIGHT_STRIDE: tl.constexpr,
     STRIDE: tl.constexpr,
@@ -175,8 +169,8 @@ def apply_kernel(
     grads = tl.load(row_grads + own.to(tl.int64)[:, None] * D + columns, mask=live[:, None] & (columns < D), other=0.0)
     slots = tl.load(unique_slots + own, mask=live, other=0)
     train_rows(
-        grads, slots, live, weight, master, first_state, second_state, rate,
-        KIND, EPS, DECAY_1, DECAY_2, CLIP, WEIGHT_STRIDE, STRIDE, D, BLOCK, ROWS,
+        grads, slots, live, weight, master, states, rate,
+        RULE, CONSTANTS, PER_ROW, CLIP, WEIGHT_STRIDE, STRIDE, D, BLOCK,
     )  # fmt: skip
 
 

@@ -4,7 +4,6 @@
 and every sum has one order, given in `trainer.kernels`. So a step has the same bits each time, whatever the block table says.
 """
 
-import math
 from collections.abc import Iterable
 from functools import lru_cache
 from typing import Any
@@ -13,15 +12,18 @@ import torch
 from torch import Tensor
 from triton.runtime import driver
 
+import rowcast.protocol.plan
 import rowcast.trainer.kernels.chunks
-from rowcast.trainer.kernels import GroupLookup, RowOptimizerKind, Rows, Rule
+from rowcast.job.row_optimizers import ROW_OPTIMIZERS
+from rowcast.trainer.kernels import GroupLookup, Rows, Rule, row_optimizers, torch_ops
 from rowcast.trainer.kernels.blocks import LARGEST, Block, blocks_for
 from rowcast.trainer.kernels.triton_kernels import apply_kernel, join_kernel, lookup_kernel, segments_kernel
 
 # each operation by itself, small numbers not taken for zero
 ROUNDED = {"enable_fp_fusion": False, "enable_reflect_ftz": False}
 Options = dict[str, Any]
-UNUSED = (None,) * 6  # by kernels that train no rows: unique_slots to rate
+RULES = row_optimizers.modules("_triton")
+UNUSED = (None,) * 5  # by kernels that train no rows: unique_slots to rate
 
 
 def make_launcher() -> None:
@@ -59,18 +61,20 @@ def reduce(pooled_grad: Tensor, group: GroupLookup, divisors: Tensor | None) -> 
 
 
 def apply(rows: Rows, unique_slots: Tensor, row_grads: Tensor, rule: Rule) -> None:
-    if len(unique_slots):
-        options = train_options(*layout_of(rows), *constants_of(rule))
+    if rule.kind not in RULES:
+        torch_ops.apply(rows, unique_slots, row_grads, rule)
+    elif len(unique_slots):
+        result, options = training(rows, unique_slots, rule)
         programs = cdiv(len(unique_slots), options["ROWS"])
-        apply_kernel[(programs,)](
-            row_grads.contiguous(), *trained_rows(rows, unique_slots, rule), len(unique_slots), **options
-        )
+        apply_kernel[(programs,)](row_grads.contiguous(), *result, len(unique_slots), **options)
 
 
 def update(rows: Rows, pooled_grad: Tensor, group: GroupLookup, divisors: Tensor | None, rule: Rule) -> None:
-    if len(group.unique_slots):
-        options = train_options(*layout_of(rows), *constants_of(rule))
-        run_update(pooled_grad, group, divisors, (None, *trained_rows(rows, group.unique_slots, rule)), options)
+    if rule.kind not in RULES:
+        torch_ops.apply(rows, group.unique_slots, reduce(pooled_grad, group, divisors), rule)
+    elif len(group.unique_slots):
+        result, options = training(rows, group.unique_slots, rule)
+        run_update(pooled_grad, group, divisors, (None, *result), options)
 
 
 def run_update(
@@ -90,27 +94,16 @@ def run_update(
         join_kernel[(cdiv(num_long, rows),)](sums, long_rows, chunk_offsets, *result, num_long, **options)
 
 
-def trained_rows(rows: Rows, unique_slots: Tensor, rule: Rule) -> tuple[Any, ...]:
-    """The kernels' arguments from unique_slots to rate."""
-    first, second = (*rows.states, None, None)[:2]
-    return unique_slots, rows.weight, rows.master, first, second, rate_of(rule)
-
-
-def rate_of(rule: Rule) -> float:
-    if rule.kind != "adam":
-        return rule.lr
-    beta1, beta2 = rule.betas
-    return rule.lr * math.sqrt(1 - beta2**rule.step) / (1 - beta1**rule.step)
+def training(rows: Rows, unique_slots: Tensor, rule: Rule) -> tuple[tuple[Any, ...], Options]:
+    """The kernels' arguments from unique_slots to rate, and their options."""
+    rate, constants = RULES[rule.kind].scalars(rule)
+    options = train_options(*layout_of(rows), rule.kind, constants, rule.clip)
+    return (unique_slots, rows.weight, rows.master, rows.states, rate), options
 
 
 def layout_of(rows: Rows) -> tuple[int, int, int]:
     """Columns, bytes of a weight, and bytes from one record to the next."""
     return rows.weight.shape[1], rows.weight.element_size(), rows.weight.stride(0) * rows.weight.element_size()
-
-
-def constants_of(rule: Rule) -> tuple[RowOptimizerKind, float, tuple[float, float], float | None]:
-    """What of a rule is the same at every step."""
-    return rule.kind, rule.eps, rule.betas, rule.clip
 
 
 @lru_cache
@@ -123,27 +116,20 @@ def lookup_options(dim: int, weight_bytes: int, record_bytes: int) -> Options:
 def reduce_options(dim: int) -> Options:
     """Of kernels that train no rows."""
     blocks = blocks_for(dim, 4)
-    untrained = dict.fromkeys(("KIND", "EPS", "DECAY_1", "DECAY_2", "CLIP", "WEIGHT_STRIDE", "STRIDE"))
+    untrained = dict.fromkeys(("RULE", "CONSTANTS", "PER_ROW", "CLIP", "WEIGHT_STRIDE", "STRIDE"))
     return {**block_options(blocks.update, dim, blocks.columns), **untrained}
 
 
 @lru_cache
 def train_options(
-    dim: int,
-    weight_bytes: int,
-    record_bytes: int,
-    kind: RowOptimizerKind,
-    eps: float,
-    betas: tuple[float, float],
-    clip: float | None,
+    dim: int, weight_bytes: int, record_bytes: int, kind: str, constants: tuple[float, ...], clip: float | None
 ) -> Options:
     blocks = blocks_for(dim, weight_bytes)
     return {
         **block_options(blocks.update, dim, blocks.columns),
-        "KIND": kind,
-        "EPS": eps,
-        "DECAY_1": 1 - betas[0],
-        "DECAY_2": 1 - betas[1],
+        "RULE": RULES[kind].train,
+        "CONSTANTS": constants,
+        "PER_ROW": tuple(state.per_row for state in ROW_OPTIMIZERS[kind].states),
         "CLIP": clip,
         "WEIGHT_STRIDE": record_bytes // weight_bytes,
         "STRIDE": record_bytes // 4,

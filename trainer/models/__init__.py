@@ -5,31 +5,36 @@ feature in the job's feature order, or `Sequences` of a feature that is not pool
 """
 
 from collections.abc import Callable, Iterable
+from importlib import import_module
 
 import torch
 from torch import Tensor, nn
 
+from rowcast.job.models import BUILT_IN_MODELS, BuiltInModel
 from rowcast.job.schema import Job
 from rowcast.trainer.models.custom import build_custom
-from rowcast.trainer.models.dcnv2 import DCNv2
-from rowcast.trainer.models.dlrm import DLRM
 from rowcast.trainer.models.loss import mean_loss
 from rowcast.trainer.models.sequences import Embedded, Sequences
-from rowcast.trainer.models.tbsm import TBSM
 
 __all__ = ["Embedded", "Sequences", "build_dense_optimizer", "build_model", "mean_loss"]
 
 MATRIX_ALIGNMENT = 64  # bytes
-BUILDERS: dict[str, Callable[[Job, int], nn.Module]] = {"dlrm": DLRM, "dcnv2": DCNv2, "tbsm": TBSM}  # by model.kind
 
 
 def build_model(job: Job, num_dense: int) -> nn.Module:
     """The job's model on the CPU, a function of the job file alone: its random numbers come from job.seed, and the global random state
     stays as it was. Raises ConfigError where `model.kind` names a factory that does not give a model.
     """
-    model = BUILDERS.get(job.model.kind, build_custom)(job, num_dense)
+    own = BUILT_IN_MODELS.get(job.model.kind)
+    model = build_custom(job, num_dense) if own is None else built_in_factory(own)(job, num_dense)
     model.register_forward_pre_hook(align_inputs)
     return model
+
+
+def built_in_factory(model: BuiltInModel) -> Callable[[Job, int], nn.Module]:
+    module, _, name = model.factory.partition(":")
+    factory: Callable[[Job, int], nn.Module] = getattr(import_module(module), name)
+    return factory
 
 
 def align_inputs(model: nn.Module, inputs: tuple[Tensor, list[Embedded]]) -> tuple[Tensor, list[Embedded]]:

@@ -1,0 +1,20 @@
+"""The policies of `cache.policy`: what is known of a policy without importing it. A new one is a line here and the policy's file."""
+
+from dataclasses import dataclass
+
+POLICIES = "rowcast.prefetcher.planner.policies"
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyKind:
+    module: str  # has new_policy(first_batches), as planner/eviction.py says; imported only when the policy is used
+    note: str = ""  # for docs/job-file.md
+    looks_ahead: bool = False  # sees the batches of lookahead.horizon; otherwise the past alone, as if it were 0
+
+
+EVICTION_POLICIES = {
+    "lookahead": PolicyKind(f"{POLICIES}.farthest_next_use", note="farthest next use first", looks_ahead=True),
+    "lru": PolicyKind(f"{POLICIES}.farthest_next_use", note="oldest last use first"),
+    "lfu": PolicyKind(f"{POLICIES}.use_counts", note="fewest batches since the fill first"),
+    "static": PolicyKind(f"{POLICIES}.static_counts", note="fewest of the run's first batches first"),
+}

@@ -1,0 +1,24 @@
+"""A static hot set, as caches ordered by frequency have it: a row's score is the number of the run's first batches that use it."""
+
+from collections.abc import Iterable
+
+import numpy as np
+
+from rowcast.prefetcher.planner.eviction import LeastScore
+from rowcast.prefetcher.planner.grouping import I32, I64
+
+
+def new_policy(first_batches: Iterable[I64]) -> "StaticCounts":
+    return StaticCounts(first_batches)
+
+
+class StaticCounts(LeastScore):
+    def __init__(self, first_batches: Iterable[I64]) -> None:
+        self._keys, counts = np.unique(np.concatenate([np.zeros(0, np.int64), *first_batches]), return_counts=True)
+        self._counts = counts.astype(np.int32)
+
+    def first_scores(self, keys: I64) -> I32:
+        scores = np.zeros(len(keys), np.int32)
+        _, ours, theirs = np.intersect1d(self._keys, keys, assume_unique=True, return_indices=True)
+        scores[theirs] = self._counts[ours]
+        return scores

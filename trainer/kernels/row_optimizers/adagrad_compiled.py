@@ -1,0 +1,53 @@
+"""Adagrad in compiled loops, block of rows by block of rows:    gradients -> sum, states -> | torch.sqrt | -> weights
+
+Square roots are torch's own, over a contiguous block: no loop here would have their bits.
+"""
+
+from functools import partial
+
+import numpy as np
+
+from rowcast.runtime.compiled import compiled_arithmetic, multiply_add
+from rowcast.trainer.kernels import Rule
+from rowcast.trainer.kernels.compiled_blocks import blocks, flat, floats
+from rowcast.trainer.kernels.compiled_loops import AHEAD, F32, ROWS_AHEAD, Gradients, Part, U, add_up, ask_for, start_of
+from rowcast.trainer.kernels.thread_pool import ThreadPool
+
+
+def update(pool: ThreadPool, grads: Gradients, weights: Part, states: list[Part], rule: Rule) -> None:
+    (state,) = states
+    lr, eps = np.float32(rule.lr), np.float32(rule.eps)
+    for first, end in blocks(len(weights.slots), grads.dim):
+        row_grads, roots = floats(end - first, grads.dim), floats(end - first, grads.dim)
+        work = partial(sum_and_accumulate, grads, state, flat(row_grads), flat(roots), first)
+        pool.share(work, first, end, grads.dim, grads.segments)
+        work = partial(descend_by_roots, weights, grads.dim, flat(row_grads), flat(roots.sqrt_()), lr, eps, first)
+        pool.share(work, first, end, grads.dim)
+
+
+@compiled_arithmetic
+def sum_and_accumulate(grads: Gradients, states: Part, out: F32, sums: F32, block: int, first: int, end: int) -> None:
+    """out[u - block] = the gradient of row u; state = state + g * g, rounded once, and a copy of it in `sums`."""
+    for u in range(first, end):
+        if u + ROWS_AHEAD < end:
+            ask_for(states, u + ROWS_AHEAD, grads.dim)
+        row, at = start_of(states, u), U(u - block) * U(grads.dim)
+        add_up(grads, u, out, at)
+        for c in range(grads.dim):
+            grad = out[at + U(c)]
+            state = multiply_add(grad, grad, states.flat[row + U(c)])
+            states.flat[row + U(c)] = state
+            sums[at + U(c)] = state
+
+
+@compiled_arithmetic
+def descend_by_roots(
+    weights: Part, dim: int, grads: F32, roots: F32, lr: np.float32, eps: np.float32, block: int, first: int, end: int
+) -> None:
+    """w = w + (-lr * g) / (root + eps)."""
+    for u in range(first, end):
+        if u + AHEAD < end:
+            ask_for(weights, u + AHEAD, dim)
+        row, at = start_of(weights, u), U(u - block) * U(dim)
+        for c in range(dim):
+            weights.flat[row + U(c)] += -lr * grads[at + U(c)] / (roots[at + U(c)] + eps)

@@ -1,0 +1,49 @@
+"""Row-wise Adagrad in compiled loops, block of rows by block of rows.
+
+Means and square roots are torch's own, over a contiguous block: no loop here would have their bits.
+"""
+
+from functools import partial
+
+import numpy as np
+
+from rowcast.runtime.compiled import compiled_arithmetic
+from rowcast.trainer.kernels import Rule
+from rowcast.trainer.kernels.compiled_blocks import blocks, flat, floats, sum_rows
+from rowcast.trainer.kernels.compiled_loops import AHEAD, F32, Gradients, Part, U, ask_for, start_of
+from rowcast.trainer.kernels.thread_pool import ThreadPool
+
+
+def update(pool: ThreadPool, grads: Gradients, weights: Part, states: list[Part], rule: Rule) -> None:
+    (state,) = states
+    lr, eps = np.float32(rule.lr), np.float32(rule.eps)
+    for first, end in blocks(len(weights.slots), grads.dim):
+        row_grads, roots = sum_rows(pool, grads, first, end), floats(end - first)
+        means = (row_grads * row_grads).mean(1)
+        accumulate_means(state, flat(means), flat(roots), first, first, end)
+        work = partial(descend_by_row_roots, weights, grads.dim, flat(row_grads), flat(roots.sqrt_()), lr, eps, first)
+        pool.share(work, first, end, grads.dim)
+
+
+@compiled_arithmetic
+def accumulate_means(states: Part, means: F32, sums: F32, block: int, first: int, end: int) -> None:
+    """state = state + mean, one a row; and a copy of it in `sums`."""
+    for u in range(first, end):
+        if u + AHEAD < end:
+            ask_for(states, u + AHEAD, 1)
+        row, at = start_of(states, u), U(u - block)
+        states.flat[row] += means[at]
+        sums[at] = states.flat[row]
+
+
+@compiled_arithmetic
+def descend_by_row_roots(
+    weights: Part, dim: int, grads: F32, roots: F32, lr: np.float32, eps: np.float32, block: int, first: int, end: int
+) -> None:
+    """w = w - lr * g / (root + eps), one root a row."""
+    for u in range(first, end):
+        if u + AHEAD < end:
+            ask_for(weights, u + AHEAD, dim)
+        row, at, divisor = start_of(weights, u), U(u - block) * U(dim), roots[U(u - block)] + eps
+        for c in range(dim):
+            weights.flat[row + U(c)] -= lr * grads[at + U(c)] / divisor

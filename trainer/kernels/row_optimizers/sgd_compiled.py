@@ -1,0 +1,29 @@
+"""SGD in compiled loops:    gradients -> sum -> weights"""
+
+import numpy as np
+
+from rowcast.runtime.compiled import compiled_arithmetic, multiply_add
+from rowcast.trainer.kernels import Rule
+from rowcast.trainer.kernels.compiled_loops import F32, ROWS_AHEAD, Gradients, Part, U, add_up, ask_for, start_of
+from rowcast.trainer.kernels.thread_pool import ThreadPool
+
+
+def update(pool: ThreadPool, grads: Gradients, weights: Part, states: list[Part], rule: Rule) -> None:
+    lr = np.float32(rule.lr)
+
+    def work(first: int, end: int) -> None:
+        sum_and_descend(grads, weights, lr, np.empty(grads.dim, np.float32), first, end)
+
+    pool.share(work, 0, len(weights.slots), grads.dim, grads.segments)
+
+
+@compiled_arithmetic
+def sum_and_descend(grads: Gradients, weights: Part, lr: np.float32, scratch: F32, first: int, end: int) -> None:
+    """w = w - lr * g, rounded once. `scratch`: [D], of this thread."""
+    for u in range(first, end):
+        if u + ROWS_AHEAD < end:
+            ask_for(weights, u + ROWS_AHEAD, grads.dim)
+        add_up(grads, u, scratch, U(0))
+        row = start_of(weights, u)
+        for c in range(grads.dim):
+            weights.flat[row + U(c)] = multiply_add(scratch[U(c)], -lr, weights.flat[row + U(c)])
