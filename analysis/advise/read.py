@@ -23,7 +23,7 @@ from rowcast.prefetcher.planner.capacity import MEASURED_BATCHES, Touched, measu
 from rowcast.prefetcher.planner.grouping import I64
 from rowcast.prefetcher.planner.horizon import KnownBatch
 from rowcast.prefetcher.planner.planner import groupers_of
-from rowcast.prefetcher.readers.batch_parts import IdsBatch, Part, Rest, join_parts
+from rowcast.prefetcher.readers.batch_parts import DenseBatch, IdsBatch, Part, join_parts
 from rowcast.prefetcher.readers.reader import Pending, Reader, can_share
 from rowcast.prefetcher.readers.schedule import Place, Turn, places
 from rowcast.protocol.batch import Batch, Kind, ScheduledBatch
@@ -254,7 +254,9 @@ def whole(part: Part) -> Batch:
     if isinstance(part, Batch):
         return part
     assert isinstance(part, IdsBatch), "a reader for ids gave the rest"
-    return join_parts(part, Rest(dense=np.zeros((part.size, 0), np.float32), labels=np.zeros(part.size, np.float32)))
+    return join_parts(
+        part, DenseBatch(dense=np.zeros((part.size, 0), np.float32), labels=np.zeros(part.size, np.float32))
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -83,7 +83,7 @@ def can_share(job: Job) -> bool:
 
 def stream_columns(job: Job) -> tuple[Columns, ...]:
     """How many streams the data is read as, and which columns of it each one reads; the ids are in the first."""
-    return ("ids", "rest") if format_of(job.data.format).in_columns else ("all",)
+    return ("ids", "dense") if format_of(job.data.format).in_columns else ("all",)
 
 
 def open_reader(job: Job, columns: Columns = "all") -> Reader:

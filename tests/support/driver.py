@@ -26,7 +26,7 @@ from rowcast.prefetcher.checkpoints.writer import CheckpointWriter
 from rowcast.prefetcher.pipeline.plan_stream import PlannedBarrier, PlannedStep
 from rowcast.prefetcher.planner.capacity import MEASURED_BATCHES
 from rowcast.prefetcher.planner.job_planner import job_planner
-from rowcast.prefetcher.readers.batch_parts import Rest, divide
+from rowcast.prefetcher.readers.batch_parts import DenseBatch, divide
 from rowcast.prefetcher.readers.schedule import Place, PlacedIds
 from rowcast.prefetcher.stores.first_values import first_records
 from rowcast.prefetcher.stores.late_store import LateStore
@@ -68,7 +68,7 @@ class ListSource:
 
     def __init__(self, batches: Sequence[ScheduledBatch], chance: random.Random | None = None) -> None:
         self._batches, self._chance = deque(batches), chance
-        self._rests: deque[Rest] = deque()
+        self._rests: deque[DenseBatch] = deque()
 
     @property
     def ended(self) -> bool:
@@ -84,7 +84,7 @@ class ListSource:
         self._rests.append(rest)
         return PlacedIds(place=Place(kind=own.kind, position=at, following=after), batch=ids)
 
-    def poll_rest(self) -> Rest | None:
+    def poll_dense(self) -> DenseBatch | None:
         is_late = self._chance is not None and self._chance.random() < 0.3
         return None if is_late else self._rests.popleft()
 

@@ -13,8 +13,8 @@ import numpy as np
 import numpy.typing as npt
 
 from rowcast.job.schema import Job
-from rowcast.prefetcher.readers.batch_parts import Columns, IdsBatch, Part, Rest, decode_part
-from rowcast.prefetcher.readers.columns import FileRows, Ids, as_slice, join_ids, join_rest, rows_by_file
+from rowcast.prefetcher.readers.batch_parts import Columns, DenseBatch, IdsBatch, Part, decode_part
+from rowcast.prefetcher.readers.columns import FileRows, Ids, as_slice, join_dense, join_ids, rows_by_file
 from rowcast.prefetcher.readers.data_files import Span, cumulative, sizes_of
 from rowcast.prefetcher.readers.id_check import (
     IdCheck,
@@ -69,14 +69,14 @@ class NpyRows:
         days = rows_by_file(self._bounds, rows)
         return decode_part(
             self._wanted,
-            rest=lambda: join_rest(days, [self._rest(day) for day in days]),
+            dense=lambda: join_dense(days, [self._dense(day) for day in days]),
             ids=lambda: join_ids(days, [self._checked_ids(day) for day in days]),
         )
 
-    def _rest(self, taken: FileRows) -> Rest:
+    def _dense(self, taken: FileRows) -> DenseBatch:
         name, dense, _, labels = self._days[taken.file]
         where = as_slice(taken.rows)
-        return Rest(
+        return DenseBatch(
             dense=check_dense(
                 np.array(dense[where]), dense_names(self.num_dense), row_place(part_path(name, "dense"), taken.rows)
             ),

@@ -99,8 +99,8 @@ class CsvCursor:
             decode(self._text.lines(piece, span), len(piece), own.layout, self._place(piece)) for piece in pieces
         ]
         [table] = pa.Table.from_batches(decoded).combine_chunks().to_batches()
-        rest, ids = own.decoder.rest(table, self._place(lines)), own.decoder.ids(table, self._place(lines))
-        return join_parts(ids, rest)
+        dense, ids = own.decoder.dense(table, self._place(lines)), own.decoder.ids(table, self._place(lines))
+        return join_parts(ids, dense)
 
     def _place(self, lines: Ids) -> Place:
         return lambda i: self._rows.index.place(int(lines[i]))

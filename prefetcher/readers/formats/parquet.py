@@ -16,7 +16,7 @@ from rowcast.job.schema import Job
 from rowcast.prefetcher.readers.arrow_rows import RowDecoder, is_list
 from rowcast.prefetcher.readers.batch_parts import Columns, Part, decode_part
 from rowcast.prefetcher.readers.column_roles import Roles, require_columns, roles_of
-from rowcast.prefetcher.readers.columns import Ids, join_ids, join_rest, rows_by_file
+from rowcast.prefetcher.readers.columns import Ids, join_dense, join_ids, rows_by_file
 from rowcast.prefetcher.readers.data_files import Span, sizes_of
 from rowcast.prefetcher.readers.formats.parquet_files import ArrowCursor, ParquetFiles
 from rowcast.prefetcher.readers.hashed_ids import can_hash
@@ -75,7 +75,7 @@ class ParquetCursor:
         taken = [(self._arrow.take(own), row_place(paths[own.file], own.rows)) for own in files]
         return decode_part(
             self._rows.wanted,
-            rest=lambda: join_rest(files, [decoder.rest(table, place) for table, place in taken]),
+            dense=lambda: join_dense(files, [decoder.dense(table, place) for table, place in taken]),
             ids=lambda: join_ids(files, [decoder.ids(table, place) for table, place in taken]),
         )
 
