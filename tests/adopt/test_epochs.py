@@ -361,7 +361,7 @@ def damage(path: Path) -> None:
 
 # no optimizer step in this process yet
 @pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step:UserWarning")
-def test_a_run_whose_newest_checkpoint_is_damaged_goes_on_where_the_one_before_stands(
+def test_a_run_whose_newest_checkpoint_is_damaged_continues_from_the_one_before(
     tmp_path: Path, launches: Launches
 ) -> None:
     whole = Script(tmp_path / "whole")
@@ -372,7 +372,7 @@ def test_a_run_whose_newest_checkpoint_is_damaged_goes_on_where_the_one_before_s
     assert same(rest.end, whole.end)
 
 
-def test_tables_that_were_loaded_do_not_replace_a_run_whose_newest_manifest_is_damaged(
+def test_loaded_tables_do_not_replace_a_run_whose_newest_manifest_is_damaged(
     tmp_path: Path, launches: Launches
 ) -> None:
     newest = stopped_in_the_third_epoch(tmp_path)

@@ -305,7 +305,7 @@ def test_the_default_budget_is_half_the_cache_and_leaves_room_for_the_largest_ba
     assert (none.budgets[0].hot_rows, none.budgets[0].shares.accesses) == (0, Share(estimate=0, low=0, high=0))
 
 
-def test_a_budget_that_leaves_no_room_for_a_batch_is_measured_and_says_what_to_change() -> None:
+def test_a_budget_without_room_for_a_batch_is_measured_and_says_what_to_change() -> None:
     profile, _ = profiled(job_of(), "950 rows")
     needed = 950 + profile.groups[0].largest_batch_rows
     assert profile.budgets[0].hot_rows == 950

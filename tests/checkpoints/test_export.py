@@ -98,7 +98,7 @@ def assert_equal_tensors(found: dict[str, Tensor], expected: dict[str, Tensor]) 
         assert found[name].numpy().tobytes() == tensor.numpy().tobytes(), f"{name} differs"
 
 
-def test_an_export_after_training_holds_exactly_the_rows_of_the_store_and_the_dense_weights(tmp_path: Path) -> None:
+def test_an_export_holds_exactly_the_rows_of_the_store_and_the_dense_weights(tmp_path: Path) -> None:
     run = trained_run(tmp_path / "run")
     found = exported(run, tmp_path / "out.safetensors")
     assert_equal_tensors(found, run.state())
@@ -154,7 +154,7 @@ def bags_and_model(job: Job, content: dict[str, Tensor], num_dense: int) -> tupl
     return bags, model
 
 
-def test_the_export_of_a_trained_dlrm_loads_into_embedding_bags_and_the_model_and_predicts_alike(
+def test_the_export_of_a_trained_dlrm_loads_into_torch_and_predicts_alike(
     tmp_path: Path,
 ) -> None:
     run, batches = trained_dlrm(tmp_path)

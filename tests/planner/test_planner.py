@@ -89,7 +89,7 @@ def test_no_batch_enters_beyond_the_horizon_out_of_order_or_after_the_end() -> N
         planner.add(trace[2])
 
 
-def test_a_batch_with_more_rows_than_slots_is_refused_with_numbers_and_changes_nothing() -> None:
+def test_a_batch_with_more_rows_than_slots_is_refused_and_changes_nothing() -> None:
     planner = planner_over([[0, 1], [4, 2, 3, 4]], num_slots=2, horizon=1)
     planner.plan()
     before = state_of(planner)

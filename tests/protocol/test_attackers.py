@@ -101,7 +101,7 @@ def test_every_kind_of_stranger_is_cut_off_however_long_it_waits(run: TcpRun, mo
         assert prefetcher.counters.frames_received == 0
 
 
-def test_no_more_connections_are_open_at_once_than_are_allowed_and_the_trainers_is_never_cut(run: TcpRun) -> None:
+def test_open_connections_are_limited_and_the_trainers_is_never_cut(run: TcpRun) -> None:
     bell = Bell()
     with run.prefetcher(bell) as prefetcher, run.trainer(bell) as trainer:
         run.greet(trainer, prefetcher, bell)

@@ -163,7 +163,7 @@ def test_a_frame_of_another_incarnation_is_refused_by_both_ends(incarnation: int
             pair[role].decode(frame)
 
 
-def test_frames_without_incarnation_are_taken_until_the_trainer_has_its_welcome_and_no_longer() -> None:
+def test_frames_without_incarnation_are_accepted_only_before_the_welcome() -> None:
     pair = make_pair()
     say(pair, greeting()[0])
     crossing = pair[TRAINER].encode(sample_messages.heartbeat())

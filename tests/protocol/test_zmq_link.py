@@ -53,7 +53,7 @@ def said(peer: "subprocess.Popen[str]") -> str:
     return peer.stdout.readline().strip()
 
 
-def test_ten_thousand_frames_arrive_in_order_both_ways_when_the_prefetcher_starts_first(
+def test_ten_thousand_frames_arrive_in_order_when_the_prefetcher_starts_first(
     run_dir: Path, sockets: Path, start: Start
 ) -> None:
     bell = Bell()

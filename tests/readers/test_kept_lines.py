@@ -133,7 +133,7 @@ def test_a_file_that_grows_while_it_is_counted_is_not_kept(tmp_path: Path, monke
 
 
 @pytest.mark.parametrize("name", ["a", "a.gz"])
-def test_other_content_behind_the_same_size_and_time_is_met_and_counted_by_the_next_start(
+def test_other_content_of_the_same_size_and_time_is_counted_by_the_next_start(
     name: str, tmp_path: Path, counted: list[str]
 ) -> None:
     """As with `cp -p` of another day of the same size."""

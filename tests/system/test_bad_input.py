@@ -171,7 +171,7 @@ def growing_data(folder: Path, largest_batch: int) -> dict[str, Any]:
     return write_day(folder, ids.reshape(-1, 2), np.zeros(60 * 64))
 
 
-def test_a_batch_among_the_first_that_the_cache_cannot_hold_is_refused_with_the_capacity_that_would_do(
+def test_an_early_batch_too_large_for_the_cache_is_refused_with_the_capacity_needed(
     session: Session,
 ) -> None:
     session.write_job(data=growing_data(session.folder, largest_batch=20), cache={"capacity": "99 rows"})
@@ -189,7 +189,7 @@ def test_a_batch_among_the_first_that_the_cache_cannot_hold_is_refused_with_the_
     assert session.remains() == []
 
 
-def test_a_later_batch_that_the_cache_cannot_hold_ends_both_with_the_capacity_that_would_do(session: Session) -> None:
+def test_a_later_batch_too_large_for_the_cache_ends_both_with_the_capacity_needed(session: Session) -> None:
     session.write_job(data=growing_data(session.folder, largest_batch=50), cache={"capacity": 99 * 32})
     refusals = {process.ended().refused(2) for process in session.start_both()}
     assert len(refusals) == 1
@@ -205,7 +205,7 @@ def test_a_later_batch_that_the_cache_cannot_hold_ends_both_with_the_capacity_th
 # this machine
 
 
-def test_rings_that_do_not_both_fit_into_shared_memory_are_refused_before_anything_is_allocated(
+def test_rings_too_large_for_shared_memory_are_refused_before_any_allocation(
     session: Session,
 ) -> None:
     free = free_shared_memory()

@@ -70,9 +70,7 @@ def test_every_way_to_train_gives_the_bits_of_the_plain_loop(optimizer: str, bag
 
 @pytest.mark.parametrize("optimizer", ["rowwise_adagrad", "adam"])
 @pytest.mark.parametrize("bags", ["single apart", "weighted apart"])
-def test_look_ups_that_stay_apart_one_each_or_weighted_give_the_bits_of_the_plain_loop(
-    optimizer: str, bags: Bags
-) -> None:
+def test_unpooled_look_ups_one_each_or_weighted_give_the_bits_of_the_plain_loop(optimizer: str, bags: Bags) -> None:
     losses, end, batches = reference(optimizer, bags)
     for seed, (depth, capacity) in enumerate(itertools.product((1, 4), CAPACITIES)):
         job = small_job(optimizer, bags, depth=depth)

@@ -74,7 +74,7 @@ def met(run_dir: Path, process: Process) -> Recording:
     )
 
 
-def test_without_a_timeline_nothing_is_recorded_and_the_same_nothing_is_given_each_time() -> None:
+def test_without_a_timeline_nothing_is_recorded_and_one_null_object_serves_all() -> None:
     counters, _ = three_steps.run_of_three_steps()
     assert counters.timeline is None
     counters.show("work", "plan", 1.0)

@@ -170,7 +170,7 @@ def test_gradients_are_clipped_as_torch_clips_them(clip: dict[str, Any]) -> None
     assert moved.norm() < 0.5 * unclipped.norm() or clip == {"clip_norm": 1e6}
 
 
-def test_rows_are_clipped_one_by_one_with_bits_that_do_not_depend_on_their_neighbours() -> None:
+def test_rows_are_clipped_with_bits_that_do_not_depend_on_their_neighbours() -> None:
     torch.manual_seed(0)
     for dim in (1, 5, 16, 33, 128):
         grads = torch.randn(700, dim) * 10 ** (torch.rand(700, 1) * 4 - 2)
