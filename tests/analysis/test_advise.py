@@ -43,7 +43,7 @@ from rowcast.protocol.batch import Batch, Kind
 from rowcast.runtime.errors import ConfigError
 from tests.support.batches import make_batch, small_job
 from tests.support.driver import InProcessRun, Settings
-from tests.support.processes import job_content, write_job
+from tests.support.jobs import job_content, write_job
 
 ROWS = 40_000
 BATCH = 512

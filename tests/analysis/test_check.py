@@ -40,7 +40,7 @@ from rowcast.protocol.batch import Batch
 from rowcast.runtime.errors import ConfigError
 from rowcast.runtime.run_directory import RunDirectory
 from rowcast.trainer.models import build_model
-from tests.support.processes import job_content, write_job
+from tests.support.jobs import job_content, write_job
 
 CPU = Device(name="cpu")
 GPU = Device(name="cuda:0 (a device of 1 MiB)", free_bytes=2**20)

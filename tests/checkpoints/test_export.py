@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from safetensors.torch import save as torch_save
 from torch import Tensor, nn
 
-from rowcast.job.file import load_job, parse_job
+from rowcast.job.file import load_job
 from rowcast.job.schema import Job
 from rowcast.job.tables import GroupSpec, group_specs, make_keys
 from rowcast.prefetcher.checkpoints import export, row_files
@@ -33,6 +33,7 @@ from rowcast.trainer.models import mean_loss
 from rowcast.trainer.models.dlrm import DLRM
 from tests.checkpoints.fake_run import FakeRun
 from tests.checkpoints.fake_run import small_job as job_of_three_tables
+from tests.support import jobs
 from tests.support.batches import make_batch, slots_for, small_batches, small_job
 from tests.support.driver import InProcessRun, Past, Settings, start_state
 from tests.support.processes import Session
@@ -41,21 +42,14 @@ DIM = 6
 
 
 def dlrm_job(run_dir: Path, tables: list[tuple[str, int, list[str]]], optimizer: str = "adagrad") -> Job:
-    return parse_job(
-        {
-            "job": {"run_dir": str(run_dir), "seed": 4},
-            "data": {"format": "tests.support.batches:unused", "batch_size": 32},
-            "tables": [
-                {"name": name, "num_embeddings": rows, "embedding_dim": DIM, "features": features, "init": "normal:0.3"}
-                for name, rows, features in tables
-            ],
-            "model": {"bottom_mlp": [5, DIM], "top_mlp": [7, 1]},
-            "optimizer": {
-                "sparse": {"kind": optimizer, "lr": 0.1, "initial_accumulator": 0.5 if optimizer == "adagrad" else 0.0},
-                "dense": {"kind": "sgd", "lr": 0.1},
-            },
-            "cache": {"capacity": "1GiB"},
-        }
+    sparse = {"kind": optimizer, "lr": 0.1, "initial_accumulator": 0.5 if optimizer == "adagrad" else 0.0}
+    return jobs.job(
+        job={"run_dir": str(run_dir), "seed": 4},
+        data={"format": "tests.support.batches:unused", "batch_size": 32},
+        tables=[jobs.table(name, rows, DIM, *features, init="normal:0.3") for name, rows, features in tables],
+        model={"kind": "dlrm", "bottom_mlp": [5, DIM], "top_mlp": [7, 1]},
+        optimizer={"sparse": sparse},
+        cache={"capacity": "1GiB"},
     )
 
 

@@ -17,7 +17,8 @@ from rowcast.prefetcher.readers.source import InlineSource
 from rowcast.protocol.transport.ring_file import free_shared_memory
 from rowcast.runtime.errors import ConfigError, DataError
 from rowcast.trainer.cli import app as trainer_app
-from tests.support.processes import TABLES, Session, job_content, write_job
+from tests.support.jobs import TABLES, job_content, write_job
+from tests.support.processes import Session
 
 LINE = "\t".join(["1", *map(str, range(13)), *(f"{i:08x}" for i in range(26))]) + "\n"
 
