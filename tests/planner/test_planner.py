@@ -111,7 +111,7 @@ def test_a_refusal_by_the_second_group_leaves_the_first_unchanged() -> None:
     planner = RowPlanner(groups, (needed[0], needed[1] - 1), 1, 0)
     planner.add(schedule([batch], ["train"])[0])
     before = state_of(planner)
-    with pytest.raises(ConfigError, match=rf"step 0 touches {needed[1]} distinct rows of group fp32_d8_sgd") as refusal:
+    with pytest.raises(ConfigError, match=rf"step 0 .*{needed[1]} .*fp32_d8_sgd") as refusal:
         planner.plan()
     total = needed[0] * 16 + (needed[1] - 1) * 32
     assert f"raise cache.capacity from {total} to about {-(-total * needed[1] // (needed[1] - 1))} bytes" in str(

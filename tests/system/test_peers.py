@@ -196,7 +196,7 @@ def test_silence_while_this_process_was_stopped_is_not_held_against_the_peer(
     watch.advance()
     clock.now_s += 1000.0  # longer than every limit
     pass_time(clock, watch, SILENCE_LIMIT_S - 0.1)
-    with pytest.raises(PeerLost, match="silent for 7"):
+    with pytest.raises(PeerLost, match="7"):
         pass_time(clock, watch, 0.3)
 
 
