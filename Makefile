@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo tutorial test check exact soak mutants bench gpu-check bench-planner bench-embedding bench-env bench-budget bench-safety bench-metrics bench-parts clean
+.PHONY: demo tutorial quick test check exact soak mutants bench gpu-check bench-planner bench-embedding bench-env bench-budget bench-safety bench-metrics bench-parts clean
 
 $(VENV)/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -17,6 +17,11 @@ demo: $(VENV)/installed  ## train on the built-in stream, both processes
 tutorial: $(VENV)/installed  ## the tutorial, executed: build/tutorial.ipynb, with its figures
 	mkdir -p build
 	$(BIN)/jupyter-execute --output=../build/tutorial examples/tutorial.ipynb
+
+QUICK := planner protocol stores readers trainer checkpoints system/test_exact.py test_job.py test_structure.py
+
+quick: $(VENV)/installed  ## an answer within 3 minutes on 2 cores: planner, protocol, stores, readers, exactness in one process
+	ROWCAST_QUICK=1 $(BIN)/python -m pytest -n 2 --dist loadfile $(addprefix tests/,$(QUICK))
 
 test: $(VENV)/installed  ## the whole test suite
 	$(BIN)/python -m pytest -n 2 --dist loadfile

@@ -149,7 +149,7 @@ def test_the_rule_of_the_page_gives_the_rows_of_a_run(tmp_path: Path) -> None:
     assert found == [((user,), (item,)) for user, item in zip(users, items, strict=True)]
 
 
-def test_the_shares_of_values_that_share_a_row_are_those_of_the_formula_and_of_the_hash() -> None:
+def test_shares_of_values_that_share_a_row_match_the_formula_and_the_hash() -> None:
     num_values = 100_000
     values = pa.array([f"value {i}" for i in range(num_values)])
     ratios, expected, counted = (

@@ -14,7 +14,7 @@ import pytest
 from rowcast.job.file import load_job, parse_job
 from rowcast.job.schema import Job
 from rowcast.runtime.errors import ConfigError
-from tests.support.processes import TABLES, job_content, write_job
+from tests.support.jobs import TABLES, job_content, write_job
 
 TABLE = TABLES[0]
 SGD = {"kind": "sgd", "lr": 0.1}

@@ -31,7 +31,7 @@ def first_batches(job: Job) -> list[ScheduledBatch]:
 
 
 @pytest.mark.parametrize(("name", "changes"), [("demo", ()), ("retail", LIKE_RETAIL)])
-def test_the_staging_of_an_example_is_smaller_than_its_cache_and_holds_what_a_plan_moves(
+def test_an_examples_staging_is_smaller_than_its_cache_and_holds_what_a_plan_moves(
     name: str, changes: tuple[str, ...]
 ) -> None:
     job = load_job(EXAMPLES / f"{name}.toml", changes)

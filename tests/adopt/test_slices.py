@@ -99,11 +99,9 @@ def test_mistakes_with_micro_batches_are_named(tmp_path: Path, launches: Launche
         first = next(batches)
         assert (len(first.labels), first.share, first.is_last, first.sparse_features.stride()) == (2, 0.25, False, 2)
         logits = model(first.dense_features, first.sparse_features)
-        with pytest.raises(
-            RuntimeError, match="micro-batch 0 of train step 0 were asked for before the backward pass of an earlier"
-        ):
+        with pytest.raises(RuntimeError, match="micro-batch 0 of train step 0"):
             model(first.dense_features, first.sparse_features)
-        with pytest.raises(RuntimeError, match="embeddings of train step 0 have had no backward pass"):
+        with pytest.raises(RuntimeError, match=r"train step 0 .* backward"):
             next(batches)
         torch.autograd.backward(logits.sum())
         batches = iter(loader)  # goes on within the batch

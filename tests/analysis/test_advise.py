@@ -41,7 +41,7 @@ from rowcast.runtime.splitmix import GOLDEN
 from rowcast.runtime.telemetry.format_numbers import size_text
 from tests.support.batches import make_batch, small_job
 from tests.support.driver import InProcessRun, Settings
-from tests.support.processes import job_content, write_job
+from tests.support.jobs import job_content, write_job
 
 ROWS = 40_000
 BATCH = 512

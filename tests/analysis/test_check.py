@@ -38,7 +38,7 @@ from rowcast.protocol.batch import Batch
 from rowcast.runtime.errors import ConfigError
 from rowcast.runtime.run_directory import RunDirectory
 from rowcast.trainer.models import build_model
-from tests.support.processes import job_content, write_job
+from tests.support.jobs import job_content, write_job
 
 CPU = Device(name="cpu")
 GPU = Device(name="cuda:0 (a device of 1 MiB)", free_bytes=2**20)
@@ -184,7 +184,7 @@ def test_null_ids_are_an_error_or_counted_with_those_replaced(check: Checked) ->
     )
 
 
-def test_a_model_with_a_bottom_mlp_but_no_dense_column_is_an_error_that_names_the_candidates(check: Checked) -> None:
+def test_a_bottom_mlp_without_a_dense_column_is_an_error_that_names_candidates(check: Checked) -> None:
     sentence = only_fault(
         check(data=with_columns(check, price=np.zeros(200), cat_0=np.ones(200, np.int64))), "error", "data"
     )

@@ -109,7 +109,7 @@ def test_the_interval_holds_the_epochs_share_as_often_as_it_says(
     assert held / 2000 >= confidence - 3 * (confidence * (1 - confidence) / 2000) ** 0.5
 
 
-def test_a_kind_of_batch_that_is_rarer_than_the_unseen_share_is_missed_more_often_than_the_interval_admits() -> None:
+def test_batches_rarer_than_the_unseen_share_are_missed_more_often_than_admitted() -> None:
     """The limit of the method, by counting: batches drawn that miss a kind that makes up just the unseen share."""
     share = unseen_share(32, 0.99)
     assert share == pytest.approx(0.134, abs=0.001)

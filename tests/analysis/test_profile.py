@@ -17,7 +17,6 @@ from rowcast.analysis.profile.interval import Share
 from rowcast.analysis.profile.profile import PICK, ProfileOptions, Request, profile_job, run_profile
 from rowcast.analysis.profile.results import HALF, Profile, print_profile
 from rowcast.analysis.sample import Amount, sample_windows
-from rowcast.job.file import parse_job
 from rowcast.job.schema import Job
 from rowcast.job.tables import KEY_SHIFT, GroupSpec, group_specs, make_keys
 from rowcast.prefetcher.cli import app
@@ -25,8 +24,9 @@ from rowcast.prefetcher.planner.pin_files import load_pins
 from rowcast.prefetcher.readers.reader import open_reader
 from rowcast.protocol.batch import Batch
 from rowcast.runtime.errors import ConfigError
+from tests.support import jobs
+from tests.support.jobs import job_content, write_job
 from tests.support.planner_runs import distinct_keys, group, lookups_of, one_group, random_batch, table, two_groups
-from tests.support.processes import job_content, write_job
 
 
 def counted(groups: tuple[GroupSpec, ...], batches: list[Batch]) -> Popularity:
@@ -207,20 +207,13 @@ def test_a_table_that_nothing_looks_up_has_no_share() -> None:
 
 
 def job_of(**sections: Any) -> Job:
-    content: dict[str, Any] = {
-        "job": {"run_dir": "unused", "seed": 1},
-        "data": {"format": "synthetic", "batch_size": 100, "synthetic": {"samples": 20_000, "zipf": 1.0}},
-        "tables": [
-            {"name": "large", "num_embeddings": 5000, "embedding_dim": 4, "features": ["cat_0", "cat_1"]},
-            {"name": "small", "num_embeddings": 50, "embedding_dim": 4, "features": ["cat_2"]},
-        ],
-        "model": {"bottom_mlp": [4], "top_mlp": [1]},
-        "optimizer": {"sparse": {"kind": "sgd", "lr": 0.1}, "dense": {"kind": "sgd", "lr": 0.1}},
+    content = {
+        "data": {"batch_size": 100, "synthetic": {"samples": 20_000, "zipf": 1.0}},
+        "tables": [jobs.table("large", 5000, 4, "cat_0", "cat_1"), jobs.table("small", 50, 4, "cat_2")],
+        "model": {"kind": "dlrm", "bottom_mlp": [4], "top_mlp": [1]},
         "cache": {"capacity": "1000 rows"},
     }
-    for name, section in sections.items():
-        content[name] = content[name] | section if isinstance(section, dict) else section
-    return parse_job(content)
+    return jobs.job(**jobs.laid_over(content, sections))
 
 
 def profiled(job: Job, *budgets: str, share: float = 0.2, confidence: float = 0.99) -> tuple[Profile, dict[str, Any]]:
@@ -303,7 +296,7 @@ def test_the_default_budget_is_half_the_cache_and_leaves_room_for_the_largest_ba
     assert (none.budgets[0].hot_rows, none.budgets[0].shares.accesses) == (0, Share(estimate=0, low=0, high=0))
 
 
-def test_a_budget_that_leaves_no_room_for_a_batch_is_measured_and_says_what_to_change() -> None:
+def test_a_budget_without_room_for_a_batch_is_measured_and_says_what_to_change() -> None:
     profile, _ = profiled(job_of(), "950 rows")
     needed = 950 + profile.groups[0].largest_batch_rows
     assert profile.budgets[0].hot_rows == 950

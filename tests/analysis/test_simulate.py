@@ -99,9 +99,7 @@ ORDERS = ("none", "window:500", "full")
 
 
 @pytest.mark.parametrize("shuffle", ORDERS)
-def test_the_command_says_what_the_report_of_two_processes_says_and_their_trace_replays(
-    shuffle: str, tmp_path: Path
-) -> None:
+def test_the_command_agrees_with_the_report_of_two_processes_and_their_trace(shuffle: str, tmp_path: Path) -> None:
     with Session(tmp_path) as session:
         data = {"epochs": 2, "eval_fraction": 0.1, "shuffle": shuffle, "synthetic": {"samples": 64 * 40 + 13}}
         session.write_job(
@@ -143,7 +141,7 @@ def test_the_command_says_what_the_report_of_two_processes_says_and_their_trace_
     assert again == {"results": [result | {"shuffle": None}], "plans_compared": report["steps"] + report["eval_steps"]}
 
 
-def test_a_run_that_was_stopped_leaves_a_trace_of_what_it_planned_and_a_broken_one_leaves_none(tmp_path: Path) -> None:
+def test_a_stopped_run_leaves_a_trace_of_what_it_planned_a_broken_one_none(tmp_path: Path) -> None:
     trace = tmp_path / "run.trace"
     with Session(tmp_path) as session:
         prefetcher, trainer = session.start_both(f"--save-trace={trace}")
@@ -241,7 +239,7 @@ def test_every_step_in_every_order_moves_what_a_run_in_it_moves(shuffle: str) ->
     assert len({tuple(arrays(result).rows_fetched) for result in results}) == 3
 
 
-def test_each_order_is_read_with_each_batch_size_and_held_against_the_bound_of_its_own() -> None:
+def test_each_order_is_read_with_each_batch_size_and_compared_with_its_own_bound() -> None:
     job, batches = workload("single")
     asked = []
 

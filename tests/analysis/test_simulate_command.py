@@ -15,7 +15,8 @@ from rowcast.analysis.simulate.simulate import SimulateOptions, run_simulate
 from rowcast.job.file import parse_job
 from rowcast.job.schema import Job
 from rowcast.runtime.errors import ConfigError
-from tests.support.processes import Process, job_content
+from tests.support.jobs import job_content
+from tests.support.processes import Process
 
 
 def tiny_job(**sections: Any) -> Job:

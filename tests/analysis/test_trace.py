@@ -315,7 +315,7 @@ def test_tables_that_do_not_fit_the_job_are_refused(
         check_tables(reader.header, other, "--trace a.trace")
 
 
-def test_other_widths_and_optimizers_may_be_tried_over_a_trace_but_are_not_its_settings(tmp_path: Path) -> None:
+def test_other_widths_and_optimizers_may_be_tried_but_are_not_the_traces_settings(tmp_path: Path) -> None:
     job, batches = workload()
     save(tmp_path / "a.trace", job, batches)
     other = msgspec.structs.replace(

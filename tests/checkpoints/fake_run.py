@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import xxhash
 
-from rowcast.job.file import parse_job
 from rowcast.job.schema import Job
 from rowcast.job.tables import GroupSpec, group_specs, make_keys
 from rowcast.prefetcher.checkpoints import row_files
@@ -20,6 +19,7 @@ from rowcast.prefetcher.stores.store import FINISHED, Finished, Keys, Records
 from rowcast.runtime.checkpoint_manifest import Manifest
 from rowcast.runtime.disk import Disk, RealDisk, RealWriting, Writing
 from rowcast.runtime.position import Position
+from tests.support import jobs
 
 Rows = dict[int, bytes]  # key -> record
 TABLES = (("narrow_a", 40, 4), ("wide", 30, 8), ("narrow_b", 60, 4))
@@ -28,24 +28,11 @@ MAX_ADVANCES = 1_000_000
 
 def small_job(run_dir: Path, optimizer: str = "adagrad", tables: tuple[tuple[str, int, int], ...] = TABLES) -> Job:
     """Two groups, one of two tables whose keys lie on both sides of the other's."""
-    return parse_job(
-        {
-            "job": {"run_dir": str(run_dir), "seed": 9},
-            "data": {"format": "synthetic", "synthetic": {"samples": 1000}},
-            "tables": [
-                {
-                    "name": name,
-                    "num_embeddings": rows,
-                    "embedding_dim": dim,
-                    "features": [f"f_{name}"],
-                    "init": "normal:0.1",
-                }
-                for name, rows, dim in tables
-            ],
-            "model": {"kind": "tests.support.batches:small_model"},
-            "optimizer": {"sparse": {"kind": optimizer, "lr": 0.1}, "dense": {"kind": "sgd", "lr": 0.1}},
-            "cache": {"capacity": "1MiB"},
-        }
+    return jobs.job(
+        job={"run_dir": str(run_dir), "seed": 9},
+        data={"synthetic": {"samples": 1000}},
+        tables=[jobs.table(name, rows, dim, f"f_{name}", init="normal:0.1") for name, rows, dim in tables],
+        optimizer={"sparse": {"kind": optimizer, "lr": 0.1}},
     )
 
 

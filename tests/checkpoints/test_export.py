@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from safetensors.torch import save as torch_save
 from torch import Tensor, nn
 
-from rowcast.job.file import load_job, parse_job
+from rowcast.job.file import load_job
 from rowcast.job.schema import Job
 from rowcast.job.tables import GroupSpec, group_specs, make_keys
 from rowcast.prefetcher.checkpoints import export, row_files
@@ -33,6 +33,7 @@ from rowcast.trainer.models import mean_loss
 from rowcast.trainer.models.dlrm import DLRM
 from tests.checkpoints.fake_run import FakeRun
 from tests.checkpoints.fake_run import small_job as job_of_three_tables
+from tests.support import jobs
 from tests.support.batches import make_batch, slots_for, small_batches, small_job
 from tests.support.driver import InProcessRun, Past, Settings, start_state
 from tests.support.processes import Session
@@ -41,21 +42,14 @@ DIM = 6
 
 
 def dlrm_job(run_dir: Path, tables: list[tuple[str, int, list[str]]], optimizer: str = "adagrad") -> Job:
-    return parse_job(
-        {
-            "job": {"run_dir": str(run_dir), "seed": 4},
-            "data": {"format": "tests.support.batches:unused", "batch_size": 32},
-            "tables": [
-                {"name": name, "num_embeddings": rows, "embedding_dim": DIM, "features": features, "init": "normal:0.3"}
-                for name, rows, features in tables
-            ],
-            "model": {"bottom_mlp": [5, DIM], "top_mlp": [7, 1]},
-            "optimizer": {
-                "sparse": {"kind": optimizer, "lr": 0.1, "initial_accumulator": 0.5 if optimizer == "adagrad" else 0.0},
-                "dense": {"kind": "sgd", "lr": 0.1},
-            },
-            "cache": {"capacity": "1GiB"},
-        }
+    sparse = {"kind": optimizer, "lr": 0.1, "initial_accumulator": 0.5 if optimizer == "adagrad" else 0.0}
+    return jobs.job(
+        job={"run_dir": str(run_dir), "seed": 4},
+        data={"format": "tests.support.batches:unused", "batch_size": 32},
+        tables=[jobs.table(name, rows, DIM, *features, init="normal:0.3") for name, rows, features in tables],
+        model={"kind": "dlrm", "bottom_mlp": [5, DIM], "top_mlp": [7, 1]},
+        optimizer={"sparse": sparse},
+        cache={"capacity": "1GiB"},
     )
 
 
@@ -98,7 +92,7 @@ def assert_equal_tensors(found: dict[str, Tensor], expected: dict[str, Tensor]) 
         assert found[name].numpy().tobytes() == tensor.numpy().tobytes(), f"{name} differs"
 
 
-def test_an_export_after_training_holds_exactly_the_rows_of_the_store_and_the_dense_weights(tmp_path: Path) -> None:
+def test_an_export_holds_exactly_the_rows_of_the_store_and_the_dense_weights(tmp_path: Path) -> None:
     run = trained_run(tmp_path / "run")
     found = exported(run, tmp_path / "out.safetensors")
     assert_equal_tensors(found, run.state())
@@ -154,7 +148,7 @@ def bags_and_model(job: Job, content: dict[str, Tensor], num_dense: int) -> tupl
     return bags, model
 
 
-def test_the_export_of_a_trained_dlrm_loads_into_embedding_bags_and_the_model_and_predicts_alike(
+def test_the_export_of_a_trained_dlrm_loads_into_torch_and_predicts_alike(
     tmp_path: Path,
 ) -> None:
     run, batches = trained_dlrm(tmp_path)

@@ -66,9 +66,7 @@ def test_an_export_of_an_import_is_the_file_that_was_imported(
 
 
 @pytest.mark.parametrize("dtype", ALL[1:])
-def test_an_export_of_no_training_holds_the_rounded_first_values_and_the_master_before_rounding(
-    dtype: RowType, tmp_path: Path
-) -> None:
+def test_an_export_before_training_holds_rounded_values_and_unrounded_masters(dtype: RowType, tmp_path: Path) -> None:
     job = job_of(tmp_path / "run", dtype, master=True)
     weights = {
         name: tensor
@@ -95,9 +93,7 @@ def test_weights_of_any_dtype_become_the_tables_own(
 
 
 @pytest.mark.parametrize("value", [65505.0, -1e30])
-def test_a_weight_that_the_tables_dtype_cannot_hold_is_refused_before_anything_is_made(
-    value: float, tmp_path: Path
-) -> None:
+def test_a_weight_that_the_dtype_cannot_hold_is_refused_before_anything_is_made(value: float, tmp_path: Path) -> None:
     content = content_of(job_of(tmp_path / "unused", "fp32"))
     content[WEIGHT][7, 3] = value
     job = job_of(tmp_path / "run", "fp16")

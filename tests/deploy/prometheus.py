@@ -1,10 +1,10 @@
 """A real Prometheus under test: where its programs come from, and a server that scrapes real processes with the tree's own files."""
 
+import fcntl
 import functools
 import json
 import os
 import shutil
-import socket
 import subprocess
 import time
 import urllib.error
@@ -20,6 +20,7 @@ import yaml
 
 from rowcast.runtime.telemetry.metrics import Process
 from tests.support.processes import POLL_S
+from tests.support.tcp_run import free_port
 
 ROOT = Path(__file__).parents[2]
 FILES = ROOT / "deploy" / "prometheus"
@@ -50,14 +51,22 @@ def which(name: str) -> str | None:
 
 @functools.cache
 def fetch_package() -> None:
-    """Unpacks Debian's package into `build/`, and installs nothing: no user is made and no service is started. Tried once."""
+    """Unpacks Debian's package into `build/`, and installs nothing: no user is made and no service is started. Tried once a process,
+    and by one process at a time.
+    """
     FETCHED.mkdir(parents=True, exist_ok=True)
-    if not done("apt-get", "download", "prometheus"):
-        done("apt-get", "update")
-        done("apt-get", "download", "prometheus")
-    for package in FETCHED.glob("prometheus_*.deb"):
-        done("dpkg-deb", "--extract", str(package), ".")
-        package.unlink()
+    with (FETCHED / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if (FETCHED / "usr" / "bin" / "promtool").exists():  # by another worker, while this one waited
+            return
+        if not done("apt-get", "download", "prometheus"):
+            done("apt-get", "update")
+            done("apt-get", "download", "prometheus")
+        for package in FETCHED.glob("prometheus_*.deb"):
+            done("dpkg-deb", "--extract", str(package), "unpacking")
+            package.unlink()
+        if (FETCHED / "unpacking" / "usr").exists():
+            (FETCHED / "unpacking" / "usr").rename(FETCHED / "usr")  # at once: a program that is there is whole
 
 
 def done(*command: str) -> bool:
@@ -169,13 +178,6 @@ class Prometheus:
     @property
     def _log(self) -> str:
         return (self._folder / "log").read_text()
-
-
-def free_port() -> int:
-    """Of this moment: Prometheus does not tell which port it was given."""
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        return int(taken.getsockname()[1])
 
 
 def configuration(targets: Mapping[Process, str]) -> Any:

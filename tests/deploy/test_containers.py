@@ -85,7 +85,7 @@ def test_the_image_runs_commands_directly_so_that_signals_reach_them() -> None:
         assert f'{name} = "rowcast.{name}.cli:app"' in (ROOT / "pyproject.toml").read_text()
 
 
-def test_the_image_makes_the_folders_that_its_environment_and_the_deployments_write_to(both: Both) -> None:
+def test_the_image_makes_the_folders_that_its_environment_and_deployments_write(both: Both) -> None:
     environment = dockerfile().envs
     made = re.findall(r"install --directory --owner 10001 --group 10001 --mode 0750 ([^&]*)$", instructions("RUN")[-1])[
         0

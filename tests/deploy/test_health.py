@@ -47,7 +47,7 @@ def run_health_check(*ports: int) -> "subprocess.CompletedProcess[str]":
     return subprocess.run(command, capture_output=True, text=True, check=False, env={"PYTHONPATH": str(ROOT)})
 
 
-def test_the_health_check_of_the_image_passes_while_every_stage_lives_and_fails_when_one_is_dead() -> None:
+def test_the_images_health_check_passes_until_a_stage_is_dead() -> None:
     health = Health(state="connecting")
     with served(health) as port:
         good = run_health_check(port)

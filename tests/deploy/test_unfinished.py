@@ -12,7 +12,7 @@ from rowcast.job.schema import Job
 from rowcast.prefetcher.cli import app
 from rowcast.prefetcher.run.prefetcher_run import RunOptions
 from rowcast.runtime.process import Signals
-from tests.support.processes import job_content, write_job
+from tests.support.jobs import job_content, write_job
 
 
 @pytest.fixture(autouse=True)

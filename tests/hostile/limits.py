@@ -1,130 +1,64 @@
-"""A second check of every limit of a frame, over plain values: it knows the messages from this table alone and shares no code with
-`rowcast.protocol.codec`; only the dtypes are those of the plan's arrays.
-
-A field's kind: "n" number, "n?" or None, "f" seconds, "t" text, "s" a sentence, "y" bytes, "b" bool, "c" checksum, "[x]" a list of x,
-a name in capitals one of the structs here, and words are the choices.
+"""A second check of every limit of a frame, over plain values. Names and types of fields are those of the messages; the limits and how
+fields depend on each other stand here once more, and no code is shared with `rowcast.protocol.codec`.
 """
 
+import functools
 import math
-from typing import Any
+import types
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
+import msgspec
+
+from rowcast.protocol.messages import AnyMessage
 from rowcast.protocol.plan_layout import ITEM_BYTES
 
 Plain = dict[str, Any]
-PIECE = {"piece": "n", "num_pieces": "n"}
-DENSE = {**PIECE, "nbytes": "n", "checksum": "c", "payload": "REF", "span": "SPAN"}
-STRUCTS: dict[str, dict[str, str]] = {
-    "REF": {"position": "n", "nbytes": "n", "end": "n", "checksum": "c?"},
-    "SPEC": {"name": "t", "dtype": " ".join(ITEM_BYTES), "shape": "[n]", "offset": "n"},
-    "GROUP": {
-        **{"num_lookups": "n", "num_unique": "n", "num_fetch": "n", "num_evict": "n"},
-        **{"num_dirty": "n", "fill_after": "n?", "sequence_lookups": "[n]"},
-    },
-    "PLAN": {
-        **{
-            "kind": "train eval",
-            "train_step": "n",
-            "epoch": "n",
-            "batch_size": "n",
-            "groups": "[GROUP]",
-            "arrays": "[SPEC]",
-        },
-        **{"arrays_bytes": "n", "num_checksums": "n"},
-    },
-    "ROWS": {"group": "n", "start": "n", "count": "n", "offset": "n"},
-    "SPAN": {"offset": "n", "nbytes": "n"},
-    "RING": {"path": "t", "nbytes": "n"},
-    "POSITION": {"step": "n", "train_step": "n", "epoch": "n", "train_batch": "n", "eval_batch": "n?"},
-    "StepReady": {"step": "n", **PIECE, "plan": "PLAN?", "payload": "REF?", "arrays": "SPAN?", "rows": "[ROWS]"},
-    "RowsBack": {"step": "n?", "barrier": "n?", "piece": "n", "last": "b", "payload": "REF?", "rows": "[ROWS]"},
-    "RowChecksums": {"step": "n?", "barrier": "n?", "start": "n", "checksums": "y"},
-    "StepDone": {"step": "n", "rank": "n", "waited_s": "f", "step_s": "f"},
-    "Released": {"position": "n"},
-    "Hello": {
-        **{
-            "protocol_version": "n",
-            "job_digest": "t",
-            "rank": "n",
-            "world_size": "n",
-            "pid": "n",
-            "threads": "n",
-            "device": "t",
-        },
-        "mode": "train eval",
-    },
-    "Welcome": {
-        **{
-            "protocol_version": "n",
-            "run_id": "t",
-            "incarnation": "n",
-            "pid": "n",
-            "slots": "[n]",
-            "num_dense": "n",
-            "depth": "n",
-        },
-        **{
-            "fetch_ring": "RING",
-            "back_ring": "RING",
-            "staging_bytes": "n",
-            "train_steps": "n?",
-            "first_train_step": "n",
-        },
-        **{"restore_bytes": "n", "verify": "f", "start": "POSITION", "fresh": "b", "replaces": "t"},
-        **{"epoch_batches": "[n?]", "pairing": "t"},
-    },
-    "Flush": {
-        **{"barrier": "n", "after_step": "n?", "num_dirty": "[n]", **PIECE, "arrays": "[SPEC]", "arrays_bytes": "n"},
-        **{"payload": "REF?", "span": "SPAN?", "checkpoint": "b", "reason": "t", "num_checksums": "n"},
-    },
-    "Saved": {**DENSE, "barrier": "n"},
-    "Restore": DENSE,
-    "EndOfData": {"last_step": "n?", "finished": "b", "host_bytes": "n"},
-    "StopRequest": {"reason": "t", "next_step": "n?"},
-    "Heartbeat": {"step_begun": "n?", "step_done": "n?", "work": "n", "waiting_for": "t"},
-    "Failure": {"code": "n", "sentence": "s"},
-    "Bye": {},
-}
+MESSAGES: dict[str, type[msgspec.Struct]] = {message.__name__: message for message in get_args(AnyMessage)}
 
 
-def fits(value: Any, kind: str) -> bool:
-    """Whether a plain value is of a kind."""
-    if kind.endswith("?"):
-        return value is None or fits(value, kind[:-1])
-    if kind.startswith("["):
-        return isinstance(value, list | tuple) and len(value) <= 4096 and all(fits(item, kind[1:-1]) for item in value)
-    if kind in STRUCTS:
-        fields = STRUCTS[kind]
-        return (
-            isinstance(value, dict)
-            and value.keys() == fields.keys()
-            and all(fits(value[name], fields[name]) for name in fields)
+@functools.cache
+def fields_of(struct: type[msgspec.Struct]) -> dict[str, Any]:
+    return get_type_hints(struct)
+
+
+def fits(value: Any, hint: Any, name: str = "") -> bool:
+    """Whether a plain value is of a field's type, and within the limits of that type."""
+    if hint is int:
+        return type(value) is int and 0 <= value < 2 ** (64 if name == "checksum" else 62)
+    if hint is float:
+        return type(value) in (int, float) and 0 <= value < 2**62
+    if hint is str:
+        return isinstance(value, str) and (
+            name == "sentence" or (len(value) <= 4096 and all(map(str.isprintable, value)))
         )
-    match kind:
-        case "n":
-            return type(value) is int and 0 <= value < 2**62
-        case "f":
-            return type(value) in (int, float) and 0 <= value < 2**62
-        case "c":
-            return type(value) is int and 0 <= value < 2**64
-        case "t":
-            return isinstance(value, str) and len(value) <= 4096 and all(letter.isprintable() for letter in value)
-        case "s":
-            return isinstance(value, str)
-        case "y":
-            return isinstance(value, bytes)
-        case "b":
-            return isinstance(value, bool)
-        case _:
-            return value in kind.split()
+    if hint in (bool, bytes, type(None)):
+        return isinstance(value, hint)
+    arguments = get_args(hint)
+    if get_origin(hint) in (Union, types.UnionType):
+        return any(fits(value, own, name) for own in arguments)
+    if get_origin(hint) is Literal:
+        return value in arguments
+    if get_origin(hint) is tuple:
+        if not isinstance(value, list | tuple) or len(value) > 4096:
+            return False
+        if arguments[-1] is not ...:
+            return len(value) == len(arguments) and all(map(fits, value, arguments))
+        return all(fits(item, arguments[0]) for item in value)
+    fields = fields_of(hint)
+    return (
+        isinstance(value, dict)
+        and value.keys() == fields.keys()
+        and all(fits(value[name], kind, name) for name, kind in fields.items())
+    )
 
 
 def within_limits(frame: bytes, envelope: list[Any]) -> bool:
     """Whether [incarnation, sequence, message], in plain values, may come out of a frame."""
-    if len(frame) > 4 * 2**20 or len(envelope) != 3 or not all(fits(number, "n") for number in envelope[:2]):
+    if len(frame) > 4 * 2**20 or len(envelope) != 3 or not all(fits(number, int) for number in envelope[:2]):
         return False
     message = {name: value for name, value in envelope[2].items() if name != "type"}
     kind = envelope[2].get("type")
-    return kind in STRUCTS and not kind.isupper() and fits(message, kind) and related(kind, message)
+    return kind in MESSAGES and fits(message, MESSAGES[kind]) and related(kind, message)
 
 
 def related(kind: str, message: Plain) -> bool:

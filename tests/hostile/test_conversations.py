@@ -69,7 +69,7 @@ def test_one_breach_is_refused_by_name_and_the_unbroken_conversation_goes_on(
 
 @times(NUM_OUT_OF_TURN)
 @given(conversations(), st.data())
-def test_a_frame_out_of_turn_is_refused_by_name_and_the_unbroken_conversation_goes_on(
+def test_a_frame_out_of_turn_is_refused_by_name_and_the_conversation_continues(
     said: list[Said], data: st.DataObject
 ) -> None:
     place = data.draw(st.integers(2, len(said) - 1), label="place")
@@ -99,7 +99,7 @@ def refuse_out_of_turn(pair: Pair, from_prefetcher: bool, message: AnyMessage, d
 
 
 @pytest.mark.parametrize("depth", [1, 64])
-def test_a_trainer_that_is_sent_steps_without_end_remembers_no_more_than_depth_allows(depth: int) -> None:
+def test_a_trainer_sent_steps_without_end_remembers_no_more_than_depth_allows(depth: int) -> None:
     session = Session(TRAINER)
     session.encode(sample_messages.hello())
     session.decode(numbered(session, sample_messages.welcome(3, depth)))

@@ -98,7 +98,7 @@ def test_a_named_group_gets_exactly_its_share_and_the_others_divide_the_rest() -
     assert free[1] != 700
 
 
-def test_a_named_group_never_gets_more_than_its_rows_and_the_others_get_what_it_leaves() -> None:
+def test_a_named_group_gets_at_most_its_rows_and_the_others_what_it_leaves() -> None:
     groups = groups_of((50, 4), (10**6, 8))
     assert divide_capacity(
         groups, touched((10, 50), (1, 1)), capacity_bytes=10**4, fixed_rows={groups[0].name: 10**9}
@@ -121,7 +121,7 @@ def test_a_share_below_the_groups_largest_batch_is_refused_with_both_numbers() -
     assert divide_capacity(groups, counts, capacity_bytes=800, fixed_rows={"fp32_d8_sgd": 20}) == (10, 20)
 
 
-def test_shares_that_leave_too_little_for_the_other_groups_are_refused_with_the_capacity_that_is_enough() -> None:
+def test_shares_that_starve_other_groups_are_refused_with_the_capacity_needed() -> None:
     groups = groups_of((100, 4), (100, 8), (100, 16))
     counts = touched((10, 100), (20, 100), (30, 100))
     with pytest.raises(

@@ -89,7 +89,7 @@ def test_no_batch_enters_beyond_the_horizon_out_of_order_or_after_the_end() -> N
         planner.add(trace[2])
 
 
-def test_a_batch_with_more_rows_than_slots_is_refused_with_numbers_and_changes_nothing() -> None:
+def test_a_batch_with_more_rows_than_slots_is_refused_and_changes_nothing() -> None:
     planner = planner_over([[0, 1], [4, 2, 3, 4]], num_slots=2, horizon=1)
     planner.plan()
     before = state_of(planner)
@@ -111,7 +111,7 @@ def test_a_refusal_by_the_second_group_leaves_the_first_unchanged() -> None:
     planner = RowPlanner(groups, (needed[0], needed[1] - 1), 1, 0)
     planner.add(schedule([batch], ["train"])[0])
     before = state_of(planner)
-    with pytest.raises(ConfigError, match=rf"step 0 touches {needed[1]} distinct rows of group fp32_d8_sgd") as refusal:
+    with pytest.raises(ConfigError, match=rf"step 0 .*{needed[1]} .*fp32_d8_sgd") as refusal:
         planner.plan()
     total = needed[0] * 16 + (needed[1] - 1) * 32
     assert f"raise cache.capacity from {total} to about {-(-total * needed[1] // (needed[1] - 1))} bytes" in str(

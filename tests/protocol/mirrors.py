@@ -33,6 +33,7 @@ def rows_back(ref: RingRef | None, number: int = 0) -> RowsBack:
 class End:
     """One of the two, with what arrived and was not read yet."""
 
+    link: Link
     conversation: Conversation
     writer: RingWriter
     reader: RingReader
@@ -62,13 +63,15 @@ def contents(number: int, nbytes: int) -> "np.ndarray[tuple[int], np.dtype[np.ui
     return np.random.default_rng(number).integers(0, 256, nbytes, dtype=np.uint8)
 
 
-def make_end(link: Link, ring_bytes: int) -> End:
+def make_end(link: Link, ring_bytes: int, *, mirrored: bool = True) -> End:
     end = End(
+        link=link,
         conversation=Conversation(LooseSession("trainer"), link),
         writer=RingWriter(in_memory_buffer(ring_bytes), always_checksum=True),
         reader=RingReader(in_memory_buffer(ring_bytes), mirror=True),
     )
-    end.conversation.carry(end.writer, end.reader)
+    if mirrored:
+        end.conversation.carry(end.writer, end.reader)
     end.conversation.listen(
         {RowsBack: end.arrived.append, Released: lambda message: end.writer.release(message.position)}
     )

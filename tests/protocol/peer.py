@@ -2,6 +2,7 @@
 
 import sys
 import threading
+import time
 from pathlib import Path
 
 from rowcast.protocol.codec import decode, encode
@@ -43,6 +44,15 @@ def receive(link: ZmqLink, bell: Bell) -> bytes:
             return frame
         assert not link.peer_gone, "the frame comes before the peer leaves"
         bell.wait()
+
+
+def received_until_error(link: ZmqLink, frames: list[bytes]) -> None:
+    """Adds all frames that arrive to `frames`, until the link raises what ended its thread."""
+    while True:
+        if (arrived := link.receive()) is not None:
+            frames.append(arrived[0])
+        else:
+            time.sleep(0.001)
 
 
 def wait_gone(link: ZmqLink, bell: Bell) -> None:

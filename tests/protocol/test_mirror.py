@@ -115,7 +115,7 @@ def test_a_piece_is_viewed_after_it_came_and_done_after_it_was_viewed() -> None:
 def test_a_message_comes_with_exactly_the_bytes_that_it_announces(payload: bytes) -> None:
     first, second = make_ends()
     ref, _ = put(first.writer, 100)
-    first.conversation._link.send(first.conversation.session.encode(rows_back(ref)), memoryview(payload))
+    first.link.send(first.conversation.session.encode(rows_back(ref)), memoryview(payload))
     with pytest.raises(
         RemoteProtocolError, match=f"a RowsBack came with {len(payload)} bytes of payload instead of 100"
     ):
@@ -126,15 +126,14 @@ def test_a_message_comes_with_exactly_the_bytes_that_it_announces(payload: bytes
 @pytest.mark.parametrize("message", [Bye(), rows_back(None)])
 def test_a_message_that_announces_no_bytes_comes_without_any(message: Bye) -> None:
     first, second = make_ends()
-    first.conversation._link.send(first.conversation.session.encode(message), memoryview(b"more"))
+    first.link.send(first.conversation.session.encode(message), memoryview(b"more"))
     with pytest.raises(RemoteProtocolError, match="4 bytes of payload instead of 0"):
         second.conversation.advance()
 
 
 def test_rings_that_both_ends_share_take_no_bytes_from_the_link() -> None:
     near, far = inproc_pair()
-    first, second = make_end(near, RING_BYTES), make_end(far, RING_BYTES)
-    second.conversation._incoming = None
+    first, second = make_end(near, RING_BYTES), make_end(far, RING_BYTES, mirrored=False)
     assert first.put(1, 100)
     with pytest.raises(RemoteProtocolError, match="100 bytes of payload instead of 0"):
         second.conversation.advance()

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rowcast.job.file import parse_job
 from rowcast.job.schema import Job, RowType, SparseOptimizer
 from rowcast.job.tables import ALIGNMENT, group_specs, record_parts
 from rowcast.runtime.errors import ConfigError
+from tests.support import jobs
 
 DTYPES: tuple[RowType, ...] = ("fp32", "fp16", "bf16")
 KINDS = ("sgd", "adagrad", "rowwise_adagrad", "adam")
@@ -73,18 +73,11 @@ def test_bytes_of_a_row_of_width_16(dtype: RowType, kind: str, master: bool, rec
 
 
 def job_of(*tables: tuple[str, int], capacity: str = "1MiB", **sparse: Any) -> Job:
-    content: dict[str, Any] = {
-        "job": {"run_dir": "unused"},
-        "data": {"format": "synthetic"},
-        "tables": [
-            {"name": f"t{i}", "num_embeddings": 9, "embedding_dim": dim, "features": [f"f{i}"], "dtype": dtype}
-            for i, (dtype, dim) in enumerate(tables)
-        ],
-        "model": {"kind": "tests.support.batches:small_model"},
-        "optimizer": {"sparse": {"kind": "sgd", "lr": 0.1, **sparse}, "dense": {"kind": "sgd", "lr": 0.1}},
-        "cache": {"capacity": capacity},
-    }
-    return parse_job(content)
+    return jobs.job(
+        tables=[jobs.table(f"t{i}", 9, dim, f"f{i}", dtype=dtype) for i, (dtype, dim) in enumerate(tables)],
+        optimizer={"sparse": {"kind": "sgd", "lr": 0.1, **sparse}},
+        cache={"capacity": capacity},
+    )
 
 
 def test_tables_share_a_group_where_dtype_and_width_are_equal() -> None:

@@ -206,9 +206,7 @@ def test_any_payload_and_any_two_fit_once_everything_is_released(ring_bytes: int
 
 @settings(max_examples=300, deadline=None)
 @given(st.lists(PAYLOADS, min_size=1, max_size=60), st.randoms(use_true_random=False))
-def test_every_sequence_of_pieces_arrives_whole_however_late_and_out_of_order_they_are_read(
-    sizes: list[int], chance: Random
-) -> None:
+def test_pieces_arrive_whole_however_late_and_out_of_order_they_are_read(sizes: list[int], chance: Random) -> None:
     _, writer, reader = make_ring()
     todo = deque(enumerate(sizes))
     uncommitted: deque[tuple[RingSlice, int]] = deque()

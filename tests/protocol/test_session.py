@@ -163,7 +163,7 @@ def test_a_frame_of_another_incarnation_is_refused_by_both_ends(incarnation: int
             pair[role].decode(frame)
 
 
-def test_frames_without_incarnation_are_taken_until_the_trainer_has_its_welcome_and_no_longer() -> None:
+def test_frames_without_incarnation_are_accepted_only_before_the_welcome() -> None:
     pair = make_pair()
     say(pair, greeting()[0])
     crossing = pair[TRAINER].encode(sample_messages.heartbeat())
@@ -200,7 +200,7 @@ def test_a_message_out_of_order_is_the_senders_fault_at_either_end() -> None:
     say(pair, *greeting())
     with pytest.raises(LocalProtocolError, match="step 5 is reported done while step None is next"):
         pair[TRAINER].encode(step_done(5))
-    with pytest.raises(RemoteProtocolError, match="step 5 is reported done while step None is next"):
+    with pytest.raises(RemoteProtocolError, match=r"step 5 .* step None"):
         pair[PREFETCHER].decode(encode(Envelope(incarnation=3, sequence=1, message=step_done(5))))
     assert issubclass(LocalProtocolError, ProtocolError)
 
@@ -212,7 +212,7 @@ class HelloOfTomorrow(msgspec.Struct, tag="Hello"):
 
 def test_a_greeting_of_another_version_is_a_mismatch_even_where_it_cannot_be_read() -> None:
     frame = msgspec.msgpack.encode([0, 0, HelloOfTomorrow(protocol_version=9, something_new=1)])
-    with pytest.raises(Mismatch, match=f"the trainer speaks protocol version 9 and this process {PROTOCOL_VERSION}"):
+    with pytest.raises(Mismatch, match=rf"\b9\b.*\b{PROTOCOL_VERSION}\b"):
         Session(PREFETCHER, 3).decode(frame)
 
 

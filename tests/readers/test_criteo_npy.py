@@ -138,7 +138,7 @@ def test_a_truncated_file_is_refused(kept: int, tmp_path: Path) -> None:
 
 def test_objects_are_never_unpickled(tmp_path: Path) -> None:
     path = edit(tmp_path, "labels", lambda array: array.astype(object))
-    with pytest.raises(DataError, match=re.escape(f"{path}: not a whole .npy file")):
+    with pytest.raises(DataError, match=re.escape(str(path))):
         open_reader(job_of(tmp_path))
 
 

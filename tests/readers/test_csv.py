@@ -101,7 +101,7 @@ def test_a_column_that_begins_with_true_holds_nothing_else_than_true_and_false(t
     )
 
 
-def test_a_byte_order_mark_windows_line_ends_and_a_last_line_without_an_end_are_no_matter(tmp_path: Path) -> None:
+def test_a_byte_order_mark_windows_line_ends_and_an_unended_last_line_are_fine(tmp_path: Path) -> None:
     (tmp_path / "other.csv").write_bytes(b"\xef\xbb\xbf" + "\r\n".join(LINES).encode())
     assert rows(tmp_path / "other.csv") == rows(write(tmp_path, LINES))
 
@@ -194,7 +194,7 @@ def test_a_column_that_the_header_has_not_is_named_with_the_nearest(tmp_path: Pa
     assert refusal(ConfigError, path, {"label": "lable"}) == sentence
 
 
-def test_a_bottom_mlp_without_a_dense_column_is_refused_with_the_columns_that_could_be(tmp_path: Path) -> None:
+def test_a_bottom_mlp_without_a_dense_column_is_refused_with_candidates(tmp_path: Path) -> None:
     path = write(tmp_path, ["label,age,name,a,b,price", "0,30,ann,1,2,0.5"])
     assert 'data.columns.dense = ["age", "price"]; data.columns.dense = [] says' in refusal(ConfigError, path)
     assert rows(path, {"dense": []})[0].dense == ()

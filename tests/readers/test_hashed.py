@@ -78,7 +78,7 @@ def ids(path: str, hash: bool | list[str], **data: Any) -> list[Any]:
     return rows
 
 
-def test_strings_and_lists_of_strings_are_ids_and_integers_too_unless_features_are_named(tmp_path: Path) -> None:
+def test_strings_lists_of_strings_and_integers_are_ids_unless_features_are_named(tmp_path: Path) -> None:
     path = write(tmp_path)
     ann, bob, x, y = hashed_row(b"ann", 100), hashed_row(b"bob", 100), hashed_row(b"x", 50), hashed_row(b"y", 50)
     expected = [((ann,), (x, y)), ((bob,), ()), ((0,), ()), ((ann,), (x, 0))]

@@ -312,7 +312,7 @@ def test_of_many_columns_some_are_listed_and_the_nearest_is_named(tmp_path: Path
         open_reader(make_job("parquet", tables, path=str(path)))
 
 
-def test_a_bottom_mlp_without_a_dense_column_is_refused_with_the_columns_that_could_be(tmp_path: Path) -> None:
+def test_a_bottom_mlp_without_a_dense_column_is_refused_with_candidates(tmp_path: Path) -> None:
     columns = {
         "label": [1, 0],
         "a": [1, 2],

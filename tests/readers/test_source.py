@@ -255,7 +255,7 @@ def test_a_whole_batch_waits_for_both_its_parts() -> None:
     assert [batch if batch is None else int(batch.batch.ids[0]) for batch in found] == [None, None, 1, 2]
 
 
-def test_ids_whose_rest_has_not_arrived_are_not_lost_to_a_caller_that_begins_to_look_ahead() -> None:
+def test_ids_whose_rest_is_late_are_not_lost_when_the_caller_begins_to_look_ahead() -> None:
     source = Source(Slow([ids(1), ids(2)]), Slow([None, rest(1), rest(2)]))
     assert source.poll() is None
     found = [source.poll_ids(), source.poll_ids()]

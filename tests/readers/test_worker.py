@@ -106,11 +106,11 @@ def test_a_config_error_arrives_as_itself(tmp_path: Path, opened: Callable[..., 
     job = make_job("criteo-tsv", path=str(tmp_path / "nowhere"))
     source = opened(job)
     for ask in (source.info, lambda: next_batch(source), source.poll, source.info):
-        with pytest.raises(ConfigError, match="nowhere': no such file, folder or glob"):
+        with pytest.raises(ConfigError, match="nowhere"):
             ask()
     inline = InlineSource(job)
     inline.start()
-    with pytest.raises(ConfigError, match="nowhere': no such file, folder or glob"):
+    with pytest.raises(ConfigError, match="nowhere"):
         inline.poll()
 
 
@@ -147,7 +147,7 @@ def test_a_killed_decoder_is_an_error_and_no_hang(opened: Callable[..., WorkerSo
 def test_a_decoder_killed_while_it_opens_the_data_is_an_error(opened: Callable[..., WorkerSource]) -> None:
     source = opened(factory("slow_to_open"))
     os.kill(source.pids[0], signal.SIGKILL)
-    with pytest.raises(RowcastError, match="was killed by signal 9"):
+    with pytest.raises(RowcastError, match="signal 9"):
         source.info()
 
 

@@ -43,7 +43,7 @@ def test_a_trainer_that_was_not_told_of_the_fresh_run_leaves_its_report(complete
 
 
 @pytest.mark.parametrize(("role", "armed"), [("prefetcher", "StepReady sent:2"), ("trainer", "loss written:2")])
-def test_a_fresh_run_that_is_killed_before_its_first_checkpoint_gives_the_earlier_one_back(
+def test_a_fresh_run_killed_before_its_first_checkpoint_gives_the_old_run_back(
     complete: Recovering, role: Role, armed: str, undisturbed: Outcome
 ) -> None:
     session = complete.session

@@ -10,7 +10,8 @@ import pytest
 from rowcast.runtime.checkpoint_manifest import newest_checkpoint, read_manifest
 from tests.recovery.restarted import Outcome, end_well, outcome_of
 from tests.support.data_files import write_day
-from tests.support.processes import Session, job_content, write_job
+from tests.support.jobs import job_content, write_job
+from tests.support.processes import Session
 from tests.support.starter import Starter
 
 BATCH_SIZE = 16

@@ -10,7 +10,6 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from rowcast.job.file import parse_job
 from rowcast.job.schema import Job
 from rowcast.job.stores import STORES as REGISTERED
 from rowcast.job.tables import ROW_MASK, GroupSpec, group_specs, make_keys
@@ -20,6 +19,7 @@ from rowcast.prefetcher.stores.mapped_store import MappedStore
 from rowcast.prefetcher.stores.store import Keys, Records, RowStore, Ticket
 from rowcast.prefetcher.stores.tracked_store import TrackedStore, open_row_store
 from rowcast.protocol.transport.ring_file import in_memory_buffer
+from tests.support import jobs
 
 SEED = 5
 INITIAL_SUM = 0.25
@@ -29,24 +29,9 @@ TABLES = (("first", 40, 6), ("other_group", 9, 8), ("second", 300, 6), ("third",
 
 def make_job(scale: int = 1, **sections: object) -> Job:
     """Adagrad rows of 6 values: a record with padding behind both parts. Tables 0, 2 and 3 share the first group."""
-    tables = [
-        {"name": name, "num_embeddings": rows * scale, "embedding_dim": dim, "features": [name], "init": "normal:0.1"}
-        for name, rows, dim in TABLES
-    ]
-    return parse_job(
-        {
-            "job": {"run_dir": "unused", "seed": SEED},
-            "data": {"format": "synthetic"},
-            "tables": tables,
-            "model": {"kind": "tests.support.batches:small_model"},
-            "optimizer": {
-                "sparse": {"kind": "adagrad", "lr": 0.1, "initial_accumulator": INITIAL_SUM},
-                "dense": {"kind": "sgd", "lr": 0.1},
-            },
-            "cache": {"capacity": "1MiB"},
-            **sections,
-        }
-    )
+    tables = [jobs.table(name, rows * scale, dim, init="normal:0.1") for name, rows, dim in TABLES]
+    sparse = {"kind": "adagrad", "lr": 0.1, "initial_accumulator": INITIAL_SUM}
+    return jobs.job(job={"seed": SEED}, tables=tables, optimizer={"sparse": sparse}, **sections)
 
 
 def groups(scale: int = 1) -> tuple[GroupSpec, ...]:

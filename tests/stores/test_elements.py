@@ -95,9 +95,7 @@ def groups_of(dtype: RowType, *, master: bool) -> tuple[GroupSpec, ...]:
 
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("master", [False, True])
-def test_first_records_hold_rounded_weights_the_unrounded_master_initial_state_and_zeros(
-    dtype: RowType, master: bool
-) -> None:
+def test_first_records_hold_rounded_weights_unrounded_masters_and_initial_state(dtype: RowType, master: bool) -> None:
     for group in groups_of(dtype, master=master):
         table = group.tables[1]
         rows = np.arange(table.num_embeddings)

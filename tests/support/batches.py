@@ -7,11 +7,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from rowcast.job.file import parse_job
 from rowcast.job.schema import Job, RowType
 from rowcast.job.tables import GroupSpec
 from rowcast.protocol.batch import Batch, Kind, ScheduledBatch
 from rowcast.trainer.models import Embedded, Sequences
+from tests.support import jobs
 
 Bags = Literal["single", "multi", "weighted", "mean", "empty", "apart", "single apart", "weighted apart"]
 BAGS: tuple[Bags, ...] = ("single", "multi", "weighted", "mean", "empty", "apart")
@@ -38,28 +38,20 @@ def small_job(
 ) -> Job:
     """Four tables of two different widths, in groups whose features alternate; one table serves two features."""
     pooling = "mean" if bags == "mean" else "sum"
-    tables: list[dict[str, Any]] = [
-        {"name": "narrow_a", "num_embeddings": 400, "embedding_dim": 5, "features": ["f0", "f1"], "pooling": pooling},
-        {"name": "wide_a", "num_embeddings": 300, "embedding_dim": 8, "features": ["f2"], "pooling": "sum"},
-        {
-            "name": "narrow_b",
-            "num_embeddings": 2000,
-            "embedding_dim": 5,
-            "features": ["f3"],
-            "pooling": "sum",
-            "init": "normal:0.1",
-        },
-        {"name": "wide_b", "num_embeddings": 100, "embedding_dim": 8, "features": ["f4"], "pooling": pooling},
+    tables = [
+        jobs.table("narrow_a", 400, 5, "f0", "f1", pooling=pooling),
+        jobs.table("wide_a", 300, 8, "f2", pooling="sum"),
+        jobs.table("narrow_b", 2000, 5, "f3", pooling="sum", init="normal:0.1"),
+        jobs.table("wide_b", 100, 8, "f4", pooling=pooling),
     ]
-    for table, dtype in zip(tables, dtypes, strict=True):
-        table["dtype"] = dtype
-        if table["name"] in UNPOOLED.get(bags, ()):
-            table["pooling"] = "none"
-    content: dict[str, Any] = {
-        "job": {"seed": 11, "run_dir": "unused"},
+    for own, dtype in zip(tables, dtypes, strict=True):
+        own["dtype"] = dtype
+        if own["name"] in UNPOOLED.get(bags, ()):
+            own["pooling"] = "none"
+    content = {
+        "job": {"seed": 11},
         "data": {"format": "tests.support.batches:unused", "batch_size": BATCH_SIZE},
         "tables": tables,
-        "model": {"kind": "tests.support.batches:small_model"},
         "optimizer": {
             "sparse": {"kind": optimizer, "lr": 0.05, "master": master},
             "dense": {"kind": "sgd", "lr": 0.05},
@@ -67,9 +59,7 @@ def small_job(
         "cache": {"capacity": "1GiB"},
         "lookahead": {"depth": depth, "horizon": horizon},
     }
-    for name, section in sections.items():
-        content[name] = {**content.get(name, {}), **section}
-    return parse_job(content)
+    return jobs.job(**jobs.laid_over(content, sections))
 
 
 def small_batches(

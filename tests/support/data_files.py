@@ -15,10 +15,10 @@ import pyarrow.parquet as pq
 import xxhash
 from msgspec.structs import replace
 
-from rowcast.job.file import parse_job
 from rowcast.job.schema import Job
 from rowcast.prefetcher.readers.batch_parts import Part
 from rowcast.protocol.batch import Batch, Kind
+from tests.support import jobs
 
 NUM_ROWS = 103
 BATCH_SIZE = 8
@@ -40,16 +40,12 @@ class Row:
 
 def make_job(format: str, tables: list[dict[str, Any]] | None = None, **data: Any) -> Job:
     """Tables over cat_3, cat_0 and cat_25, so that the job's order is not the file's."""
-    defaults: dict[str, Any] = {"format": format, "batch_size": BATCH_SIZE, "eval_fraction": EVAL_FRACTION}
-    return parse_job(
-        {
-            "job": {"run_dir": "unused", "seed": 5},
-            "data": defaults | data,
-            "tables": tables or [table("late", 40, "cat_3", "cat_0"), table("last", 7, "cat_25")],
-            "model": {"bottom_mlp": [4], "top_mlp": [1]},
-            "optimizer": {"sparse": {"kind": "sgd", "lr": 0.1}, "dense": {"kind": "sgd", "lr": 0.1}},
-            "cache": {"capacity": "1MiB"},
-        }
+    defaults = {"format": format, "batch_size": BATCH_SIZE, "eval_fraction": EVAL_FRACTION}
+    return jobs.job(
+        job={"seed": 5},
+        data=defaults | data,
+        tables=tables or [table("late", 40, "cat_3", "cat_0"), table("last", 7, "cat_25")],
+        model={"kind": "dlrm", "bottom_mlp": [4], "top_mlp": [1]},
     )
 
 

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 from examples.plain_loop import run_plain_loop
-from rowcast.job.file import parse_job
 from rowcast.job.schema import Job
 from rowcast.job.tables import GroupSpec, RecordPart, group_specs, make_keys
 from rowcast.protocol.batch import Batch, Kind, ScheduledBatch
@@ -19,6 +18,7 @@ from rowcast.trainer.kernels.optim import DTYPES, part_of
 from rowcast.trainer.models import build_model
 from rowcast.trainer.models.embedding import Embeddings, GroupLookup
 from rowcast.trainer.models.model_side import DenseSide
+from tests.support import jobs
 
 NUM_DENSE = 3
 SPARE_SLOTS = 5
@@ -34,18 +34,14 @@ def make_job(
     master: bool = False,
 ) -> Job:
     dim = tables[0]["embedding_dim"]
-    return parse_job(
-        {
-            "job": {"run_dir": "unused", "seed": 3},
-            "data": {"format": "synthetic"},
-            "tables": tables,
-            "model": model or {"bottom_mlp": [8, dim], "top_mlp": [7, 1]},
-            "optimizer": {
-                "sparse": {"kind": optimizer, "lr": 0.05, "master": master},
-                "dense": dense or {"kind": "sgd", "lr": 0.1},
-            },
-            "cache": {"capacity": "1MiB"},
-        }
+    return jobs.job(
+        job={"seed": 3},
+        tables=tables,
+        model={"kind": "dlrm", **(model or {"bottom_mlp": [8, dim], "top_mlp": [7, 1]})},
+        optimizer={
+            "sparse": {"kind": optimizer, "lr": 0.05, "master": master},
+            "dense": dense or {"kind": "sgd", "lr": 0.1},
+        },
     )
 
 

@@ -4,8 +4,6 @@ Every process started here, and every process that one of them starts, carries a
 ended when the test is over, and one that outlives its parent is noticed.
 """
 
-import copy
-import json
 import os
 import re
 import signal
@@ -25,6 +23,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from rowcast.protocol.transport.endpoint import socket_path
 from rowcast.runtime.checkpoint_manifest import Manifest, newest_checkpoint, read_manifest
+from tests.support.jobs import job_content, write_job
 
 Name = Literal["prefetcher", "trainer", "eval", "local", "export", "simulate"]
 COMMANDS: dict[Name, list[str]] = {
@@ -39,47 +38,6 @@ ROOT = Path(__file__).parents[2]  # where `python -m` finds the project
 END_TIMEOUT_S = 40.0
 POLL_S = 0.02
 MARK = "ROWCAST_TEST_MARK"
-
-TINY_JOB: dict[str, dict[str, Any]] = {
-    "job": {"seed": 1},
-    "data": {"format": "synthetic", "batch_size": 64, "synthetic": {"samples": 64_000_000}},
-    "model": {"bottom_mlp": [4], "top_mlp": [1]},
-    "optimizer": {"sparse": {"kind": "adagrad", "lr": 0.1}, "dense": {"kind": "sgd", "lr": 0.1}},
-    "cache": {"capacity": "16KiB"},
-    "lookahead": {"horizon": 8},
-    "transport": {"ring": "1MiB", "connect_timeout": "30s"},
-    "trainer": {"device": "cpu", "threads": 1},
-    "metrics": {"prefetcher": "127.0.0.1:0", "trainer": "127.0.0.1:0"},
-}
-TABLES = [{"name": "t", "num_embeddings": 2000, "embedding_dim": 4, "features": ["cat_0", "cat_1"]}]
-
-
-def job_content(run_dir: Path, **sections: Any) -> dict[str, Any]:
-    """The tiny job with `sections` laid over it: a section's keys one by one, other things as a whole; None is no such
-    section or key."""
-    content: dict[str, Any] = copy.deepcopy(TINY_JOB) | {"tables": TABLES}
-    content["job"]["run_dir"] = str(run_dir)
-    for name, section in sections.items():
-        merged = isinstance(section, dict) and isinstance(content.get(name), dict)
-        content[name] = without_none(content[name] | section) if merged else section
-    return without_none(content)
-
-
-def without_none(content: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in content.items() if value is not None}
-
-
-def toml(value: Any) -> str:
-    if isinstance(value, dict):
-        return "{ " + ", ".join(f"{key} = {toml(item)}" for key, item in value.items()) + " }"
-    if isinstance(value, list):
-        return "[" + ", ".join(toml(item) for item in value) + "]"
-    return json.dumps(value)
-
-
-def write_job(path: Path, content: Mapping[str, Any]) -> Path:
-    path.write_text("".join(f"{name} = {toml(section)}\n" for name, section in content.items()))
-    return path
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,7 +17,8 @@ from rowcast.prefetcher.readers.source import InlineSource
 from rowcast.protocol.transport.ring_file import free_shared_memory
 from rowcast.runtime.errors import ConfigError, DataError
 from rowcast.trainer.cli import app as trainer_app
-from tests.support.processes import TABLES, Session, job_content, write_job
+from tests.support.jobs import TABLES, job_content, write_job
+from tests.support.processes import Session
 
 LINE = "\t".join(["1", *map(str, range(13)), *(f"{i:08x}" for i in range(26))]) + "\n"
 
@@ -111,7 +112,7 @@ def read_all(folder: Path, **sections: Any) -> InlineSource:
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 def test_a_dense_value_that_is_not_finite_is_refused_with_its_place(value: float, tmp_path: Path) -> None:
     data = write_day(tmp_path, np.zeros((100, 2)), [*np.zeros(70), value, *np.zeros(29)])
-    with pytest.raises(DataError, match=rf"day_0_dense\.npy, row 70, column int_0: value {value} is not finite"):
+    with pytest.raises(DataError, match=rf"day_0_dense\.npy, row 70, column int_0: .*{value}"):
         read_all(tmp_path, data=data)
 
 
@@ -120,7 +121,7 @@ def test_an_id_out_of_range_is_refused_replaced_or_wrapped_and_counted(tmp_path:
     ids[70, 1], ids[80, 0] = 2001, -1
     data = write_day(tmp_path, ids, np.zeros(100))
     with pytest.raises(
-        DataError, match=r"day_0_sparse\.npy, row 80, column cat_0: id -1 is outside table t \(num_embeddings = 2000\)"
+        DataError, match=r"day_0_sparse\.npy, row 80, column cat_0: .*-1 .* t \(num_embeddings = 2000\)"
     ):
         read_all(tmp_path, data=data)
     for policy in ("modulo", "zero"):
@@ -129,7 +130,7 @@ def test_an_id_out_of_range_is_refused_replaced_or_wrapped_and_counted(tmp_path:
 
 def test_a_table_whose_feature_the_data_has_not_is_refused(tmp_path: Path) -> None:
     data = write_day(tmp_path, np.zeros((100, 2)), np.zeros(100))
-    with pytest.raises(ConfigError, match=r"table t: feature cat_2 is not in .*which has cat_0 to cat_1"):
+    with pytest.raises(ConfigError, match=r"table t: feature cat_2 .*cat_0 to cat_1"):
         read_all(tmp_path, data=data, tables=[TABLES[0] | {"features": ["cat_0", "cat_2"]}])
 
 
@@ -171,7 +172,7 @@ def growing_data(folder: Path, largest_batch: int) -> dict[str, Any]:
     return write_day(folder, ids.reshape(-1, 2), np.zeros(60 * 64))
 
 
-def test_a_batch_among_the_first_that_the_cache_cannot_hold_is_refused_with_the_capacity_that_would_do(
+def test_an_early_batch_too_large_for_the_cache_is_refused_with_the_capacity_needed(
     session: Session,
 ) -> None:
     session.write_job(data=growing_data(session.folder, largest_batch=20), cache={"capacity": "99 rows"})
@@ -189,7 +190,7 @@ def test_a_batch_among_the_first_that_the_cache_cannot_hold_is_refused_with_the_
     assert session.remains() == []
 
 
-def test_a_later_batch_that_the_cache_cannot_hold_ends_both_with_the_capacity_that_would_do(session: Session) -> None:
+def test_a_later_batch_too_large_for_the_cache_ends_both_with_the_capacity_needed(session: Session) -> None:
     session.write_job(data=growing_data(session.folder, largest_batch=50), cache={"capacity": 99 * 32})
     refusals = {process.ended().refused(2) for process in session.start_both()}
     assert len(refusals) == 1
@@ -205,7 +206,7 @@ def test_a_later_batch_that_the_cache_cannot_hold_ends_both_with_the_capacity_th
 # this machine
 
 
-def test_rings_that_do_not_both_fit_into_shared_memory_are_refused_before_anything_is_allocated(
+def test_rings_too_large_for_shared_memory_are_refused_before_any_allocation(
     session: Session,
 ) -> None:
     free = free_shared_memory()

@@ -24,7 +24,7 @@ TABLES = [
 
 
 @pytest.mark.parametrize("model", [{"kind": "dlrm"}, {"kind": "dcnv2", "cross_rank": 3}], ids=["dlrm", "dcnv2"])
-def test_a_job_without_dense_features_trains_with_the_bits_of_the_plain_loop_and_without_a_warning(
+def test_a_job_without_dense_features_gives_the_plain_loops_bits_and_no_warning(
     model: dict[str, Any], session: Session, tmp_path: Path
 ) -> None:
     rng = np.random.default_rng(1)
@@ -40,7 +40,7 @@ def test_a_job_without_dense_features_trains_with_the_bits_of_the_plain_loop_and
     assert "Warning" not in trained_as_the_plain_loop(session, num_dense=0)
 
 
-def test_a_csv_file_with_text_lists_and_missing_ids_trains_with_the_bits_of_the_plain_loop(
+def test_a_csv_file_with_text_lists_and_missing_ids_gives_the_bits_of_the_plain_loop(
     session: Session, tmp_path: Path
 ) -> None:
     rng = np.random.default_rng(2)

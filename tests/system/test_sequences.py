@@ -55,7 +55,7 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def test_two_processes_train_on_histories_with_the_bits_of_the_plain_loop_and_as_simulated(
+def test_two_processes_train_on_histories_as_the_plain_loop_and_as_simulated(
     session: Session, tmp_path: Path, one_thread: None
 ) -> None:
     pq.write_table(make_sequences(1000, seed=3), tmp_path / "sequences.parquet")

@@ -146,7 +146,7 @@ def test_a_store_that_is_too_slow_is_counted_under_store(monkeypatch: pytest.Mon
     assert_prefetcher_stalls(run, "fetcher", "store")
 
 
-def test_rows_that_are_fetched_again_right_after_they_left_are_counted_under_write_back() -> None:
+def test_rows_fetched_again_right_after_they_left_are_counted_under_write_back() -> None:
     run = in_process_run()
     settle(run, "trainer sender")
     assert any(plan.after_step is not None for plan in run.plans)

@@ -114,7 +114,7 @@ def test_an_export_needs_a_checkpoint(session: Session, tmp_path: Path) -> None:
     assert not (tmp_path / "model.safetensors").exists()
 
 
-def test_a_second_signal_ends_a_process_at_once_and_the_peer_notices_even_in_the_midst_of_a_step(
+def test_a_second_signal_ends_a_process_within_a_step_and_the_peer_notices(
     session: Session,
 ) -> None:
     session.write_job(model={"kind": "tests.system.odd_parts:slow_model", "options": {"forward_s": 60.0}})

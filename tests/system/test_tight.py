@@ -73,7 +73,7 @@ class Pieces:
 
 
 @pytest.mark.parametrize(("seed", "seeded_streams"), [(0, False), (1, True), (2, True), (3, True)])
-def test_plans_larger_than_the_ring_go_through_a_cache_of_one_batch_with_a_late_store(
+def test_plans_larger_than_the_ring_pass_a_cache_of_one_batch_with_a_late_store(
     seed: int, seeded_streams: bool
 ) -> None:
     job, batches, losses, end = large_workload()
@@ -179,7 +179,7 @@ def with_a_large_batch(job: Job, batches: Sequence[ScheduledBatch], at: int) -> 
 
 @pytest.mark.parametrize("at", [0, 1, 9])
 @pytest.mark.parametrize("depth", [1, 4])
-def test_a_batch_that_does_not_fit_is_refused_with_both_numbers_before_anything_changes(depth: int, at: int) -> None:
+def test_a_batch_that_does_not_fit_is_refused_before_anything_changes(depth: int, at: int) -> None:
     job, batches = small_workload(depth)
     groups = group_specs(job)
     slots = slots_for(groups, batches, "one batch")

@@ -120,16 +120,14 @@ def test_a_trainer_whose_events_could_not_be_written_ends_before_it_begins(folde
 
 
 def test_a_full_disk_ends_the_events_and_not_the_run(
-    tmp_path: Path, folder: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class FullDisk:
-        def add_scalar(self, name: str, value: float, step: int) -> None:
-            raise OSError(28, "No space left on device")
+    def full(*scalar: object) -> None:
+        raise OSError(28, "No space left on device")
 
+    monkeypatch.setattr("torch.utils.tensorboard.SummaryWriter.add_scalar", full)
     setup_logging("trainer")
     with Board(folder, results_with(tmp_path, losses=4), 0) as board:
-        board._writer.close()
-        board._writer = FullDisk()
         board.marked(mark(0.0, 0), mark(1.0, 4))
         board.marked(mark(1.0, 4), mark(2.0, 4))
     assert capsys.readouterr().err.count("no more TensorBoard events are written") == 1

@@ -133,7 +133,7 @@ def test_the_page_answers_first_what_a_person_asks_first() -> None:
         assert answer in words
 
 
-def test_every_plot_has_a_text_with_its_first_last_least_and_largest_value_and_a_table() -> None:
+def test_every_plot_has_a_table_and_a_text_with_its_main_values() -> None:
     made = Page(render(record()))
     assert len(made.plots) == sum(map(len, SECTIONS.values()))
     for plot in made.plots:

@@ -32,7 +32,7 @@ def plain_console() -> tuple[Console, io.StringIO]:
     return Console(file=file, force_terminal=False), file
 
 
-def test_a_pipe_gets_a_line_after_the_first_steps_then_every_few_seconds_and_one_at_the_end() -> None:
+def test_a_pipe_gets_a_line_early_then_every_few_seconds_and_at_the_end() -> None:
     counters, clock = new_counters(three_steps.groups()), Clock()
     console, file = plain_console()
     with Progress(counters, 40, console=console, clock=clock) as progress:

@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from rowcast.job.file import parse_job
 from rowcast.job.learning_rate import learning_rate
 from rowcast.job.schema import Job
 from rowcast.job.tables import group_specs
@@ -24,6 +23,7 @@ from rowcast.trainer.models.dense_state import (
 )
 from rowcast.trainer.models.model_side import CPU, DenseSide, set_precision
 from rowcast.trainer.models.runner import EvaluationRunner
+from tests.support import jobs
 from tests.support.full_capacity import make_job
 
 NUM_DENSE, DIM, BATCH = 5, 4, 16
@@ -166,7 +166,7 @@ def test_gradients_are_clipped_as_torch_clips_them(clip: dict[str, Any]) -> None
     assert moved.norm() < 0.5 * unclipped.norm() or clip == {"clip_norm": 1e6}
 
 
-def test_rows_are_clipped_one_by_one_with_bits_that_do_not_depend_on_their_neighbours() -> None:
+def test_rows_are_clipped_with_bits_that_do_not_depend_on_their_neighbours() -> None:
     torch.manual_seed(0)
     for dim in (1, 5, 16, 33, 128):
         grads = torch.randn(700, dim) * 10 ** (torch.rand(700, 1) * 4 - 2)
@@ -228,13 +228,4 @@ def test_one_norm_over_rows_and_weights_is_refused_with_the_reason() -> None:
 
 def make_with_optimizer(optimizer: dict[str, Any]) -> Job:
     sides = {side: {"kind": "sgd", "lr": 0.1, **optimizer.get(side, {})} for side in ("sparse", "dense")}
-    return parse_job(
-        {
-            "job": {"run_dir": "unused"},
-            "data": {"format": "synthetic"},
-            "tables": TABLES,
-            "model": MODEL,
-            "optimizer": {**optimizer, **sides},
-            "cache": {"capacity": "1MiB"},
-        }
-    )
+    return jobs.job(tables=TABLES, model={"kind": "dlrm", **MODEL}, optimizer={**optimizer, **sides})

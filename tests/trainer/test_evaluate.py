@@ -129,7 +129,7 @@ def test_an_evaluation_goes_on_from_its_state(are_logits: bool) -> None:
     assert (second.compute().auc is not None) == are_logits
 
 
-def test_the_state_of_an_evaluation_of_an_older_version_has_as_many_samples_as_logits() -> None:
+def test_an_older_versions_evaluation_state_has_as_many_samples_as_logits() -> None:
     logits, labels = predictions(1.0, num_samples=1000)
     state = metrics_of(logits, labels).state()
     del state["metrics.num_samples"]

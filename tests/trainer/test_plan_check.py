@@ -44,7 +44,7 @@ def test_a_welcome_of_this_job_fits() -> None:
         ({"staging_bytes": 100}, "announces 100 bytes of staging"),
     ],
 )
-def test_a_welcome_that_asks_for_more_than_the_job_has_is_refused_before_memory_is_taken(
+def test_a_welcome_that_asks_for_too_much_is_refused_before_memory_is_allocated(
     changes: dict[str, Any], sentence: str
 ) -> None:
     with pytest.raises(RemoteProtocolError, match=sentence):

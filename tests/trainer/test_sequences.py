@@ -149,7 +149,7 @@ def test_a_negative_zero_is_looked_up_as_zero() -> None:
         assert not sequence(found[0]).values.signbit().any()
 
 
-def test_the_gradient_of_each_look_up_reaches_its_row_and_is_added_to_the_others_of_that_row() -> None:
+def test_the_gradients_of_all_look_ups_of_a_row_are_added_to_it() -> None:
     layer = Layer(TABLES)
     before = layer.weight("item").clone()
     item = sequence(layer.forward(batch_of(BAGS, size=2))[0])

@@ -78,7 +78,7 @@ def test_a_write_that_the_store_loses_is_noticed_when_the_row_is_read_again(
 
 
 @every_way
-def test_a_write_that_the_store_loses_is_noticed_at_the_end_where_the_row_is_not_read_again(
+def test_a_lost_write_is_noticed_at_the_end_where_its_row_is_not_read_again(
     optimizer: str, num_groups: int, share: float, seed: int
 ) -> None:
     own = work(optimizer, num_groups)
