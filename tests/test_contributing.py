@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.support.processes import job_content, write_job
+from tests.support.jobs import job_content, write_job
 
 ROOT = Path(__file__).parent.parent
 ROOMS = ("rowcast", "runtime", "job", "protocol", "prefetcher", "trainer", "deploy")
