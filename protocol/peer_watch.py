@@ -5,8 +5,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-import msgspec
-
 from rowcast.job.schema import Transport, parse_seconds
 from rowcast.protocol.conversation import Conversation
 from rowcast.protocol.messages import Failure, Heartbeat
@@ -150,33 +148,6 @@ class PeerWatch:
                 "no progress", seconds=round(stalled_s), step_done=progress.step_done, waiting_for=progress.waiting_for,
                 peer_waits_for=self._peer_waits_for,
             )  # fmt: skip
-
-
-class Patience:
-    """How long a peer is awaited: `connect_timeout` the first time, `rejoin_timeout` once one was lost."""
-
-    def __init__(self, peer: str, transport: Transport) -> None:
-        self.transport = transport  # with the time-out that counts now
-        self._peer = peer
-        self._rejoin_s = parse_seconds(transport.rejoin_timeout)
-        self._waits_again = False
-
-    def again(self, error: PeerLost) -> None:
-        """Call when the peer was lost. Raises PeerLost where no other one is to be awaited, or none has come."""
-        if isinstance(error, PeerNeverCame) and self._waits_again:
-            raise PeerLost(
-                f"no other {self._peer} came within {self._rejoin_s:g} s after the last one was lost; start it with the same job file, "
-                f"or raise transport.rejoin_timeout"
-            )
-        if isinstance(error, PeerNeverCame) or not self._rejoin_s:
-            raise error
-        self._waits_again = True
-        self.transport = msgspec.structs.replace(self.transport, connect_timeout=self._rejoin_s)
-        get_logger().warning(
-            f"waiting for another {self._peer}; training goes on from the newest checkpoint",
-            lost=str(error),
-            seconds=self._rejoin_s,
-        )
 
 
 class Sends(Protocol):

@@ -1,4 +1,4 @@
-"""One incarnation of a run: from the first batches to the last good-bye, or to the loss of its trainer.
+"""One attempt of a run: from the first batches to the last good-bye, or to the loss of its trainer.
 
 It begins where the newest checkpoint ends, with a cold cache, rings and a conversation of its own. Opens in one order, closes in the
 reverse, whatever happens in between.
@@ -52,7 +52,7 @@ from rowcast.runtime.telemetry.timeline import traced_stages
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunParts:
-    """What all incarnations of a run share."""
+    """What all attempts of a run share."""
 
     job: Job
     groups: tuple[GroupSpec, ...]
@@ -63,15 +63,15 @@ class RunParts:
     verify: float  # share of the rows that are followed by their checksums
     signals: Signals
     health: Health
-    counters: PrefetcherCounters  # over all incarnations
+    counters: PrefetcherCounters  # over all attempts
     checkpoints: Checkpoints
     tables: Tables
     go_on: Callable[[], None]  # called when training begins, from a checkpoint of a complete run too
 
 
-class Incarnation:
+class PrefetcherAttempt:
     def __init__(self, run: RunParts, newest: Manifest | None, transport: Transport, crew: Crew) -> None:
-        """`newest`: the checkpoint to go on from. `transport`: the job's, with the time-out that this incarnation waits for a trainer."""
+        """`newest`: the checkpoint to go on from. `transport`: the job's, with the time-out that this attempt waits for a trainer."""
         self.newest = newest  # checkpoint on disk
         self.finished = False  # the data has ended, everything is on disk and the trainer has said good-bye
         self._run = run
@@ -123,7 +123,7 @@ class Incarnation:
         return 0 if self.newest is None else self.newest.train_steps
 
     def _settle_checkpoint(self) -> None:
-        """A checkpoint that was handed over whole becomes durable although its incarnation is over."""
+        """A checkpoint that was handed over whole becomes durable although its attempt is over."""
         self._crew.stop()
         if self._writer is None:
             return
@@ -373,7 +373,7 @@ class Incarnation:
 
         header = trace_header(self._job, self._run.groups, engine.welcome.slots)
         writer = stack.enter_context(TraceWriter(self._run.save_trace, header))
-        before = [group.rows_flushed for group in engine.counters.groups.values()]  # by earlier incarnations
+        before = [group.rows_flushed for group in engine.counters.groups.values()]  # by earlier attempts
 
         def on_plan(planned: PlannedStep) -> None:
             writer.add(planned.batch, planned.plan)

@@ -129,9 +129,7 @@ class Session:
             self._stack.enter_context(RunDirectory(self._job.run_dir, "trainer"))
             self._stack.callback(self._signals.close)
             self._signals.open()
-            server = self._shown.serve()
-            self._stack.callback(server.close)
-            self.metrics_address = server.address
+            self.metrics_address = self._shown.serve(self._stack)
             if self._parts.start_child is not None:
                 self._child = self._parts.start_child()
                 self._stack.callback(self._child.see_out, CHILD_END_S)

@@ -1,4 +1,4 @@
-"""One incarnation of a run on the trainer's side: from the greeting to the last good-bye, or to the loss of its prefetcher.
+"""One attempt of a run on the trainer's side: from the greeting to the last good-bye, or to the loss of its prefetcher.
 
 It has a conversation, rings, a model and a cold cache of its own. Opens in one order, closes in the reverse, whatever happens in between.
 """
@@ -54,7 +54,7 @@ DEVICE_POLL_S = 0.0002  # between looks at events of a device, which rings no be
 
 @dataclass(slots=True)
 class Beginnings:
-    """When the run began, by the performance counter: its first incarnation's times stay."""
+    """When the run began, by the performance counter: its first attempt's times stay."""
 
     met_s: float | None = None  # the first prefetcher
     step_s: float | None = None  # the first step
@@ -62,7 +62,7 @@ class Beginnings:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunParts:
-    """What all incarnations of a run share."""
+    """What all attempts of a run share."""
 
     job: Job
     groups: tuple[GroupSpec, ...]
@@ -79,9 +79,9 @@ class RunParts:
     began: Beginnings
 
 
-class Incarnation:
+class TrainerAttempt:
     def __init__(self, run: RunParts, transport: Transport, crew: Crew) -> None:
-        """`transport`: the job's, with the time-out that this incarnation waits for a prefetcher."""
+        """`transport`: the job's, with the time-out that this attempt waits for a prefetcher."""
         self._run = run
         self._job = run.job
         self._transport = transport
