@@ -41,9 +41,10 @@ from rowcast.protocol.transport.ring_file import RingFile, RingMemory, create_ri
 from rowcast.protocol.transport.zmq_link import ZmqLink
 from rowcast.runtime.checkpoint_manifest import Manifest
 from rowcast.runtime.crash_points import crash_point
-from rowcast.runtime.errors import ConfigError, Mismatch
+from rowcast.runtime.errors import ConfigError, Mismatch, RowcastError
 from rowcast.runtime.position import Position
 from rowcast.runtime.process import STOPPING, Crew, Signals
+from rowcast.runtime.run_directory import failure_since
 from rowcast.runtime.stages import Stage
 from rowcast.runtime.telemetry.health import Health
 from rowcast.runtime.telemetry.logs import get_logger
@@ -134,7 +135,15 @@ class PrefetcherAttempt:
 
     def _converse(self, stack: ExitStack, conversation: Conversation, link: ZmqLink) -> None:
         """From the first batches to the last good-bye. A trainer that has come meanwhile hears that it is not in vain."""
-        watch = PeerWatch("trainer", conversation, link, self._transport, self._progress, lambda: self.connected)
+        watch = PeerWatch(
+            "trainer",
+            conversation,
+            link,
+            self._transport,
+            self._progress,
+            lambda: self.connected,
+            self._trainer_failure,
+        )
         self._crew.start({"watch": watch}, {})
         stack.callback(self._crew.stop)
         self._source.start()
@@ -143,6 +152,9 @@ class PrefetcherAttempt:
             self._check_belongs()
             self._run.tables.restore(self.newest)
             self._serve(stack, conversation, measured)
+
+    def _trainer_failure(self) -> RowcastError | None:
+        return failure_since(self._job.run_dir, "trainer", self._run.signals.began_s)
 
     def _progress(self) -> Progress:
         batches, engine, writer = self._source.counters.batches, self._engine, self._writer

@@ -63,13 +63,15 @@ class PrefetcherRun:
             move_to_background()
         with ExitStack() as stack:
             stack.enter_context(self._directory)
-            build = build_info("prefetcher", self._job.job.name)
-            collector = PrefetcherCollector(self._counters, self._gauges, build, self._health)
-            serve_metrics(stack, collector, self._job.metrics)
+            self._directory.clear_failure()
             try:
+                build = build_info("prefetcher", self._job.job.name)
+                collector = PrefetcherCollector(self._counters, self._gauges, build, self._health)
+                serve_metrics(stack, collector, self._job.metrics)
                 return self._run(stack)
-            except BaseException:
+            except BaseException as error:
                 self._health.state = "failed"
+                self._directory.note_failure(error)
                 raise
 
     def _gauges(self) -> PrefetcherGauges:

@@ -30,7 +30,7 @@ from rowcast.runtime.checkpoint_manifest import Manifest, newest_checkpoint
 from rowcast.runtime.child import Child
 from rowcast.runtime.errors import ConfigError, PeerLost, RowcastError, peer_failure
 from rowcast.runtime.process import Crew
-from rowcast.runtime.run_directory import RunDirectory
+from rowcast.runtime.run_directory import RunDirectory, failure_since
 from rowcast.runtime.stages import IDLE_WAIT_S, Doorbell
 from rowcast.runtime.telemetry.logs import get_logger
 from rowcast.trainer.adopt import run_folder
@@ -113,6 +113,8 @@ class Session:
         self._signals = StopSignals(self.ask_to_stop)
         self._stack.callback(self._steps.close)
         self._stack.callback(LossScaling(lambda: self._hand is not None and self._hand.awaits_backward).close)
+        self._directory: RunDirectory | None = None  # while it is held
+        self._began_s = 0.0  # by the monotonic clock
         self._turn_s = time.monotonic()  # when the script was last known to have its turn
         self._script_has_turn = False
         self._pid = os.getpid()
@@ -126,7 +128,9 @@ class Session:
             if self._parts.finished is not None:
                 self._open_finished(self._parts.finished)
                 return
-            self._stack.enter_context(RunDirectory(self._job.run_dir, "trainer"))
+            self._began_s = time.monotonic()
+            self._directory = self._stack.enter_context(RunDirectory(self._job.run_dir, "trainer"))
+            self._directory.clear_failure()
             self._stack.callback(self._signals.close)
             self._signals.open()
             self.metrics_address = self._shown.serve(self._stack)
@@ -156,7 +160,15 @@ class Session:
         arrived: list[Welcome] = []
         left = threading.Event()
         conversation.listen({Welcome: arrived.append, Bye: lambda message: left.set()})
-        watch = PeerWatch("prefetcher", conversation, link, self._job.transport, self._progress, lambda: bool(arrived))
+        watch = PeerWatch(
+            "prefetcher",
+            conversation,
+            link,
+            self._job.transport,
+            self._progress,
+            lambda: bool(arrived),
+            self._prefetcher_failure,
+        )
         conversation.send(hello(self._job, "train", torch.get_num_threads(), self._parts.device))
         self._shown.health.state = "connecting"
         stopped = self._is_stopping
@@ -176,6 +188,10 @@ class Session:
         if welcome.pairing:
             tell(f"ids come by position: {welcome.pairing}")
         self._make_engine(conversation, watch, welcome)
+
+    def _prefetcher_failure(self) -> RowcastError | None:
+        """Of one that was not started here: the end of one that was says more."""
+        return None if self._child is not None else failure_since(self._job.run_dir, "prefetcher", self._began_s)
 
     def _is_stopping(self) -> bool:
         return self.stop_reason is not None
@@ -525,6 +541,8 @@ class Session:
         return error
 
     def _tell(self, error: BaseException) -> None:
+        if self._directory is not None:
+            self._directory.note_failure(error)
         if self._conversation is not None:
             tell_peer(self._conversation, error)
 

@@ -22,6 +22,7 @@ from rowcast.protocol.transport.zmq_link import ZmqLink
 from rowcast.runtime.crash_points import crash_point
 from rowcast.runtime.errors import ConfigError
 from rowcast.runtime.process import STOPPING, Crew, Signals
+from rowcast.runtime.run_directory import failure_since
 from rowcast.runtime.stages import IDLE_WAIT_S, Stage
 from rowcast.runtime.telemetry.health import Health
 from rowcast.runtime.telemetry.logs import get_logger
@@ -125,7 +126,13 @@ class TrainerAttempt:
         arrived: list[Welcome] = []
         conversation.listen({Welcome: arrived.append, Bye: lambda message: self._left.set()})
         watch = PeerWatch(
-            "prefetcher", conversation, link, self._transport, lambda: progress_of(self._engine), lambda: bool(arrived)
+            "prefetcher",
+            conversation,
+            link,
+            self._transport,
+            lambda: progress_of(self._engine),
+            lambda: bool(arrived),
+            lambda: failure_since(self._job.run_dir, "prefetcher", self._run.signals.began_s),
         )
         conversation.send(encounter.hello(self._job, self._run.mode, self._run.threads, self._run.device))
         crash_point("Hello sent")

@@ -46,28 +46,33 @@ class TrainerRun:
     def run(self, *, fresh: bool, trace: bool) -> None:
         """Returns when the run is finished or was stopped in order. Raises the first error of any stage."""
         refuse_several_ranks(os.environ.get("WORLD_SIZE", "1"))
+        with ExitStack() as stack:
+            directory = stack.enter_context(RunDirectory(self._job.run_dir, "trainer"))
+            directory.clear_failure()
+            try:
+                self._run(stack, directory, fresh=fresh, trace=trace)
+            except BaseException as error:
+                self._health.state = "failed"
+                directory.note_failure(error)
+                raise
+
+    def _run(self, stack: ExitStack, directory: RunDirectory, *, fresh: bool, trace: bool) -> None:
         if self._tensorboard is not None:
             check_board(self._tensorboard)
         device = self._choose_device()
-        with ExitStack() as stack:
-            directory = stack.enter_context(RunDirectory(self._job.run_dir, "trainer"))
-            if self._mode == "train":
-                self._bring_back_results()
-            if self._mode == "train" and not fresh:
-                directory.refuse_complete(self._job.data.epochs)
-            if trace:
-                self._counters.timeline = stack.enter_context(Timeline(self._job.run_dir, "trainer"))
-            build = build_info("trainer", self._job.job.name)
-            collector = TrainerCollector(self._counters, self._gauges, build, self._health)
-            # before the kernels, which may take a while: a port in use is told at once
-            serve_metrics(stack, collector, self._job.metrics)
-            try:
-                parts = self._parts(device, fresh=fresh)
-                if self._signals.stop_reason is None:
-                    self._attempts.run(lambda _, transport, crew: TrainerAttempt(parts, transport, crew))
-            except BaseException:
-                self._health.state = "failed"
-                raise
+        if self._mode == "train":
+            self._bring_back_results()
+        if self._mode == "train" and not fresh:
+            directory.refuse_complete(self._job.data.epochs)
+        if trace:
+            self._counters.timeline = stack.enter_context(Timeline(self._job.run_dir, "trainer"))
+        build = build_info("trainer", self._job.job.name)
+        collector = TrainerCollector(self._counters, self._gauges, build, self._health)
+        # before the kernels, which may take a while: a port in use is told at once
+        serve_metrics(stack, collector, self._job.metrics)
+        parts = self._parts(device, fresh=fresh)
+        if self._signals.stop_reason is None:
+            self._attempts.run(lambda _, transport, crew: TrainerAttempt(parts, transport, crew))
 
     def _parts(self, device: torch.device, *, fresh: bool) -> RunParts:
         threads = set_threads(self._job.trainer.threads)
