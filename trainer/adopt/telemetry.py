@@ -11,7 +11,7 @@ from rowcast.protocol.counters import serve_metrics
 from rowcast.protocol.messages import Welcome
 from rowcast.runtime.telemetry.build import build_info
 from rowcast.runtime.telemetry.health import Health
-from rowcast.trainer.adopt.script_side import ScriptResults
+from rowcast.trainer.adopt.script_state import ScriptResults
 from rowcast.trainer.execute.engine import TrainerEngine
 from rowcast.trainer.execute.metrics import TrainerCollector, TrainerCounters, TrainerGauges
 from rowcast.trainer.report.final_report import final_record, final_report

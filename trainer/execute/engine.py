@@ -10,13 +10,33 @@ from rowcast.protocol.messages import Bye, EndOfData, Flush, Released, Restore, 
 from rowcast.protocol.transport.ring import RingReader, RingWriter
 from rowcast.runtime.stages import Stage
 from rowcast.trainer.execute.cache import DeviceCache
-from rowcast.trainer.execute.host_memory import Direct, HostMemory
-from rowcast.trainer.execute.loop import Results, Runner, TrainingLoop
+from rowcast.trainer.execute.host_memory import Bytes, HostMemory, host_memory
+from rowcast.trainer.execute.loop import ModelState, Results, Steps, TrainingLoop
 from rowcast.trainer.execute.metrics import TrainerCounters
 from rowcast.trainer.execute.phases import HostClock, PhaseClock
 from rowcast.trainer.execute.plan_check import PlanCheck
 from rowcast.trainer.execute.sender import Sender
 from rowcast.trainer.execute.streams import Streams
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RingEnds:
+    """The trainer's ends of both rings, and how their bytes reach the copies."""
+
+    fetch: RingReader
+    back: RingWriter
+    fetch_memory: HostMemory
+    back_memory: HostMemory
+
+
+def ring_ends(fetch: Bytes, back: Bytes, device: torch.device, *, pinned: bool, mirrored: bool) -> RingEnds:
+    """`pinned`: the buffers are page-locked. `mirrored`: the prefetcher has its ends in memory of its own."""
+    return RingEnds(
+        fetch=RingReader(fetch, mirror=mirrored),
+        back=RingWriter(back, always_checksum=mirrored),
+        fetch_memory=host_memory(fetch, device, pinned=pinned),
+        back_memory=host_memory(back, device, pinned=pinned),
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -26,16 +46,14 @@ class EngineParts:
     groups: tuple[GroupSpec, ...]
     welcome: Welcome
     conversation: Conversation
-    fetch_ring: RingReader
-    back_ring: RingWriter
+    rings: RingEnds
     streams: Streams
     records: list[torch.Tensor]  # f32 [slots, record_floats] a group, on the device
-    runner: Runner
+    model: ModelState
+    steps: Steps | None  # None: a training script computes them
     results: Results
     counters: TrainerCounters
-    clock: PhaseClock = field(default_factory=HostClock)  # the runner's
-    fetch_memory: HostMemory = field(default_factory=Direct)  # of either ring
-    back_memory: HostMemory = field(default_factory=Direct)
+    clock: PhaseClock = field(default_factory=HostClock)  # of the steps
 
 
 class TrainerEngine:
@@ -44,16 +62,18 @@ class TrainerEngine:
     def __init__(self, parts: EngineParts) -> None:
         self.counters = parts.counters
         self.conversation = parts.conversation
-        self.back_ring = parts.back_ring
+        rings, self.back_ring = parts.rings, parts.rings.back
+        if rings.fetch.is_mirror:
+            parts.conversation.carry(rings.back, rings.fetch)
         send, depth = parts.conversation.send, parts.welcome.depth
-        self.sender = Sender(parts.streams, parts.back_ring, parts.back_memory, self.counters, send)
+        self.sender = Sender(parts.streams, rings.back, rings.back_memory, self.counters, send)
         self.cache = DeviceCache(
             groups=parts.groups,
             records=parts.records,
             depth=depth,
             streams=parts.streams,
-            ring=parts.fetch_ring,
-            memory=parts.fetch_memory,
+            ring=rings.fetch,
+            memory=rings.fetch_memory,
             staging_bytes=parts.welcome.staging_bytes,
             sender=self.sender,
             counters=self.counters,
@@ -63,7 +83,7 @@ class TrainerEngine:
                 parts.welcome.num_dense,
                 parts.welcome.first_train_step,
                 parts.welcome.staging_bytes,
-                is_tcp=parts.fetch_ring.is_mirror,
+                is_tcp=rings.fetch.is_mirror,
             ),
             send=send,
         )
@@ -72,11 +92,12 @@ class TrainerEngine:
             cache=self.cache,
             sender=self.sender,
             streams=parts.streams,
-            runner=parts.runner,
+            model=parts.model,
+            steps=parts.steps,
             counters=self.counters,
             clock=parts.clock,
             results=parts.results,
-            ring=parts.fetch_ring,
+            ring=rings.fetch,
             restore_bytes=parts.welcome.restore_bytes,
             first_train_step=parts.welcome.first_train_step,
             send=send,
@@ -84,7 +105,7 @@ class TrainerEngine:
         parts.conversation.listen(
             {
                 StepReady: self.cache.accept,
-                Released: lambda message: parts.back_ring.release(message.position),
+                Released: lambda message: rings.back.release(message.position),
                 Restore: self.loop.accept_restore,
                 Flush: self.loop.accept_flush,
                 EndOfData: self.loop.accept_end,

@@ -33,8 +33,8 @@ from rowcast.trainer.models.evaluate import EvalCounts, EvalResult
 from rowcast.trainer.report.report_json import Evaluation
 
 
-class Runner(Protocol):
-    """The model's side of a step; each call issues work on the compute stream and reads nothing."""
+class Steps(Protocol):
+    """Computes steps; each call issues work on the compute stream and reads nothing."""
 
     def train(self, step: ArrivedStep, loss: Tensor) -> None:
         """Look-up to update; the mean loss goes to `loss`, a scalar on the host."""
@@ -45,11 +45,15 @@ class Runner(Protocol):
     def close_evaluation(self) -> EvalCounts:
         """Issues the copy of the evaluation's counts to the host, and starts new ones."""
 
+
+class ModelState(Protocol):
+    """What a checkpoint keeps of the model."""
+
     def state(self) -> Tensors:
         """The model's part of the dense side of a checkpoint; every step issued is complete."""
 
     def restore(self, tensors: Tensors) -> bool:
-        """Goes on from a `state`, before the first step. Whether an evaluation is in progress."""
+        """Goes on from a `state`, before the first step. Whether an evaluation is in progress that the loop has to close."""
 
 
 class Results(Protocol):
@@ -88,7 +92,8 @@ class TrainingLoop:
         cache: DeviceCache,
         sender: Sender,
         streams: Streams,
-        runner: Runner,
+        model: ModelState,
+        steps: Steps | None,
         counters: TrainerCounters,
         clock: PhaseClock,
         results: Results,
@@ -98,7 +103,7 @@ class TrainingLoop:
         send: Callable[[Released], None],
     ) -> None:
         """`ring` is the one that the dense side comes in, where the run goes on from a checkpoint: `restore_bytes` are above 0 then, and
-        `first_train_step` counts the train steps before it."""
+        `first_train_step` counts the train steps before it. Without `steps` the loop is only attended."""
         self.first_step_s: float | None = None  # by the performance counter
         self.step_begun: int | None = None
         self.step_done: int | None = None
@@ -109,7 +114,8 @@ class TrainingLoop:
         self._cache = cache
         self._sender = sender
         self._streams = streams
-        self._runner = runner
+        self._model = model
+        self._own_steps = steps
         self._counters = counters
         self._clock = clock
         self._results = results
@@ -188,7 +194,7 @@ class TrainingLoop:
         if content is not None:
             tensors = unpack(content)
             with readable():
-                self._evaluating = self._runner.restore(tensors)
+                self._evaluating = self._model.restore(tensors)
             crash_point("model restored")
             with readable():
                 self._results.restore(tensors)
@@ -197,6 +203,11 @@ class TrainingLoop:
         return True
 
     # issuing
+
+    @property
+    def _steps(self) -> Steps:
+        assert self._own_steps is not None, "a loop without steps of its own is attended, not advanced"
+        return self._own_steps
 
     def _issue_next(self) -> bool:
         step = self.take()
@@ -252,16 +263,16 @@ class TrainingLoop:
             return None
         loss = self._losses[step.step % len(self._losses)]
         self._train_steps = step.header.train_step + 1
-        self._streams.compute.run(lambda: self._runner.train(step, loss))
+        self._streams.compute.run(lambda: self._steps.train(step, loss))
         return loss
 
     def _evaluate(self, step: ArrivedStep) -> None:
         with self._counters.shown("evaluate", step.step):
-            self._runner.evaluate(step)
+            self._steps.evaluate(step)
 
     def _close_evaluation(self) -> None:
         closed: list[EvalCounts] = []
-        self._streams.compute.run(lambda: closed.append(self._runner.close_evaluation()))
+        self._streams.compute.run(lambda: closed.append(self._steps.close_evaluation()))
         self._evaluating = False
         self._issued.append(
             Issued(
@@ -321,7 +332,7 @@ class TrainingLoop:
         if self._saving is not None and not self._issued and not self._cache.flushing:
             crash_point("dense side not packed")
             with self._counters.shown("pack"):
-                self._sender.send_dense(self._saving.barrier, pack({**self._runner.state(), **self._results.state()}))
+                self._sender.send_dense(self._saving.barrier, pack({**self._model.state(), **self._results.state()}))
             self._saving = None
             return True
         if self.end is not None and self._must_close(self.end):
