@@ -1,6 +1,7 @@
 """Reading a job file: TOML or JSON, `--set` overrides, the checks that no section can make alone, and sentences instead of traces."""
 
 import tomllib
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from rowcast.job.tables import group_specs, rows_in
 from rowcast.job.types import check_types
 from rowcast.runtime.errors import ConfigError
 from rowcast.runtime.name_lists import nearest
+from rowcast.runtime.run_directory import Role, RunDirectory
 
 
 def load_job(path: Path, overrides: tuple[str, ...] = ()) -> Job:
@@ -20,6 +22,19 @@ def load_job(path: Path, overrides: tuple[str, ...] = ()) -> Job:
     for override in overrides:
         apply_override(content, override)
     return parse_job(content, str(path))
+
+
+def load_own_job(role: Role, path: Path, overrides: tuple[str, ...]) -> Job:
+    """`load_job` for one of a run's two processes: where only its own `overrides` are refused, the one that waits for it ends too."""
+    try:
+        return load_job(path, overrides)
+    except ConfigError as error:
+        with suppress(ConfigError):
+            run_dir = load_job(path, tuple(own for own in overrides if own.startswith("job.run_dir="))).run_dir
+            if run_dir.is_dir():
+                with RunDirectory(run_dir, role) as directory:
+                    directory.note_failure(error)
+        raise
 
 
 def read_content(path: Path) -> dict[str, Any]:

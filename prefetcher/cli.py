@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from rowcast.job.eviction_policies import EVICTION_POLICIES
-from rowcast.job.file import load_job
+from rowcast.job.file import load_job, load_own_job
 from rowcast.runtime.command import run_command
 from rowcast.runtime.errors import ConfigError
 from rowcast.runtime.process import Signals
@@ -84,7 +84,7 @@ def run(
 
     def main() -> int:
         setup_logging("prefetcher", log_level, log_json or None)
-        job = load_job(config, tuple(overrides or ()))
+        job = load_own_job("prefetcher", config, tuple(overrides or ()))
         with Signals() as signals:
             from rowcast.prefetcher.run.prefetcher_run import RunOptions, run_prefetcher
 

@@ -6,9 +6,9 @@ dict counts as a counter), so no lock is needed; a scrape may fall between two a
 
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
-from typing import Literal, get_args
+from typing import Any, Generic, Literal, TypeVar, get_args
 
 from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.metrics_core import Metric as Family
@@ -18,10 +18,15 @@ from rowcast.job.tables import GroupSpec
 from rowcast.protocol.batch import Kind
 from rowcast.protocol.messages import Flush, RowsBack, StepReady
 from rowcast.runtime.telemetry.health import Health, State
+from rowcast.runtime.telemetry.logs import get_logger
 from rowcast.runtime.telemetry.metrics import Process, Sample, families
+from rowcast.runtime.telemetry.server import ServerSettings, TelemetryServer
 from rowcast.runtime.telemetry.timeline import SpanKind, Timeline
 
 Side = Literal["producer", "consumer"]
+StallReason = TypeVar("StallReason", bound=str)
+Phase = TypeVar("Phase", bound=str)
+Queue = TypeVar("Queue", bound=str)
 NOT_SHOWN = nullcontext()
 
 
@@ -63,13 +68,13 @@ class GroupCounters:
 
 
 @dataclass(slots=True, kw_only=True)
-class Counters:
+class Counters(Generic[StallReason, Phase, Queue]):
     """Base of `PrefetcherCounters` and `TrainerCounters`; `groups` in the order of `group_specs`."""
 
     groups: dict[str, GroupCounters]
-    stalls: dict[str, float]  # reason -> seconds
-    phases: dict[str, float]  # phase -> seconds
-    queues: dict[str, QueueCounters]
+    stalls: dict[StallReason, float]  # reason -> seconds
+    phases: dict[Phase, float]  # phase -> seconds
+    queues: dict[Queue, QueueCounters]
     train_steps: int = 0
     eval_steps: int = 0
     samples: int = 0  # of training steps
@@ -91,6 +96,18 @@ class Counters:
         else:
             self.eval_steps += 1
             self.eval_samples += batch_size
+
+    def stalled(self, reason: StallReason, seconds: float) -> None:
+        self.stalls[reason] += seconds
+        self.show("wait", reason, seconds)
+
+    def spent(self, phase: Phase, seconds: float, step: int | None = None, ended_s: float | None = None) -> None:
+        """`step`, and the time `ended_s` by the performance counter, are for the timeline."""
+        self.phases[phase] += seconds
+        self.show("work", phase, seconds, step, ended_s)
+
+    def blocked(self, queue: Queue, side: Side, seconds: float) -> None:
+        self.queues[queue].blocked(side, seconds)
 
     def show(
         self, kind: SpanKind, name: str, seconds: float, step: int | None = None, ended_s: float | None = None
@@ -137,7 +154,7 @@ def new_groups(groups: Iterable[GroupSpec]) -> dict[str, GroupCounters]:
     return {group.name: GroupCounters(group.record_bytes) for group in groups}
 
 
-def counter_samples(counters: Counters) -> Iterator[Sample]:
+def counter_samples(counters: Counters[Any, Any, Any]) -> Iterator[Sample]:
     """Everything in `Counters`, as samples of the metrics table."""
     yield "rowcast_train_steps_total", (), counters.train_steps
     yield "rowcast_eval_steps_total", (), counters.eval_steps
@@ -173,8 +190,8 @@ class CountersCollector(Collector):
     """Base of both processes' collectors: reads counters and gauges at scrape time, from the scrape's thread."""
 
     def __init__(self, process: Process, build: Mapping[str, str], health: Health) -> None:
-        self._process: Process = process
-        self._health = health
+        self.process: Process = process
+        self.health = health
         self._build = ("rowcast_build_info", tuple(build.values()), 1.0)
 
     def samples(self) -> Iterable[Sample]:
@@ -182,13 +199,13 @@ class CountersCollector(Collector):
 
     def describe(self) -> Iterator[Family]:
         """Names for the registry, without reading any counter."""
-        return families(self._process, ())
+        return families(self.process, ())
 
     def collect(self) -> Iterator[Family]:
-        return families(self._process, (self._build, *self._state(), *self.samples()))
+        return families(self.process, (self._build, *self._state(), *self.samples()))
 
     def _state(self) -> Iterator[Sample]:
-        now = self._health.state
+        now = self.health.state
         for state in get_args(State):
             yield "rowcast_state", (state,), state == now
 
@@ -199,3 +216,12 @@ def new_registry(collector: CountersCollector) -> CollectorRegistry:
     ProcessCollector(registry=registry)
     registry.register(collector)
     return registry
+
+
+def serve_metrics(stack: ExitStack, collector: CountersCollector, settings: ServerSettings) -> str:
+    """Serves the process's metrics and health until `stack` is closed; returns the bound "host:port". Raises ConfigError where that
+    address cannot be had."""
+    server = TelemetryServer(collector.process, settings, new_registry(collector), collector.health)
+    stack.enter_context(server)
+    get_logger().info("serving metrics", address=server.address)
+    return server.address

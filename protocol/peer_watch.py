@@ -5,12 +5,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-import msgspec
-
 from rowcast.job.schema import Transport, parse_seconds
 from rowcast.protocol.conversation import Conversation
 from rowcast.protocol.messages import Failure, Heartbeat
-from rowcast.runtime.errors import PeerLost, PeerNeverCame, RowcastError
+from rowcast.runtime.errors import PeerLost, PeerNeverCame, RowcastError, told
 from rowcast.runtime.telemetry.logs import get_logger
 
 HEARTBEAT_EVERY_S = 1.0
@@ -47,7 +45,7 @@ class Progress:
 
 
 class PeerWatch:
-    """A stage that only ever raises: PeerLost, with a sentence that says what was waited for and how long."""
+    """A stage that only ever raises: PeerLost, with a sentence that says what was waited for and how long, or the peer's failure."""
 
     def __init__(
         self,
@@ -57,7 +55,9 @@ class PeerWatch:
         transport: Transport,
         progress: Callable[[], Progress],
         connected: Callable[[], bool],
+        failure: Callable[[], RowcastError | None],
     ) -> None:
+        """`failure`: what the peer has failed with before the two could speak to each other, where that is known."""
         self._peer = peer
         self._conversation = conversation
         self._link = link
@@ -65,6 +65,7 @@ class PeerWatch:
         self._stall_timeout_s = parse_seconds(transport.stall_timeout)
         self._progress = progress
         self._connected = connected
+        self._failure = failure
         self._peer_waits_for = "nothing yet"
         self._peer_progress: tuple[int | None, ...] = ()
         self._started_s = time.monotonic()
@@ -81,6 +82,7 @@ class PeerWatch:
         self._allow_for_pause(now_s)
         progress = self._progress()
         if not self._connected():
+            self._check_failed()
             self._check_gone(now_s)
             self._check_coming(progress, now_s)
         elif not progress.ended:
@@ -107,6 +109,11 @@ class PeerWatch:
         if now_s - self._last_tick_s > PAUSE_S:
             self._listening_since_s = self._last_change_s = now_s
         self._last_tick_s = now_s
+
+    def _check_failed(self) -> None:
+        failure = self._failure()
+        if failure is not None:
+            raise failure
 
     def _check_coming(self, progress: Progress, now_s: float) -> None:
         """The time-out counts from when this side was ready, or last heard from a peer that is not ready yet."""
@@ -152,33 +159,6 @@ class PeerWatch:
             )  # fmt: skip
 
 
-class Patience:
-    """How long a peer is awaited: `connect_timeout` the first time, `rejoin_timeout` once one was lost."""
-
-    def __init__(self, peer: str, transport: Transport) -> None:
-        self.transport = transport  # with the time-out that counts now
-        self._peer = peer
-        self._rejoin_s = parse_seconds(transport.rejoin_timeout)
-        self._waits_again = False
-
-    def again(self, error: PeerLost) -> None:
-        """Call when the peer was lost. Raises PeerLost where no other one is to be awaited, or none has come."""
-        if isinstance(error, PeerNeverCame) and self._waits_again:
-            raise PeerLost(
-                f"no other {self._peer} came within {self._rejoin_s:g} s after the last one was lost; start it with the same job file, "
-                f"or raise transport.rejoin_timeout"
-            )
-        if isinstance(error, PeerNeverCame) or not self._rejoin_s:
-            raise error
-        self._waits_again = True
-        self.transport = msgspec.structs.replace(self.transport, connect_timeout=self._rejoin_s)
-        get_logger().warning(
-            f"waiting for another {self._peer}; training goes on from the newest checkpoint",
-            lost=str(error),
-            seconds=self._rejoin_s,
-        )
-
-
 class Sends(Protocol):
     @property
     def failure_received(self) -> bool: ...
@@ -189,10 +169,9 @@ class Sends(Protocol):
 def tell_peer(conversation: Sends, error: BaseException) -> None:
     """Lets the peer end with the same sentence and code, where the error did not come from it. One that is gone costs nothing, and one
     that only stood still should know why it was left."""
-    if conversation.failure_received:
+    if conversation.failure_received or (isinstance(error, RowcastError) and error.is_peers):
         return
-    code = error.exit_code if isinstance(error, RowcastError) else 1
-    sentence = str(error) if isinstance(error, RowcastError) else f"{type(error).__name__}: {error}"
+    code, sentence = told(error)
     try:
         conversation.send(Failure(code=code, sentence=sentence))
     except RowcastError:

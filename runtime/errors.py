@@ -5,6 +5,7 @@ class RowcastError(Exception):
     """Base of every error that a command reports as one sentence instead of a traceback."""
 
     exit_code = 1
+    is_peers = False  # the peer has failed with it, and said so
 
 
 class ConfigError(RowcastError):
@@ -63,4 +64,13 @@ def peer_failure(code: int, sentence: str) -> RowcastError:
     The sentence goes to a terminal and a log: it is cut, and cannot hold a control character.
     """
     printable = "".join(letter if letter.isprintable() else " " for letter in sentence[:MAX_PEER_SENTENCE])
-    return ERRORS_BY_EXIT_CODE.get(code, RowcastError)(printable)
+    error = ERRORS_BY_EXIT_CODE.get(code, RowcastError)(printable)
+    error.is_peers = True
+    return error
+
+
+def told(error: BaseException) -> tuple[int, str]:
+    """The exit code and the sentence that the peer of a process that fails with `error` ends with too."""
+    if isinstance(error, RowcastError):
+        return error.exit_code, str(error)
+    return 1, f"{type(error).__name__}: {error}"

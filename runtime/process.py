@@ -3,6 +3,7 @@
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Mapping
 from types import FrameType, TracebackType
 from typing import Self
@@ -24,6 +25,7 @@ class Signals:
 
     def __init__(self) -> None:
         self.stop_reason: str | None = None
+        self.began_s = time.monotonic()
         self.bell = Doorbell()  # rung by the first signal
         self._previous: dict[int, object] = {}
 

@@ -1,7 +1,13 @@
-"""The run directory: which process holds it, and whether a run in it is over."""
+"""The run directory: which process holds it, whether a run in it is over, and what a process in it has failed with.
+
+A process that fails may do so before its peer can hear of it over the link. So it leaves a note, `<role>.failure`, which ends a peer that
+waits for it (`failure_since`), and which its next start removes.
+"""
 
 import fcntl
 import os
+import time
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Literal, Self
@@ -9,7 +15,8 @@ from typing import Literal, Self
 import msgspec
 
 from rowcast.runtime.checkpoint_manifest import write_durably
-from rowcast.runtime.errors import ConfigError
+from rowcast.runtime.clock import boot_id
+from rowcast.runtime.errors import ConfigError, PeerLost, RowcastError, peer_failure, told
 
 COMPLETE = "complete"
 Role = Literal["prefetcher", "trainer"]
@@ -31,6 +38,15 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True):
         if max_steps is not None and max_steps <= self.train_steps:
             return False
         return epochs > self.epochs or self.max_steps is not None
+
+
+class FailureNote(msgspec.Struct, frozen=True, kw_only=True):
+    """What a process has failed with."""
+
+    code: int
+    sentence: str
+    boot_id: str
+    at_s: float  # by the monotonic clock of that boot
 
 
 class RunDirectory:
@@ -68,6 +84,21 @@ class RunDirectory:
             os.close(self._lock)
             self._lock = None
 
+    def clear_failure(self) -> None:
+        """Removes the note of an earlier process of this role."""
+        failure_path(self.path, self._role).unlink(missing_ok=True)
+
+    def note_failure(self, error: BaseException) -> None:
+        """Ends a peer that waits for this process. Nothing is noted where only the peer is missing or has failed, or where someone has
+        interrupted this process; and where the note cannot be written, the peer waits until its time-out."""
+        is_own = isinstance(error, Exception) and not isinstance(error, PeerLost)
+        if not is_own or (isinstance(error, RowcastError) and error.is_peers):
+            return
+        code, sentence = told(error)
+        with suppress(OSError):
+            note = FailureNote(code=code, sentence=sentence, boot_id=boot_id(), at_s=time.monotonic())
+            write_durably(failure_path(self.path, self._role), msgspec.json.encode(note) + b"\n")
+
     def mark_complete(self, completion: Completion) -> None:
         """Both sides are done: the last checkpoint is on disk, and the trainer has written its report."""
         write_durably(self.path / COMPLETE, msgspec.json.encode(completion) + b"\n")
@@ -98,3 +129,17 @@ class RunDirectory:
                 f"raise that; to train its model on other data set another job.run_dir and add --from {self.path}; to train a new model "
                 "in its place add --fresh (in a script: fresh=True): it replaces this one with its first checkpoint"
             )
+
+
+def failure_path(run_dir: Path, role: Role) -> Path:
+    return run_dir / f"{role}.failure"
+
+
+def failure_since(run_dir: Path, role: Role, since_s: float) -> RowcastError | None:
+    """What a process of that role has failed with after `since_s` by the monotonic clock, on this host and since it was booted."""
+    try:
+        note = msgspec.json.decode(failure_path(run_dir, role).read_bytes(), type=FailureNote)
+        is_new = note.boot_id == boot_id() and note.at_s >= since_s
+    except (OSError, msgspec.DecodeError):  # nobody has failed, or this is no note of ours
+        return None
+    return peer_failure(note.code, note.sentence) if is_new else None

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from rowcast.job.file import load_job
+from rowcast.job.file import load_own_job
 from rowcast.runtime.command import run_command
 from rowcast.runtime.process import Signals
 from rowcast.runtime.telemetry.logs import setup_logging
@@ -46,7 +46,7 @@ def run(
 
     def start() -> None:
         setup_logging("trainer", log_level, log_json or None)
-        job = load_job(config, tuple(overrides or ()))
+        job = load_own_job("trainer", config, tuple(overrides or ()))
         with Signals() as signals:
             from rowcast.trainer.run.trainer_run import run_trainer
 
@@ -67,7 +67,7 @@ def evaluate(
 
     def start() -> None:
         setup_logging("trainer", log_level, log_json or None)
-        job = load_job(config, tuple(overrides or ()))
+        job = load_own_job("trainer", config, tuple(overrides or ()))
         with Signals() as signals:
             from rowcast.trainer.run.trainer_run import run_trainer
 

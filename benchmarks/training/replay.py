@@ -32,15 +32,15 @@ from rowcast.protocol.session import Session
 from rowcast.protocol.transport.inproc import inproc_pair
 from rowcast.protocol.transport.ring import RingReader, RingWriter, release
 from rowcast.protocol.transport.ring_file import in_memory_buffer
-from rowcast.trainer.execute.engine import EngineParts, TrainerEngine
-from rowcast.trainer.execute.host_memory import host_memory
+from rowcast.trainer.execute.engine import EngineParts, TrainerEngine, ring_ends
 from rowcast.trainer.execute.metrics import new_counters
 from rowcast.trainer.execute.page_locking import pinned
+from rowcast.trainer.execute.slots import make_records
 from rowcast.trainer.execute.streams import make_streams
 from rowcast.trainer.models.dense_state import Tensors
 from rowcast.trainer.models.runner import StepRunner
 from rowcast.trainer.report.report_json import Evaluation
-from rowcast.trainer.run.handshake import hello, make_records
+from rowcast.trainer.run.handshake import hello
 
 BACK_PLANS = 4  # plans whose victims the ring on the way back holds
 GUARDS = 4096  # bytes of a piece beside its payload, at most
@@ -192,15 +192,13 @@ class Replay:
                 groups=self.groups,
                 welcome=welcome,
                 conversation=ours,
-                fetch_ring=RingReader(self._fetch_buffer),
-                back_ring=RingWriter(self._back_buffer),
+                rings=ring_ends(self._fetch_buffer, self._back_buffer, device, pinned=self.is_pinned, mirrored=False),
                 streams=streams,
                 records=self.records,
-                runner=self.runner,
+                model=self.runner,
+                steps=self.runner,
                 results=self.results,
                 counters=new_counters(self.groups),
-                fetch_memory=host_memory(self._fetch_buffer, device, pinned=self.is_pinned),
-                back_memory=host_memory(self._back_buffer, device, pinned=self.is_pinned),
             )
         )
         self.peer = Peer(theirs, self._messages, job.lookahead.depth, RingReader(self._back_buffer))

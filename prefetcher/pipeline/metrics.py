@@ -32,7 +32,7 @@ VerifyKind = Literal["given", "filled", "returned", "dropped", "kept"]
 
 
 @dataclass(slots=True, kw_only=True)
-class PrefetcherCounters(Counters):
+class PrefetcherCounters(Counters[StallReason, Phase, Queue]):
     """Made by `new_counters`. Every counter has one writer: the thread of the stage that it belongs to."""
 
     # written under a lock
@@ -41,15 +41,6 @@ class PrefetcherCounters(Counters):
     checkpoint_s: float = 0.0  # from the barrier until it was durable, added up
     checkpoint_bytes: int = 0
     last_checkpoint: float = field(default_factory=time.time)  # Unix time of the newest one, or of the start
-
-    def stalled(self, reason: StallReason, seconds: float) -> None:
-        self.stalls[reason] += seconds
-        self.show("wait", reason, seconds)
-
-    def spent(self, phase: Phase, seconds: float, step: int | None = None, ended_s: float | None = None) -> None:
-        """`step`, and the time that they `ended_s` by the performance counter, are for the timeline."""
-        self.phases[phase] += seconds
-        self.show("work", phase, seconds, step, ended_s)
 
     @contextmanager
     def timed(self, phase: Phase, step: int | None = None) -> Iterator[None]:
@@ -60,9 +51,6 @@ class PrefetcherCounters(Counters):
         finally:
             ended_s = time.perf_counter()
             self.spent(phase, ended_s - began_s, step, ended_s)
-
-    def blocked(self, queue: Queue, side: Literal["producer", "consumer"], seconds: float) -> None:
-        self.queues[queue].blocked(side, seconds)
 
     def checkpointed(self, seconds: float, nbytes: int) -> None:
         """A checkpoint has become durable, `seconds` after its barrier."""

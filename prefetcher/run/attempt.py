@@ -1,4 +1,4 @@
-"""One incarnation of a run: from the first batches to the last good-bye, or to the loss of its trainer.
+"""One attempt of a run: from the first batches to the last good-bye, or to the loss of its trainer.
 
 It begins where the newest checkpoint ends, with a cold cache, rings and a conversation of its own. Opens in one order, closes in the
 reverse, whatever happens in between.
@@ -42,9 +42,10 @@ from rowcast.protocol.transport.ring_file import RingFile, RingMemory, create_ri
 from rowcast.protocol.transport.zmq_link import ZmqLink
 from rowcast.runtime.checkpoint_manifest import Manifest
 from rowcast.runtime.crash_points import crash_point
-from rowcast.runtime.errors import ConfigError, Mismatch
+from rowcast.runtime.errors import ConfigError, Mismatch, RowcastError
 from rowcast.runtime.position import Position
 from rowcast.runtime.process import STOPPING, Crew, Signals
+from rowcast.runtime.run_directory import failure_since
 from rowcast.runtime.stages import Stage
 from rowcast.runtime.telemetry.health import Health
 from rowcast.runtime.telemetry.logs import get_logger
@@ -53,7 +54,7 @@ from rowcast.runtime.telemetry.timeline import recorded_stages
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunParts:
-    """What all incarnations of a run share."""
+    """What all attempts of a run share."""
 
     job: Job
     groups: tuple[GroupSpec, ...]
@@ -64,15 +65,15 @@ class RunParts:
     verify: float  # share of the rows that are followed by their checksums
     signals: Signals
     health: Health
-    counters: PrefetcherCounters  # over all incarnations
+    counters: PrefetcherCounters  # over all attempts
     checkpoints: Checkpoints
     tables: Tables
     go_on: Callable[[], None]  # called when training begins, from a checkpoint of a complete run too
 
 
-class Incarnation:
+class PrefetcherAttempt:
     def __init__(self, run: RunParts, newest: Manifest | None, transport: Transport, crew: Crew) -> None:
-        """`newest`: the checkpoint to go on from. `transport`: the job's, with the time-out that this incarnation waits for a trainer."""
+        """`newest`: the checkpoint to go on from. `transport`: the job's, with the time-out that this attempt waits for a trainer."""
         self.newest = newest  # checkpoint on disk
         self.finished = False  # the data has ended, everything is on disk and the trainer has said good-bye
         self._run = run
@@ -124,7 +125,7 @@ class Incarnation:
         return 0 if self.newest is None else self.newest.train_steps
 
     def _settle_checkpoint(self) -> None:
-        """A checkpoint that was handed over whole becomes durable although its incarnation is over."""
+        """A checkpoint that was handed over whole becomes durable although its attempt is over."""
         self._crew.stop()
         if self._writer is None:
             return
@@ -135,7 +136,15 @@ class Incarnation:
 
     def _converse(self, stack: ExitStack, conversation: Conversation, link: ZmqLink) -> None:
         """From the first batches to the last good-bye. A trainer that has come meanwhile hears that it is not in vain."""
-        watch = PeerWatch("trainer", conversation, link, self._transport, self._progress, lambda: self.connected)
+        watch = PeerWatch(
+            "trainer",
+            conversation,
+            link,
+            self._transport,
+            self._progress,
+            lambda: self.connected,
+            self._trainer_failure,
+        )
         self._crew.start({"watch": watch}, {})
         stack.callback(self._crew.stop)
         self._source.start()
@@ -144,6 +153,9 @@ class Incarnation:
             self._check_belongs()
             self._run.tables.restore(self.newest)
             self._serve(stack, conversation, measured)
+
+    def _trainer_failure(self) -> RowcastError | None:
+        return failure_since(self._job.run_dir, "trainer", self._run.signals.began_s)
 
     def _progress(self) -> Progress:
         batches, engine, writer = self._source.counters.batches, self._engine, self._writer
@@ -374,7 +386,7 @@ class Incarnation:
 
         header = trace_header(self._job, self._run.groups, engine.welcome.slots)
         writer = stack.enter_context(TraceWriter(self._run.save_trace, header))
-        before = [group.rows_flushed for group in engine.counters.groups.values()]  # by earlier incarnations
+        before = [group.rows_flushed for group in engine.counters.groups.values()]  # by earlier attempts
 
         def on_plan(planned: PlannedStep) -> None:
             writer.add(planned.batch, planned.plan)

@@ -1,4 +1,4 @@
-"""`prefetcher run`: the lock on the run directory, the newest checkpoint, the tables, and one incarnation after the other."""
+"""`prefetcher run`: the lock on the run directory, the newest checkpoint, the tables, and one attempt after another."""
 
 import secrets
 from contextlib import ExitStack
@@ -10,24 +10,22 @@ from rowcast.job.tables import group_specs
 from rowcast.prefetcher.checkpoints.folder import Checkpoints, carry_out
 from rowcast.prefetcher.checkpoints.import_checkpoint import import_into, open_source
 from rowcast.prefetcher.pipeline.metrics import PrefetcherCollector, PrefetcherGauges, new_counters
-from rowcast.prefetcher.run.attempt import Incarnation, RunParts, new_run_id
+from rowcast.prefetcher.run.attempt import PrefetcherAttempt, RunParts, new_run_id
 from rowcast.prefetcher.run.background import move_to_background
 from rowcast.prefetcher.run.gauges import idle_gauges
 from rowcast.prefetcher.run.tables import Tables
-from rowcast.protocol.counters import new_registry
+from rowcast.protocol.attempts import Attempts
+from rowcast.protocol.counters import serve_metrics
 from rowcast.protocol.messages import Mode
-from rowcast.protocol.peer_watch import Patience
 from rowcast.protocol.transport.ring_file import remove_leftovers
 from rowcast.runtime.checkpoint_manifest import Manifest
 from rowcast.runtime.crash_points import crash_point
 from rowcast.runtime.disk import RealDisk
-from rowcast.runtime.errors import ConfigError, PeerLost
-from rowcast.runtime.process import Crew, Signals
+from rowcast.runtime.errors import ConfigError
+from rowcast.runtime.process import Signals
 from rowcast.runtime.run_directory import Completion, RunDirectory
 from rowcast.runtime.telemetry.build import build_info
-from rowcast.runtime.telemetry.health import Health
 from rowcast.runtime.telemetry.logs import get_logger
-from rowcast.runtime.telemetry.server import TelemetryServer
 from rowcast.runtime.telemetry.timeline import Timeline
 
 
@@ -54,11 +52,10 @@ class PrefetcherRun:
         self._signals = signals
         self._directory = RunDirectory(job.run_dir, "prefetcher")
         self._checkpoints = Checkpoints(job.run_dir, RealDisk())
-        self._crew = Crew("prefetcher", signals.bell)
         self._groups = group_specs(job)
-        self._health = Health(dead_stage=lambda: self._crew.dead_stage())
+        self._attempts: Attempts[PrefetcherAttempt] = Attempts("prefetcher", "trainer", job.transport, signals)
+        self._health = self._attempts.health
         self._counters = new_counters(self._groups)
-        self._incarnation: Incarnation | None = None
 
     def run(self) -> bool:
         """Returns when the run is finished or was stopped in order, and which of both. Raises the first error of any stage."""
@@ -66,24 +63,20 @@ class PrefetcherRun:
             move_to_background()
         with ExitStack() as stack:
             stack.enter_context(self._directory)
-            self._serve_metrics(stack)
+            self._directory.clear_failure()
             try:
+                build = build_info("prefetcher", self._job.job.name)
+                collector = PrefetcherCollector(self._counters, self._gauges, build, self._health)
+                serve_metrics(stack, collector, self._job.metrics)
                 return self._run(stack)
-            except BaseException:
+            except BaseException as error:
                 self._health.state = "failed"
+                self._directory.note_failure(error)
                 raise
 
-    def _serve_metrics(self, stack: ExitStack) -> None:
-        collector = PrefetcherCollector(
-            self._counters, self._gauges, build_info("prefetcher", self._job.job.name), self._health
-        )
-        server = TelemetryServer("prefetcher", self._job.metrics, new_registry(collector), self._health)
-        stack.enter_context(server)
-        get_logger().info("serving metrics", address=server.address)
-
     def _gauges(self) -> PrefetcherGauges:
-        idle = idle_gauges(self._job, len(self._groups))
-        return idle if self._incarnation is None else self._incarnation.gauges(idle)
+        idle, attempt = idle_gauges(self._job, len(self._groups)), self._attempts.current
+        return idle if attempt is None else attempt.gauges(idle)
 
     def _run(self, stack: ExitStack) -> bool:
         newest = self._newest()
@@ -110,26 +103,18 @@ class PrefetcherRun:
         return self._live(parts, newest)
 
     def _live(self, parts: RunParts, newest: Manifest | None) -> bool:
-        patience = Patience("trainer", self._job.transport)
-        while True:
-            self._incarnation = incarnation = Incarnation(parts, newest, patience.transport, self._crew)
-            try:
-                incarnation.live()
-                break
-            except PeerLost as error:
-                patience.again(error)
-                self._health.state = "connecting"
-                newest = incarnation.newest
-                self._crew = Crew("prefetcher", self._signals.bell)
-            if self._signals.stop_reason is not None:
-                return False
-        if parts.mode == "eval" or not incarnation.connected:
+        last = self._attempts.run(
+            lambda before, transport, crew: PrefetcherAttempt(
+                parts, newest if before is None else before.newest, transport, crew
+            )
+        )
+        if last is None or parts.mode == "eval" or not last.connected:
             return False
-        parts.tables.close(at=incarnation.newest)
-        if incarnation.finished and not self._checkpoints.are_fresh:  # else the run that is here is the earlier one
+        parts.tables.close(at=last.newest)
+        if last.finished and not self._checkpoints.are_fresh:  # else the run that is here is the earlier one
             crash_point("run not marked complete")
-            self._directory.mark_complete(self._completion(incarnation.train_steps))
-        return incarnation.finished
+            self._directory.mark_complete(self._completion(last.train_steps))
+        return last.finished
 
     def _completion(self, train_steps: int) -> Completion:
         max_steps = self._options.max_steps

@@ -18,6 +18,7 @@ from typing import Literal, Self
 
 import msgspec
 
+from rowcast.runtime.clock import boot_id
 from rowcast.runtime.disk import RealWriting
 from rowcast.runtime.errors import ConfigError
 from rowcast.runtime.stages import Stage
@@ -28,7 +29,6 @@ VERSION = 1
 MAX_RECORDS = 1_000_000  # of a file: about 65 MB, and 40,000 steps
 FLUSH_S = 0.5
 WATCH_S = 0.01  # between looks at the levels
-BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 SpanKind = Literal["work", "wait", "step"]
 # work: a stage at work     wait: a stage stands still, `name` says for what
@@ -189,7 +189,7 @@ class Timeline:
             version=VERSION,
             process=self._process,
             pid=os.getpid(),
-            boot_id=BOOT_ID.read_text().strip(),
+            boot_id=boot_id(),
             clock_ns=time.perf_counter_ns(),
             unix_ns=time.time_ns(),
         )

@@ -27,7 +27,7 @@ def test_the_next_epoch_is_known(
     epochs = EpochCount()
     epochs.over = over
     epochs.begin(start)
-    assert epochs.to_come(following) == to_come
-    assert epochs.take_empty_rest(following) == is_empty
-    assert epochs.to_come(following) == following, "an empty rest comes once"
+    assert epochs.next(following) == to_come
+    assert epochs.consume_finished(following) == is_empty
+    assert epochs.next(following) == following, "an empty rest comes once"
     assert epochs.first == (0 if start is None else start.epoch)

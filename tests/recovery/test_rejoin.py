@@ -8,7 +8,7 @@ import pytest
 
 from rowcast.job.schema import Transport
 from rowcast.prefetcher.run.make_keys import make_keys
-from rowcast.protocol.peer_watch import Patience
+from rowcast.protocol.attempts import Patience
 from rowcast.runtime.errors import PeerLost, PeerNeverCame
 from rowcast.trainer.report.report_json import read_report
 from tests.recovery.crashes import CRASHES, Armed

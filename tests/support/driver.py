@@ -7,7 +7,7 @@ it, the late store and the seeded streams, which are production code.
 import random
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import msgspec
 import numpy as np
@@ -35,7 +35,7 @@ from rowcast.prefetcher.stores.store import RowStore, finish
 from rowcast.prefetcher.stores.tracked_store import TrackedStore
 from rowcast.protocol.batch import ScheduledBatch
 from rowcast.protocol.conversation import Conversation
-from rowcast.protocol.messages import PROTOCOL_VERSION, Hello, RingSpec, Saved, Welcome
+from rowcast.protocol.messages import PROTOCOL_VERSION, RingSpec, Saved, Welcome
 from rowcast.protocol.plan import StepPlan
 from rowcast.protocol.session import Session
 from rowcast.protocol.transport.inproc import inproc_pair
@@ -45,14 +45,17 @@ from rowcast.protocol.transport.ring_file import in_memory_buffer
 from rowcast.runtime.checkpoint_manifest import Manifest
 from rowcast.runtime.position import Position
 from rowcast.runtime.stages import Stage
-from rowcast.trainer.execute.host_memory import Bounced, Bytes, Direct
+from rowcast.trainer.execute.engine import ring_ends
+from rowcast.trainer.execute.host_memory import Bounced
 from rowcast.trainer.execute.metrics import new_counters
+from rowcast.trainer.execute.slots import make_records
 from rowcast.trainer.execute.streams import PlainStreams, SeededStreams, Streams, Wait
 from rowcast.trainer.kernels import torch_ops
 from rowcast.trainer.kernels.optim import part_of
 from rowcast.trainer.models.dense_state import Tensors
 from rowcast.trainer.models.runner import StepRunner
 from rowcast.trainer.report.report_json import Evaluation
+from rowcast.trainer.run.handshake import hello
 
 # advances without progress after which a run is stuck: the late store's dice and skewed choices stay far below
 QUIET_LIMIT = 20_000
@@ -158,23 +161,15 @@ class Rings:
     """Both rings as both ends see them: in one memory, or each end in its own."""
 
     def __init__(self, settings: Settings) -> None:
-        self._mirrored = settings.mirrored
-        self.fetch_writer, self.fetch_reader, (_, fetch_buffer) = self._pair(settings.ring_bytes)
-        self.back_writer, self.back_reader, (back_buffer, _) = self._pair(settings.ring_bytes)
-        self.fetch_memory, self.back_memory = (
-            Bounced(buffer, torch.zeros(len(buffer), dtype=torch.uint8)) if settings.bounced else Direct()
-            for buffer in (fetch_buffer, back_buffer)
-        )
-
-    def _pair(self, nbytes: int) -> tuple[RingWriter, RingReader, tuple[Bytes, Bytes]]:
-        """Both ends, and the memory of each."""
-        buffer = in_memory_buffer(nbytes)
-        far = in_memory_buffer(nbytes) if self._mirrored else buffer
-        return RingWriter(buffer, always_checksum=self._mirrored), RingReader(far, mirror=self._mirrored), (buffer, far)
-
-    def carry(self, conversation: Conversation, outgoing: RingWriter, incoming: RingReader) -> None:
-        if self._mirrored:
-            conversation.carry(outgoing, incoming)
+        mirrored = settings.mirrored
+        near = [in_memory_buffer(settings.ring_bytes) for _ in range(2)]  # the prefetcher's: fetch, back
+        far = [in_memory_buffer(settings.ring_bytes) for _ in range(2)] if mirrored else near
+        self.fetch_writer = RingWriter(near[0], always_checksum=mirrored)
+        self.back_reader = RingReader(near[1], mirror=mirrored)
+        self.of_trainer = ring_ends(far[0], far[1], torch.device("cpu"), pinned=False, mirrored=mirrored)
+        if settings.bounced:
+            memories = [Bounced(buffer, torch.zeros(len(buffer), dtype=torch.uint8)) for buffer in far]
+            self.of_trainer = replace(self.of_trainer, fetch_memory=memories[0], back_memory=memories[1])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -239,7 +234,8 @@ class InProcessRun:
         self.rings = rings = Rings(settings)
         links = settings.links()
         conversation = Conversation(Session("prefetcher", settings.incarnation), links[0])
-        rings.carry(conversation, rings.fetch_writer, rings.back_reader)
+        if settings.mirrored:
+            conversation.carry(rings.fetch_writer, rings.back_reader)
         for index, (store, plain) in enumerate(zip(stores, self.plain_stores, strict=True)):
             store.store = LateStore(plain, settings.seed + index) if settings.late_store else plain
             if settings.harm is not None:
@@ -269,11 +265,8 @@ class InProcessRun:
         )
         self.prefetcher.planning.on_plan = self._note_plan
         trainer_conversation = Conversation(Session("trainer"), links[1])
-        rings.carry(trainer_conversation, rings.back_writer, rings.fetch_reader)
         self._greet(trainer_conversation)
-        self.records = [
-            torch.zeros(n, group.record_floats) for n, group in zip(settings.slots, self.groups, strict=True)
-        ]
+        self.records = make_records(settings.slots, self.groups, self.streams.device)
         # without a wait they may be given nonsense, and must check it
         kernels = None if settings.without is None else torch_ops
         self.runner = StepRunner(job, self.groups, self.records, num_dense, kernels=kernels)
@@ -282,15 +275,13 @@ class InProcessRun:
                 groups=self.groups,
                 welcome=welcome,
                 conversation=trainer_conversation,
-                fetch_ring=rings.fetch_reader,
-                back_ring=rings.back_writer,
+                rings=rings.of_trainer,
                 streams=self.streams,
                 records=self.records,
-                runner=self.runner,
+                model=self.runner,
+                steps=self.runner,
                 results=self.results,
                 counters=new_counters(self.groups),
-                fetch_memory=rings.fetch_memory,
-                back_memory=rings.back_memory,
             )
         )
         stages: list[Stage] = [*self.prefetcher.stages.values(), *self.trainer.stages.values(), self.streams]
@@ -301,17 +292,7 @@ class InProcessRun:
 
     def _greet(self, conversation: Conversation) -> None:
         """The handshake, which the real trainer completes before it has an engine."""
-        hello = Hello(
-            protocol_version=PROTOCOL_VERSION,
-            job_digest=self.job.session_digest(),
-            rank=0,
-            world_size=1,
-            pid=2,
-            threads=1,
-            device="cpu",
-            mode="train",
-        )
-        conversation.send(hello)
+        conversation.send(hello(self.job, "train", 1, self.streams.device))
         assert self.prefetcher.conversation.advance(), "Hello arrives"
         assert conversation.advance(), "Welcome arrives"
 

@@ -13,7 +13,7 @@ from rowcast.prefetcher.stores.memory_store import MemoryStore
 from rowcast.prefetcher.stores.store import Finished, Keys, Records
 from rowcast.protocol.messages import RingRef
 from rowcast.protocol.transport.ring import RingSlice, RingWriter
-from rowcast.trainer.execute import streams
+from rowcast.trainer.execute import engine, streams
 from tests.support import driver
 
 
@@ -106,7 +106,8 @@ def count_traffic(monkeypatch: pytest.MonkeyPatch) -> Traffic:
 
     monkeypatch.setattr(CountingStore, "traffic", traffic, raising=False)
     monkeypatch.setattr(driver, "MemoryStore", CountingStore)
-    monkeypatch.setattr(driver, "RingWriter", make_writer)
+    for module in (driver, engine):  # the prefetcher's end, and then the trainer's
+        monkeypatch.setattr(module, "RingWriter", make_writer)
     for function in (copy, gather, scatter):
         monkeypatch.setattr(streams, function.__name__, function)
     return traffic

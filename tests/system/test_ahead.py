@@ -145,7 +145,7 @@ class BarrierWatch(MemoryCheckpointer):
         while trainer.conversation.advance():  # the last Released may still be on its way
             continue
         assert prefetcher.fetch_ring.used_bytes == 0
-        assert self.run.rings.back_writer.used_bytes == 0
+        assert self.run.rings.of_trainer.back.used_bytes == 0
         return super().begin(barrier)
 
 

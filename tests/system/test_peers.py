@@ -5,6 +5,7 @@ import shutil
 import signal
 import time
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 
@@ -13,7 +14,9 @@ from rowcast.protocol.conversation import Conversation
 from rowcast.protocol.peer_watch import GONE_GRACE_S, PAUSE_S, SILENCE_LIMIT_S, PeerWatch, Progress
 from rowcast.protocol.session import Session as Talk
 from rowcast.protocol.transport.inproc import inproc_pair
-from rowcast.runtime.errors import PeerLost
+from rowcast.runtime import run_directory
+from rowcast.runtime.errors import ConfigError, PeerLost, PeerNeverCame, peer_failure
+from rowcast.runtime.run_directory import RunDirectory, failure_path, failure_since
 from tests.support.processes import Process, Session, proc_text
 
 SIGCONT, SIGKILL, SIGSTOP, SIGTERM = signal.SIGCONT, signal.SIGKILL, signal.SIGSTOP, signal.SIGTERM
@@ -78,6 +81,84 @@ def test_a_second_process_of_a_role_is_refused_and_the_first_goes_on(session: Se
     for first in (prefetcher, trainer):
         first.signal(SIGTERM)
         first.ended().quiet()
+
+
+# who fails before the two have met
+
+
+def damage_every_checkpoint(session: Session) -> None:
+    folder = session.run_dir / "checkpoints" / "step-000000000001"
+    folder.mkdir(parents=True)
+    (folder / "manifest.json").write_text("{}")
+
+
+def test_a_prefetcher_that_fails_before_the_two_have_met_ends_a_waiting_trainer(session: Session) -> None:
+    damage_every_checkpoint(session)
+    trainer = session.start("trainer")
+    trainer.until_logged("waiting for the prefetcher")
+    sentence = session.start("prefetcher").ended().refused(4)
+    assert "manifest" in sentence
+    assert trainer.ended(NOTICE_LIMIT_S).refused(4) == sentence
+    assert session.remains() == []
+
+
+@pytest.mark.parametrize("option", ["trainer.device=cuda:99", "trainer.devise=cpu"])
+def test_a_trainer_that_fails_before_the_two_have_met_ends_a_waiting_prefetcher(option: str, session: Session) -> None:
+    prefetcher = session.start("prefetcher")
+    prefetcher.until_logged("serving metrics")
+    sentence = session.start("trainer", f"--set={option}").ended().refused(2)
+    assert prefetcher.ended(NOTICE_LIMIT_S).refused(2) == sentence
+    assert session.remains() == []
+
+
+def test_a_failure_from_before_a_process_was_started_does_not_end_it(session: Session) -> None:
+    session.start("prefetcher", "--checkpoint=step-000000000001").ended().refused(2)
+    note = failure_path(session.run_dir, "prefetcher")
+    assert note.exists()
+    trainer = session.start("trainer")
+    trainer.until_logged("waiting for the prefetcher")
+    prefetcher = session.start("prefetcher", "--max-steps=2")
+    prefetcher.ended().quiet()
+    trainer.ended().quiet()
+    assert not note.exists()
+
+
+def test_a_second_process_of_a_role_does_not_end_those_that_wait_for_the_first(session: Session) -> None:
+    trainer = session.start("trainer")
+    trainer.until_logged("waiting for the prefetcher")
+    session.start("trainer", "--set=trainer.devise=cpu").ended().refused(2)
+    session.start("trainer").ended().refused(2)
+    prefetcher = session.start("prefetcher", "--max-steps=2")
+    prefetcher.ended().quiet()
+    trainer.ended().quiet()
+
+
+def test_a_note_of_a_failure_counts_on_this_host_and_after_the_reader_began(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with RunDirectory(tmp_path, "trainer") as directory:
+        began_s = time.monotonic()
+        directory.note_failure(ConfigError("no such\ndevice"))
+    failure = failure_since(tmp_path, "trainer", began_s)
+    assert isinstance(failure, ConfigError)
+    assert str(failure) == "no such device"
+    assert failure.is_peers
+    assert failure_since(tmp_path, "trainer", time.monotonic()) is None
+    assert failure_since(tmp_path, "prefetcher", began_s) is None
+    monkeypatch.setattr(run_directory, "boot_id", lambda: "another")
+    assert failure_since(tmp_path, "trainer", began_s) is None
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b'{"code": 2}'])
+def test_what_is_no_note_of_a_failure_is_not_taken_for_one(content: bytes, tmp_path: Path) -> None:
+    failure_path(tmp_path, "trainer").write_bytes(content)
+    assert failure_since(tmp_path, "trainer", 0.0) is None
+
+
+@pytest.mark.parametrize("error", [PeerNeverCame("nobody"), peer_failure(2, "of the peer"), KeyboardInterrupt()])
+def test_a_failure_that_is_not_a_process_s_own_is_not_noted(error: BaseException, tmp_path: Path) -> None:
+    RunDirectory(tmp_path, "trainer").note_failure(error)
+    assert list(tmp_path.iterdir()) == []
 
 
 # who goes away
@@ -171,7 +252,7 @@ def watch_of(link: FakeLink, *, connected: bool = True) -> PeerWatch:
     near, _ = inproc_pair()
     conversation = Conversation(Talk("trainer"), near)
     progress = Progress(step_begun=1, step_done=1, work=0, waiting_for="rows", ended=False)
-    return PeerWatch("prefetcher", conversation, link, Transport(), lambda: progress, lambda: connected)
+    return PeerWatch("prefetcher", conversation, link, Transport(), lambda: progress, lambda: connected, lambda: None)
 
 
 def pass_time(clock: Clock, watch: PeerWatch, seconds: float, tick_s: float = 0.05) -> None:

@@ -2,9 +2,9 @@
 
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 from prometheus_client import generate_latest
@@ -83,7 +83,7 @@ def settle(run: InProcessRun, *held: str, until: Callable[[], bool] = lambda: Fa
         continue
 
 
-def idle(stage: Stage, clock: Callable[[float], None], seconds: dict[str, float]) -> set[str]:
+def idle(stage: Stage, clock: Callable[[float], None], seconds: Mapping[Any, float]) -> set[str]:
     """Runs a stage that has nothing to do on its thread, as a process does, until its clock has counted; what it counted."""
     errors: list[BaseException] = []
     before = dict(seconds)

@@ -116,7 +116,7 @@ def on_way_home(run: InProcessRun, target: Target, change: Change) -> None:
 
     def harmful(message: RowsBack) -> None:
         if message.barrier is None and message.step == target.step:
-            change_span(run, run.rings.back_writer, message.payload, message.rows, target, change)
+            change_span(run, run.rings.of_trainer.back, message.payload, message.rows, target, change)
         run.prefetcher.writeback.accept(message)
 
     run.prefetcher.conversation.listen({RowsBack: harmful})

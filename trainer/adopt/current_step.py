@@ -40,7 +40,8 @@ class StepInHand:
         self.step: ArrivedStep | None = None  # begun, and not finished
         self.slice = Slice(0, 0, 0, is_last=True)  # that the script was given last
         self.is_trained = False  # whether it was looked up to be trained
-        self._embeddings, self._uses, self._steps = embeddings, uses, steps
+        self.uses = uses
+        self._embeddings, self._steps = embeddings, steps
         self._dense_optimizer, self._accumulate = dense_optimizer, accumulate
         self._slices: deque[Slice] = deque()  # that follow
         self._sliced: SlicedStep | None = None  # where there are several
@@ -79,7 +80,7 @@ class StepInHand:
         self._slices = deque(slices_of(step.header.batch_size, self._accumulate))
         is_whole = len(self._slices) == 1
         self._sliced = (
-            None if is_whole else SlicedStep(self._embeddings, self._uses, step_lookups(step), step.header.train_step)
+            None if is_whole else SlicedStep(self._embeddings, self.uses, step_lookups(step), step.header.train_step)
         )
         self.is_trained = self._is_slice_trained = self._is_looked_up = False
         self._steps_begun, self._steps_looked_at = self._steps.count, None
@@ -103,13 +104,13 @@ class StepInHand:
             return self._sliced.look_up(self.slice)
         return self._embeddings(step_lookups(self.step), self.step.header.train_step)
 
-    def will_look_at(self) -> None:
+    def note_eval_lookup(self) -> None:
         """It is looked up in eval mode, with gradients enabled: right for a prediction, wrong where it is trained by that."""
         assert self.step is not None, "the module looks up the step in hand"
         if self.step.header.kind == "train" and self._steps_looked_at is None:
             self._steps_looked_at = self._steps.count
 
-    def will_train(self) -> None:
+    def mark_trained(self) -> None:
         """It is looked up to be trained. Raises RuntimeError where it must not be."""
         assert self.step is not None, "the module looks up the step in hand"
         header, counted = self.step.header, self._steps.count
@@ -139,12 +140,12 @@ class StepInHand:
         if self._sliced is not None:
             self._sliced.finish()
         self.step, self._sliced = None, None
-        self._uses.gather()
+        self.uses.gather()
 
     def drop(self) -> None:
         """The script was given it and has done nothing with it."""
         self.step, self._sliced = None, None
-        self._uses.gather()
+        self.uses.gather()
 
     def labels(self) -> torch.Tensor:
         """f32 [size], of the slice in hand."""

@@ -18,13 +18,13 @@ class EpochCount:
         """`start`: of the checkpoint that the run goes on from."""
         self._start, self.first = start, 0 if start is None else start.epoch
 
-    def to_come(self, following: int | None) -> int | None:
-        """Of the next `for`, where `following` is the epoch of the next batch; None: there is none."""
+    def next(self, following: int | None) -> int | None:
+        """The epoch of the next `for`, where `following` is the epoch of the next batch; None: there is none."""
         return (
             self._start.epoch if self._start is not None and self._has_empty_rest(self._start, following) else following
         )
 
-    def take_empty_rest(self, following: int | None) -> bool:
+    def consume_finished(self, following: int | None) -> bool:
         """Whether the next `for` is the rest of the checkpoint's epoch, and empty. Once it was asked, never again."""
         start, self._start = self._start, None
         if start is None or not self._has_empty_rest(start, following):

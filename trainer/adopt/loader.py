@@ -108,9 +108,9 @@ def refuse_to_go_on(ebc: EmbeddingBagCollection, newest: Manifest, side: DenseSi
     """Raises ConfigError where the run that is there cannot go on with this script."""
     if run_folder.is_of_another_job(ebc.job, newest):
         raise ConfigError(run_folder.ANOTHER_JOB.format(ebc.job.run_dir, newest.train_steps))
-    sentence = run_folder.CANNOT_GO_ON if side is None else run_folder.HAS_TABLES if ebc.loaded is not None else None
-    if sentence is not None:
-        raise ConfigError(sentence.format(ebc.job.run_dir, newest.train_steps))
+    run_folder.refuse_to_go_on(
+        ebc.job.run_dir, newest.train_steps, has_dense=side is not None, has_tables=ebc.loaded is not None
+    )
 
 
 def begun(job: Job, newest: Manifest | None, *, fresh: bool, is_finished: bool) -> str:
@@ -189,14 +189,14 @@ class Loader:
         loader`. It ends with the run. Raises as the loader does."""
         self._open()
         self._counts_epochs = True
-        while (epoch := self._session.epoch_to_come()) is not None:
+        while (epoch := self._session.next_epoch()) is not None:
             asked = self._asked
             yield epoch
             if asked == self._asked and self._session.stop_reason is None:
                 raise RuntimeError(
                     f"epoch {epoch} was passed without a `for batch in loader`: only that trains it; loader.stop() ends a run"
                 )
-        self._session.all_over()
+        self._session.keep_final_state()
 
     @property
     def metrics_address(self) -> str | None:
@@ -231,7 +231,7 @@ class Loader:
         self._asked += 1
         yield from self._micro_batches()  # of the batch in hand, where the loop was left between them
         first = self._session.peek()
-        if self._session.epochs.take_empty_rest(None if first is None else first.header.epoch):
+        if self._session.epochs.consume_finished(None if first is None else first.header.epoch):
             return  # so that what the script does behind that epoch is done
         if first is None:
             self._refuse_more()
@@ -266,7 +266,7 @@ class Loader:
         # where the script is in that mode now, it may train on the batch outside of it
         with torch.inference_mode(False):
             batch = LoadedBatch(step, part, self._session, self._job.features)
-        self._session.uses.record()
+        self._session.hand.uses.record()
         return batch
 
     def _open(self) -> None:

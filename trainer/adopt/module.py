@@ -116,17 +116,17 @@ class EmbeddingBagCollection(nn.Module):
             raise RuntimeError(NO_BATCH)
         hand = session.hand
         has_ids = not check_features(features, session, step, hand.slice, self._job.features)
-        session.uses.await_rows(step)
+        session.hand.uses.await_rows(step)
         if has_ids:
             self._check_ids(features, step)
         trains = self.training and torch.is_grad_enabled()
         if trains:
-            hand.will_train()
+            hand.mark_trained()
         elif torch.is_grad_enabled():
-            hand.will_look_at()
+            hand.note_eval_lookup()
         with on_device(self.device), torch.set_grad_enabled(trains):
             found = hand.look_up()
-        session.uses.record()
+        session.hand.uses.record()
         return KeyedEmbeddings(self._job.features, [own for own in found if isinstance(own, Tensor)])
 
     def _check_ids(self, features: Any, step: ArrivedStep) -> None:

@@ -93,6 +93,14 @@ def described_from(run_dir: Path) -> str:
 # the run that is there
 
 
+def refuse_to_go_on(run_dir: Path, train_steps: int, *, has_dense: bool, has_tables: bool) -> None:
+    """Raises ConfigError where a run of so many train steps cannot go on with a script. `has_tables`: which brings its own."""
+    if not has_dense:
+        raise ConfigError(CANNOT_GO_ON.format(run_dir, train_steps))
+    if has_tables:
+        raise ConfigError(HAS_TABLES.format(run_dir, train_steps))
+
+
 def newest_run(run_dir: Path) -> Manifest | None:
     """The newest checkpoint whose manifest can be read, where train steps were done before it."""
     newest = next(
@@ -133,6 +141,16 @@ def dense_tensors(run_dir: Path, manifest: Manifest) -> Tensors:
     if manifest.dense is None:
         return {}
     return unpack(checked_file(run_dir / "checkpoints", manifest.dense).read_bytes())
+
+
+def checkpoint_of(run_dir: Path, run_id: str | None, train_steps: int) -> str | None:
+    """The name of the newest checkpoint where it is this run's after so many train steps: one of an earlier run, whose place a fresh one
+    has not taken yet, may have as many."""
+    folder = newest_checkpoint(run_dir)
+    newest = None if folder is None else readable(folder)  # a fresh run may be taking the place just now
+    if newest is None or newest.train_steps != train_steps or newest.run_id != run_id:
+        return None
+    return newest.name
 
 
 def keep_over(run_dir: Path, tensors: Tensors) -> None:

@@ -9,7 +9,6 @@ All is called by the script's thread. The mail, the sender and the watch have th
 """
 
 import os
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -20,18 +19,14 @@ from torch import Tensor
 
 from rowcast.job.schema import Job
 from rowcast.job.tables import group_specs
-from rowcast.protocol.conversation import Conversation
-from rowcast.protocol.messages import Bye, StopRequest, Welcome
-from rowcast.protocol.peer_watch import PeerWatch, Progress, tell_peer
-from rowcast.protocol.session import Session as Protocol
-from rowcast.protocol.session import check_welcome
-from rowcast.protocol.transport.zmq_link import ZmqLink
-from rowcast.runtime.checkpoint_manifest import Manifest, newest_checkpoint
+from rowcast.protocol.messages import StopRequest, Welcome
+from rowcast.protocol.peer_watch import Progress
+from rowcast.runtime.checkpoint_manifest import Manifest
 from rowcast.runtime.child import Child
 from rowcast.runtime.errors import ConfigError, PeerLost, RowcastError, peer_failure
 from rowcast.runtime.process import Crew
 from rowcast.runtime.run_directory import RunDirectory
-from rowcast.runtime.stages import IDLE_WAIT_S, Doorbell
+from rowcast.runtime.stages import Doorbell
 from rowcast.runtime.telemetry.logs import get_logger
 from rowcast.trainer.adopt import run_folder
 from rowcast.trainer.adopt.current_step import StepInHand
@@ -40,7 +35,7 @@ from rowcast.trainer.adopt.epoch_count import EpochCount
 from rowcast.trainer.adopt.loss_scaling import LossScaling
 from rowcast.trainer.adopt.optimizer_steps import OptimizerSteps
 from rowcast.trainer.adopt.say import tell
-from rowcast.trainer.adopt.script_side import ScriptRunner
+from rowcast.trainer.adopt.script_state import ScriptState
 from rowcast.trainer.adopt.slices import Slice
 from rowcast.trainer.adopt.stop_signals import StopSignals
 from rowcast.trainer.adopt.stream_order import Uses
@@ -48,17 +43,14 @@ from rowcast.trainer.adopt.telemetry import Shown
 from rowcast.trainer.execute.cache import ArrivedStep
 from rowcast.trainer.execute.engine import TrainerEngine
 from rowcast.trainer.execute.metrics import new_counters
-from rowcast.trainer.execute.page_locking import pinned
-from rowcast.trainer.execute.plan_check import check_welcome_fits
+from rowcast.trainer.execute.phases import PhaseClock
 from rowcast.trainer.execute.streams import adopted_streams, on_device
-from rowcast.trainer.kernels import Kernels, torch_ops
+from rowcast.trainer.kernels import Kernels
 from rowcast.trainer.kernels.choose import choose_kernels
 from rowcast.trainer.models.embedding import Embeddings
 from rowcast.trainer.report.report_json import Evaluation
-from rowcast.trainer.run.gauges import stall_clocks
-from rowcast.trainer.run.handshake import attach_rings, await_welcome, hello, make_engine, make_records, progress_of
+from rowcast.trainer.run.connection import Connection, ConnectionParts
 
-DEVICE_POLL_S = 0.0002
 CHILD_END_S = 15.0  # for a prefetcher that knows that it is over
 LOST_CHILD_S = 3.0  # for one that seems to be gone to be seen to have ended
 CHECKPOINT_POLL_S = 0.02
@@ -95,14 +87,10 @@ class Session:
         self._crew = Crew("trainer", self._bell, owns_process=False)
         self._counters = new_counters(self._groups)
         self._shown = Shown(parts.job, parts.device, self._counters, self._crew.dead_stage)
-        self._script = ScriptRunner(parts.dense, parts.device)
+        self._script = ScriptState(parts.dense, parts.device)
         self._stack = ExitStack()
-        self._conversation: Conversation | None = None
-        self._engine: TrainerEngine | None = None
+        self._connection: Connection | None = None
         self._hand: StepInHand | None = None
-        self._uses: Uses | None = None
-        self._welcome: Welcome | None = None
-        self._kernels: Kernels = torch_ops
         self._child: Child | None = None
         self._next: ArrivedStep | None = None  # taken, and not begun
         self._epoch: int | None = None  # of the last step begun
@@ -113,6 +101,7 @@ class Session:
         self._signals = StopSignals(self.ask_to_stop)
         self._stack.callback(self._steps.close)
         self._stack.callback(LossScaling(lambda: self._hand is not None and self._hand.awaits_backward).close)
+        self._directory: RunDirectory | None = None  # while it is held
         self._turn_s = time.monotonic()  # when the script was last known to have its turn
         self._script_has_turn = False
         self._pid = os.getpid()
@@ -126,17 +115,18 @@ class Session:
             if self._parts.finished is not None:
                 self._open_finished(self._parts.finished)
                 return
-            self._stack.enter_context(RunDirectory(self._job.run_dir, "trainer"))
+            began_s = time.monotonic()
+            self._directory = self._stack.enter_context(RunDirectory(self._job.run_dir, "trainer"))
+            self._directory.clear_failure()
             self._stack.callback(self._signals.close)
             self._signals.open()
-            server = self._shown.serve()
-            self._stack.callback(server.close)
-            self.metrics_address = server.address
+            self.metrics_address = self._shown.serve(self._stack)
             if self._parts.start_child is not None:
                 self._child = self._parts.start_child()
                 self._stack.callback(self._child.see_out, CHILD_END_S)
-            self._kernels = choose_kernels(self._parts.device, self._job)  # while the prefetcher prepares, too
-            self._meet()
+            kernels = choose_kernels(self._parts.device, self._job)  # while the prefetcher prepares, too
+            # where it was started here, its end says more than a note
+            self._connect(kernels, None if self._child is not None else began_s)
 
     def _open_finished(self, last: Manifest) -> None:
         """The dense side is what it was when the script had left its loop; where it did not come so far, when the data had ended, and the
@@ -150,34 +140,35 @@ class Session:
         self._close_evaluation()
         self._close_stack()
 
-    def _meet(self) -> None:
-        link = ZmqLink.trainer(self._job.run_dir, on_receive=self._bell.ring, transport=self._job.transport)
-        self._stack.callback(link.close)
-        link.start()
-        conversation = self._conversation = Conversation(Protocol("trainer"), link)
-        arrived: list[Welcome] = []
-        left = threading.Event()
-        conversation.listen({Welcome: arrived.append, Bye: lambda message: left.set()})
-        watch = PeerWatch("prefetcher", conversation, link, self._job.transport, self._progress, lambda: bool(arrived))
-        conversation.send(hello(self._job, "train", torch.get_num_threads(), self._parts.device))
-        self._shown.health.state = "connecting"
-        stopped = self._is_stopping
-        welcome = await_welcome(
-            arrived, conversation, watch, self._bell, stopped, lambda: left.is_set() or self._child_ended()
+    def _connect(self, kernels: Kernels, began_s: float | None) -> None:
+        connection = self._connection = Connection(
+            ConnectionParts(
+                job=self._job,
+                groups=self._groups,
+                mode="train",
+                device=self._parts.device,
+                threads=torch.get_num_threads(),
+                transport=self._job.transport,
+                counters=self._counters,
+                health=self._shown.health,
+                bell=self._bell,
+                crew=self._crew,
+                began_s=began_s,
+                adjust_progress=self._adjust_progress,
+            )
         )
+        self._stack.enter_context(connection)
+        welcome = connection.meet(self._is_stopping, gone=self._child_ended)
         if welcome is None and self.stop_reason is not None:
             raise KeyboardInterrupt
         if welcome is None:
             raise PeerLost("the prefetcher was stopped before the run had begun")
-        check_welcome_fits(welcome, self._job, self._groups)
-        check_welcome(welcome)
         self._check_fits_script(welcome)
-        self._welcome = welcome
         self.epochs.begin(welcome.start)
         self.goes_on = welcome.first_train_step > 0
         if welcome.pairing:
             tell(f"ids come by position: {welcome.pairing}")
-        self._make_engine(conversation, watch, welcome)
+        self._start(connection, welcome, kernels)
 
     def _is_stopping(self) -> bool:
         return self.stop_reason is not None
@@ -187,62 +178,49 @@ class Session:
 
     def _check_fits_script(self, welcome: Welcome) -> None:
         """Raises ConfigError."""
-        if welcome.first_train_step and self._parts.dense is None:
-            raise ConfigError(run_folder.CANNOT_GO_ON.format(self._job.run_dir, welcome.first_train_step))
-        if welcome.first_train_step and self._parts.begins_with_tables:
-            raise ConfigError(run_folder.HAS_TABLES.format(self._job.run_dir, welcome.first_train_step))
+        if welcome.first_train_step:
+            run_folder.refuse_to_go_on(
+                self._job.run_dir,
+                welcome.first_train_step,
+                has_dense=self._parts.dense is not None,
+                has_tables=self._parts.begins_with_tables,
+            )
         if self._parts.evaluate and welcome.epoch_batches[1] == 0:
             raise ConfigError(
                 "connect: evaluate=True, but the data set has no evaluation batches; let the factory return a function of "
                 '(split, epoch) that knows the split "eval"'
             )
 
-    def _make_engine(self, conversation: Conversation, watch: PeerWatch, welcome: Welcome) -> None:
-        device = self._parts.device
+    def _start(self, connection: Connection, welcome: Welcome, kernels: Kernels) -> None:
         self._shown.accept(welcome)
-        self._stack.callback(self._shown.leave)
-        self._stack.enter_context(self._shown.results)
-        rings = attach_rings(self._stack, self._job.transport, welcome)
-        self._crew.start({"watch": watch}, {})
-        self._stack.callback(self._crew.stop)
-        are_pinned = self._stack.enter_context(pinned([ring.buffer for ring in rings], device))
-        records = make_records(welcome.slots, self._groups, device)
-        streams = adopted_streams(device)
-        engine = make_engine(
-            self._job,
-            self._groups,
-            conversation,
-            welcome,
-            rings,
-            pinned=are_pinned,
-            streams=streams,
-            records=records,
-            runner=self._script,
-            results=self._shown.results,
-            counters=self._counters,
-        )
+        connection.stack.callback(self._shown.leave)
+        connection.stack.enter_context(self._shown.results)
+
+        def make_model(records: list[Tensor], clock: PhaseClock) -> tuple[ScriptState, None]:
+            return self._script, None
+
+        streams = adopted_streams(self._parts.device)
+        engine = connection.start(lambda device: streams, make_model, self._shown.results)
         uses = Uses(streams.compute)
-        self._engine, self._uses = engine, uses
         self._hand = StepInHand(
-            Embeddings(self._groups, self._job.optimizer.sparse, records, self._kernels, uses.lap),
+            Embeddings(self._groups, self._job.optimizer.sparse, engine.slots.records, kernels, uses.lap),
             uses,
             self._steps,
             dense_optimizer=self._parts.dense_optimizer,
             accumulate=self._parts.accumulate,
         )
-        self._shown.begin(engine, welcome, pinned=are_pinned)
-        self._crew.start({"mail": engine.conversation, "sender": engine.stages["sender"]}, stall_clocks(engine))
-        self._stack.callback(self._crew.stop)  # once more: before the rings are unpinned
+        self._shown.begin(engine, welcome, pinned=connection.has_pinned_rings)
+
+    @property
+    def _engine(self) -> TrainerEngine:
+        assert self._connection is not None, "a session that was opened has an engine"
+        assert self._connection.engine is not None, "a session that was opened has an engine"
+        return self._connection.engine
 
     @property
     def hand(self) -> StepInHand:
         assert self._hand is not None, "a session that was opened has an engine"
         return self._hand
-
-    @property
-    def uses(self) -> Uses:
-        assert self._uses is not None, "a session that was opened has an engine"
-        return self._uses
 
     @property
     def current(self) -> ArrivedStep | None:
@@ -267,10 +245,11 @@ class Session:
 
     def epoch_batches(self) -> tuple[int | None, int | None]:
         """Train and evaluation batches of an epoch, where the data set knows."""
-        if self._welcome is None:
+        welcome = None if self._connection is None else self._connection.welcome
+        if welcome is None:
             return 0, 0  # of a run that is complete
-        train, evaluation = self._welcome.epoch_batches
-        most = self._welcome.train_steps  # max_steps may end the run within its first epoch
+        train, evaluation = welcome.epoch_batches
+        most = welcome.train_steps  # max_steps may end the run within its first epoch
         return (train if train is None or most is None else min(train, most)), evaluation
 
     @property
@@ -278,17 +257,17 @@ class Session:
         """The last that was recorded and has ended."""
         return self._shown.results.evaluation_result
 
-    def epoch_to_come(self) -> int | None:
+    def next_epoch(self) -> int | None:
         """Of the next `for`; None where no epoch is left. Waits for the next step."""
         if self._hand is not None and self._hand.has_slices:
             return self.epoch
         first = self.peek()
-        return self.epochs.to_come(None if first is None else first.header.epoch)
+        return self.epochs.next(None if first is None else first.header.epoch)
 
     # step by step
 
-    def all_over(self) -> None:
-        """What the script does behind its last epoch is done."""
+    def keep_final_state(self) -> None:
+        """What the script does after its last epoch is done, and connecting again finds it as it is now."""
         if self.ended and self.stop_reason is None and self._parts.dense is not None:
             run_folder.keep_over(self._job.run_dir, {**self._script.state(), **self._shown.results.state()})
 
@@ -299,7 +278,7 @@ class Session:
             self._script_has_turn = False
             with self._in_engine():
                 if self.stop_reason is None:
-                    self._next = self._drive(until=self._is_stopping)
+                    self._next = self._await_step(unless=self._is_stopping)
                 if self.stop_reason is not None and not self.ended:
                     self._stop_here()
             self._turn_s, self._script_has_turn = time.monotonic(), True
@@ -315,7 +294,6 @@ class Session:
         """The step that `peek` has found is the script's now."""
         step, self._next = self._next, None
         assert step is not None, "peek comes before begin"
-        assert self._engine is not None, "a session that was opened has an engine"
         self._follows_barrier = self._engine.barrier.stop_reason is not None
         self._engine.loop.begin(step)
         self.hand.begin(step)
@@ -327,7 +305,6 @@ class Session:
         step = self.current
         if step is None:
             return
-        assert self._engine is not None, "a session that was opened has an engine"
         self.hand.end()
         self._shown.train_steps += step.header.kind == "train"
         self._last_step = step.step
@@ -347,44 +324,40 @@ class Session:
             )
             self._loss = own if self._loss is None else self._loss + own
         if logits is not None:
-            self._script.metrics.update(logits.detach().float().reshape(-1), self.hand.labels())
-            self._script.evaluating = True
-        self.uses.record()
+            self._script.record(logits.detach().float().reshape(-1), self.hand.labels())
+        self.hand.uses.record()
 
     def _close_evaluation(self) -> None:
         if self._script.evaluating and (self.stop_reason is None or not self.ended):
-            result = self._script.evaluation(self.train_steps)
+            result = self._script.close_evaluation(self.train_steps)
             if result is not None:
                 self._shown.results.evaluation(result)
 
-    def _drive(self, until: Callable[[], bool]) -> ArrivedStep | None:
-        """The next step; None where there is none, and the session has ended, or where `until` says so."""
-        engine = self._engine
-        if engine is None or self._closed:
+    def _await_step(self, unless: Callable[[], bool]) -> ArrivedStep | None:
+        """The next step; None where there is none, and the session has ended, or where `unless` says so before it has come."""
+        connection = self._connection
+        if connection is None or self._closed:
             raise RuntimeError("the loader was closed; connect again to train on")
-        while not engine.finished:
-            seen = self._bell.rings
-            self._crew.check()
+        engine, found = self._engine, list[ArrivedStep]()
+
+        def advance() -> bool:
             self._shown.update(engine)
-            if engine.loop.advance(computes=False):
-                self._bell.ring()
-                continue
-            step = engine.loop.take()
-            if step is not None:
-                return step
-            if until():
-                return None
-            began_s = time.perf_counter()
-            self._bell.wait(seen, IDLE_WAIT_S if self._parts.device.type == "cpu" else DEVICE_POLL_S)
-            engine.loop.idled(time.perf_counter() - began_s)
-        self._end(engine)
+            if engine.loop.advance():
+                return True
+            found.extend(filter(None, [engine.loop.take()]))
+            return bool(found)
+
+        connection.drive(advance, until=lambda: bool(found) or engine.finished or unless())
+        if found:
+            return found[0]
+        if engine.finished:
+            self._end(connection, engine)
         return None
 
-    def _progress(self) -> Progress:
+    def _adjust_progress(self, progress: Progress) -> Progress:
         """A script may take as long as it likes for a step: while it has its turn, that is progress."""
         if self._script_has_turn:
             self._turn_s = time.monotonic()
-        progress = progress_of(self._engine)
         waiting_for = "the training script" if self._script_has_turn else progress.waiting_for
         return replace(progress, work=progress.work + int(self._turn_s), waiting_for=waiting_for)
 
@@ -412,18 +385,16 @@ class Session:
     def _stop_here(self) -> None:
         """The prefetcher is told at which step training goes on, before it hears that any step from there on is done."""
         engine = self._engine
-        assert engine is not None, "a session that was opened has an engine"
-        assert self._conversation is not None, "and a conversation"
         if self._next is None and self._last_step is None:
-            self._next = self._drive(until=lambda: False)  # to learn which step is the first
+            self._next = self._await_step(unless=lambda: False)  # to learn which step is the first
         next_step = (
             self._next.step if self._next is not None else None if self._last_step is None else self._last_step + 1
         )
         if self.ended or next_step is None:
             return
-        self._conversation.send(StopRequest(reason=f"{self.stop_reason} in the training script", next_step=next_step))
+        engine.conversation.send(StopRequest(reason=f"{self.stop_reason} in the training script", next_step=next_step))
         step, self._next = self._next, None
-        while step is not None or (step := self._drive(until=lambda: False)) is not None:
+        while step is not None or (step := self._await_step(unless=lambda: False)) is not None:
             engine.loop.pass_over(step)
             self._bell.ring()
             step = None
@@ -437,43 +408,36 @@ class Session:
             raise RuntimeError("a checkpoint of dense=... belongs behind optimizer.step(): call state_dict() after it")
         if self.current is None or (self.hand.is_trained and not self.hand.has_slices):
             self.peek()
-        while (found := self._checkpoint_at(self.train_steps)) is None and self._is_being_written():
+        while (found := run_folder.checkpoint_of(self._job.run_dir, self._run_id, self.train_steps)) is None:
+            if not self._is_being_written():
+                return None
             self._crew.check()
             time.sleep(CHECKPOINT_POLL_S)
         return found
-
-    def _checkpoint_at(self, train_steps: int) -> str | None:
-        """Of this run: one of an earlier run, whose place a fresh one has not taken yet, may have as many train steps."""
-        folder = newest_checkpoint(self._job.run_dir)
-        newest = None if folder is None else run_folder.readable(folder)  # a fresh run may be taking the place just now
-        if newest is None or newest.train_steps != train_steps or newest.run_id != self._run_id:
-            return None
-        return newest.name
 
     @property
     def _run_id(self) -> str | None:
         if self._parts.finished is not None:
             return self._parts.finished.run_id
-        return None if self._welcome is None else self._welcome.run_id
+        welcome = None if self._connection is None else self._connection.welcome
+        return None if welcome is None else welcome.run_id
 
     def _is_being_written(self) -> bool:
         """Whether a checkpoint was taken right before the step in hand, or before the next one, which may not be on disk yet."""
-        if self.ended or self._engine is None:
+        if self.ended:
             return False
         return self._follows_barrier if self.current is not None else self._engine.barrier.stop_reason is not None
 
     # the end
 
-    def _end(self, engine: TrainerEngine) -> None:
+    def _end(self, connection: Connection, engine: TrainerEngine) -> None:
         end = engine.barrier.end
         assert end is not None, "the loop ends with EndOfData"
         if end.finished:
             self._close_evaluation()
         self._shown.write()
-        self._crew.stop()  # nothing may follow the good-bye, no heartbeat either
-        engine.say_bye()
+        connection.say_bye()
         self.ended = True
-        self._shown.health.state = "stopped"
         self._close_stack()
         if end.finished:
             self.stop_reason = None
@@ -481,8 +445,8 @@ class Session:
             tell(self._stopped())
         else:
             raise RowcastError(
-                f"the prefetcher was stopped ({engine.barrier.stop_reason}) after {self.train_steps} train steps; "
-                f"its checkpoint is in {self._job.run_dir}: {self._how_to_go_on()}"
+                f"the prefetcher was stopped ({engine.barrier.stop_reason}) after {self.train_steps} train steps; its checkpoint is in "
+                f"{self._job.run_dir}: {self._how_to_go_on()}"
             )
 
     def _stopped(self) -> str:
@@ -527,8 +491,10 @@ class Session:
         return error
 
     def _tell(self, error: BaseException) -> None:
-        if self._conversation is not None:
-            tell_peer(self._conversation, error)
+        if self._directory is not None:
+            self._directory.note_failure(error)
+        if self._connection is not None:
+            self._connection.tell(error)
 
     def _close_stack(self) -> None:
         self._closed = True

@@ -2,17 +2,16 @@
 
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 
 import torch
 
 from rowcast.job.schema import Job
-from rowcast.protocol.counters import new_registry
+from rowcast.protocol.counters import serve_metrics
 from rowcast.protocol.messages import Welcome
 from rowcast.runtime.telemetry.build import build_info
 from rowcast.runtime.telemetry.health import Health
-from rowcast.runtime.telemetry.logs import get_logger
-from rowcast.runtime.telemetry.server import TelemetryServer
-from rowcast.trainer.adopt.script_side import ScriptResults
+from rowcast.trainer.adopt.script_state import ScriptResults
 from rowcast.trainer.execute.engine import TrainerEngine
 from rowcast.trainer.execute.metrics import TrainerCollector, TrainerCounters, TrainerGauges
 from rowcast.trainer.report.final_report import final_record, final_report
@@ -36,14 +35,12 @@ class Shown:
         self._met: tuple[TrainerEngine, Welcome, bool] | None = None
         self._met_s = 0.0
 
-    def serve(self) -> TelemetryServer:
-        """Serves from now on, until it is closed. Raises ConfigError where the address cannot be had."""
+    def serve(self, stack: ExitStack) -> str:
+        """Serves until `stack` is closed; returns the bound "host:port". Raises ConfigError where that address cannot be had."""
         collector = TrainerCollector(
             self._counters, self._gauges, build_info("trainer", self._job.job.name), self.health
         )
-        server = TelemetryServer("trainer", self._job.metrics, new_registry(collector), self.health)
-        get_logger().info("serving metrics", address=server.start())
-        return server
+        return serve_metrics(stack, collector, self._job.metrics)
 
     def accept(self, welcome: Welcome) -> None:
         """The results of an earlier run make room, and come back where this one ends without a checkpoint."""

@@ -11,8 +11,8 @@ from rowcast.protocol.transport.ring import RingReader, RingWriter
 from rowcast.runtime.stages import FunctionStage, Stage
 from rowcast.trainer.execute.barrier import TrainerBarrier
 from rowcast.trainer.execute.cache import DeviceCache
-from rowcast.trainer.execute.host_memory import Direct, FetchRing, HostMemory
-from rowcast.trainer.execute.loop import Results, Runner, TrainingLoop, TrainingState
+from rowcast.trainer.execute.host_memory import Bytes, FetchRing, HostMemory, host_memory
+from rowcast.trainer.execute.loop import ModelState, Results, Steps, TrainingLoop, TrainingState
 from rowcast.trainer.execute.metrics import TrainerCounters
 from rowcast.trainer.execute.phases import HostClock, PhaseClock
 from rowcast.trainer.execute.plan_check import PlanCheck
@@ -22,22 +22,40 @@ from rowcast.trainer.execute.streams import Streams
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class RingEnds:
+    """The trainer's ends of both rings, and how their bytes reach the copies."""
+
+    fetch: RingReader
+    back: RingWriter
+    fetch_memory: HostMemory
+    back_memory: HostMemory
+
+
+def ring_ends(fetch: Bytes, back: Bytes, device: torch.device, *, pinned: bool, mirrored: bool) -> RingEnds:
+    """`pinned`: the buffers are page-locked. `mirrored`: the prefetcher has its ends in memory of its own."""
+    return RingEnds(
+        fetch=RingReader(fetch, mirror=mirrored),
+        back=RingWriter(back, always_checksum=mirrored),
+        fetch_memory=host_memory(fetch, device, pinned=pinned),
+        back_memory=host_memory(back, device, pinned=pinned),
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class EngineParts:
     """What an engine is made of; whoever makes them owns and closes them."""
 
     groups: tuple[GroupSpec, ...]
     welcome: Welcome
     conversation: Conversation
-    fetch_ring: RingReader
-    back_ring: RingWriter
+    rings: RingEnds
     streams: Streams
     records: list[torch.Tensor]  # f32 [slots, record_floats] a group, on the device
-    runner: Runner
+    model: ModelState
+    steps: Steps | None  # None: a training script computes them
     results: Results
     counters: TrainerCounters
-    clock: PhaseClock = field(default_factory=HostClock)  # the runner's
-    fetch_memory: HostMemory = field(default_factory=Direct)  # of either ring
-    back_memory: HostMemory = field(default_factory=Direct)
+    clock: PhaseClock = field(default_factory=HostClock)  # of the steps
 
 
 class TrainerEngine:
@@ -46,7 +64,9 @@ class TrainerEngine:
     def __init__(self, parts: EngineParts) -> None:
         self.counters = parts.counters
         self.conversation = parts.conversation
-        self.back_ring = parts.back_ring
+        rings, self.back_ring = parts.rings, parts.rings.back
+        if rings.fetch.is_mirror:
+            parts.conversation.carry(rings.back, rings.fetch)
         welcome, send = parts.welcome, parts.conversation.send
         check = PlanCheck(
             parts.groups,
@@ -54,12 +74,14 @@ class TrainerEngine:
             welcome.num_dense,
             welcome.first_train_step,
             welcome.staging_bytes,
-            is_tcp=parts.fetch_ring.is_mirror,
+            is_tcp=rings.fetch.is_mirror,
         )
-        fetch_ring = FetchRing(parts.fetch_ring, parts.fetch_memory, send)
-        training = TrainingState(runner=parts.runner, results=parts.results, train_steps=welcome.first_train_step)
+        fetch_ring = FetchRing(rings.fetch, rings.fetch_memory, send)
+        training = TrainingState(
+            model=parts.model, steps=parts.steps, results=parts.results, train_steps=welcome.first_train_step
+        )
         self.slots = Slots(parts.groups, parts.records, parts.streams)
-        self.sender = Sender(parts.streams, parts.back_ring, parts.back_memory, self.counters, send)
+        self.sender = Sender(parts.streams, rings.back, rings.back_memory, self.counters, send)
         evict_staging = EvictStaging(self.slots, welcome.staging_bytes, self.sender)
         self.cache = DeviceCache(
             slots=self.slots,
@@ -75,7 +97,7 @@ class TrainerEngine:
             evict_staging=evict_staging,
             sender=self.sender,
             fetch_ring=fetch_ring,
-            back_ring=parts.back_ring,
+            back_ring=rings.back,
             dense=training,
             check=check,
             counters=self.counters,
@@ -100,7 +122,7 @@ class TrainerEngine:
         parts.conversation.listen(
             {
                 StepReady: self.cache.accept,
-                Released: lambda message: parts.back_ring.release(message.position),
+                Released: lambda message: rings.back.release(message.position),
                 Restore: self.barrier.accept_restore,
                 Flush: self.barrier.accept_flush,
                 EndOfData: self.barrier.accept_end,

@@ -18,7 +18,7 @@ The life of step p; `TrainingLoop.advance` is the code:
 
 Where a script computes the steps (`trainer/adopt/`), it does what stands between `take` and `finish`:
 
-    advance(computes=False) ...    take -> begin -> (look-up to update, on the compute stream) -> finish    advance ...
+    advance ...    take -> begin -> (look-up to update, on the compute stream) -> finish    advance ...
 """
 
 import math
@@ -45,8 +45,8 @@ from rowcast.trainer.models.evaluate import EvalCounts, EvalResult
 from rowcast.trainer.report.report_json import Evaluation
 
 
-class Runner(Protocol):
-    """The model's side of a step; each call issues work on the compute stream and reads nothing."""
+class Steps(Protocol):
+    """Computes steps; each call issues work on the compute stream and reads nothing."""
 
     def train(self, step: ArrivedStep, loss: Tensor) -> None:
         """Look-up to update; the mean loss goes to `loss`, a scalar on the host."""
@@ -57,11 +57,15 @@ class Runner(Protocol):
     def close_evaluation(self) -> EvalCounts:
         """Issues the copy of the evaluation's counts to the host, and starts new ones."""
 
+
+class ModelState(Protocol):
+    """What a checkpoint keeps of the model."""
+
     def state(self) -> Tensors:
         """The model's part of the dense side of a checkpoint; every step issued is complete."""
 
     def restore(self, tensors: Tensors) -> bool:
-        """Goes on from a `state`, before the first step. Whether an evaluation is in progress."""
+        """Goes on from a `state`, before the first step. Whether an evaluation is in progress that the loop has to close."""
 
 
 class Results(Protocol):
@@ -81,18 +85,19 @@ class Results(Protocol):
 class TrainingState:
     """What runs and what comes of it: all that a checkpoint holds of this side. Implements `barrier.DenseState`."""
 
-    runner: Runner
+    model: ModelState
+    steps: Steps | None  # None: a training script computes them
     results: Results
     train_steps: int  # that were issued, those before this incarnation included
     evaluating: bool = False  # an evaluation has begun and was not closed
 
     def pack(self) -> bytes:
-        return pack({**self.runner.state(), **self.results.state()})
+        return pack({**self.model.state(), **self.results.state()})
 
     def restore(self, content: bytes) -> None:
         tensors = unpack(content)
         with readable():
-            self.evaluating = self.runner.restore(tensors)
+            self.evaluating = self.model.restore(tensors)
         crash_point("model restored")
         with readable():
             self.results.restore(tensors)
@@ -127,7 +132,7 @@ class TrainingLoop:
         counters: TrainerCounters,
         clock: PhaseClock,
     ) -> None:
-        """`clock`: the runner's."""
+        """`clock`: that of the stream which the steps run on."""
         self.first_step_s: float | None = None  # by the performance counter
         self.step_begun: int | None = None
         self.step_done: int | None = None
@@ -153,9 +158,8 @@ class TrainingLoop:
     def waiting_for(self) -> str:
         return "the device" if self._issued else self._barrier.waiting_for or "rows"
 
-    def advance(self, *, computes: bool = True) -> bool:
-        """What can be done now, without waiting for the device; whether it was anything. `computes` False: a script
-        computes the steps.
+    def advance(self) -> bool:
+        """Does what can be done now, without waiting for the device; returns whether it was anything.
 
         From top to bottom it is the life of a step. Turns serve several: while step p computes, rows of step p + 1 go
         to their slots, and those of step p + 2 come out of the ring.
@@ -167,7 +171,7 @@ class TrainingLoop:
         filled = self._cache.fill_next()
         moved = copied_in or released or filled
         # where rows moved others have work now, and on a CPU the step would keep this thread from waking them
-        step = self.take() if computes and not moved else None
+        step = self.take() if self._training.steps is not None and not moved else None
         if step is not None:
             crash_point("step not begun")
             self._close_evaluation_before(step)
@@ -190,6 +194,11 @@ class TrainingLoop:
             self._waited_s += seconds
 
     # issuing
+
+    @property
+    def _steps(self) -> Steps:
+        assert self._training.steps is not None, "a loop without steps of its own computes none"
+        return self._training.steps
 
     def take(self) -> ArrivedStep | None:
         """The next step, once its rows are on their way to their slots. Whoever takes it begins and finishes it before taking another."""
@@ -234,12 +243,12 @@ class TrainingLoop:
             return None
         loss = self._losses[step.step % len(self._losses)]
         self._training.train_steps = step.header.train_step + 1
-        self._streams.compute.run(lambda: self._training.runner.train(step, loss))
+        self._streams.compute.run(lambda: self._steps.train(step, loss))
         return loss
 
     def _evaluate(self, step: ArrivedStep) -> None:
         with self._counters.shown("evaluate", step.step):
-            self._training.runner.evaluate(step)
+            self._steps.evaluate(step)
 
     @property
     def _must_close(self) -> bool:
@@ -253,7 +262,7 @@ class TrainingLoop:
         if not is_whole:
             return False
         closed: list[EvalCounts] = []
-        self._streams.compute.run(lambda: closed.append(self._training.runner.close_evaluation()))
+        self._streams.compute.run(lambda: closed.append(self._steps.close_evaluation()))
         self._training.evaluating = False
         self._issued.append(
             Issued(

@@ -26,22 +26,10 @@ class Spent(Protocol):
 
 
 @dataclass(slots=True, kw_only=True)
-class TrainerCounters(Counters):
+class TrainerCounters(Counters[StallReason, Phase, Queue]):
     """Made by `new_counters`. Every counter has one writer: the thread that does the work."""
 
     loss: float | None = None  # of the last training step
-
-    def stalled(self, reason: StallReason, seconds: float) -> None:
-        self.stalls[reason] += seconds
-        self.show("wait", reason, seconds)
-
-    def spent(self, phase: Phase, seconds: float, step: int | None = None, ended_s: float | None = None) -> None:
-        """`step`, and the time that they `ended_s` by the performance counter, are for the timeline."""
-        self.phases[phase] += seconds
-        self.show("work", phase, seconds, step, ended_s)
-
-    def blocked(self, queue: Queue, side: Literal["producer", "consumer"], seconds: float) -> None:
-        self.queues[queue].blocked(side, seconds)
 
     def step_done(self, plan: PlanHeader, loss: float | None) -> None:
         """The step is complete on the device. `loss` is None for an evaluation step."""

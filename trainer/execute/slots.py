@@ -10,6 +10,7 @@ from torch import Tensor
 
 from rowcast.job.tables import GroupSpec
 from rowcast.protocol.messages import RowSpan
+from rowcast.runtime.errors import ConfigError
 from rowcast.trainer.execute.row_checksums import RowChecks
 from rowcast.trainer.execute.sender import EvictTask, Sender
 from rowcast.trainer.execute.staging import Place, Staging
@@ -92,3 +93,18 @@ class EvictStaging:
                 checksums=checksums,
             )
         )
+
+
+def make_records(slots: Sequence[int], groups: Sequence[GroupSpec], device: torch.device) -> list[Tensor]:
+    """The slots of each group: f32 [slots, record_floats]. Raises ConfigError where the device has not the memory."""
+    try:
+        return [
+            torch.zeros(rows, group.record_floats, dtype=torch.float32, device=device)
+            for rows, group in zip(slots, groups, strict=True)
+        ]
+    except RuntimeError as error:
+        nbytes = sum(rows * group.record_bytes for rows, group in zip(slots, groups, strict=True))
+        first_line = str(error).partition("\n")[0]
+        raise ConfigError(
+            f"cache.capacity: no room for {nbytes} bytes of slots on {device} ({first_line}); make it smaller"
+        ) from None

@@ -55,7 +55,7 @@ def step_lookups(step: StepInputs) -> list[GroupLookup]:
 
 
 class StepRunner:
-    """Implements `loop.Runner` for a model over dense features and looked-up embeddings."""
+    """Implements `loop.Steps` and `loop.ModelState` for a model over dense features and looked-up embeddings."""
 
     trains = True
 

@@ -1,11 +1,9 @@
-"""One incarnation of a run on the trainer's side: from the greeting to the last good-bye, or to the loss of its prefetcher.
+"""One attempt of a run on the trainer's side: from the greeting to the last good-bye, or to the loss of its prefetcher.
 
 It has a conversation, rings, a model and a cold cache of its own. Opens in one order, closes in the reverse, whatever happens in between.
 """
 
-import threading
 import time
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,24 +11,15 @@ import torch
 
 from rowcast.job.schema import Job, Transport
 from rowcast.job.tables import GroupSpec
-from rowcast.protocol.conversation import Conversation
-from rowcast.protocol.messages import Bye, Mode, StopRequest, Welcome
-from rowcast.protocol.peer_watch import PeerWatch, tell_peer
-from rowcast.protocol.session import Session, check_welcome
-from rowcast.protocol.transport.ring_file import RingFile, RingMemory
-from rowcast.protocol.transport.zmq_link import ZmqLink
+from rowcast.protocol.messages import Mode, StopRequest, Welcome
 from rowcast.runtime.crash_points import crash_point
 from rowcast.runtime.errors import ConfigError
 from rowcast.runtime.process import STOPPING, Crew, Signals
-from rowcast.runtime.stages import IDLE_WAIT_S, Stage
 from rowcast.runtime.telemetry.health import Health
 from rowcast.runtime.telemetry.logs import get_logger
-from rowcast.runtime.telemetry.timeline import recorded_stages
 from rowcast.trainer.execute.engine import TrainerEngine
 from rowcast.trainer.execute.metrics import TrainerCounters, TrainerGauges
-from rowcast.trainer.execute.page_locking import pinned
-from rowcast.trainer.execute.phases import phase_clock
-from rowcast.trainer.execute.plan_check import check_welcome_fits
+from rowcast.trainer.execute.phases import PhaseClock
 from rowcast.trainer.execute.streams import make_streams
 from rowcast.trainer.kernels import Kernels
 from rowcast.trainer.models.runner import EvaluationRunner, StepRunner
@@ -43,18 +32,16 @@ from rowcast.trainer.report.results import PAGE, REPORT, EarlierResults, Evaluat
 from rowcast.trainer.report.tensorboard import Board
 from rowcast.trainer.report.terminal import Progress as ProgressLine
 from rowcast.trainer.report.terminal import print_summary
-from rowcast.trainer.run import handshake as encounter
-from rowcast.trainer.run.gauges import engine_gauges, learning_rates, stall_clocks
-from rowcast.trainer.run.handshake import attach_rings, await_welcome, make_engine, make_records, progress_of
+from rowcast.trainer.run.connection import Connection, ConnectionParts
+from rowcast.trainer.run.gauges import engine_gauges, learning_rates
 
 RUNNERS: dict[Mode, type[StepRunner]] = {"train": StepRunner, "eval": EvaluationRunner}
 REPORTS: dict[Mode, str] = {"train": REPORT, "eval": "eval.json"}
-DEVICE_POLL_S = 0.0002  # between looks at events of a device, which rings no bell
 
 
 @dataclass(slots=True)
 class Beginnings:
-    """When the run began, by the performance counter: its first incarnation's times stay."""
+    """When the run began, by the performance counter: its first attempt's times stay."""
 
     met_s: float | None = None  # the first prefetcher
     step_s: float | None = None  # the first step
@@ -62,7 +49,7 @@ class Beginnings:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunParts:
-    """What all incarnations of a run share."""
+    """What all attempts of a run share."""
 
     job: Job
     groups: tuple[GroupSpec, ...]
@@ -79,36 +66,45 @@ class RunParts:
     began: Beginnings
 
 
-class Incarnation:
+class TrainerAttempt:
     def __init__(self, run: RunParts, transport: Transport, crew: Crew) -> None:
-        """`transport`: the job's, with the time-out that this incarnation waits for a prefetcher."""
+        """`transport`: the job's, with the time-out that this attempt waits for a prefetcher."""
         self._run = run
         self._job = run.job
-        self._transport = transport
-        self._crew = crew
-        self._bell = run.signals.bell
         self._log = get_logger()
-        self._engine: TrainerEngine | None = None
-        self._welcome: Welcome | None = None
-        self._left = threading.Event()  # the prefetcher has said good-bye
+        self._connection = Connection(
+            ConnectionParts(
+                job=run.job,
+                groups=run.groups,
+                mode=run.mode,
+                device=run.device,
+                threads=run.threads,
+                transport=transport,
+                counters=run.counters,
+                health=run.health,
+                bell=run.signals.bell,
+                crew=crew,
+                began_s=run.signals.began_s,
+            )
+        )
         self._earlier = EarlierResults(run.job.run_dir)
         self._results = EvaluationOnly(run.job.run_dir) if run.mode == "eval" else ResultFiles(run.job.run_dir)
 
     def live(self) -> None:
         """Returns when the run is finished or was stopped in order. Raises the first error of any stage, PeerLost among them."""
-        with ExitStack() as stack:
-            link = ZmqLink.trainer(self._job.run_dir, on_receive=self._bell.ring, transport=self._transport)
-            stack.callback(link.close)
-            link.start()
-            conversation = Conversation(Session("trainer"), link)
-            try:
-                self._converse(stack, conversation, link)
-            except BaseException as error:
-                tell_peer(conversation, error)
-                raise
+        with self._connection as connection:
+            welcome = connection.meet(lambda: self._run.signals.stop_reason is not None)
+            if welcome is not None:
+                self._accept(welcome)
+                try:
+                    self._train(connection, welcome)
+                finally:
+                    self._leave_earlier(welcome)
+            elif connection.has_left:
+                self._log.info("the prefetcher was stopped before the run had begun")
 
     def gauges(self) -> TrainerGauges:
-        evaluation, welcome = self._results.evaluation_result, self._welcome
+        evaluation, welcome, engine = self._results.evaluation_result, self._connection.welcome, self._connection.engine
         idle = TrainerGauges(
             train_step=self._results.train_steps,
             learning_rates=learning_rates(self._job.optimizer, self._results.train_steps),
@@ -117,37 +113,12 @@ class Incarnation:
             logloss=evaluation.logloss if evaluation else None,
             accuracy=evaluation.accuracy if evaluation else None,
         )
-        return idle if self._engine is None else engine_gauges(idle, self._engine)
+        return idle if engine is None else engine_gauges(idle, engine)
 
-    # until the two have met
-
-    def _converse(self, stack: ExitStack, conversation: Conversation, link: ZmqLink) -> None:
-        arrived: list[Welcome] = []
-        conversation.listen({Welcome: arrived.append, Bye: lambda message: self._left.set()})
-        watch = PeerWatch(
-            "prefetcher", conversation, link, self._transport, lambda: progress_of(self._engine), lambda: bool(arrived)
-        )
-        conversation.send(encounter.hello(self._job, self._run.mode, self._run.threads, self._run.device))
-        crash_point("Hello sent")
-        self._run.health.state = "connecting"
-        self._log.info("waiting for the prefetcher", run_dir=str(self._job.run_dir.resolve()))
-        stopped = self._run.signals
-        welcome = await_welcome(
-            arrived, conversation, watch, self._bell, lambda: stopped.stop_reason is not None, self._left.is_set
-        )
-        if welcome is not None:
-            check_welcome_fits(welcome, self._job, self._run.groups)
-            self._accept(welcome)
-            try:
-                self._train(stack, conversation, watch, welcome)
-            finally:
-                self._leave_earlier(welcome)
-        elif self._left.is_set():
-            self._log.info("the prefetcher was stopped before the run had begun")
+    # results of the run that is here
 
     def _accept(self, welcome: Welcome) -> None:
-        """Raises where this process cannot be the prefetcher's trainer."""
-        check_welcome(welcome)
+        """Raises ConfigError where the results of an earlier run would be lost."""
         if self._run.mode == "eval":
             return
         run_dir, goes_on = self._job.run_dir, welcome.restore_bytes > 0 and not welcome.fresh
@@ -167,25 +138,23 @@ class Incarnation:
         """The results of the run whose place this one was to take."""
         if not welcome.fresh:
             return
-        if self._engine is not None and self._engine.barrier.has_checkpoint:
+        engine = self._connection.engine
+        if engine is not None and engine.barrier.has_checkpoint:
             self._earlier.give_up()
         else:
             self._earlier.bring_back()
 
     # training
 
-    def _train(self, stack: ExitStack, conversation: Conversation, watch: PeerWatch, welcome: Welcome) -> None:
-        run = self._run
+    def _train(self, connection: Connection, welcome: Welcome) -> None:
+        run, stack = self._run, connection.stack
         stack.enter_context(self._results)
-        self._welcome = welcome
-        rings = attach_rings(stack, self._job.transport, welcome)
-        self._crew.start({"watch": watch}, {})  # the prefetcher must hear of this process also while its model is built
-        stack.callback(self._crew.stop)
-        are_pinned = stack.enter_context(pinned([ring.buffer for ring in rings], run.device))
-        engine = self._engine = self._make_engine(conversation, welcome, rings, pinned=are_pinned)
-        crash_point("model built")
-        self._crew.start(self._stages(engine, welcome), stall_clocks(engine))
-        stack.callback(self._crew.stop)  # once more: before the rings are unpinned
+
+        def make_model(records: list[torch.Tensor], clock: PhaseClock) -> tuple[StepRunner, StepRunner]:
+            runner = RUNNERS[run.mode](run.job, run.groups, records, welcome.num_dense, clock, run.kernels)
+            return runner, runner
+
+        engine = connection.start(make_streams, make_model, self._results)
         run.health.state = "running"
         run.began.met_s = run.began.met_s or time.perf_counter()
         progress = stack.enter_context(
@@ -203,62 +172,26 @@ class Incarnation:
         self._log.info(
             "training", after_train_steps=welcome.first_train_step, checkpoints=self._job.checkpoint.described
         )
-        self._loop(engine, progress)
+        self._loop(connection, engine, progress)
         progress.close()
         run.history.close(engine.loop.first_step_s)
         board.close()
-        report = self._report(engine, welcome, are_pinned=are_pinned)
+        report = self._report(engine, welcome, are_pinned=connection.has_pinned_rings)
         self._results.close()  # before the good-bye, behind which the run counts as complete
         crash_point("report not written")
         write_report(self._job.run_dir / REPORTS[run.mode], report)
         if run.mode == "train":
             write_page(self._job.run_dir / PAGE, self._record(report))
-        self._crew.stop()  # nothing may follow the good-bye, no heartbeat either
-        crash_point("Bye not sent")
-        engine.say_bye()
-        crash_point("Bye sent")
-        run.health.state = "stopped"
+        connection.say_bye()
         page = self._job.run_dir / PAGE
         print_summary(report, page=page if run.mode == "train" and page.exists() else None)
 
-    def _make_engine(
-        self, conversation: Conversation, welcome: Welcome, rings: list[RingFile | RingMemory], *, pinned: bool
-    ) -> TrainerEngine:
-        run = self._run
-        records = make_records(welcome.slots, run.groups, run.device)
-        streams = make_streams(run.device)
-        clock = phase_clock(streams.compute, run.counters.spent)
-        return make_engine(
-            self._job,
-            run.groups,
-            conversation,
-            welcome,
-            rings,
-            pinned=pinned,
-            streams=streams,
-            clock=clock,
-            records=records,
-            runner=RUNNERS[run.mode](self._job, run.groups, records, welcome.num_dense, clock, run.kernels),
-            results=self._results,
-            counters=run.counters,
-        )
-
-    def _stages(self, engine: TrainerEngine, welcome: Welcome) -> dict[str, Stage]:
-        """Those with a thread of their own; the mail keeps no clock, and is put on the timeline, where one is recorded."""
-        timeline = self._run.counters.timeline
-        if timeline is not None:
-            timeline.incarnation(welcome.incarnation)
-            timeline.watch("back ring", "bytes", lambda: engine.back_ring.used_bytes)
-        return recorded_stages(
-            timeline, {"mail": engine.conversation, "sender": engine.stages["sender"]}, mail="deliver"
-        )
-
-    def _loop(self, engine: TrainerEngine, progress: ProgressLine) -> None:
+    def _loop(self, connection: Connection, engine: TrainerEngine, progress: ProgressLine) -> None:
         """The main loop: `advance` until the end of the data."""
         run, stopping = self._run, False
-        while not engine.finished:
-            seen = self._bell.rings
-            self._crew.check()
+
+        def advance() -> bool:
+            nonlocal stopping
             if run.signals.stop_reason is not None and not stopping:
                 stopping = True
                 run.health.state = "stopping"
@@ -267,12 +200,9 @@ class Incarnation:
             progress.update()
             run.began.step_s = run.began.step_s or engine.loop.first_step_s
             run.history.update(engine.loop.first_step_s)
-            if engine.loop.advance():
-                self._bell.ring()
-                continue
-            began_s = time.perf_counter()
-            self._bell.wait(seen, IDLE_WAIT_S if run.device.type == "cpu" else DEVICE_POLL_S)
-            engine.loop.idled(time.perf_counter() - began_s)
+            return engine.loop.advance()
+
+        connection.drive(advance, until=lambda: engine.finished)
 
     # what the run has to show
 

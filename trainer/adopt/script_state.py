@@ -1,4 +1,4 @@
-"""What the engine's loop sees where the script has the model: the dense side of a checkpoint, and what the script records."""
+"""What a checkpoint keeps of the script: its model and optimizer, the epochs that are over, and what it has recorded."""
 
 import numpy as np
 import torch
@@ -6,38 +6,33 @@ import torch
 from rowcast.trainer.adopt.dense import DenseSide
 from rowcast.trainer.adopt.epoch_count import EpochCount
 from rowcast.trainer.adopt.say import tell
-from rowcast.trainer.execute.cache import ArrivedStep
 from rowcast.trainer.models.dense_state import Tensors
-from rowcast.trainer.models.evaluate import EvalCounts, EvalMetrics
+from rowcast.trainer.models.evaluate import EvalMetrics
 from rowcast.trainer.report.report_json import Evaluation
 from rowcast.trainer.report.results import ResultFiles
 
 EPOCHS_OVER = "adopted.epochs_over"  # i64: epochs whose `for` had ended in the script
 
 
-class ScriptRunner:
-    """Implements `loop.Runner`; the loop only attends, so it asks for no step."""
+class ScriptState:
+    """Implements `loop.ModelState`."""
 
     def __init__(self, dense: DenseSide | None, device: torch.device) -> None:
-        self.metrics = EvalMetrics(device)
-        self.evaluating = False  # the metrics have counted something
+        self.evaluating = False  # logits were recorded since the last evaluation was closed
         self.epochs = EpochCount()
+        self._metrics = EvalMetrics(device)
         self._dense = dense
 
-    def train(self, step: ArrivedStep, loss: torch.Tensor) -> None:
-        raise AssertionError("the script trains")
+    def record(self, logits: torch.Tensor, labels: torch.Tensor) -> None:
+        """Both f32 [size], of an evaluation batch."""
+        self._metrics.update(logits, labels)
+        self.evaluating = True
 
-    def evaluate(self, step: ArrivedStep) -> None:
-        raise AssertionError("the script evaluates")
-
-    def close_evaluation(self) -> EvalCounts:
-        raise AssertionError("the script evaluates")
-
-    def evaluation(self, train_steps: int) -> Evaluation | None:
-        """Of what was counted; None where that is nothing. Waits for the device, and begins the next one."""
+    def close_evaluation(self, train_steps: int) -> Evaluation | None:
+        """The result of the logits recorded; None where there are none. Waits for the device, and begins the next evaluation."""
         self.evaluating = False
-        result = self.metrics.compute()
-        self.metrics.close()
+        result = self._metrics.compute()
+        self._metrics.close()
         if result.logloss is None or result.accuracy is None:
             return None
         return Evaluation(train_step=train_steps, auc=result.auc, logloss=result.logloss, accuracy=result.accuracy)
@@ -45,13 +40,13 @@ class ScriptRunner:
     def state(self) -> Tensors:
         if self._dense is None:
             return {}
-        return {**self._dense.state(), EPOCHS_OVER: torch.tensor(self.epochs.over), **self.metrics.state()}
+        return {**self._dense.state(), EPOCHS_OVER: torch.tensor(self.epochs.over), **self._metrics.state()}
 
     def restore(self, tensors: Tensors) -> bool:
         if self._dense is not None:
             self._dense.restore(tensors)
         self.epochs.over = int(tensors[EPOCHS_OVER]) if EPOCHS_OVER in tensors else 0
-        self.evaluating = self.metrics.restore(tensors)
+        self.evaluating = self._metrics.restore(tensors)
         return False
 
 

@@ -1,0 +1,76 @@
+"""A run is one attempt after another: each ends with the loss of the peer, and the next one waits for another peer, as far as the job
+allows that."""
+
+from collections.abc import Callable
+from typing import Generic, Protocol, TypeVar
+
+import msgspec
+
+from rowcast.job.schema import Transport, parse_seconds
+from rowcast.protocol.session import Role
+from rowcast.runtime.errors import PeerLost, PeerNeverCame
+from rowcast.runtime.process import Crew, Signals
+from rowcast.runtime.telemetry.health import Health
+from rowcast.runtime.telemetry.logs import get_logger
+
+
+class Attempt(Protocol):
+    def live(self) -> None:
+        """Returns when the run is finished or was stopped in order. Raises PeerLost where the next attempt may go on."""
+
+
+AttemptT = TypeVar("AttemptT", bound=Attempt)
+
+
+class Attempts(Generic[AttemptT]):
+    """The attempts of one process's run. Each has a crew of its own; `health` is of all of them."""
+
+    def __init__(self, role: Role, peer: Role, transport: Transport, signals: Signals) -> None:
+        self.current: AttemptT | None = None  # or the last
+        self.health = Health(dead_stage=lambda: self._crew.dead_stage())
+        self._role = role
+        self._signals = signals
+        self._crew = Crew(role, signals.bell)
+        self._patience = Patience(peer, transport)
+
+    def run(self, begin: Callable[[AttemptT | None, Transport, Crew], AttemptT]) -> AttemptT | None:
+        """`begin` makes an attempt, from the last one and the transport with the time-out that counts now. Returns the attempt that came
+        to its end, None where a stop was asked for after one was lost. Raises its first error, PeerLost where no other peer is to come."""
+        while True:
+            self.current = begin(self.current, self._patience.transport, self._crew)
+            try:
+                self.current.live()
+                return self.current
+            except PeerLost as error:
+                self._patience.again(error)
+            self.health.state = "connecting"
+            self._crew = Crew(self._role, self._signals.bell)
+            if self._signals.stop_reason is not None:
+                return None
+
+
+class Patience:
+    """How long a peer is awaited: `connect_timeout` the first time, `rejoin_timeout` once one was lost."""
+
+    def __init__(self, peer: str, transport: Transport) -> None:
+        self.transport = transport  # with the time-out that counts now
+        self._peer = peer
+        self._rejoin_s = parse_seconds(transport.rejoin_timeout)
+        self._waits_again = False
+
+    def again(self, error: PeerLost) -> None:
+        """Call when the peer was lost. Raises PeerLost where no other one is to be awaited, or none has come."""
+        if isinstance(error, PeerNeverCame) and self._waits_again:
+            raise PeerLost(
+                f"no other {self._peer} came within {self._rejoin_s:g} s after the last one was lost; start it with the same job file, "
+                f"or raise transport.rejoin_timeout"
+            )
+        if isinstance(error, PeerNeverCame) or not self._rejoin_s:
+            raise error
+        self._waits_again = True
+        self.transport = msgspec.structs.replace(self.transport, connect_timeout=self._rejoin_s)
+        get_logger().warning(
+            f"waiting for another {self._peer}; training goes on from the newest checkpoint",
+            lost=str(error),
+            seconds=self._rejoin_s,
+        )

@@ -1,0 +1,237 @@
+"""The trainer's end of a run, from the greeting to the good-bye, for whoever drives the engine.
+
+    TrainerAttempt   trains the job's model, from `trainer run`
+    adopt.Session    lends the engine to a training script
+
+    meet       link, conversation, Hello ... Welcome
+    start      rings, page-locking, records, engine, threads
+    drive      the caller's loop over the engine, woken by the threads
+    say_bye    after it the run counts as complete
+
+Closing undoes it in the reverse order. The part of `start` that needs neither a process nor a socket is `execute/engine.py`.
+"""
+
+import threading
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import torch
+
+from rowcast.job.schema import Job, Transport
+from rowcast.job.tables import GroupSpec
+from rowcast.protocol.conversation import Conversation
+from rowcast.protocol.messages import Bye, Mode, Welcome
+from rowcast.protocol.peer_watch import PeerWatch, Progress, tell_peer
+from rowcast.protocol.session import Session, check_welcome
+from rowcast.protocol.transport.ring_file import RingFile, RingMemory, attach_ring
+from rowcast.protocol.transport.zmq_link import ZmqLink
+from rowcast.runtime.crash_points import crash_point
+from rowcast.runtime.errors import RowcastError
+from rowcast.runtime.process import Crew
+from rowcast.runtime.run_directory import failure_since
+from rowcast.runtime.stages import IDLE_WAIT_S, Doorbell, Stage
+from rowcast.runtime.telemetry.health import Health
+from rowcast.runtime.telemetry.logs import get_logger
+from rowcast.runtime.telemetry.timeline import recorded_stages
+from rowcast.trainer.execute.engine import EngineParts, TrainerEngine, ring_ends
+from rowcast.trainer.execute.loop import ModelState, Results, Steps
+from rowcast.trainer.execute.metrics import TrainerCounters
+from rowcast.trainer.execute.page_locking import pinned
+from rowcast.trainer.execute.phases import PhaseClock, phase_clock
+from rowcast.trainer.execute.plan_check import check_welcome_fits
+from rowcast.trainer.execute.slots import make_records
+from rowcast.trainer.execute.streams import Streams
+from rowcast.trainer.run.gauges import stall_clocks
+from rowcast.trainer.run.handshake import await_welcome, hello
+
+DEVICE_POLL_S = 0.0002  # between looks at events of a device, which rings no bell
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ConnectionParts:
+    job: Job
+    groups: tuple[GroupSpec, ...]
+    mode: Mode
+    device: torch.device
+    threads: int
+    transport: Transport  # the job's, with the time-out that counts now
+    counters: TrainerCounters
+    health: Health
+    bell: Doorbell
+    crew: Crew  # stopped with the connection
+    began_s: float | None  # a failure that the prefetcher notes after it ends the wait; None: none does
+    adjust_progress: Callable[[Progress], Progress] = lambda progress: progress  # what the prefetcher hears
+
+
+class Connection:
+    """Use as a context manager: an error that leaves it is told to the prefetcher. All but the threads that it starts runs on one thread."""
+
+    def __init__(self, parts: ConnectionParts) -> None:
+        self.stack = ExitStack()  # closed with the connection, after the prefetcher has been told of an error
+        self.conversation: Conversation | None = None
+        self.welcome: Welcome | None = None
+        self.engine: TrainerEngine | None = None
+        self.has_pinned_rings = False
+        self._parts = parts
+        self._left = threading.Event()
+        self._watch: PeerWatch | None = None
+
+    @property
+    def has_left(self) -> bool:
+        """Whether the prefetcher has said good-bye."""
+        return self._left.is_set()
+
+    def meet(self, given_up: Callable[[], bool], gone: Callable[[], bool] = lambda: False) -> Welcome | None:
+        """Waits for the prefetcher; None where it has left or is `gone`, or where this process has `given_up`. Raises PeerLost, what the
+        prefetcher has failed with, and an error where this process cannot be its trainer."""
+        parts, arrived = self._parts, list[Welcome]()
+        link = ZmqLink.trainer(parts.job.run_dir, on_receive=parts.bell.ring, transport=parts.transport)
+        self.stack.callback(link.close)
+        link.start()
+        conversation = self.conversation = Conversation(Session("trainer"), link)
+        conversation.listen({Welcome: arrived.append, Bye: lambda message: self._left.set()})
+        watch = self._watch = PeerWatch(
+            "prefetcher",
+            conversation,
+            link,
+            parts.transport,
+            lambda: parts.adjust_progress(progress_of(self.engine)),
+            lambda: bool(arrived),
+            self._prefetcher_failure,
+        )
+        conversation.send(hello(parts.job, parts.mode, parts.threads, parts.device))
+        crash_point("Hello sent")
+        parts.health.state = "connecting"
+        get_logger().info("waiting for the prefetcher", run_dir=str(parts.job.run_dir.resolve()))
+        welcome = await_welcome(
+            arrived, conversation, watch, parts.bell, given_up, lambda: self._left.is_set() or gone()
+        )
+        if welcome is not None:
+            check_welcome_fits(welcome, parts.job, parts.groups)
+            check_welcome(welcome)
+            self.welcome = welcome
+        return welcome
+
+    def _prefetcher_failure(self) -> RowcastError | None:
+        began_s = self._parts.began_s
+        return None if began_s is None else failure_since(self._parts.job.run_dir, "prefetcher", began_s)
+
+    def start(
+        self,
+        make_streams: Callable[[torch.device], Streams],
+        make_model: Callable[[list[torch.Tensor], PhaseClock], tuple[ModelState, Steps | None]],
+        results: Results,
+    ) -> TrainerEngine:
+        """`make_model`: from the records of each group and the clock of the stream that steps run on."""
+        parts, welcome, conversation = self._parts, self.welcome, self.conversation
+        assert conversation is not None, "the two have met"
+        assert welcome is not None, "the two have met"
+        assert self._watch is not None, "the two have met"
+        rings = self._attach_rings(welcome)
+        parts.crew.start(
+            {"watch": self._watch}, {}
+        )  # the prefetcher must hear of this process also while its model is built
+        self.stack.callback(parts.crew.stop)
+        buffers = rings[0].buffer, rings[1].buffer
+        self.has_pinned_rings = self.stack.enter_context(pinned(buffers, parts.device))
+        records = make_records(welcome.slots, parts.groups, parts.device)
+        streams = make_streams(parts.device)
+        clock = phase_clock(streams.compute, parts.counters.spent)
+        model, steps = make_model(records, clock)
+        engine = self.engine = TrainerEngine(
+            EngineParts(
+                groups=parts.groups,
+                welcome=welcome,
+                conversation=conversation,
+                rings=ring_ends(
+                    *buffers, parts.device, pinned=self.has_pinned_rings, mirrored=parts.job.transport.is_tcp
+                ),
+                streams=streams,
+                records=records,
+                model=model,
+                steps=steps,
+                results=results,
+                counters=parts.counters,
+                clock=clock,
+            )
+        )
+        crash_point("model built")
+        self._start_threads(engine, welcome)
+        return engine
+
+    def _attach_rings(self, welcome: Welcome) -> list[RingFile | RingMemory]:
+        rings = [attach_ring(self._parts.job.transport, spec) for spec in (welcome.fetch_ring, welcome.back_ring)]
+        for ring in rings:
+            self.stack.callback(ring.close)
+            if ring.path:
+                # both sides have it now: from here on a kill leaves nothing behind
+                Path(ring.path).unlink(missing_ok=True)
+        return rings
+
+    def _start_threads(self, engine: TrainerEngine, welcome: Welcome) -> None:
+        timeline = self._parts.counters.timeline
+        if timeline is not None:
+            timeline.incarnation(welcome.incarnation)
+            timeline.watch("back ring", "bytes", lambda: engine.back_ring.used_bytes)
+        stages: dict[str, Stage] = {"mail": engine.conversation, "sender": engine.stages["sender"]}
+        # the mail keeps no clock of its own
+        self._parts.crew.start(recorded_stages(timeline, stages, mail="deliver"), stall_clocks(engine))
+        self.stack.callback(self._parts.crew.stop)  # once more: before the rings are unlocked
+
+    def drive(self, advance: Callable[[], bool], until: Callable[[], bool]) -> None:
+        """Calls `advance`, which says whether it did anything, until `until` says so; waits where there is nothing to do. Raises the first
+        error of any thread."""
+        engine, bell = self.engine, self._parts.bell
+        assert engine is not None, "a connection that was started has an engine"
+        wait_s = IDLE_WAIT_S if self._parts.device.type == "cpu" else DEVICE_POLL_S
+        while not until():
+            seen = bell.rings
+            self._parts.crew.check()
+            if advance():
+                bell.ring()
+                continue
+            began_s = time.perf_counter()
+            bell.wait(seen, wait_s)
+            engine.loop.idled(time.perf_counter() - began_s)
+
+    def say_bye(self) -> None:
+        assert self.engine is not None, "a connection that was started has an engine"
+        self._parts.crew.stop()  # nothing may follow the good-bye, no heartbeat either
+        crash_point("Bye not sent")
+        self.engine.say_bye()
+        crash_point("Bye sent")
+        self._parts.health.state = "stopped"
+
+    def tell(self, error: BaseException) -> None:
+        """The prefetcher ends with the same sentence and code."""
+        if self.conversation is not None:
+            tell_peer(self.conversation, error)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None:
+            self.tell(error)
+        self.stack.close()
+
+
+def progress_of(engine: TrainerEngine | None) -> Progress:
+    """`engine` None: there is none yet."""
+    if engine is None:
+        return Progress(step_begun=None, step_done=None, work=0, waiting_for="its model to be built", ended=False)
+    loop = engine.loop
+    return Progress(
+        step_begun=loop.step_begun,
+        step_done=loop.step_done,
+        work=engine.counters.total("rows_written_back"),
+        waiting_for=loop.waiting_for,
+        ended=engine.barrier.end is not None,
+    )
