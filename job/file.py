@@ -24,7 +24,7 @@ def load_job(path: Path, overrides: tuple[str, ...] = ()) -> Job:
 
 
 def load_own_job(role: Role, path: Path, overrides: tuple[str, ...]) -> Job:
-    """`load_job` for one of a run's two processes: where only its own `overrides` are refused, the one that waits for it ends too."""
+    """`load_job` for a process with a peer: where only its own `overrides` are refused, a peer that waits ends too."""
     try:
         return load_job(path, overrides)
     except ConfigError as error:
