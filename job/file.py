@@ -12,7 +12,7 @@ from rowcast.job.tables import group_specs, rows_in
 from rowcast.job.types import check_types
 from rowcast.runtime.errors import ConfigError
 from rowcast.runtime.name_lists import nearest
-from rowcast.runtime.run_directory import Role, RunDirectory
+from rowcast.runtime.run_directory import Role, note_refusal
 
 
 def load_job(path: Path, overrides: tuple[str, ...] = ()) -> Job:
@@ -30,9 +30,7 @@ def load_own_job(role: Role, path: Path, overrides: tuple[str, ...]) -> Job:
     except ConfigError as error:
         with suppress(ConfigError):
             run_dir = load_job(path, tuple(own for own in overrides if own.startswith("job.run_dir="))).run_dir
-            if run_dir.is_dir():
-                with RunDirectory(run_dir, role) as directory:
-                    directory.note_failure(error)
+            note_refusal(run_dir, role, error)
         raise
 
 

@@ -135,6 +135,14 @@ def failure_path(run_dir: Path, role: Role) -> Path:
     return run_dir / f"{role}.failure"
 
 
+def note_refusal(run_dir: Path, role: Role, error: ConfigError) -> None:
+    """`note_failure` for a process that does not hold its run directory yet. Where there is none, nobody waits."""
+    with suppress(ConfigError):  # it is held by another process of that role, which is not refused
+        if run_dir.is_dir():
+            with RunDirectory(run_dir, role) as directory:
+                directory.note_failure(error)
+
+
 def failure_since(run_dir: Path, role: Role, since_s: float) -> RowcastError | None:
     """What a process of that role has failed with after `since_s` by the monotonic clock of this boot of this host."""
     try:
