@@ -13,7 +13,7 @@ from rowcast.job.tables import group_specs, rows_in
 from rowcast.job.types import check_types
 from rowcast.runtime.errors import ConfigError
 from rowcast.runtime.name_lists import nearest
-from rowcast.runtime.run_directory import Role, RunDirectory
+from rowcast.runtime.run_directory import Role, note_refusal
 
 
 def load_job(path: Path, overrides: tuple[str, ...] = ()) -> Job:
@@ -25,15 +25,13 @@ def load_job(path: Path, overrides: tuple[str, ...] = ()) -> Job:
 
 
 def load_own_job(role: Role, path: Path, overrides: tuple[str, ...]) -> Job:
-    """`load_job` for one of a run's two processes: where only its own `overrides` are refused, the one that waits for it ends too."""
+    """`load_job` for a process with a peer: where only its own `overrides` are refused, a peer that waits ends too."""
     try:
         return load_job(path, overrides)
     except ConfigError as error:
         with suppress(ConfigError):
             run_dir = load_job(path, tuple(own for own in overrides if own.startswith("job.run_dir="))).run_dir
-            if run_dir.is_dir():
-                with RunDirectory(run_dir, role) as directory:
-                    directory.note_failure(error)
+            note_refusal(run_dir, role, error)
         raise
 
 

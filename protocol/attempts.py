@@ -1,5 +1,4 @@
-"""A run is one attempt after another: each ends with the loss of the peer, and the next one waits for another peer, as far as the job
-allows that."""
+"""A run is one attempt after another: where the job allows it, the loss of a peer begins the next, which waits for another."""
 
 from collections.abc import Callable
 from typing import Generic, Protocol, TypeVar
@@ -16,7 +15,7 @@ from rowcast.runtime.telemetry.logs import get_logger
 
 class Attempt(Protocol):
     def live(self) -> None:
-        """Returns when the run is finished or was stopped in order. Raises PeerLost where the next attempt may go on."""
+        """Returns when the run is finished or was stopped in order. Raises PeerLost where another may go on."""
 
 
 AttemptT = TypeVar("AttemptT", bound=Attempt)
@@ -34,8 +33,11 @@ class Attempts(Generic[AttemptT]):
         self._patience = Patience(peer, transport)
 
     def run(self, begin: Callable[[AttemptT | None, Transport, Crew], AttemptT]) -> AttemptT | None:
-        """`begin` makes an attempt, from the last one and the transport with the time-out that counts now. Returns the attempt that came
-        to its end, None where a stop was asked for after one was lost. Raises its first error, PeerLost where no other peer is to come."""
+        """`begin` makes an attempt, from the last one and the transport with the time-out that counts now.
+
+        Returns the attempt that came to its end, None where a stop was asked for after a peer was lost. Raises the first
+        error of an attempt, PeerLost where no other peer is to come.
+        """
         while True:
             self.current = begin(self.current, self._patience.transport, self._crew)
             try:
@@ -62,8 +64,8 @@ class Patience:
         """Call when the peer was lost. Raises PeerLost where no other one is to be awaited, or none has come."""
         if isinstance(error, PeerNeverCame) and self._waits_again:
             raise PeerLost(
-                f"no other {self._peer} came within {self._rejoin_s:g} s after the last one was lost; start it with the same job file, "
-                f"or raise transport.rejoin_timeout"
+                f"no other {self._peer} came within {self._rejoin_s:g} s after the last one was lost; "
+                f"start it with the same job file, or raise transport.rejoin_timeout"
             )
         if isinstance(error, PeerNeverCame) or not self._rejoin_s:
             raise error

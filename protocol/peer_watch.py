@@ -45,7 +45,7 @@ class Progress:
 
 
 class PeerWatch:
-    """A stage that only ever raises: PeerLost, with a sentence that says what was waited for and how long, or the peer's failure."""
+    """A stage that only ever raises: PeerLost, which says what was waited for and how long, or the peer's failure."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Which clock the processes of a host share: `time.monotonic` and `time.perf_counter` of two processes agree where `boot_id` does."""
+"""`time.monotonic` and `time.perf_counter` of two processes are one clock where `boot_id` is the same."""
 
 from pathlib import Path
 

@@ -1,7 +1,7 @@
 """The run directory: which process holds it, whether a run in it is over, and what a process in it has failed with.
 
-A process that fails may do so before its peer can hear of it over the link. So it leaves a note, `<role>.failure`, which ends a peer that
-waits for it (`failure_since`), and which its next start removes.
+A process may fail before its peer can hear of it over the link. So it leaves a note, `<role>.failure`, which ends a peer
+that waits for it (`failure_since`), and which its own next start removes.
 """
 
 import fcntl
@@ -89,8 +89,8 @@ class RunDirectory:
         failure_path(self.path, self._role).unlink(missing_ok=True)
 
     def note_failure(self, error: BaseException) -> None:
-        """Ends a peer that waits for this process. Nothing is noted where only the peer is missing or has failed, or where someone has
-        interrupted this process; and where the note cannot be written, the peer waits until its time-out."""
+        """Ends a peer that waits for this process. Nothing is noted where only the peer is missing or has failed, or where
+        this process was interrupted. Where the note cannot be written, the peer waits until its time-out."""
         is_own = isinstance(error, Exception) and not isinstance(error, PeerLost)
         if not is_own or (isinstance(error, RowcastError) and error.is_peers):
             return
@@ -135,8 +135,16 @@ def failure_path(run_dir: Path, role: Role) -> Path:
     return run_dir / f"{role}.failure"
 
 
+def note_refusal(run_dir: Path, role: Role, error: ConfigError) -> None:
+    """`note_failure` for a process that does not hold its run directory yet. Where there is none, nobody waits."""
+    with suppress(ConfigError):  # it is held by another process of that role, which is not refused
+        if run_dir.is_dir():
+            with RunDirectory(run_dir, role) as directory:
+                directory.note_failure(error)
+
+
 def failure_since(run_dir: Path, role: Role, since_s: float) -> RowcastError | None:
-    """What a process of that role has failed with after `since_s` by the monotonic clock, on this host and since it was booted."""
+    """What a process of that role has failed with after `since_s` by the monotonic clock of this boot of this host."""
     try:
         note = msgspec.json.decode(failure_path(run_dir, role).read_bytes(), type=FailureNote)
         is_new = note.boot_id == boot_id() and note.at_s >= since_s

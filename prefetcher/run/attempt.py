@@ -73,7 +73,7 @@ class RunParts:
 
 class PrefetcherAttempt:
     def __init__(self, run: RunParts, newest: Manifest | None, transport: Transport, crew: Crew) -> None:
-        """`newest`: the checkpoint to go on from. `transport`: the job's, with the time-out that this attempt waits for a trainer."""
+        """`newest`: the checkpoint to go on from. `transport`: the job's, with the time-out for the trainer to come."""
         self.newest = newest  # checkpoint on disk
         self.finished = False  # the data has ended, everything is on disk and the trainer has said good-bye
         self._run = run

@@ -1,6 +1,7 @@
 """How an incarnation ends for the prefetcher, whatever happened to it: was that right, and does it live on?
 
-What happens here is what `rowcast.prefetcher.run.attempt` and `rowcast.trainer.run.attempt` do around their stages, in their order.
+What happens here is what `rowcast.prefetcher.run.attempt` and `rowcast.trainer.run.connection` do around their stages, in
+their order.
 """
 
 import random

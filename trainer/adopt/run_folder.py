@@ -94,7 +94,7 @@ def described_from(run_dir: Path) -> str:
 
 
 def refuse_to_go_on(run_dir: Path, train_steps: int, *, has_dense: bool, has_tables: bool) -> None:
-    """Raises ConfigError where a run of so many train steps cannot go on with a script. `has_tables`: which brings its own."""
+    """Raises ConfigError where a run of `train_steps` cannot go on with a script that `has_tables` of its own."""
     if not has_dense:
         raise ConfigError(CANNOT_GO_ON.format(run_dir, train_steps))
     if has_tables:
@@ -144,8 +144,8 @@ def dense_tensors(run_dir: Path, manifest: Manifest) -> Tensors:
 
 
 def checkpoint_of(run_dir: Path, run_id: str | None, train_steps: int) -> str | None:
-    """The name of the newest checkpoint where it is this run's after so many train steps: one of an earlier run, whose place a fresh one
-    has not taken yet, may have as many."""
+    """The name of the newest checkpoint, where it is of this run and of that train step: an earlier run, whose place a
+    fresh one has not taken yet, may have one of that step too."""
     folder = newest_checkpoint(run_dir)
     newest = None if folder is None else readable(folder)  # a fresh run may be taking the place just now
     if newest is None or newest.train_steps != train_steps or newest.run_id != run_id:

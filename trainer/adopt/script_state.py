@@ -1,4 +1,4 @@
-"""What a checkpoint keeps of the script: its model and optimizer, the epochs that are over, and what it has recorded."""
+"""What a checkpoint keeps of the script: model and optimizer, the epochs that are over, what it has recorded."""
 
 import numpy as np
 import torch
@@ -29,7 +29,7 @@ class ScriptState:
         self.evaluating = True
 
     def close_evaluation(self, train_steps: int) -> Evaluation | None:
-        """The result of the logits recorded; None where there are none. Waits for the device, and begins the next evaluation."""
+        """The result of the logits recorded, None without any. Waits for the device, and begins the next evaluation."""
         self.evaluating = False
         result = self._metrics.compute()
         self._metrics.close()

@@ -334,7 +334,7 @@ class Session:
                 self._shown.results.evaluation(result)
 
     def _await_step(self, unless: Callable[[], bool]) -> ArrivedStep | None:
-        """The next step; None where there is none, and the session has ended, or where `unless` says so before it has come."""
+        """The next step; None where there is none, and the session has ended, or where `unless` says so first."""
         connection = self._connection
         if connection is None or self._closed:
             raise RuntimeError("the loader was closed; connect again to train on")

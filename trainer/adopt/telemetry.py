@@ -36,7 +36,7 @@ class Shown:
         self._met_s = 0.0
 
     def serve(self, stack: ExitStack) -> str:
-        """Serves until `stack` is closed; returns the bound "host:port". Raises ConfigError where that address cannot be had."""
+        """Serves until `stack` is closed; returns the bound "host:port". Raises ConfigError where it cannot be had."""
         collector = TrainerCollector(
             self._counters, self._gauges, build_info("trainer", self._job.job.name), self.health
         )

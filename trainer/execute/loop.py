@@ -65,7 +65,7 @@ class ModelState(Protocol):
         """The model's part of the dense side of a checkpoint; every step issued is complete."""
 
     def restore(self, tensors: Tensors) -> bool:
-        """Goes on from a `state`, before the first step. Whether an evaluation is in progress that the loop has to close."""
+        """Goes on from a `state`, before the first step. Whether the loop has an evaluation in progress to close."""
 
 
 class Results(Protocol):

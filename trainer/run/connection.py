@@ -8,7 +8,8 @@
     drive      the caller's loop over the engine, woken by the threads
     say_bye    after it the run counts as complete
 
-Closing undoes it in the reverse order. The part of `start` that needs neither a process nor a socket is `execute/engine.py`.
+Closing undoes it in the reverse order. What of `start` needs neither threads nor sockets is `execute/engine.py`, which the
+replay of the GPU check and the tests use by itself.
 """
 
 import threading
@@ -69,7 +70,7 @@ class ConnectionParts:
 
 
 class Connection:
-    """Use as a context manager: an error that leaves it is told to the prefetcher. All but the threads that it starts runs on one thread."""
+    """Use as a context manager, on one thread: an error that leaves it is told to the prefetcher."""
 
     def __init__(self, parts: ConnectionParts) -> None:
         self.stack = ExitStack()  # closed with the connection, after the prefetcher has been told of an error
@@ -87,8 +88,10 @@ class Connection:
         return self._left.is_set()
 
     def meet(self, given_up: Callable[[], bool], gone: Callable[[], bool] = lambda: False) -> Welcome | None:
-        """Waits for the prefetcher; None where it has left or is `gone`, or where this process has `given_up`. Raises PeerLost, what the
-        prefetcher has failed with, and an error where this process cannot be its trainer."""
+        """Waits for the prefetcher; None where it has left or is `gone`, or where this process has `given_up`.
+
+        Raises PeerLost, what the prefetcher has failed with, and an error where this process cannot be its trainer.
+        """
         parts, arrived = self._parts, list[Welcome]()
         link = ZmqLink.trainer(parts.job.run_dir, on_receive=parts.bell.ring, transport=parts.transport)
         self.stack.callback(link.close)
@@ -184,8 +187,10 @@ class Connection:
         self.stack.callback(self._parts.crew.stop)  # once more: before the rings are unlocked
 
     def drive(self, advance: Callable[[], bool], until: Callable[[], bool]) -> None:
-        """Calls `advance`, which says whether it did anything, until `until` says so; waits where there is nothing to do. Raises the first
-        error of any thread."""
+        """Calls `advance`, which says whether it did anything, until `until` says so; waits where there is nothing to do.
+
+        Raises the first error of any thread.
+        """
         engine, bell = self.engine, self._parts.bell
         assert engine is not None, "a connection that was started has an engine"
         wait_s = IDLE_WAIT_S if self._parts.device.type == "cpu" else DEVICE_POLL_S

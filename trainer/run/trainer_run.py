@@ -15,7 +15,7 @@ from rowcast.runtime.checkpoint_manifest import newest_checkpoint, read_manifest
 from rowcast.runtime.cores import usable_cores
 from rowcast.runtime.errors import ConfigError, DataError
 from rowcast.runtime.process import Signals
-from rowcast.runtime.run_directory import RunDirectory
+from rowcast.runtime.run_directory import RunDirectory, note_refusal
 from rowcast.runtime.telemetry.build import build_info
 from rowcast.runtime.telemetry.timeline import Timeline
 from rowcast.trainer.execute.metrics import TrainerCollector, TrainerGauges, new_counters
@@ -46,20 +46,26 @@ class TrainerRun:
     def run(self, *, fresh: bool, timeline: bool) -> None:
         """Returns when the run is finished or was stopped in order. Raises the first error of any stage."""
         refuse_several_ranks(os.environ.get("WORLD_SIZE", "1"))
+        try:
+            if self._tensorboard is not None:
+                check_board(self._tensorboard)
+            device = self._choose_device()
+        except ConfigError as error:
+            note_refusal(self._job.run_dir, "trainer", error)
+            raise
         with ExitStack() as stack:
             directory = stack.enter_context(RunDirectory(self._job.run_dir, "trainer"))
             directory.clear_failure()
             try:
-                self._run(stack, directory, fresh=fresh, timeline=timeline)
+                self._run(stack, directory, device, fresh=fresh, timeline=timeline)
             except BaseException as error:
                 self._health.state = "failed"
                 directory.note_failure(error)
                 raise
 
-    def _run(self, stack: ExitStack, directory: RunDirectory, *, fresh: bool, timeline: bool) -> None:
-        if self._tensorboard is not None:
-            check_board(self._tensorboard)
-        device = self._choose_device()
+    def _run(
+        self, stack: ExitStack, directory: RunDirectory, device: torch.device, *, fresh: bool, timeline: bool
+    ) -> None:
         if self._mode == "train":
             self._bring_back_results()
         if self._mode == "train" and not fresh:
