@@ -31,8 +31,9 @@ def make_job(scale: int = 1, **sections: object) -> Job:
     """Adagrad rows of 6 values: a record with padding behind both parts. Tables 0, 2 and 3 share the first group."""
     tables = [jobs.table(name, rows * scale, dim, init="normal:0.1") for name, rows, dim in TABLES]
     sparse = {"kind": "adagrad", "lr": 0.1, "initial_accumulator": INITIAL_SUM}
-    sections = {"job": {"seed": SEED}, **sections}
-    return jobs.job(tables=tables, optimizer={"sparse": sparse}, **sections)
+    return jobs.job(
+        **jobs.laid_over({"job": {"seed": SEED}, "tables": tables, "optimizer": {"sparse": sparse}}, sections)
+    )
 
 
 def groups(scale: int = 1) -> tuple[GroupSpec, ...]:
