@@ -122,20 +122,19 @@ def pick(row: np.void, place: int, victims: Victims, i: int) -> None:
 
 
 @compiled_loop
-def leave(rows: Residents, victims: Victims) -> tuple[int, int]:
-    """The victims leave. Returns how many were idle, and where the line of idle rows begins now."""
-    ring, last, num_idle = rows.ring, len(rows.ring.rows) - 1, 0
-    for i in range(len(victims.places)):
-        row = ring.rows[victims.places[i] & last]
+def leave(rows: Residents, places: I64) -> tuple[int, int]:
+    """The rows at these places leave. Returns how many were idle, and where the line of idle rows begins now."""
+    ring, last, num_idle = rows.ring.rows, len(rows.ring.rows) - 1, 0
+    for place in places:
+        row = ring[place & last]
         row["slot"] = NONE
-        if victims.places[i] < rows.head:
-            num_idle += 1
-        else:
+        num_idle += place < rows.head
+        if place >= rows.head:
             row["last_use"] = rows.step if row["flags"] & DIRTY else NONE
             row["flags"] = 0
-    leave_queues(rows, len(victims.places) - num_idle)
+    leave_queues(rows, len(places) - num_idle)
     oldest = rows.oldest
-    while oldest < rows.head and ring.rows[oldest & last]["slot"] == NONE:
+    while oldest < rows.head and ring[oldest & last]["slot"] == NONE:
         oldest += 1
     return num_idle, oldest
 
@@ -170,18 +169,20 @@ def in_order(victims: Victims, keys: I64, slots: I32) -> int:
     """Fills `keys` and `slots`: dirty victims first, each part by ascending key. Returns how many are dirty."""
     by_key, which = victims.keys.copy(), np.arange(len(keys)).astype(np.int32)
     sort_pairs(by_key, which)
-    return dirty_first(victims, which, keys, slots)
+    return dirty_first(by_key, which, victims.slots, victims.dirty, keys, slots)
 
 
 @compiled_loop
-def dirty_first(victims: Victims, which: I32, keys: I64, slots: I32) -> int:
+def dirty_first(by_key: I64, which: I32, of_slots: I32, of_dirty: I32, keys: I64, slots: I32) -> int:
     num_dirty = 0
-    for i in range(len(which)):
-        num_dirty += victims.dirty[i]
+    for i in range(len(of_dirty)):
+        num_dirty += of_dirty[i]
     dirty, clean = 0, num_dirty
-    for v in which:
-        place = dirty if victims.dirty[v] else clean
-        keys[place], slots[place] = victims.keys[v], victims.slots[v]
-        dirty += victims.dirty[v]
-        clean += 1 - victims.dirty[v]
+    for i in range(len(which)):
+        v = np.uint32(which[i])
+        is_dirty = of_dirty[v]
+        place = np.uint32(dirty if is_dirty else clean)
+        keys[place], slots[place] = by_key[i], of_slots[v]
+        dirty += is_dirty
+        clean += 1 - is_dirty
     return num_dirty

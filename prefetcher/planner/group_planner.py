@@ -150,7 +150,7 @@ class GroupPlanner:
         victims = new_victims(num_victims)
         chosen = self._policy.choose(rows, victims)
         assert chosen == num_victims, f"{chosen} rows could leave where {num_victims} have to"
-        num_idle, self._oldest = leave(rows, victims)
+        num_idle, self._oldest = leave(rows, victims.places)
         forget_before(self._head, *self.directory, victims.keys, victims.places)
         self._num_idle -= num_idle
         num_dirty = in_order(victims, evict.keys, evict.slots)

@@ -7,8 +7,8 @@ from collections.abc import Iterable
 
 from rowcast.prefetcher.planner.eviction import Residents, Victims, pick
 from rowcast.prefetcher.planner.grouping import I64
-from rowcast.prefetcher.planner.horizon import NONE, PINNED
-from rowcast.runtime.compiled import compiled_loop
+from rowcast.prefetcher.planner.horizon import AHEAD_IN_RING, NONE, PINNED
+from rowcast.runtime.compiled import compiled_loop, prefetch
 
 
 def new_policy(first_batches: Iterable[I64]) -> "FarthestNextUse":
@@ -42,13 +42,13 @@ def pick_idle(rows: Residents, victims: Victims) -> int:
 @compiled_loop
 def pick_queued(rows: Residents, victims: Victims, taken: int) -> int:
     """Fills `victims` up from `taken` with rows whose next use is known, the farthest first."""
-    ring, last = rows.ring, len(rows.ring.rows) - 1
+    ring, queued, last = rows.ring.rows, rows.ring.queued, len(rows.ring.rows) - 1
     for next_use in range(rows.last_step, rows.step, -1):
-        at = next_use & (len(ring.first) - 1)
-        for i in range(ring.heads[at], ring.tails[at]):
-            if taken == len(victims.keys):
-                return taken
-            place = ring.first[at] + ring.queued[(ring.first[at] + i) & last]
-            pick(ring.rows[place & last], place, victims, taken)
+        at = next_use & (len(rows.ring.first) - 1)
+        first, head, tail = rows.ring.first[at], rows.ring.heads[at], rows.ring.tails[at]
+        for i in range(first + head, first + min(tail, head + len(victims.keys) - taken)):
+            prefetch(ring, (first + queued[(i + AHEAD_IN_RING) & last]) & last)
+            place = first + queued[i & last]
+            pick(ring[place & last], place, victims, taken)
             taken += 1
     return taken
