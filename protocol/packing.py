@@ -19,9 +19,9 @@ from rowcast.protocol.batch import Batch
 from rowcast.protocol.messages import ArraySpan, ArraySpec, GroupHeader, PlanHeader, RowSpan
 from rowcast.protocol.plan import StepPlan
 from rowcast.protocol.plan_layout import BATCH_ARRAYS, GROUP_ARRAYS
+from rowcast.runtime.arrays import Bytes
 
 Array = npt.NDArray[Any]
-Bytes = npt.NDArray[np.uint8]
 ARRAY_ALIGNMENT = 64
 BARRIER_STAMP = 1 << 62
 DENSE_STAMP = 1 << 61

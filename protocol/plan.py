@@ -8,14 +8,15 @@ import numpy.typing as npt
 
 from rowcast.protocol.batch import Kind
 from rowcast.protocol.plan_layout import GroupArrays
+from rowcast.runtime.arrays import I32, I64
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RowMove:
     """Rows that enter or leave the device: row keys[i] and slot slots[i] belong together; slots are distinct."""
 
-    keys: npt.NDArray[np.int64]  # [n]
-    slots: npt.NDArray[np.int32]  # [n]
+    keys: I64  # [n]
+    slots: I32  # [n]
 
     def __len__(self) -> int:
         return len(self.keys)
@@ -25,7 +26,7 @@ class RowMove:
 class GroupPlan(GroupArrays[npt.NDArray[Any]]):
     """One group's part of a step: arrays for the trainer, and keys, which stay in the prefetcher."""
 
-    fetch_keys: npt.NDArray[np.int64]  # [fetch] ascending: the rows to bring into fetch_slots
+    fetch_keys: I64  # [fetch] ascending: the rows to bring into fetch_slots
     evict_keys: npt.NDArray[
         np.int64
     ]  # [evict] victims, dirty ones first, each part ascending; victim i leaves fetch_slots[i]

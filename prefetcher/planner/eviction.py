@@ -18,8 +18,9 @@ import numpy as np
 
 from rowcast.job.eviction_policies import EVICTION_POLICIES
 from rowcast.prefetcher.planner.directory import Records
-from rowcast.prefetcher.planner.grouping import I32, I64, sort_pairs
+from rowcast.prefetcher.planner.grouping import sort_pairs
 from rowcast.prefetcher.planner.horizon import DIRTY, NONE, PINNED, Ring
+from rowcast.runtime.arrays import I32, I64
 from rowcast.runtime.compiled import compiled, compiled_loop
 
 NEVER = 2**31 - 1  # instead of a step: no batch that is known uses the row

@@ -3,7 +3,8 @@
 import random
 from collections.abc import Callable, Sequence
 
-from rowcast.prefetcher.stores.store import I64, Keys, ReadTicket, Records, RowStore, Ticket
+from rowcast.prefetcher.stores.store import Keys, ReadTicket, Records, RowStore, Ticket
+from rowcast.runtime.arrays import I64
 
 
 class LateTicket:

@@ -5,13 +5,13 @@ a word; that of row r is bit r % 64 of word r // 64.
 """
 
 import numpy as np
-import numpy.typing as npt
 
+from rowcast.runtime.arrays import I64, U64, Bytes
 from rowcast.runtime.compiled import compiled_loop, prefetch
 
-Words = npt.NDArray[np.uint64]  # [rows, record_bytes / 8]; of bits [ceil(rows / 64)]
-Marks = npt.NDArray[np.uint8]  # [rows]
-Positions = npt.NDArray[np.int64]
+Words = U64  # [rows, record_bytes / 8]; of bits [ceil(rows / 64)]
+Marks = Bytes  # [rows]
+Positions = I64
 
 PRESENT = 1
 BITS = 64  # of a word

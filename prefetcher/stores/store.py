@@ -5,13 +5,12 @@ from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
-import numpy.typing as npt
 
 from rowcast.job.tables import KEY_SHIFT, ROW_MASK, GroupSpec, make_keys
+from rowcast.runtime.arrays import I64, Bytes
 
-I64 = npt.NDArray[np.int64]
-Keys = npt.NDArray[np.int64]  # [n] ascending, distinct
-Records = npt.NDArray[np.uint8]  # [n, record_bytes]
+Keys = I64  # [n] ascending, distinct
+Records = Bytes  # [n, record_bytes]
 
 
 class Ticket(Protocol):

@@ -4,7 +4,8 @@ import numpy as np
 
 from rowcast.job.tables import GroupSpec
 from rowcast.prefetcher.stores.row_loops import Marks, Words, gather, scatter
-from rowcast.prefetcher.stores.store import FINISHED, I64, Finished, Keys, Records, RowNumbers, RowStore
+from rowcast.prefetcher.stores.store import FINISHED, Finished, Keys, Records, RowNumbers, RowStore
+from rowcast.runtime.arrays import I64
 
 
 class TableStore(RowStore):

@@ -10,7 +10,8 @@ from rowcast.job.stores import STORES
 from rowcast.job.tables import GroupSpec
 from rowcast.prefetcher.stores.first_values import first_records
 from rowcast.prefetcher.stores.row_loops import BITS, clear_all_bits, clear_bits, count_bits, find_bits, set_bits
-from rowcast.prefetcher.stores.store import I64, Keys, ReadTicket, Records, RowNumbers, RowStore, Ticket, finish
+from rowcast.prefetcher.stores.store import Keys, ReadTicket, Records, RowNumbers, RowStore, Ticket, finish
+from rowcast.runtime.arrays import I64
 
 ROWS_AT_ONCE = 2**16
 

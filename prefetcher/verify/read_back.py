@@ -8,7 +8,7 @@ import numpy as np
 from rowcast.job.tables import KEY_SHIFT, GroupSpec
 from rowcast.prefetcher.stores.store import Records, Ticket
 from rowcast.prefetcher.stores.tracked_store import TrackedStore
-from rowcast.prefetcher.verify.checksum_loops import I64
+from rowcast.runtime.arrays import I64
 
 BLOCK_ROWS = 4096
 

@@ -31,11 +31,12 @@ from rowcast.protocol.messages import (
 )
 from rowcast.protocol.plan_layout import GROUP_ARRAYS
 from rowcast.protocol.session import PREFETCHER, ROLES, TRAINER, Role
+from rowcast.runtime.arrays import Bytes
 from rowcast.runtime.disk import RealDisk
 from rowcast.runtime.errors import RemoteProtocolError, RowcastError
 from rowcast.runtime.telemetry.logs import get_logger
 from tests.hostile.mutate import Mutator
-from tests.hostile.peers import Bytes, HostileRun, Lie, array_of
+from tests.hostile.peers import HostileRun, Lie, array_of
 from tests.support.batches import Bags
 from tests.support.driver import Past, StuckError
 from tests.support.repeats import count

@@ -11,7 +11,7 @@ from rowcast.job.tables import group_specs
 from rowcast.prefetcher.pipeline.plan_stream import PlannedBarrier
 from rowcast.runtime.errors import LocalProtocolError
 from rowcast.runtime.state_table import StateTable
-from tests import driver
+from tests.support import driver
 from tests.support.batches import slots_for, small_batches, small_job
 from tests.support.driver import InProcessRun, MemoryCheckpointer, Settings
 

@@ -7,9 +7,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from rowcast.prefetcher.stores.store import FINISHED, I64, Keys, ReadTicket, Records, RowStore, Ticket
+from rowcast.prefetcher.stores.store import FINISHED, Keys, ReadTicket, Records, RowStore, Ticket
 from rowcast.protocol.messages import RingRef, RowsBack, RowSpan, StepReady
 from rowcast.protocol.transport.ring import RingWriter
+from rowcast.runtime.arrays import I64
 from tests.support.driver import InProcessRun
 from tests.verify.targets import Target
 

@@ -20,10 +20,11 @@ from torch import Tensor
 from rowcast.protocol.messages import PlanHeader, RingRef, RowSpan, StepReady
 from rowcast.protocol.packing import plan_stamp
 from rowcast.protocol.row_checksum import fetched_name, victims_name
+from rowcast.runtime.arrays import Bytes
 from rowcast.trainer.execute.host_memory import FetchRing
 from rowcast.trainer.execute.metrics import TrainerCounters
 from rowcast.trainer.execute.phases import phase_clock
-from rowcast.trainer.execute.plan_check import ArrivingBlock, Bytes, PlanCheck
+from rowcast.trainer.execute.plan_check import ArrivingBlock, PlanCheck
 from rowcast.trainer.execute.plan_memory import PlanMemory, unpack
 from rowcast.trainer.execute.row_checksums import Asked
 from rowcast.trainer.execute.slots import EvictStaging, Slots

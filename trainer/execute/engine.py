@@ -8,10 +8,11 @@ from rowcast.job.tables import GroupSpec
 from rowcast.protocol.conversation import Conversation
 from rowcast.protocol.messages import Bye, EndOfData, Flush, Released, Restore, StepReady, Welcome
 from rowcast.protocol.transport.ring import RingReader, RingWriter
+from rowcast.runtime.arrays import Bytes
 from rowcast.runtime.stages import FunctionStage, Stage
 from rowcast.trainer.execute.barrier import TrainerBarrier
 from rowcast.trainer.execute.cache import DeviceCache
-from rowcast.trainer.execute.host_memory import Bytes, FetchRing, HostMemory, host_memory
+from rowcast.trainer.execute.host_memory import FetchRing, HostMemory, host_memory
 from rowcast.trainer.execute.loop import ModelState, Results, Steps, TrainingLoop, TrainingState
 from rowcast.trainer.execute.metrics import TrainerCounters
 from rowcast.trainer.execute.phases import HostClock, PhaseClock

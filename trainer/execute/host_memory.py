@@ -10,15 +10,12 @@ A piece has the same place in the buffer as in the ring. So it is free exactly w
 from collections.abc import Callable
 from typing import Protocol
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from rowcast.protocol.messages import Released, RingRef
 from rowcast.protocol.transport.ring import RingReader, release
-
-Bytes = npt.NDArray[np.uint8]
+from rowcast.runtime.arrays import Bytes
 
 
 class HostMemory(Protocol):

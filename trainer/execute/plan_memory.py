@@ -8,13 +8,13 @@ before the block's last one on the same stream. So it waits for nothing, and nee
 """
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from rowcast.job.tables import aligned
 from rowcast.protocol.messages import ArraySpec, PlanHeader
 from rowcast.protocol.packing import ARRAY_ALIGNMENT, make_block
+from rowcast.runtime.arrays import Bytes
 from rowcast.runtime.errors import ConfigError, RemoteProtocolError
 from rowcast.trainer.execute.plan_check import i32_of
 from rowcast.trainer.execute.streams import Streams
@@ -44,7 +44,7 @@ class PlanMemory:
             self._derived = self._host_memory(derived * 5 // 4)
         return self._block[: header.arrays_bytes]
 
-    def derive(self, header: PlanHeader, content: npt.NDArray[np.uint8]) -> dict[str, Tensor]:
+    def derive(self, header: PlanHeader, content: Bytes) -> dict[str, Tensor]:
         """The chunks of each group's long rows, on the device. `content` u8 [arrays_bytes]: all arrays of the plan, checked."""
         specs = {spec.name: spec for spec in header.arrays}
         segments = [i32_of(content, specs[f"{group}.segment_offsets"]) for group in range(len(header.groups))]

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
-import numpy.typing as npt
+
+from rowcast.runtime.arrays import I32
 
 CHUNK_LOOKUPS = 128  # a row that is looked up more often in a step is long
 
 A = TypeVar("A")  # a numpy array on the host, a tensor on the device
-I32 = npt.NDArray[np.int32]
 
 
 class Chunks(NamedTuple, Generic[A]):

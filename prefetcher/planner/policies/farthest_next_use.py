@@ -6,8 +6,8 @@ Where no batch is known ahead this is LRU: every row is idle, and they stand in 
 from collections.abc import Iterable
 
 from rowcast.prefetcher.planner.eviction import Residents, Victims, pick
-from rowcast.prefetcher.planner.grouping import I64
 from rowcast.prefetcher.planner.horizon import AHEAD_IN_RING, NONE, PINNED
+from rowcast.runtime.arrays import I64
 from rowcast.runtime.compiled import compiled_loop, prefetch
 
 

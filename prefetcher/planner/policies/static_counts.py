@@ -5,7 +5,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from rowcast.prefetcher.planner.eviction import LeastScore
-from rowcast.prefetcher.planner.grouping import I32, I64
+from rowcast.runtime.arrays import I32, I64
 
 
 def new_policy(first_batches: Iterable[I64]) -> "StaticCounts":

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 
 from rowcast.prefetcher.planner.eviction import LeastScore
-from rowcast.prefetcher.planner.grouping import I64
+from rowcast.runtime.arrays import I64
 
 
 def new_policy(first_batches: Iterable[I64]) -> "UseCounts":

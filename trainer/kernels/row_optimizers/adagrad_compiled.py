@@ -7,10 +7,11 @@ from functools import partial
 
 import numpy as np
 
+from rowcast.runtime.arrays import F32
 from rowcast.runtime.compiled import compiled_arithmetic, multiply_add
 from rowcast.trainer.kernels import Rule
 from rowcast.trainer.kernels.compiled_blocks import blocks, flat, floats
-from rowcast.trainer.kernels.compiled_loops import AHEAD, F32, ROWS_AHEAD, Gradients, Part, U, add_up, ask_for, start_of
+from rowcast.trainer.kernels.compiled_loops import AHEAD, ROWS_AHEAD, Gradients, Part, U, add_up, ask_for, start_of
 from rowcast.trainer.kernels.thread_pool import ThreadPool
 
 

@@ -7,10 +7,11 @@ from functools import partial
 
 import numpy as np
 
+from rowcast.runtime.arrays import F32
 from rowcast.runtime.compiled import compiled_arithmetic
 from rowcast.trainer.kernels import Rule
 from rowcast.trainer.kernels.compiled_blocks import blocks, flat, floats, sum_rows
-from rowcast.trainer.kernels.compiled_loops import AHEAD, F32, Gradients, Part, U, ask_for, start_of
+from rowcast.trainer.kernels.compiled_loops import AHEAD, Gradients, Part, U, ask_for, start_of
 from rowcast.trainer.kernels.thread_pool import ThreadPool
 
 

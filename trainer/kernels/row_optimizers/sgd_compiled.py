@@ -2,9 +2,10 @@
 
 import numpy as np
 
+from rowcast.runtime.arrays import F32
 from rowcast.runtime.compiled import compiled_arithmetic, multiply_add
 from rowcast.trainer.kernels import Rule
-from rowcast.trainer.kernels.compiled_loops import F32, ROWS_AHEAD, Gradients, Part, U, add_up, ask_for, start_of
+from rowcast.trainer.kernels.compiled_loops import ROWS_AHEAD, Gradients, Part, U, add_up, ask_for, start_of
 from rowcast.trainer.kernels.thread_pool import ThreadPool
 
 
