@@ -15,14 +15,12 @@ import time
 from collections.abc import Callable, Sequence
 
 import numpy as np
-import numpy.typing as npt
 import torch
 import xxhash
 
 from benchmarks.planner import job, seconds
 from rowcast.job.schema import CRITEO_KAGGLE_CARDINALITIES
 from rowcast.job.tables import GroupSpec, group_specs
-from rowcast.prefetcher.planner.grouping import I64
 from rowcast.prefetcher.planner.planner import RowPlanner, groupers_of
 from rowcast.prefetcher.readers.reader import open_reader
 from rowcast.prefetcher.readers.schedule import schedule
@@ -30,11 +28,10 @@ from rowcast.prefetcher.stores.memory_store import MemoryStore
 from rowcast.protocol.batch import ScheduledBatch
 from rowcast.protocol.packing import plan_block
 from rowcast.protocol.plan import StepPlan
+from rowcast.runtime.arrays import I64, Bytes
 
 STEP_MS = 4.5
 HORIZON, DEPTH, DIM = 8, 4, 128
-
-Bytes = npt.NDArray[np.uint8]
 
 
 Stage = tuple[int, float]  # bytes moved, milliseconds

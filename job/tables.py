@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
-import numpy.typing as npt
 
 from rowcast.job.schema import Job, RowType, SparseOptimizer, parse_bytes, parse_rows
+from rowcast.runtime.arrays import I64
 
 KEY_SHIFT = 48  # key = table_index << 48 | row
 ROW_MASK = (1 << KEY_SHIFT) - 1
@@ -172,5 +172,5 @@ def rows_in(group: GroupSpec, capacity: str | int) -> int:
     return min(parse_bytes(capacity) // group.record_bytes if rows is None else rows, group.num_rows)
 
 
-def make_keys(table_index: int, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+def make_keys(table_index: int, rows: I64) -> I64:
     return rows | np.int64(table_index << KEY_SHIFT)

@@ -6,6 +6,8 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
+from rowcast.runtime.arrays import F32, I64
+
 Kind = Literal["train", "eval"]
 
 
@@ -13,13 +15,13 @@ Kind = Literal["train", "eval"]
 class Batch:
     """B samples of F features. Arrays are C-contiguous and never written again."""
 
-    dense: npt.NDArray[np.float32]  # [B, D], finite
-    labels: npt.NDArray[np.float32]  # [B]
+    dense: F32  # [B, D], finite
+    labels: F32  # [B]
     # [N] feature-major (all samples of feature 0, then of feature 1, ...), checked against the tables
-    ids: npt.NDArray[np.int64]
+    ids: I64
     # [F * B + 1] into ids, or None where every bag holds exactly one id (N = F * B)
-    offsets: npt.NDArray[np.int64] | None = None
-    weights: npt.NDArray[np.float32] | None = None  # [N], or None where no feature is weighted
+    offsets: I64 | None = None
+    weights: F32 | None = None  # [N], or None where no feature is weighted
     extra: dict[str, npt.NDArray[np.generic]] = field(default_factory=dict)  # carried untouched
 
     @property

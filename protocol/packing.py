@@ -18,9 +18,9 @@ from rowcast.job.tables import aligned
 from rowcast.protocol.batch import Batch
 from rowcast.protocol.messages import ArraySpan, ArraySpec, GroupHeader, PlanHeader, RowSpan
 from rowcast.protocol.plan import GroupPlan, StepPlan
+from rowcast.runtime.arrays import Bytes
 
 Array = npt.NDArray[Any]
-Bytes = npt.NDArray[np.uint8]
 ARRAY_ALIGNMENT = 64
 PIECE_ARRAYS = ("long_rows", "piece_offsets", "piece_rows")
 BARRIER_STAMP = 1 << 62

@@ -3,9 +3,9 @@
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
 from rowcast.protocol.batch import Kind
+from rowcast.runtime.arrays import F32, I32, I64
 
 # a row that is looked up more often in a step is long: a device sums its look-ups in pieces of so many, side by side
 PIECE_LOOKUPS = 128
@@ -15,8 +15,8 @@ PIECE_LOOKUPS = 128
 class RowMove:
     """Rows that enter or leave the device: row keys[i] and slot slots[i] belong together; slots are distinct."""
 
-    keys: npt.NDArray[np.int64]  # [n]
-    slots: npt.NDArray[np.int32]  # [n]
+    keys: I64  # [n]
+    slots: I32  # [n]
 
     def __len__(self) -> int:
         return len(self.keys)
@@ -26,9 +26,9 @@ class RowMove:
 class Pieces:
     """How the look-ups of K long rows, those with more than PIECE_LOOKUPS, are cut in P pieces; all but a row's last one are whole."""
 
-    long_rows: npt.NDArray[np.int32]  # [K] the rows, as positions in unique_slots
-    piece_offsets: npt.NDArray[np.int32]  # [K + 1] where each long row's pieces start
-    piece_rows: npt.NDArray[np.int32]  # [P] the long row that each piece belongs to, as a position in long_rows
+    long_rows: I32  # [K] the rows, as positions in unique_slots
+    piece_offsets: I32  # [K + 1] where each long row's pieces start
+    piece_rows: I32  # [P] the long row that each piece belongs to, as a position in long_rows
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,17 +39,17 @@ class GroupPlan:
     `sequence_offsets` tell them from sample to sample. Without such features G is F * B.
     """
 
-    slots: npt.NDArray[np.int32]  # [N] slot of each look-up, feature-major
-    unique_slots: npt.NDArray[np.int32]  # [U] slot of each distinct row, by ascending key
-    segment_offsets: npt.NDArray[np.int32]  # [U + 1] where each distinct row's look-ups start in bag_order
-    bag_order: npt.NDArray[np.int32]  # [N] the bag of each look-up, grouped by row, in look-up order within a row
+    slots: I32  # [N] slot of each look-up, feature-major
+    unique_slots: I32  # [U] slot of each distinct row, by ascending key
+    segment_offsets: I32  # [U + 1] where each distinct row's look-ups start in bag_order
+    bag_order: I32  # [N] the bag of each look-up, grouped by row, in look-up order within a row
     pieces: Pieces
     # [N] the look-up behind each entry of bag_order; only where weights are given
-    lookup_order: npt.NDArray[np.int32] | None
-    offsets: npt.NDArray[np.int32] | None  # [G + 1] bag boundaries in slots, or None: every bag holds one look-up
-    weights: npt.NDArray[np.float32] | None  # [N] per look-up, or None
+    lookup_order: I32 | None
+    offsets: I32 | None  # [G + 1] bag boundaries in slots, or None: every bag holds one look-up
+    weights: F32 | None  # [N] per look-up, or None
     # [S, B + 1] where each sample's look-ups start among its feature's; None: S is 0
-    sequence_offsets: npt.NDArray[np.int32] | None = None
+    sequence_offsets: I32 | None = None
     fetch: RowMove  # rows to bring, by ascending key; fetch.slots[i] == evict.slots[i] for every victim i
     evict: RowMove  # victims, dirty ones first, each part by ascending key
     num_dirty: int  # dirty victims: evict[:num_dirty] travel home, the others are dropped without a copy
@@ -67,7 +67,7 @@ class StepPlan:
     groups: tuple[GroupPlan, ...]
 
 
-def cut_long_rows(segment_offsets: npt.NDArray[np.int32]) -> Pieces:
+def cut_long_rows(segment_offsets: I32) -> Pieces:
     """The pieces of a group whose rows' look-ups lie between these offsets, [U + 1]."""
     lengths = np.diff(segment_offsets)
     rows = np.flatnonzero(lengths > PIECE_LOOKUPS)

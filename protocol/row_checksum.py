@@ -17,9 +17,8 @@ import numpy as np
 import numpy.typing as npt
 
 from rowcast.protocol.messages import RowChecksums
+from rowcast.runtime.arrays import I64
 from rowcast.runtime.splitmix import GOLDEN, mix
-
-I64 = npt.NDArray[np.int64]
 
 CHECKED_WORDS = 8192  # a test looks at every pair of constants up to here
 MESSAGE_BYTES = 2**19  # of checksums in one message

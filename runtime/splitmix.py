@@ -4,13 +4,14 @@ mix(counter * GOLDEN)    numbers that pass for random; another seed: mix(seed + 
 """
 
 import numpy as np
-import numpy.typing as npt
+
+from rowcast.runtime.arrays import U64
 
 GOLDEN = np.uint64(0x9E3779B97F4A7C15)  # 2**64 / golden ratio: its multiples lie far apart
 FACTOR_1, FACTOR_2 = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 
 
-def mix(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+def mix(x: U64) -> U64:
     """A bijection of 64 bits."""
     x = (x ^ (x >> np.uint64(30))) * FACTOR_1
     x = (x ^ (x >> np.uint64(27))) * FACTOR_2

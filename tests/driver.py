@@ -41,10 +41,11 @@ from rowcast.protocol.transport.inproc import inproc_pair
 from rowcast.protocol.transport.link import Link
 from rowcast.protocol.transport.ring import RingReader, RingWriter, largest_payload
 from rowcast.protocol.transport.ring_file import in_memory_buffer
+from rowcast.runtime.arrays import Bytes
 from rowcast.runtime.checkpoint_manifest import Manifest
 from rowcast.runtime.position import Position
 from rowcast.runtime.stages import Stage
-from rowcast.trainer.execute.host_memory import Bounced, Bytes, Direct
+from rowcast.trainer.execute.host_memory import Bounced, Direct
 from rowcast.trainer.execute.metrics import new_counters
 from rowcast.trainer.execute.streams import PlainStreams, SeededStreams, Streams, Wait
 from rowcast.trainer.kernels import torch_ops

@@ -10,7 +10,8 @@ from safetensors import safe_open
 from safetensors.numpy import save_file
 
 from rowcast.job.tables import GroupSpec, group_specs
-from rowcast.prefetcher.planner.pin_files import I64, PIN_FORMAT, PIN_VERSION, checksum, load_pins, save_pins
+from rowcast.prefetcher.planner.pin_files import PIN_FORMAT, PIN_VERSION, checksum, load_pins, save_pins
+from rowcast.runtime.arrays import I64
 from rowcast.runtime.errors import ConfigError, DataError, RowcastError
 from tests.workloads import small_job
 

@@ -22,15 +22,15 @@ from itertools import islice
 import numpy as np
 import numpy.typing as npt
 
-from rowcast.analysis.advise.curve import F64, Moved
+from rowcast.analysis.advise.curve import Moved
 from rowcast.analysis.advise.read import Observed
 from rowcast.analysis.check.memory import DECODED_AHEAD
 from rowcast.job.schema import Job
 from rowcast.job.tables import GroupSpec, make_keys
-from rowcast.prefetcher.planner.grouping import I64
 from rowcast.prefetcher.planner.planner import RowPlanner
 from rowcast.prefetcher.stores.memory_store import MemoryStore
 from rowcast.protocol.packing import plan_block
+from rowcast.runtime.arrays import F64, I64
 
 PROBE_BYTES = 128 * 2**20
 ROWS_AT_ONCE = 16384

@@ -12,7 +12,6 @@ from math import ceil
 from typing import Literal
 
 import numpy as np
-import numpy.typing as npt
 
 from rowcast.analysis.advise.follow import NUM_PARTS, part_counts, scaled_slots
 from rowcast.analysis.advise.read import Observed
@@ -21,14 +20,13 @@ from rowcast.analysis.simulate.grid import with_values
 from rowcast.analysis.simulate.moves import Moves, entries, new_moves, note
 from rowcast.job.schema import Job
 from rowcast.prefetcher.planner.capacity import divide_capacity
-from rowcast.prefetcher.planner.grouping import I64
 from rowcast.prefetcher.planner.job_planner import job_planner
 from rowcast.prefetcher.planner.planner import RowPlanner
 from rowcast.protocol.plan import BarrierPlan
+from rowcast.runtime.arrays import F64, I64
 from rowcast.runtime.errors import ConfigError
 from rowcast.runtime.telemetry.format_numbers import human_bytes
 
-F64 = npt.NDArray[np.float64]
 Compared = Literal["lookahead", "lru"]
 Slots = tuple[int, ...]
 # standard errors in a margin: they know nothing of how followed rows share the slots; see docs/experiments.md

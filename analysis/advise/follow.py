@@ -15,13 +15,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
-import numpy.typing as npt
 
-from rowcast.prefetcher.planner.grouping import I64, Grouping
+from rowcast.prefetcher.planner.grouping import Grouping
 from rowcast.prefetcher.planner.horizon import PLACE_BYTES
+from rowcast.runtime.arrays import I64, U64
 from rowcast.runtime.splitmix import GOLDEN, mix
 
-U64 = npt.NDArray[np.uint64]
 LEAST_ROWS = 5000  # followed of a group that has so many, as far as its first batches tell
 NUM_PARTS = 64  # of the followed rows, drawn by chance, to see how much they differ
 

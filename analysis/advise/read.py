@@ -20,13 +20,13 @@ from rowcast.analysis.simulate.recording import EMPTY, RecordedStep, Recording, 
 from rowcast.job.schema import Job
 from rowcast.job.tables import GroupSpec, group_specs
 from rowcast.prefetcher.planner.capacity import MEASURED_BATCHES, Touched, measure
-from rowcast.prefetcher.planner.grouping import I64
 from rowcast.prefetcher.planner.horizon import KnownBatch
 from rowcast.prefetcher.planner.planner import groupers_of
 from rowcast.prefetcher.readers.batch_parts import IdsBatch, Part, Rest, join_parts
 from rowcast.prefetcher.readers.reader import FORMATS, Pending, Reader
 from rowcast.prefetcher.readers.schedule import Place, Turn, places
 from rowcast.protocol.batch import Batch, Kind, ScheduledBatch
+from rowcast.runtime.arrays import I64
 from rowcast.runtime.errors import ConfigError
 from rowcast.runtime.position import Position
 

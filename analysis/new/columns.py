@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
@@ -25,10 +24,11 @@ from rowcast.prefetcher.readers.formats.parquet_files import file_facts
 from rowcast.prefetcher.readers.hashed_ids import can_hash, value_bytes
 from rowcast.prefetcher.readers.id_check import Place
 from rowcast.prefetcher.readers.text_files import open_text, whole_lines
+from rowcast.runtime.arrays import F64, I64, U64
 from rowcast.runtime.errors import ConfigError, DataError, RowcastError
 
 Kind = Literal["integer", "number", "time", "text", "other"]
-Hashes = npt.NDArray[np.uint64]
+Hashes = U64
 TEXT = "text"  # the type of every column of CSV
 MOST_HASHES = 2**18  # kept of a column
 DELIMITERS = (",", ";", "\t", "|")
@@ -128,7 +128,7 @@ class Watch:
             texts = value_bytes(own)
             self._distinct.add(np.fromiter(map(xxhash.xxh3_64_intdigest, texts), np.uint64, len(texts)))
 
-    def _numbers(self, own: Any) -> npt.NDArray[np.float64] | None:
+    def _numbers(self, own: Any) -> F64 | None:
         """Distinct values as numbers; None where they are none."""
         if self._type != TEXT:
             return as_floats(own) if self._kind in ("integer", "number") else None
@@ -153,7 +153,7 @@ class Watch:
                 self._kind = "text"
         return None
 
-    def _add_numbers(self, numbers: npt.NDArray[np.float64], counts: npt.NDArray[np.int64]) -> None:
+    def _add_numbers(self, numbers: F64, counts: I64) -> None:
         finite = np.isfinite(numbers)
         self._missing += int(counts[~finite].sum())  # NaN, which training refuses as well
         self._num_values -= int(counts[~finite].sum())
@@ -267,8 +267,8 @@ def look_at_parquet(path: str, files: list[Path], tick: Tick) -> DataSet:
     )
 
 
-def as_floats(numbers: Any) -> npt.NDArray[np.float64]:
-    floats: npt.NDArray[np.float64] = numbers.cast(pa.float64(), safe=False).to_numpy()
+def as_floats(numbers: Any) -> F64:
+    floats: F64 = numbers.cast(pa.float64(), safe=False).to_numpy()
     return floats
 
 

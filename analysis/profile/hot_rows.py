@@ -9,15 +9,14 @@ Memory follows the distinct rows of the sample: 16 bytes a row, several times th
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
 from rowcast.analysis.profile.interval import Share, clustered_share
 from rowcast.job.tables import KEY_SHIFT, GroupSpec
 from rowcast.prefetcher.planner.grouping import Grouper, GroupLookups
 from rowcast.protocol.batch import Batch
+from rowcast.runtime.arrays import I64
 from rowcast.runtime.errors import ConfigError
 
-I64 = npt.NDArray[np.int64]
 BYTES_PER_ROW = 128  # at the peak, while counts are merged or hot rows are picked
 LEAST_PENDING_ROWS = 2**18
 

@@ -18,9 +18,8 @@ from functools import lru_cache
 from math import sqrt, tan
 
 import numpy as np
-import numpy.typing as npt
 
-I64 = npt.NDArray[np.int64]
+from rowcast.runtime.arrays import I64
 
 METHOD = "Wilson's interval for the effective number of samples, batches as clusters, Student's t"
 

@@ -17,7 +17,7 @@ import msgspec
 from rich.console import Console
 
 from rowcast.analysis.free_memory import free_memory
-from rowcast.analysis.profile.hot_rows import I64, Coverage, CoverageShares, HotSet, Popularity, hot_set
+from rowcast.analysis.profile.hot_rows import Coverage, CoverageShares, HotSet, Popularity, hot_set
 from rowcast.analysis.profile.interval import unseen_share
 from rowcast.analysis.profile.results import HALF, BudgetCoverage, GroupFacts, Profile, print_profile
 from rowcast.analysis.sample import Amount, SampledBatch, read_windows, reader_for_another_pass, sample_windows
@@ -27,6 +27,7 @@ from rowcast.prefetcher.planner.capacity import MEASURED_BATCHES, job_slots, mea
 from rowcast.prefetcher.planner.pin_files import save_pins
 from rowcast.prefetcher.readers.reader import Reader, open_reader
 from rowcast.prefetcher.readers.schedule import schedule
+from rowcast.runtime.arrays import I64
 from rowcast.runtime.errors import ConfigError
 from rowcast.runtime.telemetry.format_numbers import stdout_console
 

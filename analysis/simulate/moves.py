@@ -10,12 +10,12 @@ from rowcast.analysis.progress import Tick
 from rowcast.analysis.simulate.grid import Setting
 from rowcast.analysis.simulate.recording import RecordedStep, Recording
 from rowcast.job.tables import GroupSpec
-from rowcast.prefetcher.planner.grouping import I64
 from rowcast.prefetcher.planner.job_planner import job_planner
 from rowcast.prefetcher.planner.pin_files import load_pins
 from rowcast.prefetcher.planner.planner import RowPlanner, StepMoves
 from rowcast.protocol.batch import ScheduledBatch
 from rowcast.protocol.plan import BarrierPlan
+from rowcast.runtime.arrays import I64
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

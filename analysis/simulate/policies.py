@@ -20,7 +20,7 @@ import numpy.typing as npt
 from rowcast.analysis.progress import Tick
 from rowcast.analysis.simulate.moves import Moves, new_moves
 from rowcast.analysis.simulate.recording import NEVER, NumberedRows, Recording
-from rowcast.prefetcher.planner.grouping import I32
+from rowcast.runtime.arrays import I32
 
 
 class ResidentRows:

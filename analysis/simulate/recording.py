@@ -14,9 +14,10 @@ import numpy.typing as npt
 
 from rowcast.analysis.progress import Tick
 from rowcast.job.tables import GroupSpec
-from rowcast.prefetcher.planner.grouping import I32, I64, Grouper, Grouping
+from rowcast.prefetcher.planner.grouping import Grouper, Grouping
 from rowcast.prefetcher.planner.planner import groupers_of
 from rowcast.protocol.batch import Batch, ScheduledBatch
+from rowcast.runtime.arrays import I32, I64
 
 OPTIONAL = ("offsets", "weights", "sequence_offsets")  # arrays that a grouping may lack
 NEVER = 2**31 - 1  # the next use of a row that is not used again
@@ -120,7 +121,7 @@ def numbered_rows(keys: list[I64]) -> NumberedRows:
     distinct, numbers = np.unique(np.concatenate([np.zeros(0, np.int64), *keys]), return_inverse=True)
     ends = np.cumsum([len(some) for some in keys])
     rows: list[I32] = np.split(numbers.astype(np.int32), ends[:-1]) if keys else []
-    upcoming: npt.NDArray[np.int32] = np.full(len(distinct), NEVER, np.int32)
+    upcoming: I32 = np.full(len(distinct), NEVER, np.int32)
     next_uses: list[I32] = []
     for position in range(len(rows) - 1, -1, -1):
         next_uses.append(upcoming[rows[position]])

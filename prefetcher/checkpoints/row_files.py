@@ -16,6 +16,7 @@ import xxhash
 from rowcast.job.tables import KEY_SHIFT, ROW_MASK, GroupSpec
 from rowcast.prefetcher.checkpoints.tensor_files import BLOCK_BYTES, TensorSpec, make_header
 from rowcast.prefetcher.stores.store import Keys, Records
+from rowcast.runtime.arrays import Bytes
 from rowcast.runtime.checkpoint_manifest import RowFile, differs
 from rowcast.runtime.crash_points import crash_point
 from rowcast.runtime.disk import Content, Disk
@@ -160,7 +161,7 @@ def read_rows(root: Path, group: GroupSpec, file: RowFile) -> Rows:
     return keys, content[records_at:].reshape(file.num_rows, group.record_bytes)
 
 
-def read_checked(path: Path, file: RowFile) -> npt.NDArray[np.uint8]:
+def read_checked(path: Path, file: RowFile) -> Bytes:
     """The bytes of a file, u8 [nbytes]."""
     try:
         with path.open("rb") as opened:

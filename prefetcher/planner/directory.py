@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from rowcast.prefetcher.planner.grouping import I64, U64
+from rowcast.runtime.arrays import I64, U64
 from rowcast.runtime.compiled import compiled_loop, prefetch
 from rowcast.runtime.splitmix import GOLDEN
 

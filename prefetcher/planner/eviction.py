@@ -17,8 +17,9 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from rowcast.prefetcher.planner.directory import Records
-from rowcast.prefetcher.planner.grouping import I32, I64, sort_pairs
+from rowcast.prefetcher.planner.grouping import sort_pairs
 from rowcast.prefetcher.planner.horizon import DIRTY, NONE, PINNED, Ring
+from rowcast.runtime.arrays import I32, I64
 from rowcast.runtime.compiled import compiled, compiled_loop
 
 

@@ -7,7 +7,7 @@ import numpy as np
 from rowcast.job.tables import GroupSpec
 from rowcast.prefetcher.planner.directory import forget_all, new_directory, with_room
 from rowcast.prefetcher.planner.eviction import Worth, in_order, new_victims, take_idle, take_least_worthy, take_queued
-from rowcast.prefetcher.planner.grouping import I32, I64, sort_pairs
+from rowcast.prefetcher.planner.grouping import sort_pairs
 from rowcast.prefetcher.planner.horizon import (
     DIRTY,
     NONE,
@@ -22,6 +22,7 @@ from rowcast.prefetcher.planner.horizon import (
     with_steps,
 )
 from rowcast.protocol.plan import RowMove
+from rowcast.runtime.arrays import I32, I64
 from rowcast.runtime.compiled import compiled_loop
 
 MOST_GAPS = 3  # in the line of idle rows, times the rows

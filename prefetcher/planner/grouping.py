@@ -26,16 +26,11 @@ import numpy as np
 import numpy.typing as npt
 
 from rowcast.job.tables import KEY_SHIFT, GroupSpec
+from rowcast.runtime.arrays import F32, I32, I64, U16, U32, U64
 from rowcast.runtime.compiled import compiled, compiled_loop
 from rowcast.runtime.splitmix import GOLDEN
 
-U16 = npt.NDArray[np.uint16]
-U32 = npt.NDArray[np.uint32]
-I32 = npt.NDArray[np.int32]
-I64 = npt.NDArray[np.int64]
-F32 = npt.NDArray[np.float32]
-U64 = npt.NDArray[np.uint64]
-Order = npt.NDArray[np.uint16] | npt.NDArray[np.int32]
+Order = U16 | I32
 Value = TypeVar("Value", np.int64, np.float32)
 
 MAX_LOOKUPS = 2**31 - 1  # look-ups and bags are int32 in a plan

@@ -31,8 +31,9 @@ from rowcast.prefetcher.planner.directory import (
     hash_of,
     locate_place,
 )
-from rowcast.prefetcher.planner.grouping import I32, I64, U64, Grouping, Lookups, sort_pairs
+from rowcast.prefetcher.planner.grouping import Grouping, Lookups, sort_pairs
 from rowcast.protocol.batch import Kind
+from rowcast.runtime.arrays import I32, I64, U64
 from rowcast.runtime.compiled import compiled, compiled_loop, prefetch
 
 NONE = -1  # no slot, no step: only inside the planner's arrays

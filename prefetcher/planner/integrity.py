@@ -4,8 +4,8 @@ import numpy as np
 
 from rowcast.prefetcher.planner.directory import LOW, Records, check_directory, locate
 from rowcast.prefetcher.planner.group_planner import GroupPlanner
-from rowcast.prefetcher.planner.grouping import I32, I64
 from rowcast.prefetcher.planner.horizon import DIRTY, NONE, PINNED, Ring
+from rowcast.runtime.arrays import I32, I64
 
 
 def check_group(planner: GroupPlanner, known: list[tuple[int, I64]]) -> None:

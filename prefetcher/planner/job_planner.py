@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from rowcast.job.schema import CheckpointInterval, Job, Lookahead, parse_bytes
 from rowcast.job.tables import GroupSpec
 from rowcast.prefetcher.planner.auto_horizon import AutoHorizon
-from rowcast.prefetcher.planner.grouping import I64
 from rowcast.prefetcher.planner.horizon import ScheduledLookups
 from rowcast.prefetcher.planner.planner import RowPlanner
+from rowcast.runtime.arrays import I64
 
 
 def job_planner(

@@ -16,10 +16,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
 from rowcast.job.tables import GroupSpec, make_keys
+from rowcast.runtime.arrays import I64
 from rowcast.runtime.checkpoint_manifest import write_durably
 from rowcast.runtime.errors import ConfigError, DataError
-
-I64 = npt.NDArray[np.int64]
 
 PIN_FORMAT = "rowcast-pins"
 PIN_VERSION = "1"

@@ -12,10 +12,11 @@ from rowcast.job.tables import GroupSpec
 from rowcast.prefetcher.planner.auto_horizon import AutoHorizon
 from rowcast.prefetcher.planner.eviction import Frequency, Hotness, Worth
 from rowcast.prefetcher.planner.group_planner import GroupMoves, GroupPlanner, Occupancy
-from rowcast.prefetcher.planner.grouping import I64, Grouper, Grouping, Lookups, Pool, bags_of
+from rowcast.prefetcher.planner.grouping import Grouper, Grouping, Lookups, Pool, bags_of
 from rowcast.prefetcher.planner.horizon import Horizon, KnownBatch, ScheduledLookups
 from rowcast.prefetcher.planner.integrity import check_group
 from rowcast.protocol.plan import BarrierPlan, GroupPlan, StepPlan, cut_long_rows
+from rowcast.runtime.arrays import I64
 from rowcast.runtime.compiled import compiled_loop
 from rowcast.runtime.errors import ConfigError
 

@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rowcast.protocol.batch import Batch
+from rowcast.runtime.arrays import F32, I64
 
 Columns = Literal["all", "ids", "rest"]  # what a reader is opened for: whole batches or one part of each
 
@@ -21,17 +22,17 @@ class IdsBatch:
     """As in `Batch`."""
 
     size: int  # B
-    ids: npt.NDArray[np.int64]
-    offsets: npt.NDArray[np.int64] | None = None
-    weights: npt.NDArray[np.float32] | None = None
+    ids: I64
+    offsets: I64 | None = None
+    weights: F32 | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rest:
     """As in `Batch`."""
 
-    dense: npt.NDArray[np.float32]
-    labels: npt.NDArray[np.float32]
+    dense: F32
+    labels: F32
     extra: dict[str, npt.NDArray[np.generic]] = field(default_factory=dict)
 
 

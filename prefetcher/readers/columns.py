@@ -11,9 +11,10 @@ import numpy as np
 import numpy.typing as npt
 
 from rowcast.prefetcher.readers.batch_parts import IdsBatch, Rest
+from rowcast.runtime.arrays import F32, I64
 
-Ids = npt.NDArray[np.int64]
-Floats = npt.NDArray[np.float32]
+Ids = I64
+Floats = F32
 Value = TypeVar("Value", bound=np.generic)
 
 

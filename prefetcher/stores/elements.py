@@ -6,8 +6,8 @@ import numpy.typing as npt
 from rowcast.job.schema import RowType
 from rowcast.job.tables import RecordPart
 from rowcast.prefetcher.stores.store import Records
+from rowcast.runtime.arrays import F32, U16
 
-F32 = npt.NDArray[np.float32]
 Elements = npt.NDArray[np.generic]  # float32, float16, or uint16 for bf16
 ELEMENTS: dict[RowType, npt.DTypeLike] = {"fp32": np.float32, "fp16": np.float16, "bf16": np.uint16}
 BF16_NAN = 0x7FC0
@@ -34,7 +34,7 @@ def rounded(values: F32, dtype: RowType) -> Elements:
             return upper_halves(np.ascontiguousarray(values))
 
 
-def upper_halves(values: F32) -> npt.NDArray[np.uint16]:
+def upper_halves(values: F32) -> U16:
     """bf16 is the upper half of fp32: half of its last bit is added, a little less where that bit is 0, and the lower half is cut off."""
     bits = values.view(np.uint32)
     rest = bits >> 16

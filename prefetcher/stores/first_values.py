@@ -17,12 +17,12 @@ from math import cos, log, pi, sin, sqrt
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import xxhash
 
 from rowcast.job.schema import parse_init
 from rowcast.job.tables import KEY_SHIFT, ROW_MASK, GroupSpec, TableSpec
 from rowcast.prefetcher.stores.elements import elements_of, rounded
+from rowcast.runtime.arrays import F32, I64, Bytes
 from rowcast.runtime.compiled import compiled_loop
 
 UNIFORM, NORMAL, CONSTANT = 0, 1, 2
@@ -53,14 +53,14 @@ def table_initializer(seed: int, table: TableSpec) -> Initializer:
     return Initializer(KINDS[kind], a, b, np.uint64(seed), np.uint64(xxhash.xxh3_64_intdigest(table.name.encode())))
 
 
-def initial_rows(seed: int, table: TableSpec, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
+def initial_rows(seed: int, table: TableSpec, rows: I64) -> F32:
     """The first values of `rows` [n] of a table, f32 [n, embedding_dim]; any order, any subset, always the same bits."""
     out = np.empty((len(rows), table.embedding_dim), np.float32)
     fill_initial(table_initializer(seed, table), rows, out)
     return out
 
 
-def first_records(group: GroupSpec, seed: int, keys: npt.NDArray[np.int64]) -> npt.NDArray[np.uint8]:
+def first_records(group: GroupSpec, seed: int, keys: I64) -> Bytes:
     """Records of rows that were never trained: initial weights, initial optimizer state, zero padding. u8 [n, record_bytes]."""
     records = np.zeros((len(keys), group.record_bytes), np.uint8)
     tables = keys >> KEY_SHIFT
@@ -78,14 +78,14 @@ def first_records(group: GroupSpec, seed: int, keys: npt.NDArray[np.int64]) -> n
 
 
 @compiled_loop
-def fill_initial(initializer: Initializer, rows: npt.NDArray[np.int64], out: npt.NDArray[np.float32]) -> None:
+def fill_initial(initializer: Initializer, rows: I64, out: F32) -> None:
     """Fills out[i], f32 [n, dim], with the first values of row rows[i]. Callable from Python and from compiled loops."""
     for i in range(len(rows)):
         fill_row(initializer, rows[i], out[i])
 
 
 @compiled_loop
-def fill_row(initializer: Initializer, row: int, out: npt.NDArray[np.float32]) -> None:
+def fill_row(initializer: Initializer, row: int, out: F32) -> None:
     """Fills `out`, f32 [dim]."""
     if initializer.kind == CONSTANT:
         out[:] = initializer.a

@@ -9,13 +9,13 @@ padded to whole lanes.
 """
 
 import numpy as np
-import numpy.typing as npt
 
+from rowcast.runtime.arrays import I64, U64, Bytes
 from rowcast.runtime.compiled import compiled_loop, prefetch
 
-Words = npt.NDArray[np.uint64]  # [rows, record_bytes / 8]; lanes [ceil(rows / 8)]
-Marks = npt.NDArray[np.uint8]  # [rows, padded to a multiple of 8]
-Positions = npt.NDArray[np.int64]
+Words = U64  # [rows, record_bytes / 8]; lanes [ceil(rows / 8)]
+Marks = Bytes  # [rows, padded to a multiple of 8]
+Positions = I64
 
 PRESENT, CHANGED = 1, 2
 LANE_ROWS = 8

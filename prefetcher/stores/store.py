@@ -3,11 +3,10 @@
 from collections.abc import Iterator
 from typing import Protocol
 
-import numpy as np
-import numpy.typing as npt
+from rowcast.runtime.arrays import I64, Bytes
 
-Keys = npt.NDArray[np.int64]  # [n] ascending, distinct
-Records = npt.NDArray[np.uint8]  # [n, record_bytes]
+Keys = I64  # [n] ascending, distinct
+Records = Bytes  # [n, record_bytes]
 
 
 class Ticket(Protocol):

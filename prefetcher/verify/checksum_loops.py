@@ -1,14 +1,11 @@
 """The compiled loops of `--verify`: which rows are checked, their checksums, and the ledger's hash."""
 
 import numpy as np
-import numpy.typing as npt
 
 from rowcast.prefetcher.planner.directory import hash_of
+from rowcast.runtime.arrays import I32, I64
 from rowcast.runtime.compiled import compiled_loop
 from rowcast.runtime.splitmix import FACTOR_1, FACTOR_2, GOLDEN
-
-I32 = npt.NDArray[np.int32]
-I64 = npt.NDArray[np.int64]
 
 NOWHERE = -1  # instead of a cell: the row is not in the ledger
 FREE = -1  # instead of a key: the cell is empty

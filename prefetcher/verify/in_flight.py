@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rowcast.prefetcher.verify.checksum_loops import I64
+from rowcast.runtime.arrays import I64
 
 
 @dataclass(slots=True)

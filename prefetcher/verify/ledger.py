@@ -9,7 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from rowcast.prefetcher.verify.checksum_loops import FREE, I32, I64, NOWHERE, enter, find_cells
+from rowcast.prefetcher.verify.checksum_loops import FREE, NOWHERE, enter, find_cells
+from rowcast.runtime.arrays import I32, I64
 
 INITIAL_CELLS = 1024  # a power of two
 NEVER_WRITTEN = -1  # in `steps`: the store gave the row before it ever took it

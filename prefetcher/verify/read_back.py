@@ -7,7 +7,7 @@ import numpy as np
 
 from rowcast.job.tables import KEY_SHIFT, GroupSpec
 from rowcast.prefetcher.stores.store import Records, Store, Ticket
-from rowcast.prefetcher.verify.checksum_loops import I64
+from rowcast.runtime.arrays import I64
 
 BLOCK_ROWS = 4096
 

@@ -36,7 +36,7 @@ import numpy.typing as npt
 from rowcast.job.tables import GroupSpec
 from rowcast.prefetcher.pipeline.metrics import PrefetcherCounters, VerifyKind
 from rowcast.prefetcher.stores.store import Keys, Records, Store
-from rowcast.prefetcher.verify.checksum_loops import I64, SAMPLE_RANGE, find_sampled, row_checksums
+from rowcast.prefetcher.verify.checksum_loops import SAMPLE_RANGE, find_sampled, row_checksums
 from rowcast.prefetcher.verify.in_flight import GroupVisit, Sample, Visit, new_visit
 from rowcast.prefetcher.verify.ledger import NEVER_WRITTEN, Ledger
 from rowcast.prefetcher.verify.mismatch import Difference, complaint
@@ -44,6 +44,7 @@ from rowcast.prefetcher.verify.read_back import ReadBack
 from rowcast.protocol.messages import RowChecksums
 from rowcast.protocol.plan import BarrierPlan, StepPlan
 from rowcast.protocol.row_checksum import barrier_name, checksums_of, column_constants, fetched_name, victims_name
+from rowcast.runtime.arrays import I64
 from rowcast.runtime.errors import DataError, RemoteProtocolError
 
 SlotArrays = dict[str, npt.NDArray[Any]]  # i32 by name, for the plan's or barrier's block

@@ -30,12 +30,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 import xxhash
 
 from rowcast.job.tables import aligned
 from rowcast.protocol.messages import Released, RingRef
-from rowcast.protocol.transport.ring_file import Bytes, RingFile, free_shared_memory, in_memory_buffer, remove_leftovers
+from rowcast.protocol.transport.ring_file import RingFile, free_shared_memory, in_memory_buffer, remove_leftovers
+from rowcast.runtime.arrays import I64, Bytes
 from rowcast.runtime.errors import LocalProtocolError, RemoteProtocolError
 
 __all__ = [
@@ -78,7 +78,7 @@ class Layout:
             raise ValueError(f"a ring of {len(buffer)} bytes is too small; it needs at least {MIN_CAPACITY}")
         self.max_payload = largest_payload(self.capacity)
         self._bytes = buffer[: self.capacity]
-        self._words: npt.NDArray[np.int64] = self._bytes.view(np.int64)
+        self._words: I64 = self._bytes.view(np.int64)
 
     def payload(self, position: int, nbytes: int) -> Bytes:
         start = position % self.capacity
@@ -102,7 +102,7 @@ class Layout:
                     f"but {(stamp, ref.position, ref.nbytes)} was announced"
                 )
 
-    def _guards(self, ref: RingRef) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    def _guards(self, ref: RingRef) -> tuple[I64, I64]:
         first = (ref.position - GUARD_BYTES) % self.capacity // 8
         second = (ref.end - GUARD_BYTES) % self.capacity // 8
         return self._words[first : first + GUARD_WORDS], self._words[second : second + GUARD_WORDS]

@@ -11,14 +11,13 @@ from types import TracebackType
 from typing import Self
 
 import numpy as np
-import numpy.typing as npt
 
 from rowcast.job.schema import Transport
 from rowcast.protocol.messages import RingSpec
+from rowcast.runtime.arrays import Bytes
 from rowcast.runtime.errors import ConfigError, RemoteProtocolError
 from rowcast.runtime.process import AT_SUDDEN_EXIT
 
-Bytes = npt.NDArray[np.uint8]
 SHARED_MEMORY = Path("/dev/shm")
 PREFIX = "rowcast-"
 created: set[str] = set()  # paths of this process's rings that are still linked

@@ -18,10 +18,10 @@ from rowcast.protocol.messages import AnyMessage, ArraySpec, RingRef
 from rowcast.protocol.session import PREFETCHER, Role
 from rowcast.protocol.transport.inproc import InprocLink, inproc_pair
 from rowcast.protocol.transport.link import Link, Payload
+from rowcast.runtime.arrays import Bytes
 from tests.driver import InProcessRun, Past, Settings
 from tests.workloads import Bags, slots_for, small_batches, small_job
 
-Bytes = npt.NDArray[np.uint8]
 # (message, its payload, which may be changed) -> what goes, or None: not here
 Lie = Callable[[AnyMessage, Bytes], AnyMessage | None]
 

@@ -30,13 +30,14 @@ from rowcast.protocol.messages import (
     StepReady,
 )
 from rowcast.protocol.session import PREFETCHER, ROLES, TRAINER, Role
+from rowcast.runtime.arrays import Bytes
 from rowcast.runtime.disk import RealDisk
 from rowcast.runtime.errors import RemoteProtocolError, RowcastError
 from rowcast.runtime.telemetry.logs import get_logger
 from tests.counts import count
 from tests.driver import Past, StuckError
 from tests.hostile.mutate import Mutator
-from tests.hostile.peers import Bytes, HostileRun, Lie, array_of
+from tests.hostile.peers import HostileRun, Lie, array_of
 from tests.protocol.samples import every_message
 from tests.workloads import Bags
 

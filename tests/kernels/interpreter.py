@@ -9,7 +9,7 @@ import torch
 import triton.language as tl
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
-F32 = npt.NDArray[np.float32]
+from rowcast.runtime.arrays import F32
 
 
 def mend(patch: pytest.MonkeyPatch) -> None:

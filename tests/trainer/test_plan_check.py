@@ -8,8 +8,9 @@ import pytest
 
 from rowcast.job.tables import group_specs
 from rowcast.protocol.messages import ArraySpan, RingSpec, RowSpan, StepReady, Welcome
+from rowcast.runtime.arrays import Bytes
 from rowcast.runtime.errors import RemoteProtocolError
-from rowcast.trainer.execute.plan_check import ArrivingBlock, Bytes, PlanCheck, check_welcome_fits
+from rowcast.trainer.execute.plan_check import ArrivingBlock, PlanCheck, check_welcome_fits
 from tests.protocol import samples
 from tests.workloads import small_job
 

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 from rowcast.job.tables import make_keys
-from rowcast.prefetcher.verify.checksum_loops import I64, SAMPLE_RANGE, find_sampled
+from rowcast.prefetcher.verify.checksum_loops import SAMPLE_RANGE, find_sampled
 from rowcast.prefetcher.verify.ledger import INITIAL_CELLS, NEVER_WRITTEN, Ledger
+from rowcast.runtime.arrays import I64
 
 
 def some_keys(chance: random.Random, count: int) -> I64:

@@ -10,12 +10,12 @@ from rowcast.prefetcher.verify.checksum_loops import row_checksums
 from rowcast.protocol.messages import RowChecksums
 from rowcast.protocol.row_checksum import (
     CHECKED_WORDS,
-    I64,
     MESSAGE_BYTES,
     checksum_messages,
     checksums_of,
     column_constants,
 )
+from rowcast.runtime.arrays import I64
 from rowcast.trainer.execute.row_checksums import BLOCK_WORDS, write_checksums
 
 WORD = st.integers(-(2**31), 2**31 - 1)

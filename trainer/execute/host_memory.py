@@ -9,12 +9,10 @@ A piece has the same place in the buffer as in the ring. So it is free exactly w
 
 from typing import Protocol
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
-Bytes = npt.NDArray[np.uint8]
+from rowcast.runtime.arrays import Bytes
 
 
 class HostMemory(Protocol):

@@ -3,15 +3,14 @@
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
+from rowcast.runtime.arrays import Bytes
 from rowcast.runtime.telemetry.logs import get_logger
 
 
 @contextmanager
-def pinned(buffers: Sequence[npt.NDArray[np.uint8]], device: torch.device) -> Iterator[bool]:
+def pinned(buffers: Sequence[Bytes], device: torch.device) -> Iterator[bool]:
     """Registers page-aligned buffers with the driver while the context lasts; whether all of them were.
 
     A container or a memlock limit may refuse: then copies go through a buffer (`host_memory.Bounced`), and the log says what to change.

@@ -40,10 +40,9 @@ from rowcast.protocol.packing import ARRAY_ALIGNMENT, PIECE_ARRAYS
 from rowcast.protocol.plan import cut_long_rows
 from rowcast.protocol.row_checksum import barrier_name, fetched_name, victims_name
 from rowcast.protocol.transport.ring import largest_payload
+from rowcast.runtime.arrays import I32, Bytes
 from rowcast.runtime.errors import RemoteProtocolError
 
-I32 = npt.NDArray[np.int32]
-Bytes = npt.NDArray[np.uint8]
 Wanted = tuple[str, str, tuple[int, ...]]  # name, dtype, shape of an array
 POSITION_LIMIT = 2**31  # look-ups and bags are counted in int32
 DENSE_FEATURES_LIMIT = 2**20

@@ -11,12 +11,9 @@ rounds once. Indices are unsigned: a signed one might count from the end, and a 
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
+from rowcast.runtime.arrays import F32, I32
 from rowcast.runtime.compiled import compiled_arithmetic, multiply_add, prefetch
-
-F32 = npt.NDArray[np.float32]
-I32 = npt.NDArray[np.int32]
 
 AHEAD = 8  # look-ups: what they need is asked for so long before it is used
 ROWS_AHEAD = 4  # the same, in distinct rows, of which each has several look-ups

@@ -15,9 +15,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rowcast.runtime.arrays import F32, I32
 from rowcast.trainer.kernels import GroupLookup, Rows, Rule, torch_ops
 from rowcast.trainer.kernels import compiled_loops as loops
-from rowcast.trainer.kernels.compiled_loops import F32, I32, Gradients, Part, Rate
+from rowcast.trainer.kernels.compiled_loops import Gradients, Part, Rate
 from rowcast.trainer.kernels.thread_pool import ThreadPool
 
 BLOCK_FLOATS = 2**18  # of row gradients that an update has in hand; smaller blocks are called too often

@@ -6,7 +6,8 @@ from itertools import pairwise
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
+
+from rowcast.runtime.arrays import I32
 
 MIN_FLOATS = 2**16  # a thread's share, below which it is not worth waking one
 
@@ -24,7 +25,7 @@ class ThreadPool:
         first: int,
         end: int,
         item_floats: int,
-        starts: npt.NDArray[np.int32] | None = None,
+        starts: I32 | None = None,
     ) -> None:
         """Calls work(from, to) for ranges that cover the items from `first` to `end`, and returns when all are done.
 
@@ -43,7 +44,7 @@ class ThreadPool:
             task.result()
 
 
-def cuts(first: int, end: int, num_shares: int, starts: npt.NDArray[np.int32] | None) -> list[int]:
+def cuts(first: int, end: int, num_shares: int, starts: I32 | None) -> list[int]:
     """Where shares of about as many parts begin, and the last one ends."""
     if starts is None:
         return [first + (end - first) * share // num_shares for share in range(num_shares + 1)]

@@ -10,9 +10,9 @@ from typing import IO, Self
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 import torch
 
+from rowcast.runtime.arrays import F32
 from rowcast.runtime.crash_points import crash_point
 from rowcast.runtime.errors import RemoteProtocolError, RowcastError
 from rowcast.trainer.models.dense_state import Tensors
@@ -115,7 +115,7 @@ class ResultFiles:
         """The last one."""
         return self.evaluations[-1] if self.evaluations else None
 
-    def losses_from(self, train_step: int) -> npt.NDArray[np.float32]:
+    def losses_from(self, train_step: int) -> F32:
         """The losses of that train step of the run and of all behind it; a copy."""
         return np.array(self._losses[train_step:], np.float32)
 

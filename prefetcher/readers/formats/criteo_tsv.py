@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 from pyarrow import csv
 
@@ -27,6 +26,7 @@ from rowcast.prefetcher.readers.line_index import lines_folder
 from rowcast.prefetcher.readers.row_reader import RowReader
 from rowcast.prefetcher.readers.text_files import TextCursor, TextIndex
 from rowcast.protocol.batch import Batch
+from rowcast.runtime.arrays import U16
 
 FILE_NAMES = r"(.*\.(tsv|txt)|day_\d+)(\.gz)?"  # of a folder's data files
 DENSE = [f"int_{i}" for i in range(NUM_DENSE)]
@@ -35,7 +35,7 @@ LINES_AT_ONCE = 8192  # decoded together: few enough for the processor's cache
 INVALID = 0xFFFF
 
 
-def hex_pairs() -> npt.NDArray[np.uint16]:
+def hex_pairs() -> U16:
     """[65536] two ASCII hex digits, read as a little-endian uint16 -> their value, INVALID for anything else."""
     digit = np.full(256, INVALID, np.uint32)
     for text in (b"0123456789abcdef", b"0123456789ABCDEF"):

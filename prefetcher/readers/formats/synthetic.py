@@ -16,18 +16,11 @@ import numpy as np
 from rowcast.job.schema import Job
 from rowcast.prefetcher.readers.columns import Floats, Ids
 from rowcast.prefetcher.readers.data_files import Span
-from rowcast.prefetcher.readers.formats.synthetic_generator import (
-    Doubles,
-    Effects,
-    Permutation,
-    Unsigned,
-    Zipf,
-    streams,
-    uniform,
-)
+from rowcast.prefetcher.readers.formats.synthetic_generator import Effects, Permutation, Zipf, streams, uniform
 from rowcast.prefetcher.readers.id_check import Feature, IdCheck, job_features, refuse_weights
 from rowcast.prefetcher.readers.row_reader import RowReader
 from rowcast.protocol.batch import Batch
+from rowcast.runtime.arrays import F64, U64
 from rowcast.runtime.errors import ConfigError
 
 NUM_DENSE = 13
@@ -78,36 +71,36 @@ class SyntheticRows:
         labels = uniform(self._label_key, counters) < sigmoid(logits)
         return Batch(dense=dense, labels=labels.astype(np.float32), ids=ids.ravel())
 
-    def _dense(self, counters: Unsigned) -> Floats:
+    def _dense(self, counters: U64) -> Floats:
         """Exponentially distributed: mean and variance 1, never negative, as the logarithms of counts are."""
         return np.ascontiguousarray(-np.log1p(-uniform(self._dense_keys, counters)).T.astype(np.float32))
 
 
 class SyntheticColumn:
-    def __init__(self, feature: Feature, exponent: float, keys: Unsigned) -> None:
+    def __init__(self, feature: Feature, exponent: float, keys: U64) -> None:
         self._zipf = Zipf(feature.num_embeddings, exponent)
         self._key = keys[0]
         self._permutation = Permutation(feature.num_embeddings, keys[1])
         self._effects = Effects(self._zipf, keys[2])
         self.concentration = self._zipf.concentration if feature.num_embeddings > 1 else None
 
-    def sample(self, counters: Unsigned) -> tuple[Ids, Doubles]:
+    def sample(self, counters: U64) -> tuple[Ids, F64]:
         """(ids, their effects) of the samples with these numbers."""
         ranks = self._zipf.ranks(uniform(self._key, counters))
         return self._permutation(ranks), self._effects(ranks)
 
 
-def variance_shares(concentrations: list[float | None]) -> Doubles:
+def variance_shares(concentrations: list[float | None]) -> F64:
     """Of each column in the logit's variance, 1 together; None: a column of one id, which has none."""
     own = np.array([concentration or 0.0 for concentration in concentrations])
     varied = own > 0
     if not varied.any():
         return own
-    shares: Doubles = CONCENTRATED * own / own.sum() + (1 - CONCENTRATED) * varied / varied.sum()
+    shares: F64 = CONCENTRATED * own / own.sum() + (1 - CONCENTRATED) * varied / varied.sum()
     return shares
 
 
-def sigmoid(logits: Doubles) -> Doubles:
+def sigmoid(logits: F64) -> F64:
     return 1.0 / (1.0 + np.exp(-logits))
 
 

@@ -5,24 +5,21 @@ memory that grows with its ids.
 """
 
 import numpy as np
-import numpy.typing as npt
 
 from rowcast.prefetcher.readers.columns import Ids
+from rowcast.runtime.arrays import F64, U64
 from rowcast.runtime.splitmix import GOLDEN, mix
-
-Unsigned = npt.NDArray[np.uint64]
-Doubles = npt.NDArray[np.float64]
 
 HEAD_RANKS = 1024  # ranks whose probability is tabulated; beyond them the sum is an integral, exact to a part in 10^6
 
 
-def streams(seed: int, num_streams: int) -> Unsigned:
+def streams(seed: int, num_streams: int) -> U64:
     """[num_streams] keys of independent streams of random numbers."""
     start = mix(np.array([seed], np.uint64) + GOLDEN)
     return mix(start + np.arange(1, num_streams + 1, dtype=np.uint64) * GOLDEN)
 
 
-def uniform(key: Unsigned, counters: Unsigned) -> Doubles:
+def uniform(key: U64, counters: U64) -> F64:
     """Numbers in [0, 1), one for each counter (and key, broadcast)."""
     return (mix(key + counters * GOLDEN) >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
@@ -38,10 +35,10 @@ class Zipf:
         tail = self._integral(num_ids + 0.5) if num_ids > head else 0.0
         self._total = float(masses.sum()) + tail
         self._cumulative = np.cumsum(masses)
-        self.head_probabilities: Doubles = masses / self._total
+        self.head_probabilities: F64 = masses / self._total
         self.concentration = float((self.head_probabilities**2).sum())  # how likely two samples share an id of the head
 
-    def ranks(self, u: Doubles) -> Ids:
+    def ranks(self, u: F64) -> Ids:
         """The ranks at the quantiles `u` in [0, 1)."""
         mass = u * self._total
         ranks = np.searchsorted(self._cumulative, mass, side="right")
@@ -57,7 +54,7 @@ class Zipf:
             return float(np.log(end / self._tail_start))
         return float((end**power - self._tail_start**power) / power)
 
-    def _tail_ranks(self, mass: Doubles) -> Ids:
+    def _tail_ranks(self, mass: F64) -> Ids:
         """The inverse of `_integral`."""
         power = 1.0 - self._exponent
         if power == 0:
@@ -87,7 +84,7 @@ class Permutation:
             outside = outside[ids[outside] >= self._num_ids]
         return ids.astype(np.int64)
 
-    def _rounds(self, x: Unsigned) -> Unsigned:
+    def _rounds(self, x: U64) -> U64:
         for factor, addend in zip(self._factors, self._addends, strict=True):
             x = (x * (factor | np.uint64(1)) + addend) & self._mask
             x ^= x >> self._shift
@@ -97,7 +94,7 @@ class Permutation:
 class Effects:
     """What each id of a column adds to the logit: mean 0 and variance 1 over the column's samples, 0 in a column of one id."""
 
-    def __init__(self, zipf: Zipf, key: Unsigned) -> None:
+    def __init__(self, zipf: Zipf, key: U64) -> None:
         self._key = key
         probabilities = zipf.head_probabilities
         head = self._raw(np.arange(len(probabilities)))
@@ -106,8 +103,8 @@ class Effects:
         variance = float(probabilities @ head**2) + tail - self._mean**2
         self._scale = variance**-0.5 if variance > 1e-9 else 0.0
 
-    def __call__(self, ranks: Ids) -> Doubles:
+    def __call__(self, ranks: Ids) -> F64:
         return (self._raw(ranks) - self._mean) * self._scale
 
-    def _raw(self, ranks: Ids) -> Doubles:
+    def _raw(self, ranks: Ids) -> F64:
         return (uniform(self._key, ranks.astype(np.uint64)) - 0.5) * 12**0.5

@@ -24,6 +24,7 @@ import numpy.typing as npt
 
 from rowcast.prefetcher.readers.columns import Column, join_columns
 from rowcast.protocol.batch import Batch
+from rowcast.runtime.arrays import I64
 from rowcast.runtime.errors import DataError
 
 NAMES = (("dense", "dense_features"), ("sparse", "sparse_features"), ("labels", "label"))
@@ -136,7 +137,7 @@ def keyed_columns(sparse: Any, features: Sequence[str], size: int, what: str) ->
     return columns, weights is not None
 
 
-def keyed_lengths(sparse: Any, what: str) -> npt.NDArray[np.int64]:
+def keyed_lengths(sparse: Any, what: str) -> I64:
     if callable(getattr(sparse, "lengths", None)):
         return as_array(sparse.lengths(), np.int64, what)
     if callable(getattr(sparse, "offsets", None)):

@@ -12,8 +12,8 @@ from math import ceil, floor, log2, log10
 from typing import Literal
 
 import numpy as np
-import numpy.typing as npt
 
+from rowcast.runtime.arrays import F64
 from rowcast.runtime.telemetry.format_numbers import human_bytes, human_count, human_seconds
 
 SPAN = 1000.0
@@ -33,7 +33,7 @@ SECONDS = [
 ]
 
 Unit = Literal["steps", "seconds", "count", "share", "bytes", "plain"]
-Floats = npt.NDArray[np.float64]
+Floats = F64
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from math import ceil
 
 import numpy as np
-import numpy.typing as npt
 
+from rowcast.runtime.arrays import F32
 from rowcast.trainer.report.page.axis import Axis, Floats, outwards
 from rowcast.trainer.report.page.chart import Chart, Frame, Layer, NoChart, Series, describe, some_points
 from rowcast.trainer.report.page.record import RunRecord
@@ -40,7 +40,7 @@ class Buckets:
         return (sums[ends] - sums[begins]) / (ends - begins), number
 
 
-def in_buckets(losses: npt.NDArray[np.float32]) -> Buckets:
+def in_buckets(losses: F32) -> Buckets:
     begins = np.arange(0, len(losses), ceil(len(losses) / MOST_POINTS))
     ends = np.append(begins[1:], len(losses))
     return Buckets(

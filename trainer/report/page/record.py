@@ -4,10 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
 
-import numpy as np
-import numpy.typing as npt
-
 from rowcast.job.schema import Job
+from rowcast.runtime.arrays import F32
 from rowcast.trainer.report.history import Mark
 from rowcast.trainer.report.report_json import Evaluation, Report
 
@@ -16,7 +14,7 @@ from rowcast.trainer.report.report_json import Evaluation, Report
 class RunRecord:
     job: Job
     report: Report
-    losses: npt.NDArray[np.float32]  # one a train step of the whole run
+    losses: F32  # one a train step of the whole run
     evaluations: Sequence[Evaluation]  # of the whole run
     marks: Sequence[Mark]  # of this process
     starts: Sequence[int]  # train steps of the run before each incarnation of this process
