@@ -12,7 +12,7 @@ from rich.progress import Progress as RichProgress
 Tick = Callable[[], None]
 
 
-class Progress(Protocol):
+class AnalysisProgress(Protocol):
     """Told of the work as it goes."""
 
     def begin(self, what: str, total: int | None) -> Tick:
@@ -20,14 +20,14 @@ class Progress(Protocol):
 
 
 class Silent:
-    """A `Progress` that nobody watches."""
+    """A `AnalysisProgress` that nobody watches."""
 
     def begin(self, what: str, total: int | None) -> Tick:
         return lambda: None
 
 
 class ProgressBar:
-    """A `Progress` on stderr, where that is a terminal; it leaves nothing there. Use as a context manager."""
+    """A `AnalysisProgress` on stderr, where that is a terminal; it leaves nothing there. Use as a context manager."""
 
     def __init__(self) -> None:
         console = Console(stderr=True, force_terminal=None if sys.stderr.isatty() else False)

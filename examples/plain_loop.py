@@ -18,7 +18,7 @@ from rowcast.prefetcher.readers.schedule import schedule
 from rowcast.protocol.batch import Batch, ScheduledBatch
 from rowcast.runtime.cores import usable_cores
 from rowcast.trainer.models import Embedded, Sequences
-from rowcast.trainer.models.model_side import DenseSide
+from rowcast.trainer.models.job_model import JobModel
 
 # the row optimizers that torch.optim has; row-wise Adagrad, which it lacks, is written out below
 STOCK: dict[str, Callable[[nn.Parameter, SparseOptimizer], torch.optim.Optimizer]] = {
@@ -104,7 +104,7 @@ def run_plain_loop(
     ]
     if (first := next(batches := iter(batches), None)) is None:
         return [], tensors
-    side, losses = DenseSide(job, num_dense=first.batch.dense.shape[1]), []
+    side, losses = JobModel(job, num_dense=first.batch.dense.shape[1]), []
     side.model.load_state_dict({name: start[name] for name in side.model.state_dict()})
     for scheduled in itertools.chain([first], batches):
         batch, training = scheduled.batch, scheduled.kind == "train"

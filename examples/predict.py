@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from examples.plain_loop import PlainTable
 from rowcast.job.file import load_job
 from rowcast.prefetcher.readers.reader import open_reader
-from rowcast.trainer.models.model_side import DenseSide
+from rowcast.trainer.models.job_model import JobModel
 
 
 @torch.no_grad()
@@ -30,7 +30,7 @@ def main() -> None:
     tables = [
         PlainTable(table, job.features.index(table.features[0]), job.optimizer.sparse, tensors) for table in job.tables
     ]
-    side = DenseSide(job, num_dense=reader.num_dense)
+    side = JobModel(job, num_dense=reader.num_dense)
     side.model.load_state_dict({name: tensors[name] for name in side.model.state_dict()})
     for batch in reader.batches("train", epoch=0):
         embeddings = [feature for table in tables for feature in table.forward(batch)]

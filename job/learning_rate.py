@@ -11,7 +11,7 @@ of MLPerf's DLRM.
 
 import math
 
-from rowcast.job.schema import DenseOptimizer, Schedule, SparseOptimizer
+from rowcast.job.schema import DenseOptimizer, LearningRateSchedule, SparseOptimizer
 
 
 def learning_rate(settings: SparseOptimizer | DenseOptimizer, train_step: int) -> float:
@@ -25,7 +25,7 @@ def learning_rate(settings: SparseOptimizer | DenseOptimizer, train_step: int) -
     return schedule.final if done >= 1 else schedule.final + (lr - schedule.final) * left(schedule, done)
 
 
-def left(schedule: Schedule, done: float) -> float:
+def left(schedule: LearningRateSchedule, done: float) -> float:
     """The share of a decay that is still to come, from 1 to 0, when `done` of its steps are, from 0 to 1."""
     match schedule.kind:
         case "cosine":

@@ -282,7 +282,7 @@ class Model(Section, frozen=True, kw_only=True):
         return bool(widths) and (end != ONE or widths[-1] == 1)
 
 
-class Schedule(Section, frozen=True, kw_only=True):
+class LearningRateSchedule(Section, frozen=True, kw_only=True):
     """How the learning rate goes over the train steps of the run: up to `lr` in a line, then down to `final` as `kind` says."""
 
     warmup: int = 0  # train steps in which it rises: lr / warmup in the first, lr in the last
@@ -317,7 +317,7 @@ class Schedule(Section, frozen=True, kw_only=True):
         return self.warmup if self.decay_start is None else self.decay_start
 
 
-def check_learning_rate(lr: float, schedule: Schedule) -> None:
+def check_learning_rate(lr: float, schedule: LearningRateSchedule) -> None:
     if not 0 <= lr < float("inf"):
         raise ValueError(f"lr = {lr} must be finite and at least 0")
     if not 0 <= schedule.final <= lr:
@@ -344,7 +344,7 @@ class SparseOptimizer(Section, frozen=True, kw_only=True):
     weight_decay: float = 0.0  # must be 0
     # the greatest 2-norm of a row's gradient, summed over the batch; a longer one is made so long
     clip_rows: float | None = None
-    schedule: Schedule = Schedule()
+    schedule: LearningRateSchedule = LearningRateSchedule()
 
     def __post_init__(self) -> None:
         for name in ("momentum", "weight_decay"):
@@ -384,7 +384,7 @@ class DenseOptimizer(Section, frozen=True, kw_only=True):
     clip_value: float | None = None  # the greatest absolute value of a gradient's elements; others are set to it
     # the greatest 2-norm of all these gradients together, behind `clip_value`; longer ones are made so long
     clip_norm: float | None = None
-    schedule: Schedule = Schedule()
+    schedule: LearningRateSchedule = LearningRateSchedule()
 
     def __post_init__(self) -> None:
         check_learning_rate(self.lr, self.schedule)

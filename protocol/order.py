@@ -32,7 +32,7 @@ def require(condition: bool, sentence: str) -> None:
         raise ProtocolError(sentence)
 
 
-class Rows:
+class TravellingRows:
     """Rows of each group, which travel in order and are counted to their end."""
 
     def __init__(self, totals: Sequence[int]) -> None:
@@ -43,7 +43,7 @@ class Rows:
     def complete(self) -> bool:
         return tuple(self._counts) == self._totals
 
-    def after(self, spans: Sequence[RowSpan]) -> "Rows":
+    def after(self, spans: Sequence[RowSpan]) -> "TravellingRows":
         """What these would make of it."""
         counts = list(self._counts)
         for span in spans:
@@ -55,7 +55,7 @@ class Rows:
                 counts[span.group] <= total,
                 f"row {counts[span.group]} of group {span.group} travels, but there are {total}",
             )
-        following = Rows(self._totals)
+        following = TravellingRows(self._totals)
         following._counts = counts
         return following
 
@@ -71,7 +71,7 @@ class Pieces:
         self._next_piece = 0
         self._arrays_bytes = arrays_bytes
         self._next_byte = 0
-        self._rows = Rows(num_rows)
+        self._rows = TravellingRows(num_rows)
 
     @property
     def complete(self) -> bool:
@@ -100,7 +100,7 @@ class ComingHome:
     """The dirty rows of a plan's victims, or of a barrier."""
 
     def __init__(self, num_dirty: Sequence[int], answered_when_empty: bool) -> None:
-        self._rows = Rows(num_dirty)
+        self._rows = TravellingRows(num_dirty)
         self._next_piece = 0
         self.complete = self._rows.complete and not answered_when_empty
 
@@ -142,7 +142,7 @@ class OpenStep:
     checksums: Checksums
 
 
-class DenseSide:
+class ModelStateOrder:
     """The pieces of the dense side, whose size and checksum every piece repeats."""
 
     def __init__(self, first: DensePiece) -> None:
@@ -169,7 +169,7 @@ class OpenBarrier:
     pieces: Pieces
     rows: ComingHome
     checksums: Checksums
-    dense: DenseSide | None = None  # once its first piece has come
+    dense: ModelStateOrder | None = None  # once its first piece has come
 
 
 @dataclass(slots=True)
@@ -178,7 +178,7 @@ class Order:
 
     depth: int = 1
     restore_bytes: int = 0  # announced by the Welcome
-    restored: DenseSide | None = None
+    restored: ModelStateOrder | None = None
     next_step: int | None = None
     next_barrier: int | None = None
     open_steps: deque[OpenStep] = field(default_factory=deque)  # announced and not yet done, in order
@@ -246,7 +246,7 @@ class Order:
             message.nbytes == self.restore_bytes,
             f"a dense side of {message.nbytes} bytes came where {self.restore_bytes} were announced",
         )
-        dense = self.restored or DenseSide(message)
+        dense = self.restored or ModelStateOrder(message)
         dense.advance(message)
         self.restored = dense
 
@@ -340,7 +340,7 @@ class Order:
             f"the dense side of barrier {message.barrier} came while barrier {newest and newest.barrier} is open",
         )
         assert newest is not None, "checked above"
-        dense = newest.dense or DenseSide(message)
+        dense = newest.dense or ModelStateOrder(message)
         dense.advance(message)
         newest.dense = dense
 

@@ -53,7 +53,7 @@ def is_sampled(stamp: int) -> bool:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Block:
+class ArrayBlock:
     """Named arrays laid out as one block of `nbytes`."""
 
     arrays: tuple[Array, ...]
@@ -69,15 +69,17 @@ class Block:
                 out[first - offset : last - offset] = source[first - spec.offset : last - spec.offset]
 
 
-def make_block(arrays: Mapping[str, Array]) -> Block:
+def make_block(arrays: Mapping[str, Array]) -> ArrayBlock:
     specs, end = [], 0
     for name, array in arrays.items():
         specs.append(ArraySpec(name=name, dtype=array.dtype.str[1:], shape=array.shape, offset=end))  # type: ignore[arg-type]
         end = aligned(end + array.nbytes, ARRAY_ALIGNMENT)
-    return Block(arrays=tuple(np.ascontiguousarray(array) for array in arrays.values()), specs=tuple(specs), nbytes=end)
+    return ArrayBlock(
+        arrays=tuple(np.ascontiguousarray(array) for array in arrays.values()), specs=tuple(specs), nbytes=end
+    )
 
 
-def plan_block(batch: Batch, plan: StepPlan, checked: Mapping[str, Array] | None = None) -> Block:
+def plan_block(batch: Batch, plan: StepPlan, checked: Mapping[str, Array] | None = None) -> ArrayBlock:
     """Everything of a plan but its rows: what the trainer needs to look up, train and evict; and the slots that it is asked to check."""
     arrays: dict[str, Array] = {name: getattr(batch, name) for name in BATCH_ARRAYS}
     for index, group in enumerate(plan.groups):
@@ -86,7 +88,7 @@ def plan_block(batch: Batch, plan: StepPlan, checked: Mapping[str, Array] | None
     return make_block({**arrays, **(checked or {})})
 
 
-def plan_header(batch: Batch, plan: StepPlan, block: Block, num_checksums: int = 0) -> PlanHeader:
+def plan_header(batch: Batch, plan: StepPlan, block: ArrayBlock, num_checksums: int = 0) -> PlanHeader:
     groups = tuple(
         GroupHeader(
             num_lookups=len(group.slots),

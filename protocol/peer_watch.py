@@ -33,7 +33,7 @@ class WatchedLink(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Progress:
+class ProcessProgress:
     """How far this process is; compared from tick to tick."""
 
     step_begun: int | None
@@ -53,7 +53,7 @@ class PeerWatch:
         conversation: Conversation,
         link: WatchedLink,
         transport: Transport,
-        progress: Callable[[], Progress],
+        progress: Callable[[], ProcessProgress],
         connected: Callable[[], bool],
         failure: Callable[[], RowcastError | None],
     ) -> None:
@@ -115,7 +115,7 @@ class PeerWatch:
         if failure is not None:
             raise failure
 
-    def _check_coming(self, progress: Progress, now_s: float) -> None:
+    def _check_coming(self, progress: ProcessProgress, now_s: float) -> None:
         """The time-out counts from when this side was ready, or last heard from a peer that is not ready yet."""
         self._last_change_s = now_s
         if not progress.ready:
@@ -140,7 +140,7 @@ class PeerWatch:
                 f"the {self._peer} has been silent for {now_s - last_s:.1f} s; it was stopped or its host is overloaded"
             )
 
-    def _check_progress(self, progress: Progress, now_s: float) -> None:
+    def _check_progress(self, progress: ProcessProgress, now_s: float) -> None:
         reached = (progress.step_begun, progress.step_done, progress.work, *self._peer_progress)
         if reached != self._reached:
             self._last_change_s, self._next_report_s = now_s, REPORT_EVERY_S

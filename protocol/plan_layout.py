@@ -57,7 +57,7 @@ class Size:
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class ArrayLayout:
     """One array."""
 
     dtype: Dtype
@@ -103,21 +103,21 @@ class LookupArrays(Generic[A]):
     """
 
     # slot of each look-up
-    slots: Annotated[A, Layout("i4", (N,), below=SLOTS)]
+    slots: Annotated[A, ArrayLayout("i4", (N,), below=SLOTS)]
     # slot of each distinct row, by ascending key
-    unique_slots: Annotated[A, Layout("i4", (U,), below=SLOTS, distinct=True)]
+    unique_slots: Annotated[A, ArrayLayout("i4", (U,), below=SLOTS, distinct=True)]
     # where each distinct row's look-ups start in bag_order
-    segment_offsets: Annotated[A, Layout("i4", (U + 1,), rises_to=N)]
+    segment_offsets: Annotated[A, ArrayLayout("i4", (U + 1,), rises_to=N)]
     # the bag of each look-up, grouped by row, in look-up order within a row
-    bag_order: Annotated[A, Layout("i4", (N,), below=G)]
+    bag_order: Annotated[A, ArrayLayout("i4", (N,), below=G)]
     # the look-up that each entry of bag_order belongs to; only with weights
-    lookup_order: Annotated[A | None, Layout("i4", (N,), below=N, where=is_present("weights"))] = None
+    lookup_order: Annotated[A | None, ArrayLayout("i4", (N,), below=N, where=is_present("weights"))] = None
     # bag boundaries in slots; None: every bag holds one look-up
-    offsets: Annotated[A | None, Layout("i4", (G + 1,), rises_to=N, where=is_present("offsets"))] = None
+    offsets: Annotated[A | None, ArrayLayout("i4", (G + 1,), rises_to=N, where=is_present("offsets"))] = None
     # weight of each look-up; None: all are 1
-    weights: Annotated[A | None, Layout("f4", (N,), where=is_present("weights"))] = None
+    weights: Annotated[A | None, ArrayLayout("f4", (N,), where=is_present("weights"))] = None
     # where each sample's look-ups start among its feature's
-    sequence_offsets: Annotated[A | None, Layout("i4", (S, B + 1), rises_to=L, where=has_sequences)] = None
+    sequence_offsets: Annotated[A | None, ArrayLayout("i4", (S, B + 1), rises_to=L, where=has_sequences)] = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -125,21 +125,21 @@ class GroupArrays(LookupArrays[A]):
     """What the kernels use, and what the cache uses."""
 
     # slots of the rows to bring, by ascending key; the first of them are those that the victims leave
-    fetch_slots: Annotated[A, Layout("i4", (FETCH,), below=SLOTS, distinct=True)]
+    fetch_slots: Annotated[A, ArrayLayout("i4", (FETCH,), below=SLOTS, distinct=True)]
 
 
-def layouts(arrays: type) -> dict[str, Layout]:
+def layouts(arrays: type) -> dict[str, ArrayLayout]:
     """The arrays among the fields of a class, in their order."""
     hints = get_type_hints(arrays, include_extras=True)
     found = {name: getattr(hint, "__metadata__", (None,))[0] for name, hint in hints.items()}
-    return {name: layout for name, layout in found.items() if isinstance(layout, Layout)}
+    return {name: layout for name, layout in found.items() if isinstance(layout, ArrayLayout)}
 
 
-BATCH_ARRAYS = {"dense": Layout("f4", (B, D)), "labels": Layout("f4", (B,))}
+BATCH_ARRAYS = {"dense": ArrayLayout("f4", (B, D)), "labels": ArrayLayout("f4", (B,))}
 LOOKUP_ARRAYS = layouts(LookupArrays)
 GROUP_ARRAYS = layouts(GroupArrays)
 # slots of the rows whose checksums are asked for (`row_checksum.py`): of fetched rows once they are filled, of victims before that
 ASKED_SLOTS = {
-    "verify_fetch": Layout("i4", (ASKED_FETCH,), below=SLOTS, where=is_present("verify_fetch")),
-    "verify_evict": Layout("i4", (ASKED_EVICT,), below=SLOTS, where=is_present("verify_evict")),
+    "verify_fetch": ArrayLayout("i4", (ASKED_FETCH,), below=SLOTS, where=is_present("verify_fetch")),
+    "verify_evict": ArrayLayout("i4", (ASKED_EVICT,), below=SLOTS, where=is_present("verify_evict")),
 }

@@ -44,7 +44,7 @@ class State(StrEnum):
     CLOSED = "closed"
 
 
-class Event(StrEnum):
+class MessageKind(StrEnum):
     """A message type, told apart further where that decides what may follow."""
 
     HELLO = "Hello"
@@ -69,11 +69,11 @@ class Event(StrEnum):
     BYE = "Bye"
 
 
-S, E = State, Event
+S, E = State, MessageKind
 WORK = (E.ROWS_BACK, E.ROW_CHECKSUMS, E.STEP_DONE, E.RELEASED)  # the trainer's reports on steps
 
 # in this state, this side may send these, and then the state is
-ROWS: tuple[tuple[State, Role, tuple[Event, ...], State], ...] = (
+ROWS: tuple[tuple[State, Role, tuple[MessageKind, ...], State], ...] = (
     (S.WAITING_HELLO, TRAINER, (E.HELLO,), S.WAITING_WELCOME),
     (S.WAITING_HELLO, TRAINER, (E.HEARTBEAT, E.STOP_REQUEST), S.WAITING_HELLO),
     (S.WAITING_HELLO, PREFETCHER, (E.HEARTBEAT,), S.WAITING_HELLO),
@@ -112,21 +112,21 @@ ROWS: tuple[tuple[State, Role, tuple[Event, ...], State], ...] = (
     ),
 )
 
-TABLE: dict[tuple[State, Role], dict[Event, State]] = {(state, role): {} for state in State for role in ROLES}
+TABLE: dict[tuple[State, Role], dict[MessageKind, State]] = {(state, role): {} for state in State for role in ROLES}
 for _state, _role, _events, _next in ROWS:
     TABLE[_state, _role].update(dict.fromkeys(_events, _next))
 
 
-def event_of(message: AnyMessage) -> Event:
+def event_of(message: AnyMessage) -> MessageKind:
     if isinstance(message, RowsBack) and message.barrier is not None:
-        return Event.LAST_BARRIER_ROWS if message.last else Event.BARRIER_ROWS
+        return MessageKind.LAST_BARRIER_ROWS if message.last else MessageKind.BARRIER_ROWS
     if isinstance(message, Flush):
         if message.piece > 0:
-            return Event.MORE_SLOTS
-        return Event.CHECKPOINT if message.checkpoint else Event.FLUSH
+            return MessageKind.MORE_SLOTS
+        return MessageKind.CHECKPOINT if message.checkpoint else MessageKind.FLUSH
     if isinstance(message, Saved) and message.piece == message.num_pieces - 1:
-        return Event.LAST_SAVED
-    return Event(type(message).__name__)
+        return MessageKind.LAST_SAVED
+    return MessageKind(type(message).__name__)
 
 
 class Session:
@@ -267,11 +267,11 @@ def render_table() -> str:
     return "\n".join([*diagram, "```", "", *table, ""])
 
 
-def _transitions() -> list[tuple[State, Role, Event, State]]:
+def _transitions() -> list[tuple[State, Role, MessageKind, State]]:
     """Those of a Failure are left out: every state but the last has them."""
     return [
         (state, role, event, after)
         for (state, role), following in TABLE.items()
         for event, after in following.items()
-        if event is not Event.FAILURE
+        if event is not MessageKind.FAILURE
     ]

@@ -31,11 +31,11 @@ MAX_KEY = 2**63 - 1
 MAX_STEP = 10**12 - 1  # twelve digits: names of folders are in order of their steps
 
 
-class Part(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class FilePart(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     pass
 
 
-class DenseFile(Part, frozen=True, kw_only=True):
+class DenseFile(FilePart, frozen=True, kw_only=True):
     """The trainer's side: weights, optimizer state and whatever else it needs to go on, as safetensors."""
 
     file: str  # relative to checkpoints/
@@ -46,7 +46,7 @@ class DenseFile(Part, frozen=True, kw_only=True):
         check_file(self.file, self.nbytes, self.checksum)
 
 
-class RowFile(Part, frozen=True, kw_only=True):
+class RowFile(FilePart, frozen=True, kw_only=True):
     """Rows of one group by ascending key, as safetensors: `keys` i64[n] and `records` u8[n, record_bytes]."""
 
     group: str
@@ -68,7 +68,7 @@ class RowFile(Part, frozen=True, kw_only=True):
             )
 
 
-class RowLayer(Part, frozen=True, kw_only=True):
+class RowLayer(FilePart, frozen=True, kw_only=True):
     """A base: every row that was trained up to a checkpoint. A delta: those that changed since the layer before."""
 
     kind: Literal["base", "delta"]
@@ -97,7 +97,7 @@ class RowLayer(Part, frozen=True, kw_only=True):
         return tuple(file for file in self.files if file.group == group)
 
 
-class Manifest(Part, frozen=True, kw_only=True):
+class Manifest(FilePart, frozen=True, kw_only=True):
     version: int
     run_id: str
     position: Position  # where training goes on

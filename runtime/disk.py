@@ -14,7 +14,7 @@ from typing import Protocol
 Content = bytes | memoryview
 
 
-class Writing(Protocol):
+class FileWrite(Protocol):
     """A file being written, from its first byte on. Every method raises OSError."""
 
     def write(self, content: Content) -> None:
@@ -33,7 +33,7 @@ class Disk(Protocol):
     def mkdir(self, path: Path) -> None:
         """Makes one folder in an existing one."""
 
-    def create(self, path: Path) -> Writing:
+    def create(self, path: Path) -> FileWrite:
         """A new, empty file; what was there is replaced."""
 
     def rename(self, source: Path, target: Path) -> None:
@@ -73,7 +73,7 @@ class RealDisk:
     def mkdir(self, path: Path) -> None:
         path.mkdir()
 
-    def create(self, path: Path) -> Writing:
+    def create(self, path: Path) -> FileWrite:
         return RealWriting(path)
 
     def rename(self, source: Path, target: Path) -> None:

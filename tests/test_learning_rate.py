@@ -8,13 +8,13 @@ import msgspec
 import pytest
 
 from rowcast.job.learning_rate import learning_rate
-from rowcast.job.schema import DenseOptimizer, Schedule, SparseOptimizer
+from rowcast.job.schema import DenseOptimizer, LearningRateSchedule, SparseOptimizer
 from rowcast.runtime.errors import ConfigError
 from tests.support.full_capacity import make_job
 
 
 def rates(num_steps: int, lr: float = 0.8, **schedule: Any) -> list[float]:
-    settings = SparseOptimizer(kind="sgd", lr=lr, schedule=msgspec.convert(schedule, Schedule))
+    settings = SparseOptimizer(kind="sgd", lr=lr, schedule=msgspec.convert(schedule, LearningRateSchedule))
     return [learning_rate(settings, step) for step in range(num_steps)]
 
 
@@ -98,5 +98,5 @@ def test_an_impossible_schedule_is_refused_with_its_section(schedule: dict[str, 
 
 @pytest.mark.parametrize("settings", [SparseOptimizer, DenseOptimizer])
 def test_both_sides_have_a_schedule(settings: type[SparseOptimizer] | type[DenseOptimizer]) -> None:
-    warm = settings(kind="adagrad", lr=1.0, schedule=Schedule(warmup=10))
+    warm = settings(kind="adagrad", lr=1.0, schedule=LearningRateSchedule(warmup=10))
     assert learning_rate(warm, 0) == 0.1

@@ -21,10 +21,10 @@ from rowcast.analysis.advise.cost import (
     probe_rows,
 )
 from rowcast.analysis.advise.curve import Trials, capacity_slots, rounded_up
-from rowcast.analysis.advise.read import Observed, Sample, observe, what_was_read, working_sets
+from rowcast.analysis.advise.read import Observed, SamplingPlan, observe, what_was_read, working_sets
 from rowcast.analysis.advise.recommend import (
     Advice,
-    Chosen,
+    ChosenValues,
     Point,
     Points,
     Recommendation,
@@ -35,7 +35,7 @@ from rowcast.analysis.advise.recommend import (
 )
 from rowcast.analysis.advise.show import Facts, notes, print_advice
 from rowcast.analysis.free_memory import free_memory
-from rowcast.analysis.progress import Progress, ProgressBar, Silent
+from rowcast.analysis.progress import AnalysisProgress, ProgressBar, Silent
 from rowcast.analysis.simulate.grid import with_values
 from rowcast.job.schema import Job, parse_bytes
 from rowcast.prefetcher.planner.auto_horizon import SHARE
@@ -55,16 +55,16 @@ MEMORY_SHARE = 0.5  # of the free memory, for the followed rows
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Request:
+class AdviseRequest:
     """None: a value that this module assumes or measures."""
 
-    sample: Sample
+    sample: SamplingPlan
     max_steps: int | None = None
     step_ms: float | None = None
     link_gbs: float | None = None  # each way
     gather_gbs: float | None = None  # rows read from the tables, or written to them
     memory_bytes: float  # host memory that following rows may take
-    progress: Progress = field(default_factory=Silent)
+    progress: AnalysisProgress = field(default_factory=Silent)
 
     def __post_init__(self) -> None:
         for name, value in (
@@ -76,7 +76,7 @@ class Request:
                 raise ConfigError(f"{name} {value}: give a number above 0")
 
 
-def advise_job(job: Job, request: Request) -> Advice:
+def advise_job(job: Job, request: AdviseRequest) -> Advice:
     """Reads the data, then simulates. Raises ConfigError and DataError."""
     reader = open_reader(job, stream_columns(job)[0])
     tick = request.progress.begin("reading the data", num_steps(job, reader, request))
@@ -86,14 +86,14 @@ def advise_job(job: Job, request: Request) -> Advice:
     return Adviser(job, request, observed, rates, trials).advice()
 
 
-def num_steps(job: Job, reader: Reader, request: Request) -> int | None:
+def num_steps(job: Job, reader: Reader, request: AdviseRequest) -> int | None:
     """That are read, evaluations left away; None where nobody knows."""
     if request.sample.samples is not None:
         return -(-request.sample.samples // job.data.batch_size)
     return expected_train_steps(job, reader, request.max_steps)
 
 
-def machine_rates(observed: Observed, job: Job, request: Request, capacity_bytes: int, num_dense: int) -> Rates:
+def machine_rates(observed: Observed, job: Job, request: AdviseRequest, capacity_bytes: int, num_dense: int) -> Rates:
     threads = automatic_threads() if job.prefetcher.threads == "auto" else job.prefetcher.threads
     plan_s, plan_bytes = probe_planning(
         observed, job.lookahead.depth, capacity_slots(observed, capacity_bytes), threads
@@ -114,7 +114,7 @@ def machine_rates(observed: Observed, job: Job, request: Request, capacity_bytes
 class Adviser:
     """From what was read and measured to what is said."""
 
-    def __init__(self, job: Job, request: Request, observed: Observed, rates: Rates, trials: Trials) -> None:
+    def __init__(self, job: Job, request: AdviseRequest, observed: Observed, rates: Rates, trials: Trials) -> None:
         self._job, self._observed, self._rates, self._trials = job, observed, rates, trials
         self._step_ms = request.step_ms or STEP_MS
         self._assumed = assumed(request, observed, rates)
@@ -165,13 +165,13 @@ class Adviser:
         largest = self._trials.smallest
         return largest if self._observed.is_whole_run else LARGER_BATCH * largest
 
-    def _chosen(self, predicted: Point) -> Chosen:
+    def _chosen(self, predicted: Point) -> ChosenValues:
         capacity_bytes, lookahead = predicted.capacity_bytes, self._job.lookahead
         travel_s = self._points.demand(capacity_bytes).travel_s
         horizon = self._trials.moved(capacity_bytes).horizon
         id_bytes = self._larger_budget(capacity_bytes, horizon)
         known = min(horizon + 1, len(self._observed))
-        return Chosen(
+        return ChosenValues(
             predicted=predicted,
             depth=max(lookahead.depth, enough_depth(travel_s, self._step_ms / 1e3)),
             travel_ms=1e3 * travel_s,
@@ -193,7 +193,7 @@ class Adviser:
         return larger if after < (1 - WORTH) * before else None
 
 
-def assumed(request: Request, observed: Observed, rates: Rates) -> Assumed:
+def assumed(request: AdviseRequest, observed: Observed, rates: Rates) -> Assumed:
     return Assumed(
         step_ms=request.step_ms or STEP_MS,
         step_given=request.step_ms is not None,
@@ -227,8 +227,8 @@ def run_advise(job: Job, options: AdviseOptions) -> None:
     if share is None:
         share = USUAL_SHARE if options.samples is None else 1.0
     with ProgressBar() as progress:
-        request = Request(
-            sample=Sample(share=share, samples=options.samples),
+        request = AdviseRequest(
+            sample=SamplingPlan(share=share, samples=options.samples),
             max_steps=options.max_steps,
             step_ms=options.step_ms,
             link_gbs=options.link_gbs,

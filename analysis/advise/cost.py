@@ -197,7 +197,7 @@ def cost(own: Demand, everything: Demand) -> Cost:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class HostMemory:
+class HostMemoryNeed:
     tables_bytes: int  # rows with optimizer state, where every row of every table is trained
     touched_bytes: int  # of those that the run touches: about what the tables take at its end
     rings_bytes: int  # both
@@ -214,12 +214,12 @@ class DeviceMemory:
     plans_bytes: int  # arrays of depth + 2 plans
 
 
-def host_memory(observed: Observed, job: Job, ring_bytes: int, known_bytes: int) -> HostMemory:
+def host_memory(observed: Observed, job: Job, ring_bytes: int, known_bytes: int) -> HostMemoryNeed:
     touched = sum(
         rows * group.record_bytes for rows, group in zip(observed.distinct_rows, observed.groups, strict=True)
     )
     num_rows = sum(group.num_rows for group in observed.groups)
-    return HostMemory(
+    return HostMemoryNeed(
         tables_bytes=sum(group.num_rows * group.record_bytes for group in observed.groups) + num_rows,
         touched_bytes=int(touched) + num_rows,  # a byte a row says whether it was trained
         rings_bytes=2 * ring_bytes,

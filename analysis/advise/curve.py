@@ -15,7 +15,7 @@ import numpy as np
 
 from rowcast.analysis.advise.follow import NUM_PARTS, part_counts, scaled_slots
 from rowcast.analysis.advise.read import Observed
-from rowcast.analysis.progress import Progress, Tick
+from rowcast.analysis.progress import AnalysisProgress, Tick
 from rowcast.analysis.simulate.grid import with_values
 from rowcast.analysis.simulate.moves import Moves, entries, new_moves, note
 from rowcast.job.schema import Job
@@ -148,7 +148,7 @@ class Traffic:
 
 
 class Trials:
-    def __init__(self, observed: Observed, job: Job, progress: Progress) -> None:
+    def __init__(self, observed: Observed, job: Job, progress: AnalysisProgress) -> None:
         self._observed, self._job, self._progress = observed, job, progress
         self._known: dict[tuple[int, Compared], Moved] = {}
         self.smallest = smallest_capacity(observed)

@@ -16,7 +16,7 @@ import numpy as np
 
 from rowcast.analysis.advise.follow import group_shares, thinned
 from rowcast.analysis.progress import Tick
-from rowcast.analysis.simulate.recording import EMPTY, RecordedStep, Recording, without_arrays
+from rowcast.analysis.simulate.recording import EMPTY, RecordedStep, RunRecording, without_arrays
 from rowcast.job.schema import Job
 from rowcast.job.tables import GroupSpec, group_specs
 from rowcast.prefetcher.planner.capacity import MEASURED_BATCHES, Touched, measure
@@ -24,7 +24,7 @@ from rowcast.prefetcher.planner.horizon import KnownBatch
 from rowcast.prefetcher.planner.planner import groupers_of
 from rowcast.prefetcher.readers.batch_parts import DenseBatch, IdsBatch, Part, join_parts
 from rowcast.prefetcher.readers.reader import Pending, Reader, can_share
-from rowcast.prefetcher.readers.schedule import Place, Turn, places
+from rowcast.prefetcher.readers.schedule import SchedulePoint, Turn, places
 from rowcast.protocol.batch import Batch, Kind, ScheduledBatch
 from rowcast.runtime.arrays import I64
 from rowcast.runtime.errors import ConfigError
@@ -83,8 +83,8 @@ class Observed:
         return sum(step.id_bytes for step in self.steps) / len(self)
 
     @cached_property
-    def recording(self) -> Recording:
-        return Recording(self.groups, [step.recorded for step in self.steps])
+    def recording(self) -> RunRecording:
+        return RunRecording(self.groups, [step.recorded for step in self.steps])
 
     @cached_property
     def unique_rows(self) -> I64:
@@ -134,7 +134,7 @@ def first_touches(keys: list[I64]) -> I64:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Sample:
+class SamplingPlan:
     """share: of the rows, to be followed. samples: training samples to read, or None for every batch of the run."""
 
     share: float
@@ -148,7 +148,7 @@ class Sample:
 
 
 def observe(
-    job: Job, reader: Reader, sample: Sample, max_steps: int | None, memory_bytes: float, tick: Tick
+    job: Job, reader: Reader, sample: SamplingPlan, max_steps: int | None, memory_bytes: float, tick: Tick
 ) -> Observed:
     """Reads; `tick` is called for each step. Raises ConfigError where there is no step or no room, and what reading raises."""
     observer = Observer(job, sample.share, memory_bytes)
@@ -168,7 +168,7 @@ def stretch(job: Job, reader: Reader, num_samples: int) -> Iterator[Turn]:
     start = max(0, -(-(epoch or 0) // job.data.batch_size) - num_batches) // 2 if known else 0
     at = Position()
     for decode in islice(reader.pending("train", 0, start), num_batches):
-        yield Place(kind="train", position=at, following=at.after_train()), decode
+        yield SchedulePoint(kind="train", position=at, following=at.after_train()), decode
         at = at.after_train()
 
 
@@ -179,14 +179,14 @@ class Observer:
         self._job, self._share, self._memory_bytes = job, share, memory_bytes
         self._groups = group_specs(job)
         self._groupers = groupers_of(self._groups)
-        self._first: list[tuple[Place, ScheduledBatch]] = []
+        self._first: list[tuple[SchedulePoint, ScheduledBatch]] = []
         self._touched: Touched | None = None
         self._shares: tuple[float, ...] = ()
         self._steps: list[SeenStep] = []
         self._kept_bytes = 0
         self._again: dict[tuple[Kind, int], SeenStep] = {}  # by split and batch, where its order is always the same
 
-    def add(self, place: Place, decode: Pending) -> None:
+    def add(self, place: SchedulePoint, decode: Pending) -> None:
         known = self._again.get(batch_of_split(place))
         if known is not None:
             self._steps.append(replace(known, recorded=replace(known.recorded, scheduled=scheduled(place, EMPTY))))
@@ -218,7 +218,7 @@ class Observer:
             self._see(place, batch)
         return self._touched
 
-    def _see(self, place: Place, batch: ScheduledBatch) -> None:
+    def _see(self, place: SchedulePoint, batch: ScheduledBatch) -> None:
         groupings = tuple(grouper.group(grouper.lookups(batch.batch)) for grouper in self._groupers)
         kept = tuple(thinned(grouping, share) for grouping, share in zip(groupings, self._shares, strict=True))
         seen = SeenStep(
@@ -238,13 +238,13 @@ class Observer:
             self._again[batch_of_split(place)] = seen
 
 
-def batch_of_split(place: Place) -> tuple[Kind, int]:
+def batch_of_split(place: SchedulePoint) -> tuple[Kind, int]:
     """Which batch of its split it is, counted within the epoch."""
     at = place.position
     return place.kind, at.train_batch if place.kind == "train" else at.eval_batch or 0
 
 
-def scheduled(place: Place, batch: Batch) -> ScheduledBatch:
+def scheduled(place: SchedulePoint, batch: Batch) -> ScheduledBatch:
     at = place.position
     return ScheduledBatch(step=at.step, kind=place.kind, train_step=at.train_step, epoch=at.epoch, batch=batch)
 
@@ -274,7 +274,7 @@ class Read:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Rows:
+class DistinctRows:
     """Distinct rows."""
 
     median: int
@@ -286,9 +286,9 @@ class WorkingSet:
     group: str
     record_bytes: int
     table_rows: int
-    batch: Rows
+    batch: DistinctRows
     depth: int
-    flight: Rows  # of `depth` batches that follow each other; an estimate
+    flight: DistinctRows  # of `depth` batches that follow each other; an estimate
     touched: int  # by all that was read; an estimate
 
 
@@ -316,9 +316,9 @@ def window_rows(keys: list[I64], length: int) -> I64:
     )
 
 
-def median_and_largest(rows: I64, share: float) -> Rows:
+def median_and_largest(rows: I64, share: float) -> DistinctRows:
     """Of followed rows, whose share of all rows is given."""
-    return Rows(median=round(float(np.median(rows)) / share), largest=round(int(rows.max()) / share))
+    return DistinctRows(median=round(float(np.median(rows)) / share), largest=round(int(rows.max()) / share))
 
 
 def what_was_read(observed: Observed) -> Read:

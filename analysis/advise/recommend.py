@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil
 
-from rowcast.analysis.advise.cost import Assumed, Demand, DeviceMemory, HostMemory, Rates, cost, demand
+from rowcast.analysis.advise.cost import Assumed, Demand, DeviceMemory, HostMemoryNeed, Rates, cost, demand
 from rowcast.analysis.advise.curve import Traffic, Trials, capacity_slots
 from rowcast.analysis.advise.read import Observed, Read, WorkingSet
 from rowcast.job.schema import Job
@@ -61,7 +61,7 @@ class Advice:
     curve: tuple[Point, ...]  # by capacity, ascending; the last one holds all rows that were touched
     choice: Choice
     recommended: Recommendation
-    host: HostMemory
+    host: HostMemoryNeed
     device: DeviceMemory
     notes: tuple[str, ...]  # what is guessed, and what else to know
 
@@ -121,7 +121,7 @@ class Points:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Chosen:
+class ChosenValues:
     """Values, and what they come to in the run that was observed."""
 
     predicted: Point
@@ -138,7 +138,7 @@ def enough_depth(travel_s: float, step_s: float) -> int:
     return min(MOST_DEPTH, max(USUAL_DEPTH, ceil(travel_s / step_s) + 1))
 
 
-def sections(chosen: Chosen) -> dict[str, dict[str, str | int]]:
+def sections(chosen: ChosenValues) -> dict[str, dict[str, str | int]]:
     """As the job file has them."""
     lookahead: dict[str, str | int] = {"depth": chosen.depth, "horizon": "auto"}
     if chosen.id_bytes is not None:
@@ -149,7 +149,7 @@ def sections(chosen: Chosen) -> dict[str, dict[str, str | int]]:
     }
 
 
-def reasons(job: Job, chosen: Chosen, choice: Choice) -> dict[str, str]:
+def reasons(job: Job, chosen: ChosenValues, choice: Choice) -> dict[str, str]:
     """A sentence for each value."""
     ahead, lru = chosen.predicted.lookahead, chosen.predicted.lru
     found = {
@@ -171,7 +171,7 @@ def reasons(job: Job, chosen: Chosen, choice: Choice) -> dict[str, str]:
     return found
 
 
-def capacity_reason(chosen: Chosen, choice: Choice) -> str:
+def capacity_reason(chosen: ChosenValues, choice: Choice) -> str:
     fetched = f"{chosen.predicted.lookahead.rows_fetched_per_step:,.0f} rows fetched a step"
     if choice.no_stall_bytes is not None and choice.no_stall_bytes > choice.knee_bytes:
         return (

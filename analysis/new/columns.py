@@ -14,11 +14,18 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import xxhash
 
-from rowcast.analysis.progress import Progress, Tick
+from rowcast.analysis.progress import AnalysisProgress, Tick
 from rowcast.job.formats import FORMATS
 from rowcast.prefetcher.readers.arrow_rows import is_list
 from rowcast.prefetcher.readers.data_files import data_files
-from rowcast.prefetcher.readers.formats.csv import HEADER_BYTES, Layout, beginning, decode, require_header, split_cells
+from rowcast.prefetcher.readers.formats.csv import (
+    HEADER_BYTES,
+    CsvLayout,
+    beginning,
+    decode,
+    require_header,
+    split_cells,
+)
 from rowcast.prefetcher.readers.formats.csv_line import FALSE, TRUE, Cell
 from rowcast.prefetcher.readers.formats.parquet_files import file_facts
 from rowcast.prefetcher.readers.hashed_ids import can_hash, value_bytes
@@ -37,7 +44,7 @@ PARQUET_ROWS = 65536  # looked at together
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Column:
+class ColumnFacts:
     name: str
     kind: Kind
     type: str  # as Parquet says it, or TEXT
@@ -65,9 +72,9 @@ class DataSet:
     delimiter: str
     num_files: int
     num_rows: int
-    columns: list[Column]
+    columns: list[ColumnFacts]
 
-    def named(self, name: str) -> Column | None:
+    def named(self, name: str) -> ColumnFacts | None:
         return next((column for column in self.columns if column.name == name), None)
 
 
@@ -164,9 +171,9 @@ class Watch:
             self._total += float(numbers @ counts)
             self._all_whole = self._all_whole and bool((numbers == np.floor(numbers)).all())
 
-    def column(self) -> Column:
+    def column(self) -> ColumnFacts:
         low, high = self._range or (0.0, 0.0)
-        return Column(
+        return ColumnFacts(
             name=self.name,
             kind=self._kind if self._num_values else "other",
             type=self._type,
@@ -182,7 +189,7 @@ class Watch:
         )
 
 
-def look_at(path: str, progress: Progress) -> DataSet:
+def look_at(path: str, progress: AnalysisProgress) -> DataSet:
     """Reads every row of the files. Raises ConfigError for a path of neither kind, DataError for files that a run would refuse."""
     names = {format: FORMATS[format].file_names for format in ("csv", "parquet")}
     files = {format: found(path, pattern) for format, pattern in names.items()}
@@ -213,7 +220,7 @@ def look_at_csv(path: str, files: list[Path], tick: Tick) -> DataSet:
         first_line = stream.readline(HEADER_BYTES)
     delimiter = max(DELIMITERS, key=lambda each: first_line.count(each.encode()))
     header, _ = beginning(files[0], delimiter)
-    layout = Layout(header=header, delimiter=delimiter, cells={name: Cell(kind="text") for name in header})
+    layout = CsvLayout(header=header, delimiter=delimiter, cells={name: Cell(kind="text") for name in header})
     watches = [Watch(name, "integer", TEXT, LIST_SEPARATOR if delimiter != LIST_SEPARATOR else None) for name in header]
     num_rows = 0
     for file in files:

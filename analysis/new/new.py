@@ -8,12 +8,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from rowcast.analysis.advise.advise import Request, advise_job
-from rowcast.analysis.advise.read import Sample
+from rowcast.analysis.advise.advise import AdviseRequest, advise_job
+from rowcast.analysis.advise.read import SamplingPlan
 from rowcast.analysis.free_memory import free_memory
 from rowcast.analysis.new.columns import LIST_SEPARATOR, DataSet, look_at
-from rowcast.analysis.new.roles import Chosen, Ids, Wish, choose
-from rowcast.analysis.progress import Progress, ProgressBar
+from rowcast.analysis.new.roles import ChosenRoles, Ids, Wish, choose
+from rowcast.analysis.progress import AnalysisProgress, ProgressBar
 from rowcast.job.file import parse_job
 from rowcast.job.schema import parse_bytes
 from rowcast.runtime.errors import RowcastError
@@ -55,15 +55,17 @@ def split(names: str | None) -> list[str]:
     return [name.strip() for name in (names or "").split(",") if name.strip()]
 
 
-def advised_capacity(data: DataSet, chosen: Chosen, progress: Progress) -> tuple[str, str]:
+def advised_capacity(data: DataSet, chosen: ChosenRoles, progress: AnalysisProgress) -> tuple[str, str]:
     """What `prefetcher advise` recommends, and what to say of it."""
     job = parse_job(tomllib.loads(job_text(data, chosen, FIRST_CAPACITY, "")), "the new job")
     samples = None if data.num_rows <= WHOLE_RUN_ROWS else WHOLE_RUN_ROWS
     try:
         advice = advise_job(
             job,
-            Request(
-                sample=Sample(share=1.0, samples=samples), memory_bytes=MEMORY_SHARE * free_memory(), progress=progress
+            AdviseRequest(
+                sample=SamplingPlan(share=1.0, samples=samples),
+                memory_bytes=MEMORY_SHARE * free_memory(),
+                progress=progress,
             ),
         )
     except RowcastError as error:
@@ -76,7 +78,7 @@ def advised_capacity(data: DataSet, chosen: Chosen, progress: Progress) -> tuple
     return advice.recommended.capacity, "by `prefetcher advise`, which shows what more or less would do"
 
 
-def summary(data: DataSet, chosen: Chosen) -> list[str]:
+def summary(data: DataSet, chosen: ChosenRoles) -> list[str]:
     ids = (
         f"{ids.column.name} ({ids.num_embeddings:,} rows{', hashed' if ids.hashed else ''}{', lists' if ids.column.is_list else ''})"
         for ids in chosen.ids
@@ -96,7 +98,7 @@ def summary(data: DataSet, chosen: Chosen) -> list[str]:
     ]
 
 
-def job_text(data: DataSet, chosen: Chosen, capacity: str, why_capacity: str) -> str:
+def job_text(data: DataSet, chosen: ChosenRoles, capacity: str, why_capacity: str) -> str:
     return (
         "\n".join([*head(data), *columns(data, chosen), *tables(chosen), *rest(chosen, capacity, why_capacity)]) + "\n"
     )
@@ -135,7 +137,7 @@ def head(data: DataSet) -> Iterator[str]:
     yield ""
 
 
-def columns(data: DataSet, chosen: Chosen) -> Iterator[str]:
+def columns(data: DataSet, chosen: ChosenRoles) -> Iterator[str]:
     yield "[data.columns]"
     yield f"label = {quoted(chosen.label.name)}  # {100 * chosen.label.mean:.3g} % are 1"
     yield f"dense = {names([column.name for column in chosen.dense])}"
@@ -157,7 +159,7 @@ def columns(data: DataSet, chosen: Chosen) -> Iterator[str]:
     yield ""
 
 
-def tables(chosen: Chosen) -> Iterator[str]:
+def tables(chosen: ChosenRoles) -> Iterator[str]:
     taken: set[str] = set()
     for ids in chosen.ids:
         yield "[[tables]]"
@@ -170,7 +172,7 @@ def tables(chosen: Chosen) -> Iterator[str]:
         yield ""
 
 
-def rest(chosen: Chosen, capacity: str, why_capacity: str) -> Iterator[str]:
+def rest(chosen: ChosenRoles, capacity: str, why_capacity: str) -> Iterator[str]:
     yield "[model]"
     yield 'kind = "dlrm"'
     yield f"bottom_mlp = [64, {EMBEDDING_DIM}]" + (

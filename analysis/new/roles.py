@@ -4,7 +4,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rowcast.analysis.new.columns import Column, DataSet
+from rowcast.analysis.new.columns import ColumnFacts, DataSet
 from rowcast.runtime.errors import ConfigError
 from rowcast.runtime.name_lists import listed, nearest
 
@@ -26,20 +26,20 @@ class Wish:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ids:
-    column: Column
+    column: ColumnFacts
     hashed: bool
     num_embeddings: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Chosen:
-    label: Column
-    dense: list[Column]
+class ChosenRoles:
+    label: ColumnFacts
+    dense: list[ColumnFacts]
     ids: list[Ids]
     left_out: dict[str, str]  # column -> why
 
 
-def choose(data: DataSet, wish: Wish) -> Chosen:
+def choose(data: DataSet, wish: Wish) -> ChosenRoles:
     """Raises ConfigError where a wish cannot be met, or no label or no ids are found."""
     for option, names in (
         ("--label", [wish.label] if wish.label else []),
@@ -72,10 +72,10 @@ def choose(data: DataSet, wish: Wish) -> Chosen:
             dense.append(column)
     if not ids:
         raise ConfigError(f"{data.path}: no column looks like ids (text, lists, integers); name some with --ids")
-    return Chosen(label=label, dense=dense, ids=ids, left_out=left_out)
+    return ChosenRoles(label=label, dense=dense, ids=ids, left_out=left_out)
 
 
-def label_of(data: DataSet, wish: Wish) -> Column:
+def label_of(data: DataSet, wish: Wish) -> ColumnFacts:
     if wish.label is not None:
         column = data.named(wish.label)
         assert column is not None, "its name was looked up"
@@ -101,14 +101,14 @@ def label_of(data: DataSet, wish: Wish) -> Column:
     )
 
 
-def contents(column: Column) -> str:
+def contents(column: ColumnFacts) -> str:
     missing = f" and {column.missing:,} missing" if column.missing else ""
     if column.kind in ("integer", "number"):
         return f"{'lists of ' if column.is_list else ''}values from {column.low:g} to {column.high:g}{missing}"
     return f"{column.type}{missing}"
 
 
-def useless(data: DataSet, column: Column) -> str | None:
+def useless(data: DataSet, column: ColumnFacts) -> str | None:
     """Why a column is left out that nobody has asked for."""
     if column.kind == "time":
         return "a timestamp is no feature; docs/data.md makes hour and weekday of it"
@@ -126,7 +126,7 @@ def useless(data: DataSet, column: Column) -> str | None:
     return None
 
 
-def is_ids(column: Column) -> bool:
+def is_ids(column: ColumnFacts) -> bool:
     """Text, lists, integers by their name, and integers that fill their range, as numbered things do; 0 and 1 alone are a number."""
     if column.kind == "text" or column.is_list:
         return True
@@ -137,7 +137,7 @@ def is_ids(column: Column) -> bool:
     return column.low >= 0 and column.high > 1 and column.distinct >= FILLED * (column.high + 1)
 
 
-def as_ids(data: DataSet, column: Column) -> Ids:
+def as_ids(data: DataSet, column: ColumnFacts) -> Ids:
     """Integers from 0 on are rows as they are, in tables a little larger than they need; everything else is hashed."""
     if column.kind not in ("integer", "text") and not (data.format == "csv" and column.num_values):
         raise ConfigError(f"--ids {column.name}: ids are text or integers, and the column's type is {column.type}")
@@ -149,7 +149,7 @@ def as_ids(data: DataSet, column: Column) -> Ids:
     )
 
 
-def require_dense(column: Column) -> None:
+def require_dense(column: ColumnFacts) -> None:
     if column.kind not in ("integer", "number") or column.is_list:
         raise ConfigError(
             f"--dense {column.name}: a dense feature is a number, and this column holds {contents(column)}"

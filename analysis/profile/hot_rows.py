@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rowcast.analysis.profile.interval import Share, clustered_share
+from rowcast.analysis.profile.interval import EstimatedShare, clustered_share
 from rowcast.job.tables import KEY_SHIFT, GroupSpec
 from rowcast.prefetcher.planner.grouping import Grouper, GroupLookups
 from rowcast.protocol.batch import Batch
@@ -131,14 +131,14 @@ class TableShares:
     num_rows: int
     hot_rows: int
     hot_bytes: int
-    accesses: Share | None  # None: the judged batches look nothing up
-    inputs: Share | None
+    accesses: EstimatedShare | None  # None: the judged batches look nothing up
+    inputs: EstimatedShare | None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CoverageShares:
-    accesses: Share | None
-    inputs: Share | None
+    accesses: EstimatedShare | None
+    inputs: EstimatedShare | None
     tables: tuple[TableShares, ...]  # in the job's order
 
 
@@ -219,9 +219,9 @@ def known_share(num_hot: int, num_rows: int) -> float | None:
     return 1.0 if num_hot == num_rows else None
 
 
-def share_of(hits: I64, totals: I64, confidence: float, known: float | None) -> Share | None:
+def share_of(hits: I64, totals: I64, confidence: float, known: float | None) -> EstimatedShare | None:
     if known is not None and totals.sum():
-        return Share(estimate=known, low=known, high=known)
+        return EstimatedShare(estimate=known, low=known, high=known)
     return clustered_share(hits, totals, confidence)
 
 

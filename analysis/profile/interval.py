@@ -25,7 +25,7 @@ METHOD = "Wilson's interval for the effective number of samples, batches as clus
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Share:
+class EstimatedShare:
     """A share from 0 to 1 with its confidence interval."""
 
     estimate: float
@@ -33,7 +33,7 @@ class Share:
     high: float
 
 
-def clustered_share(hits: I64, totals: I64, confidence: float) -> Share | None:
+def clustered_share(hits: I64, totals: I64, confidence: float) -> EstimatedShare | None:
     """The share of `hits` in `totals`, both [m], one a batch; None where nothing was counted."""
     assert len(hits) == len(totals) >= 2, f"{len(hits)} hits and {len(totals)} totals of at least 2 batches"
     total = float(totals.sum())
@@ -53,12 +53,14 @@ def effective_samples(share: float, hits: I64, totals: I64) -> float:
     return min(spread / variance, total) if variance > 0 else total
 
 
-def wilson(share: float, num_samples: float, deviations: float) -> Share:
+def wilson(share: float, num_samples: float, deviations: float) -> EstimatedShare:
     """The shares from which `share` of so many samples is not further away than so many standard deviations."""
     weight = deviations**2 / num_samples
     centre = (share + weight / 2) / (1 + weight)
     half = deviations / (1 + weight) * sqrt(share * (1 - share) / num_samples + weight / (4 * num_samples))
-    return Share(estimate=share, low=max(0.0, min(share, centre - half)), high=min(1.0, max(share, centre + half)))
+    return EstimatedShare(
+        estimate=share, low=max(0.0, min(share, centre - half)), high=min(1.0, max(share, centre + half))
+    )
 
 
 def unseen_share(num_batches: int, confidence: float) -> float:

@@ -45,7 +45,7 @@ class Budget:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Request:
+class ProfileRequest:
     amount: Amount = DEFAULT_AMOUNT
     budgets: tuple[str, ...] = ()  # sizes as the job file writes them; none: half of the cache
     confidence: float = 0.99
@@ -57,7 +57,7 @@ class Request:
             raise ConfigError(f"--confidence {self.confidence}: give a probability from 0.5 to below 1, such as 0.99")
 
 
-def profile_job(job: Job, request: Request) -> tuple[Profile, dict[str, I64]]:
+def profile_job(job: Job, request: ProfileRequest) -> tuple[Profile, dict[str, I64]]:
     """The profile, and the hot rows of the largest budget by table. Raises ConfigError and DataError."""
     groups, reader = group_specs(job), open_reader(job)
     asked = [parse_budget(text, groups) for text in request.budgets]
@@ -89,7 +89,7 @@ def profile_job(job: Job, request: Request) -> tuple[Profile, dict[str, I64]]:
     return profile, rows_by_table(groups, hot_sets[-1])
 
 
-def pick(job: Job, reader: Reader, request: Request, popularity: Popularity) -> Popularity:
+def pick(job: Job, reader: Reader, request: ProfileRequest, popularity: Popularity) -> Popularity:
     """The same counts, after the batches of the picking half."""
     for sampled in half(job, reader, request, PICK):
         popularity.add(sampled.batch)
@@ -97,7 +97,7 @@ def pick(job: Job, reader: Reader, request: Request, popularity: Popularity) -> 
     return popularity
 
 
-def judge(job: Job, reader: Reader, request: Request, coverages: list[Coverage]) -> list[Coverage]:
+def judge(job: Job, reader: Reader, request: ProfileRequest, coverages: list[Coverage]) -> list[Coverage]:
     """The same coverages, after the batches of the judging half."""
     for sampled in half(job, reader, request, JUDGE):
         for coverage in coverages:
@@ -112,7 +112,7 @@ def group_facts(group: GroupSpec, slots: int, largest_batch_rows: int) -> GroupF
     )
 
 
-def half(job: Job, reader: Reader, request: Request, draw: int) -> Iterator[SampledBatch]:
+def half(job: Job, reader: Reader, request: ProfileRequest, draw: int) -> Iterator[SampledBatch]:
     windows = sample_windows(job, reader, request.amount, draws=2)
     return read_windows(job, reader, (window for window in windows if window.draw == draw))
 
@@ -207,7 +207,7 @@ class ProfileOptions:
 def run_profile(job: Job, options: ProfileOptions) -> None:
     """Raises ConfigError and DataError."""
     with Console(stderr=True).status("reading") as status:
-        request = Request(
+        request = ProfileRequest(
             amount=amount_of(options),
             budgets=tuple(options.budgets),
             confidence=options.confidence,

@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from rowcast.analysis.profile.hot_rows import CoverageShares
-from rowcast.analysis.profile.interval import METHOD, Share
+from rowcast.analysis.profile.interval import METHOD, EstimatedShare
 from rowcast.runtime.telemetry.format_numbers import human_bytes, percent_number
 
 HALF = "half the cache"  # the budget where none was asked for
@@ -136,7 +136,7 @@ def chunks(budgets: Sequence[BudgetCoverage], size: int) -> Iterator[tuple[Budge
         yield chunk
 
 
-def percent_interval(share: Share | None) -> str:
+def percent_interval(share: EstimatedShare | None) -> str:
     """`62.1 (60.0 to 64.2)`."""
     if share is None:
         return "none"

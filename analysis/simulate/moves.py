@@ -8,7 +8,7 @@ import numpy as np
 
 from rowcast.analysis.progress import Tick
 from rowcast.analysis.simulate.grid import Setting
-from rowcast.analysis.simulate.recording import RecordedStep, Recording
+from rowcast.analysis.simulate.recording import RecordedStep, RunRecording
 from rowcast.job.tables import GroupSpec
 from rowcast.prefetcher.planner.job_planner import job_planner
 from rowcast.prefetcher.planner.pin_files import load_pins
@@ -47,12 +47,12 @@ def new_planner(
     return job_planner(setting.job, groups, slots, first_batches, pinned=pinned, keep_ids=keep_ids)
 
 
-def bound_planner(recording: Recording, slots: tuple[int, ...]) -> RowPlanner:
+def bound_planner(recording: RunRecording, slots: tuple[int, ...]) -> RowPlanner:
     """Which no run can have: it knows every batch."""
     return RowPlanner(recording.groups, slots, depth=1, horizon=len(recording))
 
 
-def planned_moves(recording: Recording, planner: RowPlanner, tick: Tick) -> Moves:
+def planned_moves(recording: RunRecording, planner: RowPlanner, tick: Tick) -> Moves:
     """What a fresh planner moves. `tick` is called for each step. Raises ConfigError where a step does not fit."""
     moves = new_moves(len(recording), len(recording.groups))
     for entry in entries(recording.steps, planner):

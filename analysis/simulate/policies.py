@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from rowcast.analysis.progress import Tick
 from rowcast.analysis.simulate.moves import Moves, new_moves
-from rowcast.analysis.simulate.recording import NEVER, NumberedRows, Recording
+from rowcast.analysis.simulate.recording import NEVER, NumberedRows, RunRecording
 from rowcast.runtime.arrays import I32
 
 
@@ -58,7 +58,7 @@ class ResidentRows:
         self._moves.flushed[self._group] = np.count_nonzero(self._dirty)
 
 
-def window_moves(recording: Recording, slots: tuple[int, ...], horizon: int, seed: int, tick: Tick) -> Moves:
+def window_moves(recording: RunRecording, slots: tuple[int, ...], horizon: int, seed: int, tick: Tick) -> Moves:
     """Every step fits the slots: the caller made sure."""
     moves = new_moves(len(recording), len(slots))
     caches = [
@@ -108,7 +108,7 @@ def bring_window(cache: ResidentRows, begin: int, end: int, random: np.random.Ge
     cache.fetch(begin, missing)
 
 
-def ttl_moves(recording: Recording, slots: tuple[int, ...], horizon: int, tick: Tick) -> Moves:
+def ttl_moves(recording: RunRecording, slots: tuple[int, ...], horizon: int, tick: Tick) -> Moves:
     """Every step fits the slots: the caller made sure."""
     moves = new_moves(len(recording), len(slots))
     caches = [

@@ -49,7 +49,7 @@ class NumberedRows:
     next_uses: list[I32]  # of each step: the position of the next step that uses each of them, or NEVER
 
 
-class Recording:
+class RunRecording:
     """The steps of a run, in order without gaps. A step's position counts from 0 in the recording."""
 
     def __init__(self, groups: tuple[GroupSpec, ...], steps: list[RecordedStep]) -> None:
@@ -78,14 +78,14 @@ class Recording:
         return tuple(numbered_rows([step.keys(index) for step in self.steps]) for index in range(len(self.groups)))
 
 
-def record(groups: tuple[GroupSpec, ...], batches: Iterable[ScheduledBatch], tick: Tick) -> Recording:
+def record(groups: tuple[GroupSpec, ...], batches: Iterable[ScheduledBatch], tick: Tick) -> RunRecording:
     """Reads all of `batches`; `tick` is called after each."""
     groupers = groupers_of(groups)
     steps = []
     for scheduled in batches:
         steps.append(record_step(groupers, scheduled))
         tick()
-    return Recording(groups, steps)
+    return RunRecording(groups, steps)
 
 
 def record_step(groupers: tuple[Grouper, ...], scheduled: ScheduledBatch) -> RecordedStep:

@@ -11,7 +11,7 @@ from rich.table import Table
 
 from rowcast.analysis.simulate.grid import Setting
 from rowcast.analysis.simulate.moves import Moves
-from rowcast.analysis.simulate.recording import Recording
+from rowcast.analysis.simulate.recording import RunRecording
 from rowcast.job.schema import Horizon
 from rowcast.runtime.telemetry.format_numbers import percent
 
@@ -75,7 +75,7 @@ class Outcome:
     moves: Moves
 
 
-def make_result(recording: Recording, outcome: Outcome, bound_rows: int, *, per_step: bool) -> Simulation:
+def make_result(recording: RunRecording, outcome: Outcome, bound_rows: int, *, per_step: bool) -> Simulation:
     setting, moves = outcome.setting, outcome.moves
     record_bytes = np.array([group.record_bytes for group in recording.groups], np.int64)
     written_back = moves.written_back.sum(axis=0) + moves.flushed
@@ -105,7 +105,7 @@ def make_result(recording: Recording, outcome: Outcome, bound_rows: int, *, per_
     )
 
 
-def step_arrays(recording: Recording, moves: Moves) -> StepArrays:
+def step_arrays(recording: RunRecording, moves: Moves) -> StepArrays:
     return StepArrays(
         step=[step.scheduled.step for step in recording.steps],
         kind=[step.scheduled.kind for step in recording.steps],

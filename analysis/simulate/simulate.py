@@ -19,12 +19,12 @@ from pathlib import Path
 import msgspec
 import typer
 
-from rowcast.analysis.progress import Progress, ProgressBar, Silent
+from rowcast.analysis.progress import AnalysisProgress, ProgressBar, Silent
 from rowcast.analysis.simulate.grid import BOUND, Grid, Setting, batches_jobs, capacity_jobs, settings
 from rowcast.analysis.simulate.moves import Moves, bound_planner, new_planner, planned_moves
 from rowcast.analysis.simulate.plot import check_plot, plot_results
 from rowcast.analysis.simulate.policies import ttl_moves, window_moves
-from rowcast.analysis.simulate.recording import Recording, record
+from rowcast.analysis.simulate.recording import RunRecording, record
 from rowcast.analysis.simulate.replay import BatchesAndPlans, PlanWatcher, planned_beside
 from rowcast.analysis.simulate.results import Outcome, Simulation, make_result, print_results, skipped_result
 from rowcast.job.schema import Horizon, Job
@@ -44,7 +44,7 @@ def simulate(
     open_batches: OpenBatches,
     *,
     watch: Watch = lambda setting, slots: None,
-    progress: Progress | None = None,
+    progress: AnalysisProgress | None = None,
     per_step: bool = False,
 ) -> list[Simulation]:
     """A result for each setting: batch size by batch size, order by order, capacity by capacity, policies and horizons as given.
@@ -70,7 +70,7 @@ class Capacity:
 class Simulator:
     """All settings of one batch size and order."""
 
-    def __init__(self, job: Job, grid: Grid, watch: Watch, progress: Progress, per_step: bool) -> None:
+    def __init__(self, job: Job, grid: Grid, watch: Watch, progress: AnalysisProgress, per_step: bool) -> None:
         self._job, self._grid, self._groups = job, grid, group_specs(job)
         self._watch, self._progress, self._per_step = watch, progress, per_step
 
@@ -78,7 +78,7 @@ class Simulator:
         left = iter(batches)
         measured = list(islice(left, MEASURED_BATCHES))
         capacities = [self._capacity(job, measured) for job in capacity_jobs(self._job, self._grid)]
-        recording = Recording(self._groups, [])
+        recording = RunRecording(self._groups, [])
         if any(capacity.slots for capacity in capacities):
             tick = self._progress.begin("reading the data", None)
             recording = record(self._groups, self._watched(chain(measured, left), capacities, measured), tick)
@@ -107,7 +107,7 @@ class Simulator:
         return batches
 
     def _results(
-        self, recording: Recording, capacity: Capacity, measured: list[ScheduledBatch]
+        self, recording: RunRecording, capacity: Capacity, measured: list[ScheduledBatch]
     ) -> Iterator[Simulation]:
         bound, refusal = None, capacity.refusal
         if capacity.slots:
@@ -123,7 +123,7 @@ class Simulator:
                 yield make_result(recording, outcome, int(bound.fetched.sum()), per_step=self._per_step)
 
     def _moved(
-        self, recording: Recording, slots: Slots, setting: Setting, measured: list[ScheduledBatch]
+        self, recording: RunRecording, slots: Slots, setting: Setting, measured: list[ScheduledBatch]
     ) -> tuple[Moves, None] | tuple[None, str]:
         """What a setting moves, or why it cannot."""
         tick = self._progress.begin(description(setting), len(recording))

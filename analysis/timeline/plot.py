@@ -7,10 +7,10 @@ from typing import Any
 
 import msgspec
 
-from rowcast.analysis.timeline.recording import Recording, Recordings, ended_ns, lives
+from rowcast.analysis.timeline.recording import Recordings, TimelineRecording, ended_ns, lives
 from rowcast.analysis.timeline.trace_events import Window, overlaps, track_name, tracks
 from rowcast.runtime.errors import ConfigError
-from rowcast.runtime.telemetry.timeline import Span
+from rowcast.runtime.telemetry.timeline import TimelineSpan
 
 # told apart by eyes that do not see red and green apart
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00")
@@ -52,18 +52,18 @@ def plot_steps(recordings: Recordings, window: Window, path: Path) -> None:
         ) from None
 
 
-def on_track(recording: Recording, name: str) -> Iterator[Span]:
+def on_track(recording: TimelineRecording, name: str) -> Iterator[TimelineSpan]:
     return (span for span in recording.spans if span.kind != "step" and track_name(span) == name)
 
 
-def is_drawn(recording: Recording, name: str, window: Window) -> bool:
+def is_drawn(recording: TimelineRecording, name: str, window: Window) -> bool:
     return name not in LEFT_OUT and any(overlaps(span, window) for span in on_track(recording, name))
 
 
-def joined(spans: Iterable[Span], window: Window) -> Iterator[Span]:
+def joined(spans: Iterable[TimelineSpan], window: Window) -> Iterator[TimelineSpan]:
     """Those in the window, outer ones before what is nested in them; a wait goes on where a stage woke up in vain."""
     breath_ns = BREATH * (window[1] - window[0])
-    before: Span | None = None
+    before: TimelineSpan | None = None
     for span in sorted(
         (span for span in spans if overlaps(span, window)), key=lambda span: (span.began_ns, -span.duration_ns)
     ):
@@ -75,11 +75,11 @@ def joined(spans: Iterable[Span], window: Window) -> Iterator[Span]:
     yield from [] if before is None else [before]
 
 
-def is_same_wait(one: Span, other: Span) -> bool:
+def is_same_wait(one: TimelineSpan, other: TimelineSpan) -> bool:
     return one.kind == other.kind == "wait" and one.name == other.name
 
 
-def draw(axes: Any, row: int, span: Span, window: Window) -> None:
+def draw(axes: Any, row: int, span: TimelineSpan, window: Window) -> None:
     whole_ms = (window[1] - window[0]) / 1e6
     began_ms, ended_ms = (
         (max(span.began_ns, int(window[0])) - window[0]) / 1e6,
@@ -100,11 +100,11 @@ def draw(axes: Any, row: int, span: Span, window: Window) -> None:
         axes.text((began_ms + ended_ms) / 2, row, words, color="#707070" if waits else "white", bbox=white, **place)
 
 
-def colour(span: Span) -> str:
+def colour(span: TimelineSpan) -> str:
     return OF_NO_STEP if span.step is None else COLOURS[span.step % len(COLOURS)]
 
 
-def word(span: Span, share: float) -> str:
+def word(span: TimelineSpan, share: float) -> str:
     """As much of what the span is as fits into its share of the width."""
     texts = [span.name] if span.step is None or span.kind == "wait" else [f"{span.name} {span.step}", f"{span.step}"]
     return next((text for text in texts if len(text) * LETTER + 0.004 < share), "")
@@ -119,7 +119,7 @@ def draw_ways(axes: Any, source: int, target: int, recordings: Recordings, windo
             )
 
 
-def dress(axes: Any, rows: list[tuple[Recording, str]], window: Window) -> None:
+def dress(axes: Any, rows: list[tuple[TimelineRecording, str]], window: Window) -> None:
     axes.set_yticks(range(len(rows)), [name for _, name in rows])
     axes.tick_params(axis="y", length=0)
     axes.set_ylim(len(rows) - 0.45, -0.55)

@@ -18,7 +18,15 @@ import msgspec
 
 from rowcast.runtime.errors import ConfigError, DataError
 from rowcast.runtime.telemetry.metrics import Process
-from rowcast.runtime.telemetry.timeline import VERSION, Header, Incarnation, Level, Record, Span, timeline_path
+from rowcast.runtime.telemetry.timeline import (
+    VERSION,
+    Incarnation,
+    Level,
+    Record,
+    TimelineHeader,
+    TimelineSpan,
+    timeline_path,
+)
 
 Times = Sequence[tuple[int, int]]  # ns: from, to
 MAIN = "MainThread"
@@ -26,11 +34,11 @@ AHEAD = ("plan", "fetch", "send")  # what the prefetcher does for a step before 
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Recording:
+class TimelineRecording:
     """Of one process; spans in the order in which they ended, on each track."""
 
-    header: Header
-    spans: list[Span]
+    header: TimelineHeader
+    spans: list[TimelineSpan]
     levels: list[Level]
     incarnations: list[Incarnation]
 
@@ -39,12 +47,12 @@ class Recording:
 class Recordings:
     """Of both processes, on the prefetcher's clock."""
 
-    prefetcher: Recording
-    trainer: Recording
+    prefetcher: TimelineRecording
+    trainer: TimelineRecording
     one_clock: bool  # False: put together by the wall clock
 
     @property
-    def both(self) -> tuple[Recording, Recording]:
+    def both(self) -> tuple[TimelineRecording, TimelineRecording]:
         return self.prefetcher, self.trainer
 
     @property
@@ -70,11 +78,11 @@ def read_run(run_dir: Path) -> Recordings:
     )
 
 
-def numbers(recording: Recording) -> set[int]:
+def numbers(recording: TimelineRecording) -> set[int]:
     return {incarnation.number for incarnation in recording.incarnations}
 
 
-def read_recording(run_dir: Path, process: Process) -> Recording:
+def read_recording(run_dir: Path, process: Process) -> TimelineRecording:
     path = timeline_path(run_dir, process)
     try:
         lines = path.read_bytes().split(b"\n")
@@ -84,22 +92,22 @@ def read_recording(run_dir: Path, process: Process) -> Recording:
         raise ConfigError(f"{path} cannot be read ({error.strerror})") from None
     lines.pop()  # empty, or cut when the process was killed
     header = read_header(path, lines)
-    spans: list[Span] = []
+    spans: list[TimelineSpan] = []
     levels: list[Level] = []
     incarnations: list[Incarnation] = []
     for record in records(path, lines):
-        if isinstance(record, Span):
+        if isinstance(record, TimelineSpan):
             spans.append(record)
         elif isinstance(record, Level):
             levels.append(record)
         else:
             incarnations.append(record)
-    return Recording(header=header, spans=spans, levels=levels, incarnations=incarnations)
+    return TimelineRecording(header=header, spans=spans, levels=levels, incarnations=incarnations)
 
 
-def read_header(path: Path, lines: list[bytes]) -> Header:
+def read_header(path: Path, lines: list[bytes]) -> TimelineHeader:
     try:
-        header = msgspec.json.decode(lines[0] if lines else b"", type=Header)
+        header = msgspec.json.decode(lines[0] if lines else b"", type=TimelineHeader)
     except msgspec.DecodeError as error:
         raise DataError(f"{path}, line 1: this is no timeline of rowcast ({error})") from None
     if header.version != VERSION:
@@ -108,7 +116,7 @@ def read_header(path: Path, lines: list[bytes]) -> Header:
 
 
 def records(path: Path, lines: list[bytes]) -> Iterator[Record]:
-    decoder: msgspec.json.Decoder[Record] = msgspec.json.Decoder(Span | Level | Incarnation)
+    decoder: msgspec.json.Decoder[Record] = msgspec.json.Decoder(TimelineSpan | Level | Incarnation)
     for number, line in enumerate(lines[1:], start=2):
         try:
             yield decoder.decode(line)
@@ -116,14 +124,14 @@ def records(path: Path, lines: list[bytes]) -> Iterator[Record]:
             raise DataError(f"{path}, line {number}: this is no record ({error}); record the run again") from None
 
 
-def wall_offset(header: Header) -> int:
+def wall_offset(header: TimelineHeader) -> int:
     """Nanoseconds to add to the recording's clock for the Unix time."""
     return header.unix_ns - header.clock_ns
 
 
-def shifted(recording: Recording, by_ns: int) -> Recording:
+def shifted(recording: TimelineRecording, by_ns: int) -> TimelineRecording:
     replace = msgspec.structs.replace
-    return Recording(
+    return TimelineRecording(
         header=replace(recording.header, clock_ns=recording.header.clock_ns + by_ns),
         spans=[replace(span, began_ns=span.began_ns + by_ns) for span in recording.spans],
         levels=[replace(level, at_ns=level.at_ns + by_ns) for level in recording.levels],
@@ -136,15 +144,15 @@ class StepLife:
     """A step that both processes recorded whole."""
 
     number: int
-    ahead: dict[str, list[Span]] = field(default_factory=lambda: {name: [] for name in AHEAD})
-    computed: Span | None = None  # from its issue until its result was read
+    ahead: dict[str, list[TimelineSpan]] = field(default_factory=lambda: {name: [] for name in AHEAD})
+    computed: TimelineSpan | None = None  # from its issue until its result was read
 
     @property
     def complete(self) -> bool:
         return self.computed is not None and all(self.ahead.values())
 
     @property
-    def step(self) -> Span:
+    def step(self) -> TimelineSpan:
         assert self.computed is not None, f"step {self.number} was not computed"
         return self.computed
 
@@ -159,7 +167,7 @@ class StepLife:
         return ended_ns(self.ahead["send"][-1])
 
 
-def ended_ns(span: Span) -> int:
+def ended_ns(span: TimelineSpan) -> int:
     return span.began_ns + span.duration_ns
 
 
@@ -172,7 +180,7 @@ def lives(recordings: Recordings) -> list[StepLife]:
     ]
 
 
-def incarnation_times(recording: Recording) -> Iterator[tuple[int, float]]:
+def incarnation_times(recording: TimelineRecording) -> Iterator[tuple[int, float]]:
     times: list[float] = [incarnation.at_ns for incarnation in recording.incarnations]
     for began, ended in pairwise([*times, float("inf")]):
         yield int(began), ended
@@ -187,7 +195,7 @@ def lives_between(recordings: Recordings, began_ns: int, end_ns: float) -> list[
     return [found[step] for step in sorted(found) if found[step].complete]
 
 
-def note(life: StepLife, span: Span) -> None:
+def note(life: StepLife, span: TimelineSpan) -> None:
     if span.kind == "step":
         life.computed = span
     elif span.name in life.ahead:
@@ -221,17 +229,17 @@ def overlap(recordings: Recordings, steps: Sequence[StepLife]) -> Overlap:
     )
 
 
-def shared_ns(span: Span, times: Times) -> Iterator[tuple[int, int]]:
+def shared_ns(span: TimelineSpan, times: Times) -> Iterator[tuple[int, int]]:
     """Which of `times`, in order and with increasing ends, the span meets, and for how long."""
     first = bisect_right(times, span.began_ns, key=itemgetter(1))
     for index in range(first, bisect_left(times, ended_ns(span), key=itemgetter(0))):
         yield index, min(ended_ns(span), times[index][1]) - max(span.began_ns, times[index][0])
 
 
-def waits_for_rows(trainer: Recording) -> Times:
+def waits_for_rows(trainer: TimelineRecording) -> Times:
     return [(span.began_ns, ended_ns(span)) for span in trainer.spans if (span.kind, span.name) == ("wait", "rows")]
 
 
-def shared_share(spans: Sequence[Span], times: Times) -> float:
+def shared_share(spans: Sequence[TimelineSpan], times: Times) -> float:
     shared = sum(shared for span in spans for _, shared in shared_ns(span, times))
     return shared / max(1, sum(span.duration_ns for span in spans))

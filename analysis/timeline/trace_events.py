@@ -17,9 +17,9 @@ from typing import Any
 
 import msgspec
 
-from rowcast.analysis.timeline.recording import MAIN, Recording, Recordings, StepLife, ended_ns, lives
+from rowcast.analysis.timeline.recording import MAIN, Recordings, StepLife, TimelineRecording, ended_ns, lives
 from rowcast.runtime.errors import ConfigError
-from rowcast.runtime.telemetry.timeline import Span
+from rowcast.runtime.telemetry.timeline import TimelineSpan
 
 Event = dict[str, Any]
 Window = tuple[int, float]  # ns of the records' clock: from, to
@@ -29,7 +29,7 @@ TRACKS = ("planning", "fetcher", "write-back", "checkpoint", "main", "sender", "
 ARROWS = (("rows", "send", ("lookup", "evaluate")), ("victims", "send back", ("write_back",)))  # name, from, to
 
 
-def track_name(span: Span) -> str:
+def track_name(span: TimelineSpan) -> str:
     return "main" if span.track == MAIN else span.track
 
 
@@ -37,7 +37,7 @@ def track_order(name: str) -> tuple[int, str]:
     return (TRACKS.index(name) if name in TRACKS else -1, name)
 
 
-def tracks(recording: Recording) -> list[str]:
+def tracks(recording: TimelineRecording) -> list[str]:
     """In the order of a step's way; spans of a step as a whole lie on none."""
     return sorted({track_name(span) for span in recording.spans if span.kind != "step"}, key=track_order)
 
@@ -65,7 +65,7 @@ class Writer:
         for arrow in ARROWS:
             yield from self._arrows(*arrow)
 
-    def _names(self, place: int, recording: Recording) -> Iterator[Event]:
+    def _names(self, place: int, recording: TimelineRecording) -> Iterator[Event]:
         process = {"pid": place + 1, "tid": 0, "ph": "M"}
         yield {
             **process,
@@ -78,7 +78,7 @@ class Writer:
             yield {**thread, "name": "thread_name", "args": {"name": name}}
             yield {**thread, "name": "thread_sort_index", "args": {"sort_index": number}}
 
-    def _spans(self, place: int, recording: Recording) -> Iterator[Event]:
+    def _spans(self, place: int, recording: TimelineRecording) -> Iterator[Event]:
         for span in recording.spans:
             if not overlaps(span, self._window):
                 continue
@@ -87,7 +87,7 @@ class Writer:
             else:
                 yield self._span(place, span)
 
-    def _span(self, place: int, span: Span) -> Event:
+    def _span(self, place: int, span: TimelineSpan) -> Event:
         waits = span.kind == "wait"
         return {
             "ph": "X",
@@ -106,7 +106,7 @@ class Writer:
         yield {**both, "ph": "b", "ts": self._us(began_ns), "args": {"step": step}}
         yield {**both, "ph": "e", "ts": self._us(end_ns)}
 
-    def _levels(self, place: int, recording: Recording) -> Iterator[Event]:
+    def _levels(self, place: int, recording: TimelineRecording) -> Iterator[Event]:
         for level in recording.levels:
             if inside(level.at_ns, self._window):
                 yield self._count(place, level.name, level.unit, level.at_ns, level.value)
@@ -138,7 +138,7 @@ class Writer:
 
     def _arrows(self, name: str, source: str, targets: tuple[str, ...]) -> Iterator[Event]:
         """From the last `source` of a step before it to each first of `targets`."""
-        newest: dict[int | None, tuple[int, Span]] = {}
+        newest: dict[int | None, tuple[int, TimelineSpan]] = {}
         for place, span in sorted(self._named({source, *targets}), key=lambda end: end[1].began_ns):
             if span.name == source:
                 newest[span.step] = place, span
@@ -148,20 +148,20 @@ class Writer:
                 yield {**arrow, "ph": "s", **self._at(*newest.pop(span.step))}
                 yield {**arrow, "ph": "f", "bp": "e", **self._at(place, span)}
 
-    def _named(self, names: set[str]) -> Iterator[tuple[int, Span]]:
+    def _named(self, names: set[str]) -> Iterator[tuple[int, TimelineSpan]]:
         for place, recording in enumerate(self._recordings.both):
             for span in recording.spans:
                 if span.name in names and span.step is not None and overlaps(span, self._window):
                     yield place, span
 
-    def _at(self, place: int, span: Span) -> Event:
+    def _at(self, place: int, span: TimelineSpan) -> Event:
         return {"pid": place + 1, "tid": self._threads[place][track_name(span)], "ts": self._us(span.began_ns)}
 
     def _us(self, at_ns: int) -> float:
         return (at_ns - self._recordings.began_ns) / 1000
 
 
-def overlaps(span: Span, window: Window) -> bool:
+def overlaps(span: TimelineSpan, window: Window) -> bool:
     return span.began_ns < window[1] and ended_ns(span) > window[0]
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from rowcast.job.row_optimizers import ROW_OPTIMIZERS
-from rowcast.trainer.kernels import GroupLookup, Kernels, Rows, Rule, torch_ops
+from rowcast.trainer.kernels import GroupLookup, Kernels, RecordViews, Rule, torch_ops
 from rowcast.trainer.kernels.chunks import Chunks, cut_long_rows
 
 KINDS = tuple(ROW_OPTIMIZERS)
@@ -69,20 +69,20 @@ def random_lookup(device: torch.device, rng: np.random.Generator) -> GroupLookup
     return GroupLookup(batch_size=BATCH_SIZE, chunks=chunks, **tensors)
 
 
-def random_rows(case: Case, device: torch.device) -> Rows:
+def random_rows(case: Case, device: torch.device) -> RecordViews:
     generator = torch.Generator().manual_seed(3)
     widths = [state.width(case.dim) for state in ROW_OPTIMIZERS[case.kind].states]
     master = torch.randn(NUM_SLOTS, case.dim, generator=generator).to(device)
     states = tuple(torch.rand(NUM_SLOTS, width, generator=generator).to(device) for width in widths)
-    return Rows(weight=master.to(case.dtype), master=master.clone() if case.master else None, states=states)
+    return RecordViews(weight=master.to(case.dtype), master=master.clone() if case.master else None, states=states)
 
 
-def copied(rows: Rows) -> Rows:
+def copied(rows: RecordViews) -> RecordViews:
     master = None if rows.master is None else rows.master.clone()
-    return Rows(weight=rows.weight.clone(), master=master, states=tuple(state.clone() for state in rows.states))
+    return RecordViews(weight=rows.weight.clone(), master=master, states=tuple(state.clone() for state in rows.states))
 
 
-def parts(rows: Rows) -> list[Tensor]:
+def parts(rows: RecordViews) -> list[Tensor]:
     return [rows.weight, *([] if rows.master is None else [rows.master]), *rows.states]
 
 

@@ -27,17 +27,17 @@ from rowcast.prefetcher.stores.first_values import first_records
 from rowcast.protocol.batch import ScheduledBatch
 from rowcast.protocol.conversation import Conversation
 from rowcast.protocol.messages import PROTOCOL_VERSION, RingSpec, RowsBack, StepDone, StepReady, Welcome
-from rowcast.protocol.packing import Block, Piece, cut, plan_block, plan_header, plan_stamp
+from rowcast.protocol.packing import ArrayBlock, Piece, cut, plan_block, plan_header, plan_stamp
 from rowcast.protocol.session import Session
 from rowcast.protocol.transport.inproc import inproc_pair
 from rowcast.protocol.transport.ring import RingReader, RingWriter, release
 from rowcast.protocol.transport.ring_file import in_memory_buffer
-from rowcast.trainer.execute.engine import EngineParts, TrainerEngine, ring_ends
+from rowcast.trainer.execute.engine import TrainerEngine, TrainerParts, ring_ends
 from rowcast.trainer.execute.metrics import new_counters
 from rowcast.trainer.execute.page_locking import pinned
 from rowcast.trainer.execute.slots import make_records
 from rowcast.trainer.execute.streams import make_streams
-from rowcast.trainer.models.dense_state import Tensors
+from rowcast.trainer.models.model_state import Tensors
 from rowcast.trainer.models.runner import StepRunner
 from rowcast.trainer.report.report_json import Evaluation
 from rowcast.trainer.run.handshake import hello
@@ -49,7 +49,7 @@ GUARDS = 4096  # bytes of a piece beside its payload, at most
 @dataclass(frozen=True, slots=True)
 class Packed:
     recorded: RecordedPlan
-    block: Block
+    block: ArrayBlock
     pieces: list[Piece]  # one: staging is made large enough
 
 
@@ -188,7 +188,7 @@ class Replay:
         self.records = make_records(self._slots, self.groups, device)
         self.runner = StepRunner(job, self.groups, self.records, num_dense)
         self.engine = TrainerEngine(
-            EngineParts(
+            TrainerParts(
                 groups=self.groups,
                 welcome=welcome,
                 conversation=ours,

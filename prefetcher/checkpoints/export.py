@@ -34,13 +34,13 @@ MODEL = "model."  # how names of the model's own tensors begin in the dense file
 DTYPES: dict[RowType, str] = {"fp32": "F32", "fp16": "F16", "bf16": "BF16"}  # in safetensors' words
 
 
-class Log(Protocol):
+class ExportLog(Protocol):
     def info(self, event: str, *args: Any, **fields: Any) -> object: ...
 
     def warning(self, event: str, *args: Any, **fields: Any) -> object: ...
 
 
-def export_run(run_dir: Path, out: Path, log: Log, checkpoint: str | None = None) -> Manifest:
+def export_run(run_dir: Path, out: Path, log: ExportLog, checkpoint: str | None = None) -> Manifest:
     """Writes a checkpoint of a run, by default the newest valid one, to `out`. Raises ConfigError and DataError."""
     checkpoints = Checkpoints(run_dir, RealDisk())
     manifest = checkpoints.choose(checkpoint, log)
@@ -49,18 +49,18 @@ def export_run(run_dir: Path, out: Path, log: Log, checkpoint: str | None = None
         out,
         job,
         CheckpointRows(checkpoints.root, manifest.layers, job.job.seed),
-        DenseSide(checkpoints.root, manifest),
+        SavedModelState(checkpoints.root, manifest),
         log,
     )
     return manifest
 
 
-def export_start(job: Job, out: Path, log: Log) -> None:
+def export_start(job: Job, out: Path, log: ExportLog) -> None:
     """Writes the tables that a run of this job begins with, and no dense weights, which the trainer makes. Raises ConfigError."""
     write_export(out, job, CheckpointRows(Path(), (), job.job.seed), None, log)
 
 
-def write_export(out: Path, job: Job, rows: "CheckpointRows", dense: "DenseSide | None", log: Log) -> None:
+def write_export(out: Path, job: Job, rows: "CheckpointRows", dense: "SavedModelState | None", log: ExportLog) -> None:
     """The file appears whole or not at all."""
     if out.is_dir() or not out.name:
         raise ConfigError(f"--out {out} is a folder; name a file, such as {out / 'model.safetensors'}")
@@ -81,7 +81,7 @@ def write_export(out: Path, job: Job, rows: "CheckpointRows", dense: "DenseSide 
             partial.unlink()
 
 
-class DenseSide:
+class SavedModelState:
     """The model's tensors by their own names, copied as they are."""
 
     def __init__(self, root: Path, manifest: Manifest) -> None:
@@ -147,7 +147,7 @@ class AscendingRows:
 
 
 def write_safetensors(
-    file: IO[bytes], groups: tuple[GroupSpec, ...], rows: CheckpointRows, dense: DenseSide | None, log: Log
+    file: IO[bytes], groups: tuple[GroupSpec, ...], rows: CheckpointRows, dense: SavedModelState | None, log: ExportLog
 ) -> None:
     """Header first, then every tensor at its place; a table's parts are filled side by side, block by block."""
     header, at = make_header(table_tensors(groups) | ({} if dense is None else dense.tensors))

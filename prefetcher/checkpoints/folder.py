@@ -36,7 +36,7 @@ FOLDER = "checkpoints"
 IMPORT = "import"
 
 
-class Log(Protocol):
+class FolderLog(Protocol):
     def warning(self, event: str, *args: Any, **kw: Any) -> object: ...
 
 
@@ -64,7 +64,7 @@ class Checkpoints:
 
     # an earlier run and a fresh one
 
-    def settle(self, log: Log) -> Steps:
+    def settle(self, log: FolderLog) -> Steps:
         """What a fresh run that was killed has left: it takes the earlier run's place if it had a whole checkpoint, and is gone if it had
         none, or only the one that it began with. By the process that holds the run directory, before anything else."""
         newest = self._newest_of_fresh(log)
@@ -107,7 +107,7 @@ class Checkpoints:
             self.root = self._current
             yield from self._remove_earlier()
 
-    def _newest_of_fresh(self, log: Log) -> Manifest | None:
+    def _newest_of_fresh(self, log: FolderLog) -> Manifest | None:
         fresh = Checkpoints(self._run_dir, self.disk)
         fresh.root = self._new
         try:
@@ -155,7 +155,7 @@ class Checkpoints:
             if whole is not None:
                 whole.add(file)
 
-    def newest_valid(self, log: Log) -> Manifest | None:
+    def newest_valid(self, log: FolderLog) -> Manifest | None:
         """The newest checkpoint that is whole, None where there is no checkpoint at all. A damaged one is a warning.
 
         Raises DataError where there are checkpoints and all are damaged: to begin again at step 0 is for a person to decide.
@@ -177,7 +177,7 @@ class Checkpoints:
             )
         return None
 
-    def choose(self, name: str | None, log: Log) -> Manifest:
+    def choose(self, name: str | None, log: FolderLog) -> Manifest:
         """The checkpoint of that name, whose files are not looked at; by default the newest valid one. Raises ConfigError without any."""
         if name is None:
             newest = self.newest_valid(log)

@@ -61,7 +61,7 @@ def import_run(job: Job, source: Path, *, fresh: bool) -> Manifest:
     return manifest
 
 
-def import_into(checkpoints: Checkpoints, job: Job, source: "Source", digest: str = "") -> Manifest:
+def import_into(checkpoints: Checkpoints, job: Job, source: "StartingPoint", digest: str = "") -> Manifest:
     """Makes the first checkpoint of a run. `digest`: the job's training digest; "": not known before its data is opened."""
     writer = CheckpointWriter(job, group_specs(job), uuid.uuid4().hex[:12], digest, checkpoints, None, keep=1)
     writer.begin(source.position, finished=False, reason=IMPORT)
@@ -76,7 +76,7 @@ def import_into(checkpoints: Checkpoints, job: Job, source: "Source", digest: st
     return writer.newest
 
 
-class Source(Protocol):
+class StartingPoint(Protocol):
     """What a run can begin with."""
 
     @property
@@ -90,7 +90,7 @@ class Source(Protocol):
         """The dense side of a checkpoint, as a safetensors file in pieces; nothing where there is none. Raises DataError."""
 
 
-def open_source(job: Job, path: Path) -> Source:
+def open_source(job: Job, path: Path) -> StartingPoint:
     """A run directory, or a file. Raises ConfigError where it does not fit the job."""
     if path.is_dir():
         return EarlierRun(job, path)
@@ -257,7 +257,7 @@ def converted(elements: Elements, dtype: RowType, needed: RowType) -> Elements:
     return elements if dtype == needed else rounded(widened(elements, dtype), needed)
 
 
-def offer_dense(writer: CheckpointWriter, source: Source) -> str | None:
+def offer_dense(writer: CheckpointWriter, source: StartingPoint) -> str | None:
     """Returns the checksum; None where there are no dense weights."""
     hasher = None
     for content in source.dense_content():

@@ -18,7 +18,7 @@ MERGE_BYTES = 4 * 2**20  # of each layer, in a piece
 MAX_LAYERS = 16
 
 
-class Cursor:
+class LayerCursor:
     """Walks over the rows of one layer."""
 
     def __init__(self, root: Path, group: GroupSpec, files: tuple[RowFile, ...]) -> None:
@@ -59,7 +59,7 @@ class Cursor:
 
 def merged(root: Path, group: GroupSpec, layers: tuple[RowLayer, ...]) -> Iterator[Rows]:
     """The rows of a group by ascending key, in pieces; `layers` are oldest first. Raises DataError."""
-    cursors = [Cursor(root, group, layer.of_group(group.name)) for layer in reversed(layers)]
+    cursors = [LayerCursor(root, group, layer.of_group(group.name)) for layer in reversed(layers)]
     while cursors := [cursor for cursor in cursors if not cursor.ended]:
         last_key = min(cursor.reached for cursor in cursors)
         pieces = [cursor.take(last_key) for cursor in cursors]  # newest first

@@ -23,7 +23,7 @@ class RowBlock:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class DensePiece:
+class QueuedDensePiece:
     content: bytes
 
     @property
@@ -42,7 +42,7 @@ class Complete:
         return 0
 
 
-Item = RowBlock | DensePiece | Complete
+Item = RowBlock | QueuedDensePiece | Complete
 
 
 class Handover:

@@ -20,7 +20,7 @@ from rowcast.job.tables import GroupSpec
 from rowcast.prefetcher.checkpoints.folder import IMPORT, Checkpoints
 from rowcast.prefetcher.checkpoints.merge_layers import layers_of, merged, must_merge
 from rowcast.prefetcher.checkpoints.row_files import HashedFile, RowFiles, Steps, new_path
-from rowcast.prefetcher.checkpoints.write_queue import Complete, DensePiece, Handover, RowBlock
+from rowcast.prefetcher.checkpoints.write_queue import Complete, Handover, QueuedDensePiece, RowBlock
 from rowcast.prefetcher.stores.store import Keys, Records
 from rowcast.runtime.checkpoint_manifest import (
     MANIFEST_NAME,
@@ -102,7 +102,7 @@ class CheckpointWriter:
 
     def offer_dense(self, content: bytes) -> bool:
         """The next piece of the dense safetensors file. False as `offer`."""
-        return self._put(DensePiece(content=content))
+        return self._put(QueuedDensePiece(content=content))
 
     def finish(self, dense_checksum: str | None) -> None:
         """All was handed over. The dense file must have this xxh3_64 (16 hex digits); None where no dense piece was offered."""
@@ -125,7 +125,7 @@ class CheckpointWriter:
             self._work = None
             return True
 
-    def _put(self, item: RowBlock | DensePiece | Complete) -> bool:
+    def _put(self, item: RowBlock | QueuedDensePiece | Complete) -> bool:
         assert self.busy, "rows are offered after begin"
         assert not self._complete, "nothing is offered after finish"
         return self._handover.put(item)

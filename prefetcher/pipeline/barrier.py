@@ -24,7 +24,7 @@ from rowcast.prefetcher.verify.verifier import Verifier
 from rowcast.protocol.dense_pieces import DensePieces
 from rowcast.protocol.messages import EndOfData, Flush, Released, Restore, Saved
 from rowcast.protocol.packing import (
-    Block,
+    ArrayBlock,
     Piece,
     barrier_stamp,
     cut,
@@ -120,7 +120,7 @@ class Checkpointer(Protocol):
 class OutgoingFlush:
     """A barrier whose slots are on their way."""
 
-    block: Block
+    block: ArrayBlock
     pieces: list[Piece]
     checkpoint: bool
     num_checksums: int

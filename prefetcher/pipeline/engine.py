@@ -55,7 +55,7 @@ Thread = Literal["mail", "planning", "fetcher", "write-back"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class EngineParts:
+class PrefetcherParts:
     """What an engine is made of; whoever makes them owns and closes them."""
 
     job: Job
@@ -79,7 +79,7 @@ class EngineParts:
 class PrefetcherEngine:
     """`stages` are advanced by one thread each, or all by one thread in any order."""
 
-    def __init__(self, parts: EngineParts) -> None:
+    def __init__(self, parts: PrefetcherParts) -> None:
         welcome = parts.welcome
         self.hello: Hello | None = None
         self.peer_left = False

@@ -17,7 +17,7 @@ from rowcast.prefetcher.stores.store import Records, Ticket
 from rowcast.prefetcher.stores.tracked_store import TrackedStore
 from rowcast.prefetcher.verify.verifier import Verifier
 from rowcast.protocol.messages import PlanHeader, RowSpan, StepReady
-from rowcast.protocol.packing import Block, Piece, cut, is_sampled, plan_block, plan_header, plan_stamp
+from rowcast.protocol.packing import ArrayBlock, Piece, cut, is_sampled, plan_block, plan_header, plan_stamp
 from rowcast.protocol.plan import StepPlan
 from rowcast.protocol.transport.ring import RingSlice, RingWriter
 from rowcast.runtime.crash_points import crash_point
@@ -30,7 +30,7 @@ class Outgoing:
     """A plan on its way: cut into pieces, of which some are being read."""
 
     step: PlannedStep
-    block: Block
+    block: ArrayBlock
     header: PlanHeader
     pieces: list[Piece]
     begun: int = 0  # pieces whose reads have begun

@@ -43,7 +43,7 @@ class Expected:
 
 
 @dataclass(slots=True)
-class Writing:
+class PendingWrite:
     expected: Expected
     ref: RingRef | None
     tickets: list[Ticket]
@@ -71,7 +71,7 @@ class Writeback:
         self._verifier = verifier
         self._expected: deque[Expected] = deque()  # plans and barriers in order, also those that bring nothing home
         self._inbox: deque[RowsBack] = deque()
-        self._writing: deque[Writing] = deque()
+        self._writing: deque[PendingWrite] = deque()
 
     @property
     def queued(self) -> int:
@@ -118,7 +118,7 @@ class Writeback:
                 f"rows of {expected.name} ended after {expected.applied} of {[len(k) for k in expected.keys]} a group"
             )
         self._counters.rows_back(message)
-        self._writing.append(Writing(expected, message.payload, tickets))
+        self._writing.append(PendingWrite(expected, message.payload, tickets))
 
     def _write_spans(
         self, expected: Expected, message: RowsBack, payload: "np.ndarray[tuple[int], np.dtype[np.uint8]]"

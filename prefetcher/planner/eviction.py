@@ -19,7 +19,7 @@ import numpy as np
 from rowcast.job.eviction_policies import EVICTION_POLICIES
 from rowcast.prefetcher.planner.directory import Records
 from rowcast.prefetcher.planner.grouping import sort_pairs
-from rowcast.prefetcher.planner.horizon import DIRTY, NONE, PINNED, Ring
+from rowcast.prefetcher.planner.horizon import DIRTY, NONE, PINNED, Occurrences
 from rowcast.runtime.arrays import I32, I64
 from rowcast.runtime.compiled import compiled, compiled_loop
 
@@ -29,7 +29,7 @@ NEVER = 2**31 - 1  # instead of a step: no batch that is known uses the row
 class Residents(NamedTuple):
     """A group's rows while a step is planned, by where their state lies in the ring. Those of the step itself may not leave."""
 
-    ring: Ring
+    ring: Occurrences
     oldest: int  # the line of idle rows is from here
     head: int  # to here, where the step's own rows begin
     following: int  # the rows that known later batches use are from here

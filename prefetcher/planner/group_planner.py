@@ -11,7 +11,7 @@ from rowcast.prefetcher.planner.grouping import sort_pairs
 from rowcast.prefetcher.planner.horizon import (
     DIRTY,
     NONE,
-    Ring,
+    Occurrences,
     Woken,
     close_gaps,
     enter,
@@ -172,7 +172,7 @@ class GroupPlanner:
 
 
 @compiled_loop
-def find_missing(ring: Ring, place: int, count: int, missing: I32) -> int:
+def find_missing(ring: Occurrences, place: int, count: int, missing: I32) -> int:
     """Fills `missing` with the rows of a batch that are not resident, counted from its first; returns how many."""
     last = len(ring.rows) - 1
     found = 0
@@ -183,7 +183,7 @@ def find_missing(ring: Ring, place: int, count: int, missing: I32) -> int:
 
 
 @compiled_loop
-def fill(ring: Ring, place: int, missing: I32, slots: I32, keys: I64) -> int:
+def fill(ring: Occurrences, place: int, missing: I32, slots: I32, keys: I64) -> int:
     """The missing rows get `slots`; fills their `keys`, and returns the last step that is known to have evicted one of them dirty."""
     last_evicted = NONE
     for i in range(len(missing)):

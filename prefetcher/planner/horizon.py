@@ -148,7 +148,7 @@ class Horizon:
         self.id_bytes -= self._known.popleft().id_bytes
 
 
-class Ring(NamedTuple):
+class Occurrences(NamedTuple):
     """The occurrences, a power of two of places, and the queue of each known step: which of its batch's rows are resident.
 
     The queue of a step holds places of its batch, counted from the batch's first, by (last use, key) ascending: the order in which they
@@ -169,15 +169,15 @@ class Woken(NamedTuple):
     rows: I32  # counted from the batch's first
 
 
-def new_ring(num_places: int = INITIAL_PLACES, num_steps: int = INITIAL_STEPS) -> Ring:
+def new_ring(num_places: int = INITIAL_PLACES, num_steps: int = INITIAL_STEPS) -> Occurrences:
     """Both must be powers of two."""
     rows, queued = np.empty(num_places, OCCURRENCE), np.empty(num_places, np.int32)
-    return Ring(
+    return Occurrences(
         rows, queued, np.zeros(num_steps, np.int64), np.zeros(num_steps, np.int32), np.zeros(num_steps, np.int32)
     )
 
 
-def with_places(ring: Ring, oldest: int, tail: int, num_new: int) -> Ring:
+def with_places(ring: Occurrences, oldest: int, tail: int, num_new: int) -> Occurrences:
     """The same ring, or one with more places and the same occurrences, in which `num_new` more fit."""
     size = len(ring.rows)
     while size < tail - oldest + num_new:
@@ -189,7 +189,7 @@ def with_places(ring: Ring, oldest: int, tail: int, num_new: int) -> Ring:
     return grown
 
 
-def with_steps(ring: Ring, first: int, last: int) -> Ring:
+def with_steps(ring: Occurrences, first: int, last: int) -> Occurrences:
     """The same ring, or one in which steps `first` to `last` have queues, with those of `first` to `last` - 1 as they were."""
     size = len(ring.first)
     while size <= last - first:
@@ -205,7 +205,7 @@ def with_steps(ring: Ring, first: int, last: int) -> Ring:
 
 
 @compiled_loop
-def copy_places(old: Ring, new: Ring, oldest: int, tail: int) -> None:
+def copy_places(old: Occurrences, new: Occurrences, oldest: int, tail: int) -> None:
     for place in range(oldest, tail):
         new.rows[place & (len(new.rows) - 1)] = old.rows[place & (len(old.rows) - 1)]
         new.queued[place & (len(new.rows) - 1)] = old.queued[place & (len(old.rows) - 1)]
@@ -213,7 +213,15 @@ def copy_places(old: Ring, new: Ring, oldest: int, tail: int) -> None:
 
 @compiled_loop
 def enter(
-    step: int, keys: I64, head: int, place: int, pinned: I64, cells: U64, num_tracked: I64, ring: Ring, woken: Woken
+    step: int,
+    keys: I64,
+    head: int,
+    place: int,
+    pinned: I64,
+    cells: U64,
+    num_tracked: I64,
+    ring: Occurrences,
+    woken: Woken,
 ) -> tuple[int, int]:
     """Tracks the batch of `step` from `place` on; `keys` are its distinct rows, ascending. Room was made everywhere.
 
@@ -248,7 +256,7 @@ def enter(
 
 
 @compiled
-def queue_woken(step: int, ring: Ring, woken: Woken) -> None:
+def queue_woken(step: int, ring: Occurrences, woken: Woken) -> None:
     """The idle rows of a batch that has just entered stand in its queue as they stood in the line."""
     at, last = step & (len(ring.first) - 1), len(ring.rows) - 1
     count = ring.tails[at]
@@ -291,7 +299,7 @@ def hand_on(before: np.void, row: np.void) -> None:
 
 
 @compiled_loop
-def use_rows(step: int, train: bool, per_use: int, place: int, ring: Ring, unique_slots: I32) -> tuple[int, int]:
+def use_rows(step: int, train: bool, per_use: int, place: int, ring: Occurrences, unique_slots: I32) -> tuple[int, int]:
     """The batch at `place`, all of whose rows are resident now, is used: each row's state goes on to its next occurrence, whose queue it
     joins, or stays as that of an idle row. Returns how many rows became dirty, and how many idle."""
     rows, last, last_step = ring.rows, len(ring.rows) - 1, len(ring.first) - 1

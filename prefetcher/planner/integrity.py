@@ -4,7 +4,7 @@ import numpy as np
 
 from rowcast.prefetcher.planner.directory import LOW, Records, check_directory, locate
 from rowcast.prefetcher.planner.group_planner import GroupPlanner
-from rowcast.prefetcher.planner.horizon import DIRTY, NONE, PINNED, Ring
+from rowcast.prefetcher.planner.horizon import DIRTY, NONE, PINNED, Occurrences
 from rowcast.runtime.arrays import I32, I64
 
 
@@ -56,7 +56,7 @@ def check_slots(planner: GroupPlanner, slots: I32) -> None:
     assert in_order, f"{len(slots)} resident rows do not fill slots 0 to {occupancy.num_resident - 1}"
 
 
-def check_occurrences(ring: Ring, head: int, tail: int, known: list[tuple[int, I64]]) -> Records:
+def check_occurrences(ring: Occurrences, head: int, tail: int, known: list[tuple[int, I64]]) -> Records:
     """The occurrences of the known batches, in order: each leads to the row's next one, the directory to its last one."""
     keys = np.concatenate([np.zeros(0, np.int64), *(keys for _, keys in known)])
     steps = np.repeat([step for step, _ in known], [len(keys) for _, keys in known])
@@ -79,7 +79,7 @@ def check_occurrences(ring: Ring, head: int, tail: int, known: list[tuple[int, I
     return found
 
 
-def check_queues(ring: Ring, resident: Records, steps: list[int]) -> None:
+def check_queues(ring: Occurrences, resident: Records, steps: list[int]) -> None:
     """The queue of a step holds the resident rows next used there, but for pinned ones, in order of last use and key."""
     for step in steps:
         at, last = step % len(ring.first), len(ring.rows) - 1

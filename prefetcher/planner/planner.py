@@ -94,7 +94,7 @@ class RowPlanner:
         self._auto = horizon if isinstance(horizon, AutoHorizon) else None
         fixed = 0 if isinstance(horizon, AutoHorizon) else horizon
         self._horizon = Horizon(fixed if self._auto is None else self._auto.num_batches)
-        self._way_home = WayHome(depth)
+        self._way_home = WriteBackWindow(depth)
         self._last_planned: int | None = None
         self._num_barriers = 0
         self.checkpoint_every: CheckpointInterval = checkpoint_every
@@ -230,7 +230,7 @@ def is_due(every: CheckpointInterval, before: ScheduledLookups, following: Sched
     return every > 0 and before.kind == "train" and (before.train_step + 1) % every == 0
 
 
-class WayHome:
+class WriteBackWindow:
     """Dirty victims that may not have reached the store yet: those of the last `depth` plans."""
 
     def __init__(self, depth: int) -> None:

@@ -32,7 +32,7 @@ def data_files(path: str, key: str, pattern: str) -> list[Path]:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Span:
+class FileSpan:
     """Consecutive rows of a data set, all files counted through."""
 
     start: int
@@ -43,10 +43,10 @@ class Span:
         return self.stop - self.start
 
 
-def split_rows(num_rows: int, eval_fraction: float) -> tuple[Span, Span]:
+def split_rows(num_rows: int, eval_fraction: float) -> tuple[FileSpan, FileSpan]:
     """(train, eval): the last floor(num_rows * eval_fraction) rows are for evaluation."""
     num_train = num_rows - math.floor(num_rows * eval_fraction)
-    return Span(start=0, stop=num_train), Span(start=num_train, stop=num_rows)
+    return FileSpan(start=0, stop=num_train), FileSpan(start=num_train, stop=num_rows)
 
 
 def sizes_of(paths: list[Path]) -> list[int]:

@@ -24,7 +24,7 @@ from rowcast.job.schema import Job
 from rowcast.prefetcher.readers import array_pipe as parcels
 from rowcast.prefetcher.readers.batch_parts import Columns, Part
 from rowcast.prefetcher.readers.reader import Reader, open_reader
-from rowcast.prefetcher.readers.schedule import Place, places
+from rowcast.prefetcher.readers.schedule import SchedulePoint, places
 from rowcast.prefetcher.readers.source import SourceInfo, source_info
 from rowcast.runtime.errors import RowcastError
 from rowcast.runtime.position import Position
@@ -33,7 +33,7 @@ GROUP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Share:
+class DecoderShare:
     """What one child decodes: of the run's batches from `start` on those of every `num_decoders`-th step, and of them `columns`."""
 
     job: Job
@@ -49,7 +49,7 @@ class Share:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Delivery:
-    place: Place
+    place: SchedulePoint
     part: Part
     invalid_ids: int  # so far
     blocked_s: float  # that the child spent sending, so far
@@ -65,7 +65,7 @@ class EndOfBatches:
 Message = Delivery | EndOfBatches | RowcastError
 
 
-def decode(share: Share, pipe: connection.Connection) -> None:
+def decode(share: DecoderShare, pipe: connection.Connection) -> None:
     """The child's main function: its share of the schedule into the pipe, then the end, or the error that ended it."""
     ignore_group_signals()
     threading.Thread(target=exit_with_parent, daemon=True, name="exit-with-parent").start()
@@ -78,7 +78,7 @@ def decode(share: Share, pipe: connection.Connection) -> None:
         return
 
 
-def send_share(share: Share, pipe: connection.Connection) -> None:
+def send_share(share: DecoderShare, pipe: connection.Connection) -> None:
     reader = open_reader(share.job, share.columns)
     parcels.send(pipe, source_info(share.job, reader, share.max_steps, share.start))
     blocked_s, began_s = 0.0, time.perf_counter()
@@ -98,7 +98,7 @@ def send_share(share: Share, pipe: connection.Connection) -> None:
     parcels.send(pipe, EndOfBatches())
 
 
-def decode_share(share: Share, reader: Reader) -> Iterator[tuple[Place, Part]]:
+def decode_share(share: DecoderShare, reader: Reader) -> Iterator[tuple[SchedulePoint, Part]]:
     for place, pending in places(share.job, reader, share.max_steps, share.start):
         if share.owns(place.step):
             yield place, pending()
@@ -131,7 +131,7 @@ def group_signals_held() -> Iterator[None]:
 class Decoder:
     """A child and what it has sent: at most `num_ahead` batches that were not taken, beside the one that it is sending."""
 
-    def __init__(self, share: Share, num_ahead: int, on_arrival: Callable[[], None]) -> None:
+    def __init__(self, share: DecoderShare, num_ahead: int, on_arrival: Callable[[], None]) -> None:
         """`on_arrival` is called by the receiver's thread whenever `take` may have something new: a batch, the end, an error."""
         self._share, self._on_arrival = share, on_arrival
         self._arrived: queue.Queue[Message] = queue.Queue(num_ahead)

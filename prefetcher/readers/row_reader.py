@@ -1,6 +1,6 @@
 """From rows to batches: the split, the shuffle and the batch boundaries that all file formats share.
 
-A format implements `Rows`: how many there are, and a `Cursor` that takes any of them. Everything else comes from here.
+A format implements `DataSetRows`: how many there are, and a `Cursor` that takes any of them. Everything else comes from here.
 
     data.batch_size, data.shuffle -> rows of batch k -> Cursor.take -> Batch
 """
@@ -15,7 +15,7 @@ from rowcast.job.formats import format_of
 from rowcast.job.schema import Job
 from rowcast.prefetcher.readers.batch_parts import Part
 from rowcast.prefetcher.readers.columns import Ids
-from rowcast.prefetcher.readers.data_files import Span, data_files, eval_path, split_rows
+from rowcast.prefetcher.readers.data_files import FileSpan, data_files, eval_path, split_rows
 from rowcast.prefetcher.readers.id_check import IdCheck
 from rowcast.prefetcher.readers.reader import Pending, decoded
 from rowcast.prefetcher.readers.shuffle import RowOrder
@@ -26,7 +26,7 @@ from rowcast.runtime.errors import DataError
 class Cursor(Protocol):
     """One walk through a data set, which may hold files open and what it has read of them. Used by one thread."""
 
-    def take(self, rows: Ids, within: Span) -> Part:
+    def take(self, rows: Ids, within: FileSpan) -> Part:
         """The given rows, at least one, in the given order, decoded and checked.
 
         All of them lie `within`. What lies there is kept until the next call, nothing else is, so that a walk whose `within` moves
@@ -34,7 +34,7 @@ class Cursor(Protocol):
         """
 
 
-class Rows(Protocol):
+class DataSetRows(Protocol):
     """The rows of one or more files, counted through from 0."""
 
     @property
@@ -49,7 +49,7 @@ class Rows(Protocol):
     def cursor(self) -> AbstractContextManager[Cursor]: ...
 
 
-def open_files(job: Job, ids: IdCheck, rows_of: Callable[[list[Path]], Rows]) -> "RowReader":
+def open_files(job: Job, ids: IdCheck, rows_of: Callable[[list[Path]], DataSetRows]) -> "RowReader":
     """A reader of the files of data.path, and of data.eval_path where the job has it; `rows_of` opens either. Raises as it does, and
     ConfigError where there is no file.
     """
@@ -63,7 +63,7 @@ def open_files(job: Job, ids: IdCheck, rows_of: Callable[[list[Path]], Rows]) ->
 class RowReader:
     """A `Reader` over the rows of both splits. `evaluation` None: the last rows, by data.eval_fraction."""
 
-    def __init__(self, job: Job, ids: IdCheck, rows: Rows, evaluation: Rows | None = None) -> None:
+    def __init__(self, job: Job, ids: IdCheck, rows: DataSetRows, evaluation: DataSetRows | None = None) -> None:
         self._job, self._ids = job, ids
         self._rows = {"train": rows, "eval": evaluation or rows}
         self._spans = split_spans(job, rows, evaluation)
@@ -104,10 +104,10 @@ class PendingRows:
     def __call__(self) -> Part:
         within = self.order.within(self.start, self.stop)
         rows = self.origin + self.order.rows(self.start, self.stop)
-        return self.cursor.take(rows, Span(start=self.origin + within.start, stop=self.origin + within.stop))
+        return self.cursor.take(rows, FileSpan(start=self.origin + within.start, stop=self.origin + within.stop))
 
 
-def split_spans(job: Job, rows: Rows, evaluation: Rows | None) -> dict[Kind, Span]:
+def split_spans(job: Job, rows: DataSetRows, evaluation: DataSetRows | None) -> dict[Kind, FileSpan]:
     """Which rows are for training and which for evaluation. Raises DataError where the two differ in dense features."""
     if evaluation is None:
         train, held_out = split_rows(rows.num_rows, job.data.eval_fraction)
@@ -116,4 +116,4 @@ def split_spans(job: Job, rows: Rows, evaluation: Rows | None) -> dict[Kind, Spa
         raise DataError(
             f"data.eval_path has {evaluation.num_dense} dense features, data.path {rows.num_dense}; give both the same"
         )
-    return {"train": Span(start=0, stop=rows.num_rows), "eval": Span(start=0, stop=evaluation.num_rows)}
+    return {"train": FileSpan(start=0, stop=rows.num_rows), "eval": FileSpan(start=0, stop=evaluation.num_rows)}

@@ -16,7 +16,7 @@ from rowcast.runtime.position import Position
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Place:
+class SchedulePoint:
     """Of a batch: a run that starts at `position` begins with it, one that starts at `following` with the next."""
 
     kind: Kind
@@ -30,7 +30,7 @@ class Place:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlacedBatch(ScheduledBatch):
-    """A scheduled batch with the positions around it, as in `Place`."""
+    """A scheduled batch with the positions around it, as in `SchedulePoint`."""
 
     position: Position
     following: Position
@@ -38,7 +38,7 @@ class PlacedBatch(ScheduledBatch):
     def divided(self) -> tuple["PlacedIds", DenseBatch]:
         ids, dense = divide(self.batch)
         return PlacedIds(
-            place=Place(kind=self.kind, position=self.position, following=self.following), batch=ids
+            place=SchedulePoint(kind=self.kind, position=self.position, following=self.following), batch=ids
         ), dense
 
 
@@ -46,7 +46,7 @@ class PlacedBatch(ScheduledBatch):
 class PlacedIds:
     """A scheduled batch of which only the ids are known."""
 
-    place: Place
+    place: SchedulePoint
     batch: IdsBatch
 
     @property
@@ -69,7 +69,7 @@ class PlacedIds:
         return placed(self.place, join_parts(self.batch, dense))
 
 
-def placed(place: Place, batch: Batch) -> PlacedBatch:
+def placed(place: SchedulePoint, batch: Batch) -> PlacedBatch:
     at = place.position
     return PlacedBatch(
         step=at.step,
@@ -82,7 +82,7 @@ def placed(place: Place, batch: Batch) -> PlacedBatch:
     )
 
 
-Turn = tuple[Place, Pending]
+Turn = tuple[SchedulePoint, Pending]
 
 
 def schedule(
@@ -136,7 +136,7 @@ class Schedule:
             evaluated = self._eval_is_due(following)
             if evaluated:
                 following = following.begin_eval()
-            yield Place(kind="train", position=at, following=following), decode
+            yield SchedulePoint(kind="train", position=at, following=following), decode
             at = yield from self._evaluation(following)
         if not evaluated:
             at = yield from self._evaluation(at.begin_eval())
@@ -147,7 +147,7 @@ class Schedule:
         if at.eval_batch is None:
             return at
         for decode in self._reader.pending("eval", at.epoch, at.eval_batch):
-            yield Place(kind="eval", position=at, following=at.after_eval()), decode
+            yield SchedulePoint(kind="eval", position=at, following=at.after_eval()), decode
             at = at.after_eval()
         return at.end_eval()
 

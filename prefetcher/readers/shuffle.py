@@ -3,7 +3,7 @@
 import numpy as np
 
 from rowcast.prefetcher.readers.columns import Ids
-from rowcast.prefetcher.readers.data_files import Span
+from rowcast.prefetcher.readers.data_files import FileSpan
 
 
 def block_permutation(seed: int, epoch: int, block: int, num_rows: int) -> Ids:
@@ -32,12 +32,14 @@ class RowOrder:
             parts.append(first + self._permutation(block)[max(start - first, 0) : stop - first])
         return np.concatenate(parts)
 
-    def within(self, start: int, stop: int) -> Span:
+    def within(self, start: int, stop: int) -> FileSpan:
         """Where these rows are found: they themselves, or the whole blocks that they come from."""
         if self._window is None:
-            return Span(start=start, stop=stop)
+            return FileSpan(start=start, stop=stop)
         blocks = self._blocks(start, stop)
-        return Span(start=blocks[0] * self._window, stop=min(blocks[-1] * self._window + self._window, self._num_rows))
+        return FileSpan(
+            start=blocks[0] * self._window, stop=min(blocks[-1] * self._window + self._window, self._num_rows)
+        )
 
     def _blocks(self, start: int, stop: int) -> range:
         assert self._window is not None, "an order without a window has no blocks"

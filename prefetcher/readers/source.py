@@ -16,12 +16,19 @@ from typing import Protocol
 from rowcast.job.schema import Job
 from rowcast.prefetcher.readers.batch_parts import Columns, DenseBatch, Part, divide
 from rowcast.prefetcher.readers.reader import CutElsewhere, Reader, num_batches, open_reader, stream_columns
-from rowcast.prefetcher.readers.schedule import Place, PlacedBatch, PlacedIds, Turn, expected_train_steps, places
+from rowcast.prefetcher.readers.schedule import (
+    PlacedBatch,
+    PlacedIds,
+    SchedulePoint,
+    Turn,
+    expected_train_steps,
+    places,
+)
 from rowcast.protocol.batch import Batch
 from rowcast.runtime.errors import DataError, RowcastError
 from rowcast.runtime.position import Position
 
-Arrival = tuple[Place, Part]
+Arrival = tuple[SchedulePoint, Part]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,7 +56,7 @@ class SourceCounters:
     queue_depth: int = 0  # batches decoded and waiting
 
 
-class Stream(Protocol):
+class BatchStream(Protocol):
     """The batches of a run in order, or one part of each. Called from one thread."""
 
     counters: SourceCounters
@@ -75,7 +82,7 @@ class Source:
     `poll_ids` looks ahead, `poll_dense` follows it batch by batch; `poll` is both in one, for callers that do not look ahead.
     """
 
-    def __init__(self, ids: Stream, dense: Stream | None) -> None:
+    def __init__(self, ids: BatchStream, dense: BatchStream | None) -> None:
         """`dense` None: `ids` gives whole batches."""
         self.counters = ids.counters
         self._ids, self._dense = ids, dense
@@ -140,7 +147,7 @@ class Source:
         self._polled = None
 
     @property
-    def _streams(self) -> list[Stream]:
+    def _streams(self) -> list[BatchStream]:
         return [self._ids] if self._dense is None else [self._ids, self._dense]
 
     def _next_ids(self) -> PlacedIds | None:
@@ -187,7 +194,7 @@ class Source:
 
 
 class InlineStream:
-    """A `Stream` that decodes in the calling thread, one batch a call."""
+    """A `BatchStream` that decodes in the calling thread, one batch a call."""
 
     def __init__(self, job: Job, columns: Columns, max_steps: int | None, start: Position | None) -> None:
         self.counters = SourceCounters()

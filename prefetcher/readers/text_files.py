@@ -17,7 +17,7 @@ from typing import IO, NamedTuple, cast
 import numpy as np
 
 from rowcast.prefetcher.readers.columns import Ids, as_slice
-from rowcast.prefetcher.readers.data_files import Span, cumulative
+from rowcast.prefetcher.readers.data_files import FileSpan, cumulative
 from rowcast.prefetcher.readers.line_index import Pieces, forget, kept_pieces
 from rowcast.runtime.errors import ConfigError, DataError
 
@@ -101,7 +101,7 @@ class TextCursor:
             self._open[1].close()
         self._open = None
 
-    def lines(self, numbers: Ids, within: Span) -> bytes:
+    def lines(self, numbers: Ids, within: FileSpan) -> bytes:
         """The text of these lines, all of them `within`, in the given order."""
         chunks = range(self._index.chunk_of(within.start), self._index.chunk_of(within.stop - 1) + 1)
         self._held = {chunk: self._held[chunk] if chunk in self._held else self._read(chunk) for chunk in chunks}

@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 from rowcast.job.schema import Job
 from rowcast.prefetcher.readers.batch_parts import Columns
-from rowcast.prefetcher.readers.decoder import Decoder, Delivery, EndOfBatches, Share
+from rowcast.prefetcher.readers.decoder import Decoder, DecoderShare, Delivery, EndOfBatches
 from rowcast.prefetcher.readers.reader import can_share, stream_columns
 from rowcast.prefetcher.readers.source import Arrival, Source, SourceCounters, SourceInfo
 from rowcast.runtime.position import Position
@@ -45,7 +45,9 @@ class DecodedStream:
         self._decoded_s: list[float | None] = [None] * num_decoders  # when each decoder had its last batch
         ahead = max(-(-num_ahead // num_decoders), min(LEAST_AHEAD, num_ahead))
         shares = [
-            Share(job=job, columns=columns, max_steps=max_steps, start=start, index=index, num_decoders=num_decoders)
+            DecoderShare(
+                job=job, columns=columns, max_steps=max_steps, start=start, index=index, num_decoders=num_decoders
+            )
             for index in range(num_decoders)
         ]
         self._decoders = [Decoder(share, ahead, on_arrival) for share in shares]

@@ -20,7 +20,7 @@ from rowcast.prefetcher.checkpoints.restore import dense_content
 from rowcast.prefetcher.checkpoints.snapshot import BarrierCheckpointer, NoCheckpoints
 from rowcast.prefetcher.checkpoints.writer import CheckpointWriter
 from rowcast.prefetcher.pipeline.barrier import Checkpointer
-from rowcast.prefetcher.pipeline.engine import EngineParts, PrefetcherEngine
+from rowcast.prefetcher.pipeline.engine import PrefetcherEngine, PrefetcherParts
 from rowcast.prefetcher.pipeline.metrics import PrefetcherCounters, PrefetcherGauges
 from rowcast.prefetcher.pipeline.plan_stream import PlannedStep
 from rowcast.prefetcher.planner.capacity import MEASURED_BATCHES, job_slots
@@ -35,7 +35,7 @@ from rowcast.prefetcher.run.tables import Tables
 from rowcast.prefetcher.run.warm_up import warm_up
 from rowcast.protocol.conversation import Conversation
 from rowcast.protocol.messages import PROTOCOL_VERSION, Bye, Mode, RingSpec, Welcome
-from rowcast.protocol.peer_watch import PeerWatch, Progress, tell_peer
+from rowcast.protocol.peer_watch import PeerWatch, ProcessProgress, tell_peer
 from rowcast.protocol.session import Session
 from rowcast.protocol.transport.ring import RingReader, RingWriter
 from rowcast.protocol.transport.ring_file import RingFile, RingMemory, create_ring
@@ -53,7 +53,7 @@ from rowcast.runtime.telemetry.timeline import recorded_stages
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class RunParts:
+class PrefetcherRunParts:
     """What all attempts of a run share."""
 
     job: Job
@@ -72,7 +72,7 @@ class RunParts:
 
 
 class PrefetcherAttempt:
-    def __init__(self, run: RunParts, newest: Manifest | None, transport: Transport, crew: Crew) -> None:
+    def __init__(self, run: PrefetcherRunParts, newest: Manifest | None, transport: Transport, crew: Crew) -> None:
         """`newest`: the checkpoint to go on from. `transport`: the job's, with the time-out for the trainer to come."""
         self.newest = newest  # checkpoint on disk
         self.finished = False  # the data has ended, everything is on disk and the trainer has said good-bye
@@ -157,13 +157,13 @@ class PrefetcherAttempt:
     def _trainer_failure(self) -> RowcastError | None:
         return failure_since(self._job.run_dir, "trainer", self._run.signals.began_s)
 
-    def _progress(self) -> Progress:
+    def _progress(self) -> ProcessProgress:
         batches, engine, writer = self._source.counters.batches, self._engine, self._writer
         if engine is None:
-            return Progress(
+            return ProcessProgress(
                 step_begun=None, step_done=None, work=batches, waiting_for="the first batches", ended=False, ready=False
             )
-        return Progress(
+        return ProcessProgress(
             step_begun=engine.fetcher.sent_through,
             step_done=engine.fetcher.done_through,
             work=batches + engine.counters.total("rows_written_back") + (0 if writer is None else writer.work),
@@ -218,7 +218,7 @@ class PrefetcherAttempt:
         planner = self._planner(slots, measured)
         restore = b"" if self.newest is None else b"".join(dense_content(run.checkpoints.root, self.newest))
         engine = PrefetcherEngine(
-            EngineParts(
+            PrefetcherParts(
                 job=self._job,
                 groups=run.groups,
                 source=self._source,

@@ -10,7 +10,7 @@ from rowcast.job.tables import group_specs
 from rowcast.prefetcher.checkpoints.folder import Checkpoints, carry_out
 from rowcast.prefetcher.checkpoints.import_checkpoint import import_into, open_source
 from rowcast.prefetcher.pipeline.metrics import PrefetcherCollector, PrefetcherGauges, new_counters
-from rowcast.prefetcher.run.attempt import PrefetcherAttempt, RunParts, new_run_id
+from rowcast.prefetcher.run.attempt import PrefetcherAttempt, PrefetcherRunParts, new_run_id
 from rowcast.prefetcher.run.background import move_to_background
 from rowcast.prefetcher.run.gauges import idle_gauges
 from rowcast.prefetcher.run.tables import Tables
@@ -85,7 +85,7 @@ class PrefetcherRun:
         remove_leftovers()
         tables = Tables(self._job, self._groups, self._checkpoints, 1 + secrets.randbelow(2**31))
         stack.callback(tables.close)
-        parts = RunParts(
+        parts = PrefetcherRunParts(
             job=self._job,
             groups=self._groups,
             mode=self._options.mode,
@@ -102,7 +102,7 @@ class PrefetcherRun:
         )
         return self._live(parts, newest)
 
-    def _live(self, parts: RunParts, newest: Manifest | None) -> bool:
+    def _live(self, parts: PrefetcherRunParts, newest: Manifest | None) -> bool:
         last = self._attempts.run(
             lambda before, transport, crew: PrefetcherAttempt(
                 parts, newest if before is None else before.newest, transport, crew

@@ -21,7 +21,7 @@ import numpy as np
 from rowcast.job.schema import Job
 from rowcast.job.tables import GroupSpec, aligned
 from rowcast.prefetcher.stores.table_file import TableFile
-from rowcast.prefetcher.stores.table_header import HEADER_BYTES, Header, layout_digest, why_rebuilt
+from rowcast.prefetcher.stores.table_header import HEADER_BYTES, TableHeader, layout_digest, why_rebuilt
 from rowcast.prefetcher.stores.table_store import TableStore
 from rowcast.runtime.telemetry.logs import get_logger
 
@@ -33,7 +33,7 @@ def open_store(job: Job, group: GroupSpec, incarnation: int, checkpoint: str | N
 class MappedStore(TableStore):
     """As a MemoryStore, with the rows in `<folder>/<group>.rows`. Made by `open`."""
 
-    def __init__(self, group: GroupSpec, file: TableFile, header: Header, *, restored: bool) -> None:
+    def __init__(self, group: GroupSpec, file: TableFile, header: TableHeader, *, restored: bool) -> None:
         marks_end, nbytes = file_layout(group)
         memory = file.map(nbytes)
         # else the kernel's reading ahead soon has all of them at hand after a restart
@@ -60,7 +60,7 @@ class MappedStore(TableStore):
         file = TableFile.open(path)
         try:
             reason = why_started_anew(file, layout, checkpoint, nbytes)
-            header = Header(layout=layout, incarnation=incarnation, closed_at=None)
+            header = TableHeader(layout=layout, incarnation=incarnation, closed_at=None)
             file.begin(header, nbytes, keep=reason is None)
             get_logger().info(
                 "table file", path=str(path), rows="kept" if reason is None else f"none: {reason}", nbytes=nbytes

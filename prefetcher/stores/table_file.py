@@ -8,7 +8,7 @@ import stat
 from pathlib import Path
 from typing import Self
 
-from rowcast.prefetcher.stores.table_header import HEADER_BYTES, Header
+from rowcast.prefetcher.stores.table_header import HEADER_BYTES, TableHeader
 from rowcast.protocol.transport.ring_file import try_lock
 from rowcast.runtime.errors import ConfigError
 
@@ -39,10 +39,10 @@ class TableFile:
     def nbytes(self) -> int:
         return os.fstat(self._open).st_size
 
-    def read_header(self) -> Header | None:
-        return Header.decode(os.pread(self._open, HEADER_BYTES, 0))
+    def read_header(self) -> TableHeader | None:
+        return TableHeader.decode(os.pread(self._open, HEADER_BYTES, 0))
 
-    def write_header(self, header: Header) -> None:
+    def write_header(self, header: TableHeader) -> None:
         """Durable when it returns. Raises OSError."""
         page = header.encode()
         written = os.pwrite(self._open, page, 0)
@@ -50,7 +50,7 @@ class TableFile:
             raise OSError(errno.EIO, f"{written} of {len(page)} bytes of the header were written", str(self.path))
         os.fsync(self._open)
 
-    def begin(self, header: Header, nbytes: int, *, keep: bool) -> None:
+    def begin(self, header: TableHeader, nbytes: int, *, keep: bool) -> None:
         """Makes the file `nbytes` of reserved space behind a durable header; without `keep`, of zeros.
 
         Reserved, because a write to a hole of a full disk would kill the process with SIGBUS. Nothing is read or filled: what was never

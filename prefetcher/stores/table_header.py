@@ -19,7 +19,7 @@ VERSION = 1
 CONTENT = 20  # where the msgpack begins
 
 
-class Header(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class TableHeader(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     version: int = VERSION
     layout: str  # layout_digest
     incarnation: int  # that wrote the file last
@@ -62,7 +62,7 @@ def layout_digest(group: GroupSpec, seed: int) -> str:
     return digest([group.name, group.record_bytes, parts, tables, seed])
 
 
-def why_rebuilt(header: Header | None, layout: str, checkpoint: str | None) -> str | None:
+def why_rebuilt(header: TableHeader | None, layout: str, checkpoint: str | None) -> str | None:
     """Why a file with this header does not hold the rows of `checkpoint`; None: it does."""
     if header is None:
         return "its header is damaged or of another version"

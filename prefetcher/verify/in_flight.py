@@ -8,7 +8,7 @@ from rowcast.runtime.arrays import I64
 
 
 @dataclass(slots=True)
-class Sample:
+class SampledRows:
     """Sampled rows of a move, in its order."""
 
     keys: I64  # [n]
@@ -33,12 +33,12 @@ class Sample:
 class GroupVisit:
     """A group's part, in the order in which the trainer reports it."""
 
-    fetched: Sample
-    dirty: Sample  # victims, or the dirty rows of a barrier
-    clean: Sample  # victims
+    fetched: SampledRows
+    dirty: SampledRows  # victims, or the dirty rows of a barrier
+    clean: SampledRows  # victims
 
     @property
-    def samples(self) -> tuple[Sample, Sample, Sample]:
+    def samples(self) -> tuple[SampledRows, SampledRows, SampledRows]:
         return self.fetched, self.dirty, self.clean
 
 

@@ -14,7 +14,7 @@ BLOCK_ROWS = 4096
 
 
 @dataclass(slots=True)
-class Block:
+class ReadBackBlock:
     group: int
     keys: I64  # ascending
     rows: Records | None = None
@@ -29,7 +29,7 @@ class ReadBack:
         self._record_bytes = [group.record_bytes for group in groups]
         by_table = {table.index: group.index for group in groups for table in group.tables}
         self._group_of = np.array([by_table[table] for table in range(len(by_table))], np.int64)
-        self._blocks: deque[Block] = deque()
+        self._blocks: deque[ReadBackBlock] = deque()
 
     @property
     def active(self) -> bool:
@@ -41,7 +41,7 @@ class ReadBack:
         for group in range(len(self._stores)):
             own = keys[groups == group]
             self._blocks.extend(
-                Block(group, own[start : start + BLOCK_ROWS]) for start in range(0, len(own), BLOCK_ROWS)
+                ReadBackBlock(group, own[start : start + BLOCK_ROWS]) for start in range(0, len(own), BLOCK_ROWS)
             )
 
     def advance(self) -> tuple[int, I64, Records] | None:

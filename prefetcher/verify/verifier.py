@@ -38,7 +38,7 @@ from rowcast.prefetcher.pipeline.metrics import PrefetcherCounters, VerifyKind
 from rowcast.prefetcher.stores.store import Keys, Records
 from rowcast.prefetcher.stores.tracked_store import TrackedStore
 from rowcast.prefetcher.verify.checksum_loops import SAMPLE_RANGE, find_sampled, row_checksums
-from rowcast.prefetcher.verify.in_flight import GroupVisit, Sample, Visit, new_visit
+from rowcast.prefetcher.verify.in_flight import GroupVisit, SampledRows, Visit, new_visit
 from rowcast.prefetcher.verify.ledger import NEVER_WRITTEN, Ledger
 from rowcast.prefetcher.verify.mismatch import Difference, complaint
 from rowcast.prefetcher.verify.read_back import ReadBack
@@ -193,7 +193,7 @@ class Verifier:
         places = np.empty(len(keys), np.int64)
         return places[: find_sampled(keys, self._threshold, places)]
 
-    def _followed(self, sample: Sample, group: int, start: int, rows: Records) -> tuple[slice, I64]:
+    def _followed(self, sample: SampledRows, group: int, start: int, rows: Records) -> tuple[slice, I64]:
         """Which of the sample these rows, from place `start` on, hold; and their checksums."""
         part = sample.within(start, len(rows))
         return part, self._checksums(group, rows, sample.places[part] - start)
@@ -225,7 +225,7 @@ class Verifier:
                 start += len(sample)
         del self._visits[visit.step, visit.barrier]
 
-    def _compare(self, kind: VerifyKind, sample: Sample, reported: I64, step: int | None) -> None:
+    def _compare(self, kind: VerifyKind, sample: SampledRows, reported: I64, step: int | None) -> None:
         wrong = np.flatnonzero(sample.checksums != reported)
         if len(wrong):
             raise DataError(
@@ -236,9 +236,9 @@ class Verifier:
         self._counters.rows_verified[kind] += len(sample)
 
 
-def new_sample(keys: Sequence[Any] | I64, places: I64) -> Sample:
+def new_sample(keys: Sequence[Any] | I64, places: I64) -> SampledRows:
     """Of `keys`, those at `places`."""
-    return Sample(np.asarray(keys)[places], places, np.zeros(len(places), np.int64))
+    return SampledRows(np.asarray(keys)[places], places, np.zeros(len(places), np.int64))
 
 
 def warm_up_checks() -> None:

@@ -6,7 +6,7 @@ from typing import Protocol
 
 import zmq
 
-from rowcast.protocol.transport.auth import DOMAIN, Gatekeeper
+from rowcast.protocol.transport.auth import DOMAIN, ClientAuth
 from rowcast.protocol.transport.curve_keys import load_client, load_server
 from rowcast.protocol.transport.endpoint import EndpointLock, make_private, socket_path
 from rowcast.protocol.transport.refusals import Refusals
@@ -17,7 +17,7 @@ HANDSHAKE_MS = 5000  # a caller that has not proved its key by then is cut off
 BACKLOG = 64
 
 
-class Door(Protocol):
+class BindAddress(Protocol):
     """The serving side. `open`, then `bind`; `answer` when one of `sockets` is ready; `close` when they and their context are closed."""
 
     has_payloads: bool  # whether the two ends share no memory
@@ -38,7 +38,7 @@ class Door(Protocol):
         """Also after a `bind` that failed."""
 
 
-class FileDoor:
+class BindFile:
     """A unix socket named by the run directory, which one process may serve."""
 
     has_payloads = False
@@ -68,7 +68,7 @@ class FileDoor:
         self._lock.release()
 
 
-class CurveDoor:
+class BindTcp:
     """A tcp port. Everything is encrypted, and a caller that holds no allowed key is never heard."""
 
     has_payloads = True
@@ -77,7 +77,7 @@ class CurveDoor:
         self.bound: str | None = None  # the endpoint in numbers
         self._endpoint = endpoint
         self._keys = keys
-        self._gatekeeper = Gatekeeper(keys, refusals)
+        self._gatekeeper = ClientAuth(keys, refusals)
 
     @property
     def sockets(self) -> Sequence["zmq.Socket[bytes]"]:
@@ -111,7 +111,7 @@ class CurveDoor:
         """A port has nothing to take away."""
 
 
-class Way(Protocol):
+class ConnectAddress(Protocol):
     """The calling side."""
 
     endpoint: str
@@ -121,7 +121,7 @@ class Way(Protocol):
         """Before it connects. Raises ConfigError where this process has no key to show."""
 
 
-class FileWay:
+class ConnectFile:
     has_payloads = False
 
     def __init__(self, run_dir: Path, directory: Path | None) -> None:
@@ -131,7 +131,7 @@ class FileWay:
         """A unix socket needs nothing."""
 
 
-class CurveWay:
+class ConnectTcp:
     """To the prefetcher that holds the secret of `server.key`, and no other."""
 
     has_payloads = True

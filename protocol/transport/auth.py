@@ -20,7 +20,7 @@ ZAP_VERSION = b"1.0"
 DOMAIN = b"rowcast"
 
 
-class Gatekeeper:
+class ClientAuth:
     """`open` before the socket that it guards is bound; who opened it closes its sockets, after that one."""
 
     def __init__(self, keys: Path, refusals: Refusals) -> None:

@@ -6,9 +6,9 @@ from contextlib import suppress
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from rowcast.protocol.transport.addresses import Way
+from rowcast.protocol.transport.addresses import ConnectAddress
 from rowcast.protocol.transport.curve_keys import CLIENTS
-from rowcast.protocol.transport.flood_guard import Connection
+from rowcast.protocol.transport.flood_guard import CallerConnection
 from rowcast.protocol.transport.link import Payload, parts_of
 from rowcast.protocol.transport.refusals import Refusals
 from rowcast.protocol.transport.zmq_socket import close_socket, new_socket, take_apart
@@ -18,13 +18,13 @@ from rowcast.runtime.errors import ConfigError, RemoteProtocolError
 class Dealer:
     """The trainer's end. Calls until someone answers, once."""
 
-    def __init__(self, way: Way, refusals: Refusals, limit_bytes: int) -> None:
+    def __init__(self, way: ConnectAddress, refusals: Refusals, limit_bytes: int) -> None:
         """`limit_bytes`: as the Router's."""
         self._way = way
         self._refusals = refusals
         self._limit_bytes = limit_bytes
         self._descriptor: int | None = None
-        self._connection = Connection()
+        self._connection = CallerConnection()
         self._context: zmq.Context[zmq.Socket[bytes]]
         self._connected = False
         self._peer_gone = False
@@ -73,7 +73,7 @@ class Dealer:
             event = recv_monitor_message(self.monitor)
             kind = event["event"]
             if kind == zmq.EVENT_CONNECTED:
-                self._descriptor, self._connection = event["value"], Connection()
+                self._descriptor, self._connection = event["value"], CallerConnection()
             elif kind == zmq.EVENT_DISCONNECTED:
                 self._descriptor = None
             self._peer_gone |= self._connected and kind == zmq.EVENT_DISCONNECTED

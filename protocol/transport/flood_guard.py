@@ -13,7 +13,7 @@ BYTES_RECEIVED_AT = 128  # tcpi_bytes_received, u64, in Linux's struct tcp_info
 
 
 @dataclass(slots=True, eq=False)
-class Connection:
+class CallerConnection:
     """What has come through one connection."""
 
     num_messages: int = 0

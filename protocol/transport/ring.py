@@ -69,7 +69,7 @@ def largest_payload(ring_bytes: int) -> int:
     return ring_bytes // ALIGNMENT * ALIGNMENT // 2 // ALIGNMENT * ALIGNMENT - 2 * GUARD_BYTES
 
 
-class Layout:
+class RingLayout:
     """Where things are in the ring; the same for both ends."""
 
     def __init__(self, buffer: Bytes) -> None:
@@ -120,7 +120,7 @@ class RingWriter:
     """
 
     def __init__(self, buffer: Bytes, *, always_checksum: bool = False) -> None:
-        self._layout = Layout(buffer)
+        self._layout = RingLayout(buffer)
         self._always_checksum = always_checksum
         self._allocated = 0  # end of the newest piece
         self._released = 0  # everything before it is free
@@ -214,7 +214,7 @@ class RingReader:
     """The reading end of the same ring, or of a mirror of it."""
 
     def __init__(self, buffer: Bytes, *, mirror: bool = False) -> None:
-        self._layout = Layout(buffer)
+        self._layout = RingLayout(buffer)
         self.is_mirror = mirror
         self._newest_end = 0
         self._open: deque[OpenPiece] = deque()  # in order, from the oldest one not done

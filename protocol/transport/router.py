@@ -10,8 +10,8 @@ from zmq.utils.monitor import recv_monitor_message
 
 from rowcast.protocol.codec import decode, encode, greeted_version
 from rowcast.protocol.messages import PROTOCOL_VERSION, Envelope, Failure, Hello
-from rowcast.protocol.transport.addresses import Door
-from rowcast.protocol.transport.flood_guard import Connection
+from rowcast.protocol.transport.addresses import BindAddress
+from rowcast.protocol.transport.flood_guard import CallerConnection
 from rowcast.protocol.transport.link import Payload, parts_of
 from rowcast.protocol.transport.refusals import Refusals
 from rowcast.protocol.transport.zmq_socket import close_socket, new_socket, take_apart
@@ -37,15 +37,15 @@ class Router:
     stopped meanwhile, come like those of a stranger. Hence the greeting.
     """
 
-    def __init__(self, door: Door, refusals: Refusals, limit_bytes: int) -> None:
+    def __init__(self, door: BindAddress, refusals: Refusals, limit_bytes: int) -> None:
         """`limit_bytes`: what a peer may have sent that was not received yet."""
         self._door = door
         self._refusals = refusals
         self._limit_bytes = limit_bytes
         self._context: zmq.Context[zmq.Socket[bytes]]
-        self._connections: dict[int, Connection] = {}  # by the descriptor that each has now, oldest first
+        self._connections: dict[int, CallerConnection] = {}  # by the descriptor that each has now, oldest first
         self._peer: bytes | None = None
-        self._peer_connection: Connection | None = None
+        self._peer_connection: CallerConnection | None = None
         self._peer_gone = False
         self._last_refused: bytes | None = None
 
@@ -94,11 +94,11 @@ class Router:
             event = recv_monitor_message(self.monitor)
             if event["event"] == zmq.EVENT_ACCEPTED:
                 self._connections.pop(event["value"], None)  # so that it goes to the end
-                self._connections[event["value"]] = Connection()
+                self._connections[event["value"]] = CallerConnection()
             else:
                 self._left(self._connections.pop(event["value"], None))
 
-    def _left(self, connection: Connection | None) -> None:
+    def _left(self, connection: CallerConnection | None) -> None:
         """None: one that was cut off, and counted then."""
         if connection is None:
             return
@@ -107,7 +107,7 @@ class Router:
         elif not connection.num_messages:
             self._refusals.note("a caller was turned away before it had got in, or left without a word")
 
-    def _cut(self, descriptor: int, connection: Connection) -> None:
+    def _cut(self, descriptor: int, connection: CallerConnection) -> None:
         """So that nobody uses up this process's descriptors and memory, be it before the time for a handshake is over."""
         with suppress(OSError):  # closed already, as an event will tell or has told
             held = os.dup(descriptor)

@@ -23,7 +23,7 @@ import zmq
 
 from rowcast.job.schema import Transport
 from rowcast.protocol.codec import MAX_FRAME_BYTES
-from rowcast.protocol.transport.addresses import CurveDoor, CurveWay, FileDoor, FileWay
+from rowcast.protocol.transport.addresses import BindFile, BindTcp, ConnectFile, ConnectTcp
 from rowcast.protocol.transport.dealer import Dealer
 from rowcast.protocol.transport.inproc import silent
 from rowcast.protocol.transport.link import Payload
@@ -80,9 +80,9 @@ class ZmqLink:
         wait, nor close the link. `directory` holds the unix socket, by default one of this user's own."""
         refusals = Refusals()
         if transport is None or not transport.is_tcp:
-            return cls(Router(FileDoor(run_dir, directory), refusals, INBOX_BYTES), on_receive, refusals, INBOX_BYTES)
+            return cls(Router(BindFile(run_dir, directory), refusals, INBOX_BYTES), on_receive, refusals, INBOX_BYTES)
         assert transport.keys is not None, "checked with the job file"
-        door = CurveDoor(transport.endpoint, Path(transport.keys), refusals)
+        door = BindTcp(transport.endpoint, Path(transport.keys), refusals)
         limit_bytes = INBOX_BYTES + transport.mirror_bytes
         return cls(Router(door, refusals, limit_bytes), on_receive, refusals, limit_bytes)
 
@@ -97,9 +97,11 @@ class ZmqLink:
         """The end that calls, until a prefetcher answers; frames sent before that are kept."""
         refusals = Refusals()
         if transport is None or not transport.is_tcp:
-            return cls(Dealer(FileWay(run_dir, directory), refusals, INBOX_BYTES), on_receive, refusals, INBOX_BYTES)
+            return cls(
+                Dealer(ConnectFile(run_dir, directory), refusals, INBOX_BYTES), on_receive, refusals, INBOX_BYTES
+            )
         assert transport.keys is not None, "checked with the job file"
-        way = CurveWay(transport.endpoint, Path(transport.keys))
+        way = ConnectTcp(transport.endpoint, Path(transport.keys))
         limit_bytes = INBOX_BYTES + transport.mirror_bytes
         return cls(Dealer(way, refusals, limit_bytes), on_receive, refusals, limit_bytes)
 

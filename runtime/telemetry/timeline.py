@@ -3,7 +3,7 @@
     a stage's thread ---- add: one record ----> queue ---- every FLUSH_S, a thread of its own ----> <run_dir>/timeline.<process>.jsonl
 
 Times are those of `time.perf_counter`, which on Linux is CLOCK_MONOTONIC: one clock for all processes of one boot of one host. The
-file's first line is a `Header`, each other line one record; a process that is killed leaves all but its last FLUSH_S seconds.
+file's first line is a `TimelineHeader`, each other line one record; a process that is killed leaves all but its last FLUSH_S seconds.
 """
 
 import os
@@ -35,7 +35,7 @@ SpanKind = Literal["work", "wait", "step"]
 # step: from the issue of a step until its result was read; with a device the next one's begins before
 
 
-class Header(msgspec.Struct, frozen=True, kw_only=True):
+class TimelineHeader(msgspec.Struct, frozen=True, kw_only=True):
     version: int
     process: Process
     pid: int
@@ -44,7 +44,7 @@ class Header(msgspec.Struct, frozen=True, kw_only=True):
     unix_ns: int  # it was this time
 
 
-class Span(msgspec.Struct, frozen=True, array_like=True, tag="span"):
+class TimelineSpan(msgspec.Struct, frozen=True, array_like=True, tag="span"):
     kind: SpanKind
     track: str  # the thread, or the child process
     name: str
@@ -69,7 +69,7 @@ class Incarnation(msgspec.Struct, frozen=True, array_like=True, tag="incarnation
     at_ns: int
 
 
-Record = Span | Level | Incarnation
+Record = TimelineSpan | Level | Incarnation
 
 
 def timeline_path(run_dir: Path, process: Process) -> Path:
@@ -108,7 +108,7 @@ class Timeline:
         """A span of `seconds` that ended at `ended_s`, None: now; `track` None: the calling thread."""
         ended_s = time.perf_counter() if ended_s is None else ended_s
         track = threading.current_thread().name if track is None else track
-        self._put(Span(kind, track, name, nanoseconds(ended_s - seconds), nanoseconds(seconds), step))
+        self._put(TimelineSpan(kind, track, name, nanoseconds(ended_s - seconds), nanoseconds(seconds), step))
 
     @contextmanager
     def work(self, name: str, step: int | None = None) -> Iterator[None]:
@@ -184,8 +184,8 @@ class Timeline:
         self._thread.start()
         return self
 
-    def _header(self) -> Header:
-        return Header(
+    def _header(self) -> TimelineHeader:
+        return TimelineHeader(
             version=VERSION,
             process=self._process,
             pid=os.getpid(),

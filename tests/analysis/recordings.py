@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from rowcast.analysis.simulate.moves import Moves
-from rowcast.analysis.simulate.recording import Recording, record
+from rowcast.analysis.simulate.recording import RunRecording, record
 from rowcast.job.tables import GroupSpec
 from rowcast.protocol.batch import Batch
 from tests.support.planner_runs import one_group, schedule
@@ -24,7 +24,7 @@ class Case:
     horizon: int
 
     @property
-    def recording(self) -> Recording:
+    def recording(self) -> RunRecording:
         return recording_of(one_group(ROWS), [self.steps], self.trains)
 
     def next_use(self, row: int, after: int) -> float:
@@ -36,7 +36,7 @@ class Case:
 
 def recording_of(
     groups: tuple[GroupSpec, ...], steps_of_features: list[list[set[int]]], trains: list[bool]
-) -> Recording:
+) -> RunRecording:
     """Of batches with one sample, whose bag of each feature holds the feature's rows at that step."""
     batches = []
     for bags in zip(*steps_of_features, strict=True):

@@ -16,11 +16,11 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from rowcast.analysis.advise import follow
-from rowcast.analysis.advise.advise import AdviseOptions, Request, advise_job, run_advise
+from rowcast.analysis.advise.advise import AdviseOptions, AdviseRequest, advise_job, run_advise
 from rowcast.analysis.advise.cost import Demand, Rates, RowRates, cost, demand, probe_planning, probe_rows, stretches
 from rowcast.analysis.advise.curve import moved, round_capacities, rounded_up, smallest_capacity
 from rowcast.analysis.advise.follow import followed, group_shares, thinned
-from rowcast.analysis.advise.read import Observed, Sample, observe
+from rowcast.analysis.advise.read import Observed, SamplingPlan, observe
 from rowcast.analysis.advise.recommend import Advice, Point, first_without, knee
 from rowcast.analysis.advise.show import print_advice
 from rowcast.analysis.simulate.grid import Grid, with_values
@@ -93,13 +93,15 @@ def made_job(kind: str, steps: int = 60, *, multi_hot: bool = False, **sections:
 
 def observed(job: Job, share: float, samples: int | None = None, max_steps: int | None = None) -> Observed:
     reader = open_reader(job, stream_columns(job)[0])
-    return observe(job, reader, Sample(share=share, samples=samples), max_steps, 1e9, lambda: None)
+    return observe(job, reader, SamplingPlan(share=share, samples=samples), max_steps, 1e9, lambda: None)
 
 
-def request(share: float = 1.0, **values: Any) -> Request:
+def request(share: float = 1.0, **values: Any) -> AdviseRequest:
     """Without a measurement of the tables, which takes a moment."""
     samples = values.pop("samples", None)
-    return Request(sample=Sample(share=share, samples=samples), memory_bytes=1e9, **{"gather_gbs": 1.0} | values)
+    return AdviseRequest(
+        sample=SamplingPlan(share=share, samples=samples), memory_bytes=1e9, **{"gather_gbs": 1.0} | values
+    )
 
 
 @pytest.fixture
@@ -181,7 +183,7 @@ def test_batches_that_come_again_are_decoded_once() -> None:
     data = {"epochs": 3, "eval_fraction": 0.2, "shuffle": "none", "synthetic": {"samples": 64 * 50}}
     job = parse_job(job_content(Path("unused"), data=data, eval={"every": 7}, cache={"capacity": "100KiB"}))
     reader = CountingReader(open_reader(job))
-    seen = observe(job, reader, Sample(share=1.0), None, 1e9, lambda: None)
+    seen = observe(job, reader, SamplingPlan(share=1.0), None, 1e9, lambda: None)
     groupers = groupers_of(group_specs(job))
     expected = [
         [grouper.group(grouper.lookups(turn.batch)).keys.tolist() for grouper in groupers]

@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from rowcast.analysis.profile.interval import Share, clustered_share, student_t, unseen_share, wilson
+from rowcast.analysis.profile.interval import EstimatedShare, clustered_share, student_t, unseen_share, wilson
 
 Doubles = npt.NDArray[np.float64]
 BATCH = 64
@@ -104,7 +104,7 @@ def test_the_interval_holds_the_epochs_share_as_often_as_it_says(
     for _ in range(2000):
         chosen = np.arange(num_judged) * stratum + random.integers(0, stratum, num_judged)
         found = clustered_share(hits[chosen], np.full(num_judged, BATCH), confidence)
-        assert isinstance(found, Share)
+        assert isinstance(found, EstimatedShare)
         held += found.low <= truth <= found.high
     assert held / 2000 >= confidence - 3 * (confidence * (1 - confidence) / 2000) ** 0.5
 

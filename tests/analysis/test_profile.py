@@ -13,8 +13,8 @@ from typer.testing import CliRunner
 
 from rowcast.analysis.profile import hot_rows
 from rowcast.analysis.profile.hot_rows import Coverage, HotSet, Popularity, hot_set
-from rowcast.analysis.profile.interval import Share
-from rowcast.analysis.profile.profile import PICK, ProfileOptions, Request, profile_job, run_profile
+from rowcast.analysis.profile.interval import EstimatedShare
+from rowcast.analysis.profile.profile import PICK, ProfileOptions, ProfileRequest, profile_job, run_profile
 from rowcast.analysis.profile.results import HALF, Profile, print_profile
 from rowcast.analysis.sample import Amount, sample_windows
 from rowcast.job.schema import Job
@@ -156,7 +156,7 @@ def test_coverage_is_that_of_counting_by_hand(jagged: bool) -> None:
     assert 0 < covered[-1] < num_samples, "the hot rows must be neither all nor none for this to show anything"
 
 
-def estimate(share: Share | None) -> float:
+def estimate(share: EstimatedShare | None) -> float:
     assert share is not None
     assert share.low <= share.estimate <= share.high
     return share.estimate
@@ -168,8 +168,8 @@ def test_where_no_row_or_every_row_is_hot_there_is_nothing_to_be_unsure_of() -> 
     for _ in range(3):
         coverage.add(single_hot([0, 1, 2], [3, 2, 1]))
     first, second = coverage.shares(0.99).tables
-    assert first.accesses == first.inputs == Share(estimate=1, low=1, high=1)
-    assert second.accesses == second.inputs == coverage.shares(0.99).inputs == Share(estimate=0, low=0, high=0)
+    assert first.accesses == first.inputs == EstimatedShare(estimate=1, low=1, high=1)
+    assert second.accesses == second.inputs == coverage.shares(0.99).inputs == EstimatedShare(estimate=0, low=0, high=0)
     assert estimate(coverage.shares(0.99).accesses) == 0.5
 
 
@@ -185,7 +185,7 @@ def test_a_sample_that_looks_nothing_up_in_a_table_is_covered_there() -> None:
     coverage.add(batch)
     coverage.add(batch)
     shares = coverage.shares(0.99)
-    assert shares.accesses == Share(estimate=0, low=0, high=0)
+    assert shares.accesses == EstimatedShare(estimate=0, low=0, high=0)
     assert estimate(shares.inputs) == estimate(shares.tables[0].inputs) == 0.5
 
 
@@ -217,7 +217,7 @@ def job_of(**sections: Any) -> Job:
 
 
 def profiled(job: Job, *budgets: str, share: float = 0.2, confidence: float = 0.99) -> tuple[Profile, dict[str, Any]]:
-    request = Request(amount=Amount(share=share), budgets=budgets, confidence=confidence, memory_bytes=1e9)
+    request = ProfileRequest(amount=Amount(share=share), budgets=budgets, confidence=confidence, memory_bytes=1e9)
     return profile_job(job, request)
 
 
@@ -293,7 +293,7 @@ def test_the_default_budget_is_half_the_cache_and_leaves_room_for_the_largest_ba
     assert 20 < tight.budgets[0].hot_rows < 60, "a tenth of the largest batch stays free too"
     assert tight.budgets[0].too_large is None
     none, _ = profiled(job_of(cache={"capacity": f"{largest} rows"}))
-    assert (none.budgets[0].hot_rows, none.budgets[0].shares.accesses) == (0, Share(estimate=0, low=0, high=0))
+    assert (none.budgets[0].hot_rows, none.budgets[0].shares.accesses) == (0, EstimatedShare(estimate=0, low=0, high=0))
 
 
 def test_a_budget_without_room_for_a_batch_is_measured_and_says_what_to_change() -> None:

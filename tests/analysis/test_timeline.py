@@ -11,15 +11,25 @@ from rowcast.analysis.timeline.timeline import TimelineOptions, parse_steps, run
 from rowcast.analysis.timeline.trace_events import write_events
 from rowcast.runtime.errors import ConfigError, DataError
 from rowcast.runtime.telemetry.metrics import BOTH, Process
-from rowcast.runtime.telemetry.timeline import VERSION, Header, Incarnation, Level, Span, SpanKind, timeline_path
+from rowcast.runtime.telemetry.timeline import (
+    VERSION,
+    Incarnation,
+    Level,
+    SpanKind,
+    TimelineHeader,
+    TimelineSpan,
+    timeline_path,
+)
 from tests.support.timeline_format import Event, check_events
 
 MS = 10**6  # ns
 ALWAYS = (0, float("inf"))
 
 
-def span(kind: SpanKind, track: str, name: str, began_ms: float, ended_ms: float, step: int | None = None) -> Span:
-    return Span(kind, track, name, round(began_ms * MS), round((ended_ms - began_ms) * MS), step)
+def span(
+    kind: SpanKind, track: str, name: str, began_ms: float, ended_ms: float, step: int | None = None
+) -> TimelineSpan:
+    return TimelineSpan(kind, track, name, round(began_ms * MS), round((ended_ms - began_ms) * MS), step)
 
 
 PREFETCHER = [
@@ -42,7 +52,7 @@ TRAINER = [
 def leave(
     run_dir: Path,
     process: Process,
-    spans: list[Span],
+    spans: list[TimelineSpan],
     *,
     boot_id: str = "a",
     numbers: tuple[int, ...] = (5,),
@@ -50,7 +60,9 @@ def leave(
     version: int = VERSION,
 ) -> None:
     """A recording whose clock showed `clock_ms` at Unix time 1,000 s."""
-    header = Header(version=version, process=process, pid=42, boot_id=boot_id, clock_ns=clock_ms * MS, unix_ns=10**12)
+    header = TimelineHeader(
+        version=version, process=process, pid=42, boot_id=boot_id, clock_ns=clock_ms * MS, unix_ns=10**12
+    )
     records = [
         *spans,
         *(Incarnation(number, clock_ms * MS) for number in numbers),

@@ -17,7 +17,7 @@ from rowcast.prefetcher.checkpoints.restore import dense_content, restore_rows
 from rowcast.prefetcher.checkpoints.writer import CheckpointWriter
 from rowcast.prefetcher.stores.store import FINISHED, Finished, Keys, Records
 from rowcast.runtime.checkpoint_manifest import Manifest
-from rowcast.runtime.disk import Disk, RealDisk, RealWriting, Writing
+from rowcast.runtime.disk import Disk, FileWrite, RealDisk, RealWriting
 from rowcast.runtime.position import Position
 from tests.support import jobs
 
@@ -44,7 +44,7 @@ class UnsyncedWriting(RealWriting):
 class UnsyncedDisk(RealDisk):
     """For tests that lose no power: they need not wait for the disk."""
 
-    def create(self, path: Path) -> Writing:
+    def create(self, path: Path) -> FileWrite:
         return UnsyncedWriting(path)
 
     def sync_folder(self, path: Path) -> None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from rowcast.runtime.disk import Content, RealDisk, Writing
+from rowcast.runtime.disk import Content, FileWrite, RealDisk
 
 Kind = Literal["mkdir", "create", "write", "sync", "rename", "unlink", "remove_tree", "sync_folder"]
 Fault = Literal["ENOSPC", "EIO", "short"]
@@ -36,7 +36,7 @@ class Failure:
 
 
 class FaultyWriting:
-    def __init__(self, failure: Failure, inner: Writing, path: Path) -> None:
+    def __init__(self, failure: Failure, inner: FileWrite, path: Path) -> None:
         self._failure, self._inner, self._path = failure, inner, path
 
     def write(self, content: Content) -> None:
@@ -69,7 +69,7 @@ class FaultyDisk:
         self._check("mkdir", path)
         self._inner.mkdir(path)
 
-    def create(self, path: Path) -> Writing:
+    def create(self, path: Path) -> FileWrite:
         self._check("create", path)
         return FaultyWriting(self._failure, self._inner.create(path), path)
 

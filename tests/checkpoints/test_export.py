@@ -19,7 +19,7 @@ from rowcast.job.file import load_job
 from rowcast.job.schema import Job
 from rowcast.job.tables import GroupSpec, group_specs, make_keys
 from rowcast.prefetcher.checkpoints import export, row_files
-from rowcast.prefetcher.checkpoints.export import CheckpointRows, DenseSide, export_run
+from rowcast.prefetcher.checkpoints.export import CheckpointRows, SavedModelState, export_run
 from rowcast.prefetcher.checkpoints.folder import Checkpoints
 from rowcast.prefetcher.stores.first_values import first_records
 from rowcast.prefetcher.stores.store import Keys, Records
@@ -310,7 +310,7 @@ def test_dense_tensors_of_every_type_survive(dtype: torch.dtype, tmp_path: Path)
     out = io.BytesIO()
     rows = CheckpointRows(root, manifest.layers, run.job.job.seed)
     export.write_safetensors(
-        out, run.groups, rows, DenseSide(root, msgspec.structs.replace(manifest, dense=dense)), get_logger()
+        out, run.groups, rows, SavedModelState(root, msgspec.structs.replace(manifest, dense=dense)), get_logger()
     )
     loaded = torch_load(out.getvalue())
     assert loaded["buffer"].dtype == dtype

@@ -132,14 +132,14 @@ def test_a_merge_holds_one_file_of_each_layer_whatever_the_tables_size(
     run: FakeRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     held: list[int] = []
-    load = merge.Cursor._load
+    load = merge.LayerCursor._load
 
-    def count_held(cursor: merge.Cursor) -> None:
+    def count_held(cursor: merge.LayerCursor) -> None:
         load(cursor)
         if cursor._rows is not None:
             held.append(len(cursor._rows[0]))
 
-    monkeypatch.setattr(merge.Cursor, "_load", count_held)
+    monkeypatch.setattr(merge.LayerCursor, "_load", count_held)
     monkeypatch.setattr(merge, "MERGE_BYTES", 100)
     run.train(EVERYTHING)
     run.checkpoint()

@@ -14,7 +14,7 @@ from torch import Tensor
 import rowcast.protocol.plan
 import rowcast.trainer.kernels.chunks
 from rowcast.job.row_optimizers import ROW_OPTIMIZERS
-from rowcast.trainer.kernels import GroupLookup, Rows, Rule, torch_ops
+from rowcast.trainer.kernels import GroupLookup, RecordViews, Rule, torch_ops
 from rowcast.trainer.kernels.chunks import Chunks, cut_long_rows
 from rowcast.trainer.kernels.self_check import fill_randomly
 
@@ -98,10 +98,10 @@ class Layout:
         fill_randomly(self.rows(records), generator)
         return records
 
-    def rows(self, records: Tensor) -> Rows:
+    def rows(self, records: Tensor) -> RecordViews:
         parts = [records[:, start : start + width] for start, width in self.parts()[:-1]]
         master = parts.pop(0) if self.master else None
-        return Rows(weight=records.view(self.dtype)[:, : self.dim], master=master, states=tuple(parts))
+        return RecordViews(weight=records.view(self.dtype)[:, : self.dim], master=master, states=tuple(parts))
 
 
 def random_gradients(num_rows: int, dim: int, seed: int = 1) -> Tensor:
@@ -146,7 +146,7 @@ def as_on_a_device() -> Iterator[None]:
         yield
 
 
-def trained(layout: Layout, records: Tensor, train: Callable[[Rows], None]) -> Tensor:
+def trained(layout: Layout, records: Tensor, train: Callable[[RecordViews], None]) -> Tensor:
     """The records after `train`, as bits."""
     after = records.clone()
     train(layout.rows(after))

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from examples.plain_loop import run_plain_loop
 from rowcast.job.tables import group_specs
-from rowcast.trainer.kernels import GroupLookup, Kernels, Rows, Rule, torch_ops
+from rowcast.trainer.kernels import GroupLookup, Kernels, RecordViews, Rule, torch_ops
 from rowcast.trainer.kernels.choose import checked, choose_kernels
 from rowcast.trainer.kernels.compiled_ops import CompiledOps
 from rowcast.trainer.kernels.optim import warm_up_sqrt
@@ -55,7 +55,7 @@ def ours(request: pytest.FixtureRequest) -> Kernels:
     return CompiledOps(request.param)
 
 
-def stepped_by(kernels: Kernels, rows: Rows, **step: Any) -> None:
+def stepped_by(kernels: Kernels, rows: RecordViews, **step: Any) -> None:
     kernels.update(rows, **step)
 
 
@@ -206,11 +206,13 @@ class Wrong(CompiledOps):
         super().__init__()
         self._in_lookup = in_lookup
 
-    def lookup(self, rows: Rows, group: GroupLookup, divisors: Tensor | None) -> Tensor:
+    def lookup(self, rows: RecordViews, group: GroupLookup, divisors: Tensor | None) -> Tensor:
         pooled = super().lookup(rows, group, divisors)
         return pooled * (1 + 2**-23) if self._in_lookup else pooled
 
-    def update(self, rows: Rows, pooled_grad: Tensor, group: GroupLookup, divisors: Tensor | None, rule: Rule) -> None:
+    def update(
+        self, rows: RecordViews, pooled_grad: Tensor, group: GroupLookup, divisors: Tensor | None, rule: Rule
+    ) -> None:
         super().update(
             rows, pooled_grad, group, divisors, rule if self._in_lookup else replace(rule, lr=rule.lr * (1 + 2**-22))
         )

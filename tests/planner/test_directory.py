@@ -14,7 +14,7 @@ from rowcast.prefetcher.planner.directory import (
     new_directory,
     with_room,
 )
-from rowcast.prefetcher.planner.horizon import Ring, new_ring, with_places, with_steps
+from rowcast.prefetcher.planner.horizon import Occurrences, new_ring, with_places, with_steps
 
 
 def keys_in_one_cluster(num_cells: int, count: int) -> list[int]:
@@ -22,14 +22,14 @@ def keys_in_one_cluster(num_cells: int, count: int) -> list[int]:
     return [(i % 5) << 48 | (i * num_cells) for i in range(count)]
 
 
-def put(directory: Directory, ring: Ring, key: int, place: int) -> int | None:
+def put(directory: Directory, ring: Occurrences, key: int, place: int) -> int | None:
     """The row's last occurrence is at `place` from now on; returns where it was before."""
     ring.rows["key"][place % len(ring.rows)] = key
     before = int(exchange(*directory, ring.rows, key, place))
     return None if before == EMPTY else before & int(LOW)
 
 
-def place_of(directory: Directory, ring: Ring, key: int) -> int | None:
+def place_of(directory: Directory, ring: Occurrences, key: int) -> int | None:
     cell = int(directory.cells[locate(directory.cells, ring.rows, key)])
     return None if cell == EMPTY else cell & int(LOW)
 

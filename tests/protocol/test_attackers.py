@@ -199,7 +199,7 @@ def test_a_peer_that_sends_faster_than_it_is_read_ends_the_run_and_not_the_memor
         assert 0 < sum(map(len, frames)) <= 2**20 + RING_BYTES
 
 
-class OpenDoor(doors.CurveDoor):
+class OpenDoor(doors.BindTcp):
     """Without keys: libzmq itself sends no part of a message before its last, so that a hostile caller is made of bytes, which the tests
     cannot encrypt."""
 
@@ -212,7 +212,7 @@ class OpenDoor(doors.CurveDoor):
         socket.bind(self._endpoint)
 
 
-class OpenWay(doors.CurveWay):
+class OpenWay(doors.ConnectTcp):
     def prepare(self, socket: "zmq.Socket[bytes]") -> None:
         pass
 

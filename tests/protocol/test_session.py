@@ -12,7 +12,7 @@ from rowcast.protocol.session import (
     ROLES,
     TABLE,
     TRAINER,
-    Event,
+    MessageKind,
     Role,
     Session,
     State,
@@ -35,10 +35,10 @@ from tests.support.sample_messages import (
     step_ready,
 )
 
-BY_EVENT: dict[Event, AnyMessage] = {event_of(message): message for message in sample_messages.every_message()}
-BY_EVENT[Event.BARRIER_ROWS] = barrier_rows(0, 8, last=False, whole=False)
-FREE = {Event.HEARTBEAT, Event.STOP_REQUEST, Event.FAILURE, Event.RELEASED}  # follow no order
-ALL_CASES = list(itertools.product(State, ROLES, Event))
+BY_EVENT: dict[MessageKind, AnyMessage] = {event_of(message): message for message in sample_messages.every_message()}
+BY_EVENT[MessageKind.BARRIER_ROWS] = barrier_rows(0, 8, last=False, whole=False)
+FREE = {MessageKind.HEARTBEAT, MessageKind.STOP_REQUEST, MessageKind.FAILURE, MessageKind.RELEASED}  # follow no order
+ALL_CASES = list(itertools.product(State, ROLES, MessageKind))
 REFUSED_CASES = [(state, role, event) for state, role, event in ALL_CASES if event not in TABLE[state, role]]
 
 
@@ -79,7 +79,7 @@ def test_reports_that_cross_a_flush_are_received_behind_it() -> None:
 
 
 @pytest.mark.parametrize(("state", "role", "event"), REFUSED_CASES)
-def test_what_is_not_in_the_table_is_refused_by_name_at_both_ends(state: State, role: Role, event: Event) -> None:
+def test_what_is_not_in_the_table_is_refused_by_name_at_both_ends(state: State, role: Role, event: MessageKind) -> None:
     message = BY_EVENT[event]
     words = [f"the {role} may not send {event} in state '{state}', only"]
     pair = make_pair()
@@ -97,7 +97,7 @@ def test_what_is_not_in_the_table_is_refused_by_name_at_both_ends(state: State, 
 @pytest.mark.parametrize(
     ("state", "role", "event"), [case for case in ALL_CASES if case not in REFUSED_CASES and case[2] in FREE]
 )
-def test_what_follows_no_order_passes_wherever_the_table_has_it(state: State, role: Role, event: Event) -> None:
+def test_what_follows_no_order_passes_wherever_the_table_has_it(state: State, role: Role, event: MessageKind) -> None:
     pair = make_pair()
     pair[TRAINER].incarnation = 3
     pair[PREFETCHER].state = pair[TRAINER].state = state
@@ -111,15 +111,17 @@ def test_every_event_occurs_and_every_state_is_reached_in_a_whole_run() -> None:
         state = next_state(state, role, message)
         states.add(state)
         events.add(event_of(message))
-    assert events == set(Event) - {Event.FAILURE}
+    assert events == set(MessageKind) - {MessageKind.FAILURE}
     assert states == set(State) - {State.PREFETCHER_LEFT}
 
 
 def test_a_failure_closes_the_conversation_from_every_open_state() -> None:
     for state, role in TABLE:
         left = (state, role) in {(State.PREFETCHER_LEFT, PREFETCHER), (State.TRAINER_LEFT, TRAINER)}
-        following = {} if left or state is State.CLOSED else {Event.FAILURE: State.CLOSED}
-        assert {event: after for event, after in TABLE[state, role].items() if event is Event.FAILURE} == following
+        following = {} if left or state is State.CLOSED else {MessageKind.FAILURE: State.CLOSED}
+        assert {
+            event: after for event, after in TABLE[state, role].items() if event is MessageKind.FAILURE
+        } == following
 
 
 def test_no_step_is_announced_while_a_barrier_is_open() -> None:
@@ -241,7 +243,7 @@ def test_the_rendered_table_holds_every_state_and_every_change_of_state() -> Non
     for (state, role), following in TABLE.items():
         assert f'state "{state}" as {state.name}' in text
         for event, after in following.items():
-            drawn = after is not state and event is not Event.FAILURE
+            drawn = after is not state and event is not MessageKind.FAILURE
             assert (f"{state.name} --> {after.name}: {role} sends {event}\n" in text) == drawn
     table = [line for line in text.splitlines() if line.startswith("| ")]
     assert len(table) == len(State) + 1

@@ -12,10 +12,10 @@ from rowcast.job.formats import FORMATS
 from rowcast.job.schema import Job
 from rowcast.prefetcher.readers import text_files as text
 from rowcast.prefetcher.readers.batch_parts import Columns, Part, divide
-from rowcast.prefetcher.readers.decoder import Share, decode_share
+from rowcast.prefetcher.readers.decoder import DecoderShare, decode_share
 from rowcast.prefetcher.readers.formats import criteo_tsv, csv, parquet_files
 from rowcast.prefetcher.readers.reader import can_share, open_reader, stream_columns
-from rowcast.prefetcher.readers.schedule import Place, PlacedBatch, schedule
+from rowcast.prefetcher.readers.schedule import PlacedBatch, SchedulePoint, schedule
 from rowcast.prefetcher.readers.source import InlineSource
 from rowcast.prefetcher.readers.worker import WorkerSource
 from rowcast.protocol.batch import Batch, Kind
@@ -265,11 +265,13 @@ def test_readers_that_share_the_batches_give_those_of_one(case: Case, num_reader
                 assert same_batch(part, part_of(batch.batch, columns))
 
 
-def shared(job: Job, columns: Columns, start: Position | None, num_readers: int) -> list[tuple[Place, Part]]:
+def shared(job: Job, columns: Columns, start: Position | None, num_readers: int) -> list[tuple[SchedulePoint, Part]]:
     """What each of several readers decodes of its share, in the order of the steps."""
-    found: list[tuple[Place, Part]] = []
+    found: list[tuple[SchedulePoint, Part]] = []
     for index in range(num_readers):
-        share = Share(job=job, columns=columns, max_steps=None, start=start, index=index, num_decoders=num_readers)
+        share = DecoderShare(
+            job=job, columns=columns, max_steps=None, start=start, index=index, num_decoders=num_readers
+        )
         found += decode_share(share, open_reader(job, columns))
     return sorted(found, key=lambda own: own[0].step)
 

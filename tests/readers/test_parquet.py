@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from rowcast.prefetcher.readers.decoder import Share, decode_share
+from rowcast.prefetcher.readers.decoder import DecoderShare, decode_share
 from rowcast.prefetcher.readers.reader import Reader, open_reader
 from rowcast.prefetcher.readers.schedule import schedule
 from rowcast.prefetcher.readers.shuffle import block_permutation
@@ -194,7 +194,7 @@ def test_row_groups_without_a_wanted_row_are_not_read(tmp_path: Path, monkeypatc
 
     monkeypatch.setattr(pq, "ParquetFile", Noting)
     job = make_job("parquet", TABLES, path=str(tmp_path), eval_fraction=0.0, batch_size=8)
-    share = Share(job=job, columns="all", max_steps=None, start=None, index=1, num_decoders=3)
+    share = DecoderShare(job=job, columns="all", max_steps=None, start=None, index=1, num_decoders=3)
     assert [place.step for place, _ in decode_share(share, open_reader(job))] == [1, 4, 7, 10, 13, 16, 19]
     assert read == [1, 4, 7, 0, 3, 6, 9]
 

@@ -11,7 +11,7 @@ from pyarrow import parquet as pq
 from rowcast.job.schema import Job
 from rowcast.prefetcher.readers.batch_parts import DenseBatch, IdsBatch
 from rowcast.prefetcher.readers.reader import open_reader
-from rowcast.prefetcher.readers.schedule import Place, schedule
+from rowcast.prefetcher.readers.schedule import SchedulePoint, schedule
 from rowcast.prefetcher.readers.source import Arrival, InlineSource, Source, SourceCounters, SourceInfo
 from rowcast.runtime.errors import DataError
 from rowcast.runtime.position import Position
@@ -214,7 +214,7 @@ class Slow:
         part = self._arrivals.popleft() if self._arrivals else None
         if part is None or isinstance(part, DataError):
             return None
-        place = Place(kind="train", position=Position(step=self._step), following=Position(step=self._step + 1))
+        place = SchedulePoint(kind="train", position=Position(step=self._step), following=Position(step=self._step + 1))
         self._step += 1
         return place, part
 

@@ -14,7 +14,7 @@ import pytest
 import structlog
 
 from rowcast.job.schema import Job
-from rowcast.prefetcher.readers.decoder import Share, decode_share
+from rowcast.prefetcher.readers.decoder import DecoderShare, decode_share
 from rowcast.prefetcher.readers.reader import open_reader
 from rowcast.prefetcher.readers.schedule import schedule
 from rowcast.prefetcher.readers.source import InlineSource
@@ -148,7 +148,7 @@ def broken_npy(folder: Path) -> Job:
 def test_batches_of_others_are_not_even_checked(make: Callable[[Path], Job], tmp_path: Path) -> None:
     job = make(tmp_path)
     for index in range(11):
-        share = Share(job=job, columns="all", max_steps=None, start=None, index=index, num_decoders=11)
+        share = DecoderShare(job=job, columns="all", max_steps=None, start=None, index=index, num_decoders=11)
         if index == 30 // 8:
             with pytest.raises(DataError, match=r"row 30, column|line 31, column"):
                 list(decode_share(share, open_reader(job)))

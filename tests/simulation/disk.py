@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
 
-from rowcast.runtime.disk import Content, Writing
+from rowcast.runtime.disk import Content, FileWrite
 from tests.support.recording_disk import Operation, RecordingDisk, power_loss
 
 DiskFaultKind = Literal["ENOSPC", "EIO", "short"]
@@ -69,7 +69,7 @@ class SimulatedDisk:
         self.check("mkdir", path)
         self._inner.mkdir(path)
 
-    def create(self, path: Path) -> Writing:
+    def create(self, path: Path) -> FileWrite:
         self.check("create", path)
         return SimulatedWriting(self, self._inner.create(path), path)
 
@@ -91,7 +91,7 @@ class SimulatedDisk:
 
 
 class SimulatedWriting:
-    def __init__(self, disk: SimulatedDisk, inner: Writing, path: Path) -> None:
+    def __init__(self, disk: SimulatedDisk, inner: FileWrite, path: Path) -> None:
         self._disk, self._inner, self._path = disk, inner, path
 
     def write(self, content: Content) -> None:

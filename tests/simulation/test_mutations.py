@@ -16,7 +16,7 @@ from rowcast.prefetcher.pipeline.plan_stream import PlannedBarrier
 from rowcast.protocol.messages import AnyMessage
 from rowcast.protocol.session import Session
 from rowcast.runtime.checkpoint_manifest import Manifest
-from rowcast.trainer.models.dense_state import Tensors
+from rowcast.trainer.models.model_state import Tensors
 from tests.simulation.life import LifeFailed, run_life
 from tests.support.driver import RecordedResults
 from tests.support.repeats import count

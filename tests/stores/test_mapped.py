@@ -16,7 +16,7 @@ from structlog.testing import capture_logs
 from rowcast.job.tables import GroupSpec, make_keys
 from rowcast.prefetcher.stores import mapped_store as mapped
 from rowcast.prefetcher.stores.mapped_store import MappedStore, file_layout
-from rowcast.prefetcher.stores.table_header import HEADER_BYTES, Header
+from rowcast.prefetcher.stores.table_header import HEADER_BYTES, TableHeader
 from tests.stores.every_store import (
     GROUP,
     SEED,
@@ -56,7 +56,7 @@ def test_a_file_that_is_open_says_so_before_anything_is_written(tmp_path: Path) 
     path = leave_closed(tmp_path)
     for checkpoint in (CHECKPOINT, None):
         with closing(reopened(tmp_path, checkpoint)):
-            header = Header.decode(path.read_bytes()[:HEADER_BYTES])
+            header = TableHeader.decode(path.read_bytes()[:HEADER_BYTES])
             assert header is not None
             assert (header.closed_at, header.incarnation) == (None, 2)
 
@@ -106,30 +106,33 @@ def test_a_file_of_another_seed_is_made_anew(tmp_path: Path) -> None:
 
 
 def test_every_flipped_bit_of_a_header_is_noticed() -> None:
-    header = Header(layout="layout", incarnation=3, closed_at=CHECKPOINT)
+    header = TableHeader(layout="layout", incarnation=3, closed_at=CHECKPOINT)
     page = bytearray(header.encode())
-    assert Header.decode(bytes(page)) == header
+    assert TableHeader.decode(bytes(page)) == header
     for bit in range(8 * HEADER_BYTES):
         page[bit // 8] ^= 1 << bit % 8
-        assert Header.decode(bytes(page)) is None, f"bit {bit}"
+        assert TableHeader.decode(bytes(page)) is None, f"bit {bit}"
         page[bit // 8] ^= 1 << bit % 8
 
 
 @pytest.mark.parametrize("length", [0, 1, 20, HEADER_BYTES - 1, HEADER_BYTES + 1])
 def test_a_header_of_another_length_is_none(length: int) -> None:
-    page = Header(layout="layout", incarnation=3, closed_at=CHECKPOINT).encode()
-    assert Header.decode((page + b"\0")[:length]) is None
+    page = TableHeader(layout="layout", incarnation=3, closed_at=CHECKPOINT).encode()
+    assert TableHeader.decode((page + b"\0")[:length]) is None
 
 
 def test_a_header_of_another_version_is_none() -> None:
-    assert Header.decode(Header(version=2, layout="layout", incarnation=3, closed_at=CHECKPOINT).encode()) is None
+    assert (
+        TableHeader.decode(TableHeader(version=2, layout="layout", incarnation=3, closed_at=CHECKPOINT).encode())
+        is None
+    )
 
 
 @given(content=st.binary(max_size=100))
 @example(content=b"\x81\xa4\x00\x00\x00\x80")  # a name that is no UTF-8
 def test_a_page_with_a_right_checksum_over_anything_else_is_no_header(content: bytes) -> None:
     rest = len(content).to_bytes(4, "little") + content.ljust(HEADER_BYTES - 20, b"\0")
-    assert Header.decode(b"rowcastT" + xxhash.xxh3_64_intdigest(rest).to_bytes(8, "little") + rest) is None
+    assert TableHeader.decode(b"rowcastT" + xxhash.xxh3_64_intdigest(rest).to_bytes(8, "little") + rest) is None
 
 
 @pytest.mark.parametrize("bit", [0, 77, 8 * 16, 8 * 40, 8 * HEADER_BYTES - 1])

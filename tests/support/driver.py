@@ -27,7 +27,7 @@ from rowcast.prefetcher.pipeline.plan_stream import PlannedBarrier, PlannedStep
 from rowcast.prefetcher.planner.capacity import MEASURED_BATCHES
 from rowcast.prefetcher.planner.job_planner import job_planner
 from rowcast.prefetcher.readers.batch_parts import DenseBatch, divide
-from rowcast.prefetcher.readers.schedule import Place, PlacedIds
+from rowcast.prefetcher.readers.schedule import PlacedIds, SchedulePoint
 from rowcast.prefetcher.stores.first_values import first_records
 from rowcast.prefetcher.stores.late_store import LateStore
 from rowcast.prefetcher.stores.memory_store import MemoryStore
@@ -52,7 +52,7 @@ from rowcast.trainer.execute.slots import make_records
 from rowcast.trainer.execute.streams import PlainStreams, SeededStreams, Streams, Wait
 from rowcast.trainer.kernels import torch_ops
 from rowcast.trainer.kernels.optim import part_of
-from rowcast.trainer.models.dense_state import Tensors
+from rowcast.trainer.models.model_state import Tensors
 from rowcast.trainer.models.runner import StepRunner
 from rowcast.trainer.report.report_json import Evaluation
 from rowcast.trainer.run.handshake import hello
@@ -85,7 +85,7 @@ class ListSource:
         after = Position(step=own.step + 1, train_step=own.train_step + (own.kind == "train"), epoch=own.epoch)
         ids, rest = divide(own.batch)
         self._rests.append(rest)
-        return PlacedIds(place=Place(kind=own.kind, position=at, following=after), batch=ids)
+        return PlacedIds(place=SchedulePoint(kind=own.kind, position=at, following=after), batch=ids)
 
     def poll_dense(self) -> DenseBatch | None:
         is_late = self._chance is not None and self._chance.random() < 0.3
@@ -241,7 +241,7 @@ class InProcessRun:
             if settings.harm is not None:
                 store.store = settings.harm(store.store)
         self.prefetcher = rowcast.prefetcher.pipeline.engine.PrefetcherEngine(
-            rowcast.prefetcher.pipeline.engine.EngineParts(
+            rowcast.prefetcher.pipeline.engine.PrefetcherParts(
                 job=job,
                 groups=self.groups,
                 source=ListSource(batches, self.chance if settings.late_store else None),
@@ -271,7 +271,7 @@ class InProcessRun:
         kernels = None if settings.without is None else torch_ops
         self.runner = StepRunner(job, self.groups, self.records, num_dense, kernels=kernels)
         self.trainer = rowcast.trainer.execute.engine.TrainerEngine(
-            rowcast.trainer.execute.engine.EngineParts(
+            rowcast.trainer.execute.engine.TrainerParts(
                 groups=self.groups,
                 welcome=welcome,
                 conversation=trainer_conversation,

@@ -17,7 +17,7 @@ from rowcast.trainer.kernels.chunks import Chunks, cut_long_rows
 from rowcast.trainer.kernels.optim import DTYPES, part_of
 from rowcast.trainer.models import build_model
 from rowcast.trainer.models.embedding import Embeddings, GroupLookup
-from rowcast.trainer.models.model_side import DenseSide
+from rowcast.trainer.models.job_model import JobModel
 from tests.support import jobs
 
 NUM_DENSE = 3
@@ -210,7 +210,7 @@ def train(
     embeddings = Embeddings(
         [full.group for full in groups], job.optimizer.sparse, [full.records for full in groups], kernels
     )
-    side = DenseSide(job, NUM_DENSE)
+    side = JobModel(job, NUM_DENSE)
     side.model.load_state_dict({name: start[name] for name in side.model.state_dict()})
     losses = []
     for scheduled in batches:

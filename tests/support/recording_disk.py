@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from rowcast.runtime.disk import Content, Disk, RealDisk, Writing
+from rowcast.runtime.disk import Content, Disk, FileWrite, RealDisk
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Operation:
 
 
 class RecordingWriting:
-    def __init__(self, log: list[Operation], inner: Writing, path: Path, file: int) -> None:
+    def __init__(self, log: list[Operation], inner: FileWrite, path: Path, file: int) -> None:
         self._log, self._inner, self._path, self._file = log, inner, path, file
 
     def write(self, content: Content) -> None:
@@ -50,7 +50,7 @@ class RecordingDisk:
         self._inner.mkdir(path)
         self.log.append(Operation("mkdir", path))
 
-    def create(self, path: Path) -> Writing:
+    def create(self, path: Path) -> FileWrite:
         inner = self._inner.create(path)
         self._num_files += 1
         self.log.append(Operation("create", path, file=self._num_files))

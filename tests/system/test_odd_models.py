@@ -8,8 +8,8 @@ from examples.plain_loop import PlainTable, run_plain_loop
 from rowcast.job.tables import group_specs
 from rowcast.prefetcher.planner.capacity import divide_capacity, measure
 from rowcast.protocol.batch import Batch, ScheduledBatch
-from rowcast.trainer.models.dense_state import pack, unpack
-from rowcast.trainer.models.model_side import DenseSide
+from rowcast.trainer.models.job_model import JobModel
+from rowcast.trainer.models.model_state import pack, unpack
 from rowcast.trainer.models.runner import StepRunner
 from tests.support.batches import (
     BATCH_SIZE,
@@ -40,7 +40,7 @@ def test_an_evaluation_has_the_mean_of_the_models_own_loss_and_auc_only_of_logit
     run = InProcessRun(job, batches, Settings(slots=slots_for(group_specs(job), batches, "more"))).run()
     [result] = run.results.evaluations
     end = run.state()
-    side = DenseSide(job, NUM_DENSE)
+    side = JobModel(job, NUM_DENSE)
     side.model.load_state_dict({name: end[name] for name in side.model.state_dict()})
     tables = [
         PlainTable(table, job.features.index(table.features[0]), job.optimizer.sparse, end) for table in job.tables

@@ -11,7 +11,7 @@ import pytest
 
 from rowcast.job.schema import Transport
 from rowcast.protocol.conversation import Conversation
-from rowcast.protocol.peer_watch import GONE_GRACE_S, PAUSE_S, SILENCE_LIMIT_S, PeerWatch, Progress
+from rowcast.protocol.peer_watch import GONE_GRACE_S, PAUSE_S, SILENCE_LIMIT_S, PeerWatch, ProcessProgress
 from rowcast.protocol.session import Session as Talk
 from rowcast.protocol.transport.inproc import inproc_pair
 from rowcast.runtime import run_directory
@@ -251,7 +251,7 @@ class Clock:
 def watch_of(link: FakeLink, *, connected: bool = True) -> PeerWatch:
     near, _ = inproc_pair()
     conversation = Conversation(Talk("trainer"), near)
-    progress = Progress(step_begun=1, step_done=1, work=0, waiting_for="rows", ended=False)
+    progress = ProcessProgress(step_begun=1, step_done=1, work=0, waiting_for="rows", ended=False)
     return PeerWatch("prefetcher", conversation, link, Transport(), lambda: progress, lambda: connected, lambda: None)
 
 

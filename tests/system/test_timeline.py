@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from rowcast.analysis.timeline.recording import Recordings, StepLife, lives, overlap, read_run
 from rowcast.prefetcher.cli import app
-from rowcast.runtime.telemetry.timeline import Span
+from rowcast.runtime.telemetry.timeline import TimelineSpan
 from rowcast.trainer.report.report_json import Report, read_report
 from tests.support.processes import ROOT, Session
 from tests.support.timeline_format import Event, check_events
@@ -60,9 +60,9 @@ class RecordedRun:
     said: str  # by `prefetcher timeline`
     report: Report
 
-    def spans(self, step: int) -> dict[str, list[Span]]:
+    def spans(self, step: int) -> dict[str, list[TimelineSpan]]:
         """Of both processes, by name."""
-        found: defaultdict[str, list[Span]] = defaultdict(list)
+        found: defaultdict[str, list[TimelineSpan]] = defaultdict(list)
         for recording in self.recordings.both:
             for span in recording.spans:
                 if span.step == step and span.kind == "work":

@@ -11,10 +11,10 @@ from rowcast.job.file import load_job
 from rowcast.runtime.errors import ConfigError
 from rowcast.runtime.process import Signals
 from rowcast.runtime.telemetry.logs import setup_logging
-from rowcast.trainer.report.history import Mark
+from rowcast.trainer.report.history import HistoryMark
 from rowcast.trainer.report.report_json import Evaluation
 from rowcast.trainer.report.results import ResultFiles
-from rowcast.trainer.report.tensorboard import LOSSES_A_MARK, Board, check_board
+from rowcast.trainer.report.tensorboard import LOSSES_A_MARK, TensorBoardWriter, check_board
 from rowcast.trainer.run.trainer_run import run_trainer
 
 DEMO = Path(__file__).parents[2] / "examples" / "demo.toml"
@@ -29,8 +29,8 @@ def folder(tmp_path: Path) -> Path:
     return folder
 
 
-def mark(time_s: float, train_step: int, waited_s: float = 0.0) -> Mark:
-    return Mark(
+def mark(time_s: float, train_step: int, waited_s: float = 0.0) -> HistoryMark:
+    return HistoryMark(
         time_s=time_s,
         train_step=train_step,
         train_steps=train_step,
@@ -61,7 +61,7 @@ def read(folder: Path) -> Scalars:
 
 
 def test_a_mark_and_an_evaluation_come_back(tmp_path: Path, folder: Path) -> None:
-    with Board(folder, results_with(tmp_path, losses=4), 0) as board:
+    with TensorBoardWriter(folder, results_with(tmp_path, losses=4), 0) as board:
         board.marked(mark(10.0, 0), mark(12.0, 4, waited_s=0.5))
         board.evaluation(Evaluation(train_step=4, auc=0.75, logloss=0.5, accuracy=0.25))
         board.evaluation(Evaluation(train_step=4, auc=None, logloss=0.5, accuracy=0.25))
@@ -77,7 +77,7 @@ def test_a_mark_and_an_evaluation_come_back(tmp_path: Path, folder: Path) -> Non
 
 def test_many_steps_between_two_marks_are_put_together(tmp_path: Path, folder: Path) -> None:
     losses = 10 * LOSSES_A_MARK
-    with Board(folder, results_with(tmp_path, losses), 0) as board:
+    with TensorBoardWriter(folder, results_with(tmp_path, losses), 0) as board:
         board.marked(mark(0.0, 0), mark(1.0, losses))
         board.marked(mark(1.0, losses), mark(2.0, losses))
     found = read(folder)["loss"]
@@ -89,9 +89,9 @@ def test_many_steps_between_two_marks_are_put_together(tmp_path: Path, folder: P
 def test_a_run_that_goes_on_takes_back_what_an_earlier_process_wrote_of_later_steps(
     tmp_path: Path, folder: Path
 ) -> None:
-    with Board(folder, results_with(tmp_path, losses=6), 0) as board:
+    with TensorBoardWriter(folder, results_with(tmp_path, losses=6), 0) as board:
         board.marked(mark(0.0, 0), mark(1.0, 6))
-    with Board(folder, results_with(tmp_path, losses=8), 4) as board:
+    with TensorBoardWriter(folder, results_with(tmp_path, losses=8), 4) as board:
         board.marked(mark(0.0, 4), mark(1.0, 8))
     assert [step for step, _ in read(folder)["loss"]] == [1, 2, 3, 5, 6, 7, 8], (
         "TensorBoard drops the step it goes on from as well"
@@ -99,7 +99,7 @@ def test_a_run_that_goes_on_takes_back_what_an_earlier_process_wrote_of_later_st
 
 
 def test_without_a_folder_nothing_is_written(tmp_path: Path) -> None:
-    with Board(None, results_with(tmp_path, losses=4), 0) as board:
+    with TensorBoardWriter(None, results_with(tmp_path, losses=4), 0) as board:
         board.marked(mark(0.0, 0), mark(1.0, 4))
         board.evaluation(Evaluation(train_step=4, auc=0.75, logloss=0.5, accuracy=0.25))
     assert [path.name for path in tmp_path.iterdir()] == ["losses.f32"]
@@ -127,7 +127,7 @@ def test_a_full_disk_ends_the_events_and_not_the_run(
 
     monkeypatch.setattr("torch.utils.tensorboard.SummaryWriter.add_scalar", full)
     setup_logging("trainer")
-    with Board(folder, results_with(tmp_path, losses=4), 0) as board:
+    with TensorBoardWriter(folder, results_with(tmp_path, losses=4), 0) as board:
         board.marked(mark(0.0, 0), mark(1.0, 4))
         board.marked(mark(1.0, 4), mark(2.0, 4))
     assert capsys.readouterr().err.count("no more TensorBoard events are written") == 1

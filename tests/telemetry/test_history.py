@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from rowcast.trainer.execute.metrics import TrainerCounters, new_counters
-from rowcast.trainer.report.history import EVERY_S, MAX_MARKS, History, Mark
+from rowcast.trainer.report.history import EVERY_S, MAX_MARKS, History, HistoryMark
 from rowcast.trainer.report.report_json import Evaluation
 from rowcast.trainer.report.results import MAX_EVALUATIONS, EvaluationOnly, ResultFiles
 from tests.support import three_steps
@@ -38,7 +38,7 @@ class Past:
         self.clock.now_s += seconds
         self.counters.step_done(three_steps.header(three_steps.step_plan(kind), batch_size=32), 0.5)
 
-    def close(self) -> list[Mark]:
+    def close(self) -> list[HistoryMark]:
         self.history.close(self.first_step_s)
         return self.history.marks
 
@@ -136,7 +136,7 @@ def test_a_second_incarnation_is_marked_where_its_first_step_begins() -> None:
 
 
 def test_a_listener_hears_of_each_mark_with_the_one_before() -> None:
-    heard: list[tuple[Mark, Mark]] = []
+    heard: list[tuple[HistoryMark, HistoryMark]] = []
     past = Past()
     past.history.begin(0, lambda before, mark: heard.append((before, mark)))
     for _ in range(100):

@@ -15,7 +15,7 @@ import pytest
 from rowcast.job.file import load_job, parse_job
 from rowcast.runtime.telemetry.logs import setup_logging
 from rowcast.trainer.execute.metrics import new_counters
-from rowcast.trainer.report.history import MAX_MARKS, Mark
+from rowcast.trainer.report.history import MAX_MARKS, HistoryMark
 from rowcast.trainer.report.page import page
 from rowcast.trainer.report.page.axis import SPAN, Axis, outwards, tick_label, tick_step
 from rowcast.trainer.report.page.chart import Chart, NoChart
@@ -33,9 +33,9 @@ JOB = ROOT / "examples" / "demo.toml"
 VOID = {"meta", "link"}
 
 
-def mark(number: int) -> Mark:
+def mark(number: int) -> HistoryMark:
     """After `number` seconds, each of 10 steps of 64 samples."""
-    return Mark(
+    return HistoryMark(
         time_s=100.0 + number,
         train_step=10 * number,
         train_steps=10 * number,

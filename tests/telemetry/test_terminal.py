@@ -8,7 +8,7 @@ from rich.console import Console
 from rowcast.runtime.telemetry.logs import setup_logging
 from rowcast.trainer.execute.metrics import TrainerCounters, new_counters
 from rowcast.trainer.report.report_json import Evaluation
-from rowcast.trainer.report.terminal import Progress
+from rowcast.trainer.report.terminal import TerminalProgress
 from tests.support import three_steps
 
 RESULT = Evaluation(train_step=2, auc=0.71234567, logloss=0.5, accuracy=0.8)
@@ -35,7 +35,7 @@ def plain_console() -> tuple[Console, io.StringIO]:
 def test_a_pipe_gets_a_line_early_then_every_few_seconds_and_at_the_end() -> None:
     counters, clock = new_counters(three_steps.groups()), Clock()
     console, file = plain_console()
-    with Progress(counters, 40, console=console, clock=clock) as progress:
+    with TerminalProgress(counters, 40, console=console, clock=clock) as progress:
         clock.now += 60.0
         progress.update()
         assert file.getvalue() == "", "no step is done"
@@ -55,7 +55,7 @@ def test_a_pipe_gets_a_line_early_then_every_few_seconds_and_at_the_end() -> Non
 def test_slow_steps_are_shown_without_waiting_for_more_of_them() -> None:
     counters, clock = new_counters(three_steps.groups()), Clock()
     console, file = plain_console()
-    with Progress(counters, 40, console=console, clock=clock) as progress:
+    with TerminalProgress(counters, 40, console=console, clock=clock) as progress:
         for _ in range(2):
             clock.now += 8.0
             train(counters, 1, loss=0.25)
@@ -69,7 +69,7 @@ def test_slow_steps_are_shown_without_waiting_for_more_of_them() -> None:
 def test_the_end_is_not_said_twice() -> None:
     counters, clock = new_counters(three_steps.groups()), Clock()
     console, file = plain_console()
-    with Progress(counters, None, console=console, clock=clock) as progress:
+    with TerminalProgress(counters, None, console=console, clock=clock) as progress:
         train(counters, 1, loss=0.5)
         progress.update()
         train(counters, 3, loss=0.5)
@@ -81,14 +81,14 @@ def test_the_end_is_not_said_twice() -> None:
 
 def test_a_run_without_a_step_says_nothing() -> None:
     console, file = plain_console()
-    with Progress(new_counters(three_steps.groups()), 0, console=console, clock=Clock()):
+    with TerminalProgress(new_counters(three_steps.groups()), 0, console=console, clock=Clock()):
         pass
     assert file.getvalue() == ""
 
 
 def test_evaluations_are_lines_as_they_come() -> None:
     console, file = plain_console()
-    with Progress(new_counters(three_steps.groups()), None, console=console, clock=Clock()) as progress:
+    with TerminalProgress(new_counters(three_steps.groups()), None, console=console, clock=Clock()) as progress:
         progress.evaluation(RESULT)
         assert file.getvalue() == "eval after 2 train steps: AUC 0.712346, log loss 0.500000, accuracy 0.800000\n"
         progress.evaluation(Evaluation(train_step=1, auc=None, logloss=0.5, accuracy=1.0))
@@ -100,7 +100,7 @@ def test_evaluations_are_lines_as_they_come() -> None:
 def test_a_long_line_is_not_folded_in_a_pipe() -> None:
     counters, clock = new_counters(three_steps.groups()), Clock()
     file = io.StringIO()
-    with Progress(
+    with TerminalProgress(
         counters, 10**12, console=Console(file=file, force_terminal=False, width=20), clock=clock
     ) as progress:
         train(counters, 1, loss=0.5)
@@ -116,7 +116,7 @@ def terminal(width: int) -> Console:
 def test_a_wide_terminal_has_a_bar_and_figures_in_one_live_line_and_evaluations_above_it() -> None:
     counters, clock = new_counters(three_steps.groups()), Clock()
     console = terminal(120)
-    with Progress(counters, 40, console=console, clock=clock) as progress:
+    with TerminalProgress(counters, 40, console=console, clock=clock) as progress:
         clock.now += 1.0
         progress.update()
         assert "waiting for the first step" in written(console)
@@ -139,7 +139,7 @@ def test_a_wide_terminal_has_a_bar_and_figures_in_one_live_line_and_evaluations_
 def test_a_narrow_terminal_has_the_bar_above_the_figures_which_are_cut_not_folded() -> None:
     counters, clock = new_counters(three_steps.groups()), Clock()
     console = terminal(24)
-    with Progress(counters, 40, console=console, clock=clock) as progress:
+    with TerminalProgress(counters, 40, console=console, clock=clock) as progress:
         train(counters, 10, loss=0.5)
         progress.update()
         clock.now += 1.0
@@ -151,7 +151,7 @@ def test_a_run_of_unknown_length_turns_a_spinner_until_it_ends() -> None:
     counters, clock = new_counters(three_steps.groups()), Clock()
     console = terminal(80)
     console.get_time = clock
-    with Progress(counters, None, console=console, clock=clock) as progress:
+    with TerminalProgress(counters, None, console=console, clock=clock) as progress:
         train(counters, 2, loss=0.5)
         for _ in range(3):
             progress.update()
@@ -165,7 +165,7 @@ def test_a_run_of_unknown_length_turns_a_spinner_until_it_ends() -> None:
 def test_an_evaluation_by_itself_fills_the_bar_by_its_own_steps() -> None:
     counters, clock = new_counters(three_steps.groups()), Clock()
     console = terminal(120)
-    with Progress(counters, 40, first_step=40, mode="eval", eval_steps=8, console=console, clock=clock):
+    with TerminalProgress(counters, 40, first_step=40, mode="eval", eval_steps=8, console=console, clock=clock):
         for _ in range(2):
             counters.step_done(three_steps.header(three_steps.step_plan("eval"), batch_size=100), None)
     assert f"{'━' * 5:20} step 40/40" in written(console)
@@ -173,14 +173,14 @@ def test_an_evaluation_by_itself_fills_the_bar_by_its_own_steps() -> None:
 
 def test_the_cursor_is_visible_while_the_line_lives() -> None:
     console = Console(file=io.StringIO(), force_terminal=True, width=80, _environ={"TERM": "xterm"})
-    with Progress(new_counters(three_steps.groups()), None, console=console, clock=Clock()):
+    with TerminalProgress(new_counters(three_steps.groups()), None, console=console, clock=Clock()):
         assert written(console).rfind("\x1b[?25h") > written(console).rfind("\x1b[?25l")
 
 
 def test_a_terminal_without_cursor_movements_gets_plain_lines() -> None:
     counters, clock = new_counters(three_steps.groups()), Clock()
     console = Console(file=io.StringIO(), force_terminal=True, width=120, _environ={"TERM": "dumb"})
-    with Progress(counters, None, console=console, clock=clock) as progress:
+    with TerminalProgress(counters, None, console=console, clock=clock) as progress:
         train(counters, 1, loss=0.5)
         clock.now += 5.0
         progress.update()
@@ -193,7 +193,7 @@ def test_a_log_file_is_not_animated_where_colour_is_forced(
 ) -> None:
     monkeypatch.setenv("FORCE_COLOR", "1")
     counters = new_counters(three_steps.groups())
-    with Progress(counters, None, clock=Clock()):
+    with TerminalProgress(counters, None, clock=Clock()):
         train(counters, 1, loss=0.5)
     assert capsys.readouterr().out.startswith("step 1  loss 0.5000")
 
@@ -203,7 +203,7 @@ def test_training_goes_on_when_the_reader_of_a_pipe_has_gone(capsys: pytest.Capt
     read_end, write_end = os.pipe()
     os.close(read_end)
     file = os.fdopen(write_end, "w", buffering=1)
-    progress = Progress(
+    progress = TerminalProgress(
         new_counters(three_steps.groups()), None, console=Console(file=file, force_terminal=False), clock=Clock()
     )
     progress.start()
@@ -222,7 +222,7 @@ def test_logs_of_a_terminal_appear_above_the_live_line(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(sys, "stderr", Terminal())
     console = Console(file=io.StringIO(), force_terminal=True, width=80, color_system=None, _environ={"TERM": "xterm"})
-    with Progress(new_counters(three_steps.groups()), None, console=console, clock=Clock()):
+    with TerminalProgress(new_counters(three_steps.groups()), None, console=console, clock=Clock()):
         sys.stderr.write("rings are not pinned\n")
         assert "rings are not pinned\nwaiting for the first step" in written(console)
 

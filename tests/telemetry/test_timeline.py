@@ -11,7 +11,7 @@ from structlog.testing import capture_logs
 
 import rowcast.prefetcher.pipeline.metrics
 import rowcast.trainer.execute.metrics
-from rowcast.analysis.timeline.recording import Recording, Recordings, lives, read_recording
+from rowcast.analysis.timeline.recording import Recordings, TimelineRecording, lives, read_recording
 from rowcast.job.tables import group_specs
 from rowcast.runtime.disk import RealWriting
 from rowcast.runtime.errors import ConfigError
@@ -31,7 +31,7 @@ from tests.support.driver import InProcessRun, Settings
 MS = 10**6  # ns
 
 
-def seconds_of(recording: Recording, kind: SpanKind, name: str) -> float:
+def seconds_of(recording: TimelineRecording, kind: SpanKind, name: str) -> float:
     return sum(span.duration_ns for span in recording.spans if (span.kind, span.name) == (kind, name)) / 1e9
 
 
@@ -68,10 +68,10 @@ def test_spans_add_up_to_the_seconds_that_the_metrics_count(tmp_path: Path) -> N
     assert all(life.announced_ns <= life.step.began_ns for life in steps.values())
 
 
-def met(run_dir: Path, process: Process) -> Recording:
+def met(run_dir: Path, process: Process) -> TimelineRecording:
     """Of engines without processes: nobody noted that they met."""
     found = read_recording(run_dir, process)
-    return Recording(
+    return TimelineRecording(
         header=found.header,
         spans=found.spans,
         levels=found.levels,

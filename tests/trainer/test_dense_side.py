@@ -13,7 +13,8 @@ from rowcast.runtime.errors import ConfigError
 from rowcast.trainer.kernels.torch_ops import clip_rows
 from rowcast.trainer.models import mean_loss
 from rowcast.trainer.models.compiled import check_compiler
-from rowcast.trainer.models.dense_state import (
+from rowcast.trainer.models.job_model import CPU, JobModel, set_precision
+from rowcast.trainer.models.model_state import (
     model_state,
     optimizer_state,
     pack,
@@ -21,7 +22,6 @@ from rowcast.trainer.models.dense_state import (
     restore_optimizer,
     unpack,
 )
-from rowcast.trainer.models.model_side import CPU, DenseSide, set_precision
 from rowcast.trainer.models.runner import EvaluationRunner
 from tests.support import jobs
 from tests.support.full_capacity import make_job
@@ -46,7 +46,7 @@ def batch(seed: int) -> tuple[Tensor, list[Tensor], Tensor]:
     )
 
 
-def train(side: DenseSide, train_step: int) -> Tensor:
+def train(side: JobModel, train_step: int) -> Tensor:
     dense, embeddings, labels = batch(train_step)
     loss = mean_loss(side.forward(dense, embeddings, training=True), labels)
     torch.autograd.backward(loss)
@@ -55,7 +55,7 @@ def train(side: DenseSide, train_step: int) -> Tensor:
 
 
 def test_bf16_is_autocast_of_the_forward_with_weights_gradients_and_logits_in_fp32() -> None:
-    side, plain = DenseSide(job_with({"precision": "bf16"}), NUM_DENSE), DenseSide(job_with(), NUM_DENSE)
+    side, plain = JobModel(job_with({"precision": "bf16"}), NUM_DENSE), JobModel(job_with(), NUM_DENSE)
     dense, embeddings, _ = batch(0)
     seen: list[torch.dtype] = []
     side.model.get_submodule("top_mlp.1").register_forward_hook(
@@ -75,7 +75,7 @@ def test_bf16_is_autocast_of_the_forward_with_weights_gradients_and_logits_in_fp
 
 def test_fp32_means_the_highest_precision_of_matrix_products_whatever_it_was() -> None:
     torch.set_float32_matmul_precision("high")
-    DenseSide(job_with(), NUM_DENSE)
+    JobModel(job_with(), NUM_DENSE)
     assert torch.get_float32_matmul_precision() == "highest"
 
 
@@ -84,7 +84,7 @@ def test_tf32_without_cuda_is_refused_in_a_sentence() -> None:
         ConfigError,
         match=r'model\.precision = "tf32" needs a CUDA device, and trainer\.device is cpu; set model\.precision',
     ):
-        DenseSide(job_with({"precision": "tf32"}), NUM_DENSE)
+        JobModel(job_with({"precision": "tf32"}), NUM_DENSE)
 
 
 def test_tf32_of_a_cuda_device_is_torchs_high_precision() -> None:
@@ -137,7 +137,7 @@ def test_full_train_batches_run_compiled_and_all_others_as_they_are(monkeypatch:
     monkeypatch.setattr(torch, "compile", compiled)
     monkeypatch.setattr("rowcast.trainer.models.compiled.check_compiler", lambda device: None)
     job = job_with({"compile": True})
-    side = DenseSide(job, NUM_DENSE)
+    side = JobModel(job, NUM_DENSE)
     full = job.data.batch_size
     for size, training in ((full, True), (full, False), (full - 1, True), (full, True)):
         side.forward(torch.zeros(size, NUM_DENSE), [torch.zeros(size, DIM) for _ in TABLES], training=training)
@@ -149,8 +149,8 @@ def test_full_train_batches_run_compiled_and_all_others_as_they_are(monkeypatch:
     "clip", [{"clip_norm": 0.01}, {"clip_value": 0.001}, {"clip_value": 0.005, "clip_norm": 0.01}, {"clip_norm": 1e6}]
 )
 def test_gradients_are_clipped_as_torch_clips_them(clip: dict[str, Any]) -> None:
-    side = DenseSide(job_with(kind="sgd", **clip), NUM_DENSE)
-    free = DenseSide(job_with(kind="sgd"), NUM_DENSE)
+    side = JobModel(job_with(kind="sgd", **clip), NUM_DENSE)
+    free = JobModel(job_with(kind="sgd"), NUM_DENSE)
     start = {name: tensor.clone() for name, tensor in side.model.state_dict().items()}
     for each in (side, free):
         train(each, 0)
@@ -184,7 +184,7 @@ def test_rows_are_clipped_with_bits_that_do_not_depend_on_their_neighbours() -> 
 
 def test_each_step_is_trained_at_its_own_rate() -> None:
     job = job_with(schedule=DECAY)
-    side = DenseSide(job, NUM_DENSE)
+    side = JobModel(job, NUM_DENSE)
     rates = []
     for step in range(9):
         train(side, step)
@@ -197,12 +197,12 @@ def test_each_step_is_trained_at_its_own_rate() -> None:
 @pytest.mark.parametrize("kind", ["sgd", "adagrad", "adam"])
 def test_a_restart_in_the_middle_of_a_schedule_cannot_be_seen(kind: str) -> None:
     job = job_with(kind=kind, schedule=DECAY, clip_norm=0.5)
-    whole = DenseSide(job, NUM_DENSE)
+    whole = JobModel(job, NUM_DENSE)
     losses = [train(whole, step) for step in range(8)]
-    first = DenseSide(job, NUM_DENSE)
+    first = JobModel(job, NUM_DENSE)
     again = [train(first, step) for step in range(4)]
     saved = unpack(pack({**model_state(first.model), **optimizer_state(first.model, first.optimizer)}))
-    second = DenseSide(job, NUM_DENSE)
+    second = JobModel(job, NUM_DENSE)
     restore_model(second.model, saved)
     restore_optimizer(second.model, second.optimizer, saved)
     again += [train(second, step) for step in range(4, 8)]

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from rowcast.runtime.errors import ConfigError
-from rowcast.trainer.execute.staging import Place, Staging
+from rowcast.trainer.execute.staging import Staging, StagingSpan
 from rowcast.trainer.execute.streams import PlainStreams, SeededEvent
 
 
@@ -15,13 +15,13 @@ class FullDevice(PlainStreams):
         raise RuntimeError("CUDA out of memory. Tried to allocate\nmore lines")
 
 
-def taken(staging: Staging, nbytes: int) -> Place:
+def taken(staging: Staging, nbytes: int) -> StagingSpan:
     place = staging.take(nbytes)
     assert place is not None
     return place
 
 
-def span(staging: Staging, place: Place) -> tuple[int, int]:
+def span(staging: Staging, place: StagingSpan) -> tuple[int, int]:
     start = int(place.content.storage_offset())
     return start, start + len(place.content)
 
@@ -61,8 +61,8 @@ def test_whatever_is_taken_lies_over_nothing_that_is_in_use() -> None:
     for seed in range(200):
         chance = random.Random(seed)
         staging = Staging(PlainStreams(), 64 * chance.randint(1, 40))
-        open_places: list[Place] = []
-        done: list[tuple[Place, tuple[int, int]]] = []
+        open_places: list[StagingSpan] = []
+        done: list[tuple[StagingSpan, tuple[int, int]]] = []
         # uses that the writing stream has waited for: it waits in order, so for all before them too
         waited: set[int] = set()
         for _ in range(300):

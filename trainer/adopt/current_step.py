@@ -11,7 +11,7 @@ import torch
 
 from rowcast.trainer.adopt.optimizer_steps import OptimizerSteps
 from rowcast.trainer.adopt.slices import Slice, SlicedStep, slices_of
-from rowcast.trainer.adopt.stream_order import Uses
+from rowcast.trainer.adopt.stream_order import StreamOrder
 from rowcast.trainer.execute.cache import ArrivedStep
 from rowcast.trainer.models.embedding import Embeddings
 from rowcast.trainer.models.runner import step_lookups
@@ -32,9 +32,15 @@ FORGOTTEN = (
 )
 
 
-class StepInHand:
+class CurrentStep:
     def __init__(
-        self, embeddings: Embeddings, uses: Uses, steps: OptimizerSteps, *, dense_optimizer: bool, accumulate: int
+        self,
+        embeddings: Embeddings,
+        uses: StreamOrder,
+        steps: OptimizerSteps,
+        *,
+        dense_optimizer: bool,
+        accumulate: int,
     ) -> None:
         """`dense_optimizer`: it must step once for each train batch. `accumulate`: micro-batches that each batch is cut into."""
         self.step: ArrivedStep | None = None  # begun, and not finished

@@ -23,12 +23,12 @@ from rowcast.runtime.telemetry.logs import setup_logging
 from rowcast.trainer.adopt import run_folder
 from rowcast.trainer.adopt import table_files as files
 from rowcast.trainer.adopt.batch import LoadedBatch
-from rowcast.trainer.adopt.dense import DenseSide, Stateful
 from rowcast.trainer.adopt.module import EmbeddingBagCollection
 from rowcast.trainer.adopt.say import tell
-from rowcast.trainer.adopt.session import Session, SessionParts
+from rowcast.trainer.adopt.session import ScriptSession, SessionParts
 from rowcast.trainer.adopt.settings import NO_DATA
 from rowcast.trainer.adopt.slices import Slice
+from rowcast.trainer.adopt.stateful_objects import Stateful, StatefulObjects
 from rowcast.trainer.execute.cache import ArrivedStep
 from rowcast.trainer.kernels.optim import warm_up_sqrt
 from rowcast.trainer.report.report_json import Evaluation
@@ -81,7 +81,7 @@ def connect(
         )
     if is_launched and dense is None and save_every is None and not ebc.says("checkpoint", "every"):
         changes["checkpoint.every"] = 0  # no run goes on from a checkpoint without the dense side
-    side = None if dense is None else DenseSide(dense, ebc.device, ebc.without_tables)
+    side = None if dense is None else StatefulObjects(dense, ebc.device, ebc.without_tables)
     job = ebc.adopt(changes, is_launched=is_launched, resumes=not fresh)
     newest = run_folder.newest_run(job.run_dir)
     finished = None
@@ -104,7 +104,7 @@ def connect(
     return Loader(ebc, parts)
 
 
-def refuse_to_go_on(ebc: EmbeddingBagCollection, newest: Manifest, side: DenseSide | None) -> None:
+def refuse_to_go_on(ebc: EmbeddingBagCollection, newest: Manifest, side: StatefulObjects | None) -> None:
     """Raises ConfigError where the run that is there cannot go on with this script."""
     if run_folder.is_of_another_job(ebc.job, newest):
         raise ConfigError(run_folder.ANOTHER_JOB.format(ebc.job.run_dir, newest.train_steps))
@@ -153,11 +153,11 @@ class Loader:
         self._ebc = ebc
         self._job = parts.job
         self._evaluate, self._accumulate = parts.evaluate, parts.accumulate
-        self._session = Session(parts)
+        self._session = ScriptSession(parts)
         self._is_open = False
         self._asked = 0  # how often the loader was iterated over
         self._counts_epochs = False  # the script goes through `epochs`
-        self._close = weakref.finalize(self, Session.leave, self._session)
+        self._close = weakref.finalize(self, ScriptSession.leave, self._session)
 
     def close(self) -> None:
         """Ends both sides, wherever they are. Idempotent."""

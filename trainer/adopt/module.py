@@ -19,7 +19,7 @@ from rowcast.trainer.adopt import run_folder, settings
 from rowcast.trainer.adopt import table_files as files
 from rowcast.trainer.adopt.batch import VALIDATION, check_features, check_ids
 from rowcast.trainer.adopt.keyed_embeddings import KeyedEmbeddings
-from rowcast.trainer.adopt.session import Session
+from rowcast.trainer.adopt.session import ScriptSession
 from rowcast.trainer.execute.cache import ArrivedStep
 from rowcast.trainer.execute.streams import choose_device, on_device
 from rowcast.trainer.models.runner import step_lookups
@@ -85,7 +85,7 @@ class EmbeddingBagCollection(nn.Module):
         except ValueError as error:
             raise ConfigError(str(error)) from None
         self._groups = group_specs(self._job)
-        self._session: Session | None = None
+        self._session: ScriptSession | None = None
         self._is_connected = self._is_launched = False  # to a loader, and one that starts the prefetcher
         # where a loader is connected: a checkpoint in the run directory is where the tables begin
         self._resumes = False
@@ -193,7 +193,7 @@ class EmbeddingBagCollection(nn.Module):
         self._is_connected, self._is_launched, self._resumes = True, is_launched, resumes
         return self._job
 
-    def begin(self, session: Session) -> None:
+    def begin(self, session: ScriptSession) -> None:
         """From now on the tables are the session's."""
         self._session = session
 

@@ -22,7 +22,7 @@ from rowcast.runtime.checkpoint_manifest import (
 )
 from rowcast.runtime.errors import ConfigError, DataError
 from rowcast.runtime.run_directory import RunDirectory
-from rowcast.trainer.models.dense_state import Tensors, pack, unpack
+from rowcast.trainer.models.model_state import Tensors, pack, unpack
 
 NOTEBOOK = "notebook"  # a session without a file
 SCRIPT_FILE = "script"  # in the run directory: the path of the script from there

@@ -3,11 +3,11 @@
 import numpy as np
 import torch
 
-from rowcast.trainer.adopt.dense import DenseSide
 from rowcast.trainer.adopt.epoch_count import EpochCount
 from rowcast.trainer.adopt.say import tell
-from rowcast.trainer.models.dense_state import Tensors
+from rowcast.trainer.adopt.stateful_objects import StatefulObjects
 from rowcast.trainer.models.evaluate import EvalMetrics
+from rowcast.trainer.models.model_state import Tensors
 from rowcast.trainer.report.report_json import Evaluation
 from rowcast.trainer.report.results import ResultFiles
 
@@ -17,7 +17,7 @@ EPOCHS_OVER = "adopted.epochs_over"  # i64: epochs whose `for` had ended in the 
 class ScriptState:
     """Implements `loop.ModelState`."""
 
-    def __init__(self, dense: DenseSide | None, device: torch.device) -> None:
+    def __init__(self, dense: StatefulObjects | None, device: torch.device) -> None:
         self.evaluating = False  # logits were recorded since the last evaluation was closed
         self.epochs = EpochCount()
         self._metrics = EvalMetrics(device)

@@ -20,7 +20,7 @@ from torch import Tensor
 from rowcast.job.schema import Job
 from rowcast.job.tables import group_specs
 from rowcast.protocol.messages import StopRequest, Welcome
-from rowcast.protocol.peer_watch import Progress
+from rowcast.protocol.peer_watch import ProcessProgress
 from rowcast.runtime.checkpoint_manifest import Manifest
 from rowcast.runtime.child import Child
 from rowcast.runtime.errors import ConfigError, PeerLost, RowcastError, peer_failure
@@ -29,17 +29,17 @@ from rowcast.runtime.run_directory import RunDirectory
 from rowcast.runtime.stages import Doorbell
 from rowcast.runtime.telemetry.logs import get_logger
 from rowcast.trainer.adopt import run_folder
-from rowcast.trainer.adopt.current_step import StepInHand
-from rowcast.trainer.adopt.dense import DenseSide
+from rowcast.trainer.adopt.current_step import CurrentStep
 from rowcast.trainer.adopt.epoch_count import EpochCount
 from rowcast.trainer.adopt.loss_scaling import LossScaling
 from rowcast.trainer.adopt.optimizer_steps import OptimizerSteps
 from rowcast.trainer.adopt.say import tell
 from rowcast.trainer.adopt.script_state import ScriptState
 from rowcast.trainer.adopt.slices import Slice
+from rowcast.trainer.adopt.stateful_objects import StatefulObjects
 from rowcast.trainer.adopt.stop_signals import StopSignals
-from rowcast.trainer.adopt.stream_order import Uses
-from rowcast.trainer.adopt.telemetry import Shown
+from rowcast.trainer.adopt.stream_order import StreamOrder
+from rowcast.trainer.adopt.telemetry import ScriptTelemetry
 from rowcast.trainer.execute.cache import ArrivedStep
 from rowcast.trainer.execute.engine import TrainerEngine
 from rowcast.trainer.execute.metrics import new_counters
@@ -66,7 +66,7 @@ class SessionParts:
     job: Job
     device: torch.device
     start_child: Callable[[], Child] | None  # None: a prefetcher runs already, or will
-    dense: DenseSide | None
+    dense: StatefulObjects | None
     dense_optimizer: bool  # it must step once for each train batch
     evaluate: bool = False  # evaluation batches are yielded too
     accumulate: int = 1  # micro-batches that each batch is yielded as
@@ -74,7 +74,7 @@ class SessionParts:
     finished: Manifest | None = None  # the last checkpoint of a run that is complete: nothing is trained
 
 
-class Session:
+class ScriptSession:
     def __init__(self, parts: SessionParts) -> None:
         self.ended = False  # everything is home and on disk, and both have said good-bye
         self.goes_on = False  # from a checkpoint, so that the script's loop may count epochs that are over
@@ -86,11 +86,11 @@ class Session:
         self._bell = Doorbell()
         self._crew = Crew("trainer", self._bell, owns_process=False)
         self._counters = new_counters(self._groups)
-        self._shown = Shown(parts.job, parts.device, self._counters, self._crew.dead_stage)
+        self._shown = ScriptTelemetry(parts.job, parts.device, self._counters, self._crew.dead_stage)
         self._script = ScriptState(parts.dense, parts.device)
         self._stack = ExitStack()
         self._connection: Connection | None = None
-        self._hand: StepInHand | None = None
+        self._hand: CurrentStep | None = None
         self._child: Child | None = None
         self._next: ArrivedStep | None = None  # taken, and not begun
         self._epoch: int | None = None  # of the last step begun
@@ -201,8 +201,8 @@ class Session:
 
         streams = adopted_streams(self._parts.device)
         engine = connection.start(lambda device: streams, make_model, self._shown.results)
-        uses = Uses(streams.compute)
-        self._hand = StepInHand(
+        uses = StreamOrder(streams.compute)
+        self._hand = CurrentStep(
             Embeddings(self._groups, self._job.optimizer.sparse, engine.slots.records, kernels, uses.lap),
             uses,
             self._steps,
@@ -218,7 +218,7 @@ class Session:
         return self._connection.engine
 
     @property
-    def hand(self) -> StepInHand:
+    def hand(self) -> CurrentStep:
         assert self._hand is not None, "a session that was opened has an engine"
         return self._hand
 
@@ -354,7 +354,7 @@ class Session:
             self._end(connection, engine)
         return None
 
-    def _adjust_progress(self, progress: Progress) -> Progress:
+    def _adjust_progress(self, progress: ProcessProgress) -> ProcessProgress:
         """A script may take as long as it likes for a step: while it has its turn, that is progress."""
         if self._script_has_turn:
             self._turn_s = time.monotonic()

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from rowcast.trainer.adopt.stream_order import Uses
+from rowcast.trainer.adopt.stream_order import StreamOrder
 from rowcast.trainer.models.embedding import Embeddings, GroupLookup, update_in_backward
 from rowcast.trainer.models.sequences import Embedded
 
@@ -40,7 +40,9 @@ def slices_of(batch_size: int, number: int) -> list[Slice]:
 class SlicedStep:
     """The look-ups of one step and the gradients of its slices so far. Every table pools: a feature has one bag a sample."""
 
-    def __init__(self, embeddings: Embeddings, uses: Uses, lookups: Sequence[GroupLookup], train_step: int) -> None:
+    def __init__(
+        self, embeddings: Embeddings, uses: StreamOrder, lookups: Sequence[GroupLookup], train_step: int
+    ) -> None:
         self._embeddings, self._uses, self._lookups, self._train_step = embeddings, uses, lookups, train_step
         self._pooled: list[Tensor] | None = None  # f32 [G, D] a group, until the rows change
         self._grads: list[Tensor] | None = None  # f32 [G, D] a group, once a slice is trained

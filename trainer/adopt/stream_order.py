@@ -11,7 +11,7 @@ from rowcast.trainer.execute.metrics import Phase
 from rowcast.trainer.execute.streams import Event, Stream
 
 
-class Uses:
+class StreamOrder:
     """What was issued for the step in hand. `compute` is whatever stream is the current one when it is asked."""
 
     def __init__(self, compute: Stream) -> None:

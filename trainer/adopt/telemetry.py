@@ -22,7 +22,7 @@ from rowcast.trainer.report.results import PAGE, REPORT, EarlierResults
 from rowcast.trainer.run.gauges import engine_gauges, learning_rates
 
 
-class Shown:
+class ScriptTelemetry:
     def __init__(
         self, job: Job, device: torch.device, counters: TrainerCounters, dead_stage: Callable[[], str | None]
     ) -> None:

@@ -32,7 +32,7 @@ from rowcast.trainer.execute.plan_memory import unpack
 from rowcast.trainer.execute.row_checksums import Asked
 from rowcast.trainer.execute.sender import Sender
 from rowcast.trainer.execute.slots import EvictStaging, Slots
-from rowcast.trainer.models.dense_state import Gathering
+from rowcast.trainer.models.model_state import Gathering
 
 
 class TrainerState(StrEnum):

@@ -28,7 +28,7 @@ from rowcast.trainer.execute.plan_check import ArrivingBlock, PlanCheck
 from rowcast.trainer.execute.plan_memory import PlanMemory, unpack
 from rowcast.trainer.execute.row_checksums import Asked
 from rowcast.trainer.execute.slots import EvictStaging, Slots
-from rowcast.trainer.execute.staging import Place, Staging
+from rowcast.trainer.execute.staging import Staging, StagingSpan
 from rowcast.trainer.execute.streams import Event
 
 
@@ -46,7 +46,7 @@ class ArrivedStep:
     pieces: list[StepReady] = field(default_factory=list)  # copied in, by number
     copied: list[Event] = field(default_factory=list)  # one a piece
     filled: list[Event] = field(default_factory=list)  # one a piece; empty pieces too
-    staged: list[Place | None] = field(default_factory=list)  # one a piece; None: it has no rows
+    staged: list[StagingSpan | None] = field(default_factory=list)  # one a piece; None: it has no rows
     evict_pieces: int = 0  # handed to the sender
     num_gathered: int = 0  # dirty victims so far
 
@@ -173,7 +173,7 @@ class DeviceCache:
             asked=self._checks.asked(arrays, names),
         )
 
-    def _copy_in(self, arrived: ArrivedStep, message: StepReady, place: Place | None) -> None:
+    def _copy_in(self, arrived: ArrivedStep, message: StepReady, place: StagingSpan | None) -> None:
         stream = self._streams.copy_in
         if message.payload is not None:
             payload = self._ring.payload(message.payload, plan_stamp(message.step, message.piece))
@@ -256,7 +256,7 @@ class DeviceCache:
             if (dirty := min(span.count, arrived.header.groups[span.group].num_dirty - span.start)) > 0
         ]
 
-    def _gather_victims(self, arrived: ArrivedStep, victims: list[RowSpan], room: Place) -> None:
+    def _gather_victims(self, arrived: ArrivedStep, victims: list[RowSpan], room: StagingSpan) -> None:
         arrived.num_gathered += sum(span.count for span in victims)
         self._evict_staging.send(
             victims,

@@ -43,7 +43,7 @@ def ring_ends(fetch: Bytes, back: Bytes, device: torch.device, *, pinned: bool, 
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class EngineParts:
+class TrainerParts:
     """What an engine is made of; whoever makes them owns and closes them."""
 
     groups: tuple[GroupSpec, ...]
@@ -62,7 +62,7 @@ class EngineParts:
 class TrainerEngine:
     """`stages` are advanced by one thread each (the loop by the main thread), or all by one thread in any order."""
 
-    def __init__(self, parts: EngineParts) -> None:
+    def __init__(self, parts: TrainerParts) -> None:
         self.counters = parts.counters
         self.conversation = parts.conversation
         rings, self.back_ring = parts.rings, parts.rings.back

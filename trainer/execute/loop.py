@@ -40,8 +40,8 @@ from rowcast.trainer.execute.metrics import StallReason, TrainerCounters
 from rowcast.trainer.execute.phases import PhaseClock
 from rowcast.trainer.execute.sender import Sender
 from rowcast.trainer.execute.streams import Event, Streams
-from rowcast.trainer.models.dense_state import Tensors, pack, readable, unpack
 from rowcast.trainer.models.evaluate import EvalCounts, EvalResult
+from rowcast.trainer.models.model_state import Tensors, pack, readable, unpack
 from rowcast.trainer.report.report_json import Evaluation
 
 

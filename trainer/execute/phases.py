@@ -9,7 +9,7 @@ from collections import deque
 from typing import Protocol
 
 from rowcast.trainer.execute.metrics import Phase, Spent
-from rowcast.trainer.execute.streams import Mark, Stream
+from rowcast.trainer.execute.streams import Stream, StreamMark
 
 
 class PhaseClock(Protocol):
@@ -52,7 +52,7 @@ class DeviceClock:
     def __init__(self, stream: Stream, spent: Spent) -> None:
         self._stream = stream
         self._spent = spent
-        self._marks: deque[tuple[int, Phase | None, Mark]] = deque()  # a phase's name stands at its end
+        self._marks: deque[tuple[int, Phase | None, StreamMark]] = deque()  # a phase's name stands at its end
 
     def begin(self, step: int) -> None:
         self._marks.append((step, None, self._stream.mark()))
@@ -62,7 +62,7 @@ class DeviceClock:
 
     def complete(self, step: int) -> None:
         laps: list[tuple[Phase, float]] = []
-        before: Mark | None = None
+        before: StreamMark | None = None
         while self._marks and self._marks[0][0] <= step:
             _, phase, mark = self._marks.popleft()
             if phase is not None and before is not None:

@@ -28,7 +28,7 @@ from rowcast.job.schema import Job
 from rowcast.job.tables import GroupSpec, aligned
 from rowcast.protocol.messages import ArraySpan, ArraySpec, Flush, PlanHeader, StepReady, Welcome
 from rowcast.protocol.packing import ARRAY_ALIGNMENT
-from rowcast.protocol.plan_layout import ASKED_SLOTS, BATCH_ARRAYS, GROUP_ARRAYS, ITEM_BYTES, Counts, Dtype, Layout
+from rowcast.protocol.plan_layout import ASKED_SLOTS, BATCH_ARRAYS, GROUP_ARRAYS, ITEM_BYTES, ArrayLayout, Counts, Dtype
 from rowcast.protocol.row_checksum import barrier_name
 from rowcast.protocol.transport.ring import largest_payload
 from rowcast.runtime.arrays import I32, Bytes
@@ -187,7 +187,7 @@ class PlanCheck:
                     own = i32_of(block, specs[f"{index}.{name}"])
                     self._values(f"step {step}: {index}.{name}", own, layout, counts)
 
-    def _values(self, name: str, found: I32, layout: Layout, counts: Counts) -> None:
+    def _values(self, name: str, found: I32, layout: ArrayLayout, counts: Counts) -> None:
         if layout.below is not None:
             check = distinct_below if layout.distinct and self._is_tcp else below
             check(found, layout.below.of(counts), name)
@@ -261,7 +261,7 @@ def check_layout(name: str, specs: Sequence[ArraySpec], nbytes: int, wanted: Ite
     require(end == nbytes, f"{name}: a block of {nbytes} bytes came instead of {end}")
 
 
-def wanted_arrays(prefix: str, arrays: dict[str, Layout], counts: Counts) -> Iterator[Wanted]:
+def wanted_arrays(prefix: str, arrays: dict[str, ArrayLayout], counts: Counts) -> Iterator[Wanted]:
     for name, layout in arrays.items():
         if layout.where(counts):
             yield prefix + name, layout.dtype, layout.shape_of(counts)

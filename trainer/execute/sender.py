@@ -19,7 +19,7 @@ from rowcast.protocol.transport.ring import RingSlice, RingWriter
 from rowcast.runtime.crash_points import crash_point
 from rowcast.trainer.execute.host_memory import HostMemory
 from rowcast.trainer.execute.metrics import TrainerCounters
-from rowcast.trainer.execute.staging import Place
+from rowcast.trainer.execute.staging import StagingSpan
 from rowcast.trainer.execute.streams import Event, Streams
 
 
@@ -32,7 +32,7 @@ class EvictTask:
     piece: int
     last: bool
     sources: list[tuple[RowSpan, Tensor]]  # f32 [count, record_floats] in evict staging
-    room: Place  # theirs; used when the copy to the ring is issued
+    room: StagingSpan  # theirs; used when the copy to the ring is issued
     gathered: Event
     # i64 on the host, complete with the copy: at the end of a barrier, those that it asks for
     checksums: Tensor | None = None

@@ -13,7 +13,7 @@ from rowcast.protocol.messages import RowSpan
 from rowcast.runtime.errors import ConfigError
 from rowcast.trainer.execute.row_checksums import RowChecks
 from rowcast.trainer.execute.sender import EvictTask, Sender
-from rowcast.trainer.execute.staging import Place, Staging
+from rowcast.trainer.execute.staging import Staging, StagingSpan
 from rowcast.trainer.execute.streams import Streams
 
 
@@ -60,7 +60,7 @@ class EvictStaging:
         self._staging = Staging(slots.streams, nbytes)
         self._sender = sender
 
-    def room(self, spans: Sequence[RowSpan]) -> Place | None:
+    def room(self, spans: Sequence[RowSpan]) -> StagingSpan | None:
         """For these rows; None while there is none."""
         return self._staging.take(self._slots.nbytes(spans))
 
@@ -68,7 +68,7 @@ class EvictStaging:
         self,
         spans: Sequence[RowSpan],
         slots: Sequence[Tensor],
-        room: Place,
+        room: StagingSpan,
         *,
         step: int | None,
         barrier: int | None,

@@ -24,7 +24,7 @@ from rowcast.trainer.execute.streams import Event, Streams
 
 
 @dataclass(slots=True, eq=False)
-class Place:
+class StagingSpan:
     """Bytes for one piece. `used` is set when the work that reads them was issued, by whichever thread issues it."""
 
     begin: int  # counting all bytes ever taken
@@ -47,9 +47,9 @@ class Staging:
             ) from None
         self.nbytes = nbytes
         self._end = 0  # of the newest place
-        self._places: deque[Place] = deque()  # those whose bytes were not taken again
+        self._places: deque[StagingSpan] = deque()  # those whose bytes were not taken again
 
-    def take(self, nbytes: int) -> Place | None:
+    def take(self, nbytes: int) -> StagingSpan | None:
         """At most `self.nbytes`. None while a place that lies there has no `used`: nothing has changed then."""
         assert nbytes <= self.nbytes, f"a piece of {nbytes} bytes of rows, and {self.nbytes} bytes of staging"
         begin, size = self._end, aligned(nbytes, ARRAY_ALIGNMENT)
@@ -61,7 +61,9 @@ class Staging:
         for _ in over:
             self._places.popleft()
         start = begin % self.nbytes
-        place = Place(begin=begin, content=self._content[start : start + nbytes], after=over[-1].used if over else None)
+        place = StagingSpan(
+            begin=begin, content=self._content[start : start + nbytes], after=over[-1].used if over else None
+        )
         self._places.append(place)
         self._end = begin + size
         return place

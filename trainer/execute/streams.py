@@ -40,8 +40,8 @@ class Event(Protocol):
         """Whether all that was issued before the event was recorded is complete."""
 
 
-class Mark(Protocol):
-    def seconds_since(self, earlier: "Mark") -> float:
+class StreamMark(Protocol):
+    def seconds_since(self, earlier: "StreamMark") -> float:
         """Between two marks of one stream, once the work before both is complete."""
 
 
@@ -59,7 +59,7 @@ class Stream(ABC):
     @abstractmethod
     def record(self) -> Event: ...
 
-    def mark(self) -> Mark:
+    def mark(self) -> StreamMark:
         """A moment between what was issued before and after it, on a device's own clock."""
         raise NotImplementedError(f"{type(self).__name__} runs on the host, whose clock tells")
 
@@ -219,7 +219,7 @@ class CudaMark:
         self._event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         self._event.record(stream)
 
-    def seconds_since(self, earlier: Mark) -> float:
+    def seconds_since(self, earlier: StreamMark) -> float:
         assert isinstance(earlier, CudaMark), "a mark of another kind of stream"
         milliseconds: float = earlier._event.elapsed_time(self._event)
         return milliseconds / 1e3
@@ -244,7 +244,7 @@ class CudaStream(Stream):
         event.record(self._stream)
         return event
 
-    def mark(self) -> Mark:
+    def mark(self) -> StreamMark:
         return CudaMark(self._stream)
 
 

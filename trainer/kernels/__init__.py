@@ -27,7 +27,7 @@ class GroupLookup(LookupArrays[Tensor]):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Rows:
+class RecordViews:
     """The records of a group by their parts: views of one memory, with any row stride."""
 
     weight: Tensor  # f32, f16 or bf16 [num_slots, D]: what a look-up reads
@@ -54,7 +54,7 @@ class Rule:
 class Kernels(Protocol):
     """Implemented by modules. Called on the compute stream, without autograd; nothing here waits for the device."""
 
-    def lookup(self, rows: Rows, group: GroupLookup, divisors: Tensor | None) -> Tensor:
+    def lookup(self, rows: RecordViews, group: GroupLookup, divisors: Tensor | None) -> Tensor:
         """Pooled rows f32 [G, D]; an empty bag is zero. divisors f32 [G, 1]: what each bag's sum is divided by, or None where
         all would be 1.
         """
@@ -65,11 +65,13 @@ class Kernels(Protocol):
         Uses the plan's grouping: no sort, no hash map, no atomics.
         """
 
-    def apply(self, rows: Rows, unique_slots: Tensor, row_grads: Tensor, rule: Rule) -> None:
+    def apply(self, rows: RecordViews, unique_slots: Tensor, row_grads: Tensor, rule: Rule) -> None:
         """One train step of the rows in `unique_slots`, i32 [U] and distinct, in place; row_grads f32 [U, D], zero gradients included.
 
         Arithmetic is in fp32; weights of fewer bits are rounded to the nearest, ties to even, when they are written.
         """
 
-    def update(self, rows: Rows, pooled_grad: Tensor, group: GroupLookup, divisors: Tensor | None, rule: Rule) -> None:
+    def update(
+        self, rows: RecordViews, pooled_grad: Tensor, group: GroupLookup, divisors: Tensor | None, rule: Rule
+    ) -> None:
         """`reduce`, then `apply`, in as few passes over the rows as there can be; with the bits of the two."""

@@ -12,7 +12,7 @@ SMALLEST, LARGEST = 4, 1024  # columns
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Block:
+class BlockShape:
     rows: int  # bags or rows a program; a power of two
     warps: int  # a program
     unroll: int  # look-ups of a row that are asked for at a time
@@ -21,9 +21,9 @@ class Block:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Blocks:
     columns: int  # the dimension, rounded up to a power of two
-    lookup: Block
-    update: Block  # sums by row and the row optimizer; few rows a program, as they have unlike numbers of look-ups
-    join: Block  # of a long row's chunks: few rows, and many chunks one after the other
+    lookup: BlockShape
+    update: BlockShape  # sums by row and the row optimizer; few rows a program, as they have unlike numbers of look-ups
+    join: BlockShape  # of a long row's chunks: few rows, and many chunks one after the other
 
 
 # by columns: rows and warps of `lookup` with weights of 4 bytes, the same with 2, and rows and warps of `update`
@@ -49,7 +49,7 @@ def blocks_for(dim: int, weight_bytes: int) -> Blocks:
     rows, warps = wide if weight_bytes == 4 else narrow
     return Blocks(
         columns=columns,
-        lookup=Block(rows=rows, warps=warps, unroll=UNROLL_LOOKUP),
-        update=Block(rows=update[0], warps=update[1], unroll=UNROLL_UPDATE),
-        join=Block(rows=update[0], warps=update[1], unroll=UNROLL_JOIN),
+        lookup=BlockShape(rows=rows, warps=warps, unroll=UNROLL_LOOKUP),
+        update=BlockShape(rows=update[0], warps=update[1], unroll=UNROLL_UPDATE),
+        join=BlockShape(rows=update[0], warps=update[1], unroll=UNROLL_JOIN),
     )

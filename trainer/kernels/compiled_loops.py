@@ -22,7 +22,7 @@ U = np.uint64
 ZERO, ONE = np.float32(0), np.float32(1)
 
 
-class Part(NamedTuple):
+class RecordArray(NamedTuple):
     """One part of some rows' records."""
 
     flat: F32
@@ -43,7 +43,7 @@ class Gradients(NamedTuple):
 
 
 @compiled_arithmetic
-def gather(rows: Part, dim: int, out: F32, first: int, end: int) -> None:
+def gather(rows: RecordArray, dim: int, out: F32, first: int, end: int) -> None:
     """out[i] = 0 + row of look-up i: a bag a look-up."""
     for i in range(first, end):
         if i + AHEAD < end:
@@ -54,7 +54,9 @@ def gather(rows: Part, dim: int, out: F32, first: int, end: int) -> None:
 
 
 @compiled_arithmetic
-def pool_bags(rows: Part, dim: int, offsets: I32, weights: F32, divisors: F32, out: F32, first: int, end: int) -> None:
+def pool_bags(
+    rows: RecordArray, dim: int, offsets: I32, weights: F32, divisors: F32, out: F32, first: int, end: int
+) -> None:
     """out[bag] = sum of weight * row over the bag's look-ups, over its divisor. Empty arrays: a bag a look-up; all 1; all 1."""
     for bag in range(first, end):
         at = U(bag) * U(dim)
@@ -102,12 +104,12 @@ def add_up(grads: Gradients, u: int, out: F32, at: np.uint64) -> None:
 
 
 @compiled_arithmetic
-def start_of(part: Part, i: int) -> np.uint64:
+def start_of(part: RecordArray, i: int) -> np.uint64:
     return U(part.slots[i]) * U(part.stride)
 
 
 @compiled_arithmetic
-def ask_for(part: Part, i: int, width: int) -> None:
+def ask_for(part: RecordArray, i: int, width: int) -> None:
     """Prefetches the row of slots[i]."""
     row = part.slots[i] * part.stride
     for c in range(0, width, LINE):

@@ -11,10 +11,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from rowcast.trainer.kernels import GroupLookup, Rows, Rule, row_optimizers, torch_ops
+from rowcast.trainer.kernels import GroupLookup, RecordViews, Rule, row_optimizers, torch_ops
 from rowcast.trainer.kernels import compiled_loops as loops
 from rowcast.trainer.kernels.compiled_blocks import NO_FLOATS, NO_INTS, flat, floats, ints, sum_rows
-from rowcast.trainer.kernels.compiled_loops import Gradients, Part
+from rowcast.trainer.kernels.compiled_loops import Gradients, RecordArray
 from rowcast.trainer.kernels.thread_pool import ThreadPool
 
 UPDATES = {name: module.update for name, module in row_optimizers.modules("_compiled").items()}
@@ -27,7 +27,7 @@ class CompiledOps:
         """`num_threads`: of its own loops; torch's operations have torch's."""
         self._pool = ThreadPool(num_threads)
 
-    def lookup(self, rows: Rows, group: GroupLookup, divisors: Tensor | None) -> Tensor:
+    def lookup(self, rows: RecordViews, group: GroupLookup, divisors: Tensor | None) -> Tensor:
         if rows.weight.dtype != torch.float32:
             return torch_ops.lookup(rows, group, divisors)
         dim, offsets = rows.weight.shape[1], group.offsets
@@ -47,10 +47,12 @@ class CompiledOps:
     def reduce(self, pooled_grad: Tensor, group: GroupLookup, divisors: Tensor | None) -> Tensor:
         return sum_rows(self._pool, gradients(pooled_grad, group, divisors), 0, len(group.unique_slots))
 
-    def apply(self, rows: Rows, unique_slots: Tensor, row_grads: Tensor, rule: Rule) -> None:
+    def apply(self, rows: RecordViews, unique_slots: Tensor, row_grads: Tensor, rule: Rule) -> None:
         torch_ops.apply(rows, unique_slots, row_grads, rule)
 
-    def update(self, rows: Rows, pooled_grad: Tensor, group: GroupLookup, divisors: Tensor | None, rule: Rule) -> None:
+    def update(
+        self, rows: RecordViews, pooled_grad: Tensor, group: GroupLookup, divisors: Tensor | None, rule: Rule
+    ) -> None:
         if (
             rule.kind not in UPDATES
             or rule.clip is not None
@@ -76,10 +78,10 @@ def gradients(pooled_grad: Tensor, group: GroupLookup, divisors: Tensor | None) 
     )
 
 
-def part_of(part: Tensor, slots: Tensor) -> Part:
+def part_of(part: Tensor, slots: Tensor) -> RecordArray:
     """A part of the records f32 [num_slots, width], as its memory from its first element to its last."""
     num_slots, width = part.shape
     stride = part.stride(0)
     assert part.stride(1) == 1 or width == 1, f"columns {part.stride(1)} elements apart, instead of 1"
     length = (num_slots - 1) * stride + width if num_slots else 0
-    return Part(part.as_strided((length,), (1,)).numpy(), stride, ints(slots))
+    return RecordArray(part.as_strided((length,), (1,)).numpy(), stride, ints(slots))

@@ -6,7 +6,7 @@ from torch import Tensor
 from rowcast.job.learning_rate import learning_rate
 from rowcast.job.schema import RowType, SparseOptimizer
 from rowcast.job.tables import GroupSpec, RecordPart
-from rowcast.trainer.kernels import Rows, Rule
+from rowcast.trainer.kernels import RecordViews, Rule
 
 DTYPES: dict[RowType, torch.dtype] = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
@@ -23,10 +23,10 @@ def rule_at(settings: SparseOptimizer, train_step: int) -> Rule:
     )
 
 
-def rows_of(records: Tensor, group: GroupSpec) -> Rows:
+def rows_of(records: Tensor, group: GroupSpec) -> RecordViews:
     """The parts of records f32 [num_slots, record_floats], as views."""
     parts = {part.name: part_of(records, part) for part in group.parts}
-    return Rows(weight=parts.pop("weight"), master=parts.pop("master", None), states=tuple(parts.values()))
+    return RecordViews(weight=parts.pop("weight"), master=parts.pop("master", None), states=tuple(parts.values()))
 
 
 def part_of(records: Tensor, part: RecordPart) -> Tensor:

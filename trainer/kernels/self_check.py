@@ -8,7 +8,7 @@ from torch import Tensor
 
 from rowcast.job.schema import SparseOptimizer
 from rowcast.job.tables import GroupSpec
-from rowcast.trainer.kernels import GroupLookup, Kernels, Rows, torch_ops
+from rowcast.trainer.kernels import GroupLookup, Kernels, RecordViews, torch_ops
 from rowcast.trainer.kernels.chunks import Chunks
 from rowcast.trainer.kernels.optim import rows_of, rule_at
 
@@ -96,7 +96,7 @@ def random_records(group: GroupSpec, generator: torch.Generator) -> Tensor:
     return records
 
 
-def fill_randomly(rows: Rows, generator: torch.Generator) -> None:
+def fill_randomly(rows: RecordViews, generator: torch.Generator) -> None:
     """With values that training may have left."""
     values = torch.randn(rows.weight.shape, generator=generator)
     rows.weight.copy_(values)

@@ -12,13 +12,13 @@ rows and whole tables agree.
 import torch
 from torch import Tensor
 
-from rowcast.trainer.kernels import GroupLookup, Rows, Rule, row_optimizers
+from rowcast.trainer.kernels import GroupLookup, RecordViews, Rule, row_optimizers
 
 # (weight, states, row_grads, rule): in place on blocks f32 [U, width] of the weight and of each state
 RULES = {name: module.train for name, module in row_optimizers.modules().items()}
 
 
-def lookup(rows: Rows, group: GroupLookup, divisors: Tensor | None) -> Tensor:
+def lookup(rows: RecordViews, group: GroupLookup, divisors: Tensor | None) -> Tensor:
     found = rows.weight.index_select(0, group.slots).float()
     if group.weights is not None:
         found *= group.weights[:, None]
@@ -38,7 +38,7 @@ def reduce(pooled_grad: Tensor, group: GroupLookup, divisors: Tensor | None) -> 
     return segment_sum(grads, torch.arange(len(grads), dtype=torch.int32, device=grads.device), group.segment_offsets)
 
 
-def apply(rows: Rows, unique_slots: Tensor, row_grads: Tensor, rule: Rule) -> None:
+def apply(rows: RecordViews, unique_slots: Tensor, row_grads: Tensor, rule: Rule) -> None:
     slots = unique_slots.long()
     trained = rows.weight if rows.master is None else rows.master
     weight = trained.index_select(0, slots).float()
@@ -51,7 +51,7 @@ def apply(rows: Rows, unique_slots: Tensor, row_grads: Tensor, rule: Rule) -> No
         state.index_copy_(0, slots, block)
 
 
-def update(rows: Rows, pooled_grad: Tensor, group: GroupLookup, divisors: Tensor | None, rule: Rule) -> None:
+def update(rows: RecordViews, pooled_grad: Tensor, group: GroupLookup, divisors: Tensor | None, rule: Rule) -> None:
     apply(rows, group.unique_slots, reduce(pooled_grad, group, divisors), rule)
 
 

@@ -15,8 +15,8 @@ from triton.runtime import driver
 import rowcast.protocol.plan
 import rowcast.trainer.kernels.chunks
 from rowcast.job.row_optimizers import ROW_OPTIMIZERS
-from rowcast.trainer.kernels import GroupLookup, Rows, Rule, row_optimizers, torch_ops
-from rowcast.trainer.kernels.blocks import LARGEST, Block, blocks_for
+from rowcast.trainer.kernels import GroupLookup, RecordViews, Rule, row_optimizers, torch_ops
+from rowcast.trainer.kernels.blocks import LARGEST, BlockShape, blocks_for
 from rowcast.trainer.kernels.triton_kernels import apply_kernel, join_kernel, lookup_kernel, segments_kernel
 
 # each operation by itself, small numbers not taken for zero
@@ -38,7 +38,7 @@ def check_dims(dims: Iterable[int]) -> None:
         raise RuntimeError(f"rows of {widest} columns; Triton's kernels take up to {LARGEST}")
 
 
-def lookup(rows: Rows, group: GroupLookup, divisors: Tensor | None) -> Tensor:
+def lookup(rows: RecordViews, group: GroupLookup, divisors: Tensor | None) -> Tensor:
     num_bags = len(group.slots) if group.offsets is None else len(group.offsets) - 1
     dim, weight = rows.weight.shape[1], rows.weight
     if not len(group.slots):
@@ -60,7 +60,7 @@ def reduce(pooled_grad: Tensor, group: GroupLookup, divisors: Tensor | None) -> 
     return row_grads
 
 
-def apply(rows: Rows, unique_slots: Tensor, row_grads: Tensor, rule: Rule) -> None:
+def apply(rows: RecordViews, unique_slots: Tensor, row_grads: Tensor, rule: Rule) -> None:
     if rule.kind not in RULES:
         torch_ops.apply(rows, unique_slots, row_grads, rule)
     elif len(unique_slots):
@@ -69,7 +69,7 @@ def apply(rows: Rows, unique_slots: Tensor, row_grads: Tensor, rule: Rule) -> No
         apply_kernel[(programs,)](row_grads.contiguous(), *result, len(unique_slots), **options)
 
 
-def update(rows: Rows, pooled_grad: Tensor, group: GroupLookup, divisors: Tensor | None, rule: Rule) -> None:
+def update(rows: RecordViews, pooled_grad: Tensor, group: GroupLookup, divisors: Tensor | None, rule: Rule) -> None:
     if rule.kind not in RULES:
         torch_ops.apply(rows, group.unique_slots, reduce(pooled_grad, group, divisors), rule)
     elif len(group.unique_slots):
@@ -94,14 +94,14 @@ def run_update(
         join_kernel[(cdiv(num_long, rows),)](sums, long_rows, chunk_offsets, *result, num_long, **options)
 
 
-def training(rows: Rows, unique_slots: Tensor, rule: Rule) -> tuple[tuple[Any, ...], Options]:
+def training(rows: RecordViews, unique_slots: Tensor, rule: Rule) -> tuple[tuple[Any, ...], Options]:
     """The kernels' arguments from unique_slots to rate, and their options."""
     rate, constants = RULES[rule.kind].scalars(rule)
     options = train_options(*layout_of(rows), rule.kind, constants, rule.clip)
     return (unique_slots, rows.weight, rows.master, rows.states, rate), options
 
 
-def layout_of(rows: Rows) -> tuple[int, int, int]:
+def layout_of(rows: RecordViews) -> tuple[int, int, int]:
     """Columns, bytes of a weight, and bytes from one record to the next."""
     return rows.weight.shape[1], rows.weight.element_size(), rows.weight.stride(0) * rows.weight.element_size()
 
@@ -136,7 +136,7 @@ def train_options(
     }
 
 
-def block_options(block: Block, dim: int, columns: int) -> Options:
+def block_options(block: BlockShape, dim: int, columns: int) -> Options:
     return {"D": dim, "BLOCK": columns, "ROWS": block.rows, "UNROLL": block.unroll, "num_warps": block.warps, **ROUNDED}
 
 

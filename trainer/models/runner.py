@@ -13,7 +13,10 @@ from rowcast.trainer.execute.phases import HostClock, PhaseClock
 from rowcast.trainer.kernels import Kernels
 from rowcast.trainer.kernels.choose import choose_kernels
 from rowcast.trainer.kernels.chunks import Chunks
-from rowcast.trainer.models.dense_state import (
+from rowcast.trainer.models.embedding import Embeddings, GroupLookup
+from rowcast.trainer.models.evaluate import EvalCounts, EvalMetrics
+from rowcast.trainer.models.job_model import JobModel
+from rowcast.trainer.models.model_state import (
     Tensors,
     model_state,
     optimizer_state,
@@ -22,9 +25,6 @@ from rowcast.trainer.models.dense_state import (
     restore_optimizer,
     restore_random,
 )
-from rowcast.trainer.models.embedding import Embeddings, GroupLookup
-from rowcast.trainer.models.evaluate import EvalCounts, EvalMetrics
-from rowcast.trainer.models.model_side import DenseSide
 
 
 class StepInputs(Protocol):
@@ -71,7 +71,7 @@ class StepRunner:
         """`records`: f32 [slots, record_floats] a group. `clock`: of the stream that steps run on. `kernels`: None for those that suit."""
         self.device = records[0].device
         self._clock: PhaseClock = clock or HostClock()
-        self._side = DenseSide(job, num_dense, self.device, trains=self.trains)
+        self._side = JobModel(job, num_dense, self.device, trains=self.trains)
         self.model = self._side.model
         kernels = kernels or choose_kernels(self.device, job)
         self._embeddings = Embeddings(groups, job.optimizer.sparse, records, kernels, self._clock.lap)

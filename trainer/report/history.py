@@ -19,7 +19,7 @@ MAX_MARKS = 600
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Mark:
+class HistoryMark:
     """What the counters said at one moment; all but `train_step` count from the start of this process."""
 
     time_s: float  # by the history's clock
@@ -35,10 +35,10 @@ class Mark:
     bytes_from_device: int
 
 
-Marked = Callable[[Mark, Mark], None]  # the mark before, and the new one
+Marked = Callable[[HistoryMark, HistoryMark], None]  # the mark before, and the new one
 
 
-def unheard(before: Mark, mark: Mark) -> None:
+def unheard(before: HistoryMark, mark: HistoryMark) -> None:
     """Nobody listens."""
 
 
@@ -47,7 +47,7 @@ class History:
 
     def __init__(self, counters: TrainerCounters, *, clock: Callable[[], float] = time.perf_counter) -> None:
         """`clock` is that of `TrainingLoop.first_step_s`."""
-        self.marks: list[Mark] = []
+        self.marks: list[HistoryMark] = []
         self.starts: list[int] = []  # train steps of the run that were done before each incarnation which made a step
         self._marked: Marked = unheard
         self._counters = counters
@@ -55,7 +55,7 @@ class History:
         self._every_s = EVERY_S
         self._next_s = 0.0
         self._train_steps_before = 0
-        self._beginning: Mark | None = None
+        self._beginning: HistoryMark | None = None
 
     def begin(self, first_train_step: int, marked: Marked = unheard) -> None:
         """An incarnation begins behind `first_train_step` train steps of the run. Its waits before the first step are start-up. `marked`
@@ -87,13 +87,13 @@ class History:
         if len(self.marks) > 2 and now_s - before.time_s < self._every_s / 2:
             del self.marks[-2]
 
-    def _open(self, beginning: Mark, first_step_s: float) -> None:
+    def _open(self, beginning: HistoryMark, first_step_s: float) -> None:
         """What came to the device before the first step belongs to it."""
         self.starts.append(beginning.train_step)
         self._append(replace(beginning, time_s=first_step_s))
         self._beginning = None
 
-    def _append(self, mark: Mark) -> None:
+    def _append(self, mark: HistoryMark) -> None:
         if len(self.marks) >= MAX_MARKS:
             del self.marks[1::2]
             self._every_s *= 2
@@ -101,9 +101,9 @@ class History:
         if len(self.marks) > 1:
             self._marked(self.marks[-2], mark)
 
-    def _mark(self, now_s: float) -> Mark:
+    def _mark(self, now_s: float) -> HistoryMark:
         counters = self._counters
-        return Mark(
+        return HistoryMark(
             time_s=now_s,
             train_step=self._train_steps_before + counters.train_steps,
             train_steps=counters.train_steps,

@@ -15,7 +15,7 @@ import torch
 from rowcast.runtime.arrays import F32
 from rowcast.runtime.crash_points import crash_point
 from rowcast.runtime.errors import RemoteProtocolError, RowcastError
-from rowcast.trainer.models.dense_state import Tensors
+from rowcast.trainer.models.model_state import Tensors
 from rowcast.trainer.report.report_json import Evaluation
 
 RESULTS = LOSSES, REPORT, PAGE = "losses.f32", "report.json", "report.html"

@@ -12,7 +12,7 @@ import numpy as np
 from rowcast.runtime.errors import ConfigError
 from rowcast.runtime.telemetry.logs import get_logger
 from rowcast.trainer.execute.metrics import StallReason
-from rowcast.trainer.report.history import Mark
+from rowcast.trainer.report.history import HistoryMark
 from rowcast.trainer.report.report_json import Evaluation
 from rowcast.trainer.report.results import ResultFiles
 
@@ -37,7 +37,7 @@ def check_board(folder: Path) -> None:
         raise ConfigError(f"--tensorboard {folder}: the folder cannot be written; choose another")
 
 
-class Board:
+class TensorBoardWriter:
     """The events of one incarnation. Use as a context manager; every method is called by the main thread. Without a folder it does nothing.
 
     A run that goes on from a checkpoint says so in its events: TensorBoard then leaves out what an earlier process wrote of later steps.
@@ -74,7 +74,7 @@ class Board:
             except OSError as error:
                 self._give_up(error)
 
-    def marked(self, before: Mark, mark: Mark) -> None:
+    def marked(self, before: HistoryMark, mark: HistoryMark) -> None:
         """Implements `history.Marked`."""
         if self._writer is None:
             return

@@ -38,7 +38,7 @@ WIDE = 120  # columns from which on bar and figures share a line
 BAR_WIDTH = 20  # there
 
 
-class Mark(NamedTuple):
+class TerminalMark(NamedTuple):
     """What the counters said at one moment."""
 
     time_s: float
@@ -47,7 +47,7 @@ class Mark(NamedTuple):
     waited_s: float
 
 
-class Progress:
+class TerminalProgress:
     """Shows the counters. `update` costs one clock reading between two refreshes, so it may be called after every step and in waits."""
 
     def __init__(
@@ -72,7 +72,7 @@ class Progress:
         self._is_live = self._console.is_terminal and not self._console.is_dumb_terminal
         self._clock = clock
         self._every_s = LIVE_EVERY_S if self._is_live else LINE_EVERY_S
-        self._marks: deque[Mark] = deque(maxlen=max(2, round(WINDOW_S / self._every_s)))
+        self._marks: deque[TerminalMark] = deque(maxlen=max(2, round(WINDOW_S / self._every_s)))
         self._next_s = 0.0
         self._at_start = self._steps_done()
         self._begun = False  # the first step is done
@@ -135,15 +135,15 @@ class Progress:
     def _steps_done(self) -> int:
         return self._counters.train_steps + self._counters.eval_steps
 
-    def _from_here(self) -> Mark:
+    def _from_here(self) -> TerminalMark:
         self._marks.clear()
         self._marks.append(self._mark())
         self._next_s = self._marks[-1].time_s + self._every_s
         return self._marks[-1]
 
-    def _mark(self) -> Mark:
+    def _mark(self) -> TerminalMark:
         counters = self._counters
-        return Mark(
+        return TerminalMark(
             self._clock(),
             self._before + counters.train_steps,
             counters.samples + counters.eval_samples,
@@ -199,7 +199,7 @@ def write(console: Console, text: str) -> bool:
     return True
 
 
-def progress_line(counters: TrainerCounters, total_steps: int | None, first: Mark, last: Mark) -> str:
+def progress_line(counters: TrainerCounters, total_steps: int | None, first: TerminalMark, last: TerminalMark) -> str:
     """The state in one line; speed and stall share are those between the two marks."""
     seconds = last.time_s - first.time_s
     parts = [f"step {last.steps:,}" if total_steps is None else f"step {last.steps:,}/{total_steps:,}"]

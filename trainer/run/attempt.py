@@ -29,8 +29,8 @@ from rowcast.trainer.report.page.page import write_page
 from rowcast.trainer.report.page.record import RunRecord
 from rowcast.trainer.report.report_json import Report, write_report
 from rowcast.trainer.report.results import PAGE, REPORT, EarlierResults, EvaluationOnly, ResultFiles
-from rowcast.trainer.report.tensorboard import Board
-from rowcast.trainer.report.terminal import Progress as ProgressLine
+from rowcast.trainer.report.tensorboard import TensorBoardWriter
+from rowcast.trainer.report.terminal import TerminalProgress as ProgressLine
 from rowcast.trainer.report.terminal import print_summary
 from rowcast.trainer.run.connection import Connection, ConnectionParts
 from rowcast.trainer.run.gauges import engine_gauges, learning_rates
@@ -48,7 +48,7 @@ class Beginnings:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class RunParts:
+class TrainerRunParts:
     """What all attempts of a run share."""
 
     job: Job
@@ -67,7 +67,7 @@ class RunParts:
 
 
 class TrainerAttempt:
-    def __init__(self, run: RunParts, transport: Transport, crew: Crew) -> None:
+    def __init__(self, run: TrainerRunParts, transport: Transport, crew: Crew) -> None:
         """`transport`: the job's, with the time-out that this attempt waits for a prefetcher."""
         self._run = run
         self._job = run.job
@@ -166,7 +166,7 @@ class TrainerAttempt:
                 eval_steps=welcome.epoch_batches[1],
             )
         )
-        board = stack.enter_context(Board(run.tensorboard, self._results, welcome.first_train_step))
+        board = stack.enter_context(TensorBoardWriter(run.tensorboard, self._results, welcome.first_train_step))
         run.history.begin(welcome.first_train_step, board.marked)
         self._results.listeners = [progress.evaluation, board.evaluation]
         self._log.info(

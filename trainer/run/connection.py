@@ -27,7 +27,7 @@ from rowcast.job.schema import Job, Transport
 from rowcast.job.tables import GroupSpec
 from rowcast.protocol.conversation import Conversation
 from rowcast.protocol.messages import Bye, Mode, Welcome
-from rowcast.protocol.peer_watch import PeerWatch, Progress, tell_peer
+from rowcast.protocol.peer_watch import PeerWatch, ProcessProgress, tell_peer
 from rowcast.protocol.session import Session, check_welcome
 from rowcast.protocol.transport.ring_file import RingFile, RingMemory, attach_ring
 from rowcast.protocol.transport.zmq_link import ZmqLink
@@ -39,7 +39,7 @@ from rowcast.runtime.stages import IDLE_WAIT_S, Doorbell, Stage
 from rowcast.runtime.telemetry.health import Health
 from rowcast.runtime.telemetry.logs import get_logger
 from rowcast.runtime.telemetry.timeline import recorded_stages
-from rowcast.trainer.execute.engine import EngineParts, TrainerEngine, ring_ends
+from rowcast.trainer.execute.engine import TrainerEngine, TrainerParts, ring_ends
 from rowcast.trainer.execute.loop import ModelState, Results, Steps
 from rowcast.trainer.execute.metrics import TrainerCounters
 from rowcast.trainer.execute.page_locking import pinned
@@ -66,7 +66,9 @@ class ConnectionParts:
     bell: Doorbell
     crew: Crew  # stopped with the connection
     began_s: float | None  # a failure that the prefetcher notes after it ends the wait; None: none does
-    adjust_progress: Callable[[Progress], Progress] = lambda progress: progress  # what the prefetcher hears
+    adjust_progress: Callable[[ProcessProgress], ProcessProgress] = lambda progress: (
+        progress
+    )  # what the prefetcher hears
 
 
 class Connection:
@@ -147,7 +149,7 @@ class Connection:
         clock = phase_clock(streams.compute, parts.counters.spent)
         model, steps = make_model(records, clock)
         engine = self.engine = TrainerEngine(
-            EngineParts(
+            TrainerParts(
                 groups=parts.groups,
                 welcome=welcome,
                 conversation=conversation,
@@ -228,12 +230,14 @@ class Connection:
         self.stack.close()
 
 
-def progress_of(engine: TrainerEngine | None) -> Progress:
+def progress_of(engine: TrainerEngine | None) -> ProcessProgress:
     """`engine` None: there is none yet."""
     if engine is None:
-        return Progress(step_begun=None, step_done=None, work=0, waiting_for="its model to be built", ended=False)
+        return ProcessProgress(
+            step_begun=None, step_done=None, work=0, waiting_for="its model to be built", ended=False
+        )
     loop = engine.loop
-    return Progress(
+    return ProcessProgress(
         step_begun=loop.step_begun,
         step_done=loop.step_done,
         work=engine.counters.total("rows_written_back"),

@@ -25,7 +25,7 @@ from rowcast.trainer.kernels.optim import warm_up_sqrt
 from rowcast.trainer.report.history import History
 from rowcast.trainer.report.results import EarlierResults
 from rowcast.trainer.report.tensorboard import check_board
-from rowcast.trainer.run.attempt import Beginnings, RunParts, TrainerAttempt
+from rowcast.trainer.run.attempt import Beginnings, TrainerAttempt, TrainerRunParts
 from rowcast.trainer.run.gauges import learning_rates
 
 
@@ -80,9 +80,9 @@ class TrainerRun:
         if self._signals.stop_reason is None:
             self._attempts.run(lambda _, transport, crew: TrainerAttempt(parts, transport, crew))
 
-    def _parts(self, device: torch.device, *, fresh: bool) -> RunParts:
+    def _parts(self, device: torch.device, *, fresh: bool) -> TrainerRunParts:
         threads = set_threads(self._job.trainer.threads)
-        return RunParts(
+        return TrainerRunParts(
             job=self._job,
             groups=self._groups,
             mode=self._mode,

@@ -15,7 +15,7 @@ import numpy.typing as npt
 from rowcast.job.schema import Job
 from rowcast.prefetcher.readers.batch_parts import Columns, DenseBatch, IdsBatch, Part, decode_part
 from rowcast.prefetcher.readers.columns import FileRows, Ids, as_slice, join_dense, join_ids, rows_by_file
-from rowcast.prefetcher.readers.data_files import Span, cumulative, sizes_of
+from rowcast.prefetcher.readers.data_files import FileSpan, cumulative, sizes_of
 from rowcast.prefetcher.readers.id_check import (
     IdCheck,
     check_dense,
@@ -65,7 +65,7 @@ class NpyRows:
     def cursor(self) -> AbstractContextManager["NpyRows"]:
         return nullcontext(self)
 
-    def take(self, rows: Ids, within: Span) -> Part:
+    def take(self, rows: Ids, within: FileSpan) -> Part:
         days = rows_by_file(self._bounds, rows)
         return decode_part(
             self._wanted,

@@ -20,7 +20,7 @@ from pyarrow import csv
 
 from rowcast.job.schema import Job
 from rowcast.prefetcher.readers.columns import Floats, Ids
-from rowcast.prefetcher.readers.data_files import Span, sizes_of
+from rowcast.prefetcher.readers.data_files import FileSpan, sizes_of
 from rowcast.prefetcher.readers.formats.criteo_line import NUM_DENSE, NUM_SPARSE, refuse_line
 from rowcast.prefetcher.readers.id_check import IdCheck, Place, job_features, numbered_columns, refuse_weights
 from rowcast.prefetcher.readers.line_index import lines_folder
@@ -79,14 +79,14 @@ class TsvCursor:
     def close(self) -> None:
         self._text.close()
 
-    def take(self, rows: Ids, within: Span) -> Batch:
+    def take(self, rows: Ids, within: FileSpan) -> Batch:
         parts = [self._decode(rows[at : at + LINES_AT_ONCE], within) for at in range(0, len(rows), LINES_AT_ONCE)]
         labels, dense, ids = zip(*parts, strict=True)
         return Batch(
             dense=np.concatenate(dense), labels=np.concatenate(labels), ids=np.concatenate(ids, axis=1).ravel()
         )
 
-    def _decode(self, rows: Ids, within: Span) -> tuple[Floats, Floats, Ids]:
+    def _decode(self, rows: Ids, within: FileSpan) -> tuple[Floats, Floats, Ids]:
         """(labels [n], dense [n, 13], ids [F, n])"""
         lines = self._text.lines(rows, within)
         labels, dense, hashes = decode(

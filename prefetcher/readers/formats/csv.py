@@ -25,7 +25,7 @@ from rowcast.prefetcher.readers.arrow_rows import RowDecoder
 from rowcast.prefetcher.readers.batch_parts import join_parts
 from rowcast.prefetcher.readers.column_roles import Roles, roles_of
 from rowcast.prefetcher.readers.columns import Ids
-from rowcast.prefetcher.readers.data_files import Span, cumulative, sizes_of
+from rowcast.prefetcher.readers.data_files import FileSpan, cumulative, sizes_of
 from rowcast.prefetcher.readers.formats.csv_line import FALSE, TRUE, Cell, CellKind, is_number, refuse_line
 from rowcast.prefetcher.readers.id_check import IdCheck, Place
 from rowcast.prefetcher.readers.line_index import lines_folder
@@ -49,7 +49,7 @@ def open_reader(job: Job) -> RowReader:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Layout:
+class CsvLayout:
     header: list[str]
     delimiter: str
     cells: dict[str, Cell]  # of the columns that are read
@@ -61,7 +61,9 @@ class CsvRows:
         for path in paths[1:]:
             require_header(path, beginning(path, job.data.columns.delimiter)[0], paths[0], header)
         roles = roles_of(job, paths[0], header, lambda: [name for name, cell in first_row.items() if is_number(cell)])
-        self.layout = Layout(header=header, delimiter=job.data.columns.delimiter, cells=cells_of(job, roles, first_row))
+        self.layout = CsvLayout(
+            header=header, delimiter=job.data.columns.delimiter, cells=cells_of(job, roles, first_row)
+        )
         self.num_dense, self.decoder = len(roles.dense), RowDecoder(roles, ids)
         self.file_sizes = sizes_of(paths)
         self.index = TextIndex(paths, lines_folder(job))
@@ -91,9 +93,9 @@ class CsvCursor:
     def close(self) -> None:
         self._text.close()
 
-    def take(self, rows: Ids, within: Span) -> Batch:
+    def take(self, rows: Ids, within: FileSpan) -> Batch:
         own, lines = self._rows, self._rows.lines(rows)
-        span = Span(start=own.line(within.start), stop=own.line(within.stop - 1) + 1)
+        span = FileSpan(start=own.line(within.start), stop=own.line(within.stop - 1) + 1)
         pieces = (lines[at : at + LINES_AT_ONCE] for at in range(0, len(lines), LINES_AT_ONCE))
         decoded = [
             decode(self._text.lines(piece, span), len(piece), own.layout, self._place(piece)) for piece in pieces
@@ -106,7 +108,7 @@ class CsvCursor:
         return lambda i: self._rows.index.place(int(lines[i]))
 
 
-def decode(lines: bytes, num_lines: int, layout: Layout, place: Place) -> Any:
+def decode(lines: bytes, num_lines: int, layout: CsvLayout, place: Place) -> Any:
     """A pyarrow.RecordBatch of whole lines, the i-th of which is `place(i)`. Raises DataError."""
     try:
         return parse(lines, num_lines, layout)
@@ -114,7 +116,7 @@ def decode(lines: bytes, num_lines: int, layout: Layout, place: Place) -> Any:
         raise refuse_line(lines, layout.header, layout.delimiter, layout.cells, place, str(error)) from None
 
 
-def parse(lines: bytes, num_lines: int, layout: Layout) -> Any:
+def parse(lines: bytes, num_lines: int, layout: CsvLayout) -> Any:
     """As `decode`, of lines that all end in a line break. Raises ArrowInvalid or ValueError for one that does not fit.
 
     An empty row behind the lines would become part of a quoted field that one of them leaves open, so rows are counted with it.

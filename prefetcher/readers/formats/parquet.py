@@ -17,7 +17,7 @@ from rowcast.prefetcher.readers.arrow_rows import RowDecoder, is_list
 from rowcast.prefetcher.readers.batch_parts import Columns, Part, decode_part
 from rowcast.prefetcher.readers.column_roles import Roles, require_columns, roles_of
 from rowcast.prefetcher.readers.columns import Ids, join_dense, join_ids, rows_by_file
-from rowcast.prefetcher.readers.data_files import Span, sizes_of
+from rowcast.prefetcher.readers.data_files import FileSpan, sizes_of
 from rowcast.prefetcher.readers.formats.parquet_files import ArrowCursor, ParquetFiles
 from rowcast.prefetcher.readers.hashed_ids import can_hash
 from rowcast.prefetcher.readers.id_check import IdCheck, row_place
@@ -68,7 +68,7 @@ class ParquetCursor:
     def close(self) -> None:
         self._arrow.close()
 
-    def take(self, rows: Ids, within: Span) -> Part:
+    def take(self, rows: Ids, within: FileSpan) -> Part:
         self._arrow.hold(within)
         decoder, paths = self._rows.decoder, self._rows.files.paths
         files = rows_by_file(self._rows.files.bounds, rows)

@@ -18,7 +18,7 @@ import pyarrow as pa
 from pyarrow import parquet as pq
 
 from rowcast.prefetcher.readers.columns import FileRows, as_slice
-from rowcast.prefetcher.readers.data_files import Span, cumulative
+from rowcast.prefetcher.readers.data_files import FileSpan, cumulative
 from rowcast.runtime.errors import DataError
 
 RECORD_BATCH_ROWS = 32768  # read at once, at most
@@ -66,7 +66,7 @@ class ArrowCursor:
         self._batches: Iterator[Any] = iter(())  # of the group
         self._next_row = 0  # with which the next of them starts
         self._held: list[RecordBatch] = []  # one after the other, without gaps
-        self._within = Span(start=0, stop=0)
+        self._within = FileSpan(start=0, stop=0)
         self._tables: dict[int, tuple[int, Any]] = {}  # file -> (row in it, what lies within from that row on)
 
     def close(self) -> None:
@@ -75,7 +75,7 @@ class ArrowCursor:
             self._file.close()
         self._file = None
 
-    def hold(self, within: Span) -> None:
+    def hold(self, within: FileSpan) -> None:
         """Makes these rows ready for `take`. Reads nothing twice where they move forward."""
         if within == self._within:
             return
@@ -95,7 +95,7 @@ class ArrowCursor:
         where = as_slice(rows.rows - first)
         return table.slice(where.start, len(rows.rows)) if isinstance(where, slice) else table.take(pa.array(where))
 
-    def _table(self, file: int, within: Span) -> tuple[int, Any]:
+    def _table(self, file: int, within: FileSpan) -> tuple[int, Any]:
         held = [batch for batch in self._held if batch.file == file]
         start = max(held[0].start, within.start)
         cut = [

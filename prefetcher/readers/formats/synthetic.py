@@ -15,7 +15,7 @@ import numpy as np
 
 from rowcast.job.schema import Job
 from rowcast.prefetcher.readers.columns import Floats, Ids
-from rowcast.prefetcher.readers.data_files import Span
+from rowcast.prefetcher.readers.data_files import FileSpan
 from rowcast.prefetcher.readers.formats.synthetic_generator import Effects, Permutation, Zipf, streams, uniform
 from rowcast.prefetcher.readers.id_check import Feature, IdCheck, job_features, refuse_weights
 from rowcast.prefetcher.readers.row_reader import RowReader
@@ -59,7 +59,7 @@ class SyntheticRows:
     def cursor(self) -> AbstractContextManager["SyntheticRows"]:
         return nullcontext(self)
 
-    def take(self, rows: Ids, within: Span) -> Batch:
+    def take(self, rows: Ids, within: FileSpan) -> Batch:
         counters = rows.astype(np.uint64)
         ids = np.empty((len(self._columns), len(rows)), np.int64)
         logits = np.full(len(rows), self._base)

@@ -11,11 +11,20 @@ from rowcast.runtime.arrays import F32
 from rowcast.runtime.compiled import compiled_arithmetic, multiply_add
 from rowcast.trainer.kernels import Rule
 from rowcast.trainer.kernels.compiled_blocks import blocks, flat, floats
-from rowcast.trainer.kernels.compiled_loops import AHEAD, ROWS_AHEAD, Gradients, Part, U, add_up, ask_for, start_of
+from rowcast.trainer.kernels.compiled_loops import (
+    AHEAD,
+    ROWS_AHEAD,
+    Gradients,
+    RecordArray,
+    U,
+    add_up,
+    ask_for,
+    start_of,
+)
 from rowcast.trainer.kernels.thread_pool import ThreadPool
 
 
-def update(pool: ThreadPool, grads: Gradients, weights: Part, states: list[Part], rule: Rule) -> None:
+def update(pool: ThreadPool, grads: Gradients, weights: RecordArray, states: list[RecordArray], rule: Rule) -> None:
     (state,) = states
     lr, eps = np.float32(rule.lr), np.float32(rule.eps)
     for first, end in blocks(len(weights.slots), grads.dim):
@@ -27,7 +36,9 @@ def update(pool: ThreadPool, grads: Gradients, weights: Part, states: list[Part]
 
 
 @compiled_arithmetic
-def sum_and_accumulate(grads: Gradients, states: Part, out: F32, sums: F32, block: int, first: int, end: int) -> None:
+def sum_and_accumulate(
+    grads: Gradients, states: RecordArray, out: F32, sums: F32, block: int, first: int, end: int
+) -> None:
     """out[u - block] = the gradient of row u; state = state + g * g, rounded once, and a copy of it in `sums`."""
     for u in range(first, end):
         if u + ROWS_AHEAD < end:
@@ -43,7 +54,15 @@ def sum_and_accumulate(grads: Gradients, states: Part, out: F32, sums: F32, bloc
 
 @compiled_arithmetic
 def descend_by_roots(
-    weights: Part, dim: int, grads: F32, roots: F32, lr: np.float32, eps: np.float32, block: int, first: int, end: int
+    weights: RecordArray,
+    dim: int,
+    grads: F32,
+    roots: F32,
+    lr: np.float32,
+    eps: np.float32,
+    block: int,
+    first: int,
+    end: int,
 ) -> None:
     """w = w + (-lr * g) / (root + eps)."""
     for u in range(first, end):

@@ -11,11 +11,11 @@ from rowcast.runtime.arrays import F32
 from rowcast.runtime.compiled import compiled_arithmetic
 from rowcast.trainer.kernels import Rule
 from rowcast.trainer.kernels.compiled_blocks import blocks, flat, floats, sum_rows
-from rowcast.trainer.kernels.compiled_loops import AHEAD, Gradients, Part, U, ask_for, start_of
+from rowcast.trainer.kernels.compiled_loops import AHEAD, Gradients, RecordArray, U, ask_for, start_of
 from rowcast.trainer.kernels.thread_pool import ThreadPool
 
 
-def update(pool: ThreadPool, grads: Gradients, weights: Part, states: list[Part], rule: Rule) -> None:
+def update(pool: ThreadPool, grads: Gradients, weights: RecordArray, states: list[RecordArray], rule: Rule) -> None:
     (state,) = states
     lr, eps = np.float32(rule.lr), np.float32(rule.eps)
     for first, end in blocks(len(weights.slots), grads.dim):
@@ -27,7 +27,7 @@ def update(pool: ThreadPool, grads: Gradients, weights: Part, states: list[Part]
 
 
 @compiled_arithmetic
-def accumulate_means(states: Part, means: F32, sums: F32, block: int, first: int, end: int) -> None:
+def accumulate_means(states: RecordArray, means: F32, sums: F32, block: int, first: int, end: int) -> None:
     """state = state + mean, one a row; and a copy of it in `sums`."""
     for u in range(first, end):
         if u + AHEAD < end:
@@ -39,7 +39,15 @@ def accumulate_means(states: Part, means: F32, sums: F32, block: int, first: int
 
 @compiled_arithmetic
 def descend_by_row_roots(
-    weights: Part, dim: int, grads: F32, roots: F32, lr: np.float32, eps: np.float32, block: int, first: int, end: int
+    weights: RecordArray,
+    dim: int,
+    grads: F32,
+    roots: F32,
+    lr: np.float32,
+    eps: np.float32,
+    block: int,
+    first: int,
+    end: int,
 ) -> None:
     """w = w - lr * g / (root + eps), one root a row."""
     for u in range(first, end):

@@ -5,11 +5,11 @@ import numpy as np
 from rowcast.runtime.arrays import F32
 from rowcast.runtime.compiled import compiled_arithmetic, multiply_add
 from rowcast.trainer.kernels import Rule
-from rowcast.trainer.kernels.compiled_loops import ROWS_AHEAD, Gradients, Part, U, add_up, ask_for, start_of
+from rowcast.trainer.kernels.compiled_loops import ROWS_AHEAD, Gradients, RecordArray, U, add_up, ask_for, start_of
 from rowcast.trainer.kernels.thread_pool import ThreadPool
 
 
-def update(pool: ThreadPool, grads: Gradients, weights: Part, states: list[Part], rule: Rule) -> None:
+def update(pool: ThreadPool, grads: Gradients, weights: RecordArray, states: list[RecordArray], rule: Rule) -> None:
     lr = np.float32(rule.lr)
 
     def work(first: int, end: int) -> None:
@@ -19,7 +19,7 @@ def update(pool: ThreadPool, grads: Gradients, weights: Part, states: list[Part]
 
 
 @compiled_arithmetic
-def sum_and_descend(grads: Gradients, weights: Part, lr: np.float32, scratch: F32, first: int, end: int) -> None:
+def sum_and_descend(grads: Gradients, weights: RecordArray, lr: np.float32, scratch: F32, first: int, end: int) -> None:
     """w = w - lr * g, rounded once. `scratch`: [D], of this thread."""
     for u in range(first, end):
         if u + ROWS_AHEAD < end:

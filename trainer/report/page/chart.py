@@ -35,7 +35,7 @@ class Series:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Table:
+class ChartTable:
     columns: list[str]
     rows: list[list[str]]
 
@@ -48,7 +48,7 @@ class Chart:
     y: Axis
     layers: list[Layer]
     text: str  # what a reader who sees no chart should know
-    table: Table  # a few of its points
+    table: ChartTable  # a few of its points
 
     @property
     def legend(self) -> list[Layer]:
@@ -114,10 +114,10 @@ def describe(x: Floats, x_axis: Axis, y_axis: Axis, *series: Series) -> str:
     return f"Over {x_axis.label} from {where(x[0])} to {where(x[-1])}. " + " ".join(sentences)
 
 
-def some_points(x: Floats, x_axis: Axis, y_axis: Axis, *series: Series) -> Table:
+def some_points(x: Floats, x_axis: Axis, y_axis: Axis, *series: Series) -> ChartTable:
     chosen = np.unique(np.linspace(0, len(x) - 1, min(TABLE_ROWS, len(x))).round().astype(int))
     say, where = WORDS[y_axis.unit], WORDS[x_axis.unit]
-    return Table(
+    return ChartTable(
         columns=[x_axis.label, *(one.name for one in series)],
         rows=[[where(float(x[i])), *(say(float(one.y[i])) for one in series)] for i in chosen],
     )

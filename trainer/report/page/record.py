@@ -6,7 +6,7 @@ from datetime import datetime
 
 from rowcast.job.schema import Job
 from rowcast.runtime.arrays import F32
-from rowcast.trainer.report.history import Mark
+from rowcast.trainer.report.history import HistoryMark
 from rowcast.trainer.report.report_json import Evaluation, Report
 
 
@@ -16,6 +16,6 @@ class RunRecord:
     report: Report
     losses: F32  # one a train step of the whole run
     evaluations: Sequence[Evaluation]  # of the whole run
-    marks: Sequence[Mark]  # of this process
+    marks: Sequence[HistoryMark]  # of this process
     starts: Sequence[int]  # train steps of the run before each incarnation of this process
     ended_at: datetime  # UTC

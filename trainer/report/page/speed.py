@@ -8,7 +8,7 @@ from typing import get_args
 import numpy as np
 
 from rowcast.trainer.execute.metrics import StallReason
-from rowcast.trainer.report.history import Mark
+from rowcast.trainer.report.history import HistoryMark
 from rowcast.trainer.report.page.axis import Axis, Floats, Unit, outwards
 from rowcast.trainer.report.page.chart import Chart, Frame, Layer, NoChart, Series, describe, some_points, stairs
 from rowcast.trainer.report.page.record import RunRecord
@@ -24,8 +24,8 @@ class Intervals:
     """Between marks: `edges` [n + 1], seconds since the first step; `first` and `last` are the marks around each of the n."""
 
     edges: Floats
-    first: list[Mark]
-    last: list[Mark]
+    first: list[HistoryMark]
+    last: list[HistoryMark]
 
     @property
     def ends(self) -> Floats:
@@ -48,9 +48,9 @@ class Intervals:
         return np.array(gains, np.float64) / self.gain("time_s")
 
 
-def intervals(marks: Sequence[Mark], grows: str) -> Intervals | None:
+def intervals(marks: Sequence[HistoryMark], grows: str) -> Intervals | None:
     """Between marks among which the counter `grows` has grown; None where it never did."""
-    kept: list[Mark] = []
+    kept: list[HistoryMark] = []
     for mark in marks:
         if not kept or getattr(mark, grows) > getattr(kept[-1], grows):
             kept.append(mark)

@@ -23,7 +23,7 @@ from rowcast.trainer.models.sequences import Embedded
 CPU = torch.device("cpu")
 
 
-class DenseSide:
+class JobModel:
     def __init__(self, job: Job, num_dense: int, device: torch.device = CPU, *, trains: bool = True) -> None:
         """Sets the precision of the process's matrix products, and seeds torch's global random numbers for models that draw some.
 

@@ -2,7 +2,7 @@
 
 adopted.<n>.<number>    tensors of the n-th object
 adopted.structure       u8, JSON: what stands around them
-random.cpu, ...         as in trainer/models/dense_state.py
+random.cpu, ...         as in trainer/models/model_state.py
 """
 
 import json
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from rowcast.runtime.errors import ConfigError, Mismatch
-from rowcast.trainer.models.dense_state import Tensors, random_state, restore_random
+from rowcast.trainer.models.model_state import Tensors, random_state, restore_random
 
 STRUCTURE = "adopted.structure"
 
@@ -27,7 +27,7 @@ class Stateful(Protocol):
     def load_state_dict(self, state_dict: Any) -> Any: ...
 
 
-class DenseSide:
+class StatefulObjects:
     def __init__(
         self,
         parts: Sequence[Stateful],
