@@ -15,10 +15,10 @@ from itertools import count, islice, pairwise
 
 import numpy as np
 
+from rowcast.job.formats import format_of
 from rowcast.job.schema import Job
 from rowcast.prefetcher.readers.data_files import data_files
-from rowcast.prefetcher.readers.formats import criteo_tsv, csv
-from rowcast.prefetcher.readers.reader import FORMATS, Reader, open_reader
+from rowcast.prefetcher.readers.reader import Reader, can_share, open_reader
 from rowcast.protocol.batch import Batch, Kind
 from rowcast.runtime.errors import ConfigError
 
@@ -67,7 +67,7 @@ def sample_windows(
     """
     num_samples = reader.num_samples(split)
     share = share_of(job, amount, num_samples)
-    if num_samples is None or job.data.format not in FORMATS:  # a factory's batches have any size
+    if num_samples is None or not can_share(job):  # a factory's batches have any size
         stratum = max(draws, round(draws / share))
         return drawn(((i * stratum, (i + 1) * stratum) for i in count()), None, length, draws, job.job.seed)
     num_batches = -(-num_samples // job.data.batch_size)
@@ -125,22 +125,22 @@ def read_windows(
 def rows_worth_skipping(job: Job, reader: Reader, split: Kind) -> float:
     """Rows that are decoded and dropped rather than a new place sought in the data."""
     window = job.data.shuffle_window if split == "train" else None
-    if job.data.format not in FORMATS or is_compressed(job, split):
+    if not can_share(job) or is_compressed(job, split):
         return float("inf")
     if window == 0:
         return (reader.num_samples(split) or 0) / FULL_SHUFFLE_SHARE
-    return max(DECODED_ROWS, window or 0) if job.data.format in ("criteo-tsv", "csv", "parquet") else 0
+    return 0 if format_of(job.data.format).random_access else max(DECODED_ROWS, window or 0)
 
 
 def is_compressed(job: Job, split: Kind) -> bool:
     """Whether going to a row means decompressing all before it."""
     path = job.data.eval_path if split == "eval" and job.data.eval_path else job.data.path
-    names = {"criteo-tsv": criteo_tsv.FILE_NAMES, "csv": csv.FILE_NAMES}.get(job.data.format)
-    if names is None or path is None:
+    known = format_of(job.data.format)
+    if not known.has_files or path is None:
         return False
-    return any(file.suffix == ".gz" for file in data_files(path, "data.path", names))
+    return any(file.suffix == ".gz" for file in data_files(path, "data.path", known.file_names))
 
 
 def reader_for_another_pass(job: Job, reader: Reader) -> Reader:
     """A factory may have returned an iterator, which can be gone through once; files can be read again."""
-    return reader if job.data.format in FORMATS else open_reader(job)
+    return reader if can_share(job) else open_reader(job)

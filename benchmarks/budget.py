@@ -27,6 +27,8 @@ from rowcast.prefetcher.planner.planner import RowPlanner, groupers_of
 from rowcast.prefetcher.readers.reader import open_reader
 from rowcast.prefetcher.readers.schedule import schedule
 from rowcast.prefetcher.stores.memory_store import MemoryStore
+from rowcast.prefetcher.stores.store import finish
+from rowcast.prefetcher.stores.tracked_store import TrackedStore
 from rowcast.protocol.batch import ScheduledBatch
 from rowcast.protocol.packing import plan_block
 from rowcast.protocol.plan import StepPlan
@@ -49,7 +51,7 @@ def measure(batch_size: int, rounds: int) -> dict[str, Stage]:
     decode_ms = 1e3 * (time.perf_counter() - began) / len(batches)
     touched, largest = rows_of(batches, groups)
     planner = RowPlanner(groups, (max(len(touched) // 20, largest),), DEPTH, HORIZON)
-    store = MemoryStore(groups[0], seed=0)
+    store = TrackedStore(MemoryStore(groups[0]), groups[0], seed=0)
     write_all(store, touched, groups[0].record_bytes)
     block = np.empty(2**26, np.uint8)
     times: dict[str, list[Stage]] = {}
@@ -71,7 +73,7 @@ def measure(batch_size: int, rounds: int) -> dict[str, Stage]:
 
 def move(
     times: dict[str, list[Stage]],
-    store: MemoryStore,
+    store: TrackedStore,
     scheduled: ScheduledBatch,
     plan: StepPlan,
     block: Bytes,
@@ -82,7 +84,7 @@ def move(
     arrays = plan_block(scheduled.batch, plan)
     timed(times, "pack the plan's arrays", arrays.nbytes, lambda: arrays.write(0, block[: arrays.nbytes]))
     fetched = np.empty((len(rows.fetch), record_bytes), np.uint8)
-    timed(times, "read rows from the store", fetched.nbytes, lambda: store.read(rows.fetch.keys, fetched))
+    timed(times, "read rows from the store", fetched.nbytes, lambda: finish(store.read(rows.fetch.keys, fetched)))
     timed(
         times,
         "checksum of rows (one piece in 64 is sampled)",
@@ -94,7 +96,7 @@ def move(
         times,
         "write rows to the store",
         dirty.nbytes,
-        lambda: store.write(rows.evict.keys[: rows.num_dirty], dirty, plan.step),
+        lambda: finish(store.write(rows.evict.keys[: rows.num_dirty], dirty)),
     )
 
 
@@ -115,10 +117,10 @@ def rows_of(batches: Sequence[ScheduledBatch], groups: tuple[GroupSpec, ...]) ->
     return np.unique(np.concatenate(keys)), max(map(len, keys))
 
 
-def write_all(store: MemoryStore, keys: I64, record_bytes: int) -> None:
+def write_all(store: TrackedStore, keys: I64, record_bytes: int) -> None:
     """So that rows are read and written as in the middle of a run: the first write of a row makes the system find memory for it."""
     for part in np.array_split(keys, 64):
-        store.write(part, np.zeros((len(part), record_bytes), np.uint8), 0)
+        finish(store.write(part, np.zeros((len(part), record_bytes), np.uint8)))
 
 
 def copy_bandwidth() -> float:

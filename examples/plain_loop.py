@@ -68,7 +68,7 @@ class PlainTable:
 
     def sequences(self, rows: Tensor, counts: Tensor) -> list[Embedded]:
         """The rows as they are, but 0.0 for -0.0 as in a sum; counts i64 [features, B]."""
-        values = (rows + 0.0).split(counts.sum(1).tolist())
+        values = torch.split(rows + 0.0, counts.sum(1).tolist())
         offsets = [torch.cat([own.new_zeros(1), own.cumsum(0)]).int() for own in counts]
         return [Sequences(values=of_feature, offsets=at) for of_feature, at in zip(values, offsets, strict=True)]
 

@@ -6,18 +6,26 @@ python -m rowcast.job.page > docs/job-file.md
 import ast
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rowcast.job.eviction_policies import EVICTION_POLICIES
+from rowcast.job.formats import FORMATS
+from rowcast.job.models import BUILT_IN_MODELS
 from rowcast.job.row_optimizers import ROW_OPTIMIZERS
+from rowcast.job.stores import STORES
 from rowcast.job.types import notation
 
 SCHEMA = Path(__file__).with_name("schema.py")
-# what a comment names as {ROW_OPTIMIZERS}
-REGISTRIES: dict[str, Any] = {"EVICTION_POLICIES": EVICTION_POLICIES, "ROW_OPTIMIZERS": ROW_OPTIMIZERS}
+REGISTRIES: dict[str, Mapping[str, Any]] = {  # what a comment names as {FORMATS}
+    "BUILT_IN_MODELS": BUILT_IN_MODELS,
+    "EVICTION_POLICIES": EVICTION_POLICIES,
+    "FORMATS": FORMATS,
+    "ROW_OPTIMIZERS": ROW_OPTIMIZERS,
+    "STORES": STORES,
+}
 BEGINNING = """# The job file
 
 One TOML file, read by both processes. An unknown key, a wrong type or an impossible value is an error of one sentence; `--set
@@ -106,6 +114,7 @@ def type_of(annotation: ast.expr) -> str:
         "bool": "`true`, `false`",
         "Policy": "text",
         "RowOptimizerKind": "text",
+        "StoreName": "text",
         "Size": "text or whole number",
     }
     if text in known:

@@ -14,8 +14,10 @@ import msgspec
 import xxhash
 
 from rowcast.job.eviction_policies import EVICTION_POLICIES
+from rowcast.job.formats import CUSTOM, FORMATS, format_of, formats_with
 from rowcast.job.models import BUILT_IN_MODELS, ONE
 from rowcast.job.row_optimizers import ROW_OPTIMIZERS
+from rowcast.job.stores import STORES
 
 UNITS = {
     "": 1,
@@ -41,6 +43,7 @@ MAX_STEPS = 2**53  # of a schedule: still exact as a float
 Size = Annotated[str | int, msgspec.Meta(examples=["64MiB"])]
 RowOptimizerKind = Annotated[str, msgspec.Meta(extra={"one_of": ROW_OPTIMIZERS})]
 Policy = Annotated[str, msgspec.Meta(extra={"one_of": EVICTION_POLICIES})]
+StoreName = Annotated[str, msgspec.Meta(extra={"one_of": STORES})]
 Horizon = int | Literal["auto"]  # batches of ids known ahead
 RowType = Literal["fp32", "fp16", "bf16"]
 # finite values
@@ -144,7 +147,7 @@ class Synthetic(Section, frozen=True, kw_only=True):
 
 
 class Data(Section, frozen=True, kw_only=True):
-    # `criteo-tsv`, `criteo-npy` (the torchrec day layout), `parquet`, `csv`, `synthetic`, or `package.module:factory`
+    # {FORMATS}, or `package.module:factory`
     format: str
     path: str | None = None  # a file, a folder or a glob, in name order
     eval_path: str | None = None  # evaluation data of its own, instead of `eval_fraction`
@@ -163,13 +166,10 @@ class Data(Section, frozen=True, kw_only=True):
     options: dict[str, Any] = {}  # handed to a `package.module:factory`
 
     def __post_init__(self) -> None:
-        if self.format not in ("criteo-tsv", "criteo-npy", "parquet", "csv", "synthetic") and not is_factory(
-            self.format
-        ):
-            raise ValueError(
-                f'format = {self.format!r} is none of criteo-tsv, criteo-npy, parquet, csv, synthetic, "package.module:factory"'
-            )
-        if self.path is None and self.format in ("criteo-tsv", "criteo-npy", "parquet", "csv"):
+        known = format_of(self.format)
+        if known is CUSTOM and not is_factory(self.format):
+            raise ValueError(f'format = {self.format!r} is none of {", ".join(FORMATS)}, "package.module:factory"')
+        if self.path is None and known.has_files:
             raise ValueError(f'format = {self.format!r} needs path = "..."')
         for name in ("batch_size", "epochs"):
             if not 1 <= getattr(self, name) < 2**31:
@@ -178,14 +178,14 @@ class Data(Section, frozen=True, kw_only=True):
             raise ValueError(f"eval_fraction = {self.eval_fraction} must be at least 0 and less than 1")
         if not re.fullmatch(r"none|full|window:[1-9]\d*", self.shuffle):
             raise ValueError(f"shuffle = {self.shuffle!r} is none of none, full, window:ROWS")
-        if self.shuffle == "full" and self.format in ("criteo-tsv", "parquet", "csv"):
+        if self.shuffle == "full" and not known.random_access:
             raise ValueError(f'shuffle = "full" needs random access, which {self.format} has not; use "window:65536"')
-        if self.columns.hash and self.format not in ("parquet", "csv"):
-            raise ValueError(f'columns.hash belongs to format = "parquet" or "csv", not {self.format!r}; remove it')
-        if (self.columns.lists or self.columns.delimiter != ",") and self.format != "csv":
-            raise ValueError(
-                f'columns.lists and columns.delimiter belong to format = "csv", not {self.format!r}; remove them'
-            )
+        if self.columns.hash and not known.named_columns:
+            belongs = f"belongs to format = {formats_with('named_columns')}"
+            raise ValueError(f"columns.hash {belongs}, not {self.format!r}; remove it")
+        if (self.columns.lists or self.columns.delimiter != ",") and not known.text_cells:
+            belongs = f"belong to format = {formats_with('text_cells')}"
+            raise ValueError(f"columns.lists and columns.delimiter {belongs}, not {self.format!r}; remove them")
 
     @property
     def shuffle_window(self) -> int | None:
@@ -236,7 +236,7 @@ class TablesFrom(Section, frozen=True, kw_only=True):
 
 
 class Model(Section, frozen=True, kw_only=True):
-    # `dlrm`, `dcnv2`, `tbsm`, or `package.module:factory` for any `nn.Module` called with (dense, list of embeddings); its method
+    # {BUILT_IN_MODELS}, or `package.module:factory` for any `nn.Module` called with (dense, list of embeddings); its method
     # `loss(outputs, labels)`, where it has one, takes the place of binary cross entropy
     kind: str = "dlrm"
     bottom_mlp: list[int] = []  # output widths; every layer ends in ReLU; the last is `embedding_dim` for dlrm and tbsm
@@ -468,13 +468,14 @@ class Lookahead(Section, frozen=True, kw_only=True):
 
 
 class Store(Section, frozen=True, kw_only=True):
-    kind: Literal["memory", "mapped"] = "memory"  # `mapped`: tables in files, as large as the tables from the start
+    kind: StoreName = "memory"  # where the rows are: {STORES}
     # mapped: the folder of those files, which are scratch and no checkpoint; `<run_dir>/tables` by default
     path: str | None = None
 
     def __post_init__(self) -> None:
-        if self.path is not None and self.kind != "mapped":
-            raise ValueError(f'path belongs to kind = "mapped", not {self.kind!r}')
+        if self.path is not None and not STORES[self.kind].has_path:
+            homes = " or ".join(f'"{name}"' for name, own in STORES.items() if own.has_path)
+            raise ValueError(f"path belongs to kind = {homes}, not {self.kind!r}")
         if self.path == "":
             raise ValueError("path is empty; name a folder")
 
@@ -639,6 +640,11 @@ class Job(Section, frozen=True, kw_only=True):
     @property
     def run_dir(self) -> Path:
         return Path(self.job.run_dir)
+
+    @property
+    def table_folder(self) -> Path:
+        """Of the files of a store that has some."""
+        return self.run_dir / "tables" if self.store.path is None else Path(self.store.path)
 
     @property
     def features(self) -> list[str]:

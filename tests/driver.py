@@ -26,12 +26,13 @@ from rowcast.prefetcher.checkpoints.writer import CheckpointWriter
 from rowcast.prefetcher.pipeline.fetcher import PlannedBarrier, PlannedStep
 from rowcast.prefetcher.planner.capacity import MEASURED_BATCHES
 from rowcast.prefetcher.planner.job_planner import job_planner
-from rowcast.prefetcher.readers.batch_parts import Rest, divide
+from rowcast.prefetcher.readers.batch_parts import DenseBatch, divide
 from rowcast.prefetcher.readers.schedule import Place, PlacedIds
 from rowcast.prefetcher.stores.first_values import first_records
 from rowcast.prefetcher.stores.late_store import LateStore
 from rowcast.prefetcher.stores.memory_store import MemoryStore
-from rowcast.prefetcher.stores.store import Store
+from rowcast.prefetcher.stores.store import RowStore, finish
+from rowcast.prefetcher.stores.tracked_store import TrackedStore
 from rowcast.protocol.batch import ScheduledBatch
 from rowcast.protocol.conversation import Conversation
 from rowcast.protocol.messages import PROTOCOL_VERSION, Hello, RingSpec, Saved, Welcome
@@ -67,7 +68,7 @@ class ListSource:
 
     def __init__(self, batches: Sequence[ScheduledBatch], chance: random.Random | None = None) -> None:
         self._batches, self._chance = deque(batches), chance
-        self._rests: deque[Rest] = deque()
+        self._rests: deque[DenseBatch] = deque()
 
     @property
     def ended(self) -> bool:
@@ -83,7 +84,7 @@ class ListSource:
         self._rests.append(rest)
         return PlacedIds(place=Place(kind=own.kind, position=at, following=after), batch=ids)
 
-    def poll_rest(self) -> Rest | None:
+    def poll_dense(self) -> DenseBatch | None:
         is_late = self._chance is not None and self._chance.random() < 0.3
         return None if is_late else self._rests.popleft()
 
@@ -151,7 +152,8 @@ class Settings:
     pinned: tuple[npt.NDArray[np.int64], ...] | None = None
     without: Wait | None = None  # a wait to leave out, to show that it is needed
     verify: float = 0.0  # share of the rows that are followed by their checksums
-    harm: Callable[[Store], Store] | None = None  # what stands in front of each store, to show that harm is noticed
+    # what stands in front of each store, to show that harm is noticed
+    harm: Callable[[RowStore], RowStore] | None = None
     incarnation: int = 1
     bounced: bool = False  # copies between rings and device go through buffers, as where the rings cannot be pinned
     mirrored: bool = False  # payloads travel over the link, as they do over TCP
@@ -188,7 +190,7 @@ class Past:
     checkpoints: Checkpoints
     newest: Manifest | None
     # of an earlier incarnation in the same process, with the rows of `newest`; empty: none survived
-    stores: tuple[Store, ...] = ()
+    stores: tuple[TrackedStore, ...] = ()
 
 
 class InProcessRun:
@@ -210,11 +212,12 @@ class InProcessRun:
         self.max_in_flight = 0
         self.results = RecordedResults()
         self.chance = random.Random(settings.seed)
-        self.plain_stores: tuple[Store, ...] = tuple(MemoryStore(group, job.job.seed) for group in self.groups)
+        stores = tuple(TrackedStore(MemoryStore(group), group, job.job.seed) for group in self.groups)
         if past is not None and past.stores:
-            self.plain_stores = past.stores
+            stores = past.stores
         elif past is not None and past.newest is not None:
-            restore_rows(past.checkpoints.root, past.newest, self.groups, self.plain_stores)
+            restore_rows(past.checkpoints.root, past.newest, self.groups, stores)
+        self.plain_stores = tuple(map(plain_store, stores))
         self.streams: Streams = (
             SeededStreams(settings.seed, settings.without) if settings.seeded_streams else PlainStreams()
         )
@@ -243,11 +246,10 @@ class InProcessRun:
         links = settings.links()
         conversation = Conversation(Session("prefetcher", settings.incarnation), links[0])
         rings.carry(conversation, rings.fetch_writer, rings.back_reader)
-        stores: tuple[Store, ...] = self.plain_stores
-        if settings.late_store:
-            stores = tuple(LateStore(store, settings.seed + index) for index, store in enumerate(self.plain_stores))
-        if settings.harm is not None:
-            stores = tuple(map(settings.harm, stores))
+        for index, (store, plain) in enumerate(zip(stores, self.plain_stores, strict=True)):
+            store.store = LateStore(plain, settings.seed + index) if settings.late_store else plain
+            if settings.harm is not None:
+                store.store = settings.harm(store.store)
         self.prefetcher = rowcast.prefetcher.pipeline.engine.PrefetcherEngine(
             rowcast.prefetcher.pipeline.engine.EngineParts(
                 job=job,
@@ -345,25 +347,34 @@ class InProcessRun:
                     f"planned {self.prefetcher.planning.planned_through}, sent {sent}, done {done}"
                 )
 
+    @property
+    def tables(self) -> tuple[TrackedStore, ...]:
+        """Every row as the stores have it, at once."""
+        pairs = zip(self.plain_stores, self.groups, strict=True)
+        return tuple(TrackedStore(store, group, self.job.job.seed) for store, group in pairs)
+
     def state(self) -> dict[str, Tensor]:
         """Tables, row state and dense weights after the run, under the names of an export."""
         rows = [
-            table_state(group, store, self.job.job.seed)
-            for group, store in zip(self.groups, self.plain_stores, strict=True)
+            table_state(group, store, self.job.job.seed) for group, store in zip(self.groups, self.tables, strict=True)
         ]
         merged = {name: tensor for part in rows for name, tensor in part.items()}
         return merged | {name: tensor.detach().clone() for name, tensor in self.runner.model.state_dict().items()}
 
 
-def table_state(group: GroupSpec, store: Store | None, seed: int) -> dict[str, Tensor]:
+def plain_store(store: TrackedStore) -> RowStore:
+    """Without what delays it, in a run that went on from another."""
+    return store.store.delayed if isinstance(store.store, LateStore) else store.store
+
+
+def table_state(group: GroupSpec, store: TrackedStore | None, seed: int) -> dict[str, Tensor]:
     """Every row of a group's tables; with `store` None those before training."""
     state = {}
     for table in group.tables:
         keys = make_keys(table.index, np.arange(table.num_embeddings, dtype=np.int64))
         records: npt.NDArray[np.uint8] = first_records(group, seed, keys)
         if store is not None:
-            for present, rows in store.scan(table.index, 1000):
-                records[np.searchsorted(keys, present)] = rows
+            finish(store.read(keys, records))
         for part in group.parts:
             values = part_of(torch.from_numpy(records), part).clone()
             name = (

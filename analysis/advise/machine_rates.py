@@ -19,6 +19,8 @@ from rowcast.job.tables import GroupSpec, make_keys
 from rowcast.prefetcher.planner.grouping import I64
 from rowcast.prefetcher.planner.planner import RowPlanner
 from rowcast.prefetcher.stores.memory_store import MemoryStore
+from rowcast.prefetcher.stores.store import finish
+from rowcast.prefetcher.stores.tracked_store import TrackedStore
 from rowcast.protocol.packing import plan_block
 
 PROBE_BYTES = 128 * 2**20
@@ -54,18 +56,20 @@ def probe_rows(group: GroupSpec, seed: int) -> RowRates:
     """Takes a moment and up to PROBE_BYTES of memory."""
     first = group.tables[0]
     num_rows = max(1, PROBE_BYTES // group.record_bytes)
-    store = MemoryStore(replace(group, tables=(replace(first, num_embeddings=num_rows),)), seed)
+    probed = replace(group, tables=(replace(first, num_embeddings=num_rows),))
+    store = TrackedStore(MemoryStore(probed), probed, seed)
     random = np.random.default_rng(seed)
     count = min(num_rows, ROWS_AT_ONCE)
     chosen = [make_keys(first.index, np.sort(random.choice(num_rows, count, replace=False))) for _ in range(REPEATS)]
     records = np.zeros((count, group.record_bytes), np.uint8)
     try:
-        fresh = least_seconds(lambda keys: store.read(keys, records), chosen)
+        fresh = least_seconds(lambda keys: finish(store.read(keys, records)), chosen)
         everything = make_keys(first.index, np.arange(num_rows))
         for start in range(0, num_rows, count):  # so that each row has memory, as after its first write-back
-            store.write(everything[start : start + count], records[: len(everything[start : start + count])], None)
-        write = least_seconds(lambda keys: store.write(keys, records, None), chosen)
-        read = least_seconds(lambda keys: store.read(keys, records), chosen)
+            own = everything[start : start + count]
+            finish(store.write(own, records[: len(own)]))
+        write = least_seconds(lambda keys: finish(store.write(keys, records)), chosen)
+        read = least_seconds(lambda keys: finish(store.read(keys, records)), chosen)
     finally:
         store.close()
     return RowRates(read=COUNTED * count / read, first=COUNTED * count / fresh, write=COUNTED * count / write)

@@ -22,8 +22,8 @@ from rowcast.job.tables import group_specs
 from rowcast.prefetcher.planner.capacity import MEASURED_BATCHES, Touched, measure
 from rowcast.prefetcher.planner.horizon import KnownBatch
 from rowcast.prefetcher.planner.planner import groupers_of
-from rowcast.prefetcher.readers.batch_parts import IdsBatch, Part, Rest, join_parts
-from rowcast.prefetcher.readers.reader import FORMATS, Pending, Reader
+from rowcast.prefetcher.readers.batch_parts import DenseBatch, IdsBatch, Part, join_parts
+from rowcast.prefetcher.readers.reader import Pending, Reader, can_share
 from rowcast.prefetcher.readers.schedule import Place, Turn, places
 from rowcast.protocol.batch import Batch, Kind, ScheduledBatch
 from rowcast.runtime.errors import ConfigError
@@ -61,7 +61,7 @@ def stretch(job: Job, reader: Reader, num_samples: int) -> Iterator[Turn]:
     """Consecutive training batches from the middle of the first epoch; from its beginning where nobody knows how long it is."""
     num_batches = -(-num_samples // job.data.batch_size)
     epoch = reader.num_samples("train")
-    known = epoch is not None and job.data.format in FORMATS  # a factory's batches have any size
+    known = epoch is not None and can_share(job)  # a factory's batches have any size
     start = max(0, -(-(epoch or 0) // job.data.batch_size) - num_batches) // 2 if known else 0
     at = Position()
     for decode in islice(reader.pending("train", 0, start), num_batches):
@@ -131,7 +131,7 @@ class Observer:
                 f"--sample {self._share:g}: the followed rows of the first {len(self._steps)} batches take {self._kept_bytes} bytes, more "
                 f"than the {int(self._memory_bytes)} that may be used; give a smaller --sample, or the run's first steps with --max-steps"
             )
-        if self._job.data.format in FORMATS and (place.kind == "eval" or self._job.data.shuffle == "none"):
+        if can_share(self._job) and (place.kind == "eval" or self._job.data.shuffle == "none"):
             self._again[batch_of_split(place)] = seen
 
 
@@ -151,4 +151,6 @@ def whole(part: Part) -> Batch:
     if isinstance(part, Batch):
         return part
     assert isinstance(part, IdsBatch), "a reader for ids gave the rest"
-    return join_parts(part, Rest(dense=np.zeros((part.size, 0), np.float32), labels=np.zeros(part.size, np.float32)))
+    return join_parts(
+        part, DenseBatch(dense=np.zeros((part.size, 0), np.float32), labels=np.zeros(part.size, np.float32))
+    )

@@ -8,8 +8,9 @@ from pathlib import Path
 from rowcast.analysis.check.data import Seen
 from rowcast.analysis.check.findings import Finding, error, ok, warning
 from rowcast.job.schema import Job, parse_bytes
+from rowcast.job.stores import STORES
 from rowcast.job.tables import GroupSpec
-from rowcast.prefetcher.stores.memory_store import MemoryStore
+from rowcast.prefetcher.stores.tracked_store import open_row_store
 from rowcast.runtime.telemetry.format_numbers import human_bytes
 
 DECODED_AHEAD = 8  # batches between the decoding process and the planner
@@ -23,9 +24,9 @@ def check_memory(job: Job, seen: Seen, free_bytes: int, ring_bytes: int, cache_b
 
     Tables take memory row by row as rows are trained: at most their size, and at most a row for each look-up of an epoch.
     """
-    in_memory = seen.groups if job.store.kind == "memory" else ()
-    for group in in_memory:
-        MemoryStore(group, job.job.seed).close()  # refuses what this machine cannot address, as a run would
+    in_memory = seen.groups if STORES[job.store.kind].in_memory else ()
+    for group in in_memory:  # refuses what this machine cannot address, as a run would
+        open_row_store(job, group, incarnation=0, checkpoint=None).close()
     parts = {
         "ids known ahead": ahead_bytes(job, seen),
         "rings": 2 * ring_bytes,
@@ -63,12 +64,12 @@ def check_disk(job: Job, seen: Seen) -> Iterator[Finding]:
         if needed <= free_bytes
         else warning("disk", f"{sentence}; free space there or set another job.run_dir")
     )
-    if job.store.kind == "mapped":
+    if STORES[job.store.kind].full_size:
         yield check_table_files(job, seen)
 
 
 def check_table_files(job: Job, seen: Seen) -> Finding:
-    place, free_bytes = room_at(job.run_dir / "tables" if job.store.path is None else Path(job.store.path))
+    place, free_bytes = room_at(job.table_folder)
     needed = sum(group.num_rows * (group.record_bytes + 1) for group in seen.groups)
     sentence = f"{place} has {human_bytes(free_bytes)} free for table files of {human_bytes(needed)}, which are as large from the start"
     return (

@@ -16,10 +16,10 @@ import pyarrow.parquet as pq
 import xxhash
 
 from rowcast.analysis.progress import Progress, Tick
+from rowcast.job.formats import FORMATS
 from rowcast.prefetcher.readers.arrow_rows import is_list
 from rowcast.prefetcher.readers.data_files import data_files
-from rowcast.prefetcher.readers.formats import csv, parquet
-from rowcast.prefetcher.readers.formats.csv import Layout, beginning, decode, require_header, split_cells
+from rowcast.prefetcher.readers.formats.csv import HEADER_BYTES, Layout, beginning, decode, require_header, split_cells
 from rowcast.prefetcher.readers.formats.csv_line import FALSE, TRUE, Cell
 from rowcast.prefetcher.readers.formats.parquet_files import file_facts
 from rowcast.prefetcher.readers.hashed_ids import can_hash, value_bytes
@@ -184,9 +184,12 @@ class Watch:
 
 def look_at(path: str, progress: Progress) -> DataSet:
     """Reads every row of the files. Raises ConfigError for a path of neither kind, DataError for files that a run would refuse."""
-    files = {"csv": found(path, csv.FILE_NAMES), "parquet": found(path, parquet.FILE_NAMES)}
+    names = {format: FORMATS[format].file_names for format in ("csv", "parquet")}
+    files = {format: found(path, pattern) for format, pattern in names.items()}
     if not files["csv"] and not files["parquet"]:
-        data_files(path, "--data", f"({csv.FILE_NAMES})|({parquet.FILE_NAMES})")  # says so where nothing is there
+        data_files(
+            path, "--data", "|".join(f"({pattern})" for pattern in names.values())
+        )  # says so where nothing is there
         raise ConfigError(
             f"--data {path}: neither CSV (.csv, .csv.gz) nor Parquet (.parquet, .pq); other formats: docs/job-file.md"
         )
@@ -207,7 +210,7 @@ def found(path: str, pattern: str) -> list[Path]:
 
 def look_at_csv(path: str, files: list[Path], tick: Tick) -> DataSet:
     with open_text(files[0]) as stream:
-        first_line = stream.readline(csv.HEADER_BYTES)
+        first_line = stream.readline(HEADER_BYTES)
     delimiter = max(DELIMITERS, key=lambda each: first_line.count(each.encode()))
     header, _ = beginning(files[0], delimiter)
     layout = Layout(header=header, delimiter=delimiter, cells={name: Cell(kind="text") for name in header})

@@ -9,8 +9,8 @@ import msgspec
 
 from rowcast.job.eviction_policies import EVICTION_POLICIES
 from rowcast.job.file import parse_job
+from rowcast.job.formats import FORMATS
 from rowcast.job.schema import Data, Horizon, Job
-from rowcast.prefetcher.readers.reader import FORMATS
 from rowcast.runtime.errors import ConfigError
 
 BOUND = "belady"

@@ -9,7 +9,7 @@ import numpy as np
 from rowcast.job.tables import GroupSpec
 from rowcast.prefetcher.checkpoints.row_files import read_rows
 from rowcast.prefetcher.checkpoints.tensor_files import BLOCK_BYTES
-from rowcast.prefetcher.stores.store import Keys, Records, Ticket
+from rowcast.prefetcher.stores.store import Keys, Records, Ticket, finish
 from rowcast.runtime.checkpoint_manifest import Manifest, RowLayer, checked_file
 from rowcast.runtime.crash_points import crash_point
 
@@ -17,7 +17,7 @@ from rowcast.runtime.crash_points import crash_point
 class Restorable(Protocol):
     """What is needed of a store here."""
 
-    def write(self, keys: Keys, rows: Records, step: int | None) -> Ticket: ...
+    def write(self, keys: Keys, rows: Records) -> Ticket: ...
 
     def changed_keys(self, table: int) -> Keys: ...
 
@@ -31,7 +31,7 @@ def restore_rows(root: Path, manifest: Manifest, groups: Sequence[GroupSpec], st
     for layer in manifest.layers:
         for group, store in zip(groups, stores, strict=True):
             for file in layer.of_group(group.name):
-                finish(store.write(*read_rows(root, group, file), None))
+                finish(store.write(*read_rows(root, group, file)))
                 crash_point("file restored")
         crash_point("layer restored")
     for store in stores:
@@ -60,14 +60,9 @@ def restore_chosen(root: Path, layer: RowLayer, group: GroupSpec, store: Restora
         places = np.searchsorted(held, keys[first:end])  # below len(held): no key is beyond its last one
         here = held[places] == keys[first:end]
         if here.any():
-            finish(store.write(keys[first:end][here], records[places[here]], None))
+            finish(store.write(keys[first:end][here], records[places[here]]))
             keys = np.concatenate([keys[:first], keys[first:end][~here], keys[end:]])
     return keys
-
-
-def finish(ticket: Ticket) -> None:
-    while not ticket.done():
-        pass
 
 
 def dense_content(root: Path, manifest: Manifest) -> Iterator[bytes]:

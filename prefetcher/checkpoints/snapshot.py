@@ -9,7 +9,8 @@ from collections.abc import Iterator
 from rowcast.job.tables import GroupSpec
 from rowcast.prefetcher.checkpoints.writer import CheckpointWriter
 from rowcast.prefetcher.pipeline.fetcher import PlannedBarrier
-from rowcast.prefetcher.stores.store import Keys, Records, Store
+from rowcast.prefetcher.stores.store import Keys, Records
+from rowcast.prefetcher.stores.tracked_store import TrackedStore
 from rowcast.protocol.messages import Saved
 from rowcast.runtime.crash_points import crash_point
 
@@ -21,7 +22,9 @@ Block = tuple[int, Keys, Records]  # group
 class BarrierCheckpointer:
     """Implements `fetcher.Checkpointer`. The queue of the writer bounds what is copied and not yet written; a barrier waits for it."""
 
-    def __init__(self, groups: tuple[GroupSpec, ...], stores: tuple[Store, ...], writer: CheckpointWriter) -> None:
+    def __init__(
+        self, groups: tuple[GroupSpec, ...], stores: tuple[TrackedStore, ...], writer: CheckpointWriter
+    ) -> None:
         self._groups = groups
         self._stores = stores
         self._writer = writer
@@ -71,7 +74,7 @@ class BarrierCheckpointer:
     def _changed(self) -> Iterator[Block]:
         for index, (group, store) in enumerate(zip(self._groups, self._stores, strict=True)):
             for table in group.tables:
-                for keys, records in store.scan(table.index, max(1, BLOCK_BYTES // group.record_bytes), changed=True):
+                for keys, records in store.changed_rows(table.index, max(1, BLOCK_BYTES // group.record_bytes)):
                     yield index, keys, records
 
 

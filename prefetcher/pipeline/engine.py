@@ -13,7 +13,7 @@ from rowcast.prefetcher.pipeline.planning import BatchSource, Pace, PlanningStag
 from rowcast.prefetcher.pipeline.writeback import Writeback
 from rowcast.prefetcher.planner.planner import RowPlanner
 from rowcast.prefetcher.readers.schedule import PlacedBatch
-from rowcast.prefetcher.stores.store import Store
+from rowcast.prefetcher.stores.tracked_store import TrackedStore
 from rowcast.prefetcher.verify.verifier import Verifier
 from rowcast.protocol.conversation import Conversation
 from rowcast.protocol.messages import (
@@ -43,7 +43,7 @@ class EngineParts:
     source: BatchSource
     planner: RowPlanner
     measured: list[PlacedBatch]  # the first batches, read to divide the capacity
-    stores: tuple[Store, ...]  # one a group
+    stores: tuple[TrackedStore, ...]  # one a group
     conversation: Conversation
     fetch_ring: RingWriter
     back_ring: RingReader

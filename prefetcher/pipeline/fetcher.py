@@ -16,7 +16,8 @@ import xxhash
 from rowcast.job.tables import GroupSpec
 from rowcast.prefetcher.pipeline.metrics import PrefetcherCounters
 from rowcast.prefetcher.pipeline.writeback import Writeback
-from rowcast.prefetcher.stores.store import Records, Store, Ticket
+from rowcast.prefetcher.stores.store import Records, Ticket
+from rowcast.prefetcher.stores.tracked_store import TrackedStore
 from rowcast.prefetcher.verify.verifier import Verifier
 from rowcast.protocol.batch import ScheduledBatch
 from rowcast.protocol.messages import (
@@ -143,7 +144,7 @@ class Fetcher:
     def __init__(
         self,
         groups: tuple[GroupSpec, ...],
-        stores: tuple[Store, ...],
+        stores: tuple[TrackedStore, ...],
         depth: int,
         first_step: int,
         ring: RingWriter,

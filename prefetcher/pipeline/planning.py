@@ -7,7 +7,7 @@ from typing import Protocol
 from rowcast.prefetcher.pipeline.fetcher import Fetcher, PlannedBarrier, PlannedStep
 from rowcast.prefetcher.pipeline.metrics import PrefetcherCounters
 from rowcast.prefetcher.planner.planner import RowPlanner
-from rowcast.prefetcher.readers.batch_parts import Rest
+from rowcast.prefetcher.readers.batch_parts import DenseBatch
 from rowcast.prefetcher.readers.schedule import PlacedBatch, PlacedIds
 from rowcast.runtime.crash_points import crash_point
 from rowcast.runtime.errors import RemoteProtocolError
@@ -24,7 +24,7 @@ class BatchSource(Protocol):
     def poll_ids(self) -> PlacedIds | None:
         """Those of the next batch, or None when none have been decoded yet. Raises what the reader raised."""
 
-    def poll_rest(self) -> Rest | None:
+    def poll_dense(self) -> DenseBatch | None:
         """That of the oldest batch that has not had it yet, or None when it has not been decoded yet. Raises what the reader raised."""
 
 
@@ -60,7 +60,9 @@ class PlanningStage:
         self._first_step = start.step
         self._position = start  # after the last plan
         self._measured = measured  # read whole to divide the capacity, before there was a planner
-        self._rests: deque[Rest] = deque()  # of measured batches that are known, and of the one to be planned next
+        self._rests: deque[DenseBatch] = (
+            deque()
+        )  # of measured batches that are known, and of the one to be planned next
         self._misses_rest = False
         self._counters = counters
         self.stop_reason: str | None = None
@@ -133,7 +135,7 @@ class PlanningStage:
     def _has_rest(self) -> bool:
         """Whether the rest of the batch to be planned next is here."""
         if not self._rests:
-            rest = self._source.poll_rest()
+            rest = self._source.poll_dense()
             self._rests.extend([] if rest is None else [rest])
         self._misses_rest = not self._rests
         return not self._misses_rest
@@ -152,7 +154,7 @@ class PlanningStage:
             ids, plan = self._planner.plan()
         crash_point("plan made")
         assert isinstance(ids, PlacedIds), "the planner returns what it was given"
-        batch = ids.with_rest(self._rests.popleft())
+        batch = ids.with_dense(self._rests.popleft())
         planned = PlannedStep(batch=batch, plan=plan)
         self._counters.planned(plan, batch.batch.size)
         self.on_plan(planned)

@@ -14,7 +14,8 @@ import numpy as np
 
 from rowcast.job.tables import GroupSpec
 from rowcast.prefetcher.pipeline.metrics import PrefetcherCounters
-from rowcast.prefetcher.stores.store import Keys, Store, Ticket
+from rowcast.prefetcher.stores.store import Keys, Ticket
+from rowcast.prefetcher.stores.tracked_store import TrackedStore
 from rowcast.prefetcher.verify.verifier import Verifier
 from rowcast.protocol.messages import Released, RingRef, RowsBack, Saved
 from rowcast.protocol.packing import barrier_stamp, plan_stamp, saved_stamp
@@ -56,7 +57,7 @@ class Writeback:
     def __init__(
         self,
         groups: tuple[GroupSpec, ...],
-        stores: tuple[Store, ...],
+        stores: tuple[TrackedStore, ...],
         ring: RingReader,
         counters: PrefetcherCounters,
         send: Callable[[Released], None],
@@ -168,7 +169,7 @@ class Writeback:
             rows = payload[span.offset : span.offset + span.count * width].reshape(span.count, width)
             if self._verifier is not None:
                 self._verifier.rows_home(message.step, message.barrier, span.group, span.start, rows)
-            tickets.append(self._stores[span.group].write(keys, rows, message.step))
+            tickets.append(self._stores[span.group].write(keys, rows))
             expected.applied[span.group] += span.count
         return tickets
 

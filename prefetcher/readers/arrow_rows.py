@@ -7,7 +7,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from rowcast.prefetcher.readers.batch_parts import IdsBatch, Rest
+from rowcast.prefetcher.readers.batch_parts import DenseBatch, IdsBatch
 from rowcast.prefetcher.readers.column_roles import Roles
 from rowcast.prefetcher.readers.columns import Column, Floats, Ids, join_columns
 from rowcast.prefetcher.readers.hashed_ids import hashed_rows
@@ -21,12 +21,14 @@ class RowDecoder:
     def __init__(self, roles: Roles, ids: IdCheck) -> None:
         self._roles, self._ids = roles, ids
 
-    def rest(self, table: Any, place: Place) -> Rest:
+    def dense(self, table: Any, place: Place) -> DenseBatch:
         roles = self._roles
         with np.errstate(over="ignore"):  # beyond fp32 becomes infinite, which the checks refuse
             labels, *dense = (floats(table[name]) for name in (roles.label, *roles.dense))
         stacked = np.stack(dense, axis=1) if dense else np.zeros((table.num_rows, 0), np.float32)
-        return Rest(dense=check_dense(stacked, roles.dense, place), labels=check_labels(labels, roles.label, place))
+        return DenseBatch(
+            dense=check_dense(stacked, roles.dense, place), labels=check_labels(labels, roles.label, place)
+        )
 
     def ids(self, table: Any, place: Place) -> IdsBatch:
         columns = [feature_column(table, feature, place) for feature in self._roles.features]

@@ -1,7 +1,7 @@
-"""The two parts of a batch: what its rows are looked up by, needed far ahead, and the rest, needed when the step is planned.
+"""The two parts of a batch: what its rows are looked up by, needed far ahead, and its dense part, needed when the step is planned.
 
-IdsBatch   ids, offsets, weights      hundreds of batches ahead
-Rest       dense, labels, extra       a few batches ahead
+IdsBatch     ids, offsets, weights      hundreds of batches ahead
+DenseBatch   dense, labels, extra       a few batches ahead
 """
 
 from collections.abc import Callable
@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from rowcast.protocol.batch import Batch
 
-Columns = Literal["all", "ids", "rest"]  # what a reader is opened for: whole batches or one part of each
+Columns = Literal["all", "ids", "dense"]  # what a reader is opened for: whole batches or one part of each
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -27,7 +27,7 @@ class IdsBatch:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Rest:
+class DenseBatch:
     """As in `Batch`."""
 
     dense: npt.NDArray[np.float32]
@@ -35,23 +35,23 @@ class Rest:
     extra: dict[str, npt.NDArray[np.generic]] = field(default_factory=dict)
 
 
-Part = Batch | IdsBatch | Rest
+Part = Batch | IdsBatch | DenseBatch
 
 
-def join_parts(ids: IdsBatch, rest: Rest) -> Batch:
+def join_parts(ids: IdsBatch, dense: DenseBatch) -> Batch:
     return Batch(
-        dense=rest.dense, labels=rest.labels, ids=ids.ids, offsets=ids.offsets, weights=ids.weights, extra=rest.extra
+        dense=dense.dense, labels=dense.labels, ids=ids.ids, offsets=ids.offsets, weights=ids.weights, extra=dense.extra
     )
 
 
-def divide(batch: Batch) -> tuple[IdsBatch, Rest]:
+def divide(batch: Batch) -> tuple[IdsBatch, DenseBatch]:
     ids = IdsBatch(size=batch.size, ids=batch.ids, offsets=batch.offsets, weights=batch.weights)
-    return ids, Rest(dense=batch.dense, labels=batch.labels, extra=batch.extra)
+    return ids, DenseBatch(dense=batch.dense, labels=batch.labels, extra=batch.extra)
 
 
-def decode_part(columns: Columns, rest: Callable[[], Rest], ids: Callable[[], IdsBatch]) -> Part:
-    """What `columns` asks for. Of a whole batch the rest is decoded first, so its errors come before those of the ids."""
+def decode_part(columns: Columns, dense: Callable[[], DenseBatch], ids: Callable[[], IdsBatch]) -> Part:
+    """What `columns` asks for. Of a whole batch the dense part is decoded first, so its errors come before those of the ids."""
     if columns == "ids":
         return ids()
-    decoded = rest()
-    return decoded if columns == "rest" else join_parts(ids(), decoded)
+    decoded = dense()
+    return decoded if columns == "dense" else join_parts(ids(), decoded)

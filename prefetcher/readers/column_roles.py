@@ -23,9 +23,9 @@ class Roles:
         return [feature.weights_column for feature in self.features if feature.weights_column is not None]
 
     def names(self, wanted: Columns = "all") -> list[str]:
-        rest = [self.label, *self.dense]
+        dense = [self.label, *self.dense]
         ids = [*(feature.name for feature in self.features), *self.weights]
-        return list(dict.fromkeys({"all": rest + ids, "ids": ids, "rest": rest}[wanted]))
+        return list(dict.fromkeys({"all": dense + ids, "ids": ids, "dense": dense}[wanted]))
 
 
 def roles_of(job: Job, path: Path, names: Sequence[str], numeric: Callable[[], Collection[str]]) -> Roles:

@@ -10,7 +10,7 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from rowcast.prefetcher.readers.batch_parts import IdsBatch, Rest
+from rowcast.prefetcher.readers.batch_parts import DenseBatch, IdsBatch
 
 Ids = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float32]
@@ -94,19 +94,19 @@ def as_slice(rows: Ids) -> Ids | slice:
     return slice(first, last + 1) if is_run else rows
 
 
-def join_rest(files: list[FileRows], parts: list[Rest]) -> Rest:
+def join_dense(files: list[FileRows], parts: list[DenseBatch]) -> DenseBatch:
     """One part of each file's rows -> the batch's samples in their order."""
     if len(parts) == 1:
         return parts[0]
     order = batch_order(files)
-    return Rest(
+    return DenseBatch(
         dense=np.concatenate([part.dense for part in parts])[order],
         labels=np.concatenate([part.labels for part in parts])[order],
     )
 
 
 def join_ids(files: list[FileRows], parts: list[IdsBatch]) -> IdsBatch:
-    """As `join_rest`."""
+    """As `join_dense`."""
     if len(parts) == 1:
         return parts[0]
     sizes = [part.size for part in parts]

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
+from rowcast.job.formats import formats_with
 from rowcast.job.schema import Job
 from rowcast.prefetcher.readers.columns import Floats, Ids
 from rowcast.runtime.errors import ConfigError, DataError
@@ -65,7 +66,8 @@ def numbered_columns(job: Job, num_columns: int, described: str) -> list[int]:
 def refuse_weights(job: Job) -> None:
     if job.data.columns.weights:
         raise ConfigError(
-            f'data.columns.weights: {job.data.format} data has no weights; remove it or use format = "parquet" or "csv"'
+            f"data.columns.weights: {job.data.format} data has no weights; remove it or use format = "
+            f"{formats_with('named_columns')}"
         )
 
 

@@ -1,23 +1,14 @@
-"""What every reader promises, and the one place that knows which format is read by which file."""
+"""What every reader promises, and how the reader of a job is opened."""
 
 from collections.abc import Callable, Iterable, Iterator
 from importlib import import_module
 from typing import Protocol, cast, runtime_checkable
 
+from rowcast.job.formats import FORMATS, format_of
 from rowcast.job.schema import Job
 from rowcast.prefetcher.readers.batch_parts import Columns, Part
 from rowcast.protocol.batch import Batch, Kind
 
-FORMATS = {  # data.format -> a module with open_reader(job); imported only when used
-    "criteo-tsv": "rowcast.prefetcher.readers.formats.criteo_tsv",
-    "criteo-npy": "rowcast.prefetcher.readers.formats.criteo_npy",
-    "parquet": "rowcast.prefetcher.readers.formats.parquet",
-    "csv": "rowcast.prefetcher.readers.formats.csv",
-    "synthetic": "rowcast.prefetcher.readers.formats.synthetic",
-}
-# formats whose open_reader(job, columns) can read one part of the batches without the other
-IN_COLUMNS = ("criteo-npy", "parquet")
-CUSTOM = "rowcast.prefetcher.readers.formats.custom"  # data.format = "package.module:factory"
 Pending = Callable[[], Part]  # a batch that is decoded and checked when it is called
 
 
@@ -92,11 +83,11 @@ def can_share(job: Job) -> bool:
 
 def stream_columns(job: Job) -> tuple[Columns, ...]:
     """How many streams the data is read as, and which columns of it each one reads; the ids are in the first."""
-    return ("ids", "rest") if job.data.format in IN_COLUMNS else ("all",)
+    return ("ids", "dense") if format_of(job.data.format).in_columns else ("all",)
 
 
 def open_reader(job: Job, columns: Columns = "all") -> Reader:
     """The reader of `job.data`. Raises ConfigError where the job does not fit the data, DataError where the data is broken."""
     assert columns == "all" or columns in stream_columns(job), f"{job.data.format} is not read in columns"
-    module = import_module(FORMATS.get(job.data.format, CUSTOM))
+    module = import_module(format_of(job.data.format).module)
     return cast(Reader, module.open_reader(job) if columns == "all" else module.open_reader(job, columns))

@@ -5,15 +5,17 @@ A format implements `Rows`: how many there are, and a `Cursor` that takes any of
     data.batch_size, data.shuffle -> rows of batch k -> Cursor.take -> Batch
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
+from rowcast.job.formats import format_of
 from rowcast.job.schema import Job
 from rowcast.prefetcher.readers.batch_parts import Part
 from rowcast.prefetcher.readers.columns import Ids
-from rowcast.prefetcher.readers.data_files import Span, split_rows
+from rowcast.prefetcher.readers.data_files import Span, data_files, eval_path, split_rows
 from rowcast.prefetcher.readers.id_check import IdCheck
 from rowcast.prefetcher.readers.reader import Pending, decoded
 from rowcast.prefetcher.readers.shuffle import RowOrder
@@ -45,6 +47,17 @@ class Rows(Protocol):
     def file_sizes(self) -> list[int]: ...  # bytes
 
     def cursor(self) -> AbstractContextManager[Cursor]: ...
+
+
+def open_files(job: Job, ids: IdCheck, rows_of: Callable[[list[Path]], Rows]) -> "RowReader":
+    """A reader of the files of data.path, and of data.eval_path where the job has it; `rows_of` opens either. Raises as it does, and
+    ConfigError where there is no file.
+    """
+    names, held_out = format_of(job.data.format).file_names, eval_path(job)
+    assert job.data.path is not None, f"the job file refuses {job.data.format} without a path"
+    rows = rows_of(data_files(job.data.path, "data.path", names))
+    evaluation = None if held_out is None else rows_of(data_files(held_out, "data.eval_path", names))
+    return RowReader(job, ids, rows, evaluation)
 
 
 class RowReader:

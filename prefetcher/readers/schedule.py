@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from itertools import islice
 
 from rowcast.job.schema import Job
-from rowcast.prefetcher.readers.batch_parts import IdsBatch, Rest, divide, join_parts
+from rowcast.prefetcher.readers.batch_parts import DenseBatch, IdsBatch, divide, join_parts
 from rowcast.prefetcher.readers.reader import Pending, Reader, num_batches, whole_batch
 from rowcast.protocol.batch import Batch, Kind, ScheduledBatch
 from rowcast.runtime.position import Position
@@ -35,9 +35,11 @@ class PlacedBatch(ScheduledBatch):
     position: Position
     following: Position
 
-    def divided(self) -> tuple["PlacedIds", Rest]:
-        ids, rest = divide(self.batch)
-        return PlacedIds(place=Place(kind=self.kind, position=self.position, following=self.following), batch=ids), rest
+    def divided(self) -> tuple["PlacedIds", DenseBatch]:
+        ids, dense = divide(self.batch)
+        return PlacedIds(
+            place=Place(kind=self.kind, position=self.position, following=self.following), batch=ids
+        ), dense
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,8 +65,8 @@ class PlacedIds:
     def epoch(self) -> int:
         return self.place.position.epoch
 
-    def with_rest(self, rest: Rest) -> PlacedBatch:
-        return placed(self.place, join_parts(self.batch, rest))
+    def with_dense(self, dense: DenseBatch) -> PlacedBatch:
+        return placed(self.place, join_parts(self.batch, dense))
 
 
 def placed(place: Place, batch: Batch) -> PlacedBatch:

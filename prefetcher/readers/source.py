@@ -1,7 +1,7 @@
 """Where the planner's batches come from: the interface that the decoding processes and the in-process driver share.
 
     stream of ids  ---- far ahead ---------------------> poll_ids
-    stream of rest ---- as far as poll_rest has asked --> poll_rest
+    stream of dense --- as far as poll_dense has asked --> poll_dense
 
 Ids are needed as far ahead as the horizon reaches, dense features and labels only when their batch is planned. A format that can be
 read in columns is read as two streams, so that nothing but ids is held for hundreds of batches. Of any other there is one stream, of
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from rowcast.job.schema import Job
-from rowcast.prefetcher.readers.batch_parts import Columns, Part, Rest, divide
+from rowcast.prefetcher.readers.batch_parts import Columns, DenseBatch, Part, divide
 from rowcast.prefetcher.readers.reader import CutElsewhere, Reader, num_batches, open_reader, stream_columns
 from rowcast.prefetcher.readers.schedule import Place, PlacedBatch, PlacedIds, Turn, expected_train_steps, places
 from rowcast.protocol.batch import Batch
@@ -72,16 +72,16 @@ class Stream(Protocol):
 class Source:
     """The batches of a run, in order. Called from one thread.
 
-    `poll_ids` looks ahead, `poll_rest` follows it batch by batch; `poll` is both in one, for callers that do not look ahead.
+    `poll_ids` looks ahead, `poll_dense` follows it batch by batch; `poll` is both in one, for callers that do not look ahead.
     """
 
-    def __init__(self, ids: Stream, rest: Stream | None) -> None:
-        """`rest` None: `ids` gives whole batches."""
+    def __init__(self, ids: Stream, dense: Stream | None) -> None:
+        """`dense` None: `ids` gives whole batches."""
         self.counters = ids.counters
-        self._ids, self._rest = ids, rest
-        self._kept: deque[Rest] = deque()  # arrived and not given yet
+        self._ids, self._dense = ids, dense
+        self._kept: deque[DenseBatch] = deque()  # arrived and not given yet
         # batches whose ids were given, whose rest has arrived, and was given
-        self._num_ids = self._num_rest = self._num_whole = 0
+        self._num_ids = self._num_arrived = self._num_whole = 0
         self._broken: DataError | None = None  # why the ids of the next batch cannot be given
         self._polled: PlacedIds | None = None  # by `poll`, while their rest has not arrived
 
@@ -102,7 +102,7 @@ class Source:
         polled, self._polled = self._polled, None
         return polled or self._next_ids()
 
-    def poll_rest(self) -> Rest | None:
+    def poll_dense(self) -> DenseBatch | None:
         """Without waiting: the rest of the oldest batch that has not had it yet, or None where it has not arrived. Raises as `poll_ids`.
 
         Called only for batches that `poll_ids` has given.
@@ -110,7 +110,7 @@ class Source:
         assert self._num_whole < self._num_ids, (
             f"the rest of batch {self._num_whole} was asked for, of {self._num_ids} whose ids were given"
         )
-        if not self._kept and not self._take_rest():
+        if not self._kept and not self._take_dense():
             return None
         self._num_whole += 1
         return self._kept.popleft()
@@ -121,10 +121,10 @@ class Source:
         assert self._polled is None or self._num_whole + 1 == self._num_ids, (
             f"{self._num_ids - self._num_whole} batches lack their rest"
         )
-        rest = None if self._polled is None else self.poll_rest()
-        if self._polled is None or rest is None:
+        dense = None if self._polled is None else self.poll_dense()
+        if self._polled is None or dense is None:
             return None
-        batch, self._polled = self._polled.with_rest(rest), None
+        batch, self._polled = self._polled.with_dense(dense), None
         return batch
 
     @property
@@ -141,7 +141,7 @@ class Source:
 
     @property
     def _streams(self) -> list[Stream]:
-        return [self._ids] if self._rest is None else [self._ids, self._rest]
+        return [self._ids] if self._dense is None else [self._ids, self._dense]
 
     def _next_ids(self) -> PlacedIds | None:
         arrival = self._take_ids()
@@ -149,9 +149,9 @@ class Source:
             return None
         place, part = arrival
         if isinstance(part, Batch):
-            part, rest = divide(part)
-            self._keep(rest)
-        assert not isinstance(part, Rest), "a stream of ids gives ids"
+            part, dense = divide(part)
+            self._keep(dense)
+        assert not isinstance(part, DenseBatch), "a stream of ids gives ids"
         self._num_ids += 1
         return PlacedIds(place=place, batch=part)
 
@@ -162,28 +162,28 @@ class Source:
                 return self._ids.take()
             except DataError as error:
                 self._broken = error
-        if not self._rest_has_caught_up():
+        if not self._dense_has_caught_up():
             return None
         raise self._broken
 
-    def _rest_has_caught_up(self) -> bool:
+    def _dense_has_caught_up(self) -> bool:
         """Whether the rest of the batch with broken ids has arrived, and of every batch before it. Raises where one of them is broken."""
-        while self._rest is not None and self._num_rest <= self._num_ids:
-            if not self._take_rest():
+        while self._dense is not None and self._num_arrived <= self._num_ids:
+            if not self._take_dense():
                 return False
         return True
 
-    def _take_rest(self) -> bool:
-        arrival = None if self._rest is None else self._rest.take()
+    def _take_dense(self) -> bool:
+        arrival = None if self._dense is None else self._dense.take()
         if arrival is None:
             return False
-        assert isinstance(arrival[1], Rest), "a stream of rest gives rest"
+        assert isinstance(arrival[1], DenseBatch), "a stream of dense batches gives those"
         self._keep(arrival[1])
         return True
 
-    def _keep(self, rest: Rest) -> None:
-        self._kept.append(rest)
-        self._num_rest += 1
+    def _keep(self, dense: DenseBatch) -> None:
+        self._kept.append(dense)
+        self._num_arrived += 1
 
 
 class InlineStream:

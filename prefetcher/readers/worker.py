@@ -101,7 +101,7 @@ class DecodedStream:
         """Puts a batch's decoding on the timeline, and before it how long the child took to hand over the one before."""
         if self._timeline is None:
             return
-        track, before_s = f"decoder {index}" + (" (rest)" if self._columns == "rest" else ""), self._decoded_s[index]
+        track, before_s = f"decoder {index}" + (" (dense)" if self._columns == "dense" else ""), self._decoded_s[index]
         if before_s is not None:
             blocked_s = delivery.blocked_s - self._blocked_s[index]
             self._timeline.add("wait", "queue", blocked_s, ended_s=before_s + blocked_s, track=track)
@@ -116,7 +116,7 @@ class DecodedStream:
             self._starved_since = None
 
 
-class BatchSource(Source):
+class WorkerSource(Source):
     """A `Source` that decodes in child processes, at most about `num_ahead` batches ahead of what was polled."""
 
     def __init__(
@@ -139,7 +139,7 @@ class BatchSource(Source):
                 columns,
                 max_steps,
                 start,
-                num_decoders=1 if columns == "rest" else num_decoders,  # the rest is little, and never far ahead
+                num_decoders=1 if columns == "dense" else num_decoders,  # the rest is little, and never far ahead
                 num_ahead=num_ahead,
                 on_arrival=on_arrival,
                 timeline=timeline,

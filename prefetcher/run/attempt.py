@@ -27,7 +27,7 @@ from rowcast.prefetcher.planner.job_planner import job_planner
 from rowcast.prefetcher.planner.pin_files import load_pins
 from rowcast.prefetcher.planner.planner import RowPlanner
 from rowcast.prefetcher.readers.schedule import PlacedBatch
-from rowcast.prefetcher.readers.worker import BatchSource
+from rowcast.prefetcher.readers.worker import WorkerSource
 from rowcast.prefetcher.run.gauges import engine_gauges, stall_clocks
 from rowcast.prefetcher.run.sizing import automatic_threads, check_shared_memory, sizes
 from rowcast.prefetcher.run.tables import Tables
@@ -84,7 +84,7 @@ class Incarnation:
         max_steps = run.max_steps
         if run.mode == "eval":
             self._start, max_steps = Position(eval_batch=0), 0
-        self._source = BatchSource(
+        self._source = WorkerSource(
             self._job, max_steps, self._start, on_arrival=self._bell.ring, timeline=run.counters.timeline
         )
         self._writer: CheckpointWriter | None = None

@@ -6,7 +6,7 @@ from dataclasses import replace
 from rowcast.job.schema import CheckpointInterval, Job
 from rowcast.prefetcher.pipeline.engine import PrefetcherEngine
 from rowcast.prefetcher.pipeline.metrics import PrefetcherGauges, SlotStates
-from rowcast.prefetcher.readers.worker import BatchSource
+from rowcast.prefetcher.readers.worker import WorkerSource
 from rowcast.protocol.transport.ring_file import shared_memory
 
 
@@ -51,7 +51,7 @@ def idle_gauges(job: Job, num_groups: int) -> PrefetcherGauges:
     )
 
 
-def engine_gauges(idle: PrefetcherGauges, engine: PrefetcherEngine, source: BatchSource) -> PrefetcherGauges:
+def engine_gauges(idle: PrefetcherGauges, engine: PrefetcherEngine, source: WorkerSource) -> PrefetcherGauges:
     return replace(
         idle,
         checkpoint_every=train_steps_of(engine.planner.checkpoint_every),

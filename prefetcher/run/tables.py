@@ -4,18 +4,17 @@ from rowcast.job.schema import Job
 from rowcast.job.tables import GroupSpec
 from rowcast.prefetcher.checkpoints.folder import Checkpoints
 from rowcast.prefetcher.checkpoints.restore import restore_changed, restore_rows
-from rowcast.prefetcher.stores.opening import open_store
-from rowcast.prefetcher.stores.store import Store
+from rowcast.prefetcher.stores.tracked_store import TrackedStore, open_store
 from rowcast.runtime.checkpoint_manifest import Manifest
 from rowcast.runtime.crash_points import crash_point
 from rowcast.runtime.telemetry.logs import get_logger
 
 
 class Tables:
-    """Opened once a process: the rows outlive a trainer that is lost. Use as a context manager around everything that touches a store."""
+    """Opened once a process: the rows outlive a trainer that is lost."""
 
     def __init__(self, job: Job, groups: tuple[GroupSpec, ...], checkpoints: Checkpoints, incarnation: int) -> None:
-        self.stores: tuple[Store, ...] = ()
+        self.stores: tuple[TrackedStore, ...] = ()
         self._job = job
         self._groups = groups
         self._checkpoints = checkpoints
@@ -39,9 +38,7 @@ class Tables:
     def close(self, at: Manifest | None = None) -> None:
         """`at`: the checkpoint whose rows these are, which a store that outlives the process may begin with."""
         for store in self.stores:
-            if at is not None:
-                store.close_at(at.checksum)
-            store.close()
+            store.close(None if at is None else at.checksum)
         self.stores = ()
 
     def _open(self, newest: Manifest | None) -> None:

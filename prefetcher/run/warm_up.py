@@ -7,6 +7,8 @@ import numpy as np
 from rowcast.job.tables import GroupSpec, RecordPart, TableSpec
 from rowcast.prefetcher.planner.planner import RowPlanner
 from rowcast.prefetcher.stores.memory_store import MemoryStore
+from rowcast.prefetcher.stores.store import finish
+from rowcast.prefetcher.stores.tracked_store import TrackedStore
 from rowcast.prefetcher.verify.verifier import warm_up_checks
 from rowcast.protocol.batch import Batch, ScheduledBatch
 from rowcast.runtime.telemetry.logs import get_logger, said_if_slow
@@ -31,7 +33,7 @@ def plan_and_move() -> None:
     groups = tuple(tiny_group(index, init) for index, init in enumerate(INITS))
     for multi_hot in (False, True):
         planner = RowPlanner(groups, (2,) * len(groups), depth=1, horizon=2)
-        stores = [MemoryStore(group, seed=0) for group in groups]
+        stores = [TrackedStore(MemoryStore(group), group, seed=0) for group in groups]
         for step in range(3):
             planner.add(tiny_batch(step, multi_hot=multi_hot))
         planner.end()
@@ -39,14 +41,15 @@ def plan_and_move() -> None:
             _, plan = planner.plan()
             for store, group, rows in zip(stores, groups, plan.groups, strict=True):
                 records = np.empty((len(rows.fetch), group.record_bytes), np.uint8)
-                store.read(rows.fetch.keys, records)
-                store.write(rows.fetch.keys, records, plan.step)
-                store.read(rows.fetch.keys, records)
+                finish(store.read(rows.fetch.keys, records))
+                finish(store.write(rows.fetch.keys, records))
+                finish(store.read(rows.fetch.keys, records))
         planner.barrier("warm-up", finished=True)
         for store, group in zip(stores, groups, strict=True):
-            for keys, _ in store.scan(group.tables[0].index, block=8, changed=True):
+            for keys, _ in store.changed_rows(group.tables[0].index, block=8):
                 store.forget(keys)
             store.settle()
+            store.close("warm-up")
 
 
 def tiny_group(index: int, init: str) -> GroupSpec:

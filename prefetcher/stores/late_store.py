@@ -1,10 +1,9 @@
 """A store whose operations finish late and out of order, as those of a slow device do. It holds nothing itself: it delays another store."""
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
-from rowcast.prefetcher.stores.store import Keys, Records, Store, Ticket
-from rowcast.prefetcher.stores.wrapper import StoreInFront
+from rowcast.prefetcher.stores.store import I64, Keys, ReadTicket, Records, RowStore, Ticket
 
 
 class LateTicket:
@@ -21,15 +20,33 @@ class LateTicket:
         return self._ticket is not None and self._ticket.done()
 
 
-class LateStore(StoreInFront):
+class LateRead(LateTicket):
+    def __init__(self, chance: random.Random, read: Callable[[], ReadTicket]) -> None:
+        super().__init__(chance, self._begin)
+        self._read = read
+
+    def _begin(self) -> ReadTicket:
+        self._begun = self._read()
+        return self._begun
+
+    @property
+    def absent(self) -> Sequence[int] | I64:
+        return self._begun.absent
+
+
+class LateStore(RowStore):
     """Delays reads and writes of `store` by a number of polls that a seed decides."""
 
-    def __init__(self, store: Store, seed: int) -> None:
-        super().__init__(store)
+    def __init__(self, store: RowStore, seed: int) -> None:
+        self.delayed = store
         self._chance = random.Random(seed)
+        self.restored = store.restored
 
-    def read(self, keys: Keys, out: Records) -> LateTicket:
-        return LateTicket(self._chance, lambda: self._store.read(keys, out))
+    def read(self, keys: Keys, out: Records) -> LateRead:
+        return LateRead(self._chance, lambda: self.delayed.read(keys, out))
 
-    def write(self, keys: Keys, rows: Records, step: int | None) -> LateTicket:
-        return LateTicket(self._chance, lambda: self._store.write(keys, rows, step))
+    def write(self, keys: Keys, rows: Records) -> LateTicket:
+        return LateTicket(self._chance, lambda: self.delayed.write(keys, rows))
+
+    def close(self, checkpoint: str | None = None) -> None:
+        self.delayed.close(checkpoint)

@@ -1,7 +1,7 @@
 """Rows in a file mapped into memory, for tables larger than memory: the kernel keeps those in use at hand.
 
     0        header      one page: the layout, and the checkpoint that the file was closed at (table_header.py)
-    4096     marks       a byte a row (loops.py), to the end of a page
+    4096     marks       a byte a row (row_loops.py), to the end of a page
     ...      records     of fixed stride, table after table
 
 The file is scratch. It holds a checkpoint's rows only if it was closed at that very checkpoint, which the header then says; while it is
@@ -18,17 +18,22 @@ from typing import Self
 import msgspec
 import numpy as np
 
+from rowcast.job.schema import Job
 from rowcast.job.tables import GroupSpec, aligned
 from rowcast.prefetcher.stores.table_file import TableFile
 from rowcast.prefetcher.stores.table_header import HEADER_BYTES, Header, layout_digest, why_rebuilt
-from rowcast.prefetcher.stores.table_store import TableStore, marks_bytes
+from rowcast.prefetcher.stores.table_store import TableStore
 from rowcast.runtime.telemetry.logs import get_logger
+
+
+def open_store(job: Job, group: GroupSpec, incarnation: int, checkpoint: str | None) -> "MappedStore":
+    return MappedStore.open(group, job.job.seed, job.table_folder, incarnation=incarnation, checkpoint=checkpoint)
 
 
 class MappedStore(TableStore):
     """As a MemoryStore, with the rows in `<folder>/<group>.rows`. Made by `open`."""
 
-    def __init__(self, group: GroupSpec, seed: int, file: TableFile, header: Header, *, restored: bool) -> None:
+    def __init__(self, group: GroupSpec, file: TableFile, header: Header, *, restored: bool) -> None:
         marks_end, nbytes = file_layout(group)
         memory = file.map(nbytes)
         # else the kernel's reading ahead soon has all of them at hand after a restart
@@ -36,16 +41,17 @@ class MappedStore(TableStore):
             # and here would push out rows in use for others that nobody asked for
             memory.madvise(mmap.MADV_RANDOM, marks_end)
         words = np.frombuffer(memory, np.uint64, group.num_rows * group.record_bytes // 8, marks_end)
-        marks = np.frombuffer(memory, np.uint8, marks_bytes(group), HEADER_BYTES)
-        super().__init__(group, seed, words.reshape(group.num_rows, -1), marks)
+        marks = np.frombuffer(memory, np.uint8, group.num_rows, HEADER_BYTES)
+        super().__init__(group, words.reshape(group.num_rows, -1), marks)
         self._file = file
         self._header = header
         self._memory: mmap.mmap | None = memory  # None once it is closed
-        self._restored = restored
+        self.restored = restored
 
     @classmethod
     def open(cls, group: GroupSpec, seed: int, folder: Path, *, incarnation: int, checkpoint: str | None) -> Self:
-        """Has the rows of `checkpoint` where the file was closed at it, otherwise none. Until `close_at` the file says that it is open.
+        """Has the rows of `checkpoint` where the file was closed at it, otherwise none. Until it is closed at one, the file says that it
+        is open.
 
         `checkpoint` must name content, not only a step: what an earlier run left under the same name would pass for it.
         Raises ConfigError: another process has the file, or there is no room for all of it.
@@ -59,39 +65,33 @@ class MappedStore(TableStore):
             get_logger().info(
                 "table file", path=str(path), rows="kept" if reason is None else f"none: {reason}", nbytes=nbytes
             )
-            return cls(group, seed, file, header, restored=reason is None)
+            return cls(group, file, header, restored=reason is None)
         except BaseException:
             file.close()
             raise
 
-    @property
-    def restored(self) -> bool:
-        return self._restored
-
-    def close_at(self, checkpoint: str) -> None:
+    def close(self, checkpoint: str | None = None) -> None:
         """Rows first, then the header that vouches for them. A disk that fails here costs only the restore at the next start."""
-        if self._memory is None:
-            return
-        self._check_settled(checkpoint)
+        if checkpoint is not None and self._memory is not None:
+            self._vouch(checkpoint, self._memory)
+        super().close()
+        self._memory = None
+        self._file.close()
+
+    def _vouch(self, checkpoint: str, memory: mmap.mmap) -> None:
         try:
-            self._memory.flush()
+            memory.flush()
             self._file.sync()
             self._file.write_header(msgspec.structs.replace(self._header, closed_at=checkpoint))
         except OSError as error:
             get_logger().warning(
                 "table file cannot be kept; the next start restores", path=str(self._file.path), error=str(error)
             )
-        self.close()
-
-    def close(self) -> None:
-        super().close()
-        self._memory = None
-        self._file.close()
 
 
 def file_layout(group: GroupSpec) -> tuple[int, int]:
     """(where the records begin, bytes of the file)."""
-    marks_end = aligned(HEADER_BYTES + marks_bytes(group), mmap.PAGESIZE)
+    marks_end = aligned(HEADER_BYTES + group.num_rows, mmap.PAGESIZE)
     return marks_end, aligned(marks_end + group.num_rows * group.record_bytes, mmap.PAGESIZE)
 
 

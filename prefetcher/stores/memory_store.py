@@ -1,13 +1,18 @@
-"""Rows in this process's memory. A row takes memory only once it was trained; until then its first value is computed when it is read."""
+"""Rows in this process's memory. A row takes memory only once it was trained."""
 
 import mmap
 
 import numpy as np
 
+from rowcast.job.schema import Job
 from rowcast.job.tables import GroupSpec
 from rowcast.prefetcher.stores.row_loops import Words
-from rowcast.prefetcher.stores.table_store import TableStore, marks_bytes
+from rowcast.prefetcher.stores.table_store import TableStore
 from rowcast.runtime.errors import ConfigError
+
+
+def open_store(job: Job, group: GroupSpec, incarnation: int, checkpoint: str | None) -> "MemoryStore":
+    return MemoryStore(group)
 
 
 def lazy_array(num_rows: int, num_words: int) -> Words:
@@ -26,12 +31,12 @@ def lazy_array(num_rows: int, num_words: int) -> Words:
 class MemoryStore(TableStore):
     """All tables of a group in one lazily committed array. Nothing outlives the process."""
 
-    def __init__(self, group: GroupSpec, seed: int) -> None:
+    def __init__(self, group: GroupSpec) -> None:
         try:
-            words, marks = lazy_array(group.num_rows, group.record_bytes // 8), np.zeros(marks_bytes(group), np.uint8)
+            words, marks = lazy_array(group.num_rows, group.record_bytes // 8), np.zeros(group.num_rows, np.uint8)
         except MemoryError:
             raise ConfigError(
                 f"tables of group {group.name} need {group.num_rows * group.record_bytes / 2**30:.1f} GiB, more than this machine can "
                 f"address; use fewer rows or a smaller embedding_dim"
             ) from None
-        super().__init__(group, seed, words, marks)
+        super().__init__(group, words, marks)

@@ -1,11 +1,7 @@
-"""The compiled loops over an array of records and its marks.
+"""The compiled loops over an array of records and its marks, and over bits of rows.
 
-A mark is one byte a row. The rows with a given bit are looked for eight at a time: `lanes` is the u64 view of the marks, which are
-padded to whole lanes.
-
-    0                   never written; what the array holds there means nothing
-    PRESENT             written
-    PRESENT | CHANGED   written since the last checkpoint
+A mark is one byte a row: 0 where it was never written and what the array holds means nothing, PRESENT where it was. A bit is one of 64 in
+a word; that of row r is bit r % 64 of word r // 64.
 """
 
 import numpy as np
@@ -13,17 +9,15 @@ import numpy.typing as npt
 
 from rowcast.runtime.compiled import compiled_loop, prefetch
 
-Words = npt.NDArray[np.uint64]  # [rows, record_bytes / 8]; lanes [ceil(rows / 8)]
-Marks = npt.NDArray[np.uint8]  # [rows, padded to a multiple of 8]
+Words = npt.NDArray[np.uint64]  # [rows, record_bytes / 8]; of bits [ceil(rows / 64)]
+Marks = npt.NDArray[np.uint8]  # [rows]
 Positions = npt.NDArray[np.int64]
 
-PRESENT, CHANGED = 1, 2
-LANE_ROWS = 8
+PRESENT = 1
+BITS = 64  # of a word
 
 ROWS_AHEAD = 8  # asked for before they are copied
 LINE_WORDS = 8  # of a cache line
-EACH_ROW = 0x0101010101010101  # times a mark: that mark in every row of a lane
-CHANGED_LANE = np.uint64(EACH_ROW * CHANGED)
 
 
 @compiled_loop
@@ -47,44 +41,61 @@ def gather(words: Words, marks: Marks, positions: Positions, out: Words) -> int:
 
 @compiled_loop
 def scatter(source: Words, positions: Positions, words: Words, marks: Marks) -> None:
-    """words[positions[i]] = source[i], and marks the rows present and changed."""
+    """words[positions[i]] = source[i], and marks the rows present."""
     for i in range(len(positions)):
         row = positions[i]
-        marks[row] = PRESENT | CHANGED
+        marks[row] = PRESENT
         for word in range(source.shape[1]):
             words[row, word] = source[i, word]
 
 
 @compiled_loop
-def find_marked(marks: Marks, lanes: Words, lane: np.uint64, start: int, end: int, out: Positions) -> tuple[int, int]:
-    """Writes the rows of [start, end) that have the mark into `out`, ascending, until it is full. `lane`: the mark in each row of a lane.
-
-    Returns how many there are, and where to go on.
-    """
-    found, row = 0, start
-    mark = np.uint8(lane & np.uint64(255))
-    while row < end and found < len(out):
-        if row % LANE_ROWS == 0 and lanes[row // LANE_ROWS] & lane == 0:
-            row += LANE_ROWS
-            continue
-        if marks[row] & mark:
-            out[found] = row
-            found += 1
-        row += 1
-    return found, min(row, end)
+def set_bits(bits: Words, rows: Positions) -> None:
+    for i in range(len(rows)):
+        bits[rows[i] >> 6] |= np.uint64(1) << np.uint64(rows[i] & 63)
 
 
 @compiled_loop
-def count_marked(marks: Marks, mark: int) -> int:
+def clear_bits(bits: Words, rows: Positions) -> None:
+    for i in range(len(rows)):
+        bits[rows[i] >> 6] &= ~(np.uint64(1) << np.uint64(rows[i] & 63))
+
+
+@compiled_loop
+def clear_all_bits(bits: Words) -> None:
+    """Only words with bits are written: the others may have no memory yet."""
+    for i in range(len(bits)):
+        if bits[i]:
+            bits[i] = 0
+
+
+@compiled_loop
+def count_bits(bits: Words) -> int:
     found = 0
-    for row in range(len(marks)):
-        found += (marks[row] & mark) != 0
+    for i in range(len(bits)):
+        word = bits[i]
+        while word:
+            word &= word - np.uint64(1)
+            found += 1
     return found
 
 
 @compiled_loop
-def settle_marks(lanes: Words) -> None:
-    """No row has changed any more. Only lanes with changed rows are written: the others may have no memory yet."""
-    for i in range(len(lanes)):
-        if lanes[i] & CHANGED_LANE:
-            lanes[i] &= ~CHANGED_LANE
+def find_bits(bits: Words, start: int, end: int, out: Positions) -> tuple[int, int]:
+    """Writes the rows of [start, end) whose bit is set into `out`, ascending, until it is full. Returns how many there are, and where to
+    go on.
+    """
+    found, row = 0, start
+    while row < end and found < len(out):
+        left = bits[row >> 6] >> np.uint64(row & 63)
+        if left == 0:
+            row += BITS - (row & 63)
+            continue
+        if left & np.uint64(255) == 0:
+            row += 8
+            continue
+        if left & np.uint64(1):
+            out[found] = row
+            found += 1
+        row += 1
+    return found, min(row, end)

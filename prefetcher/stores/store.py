@@ -1,11 +1,15 @@
-"""What a store of rows promises. One instance holds the rows of one group."""
+"""What a store of rows promises. One instance holds the rows of one group; `tracked_store.py` adds what every store would repeat."""
 
-from collections.abc import Iterator
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
+from rowcast.job.tables import KEY_SHIFT, ROW_MASK, GroupSpec, make_keys
+
+I64 = npt.NDArray[np.int64]
 Keys = npt.NDArray[np.int64]  # [n] ascending, distinct
 Records = npt.NDArray[np.uint8]  # [n, record_bytes]
 
@@ -17,8 +21,17 @@ class Ticket(Protocol):
         """Whether the operation is complete; never blocks. Raises what the operation raised."""
 
 
+class ReadTicket(Ticket, Protocol):
+    @property
+    def absent(self) -> Sequence[int] | I64:
+        """Once done: which of the keys read have no row, by their position among them."""
+
+
 class Finished:
     """The ticket of an operation that was complete when it was handed out."""
+
+    def __init__(self, absent: Sequence[int] | I64 = ()) -> None:
+        self.absent = absent
 
     def done(self) -> bool:
         return True
@@ -27,51 +40,52 @@ class Finished:
 FINISHED = Finished()
 
 
-class Store(Protocol):
-    """Rows by key. Keys were range-checked at the edge, so every key names a row; one that was never written has its first value.
+def finish(ticket: Ticket) -> None:
+    while not ticket.done():
+        pass
+
+
+class RowStore(ABC):
+    """Records by key. Keys were range-checked at the edge: each names a row of the group, which may never have been written.
 
     `read` is called from the fetcher's thread and `write` from the write-back's, at the same time but never for the same key at once.
-    Everything else is called when no ticket is open: at a barrier, before the first plan or after the last one.
-
-    A row has changed when it was written since the last `settle`: those are the rows that the next checkpoint must hold. To restore is
-    to write the checkpoint's rows and to settle; to roll back, to forget the changed rows first.
+    A job's store is opened by the function open_store(job, group, incarnation, checkpoint) of its module, see `job/stores.py`.
     """
 
-    def read(self, keys: Keys, out: Records) -> Ticket:
-        """Copies the rows' records to `out`, a view that stays valid until the ticket is done."""
+    restored = (
+        False  # whether it began with the rows of the checkpoint that it was opened for, so that none must be restored
+    )
 
-    def write(self, keys: Keys, rows: Records, step: int | None) -> Ticket:
-        """Stores trained rows; `step` is the plan that brought them home, None for a restore. The rows are present and have changed."""
+    @abstractmethod
+    def read(self, keys: Keys, out: Records) -> ReadTicket:
+        """Copies records to `out`, a view that stays valid until the ticket is done. Those of rows that were never written may be left as
+        they are: the ticket names them.
+        """
 
-    def hint(self, keys: Keys, needed_at_step: int) -> None:
-        """Says that the rows will be read for a plan; a slow store may begin. Never required."""
+    @abstractmethod
+    def write(self, keys: Keys, rows: Records) -> Ticket:
+        """Stores records, which are this store's own only until the ticket is done."""
 
-    def scan(self, table: int, block: int, *, changed: bool = False) -> Iterator[tuple[Keys, Records]]:
-        """Every present row of a table, or every changed one, by ascending key, at most `block` at a time."""
+    @abstractmethod
+    def close(self, checkpoint: str | None = None) -> None:
+        """Frees what the store holds; idempotent. `checkpoint`: the identity of the one whose rows these are, where a store that outlives
+        its process may keep them for it; None: they are worth nothing.
+        """
 
-    def changed_keys(self, table: int) -> Keys:
-        """The rows of a table that have changed."""
 
-    @property
-    def num_changed(self) -> int:
-        """Rows of all tables that have changed."""
+class RowNumbers:
+    """The rows of a group counted through, table after table."""
 
-    def settle(self) -> None:
-        """What is in the store is the state of a checkpoint: no row has changed any more."""
+    def __init__(self, group: GroupSpec) -> None:
+        self.first = np.zeros(max(table.index for table in group.tables) + 1, np.int64)  # row of each table
+        sizes = [table.num_embeddings for table in group.tables]
+        self.first[[table.index for table in group.tables]] = np.cumsum([0, *sizes[:-1]])
 
-    def forget(self, keys: Keys) -> None:
-        """These rows were never written: they are absent, have not changed, and read as their first value."""
+    def of(self, keys: Keys) -> I64:
+        numbers: I64 = self.first[keys >> KEY_SHIFT]
+        numbers += keys & ROW_MASK
+        return numbers
 
-    @property
-    def host_bytes(self) -> int:
-        """Bytes of memory that the rows present take."""
-
-    @property
-    def restored(self) -> bool:
-        """Whether it began with the rows of the checkpoint that it was opened for, so that none must be restored."""
-
-    def close_at(self, checkpoint: str) -> None:
-        """Closes a store whose rows are those of a checkpoint, after `settle`; one that outlives its process keeps them for it."""
-
-    def close(self) -> None:
-        """Frees what the store holds. Idempotent; neither close does anything after the other."""
+    def keys(self, table: int, numbers: I64) -> Keys:
+        """Of rows of one table."""
+        return make_keys(table, numbers - self.first[table])

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from rowcast.job.tables import KEY_SHIFT, GroupSpec
-from rowcast.prefetcher.stores.store import Records, Store, Ticket
+from rowcast.prefetcher.stores.store import Records, Ticket
+from rowcast.prefetcher.stores.tracked_store import TrackedStore
 from rowcast.prefetcher.verify.checksum_loops import I64
 
 BLOCK_ROWS = 4096
@@ -23,7 +24,7 @@ class Block:
 class ReadBack:
     """Called by the fetcher's thread, at a barrier."""
 
-    def __init__(self, groups: tuple[GroupSpec, ...], stores: tuple[Store, ...]) -> None:
+    def __init__(self, groups: tuple[GroupSpec, ...], stores: tuple[TrackedStore, ...]) -> None:
         self._stores = stores
         self._record_bytes = [group.record_bytes for group in groups]
         by_table = {table.index: group.index for group in groups for table in group.tables}

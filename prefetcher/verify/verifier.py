@@ -35,7 +35,8 @@ import numpy.typing as npt
 
 from rowcast.job.tables import GroupSpec
 from rowcast.prefetcher.pipeline.metrics import PrefetcherCounters, VerifyKind
-from rowcast.prefetcher.stores.store import Keys, Records, Store
+from rowcast.prefetcher.stores.store import Keys, Records
+from rowcast.prefetcher.stores.tracked_store import TrackedStore
 from rowcast.prefetcher.verify.checksum_loops import I64, SAMPLE_RANGE, find_sampled, row_checksums
 from rowcast.prefetcher.verify.in_flight import GroupVisit, Sample, Visit, new_visit
 from rowcast.prefetcher.verify.ledger import NEVER_WRITTEN, Ledger
@@ -53,7 +54,11 @@ REPORTED: tuple[VerifyKind, ...] = ("filled", "returned", "dropped")  # of a gro
 
 class Verifier:
     def __init__(
-        self, groups: tuple[GroupSpec, ...], stores: tuple[Store, ...], share: float, counters: PrefetcherCounters
+        self,
+        groups: tuple[GroupSpec, ...],
+        stores: tuple[TrackedStore, ...],
+        share: float,
+        counters: PrefetcherCounters,
     ) -> None:
         """`share` of the rows, above 0 and up to 1."""
         self._groups = groups

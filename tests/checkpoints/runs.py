@@ -73,7 +73,7 @@ class DictStore:
         self.written = 0
         self._group = group
 
-    def write(self, keys: Keys, rows: Records, step: int | None) -> Finished:
+    def write(self, keys: Keys, rows: Records) -> Finished:
         self.written += len(keys)
         self.rows |= as_dict(keys, rows)
         self.changed |= set(keys.tolist())
@@ -132,7 +132,7 @@ class FakeRun:
             for table in group.tables:
                 keys = make_keys(table.index, np.array(sorted(set(rows.get(table.index, []))), np.int64))
                 if len(keys):
-                    store.write(keys, values(group, keys, self.step), self.step)
+                    store.write(keys, values(group, keys, self.step))
 
     def train_at_random(self, rng: np.random.Generator, share: float) -> None:
         self.train({i: np.flatnonzero(rng.random(rows) < share).tolist() for i, (_, rows, _) in enumerate(TABLES)})

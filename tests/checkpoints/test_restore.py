@@ -10,16 +10,20 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from rowcast.job.tables import GroupSpec
+from rowcast.job.tables import GroupSpec, make_keys
 from rowcast.prefetcher.checkpoints import row_files
 from rowcast.prefetcher.checkpoints.restore import restore_changed, restore_rows
+from rowcast.prefetcher.stores.first_values import first_records
 from rowcast.prefetcher.stores.late_store import LateStore
 from rowcast.prefetcher.stores.memory_store import MemoryStore
-from rowcast.prefetcher.stores.store import Finished, Keys, Records, Store
+from rowcast.prefetcher.stores.store import Finished, Keys, Records, RowStore, finish
+from rowcast.prefetcher.stores.tracked_store import TrackedStore
 from rowcast.runtime.checkpoint_manifest import Manifest
 from rowcast.runtime.errors import DataError
 from tests.checkpoints.runs import TABLES, DictStore, FakeRun, Rows, as_dict, assert_holds, restored, small_job, values
 from tests.counts import count
+
+SEED = 9
 
 pytestmark = pytest.mark.usefixtures("small_files")
 
@@ -88,49 +92,57 @@ def test_a_damaged_file_is_not_taken_back_to(tmp_path: Path) -> None:
         restore_changed(run.checkpoints.root, manifest, run.groups, run.stores)
 
 
-def content(groups: tuple[GroupSpec, ...], stores: list[Store]) -> Rows:
-    return {
-        key: record
-        for group, store in zip(groups, stores, strict=True)
-        for table in group.tables
-        for keys, records in store.scan(table.index, 13)
-        for key, record in as_dict(keys, records).items()
-    }
+def every_row(groups: tuple[GroupSpec, ...], read: Callable[[int, Keys], Records]) -> Rows:
+    """What `read` gives for all keys of each group."""
+    found: Rows = {}
+    for index, group in enumerate(groups):
+        for table in group.tables:
+            keys = make_keys(table.index, np.arange(table.num_embeddings))
+            found |= as_dict(keys, read(index, keys))
+    return found
 
 
-MAKERS: dict[str, Callable[[GroupSpec], Store]] = {
-    "memory": lambda group: MemoryStore(group, 9),
-    "late": lambda group: LateStore(MemoryStore(group, 9), seed=3),
+def content(groups: tuple[GroupSpec, ...], stores: list[TrackedStore]) -> Rows:
+    def read(index: int, keys: Keys) -> Records:
+        records = np.empty((len(keys), groups[index].record_bytes), np.uint8)
+        finish(stores[index].read(keys, records))
+        return records
+
+    return every_row(groups, read)
+
+
+MAKERS: dict[str, Callable[[GroupSpec], RowStore]] = {
+    "memory": MemoryStore,
+    "late": lambda group: LateStore(MemoryStore(group), seed=3),
 }
 
 
 @pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
-def test_real_stores_are_filled_and_taken_back(make: Callable[[GroupSpec], Store], tmp_path: Path) -> None:
+def test_real_stores_are_filled_and_taken_back(make: Callable[[GroupSpec], RowStore], tmp_path: Path) -> None:
     run = FakeRun(small_job(tmp_path / "run"))
     rng = np.random.default_rng(0)
     for share in (0.5, 0.2, 0.2):
         run.train_at_random(rng, share)
         manifest = run.checkpoint()
-    stores = [make(group) for group in run.groups]
+    expected = every_row(run.groups, lambda index, keys: first_records(run.groups[index], SEED, keys)) | run.rows()
+    stores = [TrackedStore(make(group), group, SEED) for group in run.groups]
     restore_rows(run.checkpoints.root, manifest, run.groups, stores)
-    assert content(run.groups, stores) == run.rows()
+    assert content(run.groups, stores) == expected
     assert [store.num_changed for store in stores] == [0, 0]
     for group, store in zip(run.groups, stores, strict=True):
         keys = np.arange(0, 20, dtype=np.int64) | group.tables[0].index << 48
-        ticket = store.write(keys, values(group, keys, 99), 99)
-        while not ticket.done():
-            pass
-    assert content(run.groups, stores) != run.rows()
+        finish(store.write(keys, values(group, keys, 99)))
+    assert content(run.groups, stores) != expected
     restore_changed(run.checkpoints.root, manifest, run.groups, stores)
-    assert content(run.groups, stores) == run.rows()
+    assert content(run.groups, stores) == expected
     assert [store.num_changed for store in stores] == [0, 0]
 
 
 class NoRows(DictStore):
     """Takes rows and keeps none."""
 
-    def write(self, keys: Keys, rows: Records, step: int | None) -> Finished:
-        return super().write(keys[:0], rows[:0], step)
+    def write(self, keys: Keys, rows: Records) -> Finished:
+        return super().write(keys[:0], rows[:0])
 
 
 def test_one_file_is_in_memory_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,16 +4,16 @@ from typing import Any
 import pytest
 
 from rowcast.job.schema import Job
-from rowcast.prefetcher.readers.worker import BatchSource
+from rowcast.prefetcher.readers.worker import WorkerSource
 
 
 @pytest.fixture
-def opened() -> Iterator[Callable[..., BatchSource]]:
-    """Called as `BatchSource`: starts one, which is closed after the test."""
-    sources: list[BatchSource] = []
+def opened() -> Iterator[Callable[..., WorkerSource]]:
+    """Called as `WorkerSource`: starts one, which is closed after the test."""
+    sources: list[WorkerSource] = []
 
-    def open_source(job: Job, **options: Any) -> BatchSource:
-        sources.append(BatchSource(job, **options))
+    def open_source(job: Job, **options: Any) -> WorkerSource:
+        sources.append(WorkerSource(job, **options))
         sources[-1].start()
         return sources[-1]
 

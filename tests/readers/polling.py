@@ -11,7 +11,7 @@ from typing import TypeVar
 import msgspec
 
 from rowcast.job.schema import Job
-from rowcast.prefetcher.readers.batch_parts import Rest
+from rowcast.prefetcher.readers.batch_parts import DenseBatch
 from rowcast.prefetcher.readers.schedule import PlacedBatch, PlacedIds
 from rowcast.prefetcher.readers.source import Source
 
@@ -45,8 +45,8 @@ def next_ids(source: Source) -> PlacedIds | None:
     return asked(source.poll_ids, lambda: source.ended)
 
 
-def next_rest(source: Source) -> Rest:
-    rest = asked(source.poll_rest, lambda: False)
+def next_dense(source: Source) -> DenseBatch:
+    rest = asked(source.poll_dense, lambda: False)
     assert rest is not None, "rest has no end of its own"
     return rest
 
@@ -63,8 +63,8 @@ def polled_ahead(source: Source, horizon: int) -> list[PlacedBatch]:
     while (ids := next_ids(source)) is not None:
         known.append(ids)
         if len(known) > horizon:
-            whole.append(known.pop(0).with_rest(next_rest(source)))
-    return [*whole, *(ids.with_rest(next_rest(source)) for ids in known)]
+            whole.append(known.pop(0).with_dense(next_dense(source)))
+    return [*whole, *(ids.with_dense(next_dense(source)) for ids in known)]
 
 
 def is_alive(pid: int | None) -> bool:
@@ -81,9 +81,9 @@ def parent_process(job: Job, ending: str) -> Iterator[subprocess.Popen[str]]:
     """A process that starts a source, prints its decoders' pids once the data is open, and then does `ending`; killed afterwards."""
     lines = [
         "import msgspec, time",
-        "from rowcast.prefetcher.readers.worker import BatchSource",
+        "from rowcast.prefetcher.readers.worker import WorkerSource",
         "from rowcast.job.schema import Job",
-        f"source = BatchSource(msgspec.json.decode({msgspec.json.encode(job)!r}, type=Job))",
+        f"source = WorkerSource(msgspec.json.decode({msgspec.json.encode(job)!r}, type=Job))",
         "source.start()",
         "source.info()",
         "print(*source.pids, flush=True)",

@@ -1,4 +1,4 @@
-"""What every reader promises, checked on all of them. A new format adds one function to CASES."""
+"""What every reader promises, checked on all of them. A new format adds a function that writes some of it to CASES."""
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from rowcast.job.formats import FORMATS
 from rowcast.job.schema import Job
 from rowcast.prefetcher.readers import text_files as text
 from rowcast.prefetcher.readers.batch_parts import Columns, Part, divide
@@ -16,7 +17,7 @@ from rowcast.prefetcher.readers.formats import criteo_tsv, csv, parquet_files
 from rowcast.prefetcher.readers.reader import can_share, open_reader, stream_columns
 from rowcast.prefetcher.readers.schedule import Place, PlacedBatch, schedule
 from rowcast.prefetcher.readers.source import InlineSource
-from rowcast.prefetcher.readers.worker import BatchSource
+from rowcast.prefetcher.readers.worker import WorkerSource
 from rowcast.protocol.batch import Batch, Kind
 from rowcast.runtime.position import Position
 from tests.readers.polling import rest_of
@@ -122,6 +123,13 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(criteo_tsv, "LINES_AT_ONCE", 5)
     monkeypatch.setattr(csv, "LINES_AT_ONCE", 5)
     monkeypatch.setattr(parquet_files, "RECORD_BATCH_ROWS", 10)
+
+
+def test_every_format_has_a_case(tmp_path: Path) -> None:
+    folders = {name: tmp_path / name for name in CASES}
+    for folder in folders.values():
+        folder.mkdir()
+    assert {case(folders[name])[0].data.format for name, case in CASES.items()} >= set(FORMATS)
 
 
 def batches(job: Job, split: Kind = "train", epoch: int = 0, start: int = 0) -> list[Batch]:
@@ -268,7 +276,7 @@ def shared(job: Job, columns: Columns, start: Position | None, num_readers: int)
 
 def part_of(batch: Batch, columns: Columns) -> Part:
     ids, rest = divide(batch)
-    parts: dict[Columns, Part] = {"all": batch, "ids": ids, "rest": rest}
+    parts: dict[Columns, Part] = {"all": batch, "ids": ids, "dense": rest}
     return parts[columns]
 
 
@@ -288,10 +296,10 @@ def test_any_number_of_workers_gives_the_batches_of_the_source_without(case: Cas
         assert source.counters.batches == len(expected)
 
 
-def workers_at(job: Job, starts: list[Position | None]) -> Iterator[tuple[int, Position | None, BatchSource]]:
+def workers_at(job: Job, starts: list[Position | None]) -> Iterator[tuple[int, Position | None, WorkerSource]]:
     """One, two and three workers, each of them from one of `starts`; all at once, because starting takes longest."""
     with ExitStack() as stack:
-        sources = [BatchSource(with_workers(job, 1 + i), start=start) for i, start in enumerate(starts)]
+        sources = [WorkerSource(with_workers(job, 1 + i), start=start) for i, start in enumerate(starts)]
         for source in sources:
             stack.callback(source.close)
             source.start()

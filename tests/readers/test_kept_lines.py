@@ -20,7 +20,7 @@ from rowcast.prefetcher.readers.data_files import Span
 from rowcast.prefetcher.readers.reader import open_reader
 from rowcast.prefetcher.readers.schedule import schedule
 from rowcast.prefetcher.readers.text_files import TextCursor, TextIndex
-from rowcast.prefetcher.readers.worker import BatchSource
+from rowcast.prefetcher.readers.worker import WorkerSource
 from rowcast.runtime.errors import ConfigError, DataError
 from tests.readers.polling import rest_of
 from tests.readers.samples import all_samples, click_log, make_job, with_workers, write_tsv
@@ -298,7 +298,7 @@ def tsv_job(folder: Path) -> Job:
 
 
 def test_a_run_keeps_the_lines_in_its_directory_and_its_workers_use_them(
-    tmp_path: Path, opened: Callable[..., BatchSource]
+    tmp_path: Path, opened: Callable[..., WorkerSource]
 ) -> None:
     job = tsv_job(tmp_path)
     expected = all_samples(

@@ -3,14 +3,14 @@
 import numpy as np
 import pytest
 
-from rowcast.prefetcher.readers.batch_parts import IdsBatch, Rest, join_parts
+from rowcast.prefetcher.readers.batch_parts import DenseBatch, IdsBatch, join_parts
 from rowcast.prefetcher.readers.columns import (
     Column,
     Ids,
     as_slice,
     join_columns,
+    join_dense,
     join_ids,
-    join_rest,
     needed_offsets,
     rows_by_file,
     take_samples,
@@ -32,14 +32,14 @@ def ids_of(num_samples: int, *, ragged: bool, weighted: bool, seed: int = 0) -> 
     return join_columns(columns, num_samples, weighted)
 
 
-def rest_of(num_samples: int, seed: int = 0) -> Rest:
+def rest_of(num_samples: int, seed: int = 0) -> DenseBatch:
     rng = np.random.default_rng(seed)
-    return Rest(
+    return DenseBatch(
         dense=rng.random((num_samples, 2)).astype(np.float32), labels=rng.integers(0, 2, num_samples).astype(np.float32)
     )
 
 
-def rows_of(ids: IdsBatch, rest: Rest | None = None) -> list[Row]:
+def rows_of(ids: IdsBatch, rest: DenseBatch | None = None) -> list[Row]:
     return samples_of(join_parts(ids, rest or rest_of(ids.size)))
 
 
@@ -63,12 +63,14 @@ def test_a_batch_over_several_files_has_its_samples_in_order(ragged: bool, weigh
     files = rows_by_file(np.array([0, 1, 6, 8, 17]), rows)
     own = [whole_file.rows for whole_file in files]
     joined_ids = join_ids(files, [take_samples(ids[file.file], taken) for file, taken in zip(files, own, strict=True)])
-    joined_rest = join_rest(files, [taken_rest(rest[file.file], taken) for file, taken in zip(files, own, strict=True)])
+    joined_rest = join_dense(
+        files, [taken_dense(rest[file.file], taken) for file, taken in zip(files, own, strict=True)]
+    )
     assert rows_of(joined_ids, joined_rest) == [samples[row] for row in rows]
 
 
-def taken_rest(rest: Rest, rows: Ids) -> Rest:
-    return Rest(dense=rest.dense[rows], labels=rest.labels[rows])
+def taken_dense(rest: DenseBatch, rows: Ids) -> DenseBatch:
+    return DenseBatch(dense=rest.dense[rows], labels=rest.labels[rows])
 
 
 def test_rows_are_looked_for_in_the_files_that_hold_them() -> None:

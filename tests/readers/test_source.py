@@ -9,13 +9,13 @@ import pytest
 from pyarrow import parquet as pq
 
 from rowcast.job.schema import Job
-from rowcast.prefetcher.readers.batch_parts import IdsBatch, Rest
+from rowcast.prefetcher.readers.batch_parts import DenseBatch, IdsBatch
 from rowcast.prefetcher.readers.reader import open_reader
 from rowcast.prefetcher.readers.schedule import Place, schedule
 from rowcast.prefetcher.readers.source import Arrival, InlineSource, Source, SourceCounters, SourceInfo
 from rowcast.runtime.errors import DataError
 from rowcast.runtime.position import Position
-from tests.readers.polling import next_batch, next_ids, next_rest, polled_ahead, rest_of
+from tests.readers.polling import next_batch, next_dense, next_ids, polled_ahead, rest_of
 from tests.readers.samples import (
     PARQUET_COLUMNS,
     click_log,
@@ -84,9 +84,9 @@ def test_ids_tell_what_a_planner_needs(make: Any, tmp_path: Path) -> None:
 def test_the_rest_of_a_batch_cannot_be_had_before_its_ids(tmp_path: Path) -> None:
     source = InlineSource(npy(tmp_path))
     assert next_ids(source) is not None
-    next_rest(source)
+    next_dense(source)
     with pytest.raises(AssertionError, match="the rest of batch 1 was asked for, of 1 whose ids were given"):
-        source.poll_rest()
+        source.poll_dense()
 
 
 @FORMATS
@@ -94,14 +94,14 @@ def test_a_closed_source_gives_neither(make: Any, tmp_path: Path) -> None:
     source = InlineSource(make(tmp_path))
     assert next_ids(source) is not None
     source.close()
-    assert (source.poll_ids(), source.poll_rest(), source.poll()) == (None, None, None)
+    assert (source.poll_ids(), source.poll_dense(), source.poll()) == (None, None, None)
 
 
 def test_what_a_data_set_of_ones_own_adds_to_a_batch_is_part_of_the_rest() -> None:
     job = make_job("tests.readers.factories:timed")
     source = InlineSource(job)
     assert [next_ids(source) is not None for _ in range(3)] == [True] * 3
-    assert [next_rest(source).extra["time"].tolist() for _ in range(3)] == [[0, 1], [1, 2], [2, 3]]
+    assert [next_dense(source).extra["time"].tolist() for _ in range(3)] == [[0, 1], [1, 2], [2, 3]]
     assert [batch.batch.extra["time"].tolist() for batch in rest_of(InlineSource(job))] == [[0, 1], [1, 2], [2, 3]]
 
 
@@ -169,9 +169,9 @@ def test_dense_values_and_labels_are_not_looked_at_before_they_are_asked_for(tmp
     break_value(tmp_path, 12)
     source = InlineSource(job)
     assert [next_ids(source) is not None for _ in range(6)] == [True] * 6
-    next_rest(source)
+    next_dense(source)
     with pytest.raises(DataError, match="row 12, column int_2: value nan"):
-        next_rest(source)
+        next_dense(source)
 
 
 def test_of_parquet_only_the_columns_of_the_part_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -186,7 +186,7 @@ def test_of_parquet_only_the_columns_of_the_part_are_read(tmp_path: Path, monkey
     source = InlineSource(bags(tmp_path))
     assert next_ids(source) is not None
     assert read == [["cat_3", "cat_0", "cat_25", "cat_0_weights"]]
-    next_rest(source)
+    next_dense(source)
     assert read[1:] == [["click", "int_2", "int_10"]]
 
 
@@ -196,7 +196,7 @@ def test_of_parquet_only_the_columns_of_the_part_are_read(tmp_path: Path, monkey
 class Slow:
     """A `Stream` of what it is given; None stands for "nothing has arrived"."""
 
-    def __init__(self, arrivals: list[IdsBatch | Rest | DataError | None]) -> None:
+    def __init__(self, arrivals: list[IdsBatch | DenseBatch | DataError | None]) -> None:
         self.counters = SourceCounters()
         self._arrivals = deque(arrivals)
         self._step = 0
@@ -230,12 +230,12 @@ def ids(value: int) -> IdsBatch:
     return IdsBatch(size=1, ids=np.array([value]))
 
 
-def rest(value: int) -> Rest:
-    return Rest(dense=np.full((1, 1), value, np.float32), labels=np.zeros(1, np.float32))
+def rest(value: int) -> DenseBatch:
+    return DenseBatch(dense=np.full((1, 1), value, np.float32), labels=np.zeros(1, np.float32))
 
 
 def dense_value(source: Source) -> float | None:
-    found = source.poll_rest()
+    found = source.poll_dense()
     return None if found is None else float(found.dense[0, 0])
 
 
@@ -273,15 +273,15 @@ def test_broken_ids_are_told_only_when_no_rest_before_them_can_be_broken_any_mor
 
 
 def test_a_broken_rest_before_broken_ids_is_told_instead() -> None:
-    source = Source(Slow([ids(0), ids(1), DataError("ids")]), Slow([rest(0), None, DataError("rest")]))
+    source = Source(Slow([ids(0), ids(1), DataError("ids")]), Slow([rest(0), None, DataError("dense")]))
     assert [source.poll_ids() is not None for _ in range(2)] == [True, True]
     assert source.poll_ids() is None
     for ask in (source.poll_ids, source.poll_ids):
-        with pytest.raises(DataError, match="rest"):
+        with pytest.raises(DataError, match="dense"):
             ask()
     assert dense_value(source) == 0
-    with pytest.raises(DataError, match="rest"):
-        source.poll_rest()
+    with pytest.raises(DataError, match="dense"):
+        source.poll_dense()
 
 
 def test_closing_closes_both_streams() -> None:

@@ -13,7 +13,7 @@ from rowcast.job.schema import Job
 from rowcast.prefetcher.readers.reader import open_reader
 from rowcast.prefetcher.readers.schedule import schedule
 from rowcast.prefetcher.readers.source import InlineSource
-from rowcast.prefetcher.readers.worker import BatchSource
+from rowcast.prefetcher.readers.worker import WorkerSource
 from rowcast.runtime.errors import ConfigError, DataError, RowcastError
 from tests.readers.polling import LONG_S, decoders_of, is_alive, next_batch, parent_process, rest_of, wait_until
 from tests.readers.samples import PARQUET_COLUMNS, make_job, same_batch, write_parquet
@@ -28,7 +28,7 @@ def synthetic_job(samples: int = 100) -> Job:
 
 
 @pytest.mark.parametrize("max_steps", [None, 5, 0])
-def test_both_sources_give_the_schedule_in_order(max_steps: int | None, opened: Callable[..., BatchSource]) -> None:
+def test_both_sources_give_the_schedule_in_order(max_steps: int | None, opened: Callable[..., WorkerSource]) -> None:
     job = synthetic_job()
     expected = list(schedule(job, open_reader(job), max_steps))
     for source in (opened(job, max_steps=max_steps), InlineSource(job, max_steps)):
@@ -43,7 +43,7 @@ def test_both_sources_give_the_schedule_in_order(max_steps: int | None, opened: 
 
 
 def test_bags_and_weights_cross_bit_for_bit_as_writable_arrays_of_their_own(
-    tmp_path: Path, opened: Callable[..., BatchSource]
+    tmp_path: Path, opened: Callable[..., WorkerSource]
 ) -> None:
     write_parquet(tmp_path / "a.parquet", 50)
     job = make_job("parquet", path=str(tmp_path), columns=PARQUET_COLUMNS)
@@ -58,20 +58,20 @@ def test_bags_and_weights_cross_bit_for_bit_as_writable_arrays_of_their_own(
         assert all(array.flags.writeable for array in arrays)
 
 
-def test_samples_without_dense_features_cross(tmp_path: Path, opened: Callable[..., BatchSource]) -> None:
+def test_samples_without_dense_features_cross(tmp_path: Path, opened: Callable[..., WorkerSource]) -> None:
     write_parquet(tmp_path / "a.parquet", 20)
     job = make_job("parquet", path=str(tmp_path), columns={**PARQUET_COLUMNS, "dense": []})
     assert [placed.batch.dense.shape for placed in rest_of(opened(job))] == [(8, 0), (8, 0), (4, 0)]
 
 
-def test_what_is_known_beforehand_comes_first(opened: Callable[..., BatchSource]) -> None:
+def test_what_is_known_beforehand_comes_first(opened: Callable[..., WorkerSource]) -> None:
     job = synthetic_job()
     for source in (opened(job, max_steps=15), InlineSource(job, 15)):
         info = source.info()
         assert (info.num_dense, info.expected_train_steps, info.num_train, info.num_eval) == (13, 15, 80, 20)
 
 
-def test_a_run_goes_on_where_another_stopped(opened: Callable[..., BatchSource]) -> None:
+def test_a_run_goes_on_where_another_stopped(opened: Callable[..., WorkerSource]) -> None:
     job = synthetic_job()
     whole = rest_of(opened(job))
     rest = rest_of(opened(job, start=whole[6].following))
@@ -79,21 +79,21 @@ def test_a_run_goes_on_where_another_stopped(opened: Callable[..., BatchSource])
     assert all(same_batch(a.batch, b.batch) for a, b in zip(rest, whole[7:], strict=True))
 
 
-def test_replaced_ids_are_counted_on_this_side(opened: Callable[..., BatchSource]) -> None:
+def test_replaced_ids_are_counted_on_this_side(opened: Callable[..., WorkerSource]) -> None:
     job = make_job("tests.readers.factories:changed", options={"case": "a negative id"}, on_invalid_id="zero")
     for source in (opened(job), InlineSource(job)):
         assert len(rest_of(source)) == 2
         assert source.counters.invalid_ids == 1
 
 
-def test_arrivals_are_announced(opened: Callable[..., BatchSource]) -> None:
+def test_arrivals_are_announced(opened: Callable[..., WorkerSource]) -> None:
     announced: list[None] = []
     source = opened(factory("function"), on_arrival=lambda: announced.append(None))
     wait_until(lambda: len(announced) == 5)  # three batches to train, one to evaluate, the end
     assert len(rest_of(source)) == 4
 
 
-def test_decoding_stays_a_bounded_number_of_batches_ahead(opened: Callable[..., BatchSource]) -> None:
+def test_decoding_stays_a_bounded_number_of_batches_ahead(opened: Callable[..., WorkerSource]) -> None:
     source = opened(factory("endless"), num_ahead=3)
     depths = set()
     while source.counters.batches < 200 or source.counters.decoder_blocked_s == 0 or 2 not in depths:
@@ -102,7 +102,7 @@ def test_decoding_stays_a_bounded_number_of_batches_ahead(opened: Callable[..., 
     assert depths <= {0, 1, 2, 3}
 
 
-def test_a_config_error_arrives_as_itself(tmp_path: Path, opened: Callable[..., BatchSource]) -> None:
+def test_a_config_error_arrives_as_itself(tmp_path: Path, opened: Callable[..., WorkerSource]) -> None:
     job = make_job("criteo-tsv", path=str(tmp_path / "nowhere"))
     source = opened(job)
     for ask in (source.info, lambda: next_batch(source), source.poll, source.info):
@@ -114,7 +114,7 @@ def test_a_config_error_arrives_as_itself(tmp_path: Path, opened: Callable[..., 
         inline.poll()
 
 
-def test_a_data_error_arrives_after_the_batches_before_it(opened: Callable[..., BatchSource]) -> None:
+def test_a_data_error_arrives_after_the_batches_before_it(opened: Callable[..., WorkerSource]) -> None:
     source = opened(factory("changed", case="a negative id"))
     first = next_batch(source)
     assert first is not None
@@ -127,7 +127,7 @@ def test_a_data_error_arrives_after_the_batches_before_it(opened: Callable[..., 
 
 
 def test_what_a_data_set_s_code_raises_is_told_and_its_traceback_shown(
-    capfd: pytest.CaptureFixture[str], opened: Callable[..., BatchSource]
+    capfd: pytest.CaptureFixture[str], opened: Callable[..., WorkerSource]
 ) -> None:
     source = opened(factory("raising"))
     assert next_batch(source) is not None
@@ -136,7 +136,7 @@ def test_what_a_data_set_s_code_raises_is_told_and_its_traceback_shown(
     assert "KeyError: 'user_id'" in capfd.readouterr().err
 
 
-def test_a_killed_decoder_is_an_error_and_no_hang(opened: Callable[..., BatchSource]) -> None:
+def test_a_killed_decoder_is_an_error_and_no_hang(opened: Callable[..., WorkerSource]) -> None:
     source = opened(factory("stuck"))
     assert [next_batch(source) is not None for _ in range(2)] == [True, True]
     os.kill(source.pids[0], signal.SIGKILL)
@@ -144,7 +144,7 @@ def test_a_killed_decoder_is_an_error_and_no_hang(opened: Callable[..., BatchSou
         next_batch(source)
 
 
-def test_a_decoder_killed_while_it_opens_the_data_is_an_error(opened: Callable[..., BatchSource]) -> None:
+def test_a_decoder_killed_while_it_opens_the_data_is_an_error(opened: Callable[..., WorkerSource]) -> None:
     source = opened(factory("slow_to_open"))
     os.kill(source.pids[0], signal.SIGKILL)
     with pytest.raises(RowcastError, match="was killed by signal 9"):
@@ -152,13 +152,13 @@ def test_a_decoder_killed_while_it_opens_the_data_is_an_error(opened: Callable[.
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_signals_to_the_whole_group_leave_the_decoder_at_work(number: int, opened: Callable[..., BatchSource]) -> None:
+def test_signals_to_the_whole_group_leave_the_decoder_at_work(number: int, opened: Callable[..., WorkerSource]) -> None:
     source = opened(factory("signalled", number=int(number)))
     os.kill(source.pids[0], number)  # while it still starts
     assert len(rest_of(source)) == 2
 
 
-def test_this_process_keeps_its_signals(opened: Callable[..., BatchSource]) -> None:
+def test_this_process_keeps_its_signals(opened: Callable[..., WorkerSource]) -> None:
     before = signal.pthread_sigmask(signal.SIG_BLOCK, [])
     opened(factory("function"))
     assert signal.pthread_sigmask(signal.SIG_BLOCK, []) == before
@@ -166,7 +166,7 @@ def test_this_process_keeps_its_signals(opened: Callable[..., BatchSource]) -> N
 
 @pytest.mark.parametrize("name", ["slow_to_open", "stuck", "endless", "function"])
 def test_closing_ends_the_decoder_whatever_it_does(name: str) -> None:
-    source = BatchSource(factory(name))
+    source = WorkerSource(factory(name))
     source.start()
     if name != "slow_to_open":
         assert next_batch(source) is not None
@@ -177,7 +177,7 @@ def test_closing_ends_the_decoder_whatever_it_does(name: str) -> None:
 
 
 def test_closing_a_source_that_was_never_started_does_nothing() -> None:
-    for source in (BatchSource(synthetic_job()), InlineSource(synthetic_job())):
+    for source in (WorkerSource(synthetic_job()), InlineSource(synthetic_job())):
         source.close()
         assert source.poll() is None
 
@@ -197,7 +197,7 @@ def test_a_parent_that_forgets_to_close_still_ends(ending: str, exit_code: int) 
     assert not any(map(is_alive, pids))
 
 
-def test_large_batches_cross_unharmed(opened: Callable[..., BatchSource]) -> None:
+def test_large_batches_cross_unharmed(opened: Callable[..., WorkerSource]) -> None:
     job = make_job("synthetic", synthetic={"samples": 200_000}, batch_size=65_536, eval_fraction=0.0)
     found = rest_of(opened(job, num_ahead=1))
     assert [placed.batch.size for placed in found] == [65_536, 65_536, 65_536, 3_392]

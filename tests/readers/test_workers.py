@@ -18,7 +18,7 @@ from rowcast.prefetcher.readers.decoder import Share, decode_share
 from rowcast.prefetcher.readers.reader import open_reader
 from rowcast.prefetcher.readers.schedule import schedule
 from rowcast.prefetcher.readers.source import InlineSource
-from rowcast.prefetcher.readers.worker import BatchSource
+from rowcast.prefetcher.readers.worker import WorkerSource
 from rowcast.runtime.errors import ConfigError, DataError, RowcastError
 from tests.readers.polling import (
     LONG_S,
@@ -57,7 +57,7 @@ def npy_job(folder: Path, num_workers: int = 3, **data: Any) -> Job:
 
 
 @pytest.mark.parametrize("max_steps", [None, 5, 0])
-def test_the_run_ends_where_it_would_with_one(max_steps: int | None, opened: Callable[..., BatchSource]) -> None:
+def test_the_run_ends_where_it_would_with_one(max_steps: int | None, opened: Callable[..., WorkerSource]) -> None:
     job = synthetic_job()
     source = opened(job, max_steps=max_steps)
     expected = list(schedule(job, open_reader(job), max_steps))
@@ -70,12 +70,12 @@ def test_the_run_ends_where_it_would_with_one(max_steps: int | None, opened: Cal
     assert source.poll() is None
 
 
-def test_a_run_shorter_than_the_workers_are_many_ends(opened: Callable[..., BatchSource]) -> None:
+def test_a_run_shorter_than_the_workers_are_many_ends(opened: Callable[..., WorkerSource]) -> None:
     assert [batch.step for batch in rest_of(opened(synthetic_job(num_workers=4), max_steps=1))] == [0, 1, 2, 3]
 
 
 def test_replaced_ids_are_counted_batch_by_batch_as_with_one(
-    tmp_path: Path, opened: Callable[..., BatchSource]
+    tmp_path: Path, opened: Callable[..., WorkerSource]
 ) -> None:
     job = npy_job(tmp_path, on_invalid_id="zero", epochs=2)
     counts = []
@@ -104,7 +104,7 @@ def break_value(folder: Path, row: int) -> None:
     ],
 )
 def test_the_first_error_of_the_data_is_told_although_others_are_met_earlier(
-    row: int, horizon: int, sentence: str, tmp_path: Path, opened: Callable[..., BatchSource]
+    row: int, horizon: int, sentence: str, tmp_path: Path, opened: Callable[..., WorkerSource]
 ) -> None:
     job = npy_job(tmp_path)
     break_value(tmp_path, row)
@@ -115,7 +115,7 @@ def test_the_first_error_of_the_data_is_told_although_others_are_met_earlier(
         polled_ahead(source, horizon)
 
 
-def test_what_is_wrong_with_the_job_is_told_as_it_is(tmp_path: Path, opened: Callable[..., BatchSource]) -> None:
+def test_what_is_wrong_with_the_job_is_told_as_it_is(tmp_path: Path, opened: Callable[..., WorkerSource]) -> None:
     source = opened(with_workers(make_job("criteo-tsv", path=str(tmp_path / "nowhere")), 3))
     for ask in (source.info, lambda: next_batch(source)):
         with pytest.raises(ConfigError, match="nowhere': no such file, folder or glob"):
@@ -158,7 +158,7 @@ def test_batches_of_others_are_not_even_checked(make: Callable[[Path], Job], tmp
 
 @pytest.mark.parametrize(("num_workers", "num_ahead", "bound"), [(3, 6, 6), (2, 1, 2)])
 def test_all_together_stay_a_bounded_number_of_batches_ahead(
-    num_workers: int, num_ahead: int, bound: int, opened: Callable[..., BatchSource]
+    num_workers: int, num_ahead: int, bound: int, opened: Callable[..., WorkerSource]
 ) -> None:
     arrived: list[None] = []
     source = opened(synthetic_job(10**6, num_workers), num_ahead=num_ahead, on_arrival=lambda: arrived.append(None))
@@ -175,7 +175,7 @@ def killed(pid: int) -> str:
 
 
 @pytest.mark.parametrize("victim", [0, 2])
-def test_the_death_of_any_is_an_error_with_its_pid(victim: int, opened: Callable[..., BatchSource]) -> None:
+def test_the_death_of_any_is_an_error_with_its_pid(victim: int, opened: Callable[..., WorkerSource]) -> None:
     source = opened(synthetic_job(samples=10**6))
     assert next_batch(source) is not None
     os.kill(source.pids[victim], signal.SIGKILL)
@@ -187,7 +187,7 @@ def test_the_death_of_any_is_an_error_with_its_pid(victim: int, opened: Callable
 
 
 def test_the_death_of_the_one_that_reads_dense_values_is_an_error_too(
-    tmp_path: Path, opened: Callable[..., BatchSource]
+    tmp_path: Path, opened: Callable[..., WorkerSource]
 ) -> None:
     write_day(tmp_path, "day_0", 100_000)
     source = opened(make_job("criteo-npy", path=str(tmp_path)))
@@ -198,7 +198,7 @@ def test_the_death_of_the_one_that_reads_dense_values_is_an_error_too(
         rest_of(source)
 
 
-def test_closing_ends_all(opened: Callable[..., BatchSource]) -> None:
+def test_closing_ends_all(opened: Callable[..., WorkerSource]) -> None:
     source = opened(synthetic_job(samples=10**6))
     assert next_ids(source) is not None
     assert len(source.pids) == 3
@@ -221,7 +221,7 @@ def test_a_parent_that_forgets_to_close_still_ends() -> None:
     assert not any(map(is_alive, pids))
 
 
-def test_a_data_set_of_ones_own_has_one_worker_and_one_warning(opened: Callable[..., BatchSource]) -> None:
+def test_a_data_set_of_ones_own_has_one_worker_and_one_warning(opened: Callable[..., WorkerSource]) -> None:
     job = with_workers(make_job("tests.readers.samples:listed"), 3)
     with structlog.testing.capture_logs() as logs:
         source = opened(job)
@@ -231,7 +231,7 @@ def test_a_data_set_of_ones_own_has_one_worker_and_one_warning(opened: Callable[
     assert len(rest_of(source)) == len(list(schedule(job, open_reader(job))))
 
 
-def test_one_worker_of_a_data_set_of_ones_own_is_no_reason_for_a_warning(opened: Callable[..., BatchSource]) -> None:
+def test_one_worker_of_a_data_set_of_ones_own_is_no_reason_for_a_warning(opened: Callable[..., WorkerSource]) -> None:
     with structlog.testing.capture_logs() as logs:
         opened(make_job("tests.readers.samples:listed"))
     assert logs == []

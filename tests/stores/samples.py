@@ -3,6 +3,7 @@
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -11,12 +12,13 @@ import pytest
 
 from rowcast.job.file import parse_job
 from rowcast.job.schema import Job
+from rowcast.job.stores import STORES as REGISTERED
 from rowcast.job.tables import ROW_MASK, GroupSpec, group_specs, make_keys
 from rowcast.prefetcher.stores.first_values import initial_rows
 from rowcast.prefetcher.stores.late_store import LateStore
 from rowcast.prefetcher.stores.mapped_store import MappedStore
-from rowcast.prefetcher.stores.memory_store import MemoryStore
-from rowcast.prefetcher.stores.store import Keys, Records, Store, Ticket
+from rowcast.prefetcher.stores.store import Keys, Records, RowStore, Ticket
+from rowcast.prefetcher.stores.tracked_store import TrackedStore, open_row_store
 from rowcast.protocol.transport.ring_file import in_memory_buffer
 
 SEED = 5
@@ -60,20 +62,25 @@ def open_mapped(
     return MappedStore.open(group, SEED, folder, incarnation=incarnation, checkpoint=checkpoint)
 
 
-MakeStore = Callable[[Path], Store]
-STORES: dict[str, MakeStore] = {
-    "memory": lambda folder: MemoryStore(GROUP, SEED),
-    "mapped": open_mapped,
-    "late": lambda folder: LateStore(MemoryStore(GROUP, SEED), seed=1),
-    "late mapped": lambda folder: LateStore(open_mapped(folder), seed=1),
-}
+def open_kind(kind: str, folder: Path) -> RowStore:
+    job = make_job(job={"run_dir": str(folder), "seed": SEED}, store={"kind": kind})
+    return open_row_store(job, GROUP, incarnation=1, checkpoint=None)
+
+
+MakeStore = Callable[[Path], RowStore]
+STORES: dict[str, MakeStore] = {kind: partial(open_kind, kind) for kind in REGISTERED}
+STORES |= {f"late {kind}": lambda folder, kind=kind: LateStore(open_kind(kind, folder), 1) for kind in REGISTERED}  # type: ignore[misc]
 
 
 @contextmanager
-def opened(kind: str) -> Iterator[Store]:
+def opened(kind: str) -> Iterator[RowStore]:
     """A new store of a kind, in a folder of its own."""
     with tempfile.TemporaryDirectory() as folder, closing(STORES[kind](Path(folder))) as store:
         yield store
+
+
+def tracked(store: RowStore) -> TrackedStore:
+    return TrackedStore(store, GROUP, SEED)
 
 
 def finish(ticket: Ticket) -> None:
@@ -84,7 +91,7 @@ def finish(ticket: Ticket) -> None:
     pytest.fail(f"a ticket was not done after {MAX_POLLS} polls")
 
 
-def read(store: Store, keys: Keys) -> Records:
+def read(store: RowStore | TrackedStore, keys: Keys) -> Records:
     """Reads into the middle of a ring, as the fetcher does; nothing beside the rows may change."""
     nbytes = len(keys) * GROUP.record_bytes
     ring = in_memory_buffer(nbytes + 128)
@@ -108,10 +115,22 @@ def random_records(num_rows: int, seed: int = 0) -> Records:
     return np.random.default_rng(seed).integers(0, 256, (num_rows, GROUP.record_bytes), np.uint8)
 
 
-def scanned(store: Store, block: int = 7, *, changed: bool = False) -> dict[int, bytes]:
+def present(store: RowStore) -> dict[int, bytes]:
+    """Every row that the store has."""
+    keys = all_keys()
+    records = np.empty((len(keys), GROUP.record_bytes), np.uint8)
+    ticket = store.read(keys, records)
+    finish(ticket)
+    absent = set(ticket.absent)
+    return {
+        int(key): record.tobytes() for i, (key, record) in enumerate(zip(keys, records, strict=True)) if i not in absent
+    }
+
+
+def changed_rows(store: TrackedStore, block: int = 7) -> dict[int, bytes]:
     found: dict[int, bytes] = {}
     for table in GROUP.tables:
-        for keys, records in store.scan(table.index, block, changed=changed):
+        for keys, records in store.changed_rows(table.index, block):
             found |= {int(key): record.tobytes() for key, record in zip(keys, records, strict=True)}
     return found
 

@@ -1,4 +1,4 @@
-"""Which rows a checkpoint must hold, and how a store goes back to one."""
+"""First values, which rows a checkpoint must hold, and how a store goes back to one: over stores of every kind."""
 
 from collections.abc import Iterator
 
@@ -7,93 +7,94 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rowcast.prefetcher.stores.store import Store
+from rowcast.prefetcher.stores.tracked_store import TrackedStore
 from tests.stores.samples import (
     GROUP,
     STORES,
     all_keys,
+    changed_rows,
     finish,
     first_floats,
     keys_of,
     opened,
     random_records,
     read,
-    scanned,
+    tracked,
 )
 
 
 @pytest.fixture(params=STORES)
-def store(request: pytest.FixtureRequest) -> Iterator[Store]:
+def store(request: pytest.FixtureRequest) -> Iterator[TrackedStore]:
     with opened(request.param) as store:
-        yield store
+        yield tracked(store)
 
 
-def changed_rows(store: Store) -> list[int]:
+def changed_keys(store: TrackedStore) -> list[int]:
     return [int(key) for table in GROUP.tables for key in store.changed_keys(table.index)]
 
 
-def test_a_row_has_changed_from_its_write_until_the_store_is_settled(store: Store) -> None:
+def test_a_row_that_was_never_written_has_its_first_value(store: TrackedStore) -> None:
+    keys = all_keys()
+    assert read(store, keys).tobytes() == first_floats(keys).tobytes()
+    assert read(store, keys[5:6]).tobytes() == first_floats(keys[5:6]).tobytes()
+    rows = random_records(2)
+    finish(store.write(keys[5:7], rows))
+    expected = first_floats(keys[4:8]).view(np.uint8)
+    expected[1:3] = rows
+    assert read(store, keys[4:8]).tobytes() == expected.tobytes()
+
+
+def test_a_row_has_changed_from_its_write_until_the_store_is_settled(store: TrackedStore) -> None:
     assert store.num_changed == 0
     keys = keys_of((0, [0, 39]), (2, [0, 1, 299]), (3, [6]))
     for _ in range(2):
-        finish(store.write(keys, random_records(len(keys)), 0))
+        finish(store.write(keys, random_records(len(keys))))
         assert store.num_changed == len(keys)
-        assert changed_rows(store) == keys.tolist()
+        assert changed_keys(store) == keys.tolist()
         store.settle()
         assert store.num_changed == 0
-        assert changed_rows(store) == []
-        assert len(scanned(store)) == len(keys), "a settled row is present still"
+        assert changed_keys(store) == []
 
 
-def test_reading_changes_no_row(store: Store) -> None:
+def test_reading_changes_no_row(store: TrackedStore) -> None:
     read(store, all_keys())
-    store.hint(all_keys(), 0)
-    scanned(store)
     assert store.num_changed == 0
 
 
 @pytest.mark.parametrize("block", [1, 4, 1000])
-def test_a_scan_of_changed_rows_gives_them_by_ascending_key_in_blocks(store: Store, block: int) -> None:
+def test_changed_rows_come_by_ascending_key_in_blocks(store: TrackedStore, block: int) -> None:
     everything = all_keys()
-    finish(store.write(everything, random_records(len(everything)), 0))
+    finish(store.write(everything, random_records(len(everything))))
     store.settle()
     chosen = [0, 7, 8, 9, 63, 64, 298, 299]
     keys, rows = keys_of((2, chosen)), random_records(len(chosen), seed=1)
-    finish(store.write(keys, rows, 1))
-    blocks = list(store.scan(2, block, changed=True))
+    finish(store.write(keys, rows))
+    blocks = list(store.changed_rows(2, block))
     assert [len(found) for found, _ in blocks] == [min(block, 8 - start) for start in range(0, 8, block)]
     assert np.concatenate([found for found, _ in blocks]).tolist() == keys.tolist()
     assert np.concatenate([records for _, records in blocks]).tobytes() == rows.tobytes()
-    assert list(store.scan(0, block, changed=True)) == []
+    assert list(store.changed_rows(0, block)) == []
 
 
-def test_a_forgotten_row_reads_as_if_it_was_never_written(store: Store) -> None:
+def test_a_forgotten_row_reads_as_if_it_was_never_written(store: TrackedStore) -> None:
     keys = keys_of((0, [3, 4, 5]), (3, [0]))
     rows = random_records(len(keys))
-    finish(store.write(keys, rows, 0))
-    before = store.host_bytes
+    finish(store.write(keys, rows))
     store.forget(keys[1:3])
     assert read(store, keys).tobytes() == rows[:1].tobytes() + first_floats(keys[1:3]).tobytes() + rows[3:].tobytes()
-    assert changed_rows(store) == [int(keys[0]), int(keys[3])]
-    assert store.host_bytes == before - 2 * GROUP.record_bytes
-    finish(store.write(keys[1:2], rows[1:2], 1))
+    assert changed_keys(store) == [int(keys[0]), int(keys[3])]
+    finish(store.write(keys[1:2], rows[1:2]))
     assert read(store, keys[1:2]).tobytes() == rows[1:2].tobytes()
 
 
-def test_a_store_closed_at_a_checkpoint_must_hold_just_that(store: Store) -> None:
-    finish(store.write(all_keys()[:3], random_records(3), 0))
+def test_a_store_closed_at_a_checkpoint_must_hold_just_that(store: TrackedStore) -> None:
+    finish(store.write(all_keys()[:3], random_records(3)))
     with pytest.raises(AssertionError, match="checkpoint 7 with 3 changed rows, expected 0"):
-        store.close_at("7")
+        store.close("7")
     store.settle()
-    store.close_at("7")
-    store.close_at("7")
+    store.close("7")
+    store.close("7")
     store.close()
-
-
-def test_rows_of_a_closed_store_cannot_be_asked_for(store: Store) -> None:
-    store.close()
-    with pytest.raises(AssertionError, match="is closed, and 3 rows were asked for"):
-        read(store, all_keys()[:3])
 
 
 row_sets = st.sets(st.integers(0, len(all_keys()) - 1), min_size=1, max_size=60)
@@ -111,12 +112,13 @@ def test_any_writes_settlings_and_forgettings_agree_with_a_dictionary_and_a_set(
     everything = all_keys()
     rows: dict[int, bytes] = {}
     changed: set[int] = set()
-    with opened(kind) as store:
+    with opened(kind) as own:
+        store = tracked(own)
         for step, (operation, chosen) in enumerate(history):
             keys = everything[sorted(chosen)]
             if operation == "write":
                 records = random_records(len(keys), step)
-                finish(store.write(keys, records, step))
+                finish(store.write(keys, records))
                 rows |= {int(key): record.tobytes() for key, record in zip(keys, records, strict=True)}
                 changed |= set(keys.tolist())
             elif operation == "forget":
@@ -126,10 +128,9 @@ def test_any_writes_settlings_and_forgettings_agree_with_a_dictionary_and_a_set(
             else:
                 store.settle()
                 changed.clear()
-            assert changed_rows(store) == sorted(changed)
+            assert changed_keys(store) == sorted(changed)
             assert store.num_changed == len(changed)
-            assert scanned(store) == rows
-            assert scanned(store, changed=True) == {key: rows[key] for key in changed}
+            assert changed_rows(store) == {key: rows[key] for key in changed}
         first = zip(everything.tolist(), first_floats(everything), strict=True)
         assert read(store, everything).tobytes() == b"".join(rows.get(key, floats.tobytes()) for key, floats in first)
 
@@ -141,23 +142,23 @@ def test_a_rollback_of_the_changed_rows_alone_gives_the_checkpoint_back(
     kind: str, saved: set[int], lost: set[int]
 ) -> None:
     everything = all_keys()
-    with opened(kind) as store:
+    with opened(kind) as own:
+        store = tracked(own)
         keys = everything[sorted(saved)]
-        finish(store.write(keys, random_records(len(keys), 1), 0))
-        checkpoint, bits = scanned(store), read(store, everything).tobytes()
+        finish(store.write(keys, random_records(len(keys), 1)))
+        checkpoint, bits = changed_rows(store), read(store, everything).tobytes()
         store.settle()
         keys = everything[sorted(lost)]
-        finish(store.write(keys, random_records(len(keys), 2), 1))
+        finish(store.write(keys, random_records(len(keys), 2)))
 
-        changed = changed_rows(store)
+        changed = changed_keys(store)
         store.forget(np.array(changed))
         back = np.array([key for key in changed if key in checkpoint], np.int64)
         records = np.frombuffer(b"".join(checkpoint[int(key)] for key in back), np.uint8).reshape(
             len(back), GROUP.record_bytes
         )
-        finish(store.write(back, records, None))
+        finish(store.write(back, records))
         store.settle()
 
-        assert scanned(store) == checkpoint
         assert read(store, everything).tobytes() == bits
         assert store.num_changed == 0

@@ -15,7 +15,9 @@ from rowcast.prefetcher.stores.elements import elements_of, rounded, widened
 from rowcast.prefetcher.stores.first_values import first_records, initial_rows
 from rowcast.prefetcher.stores.mapped_store import MappedStore
 from rowcast.prefetcher.stores.memory_store import MemoryStore
+from rowcast.prefetcher.stores.store import finish
 from rowcast.prefetcher.stores.table_header import layout_digest
+from rowcast.prefetcher.stores.tracked_store import TrackedStore
 from rowcast.trainer.kernels.optim import DTYPES
 from tests.workloads import small_job
 
@@ -114,18 +116,19 @@ def test_first_records_hold_rounded_weights_the_unrounded_master_initial_state_a
 @pytest.mark.parametrize("master", [False, True])
 def test_stores_keep_half_rows_as_they_keep_any_record(kind: str, master: bool, tmp_path: Path) -> None:
     for group in groups_of("bf16", master=master):
-        store = (
-            MemoryStore(group, SEED)
+        raw = (
+            MemoryStore(group)
             if kind == "memory"
             else MappedStore.open(group, SEED, tmp_path, incarnation=1, checkpoint=None)
-        )  # fmt: skip
+        )
+        store = TrackedStore(raw, group, SEED)
         table = group.tables[0]
         keys = make_keys(table.index, np.arange(table.num_embeddings))
         records = first_records(group, SEED, keys)
         elements_of(records, group.parts[0])[::3] = 0x3F80  # one, in bf16
-        store.write(keys[::3], records[::3], 0)
+        finish(store.write(keys[::3], records[::3]))
         found = np.empty_like(records)
-        store.read(keys, found)
+        finish(store.read(keys, found))
         assert np.array_equal(found, records)
         store.close()
 

@@ -6,13 +6,14 @@ from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import xxhash
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from structlog.testing import capture_logs
 
-from rowcast.job.tables import GroupSpec
+from rowcast.job.tables import GroupSpec, make_keys
 from rowcast.prefetcher.stores import mapped_store as mapped
 from rowcast.prefetcher.stores.mapped_store import MappedStore, file_layout
 from rowcast.prefetcher.stores.table_header import HEADER_BYTES, Header
@@ -21,12 +22,11 @@ from tests.stores.samples import (
     SEED,
     all_keys,
     finish,
-    first_floats,
     groups,
     open_mapped,
+    present,
     random_records,
     read,
-    scanned,
 )
 from tests.stores.table_files import CHECKPOINT, KEYS, NBYTES, ROWS, assert_empty, leave_closed, reopened, rows_file
 
@@ -35,14 +35,9 @@ def test_a_file_closed_at_the_checkpoint_has_its_rows(tmp_path: Path) -> None:
     leave_closed(tmp_path)
     store = reopened(tmp_path)
     assert store.restored
-    assert store.num_changed == 0
-    assert scanned(store) == {int(key): row.tobytes() for key, row in zip(KEYS, ROWS, strict=True)}
-    expected = first_floats(all_keys())
-    expected[[list(all_keys()).index(key) for key in KEYS]] = ROWS.view("f4")
-    assert read(store, all_keys()).tobytes() == expected.tobytes()
-    finish(store.write(KEYS[1:2], ROWS[:1], 1))
-    store.settle()
-    store.close_at("the next")
+    assert present(store) == {int(key): row.tobytes() for key, row in zip(KEYS, ROWS, strict=True)}
+    finish(store.write(KEYS[1:2], ROWS[:1]))
+    store.close("the next")
     again = reopened(tmp_path, "the next")
     assert again.restored
     assert read(again, KEYS[:2]).tobytes() == 2 * ROWS[0].tobytes()
@@ -97,8 +92,8 @@ def test_a_file_of_another_layout_is_made_anew(tmp_path: Path, group: GroupSpec)
     leave_closed(tmp_path)
     store = reopened(tmp_path, group=group)
     assert not store.restored
-    assert store.num_changed == 0
-    assert list(store.scan(2, 10)) == []
+    ticket = store.read(make_keys(2, np.arange(7)), np.empty((7, group.record_bytes), np.uint8))
+    assert list(ticket.absent) == list(range(7))
     store.close()
     assert rows_file(tmp_path).stat().st_size == file_layout(group)[1]
 
@@ -166,11 +161,10 @@ def test_the_next_incarnation_trusts_only_what_the_last_one_closed(tmp_path: Pat
         for number, in_order in enumerate(ends):
             store = open_mapped(tmp_path, GROUP, str(number - 1), incarnation=number)
             assert store.restored == closed
-            assert len(scanned(store)) == (number if closed else 0)
-            finish(store.write(all_keys()[: number + 1], random_records(number + 1, number), 0))
-            store.settle()
+            assert len(present(store)) == (number if closed else 0)
+            finish(store.write(all_keys()[: number + 1], random_records(number + 1, number)))
             if in_order:
-                store.close_at(str(number))
+                store.close(str(number))
             store.close()
             closed = in_order
 

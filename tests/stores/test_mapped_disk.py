@@ -15,7 +15,7 @@ from structlog.testing import capture_logs
 from rowcast.prefetcher.stores import table_file
 from rowcast.prefetcher.stores.mapped_store import file_layout
 from rowcast.runtime.errors import ConfigError
-from tests.stores.samples import GROUP, all_keys, finish, groups, open_mapped, random_records, read, scanned
+from tests.stores.samples import GROUP, all_keys, finish, groups, open_mapped, present, random_records, read
 from tests.stores.table_files import CHECKPOINT, KEYS, NBYTES, ROWS, assert_empty, leave_closed, reopened, rows_file
 
 # one process
@@ -23,7 +23,7 @@ from tests.stores.table_files import CHECKPOINT, KEYS, NBYTES, ROWS, assert_empt
 
 def test_a_second_opener_is_refused_and_harms_nothing(tmp_path: Path) -> None:
     store = open_mapped(tmp_path)
-    finish(store.write(KEYS, ROWS, 0))
+    finish(store.write(KEYS, ROWS))
     with pytest.raises(
         ConfigError, match=r"rows is in use by another process; end it or set store\.path to another folder"
     ):
@@ -48,7 +48,7 @@ from rowcast.runtime.telemetry.logs import setup_logging
 from tests.stores.samples import GROUP, all_keys, open_mapped, random_records
 setup_logging("holder", "error")
 store = open_mapped(Path(sys.argv[1]), GROUP, sys.argv[2])
-store.write(all_keys(), random_records(len(all_keys())), 0)
+store.write(all_keys(), random_records(len(all_keys())))
 print("restored" if store.restored else "anew", flush=True)
 time.sleep(60)
 """
@@ -82,9 +82,8 @@ def test_a_large_table_is_neither_read_nor_filled(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(os, "posix_fallocate", lambda descriptor, start, nbytes: os.ftruncate(descriptor, nbytes))
     group = replace(GROUP, tables=(replace(GROUP.tables[0], num_embeddings=2**23),))
     store = open_mapped(tmp_path, group)
-    finish(store.write(all_keys()[:1], random_records(1), 0))
-    store.settle()
-    store.close_at(CHECKPOINT)
+    finish(store.write(all_keys()[:1], random_records(1)))
+    store.close(CHECKPOINT)
     found = rows_file(tmp_path).stat()
     assert found.st_size > 2**29
     assert found.st_blocks * 512 < 2**20
@@ -141,10 +140,9 @@ def test_a_full_disk_is_refused_and_does_not_kill(small_disk: Path) -> None:
     with pytest.raises(OSError, match="No space left"):
         filler.write_bytes(b"x" * NBYTES)
     everything = all_keys()
-    finish(store.write(everything, random_records(len(everything)), 0))  # would be SIGBUS if space were not reserved
-    assert len(scanned(store)) == len(everything)
-    store.settle()
-    store.close_at(CHECKPOINT)
+    finish(store.write(everything, random_records(len(everything))))  # would be SIGBUS if space were not reserved
+    assert len(present(store)) == len(everything)
+    store.close(CHECKPOINT)
     again = reopened(small_disk)  # with no space free: what the file has is enough
     assert again.restored
     again.close()
@@ -187,11 +185,10 @@ def test_a_disk_that_fails_at_the_end_costs_only_a_restore(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, after: int
 ) -> None:
     store = open_mapped(tmp_path)
-    finish(store.write(KEYS, ROWS, 0))
-    store.settle()
+    finish(store.write(KEYS, ROWS))
     monkeypatch.setattr(os, "fsync", refuse(errno.EIO, after))
     with capture_logs() as logs:
-        store.close_at(CHECKPOINT)
+        store.close(CHECKPOINT)
     assert [log["event"] for log in logs] == ["table file cannot be kept; the next start restores"]
     monkeypatch.undo()
     again = reopened(tmp_path)
@@ -211,7 +208,7 @@ def test_rows_are_on_the_disk_before_the_header_that_vouches_for_them(
     monkeypatch.setattr(
         table_file.TableFile, "write_header", lambda file, header: done.append(f"header {header.closed_at}")
     )
-    store.close_at("7")
+    store.close("7")
     assert done == ["fsync", "header 7"]
 
 

@@ -5,16 +5,18 @@ from pathlib import Path
 import pytest
 
 from rowcast.prefetcher.stores.memory_store import MemoryStore
-from rowcast.prefetcher.stores.opening import open_store
+from rowcast.prefetcher.stores.tracked_store import open_row_store
 from rowcast.runtime.errors import ConfigError
-from tests.stores.samples import GROUP, SEED, all_keys, finish, make_job, random_records, read, scanned
+from tests.stores.samples import GROUP, SEED, all_keys, finish, make_job, present, random_records, read
 
 
 def test_tables_are_in_memory_unless_the_job_says_otherwise(tmp_path: Path) -> None:
-    store = open_store(make_job(job={"run_dir": str(tmp_path), "seed": SEED}), GROUP, incarnation=1, checkpoint="any")
+    store = open_row_store(
+        make_job(job={"run_dir": str(tmp_path), "seed": SEED}), GROUP, incarnation=1, checkpoint="any"
+    )
     assert isinstance(store, MemoryStore)
     assert not store.restored
-    store.close_at("any")
+    store.close("any")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -24,16 +26,15 @@ def test_mapped_tables_lie_in_the_run_directory_or_where_the_job_says(tmp_path: 
     section = {"kind": "mapped"} | ({} if path is None else {"path": str(folder)})
     job = make_job(job={"run_dir": str(tmp_path / "run"), "seed": SEED}, store=section)
     rows = random_records(5)
-    store = open_store(job, GROUP, incarnation=1, checkpoint=None)
+    store = open_row_store(job, GROUP, incarnation=1, checkpoint=None)
     assert [file.name for file in folder.iterdir()] == [f"{GROUP.name}.rows"]
     assert not store.restored
-    finish(store.write(all_keys()[:5], rows, 0))
-    store.settle()
-    store.close_at("c")
-    again = open_store(job, GROUP, incarnation=2, checkpoint="c")
+    finish(store.write(all_keys()[:5], rows))
+    store.close("c")
+    again = open_row_store(job, GROUP, incarnation=2, checkpoint="c")
     assert again.restored
     assert read(again, all_keys()[:5]).tobytes() == rows.tobytes()
-    assert len(scanned(again)) == 5
+    assert len(present(again)) == 5
     again.close()
 
 

@@ -52,7 +52,7 @@ class Traffic:
     writers: list["CountingWriter"] = field(default_factory=list)
     gathered: list[tuple[int, list[int]]] = field(default_factory=list)  # address of the records, slots
     scattered: list[tuple[int, list[int]]] = field(default_factory=list)
-    stored: list[tuple[int | None, list[int]]] = field(default_factory=list)  # step, keys
+    stored: list[int] = field(default_factory=list)  # keys
 
 
 class CountingWriter(RingWriter):
@@ -76,9 +76,9 @@ class CountingStore(MemoryStore):
         assert out.ctypes.data in self.traffic.writers[0].addresses, "rows are read straight into the ring"
         return super().read(keys, out)
 
-    def write(self, keys: Keys, rows: Records, step: int | None) -> Finished:
-        self.traffic.stored.append((step, keys.tolist()))
-        return super().write(keys, rows, step)
+    def write(self, keys: Keys, rows: Records) -> Finished:
+        self.traffic.stored += keys.tolist()
+        return super().write(keys, rows)
 
 
 def count_traffic(monkeypatch: pytest.MonkeyPatch) -> Traffic:

@@ -181,8 +181,8 @@ def test_a_barrier_waits_for_rows_that_were_sent_home_but_are_not_in_the_store(
 class ReadKeys(MemoryStore):
     """A memory store that remembers what was read from it."""
 
-    def __init__(self, group: GroupSpec, seed: int) -> None:
-        super().__init__(group, seed)
+    def __init__(self, group: GroupSpec) -> None:
+        super().__init__(group)
         self.read_keys: list[int] = []
 
     def read(self, keys: Keys, out: Records) -> Finished:

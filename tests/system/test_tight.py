@@ -17,6 +17,7 @@ from examples.plain_loop import run_plain_loop
 from rowcast.job.file import parse_job
 from rowcast.job.schema import MIN_RING_BYTES, Job
 from rowcast.job.tables import group_specs
+from rowcast.prefetcher.stores.store import finish
 from rowcast.protocol.batch import ScheduledBatch
 from rowcast.protocol.messages import StepReady, StopRequest
 from rowcast.runtime.errors import ConfigError
@@ -107,7 +108,7 @@ def plain_after(depth: int, num_steps: int) -> tuple[list[float], dict[str, Tens
 
 def assert_slots_hold_the_stores_rows(run: InProcessRun) -> None:
     """Every row that is resident after the last plan, as the plans' own moves say, has the same bytes in its slot and in the store."""
-    for index, (records, store) in enumerate(zip(run.records, run.plain_stores, strict=True)):
+    for index, (records, store) in enumerate(zip(run.records, run.tables, strict=True)):
         resident: dict[int, int] = {}
         for plan in run.plans:
             fetch = plan.groups[index].fetch
@@ -115,7 +116,7 @@ def assert_slots_hold_the_stores_rows(run: InProcessRun) -> None:
         slots = np.array(sorted(resident, key=lambda slot: resident[slot]), np.int64)
         keys = np.array(sorted(resident.values()), np.int64)
         home = np.empty((len(keys), run.groups[index].record_bytes), np.uint8)
-        store.read(keys, home)
+        finish(store.read(keys, home))
         for part in run.groups[index].parts:
             assert records.numpy().view(np.uint8)[slots, part.bytes].tobytes() == home[:, part.bytes].tobytes()
 

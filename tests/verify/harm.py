@@ -7,8 +7,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from rowcast.prefetcher.stores.store import FINISHED, Keys, Records, Store, Ticket
-from rowcast.prefetcher.stores.wrapper import StoreInFront
+from rowcast.prefetcher.stores.store import FINISHED, I64, Keys, ReadTicket, Records, RowStore, Ticket
 from rowcast.protocol.messages import RingRef, RowsBack, RowSpan, StepReady
 from rowcast.protocol.transport.ring import RingWriter
 from tests.driver import InProcessRun
@@ -17,20 +16,33 @@ from tests.verify.runs import Target
 Change = Callable[[Records, int], None]  # of all rows of a span, and which one is the target
 
 
-class Harmful(StoreInFront):
-    """Subclasses have their way with one row."""
+class Harmful(RowStore):
+    """Another store, but for one row, with which subclasses have their way."""
 
-    def __init__(self, store: Store, key: int) -> None:
-        super().__init__(store)
+    def __init__(self, store: RowStore, key: int) -> None:
+        self._store = store
         self._key = key
+
+    def read(self, keys: Keys, out: Records) -> ReadTicket:
+        return self._store.read(keys, out)
+
+    def write(self, keys: Keys, rows: Records) -> Ticket:
+        return self._store.write(keys, rows)
+
+    def close(self, checkpoint: str | None = None) -> None:
+        self._store.close(checkpoint)
 
 
 class ChangedRead:
     """The ticket of a read whose result is changed once it is done."""
 
-    def __init__(self, ticket: Ticket, change: Callable[[], None]) -> None:
+    def __init__(self, ticket: ReadTicket, change: Callable[[], None]) -> None:
         self._ticket = ticket
         self._change = change
+
+    @property
+    def absent(self) -> Sequence[int] | I64:
+        return self._ticket.absent
 
     def done(self) -> bool:
         """Called until it says yes, and not again."""
@@ -41,30 +53,33 @@ class ChangedRead:
 
 
 class LosesWrite(Harmful):
-    """Says that it wrote the row that a step brought home, and did not."""
+    """Says that it wrote the row, and did not, when it came home after so many other times."""
 
-    def __init__(self, store: Store, key: int, step: int) -> None:
+    def __init__(self, store: RowStore, key: int, after: int) -> None:
         super().__init__(store, key)
-        self._step = step
+        self._left = after
 
-    def write(self, keys: Keys, rows: Records, step: int | None) -> Ticket:
-        kept = np.flatnonzero((keys != self._key) | (step != self._step))
-        return self._store.write(keys[kept], rows[kept], step) if len(kept) else FINISHED
+    def write(self, keys: Keys, rows: Records) -> Ticket:
+        kept = np.arange(len(keys))
+        if (keys == self._key).any():
+            kept = np.flatnonzero(keys != self._key) if self._left == 0 else kept
+            self._left -= 1
+        return self._store.write(keys[kept], rows[kept]) if len(kept) else FINISHED
 
 
 class ReturnsOld(Harmful):
     """Once the row was written it gives what it gave first."""
 
-    def __init__(self, store: Store, key: int) -> None:
+    def __init__(self, store: RowStore, key: int) -> None:
         super().__init__(store, key)
         self._first: Records | None = None
         self._written = False
 
-    def write(self, keys: Keys, rows: Records, step: int | None) -> Ticket:
+    def write(self, keys: Keys, rows: Records) -> Ticket:
         self._written |= bool((keys == self._key).any())
-        return self._store.write(keys, rows, step)
+        return self._store.write(keys, rows)
 
-    def read(self, keys: Keys, out: Records) -> Ticket:
+    def read(self, keys: Keys, out: Records) -> ReadTicket:
         return ChangedRead(self._store.read(keys, out), lambda: self._change(keys, out))
 
     def _change(self, keys: Keys, out: Records) -> None:

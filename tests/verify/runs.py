@@ -13,7 +13,7 @@ from torch import Tensor
 from examples.plain_loop import run_plain_loop
 from rowcast.job.schema import Job
 from rowcast.job.tables import KEY_SHIFT, ROW_MASK, group_specs
-from rowcast.prefetcher.stores.store import Keys, Store
+from rowcast.prefetcher.stores.store import Keys, RowStore
 from rowcast.prefetcher.verify.checksum_loops import SAMPLE_RANGE, find_sampled
 from rowcast.protocol.batch import ScheduledBatch
 from rowcast.protocol.plan import StepPlan
@@ -39,7 +39,7 @@ class Work:
         self,
         seed: int,
         share: float,
-        harm: Callable[[Store], Store] | None = None,
+        harm: Callable[[RowStore], RowStore] | None = None,
         *,
         seeded_streams: bool = True,
         mirrored: bool = False,
@@ -113,10 +113,10 @@ def fetched_again(plans: list[StepPlan], target: Target) -> int | None:
     )
 
 
-def home_before(plans: list[StepPlan], target: Target) -> bool:
-    """Whether the row came home before the target's step too."""
+def times_home_before(plans: list[StepPlan], target: Target) -> int:
+    """How often the row came home before the target's step."""
     groups = [plan.groups[target.group] for plan in plans[: target.step]]
-    return any(target.key in group.evict.keys[: group.num_dirty] for group in groups)
+    return sum(target.key in group.evict.keys[: group.num_dirty] for group in groups)
 
 
 def assert_noticed(run: InProcessRun, sentence: str) -> None:

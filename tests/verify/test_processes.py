@@ -11,8 +11,8 @@ from tests.system.starting import Starter
 
 WRONG_SLOTS = "import rowcast.trainer.execute.streams as s; own = s.scatter; s.scatter = lambda source, slots, rows: own(source, slots.roll(1), rows)"
 LOST_WRITES = (
-    "import sys; sys.argv += ['--verify-share=1']; from rowcast.prefetcher.stores import base, memory; "
-    "memory.MemoryStore.write = lambda self, keys, rows, step: base.FINISHED"
+    "import sys; sys.argv += ['--verify-share=1']; from rowcast.prefetcher.stores import store, memory_store; "
+    "memory_store.MemoryStore.write = lambda self, keys, rows: store.FINISHED"
 )
 ROW = r"^row [0-9]+ of table t is stale"
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 import pytest
 from torch import Tensor
 
-from rowcast.prefetcher.stores.store import Store
+from rowcast.prefetcher.stores.store import RowStore
 from rowcast.trainer.execute.cache import ArrivedStep
 from rowcast.trainer.execute.streams import scatter
 from tests.counts import count
@@ -23,7 +23,7 @@ from tests.verify.harm import (
     on_way_to_device,
     swap_with_next,
 )
-from tests.verify.runs import Target, assert_noticed, fetched_again, home_before, targets, work
+from tests.verify.runs import Target, assert_noticed, fetched_again, targets, times_home_before, work
 from tests.workloads import OPTIMIZERS
 
 WAYS = [
@@ -42,7 +42,7 @@ def pick(found: list[Target], seed: int) -> Target:
     return found[seed * 7 % len(found)]
 
 
-def only(group: int, harm: Callable[[Store], Store], num_groups: int) -> Callable[[Store], Store]:
+def only(group: int, harm: Callable[[RowStore], RowStore], num_groups: int) -> Callable[[RowStore], RowStore]:
     """`harm` for the group's store, and every other as it is. Stores are made in the order of their groups."""
     number = itertools.count()
     return lambda store: harm(store) if next(number) % num_groups == group else store
@@ -71,7 +71,7 @@ def test_a_write_that_the_store_loses_is_noticed_when_the_row_is_read_again(
     own = work(optimizer, num_groups)
     plans = own.plans(seed % 2)
     target = pick([t for t in targets(plans, share, "dirty") if fetched_again(plans, t) is not None], seed)
-    harm = only(target.group, lambda store: LosesWrite(store, target.key, target.step), num_groups)
+    harm = only(target.group, lambda store: LosesWrite(store, target.key, times_home_before(plans, target)), num_groups)
     sentence = f"^{target.name(own.job)} is stale.*gives other bytes at step {fetched_again(plans, target)} than it took after step {target.step} "
     assert_noticed(own.run(seed, share, harm), sentence)
 
@@ -83,7 +83,7 @@ def test_a_write_that_the_store_loses_is_noticed_at_the_end_where_the_row_is_not
     own = work(optimizer, num_groups)
     plans = own.plans(seed % 2)
     target = pick([t for t in targets(plans, share, "dirty") if fetched_again(plans, t) is None], seed)
-    harm = only(target.group, lambda store: LosesWrite(store, target.key, target.step), num_groups)
+    harm = only(target.group, lambda store: LosesWrite(store, target.key, times_home_before(plans, target)), num_groups)
     sentence = f"^{target.name(own.job)} is stale.*at the barrier at step {plans[-1].step} than it took after step {target.step} "
     assert_noticed(own.run(seed, share, harm), sentence)
 
@@ -96,7 +96,7 @@ def test_a_row_that_the_store_gives_old_or_torn_is_noticed(
     own = work(optimizer, num_groups)
     plans = own.plans(seed % 2)
     again = [t for t in targets(plans, share, "dirty") if fetched_again(plans, t) is not None]
-    target = pick([t for t in again if home_before(plans, t)] or again, seed)
+    target = pick([t for t in again if times_home_before(plans, t)] or again, seed)
     harm = only(target.group, lambda store: kind(store, target.key), num_groups)
     assert_noticed(
         own.run(seed, share, harm), f"^{target.name(own.job)} is stale, torn or lost: the store gives other bytes at"
@@ -215,5 +215,5 @@ def test_rows_outside_the_share_are_not_followed() -> None:
     lost = next(
         t for t in targets(plans, 1.0, "dirty") if t.key not in followed and fetched_again(plans, t) is not None
     )
-    harm = only(lost.group, lambda store: LosesWrite(store, lost.key, lost.step), 2)
+    harm = only(lost.group, lambda store: LosesWrite(store, lost.key, times_home_before(plans, lost)), 2)
     assert own.run(0, 0.05, harm).run().trainer.finished

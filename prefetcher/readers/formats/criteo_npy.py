@@ -13,9 +13,9 @@ import numpy as np
 import numpy.typing as npt
 
 from rowcast.job.schema import Job
-from rowcast.prefetcher.readers.batch_parts import Columns, IdsBatch, Part, Rest, decode_part
-from rowcast.prefetcher.readers.columns import FileRows, Ids, as_slice, join_ids, join_rest, rows_by_file
-from rowcast.prefetcher.readers.data_files import Span, cumulative, data_files, eval_path, sizes_of
+from rowcast.prefetcher.readers.batch_parts import Columns, DenseBatch, IdsBatch, Part, decode_part
+from rowcast.prefetcher.readers.columns import FileRows, Ids, as_slice, join_dense, join_ids, rows_by_file
+from rowcast.prefetcher.readers.data_files import Span, cumulative, sizes_of
 from rowcast.prefetcher.readers.id_check import (
     IdCheck,
     check_dense,
@@ -26,10 +26,9 @@ from rowcast.prefetcher.readers.id_check import (
     refuse_weights,
     row_place,
 )
-from rowcast.prefetcher.readers.row_reader import RowReader
+from rowcast.prefetcher.readers.row_reader import RowReader, open_files
 from rowcast.runtime.errors import ConfigError, DataError
 
-FILE_NAMES = r"(day_\d+)_(dense|sparse|labels)\.npy"
 PARTS = ("dense", "sparse", "labels")
 Array = npt.NDArray[Any]
 
@@ -44,11 +43,8 @@ class Day(NamedTuple):
 def open_reader(job: Job, columns: Columns = "all") -> RowReader:
     """Raises ConfigError for a missing path, file or column, DataError for files that are torn or disagree."""
     refuse_weights(job)
-    assert job.data.path is not None, "the job file refuses criteo-npy without a path"
-    ids, held_out = IdCheck(job), eval_path(job)
-    rows = NpyRows(job, ids, open_days(job.data.path, "data.path"), columns)
-    evaluation = None if held_out is None else NpyRows(job, ids, open_days(held_out, "data.eval_path"), columns)
-    return RowReader(job, ids, rows, evaluation)
+    ids = IdCheck(job)
+    return open_files(job, ids, lambda paths: NpyRows(job, ids, open_days(paths), columns))
 
 
 class NpyRows:
@@ -73,14 +69,14 @@ class NpyRows:
         days = rows_by_file(self._bounds, rows)
         return decode_part(
             self._wanted,
-            rest=lambda: join_rest(days, [self._rest(day) for day in days]),
+            dense=lambda: join_dense(days, [self._dense(day) for day in days]),
             ids=lambda: join_ids(days, [self._checked_ids(day) for day in days]),
         )
 
-    def _rest(self, taken: FileRows) -> Rest:
+    def _dense(self, taken: FileRows) -> DenseBatch:
         name, dense, _, labels = self._days[taken.file]
         where = as_slice(taken.rows)
-        return Rest(
+        return DenseBatch(
             dense=check_dense(
                 np.array(dense[where]), dense_names(self.num_dense), row_place(part_path(name, "dense"), taken.rows)
             ),
@@ -103,13 +99,13 @@ class NpyRows:
         )
 
 
-def open_days(path: str, key: str) -> list[Day]:
-    """Every day that `path` names, in name order, mapped and checked against itself."""
+def open_days(paths: list[Path]) -> list[Day]:
+    """Every day of which a file is named, in name order, mapped and checked against itself."""
     names: dict[Path, None] = {}
-    for file in data_files(path, key, FILE_NAMES):
-        match = re.fullmatch(FILE_NAMES, file.name)
+    for file in paths:
+        match = re.fullmatch(r"(day_\d+)_(dense|sparse|labels)\.npy", file.name)
         if match is None:
-            raise ConfigError(f"{key}: {file} is not named day_<N>_dense.npy, day_<N>_sparse.npy or day_<N>_labels.npy")
+            raise ConfigError(f"{file} is not named day_<N>_dense.npy, day_<N>_sparse.npy or day_<N>_labels.npy")
         names[file.parent / match[1]] = None
     return [open_day(name) for name in names]
 

@@ -10,6 +10,7 @@ line ends each for itself, which is little beside decoding, but they also decomp
 """
 
 from contextlib import AbstractContextManager, closing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,15 +21,14 @@ from pyarrow import csv
 
 from rowcast.job.schema import Job
 from rowcast.prefetcher.readers.columns import Floats, Ids
-from rowcast.prefetcher.readers.data_files import Span, data_files, eval_path, sizes_of
+from rowcast.prefetcher.readers.data_files import Span, sizes_of
 from rowcast.prefetcher.readers.formats.criteo_line import NUM_DENSE, NUM_SPARSE, refuse_line
 from rowcast.prefetcher.readers.id_check import IdCheck, Place, job_features, numbered_columns, refuse_weights
 from rowcast.prefetcher.readers.line_index import lines_folder
-from rowcast.prefetcher.readers.row_reader import RowReader
+from rowcast.prefetcher.readers.row_reader import RowReader, open_files
 from rowcast.prefetcher.readers.text_files import TextCursor, TextIndex
 from rowcast.protocol.batch import Batch
 
-FILE_NAMES = r"(.*\.(tsv|txt)|day_\d+)(\.gz)?"  # of a folder's data files
 DENSE = [f"int_{i}" for i in range(NUM_DENSE)]
 SPARSE = [f"cat_{i}" for i in range(NUM_SPARSE)]
 LINES_AT_ONCE = 8192  # decoded together: few enough for the processor's cache
@@ -51,11 +51,7 @@ def open_reader(job: Job) -> RowReader:
     """Raises ConfigError for a missing path or a feature that is not cat_0 to cat_25, DataError for a file that is empty or torn."""
     refuse_weights(job)
     numbered_columns(job, NUM_SPARSE, "Criteo TSV")
-    assert job.data.path is not None, "the job file refuses criteo-tsv without a path"
-    held_out = eval_path(job)
-    rows = TsvRows(job, data_files(job.data.path, "data.path", FILE_NAMES))
-    evaluation = None if held_out is None else TsvRows(job, data_files(held_out, "data.eval_path", FILE_NAMES))
-    return RowReader(job, IdCheck(job), rows, evaluation)
+    return open_files(job, IdCheck(job), partial(TsvRows, job))
 
 
 class TsvRows:

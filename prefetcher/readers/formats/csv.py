@@ -11,6 +11,7 @@ import csv
 from bisect import bisect_right
 from contextlib import AbstractContextManager, closing
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,17 +25,16 @@ from rowcast.prefetcher.readers.arrow_rows import RowDecoder
 from rowcast.prefetcher.readers.batch_parts import join_parts
 from rowcast.prefetcher.readers.column_roles import Roles, roles_of
 from rowcast.prefetcher.readers.columns import Ids
-from rowcast.prefetcher.readers.data_files import Span, cumulative, data_files, eval_path, sizes_of
+from rowcast.prefetcher.readers.data_files import Span, cumulative, sizes_of
 from rowcast.prefetcher.readers.formats.csv_line import FALSE, TRUE, Cell, CellKind, is_number, refuse_line
 from rowcast.prefetcher.readers.id_check import IdCheck, Place
 from rowcast.prefetcher.readers.line_index import lines_folder
-from rowcast.prefetcher.readers.row_reader import RowReader
+from rowcast.prefetcher.readers.row_reader import RowReader, open_files
 from rowcast.prefetcher.readers.text_files import TextCursor, TextIndex, open_text, read
 from rowcast.protocol.batch import Batch
 from rowcast.runtime.errors import ConfigError, DataError
 from rowcast.runtime.name_lists import nearest
 
-FILE_NAMES = r".*\.csv(\.gz)?"  # of a folder's data files
 HEADER_BYTES = 2**20  # that header and first row may take
 LINES_AT_ONCE = 8192  # decoded together, as of TSV
 ARROW_TYPES = {"integer": pa.int64(), "number": pa.float64(), "boolean": pa.bool_(), "text": pa.binary()}
@@ -42,13 +42,10 @@ ARROW_TYPES = {"integer": pa.int64(), "number": pa.float64(), "boolean": pa.bool
 
 def open_reader(job: Job) -> RowReader:
     """Raises ConfigError for a missing path or column, DataError for a file that is empty, torn or has another header than the first."""
-    assert job.data.path is not None, "the job file refuses csv without a path"
     if job.data.hash:
         raise ConfigError("data.hash belongs to criteo-npy; remove it, or set data.columns.hash = true to hash ids")
-    ids, held_out = IdCheck(job), eval_path(job)
-    rows = CsvRows(job, ids, data_files(job.data.path, "data.path", FILE_NAMES))
-    evaluation = None if held_out is None else CsvRows(job, ids, data_files(held_out, "data.eval_path", FILE_NAMES))
-    return RowReader(job, ids, rows, evaluation)
+    ids = IdCheck(job)
+    return open_files(job, ids, partial(CsvRows, job, ids))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -102,8 +99,8 @@ class CsvCursor:
             decode(self._text.lines(piece, span), len(piece), own.layout, self._place(piece)) for piece in pieces
         ]
         [table] = pa.Table.from_batches(decoded).combine_chunks().to_batches()
-        rest, ids = own.decoder.rest(table, self._place(lines)), own.decoder.ids(table, self._place(lines))
-        return join_parts(ids, rest)
+        dense, ids = own.decoder.dense(table, self._place(lines)), own.decoder.ids(table, self._place(lines))
+        return join_parts(ids, dense)
 
     def _place(self, lines: Ids) -> Place:
         return lambda i: self._rows.index.place(int(lines[i]))

@@ -6,6 +6,7 @@ of lists as long as its lists of ids. How files are read, and by several workers
 """
 
 from contextlib import AbstractContextManager, closing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,34 +16,27 @@ from rowcast.job.schema import Job
 from rowcast.prefetcher.readers.arrow_rows import RowDecoder, is_list
 from rowcast.prefetcher.readers.batch_parts import Columns, Part, decode_part
 from rowcast.prefetcher.readers.column_roles import Roles, require_columns, roles_of
-from rowcast.prefetcher.readers.columns import Ids, join_ids, join_rest, rows_by_file
-from rowcast.prefetcher.readers.data_files import Span, data_files, eval_path, sizes_of
+from rowcast.prefetcher.readers.columns import Ids, join_dense, join_ids, rows_by_file
+from rowcast.prefetcher.readers.data_files import Span, sizes_of
 from rowcast.prefetcher.readers.formats.parquet_files import ArrowCursor, ParquetFiles
 from rowcast.prefetcher.readers.hashed_ids import can_hash
 from rowcast.prefetcher.readers.id_check import IdCheck, row_place
-from rowcast.prefetcher.readers.row_reader import RowReader
+from rowcast.prefetcher.readers.row_reader import RowReader, open_files
 from rowcast.runtime.errors import ConfigError, DataError
-
-FILE_NAMES = r".*\.(parquet|pq)"  # of a folder's data files
 
 
 def open_reader(job: Job, columns: Columns = "all") -> RowReader:
     """Raises ConfigError for a missing path or column, DataError for a file that is empty, damaged or of the wrong types."""
-    assert job.data.path is not None, "the job file refuses parquet without a path"
     if job.data.hash:
         raise ConfigError(
             "data.hash: parquet ids are used as they are; remove it, or set data.columns.hash = true to hash them"
         )
-    ids, held_out = IdCheck(job), eval_path(job)
-    rows = ParquetRows(job, ids, data_files(job.data.path, "data.path", FILE_NAMES), columns)
-    evaluation = (
-        None if held_out is None else ParquetRows(job, ids, data_files(held_out, "data.eval_path", FILE_NAMES), columns)
-    )
-    return RowReader(job, ids, rows, evaluation)
+    ids = IdCheck(job)
+    return open_files(job, ids, partial(ParquetRows, job, ids, columns))
 
 
 class ParquetRows:
-    def __init__(self, job: Job, ids: IdCheck, paths: list[Path], columns: Columns) -> None:
+    def __init__(self, job: Job, ids: IdCheck, columns: Columns, paths: list[Path]) -> None:
         self.files, self.wanted = ParquetFiles(paths), columns
         self.file_sizes = sizes_of(paths)
         first = self.files.schemas[0]
@@ -81,7 +75,7 @@ class ParquetCursor:
         taken = [(self._arrow.take(own), row_place(paths[own.file], own.rows)) for own in files]
         return decode_part(
             self._rows.wanted,
-            rest=lambda: join_rest(files, [decoder.rest(table, place) for table, place in taken]),
+            dense=lambda: join_dense(files, [decoder.dense(table, place) for table, place in taken]),
             ids=lambda: join_ids(files, [decoder.ids(table, place) for table, place in taken]),
         )
 

@@ -1,0 +1,43 @@
+"""The formats of `data.format`: what is known of a format without importing its reader. A new one is a line here and its reader's file."""
+
+from dataclasses import dataclass
+
+READERS = "rowcast.prefetcher.readers.formats"
+
+
+@dataclass(frozen=True, slots=True)
+class Format:
+    module: str  # has open_reader(job), or open_reader(job, columns) where `in_columns`; imported only when the format is used
+    note: str = ""  # for docs/job-file.md
+    has_files: bool = True  # data.path names them
+    file_names: str = ".*"  # of those of a folder
+    random_access: bool = False  # any row is at hand, so that shuffle = "full" is allowed
+    in_columns: bool = False  # ids can be read without dense features and labels
+    named_columns: bool = False  # data.columns names the columns, among them weights and ids that are hashed
+    text_cells: bool = False  # data.columns.delimiter and .lists say how its cells are written
+
+
+FORMATS = {
+    "criteo-tsv": Format(f"{READERS}.criteo_tsv", file_names=r"(.*\.(tsv|txt)|day_\d+)(\.gz)?"),
+    "criteo-npy": Format(
+        f"{READERS}.criteo_npy",
+        note="the torchrec day layout",
+        file_names=r"(day_\d+)_(dense|sparse|labels)\.npy",
+        random_access=True,
+        in_columns=True,
+    ),
+    "parquet": Format(f"{READERS}.parquet", file_names=r".*\.(parquet|pq)", in_columns=True, named_columns=True),
+    "csv": Format(f"{READERS}.csv", file_names=r".*\.csv(\.gz)?", named_columns=True, text_cells=True),
+    "synthetic": Format(f"{READERS}.synthetic", has_files=False, random_access=True),
+}
+# data.format = "package.module:factory", whose order is its own
+CUSTOM = Format(f"{READERS}.custom", has_files=False, random_access=True)
+
+
+def format_of(name: str) -> Format:
+    return FORMATS.get(name, CUSTOM)
+
+
+def formats_with(trait: str) -> str:
+    """`"parquet" or "csv"`: the formats that have it."""
+    return " or ".join(f'"{name}"' for name, own in FORMATS.items() if getattr(own, trait))

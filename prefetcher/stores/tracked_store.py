@@ -1,0 +1,123 @@
+"""The rows of a group as a run sees them: a store of any kind, with first values and with a note of the rows that changed."""
+
+from collections.abc import Iterator
+from importlib import import_module
+
+import numpy as np
+
+from rowcast.job.schema import Job
+from rowcast.job.stores import STORES
+from rowcast.job.tables import GroupSpec
+from rowcast.prefetcher.stores.first_values import first_records
+from rowcast.prefetcher.stores.row_loops import BITS, clear_all_bits, clear_bits, count_bits, find_bits, set_bits
+from rowcast.prefetcher.stores.store import I64, Keys, ReadTicket, Records, RowNumbers, RowStore, Ticket, finish
+
+ROWS_AT_ONCE = 2**16
+
+
+class FilledRead:
+    """The ticket of a read whose absent rows get their first values."""
+
+    def __init__(self, ticket: ReadTicket, store: "TrackedStore", keys: Keys, out: Records) -> None:
+        self._ticket, self._store, self._keys, self._out = ticket, store, keys, out
+        self._done = False
+
+    def done(self) -> bool:
+        if not self._done and self._ticket.done():
+            absent = self._ticket.absent
+            if len(absent):
+                self._out[absent] = self._store.first_values(self._keys[absent])
+            self._done = True
+        return self._done
+
+
+class TrackedStore:
+    """A row that was never written has its first value.
+
+    A row has changed when it was written since the last `settle`: those are the rows that the next checkpoint must hold. To restore is
+    to write the checkpoint's rows and to settle; to roll back, to forget the changed rows first.
+
+    `read` is called from the fetcher's thread and `write` from the write-back's, at the same time but never for the same key at once.
+    Everything else is called when no ticket is open: at a barrier, before the first plan or after the last one.
+    """
+
+    def __init__(self, store: RowStore, group: GroupSpec, seed: int) -> None:
+        self.store, self._group, self._seed = store, group, seed
+        self._numbers = RowNumbers(group)
+        self._sizes = {table.index: table.num_embeddings for table in group.tables}
+        self._changed = np.zeros(-(-group.num_rows // BITS), np.uint64)  # a bit a row, by its number
+
+    def read(self, keys: Keys, out: Records) -> FilledRead:
+        """Copies the rows' records to `out`, a view that stays valid until the ticket is done."""
+        return FilledRead(self.store.read(keys, out), self, keys, out)
+
+    def write(self, keys: Keys, rows: Records) -> Ticket:
+        """Stores rows. They have changed from here on, even if the ticket is never waited for."""
+        set_bits(self._changed, self._numbers.of(keys))
+        return self.store.write(keys, rows)
+
+    def first_values(self, keys: Keys) -> Records:
+        return first_records(self._group, self._seed, keys)
+
+    @property
+    def num_changed(self) -> int:
+        """Rows of all tables that have changed."""
+        return count_bits(self._changed)
+
+    def changed_keys(self, table: int) -> Keys:
+        """The rows of a table that have changed."""
+        return np.concatenate([np.empty(0, np.int64), *self._found(table, ROWS_AT_ONCE)])
+
+    def changed_rows(self, table: int, block: int) -> Iterator[tuple[Keys, Records]]:
+        """Every row of a table that has changed, by ascending key, at most `block` at a time."""
+        for keys in self._found(table, block):
+            records = np.empty((len(keys), self._group.record_bytes), np.uint8)
+            finish(self.read(keys, records))
+            yield keys, records
+
+    def settle(self) -> None:
+        """What is in the store is the state of a checkpoint: no row has changed any more."""
+        clear_all_bits(self._changed)
+
+    def forget(self, keys: Keys) -> None:
+        """These rows have their first values again and have not changed."""
+        for start in range(0, len(keys), ROWS_AT_ONCE):
+            own = keys[start : start + ROWS_AT_ONCE]
+            finish(self.store.write(own, self.first_values(own)))
+        clear_bits(self._changed, self._numbers.of(keys))
+
+    @property
+    def restored(self) -> bool:
+        return self.store.restored
+
+    def close(self, checkpoint: str | None = None) -> None:
+        """`checkpoint`: as `RowStore.close`; after `settle`."""
+        assert checkpoint is None or self.num_changed == 0, (
+            f"group {self._group.name} is closed at checkpoint {checkpoint} with {self.num_changed} changed rows, expected 0"
+        )
+        self.store.close(checkpoint)
+
+    def _found(self, table: int, block: int) -> Iterator[Keys]:
+        """Keys of a table's changed rows, ascending, in blocks."""
+        row = int(self._numbers.first[table])
+        end = row + self._sizes[table]
+        while row < end:
+            numbers: I64 = np.empty(block, np.int64)
+            found, row = find_bits(self._changed, row, end, numbers)
+            if found:
+                yield self._numbers.keys(table, numbers[:found])
+
+
+def open_row_store(job: Job, group: GroupSpec, *, incarnation: int, checkpoint: str | None) -> RowStore:
+    """The store that the job asks for. `checkpoint`: identity of the one that the run goes on from; where the store is not `restored`, its
+    rows are to be written into it. Raises ConfigError.
+    """
+    module = import_module(STORES[job.store.kind].module)
+    store: RowStore = module.open_store(job, group, incarnation=incarnation, checkpoint=checkpoint)
+    return store
+
+
+def open_store(job: Job, group: GroupSpec, *, incarnation: int, checkpoint: str | None) -> TrackedStore:
+    """As `open_row_store`, as a run uses it."""
+    store = open_row_store(job, group, incarnation=incarnation, checkpoint=checkpoint)
+    return TrackedStore(store, group, job.job.seed)
