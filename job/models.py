@@ -11,6 +11,7 @@ class BuiltInModel:
     factory: str  # "module:factory", called with (job, num_dense) and imported only by the trainer
     layers: dict[str, str]  # lists of output widths that the section must have, and what each ends in
     sequences: bool = False  # takes features that are not pooled, at least one
+    note: str = ""  # for docs/job-file.md
 
 
 BUILT_IN_MODELS = {

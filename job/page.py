@@ -13,12 +13,14 @@ from typing import Any
 
 from rowcast.job.eviction_policies import EVICTION_POLICIES
 from rowcast.job.formats import FORMATS
+from rowcast.job.models import BUILT_IN_MODELS
 from rowcast.job.row_optimizers import ROW_OPTIMIZERS
 from rowcast.job.stores import STORES
 from rowcast.job.types import notation
 
 SCHEMA = Path(__file__).with_name("schema.py")
-REGISTRIES: dict[str, Mapping[str, Any]] = {  # what a comment of the schema names as {FORMATS}
+REGISTRIES: dict[str, Mapping[str, Any]] = {  # what a comment names as {FORMATS}
+    "BUILT_IN_MODELS": BUILT_IN_MODELS,
     "EVICTION_POLICIES": EVICTION_POLICIES,
     "FORMATS": FORMATS,
     "ROW_OPTIMIZERS": ROW_OPTIMIZERS,
@@ -111,8 +113,8 @@ def type_of(annotation: ast.expr) -> str:
         "float": "number",
         "bool": "`true`, `false`",
         "Policy": "text",
-        "StoreName": "text",
         "RowOptimizerKind": "text",
+        "StoreName": "text",
         "Size": "text or whole number",
     }
     if text in known:

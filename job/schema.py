@@ -41,9 +41,9 @@ MAX_WORKERS = 64
 MAX_STEPS = 2**53  # of a schedule: still exact as a float
 
 Size = Annotated[str | int, msgspec.Meta(examples=["64MiB"])]
-StoreName = Annotated[str, msgspec.Meta(extra={"one_of": STORES})]
 RowOptimizerKind = Annotated[str, msgspec.Meta(extra={"one_of": ROW_OPTIMIZERS})]
 Policy = Annotated[str, msgspec.Meta(extra={"one_of": EVICTION_POLICIES})]
+StoreName = Annotated[str, msgspec.Meta(extra={"one_of": STORES})]
 Horizon = int | Literal["auto"]  # batches of ids known ahead
 RowType = Literal["fp32", "fp16", "bf16"]
 # finite values
@@ -236,7 +236,7 @@ class TablesFrom(Section, frozen=True, kw_only=True):
 
 
 class Model(Section, frozen=True, kw_only=True):
-    # `dlrm`, `dcnv2`, `tbsm`, or `package.module:factory` for any `nn.Module` called with (dense, list of embeddings); its method
+    # {BUILT_IN_MODELS}, or `package.module:factory` for any `nn.Module` called with (dense, list of embeddings); its method
     # `loss(outputs, labels)`, where it has one, takes the place of binary cross entropy
     kind: str = "dlrm"
     bottom_mlp: list[int] = []  # output widths; every layer ends in ReLU; the last is `embedding_dim` for dlrm and tbsm

@@ -64,7 +64,9 @@ class EvictionPolicy(Protocol):
 
 
 class LeastScore:
-    """The base of policies whose rows have a score: the least one leaves first, ties by oldest last use, then smallest key."""
+    """The base of policies whose rows have a score: the least one leaves first. Ties: idle rows by oldest last use, then smallest key;
+    after them the others, by nearest next use, then smallest key.
+    """
 
     per_use = 0
 

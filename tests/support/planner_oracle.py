@@ -1,9 +1,11 @@
 """The planner once more, by brute force: dicts, sorts and scans over the whole trace, nothing kept incrementally."""
 
 import math
+from typing import Any
 
 import numpy as np
 
+from rowcast.job.eviction_policies import EVICTION_POLICIES
 from rowcast.protocol.batch import ScheduledBatch
 from rowcast.protocol.plan import BarrierPlan, GroupPlan, RowMove, StepPlan
 from tests.support.planner_runs import Entry, Run, distinct_keys, i32, i64, lookups_of, plan_bags
@@ -14,7 +16,7 @@ class GroupOracle:
         self.group = run.groups[index]
         self.num_slots = run.slots[index]
         self.policy = run.policy
-        self.horizon = run.horizon if run.policy == "lookahead" else 0
+        self.horizon = run.horizon if EVICTION_POLICIES[run.policy].looks_ahead else 0
         self.pinned = set(run.pinned[index]) if run.pinned else set()
         self.uses = [(scheduled.step, set(distinct_keys(self.group, scheduled.batch))) for scheduled in run.trace]
         self.first_uses = [keys for _, keys in self.uses[: run.num_first]]
@@ -26,14 +28,19 @@ class GroupOracle:
     def next_use(self, key: int, step: int) -> float:
         return min((s for s, keys in self.uses if step < s <= step + self.horizon and key in keys), default=math.inf)
 
-    def rank(self, key: int, step: int) -> float:
+    def rank(self, key: int, step: int) -> Any:
+        """The least leaves first, ties by oldest last use, then key."""
+        next_use = self.next_use(key, step)
         match self.policy:
+            case "lookahead" | "lru":
+                return -next_use
             case "lfu":
                 return self.num_uses[key]
             case "static":
                 return sum(key in keys for keys in self.first_uses)
-            case _:
-                return -self.next_use(key, step)
+            case "nearest":  # of test_policies.py
+                return next_use, 0 if next_use == math.inf else key
+        raise NotImplementedError(f"the order of {self.policy} is to be written down here")
 
     def victims(self, count: int, step: int, own: list[int]) -> list[int]:
         others = [key for key in self.slot if key not in own and key not in self.pinned]
