@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from rowcast.job.eviction_policies import EVICTION_POLICIES, PolicyKind
 from rowcast.prefetcher.planner.eviction import EvictionPolicy, LeastScore, Residents, Victims, new_policy
-from rowcast.prefetcher.planner.grouping import I32, I64
 from rowcast.prefetcher.planner.planner import RowPlanner
+from rowcast.runtime.arrays import I32, I64
 from tests.support.planner_oracle import oracle_entries
 from tests.support.planner_runs import assert_same, entries_of, one_group, random_run, single_hot_trace
 
