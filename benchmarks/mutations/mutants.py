@@ -207,7 +207,7 @@ PREFETCHER = (
     ),
     Mutant(
         "a row that came home at a barrier stays dirty",
-        'self.ring.rows["flags"] &= ~DIRTY',
+        'self.occurrences.rows["flags"] &= ~DIRTY',
         "pass",
         f"{PLANNER}::test_a_barrier_lists_dirty_rows_once_and_settles_what_is_pending",
     ),
@@ -226,7 +226,7 @@ PREFETCHER = (
     Mutant(
         "a row lies in its neighbour's slot",
         'unique_slots[u] = row["slot"]',
-        'unique_slots[u] = rows[(place + u + 1) & last]["slot"]',
+        'unique_slots[u] = rows[(position + u + 1) & last]["slot"]',
         PLANS,
     ),
     Mutant(
@@ -237,7 +237,7 @@ PREFETCHER = (
     ),
     Mutant(
         "victims before a barrier count as under way",
-        "self._way_home.settle(self._last_planned)",
+        "self._write_backs.settle(self._last_planned)",
         "pass",
         f"{PLANNER}::test_a_barrier_lists_dirty_rows_once_and_settles_what_is_pending",
     ),
@@ -249,7 +249,7 @@ PREFETCHER = (
     ),
     Mutant(
         "the horizon grows beyond its bytes",
-        "wanted * known_bytes <= self._budget_bytes * num_known",
+        "proposed * known_bytes <= self._budget_bytes * num_known",
         "known_bytes <= self._budget_bytes",
         "tests/planner/test_auto_horizon.py::test_the_known_batches_stay_within_the_budget",
     ),
@@ -261,8 +261,8 @@ PREFETCHER = (
     ),
     Mutant(
         "a stop goes on a step late",
-        "self._followings.get(next_step - 1)",
-        "self._followings.get(next_step)",
+        "self._position_after.get(next_step - 1)",
+        "self._position_after.get(next_step)",
         "tests/adopt/test_epochs.py::test_a_run_that_the_script_stops_goes_on_right_there",
     ),
     Mutant(

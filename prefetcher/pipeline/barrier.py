@@ -1,12 +1,12 @@
-"""What happens on this side while no step passes: at the start, at each barrier, at the end. `TABLE` says all of it.
+"""The prefetcher's side of a barrier: the states between two steps in which all rows come home. `TABLE` lists them.
 
     thread      method                        writes
     fetcher     advance                       state, finished, _flush, _restore
     write-back  take_dense                    _dense (takes), _copied, _saved_barriers
     mail        cut_short, accept_dense       _cut, _dense (appends)
 
-A barrier is an entry of the plan stream. Everything before it is done and home before the first `Flush` leaves, and
-nothing after it is read before its checkpoint has copies of its own. So both rings are empty when it begins and ends.
+A barrier is an entry of the plan stream. Every step before it is done and home before the first `Flush` is sent, and no
+later plan is read before the barrier's checkpoint has copied its rows. So both rings are empty when it begins and ends.
 """
 
 import resource
@@ -88,9 +88,8 @@ TABLE = StateTable(
     ),
 )
 
-STALLS: dict[
-    PrefetcherState, Stall | None
-] = {  # why the fetcher stands still; "barrier" in the states that are not named
+# why the fetcher stalls; "barrier" in the states that are not listed
+STALLS: dict[PrefetcherState, Stall | None] = {
     PrefetcherState.RESTORING: "ring",
     PrefetcherState.QUEUING: "checkpoint",
     PrefetcherState.CLOSING: "checkpoint",
@@ -99,26 +98,26 @@ STALLS: dict[
 
 
 class Checkpointer(Protocol):
-    """What is copied at a barrier, and made durable after it. The write-back's thread calls `take_dense`, the
-    fetcher's the rest. Nothing waits."""
+    """Copies a barrier's rows and makes them durable later. The write-back's thread calls `take_dense`, the fetcher's
+    thread the other methods. None of them waits."""
 
     @property
     def busy(self) -> bool:
-        """Whether the checkpoint before is not durable yet."""
+        """Whether the previous checkpoint is not durable yet."""
 
     def begin(self, barrier: PlannedBarrier) -> bool:
-        """Whether this barrier needs a checkpoint: not where nothing was planned since the last one."""
+        """Returns whether this barrier needs a checkpoint: False if nothing was planned since the last one."""
 
     def copy_rows(self) -> bool:
-        """Copies rows that changed, those of the barrier included; whether that was all of them."""
+        """Copies changed rows, including those of the barrier. Returns whether all are copied."""
 
     def take_dense(self, message: Saved, content: bytes) -> bool:
-        """A piece of the trainer's dense side, after all rows; False: there is no room for it yet."""
+        """Takes a piece of the model state, after all rows. Returns False while there is no room for it."""
 
 
 @dataclass(slots=True, kw_only=True)
 class OutgoingFlush:
-    """A barrier whose slots are on their way."""
+    """A barrier's list of dirty slots, partly sent."""
 
     block: ArrayBlock
     pieces: list[Piece]
@@ -142,7 +141,7 @@ class PrefetcherBarrier:
         restore: bytes,
         verifier: Verifier | None,
     ) -> None:
-        """`restore`: the dense side that the trainer begins with; empty: as the job says."""
+        """`restore`: the model state that the trainer starts from; empty: the job's initial state."""
         self.state = PrefetcherState.RESTORING
         self.finished = False  # the data had ended at the last barrier
         self._plans = plans
@@ -156,28 +155,27 @@ class PrefetcherBarrier:
         self._verifier = verifier
         self._restore = DensePieces(restore, fetch_ring, dense_stamp) if restore else None
         self._flush: OutgoingFlush | None = None
-        self._cut: tuple[Position, str] | None = None  # where training goes on, whatever barriers say; and why
+        self._cut: tuple[Position, str] | None = None  # where training continues, whatever barriers say; and why
         self._dense: deque[Saved] = deque()  # in the ring
-        self._copied: tuple[Saved, bytes] | None = None  # a piece out of the ring, not handed on yet
-        self._saved_barriers = 0  # the dense side of every barrier before this one was handed on
+        self._copied: tuple[Saved, bytes] | None = None  # a piece copied from the ring that the checkpointer lacks
+        self._saved_barriers = 0  # every barrier before this one has passed on its model state
         if self._restore is None:
             self._follow(PrefetcherEvent.RESTORED)
 
     @property
     def ended(self) -> bool:
-        """The last barrier is done."""
         return self.state is PrefetcherState.ENDED
 
     @property
     def queued(self) -> int:
-        """Pieces of a dense side that were not looked at yet."""
+        """Pieces of a model state that still have to be copied."""
         return len(self._dense)
 
     # the mail's thread
 
     def cut_short(self, position: Position, reason: str) -> None:
-        """The trainer passes over the steps after `position`: no barrier from now on counts them as trained, and the
-        run stops. Called before the fetcher hears that any such step is done."""
+        """The trainer skips the steps after `position`: no later barrier counts them as trained, and the run stops.
+        Must be called before the fetcher learns that one of these steps is done."""
         self._cut = position, reason
 
     def accept_dense(self, message: Saved) -> None:
@@ -186,7 +184,7 @@ class PrefetcherBarrier:
     # the write-back's thread
 
     def take_dense(self) -> bool:
-        """Copies a piece of the dense side, or hands it on once all rows are copied. At most one is out of the ring."""
+        """Copies a piece of the model state, or passes it on once all rows are copied. Holds at most one copy."""
         if self._copied is None:
             return self._copy_dense(self._dense.popleft()) if self._dense else False
         message, content = self._copied
@@ -208,13 +206,13 @@ class PrefetcherBarrier:
 
     @property
     def due(self) -> bool:
-        """Whether no step may be read now."""
+        """Whether the fetcher must not read steps now."""
         return self.state is not PrefetcherState.RUNNING or (
             self._fetcher.is_between_plans and bool(self._plans) and isinstance(self._plans[0], PlannedBarrier)
         )
 
     def advance(self) -> bool:
-        """Takes the oldest of these as far as it goes without waiting; whether anything was done."""
+        """Does what the current state allows without waiting. Returns whether anything was done."""
         self._fetcher.stalled_by = STALLS.get(self.state, "barrier")
         match self.state:
             case PrefetcherState.RESTORING:
@@ -252,7 +250,7 @@ class PrefetcherBarrier:
     @property
     def _barrier(self) -> PlannedBarrier:
         barrier = self._plans[0]
-        assert isinstance(barrier, PlannedBarrier), "it stays the next entry until it is done"
+        assert isinstance(barrier, PlannedBarrier), "the barrier must stay the next entry until it is done"
         return barrier if self._cut is None else barrier.cut(*self._cut)
 
     @property
@@ -261,11 +259,11 @@ class PrefetcherBarrier:
 
     @property
     def _open(self) -> OutgoingFlush:
-        assert self._flush is not None, "a barrier is opened before its slots are sent"
+        assert self._flush is not None, "a barrier must be opened before its slots are sent"
         return self._flush
 
     def _send_restore(self) -> bool:
-        """Before anything else, so that no row waits in the ring after it."""
+        # sent before anything else, so that no row waits in the ring after it
         if not self._fetcher.connected or self._restore is None:
             self._fetcher.stalled_by = "credit"
             return False
@@ -279,7 +277,7 @@ class PrefetcherBarrier:
         return True
 
     def _is_drained(self, barrier: BarrierPlan) -> bool:
-        """Whether everything before the barrier is done and home; then nothing can be left in the ring either."""
+        """Whether all steps before the barrier are done and home; the ring is empty then."""
         after, fetcher = barrier.after_step, self._fetcher
         is_home = after is None or (
             reached(fetcher.done_through, after) and reached(self._writeback.applied_through, after)

@@ -1,8 +1,8 @@
-"""The stages of the prefetcher, wired to each other and to one conversation. No thread, socket or clock lives here.
+"""Connects the prefetcher's stages with each other and with one conversation. It has no thread, socket or clock.
 
 The life of step p; `PrefetcherEngine.advance` is the code:
 
-    thread      function          what it hands on
+    thread      function          what it passes on
     planning    read_ids_ahead    ids of batch p                      -> the planner's horizon
                 plan_next         plan p: slots, rows, victims        -> the plan stream
     fetcher     read_rows         rows of plan p, from the store      -> the fetch ring
@@ -13,7 +13,7 @@ The life of step p; `PrefetcherEngine.advance` is the code:
                 release_written   Released                            -> the trainer
                 note_home         "home through p"                    -> the fetcher
 
-A barrier (`barrier.py`) takes the fetcher's place between two plans; its dense side comes to the write-back.
+A barrier (`barrier.py`) replaces the fetcher's work between two plans; the write-back receives its model state.
 """
 
 from collections import deque
@@ -56,7 +56,7 @@ Thread = Literal["mail", "planning", "fetcher", "write-back"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PrefetcherParts:
-    """What an engine is made of; whoever makes them owns and closes them."""
+    """What an engine is made of. The caller owns and closes the parts."""
 
     job: Job
     groups: tuple[GroupSpec, ...]
@@ -72,12 +72,12 @@ class PrefetcherParts:
     mode: Mode
     start: Position  # where this incarnation begins
     counters: PrefetcherCounters  # of the process
-    restore: bytes  # the dense side that the trainer begins with; empty: as the job says
+    restore: bytes  # the model state that the trainer starts from; empty: the job's initial state
     pace: Pace | None = None  # see PlanningStage
 
 
 class PrefetcherEngine:
-    """`stages` are advanced by one thread each, or all by one thread in any order."""
+    """Each of the `stages` may have its own thread, or one thread may advance all of them in any order."""
 
     def __init__(self, parts: PrefetcherParts) -> None:
         welcome = parts.welcome
@@ -147,11 +147,11 @@ class PrefetcherEngine:
         )
 
     def advance(self, thread: Thread) -> bool:
-        """What this thread can do now for the steps that it serves, without waiting; whether it was anything.
+        """Does what this thread can do now without waiting. Returns whether it did anything.
 
-        From top to bottom it is the life of a step. All threads run side by side, each for other steps: ids of a batch
-        far ahead are read while plan p + 2 * depth is made, rows of plan p + depth go to the ring, and victims of
-        plan p come home.
+        The cases follow the life of a step from top to bottom. All threads run side by side on different steps: ids
+        of a batch far ahead are read while plan p + 2 * depth is made, rows of plan p + depth go to the ring, and
+        victims of plan p come home.
         """
         match thread:
             case "planning":
@@ -161,7 +161,7 @@ class PrefetcherEngine:
                 announced = self.fetcher.announce_read()
                 begun = self.barrier.advance() if self.barrier.due else self.fetcher.read_rows()
                 return announced or begun
-            # here the trainer trains the step; what it has to say of it comes by mail
+            # here the trainer trains the step; its reports arrive by mail
             case "mail":
                 return self.conversation.advance()
             case "write-back":
@@ -173,12 +173,12 @@ class PrefetcherEngine:
 
     @property
     def finished(self) -> bool:
-        """The last barrier is done and the trainer has said good-bye."""
+        """The last barrier is done and the trainer has said goodbye."""
         return self.barrier.ended and self.peer_left
 
     @property
     def rows_home_queued(self) -> int:
-        """Messages of rows and of the dense side that the write-back was not through with."""
+        """Messages with rows or model state that the write-back has not finished."""
         return self.writeback.queued + self.barrier.queued
 
     @property

@@ -1,4 +1,4 @@
-"""Reads the rows of each plan from the store into the ring, and announces them in order.
+"""Reads the rows of each plan from the store into the ring and announces them in step order.
 
 A plan may be read when the rows that it could depend on are home:  applied_through >= max(after_step, step - depth - 1)
 A plan may be sent when the trainer has room to hold it:             done_through >= step - depth - 1
@@ -27,7 +27,7 @@ Stall = Literal["plans", "credit", "write_back", "ring", "store", "barrier", "ch
 
 @dataclass(slots=True, kw_only=True)
 class Outgoing:
-    """A plan on its way: cut into pieces, of which some are being read."""
+    """A plan that is cut into pieces, some of which are being read."""
 
     step: PlannedStep
     block: ArrayBlock
@@ -38,7 +38,7 @@ class Outgoing:
 
 @dataclass(slots=True, kw_only=True)
 class Reading:
-    """A piece in the ring whose rows are still coming."""
+    """A piece in the ring whose rows are being read."""
 
     outgoing: Outgoing
     number: int
@@ -52,14 +52,14 @@ class Reading:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """How far rows run ahead."""
+    """How far rows may run ahead of the trainer."""
 
     depth: int  # steps ahead of the trainer
     first_step: int  # of this incarnation
-    staging_bytes: int  # of rows that a piece brings, at most
+    staging_bytes: int  # rows that one piece may bring
 
     def before(self, step: int) -> int:
-        """The step that must be done, and home, before this one's rows may leave."""
+        """The step that must be done and home before this step's rows may be sent."""
         return step - self.depth - 1
 
 
@@ -79,7 +79,7 @@ class Fetcher:
         send: Callable[[StepReady], None],
         verifier: Verifier | None,
     ) -> None:
-        self.connected = False  # a trainer was welcomed: until then rows may be read, but nothing is sent
+        self.connected = False  # a trainer was welcomed; before that, rows may be read but nothing is sent
         self.done_through: int | None = None  # the last step that the trainer completed
         self.sent_through: int | None = None
         self.stalled_by: Stall | None = None  # written by the fetcher's thread
@@ -97,12 +97,12 @@ class Fetcher:
 
     @property
     def reading(self) -> int:
-        """Pieces in the ring that were not announced yet."""
+        """Pieces in the ring that have not been announced."""
         return len(self._reading)
 
     @property
     def is_between_plans(self) -> bool:
-        """Whether the reads of every plan that was taken from the stream have begun."""
+        """Whether all reads of every plan taken from the stream have started."""
         return self._outgoing is None
 
     def step_done(self, step: int) -> None:
@@ -111,12 +111,12 @@ class Fetcher:
     # store -> ring
 
     def read_rows(self) -> bool:
-        """Takes the next plan from the stream, or has the rows of its next piece read into the ring."""
+        """Takes the next plan from the stream, or starts reading the rows of its next piece into the ring."""
         if self._outgoing is not None:
             with self._counters.timed("fetch", self._outgoing.step.plan.step):
                 return self._begin_piece(self._outgoing)
         head = self._plans[0] if self._plans else None
-        if head is None or isinstance(head, PlannedBarrier):  # one that has come since this turn began
+        if head is None or isinstance(head, PlannedBarrier):  # a barrier may have arrived during this turn
             self.stalled_by = self.stalled_by or "plans"
             return False
         if not self._may_read(head.plan):
@@ -171,10 +171,10 @@ class Fetcher:
     # ring -> trainer
 
     def announce_read(self) -> bool:
-        """Announces the oldest piece, once its rows are in the ring and the trainer has room for its step."""
+        """Announces the oldest piece once its rows are in the ring and the trainer has room for its step."""
         if not self._reading:
             return False
-        complete = [reading.done() for reading in self._reading]  # all are polled: tickets finish in any order
+        complete = [reading.done() for reading in self._reading]  # poll all: tickets finish in any order
         if not complete[0]:
             self.stalled_by = "store"
             return False
@@ -196,7 +196,7 @@ class Fetcher:
         outgoing, piece = reading.outgoing, reading.outgoing.pieces[reading.number]
         step = outgoing.step.plan.step
         for span in piece.rows:
-            assert reading.slice is not None, "rows are read into a slice of the ring"
+            assert reading.slice is not None, "rows must be read into a slice of the ring"
             self._verifier.rows_read(step, span.group, span.start, self._rows(reading.slice, span))
         if reading.number == len(outgoing.pieces) - 1:
             self._verifier.plan_read(step)

@@ -1,4 +1,4 @@
-"""What the prefetcher counts, and how a scrape reads it."""
+"""Counts what the prefetcher does and exports it to Prometheus."""
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,34 +17,34 @@ Phase = Literal["read", "plan", "fetch", "send", "write_back"]
 Queue = Literal["batches", "plans", "pieces", "rows_back"]
 VerifyKind = Literal["given", "filled", "returned", "dropped", "kept"]
 # batches: the planner waits for the reader         plans: the fetcher waits for the planner
-# credit: StepReady waits for a StepDone            write_back: rows may not be read before RowsBack is applied
+# credit: StepReady waits for a StepDone            write_back: rows wait until a RowsBack is applied
 # ring: no space in the fetch ring                  store: a ticket is not finished
-# barrier: later plans wait for the flush           checkpoint: a barrier waits until the checkpoint before it is on disk
+# barrier: later plans wait for the flush           checkpoint: a barrier waits until the previous one is durable
 #
-# read: a batch is taken over and enters the horizon     plan: a plan is made         fetch: a plan is cut, its rows read into the ring
-# send: a piece is announced                             write_back: rows that came home go to the store
+# read: a batch enters the horizon                  plan: a plan is made
+# fetch: a plan is cut, its rows read into the ring send: a piece is announced
+# write_back: returned rows go to the store
 #
-# given: the store gives what it took last               filled: a row in its slot is what the store gave
-# returned: a dirty row came home as it stood            dropped: a clean victim is what was filled
-# kept: at a barrier the store has what it took
+# given: the store returns what was written last    filled: a slot holds the row that the store returned
+# returned: a dirty row came home unchanged         dropped: a clean victim equals what was filled
+# kept: at a barrier the store has the rows written to it
 #
 # reader -batches-> planner -plans-> fetcher -pieces-> link -rows_back-> write-back
 
 
 @dataclass(slots=True, kw_only=True)
 class PrefetcherCounters(Counters[StallReason, Phase, Queue]):
-    """Made by `new_counters`. Every counter has one writer: the thread of the stage that it belongs to."""
+    """Created by `new_counters`. Every counter has one writer: the thread of its stage."""
 
     # written under a lock
     rows_verified: dict[VerifyKind, int] = field(default_factory=lambda: dict.fromkeys(get_args(VerifyKind), 0))
     checkpoints: int = 0
-    checkpoint_s: float = 0.0  # from the barrier until it was durable, added up
+    checkpoint_s: float = 0.0  # sum of the times from barrier to durable
     checkpoint_bytes: int = 0
     last_checkpoint: float = field(default_factory=time.time)  # Unix time of the newest one, or of the start
 
     @contextmanager
     def timed(self, phase: Phase, step: int | None = None) -> Iterator[None]:
-        """Counts the seconds of the block."""
         began_s = time.perf_counter()
         try:
             yield
@@ -53,14 +53,12 @@ class PrefetcherCounters(Counters[StallReason, Phase, Queue]):
             self.spent(phase, ended_s - began_s, step, ended_s)
 
     def checkpointed(self, seconds: float, nbytes: int) -> None:
-        """A checkpoint has become durable, `seconds` after its barrier."""
         self.checkpoints += 1
         self.checkpoint_s += seconds
         self.checkpoint_bytes += nbytes
         self.last_checkpoint = time.time()
 
     def planned(self, plan: StepPlan, batch_size: int) -> None:
-        """The planner has made a plan."""
         self.step(plan.kind, batch_size)
         for counters, group in zip(self.groups.values(), plan.groups, strict=True):
             counters.step(
@@ -72,8 +70,6 @@ class PrefetcherCounters(Counters[StallReason, Phase, Queue]):
 
 
 class SlotStates(NamedTuple):
-    """One group's slots by state; they add up to its capacity."""
-
     free: int
     clean: int
     dirty: int
@@ -81,7 +77,7 @@ class SlotStates(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PrefetcherGauges:
-    """Of one moment. What is 0 by default is so while there is no engine: before the first batches are read, and between two trainers."""
+    """Values at one moment. The defaults hold while there is no engine."""
 
     depth: int  # steps
     checkpoint_every: int  # train steps
@@ -99,7 +95,7 @@ class PrefetcherGauges:
 
 
 def new_counters(groups: Sequence[GroupSpec]) -> PrefetcherCounters:
-    """Counters at zero; `groups` comes from `group_specs`."""
+    """`groups` comes from `group_specs`."""
     return PrefetcherCounters(
         groups=new_groups(groups),
         stalls=dict.fromkeys(get_args(StallReason), 0.0),
@@ -116,8 +112,8 @@ class PrefetcherCollector(CountersCollector):
         build: Mapping[str, str],
         health: Health,
     ) -> None:
-        """`gauges` is called by the scrape's thread: it must answer at once and take no lock that a stage holds while it works. `build`
-        comes from `build_info`."""
+        """The scrape's thread calls `gauges`, which must answer at once and take no lock that a stage holds while it
+        works. `build` comes from `build_info`."""
         super().__init__("prefetcher", build, health)
         self._counters = counters
         self._gauges = gauges

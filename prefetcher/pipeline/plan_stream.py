@@ -1,4 +1,4 @@
-"""The stream of plans: what the planning stage hands to the fetcher's thread, in order."""
+"""The queue of plans and barriers from the planning stage to the fetcher, in order."""
 
 from collections import deque
 from dataclasses import dataclass, replace
@@ -16,14 +16,14 @@ class PlannedStep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedBarrier:
-    """An entry after a step. Every barrier is a checkpoint, where the run makes any."""
+    """An entry after a step. Every barrier of a run that makes checkpoints is one."""
 
     plan: BarrierPlan
-    position: Position  # where training goes on from it
-    last: bool  # nothing follows
+    position: Position  # where training continues after it
+    last: bool  # no entry follows
 
     def cut(self, position: Position, reason: str) -> "PlannedBarrier":
-        """This barrier where the run stops at `position`: its checkpoint is not later than that."""
+        """Returns this barrier for a run that stops at `position`: its checkpoint is at that position or earlier."""
         if self.position.step <= position.step:
             return self
         return replace(self, position=position, plan=replace(self.plan, reason=reason, finished=False))

@@ -1,4 +1,4 @@
-"""The planning stage: batches in, plans out, never further ahead of the trainer than its credit."""
+"""The planning stage: turns batches into plans, at most a fixed number of steps ahead of the trainer."""
 
 from collections import deque
 from collections.abc import Callable
@@ -17,29 +17,30 @@ from rowcast.runtime.position import Position
 
 
 class BatchSource(Protocol):
-    """Batches in step order, decoded somewhere else: their ids far ahead, the rest when they are planned."""
+    """Batches in step order, decoded elsewhere: their ids far ahead, their dense features when they are planned."""
 
     @property
     def ended(self) -> bool:
-        """Whether the ids of every batch were handed out."""
+        """Whether the ids of every batch have been returned."""
 
     def poll_ids(self) -> PlacedIds | None:
-        """Those of the next batch, or None when none have been decoded yet. Raises what the reader raised."""
+        """Returns the next batch's ids, or None while they are being decoded. Raises the reader's error."""
 
     def poll_dense(self) -> DenseBatch | None:
-        """That of the oldest batch that has not had it yet, or None when it has not been decoded yet. Raises what the reader raised."""
+        """Returns the next batch's dense features and labels, or None while they are being decoded. Raises the
+        reader's error."""
 
 
 class Pace(Protocol):
-    """As `checkpoints.interval.PaceMeter`."""
+    """See `checkpoints.interval.PaceMeter`."""
 
     def steps(self, done: int, planned: int) -> int | None: ...
 
 
 class PlanningStage:
-    """Plans may be made up to 2 * depth + 2 steps beyond the last one that the trainer completed, so that a stop is prompt.
+    """Makes plans up to 2 * depth + 2 steps beyond the last one that the trainer completed, so that a stop is prompt.
 
-    Checkpoints go into the stream of plans where the planner says that one is due.
+    Adds a barrier to the plan stream wherever the planner says that a checkpoint is due.
     """
 
     def __init__(
@@ -56,7 +57,7 @@ class PlanningStage:
         counters: PrefetcherCounters,
         pace: Pace | None = None,
     ) -> None:
-        """`pace`: where the time between checkpoints has yet to become a number of train steps, what finds it."""
+        """`pace`: converts a time between checkpoints into train steps; None if the interval is already known."""
         self.planned_through: int | None = None
         self._source = source
         self._planner = planner
@@ -66,54 +67,53 @@ class PlanningStage:
         self._ahead = 2 * depth + 2
         self._first_step = start.step
         self._position = start  # after the last plan
-        self._measured = measured  # read whole to divide the capacity, before there was a planner
-        self._rests: deque[DenseBatch] = (
-            deque()
-        )  # of measured batches that are known, and of the one to be planned next
-        self._misses_rest = False
+        self._measured = measured  # the batches that the capacity was divided by, read before there was a planner
+        # of the measured batches in the horizon, and of the batch to be planned next
+        self._dense_batches: deque[DenseBatch] = deque()
+        self._misses_dense = False
         self._counters = counters
         self.stop_reason: str | None = None
         self._ended = False
         self._barrier_sent = False
         self._pace = pace
         self._start = start
-        self._followings: dict[int, Position] = {}  # after each step that was planned and may not be done
+        self._position_after: dict[int, Position] = {}  # of each step that is planned and may not be done
         self.on_plan: Callable[[PlannedStep], None] = lambda planned: None
-        # is told the train steps between checkpoints, once
+        # called once, with the train steps between checkpoints
         self.on_interval: Callable[[int], None] = lambda steps: None
 
     @property
     def waits_for_batches(self) -> bool:
-        """The next plan needs a batch that has not been decoded yet."""
-        return not self._barrier_sent and (self._misses_rest or (not self._ended and self._planner.wants_batch > 0))
+        """The next plan needs a batch that has not been decoded."""
+        return not self._barrier_sent and (self._misses_dense or (not self._ended and self._planner.wants_batch > 0))
 
     @property
     def waits_for_credit(self) -> bool:
         """The next plan would be too far ahead of the trainer."""
-        return not self._barrier_sent and not self._misses_rest and self._planner.ready()
+        return not self._barrier_sent and not self._misses_dense and self._planner.ready()
 
     @property
     def _data_is_planned(self) -> bool:
-        """Nothing is left to plan; a stop has nothing left to stop."""
+        """Nothing is left to plan, so a stop would change nothing."""
         return self._ended and not self._planner.ready()
 
     def stop(self, reason: str, next_step: int | None = None) -> None:
-        """No plan is made after the next turn; a barrier follows the last one. Called by the mail's thread.
+        """Makes no plan after the next turn, and a barrier after the last plan. The mail's thread calls it.
 
-        `next_step`: the trainer passes over this step and all after it, so that is where the run goes on. Raises RemoteProtocolError where
-        it is none of the steps under way.
+        `next_step`: the trainer skips this step and all later ones, so the run continues there. Raises
+        RemoteProtocolError unless it is a step under way.
         """
         if next_step is not None:
-            position = self._start if next_step == self._first_step else self._followings.get(next_step - 1)
+            position = self._start if next_step == self._first_step else self._position_after.get(next_step - 1)
             if position is None:
                 raise RemoteProtocolError(
-                    f"StopRequest: step {next_step} is none of those that are planned and not done"
+                    f"StopRequest: step {next_step} is not among the steps that are planned and not done"
                 )
             self._barrier.cut_short(position, reason)
         self.stop_reason = reason
 
     def read_ids_ahead(self) -> bool:
-        """The ids of one batch enter the horizon, where the planner still needs them for its next plan."""
+        """Adds one batch's ids to the horizon if the planner needs them for its next plan."""
         if self._barrier_sent or self._ended or not self._planner.wants_batch:
             return False
         ids = self._next_measured() if self._measured else self._source.poll_ids()
@@ -128,20 +128,20 @@ class PlanningStage:
         return True
 
     def _next_measured(self) -> PlacedIds:
-        ids, rest = self._measured.pop(0).divided()
-        self._rests.append(rest)
+        ids, dense = self._measured.pop(0).divided()
+        self._dense_batches.append(dense)
         return ids
 
-    def _has_rest(self) -> bool:
-        """Whether the rest of the batch to be planned next is here."""
-        if not self._rests:
-            rest = self._source.poll_dense()
-            self._rests.extend([] if rest is None else [rest])
-        self._misses_rest = not self._rests
-        return not self._misses_rest
+    def _has_dense(self) -> bool:
+        """Whether the dense features and labels of the batch to be planned next are here."""
+        if not self._dense_batches:
+            dense = self._source.poll_dense()
+            self._dense_batches.extend([] if dense is None else [dense])
+        self._misses_dense = not self._dense_batches
+        return not self._misses_dense
 
     def plan_next(self) -> bool:
-        """The next entry of the plan stream: a step, or the barrier that is due."""
+        """Appends the next entry to the plan stream: a step, or the barrier that is due."""
         if self._barrier_sent:
             return False
         if self.stop_reason is not None and not self._data_is_planned:
@@ -153,24 +153,24 @@ class PlanningStage:
         step = self._first_step if self.planned_through is None else self.planned_through + 1
         done = self._first_step - 1 if self._fetcher.done_through is None else self._fetcher.done_through
         self._find_interval(done)
-        if step > done + self._ahead or not self._has_rest():
+        if step > done + self._ahead or not self._has_dense():
             return False
         with self._counters.timed("plan", step):
             ids, plan = self._planner.plan()
         crash_point("plan made")
-        assert isinstance(ids, PlacedIds), "the planner returns what it was given"
-        batch = ids.with_dense(self._rests.popleft())
+        assert isinstance(ids, PlacedIds), "the planner must return the batches that it was given"
+        batch = ids.with_dense(self._dense_batches.popleft())
         planned = PlannedStep(batch=batch, plan=plan)
         self._counters.planned(plan, batch.batch.size)
         self.on_plan(planned)
         self._plans.append(planned)
         self.planned_through = step
-        self._position = self._followings[step] = batch.following
-        self._followings.pop(step - self._ahead - 1, None)
+        self._position = self._position_after[step] = batch.following
+        self._position_after.pop(step - self._ahead - 1, None)
         return True
 
     def _find_interval(self, done: int) -> None:
-        """Before a plan is made: the planner hears of it between two plans."""
+        # called before a plan is made, so that the interval changes between two plans
         steps = None if self._pace is None else self._pace.steps(done - self._first_step + 1, self._position.train_step)
         if steps is not None:
             self._pace = None

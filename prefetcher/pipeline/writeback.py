@@ -1,7 +1,8 @@
-"""Puts the rows that come home into the tables, and knows up to which step that is done.
+"""Writes returned rows to the stores and tracks up to which step that is done.
 
-`RowsBack` carries no keys: its rows stand in the order of the victims that the plan (or the barrier) named, which are remembered
-here from before the plan is sent until its last row is applied. This stage never waits for ring space, for credit or for another stage.
+`RowsBack` carries no keys: its rows come in the order of the victims that the plan (or the barrier) named. The keys are
+kept here from before the plan is sent until its last row is applied. This stage never waits for ring space, for credit
+or for another stage.
 """
 
 from collections import deque
@@ -24,7 +25,7 @@ from rowcast.runtime.errors import RemoteProtocolError
 
 @dataclass(slots=True)
 class Expected:
-    """Rows that are to come home for one plan or barrier."""
+    """The rows that one plan or barrier will return."""
 
     step: int | None
     barrier: int | None
@@ -50,7 +51,7 @@ class PendingWrite:
 
 
 class Writeback:
-    """The fetcher's thread calls `expect`, the mail's `accept`, the write-back's the others, in their order here."""
+    """The fetcher's thread calls `expect`, the mail's `accept`, the write-back's the other methods in this order."""
 
     def __init__(
         self,
@@ -69,7 +70,7 @@ class Writeback:
         self._counters = counters
         self._send = send
         self._verifier = verifier
-        self._expected: deque[Expected] = deque()  # plans and barriers in order, also those that bring nothing home
+        self._expected: deque[Expected] = deque()  # plans and barriers in order, including those that return no rows
         self._inbox: deque[RowsBack] = deque()
         self._writing: deque[PendingWrite] = deque()
 
@@ -78,7 +79,7 @@ class Writeback:
         return len(self._inbox) + len(self._writing)
 
     def expect(self, step: int | None, barrier: int | None, keys: tuple[Keys, ...]) -> None:
-        """Called before the trainer can know of the plan or barrier; `keys` in the order in which the rows will travel."""
+        """Must be called before the plan or barrier is sent. `keys` are in the order in which the rows will come."""
         nothing = barrier is None and not any(len(part) for part in keys)
         self._expected.append(Expected(step, barrier, keys, [0] * len(keys), arrived_last=nothing))
 
@@ -86,7 +87,7 @@ class Writeback:
         self._inbox.append(message)
 
     def write_arrived(self) -> bool:
-        """Has the rows of the oldest message written from the ring to the store."""
+        """Starts writing the rows of the oldest message from the ring to the store."""
         if not self._inbox:
             return False
         message = self._inbox.popleft()
@@ -147,7 +148,7 @@ class Writeback:
         return tickets
 
     def release_written(self) -> bool:
-        """Frees the ring where rows are in the store."""
+        """Frees ring space whose rows are in the store."""
         progress = False
         for writing in list(self._writing):
             writing.tickets = [ticket for ticket in writing.tickets if not ticket.done()]
@@ -161,7 +162,7 @@ class Writeback:
         return progress
 
     def note_home(self) -> bool:
-        """Plans and barriers whose last row is in the store: from now on rows that depended on them may be read."""
+        """Notes plans and barriers whose last row is in the store: rows that depended on them may now be read."""
         progress = False
         while self._expected and self._expected[0].complete:
             expected = self._expected.popleft()

@@ -1,34 +1,35 @@
-"""How far ahead ids are read where the job file says "auto": while more would change what is fetched, within a budget of bytes.
+"""Grows the horizon while knowing more batches would change what is fetched, within a budget of bytes.
 
-A plan that took victims and left no idle row had nothing to guess: it knew when every row that stayed is needed again, and knowing more
-would have changed nothing. One that left idle rows chose among rows of which it did not know that, so the horizon grows. While a group
-still has free slots there is nothing to evict, and the horizon prepares for when there is: it grows by 8 batches a plan, to about eight
-times the plans in which the cache is filled once, which fetched not one row more than the bound on 18 logs (docs/experiments.md).
+A plan that took victims and left no idle row had nothing to guess: it knew when every remaining row is needed next, and
+knowing more would have changed nothing. A plan that left idle rows chose among rows without a known next use, so the
+horizon grows. While a group has free slots there is nothing to evict yet, and the horizon grows by 8 batches per plan
+in preparation, to about eight times the plans that fill the cache once. On 18 logs that fetched no row more than the
+bound (docs/experiments.md).
 
 Only the plans and the budget decide, never time: two runs over the same data have the same horizon at every step.
 """
 
 from rowcast.prefetcher.planner.group_planner import GroupPlanner
 
-WHILE_FILLING = 8  # batches a plan
-SHARE = 16  # of the horizon, a plan, while there is something to guess
+WHILE_FILLING = 8  # batches per plan
+SHARE = 16  # the horizon grows by 1/16 per plan while there is something to guess
 
 
 class AutoHorizon:
-    """`least`: batches known beyond the one being planned at the start. `id_bytes`: what the known batches may take, as they count it."""
+    """`least`: batches known beyond the one being planned at the start. `id_bytes`: the budget for known batches."""
 
     def __init__(self, least: int, id_bytes: int) -> None:
         self.num_batches = least
         self._budget_bytes = id_bytes
 
     def grow(self, groups: tuple[GroupPlanner, ...], known_bytes: int, num_known: int) -> int:
-        """After a plan; `known_bytes` of the `num_known` batches that are known now. Returns the new horizon."""
-        wanted = self.num_batches + max(self._wanted(group) for group in groups)
-        if wanted * known_bytes <= self._budget_bytes * num_known:
-            self.num_batches = wanted
+        """Returns the new horizon after a plan. `known_bytes`: bytes of the `num_known` batches known now."""
+        proposed = self.num_batches + max(self._growth(group) for group in groups)
+        if proposed * known_bytes <= self._budget_bytes * num_known:
+            self.num_batches = proposed
         return self.num_batches
 
-    def _wanted(self, group: GroupPlanner) -> int:
+    def _growth(self, group: GroupPlanner) -> int:
         if group.num_slots >= group.group.num_rows:
             return 0
         if group.occupancy.num_free:

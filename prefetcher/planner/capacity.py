@@ -1,4 +1,4 @@
-"""Divides the cache's capacity between groups, once, at start: a function of the first batches and the capacity alone."""
+"""Divides the cache's capacity among the groups once, at the start, from the first batches alone."""
 
 import operator
 from collections.abc import Mapping, Sequence
@@ -19,10 +19,10 @@ TOUCHES = f"a batch among the first {MEASURED_BATCHES} touches"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Touched:
-    """What the first batches touch, per group."""
+    """What the first batches touch, by group."""
 
     largest_batch_rows: tuple[int, ...]  # distinct rows of the batch that touches most
-    distinct_rows: tuple[int, ...]  # of all these batches together
+    distinct_rows: tuple[int, ...]  # distinct rows of all these batches together
 
 
 def measure(groups: tuple[GroupSpec, ...], batches: Sequence[ScheduledBatch]) -> Touched:
@@ -32,7 +32,8 @@ def measure(groups: tuple[GroupSpec, ...], batches: Sequence[ScheduledBatch]) ->
     for group in groups:
         grouper = Grouper(group, num_features)
         keys = [grouper.group(grouper.lookups(scheduled.batch)).keys for scheduled in batches[:MEASURED_BATCHES]]
-        largest.append(max((len(some) for some in keys), default=0) or 1)  # a group may be touched later
+        # not 0: later batches may touch a group that these do not
+        largest.append(max((len(batch_keys) for batch_keys in keys), default=0) or 1)
         distinct.append(
             len(np.unique(np.concatenate(keys))) if any(map(len, keys)) else untouched_share(group, batches)
         )
@@ -40,13 +41,13 @@ def measure(groups: tuple[GroupSpec, ...], batches: Sequence[ScheduledBatch]) ->
 
 
 def untouched_share(group: GroupSpec, batches: Sequence[ScheduledBatch]) -> int:
-    """Distinct rows to expect of a group that the first batches leave alone: one a bag of a batch, or all there are."""
+    """Distinct rows to expect of a group that the first batches do not touch: one per bag, or all rows."""
     largest = max((scheduled.batch.size for scheduled in batches), default=1)
     return min(group.num_rows, group.num_features * largest)
 
 
 def job_slots(job: Job, groups: tuple[GroupSpec, ...], batches: Sequence[ScheduledBatch]) -> tuple[int, ...]:
-    """Slots per group as a run of the job has them, from its first batches. `groups` are all groups of the job. Raises ConfigError."""
+    """Slots of each group in a run of the job. `groups` are all groups of the job. Raises ConfigError."""
     rows = job.cache.capacity_rows
     nbytes = None if rows is not None else parse_bytes(job.cache.capacity)
     fixed = {
@@ -65,11 +66,11 @@ def divide_capacity(
     capacity_rows: int | None = None,
     fixed_rows: Mapping[str, int] | None = None,
 ) -> tuple[int, ...]:
-    """Slots per group from one of the two capacities; rows are for a single group.
+    """Slots of each group, from one of the two capacities; rows are for a single group.
 
-    Groups named in `fixed_rows` get that, the job file's cache.groups. Of what they leave every other group gets the rows of its largest
-    batch, the rest goes by the distinct bytes each touches, never beyond a group's rows; what a full group cannot use goes to the others.
-    Raises ConfigError where the largest batches do not fit.
+    Groups in `fixed_rows` (the job file's cache.groups) get that number. Of the remainder, every other group gets the
+    rows of its largest batch; what is left is divided by the distinct bytes that each touches, never beyond a group's
+    rows, and what a full group cannot use goes to the others. Raises ConfigError if the largest batches do not fit.
     """
     assert (capacity_bytes is None) != (capacity_rows is None), "one capacity, in bytes or in rows"
     if capacity_rows is not None:
@@ -88,7 +89,7 @@ def divide_capacity(
     if rest_bytes < 0:
         others = [g for g in range(len(groups)) if groups[g].name not in fixed]
         assert others, (
-            f"cache.groups takes {capacity_bytes - rest_bytes} bytes of {capacity_bytes}, which the job file refuses"
+            f"cache.groups takes {capacity_bytes - rest_bytes} of {capacity_bytes} bytes; the job file must refuse that"
         )
         least = [(slots[g], slots[g] * record_bytes[g]) for g in others]
         raise ConfigError(too_small(capacity_bytes, capacity_rows, rest_bytes, least, shared=len(others) < len(groups)))
@@ -97,11 +98,12 @@ def divide_capacity(
 
 
 def fixed_slots(group: GroupSpec, rows: int, limit: int, largest_batch_rows: int) -> int:
-    """What cache.groups gives a group. Raises ConfigError where a measured batch does not fit."""
+    """Slots that cache.groups gives a group. Raises ConfigError if a measured batch does not fit."""
     if rows < largest_batch_rows:
         needed = f'"{largest_batch_rows} rows" ({largest_batch_rows * group.record_bytes} bytes)'
         raise ConfigError(
-            f"cache.groups.{group.name} is too small: it holds {rows} rows, and {TOUCHES} {largest_batch_rows}; set {needed} or more"
+            f"cache.groups.{group.name} is too small: it holds {rows} rows, and {TOUCHES} {largest_batch_rows}; "
+            f"set {needed} or more"
         )
     return min(rows, limit)
 
@@ -109,18 +111,23 @@ def fixed_slots(group: GroupSpec, rows: int, limit: int, largest_batch_rows: int
 def too_small(
     capacity_bytes: int, capacity_rows: int | None, rest_bytes: int, least: list[tuple[int, int]], *, shared: bool
 ) -> str:
-    """`least`: rows and bytes of the largest batch of each group that cache.groups does not name; it names some where `shared`."""
+    """`least`: rows and bytes of the largest batch of each group that cache.groups does not name. `shared`: it names
+    some."""
     rows = " + ".join(str(rows) for rows, _ in least)
     if capacity_rows is not None:
         return f'cache.capacity = "{capacity_rows} rows" is too small: {TOUCHES} {rows} rows; set "{rows} rows" or more'
     whose = " of the groups that cache.groups does not name" if shared else ""
     needed = f"{rows} rows{whose}, {sum(nbytes for _, nbytes in least)} bytes"
     taken = " beside what cache.groups takes" if shared else ""
-    return f"cache.capacity = {capacity_bytes} bytes is too small{taken}: {TOUCHES} {needed}; set {capacity_bytes - rest_bytes} or more"
+    return (
+        f"cache.capacity = {capacity_bytes} bytes is too small{taken}: {TOUCHES} {needed}; "
+        f"set {capacity_bytes - rest_bytes} or more"
+    )
 
 
 def hand_out(slots: list[int], limits: list[int], shares: list[int], record_bytes: list[int], rest_bytes: int) -> None:
-    """Adds `rest_bytes` to `slots` in proportion to `shares`; groups that reach their limit drop out and the others share anew."""
+    """Adds `rest_bytes` to `slots` in proportion to `shares`. A group that reaches its limit drops out, and the others
+    share what it leaves."""
     open_groups = [g for g in range(len(slots)) if slots[g] < limits[g]]
     while open_groups:
         total = sum(shares[g] for g in open_groups)

@@ -1,13 +1,14 @@
-"""The directory: where the ring (horizon.py) holds the last occurrence of each row that the planner tracks.
+"""A hash from row key to the position of the row's last occurrence (horizon.py), for every row that the planner tracks.
 
-A row is tracked while it is resident or some batch of the horizon touches it; so memory follows the slots and the horizon, never the
-tables. The directory is a hash with linear probing. It is asked once for each distinct row when a batch enters the horizon, and once when
-a row leaves; a plan goes by places.
+A row is tracked while it is resident or some batch of the horizon touches it; so memory follows the slots and the
+horizon, never the tables. The hash uses linear probing. It is searched once for each distinct row when a batch enters
+the horizon, and once when a row leaves; a plan follows positions instead.
 
-    cell    31 bits of the key's hash | low 32 bits of the place        or EMPTY
+    cell    31 bits of the key's hash | low 32 bits of the position        or EMPTY
 
-The lowest bits of the hash say where the search for a key begins. The key itself stands in the ring, at the place, where a row that was
-found is needed next anyway; so a search that ends at the right cell costs one access to memory for the cell and one for the occurrence.
+The lowest bits of the hash say where the search for a key begins. The key itself is in the occurrence at that position,
+which is needed next anyway; so a search that ends at the right cell costs one memory access for the cell and one for
+the occurrence.
 """
 
 from typing import NamedTuple
@@ -21,17 +22,17 @@ from rowcast.runtime.splitmix import GOLDEN
 
 Records = npt.NDArray[np.void]
 
-NOWHERE = -1  # instead of a place: the row was not tracked
+NOWHERE = -1  # instead of a position: the row was not tracked
 EMPTY = np.uint64(2**64 - 1)
-LOW, PLACE_BITS = np.uint64(2**32 - 1), np.uint64(32)
+LOW, POSITION_BITS = np.uint64(2**32 - 1), np.uint64(32)
 INITIAL_CELLS = 2048
-AHEAD = 24  # cells asked for before their use
+AHEAD = 24  # how many cells ahead the processor prefetches
 
 
 class Directory(NamedTuple):
-    """Compiled loops change the arrays; they never grow there, so a caller makes room before.
+    """Compiled loops change the arrays but cannot grow them, so the caller makes room first.
 
-    Loops take the arrays, not the tuple: through the tuple, a call that is made for a single row costs several times as much.
+    Loops take the arrays, not the tuple: passing the tuple makes a call for a single row several times as expensive.
     """
 
     cells: U64  # a power of two of them, at most a third in use
@@ -44,7 +45,7 @@ def new_directory(num_cells: int = INITIAL_CELLS) -> Directory:
 
 
 def with_room(directory: Directory, num_new: int) -> Directory:
-    """The same directory, or a larger copy, in which `num_new` more rows can be tracked."""
+    """Returns the same directory, or a larger copy, with room for `num_new` more rows."""
     num_cells = len(directory.cells)
     needed = 3 * (int(directory.num_tracked[0]) + num_new)
     if needed <= num_cells:
@@ -60,39 +61,39 @@ def with_room(directory: Directory, num_new: int) -> Directory:
 
 @compiled_loop
 def hash_of(key: int) -> np.uint64:
-    """31 bits. Folding first brings the table, which stands in the high bits, into play."""
+    """Returns 31 bits. Folding first mixes in the table, which is in the high bits."""
     folded = np.uint64(key) ^ (np.uint64(key) >> np.uint64(32))
     return (folded * GOLDEN) >> np.uint64(33)
 
 
 @compiled_loop
 def locate(cells: U64, rows: Records, key: int) -> np.uint64:
-    """The cell of a tracked row, or the empty one that it would get. `rows` are the ring's."""
+    """Returns the cell of a tracked row, or the empty one that it would get. `rows` are the occurrences."""
     mask, last = np.uint64(len(cells) - 1), np.uint64(len(rows) - 1)
     tag = hash_of(key)
     cell = tag & mask
     while cells[cell] != EMPTY:
-        if cells[cell] >> PLACE_BITS == tag and rows[cells[cell] & LOW & last]["key"] == key:
+        if cells[cell] >> POSITION_BITS == tag and rows[cells[cell] & LOW & last]["key"] == key:
             break
         cell = (cell + np.uint64(1)) & mask
     return cell
 
 
 @compiled_loop
-def exchange(cells: U64, num_tracked: I64, rows: Records, key: int, place: int) -> np.uint64:
-    """Sets the place of a row and returns the cell as it was before: EMPTY where the row was not tracked; it is from now on."""
+def exchange(cells: U64, num_tracked: I64, rows: Records, key: int, position: int) -> np.uint64:
+    """Sets the position of a row and returns its previous cell: EMPTY if the row was not tracked until now."""
     cell = locate(cells, rows, key)
     before = cells[cell]
     num_tracked[0] += before == EMPTY
-    cells[cell] = (hash_of(key) << PLACE_BITS) | (np.uint64(place) & LOW)
+    cells[cell] = (hash_of(key) << POSITION_BITS) | (np.uint64(position) & LOW)
     return before  # type: ignore[no-any-return]
 
 
 @compiled_loop
-def locate_place(cells: U64, key: int, place: int) -> np.uint64:
-    """The cell of the tracked row whose last occurrence is at `place`."""
+def locate_position(cells: U64, key: int, position: int) -> np.uint64:
+    """Returns the cell of the tracked row whose last occurrence is at `position`."""
     mask, tag = np.uint64(len(cells) - 1), hash_of(key)
-    held = (tag << PLACE_BITS) | (np.uint64(place) & LOW)
+    held = (tag << POSITION_BITS) | (np.uint64(position) & LOW)
     cell = tag & mask
     while cells[cell] != held:
         cell = (cell + np.uint64(1)) & mask
@@ -100,13 +101,13 @@ def locate_place(cells: U64, key: int, place: int) -> np.uint64:
 
 
 @compiled_loop
-def forget(cells: U64, num_tracked: I64, key: int, place: int) -> None:
-    """Ends the tracking of a row. Later cells of its cluster move up, so that no search ends too early."""
+def forget(cells: U64, num_tracked: I64, key: int, position: int) -> None:
+    """Stops tracking a row. Later cells of its cluster move up, so that no search ends too early."""
     mask = np.uint64(len(cells) - 1)
-    hole = locate_place(cells, key, place)
+    hole = locate_position(cells, key, position)
     cell = (hole + np.uint64(1)) & mask
     while cells[cell] != EMPTY:
-        begin = (cells[cell] >> PLACE_BITS) & mask
+        begin = (cells[cell] >> POSITION_BITS) & mask
         if ((cell - begin) & mask) >= ((cell - hole) & mask):
             cells[hole] = cells[cell]
             hole = cell
@@ -116,17 +117,17 @@ def forget(cells: U64, num_tracked: I64, key: int, place: int) -> None:
 
 
 @compiled_loop
-def forget_before(place: int, cells: U64, num_tracked: I64, keys: I64, places: I64) -> None:
-    """Rows whose last occurrence is before `place`; the others stay tracked."""
+def forget_before(position: int, cells: U64, num_tracked: I64, keys: I64, positions: I64) -> None:
+    """Stops tracking the rows whose last occurrence is before `position`."""
     for i in range(len(keys)):
         expect(cells, keys, i + AHEAD)
-        if places[i] < place:
-            forget(cells, num_tracked, keys[i], places[i])
+        if positions[i] < position:
+            forget(cells, num_tracked, keys[i], positions[i])
 
 
 @compiled_loop
 def expect(cells: U64, keys: I64, i: int) -> None:
-    """Has the processor bring the cell of keys[i], if there is one, into its cache."""
+    """Prefetches the cell of keys[i], if there is one, into the processor's cache."""
     if i < len(keys):
         prefetch(cells, np.int64(hash_of(keys[i]) & np.uint64(len(cells) - 1)))
 
@@ -136,14 +137,14 @@ def copy_cells(old: U64, new: U64) -> None:
     mask = np.uint64(len(new) - 1)
     for i in range(len(old)):
         if old[i] != EMPTY:
-            cell = (old[i] >> PLACE_BITS) & mask
+            cell = (old[i] >> POSITION_BITS) & mask
             while new[cell] != EMPTY:
                 cell = (cell + np.uint64(1)) & mask
             new[cell] = old[i]
 
 
 def check_directory(directory: Directory, rows: Records) -> None:
-    """Every key leads to its cell, and as many are counted as there are. Raises AssertionError."""
+    """Raises AssertionError unless every key leads to its cell and the count is right."""
     used = np.flatnonzero(directory.cells != EMPTY)
     assert len(used) == directory.num_tracked[0], (
         f"{len(used)} cells are in use, but {directory.num_tracked[0]} rows are tracked"
@@ -151,4 +152,4 @@ def check_directory(directory: Directory, rows: Records) -> None:
     for cell in used.tolist():
         key = int(rows["key"][int(directory.cells[cell] & LOW) % len(rows)])
         found = int(locate(directory.cells, rows, key))
-        assert found == cell, f"key {key} leads to cell {found}, but stands in cell {cell}"
+        assert found == cell, f"key {key} leads to cell {found}, but is in cell {cell}"

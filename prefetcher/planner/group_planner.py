@@ -1,4 +1,4 @@
-"""One group's part of the planner: its slots, its directory, its rows, and their future."""
+"""Plans one group: its slots, its directory, its resident rows and their next uses."""
 
 from dataclasses import dataclass
 
@@ -12,20 +12,20 @@ from rowcast.prefetcher.planner.horizon import (
     DIRTY,
     NONE,
     Occurrences,
-    Woken,
+    Revived,
     close_gaps,
     enter,
-    new_ring,
-    queue_woken,
+    new_occurrences,
+    queue_revived,
     use_rows,
-    with_places,
+    with_capacity,
     with_steps,
 )
 from rowcast.protocol.plan import RowMove
 from rowcast.runtime.arrays import I32, I64
 from rowcast.runtime.compiled import compiled_loop
 
-MOST_GAPS = 3  # in the line of idle rows, times the rows
+MOST_GAPS = 3  # in the line of idle rows, as a multiple of its rows
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,20 +43,21 @@ class Occupancy:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GroupMoves:
-    """What a step changes in a group's slots; the fields are those of `GroupPlan`."""
+    """What a step changes in a group's slots; fields as in `GroupPlan`."""
 
     unique_slots: I32
     fetch: RowMove
     evict: RowMove
     num_dirty: int
     fill_after: int | None
-    last_evicted: int | None  # the last step, as far as is known, that evicted one of the fetched rows dirty
+    last_evicted: int | None  # the last known step that evicted one of the fetched rows while dirty
 
 
 class GroupPlanner:
-    """Batches `enter`, then are planned, both in step order. An evicted row's slot is filled at once, so slots 0 to n - 1 are in use.
+    """Batches `enter` and are planned later, both in step order. An evicted row's slot is filled at once, so slots 0 to
+    n - 1 are in use.
 
-    pinned: keys that never leave once they are there, ascending.
+    pinned: ascending keys of rows that never leave once they are resident.
     """
 
     def __init__(self, group: GroupSpec, num_slots: int, policy: EvictionPolicy, pinned: I64) -> None:
@@ -65,15 +66,15 @@ class GroupPlanner:
         self.directory = new_directory()
         self._policy = policy
         self._pinned = pinned
-        self.ring = new_ring()
-        self._first_step = 0  # the next one to be planned
-        self._oldest = 0  # place where the line of idle rows begins
-        self._head = 0  # place of the next batch to be planned
+        self.occurrences = new_occurrences()
+        self._first_step = 0  # the next step to be planned
+        self._oldest = 0  # position where the line of idle rows starts
+        self._head = 0  # position of the next batch to be planned
         self._tail = 0
         self._num_idle = 0
         self._num_resident = 0
         self._num_dirty = 0
-        self.guessed = False  # the last plan evicted rows and kept others whose next use is as unknown
+        self.guessed = False  # the last plan evicted rows and kept others whose next use is also unknown
 
     @property
     def num_pinned(self) -> int:
@@ -84,8 +85,8 @@ class GroupPlanner:
         return Occupancy(num_slots=self.num_slots, num_resident=self._num_resident, num_dirty=self._num_dirty)
 
     @property
-    def places(self) -> tuple[int, int, int]:
-        """Where the line of idle rows begins, of the first known occurrence, after the last one."""
+    def positions(self) -> tuple[int, int, int]:
+        """The positions of the oldest idle row, of the first known occurrence, and after the last one."""
         return self._oldest, self._head, self._tail
 
     @property
@@ -93,32 +94,36 @@ class GroupPlanner:
         return self._num_idle
 
     def enter(self, keys: I64, step: int) -> int:
-        """A batch with these distinct rows, ascending. Returns the slots that it needs: its rows and the pinned ones."""
+        """Adds a batch with these distinct ascending keys. Returns the slots it needs: its rows and the pinned ones."""
         if self._head == self._tail:
             self._first_step = step
         if self._head - self._oldest > (1 + MOST_GAPS) * self._num_idle + len(keys):
-            self._oldest = close_gaps(self.ring.rows, self.directory.cells, self._oldest, self._head)
+            self._oldest = close_gaps(self.occurrences.rows, self.directory.cells, self._oldest, self._head)
         self.directory = with_room(self.directory, len(keys))
-        self.ring = with_places(with_steps(self.ring, self._first_step, step), self._oldest, self._tail, len(keys))
-        woken = Woken(np.empty(len(keys), np.int64), np.empty(len(keys), np.int32))
-        num_pinned, num_woken = enter(
-            step, keys, self._head, self._tail, self._pinned, *self.directory, self.ring, woken
+        self.occurrences = with_capacity(
+            with_steps(self.occurrences, self._first_step, step), self._oldest, self._tail, len(keys)
         )
-        queue_woken(step, self.ring, woken)
-        self._num_idle -= num_woken
+        revived = Revived(np.empty(len(keys), np.int64), np.empty(len(keys), np.int32))
+        num_pinned, num_revived = enter(
+            step, keys, self._head, self._tail, self._pinned, *self.directory, self.occurrences, revived
+        )
+        queue_revived(step, self.occurrences, revived)
+        self._num_idle -= num_revived
         self._tail += len(keys)
         return len(keys) + self.num_pinned - num_pinned
 
     def move(self, num_unique: int, step: int, last_step: int, train: bool) -> GroupMoves:
-        """Plans the oldest entered batch; `last_step` is the last one entered. The batch fits the slots: the caller made sure."""
+        """Plans the oldest entered batch. `last_step` is the last one entered. The batch must fit the slots."""
         missing = np.empty(num_unique, np.int32)
-        missing = missing[: find_missing(self.ring, self._head, num_unique, missing)]
-        rows = Residents(self.ring, self._oldest, self._head, self._head + num_unique, self._tail, step, last_step)
+        missing = missing[: find_missing(self.occurrences, self._head, num_unique, missing)]
+        rows = Residents(
+            self.occurrences, self._oldest, self._head, self._head + num_unique, self._tail, step, last_step
+        )
         evict, num_dirty, fill_after = self._evict(max(0, len(missing) - self.occupancy.num_free), rows)
         self.guessed = len(evict) > 0 and self._num_idle > 0
         fetch, last_evicted = self._fetch(missing, evict)
         unique_slots = np.empty(num_unique, np.int32)
-        num_dirtied, num_idle = use_rows(step, train, self._policy.per_use, self._head, self.ring, unique_slots)
+        num_dirtied, num_idle = use_rows(step, train, self._policy.per_use, self._head, self.occurrences, unique_slots)
         self._num_dirty += num_dirtied
         self._num_idle += num_idle
         self._head += num_unique
@@ -133,26 +138,26 @@ class GroupPlanner:
         )
 
     def clean(self) -> RowMove:
-        """The dirty rows, by ascending key; they stay resident and are clean from now on."""
-        rows = self.ring.rows[np.arange(self._oldest, self._tail) % len(self.ring.rows)]
+        """Marks the dirty rows as clean and returns them by ascending key; they stay resident."""
+        rows = self.occurrences.rows[np.arange(self._oldest, self._tail) % len(self.occurrences.rows)]
         dirty = rows[(rows["slot"] != NONE) & (rows["flags"] & DIRTY != 0)]
         keys, slots = dirty["key"].copy(), dirty["slot"].copy()
         assert len(keys) == self._num_dirty, f"{len(keys)} dirty rows, but {self._num_dirty} were counted"
-        self.ring.rows["flags"] &= ~DIRTY
+        self.occurrences.rows["flags"] &= ~DIRTY
         self._num_dirty = 0
         sort_pairs(keys, slots)
         return RowMove(keys=keys, slots=slots)
 
     def _evict(self, num_victims: int, rows: Residents) -> tuple[RowMove, int, int | None]:
-        """The victims, how many are dirty, and the last step that used one of them. Their slots are to be filled at once."""
+        """Returns the victims, how many are dirty, and the last step that used one. Their slots must be filled."""
         evict = RowMove(keys=np.empty(num_victims, np.int64), slots=np.empty(num_victims, np.int32))
         if not num_victims:
             return evict, 0, None
         victims = new_victims(num_victims)
         chosen = self._policy.choose(rows, victims)
-        assert chosen == num_victims, f"{chosen} rows could leave where {num_victims} have to"
-        num_idle, self._oldest = leave(rows, victims.places)
-        forget_before(self._head, *self.directory, victims.keys, victims.places)
+        assert chosen == num_victims, f"{chosen} rows can leave, but {num_victims} must"
+        num_idle, self._oldest = leave(rows, victims.positions)
+        forget_before(self._head, *self.directory, victims.keys, victims.positions)
         self._num_idle -= num_idle
         num_dirty = in_order(victims, evict.keys, evict.slots)
         self._num_dirty -= num_dirty
@@ -164,30 +169,30 @@ class GroupPlanner:
         slots = np.concatenate([evict.slots, np.arange(self._num_resident, num_resident, dtype=np.int32)])
         self._num_resident = num_resident
         keys = np.empty(len(missing), np.int64)
-        last_evicted = fill(self.ring, self._head, missing, slots, keys)
+        last_evicted = fill(self.occurrences, self._head, missing, slots, keys)
         scores = self._policy.first_scores(keys)
         if scores is not None:
-            self.ring.rows["score"][(self._head + missing) % len(self.ring.rows)] = scores
+            self.occurrences.rows["score"][(self._head + missing) % len(self.occurrences.rows)] = scores
         return RowMove(keys=keys, slots=slots), last_evicted
 
 
 @compiled_loop
-def find_missing(ring: Occurrences, place: int, count: int, missing: I32) -> int:
-    """Fills `missing` with the rows of a batch that are not resident, counted from its first; returns how many."""
-    last = len(ring.rows) - 1
+def find_missing(occurrences: Occurrences, position: int, count: int, missing: I32) -> int:
+    """Fills `missing` with the batch's non-resident rows, counted from its first row; returns how many."""
+    last = len(occurrences.rows) - 1
     found = 0
     for u in range(count):
         missing[found] = u
-        found += ring.rows[(place + u) & last]["slot"] == NONE
+        found += occurrences.rows[(position + u) & last]["slot"] == NONE
     return found
 
 
 @compiled_loop
-def fill(ring: Occurrences, place: int, missing: I32, slots: I32, keys: I64) -> int:
-    """The missing rows get `slots`; fills their `keys`, and returns the last step that is known to have evicted one of them dirty."""
+def fill(occurrences: Occurrences, position: int, missing: I32, slots: I32, keys: I64) -> int:
+    """Gives the missing rows `slots` and fills `keys`. Returns the last known step that evicted one while dirty."""
     last_evicted = NONE
     for i in range(len(missing)):
-        row = ring.rows[(place + missing[i]) & (len(ring.rows) - 1)]
+        row = occurrences.rows[(position + missing[i]) & (len(occurrences.rows) - 1)]
         last_evicted = max(last_evicted, row["last_use"])
         row["slot"], row["score"] = slots[i], 0
         keys[i] = row["key"]

@@ -1,19 +1,21 @@
 """Groups a batch's look-ups by row, table by table.
 
-A group's look-ups stand feature-major, and the features of one table stand together; so the look-ups of a table are one range, the
-tables follow each other by ascending key, and a table's look-ups keep that range when they are ordered by row. What is kept of a look-up
-is its place in its table's range, which takes two bytes where no table has more than 65,536 look-ups:
+A group's look-ups are feature-major, and the features of one table are neighbours; so the look-ups of a table are one
+range, the tables follow each other by ascending key, and a table's look-ups keep that range when they are ordered by
+row. A look-up is stored as its position in its table's range, which takes two bytes if no table has more than 65,536
+look-ups:
 
     look-ups   | table 0: rows 7 3 7 | table 2: rows 5 5 |
     order      |        1 0 2        |       0 1         |   look-ups of the table by row, in look-up order within a row
     keys       |  0<<48|3   0<<48|7  |     2<<48|5       |   distinct, ascending
-    segments   0         1           3                   5   where the look-ups of each distinct row start, and the last ones end
+    segments   0         1           3                   5   where each distinct row's look-ups start, and the last end
 
-The bags of a feature whose look-ups stay apart (pooling = "none") end here: each of its look-ups becomes a bag of its own, and where each
-sample's begin is kept beside them. Whatever comes later, kernels included, pools every bag and needs to know of no other kind.
+Unpooled features (pooling = "none") end here: each of their look-ups becomes a bag of its own, and where each sample's
+bags start is stored beside them. Everything later, including the kernels, pools every bag and needs no other kind.
 
-A table with few rows is counted row by row; one of which a batch touches few rows, through a small hash; any other is sorted by digits.
-Tables are independent of each other, so several threads may each take some of them: the result is the same for any number.
+A table with few rows is counted row by row; a table of which the batch touches few rows goes through a small hash; any
+other is sorted by digits. Tables are independent, so several threads may take some each: the result does not depend on
+their number.
 """
 
 from collections.abc import Callable
@@ -34,11 +36,11 @@ Order = U16 | I32
 Value = TypeVar("Value", np.int64, np.float32)
 
 MAX_LOOKUPS = 2**31 - 1  # look-ups and bags are int32 in a plan
-NARROW_BITS = 16  # a look-up's place in its table's range, where two bytes hold it
+NARROW_BITS = 16  # of a look-up's position in its table's range, where two bytes hold it
 DIGIT_BITS = 12  # 48 is a multiple: a key's table and its row share no digit
-COUNTED_ROWS = 2  # a table with at most so many rows a look-up is counted row by row
-ONE = np.uint32(1)  # unsigned indices need no test for negative ones
-OUTSIDE, TOO_MANY = -1, -2  # in place of a number of rows
+COUNTED_ROWS = 2  # a table with at most this many rows per look-up is counted row by row
+ONE = np.uint32(1)  # indexing with unsigned integers saves the test for negative ones
+OUTSIDE, TOO_MANY = -1, -2  # instead of a number of rows
 FEW_ROWS = 1024  # distinct rows of a table in a batch that a hash in the nearest cache holds
 
 
@@ -92,14 +94,14 @@ class Grouping:
 
 
 class Pool:
-    """Runs one compiled function over ranges of tables, on this thread and on others beside it."""
+    """Runs one compiled function over ranges of tables, on this thread and on others."""
 
     def __init__(self, num_threads: int = 1) -> None:
         self._others = ThreadPoolExecutor(num_threads - 1, "planner") if num_threads > 1 else None
         self._num_threads = num_threads
 
     def over_tables(self, starts: I64, work: Callable[[int, int], None]) -> None:
-        """Calls work(first, end) for ranges that cover all tables, each with about as many look-ups."""
+        """Calls work(first, end) for ranges that cover all tables, with about the same number of look-ups each."""
         if self._others is None or len(starts) <= 2:
             return work(0, len(starts) - 1)
         shares = np.linspace(0, starts[-1], self._num_threads + 1)[1:-1]
@@ -113,7 +115,7 @@ class Pool:
 
 
 class Grouper:
-    """Cuts one group's look-ups out of batches and groups them. `num_features` counts the features of all groups."""
+    """Extracts one group's look-ups from batches and groups them. `num_features` counts the features of all groups."""
 
     def __init__(self, group: GroupSpec, num_features: int, pool: Pool | None = None) -> None:
         self._num_features = num_features
@@ -137,7 +139,7 @@ class Grouper:
         return GroupLookups(ids=joined(batch.ids, runs), offsets=offsets, weights=weights, table_starts=table_starts)
 
     def group(self, lookups: GroupLookups) -> Grouping:
-        """The distinct keys, ascending, and where each look-up belongs. Ids must lie in their tables: they were checked at the edge."""
+        """Returns the distinct keys, ascending, and where each look-up belongs. The reader has checked the ids."""
         starts, num_lookups = lookups.table_starts, len(lookups.ids)
         assert starts[-1] == num_lookups, f"{num_lookups} look-ups, but their tables end at {starts[-1]}"
         is_narrow = np.diff(starts).max(initial=0) <= 2**NARROW_BITS
@@ -168,7 +170,7 @@ class Grouper:
         )
 
     def arrange(self, grouping: Grouping, unique_slots: I32) -> tuple[I32, I32]:
-        """[N] the slot of each look-up, and [N] the look-ups by row; `unique_slots` [U] are the distinct rows' slots."""
+        """Returns each look-up's slot [N] and the look-ups by row [N]. `unique_slots` [U]: the distinct rows' slots."""
         slots, order = np.empty(len(grouping.order), np.int32), np.empty(len(grouping.order), np.int32)
 
         def work(first: int, end: int) -> None:
@@ -181,19 +183,19 @@ class Grouper:
         return slots, order
 
     def _bags(self, lookups: GroupLookups) -> tuple[I32 | None, I32 | None]:
-        """`offsets` and `sequence_offsets` of a Grouping."""
+        """Returns `offsets` and `sequence_offsets` of a Grouping."""
         if not self._unpooled:
             return lookups.offsets, None
         num_features, offsets = int(self._feature_starts[-1]), lookups.offsets
         if offsets is None:
-            of_one = np.arange(len(lookups.ids) // num_features + 1, dtype=np.int32)
-            return None, np.tile(of_one, (len(self._unpooled), 1))
+            sample_offsets = np.arange(len(lookups.ids) // num_features + 1, dtype=np.int32)
+            return None, np.tile(sample_offsets, (len(self._unpooled), 1))
         batch_size = (len(offsets) - 1) // num_features
-        of_features = [offsets[f * batch_size : (f + 1) * batch_size + 1] for f in range(num_features)]
-        own = np.stack([of_features[f] - of_features[f][0] for f in self._unpooled])
+        feature_offsets = [offsets[f * batch_size : (f + 1) * batch_size + 1] for f in range(num_features)]
+        sequence_offsets = np.stack([feature_offsets[f] - feature_offsets[f][0] for f in self._unpooled])
         if len(self._unpooled) == num_features:
-            return None, own
-        return apart(of_features, self._unpooled), own
+            return None, sequence_offsets
+        return offsets_with_unpooled(feature_offsets, self._unpooled), sequence_offsets
 
     def _check_ids(self, lookups: GroupLookups, num_rows: I64) -> None:
         for t in np.flatnonzero(num_rows == OUTSIDE).tolist():
@@ -232,25 +234,26 @@ def check_shape(batch: Lookups, num_features: int) -> None:
 
 
 def joined(values: npt.NDArray[Value], runs: list[tuple[int, int]]) -> npt.NDArray[Value]:
-    """A view where one run is all there is."""
-    pieces = [values[start:end] for start, end in runs]
-    return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
+    """Returns a view if there is only one run."""
+    parts = [values[start:end] for start, end in runs]
+    return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
 def joined_offsets(offsets: I64, runs: list[tuple[int, int]]) -> I32:
-    """Offsets of the bags in `runs`, as if nothing stood between them."""
+    """Returns the offsets of the bags in `runs`, as if they were neighbours."""
     sizes = np.concatenate([np.diff(offsets[first : end + 1]) for first, end in runs])
     joined = np.zeros(len(sizes) + 1, np.int32)
     np.cumsum(sizes, out=joined[1:])
     return joined
 
 
-def apart(of_features: list[I32], unpooled: tuple[int, ...]) -> I32:
-    """Offsets of the bags of all features, [B + 1] of each, where every look-up of the `unpooled` ones is a bag."""
+def offsets_with_unpooled(feature_offsets: list[I32], unpooled: tuple[int, ...]) -> I32:
+    """Joins [B + 1] offsets of each feature, with every look-up of the `unpooled` ones as a bag."""
     starts = [
-        np.arange(own[0], own[-1], dtype=np.int32) if f in unpooled else own[:-1] for f, own in enumerate(of_features)
+        np.arange(own[0], own[-1], dtype=np.int32) if f in unpooled else own[:-1]
+        for f, own in enumerate(feature_offsets)
     ]
-    offsets = np.concatenate([*starts, of_features[-1][-1:]])
+    offsets = np.concatenate([*starts, feature_offsets[-1][-1:]])
     assert len(offsets) - 1 <= MAX_LOOKUPS, f"{len(offsets) - 1} bags are more than {MAX_LOOKUPS}"
     return offsets
 
@@ -268,8 +271,8 @@ def group_tables(
     ends: I32,
     num_rows: I64,
 ) -> None:
-    """Groups tables `first` to `end` - 1. A table fills `keys` and the ends of their look-ups from its first look-up on; its
-    `num_rows` becomes its distinct rows, or OUTSIDE where an id is not in the table."""
+    """Groups tables `first` to `end` - 1. A table fills `keys` and the ends of their look-ups from its first look-up
+    on; its `num_rows` becomes the number of its distinct rows, or OUTSIDE if an id is not in the table."""
     most = np.int64(0)
     for t in range(first, end):
         most = max(most, starts[t + 1] - starts[t])
@@ -300,7 +303,7 @@ def group_tables(
 
 @compiled_loop
 def finish_table(rows: I64, ends: I32, table: int, start: int) -> None:
-    """Rows become keys; ends of look-ups count from the first table's."""
+    """Turns rows into keys, and ends within the table's look-ups into ends within the group's."""
     for u in range(len(rows)):
         rows[u] |= table << KEY_SHIFT
         ends[u] += start
@@ -308,7 +311,7 @@ def finish_table(rows: I64, ends: I32, table: int, start: int) -> None:
 
 @compiled_loop
 def are_below(ids: I64, num_rows: int) -> bool:
-    """Whether all are from 0 to `num_rows` - 1."""
+    """Whether all ids are from 0 to `num_rows` - 1."""
     signs = np.int64(0)
     for i in range(len(ids)):
         signs |= ids[i] | (num_rows - 1 - ids[i])
@@ -317,7 +320,7 @@ def are_below(ids: I64, num_rows: int) -> bool:
 
 @compiled_loop
 def count_rows(ids: I64, counts: U32, order: Order, rows: I64, ends: I32) -> int:
-    """For a table with few rows, each of which has a count."""
+    """Counting sort for a table with few rows."""
     counts[:] = 0
     for i in range(len(ids)):
         counts[np.uint64(ids[i])] += ONE
@@ -331,15 +334,15 @@ def count_rows(ids: I64, counts: U32, order: Order, rows: I64, ends: I32) -> int
             rows[found], ends[found] = row, end
             found += 1
     for i in range(len(ids)):
-        place = np.uint64(ids[i])
-        order[counts[place]] = i
-        counts[place] += ONE
+        position = np.uint64(ids[i])
+        order[counts[position]] = i
+        counts[position] += ONE
     return found
 
 
 @compiled_loop
 def number_rows(ids: I64, cells: I64, cell_numbers: U16, numbers: U64, rows: I64) -> int:
-    """For few distinct rows: numbers them as they appear. TOO_MANY where they are more than FEW_ROWS."""
+    """Numbers few distinct rows in the order of their appearance. Returns TOO_MANY if there are more than FEW_ROWS."""
     cells[:] = -1
     mask = np.uint64(len(cells) - 1)
     found = 0
@@ -359,7 +362,7 @@ def number_rows(ids: I64, cells: I64, cell_numbers: U16, numbers: U64, rows: I64
 
 @compiled_loop
 def count_numbers(numbers: U64, which: I32, counts: U32, order: Order, ends: I32) -> None:
-    """`which`: number of each distinct row in ascending order."""
+    """Counting sort by number. `which`: the number of each distinct row in ascending order."""
     counts[:] = 0
     for i in range(len(numbers)):
         counts[numbers[i]] += ONE
@@ -382,10 +385,10 @@ def sort_rows(ids: I64, num_rows: int, packed: U64, spare: U64, counts: U32, ord
         num_bits += 1
     num_digits = -(-num_bits // digit_bits(len(ids)))
     bits = -(-num_bits // num_digits)
-    places, mask = counts[: 1 << bits], np.uint64((1 << bits) - 1)
-    sort_first_digit(ids, packed, places, mask)
+    positions, mask = counts[: 1 << bits], np.uint64((1 << bits) - 1)
+    sort_first_digit(ids, packed, positions, mask)
     for digit in range(1, num_digits):
-        sort_next_digit(packed, spare, places, np.uint64(NARROW_BITS + digit * bits), mask)
+        sort_next_digit(packed, spare, positions, np.uint64(NARROW_BITS + digit * bits), mask)
         packed, spare = spare, packed
     found = 0
     before = np.uint64(2**64 - 1)
@@ -400,33 +403,33 @@ def sort_rows(ids: I64, num_rows: int, packed: U64, spare: U64, counts: U32, ord
 
 
 @compiled_loop
-def sort_first_digit(ids: I64, packed: U64, places: U32, mask: np.uint64) -> None:
-    places[:] = 0
+def sort_first_digit(ids: I64, packed: U64, positions: U32, mask: np.uint64) -> None:
+    positions[:] = 0
     for i in range(len(ids)):
-        places[np.uint64(ids[i]) & mask] += ONE
-    starts_of(places)
+        positions[np.uint64(ids[i]) & mask] += ONE
+    starts_of(positions)
     for i in range(len(ids)):
         row = np.uint64(ids[i])
         digit = row & mask
-        packed[places[digit]] = (row << np.uint64(NARROW_BITS)) | np.uint64(i)
-        places[digit] += ONE
+        packed[positions[digit]] = (row << np.uint64(NARROW_BITS)) | np.uint64(i)
+        positions[digit] += ONE
 
 
 @compiled_loop
-def sort_next_digit(words: U64, sorted_words: U64, places: U32, shift: np.uint64, mask: np.uint64) -> None:
-    places[:] = 0
+def sort_next_digit(words: U64, sorted_words: U64, positions: U32, shift: np.uint64, mask: np.uint64) -> None:
+    positions[:] = 0
     for i in range(len(words)):
-        places[(words[i] >> shift) & mask] += ONE
-    starts_of(places)
+        positions[(words[i] >> shift) & mask] += ONE
+    starts_of(positions)
     for i in range(len(words)):
         digit = (words[i] >> shift) & mask
-        sorted_words[places[digit]] = words[i]
-        places[digit] += ONE
+        sorted_words[positions[digit]] = words[i]
+        positions[digit] += ONE
 
 
 @compiled_loop
 def starts_of(counts: U32) -> None:
-    """Counts become the sums of those before them."""
+    """Turns counts into the sums of the counts before them."""
     start = np.uint32(0)
     for digit in range(len(counts)):
         count = counts[digit]
@@ -436,7 +439,7 @@ def starts_of(counts: U32) -> None:
 
 @compiled
 def sort_wide(ids: I64, order: Order, rows: I64, ends: I32) -> int:
-    """For more look-ups than NARROW_BITS can count."""
+    """Sorts more look-ups than NARROW_BITS can count."""
     which = np.arange(len(ids)).astype(np.int32)
     rows[:] = ids
     sort_pairs(rows, which)
@@ -480,21 +483,21 @@ def arrange_tables(
 
 @compiled
 def sort_pairs(keys: I64, values: I32) -> None:
-    """Sorts both by ascending key (not negative), in place and stable; digits in which no two keys differ cost nothing."""
+    """Sorts both by ascending key (not negative), in place and stable; skips digits in which all keys agree."""
     different = np.int64(0)
     for i in range(len(keys)):
         different |= keys[i] ^ keys[0]
     spare_keys, spare_values = np.empty_like(keys), np.empty_like(values)
     bits = digit_bits(len(keys))
-    places = np.empty(2**bits, np.uint32)
+    positions = np.empty(2**bits, np.uint32)
     shift = 0
     moved = False  # the pairs are in the spare arrays
     while different >> shift:
         if (different >> shift) & (2**bits - 1):
             if moved:
-                sort_digit(spare_keys, spare_values, keys, values, places, shift)
+                sort_digit(spare_keys, spare_values, keys, values, positions, shift)
             else:
-                sort_digit(keys, values, spare_keys, spare_values, places, shift)
+                sort_digit(keys, values, spare_keys, spare_values, positions, shift)
             moved = not moved
         shift += bits
         if shift >= 64:
@@ -506,27 +509,27 @@ def sort_pairs(keys: I64, values: I32) -> None:
 
 @compiled_loop
 def digit_bits(num_keys: int) -> int:
-    """Few keys do not pay for many counts."""
+    """Few keys do not justify many counters."""
     return DIGIT_BITS if num_keys > 2**DIGIT_BITS else DIGIT_BITS - 4
 
 
 @compiled_loop
-def sort_digit(keys: I64, values: I32, sorted_keys: I64, sorted_values: I32, places: U32, shift: int) -> None:
-    mask, by = np.uint64(len(places) - 1), np.uint64(shift)
-    places[:] = 0
+def sort_digit(keys: I64, values: I32, sorted_keys: I64, sorted_values: I32, positions: U32, shift: int) -> None:
+    mask, by = np.uint64(len(positions) - 1), np.uint64(shift)
+    positions[:] = 0
     for i in range(len(keys)):
-        places[(np.uint64(keys[i]) >> by) & mask] += ONE
-    starts_of(places)
+        positions[(np.uint64(keys[i]) >> by) & mask] += ONE
+    starts_of(positions)
     for i in range(len(keys)):
         digit = (np.uint64(keys[i]) >> by) & mask
-        sorted_keys[places[digit]] = keys[i]
-        sorted_values[places[digit]] = values[i]
-        places[digit] += ONE
+        sorted_keys[positions[digit]] = keys[i]
+        sorted_values[positions[digit]] = values[i]
+        positions[digit] += ONE
 
 
 @compiled
 def bags_of(order: I32, offsets: I32, bags: I32) -> None:
-    """Fills `bags` [N]: the bag that holds look-up order[i]."""
+    """Fills `bags` [N] with the bag of look-up order[i]."""
     bag_of_lookup = np.empty(len(order), np.int32)
     for bag in range(len(offsets) - 1):
         bag_of_lookup[offsets[bag] : offsets[bag + 1]] = bag

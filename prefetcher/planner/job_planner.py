@@ -1,4 +1,4 @@
-"""The planner that a run of a job has; whoever simulates the job makes the same."""
+"""Makes the planner of a job, the same for a run and for a simulation."""
 
 from collections.abc import Sequence
 
@@ -21,8 +21,8 @@ def job_planner(
     keep_ids: bool = False,
     checkpoint_every: CheckpointInterval | None = None,
 ) -> RowPlanner:
-    """`first_batches`: those that the capacity was divided by. `pinned`: what cache.pin names, loaded. `checkpoint_every`: by default as
-    the job has it. The rest as in RowPlanner."""
+    """`first_batches`: those that the capacity was divided by. `pinned`: the loaded rows of cache.pin.
+    `checkpoint_every`: the job's interval by default. The others as in RowPlanner."""
     return RowPlanner(
         groups,
         slots,

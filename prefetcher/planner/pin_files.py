@@ -1,9 +1,10 @@
-"""Pin files: which rows never leave the device once they are there. `prefetcher profile` writes them, `cache.pin` names one.
+"""Reads and writes pin files, which list the rows that never leave the device once they are there.
 
-    <table>       i64 [n], row numbers, ascending            one tensor a table; a table without pinned rows has none
+    <table>       i64 [n], row numbers, ascending            one tensor per table with pinned rows
     __metadata__  format, version, checksum of the tensors, and where the rows came from
 
-The numbers are a table's own, so a file fits any job whose tables have these names, in whatever order and of whatever width.
+`prefetcher profile` writes them, `cache.pin` names one. The numbers count within a table, so a file fits any job whose
+tables have these names, in any order and of any width.
 """
 
 from collections.abc import Mapping
@@ -25,7 +26,7 @@ PIN_VERSION = "1"
 
 
 def save_pins(path: Path, rows: Mapping[str, I64], facts: Mapping[str, str]) -> None:
-    """Writes rows i64 [n] of each table, ascending. `facts` say where they came from, for a person. Raises ConfigError."""
+    """Writes rows i64 [n] of each table, ascending. `facts` tell a person where they came from. Raises ConfigError."""
     tensors = {name: np.ascontiguousarray(own, np.int64) for name, own in sorted(rows.items()) if len(own)}
     for name, own in tensors.items():
         assert (np.diff(own, prepend=-1) > 0).all(), (
@@ -41,20 +42,22 @@ def save_pins(path: Path, rows: Mapping[str, I64], facts: Mapping[str, str]) -> 
 
 
 def load_pins(path: Path, groups: tuple[GroupSpec, ...]) -> tuple[I64, ...]:
-    """The keys of the pinned rows, ascending, one array a group. `groups` are all groups of the job.
+    """Returns the ascending keys of the pinned rows, one array per group. `groups` are all groups of the job.
 
-    Raises ConfigError where there is no such file or it does not fit the job's tables, DataError where it is damaged.
+    Raises ConfigError if there is no such file or it does not fit the job's tables, DataError if it is damaged.
     """
     rows = read_pins(path)
     tables = {table.name: table for group in groups for table in group.tables}
     for name, own in rows.items():
         if name not in tables:
             raise ConfigError(
-                f"cache.pin = {str(path)!r}: table {name} is no table of this job; make the file with this job's own profile"
+                f"cache.pin = {str(path)!r}: table {name} is not a table of this job; "
+                "make the file with this job's own profile"
             )
         if own[-1] >= tables[name].num_embeddings:
             raise ConfigError(
-                f"cache.pin = {str(path)!r}: row {own[-1]} is outside table {name} (num_embeddings = {tables[name].num_embeddings}); "
+                f"cache.pin = {str(path)!r}: row {own[-1]} is outside table {name} "
+                f"(num_embeddings = {tables[name].num_embeddings}); "
                 "make the file with this job's own profile"
             )
     none = np.zeros(0, np.int64)
@@ -67,7 +70,7 @@ def load_pins(path: Path, groups: tuple[GroupSpec, ...]) -> tuple[I64, ...]:
 
 
 def read_pins(path: Path) -> dict[str, I64]:
-    """Rows i64 [n] of each table, n at least 1, not negative and ascending. Raises ConfigError and DataError as `load_pins`."""
+    """Returns rows i64 [n] of each table, n at least 1, ascending from 0. Raises as `load_pins`."""
     where = f"cache.pin = {str(path)!r}"
     try:
         with safe_open(path, framework="numpy") as file:
@@ -91,20 +94,22 @@ def read_pins(path: Path) -> dict[str, I64]:
 
 def check_facts(where: str, facts: Mapping[str, str]) -> None:
     if facts.get("format") != PIN_FORMAT:
-        raise DataError(f"{where}: a safetensors file, but not one of pins; make one with `prefetcher profile --out`")
+        raise DataError(f"{where}: a safetensors file, but not a pin file; make one with `prefetcher profile --out`")
     if facts.get("version") != PIN_VERSION:
         raise DataError(
-            f"{where}: pin file version {facts.get('version')}, but this version reads {PIN_VERSION}; make the file again"
+            f"{where}: pin file version {facts.get('version')}, but this version reads {PIN_VERSION}; "
+            "make the file again"
         )
 
 
 def check_rows(where: str, table: str, rows: npt.NDArray[np.generic]) -> None:
     if rows.dtype != np.int64 or rows.ndim != 1 or not len(rows):
         raise DataError(
-            f"{where}: the rows of table {table} are {rows.dtype}{list(rows.shape)}; they must be int64[n], n at least 1"
+            f"{where}: the rows of table {table} are {rows.dtype}{list(rows.shape)}; "
+            "they must be int64[n], n at least 1"
         )
     if not (np.diff(rows, prepend=-1) > 0).all():
-        raise DataError(f"{where}: the rows of table {table} do not ascend from 0 on, each once; make the file again")
+        raise DataError(f"{where}: the rows of table {table} do not ascend from 0, each once; make the file again")
 
 
 def checksum(tensors: Mapping[str, npt.NDArray[np.generic]]) -> str:

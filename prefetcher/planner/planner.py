@@ -1,4 +1,4 @@
-"""The planner: batches in, step plans out. A plan is a function of the data, the first step, the slots and the horizon alone."""
+"""Turns batches into step plans. A plan depends only on the data, the first step, the slots and the horizon."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -38,7 +38,7 @@ class PlanCounters:
 
     lookups: int = 0
     unique_rows: int = 0  # distinct rows of each batch
-    hits: int = 0  # of them, resident when planned
+    hits: int = 0  # unique rows that were resident when planned
     rows_fetched: int = 0
     rows_evicted: int = 0
     rows_written_back: int = 0  # dirty victims
@@ -54,15 +54,15 @@ class PlanCounters:
 
 
 class RowPlanner:
-    """One caller, one thread. `add` batches while `wants_batch` is above 0, `end` when there are no more, `plan` while `ready`.
+    """Use from one thread: `add` batches while `wants_batch` is above 0, `end` after the last, `plan` while `ready`.
 
-    groups: every group of the job. slots: device slots of each. depth: steps of rows in flight. horizon: batches known beyond the one
-    being planned, or how that number grows; plans use exactly these, so they do not depend on when batches are added. policy: a name in
-    EVICTION_POLICIES; those that do not look ahead have a horizon of 0, and "static" looks at `first_batches`.
-    pinned: for each group, ascending keys of rows that never leave once they are there. num_threads: changes no plan. keep_ids:
-    `plan` returns batches with their ids; otherwise these are dropped once they are grouped, as nothing behind the planner needs them.
-    checkpoint_every: the interval between checkpoints, each a `barrier` that the caller asks for when it is `due`; it may be set between
-    two plans.
+    groups: every group of the job. slots: device slots of each. depth: steps of rows in flight. horizon: batches known
+    beyond the one being planned, or how that number grows; plans use exactly these, so they do not depend on when
+    batches are added. policy: a name in EVICTION_POLICIES; those that do not look ahead have a horizon of 0, and
+    "static" looks at `first_batches`. pinned: for each group, ascending keys of rows that never leave once they are
+    resident. num_threads: changes no plan. keep_ids: `plan` returns batches with their ids; by default they are dropped
+    once they are grouped, as nothing after the planner needs them. checkpoint_every: the interval between checkpoints,
+    each a `barrier` that the caller makes when `checkpoint_due`; it may be set between two plans.
     """
 
     def __init__(
@@ -89,24 +89,24 @@ class RowPlanner:
             for grouper in self._groupers
         ]
         pins = pinned or tuple(np.zeros(0, np.int64) for _ in groups)
-        self._groups = tuple(GroupPlanner(*of_group) for of_group in zip(groups, slots, policies, pins, strict=True))
+        self._groups = tuple(GroupPlanner(*parts) for parts in zip(groups, slots, policies, pins, strict=True))
         horizon = horizon if EVICTION_POLICIES[policy].looks_ahead else 0
         self._auto = horizon if isinstance(horizon, AutoHorizon) else None
         fixed = 0 if isinstance(horizon, AutoHorizon) else horizon
         self._horizon = Horizon(fixed if self._auto is None else self._auto.num_batches)
-        self._way_home = WriteBackWindow(depth)
+        self._write_backs = WriteBackWindow(depth)
         self._last_planned: int | None = None
         self._num_barriers = 0
         self.checkpoint_every: CheckpointInterval = checkpoint_every
-        self._before: ScheduledLookups | None = None  # the batch planned last; None where a barrier came after it
+        self._before: ScheduledLookups | None = None  # the batch planned last; None if a barrier came after it
         self.counters = PlanCounters()
 
     def group(self, batch: Lookups) -> tuple[Grouping, ...]:
-        """What `add` does first, once for all planners over the same batches."""
+        """Groups a batch's look-ups, so that several planners over the same batches can share it with `add`."""
         return tuple(grouper.group(grouper.lookups(batch)) for grouper in self._groupers)
 
     def add(self, scheduled: ScheduledLookups, groupings: tuple[Grouping, ...] | None = None) -> None:
-        """The next batch enters the horizon: steps follow each other without gaps, from any first step."""
+        """Adds the next batch to the horizon. Steps have no gaps and may start at any number."""
         self._horizon.check_next(scheduled.step)
         groupings = groupings or self.group(scheduled.batch)
         needed = tuple(
@@ -117,12 +117,12 @@ class RowPlanner:
         self._horizon.append(KnownBatch(scheduled=scheduled, groups=groupings, slots_needed=needed))
 
     def end(self) -> None:
-        """No further batch."""
+        """Says that no batch follows."""
         self._horizon.end()
 
     @property
     def wants_batch(self) -> int:
-        """Batches still needed before `ready`; none beyond them is taken. 0 once the data has ended."""
+        """Batches missing before `ready`; no more are accepted. 0 once the data has ended."""
         return self._horizon.wants
 
     @property
@@ -132,16 +132,16 @@ class RowPlanner:
 
     @property
     def num_known(self) -> int:
-        """Batches known and not planned yet."""
+        """Batches known and not planned."""
         return self._horizon.num_known
 
     def ready(self) -> bool:
-        """Whether the next step can be planned: its horizon is complete or the data has ended, and there is a batch."""
+        """Whether the next step can be planned: there is a batch, and its horizon is complete or the data has ended."""
         return self._horizon.ready
 
     @property
     def checkpoint_due(self) -> bool:
-        """Whether a checkpoint's barrier belongs before the next plan. At the end of the data there is a last barrier anyway."""
+        """Whether a checkpoint's barrier belongs before the next plan. The end of the data has a barrier anyway."""
         return (
             self._before is not None
             and self.ready()
@@ -149,13 +149,13 @@ class RowPlanner:
         )
 
     def plan(self) -> tuple[Any, StepPlan]:
-        """Plans the next step; returns its batch, too, as it was added.
+        """Plans the next step. Returns its batch, as it was added, and the plan.
 
-        Raises ConfigError, with nothing changed, where a group has fewer slots than the batch has rows.
+        Raises ConfigError, with nothing changed, if a group has fewer slots than the batch has rows.
         """
         groupings = self._horizon.next.groups
         scheduled, moves = self.move()
-        plans = tuple(group_plan(*of_group) for of_group in zip(self._groupers, groupings, moves.groups, strict=True))
+        plans = tuple(group_plan(*parts) for parts in zip(self._groupers, groupings, moves.groups, strict=True))
         plan = StepPlan(
             step=scheduled.step,
             kind=scheduled.kind,
@@ -167,7 +167,7 @@ class RowPlanner:
         return scheduled, plan
 
     def move(self) -> tuple[Any, StepMoves]:
-        """As `plan`, without the arrays that have an element a look-up."""
+        """Like `plan`, without the arrays that have one element per look-up."""
         known = self._horizon.next
         self._check_capacity(known)
         scheduled, last_step = known.scheduled, self._horizon.last_step
@@ -175,19 +175,20 @@ class RowPlanner:
             group.move(grouping.num_unique, scheduled.step, last_step, scheduled.kind == "train")
             for group, grouping in zip(self._groups, known.groups, strict=True)
         )
-        after_step = self._way_home.after_step(scheduled.step, moves, self._horizon.num_batches)
+        after_step = self._write_backs.after_step(scheduled.step, moves, self._horizon.num_batches)
         if self._auto is not None:
             self._horizon.num_batches = self._auto.grow(self._groups, self._horizon.id_bytes, self._horizon.num_known)
         self._horizon.advance()
         self._last_planned, self._before = scheduled.step, scheduled
-        for grouping, of_group in zip(known.groups, moves, strict=True):
-            self.counters.count(len(grouping.order), of_group)
+        for grouping, group_moves in zip(known.groups, moves, strict=True):
+            self.counters.count(len(grouping.order), group_moves)
         return scheduled, StepMoves(after_step=after_step, groups=moves)
 
     def barrier(self, reason: str, finished: bool) -> BarrierPlan:
-        """A barrier after the last planned step. Every row is in the store or clean in a slot once it is done, so nothing stays pending."""
+        """Returns a barrier after the last planned step. Once it is done, every row is in the store or clean in a slot,
+        so nothing stays pending."""
         dirty = tuple(group.clean() for group in self._groups)
-        self._way_home.settle(self._last_planned)
+        self._write_backs.settle(self._last_planned)
         self._num_barriers += 1
         self._before = None
         self.counters.rows_flushed += sum(map(len, dirty))
@@ -201,7 +202,7 @@ class RowPlanner:
         return tuple(group.occupancy for group in self._groups)
 
     def check_integrity(self) -> None:
-        """Raises AssertionError with both numbers where directory, slots, queues and horizon disagree. For idle times and tests."""
+        """Raises AssertionError with both numbers if directory, slots, queues and horizon disagree. Slow."""
         for index, group in enumerate(self._groups):
             check_group(group, [(known.scheduled.step, known.groups[index].keys) for known in self._horizon.batches])
 
@@ -211,16 +212,22 @@ class RowPlanner:
                 raise ConfigError(self._refusal(known.scheduled.step, group, needed))
 
     def _refusal(self, step: int, refused: GroupPlanner, num_rows: int) -> str:
-        """One group's slots follow its capacity; several share one, which is raised in proportion."""
+        # one group's slots follow its capacity; several groups share one, which is raised in proportion
         group = refused.group
         pinned = f", {refused.num_pinned} pinned ones included" if refused.num_pinned else ""
-        what = f"step {step} touches {num_rows} distinct rows of group {group.name}{pinned}, more than its {refused.num_slots} slots"
+        what = (
+            f"step {step} touches {num_rows} distinct rows of group {group.name}{pinned}, "
+            f"more than its {refused.num_slots} slots"
+        )
         needed = f"{num_rows} rows ({num_rows * group.record_bytes} bytes)"
         if len(self._groups) == 1:
             return f"{what}; raise cache.capacity to at least {needed}, or make data.batch_size smaller"
         total = sum(other.num_slots * other.group.record_bytes for other in self._groups)
         enough = -(-total * num_rows // max(1, refused.num_slots))
-        return f"{what}; it needs {needed}, so raise cache.capacity from {total} to about {enough} bytes, or make data.batch_size smaller"
+        return (
+            f"{what}; it needs {needed}, so raise cache.capacity from {total} to about {enough} bytes, "
+            "or make data.batch_size smaller"
+        )
 
 
 def is_due(every: CheckpointInterval, before: ScheduledLookups, following: ScheduledLookups) -> bool:
@@ -231,7 +238,7 @@ def is_due(every: CheckpointInterval, before: ScheduledLookups, following: Sched
 
 
 class WriteBackWindow:
-    """Dirty victims that may not have reached the store yet: those of the last `depth` plans."""
+    """Dirty victims of the last `depth` plans, which may not have reached the store yet."""
 
     def __init__(self, depth: int) -> None:
         self._depth = depth
@@ -240,36 +247,37 @@ class WriteBackWindow:
         self._settled: int | None = None
 
     def after_step(self, step: int, moves: tuple[GroupMoves, ...], horizon: int) -> int | None:
-        """The last of these plans that evicted a row which this one fetches.
+        """Returns the last of these plans that evicted a row which this one fetches.
 
-        With a horizon of at least `depth`, such a row had a known next use when it left, so its occurrence knows; otherwise keys tell.
+        With a horizon of at least `depth`, such a row had a known next use when it left, so its occurrence tells;
+        otherwise keys are compared.
         """
         if horizon >= self._depth:
             least = max(step - self._depth, 0 if self._settled is None else self._settled + 1)
             return max(
                 (m.last_evicted for m in moves if m.last_evicted is not None and m.last_evicted >= least), default=None
             )
-        fetched = [of_group.fetch.keys for of_group in moves]
+        fetched = [group_moves.fetch.keys for group_moves in moves]
         found = (
-            e for e, keys in reversed(self._recent) if any(share_key(*both) for both in zip(fetched, keys, strict=True))
+            e for e, keys in reversed(self._recent) if any(share_key(*pair) for pair in zip(fetched, keys, strict=True))
         )
         after_step = next(found, None)
-        self._recent.append((step, tuple(of_group.evict.keys[: of_group.num_dirty] for of_group in moves)))
+        self._recent.append((step, tuple(group_moves.evict.keys[: group_moves.num_dirty] for group_moves in moves)))
         return after_step
 
     def settle(self, step: int | None) -> None:
-        """Everything up to `step` is home."""
+        """Notes that everything up to `step` is home."""
         self._recent.clear()
         self._settled = step
 
 
 def without_ids(scheduled: Any) -> Any:
-    """A dataclass, as all scheduled batches are."""
+    # Any: a dataclass, as all scheduled batches are
     return replace(scheduled, batch=replace(scheduled.batch, ids=NO_IDS, offsets=None, weights=None))
 
 
 def groupers_of(groups: tuple[GroupSpec, ...], pool: Pool | None = None) -> tuple[Grouper, ...]:
-    """One a group; `groups` are all groups of the job."""
+    """Returns one grouper per group; `groups` are all groups of the job."""
     num_features = sum(group.num_features for group in groups)
     return tuple(Grouper(group, num_features, pool) for group in groups)
 

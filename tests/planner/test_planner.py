@@ -50,8 +50,8 @@ def state_of(planner: RowPlanner) -> list[bytes]:
     """Every array behind a planner."""
     found = []
     for group in planner._groups:
-        found += [array.tobytes() for array in (*group.directory, *group.ring)]
-        found.append(repr(group.places).encode())
+        found += [array.tobytes() for array in (*group.directory, *group.occurrences)]
+        found.append(repr(group.positions).encode())
     return [*found, repr((planner.counters, planner.occupancy, planner.wants_batch)).encode()]
 
 
@@ -79,7 +79,7 @@ def test_no_batch_enters_beyond_the_horizon_out_of_order_or_after_the_end() -> N
     trace = single_hot_trace([[0], [1], [2]])
     planner = RowPlanner(one_group(4), (4,), 1, 1)
     planner.add(trace[0])
-    with pytest.raises(AssertionError, match="step 2 was added where step 1 follows"):
+    with pytest.raises(AssertionError, match="step 2 was added, but step 1 follows"):
         planner.add(trace[2])
     planner.add(trace[1])
     with pytest.raises(AssertionError, match="2 batches are known"):
@@ -208,7 +208,7 @@ def test_the_memory_follows_slots_and_horizon_not_the_rows_seen() -> None:
             planner.plan()
     seen = {key for scheduled in run.trace for key in distinct_keys(groups[0], scheduled.batch)}
     assert len(seen) > 4 * 1024
-    assert (len(planner._groups[0].directory.cells), len(planner._groups[0].ring.rows)) == (2048, 1024)
+    assert (len(planner._groups[0].directory.cells), len(planner._groups[0].occurrences.rows)) == (2048, 1024)
     planner.check_integrity()
 
 
@@ -227,13 +227,13 @@ def test_check_integrity_finds_a_changed_occurrence(field: str) -> None:
         planner.add(scheduled)
     planner.plan()
     planner.check_integrity()
-    rows = planner._groups[0].ring.rows
-    oldest, _, tail = planner._groups[0].places
-    place = next(
-        place
-        for place in range(oldest, tail)
-        if rows["key"][place] == (0 if field == "last_use" else 1) and rows["slot"][place] != NONE
+    rows = planner._groups[0].occurrences.rows
+    oldest, _, tail = planner._groups[0].positions
+    position = next(
+        position
+        for position in range(oldest, tail)
+        if rows["key"][position] == (0 if field == "last_use" else 1) and rows["slot"][position] != NONE
     )
-    rows[field][place] += 5
+    rows[field][position] += 5
     with pytest.raises(AssertionError, match=r"\d"):
         planner.check_integrity()

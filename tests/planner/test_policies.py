@@ -72,9 +72,9 @@ def test_a_policy_that_finds_too_few_rows_ends_the_plan_with_nothing_changed(
         if not planner.wants_batch:
             planner.plan()
         planner.add(scheduled)
-    occupancy, ring = group.occupancy, group.ring.rows.copy()
+    occupancy, before = group.occupancy, group.occurrences.rows.copy()
     with pytest.raises(AssertionError, match=r"0 rows could leave where 1 have to"):
         planner.plan()
     assert group.occupancy == occupancy
-    assert np.array_equal(group.ring.rows, ring)
+    assert np.array_equal(group.occurrences.rows, before)
     planner.check_integrity()

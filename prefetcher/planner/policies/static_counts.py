@@ -1,4 +1,4 @@
-"""A static hot set, as caches ordered by frequency have it: a row's score is the number of the run's first batches that use it."""
+"""Evicts rows by a fixed score: the number of the run's first batches that use the row (a static hot set)."""
 
 from collections.abc import Iterable
 

@@ -1,4 +1,4 @@
-"""LFU: a row's score is the number of batches that used it since its fill."""
+"""Evicts rows by LFU: a row's score is the number of batches that used it since its fill."""
 
 from collections.abc import Iterable
 
