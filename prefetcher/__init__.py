@@ -1,1 +1,1 @@
-"""The CPU side: reads batches ahead, plans which rows are on the device when, and moves rows between tables and trainer."""
+"""The CPU side: reads batches ahead, plans which rows are on the device when, and moves the rows."""

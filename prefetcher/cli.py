@@ -38,7 +38,7 @@ def run(
     config: Config,
     overrides: Overrides = None,
     max_steps: Annotated[
-        int | None, typer.Option("--max-steps", min=0, help="End the run after so many train steps.")
+        int | None, typer.Option("--max-steps", min=0, help="End the run after this number of train steps.")
     ] = None,
     fresh: Annotated[
         bool, typer.Option("--fresh", help="Begin a new run; its first checkpoint replaces those of an earlier one.")
@@ -73,14 +73,14 @@ def run(
     unfinished_code: Annotated[
         int,
         typer.Option(
-            "--unfinished-code", min=0, max=125, help="Exit with this code where the run was stopped before its end."
+            "--unfinished-code", min=0, max=125, help="Exit with this code if the run was stopped before its end."
         ),
     ] = 0,
     log_level: LogLevel = "info",
     log_json: LogJson = False,
 ) -> None:
-    """Serve one training run. Start `trainer run` with the same job file, before or after. A run that was stopped or killed goes on from
-    its newest checkpoint."""
+    """Serve one training run. Start `trainer run` with the same job file, before or after. A run that was stopped or
+    killed continues from its newest checkpoint."""
 
     def main() -> int:
         setup_logging("prefetcher", log_level, log_json or None)
@@ -133,7 +133,7 @@ def simulate(
     config: Config,
     overrides: Overrides = None,
     max_steps: Annotated[
-        int | None, typer.Option("--max-steps", min=0, help="End the run after so many train steps.")
+        int | None, typer.Option("--max-steps", min=0, help="End the run after this number of train steps.")
     ] = None,
     policies: Annotated[
         list[str] | None,
@@ -160,7 +160,7 @@ def simulate(
     ] = None,
     save_trace: SaveTrace = None,
 ) -> None:
-    """Tell what a run would move, at other settings too, by the planner alone: no tables, no trainer. Lists multiply."""
+    """Tell what a run would move, at other settings too, by planning alone: no tables, no trainer. Lists multiply."""
 
     def main() -> None:
         from rowcast.analysis.simulate.simulate import SimulateOptions, run_simulate
@@ -199,7 +199,7 @@ def advise(
         typer.Option("--samples", help="Samples to read, from the middle of an epoch.", show_default="the whole run"),
     ] = None,
     max_steps: Annotated[
-        int | None, typer.Option("--max-steps", min=0, help="End the run after so many train steps.")
+        int | None, typer.Option("--max-steps", min=0, help="End the run after this number of train steps.")
     ] = None,
     step_ms: Annotated[
         float | None, typer.Option("--step-ms", help="What a step takes to compute.", show_default="10")
@@ -273,7 +273,7 @@ def check(
     whole: Annotated[bool, typer.Option("--all", help="Read every sample, not a twentieth of them.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")] = False,
 ) -> None:
-    """Hold a job file against its data and this machine. Exit code 2 where a run would fail."""
+    """Check a job file against its data and this machine. Exit code 2 if a run would fail."""
 
     def main() -> int:
         from rowcast.analysis.check.check import run_check
@@ -296,13 +296,14 @@ def timeline(
         ),
     ] = None,
     steps: Annotated[
-        str | None, typer.Option("--steps", help="These alone, such as 100:110.", metavar="FIRST:END")
+        str | None, typer.Option("--steps", help="Only these, such as 100:110.", metavar="FIRST:END")
     ] = None,
     plot: Annotated[
         Path | None, typer.Option("--plot", help="Draw --steps too, or eight in the middle.", metavar="PNG|SVG")
     ] = None,
 ) -> None:
-    """Merge what `prefetcher run --timeline` and `trainer run --timeline` recorded into one file for Perfetto or chrome://tracing."""
+    """Merge what `prefetcher run --timeline` and `trainer run --timeline` recorded into one file for Perfetto or
+    chrome://tracing."""
 
     def main() -> None:
         from rowcast.analysis.timeline.timeline import TimelineOptions, run_timeline
@@ -329,7 +330,8 @@ def export(
         ),
     ] = None,
 ) -> None:
-    """Write a checkpoint of a run, by default the newest that is whole, as one safetensors file: tables, row state, dense weights."""
+    """Write a checkpoint of a run, by default the newest valid one, as one safetensors file: tables, row state, dense
+    weights."""
 
     def main() -> None:
         from rowcast.prefetcher.checkpoints.export import export_run, export_start
@@ -339,7 +341,8 @@ def export(
             return
         if run_dir is None or config is not None:
             raise ConfigError(
-                "give either --run DIR, for a checkpoint of a run, or --config job.toml, for the tables that it begins with"
+                "give either --run DIR, for a checkpoint of a run, or --config job.toml, for the tables that it starts "
+                "from"
             )
         manifest = export_run(run_dir, out, get_logger(), checkpoint)
         get_logger().info("exported", file=str(out), train_steps=manifest.train_steps, bytes=out.stat().st_size)
@@ -363,7 +366,8 @@ def import_(
         bool, typer.Option("--fresh", help="Replace what an earlier run left in the run directory.")
     ] = False,
 ) -> None:
-    """Make a run directory whose run begins with another run's model and optimizer state, or with the rows and dense weights of a file."""
+    """Make a run directory whose run starts from another run's model and optimizer state, or from the rows and dense
+    weights of a file."""
 
     def main() -> None:
         from rowcast.prefetcher.checkpoints.import_checkpoint import import_run
@@ -378,7 +382,7 @@ def import_(
 
 @app.command()
 def verify(run_dir: RunFolder, checkpoint: CheckpointName = None) -> None:
-    """Read every byte of a run's checkpoints and tell which are whole. Exit code 4 where one is damaged."""
+    """Read every byte of a run's checkpoints and tell which are whole. Exit code 4 if one is damaged."""
 
     def main() -> int:
         from rowcast.prefetcher.checkpoints.check_files import verify_run

@@ -423,8 +423,8 @@ PREFETCHER = (
     ),
     Mutant(
         "an error of the data set is swallowed",
-        "except RowcastError as error: parcels.send(pipe, error)",
-        "except RowcastError:\n            parcels.send(pipe, EndOfBatches())",
+        "except RowcastError as error: array_pipe.send(pipe, error)",
+        "except RowcastError:\n            array_pipe.send(pipe, EndOfBatches())",
         "tests/readers/test_worker.py::test_a_data_error_arrives_after_the_batches_before_it",
     ),
     Mutant(

@@ -1,4 +1,4 @@
-"""`prefetcher verify`: which checkpoints of a run are whole, found by reading every byte of them."""
+"""Implements `prefetcher verify`: finds damaged checkpoints of a run by reading every byte."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -16,8 +16,8 @@ from rowcast.runtime.telemetry.format_numbers import human_bytes, stdout_console
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Verdict:
     name: str
-    manifest: Manifest | None  # None: it is damaged itself
-    damage: str | None  # one sentence; None: whole
+    manifest: Manifest | None  # None: the manifest itself is damaged
+    damage: str | None  # one sentence; None: nothing is damaged
 
     def cells(self) -> list[str]:
         manifest = self.manifest
@@ -36,12 +36,12 @@ class Verdict:
 
 
 def verify_run(run_dir: Path, name: str | None) -> int:
-    """Prints a line a checkpoint, newest first, or that of `name` only. Returns the exit code: 4 where one is damaged, else 0."""
+    """Prints a line per checkpoint, newest first, or for `name` only. Returns the exit code: 4 if one is damaged."""
     checkpoints = Checkpoints(run_dir, RealDisk())
     names = checkpoints.candidates()
     if not names:
         raise ConfigError(
-            f"{run_dir} holds no checkpoint; a run writes one at its end, and with checkpoint.every on its way"
+            f"{run_dir} holds no checkpoint; a run writes one at its end, and during the run with checkpoint.every"
         )
     if name is not None and name not in names:
         raise ConfigError(f"{checkpoints.root} holds no checkpoint {name}; there is {', '.join(reversed(names))}")
@@ -55,7 +55,7 @@ def verify_run(run_dir: Path, name: str | None) -> int:
 
 
 def verdicts_of(checkpoints: Checkpoints, names: list[str]) -> Iterator[Verdict]:
-    """A file that several checkpoints share is read once."""
+    """Reads a file that several checkpoints share only once."""
     whole = set[CheckpointFile]()
     for name in names:
         manifest: Manifest | None = None

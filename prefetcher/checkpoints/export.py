@@ -1,11 +1,13 @@
-"""`prefetcher export`: a checkpoint as one safetensors file, written table by table with memory for one block of rows.
+"""Implements `prefetcher export`: writes a checkpoint as one safetensors file.
+
+Tables are written one after the other, a block of rows at a time.
 
     embedding_bags.<table>.weight     f32, f16 or bf16 [num_embeddings, embedding_dim]: the table's dtype
-    optimizer.<table>.master          f32 [num_embeddings, embedding_dim]: weights before rounding, with optimizer.sparse.master
+    optimizer.<table>.master          f32 [num_embeddings, embedding_dim]: weights before rounding, where they are kept
     optimizer.<table>.<state>         f32 [num_embeddings, width of the state]
     <name>                            dense weights under the model's own names
 
-A row that was never trained has its first value, which the manifest's job file determines.
+A row that was never trained has its first value, which follows from the job in the manifest.
 """
 
 import os
@@ -30,8 +32,8 @@ from rowcast.runtime.disk import RealDisk
 from rowcast.runtime.errors import ConfigError
 
 BLOCK_ROWS = 65536
-MODEL = "model."  # how names of the model's own tensors begin in the dense file
-DTYPES: dict[RowType, str] = {"fp32": "F32", "fp16": "F16", "bf16": "BF16"}  # in safetensors' words
+MODEL = "model."  # the prefix of the model's tensors in the dense file
+DTYPES: dict[RowType, str] = {"fp32": "F32", "fp16": "F16", "bf16": "BF16"}  # safetensors' names
 
 
 class ExportLog(Protocol):
@@ -41,7 +43,7 @@ class ExportLog(Protocol):
 
 
 def export_run(run_dir: Path, out: Path, log: ExportLog, checkpoint: str | None = None) -> Manifest:
-    """Writes a checkpoint of a run, by default the newest valid one, to `out`. Raises ConfigError and DataError."""
+    """Writes a run's checkpoint, by default the newest valid one, to `out`. Raises ConfigError and DataError."""
     checkpoints = Checkpoints(run_dir, RealDisk())
     manifest = checkpoints.choose(checkpoint, log)
     job = parse_job(manifest.job, f"{checkpoints.root / manifest.name}/manifest.json")
@@ -56,12 +58,13 @@ def export_run(run_dir: Path, out: Path, log: ExportLog, checkpoint: str | None 
 
 
 def export_start(job: Job, out: Path, log: ExportLog) -> None:
-    """Writes the tables that a run of this job begins with, and no dense weights, which the trainer makes. Raises ConfigError."""
+    """Writes the tables that a run of this job starts from, without dense weights (the trainer makes those). Raises
+    ConfigError."""
     write_export(out, job, CheckpointRows(Path(), (), job.job.seed), None, log)
 
 
 def write_export(out: Path, job: Job, rows: "CheckpointRows", dense: "SavedModelState | None", log: ExportLog) -> None:
-    """The file appears whole or not at all."""
+    """Writes the whole file or none."""
     if out.is_dir() or not out.name:
         raise ConfigError(f"--out {out} is a folder; name a file, such as {out / 'model.safetensors'}")
     partial = out.with_name(out.name + ".partial")
@@ -97,7 +100,8 @@ class SavedModelState:
 
 
 class CheckpointRows:
-    """Rows of a checkpoint by table, in blocks: trained ones from its layers, with one file of each in memory, the others computed."""
+    """A checkpoint's rows by table, in blocks. Trained rows come from its layers, with one file of each in memory; the
+    others are computed."""
 
     def __init__(self, root: Path, layers: tuple[RowLayer, ...], seed: int) -> None:
         self._root = root
@@ -105,7 +109,7 @@ class CheckpointRows:
         self._seed = seed
 
     def tables(self, group: GroupSpec) -> Iterator[tuple[TableSpec, Iterator[Records]]]:
-        """Each table with its blocks, of at most BLOCK_ROWS rows; the blocks of one before the next table."""
+        """Yields each table with its blocks of at most BLOCK_ROWS rows, to be read before the next table."""
         trained = AscendingRows(merged(self._root, group, self._layers))
         for table in group.tables:
             yield table, self._blocks(group, table, trained)
@@ -122,17 +126,17 @@ class CheckpointRows:
 
 
 class AscendingRows:
-    """Pieces of rows by ascending key, cut again where the one who asks wants."""
+    """Blocks of rows by ascending key, cut again to the ranges that a caller asks for."""
 
-    def __init__(self, pieces: Iterator[Rows]) -> None:
-        self._pieces = pieces
+    def __init__(self, blocks: Iterator[Rows]) -> None:
+        self._blocks = blocks
         self._keys: Keys | None = None
         self._records: Records | None = None
 
     def up_to(self, last_key: int) -> Iterator[Rows]:
-        """The next rows, up to `last_key`."""
-        while (piece := self._next()) is not None:
-            keys, records = piece
+        """Yields the next rows, up to `last_key`."""
+        while (block := self._next()) is not None:
+            keys, records = block
             end = int(np.searchsorted(keys, last_key, side="right"))
             self._keys, self._records = (keys[end:], records[end:]) if end < len(keys) else (None, None)
             if end:
@@ -142,14 +146,14 @@ class AscendingRows:
 
     def _next(self) -> Rows | None:
         if self._keys is None or self._records is None:
-            return next(self._pieces, None)
+            return next(self._blocks, None)
         return self._keys, self._records
 
 
 def write_safetensors(
     file: IO[bytes], groups: tuple[GroupSpec, ...], rows: CheckpointRows, dense: SavedModelState | None, log: ExportLog
 ) -> None:
-    """Header first, then every tensor at its place; a table's parts are filled side by side, block by block."""
+    """Writes the header, then every tensor at its offset; a table's parts are filled side by side, block by block."""
     header, at = make_header(table_tensors(groups) | ({} if dense is None else dense.tensors))
     file.write(header)
     for group in groups:
@@ -170,7 +174,7 @@ def write_safetensors(
 
 
 def table_tensors(groups: tuple[GroupSpec, ...]) -> dict[str, TensorSpec]:
-    """What an export holds of tables, by name."""
+    """The tensors of tables in an export, by name."""
     return {
         part_name(table, part.name): TensorSpec(
             dtype=DTYPES[part.dtype],

@@ -1,9 +1,9 @@
-"""The checkpoints of a run directory: which is the newest whole one, and which files may go.
+"""Manages the checkpoints of a run directory: finds the newest valid one and removes files that are no longer needed.
 
-A file goes only when no manifest that is kept names it: files of a base outlive the checkpoint in whose folder they lie. A checkpoint
-is dropped by its manifest first, so that at no moment there is a manifest whose files are gone.
+A file is removed only when no kept manifest names it: files of a base outlive the checkpoint in whose folder they are.
+A checkpoint's manifest is removed first, so that there is never a manifest whose files are gone.
 
-A fresh run takes the place of an earlier one only once it has a checkpoint:
+A fresh run replaces an earlier one only once it has a checkpoint:
 
     <run_dir>/checkpoints            the earlier run          ->  -                    ->  the fresh run
               .checkpoints.new       the fresh run            ->  the fresh run        ->  -
@@ -32,7 +32,7 @@ from rowcast.runtime.run_directory import COMPLETE
 
 CheckpointFile = RowFile | DenseFile
 FOLDER = "checkpoints"
-# the reason of a checkpoint that was made from a file or another run: nothing was trained in this one yet
+# the reason of a checkpoint made from a file or another run: this run has not trained anything yet
 IMPORT = "import"
 
 
@@ -41,13 +41,13 @@ class FolderLog(Protocol):
 
 
 def carry_out(steps: Steps) -> None:
-    """All of them at once. Raises RowcastError where the disk does not do it."""
+    """Carries out all steps at once. Raises RowcastError if the disk fails."""
     try:
         for _ in steps:
             pass
     except OSError as error:
         raise RowcastError(
-            f"{error.filename}: what an earlier run left cannot be put in order ({error.strerror}); see to it"
+            f"{error.filename}: files of an earlier run cannot be cleaned up ({error.strerror}); repair this by hand"
         ) from None
 
 
@@ -58,15 +58,15 @@ class Checkpoints:
         self.disk = disk
         self._run_dir = run_dir
         current = run_dir / FOLDER
-        # the link stays, whatever takes its place
+        # a link stays, whatever it points to
         self.root = self._current = current.resolve() if current.is_symlink() else current
         self._new, self._earlier = beside(self._current)
 
     # an earlier run and a fresh one
 
     def settle(self, log: FolderLog) -> Steps:
-        """What a fresh run that was killed has left: it takes the earlier run's place if it had a whole checkpoint, and is gone if it had
-        none, or only the one that it began with. By the process that holds the run directory, before anything else."""
+        """Finishes or removes what a killed fresh run has left: it replaces the earlier run if it had a checkpoint of
+        its own training, and is removed if not. The process that holds the run directory must call it first."""
         newest = self._newest_of_fresh(log)
         if newest is not None and newest.reason != IMPORT:
             yield from self._replace_earlier()
@@ -79,18 +79,18 @@ class Checkpoints:
 
     @property
     def are_fresh(self) -> bool:
-        """Whether they have yet to take the place of an earlier run's."""
+        """Whether these are a fresh run's checkpoints, which have yet to replace an earlier run's."""
         return self.root == self._new
 
     def replaced_run_id(self) -> str:
-        """Of the earlier run, where these are a fresh one's; "" where there is none, or none that can be read."""
+        """The run id of the earlier run that these will replace; "" if there is none or none is readable."""
         earlier = Checkpoints(self._run_dir, self.disk)
         manifests = (earlier._readable(name) for name in earlier.candidates()) if self.are_fresh else iter(())
         return next((manifest.run_id for manifest in manifests if manifest is not None), "")
 
     def begin_fresh(self) -> Steps:
-        """From now on these are the checkpoints of a fresh run, and there is none yet. The earlier run's stay as they are. Raises
-        ConfigError where they could not be replaced."""
+        """Makes these the checkpoints of a fresh run, which has none yet. The earlier run's stay as they are. Raises
+        ConfigError if they could not be replaced."""
         if self._current.is_mount():
             raise ConfigError(
                 f"{self._current} is a mount point, which a fresh run cannot replace; mount {self._run_dir} instead"
@@ -101,7 +101,7 @@ class Checkpoints:
             yield True
 
     def take_over(self) -> Steps:
-        """The run has a durable checkpoint: where it is a fresh one, it is the run of this directory from now on."""
+        """Called once the run has a durable checkpoint: a fresh run then replaces the earlier one."""
         if self.are_fresh:
             yield from self._replace_earlier()
             self.root = self._current
@@ -113,7 +113,7 @@ class Checkpoints:
         try:
             return fresh.newest_valid(log)
         except DataError:
-            return None  # there is a warning for each that is damaged
+            return None  # each damaged one was logged as a warning
 
     def _replace_earlier(self) -> Steps:
         complete = self._run_dir / COMPLETE
@@ -122,7 +122,7 @@ class Checkpoints:
         if complete.exists():
             self.disk.unlink(complete)
             yield True
-            self.disk.sync_folder(complete.parent)  # before the rename, with which it would be said of the fresh run
+            self.disk.sync_folder(complete.parent)  # before the rename: the mark must not apply to the fresh run
             yield True
         yield from self._rename(self._new, self._current)
 
@@ -140,15 +140,15 @@ class Checkpoints:
     # one run's
 
     def candidates(self) -> list[str]:
-        """Names of folders that hold a manifest, newest first. None of them was looked into."""
+        """Names of folders that hold a manifest, newest first. The manifests may be damaged."""
         return [folder.name for folder in self._folders(self.root) if (folder / MANIFEST_NAME).exists()]
 
     def load(self, name: str) -> Manifest:
-        """Raises DataError where the manifest is missing or damaged."""
+        """Raises DataError if the manifest is missing or damaged."""
         return read_manifest(self.root / name)
 
     def verify(self, manifest: Manifest, whole: set[CheckpointFile] | None = None) -> None:
-        """Reads every file; raises DataError for the first that is damaged. Files in `whole` are known to be whole, and added to it."""
+        """Reads every file. Raises DataError for the first damaged one. Skips files in `whole`, and adds to it."""
         for file in manifest.files:
             if whole is None or file not in whole:
                 checked_file(self.root, file)
@@ -156,9 +156,9 @@ class Checkpoints:
                 whole.add(file)
 
     def newest_valid(self, log: FolderLog) -> Manifest | None:
-        """The newest checkpoint that is whole, None where there is no checkpoint at all. A damaged one is a warning.
+        """Returns the newest undamaged checkpoint, or None if there is none at all. Warns of damaged ones.
 
-        Raises DataError where there are checkpoints and all are damaged: to begin again at step 0 is for a person to decide.
+        Raises DataError if all are damaged: starting again from step 0 is for a person to decide.
         """
         names, whole, damages = self.candidates(), set[CheckpointFile](), list[str]()
         for name in names:
@@ -167,18 +167,19 @@ class Checkpoints:
                 self.verify(manifest, whole)
             except DataError as error:
                 damages.append(str(error))
-                log.warning("checkpoint is damaged, an older one is tried", checkpoint=name, damage=str(error))
+                log.warning("checkpoint is damaged; trying an older one", checkpoint=name, damage=str(error))
             else:
                 return manifest
         if names:
             raise DataError(
-                f"{self.root}: none of {len(names)} checkpoints is whole ({damages[0]}); restore them from a copy, or add --fresh for a "
-                "new run, whose first checkpoint replaces them"
+                f"{self.root}: none of {len(names)} checkpoints is whole ({damages[0]}); restore them from a copy, "
+                "or add --fresh for a new run, whose first checkpoint replaces them"
             )
         return None
 
     def choose(self, name: str | None, log: FolderLog) -> Manifest:
-        """The checkpoint of that name, whose files are not looked at; by default the newest valid one. Raises ConfigError without any."""
+        """Returns the checkpoint of that name, without checking its files; by default the newest valid one. Raises
+        ConfigError if there is none."""
         if name is None:
             newest = self.newest_valid(log)
             if newest is None:
@@ -192,7 +193,7 @@ class Checkpoints:
         return self.load(name)
 
     def keep(self, n: int, newest: Manifest) -> Steps:
-        """Drops all but `newest` and the n - 1 before it, and what was found damaged; then every file that nobody names."""
+        """Drops all but `newest`, the n - 1 before it and damaged ones; then removes files that no manifest names."""
         older = (self._readable(name) for name in self.candidates() if name < newest.name)
         kept = {newest.name, *[manifest.name for manifest in older if manifest is not None][: n - 1]}
         for name in self.candidates():
@@ -205,7 +206,7 @@ class Checkpoints:
         yield from self.collect_garbage()
 
     def collect_garbage(self) -> Steps:
-        """Removes files that no manifest names, and folders that are left with none. Not while a checkpoint is being written."""
+        """Removes files that no manifest names, and empty folders. Must not run while a checkpoint is being written."""
         if not self.root.is_dir():
             return
         names = self.candidates()
@@ -213,7 +214,7 @@ class Checkpoints:
         named = {file.file for manifest in manifests if manifest is not None for file in manifest.files}
         unclear = {name for name, manifest in zip(names, manifests, strict=True) if manifest is None}
         for folder in self._folders(self.root):
-            if folder.name not in unclear:  # what a damaged manifest named is not known
+            if folder.name not in unclear:  # a damaged manifest may name any file of its folder
                 yield from self._clean(folder, named)
 
     def _clean(self, folder: Path, named: set[str]) -> Steps:

@@ -1,12 +1,15 @@
-"""`prefetcher import`, and `prefetcher run --from`: a run that begins with one checkpoint, at which it has trained nothing, made from
+"""Implements `prefetcher import` and `prefetcher run --from`: starts a run from another run or an exported file.
 
-- the newest checkpoint of another run: rows and their state, dense weights, their optimizer's state, losses; train steps are counted on
+Both make one checkpoint at which the run has trained nothing, from either
+
+- the newest checkpoint of another run: rows and their state, dense weights, their optimizer's state, losses; its count
+  of train steps continues
 - or a file as `prefetcher export` writes it:
 
-embedding_bags.<table>.weight     required, f32, f16 or bf16 [num_embeddings, embedding_dim]; as the table's dtype, rounded if it must be
-optimizer.<table>.master          weights before rounding; where they are missing, those of the line above, as the file has them
-optimizer.<table>.<state>         row state; what is missing has its initial value
-<name>                            dense weights, as the model names them; what the file has not the model makes
+embedding_bags.<table>.weight     required; f32, f16 or bf16 [num_embeddings, embedding_dim]; converted to the table's
+optimizer.<table>.master          weights before rounding; if missing, the weights above as they are in the file
+optimizer.<table>.<state>         row state; if missing, its initial value
+<name>                            dense weights under the model's names; the model initializes those that are missing
 """
 
 import uuid
@@ -39,12 +42,12 @@ from rowcast.runtime.run_directory import RunDirectory
 from rowcast.runtime.telemetry.logs import get_logger
 
 BLOCK_ROWS = 65536
-OF_TABLES = ("embedding_bags.", "optimizer.")  # how names of rows and their state begin
+TABLE_PREFIXES = ("embedding_bags.", "optimizer.")  # of the names of rows and their state
 ROW_TYPES: dict[str, RowType] = {words: dtype for dtype, words in DTYPES.items()}
 
 
 def import_run(job: Job, source: Path, *, fresh: bool) -> Manifest:
-    """Makes the checkpoint. Raises ConfigError where the source does not fit the job, or the directory holds a run already."""
+    """Makes the checkpoint. Raises ConfigError if the source does not fit the job or the directory holds a run."""
     opened = open_source(job, source)
     digest = job.training_digest(open_reader(job).file_sizes)
     with RunDirectory(job.run_dir, "prefetcher"):
@@ -62,7 +65,7 @@ def import_run(job: Job, source: Path, *, fresh: bool) -> Manifest:
 
 
 def import_into(checkpoints: Checkpoints, job: Job, source: "StartingPoint", digest: str = "") -> Manifest:
-    """Makes the first checkpoint of a run. `digest`: the job's training digest; "": not known before its data is opened."""
+    """Makes the first checkpoint of a run. `digest`: the job's training digest; "": its data is not open yet."""
     writer = CheckpointWriter(job, group_specs(job), uuid.uuid4().hex[:12], digest, checkpoints, None, keep=1)
     writer.begin(source.position, finished=False, reason=IMPORT)
     for index, group in enumerate(group_specs(job)):
@@ -72,26 +75,26 @@ def import_into(checkpoints: Checkpoints, job: Job, source: "StartingPoint", dig
     writer.finish(offer_dense(writer, source))
     while writer.busy:
         writer.advance()
-    assert writer.newest is not None, "a checkpoint was written"
+    assert writer.newest is not None, "a checkpoint must have been written"
     return writer.newest
 
 
 class StartingPoint(Protocol):
-    """What a run can begin with."""
+    """What a run can start from."""
 
     @property
     def position(self) -> Position:
-        """Where that run begins."""
+        """Where the run starts."""
 
     def rows(self, group: GroupSpec, seed: int) -> Iterator[tuple[Keys, Records]]:
-        """By ascending key, those that are not what they would be without a checkpoint. Raises DataError."""
+        """Yields the rows that differ from their first values, by ascending key. Raises DataError."""
 
     def dense_content(self) -> Iterator[bytes]:
-        """The dense side of a checkpoint, as a safetensors file in pieces; nothing where there is none. Raises DataError."""
+        """Yields the model state as blocks of a safetensors file, or nothing if there is none. Raises DataError."""
 
 
 def open_source(job: Job, path: Path) -> StartingPoint:
-    """A run directory, or a file. Raises ConfigError where it does not fit the job."""
+    """Opens a run directory or a file. Raises ConfigError if it does not fit the job."""
     if path.is_dir():
         return EarlierRun(job, path)
     exported = ExportedFile(path)
@@ -100,31 +103,31 @@ def open_source(job: Job, path: Path) -> StartingPoint:
 
 
 class EarlierRun:
-    """The newest checkpoint of a run, whose tables, model and kinds of optimizers are the job's. Its data may be any other."""
+    """The newest checkpoint of a run with the job's tables, model and kinds of optimizers. Its data may differ."""
 
     def __init__(self, job: Job, run_dir: Path) -> None:
-        """Raises ConfigError where there is no checkpoint or its rows are not the job's, DataError where all are damaged."""
+        """Raises ConfigError if there is no checkpoint or its rows are not the job's, DataError if all are damaged."""
         checkpoints = Checkpoints(run_dir, RealDisk())
         self._root, self._manifest = checkpoints.root, checkpoints.choose(None, get_logger())
         if self._manifest.position.eval_batch is not None and not self._manifest.finished:
             raise ConfigError(
-                f"--from {run_dir}: that run was stopped within an evaluation; let it go on until a checkpoint after it"
+                f"--from {run_dir}: that run was stopped within an evaluation; continue it to a checkpoint after that"
             )
         earlier = parse_job(self._manifest.job, f"{self._root / self._manifest.name}/manifest.json")
         if earlier.job.seed != job.job.seed:
             raise ConfigError(
-                f"--from {run_dir}: its rows that were never trained have first values by job.seed = {earlier.job.seed}; "
-                f"set that, not {job.job.seed}"
+                f"--from {run_dir}: its untrained rows have the first values of job.seed = {earlier.job.seed}; "
+                f"set that instead of {job.job.seed}"
             )
         for theirs, ours in zip_longest(tables_of(earlier), tables_of(job)):
             if theirs != ours:
                 raise ConfigError(
-                    f"--from {run_dir}: its rows are of {theirs}, but the job file's of {ours}; make them equal"
+                    f"--from {run_dir}: its rows are of {theirs}, but the job file has {ours}; make them equal"
                 )
 
     @property
     def position(self) -> Position:
-        """At the beginning of the data, with steps counted on."""
+        """The start of the data, with steps counted from the earlier run's."""
         return Position(step=self._manifest.position.step, train_step=self._manifest.train_steps)
 
     def rows(self, group: GroupSpec, seed: int) -> Iterator[tuple[Keys, Records]]:
@@ -135,17 +138,17 @@ class EarlierRun:
 
 
 def tables_of(job: Job) -> Iterator[str]:
-    """Each table with what decides its rows, described."""
+    """Describes each table with what decides its rows."""
     for group in group_specs(job):
         for table in group.tables:
             yield (
-                f"table {table.name} [{table.num_embeddings}, {table.embedding_dim}] {table.dtype} at place {table.index}, init "
-                f"{table.init}, in records of {', '.join(part.name for part in group.parts)}"
+                f"table {table.name} [{table.num_embeddings}, {table.embedding_dim}] {table.dtype}, "
+                f"number {table.index}, init {table.init}, in records of {', '.join(part.name for part in group.parts)}"
             )
 
 
 class ExportedFile:
-    """Raises ConfigError where there is none, DataError where it is something else."""
+    """A file that `prefetcher export` wrote. Raises ConfigError if it does not exist, DataError if it is not one."""
 
     position = Position()
 
@@ -160,17 +163,18 @@ class ExportedFile:
 
     @property
     def dense(self) -> dict[str, PlacedTensor]:
-        return {name: tensor for name, tensor in self._tensors.items() if not name.startswith(OF_TABLES)}
+        return {name: tensor for name, tensor in self._tensors.items() if not name.startswith(TABLE_PREFIXES)}
 
     def check(self, groups: tuple[GroupSpec, ...]) -> None:
-        """Raises ConfigError for the first tensor of tables that is missing, superfluous or of another shape."""
+        """Raises ConfigError for the first table tensor that is missing, unknown or of another shape."""
         expected = table_tensors(groups)
         for name, spec in expected.items():
             self._check_tensor(name, spec)
         for name in self._tensors:
-            if name.startswith(OF_TABLES) and name not in expected:
+            if name.startswith(TABLE_PREFIXES) and name not in expected:
                 raise ConfigError(
-                    f"{self._path}: the job file has nothing for {name}; add its table, or the optimizer that has this state"
+                    f"{self._path}: the job file has nothing for {name}; "
+                    "add its table, or the optimizer that has this state"
                 )
         for group in groups:
             for table in group.tables:
@@ -181,16 +185,16 @@ class ExportedFile:
         if found is None:
             if name.startswith("embedding_bags."):
                 raise ConfigError(
-                    f"{self._path}: {name} is missing; take its table out of the job file, or name a file that has it"
+                    f"{self._path}: {name} is missing; remove its table from the job file, or name a file that has it"
                 )
         elif found.shape != spec.shape or not may_become(found.dtype, spec.dtype, name):
             raise ConfigError(
-                f"{self._path}: {name} is {found.dtype} {list(found.shape)}, but the job file needs {spec.dtype} {list(spec.shape)}; "
-                f"change num_embeddings, embedding_dim, dtype or optimizer.sparse"
+                f"{self._path}: {name} is {found.dtype} {list(found.shape)}, but the job file needs "
+                f"{spec.dtype} {list(spec.shape)}; change num_embeddings, embedding_dim, dtype or optimizer.sparse"
             )
 
     def _check_range(self, name: str, dtype: RowType) -> None:
-        """Raises ConfigError where rounding would make an infinity of a weight."""
+        """Raises ConfigError if rounding would turn a weight into an infinity."""
         tensor = self._tensors[name]
         if dtype == "fp32" or tensor.dtype == DTYPES[dtype]:
             return
@@ -199,7 +203,8 @@ class ExportedFile:
                 values = widened(np.frombuffer(block, ELEMENTS[ROW_TYPES[tensor.dtype]]), ROW_TYPES[tensor.dtype])
                 if (np.isfinite(values) & (np.abs(values) > LARGEST[dtype])).any():
                     raise ConfigError(
-                        f"{self._path}: {name} has values beyond {LARGEST[dtype]:.6g}, where {dtype} ends; set another dtype"
+                        f"{self._path}: {name} has values beyond {LARGEST[dtype]:.6g}, the largest of {dtype}; "
+                        "set another dtype"
                     )
 
     def rows(self, group: GroupSpec, seed: int) -> Iterator[tuple[Keys, Records]]:
@@ -207,7 +212,7 @@ class ExportedFile:
             yield from self._rows_of(group, table, seed)
 
     def _rows_of(self, group: GroupSpec, table: TableSpec, seed: int) -> Iterator[tuple[Keys, Records]]:
-        places = [(part, tensor) for part in group.parts if (tensor := self._source(table, part)) is not None]
+        sources = [(part, tensor) for part in group.parts if (tensor := self._source(table, part)) is not None]
         with self._path.open("rb") as file:
             for first in range(0, table.num_embeddings, BLOCK_ROWS):
                 keys = make_keys(
@@ -215,7 +220,7 @@ class ExportedFile:
                 )
                 initial = first_records(group, seed, keys)
                 records = initial.copy()
-                for part, tensor in places:
+                for part, tensor in sources:
                     found = self._read(file, tensor, first, len(keys))
                     elements_of(records, part)[:] = converted(found, ROW_TYPES[tensor.dtype], part.dtype)
                 changed = (records != initial).any(axis=1)
@@ -223,12 +228,12 @@ class ExportedFile:
                     yield keys[changed], records[changed]
 
     def _source(self, table: TableSpec, part: RecordPart) -> PlacedTensor | None:
-        """What a part is read from; None: nothing, it keeps its first value."""
+        """The tensor that a part is read from; None: the part keeps its first value."""
         found = self._tensors.get(part_name(table, part.name))
         return self._tensors[part_name(table, "weight")] if found is None and part.name == "master" else found
 
     def _read(self, file: IO[bytes], tensor: PlacedTensor, first: int, rows: int) -> Elements:
-        """`rows` rows of a tensor, from row `first` on."""
+        """Reads `rows` rows of a tensor, from row `first` on."""
         row_bytes = tensor.nbytes // tensor.shape[0]
         file.seek(tensor.start + first * row_bytes)
         content = file.read(rows * row_bytes)
@@ -249,7 +254,8 @@ class ExportedFile:
 
 
 def may_become(found: str, needed: str, name: str) -> bool:
-    """Whether a tensor of one dtype, in safetensors' words, may fill a part of another: weights are rounded or widened, nothing else is."""
+    """Whether a tensor of dtype `found` (safetensors' name) may fill a part of dtype `needed`: only weights are
+    converted."""
     return found == needed or (name.startswith("embedding_bags.") and found in ROW_TYPES)
 
 
@@ -258,7 +264,7 @@ def converted(elements: Elements, dtype: RowType, needed: RowType) -> Elements:
 
 
 def offer_dense(writer: CheckpointWriter, source: StartingPoint) -> str | None:
-    """Returns the checksum; None where there are no dense weights."""
+    """Returns the checksum, or None if there are no dense weights."""
     hasher = None
     for content in source.dense_content():
         hasher = hasher or xxhash.xxh3_64()

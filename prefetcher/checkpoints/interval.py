@@ -1,8 +1,8 @@
-"""`checkpoint.every = "10m"`: how many train steps ten minutes are, found once and kept with the checkpoints.
+"""Converts `checkpoint.every = "10m"` into a number of train steps, once, and keeps it with the checkpoints.
 
-    start of the run | pace is measured: no checkpoint | N steps | N steps | ...       a restart reads N and never measures again
+    start of the run | measure the pace: no checkpoint | N steps | N steps | ...       a restart reads N
 
-So a plan stays a function of job, data, step and this number; what the run computes does not depend on it at all.
+So a plan stays a function of job, data, step and this number. What the run computes does not depend on it at all.
 """
 
 import time
@@ -15,21 +15,21 @@ from rowcast.runtime.checkpoint_manifest import write_durably
 from rowcast.runtime.disk import Disk
 from rowcast.runtime.errors import RowcastError
 
-FILE = "interval.json"  # in the folder of the checkpoints
+FILE = "interval.json"  # in the checkpoints' folder
 LONGEST_MEASUREMENT_S = 15.0
-LEAST_STEPS = 10  # where that many do not take half of the interval
-SKIPPED_STEPS = 2  # compiling makes the first ones slow
+LEAST_STEPS = 10  # to measure, unless they take half of the interval
+SKIPPED_STEPS = 2  # the first ones are slow, as they compile
 
 
 class Interval(msgspec.Struct, frozen=True, kw_only=True):
-    """What the file holds."""
+    """The content of the file."""
 
     every: str  # checkpoint.every, as the job had it
     steps: int  # train steps
 
 
 def read_interval(root: Path, every: str) -> int | None:
-    """Train steps between checkpoints, where the run in this folder has fixed them for `every`."""
+    """Returns the train steps between checkpoints if this run has fixed them for `every`."""
     try:
         found = msgspec.json.decode((root / FILE).read_bytes(), type=Interval)
     except (OSError, msgspec.DecodeError):
@@ -38,7 +38,7 @@ def read_interval(root: Path, every: str) -> int | None:
 
 
 def keep_interval(disk: Disk, root: Path, every: str, steps: int) -> None:
-    """Raises RowcastError where the disk does not take it."""
+    """Raises RowcastError if the file cannot be written."""
     try:
         if not root.exists():
             disk.mkdir(root)
@@ -50,17 +50,21 @@ def keep_interval(disk: Disk, root: Path, every: str, steps: int) -> None:
 
 
 class PaceMeter:
-    """Asked after every step until it knows. `seconds`: the time between checkpoints; `start`: train steps before this incarnation."""
+    """Measures the pace after every step until it is known. `seconds`: between checkpoints; `start`: train steps before
+    this attempt."""
 
     def __init__(self, seconds: float, start: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._seconds, self._start, self._clock = seconds, start, clock
         self._began: tuple[float, int] | None = None  # seconds, steps done then
-        # one measurement was made and thrown away: caches fill and pages are touched while it lasts
+        # the first measurement was dropped, as caches fill and pages are touched during it
         self._is_warm = False
 
     def steps(self, done: int, planned: int) -> int | None:
-        """Train steps that take `seconds`; None: not known yet. `done`: steps done in this incarnation; `planned`: train steps of the run
-        that were planned. No multiple of the answer lies among those planned here, so that a restart plans them again as they were."""
+        """Returns the train steps that take `seconds`, or None while that is unknown.
+
+        `done`: steps done in this attempt; `planned`: train steps of the run that are planned. No multiple of the
+        result is among the steps planned here, so that a restart plans them the same way.
+        """
         if done < SKIPPED_STEPS:
             return None
         now = self._clock()

@@ -1,6 +1,6 @@
-"""The rows of several layers as one: a merge of sorted files, where the newest layer that has a row wins.
+"""Merges the rows of several layers as sorted files; the newest layer that has a row wins.
 
-base     k1 . k3 k4 . . k7          a cursor a layer, each with one file in memory; a piece of the merge ends at the
+base     k1 . k3 k4 . . k7          a cursor per layer, each with one file in memory; a block of the merge ends at the
 delta    .  k2 k3 .  .  k6 .        smallest key that every cursor has reached
 merged   k1 k2 k3 k4 .  k6 k7
 """
@@ -14,7 +14,7 @@ from rowcast.job.tables import GroupSpec
 from rowcast.prefetcher.checkpoints.row_files import Rows, read_rows
 from rowcast.runtime.checkpoint_manifest import RowFile, RowLayer
 
-MERGE_BYTES = 4 * 2**20  # of each layer, in a piece
+MERGE_BYTES = 4 * 2**20  # of each layer, per block
 MAX_LAYERS = 16
 
 
@@ -25,7 +25,7 @@ class LayerCursor:
         self._root = root
         self._group = group
         self._files = iter(files)
-        self._piece_rows = max(1, MERGE_BYTES // group.record_bytes)
+        self._block_rows = max(1, MERGE_BYTES // group.record_bytes)
         self._rows: Rows | None = None
         self._at = 0
         self._load()
@@ -36,13 +36,13 @@ class LayerCursor:
 
     @property
     def reached(self) -> int:
-        """The last key of the next piece that this layer can give."""
+        """The last key of the next block that this layer can give."""
         assert self._rows is not None, "a cursor that has ended reaches nothing"
         keys = self._rows[0]
-        return int(keys[min(self._at + self._piece_rows, len(keys)) - 1])
+        return int(keys[min(self._at + self._block_rows, len(keys)) - 1])
 
     def take(self, last_key: int) -> Rows:
-        """The rows up to `last_key`, which is at most `reached`."""
+        """Returns the rows up to `last_key`, which is at most `reached`."""
         assert self._rows is not None, "a cursor that has ended gives nothing"
         keys, records = self._rows
         end = int(np.searchsorted(keys, last_key, side="right"))
@@ -58,23 +58,23 @@ class LayerCursor:
 
 
 def merged(root: Path, group: GroupSpec, layers: tuple[RowLayer, ...]) -> Iterator[Rows]:
-    """The rows of a group by ascending key, in pieces; `layers` are oldest first. Raises DataError."""
+    """Yields a group's rows by ascending key, in blocks; `layers` are oldest first. Raises DataError."""
     cursors = [LayerCursor(root, group, layer.of_group(group.name)) for layer in reversed(layers)]
     while cursors := [cursor for cursor in cursors if not cursor.ended]:
         last_key = min(cursor.reached for cursor in cursors)
-        pieces = [cursor.take(last_key) for cursor in cursors]  # newest first
-        pieces = [(keys, records) for keys, records in pieces if len(keys)]
-        yield pieces[0] if len(pieces) == 1 else newest_of(pieces)
+        parts = [cursor.take(last_key) for cursor in cursors]  # newest first
+        parts = [(keys, records) for keys, records in parts if len(keys)]
+        yield parts[0] if len(parts) == 1 else newest_of(parts)
 
 
-def newest_of(pieces: list[Rows]) -> Rows:
-    """Each row once, from the first piece that has it."""
-    keys, first = np.unique(np.concatenate([keys for keys, _ in pieces]), return_index=True)
-    return keys, np.concatenate([records for _, records in pieces])[first]
+def newest_of(parts: list[Rows]) -> Rows:
+    """Keeps each row once, from the first part that has it."""
+    keys, first = np.unique(np.concatenate([keys for keys, _ in parts]), return_index=True)
+    return keys, np.concatenate([records for _, records in parts])[first]
 
 
 def layers_of(older: tuple[RowLayer, ...], written: list[RowFile]) -> tuple[RowLayer, ...]:
-    """`older` layers and one of the files just written; layers without rows are left out, but for a base."""
+    """Returns the `older` layers and one of the files just written. Layers without rows are omitted, except a base."""
     files = [files for files in (*(layer.files for layer in older), tuple(written)) if files] or [()]
     return tuple(
         RowLayer(kind="delta" if index else "base", num_rows=sum(file.num_rows for file in own), files=own)
@@ -83,5 +83,5 @@ def layers_of(older: tuple[RowLayer, ...], written: list[RowFile]) -> tuple[RowL
 
 
 def must_merge(layers: tuple[RowLayer, ...]) -> bool:
-    """Whether reading so many layers costs more than writing them as one."""
+    """Whether reading the layers costs more than writing them as one."""
     return len(layers) > MAX_LAYERS or sum(layer.num_rows for layer in layers[1:]) > layers[0].num_rows

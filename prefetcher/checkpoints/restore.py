@@ -1,4 +1,4 @@
-"""Rows and dense side of a checkpoint, back to where they were. Nothing unchecked is handed on: checksums are compared while reading."""
+"""Restores the rows and the model state of a checkpoint; checksums are compared while reading."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -15,7 +15,7 @@ from rowcast.runtime.crash_points import crash_point
 
 
 class Restorable(Protocol):
-    """What is needed of a store here."""
+    """The part of a store that restoring needs."""
 
     def write(self, keys: Keys, rows: Records) -> Ticket: ...
 
@@ -27,7 +27,7 @@ class Restorable(Protocol):
 
 
 def restore_rows(root: Path, manifest: Manifest, groups: Sequence[GroupSpec], stores: Sequence[Restorable]) -> None:
-    """Fills empty stores, oldest layer first, with memory for one file. Raises DataError, which names the damaged file."""
+    """Fills empty stores, oldest layer first, with one file in memory. Raises DataError with the damaged file."""
     for layer in manifest.layers:
         for group, store in zip(groups, stores, strict=True):
             for file in layer.of_group(group.name):
@@ -39,13 +39,13 @@ def restore_rows(root: Path, manifest: Manifest, groups: Sequence[GroupSpec], st
 
 
 def restore_changed(root: Path, manifest: Manifest, groups: Sequence[GroupSpec], stores: Sequence[Restorable]) -> None:
-    """Takes stores that went on from this checkpoint back to it: only rows that changed since are written. Raises DataError."""
+    """Rolls stores back to the checkpoint that they continued from; writes only changed rows. Raises DataError."""
     for group, store in zip(groups, stores, strict=True):
         keys = np.sort(np.concatenate([store.changed_keys(table.index) for table in group.tables]))
         for layer in reversed(manifest.layers):
             keys = restore_chosen(root, layer, group, store, keys)
         if len(keys):
-            store.forget(keys)  # no layer has them: they had their first value
+            store.forget(keys)  # in no layer: they had their first value
         store.settle()
         crash_point("changed rows restored")
 
@@ -57,18 +57,18 @@ def restore_chosen(root: Path, layer: RowLayer, group: GroupSpec, store: Restora
         if first == end:
             continue
         held, records = read_rows(root, group, file)
-        places = np.searchsorted(held, keys[first:end])  # below len(held): no key is beyond its last one
-        here = held[places] == keys[first:end]
+        positions = np.searchsorted(held, keys[first:end])  # below len(held): no key is beyond its last one
+        here = held[positions] == keys[first:end]
         if here.any():
-            finish(store.write(keys[first:end][here], records[places[here]]))
+            finish(store.write(keys[first:end][here], records[positions[here]]))
             keys = np.concatenate([keys[:first], keys[first:end][~here], keys[end:]])
     return keys
 
 
 def dense_content(root: Path, manifest: Manifest) -> Iterator[bytes]:
-    """The dense safetensors file in pieces, after all of it was checked; nothing where there is none. Raises DataError."""
+    """Yields the dense safetensors file in blocks after checking all of it, if there is one. Raises DataError."""
     if manifest.dense is None:
         return
     with checked_file(root, manifest.dense).open("rb") as file:
-        while piece := file.read(BLOCK_BYTES):
-            yield piece
+        while block := file.read(BLOCK_BYTES):
+            yield block

@@ -1,6 +1,6 @@
-"""Row files: rows of one group by ascending key, about 64 MiB each, written in small steps and read whole.
+"""Writes and reads row files: the rows of one group by ascending key, about 64 MiB each.
 
-Everything that writes is a generator which yields after each file operation, so that a stage can do one at a time.
+Every function that writes is a generator that yields after each file operation, so that a stage can do one at a time.
 """
 
 import os
@@ -25,11 +25,11 @@ from rowcast.runtime.errors import DataError
 ROW_FILE_BYTES = 64 * 2**20
 
 Rows = tuple[Keys, Records]
-Steps = Generator[bool, None, None]  # True for each operation done; False where there is nothing to do yet
+Steps = Generator[bool, None, None]  # True for each operation done; False if there is nothing to do yet
 
 
 class HashedFile:
-    """A file whose size and checksum are known when it is written, without reading it back."""
+    """A file whose size and checksum are known once it is written, without reading it back."""
 
     def __init__(self, disk: Disk, path: Path) -> None:
         self.nbytes = 0
@@ -59,7 +59,7 @@ def blocks_of(array: npt.NDArray[np.generic]) -> Iterator[memoryview]:
 
 
 class RowFiles:
-    """Gathers the rows of one layer and writes them, a file at a time, to a checkpoint's folder."""
+    """Gathers one layer's rows and writes them to a checkpoint's folder, a file at a time."""
 
     def __init__(self, disk: Disk, folder: Path) -> None:
         self.files: list[RowFile] = []
@@ -71,7 +71,7 @@ class RowFiles:
         self._numbers = count()
 
     def add(self, group: GroupSpec, keys: Keys, records: Records) -> Steps:
-        """Groups come in order, a group's keys ascending. The arrays are used until their file is written."""
+        """Groups must come in order, a group's keys ascending. The arrays are used until their file is written."""
         assert records.shape == (len(keys), group.record_bytes), (
             f"records {records.shape} for {len(keys)} rows of {group.record_bytes}"
         )
@@ -85,10 +85,9 @@ class RowFiles:
             self._gathered_bytes += keys.nbytes + records.nbytes
 
     def flush(self) -> Steps:
-        """Writes what was gathered."""
         if not self._gathered:
             return
-        assert self._group is not None, "rows belong to a group"
+        assert self._group is not None, "rows must belong to a group"
         rows, self._gathered, self._gathered_bytes = self._gathered, [], 0
         path = new_path(self._folder, self._group.name, self._numbers)
         num_rows = sum(len(keys) for keys, _ in rows)
@@ -118,17 +117,17 @@ class RowFiles:
         assert (keys[1:] > keys[:-1]).all(), "keys of a block must be ascending"
 
     def _last_written(self) -> int | None:
-        assert self._group is not None, "rows belong to a group"
+        assert self._group is not None, "rows must belong to a group"
         return self.files[-1].last_key if self.files and self.files[-1].group == self._group.name else None
 
 
 def new_path(folder: Path, name: str, numbers: Iterator[int]) -> Path:
-    """Of a row file of group `name`, or of a dense file. Never one that is there: a manifest may name it."""
+    """Returns an unused path for a row file of group `name` or a dense file: a manifest may name an existing one."""
     return next(path for number in numbers if not (path := folder / f"{name}-{number:05d}.safetensors").exists())
 
 
 def row_file_header(num_rows: int, record_bytes: int) -> bytes:
-    """The only one that a file of so many rows can have."""
+    """Returns the only header that a file with this number of rows can have."""
     header, _ = make_header(
         {
             "keys": TensorSpec(dtype="I64", shape=(num_rows,), nbytes=8 * num_rows),
@@ -147,7 +146,7 @@ def row_file_content(rows: list[Rows], num_rows: int, record_bytes: int) -> Iter
 
 
 def read_rows(root: Path, group: GroupSpec, file: RowFile) -> Rows:
-    """The rows of a file, after its checksum was compared and every key was found to name a row of the group. Raises DataError."""
+    """Reads a file after comparing its checksum and checking that every key is a row of the group. Raises DataError."""
     path = root / file.file
     content = read_checked(path, file)
     header = row_file_header(file.num_rows, group.record_bytes)
@@ -162,7 +161,7 @@ def read_rows(root: Path, group: GroupSpec, file: RowFile) -> Rows:
 
 
 def read_checked(path: Path, file: RowFile) -> Bytes:
-    """The bytes of a file, u8 [nbytes]."""
+    """Returns the bytes of a file, u8 [nbytes]."""
     try:
         with path.open("rb") as opened:
             size = os.fstat(opened.fileno()).st_size
@@ -184,4 +183,4 @@ def check_keys(path: Path, group: GroupSpec, file: RowFile, keys: Keys) -> None:
     for table in np.unique(tables).tolist():
         last = int(keys[np.searchsorted(tables, table, side="right") - 1]) & ROW_MASK
         if last >= sizes.get(table, 0):
-            raise DataError(f"{path}: row {last} of table {table} is none of group {group.name}")
+            raise DataError(f"{path}: row {last} of table {table} is not in group {group.name}")

@@ -1,7 +1,7 @@
-"""What a checkpoint takes at a barrier: copies, so that training goes on while they become durable.
+"""Copies rows and model state at a barrier, so that training continues while the copies become durable.
 
-fetcher's thread       begin -> copy_rows: those that changed ------> writer (a stage of its own) -> files, manifest
-write-back's thread             take_dense: the trainer's pieces ->
+fetcher's thread       begin -> copy_rows: changed rows ------------> writer (a stage of its own) -> files, manifest
+write-back's thread             take_dense: the model state's pieces ->
 """
 
 from collections.abc import Iterator
@@ -20,8 +20,8 @@ Block = tuple[int, Keys, Records]  # group
 
 
 class BarrierCheckpointer:
-    """Implements `barrier.Checkpointer`. The writer's queue bounds what is copied and not yet written; a barrier
-    waits for it."""
+    """Implements `barrier.Checkpointer`. The writer's queue bounds what is copied but not written; a barrier waits
+    for it."""
 
     def __init__(
         self, groups: tuple[GroupSpec, ...], stores: tuple[TrackedStore, ...], writer: CheckpointWriter
@@ -30,7 +30,7 @@ class BarrierCheckpointer:
         self._stores = stores
         self._writer = writer
         self._blocks: Iterator[Block] = iter(())
-        self._waiting: Block | None = None  # copied, and there was no room for it
+        self._waiting: Block | None = None  # copied, but the writer had no room for it
 
     @property
     def busy(self) -> bool:
@@ -41,7 +41,7 @@ class BarrierCheckpointer:
         if newest is not None and newest.position == barrier.position:
             return False
         if newest is None and not barrier.position.step and not barrier.plan.finished:
-            return False  # stopped before anything was trained: nothing is worth the place of an earlier run
+            return False  # stopped before any training: this must not replace an earlier run
         self._writer.begin(barrier.position, finished=barrier.plan.finished, reason=barrier.plan.reason)
         self._blocks = self._changed()
         return True
@@ -82,7 +82,7 @@ class NoCheckpoints:
         return False
 
     def copy_rows(self) -> bool:
-        raise AssertionError("no barrier has begun a checkpoint")
+        raise AssertionError("no barrier has started a checkpoint")
 
     def take_dense(self, message: Saved, content: bytes) -> bool:
-        raise AssertionError("no barrier has begun a checkpoint")
+        raise AssertionError("no barrier has started a checkpoint")

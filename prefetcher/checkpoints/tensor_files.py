@@ -1,8 +1,8 @@
-"""safetensors files that are larger than memory: the header by itself, then content in any pieces.
+"""Reads and writes safetensors files that are larger than memory: the header first, then content in blocks.
 
-    8 bytes: length of the JSON | JSON: name -> dtype, shape, data_offsets, padded to 8 bytes | content, tensor after tensor
+    8 bytes: length of the JSON | JSON: name -> dtype, shape, data_offsets, padded to 8 bytes | content of each tensor
 
-`safetensors` itself checks what is read; it writes a whole file from memory only, which is why headers are made here.
+`safetensors` checks what is read, but it can only write a file from memory, so headers are made here.
 """
 
 import json
@@ -20,9 +20,9 @@ BLOCK_BYTES = 4 * 2**20
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TensorSpec:
-    """A tensor of any dtype that safetensors knows: numpy has no bfloat16, so content stays uninterpreted."""
+    """A tensor of any dtype in safetensors. Its content stays uninterpreted, as numpy has no bfloat16."""
 
-    dtype: str  # in safetensors' words, such as "F32"
+    dtype: str  # safetensors' name, such as "F32"
     shape: tuple[int, ...]
     nbytes: int
 
@@ -33,7 +33,7 @@ class PlacedTensor(TensorSpec):
 
 
 def make_header(tensors: Mapping[str, TensorSpec]) -> tuple[bytes, dict[str, int]]:
-    """The header, and where each tensor begins in the file."""
+    """Returns the header, and where each tensor starts in the file."""
     content, offsets, end = {}, {}, 0
     for name, tensor in tensors.items():
         content[name] = {"dtype": tensor.dtype, "shape": list(tensor.shape), "data_offsets": [end, end + tensor.nbytes]}
@@ -46,7 +46,7 @@ def make_header(tensors: Mapping[str, TensorSpec]) -> tuple[bytes, dict[str, int
 
 
 def read_header(path: Path) -> dict[str, PlacedTensor]:
-    """The tensors of a file, in the file's order. Raises DataError where it is no safetensors file, OSError where it cannot be read."""
+    """Returns the tensors in the file's order. Raises DataError if it is not a safetensors file, and OSError."""
     with path.open("rb") as file:
         try:
             with safe_open(path, framework="np"):
@@ -69,7 +69,7 @@ def read_header(path: Path) -> dict[str, PlacedTensor]:
 
 
 def read_blocks(file: IO[bytes], tensor: PlacedTensor) -> Iterator[bytes]:
-    """The content of a tensor, in order. Raises DataError where the file ends early."""
+    """Yields a tensor's content in order. Raises DataError if the file ends early."""
     file.seek(tensor.start)
     rest = tensor.nbytes
     while rest:

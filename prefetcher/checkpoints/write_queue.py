@@ -1,4 +1,4 @@
-"""What the thread that has the rows hands to the one that writes them, in order and bounded.
+"""A bounded queue from the thread that copies a checkpoint's rows to the thread that writes them.
 
 Each counter is written by one thread only, and a deque needs no lock: neither thread ever waits for the other.
 """
@@ -33,9 +33,9 @@ class QueuedDensePiece:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Complete:
-    """Nothing follows."""
+    """The last item."""
 
-    dense_checksum: str | None  # xxh3_64 of all dense pieces; None where nobody knows it
+    dense_checksum: str | None  # xxh3_64 of all dense pieces; None if it is unknown
 
     @property
     def nbytes(self) -> int:
@@ -45,14 +45,14 @@ class Complete:
 Item = RowBlock | QueuedDensePiece | Complete
 
 
-class Handover:
+class WriteQueue:
     def __init__(self) -> None:
         self._items: deque[Item] = deque()
         self._put_bytes = 0
         self._taken_bytes = 0
 
     def put(self, item: Item) -> bool:
-        """False where QUEUE_BYTES wait; something larger than that goes in alone."""
+        """Returns False while QUEUE_BYTES are waiting. A larger item is accepted when nothing waits."""
         waiting = self._put_bytes - self._taken_bytes
         if waiting and item.nbytes and waiting + item.nbytes > QUEUE_BYTES:
             return False

@@ -1,9 +1,9 @@
-"""Makes a checkpoint durable while training goes on.
+"""Makes a checkpoint durable while training continues.
 
 fetcher's thread    begin  offer  offer_dense  offer ... offer  finish
                              v  at most QUEUE_BYTES wait
-checkpoint thread   folder | row files, dense file | merge, where deltas grew too many | manifest | old checkpoints go
-                                                                                                  ^ from here on it exists
+checkpoint thread   folder | row files, dense file | merge, if deltas grew too many | manifest | drop old checkpoints
+                                                                                              ^ it exists from here
 """
 
 import time
@@ -20,7 +20,7 @@ from rowcast.job.tables import GroupSpec
 from rowcast.prefetcher.checkpoints.folder import IMPORT, Checkpoints
 from rowcast.prefetcher.checkpoints.merge_layers import layers_of, merged, must_merge
 from rowcast.prefetcher.checkpoints.row_files import HashedFile, RowFiles, Steps, new_path
-from rowcast.prefetcher.checkpoints.write_queue import Complete, Handover, QueuedDensePiece, RowBlock
+from rowcast.prefetcher.checkpoints.write_queue import Complete, QueuedDensePiece, RowBlock, WriteQueue
 from rowcast.prefetcher.stores.store import Keys, Records
 from rowcast.runtime.checkpoint_manifest import (
     MANIFEST_NAME,
@@ -39,7 +39,7 @@ from rowcast.runtime.position import Position
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Begun:
+class CheckpointStart:
     position: Position
     finished: bool
     reason: str
@@ -47,11 +47,11 @@ class Begun:
 
 
 class Abandoned(Exception):
-    """The checkpoint in progress is not wanted any more."""
+    """The checkpoint in progress was given up."""
 
 
 class CheckpointWriter:
-    """A stage. One thread calls `begin`, `offer`, `offer_dense`, `finish` and `abandon`, the stage's own calls `advance`."""
+    """A stage: one thread calls `begin`, `offer`, `offer_dense`, `finish` and `abandon`, the stage's own `advance`."""
 
     def __init__(
         self,
@@ -64,12 +64,13 @@ class CheckpointWriter:
         keep: int,
         on_durable: Callable[[float, int], None] = lambda seconds, nbytes: None,
     ) -> None:
-        """`newest`: the checkpoint that the run goes on from, to whose layers the next one adds. `keep`: checkpoints that stay.
-        `on_durable` is told each checkpoint's seconds from `begin` until it was durable, and the bytes written for it."""
+        """`newest`: the checkpoint that the run continues from, to whose layers the next one adds. `keep`: how many
+        checkpoints to keep. `on_durable` gets each checkpoint's seconds from `begin` until it was durable, and the
+        bytes written for it."""
         assert keep >= 1, f"keep = {keep}: the newest checkpoint always stays"
         self.newest = newest
-        self.work = 0  # grows while there is progress
-        self.num_files = 0  # of the last checkpoint: those written for it, a merge's included
+        self.work = 0  # increases with progress
+        self.num_files = 0  # written for the last checkpoint, including a merge's
         self.bytes_written = 0  # of the last checkpoint, to those files
         self.seconds = 0.0  # of the last checkpoint, from `begin` until it was durable
         self._job = job
@@ -80,41 +81,43 @@ class CheckpointWriter:
         self._disk = checkpoints.disk
         self._keep = keep
         self._on_durable = on_durable
-        self._handover = Handover()
+        self._queue = WriteQueue()
         self._work: Steps | None = None
         self._cleared = self._complete = self._abandoned = False
 
     @property
     def busy(self) -> bool:
-        """Whether a checkpoint is being made, clearing up behind it included."""
+        """Whether a checkpoint is being made, or old ones removed after it."""
         return self._work is not None
 
     def begin(self, position: Position, finished: bool, reason: str) -> None:
         assert not self.busy, f"a checkpoint at step {position.step} begins while another is being written"
         self._complete = self._abandoned = False
-        self._handover = Handover()
-        self._work = self._make(Begun(position=position, finished=finished, reason=reason, began_s=time.perf_counter()))
+        self._queue = WriteQueue()
+        self._work = self._make(
+            CheckpointStart(position=position, finished=finished, reason=reason, began_s=time.perf_counter())
+        )
 
     def offer(self, group_index: int, keys: Keys, records: Records) -> bool:
-        """Rows changed since the newest checkpoint: groups in order, keys ascending within a group. The arrays are the writer's from now
-        on. False where QUEUE_BYTES wait to be written: try again."""
+        """Takes rows changed since the newest checkpoint: groups in order, keys ascending within a group. The writer
+        owns the arrays from now on. Returns False while QUEUE_BYTES wait to be written: try again."""
         return self._put(RowBlock(group_index=group_index, keys=keys, records=records))
 
     def offer_dense(self, content: bytes) -> bool:
-        """The next piece of the dense safetensors file. False as `offer`."""
+        """Takes the next piece of the dense safetensors file. Returns False as `offer`."""
         return self._put(QueuedDensePiece(content=content))
 
     def finish(self, dense_checksum: str | None) -> None:
-        """All was handed over. The dense file must have this xxh3_64 (16 hex digits); None where no dense piece was offered."""
+        """Ends the checkpoint. The dense file must have this xxh3_64 (16 hex digits); None: it has no dense file."""
         self._put(Complete(dense_checksum=dense_checksum))
         self._complete = True
 
     def abandon(self) -> None:
-        """Gives up the checkpoint in progress; one that was handed over as a whole is completed. Either way, wait until not `busy`."""
+        """Gives up the checkpoint in progress unless `finish` was called. Either way, wait until not `busy`."""
         self._abandoned = self.busy and not self._complete
 
     def advance(self) -> bool:
-        """Writes a bit. Raises RowcastError where the disk does not take it: then the run must end."""
+        """Writes a little. Raises RowcastError if the disk fails; the run must end then."""
         if self._work is None:
             return False
         try:
@@ -126,38 +129,39 @@ class CheckpointWriter:
             return True
 
     def _put(self, item: RowBlock | QueuedDensePiece | Complete) -> bool:
-        assert self.busy, "rows are offered after begin"
-        assert not self._complete, "nothing is offered after finish"
-        return self._handover.put(item)
+        assert self.busy, "rows must be offered after begin"
+        assert not self._complete, "nothing may be offered after finish"
+        return self._queue.put(item)
 
-    def _make(self, begun: Begun) -> Steps:
-        folder = self._checkpoints.root / folder_name(begun.position)
+    def _make(self, start: CheckpointStart) -> Steps:
+        folder = self._checkpoints.root / folder_name(start.position)
         try:
             yield from self._clear_once()
-            manifest = yield from self._write(begun, folder)
-            if begun.reason != IMPORT:
+            manifest = yield from self._write(start, folder)
+            if start.reason != IMPORT:
                 yield from self._checkpoints.take_over()
         except OSError as error:
             raise RowcastError(
                 f"{folder}: the checkpoint could not be written ({error.strerror}); free space and run again"
             ) from None
-        self.newest, self.seconds = manifest, time.perf_counter() - begun.began_s
+        self.newest, self.seconds = manifest, time.perf_counter() - start.began_s
         self._on_durable(self.seconds, self.bytes_written)
         try:
             crash_point("manifest durable")
             yield from self._checkpoints.keep(self._keep, manifest)
         except OSError as error:
             raise RowcastError(
-                f"{folder.parent}: an old checkpoint could not be removed ({error.strerror}); see to it and run again"
+                f"{folder.parent}: an old checkpoint could not be removed ({error.strerror}); "
+                "repair this by hand and run again"
             ) from None
 
     def _clear_once(self) -> Steps:
-        """Before the first checkpoint: what a crash left takes room."""
+        # before the first checkpoint, as what a crash has left takes room
         if not self._cleared:
             yield from self._checkpoints.collect_garbage()
             self._cleared = True
 
-    def _write(self, begun: Begun, folder: Path) -> Generator[bool, None, Manifest]:
+    def _write(self, start: CheckpointStart, folder: Path) -> Generator[bool, None, Manifest]:
         yield from self._make_folder(folder)
         rows = RowFiles(self._disk, folder)
         dense = yield from self._receive(rows, folder)
@@ -167,9 +171,9 @@ class CheckpointWriter:
             Manifest(
                 version=MANIFEST_VERSION,
                 run_id=self._run_id,
-                position=begun.position,
-                finished=begun.finished,
-                reason=begun.reason,
+                position=start.position,
+                finished=start.finished,
+                reason=start.reason,
                 world_size=1,
                 job=msgspec.to_builtins(self._job),
                 training_digest=self._training_digest,
@@ -184,24 +188,24 @@ class CheckpointWriter:
         return manifest
 
     def _make_folder(self, folder: Path) -> Steps:
-        """It may be there: of the newest checkpoint at the same step, or left over."""
+        """The folder may exist: from the newest checkpoint at the same step, or left by a crash."""
         for path in (folder.parent, folder):
             if not path.exists():
                 self._disk.mkdir(path)
                 yield True
 
     def _sync_folders(self, folder: Path) -> Steps:
-        """Everything that the manifest will name can be found after a loss of power."""
+        """Makes everything that the manifest will name survive a loss of power."""
         for path in (folder, folder.parent, folder.parent.parent):
             self._disk.sync_folder(path)
             yield True
 
     def _receive(self, rows: RowFiles, folder: Path) -> Generator[bool, None, DenseFile | None]:
-        """Writes what comes until all was handed over; rows and dense pieces may come in any order among each other."""
+        """Writes rows and dense pieces, in whatever order they arrive, until the checkpoint is complete."""
         path = new_path(folder, "dense", count())
         with ExitStack() as stack:
             dense: HashedFile | None = None
-            while not isinstance(item := self._handover.take(), Complete):
+            while not isinstance(item := self._queue.take(), Complete):
                 if self._abandoned:
                     raise Abandoned
                 if item is None:
@@ -222,12 +226,13 @@ class CheckpointWriter:
             yield True
         if dense.checksum != item.dense_checksum:
             raise RowcastError(
-                f"{path}: the dense side came with checksum {dense.checksum}, but the trainer sent {item.dense_checksum}"
+                f"{path}: the model state arrived with checksum {dense.checksum}, "
+                f"but the trainer sent {item.dense_checksum}"
             )
         return DenseFile(file=f"{folder.name}/{path.name}", nbytes=dense.nbytes, checksum=dense.checksum)
 
     def _layers(self, written: list[RowFile], folder: Path) -> Generator[bool, None, tuple[RowLayer, ...]]:
-        """The layers of the new checkpoint; one where the deltas had to be merged."""
+        """Returns the layers of the new checkpoint: a single one if the deltas had to be merged."""
         layers = layers_of(self.newest.layers if self.newest else (), written)
         if not must_merge(layers):
             return layers
@@ -256,7 +261,7 @@ class CheckpointWriter:
             yield True
             self._disk.sync_folder(folder)
         except OSError:
-            if not replaced:  # not known to be on the disk, so it must not be taken for a checkpoint
+            if not replaced:  # it may not be on the disk, so it must not pass for a checkpoint
                 with suppress(OSError):
                     self._disk.unlink(path)
             raise

@@ -1,1 +1,1 @@
-"""From data files to batches in training order, decoded by processes of their own."""
+"""Turns data files into batches in training order, in processes of their own."""

@@ -1,8 +1,8 @@
-"""Python objects with large arrays over a pipe between a process and its own child: the arrays travel beside the pickle, uncopied.
+"""Sends Python objects with large arrays through a pipe to or from a child process, without copying the arrays.
 
     pickle and the arrays' sizes | array 0 | array 1 | ...
 
-The arrays' bytes are read and written without `multiprocessing.connection`, which copies them three times on their way in.
+`multiprocessing.connection` would copy the arrays' bytes three times on arrival, so they are read and written directly.
 Pickle is safe here and only here: both ends are this program.
 """
 
@@ -15,7 +15,7 @@ import numpy as np
 
 
 def send(connection: Connection, content: object) -> None:
-    """Waits until the pipe has taken everything. Raises BrokenPipeError where the other end is closed."""
+    """Waits until the pipe has taken everything. Raises BrokenPipeError if the other end is closed."""
     buffers: list[pickle.PickleBuffer] = []
     head = pickle.dumps(content, protocol=5, buffer_callback=buffers.append)
     raws = [buffer.raw() for buffer in buffers]
@@ -25,7 +25,7 @@ def send(connection: Connection, content: object) -> None:
 
 
 def receive(connection: Connection) -> Any:
-    """Waits for what `send` sent; its arrays own their memory and are writable. Raises EOFError where the other end is closed."""
+    """Waits for an object. Its arrays own their memory and are writable. Raises EOFError if the other end is closed."""
     head, sizes = connection.recv()
     buffers = [np.empty(nbytes, np.uint8) for nbytes in sizes]
     for buffer in buffers:
@@ -42,5 +42,5 @@ def read(pipe: int, content: memoryview) -> None:
     while content.nbytes:
         num_read = os.readv(pipe, [content])
         if not num_read:
-            raise EOFError(f"the pipe has ended {content.nbytes} bytes before an array")
+            raise EOFError(f"the pipe ended {content.nbytes} bytes before the end of an array")
         content = content[num_read:]

@@ -1,4 +1,4 @@
-"""Columns of an Arrow table, with the roles that the job gives them -> checked arrays, as batches have them."""
+"""Decodes the columns of an Arrow table into the checked arrays of a batch, by the roles that the job gives them."""
 
 from dataclasses import replace
 from typing import Any
@@ -11,46 +11,44 @@ from rowcast.prefetcher.readers.batch_parts import DenseBatch, IdsBatch
 from rowcast.prefetcher.readers.column_roles import Roles
 from rowcast.prefetcher.readers.columns import Column, Floats, Ids, join_columns
 from rowcast.prefetcher.readers.hashed_ids import hashed_rows
-from rowcast.prefetcher.readers.id_check import MISSING, Feature, IdCheck, Place, check_dense, check_labels
+from rowcast.prefetcher.readers.id_check import MISSING, Feature, IdCheck, Location, check_dense, check_labels
 from rowcast.runtime.errors import DataError
 
 
 class RowDecoder:
-    """Rows as Arrow has them -> checked arrays."""
-
     def __init__(self, roles: Roles, ids: IdCheck) -> None:
         self._roles, self._ids = roles, ids
 
-    def dense(self, table: Any, place: Place) -> DenseBatch:
+    def dense(self, table: Any, location: Location) -> DenseBatch:
         roles = self._roles
-        with np.errstate(over="ignore"):  # beyond fp32 becomes infinite, which the checks refuse
+        with np.errstate(over="ignore"):  # values beyond fp32 become infinite, which the checks refuse
             labels, *dense = (floats(table[name]) for name in (roles.label, *roles.dense))
         stacked = np.stack(dense, axis=1) if dense else np.zeros((table.num_rows, 0), np.float32)
         return DenseBatch(
-            dense=check_dense(stacked, roles.dense, place), labels=check_labels(labels, roles.label, place)
+            dense=check_dense(stacked, roles.dense, location), labels=check_labels(labels, roles.label, location)
         )
 
-    def ids(self, table: Any, place: Place) -> IdsBatch:
-        columns = [feature_column(table, feature, place) for feature in self._roles.features]
+    def ids(self, table: Any, location: Location) -> IdsBatch:
+        columns = [feature_column(table, feature, location) for feature in self._roles.features]
         joined = join_columns(
             columns, table.num_rows, weighted=any(feature.weights_column for feature in self._roles.features)
         )
         bounds = np.cumsum([0, *(len(column.ids) for column in columns)])
         return replace(
-            joined, ids=self._ids.check(joined.ids, bounds, lambda f: lookup_place(columns[f].lengths, place))
+            joined, ids=self._ids.check(joined.ids, bounds, lambda f: lookup_location(columns[f].lengths, location))
         )
 
 
-def feature_column(table: Any, feature: Feature, place: Place) -> Column:
+def feature_column(table: Any, feature: Feature, location: Location) -> Column:
     values = table[feature.name]
     lengths = bag_lengths(values)
     single = values if lengths is None else values.flatten()
-    ids = hashed_rows(single, feature.num_embeddings) if feature.hashed else integers(single, feature, place)
-    return Column(ids=ids, lengths=lengths, weights=feature_weights(table, feature, lengths, place))
+    ids = hashed_rows(single, feature.num_embeddings) if feature.hashed else integers(single, feature, location)
+    return Column(ids=ids, lengths=lengths, weights=feature_weights(table, feature, lengths, location))
 
 
-def feature_weights(table: Any, feature: Feature, lengths: Ids | None, place: Place) -> Floats | None:
-    """One weight an id, or None for a feature without weights. Raises DataError where their numbers differ."""
+def feature_weights(table: Any, feature: Feature, lengths: Ids | None, location: Location) -> Floats | None:
+    """One weight per id, or None for a feature without weights. Raises DataError if their numbers differ."""
     if feature.weights_column is None:
         return None
     values = table[feature.weights_column]
@@ -59,11 +57,12 @@ def feature_weights(table: Any, feature: Feature, lengths: Ids | None, place: Pl
     if differs.any():
         row = int(np.argmax(differs))
         raise DataError(
-            f"{place(row)}, column {feature.weights_column}: {num_weights[row]} weights for {num_ids[row]} ids of feature {feature.name}"
+            f"{location(row)}, column {feature.weights_column}: {num_weights[row]} weights for {num_ids[row]} ids "
+            f"of feature {feature.name}"
         )
     with np.errstate(over="ignore"):  # as dense values
         weights = floats(values.flatten() if is_list(values.type) else values)
-    check_dense(weights[:, None], [feature.weights_column], lookup_place(lengths, place))
+    check_dense(weights[:, None], [feature.weights_column], lookup_location(lengths, location))
     return weights
 
 
@@ -71,31 +70,35 @@ def counts_of(lengths: Ids | None, num_samples: int) -> Ids:
     return np.ones(num_samples, np.int64) if lengths is None else lengths
 
 
-def lookup_place(lengths: Ids | None, place: Place) -> Place:
-    """Names the row in which the i-th id of a column stands."""
-    return place if lengths is None else lambda i: place(int(np.searchsorted(np.cumsum(lengths), i, side="right")))
+def lookup_location(lengths: Ids | None, location: Location) -> Location:
+    """Returns the location of the row that holds the i-th id of a column."""
+    return (
+        location if lengths is None else lambda i: location(int(np.searchsorted(np.cumsum(lengths), i, side="right")))
+    )
 
 
 def bag_lengths(values: Any) -> Ids | None:
-    """Ids in each row of a column of lists; None for a column of numbers."""
+    """The number of ids in each row of a column of lists; None for a column of numbers."""
     if not is_list(values.type):
         return None
     lengths: Ids = pc.list_value_length(values).fill_null(0).to_numpy(zero_copy_only=False).astype(np.int64)
     return lengths
 
 
-def integers(values: Any, feature: Feature, place: Place) -> Ids:
-    """Null = MISSING."""
+def integers(values: Any, feature: Feature, location: Location) -> Ids:
+    """Null becomes MISSING."""
     try:
         wide = values if pa.types.is_int64(values.type) else values.cast(pa.int64())
     except pa.ArrowInvalid as error:
-        raise DataError(f"{place(0)} and following, column {feature.name}: an id is beyond 2**63 ({error})") from None
+        raise DataError(
+            f"{location(0)} and following, column {feature.name}: an id is beyond 2**63 ({error})"
+        ) from None
     ids: Ids = (wide.fill_null(MISSING) if wide.null_count else wide).to_numpy(zero_copy_only=False)
     return ids
 
 
 def floats(values: Any) -> Floats:
-    """Numbers as fp32; null becomes NaN, which the checks refuse."""
+    """Converts numbers to fp32; null becomes NaN, which the checks refuse."""
     numbers: Floats = values.to_numpy(zero_copy_only=False).astype(np.float32)
     return numbers
 

@@ -1,4 +1,4 @@
-"""The two parts of a batch: what its rows are looked up by, needed far ahead, and its dense part, needed when the step is planned.
+"""The two parts of a batch: ids, which are needed far ahead, and dense features, needed when the step is planned.
 
 IdsBatch     ids, offsets, weights      hundreds of batches ahead
 DenseBatch   dense, labels, extra       a few batches ahead
@@ -19,7 +19,7 @@ Columns = Literal["all", "ids", "dense"]  # what a reader is opened for: whole b
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class IdsBatch:
-    """As in `Batch`."""
+    """Fields as in `Batch`."""
 
     size: int  # B
     ids: I64
@@ -29,7 +29,7 @@ class IdsBatch:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DenseBatch:
-    """As in `Batch`."""
+    """Fields as in `Batch`."""
 
     dense: F32
     labels: F32
@@ -51,7 +51,7 @@ def divide(batch: Batch) -> tuple[IdsBatch, DenseBatch]:
 
 
 def decode_part(columns: Columns, dense: Callable[[], DenseBatch], ids: Callable[[], IdsBatch]) -> Part:
-    """What `columns` asks for. Of a whole batch the dense part is decoded first, so its errors come before those of the ids."""
+    """Decodes what `columns` asks for. Dense features are decoded first, so their errors precede those of the ids."""
     if columns == "ids":
         return ids()
     decoded = dense()

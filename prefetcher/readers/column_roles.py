@@ -1,4 +1,4 @@
-"""Which columns of a file with names are read, and as what: label, dense features, ids, weights."""
+"""Decides which columns of a file with named columns are the label, dense features, ids and weights."""
 
 import re
 from collections.abc import Callable, Collection, Sequence
@@ -22,16 +22,16 @@ class Roles:
     def weights(self) -> list[str]:
         return [feature.weights_column for feature in self.features if feature.weights_column is not None]
 
-    def names(self, wanted: Columns = "all") -> list[str]:
+    def names(self, columns: Columns = "all") -> list[str]:
         dense = [self.label, *self.dense]
         ids = [*(feature.name for feature in self.features), *self.weights]
-        return list(dict.fromkeys({"all": dense + ids, "ids": ids, "dense": dense}[wanted]))
+        return list(dict.fromkeys({"all": dense + ids, "ids": ids, "dense": dense}[columns]))
 
 
 def roles_of(job: Job, path: Path, names: Sequence[str], numeric: Callable[[], Collection[str]]) -> Roles:
-    """data.columns as a file with columns of these `names` has them; `numeric` tells which of them hold numbers.
+    """Returns the roles of data.columns in a file with columns `names`; `numeric` returns those that hold numbers.
 
-    Raises ConfigError for a name that the file has not, and for a model with a bottom MLP where no dense column is found or denied.
+    Raises ConfigError for a missing column, and for a model with a bottom MLP if no dense column is found or excluded.
     """
     columns, features = job.data.columns, job_features(job)
     dense = columns.dense
@@ -47,10 +47,10 @@ def roles_of(job: Job, path: Path, names: Sequence[str], numeric: Callable[[], C
 
 
 def require_columns(job: Job, roles: Roles, path: Path, names: Sequence[str]) -> None:
-    """Raises ConfigError for a column that the file has not."""
+    """Raises ConfigError for a column that the file does not have."""
     require_features(job, names, f"{path}, which has {listed(names)}")
-    places = {roles.label: "label", **dict.fromkeys(roles.dense, "dense"), **dict.fromkeys(roles.weights, "weights")}
-    for name, key in places.items():
+    key_of = {roles.label: "label", **dict.fromkeys(roles.dense, "dense"), **dict.fromkeys(roles.weights, "weights")}
+    for name, key in key_of.items():
         if name not in names:
             raise ConfigError(
                 f"data.columns.{key}: {path} has no column {name}{nearest(name, names)}; it has {listed(names)}"
@@ -59,7 +59,7 @@ def require_columns(job: Job, roles: Roles, path: Path, names: Sequence[str]) ->
 
 def no_dense_column(path: Path, candidates: list[str]) -> ConfigError:
     found = (
-        f"name those that are meant of the other columns with numbers: data.columns.dense = {quoted(candidates)}"
+        f"name the dense ones of the other columns with numbers: data.columns.dense = {quoted(candidates)}"
         if candidates
         else "the file has no other column with numbers"
     )

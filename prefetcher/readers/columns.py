@@ -1,7 +1,7 @@
-"""Rows as columns: joining the features of a batch, and the parts of a batch whose rows stand in several files.
+"""Joins columns: the features of a batch, and the parts of a batch whose rows are in several files.
 
-Every function returns new values and leaves its arguments as they are. Ids lie feature-major, so one sample's ids are spread over the
-batch: sample b of feature f is bag f * B + b.
+Every function returns new values and does not change its arguments. Ids are feature-major, so one sample's ids are
+spread over the batch: sample b of feature f is bag f * B + b.
 """
 
 from dataclasses import dataclass
@@ -50,21 +50,21 @@ def joined_offsets(lengths: list[Ids | None], num_samples: int) -> Ids | None:
 
 
 def offsets_of(lengths: Ids) -> Ids:
-    """[n] lengths of bags -> [n + 1] offsets."""
+    """Turns [n] lengths of bags into [n + 1] offsets."""
     offsets = np.zeros(len(lengths) + 1, np.int64)
     np.cumsum(lengths, out=offsets[1:])
     return offsets
 
 
 def needed_offsets(ids: Ids, offsets: Ids | None) -> Ids | None:
-    """The offsets as they cross the boundary: none where every bag holds exactly one id."""
+    """Returns the offsets as they leave the reader: None if every bag holds exactly one id."""
     if offsets is None or len(ids) != len(offsets) - 1 or not (np.diff(offsets) == 1).all():
         return offsets
     return None
 
 
 def bag_offsets(ids: Ids, offsets: Ids | None) -> Ids:
-    """[F * B + 1], written out where they were left away."""
+    """Returns offsets [F * B + 1], also if they were omitted."""
     return np.arange(len(ids) + 1, dtype=np.int64) if offsets is None else offsets
 
 
@@ -72,31 +72,31 @@ def bag_offsets(ids: Ids, offsets: Ids | None) -> Ids:
 
 
 class FileRows(NamedTuple):
-    """The rows of a batch that stand in one file."""
+    """The rows of a batch that are in one file."""
 
     file: int
-    places: Ids  # in the batch
+    positions: Ids  # in the batch
     rows: Ids  # in the file, counted from 0
 
 
 def rows_by_file(bounds: Ids, rows: Ids) -> list[FileRows]:
-    """File i holds the rows bounds[i] to bounds[i + 1]; `rows` may stand in any order."""
+    """Splits `rows`, in any order, by file. File i holds the rows bounds[i] to bounds[i + 1]."""
     files = np.searchsorted(bounds, rows, side="right") - 1
     if files[0] == files[-1] and (files == files[0]).all():
         return [FileRows(int(files[0]), np.arange(len(rows)), rows - bounds[files[0]])]
     split = ((int(file), np.flatnonzero(files == file)) for file in np.unique(files))
-    return [FileRows(file, places, rows[places] - bounds[file]) for file, places in split]
+    return [FileRows(file, positions, rows[positions] - bounds[file]) for file, positions in split]
 
 
 def as_slice(rows: Ids) -> Ids | slice:
-    """A run of rows as a slice, which takes them in one piece."""
+    """Returns consecutive rows as a slice, which reads them at once."""
     first, last = int(rows[0]), int(rows[-1])
     is_run = last - first + 1 == len(rows) and (np.diff(rows) == 1).all()
     return slice(first, last + 1) if is_run else rows
 
 
 def join_dense(files: list[FileRows], parts: list[DenseBatch]) -> DenseBatch:
-    """One part of each file's rows -> the batch's samples in their order."""
+    """Joins the parts read from each file into the batch's samples, in their order."""
     if len(parts) == 1:
         return parts[0]
     order = batch_order(files)
@@ -107,7 +107,7 @@ def join_dense(files: list[FileRows], parts: list[DenseBatch]) -> DenseBatch:
 
 
 def join_ids(files: list[FileRows], parts: list[IdsBatch]) -> IdsBatch:
-    """As `join_dense`."""
+    """Like `join_dense`."""
     if len(parts) == 1:
         return parts[0]
     sizes = [part.size for part in parts]
@@ -123,8 +123,8 @@ def join_ids(files: list[FileRows], parts: list[IdsBatch]) -> IdsBatch:
 
 
 def batch_order(files: list[FileRows]) -> Ids:
-    """Place in the batch -> position among the files' rows, file after file."""
-    return np.argsort(np.concatenate([file.places for file in files]))
+    """For each position in the batch, its position among the files' rows, file after file."""
+    return np.argsort(np.concatenate([file.positions for file in files]))
 
 
 def join_offsets(offsets: list[Ids], sizes: list[int]) -> Ids:
@@ -133,7 +133,7 @@ def join_offsets(offsets: list[Ids], sizes: list[int]) -> Ids:
 
 
 def join_lookups(values: list[npt.NDArray[Value]], sizes: list[int], offsets: list[Ids]) -> npt.NDArray[Value]:
-    """Feature-major values of several batches, feature by feature."""
+    """Joins feature-major values of several batches, feature by feature."""
     bounds = [own[::size] for own, size in zip(offsets, sizes, strict=True)]  # where each feature starts and ends
     num_features = len(bounds[0]) - 1
     return np.concatenate(
@@ -142,7 +142,7 @@ def join_lookups(values: list[npt.NDArray[Value]], sizes: list[int], offsets: li
 
 
 def take_samples(batch: IdsBatch, samples: Ids) -> IdsBatch:
-    """The given samples of a batch, in that order."""
+    """Returns the given samples of a batch, in that order."""
     offsets = bag_offsets(batch.ids, batch.offsets)
     bags = np.arange(len(offsets) - 1).reshape(-1, batch.size)[:, samples].ravel()
     lookups, taken = take_bags(offsets, bags)
@@ -152,7 +152,7 @@ def take_samples(batch: IdsBatch, samples: Ids) -> IdsBatch:
 
 
 def take_bags(offsets: Ids, bags: Ids) -> tuple[Ids, Ids]:
-    """The look-ups of `bags`, bag after bag, and the offsets of the bags in that new order."""
+    """Returns the look-ups of `bags`, bag after bag, and the offsets of the bags in that new order."""
     lengths = np.diff(offsets)[bags]
     taken = offsets_of(lengths)
     return np.repeat(offsets[bags] - taken[:-1], lengths) + np.arange(taken[-1]), taken

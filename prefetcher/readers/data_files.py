@@ -1,4 +1,4 @@
-"""Which files a job's data is made of, and which rows of which file a range of rows is."""
+"""Finds the files of a job's data and splits their rows into training and evaluation."""
 
 import glob
 import math
@@ -13,15 +13,15 @@ from rowcast.runtime.errors import ConfigError
 
 
 def data_files(path: str, key: str, pattern: str) -> list[Path]:
-    """The files that `path` names, in name order: a file, a glob, or a folder's files whose names match `pattern` whole.
+    """Returns the files that `path` names, in name order: a file, a glob, or a folder's files that match `pattern`.
 
-    Raises ConfigError with the job file's `key` where there is none.
+    Raises ConfigError with the job file's `key` if there are none.
     """
-    place = Path(path)
-    if place.is_file():
-        return [place]
-    if place.is_dir():
-        found = sorted(file for file in place.iterdir() if file.is_file() and re.fullmatch(pattern, file.name))
+    named = Path(path)
+    if named.is_file():
+        return [named]
+    if named.is_dir():
+        found = sorted(file for file in named.iterdir() if file.is_file() and re.fullmatch(pattern, file.name))
         if not found:
             raise ConfigError(f"{key} = {path!r}: the folder holds no file whose name matches {pattern}")
         return found
@@ -33,7 +33,7 @@ def data_files(path: str, key: str, pattern: str) -> list[Path]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FileSpan:
-    """Consecutive rows of a data set, all files counted through."""
+    """Consecutive rows of a data set, counted over all files."""
 
     start: int
     stop: int
@@ -44,7 +44,7 @@ class FileSpan:
 
 
 def split_rows(num_rows: int, eval_fraction: float) -> tuple[FileSpan, FileSpan]:
-    """(train, eval): the last floor(num_rows * eval_fraction) rows are for evaluation."""
+    """Returns (train, eval): the last floor(num_rows * eval_fraction) rows are for evaluation."""
     num_train = num_rows - math.floor(num_rows * eval_fraction)
     return FileSpan(start=0, stop=num_train), FileSpan(start=num_train, stop=num_rows)
 
@@ -58,7 +58,7 @@ def cumulative(counts: list[int]) -> list[int]:
 
 
 def eval_path(job: Job) -> str | None:
-    """data.eval_path. Raises ConfigError where data.eval_fraction is given beside it."""
+    """Returns data.eval_path. Raises ConfigError if data.eval_fraction is given as well."""
     if job.data.eval_path is not None and job.data.eval_fraction > 0:
         raise ConfigError(
             "data.eval_path and data.eval_fraction are both given; remove one: either names the evaluation rows"

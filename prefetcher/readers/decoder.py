@@ -1,12 +1,12 @@
-"""A decoding process: parsing in a process of its own never takes the interpreter from the planner.
+"""Decodes batches in a child process, so that parsing never takes the interpreter from the planner.
 
     child                                     parent
-    places -> decode -> send ---- pipe -----> receiver thread -> queue -> take
+    schedule -> decode -> send ---- pipe ---> receiver thread -> queue -> take
 
-The pipe holds less than a batch: when the queue is full the receiver stops reading, and the child waits in `send`. The child is
-started by the standard library's spawn: arrays cross as numpy arrays, and importing torch would cost seconds and hundreds of MB.
-It ignores SIGINT and SIGTERM, which a terminal or a service manager sends to the whole group and which are the parent's to decide
-upon, and it exits when the parent does, however the parent ends.
+The pipe holds less than a batch: when the queue is full the receiver stops reading, and the child waits in `send`. The
+child is started by the standard library's spawn: arrays cross as numpy arrays, and importing torch would cost seconds
+and hundreds of MB. It ignores SIGINT and SIGTERM, which a terminal or a service manager sends to the whole process
+group and which the parent handles, and it exits when the parent does, however the parent ends.
 """
 
 import os
@@ -21,7 +21,7 @@ from multiprocessing import connection, get_context, parent_process, resource_tr
 from multiprocessing.context import SpawnProcess
 
 from rowcast.job.schema import Job
-from rowcast.prefetcher.readers import array_pipe as parcels
+from rowcast.prefetcher.readers import array_pipe
 from rowcast.prefetcher.readers.batch_parts import Columns, Part
 from rowcast.prefetcher.readers.reader import Reader, open_reader
 from rowcast.prefetcher.readers.schedule import SchedulePoint, places
@@ -34,7 +34,7 @@ GROUP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DecoderShare:
-    """What one child decodes: of the run's batches from `start` on those of every `num_decoders`-th step, and of them `columns`."""
+    """What one child decodes: `columns` of every `num_decoders`-th batch of the run, from `start` on."""
 
     job: Job
     columns: Columns
@@ -49,59 +49,59 @@ class DecoderShare:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Delivery:
-    place: SchedulePoint
+    point: SchedulePoint
     part: Part
     invalid_ids: int  # so far
-    blocked_s: float  # that the child spent sending, so far
+    blocked_s: float  # seconds that the child spent sending, so far
     decode_s: float
-    decoded_s: float  # by the performance counter, whose clock all processes of a host share
+    decoded_s: float  # by the performance counter, which all processes of a host share
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EndOfBatches:
-    """Nothing follows: every batch of the share was sent."""
+    """Every batch of the share was sent."""
 
 
 Message = Delivery | EndOfBatches | RowcastError
 
 
 def decode(share: DecoderShare, pipe: connection.Connection) -> None:
-    """The child's main function: its share of the schedule into the pipe, then the end, or the error that ended it."""
+    """The child's main function: sends its share of the schedule, then the end or the error that ended it."""
     ignore_group_signals()
     threading.Thread(target=exit_with_parent, daemon=True, name="exit-with-parent").start()
     try:
         try:
             send_share(share, pipe)
         except RowcastError as error:
-            parcels.send(pipe, error)
-    except BrokenPipeError:  # the parent has closed its end: it wants no more
+            array_pipe.send(pipe, error)
+    except BrokenPipeError:  # the parent has closed its end
         return
 
 
 def send_share(share: DecoderShare, pipe: connection.Connection) -> None:
     reader = open_reader(share.job, share.columns)
-    parcels.send(pipe, source_info(share.job, reader, share.max_steps, share.start))
+    array_pipe.send(pipe, source_info(share.job, reader, share.max_steps, share.start))
     blocked_s, began_s = 0.0, time.perf_counter()
-    for place, part in decode_share(share, reader):
+    for point, part in decode_share(share, reader):
         decoded_s = time.perf_counter()
         delivery = Delivery(
-            place=place,
+            point=point,
             part=part,
             invalid_ids=reader.invalid_ids,
             blocked_s=blocked_s,
             decode_s=decoded_s - began_s,
             decoded_s=decoded_s,
         )
-        parcels.send(pipe, delivery)
+        array_pipe.send(pipe, delivery)
         began_s = time.perf_counter()
         blocked_s += began_s - decoded_s
-    parcels.send(pipe, EndOfBatches())
+    array_pipe.send(pipe, EndOfBatches())
 
 
 def decode_share(share: DecoderShare, reader: Reader) -> Iterator[tuple[SchedulePoint, Part]]:
-    for place, pending in places(share.job, reader, share.max_steps, share.start):
-        if share.owns(place.step):
-            yield place, pending()
+    for point, pending in places(share.job, reader, share.max_steps, share.start):
+        if share.owns(point.step):
+            yield point, pending()
 
 
 def ignore_group_signals() -> None:
@@ -113,14 +113,14 @@ def ignore_group_signals() -> None:
 def exit_with_parent() -> None:
     """Ends this process at once when its parent is gone, whatever the decoder is doing."""
     parent = parent_process()
-    assert parent is not None, "decode runs in a child"
+    assert parent is not None, "decode must run in a child"
     connection.wait([parent.sentinel])
     os._exit(1)
 
 
 @contextmanager
 def group_signals_held() -> Iterator[None]:
-    """A child started within inherits the mask and is safe until it ignores them; this thread gets its own afterwards."""
+    """Blocks the signals, and a child started meanwhile inherits that until it ignores them."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, GROUP_SIGNALS)
     try:
         yield
@@ -129,25 +129,26 @@ def group_signals_held() -> Iterator[None]:
 
 
 class Decoder:
-    """A child and what it has sent: at most `num_ahead` batches that were not taken, beside the one that it is sending."""
+    """A child and its batches: at most `num_ahead` that were not taken, besides the one that it is sending."""
 
     def __init__(self, share: DecoderShare, num_ahead: int, on_arrival: Callable[[], None]) -> None:
-        """`on_arrival` is called by the receiver's thread whenever `take` may have something new: a batch, the end, an error."""
+        """The receiver's thread calls `on_arrival` whenever `take` may return something new: a batch, the end, an
+        error."""
         self._share, self._on_arrival = share, on_arrival
         self._arrived: queue.Queue[Message] = queue.Queue(num_ahead)
         self._info: SourceInfo | None = None
-        self._opened = threading.Event()  # the first message has arrived: the info, or why there is none
+        self._opened = threading.Event()  # the first message has arrived: the info, or an error
         self._closing = threading.Event()
         self._process: SpawnProcess | None = None
         self._receiver: threading.Thread | None = None
         self._num_received = 0  # batches
-        self._last: EndOfBatches | RowcastError | None = None  # taken: nothing follows
+        self._last: EndOfBatches | RowcastError | None = None  # once taken, nothing follows
 
     def start(self) -> None:
         context = get_context("spawn")
         pipe, childs_end = context.Pipe(duplex=False)
         self._process = context.Process(target=decode, args=(self._share, childs_end), name="rowcast-reader")
-        resource_tracker.ensure_running()  # starting it would end the hold
+        resource_tracker.ensure_running()  # first, as starting it would unblock the signals
         with group_signals_held():
             self._process.start()
         childs_end.close()  # so that the child's death ends the pipe
@@ -156,7 +157,7 @@ class Decoder:
 
     @property
     def pid(self) -> int | None:
-        """Once started."""
+        """None before `start`."""
         return None if self._process is None else self._process.pid
 
     @property
@@ -164,17 +165,18 @@ class Decoder:
         return self._arrived.qsize()
 
     def info(self) -> SourceInfo:
-        """Waits for it. Raises why there is none."""
+        """Waits for the info. Raises the error if there is none."""
         while not self._opened.wait(timeout=0.1) and not self._closing.is_set():
             continue
         if self._info is None:
-            self.take()  # raises why there is none
+            self.take()  # raises the error
             raise RowcastError("the batch source was closed before its data was opened")
         return self._info
 
     def take(self) -> Delivery | EndOfBatches | None:
-        """Without waiting: the next batch, the end, or None where nothing has arrived. Raises the error that ended the child; the end
-        and an error are what every later call gives too.
+        """Returns the next batch, the end, or None if nothing has arrived, without waiting.
+
+        Raises the error that ended the child. Every later call returns or raises the same end or error.
         """
         if self._last is None and not self._closing.is_set():
             try:
@@ -189,7 +191,7 @@ class Decoder:
         return self._last
 
     def stop(self) -> None:
-        """Kills the child, without waiting for it."""
+        """Kills the child without waiting for it."""
         self._closing.set()
         if self._process is not None:
             self._process.kill()
@@ -203,7 +205,8 @@ class Decoder:
         self._arrived = queue.Queue()
 
     def _receive(self, pipe: connection.Connection) -> None:
-        """The receiver thread: from the pipe to the queue until the end, an error, or the child's death."""
+        """The receiver thread: moves messages from the pipe to the queue until the end, an error, or the child's
+        death."""
         with pipe:
             while not self._closing.is_set():
                 message = self._message(pipe)
@@ -217,11 +220,11 @@ class Decoder:
 
     def _message(self, pipe: connection.Connection) -> SourceInfo | Message:
         try:
-            message: SourceInfo | Message = parcels.receive(pipe)
+            message: SourceInfo | Message = array_pipe.receive(pipe)
         except (EOFError, OSError):
             return self._death()
         except Exception as error:  # noqa: BLE001 - unpickling can raise anything, and a silent receiver would hang the run
-            return RowcastError(f"the decoding process sent what cannot be read ({type(error).__name__}: {error})")
+            return RowcastError(f"the decoding process sent an unreadable message ({type(error).__name__}: {error})")
         self._num_received += isinstance(message, Delivery)
         return message
 
@@ -235,8 +238,8 @@ class Decoder:
         return None
 
     def _death(self) -> RowcastError:
-        """Why the pipe has ended before the batches did."""
-        assert self._process is not None, "the receiver runs after start"
+        """Explains why the pipe ended before the batches did."""
+        assert self._process is not None, "the receiver must run after start"
         self._process.join(timeout=1.0)
         code, what = (
             self._process.exitcode,
@@ -244,6 +247,6 @@ class Decoder:
         )
         if code is not None and code < 0:
             return RowcastError(
-                f"{what} was killed by signal {-code}; if nobody sent it, the machine ran out of memory"
+                f"{what} was killed by signal {-code}; if no one sent it, the machine ran out of memory"
             )
-        return RowcastError(f"{what} ended with exit code {code}; its own error stands above on stderr")
+        return RowcastError(f"{what} ended with exit code {code}; its own error is above on stderr")

@@ -1,8 +1,7 @@
-"""Strings and integers of any size as rows of a table: data.columns.hash.
+"""Hashes strings and integers of any size to rows of a table, under data.columns.hash.
 
-missing   row 0, which no value takes
-value     row 1 + xxh3_64(bytes) % (num_embeddings - 1)      of a string its bytes (UTF-8), of an integer the 8 of its int64,
-                                                             little-endian
+missing   row 0, which no value gets
+value     row 1 + xxh3_64(bytes) % (num_embeddings - 1)      bytes: a string's UTF-8, an integer's int64, little-endian
 """
 
 from typing import Any
@@ -15,14 +14,14 @@ from rowcast.prefetcher.readers.columns import Ids
 
 
 def hashed_rows(values: Any, num_embeddings: int) -> Ids:
-    """Rows of a pyarrow array of strings, binaries or integers. Each distinct value is hashed once; a table of one row has row 0 only."""
+    """Returns the rows of a pyarrow array of strings, binaries or integers. A table of one row has only row 0."""
     plain = values.dictionary_decode() if pa.types.is_dictionary(values.type) else values
     encoded = plain.dictionary_encode()
     if num_embeddings == 1 or not len(encoded.dictionary):
         return np.zeros(len(values), np.int64)
     texts = value_bytes(encoded.dictionary)
     hashes = np.fromiter(map(xxhash.xxh3_64_intdigest, texts), np.uint64, len(texts))
-    rows = np.append(1 + (hashes % np.uint64(num_embeddings - 1)).astype(np.int64), 0)  # the last for what is missing
+    rows = np.append(1 + (hashes % np.uint64(num_embeddings - 1)).astype(np.int64), 0)  # the last is for missing ids
     taken: Ids = rows[encoded.indices.fill_null(len(texts)).to_numpy(zero_copy_only=False)]
     return taken
 
@@ -37,7 +36,7 @@ def value_bytes(values: Any) -> list[bytes]:
 
 
 def can_hash(kind: Any) -> bool:
-    """Whether single values of this pyarrow type are hashed."""
+    """Whether values of this pyarrow type are hashed."""
     own = kind.value_type if pa.types.is_dictionary(kind) else kind
     tests = (
         pa.types.is_integer,

@@ -1,4 +1,4 @@
-"""The edge: ids, dense values and labels are checked here, before anything is indexed with them."""
+"""Checks ids, dense values and labels at the edge, before anything is indexed with them."""
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
@@ -12,8 +12,8 @@ from rowcast.prefetcher.readers.columns import Floats, Ids
 from rowcast.runtime.errors import ConfigError, DataError
 from rowcast.runtime.name_lists import nearest
 
-Place = Callable[[int], str]  # position in the checked array -> "file, row 17"
-MISSING = np.iinfo(np.int64).min  # stands for an id that is missing, and is what numpy makes of NaN
+Location = Callable[[int], str]  # position in the checked array -> "file, row 17"
+MISSING = np.iinfo(np.int64).min  # a missing id; numpy also converts NaN to it
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -25,13 +25,13 @@ class Feature:
     hashed: bool  # data.columns.hash
 
 
-def row_place(path: Path, rows: Ids) -> Place:
-    """For an array whose samples are these rows of the file, counted from 0."""
+def row_location(path: Path, rows: Ids) -> Location:
+    """The location for an array whose samples are these rows of the file, counted from 0."""
     return lambda i: f"{path}, row {rows[i]}"
 
 
 def job_features(job: Job) -> list[Feature]:
-    """Every feature with its table, in the order of every array."""
+    """Returns every feature with its table, in the order of every array."""
     columns = job.data.columns
     return [
         Feature(
@@ -47,17 +47,18 @@ def job_features(job: Job) -> list[Feature]:
 
 
 def require_features(job: Job, available: Collection[str], described: str) -> None:
-    """Raises ConfigError for a table whose feature the data has not; `described` says what it has."""
+    """Raises ConfigError for a table whose feature is not in the data; `described` lists what is."""
     for feature in job_features(job):
         if feature.name not in available:
             raise ConfigError(
-                f"table {feature.table}: feature {feature.name} is not in {described}{nearest(feature.name, available)}; "
+                f"table {feature.table}: feature {feature.name} is not in {described}"
+                f"{nearest(feature.name, available)}; "
                 "correct the table's features or data.path"
             )
 
 
 def numbered_columns(job: Job, num_columns: int, described: str) -> list[int]:
-    """The column of each feature in data whose features are cat_0, cat_1, ... by position. Raises ConfigError."""
+    """Returns the column of each feature in data with features cat_0, cat_1, ... by position. Raises ConfigError."""
     columns = {f"cat_{i}": i for i in range(num_columns)}
     require_features(job, columns, f"{described}, which has cat_0 to cat_{num_columns - 1}")
     return [columns[name] for name in job.features]
@@ -80,10 +81,11 @@ class IdCheck:
         self._limits = np.array([feature.num_embeddings for feature in self._features], np.uint64)
         self.num_invalid = 0
 
-    def check(self, ids: Ids, bounds: Ids, place: Callable[[int], Place]) -> Ids:
-        """The ids of all features, those of feature f at bounds[f] to bounds[f + 1], inside their tables.
+    def check(self, ids: Ids, bounds: Ids, location: Callable[[int], Location]) -> Ids:
+        """Returns the ids of all features, those of feature f at bounds[f] to bounds[f + 1], inside their tables.
 
-        `place(f)(i)` names file and row of the feature's i-th id. Raises DataError under "error", for the first feature with such an id.
+        `location(f)(i)` names the file and row of the feature's i-th id. Under "error", raises DataError for the first
+        feature with an invalid id.
         """
         # as unsigned, a negative id is a huge one
         outside = ids.view(np.uint64) >= np.repeat(self._limits, np.diff(bounds))
@@ -93,7 +95,7 @@ class IdCheck:
         for f, (feature, start, stop) in enumerate(zip(self._features, bounds, bounds[1:], strict=False)):
             where = start + np.flatnonzero(outside[start:stop])
             if len(where) and self._policy == "error":
-                raise refusal(int(ids[where[0]]), feature, place(f)(int(where[0] - start)))
+                raise refusal(int(ids[where[0]]), feature, location(f)(int(where[0] - start)))
             inside[where] = self._replaced(ids[where], feature)
         self.num_invalid += int(np.count_nonzero(outside))
         return inside
@@ -104,36 +106,37 @@ class IdCheck:
         return np.where(ids == MISSING, 0, ids % np.int64(feature.num_embeddings))
 
 
-def refusal(row: int, feature: Feature, place: str) -> DataError:
+def refusal(row: int, feature: Feature, location: str) -> DataError:
     if row == MISSING:
         return DataError(
-            f"{place}, column {feature.name}: the id is missing; give missing ones an id of their own, "
-            'or set data.on_invalid_id = "zero", which takes row 0 for them and counts them'
+            f"{location}, column {feature.name}: the id is missing; give missing ones an id of their own, "
+            'or set data.on_invalid_id = "zero", which replaces them by row 0 and counts them'
         )
     return DataError(
-        f"{place}, column {feature.name}: id {row} is outside table {feature.table} (num_embeddings = {feature.num_embeddings}); "
+        f"{location}, column {feature.name}: id {row} is outside table {feature.table} "
+        f"(num_embeddings = {feature.num_embeddings}); "
         'enlarge the table or set data.on_invalid_id = "modulo" or "zero"'
     )
 
 
-def check_dense(dense: Floats, names: list[str], place: Place) -> Floats:
-    """`dense` f32[n, D] as it is. Raises DataError for a value that is NaN or infinite, naming its place."""
+def check_dense(dense: Floats, names: list[str], location: Location) -> Floats:
+    """Returns `dense` f32 [n, D]. Raises DataError with the location of a value that is NaN or infinite."""
     finite = np.isfinite(dense)
     if not finite.all():
         row, column = divmod(int(np.argmin(finite)), dense.shape[1])
         raise DataError(
-            f"{place(row)}, column {names[column]}: value {dense[row, column]} is not finite in fp32; "
+            f"{location(row)}, column {names[column]}: value {dense[row, column]} is not finite in fp32; "
             "replace missing values before training"
         )
     return dense
 
 
-def check_labels(labels: Floats, name: str, place: Place) -> Floats:
-    """`labels` f32[n] as they are. Raises DataError for one that is neither 0 nor 1."""
+def check_labels(labels: Floats, name: str, location: Location) -> Floats:
+    """Returns `labels` f32 [n]. Raises DataError for one that is neither 0 nor 1."""
     valid = (labels == 0) | (labels == 1)
     if not valid.all():
         row = int(np.argmin(valid))
-        raise DataError(f"{place(row)}, column {name}: label {labels[row]} is not 0 or 1")
+        raise DataError(f"{location(row)}, column {name}: label {labels[row]} is not 0 or 1")
     return labels
 
 

@@ -1,6 +1,6 @@
-"""From rows to batches: the split, the shuffle and the batch boundaries that all file formats share.
+"""Turns rows into batches: the split, the shuffle and the batch boundaries that all file formats share.
 
-A format implements `DataSetRows`: how many there are, and a `Cursor` that takes any of them. Everything else comes from here.
+A format implements `DataSetRows`: the number of rows, and a `Cursor` that reads any of them.
 
     data.batch_size, data.shuffle -> rows of batch k -> Cursor.take -> Batch
 """
@@ -24,18 +24,18 @@ from rowcast.runtime.errors import DataError
 
 
 class Cursor(Protocol):
-    """One walk through a data set, which may hold files open and what it has read of them. Used by one thread."""
+    """One walk through a data set. It may hold files open and keep what it has read. Used by one thread."""
 
     def take(self, rows: Ids, within: FileSpan) -> Part:
-        """The given rows, at least one, in the given order, decoded and checked.
+        """Reads the given rows, at least one, in the given order, decoded and checked.
 
-        All of them lie `within`. What lies there is kept until the next call, nothing else is, so that a walk whose `within` moves
+        All of them are `within`. Only the rows there are kept until the next call, so a walk whose `within` moves
         forward reads nothing twice. Rows that no call asks for are not decoded.
         """
 
 
 class DataSetRows(Protocol):
-    """The rows of one or more files, counted through from 0."""
+    """The rows of one or more files, counted from 0 over all of them."""
 
     @property
     def num_dense(self) -> int: ...
@@ -50,8 +50,8 @@ class DataSetRows(Protocol):
 
 
 def open_files(job: Job, ids: IdCheck, rows_of: Callable[[list[Path]], DataSetRows]) -> "RowReader":
-    """A reader of the files of data.path, and of data.eval_path where the job has it; `rows_of` opens either. Raises as it does, and
-    ConfigError where there is no file.
+    """Opens the files of data.path, and of data.eval_path if the job has it, with `rows_of`. Raises what it raises, and
+    ConfigError if there is no file.
     """
     names, held_out = format_of(job.data.format).file_names, eval_path(job)
     assert job.data.path is not None, f"the job file refuses {job.data.format} without a path"
@@ -61,7 +61,7 @@ def open_files(job: Job, ids: IdCheck, rows_of: Callable[[list[Path]], DataSetRo
 
 
 class RowReader:
-    """A `Reader` over the rows of both splits. `evaluation` None: the last rows, by data.eval_fraction."""
+    """A `Reader` of both splits. `evaluation` None: the last rows are for evaluation, by data.eval_fraction."""
 
     def __init__(self, job: Job, ids: IdCheck, rows: DataSetRows, evaluation: DataSetRows | None = None) -> None:
         self._job, self._ids = job, ids
@@ -108,7 +108,7 @@ class PendingRows:
 
 
 def split_spans(job: Job, rows: DataSetRows, evaluation: DataSetRows | None) -> dict[Kind, FileSpan]:
-    """Which rows are for training and which for evaluation. Raises DataError where the two differ in dense features."""
+    """Returns the rows of training and evaluation. Raises DataError if their dense features differ in number."""
     if evaluation is None:
         train, held_out = split_rows(rows.num_rows, job.data.eval_fraction)
         return {"train": train, "eval": held_out}

@@ -1,6 +1,6 @@
-"""The order of a whole run: training batches epoch by epoch, evaluations between them, and the place of each batch in it.
+"""Orders the batches of a whole run: training batches epoch by epoch, with evaluations between them.
 
-places      (place, batch not decoded yet)     every batch; whoever walks them decodes those that it wants
+places      (schedule point, undecoded batch)     every batch; the caller decodes those that it needs
 schedule    the same, decoded
 """
 
@@ -17,7 +17,8 @@ from rowcast.runtime.position import Position
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SchedulePoint:
-    """Of a batch: a run that starts at `position` begins with it, one that starts at `following` with the next."""
+    """A batch's place in the run: a run that starts at `position` starts with this batch, one at `following` with the
+    next."""
 
     kind: Kind
     position: Position
@@ -30,7 +31,7 @@ class SchedulePoint:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlacedBatch(ScheduledBatch):
-    """A scheduled batch with the positions around it, as in `SchedulePoint`."""
+    """A scheduled batch with the positions before and after it."""
 
     position: Position
     following: Position
@@ -38,7 +39,7 @@ class PlacedBatch(ScheduledBatch):
     def divided(self) -> tuple["PlacedIds", DenseBatch]:
         ids, dense = divide(self.batch)
         return PlacedIds(
-            place=SchedulePoint(kind=self.kind, position=self.position, following=self.following), batch=ids
+            point=SchedulePoint(kind=self.kind, position=self.position, following=self.following), batch=ids
         ), dense
 
 
@@ -46,39 +47,39 @@ class PlacedBatch(ScheduledBatch):
 class PlacedIds:
     """A scheduled batch of which only the ids are known."""
 
-    place: SchedulePoint
+    point: SchedulePoint
     batch: IdsBatch
 
     @property
     def step(self) -> int:
-        return self.place.step
+        return self.point.step
 
     @property
     def kind(self) -> Kind:
-        return self.place.kind
+        return self.point.kind
 
     @property
     def train_step(self) -> int:
-        return self.place.position.train_step
+        return self.point.position.train_step
 
     @property
     def epoch(self) -> int:
-        return self.place.position.epoch
+        return self.point.position.epoch
 
     def with_dense(self, dense: DenseBatch) -> PlacedBatch:
-        return placed(self.place, join_parts(self.batch, dense))
+        return placed(self.point, join_parts(self.batch, dense))
 
 
-def placed(place: SchedulePoint, batch: Batch) -> PlacedBatch:
-    at = place.position
+def placed(point: SchedulePoint, batch: Batch) -> PlacedBatch:
+    at = point.position
     return PlacedBatch(
         step=at.step,
-        kind=place.kind,
+        kind=point.kind,
         train_step=at.train_step,
         epoch=at.epoch,
         batch=batch,
         position=at,
-        following=place.following,
+        following=point.following,
     )
 
 
@@ -88,16 +89,16 @@ Turn = tuple[SchedulePoint, Pending]
 def schedule(
     job: Job, reader: Reader, max_steps: int | None = None, start: Position | None = None
 ) -> Iterator[PlacedBatch]:
-    """Every batch of a run, decoded by a reader of all columns; see `places`."""
-    for place, decode in places(job, reader, max_steps, start):
-        yield placed(place, whole_batch(decode))
+    """Yields every batch of a run, decoded by a reader of all columns; see `places`."""
+    for point, decode in places(job, reader, max_steps, start):
+        yield placed(point, whole_batch(decode))
 
 
 def places(job: Job, reader: Reader, max_steps: int | None = None, start: Position | None = None) -> Iterator[Turn]:
-    """Every batch of a run from `start` on, in order, with steps counted over the whole run.
+    """Yields every batch of a run from `start` on, in order, with steps counted over the whole run.
 
-    An evaluation follows each job.eval.every train steps and each epoch's training, once where the two coincide. `max_steps` train
-    steps, counted from the run's first, are the end of the data: the epoch's evaluation follows; with 0 nothing does.
+    An evaluation follows each job.eval.every train steps and each epoch's training, once if the two coincide. The data
+    ends after `max_steps` train steps, counted from the run's first, and the epoch's evaluation; with 0 there is none.
     """
     return Schedule(job, reader, max_steps).batches(start or Position())
 
@@ -105,7 +106,7 @@ def places(job: Job, reader: Reader, max_steps: int | None = None, start: Positi
 def expected_train_steps(
     job: Job, reader: Reader, max_steps: int | None = None, start: Position | None = None
 ) -> int | None:
-    """Train steps of the whole run, those before `start` included, or None where the reader does not know its batches."""
+    """Train steps of the whole run, including those before `start`; None if the reader does not know its batches."""
     batches = num_batches(job, reader, "train")
     if batches is None:
         return None
@@ -124,11 +125,11 @@ class Schedule:
             at = yield from self._epoch(at)
 
     def _is_spent(self, at: Position) -> bool:
-        """No epoch begins where no train step is left; one that has begun still has its evaluation."""
+        """No epoch starts if no train step is left; one that has started is still evaluated."""
         return at.train_batch == 0 and at.eval_batch is None and self._steps_left(at) == 0
 
     def _epoch(self, at: Position) -> Generator[Turn, None, Position]:
-        """The rest of an epoch; returns where the next one starts."""
+        """Yields the remainder of an epoch; returns where the next one starts."""
         evaluated = at.eval_batch is not None or self._eval_is_due(at)
         at = yield from self._evaluation(at)
         for decode in islice(self._reader.pending("train", at.epoch, at.train_batch), self._steps_left(at)):
@@ -143,7 +144,7 @@ class Schedule:
         return at.next_epoch()
 
     def _evaluation(self, at: Position) -> Generator[Turn, None, Position]:
-        """The rest of the evaluation in progress, if there is one; returns the position after it."""
+        """Yields the remainder of the evaluation in progress, if any; returns the position after it."""
         if at.eval_batch is None:
             return at
         for decode in self._reader.pending("eval", at.epoch, at.eval_batch):
@@ -152,7 +153,7 @@ class Schedule:
         return at.end_eval()
 
     def _eval_is_due(self, at: Position) -> bool:
-        """By job.eval.every, after the last train step; outside an evaluation this means that it has been."""
+        """By job.eval.every, after the last train step; outside an evaluation it means that one has been made."""
         return self._eval_every > 0 and at.train_batch > 0 and at.train_step % self._eval_every == 0
 
     def _steps_left(self, at: Position) -> int | None:

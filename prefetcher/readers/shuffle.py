@@ -1,4 +1,4 @@
-"""Shuffled orders that anyone can replay: numpy's Philox, keyed by seed, epoch and block."""
+"""Shuffles rows in an order that can be replayed: numpy's Philox, keyed by seed, epoch and block."""
 
 import numpy as np
 
@@ -7,23 +7,23 @@ from rowcast.prefetcher.readers.data_files import FileSpan
 
 
 def block_permutation(seed: int, epoch: int, block: int, num_rows: int) -> Ids:
-    """i64[num_rows]: row i of the shuffled block is row permutation[i] of the block."""
+    """Returns i64 [num_rows]: row i of the shuffled block is row permutation[i] of the block."""
     key = np.array([seed, epoch * 2**32 + block], dtype=np.uint64)
     return np.random.Generator(np.random.Philox(key=key)).permutation(num_rows).astype(np.int64, copy=False)
 
 
 class RowOrder:
-    """The order of one epoch's rows; the blocks of `window` rows are permuted each for itself."""
+    """The order of one epoch's rows; each block of `window` rows is permuted by itself."""
 
     def __init__(self, *, seed: int, epoch: int, num_rows: int, window: int | None) -> None:
-        """`window` None keeps the order; 0 is one block of all rows."""
+        """`window` None keeps the order; 0 makes one block of all rows."""
         self._seed, self._epoch = seed, epoch
         self._num_rows = num_rows
         self._window = max(num_rows, 1) if window == 0 else window
         self._last: tuple[int, Ids] | None = None
 
     def rows(self, start: int, stop: int) -> Ids:
-        """The rows that stand at positions start to stop of the epoch."""
+        """Returns the rows at positions start to stop of the epoch."""
         if self._window is None:
             return np.arange(start, stop, dtype=np.int64)
         parts = []
@@ -33,7 +33,7 @@ class RowOrder:
         return np.concatenate(parts)
 
     def within(self, start: int, stop: int) -> FileSpan:
-        """Where these rows are found: they themselves, or the whole blocks that they come from."""
+        """Returns the span of these rows, or of the whole blocks that they come from."""
         if self._window is None:
             return FileSpan(start=start, stop=stop)
         blocks = self._blocks(start, stop)
@@ -42,13 +42,13 @@ class RowOrder:
         )
 
     def _blocks(self, start: int, stop: int) -> range:
-        assert self._window is not None, "an order without a window has no blocks"
+        assert self._window is not None, "only an order with a window has blocks"
         return range(start // self._window, (stop - 1) // self._window + 1)
 
     def _permutation(self, block: int) -> Ids:
-        """Of one block; the last one asked for is kept, because consecutive batches share it."""
+        # the last block is kept, because consecutive batches share it
         if self._last is None or self._last[0] != block:
-            assert self._window is not None, "an order without a window has no blocks"
+            assert self._window is not None, "only an order with a window has blocks"
             num_rows = min(self._window, self._num_rows - block * self._window)
             self._last = block, block_permutation(self._seed, self._epoch, block, num_rows)
         return self._last[1]

@@ -1,11 +1,11 @@
-"""Where the planner's batches come from: the interface that the decoding processes and the in-process driver share.
+"""Provides the planner's batches, from decoding processes or in the calling thread.
 
-    stream of ids  ---- far ahead ---------------------> poll_ids
-    stream of dense --- as far as poll_dense has asked --> poll_dense
+    stream of ids  ---- far ahead ------------------------> poll_ids
+    stream of dense --- as far as poll_dense has asked ---> poll_dense
 
-Ids are needed as far ahead as the horizon reaches, dense features and labels only when their batch is planned. A format that can be
-read in columns is read as two streams, so that nothing but ids is held for hundreds of batches. Of any other there is one stream, of
-whole batches, whose rest is kept here until it is asked for.
+Ids are needed as far ahead as the horizon reaches, dense features and labels only when their batch is planned. A format
+that can be read in columns is read as two streams, so that only ids are held for hundreds of batches. Any other format
+is one stream of whole batches, whose dense features are kept here until they are requested.
 """
 
 from collections import deque
@@ -36,23 +36,23 @@ class SourceInfo:
     """What is known before the first batch."""
 
     num_dense: int
-    expected_train_steps: int | None  # expected over the whole run; None where the reader does not know its samples
+    expected_train_steps: int | None  # over the whole run; None if the reader does not know its samples
     num_train: int | None  # samples of an epoch
     num_eval: int | None
-    file_sizes: list[int]  # bytes, of the data files in the order read
+    file_sizes: list[int]  # bytes of the data files, in reading order
     # train and evaluation batches of an epoch, where they are known
     epoch_batches: tuple[int | None, int | None] = (None, None)
-    pairing: str = ""  # which column was taken for which feature, where ids come by position
+    pairing: str = ""  # each feature with its column, if ids come by position
 
 
 @dataclass(kw_only=True, slots=True)
 class SourceCounters:
-    """Of the stream that the ids are in."""
+    """Counters of the stream with the ids."""
 
     batches: int = 0  # delivered
     invalid_ids: int = 0  # replaced under data.on_invalid_id, in the batches delivered
-    decoder_blocked_s: float = 0.0  # decoders waited for room, all of them added up
-    planner_blocked_s: float = 0.0  # there was nothing to give, from the first such answer to the next batch
+    decoder_blocked_s: float = 0.0  # decoders waited for room, sum over all
+    planner_blocked_s: float = 0.0  # from a poll that found nothing to the next batch
     queue_depth: int = 0  # batches decoded and waiting
 
 
@@ -66,8 +66,8 @@ class BatchStream(Protocol):
     def info(self) -> SourceInfo: ...
 
     def take(self) -> Arrival | None:
-        """Without waiting: the next one, or None where none has arrived or, see `ended`, none will. Raises as `Source.poll_ids`; what
-        it raised it raises again.
+        """Returns the next one without waiting; None if none has arrived or, see `ended`, none will. Raises as
+        `Source.poll_ids`, and the same error at every later call.
         """
 
     @property
@@ -79,43 +79,45 @@ class BatchStream(Protocol):
 class Source:
     """The batches of a run, in order. Called from one thread.
 
-    `poll_ids` looks ahead, `poll_dense` follows it batch by batch; `poll` is both in one, for callers that do not look ahead.
+    `poll_ids` looks ahead, and `poll_dense` follows it batch by batch. `poll` does both, for callers that do not look
+    ahead.
     """
 
     def __init__(self, ids: BatchStream, dense: BatchStream | None) -> None:
         """`dense` None: `ids` gives whole batches."""
         self.counters = ids.counters
         self._ids, self._dense = ids, dense
-        self._kept: deque[DenseBatch] = deque()  # arrived and not given yet
-        # batches whose ids were given, whose rest has arrived, and was given
+        self._kept: deque[DenseBatch] = deque()  # dense parts that have arrived and were not returned
+        # batches whose ids were returned, whose dense part has arrived, whose dense part was returned
         self._num_ids = self._num_arrived = self._num_whole = 0
-        self._broken: DataError | None = None  # why the ids of the next batch cannot be given
-        self._polled: PlacedIds | None = None  # by `poll`, while their rest has not arrived
+        self._broken: DataError | None = None  # why the ids of the next batch cannot be returned
+        self._polled: PlacedIds | None = None  # by `poll`, while their dense part has not arrived
 
     def start(self) -> None:
-        """Begins decoding. Called once, before anything else."""
+        """Starts decoding. Called once, before anything else."""
         for stream in self._streams:
             stream.start()
 
     def info(self) -> SourceInfo:
-        """What is known before the first batch, waiting for it. Raises as `poll_ids` where the data cannot be opened."""
+        """Waits for what is known before the first batch. Raises as `poll_ids` if the data cannot be opened."""
         return self._ids.info()
 
     def poll_ids(self) -> PlacedIds | None:
-        """Without waiting: the ids of the next batch, or None where none have arrived (or, see `ended`, none will).
+        """Returns the next batch's ids without waiting, or None if none have arrived (or, see `ended`, none will).
 
-        Raises the reader's ConfigError or DataError, after every batch before it, and RowcastError where a decoder is gone.
+        Raises the reader's ConfigError or DataError after every batch before it, RowcastError if a decoder is gone.
         """
         polled, self._polled = self._polled, None
         return polled or self._next_ids()
 
     def poll_dense(self) -> DenseBatch | None:
-        """Without waiting: the rest of the oldest batch that has not had it yet, or None where it has not arrived. Raises as `poll_ids`.
+        """Returns the dense part of the oldest batch that lacks it, without waiting, or None if it has not arrived.
+        Raises as `poll_ids`.
 
-        Called only for batches that `poll_ids` has given.
+        Must be called only for batches that `poll_ids` has returned.
         """
         assert self._num_whole < self._num_ids, (
-            f"the rest of batch {self._num_whole} was asked for, of {self._num_ids} whose ids were given"
+            f"the dense part of batch {self._num_whole} was requested, but ids of {self._num_ids} batches were given"
         )
         if not self._kept and not self._take_dense():
             return None
@@ -123,10 +125,10 @@ class Source:
         return self._kept.popleft()
 
     def poll(self) -> PlacedBatch | None:
-        """Without waiting: the next whole batch, or None, as `poll_ids`."""
+        """Returns the next whole batch without waiting, or None, as `poll_ids`."""
         self._polled = self.poll_ids()
         assert self._polled is None or self._num_whole + 1 == self._num_ids, (
-            f"{self._num_ids - self._num_whole} batches lack their rest"
+            f"{self._num_ids - self._num_whole} batches lack their dense part"
         )
         dense = None if self._polled is None else self.poll_dense()
         if self._polled is None or dense is None:
@@ -136,11 +138,11 @@ class Source:
 
     @property
     def ended(self) -> bool:
-        """The ids of every batch of the run have been given; set by the poll that finds nothing more."""
+        """Whether the ids of every batch have been returned; set by the poll that finds no more."""
         return self._ids.ended
 
     def close(self) -> None:
-        """Stops decoding and drops what was not delivered. May be called at any time, and again."""
+        """Stops decoding and drops what was not returned. May be called at any time and repeatedly."""
         for stream in self._streams:
             stream.close()
         self._kept.clear()
@@ -154,16 +156,16 @@ class Source:
         arrival = self._take_ids()
         if arrival is None:
             return None
-        place, part = arrival
+        point, part = arrival
         if isinstance(part, Batch):
             part, dense = divide(part)
             self._keep(dense)
-        assert not isinstance(part, DenseBatch), "a stream of ids gives ids"
+        assert not isinstance(part, DenseBatch), "a stream of ids must give ids"
         self._num_ids += 1
-        return PlacedIds(place=place, batch=part)
+        return PlacedIds(point=point, batch=part)
 
     def _take_ids(self) -> Arrival | None:
-        """The first error of the data is raised, which may be one of the rest: as if whole batches were decoded, one after another."""
+        """Raises the data's first error, which may be in a dense part, as if whole batches were decoded in order."""
         if self._broken is None:
             try:
                 return self._ids.take()
@@ -174,7 +176,8 @@ class Source:
         raise self._broken
 
     def _dense_has_caught_up(self) -> bool:
-        """Whether the rest of the batch with broken ids has arrived, and of every batch before it. Raises where one of them is broken."""
+        """Whether the dense part of the batch with broken ids, and all before it, have arrived. Raises if one is
+        broken."""
         while self._dense is not None and self._num_arrived <= self._num_ids:
             if not self._take_dense():
                 return False
@@ -184,7 +187,7 @@ class Source:
         arrival = None if self._dense is None else self._dense.take()
         if arrival is None:
             return False
-        assert isinstance(arrival[1], DenseBatch), "a stream of dense batches gives those"
+        assert isinstance(arrival[1], DenseBatch), "a stream of dense parts must give those"
         self._keep(arrival[1])
         return True
 
@@ -194,7 +197,7 @@ class Source:
 
 
 class InlineStream:
-    """A `BatchStream` that decodes in the calling thread, one batch a call."""
+    """A `BatchStream` that decodes in the calling thread, one batch per call."""
 
     def __init__(self, job: Job, columns: Columns, max_steps: int | None, start: Position | None) -> None:
         self.counters = SourceCounters()
@@ -204,7 +207,7 @@ class InlineStream:
         self._ended = self._closed = False
 
     def start(self) -> None:
-        """Nothing begins before the first call."""
+        """Decoding starts with the first call."""
 
     def info(self) -> SourceInfo:
         return self._opened()[1]
@@ -233,11 +236,11 @@ class InlineStream:
         self._ended = turn is None
         if turn is None:
             return None
-        place, decode = turn
+        point, decode = turn
         part = decode()
         self.counters.batches += 1
         self.counters.invalid_ids = reader.invalid_ids
-        return place, part
+        return point, part
 
     def _opened(self) -> tuple[Reader, SourceInfo, Iterator[Turn]]:
         if self._open is None:
@@ -248,7 +251,7 @@ class InlineStream:
 
 
 class InlineSource(Source):
-    """A `Source` that decodes in the calling thread, when it is polled."""
+    """A `Source` that decodes in the calling thread when it is polled."""
 
     def __init__(self, job: Job, max_steps: int | None = None, start: Position | None = None) -> None:
         first, *others = (InlineStream(job, columns, max_steps, start) for columns in stream_columns(job))

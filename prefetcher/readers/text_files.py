@@ -1,10 +1,10 @@
-"""Any lines of text files, plain or gzip.
+"""Reads any lines of text files, plain or gzip.
 
-    file  | chunk 0 | chunk 1 | chunk 2 | ...    chunks of whole lines, noted in one pass when the files are first opened
-                      a b c d e                  one of them in memory, with where its lines start
-                        b   d   -> "b\\nd\\n"      the lines that are wanted
+    file  | chunk 0 | chunk 1 | chunk 2 | ...    chunks of whole lines, found in one pass at the first opening
+                      a b c d e                  one of them in memory, with the starts of its lines
+                        b   d   -> "b\\nd\\n"      the requested lines
 
-A plain file is read from the chunk that is needed; a gzip file is decompressed up to it.
+A plain file is read from the requested chunk on; a gzip file is decompressed up to it.
 """
 
 import gzip
@@ -22,7 +22,7 @@ from rowcast.prefetcher.readers.line_index import Pieces, forget, kept_pieces
 from rowcast.runtime.errors import ConfigError, DataError
 
 CHUNK_BYTES = 4 * 2**20
-MAX_CHUNKS = 3  # CHUNK_BYTES of the longest chunk: a line of up to two before it ends, and the lines after it
+MAX_CHUNKS = 3  # limit of a chunk in CHUNK_BYTES: a line of up to two before it ends, and the lines after it
 
 
 class Chunk(NamedTuple):
@@ -34,12 +34,12 @@ class Chunk(NamedTuple):
 
 
 class TextIndex:
-    """The lines of all files, counted through from 0."""
+    """The lines of all files, counted from 0 over all of them."""
 
     def __init__(self, paths: list[Path], kept_in: Path | None = None) -> None:
-        """Reads every file once, or only those that changed since their lines were counted, where the counts are kept in a folder.
+        """Reads every file once, or, if the counts are kept in a folder, only files that changed since.
 
-        Raises ConfigError for one that cannot be read, DataError for one that is empty or torn.
+        Raises ConfigError for a file that cannot be read, DataError for one that is empty or torn.
         """
         counts = (
             map(count_lines, paths)
@@ -60,7 +60,7 @@ class TextIndex:
     def first_line(self, chunk: int) -> int:
         return self._bounds[chunk]
 
-    def place(self, line: int) -> str:
+    def location(self, line: int) -> str:
         index = self.chunk_of(line)
         chunk = self.chunks[index]
         return f"{chunk.path}, line {chunk.first_line + line - self._bounds[index] + 1}"
@@ -69,20 +69,21 @@ class TextIndex:
         return chunk + 1 == len(self.chunks) or self.chunks[chunk + 1].first_line == 0
 
     def differs(self, chunk: int, found: int) -> DataError:
-        """Of a chunk that has other lines now than when they were counted; the next start counts them again."""
+        """The error for a chunk whose lines have changed since they were counted; the next start counts them again."""
         path, first_line, num_lines, *_ = self.chunks[chunk]
         if self._kept_in is not None:
             forget(path, self._kept_in)
         now = "others" if found == num_lines else found
         return DataError(
-            f"{path}: the {num_lines} lines from line {first_line + 1} on are {now} now; leave the file as it is while it is read"
+            f"{path}: the {num_lines} lines from line {first_line + 1} on are {now} now; "
+            "leave the file as it is while it is read"
         )
 
 
 class Lines(NamedTuple):
     """A chunk in memory."""
 
-    first: int  # line, all files counted through
+    first: int  # line, counted over all files
     text: bytes
     starts: Ids  # [n + 1] bytes, where each line starts and the last one ends
 
@@ -102,7 +103,7 @@ class TextCursor:
         self._open = None
 
     def lines(self, numbers: Ids, within: FileSpan) -> bytes:
-        """The text of these lines, all of them `within`, in the given order."""
+        """Returns the text of these lines, all of them `within`, in the given order."""
         chunks = range(self._index.chunk_of(within.start), self._index.chunk_of(within.stop - 1) + 1)
         self._held = {chunk: self._held[chunk] if chunk in self._held else self._read(chunk) for chunk in chunks}
         held = list(self._held.values())
@@ -131,7 +132,7 @@ class TextCursor:
 
 
 def line_run(lines: Lines, run: slice) -> bytes:
-    """Those of `lines` that stand in a run of lines."""
+    """Returns the part of `lines` that is in a run of lines."""
     last = len(lines.starts) - 1
     start, stop = min(max(run.start - lines.first, 0), last), min(max(run.stop - lines.first, 0), last)
     return lines.text[lines.starts[start] : lines.starts[stop]]
@@ -149,7 +150,7 @@ def scattered_lines(held: list[Lines], numbers: Ids) -> bytes:
 
 
 def count_lines(path: Path) -> Pieces:
-    """One pass over the file's bytes. Raises DataError where it holds no line or ends within its compression."""
+    """Counts lines in one pass. Raises DataError if the file is empty or its compression is cut off."""
     with open_text(path) as stream:
         pieces = [(text.count(b"\n") + (not text.endswith(b"\n")), len(text)) for text in whole_lines(stream, path)]
     if not pieces:
@@ -172,21 +173,21 @@ def open_text(path: Path) -> IO[bytes]:
 
 
 def whole_lines(stream: IO[bytes], path: Path) -> Iterator[bytes]:
-    """The stream's bytes in pieces of about CHUNK_BYTES that end where a line ends."""
+    """Yields the stream's bytes in blocks of about CHUNK_BYTES that end at a line end."""
     rest = b""
     while data := read(stream, path, CHUNK_BYTES):
         end = data.rfind(b"\n") + 1
         if end:
             yield rest + data[:end]
         elif len(rest) > CHUNK_BYTES:
-            raise DataError(f"{path}: a line is longer than {CHUNK_BYTES} bytes; give a file of one sample a line")
+            raise DataError(f"{path}: a line is longer than {CHUNK_BYTES} bytes; give a file of one sample per line")
         rest = data[end:] if end else rest + data
     if rest:
         yield rest
 
 
 def read(stream: IO[bytes], path: Path, nbytes: int, offset: int | None = None) -> bytes:
-    """The next bytes of the stream, or those at `offset`."""
+    """Reads the stream's next bytes, or those at `offset`."""
     try:
         if offset is not None and stream.tell() != offset:
             stream.seek(offset)

@@ -1,11 +1,11 @@
-"""Batches decoded by prefetcher.workers processes, in the order and with the bits that one would give.
+"""Decodes batches in prefetcher.workers processes, in the order and with the bits of a single one.
 
     decoder 0: steps 0, 3, 6, ...  --> queue --+
     decoder 1: steps 1, 4, 7, ...  --> queue --+--> take: step 0 of the first, step 1 of the second, ...
     decoder 2: steps 2, 5, 8, ...  --> queue --+
 
-Every decoder walks the whole schedule and skips what is not its own. So an error is met where its batch would have been, and the end
-where the next batch is missing.
+Every decoder walks the whole schedule and skips the batches of others. So an error appears where its batch would have
+been, and the end where the next batch is missing.
 """
 
 import atexit
@@ -21,12 +21,12 @@ from rowcast.runtime.position import Position
 from rowcast.runtime.telemetry.logs import get_logger
 from rowcast.runtime.telemetry.timeline import Timeline
 
-NUM_AHEAD = 8  # batches of a stream decoded ahead, all decoders together
-LEAST_AHEAD = 2  # of each decoder, so that it decodes one while another waits
+NUM_AHEAD = 8  # batches of a stream decoded ahead by all decoders together
+LEAST_AHEAD = 2  # per decoder, so that it decodes one batch while another waits
 
 
 class DecodedStream:
-    """A `Stream` (see `source.py`) of `num_decoders` processes."""
+    """A `BatchStream` of `num_decoders` processes."""
 
     def __init__(
         self,
@@ -79,14 +79,16 @@ class DecodedStream:
         if isinstance(delivery, EndOfBatches):
             self._ended = True
             return None
-        place = delivery.place
-        assert place.step == self._next_step, f"decoder {index} gave step {place.step} where {self._next_step} follows"
+        point = delivery.point
+        assert point.step == self._next_step, (
+            f"decoder {index} gave step {point.step}, but step {self._next_step} follows"
+        )
         self._next_step += 1
         self._show(index, delivery)
         self._invalid_ids[index], self._blocked_s[index] = delivery.invalid_ids, delivery.blocked_s
         self.counters.batches += 1
         self.counters.invalid_ids, self.counters.decoder_blocked_s = sum(self._invalid_ids), sum(self._blocked_s)
-        return place, delivery.part
+        return point, delivery.part
 
     @property
     def ended(self) -> bool:
@@ -100,7 +102,8 @@ class DecodedStream:
             decoder.close()
 
     def _show(self, index: int, delivery: Delivery) -> None:
-        """Puts a batch's decoding on the timeline, and before it how long the child took to hand over the one before."""
+        """Puts a batch's decoding on the timeline, and before it the time that the child waited to send the previous
+        one."""
         if self._timeline is None:
             return
         track, before_s = f"decoder {index}" + (" (dense)" if self._columns == "dense" else ""), self._decoded_s[index]
@@ -108,7 +111,7 @@ class DecodedStream:
             blocked_s = delivery.blocked_s - self._blocked_s[index]
             self._timeline.add("wait", "queue", blocked_s, ended_s=before_s + blocked_s, track=track)
         self._timeline.add(
-            "work", "decode", delivery.decode_s, delivery.place.step, ended_s=delivery.decoded_s, track=track
+            "work", "decode", delivery.decode_s, delivery.point.step, ended_s=delivery.decoded_s, track=track
         )
         self._decoded_s[index] = delivery.decoded_s
 
@@ -119,7 +122,7 @@ class DecodedStream:
 
 
 class WorkerSource(Source):
-    """A `Source` that decodes in child processes, at most about `num_ahead` batches ahead of what was polled."""
+    """A `Source` that decodes in child processes, at most about `num_ahead` batches ahead of the polls."""
 
     def __init__(
         self,
@@ -131,7 +134,8 @@ class WorkerSource(Source):
         on_arrival: Callable[[], None] = lambda: None,
         timeline: Timeline | None = None,
     ) -> None:
-        """`on_arrival` is called by the receivers' threads whenever a poll may have something new: a batch, the end, an error."""
+        """The receivers' threads call `on_arrival` whenever a poll may return something new: a batch, the end, an
+        error."""
         self._job = job
         num_decoders = job.prefetcher.workers if can_share(job) else 1
         self._decoded: list[DecodedStream] = []
@@ -141,7 +145,7 @@ class WorkerSource(Source):
                 columns,
                 max_steps,
                 start,
-                num_decoders=1 if columns == "dense" else num_decoders,  # the rest is little, and never far ahead
+                num_decoders=1 if columns == "dense" else num_decoders,  # dense features are little work, not far ahead
                 num_ahead=num_ahead,
                 on_arrival=on_arrival,
                 timeline=timeline,
@@ -160,5 +164,5 @@ class WorkerSource(Source):
 
     @property
     def pids(self) -> list[int]:
-        """Of the decoding processes, once started."""
+        """Process ids of the decoding processes, once started."""
         return [pid for stream in self._decoded for pid in stream.pids]

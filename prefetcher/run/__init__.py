@@ -1,1 +1,1 @@
-"""How a run of the prefetcher is started, repeated after the loss of a trainer, sized and observed."""
+"""How a run of the prefetcher is started, sized, observed, and repeated after the loss of a trainer."""

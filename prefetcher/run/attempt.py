@@ -1,7 +1,7 @@
-"""One attempt of a run: from the first batches to the last good-bye, or to the loss of its trainer.
+"""Runs one attempt: from the first batches to the last goodbye, or to the loss of its trainer.
 
-It begins where the newest checkpoint ends, with a cold cache, rings and a conversation of its own. Opens in one order, closes in the
-reverse, whatever happens in between.
+An attempt starts from the newest checkpoint, with a cold cache and with rings and a conversation of its own. Whatever
+happens, it closes its parts in the reverse of the order in which it opened them.
 """
 
 import os
@@ -62,20 +62,20 @@ class PrefetcherRunParts:
     run_id: str
     max_steps: int | None
     save_trace: Path | None
-    verify: float  # share of the rows that are followed by their checksums
+    verify: float  # share of the rows whose checksums are followed
     signals: Signals
     health: Health
     counters: PrefetcherCounters  # over all attempts
     checkpoints: Checkpoints
     tables: Tables
-    go_on: Callable[[], None]  # called when training begins, from a checkpoint of a complete run too
+    on_training: Callable[[], None]  # called when training begins, also from a checkpoint of a complete run
 
 
 class PrefetcherAttempt:
     def __init__(self, run: PrefetcherRunParts, newest: Manifest | None, transport: Transport, crew: Crew) -> None:
-        """`newest`: the checkpoint to go on from. `transport`: the job's, with the time-out for the trainer to come."""
-        self.newest = newest  # checkpoint on disk
-        self.finished = False  # the data has ended, everything is on disk and the trainer has said good-bye
+        """`newest`: the checkpoint to continue from. `transport`: the job's, with this attempt's connect time-out."""
+        self.newest = newest  # the newest checkpoint on disk
+        self.finished = False  # the data has ended, everything is durable and the trainer has said goodbye
         self._run = run
         self._job = run.job
         self._transport = transport
@@ -93,9 +93,9 @@ class PrefetcherAttempt:
         self._engine: PrefetcherEngine | None = None
 
     def live(self) -> None:
-        """Returns when the run is finished or was stopped in order. Raises the first error of any stage, PeerLost among them."""
+        """Returns when the run finished or was stopped in order. Raises the first error of any stage, or PeerLost."""
         with ExitStack() as stack:
-            incarnation = 1 + secrets.randbelow(2**31)  # so that a frame of an earlier one is known as such
+            incarnation = 1 + secrets.randbelow(2**31)  # random, so that frames of an earlier attempt are recognized
             link = ZmqLink.prefetcher(self._job.run_dir, on_receive=self._bell.ring, transport=self._transport)
             stack.callback(link.close)
             link.start()
@@ -103,7 +103,7 @@ class PrefetcherAttempt:
             stack.callback(self._source.close)
             try:
                 self._converse(stack, conversation, link)
-                self._crew.stop()  # nothing may follow the good-bye, no heartbeat either
+                self._crew.stop()  # nothing may follow the goodbye, not even a heartbeat
                 if not self.connected or self._ended():
                     conversation.send(Bye())
             except BaseException as error:
@@ -121,11 +121,11 @@ class PrefetcherAttempt:
 
     @property
     def train_steps(self) -> int:
-        """Of the newest checkpoint."""
+        """Train steps at the newest checkpoint."""
         return 0 if self.newest is None else self.newest.train_steps
 
     def _settle_checkpoint(self) -> None:
-        """A checkpoint that was handed over whole becomes durable although its attempt is over."""
+        """Makes a checkpoint durable that was handed over completely, although its attempt is over."""
         self._crew.stop()
         if self._writer is None:
             return
@@ -135,7 +135,7 @@ class PrefetcherAttempt:
         self.newest = self._writer.newest
 
     def _converse(self, stack: ExitStack, conversation: Conversation, link: ZmqLink) -> None:
-        """From the first batches to the last good-bye. A trainer that has come meanwhile hears that it is not in vain."""
+        """Runs from the first batches to the last goodbye. The watch answers a trainer that connects meanwhile."""
         watch = PeerWatch(
             "trainer",
             conversation,
@@ -175,7 +175,7 @@ class PrefetcherAttempt:
         return self._engine is not None and self._engine.finished
 
     def _measure(self) -> list[PlacedBatch]:
-        """The first batches, as they come from the worker."""
+        """Waits for the first batches from the workers."""
         warm_up(verify=self._run.verify > 0)  # while the child starts
         measured: list[PlacedBatch] = []
         while len(measured) < MEASURED_BATCHES and not self._source.ended and self._run.signals.stop_reason is None:
@@ -189,12 +189,12 @@ class PrefetcherAttempt:
         return measured
 
     def _check_belongs(self) -> None:
-        """Raises where the checkpoint is another job's, or there is nothing to evaluate."""
+        """Raises if the checkpoint belongs to another job, or if there is nothing to evaluate."""
         if self.newest is not None and self.newest.training_digest not in ("", self._training_digest()):
             raise Mismatch(
-                f"the checkpoint after {self.newest.train_steps} train steps in {self._job.run_dir} is of another job: data, tables, "
-                "model, optimizers or seed differ; use the job file that wrote it, or set another job.run_dir, and add --from "
-                f"{self._job.run_dir} to train its model on new data"
+                f"the checkpoint after {self.newest.train_steps} train steps in {self._job.run_dir} is of another job: "
+                "data, tables, model, optimizers or seed differ; use the job file that wrote it, or set another "
+                f"job.run_dir, and add --from {self._job.run_dir} to train its model on new data"
             )
         if self._run.mode == "eval" and self._source.info().num_eval == 0:
             raise ConfigError("there are no evaluation batches; set data.eval_fraction or data.eval_path")
@@ -203,7 +203,7 @@ class PrefetcherAttempt:
         return self._job.training_digest(self._source.info().file_sizes)
 
     def _serve(self, stack: ExitStack, conversation: Conversation, measured: list[PlacedBatch]) -> None:
-        """Everything that the engine needs, then the engine."""
+        """Makes everything that the engine needs, then runs it."""
         run = self._run
         slots = job_slots(self._job, run.groups, measured)
         own = sizes(self._job, run.groups, measured, self._job.lookahead.depth)
@@ -281,11 +281,11 @@ class PrefetcherAttempt:
     # when checkpoints are made
 
     def _known_interval(self) -> CheckpointInterval:
-        """0 where the job says a time that this run has not made train steps of yet."""
+        """The checkpoint interval; 0 if the job gives a time that this run has not converted to train steps yet."""
         checkpoint = self._job.checkpoint
         if checkpoint.every_seconds is None or self._run.mode == "eval":
             return checkpoint.interval
-        assert isinstance(checkpoint.every, str), "a time is text"
+        assert isinstance(checkpoint.every, str), "a time must be text"
         return read_interval(self._run.checkpoints.root, checkpoint.every) or 0
 
     def _pace(self, planner: RowPlanner) -> PaceMeter | None:
@@ -294,14 +294,14 @@ class PrefetcherAttempt:
             return None
         if self._run.save_trace is not None:
             self._log.warning(
-                "no checkpoint before the end: a saved trace has to know when; set checkpoint.every to a number of steps"
+                "no checkpoint before the end: a trace needs their steps; set checkpoint.every to a number of steps"
             )
             return None
         return PaceMeter(seconds, self.train_steps)
 
     def _keep_interval(self, steps: int) -> None:
         checkpoint = self._job.checkpoint
-        assert isinstance(checkpoint.every, str), "a time is text"
+        assert isinstance(checkpoint.every, str), "a time must be text"
         keep_interval(self._run.checkpoints.disk, self._run.checkpoints.root, checkpoint.every, steps)
         self._log.info("the pace is known", checkpoint_every=checkpoint.every, train_steps=steps)
 
@@ -353,23 +353,23 @@ class PrefetcherAttempt:
         )
 
     def _run_stages(self, stack: ExitStack, engine: PrefetcherEngine) -> None:
-        """Waits for the trainer, and runs the stages until the run is over."""
+        """Waits for the trainer and runs the stages until the run is over."""
         run = self._run
         run.health.state = "connecting"
         self._engine = engine
         finish_trace = self._trace(stack, engine)
         self._crew.start(self._stages(engine), stall_clocks(engine))
-        stack.callback(self._crew.stop)  # once more: before the rings and stores are closed
+        stack.callback(self._crew.stop)  # again, before the rings and stores are closed
         self._until_finished(engine)
         finish_trace()
         if self._writer is not None:
             self.newest = self._writer.newest
         self.finished = engine.finished and engine.barrier.finished
         run.health.state = "stopped"
-        self._say_end(engine)
+        self._log_end(engine)
 
     def _stages(self, engine: PrefetcherEngine) -> dict[str, Stage]:
-        """What has a thread from now on; those that keep no clock of their own are put on the timeline, where one is recorded."""
+        """The stages that get a thread. Those without a clock of their own go on the timeline, if one is recorded."""
         stages = {**engine.stages, **({} if self._writer is None else {"checkpoint": self._writer})}
         timeline = self._run.counters.timeline
         if timeline is not None:
@@ -378,7 +378,7 @@ class PrefetcherAttempt:
         return recorded_stages(timeline, stages, mail="deliver", checkpoint="write")
 
     def _trace(self, stack: ExitStack, engine: PrefetcherEngine) -> Callable[[], None]:
-        """Has the plans saved, where that is asked for; what it returns is called when the run is over."""
+        """Saves the plans if the run asks for a trace. The returned function is called when the run is over."""
         if self._run.save_trace is None:
             return lambda: None
         from rowcast.prefetcher.traces.header import trace_header
@@ -400,7 +400,7 @@ class PrefetcherAttempt:
         engine.planning.on_plan = on_plan
         return finish
 
-    def _say_end(self, engine: PrefetcherEngine) -> None:
+    def _log_end(self, engine: PrefetcherEngine) -> None:
         if self._run.verify:
             self._log.info("verified, in rows", **engine.counters.rows_verified)
         reason, steps = self._run.signals.stop_reason, engine.counters.train_steps
@@ -421,7 +421,7 @@ class PrefetcherAttempt:
                 crash_point("Welcome sent")
                 health.state = "running"
                 self._log.info("trainer connected", pid=engine.hello.pid, device=engine.hello.device)
-                run.go_on()
+                run.on_training()
             if signals.stop_reason is not None and not stopping:
                 if engine.hello is None:
                     return

@@ -1,4 +1,4 @@
-"""What an engine shows while it runs: gauges for a scrape, and where idle seconds are counted."""
+"""Reports on a running engine: gauges for a scrape, and counters for the idle seconds of its threads."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -11,7 +11,7 @@ from rowcast.protocol.transport.ring_file import shared_memory
 
 
 def stall_clocks(engine: PrefetcherEngine) -> dict[str, Callable[[float], None]]:
-    """Where the idle seconds of each stage's thread are counted."""
+    """Returns a function per stage that counts the idle seconds of its thread."""
     counters = engine.counters
 
     def planning(seconds: float) -> None:
@@ -40,7 +40,7 @@ def stall_clocks(engine: PrefetcherEngine) -> dict[str, Callable[[float], None]]
 
 
 def idle_gauges(job: Job, num_groups: int) -> PrefetcherGauges:
-    """Where there is no engine."""
+    """The gauges while there is no engine."""
     size_bytes, free_bytes = shared_memory()
     return PrefetcherGauges(
         depth=job.lookahead.depth,
@@ -76,10 +76,10 @@ def engine_gauges(idle: PrefetcherGauges, engine: PrefetcherEngine, source: Work
 
 
 def train_steps_of(interval: CheckpointInterval) -> int:
-    """0 where checkpoints do not come after a number of train steps."""
+    """Train steps between checkpoints; 0 if another rule decides when they are made."""
     return interval if isinstance(interval, int) else 0
 
 
 def steps_between(older: int | None, newer: int | None) -> int:
-    """Steps after `older` up to `newer`; steps count from 0."""
+    """Steps after `older` up to `newer`; None: before step 0."""
     return max(0, (-1 if newer is None else newer) - (-1 if older is None else older))

@@ -1,4 +1,7 @@
-"""`prefetcher keys`: makes the CURVE keys of `transport.keys`, and checks them. What lies where: `protocol/transport/curve_keys.py`."""
+"""Implements `prefetcher keys`: makes the CURVE keys of `transport.keys` and checks them.
+
+`protocol/transport/curve_keys.py` describes the files.
+"""
 
 import os
 import re
@@ -25,21 +28,21 @@ DEFAULT_CLIENT = "trainer"
 
 
 def keys_command(out: Path | None, clients: list[str] | None, check: Path | None) -> list[str]:
-    """The lines to print. Raises ConfigError."""
+    """Returns the lines to print. Raises ConfigError."""
     if (out is None) == (check is None):
         raise ConfigError("say either --out DIR, to make keys, or --check DIR, to check them")
     if check is not None:
         if clients:
             raise ConfigError("--client goes with --out, not with --check")
         return check_keys(check)
-    assert out is not None, "one of the two is given"
+    assert out is not None, "one of the two must be given"
     return make_keys(out, clients or [DEFAULT_CLIENT])
 
 
 def make_keys(folder: Path, clients: list[str]) -> list[str]:
-    """Makes the server's pair, unless it is there already, and one pair a client; says what was made.
+    """Makes the server's pair unless it exists, and one pair per client. Returns what was made.
 
-    Raises ConfigError before anything is written where a client has a pair already or a name cannot be that of a file.
+    Raises ConfigError before writing anything if a client already has a pair or a name cannot be a file's.
     """
     for name in clients:
         if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}", name):
@@ -54,12 +57,12 @@ def make_keys(folder: Path, clients: list[str]) -> list[str]:
         check_folder(each)
     is_new = not (folder / f"{SERVER}{SECRET_END}").exists()
     made = [_make_pair(folder, SERVER)] if is_new else []
-    load_server(folder)  # an old one may not be in order
+    load_server(folder)  # raises if an existing one is damaged
     return made + [_make_pair(folder / CLIENTS, name) for name in clients]
 
 
 def check_keys(folder: Path) -> list[str]:
-    """One line a key. Raises ConfigError for the first that is not in order."""
+    """Returns one line per key. Raises ConfigError for the first that is damaged."""
     check_folder(folder)
     check_folder(folder / CLIENTS)
     lines = [*_check_pairs(folder), *(f"{CLIENTS}/{line}" for line in _check_pairs(folder / CLIENTS))]
@@ -75,9 +78,7 @@ def _check_pairs(folder: Path) -> Iterator[str]:
         public = load_public(public_path) if public_path.exists() else None
         pair = load_pair(secret_path) if secret_path.exists() else None
         if public is not None and pair is not None and pair.public != public:
-            raise ConfigError(
-                f"{public_path} and {secret_path} are not of one pair; make both anew with `prefetcher keys`"
-            )
+            raise ConfigError(f"{public_path} and {secret_path} are not a pair; make both again with `prefetcher keys`")
         halves = " and ".join(half for half, there in (("public", public), ("secret", pair)) if there is not None)
         yield f"{name}: {fingerprint(public or (pair.public if pair else b''))} ({halves})"
 
@@ -91,20 +92,20 @@ def _make_pair(folder: Path, name: str) -> str:
 
 
 def certificate(public: bytes, secret: bytes | None) -> str:
-    """In the format of `zmq.auth`, which offers no way to write one that others can never read."""
+    """Uses the format of `zmq.auth`, whose own function cannot write a file that others can never read."""
     lines = ["metadata", "curve", f'    public-key = "{public.decode()}"']
     if secret is not None:
-        lines = ["#   Secret: give it to nobody.", *lines, f'    secret-key = "{secret.decode()}"']
+        lines = ["#   Secret: do not share it.", *lines, f'    secret-key = "{secret.decode()}"']
     return "\n".join(lines) + "\n"
 
 
 def _write_new(path: Path, mode: int, content: str) -> None:
-    """Has its mode from its first instant. Raises ConfigError where there is such a file."""
+    """Creates the file with its final mode. Raises ConfigError if it exists."""
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, mode)
     except OSError as error:
         raise ConfigError(
-            f"{path} cannot be made ({error.strerror}); remove what is there, or choose another folder"
+            f"{path} cannot be made ({error.strerror}); remove the existing file, or choose another folder"
         ) from error
     with os.fdopen(descriptor, "w") as file:
         file.write(content)

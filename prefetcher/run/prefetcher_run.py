@@ -1,4 +1,4 @@
-"""`prefetcher run`: the lock on the run directory, the newest checkpoint, the tables, and one attempt after another."""
+"""Implements `prefetcher run`: locks the run directory, restores the newest checkpoint and makes attempts."""
 
 import secrets
 from contextlib import ExitStack
@@ -31,20 +31,20 @@ from rowcast.runtime.telemetry.timeline import Timeline
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunOptions:
-    """Of the command line."""
+    """The options of the command line."""
 
     max_steps: int | None = None
     fresh: bool = False
-    source: Path | None = None  # a run directory or an exported file that the run begins with
+    source: Path | None = None  # a run directory or an exported file to start from
     save_trace: Path | None = None
     timeline: bool = False  # record one
     mode: Mode = "train"
-    verify: float = 0.0  # share of the rows that are followed by their checksums
-    checkpoint: str | None = None  # eval: the name of the one to evaluate; None: the newest
+    verify: float = 0.0  # share of the rows whose checksums are followed
+    checkpoint: str | None = None  # eval: the name of the checkpoint to evaluate; None: the newest
 
 
 class PrefetcherRun:
-    """One run, from the lock on its directory on."""
+    """One run, which holds the lock on its directory."""
 
     def __init__(self, job: Job, options: RunOptions, signals: Signals) -> None:
         self._job = job
@@ -58,7 +58,7 @@ class PrefetcherRun:
         self._counters = new_counters(self._groups)
 
     def run(self) -> bool:
-        """Returns when the run is finished or was stopped in order, and which of both. Raises the first error of any stage."""
+        """Returns whether the run finished; False: it was stopped in order. Raises the first error of any stage."""
         if self._job.prefetcher.background:
             move_to_background()
         with ExitStack() as stack:
@@ -98,7 +98,7 @@ class PrefetcherRun:
             counters=self._counters,
             checkpoints=self._checkpoints,
             tables=tables,
-            go_on=self._go_on,
+            on_training=self._on_training,
         )
         return self._live(parts, newest)
 
@@ -111,7 +111,7 @@ class PrefetcherRun:
         if last is None or parts.mode == "eval" or not last.connected:
             return False
         parts.tables.close(at=last.newest)
-        if last.finished and not self._checkpoints.are_fresh:  # else the run that is here is the earlier one
+        if last.finished and not self._checkpoints.are_fresh:  # otherwise the run in the directory is the earlier one
             crash_point("run not marked complete")
             self._directory.mark_complete(self._completion(last.train_steps))
         return last.finished
@@ -125,13 +125,14 @@ class PrefetcherRun:
         )
 
     def _newest(self) -> Manifest | None:
-        """The checkpoint to go on from. Raises ConfigError where the run is complete, and DataError where every checkpoint is damaged."""
+        """Returns the checkpoint to continue from. Raises ConfigError if the run is complete, DataError if every
+        checkpoint is damaged."""
         log = get_logger()
         carry_out(self._checkpoints.settle(log))
         if self._options.mode == "eval":
             return self._checkpoints.choose(self._options.checkpoint, log)
         if self._options.checkpoint is not None:
-            raise ConfigError("--checkpoint chooses what --eval evaluates; a run goes on from its newest checkpoint")
+            raise ConfigError("--checkpoint chooses what --eval evaluates; a run continues from its newest checkpoint")
         if self._options.fresh:
             carry_out(self._checkpoints.begin_fresh())
             return self._first()
@@ -139,7 +140,7 @@ class PrefetcherRun:
         return self._checkpoints.newest_valid(log) or self._first()
 
     def _first(self) -> Manifest | None:
-        """What a new run begins with, where that is given."""
+        """Returns what a new run starts from, if the options name it."""
         if self._options.source is None:
             return None
         source = open_source(self._job, self._options.source)
@@ -147,12 +148,12 @@ class PrefetcherRun:
         get_logger().info("begins with", source=str(self._options.source), after_train_steps=manifest.train_steps)
         return manifest
 
-    def _go_on(self) -> None:
-        """Training begins: the run is not complete any more, where it was and goes on. A fresh run leaves the earlier one as it is."""
+    def _on_training(self) -> None:
+        """Marks a complete run as not complete once it trains again. A fresh run leaves the earlier one as it is."""
         if self._options.mode == "train" and not self._options.fresh:
             self._directory.go_on()
 
 
 def run_prefetcher(job: Job, options: RunOptions, signals: Signals) -> bool:
-    """Whether the run came to its end; otherwise it was stopped in order."""
+    """Returns whether the run finished; False: it was stopped in order."""
     return PrefetcherRun(job, options, signals).run()

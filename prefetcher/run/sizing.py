@@ -1,7 +1,7 @@
-"""What a run takes of its machine where the job file leaves it open: planner threads, and bytes of the rings and of staging.
+"""Chooses what the job file leaves open: the planner's threads, and the bytes of the rings and of staging.
 
-Rings and staging go by a *typical plan*: the rows that the first batches need for the first time, a batch, and the arrays that come with
-them. A plan that brings more, as the first one always does, goes in more pieces.
+Rings and staging are sized by a *typical plan*: the rows that the first batches need for the first time, per batch, and
+the arrays that come with them. A plan that brings more, as the first one always does, is cut into more pieces.
 
     each ring      depth + 1 typical plans: all that may be in flight
     staging        the rows of two typical plans, each way: one is used while the next one comes
@@ -23,13 +23,13 @@ from rowcast.runtime.errors import ConfigError
 
 LEAST_RING_BYTES = 2 * 2**20
 LEAST_STAGING_BYTES = 2**19
-ARRAYS_SPARE = 1.25  # for dense features and labels, which need not be here yet, and for larger batches
+ARRAYS_SPARE = 1.25  # for dense features and labels, which are not known yet, and for larger batches
 MOST_THREADS = 8
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Typical:
-    """Bytes of a plan, judged by the first batches."""
+    """Bytes of a typical plan, estimated from the first batches."""
 
     rows: int
     arrays: int
@@ -42,12 +42,12 @@ class Sizes:
 
 
 def automatic_threads() -> int:
-    """For the planner: a quarter of the cores that this process may use; the rest is for reading, moving rows, and the trainer."""
+    """Planner threads: a quarter of the cores that this process may use, leaving the rest to readers and trainer."""
     return max(1, min(MOST_THREADS, usable_cores() // 4))
 
 
 def sizes(job: Job, groups: Sequence[GroupSpec], measured: Sequence[ScheduledBatch], depth: int) -> Sizes:
-    """Of a run of the job, from its first batches. Raises ConfigError where shared memory has no room for the smallest rings."""
+    """Sizes for a run of the job, from its first batches. Raises ConfigError if the smallest rings do not fit."""
     typical, transport = typical_plan(groups, measured), job.transport
     ring_bytes = (
         transport.mirror_bytes if transport.is_tcp else transport.ring_bytes or automatic_ring_bytes(typical, depth)
@@ -67,7 +67,7 @@ def typical_plan(groups: Sequence[GroupSpec], measured: Sequence[ScheduledBatch]
 
 
 def group_arrays_bytes(batch: Batch, num_rows: int) -> int:
-    """Of a plan's arrays, as if all tables were one group that pools and every row were fetched."""
+    """Bytes of a plan's arrays if all tables were one pooled group and every row were fetched."""
     present = {name for name in ("offsets", "weights") if getattr(batch, name) is not None}
     counts = Counts(
         samples=batch.size,
@@ -81,23 +81,24 @@ def group_arrays_bytes(batch: Batch, num_rows: int) -> int:
 
 
 def automatic_ring_bytes(typical: Typical, depth: int) -> int:
-    """At most a quarter of what is free in shared memory."""
+    """Uses at most a quarter of the free shared memory."""
     wanted = max(LEAST_RING_BYTES, (depth + 1) * (typical.rows + typical.arrays))
     allowed = free_shared_memory() // 4
     if allowed < MIN_RING_BYTES:
         raise ConfigError(
-            f"/dev/shm has {4 * allowed} bytes free, and two rings need at least {8 * MIN_RING_BYTES}; enlarge it or free space in it"
+            f"/dev/shm has {4 * allowed} bytes free, and two rings need at least {8 * MIN_RING_BYTES}; "
+            "enlarge it or free space in it"
         )
     return min(aligned(wanted, 4096), allowed // 4096 * 4096)
 
 
 def staging_bytes(typical_rows: int, ring_bytes: int) -> int:
-    """A piece has at most half a ring, so no more is of use."""
+    """A piece takes at most half a ring, so more staging would not be used."""
     return min(largest_payload(ring_bytes), aligned(max(LEAST_STAGING_BYTES, 2 * typical_rows), ARRAY_ALIGNMENT))
 
 
 def check_shared_memory(ring_bytes: int) -> None:
-    """Raises ConfigError where the two rings do not both fit, before anything is allocated."""
+    """Raises ConfigError if the two rings do not fit, before anything is allocated."""
     free = free_shared_memory()
     if 2 * ring_bytes > free:
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""The tables of a run: one store a group, and the checkpoint that their rows are those of."""
+"""Opens one store per group and restores their rows from a checkpoint."""
 
 from rowcast.job.schema import Job
 from rowcast.job.tables import GroupSpec
@@ -11,7 +11,7 @@ from rowcast.runtime.telemetry.logs import get_logger
 
 
 class Tables:
-    """Opened once a process: the rows outlive a trainer that is lost."""
+    """The stores of a process. They are opened once, so the rows outlive a lost trainer."""
 
     def __init__(self, job: Job, groups: tuple[GroupSpec, ...], checkpoints: Checkpoints, incarnation: int) -> None:
         self.stores: tuple[TrackedStore, ...] = ()
@@ -22,7 +22,7 @@ class Tables:
         self._restored = False
 
     def restore(self, newest: Manifest | None) -> None:
-        """Every row has the value of the checkpoint, or its first one where there is none."""
+        """Gives every row its value at the checkpoint, or its first value if there is none."""
         if not self._restored:
             self._open(newest)
         elif newest is None:
@@ -36,7 +36,7 @@ class Tables:
         self._restored = True
 
     def close(self, at: Manifest | None = None) -> None:
-        """`at`: the checkpoint whose rows these are, which a store that outlives the process may begin with."""
+        """`at`: the checkpoint that the rows are at, for a store that outlives the process and may reuse them."""
         for store in self.stores:
             store.close(None if at is None else at.checksum)
         self.stores = ()

@@ -1,4 +1,4 @@
-"""Compiles the planner's and the store's loops before anybody waits for them: once per installation, then from numba's cache."""
+"""Compiles the loops of planner and stores before they are needed; numba keeps them for later starts."""
 
 import time
 
@@ -13,19 +13,19 @@ from rowcast.prefetcher.verify.verifier import warm_up_checks
 from rowcast.protocol.batch import Batch, ScheduledBatch
 from rowcast.runtime.telemetry.logs import get_logger, said_if_slow
 
-WORTH_SAYING_S = 1.0
+SLOW_S = 1.0
 INITS = ("uniform", "normal:1", "constant:0")
 
 
 def warm_up(*, verify: bool = False) -> None:
-    """Plans three steps of a tiny job and moves their rows, single-hot and weighted bags alike; and checks rows, if the run will."""
+    """Plans three steps of a tiny job and moves their rows, with single-hot and weighted bags."""
     began_s = time.perf_counter()
-    with said_if_slow(WORTH_SAYING_S, "preparing the planner; a first start compiles it: about 15 s"):
+    with said_if_slow(SLOW_S, "preparing the planner; a first start compiles it: about 15 s"):
         plan_and_move()
         if verify:
             warm_up_checks()
     seconds = time.perf_counter() - began_s
-    if seconds > WORTH_SAYING_S:
+    if seconds > SLOW_S:
         get_logger().info("prepared the planner; its first start compiles it", seconds=round(seconds, 1))
 
 

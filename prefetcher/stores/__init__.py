@@ -1,1 +1,1 @@
-"""Where the rows live: one store for each group of tables."""
+"""Stores of rows, one per group of tables."""

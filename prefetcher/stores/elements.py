@@ -1,4 +1,4 @@
-"""Parts of records as numpy arrays, and fp32 values as elements of a part. numpy has no bfloat16: bf16 stands as its bits, uint16."""
+"""Converts between records and numpy arrays of their elements; bf16, which numpy lacks, is held in uint16."""
 
 import numpy as np
 import numpy.typing as npt
@@ -14,15 +14,15 @@ BF16_NAN = 0x7FC0
 
 
 def elements_of(records: Records, part: RecordPart) -> Elements:
-    """A view [n, width] of a part of records u8 [n, record_bytes]."""
+    """Returns a view [n, width] of a part of records u8 [n, record_bytes]."""
     elements: Elements = records.view(ELEMENTS[part.dtype])[:, part.elements]
     return elements
 
 
 def rounded(values: F32, dtype: RowType) -> Elements:
-    """Each value as the nearest that `dtype` has, ties to even: the bits of torch's `.to`, but for a NaN, which stays some NaN.
+    """Rounds to the nearest value of `dtype`, ties to even, with the bits of torch's `.to` (except which NaN).
 
-    What lies beyond the largest becomes an infinity.
+    Values beyond the largest become infinite.
     """
     match dtype:
         case "fp32":
@@ -35,20 +35,20 @@ def rounded(values: F32, dtype: RowType) -> Elements:
 
 
 def upper_halves(values: F32) -> U16:
-    """bf16 is the upper half of fp32: half of its last bit is added, a little less where that bit is 0, and the lower half is cut off."""
+    """Rounds fp32 to bf16, its upper half: adds half of the last bit, or a little less if that bit is 0, and cuts."""
     bits = values.view(np.uint32)
-    rest = bits >> 16
-    rest &= 1
-    rest += bits
-    rest += 0x7FFF
-    rest >>= 16
-    halves = rest.astype(np.uint16)
+    rounded_bits = bits >> 16
+    rounded_bits &= 1
+    rounded_bits += bits
+    rounded_bits += 0x7FFF
+    rounded_bits >>= 16
+    halves = rounded_bits.astype(np.uint16)
     halves[np.isnan(values)] = BF16_NAN
     return halves
 
 
 def widened(elements: Elements, dtype: RowType) -> F32:
-    """Elements of `dtype` as fp32, exactly."""
+    """Converts elements of `dtype` to fp32, exactly."""
     if dtype == "bf16":
         return (elements.astype(np.uint32) << 16).view(np.float32)
     return elements.astype(np.float32, copy=False)

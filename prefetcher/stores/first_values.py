@@ -1,16 +1,19 @@
-"""First values of rows: a counter-based generator, so that a row needs no storage before it is trained and no order of creation.
+"""Computes rows' first values with a counter-based generator, so rows need no storage and no order of creation.
 
-Philox 4x32-10 turns a counter of four 32-bit words and a key of two into four random words, which are columns 4c to 4c + 3 of a row:
+Philox 4x32-10 turns a counter of four 32-bit words and a key of two into four random words, for columns 4c to 4c + 3:
 
     key      seed, low and high half
     counter  row, low 32 bits | row's bits 32 to 47 + c << 16 | xxh3_64 of the table's name, low and high half
 
-    uniform  lo + (hi - lo) * (word >> 8) / 2**24 in float64, rounded to float32 (which may reach hi where hi - lo is tiny beside hi)
-    normal   Box-Muller on words 0, 1 and on words 2, 3: std * sqrt(-2 ln((w0 + 1) / 2**32)) * cos, sin(2 pi w1 / 2**32), in float64
-    constant the constant, no random word
+    uniform  lo + (hi - lo) * (word >> 8) / 2**24 in float64, rounded to float32 (may reach hi if hi - lo is tiny beside
+             it)
+    normal   Box-Muller on words 0, 1 and on words 2, 3: std * sqrt(-2 ln((w0 + 1) / 2**32)) * cos, sin(2 pi w1 / 2**32)
+             in float64
+    constant the constant, without a random word
 
-Weights of fp16 and bf16 are these float32 values, rounded to the nearest, ties to even; a record's master weights are they themselves.
-A table keeps its values when tables are added, moved or widened: nothing depends on its index or its width.
+Weights of fp16 and bf16 are these float32 values, rounded to the nearest, ties to even; a record's master weights are
+the values themselves. A table keeps its values when tables are added, moved or widened: they do not depend on its index
+or width.
 """
 
 from math import cos, log, pi, sin, sqrt
@@ -38,7 +41,7 @@ Words = tuple[np.uint64, np.uint64, np.uint64, np.uint64]  # each below 2**32
 
 
 class Initializer(NamedTuple):
-    """What decides a table's first values; compiled loops take it as it is."""
+    """What decides a table's first values; compiled loops take it."""
 
     kind: int  # UNIFORM on [a, b), NORMAL with mean a and deviation b, CONSTANT a
     a: float
@@ -48,20 +51,21 @@ class Initializer(NamedTuple):
 
 
 def table_initializer(seed: int, table: TableSpec) -> Initializer:
-    """Of the job's seed, 0 to 2**63 - 1, and the table's name and init."""
+    """`seed`: the job's, 0 to 2**63 - 1."""
     kind, a, b = parse_init(table.init, table.num_embeddings)
     return Initializer(KINDS[kind], a, b, np.uint64(seed), np.uint64(xxhash.xxh3_64_intdigest(table.name.encode())))
 
 
 def initial_rows(seed: int, table: TableSpec, rows: I64) -> F32:
-    """The first values of `rows` [n] of a table, f32 [n, embedding_dim]; any order, any subset, always the same bits."""
+    """Returns the first values of `rows` [n] of a table, f32 [n, embedding_dim]. The bits of a row never depend on the
+    others."""
     out = np.empty((len(rows), table.embedding_dim), np.float32)
     fill_initial(table_initializer(seed, table), rows, out)
     return out
 
 
 def first_records(group: GroupSpec, seed: int, keys: I64) -> Bytes:
-    """Records of rows that were never trained: initial weights, initial optimizer state, zero padding. u8 [n, record_bytes]."""
+    """Returns records of untrained rows, u8 [n, record_bytes]: initial weights and optimizer state, zero padding."""
     records = np.zeros((len(keys), group.record_bytes), np.uint8)
     tables = keys >> KEY_SHIFT
     for table in group.tables:
@@ -79,7 +83,7 @@ def first_records(group: GroupSpec, seed: int, keys: I64) -> Bytes:
 
 @compiled_loop
 def fill_initial(initializer: Initializer, rows: I64, out: F32) -> None:
-    """Fills out[i], f32 [n, dim], with the first values of row rows[i]. Callable from Python and from compiled loops."""
+    """Fills out[i], f32 [n, dim], with the first values of row rows[i]. For Python and for compiled loops."""
     for i in range(len(rows)):
         fill_row(initializer, rows[i], out[i])
 

@@ -1,4 +1,4 @@
-"""A store whose operations finish late and out of order, as those of a slow device do. It holds nothing itself: it delays another store."""
+"""Wraps a store so that its operations finish late and out of order, as on a slow device."""
 
 import random
 from collections.abc import Callable, Sequence
@@ -11,10 +11,10 @@ class LateTicket:
     def __init__(self, chance: random.Random, operation: Callable[[], Ticket]) -> None:
         self._chance = chance
         self._operation: Callable[[], Ticket] | None = operation
-        self._ticket: Ticket | None = None  # of the operation, once it was begun
+        self._ticket: Ticket | None = None  # of the operation, once it has begun
 
     def done(self) -> bool:
-        """Begins the operation only now, when the dice say so: nobody may rely on it having happened earlier."""
+        """Starts the operation only now, at random, so that no caller can rely on it having happened earlier."""
         if self._operation is not None and self._chance.random() < 0.3:
             self._ticket = self._operation()
             self._operation = None

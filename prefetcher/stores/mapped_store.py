@@ -1,13 +1,13 @@
-"""Rows in a file mapped into memory, for tables larger than memory: the kernel keeps those in use at hand.
+"""Stores rows in a memory-mapped file, for tables larger than memory: the kernel caches the rows in use.
 
     0        header      one page: the layout, and the checkpoint that the file was closed at (table_header.py)
-    4096     marks       a byte a row (row_loops.py), to the end of a page
+    4096     marks       one byte per row (row_loops.py), to the end of a page
     ...      records     of fixed stride, table after table
 
-The file is scratch. It holds a checkpoint's rows only if it was closed at that very checkpoint, which the header then says; while it is
-open, and after a crash, it says that it is worth nothing, and the next process makes it anew and restores. No checkpoint refers to it.
-Only the header has a checksum: to check the records at a start would take as long as to restore them. Where the disk fails under the
-mapping, the kernel ends the process with SIGBUS.
+The file is scratch. It holds a checkpoint's rows only if it was closed at that very checkpoint, which the header then
+says; while it is open, and after a crash, the header says that it is worthless, and the next process makes it again and
+restores. No checkpoint refers to it. Only the header has a checksum: checking the records at a start would take as long
+as restoring them. If the disk fails under the mapping, the kernel ends the process with SIGBUS.
 """
 
 import mmap
@@ -31,14 +31,14 @@ def open_store(job: Job, group: GroupSpec, incarnation: int, checkpoint: str | N
 
 
 class MappedStore(TableStore):
-    """As a MemoryStore, with the rows in `<folder>/<group>.rows`. Made by `open`."""
+    """Like MemoryStore, with the rows in `<folder>/<group>.rows`. Created by `open`."""
 
     def __init__(self, group: GroupSpec, file: TableFile, header: TableHeader, *, restored: bool) -> None:
         marks_end, nbytes = file_layout(group)
         memory = file.map(nbytes)
-        # else the kernel's reading ahead soon has all of them at hand after a restart
+        # in smaller files, reading ahead soon caches all rows after a restart
         if nbytes > physical_memory_bytes() // 2:
-            # and here would push out rows in use for others that nobody asked for
+            # in larger files, it would replace rows in use by others that were not requested
             memory.madvise(mmap.MADV_RANDOM, marks_end)
         words = np.frombuffer(memory, np.uint64, group.num_rows * group.record_bytes // 8, marks_end)
         marks = np.frombuffer(memory, np.uint8, group.num_rows, HEADER_BYTES)
@@ -50,16 +50,16 @@ class MappedStore(TableStore):
 
     @classmethod
     def open(cls, group: GroupSpec, seed: int, folder: Path, *, incarnation: int, checkpoint: str | None) -> Self:
-        """Has the rows of `checkpoint` where the file was closed at it, otherwise none. Until it is closed at one, the file says that it
-        is open.
+        """Has the rows of `checkpoint` if the file was closed at it, otherwise none. Until it is closed at one, the
+        file says that it is open.
 
-        `checkpoint` must name content, not only a step: what an earlier run left under the same name would pass for it.
-        Raises ConfigError: another process has the file, or there is no room for all of it.
+        `checkpoint` must identify content, not only a step, or an earlier run's rows of the same name would be taken.
+        Raises ConfigError if another process has the file or there is not enough space for all of it.
         """
         path, (_, nbytes), layout = folder / f"{group.name}.rows", file_layout(group), layout_digest(group, seed)
         file = TableFile.open(path)
         try:
-            reason = why_started_anew(file, layout, checkpoint, nbytes)
+            reason = why_rows_are_lost(file, layout, checkpoint, nbytes)
             header = TableHeader(layout=layout, incarnation=incarnation, closed_at=None)
             file.begin(header, nbytes, keep=reason is None)
             get_logger().info(
@@ -71,14 +71,14 @@ class MappedStore(TableStore):
             raise
 
     def close(self, checkpoint: str | None = None) -> None:
-        """Rows first, then the header that vouches for them. A disk that fails here costs only the restore at the next start."""
+        """Writes rows, then the header that vouches for them. A failure only costs a restore at the next start."""
         if checkpoint is not None and self._memory is not None:
-            self._vouch(checkpoint, self._memory)
+            self._mark_closed(checkpoint, self._memory)
         super().close()
         self._memory = None
         self._file.close()
 
-    def _vouch(self, checkpoint: str, memory: mmap.mmap) -> None:
+    def _mark_closed(self, checkpoint: str, memory: mmap.mmap) -> None:
         try:
             memory.flush()
             self._file.sync()
@@ -90,7 +90,7 @@ class MappedStore(TableStore):
 
 
 def file_layout(group: GroupSpec) -> tuple[int, int]:
-    """(where the records begin, bytes of the file)."""
+    """Returns where the records begin, and the bytes of the file."""
     marks_end = aligned(HEADER_BYTES + group.num_rows, mmap.PAGESIZE)
     return marks_end, aligned(marks_end + group.num_rows * group.record_bytes, mmap.PAGESIZE)
 
@@ -99,8 +99,8 @@ def physical_memory_bytes() -> int:
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
-def why_started_anew(file: TableFile, layout: str, checkpoint: str | None, nbytes: int) -> str | None:
-    """None where the file has the checkpoint's rows."""
+def why_rows_are_lost(file: TableFile, layout: str, checkpoint: str | None, nbytes: int) -> str | None:
+    """None if the file has the checkpoint's rows."""
     if file.nbytes == 0:
         return "a new file"
     reason = why_rebuilt(file.read_header(), layout, checkpoint)

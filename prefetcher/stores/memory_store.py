@@ -1,4 +1,4 @@
-"""Rows in this process's memory. A row takes memory only once it was trained."""
+"""Stores rows in this process's memory, which a row takes only once it was trained."""
 
 import mmap
 
@@ -16,9 +16,9 @@ def open_store(job: Job, group: GroupSpec, incarnation: int, checkpoint: str | N
 
 
 def lazy_array(num_rows: int, num_words: int) -> Words:
-    """u64 [num_rows, num_words] of zeros that take memory page by page, as they are written. Raises MemoryError.
+    """Returns u64 [num_rows, num_words] of zeros that take memory page by page as they are written. Raises MemoryError.
 
-    numpy would ask for huge pages: then the first write of a row clears 2 MiB, and a sparse table takes all of its memory at once.
+    numpy would ask for huge pages: the first write of a row would clear 2 MiB, and a sparse table take all its memory.
     """
     try:
         memory = mmap.mmap(-1, max(1, num_rows * num_words * 8))
@@ -36,7 +36,7 @@ class MemoryStore(TableStore):
             words, marks = lazy_array(group.num_rows, group.record_bytes // 8), np.zeros(group.num_rows, np.uint8)
         except MemoryError:
             raise ConfigError(
-                f"tables of group {group.name} need {group.num_rows * group.record_bytes / 2**30:.1f} GiB, more than this machine can "
-                f"address; use fewer rows or a smaller embedding_dim"
+                f"tables of group {group.name} need {group.num_rows * group.record_bytes / 2**30:.1f} GiB, more than "
+                "this machine can address; use fewer rows or a smaller embedding_dim"
             ) from None
         super().__init__(group, words, marks)

@@ -1,7 +1,7 @@
-"""The compiled loops over an array of records and its marks, and over bits of rows.
+"""Compiled loops over arrays of records and their marks, and over bits of rows.
 
-A mark is one byte a row: 0 where it was never written and what the array holds means nothing, PRESENT where it was. A bit is one of 64 in
-a word; that of row r is bit r % 64 of word r // 64.
+A mark is one byte per row: PRESENT if the row was written; 0 if not, and its record means nothing. Bits are packed 64
+to a word; that of row r is bit r % 64 of word r // 64.
 """
 
 import numpy as np
@@ -14,15 +14,15 @@ Marks = Bytes  # [rows]
 Positions = I64
 
 PRESENT = 1
-BITS = 64  # of a word
+BITS = 64  # per word
 
-ROWS_AHEAD = 8  # asked for before they are copied
-LINE_WORDS = 8  # of a cache line
+ROWS_AHEAD = 8  # how many rows ahead the processor prefetches
+LINE_WORDS = 8  # per cache line
 
 
 @compiled_loop
 def gather(words: Words, marks: Marks, positions: Positions, out: Words) -> int:
-    """out[i] = words[positions[i]] for every row present. Returns how many are absent: their out[i] is left as it was."""
+    """Sets out[i] = words[positions[i]] for present rows and leaves the others. Returns how many are absent."""
     width, flat = words.shape[1], words.reshape(-1)
     num_absent = 0
     for i in range(len(positions)):
@@ -41,7 +41,7 @@ def gather(words: Words, marks: Marks, positions: Positions, out: Words) -> int:
 
 @compiled_loop
 def scatter(source: Words, positions: Positions, words: Words, marks: Marks) -> None:
-    """words[positions[i]] = source[i], and marks the rows present."""
+    """Sets words[positions[i]] = source[i] and marks the rows present."""
     for i in range(len(positions)):
         row = positions[i]
         marks[row] = PRESENT
@@ -63,7 +63,7 @@ def clear_bits(bits: Words, rows: Positions) -> None:
 
 @compiled_loop
 def clear_all_bits(bits: Words) -> None:
-    """Only words with bits are written: the others may have no memory yet."""
+    """Writes only words with bits, as the others may have no memory yet."""
     for i in range(len(bits)):
         if bits[i]:
             bits[i] = 0
@@ -82,8 +82,8 @@ def count_bits(bits: Words) -> int:
 
 @compiled_loop
 def find_bits(bits: Words, start: int, end: int, out: Positions) -> tuple[int, int]:
-    """Writes the rows of [start, end) whose bit is set into `out`, ascending, until it is full. Returns how many there are, and where to
-    go on.
+    """Fills `out` with the rows of [start, end) whose bit is set, ascending, until it is full. Returns how many there
+    are, and where to continue.
     """
     found, row = 0, start
     while row < end and found < len(out):

@@ -1,4 +1,4 @@
-"""What a store of rows promises. One instance holds the rows of one group; `tracked_store.py` adds what every store would repeat."""
+"""Defines what a store of rows must do. One instance holds one group; `tracked_store.py` adds what all stores share."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -14,20 +14,20 @@ Records = Bytes  # [n, record_bytes]
 
 
 class Ticket(Protocol):
-    """An operation under way. Its arrays belong to the store until `done()` has returned True."""
+    """An operation in progress. Its arrays belong to the store until `done()` has returned True."""
 
     def done(self) -> bool:
-        """Whether the operation is complete; never blocks. Raises what the operation raised."""
+        """Whether the operation is complete; never blocks. Raises the operation's error."""
 
 
 class ReadTicket(Ticket, Protocol):
     @property
     def absent(self) -> Sequence[int] | I64:
-        """Once done: which of the keys read have no row, by their position among them."""
+        """Once done: the positions, among the keys read, of those that have no row."""
 
 
 class Finished:
-    """The ticket of an operation that was complete when it was handed out."""
+    """The ticket of an operation that was complete when it was returned."""
 
     def __init__(self, absent: Sequence[int] | I64 = ()) -> None:
         self.absent = absent
@@ -45,38 +45,36 @@ def finish(ticket: Ticket) -> None:
 
 
 class RowStore(ABC):
-    """Records by key. Keys were range-checked at the edge: each names a row of the group, which may never have been written.
+    """Records by key. The reader has checked the keys: each names a row of the group, perhaps one never written.
 
-    `read` is called from the fetcher's thread and `write` from the write-back's, at the same time but never for the same key at once.
-    A job's store is opened by the function open_store(job, group, incarnation, checkpoint) of its module, see `job/stores.py`.
+    The fetcher's thread calls `read` and the write-back's `write`, at the same time but never for the same key. The
+    function open_store(job, group, incarnation, checkpoint) of a store's module opens it, see `job/stores.py`.
     """
 
-    restored = (
-        False  # whether it began with the rows of the checkpoint that it was opened for, so that none must be restored
-    )
+    restored = False  # whether it has the rows of the checkpoint that it was opened for, so that none must be restored
 
     @abstractmethod
     def read(self, keys: Keys, out: Records) -> ReadTicket:
-        """Copies records to `out`, a view that stays valid until the ticket is done. Those of rows that were never written may be left as
-        they are: the ticket names them.
+        """Copies records to `out`, a view that stays valid until the ticket is done. Records of rows that were never
+        written may be left as they are: the ticket names them.
         """
 
     @abstractmethod
     def write(self, keys: Keys, rows: Records) -> Ticket:
-        """Stores records, which are this store's own only until the ticket is done."""
+        """Stores records. The arrays belong to the store only until the ticket is done."""
 
     @abstractmethod
     def close(self, checkpoint: str | None = None) -> None:
-        """Frees what the store holds; idempotent. `checkpoint`: the identity of the one whose rows these are, where a store that outlives
-        its process may keep them for it; None: they are worth nothing.
+        """Frees what the store holds; idempotent. `checkpoint`: the identity of the checkpoint that the rows are at,
+        for a store that outlives its process; None: the rows are worthless.
         """
 
 
 class RowNumbers:
-    """The rows of a group counted through, table after table."""
+    """Numbers the rows of a group, table after table."""
 
     def __init__(self, group: GroupSpec) -> None:
-        self.first = np.zeros(max(table.index for table in group.tables) + 1, np.int64)  # row of each table
+        self.first = np.zeros(max(table.index for table in group.tables) + 1, np.int64)  # number of each table's first
         sizes = [table.num_embeddings for table in group.tables]
         self.first[[table.index for table in group.tables]] = np.cumsum([0, *sizes[:-1]])
 
@@ -86,5 +84,5 @@ class RowNumbers:
         return numbers
 
     def keys(self, table: int, numbers: I64) -> Keys:
-        """Of rows of one table."""
+        """The keys of rows of one table."""
         return make_keys(table, numbers - self.first[table])

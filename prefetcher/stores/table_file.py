@@ -1,4 +1,4 @@
-"""The file under a mapped store: locked by one process, reserved to its last byte, with a header that is durable when it is written."""
+"""The file of a mapped store: locked by one process, fully reserved on the disk, with a durable header."""
 
 import errno
 import fcntl
@@ -26,7 +26,7 @@ class TableFile:
 
     @classmethod
     def open(cls, path: Path) -> Self:
-        """Opens or makes the file, with its folder. Raises ConfigError where that cannot be or another process has it."""
+        """Opens or makes the file and its folder. Raises ConfigError if that fails or another process has the file."""
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             return cls(path, lock_named(path))
@@ -43,7 +43,7 @@ class TableFile:
         return TableHeader.decode(os.pread(self._open, HEADER_BYTES, 0))
 
     def write_header(self, header: TableHeader) -> None:
-        """Durable when it returns. Raises OSError."""
+        """The header is durable when this returns. Raises OSError."""
         page = header.encode()
         written = os.pwrite(self._open, page, 0)
         if written != len(page):
@@ -51,13 +51,15 @@ class TableFile:
         os.fsync(self._open)
 
     def begin(self, header: TableHeader, nbytes: int, *, keep: bool) -> None:
-        """Makes the file `nbytes` of reserved space behind a durable header; without `keep`, of zeros.
+        """Gives the file `nbytes` of reserved space after a durable header; all zeros without `keep`.
 
-        Reserved, because a write to a hole of a full disk would kill the process with SIGBUS. Nothing is read or filled: what was never
-        written reads as zeros. Where the file system cannot reserve, glibc writes to each of its blocks instead, which takes a while and
-        is as safe; another C library says so, and then space was only seen to be free: a disk that fills up later kills the process.
+        The space is reserved because a write to a hole on a full disk would kill the process with SIGBUS. Nothing is
+        read or filled: unwritten bytes read as zeros. If the file system cannot reserve, glibc writes to each block
+        instead, which takes a while and is as safe; another C library reports an error, and then the space was only
+        seen to be free: a disk that fills up later kills the process.
 
-        Raises ConfigError: where space is too little, before anything is changed. A file that could not be made is removed.
+        Raises ConfigError if there is too little space, before anything is changed. A file that could not be made is
+        removed.
         """
         self._check_space(nbytes)
         try:
@@ -70,24 +72,25 @@ class TableFile:
             if error.errno in NO_SPACE:
                 raise self._too_little(nbytes, self._free_bytes()) from None
             raise ConfigError(
-                f"the table file {self.path} of {nbytes} bytes cannot be made ({error.strerror}); set store.path to another disk"
+                f"the table file {self.path} of {nbytes} bytes cannot be made ({error.strerror}); "
+                "set store.path to another disk"
             ) from None
 
     def map(self, nbytes: int) -> mmap.mmap:
-        """All of the file. It stays mapped for as long as an array over it is held, also after `close`. Raises ConfigError."""
+        """Maps all of the file, for as long as an array over it is held, also after `close`. Raises ConfigError."""
         try:
             return mmap.mmap(self._open, nbytes)
         except (OSError, OverflowError, ValueError):
             raise ConfigError(
-                f"the table file {self.path} of {nbytes} bytes is more than this machine can address; use fewer rows or a smaller "
-                f"embedding_dim"
+                f"the table file {self.path} of {nbytes} bytes is more than this machine can address; "
+                "use fewer rows or a smaller embedding_dim"
             ) from None
 
     def sync(self) -> None:
         os.fsync(self._open)
 
     def close(self) -> None:
-        """Gives the lock back. Idempotent."""
+        """Releases the lock. Idempotent."""
         if self._descriptor is not None:
             # a mapping holds a duplicate of the descriptor, which would keep the lock
             fcntl.flock(self._descriptor, fcntl.LOCK_UN)
@@ -100,7 +103,7 @@ class TableFile:
         return self._descriptor
 
     def _free_bytes(self) -> int:
-        """That the file may have in all: those it has, and those free beside it."""
+        """Bytes that the file may have: its own and those that are free."""
         found, disk = os.fstat(self._open), os.fstatvfs(self._open)
         return found.st_blocks * 512 + disk.f_bavail * disk.f_frsize
 
@@ -113,12 +116,13 @@ class TableFile:
 
     def _too_little(self, nbytes: int, free: int) -> ConfigError:
         return ConfigError(
-            f"the table file {self.path} needs {nbytes} bytes, where {free} are free; free space there or set store.path to a larger disk"
+            f"the table file {self.path} needs {nbytes} bytes, but {free} are free; "
+            "free space there or set store.path to a larger disk"
         )
 
 
 def lock_named(path: Path) -> int:
-    """A locked descriptor of the file that has this name. Raises ConfigError where another process has it, OSError."""
+    """Returns a locked descriptor of the file of this name. Raises ConfigError if another process has it, OSError."""
     while True:
         descriptor = os.open(path, FLAGS, 0o600)
         try:
@@ -134,11 +138,11 @@ def lock_named(path: Path) -> int:
         except BaseException:
             os.close(descriptor)
             raise
-        os.close(descriptor)  # its last owner removed it between the two calls
+        os.close(descriptor)  # its last owner removed the file between the two calls
 
 
 def reserve(descriptor: int, nbytes: int) -> None:
-    """Gives a file `nbytes` that are its own on the disk. Raises OSError."""
+    """Reserves `nbytes` on the disk for a file. Raises OSError."""
     try:
         os.posix_fallocate(descriptor, 0, nbytes)
     except OSError as error:

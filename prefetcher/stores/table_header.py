@@ -1,8 +1,8 @@
-"""The first page of a table file: what is in the file, and whether it may be trusted.
+"""The first page of a table file: what the file holds, and whether it may be trusted.
 
     magic 8 | xxh3_64 of the rest of the page, u64 | bytes of msgpack, u32 | Header as msgpack | zeros to 4096
 
-A page with any bit flipped, cut short, or of another version is no header at all.
+A page with a flipped bit, cut short, or of another version is not a header.
 """
 
 from typing import Self
@@ -22,12 +22,11 @@ CONTENT = 20  # where the msgpack begins
 class TableHeader(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     version: int = VERSION
     layout: str  # layout_digest
-    incarnation: int  # that wrote the file last
+    incarnation: int  # the writer of the file
     # identity of the checkpoint whose rows the file holds; None while it is open, and after a crash
     closed_at: str | None
 
     def encode(self) -> bytes:
-        """One page."""
         content = msgspec.msgpack.encode(self)
         assert CONTENT + len(content) <= HEADER_BYTES, (
             f"a header of {len(content)} bytes, of at most {HEADER_BYTES - CONTENT}"
@@ -37,7 +36,7 @@ class TableHeader(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     @classmethod
     def decode(cls, page: bytes) -> Self | None:
-        """None for anything but a page that `encode` of this version made."""
+        """Returns None for anything but a page that `encode` of this version made."""
         rest = page[16:]
         if (
             len(page) != HEADER_BYTES
@@ -48,15 +47,15 @@ class TableHeader(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         try:
             header = msgspec.msgpack.decode(rest[4 : 4 + int.from_bytes(rest[:4], "little")], type=cls)
         except (
-            ValueError,
+            ValueError,  # includes msgspec's own errors and invalid UTF-8
             RecursionError,
-        ):  # msgspec's own errors are ValueErrors; bytes that are no UTF-8 are another
+        ):
             return None
         return header if header.version == VERSION else None
 
 
 def layout_digest(group: GroupSpec, seed: int) -> str:
-    """Of all that decides where a row lies in the file, which bytes it has, and what the rows beside it began with."""
+    """A digest of what decides where a row is in the file, its bytes, and the rows' first values."""
     parts = [(part.name, part.dtype, part.offset, part.width, part.initial) for part in group.parts]
     tables = [(table.index, table.name, table.num_embeddings, table.init) for table in group.tables]
     return digest([group.name, group.record_bytes, parts, tables, seed])

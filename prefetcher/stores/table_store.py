@@ -1,4 +1,4 @@
-"""The rows of a group in one array, table after table, wherever the array lies: what the memory and the mapped store share."""
+"""Keeps the rows of a group in one array, table after table: the common part of the memory and the mapped store."""
 
 import numpy as np
 
@@ -9,7 +9,7 @@ from rowcast.runtime.arrays import I64
 
 
 class TableStore(RowStore):
-    """Needs u64 `words` [num_rows, record_bytes / 8] and u8 `marks` [num_rows], as `row_loops` describes them."""
+    """Takes u64 `words` [num_rows, record_bytes / 8] and u8 `marks` [num_rows], see `row_loops`."""
 
     def __init__(self, group: GroupSpec, words: Words, marks: Marks) -> None:
         self._name, self._numbers = group.name, RowNumbers(group)
@@ -29,5 +29,5 @@ class TableStore(RowStore):
         self._words, self._marks = np.empty((0, 0), np.uint64), np.empty(0, np.uint8)
 
     def _numbers_of(self, keys: Keys) -> I64:
-        assert len(self._marks), f"the store of group {self._name} is closed, and {len(keys)} rows were asked for"
+        assert len(self._marks), f"the store of group {self._name} is closed, but {len(keys)} rows were requested"
         return self._numbers.of(keys)

@@ -1,4 +1,4 @@
-"""The rows of a group as a run sees them: a store of any kind, with first values and with a note of the rows that changed."""
+"""Adds first values and a record of changed rows to a store of any kind."""
 
 from collections.abc import Iterator
 from importlib import import_module
@@ -17,7 +17,7 @@ ROWS_AT_ONCE = 2**16
 
 
 class FilledRead:
-    """The ticket of a read whose absent rows get their first values."""
+    """The ticket of a read that fills absent rows with their first values."""
 
     def __init__(self, ticket: ReadTicket, store: "TrackedStore", keys: Keys, out: Records) -> None:
         self._ticket, self._store, self._keys, self._out = ticket, store, keys, out
@@ -33,27 +33,27 @@ class FilledRead:
 
 
 class TrackedStore:
-    """A row that was never written has its first value.
+    """A store in which unwritten rows have their first values.
 
-    A row has changed when it was written since the last `settle`: those are the rows that the next checkpoint must hold. To restore is
-    to write the checkpoint's rows and to settle; to roll back, to forget the changed rows first.
+    A row has changed if it was written since the last `settle`: the next checkpoint must hold those rows. To restore,
+    write the checkpoint's rows and settle; to roll back, forget the changed rows first.
 
-    `read` is called from the fetcher's thread and `write` from the write-back's, at the same time but never for the same key at once.
-    Everything else is called when no ticket is open: at a barrier, before the first plan or after the last one.
+    The fetcher's thread calls `read` and the write-back's `write`, at the same time but never for the same key. All
+    other methods are called while no ticket is open: at a barrier, before the first plan or after the last one.
     """
 
     def __init__(self, store: RowStore, group: GroupSpec, seed: int) -> None:
         self.store, self._group, self._seed = store, group, seed
         self._numbers = RowNumbers(group)
         self._sizes = {table.index: table.num_embeddings for table in group.tables}
-        self._changed = np.zeros(-(-group.num_rows // BITS), np.uint64)  # a bit a row, by its number
+        self._changed = np.zeros(-(-group.num_rows // BITS), np.uint64)  # one bit per row, by its number
 
     def read(self, keys: Keys, out: Records) -> FilledRead:
         """Copies the rows' records to `out`, a view that stays valid until the ticket is done."""
         return FilledRead(self.store.read(keys, out), self, keys, out)
 
     def write(self, keys: Keys, rows: Records) -> Ticket:
-        """Stores rows. They have changed from here on, even if the ticket is never waited for."""
+        """Stores rows. They count as changed from now on, even if the ticket is never waited for."""
         set_bits(self._changed, self._numbers.of(keys))
         return self.store.write(keys, rows)
 
@@ -62,26 +62,26 @@ class TrackedStore:
 
     @property
     def num_changed(self) -> int:
-        """Rows of all tables that have changed."""
+        """Changed rows of all tables."""
         return count_bits(self._changed)
 
     def changed_keys(self, table: int) -> Keys:
-        """The rows of a table that have changed."""
+        """The changed rows of a table."""
         return np.concatenate([np.empty(0, np.int64), *self._found(table, ROWS_AT_ONCE)])
 
     def changed_rows(self, table: int, block: int) -> Iterator[tuple[Keys, Records]]:
-        """Every row of a table that has changed, by ascending key, at most `block` at a time."""
+        """Yields the changed rows of a table by ascending key, at most `block` at a time."""
         for keys in self._found(table, block):
             records = np.empty((len(keys), self._group.record_bytes), np.uint8)
             finish(self.read(keys, records))
             yield keys, records
 
     def settle(self) -> None:
-        """What is in the store is the state of a checkpoint: no row has changed any more."""
+        """Declares the rows to be those of a checkpoint: none has changed."""
         clear_all_bits(self._changed)
 
     def forget(self, keys: Keys) -> None:
-        """These rows have their first values again and have not changed."""
+        """Gives these rows their first values, unchanged."""
         for start in range(0, len(keys), ROWS_AT_ONCE):
             own = keys[start : start + ROWS_AT_ONCE]
             finish(self.store.write(own, self.first_values(own)))
@@ -92,14 +92,14 @@ class TrackedStore:
         return self.store.restored
 
     def close(self, checkpoint: str | None = None) -> None:
-        """`checkpoint`: as `RowStore.close`; after `settle`."""
+        """`checkpoint`: as in `RowStore.close`; only after `settle`."""
         assert checkpoint is None or self.num_changed == 0, (
-            f"group {self._group.name} is closed at checkpoint {checkpoint} with {self.num_changed} changed rows, expected 0"
+            f"group {self._group.name} is closed at checkpoint {checkpoint} with {self.num_changed} changed rows, "
+            "expected 0"
         )
         self.store.close(checkpoint)
 
     def _found(self, table: int, block: int) -> Iterator[Keys]:
-        """Keys of a table's changed rows, ascending, in blocks."""
         row = int(self._numbers.first[table])
         end = row + self._sizes[table]
         while row < end:
@@ -110,8 +110,8 @@ class TrackedStore:
 
 
 def open_row_store(job: Job, group: GroupSpec, *, incarnation: int, checkpoint: str | None) -> RowStore:
-    """The store that the job asks for. `checkpoint`: identity of the one that the run goes on from; where the store is not `restored`, its
-    rows are to be written into it. Raises ConfigError.
+    """Opens the store that the job asks for. `checkpoint`: identity of the checkpoint that the run continues from; the
+    caller must write its rows to a store that is not `restored`. Raises ConfigError.
     """
     module = import_module(STORES[job.store.kind].module)
     store: RowStore = module.open_store(job, group, incarnation=incarnation, checkpoint=checkpoint)
@@ -119,6 +119,6 @@ def open_row_store(job: Job, group: GroupSpec, *, incarnation: int, checkpoint: 
 
 
 def open_store(job: Job, group: GroupSpec, *, incarnation: int, checkpoint: str | None) -> TrackedStore:
-    """As `open_row_store`, as a run uses it."""
+    """Like `open_row_store`, with first values and a record of changed rows."""
     store = open_row_store(job, group, incarnation=incarnation, checkpoint=checkpoint)
     return TrackedStore(store, group, job.job.seed)

@@ -1,1 +1,1 @@
-"""Saved traces: the ids of every batch and the plans made for them, to be replayed."""
+"""Saved traces: the ids of every batch and the plans made for them, for replay."""

@@ -1,4 +1,4 @@
-"""What stands at the head of a trace: the settings under which its plans were made, and the tables that its ids belong to."""
+"""The header of a trace: the settings under which its plans were made, and the tables of its ids."""
 
 from pathlib import Path
 
@@ -16,7 +16,7 @@ class TraceTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     num_embeddings: int
     embedding_dim: int
     features: list[str]
-    pooled: bool = True  # False: plans keep the table's look-ups apart
+    pooled: bool = True  # False: the table's look-ups are not pooled
 
 
 class TraceGroup(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -26,17 +26,17 @@ class TraceGroup(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 class TraceHeader(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Two runs over the same batches whose headers are equal but for `batch_size` and `capacity` make the same plans."""
+    """Runs over the same batches make the same plans if their headers differ only in `batch_size` and `capacity`."""
 
     tables: list[TraceTable]  # in the job's order, which is that of the features in every array
     groups: list[TraceGroup]
     depth: int
     policy: str
-    # batches known beyond the one planned, at least the depth; None: the policy looks at no future
+    # batches known beyond the one planned, at least the depth; None: the policy does not look ahead
     horizon: Horizon | None
-    id_bytes: int | None  # lookahead.id_bytes, where the horizon is "auto"
+    id_bytes: int | None  # lookahead.id_bytes, if the horizon is "auto"
     pinned: str | None  # checksum of the rows of cache.pin
-    capacity: str | int  # cache.capacity; the slots are what came of it
+    capacity: str | int  # cache.capacity, from which the slots follow
     batch_size: int  # data.batch_size
     checkpoint_every: CheckpointInterval = 0  # between barriers
 
@@ -78,7 +78,7 @@ def same_settings(header: TraceHeader, other: TraceHeader) -> bool:
 
 
 def check_tables(header: TraceHeader, job: Job, where: str) -> None:
-    """Raises Mismatch unless the trace's ids are ids of the job's tables. Widths and optimizer may be others."""
+    """Raises Mismatch unless the trace's ids are ids of the job's tables. Widths and optimizer may differ."""
     ours, theirs = trace_tables(job), header.tables
     if len(ours) != len(theirs):
         raise Mismatch(
@@ -87,7 +87,8 @@ def check_tables(header: TraceHeader, job: Job, where: str) -> None:
     for our, their in zip(ours, theirs, strict=True):
         if (our.name, our.num_embeddings, our.features) != (their.name, their.num_embeddings, their.features):
             raise Mismatch(
-                f"{where}: the trace has table {described(their)} where the job has {described(our)}; use the job file that made it"
+                f"{where}: the trace has table {described(their)} where the job has {described(our)}; "
+                "use the job file that made it"
             )
 
 
@@ -96,5 +97,5 @@ def described(table: TraceTable) -> str:
 
 
 def feature_limits(header: TraceHeader) -> list[tuple[str, int]]:
-    """(name, num_embeddings) of each feature, in the order of every array."""
+    """Returns (name, num_embeddings) of each feature, in the order of every array."""
     return [(feature, table.num_embeddings) for table in header.tables for feature in table.features]

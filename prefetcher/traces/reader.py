@@ -1,4 +1,4 @@
-"""Reading a saved trace (trace.py), step by step, everything checked before anything is indexed with it."""
+"""Reads a saved trace (writer.py) step by step, and checks everything before anything is indexed with it."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -26,19 +26,19 @@ from rowcast.runtime.errors import ConfigError, DataError, Mismatch
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TracedBatch(ScheduledBatch):
-    """A batch out of a trace, with the plan that was made for it. It has ids and no dense features; its labels and weights are zeros."""
+    """A batch from a trace, with its plan's facts. It has no dense features; its labels and weights are zeros."""
 
     facts: PlanFacts
 
 
 class TraceReader:
-    """A trace's header and its steps, one in memory at a time. Use as a context manager."""
+    """A trace's header and its steps, one in memory at a time. A context manager."""
 
     def __init__(self, path: Path) -> None:
-        """Raises ConfigError where there is no such file, Mismatch for another version, DataError for a file that is not whole."""
+        """Raises ConfigError if there is no file, Mismatch for another version, DataError for an incomplete file."""
         self._path = path
         try:
-            path.open("rb").close()  # its errors say why in words
+            path.open("rb").close()  # its errors have a reason in words, unlike Arrow's
             self._file = pa.memory_map(str(path))
         except OSError as error:
             raise ConfigError(
@@ -51,8 +51,8 @@ class TraceReader:
         self.header = self._read_header()
         end = self._row(self._reader.num_record_batches - 1) if self._reader.num_record_batches else {}
         if end.get("kind") != END:
-            raise self._refusal("the last row is no end")
-        # the data had ended; otherwise the run was stopped, with more batches known
+            raise self._refusal("the last row is not an end row")
+        # False: the run was stopped, with more batches known
         self.finished = bool(end["finished"])
         self.rows_flushed = tuple(end["rows_written_back"])  # of each group
 
@@ -61,7 +61,7 @@ class TraceReader:
         return int(self._reader.num_record_batches) - 1
 
     def steps(self) -> Iterator[TracedBatch]:
-        """Every step from 0 on. Raises DataError for one that is damaged."""
+        """Yields every step from 0 on. Raises DataError for a damaged one."""
         for step in range(self.num_steps):
             yield self._step(step)
 
@@ -92,7 +92,7 @@ class TraceReader:
         return header
 
     def _row(self, index: int) -> dict[str, Any]:
-        """Scalars and short lists as Python values, ids and offsets as arrays."""
+        """Returns scalars and short lists as Python values, ids and offsets as arrays."""
         try:
             batch = self._reader.get_batch(index)
             batch.validate(full=True)
@@ -134,7 +134,8 @@ class TraceReader:
             or (np.diff(bounds) < 0).any()
         ):
             raise self._refusal(
-                f"step {step} has {len(ids)} ids and {len(bounds) - 1} bags for {size} samples of {len(features)} features"
+                f"step {step} has {len(ids)} ids and {len(bounds) - 1} bags for {size} samples "
+                f"of {len(features)} features"
             )
         for (feature, limit), start, end in zip(features, bounds[::size], bounds[size::size], strict=False):
             if (ids[start:end] >= np.uint64(limit)).any():
@@ -152,7 +153,6 @@ class TraceReader:
 
 
 def cell(array: Any, name: str) -> Any:
-    """The one value of a column."""
     if name in ("ids", "offsets"):
         return array.flatten().to_numpy(zero_copy_only=False).copy() if array.is_valid()[0].as_py() else None
     return array[0].as_py()

@@ -1,20 +1,21 @@
-"""Saved traces: every batch's ids and what the planner decided for it, in one file that can be planned again, here or elsewhere.
+"""Writes a trace: every batch's ids and the planner's decisions for it, in one file that can be planned again anywhere.
 
-An Arrow IPC file; a record batch of one row a step, compressed, and one more row of kind "end":
+The file is Arrow IPC, with one compressed record batch of one row per step, and a last row of kind "end":
 
     step, train_step, epoch, batch_size    as in ScheduledBatch; batch_size is in samples
     kind               train | eval | end
     ids                [N] feature-major, in the narrowest unsigned type that holds every table's ids
-    offsets            [F * B + 1] or null where every bag holds one id
-    weighted           whether the look-ups have weights, which are not kept: plans do not depend on their values
-    rows_fetched, rows_evicted, rows_written_back, fill_after    a value a group; at the end rows_written_back are the rows flushed
+    offsets            [F * B + 1], or null if every bag holds one id
+    weighted           whether the look-ups have weights, which are not saved: plans do not depend on their values
+    rows_fetched, rows_evicted, rows_written_back, fill_after    one value per group; in the end row, rows_written_back
+                       are the rows flushed
     after_step         or null
     batch_checksum     xxh3 of ids, offsets and weighted, 16 hex digits
-    plan_checksum      xxh3 of the plan's scalars and arrays, but for the weights
-    finished           at the end: whether the data had ended, or a stop was asked for
+    plan_checksum      xxh3 of the plan's scalars and arrays except the weights
+    finished           in the end row: True if the data had ended, False if a stop was asked for
 
-The schema's metadata are the version and the header (trace_header.py). Both sides hold one step in memory. The file appears whole or
-not at all, and so only for a run that ended in order.
+The schema's metadata are the version and the header (header.py). Writer and reader hold one step in memory. The file
+appears only as a whole, and so only for a run that ended in order.
 """
 
 import os
@@ -45,7 +46,7 @@ END = "end"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlanFacts:
-    """What a trace keeps of a plan; a value a group in each tuple."""
+    """What a trace keeps of a plan; each tuple has one value per group."""
 
     rows_fetched: tuple[int, ...]
     rows_evicted: tuple[int, ...]
@@ -77,7 +78,7 @@ def plan_checksum(plan: StepPlan) -> str:
 
 
 def plan_arrays(group: GroupPlan) -> Iterator[npt.NDArray[Any] | None]:
-    """What the planner decided: all but the weights, which are the batch's own."""
+    """Yields what the planner decided: all arrays except the weights, which are the batch's own."""
     for name in GROUP_ARRAYS:
         if name != "weights":
             yield getattr(group, name)
@@ -93,7 +94,7 @@ def batch_checksum(batch: Batch) -> str:
 
 
 def add_array(hasher: Any, array: npt.NDArray[Any] | None) -> None:
-    """With its dtype and shape, so that no two lists of arrays look alike."""
+    """Hashes dtype and shape as well, so that no two lists of arrays look alike."""
     if array is None:
         hasher.update(b" none")
         return
@@ -125,13 +126,13 @@ def trace_schema(header: TraceHeader) -> Any:
 
 
 class TraceWriter:
-    """Use as a context manager; without `finish` nothing is left. One thread at a time."""
+    """A context manager for one thread at a time; without `finish` it leaves no file."""
 
     def __init__(self, path: Path, header: TraceHeader) -> None:
-        """Raises ConfigError where the file cannot be made, as all methods do where it cannot be written."""
-        if path.exists() and not path.is_file():  # a rename would put the trace in place of a device, too
+        """Raises ConfigError if the file cannot be made, as all methods do if it cannot be written."""
+        if path.exists() and not path.is_file():  # a rename would replace even a device by the trace
             raise ConfigError(
-                f"--save-trace {path}: exists and is no file; name a file, such as {path.parent / 'run.trace'}"
+                f"--save-trace {path}: exists and is not a file; name a file, such as {path.parent / 'run.trace'}"
             )
         self._path = path
         self._partial = path.with_name(path.name + ".partial")
@@ -146,9 +147,9 @@ class TraceWriter:
             raise self._refusal(error) from None
 
     def add(self, scheduled: ScheduledBatch, plan: StepPlan) -> None:
-        """The next step, from 0 on."""
+        """Adds the next step, from 0 on."""
         assert scheduled.step == plan.step == self._next_step, (
-            f"step {plan.step} was added where {self._next_step} follows"
+            f"step {plan.step} was added, but step {self._next_step} follows"
         )
         self._next_step += 1
         batch, facts = scheduled.batch, plan_facts(plan)
@@ -171,7 +172,7 @@ class TraceWriter:
         )
 
     def finish(self, rows_flushed: tuple[int, ...], *, finished: bool) -> None:
-        """The barrier behind the last step: the rows that it brought home, of each group. The file appears."""
+        """Adds the barrier after the last step, with each group's rows that it brought home. The file appears."""
         try:
             self._write(step=self._next_step, kind=END, rows_written_back=rows_flushed, finished=finished)
             self._writer.close()
@@ -189,9 +190,9 @@ class TraceWriter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        with suppress(OSError):  # what cannot be written any more is not wanted any more
+        with suppress(OSError):  # the file is removed anyway
             self._file.close()
-        with suppress(OSError):  # renamed, in the usual case
+        with suppress(OSError):  # usually it was renamed
             self._partial.unlink()
 
     def _write(self, **values: Any) -> None:
@@ -203,12 +204,12 @@ class TraceWriter:
 
     def _refusal(self, error: OSError) -> ConfigError:
         return ConfigError(
-            f"--save-trace {self._path}: cannot be written ({error.strerror or error}); choose another file or free space"
+            f"--save-trace {self._path}: cannot be written ({error.strerror or error}); "
+            "choose another file or free space"
         )
 
 
 def column(value: Any, kind: Any) -> Any:
-    """A column of one row."""
     if isinstance(value, np.ndarray):
         values = pa.array(value.astype(kind.value_type.to_pandas_dtype(), copy=False))
         return pa.ListArray.from_arrays(pa.array([0, len(value)], pa.int32()), values)

@@ -1,1 +1,1 @@
-"""`--verify`: checksums of every row that leaves for the device and comes back."""
+"""Implements `--verify`: checksums of rows that leave for the device and come back."""

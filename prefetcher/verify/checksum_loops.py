@@ -1,4 +1,4 @@
-"""The compiled loops of `--verify`: which rows are checked, their checksums, and the ledger's hash."""
+"""Compiled loops of `--verify`: which rows are checked, their checksums, and the ledger's hash."""
 
 import numpy as np
 
@@ -14,9 +14,9 @@ SAMPLE_RANGE = 2**32
 
 @compiled_loop
 def find_sampled(keys: I64, threshold: int, out: I64) -> int:
-    """out[:n] = the places of the sampled keys, n of them. `threshold` from 0 (none) to SAMPLE_RANGE (all).
+    """Sets out[:n] to the positions of the sampled keys, n of them. `threshold` from 0 (none) to SAMPLE_RANGE (all).
 
-    By a hash of the key alone, made with SplitMix64's constants, and another one than the ledger's, so that samples
+    Samples by a hash of the key alone, with SplitMix64's constants. It differs from the ledger's hash, so that samples
     spread over its cells.
     """
     found = 0
@@ -30,18 +30,18 @@ def find_sampled(keys: I64, threshold: int, out: I64) -> int:
 
 
 @compiled_loop
-def row_checksums(words: I32, places: I64, constants: I64, out: I64) -> None:
-    """out[i] = checksum of words[places[i]]; see `rowcast.protocol.row_checksum`."""
-    for i in range(len(places)):
+def row_checksums(words: I32, positions: I64, constants: I64, out: I64) -> None:
+    """Sets out[i] to the checksum of words[positions[i]]; see `rowcast.protocol.row_checksum`."""
+    for i in range(len(positions)):
         total = np.int64(0)
         for column in range(words.shape[1]):
-            total += np.int64(words[places[i], column]) * constants[column]
+            total += np.int64(words[positions[i], column]) * constants[column]
         out[i] = total
 
 
 @compiled_loop
 def find_cells(cells: I64, keys: I64, out: I64) -> int:
-    """out[i] = the cell of keys[i], or NOWHERE. Returns how many are nowhere. There is always a free cell."""
+    """Sets out[i] to the cell of keys[i], or NOWHERE. Returns how many are nowhere. There must be a free cell."""
     mask, missing = np.uint64(len(cells) - 1), 0
     for i in range(len(keys)):
         cell = hash_of(keys[i]) & mask
@@ -57,7 +57,7 @@ def find_cells(cells: I64, keys: I64, out: I64) -> int:
 
 @compiled_loop
 def enter(cells: I64, keys: I64, out: I64) -> None:
-    """As `find_cells`, and keys that are nowhere get a cell. The caller has made room."""
+    """Like `find_cells`, but keys that are nowhere get a cell. The caller must have made room."""
     mask = np.uint64(len(cells) - 1)
     for i in range(len(keys)):
         cell = hash_of(keys[i]) & mask

@@ -1,4 +1,4 @@
-"""The sampled rows of one plan or barrier, and what is known of their checksums so far."""
+"""The sampled rows of one plan or barrier, and their checksums as far as they are known."""
 
 from dataclasses import dataclass
 
@@ -12,16 +12,16 @@ class SampledRows:
     """Sampled rows of a move, in its order."""
 
     keys: I64  # [n]
-    places: I64  # [n] ascending, in the move
-    checksums: I64  # [n] what the trainer is expected to report; filled in as it becomes known
+    positions: I64  # [n] ascending, in the move
+    checksums: I64  # [n] what the trainer should report; filled in as it becomes known
     num_known: int = 0
 
     def __len__(self) -> int:
         return len(self.keys)
 
     def within(self, start: int, count: int) -> slice:
-        """Those whose places are from `start` to `start + count`."""
-        low, high = np.searchsorted(self.places, [start, start + count])
+        """Returns those at positions from `start` to `start + count`."""
+        low, high = np.searchsorted(self.positions, [start, start + count])
         return slice(int(low), int(high))
 
     def expect(self, part: slice, checksums: I64) -> None:
@@ -31,7 +31,7 @@ class SampledRows:
 
 @dataclass(slots=True)
 class GroupVisit:
-    """A group's part, in the order in which the trainer reports it."""
+    """One group's part, in the order of the trainer's report."""
 
     fetched: SampledRows
     dirty: SampledRows  # victims, or the dirty rows of a barrier
@@ -52,12 +52,12 @@ class Visit:
 
     @property
     def complete(self) -> bool:
-        """Everything is reported, and everything is known that it can be compared with."""
+        """Whether everything is reported and everything to compare it with is known."""
         known = all(sample.num_known == len(sample) for group in self.groups for sample in group.samples)
         return known and self.num_reported == len(self.reported)
 
     def report(self, start: int, checksums: I64) -> None:
-        """`Order` has seen to it that these follow those before and are not too many."""
+        """`Order` has checked that these follow the previous ones and are not too many."""
         self.reported[start : start + len(checksums)] = checksums
         self.num_reported += len(checksums)
 

@@ -1,7 +1,7 @@
-"""The ledger: for each sampled row the checksum of the value that its store gave or took last, and the step that brought it.
+"""The ledger: for each sampled row, the checksum that its store returned or stored last, and the step that wrote it.
 
-A hash with linear probing in plain arrays, at most two thirds full, 21 bytes a cell: 31 to 63 bytes for each sampled row that the run has
-touched. It is no stage and holds no lock; whoever calls it takes turns.
+A hash with linear probing in plain arrays, at most two thirds full, 21 bytes per cell: 31 to 63 bytes for each sampled
+row that the run has touched. It holds no lock; callers must take turns.
 """
 
 from dataclasses import dataclass
@@ -13,22 +13,22 @@ from rowcast.prefetcher.verify.checksum_loops import FREE, NOWHERE, enter, find_
 from rowcast.runtime.arrays import I32, I64
 
 INITIAL_CELLS = 1024  # a power of two
-NEVER_WRITTEN = -1  # in `steps`: the store gave the row before it ever took it
+NEVER_WRITTEN = -1  # in `steps`: the store returned the row before it was ever written
 
 
 @dataclass(frozen=True, slots=True)
 class Entries:
     """What is known of some keys."""
 
-    known: npt.NDArray[np.bool_]  # [n]; where False, the rest says nothing
+    known: npt.NDArray[np.bool_]  # [n]; where False, the other arrays mean nothing
     checksums: I64  # [n]
-    steps: I32  # [n] which step brought the value home, or NEVER_WRITTEN
+    steps: I32  # [n] which step wrote the value, or NEVER_WRITTEN
 
 
 class Ledger:
     def __init__(self) -> None:
         self.num_rows = 0
-        self.num_unread = 0  # rows that the store took and was not asked for since
+        self.num_unread = 0  # rows that were written and not read since
         self._make_cells(INITIAL_CELLS)
 
     def look_up(self, keys: I64) -> Entries:
@@ -37,7 +37,7 @@ class Ledger:
         return Entries(cells != NOWHERE, self._checksums[cells], self._steps[cells])
 
     def given(self, keys: I64, checksums: I64) -> None:
-        """The store gave these rows; those that are not in the ledger enter it. All have been read back."""
+        """Notes that the store returned these rows, and adds those that are not in the ledger."""
         missing = ~self.look_up(keys).known
         cells = self._cells(keys)
         self._checksums[cells[missing]] = checksums[missing]
@@ -45,7 +45,7 @@ class Ledger:
         self._mark_unread(cells, to=False)
 
     def taken(self, keys: I64, checksums: I64, step: int | None) -> None:
-        """The store took these rows, which `step` brought home; None: a barrier before the first."""
+        """Notes that these rows of `step` were written; None: a barrier before the first step."""
         cells = self._cells(keys)
         self._checksums[cells] = checksums
         self._steps[cells] = NEVER_WRITTEN if step is None else step
@@ -61,7 +61,7 @@ class Ledger:
         self.num_unread += to * len(cells) - before
 
     def _cells(self, keys: I64) -> I64:
-        """Where the rows stand, also those that enter now; `keys` are distinct."""
+        """Returns the rows' cells, adding missing rows; `keys` are distinct."""
         cells = np.empty(len(keys), np.int64)
         self.num_rows += find_cells(self._keys, keys, cells)
         if 3 * self.num_rows > 2 * len(self._keys):

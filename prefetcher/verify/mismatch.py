@@ -1,4 +1,4 @@
-"""What `--verify` says of the first row that is not what it should be."""
+"""Words the error of `--verify` for the first row that is not what it should be."""
 
 from dataclasses import dataclass
 
@@ -13,21 +13,21 @@ class Difference:
     kind: VerifyKind
     key: int
     step: int | None  # the plan that moved the row, or the step that a barrier follows
-    since: int | None  # given, kept: the step that brought the row home, None: none has
+    since: int | None  # given, kept: the step that wrote the row, None: none has
     num_wrong: int  # of the rows that were checked together
     num_checked: int
 
 
-def complaint(groups: tuple[GroupSpec, ...], difference: Difference) -> str:
+def mismatch_message(groups: tuple[GroupSpec, ...], difference: Difference) -> str:
     names = {table.index: table.name for group in groups for table in group.tables}
     row = f"row {difference.key & ROW_MASK} of table {names[difference.key >> KEY_SHIFT]}"
     at = "before the first step" if difference.step is None else f"at step {difference.step}"
     last = "it gave before" if difference.since is None else f"it took after step {difference.since}"
-    said = {
+    message = {
         "given": f"is stale, torn or lost: the store gives other bytes {at} than {last}",
         "kept": f"is stale, torn or lost: the store gives other bytes at the barrier {at} than {last}",
-        "filled": f"is stale or torn: other bytes stand in its slot {at} than the store gave",
-        "returned": f"is torn or lost: other bytes came home {at} than stood in its slot",
-        "dropped": f"was not trained, but other bytes stand in its slot {at} than when it came",
+        "filled": f"is stale or torn: its slot {at} does not hold the bytes that the store gave",
+        "returned": f"is torn or lost: other bytes came home {at} than were in its slot",
+        "dropped": f"was not trained, but its slot {at} does not hold the bytes that were filled",
     }[difference.kind]
-    return f"{row} {said} ({difference.num_wrong} of {difference.num_checked} rows checked there); {ADVICE}"
+    return f"{row} {message} ({difference.num_wrong} of {difference.num_checked} rows checked there); {ADVICE}"

@@ -1,4 +1,4 @@
-"""Asks the stores for rows again, block by block and without waiting, to see that they kept what they took."""
+"""Reads rows back from the stores, block by block and without waiting, to check that they kept what was written."""
 
 from collections import deque
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ class ReadBackBlock:
 
 
 class ReadBack:
-    """Called by the fetcher's thread, at a barrier."""
+    """The fetcher's thread calls it, at a barrier."""
 
     def __init__(self, groups: tuple[GroupSpec, ...], stores: tuple[TrackedStore, ...]) -> None:
         self._stores = stores
@@ -36,7 +36,7 @@ class ReadBack:
         return bool(self._blocks)
 
     def begin(self, keys: I64) -> None:
-        """`keys` ascending, of any tables."""
+        """`keys`: ascending, of any tables."""
         groups = self._group_of[keys >> KEY_SHIFT]
         for group in range(len(self._stores)):
             own = keys[groups == group]
@@ -45,7 +45,7 @@ class ReadBack:
             )
 
     def advance(self) -> tuple[int, I64, Records] | None:
-        """A group, some of its keys and their rows; None: the store is not done."""
+        """Returns a group, some of its keys and their rows; None: the store is not done."""
         block = self._blocks[0]
         if block.ticket is None or block.rows is None:
             block.rows = np.empty((len(block.keys), self._record_bytes[block.group]), np.uint8)

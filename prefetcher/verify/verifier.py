@@ -1,29 +1,31 @@
-"""`--verify`: every sampled row is followed by its checksum wherever it goes, and a difference ends the run with its table, row and step.
+"""Implements `--verify`: follows the checksums of sampled rows, and ends the run at the first difference.
 
-    store ----- read ----> ring, staging ----> slot        (1) given    what the store gives is what it took last
-      ^                                         |          (2) filled   what stands in the slot is what the store gave
+    store ----- read ----> ring, staging ----> slot        (1) given    the store returns what was written last
+      ^                                         |          (2) filled   the slot holds what the store returned
       |                                     train steps
-      |                                         v          (3) returned what the store takes is what stood in the slot
-    store <---- write ---- ring, staging <---- slot        (4) dropped  a clean victim still has the value it had when it was filled
-                                                           (5) kept     at a barrier: the store gives what it took and nobody read
+      |                                         v          (3) returned the store receives what was in the slot
+    store <---- write ---- ring, staging <---- slot        (4) dropped  a clean victim is what it was when it was filled
+                                                           (5) kept     at a barrier: unread rows are what was written
 
-A row is sampled by a hash of its key, always or never, so its whole life is followed. What a train step itself does to a dirty row is
-not: that is exact or not (`examples/plain_loop.py` tells), but nothing can be lost on the way.
+A row is sampled by a hash of its key, always or never, so its whole life is followed. What a train step itself does to
+a dirty row is not checked: `examples/plain_loop.py` shows whether that is exact, but nothing can be lost on the way.
 
-Three threads call. They share the ledger and the open visits, under one lock that is held for look-ups alone, never while somebody waits:
+Three threads call. They share the ledger and the open visits, under one lock that is held for look-ups only, never
+while a thread waits:
 
-    fetcher     `open_*` before a plan leaves; `rows_read` when its bytes are in the ring, `plan_read` before the last piece is announced;
-                `read_back` at a barrier
-    write-back  `rows_home` before the store takes the bytes
+    fetcher     `open_*` before a plan is sent; `rows_read` when its bytes are in the ring, `plan_read` before the last
+                piece is announced; `read_back` at a barrier
+    write-back  `rows_home` before the store receives the bytes
     mail        `reported` when the trainer's checksums come, before `StepDone`
 
-An entry of the ledger has one writer at a time, as its row has one place at a time (E2): a row is read only after `RowsBack` was applied,
-hence noted; it is given to the trainer only after it was noted as read; and it comes home only after that. A clean victim's value is looked
-up when its plan is announced: the reads before are noted by then, and no later write can have come, as it needs this plan's eviction first.
-Whoever brings the last of what a visit needs compares it: the mail's thread, or the write-back's before it says that the rows are
-applied. So a step that is done and home is verified, and a checkpoint, which waits for both and for `read_back`, holds verified rows.
+An entry of the ledger has one writer at a time, as its row is in one place at a time (E2): a row is read only after
+`RowsBack` was applied, hence noted; it is sent to the trainer only after it was noted as read; and it comes home only
+after that. A clean victim's value is looked up when its plan is announced: earlier reads are noted by then, and no
+later write can have come, as it needs this plan's eviction first. The thread that brings a visit's last missing part
+compares it: the mail's thread, or the write-back's before it says that the rows are applied. So a step that is done and home is
+verified, and a checkpoint, which waits for both and for `read_back`, holds verified rows.
 
-A verifier lives as long as its incarnation: a restore changes rows, and a cold cache has nothing to compare.
+A verifier lives as long as its attempt: a restore changes rows, and a cold cache has nothing to compare.
 """
 
 import threading
@@ -40,7 +42,7 @@ from rowcast.prefetcher.stores.tracked_store import TrackedStore
 from rowcast.prefetcher.verify.checksum_loops import SAMPLE_RANGE, find_sampled, row_checksums
 from rowcast.prefetcher.verify.in_flight import GroupVisit, SampledRows, Visit, new_visit
 from rowcast.prefetcher.verify.ledger import NEVER_WRITTEN, Ledger
-from rowcast.prefetcher.verify.mismatch import Difference, complaint
+from rowcast.prefetcher.verify.mismatch import Difference, mismatch_message
 from rowcast.prefetcher.verify.read_back import ReadBack
 from rowcast.protocol.messages import RowChecksums
 from rowcast.protocol.plan import BarrierPlan, StepPlan
@@ -50,7 +52,7 @@ from rowcast.runtime.errors import DataError, RemoteProtocolError
 
 SlotArrays = dict[str, npt.NDArray[Any]]  # i32 by name, for the plan's or barrier's block
 Visited = tuple[int | None, int | None]  # step, barrier
-REPORTED: tuple[VerifyKind, ...] = ("filled", "returned", "dropped")  # of a group, in the order of its samples
+REPORTED: tuple[VerifyKind, ...] = ("filled", "returned", "dropped")  # of each group, in the order of its samples
 
 
 class Verifier:
@@ -61,7 +63,7 @@ class Verifier:
         share: float,
         counters: PrefetcherCounters,
     ) -> None:
-        """`share` of the rows, above 0 and up to 1."""
+        """`share`: share of the rows, above 0 and up to 1."""
         self._groups = groups
         self._threshold = round(share * SAMPLE_RANGE)
         self._constants = [column_constants(group.record_floats) for group in groups]
@@ -74,7 +76,7 @@ class Verifier:
     # the fetcher's thread
 
     def open_plan(self, plan: StepPlan) -> SlotArrays:
-        """The slots to ask the trainer for. Called before the plan leaves."""
+        """Returns the slots whose checksums the trainer must report. Called before the plan is sent."""
         visits, arrays = [], {}
         for index, group in enumerate(plan.groups):
             fetched, victims = self._sample(group.fetch.keys), self._sample(group.evict.keys)
@@ -109,7 +111,8 @@ class Verifier:
         return arrays
 
     def rows_read(self, step: int, group: int, start: int, rows: Records) -> None:
-        """Rows of a plan's fetch from `start` on, as the store gave them. Raises DataError where it took others last."""
+        """Takes rows of a plan's fetch, from `start` on, as the store gave them. Raises DataError if they are not what
+        it took last."""
         visit = self._visit(step, None)
         if visit is None:
             return
@@ -120,7 +123,7 @@ class Verifier:
             sample.expect(part, found)
 
     def plan_read(self, step: int) -> None:
-        """All of a plan's rows are read; it was not announced whole."""
+        """Must be called once all of a plan's rows are read and before its last piece is announced."""
         visit = self._visit(step, None)
         if visit is None:
             return
@@ -134,11 +137,11 @@ class Verifier:
 
     @property
     def must_read_back(self) -> bool:
-        """Whether the store took rows that nobody has read since. For a barrier whose rows are all home."""
+        """Whether rows were written that have not been read since. Asked at a barrier whose rows are all home."""
         return self._ledger.num_unread > 0
 
     def read_back(self, step: int | None) -> bool:
-        """Reads some of them, without waiting; whether that was progress. Raises DataError where they differ."""
+        """Reads some of them without waiting. Returns whether any arrived. Raises DataError if they differ."""
         if not self._read_back.active:
             self._read_back.begin(self._ledger.unread_keys())
         arrived = self._read_back.advance()
@@ -153,7 +156,7 @@ class Verifier:
     # the write-back's thread
 
     def rows_home(self, step: int | None, barrier: int | None, group: int, start: int, rows: Records) -> None:
-        """Dirty rows from `start` on, as they will be given to the store. Raises DataError where other rows stood in the slots."""
+        """Takes dirty rows, from `start` on, before they are written. Raises DataError if the slots held other rows."""
         visit = self._visit(step, barrier)
         if visit is None:
             return
@@ -167,7 +170,7 @@ class Verifier:
     # the mail's thread
 
     def reported(self, message: RowChecksums) -> None:
-        """Raises DataError where rows stood in the slots that are not those expected."""
+        """Raises DataError if the slots held other rows than expected."""
         with self._lock:
             visit = self._visits.get((message.step, message.barrier))
             if visit is None:
@@ -185,22 +188,22 @@ class Verifier:
                 self._visits[visit.step, visit.barrier] = visit
 
     def _visit(self, step: int | None, barrier: int | None) -> Visit | None:
-        """None: nothing of it is sampled, or all that is was compared."""
+        """Returns None if nothing of it is sampled, or everything sampled was compared."""
         with self._lock:
             return self._visits.get((step, barrier))
 
     def _sample(self, keys: Keys) -> I64:
-        places = np.empty(len(keys), np.int64)
-        return places[: find_sampled(keys, self._threshold, places)]
+        positions = np.empty(len(keys), np.int64)
+        return positions[: find_sampled(keys, self._threshold, positions)]
 
     def _followed(self, sample: SampledRows, group: int, start: int, rows: Records) -> tuple[slice, I64]:
-        """Which of the sample these rows, from place `start` on, hold; and their checksums."""
+        """Returns the part of the sample that is in these rows, from position `start` on, and its checksums."""
         part = sample.within(start, len(rows))
-        return part, self._checksums(group, rows, sample.places[part] - start)
+        return part, self._checksums(group, rows, sample.positions[part] - start)
 
-    def _checksums(self, group: int, rows: Records, places: I64) -> I64:
-        found = np.empty(len(places), np.int64)
-        row_checksums(rows.view(np.int32), places, self._constants[group], found)
+    def _checksums(self, group: int, rows: Records, positions: I64) -> I64:
+        found = np.empty(len(positions), np.int64)
+        row_checksums(rows.view(np.int32), positions, self._constants[group], found)
         return found
 
     def _check_given(self, keys: I64, found: I64, step: int | None, kind: VerifyKind = "given") -> None:
@@ -210,7 +213,7 @@ class Verifier:
             first = int(wrong[0])
             since = None if entries.steps[first] == NEVER_WRITTEN else int(entries.steps[first])
             raise DataError(
-                complaint(self._groups, Difference(kind, int(keys[first]), step, since, len(wrong), len(keys)))
+                mismatch_message(self._groups, Difference(kind, int(keys[first]), step, since, len(wrong), len(keys)))
             )
         self._ledger.given(keys, found)
         self._counters.rows_verified[kind] += len(keys)
@@ -229,24 +232,24 @@ class Verifier:
         wrong = np.flatnonzero(sample.checksums != reported)
         if len(wrong):
             raise DataError(
-                complaint(
+                mismatch_message(
                     self._groups, Difference(kind, int(sample.keys[wrong[0]]), step, None, len(wrong), len(sample))
                 )
             )
         self._counters.rows_verified[kind] += len(sample)
 
 
-def new_sample(keys: Sequence[Any] | I64, places: I64) -> SampledRows:
-    """Of `keys`, those at `places`."""
-    return SampledRows(np.asarray(keys)[places], places, np.zeros(len(places), np.int64))
+def new_sample(keys: Sequence[Any] | I64, positions: I64) -> SampledRows:
+    """The sample of `keys` at `positions`."""
+    return SampledRows(np.asarray(keys)[positions], positions, np.zeros(len(positions), np.int64))
 
 
 def warm_up_checks() -> None:
-    """Has the loops compiled."""
+    """Compiles the loops."""
     keys, ledger = np.arange(2), Ledger()
     find_sampled(keys, 1, np.empty(2, np.int64))
     ledger.given(keys, keys)
     words = np.zeros((2, 4), np.int32)
-    for _ in ("what a store may write to", "what came home"):
+    for _ in ("writable, as read from a store", "read-only, as it came home"):
         row_checksums(words, keys, column_constants(4), np.empty(2, np.int64))
         words.flags.writeable = False

@@ -213,7 +213,7 @@ NOTHING: dict[bytes, bytes | None] = {}
         (VERSION_1, None, Mismatch, "trace version 1, but this version reads 2"),
         ({VERSION_KEY: None}, None, DataError, "an Arrow file, but not a trace"),
         ({HEADER_KEY: b"{}"}, None, DataError, "its header is damaged"),
-        (NOTHING, lambda rows: rows[:-1], DataError, "the last row is no end"),
+        (NOTHING, lambda rows: rows[:-1], DataError, "the last row is not an end row"),
         (NOTHING, lambda rows: [*rows[:2], *rows[3:]], DataError, "row 2 is step 3 of kind train"),
         (
             NOTHING,
@@ -384,6 +384,6 @@ def test_a_run_that_did_not_end_in_order_leaves_nothing(tmp_path: Path) -> None:
 def test_where_no_trace_can_be_saved_is_said_at_once(path: str, tmp_path: Path) -> None:
     job, batches = workload()
     header = trace_header(job, group_specs(job), slots_of(job, batches))
-    with pytest.raises(ConfigError, match=r"--save-trace .*(cannot be written|is no file)"):
+    with pytest.raises(ConfigError, match=r"--save-trace .*(cannot be written|is not a file)"):
         TraceWriter(tmp_path / path, header)
     assert not list(tmp_path.rglob("*"))

@@ -73,7 +73,7 @@ def test_a_policy_that_finds_too_few_rows_ends_the_plan_with_nothing_changed(
             planner.plan()
         planner.add(scheduled)
     occupancy, before = group.occupancy, group.occurrences.rows.copy()
-    with pytest.raises(AssertionError, match=r"0 rows could leave where 1 have to"):
+    with pytest.raises(AssertionError, match=r"0 rows can leave, but 1 must"):
         planner.plan()
     assert group.occupancy == occupancy
     assert np.array_equal(group.occurrences.rows, before)

@@ -134,7 +134,7 @@ def test_a_pair_that_does_not_belong_together_is_refused(tmp_path: Path) -> None
     make_keys(tmp_path, ["a", "b"])
     clients = tmp_path / "clients"
     (clients / "a.key").write_text((clients / "b.key").read_text())
-    with pytest.raises(ConfigError, match="are not of one pair"):
+    with pytest.raises(ConfigError, match="are not a pair"):
         check_keys(tmp_path)
     mixed = (
         (clients / "a.key_secret")

@@ -110,10 +110,10 @@ def test_a_byte_order_mark_windows_line_ends_and_an_unended_last_line_are_fine(t
 @pytest.mark.parametrize(
     ("number", "line", "complaint"),
     [
-        (3, '1,1.5,2,"5', ": a quoted field goes on in the next line; remove line breaks within fields, or write Parquet"),
-        (3, '1,1.5,"2,5,1', ": a quoted field goes on in the next line; remove line breaks within fields, or write Parquet"),
-        (5, '1,1.5,2,5,"1', ": a quoted field goes on in the next line; remove line breaks within fields, or write Parquet"),
-        (5, '1,1.5",2,5,"1', ": a quoted field goes on in the next line; remove line breaks within fields, or write Parquet"),
+        (3, '1,1.5,2,"5', ": a quoted field continues in the next line; remove line breaks within fields, or write Parquet"),
+        (3, '1,1.5,"2,5,1', ": a quoted field continues in the next line; remove line breaks within fields, or write Parquet"),
+        (5, '1,1.5,2,5,"1', ": a quoted field continues in the next line; remove line breaks within fields, or write Parquet"),
+        (5, '1,1.5",2,5,"1', ": a quoted field continues in the next line; remove line breaks within fields, or write Parquet"),
         (4, "1,1.5,2", ": 3 fields instead of the header's 5"),
         (4, "1,1.5,2,5,1,", ": 6 fields instead of the header's 5"),
         (4, "", ": the line is empty; remove it"),
@@ -156,8 +156,8 @@ def test_a_bad_line_is_named_with_its_column_and_value(
             "label,int_0,a,bb,w",
             "the header has no column b, the nearest is bb, and {first} has; give all files one header",
         ),
-        ("label,int_0,a,b,w,v", "the header has a column v, and {first} has not; give all files one header"),
-        ("label,a,int_0,b,w", "the columns stand in another order than in {first}; give all files one header"),
+        ("label,int_0,a,b,w,v", "the header has a column v, but {first} does not; give all files one header"),
+        ("label,a,int_0,b,w", "the columns are in another order than in {first}; give all files one header"),
         ("label,int_0,a,b,a", "the header names column a twice; rename one of them"),
         (
             'label,int_0,a,b,"w',

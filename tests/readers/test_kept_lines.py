@@ -253,7 +253,7 @@ def test_nobody_waits_without_end_for_one_that_was_stopped(
 ) -> None:
     monkeypatch.setattr(kept_lines, "LONGEST_WAIT_S", 0.1)
     path, folder = write_lines(tmp_path / "a"), tmp_path / "lines"
-    with kept_lines.alone(folder):
+    with kept_lines.counting_lock(folder):
         assert TextIndex([path], folder).num_lines == NUM_LINES
     assert counted == ["a"]
 

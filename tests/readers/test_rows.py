@@ -75,7 +75,7 @@ def taken_dense(rest: DenseBatch, rows: Ids) -> DenseBatch:
 
 def test_rows_are_looked_for_in_the_files_that_hold_them() -> None:
     found = rows_by_file(np.array([0, 3, 3, 7]), np.array([6, 0, 3, 2]))
-    assert [(file.file, file.places.tolist(), file.rows.tolist()) for file in found] == [
+    assert [(file.file, file.positions.tolist(), file.rows.tolist()) for file in found] == [
         (0, [1, 3], [0, 2]),
         (2, [0, 2], [3, 0]),
     ]

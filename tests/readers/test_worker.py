@@ -140,7 +140,7 @@ def test_a_killed_decoder_is_an_error_and_no_hang(opened: Callable[..., WorkerSo
     source = opened(factory("stuck"))
     assert [next_batch(source) is not None for _ in range(2)] == [True, True]
     os.kill(source.pids[0], signal.SIGKILL)
-    with pytest.raises(RowcastError, match="was killed by signal 9; if nobody sent it, the machine ran out of memory"):
+    with pytest.raises(RowcastError, match="was killed by signal 9; if no one sent it, the machine ran out of memory"):
         next_batch(source)
 
 

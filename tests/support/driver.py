@@ -85,7 +85,7 @@ class ListSource:
         after = Position(step=own.step + 1, train_step=own.train_step + (own.kind == "train"), epoch=own.epoch)
         ids, rest = divide(own.batch)
         self._rests.append(rest)
-        return PlacedIds(place=SchedulePoint(kind=own.kind, position=at, following=after), batch=ids)
+        return PlacedIds(point=SchedulePoint(kind=own.kind, position=at, following=after), batch=ids)
 
     def poll_dense(self) -> DenseBatch | None:
         is_late = self._chance is not None and self._chance.random() < 0.3

@@ -114,7 +114,7 @@ def test_a_row_that_changes_on_its_way_to_the_device_is_noticed(
     run = own.run(seed, share, seeded_streams=seeded)
     on_way_to_device(run, target, flip_byte)
     assert_noticed(
-        run, f"^{target.name(own.job)} is stale or torn: other bytes stand in its slot at step {target.step} .*.1 of "
+        run, f"^{target.name(own.job)} is stale or torn: its slot at step {target.step} does not hold .*.1 of "
     )
 
 
@@ -124,7 +124,7 @@ def test_two_rows_that_change_places_are_noticed(optimizer: str, num_groups: int
     target = pick(list(targets(own.plans(seed % 2), share, "fetch")), seed)
     run = own.run(seed, share)
     on_way_to_device(run, target, swap_with_next)
-    assert_noticed(run, f"is stale or torn: other bytes stand in its slot at step {target.step} ")
+    assert_noticed(run, f"is stale or torn: its slot at step {target.step} does not hold ")
 
 
 @every_way
@@ -138,7 +138,7 @@ def test_rows_that_are_filled_into_wrong_slots_are_noticed(
         fill.run(lambda: scatter(source, slots.roll(1), rows))
 
     monkeypatch.setattr(fill, "scatter", misplaced)
-    assert_noticed(run, "is stale or torn: other bytes stand in its slot at step 0 ")
+    assert_noticed(run, "is stale or torn: its slot at step 0 does not hold ")
 
 
 @every_way
@@ -149,9 +149,7 @@ def test_a_clean_row_whose_slot_was_overwritten_is_noticed_when_it_leaves(
     target = pick(list(targets(own.plans(seed % 2), share, "clean")), seed)
     run = own.run(seed, share)
     overwrite_after_use(run, monkeypatch, target)
-    assert_noticed(
-        run, f"^{target.name(own.job)} was not trained, but other bytes stand in its slot at step {target.step} "
-    )
+    assert_noticed(run, f"^{target.name(own.job)} was not trained, but its slot at step {target.step} does not hold ")
 
 
 def overwrite_after_use(run: InProcessRun, monkeypatch: pytest.MonkeyPatch, target: Target) -> None:
@@ -184,7 +182,7 @@ def test_a_victim_whose_bytes_change_on_the_way_home_is_noticed(
     on_way_home(run, target, flip_byte)
     assert_noticed(
         run,
-        f"^{target.name(own.job)} is torn or lost: other bytes came home at step {target.step} than stood in its slot",
+        f"^{target.name(own.job)} is torn or lost: other bytes came home at step {target.step} than were in its slot",
     )
 
 
@@ -205,7 +203,7 @@ def test_rows_of_a_barrier_that_change_on_the_way_home_are_noticed(
     monkeypatch.setattr(fill, "gather", harmful)
     assert_noticed(
         run,
-        f"^row [0-9]+ of table [a-z_]+ is torn or lost: other bytes came home at step {last} than stood in its slot",
+        f"^row [0-9]+ of table [a-z_]+ is torn or lost: other bytes came home at step {last} than were in its slot",
     )
 
 

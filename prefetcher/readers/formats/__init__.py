@@ -1,1 +1,1 @@
-"""One module for each `data.format`, with what only that format needs."""
+"""One module per `data.format`, with what only that format needs."""

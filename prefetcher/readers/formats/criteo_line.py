@@ -1,6 +1,6 @@
-"""Why a line is not Criteo TSV: read field by field, after the fast way has refused the lines that it stands among."""
+"""Explains why a line is not Criteo TSV, by reading field by field after the fast parser has refused its block."""
 
-from rowcast.prefetcher.readers.id_check import Place
+from rowcast.prefetcher.readers.id_check import Location
 from rowcast.runtime.errors import DataError
 
 NUM_DENSE, NUM_SPARSE = 13, 26
@@ -8,24 +8,27 @@ NUM_FIELDS = 1 + NUM_DENSE + NUM_SPARSE
 HEX_DIGITS = frozenset(b"0123456789abcdefABCDEF")
 
 
-def refuse_line(lines: bytes, place: Place, reason: str) -> DataError:
-    """The error of the first bad line in `lines`; `place(i)` names the i-th one's file and number.
+def refuse_line(lines: bytes, location: Location, reason: str) -> DataError:
+    """Returns the error of the first bad line in `lines`; `location(i)` names the i-th line's file and number.
 
-    `reason` is what the fast way said, for lines in which nothing is found here.
+    `reason` is the fast parser's message, used if no line is found to be bad.
     """
     split = lines.removesuffix(b"\n").split(b"\n")
     for i, line in enumerate(split):
-        complaint = line_complaint(line.removesuffix(b"\r"))
-        if complaint is not None:
-            return DataError(f"{place(i)}{complaint}")
-    return DataError(f"{place(0)}, or another of the {len(split)} lines decoded with it: {reason}")
+        error = line_error(line.removesuffix(b"\r"))
+        if error is not None:
+            return DataError(f"{location(i)}{error}")
+    return DataError(f"{location(0)}, or another of the {len(split)} lines decoded with it: {reason}")
 
 
-def line_complaint(line: bytes) -> str | None:
-    """What follows the line's number in the sentence, or None for a good line."""
+def line_error(line: bytes) -> str | None:
+    """Returns the sentence after the line's number, or None for a good line."""
     fields = line.split(b"\t")
     if len(fields) != NUM_FIELDS:
-        return f": {len(fields)} fields between tabs instead of {NUM_FIELDS} (label, {NUM_DENSE} integers, {NUM_SPARSE} hashes)"
+        return (
+            f": {len(fields)} fields between tabs instead of {NUM_FIELDS} "
+            f"(label, {NUM_DENSE} integers, {NUM_SPARSE} hashes)"
+        )
     if fields[0] not in (b"0", b"1"):
         return f", column label: {shown(fields[0])} is not 0 or 1"
     for i, field in enumerate(fields[1 : 1 + NUM_DENSE]):

@@ -1,7 +1,9 @@
-"""The torchrec layout: day_<N>_dense.npy fp32 [n, D], day_<N>_sparse.npy int32 or int64 [n, F], day_<N>_labels.npy [n] or [n, 1].
+"""Reads TorchRec's layout of Criteo as .npy files, three per day.
 
-Files are mapped, not read: any row is at hand, so `shuffle = "full"` is allowed. Dense values are used as they are, ids too; with
-data.hash an id is read as unsigned, then taken modulo its table's rows. Feature cat_<i> is column i.
+    day_<N>_dense.npy fp32 [n, D], day_<N>_sparse.npy int32 or int64 [n, F], day_<N>_labels.npy [n] or [n, 1]
+
+Files are memory-mapped, so any row is at hand and `shuffle = "full"` is allowed. Dense values and ids are used as they
+are; with data.hash an id is read as unsigned and taken modulo its table's rows. Feature cat_<i> is column i.
 """
 
 import re
@@ -24,7 +26,7 @@ from rowcast.prefetcher.readers.id_check import (
     job_features,
     numbered_columns,
     refuse_weights,
-    row_place,
+    row_location,
 )
 from rowcast.prefetcher.readers.row_reader import RowReader, open_files
 from rowcast.runtime.errors import ConfigError, DataError
@@ -48,11 +50,11 @@ def open_reader(job: Job, columns: Columns = "all") -> RowReader:
 
 
 class NpyRows:
-    """Its own cursor: nothing is held."""
+    """Its own cursor, as it holds nothing open."""
 
     def __init__(self, job: Job, ids: IdCheck, days: list[Day], columns: Columns) -> None:
         self._features, self._hash, self._ids, self._days = job_features(job), job.data.hash, ids, days
-        self._wanted = columns
+        self._part = columns
         self._columns = numbered_columns(job, shared_width(days, "sparse"), f"{days[0].name}_sparse.npy")
         self._bounds = np.array(cumulative([len(day.labels) for day in days]), np.int64)
         self.file_sizes = sizes_of([part_path(day.name, part) for day in days for part in PARTS])
@@ -68,7 +70,7 @@ class NpyRows:
     def take(self, rows: Ids, within: FileSpan) -> Part:
         days = rows_by_file(self._bounds, rows)
         return decode_part(
-            self._wanted,
+            self._part,
             dense=lambda: join_dense(days, [self._dense(day) for day in days]),
             ids=lambda: join_ids(days, [self._checked_ids(day) for day in days]),
         )
@@ -78,10 +80,12 @@ class NpyRows:
         where = as_slice(taken.rows)
         return DenseBatch(
             dense=check_dense(
-                np.array(dense[where]), dense_names(self.num_dense), row_place(part_path(name, "dense"), taken.rows)
+                np.array(dense[where]), dense_names(self.num_dense), row_location(part_path(name, "dense"), taken.rows)
             ),
             labels=check_labels(
-                labels[where].astype(np.float32).reshape(-1), "label", row_place(part_path(name, "labels"), taken.rows)
+                labels[where].astype(np.float32).reshape(-1),
+                "label",
+                row_location(part_path(name, "labels"), taken.rows),
             ),
         )
 
@@ -93,10 +97,13 @@ class NpyRows:
             unsigned = sparse.view(sparse.dtype.str.replace("i", "u"))
             return IdsBatch(size=len(sparse), ids=np.ascontiguousarray((unsigned % moduli).T).astype(np.int64).ravel())
         wide = np.ascontiguousarray(sparse.T).astype(np.int64).ravel()
-        place = row_place(part_path(day.name, "sparse"), taken.rows)
+        location = row_location(part_path(day.name, "sparse"), taken.rows)
         return IdsBatch(
-            size=len(sparse), ids=self._ids.check(wide, np.arange(sparse.shape[1] + 1) * len(sparse), lambda f: place)
+            size=len(sparse),
+            ids=self._ids.check(wide, np.arange(sparse.shape[1] + 1) * len(sparse), lambda f: location),
         )
+
+    """Maps every day of which a file is named, in name order, and checks that its files agree."""
 
 
 def open_days(paths: list[Path]) -> list[Day]:
@@ -117,13 +124,17 @@ def open_day(name: Path) -> Day:
     for part, array, kinds in (("dense", day.dense, ("f4",)), ("sparse", day.sparse, ("i4", "i8"))):
         if array.dtype.str[1:] not in kinds or not array.dtype.isnative:
             raise DataError(
-                f"{name}_{part}.npy holds {array.dtype}; it must hold {'float32' if part == 'dense' else 'int32 or int64'}"
+                f"{name}_{part}.npy holds {array.dtype}; "
+                f"it must hold {'float32' if part == 'dense' else 'int32 or int64'}"
             )
     if day.labels.dtype.kind not in "iufb" or day.labels.size != len(day.labels):
-        raise DataError(f"{name}_labels.npy holds {day.labels.dtype} {day.labels.shape}; it must hold one number a row")
+        raise DataError(
+            f"{name}_labels.npy holds {day.labels.dtype} {day.labels.shape}; it must hold one number per row"
+        )
     if not len(day.dense) == len(day.sparse) == len(day.labels):
         raise DataError(
-            f"{name}_*.npy: dense, sparse and labels have {len(day.dense)}, {len(day.sparse)} and {len(day.labels)} rows"
+            f"{name}_*.npy: dense, sparse and labels have {len(day.dense)}, {len(day.sparse)} and "
+            f"{len(day.labels)} rows"
         )
     if not len(day.labels):
         raise DataError(f"{name}_labels.npy: the file is empty; give files with at least one row")
@@ -150,11 +161,12 @@ def map_array(name: Path, part: str, ranks: tuple[int, ...]) -> Array:
 
 
 def shared_width(days: list[Day], part: str) -> int:
-    """Columns of dense or sparse, which all days must agree on."""
+    """Returns the number of columns of dense or sparse, on which all days must agree."""
     widths: list[int] = [getattr(day, part).shape[1] for day in days]
     for day, width in zip(days, widths, strict=True):
         if width != widths[0]:
             raise DataError(
-                f"{day.name}_{part}.npy has {width} columns, {days[0].name}_{part}.npy {widths[0]}; give all days the same"
+                f"{day.name}_{part}.npy has {width} columns, {days[0].name}_{part}.npy {widths[0]}; "
+                "give all days the same"
             )
     return widths[0]

@@ -1,12 +1,13 @@
-"""Criteo's TSV: label, 13 integers, 26 hashes of 8 hex digits, between tabs, without a header; plain or gzip, any field but the
-label may be empty.
+"""Reads Criteo's TSV: label, 13 integers, 26 hashes of 8 hex digits, between tabs, without a header; plain or gzip.
+
+Any field except the label may be empty.
 
     dense = log(max(x, 0) + 1) in float64, rounded to float32; empty = 0
     id    = hash mod num_embeddings, unsigned; empty = 0
 
-Opening a data set counts its lines, so a truncated file is refused before the first step; a run keeps the counts for its next start
-(`kept_lines.py`). Of an opened data set only the lines of the batches that are wanted are decoded: workers that share a file find its
-line ends each for itself, which is little beside decoding, but they also decompress the whole of a gzip file each, which is not.
+Opening a data set counts its lines, so a truncated file is refused before the first step; a run keeps the counts for
+its next start (`line_index.py`). Only the lines of requested batches are decoded: workers that share a file each find
+its line ends, which is cheap compared with decoding, but each also decompresses all of a gzip file, which is not.
 """
 
 from contextlib import AbstractContextManager, closing
@@ -22,7 +23,7 @@ from rowcast.job.schema import Job
 from rowcast.prefetcher.readers.columns import Floats, Ids
 from rowcast.prefetcher.readers.data_files import FileSpan, sizes_of
 from rowcast.prefetcher.readers.formats.criteo_line import NUM_DENSE, NUM_SPARSE, refuse_line
-from rowcast.prefetcher.readers.id_check import IdCheck, Place, job_features, numbered_columns, refuse_weights
+from rowcast.prefetcher.readers.id_check import IdCheck, Location, job_features, numbered_columns, refuse_weights
 from rowcast.prefetcher.readers.line_index import lines_folder
 from rowcast.prefetcher.readers.row_reader import RowReader, open_files
 from rowcast.prefetcher.readers.text_files import TextCursor, TextIndex
@@ -36,7 +37,7 @@ INVALID = 0xFFFF
 
 
 def hex_pairs() -> U16:
-    """[65536] two ASCII hex digits, read as a little-endian uint16 -> their value, INVALID for anything else."""
+    """Maps two ASCII hex digits, read as a little-endian uint16, to their value or INVALID. u16 [65536]."""
     digit = np.full(256, INVALID, np.uint32)
     for text in (b"0123456789abcdef", b"0123456789ABCDEF"):
         digit[list(text)] = np.arange(16)
@@ -48,7 +49,8 @@ HEX_PAIRS = hex_pairs()
 
 
 def open_reader(job: Job) -> RowReader:
-    """Raises ConfigError for a missing path or a feature that is not cat_0 to cat_25, DataError for a file that is empty or torn."""
+    """Raises ConfigError for a missing path or a feature that is not cat_0 to cat_25, DataError for an empty or torn
+    file."""
     refuse_weights(job)
     numbered_columns(job, NUM_SPARSE, "Criteo TSV")
     return open_files(job, IdCheck(job), partial(TsvRows, job))
@@ -87,29 +89,30 @@ class TsvCursor:
         )
 
     def _decode(self, rows: Ids, within: FileSpan) -> tuple[Floats, Floats, Ids]:
-        """(labels [n], dense [n, 13], ids [F, n])"""
+        """Returns labels [n], dense [n, 13], ids [F, n]."""
         lines = self._text.lines(rows, within)
         labels, dense, hashes = decode(
-            lines, len(rows), self._rows.columns, lambda i: self._rows.index.place(int(rows[i]))
+            lines, len(rows), self._rows.columns, lambda i: self._rows.index.location(int(rows[i]))
         )
         return labels, dense, remainders(hashes, self._rows.moduli)
 
 
-def decode(lines: bytes, num_lines: int, columns: list[int], place: Place) -> tuple[Floats, Floats, Ids]:
-    """(labels [n], dense [n, 13], hashes [len(columns), n]) of whole lines, the i-th of which is `place(i)`. Raises DataError."""
+def decode(lines: bytes, num_lines: int, columns: list[int], location: Location) -> tuple[Floats, Floats, Ids]:
+    """Returns labels [n], dense [n, 13], hashes [len(columns), n] of whole lines; `location(i)` names the i-th. Raises
+    DataError."""
     try:
         table = parse(lines, num_lines, ["label", *DENSE, *dict.fromkeys(SPARSE[i] for i in columns)])
         hashes = hash_columns([table[SPARSE[i]].chunk(0) for i in columns])
     except (pa.ArrowInvalid, ValueError) as error:
-        raise refuse_line(lines, place, str(error)) from None
+        raise refuse_line(lines, location, str(error)) from None
     labels = table["label"].to_numpy()
     if table["label"].null_count or not ((labels == 0) | (labels == 1)).all():
-        raise refuse_line(lines, place, "a label is not 0 or 1")
+        raise refuse_line(lines, location, "a label is not 0 or 1")
     return labels.astype(np.float32), dense_columns([table[name] for name in DENSE]), hashes
 
 
 def parse(lines: bytes, num_lines: int, columns: list[str]) -> Any:
-    """The pyarrow table of `columns`, in one chunk. Raises ArrowInvalid or ValueError for a line that is not Criteo TSV."""
+    """Returns a pyarrow table of `columns` in one chunk. Raises ArrowInvalid or ValueError for an invalid line."""
     names = ["label", *DENSE, *SPARSE]
     types = dict.fromkeys(names, pa.binary()) | {name: pa.int64() for name in names[: NUM_DENSE + 1]}
     table = csv.read_csv(
@@ -126,7 +129,7 @@ def parse(lines: bytes, num_lines: int, columns: list[str]) -> Any:
 
 
 def hash_columns(columns: list[Any]) -> Ids:
-    """Columns of 8 hex digits or nothing -> i64[columns, n], 0 to 2^32 - 1. Raises ValueError for anything else."""
+    """Turns columns of 8 hex digits or nothing into i64 [columns, n], 0 to 2^32 - 1. Raises ValueError for others."""
     num_rows = len(columns[0])
     offsets = np.stack(
         [np.frombuffer(own.buffers()[1], np.int32)[own.offset : own.offset + num_rows + 1] for own in columns]
@@ -134,7 +137,7 @@ def hash_columns(columns: list[Any]) -> Ids:
     lengths = np.diff(offsets, axis=1)
     present = lengths == 8
     if not (present | (lengths == 0)).all():
-        raise ValueError("a hash has not 8 digits")
+        raise ValueError("a hash does not have 8 digits")
     texts = [
         np.frombuffer(own.buffers()[2] or b"", np.uint8)[at[0] : at[-1]]
         for own, at in zip(columns, offsets, strict=True)
@@ -148,7 +151,7 @@ def hash_columns(columns: list[Any]) -> Ids:
 
 
 def remainders(hashes: Ids, moduli: Ids) -> Ids:
-    """Each column modulo its own number, by division: that numpy does in vector instructions, the remainder one by one."""
+    """Takes each column modulo its own number. Division is used since numpy vectorizes it but not the remainder."""
     return np.stack([column - column // modulus * modulus for column, modulus in zip(hashes, moduli, strict=True)])
 
 

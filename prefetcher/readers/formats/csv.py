@@ -1,10 +1,12 @@
-"""CSV with a header, plain or gzip: the columns that data.columns and the features name, in the types that their roles ask for.
+"""Reads CSV with a header, plain or gzip: the columns that data.columns and the features name, typed by their roles.
 
-    label, dense, weights    numbers; True and False where a column begins with one of them; an empty cell is NaN, which is refused
-    ids                      integers, or text under data.columns.hash, whose bytes are hashed; an empty cell is a missing id
-    data.columns.lists       several of them in a cell, between separators; an empty cell is an empty bag, an empty item a missing id
+    label, dense, weights    numbers; True and False if a column starts with one of them; an empty cell is NaN (refused)
+    ids                      integers, or text under data.columns.hash, whose bytes are hashed; an empty cell is missing
+    data.columns.lists       several items in a cell, between separators; an empty cell is an empty bag, an empty item
+                             is missing
 
-Cells may be quoted, but a line is a row: line breaks within quotes are refused. Lines are found and read as those of Criteo TSV.
+Cells may be quoted, but a line is a row: line breaks within quotes are refused. Lines are found and read as in Criteo
+TSV.
 """
 
 import csv
@@ -27,7 +29,7 @@ from rowcast.prefetcher.readers.column_roles import Roles, roles_of
 from rowcast.prefetcher.readers.columns import Ids
 from rowcast.prefetcher.readers.data_files import FileSpan, cumulative, sizes_of
 from rowcast.prefetcher.readers.formats.csv_line import FALSE, TRUE, Cell, CellKind, is_number, refuse_line
-from rowcast.prefetcher.readers.id_check import IdCheck, Place
+from rowcast.prefetcher.readers.id_check import IdCheck, Location
 from rowcast.prefetcher.readers.line_index import lines_folder
 from rowcast.prefetcher.readers.row_reader import RowReader, open_files
 from rowcast.prefetcher.readers.text_files import TextCursor, TextIndex, open_text, read
@@ -35,13 +37,13 @@ from rowcast.protocol.batch import Batch
 from rowcast.runtime.errors import ConfigError, DataError
 from rowcast.runtime.name_lists import nearest
 
-HEADER_BYTES = 2**20  # that header and first row may take
-LINES_AT_ONCE = 8192  # decoded together, as of TSV
+HEADER_BYTES = 2**20  # limit of header and first row together
+LINES_AT_ONCE = 8192  # decoded together, as in Criteo TSV
 ARROW_TYPES = {"integer": pa.int64(), "number": pa.float64(), "boolean": pa.bool_(), "text": pa.binary()}
 
 
 def open_reader(job: Job) -> RowReader:
-    """Raises ConfigError for a missing path or column, DataError for a file that is empty, torn or has another header than the first."""
+    """Raises ConfigError for a missing path or column, DataError for an empty or torn file or another header."""
     if job.data.hash:
         raise ConfigError("data.hash belongs to criteo-npy; remove it, or set data.columns.hash = true to hash ids")
     ids = IdCheck(job)
@@ -74,7 +76,7 @@ class CsvRows:
         return self.bounds[-1]
 
     def line(self, row: int) -> int:
-        """All files counted through; each has a header."""
+        """Counts lines over all files, each of which has a header."""
         return row + bisect_right(self.bounds, row)
 
     def lines(self, rows: Ids) -> Ids:
@@ -96,30 +98,32 @@ class CsvCursor:
     def take(self, rows: Ids, within: FileSpan) -> Batch:
         own, lines = self._rows, self._rows.lines(rows)
         span = FileSpan(start=own.line(within.start), stop=own.line(within.stop - 1) + 1)
-        pieces = (lines[at : at + LINES_AT_ONCE] for at in range(0, len(lines), LINES_AT_ONCE))
+        blocks = (lines[at : at + LINES_AT_ONCE] for at in range(0, len(lines), LINES_AT_ONCE))
         decoded = [
-            decode(self._text.lines(piece, span), len(piece), own.layout, self._place(piece)) for piece in pieces
+            decode(self._text.lines(block, span), len(block), own.layout, self._location(block)) for block in blocks
         ]
         [table] = pa.Table.from_batches(decoded).combine_chunks().to_batches()
-        dense, ids = own.decoder.dense(table, self._place(lines)), own.decoder.ids(table, self._place(lines))
+        dense, ids = own.decoder.dense(table, self._location(lines)), own.decoder.ids(table, self._location(lines))
         return join_parts(ids, dense)
 
-    def _place(self, lines: Ids) -> Place:
-        return lambda i: self._rows.index.place(int(lines[i]))
+    def _location(self, lines: Ids) -> Location:
+        return lambda i: self._rows.index.location(int(lines[i]))
 
 
-def decode(lines: bytes, num_lines: int, layout: CsvLayout, place: Place) -> Any:
-    """A pyarrow.RecordBatch of whole lines, the i-th of which is `place(i)`. Raises DataError."""
+def decode(lines: bytes, num_lines: int, layout: CsvLayout, location: Location) -> Any:
+    """Returns a pyarrow.RecordBatch of whole lines; `location(i)` names the i-th. Raises DataError."""
     try:
         return parse(lines, num_lines, layout)
     except (pa.ArrowInvalid, ValueError) as error:
-        raise refuse_line(lines, layout.header, layout.delimiter, layout.cells, place, str(error)) from None
+        raise refuse_line(lines, layout.header, layout.delimiter, layout.cells, location, str(error)) from None
 
 
 def parse(lines: bytes, num_lines: int, layout: CsvLayout) -> Any:
-    """As `decode`, of lines that all end in a line break. Raises ArrowInvalid or ValueError for one that does not fit.
+    """Like `decode`, for lines that all end in a line break. Raises ArrowInvalid or ValueError for a line that does not
+    fit.
 
-    An empty row behind the lines would become part of a quoted field that one of them leaves open, so rows are counted with it.
+    If a line leaves a quoted field open, a row of empty cells after the lines becomes part of it; so that row is added
+    and the rows are counted.
     """
     cells = layout.cells
     types = {name: ARROW_TYPES["text" if cell.separator else cell.kind] for name, cell in cells.items()}
@@ -142,7 +146,7 @@ def parse(lines: bytes, num_lines: int, layout: CsvLayout) -> Any:
     ).combine_chunks()
     if table.num_rows != num_lines + 1 or (b"\r" in lines and lines.count(b"\r") != lines.count(b"\r\n")):
         raise ValueError("a line is not a row")
-    if any(cell.required and table[name].null_count > 1 for name, cell in cells.items()):  # beside that of the guard
+    if any(cell.required and table[name].null_count > 1 for name, cell in cells.items()):  # the added row has one null
         raise ValueError("a cell is empty")
     [batch] = table.slice(0, num_lines).to_batches()
     columns = {name: split_cells(batch[name], cell) if cell.separator else batch[name] for name, cell in cells.items()}
@@ -150,7 +154,7 @@ def parse(lines: bytes, num_lines: int, layout: CsvLayout) -> Any:
 
 
 def split_cells(texts: Any, cell: Cell) -> Any:
-    """Cells of text -> lists of their items; nothing between two separators is null. Raises ArrowInvalid for an item of another kind."""
+    """Splits cells of text into lists; an empty item is null. Raises ArrowInvalid for an item of another kind."""
     lists = pc.split_pattern(texts, cell.separator)
     items = pc.if_else(pc.equal(pc.binary_length(lists.values), 0), None, lists.values)
     if cell.kind != "text":
@@ -159,7 +163,7 @@ def split_cells(texts: Any, cell: Cell) -> Any:
 
 
 def cells_of(job: Job, roles: Roles, first_row: dict[str, str]) -> dict[str, Cell]:
-    """Of every column that is read."""
+    """The cells of every column that is read."""
     cells: dict[str, Cell] = {}
     for name in (roles.label, *roles.dense):
         kind: CellKind = "boolean" if first_row.get(name) in (*TRUE, *FALSE) else "number"
@@ -173,7 +177,7 @@ def cells_of(job: Job, roles: Roles, first_row: dict[str, str]) -> dict[str, Cel
 
 
 def beginning(path: Path, delimiter: str) -> tuple[list[str], dict[str, str]]:
-    """(header, the first row's cells by column, none where there is no such row). Raises DataError."""
+    """Returns the header and the first row's cells by column, none if there is no row. Raises DataError."""
     with open_text(path) as stream:
         lines = read(stream, path, HEADER_BYTES).removeprefix(b"\xef\xbb\xbf").split(b"\n", 2)
     if not lines[0].strip():
@@ -193,29 +197,31 @@ def beginning(path: Path, delimiter: str) -> tuple[list[str], dict[str, str]]:
 
 
 def texts(lines: list[bytes]) -> tuple[str, str]:
-    """Of the header and the first row. Raises UnicodeDecodeError for a header in another encoding."""
+    """Returns the header and the first row. Raises UnicodeDecodeError for a header in another encoding."""
     header, first_row, *_ = [*lines, b""]
     return header.rstrip(b"\r").decode(), first_row.rstrip(b"\r").decode(errors="replace")
 
 
 def require_header(path: Path, header: list[str], first: Path, expected: list[str]) -> None:
-    """Raises DataError for a header that differs from that of the first file."""
+    """Raises DataError for a header that differs from the first file's."""
     for name in expected:
         if name not in header:
             raise DataError(
-                f"{path}: the header has no column {name}{nearest(name, header)}, and {first} has; give all files one header"
+                f"{path}: the header has no column {name}{nearest(name, header)}, but {first} does; "
+                "give all files one header"
             )
     for name in header:
         if name not in expected:
             raise DataError(
-                f"{path}: the header has a column {name}, and {first} has not{nearest(name, expected)}; give all files one header"
+                f"{path}: the header has a column {name}, but {first} does not{nearest(name, expected)}; "
+                "give all files one header"
             )
     if header != expected:
-        raise DataError(f"{path}: the columns stand in another order than in {first}; give all files one header")
+        raise DataError(f"{path}: the columns are in another order than in {first}; give all files one header")
 
 
 def rows_of_files(index: TextIndex, paths: list[Path]) -> list[int]:
-    """Lines of each file without its header. Raises DataError where that is none."""
+    """Returns each file's lines without its header. Raises DataError if a file has no others."""
     num_lines = dict.fromkeys(paths, 0)
     for chunk in index.chunks:
         num_lines[chunk.path] += chunk.num_lines

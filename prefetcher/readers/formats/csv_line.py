@@ -1,4 +1,4 @@
-"""Why a line does not fit its header: read cell by cell, after the fast way has refused the lines that it stands among."""
+"""Explains why a line does not fit its header, by reading cell by cell after the fast parser has refused its block."""
 
 import csv
 import re
@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from rowcast.prefetcher.readers.id_check import Place
+from rowcast.prefetcher.readers.id_check import Location
 from rowcast.runtime.errors import DataError
 
 CellKind = Literal["integer", "number", "boolean", "text"]
@@ -29,22 +29,22 @@ class Cell:
 
 
 def refuse_line(
-    lines: bytes, header: list[str], delimiter: str, cells: Mapping[str, Cell], place: Place, reason: str
+    lines: bytes, header: list[str], delimiter: str, cells: Mapping[str, Cell], location: Location, reason: str
 ) -> DataError:
-    """The error of the first bad line in `lines`; `place(i)` names the i-th one's file and number.
+    """Returns the error of the first bad line in `lines`; `location(i)` names the i-th line's file and number.
 
-    `reason` is what the fast way said, for lines in which nothing is found here.
+    `reason` is the fast parser's message, used if no line is found to be bad.
     """
     split = lines.removesuffix(b"\n").split(b"\n")
     for i, line in enumerate(split):
-        complaint = line_complaint(line.removesuffix(b"\r").decode("utf-8", "replace"), header, delimiter, cells)
-        if complaint is not None:
-            return DataError(f"{place(i)}{complaint}")
-    return DataError(f"{place(0)}, or another of the {len(split)} lines decoded with it: {reason}")
+        error = line_error(line.removesuffix(b"\r").decode("utf-8", "replace"), header, delimiter, cells)
+        if error is not None:
+            return DataError(f"{location(i)}{error}")
+    return DataError(f"{location(0)}, or another of the {len(split)} lines decoded with it: {reason}")
 
 
-def line_complaint(line: str, header: list[str], delimiter: str, cells: Mapping[str, Cell]) -> str | None:
-    """What follows the line's number in the sentence, or None for a good line."""
+def line_error(line: str, header: list[str], delimiter: str, cells: Mapping[str, Cell]) -> str | None:
+    """Returns the sentence after the line's number, or None for a good line."""
     if not line:
         return ": the line is empty; remove it"
     if "\r" in line:
@@ -53,8 +53,8 @@ def line_complaint(line: str, header: list[str], delimiter: str, cells: Mapping[
         [fields] = csv.reader([line], delimiter=delimiter, strict=True)
     except csv.Error as error:
         if "end of data" in str(error):
-            return ": a quoted field goes on in the next line; remove line breaks within fields, or write Parquet"
-        return f": the quotes do not fit ({error}); double those within a field"
+            return ": a quoted field continues in the next line; remove line breaks within fields, or write Parquet"
+        return f": the quotes do not match ({error}); double those within a field"
     if len(fields) != len(header):
         return f": {len(fields)} fields instead of the header's {len(header)}"
     for name, field in zip(header, fields, strict=True):

@@ -1,15 +1,15 @@
-"""data.format = "package.module:factory": any Python code as a data set, checked here batch by batch.
+"""Reads `data.format = "package.module:factory"`: any Python code as a data set, checked batch by batch.
 
-The factory is called as factory(job, **job.data.options), or without the job where it takes none, and returns one of
+The factory is called as factory(job, **job.data.options), or without the job if it does not take one. It returns one of
 
-    an object           with batches(split, epoch, start) -> iterable of batches, from batch `start` on; it may also have num_dense,
-                        num_samples(split) and file_sizes as `base.Reader` has, and num_batches(split) of an epoch
+    an object           with batches(split, epoch, start) -> iterable of batches, from batch `start` on; it may also
+                        have num_dense, num_samples(split) and file_sizes as `reader.Reader` has, and num_batches(split)
     a function          called as function(split, epoch) -> iterable of batches, for each epoch and for "eval"
-    an iterable         of training batches, gone through once an epoch; it has no evaluation split
+    an iterable         of training batches, iterated once per epoch; it has no evaluation split
 
-A batch is a `Batch`, or in one of the shapes that `foreign.py` reads.
-Order, split and shuffle are the factory's own; going on at a batch makes the batches before it first, unless an object has `start`.
-For the same reason one worker makes all batches: nothing here could skip those of another.
+A batch is a `Batch`, or has one of the shapes that `user_arrays.py` reads. Order, split and shuffle are the factory's
+own. Continuing at a batch first makes the batches before it, unless an object has `start`. For the same reason one
+worker makes all batches: it could not skip those of another.
 """
 
 import inspect
@@ -29,15 +29,15 @@ from rowcast.prefetcher.readers.reader import Pending, decoded
 from rowcast.protocol.batch import Batch, Kind
 from rowcast.runtime.errors import ConfigError, DataError, RowcastError
 
-# (split, epoch, start) -> batches in any shape that foreign.py reads
+# (split, epoch, start) -> batches in any shape that user_arrays.py reads
 Batches = Callable[[Kind, int, int], Iterable[Any]]
 
 
 def open_reader(job: Job) -> "CustomReader":
-    """Imports and calls the factory. Raises ConfigError where that is not possible."""
+    """Imports and calls the factory. Raises ConfigError if that fails."""
     factory = import_factory(job.data.format)
     signature = inspect.signature(factory)
-    given = [job] if wants_job(signature, job.data.options) else []
+    given = [job] if takes_job(signature, job.data.options) else []
     try:
         signature.bind(*given, **job.data.options)
     except TypeError as error:
@@ -47,8 +47,8 @@ def open_reader(job: Job) -> "CustomReader":
     return CustomReader(job, factory(*given, **job.data.options))
 
 
-def wants_job(signature: inspect.Signature, options: Collection[str]) -> bool:
-    """Whether a factory's first argument is the job: one of that name, or one that nothing else gives."""
+def takes_job(signature: inspect.Signature, options: Collection[str]) -> bool:
+    """Whether a factory's first argument is the job: it has that name, or nothing else provides it."""
     first = next(iter(signature.parameters.values()), None)
     if first is None or first.kind in (first.KEYWORD_ONLY, first.VAR_KEYWORD):
         return False
@@ -56,7 +56,7 @@ def wants_job(signature: inspect.Signature, options: Collection[str]) -> bool:
 
 
 def import_factory(name: str) -> Callable[..., Any]:
-    """`package.module:factory`; modules beside the job are found from the working folder."""
+    """Imports `package.module:factory`; modules beside the job are found from the working folder."""
     module_name, _, attribute = name.partition(":")
     if str(Path.cwd()) not in sys.path:
         sys.path.append(str(Path.cwd()))
@@ -72,14 +72,14 @@ def import_factory(name: str) -> Callable[..., Any]:
 
 
 class CustomReader:
-    """A `Reader` over whatever the factory returned."""
+    """A `Reader` over what the factory returned."""
 
     def __init__(self, job: Job, source: Any) -> None:
         self._job, self._source = job, source
         self._name = job.data.format
         self._batches = batches_of(job, source)
         self._check = BatchCheck(job)
-        self._begun: Iterator[Any] | None = None  # the training batches of epoch 0, of which one was looked at
+        self._first_epoch: Iterator[Any] | None = None  # the training batches of epoch 0, once one was looked at
         self._num_train: int | None = None  # batches, once epoch 0 was looked at
         self.pairing = ""
         self.num_dense = self._first_num_dense()
@@ -99,7 +99,7 @@ class CustomReader:
         return count
 
     def num_batches(self, split: Kind) -> int | None:
-        """Said by the source, or the length of what it gives."""
+        """The number that the source declares, or the length of its batches."""
         known = getattr(self._source, "num_batches", None)
         if callable(known):
             return int(known(split))
@@ -109,7 +109,7 @@ class CustomReader:
             return self._num_train if callable(self._source) else length(self._source)
         if not callable(self._source):
             return 0
-        with own_errors(f"{self._name}, eval batch 0 of epoch 0"):
+        with data_set_errors(f"{self._name}, eval batch 0 of epoch 0"):
             return length(self._source(split, 0))
 
     def batches(self, split: Kind, epoch: int, start: int = 0) -> Iterator[Batch]:
@@ -119,7 +119,7 @@ class CustomReader:
         batches: Iterator[Any] | None = None
         for index in count(start):
             where = f"{self._name}, {split} batch {index} of epoch {epoch}"
-            with own_errors(where):
+            with data_set_errors(where):
                 batches = iter(self._open(split, epoch, start)) if batches is None else batches
                 batch = next(batches, None)
             if batch is None:
@@ -127,20 +127,20 @@ class CustomReader:
             yield partial(self._check.check, batch, where)
 
     def _open(self, split: Kind, epoch: int, start: int) -> Iterable[Any]:
-        """Epoch 0 goes on where its first batch was taken: an iterator gives it once, and a shuffle may differ from pass to pass."""
-        begun, is_begun = self._begun, split == "train" and epoch == 0
-        if begun is None or not is_begun or (start and hasattr(self._source, "batches")):
+        """Continues epoch 0 from its first batch: an iterator yields it once, and a shuffle may differ between two."""
+        first_epoch, is_first_epoch = self._first_epoch, split == "train" and epoch == 0
+        if first_epoch is None or not is_first_epoch or (start and hasattr(self._source, "batches")):
             return self._batches(split, epoch, start)
-        self._begun = None
-        return islice(begun, start, None)
+        self._first_epoch = None
+        return islice(first_epoch, start, None)
 
     def _first_num_dense(self) -> int:
-        """Declared, or that of the first training batch."""
+        """The number that the source declares, or that of the first training batch."""
         declared = getattr(self._source, "num_dense", None)
         if declared is not None:
             return int(declared)
         where = f"{self._name}, train batch 0 of epoch 0"
-        with own_errors(where):
+        with data_set_errors(where):
             batches = self._batches("train", 0, 0)
             self._num_train = length(batches)
             rest = iter(batches)
@@ -150,13 +150,13 @@ class CustomReader:
         check = BatchCheck(self._job)
         checked = check.check(first, where)
         self.pairing = check.pairing
-        self._begun = chain([first], rest)
+        self._first_epoch = chain([first], rest)
         return int(checked.dense.shape[-1])
 
 
 @contextmanager
-def own_errors(where: str) -> Iterator[None]:
-    """What the data set's code raises ends the run with a sentence; its traceback goes to stderr."""
+def data_set_errors(where: str) -> Iterator[None]:
+    """Turns an error of the data set's code into one that ends the run; its traceback goes to stderr."""
     try:
         yield
     except RowcastError:
@@ -164,7 +164,7 @@ def own_errors(where: str) -> Iterator[None]:
     except Exception as error:
         traceback.print_exception(error)
         raise DataError(
-            f"{where}: the data set raised {type(error).__name__}: {error}; correct it, its traceback stands in the log"
+            f"{where}: the data set raised {type(error).__name__}: {error}; correct it, its traceback is in the log"
         ) from error
 
 
@@ -173,11 +173,11 @@ def is_iterator(source: Any) -> bool:
 
 
 def batches_of(job: Job, source: Any) -> Batches:
-    """One way to ask for batches, whatever the factory returned. Raises ConfigError for anything else."""
+    """Returns one function for batches, whatever the factory returned. Raises ConfigError for anything else."""
     if hasattr(source, "batches"):
         return lambda split, epoch, start: source.batches(split, epoch, start)
     if callable(source):
-        return lambda split, epoch, start: behind(source(split, epoch), start)
+        return lambda split, epoch, start: skip(source(split, epoch), start)
     if not isinstance(source, Iterable):
         raise ConfigError(
             f"data.format = {job.data.format!r}: the factory returned {type(source).__name__}; "
@@ -185,19 +185,19 @@ def batches_of(job: Job, source: Any) -> Batches:
         )
     if is_iterator(source) and job.data.epochs > 1:
         raise ConfigError(
-            f"data.format = {job.data.format!r}: the factory returned an iterator, which can be gone through once, but data.epochs = "
-            f"{job.data.epochs}; return a function of (split, epoch)"
+            f"data.format = {job.data.format!r}: the factory returned an iterator, which can be read once, "
+            f"but data.epochs = {job.data.epochs}; return a function of (split, epoch)"
         )
-    return lambda split, epoch, start: behind(source, start) if split == "train" else ()
+    return lambda split, epoch, start: skip(source, start) if split == "train" else ()
 
 
-def behind(batches: Iterable[Any], start: int) -> Iterable[Any]:
-    """Batches `start`, `start` + 1, ...; all of them as they came, with their length where they have one."""
+def skip(batches: Iterable[Any], start: int) -> Iterable[Any]:
+    """Skips the first `start` batches. All of them stay as they are, with their length if they have one."""
     return islice(batches, start, None) if start else batches
 
 
 def length(batches: Iterable[Any]) -> int | None:
-    """None where they have none, as those of a generator, or of a DataLoader over an IterableDataset without one."""
+    """None without a length, as for a generator, or a DataLoader over an IterableDataset."""
     try:
         return len(batches)  # type: ignore[arg-type]
     except TypeError:

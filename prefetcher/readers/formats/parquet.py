@@ -1,8 +1,8 @@
-"""Parquet: a feature is the column of its name, integers (one id a sample) or lists of integers (a bag; null = empty), or, under
-data.columns.hash, strings and lists of strings. A null id is a missing one, in a list too.
+"""Reads Parquet: a feature is the column of its name, with one id per sample or a list of ids (a bag; null = empty).
 
-Label and dense columns are named by data.columns; dense values are used as they are. A feature's weights are a column of numbers or
-of lists as long as its lists of ids. How files are read, and by several workers, stands in `parquet_files.py`.
+Ids are integers or, under data.columns.hash, strings. A null id is missing, in a list too. data.columns names the
+label and the dense columns, whose values are used as they are. A feature's weights are a column of numbers, or of lists
+as long as its lists of ids. `parquet_files.py` reads the files.
 """
 
 from contextlib import AbstractContextManager, closing
@@ -20,13 +20,13 @@ from rowcast.prefetcher.readers.columns import Ids, join_dense, join_ids, rows_b
 from rowcast.prefetcher.readers.data_files import FileSpan, sizes_of
 from rowcast.prefetcher.readers.formats.parquet_files import ArrowCursor, ParquetFiles
 from rowcast.prefetcher.readers.hashed_ids import can_hash
-from rowcast.prefetcher.readers.id_check import IdCheck, row_place
+from rowcast.prefetcher.readers.id_check import IdCheck, row_location
 from rowcast.prefetcher.readers.row_reader import RowReader, open_files
 from rowcast.runtime.errors import ConfigError, DataError
 
 
 def open_reader(job: Job, columns: Columns = "all") -> RowReader:
-    """Raises ConfigError for a missing path or column, DataError for a file that is empty, damaged or of the wrong types."""
+    """Raises ConfigError for a missing path or column, DataError for a file that is empty, damaged or mistyped."""
     if job.data.hash:
         raise ConfigError(
             "data.hash: parquet ids are used as they are; remove it, or set data.columns.hash = true to hash them"
@@ -37,7 +37,7 @@ def open_reader(job: Job, columns: Columns = "all") -> RowReader:
 
 class ParquetRows:
     def __init__(self, job: Job, ids: IdCheck, columns: Columns, paths: list[Path]) -> None:
-        self.files, self.wanted = ParquetFiles(paths), columns
+        self.files, self.part = ParquetFiles(paths), columns
         self.file_sizes = sizes_of(paths)
         first = self.files.schemas[0]
         self.roles = roles_of(
@@ -63,7 +63,7 @@ class ParquetRows:
 class ParquetCursor:
     def __init__(self, rows: ParquetRows) -> None:
         self._rows = rows
-        self._arrow = ArrowCursor(rows.files, rows.roles.names(rows.wanted))
+        self._arrow = ArrowCursor(rows.files, rows.roles.names(rows.part))
 
     def close(self) -> None:
         self._arrow.close()
@@ -72,11 +72,11 @@ class ParquetCursor:
         self._arrow.hold(within)
         decoder, paths = self._rows.decoder, self._rows.files.paths
         files = rows_by_file(self._rows.files.bounds, rows)
-        taken = [(self._arrow.take(own), row_place(paths[own.file], own.rows)) for own in files]
+        taken = [(self._arrow.take(own), row_location(paths[own.file], own.rows)) for own in files]
         return decode_part(
-            self._rows.wanted,
-            dense=lambda: join_dense(files, [decoder.dense(table, place) for table, place in taken]),
-            ids=lambda: join_ids(files, [decoder.ids(table, place) for table, place in taken]),
+            self._rows.part,
+            dense=lambda: join_dense(files, [decoder.dense(table, location) for table, location in taken]),
+            ids=lambda: join_ids(files, [decoder.ids(table, location) for table, location in taken]),
         )
 
 

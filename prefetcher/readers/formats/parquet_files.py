@@ -1,11 +1,11 @@
-"""Rows of Parquet files as Arrow has them: record batches are read one after another, and cut or taken apart before they are decoded.
+"""Reads rows of Parquet files as Arrow record batches, one after the other.
 
     file  | row group       | row group       | ...
-          | batch | batch | | batch | batch | |       read forward, in the columns that are wanted
-                | held        |                       what lies within the rows of the moment, in one table a file
+          | batch | batch | | batch | batch | |       read forward, only the requested columns
+                | held        |                       the part within the current rows, in one table per file
 
-A row group in which no row is wanted is skipped. Within one, Arrow can only read forward: workers that share a row group decompress
-its columns each for itself, and share what comes after.
+Row groups without a requested row are skipped. Within a row group, Arrow can only read forward: workers that share a
+row group each decompress its columns, and share the work after that.
 """
 
 from bisect import bisect_right
@@ -30,7 +30,7 @@ class RowGroup(NamedTuple):
 
 
 class ParquetFiles:
-    """What the files say of themselves. Raises DataError for an empty or damaged one."""
+    """The files' metadata. Raises DataError for an empty or damaged file."""
 
     def __init__(self, paths: list[Path]) -> None:
         self.paths = paths
@@ -48,7 +48,7 @@ class ParquetFiles:
 
 class RecordBatch(NamedTuple):
     file: int
-    start: int  # row, all files counted through
+    start: int  # row, counted over all files
     content: Any  # pyarrow.RecordBatch
 
     @property
@@ -64,10 +64,10 @@ class ArrowCursor:
         self._file: pq.ParquetFile | None = None
         self._group: RowGroup | None = None  # of the open file
         self._batches: Iterator[Any] = iter(())  # of the group
-        self._next_row = 0  # with which the next of them starts
-        self._held: list[RecordBatch] = []  # one after the other, without gaps
+        self._next_row = 0  # the first row of the next batch
+        self._held: list[RecordBatch] = []  # consecutive, without gaps
         self._within = FileSpan(start=0, stop=0)
-        self._tables: dict[int, tuple[int, Any]] = {}  # file -> (row in it, what lies within from that row on)
+        self._tables: dict[int, tuple[int, Any]] = {}  # file -> (its first held row, the held rows)
 
     def close(self) -> None:
         self._group, self._batches = None, iter(())
@@ -76,7 +76,7 @@ class ArrowCursor:
         self._file = None
 
     def hold(self, within: FileSpan) -> None:
-        """Makes these rows ready for `take`. Reads nothing twice where they move forward."""
+        """Makes these rows ready for `take`. Reads nothing twice if they move forward."""
         if within == self._within:
             return
         held = [batch for batch in self._held if batch.start < within.stop and within.start < batch.stop]
@@ -90,7 +90,7 @@ class ArrowCursor:
         self._within = within
 
     def take(self, rows: FileRows) -> Any:
-        """A pyarrow.RecordBatch of some of the held rows."""
+        """Returns some of the held rows as a pyarrow.RecordBatch."""
         first, table = self._tables[rows.file]
         where = as_slice(rows.rows - first)
         return table.slice(where.start, len(rows.rows)) if isinstance(where, slice) else table.take(pa.array(where))
@@ -106,7 +106,7 @@ class ArrowCursor:
         return start - int(self._files.bounds[file]), table
 
     def _read(self, row: int) -> RecordBatch:
-        """The one with this row, forward from the last one where it stands in the same row group."""
+        """Returns the batch with this row, reading on from the last batch if it is in the same row group."""
         index = bisect_right(self._files.group_bounds, row) - 1
         group = self._files.groups[index]
         path = self._files.paths[group.file]
@@ -126,7 +126,7 @@ class ArrowCursor:
         if self._group is None or self._group.file != group.file:
             self.close()
             self._file = pq.ParquetFile(self._files.paths[group.file])
-        assert self._file is not None, f"no file is open, but {self._group} of one"
+        assert self._file is not None, f"no file is open for {self._group}"
         self._group = group
         self._batches = self._file.iter_batches(
             batch_size=RECORD_BATCH_ROWS, row_groups=[group.number], columns=self._columns, use_threads=False
@@ -134,7 +134,7 @@ class ArrowCursor:
 
 
 def file_facts(path: Path) -> tuple[Any, list[int]]:
-    """(schema, rows of each row group) from the file's metadata."""
+    """Returns the schema and the rows of each row group from the file's metadata."""
     try:
         with pq.ParquetFile(path) as file:
             schema, metadata = file.schema_arrow, file.metadata

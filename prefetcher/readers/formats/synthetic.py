@@ -1,12 +1,13 @@
-"""Synthetic click logs of any length and for any tables, with Zipf-distributed ids and labels that only embeddings can explain.
+"""Generates click logs of any length for any tables, with Zipf-distributed ids and labels that only embeddings explain.
 
-Sample i of column c is a function of (seed, c, i) alone, so any row can be made at once: `shuffle = "full"` is allowed and a run
-goes on at any batch. The label is drawn from a hidden logistic model
+Sample i of column c is a function of (seed, c, i) alone, so any row can be made at once: `shuffle = "full"` is allowed
+and a run can continue at any batch. The label is drawn from a hidden logistic model
 
     logit = base + sum over features of effect(feature, id) + DENSE_SIGMA * sum over dense of (x - 1) / sqrt(13)
 
-with a label rate of about 0.26. The effects have deviation SIGMA together; most of it lies in features with few or very frequent ids,
-which a model learns first. At the Criteo cardinalities the true model's AUC is about 0.85, that of the dense features alone 0.54.
+with a label rate of about 0.26. Together the effects have deviation SIGMA; most of it is in features with few or very
+frequent ids, which a model learns first. At the Criteo cardinalities the true model's AUC is about 0.85, and 0.54 from
+the dense features alone.
 """
 
 from contextlib import AbstractContextManager, nullcontext
@@ -25,13 +26,13 @@ from rowcast.runtime.errors import ConfigError
 
 NUM_DENSE = 13
 LABEL_RATE = 0.26
-SIGMA = 1.75  # standard deviation of the logit from ids
-CONCENTRATED = 0.8  # of their variance goes by how likely two samples share an id, the rest to all features alike
-DENSE_SIGMA = 0.2  # and from dense features
+SIGMA = 1.75  # standard deviation of the logit's part from ids
+CONCENTRATED = 0.8  # share of that variance divided by how likely two samples share an id, the rest evenly
+DENSE_SIGMA = 0.2  # standard deviation of the logit's part from dense features
 
 
 def open_reader(job: Job) -> RowReader:
-    """Raises ConfigError where the job asks for what no synthetic data can have."""
+    """Raises ConfigError if the job asks for what synthetic data cannot have."""
     refuse_weights(job)
     if job.data.eval_path is not None:
         raise ConfigError("data.eval_path: synthetic data has no files; remove it and set data.eval_fraction")
@@ -39,7 +40,7 @@ def open_reader(job: Job) -> RowReader:
 
 
 class SyntheticRows:
-    """Its own cursor: there is nothing to hold. Labels come from ids, so that no part of a batch is cheaper than the whole."""
+    """Its own cursor, as it holds nothing. Labels depend on ids, so no part of a batch is cheaper than the whole."""
 
     num_dense = NUM_DENSE
 
@@ -72,7 +73,7 @@ class SyntheticRows:
         return Batch(dense=dense, labels=labels.astype(np.float32), ids=ids.ravel())
 
     def _dense(self, counters: U64) -> Floats:
-        """Exponentially distributed: mean and variance 1, never negative, as the logarithms of counts are."""
+        """Exponential with mean and variance 1: never negative, like the logarithms of counts."""
         return np.ascontiguousarray(-np.log1p(-uniform(self._dense_keys, counters)).T.astype(np.float32))
 
 
@@ -85,13 +86,13 @@ class SyntheticColumn:
         self.concentration = self._zipf.concentration if feature.num_embeddings > 1 else None
 
     def sample(self, counters: U64) -> tuple[Ids, F64]:
-        """(ids, their effects) of the samples with these numbers."""
+        """Returns the ids of the samples with these numbers, and the ids' effects."""
         ranks = self._zipf.ranks(uniform(self._key, counters))
         return self._permutation(ranks), self._effects(ranks)
 
 
 def variance_shares(concentrations: list[float | None]) -> F64:
-    """Of each column in the logit's variance, 1 together; None: a column of one id, which has none."""
+    """Each column's share of the logit's variance, 1 in total. None: a column of one id, which has no variance."""
     own = np.array([concentration or 0.0 for concentration in concentrations])
     varied = own > 0
     if not varied.any():
@@ -105,7 +106,7 @@ def sigmoid(logits: F64) -> F64:
 
 
 def base_logit(rate: float, sigma: float) -> float:
-    """The base for which normal logits of deviation `sigma` around it give the label rate `rate`, by bisection."""
+    """Finds, by bisection, the base at which normal logits of deviation `sigma` give the label rate `rate`."""
     quantiles = np.linspace(-4, 4, 161)
     masses = np.exp(-(quantiles**2) / 2)
     low, high = -20.0, 20.0

@@ -1,7 +1,7 @@
-"""Where synthetic ids and labels come from: random numbers by counter, Zipf ranks, a permuted id space, effects of ids on the label.
+"""Makes the numbers of synthetic data: random numbers by counter, Zipf ranks, permuted ids, effects on the label.
 
-Everything is a pure function of (seed, stream, counter), so any sample can be made without those before it, and no column needs
-memory that grows with its ids.
+Everything is a pure function of (seed, stream, counter), so any sample can be made without those before it, and no
+column needs memory that grows with its ids.
 """
 
 import numpy as np
@@ -10,22 +10,22 @@ from rowcast.prefetcher.readers.columns import Ids
 from rowcast.runtime.arrays import F64, U64
 from rowcast.runtime.splitmix import GOLDEN, mix
 
-HEAD_RANKS = 1024  # ranks whose probability is tabulated; beyond them the sum is an integral, exact to a part in 10^6
+HEAD_RANKS = 1024  # ranks with tabulated probability; the others are summed by an integral, exact to a part in 10^6
 
 
 def streams(seed: int, num_streams: int) -> U64:
-    """[num_streams] keys of independent streams of random numbers."""
+    """Returns u64 [num_streams] keys of independent streams of random numbers."""
     start = mix(np.array([seed], np.uint64) + GOLDEN)
     return mix(start + np.arange(1, num_streams + 1, dtype=np.uint64) * GOLDEN)
 
 
 def uniform(key: U64, counters: U64) -> F64:
-    """Numbers in [0, 1), one for each counter (and key, broadcast)."""
+    """Returns a number in [0, 1) for each counter (and key, broadcast)."""
     return (mix(key + counters * GOLDEN) >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
 class Zipf:
-    """Ranks 0 to n - 1, rank k with probability proportional to (k + 1) ** -exponent."""
+    """Ranks 0 to n - 1; rank k has a probability proportional to (k + 1) ** -exponent."""
 
     def __init__(self, num_ids: int, exponent: float) -> None:
         self._num_ids, self._exponent = num_ids, exponent
@@ -39,7 +39,7 @@ class Zipf:
         self.concentration = float((self.head_probabilities**2).sum())  # how likely two samples share an id of the head
 
     def ranks(self, u: F64) -> Ids:
-        """The ranks at the quantiles `u` in [0, 1)."""
+        """Returns the ranks at the quantiles `u` in [0, 1)."""
         mass = u * self._total
         ranks = np.searchsorted(self._cumulative, mass, side="right")
         beyond = ranks == len(self._cumulative)
@@ -48,7 +48,7 @@ class Zipf:
         return np.minimum(ranks, self._num_ids - 1)
 
     def _integral(self, end: float) -> float:
-        """Of x ** -exponent from the tail's start to `end`."""
+        """The integral of x ** -exponent from the tail's start to `end`."""
         power = 1.0 - self._exponent
         if power == 0:
             return float(np.log(end / self._tail_start))
@@ -66,7 +66,8 @@ class Zipf:
 
 
 class Permutation:
-    """A pseudo-random bijection of 0 to n - 1: rounds of invertible steps on just enough bits, repeated for what falls outside."""
+    """A pseudo-random bijection of 0 to n - 1: rounds of invertible steps on just enough bits, repeated for results
+    outside."""
 
     ROUNDS = 3
 
@@ -92,7 +93,7 @@ class Permutation:
 
 
 class Effects:
-    """What each id of a column adds to the logit: mean 0 and variance 1 over the column's samples, 0 in a column of one id."""
+    """What each id adds to the logit: mean 0 and variance 1 over the column's samples, 0 in a column of one id."""
 
     def __init__(self, zipf: Zipf, key: U64) -> None:
         self._key = key

@@ -1,16 +1,19 @@
-"""Batches in the shapes that training scripts have, as `rowcast.protocol.batch.Batch`. No framework is imported: tensors become arrays by
-`numpy.asarray`.
+"""Converts batches in the shapes of training scripts to `rowcast.protocol.batch.Batch`.
 
-    Batch                                          as it is
-    an object                                      with dense_features, sparse_features and labels, as TorchRec's batches have them
-    a mapping                                      with dense, sparse and labels (or dense_features, sparse_features, label)
+No framework is imported: `numpy.asarray` converts tensors.
+
+    Batch                                          unchanged
+    an object                                      with dense_features, sparse_features and labels, as in TorchRec
+    a mapping                                      with dense, sparse and labels (or dense_features, sparse_features,
+                                                   label)
     (dense, sparse, labels)                        a tuple or list
 
-Where `sparse` is one of
+where `sparse` is one of
 
-    a KeyedJaggedTensor, or what has its keys(), values() and lengths() or offsets(): features by name, in any order
+    a KeyedJaggedTensor                            or any object with keys(), values() and lengths() or offsets():
+                                                   features by name, in any order
     a mapping                                      feature -> bags
-    an array of ids [B, F]                         one id a bag, features in the job's order
+    an array of ids [B, F]                         one id per bag, features in the job's order
     a list of F bags                               features in the job's order
 
 and the bags of a feature are ids [B], ids [B, L], or B lists of ids.
@@ -28,11 +31,14 @@ from rowcast.runtime.arrays import I64
 from rowcast.runtime.errors import DataError
 
 NAMES = (("dense", "dense_features"), ("sparse", "sparse_features"), ("labels", "label"))
-SHAPES = "yield rowcast.protocol.batch.Batch, or dense features, sparse features and labels as an object, a mapping or a tuple (docs/adopt.md)"
+SHAPES = (
+    "yield rowcast.protocol.batch.Batch, or dense features, sparse features and labels as an object, a mapping or "
+    "a tuple (docs/adopt.md)"
+)
 
 
 def as_batch(offered: Any, features: Sequence[str], where: str) -> Batch:
-    """`features` in the job's order. Shapes and values are for `BatchCheck`. Raises DataError that starts with `where`."""
+    """`features`: names in the job's order. Raises DataError that starts with `where`; `BatchCheck` checks values."""
     if isinstance(offered, Batch):
         return offered
     parts = parts_of(offered)
@@ -49,13 +55,13 @@ def as_batch(offered: Any, features: Sequence[str], where: str) -> Batch:
 
 
 def is_by_position(offered: Any) -> bool:
-    """Whether nothing but the order of the features says which ids are whose."""
+    """Whether only the order of the features assigns the ids to them."""
     parts = None if isinstance(offered, Batch) else parts_of(offered)
     return parts is not None and not isinstance(parts[1], Mapping) and not is_keyed(parts[1])
 
 
 def parts_of(offered: Any) -> tuple[Any, Any, Any] | None:
-    """Dense features, sparse features and labels; None where they cannot be told apart."""
+    """Returns dense features, sparse features and labels; None if they cannot be identified."""
     if isinstance(offered, Mapping):
         found = tuple(next((offered[name] for name in names if name in offered), NAMES) for names in NAMES)
         return (
@@ -71,11 +77,11 @@ def parts_of(offered: Any) -> tuple[Any, Any, Any] | None:
 
 
 def as_array(value: Any, dtype: type[np.generic], what: str) -> npt.NDArray[Any]:
-    """Raises DataError where numpy cannot read it, or where ids are no integers."""
+    """Raises DataError if numpy cannot read it, or if ids are not integers."""
     try:
         array = np.asarray(value)
         if dtype is np.int64 and array.size and array.dtype.kind not in "iu":
-            raise TypeError(f"ids are integers, these are {array.dtype}")
+            raise TypeError(f"ids must be integers, these are {array.dtype}")
         return array.astype(dtype, copy=False)
     except (TypeError, ValueError, RuntimeError) as error:
         sentence = str(error).partition("\n")[0]
@@ -85,7 +91,7 @@ def as_array(value: Any, dtype: type[np.generic], what: str) -> npt.NDArray[Any]
 
 
 def columns_of(sparse: Any, features: Sequence[str], size: int, what: str) -> tuple[list[Column], bool]:
-    """The features in the job's order, and whether they have weights."""
+    """Returns the features in the job's order, and whether they have weights."""
     if is_keyed(sparse):
         return keyed_columns(sparse, features, size, what)
     if isinstance(sparse, Mapping):
@@ -102,7 +108,7 @@ def columns_of(sparse: Any, features: Sequence[str], size: int, what: str) -> tu
     ids = as_array(sparse, np.int64, what)
     if ids.shape != (size, len(features)):
         raise DataError(
-            f"{what} has shape {list(ids.shape)}; give one id a sample and feature: [{size}, {len(features)}]"
+            f"{what} has shape {list(ids.shape)}; give one id per sample and feature: [{size}, {len(features)}]"
         )
     return [Column(ids=ids[:, f]) for f in range(len(features))], False
 
@@ -113,7 +119,7 @@ def is_keyed(sparse: Any) -> bool:
 
 
 def keyed_columns(sparse: Any, features: Sequence[str], size: int, what: str) -> tuple[list[Column], bool]:
-    """Of a KeyedJaggedTensor: values feature-major, in the order of its own keys."""
+    """Reads a KeyedJaggedTensor: values are feature-major, in the order of its own keys."""
     keys = list(sparse.keys())
     require_keys(keys, features, what)
     values, lengths = as_array(sparse.values(), np.int64, what), keyed_lengths(sparse, what)
@@ -149,12 +155,13 @@ def require_keys(keys: Sequence[str], features: Sequence[str], what: str) -> Non
     for feature in features:
         if feature not in keys:
             raise DataError(
-                f"{what} has no feature {feature}, only {', '.join(keys) or 'none'}; add it, or take it out of its table"
+                f"{what} has no feature {feature}, only {', '.join(keys) or 'none'}; "
+                "add it, or remove it from its table"
             )
 
 
 def column(bags: Any, size: int, what: str) -> Column:
-    """One feature: ids [B], ids [B, L], or B lists of ids."""
+    """Reads one feature: ids [B], ids [B, L], or B lists of ids."""
     if isinstance(bags, list | tuple) and any(np.ndim(bag) for bag in bags[:1]):
         own = [as_array(bag, np.int64, what).reshape(-1) for bag in bags]
         lengths, ids = np.array([len(bag) for bag in own], np.int64), np.concatenate(own)

@@ -1,4 +1,4 @@
-"""Batches that code outside this project made: shapes, dtypes, ids and values, checked before anything relies on them."""
+"""Checks the batches of code outside this project: shapes, dtypes, ids and values, before anything relies on them."""
 
 from dataclasses import replace
 from itertools import pairwise
@@ -10,11 +10,11 @@ import numpy as np
 from rowcast.job.schema import Job
 from rowcast.prefetcher.readers.columns import Ids, bag_offsets, needed_offsets
 from rowcast.prefetcher.readers.formats.user_arrays import as_batch, is_by_position
-from rowcast.prefetcher.readers.id_check import IdCheck, Place, check_dense, dense_names, job_features
+from rowcast.prefetcher.readers.id_check import IdCheck, Location, check_dense, dense_names, job_features
 from rowcast.protocol.batch import Batch
 from rowcast.runtime.errors import DataError
 
-PAIRS_SHOWN = 3000  # characters: of thirty features all
+PAIRS_SHOWN = 3000  # characters: enough for about thirty features
 BY_NAME = "where that is not their order, give them by name, as a mapping from feature to ids"
 
 
@@ -25,15 +25,15 @@ class BatchCheck:
         self._weighted = bool(job.data.columns.weights)
         self._ids = IdCheck(job)
         self.num_dense: int | None = None  # None: any number
-        self.pairing = ""  # of the first batch whose ids came by position: which column was taken for which feature
+        self.pairing = ""  # of the first batch whose ids came by position: each feature with its column
 
     @property
     def num_invalid(self) -> int:
         return self._ids.num_invalid
 
     def check(self, offered: Any, where: str) -> Batch:
-        """The batch, in any shape that `foreign.py` reads, with contiguous arrays, checked ids and no needless offsets. Raises DataError
-        that starts with `where`."""
+        """Returns a batch, given in any shape that `user_arrays.py` reads, with contiguous arrays, checked ids and no
+        needless offsets. Raises DataError that starts with `where`."""
         batch = as_batch(offered, self._names, where)
         self._check_shapes(batch, where)
         self._check_values(batch, where)
@@ -68,17 +68,17 @@ class BatchCheck:
             require_array(batch.weights, f"{where}: weights", "float32", (len(batch.ids),))
 
     def _check_values(self, batch: Batch, where: str) -> None:
-        check_dense(batch.dense, dense_names(batch.dense.shape[1]), sample_place(where))
-        check_dense(batch.labels[:, None], ["label"], sample_place(where))
+        check_dense(batch.dense, dense_names(batch.dense.shape[1]), sample_location(where))
+        check_dense(batch.labels[:, None], ["label"], sample_location(where))
         if batch.weights is not None:
-            check_dense(batch.weights[:, None], ["weights"], lookup_place(where, 0))
+            check_dense(batch.weights[:, None], ["weights"], lookup_location(where, 0))
 
     def _checked_ids(self, batch: Batch, where: str) -> Ids:
         ids, bounds = np.ascontiguousarray(batch.ids), bag_offsets(batch.ids, batch.offsets)[:: batch.size]
-        return self._ids.check(ids, bounds, lambda f: lookup_place(where, int(bounds[f])))
+        return self._ids.check(ids, bounds, lambda f: lookup_location(where, int(bounds[f])))
 
     def _paired_ids(self, batch: Batch, where: str) -> Ids:
-        """As `_checked_ids`; a refusal says which column was taken for which feature."""
+        """Like `_checked_ids`, but an error names the column of each feature."""
         try:
             return self._checked_ids(batch, where)
         except DataError as error:
@@ -87,7 +87,7 @@ class BatchCheck:
             self.pairing = self.pairing or self._pairs(batch)
 
     def _pairs(self, batch: Batch) -> str:
-        """`feature <- column` of each feature, with the largest id and the rows of its table."""
+        """Returns `feature <- column` for each feature, with its largest id and the rows of its table."""
         bounds = bag_offsets(batch.ids, batch.offsets)[:: batch.size]
         largest = [max(batch.ids[start:stop].tolist(), default=0) for start, stop in pairwise(bounds)]
         pairs = zip(self._features, largest, strict=True)
@@ -98,18 +98,18 @@ class BatchCheck:
         return shorten(", ".join(named), PAIRS_SHOWN, placeholder=" ...")
 
 
-def sample_place(where: str) -> Place:
+def sample_location(where: str) -> Location:
     return lambda i: f"{where}, sample {i}"
 
 
-def lookup_place(where: str, first: int) -> Place:
+def lookup_location(where: str, first: int) -> Location:
     return lambda i: f"{where}, look-up {first + i}"
 
 
 def require_array(array: Any, what: str, dtype: str, shape: tuple[int | None, ...]) -> None:
-    """Raises DataError unless `array` is of `dtype` and `shape`, in which None stands for any number."""
+    """Raises DataError unless `array` is of `dtype` and `shape`, in which None matches any number."""
     fits = isinstance(array, np.ndarray) and array.dtype == dtype and array.ndim == len(shape)
-    if not fits or any(wanted is not None and wanted != size for wanted, size in zip(shape, array.shape, strict=True)):
+    if not fits or any(need is not None and need != size for need, size in zip(shape, array.shape, strict=True)):
         found = typed_shape(str(array.dtype), array.shape) if isinstance(array, np.ndarray) else type(array).__name__
         raise DataError(f"{what} are {found}; give {typed_shape(dtype, shape)}")
 
