@@ -22,8 +22,8 @@ An entry of the ledger has one writer at a time, as its row is in one place at a
 `RowsBack` was applied, hence noted; it is sent to the trainer only after it was noted as read; and it comes home only
 after that. A clean victim's value is looked up when its plan is announced: earlier reads are noted by then, and no
 later write can have come, as it needs this plan's eviction first. The thread that brings a visit's last missing part
-compares it: the mail's thread, or the write-back's before it says that the rows are applied. So a step that is done and home is
-verified, and a checkpoint, which waits for both and for `read_back`, holds verified rows.
+compares it: the mail's thread, or the write-back's before it says that the rows are applied. So a step that is done and
+home is verified, and a checkpoint, which waits for both and for `read_back`, holds verified rows.
 
 A verifier lives as long as its attempt: a restore changes rows, and a cold cache has nothing to compare.
 """

@@ -238,7 +238,7 @@ def test_data_of_another_kind_or_without_ids_is_refused(tmp_path: Path) -> None:
     sentence = refused(tmp_path / "broken.csv", code=4)
     assert (
         sentence
-        == f"{tmp_path / 'broken.csv'}, line 2: a quoted field goes on in the next line; remove line breaks within fields, or write Parquet"
+        == f"{tmp_path / 'broken.csv'}, line 2: a quoted field continues in the next line; remove line breaks within fields, or write Parquet"
     )
 
 

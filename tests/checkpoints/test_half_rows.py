@@ -97,7 +97,7 @@ def test_a_weight_that_the_dtype_cannot_hold_is_refused_before_anything_is_made(
     content = content_of(job_of(tmp_path / "unused", "fp32"))
     content[WEIGHT][7, 3] = value
     job = job_of(tmp_path / "run", "fp16")
-    with pytest.raises(ConfigError, match=rf"{WEIGHT} has values beyond 65504, where fp16 ends; set another dtype"):
+    with pytest.raises(ConfigError, match=rf"{WEIGHT} has values beyond 65504, the largest of fp16; set another dtype"):
         imported(job, content, tmp_path)
     assert not job.run_dir.exists()
 

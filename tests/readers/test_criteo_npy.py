@@ -106,9 +106,9 @@ BROKEN_ARRAYS = {
     "two labels": (
         "labels",
         lambda a: np.hstack([a, a]),
-        "day_0_labels.npy holds int32 (20, 2); it must hold one number a row",
+        "day_0_labels.npy holds int32 (20, 2); it must hold one number per row",
     ),
-    "text": ("labels", lambda a: a.astype(str), "it must hold one number a row"),
+    "text": ("labels", lambda a: a.astype(str), "it must hold one number per row"),
 }
 
 

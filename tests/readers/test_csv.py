@@ -154,7 +154,7 @@ def test_a_bad_line_is_named_with_its_column_and_value(
     [
         (
             "label,int_0,a,bb,w",
-            "the header has no column b, the nearest is bb, and {first} has; give all files one header",
+            "the header has no column b, the nearest is bb, but {first} does; give all files one header",
         ),
         ("label,int_0,a,b,w,v", "the header has a column v, but {first} does not; give all files one header"),
         ("label,a,int_0,b,w", "the columns are in another order than in {first}; give all files one header"),

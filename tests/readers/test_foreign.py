@@ -73,10 +73,10 @@ def test_weights_of_a_keyed_tensor_are_taken_in_the_jobs_order() -> None:
     [
         ((DENSE, IDS), "is tuple; yield rowcast.protocol.batch.Batch, or dense features, sparse features and labels"),
         ({"dense": DENSE, "labels": LABELS}, "is dict; yield rowcast.protocol.batch.Batch"),
-        ((DENSE, IDS[:, :2], LABELS), "sparse has shape [2, 2]; give one id a sample and feature: [2, 3]"),
+        ((DENSE, IDS[:, :2], LABELS), "sparse has shape [2, 2]; give one id per sample and feature: [2, 3]"),
         ((DENSE, [IDS[:, 0]], LABELS), "sparse lists 1 features, but the tables have 3: cat_3, cat_0, cat_25"),
         ((DENSE, {"cat_3": IDS[:, 0]}, LABELS), "sparse has no feature cat_0, only cat_3"),
-        ((DENSE, IDS / 2, LABELS), "ids are integers, these are float64"),
+        ((DENSE, IDS / 2, LABELS), "ids must be integers, these are float64"),
         ((DENSE, [IDS[:1, 0], IDS[:, 1], IDS[:, 2]], LABELS), "feature cat_3 has 1 bags for 2 samples"),
         ((DENSE, keyed(values=torch.arange(5)), LABELS), "sparse has 5 ids in 8 bags for 4 features of 2 samples"),
         ((DENSE, keyed(keys=["cat_0"]), LABELS), "sparse has no feature cat_3, only cat_0"),

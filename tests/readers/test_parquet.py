@@ -69,7 +69,7 @@ def test_a_null_id_is_missing_and_never_row_0_in_silence(column: str, values: An
     path = write(tmp_path, **{column: values})
     assert refusal(DataError, path) == (
         f"{path}, row {row}, column {column}: the id is missing; give missing ones an id of their own, or set "
-        'data.on_invalid_id = "zero", which takes row 0 for them and counts them'
+        'data.on_invalid_id = "zero", which replaces them by row 0 and counts them'
     )
 
 
@@ -325,7 +325,7 @@ def test_a_bottom_mlp_without_a_dense_column_is_refused_with_candidates(tmp_path
     pq.write_table(pa.table(columns), tmp_path / "data.parquet")
     assert refusal(ConfigError, tmp_path, columns={"weights": {"b": "w"}}) == (
         f"{tmp_path / 'data.parquet'}: the model has a bottom MLP for dense features, and no column is named int_0, int_1, ...; name those "
-        'that are meant of the other columns with numbers: data.columns.dense = ["age", "price"]; data.columns.dense = [] says that there '
+        'the dense ones of the other columns with numbers: data.columns.dense = ["age", "price"]; data.columns.dense = [] says that there '
         "are none"
     )
     assert only_batch(tmp_path, columns={"dense": ["age"]}).dense.tolist() == [[30], [40]]

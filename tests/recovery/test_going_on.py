@@ -161,7 +161,7 @@ def test_a_day_of_other_tables_or_another_seed_is_refused_by_name(session: Sessi
     )
     for changed, sentence in (
         ({"tables": [{**TABLES[0], "num_embeddings": 501}, TABLES[1]]}, "its rows are of table narrow [500, 4]"),
-        ({"job": {**content["job"], "seed": 2}}, "job.seed = 1; set that, not 2"),
+        ({"job": {**content["job"], "seed": 2}}, "job.seed = 1; set that instead of 2"),
         (
             {"optimizer": {**OPTIMIZER, "sparse": {"kind": "sgd", "lr": 0.1}}},
             "in records of weight, exp_avg, exp_avg_sq",

@@ -38,7 +38,7 @@ def test_rows_in_wrong_slots_end_both_processes(session: Session) -> None:
     prefetcher, trainer = session.start("prefetcher", "--verify-share=1"), session.start_patched("trainer", WRONG_SLOTS)
     refusals = [process.ended().refused(4) for process in (prefetcher, trainer)]
     assert refusals[0] in refusals[1]
-    assert re.search(rf"{ROW} or torn: other bytes stand in its slot at step 0 than the store gave", refusals[0])
+    assert re.search(rf"{ROW} or torn: its slot at step 0 does not hold the bytes that the store gave", refusals[0])
     assert session.remains() == []
 
 

@@ -103,11 +103,9 @@ class NpyRows:
             ids=self._ids.check(wide, np.arange(sparse.shape[1] + 1) * len(sparse), lambda f: location),
         )
 
-    """Maps every day of which a file is named, in name order, and checks that its files agree."""
-
 
 def open_days(paths: list[Path]) -> list[Day]:
-    """Every day of which a file is named, in name order, mapped and checked against itself."""
+    """Maps every day of which a file is named, in name order, and checks that its files agree."""
     names: dict[Path, None] = {}
     for file in paths:
         match = re.fullmatch(r"(day_\d+)_(dense|sparse|labels)\.npy", file.name)
