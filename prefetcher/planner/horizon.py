@@ -56,7 +56,7 @@ OCCURRENCE = np.dtype(
 )
 
 
-OCCURRENCE_BYTES = OCCURRENCE.itemsize + 4
+PLACE_BYTES = OCCURRENCE.itemsize + 4
 
 
 class ScheduledLookups(Protocol):
@@ -87,7 +87,7 @@ class KnownBatch:
     @property
     def id_bytes(self) -> int:
         """Bytes of the batch's look-ups and rows that are kept while it is known, before rounding."""
-        return sum(grouping.nbytes + grouping.num_unique * OCCURRENCE_BYTES for grouping in self.groups)
+        return sum(grouping.nbytes + grouping.num_unique * PLACE_BYTES for grouping in self.groups)
 
 
 class Horizon:

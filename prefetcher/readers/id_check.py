@@ -12,7 +12,7 @@ from rowcast.prefetcher.readers.columns import Floats, Ids
 from rowcast.runtime.errors import ConfigError, DataError
 from rowcast.runtime.name_lists import nearest
 
-Location = Callable[[int], str]  # position in the checked array -> "file, row 17"
+Place = Callable[[int], str]  # position in the checked array -> "file, row 17"
 MISSING = np.iinfo(np.int64).min  # a missing id; numpy also converts NaN to it
 
 
@@ -25,7 +25,7 @@ class Feature:
     hashed: bool  # data.columns.hash
 
 
-def row_location(path: Path, rows: Ids) -> Location:
+def row_location(path: Path, rows: Ids) -> Place:
     """The location for an array whose samples are these rows of the file, counted from 0."""
     return lambda i: f"{path}, row {rows[i]}"
 
@@ -81,7 +81,7 @@ class IdCheck:
         self._limits = np.array([feature.num_embeddings for feature in self._features], np.uint64)
         self.num_invalid = 0
 
-    def check(self, ids: Ids, bounds: Ids, location: Callable[[int], Location]) -> Ids:
+    def check(self, ids: Ids, bounds: Ids, location: Callable[[int], Place]) -> Ids:
         """Returns the ids of all features, those of feature f at bounds[f] to bounds[f + 1], inside their tables.
 
         `location(f)(i)` names the file and row of the feature's i-th id. Under "error", raises DataError for the first
@@ -119,7 +119,7 @@ def refusal(row: int, feature: Feature, location: str) -> DataError:
     )
 
 
-def check_dense(dense: Floats, names: list[str], location: Location) -> Floats:
+def check_dense(dense: Floats, names: list[str], location: Place) -> Floats:
     """Returns `dense` f32 [n, D]. Raises DataError with the location of a value that is NaN or infinite."""
     finite = np.isfinite(dense)
     if not finite.all():
@@ -131,7 +131,7 @@ def check_dense(dense: Floats, names: list[str], location: Location) -> Floats:
     return dense
 
 
-def check_labels(labels: Floats, name: str, location: Location) -> Floats:
+def check_labels(labels: Floats, name: str, location: Place) -> Floats:
     """Returns `labels` f32 [n]. Raises DataError for one that is neither 0 nor 1."""
     valid = (labels == 0) | (labels == 1)
     if not valid.all():

@@ -324,7 +324,7 @@ def test_a_bottom_mlp_without_a_dense_column_is_refused_with_candidates(tmp_path
     }
     pq.write_table(pa.table(columns), tmp_path / "data.parquet")
     assert refusal(ConfigError, tmp_path, columns={"weights": {"b": "w"}}) == (
-        f"{tmp_path / 'data.parquet'}: the model has a bottom MLP for dense features, and no column is named int_0, int_1, ...; name those "
+        f"{tmp_path / 'data.parquet'}: the model has a bottom MLP for dense features, and no column is named int_0, int_1, ...; name "
         'the dense ones of the other columns with numbers: data.columns.dense = ["age", "price"]; data.columns.dense = [] says that there '
         "are none"
     )
