@@ -16,7 +16,7 @@ from rowcast.protocol.session import Session as Talk
 from rowcast.protocol.transport.inproc import inproc_pair
 from rowcast.runtime import run_directory
 from rowcast.runtime.errors import ConfigError, PeerLost, PeerNeverCame, peer_failure
-from rowcast.runtime.run_directory import RunDirectory, failure_path, failure_since
+from rowcast.runtime.run_directory import Role, RunDirectory, failure_path, failure_since
 from tests.support.processes import Process, Session, proc_text
 
 SIGCONT, SIGKILL, SIGSTOP, SIGTERM = signal.SIGCONT, signal.SIGKILL, signal.SIGSTOP, signal.SIGTERM
@@ -111,13 +111,24 @@ def test_a_trainer_that_fails_before_the_two_have_met_ends_a_waiting_prefetcher(
     assert session.remains() == []
 
 
-def test_a_failure_from_before_a_process_was_started_does_not_end_it(session: Session) -> None:
-    session.start("prefetcher", "--checkpoint=step-000000000001").ended().refused(2)
-    note = failure_path(session.run_dir, "prefetcher")
+@pytest.mark.parametrize(
+    ("failed", "wrong"), [("prefetcher", "--checkpoint=step-000000000001"), ("trainer", "--set=trainer.devise=cpu")]
+)
+def test_a_failure_from_before_a_process_was_started_does_not_end_it(
+    failed: Role, wrong: str, session: Session
+) -> None:
+    session.run_dir.mkdir()
+    session.start(failed, wrong).ended().refused(2)
+    note = failure_path(session.run_dir, failed)
     assert note.exists()
-    trainer = session.start("trainer")
-    trainer.until_logged("waiting for the prefetcher")
-    prefetcher = session.start("prefetcher", "--max-steps=2")
+    if failed == "prefetcher":
+        trainer = session.start("trainer")
+        trainer.until_logged("waiting for the prefetcher")
+        prefetcher = session.start("prefetcher", "--max-steps=2")
+    else:
+        prefetcher = session.start("prefetcher", "--max-steps=2")
+        prefetcher.until_logged("serving metrics")
+        trainer = session.start("trainer")
     prefetcher.ended().quiet()
     trainer.ended().quiet()
     assert not note.exists()
