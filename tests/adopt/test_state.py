@@ -1,4 +1,4 @@
-"""State dicts of the whole tables: before, at checkpoints, behind the end, and back into another run; and what goes on after a stop."""
+"""State dicts of whole tables: before training, at checkpoints, after the end, in another run, and after a stop."""
 
 from dataclasses import replace
 from pathlib import Path

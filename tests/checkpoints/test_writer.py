@@ -1,4 +1,4 @@
-"""A checkpoint holds every row that was ever trained, in files that say what they are; old ones go when nothing needs them."""
+"""A checkpoint holds every row that was ever trained, in files that say what they are; unneeded files are removed."""
 
 from pathlib import Path
 

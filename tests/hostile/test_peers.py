@@ -1,4 +1,4 @@
-"""A peer that speaks well for a while and then lies once: the other side ends with one sentence, and with no other exception."""
+"""A peer that is honest and then lies once: the other side ends with one sentence, never another exception."""
 
 import json
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Ids far ahead, the rest when it is asked for: the same batches and the same errors as reading whole batches one after another."""
+"""Ids far ahead, the rest when it is asked for: the batches and errors are those of reading whole batches in order."""
 
 from collections import deque
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""One decoding process: order, errors, and every way in which either side may go away. Several of them: `test_workers.py`."""
+"""One decoding process: order, errors, and every way in which either side may leave. Several: `test_workers.py`."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""Several decoding processes: what they share, and what is told of any of them. Bit-equality of every format: `test_conformance.py`."""
+"""Several decoding processes: what they share, and which of their errors is told. Their bits: `test_conformance.py`."""
 
 import os
 import signal

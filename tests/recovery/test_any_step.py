@@ -1,4 +1,4 @@
-"""A run that is stopped after any step goes on as if it had not been stopped: before, within and after an evaluation, too."""
+"""A run that is stopped after any step goes on as if it had not been, also before, within and after an evaluation."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""`transport.rejoin_timeout`: one process is killed and started again, the other waits for it, and both end with the same bits."""
+"""`transport.rejoin_timeout`: one process is killed and started again, the other waits, both end with the same bits."""
 
 import signal
 import time

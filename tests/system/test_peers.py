@@ -1,4 +1,4 @@
-"""A peer with another job or version, one that never comes, goes away, stands still or is only slow; and two where one is wanted."""
+"""A peer with another job or version, one that never comes, leaves, stands still or is slow; or two of them."""
 
 import re
 import shutil
