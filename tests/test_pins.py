@@ -68,10 +68,11 @@ def test_rows_that_do_not_ascend_are_our_own_mistake_when_saving(tmp_path: Path)
     assert not list(tmp_path.iterdir())
 
 
-def raw(path: Path, tensors: dict[str, Any], **facts: str | None) -> None:
-    """A safetensors file with the metadata of a good pin file, where `facts` say nothing else; None leaves one away."""
+def raw(tensors: dict[str, Any], **facts: str | None) -> Callable[[Path], None]:
+    """Writes a safetensors file with the metadata of a good pin file, changed by `facts`; None leaves one out."""
     metadata = {"format": PIN_FORMAT, "version": PIN_VERSION, "checksum": checksum(tensors)} | facts
-    save_file(tensors, path, metadata={name: value for name, value in metadata.items() if value is not None})
+    given = {name: value for name, value in metadata.items() if value is not None}
+    return lambda path: save_file(tensors, path, metadata=given)
 
 
 def good(path: Path) -> None:
@@ -99,18 +100,18 @@ FAULTS: dict[str, tuple[Callable[[Path], object], type[RowcastError], str]] = {
     "truncated": (truncated, DataError, "not a whole pin file ("),
     "a changed byte": (changed, DataError, "the rows do not have the checksum that was written with them"),
     "another safetensors file": (lambda path: save_file({"wide_a": rows(5)}, path), DataError, "but not one of pins"),
-    "another format": (lambda path: raw(path, {"wide_a": rows(5)}, format="model"), DataError, "but not one of pins"),
-    "another version": (lambda path: raw(path, {"wide_a": rows(5)}, version="2"), DataError, "version 2, but this version reads 1"),
-    "no version": (lambda path: raw(path, {"wide_a": rows(5)}, version=None), DataError, "version None, but this version reads 1"),
-    "no checksum": (lambda path: raw(path, {"wide_a": rows(5)}, checksum=None), DataError, "do not have the checksum"),
-    "unknown table": (lambda path: raw(path, {"t_cat_0": rows(5)}), ConfigError, "table t_cat_0 is no table of this job"),
-    "row outside": (lambda path: raw(path, {"wide_a": rows(5, 300)}), ConfigError, "row 300 is outside table wide_a (num_embeddings"),
-    "negative row": (lambda path: raw(path, {"wide_a": rows(-1, 3)}), DataError, "table wide_a do not ascend from 0 on, each once"),
-    "descending": (lambda path: raw(path, {"wide_a": rows(5, 4)}), DataError, "table wide_a do not ascend from 0 on, each once"),
-    "twice the same": (lambda path: raw(path, {"wide_a": rows(5, 5)}), DataError, "table wide_a do not ascend from 0 on, each once"),
-    "other numbers": (lambda path: raw(path, {"wide_a": np.ones(3, np.float32)}), DataError, "are float32[3]; they must be int64[n]"),
-    "two dimensions": (lambda path: raw(path, {"wide_a": np.ones((1, 3), np.int64)}), DataError, "are int64[1, 3]; they must be int64[n]"),
-    "no rows": (lambda path: raw(path, {"wide_a": rows()}), DataError, "are int64[0]; they must be int64[n], n at least 1"),
+    "another format": (raw({"wide_a": rows(5)}, format="model"), DataError, "but not one of pins"),
+    "another version": (raw({"wide_a": rows(5)}, version="2"), DataError, "version 2, but this version reads 1"),
+    "no version": (raw({"wide_a": rows(5)}, version=None), DataError, "version None, but this version reads 1"),
+    "no checksum": (raw({"wide_a": rows(5)}, checksum=None), DataError, "do not have the checksum"),
+    "unknown table": (raw({"t_cat_0": rows(5)}), ConfigError, "table t_cat_0 is no table of this job"),
+    "row outside": (raw({"wide_a": rows(5, 300)}), ConfigError, "row 300 is outside table wide_a (num_embeddings"),
+    "negative row": (raw({"wide_a": rows(-1, 3)}), DataError, "table wide_a do not ascend from 0 on, each once"),
+    "descending": (raw({"wide_a": rows(5, 4)}), DataError, "table wide_a do not ascend from 0 on, each once"),
+    "twice the same": (raw({"wide_a": rows(5, 5)}), DataError, "table wide_a do not ascend from 0 on, each once"),
+    "other numbers": (raw({"wide_a": np.ones(3, np.float32)}), DataError, "are float32[3]; they must be int64[n]"),
+    "two dimensions": (raw({"wide_a": np.ones((1, 3), np.int64)}), DataError, "are int64[1, 3]; they must be int64[n]"),
+    "no rows": (raw({"wide_a": rows()}), DataError, "are int64[0]; they must be int64[n], n at least 1"),
 }  # fmt: skip
 
 

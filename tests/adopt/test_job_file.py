@@ -11,7 +11,7 @@ import torch
 
 import rowcast
 from rowcast.runtime.errors import ConfigError
-from rowcast.runtime.run_directory import failure_path
+from rowcast.runtime.run_directory import failure_path, failure_since
 from rowcast.trainer.adopt.module import EmbeddingBagCollection
 from rowcast.trainer.run import connection
 from tests.adopt.clicks import ROWS
@@ -44,7 +44,6 @@ def train(session: Session) -> list[float]:
 def prefetcher_starts_once_awaited(session: Session, monkeypatch: pytest.MonkeyPatch, *options: str) -> Iterator[None]:
     """`prefetcher run` starts after the script has looked for the note of a failure."""
     looked = threading.Event()
-    failure_since = connection.failure_since
 
     def look(*args: Any) -> Any:
         failure = failure_since(*args)

@@ -111,11 +111,13 @@ def test_a_script_that_is_started_again_says_what_it_does(
     for fresh, said in (
         (
             False,
-            f"continues the run in {tmp_path} after 2 train steps, in epoch 0; checkpoints are made every 10m (fresh=True begins",
+            f"continues the run in {tmp_path} after 2 train steps, in epoch 0; "
+            "checkpoints are made every 10m (fresh=True begins",
         ),
         (
             True,
-            f"begins a new run in {tmp_path}, whose first checkpoint replaces the run of 2 train steps there; checkpoints",
+            f"begins a new run in {tmp_path}, whose first checkpoint replaces the run of 2 train steps there; "
+            "checkpoints",
         ),
     ):
         model, optimizer = make(tmp_path)

@@ -38,8 +38,8 @@ class Host:
         return path
 
     def lay_in_compiled_loops(self) -> Path:
-        """Puts this tree's compiled loops where numba looks for them, and returns that folder. Missing ones are compiled:
-        all of them take a minute.
+        """Puts this tree's compiled loops where numba looks for them, and returns that folder. Missing ones are
+        compiled: all of them take a minute.
         """
         numba = self.source("compiled") / "numba"
         numba.mkdir()

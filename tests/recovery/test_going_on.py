@@ -1,4 +1,4 @@
-"""A killed run loses minutes; a complete one goes on with more epochs or the next day's files as if it had not ended."""
+"""A killed run loses minutes; a complete one goes on with more epochs or new files as if it had not ended."""
 
 import signal
 from pathlib import Path

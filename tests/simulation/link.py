@@ -2,8 +2,8 @@
 
     sender -> inner link -> fault -> conversation
 
-The conversation must refuse every fault but a delay. `must_refuse` says that such a frame was handed out; a conversation
-that then asks for one more frame has accepted it.
+The conversation must refuse every fault but a delay. `must_refuse` says that such a frame was handed out; a
+conversation that then asks for one more frame has accepted it.
 """
 
 from collections import deque

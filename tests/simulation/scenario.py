@@ -70,7 +70,8 @@ class Scenario:
             f"dropout {self.work.drops_out}, depth {job.lookahead.depth}, horizon {job.lookahead.horizon}, "
             f"checkpoint every {job.checkpoint.every} keep {job.checkpoint.keep}, "
             f"{self.slots} slots, rings of {self.ring_bytes}, late store {self.late_store}, "
-            f"seeded streams {self.seeded_streams}, mirrored {self.mirrored}, store {self.store}, peers wait {self.peers_wait}"
+            f"seeded streams {self.seeded_streams}, mirrored {self.mirrored}, store {self.store}, "
+            f"peers wait {self.peers_wait}"
         )
 
 

@@ -1,7 +1,7 @@
 """Both processes' real stages in one thread, advanced in an order that a seed decides: every failing seed replays.
 
-Nothing here is a stand-in but the link (two queues), checkpoints where a test gives no folder for them and, where a test
-asks for it, the late store and the seeded streams, which are production code.
+Nothing here is a stand-in but the link (two queues), checkpoints where a test gives no folder for them and, where a
+test asks for it, the late store and the seeded streams, which are production code.
 """
 
 import random

@@ -91,8 +91,8 @@ def launch(arguments: list[str], out: Path, err: Path, environment: Mapping[str,
 
 
 class Process:
-    """One started command, in a session of its own like a service manager's, away from this terminal. Its output goes to
-    files, so that it never waits for a reader."""
+    """One started command, in a session of its own like a service manager's, away from this terminal. Its output
+    goes to files, so that it never waits for a reader."""
 
     def __init__(
         self, arguments: list[str], folder: Path, environment: Mapping[str, str], launch: Launch = launch
@@ -190,7 +190,7 @@ class Session:
         write_job(self.config, job_content(self.run_dir, **sections))
 
     def start(self, name: Name, *options: str, **environment: str) -> Process:
-        """Starts `run` of either process or of both, with this session's job file; `environment` is added to our own."""
+        """Starts a command with this session's job file; `environment` is added to our own."""
         return self._start([*COMMANDS[name], f"--config={self.config}", *options], environment)
 
     def start_patched(self, name: Literal["prefetcher", "trainer"], patch: str) -> Process:

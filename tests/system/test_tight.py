@@ -1,4 +1,4 @@
-"""The tightest cases: plans far larger than half a ring, a cache of one batch, a stop at any time, too large a batch."""
+"""The tightest cases: plans larger than half a ring, a cache of one batch, a stop at any time, a batch too large."""
 
 import copy
 import dataclasses
