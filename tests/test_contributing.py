@@ -1,7 +1,8 @@
-"""CONTRIBUTING.md's recipes, followed to the letter in a copy of the tree: the new file, the one line, and a job that trains with both.
+"""CONTRIBUTING.md's recipes, followed to the letter in a copy of the tree: the new file, the one line, and a job that
+trains with both.
 
-A section with code is a recipe. A line that is a path in backticks says where the block below it goes: into a new file, or, with ", in `NAME`",
-below the line where the table NAME begins. The `toml` block is laid over a small job.
+A section with code is a recipe. A path in backticks on a line of its own says where the block below it goes: into a new
+file, or, with ", in `NAME`", below the line where the table NAME begins. The `toml` block is laid over a small job.
 """
 
 import json

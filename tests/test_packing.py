@@ -1,4 +1,4 @@
-"""How plans are laid out and cut: every byte and every row travels exactly once, aligned, in pieces of at most half a ring."""
+"""How plans are laid out and cut: each byte and row travels exactly once, aligned, in pieces of at most half a ring."""
 
 import itertools
 from collections.abc import Sequence

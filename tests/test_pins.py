@@ -68,10 +68,11 @@ def test_rows_that_do_not_ascend_are_our_own_mistake_when_saving(tmp_path: Path)
     assert not list(tmp_path.iterdir())
 
 
-def raw(path: Path, tensors: dict[str, Any], **facts: str | None) -> None:
-    """A safetensors file with the metadata of a good pin file, where `facts` say nothing else; None leaves one away."""
+def raw(tensors: dict[str, Any], **facts: str | None) -> Callable[[Path], None]:
+    """Writes a safetensors file with the metadata of a good pin file, changed by `facts`; None leaves one out."""
     metadata = {"format": PIN_FORMAT, "version": PIN_VERSION, "checksum": checksum(tensors)} | facts
-    save_file(tensors, path, metadata={name: value for name, value in metadata.items() if value is not None})
+    given = {name: value for name, value in metadata.items() if value is not None}
+    return lambda path: save_file(tensors, path, metadata=given)
 
 
 def good(path: Path) -> None:

@@ -16,11 +16,13 @@ import json
 
 print(json.dumps({
     "by_hand": by_hand, "seconds": [gather_s, model_s, update_s], "distinct": [distinct, full_batch.ids.size],
-    "top_percent": list(top_percent.values()), "first_times": first_times, "distinct_rows": float(np.mean(distinct_rows)),
+    "top_percent": list(top_percent.values()), "first_times": first_times,
+    "distinct_rows": float(np.mean(distinct_rows)),
     "fetched": fetched, "horizons": horizons, "ahead": ahead, "static": rows_fetched(SLOTS, "static") / len(scheduled),
     "lru": rows_fetched(SLOTS, "lru") / len(scheduled),
     "small_trace": [sum(len(came) for _, came in history) for history in stays.values()],
-    "planned": planned, "reported": report.rows_fetched, "steps": report.steps, "evicted": report.rows_evicted, "auc": report.auc,
+    "planned": planned, "reported": report.rows_fetched, "steps": report.steps, "evicted": report.rows_evicted,
+    "auc": report.auc,
     "knows_nothing": float(knows_nothing), "losses": losses.tolist(), "plain_losses": plain_losses.tolist(),
     "differing_losses": int(differing_losses), "differing": differing, "compared": len(theirs), "moved": len(moved),
     "left_behind": work.exists(),

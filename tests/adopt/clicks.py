@@ -1,4 +1,4 @@
-"""Data sets of training scripts, as tests.adopt.clicks:<name>: two features of one table and one of another, 8 samples a batch."""
+"""Data sets of training scripts, as tests.adopt.clicks:<name>: two features of one table, one of another; 8 a batch."""
 
 import os
 import time

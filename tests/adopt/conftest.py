@@ -1,4 +1,4 @@
-"""Prefetchers that `rowcast.connect` starts, forked from one process that has imported everything; they leave nothing behind."""
+"""Prefetchers that `rowcast.connect` starts, forked from a process with everything imported; none outlives its test."""
 
 import os
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""Adopted runs under test: a script's part in the test's own process, and a real prefetcher, forked from one that has imported it."""
+"""Adopted runs under test: the script runs in the test's own process, with a real, forked prefetcher."""
 
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path

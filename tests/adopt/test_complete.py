@@ -1,4 +1,4 @@
-"""examples/adopt/complete.py as a user would run it: to its end, killed and started again, and its best model without rowcast."""
+"""examples/adopt/complete.py as a user runs it: to its end, killed and started again, and its model without rowcast."""
 
 import os
 import signal

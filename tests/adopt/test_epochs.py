@@ -1,4 +1,4 @@
-"""Epochs of a script: saved one by one, counted on after a stop, and ended early; each with the bits of a run that nothing disturbed."""
+"""Epochs of a script: saved one by one, counted on after a stop, ended early; with an undisturbed run's bits."""
 
 import os
 import signal

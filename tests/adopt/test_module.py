@@ -1,4 +1,4 @@
-"""What the module and the loader refuse while a script trains, each with a sentence, and that nothing of it harms the run."""
+"""What the module and the loader refuse while a script trains: each mistake gets a sentence, and none harms the run."""
 
 from pathlib import Path
 from typing import Any

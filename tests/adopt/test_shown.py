@@ -1,4 +1,4 @@
-"""What a script shows of its run: how long it is, which column of ids was taken for which feature, metrics and the report."""
+"""What a script shows of its run: its length, the column of ids taken for each feature, metrics and the report."""
 
 import urllib.request
 from pathlib import Path

@@ -39,7 +39,7 @@ def train_in_slices(model: Model, optimizer: torch.optim.Optimizer, loader: Any)
 
 @pytest.mark.parametrize("number", [2, 3])
 def test_micro_batches_train_rows_as_one_batch_does(number: int, tmp_path: Path, launches: Launches) -> None:
-    """Bit for bit the script that looks the whole batch up and takes the losses of the same slices, one backward pass for each."""
+    """A script that looks up the whole batch and calls backward once for each slice's loss has the same bits."""
     model, optimizer = make(tmp_path / "slices", optimizer="adam")
     found = train_in_slices(model, optimizer, rowcast.connect(model.ebc, DATASET, accumulate=number))
     end = copied(model.state_dict())

@@ -1,4 +1,4 @@
-"""State dicts of the whole tables: before, at checkpoints, behind the end, and back into another run; and what goes on after a stop."""
+"""State dicts of whole tables: before training, at checkpoints, after the end, in another run, and after a stop."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -111,11 +111,13 @@ def test_a_script_that_is_started_again_says_what_it_does(
     for fresh, said in (
         (
             False,
-            f"continues the run in {tmp_path} after 2 train steps, in epoch 0; checkpoints are made every 10m (fresh=True begins",
+            f"continues the run in {tmp_path} after 2 train steps, in epoch 0; "
+            "checkpoints are made every 10m (fresh=True begins",
         ),
         (
             True,
-            f"begins a new run in {tmp_path}, whose first checkpoint replaces the run of 2 train steps there; checkpoints",
+            f"begins a new run in {tmp_path}, whose first checkpoint replaces the run of 2 train steps there; "
+            "checkpoints",
         ),
     ):
         model, optimizer = make(tmp_path)

@@ -1,4 +1,4 @@
-"""Where a script draws a batch on one stream and computes on another: the waits that a device needs, as a stream notes them."""
+"""A script draws a batch on one stream and computes on another: a stream that notes its calls shows the waits."""
 
 from collections.abc import Callable
 from pathlib import Path

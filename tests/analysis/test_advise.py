@@ -1,4 +1,4 @@
-"""`prefetcher advise`: its estimates against the exact simulation of data with a known structure, its choice, and what it prints."""
+"""`prefetcher advise`: its estimates against the exact simulation of known data, its choice, and what it prints."""
 
 import tomllib
 from collections.abc import Callable, Iterator

@@ -163,7 +163,10 @@ def test_a_sample_reads_a_part_and_says_so(check: Checked) -> None:
 
 def test_ids_that_are_replaced_are_a_warning_with_their_number(check: Checked) -> None:
     findings = check(whole=True, data=with_ids(check, 2000, "modulo"))
-    replaced = "data.on_invalid_id = 'modulo' replaced 1 ids of all 20,000 samples, which are missing or outside their tables; "
+    replaced = (
+        "data.on_invalid_id = 'modulo' replaced 1 ids of all 20,000 samples, which are missing or outside "
+        "their tables; "
+    )
     assert only_fault(findings, "warning", "ids").startswith(replaced)
 
 

@@ -204,12 +204,14 @@ def test_a_folder_and_a_glob_of_files_are_read_whole(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changed", "options", "sentence"),
     [
-        ({"clicked": 1, "new": 0}, (), "no column holds 0 and 1 in every row, as a label does (clicked holds values from 1 to 1)"),
+        ({"clicked": 1, "new": 0}, (),
+         "no column holds 0 and 1 in every row, as a label does (clicked holds values from 1 to 1)"),
         ({"clicked": None, "free": [0, 1] * (NUM_ROWS // 2)}, (),
          "2 columns hold 0 and 1 (new, free); say which is the label: --label new"),
-        ({}, ("--label", "click"), "--label click: {path} has no such column, the nearest is clicked; it has row, time, user, item, "
-         "account_id, device, hour, price, cents, rating, constant, new and 1 more"),
-        ({}, ("--label", "hour"), "--label hour: a label is 0 or 1 in every row, and this column holds values from 0 to 23"),
+        ({}, ("--label", "click"), "--label click: {path} has no such column, the nearest is clicked; it has row, "
+         "time, user, item, account_id, device, hour, price, cents, rating, constant, new and 1 more"),
+        ({}, ("--label", "hour"),
+         "--label hour: a label is 0 or 1 in every row, and this column holds values from 0 to 23"),
         ({}, ("--dense", "rating"), "--dense rating: {missing} values are missing; replace them first"),
         ({}, ("--dense", "user"), "--dense user: a dense feature is a number, and this column holds text"),
         ({}, ("--ids", "usr"), "--ids usr: {path} has no such column, the nearest is user; it has"),

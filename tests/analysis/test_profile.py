@@ -1,4 +1,4 @@
-"""Hot rows and what they cover: counted by hand on small data, and by intervals that hold on data whose truth is known."""
+"""Hot rows and what they cover: counted by hand on small data, and by intervals that hold where the truth is known."""
 
 import json
 from collections import Counter
@@ -242,7 +242,7 @@ def test_a_profile_is_the_same_for_the_same_job() -> None:
 
 
 def coverage_of_the_rest(job: Job, rows: dict[str, Any], share: float) -> tuple[float, float]:
-    """(share of look-ups, share of whole inputs) of the given rows, over every batch of the epoch that did not pick them."""
+    """(share of look-ups, share of whole inputs) of the given rows, over the epoch's batches that did not pick them."""
     groups, reader = group_specs(job), open_reader(job)
     keys = np.sort(np.concatenate([make_keys(own.index, rows[own.name]) for own in groups[0].tables]))
     coverage = Coverage(groups, hot(keys.tolist()))

@@ -264,7 +264,8 @@ def test_each_order_is_read_with_each_batch_size_and_compared_with_its_own_bound
         (
             "criteo-tsv",
             "full",
-            "--shuffle full: criteo-tsv cannot be read in this order; criteo-npy and synthetic can, or use window:65536",
+            "--shuffle full: criteo-tsv cannot be read in this order; criteo-npy and synthetic can, or use "
+            "window:65536",
         ),
         (
             "parquet",

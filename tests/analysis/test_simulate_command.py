@@ -197,5 +197,8 @@ def test_without_matplotlib_a_plot_is_refused_before_any_work(tmp_path: Path, mo
 
 
 def test_matplotlib_is_not_imported_where_nothing_is_drawn(tmp_path: Path) -> None:
-    code = "import sys, rowcast.prefetcher.cli, rowcast.analysis.simulate.simulate; sys.exit('matplotlib' in sys.modules or 'torch' in sys.modules)"
+    code = (
+        "import sys, rowcast.prefetcher.cli, rowcast.analysis.simulate.simulate; "
+        "sys.exit('matplotlib' in sys.modules or 'torch' in sys.modules)"
+    )
     Process(["-c", code], tmp_path, os.environ).ended().quiet()

@@ -1,4 +1,4 @@
-"""Saved traces: what is kept comes back, plans made again are identical, and what is no whole trace of these tables is refused."""
+"""Saved traces: what is saved comes back, plans made again are identical, and what is no whole trace is refused."""
 
 import dataclasses
 from collections.abc import Callable, Sequence

@@ -1,4 +1,4 @@
-"""A run without training: rows that change, and checkpoints of them, beside a dict that says what each checkpoint must hold."""
+"""A run without training: rows that change, checkpoints of them, and a dict of what each checkpoint must hold."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -93,7 +93,7 @@ def as_dict(keys: Keys, records: Records) -> Rows:
 
 @dataclass
 class FakeRun:
-    """Rows change by `train`; `checkpoint` makes them durable. `states`: what each checkpoint holds, by its position's step."""
+    """`train` changes rows; `checkpoint` makes them durable. `states`: what each checkpoint holds, by its step."""
 
     job: Job
     disk: Disk = field(default_factory=UnsyncedDisk)

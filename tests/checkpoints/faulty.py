@@ -1,4 +1,4 @@
-"""A disk that fails once, at the n-th operation of a kind, and works again afterwards: a writer that tried again would seem to succeed."""
+"""A disk that fails once, at the n-th operation of a kind, then works again: a writer that retried would seem fine."""
 
 import errno
 import os

@@ -1,4 +1,4 @@
-"""What was damaged is detected and never restored: the next older checkpoint is taken, and without one the run refuses to begin."""
+"""Damage is detected and never restored: the next older checkpoint is taken; without one the run refuses to begin."""
 
 from pathlib import Path
 

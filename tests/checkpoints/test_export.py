@@ -1,4 +1,4 @@
-"""An export is one safetensors file with every row of every table, trained or not, and the dense weights; stock PyTorch loads it."""
+"""An export is one safetensors file with the dense weights and every row, trained or not; stock PyTorch loads it."""
 
 import io
 import subprocess

@@ -1,4 +1,4 @@
-"""A disk that fails while a checkpoint is written ends the run with a sentence, and leaves the previous checkpoint in charge."""
+"""A disk that fails while a checkpoint is written ends the run with a sentence; the previous checkpoint stays valid."""
 
 import os
 from pathlib import Path
@@ -19,7 +19,7 @@ SITES = [(kind, fault) for kind in KINDS for fault in ("ENOSPC", "EIO", *(["shor
 
 
 def run_until_failure(run_dir: Path, kind: Kind, nth: int, fault: Fault) -> tuple[FakeRun, RowcastError] | None:
-    """Three checkpoints, one of them merged and the oldest dropped; None where the disk had no such operation left to fail."""
+    """Makes three checkpoints, merges once and drops the oldest; None where no such operation was left to fail."""
     failure = Failure(kind, nth, fault)
     run = FakeRun(small_job(run_dir), disk=FaultyDisk(failure), keep=1, block=20)
     (run.job.run_dir / "checkpoints" / "step-000000000007" / "left over").mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""Exports and imports of fp16 and bf16 rows: each dtype as safetensors names it, and weights that become a table's dtype."""
+"""Exports and imports of fp16 and bf16 rows: safetensors names each dtype, and weights take the table's dtype."""
 
 from pathlib import Path
 

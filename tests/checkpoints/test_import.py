@@ -1,4 +1,4 @@
-"""An import is a run that begins with the rows and dense weights of a file, bit for bit what an export of it gives back."""
+"""An imported run begins with the rows and dense weights of a file; an export of it gives them back bit for bit."""
 
 from pathlib import Path
 

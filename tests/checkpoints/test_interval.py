@@ -1,4 +1,4 @@
-"""A time between checkpoints becomes a number of train steps, once, and the plans of a restart have their barriers where they were."""
+"""A time between checkpoints becomes a number of train steps once; a restart has its barriers at the same steps."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Whatever a loss of power leaves, the newest valid checkpoint is whole, and at least as new as the last one reported durable."""
+"""After any loss of power the newest valid checkpoint is whole, and no older than the last one reported durable."""
 
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,8 @@
 """A command as Docker would run it for compose.yaml, as far as this machine can without a container engine.
 
-bubblewrap gives it a read-only root, the user, mounts and tmpfs of compose.yaml, the environment of the Dockerfile and nothing else, no
-capabilities, and namespaces of its own for processes, IPC and network. The programs are those of this tree and this Python.
+bubblewrap gives it a read-only root, the user, mounts and tmpfs of compose.yaml, the environment of the Dockerfile and
+nothing else, no capabilities, and namespaces of its own for processes, IPC and network. The programs are those of this
+tree and this Python.
 """
 
 import hashlib
@@ -37,8 +38,8 @@ class Host:
         return path
 
     def lay_in_compiled_loops(self) -> Path:
-        """Puts what this tree's loops were compiled to already where numba looks for it, and returns that folder. What is missing there
-        is compiled: all of it takes a minute.
+        """Puts this tree's compiled loops where numba looks for them, and returns that folder. Missing ones are
+        compiled: all of them take a minute.
         """
         numba = self.source("compiled") / "numba"
         numba.mkdir()

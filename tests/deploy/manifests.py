@@ -1,4 +1,4 @@
-"""The files under test, read as data: what compose.yaml, kubernetes.yaml and the Dockerfile say of each container, in one form."""
+"""compose.yaml, kubernetes.yaml and the Dockerfile, read as data: what each says of each container, in one form."""
 
 import json
 import re

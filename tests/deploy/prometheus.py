@@ -1,4 +1,4 @@
-"""A real Prometheus under test: where its programs come from, and a server that scrapes real processes with the tree's own files."""
+"""A real Prometheus under test: where it comes from, and a server that scrapes processes with the tree's files."""
 
 import fcntl
 import functools
@@ -31,7 +31,7 @@ INTERVAL = "1s"  # between scrapes, and between evaluations of rules
 
 
 def program(name: Literal["prometheus", "promtool"]) -> str:
-    """Its path. In CI and for root, Debian's package is fetched where it is missing; the test is skipped where that cannot be done."""
+    """Its path. CI and root fetch Debian's package where it is missing; the test is skipped where that fails."""
     found = which(name)
     if found is None and (os.environ.get("CI") == "true" or os.geteuid() == 0):
         fetch_package()
@@ -51,8 +51,8 @@ def which(name: str) -> str | None:
 
 @functools.cache
 def fetch_package() -> None:
-    """Unpacks Debian's package into `build/`, and installs nothing: no user is made and no service is started. Tried once a process,
-    and by one process at a time.
+    """Unpacks Debian's package into `build/` and installs nothing: it makes no user and starts no service. A process
+    tries once, and one process at a time.
     """
     FETCHED.mkdir(parents=True, exist_ok=True)
     with (FETCHED / "lock").open("w") as lock:

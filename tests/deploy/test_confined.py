@@ -1,4 +1,4 @@
-"""Both commands of compose.yaml, confined like containers: they meet, are healthy, stop when asked to, and go on to the end."""
+"""Both commands of compose.yaml, confined like containers: they meet, are healthy, stop when asked, and finish."""
 
 import json
 import re
@@ -17,14 +17,15 @@ WHY_NOT = why_not()
 pytestmark = pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))
 
 SMALLER = [  # container.toml on a machine that has better things to do
-    "data.batch_size=256", "data.synthetic.scale=0.001", "data.eval_fraction=0.001", "cache.capacity=2MiB", "checkpoint.every=40",
-    "model.bottom_mlp=[8, 16]", "model.top_mlp=[8, 1]", "trainer.threads=1",
+    "data.batch_size=256", "data.synthetic.scale=0.001", "data.eval_fraction=0.001", "cache.capacity=2MiB",
+    "checkpoint.every=40", "model.bottom_mlp=[8, 16]", "model.top_mlp=[8, 1]", "trainer.threads=1",
 ]  # fmt: skip
 A_LOOP = "loops.settle_marks"
 OPTIONS = [f"--set={override}" for override in SMALLER]
 PROBE = """
 import os, pathlib
-status = dict(line.split(":\\t", 1) for line in pathlib.Path("/proc/self/status").read_text().splitlines() if ":\\t" in line)
+lines = pathlib.Path("/proc/self/status").read_text().splitlines()
+status = dict(line.split(":\\t", 1) for line in lines if ":\\t" in line)
 def writes(folder):
     try: pathlib.Path(folder, "x").touch()
     except OSError as error: return error.strerror

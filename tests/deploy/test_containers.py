@@ -50,7 +50,7 @@ def copied_from_the_context() -> list[str]:
 
 
 def is_ignored(path: Path) -> bool:
-    """What .dockerignore says of a path: `*`, then exceptions by their top-level name, then names that are ignored everywhere."""
+    """What .dockerignore says of a path: `*`, then exceptions by top-level name, then names ignored everywhere."""
     lines = [line for line in (ROOT / ".dockerignore").read_text().splitlines() if line and not line.startswith("#")]
     assert lines[0] == "*"
     exceptions = {line[1:] for line in lines[1:] if line.startswith("!")}

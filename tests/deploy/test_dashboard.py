@@ -1,4 +1,4 @@
-"""The dashboard's file: made of panels.toml, whole, and about metrics that exist. test_prometheus.py asks its queries of a real run."""
+"""The dashboard's file is made from panels.toml, whole, and about metrics that exist. test_prometheus.py queries it."""
 
 import json
 import re

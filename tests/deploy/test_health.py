@@ -131,6 +131,6 @@ def crew_that_met(error: BaseException) -> Crew:
 
 
 def test_a_lost_peer_does_not_make_a_process_unhealthy() -> None:
-    """It may wait for another one, or still write its last checkpoint: a probe that failed meanwhile would cut that short."""
+    """It may wait for another trainer or still write its last checkpoint: a failed probe would cut that short."""
     assert crew_that_met(PeerLost("the trainer went away")).dead_stage() is None
     assert crew_that_met(ValueError("a bug")).dead_stage() == "watch"

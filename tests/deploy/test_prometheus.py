@@ -1,5 +1,5 @@
-"""Rules and alerts: checked and unit-tested by promtool, and alive in a real Prometheus that scrapes a whole run of two real processes,
-whose trainer is killed in the middle and comes again."""
+"""Rules and alerts: checked and unit-tested by promtool, and evaluated by a real Prometheus that scrapes a whole run of
+two real processes, whose trainer is killed in the middle and started again."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""The container files against the schemas that others have published: compose, Kubernetes, and hadolint for the Dockerfile."""
+"""The container files against published schemas: compose and Kubernetes, and hadolint for the Dockerfile."""
 
 import subprocess
 import sys

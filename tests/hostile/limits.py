@@ -1,5 +1,5 @@
-"""A second check of every limit of a frame, over plain values. Names and types of fields are those of the messages; the limits and how
-fields depend on each other stand here once more, and no code is shared with `rowcast.protocol.codec`.
+"""A second check of every limit of a frame, over plain values. Fields have the messages' names and types; their limits
+and how they depend on each other are written here a second time, and `rowcast.protocol.codec` shares no code with it.
 """
 
 import functools

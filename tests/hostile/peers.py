@@ -1,6 +1,6 @@
-"""A peer that speaks well until it says one wrong thing: a run in one process over a link where one message is changed on its way.
+"""A peer that is honest until it says one wrong thing: a run in one process over a link that changes one message.
 
-The rings are mirrors, so payloads travel with their messages and can be changed too; their checksums are made right again.
+The rings are mirrors, so payloads travel with their messages and can be changed too; their checksums are recomputed.
 """
 
 import math
@@ -28,7 +28,7 @@ Lie = Callable[[AnyMessage, Bytes], AnyMessage | None]
 
 @dataclass(slots=True)
 class HostileEnd:
-    """Implements `Link` around one end of a pair: tells its `lie` once, at the first message that it is for, after `good` of those."""
+    """A `Link` around one end of a pair: tells its `lie` once, at the first fitting message after `good` of those."""
 
     link: InprocLink
     lie: Lie

@@ -233,7 +233,7 @@ def conversations(draw: st.DrawFn) -> list[Said]:
 
 @dataclass(frozen=True, slots=True)
 class Breach:
-    """One thing that a message says and must not: what it is changed into, or None where it has no such thing; and the refusal."""
+    """One wrong thing in a message: what the message is changed into, None where it has none; and the refusal."""
 
     name: str
     change: Callable[[AnyMessage], AnyMessage | None]

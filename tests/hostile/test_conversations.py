@@ -1,4 +1,4 @@
-"""Valid conversations pass, also with many open steps; with one thing wrong in one message it is refused, and the rest still passes."""
+"""Valid conversations pass, also with many open steps; one wrong thing in one message is refused, the rest passes."""
 
 import re
 

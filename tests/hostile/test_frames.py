@@ -1,4 +1,4 @@
-"""Whatever bytes come: an envelope that a second check of all limits takes too, or an error of the protocol; and nothing else changes."""
+"""Any bytes become an envelope that a second check of all limits takes too, or an error, and change nothing."""
 
 import signal
 import tracemalloc

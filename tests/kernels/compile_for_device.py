@@ -1,6 +1,8 @@
-"""Compiles the kernels for a device that need not be there: `python -m tests.kernels.compile_for_device 90` for compute capability 9.0.
+"""Compiles the kernels for a device that need not be there: `python -m tests.kernels.compile_for_device 90`
+for compute capability 9.0.
 
-It calls them as a run would, with several sizes, learning rates and steps, but launches nothing. Prints one JSON object a compiled kernel.
+It calls them as a run would, with several sizes, learning rates and steps, but launches nothing. Prints one JSON object
+a compiled kernel.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""Triton's interpreter, which runs kernels on a CPU, where it rounds otherwise than a device: mended, so that bits can be compared."""
+"""Triton's interpreter runs kernels on a CPU and rounds otherwise than a device: corrected here."""
 
 from typing import Any
 
@@ -30,7 +30,7 @@ def mend(patch: pytest.MonkeyPatch) -> None:
 
 
 def fma(x: F32, y: F32, z: F32) -> F32:
-    """x * y + z, rounded once. The product of two fp32 is exact in fp64; a sum there that is rounded to odd may be rounded once more."""
+    """x * y + z, rounded once. In fp64 the product of two fp32 is exact; a sum rounded to odd may be rounded again."""
     product, term = (
         x.astype(np.float64) * y.astype(np.float64),
         np.broadcast_to(z.astype(np.float64), np.broadcast_shapes(x.shape, z.shape)),

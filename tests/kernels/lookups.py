@@ -55,7 +55,7 @@ def group_of(ids: Array, counts: Array | None, weights: Tensor | None, slots: Te
 def random_group(
     seed: int, num_rows: int, num_bags: int, most: int, weighted: bool = False, spare: int = 3
 ) -> GroupLookup:
-    """Bags of up to `most` look-ups, some of them empty, or where it is 0 of one each; half of all look-ups are of one row."""
+    """Bags of up to `most` look-ups, some empty; of one each where `most` is 0. Half of all look-ups are of one row."""
     rng = np.random.default_rng(seed)
     counts = rng.integers(0, most, num_bags, endpoint=True) if most else None
     num_lookups = num_bags if counts is None else int(counts.sum())
@@ -126,7 +126,7 @@ def reduce_in_chunks(pooled_grad: Tensor, group: GroupLookup, divisors: Tensor |
 
 @contextmanager
 def as_on_a_device() -> Iterator[None]:
-    """`torch_ops` with square roots as IEEE 754 has them, which those of a CPU are not, and with sums over columns pair by pair."""
+    """`torch_ops` with the square roots of IEEE 754, which a CPU's are not, and with sums over columns pair by pair."""
 
     def sqrt(values: Tensor) -> Tensor:
         return torch.from_numpy(np.sqrt(values.numpy()))

@@ -152,7 +152,8 @@ BAD_SHARES: dict[str, tuple[dict[str, str], str]] = {
     "no rows": ({"fp32_d5_sgd": "0 rows"}, "cache.groups.fp32_d5_sgd = '0 rows' is less than one row"),
     "together": (
         {"fp32_d5_sgd": "300 rows", "fp32_d8_sgd": "1KiB"},
-        "the named groups take 10624 bytes, more than cache.capacity = '10KiB' (10240 bytes); give them less or raise it to 10624 bytes",
+        "the named groups take 10624 bytes, more than cache.capacity = '10KiB' (10240 bytes); give them less or "
+        "raise it to 10624 bytes",
     ),
     "no size": ({"fp32_d5_sgd": "half"}, "'half' is not a size"),
 }

@@ -55,7 +55,7 @@ def test_no_choice_of_victims_fetches_less_when_the_whole_future_is_known(ids: l
 
 
 class Replay:
-    """One group's slots and store, moved only as plans say, and no sooner than they must be: row versions stand for values."""
+    """One group's slots and store, moved only as plans say, no sooner than they must be: versions stand for values."""
 
     def __init__(self, num_slots: int, depth: int) -> None:
         self.depth = depth

@@ -100,7 +100,7 @@ KINDS: list[Callable[[Random], bytes]] = [
 
 
 class Attacker:
-    """One connection. Sends at once, or a few bytes whenever `send_more` is called; then it leaves, or stays and says no more."""
+    """One connection. Sends at once, or a few bytes at each `send_more`; then it leaves, or stays and says no more."""
 
     def __init__(self, port: int, kind: int, chance: Random) -> None:
         self._bytes = KINDS[kind % len(KINDS)](chance)

@@ -1,4 +1,4 @@
-"""Two ends of a conversation that share no memory: pieces travel with their messages, from ring to mirror, both ways."""
+"""Two ends of a conversation without shared memory: pieces travel with messages from ring to mirror, both ways."""
 
 from collections import deque
 from collections.abc import Callable
@@ -79,7 +79,7 @@ def make_end(link: Link, ring_bytes: int, *, mirrored: bool = True) -> End:
 
 
 def exchange(first: End, second: End, num_pieces: int, chance: Random, wait: Callable[[], None]) -> None:
-    """`num_pieces` each way, of all lengths, in an order that `chance` decides. `wait`, while nothing has arrived, may be short."""
+    """`num_pieces` each way, of all lengths, in an order that `chance` decides. Calls `wait` while nothing arrives."""
     todo = {
         id(end): deque((n, chance.randint(0, end.writer.max_payload)) for n in range(num_pieces))
         for end in (first, second)

@@ -1,4 +1,4 @@
-"""Callers without a key beside a run that goes on: nothing of theirs is heard, and they cost neither memory nor descriptors for long."""
+"""Callers without a key beside a run: nobody hears them, and they do not cost memory or descriptors for long."""
 
 import os
 import socket
@@ -158,7 +158,7 @@ def is_refused(link: ZmqLink, number: int) -> bool:
 
 
 def test_only_one_who_greets_becomes_the_trainer(tmp_path: Path) -> None:
-    """As frames of an earlier incarnation come, from a trainer that was stopped for a while: its connection is made anew by itself."""
+    """A trainer that was stopped for a while reconnects by itself, and sends frames of an earlier incarnation."""
     bell = Bell()
     with ZmqLink.prefetcher(tmp_path / "run", bell.ring, tmp_path / "sockets") as link, zmq.Context() as context:
         for number, frame in enumerate(NOT_GREETINGS.values(), start=1):
@@ -200,7 +200,7 @@ def test_a_peer_that_sends_faster_than_it_is_read_ends_the_run_and_not_the_memor
 
 
 class OpenDoor(doors.BindTcp):
-    """Without keys: libzmq itself sends no part of a message before its last, so that a hostile caller is made of bytes, which the tests
+    """Without keys: libzmq sends no part of a message before its last, so this caller sends raw bytes, which the tests
     cannot encrypt."""
 
     sockets = ()

@@ -1,4 +1,4 @@
-"""Records: every part has its own aligned bytes, in its own dtype, and tables share a group only where their records are alike."""
+"""Records: each part has aligned bytes and a dtype of its own; only tables with equal records share a group."""
 
 import itertools
 from typing import Any

@@ -172,8 +172,8 @@ def test_a_second_prefetcher_is_refused_and_told_who_serves(run_dir: Path, socke
     with ZmqLink.prefetcher(run_dir, directory=sockets):
         second = start("prefetcher", "stay")
         assert (
-            said(second)
-            == f"another prefetcher serves run directory {run_dir} (pid {os.getpid()}); stop it or use another run directory"
+            said(second) == f"another prefetcher serves run directory {run_dir} (pid {os.getpid()}); "
+            "stop it or use another run directory"
         )
 
 

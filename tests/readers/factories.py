@@ -1,4 +1,4 @@
-"""Factories of custom data sets, as a user would write them, good and bad; named in jobs as tests.readers.factories:<name>."""
+"""Factories of custom data sets as users write them, good and bad; jobs name them tests.readers.factories:<name>."""
 
 import os
 import signal

@@ -78,7 +78,7 @@ def is_alive(pid: int | None) -> bool:
 
 @contextmanager
 def parent_process(job: Job, ending: str) -> Iterator[subprocess.Popen[str]]:
-    """A process that starts a source, prints its decoders' pids once the data is open, and then does `ending`; killed afterwards."""
+    """A process that starts a source, prints its decoders' pids once data is open, does `ending` and is killed."""
     lines = [
         "import msgspec, time",
         "from rowcast.prefetcher.readers.worker import WorkerSource",

@@ -106,6 +106,11 @@ def test_a_byte_order_mark_windows_line_ends_and_an_unended_last_line_are_fine(t
     assert rows(tmp_path / "other.csv") == rows(write(tmp_path, LINES))
 
 
+LINE_BREAK = ": a quoted field goes on in the next line; remove line breaks within fields, or write Parquet"
+NO_INTEGER = "is not an integer of 64 bits; set data.columns.hash = true to use strings as ids"
+INVALID_ID = 'enlarge the table or set data.on_invalid_id = "modulo" or "zero"'
+
+
 @pytest.mark.parametrize("shuffle", ["none", "window:3", "window:100"])
 @pytest.mark.parametrize(
     ("number", "line", "complaint"),
@@ -125,15 +130,12 @@ def test_a_byte_order_mark_windows_line_ends_and_an_unended_last_line_are_fine(t
         (4, "1,n/a,2,5,1", ", column int_0: 'n/a' is not a number"),
         (4, "1,,2,5,1", ", column int_0: value nan is not finite in fp32; replace missing values before training"),
         (4, "1,1e39,2,5,1", ", column int_0: value inf is not finite in fp32; replace missing values before training"),
-        (4, "1,1.5,bob,5,1", ", column a: 'bob' is not an integer of 64 bits; set data.columns.hash = true to use strings as ids"),
-        (4, "1,1.5,2.0,5,1", ", column a: '2.0' is not an integer of 64 bits; set data.columns.hash = true to use strings as ids"),
-        (4, f"1,1.5,{2**63},5,1", f", column a: '{2**63}' is not an integer of 64 bits; set data.columns.hash = true to use strings "
-         "as ids"),
-        (4, "1,1.5,2,5|x|6,1", ", column b: 'x' is not an integer of 64 bits; set data.columns.hash = true to use strings as ids"),
-        (4, "1,1.5,10,5,1", ", column a: id 10 is outside table scalars (num_embeddings = 10); enlarge the table or set "
-         'data.on_invalid_id = "modulo" or "zero"'),
-        (4, "1,1.5,2,5|-1,1|1", ", column b: id -1 is outside table bags (num_embeddings = 10); enlarge the table or set "
-         'data.on_invalid_id = "modulo" or "zero"'),
+        (4, "1,1.5,bob,5,1", f", column a: 'bob' {NO_INTEGER}"),
+        (4, "1,1.5,2.0,5,1", f", column a: '2.0' {NO_INTEGER}"),
+        (4, f"1,1.5,{2**63},5,1", f", column a: '{2**63}' {NO_INTEGER}"),
+        (4, "1,1.5,2,5|x|6,1", f", column b: 'x' {NO_INTEGER}"),
+        (4, "1,1.5,10,5,1", f", column a: id 10 is outside table scalars (num_embeddings = 10); {INVALID_ID}"),
+        (4, "1,1.5,2,5|-1,1|1", f", column b: id -1 is outside table bags (num_embeddings = 10); {INVALID_ID}"),
         (4, "1,1.5,2,5|6,1", ", column w: 1 weights for 2 ids of feature b"),
         (4, "1,1.5,2,5,x", ", column w: 'x' is not a number"),
     ],

@@ -102,8 +102,8 @@ def test_strings_without_hash_are_refused_with_the_remedy(column: str, kind: str
     with pytest.raises(DataError) as caught:
         ids(path, [name for name in ("user", "item") if name != column])
     assert str(caught.value) == (
-        f"{path}, column {column}: the type is {kind}; it must be integers or lists of integers; set data.columns.hash = true to use "
-        "strings as ids"
+        f"{path}, column {column}: the type is {kind}; it must be integers or lists of integers; "
+        "set data.columns.hash = true to use strings as ids"
     )
 
 

@@ -249,7 +249,8 @@ def test_a_weight_that_is_not_finite_is_named(tmp_path: Path) -> None:
         (
             "a",
             pa.array(["x"] * 4),
-            "the type is string; it must be integers or lists of integers; set data.columns.hash = true to use strings as ids",
+            "the type is string; it must be integers or lists of integers; set data.columns.hash = true to use "
+            "strings as ids",
         ),
         ("a", pa.array([1.0] * 4), "the type is double; it must be integers or lists of integers"),
         ("b", pa.array([[1.0]] * 4), "the type is list<element: double>; it must be integers or lists of integers"),
@@ -270,7 +271,8 @@ def test_an_id_beyond_64_bits_is_named(tmp_path: Path) -> None:
 def test_a_feature_that_the_data_has_not_is_named_with_its_table(tmp_path: Path) -> None:
     pq.write_table(pa.table({"label": [1], "a": [1]}), tmp_path / "data.parquet")
     assert refusal(ConfigError, tmp_path) == (
-        f"table bags: feature b is not in {tmp_path / 'data.parquet'}, which has label, a; correct the table's features or data.path"
+        f"table bags: feature b is not in {tmp_path / 'data.parquet'}, which has label, a; correct the table's "
+        "features or data.path"
     )
 
 

@@ -1,4 +1,4 @@
-"""Ids far ahead, the rest when it is asked for: the same batches and the same errors as reading whole batches one after another."""
+"""Ids far ahead, the rest when it is asked for: the batches and errors are those of reading whole batches in order."""
 
 from collections import deque
 from pathlib import Path
@@ -85,7 +85,9 @@ def test_the_rest_of_a_batch_cannot_be_had_before_its_ids(tmp_path: Path) -> Non
     source = InlineSource(npy(tmp_path))
     assert next_ids(source) is not None
     next_dense(source)
-    with pytest.raises(AssertionError, match="the dense part of batch 1 was requested, but ids of 1 batches were given"):
+    with pytest.raises(
+        AssertionError, match="the dense part of batch 1 was requested, but ids of 1 batches were given"
+    ):
         source.poll_dense()
 
 

@@ -1,4 +1,4 @@
-"""A model for tables of two widths that draws random numbers in every training step, so that their state must survive too."""
+"""A model for tables of two widths that draws random numbers in every training step, whose state must survive."""
 
 from typing import TYPE_CHECKING
 

@@ -1,7 +1,7 @@
 """A small run that is killed and started again until it is complete, and what it must have come to.
 
-The run has about 20 train steps, a checkpoint every 4, and evaluations that do not fall together with them; its model draws random
-numbers, and its tables have two widths. On the retail log where ROWCAST_RETAIL names its folder, else on made data.
+The run has about 20 train steps, a checkpoint every 4, and evaluations at other steps; its model draws random numbers,
+and its tables have two widths. It reads the retail log where ROWCAST_RETAIL names its folder, else made data.
 """
 
 import os

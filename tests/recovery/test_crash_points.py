@@ -1,4 +1,4 @@
-"""Every crash point on each side: killed there and started again, a run comes to the bits that it would have come to anyway."""
+"""A run that is killed at any crash point on either side and started again comes to the bits of an undisturbed run."""
 
 import pytest
 

@@ -1,5 +1,4 @@
-"""A run that is killed loses minutes; one that is complete goes on, with more epochs or with the next day's files, as if it had never
-ended."""
+"""A killed run loses minutes; a complete one goes on with more epochs or new files as if it had not ended."""
 
 import signal
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""`rowcast.deploy.local` when something dies by SIGKILL, itself included: it says who and why, and no process is left."""
+"""`rowcast.deploy.local` when a process, itself included, dies by SIGKILL: it says who and why, and leaves none."""
 
 import signal
 from collections.abc import Iterator

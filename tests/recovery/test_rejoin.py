@@ -1,4 +1,4 @@
-"""`transport.rejoin_timeout`: one process is killed and started again, the other waits for it, and both end with the same bits."""
+"""`transport.rejoin_timeout`: one process is killed and started again, the other waits, both end with the same bits."""
 
 import signal
 import time
@@ -105,7 +105,8 @@ def test_a_survivor_whose_peer_does_not_come_back_ends_with_one_sentence(
     killed(processes[role])
     sentence = processes[OTHER[role]].ended(END_TIMEOUT_S).refused(PEER_LOST)
     assert sentence == (
-        f"no other {role} came within 1 s after the last one was lost; start it with the same job file, or raise transport.rejoin_timeout"
+        f"no other {role} came within 1 s after the last one was lost; start it with the same job file, or raise "
+        "transport.rejoin_timeout"
     )
     assert run.finish().differs(undisturbed) == []
     assert session.remains() == []

@@ -1,4 +1,4 @@
-"""Both processes of one incarnation, advanced by one thread in an order that a seed decides, until something happens."""
+"""Both processes of one incarnation, advanced by one thread in an order that a seed decides, until an event."""
 
 import itertools
 import random
@@ -80,7 +80,7 @@ class Both:
         self._advance_until(lambda: self.run.prefetcher.finished, SIDES)
 
     def advance_alone(self, side: Side, limit: int) -> None:
-        """At most `limit` advances, of one side's stages only. Raises Failed, and Stuck where the side does nothing any more."""
+        """At most `limit` advances of one side's stages. Raises Failed, and Stuck where the side does nothing."""
         last = self.number + limit
         self._advance_until(lambda: self.number >= last, (side,))
 

@@ -1,7 +1,7 @@
 """How an incarnation ends for the prefetcher, whatever happened to it: was that right, and does it live on?
 
-What happens here is what `rowcast.prefetcher.run.attempt` and `rowcast.trainer.run.connection` do around their stages, in
-their order.
+This does what `rowcast.prefetcher.run.attempt` and `rowcast.trainer.run.connection` do around their stages, in their
+order.
 """
 
 import random
@@ -25,7 +25,7 @@ class Ending:
     def __init__(
         self, both: Both, storage: Storage, chance: random.Random, say: Callable[[str], None], settle_limit: int | None
     ) -> None:
-        """`settle_limit`: the prefetcher is killed after so many advances of its writer, where it still completes a checkpoint."""
+        """`settle_limit`: advances of the writer after which the prefetcher is killed as it completes a checkpoint."""
         self.happened: Counter[str] = Counter()
         self._both = both
         self._storage = storage
@@ -113,7 +113,7 @@ class Ending:
         return "waits for a trainer" if self._settle() else "dead"
 
     def _settle(self) -> bool:
-        """A checkpoint that was handed over whole becomes durable; another is given up. Whether the prefetcher survives that."""
+        """Completes a checkpoint handed over whole, gives up any other. Whether the prefetcher survives that."""
         writer = self._both.writer
         writer.abandon()
         for number in range(MAX_SETTLING):

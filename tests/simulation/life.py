@@ -108,9 +108,8 @@ class Life:
             self.tables = self._new_tables()
         self.storage.disk.plan(faults.disk)
         self.tables.restore(self.newest)
-        self.say(
-            f"incarnation {self.incarnation} from step {0 if self.newest is None else self.newest.position.step}; planned: {faults}"
-        )
+        start = 0 if self.newest is None else self.newest.position.step
+        self.say(f"incarnation {self.incarnation} from step {start}; planned: {faults}")
         links = faulty_pair(faults.frames, self.earlier, self.say)
         scenario = self.scenario
         settings = Settings(
@@ -195,7 +194,8 @@ def run_life(seed: int, say: Say = lambda text: None) -> Life:
         except Exception as error:
             history = "\n    ".join(said)
             raise LifeFailed(
-                f"seed {seed}: {type(error).__name__}: {error}\n    {history}\nreplay: python -m tests.simulation.replay {seed}"
+                f"seed {seed}: {type(error).__name__}: {error}\n    {history}\n"
+                f"replay: python -m tests.simulation.replay {seed}"
             ) from error
     return life
 

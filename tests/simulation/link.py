@@ -2,8 +2,8 @@
 
     sender -> inner link -> fault -> conversation
 
-Every fault but a delay must be refused by the conversation. `must_refuse` says that such a frame was handed out; who then asks for one
-more frame has accepted it.
+The conversation must refuse every fault but a delay. `must_refuse` says that such a frame was handed out; a
+conversation that then asks for one more frame has accepted it.
 """
 
 from collections import deque
@@ -142,7 +142,7 @@ def shortened(arrival: Arrival, share: float) -> Arrival:
 def flipped(arrival: Arrival, share: float) -> Arrival:
     """One bit of the payload, or the first one of the frame, from a place on, that the codec can notice.
 
-    Others change a number to another that could be meant: memory does not flip bits, and over TCP frames are authenticated.
+    Other bits change a number to another valid one: memory does not flip bits, and TCP frames are authenticated.
     """
     frame, payload = arrival
     if payload and share < 0.5:

@@ -66,11 +66,12 @@ class Scenario:
     def __str__(self) -> str:
         job = self.job
         return (
-            f"{self.work.optimizer} and {self.work.dense_optimizer}, bags {self.work.bags}, dropout {self.work.drops_out}, "
-            f"depth {job.lookahead.depth}, horizon {job.lookahead.horizon}, "
+            f"{self.work.optimizer} and {self.work.dense_optimizer}, bags {self.work.bags}, "
+            f"dropout {self.work.drops_out}, depth {job.lookahead.depth}, horizon {job.lookahead.horizon}, "
             f"checkpoint every {job.checkpoint.every} keep {job.checkpoint.keep}, "
-            f"{self.slots} slots, rings of {self.ring_bytes}, late store {self.late_store}, seeded streams {self.seeded_streams}, "
-            f"mirrored {self.mirrored}, store {self.store}, peers wait {self.peers_wait}"
+            f"{self.slots} slots, rings of {self.ring_bytes}, late store {self.late_store}, "
+            f"seeded streams {self.seeded_streams}, mirrored {self.mirrored}, store {self.store}, "
+            f"peers wait {self.peers_wait}"
         )
 
 

@@ -1,4 +1,4 @@
-"""The run directory over a whole life, and what its checkpoints promise: whole, and never older than one that was durable."""
+"""The run directory over a whole life, and its checkpoints' promise: whole, never older than one that was durable."""
 
 import random
 from collections.abc import Callable
@@ -77,7 +77,7 @@ class Storage:
         self._fresh = True
 
     def rot(self, chance: random.Random) -> bool:
-        """A bit of some file flips where it lies: the newest checkpoint without that file is the one to go on from. Once in a life."""
+        """Flips a bit of a file, once in a life: the newest checkpoint without that file is the one to go on from."""
         self.checkpoints = Checkpoints(self._run_dir, RealDisk())
         carry_out(self.checkpoints.settle(Damages()))
         files = sorted(path for path in self._run_dir.rglob("*") if path.is_file() and path.stat().st_size)

@@ -1,4 +1,4 @@
-"""Whatever goes wrong, a run ends with the plain loop's bits, or stops with the error that fits and then goes on to the same bits."""
+"""Whatever goes wrong, a run ends with the plain loop's bits, or stops with the fitting error and later goes on."""
 
 import re
 from collections import Counter

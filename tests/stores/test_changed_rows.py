@@ -85,6 +85,7 @@ def test_a_forgotten_row_reads_as_if_it_was_never_written(store: TrackedStore) -
     assert changed_keys(store) == [int(keys[0]), int(keys[3])]
     finish(store.write(keys[1:2], rows[1:2]))
     assert read(store, keys[1:2]).tobytes() == rows[1:2].tobytes()
+    assert changed_keys(store) == keys[[0, 1, 3]].tolist()
 
 
 def test_a_store_closed_at_a_checkpoint_must_hold_just_that(store: TrackedStore) -> None:
@@ -152,13 +153,17 @@ def test_a_rollback_of_the_changed_rows_alone_gives_the_checkpoint_back(
         finish(store.write(keys, random_records(len(keys), 2)))
 
         changed = changed_keys(store)
+        assert changed == keys.tolist()
         store.forget(np.array(changed))
+        assert changed_keys(store) == []
         back = np.array([key for key in changed if key in checkpoint], np.int64)
         records = np.frombuffer(b"".join(checkpoint[int(key)] for key in back), np.uint8).reshape(
             len(back), GROUP.record_bytes
         )
         finish(store.write(back, records))
+        assert changed_keys(store) == back.tolist()
         store.settle()
 
         assert read(store, everything).tobytes() == bits
+        assert changed_keys(store) == []
         assert store.num_changed == 0

@@ -35,7 +35,7 @@ def by_us(values: npt.NDArray[np.float32], dtype: RowType) -> Tensor:
 
 
 def interesting_values(dtype: RowType) -> npt.NDArray[np.float32]:
-    """Every finite value, the ties between neighbours, the fp32 values beside those ties, infinities, zeros, fp32 subnormals."""
+    """Every finite value, ties between neighbours, fp32 values beside them, infinities, zeros, fp32 subnormals."""
     every = torch.from_numpy(EVERY_HALF.view(np.int16)).view(DTYPES[dtype]).float().numpy()
     finite = np.sort(every[np.isfinite(every)]).astype(np.float64)
     ties = ((finite[1:] + finite[:-1]) / 2).astype(np.float32)

@@ -112,7 +112,7 @@ def skewed_ids(rows: int, count: int, rng: np.random.Generator) -> "np.ndarray[t
 
 
 def slots_for(groups: tuple[GroupSpec, ...], batches: Sequence[ScheduledBatch], capacity: str) -> tuple[int, ...]:
-    """Slots per group: "one batch" is exactly what the largest batch touches, "more" a little more, "everything" every row."""
+    """Slots per group: "one batch" is what the largest batch touches, "more" a little more, "everything" every row."""
     if capacity == "everything":
         return tuple(group.num_rows for group in groups)
     largest = [max(distinct_rows(group, scheduled.batch) for scheduled in batches) for group in groups]
@@ -128,7 +128,7 @@ def distinct_rows(group: GroupSpec, batch: Batch) -> int:
 
 
 class SmallModel(nn.Module):
-    """Two layers over everything side by side, so that features may have different widths; of a sequence the last two entries."""
+    """Two layers over inputs side by side, so features may differ in width; of a sequence its last two entries."""
 
     def __init__(self, width: int) -> None:
         super().__init__()

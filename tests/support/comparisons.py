@@ -18,7 +18,7 @@ def assert_equal_bits(run: InProcessRun, losses: list[float], end: dict[str, Ten
 
 
 def assert_tested_what_it_claims(run: InProcessRun, job: Job) -> None:
-    """Below full capacity, a run that never evicted a dirty row and brought it back under `after_step` shows nothing."""
+    """Below full capacity, a run shows nothing unless it evicts a dirty row and brings it back under `after_step`."""
     assert sum(group.num_dirty for plan in run.plans for group in plan.groups) > 0, "no dirty row was evicted"
     assert any(plan.after_step is not None for plan in run.plans), "no evicted row was fetched again under after_step"
     if job.lookahead.depth > 1:

@@ -149,7 +149,8 @@ def decode_days(folder: Path, names: list[str], job: Job) -> list[Row]:
 
 
 def write_parquet(path: Path, num_rows: int, seed: int = 3, missing: float = 0.0) -> None:
-    """cat_0 list<int64> with list weights, both with nulls, cat_3 int32 with a share `missing`, cat_25 list<int32>, int_2 and int_10."""
+    """Columns click, int_2, int_10, cat_0 list<int64> with list weights, both with nulls, cat_3 int32 with a share
+    `missing`, and cat_25 list<int32>."""
     rng = np.random.default_rng(seed)
     sizes = rng.integers(0, 5, num_rows)
     bags = [None if rng.random() < 0.1 else rng.integers(0, 40, n).tolist() for n in sizes]

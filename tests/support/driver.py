@@ -1,7 +1,7 @@
-"""Both processes' real stages in one thread, advanced in an order that a seed decides, so that every failing seed replays.
+"""Both processes' real stages in one thread, advanced in an order that a seed decides: every failing seed replays.
 
-Nothing here is a stand-in but the link (two queues), checkpoints where a test gives no folder for them and, where a test asks for
-it, the late store and the seeded streams, which are production code.
+Nothing here is a stand-in but the link (two queues), checkpoints where a test gives no folder for them and, where a
+test asks for it, the late store and the seeded streams, which are production code.
 """
 
 import random
@@ -188,7 +188,7 @@ class InProcessRun:
     def __init__(
         self, job: Job, batches: Sequence[ScheduledBatch], settings: Settings, past: Past | None = None
     ) -> None:
-        """`batches` are those of the whole run; with a `past` it goes on where that ends, and writes checkpoints there."""
+        """`batches` are of the whole run; with a `past` it goes on where that ends, writing checkpoints there."""
         start = Position() if past is None or past.newest is None else past.newest.position
         num_dense = batches[0].batch.dense.shape[1] if batches else 13
         batches = batches[start.step :]

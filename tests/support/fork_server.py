@@ -1,7 +1,7 @@
-"""A process that has imported both commands once, and forks one for each start: what a command then runs is the same, without the
-seconds that its imports take.
+"""A process that has imported both commands once and forks one for each start: the command runs the same code, without
+the seconds that its imports take.
 
-    test -> stdin    {"arguments": ["-m", "rowcast.trainer", "run", ...], "out": path, "err": path, "environment": {...}}
+    test -> stdin    {"arguments": ["-m", "rowcast.trainer", "run"], "out": path, "err": path, "environment": {...}}
     test <- stdout   {"started": pid}   and, when it has ended,   {"ended": pid, "code": -9}
 
 Tests that are about the start of a process start it themselves, and so do the kills at random times.
@@ -87,7 +87,7 @@ def say(answers: IO[str], **content: int) -> None:
 
 
 def become(request: dict[str, Any]) -> NoReturn:
-    """The forked process turns into the command, and ends without taking apart everything that was imported, which takes long too."""
+    """The forked process becomes the command, and ends without the slow release of everything that was imported."""
     os.setsid()
     os.environ.clear()
     os.environ.update(request["environment"])

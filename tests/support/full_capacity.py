@@ -1,4 +1,4 @@
-"""A cache that holds every row, with slots in shuffled order, and the smallest trainer over it: what tests compare with the plain loop."""
+"""A cache that holds every row, its slots shuffled, and the smallest trainer: tests compare it with the plain loop."""
 
 from collections.abc import Sequence
 from typing import Any

@@ -49,7 +49,7 @@ def one_group(*num_embeddings: int) -> tuple[GroupSpec, ...]:
 
 
 def two_groups() -> tuple[GroupSpec, ...]:
-    """Features a, b | c | d | e of tables 0 to 3; the groups' features stand interleaved in a batch, one table has two."""
+    """Features a, b | c | d | e of tables 0 to 3; the groups' features alternate in a batch, one table has two."""
     first = (table(0, 7, 4, "a", "b"), table(2, 11, 4, "d"))
     second = (table(1, 5, 8, "c"), table(3, 4, 8, "e"))
     return (group(0, first, (0, 1, 3)), group(1, second, (2, 4)))
@@ -171,7 +171,7 @@ def random_run(
 
 
 def lookups_of(group: GroupSpec, batch: Batch) -> list[tuple[int, int, int]]:
-    """(key, bag, place in the batch's ids) of each of the group's look-ups, read feature by feature and sample by sample."""
+    """(key, bag, place in the batch's ids) of each of the group's look-ups, feature by feature and sample by sample."""
     found = []
     for f, (position, owner) in enumerate(zip(group.feature_positions, group.feature_tables(), strict=True)):
         for sample in range(batch.size):
@@ -182,8 +182,8 @@ def lookups_of(group: GroupSpec, batch: Batch) -> list[tuple[int, int, int]]:
 
 
 def plan_bags(group: GroupSpec, batch: Batch) -> tuple[list[int], int, list[list[int]]]:
-    """The bag of each of the group's look-ups as a plan numbers them, how many bags there are, and for each feature without pooling where
-    each sample's look-ups start."""
+    """The bag of each of the group's look-ups as a plan numbers them, the number of bags, and for each feature without
+    pooling where each sample's look-ups start."""
     per_bag = [bag for _, bag, _ in lookups_of(group, batch)]
     bags: list[int] = []
     num_bags, starts = 0, list[list[int]]()
@@ -203,7 +203,7 @@ def distinct_keys(group: GroupSpec, batch: Batch) -> list[int]:
 
 
 def feed(planner: RowPlanner, left: list[ScheduledBatch], eager: bool) -> None:
-    """Adds what the planner takes; the end of the data is told as soon as it is known, or only when no batch is left to give."""
+    """Adds what the planner takes; tells the end of the data as soon as it is known, or once no batch is left."""
     while planner.wants_batch and left:
         planner.add(left.pop(0))
     if not left and (eager or planner.wants_batch):
@@ -211,7 +211,7 @@ def feed(planner: RowPlanner, left: list[ScheduledBatch], eager: bool) -> None:
 
 
 def entries_of(run: Run, eager: bool = True, check: bool = False) -> list[Entry]:
-    """The planner's plan stream. `eager`: the next batch and the end of the data are told before a barrier, not after it."""
+    """The plan stream. `eager`: tells the next batch and the end of the data before a barrier, not after it."""
     planner, left, entries = run.planner(), list(run.trace), list[Entry]()
     feed(planner, left, eager)
     while planner.ready():

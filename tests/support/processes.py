@@ -1,7 +1,8 @@
-"""Real processes under test: `prefetcher run`, `trainer run` and `rowcast.deploy.local`, each as a user would start it, and what they leave.
+"""Real processes under test: `prefetcher run`, `trainer run` and `rowcast.deploy.local`, started as a user starts them,
+and what they leave.
 
-Every process started here, and every process that one of them starts, carries a mark in its environment: by it they are found and
-ended when the test is over, and one that outlives its parent is noticed.
+Every process started here, and every process that one of them starts, carries a mark in its environment. By that mark
+they are found and ended when the test is over, and one that outlives its parent is noticed.
 """
 
 import os
@@ -90,8 +91,8 @@ def launch(arguments: list[str], out: Path, err: Path, environment: Mapping[str,
 
 
 class Process:
-    """One started command, in a session of its own, as far from this terminal as a service manager's; its output goes to files, so that
-    it never waits for a reader."""
+    """One started command, in a session of its own like a service manager's, away from this terminal. Its output
+    goes to files, so that it never waits for a reader."""
 
     def __init__(
         self, arguments: list[str], folder: Path, environment: Mapping[str, str], launch: Launch = launch
@@ -174,7 +175,7 @@ class Process:
 
 
 class Session:
-    """A job file, a run directory and the processes of one test. Use as a context manager: it ends what it has started."""
+    """A job file, a run directory and the processes of one test. A context manager that ends what it has started."""
 
     def __init__(self, folder: Path, launch: Launch = launch) -> None:
         self.folder = folder
@@ -189,7 +190,7 @@ class Session:
         write_job(self.config, job_content(self.run_dir, **sections))
 
     def start(self, name: Name, *options: str, **environment: str) -> Process:
-        """Starts `run` of either process, or both on this host, with this session's job file. `environment` is added to our own."""
+        """Starts a command with this session's job file; `environment` is added to our own."""
         return self._start([*COMMANDS[name], f"--config={self.config}", *options], environment)
 
     def start_patched(self, name: Literal["prefetcher", "trainer"], patch: str) -> Process:
@@ -235,8 +236,8 @@ class Session:
             time.sleep(POLL_S)
 
     def remains(self, *, killed: bool = False) -> list[str]:
-        """What the processes have left although all of them have ended: processes, rings, and sockets unless a prefetcher was killed,
-        whose socket stays until the next one takes it over.
+        """What the processes have left although all of them have ended: processes, rings and sockets. The socket of a
+        prefetcher that was `killed` stays until the next one takes it over.
         """
         # a killed process's children end on their own, but not before they are scheduled
         deadline_s = time.monotonic() + 5
@@ -266,7 +267,7 @@ class Session:
         return [socket, socket.with_suffix(".lock")]
 
     def _alive(self) -> set[int]:
-        """Processes with our mark that run, a zombie has no environment any more; and those started here, which may be forks without it."""
+        """Processes with our mark that run (a zombie has none), and those started here, even forks without it."""
         marked = f"{MARK}={self._mark}".encode()
         found = {int(path.name) for path in Path("/proc").glob("[0-9]*") if marked in environment_of(path)}
         return found | {process.pid for process in self._started if process.running}

@@ -1,8 +1,8 @@
 """A disk that remembers every operation, and what a loss of power would have left at any moment.
 
-What is sure: a file's content up to its last `sync`, a folder's entries up to its last `sync_folder`. Of what came later, a seed
-chooses: an entry's change may have reached the disk or not (in the order of each name), content may be absent, cut anywhere, cut with
-zeros behind it, or there.
+A file's content up to its last `sync` is sure, and so are a folder's entries up to its last `sync_folder`. A seed
+chooses what is left of later operations: an entry's change may have reached the disk or not (in the order of each
+name), content may be absent, cut anywhere, cut and followed by zeros, or there.
 """
 
 import random

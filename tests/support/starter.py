@@ -40,7 +40,7 @@ class Forked:
 
 
 class Starter:
-    """Use as a context manager; `launch` is a `processes.Launch`, which starts other commands than these two as `processes.launch` does."""
+    """A context manager. `launch` is a `processes.Launch`; it starts other commands as `processes.launch` does."""
 
     def __init__(self) -> None:
         self._codes: dict[int, int] = {}

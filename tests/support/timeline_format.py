@@ -1,5 +1,5 @@
-"""The Trace Event Format as far as we write it, checked strictly: every event's phase, its fields and their types, and what belongs
-together. The format: "Trace Event Format" of the Chrome project, which Perfetto reads too.
+"""The part of the Trace Event Format that we write, checked strictly: every event's phase, its fields, their types, and
+which events belong together. Source: "Trace Event Format" of the Chrome project; Perfetto reads it too.
 """
 
 import math

@@ -1,4 +1,4 @@
-"""Models that people bring: with random numbers, with tied weights, without a use for their embeddings, with a loss of their own."""
+"""Models that people bring: with random numbers, tied weights, embeddings that are not used, or a loss of their own."""
 
 import torch
 from torch import Tensor, nn

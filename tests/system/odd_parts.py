@@ -1,4 +1,4 @@
-"""A reader and a model that misbehave on purpose, named in job files by `module:factory`. The decoding child imports this without torch."""
+"""A bad reader and a bad model, named in job files as `module:factory`. The decoding child imports no torch here."""
 
 import time
 from collections.abc import Callable, Iterable, Iterator

@@ -1,4 +1,4 @@
-"""Rows run ahead of the trainer by `depth` steps and plans by a few more, never further; at a barrier nothing runs ahead at all."""
+"""Rows are at most `depth` steps ahead of the trainer, plans a few more; at a barrier nothing is ahead."""
 
 from collections.abc import Callable
 

@@ -87,7 +87,8 @@ BAD_FILES = {
         "{path}, line 2, column cat_1: '0000000g' is not 8 hex digits",
     ),
     "dense value that is no number": (
-        LINE.replace("\t7\t", "\tseven\t").encode(), "day_0.tsv", "{path}, line 1, column int_7: 'seven' is not an integer"
+        LINE.replace("\t7\t", "\tseven\t").encode(), "day_0.tsv",
+        "{path}, line 1, column int_7: 'seven' is not an integer",
     ),
     "label": (LINE.encode() + b"2" + LINE[1:].encode(), "day_0.tsv", "{path}, line 2, column label: '2' is not 0 or 1"),
 }  # fmt: skip
@@ -177,9 +178,8 @@ def test_an_early_batch_too_large_for_the_cache_is_refused_with_the_capacity_nee
 ) -> None:
     session.write_job(data=growing_data(session.folder, largest_batch=20), cache={"capacity": "99 rows"})
     sentence = session.start("prefetcher").ended().refused(2)
-    assert (
-        sentence
-        == 'cache.capacity = "99 rows" is too small: a batch among the first 32 touches 100 rows; set "100 rows" or more'
+    assert sentence == (
+        'cache.capacity = "99 rows" is too small: a batch among the first 32 touches 100 rows; set "100 rows" or more'
     )
     prefetcher, trainer = (session.start(role, "--set=cache.capacity=100 rows") for role in ("prefetcher", "trainer"))
     prefetcher.until_logged("event=ready")

@@ -1,4 +1,4 @@
-"""E1 under every setting of the dense side and of learning: the bits of the plain loop with the same settings, not those without."""
+"""Every setting of the dense side and of learning gives the plain loop's bits with that setting, not without it."""
 
 import shutil
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""Every wait between streams is needed, and together they are enough: shown on a scheduler that runs whatever the waits allow."""
+"""Each wait between streams is needed, and all are enough: a scheduler that uses all freedom they leave shows it."""
 
 import functools
 from typing import get_args

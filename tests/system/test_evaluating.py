@@ -1,4 +1,4 @@
-"""`prefetcher run --eval` with `trainer eval`: a checkpoint gives the result that training had at its step, and stays as it is."""
+"""`prefetcher run --eval` with `trainer eval`: a checkpoint gives training's result at its step and stays as it is."""
 
 import re
 

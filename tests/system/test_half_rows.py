@@ -1,4 +1,4 @@
-"""E1 for rows of fp16 and bf16, with and without fp32 master weights, and for jobs that mix them: the plain loop's bits."""
+"""fp16 and bf16 rows, with and without fp32 master weights, alone and mixed in a job, give the plain loop's bits."""
 
 import functools
 import itertools

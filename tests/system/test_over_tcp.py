@@ -1,4 +1,4 @@
-"""Two real processes over tcp on one host: the same bits as over shared memory, and no training without an allowed key."""
+"""Two real processes over tcp on one host: the bits are those of shared memory; no key, no training."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""A peer with another job or version, one that never comes, goes away, stands still or is only slow; and two where one is wanted."""
+"""A peer with another job or version, one that never comes, leaves, stands still or is slow; or two of them."""
 
 import re
 import shutil
@@ -16,7 +16,7 @@ from rowcast.protocol.session import Session as Talk
 from rowcast.protocol.transport.inproc import inproc_pair
 from rowcast.runtime import run_directory
 from rowcast.runtime.errors import ConfigError, PeerLost, PeerNeverCame, peer_failure
-from rowcast.runtime.run_directory import RunDirectory, failure_path, failure_since
+from rowcast.runtime.run_directory import Role, RunDirectory, failure_path, failure_since
 from tests.support.processes import Process, Session, proc_text
 
 SIGCONT, SIGKILL, SIGSTOP, SIGTERM = signal.SIGCONT, signal.SIGKILL, signal.SIGSTOP, signal.SIGTERM
@@ -111,13 +111,24 @@ def test_a_trainer_that_fails_before_the_two_have_met_ends_a_waiting_prefetcher(
     assert session.remains() == []
 
 
-def test_a_failure_from_before_a_process_was_started_does_not_end_it(session: Session) -> None:
-    session.start("prefetcher", "--checkpoint=step-000000000001").ended().refused(2)
-    note = failure_path(session.run_dir, "prefetcher")
+@pytest.mark.parametrize(
+    ("failed", "wrong"), [("prefetcher", "--checkpoint=step-000000000001"), ("trainer", "--set=trainer.devise=cpu")]
+)
+def test_a_failure_from_before_a_process_was_started_does_not_end_it(
+    failed: Role, wrong: str, session: Session
+) -> None:
+    session.run_dir.mkdir()
+    session.start(failed, wrong).ended().refused(2)
+    note = failure_path(session.run_dir, failed)
     assert note.exists()
-    trainer = session.start("trainer")
-    trainer.until_logged("waiting for the prefetcher")
-    prefetcher = session.start("prefetcher", "--max-steps=2")
+    if failed == "prefetcher":
+        trainer = session.start("trainer")
+        trainer.until_logged("waiting for the prefetcher")
+        prefetcher = session.start("prefetcher", "--max-steps=2")
+    else:
+        prefetcher = session.start("prefetcher", "--max-steps=2")
+        prefetcher.until_logged("serving metrics")
+        trainer = session.start("trainer")
     prefetcher.ended().quiet()
     trainer.ended().quiet()
     assert not note.exists()
@@ -277,7 +288,7 @@ def test_silence_while_this_process_was_stopped_is_not_held_against_the_peer(
     watch.advance()
     clock.now_s += 1000.0  # longer than every limit
     pass_time(clock, watch, SILENCE_LIMIT_S - 0.1)
-    with pytest.raises(PeerLost, match="7"):
+    with pytest.raises(PeerLost, match=r"the prefetcher has been silent for 7\.\d s"):
         pass_time(clock, watch, 0.3)
 
 

@@ -1,4 +1,4 @@
-"""A new array of a plan is a line in the table and one in the planner: done in a copy of the tree, which trains with it."""
+"""A new array of a plan is a line in the table and one in the planner: a changed copy of the tree trains with it."""
 
 import json
 import os

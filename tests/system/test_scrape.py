@@ -1,4 +1,4 @@
-"""What both processes serve on /metrics: every metric of the table, and counters that only grow and agree with the report."""
+"""Both processes' /metrics: every metric of the table, and counters that only grow and agree with the report."""
 
 import os
 import re
@@ -52,7 +52,7 @@ QUEUES = {
 
 
 def held_trainer() -> None:
-    """The trainer's command, held in the middle of training and before its good-bye, when nothing will be counted any more."""
+    """The trainer's command, held in the middle of training and before its good-bye, when nothing more is counted."""
     folder = Path(os.environ[HOLD])
     train, say_bye = StepRunner.train, TrainerEngine.say_bye
 

@@ -1,4 +1,4 @@
-"""TBSM with two real processes: histories from a Parquet file, the plain loop's bits, and what the other commands say of such a job."""
+"""TBSM with two real processes: histories from Parquet, the plain loop's bits, other commands on such a job."""
 
 from collections.abc import Iterator
 from pathlib import Path

@@ -84,7 +84,7 @@ def settle(run: InProcessRun, *held: str, until: Callable[[], bool] = lambda: Fa
 
 
 def idle(stage: Stage, clock: Callable[[float], None], seconds: Mapping[Any, float]) -> set[str]:
-    """Runs a stage that has nothing to do on its thread, as a process does, until its clock has counted; what it counted."""
+    """Runs an idle stage on its thread, as a process does, until its clock has counted; returns what it counted."""
     errors: list[BaseException] = []
     before = dict(seconds)
     thread = StageThread("held", stage, Doorbell(), errors.append, clock)

@@ -1,4 +1,4 @@
-"""SIGINT and SIGTERM at any time, to either process: both end in order. With the launcher, and what can be done with a stopped run."""
+"""SIGINT and SIGTERM at any time to either process or the launcher: all end in order, and a stopped run can be used."""
 
 import signal
 import time

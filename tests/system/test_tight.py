@@ -1,4 +1,4 @@
-"""The tightest cases: plans far larger than half a ring, a cache of one batch, a stop at any moment, a batch that does not fit."""
+"""The tightest cases: plans larger than half a ring, a cache of one batch, a stop at any time, a batch too large."""
 
 import copy
 import dataclasses
@@ -107,7 +107,7 @@ def plain_after(depth: int, num_steps: int) -> tuple[list[float], dict[str, Tens
 
 
 def assert_slots_hold_the_stores_rows(run: InProcessRun) -> None:
-    """Every row that is resident after the last plan, as the plans' own moves say, has the same bytes in its slot and in the store."""
+    """Every row that is resident after the last plan's moves has the same bytes in its slot and in the store."""
     for index, (records, store) in enumerate(zip(run.records, run.tables, strict=True)):
         resident: dict[int, int] = {}
         for plan in run.plans:

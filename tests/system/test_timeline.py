@@ -1,5 +1,6 @@
-"""A whole run of two real processes under `--timeline`: the merged timeline shows the prefetcher at work for later steps while the trainer
-computes earlier ones. On the retail log where ROWCAST_RETAIL names its folder, else on the synthetic stream.
+"""A whole run of two real processes under `--timeline`: the merged timeline shows the prefetcher at work for later
+steps while the trainer computes earlier ones. On the retail log where ROWCAST_RETAIL names its folder, else on
+synthetic data.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""What moves is what the planner alone says must move: rows, ring bytes and slots, counted where they move, step by step."""
+"""Rows, ring bytes and slots, counted where they move, step by step, are those that the planner says must move."""
 
 import functools
 from collections.abc import Sequence
@@ -109,7 +109,7 @@ def slots_moved(moves: Sequence[tuple[int, list[int]]], records: Tensor) -> list
 
 
 def assert_slots_copied_as_planned(run: InProcessRun, traffic: Traffic, alone: Alone) -> None:
-    """Slots in the order in which they were copied: each step's moves, in the order of the steps, then the barrier's."""
+    """Slots in the order in which they were copied: each step's moves in the order of the steps, then the barrier's."""
     for index, records in enumerate(run.records):
         plans = [plan.groups[index] for plan in alone.plans]
         victims = [slot for plan in plans for slot in plan.evict.slots[: plan.num_dirty].tolist()]

@@ -54,7 +54,10 @@ def test_our_own_bugs_show_their_traceback_and_exit_1(capsys: pytest.CaptureFixt
 
 
 def print_without_a_reader(flush: bool) -> tuple[int, str]:
-    script = f"import sys; from rowcast.runtime.command import run_command; sys.exit(run_command('trainer', lambda: print('line', flush={flush})))"
+    script = (
+        "import sys; from rowcast.runtime.command import run_command; "
+        f"sys.exit(run_command('trainer', lambda: print('line', flush={flush})))"
+    )
     read_end, write_end = os.pipe()
     os.close(read_end)
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}

@@ -157,8 +157,8 @@ def test_what_this_process_did_not_see_is_said() -> None:
     assert "This process began" not in text(record())
     words = text(record(starts=(20,)))
     assert (
-        "This process began after train step 20; it made 2 of the run's 50 train steps. Losses and evaluations are those of the"
-        in words
+        "This process began after train step 20; it made 2 of the run's 50 train steps. "
+        "Losses and evaluations are those of the" in words
     )
     assert "this process went on here" in words
     words = text(record(starts=(0, 20, 30)))

@@ -1,4 +1,4 @@
-"""The embedding layer: what it gives, what its backward pass changes, and what it refuses. (Its bits: test_plain_loop.py.)"""
+"""The embedding layer: what it returns, what its backward changes, what it refuses. Its bits: test_plain_loop.py."""
 
 import dataclasses
 from typing import Any

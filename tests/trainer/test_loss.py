@@ -91,7 +91,8 @@ def test_an_evaluation_needs_no_gradient() -> None:
         ),
         (
             (OUTPUTS, OUTPUTS),
-            r"the model returned tuple; return one logit a sample, shape \[3\], or give the model a method loss\(outputs,",
+            r"the model returned tuple; return one logit a sample, shape \[3\], or give the model a method "
+            r"loss\(outputs,",
         ),
     ],
 )

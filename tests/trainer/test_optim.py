@@ -130,7 +130,7 @@ def test_touched_rows_end_with_the_bits_of_the_whole_table(kind: str, dim: int, 
 def test_half_rows_are_trained_in_fp32_and_rounded_at_every_step(
     kind: str, dtype: torch.dtype, master: bool, dim: int
 ) -> None:
-    """Against a whole fp32 table under torch.optim, which is rounded after each step where there are no master weights."""
+    """Against a whole fp32 table under torch.optim, which is rounded after each step without master weights."""
     torch.manual_seed(dim)
     settings = settings_of(kind, master=master)
     group = group_of(settings, dim, "fp16" if dtype == torch.float16 else "bf16")

@@ -1,4 +1,4 @@
-"""What of a Welcome must fit the job, and a block that comes in pieces. What a lying peer's plans meet is in `tests/hostile`."""
+"""Which values of a Welcome must fit the job, and blocks in pieces. `tests/hostile` has the plans of a lying peer."""
 
 from typing import Any
 

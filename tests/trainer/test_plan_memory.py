@@ -1,4 +1,4 @@
-"""What the trainer works out when a plan arrives is on the device when its step is computed, whatever the order of the copies."""
+"""What the trainer derives from a plan is on the device when the step is computed, whatever the order of the copies."""
 
 import numpy as np
 import pytest

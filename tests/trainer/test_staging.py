@@ -89,5 +89,6 @@ def test_a_device_without_room_for_staging_is_a_sentence() -> None:
     with pytest.raises(ConfigError) as refusal:
         Staging(FullDevice(), 12345)
     assert str(refusal.value) == (
-        "no room for 12345 bytes of staging on cpu (CUDA out of memory. Tried to allocate); make cache.capacity or data.batch_size smaller"
+        "no room for 12345 bytes of staging on cpu (CUDA out of memory. Tried to allocate); make cache.capacity or "
+        "data.batch_size smaller"
     )

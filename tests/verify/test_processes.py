@@ -1,4 +1,4 @@
-"""`--verify` between two real processes: it says what it has looked at, and a row that is wrong ends both with code 4 and one sentence."""
+"""`--verify` between two real processes says what it looked at; a wrong row ends both with code 4 and a sentence."""
 
 import re
 from collections.abc import Iterator
@@ -9,7 +9,10 @@ import pytest
 from tests.support.processes import Session
 from tests.support.starter import Starter
 
-WRONG_SLOTS = "import rowcast.trainer.execute.streams as s; own = s.scatter; s.scatter = lambda source, slots, rows: own(source, slots.roll(1), rows)"
+WRONG_SLOTS = (
+    "import rowcast.trainer.execute.streams as s; own = s.scatter; "
+    "s.scatter = lambda source, slots, rows: own(source, slots.roll(1), rows)"
+)
 LOST_WRITES = (
     "import sys; sys.argv += ['--verify-share=1']; from rowcast.prefetcher.stores import memory_store, store; "
     "memory_store.MemoryStore.write = lambda self, keys, rows: store.FINISHED"

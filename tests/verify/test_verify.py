@@ -1,4 +1,4 @@
-"""`--verify` finds every row that is stale, torn or lost on its way, names it, and finds nothing where nothing is wrong."""
+"""`--verify` finds and names every row that is stale, torn or lost on its way, and is silent where nothing is wrong."""
 
 import itertools
 from collections.abc import Callable
@@ -73,7 +73,10 @@ def test_a_write_that_the_store_loses_is_noticed_when_the_row_is_read_again(
     plans = own.plans(seed % 2)
     target = pick([t for t in targets(plans, share, "dirty") if fetched_again(plans, t) is not None], seed)
     harm = only(target.group, lambda store: LosesWrite(store, target.key, times_home_before(plans, target)), num_groups)
-    sentence = f"^{target.name(own.job)} is stale.*gives other bytes at step {fetched_again(plans, target)} than it took after step {target.step} "
+    again = fetched_again(plans, target)
+    sentence = (
+        f"^{target.name(own.job)} is stale.*gives other bytes at step {again} than it took after step {target.step} "
+    )
     assert_noticed(own.run(seed, share, harm), sentence)
 
 
@@ -85,7 +88,10 @@ def test_a_lost_write_is_noticed_at_the_end_where_its_row_is_not_read_again(
     plans = own.plans(seed % 2)
     target = pick([t for t in targets(plans, share, "dirty") if fetched_again(plans, t) is None], seed)
     harm = only(target.group, lambda store: LosesWrite(store, target.key, times_home_before(plans, target)), num_groups)
-    sentence = f"^{target.name(own.job)} is stale.*at the barrier at step {plans[-1].step} than it took after step {target.step} "
+    sentence = (
+        f"^{target.name(own.job)} is stale.*at the barrier at step {plans[-1].step} than it took "
+        f"after step {target.step} "
+    )
     assert_noticed(own.run(seed, share, harm), sentence)
 
 

@@ -1,1 +1,1 @@
-"""As much of TorchRec's face as examples/adopt/torchrec_model.py uses, so that the example runs where TorchRec is not installed."""
+"""The part of TorchRec's interface that examples/adopt/torchrec_model.py uses, for machines without TorchRec."""
