@@ -73,7 +73,7 @@ BAD_JOBS: dict[str, tuple[dict[str, Any], str]] = {
     "shuffle": ({"data": {"shuffle": "window:0"}}, "shuffle = 'window:0' is none of none, full, window:ROWS"),
     "shuffle of a stream": (
         {"data": {"format": "parquet", "path": "x", "shuffle": "full"}},
-        'shuffle = "full" needs random access, which parquet has not',
+        'shuffle = "full" needs random access, which parquet does not have',
     ),
     "no tables": ({"tables": []}, "no tables; give [[tables]] or [tables_from]"),
     "empty table": (table(num_embeddings=0), "table t: num_embeddings = 0 must be from 1 to 2**48"),
@@ -116,10 +116,10 @@ BAD_JOBS: dict[str, tuple[dict[str, Any], str]] = {
         table(embedding_dim=8),
         "model.bottom_mlp ends in 4, but table t has embedding_dim = 8",
     ),
-    "layers": ({"model": {"bottom_mlp": [0, 4]}}, "attention_mlp and final_mlp list widths, which must be from 1 to"),
+    "layers": ({"model": {"bottom_mlp": [0, 4]}}, "attention_mlp and final_mlp list widths, each from 1 to"),
     "sequences for dlrm": (
         table(pooling="none"),
-        'table t has pooling = "none", but dlrm needs one vector a feature; use "sum" or "mean"',
+        'table t has pooling = "none", but dlrm needs one vector for each feature; use "sum" or "mean"',
     ),
     "sequences for dcnv2": (
         table(pooling="none") | {"model": {"kind": "dcnv2"}},
@@ -171,7 +171,7 @@ BAD_JOBS: dict[str, tuple[dict[str, Any], str]] = {
     "ring": ({"transport": {"ring": "1KiB"}}, "ring = '1KiB' must be at least 1MiB"),
     "tcp without keys": (
         {"transport": {"endpoint": "tcp://host:1"}},
-        "endpoint = 'tcp://host:1' needs keys = \"FOLDER\", also on one host",
+        "endpoint = 'tcp://host:1' needs keys = \"FOLDER\", even on one host",
     ),
     "endpoint": (
         {"transport": {"endpoint": "tcp://host"}},
