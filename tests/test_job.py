@@ -127,7 +127,7 @@ BAD_JOBS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "tbsm without sequences": (
         {"model": TBSM},
-        'tbsm needs a table with pooling = "none": the last entry of its sequences is the target',
+        'tbsm needs a table with pooling = "none": the last entry of a sequence is the target',
     ),
     "tbsm without a final layer": (
         table(pooling="none") | {"model": TBSM | {"final_mlp": [4]}},
@@ -159,7 +159,7 @@ BAD_JOBS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "eps of zero": (
         sparse(kind="adagrad", eps=0.0),
-        "eps = 0.0 must be above 0: with 0 rows that no batch touches would become NaN",
+        "eps = 0.0 must be above 0: with 0, rows that no batch touches would become NaN",
     ),
     "learning rate": (sparse(lr=-1.0), "lr = -1.0 must be finite and at least 0"),
     "momentum of dense": (dense(momentum=-1.0), "momentum = -1.0 must be finite and at least 0"),

@@ -92,7 +92,7 @@ def test_a_piece_over_one_that_was_not_read_yet_is_refused_before_a_byte_is_writ
     before = buffer.copy()
     writer.release(refs[0][0].end)  # as if the reader had said so
     over, parts = put(writer, writer.max_payload, value=9)
-    with pytest.raises(RemoteProtocolError, match=f"lies over the one at {refs[0][0].position}"):
+    with pytest.raises(RemoteProtocolError, match=f"overlaps the one at {refs[0][0].position}"):
         reader.deposit(over, parts)
     assert (buffer == before).all()
 

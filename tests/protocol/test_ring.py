@@ -186,7 +186,7 @@ def test_a_piece_over_one_still_being_read_is_refused() -> None:
         reader.view(ref, STAMP)
     writer.release(refs[0].end)  # as if the reader had said so
     over = put(writer, writer.max_payload)
-    with pytest.raises(RemoteProtocolError, match=f"lies over the one at {refs[0].position}"):
+    with pytest.raises(RemoteProtocolError, match=f"overlaps the one at {refs[0].position}"):
         reader.view(over, STAMP)
 
 
