@@ -172,7 +172,7 @@ class Data(Section, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         known = format_of(self.format)
         if known is CUSTOM and not is_factory(self.format):
-            raise ValueError(f'format = {self.format!r} is none of {", ".join(FORMATS)}, "package.module:factory"')
+            raise ValueError(f'format = {self.format!r} is not one of {", ".join(FORMATS)}, "package.module:factory"')
         if self.path is None and known.has_files:
             raise ValueError(f'format = {self.format!r} needs path = "..."')
         for name in ("batch_size", "epochs"):
@@ -181,7 +181,7 @@ class Data(Section, frozen=True, kw_only=True):
         if not 0 <= self.eval_fraction < 1:
             raise ValueError(f"eval_fraction = {self.eval_fraction} must be at least 0 and less than 1")
         if not re.fullmatch(r"none|full|window:[1-9]\d*", self.shuffle):
-            raise ValueError(f"shuffle = {self.shuffle!r} is none of none, full, window:ROWS")
+            raise ValueError(f"shuffle = {self.shuffle!r} is not one of none, full, window:ROWS")
         if self.shuffle == "full" and not known.random_access:
             raise ValueError(
                 f'shuffle = "full" needs random access, which {self.format} does not have; use "window:65536"'
@@ -267,7 +267,8 @@ class Model(Section, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         if self.kind not in BUILT_IN_MODELS and not is_factory(self.kind):
-            raise ValueError(f'kind = {self.kind!r} is none of {", ".join(BUILT_IN_MODELS)}, "package.module:factory"')
+            known = ", ".join(BUILT_IN_MODELS)
+            raise ValueError(f'kind = {self.kind!r} is not one of {known}, "package.module:factory"')
         own = BUILT_IN_MODELS.get(self.kind)
         if own is not None and not all(self._ends_in(name, end) for name, end in own.layers.items()):
             *others, last = (f"{name} = {end}" for name, end in own.layers.items())
@@ -710,7 +711,7 @@ def parse_init(init: str, num_embeddings: int) -> tuple[Literal["uniform", "norm
             return "constant", values[0], 0.0
     except ValueError:
         pass
-    raise ValueError(f"init = {init!r} is none of uniform, uniform:lo,hi, normal:std, constant:x")
+    raise ValueError(f"init = {init!r} is not one of uniform, uniform:lo,hi, normal:std, constant:x")
 
 
 def init_reach(init: str, num_embeddings: int) -> float:

@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import numpy.typing as npt
 
 from rowcast.protocol.batch import Kind

@@ -243,8 +243,8 @@ def check_hello(hello: Hello, digest: str, mode: Mode = "train", world_size: int
         )
     if hello.world_size != world_size or hello.rank >= world_size:
         raise Mismatch(
-            f"the trainer was started as rank {hello.rank} of {hello.world_size}, but the job's world size is {world_size}; "
-            f"start rank 0 to {world_size - 1} of {world_size}"
+            f"the trainer was started as rank {hello.rank} of {hello.world_size}, but the job's world size is "
+            f"{world_size}; start rank 0 to {world_size - 1} of {world_size}"
         )
 
 

@@ -64,13 +64,13 @@ BAD_JOBS: dict[str, tuple[dict[str, Any], str]] = {
     "run directory": ({"job": {"run_dir": ""}}, "run_dir is empty; name a folder"),
     "format": (
         {"data": {"format": "json"}},
-        "format = 'json' is none of criteo-tsv, criteo-npy, parquet, csv, synthetic",
+        "format = 'json' is not one of criteo-tsv, criteo-npy, parquet, csv, synthetic",
     ),
-    "half a factory": ({"data": {"format": "package:"}}, "format = 'package:' is none of"),
+    "half a factory": ({"data": {"format": "package:"}}, "format = 'package:' is not one of"),
     "no path": ({"data": {"format": "criteo-tsv"}}, "format = 'criteo-tsv' needs path"),
     "batch size": ({"data": {"batch_size": 0}}, "batch_size = 0 must be from 1 to"),
     "eval fraction": ({"data": {"eval_fraction": 1.0}}, "eval_fraction = 1.0 must be at least 0 and less than 1"),
-    "shuffle": ({"data": {"shuffle": "window:0"}}, "shuffle = 'window:0' is none of none, full, window:ROWS"),
+    "shuffle": ({"data": {"shuffle": "window:0"}}, "shuffle = 'window:0' is not one of none, full, window:ROWS"),
     "shuffle of a stream": (
         {"data": {"format": "parquet", "path": "x", "shuffle": "full"}},
         'shuffle = "full" needs random access, which parquet does not have',
@@ -97,7 +97,7 @@ BAD_JOBS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "initial values": (
         table(init="normal:inf"),
-        "init = 'normal:inf' is none of uniform, uniform:lo,hi, normal:std, constant:x",
+        "init = 'normal:inf' is not one of uniform, uniform:lo,hi, normal:std, constant:x",
     ),
     "a value that fp16 has not": (
         table(dtype="fp16", init="constant:-70000"),

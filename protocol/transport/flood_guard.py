@@ -26,7 +26,7 @@ class CallerConnection:
         self.delivered_bytes += nbytes + num_parts * PART_OVERHEAD_BYTES
 
     def has_backlog(self, descriptor: int, limit_bytes: int) -> bool:
-        """Whether more than `limit_bytes` are outstanding. Raises OSError if the descriptor is not an open connection."""
+        """Whether more than `limit_bytes` are outstanding. Raises OSError if the descriptor is not a connection."""
         return bytes_received(descriptor) - self.delivered_bytes > limit_bytes + SLACK_BYTES
 
 

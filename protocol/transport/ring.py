@@ -255,7 +255,7 @@ class RingReader:
     def view(self, ref: RingRef, stamp: int) -> Bytes:
         """The piece's payload in place, u8 [nbytes], valid until `done(ref)`. Call once for each piece, in order.
 
-        Raises RemoteProtocolError if `ref` does not follow the piece before it, or its bytes are not the announced ones.
+        Raises RemoteProtocolError if `ref` does not follow the piece before it, or its bytes are not as announced.
         """
         with self._lock:
             if self.is_mirror:
@@ -315,7 +315,8 @@ class RingReader:
             )
         if self._open and ref.end - (self._open[0].ref.position - GUARD_BYTES) > self.capacity:
             raise RemoteProtocolError(
-                f"a piece ends at {ref.end} and overlaps the one at {self._open[0].ref.position}, which is still read"
+                f"a piece ends at {ref.end} and overlaps the one at {self._open[0].ref.position}, "
+                "which is still being read"
             )
 
 

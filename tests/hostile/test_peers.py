@@ -295,7 +295,10 @@ TRAINER_LIES: dict[str, tuple[Lie, str]] = {
         field_of(Saved, lambda m: change(m, nbytes=m.nbytes + 1) if isinstance(m, Saved) else None),
         "array bytes",
     ),
-    "a dense side of another barrier": (field_of(Saved, lambda m: change(m, barrier=5)), "the model state of barrier 5"),
+    "a dense side of another barrier": (
+        field_of(Saved, lambda m: change(m, barrier=5)),
+        "the model state of barrier 5",
+    ),
 }
 
 
