@@ -98,7 +98,6 @@ def names_of(registry: str) -> str:
 
 
 def type_of(annotation: ast.expr) -> str:
-    """The type in words for the reader of the page; a Literal is listed by its values."""
     if isinstance(annotation, ast.BinOp):
         return " or ".join(part for side in (annotation.left, annotation.right) if (part := type_of(side)))
     if isinstance(annotation, ast.Subscript) and ast.unparse(annotation.value) == "Literal":

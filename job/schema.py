@@ -530,7 +530,6 @@ class Checkpoint(Section, frozen=True, kw_only=True):
 
     @property
     def described(self) -> str:
-        """When checkpoints are made, in words."""
         if self.every == 0:
             return "at the end only"
         if self.every == "epoch":

@@ -57,7 +57,6 @@ class RecordPart:
 
     @property
     def bytes(self) -> slice:
-        """The part's columns in records viewed as bytes."""
         return slice(self.offset, self.offset + self.nbytes)
 
 

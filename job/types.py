@@ -79,13 +79,11 @@ def sections_of(struct: inspect.StructType, path: str) -> Iterator[tuple[str, in
 
 
 def heading(path: str) -> str:
-    """The line that starts a section."""
     name, is_list, _ = path.partition("[")
     return f"[[{name}]]" if is_list else f"[{name}]"
 
 
 def section_type(type: inspect.Type) -> inspect.StructType | None:
-    """The struct of a key that is a section or a list of sections; None for other keys."""
     if isinstance(type, inspect.UnionType):
         return next((own for one in type.types if (own := section_type(one)) is not None), None)
     if isinstance(type, inspect.ListType):
@@ -196,13 +194,11 @@ def plural(type: inspect.Type) -> str:
 
 
 def example_of(type: inspect.Type, value: Any, default: Any) -> Any:
-    """A value that the key takes: the given one in the right form, else the key's default, else any."""
     tries = [[value], number_of(value), *([default] if default else [])]
     return next((own for own in tries if own is not None and accepts(type, own)), any_of(type))
 
 
 def any_of(type: inspect.Type) -> Any:
-    """Any value of a type: the schema's example if it gives one."""
     match type:
         case inspect.Metadata(extra_json_schema={"examples": [example, *_]}):
             return example

@@ -146,7 +146,6 @@ class Counters(Generic[StallReason, Phase, Queue]):
             group.row_bytes_from_device += span.count * group.record_bytes
 
     def total(self, name: str) -> int:
-        """The sum of one field of `GroupCounters` over all groups."""
         return sum(int(getattr(group, name)) for group in self._by_index)
 
 
@@ -155,7 +154,6 @@ def new_groups(groups: Iterable[GroupSpec]) -> dict[str, GroupCounters]:
 
 
 def counter_samples(counters: Counters[Any, Any, Any]) -> Iterator[Sample]:
-    """All counters as samples of the metrics table."""
     yield "rowcast_train_steps_total", (), counters.train_steps
     yield "rowcast_eval_steps_total", (), counters.eval_steps
     yield "rowcast_samples_total", (), counters.samples

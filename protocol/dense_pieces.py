@@ -14,7 +14,6 @@ class DensePieces:
     """Used by the thread that writes the ring."""
 
     def __init__(self, content: bytes, ring: RingWriter, stamp: Callable[[int], int]) -> None:
-        """`stamp` returns the stamp of a piece by its number."""
         self._content = np.frombuffer(content, np.uint8)
         self._ring = ring
         self._stamp = stamp

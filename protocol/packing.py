@@ -123,7 +123,6 @@ class Piece:
 
 
 def cut_bytes(nbytes: int, max_payload: int) -> list[ArraySpan]:
-    """Cuts `nbytes` into spans of at most `max_payload`."""
     return [
         ArraySpan(offset=offset, nbytes=min(max_payload, nbytes - offset)) for offset in range(0, nbytes, max_payload)
     ]

@@ -24,8 +24,7 @@ class WatchedLink(Protocol):
         """Whether the peer was connected and has closed its end."""
 
     @property
-    def pending(self) -> int:
-        """Frames that have arrived and are not received yet."""
+    def pending(self) -> int: ...
 
     @property
     def last_received_s(self) -> float | None:

@@ -74,7 +74,6 @@ class ArrayLayout:
         return math.prod(self.shape_of(counts)) * ITEM_BYTES[self.dtype] if self.where(counts) else 0
 
     def ends_of(self, counts: Counts) -> tuple[int, ...]:
-        """The last value of each row that `rises_to` requires."""
         ends = () if self.rises_to is None else getattr(counts, self.rises_to.count)
         return ends if isinstance(ends, tuple) else (ends,)
 

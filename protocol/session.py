@@ -249,7 +249,6 @@ def check_hello(hello: Hello, digest: str, mode: Mode = "train", world_size: int
 
 
 def check_welcome(welcome: Welcome) -> None:
-    """Raises Mismatch if the prefetcher speaks another version."""
     check_version(welcome.protocol_version, PREFETCHER)
 
 

@@ -135,7 +135,6 @@ class Manifest(FilePart, frozen=True, kw_only=True):
 
     @property
     def name(self) -> str:
-        """The name of its folder."""
         return folder_name(self.position)
 
     @property
@@ -145,7 +144,6 @@ class Manifest(FilePart, frozen=True, kw_only=True):
 
     @property
     def files(self) -> Iterator[RowFile | DenseFile]:
-        """All files that the manifest names."""
         for layer in self.layers:
             yield from layer.files
         if self.dense is not None:
@@ -176,7 +174,6 @@ def check_file(name: str, nbytes: int, checksum: str) -> None:
 
 
 def file_checksum(path: Path) -> tuple[int, str]:
-    """The size in bytes and the xxh3_64 of a file."""
     hasher, nbytes = xxhash.xxh3_64(), 0
     with path.open("rb") as file:
         while block := file.read(READ_BYTES):
@@ -208,7 +205,6 @@ def render(manifest: Manifest) -> bytes:
 
 
 def seal(manifest: Manifest) -> Manifest:
-    """The manifest with its checksum filled in."""
     checksum = xxhash.xxh3_64_hexdigest(render(msgspec.structs.replace(manifest, checksum="")))
     return msgspec.structs.replace(manifest, checksum=checksum)
 

@@ -23,7 +23,6 @@ class Child:
             self.process.send_signal(number)
 
     def ended_within(self, seconds: float) -> bool:
-        """Waits up to `seconds`; returns whether the process has ended."""
         try:
             self.process.wait(seconds)
         except subprocess.TimeoutExpired:

@@ -30,8 +30,7 @@ class FileWrite(Protocol):
 class Disk(Protocol):
     """Every method raises OSError."""
 
-    def mkdir(self, path: Path) -> None:
-        """Makes a folder in an existing one."""
+    def mkdir(self, path: Path) -> None: ...
 
     def create(self, path: Path) -> FileWrite:
         """Creates an empty file; an existing one is replaced."""

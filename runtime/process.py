@@ -64,7 +64,6 @@ class Crew:
         self._stopped = threading.Event()
 
     def start(self, stages: Mapping[str, Stage], on_idle: Mapping[str, Callable[[float], None]]) -> None:
-        """May be called again with other stages."""
         threads = {
             name: StageThread(name, stage, self._bell, self.fail, on_idle.get(name)) for name, stage in stages.items()
         }

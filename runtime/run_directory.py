@@ -23,8 +23,6 @@ Role = Literal["prefetcher", "trainer"]
 
 
 class Completion(msgspec.Struct, frozen=True, kw_only=True):
-    """How a run ended."""
-
     train_steps: int
     epochs: int  # data.epochs at that time
     max_steps: int | None = None  # --max-steps if that ended the run; None if the data did
@@ -41,8 +39,6 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FailureNote(msgspec.Struct, frozen=True, kw_only=True):
-    """The error that a process failed with."""
-
     code: int
     sentence: str
     boot_id: str
@@ -86,7 +82,6 @@ class RunDirectory:
             self._lock = None
 
     def clear_failure(self) -> None:
-        """Removes the note of an earlier process of this role."""
         failure_path(self.path, self._role).unlink(missing_ok=True)
 
     def note_failure(self, error: BaseException) -> None:
@@ -107,7 +102,6 @@ class RunDirectory:
         write_durably(self.path / COMPLETE, msgspec.json.encode(completion) + b"\n")
 
     def go_on(self) -> None:
-        """Removes the mark of a complete run, because it is trained further."""
         (self.path / COMPLETE).unlink(missing_ok=True)
 
     def completion(self) -> Completion | None:

@@ -58,7 +58,6 @@ class StageThread:
         on_error: Callable[[BaseException], None],
         on_idle: Callable[[float], None] | None = None,
     ) -> None:
-        """`on_idle` receives the seconds of each wait."""
         self._stage = stage
         self._bell = bell
         self._on_error = on_error

@@ -31,7 +31,6 @@ class StateTable(Generic[S, E]):
         return following
 
     def render(self) -> str:
-        """A Mermaid diagram."""
         states = dict.fromkeys(state for own, _, after in self.rows for state in (own, after))
         names = [f'    state "{state}" as {state.name}' for state in states]
         edges = [f"    {own.name} --> {after.name}: {event}" for own, event, after in self.rows]

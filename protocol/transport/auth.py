@@ -33,7 +33,6 @@ class ClientAuth:
         self.sockets[0].bind(ZAP_ENDPOINT)
 
     def answer(self) -> None:
-        """Answers all waiting requests."""
         for socket in self.sockets:
             while socket.poll(0):
                 socket.send_multipart(self._answer_to(socket.recv_multipart(zmq.NOBLOCK)))

@@ -19,7 +19,6 @@ class Dealer:
     """The trainer's end. It tries until a prefetcher answers, and does not connect again after that one is gone."""
 
     def __init__(self, address: ConnectAddress, refusals: Refusals, limit_bytes: int) -> None:
-        """`limit_bytes`: see `Router`."""
         self._address = address
         self._refusals = refusals
         self._limit_bytes = limit_bytes

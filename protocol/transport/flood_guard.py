@@ -16,8 +16,6 @@ BYTES_RECEIVED_AT = 128  # tcpi_bytes_received, u64, in Linux's struct tcp_info
 
 @dataclass(slots=True, eq=False)
 class CallerConnection:
-    """Counts what one connection has delivered."""
-
     num_messages: int = 0
     delivered_bytes: int = 0
 

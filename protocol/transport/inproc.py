@@ -8,8 +8,7 @@ from rowcast.protocol.transport.link import Payload, parts_of
 from rowcast.runtime.errors import LocalProtocolError
 
 
-def silent() -> None:
-    """A doorbell that does nothing."""
+def silent() -> None: ...
 
 
 class InprocLink:

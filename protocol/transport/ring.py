@@ -111,7 +111,6 @@ class RingLayout:
 
 
 def piece_bytes(nbytes: int) -> int:
-    """The bytes that a payload takes in the ring."""
     return aligned(nbytes, ALIGNMENT) + 2 * GUARD_BYTES
 
 
@@ -137,7 +136,6 @@ class RingWriter:
 
     @property
     def max_payload(self) -> int:
-        """The largest payload, a multiple of 64: half a ring without its guards."""
         return self._layout.max_payload
 
     @property

@@ -136,7 +136,6 @@ class Router:
         return take_apart(parts, has_payloads=self._address.has_payloads)
 
     def _admit(self, identity: bytes, parts: list[zmq.Frame]) -> bool:
-        """Whether the caller becomes this end's peer."""
         greets = len(parts) == 1 and is_greeting(parts[0].bytes)
         if greets and self._peer is None:
             self._accept(identity, parts[0])

@@ -115,12 +115,10 @@ class ZmqLink:
 
     @property
     def pending(self) -> int:
-        """Frames that have arrived and are not received yet."""
         return len(self._inbox)
 
     @property
     def refused(self) -> int:
-        """How many frames and handshakes were refused."""
         return self._refusals.count
 
     def start(self) -> None:
@@ -214,7 +212,6 @@ class ZmqLink:
             next_check_s = self._check(next_check_s)
 
     def _check(self, due_s: float) -> float:
-        """Returns when to check next."""
         now_s = time.monotonic()
         if now_s < due_s:
             return due_s

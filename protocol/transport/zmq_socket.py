@@ -28,8 +28,7 @@ class SocketEnd(Protocol):
     monitor: zmq.Socket[bytes]
 
     @property
-    def sockets(self) -> Sequence["zmq.Socket[bytes]"]:
-        """All sockets to poll."""
+    def sockets(self) -> Sequence["zmq.Socket[bytes]"]: ...
 
     @property
     def peer_here(self) -> bool:
@@ -85,7 +84,6 @@ def close_socket(
     others: Sequence["zmq.Socket[bytes]"],
     linger_ms: int,
 ) -> None:
-    """Waits up to `linger_ms` until what was sent through `main` has left."""
     while monitor.poll(0):
         monitor.recv_multipart()  # a full monitor would make libzmq's thread and this one wait for each other
     main.disable_monitor()

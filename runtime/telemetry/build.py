@@ -15,7 +15,6 @@ def rowcast_version() -> str:
 
 
 def versions(*distributions: str) -> dict[str, str]:
-    """The versions of rowcast, Python and the installed `distributions`, for the report."""
     named = {name: metadata.version(name) for name in distributions}
     return {"rowcast": rowcast_version(), **named, "python": platform.python_version()}
 

@@ -51,7 +51,6 @@ def size_text(nbytes: int) -> str:
 
 
 def percent(share: float) -> str:
-    """`12.3 %`."""
     return f"{100 * share:.1f} %"
 
 

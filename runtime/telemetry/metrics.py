@@ -28,7 +28,6 @@ class Metric:
     processes: tuple[Process, ...]
 
     def family(self) -> CounterMetricFamily | GaugeMetricFamily:
-        """A family for one scrape, without samples."""
         kind = CounterMetricFamily if self.type == "counter" else GaugeMetricFamily
         return kind(self.name, self.help, labels=self.labels)
 

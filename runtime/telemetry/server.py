@@ -97,7 +97,6 @@ class TelemetryServer:
 
     @property
     def address(self) -> str:
-        """The bound "host:port"."""
         assert self._server is not None, "the telemetry server is not started"
         return f"{self._server.server_name}:{self._server.server_port}"
 

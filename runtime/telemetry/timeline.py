@@ -113,7 +113,6 @@ class Timeline:
 
     @contextmanager
     def work(self, name: str, step: int | None = None) -> Iterator[None]:
-        """Adds the block as a span."""
         began_s = time.perf_counter()
         try:
             yield
