@@ -1,4 +1,4 @@
-"""The policies of `cache.policy`: what is known of a policy without importing it. A new one is a line here and the policy's file."""
+"""Lists the policies of `cache.policy` without importing them. A new one is a line here and the policy's file."""
 
 from dataclasses import dataclass
 
@@ -7,9 +7,9 @@ POLICIES = "rowcast.prefetcher.planner.policies"
 
 @dataclass(frozen=True, slots=True)
 class PolicyKind:
-    module: str  # has new_policy(first_batches), as planner/eviction.py says; imported only when the policy is used
+    module: str  # has new_policy(first_batches), see planner/eviction.py; imported only when the policy is used
     note: str = ""  # for docs/job-file.md
-    looks_ahead: bool = False  # sees the batches of lookahead.horizon; otherwise the past alone, as if it were 0
+    looks_ahead: bool = False  # sees the batches of lookahead.horizon; otherwise only the past, as if it were 0
 
 
 EVICTION_POLICIES = {

@@ -1,4 +1,4 @@
-"""Reading a job file: TOML or JSON, `--set` overrides, the checks that no section can make alone, and sentences instead of traces."""
+"""Reads a job file (TOML or JSON), applies `--set` overrides, and checks what no section can check alone."""
 
 import tomllib
 from contextlib import suppress
@@ -25,7 +25,7 @@ def load_job(path: Path, overrides: tuple[str, ...] = ()) -> Job:
 
 
 def load_own_job(role: Role, path: Path, overrides: tuple[str, ...]) -> Job:
-    """`load_job` for a process with a peer: where only its own `overrides` are refused, a peer that waits ends too."""
+    """`load_job` for a process with a peer. If only its own `overrides` are refused, a waiting peer ends with it."""
     try:
         return load_job(path, overrides)
     except ConfigError as error:
@@ -36,7 +36,7 @@ def load_own_job(role: Role, path: Path, overrides: tuple[str, ...]) -> Job:
 
 
 def read_content(path: Path) -> dict[str, Any]:
-    """What stands in a job file: TOML, or JSON where its name ends so, which programs write. Raises ConfigError."""
+    """Parses a job file: JSON if its name ends in .json, else TOML. Raises ConfigError."""
     language = "JSON" if path.suffix == ".json" else "TOML"
     try:
         text = path.read_text(encoding="utf-8")
@@ -48,7 +48,7 @@ def read_content(path: Path) -> dict[str, Any]:
 
 
 def apply_override(content: dict[str, Any], override: str) -> None:
-    """Sets one `section.key=value`; a value that is not TOML counts as a string. Raises ConfigError."""
+    """Sets one `section.key=value`; a value that is not TOML is taken as a string. Raises ConfigError."""
     name, equals, text = override.partition("=")
     *sections, key = name.strip().split(".")
     if not equals or not sections:
@@ -77,7 +77,7 @@ def parse_job(content: dict[str, Any], source: str = "job") -> Job:
 
 
 def readable(sentence: str) -> str:
-    """What a section says, with msgspec's `... - at `$.data`` before it: `data: ...`."""
+    """Puts msgspec's path (`... - at `$.data``) before the sentence: `data: ...`."""
     what, _, where = sentence.partition(" - at `$.")
     return f"{where.removesuffix('`')}: {what}" if where else what
 
@@ -100,7 +100,7 @@ def resolve_tables(job: Job) -> list[Table]:
 
 
 def check_whole(job: Job) -> None:
-    """What no section can see alone."""
+    """Checks what no section can check alone. Raises ValueError."""
     if not job.tables:
         raise ValueError("no tables; give [[tables]] or [tables_from]")
     if len(job.tables) > MAX_TABLES:
@@ -135,41 +135,43 @@ def check_whole(job: Job) -> None:
     for table in job.tables:
         if job.model.compile and table.pooling == "none":
             raise ValueError(
-                f'model.compile: table {table.name} has pooling = "none", so that each batch has another shape and would be compiled '
-                "again; remove model.compile"
+                f'model.compile: table {table.name} has pooling = "none", so every batch has another shape and '
+                "would be compiled again; remove model.compile"
             )
     if job.optimizer.sparse.master and all(table.dtype == "fp32" for table in job.tables):
         raise ValueError(
-            'optimizer.sparse.master = true keeps fp32 weights beside rounded ones, but every table has dtype = "fp32"; remove it, or set '
-            'dtype = "bf16"'
+            "optimizer.sparse.master = true keeps fp32 weights beside rounded ones, but every table has "
+            'dtype = "fp32"; remove it, or set dtype = "bf16"'
         )
     kinds = {(table.embedding_dim, table.dtype) for table in job.tables}
     if job.cache.capacity_rows is not None and len(kinds) > 1:
         raise ValueError(
-            f'cache.capacity: "{job.cache.capacity}" counts rows, but tables have rows of {len(kinds)} widths or dtypes; give bytes, such '
-            'as "64MiB"'
+            f'cache.capacity: "{job.cache.capacity}" counts rows, but the tables have rows of {len(kinds)} widths or '
+            'dtypes; give bytes, such as "64MiB"'
         )
     check_group_shares(job)
 
 
 def check_sequences(job: Job) -> None:
-    """Whether the model can take tables without pooling, or lacks one."""
+    """Checks that a built-in model gets the tables without pooling that it needs, and no others. Raises ValueError."""
     kind, sequences = job.model.kind, [table.name for table in job.tables if table.pooling == "none"]
     built_in = BUILT_IN_MODELS.get(kind)
     if built_in is None:
         return
     if sequences and not built_in.sequences:
         raise ValueError(
-            f'table {sequences[0]} has pooling = "none", but {kind} needs one vector a feature; use "sum" or "mean", or model.kind = "tbsm"'
+            f'table {sequences[0]} has pooling = "none", but {kind} needs one vector for each feature; use "sum" or '
+            '"mean", or model.kind = "tbsm"'
         )
     if not sequences and built_in.sequences:
         raise ValueError(
-            f'{kind} needs a table with pooling = "none": the last entry of its sequences is the target, those before the history'
+            f'{kind} needs a table with pooling = "none": the last entry of a sequence is the target, the entries '
+            "before it are the history"
         )
 
 
 def check_group_shares(job: Job) -> None:
-    """cache.groups: known groups, at least a row each, together no more than cache.capacity."""
+    """Checks that cache.groups names known groups and gives each at least a row, all within cache.capacity."""
     if not job.cache.groups:
         return
     groups = {group.name: group for group in group_specs(job)}
@@ -185,6 +187,6 @@ def check_group_shares(job: Job) -> None:
     capacity = parse_bytes(job.cache.capacity) if rows is None else rows * first.record_bytes
     if taken > capacity:
         raise ValueError(
-            f"cache.groups: the named groups take {taken} bytes, more than cache.capacity = {job.cache.capacity!r} ({capacity} bytes); "
-            f"give them less or raise it to {taken} bytes or more"
+            f"cache.groups: the named groups take {taken} bytes, more than cache.capacity = {job.cache.capacity!r} "
+            f"({capacity} bytes); give them less or raise it to {taken} bytes or more"
         )

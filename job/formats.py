@@ -1,4 +1,4 @@
-"""The formats of `data.format`: what is known of a format without importing its reader. A new one is a line here and its reader's file."""
+"""Lists the formats of `data.format` without importing the readers. A new one is a line here and its reader's file."""
 
 from dataclasses import dataclass
 
@@ -7,14 +7,15 @@ READERS = "rowcast.prefetcher.readers.formats"
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    module: str  # has open_reader(job), or open_reader(job, columns) where `in_columns`; imported only when the format is used
+    # has open_reader(job), or open_reader(job, columns) with `in_columns`; imported only when the format is used
+    module: str
     note: str = ""  # for docs/job-file.md
     has_files: bool = True  # data.path names them
-    file_names: str = ".*"  # of those of a folder
-    random_access: bool = False  # any row is at hand, so that shuffle = "full" is allowed
+    file_names: str = ".*"  # regular expression: which files of a folder are read
+    random_access: bool = False  # any row can be read at any time, which shuffle = "full" needs
     in_columns: bool = False  # ids can be read without dense features and labels
-    named_columns: bool = False  # data.columns names the columns, among them weights and ids that are hashed
-    text_cells: bool = False  # data.columns.delimiter and .lists say how its cells are written
+    named_columns: bool = False  # data.columns names the columns, including weights and hashed ids
+    text_cells: bool = False  # data.columns.delimiter and .lists separate its cells and the ids in them
 
 
 FORMATS = {
@@ -30,7 +31,7 @@ FORMATS = {
     "csv": Format(f"{READERS}.csv", file_names=r".*\.csv(\.gz)?", named_columns=True, text_cells=True),
     "synthetic": Format(f"{READERS}.synthetic", has_files=False, random_access=True),
 }
-# data.format = "package.module:factory", whose order is its own
+# data.format = "package.module:factory"; the factory decides the order of the batches
 CUSTOM = Format(f"{READERS}.custom", has_files=False, random_access=True)
 
 
@@ -39,5 +40,5 @@ def format_of(name: str) -> Format:
 
 
 def formats_with(trait: str) -> str:
-    """`"parquet" or "csv"`: the formats that have it."""
+    """The names of the formats with a trait, such as `"parquet" or "csv"`."""
     return " or ".join(f'"{name}"' for name, own in FORMATS.items() if getattr(own, trait))

@@ -1,12 +1,12 @@
-"""The learning rate of each train step: a function of the job file and the step alone, so that no restart can be seen in it.
+"""Computes the learning rate of a train step from the job file and the step alone, so a restart cannot change it.
 
     lr             ._____________.
                  . |             | .
     lr / warmup .  |             |    . . ________________ final
                 1  warmup        decay_start  + decay_steps
 
-Train steps are counted from 1 here, so that the first is trained at more than 0. With kind = "polynomial" and power 2 that is the policy
-of MLPerf's DLRM.
+Train steps are counted from 1 here, so that the first one has a learning rate above 0. With kind = "polynomial" and
+power 2 this is the schedule of MLPerf's DLRM.
 """
 
 import math
@@ -22,11 +22,11 @@ def learning_rate(settings: SparseOptimizer | DenseOptimizer, train_step: int) -
     if schedule.decay_steps is None or number <= schedule.decay_begin:
         return lr
     done = (number - schedule.decay_begin) / schedule.decay_steps
-    return schedule.final if done >= 1 else schedule.final + (lr - schedule.final) * left(schedule, done)
+    return schedule.final if done >= 1 else schedule.final + (lr - schedule.final) * remaining_share(schedule, done)
 
 
-def left(schedule: LearningRateSchedule, done: float) -> float:
-    """The share of a decay that is still to come, from 1 to 0, when `done` of its steps are, from 0 to 1."""
+def remaining_share(schedule: LearningRateSchedule, done: float) -> float:
+    """How much of the decay remains, from 1 to 0, after the share `done` of its steps, from 0 to 1."""
     match schedule.kind:
         case "cosine":
             return (1 + math.cos(math.pi * done)) / 2

@@ -1,4 +1,4 @@
-"""The built-in models of `model.kind`: what is known of one without torch. A new one is a line here and the model's file."""
+"""Lists the built-in models of `model.kind` without importing torch. A new one is a line here and the model's file."""
 
 from dataclasses import dataclass
 
@@ -9,8 +9,8 @@ ANY, EMBEDDING_DIM, ONE = "[...]", "[..., embedding_dim]", "[..., 1]"
 @dataclass(frozen=True, slots=True)
 class BuiltInModel:
     factory: str  # "module:factory", called with (job, num_dense) and imported only by the trainer
-    layers: dict[str, str]  # lists of output widths that the section must have, and what each ends in
-    sequences: bool = False  # takes features that are not pooled, at least one
+    layers: dict[str, str]  # the lists of output widths that the section must have, and how each ends
+    sequences: bool = False  # needs at least one feature that is not pooled
     note: str = ""  # for docs/job-file.md
 
 

@@ -1,4 +1,4 @@
-"""docs/job-file.md, made from the schema of the job file: its structs, types, defaults, and the comments above and behind its keys.
+"""Makes docs/job-file.md from the schema's structs, types, defaults, and the comments above and beside its keys.
 
 python -m rowcast.job.page > docs/job-file.md
 """
@@ -19,7 +19,7 @@ from rowcast.job.stores import STORES
 from rowcast.job.types import notation
 
 SCHEMA = Path(__file__).with_name("schema.py")
-REGISTRIES: dict[str, Mapping[str, Any]] = {  # what a comment names as {FORMATS}
+REGISTRIES: dict[str, Mapping[str, Any]] = {  # a comment's {FORMATS} becomes the names in FORMATS
     "BUILT_IN_MODELS": BUILT_IN_MODELS,
     "EVICTION_POLICIES": EVICTION_POLICIES,
     "FORMATS": FORMATS,
@@ -28,11 +28,11 @@ REGISTRIES: dict[str, Mapping[str, Any]] = {  # what a comment names as {FORMATS
 }
 BEGINNING = """# The job file
 
-One TOML file, read by both processes. An unknown key, a wrong type or an impossible value is an error of one sentence; `--set
-section.key=value` overrides a key on the command line of both. Sizes take units (`"64MiB"`), durations too (`"60s"`, `"500ms"`, `"5m"`).
-Whole files are in `examples/`.
+Both processes read the same TOML file. An unknown key, a wrong type or an impossible value ends them with one
+sentence. `--set section.key=value` on the command line of both overrides a key. Sizes take units (`"64MiB"`), and so
+do durations (`"60s"`, `"500ms"`, `"5m"`). `examples/` has complete files.
 
-This page is made from `job/schema.py` by `python -m rowcast.job.page`.
+`python -m rowcast.job.page` makes this page from `job/schema.py`.
 """
 
 
@@ -52,7 +52,6 @@ def page() -> str:
 
 
 def sections(structs: dict[str, ast.ClassDef], lines: list[str], struct: str, path: str) -> Iterator[str]:
-    """A heading and a table for each section below `struct`, in the schema's order."""
     for field in fields(structs[struct]):
         kind = section_of(field, structs)
         if kind is None:
@@ -76,30 +75,29 @@ def name_of(field: ast.AnnAssign) -> str:
 
 
 def section_of(field: ast.AnnAssign, structs: dict[str, ast.ClassDef]) -> str | None:
-    """The struct of a field that is a section; None: it is a key."""
+    """The struct of a field that is a section; None for a key."""
     names = [name.id for name in ast.walk(field.annotation) if isinstance(name, ast.Name)]
     return next((name for name in names if name in structs), None)
 
 
 def key(field: ast.AnnAssign, lines: list[str]) -> Key:
     above: list[str] = []
-    number = field.lineno - 2  # of the line before, from 0
+    number = field.lineno - 2  # the line above; `lines` counts from 0, `lineno` from 1
     while lines[number].strip().startswith("#"):
         above.insert(0, lines[number].strip().removeprefix("#").strip())
         number -= 1
-    _, _, behind = lines[field.lineno - 1].partition("  # ")
-    meaning = re.sub(r"\{([A-Z_]+)\}", lambda match: names_of(match[1]), " ".join([*above, behind]).strip())
+    _, _, beside = lines[field.lineno - 1].partition("  # ")
+    meaning = re.sub(r"\{([A-Z_]+)\}", lambda match: names_of(match[1]), " ".join([*above, beside]).strip())
     return Key(name_of(field), type_of(field.annotation), default_of(field), meaning)
 
 
 def names_of(registry: str) -> str:
-    """`parquet`, `csv`, ...: each name with the note that its entry has."""
+    """The registry's names with their notes, such as `criteo-npy` (the torchrec day layout), `parquet`."""
     notes = {name: own.note for name, own in REGISTRIES[registry].items()}
     return ", ".join(f"`{name}` ({note})" if note else f"`{name}`" for name, note in notes.items())
 
 
 def type_of(annotation: ast.expr) -> str:
-    """As a user writes it: a Literal by its values, a name for the rest."""
     if isinstance(annotation, ast.BinOp):
         return " or ".join(part for side in (annotation.left, annotation.right) if (part := type_of(side)))
     if isinstance(annotation, ast.Subscript) and ast.unparse(annotation.value) == "Literal":
@@ -130,7 +128,7 @@ def default_of(field: ast.AnnAssign) -> str:
 
 
 def toml(value: ast.expr) -> str:
-    """A literal of Python as TOML has it; empty where TOML would leave the key out."""
+    """A Python literal in TOML's notation; empty for None, which TOML writes by omitting the key."""
     content = ast.literal_eval(value)
     return "" if content is None else notation(content)
 

@@ -1,4 +1,4 @@
-"""The row optimizers of `optimizer.sparse.kind`: what is known of one without torch. A new one is a line here and the rule's file."""
+"""Lists the rules of `optimizer.sparse.kind` without importing torch. A new one is a line here and the rule's file."""
 
 from dataclasses import dataclass
 
@@ -10,8 +10,8 @@ class RowState:
     """One fp32 part of a row's record."""
 
     name: str  # as torch.optim calls it
-    per_row: bool = False  # one element a row; otherwise one for each of the row's weights
-    accumulates: bool = False  # begins at optimizer.sparse.initial_accumulator; otherwise at 0
+    per_row: bool = False  # one element for the whole row; otherwise one for each of its weights
+    accumulates: bool = False  # starts at optimizer.sparse.initial_accumulator; otherwise at 0
 
     def width(self, dim: int) -> int:
         return 1 if self.per_row else dim
@@ -19,10 +19,10 @@ class RowState:
 
 @dataclass(frozen=True, slots=True)
 class RowOptimizer:
-    module: str  # has `train`, as trainer/kernels/row_optimizers says; imported only by the trainer
+    module: str  # has `train`, see trainer/kernels/row_optimizers; imported only by the trainer
     states: tuple[RowState, ...] = ()  # in the order of the record
-    eps: float | None = None  # default of optimizer.sparse.eps; None where the rule has none
-    trains_at_zero_lr: bool = True  # otherwise a learning rate of 0 is refused
+    eps: float | None = None  # the default of optimizer.sparse.eps; None if the rule has no eps
+    trains_at_zero_lr: bool = True  # if False, a learning rate of 0 is refused
     note: str = ""  # for docs/job-file.md
 
 
@@ -33,7 +33,7 @@ ROW_OPTIMIZERS = {
         f"{RULES}.rowwise_adagrad",
         states=(RowState("sum", per_row=True, accumulates=True),),
         eps=1e-10,
-        note="one accumulator a row",
+        note="one accumulator per row",
     ),
     "adam": RowOptimizer(
         f"{RULES}.adam",

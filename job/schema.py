@@ -1,7 +1,7 @@
 """The job file: one TOML file, read by both processes, checked once here.
 
-Every section is a frozen struct; unknown keys, wrong types and impossible values are a `ConfigError` of one sentence. The comments
-above and behind the keys are what docs/job-file.md says of them (`job/page.py`).
+Every section is a frozen struct. An unknown key, a wrong type or an impossible value raises a `ConfigError` of one
+sentence. The comments above and beside the keys become docs/job-file.md (`job/page.py`).
 """
 
 import json
@@ -38,7 +38,7 @@ MAX_TABLES = 2**15
 MAX_MLP_WIDTH = 2**20
 MAX_THREADS = 2**12
 MAX_WORKERS = 64
-MAX_STEPS = 2**53  # of a schedule: still exact as a float
+MAX_STEPS = 2**53  # in a schedule: floats count exactly up to here
 
 Size = Annotated[str | int, msgspec.Meta(examples=["64MiB"])]
 RowOptimizerKind = Annotated[str, msgspec.Meta(extra={"one_of": ROW_OPTIMIZERS})]
@@ -46,9 +46,9 @@ Policy = Annotated[str, msgspec.Meta(extra={"one_of": EVICTION_POLICIES})]
 StoreName = Annotated[str, msgspec.Meta(extra={"one_of": STORES})]
 Horizon = int | Literal["auto"]  # batches of ids known ahead
 RowType = Literal["fp32", "fp16", "bf16"]
-# finite values
+# the largest finite values
 LARGEST: dict[RowType, float] = {"fp32": (2 - 2**-23) * 2.0**127, "fp16": 65504.0, "bf16": (2 - 2**-7) * 2.0**127}
-LARGEST_NORMAL = math.sqrt(64 * math.log(2))  # in deviations: the farthest that `init = "normal:std"` can reach
+LARGEST_NORMAL = math.sqrt(64 * math.log(2))  # the largest value of `init = "normal:std"`, in standard deviations
 
 
 def parse_bytes(text: str | int) -> int:
@@ -59,7 +59,8 @@ def parse_bytes(text: str | int) -> int:
         match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
         if match is None or match[2] not in UNITS:
             raise ValueError(
-                f'{text!r} is not a size; write bytes with a unit, such as "64MiB" (for cache.capacity also "20000 rows")'
+                f'{text!r} is not a size; write bytes with a unit, such as "64MiB" '
+                '(cache.capacity also takes "20000 rows")'
             )
         value = int(min(float(match[1]) * UNITS[match[2]], 2**63))
     if not 0 < value < 2**63:
@@ -92,10 +93,11 @@ class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 class JobSection(Section, frozen=True, kw_only=True):
-    name: str = "rowcast"  # a label of the metric `rowcast_build_info` only
-    seed: int = 0  # of every random number: rows' first values, dense weights, shuffles
-    # folder of `report.json`, `report.html`, `losses.f32`, `checkpoints/step-<n>` (n counts evaluation steps too) and `lines` (how many
-    # lines the pieces of text files have, so that the next start need not count them); held by one run at a time
+    name: str = "rowcast"  # only used as a label of the metric `rowcast_build_info`
+    seed: int = 0  # seeds every random number: first values of rows, dense weights, shuffles
+    # the folder that receives `report.json`, `report.html`, `losses.f32`, `checkpoints/step-<n>` (n counts evaluation
+    # steps too) and `lines` (line counts of text files, which save the next start from counting again); only one run
+    # at a time can use it
     run_dir: str
 
     def __post_init__(self) -> None:
@@ -106,17 +108,18 @@ class JobSection(Section, frozen=True, kw_only=True):
 
 
 class Columns(Section, frozen=True, kw_only=True):
-    """Of Parquet and CSV, whose columns have names: see [data.md](data.md). A feature is the column of its name."""
+    """The columns of Parquet and CSV files: see [data.md](data.md). A feature is the column of the same name."""
 
-    label: str = "label"  # the column of the label
-    # columns of dense features; by default every column named `int_<n>`, by n; `[]`: there are none
+    label: str = "label"  # the column that holds the label
+    # the columns that hold dense features; by default all columns named `int_<n>`, in order of n; `[]` means none
     dense: list[str] | None = None
-    weights: dict[str, str] = {}  # feature -> the column of its per-look-up weights
-    # `true`, or the features whose ids are hashed into their tables: strings, or integers of any size; row 0 is kept for a missing id
+    weights: dict[str, str] = {}  # maps a feature to the column that holds a weight for each of its look-ups
+    # `true`, or a list of features: their ids (strings, or integers of any size) are hashed into their tables; row 0
+    # is reserved for a missing id
     hash: bool | list[str] = False
-    # CSV: feature -> what stands between the ids of a cell (and between its weights), such as `";"`
+    # CSV: maps a feature to the separator between the ids in a cell (and between their weights), such as `";"`
     lists: dict[str, str] = {}
-    delimiter: str = ","  # CSV: what stands between cells
+    delimiter: str = ","  # CSV: the separator between cells
 
     def __post_init__(self) -> None:
         if len(self.delimiter) != 1 or not self.delimiter.isascii() or self.delimiter in '"\r\n':
@@ -125,17 +128,17 @@ class Columns(Section, frozen=True, kw_only=True):
             )
         for feature, separator in self.lists.items():
             if not separator:
-                raise ValueError(f'lists.{feature} is empty; give what stands between the ids of a cell, such as "|"')
+                raise ValueError(f'lists.{feature} is empty; give the separator between the ids of a cell, such as "|"')
 
     def is_hashed(self, feature: str) -> bool:
         return self.hash if isinstance(self.hash, bool) else feature in self.hash
 
 
 class Synthetic(Section, frozen=True, kw_only=True):
-    samples: int = 1_000_000  # of an epoch
-    preset: Literal["criteo-kaggle"] | None = None  # sets the cardinalities of `[tables_from]` where it gives none
-    scale: float = 1.0  # multiplies the preset's cardinalities; 1 at least stays
-    zipf: float = 1.05  # the skew of the ids: exponent of their frequencies; 0: all alike
+    samples: int = 1_000_000  # samples in an epoch
+    preset: Literal["criteo-kaggle"] | None = None  # provides `tables_from.cardinalities` when they are not given
+    scale: float = 1.0  # multiplies the preset's cardinalities; every table keeps at least 1 row
+    zipf: float = 1.05  # the skew of the ids: the exponent of their Zipf distribution; 0 makes all ids equally frequent
 
     def __post_init__(self) -> None:
         if self.samples < 1:
@@ -149,26 +152,27 @@ class Synthetic(Section, frozen=True, kw_only=True):
 class Data(Section, frozen=True, kw_only=True):
     # {FORMATS}, or `package.module:factory`
     format: str
-    path: str | None = None  # a file, a folder or a glob, in name order
-    eval_path: str | None = None  # evaluation data of its own, instead of `eval_fraction`
-    batch_size: int = 2048  # the last, shorter batch of an epoch is trained too
+    path: str | None = None  # a file, a folder or a glob; files are read in order of their names
+    eval_path: str | None = None  # separate evaluation data, used instead of `eval_fraction`
+    batch_size: int = 2048  # samples in a batch; the last batch of an epoch may be shorter and is trained too
     epochs: int = 1  # passes over the training data
-    eval_fraction: float = 0.0  # the last part of the data, in order and before any shuffle, is for evaluation
-    # `none`, `window:65536` (within blocks of so many rows), or `full` (not of TSV, CSV and Parquet); by seed and epoch
+    eval_fraction: float = 0.0  # the share of the data, taken from its end before any shuffle, that is used to evaluate
+    # `none`, `window:65536` (within blocks of 65536 rows) or `full` (not for TSV, CSV and Parquet); the order depends
+    # on the seed and the epoch
     shuffle: str = "none"
-    # of an id that is outside its table, or missing (null in Parquet, an empty cell in CSV): `error` names file, line, column and id;
-    # `zero` takes row 0, `modulo` the remainder, and row 0 for a missing one; both count them. A missing hash of Criteo TSV is row 0
-    # under each
+    # what happens to an id that is outside its table or missing (null in Parquet, an empty cell in CSV): `error` stops
+    # the run and names file, line, column and id; `zero` uses row 0; `modulo` uses the remainder, and row 0 for a
+    # missing id; `zero` and `modulo` count such ids. A missing hash in Criteo TSV is always row 0
     on_invalid_id: Literal["error", "modulo", "zero"] = "error"
-    hash: bool = False  # criteo-npy: read int32 as unsigned, then modulo
+    hash: bool = False  # criteo-npy: reads int32 ids as unsigned and takes them modulo the table's rows
     columns: Columns = Columns()
     synthetic: Synthetic = Synthetic()
-    options: dict[str, Any] = {}  # handed to a `package.module:factory`
+    options: dict[str, Any] = {}  # passed to the `package.module:factory`
 
     def __post_init__(self) -> None:
         known = format_of(self.format)
         if known is CUSTOM and not is_factory(self.format):
-            raise ValueError(f'format = {self.format!r} is none of {", ".join(FORMATS)}, "package.module:factory"')
+            raise ValueError(f'format = {self.format!r} is not one of {", ".join(FORMATS)}, "package.module:factory"')
         if self.path is None and known.has_files:
             raise ValueError(f'format = {self.format!r} needs path = "..."')
         for name in ("batch_size", "epochs"):
@@ -177,9 +181,11 @@ class Data(Section, frozen=True, kw_only=True):
         if not 0 <= self.eval_fraction < 1:
             raise ValueError(f"eval_fraction = {self.eval_fraction} must be at least 0 and less than 1")
         if not re.fullmatch(r"none|full|window:[1-9]\d*", self.shuffle):
-            raise ValueError(f"shuffle = {self.shuffle!r} is none of none, full, window:ROWS")
+            raise ValueError(f"shuffle = {self.shuffle!r} is not one of none, full, window:ROWS")
         if self.shuffle == "full" and not known.random_access:
-            raise ValueError(f'shuffle = "full" needs random access, which {self.format} has not; use "window:65536"')
+            raise ValueError(
+                f'shuffle = "full" needs random access, which {self.format} does not have; use "window:65536"'
+            )
         if self.columns.hash and not known.named_columns:
             belongs = f"belongs to format = {formats_with('named_columns')}"
             raise ValueError(f"columns.hash {belongs}, not {self.format!r}; remove it")
@@ -189,7 +195,7 @@ class Data(Section, frozen=True, kw_only=True):
 
     @property
     def shuffle_window(self) -> int | None:
-        """Rows in a shuffled block; 0 for the whole data set; None where the order is kept."""
+        """Rows in a shuffled block; 0 for the whole data set; None without a shuffle."""
         if self.shuffle == "none":
             return None
         return 0 if self.shuffle == "full" else int(self.shuffle.removeprefix("window:"))
@@ -199,13 +205,13 @@ class Table(Section, frozen=True, kw_only=True):
     name: str
     num_embeddings: int  # rows
     embedding_dim: int
-    features: list[str]  # that look up in this table; one table may serve several
-    # of the weights that a look-up reads; `fp16` and `bf16` take half the bytes, and every update is rounded to the nearest, ties to even;
-    # arithmetic and optimizer state stay fp32
+    features: list[str]  # the features that look up this table; there may be several
+    # the dtype of the weights that a look-up reads; `fp16` and `bf16` take half the bytes and round every update to the
+    # nearest value, ties to even; arithmetic and optimizer state stay in fp32
     dtype: Literal["fp32", "fp16", "bf16"] = "fp32"
-    # of a feature's rows in a bag; `none` keeps them apart, as a sequence
+    # how the rows of a bag are combined; `none` keeps them apart, as a sequence
     pooling: Literal["sum", "mean", "none"] = "sum"
-    # first values: `uniform` (within +-1/sqrt(num_embeddings)), `uniform:lo,hi`, `normal:std` or `constant:x`
+    # the rows' first values: `uniform` (within +-1/sqrt(num_embeddings)), `uniform:lo,hi`, `normal:std` or `constant:x`
     init: str = "uniform"
 
     def __post_init__(self) -> None:
@@ -220,15 +226,15 @@ class Table(Section, frozen=True, kw_only=True):
         reach = init_reach(self.init, self.num_embeddings)
         if reach > LARGEST[self.dtype]:
             raise ValueError(
-                f"table {self.name}: init = {self.init!r} reaches {reach:.6g}, and {self.dtype} ends at {LARGEST[self.dtype]:.6g}; "
-                "choose smaller first values"
+                f"table {self.name}: init = {self.init!r} reaches {reach:.6g}, and {self.dtype} ends at "
+                f"{LARGEST[self.dtype]:.6g}; choose smaller first values"
             )
 
 
 class TablesFrom(Section, frozen=True, kw_only=True):
-    """The usual case: one table `t_cat_<n>` for each feature `cat_<n>`, all of one width."""
+    """A short form for the usual case: one table `t_cat_<n>` for each feature `cat_<n>`, all of the same width."""
 
-    cardinalities: list[int] | None = None  # rows of each table; needed unless `data.synthetic.preset` gives them
+    cardinalities: list[int] | None = None  # the rows of each table; required unless `data.synthetic.preset` is set
     embedding_dim: int
     dtype: Literal["fp32", "fp16", "bf16"] = "fp32"  # as in `[[tables]]`
     pooling: Literal["sum", "mean"] = "sum"
@@ -236,28 +242,33 @@ class TablesFrom(Section, frozen=True, kw_only=True):
 
 
 class Model(Section, frozen=True, kw_only=True):
-    # {BUILT_IN_MODELS}, or `package.module:factory` for any `nn.Module` called with (dense, list of embeddings); its method
-    # `loss(outputs, labels)`, where it has one, takes the place of binary cross entropy
+    # {BUILT_IN_MODELS}, or `package.module:factory` for any `nn.Module` that takes (dense, list of embeddings); if the
+    # module has a method `loss(outputs, labels)`, that replaces binary cross entropy
     kind: str = "dlrm"
-    bottom_mlp: list[int] = []  # output widths; every layer ends in ReLU; the last is `embedding_dim` for dlrm and tbsm
-    # output widths; the last is 1 and has no ReLU; tbsm: that of a time step's vector, and has one
+    # the output widths of its layers, each followed by ReLU; for dlrm and tbsm the last is `embedding_dim`
+    bottom_mlp: list[int] = []
+    # the output widths of its layers; the last is 1, without ReLU; tbsm: the last is the width of a time step's vector,
+    # with ReLU
     top_mlp: list[int] = []
-    # tbsm: time steps before a sequence's last entry, which is the target; older entries are not looked at
+    # tbsm: the time steps used before the last entry of a sequence, which is the target; older entries are ignored
     history: int = 20
-    # tbsm: hidden widths, from `history` products with the target to as many coefficients
+    # tbsm: the hidden widths between the `history` products with the target and the `history` coefficients
     attention_mlp: list[int] = []
-    final_mlp: list[int] = []  # tbsm: output widths; the last is 1 and has no ReLU
-    cross_layers: int = 3  # dcnv2: layers of the cross network
-    cross_rank: int = 512  # dcnv2: their rank, the width between the two matrices of each
-    # of the model's matrix products: `fp32`; `tf32` of CUDA; or `bf16` by torch.autocast. Weights, embeddings and loss stay in fp32
+    final_mlp: list[int] = []  # tbsm: the output widths of its layers; the last is 1, without ReLU
+    cross_layers: int = 3  # dcnv2: the number of layers of the cross network
+    cross_rank: int = 512  # dcnv2: the rank of a cross layer: the width between its two matrices
+    # the precision of the model's matrix products: `fp32`, `tf32` (CUDA) or `bf16` (torch.autocast); weights,
+    # embeddings and loss stay in fp32
     precision: Literal["fp32", "tf32", "bf16"] = "fp32"
-    # torch.compile of the model, for full train batches; needs a C++ compiler on the CPU, Triton on CUDA. Other bits than without
+    # runs full train batches through torch.compile, which needs a C++ compiler on the CPU and Triton on CUDA; the
+    # results differ in their bits from those without it
     compile: bool = False
-    options: dict[str, Any] = {}  # handed to a `package.module:factory`
+    options: dict[str, Any] = {}  # passed to the `package.module:factory`
 
     def __post_init__(self) -> None:
         if self.kind not in BUILT_IN_MODELS and not is_factory(self.kind):
-            raise ValueError(f'kind = {self.kind!r} is none of {", ".join(BUILT_IN_MODELS)}, "package.module:factory"')
+            known = ", ".join(BUILT_IN_MODELS)
+            raise ValueError(f'kind = {self.kind!r} is not one of {known}, "package.module:factory"')
         own = BUILT_IN_MODELS.get(self.kind)
         if own is not None and not all(self._ends_in(name, end) for name, end in own.layers.items()):
             *others, last = (f"{name} = {end}" for name, end in own.layers.items())
@@ -273,24 +284,24 @@ class Model(Section, frozen=True, kw_only=True):
             for width in [*self.bottom_mlp, *self.top_mlp, *self.attention_mlp, *self.final_mlp]
         ):
             raise ValueError(
-                f"bottom_mlp, top_mlp, attention_mlp and final_mlp list widths, which must be from 1 to {MAX_MLP_WIDTH}"
+                f"bottom_mlp, top_mlp, attention_mlp and final_mlp list widths, each from 1 to {MAX_MLP_WIDTH}"
             )
 
     def _ends_in(self, name: str, end: str) -> bool:
-        """Whether there are such widths; that of the tables is not known here."""
+        """Whether the layer's widths are given and end as they must; the tables' width is checked elsewhere."""
         widths = getattr(self, name)
         return bool(widths) and (end != ONE or widths[-1] == 1)
 
 
 class LearningRateSchedule(Section, frozen=True, kw_only=True):
-    """How the learning rate goes over the train steps of the run: up to `lr` in a line, then down to `final` as `kind` says."""
+    """How the learning rate changes over the run: it rises linearly to `lr`, then falls to `final` as `kind` says."""
 
-    warmup: int = 0  # train steps in which it rises: lr / warmup in the first, lr in the last
-    kind: Literal["constant", "linear", "cosine", "polynomial"] = "constant"  # of the decay; `constant` has none
+    warmup: int = 0  # train steps of the rise: the first uses lr / warmup, the last uses lr
+    kind: Literal["constant", "linear", "cosine", "polynomial"] = "constant"  # the shape of the decay; `constant`: none
     decay_start: int | None = None  # train steps before the decay; `warmup` by default
     decay_steps: int | None = None  # train steps that the decay takes
-    power: float = 2.0  # polynomial: of the share of the decay that is left
-    final: float = 0.0  # learning rate behind the decay
+    power: float = 2.0  # polynomial: the exponent of the remaining share of the decay
+    final: float = 0.0  # the learning rate after the decay
 
     def __post_init__(self) -> None:
         if not 0 <= self.warmup < MAX_STEPS:
@@ -305,7 +316,7 @@ class LearningRateSchedule(Section, frozen=True, kw_only=True):
             )
         if not self.warmup <= self.decay_begin < MAX_STEPS:
             raise ValueError(
-                f"decay_start = {self.decay_start} lies in the warm-up of {self.warmup} train steps; begin behind it"
+                f"decay_start = {self.decay_start} is within the warm-up of {self.warmup} train steps; start after it"
             )
         if not 0 < self.power < float("inf"):
             raise ValueError(f"power = {self.power} must be finite and above 0")
@@ -326,23 +337,23 @@ def check_learning_rate(lr: float, schedule: LearningRateSchedule) -> None:
 
 def check_clip(name: str, clip: float | None) -> None:
     if clip is not None and not 0 < clip < float("inf"):
-        raise ValueError(f"{name} = {clip} must be finite and above 0; leave it away to clip nothing")
+        raise ValueError(f"{name} = {clip} must be finite and above 0; omit it to clip nothing")
 
 
 class SparseOptimizer(Section, frozen=True, kw_only=True):
-    """Of the rows. Momentum and weight decay are refused: they change rows that no batch touches, which no cache can follow."""
+    """Trains the rows. Momentum and weight decay are refused: they change rows that no batch touches."""
 
     kind: RowOptimizerKind  # {ROW_OPTIMIZERS}
-    lr: float  # learning rate
-    eps: float | None = None  # 1e-10 for Adagrad and 1e-8 for Adam by default
-    betas: tuple[float, float] = (0.9, 0.999)  # adam
-    initial_accumulator: float = 0.0  # adagrad, rowwise_adagrad
-    # fp16 and bf16 tables: the record keeps fp32 weights beside the rounded ones; look-ups read the rounded ones, updates change the fp32
-    # ones and round them anew
+    lr: float  # the learning rate
+    eps: float | None = None  # by default 1e-10 for Adagrad and 1e-8 for Adam
+    betas: tuple[float, float] = (0.9, 0.999)  # for adam
+    initial_accumulator: float = 0.0  # for adagrad and rowwise_adagrad
+    # fp16 and bf16 tables: also keeps fp32 master weights; look-ups read the rounded weights, an update changes the
+    # master weights and rounds them again
     master: bool = False
     momentum: float = 0.0  # must be 0
     weight_decay: float = 0.0  # must be 0
-    # the greatest 2-norm of a row's gradient, summed over the batch; a longer one is made so long
+    # the largest 2-norm of a row's gradient, summed over the batch; a longer gradient is scaled down to it
     clip_rows: float | None = None
     schedule: LearningRateSchedule = LearningRateSchedule()
 
@@ -350,7 +361,8 @@ class SparseOptimizer(Section, frozen=True, kw_only=True):
         for name in ("momentum", "weight_decay"):
             if getattr(self, name) != 0:
                 raise ValueError(
-                    f"{name} on rows is refused: it changes rows that no batch touches, which no cache can follow; remove it"
+                    f"{name} on rows is refused: it changes rows that no batch touches, which no cache can follow; "
+                    "remove it"
                 )
         check_learning_rate(self.lr, self.schedule)
         check_clip("clip_rows", self.clip_rows)
@@ -358,7 +370,7 @@ class SparseOptimizer(Section, frozen=True, kw_only=True):
         if not known.trains_at_zero_lr and self.lr == 0:
             raise ValueError(f'lr = 0 is refused for kind = "{self.kind}"; to freeze rows use kind = "sgd"')
         if known.eps is not None and not self.epsilon > 0:
-            raise ValueError(f"eps = {self.eps} must be above 0: with 0 rows that no batch touches would become NaN")
+            raise ValueError(f"eps = {self.eps} must be above 0: with 0, rows that no batch touches would become NaN")
         if not all(0 <= beta < 1 for beta in self.betas):
             raise ValueError(f"betas = {list(self.betas)} must be at least 0 and below 1")
         if not 0 <= self.initial_accumulator < float("inf"):
@@ -366,23 +378,23 @@ class SparseOptimizer(Section, frozen=True, kw_only=True):
 
     @property
     def epsilon(self) -> float:
-        """0 where the optimizer has none."""
+        """`eps` or its default; 0 for an optimizer without one."""
         default = ROW_OPTIMIZERS[self.kind].eps
         return self.eps if self.eps is not None else default or 0.0
 
 
 class DenseOptimizer(Section, frozen=True, kw_only=True):
-    """Of the model's own weights, as in torch.optim."""
+    """Trains the model's own weights, as in torch.optim."""
 
     kind: Literal["sgd", "adagrad", "adam"]
-    lr: float  # learning rate
-    eps: float | None = None  # that of torch.optim by default
-    betas: tuple[float, float] = (0.9, 0.999)  # adam
-    initial_accumulator: float = 0.0  # adagrad
-    momentum: float = 0.0  # sgd
+    lr: float  # the learning rate
+    eps: float | None = None  # by default that of torch.optim
+    betas: tuple[float, float] = (0.9, 0.999)  # for adam
+    initial_accumulator: float = 0.0  # for adagrad
+    momentum: float = 0.0  # for sgd
     weight_decay: float = 0.0
-    clip_value: float | None = None  # the greatest absolute value of a gradient's elements; others are set to it
-    # the greatest 2-norm of all these gradients together, behind `clip_value`; longer ones are made so long
+    clip_value: float | None = None  # the largest absolute value of a gradient's element; larger ones are cut to it
+    # the largest 2-norm of all these gradients together, after `clip_value`; longer gradients are scaled down to it
     clip_norm: float | None = None
     schedule: LearningRateSchedule = LearningRateSchedule()
 
@@ -404,33 +416,35 @@ class DenseOptimizer(Section, frozen=True, kw_only=True):
 class Optimizer(Section, frozen=True, kw_only=True):
     sparse: SparseOptimizer
     dense: DenseOptimizer
-    clip_norm: float | None = None  # refused: see `sparse.clip_rows` and `dense.clip_norm`
+    clip_norm: float | None = None  # refused: use `sparse.clip_rows` and `dense.clip_norm`
 
     def __post_init__(self) -> None:
         if self.clip_norm is not None:
             raise ValueError(
-                "clip_norm over rows and dense weights together is refused: it needs the gradient of every row before any row is updated, "
-                "and rows are updated in the backward pass; use dense.clip_norm and sparse.clip_rows"
+                "clip_norm over rows and dense weights together is refused: it needs the gradient of every row before "
+                "any row is updated, and rows are updated in the backward pass; use dense.clip_norm and "
+                "sparse.clip_rows"
             )
 
 
 class Eval(Section, frozen=True, kw_only=True):
-    every: int = 0  # train steps between evaluations; there is always one at each epoch's end
+    every: int = 0  # train steps between evaluations; every epoch ends with one in any case
 
     def __post_init__(self) -> None:
         if self.every < 0:
-            raise ValueError(f"every = {self.every} must be 0 (each epoch's end) or a number of train steps")
+            raise ValueError(f"every = {self.every} must be 0 (only after each epoch) or a number of train steps")
 
 
 class Cache(Section, frozen=True, kw_only=True):
-    # device bytes for rows, all groups together, or `"20000 rows"` where all tables have one width and dtype; staging comes on top:
-    # the rows of two typical plans each way, and at least 1 MiB in all
+    # device bytes for the rows of all groups, or `"20000 rows"` if all tables have the same width and dtype; staging
+    # takes extra memory: the rows of two typical plans in each direction, at least 1 MiB in total
     capacity: Size
-    # which rows leave: {EVICTION_POLICIES}; all but the first are there to compare with, exact as well
+    # which rows leave the device: {EVICTION_POLICIES}; the others exist for comparison and train to the same bits
     policy: Policy = "lookahead"
-    # a file of rows that stay on the device once they are there, as `prefetcher profile --out` writes it
+    # a file of rows that never leave the device once they are there; `prefetcher profile --out` writes one
     pin: str | None = None
-    # group -> its exact share of the capacity, such as `fp32_d16_sgd = "16MiB"` or `"20000 rows"`; the other groups divide what is left
+    # maps a group to its exact share of the capacity, such as `fp32_d16_sgd = "16MiB"` or `"20000 rows"`; the other
+    # groups divide the rest
     groups: dict[str, Size] = {}
 
     def __post_init__(self) -> None:
@@ -444,10 +458,10 @@ class Cache(Section, frozen=True, kw_only=True):
 
 
 class Lookahead(Section, frozen=True, kw_only=True):
-    depth: int = 4  # steps whose rows are in flight, 1 to 64
-    # batches of ids known ahead; `"auto"` grows while more would change what is fetched
+    depth: int = 4  # steps that may have their rows on the way, 1 to 64
+    # batches of ids known ahead; `"auto"` grows as long as more ids would change which rows are fetched
     horizon: int | Literal["auto"] = "auto"
-    id_bytes: Size = "256MiB"  # host bytes that the ids known ahead may take under `horizon = "auto"`
+    id_bytes: Size = "256MiB"  # host memory that the ids known ahead may take with `horizon = "auto"`
 
     def __post_init__(self) -> None:
         parse_bytes(self.id_bytes)
@@ -458,18 +472,17 @@ class Lookahead(Section, frozen=True, kw_only=True):
 
     @property
     def horizon_batches(self) -> int:
-        """Batches of ids known beyond the one being planned: never below `depth`, which is where "auto" begins."""
+        """Batches of ids known beyond the one being planned, at least `depth`; "auto" starts at `depth`."""
         return self.depth if self.horizon == "auto" else max(self.horizon, self.depth)
 
     @property
     def known_ahead(self) -> Horizon:
-        """ "auto", or `horizon_batches`."""
         return "auto" if self.horizon == "auto" else self.horizon_batches
 
 
 class Store(Section, frozen=True, kw_only=True):
-    kind: StoreName = "memory"  # where the rows are: {STORES}
-    # mapped: the folder of those files, which are scratch and no checkpoint; `<run_dir>/tables` by default
+    kind: StoreName = "memory"  # where the rows live: {STORES}
+    # mapped: the folder of the files, which are scratch space and not a checkpoint; by default `<run_dir>/tables`
     path: str | None = None
 
     def __post_init__(self) -> None:
@@ -480,14 +493,15 @@ class Store(Section, frozen=True, kw_only=True):
             raise ValueError("path is empty; name a folder")
 
 
-CheckpointInterval = int | Literal["epoch"]  # of plans: train steps between checkpoints, 0 for none
+CheckpointInterval = int | Literal["epoch"]  # train steps between checkpoints; 0 for none
 
 
 class Checkpoint(Section, frozen=True, kw_only=True):
-    # between checkpoints: a time such as `"10m"`, which becomes a number of train steps once the run's pace is known; a number of train
-    # steps; or `"epoch"`. There is always one at the end, and one where a stop is asked for; 0 makes no others
+    # the interval between checkpoints: a number of train steps, `"epoch"`, or a time such as `"10m"`, which becomes a
+    # number of train steps once the run's pace is known; the end of the run and a requested stop always make one, and
+    # 0 makes no others
     every: int | str = "10m"
-    keep: int = 2  # checkpoints that stay on disk
+    keep: int = 2  # how many checkpoints stay on disk
 
     def __post_init__(self) -> None:
         if isinstance(self.every, int) and self.every < 0:
@@ -499,24 +513,23 @@ class Checkpoint(Section, frozen=True, kw_only=True):
 
     @property
     def every_seconds(self) -> float | None:
-        """Where the interval is a time. Raises ValueError with a sentence."""
+        """The interval if it is a time, else None. Raises ValueError with a sentence."""
         if isinstance(self.every, int) or self.every == "epoch":
             return None
         try:
             return parse_seconds(self.every)
         except ValueError:
             raise ValueError(
-                f'every = {self.every!r} is none of a number of train steps, a time such as "10m", "epoch"'
+                f'every = {self.every!r} must be a number of train steps, a time such as "10m", or "epoch"'
             ) from None
 
     @property
     def interval(self) -> CheckpointInterval:
-        """Of plans; 0 where it is a time, which becomes train steps during the run."""
+        """The interval that plans follow; 0 if it is a time, which becomes train steps during the run."""
         return "epoch" if self.every == "epoch" else self.every if isinstance(self.every, int) else 0
 
     @property
     def described(self) -> str:
-        """When checkpoints are made, for people."""
         if self.every == 0:
             return "at the end only"
         if self.every == "epoch":
@@ -525,13 +538,16 @@ class Checkpoint(Section, frozen=True, kw_only=True):
 
 
 class Transport(Section, frozen=True, kw_only=True):
-    endpoint: str = "ipc"  # `ipc` on one host; `tcp://host:port`: the prefetcher binds it, the trainer connects to it
-    keys: str | None = None  # tcp: folder of CURVE keys, as `prefetcher keys --out` makes it (SECURITY.md)
-    # bytes of each of the two rings, in host memory; `"auto"`: `lookahead.depth` + 1 typical plans, at least 2 MiB, and 64 MiB over tcp
+    # `ipc` for two processes on one host, or `tcp://host:port`, which the prefetcher binds and the trainer connects to
+    endpoint: str = "ipc"
+    keys: str | None = None  # tcp: the folder of CURVE keys that `prefetcher keys --out` has made (SECURITY.md)
+    # host bytes of each of the two rings; `"auto"` is `lookahead.depth` + 1 typical plans, at least 2 MiB, and 64 MiB
+    # over tcp
     ring: Size = "auto"
-    connect_timeout: str | float = "60s"  # for the peer to come
-    stall_timeout: str | float = "300s"  # without progress of either process, until both give up
-    # how long a process whose peer is lost waits for another, to go on from the checkpoint; 0: it ends at once
+    connect_timeout: str | float = "60s"  # how long each process waits for the other to connect
+    stall_timeout: str | float = "300s"  # how long neither process may make progress before both give up
+    # how long a process that has lost its peer waits for a new one, to continue with it from the checkpoint; 0 ends the
+    # process at once
     rejoin_timeout: str | float = "0s"
 
     def __post_init__(self) -> None:
@@ -539,7 +555,7 @@ class Transport(Section, frozen=True, kw_only=True):
             raise ValueError(f'endpoint = {self.endpoint!r} must be "ipc" or "tcp://host:port"')
         if self.is_tcp and not self.keys:
             raise ValueError(
-                f'endpoint = {self.endpoint!r} needs keys = "FOLDER", also on one host: nothing travels unencrypted; '
+                f'endpoint = {self.endpoint!r} needs keys = "FOLDER", even on one host: nothing travels unencrypted; '
                 "`prefetcher keys --out FOLDER` makes them"
             )
         if self.ring != "auto" and parse_bytes(self.ring) < MIN_RING_BYTES:
@@ -560,7 +576,7 @@ class Transport(Section, frozen=True, kw_only=True):
 
     @property
     def mirror_bytes(self) -> int:
-        """Bytes of each ring over tcp: a function of the job file, so that no peer decides what this process allocates."""
+        """Bytes of each ring over tcp. Only the job file decides them, so a peer cannot make this process allocate."""
         return self.ring_bytes or AUTO_MIRROR_BYTES
 
 
@@ -571,7 +587,7 @@ def is_tcp_address(endpoint: str) -> bool:
 
 class Trainer(Section, frozen=True, kw_only=True):
     device: str = "auto"  # `auto`, `cpu`, `cuda` or `cuda:<n>`
-    # of torch; `auto` is one a core that the process may use, a container's quota counted
+    # threads of torch; `auto` is one for each core that the process may use, within the quota of a container
     threads: int | Literal["auto"] = "auto"
 
     def __post_init__(self) -> None:
@@ -579,12 +595,13 @@ class Trainer(Section, frozen=True, kw_only=True):
 
 
 class Prefetcher(Section, frozen=True, kw_only=True):
-    # decoding processes, 1 to 64, with the same bits; npy and Parquet have one more for dense features and labels, a
-    # `package.module:factory` one in all
+    # decoding processes, 1 to 64; their number does not change the results; npy and Parquet have one more for dense
+    # features and labels, and a `package.module:factory` has only one
     workers: int = 1
-    threads: int | Literal["auto"] = "auto"  # of the planner; `auto` is a quarter of the cores
-    # it runs only where nobody else wants a core (Linux: SCHED_IDLE): for a trainer on the CPU of a machine that nobody else uses; two
-    # terminals are two to the kernel, so start both from one (`python -m rowcast.deploy.local`)
+    threads: int | Literal["auto"] = "auto"  # threads of the planner; `auto` is a quarter of the cores
+    # runs the prefetcher only on cores that no other process wants (Linux: SCHED_IDLE): for a trainer on the CPU of an
+    # otherwise idle machine; the kernel shares cores between terminals first, so start both processes from one
+    # (`python -m rowcast.deploy.local`)
     background: bool = False
 
     def __post_init__(self) -> None:
@@ -599,10 +616,10 @@ def check_threads(threads: int | str) -> None:
 
 
 class Metrics(Section, frozen=True, kw_only=True):
-    prefetcher: str = "127.0.0.1:9400"  # where /metrics, /healthz and /readyz are; port 0 takes any free one
-    trainer: str = "127.0.0.1:9401"
-    certfile: str | None = None  # PEM: both serve https with it, instead of http
-    keyfile: str | None = None  # PEM, of `certfile`
+    prefetcher: str = "127.0.0.1:9400"  # where it serves /metrics, /healthz and /readyz; port 0 takes any free port
+    trainer: str = "127.0.0.1:9401"  # the same for the trainer
+    certfile: str | None = None  # a PEM certificate; with it both processes serve https instead of http
+    keyfile: str | None = None  # the PEM key of `certfile`
 
     def __post_init__(self) -> None:
         if (self.certfile is None) != (self.keyfile is None):
@@ -619,7 +636,7 @@ CRITEO_KAGGLE_CARDINALITIES = (
 
 
 class Job(Section, frozen=True, kw_only=True):
-    """A whole, checked job file. `tables` is always filled, from `[[tables]]` or from `[tables_from]`."""
+    """A complete, checked job file. `tables` is always filled, from `[[tables]]` or from `[tables_from]`."""
 
     job: JobSection
     data: Data
@@ -643,7 +660,7 @@ class Job(Section, frozen=True, kw_only=True):
 
     @property
     def table_folder(self) -> Path:
-        """Of the files of a store that has some."""
+        """The folder for a store that keeps its rows in files."""
         return self.run_dir / "tables" if self.store.path is None else Path(self.store.path)
 
     @property
@@ -652,7 +669,7 @@ class Job(Section, frozen=True, kw_only=True):
         return [feature for table in self.tables for feature in table.features]
 
     def session_digest(self) -> str:
-        """What the two processes compare: everything but ports, threads, and what each may know by another name."""
+        """The digest that the two processes compare: all but ports, threads, and what may differ between hosts."""
         content = msgspec.to_builtins(self)
         content.pop("metrics")
         content["trainer"].pop("threads")
@@ -663,7 +680,7 @@ class Job(Section, frozen=True, kw_only=True):
         return digest(content)
 
     def training_digest(self, file_sizes: list[int]) -> str:
-        """What a checkpoint compares: all that decides the numbers, nothing that decides where and how fast."""
+        """The digest that a checkpoint compares: all that decides the results, not where or how fast they are made."""
         content = msgspec.to_builtins(self)
         kept = {name: content[name] for name in ("tables", "model", "optimizer")}
         data = {name: value for name, value in content["data"].items() if name not in ("path", "eval_path", "epochs")}
@@ -693,10 +710,10 @@ def parse_init(init: str, num_embeddings: int) -> tuple[Literal["uniform", "norm
             return "constant", values[0], 0.0
     except ValueError:
         pass
-    raise ValueError(f"init = {init!r} is none of uniform, uniform:lo,hi, normal:std, constant:x")
+    raise ValueError(f"init = {init!r} is not one of uniform, uniform:lo,hi, normal:std, constant:x")
 
 
 def init_reach(init: str, num_embeddings: int) -> float:
-    """The largest magnitude that a first value may have. Raises ValueError."""
+    """The largest magnitude that a first value can have. Raises ValueError."""
     kind, a, b = parse_init(init, num_embeddings)
     return b * LARGEST_NORMAL if kind == "normal" else max(abs(a), abs(b))

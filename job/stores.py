@@ -1,4 +1,4 @@
-"""The kinds of `store.kind`: what is known of a store without importing it. A new one is a line here and the store's file."""
+"""Lists the stores of `store.kind` without importing them. A new one is a line here and the store's file."""
 
 from dataclasses import dataclass
 
@@ -7,9 +7,7 @@ from dataclasses import dataclass
 class StoreKind:
     module: str  # has open_store(job, group, incarnation, checkpoint); imported only when the store is used
     note: str = ""  # for docs/job-file.md
-    in_memory: bool = (
-        True  # rows take the prefetcher's memory once they were trained, and opening leaves nothing behind
-    )
+    in_memory: bool = True  # trained rows take the prefetcher's memory, and opening the store creates no files
     has_path: bool = False  # store.path names the folder of its files
     full_size: bool = False  # its files are as large as the tables from the start
 

@@ -1,11 +1,12 @@
-"""Tables, groups of tables with one record layout, and the layout of a row's record.
+"""Describes tables, groups of tables with the same record layout, and the layout of a row's record.
 
     byte    0         10    16                  36          48                  68          80
             weight    |     master              |           sum                 |
             5 bf16    | 0   5 fp32              | 0         5 fp32              | 0
 
-This is bf16 of width 5 under Adagrad with optimizer.sparse.master = true: look-ups read `weight`, an update works on `master` and `sum`
-and rounds the new master into `weight`. Without master it works on the fp32 values of `weight`. The zeros behind parts stay zeros.
+The drawing shows bf16 of width 5 under Adagrad with optimizer.sparse.master = true: look-ups read `weight`, an update
+changes `master` and `sum` and rounds the new master into `weight`. Without a master, an update changes the fp32 values
+of `weight`. The padding after each part is always zero.
 """
 
 from dataclasses import dataclass
@@ -32,16 +33,16 @@ class TableSpec:
     features: tuple[str, ...]
     pooling: Literal["sum", "mean", "none"]
     init: str
-    dtype: RowType = "fp32"  # of the weights that a look-up reads
+    dtype: RowType = "fp32"  # dtype of the weights that a look-up reads
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RecordPart:
     name: str  # "weight", "master", or the name of an optimizer state as torch.optim has it
     dtype: RowType
-    offset: int  # in bytes from the record's begin, a multiple of ALIGNMENT
+    offset: int  # in bytes from the start of the record, a multiple of ALIGNMENT
     width: int  # in elements
-    # value of a row that was never trained; None for weight and master, which have an initializer
+    # the value in a row that was never trained; None for weight and master, which have an initializer
     initial: float | None
 
     @property
@@ -50,13 +51,12 @@ class RecordPart:
 
     @property
     def elements(self) -> slice:
-        """The part's columns in records that are seen as elements of its dtype."""
+        """The part's columns in records viewed as elements of its dtype."""
         first = self.offset // ITEM_BYTES[self.dtype]
         return slice(first, first + self.width)
 
     @property
     def bytes(self) -> slice:
-        """The part's columns in records that are seen as bytes."""
         return slice(self.offset, self.offset + self.nbytes)
 
 
@@ -65,12 +65,12 @@ class GroupSpec:
     """Tables whose records have the same layout; they share one pool of slots."""
 
     index: int
-    name: str  # <dtype>_d<width>_<optimizer>, and _master where the record keeps fp32 weights beside the rounded ones
+    name: str  # <dtype>_d<width>_<optimizer>, with _master if the record keeps fp32 weights beside the rounded ones
     tables: tuple[TableSpec, ...]
     embedding_dim: int
     parts: tuple[RecordPart, ...]  # weight first
     record_bytes: int
-    feature_positions: tuple[int, ...]  # of the group's features, in the job's feature order
+    feature_positions: tuple[int, ...]  # positions of the group's features in the job's feature order
 
     @property
     def num_rows(self) -> int:
@@ -86,7 +86,7 @@ class GroupSpec:
 
     @property
     def unpooled_features(self) -> tuple[int, ...]:
-        """Those whose look-ups stay apart (pooling = "none"), by their number among the group's features."""
+        """The features with pooling = "none", by their number among the group's features."""
         return tuple(f for f, table in enumerate(self.feature_tables()) if table.pooling == "none")
 
     def feature_tables(self) -> list[TableSpec]:
@@ -103,7 +103,7 @@ def has_master(optimizer: SparseOptimizer, dtype: RowType) -> bool:
 
 
 def record_parts(optimizer: SparseOptimizer, dtype: RowType, dim: int) -> tuple[tuple[RecordPart, ...], int]:
-    """Parts of a record and its bytes: the weights as they are looked up, those before rounding if they are kept, then state."""
+    """The parts of a record and its size in bytes: weights, master weights if they are kept, then optimizer state."""
     content: list[tuple[str, RowType, int, float | None]] = [("weight", dtype, dim, None)]
     if has_master(optimizer, dtype):
         content.append(("master", "fp32", dim, None))
@@ -135,7 +135,7 @@ def table_specs(job: Job) -> tuple[TableSpec, ...]:
 
 
 def group_specs(job: Job) -> tuple[GroupSpec, ...]:
-    """Groups in order of their first table; tables in a group in the job's order."""
+    """The groups in order of their first table; tables within a group keep the job's order."""
     tables, optimizer = table_specs(job), job.optimizer.sparse
     first_feature = np.cumsum([0, *(len(table.features) for table in tables)])
     groups: list[GroupSpec] = []
@@ -158,7 +158,7 @@ def group_specs(job: Job) -> tuple[GroupSpec, ...]:
 
 
 def rows_in(group: GroupSpec, capacity: str | int) -> int:
-    """Rows that a capacity of a job file ("16MiB" or "20000 rows") has room for, at most those that the group has."""
+    """How many of the group's rows fit into a capacity of the job file ("16MiB" or "20000 rows")."""
     rows = parse_rows(capacity)
     return min(parse_bytes(capacity) // group.record_bytes if rows is None else rows, group.num_rows)
 

@@ -1,4 +1,4 @@
-"""The types of a job file's keys, read from its structs: what each key takes in plain words, and the sentence for what it does not take."""
+"""Checks the types of a job file's keys against its structs, and says in one sentence what a wrong key should be."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -13,7 +13,7 @@ SHOWN = 60  # characters of a value in a sentence
 
 
 def check_types(content: Any, struct: type[msgspec.Struct]) -> None:
-    """Raises ValueError with one sentence for the first unknown or missing key, or value of a wrong type, in a job file's order."""
+    """Raises ValueError with one sentence for the first unknown key, missing key, or value of a wrong type."""
     job = inspect.type_info(struct)
     assert isinstance(job, inspect.StructType), f"{struct.__name__} is a struct"
     Checker(job).section(job, content, "")
@@ -21,7 +21,7 @@ def check_types(content: Any, struct: type[msgspec.Struct]) -> None:
 
 class Checker:
     def __init__(self, job: inspect.StructType) -> None:
-        self._homes: dict[str, list[str]] = {}  # key -> the sections that have it
+        self._homes: dict[str, list[str]] = {}  # key -> sections that have it
         for section, own in sections_of(job, ""):
             for field in own.fields:
                 self._homes.setdefault(field.encode_name, []).append(section)
@@ -30,7 +30,8 @@ class Checker:
         fields = {field.encode_name: field for field in struct.fields}
         if not isinstance(content, Mapping):
             raise ValueError(
-                f"{path} = {shown(content)} must be a section: write {heading(path)}, and its keys below it: {', '.join(fields)}"
+                f"{path} = {shown(content)} must be a section: write {heading(path)}, and its keys below it: "
+                f"{', '.join(fields)}"
             )
         for key in content:
             if key not in fields:
@@ -48,11 +49,12 @@ class Checker:
         elif isinstance(field.type, inspect.ListType):
             if not isinstance(value, list | tuple):
                 raise ValueError(
-                    f"{path} = {shown(value)} must be a list of sections: write [[{path}]], with two brackets, above each one"
+                    f"{path} = {shown(value)} must be a list of sections: write [[{path}]], with two brackets, "
+                    "above each one"
                 )
             for i, item in enumerate(value):
                 self.section(struct, item, f"{path}[{i}]")
-        elif value is not None or field.type is struct:  # null stands for a section that may be missing
+        elif value is not None or field.type is struct:  # in JSON, null may replace an optional section
             self.section(struct, value, path)
 
     def _unknown(self, key: str, known: list[str], path: str) -> str:
@@ -67,7 +69,7 @@ class Checker:
 
 
 def sections_of(struct: inspect.StructType, path: str) -> Iterator[tuple[str, inspect.StructType]]:
-    """Each section by its name in a job file, the whole file first, as ""."""
+    """Each section with its name in a job file; the whole file comes first, named ""."""
     yield path, struct
     for field in struct.fields:
         inner = section_type(field.type)
@@ -77,13 +79,11 @@ def sections_of(struct: inspect.StructType, path: str) -> Iterator[tuple[str, in
 
 
 def heading(path: str) -> str:
-    """The line that a section begins with."""
     name, is_list, _ = path.partition("[")
     return f"[[{name}]]" if is_list else f"[{name}]"
 
 
 def section_type(type: inspect.Type) -> inspect.StructType | None:
-    """The struct of a key that is a section, or a list of them."""
     if isinstance(type, inspect.UnionType):
         return next((own for one in type.types if (own := section_type(one)) is not None), None)
     if isinstance(type, inspect.ListType):
@@ -92,10 +92,10 @@ def section_type(type: inspect.Type) -> inspect.StructType | None:
 
 
 def check_value(type: inspect.Type, value: Any, path: str, default: Any = None) -> None:
-    """`default`: of the key, None where it has none. Raises ValueError."""
+    """Raises ValueError if the key does not take `value`; `default` is the key's, None without one."""
     if accepts(type, value):
         return
-    for one in alternatives(type):  # of a list or table with one wrong thing in it, that is named
+    for one in alternatives(type):  # a wrong item of a list or table is named itself
         if isinstance(one, inspect.ListType) and isinstance(value, list | tuple):
             for i, item in enumerate(value):
                 check_value(one.item_type, item, f"{path}[{i}]")
@@ -147,14 +147,14 @@ def accepts(type: inspect.Type, value: Any) -> bool:
 
 
 def alternatives(type: inspect.Type) -> list[inspect.Type]:
-    """Those of a union but None, which TOML has not."""
+    """The members of a union without None, which TOML cannot express."""
     type = bare(type)
     types = type.types if isinstance(type, inspect.UnionType) else (type,)
     return [one for one in types if not isinstance(one, inspect.NoneType)]
 
 
 def bare(type: inspect.Type) -> inspect.Type:
-    """Without metadata; a name out of a registry, `Meta(extra={"one_of": registry})`, is one of those that it has."""
+    """The type without metadata; `Meta(extra={"one_of": registry})` becomes a Literal of the registry's names."""
     match type:
         case inspect.Metadata(extra={"one_of": names}):
             return inspect.LiteralType(values=tuple(sorted(names)))
@@ -164,7 +164,7 @@ def bare(type: inspect.Type) -> inspect.Type:
 
 
 def described(type: inspect.Type) -> str:
-    """What a key takes: `a whole number or "auto"`."""
+    """What a key takes, in words: `a whole number or "auto"`."""
     return " or ".join(
         described_one(one) for one in sorted(alternatives(type), key=lambda one: isinstance(one, inspect.LiteralType))
     )
@@ -194,13 +194,11 @@ def plural(type: inspect.Type) -> str:
 
 
 def example_of(type: inspect.Type, value: Any, default: Any) -> Any:
-    """A value that the key takes: the one given in the right form, else the key's default, else any."""
     tries = [[value], number_of(value), *([default] if default else [])]
     return next((own for own in tries if own is not None and accepts(type, own)), any_of(type))
 
 
 def any_of(type: inspect.Type) -> Any:
-    """Any value of a type: the schema's example, where it gives one."""
     match type:
         case inspect.Metadata(extra_json_schema={"examples": [example, *_]}):
             return example
@@ -218,7 +216,7 @@ def any_of(type: inspect.Type) -> Any:
 
 
 def number_of(value: Any) -> int | float | None:
-    """Of `"0.1"` or `512.0`."""
+    """The number in a text or float: `"0.1"` -> 0.1, `512.0` -> 512; None if there is none."""
     try:
         number = float(value) if isinstance(value, str | float) else None
     except ValueError:
@@ -241,7 +239,7 @@ def default_of(field: inspect.Field) -> Any:
 
 
 def notation(value: Any) -> str:
-    """As TOML has it; null, which it has not, as JSON."""
+    """A value in TOML's notation; None as JSON's null."""
     match value:
         case None:
             return "null"

@@ -1,1 +1,1 @@
-"""What crosses between the two processes: messages, plans as arrays, the session's rules, and the transport that carries them."""
+"""Defines what crosses between the two processes: messages, plans as arrays, the session's rules, and the transport."""

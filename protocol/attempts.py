@@ -1,4 +1,4 @@
-"""A run is one attempt after another: where the job allows it, the loss of a peer begins the next, which waits for another."""
+"""Runs one attempt after another: when a peer is lost and the job allows it, the next attempt waits for a new peer."""
 
 from collections.abc import Callable
 from typing import Generic, Protocol, TypeVar
@@ -15,17 +15,17 @@ from rowcast.runtime.telemetry.logs import get_logger
 
 class Attempt(Protocol):
     def live(self) -> None:
-        """Returns when the run is finished or was stopped in order. Raises PeerLost where another may go on."""
+        """Returns when the run has finished or was stopped. Raises PeerLost if another attempt may continue."""
 
 
 AttemptT = TypeVar("AttemptT", bound=Attempt)
 
 
 class Attempts(Generic[AttemptT]):
-    """The attempts of one process's run. Each has a crew of its own; `health` is of all of them."""
+    """The attempts of one process's run. Each has its own crew; all share `health`."""
 
     def __init__(self, role: Role, peer: Role, transport: Transport, signals: Signals) -> None:
-        self.current: AttemptT | None = None  # or the last
+        self.current: AttemptT | None = None  # the last one once the run is over
         self.health = Health(dead_stage=lambda: self._crew.dead_stage())
         self._role = role
         self._signals = signals
@@ -33,10 +33,10 @@ class Attempts(Generic[AttemptT]):
         self._patience = Patience(peer, transport)
 
     def run(self, begin: Callable[[AttemptT | None, Transport, Crew], AttemptT]) -> AttemptT | None:
-        """`begin` makes an attempt, from the last one and the transport with the time-out that counts now.
+        """`begin` makes an attempt from the previous one and the transport with the time-out to use.
 
-        Returns the attempt that came to its end, None where a stop was asked for after a peer was lost. Raises the first
-        error of an attempt, PeerLost where no other peer is to come.
+        Returns the attempt that ended the run, or None if a stop was requested after a peer was lost. Raises the
+        first error of an attempt, and PeerLost if no other peer is expected.
         """
         while True:
             self.current = begin(self.current, self._patience.transport, self._crew)
@@ -52,16 +52,16 @@ class Attempts(Generic[AttemptT]):
 
 
 class Patience:
-    """How long a peer is awaited: `connect_timeout` the first time, `rejoin_timeout` once one was lost."""
+    """How long to wait for a peer: `connect_timeout` the first time, `rejoin_timeout` after one was lost."""
 
     def __init__(self, peer: str, transport: Transport) -> None:
-        self.transport = transport  # with the time-out that counts now
+        self.transport = transport  # with the time-out to use now
         self._peer = peer
         self._rejoin_s = parse_seconds(transport.rejoin_timeout)
         self._waits_again = False
 
     def again(self, error: PeerLost) -> None:
-        """Call when the peer was lost. Raises PeerLost where no other one is to be awaited, or none has come."""
+        """Call when the peer was lost. Raises PeerLost if there is no other to wait for, or none has come."""
         if isinstance(error, PeerNeverCame) and self._waits_again:
             raise PeerLost(
                 f"no other {self._peer} came within {self._rejoin_s:g} s after the last one was lost; "
@@ -72,7 +72,7 @@ class Patience:
         self._waits_again = True
         self.transport = msgspec.structs.replace(self.transport, connect_timeout=self._rejoin_s)
         get_logger().warning(
-            f"waiting for another {self._peer}; training goes on from the newest checkpoint",
+            f"waiting for another {self._peer}; training will continue from the newest checkpoint",
             lost=str(error),
             seconds=self._rejoin_s,
         )

@@ -1,4 +1,4 @@
-"""One mini-batch of training data, as every reader yields it."""
+"""Defines the batch of training data that every reader yields."""
 
 from dataclasses import dataclass, field
 from typing import Literal
@@ -13,16 +13,16 @@ Kind = Literal["train", "eval"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Batch:
-    """B samples of F features. Arrays are C-contiguous and never written again."""
+    """B samples of F features. Arrays are C-contiguous and never change."""
 
     dense: F32  # [B, D], finite
     labels: F32  # [B]
     # [N] feature-major (all samples of feature 0, then of feature 1, ...), checked against the tables
     ids: I64
-    # [F * B + 1] into ids, or None where every bag holds exactly one id (N = F * B)
+    # [F * B + 1] into ids, or None if every bag holds exactly one id (N = F * B)
     offsets: I64 | None = None
-    weights: F32 | None = None  # [N], or None where no feature is weighted
-    extra: dict[str, npt.NDArray[np.generic]] = field(default_factory=dict)  # carried untouched
+    weights: F32 | None = None  # [N], or None if no feature has weights
+    extra: dict[str, npt.NDArray[np.generic]] = field(default_factory=dict)  # passed on unchanged
 
     @property
     def size(self) -> int:

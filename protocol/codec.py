@@ -1,7 +1,7 @@
-"""Envelopes to frames and back. A frame that passes `decode` has no number, place or length that its reader must doubt again.
+"""Encodes envelopes as frames and decodes them. A frame that passes `decode` has only possible numbers and places.
 
-What only the conversation can know (which message may follow, which piece is next) is `session.py`'s part; what only the ring can
-know (whether the bytes are there) is `ring.py`'s.
+`session.py` checks what depends on the conversation (which message may follow, which piece is next); `ring.py` checks
+what depends on the ring (whether the bytes are there).
 """
 
 import math
@@ -32,14 +32,14 @@ from rowcast.protocol.plan_layout import ITEM_BYTES
 from rowcast.runtime.errors import LocalProtocolError, RemoteProtocolError
 
 MAX_FRAME_BYTES = 4 * 2**20
-NUMBER_LIMIT = 2**62  # leaves room to add two of them, and to scale by a small width in int64 arithmetic that checks
-STEP_LIMIT = 2**40  # of steps and barriers, and
-PIECE_LIMIT = 2**20  # of their pieces: together they are the stamp of a piece in its ring, an int64
-DENSE_LIMIT = 2**36  # bytes of the dense side
-ITEM_LIMIT = 4096  # entries of a list in a header: groups, arrays, spans of rows
+NUMBER_LIMIT = 2**62  # two of them can be added in int64
+STEP_LIMIT = 2**40  # a piece's stamp in the ring is one int64: the number of its step or barrier,
+PIECE_LIMIT = 2**20  # and its own
+MODEL_STATE_LIMIT = 2**36  # bytes of the model state
+ITEM_LIMIT = 4096  # entries in a header's list of groups, arrays or spans of rows
 TEXT_LIMIT = 4096  # characters
-MAX_DIMENSIONS = 2  # of an array
-SENTENCE_LIMIT = 1000  # characters of an error about a frame, which may quote it
+MAX_DIMENSIONS = 2  # dimensions of an array
+SENTENCE_LIMIT = 1000  # characters of an error about a frame, because it may quote the frame
 ALIGNMENT = 64
 
 _encoder = msgspec.msgpack.Encoder()
@@ -47,7 +47,7 @@ _decoder = msgspec.msgpack.Decoder(Envelope)
 
 
 def encode(envelope: Envelope) -> bytes:
-    """Raises LocalProtocolError for what `decode` would refuse."""
+    """Raises LocalProtocolError for an envelope that `decode` would refuse."""
     try:
         check_message(envelope)
         frame = _encoder.encode(envelope)
@@ -85,7 +85,7 @@ class _AnyEnvelope(msgspec.Struct, array_like=True):
 
 
 def greeted_version(frame: bytes) -> int | None:
-    """The protocol version in a Hello or Welcome of any version, also one whose other fields this version cannot read."""
+    """The protocol version in a Hello or Welcome, even if this version cannot read its other fields; None otherwise."""
     try:
         return msgspec.msgpack.decode(frame, type=_AnyEnvelope).message.protocol_version
     except (ValueError, OverflowError, RecursionError):
@@ -93,7 +93,7 @@ def greeted_version(frame: bytes) -> int | None:
 
 
 def check_message(envelope: Envelope) -> None:
-    """Raises ValueError with a sentence where a number or a place is impossible, whatever else was sent before."""
+    """Raises ValueError with a sentence for a number or a place that is impossible at any time."""
     _check_fields(envelope)
     check = _CHECKS.get(type(envelope.message))
     if check is not None:
@@ -102,7 +102,7 @@ def check_message(envelope: Envelope) -> None:
 
 @cache
 def _fields(kind: type[msgspec.Struct]) -> tuple[str, ...]:
-    """A checksum may be any 64 bits; a Failure's sentence is for `peer_failure` to make fit to be shown."""
+    """The fields to check: a checksum may be any 64 bits, and `peer_failure` cleans a Failure's sentence."""
     return tuple(name for name in kind.__struct_fields__ if name not in ("checksum", "sentence"))
 
 
@@ -112,7 +112,7 @@ def _check_fields(owner: msgspec.Struct) -> None:
 
 
 def _check_value(owner: msgspec.Struct, name: str, value: Any) -> None:
-    """`value` is the field's, or an entry of it; structs inside it are checked in their own name."""
+    """`value` is the field's value or an entry of it; errors about a struct inside it name that struct."""
     if isinstance(value, int | float):
         if not 0 <= value < NUMBER_LIMIT:
             raise ValueError(f"{type(owner).__name__}.{name} = {value} must be from 0 to 2^62")
@@ -164,7 +164,7 @@ def _check_specs(specs: Sequence[ArraySpec], arrays_bytes: int) -> None:
 
 
 def _check_payload(payload: RingRef | None, arrays: ArraySpan | None, rows: tuple[RowSpan, ...]) -> None:
-    """Array bytes first, then spans of rows at rising offsets, all inside the payload."""
+    """Checks that array bytes come first, then spans of rows at rising offsets, all inside the payload."""
     if payload is None:
         _require(arrays is None and not rows, "arrays or rows are announced without a payload")
         return
@@ -173,9 +173,9 @@ def _check_payload(payload: RingRef | None, arrays: ArraySpan | None, rows: tupl
     for span in rows:
         _require(span.count > 0, f"a span of group {span.group} has no rows")
         _require(span.offset % ALIGNMENT == 0, f"rows at offset {span.offset} are not aligned to {ALIGNMENT}")
-        _require(span.offset >= end, f"rows at offset {span.offset} lie over what ends at {end}")
-        end = span.offset + span.count  # a row has at least one byte; how many is for the owner of the group to check
-    _require(end <= payload.nbytes, f"arrays and rows end at {end}, behind their payload of {payload.nbytes} bytes")
+        _require(span.offset >= end, f"rows at offset {span.offset} overlap what ends at {end}")
+        end = span.offset + span.count  # at least one byte a row; only the receiver knows how many a row has
+    _require(end <= payload.nbytes, f"arrays and rows end at {end}, beyond their payload of {payload.nbytes} bytes")
 
 
 def _check_plan(plan: PlanHeader, step: int) -> None:
@@ -241,10 +241,13 @@ def _check_flush(message: Flush) -> None:
 def _check_dense(message: DensePiece) -> None:
     _check_piece(message.piece, message.num_pieces)
     _require(0 <= message.checksum < 2**64, f"checksum {message.checksum} does not fit 64 bits")
-    _require(0 < message.nbytes <= DENSE_LIMIT, f"a dense side has 1 to {DENSE_LIMIT} bytes, not {message.nbytes}")
+    _require(
+        0 < message.nbytes <= MODEL_STATE_LIMIT,
+        f"a model state has 1 to {MODEL_STATE_LIMIT} bytes, not {message.nbytes}",
+    )
     _require(message.span.nbytes > 0, f"piece {message.piece} of {message.num_pieces} brings nothing")
     end = message.span.offset + message.span.nbytes
-    _require(end <= message.nbytes, f"bytes up to {end} travel of a dense side of {message.nbytes}")
+    _require(end <= message.nbytes, f"bytes up to {end} travel, but the model state has {message.nbytes}")
     _require(
         message.span.nbytes == message.payload.nbytes,
         f"{message.span.nbytes} bytes travel in a payload of {message.payload.nbytes}",
@@ -253,17 +256,18 @@ def _check_dense(message: DensePiece) -> None:
 
 
 def _check_welcome(message: Welcome) -> None:
-    _require(message.incarnation > 0, "incarnation 0 is that of a trainer before its Welcome")
+    _require(message.incarnation > 0, "incarnation 0 belongs to a trainer before its Welcome")
     _require(message.depth > 0, "depth must be at least 1")
     _require(message.verify <= 1, f"a share of {message.verify} of the rows cannot be verified")
     _require(
-        message.restore_bytes <= DENSE_LIMIT, f"a dense side has up to {DENSE_LIMIT} bytes, not {message.restore_bytes}"
+        message.restore_bytes <= MODEL_STATE_LIMIT,
+        f"a model state has up to {MODEL_STATE_LIMIT} bytes, not {message.restore_bytes}",
     )
     _require(bool(message.slots) and all(message.slots), f"slots {message.slots} must be at least one for each group")
 
 
 def _check_failure(message: Failure) -> None:
-    _require(1 <= message.code <= 255, f"code {message.code} is no exit code of a failure")
+    _require(1 <= message.code <= 255, f"code {message.code} is not the exit code of a failure")
 
 
 _CHECKS: dict[type[Any], Callable[[Any], None]] = {

@@ -1,11 +1,11 @@
-"""One end of the link, as the stages see it: `send` from any thread, and each arriving message handed to whom it is for.
+"""Sends messages from any thread, and hands each arriving message to its handler.
 
-Where the two ends share no memory, each has both rings in memory of its own, and the bytes travel with the message that announces them:
+If the two ends share no memory, each has its own copy of both rings, and a message carries the bytes that it announces:
 
-    shared    writer -> ring <- reader              the message holds the place alone
-    mirrored  writer -> ring -> link -> ring <- reader      ... and the piece's bytes, which are put in place before anyone hears of it
+    shared    writer -> ring <- reader                      the message holds only the place
+    mirrored  writer -> ring -> link -> ring <- reader      it also holds the bytes, copied before any handler runs
 
-So nobody but the conversation knows which of the two it is.
+Only the conversation knows which of the two it is.
 """
 
 import threading
@@ -22,7 +22,7 @@ Handler = Callable[[Any], None]
 
 
 class Conversation:
-    """A stage: `advance` receives. Handlers run on its thread, and only note what arrived: they never wait."""
+    """A stage: `advance` receives. Handlers run on its thread; they only note what arrived and never wait."""
 
     def __init__(self, session: Session, link: Link) -> None:
         self.session = session
@@ -32,7 +32,7 @@ class Conversation:
         self._handlers: dict[type[AnyMessage], Handler] = {}
         self._outgoing: RingWriter | None = None
         self._incoming: RingReader | None = None
-        self._num_refused = 0  # messages of the peer
+        self._num_refused = 0  # messages from the peer
 
     @property
     def failure_received(self) -> bool:
@@ -40,21 +40,25 @@ class Conversation:
 
     @property
     def frames_refused(self) -> int:
-        """Messages that the peer should not have sent, and whatever the link turned away: frames of strangers, callers without a key."""
+        """The peer's invalid messages, and what the link refused: frames of strangers, callers without a key."""
         return self._num_refused + self._link.refused
 
     def listen(self, handlers: Mapping[type[Any], Handler]) -> None:
-        """Says who hears of which message. A message that nobody listens for is only checked."""
+        """Sets the handler of each message type. A message without a handler is only checked."""
         self._handlers.update(handlers)
 
     def carry(self, outgoing: RingWriter, incoming: RingReader) -> None:
-        """From now on payloads travel with their messages: for ends that share no memory. `incoming` is a mirror. Called before the first
-        message with a payload is sent or received."""
+        """Makes payloads travel with their messages, for ends that share no memory; `incoming` is a mirror.
+
+        Call it before the first message with a payload is sent or received.
+        """
         self._outgoing, self._incoming = outgoing, incoming
 
     def send(self, message: AnyMessage) -> None:
-        """Never blocks. Raises LocalProtocolError where the conversation does not allow the message now, and what the peer failed of
-        where its Failure has arrived: whichever thread is first to hear of it has the same to say."""
+        """Never blocks. Raises LocalProtocolError if the conversation does not allow the message now.
+
+        Raises the peer's error once its Failure has arrived, so that every thread reports the same sentence.
+        """
         with self._lock:
             if self._failure is not None:
                 raise self._failure
@@ -90,7 +94,7 @@ class Conversation:
         return message
 
     def _deposit(self, message: AnyMessage, payload: Payload) -> None:
-        """Raises RemoteProtocolError where the bytes that came are not those announced, before any is copied."""
+        """Raises RemoteProtocolError before it copies anything if the number of bytes is not the announced one."""
         ref = payload_ref(message)
         travels = self._incoming is not None and ref is not None
         expected = ref.nbytes if ref is not None and travels else 0
@@ -104,5 +108,5 @@ class Conversation:
 
 
 def payload_ref(message: AnyMessage) -> RingRef | None:
-    """Where the bytes that the message announces stand in the sender's ring, if it announces any."""
+    """The place in the sender's ring that the message announces, or None."""
     return getattr(message, "payload", None)

@@ -1,7 +1,8 @@
-"""The counters that both processes keep, and the Collector that reads them when a scrape comes.
+"""Keeps the counters of both processes, and reads them when a scrape comes.
 
-The hot path adds to plain ints and floats; it never touches prometheus_client. Each counter is written by one thread only (each key of a
-dict counts as a counter), so no lock is needed; a scrape may fall between two additions and sees every counter at most one event late.
+The hot path adds to plain ints and floats; it never touches prometheus_client. Only one thread writes each counter
+(each key of a dict is a counter), so no lock is needed. A scrape between two additions sees a counter at most one event
+late.
 """
 
 import time
@@ -32,7 +33,7 @@ NOT_SHOWN = nullcontext()
 
 @dataclass(slots=True)
 class QueueCounters:
-    """Seconds that each side of one queue was blocked on it: the producer while it was full, the consumer while it was empty."""
+    """Seconds for which a queue blocked each side: the producer while it was full, the consumer while it was empty."""
 
     producer_s: float = 0.0
     consumer_s: float = 0.0
@@ -46,16 +47,16 @@ class QueueCounters:
 
 @dataclass(slots=True)
 class GroupCounters:
-    """What one group's rows did, in rows and in bytes of records."""
+    """One group's rows, and the bytes of their records."""
 
     record_bytes: int
     lookups: int = 0
     unique_rows: int = 0
-    hits: int = 0  # counted, not derived: a scrape between two additions must never see it fall
+    hits: int = 0  # counted, not derived, so that it cannot fall when a scrape comes between two additions
     rows_fetched: int = 0
     rows_evicted: int = 0
     rows_written_back: int = 0  # dirty victims and flushed rows
-    rows_flushed: int = 0  # those of barriers
+    rows_flushed: int = 0  # rows written back by barriers
     row_bytes_to_device: int = 0
     row_bytes_from_device: int = 0
 
@@ -69,7 +70,7 @@ class GroupCounters:
 
 @dataclass(slots=True, kw_only=True)
 class Counters(Generic[StallReason, Phase, Queue]):
-    """Base of `PrefetcherCounters` and `TrainerCounters`; `groups` in the order of `group_specs`."""
+    """Base of `PrefetcherCounters` and `TrainerCounters`; `groups` has the order of `group_specs`."""
 
     groups: dict[str, GroupCounters]
     stalls: dict[StallReason, float]  # reason -> seconds
@@ -77,11 +78,11 @@ class Counters(Generic[StallReason, Phase, Queue]):
     queues: dict[Queue, QueueCounters]
     train_steps: int = 0
     eval_steps: int = 0
-    samples: int = 0  # of training steps
+    samples: int = 0  # samples of train steps
     eval_samples: int = 0
     plan_bytes_to_device: int = 0
     last_progress: float = field(default_factory=time.time)  # Unix time of the last completed step, or of the start
-    timeline: Timeline | None = None  # records when the seconds were that are counted here
+    timeline: Timeline | None = None  # also receives the seconds counted here, with their times
 
     _by_index: tuple[GroupCounters, ...] = field(init=False, repr=False)  # messages name groups by number
 
@@ -89,7 +90,6 @@ class Counters(Generic[StallReason, Phase, Queue]):
         self._by_index = tuple(self.groups.values())
 
     def step(self, kind: Kind, batch_size: int) -> None:
-        """One step of `batch_size` samples."""
         if kind == "train":
             self.train_steps += 1
             self.samples += batch_size
@@ -102,7 +102,7 @@ class Counters(Generic[StallReason, Phase, Queue]):
         self.show("wait", reason, seconds)
 
     def spent(self, phase: Phase, seconds: float, step: int | None = None, ended_s: float | None = None) -> None:
-        """`step`, and the time `ended_s` by the performance counter, are for the timeline."""
+        """`step` and `ended_s` (by the performance counter) are for the timeline."""
         self.phases[phase] += seconds
         self.show("work", phase, seconds, step, ended_s)
 
@@ -112,12 +112,12 @@ class Counters(Generic[StallReason, Phase, Queue]):
     def show(
         self, kind: SpanKind, name: str, seconds: float, step: int | None = None, ended_s: float | None = None
     ) -> None:
-        """Seconds on the timeline, where one is recorded: those that ended at `ended_s` by the performance counter, None: now."""
+        """Adds a span to the timeline, if there is one; it ended at `ended_s` by the performance counter, or now."""
         if self.timeline is not None:
             self.timeline.add(kind, name, seconds, step, ended_s=ended_s)
 
     def shown(self, name: str, step: int | None = None) -> AbstractContextManager[None]:
-        """Puts the block on the timeline, where one is recorded, and counts nothing."""
+        """Adds the block to the timeline, if there is one, and counts nothing."""
         return NOT_SHOWN if self.timeline is None else self.timeline.work(name, step)
 
     def progressed(self) -> None:
@@ -146,7 +146,6 @@ class Counters(Generic[StallReason, Phase, Queue]):
             group.row_bytes_from_device += span.count * group.record_bytes
 
     def total(self, name: str) -> int:
-        """The sum over all groups of one field of `GroupCounters`."""
         return sum(int(getattr(group, name)) for group in self._by_index)
 
 
@@ -155,7 +154,6 @@ def new_groups(groups: Iterable[GroupSpec]) -> dict[str, GroupCounters]:
 
 
 def counter_samples(counters: Counters[Any, Any, Any]) -> Iterator[Sample]:
-    """Everything in `Counters`, as samples of the metrics table."""
     yield "rowcast_train_steps_total", (), counters.train_steps
     yield "rowcast_eval_steps_total", (), counters.eval_steps
     yield "rowcast_samples_total", (), counters.samples
@@ -187,7 +185,7 @@ def group_samples(name: str, group: GroupCounters) -> Iterator[Sample]:
 
 
 class CountersCollector(Collector):
-    """Base of both processes' collectors: reads counters and gauges at scrape time, from the scrape's thread."""
+    """Base of both processes' collectors: reads counters and gauges at scrape time, on the scrape's thread."""
 
     def __init__(self, process: Process, build: Mapping[str, str], health: Health) -> None:
         self.process: Process = process
@@ -198,7 +196,7 @@ class CountersCollector(Collector):
         raise NotImplementedError
 
     def describe(self) -> Iterator[Family]:
-        """Names for the registry, without reading any counter."""
+        """The families without samples, so that registering reads no counter."""
         return families(self.process, ())
 
     def collect(self) -> Iterator[Family]:
@@ -211,7 +209,7 @@ class CountersCollector(Collector):
 
 
 def new_registry(collector: CountersCollector) -> CollectorRegistry:
-    """The process's only registry; beside our own metrics it has the `process_` ones: memory, processor time, open files."""
+    """The process's only registry: our metrics and the `process_` ones (memory, processor time, open files)."""
     registry = CollectorRegistry()
     ProcessCollector(registry=registry)
     registry.register(collector)
@@ -221,7 +219,7 @@ def new_registry(collector: CountersCollector) -> CollectorRegistry:
 def serve_metrics(stack: ExitStack, collector: CountersCollector, settings: ServerSettings) -> str:
     """Serves the process's metrics and health until `stack` is closed; returns the bound "host:port".
 
-    Raises ConfigError where that address cannot be had.
+    Raises ConfigError if the address cannot be bound.
     """
     server = TelemetryServer(collector.process, settings, new_registry(collector), collector.health)
     stack.enter_context(server)

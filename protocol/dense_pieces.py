@@ -1,4 +1,4 @@
-"""The dense side on its way through a ring, piece after piece: to the trainer at a start, from it at a barrier."""
+"""Sends the model state through a ring, piece by piece: to the trainer at a start, from it at a barrier."""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,10 +11,9 @@ from rowcast.protocol.transport.ring import RingSlice, RingWriter
 
 
 class DensePieces:
-    """Runs on the thread that writes the ring."""
+    """Used by the thread that writes the ring."""
 
     def __init__(self, content: bytes, ring: RingWriter, stamp: Callable[[int], int]) -> None:
-        """`stamp` of a piece, by its number."""
         self._content = np.frombuffer(content, np.uint8)
         self._ring = ring
         self._stamp = stamp
@@ -28,11 +27,11 @@ class DensePieces:
         return self._sent == len(self._spans)
 
     def room(self) -> RingSlice | None:
-        """For the next piece; None where the ring has none."""
+        """Space for the next piece; None if the ring is full."""
         return self._ring.try_allocate(self._spans[self._sent].nbytes)
 
     def put(self, room: RingSlice) -> dict[str, Any]:
-        """Writes the next piece; the fields of the DensePiece that announces it."""
+        """Writes the next piece; returns the fields of the DensePiece that announces it."""
         piece, span = self._sent, self._spans[self._sent]
         room.payload[:] = self._content[span.offset : span.offset + span.nbytes]
         self._sent += 1

@@ -1,4 +1,4 @@
-"""Every message that crosses between the two processes, as typed headers. Arrays never stand in a header: they are in a ring.
+"""Defines every message between the two processes as a typed header. Arrays are never in a header: they are in a ring.
 
     prefetcher -> trainer   Welcome  Restore  StepReady  Flush  EndOfData
     trainer -> prefetcher   Hello  RowsBack  RowChecksums  StepDone  Saved  StopRequest
@@ -15,7 +15,7 @@ from rowcast.protocol.plan_layout import Dtype
 from rowcast.runtime.position import Position
 
 PROTOCOL_VERSION = 5
-Mode = Literal["train", "eval"]  # eval: the evaluation batches alone, once; nothing is trained and nothing saved
+Mode = Literal["train", "eval"]  # eval: only the evaluation batches, once; nothing is trained or saved
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=True):
@@ -23,16 +23,16 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 class RingRef(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Bytes in the sender's ring. Positions count all bytes ever allocated, so that they never repeat; see `ring.py`."""
+    """Bytes in the sender's ring. Positions count all bytes ever allocated, so they never repeat; see `ring.py`."""
 
-    position: int  # where the payload starts; the byte in the ring is position % ring bytes
+    position: int  # where the payload starts; its first byte in the ring is position % ring bytes
     nbytes: int
-    end: int  # where the piece ends, padding and guards included: what `Released` names when it is the newest one done
-    checksum: int | None = None  # xxh3_64 of the payload, for a sampled share of pieces
+    end: int  # where the piece ends, with padding and guards; `Released` names it
+    checksum: int | None = None  # xxh3_64 of the payload, in a sampled share of pieces
 
 
 class ArraySpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Where one array lies in a plan's block of arrays."""
+    """The place of one array in a plan's block of arrays."""
 
     name: str  # "dense", "labels", "<group>.slots", ...
     dtype: Dtype
@@ -41,7 +41,7 @@ class ArraySpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class GroupHeader(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The numbers of a `GroupPlan`; its arrays are in the block, laid out as `plan_layout.py` says."""
+    """The numbers of a `GroupPlan`; its arrays are in the block, as `plan_layout.py` lays them out."""
 
     num_lookups: int
     num_unique: int
@@ -49,7 +49,7 @@ class GroupHeader(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     num_evict: int
     num_dirty: int
     fill_after: int | None
-    # of each feature whose look-ups stay apart: the last of its `sequence_offsets`
+    # for each feature that is not pooled, the last of its `sequence_offsets`
     sequence_lookups: tuple[int, ...] = ()
 
 
@@ -63,7 +63,7 @@ class PlanHeader(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     groups: tuple[GroupHeader, ...]
     arrays: tuple[ArraySpec, ...]
     arrays_bytes: int  # length of the whole block
-    num_checksums: int = 0  # of rows in their slots that the plan asks for; see `row_checksum.py`
+    num_checksums: int = 0  # checksums of rows in their slots that the plan asks for; see `row_checksum.py`
 
 
 class RowSpan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -76,7 +76,7 @@ class RowSpan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 class ArraySpan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Consecutive bytes of the plan's block of arrays; they stand at the start of the piece's payload."""
+    """Consecutive bytes of the plan's block of arrays, at the start of the piece's payload."""
 
     offset: int  # bytes into the block
     nbytes: int
@@ -88,38 +88,38 @@ class StepReady(Message, frozen=True, kw_only=True):
     step: int
     piece: int
     num_pieces: int
-    plan: PlanHeader | None  # in piece 0 only
-    payload: RingRef | None  # None where the piece has neither arrays nor rows
+    plan: PlanHeader | None  # only in piece 0
+    payload: RingRef | None  # None if the piece has neither arrays nor rows
     arrays: ArraySpan | None
     rows: tuple[RowSpan, ...]
 
 
 class RowsBack(Message, frozen=True, kw_only=True):
-    """Dirty rows on their way home, in the order of the plan's dirty victims, or of the barrier's dirty rows."""
+    """Dirty rows on their way home, in the order of the plan's dirty victims or of the barrier's dirty rows."""
 
-    step: int | None  # the plan whose victims these are; at a barrier the step it follows, None before the first
+    step: int | None  # the plan that evicts them; at a barrier the step that it follows, None before the first
     barrier: int | None  # the barrier's number, or None for victims
     piece: int
     last: bool
-    payload: RingRef | None  # None in the one answer to an empty flush
+    payload: RingRef | None  # None only in the answer to an empty flush
     rows: tuple[RowSpan, ...]
 
 
 class RowChecksums(Message, frozen=True, kw_only=True):
-    """Checksums of rows as they stood in their slots, which a plan or barrier asked for: before its `StepDone`, or its last `RowsBack`."""
+    """Checksums of rows in their slots that a plan or barrier asks for, sent before its StepDone or last RowsBack."""
 
-    step: int | None  # the plan's; at a barrier the step it follows, None before the first
+    step: int | None  # the plan's step; at a barrier the step that it follows, None before the first
     barrier: int | None
-    start: int  # how many of the plan's or barrier's came before
+    start: int  # how many checksums of the plan or barrier came before
     checksums: bytes  # int64, little-endian, in the order of the arrays that ask for them
 
 
 class StepDone(Message, frozen=True, kw_only=True):
-    """The step is complete on the device, and every RowsBack of its plan was sent before this message."""
+    """The step is complete on the device, and every RowsBack of its plan was sent before."""
 
     step: int
     rank: int
-    waited_s: float  # the device side waited for rows
+    waited_s: float  # how long the trainer waited for rows
     step_s: float
 
 
@@ -150,80 +150,80 @@ class Welcome(Message, frozen=True, kw_only=True):
     run_id: str
     incarnation: int
     pid: int
-    slots: tuple[int, ...]  # per group
+    slots: tuple[int, ...]  # of each group
     num_dense: int  # dense features of a sample
     depth: int
     fetch_ring: RingSpec  # prefetcher writes, trainer reads
     back_ring: RingSpec  # trainer writes, prefetcher reads
-    staging_bytes: int  # on the device, each way: a piece carries no more bytes of rows
-    train_steps: int | None  # expected over the run, where the reader knows
-    first_train_step: int  # train steps before this incarnation: those of the checkpoint that it goes on from
-    # of the dense side that follows in `Restore`; 0: there is none, the model begins as the job says
+    staging_bytes: int  # device bytes in each direction: a piece carries at most that many bytes of rows
+    train_steps: int | None  # expected over the run; None if the reader does not know
+    first_train_step: int  # train steps before this incarnation, as its checkpoint says
+    # size of the model state that follows in `Restore`; 0 if there is none and the model starts as the job says
     restore_bytes: int
     verify: float = 0.0  # share of the rows whose checksums the plans ask for
-    start: Position = Position()  # where this incarnation begins: that of the checkpoint
-    fresh: bool = False  # no checkpoint of this run is on disk: whatever the run directory holds is of an earlier one
-    replaces: str = ""  # where it is fresh, the run_id of the earlier one, if that has a checkpoint
-    # train and evaluation batches of an epoch, where the reader knows
+    start: Position = Position()  # where this incarnation begins, as its checkpoint says
+    fresh: bool = False  # this run has no checkpoint on disk: all that the run directory holds is from an earlier run
+    replaces: str = ""  # if `fresh`, the run_id of the earlier run, if that has a checkpoint
+    # train and evaluation batches of an epoch; None if the reader does not know
     epoch_batches: tuple[int | None, int | None] = (None, None)
-    pairing: str = ""  # which column was taken for which feature, where a data set gives ids by position
+    pairing: str = ""  # which column feeds which feature, if the data gives ids by position
 
 
 class Flush(Message, frozen=True, kw_only=True):
-    """A barrier. Slots travel in the ring like a plan's arrays, one "<group>.slots" array a group."""
+    """A barrier. Its slots travel in the ring like a plan's arrays, one "<group>.slots" array for each group."""
 
     barrier: int
     after_step: int | None
-    num_dirty: tuple[int, ...]  # per group
+    num_dirty: tuple[int, ...]  # dirty rows of each group
     piece: int
     num_pieces: int
     arrays: tuple[ArraySpec, ...]
     arrays_bytes: int
-    payload: RingRef | None  # None where nothing is dirty
+    payload: RingRef | None  # None if no row is dirty
     span: ArraySpan | None
-    checkpoint: bool  # the rows are followed by the dense side, in `Saved`
+    checkpoint: bool  # the model state follows the rows, in `Saved`
     reason: str
-    num_checksums: int = 0  # of dirty rows in their slots
+    num_checksums: int = 0  # checksums of dirty rows in their slots
 
 
 class DensePiece(Message, frozen=True, kw_only=True):
-    """Consecutive bytes of the dense side, as safetensors: weights, optimizer state, random state, metrics and losses."""
+    """Consecutive bytes of the model state as safetensors: weights, optimizer state, random state, metrics, losses."""
 
     piece: int
     num_pieces: int
-    nbytes: int  # of the whole, above 0
-    checksum: int  # xxh3_64 of the whole
+    nbytes: int  # of the whole model state, above 0
+    checksum: int  # xxh3_64 of the whole model state
     payload: RingRef
-    span: ArraySpan  # its place in the whole
+    span: ArraySpan  # its place in the model state
 
 
 class Saved(DensePiece, frozen=True, kw_only=True):
-    """The dense side at a barrier, behind the last of its rows."""
+    """The model state at a barrier, sent after the last of its rows."""
 
     barrier: int
 
 
 class Restore(DensePiece, frozen=True, kw_only=True):
-    """The dense side that an incarnation begins with, before its first plan."""
+    """The model state that an incarnation starts from, sent before its first plan."""
 
 
 class EndOfData(Message, frozen=True, kw_only=True):
     """No plan follows. Sent after the last barrier is done."""
 
     last_step: int | None
-    finished: bool  # the data has ended; otherwise a stop was asked for
+    finished: bool  # True if the data has ended, False if a stop was requested
     host_bytes: int  # peak resident bytes of the prefetcher
 
 
 class StopRequest(Message, frozen=True, kw_only=True):
     reason: str
-    next_step: int | None = None  # the first step that is passed over untrained; None: all that are planned are trained
+    next_step: int | None = None  # the first planned step that is not trained; None if all are
 
 
 class Heartbeat(Message, frozen=True, kw_only=True):
     step_begun: int | None
     step_done: int | None
-    work: int  # grows with whatever else is progress: batches read, rows home, files written
+    work: int  # grows with all other progress: batches read, rows written back, files written
     waiting_for: str
 
 
@@ -258,8 +258,8 @@ AnyMessage = (
 
 
 class Envelope(msgspec.Struct, frozen=True, kw_only=True, array_like=True, forbid_unknown_fields=True):
-    """What stands around every message: frames of an earlier incarnation, gaps and repeats are refused."""
+    """Wraps every message, so that frames of an earlier incarnation, gaps and repeats are refused."""
 
     incarnation: int
-    sequence: int  # 0, 1, ... per sender and link
+    sequence: int  # 0, 1, ... for each sender and link
     message: AnyMessage

@@ -1,7 +1,7 @@
-"""What must be contiguous in a conversation: pieces, bytes of a block, rows of a group, steps, barriers.
+"""Checks what must be contiguous in a conversation: pieces, bytes of a block, rows of a group, steps, barriers.
 
-One `Order` follows both directions as one end sees them. Where it raises ProtocolError, with both numbers, nothing in it has changed.
-What it remembers is bounded: `depth` + 1 open steps and the newest barrier.
+One `Order` follows both directions as one end sees them. When it raises ProtocolError, with both numbers, its state has
+not changed. It remembers at most `depth` + 1 open steps and the newest barrier.
 """
 
 from collections import deque
@@ -33,7 +33,7 @@ def require(condition: bool, sentence: str) -> None:
 
 
 class TravellingRows:
-    """Rows of each group, which travel in order and are counted to their end."""
+    """Counts the rows of each group, which travel in order."""
 
     def __init__(self, totals: Sequence[int]) -> None:
         self._totals = tuple(totals)
@@ -44,7 +44,7 @@ class TravellingRows:
         return tuple(self._counts) == self._totals
 
     def after(self, spans: Sequence[RowSpan]) -> "TravellingRows":
-        """What these would make of it."""
+        """The counts after `spans`; this object stays as it is. Raises ProtocolError."""
         counts = list(self._counts)
         for span in spans:
             require(span.group < len(counts), f"rows of group {span.group} travel, but there are {len(counts)} groups")
@@ -60,7 +60,7 @@ class TravellingRows:
         return following
 
     def __str__(self) -> str:
-        return f"{tuple(self._counts)} of {self._totals} rows a group"
+        return f"{tuple(self._counts)} of {self._totals} rows in the groups"
 
 
 class Pieces:
@@ -97,7 +97,7 @@ class Pieces:
 
 
 class ComingHome:
-    """The dirty rows of a plan's victims, or of a barrier."""
+    """The dirty rows of a plan's victims or of a barrier, on their way home."""
 
     def __init__(self, num_dirty: Sequence[int], answered_when_empty: bool) -> None:
         self._rows = TravellingRows(num_dirty)
@@ -119,7 +119,7 @@ class ComingHome:
 
 @dataclass(slots=True)
 class Checksums:
-    """Those of a plan or barrier, which come in order before its end."""
+    """The checksums of a plan or barrier, which come in order before its end."""
 
     total: int
     count: int = 0
@@ -127,7 +127,7 @@ class Checksums:
     def advance(self, message: RowChecksums) -> None:
         require(message.start == self.count, f"checksums continue at {message.start} instead of {self.count}")
         count = self.count + len(message.checksums) // 8
-        require(count <= self.total, f"checksum {count} comes, but {self.total} were asked for")
+        require(count <= self.total, f"checksum {count} came, but {self.total} were asked for")
         self.count = count
 
     def check_complete(self, name: str) -> None:
@@ -143,7 +143,7 @@ class OpenStep:
 
 
 class ModelStateOrder:
-    """The pieces of the dense side, whose size and checksum every piece repeats."""
+    """The pieces of the model state; each repeats its size and checksum."""
 
     def __init__(self, first: DensePiece) -> None:
         self._whole = (first.nbytes, first.checksum)
@@ -157,7 +157,7 @@ class ModelStateOrder:
         whole = (message.nbytes, message.checksum)
         require(
             whole == self._whole,
-            f"a piece of a dense side of bytes and checksum {whole} came after one of {self._whole}",
+            f"a piece of a model state of bytes and checksum {whole} came after one of {self._whole}",
         )
         self._pieces.advance(message.piece, message.num_pieces, message.span, ())
 
@@ -169,12 +169,12 @@ class OpenBarrier:
     pieces: Pieces
     rows: ComingHome
     checksums: Checksums
-    dense: ModelStateOrder | None = None  # once its first piece has come
+    model_state: ModelStateOrder | None = None  # None before its first piece
 
 
 @dataclass(slots=True)
 class Order:
-    """Steps and barriers since the Welcome; the first of each may have any number."""
+    """The steps and barriers since the Welcome; the first of each may have any number."""
 
     depth: int = 1
     restore_bytes: int = 0  # announced by the Welcome
@@ -182,10 +182,10 @@ class Order:
     next_step: int | None = None
     next_barrier: int | None = None
     open_steps: deque[OpenStep] = field(default_factory=deque)  # announced and not yet done, in order
-    open_barrier: OpenBarrier | None = None  # the newest, also after it is done
+    open_barrier: OpenBarrier | None = None  # the newest, even after it is done
 
     def follow(self, message: AnyMessage) -> None:
-        """Takes the next message of either side, one that the state allows. Raises ProtocolError where it is out of order."""
+        """Takes the next message of either side that the state allows. Raises ProtocolError if it is out of order."""
         match message:
             case Welcome():
                 self.depth, self.restore_bytes = message.depth, message.restore_bytes
@@ -241,18 +241,18 @@ class Order:
 
     def _restore(self, message: Restore) -> None:
         first = self.next_step is None and self.next_barrier is None
-        require(first, "a dense side to begin with came after the first step or barrier")
+        require(first, "a model state to start from came after the first step or barrier")
         require(
             message.nbytes == self.restore_bytes,
-            f"a dense side of {message.nbytes} bytes came where {self.restore_bytes} were announced",
+            f"a model state of {message.nbytes} bytes came, but {self.restore_bytes} were announced",
         )
-        dense = self.restored or ModelStateOrder(message)
-        dense.advance(message)
-        self.restored = dense
+        model_state = self.restored or ModelStateOrder(message)
+        model_state.advance(message)
+        self.restored = model_state
 
     def _check_restored(self, name: str) -> None:
         complete = not self.restore_bytes or (self.restored is not None and self.restored.complete)
-        require(complete, f"{name} came before the dense side of {self.restore_bytes} bytes that was announced")
+        require(complete, f"{name} came before the model state of {self.restore_bytes} bytes that was announced")
 
     def _check_all_sent(self, name: str) -> None:
         self._check_restored(name)
@@ -280,8 +280,8 @@ class Order:
         if newest is None or (message.barrier, message.step) != (newest.barrier, newest.after_step):
             expected = (None, None) if newest is None else (newest.barrier, newest.after_step)
             raise ProtocolError(
-                f"checksums of barrier {message.barrier} came while barrier {expected[0]} is open; they follow step {message.step}, "
-                f"it follows step {expected[1]}"
+                f"checksums of barrier {message.barrier} came while barrier {expected[0]} is open; they follow step "
+                f"{message.step}, it follows step {expected[1]}"
             )
         newest.checksums.advance(message)
 
@@ -315,7 +315,7 @@ class Order:
         return OpenBarrier(message.barrier, message.after_step, pieces, rows, Checksums(message.num_checksums))
 
     def _check_last_step(self, step: int | None, name: str) -> None:
-        """Before the first step of this conversation, only the prefetcher knows which was the last."""
+        """Checks nothing before the first step of this conversation: only the prefetcher knows the step before it."""
         if self.next_step is not None:
             require(step == self.next_step - 1, f"{name} follows step {step} instead of step {self.next_step - 1}")
 
@@ -324,7 +324,8 @@ class Order:
         expected = (None, None) if newest is None else (newest.barrier, newest.after_step)
         require(
             (message.barrier, message.step) == expected,
-            f"rows of barrier {message.barrier} after step {message.step} came home, not those of {expected[0]} after {expected[1]}",
+            f"rows of barrier {message.barrier} after step {message.step} came home, not those of {expected[0]} after "
+            f"{expected[1]}",
         )
         assert newest is not None, "checked above: a message has a barrier"
         if message.last:
@@ -337,12 +338,12 @@ class Order:
         newest = self.open_barrier
         require(
             newest is not None and message.barrier == newest.barrier,
-            f"the dense side of barrier {message.barrier} came while barrier {newest and newest.barrier} is open",
+            f"the model state of barrier {message.barrier} came while barrier {newest and newest.barrier} is open",
         )
         assert newest is not None, "checked above"
-        dense = newest.dense or ModelStateOrder(message)
-        dense.advance(message)
-        newest.dense = dense
+        model_state = newest.model_state or ModelStateOrder(message)
+        model_state.advance(message)
+        newest.model_state = model_state
 
     def _end(self, message: EndOfData) -> None:
         self._check_all_sent("the end of data")

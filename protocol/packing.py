@@ -1,8 +1,8 @@
-"""How the arrays of a plan become one block of bytes, and how a plan is cut into pieces that fit half a ring.
+"""Packs the arrays of a plan into one block of bytes, and cuts a plan into pieces that fit half a ring.
 
     block     | dense | labels | 0.slots | 0.unique_slots | ... |     each array starts at a multiple of 64 bytes
     piece 0   | block ........................ | rows of group 0 | rows of group 1 |
-    piece 1   |                                | more rows ...   |                    only where piece 0 was full
+    piece 1   |                                | more rows ...   |                    only if piece 0 was full
 
 Rows follow the order of the plan's fetch, so a span of rows [start, start + count) of a group also names its victims.
 """
@@ -25,11 +25,11 @@ Array = npt.NDArray[Any]
 ARRAY_ALIGNMENT = 64
 BARRIER_STAMP = 1 << 62
 DENSE_STAMP = 1 << 61
-CHECKSUM_EVERY = 64  # pieces in shared memory carry a checksum at one step in so many; their guards are checked always
+CHECKSUM_EVERY = 64  # one step in 64 has checksums on its pieces in shared memory; guards are always checked
 
 
 def plan_stamp(step: int, piece: int) -> int:
-    """What stands at both ends of a piece in the ring, so that stale bytes are never taken for it."""
+    """The number at both ends of a piece in the ring, by which the reader recognizes stale bytes."""
     return step << 20 | piece
 
 
@@ -38,17 +38,17 @@ def barrier_stamp(barrier: int, piece: int) -> int:
 
 
 def saved_stamp(barrier: int, piece: int) -> int:
-    """Of the dense side behind a barrier's rows."""
+    """The stamp of a piece of the model state after a barrier's rows."""
     return DENSE_STAMP | barrier_stamp(barrier, piece)
 
 
 def dense_stamp(piece: int) -> int:
-    """Of the dense side that an incarnation begins with."""
+    """The stamp of a piece of the model state that an incarnation starts from."""
     return DENSE_STAMP | piece
 
 
 def is_sampled(stamp: int) -> bool:
-    """Whether the piece with this stamp carries a checksum: a function of the step, so that runs are alike."""
+    """Whether the piece with this stamp carries a checksum; it depends on the step only, so every run is the same."""
     return (stamp >> 20) % CHECKSUM_EVERY == 0
 
 
@@ -61,7 +61,7 @@ class ArrayBlock:
     nbytes: int
 
     def write(self, offset: int, out: Bytes) -> None:
-        """Copies bytes [offset, offset + len(out)) of the block; gaps between arrays are left as they are."""
+        """Copies bytes [offset, offset + len(out)) of the block; gaps between arrays are not written."""
         for array, spec in zip(self.arrays, self.specs, strict=True):
             first, last = max(offset, spec.offset), min(offset + len(out), spec.offset + array.nbytes)
             if first < last:
@@ -80,7 +80,7 @@ def make_block(arrays: Mapping[str, Array]) -> ArrayBlock:
 
 
 def plan_block(batch: Batch, plan: StepPlan, checked: Mapping[str, Array] | None = None) -> ArrayBlock:
-    """Everything of a plan but its rows: what the trainer needs to look up, train and evict; and the slots that it is asked to check."""
+    """All of a plan but its rows: the arrays to look up, train and evict with, and the slots to check."""
     arrays: dict[str, Array] = {name: getattr(batch, name) for name in BATCH_ARRAYS}
     for index, group in enumerate(plan.groups):
         own = {name: getattr(group, name) for name in GROUP_ARRAYS}
@@ -115,7 +115,7 @@ def plan_header(batch: Batch, plan: StepPlan, block: ArrayBlock, num_checksums: 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Piece:
-    """What one message carries: bytes of the block, then spans of rows."""
+    """The content of one message: bytes of the block, then spans of rows."""
 
     arrays: ArraySpan | None
     rows: tuple[RowSpan, ...]
@@ -123,7 +123,6 @@ class Piece:
 
 
 def cut_bytes(nbytes: int, max_payload: int) -> list[ArraySpan]:
-    """Cuts `nbytes` into spans of at most `max_payload`."""
     return [
         ArraySpan(offset=offset, nbytes=min(max_payload, nbytes - offset)) for offset in range(0, nbytes, max_payload)
     ]
@@ -136,8 +135,10 @@ def cut(
     max_payload: int,
     staging_bytes: int | None = None,
 ) -> list[Piece]:
-    """Cuts a block and each group's rows into pieces of at most `max_payload` bytes; always at least one piece. The rows of each take at
-    most `staging_bytes`, where that is given."""
+    """Cuts a block and each group's rows into at least one piece, each of at most `max_payload` bytes.
+
+    The rows of a piece take at most `staging_bytes`, if that is given.
+    """
     pieces: list[Piece] = []
     arrays: ArraySpan | None = None
     rows: list[RowSpan] = []

@@ -1,4 +1,4 @@
-"""Watches the peer: it must come, stay, and make progress. Runs on a thread of its own, so that a busy main loop still looks alive."""
+"""Watches the peer, which must come, stay and make progress, on a thread that a busy main loop does not hold up."""
 
 import time
 from collections.abc import Callable
@@ -12,20 +12,19 @@ from rowcast.runtime.errors import PeerLost, PeerNeverCame, RowcastError, told
 from rowcast.runtime.telemetry.logs import get_logger
 
 HEARTBEAT_EVERY_S = 1.0
-SILENCE_LIMIT_S = 7.0  # a peer that was stopped for less goes on as if nothing had been
-PAUSE_S = 2.0  # between two ticks: this process itself was stopped meanwhile, and heard nothing
-GONE_GRACE_S = 0.5  # what the peer sent before it went may still be on its way through our queues
+SILENCE_LIMIT_S = 7.0  # a peer that was stopped for a shorter time continues undisturbed
+PAUSE_S = 2.0  # a longer time between two ticks means that this process itself was stopped and heard nothing
+GONE_GRACE_S = 0.5  # what the peer sent before it left may still be in our queues
 REPORT_EVERY_S = 10.0
 
 
 class WatchedLink(Protocol):
     @property
     def peer_gone(self) -> bool:
-        """Whether the peer's end was closed after it had been there."""
+        """Whether the peer was connected and has closed its end."""
 
     @property
-    def pending(self) -> int:
-        """Frames that have arrived and were not received yet."""
+    def pending(self) -> int: ...
 
     @property
     def last_received_s(self) -> float | None:
@@ -34,18 +33,18 @@ class WatchedLink(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProcessProgress:
-    """How far this process is; compared from tick to tick."""
+    """How far this process is. Each tick compares it with the last one."""
 
     step_begun: int | None
     step_done: int | None
-    work: int  # grows with whatever else is progress
+    work: int  # grows with all other progress
     waiting_for: str
-    ended: bool  # nothing more is expected of the peer but its good-bye
-    ready: bool = True  # a peer could be greeted
+    ended: bool  # nothing more is expected from the peer but its Bye
+    ready: bool = True  # this process can greet a peer
 
 
 class PeerWatch:
-    """A stage that only ever raises: PeerLost, which says what was waited for and how long, or the peer's failure."""
+    """A stage that sends heartbeats, and raises PeerLost with what it waited for and how long, or the peer's error."""
 
     def __init__(
         self,
@@ -57,7 +56,7 @@ class PeerWatch:
         connected: Callable[[], bool],
         failure: Callable[[], RowcastError | None],
     ) -> None:
-        """`failure`: what the peer has failed with before the two could speak to each other, where that is known."""
+        """`failure` returns the error of a peer that has failed before it could connect, or None."""
         self._peer = peer
         self._conversation = conversation
         self._link = link
@@ -72,7 +71,7 @@ class PeerWatch:
         self._listening_since_s = self._last_tick_s = self._started_s
         self._next_beat_s = self._started_s
         self._gone_since_s: float | None = None
-        self._reached: tuple[int | None, ...] | None = None  # by both sides together
+        self._reached: tuple[int | None, ...] | None = None  # the progress of both sides
         self._last_change_s = self._started_s
         self._next_report_s = REPORT_EVERY_S
         conversation.listen({Heartbeat: self._heard})
@@ -116,7 +115,7 @@ class PeerWatch:
             raise failure
 
     def _check_coming(self, progress: ProcessProgress, now_s: float) -> None:
-        """The time-out counts from when this side was ready, or last heard from a peer that is not ready yet."""
+        """The time-out starts when this side is ready, and again at each frame of a peer that is not ready yet."""
         self._last_change_s = now_s
         if not progress.ready:
             self._started_s = now_s
@@ -127,7 +126,7 @@ class PeerWatch:
             )
 
     def _check_gone(self, now_s: float) -> None:
-        if not self._link.peer_gone or self._link.pending:  # what it sent last says why it went
+        if not self._link.peer_gone or self._link.pending:  # its last frames say why it left
             return
         self._gone_since_s = self._gone_since_s or now_s
         if now_s - self._gone_since_s > GONE_GRACE_S:
@@ -149,7 +148,8 @@ class PeerWatch:
         if stalled_s > self._stall_timeout_s:
             raise PeerLost(
                 f"no progress for {stalled_s:.0f} s (transport.stall_timeout) after step {progress.step_done}: "
-                f"the {self._conversation.session.role} waits for {progress.waiting_for}, the {self._peer} for {self._peer_waits_for}"
+                f"the {self._conversation.session.role} waits for {progress.waiting_for}, "
+                f"the {self._peer} for {self._peer_waits_for}"
             )
         if stalled_s > self._next_report_s:
             self._next_report_s += REPORT_EVERY_S
@@ -167,8 +167,10 @@ class Sends(Protocol):
 
 
 def tell_peer(conversation: Sends, error: BaseException) -> None:
-    """Lets the peer end with the same sentence and code, where the error did not come from it. One that is gone costs nothing, and one
-    that only stood still should know why it was left."""
+    """Makes the peer end with the same sentence and exit code, unless the error came from the peer.
+
+    It also tells a peer that was given up: it may only be slow, and should know why it is alone.
+    """
     if conversation.failure_received or (isinstance(error, RowcastError) and error.is_peers):
         return
     code, sentence = told(error)

@@ -1,9 +1,8 @@
-"""What the prefetcher decides for one step, and what the trainer executes."""
+"""Defines the plan of a step: the prefetcher makes it, the trainer executes it."""
 
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import numpy.typing as npt
 
 from rowcast.protocol.batch import Kind
@@ -27,10 +26,9 @@ class GroupPlan(GroupArrays[npt.NDArray[Any]]):
     """One group's part of a step: arrays for the trainer, and keys, which stay in the prefetcher."""
 
     fetch_keys: I64  # [fetch] ascending: the rows to bring into fetch_slots
-    evict_keys: npt.NDArray[
-        np.int64
-    ]  # [evict] victims, dirty ones first, each part ascending; victim i leaves fetch_slots[i]
-    num_dirty: int  # dirty victims: the first of them travel home, the others are dropped without a copy
+    # [evict] victims, dirty ones first, each part ascending; victim i leaves fetch_slots[i]
+    evict_keys: I64
+    num_dirty: int  # the first victims, which travel home; the others are dropped without a copy
     fill_after: int | None  # the last step that reads or writes any victim; None without victims
 
     @property
@@ -49,7 +47,7 @@ class StepPlan:
     kind: Kind
     train_step: int  # training batches before this step
     epoch: int
-    after_step: int | None  # RowsBack of this step must be in the store before this plan's rows may be read
+    after_step: int | None  # this plan's rows may be read once the RowsBack of this step are in the store
     groups: tuple[GroupPlan, ...]
 
 
@@ -59,6 +57,6 @@ class BarrierPlan:
 
     barrier: int  # 0, 1, ... over the run
     after_step: int | None  # the last step before it; None before the first
-    dirty: tuple[RowMove, ...]  # one a group, by ascending key
+    dirty: tuple[RowMove, ...]  # one for each group, by ascending key
     reason: str
-    finished: bool  # the data has ended; otherwise a stop was asked for
+    finished: bool  # True if the data has ended, False if a stop was requested

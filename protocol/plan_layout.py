@@ -1,12 +1,12 @@
-"""The arrays of a plan: the dtype of each, its shape, what its values may be, and when it is absent.
+"""Lists the arrays of a plan with their dtypes, shapes, allowed values, and when they are absent.
 
-    BATCH_ARRAYS     of a batch                              "dense", "labels"
-    LookupArrays     of a group: what the kernels use        "0.slots", ...
-    GroupArrays      of a group: and what the cache uses     "0.fetch_slots"
-    ASKED_SLOTS      of a group, in a run that verifies      "0.verify_fetch", ...
+    BATCH_ARRAYS     for the batch                                 "dense", "labels"
+    LookupArrays     for each group: the kernels' arrays           "0.slots", ...
+    GroupArrays      for each group: also the cache's              "0.fetch_slots"
+    ASKED_SLOTS      for each group, in a run that verifies        "0.verify_fetch", ...
 
-Whatever lays out, measures, checks or uses the arrays of a plan reads them here. To add one, add a line to a class below and make the
-array in `planner.group_plan`.
+All code that lays out, measures, checks or uses the arrays of a plan reads them here. To add one, add a line to a class
+below and make the array in `planner.group_plan`.
 """
 
 import math
@@ -21,20 +21,20 @@ ITEM_BYTES: dict[Dtype, int] = {"f4": 4, "i4": 4, "i8": 8, "u1": 1}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Counts:
-    """The numbers of a plan, and of one of its groups, that shapes and limits are made of."""
+    """The numbers of a plan and of one of its groups that decide shapes and limits."""
 
     samples: int
     dense_features: int = 0
     lookups: int = 0
     unique: int = 0  # distinct rows
     bags: int = 0
-    sequence_lookups: tuple[int, ...] = ()  # of each feature whose look-ups stay apart
+    sequence_lookups: tuple[int, ...] = ()  # look-ups of each feature that is not pooled
     fetch: int = 0
     evict: int = 0
     asked_fetch: int = 0
     asked_evict: int = 0
-    slots: int = 0  # that the group has on the device
-    present: frozenset[str] = frozenset()  # names of the arrays that a plan may lack and this one has
+    slots: int = 0  # slots of the group on the device
+    present: frozenset[str] = frozenset()  # names of the optional arrays that this plan has
 
     @property
     def sequences(self) -> int:
@@ -43,7 +43,7 @@ class Counts:
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """A field of `Counts`, and `plus`."""
+    """A field of `Counts` plus a constant."""
 
     count: str
     plus: int = 0
@@ -58,14 +58,12 @@ class Size:
 
 @dataclass(frozen=True, slots=True)
 class ArrayLayout:
-    """One array."""
-
     dtype: Dtype
     shape: tuple[Size, ...]
     _: KW_ONLY
     below: Size | None = None  # values are from 0 to this - 1
     distinct: bool = False  # no value occurs twice
-    # values begin with 0, never fall, and end with this; in two dimensions, the values of each row end with its own
+    # values start at 0, never fall, and end at this; in two dimensions each row has its own end
     rises_to: Size | None = None
     where: Callable[[Counts], bool] = lambda counts: True  # whether a plan has the array
 
@@ -76,7 +74,6 @@ class ArrayLayout:
         return math.prod(self.shape_of(counts)) * ITEM_BYTES[self.dtype] if self.where(counts) else 0
 
     def ends_of(self, counts: Counts) -> tuple[int, ...]:
-        """The last value of each row, by `rises_to`."""
         ends = () if self.rises_to is None else getattr(counts, self.rises_to.count)
         return ends if isinstance(ends, tuple) else (ends,)
 
@@ -98,8 +95,8 @@ FETCH, ASKED_FETCH, ASKED_EVICT, SLOTS = map(Size, ("fetch", "asked_fetch", "ask
 class LookupArrays(Generic[A]):
     """N look-ups of U distinct rows in G bags, feature-major.
 
-    A feature has B bags, one a sample; one of the S features whose look-ups stay apart (pooling = "none") has a bag for each look-up, and
-    `sequence_offsets` tell them from sample to sample. Without such features G is F * B.
+    A pooled feature has B bags, one for each sample. Each of the S features with pooling = "none" has one bag for each
+    look-up, and `sequence_offsets` divides them into samples. Without such features G is F * B.
     """
 
     # slot of each look-up
@@ -116,20 +113,20 @@ class LookupArrays(Generic[A]):
     offsets: Annotated[A | None, ArrayLayout("i4", (G + 1,), rises_to=N, where=is_present("offsets"))] = None
     # weight of each look-up; None: all are 1
     weights: Annotated[A | None, ArrayLayout("f4", (N,), where=is_present("weights"))] = None
-    # where each sample's look-ups start among its feature's
+    # where each sample's look-ups start among those of its feature
     sequence_offsets: Annotated[A | None, ArrayLayout("i4", (S, B + 1), rises_to=L, where=has_sequences)] = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GroupArrays(LookupArrays[A]):
-    """What the kernels use, and what the cache uses."""
+    """The arrays of the kernels and the cache."""
 
-    # slots of the rows to bring, by ascending key; the first of them are those that the victims leave
+    # slots of the fetched rows, by ascending key; victims leave the first of them
     fetch_slots: Annotated[A, ArrayLayout("i4", (FETCH,), below=SLOTS, distinct=True)]
 
 
 def layouts(arrays: type) -> dict[str, ArrayLayout]:
-    """The arrays among the fields of a class, in their order."""
+    """The layouts of the fields of a class that are arrays, in order."""
     hints = get_type_hints(arrays, include_extras=True)
     found = {name: getattr(hint, "__metadata__", (None,))[0] for name, hint in hints.items()}
     return {name: layout for name, layout in found.items() if isinstance(layout, ArrayLayout)}
@@ -138,7 +135,7 @@ def layouts(arrays: type) -> dict[str, ArrayLayout]:
 BATCH_ARRAYS = {"dense": ArrayLayout("f4", (B, D)), "labels": ArrayLayout("f4", (B,))}
 LOOKUP_ARRAYS = layouts(LookupArrays)
 GROUP_ARRAYS = layouts(GroupArrays)
-# slots of the rows whose checksums are asked for (`row_checksum.py`): of fetched rows once they are filled, of victims before that
+# slots of the rows whose checksums are asked for (`row_checksum.py`): victims before the fill, fetched rows after it
 ASKED_SLOTS = {
     "verify_fetch": ArrayLayout("i4", (ASKED_FETCH,), below=SLOTS, where=is_present("verify_fetch")),
     "verify_evict": ArrayLayout("i4", (ASKED_EVICT,), below=SLOTS, where=is_present("verify_evict")),

@@ -1,7 +1,8 @@
-"""The conversation as a table, without I/O: who may say what, in which state, and which state follows.
+"""Defines the conversation as a table, without I/O: who may send what in which state, and which state follows.
 
-Each process holds one `Session` and puts every message it sends or receives through it. The two ends may be in different states while
-frames are under way; the table allows for that wherever it can happen. `render_table` makes the diagram in the docs.
+Each process has one `Session` and passes every message that it sends or receives through it. The two ends may be in
+different states while frames are on the way; the table allows for that wherever it can happen. `render_table` makes the
+diagram in the docs.
 """
 
 from enum import StrEnum
@@ -36,8 +37,8 @@ class State(StrEnum):
     WAITING_WELCOME = "waiting for Welcome"
     RUNNING = "running"
     BARRIER = "barrier: rows come home"
-    CHECKPOINT = "barrier: rows come home, then the dense side"
-    SAVING = "barrier: the dense side comes"
+    CHECKPOINT = "barrier: rows come home, then the model state"
+    SAVING = "barrier: the model state comes"
     ENDED = "ended"
     PREFETCHER_LEFT = "prefetcher has left"
     TRAINER_LEFT = "trainer has left"
@@ -45,7 +46,7 @@ class State(StrEnum):
 
 
 class MessageKind(StrEnum):
-    """A message type, told apart further where that decides what may follow."""
+    """A message type, divided further if that decides what may follow."""
 
     HELLO = "Hello"
     WELCOME = "Welcome"
@@ -72,12 +73,12 @@ class MessageKind(StrEnum):
 S, E = State, MessageKind
 WORK = (E.ROWS_BACK, E.ROW_CHECKSUMS, E.STEP_DONE, E.RELEASED)  # the trainer's reports on steps
 
-# in this state, this side may send these, and then the state is
+# state, sender, what it may send, the state that follows
 ROWS: tuple[tuple[State, Role, tuple[MessageKind, ...], State], ...] = (
     (S.WAITING_HELLO, TRAINER, (E.HELLO,), S.WAITING_WELCOME),
     (S.WAITING_HELLO, TRAINER, (E.HEARTBEAT, E.STOP_REQUEST), S.WAITING_HELLO),
     (S.WAITING_HELLO, PREFETCHER, (E.HEARTBEAT,), S.WAITING_HELLO),
-    (S.WAITING_HELLO, PREFETCHER, (E.BYE,), S.CLOSED),  # stopped before it had greeted anyone
+    (S.WAITING_HELLO, PREFETCHER, (E.BYE,), S.CLOSED),  # stopped before a trainer came
     (S.WAITING_WELCOME, TRAINER, (E.HEARTBEAT, E.STOP_REQUEST), S.WAITING_WELCOME),
     (S.WAITING_WELCOME, PREFETCHER, (E.WELCOME,), S.RUNNING),
     (S.WAITING_WELCOME, PREFETCHER, (E.HEARTBEAT,), S.WAITING_WELCOME),
@@ -130,16 +131,17 @@ def event_of(message: AnyMessage) -> MessageKind:
 
 
 class Session:
-    """One end of one conversation. Not thread-safe: a message takes its sequence number and its place on the link together.
+    """One end of a conversation. Not thread-safe: a message gets its sequence number and its place together.
 
-    The prefetcher chooses the incarnation, at least 1; a trainer's frames carry 0 until the Welcome tells it. After an error only a
-    Failure may be sent.
+    The prefetcher chooses the incarnation, at least 1. A trainer's frames carry 0 until the Welcome names it. After an
+    error only a Failure may be sent.
     """
 
     def __init__(self, role: Role, incarnation: int = 0) -> None:
         if (role == PREFETCHER) != (incarnation > 0):
             raise ValueError(
-                f"a {role} cannot begin in incarnation {incarnation}; the prefetcher chooses one above 0, a trainer has none"
+                f"a {role} cannot begin in incarnation {incarnation}; "
+                "the prefetcher chooses one above 0, a trainer has none"
             )
         self.role: Role = role
         self.state = State.WAITING_HELLO
@@ -151,7 +153,7 @@ class Session:
         self._order = Order()
 
     def encode(self, message: AnyMessage) -> bytes:
-        """The frame to send now. Raises LocalProtocolError where the conversation does not allow the message."""
+        """The frame to send now. Raises LocalProtocolError if the conversation does not allow the message."""
         try:
             self.state, frame = self._sent(message)
         except ProtocolError as error:
@@ -160,9 +162,9 @@ class Session:
         return frame
 
     def decode(self, frame: bytes) -> AnyMessage:
-        """The message in a frame. Raises RemoteProtocolError where the conversation does not allow it.
+        """The message in a frame. Raises RemoteProtocolError if the conversation does not allow it.
 
-        Raises Mismatch where the frame greets with another protocol version. A frame that is refused changes nothing here.
+        Raises Mismatch if the frame greets with another protocol version. A refused frame changes nothing here.
         """
         try:
             envelope = codec.decode(frame)
@@ -208,7 +210,7 @@ class Session:
 
 
 def next_state(state: State, sender: Role, message: AnyMessage) -> State:
-    """Raises ProtocolError where `sender` may not send the message in this state."""
+    """Raises ProtocolError if `sender` may not send the message in this state."""
     event = event_of(message)
     following = TABLE[state, sender].get(event)
     if following is None:
@@ -218,15 +220,16 @@ def next_state(state: State, sender: Role, message: AnyMessage) -> State:
 
 
 def check_version(version: int | None, peer: Role) -> None:
-    """Raises Mismatch where the peer greeted with another protocol version; None is no greeting."""
+    """Raises Mismatch if the peer greeted with another protocol version; None means that it did not greet."""
     if version is not None and version != PROTOCOL_VERSION:
         raise Mismatch(
-            f"the {peer} speaks protocol version {version} and this process {PROTOCOL_VERSION}; install the same rowcast for both"
+            f"the {peer} speaks protocol version {version} and this process {PROTOCOL_VERSION}; install the same "
+            "rowcast for both"
         )
 
 
 def check_hello(hello: Hello, digest: str, mode: Mode = "train", world_size: int = 1) -> None:
-    """Whether this trainer belongs to this prefetcher's job; raises Mismatch."""
+    """Raises Mismatch if this trainer does not belong to this prefetcher's job."""
     check_version(hello.protocol_version, TRAINER)
     if hello.job_digest != digest:
         raise Mismatch(
@@ -235,23 +238,22 @@ def check_hello(hello: Hello, digest: str, mode: Mode = "train", world_size: int
         )
     if hello.mode != mode:
         raise Mismatch(
-            f"the prefetcher was started to {VERBS[mode]} and the trainer to {VERBS[hello.mode]}; `trainer run` belongs to "
-            f"`prefetcher run`, `trainer eval` to `prefetcher run --eval`"
+            f"the prefetcher was started to {VERBS[mode]} and the trainer to {VERBS[hello.mode]}; "
+            "`trainer run` belongs to `prefetcher run`, `trainer eval` to `prefetcher run --eval`"
         )
     if hello.world_size != world_size or hello.rank >= world_size:
         raise Mismatch(
-            f"the trainer was started as rank {hello.rank} of {hello.world_size}, but the job is trained by {world_size}; "
-            f"start rank 0 to {world_size - 1} of {world_size}"
+            f"the trainer was started as rank {hello.rank} of {hello.world_size}, but the job's world size is "
+            f"{world_size}; start rank 0 to {world_size - 1} of {world_size}"
         )
 
 
 def check_welcome(welcome: Welcome) -> None:
-    """Raises Mismatch where the prefetcher speaks another version."""
     check_version(welcome.protocol_version, PREFETCHER)
 
 
 def render_table() -> str:
-    """The conversation as a Mermaid diagram of what changes the state, and a Markdown table of all that may be sent."""
+    """A Mermaid diagram of the messages that change the state, and a Markdown table of all that may be sent."""
     edges = [
         f"    {state.name} --> {after.name}: {role} sends {event}"
         for state, role, event, after in _transitions()
@@ -260,15 +262,14 @@ def render_table() -> str:
     names = [f'    state "{state}" as {state.name}' for state in State]
     diagram = ["```mermaid", "stateDiagram-v2", *names, f"    [*] --> {State.WAITING_HELLO.name}", *edges]
     rows = [
-        f"| {state} | {' · '.join(TABLE[state, PREFETCHER]) or 'nothing'} | {' · '.join(TABLE[state, TRAINER]) or 'nothing'} |"
-        for state in State
+        f"| {state} | {' | '.join(' · '.join(TABLE[state, role]) or 'nothing' for role in ROLES)} |" for state in State
     ]
     table = ["| state | the prefetcher may send | the trainer may send |", "|---|---|---|", *rows]
     return "\n".join([*diagram, "```", "", *table, ""])
 
 
 def _transitions() -> list[tuple[State, Role, MessageKind, State]]:
-    """Those of a Failure are left out: every state but the last has them."""
+    """All transitions but those of a Failure, which every state but the last has."""
     return [
         (state, role, event, after)
         for (state, role), following in TABLE.items()

@@ -1,7 +1,7 @@
 """Train recommendation models whose embedding tables do not fit on the device, bit for bit as if they did.
 
-Two commands train a job file: `prefetcher run --config job.toml` and `trainer run --config job.toml`. A training script of
-your own needs two lines instead:
+Two commands train a job file: `prefetcher run --config job.toml` and `trainer run --config job.toml`. Your own training
+script needs two lines instead:
 
     import rowcast
 
@@ -15,9 +15,9 @@ your own needs two lines instead:
     EmbeddingBagConfig       one table of it
     connect                  returns a Loader: iterate over it instead of your data loader
     Loader                   the batches, with their rows on the device when they are yielded; saves, stops, exports
-    Batch                    what a data factory may yield (`data.format = "package.module:factory"`)
-    Job                      the job file, as a data or model factory is called with it
-    Sequences                what a model receives of a feature whose rows are not pooled (`pooling = "none"`)
+    Batch                    what a data factory yields (`data.format = "package.module:factory"`)
+    Job                      the job file, which data and model factories receive
+    Sequences                the rows of a feature that is not pooled (`pooling = "none"`), as the model receives them
 
 docs/adopt.md walks through it.
 """
@@ -47,7 +47,7 @@ MODULES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Imports a public name when it is first used, so that a command can refuse a job file without waiting for torch."""
+    """Imports a public name when it is first used, so that a command can refuse a job file without importing torch."""
     if name not in MODULES:
         raise AttributeError(f"module 'rowcast' has no attribute {name!r}")
     return getattr(import_module(MODULES[name]), name)

@@ -1,1 +1,1 @@
-"""What both processes need to run and no message mentions: threads, signals, errors, files, compiled loops, telemetry."""
+"""Holds what both processes need to run: threads, signals, errors, files, compiled loops, telemetry."""

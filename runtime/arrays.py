@@ -1,4 +1,4 @@
-"""Names of numpy arrays by the type of their elements."""
+"""Names the types of numpy arrays by their element type."""
 
 import numpy as np
 import numpy.typing as npt

@@ -1,11 +1,11 @@
-"""The manifest of a checkpoint: what it consists of. Written last, so that a checkpoint with a manifest is whole.
+"""Writes and reads the manifest of a checkpoint, which lists its files and is written after all of them.
 
     <run_dir>/checkpoints/step-000000000200/manifest.json
                                             dense.safetensors
                                             fp32_d16_sgd-00000.safetensors      rows that changed since step 100
     <run_dir>/checkpoints/step-000000000100/fp32_d16_sgd-00000.safetensors      the base, which this manifest names too
 
-A manifest may come from anywhere, so everything in it is checked when it is read: names stay inside `checkpoints/`, counts are counts.
+A manifest is not trusted: reading it checks that all names stay inside `checkpoints/` and all counts are possible.
 """
 
 import re
@@ -28,7 +28,7 @@ FOLDER_NAME = re.compile(r"step-[0-9]{12}")
 FILE_NAME = re.compile(r"step-[0-9]{12}/[A-Za-z0-9_][A-Za-z0-9_.-]*\.safetensors")
 CHECKSUM = re.compile(r"[0-9a-f]{16}")
 MAX_KEY = 2**63 - 1
-MAX_STEP = 10**12 - 1  # twelve digits: names of folders are in order of their steps
+MAX_STEP = 10**12 - 1  # twelve digits, so that folders sort by step
 
 
 class FilePart(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -36,7 +36,7 @@ class FilePart(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 class DenseFile(FilePart, frozen=True, kw_only=True):
-    """The trainer's side: weights, optimizer state and whatever else it needs to go on, as safetensors."""
+    """The model state as safetensors: weights, optimizer state, and all else that the trainer needs to continue."""
 
     file: str  # relative to checkpoints/
     nbytes: int
@@ -47,7 +47,7 @@ class DenseFile(FilePart, frozen=True, kw_only=True):
 
 
 class RowFile(FilePart, frozen=True, kw_only=True):
-    """Rows of one group by ascending key, as safetensors: `keys` i64[n] and `records` u8[n, record_bytes]."""
+    """Rows of one group by ascending key as safetensors: `keys` i64 [n] and `records` u8 [n, record_bytes]."""
 
     group: str
     file: str  # relative to checkpoints/
@@ -64,16 +64,16 @@ class RowFile(FilePart, frozen=True, kw_only=True):
             or not 0 <= self.first_key <= self.last_key <= MAX_KEY
         ):
             raise ValueError(
-                f"{self.file}: {self.num_rows} rows with keys from {self.first_key} to {self.last_key} cannot be"
+                f"{self.file}: {self.num_rows} rows with keys from {self.first_key} to {self.last_key} are impossible"
             )
 
 
 class RowLayer(FilePart, frozen=True, kw_only=True):
-    """A base: every row that was trained up to a checkpoint. A delta: those that changed since the layer before."""
+    """A base holds every row trained up to a checkpoint, a delta the rows that changed since the layer before."""
 
     kind: Literal["base", "delta"]
     num_rows: int
-    files: tuple[RowFile, ...]  # those of a group side by side, by ascending key
+    files: tuple[RowFile, ...]  # the files of a group are adjacent, by ascending key
 
     def __post_init__(self) -> None:
         if self.num_rows != sum(file.num_rows for file in self.files):
@@ -90,7 +90,8 @@ class RowLayer(FilePart, frozen=True, kw_only=True):
         for before, after in pairwise(self.files):
             if before.group == after.group and before.last_key >= after.first_key:
                 raise ValueError(
-                    f"{after.file} begins at key {after.first_key}, but {before.file} before it ends at {before.last_key}"
+                    f"{after.file} begins at key {after.first_key}, but {before.file} before it ends at "
+                    f"{before.last_key}"
                 )
 
     def of_group(self, group: str) -> tuple[RowFile, ...]:
@@ -100,16 +101,16 @@ class RowLayer(FilePart, frozen=True, kw_only=True):
 class Manifest(FilePart, frozen=True, kw_only=True):
     version: int
     run_id: str
-    position: Position  # where training goes on
-    finished: bool  # the data had ended; otherwise the run goes on after this, or was stopped
+    position: Position  # where training continues
+    finished: bool  # True if the data has ended; otherwise the run continued or was stopped
     reason: str
     world_size: int
-    job: dict[str, Any]  # the whole job, checked: an export needs no other file
+    job: dict[str, Any]  # the complete, checked job, so that an export needs no other file
     training_digest: str
-    # oldest first: one base, then deltas; a row's value is that of the newest layer that has it
+    # oldest first: one base, then deltas; the newest layer that has a row decides its value
     layers: tuple[RowLayer, ...]
-    dense: DenseFile | None  # None: an import that gave no dense weights
-    checksum: str = ""  # xxh3_64 of the manifest's file where it has "" here, 16 hex digits; `seal` fills it in
+    dense: DenseFile | None  # None after an import without dense weights
+    checksum: str = ""  # xxh3_64 of the manifest's file with "" here, 16 hex digits; `seal` fills it in
 
     def __post_init__(self) -> None:
         counts = msgspec.structs.asdict(self.position).values()
@@ -117,7 +118,7 @@ class Manifest(FilePart, frozen=True, kw_only=True):
             not all(0 <= count <= MAX_STEP for count in counts if count is not None)
             or self.position.train_step > self.position.step
         ):
-            raise ValueError(f"position {self.position} cannot be")
+            raise ValueError(f"position {self.position} is impossible")
         if self.world_size < 1:
             raise ValueError(f"world_size = {self.world_size} must be at least 1")
         if [layer.kind for layer in self.layers] != ["base", *["delta"] * (len(self.layers) - 1)]:
@@ -125,7 +126,7 @@ class Manifest(FilePart, frozen=True, kw_only=True):
 
     @property
     def step(self) -> int | None:
-        """The last step in it, None before the first."""
+        """The last step before the checkpoint; None before the first step."""
         return self.position.step - 1 if self.position.step else None
 
     @property
@@ -134,17 +135,15 @@ class Manifest(FilePart, frozen=True, kw_only=True):
 
     @property
     def name(self) -> str:
-        """Of its folder."""
         return folder_name(self.position)
 
     @property
     def num_rows(self) -> int:
-        """Of all layers; a row that is in several counts in each."""
+        """The rows of all layers; a row that is in several layers counts in each."""
         return sum(layer.num_rows for layer in self.layers)
 
     @property
     def files(self) -> Iterator[RowFile | DenseFile]:
-        """All that it names."""
         for layer in self.layers:
             yield from layer.files
         if self.dense is not None:
@@ -165,7 +164,9 @@ def folder_name(position: Position) -> str:
 
 def check_file(name: str, nbytes: int, checksum: str) -> None:
     if not FILE_NAME.fullmatch(name):
-        raise ValueError(f'{name!r} is no file of a checkpoint; such as "step-000000000100/dense.safetensors"')
+        raise ValueError(
+            f'{name!r} is not the name of a checkpoint file, such as "step-000000000100/dense.safetensors"'
+        )
     if nbytes < 0:
         raise ValueError(f"{name}: nbytes = {nbytes} must be at least 0")
     if not CHECKSUM.fullmatch(checksum):
@@ -173,7 +174,6 @@ def check_file(name: str, nbytes: int, checksum: str) -> None:
 
 
 def file_checksum(path: Path) -> tuple[int, str]:
-    """Bytes and xxh3_64 of a file."""
     hasher, nbytes = xxhash.xxh3_64(), 0
     with path.open("rb") as file:
         while block := file.read(READ_BYTES):
@@ -183,7 +183,7 @@ def file_checksum(path: Path) -> tuple[int, str]:
 
 
 def write_durably(path: Path, content: bytes, disk: Disk | None = None) -> None:
-    """The file appears whole or not at all, and stays. Raises OSError."""
+    """Writes a file so that it appears whole or not at all, and survives a loss of power. Raises OSError."""
     disk = disk or RealDisk()
     partial = path.with_name(path.name + ".partial")
     file = disk.create(partial)
@@ -205,7 +205,6 @@ def render(manifest: Manifest) -> bytes:
 
 
 def seal(manifest: Manifest) -> Manifest:
-    """With its checksum."""
     checksum = xxhash.xxh3_64_hexdigest(render(msgspec.structs.replace(manifest, checksum="")))
     return msgspec.structs.replace(manifest, checksum=checksum)
 
@@ -215,7 +214,7 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Raises DataError where there is none, none that this version can read, or one that was changed since it was written."""
+    """Raises DataError if there is no manifest, if this version cannot read it, or if it was changed since."""
     path = folder / MANIFEST_NAME
     try:
         content = path.read_bytes()
@@ -230,10 +229,11 @@ def read_manifest(folder: Path) -> Manifest:
     found = xxhash.xxh3_64_hexdigest(content.replace(manifest.checksum.encode(), b"", 1))
     if found != manifest.checksum:
         raise DataError(
-            f"{path}: the manifest has checksum {found}, but says {manifest.checksum!r}: it was changed after it was written"
+            f"{path}: the manifest has checksum {found}, but says {manifest.checksum!r}: "
+            "it was changed after it was written"
         )
     if manifest.name != folder.name:
-        raise DataError(f"{path}: the manifest of {manifest.name} lies in the folder of another checkpoint")
+        raise DataError(f"{path}: the manifest of {manifest.name} is in the folder of another checkpoint")
     return manifest
 
 
@@ -244,7 +244,7 @@ def differs(path: Path, found: tuple[int, str], nbytes: int, checksum: str) -> D
 
 
 def checked_file(root: Path, file: RowFile | DenseFile) -> Path:
-    """The path of a file that a manifest names, after its size and checksum were compared. Raises DataError."""
+    """The path of a file that a manifest names. Raises DataError if its size or checksum differs."""
     path = root / file.file
     try:
         found = file_checksum(path)
@@ -256,16 +256,16 @@ def checked_file(root: Path, file: RowFile | DenseFile) -> Path:
 
 
 def checkpoint_folders(root: Path) -> list[Path]:
-    """In the folder of a run's checkpoints, newest first, by step. Only their manifests were looked for."""
+    """The checkpoints in `root`, newest step first. It only checks that each has a manifest."""
     folders = [path.parent for path in root.glob(f"step-*/{MANIFEST_NAME}") if FOLDER_NAME.fullmatch(path.parent.name)]
     return sorted(folders, key=lambda folder: folder.name, reverse=True)
 
 
 def beside(root: Path) -> tuple[Path, Path]:
-    """Where a fresh run has its checkpoints until it takes the place of the run in `root`, and where that one's are while it does."""
+    """Where a fresh run keeps its checkpoints until it replaces the run in `root`, and where it moves the old ones."""
     return root.with_name(f".{root.name}.new"), root.with_name(f".{root.name}.replaced")
 
 
 def newest_checkpoint(run_dir: Path) -> Path | None:
-    """The folder of the newest checkpoint of a run, by step; None without one. Only its manifest was looked for."""
+    """The folder of a run's checkpoint with the highest step, or None. It only checks that it has a manifest."""
     return next(iter(checkpoint_folders(run_dir / "checkpoints")), None)

@@ -1,4 +1,4 @@
-"""A process that was started from here, and what to say of its end."""
+"""Waits for a child process, ends it, and describes how it ended."""
 
 import signal
 import subprocess
@@ -10,11 +10,11 @@ from pathlib import Path
 class Child:
     name: str
     process: subprocess.Popen[bytes]
-    log: Path | None  # None: its stderr is ours
+    log: Path | None  # None if it shares our stderr
 
     @property
     def code(self) -> int | None:
-        """As a shell has it; None while it runs."""
+        """The exit code as a shell reports it; None while the process runs."""
         code = self.process.poll()
         return code if code is None or code >= 0 else 128 - code
 
@@ -23,7 +23,6 @@ class Child:
             self.process.send_signal(number)
 
     def ended_within(self, seconds: float) -> bool:
-        """Waits for its end."""
         try:
             self.process.wait(seconds)
         except subprocess.TimeoutExpired:
@@ -31,7 +30,7 @@ class Child:
         return True
 
     def see_out(self, seconds: float) -> None:
-        """Waits for the end of one that knows of it; after so many seconds it is asked, and then killed."""
+        """Waits up to `seconds` for the process to end, then sends SIGTERM, and after another `seconds` SIGKILL."""
         if not self.ended_within(seconds):
             self.signal(signal.SIGTERM)
             if not self.ended_within(seconds):
@@ -39,12 +38,13 @@ class Child:
                 self.ended_within(seconds)
 
     def obituary(self) -> str:
-        """Of one that has ended."""
+        """Says how the process ended. Call it only after the end."""
         who, code = f"the {self.name} (process {self.process.pid})", self.process.returncode
         if code < 0:
-            return f"{who} was killed by {signal.Signals(-code).name}; if nobody sent it, the machine ran out of memory"
+            name = signal.Signals(-code).name
+            return f"{who} was killed by {name}; unless you sent it, the machine ran out of memory"
         if self.log is None:
-            return f"{who} ended with code {code}; why stands above"
+            return f"{who} ended with code {code}; its error is above"
         return f"{who} ended with code {code}: {last_line(self.log)} [{self.log}]"
 
 

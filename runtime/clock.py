@@ -1,4 +1,4 @@
-"""`time.monotonic` and `time.perf_counter` of two processes are one clock where `boot_id` is the same."""
+"""Tells whether two processes share `time.monotonic` and `time.perf_counter`: they do if `boot_id` is the same."""
 
 from pathlib import Path
 
@@ -6,5 +6,5 @@ BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 def boot_id() -> str:
-    """Of the host's kernel, containers included. Raises OSError."""
+    """The host kernel's boot id, the same in all its containers. Raises OSError."""
     return BOOT_ID.read_text().strip()

@@ -1,4 +1,4 @@
-"""How every command ends: one sentence and an exit code, never a traceback for what a person can put right."""
+"""Ends every command with an exit code and one sentence, without a traceback for errors that the user can correct."""
 
 import os
 import sys
@@ -7,14 +7,14 @@ from collections.abc import Callable
 from rowcast.runtime.errors import RowcastError
 from rowcast.runtime.telemetry.logs import get_logger, setup_logging
 
-INTERRUPTED = 130  # 128 + SIGINT, as shells have it
+INTERRUPTED = 130  # 128 + SIGINT, as in shells
 
 
 def run_command(process: str, main: Callable[[], int | None]) -> int:
     """Runs `main` and returns the exit code of the process: what `main` returned, or 0 for None.
 
-    A RowcastError is one line on stderr and its own exit code; an interrupt is 130; anything else is our bug: its traceback is logged
-    and the code is 1. Logging works before `main` has set it up.
+    A RowcastError becomes one line on stderr and its own exit code; an interrupt becomes 130. Any other exception is
+    our bug: its traceback is logged and the code is 1. Logging works before `main` has set it up.
     """
     setup_logging(process)
     try:
@@ -43,7 +43,7 @@ def say(process: str, sentence: str) -> None:
 
 
 def flush_stdout() -> None:
-    """Writes what is left; a reader that has gone (`| head`) must not turn the exit code into the interpreter's 120."""
+    """Flushes stdout; a reader that has ended (`| head`) must not turn the exit code into the interpreter's 120."""
     try:
         sys.stdout.flush()
     except BrokenPipeError:

@@ -1,4 +1,4 @@
-"""The one place that knows numba: loops compiled on first use, cached on disk where that is possible, run without the GIL."""
+"""Compiles loops with numba on first use, caches them on disk if possible, and runs them without the GIL."""
 
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
@@ -14,13 +14,14 @@ BYTE_POINTER, INT = ir.IntType(8).as_pointer(), ir.IntType(32)
 
 
 def compiled(function: Function) -> Function:
-    """Compiles `function` for the types it is first called with. A read-only install without a home compiles in memory."""
+    """Compiles `function` for the types it is first called with. Without a writable folder it compiles in memory."""
     return compile_with(function)
 
 
 def compiled_loop(function: Function) -> Function:
-    """As `compiled`, for loops that make no arrays: they are compiled without reference counts, which otherwise may cost more than
-    the work that a loop does for a row (docs/experiments.md). Where numba has no such option, they are only slower.
+    """Compiles a loop that makes no arrays, without reference counts.
+
+    Counting may cost more than the loop's work for a row (docs/experiments.md). Without the option it is only slower.
     """
     try:
         return compile_with(function, _nrt=False)
@@ -29,9 +30,10 @@ def compiled_loop(function: Function) -> Function:
 
 
 def compiled_arithmetic(function: Function) -> Function:
-    """As `compiled_loop`, for loops over floats, in which a division by zero gives what the processor gives, as in torch.
+    """Compiles a loop over floats like `compiled_loop`; a division by zero gives the processor's result, as in torch.
 
-    Every product and every sum is rounded by itself, in the order written: nothing is joined or reordered, as exact results need it.
+    Every product and every sum is rounded separately, in the order written: exact results need that nothing is fused or
+    reordered.
     """
     try:
         return compile_with(function, error_model="numpy", _nrt=False)
@@ -48,9 +50,9 @@ def compile_with(function: Function, **options: bool | str) -> Function:
 
 @intrinsic  # type: ignore[untyped-decorator]
 def prefetch(typing_context: Any, array: Any, index: Any) -> Any:
-    """In compiled loops: asks the processor for the cache line of array[index], without waiting for it. `array` has one dimension.
+    """In a compiled loop, asks the processor for the cache line of array[index] without waiting; `array` is 1-D.
 
-    A hint only: it changes no value, and an index beyond the end does no harm.
+    It is only a hint: it changes no value, and an index beyond the end does no harm.
     """
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
@@ -69,7 +71,7 @@ def prefetch(typing_context: Any, array: Any, index: Any) -> Any:
 
 @intrinsic  # type: ignore[untyped-decorator]
 def multiply_add(typing_context: Any, a: Any, b: Any, c: Any) -> Any:
-    """In compiled loops: a * b + c of float32, rounded once."""
+    """In a compiled loop, a * b + c in float32, rounded once."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         return builder.fma(*arguments)

@@ -1,15 +1,15 @@
-"""How many cores a process may use: those it may run on, and no more than a container's quota of their time."""
+"""Counts the cores that a process may use: those that it may run on, within the quota of its container."""
 
 import os
 from pathlib import Path
 
-CGROUP = Path("/sys/fs/cgroup")  # of a container its own
+CGROUP = Path("/sys/fs/cgroup")  # in a container this is the container's own group
 
 
 def usable_cores(cgroup: Path = CGROUP) -> int:
-    """At least 1. A quota of 1.5 cores counts as 2: half a core too few costs more than threads that are throttled now and then.
+    """At least 1. A quota of 1.5 cores counts as 2: half a core too few costs more than some throttling.
 
-    Source: `cpu.max` of cgroup v2, "$MAX $PERIOD" in microseconds, or "max $PERIOD" where there is no quota.
+    Source: `cpu.max` of cgroup v2, "$MAX $PERIOD" in microseconds, or "max $PERIOD" without a quota.
     """
     allowed = len(os.sched_getaffinity(0))
     try:

@@ -1,10 +1,10 @@
-"""Instants at which a process can be made to kill itself, so that tests can show that none of them matters.
+"""Lets a test kill a process at a named point, to show that a run survives a crash at each of them.
 
-    ROWCAST_CRASH="plan made"               SIGKILL the first time that this instant is passed
+    ROWCAST_CRASH="plan made"               SIGKILL when the process first passes this point
     ROWCAST_CRASH="plan made:3"             the third time
-    ROWCAST_CRASH="plan made:3:SIGSTOP"     another signal to itself
+    ROWCAST_CRASH="plan made:3:SIGSTOP"     another signal
 
-Without the variable, which only tests set, passing one costs a comparison. Each name is called at one place of the tree.
+Only tests set the variable. Without it, a point costs one comparison. Each name is used at one place in the tree.
 """
 
 import os
@@ -15,30 +15,30 @@ VARIABLE = "ROWCAST_CRASH"
 
 CRASH_POINTS = (
     # prefetcher: a step
-    "plan made",  # and nobody else knows of it
+    "plan made",  # only the planner knows it
     "StepReady not sent",  # its rows are in the ring
     "StepReady sent",
-    "rows not written",  # they came home and lie in the ring
+    "rows not written",  # they came home and are in the ring
     "rows written",  # to the store
     # prefetcher: a barrier and its checkpoint
     "Flush sent",  # none of its rows has come
     "rows not collected",  # all are in the store
-    "rows collected",  # into the writer's queue; the dense side is to come
+    "rows collected",  # into the writer's queue; the model state has not come
     "dense piece taken",
     "row file written",
     "dense file synced",
-    "merging",  # layers into one, with a part of the new base gathered
-    "manifest not renamed",  # everything is on disk, but there is no checkpoint
+    "merging",  # layers are merged; a part of the new base is gathered
+    "manifest not renamed",  # all files are on disk, but there is no checkpoint
     "manifest renamed",  # its folder is not synced
-    "manifest durable",  # nothing old was removed
+    "manifest durable",  # no old file is removed
     "old manifest removed",  # its files are still there
-    "garbage removed",  # one file or folder of it
+    "garbage removed",  # one file or folder of several
     "EndOfData not sent",
     "run not marked complete",  # the trainer has ended
     # prefetcher: a start
     "file restored",  # the first of several
     "layer restored",
-    "changed rows restored",  # of one group, after the trainer was lost
+    "changed rows restored",  # one group's, after the trainer was lost
     "tables restored",
     "Welcome sent",
     # trainer: a start
@@ -47,13 +47,13 @@ CRASH_POINTS = (
     "model restored",  # losses and evaluation are not
     # trainer: a step
     "step not begun",
-    "step computed",  # nobody heard of it
+    "step computed",  # the prefetcher does not know it
     "RowsBack not sent",  # its rows are in the ring
     "RowsBack sent",  # before its StepDone
     "loss not written",
     "loss written",
     # trainer: a barrier and the end
-    "dense side not packed",  # all rows were handed to the sender
+    "dense side not packed",  # all rows are with the sender
     "Saved not sent",
     "Saved sent",
     "report not written",
@@ -63,16 +63,16 @@ CRASH_POINTS = (
 
 
 class Armed:
-    """The one instant at which this process gets a signal. Raises ValueError where there is no such instant or signal."""
+    """The point at which this process sends itself a signal. Raises ValueError for an unknown point or signal."""
 
     def __init__(self, value: str) -> None:
         name, times, number, *_ = [*value.split(":"), "", ""]
         if name and name not in CRASH_POINTS:
-            raise ValueError(f"{VARIABLE} = {value!r} names no crash point")
+            raise ValueError(f"{VARIABLE} = {value!r} does not name a crash point")
         self.name = name
         self._left = int(times or 1)
         self._signal = signal.Signals[number or "SIGKILL"]
-        self._lock = threading.Lock()  # several threads may pass it
+        self._lock = threading.Lock()  # several threads may pass the point
 
     def passed(self) -> None:
         with self._lock:
@@ -85,6 +85,6 @@ ARMED = Armed(os.environ.get(VARIABLE, ""))
 
 
 def crash_point(name: str) -> None:
-    """Where this process is armed for this point, its signal, which by default ends it."""
+    """Sends this process its signal, which by default ends it, if it is armed for this point."""
     if name == ARMED.name:
         ARMED.passed()

@@ -1,6 +1,6 @@
-"""The few primitives by which anything durable is written, so that tests can record them and make them fail.
+"""Defines the operations that write all durable files, so that tests can record them and make them fail.
 
-What survives a loss of power, and what the order of every writer rests on:
+What survives a loss of power, on which the order of all writes depends:
 
     content of a file      what was written before its last `sync`
     an entry of a folder   (a file's name, a rename, an unlink) what was done before the folder's last `sync_folder`
@@ -15,36 +15,35 @@ Content = bytes | memoryview
 
 
 class FileWrite(Protocol):
-    """A file being written, from its first byte on. Every method raises OSError."""
+    """A file that is written from its first byte. Every method raises OSError."""
 
     def write(self, content: Content) -> None:
         """Appends all of `content`, or raises."""
 
     def sync(self) -> None:
-        """What was written is on the disk. After a failure nothing is known of the content: the file must be given up."""
+        """Puts what was written on the disk. After an error the content is unknown, and the file must be discarded."""
 
     def close(self) -> None:
-        """Idempotent. Says nothing about the disk."""
+        """Idempotent. Does not sync."""
 
 
 class Disk(Protocol):
     """Every method raises OSError."""
 
-    def mkdir(self, path: Path) -> None:
-        """Makes one folder in an existing one."""
+    def mkdir(self, path: Path) -> None: ...
 
     def create(self, path: Path) -> FileWrite:
-        """A new, empty file; what was there is replaced."""
+        """Creates an empty file; an existing one is replaced."""
 
     def rename(self, source: Path, target: Path) -> None:
-        """Moves a file, replacing what was at `target`, at once."""
+        """Moves a file atomically; an existing `target` is replaced."""
 
     def unlink(self, path: Path) -> None: ...
 
     def remove_tree(self, path: Path) -> None: ...
 
     def sync_folder(self, path: Path) -> None:
-        """The folder's entries are on the disk."""
+        """Puts the folder's entries on the disk."""
 
 
 class RealWriting:
@@ -68,8 +67,6 @@ class RealWriting:
 
 
 class RealDisk:
-    """The file system."""
-
     def mkdir(self, path: Path) -> None:
         path.mkdir()
 

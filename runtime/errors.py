@@ -1,11 +1,11 @@
-"""Errors that end a run. Each is one sentence for the person who can act on it, and names the exit code of the process."""
+"""Defines the errors that end a run. Each is one sentence for the user and has the exit code of the process."""
 
 
 class RowcastError(Exception):
     """Base of every error that a command reports as one sentence instead of a traceback."""
 
     exit_code = 1
-    is_peers = False  # the peer has failed with it, and said so
+    is_peers = False  # True if the peer failed with it and said so
 
 
 class ConfigError(RowcastError):
@@ -15,13 +15,13 @@ class ConfigError(RowcastError):
 
 
 class PeerLost(RowcastError):
-    """The other process never came, went away, or lives without making progress."""
+    """The other process never came, left, or makes no progress."""
 
     exit_code = 3
 
 
 class PeerNeverCame(PeerLost):
-    """No other process came within the time that it was awaited."""
+    """No other process came within the time-out."""
 
 
 class DataError(RowcastError):
@@ -37,15 +37,15 @@ class Mismatch(RowcastError):
 
 
 class ProtocolError(RowcastError):
-    """A message that the conversation does not allow here."""
+    """A message came or was sent that the conversation does not allow at this point."""
 
 
 class LocalProtocolError(ProtocolError):
-    """This process tried to send what the conversation does not allow: a bug of ours."""
+    """This process tried to send what the conversation does not allow: our bug."""
 
 
 class RemoteProtocolError(ProtocolError):
-    """The peer sent what the conversation does not allow: a bug of theirs, or a hostile peer."""
+    """The peer sent what the conversation does not allow: its bug, or an attack."""
 
 
 class NonFiniteLoss(RowcastError):
@@ -59,9 +59,9 @@ ERRORS_BY_EXIT_CODE: dict[int, type[RowcastError]] = {
 
 
 def peer_failure(code: int, sentence: str) -> RowcastError:
-    """The error that a peer's `Failure` message stands for on this side, so that both exit with one code.
+    """The error to raise for a peer's `Failure` message, so that both processes exit with the same code.
 
-    The sentence goes to a terminal and a log: it is cut, and cannot hold a control character.
+    The sentence goes to a terminal and a log, so it is cut and control characters become spaces.
     """
     printable = "".join(letter if letter.isprintable() else " " for letter in sentence[:MAX_PEER_SENTENCE])
     error = ERRORS_BY_EXIT_CODE.get(code, RowcastError)(printable)
@@ -70,7 +70,7 @@ def peer_failure(code: int, sentence: str) -> RowcastError:
 
 
 def told(error: BaseException) -> tuple[int, str]:
-    """The exit code and the sentence that the peer of a process that fails with `error` ends with too."""
+    """The exit code and the sentence to send to the peer of a process that fails with `error`."""
     if isinstance(error, RowcastError):
         return error.exit_code, str(error)
     return 1, f"{type(error).__name__}: {error}"

@@ -1,16 +1,16 @@
-"""Where a run stands between two batches; what a checkpoint holds of the reader."""
+"""Defines the position of a run between two batches: the reader's part of a checkpoint."""
 
 import msgspec
 
 
 class Position(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Between two batches of the schedule; the default is the beginning."""
+    """A place between two batches of the schedule; the default is the start."""
 
-    step: int = 0  # batches of both kinds before it
+    step: int = 0  # batches of both kinds before this place
     train_step: int = 0  # training batches before it
     epoch: int = 0
     train_batch: int = 0  # training batches of this epoch before it
-    eval_batch: int | None = None  # batches of the evaluation in progress before it; None outside an evaluation
+    eval_batch: int | None = None  # batches of the current evaluation before it; None outside an evaluation
 
     def after_train(self) -> "Position":
         return msgspec.structs.replace(

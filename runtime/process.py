@@ -1,4 +1,4 @@
-"""What both processes do around their stages: threads, signals, the first error, and leaving in order."""
+"""Runs the stage threads of a process, handles its signals, keeps its first error, and ends it in order."""
 
 import os
 import signal
@@ -14,14 +14,16 @@ from rowcast.runtime.stages import Doorbell, Stage, StageThread
 from rowcast.runtime.telemetry.logs import get_logger
 
 STOPS = (signal.SIGINT, signal.SIGTERM)
-STOPPING = "stopping: the plans already made are finished first; a second signal ends at once"
-AT_SUDDEN_EXIT: list[Callable[[], None]] = []  # each removes what would outlive a process that ends without cleaning up
-HANG_GRACE_S = 5.0  # after a fatal error, for the main thread to come out of what it is doing
+STOPPING = "stopping: the plans already made are finished first; a second signal ends the process at once"
+AT_SUDDEN_EXIT: list[Callable[[], None]] = []  # each removes what a process that ends without a clean-up would leave
+HANG_GRACE_S = 5.0  # how long after a fatal error the main thread may take to notice it
 
 
 class Signals:
-    """The first SIGINT or SIGTERM asks for a stop, a second one ends the process at once. Use as a context manager, in the main thread,
-    around everything that takes time: the imports of a command too."""
+    """The first SIGINT or SIGTERM requests a stop, the second ends the process at once.
+
+    Use it as a context manager in the main thread, around everything that takes time, including a command's imports.
+    """
 
     def __init__(self) -> None:
         self.stop_reason: str | None = None
@@ -32,7 +34,7 @@ class Signals:
     def __enter__(self) -> Self:
         for number in STOPS:
             self._previous[number] = signal.signal(number, self._handle)
-        # a launcher may have held them back until they can be acted upon
+        # a launcher may have blocked them until they can be handled
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPS)
         return self
 
@@ -46,14 +48,14 @@ class Signals:
         if self.stop_reason is not None:
             leave_at_once(128 + number)
         self.stop_reason = signal.Signals(number).name
-        self.bell.ring()  # its lock is re-entrant, so this is safe even where the signal interrupted a wait on it
+        self.bell.ring()  # its lock is re-entrant, so this is safe even if the signal interrupted a wait on it
 
 
 class Crew:
     """The stage threads of a process and the first error of any of them."""
 
     def __init__(self, process: str, bell: Doorbell, *, owns_process: bool = True) -> None:
-        """`owns_process`: the process is to end with an error of ours, also where its main thread does not come back."""
+        """With `owns_process`, an error ends the process even if its main thread hangs."""
         self.error: BaseException | None = None
         self._process = process
         self._owns_process = owns_process
@@ -62,7 +64,6 @@ class Crew:
         self._stopped = threading.Event()
 
     def start(self, stages: Mapping[str, Stage], on_idle: Mapping[str, Callable[[float], None]]) -> None:
-        """May be called again, with other stages."""
         threads = {
             name: StageThread(name, stage, self._bell, self.fail, on_idle.get(name)) for name, stage in stages.items()
         }
@@ -76,7 +77,7 @@ class Crew:
         self._stopped.set()
 
     def fail(self, error: BaseException) -> None:
-        """Keeps the first error; the main thread raises it. A main thread that cannot hear of it is ended with the process."""
+        """Keeps the first error, which the main thread raises. If the main thread hangs, the process is ended."""
         if self.error is None:
             self.error = error
             if self._owns_process:
@@ -88,7 +89,7 @@ class Crew:
             raise self.error
 
     def dead_stage(self) -> str | None:
-        """The name of a stage that an error has ended; None where that error is the loss of the peer, which is no fault of this process."""
+        """The name of a stage that an error has ended. None if the peer is lost, which is not this process's fault."""
         if self.error is None or isinstance(self.error, PeerLost):
             return None
         return next((name for name, thread in self._threads.items() if not thread.alive), None)
@@ -96,7 +97,7 @@ class Crew:
     def _end_hung_process(self, error: BaseException) -> None:
         if self._stopped.wait(HANG_GRACE_S):
             return
-        get_logger().error("the main thread did not end; leaving at once")
+        get_logger().error("the main thread did not end; ending the process")
         say(
             self._process,
             str(error) if isinstance(error, RowcastError) else f"unexpected error: {type(error).__name__}: {error}",
@@ -105,7 +106,7 @@ class Crew:
 
 
 def leave_at_once(code: int) -> None:
-    """Ends the process without a further word; only what would outlive it is removed."""
+    """Ends the process without a clean-up, apart from `AT_SUDDEN_EXIT`."""
     for remove in AT_SUDDEN_EXIT:
         remove()
     os._exit(code)

@@ -1,7 +1,7 @@
-"""The run directory: which process holds it, whether a run in it is over, and what a process in it has failed with.
+"""Holds a run directory: it locks it, marks a run in it complete, and notes the error that a process failed with.
 
-A process may fail before its peer can hear of it over the link. So it leaves a note, `<role>.failure`, which ends a peer
-that waits for it (`failure_since`), and which its own next start removes.
+A process may fail before the link exists. So it writes a note, `<role>.failure`, which ends a waiting peer
+(`failure_since`). Its own next start removes the note.
 """
 
 import fcntl
@@ -23,26 +23,22 @@ Role = Literal["prefetcher", "trainer"]
 
 
 class Completion(msgspec.Struct, frozen=True, kw_only=True):
-    """How a run came to its end."""
-
     train_steps: int
-    epochs: int  # data.epochs then
-    max_steps: int | None = None  # --max-steps, where that was the end; None: the data was
+    epochs: int  # data.epochs at that time
+    max_steps: int | None = None  # --max-steps if that ended the run; None if the data did
 
     @property
     def cause(self) -> str:
         return f"data.epochs = {self.epochs}" if self.max_steps is None else f"--max-steps {self.max_steps}"
 
     def leaves_more(self, epochs: int, max_steps: int | None) -> bool:
-        """Whether a run of so many epochs and at most `max_steps` train steps goes beyond it."""
+        """Whether a run of `epochs` epochs and at most `max_steps` train steps would train further."""
         if max_steps is not None and max_steps <= self.train_steps:
             return False
         return epochs > self.epochs or self.max_steps is not None
 
 
 class FailureNote(msgspec.Struct, frozen=True, kw_only=True):
-    """What a process has failed with."""
-
     code: int
     sentence: str
     boot_id: str
@@ -50,7 +46,7 @@ class FailureNote(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RunDirectory:
-    """Holds `<run_dir>/<role>.lock` for as long as it is open. The kernel frees the lock of a process that is killed."""
+    """Holds `<run_dir>/<role>.lock` while it is open. The kernel frees the lock of a killed process."""
 
     def __init__(self, path: Path, role: Role) -> None:
         self.path = path
@@ -71,7 +67,8 @@ class RunDirectory:
             holder = os.pread(self._lock, 32, 0).decode() or "unknown"
             os.close(self._lock)
             raise ConfigError(
-                f"run directory {self.path} is held by a {self._role} with process id {holder}; end it or set another job.run_dir"
+                f"run directory {self.path} is held by a {self._role} with process id {holder}; "
+                "end it or set another job.run_dir"
             ) from None
         os.ftruncate(self._lock, 0)
         os.pwrite(self._lock, str(os.getpid()).encode(), 0)
@@ -85,12 +82,13 @@ class RunDirectory:
             self._lock = None
 
     def clear_failure(self) -> None:
-        """Removes the note of an earlier process of this role."""
         failure_path(self.path, self._role).unlink(missing_ok=True)
 
     def note_failure(self, error: BaseException) -> None:
-        """Ends a peer that waits for this process. Nothing is noted where only the peer is missing or has failed, or where
-        this process was interrupted. Where the note cannot be written, the peer waits until its time-out."""
+        """Notes `error`, which ends a waiting peer, unless the peer is lost or failed first, or this was an interrupt.
+
+        If the note cannot be written, the peer waits until its time-out.
+        """
         is_own = isinstance(error, Exception) and not isinstance(error, PeerLost)
         if not is_own or (isinstance(error, RowcastError) and error.is_peers):
             return
@@ -100,15 +98,14 @@ class RunDirectory:
             write_durably(failure_path(self.path, self._role), msgspec.json.encode(note) + b"\n")
 
     def mark_complete(self, completion: Completion) -> None:
-        """Both sides are done: the last checkpoint is on disk, and the trainer has written its report."""
+        """Call when both sides are done: the last checkpoint is on disk, and the trainer has written its report."""
         write_durably(self.path / COMPLETE, msgspec.json.encode(completion) + b"\n")
 
     def go_on(self) -> None:
-        """The run that is here is not complete any more: it is trained further."""
         (self.path / COMPLETE).unlink(missing_ok=True)
 
     def completion(self) -> Completion | None:
-        """Of the run that is here; None where it is not over. Raises ConfigError."""
+        """How the run here ended; None if it is not complete. Raises ConfigError."""
         path = self.path / COMPLETE
         try:
             return msgspec.json.decode(path.read_bytes(), type=Completion)
@@ -120,14 +117,17 @@ class RunDirectory:
             ) from None
 
     def refuse_complete(self, epochs: int, max_steps: int | None = None) -> None:
-        """Raises ConfigError where the run that is here is over, and `epochs` of the data and `max_steps` give it nothing more to train.
-        One that was killed or stopped goes on."""
+        """Raises ConfigError if the run here is complete, and `epochs` and `max_steps` leave it nothing to train.
+
+        A run that was killed or stopped continues.
+        """
         completion = self.completion()
         if completion is not None and not completion.leaves_more(epochs, max_steps):
             raise ConfigError(
-                f"the run in {self.path} finished after {completion.train_steps} train steps ({completion.cause}); to train it further "
-                f"raise that; to train its model on other data set another job.run_dir and add --from {self.path}; to train a new model "
-                "in its place add --fresh (in a script: fresh=True): it replaces this one with its first checkpoint"
+                f"the run in {self.path} finished after {completion.train_steps} train steps ({completion.cause}); "
+                "to train it further raise that; to train its model on other data set another job.run_dir and add "
+                f"--from {self.path}; to train a new model in its place add --fresh (in a script: fresh=True): "
+                "it replaces this one with its first checkpoint"
             )
 
 
@@ -136,18 +136,18 @@ def failure_path(run_dir: Path, role: Role) -> Path:
 
 
 def note_refusal(run_dir: Path, role: Role, error: ConfigError) -> None:
-    """`note_failure` for a process that does not hold its run directory yet. Where there is none, nobody waits."""
-    with suppress(ConfigError):  # it is held by another process of that role, which is not refused
+    """`note_failure` for a process that does not hold its run directory yet. Without a run directory no peer waits."""
+    with suppress(ConfigError):  # another process of that role holds it, and that one is not refused
         if run_dir.is_dir():
             with RunDirectory(run_dir, role) as directory:
                 directory.note_failure(error)
 
 
 def failure_since(run_dir: Path, role: Role, since_s: float) -> RowcastError | None:
-    """What a process of that role has failed with after `since_s` by the monotonic clock of this boot of this host."""
+    """The error of a process of that role that failed after `since_s`, by this host's monotonic clock; or None."""
     try:
         note = msgspec.json.decode(failure_path(run_dir, role).read_bytes(), type=FailureNote)
         is_new = note.boot_id == boot_id() and note.at_s >= since_s
-    except (OSError, msgspec.DecodeError):  # nobody has failed, or this is no note of ours
+    except (OSError, msgspec.DecodeError):  # there is no note, or it is not ours
         return None
     return peer_failure(note.code, note.sentence) if is_new else None

@@ -1,13 +1,13 @@
-"""SplitMix64 (Steele, Lea, Flood 2014): 64-bit numbers, each a function of a counter, in which every bit depends on every other.
+"""Implements SplitMix64 (Steele, Lea, Flood 2014), which makes a pseudo-random 64-bit number from a counter.
 
-mix(counter * GOLDEN)    numbers that pass for random; another seed: mix(seed + counter * GOLDEN)
+mix(counter * GOLDEN)    with a seed: mix(seed + counter * GOLDEN)
 """
 
 import numpy as np
 
 from rowcast.runtime.arrays import U64
 
-GOLDEN = np.uint64(0x9E3779B97F4A7C15)  # 2**64 / golden ratio: its multiples lie far apart
+GOLDEN = np.uint64(0x9E3779B97F4A7C15)  # 2**64 / golden ratio: its multiples are far apart
 FACTOR_1, FACTOR_2 = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 
 

@@ -1,7 +1,7 @@
-"""Stages and the threads that run them.
+"""Defines stages and the threads that run them.
 
-Every stage of both processes has one non-blocking `advance()`. In a process each stage has a thread that is a loop around it;
-in a test all stages of both sides are advanced by one thread, in an order that a seed decides.
+Every stage of both processes has one non-blocking `advance()`. In a process, each stage has a thread that calls it in a
+loop. In a test, one thread advances all stages of both sides, in an order that a seed decides.
 """
 
 import threading
@@ -9,23 +9,23 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
-IDLE_WAIT_S = 0.05  # a stage looks again after this long even if nobody rang, for what has no bell: clocks and devices
+IDLE_WAIT_S = 0.05  # an idle stage looks again after this time, because clocks and devices do not ring
 
 
 class Stage(Protocol):
     def advance(self) -> bool:
-        """Does what can be done without waiting; True if anything was done."""
+        """Does what it can without waiting; returns whether it did anything."""
 
 
 class FunctionStage:
-    """A stage that is one function: an engine's, for one of its threads."""
+    """A stage made of one function, such as one of an engine's."""
 
     def __init__(self, advance: Callable[[], bool]) -> None:
         self.advance = advance
 
 
 class Doorbell:
-    """Wakes every idle stage of a process: whoever has changed something rings."""
+    """Wakes all idle stages of a process. Code that has changed something rings it."""
 
     def __init__(self) -> None:
         self._condition = threading.Condition()
@@ -41,14 +41,14 @@ class Doorbell:
             self._condition.notify_all()
 
     def wait(self, seen: int, timeout_s: float = IDLE_WAIT_S) -> None:
-        """Returns when the bell has rung since `seen` rings, or after the time-out."""
+        """Returns once `rings` differs from `seen`, or after the time-out."""
         with self._condition:
             if self._rings == seen:
                 self._condition.wait(timeout_s)
 
 
 class StageThread:
-    """Runs one stage until stopped. Its first error is handed to `on_error`, and ends the thread."""
+    """Runs one stage until it is stopped. The first error is passed to `on_error` and ends the thread."""
 
     def __init__(
         self,
@@ -58,7 +58,6 @@ class StageThread:
         on_error: Callable[[BaseException], None],
         on_idle: Callable[[float], None] | None = None,
     ) -> None:
-        """`on_idle` is told after each wait how many seconds it took."""
         self._stage = stage
         self._bell = bell
         self._on_error = on_error
@@ -70,7 +69,7 @@ class StageThread:
         self._thread.start()
 
     def stop(self) -> None:
-        """Ends the loop after the `advance` in progress and joins the thread."""
+        """Ends the loop after the current `advance` and joins the thread."""
         self._stopped.set()
         self._bell.ring()
         self._thread.join()
@@ -93,5 +92,5 @@ class StageThread:
                     self._bell.ring()
                 else:
                     self._wait(seen)
-        except BaseException as error:  # noqa: BLE001 - whatever it is, the process must hear of it
+        except BaseException as error:  # noqa: BLE001 - the process must hear of any error
             self._on_error(error)

@@ -64,16 +64,16 @@ BAD_JOBS: dict[str, tuple[dict[str, Any], str]] = {
     "run directory": ({"job": {"run_dir": ""}}, "run_dir is empty; name a folder"),
     "format": (
         {"data": {"format": "json"}},
-        "format = 'json' is none of criteo-tsv, criteo-npy, parquet, csv, synthetic",
+        "format = 'json' is not one of criteo-tsv, criteo-npy, parquet, csv, synthetic",
     ),
-    "half a factory": ({"data": {"format": "package:"}}, "format = 'package:' is none of"),
+    "half a factory": ({"data": {"format": "package:"}}, "format = 'package:' is not one of"),
     "no path": ({"data": {"format": "criteo-tsv"}}, "format = 'criteo-tsv' needs path"),
     "batch size": ({"data": {"batch_size": 0}}, "batch_size = 0 must be from 1 to"),
     "eval fraction": ({"data": {"eval_fraction": 1.0}}, "eval_fraction = 1.0 must be at least 0 and less than 1"),
-    "shuffle": ({"data": {"shuffle": "window:0"}}, "shuffle = 'window:0' is none of none, full, window:ROWS"),
+    "shuffle": ({"data": {"shuffle": "window:0"}}, "shuffle = 'window:0' is not one of none, full, window:ROWS"),
     "shuffle of a stream": (
         {"data": {"format": "parquet", "path": "x", "shuffle": "full"}},
-        'shuffle = "full" needs random access, which parquet has not',
+        'shuffle = "full" needs random access, which parquet does not have',
     ),
     "no tables": ({"tables": []}, "no tables; give [[tables]] or [tables_from]"),
     "empty table": (table(num_embeddings=0), "table t: num_embeddings = 0 must be from 1 to 2**48"),
@@ -97,7 +97,7 @@ BAD_JOBS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "initial values": (
         table(init="normal:inf"),
-        "init = 'normal:inf' is none of uniform, uniform:lo,hi, normal:std, constant:x",
+        "init = 'normal:inf' is not one of uniform, uniform:lo,hi, normal:std, constant:x",
     ),
     "a value that fp16 has not": (
         table(dtype="fp16", init="constant:-70000"),
@@ -116,10 +116,10 @@ BAD_JOBS: dict[str, tuple[dict[str, Any], str]] = {
         table(embedding_dim=8),
         "model.bottom_mlp ends in 4, but table t has embedding_dim = 8",
     ),
-    "layers": ({"model": {"bottom_mlp": [0, 4]}}, "attention_mlp and final_mlp list widths, which must be from 1 to"),
+    "layers": ({"model": {"bottom_mlp": [0, 4]}}, "attention_mlp and final_mlp list widths, each from 1 to"),
     "sequences for dlrm": (
         table(pooling="none"),
-        'table t has pooling = "none", but dlrm needs one vector a feature; use "sum" or "mean"',
+        'table t has pooling = "none", but dlrm needs one vector for each feature; use "sum" or "mean"',
     ),
     "sequences for dcnv2": (
         table(pooling="none") | {"model": {"kind": "dcnv2"}},
@@ -127,7 +127,7 @@ BAD_JOBS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "tbsm without sequences": (
         {"model": TBSM},
-        'tbsm needs a table with pooling = "none": the last entry of its sequences is the target',
+        'tbsm needs a table with pooling = "none": the last entry of a sequence is the target',
     ),
     "tbsm without a final layer": (
         table(pooling="none") | {"model": TBSM | {"final_mlp": [4]}},
@@ -159,7 +159,7 @@ BAD_JOBS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "eps of zero": (
         sparse(kind="adagrad", eps=0.0),
-        "eps = 0.0 must be above 0: with 0 rows that no batch touches would become NaN",
+        "eps = 0.0 must be above 0: with 0, rows that no batch touches would become NaN",
     ),
     "learning rate": (sparse(lr=-1.0), "lr = -1.0 must be finite and at least 0"),
     "momentum of dense": (dense(momentum=-1.0), "momentum = -1.0 must be finite and at least 0"),
@@ -171,7 +171,7 @@ BAD_JOBS: dict[str, tuple[dict[str, Any], str]] = {
     "ring": ({"transport": {"ring": "1KiB"}}, "ring = '1KiB' must be at least 1MiB"),
     "tcp without keys": (
         {"transport": {"endpoint": "tcp://host:1"}},
-        "endpoint = 'tcp://host:1' needs keys = \"FOLDER\", also on one host",
+        "endpoint = 'tcp://host:1' needs keys = \"FOLDER\", even on one host",
     ),
     "endpoint": (
         {"transport": {"endpoint": "tcp://host"}},

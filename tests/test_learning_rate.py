@@ -77,7 +77,7 @@ def test_the_rate_never_jumps_and_never_leaves_its_bounds() -> None:
         ({"kind": "cosine", "decay_steps": 0}, 'kind = "cosine" needs decay_steps = N'),
         (
             {"kind": "linear", "decay_steps": 9, "warmup": 5, "decay_start": 4},
-            "decay_start = 4 lies in the warm-up of 5 train steps",
+            "decay_start = 4 is within the warm-up of 5 train steps",
         ),
         ({"kind": "polynomial", "decay_steps": 9, "power": 0.0}, "power = 0.0 must be finite and above 0"),
         ({"kind": "linear", "decay_steps": 9, "power": 3.0}, 'power belongs to kind = "polynomial"'),

@@ -1,1 +1,1 @@
-"""Links that carry messages and rings that carry bytes."""
+"""Moves messages through links and bytes through rings."""

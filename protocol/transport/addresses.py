@@ -1,4 +1,4 @@
-"""Where the prefetcher's socket can be found: a file that only this user can reach, or a tcp port where only known keys get in."""
+"""Binds or connects the socket: a file that only this user can reach, or a tcp port that only accepts known keys."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,33 +13,36 @@ from rowcast.protocol.transport.refusals import Refusals
 from rowcast.runtime.errors import ConfigError
 
 Context = zmq.Context[zmq.Socket[bytes]]
-HANDSHAKE_MS = 5000  # a caller that has not proved its key by then is cut off
+HANDSHAKE_MS = 5000  # a caller that has not proved its key within this time is cut off
 BACKLOG = 64
 
 
 class BindAddress(Protocol):
-    """The serving side. `open`, then `bind`; `answer` when one of `sockets` is ready; `close` when they and their context are closed."""
+    """The serving side. Call `open`, then `bind`, `answer` when one of `sockets` is ready, and `close` after they are.
 
-    has_payloads: bool  # whether the two ends share no memory
+    The caller of `bind` polls and closes `sockets`.
+    """
+
+    has_payloads: bool  # True if the two ends share no memory
 
     @property
     def sockets(self) -> Sequence["zmq.Socket[bytes]"]:
-        """The door's own, once it is bound; whoever bound it polls and closes them."""
+        """The address's own sockets, once it is bound."""
 
     def open(self) -> None:
-        """Before there is a socket. Raises ConfigError where this process may not serve here."""
+        """Called before there is a socket. Raises ConfigError if this process may not serve here."""
 
     def bind(self, context: Context, socket: "zmq.Socket[bytes]") -> None:
-        """Raises ConfigError where the socket cannot be made."""
+        """Raises ConfigError if the socket cannot be made."""
 
     def answer(self) -> None: ...
 
     def close(self) -> None:
-        """Also after a `bind` that failed."""
+        """Called after a failed `bind` too."""
 
 
 class BindFile:
-    """A unix socket named by the run directory, which one process may serve."""
+    """A unix socket named after the run directory. One process may serve it."""
 
     has_payloads = False
     sockets: Sequence["zmq.Socket[bytes]"] = ()
@@ -61,7 +64,7 @@ class BindFile:
             ) from error
 
     def answer(self) -> None:
-        """Nobody asks."""
+        """There is nothing to answer: the file's mode keeps others out."""
 
     def close(self) -> None:
         self._path.unlink(missing_ok=True)
@@ -69,28 +72,28 @@ class BindFile:
 
 
 class BindTcp:
-    """A tcp port. Everything is encrypted, and a caller that holds no allowed key is never heard."""
+    """A tcp port. All traffic is encrypted, and a caller without an allowed key is never heard."""
 
     has_payloads = True
 
     def __init__(self, endpoint: str, keys: Path, refusals: Refusals) -> None:
-        self.bound: str | None = None  # the endpoint in numbers
+        self.bound: str | None = None  # the endpoint with its numeric address and port
         self._endpoint = endpoint
         self._keys = keys
-        self._gatekeeper = ClientAuth(keys, refusals)
+        self._auth = ClientAuth(keys, refusals)
 
     @property
     def sockets(self) -> Sequence["zmq.Socket[bytes]"]:
-        return self._gatekeeper.sockets
+        return self._auth.sockets
 
     def open(self) -> None:
         load_server(self._keys)
 
     def bind(self, context: Context, socket: "zmq.Socket[bytes]") -> None:
         pair = load_server(self._keys)
-        self._gatekeeper.open(context)
+        self._auth.open(context)
         socket.setsockopt(zmq.ZAP_DOMAIN, DOMAIN)
-        socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # without it, no answer from the gatekeeper would let everybody in
+        socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # otherwise a missing answer of the ZAP handler admits any caller
         socket.curve_server = True
         socket.curve_publickey, socket.curve_secretkey = pair.public, pair.secret
         limit_tcp(socket, self._endpoint)
@@ -99,16 +102,16 @@ class BindTcp:
         except zmq.ZMQError as error:
             why = zmq.strerror(error.errno or 0)
             raise ConfigError(
-                f"transport.endpoint = {self._endpoint!r} cannot be served ({why}); name a free port and an address of this host, "
-                'or "0.0.0.0" for all of them'
+                f"transport.endpoint = {self._endpoint!r} cannot be served ({why}); name a free port and an address "
+                'of this host, or "0.0.0.0" for all of them'
             ) from error
         self.bound = socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
     def answer(self) -> None:
-        self._gatekeeper.answer()
+        self._auth.answer()
 
     def close(self) -> None:
-        """A port has nothing to take away."""
+        """A port leaves nothing to remove."""
 
 
 class ConnectAddress(Protocol):
@@ -118,7 +121,7 @@ class ConnectAddress(Protocol):
     has_payloads: bool
 
     def prepare(self, socket: "zmq.Socket[bytes]") -> None:
-        """Before it connects. Raises ConfigError where this process has no key to show."""
+        """Called before the socket connects. Raises ConfigError if this process has no usable key."""
 
 
 class ConnectFile:
@@ -128,11 +131,11 @@ class ConnectFile:
         self.endpoint = f"ipc://{socket_path(run_dir, directory)}"
 
     def prepare(self, socket: "zmq.Socket[bytes]") -> None:
-        """A unix socket needs nothing."""
+        """A unix socket needs no preparation."""
 
 
 class ConnectTcp:
-    """To the prefetcher that holds the secret of `server.key`, and no other."""
+    """Connects only to the prefetcher that has the secret of `server.key`."""
 
     has_payloads = True
 
@@ -150,5 +153,5 @@ class ConnectTcp:
 def limit_tcp(socket: "zmq.Socket[bytes]", endpoint: str) -> None:
     socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
     socket.setsockopt(zmq.BACKLOG, BACKLOG)
-    socket.setsockopt(zmq.TCP_KEEPALIVE, 0)  # our own heartbeats notice a peer that is gone, and sooner
+    socket.setsockopt(zmq.TCP_KEEPALIVE, 0)  # our heartbeats notice earlier that a peer is gone
     socket.setsockopt(zmq.IPV6, int("[" in endpoint))

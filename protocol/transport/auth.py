@@ -1,10 +1,10 @@
-"""Says of each caller over tcp, by the key it has proved to hold, whether it may come in: the ZAP handler of the prefetcher's socket.
+"""Accepts or refuses each caller over tcp by the key that it has proved to hold: the ZAP handler of the prefetcher.
 
-    caller -- CURVE handshake --> socket -- ZAP request: address, public key --> Gatekeeper.answer, on the link's thread
+    caller -- CURVE handshake --> socket -- ZAP request: address, public key --> ClientAuth.answer, on the link's thread
                                          <-- 200, or 400 --------------------
 
-The list of keys is read again for each caller, so that taking a file away shuts its holder out without a restart. Whatever goes wrong,
-the answer is no.
+The keys are read again for each caller, so removing a file excludes its holder without a restart. After any error the
+answer is no.
 """
 
 from pathlib import Path
@@ -21,10 +21,10 @@ DOMAIN = b"rowcast"
 
 
 class ClientAuth:
-    """`open` before the socket that it guards is bound; who opened it closes its sockets, after that one."""
+    """Call `open` before the guarded socket is bound. The caller closes `sockets` after that socket."""
 
     def __init__(self, keys: Path, refusals: Refusals) -> None:
-        self.sockets: list[zmq.Socket[bytes]] = []  # the one where requests come in, once it is open
+        self.sockets: list[zmq.Socket[bytes]] = []  # the socket that receives requests, once it is open
         self._keys = keys
         self._refusals = refusals
 
@@ -33,13 +33,12 @@ class ClientAuth:
         self.sockets[0].bind(ZAP_ENDPOINT)
 
     def answer(self) -> None:
-        """Answers all who wait."""
         for socket in self.sockets:
             while socket.poll(0):
                 socket.send_multipart(self._answer_to(socket.recv_multipart(zmq.NOBLOCK)))
 
     def _answer_to(self, request: list[bytes]) -> list[bytes]:
-        _, request_id, _, address, _, mechanism, *credentials = request  # by our own libzmq: RFC 27, version 1.0
+        _, request_id, _, address, _, mechanism, *credentials = request  # RFC 27, version 1.0, from our own libzmq
         name = self._name_of(credentials[0]) if mechanism == b"CURVE" and credentials else None
         if name is None:
             self._refuse(address.decode(errors="replace"), credentials)
@@ -54,5 +53,5 @@ class ClientAuth:
 
     def _refuse(self, address: str, credentials: list[bytes]) -> None:
         key = fingerprint(z85.encode(credentials[0])) if credentials else "none"
-        # counted when it leaves
+        # the router counts it when it disconnects
         self._refusals.say(f"refused a caller whose key is not in {CLIENTS}/", address=address, key=key)

@@ -1,14 +1,14 @@
-"""The CURVE keys of a run: which files there are, and what makes them fit to be used.
+"""Loads the CURVE keys of a run and checks that other users cannot read or change them.
 
     keys/                    0700
-      server.key             the prefetcher's public key: a trainer talks to nobody else
-      server.key_secret      0600, on the prefetcher's host only
+      server.key             the prefetcher's public key: a trainer talks to no other prefetcher
+      server.key_secret      0600, only on the prefetcher's host
       clients/               0700
-        NAME.key             a trainer that may come in; taking the file away shuts it out
-        NAME.key_secret      0600, on that trainer's host only
+        NAME.key             a trainer that may connect; removing the file excludes it
+        NAME.key_secret      0600, only on that trainer's host
 
-Files have the format of `zmq.auth` certificates. A folder for both sides serves both on one host; a trainer elsewhere needs `server.key`
-and its own `clients/NAME.key_secret`, no more. `prefetcher keys` makes and checks them.
+Files have the format of `zmq.auth` certificates. On one host both sides may use the same folder; a trainer on another
+host only needs `server.key` and its own `clients/NAME.key_secret`. `prefetcher keys` makes and checks them.
 """
 
 import hashlib
@@ -37,12 +37,12 @@ class KeyPair:
 
 
 def fingerprint(public: bytes) -> str:
-    """What logs name a key by: 16 hex digits of the SHA-256 of the z85 public key."""
+    """The name of a key in logs: 16 hex digits of the SHA-256 of the z85 public key."""
     return hashlib.sha256(public).hexdigest()[:16]
 
 
 def load_server(keys: Path) -> KeyPair:
-    """Raises ConfigError where the prefetcher may not or cannot use its key."""
+    """The prefetcher's pair. Raises ConfigError."""
     check_folder(keys)
     check_folder(keys / CLIENTS)
     return load_pair(keys / f"{SERVER}{SECRET_END}")
@@ -55,13 +55,14 @@ def load_client(keys: Path) -> tuple[KeyPair, bytes]:
     found = sorted((keys / CLIENTS).glob(f"*{SECRET_END}"))
     if len(found) != 1:
         raise ConfigError(
-            f"{keys / CLIENTS} holds {len(found)} secret keys (*{SECRET_END}); leave this trainer's own there, and no other"
+            f"{keys / CLIENTS} holds {len(found)} secret keys (*{SECRET_END}); "
+            "leave this trainer's own there, and no other"
         )
     return load_pair(found[0]), load_public(keys / f"{SERVER}{PUBLIC_END}")
 
 
 def allowed_clients(keys: Path) -> dict[bytes, str]:
-    """Public key -> name of every trainer that may come in now. A file that is not in order lets nobody in."""
+    """Maps the public key of every trainer that may connect now to its name. A bad file admits no trainer."""
     allowed = {}
     for path in sorted((keys / CLIENTS).glob(f"*{PUBLIC_END}")):
         try:
@@ -72,29 +73,29 @@ def allowed_clients(keys: Path) -> dict[bytes, str]:
 
 
 def load_pair(path: Path) -> KeyPair:
-    """Raises ConfigError where others could read the secret, or the two keys do not belong together."""
+    """Raises ConfigError if others could read the secret, or the two keys do not belong together."""
     _check_owned(path, stat.S_IFREG, 0o600, "a file", f"chmod 600 {path}")
     public, secret = _load(path)
     if secret is None or not _is_key(secret):
-        raise ConfigError(f"{path} holds no secret key; make it anew with `prefetcher keys`")
+        raise ConfigError(f"{path} holds no secret key; make a new one with `prefetcher keys`")
     if zmq.curve_public(secret) != public:
         raise ConfigError(
-            f"the public and the secret key in {path} do not belong together; make both anew with `prefetcher keys`"
+            f"the public and the secret key in {path} do not belong together; make new ones with `prefetcher keys`"
         )
     return KeyPair(public=public, secret=secret)
 
 
 def load_public(path: Path) -> bytes:
-    """Raises ConfigError where others could have changed it, or it holds a secret, which nobody should copy about."""
+    """Raises ConfigError if others could have changed the file, or if it holds a secret, which must not be copied."""
     _check_owned(path, stat.S_IFREG, 0o755, "a file", f"chmod 644 {path}")
     public, secret = _load(path)
     if secret is not None:
-        raise ConfigError(f"{path} is for a public key, but holds a secret one; make both anew with `prefetcher keys`")
+        raise ConfigError(f"{path} is for a public key, but holds a secret one; make new ones with `prefetcher keys`")
     return public
 
 
 def check_folder(folder: Path) -> None:
-    """Raises ConfigError where others could put keys of their own there."""
+    """Raises ConfigError if others could add their own keys there."""
     _check_owned(folder, stat.S_IFDIR, 0o755, "a folder", f"chmod 700 {folder}")
 
 
@@ -102,9 +103,9 @@ def _load(path: Path) -> tuple[bytes, bytes | None]:
     try:
         public, secret = load_certificate(path)
     except (OSError, ValueError, IndexError) as error:
-        raise ConfigError(f"{path} holds no key ({error}); make it anew with `prefetcher keys`") from error
+        raise ConfigError(f"{path} holds no key ({error}); make a new one with `prefetcher keys`") from error
     if not _is_key(public):
-        raise ConfigError(f"{path} holds no public key of 40 characters; make it anew with `prefetcher keys`")
+        raise ConfigError(f"{path} holds no public key of 40 characters; make a new one with `prefetcher keys`")
     return public, secret
 
 
@@ -116,7 +117,7 @@ def _is_key(text: bytes) -> bool:
 
 
 def _check_owned(path: Path, kind: int, most: int, name: str, remedy: str) -> None:
-    """That it is of this kind, of this user, and has no permission beyond `most`."""
+    """Raises ConfigError unless the path is of this kind, belongs to this user, and has no mode bits beyond `most`."""
     try:
         found = path.stat()
     except OSError as error:
@@ -125,6 +126,6 @@ def _check_owned(path: Path, kind: int, most: int, name: str, remedy: str) -> No
         ) from error
     if stat.S_IFMT(found.st_mode) != kind or found.st_uid != os.getuid() or stat.S_IMODE(found.st_mode) & ~most:
         raise ConfigError(
-            f"{path} must be {name} of user {os.getuid()} with no more than mode {most:04o}, but is of user {found.st_uid} with mode "
-            f"{stat.S_IMODE(found.st_mode):04o}; {remedy}"
+            f"{path} must be {name} of user {os.getuid()} with no more than mode {most:04o}, but it belongs to user "
+            f"{found.st_uid} and has mode {stat.S_IMODE(found.st_mode):04o}; {remedy}"
         )

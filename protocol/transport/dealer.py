@@ -1,4 +1,4 @@
-"""The trainer's end of a ZMQ connection: a DEALER, which calls until someone answers, once."""
+"""Implements the trainer's end of a ZMQ connection: a DEALER that connects once and never again."""
 
 from collections.abc import Sequence
 from contextlib import suppress
@@ -16,11 +16,10 @@ from rowcast.runtime.errors import ConfigError, RemoteProtocolError
 
 
 class Dealer:
-    """The trainer's end. Calls until someone answers, once."""
+    """The trainer's end. It tries until a prefetcher answers, and does not connect again after that one is gone."""
 
-    def __init__(self, way: ConnectAddress, refusals: Refusals, limit_bytes: int) -> None:
-        """`limit_bytes`: as the Router's."""
-        self._way = way
+    def __init__(self, address: ConnectAddress, refusals: Refusals, limit_bytes: int) -> None:
+        self._address = address
         self._refusals = refusals
         self._limit_bytes = limit_bytes
         self._descriptor: int | None = None
@@ -42,7 +41,7 @@ class Dealer:
         return self._peer_gone
 
     def open(self) -> None:
-        """Raises ConfigError where there is no key to show, or no such address."""
+        """Raises ConfigError if there is no usable key or no such address."""
         self._context = zmq.Context()
         self.socket = new_socket(self._context, zmq.DEALER)
         self.monitor = self.socket.get_monitor_socket(
@@ -53,7 +52,7 @@ class Dealer:
             | zmq.EVENT_HANDSHAKE_FAILED_AUTH
         )
         try:
-            self._way.prepare(self.socket)
+            self._address.prepare(self.socket)
             self._connect()
         except BaseException:
             self.close(0)
@@ -61,14 +60,15 @@ class Dealer:
 
     def _connect(self) -> None:
         try:
-            self.socket.connect(self._way.endpoint)
+            self.socket.connect(self._address.endpoint)
         except zmq.ZMQError as error:
+            why = zmq.strerror(error.errno or 0)
             raise ConfigError(
-                f"transport.endpoint = {self._way.endpoint!r} cannot be called ({zmq.strerror(error.errno or 0)}); correct it"
+                f"transport.endpoint = {self._address.endpoint!r} cannot be connected to ({why}); correct it"
             ) from error
 
     def note_events(self) -> None:
-        """Raises ConfigError where the prefetcher refuses this trainer's key."""
+        """Raises ConfigError if the prefetcher refuses this trainer's key."""
         while self.monitor.poll(0):
             event = recv_monitor_message(self.monitor)
             kind = event["event"]
@@ -80,12 +80,13 @@ class Dealer:
             self._connected |= kind == zmq.EVENT_HANDSHAKE_SUCCEEDED
             if kind == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
                 raise ConfigError(
-                    f"the prefetcher at {self._way.endpoint} refuses this trainer's key; put its public part into {CLIENTS}/ of the "
-                    f"prefetcher's transport.keys"
+                    f"the prefetcher at {self._address.endpoint} refuses this trainer's key; "
+                    f"put its public part into {CLIENTS}/ of the prefetcher's transport.keys"
                 )
             if kind == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:
                 self._refusals.note(
-                    "the prefetcher broke off; is its server.key another one?", endpoint=self._way.endpoint
+                    "the prefetcher ended the handshake; does it have another server.key?",
+                    endpoint=self._address.endpoint,
                 )
 
     def try_send(self, frame: bytes, payload: memoryview | None) -> None:
@@ -94,19 +95,19 @@ class Dealer:
     def try_receive(self) -> tuple[bytes, Payload] | None:
         parts = self.socket.recv_multipart(zmq.NOBLOCK, copy=False)
         self._connection.deliver(len(parts), sum(len(part.buffer) for part in parts))
-        return take_apart(parts, has_payloads=self._way.has_payloads)
+        return take_apart(parts, has_payloads=self._address.has_payloads)
 
     def check_backlog(self) -> None:
-        if not self._way.has_payloads or self._descriptor is None:
+        if not self._address.has_payloads or self._descriptor is None:
             return
-        with suppress(OSError):  # closed already
+        with suppress(OSError):  # already closed
             if self._connection.has_backlog(self._descriptor, self._limit_bytes):
                 raise RemoteProtocolError("the prefetcher sent a message without end")
 
     def disconnect(self) -> None:
-        self.socket.disconnect(self._way.endpoint)  # else it would call the next prefetcher that serves there
+        self.socket.disconnect(self._address.endpoint)  # otherwise ZMQ would connect to the next prefetcher there
 
     def close(self, linger_ms: int) -> None:
-        with suppress(ConfigError):  # said before, or nobody asks any more
+        with suppress(ConfigError):  # already raised, or no longer of interest
             self.note_events()
         close_socket(self._context, self.socket, self.monitor, (), linger_ms if self._connected else 0)

@@ -1,21 +1,21 @@
-"""Notices a caller over tcp that sends one message without end: libzmq keeps the parts of a message until the last has come, with no limit.
+"""Detects a caller over tcp that sends a message without end, which libzmq would store without a limit.
 
-received by the kernel | ....... delivered to us ....... | backlog |        a backlog beyond the limit is no message of ours
+    received by the kernel | ....... delivered to us ....... | backlog |
+
+None of our messages needs a backlog beyond the limit.
 """
 
 import socket
 import struct
 from dataclasses import dataclass
 
-PART_OVERHEAD_BYTES = 128  # at most what framing, encryption and the handshake's share add to a part
-SLACK_BYTES = 16 * 2**20  # the kernel's buffer, and what libzmq is working on
+PART_OVERHEAD_BYTES = 128  # upper limit for framing, encryption and the part's share of the handshake
+SLACK_BYTES = 16 * 2**20  # the kernel's buffer, and what libzmq is processing
 BYTES_RECEIVED_AT = 128  # tcpi_bytes_received, u64, in Linux's struct tcp_info
 
 
 @dataclass(slots=True, eq=False)
 class CallerConnection:
-    """What has come through one connection."""
-
     num_messages: int = 0
     delivered_bytes: int = 0
 
@@ -24,7 +24,7 @@ class CallerConnection:
         self.delivered_bytes += nbytes + num_parts * PART_OVERHEAD_BYTES
 
     def has_backlog(self, descriptor: int, limit_bytes: int) -> bool:
-        """`limit_bytes`: what may be outstanding. Raises OSError where the descriptor is closed or no tcp connection."""
+        """Whether more than `limit_bytes` are outstanding. Raises OSError if the descriptor is not a connection."""
         return bytes_received(descriptor) - self.delivered_bytes > limit_bytes + SLACK_BYTES
 
 

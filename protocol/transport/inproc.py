@@ -1,4 +1,4 @@
-"""A link within one process: two queues. For tests, and for running both sides in one thread."""
+"""Implements a link within one process as two queues, for tests and for running both sides in one thread."""
 
 import time
 from collections import deque
@@ -8,8 +8,7 @@ from rowcast.protocol.transport.link import Payload, parts_of
 from rowcast.runtime.errors import LocalProtocolError
 
 
-def silent() -> None:
-    """A doorbell that nobody hears."""
+def silent() -> None: ...
 
 
 class InprocLink:
@@ -18,7 +17,7 @@ class InprocLink:
     def __init__(self, inbox: deque[tuple[bytes, Payload]], on_receive: Callable[[], None]) -> None:
         self.last_received_s: float | None = None  # monotonic clock
         self.closed = False
-        self.refused = 0  # there are no strangers
+        self.refused = 0  # no stranger can send here
         self._inbox = inbox
         self._on_receive = on_receive
         self._other: InprocLink = self
@@ -29,7 +28,7 @@ class InprocLink:
 
     def send(self, frame: bytes, payload: memoryview | None = None) -> None:
         if self.closed:
-            raise LocalProtocolError("a frame is sent on a link that was closed")
+            raise LocalProtocolError("a frame is sent on a closed link")
         parts = () if payload is None else tuple(memoryview(bytes(part)) for part in parts_of(payload))
         self._other._arrive(frame, parts)
 
@@ -49,7 +48,7 @@ class InprocLink:
 def inproc_pair(
     on_receive: tuple[Callable[[], None], Callable[[], None]] = (silent, silent),
 ) -> tuple[InprocLink, InprocLink]:
-    """Both ends; `on_receive` holds the doorbell of each, rung when a frame has arrived for it or the other end was closed."""
+    """Both ends; `on_receive` has a doorbell for each, called when a frame has arrived or the other end has closed."""
     first, second = (InprocLink(deque(), bell) for bell in on_receive)
     first._other, second._other = second, first
     return first, second

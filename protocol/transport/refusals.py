@@ -1,4 +1,4 @@
-"""What was turned away at the door: counted, all of it, and logged, but not as often as someone else pleases."""
+"""Counts refused frames and callers, and logs them at a limited rate, so that no caller can flood the log."""
 
 import time
 from collections.abc import Callable
@@ -9,23 +9,24 @@ LOG_EVERY_S = 5.0
 
 
 class Refusals:
-    """Used by the link's thread; `count` may be read by any."""
+    """Used by the link's thread; any thread may read `count`."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self.count = 0  # frames of strangers, and callers who never got in
+        self.count = 0  # frames of strangers, and callers that were not admitted
         self._clock = clock
-        self._logged: dict[str, tuple[float, int]] = {}  # what -> when it was logged last, and how many were not since
+        # sentence -> when it was logged last, and how many times it was suppressed since
+        self._logged: dict[str, tuple[float, int]] = {}
 
     def note(self, what: str, **context: object) -> None:
         self.count += 1
         self.say(what, **context)
 
     def say(self, what: str, **context: object) -> None:
-        """`what` is one of a few sentences of ours. Logged once in `LOG_EVERY_S`, then with how many were not."""
-        last_s, num_silent = self._logged.get(what, (None, 0))
+        """Logs `what`, a fixed sentence, at most once in `LOG_EVERY_S`, with how many were suppressed since."""
+        last_s, num_suppressed = self._logged.get(what, (None, 0))
         now_s = self._clock()
         if last_s is not None and now_s - last_s < LOG_EVERY_S:
-            self._logged[what] = (last_s, num_silent + 1)
+            self._logged[what] = (last_s, num_suppressed + 1)
             return
         self._logged[what] = (now_s, 0)
-        get_logger().warning(what, **context, more=num_silent)
+        get_logger().warning(what, **context, more=num_suppressed)

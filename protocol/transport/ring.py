@@ -1,27 +1,29 @@
-"""A byte ring: one side writes pieces, the other reads them in place.
+"""Implements a byte ring: one side writes pieces, the other reads them in place.
 
-No cursor stands in shared memory. A message publishes each piece (`RingRef`), and `Released` gives its bytes back, so what the socket
-orders the ring need not. Positions count every byte ever allocated and never repeat; a byte's place is position % capacity.
+There is no cursor in shared memory. A message announces each piece (`RingRef`), and `Released` gives its bytes back, so
+the socket's order is enough. Positions count every byte ever allocated and never repeat; a byte's place is
+position % capacity.
 
     | guard | payload, padded to 64 | guard | guard | payload ... | guard | (skipped tail) |
     64      ^ position                      ^ end
 
-A piece lies in one stretch. Where the tail is too short for it, the tail is skipped, and freed with the piece that follows. Both
-guards hold the stamp that the message implies (step and piece), the position and the length, so that stale or torn bytes are never
-taken for the piece announced.
+A piece is contiguous. If the tail is too short for it, the tail is skipped, and freed with the piece that follows. Both
+guards hold the stamp that the message implies (step and piece), the position and the length, so the reader never takes
+stale or torn bytes for the announced piece.
 
-What always fits. A payload of n bytes takes aligned(n, 64) + 128. `max_payload` is the largest n for which that is half a ring. An
-empty ring starts over at byte 0: so two payloads of `max_payload` always fit into an empty ring, and any payload fits as soon as all
-pieces before it are released. So there is no deadlock by fragmentation where every piece is committed, announced and released
-without waiting for a later one; who must hold more than two large pieces at once has no such promise.
+What always fits: a payload of n bytes takes aligned(n, 64) + 128. `max_payload` is the largest n for which that is half
+a ring. An empty ring starts over at byte 0, so two payloads of `max_payload` always fit into an empty ring, and any
+payload fits once all pieces before it are released. So fragmentation cannot cause a deadlock as long as every piece is
+committed, announced and released without waiting for a later one. A user that must hold more than two large pieces at
+once has no such guarantee.
 
-Mirrors. Where the two ends share no memory, each has the whole ring in memory of its own. The writer's end is the same; the reader's is
-made with `mirror=True`, and the bytes of each piece, which came with its message, are put into place by `deposit` before `view`. `view`
-then writes the guards that `done` looks at; torn or stale bytes are noticed by the checksum, which every piece carries that travels so
-(`always_checksum`).
+Mirrors: if the two ends share no memory, each has a copy of the whole ring. The writer's end is the same. The reader's
+is made with `mirror=True`, and `deposit` copies the bytes of each piece, which came with its message, into place before
+`view`. `view` then writes the guards that `done` checks. The checksum detects torn or stale bytes, so every piece
+carries one (`always_checksum`).
 
-Threads: each method may be called from any thread; none waits. The pieces of one writer are allocated, committed and announced in
-one order, and viewed in that order by the reader, which may finish them in any order.
+Threads: any thread may call any method; none waits. The pieces of one writer are allocated, committed and announced in
+one order. The reader views them in that order and may finish them in any order.
 """
 
 import threading
@@ -57,7 +59,7 @@ MIN_CAPACITY = 16 * ALIGNMENT
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class RingSlice:
-    """Space for one piece: write `payload`, then commit."""
+    """Space for one piece: write `payload`, then call `commit`."""
 
     position: int
     end: int
@@ -65,12 +67,12 @@ class RingSlice:
 
 
 def largest_payload(ring_bytes: int) -> int:
-    """A multiple of 64: half a ring without its guards."""
+    """The largest payload in bytes, a multiple of 64: half a ring without its guards."""
     return ring_bytes // ALIGNMENT * ALIGNMENT // 2 // ALIGNMENT * ALIGNMENT - 2 * GUARD_BYTES
 
 
 class RingLayout:
-    """Where things are in the ring; the same for both ends."""
+    """Computes the places of pieces and guards in the ring, for both ends."""
 
     def __init__(self, buffer: Bytes) -> None:
         self.capacity = len(buffer) // ALIGNMENT * ALIGNMENT
@@ -85,7 +87,7 @@ class RingLayout:
         return self._bytes[start : start + nbytes]
 
     def start_of(self, newest_end: int, size: int) -> int:
-        """Where a piece of `size` bytes, guards included, begins behind the newest one."""
+        """The position where a piece of `size` bytes, with guards, starts after the newest one."""
         fits = newest_end % self.capacity + size <= self.capacity
         return newest_end if fits else aligned(newest_end, self.capacity)
 
@@ -94,12 +96,12 @@ class RingLayout:
             guard[:] = (stamp, ref.position, ref.nbytes)
 
     def check_guards(self, ref: RingRef, stamp: int) -> None:
-        for guard, side in zip(self._guards(ref), ("before", "behind"), strict=True):
+        for guard, side in zip(self._guards(ref), ("before", "after"), strict=True):
             found = tuple(guard.tolist())
             if found != (stamp, ref.position, ref.nbytes):
                 raise RemoteProtocolError(
-                    f"the guard {side} the piece at position {ref.position} of a ring holds stamp, position and length {found}, "
-                    f"but {(stamp, ref.position, ref.nbytes)} was announced"
+                    f"the guard {side} the piece at position {ref.position} of a ring holds stamp, position and length "
+                    f"{found}, but {(stamp, ref.position, ref.nbytes)} was announced"
                 )
 
     def _guards(self, ref: RingRef) -> tuple[I64, I64]:
@@ -109,14 +111,13 @@ class RingLayout:
 
 
 def piece_bytes(nbytes: int) -> int:
-    """What a payload takes in the ring."""
     return aligned(nbytes, ALIGNMENT) + 2 * GUARD_BYTES
 
 
 class RingWriter:
     """The writing end. `buffer` is the whole ring, u8, 64-byte aligned; bytes beyond a multiple of 64 are not used.
 
-    With `always_checksum` every piece carries a checksum, whatever its writer asks for.
+    With `always_checksum` every piece carries a checksum, even if `commit` does not ask for one.
     """
 
     def __init__(self, buffer: Bytes, *, always_checksum: bool = False) -> None:
@@ -135,12 +136,11 @@ class RingWriter:
 
     @property
     def max_payload(self) -> int:
-        """The largest payload, a multiple of 64: half a ring without its guards."""
         return self._layout.max_payload
 
     @property
     def used_bytes(self) -> int:
-        """Bytes allocated and not yet released, guards, padding and skipped tails included; 0 when the ring is empty."""
+        """Bytes allocated and not yet released, with guards, padding and skipped tails; 0 when the ring is empty."""
         with self._lock:
             return self._allocated - self._released
 
@@ -149,10 +149,11 @@ class RingWriter:
         return self._peak_bytes
 
     def try_allocate(self, nbytes: int) -> RingSlice | None:
-        """Space for a payload of `nbytes`, or None while there is too little. Raises ValueError where it could never fit."""
+        """Space for a payload of `nbytes`, or None while there is too little. Raises ValueError if it can never fit."""
         if not 0 <= nbytes <= self.max_payload:
             raise ValueError(
-                f"a payload of {nbytes} bytes does not fit a ring of {self.capacity}, which takes 0 to {self.max_payload}"
+                f"a payload of {nbytes} bytes does not fit a ring of {self.capacity}, "
+                f"which takes 0 to {self.max_payload}"
             )
         with self._lock:
             if self._allocated == self._released:
@@ -169,9 +170,10 @@ class RingWriter:
             return piece
 
     def commit(self, piece: RingSlice, stamp: int, checksum: bool) -> RingRef:
-        """Seals the oldest uncommitted piece; its payload is not written again. The result goes into the message that announces it.
+        """Seals the oldest uncommitted piece and returns the reference for the message that announces it.
 
-        `stamp` (int64) is what the message implies, and the reader will expect. Raises LocalProtocolError for any other piece.
+        Its payload must not be written again. The reader will expect `stamp` (int64), which the message implies.
+        Raises LocalProtocolError for any other piece.
         """
         digest = xxhash.xxh3_64_intdigest(piece.payload.data) if checksum or self._always_checksum else None
         ref = RingRef(position=piece.position, nbytes=len(piece.payload), end=piece.end, checksum=digest)
@@ -191,7 +193,7 @@ class RingWriter:
         return self._layout.payload(ref.position, ref.nbytes).data
 
     def release(self, position: int) -> None:
-        """Applies the peer's `Released`. Raises RemoteProtocolError where `position` is not the end of a piece that it still holds."""
+        """Applies the peer's `Released`. Raises RemoteProtocolError if `position` does not end a piece it holds."""
         with self._lock:
             if position not in self._committed_ends:
                 held = f"{self._committed_ends[0]} to {self._committed_ends[-1]}" if self._committed_ends else "none"
@@ -229,10 +231,10 @@ class RingReader:
         return self._layout.max_payload
 
     def deposit(self, ref: RingRef, parts: Sequence[memoryview]) -> None:
-        """Puts a piece's bytes, `ref.nbytes` in all, into the mirror. Once for each piece, in the order of arrival, before its `view`.
+        """Copies a piece's `ref.nbytes` bytes into the mirror. Call once for each piece, in order, before its `view`.
 
-        Raises RemoteProtocolError where `view` would or the piece has no checksum, before anything is copied: no byte of another piece is
-        touched.
+        Raises RemoteProtocolError if `view` would or if the piece has no checksum, before it copies anything, so it
+        never touches the bytes of another piece.
         """
         assert self.is_mirror, "a ring that both ends share needs no deposit"
         nbytes = sum(len(part) for part in parts)
@@ -249,9 +251,9 @@ class RingReader:
             start += len(part)
 
     def view(self, ref: RingRef, stamp: int) -> Bytes:
-        """The piece's payload in place, u8 [nbytes], valid until `done(ref)`. Once for each piece, in the order of arrival.
+        """The piece's payload in place, u8 [nbytes], valid until `done(ref)`. Call once for each piece, in order.
 
-        Raises RemoteProtocolError where `ref` does not follow the piece before it, or the bytes are not those announced.
+        Raises RemoteProtocolError if `ref` does not follow the piece before it, or its bytes are not as announced.
         """
         with self._lock:
             if self.is_mirror:
@@ -264,14 +266,15 @@ class RingReader:
         payload = self._layout.payload(ref.position, ref.nbytes)
         if ref.checksum is not None and (found := xxhash.xxh3_64_intdigest(payload.data)) != ref.checksum:
             raise RemoteProtocolError(
-                f"the piece at position {ref.position} of a ring has checksum {found:016x}; {ref.checksum:016x} was announced"
+                f"the piece at position {ref.position} of a ring has checksum {found:016x}; "
+                f"{ref.checksum:016x} was announced"
             )
         return payload
 
     def done(self, ref: RingRef) -> int | None:
-        """Marks a piece as read; pieces may finish in any order. Returns the position for `Released` where that moves, else None.
+        """Marks a piece as read; pieces may finish in any order. Returns the position for `Released`, or None.
 
-        Looks at the guards once more: a writer that reused the bytes too early has torn what was read (RemoteProtocolError).
+        Checks the guards again: a writer that reused the bytes too early has torn what was read (RemoteProtocolError).
         """
         with self._lock:
             piece = next((piece for piece in self._open if piece.ref.position == ref.position), None)
@@ -289,7 +292,7 @@ class RingReader:
         if piece is None or piece.ref != ref:
             oldest = None if piece is None else piece.ref.position
             raise LocalProtocolError(
-                f"the piece at position {ref.position} is viewed while the one at {oldest} is the next that came"
+                f"the piece at position {ref.position} is viewed while the one at {oldest} is next"
             )
         self._layout.write_guards(ref, stamp)
         piece.stamp = stamp
@@ -298,7 +301,8 @@ class RingReader:
         size = ref.end - ref.position + GUARD_BYTES
         if not 0 <= ref.nbytes <= self.max_payload or size != piece_bytes(ref.nbytes):
             raise RemoteProtocolError(
-                f"a piece of {ref.nbytes} bytes cannot go from {ref.position} to {ref.end}; payloads have up to {self.max_payload} bytes"
+                f"a piece of {ref.nbytes} bytes cannot go from {ref.position} to {ref.end}; "
+                f"payloads have up to {self.max_payload} bytes"
             )
         start = ref.position - GUARD_BYTES
         follows = start == self._layout.start_of(self._newest_end, size)
@@ -309,12 +313,13 @@ class RingReader:
             )
         if self._open and ref.end - (self._open[0].ref.position - GUARD_BYTES) > self.capacity:
             raise RemoteProtocolError(
-                f"a piece ends at {ref.end} and lies over the one at {self._open[0].ref.position}, still being read"
+                f"a piece ends at {ref.end} and overlaps the one at {self._open[0].ref.position}, "
+                "which is still being read"
             )
 
 
 def release(ring: RingReader, ref: RingRef, send: Callable[[Released], None]) -> None:
-    """Marks a piece consumed, and announces at once what that frees."""
+    """Marks a piece as read, and announces the bytes that this frees."""
     position = ring.done(ref)
     if position is not None:
         send(Released(position=position))

@@ -1,5 +1,7 @@
-"""The memory behind a ring: a file in /dev/shm that leaves nothing behind, or plain memory: for both ends in one process, or for one
-end's mirror of a ring whose other end is across a network."""
+"""Provides the memory of a ring: a file in /dev/shm that is always removed, or plain memory.
+
+Plain memory serves both ends in one process, or one end's mirror of a ring whose other end is on another host.
+"""
 
 import fcntl
 import mmap
@@ -25,7 +27,7 @@ OPEN_FLAGS = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
 
 
 def unlink_created() -> None:
-    """For a process that is about to end without closing anything."""
+    """Removes the ring files of a process that is about to end without closing anything."""
     for path in tuple(created):
         Path(path).unlink(missing_ok=True)
 
@@ -34,26 +36,25 @@ AT_SUDDEN_EXIT.append(unlink_created)
 
 
 def in_memory_buffer(nbytes: int) -> Bytes:
-    """Page-aligned zeroed bytes that both ends of an in-process ring share."""
+    """Page-aligned zeroed u8 [nbytes] that both ends of an in-process ring share."""
     return np.frombuffer(mmap.mmap(-1, nbytes), dtype=np.uint8)
 
 
 def shared_memory(directory: Path = SHARED_MEMORY) -> tuple[int, int]:
-    """Bytes of the directory's file system, and those of them that may still be allocated."""
+    """The size of the directory's file system in bytes, and how many of them are free."""
     usage = os.statvfs(directory)
     return usage.f_blocks * usage.f_frsize, usage.f_bavail * usage.f_frsize
 
 
 def free_shared_memory(directory: Path = SHARED_MEMORY) -> int:
-    """Bytes that may still be allocated in the directory's file system."""
     return shared_memory(directory)[1]
 
 
 class RingFile:
-    """A file of `nbytes` mapped into this process. `path` is what the peer attaches; `buffer` is page-aligned u8 [nbytes].
+    """A file of `nbytes` mapped into this process. The peer attaches `path`; `buffer` is page-aligned u8 [nbytes].
 
-    The owner holds an flock for as long as it lives, and unlinks the file once both sides have it: from then on not even a SIGKILL
-    leaves anything behind. The mapping outlives `close` for as long as someone holds a view of `buffer`.
+    The owner holds an flock as long as it lives, and unlinks the file once both sides have mapped it: from then on not
+    even a SIGKILL can leave the file on disk. The mapping outlives `close` as long as there is a view of `buffer`.
     """
 
     def __init__(self, path: str, descriptor: int, nbytes: int, owner: bool) -> None:
@@ -66,7 +67,7 @@ class RingFile:
 
     @classmethod
     def create(cls, nbytes: int, name_hint: str, directory: Path = SHARED_MEMORY) -> Self:
-        """Allocates every byte at once. Raises ConfigError where they are not free, before anything is allocated."""
+        """Allocates all bytes at once. Raises ConfigError before it allocates anything if they are not free."""
         free = free_shared_memory(directory)
         if nbytes > free:
             raise _no_space(nbytes, free, name_hint, directory)
@@ -81,30 +82,31 @@ class RingFile:
 
     @classmethod
     def attach(cls, path: str, nbytes: int) -> Self:
-        """Maps the peer's file. Raises ConfigError where it is not here or is not what the peer said."""
+        """Maps the peer's file. Raises ConfigError if it does not exist or is not the announced one."""
         try:
             descriptor = os.open(path, OPEN_FLAGS)
         except OSError as error:
             raise ConfigError(
-                f"the ring {path} cannot be opened ({error.strerror}); run both processes on one host, as one user, with one /dev/shm"
+                f"the ring {path} cannot be opened ({error.strerror}); run both processes on one host, as one user, "
+                "with one /dev/shm"
             ) from error
         found = os.fstat(descriptor)
         if not stat.S_ISREG(found.st_mode) or found.st_uid != os.getuid() or found.st_size != nbytes:
             os.close(descriptor)
             raise ConfigError(
-                f"the ring {path} has {found.st_size} bytes and belongs to user {found.st_uid}, but {nbytes} bytes of user "
-                f"{os.getuid()} were announced; start both processes again as one user"
+                f"the ring {path} has {found.st_size} bytes and belongs to user {found.st_uid}, but {nbytes} bytes of "
+                f"user {os.getuid()} were announced; start both processes again as one user"
             )
         return cls(path, descriptor, nbytes, owner=False)
 
     def unlink(self) -> None:
-        """Takes the name away; both mappings stay. For the owner, as soon as the peer has attached. Idempotent."""
+        """Removes the file's name; both mappings stay. The owner calls it once the peer has attached. Idempotent."""
         if self.path in created:
             Path(self.path).unlink(missing_ok=True)
             created.discard(self.path)
 
     def close(self) -> None:
-        """Unlinks if that has not been done, and gives the lock back. Idempotent."""
+        """Unlinks the file if it still has a name, and releases the lock. Idempotent."""
         if self._descriptor is None:
             return
         self.unlink()
@@ -123,7 +125,7 @@ class RingFile:
 
 
 class RingMemory:
-    """This process's mirror of a ring: has the face of a `RingFile`, and no file."""
+    """This process's mirror of a ring, with the interface of `RingFile` and no file."""
 
     path = ""
 
@@ -132,10 +134,10 @@ class RingMemory:
         self.buffer: Bytes = in_memory_buffer(nbytes)
 
     def unlink(self) -> None:
-        """Nothing has a name."""
+        """There is no file to unlink."""
 
     def close(self) -> None:
-        """The memory goes when nobody holds a view of it."""
+        """The memory is freed when its last view is."""
 
     def __enter__(self) -> Self:
         return self
@@ -147,24 +149,24 @@ class RingMemory:
 
 
 def create_ring(transport: Transport, nbytes: int, name_hint: str) -> RingFile | RingMemory:
-    """For the prefetcher. `nbytes` counts where memory is shared; a mirror has `transport.mirror_bytes`."""
+    """The prefetcher's end: a file of `nbytes`, or over tcp a mirror. Raises ConfigError."""
     return RingMemory(transport.mirror_bytes) if transport.is_tcp else RingFile.create(nbytes, name_hint)
 
 
 def attach_ring(transport: Transport, spec: RingSpec) -> RingFile | RingMemory:
-    """For the trainer. Raises RemoteProtocolError where the prefetcher's Welcome does not go with this job file's transport."""
+    """The trainer's end. Raises RemoteProtocolError if the Welcome does not agree with this job file's transport."""
     if not transport.is_tcp and spec.path:
         return RingFile.attach(spec.path, spec.nbytes)
     if not transport.is_tcp or spec.path or spec.nbytes != transport.mirror_bytes:
         raise RemoteProtocolError(
-            f"a ring of {spec.nbytes} bytes at {spec.path!r} was announced, where transport.endpoint is {transport.endpoint!r} and rings "
-            f"over tcp have {transport.mirror_bytes}"
+            f"a ring of {spec.nbytes} bytes at {spec.path!r} was announced, but transport.endpoint is "
+            f"{transport.endpoint!r} and rings over tcp have {transport.mirror_bytes}"
         )
     return RingMemory(spec.nbytes)
 
 
 def remove_leftovers(directory: Path = SHARED_MEMORY) -> list[Path]:
-    """Removes this user's ring files whose owner no longer lives, which only a kill can leave; returns them."""
+    """Removes and returns this user's ring files whose owner is dead; only a kill can leave one."""
     return [path for path in sorted(directory.glob(f"{PREFIX}*")) if _remove_if_left(path)]
 
 
@@ -183,20 +185,20 @@ def _create_locked(directory: Path, name_hint: str) -> tuple[Path, int]:
             descriptor = os.open(path, OPEN_FLAGS | os.O_CREAT | os.O_EXCL, 0o600)
         except OSError as error:
             raise ConfigError(
-                f"no file can be made in {directory} ({error.strerror}); make it writable for this user"
+                f"cannot create a file in {directory} ({error.strerror}); make it writable for this user"
             ) from error
         if try_lock(descriptor) and os.fstat(descriptor).st_nlink:
             return path, descriptor
-        os.close(descriptor)  # another process looked for leftovers between the two calls and took this one for one
+        os.close(descriptor)  # another process took it for a leftover between the two calls
 
 
 def _remove_if_left(path: Path) -> bool:
     try:
         descriptor = os.open(path, OPEN_FLAGS | os.O_NONBLOCK)
     except (FileNotFoundError, PermissionError):
-        return False  # gone meanwhile, or another user's
+        return False  # already removed, or another user's
     except OSError:
-        return False  # a link or a device: not ours
+        return False  # a link or a device, so not ours
     try:
         found = os.fstat(descriptor)
         left = stat.S_ISREG(found.st_mode) and found.st_uid == os.getuid() and try_lock(descriptor)

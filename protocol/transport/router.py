@@ -1,4 +1,4 @@
-"""The prefetcher's end of a ZMQ connection: a ROUTER, which takes one trainer, and hears nobody else."""
+"""Implements the prefetcher's end of a ZMQ connection: a ROUTER that accepts one trainer and no other caller."""
 
 import os
 import socket
@@ -17,33 +17,34 @@ from rowcast.protocol.transport.refusals import Refusals
 from rowcast.protocol.transport.zmq_socket import close_socket, new_socket, take_apart
 from rowcast.runtime.errors import ConfigError, RemoteProtocolError
 
-MAX_CONNECTIONS = 64  # open at once; one is needed
+MAX_CONNECTIONS = 64  # open at the same time; a run needs one
 REFUSAL = encode(
     Envelope(
         incarnation=0,
         sequence=0,
         message=Failure(
             code=ConfigError.exit_code,
-            sentence="another trainer is connected to the prefetcher of this run directory; stop it or use another run directory",
+            sentence="another trainer is connected to the prefetcher of this run directory; "
+            "stop it or use another run directory",
         ),
     )
 )
 
 
 class Router:
-    """The prefetcher's end. The first caller that greets is its trainer, and nobody else is heard.
+    """The prefetcher's end. The first caller that greets becomes its trainer; it hears no other caller.
 
-    A caller is known by its connection, which ZMQ makes anew by itself: frames of an earlier incarnation, sent on by a trainer that was
-    stopped meanwhile, come like those of a stranger. Hence the greeting.
+    A caller is known by its connection, and ZMQ reconnects by itself: frames of an earlier incarnation, from a trainer
+    that was stopped meanwhile, look like those of a stranger. Hence the greeting.
     """
 
-    def __init__(self, door: BindAddress, refusals: Refusals, limit_bytes: int) -> None:
-        """`limit_bytes`: what a peer may have sent that was not received yet."""
-        self._door = door
+    def __init__(self, address: BindAddress, refusals: Refusals, limit_bytes: int) -> None:
+        """`limit_bytes`: how many bytes of a peer may be sent and not yet received."""
+        self._address = address
         self._refusals = refusals
         self._limit_bytes = limit_bytes
         self._context: zmq.Context[zmq.Socket[bytes]]
-        self._connections: dict[int, CallerConnection] = {}  # by the descriptor that each has now, oldest first
+        self._connections: dict[int, CallerConnection] = {}  # by current descriptor, oldest first
         self._peer: bytes | None = None
         self._peer_connection: CallerConnection | None = None
         self._peer_gone = False
@@ -51,7 +52,7 @@ class Router:
 
     @property
     def sockets(self) -> Sequence["zmq.Socket[bytes]"]:
-        return [self.socket, self.monitor, *self._door.sockets]
+        return [self.socket, self.monitor, *self._address.sockets]
 
     @property
     def peer_here(self) -> bool:
@@ -62,67 +63,67 @@ class Router:
         return self._peer_gone
 
     def open(self) -> None:
-        """Raises ConfigError where this process may not serve here, or the socket cannot be made."""
-        self._door.open()
+        """Raises ConfigError if this process may not serve here, or the socket cannot be made."""
+        self._address.open()
         self._context = zmq.Context()
         self.socket = new_socket(self._context, zmq.ROUTER)
         self.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self.monitor = self.socket.get_monitor_socket(zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
         try:
-            self._door.bind(self._context, self.socket)
+            self._address.bind(self._context, self.socket)
         except BaseException:
             self.close(0)
             raise
 
     def note_events(self) -> None:
-        self._door.answer()
+        self._address.answer()
         self._read_events()
         while len(self._connections) > MAX_CONNECTIONS:
-            self._cut(*next(item for item in self._connections.items() if item[1] is not self._peer_connection))
+            self._cut_off(*next(item for item in self._connections.items() if item[1] is not self._peer_connection))
 
     def check_backlog(self) -> None:
-        if not self._door.has_payloads:
+        if not self._address.has_payloads:
             return
         for descriptor, connection in list(self._connections.items()):
-            with suppress(OSError):  # closed already
+            with suppress(OSError):  # already closed
                 if connection.has_backlog(descriptor, self._limit_bytes):
                     self._refusals.note("cut off a caller that sent a message without end")
-                    self._cut(descriptor, connection)
+                    self._cut_off(descriptor, connection)
 
     def _read_events(self) -> None:
         while self.monitor.poll(0):
             event = recv_monitor_message(self.monitor)
             if event["event"] == zmq.EVENT_ACCEPTED:
-                self._connections.pop(event["value"], None)  # so that it goes to the end
+                self._connections.pop(event["value"], None)  # the dict keeps the order of arrival
                 self._connections[event["value"]] = CallerConnection()
             else:
-                self._left(self._connections.pop(event["value"], None))
+                self._note_disconnect(self._connections.pop(event["value"], None))
 
-    def _left(self, connection: CallerConnection | None) -> None:
-        """None: one that was cut off, and counted then."""
+    def _note_disconnect(self, connection: CallerConnection | None) -> None:
+        """None stands for a connection that was cut off and is already counted."""
         if connection is None:
             return
         if connection is self._peer_connection:
             self._peer_gone = True
         elif not connection.num_messages:
-            self._refusals.note("a caller was turned away before it had got in, or left without a word")
+            self._refusals.note("a caller was refused, or left without sending a message")
 
-    def _cut(self, descriptor: int, connection: CallerConnection) -> None:
-        """So that nobody uses up this process's descriptors and memory, be it before the time for a handshake is over."""
-        with suppress(OSError):  # closed already, as an event will tell or has told
+    def _cut_off(self, descriptor: int, connection: CallerConnection) -> None:
+        """Frees a caller's descriptor and memory, even while its time for the handshake is still running."""
+        with suppress(OSError):  # already closed, which an event reports
             held = os.dup(descriptor)
             try:
-                # a close is told before it is done: if none is told now, what is held is this connection
+                # libzmq reports a close before it closes: if none is reported now, `held` is this connection
                 self._read_events()
                 if self._connections.get(descriptor) is connection:
                     shut_down(held)
             finally:
                 os.close(held)
         if self._connections.get(descriptor) is connection:
-            self._left(self._connections.pop(descriptor))
+            self._note_disconnect(self._connections.pop(descriptor))
 
     def try_send(self, frame: bytes, payload: memoryview | None) -> None:
-        assert self._peer is not None, "the link looks at peer_here"
+        assert self._peer is not None, "the link checks peer_here"
         self.socket.send_multipart([self._peer, frame, *parts_of(payload or memoryview(b""))], zmq.NOBLOCK)
 
     def try_receive(self) -> tuple[bytes, Payload] | None:
@@ -130,34 +131,33 @@ class Router:
         connection = self._connections.get(int(parts[0].get(zmq.SRCFD))) if parts else None
         if connection is not None:
             connection.deliver(len(parts), sum(len(part.buffer) for part in parts))
-        if identity.bytes != self._peer and not self._meet(identity.bytes, parts):
+        if identity.bytes != self._peer and not self._admit(identity.bytes, parts):
             return None
-        return take_apart(parts, has_payloads=self._door.has_payloads)
+        return take_apart(parts, has_payloads=self._address.has_payloads)
 
-    def _meet(self, identity: bytes, parts: list[zmq.Frame]) -> bool:
-        """Whether the caller is this end's peer from now on."""
+    def _admit(self, identity: bytes, parts: list[zmq.Frame]) -> bool:
         greets = len(parts) == 1 and is_greeting(parts[0].bytes)
         if greets and self._peer is None:
             self._accept(identity, parts[0])
             return True
         if greets:
             self._read_events()
-            if self._peer_gone:  # a trainer that was started again: it will call anew, as soon as this end is closed
+            if self._peer_gone:  # a restarted trainer, which will connect again once this end is closed
                 return False
             self._refusals.note("refused a second trainer")
             self._refuse(identity)
         else:
-            self._refusals.note("dropped a message of someone who is not this run's trainer")
+            self._refusals.note("dropped a message from a caller that is not this run's trainer")
         return False
 
     def _accept(self, identity: bytes, frame: zmq.Frame) -> None:
-        self._read_events()  # that it connected was noted before its first frame; if it left since, it is gone already
+        self._read_events()  # it connected before its first frame, so without a connection it is already gone
         self._peer = identity
         self._peer_connection = self._connections.get(int(frame.get(zmq.SRCFD)))
         self._peer_gone = self._peer_connection is None
 
     def _refuse(self, identity: bytes) -> None:
-        """Says why, once."""
+        """Tells the caller why, once."""
         if identity == self._last_refused:
             return
         self._last_refused = identity
@@ -168,15 +168,15 @@ class Router:
                 raise
 
     def disconnect(self) -> None:
-        """Nothing to do: this end calls nobody."""
+        """There is nothing to do: this end does not connect."""
 
     def close(self, linger_ms: int) -> None:
-        close_socket(self._context, self.socket, self.monitor, self._door.sockets, linger_ms)
-        self._door.close()
+        close_socket(self._context, self.socket, self.monitor, self._address.sockets, linger_ms)
+        self._address.close()
 
 
 def is_greeting(frame: bytes) -> bool:
-    """Whether a conversation can begin with this frame, be it that of another version, which will be told so."""
+    """Whether a conversation can begin with this frame, even one of another version, which then gets an answer."""
     try:
         envelope = decode(frame)
     except RemoteProtocolError:
@@ -185,7 +185,7 @@ def is_greeting(frame: bytes) -> bool:
 
 
 def shut_down(descriptor: int) -> None:
-    """Cuts a connection in both directions; the descriptor stays its owner's."""
+    """Cuts a connection in both directions without closing the descriptor."""
     connection = socket.socket(fileno=descriptor)
     try:
         connection.shutdown(socket.SHUT_RDWR)

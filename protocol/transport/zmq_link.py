@@ -1,11 +1,11 @@
-"""The link between two processes: one thread that owns the ZMQ socket, and a queue each way.
+"""Implements the link between two processes: one thread that owns the ZMQ socket, and a queue in each direction.
 
     any thread  -> send -> outbox -> \\                      / -> the peer
                                       thread: poll, move, poll
     any thread <- receive <- inbox <- /                      \\ <- the peer
 
-The thread blocks on nothing but the poll. A queue that is full is a bug, ours or the peer's: credits bound what can be outstanding far
-below it.
+The thread blocks only in the poll. A full queue is a bug, ours or the peer's: credits bound what can be outstanding far
+below its limit.
 """
 
 import os
@@ -32,11 +32,11 @@ from rowcast.protocol.transport.router import Router
 from rowcast.protocol.transport.zmq_socket import QUEUE_FRAMES, SocketEnd
 from rowcast.runtime.errors import LocalProtocolError, RemoteProtocolError
 
-CLOSE_BUDGET_S = 0.8  # for sending what is queued, when the link is closed
+CLOSE_BUDGET_S = 0.8  # how long a closing link may send what is queued
 FULL_RETRY_MS = 20
 RECEIVE_BATCH = 1024  # frames received before the outbox has its turn
-CHECK_MS = 1000  # between looks at what is outstanding
-INBOX_BYTES = 16 * MAX_FRAME_BYTES  # of frames that nobody has taken yet; payloads, which the rings bound, come on top
+CHECK_MS = 1000  # between checks of the backlog
+INBOX_BYTES = 16 * MAX_FRAME_BYTES  # frames in the inbox; payloads, which the rings bound, are extra
 
 
 @dataclass(slots=True)
@@ -45,11 +45,11 @@ class LinkCounters:
     frames_received: int = 0
     bytes_sent: int = 0
     bytes_received: int = 0
-    discarded: int = 0  # queued for a peer that was gone
+    discarded: int = 0  # frames queued for a peer that is gone
 
 
 class ZmqLink:
-    """Implements `Link`. `start()` opens it, or use it as a context manager; `send` and `receive` may be called from any thread."""
+    """Implements `Link`. Call `start()` or use it as a context manager; any thread may call `send` and `receive`."""
 
     def __init__(self, end: SocketEnd, on_receive: Callable[[], None], refusals: Refusals, limit_bytes: int) -> None:
         self.counters = LinkCounters()
@@ -61,10 +61,10 @@ class ZmqLink:
         self._outbox: deque[tuple[bytes, memoryview | None]] = deque()
         self._inbox: deque[tuple[bytes, Payload]] = deque()
         self._inbox_limit_bytes = limit_bytes
-        self._bytes_taken = 0  # of all that was ever received; together with the counter, what is in the inbox
+        self._bytes_taken = 0  # counters.bytes_received - _bytes_taken is what the inbox holds
         self._error: BaseException | None = None
         self._closing = False
-        self._wake: int | None = None  # eventfd; written under the lock, so that `close` cannot take it away meanwhile
+        self._wake: int | None = None  # eventfd; written under the lock, so that `close` cannot close it meanwhile
         self._wake_lock = threading.Lock()
         self._thread = threading.Thread(target=self._run, name="link", daemon=True)
 
@@ -76,15 +76,18 @@ class ZmqLink:
         directory: Path | None = None,
         transport: Transport | None = None,
     ) -> Self:
-        """The end that serves. `on_receive` is called by the link's thread when frames have arrived or the peer is gone; it must not
-        wait, nor close the link. `directory` holds the unix socket, by default one of this user's own."""
+        """The end that serves. `directory` is for the unix socket; by default it is this user's own.
+
+        The link's thread calls `on_receive` when frames have arrived or the peer is gone; it must not wait or close
+        the link.
+        """
         refusals = Refusals()
         if transport is None or not transport.is_tcp:
             return cls(Router(BindFile(run_dir, directory), refusals, INBOX_BYTES), on_receive, refusals, INBOX_BYTES)
         assert transport.keys is not None, "checked with the job file"
-        door = BindTcp(transport.endpoint, Path(transport.keys), refusals)
+        address = BindTcp(transport.endpoint, Path(transport.keys), refusals)
         limit_bytes = INBOX_BYTES + transport.mirror_bytes
-        return cls(Router(door, refusals, limit_bytes), on_receive, refusals, limit_bytes)
+        return cls(Router(address, refusals, limit_bytes), on_receive, refusals, limit_bytes)
 
     @classmethod
     def trainer(
@@ -94,40 +97,38 @@ class ZmqLink:
         directory: Path | None = None,
         transport: Transport | None = None,
     ) -> Self:
-        """The end that calls, until a prefetcher answers; frames sent before that are kept."""
+        """The end that connects until a prefetcher answers; it keeps the frames sent before that."""
         refusals = Refusals()
         if transport is None or not transport.is_tcp:
             return cls(
                 Dealer(ConnectFile(run_dir, directory), refusals, INBOX_BYTES), on_receive, refusals, INBOX_BYTES
             )
         assert transport.keys is not None, "checked with the job file"
-        way = ConnectTcp(transport.endpoint, Path(transport.keys))
+        address = ConnectTcp(transport.endpoint, Path(transport.keys))
         limit_bytes = INBOX_BYTES + transport.mirror_bytes
-        return cls(Dealer(way, refusals, limit_bytes), on_receive, refusals, limit_bytes)
+        return cls(Dealer(address, refusals, limit_bytes), on_receive, refusals, limit_bytes)
 
     @property
     def peer_gone(self) -> bool:
-        """Whether the peer's end was closed after it had been there. All it sent is in the inbox by then."""
+        """Whether the peer was connected and has closed its end. The inbox then holds all that it sent."""
         return self.peer_gone_s is not None
 
     @property
     def pending(self) -> int:
-        """Frames that have arrived and were not received yet."""
         return len(self._inbox)
 
     @property
     def refused(self) -> int:
-        """Frames and handshakes that were turned away."""
         return self._refusals.count
 
     def start(self) -> None:
-        """Raises ConfigError where another prefetcher serves there, keys are not in order, or the socket cannot be made."""
+        """Raises ConfigError if another prefetcher serves there, a key is unusable, or the socket cannot be made."""
         self._end.open()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._thread.start()
 
     def send(self, frame: bytes, payload: memoryview | None = None) -> None:
-        """Queues a frame, and its payload where it stands; to a peer that is gone both are discarded.
+        """Queues a frame and its payload, without a copy. If the peer is gone, both are discarded.
 
         Raises the thread's error, or LocalProtocolError after `close`.
         """
@@ -135,12 +136,12 @@ class ZmqLink:
         if self._closing or self._wake is None:
             raise LocalProtocolError("a frame is sent on a link that is not open")
         if len(self._outbox) >= QUEUE_FRAMES:
-            raise LocalProtocolError(f"{QUEUE_FRAMES} frames wait to be sent; credits should have bounded them")
+            raise LocalProtocolError(f"{QUEUE_FRAMES} frames wait to be sent; credits should bound them")
         self._outbox.append((frame, payload))
         self._ring()
 
     def receive(self) -> tuple[bytes, Payload] | None:
-        """The next frame with its payload, or None. Raises the thread's error once every frame that came before it was received."""
+        """The next frame with its payload, or None. Raises the thread's error once every earlier frame is received."""
         if self._inbox:
             frame, payload = self._inbox.popleft()
             self._bytes_taken += num_bytes(frame, payload)
@@ -149,7 +150,7 @@ class ZmqLink:
         return None
 
     def close(self) -> None:
-        """Sends what is queued while the peer takes it, for less than a second, and joins the thread. Idempotent."""
+        """Sends what is queued as long as the peer takes it, for less than a second, then joins the thread."""
         self._closing = True
         if self._wake is None:
             return
@@ -183,16 +184,16 @@ class ZmqLink:
         deadline_s = time.monotonic()
         try:
             deadline_s = self._move_until_closed()
-        except BaseException as error:  # noqa: BLE001 - whatever it is, the next caller must hear of it
+        except BaseException as error:  # noqa: BLE001 - the next caller must hear of any error
             self._error = error
-            with suppress(Exception):  # the bell itself may be what failed
+            with suppress(Exception):  # `on_receive` itself may have failed
                 self._on_receive()
         finally:
             linger_s = 0.0 if self.peer_gone or not self._end.peer_here else deadline_s - time.monotonic()
             self._end.close(max(0, round(linger_s * 1000)))
 
     def _move_until_closed(self) -> float:
-        """Returns when the closing has to be over, on the monotonic clock."""
+        """Returns the time by the monotonic clock when closing must be over."""
         assert self._wake is not None, "started"
         poller = zmq.Poller()
         for source in (*self._end.sockets, self._wake):
@@ -207,24 +208,23 @@ class ZmqLink:
                 if not full or time.monotonic() >= deadline_s:
                     return deadline_s
             poller.poll(0 if busy else FULL_RETRY_MS if full else CHECK_MS)
-            self._hear_wake()
+            self._clear_wake()
             next_check_s = self._check(next_check_s)
 
     def _check(self, due_s: float) -> float:
-        """When to check next."""
         now_s = time.monotonic()
         if now_s < due_s:
             return due_s
         self._end.check_backlog()
         return now_s + CHECK_MS / 1000
 
-    def _hear_wake(self) -> None:
+    def _clear_wake(self) -> None:
         assert self._wake is not None, "started"
-        with suppress(BlockingIOError):  # nobody rang
+        with suppress(BlockingIOError):  # it was not rung
             os.eventfd_read(self._wake)
 
     def _receive(self) -> bool:
-        """Moves what has arrived to the inbox; whether there may be more."""
+        """Moves what has arrived to the inbox; returns whether there may be more."""
         self._end.note_events()
         num_received = self._receive_batch()
         drained = num_received < RECEIVE_BATCH
@@ -243,23 +243,23 @@ class ZmqLink:
             except zmq.Again:
                 return count
             if arrived is not None:
-                self._take_in(*arrived)
+                self._enqueue(*arrived)
         return RECEIVE_BATCH
 
-    def _take_in(self, frame: bytes, payload: Payload) -> None:
+    def _enqueue(self, frame: bytes, payload: Payload) -> None:
         self.last_received_s = time.monotonic()
         self.counters.frames_received += 1
         self.counters.bytes_received += num_bytes(frame, payload)
         waiting = self.counters.bytes_received - self._bytes_taken
         if len(self._inbox) >= QUEUE_FRAMES or waiting > self._inbox_limit_bytes:
             raise RemoteProtocolError(
-                f"{len(self._inbox) + 1} frames of {waiting} bytes came faster than they are taken; up to {QUEUE_FRAMES} of "
-                f"{self._inbox_limit_bytes} may wait"
+                f"{len(self._inbox) + 1} frames of {waiting} bytes came faster than they are taken; "
+                f"up to {QUEUE_FRAMES} of {self._inbox_limit_bytes} may wait"
             )
         self._inbox.append((frame, payload))
 
     def _send_queued(self) -> bool:
-        """Hands the outbox to the socket; False where the socket's own queue is full."""
+        """Moves the outbox to the socket; returns False if the socket's own queue is full."""
         while self._outbox and not self.peer_gone and self._end.peer_here:
             try:
                 self._end.try_send(*self._outbox[0])
@@ -268,7 +268,7 @@ class ZmqLink:
             except zmq.ZMQError as error:
                 if error.errno != zmq.EHOSTUNREACH:
                     raise
-                break  # gone, as the monitor is about to say
+                break  # the peer is gone, as the monitor will report
             frame, payload = self._outbox.popleft()
             self.counters.frames_sent += 1
             self.counters.bytes_sent += len(frame) + len(payload or b"")

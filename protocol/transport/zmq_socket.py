@@ -1,8 +1,8 @@
-"""What the two ends of a ZMQ connection share: the prefetcher's ROUTER (`router.py`) and the trainer's DEALER (`dealer.py`).
+"""Holds what both ends of a ZMQ connection share: the ROUTER in `router.py` and the DEALER in `dealer.py`.
 
-Each is opened by one thread and then used by one other. ZMQ is a pipe, not a promise: what it adds here is framing, connecting in
-either order, noticing that the peer is gone, and over tcp encryption. What a gone peer had sent can still be received, but only while
-the socket stays connected; so `peer_gone` is acted on after everything was received.
+One thread opens an end, and one other then uses it. ZMQ guarantees no delivery: it adds framing, connecting in either
+order, a notice when the peer is gone, and over tcp encryption. What a gone peer has sent can be received only while the
+socket stays connected, so the link acts on `peer_gone` after it has received everything.
 """
 
 from collections.abc import Sequence
@@ -14,49 +14,48 @@ from rowcast.protocol.codec import MAX_FRAME_BYTES
 from rowcast.protocol.transport.link import MAX_PART_BYTES, Payload
 from rowcast.runtime.errors import RemoteProtocolError
 
-CURVE_BYTES = 64  # what encryption adds to a part, and a little more
-# of one part: what a caller can have us allocate
+CURVE_BYTES = 64  # slightly more than encryption adds to a part
+# the largest part: what a caller can make us allocate
 MAX_MESSAGE_BYTES = max(MAX_FRAME_BYTES, MAX_PART_BYTES) + CURVE_BYTES
-QUEUE_FRAMES = 2**16  # far above what credits and heartbeats can let wait
+QUEUE_FRAMES = 2**16  # far more frames than credits and heartbeats allow to wait
 RECONNECT_MS, RECONNECT_MAX_MS = 50, 100
 
 
 class SocketEnd(Protocol):
-    """What `ZmqLink` needs of either end."""
+    """The interface of either end for `ZmqLink`."""
 
     socket: zmq.Socket[bytes]
     monitor: zmq.Socket[bytes]
 
     @property
-    def sockets(self) -> Sequence["zmq.Socket[bytes]"]:
-        """All that wake this end up."""
+    def sockets(self) -> Sequence["zmq.Socket[bytes]"]: ...
 
     @property
     def peer_here(self) -> bool:
-        """Whether frames can be sent now, or will be as soon as the connection stands."""
+        """Whether frames can be sent now, or will leave once the connection is made."""
 
     @property
     def peer_gone(self) -> bool:
-        """Whether the connection ended after it had stood; set by `note_events`."""
+        """Whether the connection was made and has ended; set by `note_events`."""
 
     def open(self) -> None: ...
 
     def note_events(self) -> None: ...
 
     def check_backlog(self) -> None:
-        """Now and then: cuts off, or raises RemoteProtocolError for, who sends a message without end."""
+        """Cuts off a caller that sends a message without end, or raises RemoteProtocolError if the peer does."""
 
     def try_send(self, frame: bytes, payload: memoryview | None) -> None:
-        """Copies both. Raises zmq.Again where the queue is full, and zmq.ZMQError with EHOSTUNREACH where the peer is gone."""
+        """Copies both. Raises zmq.Again if the queue is full, zmq.ZMQError with EHOSTUNREACH if the peer is gone."""
 
     def try_receive(self) -> tuple[bytes, Payload] | None:
-        """The peer's next frame, with its payload. Raises zmq.Again where there is none; None is someone else's, already dealt with."""
+        """The peer's next frame with its payload; None for a stranger's. Raises zmq.Again if there is no frame."""
 
     def disconnect(self) -> None:
-        """The peer is gone, and everything was received: no one else is wanted."""
+        """Called when the peer is gone and everything is received, so that no other peer is connected."""
 
     def close(self, linger_ms: int) -> None:
-        """Waits up to `linger_ms` for what was sent to leave, then frees everything."""
+        """Waits up to `linger_ms` until what was sent has left, then frees everything."""
 
 
 def take_apart(parts: Sequence[zmq.Frame], *, has_payloads: bool) -> tuple[bytes, Payload]:
@@ -71,7 +70,7 @@ def new_socket(context: "zmq.Context[zmq.Socket[bytes]]", kind: int) -> "zmq.Soc
     made.setsockopt(zmq.SNDHWM, QUEUE_FRAMES)
     made.setsockopt(zmq.RCVHWM, QUEUE_FRAMES)
     made.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
-    # also for `disconnect`, which would otherwise have the context wait for a gone peer without end
+    # otherwise the context would wait forever for a gone peer after `disconnect`
     made.setsockopt(zmq.LINGER, 0)
     made.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS)
     made.setsockopt(zmq.RECONNECT_IVL_MAX, RECONNECT_MAX_MS)
@@ -85,9 +84,8 @@ def close_socket(
     others: Sequence["zmq.Socket[bytes]"],
     linger_ms: int,
 ) -> None:
-    """Waits up to `linger_ms` for what was sent through `main`."""
     while monitor.poll(0):
-        monitor.recv_multipart()  # a full one would have libzmq's thread wait for us, and us for it
+        monitor.recv_multipart()  # a full monitor would make libzmq's thread and this one wait for each other
     main.disable_monitor()
     monitor.close(linger=0)
     main.close(linger=linger_ms)

@@ -1,1 +1,1 @@
-"""What a process tells about itself: metrics and health over HTTP, logs, build information."""
+"""Reports on a process: metrics and health over HTTP, logs, the timeline, build information."""

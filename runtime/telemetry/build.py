@@ -1,4 +1,4 @@
-"""Which versions run."""
+"""Reports the versions of rowcast, Python and the libraries."""
 
 import platform
 from importlib import metadata
@@ -7,7 +7,7 @@ from rowcast.runtime.telemetry.metrics import Process
 
 
 def rowcast_version() -> str:
-    """The installed version; "uninstalled" where the source is run without being installed."""
+    """The installed version; "uninstalled" if the source runs without an installation."""
     try:
         return metadata.version("rowcast")
     except metadata.PackageNotFoundError:
@@ -15,11 +15,10 @@ def rowcast_version() -> str:
 
 
 def versions(*distributions: str) -> dict[str, str]:
-    """Versions of rowcast, Python and the installed `distributions`, for the report."""
     named = {name: metadata.version(name) for name in distributions}
     return {"rowcast": rowcast_version(), **named, "python": platform.python_version()}
 
 
 def build_info(process: Process, job_name: str) -> dict[str, str]:
-    """Labels of `rowcast_build_info`, in the order of the metrics table."""
+    """The labels of `rowcast_build_info`, in the order of the metrics table."""
     return {"process": process, "version": rowcast_version(), "python": platform.python_version(), "job_name": job_name}

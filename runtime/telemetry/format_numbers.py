@@ -1,4 +1,4 @@
-"""How commands write numbers for a person, and where to."""
+"""Formats numbers for the output of commands, and opens the console that shows them."""
 
 import math
 import sys
@@ -9,12 +9,12 @@ UNITS = ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
 
 
 def stdout_console() -> Console:
-    """A terminal only where stdout is one: rich alone would believe FORCE_COLOR and colour or animate a file."""
+    """A console that is a terminal only if stdout is; with FORCE_COLOR, rich alone would colour and animate a file."""
     return Console(force_terminal=None if sys.stdout.isatty() else False, highlight=False)
 
 
 def human_count(number: float) -> str:
-    """Three digits and a decimal prefix."""
+    """Three digits and a decimal prefix: `1.23k`."""
     for prefix in ("", "k", "M", "G"):
         if abs(number) < 999.5:
             return f"{number:.3g}{prefix}"
@@ -51,12 +51,11 @@ def size_text(nbytes: int) -> str:
 
 
 def percent(share: float) -> str:
-    """`12.3 %`."""
     return f"{100 * share:.1f} %"
 
 
 def percent_number(share: float) -> str:
-    """Without the sign. One decimal, and more where a share would look like nothing or like everything and is not. It may exceed 1."""
+    """A percentage without the sign: one decimal, or more if the share would wrongly look like 0 or 100 %."""
     distance = 100 * abs(min(share, 1 - share))
     decimals = 1 if distance == 0 else min(4, max(1, math.ceil(-math.log10(distance))))
     return f"{100 * share:.{decimals}f}"

@@ -1,11 +1,12 @@
-"""Where a process stands: what /healthz and /readyz answer, and the metric `rowcast_state` shows."""
+"""Keeps the state of a process for /healthz, /readyz and the metric `rowcast_state`."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
 State = Literal["starting", "connecting", "running", "stopping", "stopped", "failed"]
-# connecting: waits for the peer, for the first time or again      stopping: a stop was asked for, the plans already made are finished
+# connecting: waits for the peer, for the first time or again
+# stopping: a stop was requested, and the plans already made are finished
 
 
 def every_stage_lives() -> str | None:
@@ -14,7 +15,7 @@ def every_stage_lives() -> str | None:
 
 @dataclass(slots=True)
 class Health:
-    """The process sets `state`; `dead_stage` names a stage whose thread has died, or None."""
+    """The process sets `state`; `dead_stage` returns the name of a stage whose thread has died, or None."""
 
     state: State = "starting"
     dead_stage: Callable[[], str | None] = every_stage_lives

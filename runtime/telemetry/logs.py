@@ -1,4 +1,4 @@
-"""Log set-up of a process: structured events to stderr. Progress and results of a command go to stdout instead."""
+"""Sets up the log of a process: structured events on stderr. A command's progress and results go to stdout."""
 
 import logging
 import os
@@ -17,7 +17,7 @@ LEVELS = ("debug", "info", "warning", "error")
 
 
 class StderrLogger:
-    """Writes whole lines to whatever `sys.stderr` is at that moment: a live progress line replaces it while it is shown."""
+    """Writes whole lines to the current `sys.stderr`, which a live progress line replaces while it is shown."""
 
     def msg(self, line: str) -> None:
         sys.stderr.write(f"{line}\n")
@@ -27,13 +27,13 @@ class StderrLogger:
 
 
 def setup_logging(process: str, level: str = "info", json: bool | None = None) -> None:
-    """Sends this process's events to stderr, each with its process's name and the time in UTC.
+    """Sends this process's events to stderr, each with the process's name and the time in UTC.
 
-    `json`: True for JSON lines, False for key=value lines, None to choose: coloured columns on a terminal, key=value lines otherwise.
-    May be called again. Raises ConfigError for an unknown level.
+    `json`: True for JSON lines, False for key=value lines, None for coloured columns on a terminal and key=value lines
+    elsewhere. May be called again. Raises ConfigError for an unknown level.
     """
     if level not in LEVELS:
-        raise ConfigError(f"log level {level!r} is none of {', '.join(LEVELS)}")
+        raise ConfigError(f"log level {level!r} is not one of {', '.join(LEVELS)}")
     structlog.configure(
         processors=[
             named(process),
@@ -43,18 +43,18 @@ def setup_logging(process: str, level: str = "info", json: bool | None = None) -
         ],
         wrapper_class=structlog.make_filtering_bound_logger(logging.getLevelNamesMapping()[level.upper()]),
         logger_factory=lambda *_: StderrLogger(),
-        cache_logger_on_first_use=False,  # a later call must also reach loggers that modules already hold
+        cache_logger_on_first_use=False,  # a later call must also apply to loggers that modules already hold
     )
 
 
 def get_logger(**context: object) -> FilteringBoundLogger:
-    """A logger whose events carry `context`. Safe at import time: it follows the set-up of the moment it is used."""
+    """A logger whose events carry `context`. It may be made at import time: it follows the set-up when it logs."""
     return cast(FilteringBoundLogger, structlog.get_logger(**context))
 
 
 @contextmanager
 def said_if_slow(after_s: float, event: str) -> Iterator[None]:
-    """Logs `event` once where the block takes longer than `after_s`: while it takes, so that nobody wonders."""
+    """Logs `event` once, while the block runs, if it takes longer than `after_s`."""
     timer = threading.Timer(after_s, lambda: get_logger().info(event))
     timer.daemon = True
     timer.start()
@@ -83,7 +83,7 @@ def renderers(json: bool | None, *, terminal: bool) -> list[Processor]:
 
 
 def key_value_line(logger: WrappedLogger, method: str, event: EventDict) -> str:
-    """time=... level=... process=... event="..." key=value; a traceback follows on lines of its own, so that it can be read."""
+    """time=... level=... process=... event="..." key=value; a traceback follows on its own lines, to stay readable."""
     trace = event.pop("exception", None)
     order = ["time", "level", "process", "event"]
     line = str(structlog.processors.LogfmtRenderer(key_order=order, drop_missing=True)(logger, method, event))

@@ -1,7 +1,7 @@
-"""Every metric of both processes in one table, and the families that a scrape is made of.
+"""Defines every metric of both processes in one table, and makes the families of a scrape from it.
 
-Both processes count the same events at their own end (the prefetcher when it plans, sends or applies; the trainer when it executes),
-so at the end of a run their totals agree: compare them, never add them.
+Both processes count the same events (the prefetcher when it plans, sends or applies; the trainer when it executes), so
+their totals agree at the end of a run: compare them, never add them.
 """
 
 from collections.abc import Iterable, Iterator
@@ -16,7 +16,7 @@ BOTH: tuple[Process, ...] = ("prefetcher", "trainer")
 PREFETCHER: tuple[Process, ...] = ("prefetcher",)
 TRAINER: tuple[Process, ...] = ("trainer",)
 
-Sample = tuple[str, tuple[str, ...], float]  # metric name, one value a label, value
+Sample = tuple[str, tuple[str, ...], float]  # metric name, the values of its labels, value
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +28,6 @@ class Metric:
     processes: tuple[Process, ...]
 
     def family(self) -> CounterMetricFamily | GaugeMetricFamily:
-        """The metric's family of one scrape, still without samples."""
         kind = CounterMetricFamily if self.type == "counter" else GaugeMetricFamily
         return kind(self.name, self.help, labels=self.labels)
 
@@ -182,7 +181,10 @@ METRICS = (
 
 
 def families(process: Process, samples: Iterable[Sample]) -> Iterator[Family]:
-    """One family a metric of the process, in the table's order, also where it has no sample. A name outside the table is a KeyError."""
+    """A family for each metric of the process, in the table's order, even without samples.
+
+    Raises KeyError for a name that is not in the table.
+    """
     by_name = {metric.name: metric.family() for metric in METRICS if process in metric.processes}
     for name, labels, value in samples:
         by_name[name].add_metric(labels, value)
@@ -190,7 +192,7 @@ def families(process: Process, samples: Iterable[Sample]) -> Iterator[Family]:
 
 
 def metric_table() -> str:
-    """The table of the README: every metric of both processes, in Markdown."""
+    """The table in docs/metrics.md: every metric of both processes, in Markdown."""
     lines = ["| metric | type | labels | served by | meaning |", "|---|---|---|---|---|"]
     for metric in METRICS:
         labels = ", ".join(f"`{label}`" for label in metric.labels)

@@ -1,4 +1,4 @@
-"""One HTTP port a process: /metrics, /healthz and /readyz. Loopback unless the job file says otherwise; read-only; no access log."""
+"""Serves /metrics, /healthz and /readyz on one HTTP port: read-only, on loopback unless the job says otherwise."""
 
 import errno
 import socketserver
@@ -26,7 +26,7 @@ BIND_FAULTS = {
     errno.EADDRNOTAVAIL: "this machine has no such address; use 127.0.0.1, or 0.0.0.0 to serve the network",
 }
 REQUEST_TIMEOUT_S = 5.0
-POLL_S = 0.1  # close() waits at most this long for the serving thread
+POLL_S = 0.1  # close() waits at most this long for the server's thread
 
 
 class ServerSettings(Protocol):
@@ -46,10 +46,10 @@ class ServerSettings(Protocol):
 
 
 class Handler(WSGIRequestHandler):
-    timeout = REQUEST_TIMEOUT_S  # a client that never finishes its request must not hold a thread
+    timeout = REQUEST_TIMEOUT_S  # a client that never finishes its request must not keep a thread
 
     def log_message(self, format: str, *args: object) -> None:
-        """No access log: a scrape every few seconds would drown everything else."""
+        """Writes no access log: a scrape every few seconds would hide everything else."""
 
 
 class Server(socketserver.ThreadingMixIn, WSGIServer):
@@ -63,15 +63,15 @@ class Server(socketserver.ThreadingMixIn, WSGIServer):
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         error = sys.exc_info()[1]
-        if not isinstance(error, OSError):  # OSError: the client went away or was too slow
+        if not isinstance(error, OSError):  # OSError: the client left or was too slow
             get_logger().error("a request failed", client=client_address[0], exc_info=error)
 
 
 class TelemetryServer:
-    """Serves one process's registry and health from a thread of its own. Reading must be quick; nothing here can change the run."""
+    """Serves one process's registry and health on its own thread. Reading them must be quick and change nothing."""
 
     def __init__(self, process: Process, settings: ServerSettings, registry: CollectorRegistry, health: Health) -> None:
-        """`settings` is the job file's section; port 0 takes any free one. Opens nothing."""
+        """`settings` is the job file's section; port 0 takes any free port. Opens nothing."""
         self._process = process
         self._settings = settings
         self._configured: str = getattr(settings, process)
@@ -80,14 +80,14 @@ class TelemetryServer:
         self._thread: threading.Thread | None = None
 
     def start(self) -> str:
-        """Binds and serves; returns the bound "host:port". Raises ConfigError where the address cannot be had, or the certificate."""
+        """Binds, serves and returns the bound "host:port". Raises ConfigError for a bad address or certificate."""
         tls = tls_context(self._settings)
         host, _, port = self._configured.rpartition(":")
         try:
             server = Server((host, int(port)), Handler)
         except (OSError, OverflowError, TypeError) as error:  # TypeError: the host cannot be encoded
             raise ConfigError(f"[metrics] {self._process} = {self._configured!r}: {bind_fault(error)}") from None
-        if tls is not None:  # the handshake is the handler's thread's: one slow client must not keep the others out
+        if tls is not None:  # the handler's thread does the handshake, so one slow client cannot block the others
             server.socket = tls.wrap_socket(server.socket, server_side=True, do_handshake_on_connect=False)
         server.set_app(self._app)
         self._server = server
@@ -97,12 +97,11 @@ class TelemetryServer:
 
     @property
     def address(self) -> str:
-        """The bound "host:port"."""
         assert self._server is not None, "the telemetry server is not started"
         return f"{self._server.server_name}:{self._server.server_port}"
 
     def close(self) -> None:
-        """Stops serving and frees the port. Idempotent; also before start."""
+        """Stops serving and frees the port. Idempotent, and allowed before `start`."""
         if self._server is not None and self._thread is not None:
             self._server.shutdown()
             self._thread.join()
@@ -120,7 +119,7 @@ class TelemetryServer:
 
 
 def tls_context(settings: ServerSettings) -> ssl.SSLContext | None:
-    """None: plain http. Raises ConfigError where certificate and key cannot be read or do not go together."""
+    """None for plain http. Raises ConfigError if certificate and key cannot be read or do not match."""
     if settings.certfile is None:
         return None
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
@@ -128,8 +127,8 @@ def tls_context(settings: ServerSettings) -> ssl.SSLContext | None:
         context.load_cert_chain(settings.certfile, settings.keyfile)
     except OSError as error:  # ssl.SSLError is one
         raise ConfigError(
-            f"[metrics] certfile = {settings.certfile!r}, keyfile = {settings.keyfile!r}: cannot be used ({error.strerror or error}); "
-            f"name a PEM certificate and its key, without a password"
+            f"[metrics] certfile = {settings.certfile!r}, keyfile = {settings.keyfile!r}: "
+            f"cannot be used ({error.strerror or error}); name a PEM certificate and its key, without a password"
         ) from None
     return context
 
@@ -138,7 +137,7 @@ def bind_fault(error: Exception) -> str:
     if isinstance(error, OverflowError):
         return "a port is a number from 0 to 65535"
     if not isinstance(error, OSError):
-        return "this is no host name; use 127.0.0.1"
+        return "this is not a host name; use 127.0.0.1"
     return BIND_FAULTS.get(error.errno or 0, f"cannot listen there ({error.strerror}); change host:port")
 
 

@@ -1,9 +1,10 @@
-"""Records what the stages of a process do and wait for, for `prefetcher timeline` to put together.
+"""Records what the stages of a process do and wait for; `prefetcher timeline` combines the records.
 
-    a stage's thread ---- add: one record ----> queue ---- every FLUSH_S, a thread of its own ----> <run_dir>/timeline.<process>.jsonl
+    a stage's thread --- add: one record ---> queue --- every FLUSH_S, on its own thread ---> timeline.<process>.jsonl
 
-Times are those of `time.perf_counter`, which on Linux is CLOCK_MONOTONIC: one clock for all processes of one boot of one host. The
-file's first line is a `TimelineHeader`, each other line one record; a process that is killed leaves all but its last FLUSH_S seconds.
+Times are those of `time.perf_counter`, which on Linux is CLOCK_MONOTONIC: one clock for all processes of a host until
+it reboots. The file's first line is a `TimelineHeader`, each other line one record. A killed process loses at most its
+last FLUSH_S seconds.
 """
 
 import os
@@ -26,35 +27,35 @@ from rowcast.runtime.telemetry.logs import get_logger
 from rowcast.runtime.telemetry.metrics import Process
 
 VERSION = 1
-MAX_RECORDS = 1_000_000  # of a file: about 65 MB, and 40,000 steps
+MAX_RECORDS = 1_000_000  # records in a file: about 65 MB, and 40,000 steps
 FLUSH_S = 0.5
-WATCH_S = 0.01  # between looks at the levels
+WATCH_S = 0.01  # between readings of the levels
 
 SpanKind = Literal["work", "wait", "step"]
-# work: a stage at work     wait: a stage stands still, `name` says for what
-# step: from the issue of a step until its result was read; with a device the next one's begins before
+# work: a stage works     wait: a stage waits for `name`
+# step: from the start of a step until its result is read; on a device the next step starts before that
 
 
 class TimelineHeader(msgspec.Struct, frozen=True, kw_only=True):
     version: int
     process: Process
     pid: int
-    boot_id: str  # of the host's kernel: the clocks of two files agree where this does
-    clock_ns: int  # of the records' clock, when
-    unix_ns: int  # it was this time
+    boot_id: str  # the clocks of two files agree if their boot ids do
+    clock_ns: int  # the records' clock at
+    unix_ns: int  # this Unix time
 
 
 class TimelineSpan(msgspec.Struct, frozen=True, array_like=True, tag="span"):
     kind: SpanKind
-    track: str  # the thread, or the child process
+    track: str  # the thread or child process
     name: str
     began_ns: int
     duration_ns: int
-    step: int | None  # None: of no step, or it is not known
+    step: int | None  # None if it belongs to no step or the step is not known
 
 
 class Level(msgspec.Struct, frozen=True, array_like=True, tag="level"):
-    """A number that goes up and down, from now on."""
+    """The value of a gauge from `at_ns` on."""
 
     name: str
     unit: str
@@ -63,7 +64,7 @@ class Level(msgspec.Struct, frozen=True, array_like=True, tag="level"):
 
 
 class Incarnation(msgspec.Struct, frozen=True, array_like=True, tag="incarnation"):
-    """The two processes begin to speak to each other; steps may be counted anew."""
+    """The start of an attempt; steps may start over."""
 
     number: int
     at_ns: int
@@ -77,9 +78,9 @@ def timeline_path(run_dir: Path, process: Process) -> Path:
 
 
 class Timeline:
-    """The recorder of one process. Use as a context manager; every other method may be called from any thread, and none waits.
+    """The recorder of one process. Use it as a context manager; any thread may call its other methods, and none waits.
 
-    After `max_records` it records nothing more, and the log says so once: what is in the file has no holes.
+    After `max_records` it records nothing more and logs this once, so that the file has no gaps.
     """
 
     def __init__(self, run_dir: Path, process: Process, max_records: int = MAX_RECORDS) -> None:
@@ -87,13 +88,13 @@ class Timeline:
         self._process: Process = process
         self._max_records = max_records
         self._waiting: deque[Record] = deque()
-        self._num_taken = 0  # out of the queue
+        self._num_taken = 0  # records taken out of the queue
         self._full = False
         self._levels: dict[tuple[str, str], Callable[[], int]] = {}  # by name and unit
         self._last_levels: dict[tuple[str, str], int] = {}
         self._file: RealWriting | None = None
         self._closed = threading.Event()
-        self._thread = threading.Thread(target=self._write_parts, name="timeline", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="timeline", daemon=True)
 
     def add(
         self,
@@ -105,14 +106,13 @@ class Timeline:
         ended_s: float | None = None,
         track: str | None = None,
     ) -> None:
-        """A span of `seconds` that ended at `ended_s`, None: now; `track` None: the calling thread."""
+        """Adds a span of `seconds` that ended at `ended_s` (None: now) on `track` (None: the calling thread)."""
         ended_s = time.perf_counter() if ended_s is None else ended_s
         track = threading.current_thread().name if track is None else track
         self._put(TimelineSpan(kind, track, name, nanoseconds(ended_s - seconds), nanoseconds(seconds), step))
 
     @contextmanager
     def work(self, name: str, step: int | None = None) -> Iterator[None]:
-        """The block is a span."""
         began_s = time.perf_counter()
         try:
             yield
@@ -124,7 +124,7 @@ class Timeline:
         self._put(Incarnation(number, time.perf_counter_ns()))
 
     def watch(self, name: str, unit: str, read: Callable[[], int]) -> None:
-        """Records what `read` gives whenever it is seen to have changed. It must answer at once, from another thread."""
+        """Records the value of `read` when it has changed. Another thread calls `read`, which must return at once."""
         self._levels = {**self._levels, (name, unit): read}
 
     def _put(self, record: Record) -> None:
@@ -135,16 +135,16 @@ class Timeline:
         else:
             self._waiting.append(record)
 
-    def _write_parts(self) -> None:
+    def _run(self) -> None:
         flush_s = 0.0
         while not self._closed.wait(WATCH_S):
-            self._look()
+            self._read_levels()
             if time.monotonic() >= flush_s:
                 self._flush()
                 flush_s = time.monotonic() + FLUSH_S
         self._flush()
 
-    def _look(self) -> None:
+    def _read_levels(self) -> None:
         for key, read in self._levels.items():
             value = read()
             if self._last_levels.get(key) != value:
@@ -155,7 +155,7 @@ class Timeline:
         if self._file is None:
             return
         number = len(self._waiting)
-        self._num_taken += number  # before they are taken, so that a record between the two cannot be one too many
+        self._num_taken += number  # before they are taken, so that `_put` cannot let one record too many in between
         lines = msgspec.json.Encoder().encode_lines([self._waiting.popleft() for _ in range(number)])
         try:
             self._file.write(lines)
@@ -173,13 +173,13 @@ class Timeline:
         self._file = None
 
     def __enter__(self) -> Self:
-        """Replaces the file of an earlier run. Raises ConfigError where that cannot be done."""
+        """Replaces the file of an earlier run. Raises ConfigError if it cannot be written."""
         try:
             self._file = RealWriting(self._path)
             self._file.write(msgspec.json.encode(self._header()) + b"\n")
         except OSError as error:
             raise ConfigError(
-                f"--timeline: {self._path} cannot be written ({error.strerror}); free space or leave out --timeline"
+                f"--timeline: {self._path} cannot be written ({error.strerror}); free space or omit --timeline"
             ) from None
         self._thread.start()
         return self
@@ -204,7 +204,7 @@ class Timeline:
 
 
 class RecordedStage:
-    """A stage whose every `advance` that did something is a span: for stages that keep no clock of their own."""
+    """Adds a span for every `advance` that did something, for stages that do not measure their own time."""
 
     def __init__(self, stage: Stage, name: str, timeline: Timeline) -> None:
         self._stage = stage
@@ -221,7 +221,7 @@ class RecordedStage:
 
 
 def recorded_stages(timeline: Timeline | None, stages: Mapping[str, Stage], **names: str) -> dict[str, Stage]:
-    """`stages`, with those that `names` names shown on the timeline, where there is one."""
+    """`stages`, with those in `names` recorded on the timeline, if there is one, under the given names."""
     if timeline is None:
         return dict(stages)
     return {

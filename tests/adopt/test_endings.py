@@ -47,7 +47,7 @@ def test_a_loader_that_nobody_holds_ends(tmp_path: Path, launches: Launches) -> 
 def test_a_prefetcher_that_is_killed_is_named_and_not_waited_for(tmp_path: Path, launches: Launches) -> None:
     model, optimizer = make(tmp_path)
     loader = rowcast.connect(model.ebc, DATASET, options=ENDLESS)
-    with pytest.raises(RowcastError, match=r"the prefetcher \(process \d+\) was killed by SIGKILL; if nobody sent it"):
+    with pytest.raises(RowcastError, match=r"the prefetcher \(process \d+\) was killed by SIGKILL; unless you sent it"):
         train_until(model, optimizer, loader, 3, lambda: os.kill(launches.children[0].process.pid, signal.SIGKILL))
     with pytest.raises(RuntimeError, match="the loader was closed"):
         next(iter(loader))

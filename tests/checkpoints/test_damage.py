@@ -137,7 +137,7 @@ def test_a_manifest_in_another_checkpoints_folder_is_refused(run: FakeRun) -> No
     folder = run.checkpoints.root / "step-000000000099"
     folder.mkdir()
     (folder / MANIFEST_NAME).write_bytes(render(newest(run)))
-    with pytest.raises(DataError, match="the manifest of step-000000000030 lies in the folder of another checkpoint"):
+    with pytest.raises(DataError, match="the manifest of step-000000000030 is in the folder of another checkpoint"):
         read_manifest(folder)
 
 

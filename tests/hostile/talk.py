@@ -271,7 +271,7 @@ BREACHES: tuple[Breach, ...] = (
     field_breach((RowsBack,), "piece", lambda n: n + 1, "piece"),
     field_breach(PIECES, "num_pieces", lambda n: 0, "does not exist"),
     field_breach(PIECES, "num_pieces", lambda n: 2**20 + 1, "there may be up to|pieces|piece"),
-    field_breach((Restore,), "nbytes", lambda n: n + 1, "bytes came where .* were announced"),
+    field_breach((Restore,), "nbytes", lambda n: n + 1, "bytes came, but .* were announced"),
     field_breach((RowChecksums,), "start", lambda n: n + 1, "checksums continue at"),
     field_breach((RowChecksums,), "checksums", lambda n: bytes(8 * 100), "were asked for"),
     field_breach((RowChecksums,), "checksums", lambda n: b"1234567", "are not checksums of 8 bytes"),

@@ -193,7 +193,7 @@ PREFETCHER_LIES: dict[str, tuple[Lie, str]] = {
         "victims make room|rows are fetched|without a step",
     ),
     "a piece far outside the ring": (in_ref(StepReady, moved(2**40)), "does not follow the one that ended at"),
-    "a piece over the one before": (in_ref(StepReady, moved(-64)), "does not follow the one that ended at|lies over"),
+    "a piece over the one before": (in_ref(StepReady, moved(-64)), "does not follow the one that ended at|overlaps"),
     "a piece longer than its bytes": (
         in_ref(StepReady, lambda r: change(r, nbytes=r.nbytes + 64, end=r.end + 64)),
         "bytes of payload instead of",
@@ -204,7 +204,7 @@ PREFETCHER_LIES: dict[str, tuple[Lie, str]] = {
     ),
     "a piece that ends elsewhere": (in_ref(StepReady, lambda r: change(r, end=r.end + 64)), "cannot go from"),
     "rows of a group that is not there": (in_rows(StepReady, 0, group=9), "rows of group 9"),
-    "rows over others": (in_rows(StepReady, 1, offset=2**20), "behind their payload|end at"),
+    "rows over others": (in_rows(StepReady, 1, offset=2**20), "beyond their payload|end at"),
     "rows on top of each other": (lambda m, c: rows_on_top(m), "lie over those that end at"),
     "slots of a barrier outside": (in_array("0.slots", at(0, 10**7), Flush), "barrier 0: 0.slots holds 10000000"),
     "slots of a barrier twice": (in_array("0.slots", same, Flush), "barrier 0: 0.slots names a slot twice"),
@@ -258,13 +258,13 @@ TRAINER_LIES: dict[str, tuple[Lie, str]] = {
     "rows of a group that is not there": (in_rows(RowsBack, 0, group=7), "rows of group 7 travel"),
     "more rows": (
         in_rows(RowsBack, 0, count=10**6),
-        "lie over what ends at 1000000|travels, but there are|behind their payload",
+        "overlap what ends at 1000000|travels, but there are|beyond their payload",
     ),
     "rows further on": (in_rows(RowsBack, 0, start=1), "continue at 1 instead of 0"),
-    "rows behind their payload": (in_rows(RowsBack, -1, offset=2**40), "behind their payload"),
+    "rows behind their payload": (in_rows(RowsBack, -1, offset=2**40), "beyond their payload"),
     "rows that reach behind their payload": (
         lambda m, c: rows_at_the_end(m),
-        "came back out of order|behind their payload",
+        "came back out of order|beyond their payload",
     ),
     "rows of no payload": (
         field_of(RowsBack, lambda m: change(m, payload=None)),
@@ -295,7 +295,10 @@ TRAINER_LIES: dict[str, tuple[Lie, str]] = {
         field_of(Saved, lambda m: change(m, nbytes=m.nbytes + 1) if isinstance(m, Saved) else None),
         "array bytes",
     ),
-    "a dense side of another barrier": (field_of(Saved, lambda m: change(m, barrier=5)), "the dense side of barrier 5"),
+    "a dense side of another barrier": (
+        field_of(Saved, lambda m: change(m, barrier=5)),
+        "the model state of barrier 5",
+    ),
 }
 
 

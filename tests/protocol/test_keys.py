@@ -114,7 +114,7 @@ def test_a_secret_that_others_may_read_is_refused_with_the_command_that_mends_it
     path.chmod(mode)
     for use in (load_client, check_keys):
         with pytest.raises(
-            ConfigError, match=rf"no more than mode 0600, but is of user \d+ with mode {mode:04o}; chmod 600"
+            ConfigError, match=rf"no more than mode 0600, but it belongs to user \d+ and has mode {mode:04o}; chmod 600"
         ):
             use(tmp_path)
     path.chmod(0o400)

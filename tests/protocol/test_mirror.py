@@ -93,7 +93,7 @@ def test_a_piece_over_one_that_was_not_read_yet_is_refused_before_a_byte_is_writ
     before = buffer.copy()
     writer.release(refs[0][0].end)  # as if the reader had said so
     over, parts = put(writer, writer.max_payload, value=9)
-    with pytest.raises(RemoteProtocolError, match=f"lies over the one at {refs[0][0].position}"):
+    with pytest.raises(RemoteProtocolError, match=f"overlaps the one at {refs[0][0].position}"):
         reader.deposit(over, parts)
     assert (buffer == before).all()
 
@@ -101,11 +101,11 @@ def test_a_piece_over_one_that_was_not_read_yet_is_refused_before_a_byte_is_writ
 def test_a_piece_is_viewed_after_it_came_and_done_after_it_was_viewed() -> None:
     _, writer, reader = make_mirror()
     first, second = put(writer, 10), put(writer, 10)
-    with pytest.raises(LocalProtocolError, match="the one at None is the next"):
+    with pytest.raises(LocalProtocolError, match="the one at None is next"):
         reader.view(first[0], STAMP)
     reader.deposit(*first)
     reader.deposit(*second)
-    with pytest.raises(LocalProtocolError, match=f"the one at {first[0].position} is the next"):
+    with pytest.raises(LocalProtocolError, match=f"the one at {first[0].position} is next"):
         reader.view(second[0], STAMP)
     with pytest.raises(LocalProtocolError, match="not being read"):
         reader.done(first[0])

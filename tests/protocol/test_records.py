@@ -101,5 +101,5 @@ def test_fp32_tables_of_a_job_with_master_weights_have_none() -> None:
 def test_a_capacity_in_rows_is_of_one_kind_of_rows() -> None:
     assert job_of(("bf16", 4), ("bf16", 4), capacity="7 rows").cache.capacity_rows == 7
     for other in (("bf16", 5), ("fp16", 4)):
-        with pytest.raises(ConfigError, match="counts rows, but tables have rows of 2 widths or dtypes"):
+        with pytest.raises(ConfigError, match="counts rows, but the tables have rows of 2 widths or dtypes"):
             job_of(("bf16", 4), other, capacity="7 rows")

@@ -105,7 +105,7 @@ def test_free_space_is_what_the_file_system_reports(tmp_path: Path, monkeypatch:
 
 
 def test_a_directory_that_cannot_be_written_is_refused() -> None:
-    with pytest.raises(ConfigError, match="no file can be made in /proc"):
+    with pytest.raises(ConfigError, match="cannot create a file in /proc"):
         RingFile.create(0, "test", Path("/proc"))
 
 

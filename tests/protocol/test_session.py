@@ -230,7 +230,7 @@ def test_a_trainer_of_this_job_is_welcome_and_others_are_told_why_not() -> None:
         check_hello(sample_messages.hello(job_digest="e" * 32), sample_messages.DIGEST)
     with pytest.raises(Mismatch, match="the prefetcher was started to evaluate and the trainer to train"):
         check_hello(sample_messages.hello(), sample_messages.DIGEST, "eval")
-    with pytest.raises(Mismatch, match="rank 0 of 2, but the job is trained by 1"):
+    with pytest.raises(Mismatch, match="rank 0 of 2, but the job's world size is 1"):
         check_hello(sample_messages.hello(world_size=2), sample_messages.DIGEST)
     with pytest.raises(Mismatch, match="rank 2 of 2"):
         check_hello(sample_messages.hello(world_size=2, rank=2), sample_messages.DIGEST, world_size=2)

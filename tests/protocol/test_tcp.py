@@ -151,7 +151,7 @@ def test_a_trainer_with_another_servers_key_is_never_heard_and_hears_nothing(
         wait_for(lambda: bool(prefetcher.refused and trainer.refused))
         assert prefetcher.receive() is None
         assert trainer.receive() is None
-    assert "the prefetcher broke off; is its server.key another one?" in capsys.readouterr().err
+    assert "the prefetcher ended the handshake; does it have another server.key?" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("mechanism", ["NULL", "PLAIN"])

@@ -208,7 +208,7 @@ def test_a_bottom_mlp_without_a_dense_column_is_refused_with_candidates(tmp_path
     [
         ({"delimiter": ",,"}, "delimiter = ',,' must be one ASCII character"),
         ({"delimiter": '"'}, "delimiter = '\"' must be one ASCII character"),
-        ({"lists": {"a": ""}}, "lists.a is empty; give what stands between the ids of a cell"),
+        ({"lists": {"a": ""}}, "lists.a is empty; give the separator between the ids of a cell"),
         ({"lists": {"c": "|"}}, "data.columns.lists: feature c has no table"),
     ],
 )
@@ -227,6 +227,6 @@ def test_lists_and_delimiter_belong_to_csv() -> None:
 
 def test_full_shuffle_is_refused_as_of_other_text() -> None:
     with pytest.raises(
-        ConfigError, match='shuffle = "full" needs random access, which csv has not; use "window:65536"'
+        ConfigError, match='shuffle = "full" needs random access, which csv does not have; use "window:65536"'
     ):
         make_job("csv", TABLES, path="x", shuffle="full")

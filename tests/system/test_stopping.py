@@ -168,7 +168,7 @@ def test_the_launcher_names_a_killed_trainer_and_ends_the_prefetcher(session: Se
     ended = launcher.ended()
     assert ended.code == 128 + SIGKILL
     assert ended.sentences == [
-        f"the trainer (process {trainer}) was killed by SIGKILL; if nobody sent it, the machine ran out of memory"
+        f"the trainer (process {trainer}) was killed by SIGKILL; unless you sent it, the machine ran out of memory"
     ]
     assert session.remains() == []
 

@@ -94,7 +94,7 @@ def test_lines_go_to_the_stderr_of_the_moment(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_an_unknown_level_is_a_sentence() -> None:
-    with pytest.raises(ConfigError, match="log level 'loud' is none of debug, info, warning, error"):
+    with pytest.raises(ConfigError, match="log level 'loud' is not one of debug, info, warning, error"):
         setup_logging("trainer", "loud")
 
 

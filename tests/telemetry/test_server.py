@@ -137,7 +137,7 @@ def test_a_port_in_use_is_a_sentence_with_the_address_and_the_key(server: Teleme
         ("127.0.0.1:99999", "a port is a number from 0 to 65535"),
         ("192.0.2.1:0", "this machine has no such address"),
         ("no-such-host.invalid:0", "cannot listen there"),
-        ("\u00e4..b:0", "this is no host name"),
+        ("\u00e4..b:0", "this is not a host name"),
     ],
 )
 def test_an_address_that_cannot_be_had_is_a_sentence(configured: str, sentence: str) -> None:
