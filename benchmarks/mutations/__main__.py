@@ -64,7 +64,7 @@ def main() -> int:
             print(said)
             return 1
         with ThreadPoolExecutor(options.jobs) as pool:
-            verdicts = Counter(pool.map(lambda own: try_one(unbroken, *own, options.limit), chosen))
+            verdicts = Counter(pool.map(lambda own: try_one(unbroken, own[0], own[1], options.limit), chosen))
     told = ", ".join(f"{count} {verdict}" for verdict, count in verdicts.items())
     print(f"{len(chosen)} mutants: {told}; {time.perf_counter() - began_s:.0f} s")
     return int(not verdicts.keys() <= DEAD)
