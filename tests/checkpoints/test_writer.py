@@ -196,9 +196,11 @@ def test_a_damaged_checkpoint_is_dropped_only_when_a_newer_one_is_durable(run: F
     damaged = run.checkpoints.root / "step-000000000020"
     damaged.mkdir()
     (damaged / MANIFEST_NAME).write_bytes(b"{}")
+    (damaged / "fp32_d4_adagrad-00000.safetensors").write_bytes(b"what the damaged manifest names, perhaps")
+    before = files_in(run)
     for _ in run.checkpoints.collect_garbage():
         pass
-    assert damaged.exists()
+    assert files_in(run) == before
     run.train({0: [3]}, steps=30)
     newest = run.checkpoint()
     assert run.checkpoints.candidates() == [newest.name, good.name]
@@ -234,8 +236,17 @@ def test_a_block_larger_than_the_queue_goes_in_alone_and_finish_always_does(
     assert run.writer.offer_dense(b"large")
     assert not run.writer.offer_dense(b"another")
     run.writer.finish("0" * 16)
-    with pytest.raises(RowcastError, match="checksum"):
+    with pytest.raises(RowcastError, match=f"checksum {checksum(b'large')}, but the trainer sent {'0' * 16}$"):
         run.complete()
+
+
+def test_what_waits_in_the_queue_never_exceeds_its_bytes(run: FakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(handover, "QUEUE_BYTES", 10)
+    run.begin()
+    assert run.writer.offer_dense(b"six by")
+    assert not run.writer.offer_dense(b"five!"), "11 bytes would wait"
+    assert run.writer.offer_dense(b"four")
+    assert not run.writer.offer_dense(b"1")
 
 
 def test_rows_and_dense_pieces_may_come_in_any_order_among_each_other(run: FakeRun) -> None:

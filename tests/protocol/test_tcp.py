@@ -134,7 +134,7 @@ def test_a_list_of_keys_that_cannot_be_read_lets_nobody_in(run: TcpRun) -> None:
     bell, trainer_bell = Bell(), Bell()
     with run.prefetcher(bell) as prefetcher, run.trainer(trainer_bell, strangers_keys(run)) as trainer:
         (run.keys / "clients").rename(run.folder / "aside")
-        with pytest.raises(ConfigError, match="trainer's key"):
+        with pytest.raises(ConfigError, match=f"the prefetcher at {run.endpoint} refuses this trainer's key"):
             ask_in(trainer, trainer_bell)
         assert prefetcher.receive() is None
 

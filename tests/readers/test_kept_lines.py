@@ -210,7 +210,7 @@ def test_pieces_that_could_be_but_are_not_are_an_error_and_not_other_samples(
     for first in [(lines, nbytes - 3), (lines, nbytes + 3), (lines + 1, nbytes), (lines - 1, nbytes)]:
         content["pieces"] = [first, (rest[0][0], rest[0][1] + nbytes - first[1]), *rest[1:]]
         kept.write_bytes(kept_lines.checksum(msgspec.json.encode(content)) + msgspec.json.encode(content))
-        with pytest.raises(DataError, match=str(path)):
+        with pytest.raises(DataError, match=rf"{path}: the {first[0]} lines from line 1 on are others now"):
             content_of(TextIndex([path], folder))
         assert kept_in(folder) == []
 

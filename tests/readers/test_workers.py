@@ -118,7 +118,7 @@ def test_the_first_error_of_the_data_is_told_although_others_are_met_earlier(
 def test_what_is_wrong_with_the_job_is_told_as_it_is(tmp_path: Path, opened: Callable[..., WorkerSource]) -> None:
     source = opened(with_workers(make_job("criteo-tsv", path=str(tmp_path / "nowhere")), 3))
     for ask in (source.info, lambda: next_batch(source)):
-        with pytest.raises(ConfigError, match="nowhere"):
+        with pytest.raises(ConfigError, match=r"data\.path = .*/nowhere': no such file"):
             ask()
 
 

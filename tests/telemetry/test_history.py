@@ -201,3 +201,15 @@ def test_losses_are_given_from_any_step_on(tmp_path: Path) -> None:
             results.loss(step, np.float32(step))
     assert results.losses_from(3).tolist() == [3.0, 4.0]
     assert results.losses_from(5).tolist() == []
+
+
+def test_the_file_of_losses_begins_with_those_of_the_checkpoint(tmp_path: Path) -> None:
+    with ResultFiles(tmp_path) as results:
+        for step in range(3):
+            results.loss(step, np.float32(step))
+        state = results.state()
+    with ResultFiles(tmp_path) as restored:
+        restored.restore(state)
+        restored.loss(3, np.float32(3.0))
+        assert restored.train_steps == 4
+    assert np.fromfile(restored.path, np.float32).tolist() == [0.0, 1.0, 2.0, 3.0]
