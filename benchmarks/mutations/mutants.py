@@ -590,6 +590,18 @@ PREFETCHER = (
         f"{WRITER}::test_a_full_queue_takes_nothing_until_something_was_written",
     ),
     Mutant(
+        "a queue takes what is beyond its bytes",
+        "waiting + item.nbytes > QUEUE_BYTES",
+        "waiting > QUEUE_BYTES",
+        f"{WRITER}::test_what_waits_in_the_queue_never_exceeds_its_bytes",
+    ),
+    Mutant(
+        "files of a checkpoint with a damaged manifest are garbage",
+        "if folder.name not in unclear:",
+        "if True:",
+        f"{WRITER}::test_a_damaged_checkpoint_is_dropped_only_when_a_newer_one_is_durable",
+    ),
+    Mutant(
         "rows that no layer has keep what was trained",
         "if len(keys): store.forget(keys)",
         "if len(keys):\n            pass",
@@ -825,6 +837,18 @@ TRAINER = (
         "self.restore_evaluations(tensors)",
         "pass",
         "tests/telemetry/test_history.py::test_all_evaluations_come_back_from_a_checkpoint",
+    ),
+    Mutant(
+        "a run that goes on forgets that it was evaluating",
+        "self.evaluating = self.model.restore(tensors)",
+        "self.model.restore(tensors)",
+        "tests/recovery/test_any_step.py",
+    ),
+    Mutant(
+        "the file of losses begins with the run that goes on",
+        "self._write(self._losses.tobytes())",
+        "pass",
+        "tests/telemetry/test_history.py::test_the_file_of_losses_begins_with_those_of_the_checkpoint",
     ),
     Mutant(
         "a loss that is not a number is passed over",
