@@ -191,13 +191,13 @@ PROTOCOL = (
         "tests/test_learning_rate.py",
     ),
     Mutant(
-        "a slot may be as large as the cache",
+        "a slot one beyond the cache passes",
         'slots: Annotated[A, ArrayLayout("i4", (N,), below=SLOTS)]',
         'slots: Annotated[A, ArrayLayout("i4", (N,), below=SLOTS + 1)]',
         "tests/hostile/test_peers.py::test_a_value_one_beyond_its_range_is_refused[slots]",
     ),
     Mutant(
-        "a bag may be as large as their number",
+        "a bag one beyond the last passes",
         "below=G",
         "below=G + 1",
         "tests/hostile/test_peers.py::test_a_value_one_beyond_its_range_is_refused[bag_order]",
@@ -314,7 +314,7 @@ PREFETCHER = (
         PLANS,
     ),
     Mutant(
-        "victims are chosen in the order of the line, whatever their score",
+        "victims are chosen in the order of the line, not by score",
         "sort_pairs(ranks, order)",
         "pass",
         PLANS,
@@ -428,7 +428,7 @@ PREFETCHER = (
         BARRIERS,
     ),
     Mutant(
-        "no barrier can do without a checkpoint",
+        "every barrier needs a checkpoint",
         "(S.VERIFYING, E.NO_CHECKPOINT, S.CLOSING),",
         "",
         BARRIERS,
@@ -590,7 +590,7 @@ PREFETCHER = (
         f"{WRITER}::test_a_full_queue_takes_nothing_until_something_was_written",
     ),
     Mutant(
-        "a queue takes what is beyond its bytes",
+        "a queue takes more than its bytes",
         "waiting + item.nbytes > QUEUE_BYTES",
         "waiting > QUEUE_BYTES",
         f"{WRITER}::test_what_waits_in_the_queue_never_exceeds_its_bytes",
@@ -719,7 +719,7 @@ TRAINER = (
         f"{WAITS}[0]",
     ),
     Mutant(
-        "two plans after each other share their memory",
+        "consecutive plans share their memory",
         "self._plans[message.step % len(self._plans)]",
         "self._plans[message.step // 2 % len(self._plans)]",
         "tests/trainer/test_plan_memory.py",
@@ -731,7 +731,7 @@ TRAINER = (
         "tests/trainer/test_plan_memory.py",
     ),
     Mutant(
-        "a row with as many look-ups as a chunk is long",
+        "a row whose look-ups fill one chunk counts as long",
         "np.flatnonzero(lengths > CHUNK_LOOKUPS)",
         "np.flatnonzero(lengths >= CHUNK_LOOKUPS)",
         "tests/kernels/test_chunks.py",
@@ -869,7 +869,7 @@ TRAINER = (
         "tests/hostile/test_peers.py::test_a_trainer_ends_with_a_sentence_when_its_prefetcher_sends[a look-up far outside]",
     ),
     Mutant(
-        "the limit of a range belongs to it",
+        "a value one beyond its range passes",
         "require(largest < limit,",
         "require(largest <= limit,",
         "tests/hostile/test_peers.py::test_a_value_one_beyond_its_range_is_refused",
