@@ -1,12 +1,12 @@
 """Would a test notice? A line of the product is broken on purpose, and the test named for it must fail: `make mutants`.
 
-    python -m benchmarks.mutations [--only NAME] [--list] [--jobs 2]
+    python -m benchmarks.mutations [--only NAME] [--list] [--jobs 2] [--limit 120]
 
 The lines and their tests are in `mutants.py`. The tree is copied to a temporary folder, where all the tests must pass
 before anything is broken. Then each mutant gets a copy of its own, and a line here with its seconds:
 
     killed      the test failed
-    timed out   the test was still running after LIMIT_S; this counts as killed
+    timed out   the test was still running after the limit; this counts as killed
     SURVIVED    the test passed: nobody would notice
     BROKEN      pytest could not run the test, which has shown nothing
 
@@ -23,6 +23,7 @@ import shutil
 import signal
 import sys
 import time
+from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -33,10 +34,10 @@ from benchmarks.mutations.mutants import MUTANTS, Mutant
 
 ROOT = Path(__file__).parents[2]
 NOT_PRODUCT = ("tests", "benchmarks", "examples", "docs")
-LIMIT_S = 120.0
-HAS_LOOPS = re.compile(r"^@\w*(?:compiled|jit)", re.MULTILINE)
+HAS_LOOPS = re.compile(r"^@\w*(?:compiled|jit|intrinsic)", re.MULTILINE)
 TOKEN = re.compile(r"\w+|\S")
 VERDICTS = {"passed": "SURVIVED", "failed": "killed"}
+DEAD = {"killed", "timed out"}
 LISTED = ("git", "ls-files", "-z", "--cached", "--others", "--exclude-standard")
 
 
@@ -45,6 +46,7 @@ def main() -> int:
     parser.add_argument("--only", metavar="NAME", default="", help="the mutants whose name contains this")
     parser.add_argument("--list", action="store_true", help="say which mutants there are, and try none")
     parser.add_argument("--jobs", type=int, default=2, help="mutants at a time; default 2")
+    parser.add_argument("--limit", type=float, default=120.0, help="seconds a mutant's test may take; default 120")
     options = parser.parse_args()
     sources = product()
     chosen = [(mutant, place_of(mutant, sources)) for mutant in MUTANTS if options.only in mutant.name]
@@ -56,19 +58,20 @@ def main() -> int:
         unbroken = Path(folder) / "unbroken"
         copy_tree(unbroken)
         tests = sorted({mutant.test for mutant, _ in chosen})
-        outcome, said = run_tests(unbroken, [*tests, "-n", str(options.jobs)], LIMIT_S * len(chosen))
+        outcome, said = run_tests(unbroken, [*tests, "-n", str(options.jobs)], options.limit * len(chosen))
         show(outcome, began_s, f"{len(tests)} tests of the unbroken tree")
         if outcome != "passed":
             print(said)
             return 1
         with ThreadPoolExecutor(options.jobs) as pool:
-            are_dead = list(pool.map(lambda own: dies(unbroken, *own), chosen))
-    print(f"{sum(are_dead)} of {len(chosen)} mutants are dead after {time.perf_counter() - began_s:.0f} s")
-    return int(not all(are_dead))
+            verdicts = Counter(pool.map(lambda own: try_one(unbroken, own[0], own[1], options.limit), chosen))
+    told = ", ".join(f"{count} {verdict}" for verdict, count in verdicts.items())
+    print(f"{len(chosen)} mutants: {told}; {time.perf_counter() - began_s:.0f} s")
+    return int(not verdicts.keys() <= DEAD)
 
 
-def dies(unbroken: Path, mutant: Mutant, place: Path) -> bool:
-    """Breaks a copy of the tree and runs the mutant's test there."""
+def try_one(unbroken: Path, mutant: Mutant, place: Path, limit_s: float) -> str:
+    """Breaks a copy of the tree and runs the mutant's test there; the verdict."""
     began_s = time.perf_counter()
     source = (unbroken / place).read_text()
     with TemporaryDirectory(dir=unbroken.parent) as folder:
@@ -76,11 +79,12 @@ def dies(unbroken: Path, mutant: Mutant, place: Path) -> bool:
         left_out = shutil.ignore_patterns("__pycache__") if HAS_LOOPS.search(source) else None
         shutil.copytree(unbroken, tree, symlinks=True, ignore=left_out)
         (tree / place).write_text(pattern_of(mutant).sub(lambda found: mutant.replace, source))
-        outcome, said = run_tests(tree, [mutant.test, "-x"], LIMIT_S)
-    show(VERDICTS.get(outcome, outcome), began_s, mutant.name)
-    if outcome == "BROKEN":
+        outcome, said = run_tests(tree, [mutant.test, "-x"], limit_s)
+    verdict = VERDICTS.get(outcome, outcome)
+    show(verdict, began_s, mutant.name)
+    if verdict == "BROKEN":
         print(said)
-    return outcome in ("failed", "timed out")
+    return verdict
 
 
 def show(verdict: str, began_s: float, what: str) -> None:

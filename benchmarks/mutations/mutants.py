@@ -15,7 +15,10 @@ class Mutant:
     test: str  # a file or one test of it
 
 
+BARRIERS = "tests/system/test_barrier_states.py::test_a_run_with_small_rings_and_barriers_of_both_kinds_takes_every_row"
+CHANGED_ROWS = "tests/stores/test_changed_rows.py"
 CODEC = "tests/protocol/test_codec.py"
+COMPILED = "tests/kernels/test_compiled.py::test_steps_have_the_bits_of_torch"
 DAMAGE = "tests/checkpoints/test_damage.py"
 EXACT = "tests/system/test_exact.py::test_every_way_to_train_gives_the_bits_of_the_plain_loop"
 LIVES = "tests/simulation/test_lives.py::test_every_life_ends_with_the_bits_of_the_plain_loop"
@@ -24,11 +27,14 @@ PEERS = "tests/system/test_peers.py"
 PLANNER = "tests/planner/test_planner.py"
 PLANS = "tests/planner/test_plans.py::test_plans_and_barriers_equal_brute_force_field_by_field"
 POWER_LOSS = "tests/checkpoints/test_power_loss.py::test_a_loss_of_power_at_any_moment_leaves_a_whole_checkpoint"
+REJOIN = "tests/recovery/test_rejoin.py"
 RESTORE = "tests/checkpoints/test_restore.py"
 RING = "tests/protocol/test_ring.py"
 SESSION = "tests/protocol/test_session.py"
 STORES = "tests/stores"
-TIGHT = "tests/system/test_tight.py::test_plans_larger_than_the_ring_go_through_a_cache_of_one_batch_with_a_late_store"
+TIGHT = "tests/system/test_tight.py::test_plans_larger_than_the_ring_pass_a_cache_of_one_batch_with_a_late_store"
+TOUCHED_ROWS = "tests/trainer/test_optim.py::test_touched_rows_end_with_the_bits_of_the_whole_table"
+TRITON = "tests/kernels/test_triton.py::test_a_step_of_the_rows_has_the_bits_of_torch"
 VERIFY = "tests/verify/test_verify.py"
 WAITS = "tests/system/test_device_order.py::test_every_order_that_the_waits_allow_gives_the_bits_of_the_plain_loop"
 WRITER = "tests/checkpoints/test_writer.py"
@@ -50,7 +56,7 @@ PROTOCOL = (
         "a frame without incarnation is taken for good",
         "self._peer_knows_incarnation |= own != 0 and",
         "self._peer_knows_incarnation |= False and",
-        f"{SESSION}::test_frames_without_incarnation_are_taken_until_the_trainer_has_its_welcome_and_no_longer",
+        f"{SESSION}::test_frames_without_incarnation_are_accepted_only_before_the_welcome",
     ),
     Mutant(
         "one step more than the depth may be announced",
@@ -71,7 +77,7 @@ PROTOCOL = (
         ORDER,
     ),
     Mutant(
-        "an array may end behind its block",
+        "an array may end outside its block",
         "spec.offset + nbytes <= arrays_bytes",
         "spec.offset <= arrays_bytes",
         f"{CODEC}::test_an_impossible_message_is_refused_by_both_ends_with_what_is_wrong",
@@ -140,7 +146,7 @@ PROTOCOL = (
         "a pause of this process is held against the peer",
         "self._listening_since_s = self._last_change_s = now_s",
         "pass",
-        f"{PEERS}::test_what_was_not_heard_while_this_process_was_stopped_is_not_held_against_the_peer",
+        f"{PEERS}::test_silence_while_this_process_was_stopped_is_not_held_against_the_peer",
     ),
     Mutant(
         "frames that wait to be sent have no bound",
@@ -184,6 +190,84 @@ PROTOCOL = (
         "settings.schedule, train_step",
         "tests/test_learning_rate.py",
     ),
+    Mutant(
+        "a slot one beyond the cache passes",
+        'slots: Annotated[A, ArrayLayout("i4", (N,), below=SLOTS)]',
+        'slots: Annotated[A, ArrayLayout("i4", (N,), below=SLOTS + 1)]',
+        "tests/hostile/test_peers.py::test_a_value_one_beyond_its_range_is_refused[slots]",
+    ),
+    Mutant(
+        "a bag one beyond the last passes",
+        "below=G",
+        "below=G + 1",
+        "tests/hostile/test_peers.py::test_a_value_one_beyond_its_range_is_refused[bag_order]",
+    ),
+    Mutant(
+        "a row may be updated twice in a step",
+        "(U,), below=SLOTS, distinct=True",
+        "(U,), below=SLOTS",
+        "tests/hostile/test_peers.py::test_a_trainer_ends_with_a_sentence_when_its_prefetcher_sends[an update twice]",
+    ),
+    Mutant(
+        "weights of look-ups travel as integers",
+        'ArrayLayout("f4", (N,), where=is_present("weights"))',
+        'ArrayLayout("i4", (N,), where=is_present("weights"))',
+        "tests/hostile/test_peers.py::test_a_trainer_with_weighted_bags_ends_with_a_sentence_when_its_prefetcher_sends",
+    ),
+    Mutant(
+        "a peer that is lost is awaited although the job does not say so",
+        "if isinstance(error, PeerNeverCame) or not self._rejoin_s:",
+        "if isinstance(error, PeerNeverCame):",
+        f"{REJOIN}::test_nobody_is_awaited_where_the_job_does_not_say_so",
+    ),
+    Mutant(
+        "a second peer is awaited as long as the first",
+        "msgspec.structs.replace(self.transport, connect_timeout=self._rejoin_s)",
+        "self.transport",
+        f"{REJOIN}::test_a_peer_that_never_came_is_not_awaited_longer_than_a_user_said",
+    ),
+    Mutant(
+        "a peer that was lost once counts as never lost",
+        "self._waits_again = True",
+        "pass",
+        f"{REJOIN}::test_a_peer_that_never_came_is_not_awaited_longer_than_a_user_said",
+    ),
+    Mutant(
+        "a second attempt has the threads of the first",
+        "self._crew = Crew(self._role, self._signals.bell)",
+        "pass",
+        f"{REJOIN}::test_tables_in_files_and_a_conversation_over_tcp_go_on_too[prefetcher]",
+    ),
+    Mutant(
+        "a failure from before the reader began ends it",
+        "note.boot_id == boot_id() and note.at_s >= since_s",
+        "note.boot_id == boot_id()",
+        f"{PEERS}::test_a_note_of_a_failure_counts_on_this_host_and_after_the_reader_began",
+    ),
+    Mutant(
+        "a failure on another host ends the reader",
+        "note.boot_id == boot_id() and note.at_s >= since_s",
+        "note.at_s >= since_s",
+        f"{PEERS}::test_a_note_of_a_failure_counts_on_this_host_and_after_the_reader_began",
+    ),
+    Mutant(
+        "the peer's own failure is noted as one of this process",
+        "if not is_own or (isinstance(error, RowcastError) and error.is_peers):",
+        "if not is_own:",
+        f"{PEERS}::test_a_failure_that_is_not_a_process_s_own_is_not_noted",
+    ),
+    Mutant(
+        "a process leaves the note of an earlier failure",
+        "failure_path(self.path, self._role).unlink(missing_ok=True)",
+        "pass",
+        f"{PEERS}::test_a_failure_from_before_a_process_was_started_does_not_end_it",
+    ),
+    Mutant(
+        "two processes of a role hold a run directory",
+        "fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)",
+        "pass",
+        f"{PEERS}::test_a_second_process_of_a_role_is_refused_and_the_first_goes_on",
+    ),
 )
 
 PREFETCHER = (
@@ -201,8 +285,8 @@ PREFETCHER = (
     ),
     Mutant(
         "a row loses its dirty flag on the way to its next use",
-        'before["flags"], before["worth"]',
-        'before["flags"] & PINNED, before["worth"]',
+        'before["flags"], before["score"]',
+        'before["flags"] & PINNED, before["score"]',
         PLANS,
     ),
     Mutant(
@@ -213,14 +297,50 @@ PREFETCHER = (
     ),
     Mutant(
         "rows that the next step needs are evicted first",
-        "for next_use in range(farthest, step, -1):",
-        "for next_use in range(step + 1, farthest + 1):",
+        "range(rows.last_step, rows.step, -1): at = next_use & (len(rows.ring.first) - 1)",
+        "range(rows.step + 1, rows.last_step + 1):\n        at = next_use & (len(rows.ring.first) - 1)",
         PLANS,
     ),
     Mutant(
         "a slot is filled before its victim's last use",
         "int(victims.last_uses.max())",
         "int(victims.last_uses.min())",
+        PLANS,
+    ),
+    Mutant(
+        "a queue gives a victim too few",
+        "min(tail, head + len(victims.keys) - taken)",
+        "min(tail, head + len(victims.keys) - taken - 1)",
+        PLANS,
+    ),
+    Mutant(
+        "victims are chosen in the order of the line, not by score",
+        "sort_pairs(ranks, order)",
+        "pass",
+        PLANS,
+    ),
+    Mutant(
+        "a pinned row may leave",
+        'count += row["slot"] != NONE and not row["flags"] & PINNED',
+        'count += row["slot"] != NONE',
+        PLANS,
+    ),
+    Mutant(
+        "a row forgets that it left dirty",
+        'rows.step if row["flags"] & DIRTY else NONE',
+        "NONE",
+        PLANS,
+    ),
+    Mutant(
+        "victims of a step are in the order of their choice",
+        "sort_pairs(by_key, which)",
+        "pass",
+        PLANS,
+    ),
+    Mutant(
+        "a policy that does not look ahead knows later batches",
+        "horizon if EVICTION_POLICIES[policy].looks_ahead else 0",
+        "horizon",
         PLANS,
     ),
     Mutant(
@@ -273,8 +393,8 @@ PREFETCHER = (
     ),
     Mutant(
         "a step is sent a credit early",
-        "oldest = plan.step - self._depth - 1",
-        "oldest = plan.step - self._depth - 2",
+        "oldest = self._limits.before(plan.step)",
+        "oldest = self._limits.before(plan.step) - 1",
         "tests/system/test_ahead.py::test_with_the_trainer_held_before_a_step_exactly_the_next_depth_steps_arrive",
     ),
     Mutant(
@@ -297,9 +417,39 @@ PREFETCHER = (
     ),
     Mutant(
         "the end is told before the last checkpoint is on disk",
-        "barrier.last and self._checkpointer.busy",
+        "self._barrier.last and self._checkpointer.busy",
         "False",
         f"{LIVES}[0]",
+    ),
+    Mutant(
+        "a barrier does not wait until its rows are home",
+        "(S.FLUSHING, E.FLUSHED, S.RETURNING)",
+        "(S.FLUSHING, E.FLUSHED, S.VERIFYING)",
+        BARRIERS,
+    ),
+    Mutant(
+        "every barrier needs a checkpoint",
+        "(S.VERIFYING, E.NO_CHECKPOINT, S.CLOSING),",
+        "",
+        BARRIERS,
+    ),
+    Mutant(
+        "a checkpoint begins while the one before is being written",
+        "not self._checkpointer.busy and self._open_flush()",
+        "self._open_flush()",
+        f"{LIVES}[0]",
+    ),
+    Mutant(
+        "the dense side is handed on before its barrier's rows are copied",
+        "self.state is not PrefetcherState.SAVING or not",
+        "not",
+        f"{LIVES}[0]",
+    ),
+    Mutant(
+        "steps that the trainer passes over count as trained",
+        "return barrier if self._cut is None else barrier.cut(*self._cut)",
+        "return barrier",
+        "tests/adopt/test_epochs.py::test_a_run_that_the_script_stops_goes_on_right_there",
     ),
     Mutant(
         "a later piece of rows is written to the first rows' keys",
@@ -323,23 +473,53 @@ PREFETCHER = (
         "rows that the store took are not read back",
         "self._mark_unread(cells, to=True)",
         "self._mark_unread(cells, to=False)",
-        f"{VERIFY}::test_a_write_that_the_store_loses_is_noticed_at_the_end_where_the_row_is_not_read_again",
+        f"{VERIFY}::test_a_lost_write_is_noticed_at_the_end_where_its_row_is_not_read_again",
     ),
     Mutant(
         "a row that was written is not marked as changed",
-        "marks[row] = PRESENT | CHANGED",
+        "set_bits(self._changed, self._numbers.of(keys))",
+        "pass",
+        f"{CHANGED_ROWS}::test_a_row_has_changed_from_its_write_until_the_store_is_settled",
+    ),
+    Mutant(
+        "a row that was written counts as absent",
         "marks[row] = PRESENT",
-        f"{STORES}/test_changed_rows.py::test_a_row_has_changed_from_its_write_until_the_store_is_settled",
+        "marks[row] |= 0",
+        f"{STORES}/test_stores.py::test_a_row_has_the_bytes_that_were_written_last_and_its_neighbours_keep_theirs",
+    ),
+    Mutant(
+        "an absent row keeps the bytes that lay there",
+        "self._out[absent] = self._store.first_values(self._keys[absent])",
+        "pass",
+        f"{CHANGED_ROWS}::test_a_row_that_was_never_written_has_its_first_value",
+    ),
+    Mutant(
+        "a forgotten row keeps its values",
+        "finish(self.store.write(own, self.first_values(own)))",
+        "pass",
+        f"{CHANGED_ROWS}::test_a_forgotten_row_reads_as_if_it_was_never_written",
+    ),
+    Mutant(
+        "a forgotten row has still changed",
+        "clear_bits(self._changed, self._numbers.of(keys))",
+        "pass",
+        f"{CHANGED_ROWS}::test_a_forgotten_row_reads_as_if_it_was_never_written",
+    ),
+    Mutant(
+        "a search for changed rows skips the rest of a word",
+        "row += BITS - (row & 63)",
+        "row += BITS",
+        f"{CHANGED_ROWS}::test_any_writes_settlings_and_forgettings_agree_with_a_dictionary_and_a_set",
     ),
     Mutant(
         "tables of a group share their rows",
-        "positions[tables == table] += self._first[table]",
+        "self.first[[table.index for table in group.tables]] = np.cumsum([0, *sizes[:-1]])",
         "pass",
         f"{STORES}/test_stores.py::test_tables_of_a_group_do_not_share_rows",
     ),
     Mutant(
         "a table file vouches for rows that are not on the disk",
-        "self._memory.flush() self._file.sync()",
+        "memory.flush() self._file.sync()",
         "pass",
         f"{STORES}/test_mapped_disk.py::test_rows_are_on_the_disk_before_the_header_that_vouches_for_them",
     ),
@@ -408,6 +588,18 @@ PREFETCHER = (
         "self._taken_bytes += item.nbytes",
         "pass",
         f"{WRITER}::test_a_full_queue_takes_nothing_until_something_was_written",
+    ),
+    Mutant(
+        "a queue takes more than its bytes",
+        "waiting + item.nbytes > QUEUE_BYTES",
+        "waiting > QUEUE_BYTES",
+        f"{WRITER}::test_what_waits_in_the_queue_never_exceeds_its_bytes",
+    ),
+    Mutant(
+        "files of a checkpoint with a damaged manifest are garbage",
+        "if folder.name not in unclear:",
+        "if True:",
+        f"{WRITER}::test_a_damaged_checkpoint_is_dropped_only_when_a_newer_one_is_durable",
     ),
     Mutant(
         "rows that no layer has keep what was trained",
@@ -480,7 +672,7 @@ TRAINER = (
     ),
     Mutant(
         "victims are gathered over victims still in evict staging",
-        'self._streams.fill.wait(room.after, "evict_staging")',
+        'fill.wait(room.after, "evict_staging")',
         "pass",
         f"{WAITS}[0]",
     ),
@@ -522,9 +714,33 @@ TRAINER = (
     ),
     Mutant(
         "arrays of a plan are overwritten by a later plan's",
-        "streams.allocate(0) for _ in range(depth + 2)",
-        "streams.allocate(0) for _ in range(depth)",
+        "PlanMemory(streams) for _ in range(depth + 2)",
+        "PlanMemory(streams) for _ in range(depth)",
         f"{WAITS}[0]",
+    ),
+    Mutant(
+        "consecutive plans share their memory",
+        "self._plans[message.step % len(self._plans)]",
+        "self._plans[message.step // 2 % len(self._plans)]",
+        "tests/trainer/test_plan_memory.py",
+    ),
+    Mutant(
+        "chunks of long rows lie over the plan's arrays",
+        "self._block[header.arrays_bytes : header.arrays_bytes + block.nbytes]",
+        "self._block[: block.nbytes]",
+        "tests/trainer/test_plan_memory.py",
+    ),
+    Mutant(
+        "a row whose look-ups fill one chunk counts as long",
+        "np.flatnonzero(lengths > CHUNK_LOOKUPS)",
+        "np.flatnonzero(lengths >= CHUNK_LOOKUPS)",
+        "tests/kernels/test_chunks.py",
+    ),
+    Mutant(
+        "there is no room for the last chunk of each long row",
+        "num_lookups // CHUNK_LOOKUPS + long_rows",
+        "num_lookups // CHUNK_LOOKUPS",
+        "tests/kernels/test_chunks.py",
     ),
     Mutant(
         "the bytes before a piece's rows are staged too",
@@ -534,14 +750,14 @@ TRAINER = (
     ),
     Mutant(
         "later victims are gathered from the first ones' slots",
-        '.evict_slots"][span.start : span.start + span.count]',
-        '.evict_slots"][: span.count]',
+        '.fetch_slots"][span.start : span.start + span.count] for span in victims',
+        '.fetch_slots"][: span.count] for span in victims',
         f"{WAITS}[0]",
     ),
     Mutant(
         "later rows are filled into the first ones' slots",
-        '.fetch_slots"][span.start : span.start + span.count]',
-        '.fetch_slots"][: span.count]',
+        "arrived.arrays[name][span.start : span.start + span.count]",
+        "arrived.arrays[name][: span.count]",
         f"{WAITS}[0]",
     ),
     Mutant(
@@ -552,14 +768,56 @@ TRAINER = (
     ),
     Mutant(
         "the dense side goes home before the barrier's rows",
-        "if not self._dense or self._tasks or self._copying:",
+        "if not self._dense or self._sender.queued:",
         "if not self._dense:",
         f"{LIVES}[0]",
     ),
     Mutant(
+        "a barrier without a checkpoint has no end",
+        "(S.GATHERING, E.GATHERED, S.RUNNING),",
+        "",
+        BARRIERS,
+    ),
+    Mutant(
+        "a barrier without a checkpoint packs the dense side",
+        "TrainerEvent.MUST_SAVE if flush.header.checkpoint else TrainerEvent.GATHERED",
+        "TrainerEvent.MUST_SAVE",
+        BARRIERS,
+    ),
+    Mutant(
+        "later slots of a barrier lie over the first ones",
+        "self._open.block[message.span.offset : message.span.offset + message.span.nbytes]",
+        "self._open.block[: message.span.nbytes]",
+        TIGHT,
+    ),
+    Mutant(
+        "later rows of a barrier are gathered from the first ones' slots",
+        '[f"{span.group}.slots"][span.start : span.start + span.count]',
+        '[f"{span.group}.slots"][: span.count]',
+        TIGHT,
+    ),
+    Mutant(
+        "an error of the trainer is not told to the prefetcher",
+        "if error is not None: self.tell(error)",
+        "pass",
+        "tests/system/test_bad_input.py::test_a_loss_that_is_not_finite_ends_both_naming_the_train_step",
+    ),
+    Mutant(
+        "a prefetcher that fails before the two have met is awaited",
+        "None if began_s is None else failure_since",
+        "None if True else failure_since",
+        f"{PEERS}::test_a_prefetcher_that_fails_before_the_two_have_met_ends_a_waiting_trainer",
+    ),
+    Mutant(
+        "a kill leaves the rings in shared memory",
+        "Path(ring.path).unlink(missing_ok=True)",
+        "pass",
+        f"{PEERS}::test_a_killed_peer_ends_the_other_and_nothing_is_left[prefetcher]",
+    ),
+    Mutant(
         "an evaluation does not end where training goes on",
-        'if self._evaluating and step.header.kind == "train":',
-        "if False:",
+        'self._training.evaluating and step.header.kind == "train"',
+        "False",
         f"{EXACT}[sgd-single-1]",
     ),
     Mutant(
@@ -581,6 +839,18 @@ TRAINER = (
         "tests/telemetry/test_history.py::test_all_evaluations_come_back_from_a_checkpoint",
     ),
     Mutant(
+        "a run that goes on forgets that it was evaluating",
+        "self.evaluating = self.model.restore(tensors)",
+        "self.model.restore(tensors)",
+        "tests/recovery/test_any_step.py",
+    ),
+    Mutant(
+        "the file of losses begins with the run that goes on",
+        "self._write(self._losses.tobytes())",
+        "pass",
+        "tests/telemetry/test_history.py::test_the_file_of_losses_begins_with_those_of_the_checkpoint",
+    ),
+    Mutant(
         "a loss that is not a number is passed over",
         "if not math.isfinite(loss):",
         "if loss is None:",
@@ -594,9 +864,15 @@ TRAINER = (
     ),
     Mutant(
         "a slot beyond the cache is looked up",
-        'below(own["slots"], most, f"{name}.slots")',
-        "pass",
+        "if layout.below is not None:",
+        "if False:",
         "tests/hostile/test_peers.py::test_a_trainer_ends_with_a_sentence_when_its_prefetcher_sends[a look-up far outside]",
+    ),
+    Mutant(
+        "a value one beyond its range passes",
+        "require(largest < limit,",
+        "require(largest <= limit,",
+        "tests/hostile/test_peers.py::test_a_value_one_beyond_its_range_is_refused",
     ),
     Mutant(
         "an empty bag is divided by its look-ups",
@@ -608,31 +884,61 @@ TRAINER = (
         "the bias correction of Adam is a step behind",
         "step=train_step + 1,",
         "step=max(1, train_step),",
-        "tests/trainer/test_optim.py::test_touched_rows_end_with_the_bits_of_the_whole_table",
+        TOUCHED_ROWS,
     ),
     Mutant(
         "Adagrad divides by the sum of squares itself",
         "state.sqrt().add_(rule.eps), value=-rule.lr",
         "state.add(rule.eps), value=-rule.lr",
-        "tests/trainer/test_optim.py::test_touched_rows_end_with_the_bits_of_the_whole_table",
+        TOUCHED_ROWS,
     ),
     Mutant(
         "row-wise Adagrad takes the sum of squares",
         "state += (row_grads * row_grads).mean(1, keepdim=True)",
         "state += (row_grads * row_grads).sum(1, keepdim=True)",
-        "tests/trainer/test_optim.py::test_touched_rows_end_with_the_bits_of_the_whole_table",
+        TOUCHED_ROWS,
+    ),
+    Mutant(
+        "row-wise Adagrad divides by the root alone",
+        "(state.sqrt() + rule.eps)",
+        "state.sqrt()",
+        TOUCHED_ROWS,
+    ),
+    Mutant(
+        "Adam does not correct its second moment",
+        "math.sqrt(1 - beta2**rule.step)",
+        "math.sqrt(1 - beta2)",
+        TOUCHED_ROWS,
     ),
     Mutant(
         "a compiled step of SGD is rounded twice",
-        "multiply_add(scratch[U(c)], -rate.lr, weights.flat[row + U(c)])",
-        "weights.flat[row + U(c)] - rate.lr * scratch[U(c)]",
-        "tests/kernels/test_compiled.py::test_steps_have_the_bits_of_torch",
+        "multiply_add(scratch[U(c)], -lr, weights.flat[row + U(c)])",
+        "weights.flat[row + U(c)] - lr * scratch[U(c)]",
+        COMPILED,
+    ),
+    Mutant(
+        "a multiply-add rounds its product",
+        "builder.fma(*arguments)",
+        "builder.fadd(builder.fmul(arguments[0], arguments[1]), arguments[2])",
+        COMPILED,
+    ),
+    Mutant(
+        "a compiled sum of squares is rounded twice",
+        "multiply_add(grad, grad, states.flat[row + U(c)])",
+        "grad * grad + states.flat[row + U(c)]",
+        COMPILED,
+    ),
+    Mutant(
+        "a compiled sum of means begins again in every step",
+        "states.flat[row] += means[at]",
+        "states.flat[row] = means[at]",
+        COMPILED,
     ),
     Mutant(
         "a compiled gradient is weighted before it is divided",
         "out[at + U(c)] += grads.flat[grad + U(c)] / divisor * weight",
         "out[at + U(c)] += grads.flat[grad + U(c)] * weight",
-        "tests/kernels/test_compiled.py::test_steps_have_the_bits_of_torch",
+        COMPILED,
     ),
     Mutant(
         "an error in a kernel's thread is swallowed",
@@ -641,10 +947,22 @@ TRAINER = (
         "tests/kernels/test_compiled.py::test_an_error_in_a_thread_is_raised_for_the_caller",
     ),
     Mutant(
-        "a Triton kernel divides by the root alone",
-        "new = old + tl.div_rn(grads * -rate, tl.sqrt_rn(state) + EPS)",
-        "new = old + tl.div_rn(grads * -rate, tl.sqrt_rn(state))",
-        "tests/kernels/test_triton.py::test_a_step_of_the_rows_has_the_bits_of_torch",
+        "Adagrad in Triton divides by the root alone",
+        "tl.div_rn(grads * -rate, tl.sqrt_rn(state) + CONSTANTS[0])",
+        "tl.div_rn(grads * -rate, tl.sqrt_rn(state))",
+        TRITON,
+    ),
+    Mutant(
+        "row-wise Adagrad in Triton takes the sum of squares",
+        "tl.div_rn(row_sums(grads * grads), D * 1.0)",
+        "row_sums(grads * grads)",
+        TRITON,
+    ),
+    Mutant(
+        "Adam in Triton divides by the root alone",
+        "tl.sqrt_rn(square) + CONSTANTS[0]",
+        "tl.sqrt_rn(square)",
+        TRITON,
     ),
     Mutant(
         "the rest of an epoch is shown twice",

@@ -13,6 +13,7 @@ import torch
 import xxhash
 from safetensors.torch import load, save
 
+from rowcast.job.tables import group_specs
 from rowcast.prefetcher.checkpoints.folder import Checkpoints
 from rowcast.protocol.codec import encode
 from rowcast.protocol.messages import (
@@ -31,13 +32,13 @@ from rowcast.protocol.messages import (
 )
 from rowcast.protocol.plan_layout import GROUP_ARRAYS
 from rowcast.protocol.session import PREFETCHER, ROLES, TRAINER, Role
-from rowcast.runtime.arrays import Bytes
+from rowcast.runtime.arrays import I32, Bytes
 from rowcast.runtime.disk import RealDisk
 from rowcast.runtime.errors import RemoteProtocolError, RowcastError
 from rowcast.runtime.telemetry.logs import get_logger
 from tests.hostile.mutate import Mutator
 from tests.hostile.peers import HostileRun, Lie, array_of
-from tests.support.batches import Bags
+from tests.support.batches import Bags, slots_for, small_batches, small_job
 from tests.support.driver import Past, StuckError
 from tests.support.repeats import count
 from tests.support.sample_messages import every_message
@@ -355,6 +356,18 @@ def test_a_victim_that_the_planner_did_not_choose_is_refused_when_it_comes_home(
 def test_a_value_outside_the_range_that_the_table_gives_is_refused_of_every_array(name: str) -> None:
     lie = in_array(f"0.{name}", at(-1, 2**31 - 1))
     check_refused(PREFETCHER, lie, rf"0\.{name}.* (holds|from 0 to) 2147483647", bags=BAGS_OF.get(name, "single"))
+
+
+@pytest.mark.parametrize("name", [name for name, layout in GROUP_ARRAYS.items() if layout.below is not None])
+def test_a_value_one_beyond_its_range_is_refused(name: str) -> None:
+    bags = BAGS_OF.get(name, "single")
+    job = small_job("adagrad", bags)
+    num_slots = slots_for(group_specs(job), small_batches(job, bags), "more")[0]
+
+    def lie(array: I32) -> None:
+        array[-1] = num_slots if name.endswith("slots") else len(array)  # as many bags as look-ups
+
+    check_refused(PREFETCHER, in_array(f"0.{name}", lie), rf"0\.{name} holds \d+", bags=bags)
 
 
 @pytest.mark.parametrize("name", WEIGHTED_LIES)

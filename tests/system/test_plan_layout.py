@@ -23,7 +23,7 @@ PACKAGES = ("rowcast", "runtime", "job", "protocol", "prefetcher", "trainer", "a
 IN_THE_TABLE = (
     "protocol/plan_layout.py",
     "    # bag boundaries in slots;",
-    '    bag_ranks: Annotated[A | None, Layout("i4", (G,), below=G)] = None\n',
+    '    bag_ranks: Annotated[A | None, ArrayLayout("i4", (G,), below=G)] = None\n',
 )
 IN_THE_PLANNER = (
     "prefetcher/planner/planner.py",
