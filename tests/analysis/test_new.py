@@ -238,9 +238,9 @@ def test_data_of_another_kind_or_without_ids_is_refused(tmp_path: Path) -> None:
     )
     (tmp_path / "broken.csv").write_text('label,user\n1,"ann\nbob"\n')
     sentence = refused(tmp_path / "broken.csv", code=4)
-    assert (
-        sentence
-        == f"{tmp_path / 'broken.csv'}, line 2: a quoted field continues in the next line; remove line breaks within fields, or write Parquet"
+    assert sentence == (
+        f"{tmp_path / 'broken.csv'}, line 2: a quoted field continues in the next line; "
+        "remove line breaks within fields, or write Parquet"
     )
 
 

@@ -111,14 +111,17 @@ NO_INTEGER = "is not an integer of 64 bits; set data.columns.hash = true to use 
 INVALID_ID = 'enlarge the table or set data.on_invalid_id = "modulo" or "zero"'
 
 
+QUOTED = ": a quoted field continues in the next line; remove line breaks within fields, or write Parquet"
+
+
 @pytest.mark.parametrize("shuffle", ["none", "window:3", "window:100"])
 @pytest.mark.parametrize(
     ("number", "line", "complaint"),
     [
-        (3, '1,1.5,2,"5', ": a quoted field continues in the next line; remove line breaks within fields, or write Parquet"),
-        (3, '1,1.5,"2,5,1', ": a quoted field continues in the next line; remove line breaks within fields, or write Parquet"),
-        (5, '1,1.5,2,5,"1', ": a quoted field continues in the next line; remove line breaks within fields, or write Parquet"),
-        (5, '1,1.5",2,5,"1', ": a quoted field continues in the next line; remove line breaks within fields, or write Parquet"),
+        (3, '1,1.5,2,"5', QUOTED),
+        (3, '1,1.5,"2,5,1', QUOTED),
+        (5, '1,1.5,2,5,"1', QUOTED),
+        (5, '1,1.5",2,5,"1', QUOTED),
         (4, "1,1.5,2", ": 3 fields instead of the header's 5"),
         (4, "1,1.5,2,5,1,", ": 6 fields instead of the header's 5"),
         (4, "", ": the line is empty; remove it"),

@@ -326,9 +326,9 @@ def test_a_bottom_mlp_without_a_dense_column_is_refused_with_candidates(tmp_path
     }
     pq.write_table(pa.table(columns), tmp_path / "data.parquet")
     assert refusal(ConfigError, tmp_path, columns={"weights": {"b": "w"}}) == (
-        f"{tmp_path / 'data.parquet'}: the model has a bottom MLP for dense features, and no column is named int_0, int_1, ...; name "
-        'the dense ones of the other columns with numbers: data.columns.dense = ["age", "price"]; data.columns.dense = [] says that there '
-        "are none"
+        f"{tmp_path / 'data.parquet'}: the model has a bottom MLP for dense features, and no column is named int_0, "
+        "int_1, ...; name the dense ones of the other columns with numbers: "
+        'data.columns.dense = ["age", "price"]; data.columns.dense = [] says that there are none'
     )
     assert only_batch(tmp_path, columns={"dense": ["age"]}).dense.tolist() == [[30], [40]]
     assert only_batch(tmp_path, columns={"dense": []}).dense.shape == (2, 0)
