@@ -608,19 +608,19 @@ TRAINER = (
         "the bias correction of Adam is a step behind",
         "step=train_step + 1,",
         "step=max(1, train_step),",
-        "tests/trainer/test_optim.py::test_touched_rows_end_with_the_bits_of_the_whole_table",
+        "tests/trainer/test_row_optimizers.py::test_touched_rows_end_with_the_bits_of_the_whole_table",
     ),
     Mutant(
         "Adagrad divides by the sum of squares itself",
         "state.sqrt().add_(rule.eps), value=-rule.lr",
         "state.add(rule.eps), value=-rule.lr",
-        "tests/trainer/test_optim.py::test_touched_rows_end_with_the_bits_of_the_whole_table",
+        "tests/trainer/test_row_optimizers.py::test_touched_rows_end_with_the_bits_of_the_whole_table",
     ),
     Mutant(
         "row-wise Adagrad takes the sum of squares",
         "state += (row_grads * row_grads).mean(1, keepdim=True)",
         "state += (row_grads * row_grads).sum(1, keepdim=True)",
-        "tests/trainer/test_optim.py::test_touched_rows_end_with_the_bits_of_the_whole_table",
+        "tests/trainer/test_row_optimizers.py::test_touched_rows_end_with_the_bits_of_the_whole_table",
     ),
     Mutant(
         "a compiled step of SGD is rounded twice",

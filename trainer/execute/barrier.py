@@ -224,7 +224,7 @@ class TrainerBarrier:
         return self._follow(TrainerEvent.RESTORED)
 
     def _receive_slots(self, message: Flush) -> bool:
-        """Takes one piece. Raises RemoteProtocolError if an earlier step is incomplete or the piece does not fit the job."""
+        """Takes one piece. Raises RemoteProtocolError if an earlier step is not complete or the piece is invalid."""
         num_open = self._cache.open_steps
         if num_open:
             raise RemoteProtocolError(

@@ -10,7 +10,7 @@ from rowcast.job.schema import SparseOptimizer
 from rowcast.job.tables import GroupSpec
 from rowcast.trainer.kernels import GroupLookup, Kernels, RecordViews, torch_ops
 from rowcast.trainer.kernels.chunks import Chunks
-from rowcast.trainer.kernels.optim import rows_of, rule_at
+from rowcast.trainer.kernels.record_views import rows_of, rule_at
 
 NUM_ROWS, NUM_LOOKUPS, NUM_STEPS = 1000, 2500, 2
 LONGEST_BAG = 4

@@ -11,7 +11,7 @@ from rowcast.job.schema import SparseOptimizer
 from rowcast.job.tables import GroupSpec
 from rowcast.trainer.execute.metrics import Phase
 from rowcast.trainer.kernels import GroupLookup, Kernels, torch_ops
-from rowcast.trainer.kernels.optim import rows_of, rule_at
+from rowcast.trainer.kernels.record_views import rows_of, rule_at
 from rowcast.trainer.models.sequences import Embedded, Sequences
 
 __all__ = ["Embeddings", "GroupLookup"]
@@ -55,8 +55,8 @@ class Embeddings:
         """`update` of these will follow. Raises RuntimeError where one is expected already."""
         if self._awaits_backward:
             raise RuntimeError(
-                f"embeddings of train step {train_step} were asked for before the backward pass of an earlier forward updated their "
-                "rows; call backward() once a forward, or look up under torch.no_grad()"
+                f"embeddings of train step {train_step} were asked for before the backward pass of an earlier forward "
+                "updated their rows; call backward() once for each forward, or look up under torch.no_grad()"
             )
         self._awaits_backward = PendingUpdate(self, lookups, train_step)
         return self._awaits_backward
@@ -87,7 +87,7 @@ class Embeddings:
         """Reduces and applies the gradients f32 [G, D] of one forward's pooled embeddings, group by group."""
         if self._awaits_backward is None or self._awaits_backward.lookups is not lookups:
             raise RuntimeError(
-                f"the rows of train step {train_step} were already updated; call backward() once a forward"
+                f"the rows of train step {train_step} were already updated; call backward() once for each forward"
             )
         self._awaits_backward = None
         self._lap("backward")
