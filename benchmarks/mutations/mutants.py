@@ -474,7 +474,7 @@ TRAINER = (
     ),
     Mutant(
         "rows are copied over rows still in fill staging",
-        'stream.wait(place.after, "fill_staging")',
+        'stream.wait(room.after, "fill_staging")',
         "pass",
         f"{WAITS}[0]",
     ),
@@ -516,8 +516,8 @@ TRAINER = (
     ),
     Mutant(
         "a place in staging is taken again while it is in use",
-        "place.begin < begin + size - self.nbytes",
-        "place.begin < begin - self.nbytes",
+        "span.begin < begin + size - self.nbytes",
+        "span.begin < begin - self.nbytes",
         "tests/trainer/test_staging.py",
     ),
     Mutant(
@@ -636,8 +636,8 @@ TRAINER = (
     ),
     Mutant(
         "an error in a kernel's thread is swallowed",
-        "work(*own) for task in running: task.result()",
-        "work(*own)",
+        "work(*first_range) for task in running: task.result()",
+        "work(*first_range)",
         "tests/kernels/test_compiled.py::test_an_error_in_a_thread_is_raised_for_the_caller",
     ),
     Mutant(
@@ -648,8 +648,8 @@ TRAINER = (
     ),
     Mutant(
         "the rest of an epoch is shown twice",
-        "self.over <= start.epoch",
-        "self.over < start.epoch",
+        "self.completed <= start.epoch",
+        "self.completed < start.epoch",
         "tests/adopt/test_epoch_count.py",
     ),
     Mutant(
@@ -660,7 +660,7 @@ TRAINER = (
     ),
     Mutant(
         "gradients of two batches are accumulated",
-        "not self.is_trained and self._steps_seen == counted",
+        "not self.is_trained and self._count_at_training == count",
         "False",
         "tests/adopt/test_module.py::test_gradients_are_not_accumulated_over_batches",
     ),

@@ -205,7 +205,7 @@ def test_a_config_may_come_from_elsewhere() -> None:
             'optimizer = \'adagrad\' does not say how rows are trained; give {"kind": "adagrad", "lr": 0.05}',
         ),
         ([config()], {"optimizer": torch.optim.SGD}, "does not say how rows are trained"),
-        ([config()], {"device": "tpu"}, "trainer.device = 'tpu' is no device"),
+        ([config()], {"device": "tpu"}, "trainer.device = 'tpu' is not a device"),
     ],
 )
 def test_a_collection_that_cannot_be_is_refused(configs: list[Any], options: dict[str, Any], sentence: str) -> None:

@@ -114,7 +114,7 @@ class CurrentStep:
         return self._embeddings(step_lookups(self.step), self.step.header.train_step)
 
     def note_eval_lookup(self) -> None:
-        """Notes a look-up in eval mode with gradients enabled: right for predictions, wrong if the script trains on it."""
+        """Notes a look-up in eval mode with gradients enabled: right for predictions, wrong for training."""
         assert self.step is not None, "the module looks up the current step"
         if self.step.header.kind == "train" and self._count_at_eval is None:
             self._count_at_eval = self._optimizer_steps.count
@@ -167,6 +167,6 @@ class CurrentStep:
     def _require_backward(self, step: ArrivedStep) -> None:
         if self.awaits_backward:
             raise RuntimeError(
-                f"the embeddings of train step {step.header.train_step} have had no backward pass; call backward() once "
-                "for each forward, or look up under torch.no_grad()"
+                f"the embeddings of train step {step.header.train_step} have had no backward pass; call backward() "
+                "once for each forward, or look up under torch.no_grad()"
             )

@@ -25,7 +25,7 @@ class EpochCount:
         )
 
     def consume_finished(self, following: int | None) -> bool:
-        """Whether the next `for` loop is the empty rest of the checkpoint's epoch. Only the first call can return True."""
+        """Whether the next `for` loop is the empty rest of the checkpoint's epoch. Only the first call can say so."""
         start, self._start = self._start, None
         if start is None or not self._has_empty_rest(start, following):
             return False

@@ -170,7 +170,7 @@ class Loader:
         self._close = weakref.finalize(self, ScriptSession.leave, self._session)
 
     def close(self) -> None:
-        """Ends the run and both processes at once; rows trained since the last checkpoint are lost. Idempotent."""
+        """Ends the run and its prefetcher at once; rows trained since the last checkpoint are lost. Idempotent."""
         self._close()
 
     def __enter__(self) -> Self:
@@ -216,7 +216,7 @@ class Loader:
 
     @property
     def metrics_address(self) -> str | None:
-        """The "host:port" of /metrics, /healthz and /readyz during the run: `metrics.trainer`, by default a free port."""
+        """The "host:port" of /metrics, /healthz and /readyz during the run: `metrics.trainer`, or any free port."""
         return self._session.metrics_address
 
     @property
@@ -267,8 +267,8 @@ class Loader:
         epoch = first.header.epoch
         if self._num_loops == 1 and epoch and not self._counts_epochs:
             print_line(
-                f"this first `for` is the rest of epoch {epoch}, counted from 0; `for epoch in loader.epochs` counts on "
-                "from there"
+                f"this first `for` is the rest of epoch {epoch}, counted from 0; `for epoch in loader.epochs` counts "
+                "on from there"
             )
         while (step := self._session.peek()) is not None and step.header.epoch == epoch:
             self._session.begin()
@@ -278,7 +278,7 @@ class Loader:
             self._session.epochs.end(epoch)
 
     def _refuse_more(self) -> None:
-        """Raises if the script loops over more epochs than it asked for. A resumed run has fewer left, so it may loop."""
+        """Raises if the script loops over more epochs than it asked for. A resumed run has fewer left and may loop."""
         if self._session.resumes or self._session.stop_reason is not None:
             return
         raise RuntimeError(

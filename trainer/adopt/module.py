@@ -155,8 +155,8 @@ class EmbeddingBagCollection(nn.Module):
         """Raises RuntimeError for False, which cannot freeze the rows."""
         if not requires_grad:
             raise RuntimeError(
-                "rows are updated by their own optimizer, so requires_grad_(False) does not freeze them; give optimizer "
-                "lr = 0, or look up under torch.no_grad()"
+                "rows are updated by their own optimizer, so requires_grad_(False) does not freeze them; give "
+                "optimizer lr = 0, or look up under torch.no_grad()"
             )
         return super().requires_grad_(requires_grad)
 
@@ -182,7 +182,7 @@ class EmbeddingBagCollection(nn.Module):
 
     @property
     def has_run(self) -> bool:
-        """Whether the run directory holds a run with train steps, which `rowcast.connect` continues unless fresh=True."""
+        """Whether the run directory holds a run with train steps, which `rowcast.connect` continues by default."""
         return run_folder.newest_run(self._job.run_dir) is not None
 
     @property
@@ -195,7 +195,7 @@ class EmbeddingBagCollection(nn.Module):
         return key in self._content.get(section, {})
 
     def adopt(self, changes: Mapping[str, Any], *, is_launched: bool, resumes: bool) -> Job:
-        """Adds the loader's settings to the job; `connect` calls it once. Raises ConfigError and then changes nothing."""
+        """Adds the loader's settings to the job; `connect` calls it once. Changes nothing if it raises ConfigError."""
         if self._is_connected:
             raise ConfigError(
                 "connect: this EmbeddingBagCollection has a loader already; make another one for another run"
@@ -245,15 +245,15 @@ class EmbeddingBagCollection(nn.Module):
                 destination[prefix + name] = weight
 
     def _weights(self) -> dict[str, Tensor]:
-        """[num_embeddings, embedding_dim] of each table, mapped from a file. Before a run, loaded tables as they came."""
+        """[num_embeddings, embedding_dim] of each table, mapped from a file. Before a run, loaded tables as given."""
         checkpoint = self._checkpoint()
         if checkpoint is not None:
             path = table_files.export_checkpoint(self._job, checkpoint)
         elif self._session is not None and self._session.train_steps:
             raise RuntimeError(
-                f"after {self._session.train_steps} train steps the newest rows are on the device: the tables are whole "
-                "at a checkpoint, so call state_dict() after every N-th step of connect(..., save_every=N), or after "
-                "the last of the loader's epochs"
+                f"after {self._session.train_steps} train steps the newest rows are on the device: the tables are "
+                "whole at a checkpoint, so call state_dict() after every N-th step of connect(..., save_every=N), or "
+                "after the last of the loader's epochs"
             )
         else:
             path = self._loaded or table_files.export_start(self._job, self.write_job_file())
@@ -299,8 +299,8 @@ class EmbeddingBagCollection(nn.Module):
             )
         if self.has_job_file and not self._is_launched:
             raise RuntimeError(
-                "the prefetcher of this job file has the tables: give it a file by `prefetcher import --from` before it "
-                "is started, or let connect start it, by connect(ebc, dataset)"
+                "the prefetcher of this job file has the tables: give it a file by `prefetcher import --from` before "
+                "it is started, or let connect start it, by connect(ebc, dataset)"
             )
         self.write_job_file()
         self._loaded = self._job.run_dir / table_files.LOADED

@@ -61,8 +61,8 @@ class ScriptResults(ResultFiles):
         elif not self._has_warned:
             self._has_warned = True
             print_line(
-                f"only the losses of the first {self.train_steps} train steps are kept: record(loss=...) was called for "
-                f"train step {train_step}, but not for all before it"
+                f"only the losses of the first {self.train_steps} train steps are kept: record(loss=...) was called "
+                f"for train step {train_step}, but not for all before it"
             )
 
     def state(self) -> Tensors:

@@ -52,7 +52,7 @@ from rowcast.trainer.models.embedding import Embeddings
 from rowcast.trainer.report.report_json import Evaluation
 from rowcast.trainer.run.connection import Connection, ConnectionParts
 
-CHILD_END_S = 15.0  # a prefetcher that was told to end may take this long
+CHILD_END_S = 15.0  # a prefetcher that was asked to end may take this long
 LOST_CHILD_S = 3.0  # a prefetcher that seems lost may take this long to be seen to have ended
 CHECKPOINT_POLL_S = 0.02
 WRONG_KIND = {
@@ -482,7 +482,7 @@ class ScriptSession:
         return "start the script again to continue from there"
 
     def leave(self) -> None:
-        """Ends both processes, wherever the script is. Idempotent; does nothing in a process forked from this one."""
+        """Ends the run, wherever the script is. Idempotent; does nothing in a process forked from this one."""
         if self._closed or self._pid != os.getpid():
             return
         if self._next is not None and self._epoch is not None and self._next.header.epoch != self._epoch:
@@ -496,7 +496,7 @@ class ScriptSession:
         try:
             with torch.inference_mode(False), on_device(self._parts.device):
                 yield
-        except BaseException as error:  # noqa: BLE001 - any error ends both processes
+        except BaseException as error:  # noqa: BLE001 - any error ends the run
             raise self._failed(error) from None
 
     def _failed(self, error: BaseException) -> BaseException:

@@ -61,8 +61,8 @@ class StatefulObjects:
         structure = json.loads(tensors[STRUCTURE].numpy().tobytes())
         if len(structure) != len(self._parts):
             raise Mismatch(
-                f"the checkpoint has the state of {len(structure)} objects, but connect was given {len(self._parts)} as "
-                "dense"
+                f"the checkpoint has the state of {len(structure)} objects, but connect was given "
+                f"{len(self._parts)} as dense"
             )
         with self._without_tables():
             for part, part_structure in zip(self._parts, structure, strict=True):

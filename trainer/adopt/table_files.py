@@ -45,12 +45,12 @@ def environment() -> dict[str, str]:
 
 
 def refuse_within_prefetcher() -> None:
-    """Raises ConfigError in a prefetcher, which imports the script for its data set and would start another prefetcher."""
+    """Raises ConfigError in a prefetcher that imports the script for its data set; it would start another one."""
     if SCRIPT in os.environ:
         raise ConfigError(
-            f"connect: the prefetcher of process {os.environ[SCRIPT]} imports this script for its data set, which would "
-            'train again; put what the script does under `if __name__ == "__main__":`, or the data set into a module '
-            "of its own"
+            f"connect: the prefetcher of process {os.environ[SCRIPT]} imports this script for its data set, which "
+            'would train again; put what the script does under `if __name__ == "__main__":`, or the data set into a '
+            "module of its own"
         )
 
 

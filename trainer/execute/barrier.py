@@ -32,7 +32,7 @@ from rowcast.trainer.execute.plan_memory import unpack
 from rowcast.trainer.execute.row_checksums import RequestedChecksums
 from rowcast.trainer.execute.sender import Sender
 from rowcast.trainer.execute.slots import EvictStaging, Slots
-from rowcast.trainer.models.model_state import Gathering
+from rowcast.trainer.models.model_state import ModelStatePieces
 
 
 class TrainerState(StrEnum):
@@ -133,7 +133,7 @@ class TrainerBarrier:
         self._send = send
         self._flushes: deque[Flush] = deque()
         self._restores: deque[Restore] = deque()
-        self._restored = Gathering()
+        self._restored = ModelStatePieces()
         self._flush: ArrivingFlush | None = None
         self._dirty: DirtySlots | None = None
         self._dense: deque[tuple[int, DensePieces]] = deque()  # barrier, and its model state to send

@@ -137,7 +137,7 @@ class DeviceCache:
         return progress
 
     def copy_in_next(self) -> bool:
-        """Issues the oldest piece's copies: its rows from the ring to fill staging, its plan's arrays to their block."""
+        """Issues the oldest piece's copies: its rows from the ring to fill staging, its arrays to their block."""
         if not self._inbox:
             return False
         message = self._inbox[0]
@@ -196,7 +196,7 @@ class DeviceCache:
     # staging <-> slots
 
     def fill_next(self) -> bool:
-        """Issues the oldest staged piece: its victims move from their slots to evict staging, its rows to those slots."""
+        """Issues the oldest staged piece: victims from their slots to evict staging, rows to those slots."""
         arrived = next((step for step in self._steps if not step.complete), None)
         if arrived is None or len(arrived.copied) == len(arrived.filled):
             return False

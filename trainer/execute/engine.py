@@ -60,7 +60,7 @@ class TrainerParts:
 
 
 class TrainerEngine:
-    """One thread advances each of `stages`, the main thread the loop; or one thread advances all of them in any order."""
+    """One thread advances each of `stages`, the main thread the loop; or one thread advances all, in any order."""
 
     def __init__(self, parts: TrainerParts) -> None:
         self.counters = parts.counters
@@ -131,7 +131,7 @@ class TrainerEngine:
         )
 
     def _send(self) -> bool:
-        """Sends victims home, then reports their step; after a barrier's rows, sends the model state. Sender's thread."""
+        """The sender's thread: sends victims home and reports their step; after a barrier's rows, the model state."""
         copied = self.sender.copy_out_next()
         sent = self.sender.send_copied()
         reported = self.sender.report_finished()

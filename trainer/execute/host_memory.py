@@ -23,7 +23,7 @@ class HostMemory(Protocol):
     """Payloads are u8 [n], views of the ring."""
 
     def arriving(self, payload: Bytes) -> Tensor:
-        """The bytes of a piece that has arrived, u8 [n], for a copy to the device. Valid until the piece is released."""
+        """The bytes of an arrived piece, u8 [n], for a copy to the device. Valid until the piece is released."""
 
     def leaving(self, payload: Bytes) -> Tensor:
         """Memory, u8 [n], that a copy from the device may write a piece to."""

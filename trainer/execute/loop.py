@@ -65,7 +65,7 @@ class ModelState(Protocol):
         """Returns the state to save. Called when every issued step is complete."""
 
     def restore(self, tensors: Tensors) -> bool:
-        """Loads a `state` before the first step. Returns whether the loop must close an evaluation that is in progress."""
+        """Loads a `state` before the first step. Returns whether an evaluation in progress must be closed."""
 
 
 class Results(Protocol):
@@ -213,7 +213,7 @@ class TrainingLoop:
         self._barrier.step_begins()
 
     def finish(self, step: ArrivedStep, loss: Tensor | None) -> None:
-        """Look-up to update were issued to the compute stream. `loss` will hold the mean loss; None if it is unknown."""
+        """Look-up to update were issued to the compute stream. `loss` will hold the mean loss; None: unknown."""
         event = self._streams.compute.record()
         waited_s, self._waited_s = self._waited_s, 0.0
         self._cache.issued(step.step, event)
@@ -252,12 +252,12 @@ class TrainingLoop:
 
     @property
     def _must_close(self) -> bool:
-        """Whether the data ended in an evaluation. An evaluation that a stop interrupts continues in the next attempt."""
+        """Whether the data ended in an evaluation. One that a stop interrupts continues in the next attempt."""
         end = self._barrier.end
         return end is not None and end.finished and self._training.evaluating
 
     def _close_evaluation_before(self, step: ArrivedStep | None) -> bool:
-        """Closes the evaluation if a train step, or the end of the data (`step` None), follows; returns whether it did."""
+        """Closes the evaluation if `step` is a train step, or None and the data has ended; returns whether it did."""
         is_whole = self._must_close if step is None else self._training.evaluating and step.header.kind == "train"
         if not is_whole:
             return False

@@ -238,7 +238,7 @@ class ArrivingBlock:
         self._content: list[Bytes] = []  # copies of earlier pieces
 
     def add(self, span: ArraySpan, content: Bytes) -> None:
-        """`content`: u8 [span.nbytes] on the host. `order.py` has checked that it continues where the last one ended."""
+        """`content`: u8 [span.nbytes] on the host. `order.py` has checked that it follows the previous span."""
         if span.offset + span.nbytes < self._nbytes:
             self._content.append(content.copy())
             return

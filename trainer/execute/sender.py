@@ -54,7 +54,7 @@ class InFlight:
 
 
 class Sender:
-    """The main thread calls `send_rows` and `finish`, in step order; the sender's thread calls the rest, in this order."""
+    """The main thread calls `send_rows` and `finish` in step order; the sender's thread calls the rest."""
 
     def __init__(
         self,

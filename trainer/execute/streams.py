@@ -284,7 +284,7 @@ class CudaStreams(Streams):
 
 
 def choose_device(name: str) -> torch.device:
-    """`auto` is CUDA if there is a device. Raises ValueError for a device that torch does not know or that is not here."""
+    """`auto` is CUDA if there is a device. Raises ValueError for a device that torch does not know or have."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:

@@ -1,4 +1,4 @@
-"""Runs `trainer run` and `trainer eval`: locks the run directory, serves metrics, and makes one attempt after another."""
+"""Runs `trainer run` and `trainer eval`: locks the run directory, serves metrics, makes attempts."""
 
 import os
 from contextlib import ExitStack, suppress
