@@ -1,1 +1,1 @@
-"""The device side: executes plans on the device cache and trains the model."""
+"""The trainer process: executes plans on the device cache and trains the model."""

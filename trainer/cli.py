@@ -32,12 +32,12 @@ def run(
     fresh: Annotated[
         bool,
         typer.Option(
-            "--fresh", help="Begin a new run; its first checkpoint replaces the report and losses of an earlier one."
+            "--fresh", help="Begin a new run; its first checkpoint replaces the report and losses of an earlier run."
         ),
     ] = False,
     timeline: Timeline = False,
     tensorboard: Annotated[
-        Path | None, typer.Option("--tensorboard", help="Write TensorBoard event files there.", metavar="DIR")
+        Path | None, typer.Option("--tensorboard", help="Write TensorBoard event files to this folder.", metavar="DIR")
     ] = None,
     log_level: LogLevel = "info",
     log_json: LogJson = False,
@@ -63,7 +63,10 @@ def evaluate(
     log_level: LogLevel = "info",
     log_json: LogJson = False,
 ) -> None:
-    """Evaluate a checkpoint of a run on its evaluation batches. Start `prefetcher run --eval`, before or after; it chooses which."""
+    """Evaluate a checkpoint of a run on its evaluation batches.
+
+    Start `prefetcher run --eval` before or after; it chooses the checkpoint.
+    """
 
     def start() -> None:
         setup_logging("trainer", log_level, log_json or None)

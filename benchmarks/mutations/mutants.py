@@ -33,7 +33,7 @@ RING = "tests/protocol/test_ring.py"
 SESSION = "tests/protocol/test_session.py"
 STORES = "tests/stores"
 TIGHT = "tests/system/test_tight.py::test_plans_larger_than_the_ring_pass_a_cache_of_one_batch_with_a_late_store"
-TOUCHED_ROWS = "tests/trainer/test_optim.py::test_touched_rows_end_with_the_bits_of_the_whole_table"
+TOUCHED_ROWS = "tests/trainer/test_row_optimizers.py::test_touched_rows_end_with_the_bits_of_the_whole_table"
 TRITON = "tests/kernels/test_triton.py::test_a_step_of_the_rows_has_the_bits_of_torch"
 VERIFY = "tests/verify/test_verify.py"
 WAITS = "tests/system/test_device_order.py::test_every_order_that_the_waits_allow_gives_the_bits_of_the_plain_loop"
@@ -666,7 +666,7 @@ TRAINER = (
     ),
     Mutant(
         "rows are copied over rows still in fill staging",
-        'stream.wait(place.after, "fill_staging")',
+        'stream.wait(room.after, "fill_staging")',
         "pass",
         f"{WAITS}[0]",
     ),
@@ -708,8 +708,8 @@ TRAINER = (
     ),
     Mutant(
         "a place in staging is taken again while it is in use",
-        "place.begin < begin + size - self.nbytes",
-        "place.begin < begin - self.nbytes",
+        "span.begin < begin + size - self.nbytes",
+        "span.begin < begin - self.nbytes",
         "tests/trainer/test_staging.py",
     ),
     Mutant(
@@ -942,8 +942,8 @@ TRAINER = (
     ),
     Mutant(
         "an error in a kernel's thread is swallowed",
-        "work(*own) for task in running: task.result()",
-        "work(*own)",
+        "work(*first_range) for task in running: task.result()",
+        "work(*first_range)",
         "tests/kernels/test_compiled.py::test_an_error_in_a_thread_is_raised_for_the_caller",
     ),
     Mutant(
@@ -966,8 +966,8 @@ TRAINER = (
     ),
     Mutant(
         "the rest of an epoch is shown twice",
-        "self.over <= start.epoch",
-        "self.over < start.epoch",
+        "self.completed <= start.epoch",
+        "self.completed < start.epoch",
         "tests/adopt/test_epoch_count.py",
     ),
     Mutant(
@@ -978,7 +978,7 @@ TRAINER = (
     ),
     Mutant(
         "gradients of two batches are accumulated",
-        "not self.is_trained and self._steps_seen == counted",
+        "not self.is_trained and self._count_at_training == count",
         "False",
         "tests/adopt/test_module.py::test_gradients_are_not_accumulated_over_batches",
     ),

@@ -25,7 +25,7 @@ def test_the_next_epoch_is_known(
     start: Position | None, over: int, following: int | None, to_come: int | None, is_empty: bool
 ) -> None:
     epochs = EpochCount()
-    epochs.over = over
+    epochs.completed = over
     epochs.begin(start)
     assert epochs.next(following) == to_come
     assert epochs.consume_finished(following) == is_empty

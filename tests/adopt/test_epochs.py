@@ -170,7 +170,7 @@ def test_a_signal_stops_the_run_behind_the_step_in_hand_and_the_script_goes_on(
     stopped = Script(tmp_path / "stopped", interrupt)
     assert stopped.losses == whole.losses[:6]
     err = capfd.readouterr().err
-    assert f"rowcast: {number.name} came: the run stops after the step in hand" in err
+    assert f"rowcast: {number.name} came: the run stops after the current step" in err
     assert f"rowcast: stopped by {number.name} after 6 train steps, in epoch 1; the checkpoint is in" in err
     assert {own: signal.getsignal(own) for own in handlers} == handlers
     rest = Script(tmp_path / "stopped")

@@ -124,7 +124,7 @@ def test_a_connect_that_was_refused_changes_nothing(tmp_path: Path) -> None:
     before = model.ebc.job
     wrong: list[Any] = [{"dense": (3,)}, {"epochs": 0}]
     with pytest.raises(
-        ConfigError, match=r'is no name; the prefetcher, another process, imports what "package.module:factory"'
+        ConfigError, match=r'is not a name; the prefetcher, another process, imports what "package.module:factory"'
     ):
         rowcast.connect(model.ebc, train_on)  # type: ignore[arg-type]
     for options in wrong:

@@ -50,7 +50,7 @@ def test_a_run_is_the_same_whatever_was_refused_on_its_way(tmp_path: Path, launc
             stale = batch.sparse_features
             if step < 7:
                 with pytest.raises(
-                    RuntimeError, match=r"whole where a checkpoint falls, so call state_dict\(\) after every N-th step"
+                    RuntimeError, match=r"whole at a checkpoint, so call state_dict\(\) after every N-th step"
                 ):
                     model.state_dict()
         assert next(batches, None) is None
@@ -187,7 +187,7 @@ def test_a_config_may_come_from_elsewhere() -> None:
     [
         ([config()], {"capacity": None}, 'capacity is missing; give capacity="64MiB"'),
         ([config()], {"optimizer": None}, "optimizer is missing"),
-        ([config(pooling="none")], {}, "table t: pooling = 'none' is none of an EmbeddingBagCollection"),
+        ([config(pooling="none")], {}, "table t: an EmbeddingBagCollection cannot have pooling = 'none'"),
         ([config(name="a b")], {}, "table name 'a b' must be letters"),
         ([object()], {}, "give EmbeddingBagConfigs"),
         ([config()], {"optimizer": {"kind": "sgd", "lr": 0.1, "momentum": 0.9}}, "momentum on rows is refused"),
@@ -196,16 +196,16 @@ def test_a_config_may_come_from_elsewhere() -> None:
         (
             [config()],
             {"job": {"tables.dtype": "fp16"}},
-            r"tables\.dtype is nothing that can be set here; tables are as the configs say",
+            r"tables\.dtype cannot be set here; the configs describe the tables",
         ),
-        ([config()], {"job": {"data.format.x": 1}}, r"data\.format\.x is nothing that can be set here"),
+        ([config()], {"job": {"data.format.x": 1}}, r"data\.format\.x cannot be set here"),
         (
             [config()],
             {"optimizer": "adagrad"},
             'optimizer = \'adagrad\' does not say how rows are trained; give {"kind": "adagrad", "lr": 0.05}',
         ),
         ([config()], {"optimizer": torch.optim.SGD}, "does not say how rows are trained"),
-        ([config()], {"device": "tpu"}, "trainer.device = 'tpu' is no device"),
+        ([config()], {"device": "tpu"}, "trainer.device = 'tpu' is not a device"),
     ],
 )
 def test_a_collection_that_cannot_be_is_refused(configs: list[Any], options: dict[str, Any], sentence: str) -> None:

@@ -51,7 +51,7 @@ def test_a_script_of_the_same_name_is_refused_and_its_run_stays(
     runs_as("/two/train.py", monkeypatch)
     with pytest.raises(
         ConfigError,
-        match=r"runs/train is the run directory of /one/train\.py, and that of /two/train\.py by default too",
+        match=r"runs/train is the run directory of /one/train\.py, and by default also of /two/train\.py",
     ):
         rowcast.connect(collection(), DATASET, fresh=fresh)
     with pytest.raises(ConfigError, match=r"set another one by EmbeddingBagCollection\(\.\.\., run_dir=\.\.\.\)"):

@@ -91,14 +91,18 @@ def test_a_scripts_run_serves_its_metrics_and_leaves_a_report(tmp_path: Path, la
     found: list[float] = []
     options = {"epochs": 2, "evaluate": True, "dense": (model, optimizer)}
     with rowcast.connect(model.ebc, "tests.adopt.clicks:lists", **options) as loader:  # type: ignore[arg-type]
-        with pytest.raises(RuntimeError, match=r"record\(loss=...\) is of a train batch: call it in the loop"):
+        with pytest.raises(
+            RuntimeError, match=r"record\(loss=...\) takes the loss of a train batch: call it in the loop"
+        ):
             loader.record(loss=0.5)
         for epoch in loader.epochs:
             for batch in loader:
                 if batch.kind == "train":
                     found.append(train_on(model, optimizer, batch))
                     loader.record(loss=found[-1])
-                    with pytest.raises(RuntimeError, match=r"record\(logits=...\) is of an evaluation batch"):
+                    with pytest.raises(
+                        RuntimeError, match=r"record\(logits=...\) takes the logits of an evaluation batch"
+                    ):
                         loader.record(logits=torch.zeros(8))
                 else:
                     loader.record(logits=model.eval()(batch.dense_features, batch.sparse_features))

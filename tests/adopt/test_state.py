@@ -136,7 +136,7 @@ def test_a_run_does_not_go_on_with_a_model_that_begins_anew(tmp_path: Path, laun
     model, _ = make(tmp_path)
     with pytest.raises(
         ConfigError,
-        match=r"a run of 2 train steps, but the model and its optimizer begin anew: connect\(\.\.\., dense=",
+        match=r"a run of 2 train steps, but the model and its optimizer begin from scratch: connect\(\.\.\., dense=",
     ):
         rowcast.connect(model.ebc, DATASET)
     model, optimizer = make(tmp_path / "first")
@@ -147,7 +147,7 @@ def test_a_run_does_not_go_on_with_a_model_that_begins_anew(tmp_path: Path, laun
     assert model.ebc.has_run
     model.ebc.load_state_dict(model.ebc.state_dict())
     with pytest.raises(
-        ConfigError, match=r"goes on with its own tables, but load_state_dict\(\) has given others: leave that away"
+        ConfigError, match=r"continues with its own tables, but load_state_dict\(\) has given others: omit that call"
     ):
         rowcast.connect(model.ebc, DATASET, dense=(model, optimizer))
     assert kept(tmp_path) == before != {}
@@ -202,7 +202,7 @@ def test_a_state_that_no_checkpoint_can_hold_is_named(tmp_path: Path, launches: 
     with rowcast.connect(model.ebc, DATASET, save_every=1, dense=(model, optimizer)) as loader:
         dense, sparse, _ = next(iter(loader))
         torch.autograd.backward(model(dense, sparse).sum())
-        with pytest.raises(RuntimeError, match=r"belongs behind optimizer.step\(\)"):
+        with pytest.raises(RuntimeError, match=r"with dense=... comes after optimizer.step\(\)"):
             model.state_dict()
         optimizer.step()
         assert len(model.state_dict()) == 4

@@ -509,7 +509,7 @@ def test_a_device_without_room_for_rows_and_staging_is_an_error(check: Checked) 
 
 def test_the_trainers_own_choice_of_a_device_is_asked_for() -> None:
     answer = ask_device("warp")
-    assert answer.refusal == "trainer.device = 'warp' is no device that torch knows; use auto, cpu or cuda"
+    assert answer.refusal == "trainer.device = 'warp' is not a device that torch knows; use auto, cpu or cuda"
 
 
 @pytest.mark.parametrize(

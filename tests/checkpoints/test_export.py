@@ -28,7 +28,7 @@ from rowcast.runtime.checkpoint_manifest import DenseFile, Manifest, file_checks
 from rowcast.runtime.disk import RealDisk
 from rowcast.runtime.errors import ConfigError, DataError
 from rowcast.runtime.telemetry.logs import get_logger
-from rowcast.trainer.kernels.optim import part_of
+from rowcast.trainer.kernels.record_views import part_of
 from rowcast.trainer.models import mean_loss
 from rowcast.trainer.models.dlrm import DLRM
 from tests.checkpoints.fake_run import FakeRun

@@ -14,7 +14,7 @@ from rowcast.prefetcher.checkpoints.export import export_run, table_tensors
 from rowcast.prefetcher.checkpoints.import_checkpoint import import_run
 from rowcast.runtime.errors import ConfigError
 from rowcast.runtime.telemetry.logs import get_logger
-from rowcast.trainer.kernels.optim import DTYPES
+from rowcast.trainer.kernels.record_views import DTYPES
 from tests.support.batches import NUM_DENSE, small_job
 from tests.support.driver import start_state
 from tests.support.full_capacity import bits

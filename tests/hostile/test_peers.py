@@ -206,7 +206,7 @@ PREFETCHER_LIES: dict[str, tuple[Lie, str]] = {
     "a piece that ends elsewhere": (in_ref(StepReady, lambda r: change(r, end=r.end + 64)), "cannot go from"),
     "rows of a group that is not there": (in_rows(StepReady, 0, group=9), "rows of group 9"),
     "rows over others": (in_rows(StepReady, 1, offset=2**20), "beyond their payload|end at"),
-    "rows on top of each other": (lambda m, c: rows_on_top(m), "lie over those that end at"),
+    "rows on top of each other": (lambda m, c: rows_on_top(m), "overlap those that end at"),
     "slots of a barrier outside": (in_array("0.slots", at(0, 10**7), Flush), "barrier 0: 0.slots holds 10000000"),
     "slots of a barrier twice": (in_array("0.slots", same, Flush), "barrier 0: 0.slots names a slot twice"),
     "a barrier of more rows": (

@@ -51,7 +51,7 @@ from rowcast.trainer.execute.metrics import new_counters
 from rowcast.trainer.execute.slots import make_records
 from rowcast.trainer.execute.streams import PlainStreams, SeededStreams, Streams, Wait
 from rowcast.trainer.kernels import torch_ops
-from rowcast.trainer.kernels.optim import part_of
+from rowcast.trainer.kernels.record_views import part_of
 from rowcast.trainer.models.model_state import Tensors
 from rowcast.trainer.models.runner import StepRunner
 from rowcast.trainer.report.report_json import Evaluation

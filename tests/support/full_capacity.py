@@ -14,7 +14,7 @@ from rowcast.job.tables import GroupSpec, RecordPart, group_specs, make_keys
 from rowcast.protocol.batch import Batch, Kind, ScheduledBatch
 from rowcast.trainer.kernels import Kernels, torch_ops
 from rowcast.trainer.kernels.chunks import Chunks, cut_long_rows
-from rowcast.trainer.kernels.optim import DTYPES, part_of
+from rowcast.trainer.kernels.record_views import DTYPES, part_of
 from rowcast.trainer.models import build_model
 from rowcast.trainer.models.embedding import Embeddings, GroupLookup
 from rowcast.trainer.models.job_model import JobModel

@@ -263,7 +263,7 @@ def test_a_device_that_is_not_there_is_refused(
     }
     assert sentences["cuda"] == "trainer.device = 'cuda', but torch sees no CUDA device here; use cpu"
     assert sentences["cuda:3"] == "trainer.device = 'cuda:3', but torch sees no CUDA device here; use cpu"
-    assert sentences["tpu9"] == "trainer.device = 'tpu9' is no device that torch knows; use auto, cpu or cuda"
+    assert sentences["tpu9"] == "trainer.device = 'tpu9' is not a device that torch knows; use auto, cpu or cuda"
     assert sentences["mps"] == "trainer.device = 'mps' is not supported; use auto, cpu or cuda"
 
 

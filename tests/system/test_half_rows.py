@@ -21,7 +21,7 @@ from rowcast.prefetcher.readers.schedule import schedule
 from rowcast.protocol.batch import ScheduledBatch
 from rowcast.runtime.disk import RealDisk
 from rowcast.runtime.telemetry.logs import get_logger
-from rowcast.trainer.kernels.optim import DTYPES
+from rowcast.trainer.kernels.record_views import DTYPES
 from tests.support.batches import BAGS, NUM_DENSE, OPTIMIZERS, Bags, slots_for, small_batches, small_job
 from tests.support.comparisons import assert_equal_bits, assert_tested_what_it_claims
 from tests.support.driver import InProcessRun, Past, Settings, start_state

@@ -160,9 +160,9 @@ def test_what_this_process_did_not_see_is_said() -> None:
         "This process began after train step 20; it made 2 of the run's 50 train steps. "
         "Losses and evaluations are those of the" in words
     )
-    assert "this process went on here" in words
+    assert "this process continued here" in words
     words = text(record(starts=(0, 20, 30)))
-    assert "This process began the run and went on from a checkpoint after train step 20, 30; it made" in words
+    assert "This process began the run and continued from a checkpoint after train step 20, 30; it made" in words
 
 
 # that it needs nothing but itself

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from rowcast.trainer.kernels.optim import warm_up_sqrt
+from rowcast.trainer.kernels.record_views import warm_up_sqrt
 
 
 @pytest.fixture

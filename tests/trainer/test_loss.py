@@ -87,11 +87,11 @@ def test_an_evaluation_needs_no_gradient() -> None:
     [
         (
             torch.zeros(3, 1),
-            r"the model returned logits of shape \[3, 1\]; return one logit a sample, shape \[3\], or give the model a",
+            r"the model returned logits of shape \[3, 1\]; return one logit per sample, shape \[3\], or give the model a",
         ),
         (
             (OUTPUTS, OUTPUTS),
-            r"the model returned tuple; return one logit a sample, shape \[3\], or give the model a method "
+            r"the model returned tuple; return one logit per sample, shape \[3\], or give the model a method "
             r"loss\(outputs,",
         ),
     ],

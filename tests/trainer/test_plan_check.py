@@ -39,7 +39,7 @@ def test_a_welcome_of_this_job_fits() -> None:
         ({"num_dense": 2**40}, "announces 1099511627776 dense features"),
         (
             {"staging_bytes": 2**40},
-            "announces 1099511627776 bytes of staging; a multiple of 64 from 64 to 524160 is due",
+            "announces 1099511627776 bytes of staging; a multiple of 64 from 64 to 524160 is required",
         ),
         ({"staging_bytes": 0}, "announces 0 bytes of staging"),
         ({"staging_bytes": 100}, "announces 100 bytes of staging"),

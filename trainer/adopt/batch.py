@@ -1,4 +1,4 @@
-"""What the loader yields, and whether sparse features that come to the module are those of the batch that it yielded last."""
+"""Holds the batches that the loader yields, and checks that the module looks up the batch yielded last."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn, Self
@@ -12,30 +12,30 @@ from rowcast.trainer.execute.cache import ArrivedStep
 from rowcast.trainer.models import aligned
 
 IDS_STAY = (
-    "the ids of a batch stay with the prefetcher, and only its rows are here; hand sparse_features to the EmbeddingBagCollection, and what "
-    "else the model needs into dense_features"
+    "the ids of a batch stay with the prefetcher, and only its rows are here; give sparse_features to the "
+    "EmbeddingBagCollection, and put what else the model needs into dense_features"
 )
 VALIDATION = (
-    "batches of a validation set come from it too, where the factory returns a function of (split, epoch) that knows the split "
-    '"eval", and connect has evaluate=True'
+    "batches of a validation set come from it too, if the factory returns a function of (split, epoch) that knows the "
+    'split "eval", and connect has evaluate=True'
 )
 POSITIONS = {"dense": 0, "dense_features": 0, "sparse": 1, "sparse_features": 1, "labels": 2, "label": 2}
 
 
 class SparseToken:
-    """Stands where a batch's KeyedJaggedTensor was: it names the batch, and holds no ids."""
+    """Takes the place of a batch's KeyedJaggedTensor: it identifies the batch and holds no ids."""
 
-    def __init__(self, session: object, step: int, own: Slice, keys: Sequence[str], device: torch.device) -> None:
-        """`own`: the samples of the step's batch."""
-        self.session, self.step, self.slice, self.device = session, step, own, device
+    def __init__(self, session: object, step: int, part: Slice, keys: Sequence[str], device: torch.device) -> None:
+        """`part`: the samples of the step that the batch has."""
+        self.session, self.step, self.slice, self.device = session, step, part, device
         self._keys = list(keys)
-        self._batch_size = own.size
+        self._batch_size = part.size
 
     def keys(self) -> list[str]:
         return list(self._keys)
 
     def stride(self) -> int:
-        """Batch size, as a KeyedJaggedTensor names it."""
+        """The batch size, under KeyedJaggedTensor's name."""
         return self._batch_size
 
     def __len__(self) -> int:
@@ -64,14 +64,14 @@ class SparseToken:
 
 
 class LoadedBatch:
-    """A batch in the shape of the script's own: by attribute, by key, or unpacked as (dense, sparse, labels)."""
+    """A batch in the script's own form: by attribute, by key, or unpacked as (dense, sparse, labels)."""
 
     def __init__(self, step: ArrivedStep, part: Slice, session: object, keys: Sequence[str]) -> None:
-        """`part`: the samples of the step that it has; B of them."""
-        self.dense_features = own(step.arrays["dense"][part.start : part.stop])  # f32 [B, num_dense], on the device
+        """`part`: the B samples of the step that the batch has."""
+        self.dense_features = copied(step.arrays["dense"][part.start : part.stop])  # f32 [B, num_dense], on the device
         self.sparse_features = SparseToken(session, step.step, part, keys, self.dense_features.device)
-        self.labels = own(step.arrays["labels"][part.start : part.stop])  # f32 [B], on the device
-        self.is_last = part.is_last  # of the micro-batches that are one step: the optimizer steps after it
+        self.labels = copied(step.arrays["labels"][part.start : part.stop])  # f32 [B], on the device
+        self.is_last = part.is_last  # the last micro-batch of a step: the optimizer steps after it
         self.share = part.size / step.header.batch_size  # of the step's samples
         self.kind: Kind = step.header.kind
         self.train_step = step.header.train_step  # train batches before it
@@ -96,14 +96,14 @@ class LoadedBatch:
         return self
 
     def record_stream(self, stream: Any) -> None:
-        """The memory is not given away before `stream` is through with it."""
+        """Keeps the memory until `stream` has completed its work so far."""
         if self.dense_features.device.type != "cpu":
             self.dense_features.record_stream(stream)
             self.labels.record_stream(stream)
 
 
-def own(array: Tensor) -> Tensor:
-    """A copy: the plan's own arrays are used again a few steps later."""
+def copied(array: Tensor) -> Tensor:
+    """A copy, because the plan's memory is reused a few steps later."""
     return aligned(array.clone())
 
 
@@ -111,21 +111,26 @@ def require_device(here: torch.device, wanted: Any) -> None:
     device = torch.device(wanted)
     if device.type != here.type or device.index not in (None, here.index):
         raise RuntimeError(
-            f"a batch is on {here}, where its rows are, and cannot go to {device}; give EmbeddingBagCollection(device=...)"
+            f"a batch is on {here}, where its rows are, and cannot go to {device}; give "
+            "EmbeddingBagCollection(device=...)"
         )
 
 
 def check_features(features: Any, session: object, step: ArrivedStep, part: Slice, keys: Sequence[str]) -> bool:
-    """Whether `features` are a token, whose batch is `part` of the step; a KeyedJaggedTensor has only its keys and batch size compared
-    here, and cannot be a part. Raises RuntimeError."""
+    """Whether `features` are a token, which then belongs to `part` of the step. Raises RuntimeError.
+
+    Of a KeyedJaggedTensor, only the keys and the batch size are compared; it cannot be a part of a batch.
+    """
     if not all(callable(getattr(features, name, None)) for name in ("keys", "values")):
         raise RuntimeError(
-            f"sparse features are {type(features).__name__}; give batch.sparse_features, or a KeyedJaggedTensor of that batch"
+            f"sparse features are {type(features).__name__}; give batch.sparse_features, or a KeyedJaggedTensor of "
+            "that batch"
         )
-    lacking = [key for key in keys if key not in list(features.keys())]
-    if lacking:
+    missing = [key for key in keys if key not in list(features.keys())]
+    if missing:
         raise RuntimeError(
-            f"sparse features have no {lacking[0]}, only {', '.join(features.keys())}; the tables are looked up by {', '.join(keys)}"
+            f"sparse features have no {missing[0]}, only {', '.join(features.keys())}; the tables are looked up by "
+            f"{', '.join(keys)}"
         )
     size = num_samples(features)
     if size != part.size:
@@ -133,7 +138,8 @@ def check_features(features: Any, session: object, step: ArrivedStep, part: Slic
     if not isinstance(features, SparseToken):
         if part.size != step.header.batch_size:
             raise RuntimeError(
-                "with accumulate=k a micro-batch is looked up by its batch.sparse_features; its ids stay with the prefetcher"
+                "with accumulate=k a micro-batch is looked up by its batch.sparse_features; its ids stay with the "
+                "prefetcher"
             )
         return False
     if features.session is not session or features.step != step.step:
@@ -147,8 +153,8 @@ def check_features(features: Any, session: object, step: ArrivedStep, part: Slic
 
 def another_batch(what: str) -> RuntimeError:
     return RuntimeError(
-        f"sparse features are not those of the batch that the loader yielded last: they {what}; only its rows are on the device, so look "
-        f"up each batch before asking for the next; {VALIDATION}"
+        f"sparse features are not those of the batch that the loader yielded last: they {what}; only its rows are on "
+        f"the device, so look up each batch before asking for the next; {VALIDATION}"
     )
 
 
@@ -158,7 +164,7 @@ def num_samples(features: Any) -> int:
 
 
 def features_lengths(features: Any) -> Tensor:
-    """Ids of each bag, feature-major."""
+    """Number of ids in each bag, feature-major."""
     lengths: Callable[[], Tensor] | None = getattr(features, "lengths", None)
     return lengths() if callable(lengths) else features.offsets().diff()
 
@@ -166,15 +172,18 @@ def features_lengths(features: Any) -> Tensor:
 def check_ids(
     features: Any, keys: Sequence[str], positions: Sequence[int], slots: Tensor, offsets: Tensor | None
 ) -> None:
-    """Compares the ids of a KeyedJaggedTensor with the slots of one group, whose features are `positions` of `keys`: as many in each bag,
-    and no slot for two of them. Waits for the device. Raises RuntimeError."""
+    """Compares the ids of a KeyedJaggedTensor with the slots of one group, whose features are `positions` of `keys`.
+
+    Every bag must have as many ids as slots, and no slot may stand for two ids. Waits for the device.
+    Raises RuntimeError.
+    """
     size = num_samples(features)
     order = list(features.keys())
     lengths = features_lengths(features).view(len(order), size)
     ends = torch.cat([lengths.new_zeros(1), lengths.sum(1).cumsum(0)]).tolist()
-    own_features = [order.index(keys[position]) for position in positions]
-    ids = torch.cat([features.values()[ends[f] : ends[f + 1]] for f in own_features]).to(slots.device)
-    found = torch.cat([lengths[f] for f in own_features]).to(slots.device)
+    of_group = [order.index(keys[position]) for position in positions]
+    ids = torch.cat([features.values()[ends[f] : ends[f + 1]] for f in of_group]).to(slots.device)
+    found = torch.cat([lengths[f] for f in of_group]).to(slots.device)
     expected = torch.ones_like(found) if offsets is None else offsets.diff().to(found.dtype)
     if len(ids) != len(slots) or not torch.equal(found, expected):
         raise another_batch(f"have {len(ids)} ids and the batch {len(slots)}, or bags of other lengths")

@@ -1,4 +1,4 @@
-"""What the module returns: pooled embeddings by feature, with the face of TorchRec's KeyedTensor."""
+"""Holds the module's result, pooled embeddings by feature, with the interface of TorchRec's KeyedTensor."""
 
 from collections.abc import Iterator, Sequence
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 class KeyedEmbeddings:
-    """Keys in the order of the tables and their features, as TorchRec has them."""
+    """Keys are in the order of the tables and their features, as in TorchRec."""
 
     def __init__(self, keys: Sequence[str], features: Sequence[Tensor]) -> None:
         """`features`: f32 [B, D] of each key."""

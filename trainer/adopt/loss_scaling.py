@@ -1,7 +1,7 @@
-"""A gradient scaler is refused where it would have rows trained on scaled gradients: they are updated in the backward pass, before the
-scaler divides its factor out again.
+"""Refuses gradient scalers, with which rows would be trained on scaled gradients.
 
-While a loader is open `torch.amp.GradScaler.scale` asks it first; otherwise the class is as torch made it.
+Rows are updated in the backward pass, before the scaler divides its factor out again. While a loader is open,
+`torch.amp.GradScaler.scale` checks this first; otherwise the class is as torch made it.
 """
 
 from collections.abc import Callable
@@ -10,8 +10,8 @@ from typing import Any
 from torch.amp import GradScaler
 
 SCALED = (
-    "a GradScaler scales this loss, but rows are updated in its backward pass, before the scale is divided out again: use "
-    "torch.autocast(..., dtype=torch.bfloat16), which needs no scaler, or GradScaler(enabled=False)"
+    "a GradScaler scales this loss, but rows are updated in its backward pass, before the scale is divided out again: "
+    "use torch.autocast(..., dtype=torch.bfloat16), which needs no scaler, or GradScaler(enabled=False)"
 )
 _torch_scale = GradScaler.scale
 _open: list["LossScaling"] = []
@@ -19,7 +19,7 @@ _open: list["LossScaling"] = []
 
 class LossScaling:
     def __init__(self, awaits_backward: Callable[[], bool]) -> None:
-        """`awaits_backward`: whether a look-up that trains rows waits for its backward pass. Call `close` at the end."""
+        """`awaits_backward`: whether a look-up that trains rows awaits its backward pass. Call `close` at the end."""
         self.awaits_backward = awaits_backward
         _open.append(self)
         GradScaler.scale = _checked_scale  # type: ignore[method-assign, assignment]
@@ -33,6 +33,6 @@ class LossScaling:
 
 def _checked_scale(scaler: GradScaler, outputs: Any) -> Any:
     """Raises RuntimeError before anything is scaled."""
-    if scaler.is_enabled() and any(own.awaits_backward() for own in _open):
+    if scaler.is_enabled() and any(scaling.awaits_backward() for scaling in _open):
         raise RuntimeError(SCALED)
     return _torch_scale(scaler, outputs)

@@ -1,4 +1,4 @@
-"""`rowcast.EmbeddingBagCollection`: TorchRec's face over tables that do not fit on the device."""
+"""Gives tables that do not fit on the device TorchRec's interface: `rowcast.EmbeddingBagCollection`."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -15,8 +15,7 @@ from rowcast.job.schema import Job, SparseOptimizer
 from rowcast.job.tables import group_specs
 from rowcast.runtime.checkpoint_manifest import newest_checkpoint
 from rowcast.runtime.errors import ConfigError
-from rowcast.trainer.adopt import run_folder, settings
-from rowcast.trainer.adopt import table_files as files
+from rowcast.trainer.adopt import run_folder, settings, table_files
 from rowcast.trainer.adopt.batch import VALIDATION, check_features, check_ids
 from rowcast.trainer.adopt.keyed_embeddings import KeyedEmbeddings
 from rowcast.trainer.adopt.session import ScriptSession
@@ -25,15 +24,16 @@ from rowcast.trainer.execute.streams import choose_device, on_device
 from rowcast.trainer.models.runner import step_lookups
 
 NO_BATCH = (
-    "there is no batch to look up: iterate over the loader that rowcast.connect(ebc, ...) gives, and call the model on each batch before "
-    f"asking for the next; {VALIDATION}"
+    "there is no batch to look up: iterate over the loader that rowcast.connect(ebc, ...) gives, and call the model on "
+    f"each batch before asking for the next; {VALIDATION}"
 )
 
 
 class EmbeddingBagCollection(nn.Module):
-    """Pooled embeddings of sparse features; rows come to the device just before the batch that needs them, and are updated in backward.
+    """Pools embeddings of sparse features, from tables in the prefetcher's memory.
 
-    It has no parameters: its optimizer is the one it was given. `rowcast.connect` gives it the batches that it can look up.
+    Rows come to the device just before the batch that needs them and are updated in the backward pass, by the optimizer
+    given here; so the module has no parameters. `rowcast.connect` gives it the batches to look up.
     """
 
     def __init__(
@@ -47,27 +47,35 @@ class EmbeddingBagCollection(nn.Module):
         run_dir: str | Path | None = None,
         job: Mapping[str, Any] | str | Path | None = None,
     ) -> None:
-        """`tables`: TorchRec's EmbeddingBagConfigs or ours. `optimizer` of the rows, `capacity` of the device's cache and `seed` are
-        `[optimizer.sparse]`, `cache.capacity` and `job.seed` of a job file, and `job` any others by name, such as {"lookahead.depth": 4};
-        or `job` is a job file, which has all of them. `run_dir` is runs/<name of the script> unless it is given. Raises ConfigError.
+        """Describes the tables and how their rows are trained.
+
+        tables: EmbeddingBagConfigs, rowcast's or TorchRec's.
+        optimizer: of the rows, as `[optimizer.sparse]` of a job file.
+        capacity: size of the device cache, as `cache.capacity`.
+        device: as `trainer.device`; by default CUDA if there is a device.
+        seed: as `job.seed`.
+        run_dir: by default runs/<name of the script>.
+        job: other keys of a job file, such as {"lookahead.depth": 4}; or the path of a job file, which sets everything.
+
+        Raises ConfigError.
         """
         super().__init__()
         default_dir = run_folder.default_run_dir() if run_dir is None else None
         if isinstance(job, str | Path):
-            if any(own is not None for own in (optimizer, capacity, device)):
+            if any(setting is not None for setting in (optimizer, capacity, device)):
                 raise ConfigError(
-                    f"EmbeddingBagCollection: optimizer, capacity and device stand in {job}; give either them or the job file"
+                    f"EmbeddingBagCollection: {job} sets optimizer, capacity and device; give either them or the job "
+                    "file"
                 )
             self._job_file: Path | None = Path(job)
             self._content = settings.file_content(self._job_file, tables)
         else:
             self._job_file = None
-            own_device = "auto" if device is None else str(device)
             self._content = settings.job_content(
                 tables,
                 optimizer=optimizer,
                 capacity=capacity,
-                device=own_device,
+                device="auto" if device is None else str(device),
                 seed=seed,
                 run_dir=str(run_dir or default_dir),
                 others=job or {},
@@ -78,7 +86,7 @@ class EmbeddingBagCollection(nn.Module):
         for table in self._job.tables:
             if table.pooling == "none":
                 raise ConfigError(
-                    f'table {table.name}: pooling = "none" is none of an EmbeddingBagCollection; use sum or mean'
+                    f'table {table.name}: an EmbeddingBagCollection cannot have pooling = "none"; use sum or mean'
                 )
         try:
             self.device = choose_device(self._job.trainer.device)
@@ -86,21 +94,22 @@ class EmbeddingBagCollection(nn.Module):
             raise ConfigError(str(error)) from None
         self._groups = group_specs(self._job)
         self._session: ScriptSession | None = None
-        self._is_connected = self._is_launched = False  # to a loader, and one that starts the prefetcher
-        # where a loader is connected: a checkpoint in the run directory is where the tables begin
-        self._resumes = False
-        self._loaded: Path | None = None  # tables to begin with
-        self._has_tables = True  # in state_dict
+        self._is_connected = False  # to a loader
+        self._is_launched = False  # the loader starts the prefetcher
+        self._resumes = False  # the tables begin with the newest checkpoint in the run directory
+        self._loaded: Path | None = None  # a file of tables to begin with
+        self._has_tables = True  # state_dict holds the tables
 
     def extra_repr(self) -> str:
-        """For print(model): the tables, how their rows are trained, and where."""
         tables = [
-            f"{table.name}: {table.num_embeddings:,} x {table.embedding_dim} {table.dtype}, {table.pooling} of {', '.join(table.features)}"
+            f"{table.name}: {table.num_embeddings:,} x {table.embedding_dim} {table.dtype}, "
+            f"{table.pooling} of {', '.join(table.features)}"
             for table in self._job.tables
         ]
-        sparse = self._job.optimizer.sparse
-        own = f"optimizer={sparse.kind}(lr={sparse.lr:g}), capacity={self._job.cache.capacity}, device={self.device}"
-        return "\n".join([*tables, f"{own}, run_dir={self._job.run_dir}"])
+        sparse, capacity = self._job.optimizer.sparse, self._job.cache.capacity
+        optimizer = f"{sparse.kind}(lr={sparse.lr:g})"
+        last = f"optimizer={optimizer}, capacity={capacity}, device={self.device}, run_dir={self._job.run_dir}"
+        return "\n".join([*tables, last])
 
     def embedding_bag_configs(self) -> list[Any]:
         return list(self._configs)
@@ -109,51 +118,58 @@ class EmbeddingBagCollection(nn.Module):
         return bool(self._job.data.columns.weights)
 
     def forward(self, features: Any) -> KeyedEmbeddings:
-        """`features` of the batch that the loader yielded last: its token, or a KeyedJaggedTensor of the same ids. In training mode, with
-        gradients enabled and on a train batch, the backward pass updates the rows; otherwise this only looks up. Raises RuntimeError."""
-        session, step = self._session, None if self._session is None else self._session.current
+        """Looks up the batch that the loader yielded last; returns f32 [B, D] for each feature.
+
+        In training mode, with gradients enabled and on a train batch, the backward pass updates the rows; otherwise
+        this only looks up.
+
+        features: the batch's sparse_features, or a KeyedJaggedTensor of the same ids.
+
+        Raises RuntimeError.
+        """
+        session, step = self._session, None if self._session is None else self._session.step
         if session is None or step is None:
             raise RuntimeError(NO_BATCH)
-        hand = session.hand
-        has_ids = not check_features(features, session, step, hand.slice, self._job.features)
-        session.hand.uses.await_rows(step)
+        current = session.current
+        has_ids = not check_features(features, session, step, current.slice, self._job.features)
+        current.stream_order.await_rows(step)
         if has_ids:
             self._check_ids(features, step)
         trains = self.training and torch.is_grad_enabled()
         if trains:
-            hand.mark_trained()
+            current.mark_trained()
         elif torch.is_grad_enabled():
-            hand.note_eval_lookup()
+            current.note_eval_lookup()
         with on_device(self.device), torch.set_grad_enabled(trains):
-            found = hand.look_up()
-        session.hand.uses.record()
-        return KeyedEmbeddings(self._job.features, [own for own in found if isinstance(own, Tensor)])
+            features_found = current.look_up()
+        current.stream_order.record()
+        return KeyedEmbeddings(self._job.features, [found for found in features_found if isinstance(found, Tensor)])
 
     def _check_ids(self, features: Any, step: ArrivedStep) -> None:
         if self._job.data.on_invalid_id != "error":
-            return  # the ids that were looked up are others then
+            return  # the reader has replaced invalid ids
         for group, lookup in zip(self._groups, step_lookups(step), strict=True):
             check_ids(features, self._job.features, group.feature_positions, lookup.slots, lookup.offsets)
 
     def requires_grad_(self, requires_grad: bool = True) -> Self:
-        """Raises RuntimeError for False: there are no parameters that it could hold back."""
+        """Raises RuntimeError for False, which cannot freeze the rows."""
         if not requires_grad:
             raise RuntimeError(
-                "rows are updated by their own optimizer, so requires_grad_(False) does not freeze them; give optimizer lr = 0, or look up "
-                "under torch.no_grad()"
+                "rows are updated by their own optimizer, so requires_grad_(False) does not freeze them; give "
+                "optimizer lr = 0, or look up under torch.no_grad()"
             )
         return super().requires_grad_(requires_grad)
 
     def __getstate__(self) -> object:
-        """For copies. Raises RuntimeError once a prefetcher is at the other end."""
+        """Allows copies until the loader begins; from then on raises RuntimeError."""
         if self._session is not None:
             raise RuntimeError(
-                "an EmbeddingBagCollection whose loader has begun cannot be copied, as its rows are on their way; copy the dense parts of "
-                "the model, or save its state_dict()"
+                "an EmbeddingBagCollection whose loader has begun cannot be copied, as its rows are on their way; copy "
+                "the dense parts of the model, or save its state_dict()"
             )
         return self.__dict__
 
-    # its loader
+    # used by the loader
 
     @property
     def job(self) -> Job:
@@ -161,25 +177,25 @@ class EmbeddingBagCollection(nn.Module):
 
     @property
     def has_job_file(self) -> bool:
-        """Whether a job file says everything, so that its prefetcher may run already."""
+        """Whether the module was made from a job file, so that its prefetcher may be running already."""
         return self._job_file is not None
 
     @property
     def has_run(self) -> bool:
-        """Whether the run directory holds a run with train steps, which `rowcast.connect` goes on with unless it is given fresh=True."""
+        """Whether the run directory holds a run with train steps, which `rowcast.connect` continues by default."""
         return run_folder.newest_run(self._job.run_dir) is not None
 
     @property
     def loaded(self) -> Path | None:
-        """A file of the tables that a state dict has given."""
+        """The file of tables that load_state_dict() has given."""
         return self._loaded
 
     def says(self, section: str, key: str) -> bool:
-        """Whether a key of the job was set, by hand or in the job file."""
+        """Whether the user, or the job file, has set this key of the job."""
         return key in self._content.get(section, {})
 
     def adopt(self, changes: Mapping[str, Any], *, is_launched: bool, resumes: bool) -> Job:
-        """Called once, by `connect`, with what the loader adds to the job. Raises ConfigError, and is as it was then."""
+        """Adds the loader's settings to the job; `connect` calls it once. Changes nothing if it raises ConfigError."""
         if self._is_connected:
             raise ConfigError(
                 "connect: this EmbeddingBagCollection has a loader already; make another one for another run"
@@ -188,17 +204,17 @@ class EmbeddingBagCollection(nn.Module):
             run_folder.check_owner(self._job.run_dir)
         content = deepcopy(self._content)
         for name, value in changes.items():
-            settings.lay(content, name, value)
+            settings.set_key(content, name, value)
         self._job, self._content = self._parsed(content), content
         self._is_connected, self._is_launched, self._resumes = True, is_launched, resumes
         return self._job
 
     def begin(self, session: ScriptSession) -> None:
-        """From now on the tables are the session's."""
+        """From now on, the tables belong to the session."""
         self._session = session
 
     def write_job_file(self) -> Path:
-        """The job as a file that a prefetcher can be started with. Raises ConfigError."""
+        """Writes the job to a file that a prefetcher can be started with. Raises ConfigError."""
         path = self._job.run_dir / settings.JOB_FILE
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -229,18 +245,19 @@ class EmbeddingBagCollection(nn.Module):
                 destination[prefix + name] = weight
 
     def _weights(self) -> dict[str, Tensor]:
-        """[num_embeddings, embedding_dim] of each table, mapped from a file; those that were loaded are as they came until a run begins."""
+        """[num_embeddings, embedding_dim] of each table, mapped from a file. Before a run, loaded tables as given."""
         checkpoint = self._checkpoint()
         if checkpoint is not None:
-            path = files.export_checkpoint(self._job, checkpoint)
+            path = table_files.export_checkpoint(self._job, checkpoint)
         elif self._session is not None and self._session.train_steps:
             raise RuntimeError(
-                f"after {self._session.train_steps} train steps the newest rows are on the device: the tables are whole where a checkpoint "
-                "falls, so call state_dict() after every N-th step of connect(..., save_every=N), or behind the last of the loader's epochs"
+                f"after {self._session.train_steps} train steps the newest rows are on the device: the tables are "
+                "whole at a checkpoint, so call state_dict() after every N-th step of connect(..., save_every=N), or "
+                "after the last of the loader's epochs"
             )
         else:
-            path = self._loaded or files.export_start(self._job, self.write_job_file())
-        return files.read_tables(path, self._job.tables)
+            path = self._loaded or table_files.export_start(self._job, self.write_job_file())
+        return table_files.read_tables(path, self._job.tables)
 
     def _checkpoint(self) -> str | None:
         if self._session is not None:
@@ -260,7 +277,7 @@ class EmbeddingBagCollection(nn.Module):
     ) -> None:
         if not self._has_tables:
             return
-        tables = {prefix + files.weight_name(table): table for table in self._job.tables}
+        tables = {prefix + table_files.weight_name(table): table for table in self._job.tables}
         missing = [name for name in tables if name not in state_dict]
         missing_keys += missing
         unexpected_keys += [key for key in state_dict if strict and key.startswith(prefix) and key not in tables]
@@ -273,7 +290,7 @@ class EmbeddingBagCollection(nn.Module):
             wrong.append(f"{missing[0]} is missing: give all tables or none")
         error_msgs += wrong
         if not missing and not wrong:
-            self._load({files.weight_name(table): state_dict[name] for name, table in tables.items()})
+            self._load({table_files.weight_name(table): state_dict[name] for name, table in tables.items()})
 
     def _load(self, weights: Mapping[str, Tensor]) -> None:
         if self._session is not None:
@@ -282,9 +299,9 @@ class EmbeddingBagCollection(nn.Module):
             )
         if self.has_job_file and not self._is_launched:
             raise RuntimeError(
-                "the prefetcher of this job file has the tables: give it a file by `prefetcher import --from` before it is started, or let "
-                "connect start it, by connect(ebc, dataset)"
+                "the prefetcher of this job file has the tables: give it a file by `prefetcher import --from` before "
+                "it is started, or let connect start it, by connect(ebc, dataset)"
             )
         self.write_job_file()
-        self._loaded = self._job.run_dir / files.LOADED
-        files.write_tables(self._loaded, self._job.tables, weights)
+        self._loaded = self._job.run_dir / table_files.LOADED
+        table_files.write_tables(self._loaded, self._job.tables, weights)

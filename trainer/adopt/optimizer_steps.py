@@ -1,4 +1,4 @@
-"""How often the script's optimizers have stepped, whichever they are."""
+"""Counts how often the script's dense optimizers step."""
 
 from typing import Any
 

@@ -1,17 +1,17 @@
-"""What a checkpoint keeps of the script: model and optimizer, the epochs that are over, what it has recorded."""
+"""Holds what a checkpoint keeps of the script: its objects, completed epochs, losses and evaluations."""
 
 import numpy as np
 import torch
 
 from rowcast.trainer.adopt.epoch_count import EpochCount
-from rowcast.trainer.adopt.say import tell
 from rowcast.trainer.adopt.stateful_objects import StatefulObjects
+from rowcast.trainer.adopt.stderr import print_line
 from rowcast.trainer.models.evaluate import EvalMetrics
 from rowcast.trainer.models.model_state import Tensors
 from rowcast.trainer.report.report_json import Evaluation
 from rowcast.trainer.report.results import ResultFiles
 
-EPOCHS_OVER = "adopted.epochs_over"  # i64: epochs whose `for` had ended in the script
+COMPLETED_EPOCHS = "adopted.epochs_over"  # i64: epochs whose `for` loop has ended in the script
 
 
 class ScriptState:
@@ -24,12 +24,12 @@ class ScriptState:
         self._dense = dense
 
     def record(self, logits: torch.Tensor, labels: torch.Tensor) -> None:
-        """Both f32 [size], of an evaluation batch."""
+        """`logits` and `labels`: f32 [size], of an evaluation batch."""
         self._metrics.update(logits, labels)
         self.evaluating = True
 
     def close_evaluation(self, train_steps: int) -> Evaluation | None:
-        """The result of the logits recorded, None without any. Waits for the device, and begins the next evaluation."""
+        """The result of the recorded logits, None without any; begins the next evaluation. Waits for the device."""
         self.evaluating = False
         result = self._metrics.compute()
         self._metrics.close()
@@ -40,29 +40,29 @@ class ScriptState:
     def state(self) -> Tensors:
         if self._dense is None:
             return {}
-        return {**self._dense.state(), EPOCHS_OVER: torch.tensor(self.epochs.over), **self._metrics.state()}
+        return {**self._dense.state(), COMPLETED_EPOCHS: torch.tensor(self.epochs.completed), **self._metrics.state()}
 
     def restore(self, tensors: Tensors) -> bool:
         if self._dense is not None:
             self._dense.restore(tensors)
-        self.epochs.over = int(tensors[EPOCHS_OVER]) if EPOCHS_OVER in tensors else 0
+        self.epochs.completed = int(tensors[COMPLETED_EPOCHS]) if COMPLETED_EPOCHS in tensors else 0
         self.evaluating = self._metrics.restore(tensors)
         return False
 
 
 class ScriptResults(ResultFiles):
-    """Losses and evaluations, as far as the script records them."""
+    """Keeps the losses and evaluations that the script records."""
 
-    _has_told = False
+    _has_warned = False
 
     def loss(self, train_step: int, loss: np.float32) -> None:
         if train_step == self.train_steps:
             super().loss(train_step, loss)
-        elif not self._has_told:
-            self._has_told = True
-            tell(
-                f"losses are kept of the first {self.train_steps} train steps only: record(loss=...) was called for train step "
-                f"{train_step}, but not for all before it"
+        elif not self._has_warned:
+            self._has_warned = True
+            print_line(
+                f"only the losses of the first {self.train_steps} train steps are kept: record(loss=...) was called "
+                f"for train step {train_step}, but not for all before it"
             )
 
     def state(self) -> Tensors:
@@ -71,4 +71,4 @@ class ScriptResults(ResultFiles):
     def close(self) -> None:
         super().close()
         if not self.train_steps:
-            self.path.unlink(missing_ok=True)  # no losses are no file
+            self.path.unlink(missing_ok=True)  # without losses there is no file

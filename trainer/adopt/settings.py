@@ -1,4 +1,4 @@
-"""What an EmbeddingBagCollection is told, as the content of a job file."""
+"""Builds the content of a job file from an EmbeddingBagCollection's arguments."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,15 +19,23 @@ NO_DATA = "synthetic"  # data.format until a loader is connected
 
 @dataclass(frozen=True, kw_only=True)
 class EmbeddingBagConfig:
-    """One table. TorchRec's has these fields too, and can be given instead."""
+    """One table; TorchRec's EmbeddingBagConfig has these fields too and can be given instead.
+
+    name: unique among the tables.
+    num_embeddings, embedding_dim: rows and their width.
+    feature_names: the features that look up the table.
+    pooling: "sum" or "mean".
+    data_type: "fp32", "fp16" or "bf16".
+    init: first values, as `init` of the job file.
+    """
 
     name: str
     num_embeddings: int
     embedding_dim: int
     feature_names: list[str] = field(default_factory=list)
-    pooling: str = "sum"  # or "mean"
+    pooling: str = "sum"
     data_type: str = "fp32"
-    init: str = "uniform"  # first values, as `init` of the job file
+    init: str = "uniform"
 
 
 def job_content(
@@ -49,43 +57,44 @@ def job_content(
         )
     if not isinstance(optimizer, SparseOptimizer | Mapping):
         raise ConfigError(
-            f'EmbeddingBagCollection: optimizer = {optimizer!r} does not say how rows are trained; give {{"kind": "adagrad", "lr": 0.05}}'
+            f"EmbeddingBagCollection: optimizer = {optimizer!r} does not say how rows are trained; give "
+            '{"kind": "adagrad", "lr": 0.05}'
         )
     content: dict[str, Any] = {
         "job": {"seed": seed, "run_dir": run_dir},
         "data": {"format": NO_DATA},
         "tables": [table_content(config) for config in configs],
         "model": {"kind": NO_MODEL},
-        # the script has the dense one
+        # the script has the dense optimizer
         "optimizer": {"sparse": msgspec.to_builtins(optimizer), "dense": {"kind": "sgd", "lr": 0.0}},
         "cache": {"capacity": capacity},
         "trainer": {"device": device},
         "metrics": {"prefetcher": "127.0.0.1:0", "trainer": "127.0.0.1:0"},
     }
     for name, value in others.items():
-        lay(content, name, value)
+        set_key(content, name, value)
     return content
 
 
-def lay(content: dict[str, Any], name: str, value: Any) -> None:
-    """Sets one "section.key"; a section given as a mapping, key by key. Raises ConfigError."""
+def set_key(content: dict[str, Any], name: str, value: Any) -> None:
+    """Sets one "section.key", or every key of a section that is given as a mapping. Raises ConfigError."""
     section, _, key = name.partition(".")
     if not key and not isinstance(value, Mapping):
         raise ConfigError(f'job = {{{name!r}: ...}}: write "section.key": value, such as "lookahead.depth": 4')
-    for own_key, own in {key: value}.items() if key else value.items():
-        *sections, last = own_key.split(".")
+    for key_path, key_value in {key: value}.items() if key else value.items():
+        *sections, last = key_path.split(".")
         target = content.setdefault(section, {})
         for inner in sections:
             target = target.setdefault(inner, {}) if isinstance(target, dict) else target
         if not isinstance(target, dict):
             raise ConfigError(
-                f"job = {{{name!r}: ...}}: {section}.{own_key} is nothing that can be set here; tables are as the configs say"
+                f"job = {{{name!r}: ...}}: {section}.{key_path} cannot be set here; the configs describe the tables"
             )
-        target[last] = own
+        target[last] = key_value
 
 
 def table_content(config: Any) -> dict[str, Any]:
-    """`[[tables]]` of a config of TorchRec's or of ours. Raises ConfigError."""
+    """A `[[tables]]` entry from a config, TorchRec's or rowcast's. Raises ConfigError."""
     try:
         content = {name: getattr(config, name) for name in ("name", "num_embeddings", "embedding_dim")}
         content["features"] = list(config.feature_names)
@@ -96,7 +105,7 @@ def table_content(config: Any) -> dict[str, Any]:
     pooling, dtype = word(getattr(config, "pooling", "sum")), word(getattr(config, "data_type", "fp32"))
     if pooling not in ("sum", "mean"):
         raise ConfigError(
-            f"table {config.name}: pooling = {pooling!r} is none of an EmbeddingBagCollection; use sum or mean"
+            f"table {config.name}: an EmbeddingBagCollection cannot have pooling = {pooling!r}; use sum or mean"
         )
     content |= {"pooling": pooling, "init": init_of(config)}
     return content if dtype == "fp32" else content | {"dtype": dtype}
@@ -108,12 +117,12 @@ def word(value: Any) -> str:
 
 
 def init_of(config: Any) -> str:
-    """First values. TorchRec fills `init_fn` with a uniform one, which is ours too; another one cannot run on rows that are nowhere yet."""
+    """First values. TorchRec sets `init_fn` to a uniform one, as ours is; another would need rows that do not exist."""
     function = getattr(config, "init_fn", None)
     if function is not None and getattr(function, "func", function) is not torch.nn.init.uniform_:
         raise ConfigError(
-            f"table {config.name}: an init_fn of its own needs the whole table in memory; leave it away and give weight_init_min and "
-            "weight_init_max, or load the values by load_state_dict"
+            f"table {config.name}: an init_fn of its own needs the whole table in memory; omit it and give "
+            "weight_init_min and weight_init_max, or load the values by load_state_dict"
         )
     lowest, highest = getattr(config, "weight_init_min", None), getattr(config, "weight_init_max", None)
     if lowest is not None and highest is not None:
@@ -122,18 +131,19 @@ def init_of(config: Any) -> str:
 
 
 def file_content(path: Path, configs: Sequence[Any]) -> dict[str, Any]:
-    """Of a job file that exists. Raises ConfigError where its tables are not those of `configs`, where there are any."""
+    """The content of a job file. Raises ConfigError if `configs` are given and differ from its tables."""
     content = read_content(path)
-    own = [
+    tables = [
         described(table.name, table.num_embeddings, table.embedding_dim, table.features)
         for table in parse_job(content, str(path)).tables
     ]
     given = [
         described(config.name, config.num_embeddings, config.embedding_dim, config.feature_names) for config in configs
     ]
-    if given and given != own:
+    if given and given != tables:
         raise ConfigError(
-            f"{path} has the tables {'; '.join(own)}, but the configs are {'; '.join(given)}; make them equal, or give no configs"
+            f"{path} has the tables {'; '.join(tables)}, but the configs are {'; '.join(given)}; make them equal, or "
+            "give no configs"
         )
     return content
 
@@ -143,7 +153,6 @@ def described(name: str, rows: int, dim: int, features: Sequence[str]) -> str:
 
 
 def configs_of(job: Job) -> list[EmbeddingBagConfig]:
-    """The tables of a job file as configs."""
     return [
         EmbeddingBagConfig(
             name=table.name,
@@ -158,7 +167,8 @@ def configs_of(job: Job) -> list[EmbeddingBagConfig]:
 
 
 def refuse_model(*args: Any, **options: Any) -> NoReturn:
-    """`model.kind` of a job whose model is in a script."""
+    """The `model.kind` of a job whose model is in a training script."""
     raise ConfigError(
-        "the model of this job is in a training script of its own (docs/adopt.md); run the script instead of `trainer run`"
+        "the model of this job is in a training script of its own (docs/adopt.md); run the script instead of "
+        "`trainer run`"
     )

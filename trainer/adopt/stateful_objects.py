@@ -1,7 +1,7 @@
-"""The script's own side of a checkpoint: whatever has state_dict and load_state_dict, and torch's random numbers.
+"""Saves and restores the script's own objects, by state_dict and load_state_dict, and torch's random state.
 
 adopted.<n>.<number>    tensors of the n-th object
-adopted.structure       u8, JSON: what stands around them
+adopted.structure       u8, JSON: the nesting around the tensors
 random.cpu, ...         as in trainer/models/model_state.py
 """
 
@@ -20,7 +20,7 @@ STRUCTURE = "adopted.structure"
 
 
 class Stateful(Protocol):
-    """A model, an optimizer, a schedule."""
+    """A model, an optimizer, a learning-rate schedule."""
 
     def state_dict(self) -> Any: ...
 
@@ -34,7 +34,7 @@ class StatefulObjects:
         device: torch.device,
         without_tables: Callable[[], AbstractContextManager[None]],
     ) -> None:
-        """`without_tables`: within it the state of a model that holds the tables leaves them out."""
+        """`without_tables`: a context in which the state of a model leaves out the tables."""
         for part in parts:
             if not all(callable(getattr(part, name, None)) for name in ("state_dict", "load_state_dict")):
                 raise ConfigError(
@@ -52,24 +52,26 @@ class StatefulObjects:
         return {**tensors, STRUCTURE: torch.frombuffer(content, dtype=torch.uint8), **random_state(self._device)}
 
     def restore(self, tensors: Tensors) -> None:
-        """Raises Mismatch where these are not the states of such objects."""
+        """Raises Mismatch if the tensors are not the states of these objects."""
         if STRUCTURE not in tensors:
             raise Mismatch(
-                "the checkpoint has no dense side of a training script; connect with fresh=True, or `trainer run` goes on from it"
+                "the checkpoint has no state of a training script; connect with fresh=True, or continue it by "
+                "`trainer run`"
             )
         structure = json.loads(tensors[STRUCTURE].numpy().tobytes())
         if len(structure) != len(self._parts):
             raise Mismatch(
-                f"the checkpoint has the state of {len(structure)} objects; connect was given dense = {len(self._parts)}"
+                f"the checkpoint has the state of {len(structure)} objects, but connect was given "
+                f"{len(self._parts)} as dense"
             )
         with self._without_tables():
-            for part, own in zip(self._parts, structure, strict=True):
-                load(part, rebuilt(own, tensors))
+            for part, part_structure in zip(self._parts, structure, strict=True):
+                load(part, rebuilt(part_structure, tensors))
         restore_random(self._device, tensors)
 
 
 def load(part: Stateful, state: Any) -> None:
-    """Raises Mismatch where the object is another than the one whose state it is."""
+    """Raises Mismatch if the state is of another object."""
     try:
         part.load_state_dict(state)
     except (RuntimeError, ValueError, LookupError) as error:
@@ -80,37 +82,38 @@ def load(part: Stateful, state: Any) -> None:
 
 
 def flattened(value: Any, prefix: str, tensors: Tensors) -> Any:
-    """JSON of nested state; its tensors go into `tensors`. Raises ConfigError for what can be neither."""
+    """Nested state as JSON; moves its tensors to `tensors`. Raises ConfigError for a value that is neither."""
     if isinstance(value, Tensor):
         name = f"{prefix}.{len(tensors)}"
         tensors[name] = value
         return {"tensor": name}
     if isinstance(value, Mapping):
-        return {"dict": [[key, flattened(own, prefix, tensors)] for key, own in value.items()]}
+        return {"dict": [[key, flattened(entry, prefix, tensors)] for key, entry in value.items()]}
     if isinstance(value, list | tuple):
         return {
             type(value).__name__ if type(value) in (list, tuple) else "list": [
-                flattened(own, prefix, tensors) for own in value
+                flattened(entry, prefix, tensors) for entry in value
             ]
         }
     if value is None or isinstance(value, bool | int | float | str):
         return {"value": value}
     raise ConfigError(
-        f"connect: the state of dense holds a {type(value).__name__}, which a checkpoint cannot; it takes tensors, numbers and text"
+        f"connect: the state of dense holds a {type(value).__name__}, which a checkpoint cannot; it takes tensors, "
+        "numbers and text"
     )
 
 
 def rebuilt(structure: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """What `flattened` was given."""
+    """Reverses `flattened`."""
     ((kind, content),) = structure.items()
     match kind:
         case "tensor":
             return tensors[content]
         case "dict":
-            return {key: rebuilt(own, tensors) for key, own in content}
+            return {key: rebuilt(entry, tensors) for key, entry in content}
         case "list":
-            return [rebuilt(own, tensors) for own in content]
+            return [rebuilt(entry, tensors) for entry in content]
         case "tuple":
-            return tuple(rebuilt(own, tensors) for own in content)
+            return tuple(rebuilt(entry, tensors) for entry in content)
         case _:
             return content

@@ -1,4 +1,4 @@
-"""Ctrl-C in a training script: the first one stops the run in order, a second one is a KeyboardInterrupt."""
+"""Handles Ctrl-C in a training script: the first one stops the run in order, the second raises KeyboardInterrupt."""
 
 import os
 import signal
@@ -8,42 +8,42 @@ from types import FrameType
 from typing import Any
 
 DEFAULTS: dict[signal.Signals, Any] = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
-ASKED = (
-    "rowcast: {} came: the run stops after the step in hand, with a checkpoint; a second one ends the script at once\n"
+STOPPING = (
+    "rowcast: {} came: the run stops after the current step, with a checkpoint; a second one ends the script at once\n"
 )
 
 
 class StopSignals:
-    """SIGINT and SIGTERM, where they arrive at Python's own handlers: a script's handlers stay as they are."""
+    """Handles SIGINT and SIGTERM if Python's default handlers are installed; a script's own handlers stay."""
 
     def __init__(self, stop: Callable[[str], None]) -> None:
-        """`stop` is called by the handler, between any two instructions of the main thread."""
+        """The handler calls `stop`, between any two instructions of the main thread."""
         self._stop = stop
-        self._taken: list[signal.Signals] = []
-        self._asked = False
+        self._handled: list[signal.Signals] = []
+        self._has_stopped = False
 
     def open(self) -> None:
         if threading.current_thread() is not threading.main_thread():
-            return  # handlers are the main thread's
+            return  # only the main thread may set handlers
         for number, default in DEFAULTS.items():
             if signal.getsignal(number) == default:
                 signal.signal(number, self._handle)
-                self._taken.append(number)
+                self._handled.append(number)
 
     def close(self) -> None:
-        """Gives the signals back. Idempotent."""
+        """Restores the default handlers. Idempotent."""
         if threading.current_thread() is not threading.main_thread():
             return
-        taken, self._taken = self._taken, []
-        for number in taken:
+        handled, self._handled = self._handled, []
+        for number in handled:
             if signal.getsignal(number) == self._handle:
                 signal.signal(number, DEFAULTS[number])
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if self._asked:
+        if self._has_stopped:
             self.close()
             raise KeyboardInterrupt
-        self._asked = True
+        self._has_stopped = True
         name = signal.Signals(number).name
-        os.write(2, ASKED.format(name).encode())  # sys.stderr may be in the middle of a line of its own
+        os.write(2, STOPPING.format(name).encode())  # sys.stderr may be in the middle of writing a line
         self._stop(name)

@@ -1,9 +1,9 @@
-"""Order between the streams of a training script, which may draw a batch on one, compute on others, and draw the next on the first again.
+"""Orders the engine's work with the streams of a training script, which may change from batch to batch.
 
 loader's stream     wait for the rows ... copy of the batch *          wait for all * -> the step's event
 script's stream                      wait for the rows, look up *  update *
 
-`*` is an event recorded on whatever stream is the current one then.
+`*` is an event recorded on the stream that is torch's current one at that time.
 """
 
 from rowcast.trainer.execute.cache import ArrivedStep
@@ -12,27 +12,27 @@ from rowcast.trainer.execute.streams import Event, Stream
 
 
 class StreamOrder:
-    """What was issued for the step in hand. `compute` is whatever stream is the current one when it is asked."""
+    """Tracks the work issued for the current step. `compute` is torch's current stream at each call."""
 
     def __init__(self, compute: Stream) -> None:
         self._compute = compute
         self._issued: list[Event] = []
 
     def await_rows(self, step: ArrivedStep) -> None:
-        """What the current stream does from now on finds the step's rows in their slots."""
+        """Makes the current stream wait until the step's rows are in their slots."""
         self._compute.wait(step.filled[-1], "filled")
 
     def record(self) -> None:
-        """The current stream was given something to do with the step's rows or arrays."""
+        """Call after the current stream was given work on the step's rows or arrays."""
         self._issued.append(self._compute.record())
 
     def lap(self, phase: Phase) -> None:
-        """Hears of the rows' update, in a backward pass, which runs on its forward's stream."""
+        """Records the update of the rows, which runs in the backward pass, on the stream of its forward."""
         if phase == "update":
             self.record()
 
     def gather(self) -> None:
-        """What the current stream records from now on comes after all of it."""
+        """Makes the current stream wait for all recorded work."""
         issued, self._issued = self._issued, []
         for event in issued:
             self._compute.wait(event, "used")

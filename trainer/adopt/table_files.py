@@ -1,4 +1,7 @@
-"""Whole tables as safetensors files, made and read by the prefetcher's own commands: tables may be larger than this process's memory."""
+"""Moves whole tables between a script and its prefetcher as safetensors files, and starts the prefetcher.
+
+The prefetcher's own commands make and read the files, as the tables may be larger than this process's memory.
+"""
 
 import json
 import os
@@ -18,14 +21,14 @@ from rowcast.runtime.errors import ConfigError, peer_failure
 from rowcast.runtime.run_directory import RunDirectory
 
 BLOCK_ROWS = 65536
-# in the run directory; replaced by each export, while tensors of earlier ones stay mapped
+# in the run directory; each export replaces it, and tensors of earlier exports stay mapped
 EXPORTED = "state_dict.safetensors"
 LOADED = "loaded.safetensors"
 LOG = "prefetcher.log"
 RELEASE_S, RELEASE_POLL_S = 20.0, 0.1
 SCRIPT = "ROWCAST_SCRIPT"  # in the environment of a prefetcher: the process id of the script that started it
-# in safetensors' words; other types are written as fp32
-WORDS = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
+# safetensors' names; other types are written as fp32
+DTYPE_NAMES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 
 
 def weight_name(table: Table) -> str:
@@ -33,7 +36,7 @@ def weight_name(table: Table) -> str:
 
 
 def environment() -> dict[str, str]:
-    """Ours, in which the prefetcher finds every module that this process finds, and knows whose it is."""
+    """This process's environment, with its module search path and the id of this script's process."""
     return {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
@@ -42,16 +45,17 @@ def environment() -> dict[str, str]:
 
 
 def refuse_within_prefetcher() -> None:
-    """A script that is its own data set's module runs once more where the prefetcher imports it, which would start the next prefetcher."""
+    """Raises ConfigError in a prefetcher that imports the script for its data set; it would start another one."""
     if SCRIPT in os.environ:
         raise ConfigError(
-            f"connect: the prefetcher of process {os.environ[SCRIPT]} imports this script for its data set, which trains again; "
-            'put what the script does under `if __name__ == "__main__":`, or the data set into a module of its own'
+            f"connect: the prefetcher of process {os.environ[SCRIPT]} imports this script for its data set, which "
+            'would train again; put what the script does under `if __name__ == "__main__":`, or the data set into a '
+            "module of its own"
         )
 
 
 def await_release(run_dir: Path) -> None:
-    """A prefetcher whose script was killed takes seconds to notice. Raises ConfigError where it does not end."""
+    """Waits for the prefetcher of a killed script, which ends within seconds. Raises ConfigError if it does not."""
     deadline_s = time.monotonic() + RELEASE_S
     while True:
         try:
@@ -64,7 +68,7 @@ def await_release(run_dir: Path) -> None:
 
 
 def run_options(*, fresh: bool, max_steps: int | None, loaded: Path | None) -> list[str]:
-    """Of `prefetcher run`. `loaded`: tables that a new run begins with."""
+    """Options of `prefetcher run`. `loaded`: a file of tables that a new run begins with."""
     return [
         *(["--fresh"] if fresh else []),
         *([] if max_steps is None else ["--max-steps", str(max_steps)]),
@@ -73,7 +77,7 @@ def run_options(*, fresh: bool, max_steps: int | None, loaded: Path | None) -> l
 
 
 def start_prefetcher(job_file: Path, log: Path, options: Sequence[str]) -> Child:
-    """In a session of its own: Ctrl-C is the script's to act upon."""
+    """Starts it in a session of its own, because Ctrl-C is for the script to handle."""
     command = [sys.executable, "-m", "rowcast.prefetcher", "run", "--config", str(job_file), *options]
     with log.open("wb") as file:
         process = subprocess.Popen(
@@ -88,7 +92,7 @@ def start_prefetcher(job_file: Path, log: Path, options: Sequence[str]) -> Child
 
 
 def run_prefetcher_command(*arguments: str) -> None:
-    """Raises its error as our own, in its own words."""
+    """Raises the command's error, with its sentence."""
     command = [sys.executable, "-m", "rowcast.prefetcher", *arguments]
     done = subprocess.run(
         command, stdin=subprocess.DEVNULL, capture_output=True, text=True, env=environment(), check=False
@@ -99,7 +103,7 @@ def run_prefetcher_command(*arguments: str) -> None:
 
 
 def export_start(job: Job, job_file: Path) -> Path:
-    """The tables that a run of the job begins with."""
+    """Exports the tables that a run of the job begins with."""
     out = job.run_dir / EXPORTED
     run_prefetcher_command("export", "--config", str(job_file), "--out", str(out))
     return out
@@ -118,15 +122,18 @@ def read_tables(path: Path, tables: Sequence[Table]) -> dict[str, Tensor]:
 
 
 def write_tables(path: Path, tables: Sequence[Table], weights: Mapping[str, Tensor]) -> None:
-    """[num_embeddings, embedding_dim] of each table, on any device, a block of rows at a time. They keep their dtype: the import rounds to
-    the table's, refuses what that cannot hold, and gives a master copy all bits. Raises ConfigError."""
-    dtypes = {name: weight.dtype if weight.dtype in WORDS else torch.float32 for name, weight in weights.items()}
+    """Writes [num_embeddings, embedding_dim] of each table, on any device, a block of rows at a time.
+
+    They keep their dtype; the import rounds to the table's dtype, refuses values beyond it, and gives a master copy all
+    bits. Raises ConfigError.
+    """
+    dtypes = {name: weight.dtype if weight.dtype in DTYPE_NAMES else torch.float32 for name, weight in weights.items()}
     header, end = {}, 0
     for table in tables:
         dtype = dtypes[weight_name(table)]
         nbytes = table.num_embeddings * table.embedding_dim * dtype.itemsize
         shape = [table.num_embeddings, table.embedding_dim]
-        header[weight_name(table)] = {"dtype": WORDS[dtype], "shape": shape, "data_offsets": [end, end + nbytes]}
+        header[weight_name(table)] = {"dtype": DTYPE_NAMES[dtype], "shape": shape, "data_offsets": [end, end + nbytes]}
         end += nbytes
     head = json.dumps(header).encode()
     head += b" " * (-len(head) % 8)

@@ -1,4 +1,4 @@
-"""What a script's run shows, as any run does: /metrics, /healthz and /readyz while it trains, report.json and report.html at its end."""
+"""Serves the metrics and health of a script's run, and writes its report at the end."""
 
 import time
 from collections.abc import Callable
@@ -28,7 +28,7 @@ class ScriptTelemetry:
     ) -> None:
         self.health = Health(dead_stage=dead_stage)
         self.results = ScriptResults(job.run_dir)
-        self.train_steps = 0  # of the run, that were finished
+        self.train_steps = 0  # train steps of the run that are finished
         self._earlier = EarlierResults(job.run_dir)
         self._job, self._device, self._counters = job, device, counters
         self._history = History(counters)
@@ -36,20 +36,20 @@ class ScriptTelemetry:
         self._met_s = 0.0
 
     def serve(self, stack: ExitStack) -> str:
-        """Serves until `stack` is closed; returns the bound "host:port". Raises ConfigError where it cannot be had."""
+        """Serves until `stack` is closed; returns the bound "host:port". Raises ConfigError if it cannot be bound."""
         collector = TrainerCollector(
             self._counters, self._gauges, build_info("trainer", self._job.job.name), self.health
         )
         return serve_metrics(stack, collector, self._job.metrics)
 
     def accept(self, welcome: Welcome) -> None:
-        """The results of an earlier run make room, and come back where this one ends without a checkpoint."""
+        """Sets aside the results of an earlier run, which `leave` restores if this run ends without a checkpoint."""
         if welcome.fresh:
             self._earlier.set_aside(welcome.replaces)
             return
         self._earlier.give_up()
         for name in (REPORT, PAGE):
-            (self._job.run_dir / name).unlink(missing_ok=True)  # of this run, before it was stopped
+            (self._job.run_dir / name).unlink(missing_ok=True)  # written by this run before it was stopped
 
     def begin(self, engine: TrainerEngine, welcome: Welcome, *, pinned: bool) -> None:
         self._met, self._met_s = (engine, welcome, pinned), time.perf_counter()
@@ -58,11 +58,11 @@ class ScriptTelemetry:
         self.health.state = "running"
 
     def update(self, engine: TrainerEngine) -> None:
-        """Called often: costs a clock reading."""
+        """Called often: it costs one reading of the clock."""
         self._history.update(engine.loop.first_step_s)
 
     def write(self) -> None:
-        """Losses and report, before the good-bye. Raises RowcastError where they cannot be written."""
+        """Writes losses and report, before the good-bye. Raises RowcastError if they cannot be written."""
         assert self._met is not None, "a run that ends has begun"
         engine, welcome, pinned = self._met
         self._history.close(engine.loop.first_step_s)
@@ -82,7 +82,7 @@ class ScriptTelemetry:
         write_page(self._job.run_dir / PAGE, final_record(self._job, report, self.results, self._history))
 
     def leave(self) -> None:
-        """However the run has ended. Idempotent."""
+        """Called at the end of the run, however it ends. Idempotent."""
         if self.health.state != "stopped":
             self.health.state = "failed"
         if self._met is None or not self._met[1].fresh:
@@ -96,7 +96,7 @@ class ScriptTelemetry:
         evaluation, steps = self.results.evaluation_result, self.train_steps
         idle = TrainerGauges(
             train_step=steps,
-            # the script has the dense one
+            # the script has the dense optimizer
             learning_rates={"sparse": learning_rates(self._job.optimizer, steps)["sparse"]},
             expected_train_steps=None if self._met is None else self._met[1].train_steps,
             auc=None if evaluation is None else evaluation.auc,

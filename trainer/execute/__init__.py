@@ -1,1 +1,1 @@
-"""Executes plans: the main loop, the device cache, the streams and the copies between host and device."""
+"""Executes plans: the main loop, the device cache, streams, and copies between host and device."""

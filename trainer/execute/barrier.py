@@ -1,9 +1,9 @@
-"""What happens on this side while no step runs: at the start, at each barrier, at the end. `TABLE` says all of it.
+"""What the trainer does while no step runs: at the start, at each barrier and at the end, as `TABLE` says.
 
 thread  method                                     writes
 main    advance, step_begins                       state, checkpoints, stop_reason, _flush, _gathering
 mail    accept_flush, accept_restore, accept_end   _flushes, _restores (appends), end
-sender  send_dense                                 _dense (takes; the main thread appends)
+sender  send_dense                                 _dense (pops; the main thread appends)
 """
 
 from collections import deque
@@ -29,10 +29,10 @@ from rowcast.trainer.execute.host_memory import FetchRing
 from rowcast.trainer.execute.metrics import TrainerCounters
 from rowcast.trainer.execute.plan_check import PlanCheck
 from rowcast.trainer.execute.plan_memory import unpack
-from rowcast.trainer.execute.row_checksums import Asked
+from rowcast.trainer.execute.row_checksums import RequestedChecksums
 from rowcast.trainer.execute.sender import Sender
 from rowcast.trainer.execute.slots import EvictStaging, Slots
-from rowcast.trainer.models.model_state import Gathering
+from rowcast.trainer.models.model_state import ModelStatePieces
 
 
 class TrainerState(StrEnum):
@@ -72,31 +72,31 @@ TABLE = StateTable(
 
 
 class DenseState(Protocol):
-    """What a checkpoint holds of this side."""
+    """The part of a checkpoint that the trainer holds: the model state."""
 
     def pack(self) -> bytes:
         """Called when every step is complete."""
 
     def restore(self, content: bytes) -> None:
-        """Goes on from what was packed, before the first step."""
+        """Restores what `pack` returned, before the first step."""
 
 
 @dataclass(slots=True, kw_only=True)
 class ArrivingFlush:
-    """A barrier whose rows are on their way home."""
+    """An open barrier, whose rows are on their way home."""
 
     header: Flush
-    block: Tensor  # u8, the slots as they arrive, on the host
-    pieces: deque[Piece]  # of rows, not gathered yet
-    num_gathered: int = 0  # pieces
+    block: Tensor  # u8 on the host: the slots as they arrive
+    pieces: deque[Piece]  # pieces of rows that are not gathered yet
+    num_gathered: int = 0  # pieces gathered so far
 
 
 @dataclass(slots=True, kw_only=True)
 class DirtySlots:
-    """Slots of a barrier on the device: kept until the next barrier, as a stream may still read them."""
+    """A barrier's slots on the device. Kept until the next barrier, because a stream may still read them."""
 
     slots: dict[str, Tensor]  # "<group>.slots"
-    asked: Asked  # checksums
+    requested: RequestedChecksums
 
 
 class TrainerBarrier:
@@ -113,13 +113,13 @@ class TrainerBarrier:
         check: PlanCheck,
         counters: TrainerCounters,
         send: Callable[[Saved], None],
-        goes_on: bool,
+        resumes: bool,
     ) -> None:
-        """`goes_on`: from a checkpoint, whose dense side comes first."""
+        """`resumes`: the run continues from a checkpoint, whose model state arrives first."""
         self.state = TrainerState.RESTORING
         self.end: EndOfData | None = None
-        self.checkpoints = 0  # that were begun
-        # what the barrier is for that follows the newest step; None before it comes
+        self.checkpoints = 0  # checkpoints that were begun
+        # the reason of the barrier after the newest step; None before that barrier comes
         self.stop_reason: str | None = None
         self._cache = cache
         self._slots = slots
@@ -133,26 +133,26 @@ class TrainerBarrier:
         self._send = send
         self._flushes: deque[Flush] = deque()
         self._restores: deque[Restore] = deque()
-        self._restored = Gathering()
+        self._restored = ModelStatePieces()
         self._flush: ArrivingFlush | None = None
         self._dirty: DirtySlots | None = None
-        self._dense: deque[tuple[int, DensePieces]] = deque()  # barrier
-        if not goes_on:
+        self._dense: deque[tuple[int, DensePieces]] = deque()  # barrier, and its model state to send
+        if not resumes:
             self._follow(TrainerEvent.RESTORED)
 
     @property
     def waiting_for(self) -> str | None:
-        """None: nothing but steps."""
+        """None: it waits for nothing but steps."""
         if self.state is TrainerState.RESTORING:
-            return "the checkpoint's dense side"
+            return "the checkpoint's model state"
         return "the barrier" if self._flushes or self.state not in (TrainerState.RUNNING, TrainerState.ENDED) else None
 
     @property
     def has_checkpoint(self) -> bool:
-        """Whether one is known to be on the disk: the next barrier and the end both wait for it."""
+        """Whether a checkpoint is known to be on disk: the next barrier and the end both wait for it."""
         return self.checkpoints > (1 if self.end is None else 0)
 
-    # the mail's thread
+    # the mail thread
 
     def accept_flush(self, message: Flush) -> None:
         self._flushes.append(message)
@@ -166,7 +166,7 @@ class TrainerBarrier:
     # the sender's thread
 
     def send_dense(self) -> bool:
-        """The next piece of a checkpoint's dense side, once all rows of its barrier were sent."""
+        """Sends the next piece of a checkpoint's model state, once all rows of its barrier were sent."""
         if not self._dense or self._sender.queued:
             return False
         barrier, pieces = self._dense[0]
@@ -189,7 +189,7 @@ class TrainerBarrier:
         self.stop_reason = None
 
     def advance(self) -> bool:
-        """Takes what has come as far as it goes without waiting; whether anything was done."""
+        """Processes what has arrived, as far as possible without waiting; returns whether it did anything."""
         match self.state:
             case TrainerState.RESTORING:
                 return self._restore_next(self._restores.popleft()) if self._restores else False
@@ -210,7 +210,7 @@ class TrainerBarrier:
 
     @property
     def _open(self) -> ArrivingFlush:
-        assert self._flush is not None, "a Flush has opened it"
+        assert self._flush is not None, "a Flush has opened the barrier"
         return self._flush
 
     def _restore_next(self, message: Restore) -> bool:
@@ -224,7 +224,7 @@ class TrainerBarrier:
         return self._follow(TrainerEvent.RESTORED)
 
     def _receive_slots(self, message: Flush) -> bool:
-        """One piece. Raises RemoteProtocolError where a step before it is not complete, or it is not of this job."""
+        """Takes one piece. Raises RemoteProtocolError if an earlier step is not complete or the piece is invalid."""
         num_open = self._cache.open_steps
         if num_open:
             raise RemoteProtocolError(
@@ -248,15 +248,15 @@ class TrainerBarrier:
         return True
 
     def _open_slots(self, message: Flush, content: Tensor) -> None:
-        """All slots have come: they go to the device, and the checksums of their rows are asked for."""
+        """All slots have arrived: copies them to the device and requests the checksums of their rows."""
         self._check.barrier_arrays(message, content.numpy())
         streams, checks = self._slots.streams, self._slots.checks
         block = streams.allocate(message.arrays_bytes)
         streams.fill.copy(content, block)
         slots, names = unpack(block, message.arrays), [barrier_name(group) for group in range(len(self._slots.groups))]
-        self._dirty = DirtySlots(slots=slots, asked=checks.asked(slots, names))
+        self._dirty = DirtySlots(slots=slots, requested=checks.requested(slots, names))
         for group, name in enumerate(names):
-            checks.issue(self._dirty.asked, name, group)
+            checks.issue(self._dirty.requested, name, group)
         self.checkpoints += message.checkpoint
         self._follow(TrainerEvent.ALL_SLOTS)
 
@@ -264,7 +264,7 @@ class TrainerBarrier:
         room = self._evict_staging.room(flush.pieces[0].rows)
         if room is None:
             return False
-        assert self._dirty is not None, "all slots have come"
+        assert self._dirty is not None, "all slots have arrived"
         rows, slots = flush.pieces.popleft().rows, self._dirty.slots
         with self._counters.shown("flush"):
             self._evict_staging.send(
@@ -275,7 +275,7 @@ class TrainerBarrier:
                 barrier=flush.header.barrier,
                 piece=flush.num_gathered,
                 last=not flush.pieces,
-                checksums=None if flush.pieces else self._dirty.asked.checksums,
+                checksums=None if flush.pieces else self._dirty.requested.checksums,
             )
         flush.num_gathered += 1
         return bool(flush.pieces) or self._follow(

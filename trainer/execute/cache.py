@@ -1,15 +1,15 @@
-"""The device cache: slots of row records, filled and emptied exactly as plans say.
+"""The device cache: fills and empties the slots of row records exactly as plans say.
 
-For plan p, in this order (the waits are named in `streams.Wait`):
+For plan p, in this order (`streams.Wait` names the waits):
 
     copy-in   ring -> arrays, ring -> fill staging          as soon as StepReady(p) is here
     fill      victims' slots -> evict staging               after the step `fill_after`
     fill      fill staging -> slots
     compute   look-up ... update of step p                  after the fill
-    evict     evict staging -> ring, by the sender's thread  beside all that
+    evict     evict staging -> ring, by the sender's thread  in parallel with all of the above
 
-Staging is allocated once, as large as the prefetcher says: pieces of rows go through it one after the other (`staging.py`).
-The cache decides nothing: it holds no key, no index of rows and no order of its own.
+Staging is allocated once, in the size that the prefetcher announces; pieces of rows pass through it one after another
+(`staging.py`). The cache makes no decisions: it holds no keys, no index of rows and no order of its own.
 """
 
 from collections import deque
@@ -26,7 +26,7 @@ from rowcast.trainer.execute.metrics import TrainerCounters
 from rowcast.trainer.execute.phases import phase_clock
 from rowcast.trainer.execute.plan_check import ArrivingBlock, PlanCheck
 from rowcast.trainer.execute.plan_memory import PlanMemory, unpack
-from rowcast.trainer.execute.row_checksums import Asked
+from rowcast.trainer.execute.row_checksums import RequestedChecksums
 from rowcast.trainer.execute.slots import EvictStaging, Slots
 from rowcast.trainer.execute.staging import Staging, StagingSpan
 from rowcast.trainer.execute.streams import Event
@@ -34,21 +34,21 @@ from rowcast.trainer.execute.streams import Event
 
 @dataclass(slots=True)
 class ArrivedStep:
-    """A plan on this side: its header, its arrays on the device, and how far its rows have come."""
+    """A plan that has arrived: its header, its arrays on the device, and how far its rows have come."""
 
     step: int
     header: PlanHeader
     block: Tensor  # u8 [arrays_bytes] on the device
-    arriving: ArrivingBlock  # the same on the host, until it is checked
-    arrays: dict[str, Tensor]  # by name; those that are derived, once the block is checked
+    arriving: ArrivingBlock  # the same bytes on the host, until they are checked
+    arrays: dict[str, Tensor]  # by name; derived arrays are added once the block is checked
     num_pieces: int
-    asked: Asked  # checksums
-    pieces: list[StepReady] = field(default_factory=list)  # copied in, by number
-    copied: list[Event] = field(default_factory=list)  # one a piece
-    filled: list[Event] = field(default_factory=list)  # one a piece; empty pieces too
-    staged: list[StagingSpan | None] = field(default_factory=list)  # one a piece; None: it has no rows
-    evict_pieces: int = 0  # handed to the sender
-    num_gathered: int = 0  # dirty victims so far
+    requested: RequestedChecksums
+    pieces: list[StepReady] = field(default_factory=list)  # pieces copied in, in order
+    copied: list[Event] = field(default_factory=list)  # one per piece
+    filled: list[Event] = field(default_factory=list)  # one per piece, empty pieces included
+    staged: list[StagingSpan | None] = field(default_factory=list)  # one per piece; None: it has no rows
+    evict_pieces: int = 0  # pieces of victims handed to the sender
+    num_gathered: int = 0  # dirty victims gathered so far
 
     @property
     def complete(self) -> bool:
@@ -56,7 +56,7 @@ class ArrivedStep:
 
 
 class DeviceCache:
-    """Runs on the trainer's main thread and issues what it can without waiting; the mail's thread calls `accept`."""
+    """Runs on the main thread and issues what it can without waiting. The mail thread calls `accept`."""
 
     def __init__(
         self,
@@ -68,7 +68,7 @@ class DeviceCache:
         check: PlanCheck,
         counters: TrainerCounters,
     ) -> None:
-        """Fill staging is as large as `evict_staging`."""
+        """Fill staging gets the size of `evict_staging`."""
         self._slots = slots
         self._groups = slots.groups
         self._streams = streams = slots.streams
@@ -80,30 +80,29 @@ class DeviceCache:
         self._evict_staging = evict_staging
         self._clock = phase_clock(streams.fill, counters.spent)
         self._inbox: deque[StepReady] = deque()
-        self._steps: deque[ArrivedStep] = deque()  # arrived, not yet handed to compute
+        self._steps: deque[ArrivedStep] = deque()  # arrived, not handed to compute yet
         self._copying: deque[tuple[RingRef, Event]] = deque()
-        self._plans = [PlanMemory(streams) for _ in range(depth + 2)]  # used in turn
-        self._computed: dict[int, Event] = {}  # steps issued and not known to be complete
+        self._plans = [PlanMemory(streams) for _ in range(depth + 2)]  # used in rotation
+        self._computed: dict[int, Event] = {}  # steps that were issued and are not known to be complete
         self._last_issued: int | None = None
 
     def accept(self, message: StepReady) -> None:
-        """Raises RemoteProtocolError for what is no plan of this job."""
+        """Raises RemoteProtocolError if the message is not part of a plan of this job."""
         self._check.message(message)
         self._inbox.append(message)
 
     def take_filled(self) -> ArrivedStep | None:
-        """The next step whose rows have all been issued; its look-up must wait for `filled` and `copied`."""
+        """Returns the next step whose fills have all been issued. Its look-up must wait for `filled` and `copied`."""
         if self._steps and self._steps[0].complete:
             return self._steps.popleft()
         return None
 
     def issued(self, step: int, computed: Event) -> None:
-        """The step's compute is on its way; `computed` is its event."""
+        """The step was issued to the compute stream; `computed` happens when it is complete."""
         self._computed[step] = computed
         self._last_issued = step
 
     def completed(self, step: int) -> None:
-        """The host knows that the step is complete."""
         del self._computed[step]
         self._clock.complete(step)
 
@@ -113,23 +112,23 @@ class DeviceCache:
 
     @property
     def open_steps(self) -> int:
-        """Messages and steps that are not complete."""
+        """Messages that wait, and steps that are not complete."""
         return self.steps_waiting + len(self._computed)
 
     @property
     def staging_bytes(self) -> int:
-        """Memory on the device for rows on their way, in and out."""
+        """Device memory for rows on their way in and out."""
         return self._fill_staging.nbytes + self._evict_staging.nbytes
 
     @property
     def plans_bytes(self) -> int:
-        """Memory on the device for the arrays of the plans that are here."""
+        """Device memory for the arrays of plans."""
         return sum(memory.nbytes for memory in self._plans)
 
     # ring -> device
 
     def release_copied(self) -> bool:
-        """Frees the ring where pieces were copied out of it."""
+        """Releases ring space whose pieces have been copied out."""
         progress = False
         while self._copying and self._streams.done(self._copying[0][1], "released"):
             ref, _ = self._copying.popleft()
@@ -138,19 +137,19 @@ class DeviceCache:
         return progress
 
     def copy_in_next(self) -> bool:
-        """The oldest piece that has come goes from the ring to fill staging, its plan's arrays to their block."""
+        """Issues the oldest piece's copies: its rows from the ring to fill staging, its arrays to their block."""
         if not self._inbox:
             return False
         message = self._inbox[0]
-        place = self._fill_staging.take(staged_bytes(message)) if message.rows else None
-        if message.rows and place is None:
+        room = self._fill_staging.take(staged_bytes(message)) if message.rows else None
+        if message.rows and room is None:
             return False
         self._inbox.popleft()
         if message.plan is not None:
             self._steps.append(self._arrived(message, message.plan))
         arrived = self._steps[-1]
         with self._counters.shown("copy in", arrived.step):
-            self._copy_in(arrived, message, place)
+            self._copy_in(arrived, message, room)
         return True
 
     def _arrived(self, message: StepReady, header: PlanHeader) -> ArrivedStep:
@@ -158,7 +157,7 @@ class DeviceCache:
         block = memory.open(message.step, header)
         arrays = unpack(block, header.arrays)
 
-        def arrived_whole(content: Bytes) -> None:
+        def accept_whole(content: Bytes) -> None:
             self._check.arrays(message.step, header, content)
             arrays.update(memory.derive(header, content))
 
@@ -167,13 +166,13 @@ class DeviceCache:
             step=message.step,
             header=header,
             block=block,
-            arriving=ArrivingBlock(header.arrays_bytes, arrived_whole),
+            arriving=ArrivingBlock(header.arrays_bytes, accept_whole),
             arrays=arrays,
             num_pieces=message.num_pieces,
-            asked=self._checks.asked(arrays, names),
+            requested=self._checks.requested(arrays, names),
         )
 
-    def _copy_in(self, arrived: ArrivedStep, message: StepReady, place: StagingSpan | None) -> None:
+    def _copy_in(self, arrived: ArrivedStep, message: StepReady, room: StagingSpan | None) -> None:
         stream = self._streams.copy_in
         if message.payload is not None:
             payload = self._ring.payload(message.payload, plan_stamp(message.step, message.piece))
@@ -182,22 +181,22 @@ class DeviceCache:
                 offset, end = message.arrays.offset, message.arrays.nbytes
                 arrived.arriving.add(message.arrays, payload[:end].numpy())
                 stream.copy(payload[:end], arrived.block[offset : offset + end])
-            if place is not None:
-                if place.after is not None:
-                    stream.wait(place.after, "fill_staging")
-                stream.copy(payload[message.rows[0].offset :], place.content)
+            if room is not None:
+                if room.after is not None:
+                    stream.wait(room.after, "fill_staging")
+                stream.copy(payload[message.rows[0].offset :], room.content)
         self._counters.step_ready(message)
         event = stream.record()
         if message.payload is not None:
             self._copying.append((message.payload, event))
         arrived.pieces.append(message)
-        arrived.staged.append(place)
+        arrived.staged.append(room)
         arrived.copied.append(event)
 
     # staging <-> slots
 
     def fill_next(self) -> bool:
-        """The victims of the oldest piece in fill staging leave their slots for evict staging; its rows take them."""
+        """Issues the oldest staged piece: victims from their slots to evict staging, rows to those slots."""
         arrived = next((step for step in self._steps if not step.complete), None)
         if arrived is None or len(arrived.copied) == len(arrived.filled):
             return False
@@ -218,20 +217,20 @@ class DeviceCache:
         if room is not None:
             self._gather_victims(arrived, victims, room)
         self._clock.lap("gather")
-        place = arrived.staged[message.piece]
-        if place is not None:
+        staged = arrived.staged[message.piece]
+        if staged is not None:
             names = [(f"{span.group}.fetch_slots", span) for span in message.rows]
             slots = [arrived.arrays[name][span.start : span.start + span.count] for name, span in names]
-            self._slots.scatter(place.content, message.rows, slots)
+            self._slots.scatter(staged.content, message.rows, slots)
         self._clock.lap("fill")
         self._check_filled(arrived, message)
         arrived.filled.append(fill.record())
-        if place is not None:
-            place.used = arrived.filled[-1]
+        if staged is not None:
+            staged.used = arrived.filled[-1]
         return True
 
     def _may_fill(self, arrived: ArrivedStep, message: StepReady) -> bool:
-        """A wait can only be issued for an event that was recorded: `fill_after` by the loop."""
+        """A wait can only be issued for a recorded event, so the loop must have issued step `fill_after`."""
         for span in message.rows:
             after = arrived.header.groups[span.group].fill_after
             if after is not None and (self._last_issued is None or after > self._last_issued):
@@ -241,15 +240,15 @@ class DeviceCache:
     def _check_victims(self, arrived: ArrivedStep, message: StepReady) -> None:
         for span in message.rows:
             if span.start == 0:  # every victim of the group is still in its slot
-                self._checks.issue(arrived.asked, victims_name(span.group), span.group)
+                self._checks.issue(arrived.requested, victims_name(span.group), span.group)
 
     def _check_filled(self, arrived: ArrivedStep, message: StepReady) -> None:
         if message.piece == arrived.num_pieces - 1:
             for group in range(len(self._groups)):
-                self._checks.issue(arrived.asked, fetched_name(group), group)
+                self._checks.issue(arrived.requested, fetched_name(group), group)
 
     def _victims(self, arrived: ArrivedStep, message: StepReady) -> list[RowSpan]:
-        """The dirty ones that leave for the rows of the piece; offsets from the first on."""
+        """The dirty victims that make room for the piece's rows; offsets count from the piece's first row."""
         return [
             RowSpan(group=span.group, start=span.start, count=dirty, offset=span.offset - message.rows[0].offset)
             for span in message.rows
@@ -260,7 +259,7 @@ class DeviceCache:
         arrived.num_gathered += sum(span.count for span in victims)
         self._evict_staging.send(
             victims,
-            # a victim leaves the slot of the row in its place
+            # a victim leaves the slot that the fetched row takes
             [arrived.arrays[f"{span.group}.fetch_slots"][span.start : span.start + span.count] for span in victims],
             room,
             step=arrived.step,
@@ -272,5 +271,5 @@ class DeviceCache:
 
 
 def staged_bytes(message: StepReady) -> int:
-    """Of the rows of a piece, which stand behind its arrays."""
+    """Bytes of a piece's rows, which follow its arrays in the payload."""
     return 0 if message.payload is None else message.payload.nbytes - message.rows[0].offset

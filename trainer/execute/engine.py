@@ -1,4 +1,4 @@
-"""The stages of the trainer, wired to each other and to one conversation. No thread, socket or clock lives here."""
+"""Wires the trainer's stages to each other and to one conversation; holds no thread, socket or clock."""
 
 from dataclasses import dataclass, field
 
@@ -24,7 +24,7 @@ from rowcast.trainer.execute.streams import Streams
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RingEnds:
-    """The trainer's ends of both rings, and how their bytes reach the copies."""
+    """The trainer's ends of both rings, and the host memory that copies between them and the device use."""
 
     fetch: RingReader
     back: RingWriter
@@ -33,7 +33,7 @@ class RingEnds:
 
 
 def ring_ends(fetch: Bytes, back: Bytes, device: torch.device, *, pinned: bool, mirrored: bool) -> RingEnds:
-    """`pinned`: the buffers are page-locked. `mirrored`: the prefetcher has its ends in memory of its own."""
+    """`pinned`: the buffers are page-locked. `mirrored`: each process has a ring of its own, kept equal over TCP."""
     return RingEnds(
         fetch=RingReader(fetch, mirror=mirrored),
         back=RingWriter(back, always_checksum=mirrored),
@@ -44,7 +44,7 @@ def ring_ends(fetch: Bytes, back: Bytes, device: torch.device, *, pinned: bool, 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainerParts:
-    """What an engine is made of; whoever makes them owns and closes them."""
+    """Everything an engine is built from. The caller owns these parts and closes them."""
 
     groups: tuple[GroupSpec, ...]
     welcome: Welcome
@@ -53,14 +53,14 @@ class TrainerParts:
     streams: Streams
     records: list[torch.Tensor]  # f32 [slots, record_floats] a group, on the device
     model: ModelState
-    steps: Steps | None  # None: a training script computes them
+    steps: Steps | None  # None: a training script computes the steps
     results: Results
     counters: TrainerCounters
-    clock: PhaseClock = field(default_factory=HostClock)  # of the steps
+    clock: PhaseClock = field(default_factory=HostClock)  # times the phases of each step
 
 
 class TrainerEngine:
-    """`stages` are advanced by one thread each (the loop by the main thread), or all by one thread in any order."""
+    """One thread advances each of `stages`, the main thread the loop; or one thread advances all, in any order."""
 
     def __init__(self, parts: TrainerParts) -> None:
         self.counters = parts.counters
@@ -103,7 +103,7 @@ class TrainerEngine:
             check=check,
             counters=self.counters,
             send=send,
-            goes_on=welcome.restore_bytes > 0,
+            resumes=welcome.restore_bytes > 0,
         )
         self.loop = TrainingLoop(
             cache=self.cache,
@@ -131,7 +131,7 @@ class TrainerEngine:
         )
 
     def _send(self) -> bool:
-        """The sender's thread: victims go home, then their step is reported; after a barrier's rows its dense side."""
+        """The sender's thread: sends victims home and reports their step; after a barrier's rows, the model state."""
         copied = self.sender.copy_out_next()
         sent = self.sender.send_copied()
         reported = self.sender.report_finished()

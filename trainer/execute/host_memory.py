@@ -1,10 +1,11 @@
-"""How the bytes of a ring reach the copies between host and device, which run beside everything else only from page-locked memory.
+"""Gives copies between host and device access to a ring's bytes; they run in parallel only from page-locked memory.
 
-    Direct    the ring itself, locked where it lies (`pinning.py`), or a device that is the CPU
-    Bounced   a locked buffer as large as the ring, where the system refuses to lock the ring:
+    Direct    the ring itself: page-locked in place (`page_locking.py`), or the device is the CPU
+    Bounced   a page-locked buffer as large as the ring, if the system refuses to lock the ring:
                   ring -> buffer -> device      device -> buffer -> ring
 
-A piece has the same place in the buffer as in the ring. So it is free exactly when the ring's is, and nothing else has to be kept.
+A piece has the same offset in the buffer as in the ring. So its bytes in the buffer are free exactly when those in the
+ring are, and no other record is needed.
 """
 
 from collections.abc import Callable
@@ -22,13 +23,13 @@ class HostMemory(Protocol):
     """Payloads are u8 [n], views of the ring."""
 
     def arriving(self, payload: Bytes) -> Tensor:
-        """The bytes of a piece that came, u8 [n] for a copy to the device, until the piece is released."""
+        """The bytes of an arrived piece, u8 [n], for a copy to the device. Valid until the piece is released."""
 
     def leaving(self, payload: Bytes) -> Tensor:
-        """Where a copy from the device may put the bytes of a piece, u8 [n]."""
+        """Memory, u8 [n], that a copy from the device may write a piece to."""
 
     def landed(self, payload: Bytes) -> None:
-        """That copy is complete: its bytes are in the ring behind this call."""
+        """That copy is complete. After this call, its bytes are in the ring."""
 
 
 class Direct:
@@ -44,8 +45,8 @@ class Direct:
 
 class Bounced:
     def __init__(self, ring: Bytes, buffer: Tensor) -> None:
-        """`ring` as it is mapped here; `buffer` u8 of its size."""
-        assert len(buffer) == len(ring), f"a buffer of {len(buffer)} bytes for a ring of {len(ring)}"
+        """`ring` as it is mapped here; `buffer`: u8, of the same size."""
+        assert len(buffer) == len(ring), f"the buffer has {len(buffer)} bytes, the ring {len(ring)}"
         self._start = ring.ctypes.data
         self._buffer = buffer
 
@@ -61,14 +62,14 @@ class Bounced:
 
 
 def host_memory(ring: Bytes, device: torch.device, *, pinned: bool) -> HostMemory:
-    """`pinned`: whether the ring is locked where it lies."""
+    """`pinned`: the ring itself is page-locked."""
     if pinned or device.type == "cpu":
         return Direct()
     return Bounced(ring, torch.empty(len(ring), dtype=torch.uint8, device="cpu", pin_memory=True))
 
 
 class FetchRing:
-    """The ring in which rows and slots come, as the main thread reads it."""
+    """The ring that brings rows and slots, as the main thread reads it."""
 
     def __init__(self, ring: RingReader, memory: HostMemory, send: Callable[[Released], None]) -> None:
         self._ring = ring
@@ -76,7 +77,7 @@ class FetchRing:
         self._send = send
 
     def payload(self, ref: RingRef, stamp: int) -> Tensor:
-        """The bytes of a piece, u8 [n], until it is released."""
+        """The bytes of a piece, u8 [n], valid until it is released."""
         return self._memory.arriving(self._ring.view(ref, stamp))
 
     def release(self, ref: RingRef) -> None:

@@ -1,8 +1,8 @@
-"""The trainer's main loop, in the order of the plans. It decides nothing and never waits for the device.
+"""The trainer's main loop: executes steps in the order of their plans, and never waits for the device.
 
 The life of step p; `TrainingLoop.advance` is the code:
 
-    thread  function                what it hands on
+    thread  function                what it moves                                 to
     mail    cache.accept            StepReady(p)                               -> the main thread
     main    cache.copy_in_next      rows of plan p, from the ring              -> fill staging
             cache.release_copied    Released                                   -> the prefetcher
@@ -16,7 +16,7 @@ The life of step p; `TrainingLoop.advance` is the code:
             _report_complete        its loss, once the event has happened      -> results, the sender
     sender  report_finished         StepDone(p)                                -> the prefetcher
 
-Where a script computes the steps (`trainer/adopt/`), it does what stands between `take` and `finish`:
+With a training script (`trainer/adopt/`), the script does the work between `begin` and `finish`:
 
     advance ...    take -> begin -> (look-up to update, on the compute stream) -> finish    advance ...
 """
@@ -46,30 +46,30 @@ from rowcast.trainer.report.report_json import Evaluation
 
 
 class Steps(Protocol):
-    """Computes steps; each call issues work on the compute stream and reads nothing."""
+    """Computes steps. Every call issues work on the compute stream and reads no result."""
 
     def train(self, step: ArrivedStep, loss: Tensor) -> None:
-        """Look-up to update; the mean loss goes to `loss`, a scalar on the host."""
+        """Issues look-up to update; writes the mean loss to `loss`, f32 [] on the host."""
 
     def evaluate(self, step: ArrivedStep) -> None:
-        """Look-up and forward; predictions are added to the metrics of the evaluation."""
+        """Issues look-up and forward; adds the predictions to the metrics of the evaluation."""
 
     def close_evaluation(self) -> EvalCounts:
         """Issues the copy of the evaluation's counts to the host, and starts new ones."""
 
 
 class ModelState(Protocol):
-    """What a checkpoint keeps of the model."""
+    """The part of the model state that a checkpoint takes from the model."""
 
     def state(self) -> Tensors:
-        """The model's part of the dense side of a checkpoint; every step issued is complete."""
+        """Returns the state to save. Called when every issued step is complete."""
 
     def restore(self, tensors: Tensors) -> bool:
-        """Goes on from a `state`, before the first step. Whether the loop has an evaluation in progress to close."""
+        """Loads a `state` before the first step. Returns whether an evaluation in progress must be closed."""
 
 
 class Results(Protocol):
-    """Where results go, in order."""
+    """Receives results in the order of the steps."""
 
     def loss(self, train_step: int, loss: np.float32) -> None: ...
 
@@ -83,13 +83,13 @@ class Results(Protocol):
 
 @dataclass(slots=True, kw_only=True)
 class TrainingState:
-    """What runs and what comes of it: all that a checkpoint holds of this side. Implements `barrier.DenseState`."""
+    """The model, its steps and its results: the trainer's part of a checkpoint. Implements `barrier.DenseState`."""
 
     model: ModelState
-    steps: Steps | None  # None: a training script computes them
+    steps: Steps | None  # None: a training script computes the steps
     results: Results
-    train_steps: int  # that were issued, those before this incarnation included
-    evaluating: bool = False  # an evaluation has begun and was not closed
+    train_steps: int  # train steps of the run that were issued, in this attempt or before it
+    evaluating: bool = False  # an evaluation has begun and is not closed
 
     def pack(self) -> bytes:
         return pack({**self.model.state(), **self.results.state()})
@@ -105,16 +105,16 @@ class TrainingState:
 
 @dataclass(slots=True, kw_only=True)
 class Issued:
-    """A step on its way through the device, or the close of an evaluation."""
+    """A step that was issued to the device, or the close of an evaluation."""
 
     event: Event
     step: ArrivedStep | None
     evaluation: list[EvalCounts] | None  # filled when the close runs
-    train_steps: int  # before it, or before the close of the evaluation
+    train_steps: int  # train steps before this one, or before the close of the evaluation
     loss: Tensor | None
     began_s: float
     waited_s: float
-    counts: bool = True  # otherwise the step was passed over, and nothing was computed
+    counts: bool = True  # False: the step was passed over, and nothing was computed
 
 
 class TrainingLoop:
@@ -132,8 +132,8 @@ class TrainingLoop:
         counters: TrainerCounters,
         clock: PhaseClock,
     ) -> None:
-        """`clock`: that of the stream which the steps run on."""
-        self.first_step_s: float | None = None  # by the performance counter
+        """`clock` times the stream that steps run on."""
+        self.first_step_s: float | None = None  # time.perf_counter() at the start of the first step
         self.step_begun: int | None = None
         self.step_done: int | None = None
         self._cache = cache
@@ -146,12 +146,12 @@ class TrainingLoop:
         pinned = streams.device.type == "cuda"
         self._losses = [torch.zeros((), dtype=torch.float32, device="cpu", pin_memory=pinned) for _ in range(depth + 2)]
         self._issued: deque[Issued] = deque()
-        self._began_s = 0.0  # the step that was begun last, by the performance counter
-        self._waited_s = 0.0  # for the rows of the next step
+        self._began_s = 0.0  # time.perf_counter() at the start of the newest step
+        self._waited_s = 0.0  # seconds spent waiting for the rows of the next step
 
     @property
     def finished(self) -> bool:
-        """No step follows, and every result was delivered."""
+        """Whether no step follows and every result was delivered."""
         return self._barrier.state is TrainerState.ENDED and not self._issued and not self._must_close
 
     @property
@@ -159,10 +159,10 @@ class TrainingLoop:
         return "the device" if self._issued else self._barrier.waiting_for or "rows"
 
     def advance(self) -> bool:
-        """Does what can be done now, without waiting for the device; returns whether it was anything.
+        """Does what can be done now without waiting for the device; returns whether it did anything.
 
-        From top to bottom it is the life of a step. Turns serve several: while step p computes, rows of step p + 1 go
-        to their slots, and those of step p + 2 come out of the ring.
+        Read from top to bottom, it is the life of a step. One turn works on several steps: while step p computes, rows
+        of step p + 1 go to their slots, and rows of step p + 2 come out of the ring.
         """
         if self._barrier.state is TrainerState.RESTORING:  # before the first step
             return self._barrier.advance()
@@ -170,7 +170,7 @@ class TrainingLoop:
         released = self._cache.release_copied()
         filled = self._cache.fill_next()
         moved = copied_in or released or filled
-        # where rows moved others have work now, and on a CPU the step would keep this thread from waking them
+        # if rows moved, other threads have work now; on a CPU the step would delay waking them
         step = self.take() if self._training.steps is not None and not moved else None
         if step is not None:
             crash_point("step not begun")
@@ -184,7 +184,7 @@ class TrainingLoop:
         return moved or step is not None or reported
 
     def idled(self, seconds: float) -> None:
-        """The main thread had nothing to do for so long. Before the first step that is start-up, and no stall."""
+        """The main thread had nothing to do for `seconds`. Idle time before the first step is start-up, not a stall."""
         if self.step_begun is None:
             return
         at_barrier = self._barrier.stop_reason is not None
@@ -197,15 +197,15 @@ class TrainingLoop:
 
     @property
     def _steps(self) -> Steps:
-        assert self._training.steps is not None, "a loop without steps of its own computes none"
+        assert self._training.steps is not None, "a training script computes the steps"
         return self._training.steps
 
     def take(self) -> ArrivedStep | None:
-        """The next step, once its rows are on their way to their slots. Whoever takes it begins and finishes it before taking another."""
+        """Returns the next step once its rows are on their way; begin and finish it before calling this again."""
         return self._cache.take_filled()
 
     def begin(self, step: ArrivedStep) -> None:
-        """From now on the compute stream may look up and update the step's rows."""
+        """From now on, the compute stream may look up and update the step's rows."""
         self._began_s = time.perf_counter()
         self._streams.compute.wait(step.filled[-1], "filled")
         self.first_step_s = self.first_step_s or self._began_s
@@ -213,7 +213,7 @@ class TrainingLoop:
         self._barrier.step_begins()
 
     def finish(self, step: ArrivedStep, loss: Tensor | None) -> None:
-        """Look-up to update were issued to the compute stream; `loss` is where the mean loss will be, None where nobody tells."""
+        """Look-up to update were issued to the compute stream. `loss` will hold the mean loss; None: unknown."""
         event = self._streams.compute.record()
         waited_s, self._waited_s = self._waited_s, 0.0
         self._cache.issued(step.step, event)
@@ -230,13 +230,13 @@ class TrainingLoop:
         )
 
     def pass_over(self, step: ArrivedStep) -> None:
-        """A step that the script has begun, or not even that, where the run stops before it: its rows are as they were."""
+        """Completes a step without computing it, because the run stops before it. Its rows stay as they are."""
         self.begin(step)
         self.finish(step, None)
         self._issued[-1].counts = False
 
     def _compute(self, step: ArrivedStep) -> Tensor | None:
-        """Look-up to update as one closure; where the loss will be."""
+        """Issues look-up to update as one closure; returns the tensor that the loss will be written to."""
         if step.header.kind == "eval":
             self._training.evaluating = True
             self._streams.compute.run(lambda: self._evaluate(step))
@@ -252,12 +252,12 @@ class TrainingLoop:
 
     @property
     def _must_close(self) -> bool:
-        """The data has ended in an evaluation, which is whole then; one that a stop cuts short goes on after it."""
+        """Whether the data ended in an evaluation. One that a stop interrupts continues in the next attempt."""
         end = self._barrier.end
         return end is not None and end.finished and self._training.evaluating
 
     def _close_evaluation_before(self, step: ArrivedStep | None) -> bool:
-        """An evaluation is whole where a train step follows it or, `step` None, nothing. Whether one was closed."""
+        """Closes the evaluation if `step` is a train step, or None and the data has ended; returns whether it did."""
         is_whole = self._must_close if step is None else self._training.evaluating and step.header.kind == "train"
         if not is_whole:
             return False
@@ -280,7 +280,7 @@ class TrainingLoop:
     # results
 
     def _report_complete(self) -> bool:
-        """What the device has done: a step, or the close of an evaluation."""
+        """Reports the oldest step or evaluation if the device has completed it."""
         if not self._issued or not self._streams.done(self._issued[0].event, "results"):
             return False
         issued = self._issued.popleft()
@@ -302,7 +302,8 @@ class TrainingLoop:
             loss = np.float32(issued.loss.item())
             if not math.isfinite(loss):
                 raise NonFiniteLoss(
-                    f"the loss of train step {issued.train_steps} is {loss}: training diverged; lower optimizer.sparse.lr or dense.lr"
+                    f"the loss of train step {issued.train_steps} is {loss}: training diverged; lower "
+                    "optimizer.sparse.lr or dense.lr"
                 )
             self._training.results.loss(issued.train_steps, loss)
         crash_point("step computed")
@@ -314,5 +315,5 @@ class TrainingLoop:
         step_s = time.perf_counter() - issued.began_s
         self._counters.show("step", step.header.kind, step_s, step.step)
         self._sender.finish(
-            StepDone(step=step.step, rank=0, waited_s=issued.waited_s, step_s=step_s), step.asked.checksums
+            StepDone(step=step.step, rank=0, waited_s=issued.waited_s, step_s=step_s), step.requested.checksums
         )

@@ -1,4 +1,4 @@
-"""What the trainer counts, and how a scrape reads it. The report is made from the same counters."""
+"""Counts what the trainer does, for /metrics and for the report."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,14 +22,14 @@ Side = Literal["sparse", "dense"]
 
 class Spent(Protocol):
     def __call__(self, phase: Phase, seconds: float, step: int, ended_s: float) -> None:
-        """Seconds of a phase of `step`, up to `ended_s` by the performance counter."""
+        """A phase of `step` took `seconds` and ended at `ended_s` (time.perf_counter())."""
 
 
 @dataclass(slots=True, kw_only=True)
 class TrainerCounters(Counters[StallReason, Phase, Queue]):
-    """Made by `new_counters`. Every counter has one writer: the thread that does the work."""
+    """Made by `new_counters`. Each counter has one writer: the thread that does the work."""
 
-    loss: float | None = None  # of the last training step
+    loss: float | None = None  # of the last train step
 
     def step_done(self, plan: PlanHeader, loss: float | None) -> None:
         """The step is complete on the device. `loss` is None for an evaluation step."""
@@ -46,28 +46,28 @@ class TrainerCounters(Counters[StallReason, Phase, Queue]):
 
     @property
     def waited_s(self) -> float:
-        """Seconds that the loop waited for rows."""
+        """Seconds that the loop has waited for rows."""
         return self.stalls["rows"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainerGauges:
-    """Of one moment. What is 0 by default is so while there is no engine: before the first Welcome, and between two prefetchers."""
+    """Values at one moment. The defaults hold without an engine: before the first Welcome and between attempts."""
 
-    train_step: int  # train steps of the run that are done
-    learning_rates: Mapping[Side, float]  # of the next one
-    expected_train_steps: int | None = None  # of the whole run
+    train_step: int  # train steps of the run so far
+    learning_rates: Mapping[Side, float]  # of the next train step
+    expected_train_steps: int | None = None  # train steps of the whole run
     auc: float | None = None  # of the last evaluation
     logloss: float | None = None
     accuracy: float | None = None
     queue_depths: Mapping[Queue, int] = field(default_factory=lambda: dict.fromkeys(get_args(Queue), 0))
-    ring_used_bytes: int = 0  # of the back ring
+    ring_used_bytes: int = 0  # back ring
     ring_size_bytes: int = 0
     frames_refused: int = 0
 
 
 def new_counters(groups: Sequence[GroupSpec]) -> TrainerCounters:
-    """Counters at zero; `groups` comes from `group_specs`."""
+    """Counters at zero for `groups`, which come from `group_specs`."""
     return TrainerCounters(
         groups=new_groups(groups),
         stalls=dict.fromkeys(get_args(StallReason), 0.0),
@@ -80,8 +80,10 @@ class TrainerCollector(CountersCollector):
     def __init__(
         self, counters: TrainerCounters, gauges: Callable[[], TrainerGauges], build: Mapping[str, str], health: Health
     ) -> None:
-        """`gauges` is called by the scrape's thread: it must answer at once and take no lock that a stage holds while it works. `build`
-        comes from `build_info`."""
+        """The scrape's thread calls `gauges`, which must answer at once and take no lock that a working stage holds.
+
+        `build` comes from `build_info`.
+        """
         super().__init__("trainer", build, health)
         self._counters = counters
         self._gauges = gauges

@@ -1,4 +1,4 @@
-"""Shared rings as page-locked memory, so that copies between them and a CUDA device run beside everything else."""
+"""Page-locks shared rings, so that copies between them and a CUDA device run in parallel with everything else."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -11,9 +11,10 @@ from rowcast.runtime.telemetry.logs import get_logger
 
 @contextmanager
 def pinned(buffers: Sequence[Bytes], device: torch.device) -> Iterator[bool]:
-    """Registers page-aligned buffers with the driver while the context lasts; whether all of them were.
+    """Registers page-aligned buffers with the driver within the context; yields whether all were registered.
 
-    A container or a memlock limit may refuse: then copies go through a buffer (`host_memory.Bounced`), and the log says what to change.
+    A container or a memlock limit may refuse. Copies then use a buffer (`host_memory.Bounced`), and the log says what
+    to change.
     """
     if device.type != "cuda":
         yield False
@@ -39,6 +40,6 @@ def pinned(buffers: Sequence[Bytes], device: torch.device) -> Iterator[bool]:
 
 
 def clear_sticky_error(device: torch.device) -> None:
-    """The driver keeps a refused registration as its last error, and the next kernel launch would raise it: let one of no consequence."""
+    """Clears a refused registration, which the driver would raise at the next kernel launch, by a harmless launch."""
     with suppress(RuntimeError):
         torch.zeros(1, device=device)

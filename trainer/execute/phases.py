@@ -1,7 +1,7 @@
-"""Where a step's time goes, phase by phase.
+"""Measures the time of each phase of a step.
 
-HostClock      work runs when it is issued, as on a CPU: the host's clock says how long it took
-DeviceClock    marks between the work on a stream, read when the host knows that the step is complete: nobody waits for them
+HostClock      work runs when it is issued, as on a CPU: measured by the host's clock
+DeviceClock    marks between the work on a stream, read when the host knows that the step is complete: never waits
 """
 
 import time
@@ -13,23 +13,23 @@ from rowcast.trainer.execute.streams import Stream, StreamMark
 
 
 class PhaseClock(Protocol):
-    """Of the work on one stream. A step's laps follow its `begin`; steps follow each other."""
+    """Times the work on one stream. A step's laps follow its `begin`; steps follow one another."""
 
     def begin(self, step: int) -> None: ...
 
     def lap(self, phase: Phase) -> None:
-        """What was issued since `begin` or the last lap belongs to `phase`."""
+        """The work issued since `begin` or the last lap belongs to `phase`."""
 
     def complete(self, step: int) -> None:
         """All work up to the end of `step` is done."""
 
 
-def unheard(phase: Phase, seconds: float, step: int, ended_s: float) -> None:
-    """Of a clock that nobody reads."""
+def discard(phase: Phase, seconds: float, step: int, ended_s: float) -> None:
+    """Implements `Spent` for a clock whose readings are not used."""
 
 
 class HostClock:
-    def __init__(self, spent: Spent = unheard) -> None:
+    def __init__(self, spent: Spent = discard) -> None:
         self._spent = spent
         self._step = 0
         self._since_s = 0.0
@@ -40,19 +40,19 @@ class HostClock:
     def lap(self, phase: Phase) -> None:
         now_s = time.perf_counter()
         self._spent(phase, now_s - self._since_s, self._step, now_s)
-        self._since_s = time.perf_counter()  # what telling took is of no phase
+        self._since_s = time.perf_counter()  # the time that `spent` took belongs to no phase
 
     def complete(self, step: int) -> None:
         pass
 
 
 class DeviceClock:
-    """On a timeline the phases of a step end when the host saw that it was complete, which is up to a look of the main loop too late."""
+    """A step's phases end on the timeline when the host saw the step complete, up to one turn of the main loop late."""
 
     def __init__(self, stream: Stream, spent: Spent) -> None:
         self._stream = stream
         self._spent = spent
-        self._marks: deque[tuple[int, Phase | None, StreamMark]] = deque()  # a phase's name stands at its end
+        self._marks: deque[tuple[int, Phase | None, StreamMark]] = deque()  # step, the phase that ends here, mark
 
     def begin(self, step: int) -> None:
         self._marks.append((step, None, self._stream.mark()))

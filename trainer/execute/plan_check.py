@@ -1,19 +1,19 @@
-"""What the prefetcher says, checked once on the host, before a byte of it is used as an index or asks for memory.
+"""Checks what the prefetcher sends, once on the host, before any byte is used as an index or as a size.
 
-    Welcome      slots, depth and rings are those that this job file can have
-    StepReady    header: exactly the arrays that the plan's numbers imply, one behind the other; rows that lie inside their piece
-                 arrays, when the last byte of the block has come: see below
-    Flush        the same of a barrier's slots
+    Welcome      slots, depth and rings are possible for this job file
+    StepReady    header: exactly the arrays that the plan's counts imply, one after another; rows inside their piece
+                 arrays, when the last byte of the block has arrived: see below
+    Flush        the same for a barrier's slots
 
-Arrays of positions are used as they are, by operations that on a device cannot say what was wrong. So each of their values must lie in the
-range that `protocol/plan_layout.py` gives.
+Operations on a device cannot report which position was wrong. So each value of an array of positions must be in the
+range that `protocol/plan_layout.py` gives; then every operation reads and writes inside its own tensors. Whether the
+rows are the *right* ones is for the planner and for `--verify`; dense features, labels, weights and rows may have any
+value.
 
-That is enough: each of these operations reads and writes inside its own tensors then. Whether they are the *right* rows is for the
-planner, and `--verify`; dense features, labels, weights and rows are numbers, of which any will do.
-
-In a ring that two processes share, a peer could change the bytes behind the check. It runs as the same user, who could do worse; over tcp
-the ring is a mirror of our own, and what was checked is what is used. Only over tcp are distinct slots checked to be distinct, which costs
-more than all the rest: a slot that is written twice makes the numbers wrong, as a wrong row does, but reaches nothing outside.
+A peer could change bytes in a shared ring after the check. It runs as the same user, who could do worse; over TCP each
+process has a ring of its own, so what was checked is what is used. Only over TCP are distinct slots checked to be
+distinct, which costs more than all other checks: a slot that is written twice makes the numbers wrong, as a wrong row
+does, but does no harm beyond that.
 """
 
 import itertools
@@ -34,7 +34,7 @@ from rowcast.protocol.transport.ring import largest_payload
 from rowcast.runtime.arrays import I32, Bytes
 from rowcast.runtime.errors import RemoteProtocolError
 
-Wanted = tuple[str, Dtype, tuple[int, ...]]  # name, dtype, shape of an array
+ExpectedArray = tuple[str, Dtype, tuple[int, ...]]  # name, dtype, shape
 POSITION_LIMIT = 2**31  # look-ups and bags are counted in int32
 DENSE_FEATURES_LIMIT = 2**20
 
@@ -45,9 +45,9 @@ def require(condition: bool, sentence: str) -> None:
 
 
 def check_welcome_fits(welcome: Welcome, job: Job, groups: Sequence[GroupSpec]) -> None:
-    """Before any memory is taken: what of a Welcome this job file, which both processes have, already says."""
+    """Compares a Welcome with the job file, which both processes have, before any memory is allocated."""
     rows = tuple(group.num_rows for group in groups)
-    fits = len(welcome.slots) == len(rows) and all(own <= most for own, most in zip(welcome.slots, rows, strict=True))
+    fits = len(welcome.slots) == len(rows) and all(map(int.__le__, welcome.slots, rows))
     require(fits, f"the prefetcher announces {welcome.slots} slots for groups of {rows} rows")
     depth = job.lookahead.depth
     require(welcome.depth == depth, f"the prefetcher announces depth {welcome.depth}; lookahead.depth is {depth}")
@@ -56,7 +56,8 @@ def check_welcome_fits(welcome: Welcome, job: Job, groups: Sequence[GroupSpec]) 
     least, most = max(group.record_bytes for group in groups), largest_payload(fetch)
     require(
         least <= welcome.staging_bytes <= most and welcome.staging_bytes % ARRAY_ALIGNMENT == 0,
-        f"the prefetcher announces {welcome.staging_bytes} bytes of staging; a multiple of {ARRAY_ALIGNMENT} from {least} to {most} is due",
+        f"the prefetcher announces {welcome.staging_bytes} bytes of staging; a multiple of {ARRAY_ALIGNMENT} from "
+        f"{least} to {most} is required",
     )
     require(
         welcome.num_dense <= DENSE_FEATURES_LIMIT,
@@ -65,8 +66,10 @@ def check_welcome_fits(welcome: Welcome, job: Job, groups: Sequence[GroupSpec]) 
 
 
 class PlanCheck:
-    """One an incarnation. `message` and `rows` are called by the mail's thread, for each message once and in order; the others by the
-    main thread. All raise RemoteProtocolError."""
+    """One per incarnation. The mail thread calls `message` for each message in order; the main thread calls the rest.
+
+    All methods raise RemoteProtocolError.
+    """
 
     def __init__(
         self,
@@ -78,26 +81,27 @@ class PlanCheck:
         *,
         is_tcp: bool,
     ) -> None:
-        """`slots` of each group; `num_dense` features of a sample; `staging_bytes` for the rows of a piece."""
+        """`slots` of each group; `num_dense` features per sample; `staging_bytes` for the rows of a piece."""
         self._groups = tuple(groups)
         self._num_slots = tuple(slots)
         self._num_dense = num_dense
-        self._train_step = first_train_step  # the next plan's
+        self._train_step = first_train_step  # of the next plan
         self._staging_bytes = staging_bytes
         self._is_tcp = is_tcp
 
     def message(self, message: StepReady) -> None:
-        """Header and rows of a piece."""
+        """Checks the header and the rows of a piece."""
         if message.plan is not None:
             self._header(message.step, message.plan)
         end = 0
         for span in message.rows:
             require(
-                span.group < len(self._groups), f"rows of group {span.group} came; there are {len(self._groups)} groups"
+                span.group < len(self._groups),
+                f"rows of group {span.group} came; there are {len(self._groups)} groups",
             )
             require(
                 span.offset >= end,
-                f"rows of step {message.step} at byte {span.offset} lie over those that end at {end}",
+                f"rows of step {message.step} at byte {span.offset} overlap those that end at {end}",
             )
             end = span.offset + span.count * self._groups[span.group].record_bytes
         nbytes = 0 if message.payload is None else message.payload.nbytes
@@ -116,12 +120,12 @@ class PlanCheck:
         in_order = plan.kind == "eval" or plan.train_step == self._train_step
         require(in_order, f"step {step} is train step {plan.train_step} instead of {self._train_step}")
         require(plan.batch_size > 0, f"step {step} has an empty batch")
-        of_groups = self._counts(plan)
-        for index, (counts, spec) in enumerate(zip(of_groups, self._groups, strict=True)):
-            apart = len(spec.unpooled_features)
+        group_counts = self._counts(plan)
+        for index, (counts, spec) in enumerate(zip(group_counts, self._groups, strict=True)):
+            unpooled = len(spec.unpooled_features)
             require(
-                counts.sequences == apart,
-                f"step {step} has {counts.sequences} features of sequences in group {index} instead of {apart}",
+                counts.sequences == unpooled,
+                f"step {step} has {counts.sequences} features of sequences in group {index} instead of {unpooled}",
             )
             require(
                 counts.unique <= counts.slots,
@@ -135,11 +139,11 @@ class PlanCheck:
                 "offsets" in counts.present or counts.lookups == counts.bags,
                 f"step {step} has {counts.lookups} look-ups in {counts.bags} bags of one",
             )
-        check_layout(f"step {step}", plan.arrays, plan.arrays_bytes, self._plan_arrays(plan, of_groups))
-        for index, counts in enumerate(of_groups):
+        check_layout(f"step {step}", plan.arrays, plan.arrays_bytes, self._plan_arrays(plan, group_counts))
+        for index, counts in enumerate(group_counts):
             for asked, most in ((counts.asked_fetch, counts.fetch), (counts.asked_evict, counts.evict)):
                 require(asked <= most, f"step {step} asks for checksums of {asked} of {most} rows of group {index}")
-        total = sum(counts.asked_fetch + counts.asked_evict for counts in of_groups)
+        total = sum(counts.asked_fetch + counts.asked_evict for counts in group_counts)
         require(
             total == plan.num_checksums,
             f"step {step} asks for {plan.num_checksums} checksums and names {total} slots",
@@ -147,12 +151,11 @@ class PlanCheck:
         self._train_step += plan.kind == "train"
 
     def _counts(self, plan: PlanHeader) -> list[Counts]:
-        """Of each group."""
         shapes = {spec.name: spec.shape for spec in plan.arrays}
-        found = []
+        group_counts = []
         for index, (group, spec) in enumerate(zip(plan.groups, self._groups, strict=True)):
             names = (*GROUP_ARRAYS, *ASKED_SLOTS)
-            own = {name: shapes[f"{index}.{name}"] for name in names if f"{index}.{name}" in shapes}
+            group_shapes = {name: shapes[f"{index}.{name}"] for name in names if f"{index}.{name}" in shapes}
             pooled = spec.num_features - len(group.sequence_lookups)
             counts = Counts(
                 samples=plan.batch_size,
@@ -162,69 +165,72 @@ class PlanCheck:
                 sequence_lookups=group.sequence_lookups,
                 fetch=group.num_fetch,
                 evict=group.num_evict,
-                asked_fetch=math.prod(own.get("verify_fetch", (0,))),
-                asked_evict=math.prod(own.get("verify_evict", (0,))),
+                asked_fetch=math.prod(group_shapes.get("verify_fetch", (0,))),
+                asked_evict=math.prod(group_shapes.get("verify_evict", (0,))),
                 slots=self._num_slots[index],
-                present=frozenset(own),
+                present=frozenset(group_shapes),
             )
-            found.append(counts)
-        return found
+            group_counts.append(counts)
+        return group_counts
 
-    def _plan_arrays(self, plan: PlanHeader, of_groups: Sequence[Counts]) -> Iterator[Wanted]:
-        """What `packing.plan_block` lays out."""
-        of_batch = Counts(samples=plan.batch_size, dense_features=self._num_dense)
-        yield from wanted_arrays("", BATCH_ARRAYS, of_batch)
+    def _plan_arrays(self, plan: PlanHeader, group_counts: Sequence[Counts]) -> Iterator[ExpectedArray]:
+        """The arrays that `packing.plan_block` lays out."""
+        batch_counts = Counts(samples=plan.batch_size, dense_features=self._num_dense)
+        yield from expected_arrays("", BATCH_ARRAYS, batch_counts)
         for arrays in (GROUP_ARRAYS, ASKED_SLOTS):
-            for index, counts in enumerate(of_groups):
-                yield from wanted_arrays(f"{index}.", arrays, counts)
+            for index, counts in enumerate(group_counts):
+                yield from expected_arrays(f"{index}.", arrays, counts)
 
     def arrays(self, step: int, plan: PlanHeader, block: Bytes) -> None:
-        """The whole block u8 [arrays_bytes] of a plan whose header has passed."""
+        """Checks the whole block u8 [arrays_bytes] of a plan whose header has passed."""
         specs = {spec.name: spec for spec in plan.arrays}
         for index, counts in enumerate(self._counts(plan)):
             for name, layout in (GROUP_ARRAYS | ASKED_SLOTS).items():
                 if layout.dtype == "i4" and layout.where(counts):
-                    own = i32_of(block, specs[f"{index}.{name}"])
-                    self._values(f"step {step}: {index}.{name}", own, layout, counts)
+                    values = i32_of(block, specs[f"{index}.{name}"])
+                    self._values(f"step {step}: {index}.{name}", values, layout, counts)
 
-    def _values(self, name: str, found: I32, layout: ArrayLayout, counts: Counts) -> None:
+    def _values(self, name: str, values: I32, layout: ArrayLayout, counts: Counts) -> None:
         if layout.below is not None:
             check = distinct_below if layout.distinct and self._is_tcp else below
-            check(found, layout.below.of(counts), name)
+            check(values, layout.below.of(counts), name)
         if layout.rises_to is not None:
             ends = layout.ends_of(counts)
-            for row, (own, end) in enumerate(zip(found.reshape(len(ends), -1), ends, strict=True)):
-                rising(own, end, name if len(layout.shape) == 1 else f"{name}[{row}]")
+            for row, (offsets, end) in enumerate(zip(values.reshape(len(ends), -1), ends, strict=True)):
+                rising(offsets, end, name if len(layout.shape) == 1 else f"{name}[{row}]")
 
     def barrier(self, message: Flush, first: Flush | None) -> None:
-        """One piece of a barrier's slots; `first` is piece 0, or None where this is it."""
+        """Checks one piece of a barrier's slots; `first` is piece 0, or None if this is piece 0."""
         name = f"barrier {message.barrier}"
         if first is not None:
-            same = (message.num_dirty, message.arrays, message.arrays_bytes, message.checkpoint, message.num_checksums)
-            whole = (first.num_dirty, first.arrays, first.arrays_bytes, first.checkpoint, first.num_checksums)
-            require(same == whole, f"piece {message.piece} of {name} announces another barrier than its first piece")
+            here = (message.num_dirty, message.arrays, message.arrays_bytes, message.checkpoint, message.num_checksums)
+            there = (first.num_dirty, first.arrays, first.arrays_bytes, first.checkpoint, first.num_checksums)
+            require(here == there, f"piece {message.piece} of {name} announces another barrier than its first piece")
             return
         fits = len(message.num_dirty) == len(self._groups) and all(map(int.__le__, message.num_dirty, self._num_slots))
         require(fits, f"{name} brings {message.num_dirty} rows home from {self._num_slots} slots")
         present = {spec.name: spec for spec in message.arrays}
         names = [barrier_name(index) for index in range(len(self._groups))]
-        wanted: Iterable[Wanted] = ((f"{index}.slots", "i4", (count,)) for index, count in enumerate(message.num_dirty))
-        check_layout(name, message.arrays, message.arrays_bytes, itertools.chain(wanted, free_lists(present, names)))
-        asked = sum(present[own].shape[0] for own in names if own in present)
+        slots: Iterable[ExpectedArray] = (
+            (f"{index}.slots", "i4", (count,)) for index, count in enumerate(message.num_dirty)
+        )
+        expected = itertools.chain(slots, lists_of_any_length(present, names))
+        check_layout(name, message.arrays, message.arrays_bytes, expected)
+        asked = sum(present[array].shape[0] for array in names if array in present)
         require(
             asked == message.num_checksums, f"{name} asks for {message.num_checksums} checksums and names {asked} slots"
         )
 
     def barrier_arrays(self, message: Flush, block: Bytes) -> None:
-        """The whole block of a barrier whose header has passed."""
+        """Checks the whole block of a barrier whose header has passed."""
         for spec in message.arrays:
             index = int(spec.name.partition(".")[0])
-            name, found = f"barrier {message.barrier}: {spec.name}", i32_of(block, spec)
-            (distinct_below if self._is_tcp else below)(found, self._num_slots[index], name)
+            check = distinct_below if self._is_tcp else below
+            check(i32_of(block, spec), self._num_slots[index], f"barrier {message.barrier}: {spec.name}")
 
 
 class ArrivingBlock:
-    """A block whose bytes come in one piece or several. Its `check` is called once, with the whole block, when the last byte is here."""
+    """A block that arrives in one or several pieces. Calls `check` once, with the whole block, after its last byte."""
 
     def __init__(self, nbytes: int, check: Callable[[Bytes], None]) -> None:
         self._nbytes = nbytes
@@ -232,7 +238,7 @@ class ArrivingBlock:
         self._content: list[Bytes] = []  # copies of earlier pieces
 
     def add(self, span: ArraySpan, content: Bytes) -> None:
-        """`content` u8 [span.nbytes] on the host; `order.py` has checked that it continues where the last one ended."""
+        """`content`: u8 [span.nbytes] on the host. `order.py` has checked that it follows the previous span."""
         if span.offset + span.nbytes < self._nbytes:
             self._content.append(content.copy())
             return
@@ -240,39 +246,32 @@ class ArrivingBlock:
         self._content.clear()
 
 
-def check_layout(name: str, specs: Sequence[ArraySpec], nbytes: int, wanted: Iterable[Wanted]) -> None:
-    """Whether these are the wanted arrays, in their order, laid out as `packing.make_block` does."""
+def check_layout(name: str, specs: Sequence[ArraySpec], nbytes: int, expected: Iterable[ExpectedArray]) -> None:
+    """Raises unless these are exactly the expected arrays, in their order, laid out as by `packing.make_block`."""
     end = 0
-    found = iter(specs)
-    for wanted_name, dtype, shape in wanted:
-        spec = next(found, None)
-        as_wanted = spec is not None and (spec.name, spec.dtype, spec.shape, spec.offset) == (
-            wanted_name,
-            dtype,
-            shape,
-            end,
-        )
-        require(
-            as_wanted, f"{name}: array {wanted_name} should be {dtype} {shape} at byte {end}, and {told(spec)} came"
-        )
+    arrived = iter(specs)
+    for array, dtype, shape in expected:
+        spec = next(arrived, None)
+        matches = spec is not None and (spec.name, spec.dtype, spec.shape, spec.offset) == (array, dtype, shape, end)
+        require(matches, f"{name}: array {array} should be {dtype} {shape} at byte {end}, and {described(spec)} came")
         end = aligned(end + math.prod(shape) * ITEM_BYTES[dtype], ARRAY_ALIGNMENT)
-    extra = next(found, None)
-    require(extra is None, f"{name}: {told(extra)} came, which belongs to no plan or barrier")
+    extra = next(arrived, None)
+    require(extra is None, f"{name}: {described(extra)} came, which belongs to no plan or barrier")
     require(end == nbytes, f"{name}: a block of {nbytes} bytes came instead of {end}")
 
 
-def wanted_arrays(prefix: str, arrays: dict[str, ArrayLayout], counts: Counts) -> Iterator[Wanted]:
+def expected_arrays(prefix: str, arrays: dict[str, ArrayLayout], counts: Counts) -> Iterator[ExpectedArray]:
     for name, layout in arrays.items():
         if layout.where(counts):
             yield prefix + name, layout.dtype, layout.shape_of(counts)
 
 
-def told(spec: ArraySpec | None) -> str:
+def described(spec: ArraySpec | None) -> str:
     return "nothing" if spec is None else f"{spec.name}, {spec.dtype} {spec.shape} at byte {spec.offset},"
 
 
-def free_lists(present: dict[str, ArraySpec], names: Iterable[str]) -> Iterator[Wanted]:
-    """Lists of slots that may be there, of any length."""
+def lists_of_any_length(present: dict[str, ArraySpec], names: Iterable[str]) -> Iterator[ExpectedArray]:
+    """The optional lists of slots among `names` that are present."""
     for name in names:
         if name in present:
             shape = present[name].shape
@@ -282,12 +281,12 @@ def free_lists(present: dict[str, ArraySpec], names: Iterable[str]) -> Iterator[
 
 def i32_of(block: Bytes, spec: ArraySpec) -> I32:
     count: int = np.prod(spec.shape, dtype=np.int64).item()
-    own: npt.NDArray[Any] = block[spec.offset : spec.offset + 4 * count]
-    return own.view(np.int32)
+    content: npt.NDArray[Any] = block[spec.offset : spec.offset + 4 * count]
+    return content.view(np.int32)
 
 
 def below(positions: I32, limit: int, name: str) -> None:
-    """Whether all are from 0 to `limit` - 1: a negative one is a large unsigned number."""
+    """Raises unless all are from 0 to `limit` - 1. A negative one is large when read as unsigned."""
     if not len(positions):
         return
     largest = int(positions.view(np.uint32).max())
@@ -295,14 +294,14 @@ def below(positions: I32, limit: int, name: str) -> None:
 
 
 def distinct_below(positions: I32, limit: int, name: str) -> None:
-    """`below`, and none of them twice."""
+    """Raises unless all are from 0 to `limit` - 1 and no two are equal."""
     below(positions, limit, name)
     in_order = np.sort(positions)
     require(bool((in_order[1:] != in_order[:-1]).all()), f"{name} names a slot twice")
 
 
 def rising(offsets: I32, end: int, name: str) -> None:
-    """Whether these go from 0 to `end` and never fall."""
+    """Raises unless the offsets go from 0 to `end` and never fall."""
     first, last = int(offsets[0]), int(offsets[-1])
     require((first, last) == (0, end), f"{name} goes from {first} to {last} instead of from 0 to {end}")
     require(bool((offsets[1:] >= offsets[:-1]).all()), f"{name} falls")

@@ -1,10 +1,10 @@
-"""The arrays of one plan on the device.
+"""Holds the arrays of one plan on the device, including those derived on the host.
 
     block    | dense | labels | 0.slots | ... | 0.long_rows | 0.chunk_offsets | ... |
-               from the ring, piece by piece    from page-locked memory, when the last byte has come
+               from the ring, piece by piece    from page-locked memory, after the last byte has arrived
 
-What follows from other arrays does not travel: the host works it out from those that came, while it has them at hand, and its copy runs
-before the block's last one on the same stream. So it waits for nothing, and needs no event of its own.
+Arrays that follow from others are not sent: the host derives them. It copies them to the device before the block's last
+piece, on the same stream, so the copy needs no event of its own.
 """
 
 import numpy as np
@@ -24,19 +24,19 @@ DTYPES = {"f4": torch.float32, "i4": torch.int32, "i8": torch.int64, "u1": torch
 
 
 class PlanMemory:
-    """Used for one plan after the other, each when the step before it here is complete. Runs on the main thread."""
+    """Reused for one plan after another, each after the previous plan's step is complete. Runs on the main thread."""
 
     def __init__(self, streams: Streams) -> None:
         self._streams = streams
         self._block = streams.allocate(0)
-        self._derived = self._host_memory(0)  # until the copy has run, so until the step is complete
+        self._derived = self._host_memory(0)  # may not be written again until the step is complete
 
     @property
     def nbytes(self) -> int:
         return self._block.nbytes
 
     def open(self, step: int, header: PlanHeader) -> Tensor:
-        """u8 [arrays_bytes] for the plan's arrays. Raises ConfigError where the device has not the memory."""
+        """u8 [arrays_bytes] for the plan's arrays. Raises ConfigError if device memory does not suffice."""
         derived = most_chunk_bytes(header)
         if len(self._block) < header.arrays_bytes + derived:
             self._block = self._allocate(step, header.arrays_bytes + derived)
@@ -45,15 +45,15 @@ class PlanMemory:
         return self._block[: header.arrays_bytes]
 
     def derive(self, header: PlanHeader, content: Bytes) -> dict[str, Tensor]:
-        """The chunks of each group's long rows, on the device. `content` u8 [arrays_bytes]: all arrays of the plan, checked."""
+        """Chunks of each group's long rows, on the device. `content` u8 [arrays_bytes]: the plan's arrays, checked."""
         specs = {spec.name: spec for spec in header.arrays}
         segments = [i32_of(content, specs[f"{group}.segment_offsets"]) for group in range(len(header.groups))]
         block = make_block(chunk_arrays(segments))
         source = self._derived[: block.nbytes]
         block.write(0, source.numpy())
-        own = self._block[header.arrays_bytes : header.arrays_bytes + block.nbytes]
-        self._streams.copy_in.copy(source, own)
-        return unpack(own, block.specs)
+        derived = self._block[header.arrays_bytes : header.arrays_bytes + block.nbytes]
+        self._streams.copy_in.copy(source, derived)
+        return unpack(derived, block.specs)
 
     def _allocate(self, step: int, nbytes: int) -> Tensor:
         try:
@@ -61,8 +61,8 @@ class PlanMemory:
         except RuntimeError as error:
             first_line = str(error).partition("\n")[0]
             raise ConfigError(
-                f"step {step} brings {nbytes} bytes of look-ups, for which {self._streams.device} has no room ({first_line}); "
-                "make data.batch_size or cache.capacity smaller"
+                f"step {step} brings {nbytes} bytes of look-ups, for which {self._streams.device} has no room "
+                f"({first_line}); make data.batch_size or cache.capacity smaller"
             ) from None
 
     def _host_memory(self, nbytes: int) -> Tensor:
@@ -71,13 +71,13 @@ class PlanMemory:
 
 
 def most_chunk_bytes(header: PlanHeader) -> int:
-    """An upper bound: each array begins at a multiple of ARRAY_ALIGNMENT."""
+    """An upper bound; each array begins at a multiple of ARRAY_ALIGNMENT."""
     spare = len(Chunks._fields) * ARRAY_ALIGNMENT
     return sum(aligned(4 * most_chunk_items(group.num_lookups), ARRAY_ALIGNMENT) + spare for group in header.groups)
 
 
 def unpack(block: Tensor, specs: tuple[ArraySpec, ...]) -> dict[str, Tensor]:
-    """Named views of a block. Raises RemoteProtocolError where an array does not lie inside it."""
+    """Named views of a block. Raises RemoteProtocolError if an array is not inside it."""
     arrays = {}
     for spec in specs:
         dtype = DTYPES[spec.dtype]

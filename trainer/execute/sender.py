@@ -1,6 +1,7 @@
-"""Sends victims home: evict staging -> ring on a stream of its own, then `RowsBack`; after a plan's last, `StepDone`.
+"""Sends victims home: copies them from evict staging to the ring, announces them, and then reports their step done.
 
-It has its own thread, because the main loop may be waiting for a `StepReady` that needs the very rows that are on their way here.
+It has a thread of its own, because the main loop may be waiting for a `StepReady` that needs the very rows that are on
+their way here.
 """
 
 from collections import deque
@@ -25,16 +26,16 @@ from rowcast.trainer.execute.streams import Event, Streams
 
 @dataclass(slots=True, kw_only=True)
 class EvictTask:
-    """Rows in evict staging that have to travel home as one message."""
+    """Rows in evict staging that travel home as one message."""
 
     step: int | None
     barrier: int | None
     piece: int
     last: bool
     sources: list[tuple[RowSpan, Tensor]]  # f32 [count, record_floats] in evict staging
-    room: StagingSpan  # theirs; used when the copy to the ring is issued
+    room: StagingSpan  # theirs; `used` is set when the copy to the ring is issued
     gathered: Event
-    # i64 on the host, complete with the copy: at the end of a barrier, those that it asks for
+    # i64 on the host, complete when the copy is: the checksums that a barrier requests, with its last rows
     checksums: Tensor | None = None
 
     @property
@@ -49,11 +50,11 @@ class EvictTask:
 class InFlight:
     task: EvictTask
     spans: tuple[RowSpan, ...]
-    slice: RingSlice | None
+    space: RingSlice | None  # None: there are no rows
 
 
 class Sender:
-    """The main thread calls `send_rows` and `finish`, in step order, the sender's the others, in their order here."""
+    """The main thread calls `send_rows` and `finish` in step order; the sender's thread calls the rest."""
 
     def __init__(
         self,
@@ -63,7 +64,7 @@ class Sender:
         counters: TrainerCounters,
         send: Callable[[RowsBack | RowChecksums | StepDone], None],
     ) -> None:
-        self.waiting_for_ring = False  # written by the sender's thread
+        self.waiting_for_ring = False  # set by the sender's thread
         self._streams = streams
         self._ring = ring
         self._memory = memory
@@ -81,41 +82,41 @@ class Sender:
         self._tasks.append(task)
 
     def finish(self, message: StepDone, checksums: Tensor) -> None:
-        """The step is complete; all tasks of its plan were handed over before. `checksums` i64 [n]: those that the plan asks for."""
+        """The step is complete, and its plan's tasks were queued. `checksums` i64 [n]: those that the plan requests."""
         self._finished.append((message, checksums))
 
     def copy_out_next(self) -> bool:
-        """Has the oldest rows copied from evict staging to the ring."""
+        """Issues the copy of the oldest rows from evict staging to the ring."""
         if not self._tasks:
             return False
         task = self._tasks[0]
         spans, nbytes = compact(task.sources)
-        slot = self._ring.try_allocate(nbytes) if nbytes else None
-        self.waiting_for_ring = bool(nbytes) and slot is None
+        space = self._ring.try_allocate(nbytes) if nbytes else None
+        self.waiting_for_ring = bool(nbytes) and space is None
         if self.waiting_for_ring:
             return False
         with self._counters.shown("copy out", task.step):
-            self._copy_out(task, spans, slot)
-        self._copying.append(InFlight(task, spans, slot))
-        self._tasks.popleft()  # only now: whoever sees neither queue hold it must find it sent
+            self._copy_out(task, spans, space)
+        self._copying.append(InFlight(task, spans, space))
+        self._tasks.popleft()  # last: a thread that finds the task in neither queue takes it as sent
         return True
 
-    def _copy_out(self, task: EvictTask, spans: tuple[RowSpan, ...], slot: RingSlice | None) -> None:
+    def _copy_out(self, task: EvictTask, spans: tuple[RowSpan, ...], space: RingSlice | None) -> None:
         stream = self._streams.evict
         stream.wait(task.gathered, "gathered")
-        if slot is not None:
-            payload = self._memory.leaving(slot.payload)
+        if space is not None:
+            payload = self._memory.leaving(space.payload)
             for span, (_, source) in zip(spans, task.sources, strict=True):
                 rows = payload[span.offset : span.offset + source.nbytes].view(torch.float32).view(source.shape)
                 stream.copy(source, rows)
         task.room.used = stream.record()
 
     def send_copied(self) -> bool:
-        """Announces the oldest rows, once their copy is complete."""
+        """Announces the oldest rows once their copy is complete."""
         if not self._copying:
             return False
         flight = self._copying[0]
-        assert flight.task.room.used is not None, "in flight, so issued"
+        assert flight.task.room.used is not None, "the copy was issued"
         if not self._streams.done(flight.task.room.used, "sent"):
             return False
         with self._counters.shown("send back", flight.task.step):
@@ -126,9 +127,9 @@ class Sender:
     def _send_flight(self, flight: InFlight) -> None:
         task = flight.task
         ref = None
-        if flight.slice is not None:
-            self._memory.landed(flight.slice.payload)
-            ref = self._ring.commit(flight.slice, task.stamp, checksum=is_sampled(task.stamp))
+        if flight.space is not None:
+            self._memory.landed(flight.space.payload)
+            ref = self._ring.commit(flight.space, task.stamp, checksum=is_sampled(task.stamp))
         message = RowsBack(
             step=task.step, barrier=task.barrier, piece=task.piece, last=task.last, payload=ref, rows=flight.spans
         )
@@ -140,7 +141,7 @@ class Sender:
         crash_point("RowsBack sent")
 
     def report_finished(self) -> bool:
-        """Reports the oldest complete step, once every victim of its plan was announced."""
+        """Reports the oldest complete step once every victim of its plan was announced."""
         if not self._finished or self._rows_pending(self._finished[0][0].step):
             return False
         message, checksums = self._finished[0]
@@ -159,7 +160,7 @@ class Sender:
 
 
 def compact(sources: list[tuple[RowSpan, Tensor]]) -> tuple[tuple[RowSpan, ...], int]:
-    """The spans as they lie in the message's payload, and its bytes."""
+    """Returns the spans with their offsets in the message's payload, and the payload's bytes."""
     spans, end = [], 0
     for span, source in sources:
         end = aligned(end, ARRAY_ALIGNMENT)

@@ -1,6 +1,6 @@
-"""The rows on the device, a slot each, and how they move between slots and staging.
+"""Holds the rows on the device, one per slot, and moves them between slots and staging.
 
-All of it is work of the fill stream, issued by the main thread.
+Everything here is work of the fill stream, issued by the main thread.
 """
 
 from collections.abc import Sequence
@@ -19,14 +19,14 @@ from rowcast.trainer.execute.streams import Streams
 
 class Slots:
     def __init__(self, groups: tuple[GroupSpec, ...], records: list[Tensor], streams: Streams) -> None:
-        """`records` f32 [slots, record_floats] a group."""
+        """`records`: f32 [slots, record_floats] of each group."""
         self.groups = groups
         self.records = records
         self.streams = streams
         self.checks = RowChecks(records, streams)
 
     def gather(self, spans: Sequence[RowSpan], slots: Sequence[Tensor], out: Tensor) -> list[tuple[RowSpan, Tensor]]:
-        """Rows from their slots to `out`, a place in staging; where each span lies in it."""
+        """Issues copies of rows from their slots to `out`, in staging; returns each span with its rows there."""
         sources = []
         for span, span_slots in zip(spans, slots, strict=True):
             rows = self._rows(out, span, span.offset)
@@ -35,24 +35,24 @@ class Slots:
         return sources
 
     def scatter(self, content: Tensor, spans: Sequence[RowSpan], slots: Sequence[Tensor]) -> None:
-        """Rows from `content`, a place in staging that begins with the first span, to their slots."""
+        """Issues copies of rows from `content`, which is in staging and begins with the first span, to their slots."""
         for span, span_slots in zip(spans, slots, strict=True):
             rows = self._rows(content, span, span.offset - spans[0].offset)
             self.streams.fill.scatter(rows, span_slots, self.records[span.group])
 
     def nbytes(self, spans: Sequence[RowSpan]) -> int:
-        """From the first byte of a piece's place to the end of its last span."""
+        """Bytes from offset 0 of a piece to the end of its last span."""
         return spans[-1].offset + spans[-1].count * self.groups[spans[-1].group].record_bytes if spans else 0
 
     def _rows(self, content: Tensor, span: RowSpan, offset: int) -> Tensor:
-        """A span of a place in staging as f32 [count, record_floats]."""
+        """A span in staging as f32 [count, record_floats]."""
         group = self.groups[span.group]
         nbytes = span.count * group.record_bytes
         return content[offset : offset + nbytes].view(torch.float32).view(span.count, group.record_floats)
 
 
 class EvictStaging:
-    """Where rows lie that have left their slots, until the sender has brought them home. Runs on the main thread."""
+    """Holds rows that have left their slots until the sender has copied them to the ring. Runs on the main thread."""
 
     def __init__(self, slots: Slots, nbytes: int, sender: Sender) -> None:
         self.nbytes = nbytes
@@ -61,7 +61,7 @@ class EvictStaging:
         self._sender = sender
 
     def room(self, spans: Sequence[RowSpan]) -> StagingSpan | None:
-        """For these rows; None while there is none."""
+        """Space for these rows; None while there is not enough."""
         return self._staging.take(self._slots.nbytes(spans))
 
     def send(
@@ -76,7 +76,7 @@ class EvictStaging:
         last: bool,
         checksums: Tensor | None = None,
     ) -> None:
-        """Has the rows gathered into `room` and sent home as one message; see EvictTask."""
+        """Issues the gather of the rows into `room` and queues them for the sender as one message; see EvictTask."""
         fill = self._slots.streams.fill
         if room.after is not None:
             fill.wait(room.after, "evict_staging")
@@ -96,7 +96,7 @@ class EvictStaging:
 
 
 def make_records(slots: Sequence[int], groups: Sequence[GroupSpec], device: torch.device) -> list[Tensor]:
-    """The slots of each group: f32 [slots, record_floats]. Raises ConfigError where the device has not the memory."""
+    """Allocates the slots of each group, f32 [slots, record_floats]. Raises ConfigError if device memory is short."""
     try:
         return [
             torch.zeros(rows, group.record_floats, dtype=torch.float32, device=device)

@@ -1,12 +1,12 @@
-"""Ordered queues of device work, and events between them: CUDA streams, and two CPU twins of them.
+"""Streams of device work and the events between them: CUDA streams and two CPU twins.
 
     PlainStreams    runs everything at once, in the order it is issued; for CPU training
-    SeededStreams   queues closures and runs them in any order that the recorded events allow, copies torn in two halves;
-                    it can leave out one named wait, to show that the wait is needed
-    CudaStreams     the real thing
+    SeededStreams   queues closures and runs them in any order that the recorded events allow, each copy in two halves;
+                    can omit one named wait, to show that the wait is needed
+    CudaStreams     streams of a CUDA device
 
-`Stream.run` calls at once on CUDA (what it issues is queued by the device) and on the plain twin, and queues on the seeded twin.
-Nothing learns of a result but through an event: `Streams.done(event, why)`.
+`Stream.run` calls its closure at once on CUDA (the device queues what the closure issues) and on PlainStreams, and
+queues the closure on SeededStreams. Only an event tells that work is complete: `Streams.done(event, why)`.
 """
 
 import random
@@ -22,12 +22,12 @@ from torch import Tensor
 Closure = Callable[[], None]
 
 Wait = Literal[
-    "copied",  # fill: the plan's arrays and rows have arrived; the step's look-up stands behind its fill
+    "copied",  # fill: the plan's arrays and rows have arrived; the step's look-up follows its fill
     "fill_after",  # fill: the last step that uses a victim is complete
-    "evict_staging",  # fill: the victims before these have left evict staging
-    "fill_staging",  # copy-in: the rows before these have left fill staging
+    "evict_staging",  # fill: the previous victims have left these bytes of evict staging
+    "fill_staging",  # copy-in: the previous rows have left these bytes of fill staging
     "filled",  # compute: the step's rows are in their slots
-    "used",  # compute: what a script that is not ours issued for the step, on streams of its own, is complete
+    "used",  # compute: what a training script issued for the step, on streams of its own, is complete
     "gathered",  # evict: the victims are in evict staging
     "sent",  # host: the victims are in the ring, RowsBack may be sent
     "released",  # host: a piece was copied out of the ring, its space may be reused
@@ -37,18 +37,18 @@ Wait = Literal[
 
 class Event(Protocol):
     def query(self) -> bool:
-        """Whether all that was issued before the event was recorded is complete."""
+        """Whether all work issued before the event was recorded is complete."""
 
 
 class StreamMark(Protocol):
     def seconds_since(self, earlier: "StreamMark") -> float:
-        """Between two marks of one stream, once the work before both is complete."""
+        """Time between two marks of one stream, once the work before both is complete."""
 
 
 class Stream(ABC):
-    """Work runs in the order it was issued; `wait` holds back what is issued after it."""
+    """Runs work in the order it was issued; `wait` delays what is issued after it."""
 
-    is_device = False  # the work runs later, somewhere else
+    is_device = False  # True: the work runs later, on a device
 
     @abstractmethod
     def run(self, closure: Closure) -> None: ...
@@ -60,8 +60,8 @@ class Stream(ABC):
     def record(self) -> Event: ...
 
     def mark(self) -> StreamMark:
-        """A moment between what was issued before and after it, on a device's own clock."""
-        raise NotImplementedError(f"{type(self).__name__} runs on the host, whose clock tells")
+        """Marks the moment between the work issued before and after, on the device's clock."""
+        raise NotImplementedError(f"{type(self).__name__} runs on the host and has no clock of its own")
 
     def copy(self, source: Tensor, out: Tensor) -> None:
         """out[:] = source, both contiguous and of one dtype."""
@@ -98,23 +98,23 @@ class Streams(ABC):
     evict: Stream  # evict staging -> host ring
 
     def done(self, event: Event, why: Wait) -> bool:
-        """The host's way of waiting: asks again later where the answer is no."""
+        """Whether the event has happened; the host never waits, but asks again later."""
         return event.query()
 
     def allocate(self, nbytes: int) -> Tensor:
-        """u8 [nbytes] that every stream may use. Rare: it waits for the device."""
+        """u8 [nbytes] that every stream may use. Call it rarely: it waits for the device."""
         return torch.zeros(nbytes, dtype=torch.uint8, device="cpu")
 
-    def settle(self) -> None:  # noqa: B027 - on the host it is done
-        """What was done outside these streams is done before anything that is issued from now on. Rare: it waits for the device."""
+    def settle(self) -> None:  # noqa: B027 - on the host, such work is complete already
+        """Completes all work done outside these streams before later work. Waits for the device: call it rarely."""
 
     def advance(self) -> bool:
-        """Lets a twin run queued work; True if anything ran."""
+        """Lets SeededStreams run queued work; returns whether anything ran."""
         return False
 
 
 class Always:
-    """The event of work that was complete before it could be recorded."""
+    """The event of work that was complete before it was recorded."""
 
     def query(self) -> bool:
         return True
@@ -149,7 +149,7 @@ class SeededEvent:
 
 
 class SeededStream(Stream):
-    """A queue of closures and waits; `Streams.advance` decides who is next."""
+    """A queue of closures and waits; `Streams.advance` chooses which stream runs next."""
 
     def __init__(self, without: Wait | None) -> None:
         self._without = without
@@ -160,7 +160,7 @@ class SeededStream(Stream):
 
     def wait(self, event: Event, why: Wait) -> None:
         if why != self._without:
-            assert isinstance(event, SeededEvent), "an event of another kind of stream"
+            assert isinstance(event, SeededEvent), "the event belongs to another kind of stream"
             self._queue.append(event)
 
     def record(self) -> Event:
@@ -199,8 +199,8 @@ class SeededStreams(Streams):
         self._chance = random.Random(seed)
         self._without = without
         self._streams = [SeededStream(without) for _ in range(4)]
-        # some streams lag far behind
-        self._haste = {stream: self._chance.choice((0.05, 0.3, 1.0)) for stream in self._streams}
+        # some streams are much slower than others
+        self._speed = {stream: self._chance.choice((0.05, 0.3, 1.0)) for stream in self._streams}
         self.copy_in, self.fill, self.compute, self.evict = self._streams
 
     def done(self, event: Event, why: Wait) -> bool:
@@ -210,7 +210,7 @@ class SeededStreams(Streams):
         runnable = [stream for stream in self._streams if stream.runnable]
         if not runnable:
             return False
-        self._chance.choices(runnable, [self._haste[stream] for stream in runnable])[0].step()
+        self._chance.choices(runnable, [self._speed[stream] for stream in runnable])[0].step()
         return True
 
 
@@ -220,7 +220,7 @@ class CudaMark:
         self._event.record(stream)
 
     def seconds_since(self, earlier: StreamMark) -> float:
-        assert isinstance(earlier, CudaMark), "a mark of another kind of stream"
+        assert isinstance(earlier, CudaMark), "the mark belongs to another kind of stream"
         milliseconds: float = earlier._event.elapsed_time(self._event)
         return milliseconds / 1e3
 
@@ -236,7 +236,7 @@ class CudaStream(Stream):
             closure()
 
     def wait(self, event: Event, why: Wait) -> None:
-        assert isinstance(event, torch.cuda.Event), "an event of another kind of stream"
+        assert isinstance(event, torch.cuda.Event), "the event belongs to another kind of stream"
         self._stream.wait_event(event)
 
     def record(self) -> Event:
@@ -249,7 +249,7 @@ class CudaStream(Stream):
 
 
 class CurrentCudaStream(Stream):
-    """Whatever stream is torch's current one when it is asked: where somebody else's code computes."""
+    """The stream that is torch's current one at each call: a training script chooses it."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -258,7 +258,7 @@ class CurrentCudaStream(Stream):
         closure()
 
     def wait(self, event: Event, why: Wait) -> None:
-        assert isinstance(event, torch.cuda.Event), "an event of another kind of stream"
+        assert isinstance(event, torch.cuda.Event), "the event belongs to another kind of stream"
         torch.cuda.current_stream(self._device).wait_event(event)
 
     def record(self) -> Event:
@@ -269,14 +269,14 @@ class CurrentCudaStream(Stream):
 
 class CudaStreams(Streams):
     def __init__(self, device: torch.device, compute: Stream | None = None) -> None:
-        """`compute`: instead of one of its own."""
+        """`compute`: used instead of a stream of its own."""
         self.device = device
         self.copy_in, self.fill, self.evict = (CudaStream(device) for _ in range(3))
         self.compute = compute or CudaStream(device)
 
     def allocate(self, nbytes: int) -> Tensor:
         memory = torch.zeros(nbytes, dtype=torch.uint8, device=self.device)
-        self.settle()  # the zeros were written on another stream than those that will use them
+        self.settle()  # the zeros were written on torch's current stream, and other streams will use them
         return memory
 
     def settle(self) -> None:
@@ -284,13 +284,13 @@ class CudaStreams(Streams):
 
 
 def choose_device(name: str) -> torch.device:
-    """`auto` is CUDA where there is a device. Raises ValueError for a name that torch does not know or this machine has not."""
+    """`auto` is CUDA if there is a device. Raises ValueError for a device that torch does not know or have."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         device = torch.device(name)
     except RuntimeError:
-        raise ValueError(f"trainer.device = {name!r} is no device that torch knows; use auto, cpu or cuda") from None
+        raise ValueError(f"trainer.device = {name!r} is not a device that torch knows; use auto, cpu or cuda") from None
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"trainer.device = {name!r}, but torch sees no CUDA device here; use cpu")
     if device.type not in ("cpu", "cuda"):
@@ -306,22 +306,22 @@ def make_streams(device: torch.device) -> Streams:
 
 
 def adopted_streams(device: torch.device) -> Streams:
-    """Steps are computed by code that is not ours, on torch's current stream."""
+    """For steps that a training script computes, on torch's current stream."""
     return CudaStreams(device, CurrentCudaStream(device)) if device.type == "cuda" else PlainStreams()
 
 
 def on_device(device: torch.device) -> AbstractContextManager[object]:
-    """Within it `device` is torch's current one, which kernels are launched on; nothing on the CPU."""
+    """Makes `device` torch's current device, on which kernels are launched; does nothing on the CPU."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def peak_device_bytes(device: torch.device, cache_bytes: int) -> int:
-    """The most that the device's memory held; on the CPU what the cache takes, the rest being the process's own."""
+    """Peak memory of the device. On the CPU it is `cache_bytes`, as the rest belongs to the process."""
     return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else cache_bytes
 
 
 def device_random_state(device: torch.device) -> Tensor:
-    """u8, of a device that is not the CPU."""
+    """u8. `device` must not be the CPU."""
     return torch.cuda.get_rng_state(device)
 
 

@@ -1,8 +1,8 @@
-"""How the Triton kernels cut their work: by the width of a row and the bytes of a weight, from one table.
+"""Chooses the block shapes of the Triton kernels by the width of a row and the bytes of a weight, from one table.
 
-A warp moves 16 bytes a lane, so its 32 lanes hold 128 fp32 values: eight rows of dimension 16, or a quarter of one of dimension 512.
-Nothing here is tried out while training runs: a kernel that writes in place cannot be run twice, and a run must not depend on what
-was quick on the day. No entry changes the bits of a result.
+A warp moves 16 bytes per lane, so its 32 lanes hold 128 fp32 values: eight rows of dimension 16, or a quarter of a row
+of dimension 512. Nothing is tuned at run time: a kernel that writes in place cannot run twice, and a run must not
+depend on timings. No entry changes the bits of a result.
 """
 
 from dataclasses import dataclass
@@ -13,17 +13,17 @@ SMALLEST, LARGEST = 4, 1024  # columns
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BlockShape:
-    rows: int  # bags or rows a program; a power of two
-    warps: int  # a program
-    unroll: int  # look-ups of a row that are asked for at a time
+    rows: int  # bags or rows per program; a power of two
+    warps: int  # per program
+    unroll: int  # look-ups of a row that are loaded at a time
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Blocks:
     columns: int  # the dimension, rounded up to a power of two
     lookup: BlockShape
-    update: BlockShape  # sums by row and the row optimizer; few rows a program, as they have unlike numbers of look-ups
-    join: BlockShape  # of a long row's chunks: few rows, and many chunks one after the other
+    update: BlockShape  # sums by row and the row optimizer; few rows, as their numbers of look-ups differ
+    join: BlockShape  # sums of a long row's chunks: few rows, and many chunks one after another
 
 
 # by columns: rows and warps of `lookup` with weights of 4 bytes, the same with 2, and rows and warps of `update`

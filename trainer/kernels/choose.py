@@ -1,4 +1,4 @@
-"""Which kernels a device gets. Triton, and what compiles for the CPU, are imported only where they are used."""
+"""Chooses the kernels for a device; imports Triton and numba only if they are used."""
 
 import subprocess
 import time
@@ -15,8 +15,10 @@ WORTH_SAYING_S = 2.0
 
 
 def choose_kernels(device: torch.device, job: Job | None = None) -> Kernels:
-    """The quickest that this installation has for `device`. Warns once a call where those meant for it cannot be used, or have not
-    the bits that they should have; kernels in plain torch operations serve then. A CPU's are checked for the job's tables, if there is one.
+    """The fastest kernels that this installation has for `device`.
+
+    Warns and falls back to plain torch operations if those kernels cannot be used or have wrong bits. Kernels for a CPU
+    are checked on the job's tables, if a job is given.
     """
     if device.type == "cuda":
         return triton_kernels(device, job)
@@ -26,7 +28,7 @@ def choose_kernels(device: torch.device, job: Job | None = None) -> Kernels:
 def compiled_kernels(job: Job | None) -> Kernels:
     began_s = time.perf_counter()
     with said_if_slow(WORTH_SAYING_S, "preparing the kernels; a first start compiles them: about 10 s"):
-        from rowcast.trainer.kernels.compiled_ops import CompiledOps  # numba, which only a CPU needs
+        from rowcast.trainer.kernels.compiled_ops import CompiledOps  # imports numba, which only a CPU needs
 
         chosen: Kernels = CompiledOps(torch.get_num_threads())
         if job is not None:
@@ -38,7 +40,7 @@ def compiled_kernels(job: Job | None) -> Kernels:
 
 
 def checked(kernels: Kernels, job: Job) -> Kernels:
-    """`kernels`, or plain torch operations where their bits differ."""
+    """Returns `kernels`, or plain torch operations if their bits differ."""
     found = difference(kernels, group_specs(job), job.optimizer.sparse)
     if found is None:
         return kernels
@@ -50,7 +52,7 @@ def checked(kernels: Kernels, job: Job) -> Kernels:
 
 
 def triton_kernels(device: torch.device, job: Job | None) -> Kernels:
-    """Triton's, where it is installed and can make its launcher: that takes a C compiler and Python's headers, once a machine."""
+    """Triton's kernels, if Triton can build its launcher here: that takes a C compiler and Python's headers."""
     try:
         from rowcast.trainer.kernels import triton_ops
 

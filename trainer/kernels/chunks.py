@@ -1,6 +1,6 @@
-"""The look-ups of long rows in chunks, which a device sums side by side. The host cuts them when a plan arrives.
+"""Cuts the look-ups of long rows into chunks, on the host when a plan arrives; a device sums chunks side by side.
 
-look-ups of a long row    | 0 1 2 ... 127 | 128 ... 255 | 256 257 |      CHUNK_LOOKUPS a chunk
+look-ups of a long row    | 0 1 2 ... 127 | 128 ... 255 | 256 257 |      CHUNK_LOOKUPS per chunk
 """
 
 from collections.abc import Sequence
@@ -10,21 +10,21 @@ import numpy as np
 
 from rowcast.runtime.arrays import I32
 
-CHUNK_LOOKUPS = 128  # a row that is looked up more often in a step is long
+CHUNK_LOOKUPS = 128  # a row with more look-ups in a step is a long row
 
 A = TypeVar("A")  # a numpy array on the host, a tensor on the device
 
 
 class Chunks(NamedTuple, Generic[A]):
-    """How the look-ups of K long rows are cut into P chunks; all but a row's last one have CHUNK_LOOKUPS."""
+    """P chunks of the look-ups of K long rows; all but the last chunk of a row have CHUNK_LOOKUPS look-ups."""
 
-    long_rows: A  # i32 [K] the rows, as positions in unique_slots
+    long_rows: A  # i32 [K] the long rows, as positions in unique_slots
     chunk_offsets: A  # i32 [K + 1] where each long row's chunks start
     chunk_rows: A  # i32 [P] the long row that each chunk belongs to, as a position in long_rows
 
 
 def cut_long_rows(segment_offsets: I32) -> Chunks[I32]:
-    """`segment_offsets` i32 [U + 1]: the look-ups of each row lie between them."""
+    """`segment_offsets` i32 [U + 1]: where each row's look-ups start and end."""
     lengths = np.diff(segment_offsets)
     rows = np.flatnonzero(lengths > CHUNK_LOOKUPS)
     num_chunks = -(-lengths[rows] // CHUNK_LOOKUPS)
@@ -35,15 +35,15 @@ def cut_long_rows(segment_offsets: I32) -> Chunks[I32]:
 
 
 def chunk_arrays(segment_offsets: Sequence[I32]) -> dict[str, I32]:
-    """Of each group's segments; named as the arrays of a plan are."""
+    """The chunks of each group, named as the arrays of a plan are; takes each group's segment_offsets."""
     return {
         f"{group}.{name}": array
-        for group, own in enumerate(segment_offsets)
-        for name, array in cut_long_rows(own)._asdict().items()
+        for group, offsets in enumerate(segment_offsets)
+        for name, array in cut_long_rows(offsets)._asdict().items()
     }
 
 
 def most_chunk_items(num_lookups: int) -> int:
-    """An upper bound of the items of a group's three arrays."""
+    """An upper bound of the number of items in a group's three arrays."""
     long_rows = num_lookups // (CHUNK_LOOKUPS + 1)
     return long_rows + (long_rows + 1) + (num_lookups // CHUNK_LOOKUPS + long_rows)

@@ -1,4 +1,4 @@
-"""Tensors as the flat arrays that compiled loops take, and rows cut into blocks."""
+"""Converts tensors to the flat arrays that compiled loops take, and cuts rows into blocks."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -12,12 +12,12 @@ from rowcast.trainer.kernels import compiled_loops as loops
 from rowcast.trainer.kernels.compiled_loops import Gradients
 from rowcast.trainer.kernels.thread_pool import ThreadPool
 
-BLOCK_FLOATS = 2**18  # of row gradients that an update has in hand; smaller blocks are called too often
+BLOCK_FLOATS = 2**18  # row gradients per block of an update; smaller blocks cost too many calls
 NO_FLOATS, NO_INTS = np.zeros(0, np.float32), np.zeros(0, np.int32)
 
 
 def sum_rows(pool: ThreadPool, grads: Gradients, first: int, end: int) -> Tensor:
-    """Gradients f32 [end - first, D] of the rows from `first` to `end`."""
+    """Gradients f32 [end - first, D] of the rows from `first` to `end` - 1."""
     row_grads = floats(end - first, grads.dim)
     pool.share(partial(loops.sum_rows, grads, flat(row_grads), first), first, end, grads.dim, grads.segments)
     return row_grads
@@ -30,7 +30,7 @@ def blocks(num_rows: int, dim: int) -> Iterator[tuple[int, int]]:
 
 
 def floats(*shape: int) -> Tensor:
-    """Uninitialised, whatever torch's defaults are."""
+    """Uninitialised fp32, independent of torch's default dtype and device."""
     return torch.empty(shape, dtype=torch.float32, device="cpu")
 
 

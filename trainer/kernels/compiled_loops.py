@@ -1,11 +1,14 @@
-"""The compiled loops over rows behind `compiled_ops`. Rows and gradients are flat arrays; a part of the records has a start and a stride:
+"""Compiled loops over rows, for `compiled_ops`; the loops of the row optimizers are in `row_optimizers/`.
+
+Rows and gradients are flat arrays; a part of the records has a start and a stride:
 
     flat    | weight  | sum     | weight  | sum     | ...        slot s of a part: flat[s * stride + column]
             <----- stride ------>
 
-Those of the row optimizers are in `row_optimizers/`. Each loop takes the items from `first` to `end` and writes these alone, so that threads may share them out; the look-ups of one bag or
-row are added by one thread in their order, starting from 0. Products and sums are rounded one by one, but for `multiply_add`, where torch
-rounds once. Indices are unsigned: a signed one might count from the end, and a loop that has to ask is not vectorized.
+Each loop takes the items from `first` to `end` - 1 and writes only these, so threads may share the items; one thread
+adds the look-ups of one bag or row in their order, starting from 0. Products and sums are rounded one by one, except
+for `multiply_add`, where torch rounds once. Indices are unsigned: a signed index might count from the end, and a loop
+that has to test for that is not vectorized.
 """
 
 from typing import NamedTuple
@@ -15,9 +18,9 @@ import numpy as np
 from rowcast.runtime.arrays import F32, I32
 from rowcast.runtime.compiled import compiled_arithmetic, prefetch
 
-AHEAD = 8  # look-ups: what they need is asked for so long before it is used
-ROWS_AHEAD = 4  # the same, in distinct rows, of which each has several look-ups
-LINE = 16  # floats of a cache line
+AHEAD = 8  # data is prefetched this many look-ups before it is used
+ROWS_AHEAD = 4  # the same in distinct rows, each of which has several look-ups
+LINE = 16  # floats per cache line
 U = np.uint64
 ZERO, ONE = np.float32(0), np.float32(1)
 
@@ -27,24 +30,24 @@ class RecordArray(NamedTuple):
 
     flat: F32
     stride: int
-    slots: I32  # [U] of the rows, or [N] of the look-ups
+    slots: I32  # [U] of rows, or [N] of look-ups
 
 
 class Gradients(NamedTuple):
-    """What the gradients of a batch's rows are summed from."""
+    """The arrays that row gradients are summed from."""
 
-    flat: F32  # [G * D] of the pooled bags
+    flat: F32  # [G * D] gradients of the pooled bags
     dim: int  # D
-    bags: I32  # [N] by row
+    bags: I32  # [N] the bags of each row's look-ups, row by row
     segments: I32  # [U + 1] where each row's look-ups start in `bags`
-    lookups: I32  # [N] the look-up behind each entry of `bags`; empty without weights
+    lookups: I32  # [N] the look-up that each entry of `bags` belongs to; empty without weights
     weights: F32  # [N] by look-up; empty: all are 1
     divisors: F32  # [G] of the bags; empty: all are 1
 
 
 @compiled_arithmetic
 def gather(rows: RecordArray, dim: int, out: F32, first: int, end: int) -> None:
-    """out[i] = 0 + row of look-up i: a bag a look-up."""
+    """out[i] = 0 + row of look-up i, for bags of one look-up."""
     for i in range(first, end):
         if i + AHEAD < end:
             ask_for(rows, i + AHEAD, dim)
@@ -57,7 +60,10 @@ def gather(rows: RecordArray, dim: int, out: F32, first: int, end: int) -> None:
 def pool_bags(
     rows: RecordArray, dim: int, offsets: I32, weights: F32, divisors: F32, out: F32, first: int, end: int
 ) -> None:
-    """out[bag] = sum of weight * row over the bag's look-ups, over its divisor. Empty arrays: a bag a look-up; all 1; all 1."""
+    """out[bag] = sum of weight * row over the bag's look-ups, divided by its divisor.
+
+    Empty `offsets`: bags of one look-up. Empty `weights` or `divisors`: all are 1.
+    """
     for bag in range(first, end):
         at = U(bag) * U(dim)
         start, stop = (offsets[bag], offsets[bag + 1]) if len(offsets) else (bag, bag + 1)
@@ -84,7 +90,7 @@ def sum_rows(grads: Gradients, out: F32, block: int, first: int, end: int) -> No
 
 @compiled_arithmetic
 def add_up(grads: Gradients, u: int, out: F32, at: np.uint64) -> None:
-    """out[at:at + D] = the sum of row u's gradients: each is its bag's over the bag's divisor, times the look-up's weight."""
+    """out[at:at + D] = sum of row u's gradients; each is its bag's gradient / bag's divisor * look-up's weight."""
     dim, bags = grads.dim, grads.bags
     for c in range(dim):
         out[at + U(c)] = ZERO

@@ -1,9 +1,10 @@
-"""The kernels on a CPU, with the bits of `torch_ops`, in one pass over the rows where torch makes several.
+"""Implements the kernels on a CPU, with the bits of `torch_ops` and in one pass over the rows.
 
     look-up    rows -> sum, divide -> result
     update     gradients -> sum -> `row_optimizers/<name>_compiled.py` -> weights and states
 
-What has no loop goes to `torch_ops`: other row optimizers, clipped gradients, rows that are not fp32, and `apply` by itself.
+`torch_ops` does what has no compiled loop: other row optimizers, clipped gradients, rows that are not fp32, and
+`apply` by itself.
 """
 
 from functools import partial
@@ -24,7 +25,7 @@ class CompiledOps:
     """Implements `Kernels`. Its bits do not depend on the number of threads."""
 
     def __init__(self, num_threads: int = 1) -> None:
-        """`num_threads`: of its own loops; torch's operations have torch's."""
+        """`num_threads`: for its own loops; torch's operations use torch's threads."""
         self._pool = ThreadPool(num_threads)
 
     def lookup(self, rows: RecordViews, group: GroupLookup, divisors: Tensor | None) -> Tensor:
@@ -79,9 +80,9 @@ def gradients(pooled_grad: Tensor, group: GroupLookup, divisors: Tensor | None) 
 
 
 def part_of(part: Tensor, slots: Tensor) -> RecordArray:
-    """A part of the records f32 [num_slots, width], as its memory from its first element to its last."""
+    """A part of the records, f32 [num_slots, width], as flat memory from its first element to its last."""
     num_slots, width = part.shape
     stride = part.stride(0)
-    assert part.stride(1) == 1 or width == 1, f"columns {part.stride(1)} elements apart, instead of 1"
+    assert part.stride(1) == 1 or width == 1, f"columns are {part.stride(1)} elements apart instead of 1"
     length = (num_slots - 1) * stride + width if num_slots else 0
     return RecordArray(part.as_strided((length,), (1,)).numpy(), stride, ints(slots))

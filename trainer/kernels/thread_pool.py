@@ -1,4 +1,4 @@
-"""Shares a compiled loop out among threads. Only whole items go to a thread, so no result depends on how many there are."""
+"""Divides a compiled loop among threads by whole items, so that no result depends on the number of threads."""
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -9,11 +9,11 @@ import numpy as np
 
 from rowcast.runtime.arrays import I32
 
-MIN_FLOATS = 2**16  # a thread's share, below which it is not worth waking one
+MIN_FLOATS = 2**16  # the smallest share that is worth waking a thread for
 
 
 class ThreadPool:
-    """The caller's thread and others beside it. One caller at a time."""
+    """The caller's thread and others. One caller at a time."""
 
     def __init__(self, num_threads: int) -> None:
         self._num_threads = num_threads
@@ -27,9 +27,10 @@ class ThreadPool:
         item_floats: int,
         starts: I32 | None = None,
     ) -> None:
-        """Calls work(from, to) for ranges that cover the items from `first` to `end`, and returns when all are done.
+        """Calls work(from, to) for ranges that cover the items from `first` to `end` - 1; returns when all are done.
 
-        starts: where each item's parts start, for items of different sizes, and the end of the last; item_floats: of a part.
+        starts: for items of different sizes, where each item's parts start, and the end of the last item.
+        item_floats: floats per part.
         """
         num_parts = end - first if starts is None else int(starts[end]) - int(starts[first])
         num_shares = min(self._num_threads, num_parts * item_floats // MIN_FLOATS)
@@ -37,15 +38,15 @@ class ThreadPool:
             work(first, end)
             return
         ranges = pairwise(cuts(first, end, num_shares, starts))
-        own = next(ranges)
-        running = [self._others.submit(work, *of_thread) for of_thread in ranges]
-        work(*own)
+        first_range = next(ranges)
+        running = [self._others.submit(work, *other_range) for other_range in ranges]
+        work(*first_range)
         for task in running:
             task.result()
 
 
 def cuts(first: int, end: int, num_shares: int, starts: I32 | None) -> list[int]:
-    """Where shares of about as many parts begin, and the last one ends."""
+    """Where each share begins, and the end of the last; shares have about the same number of parts."""
     if starts is None:
         return [first + (end - first) * share // num_shares for share in range(num_shares + 1)]
     shares = np.linspace(starts[first], starts[end], num_shares + 1)[1:-1]

@@ -1,12 +1,13 @@
-"""The kernels in plain torch operations, for every device: what the others are compared with.
+"""Implements the kernels in plain torch operations, for every device; the other implementations are compared with it.
 
-`torch.embedding_bag` is used as a segmented sum: it adds the rows of a bag one by one, in order, starting from 0, on the CPU and on
-CUDA, and has the bits of `index_add_` and of `nn.Embedding`'s dense gradient. (On the CPU it is five to ten times as fast as those two
-or `torch.segment_reduce`. It copies a whole table that is not contiguous, so it never sees the records themselves.)
+`torch.embedding_bag` is used as a segmented sum: it adds the rows of a bag one by one, in order, starting from 0, on
+the CPU and on CUDA, and has the bits of `index_add_` and of `nn.Embedding`'s dense gradient. (On the CPU it is five to
+ten times as fast as those two or `torch.segment_reduce`. It copies a whole table that is not contiguous, so it is never
+given the records themselves.)
 
-The row optimizers (`row_optimizers/`) are what torch.optim would do to whole tables, done to contiguous blocks [U, width] of the rows
-that a batch touches, with the same operations in the same order. Their bits do not depend on how rows are cut into blocks, so gathered
-rows and whole tables agree.
+The row optimizers (`row_optimizers/`) do what torch.optim would do to whole tables, on contiguous blocks [U, width] of
+the rows that a batch touches, with the same operations in the same order. Their bits do not depend on how rows are cut
+into blocks, so gathered rows and whole tables agree.
 """
 
 import torch
@@ -32,7 +33,7 @@ def reduce(pooled_grad: Tensor, group: GroupLookup, divisors: Tensor | None) -> 
     grads = pooled_grad if divisors is None else pooled_grad / divisors
     if group.weights is None:
         return segment_sum(grads, group.bag_order, group.segment_offsets)
-    assert group.lookup_order is not None, "a weighted plan without lookup_order"
+    assert group.lookup_order is not None, "a plan with weights has lookup_order"
     grads = grads.index_select(0, group.bag_order)
     grads *= group.weights.index_select(0, group.lookup_order)[:, None]
     return segment_sum(grads, torch.arange(len(grads), dtype=torch.int32, device=grads.device), group.segment_offsets)
@@ -56,7 +57,7 @@ def update(rows: RecordViews, pooled_grad: Tensor, group: GroupLookup, divisors:
 
 
 def clip_rows(row_grads: Tensor, clip: float) -> Tensor:
-    """f32 [U, D], each row with a norm of at most `clip`: by the factor that torch.nn.utils.clip_grad_norm_ would take for it."""
+    """f32 [U, D]: scales each row to a norm of at most `clip`, by the factor that clip_grad_norm_ would compute."""
     norms = (row_grads * row_grads).sum(1, keepdim=True).sqrt()
     return row_grads * (clip / (norms + 1e-6)).clamp(max=1.0)
 

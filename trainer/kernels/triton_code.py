@@ -1,16 +1,16 @@
-"""The device's side of the Triton kernels: what runs for a block of bags or rows.
+"""The functions that Triton kernels are made of: what runs for a block of bags or rows.
 
-A program holds ROWS bags or rows, BLOCK columns wide: the dimension D, rounded up to a power of two. Of a bag or row there is one number
-in i32 [ROWS], and its values are f32 [ROWS, BLOCK].
+A program holds ROWS bags or rows, BLOCK columns wide: the dimension D, rounded up to a power of two. Numbers of bags
+or rows are i32 [ROWS], their values f32 [ROWS, BLOCK].
 
     rows_at      one look-up of each
     sum_of       0.0 + source[index[first]] + source[index[first + 1]] + ... of each
-    row_sums     of each over its columns, in an order that depends on D alone
+    row_sums     the sum of each over its columns, in an order that depends on D alone
     train_rows   the row optimizer on their gradients
 
-Kernels join these, so that whatever path a gradient takes, it meets the same operations in the same order. Each operation is rounded by
-itself, but for `tl.fma` where torch's own operation is one; so kernels must be launched with `ROUNDED` (triton_ops.py), which keeps the
-compiler from joining others.
+Kernels combine these, so every gradient meets the same operations in the same order on any path. Each operation is
+rounded by itself, except for `tl.fma` where torch's own operation is one; so kernels must be launched with `ROUNDED`
+(triton_ops.py), which keeps the compiler from fusing others.
 """
 
 from collections.abc import Callable
@@ -24,16 +24,16 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 class Kernel(Protocol):
     def __getitem__(self, grid: tuple[int]) -> Callable[..., object]:
-        """What launches it on so many programs."""
+        """Returns the function that launches the kernel on `grid[0]` programs."""
 
 
 def device(function: Function) -> Function:
-    """For code that kernels call."""
+    """Compiles a function that kernels call."""
     return cast(Function, triton.jit(function))
 
 
 def kernel(*counts: str) -> Callable[[Callable[..., None]], Kernel]:
-    """`counts` are integers that change from step to step: not compiled once more where one happens to be 1, or a multiple of 16."""
+    """Compiles a kernel. It is not recompiled when one of the integers `counts` is 1 or a multiple of 16."""
     return cast(Callable[[Callable[..., None]], Kernel], triton.jit(do_not_specialize=counts))
 
 
@@ -50,13 +50,14 @@ def rows_at(
     D: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> tl.tensor:
-    """f32 [ROWS, BLOCK]: the rows index[place] of `source`, or `place` where there is no index; 0.0 where not `live`, and behind column D.
+    """f32 [ROWS, BLOCK]: the rows index[place] of `source`, or rows `place` without an index.
 
-    A row is divided by its divisor, then multiplied by weights[weight_order[place]], or by weights[place].
+    Rows that are not `live`, and columns from D on, are 0.0. A row is divided by its divisor, then multiplied by
+    weights[weight_order[place]], or by weights[place] without an order.
     """
     columns = tl.arange(0, BLOCK)[None, :]
     row = place if index is None else tl.load(index + place, mask=live, other=0)
-    row = row.to(tl.int64)  # beyond 2**31 elements from 16.8 M rows of 128 on
+    row = row.to(tl.int64)  # 16.8 M rows of 128 columns exceed 2**31 elements
     at = source + row[:, None] * stride + columns
     values = tl.load(at, mask=live[:, None] & (columns < D), other=0.0).to(tl.float32)
     if divisors is not None:
@@ -82,9 +83,9 @@ def sum_of(
     ROWS: tl.constexpr,
     UNROLL: tl.constexpr,
 ) -> tl.tensor:
-    """f32 [ROWS, BLOCK]: 0.0 and then, one by one, `rows_at` each place from first to first + count - 1.
+    """f32 [ROWS, BLOCK]: starts from 0.0 and adds `rows_at` each place from first to first + count - 1, one by one.
 
-    Once a row has no more look-ups, 0.0 is added to it: a sum that began at 0.0 is never -0.0, so this changes no bits.
+    A row without further look-ups adds 0.0: a sum that starts from 0.0 is never -0.0, so this changes no bits.
     """
     total = tl.zeros([ROWS, BLOCK], tl.float32)
     for start in range(0, tl.max(count, 0), UNROLL):
@@ -98,7 +99,7 @@ def sum_of(
 
 @device
 def row_sums(values: tl.tensor) -> tl.tensor:
-    """f32 [ROWS, 1]: neighbours are added, then their sums, and so on. Every addition has two terms, so its order is no question."""
+    """f32 [ROWS, 1]: adds neighbours, then their sums, and so on. Each addition has two terms: the order is fixed."""
     for _ in tl.static_range(10):
         if values.shape[1] > 1:
             values = tl.sum(tl.reshape(values, [values.shape[0], values.shape[1] // 2, 2]), 2)
@@ -107,7 +108,7 @@ def row_sums(values: tl.tensor) -> tl.tensor:
 
 @device
 def clipped(grads: tl.tensor, CLIP: tl.constexpr) -> tl.tensor:
-    """As `torch_ops.clip_rows`."""
+    """Does what `torch_ops.clip_rows` does."""
     norms = tl.sqrt_rn(row_sums(grads * grads))
     return grads * tl.minimum(tl.div_rn(1.0, norms + 1e-6) * CLIP, 1.0, propagate_nan=tl.PropagateNan.ALL)
 
@@ -130,9 +131,10 @@ def train_rows(
     D: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """One step of the rows in `slots` that are `live`. grads are 0 after column D; strides are in elements, STRIDE in fp32.
+    """One step of the rows in `slots` that are `live`. grads are 0 from column D on.
 
-    RULE, rate and CONSTANTS: `train` and `scalars` of a row optimizer. PER_ROW: which states have one element a row.
+    Strides are in elements, STRIDE in fp32 elements. RULE, rate and CONSTANTS: `train` and `scalars` of a row
+    optimizer. PER_ROW: which states have one element per row.
     """
     columns = tl.arange(0, BLOCK)[None, :]
     mask = live[:, None] & (columns < D)

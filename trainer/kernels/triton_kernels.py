@@ -1,12 +1,13 @@
-"""The Triton kernels: which bags or rows each program has, and where its result goes.
+"""The Triton kernels: each assigns bags or rows to programs and stores their results.
 
     lookup_kernel     bags                            -> pooled
     segments_kernel   chunks of long rows first,      -> their sums
-                      then rows, long ones left out   -> row gradients, or trained at once
+                      then rows, without long ones    -> row gradients, or trained at once
     join_kernel       long rows, from chunks' sums    -> row gradients, or trained at once
     apply_kernel      rows, from row gradients        -> trained
 
-Chunks come first, because the longest work should begin first. All but `lookup_kernel` train the rows where `row_grads` is None.
+Chunks come first, because the longest work should begin first. All but `lookup_kernel` train the rows if `row_grads`
+is None.
 """
 
 import triton.language as tl
@@ -178,6 +179,6 @@ def apply_kernel(
 def put(
     out: tl.tensor, row: tl.tensor, values: tl.tensor, live: tl.tensor, D: tl.constexpr, BLOCK: tl.constexpr
 ) -> None:
-    """Into rows of f32 [.., D]."""
+    """Stores `values` in rows of f32 [.., D]."""
     columns = tl.arange(0, BLOCK)[None, :]
     tl.store(out + row.to(tl.int64)[:, None] * D + columns, values, mask=live[:, None] & (columns < D))

@@ -1,7 +1,8 @@
-"""The kernels for CUDA devices, in Triton: each pass reads what it needs once, and nothing waits for the device.
+"""Implements the kernels for CUDA devices in Triton: each pass reads its input once, and nothing waits for the device.
 
-`update` is one launch, and one more where the batch has long rows. There are no atomics and no sorting: the plan has grouped the look-ups,
-and every sum has one order, given in `trainer.kernels`. So a step has the same bits each time, whatever the block table says.
+`update` is one launch, and a second one if the batch has long rows. There are no atomics and no sorting: the plan has
+grouped the look-ups, and every sum has one order, given in `trainer.kernels`. So a step always has the same bits, with
+any block table.
 """
 
 from collections.abc import Iterable
@@ -19,20 +20,20 @@ from rowcast.trainer.kernels import GroupLookup, RecordViews, Rule, row_optimize
 from rowcast.trainer.kernels.blocks import LARGEST, BlockShape, blocks_for
 from rowcast.trainer.kernels.triton_kernels import apply_kernel, join_kernel, lookup_kernel, segments_kernel
 
-# each operation by itself, small numbers not taken for zero
+# each operation is rounded by itself, and denormal numbers are not flushed to zero
 ROUNDED = {"enable_fp_fusion": False, "enable_reflect_ftz": False}
 Options = dict[str, Any]
 RULES = row_optimizers.modules("_triton")
-UNUSED = (None,) * 5  # by kernels that train no rows: unique_slots to rate
+UNUSED = (None,) * 5  # unique_slots to rate, for kernels that train no rows
 
 
 def make_launcher() -> None:
-    """What Triton itself compiles before its first kernel, or finds in its cache. Raises RuntimeError, OSError or CalledProcessError."""
+    """Builds Triton's launcher or finds it in the cache. Raises RuntimeError, OSError or CalledProcessError."""
     driver.active.get_current_target()
 
 
 def check_dims(dims: Iterable[int]) -> None:
-    """Raises RuntimeError for rows that are too wide to be cut into blocks."""
+    """Raises RuntimeError for rows that are too wide for a block."""
     widest = max(dims, default=0)
     if widest > LARGEST:
         raise RuntimeError(f"rows of {widest} columns; Triton's kernels take up to {LARGEST}")
@@ -95,14 +96,14 @@ def run_update(
 
 
 def training(rows: RecordViews, unique_slots: Tensor, rule: Rule) -> tuple[tuple[Any, ...], Options]:
-    """The kernels' arguments from unique_slots to rate, and their options."""
+    """Returns the kernels' arguments from unique_slots to rate, and their options."""
     rate, constants = RULES[rule.kind].scalars(rule)
     options = train_options(*layout_of(rows), rule.kind, constants, rule.clip)
     return (unique_slots, rows.weight, rows.master, rows.states, rate), options
 
 
 def layout_of(rows: RecordViews) -> tuple[int, int, int]:
-    """Columns, bytes of a weight, and bytes from one record to the next."""
+    """Columns, bytes per weight, and bytes per record."""
     return rows.weight.shape[1], rows.weight.element_size(), rows.weight.stride(0) * rows.weight.element_size()
 
 
@@ -114,7 +115,7 @@ def lookup_options(dim: int, weight_bytes: int, record_bytes: int) -> Options:
 
 @lru_cache
 def reduce_options(dim: int) -> Options:
-    """Of kernels that train no rows."""
+    """Options of kernels that train no rows."""
     blocks = blocks_for(dim, 4)
     untrained = dict.fromkeys(("RULE", "CONSTANTS", "PER_ROW", "CLIP", "WEIGHT_STRIDE", "STRIDE"))
     return {**block_options(blocks.update, dim, blocks.columns), **untrained}
@@ -141,5 +142,5 @@ def block_options(block: BlockShape, dim: int, columns: int) -> Options:
 
 
 def cdiv(count: int, size: int) -> int:
-    """How many blocks of `size` hold `count`."""
+    """The number of blocks of `size` that `count` items need."""
     return -(-count // size)

@@ -1,7 +1,8 @@
-"""Models, their loss and their dense optimizer.
+"""Builds models and their dense optimizers.
 
-Every model is called as `model(dense, embeddings) -> logits`: dense f32 [B, num_dense]; embeddings, a list of f32 [B, D_f], one a
-feature in the job's feature order, or `Sequences` of a feature that is not pooled; logits f32 [B], or whatever its own `loss` takes.
+Every model is called as `model(dense, embeddings) -> logits`: dense f32 [B, num_dense]; embeddings, a list of
+f32 [B, D_f], one per feature in the job's feature order, or `Sequences` for a feature that is not pooled; logits
+f32 [B], or whatever its own `loss` takes.
 """
 
 from collections.abc import Callable, Iterable
@@ -22,11 +23,13 @@ MATRIX_ALIGNMENT = 64  # bytes
 
 
 def build_model(job: Job, num_dense: int) -> nn.Module:
-    """The job's model on the CPU, a function of the job file alone: its random numbers come from job.seed, and the global random state
-    stays as it was. Raises ConfigError where `model.kind` names a factory that does not give a model.
+    """Builds the job's model on the CPU, as a function of the job file alone.
+
+    Its random numbers come from job.seed; the global random state does not change. Raises ConfigError if the factory
+    named by `model.kind` returns no model.
     """
-    own = BUILT_IN_MODELS.get(job.model.kind)
-    model = build_custom(job, num_dense) if own is None else built_in_factory(own)(job, num_dense)
+    built_in = BUILT_IN_MODELS.get(job.model.kind)
+    model = build_custom(job, num_dense) if built_in is None else built_in_factory(built_in)(job, num_dense)
     model.register_forward_pre_hook(align_inputs)
     return model
 
@@ -38,9 +41,9 @@ def built_in_factory(model: BuiltInModel) -> Callable[[Job, int], nn.Module]:
 
 
 def align_inputs(model: nn.Module, inputs: tuple[Tensor, list[Embedded]]) -> tuple[Tensor, list[Embedded]]:
-    """A matrix product on the CPU has other bits where a matrix starts at another alignment; so a model never sees where it came from."""
+    """Aligns a model's inputs, because a matrix product on the CPU has other bits at another alignment."""
     if torch.compiler.is_compiling():
-        return inputs  # `DenseSide` has aligned them
+        return inputs  # `JobModel` has aligned them
     dense, embeddings = inputs
     return aligned(dense), [aligned_embedding(embedding) for embedding in embeddings]
 
@@ -58,7 +61,7 @@ def aligned(tensor: Tensor) -> Tensor:
 
 
 def build_dense_optimizer(job: Job, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-    """torch.optim's own, one tensor at a time, whose bits do not depend on how many tensors there are."""
+    """An optimizer of torch.optim that updates one tensor at a time: its bits do not depend on their number."""
     settings = job.optimizer.dense
     parameters = list(parameters)
     if settings.kind == "sgd":

@@ -1,7 +1,7 @@
-"""torch.compile of a model, so that its bits are a function of the job: one graph for one batch size, and nothing timed on the device.
+"""Compiles a model by torch.compile so that its bits are a function of the job: one graph, nothing timed.
 
-A compiled model has other bits than the model itself, and other shapes would have other graphs. So only train batches of
-`data.batch_size` samples run compiled; shorter ones and evaluation run the model as it is (`side.py`).
+A compiled model has other bits than the plain model, and other shapes would have other graphs. So only train batches
+of `data.batch_size` samples run compiled; smaller batches and evaluation use the plain model (`job_model.py`).
 """
 
 from collections.abc import Callable
@@ -12,24 +12,24 @@ from torch import Tensor, nn
 
 from rowcast.runtime.errors import ConfigError
 
-# kernels are otherwise tried out where the model runs, and the fastest of several that sum in different orders is taken
+# otherwise kernels that sum in different orders are timed on the device, and the fastest is chosen
 OPTIONS: dict[str, Any] = {"deterministic": True}
 
 
 def compile_model(model: nn.Module, device: torch.device) -> Callable[..., Tensor]:
-    """The model, compiled at its first call; it shares the model's parameters, which keep their names. Raises ConfigError where this
-    machine lacks what torch.compile needs.
+    """The model, compiled at its first call; it shares the model's parameters, which keep their names.
+
+    Raises ConfigError if this machine lacks what torch.compile needs.
     """
-    torch.compiler.reset()  # what an earlier incarnation of the run compiled counts as a variant of this model
-    torch._dynamo.config.fail_on_recompile_limit_hit = (
-        True  # behind it a model would run uncompiled: other bits than those of a run that was restarted
-    )
+    torch.compiler.reset()  # graphs of an earlier attempt would count as variants of this model
+    # beyond the limit a model would run uncompiled, with other bits than a restarted run
+    torch._dynamo.config.fail_on_recompile_limit_hit = True
     check_compiler(device)
     return torch.compile(model, dynamic=False, options=OPTIONS)
 
 
 def check_compiler(device: torch.device) -> None:
-    """Compiles one kernel, from nothing, to see."""
+    """Compiles one kernel without the cache. Raises ConfigError if that fails."""
     kernel = torch.compile(torch.sigmoid, dynamic=False, options={**OPTIONS, "fx_graph_cache": False})
     try:
         kernel(torch.zeros(64, device=device))
@@ -41,6 +41,6 @@ def check_compiler(device: torch.device) -> None:
         )
         sentence = " ".join(str(error).partition("\n\n")[0].split())[:200]  # without torch's own advice
         raise ConfigError(
-            f"model.compile: torch.compile does not work on {device} here ({type(error).__name__}: {sentence}); it needs {needs}; "
-            "install that or remove model.compile"
+            f"model.compile: torch.compile does not work on {device} here ({type(error).__name__}: {sentence}); it "
+            f"needs {needs}; install that or remove model.compile"
         ) from None

@@ -1,4 +1,4 @@
-"""A model of the user's own: `model.kind = "package.module:factory"`."""
+"""Builds a user's own model: `model.kind = "package.module:factory"`."""
 
 import inspect
 import sys
@@ -14,28 +14,33 @@ from rowcast.runtime.errors import ConfigError
 
 
 def build_custom(job: Job, num_dense: int) -> nn.Module:
-    """Calls `factory(job, num_dense, **job.model.options)`, with torch's random numbers seeded by job.seed. Raises ConfigError."""
+    """Calls `factory(job, num_dense, **job.model.options)` with torch's random state seeded by job.seed.
+
+    Raises ConfigError.
+    """
     factory = load_factory(job.model.kind)
     try:
         inspect.signature(factory).bind(job, num_dense, **job.model.options)
     except TypeError as error:
         raise ConfigError(
-            f"model.kind = {job.model.kind!r}: the factory cannot be called with (job, num_dense, **model.options): {error}"
+            f"model.kind = {job.model.kind!r}: the factory cannot be called with (job, num_dense, **model.options): "
+            f"{error}"
         ) from None
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(job.job.seed)
         model = factory(job, num_dense, **job.model.options)
     if not isinstance(model, nn.Module):
         raise ConfigError(
-            f"model.kind = {job.model.kind!r} returned {type(model).__name__}; the factory must return a torch.nn.Module"
+            f"model.kind = {job.model.kind!r} returned {type(model).__name__}; the factory must return a "
+            "torch.nn.Module"
         )
     return model
 
 
 def load_factory(kind: str) -> Any:
-    """The callable behind "package.module:factory". Raises ConfigError."""
+    """Imports the callable that "package.module:factory" names. Raises ConfigError."""
     module_name, _, factory_name = kind.partition(":")
-    if str(Path.cwd()) not in sys.path:  # modules beside the job are found from the working folder, as the readers' are
+    if str(Path.cwd()) not in sys.path:  # as for readers, modules are found from the working folder
         sys.path.append(str(Path.cwd()))
     try:
         module = import_module(module_name)
@@ -46,6 +51,7 @@ def load_factory(kind: str) -> Any:
     factory = getattr(module, factory_name, None)
     if not callable(factory):
         raise ConfigError(
-            f"model.kind = {kind!r}: module {module_name} has no function {factory_name!r}; name one that returns a model"
+            f"model.kind = {kind!r}: module {module_name} has no function {factory_name!r}; name one that returns a "
+            "model"
         )
     return factory

@@ -13,10 +13,10 @@ from rowcast.trainer.models.mlp import empty_linear, linear_layers, logits_of, r
 
 
 class DCNv2(nn.Module):
-    """Bottom MLP, cross network over everything side by side, top MLP. Embeddings may have any widths.
+    """Bottom MLP, cross network over the concatenation, top MLP. Embeddings may have any widths.
 
-    Parameters are `bottom_mlp.<n>.weight` and so on as in DLRM, and of cross layer l `cross.<l>.v.weight` [rank, width],
-    `cross.<l>.w.weight` [width, rank] and `cross.<l>.w.bias` [width].
+    Parameters are `bottom_mlp.<n>.weight` and so on as in DLRM, and for cross layer l `cross.<l>.v.weight`
+    [rank, width], `cross.<l>.w.weight` [width, rank] and `cross.<l>.w.bias` [width].
     """
 
     def __init__(self, job: Job, num_dense: int) -> None:
@@ -37,7 +37,7 @@ class DCNv2(nn.Module):
 
 
 class LowRankCross(nn.Module):
-    """One cross layer. Starts as torchrec's LowRankCrossNet: Xavier's normal values in both matrices, zeros in the bias."""
+    """One cross layer, initialised as TorchRec's LowRankCrossNet: Xavier normal matrices, a bias of zeros."""
 
     def __init__(self, width: int, rank: int, generator: torch.Generator) -> None:
         super().__init__()

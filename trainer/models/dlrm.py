@@ -1,4 +1,7 @@
-"""DLRM: Naumov et al., Deep Learning Recommendation Model for Personalization and Recommendation Systems (arXiv 1906.00091)."""
+"""DLRM: Naumov et al., Deep Learning Recommendation Model for Personalization and Recommendation Systems.
+
+arXiv 1906.00091
+"""
 
 import torch
 from torch import Tensor, nn
@@ -10,11 +13,12 @@ from rowcast.trainer.models.mlp import linear_layers, logits_of, relu_layers
 class DLRM(nn.Module):
     """Bottom MLP, dot products of all pairs, top MLP.
 
-    The interaction puts the dot products of vectors i > j of [bottom output, features in the job's order] behind the bottom output, in
-    the order (1, 0), (2, 0), (2, 1), (3, 0), ... Parameters are `bottom_mlp.<n>.weight` and so on, n counting linear layers from 0.
+    The interaction appends to the bottom output the dot products of vectors i > j of [bottom output, features in the
+    job's order], in the order (1, 0), (2, 0), (2, 1), (3, 0), ... Parameters are `bottom_mlp.<n>.weight` and so on; n
+    counts linear layers from 0.
     """
 
-    lower: Tensor  # i64 [1, pairs] where each pair stands in a flattened [F + 1, F + 1]
+    lower: Tensor  # i64 [1, pairs]: the position of each pair in a flattened [F + 1, F + 1]
 
     def __init__(self, job: Job, num_dense: int) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The embedding layer over the device cache: rows are found by slot, and its backward pass updates them in place."""
+"""The embedding layer over the device cache: looks up rows by slot and updates them in place in its backward pass."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -11,14 +11,14 @@ from rowcast.job.schema import SparseOptimizer
 from rowcast.job.tables import GroupSpec
 from rowcast.trainer.execute.metrics import Phase
 from rowcast.trainer.kernels import GroupLookup, Kernels, torch_ops
-from rowcast.trainer.kernels.optim import rows_of, rule_at
+from rowcast.trainer.kernels.record_views import rows_of, rule_at
 from rowcast.trainer.models.sequences import Embedded, Sequences
 
 __all__ = ["Embeddings", "GroupLookup"]
 
 
 class Embeddings:
-    """All embedding tables of a model, as far as the device holds them. It shares the records with the device cache and owns no state."""
+    """Looks up all embedding tables of a model. It shares the records with the device cache and owns no state."""
 
     def __init__(
         self,
@@ -28,19 +28,24 @@ class Embeddings:
         kernels: Kernels = torch_ops,
         lap: Callable[[Phase], None] = lambda phase: None,
     ) -> None:
-        """`records`: f32 [num_slots, record_floats] of each group. `lap` hears when the rows' update begins and ends in a backward pass."""
-        self._groups = [GroupRows(group, own, settings, kernels) for group, own in zip(groups, records, strict=True)]
+        """`records`: f32 [num_slots, record_floats] of each group.
+
+        `lap` is called when the rows' update begins and ends in a backward pass.
+        """
+        pairs = zip(groups, records, strict=True)
+        self._groups = [GroupRows(group, group_records, settings, kernels) for group, group_records in pairs]
         self._positions = [position for group in groups for position in group.feature_positions]
         self.trigger = torch.zeros((), dtype=torch.float32, device=records[0].device, requires_grad=True)
         self._awaits_backward: PendingUpdate | None = None
         self._lap = lap
 
     def __call__(self, lookups: Sequence[GroupLookup], train_step: int) -> list[Embedded]:
-        """Pooled embeddings f32 [B, D] of every feature, in the job's feature order; `Sequences` of those that are not pooled.
+        """Pooled embeddings f32 [B, D] of every feature, in the job's feature order; `Sequences` if it is not pooled.
 
-        `lookups` holds one entry a group; `train_step` counts the training batches before this one (Adam needs it). With gradients
-        enabled, the backward pass applies the row optimizer to the records of the batch, so each forward needs exactly one backward:
-        a second forward before it, or a second backward, raises RuntimeError. Under `torch.no_grad()` this only looks up.
+        `lookups` holds one entry per group; `train_step` counts the train batches before this one (for Adam). With
+        gradients enabled, the backward pass applies the row optimizer to the batch's records, so each forward needs
+        exactly one backward: a second forward before it, or a second backward, raises RuntimeError. Under
+        `torch.no_grad()`, this only looks up.
         """
         pooled = self.pool(lookups)
         if torch.is_grad_enabled():
@@ -52,17 +57,17 @@ class Embeddings:
         return [group.lookup(lookup) for group, lookup in zip(self._groups, lookups, strict=True)]
 
     def expect_update(self, lookups: Sequence[GroupLookup], train_step: int) -> "PendingUpdate":
-        """`update` of these will follow. Raises RuntimeError where one is expected already."""
+        """Announces an `update` of these look-ups. Raises RuntimeError if another one is expected."""
         if self._awaits_backward:
             raise RuntimeError(
-                f"embeddings of train step {train_step} were asked for before the backward pass of an earlier forward updated their "
-                "rows; call backward() once a forward, or look up under torch.no_grad()"
+                f"embeddings of train step {train_step} were asked for before the backward pass of an earlier forward "
+                "updated their rows; call backward() once for each forward, or look up under torch.no_grad()"
             )
         self._awaits_backward = PendingUpdate(self, lookups, train_step)
         return self._awaits_backward
 
     def by_feature(self, pooled: Sequence[Tensor], lookups: Sequence[GroupLookup]) -> list[Embedded]:
-        """f32 [G, D] of each group -> what the model gets of each feature, in the job's order."""
+        """f32 [G, D] of each group -> the model's input for each feature, in the job's order."""
         by_group = [
             feature
             for group, group_pooled, lookup in zip(self._groups, pooled, lookups, strict=True)
@@ -73,11 +78,11 @@ class Embeddings:
 
     @property
     def awaits_backward(self) -> bool:
-        """Whether a forward was not followed by its backward pass yet."""
+        """Whether the backward pass of a forward is still to come."""
         return self._awaits_backward is not None
 
     def finish_step(self) -> None:
-        """After a backward pass: where the loss did not depend on any embedding, its gradient is zero, and the rows are updated by that."""
+        """Call after the backward pass: if the loss depended on no embedding, updates the rows by gradients of zero."""
         pending = self._awaits_backward
         if pending is not None:
             zeros = [group.zeros(lookup) for group, lookup in zip(self._groups, pending.lookups, strict=True)]
@@ -87,7 +92,7 @@ class Embeddings:
         """Reduces and applies the gradients f32 [G, D] of one forward's pooled embeddings, group by group."""
         if self._awaits_backward is None or self._awaits_backward.lookups is not lookups:
             raise RuntimeError(
-                f"the rows of train step {train_step} were already updated; call backward() once a forward"
+                f"the rows of train step {train_step} were already updated; call backward() once for each forward"
             )
         self._awaits_backward = None
         self._lap("backward")
@@ -97,7 +102,7 @@ class Embeddings:
 
 
 class GroupRows:
-    """The records of one group, and what is done to them."""
+    """Looks up and updates the records of one group."""
 
     def __init__(self, group: GroupSpec, records: Tensor, settings: SparseOptimizer, kernels: Kernels) -> None:
         self.dim = group.embedding_dim
@@ -113,7 +118,7 @@ class GroupRows:
         return self._kernels.lookup(self._rows, lookup, self._divisors(lookup))
 
     def by_feature(self, pooled: Tensor, lookup: GroupLookup) -> list[Embedded]:
-        """f32 [G, D] -> what the model gets of each of the group's features."""
+        """f32 [G, D] -> the model's input for each of the group's features."""
         features: list[Embedded] = list(pooled.split_with_sizes(self._num_bags(lookup)))
         for feature, offsets in zip(
             self._unpooled, () if lookup.sequence_offsets is None else lookup.sequence_offsets, strict=True
@@ -132,7 +137,7 @@ class GroupRows:
         )
 
     def _divisors(self, lookup: GroupLookup) -> Tensor | None:
-        """Look-ups of each bag pooled by mean, at least 1; 1 for other bags. None where all are 1."""
+        """Look-ups of each bag that is averaged, at least 1; 1 for other bags. None if all are 1."""
         if self._means is None or lookup.offsets is None:
             return None
         counts = lookup.offsets.diff()
@@ -142,7 +147,7 @@ class GroupRows:
         return torch.where(is_mean, counts.clamp(min=1), 1).float().view(-1, 1)
 
     def _num_bags(self, lookup: GroupLookup) -> list[int]:
-        """Of each feature: one a sample, or one a look-up."""
+        """The number of bags of each feature: one per sample, or one per look-up."""
         num_bags = [lookup.batch_size] * self._num_features
         for feature, num_lookups in zip(self._unpooled, lookup.sequence_lookups, strict=True):
             num_bags[feature] = num_lookups
@@ -151,7 +156,7 @@ class GroupRows:
 
 @dataclass(frozen=True, slots=True)
 class PendingUpdate:
-    """What the backward pass of one forward will do."""
+    """The update that the backward pass of one forward makes."""
 
     embeddings: Embeddings
     lookups: Sequence[GroupLookup]
@@ -163,11 +168,11 @@ class PendingUpdate:
 
 class Pending(Protocol):
     def apply(self, grads: Sequence[Tensor]) -> None:
-        """Takes the gradients f32 [G, D] of each group's pooled embeddings, in the backward pass."""
+        """Called in the backward pass with gradients f32 [G, D] of each group's pooled embeddings."""
 
 
 class UpdateInBackward(torch.autograd.Function):
-    """Identity whose backward pass updates rows instead of handing gradients on; `trigger` makes autograd call it."""
+    """Identity whose backward pass updates rows instead of returning gradients; `trigger` makes autograd call it."""
 
     @staticmethod
     def forward(ctx: Any, trigger: Tensor, pending: Pending, *pooled: Tensor) -> tuple[Tensor, ...]:
@@ -181,5 +186,5 @@ class UpdateInBackward(torch.autograd.Function):
 
 
 def update_in_backward(trigger: Tensor, pooled: list[Tensor], pending: Pending) -> list[Tensor]:
-    """`pooled` as results of autograd. The one typed door to `Function.apply`."""
+    """Returns `pooled` as results of autograd; the only typed call of `Function.apply`."""
     return list(cast(Any, UpdateInBackward).apply(trigger, pending, *pooled))

@@ -1,7 +1,7 @@
-"""AUC, log loss and accuracy of any number of predictions, in bounded memory and without waiting for the device.
+"""Computes AUC, log loss and accuracy of any number of predictions, in bounded memory, without waiting for the device.
 
-AUC needs the order of all predictions. They are counted in bins of the logit instead, positives and negatives apart; a pair within one
-bin counts half, as a tie. Bins are narrow where logits usually are:
+AUC needs the order of all predictions. They are counted in bins of the logit instead, positives and negatives
+separately; a pair within one bin counts half, as a tie. Bins are narrow where logits usually are:
 
     logit            0        +-1       +-4       +-16      +-100
     width of a bin   3.1e-05  4.8e-05   1.2e-04   7.6e-04   2.1e-02
@@ -16,30 +16,30 @@ from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 NUM_BINS = 2**18  # 4 MiB of counts
-HALF_RANGE = 4.0  # half of the bins lie within +- this logit
+HALF_RANGE = 4.0  # half of the bins are within +- this logit
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EvalResult:
     num_samples: int
-    auc: float | None  # None where all labels are equal, and as accuracy
+    auc: float | None  # None if all labels are equal, or if accuracy is None
     # natural logarithm, mean over samples, or the mean of the model's own loss; None without samples
     logloss: float | None
-    # at probability 0.5; None without samples, and where outputs are no logits or labels not 0 or 1
+    # at probability 0.5; None without samples, or if outputs are not logits or labels are not 0 or 1
     accuracy: float | None
 
 
 @dataclass(frozen=True, slots=True)
 class EvalCounts:
-    """What an evaluation has counted so far."""
+    """The counts of an evaluation so far."""
 
     histogram: Tensor  # i64 [2, NUM_BINS]: negatives, positives
     num_correct: Tensor  # i64 []
     loss_sum: Tensor  # f64 []
-    num_samples: Tensor  # i64 []; more than in the histogram where outputs are no logits, or labels not 0 or 1
+    num_samples: Tensor  # i64 []; more than in the histogram if outputs are not logits or labels are not 0 or 1
 
     def result(self) -> EvalResult:
-        """Reads the counts: waits for the device where they are on one."""
+        """Reads the counts; waits for the device if they are on one."""
         negatives, positives = self.histogram.cpu().double()
         num_samples = int(self.num_samples)
         are_all = int(negatives.sum() + positives.sum()) == num_samples > 0
@@ -52,7 +52,7 @@ class EvalCounts:
 
 
 class EvalMetrics:
-    """Metrics of one evaluation after the other."""
+    """Metrics of one evaluation after another."""
 
     def __init__(self, device: torch.device | None = None) -> None:
         """Counts on `device`; None is the CPU."""
@@ -65,10 +65,10 @@ class EvalMetrics:
         )
 
     def update(self, outputs: Any, labels: Tensor, own_loss: Tensor | None = None) -> None:
-        """Counts one batch: logits f32 [B] and labels f32 [B], 0 or 1, on the metrics' device. Issues work and reads nothing.
+        """Counts one batch: logits f32 [B], labels f32 [B], 0 or 1, on the metrics' device. Issues work, reads nothing.
 
-        `own_loss`: [], the batch's mean by the model's own loss. Outputs may be anything then, and labels any number: the samples that
-        have a logit and a label of 0 or 1 count for AUC and accuracy.
+        `own_loss`: [], the batch's mean of the model's own loss. Outputs may then be anything and labels any numbers;
+        samples that have a logit and a label of 0 or 1 count for AUC and accuracy.
         """
         self._begun = True
         self._counts.num_samples.add_(len(labels))
@@ -89,15 +89,15 @@ class EvalMetrics:
         self._counts.num_correct.add_((((logits > 0) == positive) * counts).sum())
 
     def state(self) -> dict[str, Tensor]:
-        """The counts of an evaluation in progress, for a checkpoint; nothing outside one. Waits for the device."""
+        """The counts of an evaluation in progress, for a checkpoint; empty otherwise. Waits for the device."""
         return {f"metrics.{name}": counts for name, counts in self._named().items()} if self._begun else {}
 
     def restore(self, tensors: Mapping[str, Tensor]) -> bool:
-        """Goes on counting where a `state` was; whether there was an evaluation in progress."""
+        """Continues from a `state`; returns whether an evaluation was in progress."""
         saved = {name: tensors[f"metrics.{name}"] for name in self._named() if f"metrics.{name}" in tensors}
         for name, counts in saved.items():
             self._named()[name].copy_(counts)
-        if saved and "num_samples" not in saved:  # of a version that had logits only
+        if saved and "num_samples" not in saved:  # saved by a version that had logits only
             self._counts.num_samples.copy_(self._counts.histogram.sum())
         self._begun = bool(saved)
         return self._begun
@@ -106,13 +106,12 @@ class EvalMetrics:
         return {field.name: getattr(self._counts, field.name) for field in fields(self._counts)}
 
     def compute(self) -> EvalResult:
-        """The metrics so far. Waits for the device."""
         return self._counts.result()
 
     def close(self) -> EvalCounts:
         """Issues a copy of the counts to the host and starts the next evaluation.
 
-        On a device the result may be read once an event recorded after this call has happened.
+        On a device, the result may be read once an event recorded after this call has happened.
         """
         self._begun = False
         closed = EvalCounts(**{name: to_host(counts) for name, counts in self._named().items()})
@@ -127,14 +126,14 @@ def to_host(tensor: Tensor) -> Tensor:
 
 
 def bins(logits: Tensor) -> Tensor:
-    """The bin of each logit, i64, never decreasing in the logit. NaN goes to the middle; the log loss shows it."""
+    """The bin of each logit, i64, never decreasing in the logit. NaN goes to the middle bin; the log loss shows it."""
     wide = logits.double().nan_to_num(0.0)
     share = 0.5 + 0.5 * wide / (HALF_RANGE + wide.abs())
     return (share * NUM_BINS).long().clamp_(0, NUM_BINS - 1)
 
 
 def area_under_curve(negatives: Tensor, positives: Tensor) -> float | None:
-    """Share of (negative, positive) pairs in the right order, pairs of one bin counting half; f64 counts by ascending bin."""
+    """The share of (negative, positive) pairs in the right order, ties counting half; f64 counts by ascending bin."""
     num_pairs = negatives.sum() * positives.sum()
     if num_pairs == 0:
         return None

@@ -1,7 +1,7 @@
-"""The model of a job as both the trainer and the plain loop run it: precision, compilation, clipping and learning rate are here, once.
+"""Runs a job's model, for the trainer and the plain loop: precision, compilation, clipping and learning rate.
 
 forward                         dense, embeddings f32 -> autocast, compiled or not -> outputs f32
-loss                            outputs, labels -> the model's own, or binary cross entropy
+loss                            outputs, labels -> the model's own loss, or binary cross entropy
 (its backward)
 step                            gradients -> clip -> learning rate of the step -> torch.optim
 """
@@ -25,9 +25,9 @@ CPU = torch.device("cpu")
 
 class JobModel:
     def __init__(self, job: Job, num_dense: int, device: torch.device = CPU, *, trains: bool = True) -> None:
-        """Sets the precision of the process's matrix products, and seeds torch's global random numbers for models that draw some.
+        """Sets the precision of the process's matrix products and seeds torch's global random state.
 
-        Without `trains` nothing is compiled. Raises ConfigError for what this device or machine cannot do.
+        With `trains` False nothing is compiled. Raises ConfigError for settings that this machine cannot serve.
         """
         set_precision(job.model.precision, device)
         self.model = build_model(job, num_dense).to(device)
@@ -41,22 +41,24 @@ class JobModel:
         torch.manual_seed(job.job.seed)
 
     def forward(self, dense: Tensor, embeddings: Sequence[Embedded], *, training: bool) -> Any:
-        """Logits f32 [B], or what the model's own loss takes, of dense f32 [B, num_dense] and an embedding a feature; with gradients
-        where they are enabled."""
+        """Logits f32 [B], or the input of the model's own loss.
+
+        dense f32 [B, num_dense]; one embedding per feature. Computes gradients if they are enabled.
+        """
         self.model.train(training)
         compiled = self._compiled if training and len(dense) == self._full_batch else None
         inputs = dense, list(embeddings)
         with torch.autocast(self._device.type, torch.bfloat16, enabled=self._autocasts):
-            # a graph cannot ask where its inputs lie: they are aligned before it, and the model's own hook does nothing there
+            # a graph cannot read the addresses of its inputs, so they are aligned here instead of in the model's hook
             outputs = self.model(*inputs) if compiled is None else compiled(*align_inputs(self.model, inputs))
         return as_fp32(outputs) if self._autocasts else outputs
 
     def loss(self, outputs: Any, labels: Tensor) -> Tensor:
-        """f32 [], the mean over the batch, of a forward's outputs and labels f32 [B]. Raises ConfigError."""
+        """f32 [], the mean over the batch, from the outputs of `forward` and labels f32 [B]. Raises ConfigError."""
         return mean_loss(outputs, labels) if self.own_loss is None else self.own_loss(outputs, labels)
 
     def step(self, train_step: int) -> None:
-        """Updates the weights by their gradients, which are gone then. `train_step` counts the training batches before this one."""
+        """Updates the weights and clears their gradients. `train_step` counts the train batches before this one."""
         clip(self.model, self._settings)
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(self._settings, train_step)
@@ -65,7 +67,7 @@ class JobModel:
 
 
 def clip(model: nn.Module, settings: DenseOptimizer) -> None:
-    """By element, then by the norm of all; one tensor at a time, and without a wait for the device."""
+    """Clips each element, then the norm of all gradients; one tensor at a time and without waiting for the device."""
     if settings.clip_value is not None:
         nn.utils.clip_grad_value_(model.parameters(), settings.clip_value, foreach=False)
     if settings.clip_norm is not None:
@@ -73,13 +75,14 @@ def clip(model: nn.Module, settings: DenseOptimizer) -> None:
 
 
 def set_precision(precision: str, device: torch.device) -> None:
-    """Of matrix products of f32 in the whole process. Raises ConfigError for tf32 without CUDA.
+    """Sets the precision of f32 matrix products in the whole process. Raises ConfigError for tf32 without CUDA.
 
-    By the older of torch's two ways, on purpose: torch.compile reads the setting by it, and refuses one that was made by
-    torch.backends' `fp32_precision`.
+    Uses the older of torch's two interfaces on purpose: torch.compile reads the setting through it and refuses one that
+    was made by torch.backends' `fp32_precision`.
     """
     if precision == "tf32" and device.type != "cuda":
         raise ConfigError(
-            f'model.precision = "tf32" needs a CUDA device, and trainer.device is {device}; set model.precision to "fp32" or "bf16"'
+            f'model.precision = "tf32" needs a CUDA device, and trainer.device is {device}; set model.precision to '
+            '"fp32" or "bf16"'
         )
     torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")

@@ -1,4 +1,4 @@
-"""What training makes small: binary cross entropy of logits, or what a model's own `loss` says."""
+"""Computes the loss: binary cross entropy of logits, or the model's own `loss`."""
 
 import inspect
 from collections.abc import Callable, Mapping
@@ -13,18 +13,18 @@ OwnLoss = Callable[[Any, Tensor], Tensor]
 
 
 def mean_loss(logits: Tensor, labels: Tensor) -> Tensor:
-    """Binary cross entropy, the mean over the batch. logits and labels f32 [B]. Raises ConfigError for logits of another shape."""
+    """Binary cross entropy, the mean over the batch. logits and labels f32 [B]; raises ConfigError for other shapes."""
     found = f"logits of shape {list(logits.shape)}" if isinstance(logits, Tensor) else type(logits).__name__
     if not isinstance(logits, Tensor) or logits.shape != labels.shape:
         raise ConfigError(
-            f"the model returned {found}; return one logit a sample, shape {list(labels.shape)}, or give the model a method "
-            "loss(outputs, labels)"
+            f"the model returned {found}; return one logit per sample, shape {list(labels.shape)}, or give the model a "
+            "method loss(outputs, labels)"
         )
     return nn.functional.binary_cross_entropy_with_logits(logits, labels)
 
 
 def own_loss(model: nn.Module) -> OwnLoss | None:
-    """The model's `loss(outputs, labels)`, checked at each call; None without one. Raises ConfigError where it takes anything else."""
+    """The model's `loss(outputs, labels)`, checked at each call; None if it has none. Raises ConfigError."""
     loss = getattr(model, "loss", None)
     if not callable(loss):
         return None
@@ -32,7 +32,8 @@ def own_loss(model: nn.Module) -> OwnLoss | None:
         inspect.signature(loss).bind("outputs", "labels")
     except TypeError as error:
         raise ConfigError(
-            f"{type(model).__name__}.loss cannot be called with (outputs, labels): {error}; let it take these two, or give it another name"
+            f"{type(model).__name__}.loss cannot be called with (outputs, labels): {error}; let it take these two, or "
+            "give it another name"
         ) from None
 
     def checked(outputs: Any, labels: Tensor) -> Tensor:
@@ -42,7 +43,7 @@ def own_loss(model: nn.Module) -> OwnLoss | None:
 
 
 def require_scalar(mean: Any, name: str) -> Tensor:
-    """Raises ConfigError for what cannot be trained on."""
+    """Raises ConfigError for a loss that cannot be trained on."""
     if not isinstance(mean, Tensor) or mean.dim() or not mean.is_floating_point():
         found = f"{mean.dtype} of shape {list(mean.shape)}" if isinstance(mean, Tensor) else type(mean).__name__
         raise ConfigError(
@@ -50,13 +51,14 @@ def require_scalar(mean: Any, name: str) -> Tensor:
         )
     if torch.is_grad_enabled() and not mean.requires_grad:
         raise ConfigError(
-            f"{name} returned a loss without a gradient; compute it from the outputs by torch's operations, without detach()"
+            f"{name} returned a loss without a gradient; compute it from the outputs by torch's operations, without "
+            "detach()"
         )
     return mean
 
 
 def as_fp32(outputs: Any) -> Any:
-    """A model's outputs with every half-precision tensor in them as fp32."""
+    """A model's outputs with every floating-point tensor in them as fp32."""
     if isinstance(outputs, Tensor):
         return outputs.float() if outputs.is_floating_point() else outputs
     if isinstance(outputs, Mapping):

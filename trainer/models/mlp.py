@@ -1,4 +1,4 @@
-"""Stacks of linear layers with the initial values that DLRM published."""
+"""Builds stacks of linear layers with the initial values that DLRM published."""
 
 import itertools
 import warnings
@@ -12,9 +12,9 @@ def linear_layers(widths: list[int], generator: torch.Generator) -> nn.ModuleLis
 
 
 def linear(width_in: int, width_out: int, generator: torch.Generator) -> nn.Linear:
-    """A layer with the published initial values: normal, deviation sqrt(2 / (in + out)) for weights and sqrt(1 / out) for biases.
+    """A layer with the published initial values: normal, deviation sqrt(2 / (in + out)), sqrt(1 / out) for biases.
 
-    Of no input (a job without dense features) it gives its biases, a vector that is trained like the others.
+    Without input (a job without dense features) it returns its biases, which are trained like any others.
     """
     layer = empty_linear(width_in, width_out)
     with torch.no_grad():
@@ -24,20 +24,20 @@ def linear(width_in: int, width_out: int, generator: torch.Generator) -> nn.Line
 
 
 def empty_linear(width_in: int, width_out: int, *, bias: bool = True) -> nn.Linear:
-    """Without values: nn.Linear itself would draw them from the global random state."""
-    with warnings.catch_warnings():  # of no input: torch says that it has nothing to draw
+    """A layer without values, because nn.Linear would draw them from the global random state."""
+    with warnings.catch_warnings():  # without input, torch warns that there is nothing to draw
         warnings.filterwarnings("ignore", message="Initializing zero-element tensors is a no-op")
         return nn.Linear(width_in, width_out, bias=bias, device="meta").to_empty(device="cpu")
 
 
 def relu_layers(layers: nn.ModuleList, features: Tensor) -> Tensor:
-    """Through all layers, each with a ReLU behind it."""
+    """Applies all layers, each followed by a ReLU."""
     for layer in layers:
         features = torch.relu(layer(features))
     return features
 
 
 def logits_of(layers: nn.ModuleList, features: Tensor) -> Tensor:
-    """Through all layers, each but the last with a ReLU behind it; f32 [B] of a last layer of width 1."""
+    """Applies all layers, with a ReLU after each but the last, which has width 1; returns f32 [B]."""
     logits: Tensor = layers[-1](relu_layers(layers[:-1], features))
     return logits.squeeze(1)

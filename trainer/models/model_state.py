@@ -1,13 +1,13 @@
-"""The dense side of a checkpoint: everything at a step that is not in the tables, as one safetensors content.
+"""Saves and restores the model state of a checkpoint: everything at a step that is not in the tables, as safetensors.
 
     model.<name>                weights and buffers, under the model's own names
     optimizer.<name>.<state>    of the dense optimizer
-    random.cpu, random.<type>   u8, random state of torch
-    metrics.<count>             of an evaluation that has begun and not ended
-    losses                      f32 [train steps], all of the run
+    random.cpu, random.<type>   u8, torch's random state
+    metrics.<count>             of an evaluation in progress
+    losses                      f32 [train steps], of the whole run
     evaluations                 u8, the results so far as JSON
 
-A file that was imported may have weights alone: what is missing begins as in a new run.
+An imported file may hold weights alone; what is missing begins as in a new run.
 """
 
 from collections.abc import Iterator, Mapping
@@ -28,7 +28,7 @@ STATES = {
     "SGD": {"momentum_buffer"},
     "Adagrad": {"step", "sum"},
     "Adam": {"step", "exp_avg", "exp_avg_sq"},
-}  # of each kind, as torch.optim has them
+}  # torch.optim's states of each kind
 
 
 def pack(tensors: Tensors) -> bytes:
@@ -37,13 +37,14 @@ def pack(tensors: Tensors) -> bytes:
 
 @contextmanager
 def readable() -> Iterator[None]:
-    """Whatever is wrong with a dense side, found while it is read and put in place, is a DataError."""
+    """Raises DataError for anything that goes wrong while a model state is read and restored."""
     try:
         yield
     except (SafetensorError, RuntimeError, LookupError, TypeError, ValueError, OverflowError) as error:
         sentence = " ".join(f"{type(error).__name__}: {error}".split())[:500]
         raise DataError(
-            f"the dense side of the checkpoint cannot be read ({sentence}); run `prefetcher verify` on the run directory"
+            f"the model state of the checkpoint cannot be read ({sentence}); run `prefetcher verify` on the run "
+            "directory"
         ) from None
 
 
@@ -54,30 +55,30 @@ def unpack(content: bytes) -> Tensors:
 
 
 def own_copy(tensor: Tensor) -> Tensor:
-    """On the host and sharing no memory, as safetensors wants it even of tied weights."""
+    """A contiguous copy on the host that shares no memory, which safetensors requires even for tied weights."""
     return tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
 
 
 def under(prefix: str, tensors: Mapping[str, Tensor]) -> Tensors:
-    """Those whose name begins with the prefix, without it."""
+    """The tensors whose names begin with the prefix, without it."""
     return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
 
 
-class Gathering:
-    """The pieces of a dense side as they arrive, in order; `order.py` has checked their places."""
+class ModelStatePieces:
+    """Joins the pieces of a model state as they arrive; `order.py` has checked their order."""
 
     def __init__(self) -> None:
         self._content = bytearray()
 
     def add(self, message: DensePiece, payload: memoryview) -> bytes | None:
-        """The whole content with its last piece. Raises RemoteProtocolError where it is not what was announced."""
+        """Returns the whole content with the last piece, else None. Raises RemoteProtocolError at a wrong checksum."""
         self._content += payload
         if message.piece < message.num_pieces - 1:
             return None
         found = xxhash.xxh3_64_intdigest(self._content)
         if found != message.checksum:
             raise RemoteProtocolError(
-                f"the dense side has checksum {found:016x}; {message.checksum:016x} was announced"
+                f"the model state has checksum {found:016x}; {message.checksum:016x} was announced"
             )
         return bytes(self._content)
 
@@ -97,7 +98,7 @@ def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> Tenso
 
 
 def restore_model(model: nn.Module, tensors: Tensors) -> None:
-    """Raises Mismatch where these are not the model's weights."""
+    """Raises Mismatch if the tensors are not the model's weights."""
     try:
         model.load_state_dict(under("model.", tensors))
     except RuntimeError as error:
@@ -108,7 +109,7 @@ def restore_model(model: nn.Module, tensors: Tensors) -> None:
 
 
 def restore_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, tensors: Tensors) -> None:
-    """Raises Mismatch where these are not states of this optimizer's kind, of its parameters' shapes."""
+    """Raises Mismatch if the tensors are not states of this kind of optimizer, in its parameters' shapes."""
     saved = under("optimizer.", tensors)
     states: dict[int, Tensors] = {}
     for index, (name, parameter) in enumerate(model.named_parameters()):
@@ -128,8 +129,8 @@ def check_state(optimizer: torch.optim.Optimizer, name: str, parameter: Tensor, 
     if not names or not shapes:
         found = ", ".join(f"{key} {tuple(tensor.shape)}" for key, tensor in sorted(state.items()))
         raise Mismatch(
-            f"the checkpoint's optimizer state of {name} {tuple(parameter.shape)} is {found}, which is none of {kind}; "
-            "use the job file that wrote it"
+            f"the checkpoint's optimizer state of {name} {tuple(parameter.shape)} is {found}, which is not a state of "
+            f"{kind}; use the job file that wrote it"
         )
 
 

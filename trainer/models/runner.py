@@ -1,4 +1,4 @@
-"""The model's side of a step: look up, forward, backward, update. Everything runs on the compute stream; nothing here reads a result."""
+"""Computes a step with the job's model: look up, forward, backward, update, all issued to the compute stream."""
 
 from typing import Protocol
 
@@ -28,7 +28,7 @@ from rowcast.trainer.models.model_state import (
 
 
 class StepInputs(Protocol):
-    """What a runner needs of a step; `cache.ArrivedStep` has it."""
+    """The part of a step that a runner reads; implemented by `cache.ArrivedStep`."""
 
     @property
     def step(self) -> int: ...
@@ -38,11 +38,11 @@ class StepInputs(Protocol):
 
     @property
     def arrays(self) -> dict[str, Tensor]:
-        """On the device, by name."""
+        """Arrays on the device, by name."""
 
 
 def step_lookups(step: StepInputs) -> list[GroupLookup]:
-    """What a step looks up, of each group."""
+    """The look-ups of a step, one entry per group."""
     return [
         GroupLookup(
             batch_size=step.header.batch_size,
@@ -55,7 +55,7 @@ def step_lookups(step: StepInputs) -> list[GroupLookup]:
 
 
 class StepRunner:
-    """Implements `loop.Steps` and `loop.ModelState` for a model over dense features and looked-up embeddings."""
+    """Implements `loop.Steps` and `loop.ModelState` for a model over dense features and embeddings."""
 
     trains = True
 
@@ -68,7 +68,10 @@ class StepRunner:
         clock: PhaseClock | None = None,
         kernels: Kernels | None = None,
     ) -> None:
-        """`records`: f32 [slots, record_floats] a group. `clock`: of the stream that steps run on. `kernels`: None for those that suit."""
+        """`records`: f32 [slots, record_floats] of each group. `kernels`: None chooses those for the device.
+
+        `clock` times the stream that steps run on.
+        """
         self.device = records[0].device
         self._clock: PhaseClock = clock or HostClock()
         self._side = JobModel(job, num_dense, self.device, trains=self.trains)
@@ -107,7 +110,7 @@ class StepRunner:
         return self._metrics.close()
 
     def state(self) -> Tensors:
-        """Of the model, its optimizer, random numbers and the evaluation in progress; every step issued is complete."""
+        """The state of model, optimizer, random numbers and evaluation; called when every issued step is complete."""
         return {
             **model_state(self.model),
             **optimizer_state(self.model, self._side.optimizer),
@@ -116,7 +119,7 @@ class StepRunner:
         }
 
     def restore(self, tensors: Tensors) -> bool:
-        """Goes on from a `state`; what it lacks stays as it is. Whether an evaluation is in progress."""
+        """Continues from a `state`; what it lacks stays as it is. Returns whether an evaluation is in progress."""
         restore_model(self.model, tensors)
         restore_optimizer(self.model, self._side.optimizer, tensors)
         restore_random(self.device, tensors)
@@ -124,7 +127,7 @@ class StepRunner:
 
 
 class EvaluationRunner(StepRunner):
-    """Of `trainer eval`: takes a checkpoint's weights, and nothing of what was going on there."""
+    """The runner of `trainer eval`: restores a checkpoint's weights and nothing else."""
 
     trains = False
 

@@ -1,14 +1,15 @@
 """TBSM: Ishkhanov et al., Time-based Sequence Model for Personalization and Recommendation Systems (arXiv 2008.11922).
 
     time step       0    1   ...  T-1  |   T = the target
-    sequences      e0   e1        eT-1 |   eT               the last T + 1 entries of each, a sample with fewer begins later
+    sequences      e0   e1        eT-1 |   eT               the last T + 1 entries; with fewer, a sample begins later
     other features same at every step  |
     DLRM           h0   h1   ...  hT-1 |   w                one network for all steps; vectors of length 1
     attention       a = H A'A w, c = MLP(a) H               the context c: the history, weighted
     final MLP      logit of [c, w]
 
-As in the authors' program (github.com/facebookresearch/tbsm, with their defaults: one time series layer, inner product "def", mechanism
-"mlp"). A step before a sample's first entry is a zero vector there and here. Bottom and top MLP end in ReLU, the attention's in a sigmoid.
+As in the authors' program (github.com/facebookresearch/tbsm, with their defaults: one time series layer, inner product
+"def", mechanism "mlp"). A step before a sample's first entry is a zero vector there and here. Bottom and top MLP end in
+a ReLU, the attention's MLP in a sigmoid.
 """
 
 import torch
@@ -22,9 +23,10 @@ from rowcast.trainer.models.sequences import Embedded, Sequences
 
 
 class TBSM(nn.Module):
-    """Parameters: `dlrm.*` as DLRM's, `inner` (A), `attention_mlp.<n>.*` and `final_mlp.<n>.*`, n counting linear layers from 0.
+    """A DLRM per time step, attention over the history, and a final MLP.
 
-    Sequences of one sample that differ in length end together. A sample without any entry has a target of zeros.
+    Parameters: `dlrm.*` as in DLRM, `inner` (A), `attention_mlp.<n>.*` and `final_mlp.<n>.*`; n counts linear layers
+    from 0. Sequences of one sample that differ in length end together. A sample without entries has a target of zeros.
     """
 
     def __init__(self, job: Job, num_dense: int) -> None:
@@ -42,7 +44,7 @@ class TBSM(nn.Module):
         return logits_of(self.final_mlp, torch.cat([self.context(history, target), target], dim=1))
 
     def steps(self, dense: Tensor, embeddings: list[Embedded]) -> tuple[Tensor, Tensor]:
-        """Vectors f32 [B, T, W] of the history's steps, zero where a sample has none, and f32 [B, W] of the target's."""
+        """Vectors f32 [B, T, W] of the history's steps, zero before the first entry, and f32 [B, W] of the target."""
         bottom = relu_layers(self.dlrm.bottom_mlp, dense)
         padded = [embedding.padded(self.num_steps) for embedding in embeddings if isinstance(embedding, Sequences)]
         present = torch.stack([mask for _, mask in padded]).any(0)
@@ -57,7 +59,7 @@ class TBSM(nn.Module):
         return vectors[:, :-1] * present[:, :-1, None], vectors[:, -1]
 
     def context(self, history: Tensor, target: Tensor) -> Tensor:
-        """f32 [B, T, W] and [B, W] -> [B, W]: the history's vectors, each times its coefficient, added."""
+        """f32 [B, T, W] and [B, W] -> [B, W]: the sum of the history's vectors times their coefficients."""
         query = (target @ self.inner.T) @ self.inner
         products = torch.bmm(history, query[:, :, None]).squeeze(2)
         coefficients = torch.sigmoid(self.attention_mlp[-1](relu_layers(self.attention_mlp[:-1], products)))

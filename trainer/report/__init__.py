@@ -1,1 +1,1 @@
-"""What a run leaves behind and shows: losses, report.json, report.html, TensorBoard files, the terminal."""
+"""Shows and keeps a run's results: losses, report.json, report.html, TensorBoard files, the terminal."""

@@ -1,4 +1,4 @@
-"""What is left of a run, whoever has driven the engine: the figures of `report.json`, and what `report.html` is made of."""
+"""Collects the figures of `report.json` and the content of `report.html` at the end of a run."""
 
 import os
 import time
@@ -29,8 +29,11 @@ def final_report(
     met_s: float,
     first_step_s: float | None,
 ) -> Report:
-    """The engine's loop has ended. `met_s`, `first_step_s`: when the prefetcher was met and the first step began, by the performance
-    counter; None: there was no step."""
+    """Call after the engine's loop has ended.
+
+    `met_s`, `first_step_s`: when the prefetcher was met and the first step began, by time.perf_counter(); None: no
+    step.
+    """
     end, now_s = engine.barrier.end, time.perf_counter()
     assert end is not None, "the loop ends with EndOfData"
     first_step_s = first_step_s or now_s

@@ -1,11 +1,11 @@
-"""What a run was like over time: marks of the counters, for the run report and for TensorBoard.
+"""Records the course of a run as marks of the counters, for the run report and for TensorBoard.
 
     time     first step                            last step
              |----|----|----|----|----|----|----|--|
-    marks    0    1    2    3    4    5    6    7  8       no more than MAX_MARKS:
-    kept     0         2         4         6       8       then every second one stays, and the interval doubles
+    marks    0    1    2    3    4    5    6    7  8       at MAX_MARKS,
+    kept     0         2         4         6       8       every second one is dropped and the interval doubles
 
-A mark holds the counters as they stood, so to leave one out costs resolution and no count.
+A mark holds the totals of the counters, so dropping one costs resolution but no counts.
 """
 
 import time
@@ -20,12 +20,12 @@ MAX_MARKS = 600
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HistoryMark:
-    """What the counters said at one moment; all but `train_step` count from the start of this process."""
+    """The counters at one moment; all but `train_step` count from the start of this process."""
 
     time_s: float  # by the history's clock
-    train_step: int  # train steps of the run that were done
+    train_step: int  # train steps of the run so far
     train_steps: int
-    steps: int  # of evaluation too, as all that follows the samples
+    steps: int  # train and evaluation steps
     samples: int  # of train steps
     eval_samples: int
     stalls: tuple[float, ...]  # seconds, in the order of metrics.StallReason
@@ -38,18 +38,18 @@ class HistoryMark:
 Marked = Callable[[HistoryMark, HistoryMark], None]  # the mark before, and the new one
 
 
-def unheard(before: HistoryMark, mark: HistoryMark) -> None:
-    """Nobody listens."""
+def ignore(before: HistoryMark, mark: HistoryMark) -> None:
+    """Implements `Marked` if nothing uses the marks."""
 
 
 class History:
-    """Marks of one process, over all its incarnations. Every method is called by the main thread."""
+    """Marks of one process, over all its attempts. The main thread calls every method."""
 
     def __init__(self, counters: TrainerCounters, *, clock: Callable[[], float] = time.perf_counter) -> None:
         """`clock` is that of `TrainingLoop.first_step_s`."""
         self.marks: list[HistoryMark] = []
-        self.starts: list[int] = []  # train steps of the run that were done before each incarnation which made a step
-        self._marked: Marked = unheard
+        self.starts: list[int] = []  # for each attempt that made a step: the train steps of the run before it
+        self._marked: Marked = ignore
         self._counters = counters
         self._clock = clock
         self._every_s = EVERY_S
@@ -57,16 +57,21 @@ class History:
         self._train_steps_before = 0
         self._beginning: HistoryMark | None = None
 
-    def begin(self, first_train_step: int, marked: Marked = unheard) -> None:
-        """An incarnation begins behind `first_train_step` train steps of the run. Its waits before the first step are start-up. `marked`
-        is called with each of its marks and the one before."""
+    def begin(self, first_train_step: int, marked: Marked = ignore) -> None:
+        """An attempt begins after `first_train_step` train steps of the run. Waits before its first step are start-up.
+
+        `marked` is called with each of the attempt's marks and the mark before it.
+        """
         self._marked = marked
         self._train_steps_before = first_train_step - self._counters.train_steps
         self._beginning = self._mark(0.0)
         self._next_s = 0.0
 
     def update(self, first_step_s: float | None) -> None:
-        """Takes a mark where it is time to: costs a clock reading between two. `first_step_s`: when the incarnation's first step began."""
+        """Takes a mark if it is time; otherwise it costs one reading of the clock.
+
+        `first_step_s`: when the attempt's first step began.
+        """
         now_s = self._clock()
         if now_s < self._next_s or first_step_s is None:
             return
@@ -77,7 +82,7 @@ class History:
         self._next_s = now_s + self._every_s
 
     def close(self, first_step_s: float | None) -> None:
-        """Takes the last mark; one that was taken just before gives way, as speeds over an instant say nothing."""
+        """Takes the last mark and drops a mark taken just before, because speeds over an instant mean nothing."""
         if first_step_s is None:
             return
         if self._beginning is not None:
@@ -88,7 +93,7 @@ class History:
             del self.marks[-2]
 
     def _open(self, beginning: HistoryMark, first_step_s: float) -> None:
-        """What came to the device before the first step belongs to it."""
+        """The first mark includes what was counted before the first step."""
         self.starts.append(beginning.train_step)
         self._append(replace(beginning, time_s=first_step_s))
         self._beginning = None

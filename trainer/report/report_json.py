@@ -1,4 +1,4 @@
-"""What a run has to show: `report.json`, made from the counters that /metrics serves."""
+"""Writes `report.json`, made from the counters that /metrics serves."""
 
 from pathlib import Path
 
@@ -12,22 +12,22 @@ from rowcast.trainer.execute.metrics import TrainerCounters
 class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
     """The result of one pass over the evaluation batches."""
 
-    train_step: int  # training steps before it
-    auc: float | None  # None where all labels are equal, and where accuracy is None
+    train_step: int  # train steps before it
+    auc: float | None  # None if all labels are equal, or if accuracy is None
     logloss: float  # or the mean of the model's own loss
-    accuracy: float | None  # None where the model's outputs are no logits
+    accuracy: float | None  # None if the model's outputs are not logits
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    train_steps: int  # of the run, up to its end
-    # training steps of this process: fewer where it went on from a checkpoint, more where it trained some again
+    train_steps: int  # of the whole run
+    # train steps of this process: fewer if it continued from a checkpoint, more if it trained some again
     steps: int
     eval_steps: int
-    samples: int  # of training steps
+    samples: int  # of train steps
     samples_per_s: float  # samples / wall_s
     wall_s: float  # from the first step to the last barrier
     startup_s: float  # from the handshake to the first step
-    loss: float | None  # mean of the last 100 training steps, or of all where there are fewer; None without a step
+    loss: float | None  # mean of the last 100 train steps, or of all if there are fewer; None without a step
     auc: float | None  # of the last evaluation; None without one
     logloss: float | None
     accuracy: float | None
@@ -36,16 +36,16 @@ class Report(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     rows_fetched: int
     rows_evicted: int
     rows_written_back: int  # dirty victims and flushed rows
-    rows_flushed: int  # those of barriers
+    rows_flushed: int  # at barriers
     hit_ratio: float | None  # distinct rows resident when planned / distinct rows; None without a look-up
-    trainer_wait_s: float  # for rows
-    phase_ms: dict[str, float]  # of a step, each phase by the device's own clock; gather and fill run beside the others
+    trainer_wait_s: float  # waiting for rows
+    phase_ms: dict[str, float]  # per step, by the device's clock; gather and fill run in parallel with the others
     stall_share: float  # trainer_wait_s / wall_s
     bytes_to_device: int  # rows and arrays of plans
     bytes_from_device: int  # rows
     cache_bytes: int  # row records of all slots
-    staging_bytes: int  # on the device beside them: rows on their way, both ways
-    plans_bytes: int  # and arrays of `depth` + 2 plans
+    staging_bytes: int  # rows on their way, in both directions
+    plans_bytes: int  # arrays of `depth` + 2 plans
     device_bytes: int  # peak on the device: these three, and on a GPU everything else
     host_bytes: int  # peak resident bytes of the prefetcher
     threads: int
@@ -54,17 +54,17 @@ class Report(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     versions: dict[str, str]  # rowcast, torch, numpy, python
     pids: dict[str, int]  # prefetcher, trainer
     finished: bool
-    stopped_by: str | None  # what ended the run early; None where the data ended
+    stopped_by: str | None  # what ended the run early; None if the data ended
 
 
 class RunFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """What a report says beside the counters."""
+    """What a report holds besides the counters."""
 
     train_steps: int
     wall_s: float
     startup_s: float
     loss: float | None
-    evaluation: Evaluation | None  # the last one
+    evaluation: Evaluation | None  # the newest
     cache_bytes: int
     staging_bytes: int
     plans_bytes: int
@@ -122,7 +122,7 @@ def make_report(counters: TrainerCounters, run: RunFacts) -> Report:
 
 
 def write_report(path: Path, report: Report) -> None:
-    """Writes JSON so that `path` holds the old report or the whole new one, whatever happens. Raises RowcastError."""
+    """Writes JSON atomically: `path` holds the old report or the whole new one. Raises RowcastError."""
     try:
         write_durably(path, msgspec.json.format(msgspec.json.encode(report), indent=2) + b"\n")
     except OSError as error:

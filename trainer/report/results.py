@@ -1,4 +1,4 @@
-"""Where a run's results go: `losses.f32` as it grows, the evaluations, and both of them into a checkpoint."""
+"""Keeps a run's losses and evaluations: in `losses.f32` as it grows, and in checkpoints."""
 
 import os
 from array import array
@@ -19,14 +19,14 @@ from rowcast.trainer.models.model_state import Tensors
 from rowcast.trainer.report.report_json import Evaluation
 
 RESULTS = LOSSES, REPORT, PAGE = "losses.f32", "report.json", "report.html"
-RECENT = 100  # losses that the report's mean is of
-MAX_EVALUATIONS = 1000  # that are kept
+RECENT = 100  # losses that the report averages
+MAX_EVALUATIONS = 1000  # evaluations that are kept
 
 
 class EarlierResults:
-    """The results of an earlier run, in `<run_dir>/earlier` until the run that takes its place has a checkpoint on disk.
+    """Results of an earlier run, kept in `<run_dir>/earlier` until the run that replaces it has a checkpoint on disk.
 
-    `<run_dir>/earlier/run_id` says whose they are. Without that the folder is somebody else's, and so is every other file in it.
+    `<run_dir>/earlier/run_id` names that run. Without this file, the folder is not ours; other files in it never are.
     """
 
     def __init__(self, run_dir: Path) -> None:
@@ -35,14 +35,16 @@ class EarlierResults:
         self._owner = self._folder / "run_id"
 
     def set_aside(self, run_id: str) -> None:
-        """A new run begins; `run_id` is of the one whose place it is to take, "" where that has no checkpoint. Where one that was killed
-        has set the same run's results aside before, its own are given up."""
+        """A new run begins, which replaces run `run_id` ("" if that has no checkpoint).
+
+        If a killed run has already set aside the results of run `run_id`, its own results are deleted.
+        """
         if self._owner.exists():
             if self._owner.read_text() == run_id:
                 for name in RESULTS:
                     (self._run_dir / name).unlink(missing_ok=True)
                 return
-            self.give_up()  # of a run whose place was taken meanwhile
+            self.give_up()  # they belong to a run that was replaced meanwhile
         found = [path for name in RESULTS if (path := self._run_dir / name).exists()]
         if found:
             self._folder.mkdir(exist_ok=True)
@@ -51,7 +53,7 @@ class EarlierResults:
                 path.replace(self._folder / path.name)
 
     def bring_back_of(self, run_id: str) -> None:
-        """What a run that was killed has set aside, where it has not taken the place of this one."""
+        """Restores the results of run `run_id`, which a killed run has set aside but not replaced."""
         if self._owner.exists() and self._owner.read_text() == run_id:
             self.bring_back()
 
@@ -64,7 +66,7 @@ class EarlierResults:
             self.give_up()
 
     def give_up(self) -> None:
-        """Its place is taken. What else lies in the folder stays."""
+        """The earlier run is replaced. Other files in the folder stay."""
         if not self._owner.exists():
             return
         with suppress(OSError):
@@ -74,15 +76,16 @@ class EarlierResults:
 
 
 class ResultFiles:
-    """Implements `loop.Results`. Use as a context manager, once an incarnation.
+    """Implements `loop.Results`. Use as a context manager, once per attempt.
 
-    All losses of the run are kept, 4 bytes a train step: a checkpoint holds them, so that `losses.f32` is the same after any restart.
+    Keeps all losses of the run, 4 bytes per train step: a checkpoint holds them, so that `losses.f32` is the same after
+    any restart.
     """
 
     def __init__(self, run_dir: Path) -> None:
-        # of the run, those before a restart included; thinned where there are very many
+        # of the whole run, restarts included; thinned if there are very many
         self.evaluations: list[Evaluation] = []
-        self.listeners: Sequence[Callable[[Evaluation], None]] = ()  # are told of each evaluation as it ends
+        self.listeners: Sequence[Callable[[Evaluation], None]] = ()  # called with each evaluation as it ends
         self.path = run_dir / LOSSES
         self._losses = array("f")
         self._file: IO[bytes] | None = None
@@ -98,7 +101,7 @@ class ResultFiles:
         self.close()
 
     def close(self) -> None:
-        """All losses are in the file, also for a reader that comes after a loss of power. Idempotent."""
+        """Writes all losses durably. Idempotent."""
         if self._file is not None:
             file, self._file = self._file, None
             with self._sentence(), file:
@@ -107,16 +110,16 @@ class ResultFiles:
 
     @property
     def train_steps(self) -> int:
-        """Of the run, those before a restart included."""
+        """Train steps of the run with a loss, restarts included."""
         return len(self._losses)
 
     @property
     def evaluation_result(self) -> Evaluation | None:
-        """The last one."""
+        """The newest evaluation."""
         return self.evaluations[-1] if self.evaluations else None
 
     def losses_from(self, train_step: int) -> F32:
-        """The losses of that train step of the run and of all behind it; a copy."""
+        """A copy of the losses from that train step of the run on."""
         return np.array(self._losses[train_step:], np.float32)
 
     @property
@@ -172,18 +175,20 @@ class ResultFiles:
 
 
 def thin(evaluations: list[Evaluation]) -> None:
-    """Keeps the first, the last and MAX_EVALUATIONS in all: the one whose neighbours are closest to each other goes. What is left is a
-    function of the evaluations alone, and so the same after a restart."""
+    """Keeps MAX_EVALUATIONS, always the first and the last; drops the evaluation whose neighbours are closest.
+
+    The result is a function of the evaluations alone, and so the same after a restart.
+    """
     while len(evaluations) > MAX_EVALUATIONS:
         gaps = (evaluations[i + 1].train_step - evaluations[i - 1].train_step for i in range(1, len(evaluations) - 1))
         del evaluations[1 + min(enumerate(gaps), key=lambda gap: gap[1])[0]]
 
 
 class EvaluationOnly(ResultFiles):
-    """Of `trainer eval`: it writes no losses, and takes none from the checkpoint."""
+    """The results of `trainer eval`: it writes no losses and restores nothing from the checkpoint."""
 
     def __enter__(self) -> Self:
         return self
 
     def restore(self, tensors: Tensors) -> None:
-        """The run's own results are none of this one's."""
+        """The results of the run are not results of this evaluation."""

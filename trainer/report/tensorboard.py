@@ -1,5 +1,4 @@
-"""TensorBoard event files of a run, where they are asked for. Written with the history's marks, never with a step: a call costs tens of
-microseconds."""
+"""Writes TensorBoard event files on request, with the history's marks, as a call takes tens of microseconds."""
 
 import importlib
 import os
@@ -16,11 +15,11 @@ from rowcast.trainer.report.history import HistoryMark
 from rowcast.trainer.report.report_json import Evaluation
 from rowcast.trainer.report.results import ResultFiles
 
-LOSSES_A_MARK = 10  # at most: more train steps are put together
+LOSSES_A_MARK = 10  # at most; the losses of more train steps are averaged
 
 
 def check_board(folder: Path) -> None:
-    """Raises ConfigError where no event files could be written; called before anything is trained."""
+    """Raises ConfigError if event files cannot be written; called before anything is trained."""
     try:
         importlib.import_module("torch.utils.tensorboard")
     except ImportError:
@@ -38,13 +37,14 @@ def check_board(folder: Path) -> None:
 
 
 class TensorBoardWriter:
-    """The events of one incarnation. Use as a context manager; every method is called by the main thread. Without a folder it does nothing.
+    """Writes the events of one attempt; does nothing without a folder.
 
-    A run that goes on from a checkpoint says so in its events: TensorBoard then leaves out what an earlier process wrote of later steps.
+    Use as a context manager. The main thread calls every method. The events of a run that continues from a
+    checkpoint say so: TensorBoard then omits what an earlier process wrote for later steps.
     """
 
     def __init__(self, folder: Path | None, results: ResultFiles, first_train_step: int) -> None:
-        """`folder` has passed `check_board`; train steps from `first_train_step` on are this incarnation's."""
+        """`folder` has passed `check_board`; this attempt's train steps begin with `first_train_step`."""
         self._folder = folder
         self._results = results
         self._first_train_step = first_train_step
@@ -66,7 +66,7 @@ class TensorBoardWriter:
         self.close()
 
     def close(self) -> None:
-        """Everything is in the file. Idempotent."""
+        """Flushes everything to the file. Idempotent."""
         writer, self._writer = self._writer, None
         if writer is not None:
             try:
@@ -95,7 +95,7 @@ class TensorBoardWriter:
                 self._add(f"eval/{name}", value, result.train_step)
 
     def _losses(self) -> None:
-        """Those since the mark before; each stands at the last train step it is the mean of."""
+        """Adds the losses since the last mark; each average counts for the last of its train steps."""
         losses = self._results.losses_from(self._next_loss)
         for part in np.array_split(losses, min(LOSSES_A_MARK, max(1, len(losses)))):
             if len(part):
@@ -103,7 +103,7 @@ class TensorBoardWriter:
                 self._add("loss", float(part.mean(dtype=np.float64)), self._next_loss)
 
     def _add(self, name: str, value: float, train_step: int) -> None:
-        """`train_step`: train steps of the run that were done."""
+        """`train_step`: train steps of the run so far."""
         if self._writer is None:
             return
         try:
@@ -112,6 +112,6 @@ class TensorBoardWriter:
             self._give_up(error)
 
     def _give_up(self, error: OSError) -> None:
-        """No run is lost for its events."""
+        """A failure to write events does not end the run."""
         self._writer = None
         get_logger().warning("no more TensorBoard events are written", folder=str(self._folder), error=error.strerror)

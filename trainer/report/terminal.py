@@ -1,6 +1,4 @@
-"""What a person sees of a training run on stdout: a progress bar and a live line of figures on a terminal, a line every few seconds
-elsewhere, a summary at the end.
-"""
+"""Shows a run on stdout: a progress bar and live figures on a terminal, lines elsewhere, and a summary."""
 
 import sys
 import time
@@ -32,14 +30,14 @@ from rowcast.trainer.report.report_json import Evaluation, Report
 
 LIVE_EVERY_S = 0.25
 LINE_EVERY_S = 5.0
-FIRST_STEPS = 5  # behind the first one: then comes the first line, whatever the time
-WINDOW_S = 10.0  # speeds are those of about this long
-WIDE = 120  # columns from which on bar and figures share a line
-BAR_WIDTH = 20  # there
+FIRST_STEPS = 5  # steps after the first one until the first line is shown, however short they are
+WINDOW_S = 10.0  # speeds are averaged over about this time
+WIDE = 120  # columns from which on the bar and the figures share a line
+BAR_WIDTH = 20  # of a bar that shares a line
 
 
 class TerminalMark(NamedTuple):
-    """What the counters said at one moment."""
+    """The counters at one moment."""
 
     time_s: float
     steps: int
@@ -48,7 +46,7 @@ class TerminalMark(NamedTuple):
 
 
 class TerminalProgress:
-    """Shows the counters. `update` costs one clock reading between two refreshes, so it may be called after every step and in waits."""
+    """Shows the counters. Between refreshes `update` costs one reading of the clock, so it may be called often."""
 
     def __init__(
         self,
@@ -61,8 +59,9 @@ class TerminalProgress:
         console: Console | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`total_steps`: training steps of the run, where they are known; `first_step`: those before this incarnation; `eval_steps`:
-        steps of an evaluation, where they are known. `console` writes to stdout unless given.
+        """`total_steps`: train steps of the run, if known; `first_step`: those before this attempt.
+
+        `eval_steps`: steps per evaluation, if known. `console` writes to stdout by default.
         """
         self._before = first_step - counters.train_steps
         self._counters = counters
@@ -76,10 +75,10 @@ class TerminalProgress:
         self._next_s = 0.0
         self._at_start = self._steps_done()
         self._begun = False  # the first step is done
-        self._is_first = True  # no line was shown
+        self._is_first = True  # no line was shown yet
         self._shown_steps = 0  # in the newest line
         self._live: Live | None = None
-        self._spinner = Spinner("line")  # instead of a bar, where nobody knows how long the run is
+        self._spinner = Spinner("line")  # replaces the bar if the length of the run is unknown
         self._closed_pipe = self._is_over = False
 
     def start(self) -> None:
@@ -90,15 +89,15 @@ class TerminalProgress:
             Text("waiting for the first step"),
             console=self._console,
             auto_refresh=False,
-            # log lines of a terminal appear above the live line; a log file keeps its own
+            # log lines on a terminal appear above the live line; a log file is not touched
             redirect_stderr=sys.stderr.isatty(),
         )
         self._live.start(refresh=True)
-        # a second signal ends the process at once and must not leave the terminal without one
+        # a second signal ends the process at once and must not leave the terminal without a cursor
         self._console.show_cursor(True)
 
     def update(self) -> None:
-        """Refreshes where it is time to: not before the first step, from which on speeds count."""
+        """Refreshes if it is time, but not before the first step, from which speeds count."""
         done = self._steps_done() - self._at_start
         if not self._begun:
             self._begun = done > 0
@@ -108,13 +107,14 @@ class TerminalProgress:
             self._refresh()
 
     def evaluation(self, result: Evaluation) -> None:
-        """Prints the result of an evaluation, which stays."""
+        """Prints the result of an evaluation as a line that stays."""
         self._print(
-            f"eval after {plural(result.train_step, 'train step')}: {evaluation_text(result.auc, result.logloss, result.accuracy)}"
+            f"eval after {plural(result.train_step, 'train step')}: "
+            f"{evaluation_text(result.auc, result.logloss, result.accuracy)}"
         )
 
     def close(self) -> None:
-        """Shows the last state and leaves it there. Idempotent."""
+        """Shows the last state, which stays. Idempotent."""
         if self._live is not None:
             self._is_over = True
             self._refresh()
@@ -180,7 +180,7 @@ class TerminalProgress:
             self._console.print(line, markup=False, highlight=False, soft_wrap=True)
         elif not write(self._console, f"{line}\n"):
             self._closed_pipe = True
-            get_logger().warning("stdout was closed; training goes on without progress lines")
+            get_logger().warning("stdout was closed; training continues without progress lines")
 
 
 def in_a_row(first: RenderableType, figures: Text) -> Table:
@@ -190,7 +190,7 @@ def in_a_row(first: RenderableType, figures: Text) -> Table:
 
 
 def write(console: Console, text: str) -> bool:
-    """Writes and flushes; False where the reader of a pipe has gone, for which rich would end the process."""
+    """Writes and flushes; False if the reader of a pipe has gone, in which case rich would end the process."""
     try:
         console.file.write(text)
         console.file.flush()
@@ -220,8 +220,10 @@ BESIDE = ("gather", "fill")
 
 
 def print_summary(report: Report, console: Console | None = None, page: Path | None = None) -> None:
-    """The report for a person, on stdout unless `console` is given, and where there is more of it. A closed pipe is no error: the report
-    is on disk."""
+    """Prints the report, and where the page is, on stdout or `console`.
+
+    A closed pipe is not an error, because the report is on disk.
+    """
     table = Table.grid(padding=(0, 2))
     for name, value in summary_rows(report):
         table.add_row(name, value)
@@ -230,7 +232,7 @@ def print_summary(report: Report, console: Console | None = None, page: Path | N
         target.print(summary_title(report), style="bold", highlight=False, soft_wrap=True)
         target.print(table, highlight=False, soft_wrap=True)
     lines = [line.rstrip() for line in text.get().splitlines()]
-    if page is not None:  # in one piece, however long
+    if page is not None:  # not wrapped, however long it is
         lines.append(f"{'report':{max(len(name) for name, _ in summary_rows(report)) + 2}}{page}")
     write(target, "\n".join(["", *lines, ""]))
 
@@ -256,7 +258,8 @@ def summary_rows(report: Report) -> list[tuple[str, str]]:
         ("look-ups", f"{report.lookups:,}, distinct within a step {report.unique_rows:,}{hits}"),
         (
             "rows",
-            f"{report.rows_fetched:,} fetched, {report.rows_evicted:,} evicted, {report.rows_written_back:,} written back",
+            f"{report.rows_fetched:,} fetched, {report.rows_evicted:,} evicted, "
+            f"{report.rows_written_back:,} written back",
         ),
         ("waited for rows", f"{human_seconds(report.trainer_wait_s)} ({percent(report.stall_share)} of the time)"),
         ("each step", phases(report.phase_ms, beside=False)),
@@ -274,17 +277,18 @@ def summary_rows(report: Report) -> list[tuple[str, str]]:
 
 def device_memory(report: Report) -> str:
     parts = {"rows": report.cache_bytes, "staging": report.staging_bytes, "plans": report.plans_bytes}
-    return f"{', '.join(f'{human_bytes(nbytes)} {name}' for name, nbytes in parts.items())}; all {human_bytes(report.device_bytes)}"
+    listed = ", ".join(f"{human_bytes(nbytes)} {name}" for name, nbytes in parts.items())
+    return f"{listed}; all {human_bytes(report.device_bytes)}"
 
 
 def evaluation_text(auc: float | None, logloss: float, accuracy: float | None) -> str:
-    """Without AUC and accuracy where a model of its own loss has no logits."""
+    """Without AUC and accuracy if a model with a loss of its own has no logits."""
     if accuracy is None:
         return f"loss {logloss:.6f}"
     return f"AUC {'undefined' if auc is None else f'{auc:.6f}'}, log loss {logloss:.6f}, accuracy {accuracy:.6f}"
 
 
 def phases(phase_ms: dict[str, float], *, beside: bool) -> str:
-    """`beside`: those of rows on the move, which run beside a step on a device."""
-    own = [f"{name} {milliseconds:.1f}" for name, milliseconds in phase_ms.items() if (name in BESIDE) == beside]
-    return f"{', '.join(own)} ms"
+    """`beside`: the phases that move rows, which run in parallel with a step on a device; otherwise the others."""
+    listed = [f"{name} {milliseconds:.1f}" for name, milliseconds in phase_ms.items() if (name in BESIDE) == beside]
+    return f"{', '.join(listed)} ms"

@@ -1,1 +1,1 @@
-"""How a run of the trainer is started, repeated after the loss of a prefetcher, and observed."""
+"""Starts a run: meets the prefetcher, trains, and connects again after the peer was lost."""

@@ -1,6 +1,7 @@
-"""One attempt of a run on the trainer's side: from the greeting to the last good-bye, or to the loss of its prefetcher.
+"""Makes one attempt of a run, from the handshake to the last good-bye or to the loss of the prefetcher.
 
-It has a conversation, rings, a model and a cold cache of its own. Opens in one order, closes in the reverse, whatever happens in between.
+An attempt has its own conversation, rings, model and cold cache. It opens them in one order and always closes them in
+the reverse order.
 """
 
 import time
@@ -40,16 +41,16 @@ REPORTS: dict[Mode, str] = {"train": REPORT, "eval": "eval.json"}
 
 
 @dataclass(slots=True)
-class Beginnings:
-    """When the run began, by the performance counter: its first attempt's times stay."""
+class StartTimes:
+    """When the run began, by time.perf_counter(); set by the first attempt."""
 
-    met_s: float | None = None  # the first prefetcher
-    step_s: float | None = None  # the first step
+    met_s: float | None = None  # the first prefetcher was met
+    step_s: float | None = None  # the first step began
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainerRunParts:
-    """What all attempts of a run share."""
+    """Everything that the attempts of a run share."""
 
     job: Job
     groups: tuple[GroupSpec, ...]
@@ -63,12 +64,12 @@ class TrainerRunParts:
     health: Health
     counters: TrainerCounters
     history: History
-    began: Beginnings
+    start_times: StartTimes
 
 
 class TrainerAttempt:
     def __init__(self, run: TrainerRunParts, transport: Transport, crew: Crew) -> None:
-        """`transport`: the job's, with the time-out that this attempt waits for a prefetcher."""
+        """`transport`: the job's, with the time-out for which this attempt waits for a prefetcher."""
         self._run = run
         self._job = run.job
         self._log = get_logger()
@@ -91,7 +92,7 @@ class TrainerAttempt:
         self._results = EvaluationOnly(run.job.run_dir) if run.mode == "eval" else ResultFiles(run.job.run_dir)
 
     def live(self) -> None:
-        """Returns when the run is finished or was stopped in order. Raises the first error of any stage, PeerLost among them."""
+        """Returns when the run is finished or was stopped. Raises the first error of any stage, PeerLost included."""
         with self._connection as connection:
             welcome = connection.meet(lambda: self._run.signals.stop_reason is not None)
             if welcome is not None:
@@ -115,27 +116,27 @@ class TrainerAttempt:
         )
         return idle if engine is None else engine_gauges(idle, engine)
 
-    # results of the run that is here
+    # results of an earlier run
 
     def _accept(self, welcome: Welcome) -> None:
-        """Raises ConfigError where the results of an earlier run would be lost."""
+        """Raises ConfigError if the results of an earlier run would be lost."""
         if self._run.mode == "eval":
             return
-        run_dir, goes_on = self._job.run_dir, welcome.restore_bytes > 0 and not welcome.fresh
-        if (run_dir / REPORT).exists() and not self._run.fresh and not goes_on:
+        run_dir, resumes = self._job.run_dir, welcome.restore_bytes > 0 and not welcome.fresh
+        if (run_dir / REPORT).exists() and not self._run.fresh and not resumes:
             raise ConfigError(
-                f"a new run begins, but {run_dir} holds the report of an earlier one; add --fresh to this command too, or set another "
-                "job.run_dir in both"
+                f"a new run begins, but {run_dir} holds the report of an earlier one; add --fresh to this command too, "
+                "or set another job.run_dir in both"
             )
         if welcome.fresh:
             self._earlier.set_aside(welcome.replaces)
             return
         self._earlier.give_up()
         for name in (REPORT, PAGE):
-            (run_dir / name).unlink(missing_ok=True)  # of this run, before it was stopped
+            (run_dir / name).unlink(missing_ok=True)  # written by this run before it was stopped
 
     def _leave_earlier(self, welcome: Welcome) -> None:
-        """The results of the run whose place this one was to take."""
+        """Discards the results of the run that this one replaces, or restores them if this run has no checkpoint."""
         if not welcome.fresh:
             return
         engine = self._connection.engine
@@ -156,7 +157,7 @@ class TrainerAttempt:
 
         engine = connection.start(make_streams, make_model, self._results)
         run.health.state = "running"
-        run.began.met_s = run.began.met_s or time.perf_counter()
+        run.start_times.met_s = run.start_times.met_s or time.perf_counter()
         progress = stack.enter_context(
             ProgressLine(
                 run.counters,
@@ -177,7 +178,7 @@ class TrainerAttempt:
         run.history.close(engine.loop.first_step_s)
         board.close()
         report = self._report(engine, welcome, are_pinned=connection.has_pinned_rings)
-        self._results.close()  # before the good-bye, behind which the run counts as complete
+        self._results.close()  # before the good-bye, after which the run counts as complete
         crash_point("report not written")
         write_report(self._job.run_dir / REPORTS[run.mode], report)
         if run.mode == "train":
@@ -187,7 +188,7 @@ class TrainerAttempt:
         print_summary(report, page=page if run.mode == "train" and page.exists() else None)
 
     def _loop(self, connection: Connection, engine: TrainerEngine, progress: ProgressLine) -> None:
-        """The main loop: `advance` until the end of the data."""
+        """The main loop: calls `advance` until the end of the data."""
         run, stopping = self._run, False
 
         def advance() -> bool:
@@ -198,17 +199,17 @@ class TrainerAttempt:
                 self._log.info(STOPPING, reason=run.signals.stop_reason)
                 engine.conversation.send(StopRequest(reason=f"{run.signals.stop_reason} to the trainer"))
             progress.update()
-            run.began.step_s = run.began.step_s or engine.loop.first_step_s
+            run.start_times.step_s = run.start_times.step_s or engine.loop.first_step_s
             run.history.update(engine.loop.first_step_s)
             return engine.loop.advance()
 
         connection.drive(advance, until=lambda: engine.finished)
 
-    # what the run has to show
+    # the report
 
     def _report(self, engine: TrainerEngine, welcome: Welcome, *, are_pinned: bool) -> Report:
         run = self._run
-        assert run.began.met_s is not None, "the loop begins with a prefetcher"
+        assert run.start_times.met_s is not None, "the loop begins after the handshake"
         steps = welcome.first_train_step if run.mode == "eval" else self._results.train_steps
         return final_report(
             engine,
@@ -218,8 +219,8 @@ class TrainerAttempt:
             device=run.device,
             threads=run.threads,
             pinned=are_pinned,
-            met_s=run.began.met_s,
-            first_step_s=run.began.step_s or engine.loop.first_step_s,
+            met_s=run.start_times.met_s,
+            first_step_s=run.start_times.step_s or engine.loop.first_step_s,
         )
 
     def _record(self, report: Report) -> RunRecord:

@@ -1,15 +1,15 @@
-"""The trainer's end of a run, from the greeting to the good-bye, for whoever drives the engine.
+"""Connects the trainer to its prefetcher, from the handshake to the good-bye.
 
-    TrainerAttempt   trains the job's model, from `trainer run`
-    adopt.Session    lends the engine to a training script
+    TrainerAttempt   trains the job's model, for `trainer run`
+    ScriptSession    lends the engine to a training script
 
     meet       link, conversation, Hello ... Welcome
     start      rings, page-locking, records, engine, threads
     drive      the caller's loop over the engine, woken by the threads
-    say_bye    after it the run counts as complete
+    say_bye    after it, the run counts as complete
 
-Closing undoes it in the reverse order. What of `start` needs neither threads nor sockets is `execute/engine.py`, which the
-replay of the GPU check and the tests use by itself.
+Closing undoes these in reverse order. The part of `start` that needs neither threads nor sockets is
+`execute/engine.py`, which the replay of the GPU check and the tests use directly.
 """
 
 import threading
@@ -50,7 +50,7 @@ from rowcast.trainer.execute.streams import Streams
 from rowcast.trainer.run.gauges import stall_clocks
 from rowcast.trainer.run.handshake import await_welcome, hello
 
-DEVICE_POLL_S = 0.0002  # between looks at events of a device, which rings no bell
+DEVICE_POLL_S = 0.0002  # between polls of a device's events, which ring no bell
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,22 +60,20 @@ class ConnectionParts:
     mode: Mode
     device: torch.device
     threads: int
-    transport: Transport  # the job's, with the time-out that counts now
+    transport: Transport  # the job's, with the time-out of this attempt
     counters: TrainerCounters
     health: Health
     bell: Doorbell
     crew: Crew  # stopped with the connection
-    began_s: float | None  # a failure that the prefetcher notes after it ends the wait; None: none does
-    adjust_progress: Callable[[ProcessProgress], ProcessProgress] = lambda progress: (
-        progress
-    )  # what the prefetcher hears
+    began_s: float | None  # a failure that the prefetcher notes after this time ends the wait; None: no failure does
+    adjust_progress: Callable[[ProcessProgress], ProcessProgress] = lambda progress: progress  # before it is reported
 
 
 class Connection:
-    """Use as a context manager, on one thread: an error that leaves it is told to the prefetcher."""
+    """A context manager for one thread. Sends an error that leaves the context to the prefetcher."""
 
     def __init__(self, parts: ConnectionParts) -> None:
-        self.stack = ExitStack()  # closed with the connection, after the prefetcher has been told of an error
+        self.stack = ExitStack()  # closed with the connection, after an error was sent to the prefetcher
         self.conversation: Conversation | None = None
         self.welcome: Welcome | None = None
         self.engine: TrainerEngine | None = None
@@ -90,9 +88,9 @@ class Connection:
         return self._left.is_set()
 
     def meet(self, given_up: Callable[[], bool], gone: Callable[[], bool] = lambda: False) -> Welcome | None:
-        """Waits for the prefetcher; None where it has left or is `gone`, or where this process has `given_up`.
+        """Waits for the prefetcher. Returns None if it has left or is `gone`, or if this process has `given_up`.
 
-        Raises PeerLost, what the prefetcher has failed with, and an error where this process cannot be its trainer.
+        Raises PeerLost, the prefetcher's failure, or an error if this process cannot be its trainer.
         """
         parts, arrived = self._parts, list[Welcome]()
         link = ZmqLink.trainer(parts.job.run_dir, on_receive=parts.bell.ring, transport=parts.transport)
@@ -132,15 +130,14 @@ class Connection:
         make_model: Callable[[list[torch.Tensor], PhaseClock], tuple[ModelState, Steps | None]],
         results: Results,
     ) -> TrainerEngine:
-        """`make_model`: from the records of each group and the clock of the stream that steps run on."""
+        """`make_model` is given the records of each group and the clock of the stream that steps run on."""
         parts, welcome, conversation = self._parts, self.welcome, self.conversation
-        assert conversation is not None, "the two have met"
-        assert welcome is not None, "the two have met"
-        assert self._watch is not None, "the two have met"
+        assert conversation is not None, "start comes after meet"
+        assert welcome is not None, "start comes after meet"
+        assert self._watch is not None, "start comes after meet"
         rings = self._attach_rings(welcome)
-        parts.crew.start(
-            {"watch": self._watch}, {}
-        )  # the prefetcher must hear of this process also while its model is built
+        # from here on, because the prefetcher must receive heartbeats while the model is built
+        parts.crew.start({"watch": self._watch}, {})
         self.stack.callback(parts.crew.stop)
         buffers = rings[0].buffer, rings[1].buffer
         self.has_pinned_rings = self.stack.enter_context(pinned(buffers, parts.device))
@@ -174,7 +171,7 @@ class Connection:
         for ring in rings:
             self.stack.callback(ring.close)
             if ring.path:
-                # both sides have it now: from here on a kill leaves nothing behind
+                # both processes have mapped it, so a kill from here on leaves no file
                 Path(ring.path).unlink(missing_ok=True)
         return rings
 
@@ -184,17 +181,17 @@ class Connection:
             timeline.incarnation(welcome.incarnation)
             timeline.watch("back ring", "bytes", lambda: engine.back_ring.used_bytes)
         stages: dict[str, Stage] = {"mail": engine.conversation, "sender": engine.stages["sender"]}
-        # the mail keeps no clock of its own
+        # the mail thread counts no idle seconds
         self._parts.crew.start(recorded_stages(timeline, stages, mail="deliver"), stall_clocks(engine))
-        self.stack.callback(self._parts.crew.stop)  # once more: before the rings are unlocked
+        self.stack.callback(self._parts.crew.stop)  # a second time, so that it runs before the rings are unlocked
 
     def drive(self, advance: Callable[[], bool], until: Callable[[], bool]) -> None:
-        """Calls `advance`, which says whether it did anything, until `until` says so; waits where there is nothing to do.
+        """Calls `advance` until `until` returns True, and waits whenever `advance` reports that it did nothing.
 
         Raises the first error of any thread.
         """
         engine, bell = self.engine, self._parts.bell
-        assert engine is not None, "a connection that was started has an engine"
+        assert engine is not None, "start has made an engine"
         wait_s = IDLE_WAIT_S if self._parts.device.type == "cpu" else DEVICE_POLL_S
         while not until():
             seen = bell.rings
@@ -207,15 +204,15 @@ class Connection:
             engine.loop.idled(time.perf_counter() - began_s)
 
     def say_bye(self) -> None:
-        assert self.engine is not None, "a connection that was started has an engine"
-        self._parts.crew.stop()  # nothing may follow the good-bye, no heartbeat either
+        assert self.engine is not None, "start has made an engine"
+        self._parts.crew.stop()  # nothing may follow the good-bye, not even a heartbeat
         crash_point("Bye not sent")
         self.engine.say_bye()
         crash_point("Bye sent")
         self._parts.health.state = "stopped"
 
-    def tell(self, error: BaseException) -> None:
-        """The prefetcher ends with the same sentence and code."""
+    def send_failure(self, error: BaseException) -> None:
+        """Sends `error` to the prefetcher, which then ends with the same sentence and exit code."""
         if self.conversation is not None:
             tell_peer(self.conversation, error)
 
@@ -226,12 +223,12 @@ class Connection:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if error is not None:
-            self.tell(error)
+            self.send_failure(error)
         self.stack.close()
 
 
 def progress_of(engine: TrainerEngine | None) -> ProcessProgress:
-    """`engine` None: there is none yet."""
+    """`engine`: None before it is made."""
     if engine is None:
         return ProcessProgress(
             step_begun=None, step_done=None, work=0, waiting_for="its model to be built", ended=False

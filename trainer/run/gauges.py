@@ -1,4 +1,4 @@
-"""What an engine shows while it runs: gauges for a scrape, and where idle seconds are counted."""
+"""Reads the gauges of a running engine, and counts the idle seconds of its threads."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -10,7 +10,7 @@ from rowcast.trainer.execute.metrics import Side, TrainerGauges
 
 
 def stall_clocks(engine: TrainerEngine) -> dict[str, Callable[[float], None]]:
-    """Where the idle seconds of each stage's thread are counted; the main loop counts its own."""
+    """For each stage with a thread, the function that counts its idle seconds; the main loop counts its own."""
     counters = engine.counters
 
     def sender(seconds: float) -> None:
@@ -23,7 +23,7 @@ def stall_clocks(engine: TrainerEngine) -> dict[str, Callable[[float], None]]:
 
 
 def learning_rates(optimizer: Optimizer, train_steps: int) -> dict[Side, float]:
-    """Of the train step behind so many."""
+    """The learning rates of the next train step, after `train_steps`."""
     return {
         "sparse": learning_rate(optimizer.sparse, train_steps),
         "dense": learning_rate(optimizer.dense, train_steps),

@@ -1,4 +1,4 @@
-"""The greeting: what the trainer says of itself, and the wait for the prefetcher's Welcome."""
+"""Sends the trainer's Hello and waits for the prefetcher's Welcome."""
 
 import os
 import time
@@ -13,7 +13,7 @@ from rowcast.protocol.peer_watch import PeerWatch
 from rowcast.runtime.stages import Doorbell
 from rowcast.runtime.telemetry.logs import said_if_slow
 
-# after a stop, for a Welcome that may be on its way: a prefetcher that has sent one expects a trainer
+# after a stop, the wait for a Welcome that may be on its way: a prefetcher that has sent one expects a trainer
 GREETING_GRACE_S = 0.5
 
 WORTH_SAYING_S = 2.0
@@ -44,7 +44,7 @@ def await_welcome(
     given_up: Callable[[], bool],
     left: Callable[[], bool],
 ) -> Welcome | None:
-    """Waits until the Welcome is in `arrived`; None where either process was stopped before it came. Raises PeerLost."""
+    """Waits until `arrived` holds the Welcome; returns None if either process was stopped before. Raises PeerLost."""
     give_up_s: float | None = None
     while not arrived:
         if left():

@@ -1,4 +1,4 @@
-"""`trainer run` and `trainer eval`: the lock on the run directory, the metrics, and one attempt after another."""
+"""Runs `trainer run` and `trainer eval`: locks the run directory, serves metrics, makes attempts."""
 
 import os
 from contextlib import ExitStack, suppress
@@ -21,19 +21,19 @@ from rowcast.runtime.telemetry.timeline import Timeline
 from rowcast.trainer.execute.metrics import TrainerCollector, TrainerGauges, new_counters
 from rowcast.trainer.execute.streams import choose_device
 from rowcast.trainer.kernels.choose import choose_kernels
-from rowcast.trainer.kernels.optim import warm_up_sqrt
+from rowcast.trainer.kernels.record_views import warm_up_sqrt
 from rowcast.trainer.report.history import History
 from rowcast.trainer.report.results import EarlierResults
 from rowcast.trainer.report.tensorboard import check_board
-from rowcast.trainer.run.attempt import Beginnings, TrainerAttempt, TrainerRunParts
+from rowcast.trainer.run.attempt import StartTimes, TrainerAttempt, TrainerRunParts
 from rowcast.trainer.run.gauges import learning_rates
 
 
 class TrainerRun:
-    """One run, from the lock on its directory on: one attempt after another, where peers come and go."""
+    """One run, from locking its directory: makes attempts until the run ends."""
 
     def __init__(self, job: Job, signals: Signals, mode: Mode, tensorboard: Path | None = None) -> None:
-        """`tensorboard`: the folder for event files; None for none."""
+        """`tensorboard`: the folder for event files; None writes none."""
         self._job = job
         self._signals = signals
         self._mode: Mode = mode
@@ -44,7 +44,7 @@ class TrainerRun:
         self._counters = new_counters(self._groups)
 
     def run(self, *, fresh: bool, timeline: bool) -> None:
-        """Returns when the run is finished or was stopped in order. Raises the first error of any stage."""
+        """Returns when the run is finished or was stopped. Raises the first error of any stage."""
         refuse_several_ranks(os.environ.get("WORLD_SIZE", "1"))
         try:
             if self._tensorboard is not None:
@@ -74,7 +74,7 @@ class TrainerRun:
             self._counters.timeline = stack.enter_context(Timeline(self._job.run_dir, "trainer"))
         build = build_info("trainer", self._job.job.name)
         collector = TrainerCollector(self._counters, self._gauges, build, self._health)
-        # before the kernels, which may take a while: a port in use is told at once
+        # before the kernels, which may take a while, so that a port in use is reported at once
         serve_metrics(stack, collector, self._job.metrics)
         parts = self._parts(device, fresh=fresh)
         if self._signals.stop_reason is None:
@@ -89,13 +89,13 @@ class TrainerRun:
             fresh=fresh,
             device=device,
             threads=threads,
-            kernels=choose_kernels(device, self._job),  # while the prefetcher prepares, too
+            kernels=choose_kernels(device, self._job),  # while the prefetcher prepares as well
             tensorboard=self._tensorboard,
             signals=self._signals,
             health=self._health,
             counters=self._counters,
             history=History(self._counters),
-            began=Beginnings(),
+            start_times=StartTimes(),
         )
 
     def _choose_device(self) -> torch.device:
@@ -105,7 +105,7 @@ class TrainerRun:
             raise ConfigError(str(error)) from None
 
     def _bring_back_results(self) -> None:
-        """Of the run that is here, where a fresh one has set them aside and was killed."""
+        """Restores the results that a fresh run has set aside, if it was killed before its first checkpoint."""
         newest = newest_checkpoint(self._job.run_dir)
         with suppress(DataError):
             if newest is not None:
@@ -118,7 +118,7 @@ class TrainerRun:
 
 
 def refuse_several_ranks(world_size: str) -> None:
-    """`world_size`: what torchrun puts into the environment."""
+    """`world_size`: the environment variable WORLD_SIZE, which torchrun sets. Raises ConfigError."""
     if world_size.strip() != "1":
         raise ConfigError(
             f"WORLD_SIZE = {world_size}, but training on several ranks is not supported yet; start one trainer alone"
@@ -126,7 +126,7 @@ def refuse_several_ranks(world_size: str) -> None:
 
 
 def set_threads(threads: int | str) -> int:
-    """Threads of torch's operations; `auto` is one a core that this process may use. Returns their number."""
+    """Sets the number of threads of torch's operations and returns it; `auto` is one per usable core."""
     number = usable_cores() if isinstance(threads, str) else threads
     torch.set_num_threads(1)
     warm_up_sqrt()

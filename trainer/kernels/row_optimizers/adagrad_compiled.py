@@ -1,6 +1,6 @@
-"""Adagrad in compiled loops, block of rows by block of rows:    gradients -> sum, states -> | torch.sqrt | -> weights
+"""Adagrad in compiled loops, block by block:    gradients -> sum, states -> | torch.sqrt | -> weights
 
-Square roots are torch's own, over a contiguous block: no loop here would have their bits.
+torch computes the square roots over a contiguous block, because no loop here would have their bits.
 """
 
 from functools import partial
@@ -39,7 +39,7 @@ def update(pool: ThreadPool, grads: Gradients, weights: RecordArray, states: lis
 def sum_and_accumulate(
     grads: Gradients, states: RecordArray, out: F32, sums: F32, block: int, first: int, end: int
 ) -> None:
-    """out[u - block] = the gradient of row u; state = state + g * g, rounded once, and a copy of it in `sums`."""
+    """out[u - block] = gradient g of row u; state = state + g * g, rounded once, and copied to `sums`."""
     for u in range(first, end):
         if u + ROWS_AHEAD < end:
             ask_for(states, u + ROWS_AHEAD, grads.dim)

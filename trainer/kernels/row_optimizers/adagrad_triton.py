@@ -1,4 +1,4 @@
-"""Adagrad in Triton."""
+"""The rule of Adagrad for Triton kernels."""
 
 import triton.language as tl
 

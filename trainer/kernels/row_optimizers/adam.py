@@ -1,4 +1,7 @@
-"""Adam (Kingma and Ba 2015), as torch.optim.SparseAdam: moments of touched rows only; the bias correction counts all train steps."""
+"""Adam (Kingma and Ba 2015), as torch.optim.SparseAdam: updates moments of touched rows only.
+
+The bias correction counts all train steps.
+"""
 
 import math
 

@@ -1,4 +1,4 @@
-"""Adam in Triton."""
+"""The rule of Adam for Triton kernels."""
 
 import triton.language as tl
 

@@ -1,4 +1,7 @@
-"""Adagrad with one accumulator a row: the mean of the squared gradient. torch.optim has none; examples/plain_loop.py defines it."""
+"""Adagrad with one accumulator per row: the mean of the squared gradient.
+
+torch.optim has no such optimizer; examples/plain_loop.py defines it.
+"""
 
 from torch import Tensor
 

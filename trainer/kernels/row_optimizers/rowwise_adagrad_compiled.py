@@ -1,6 +1,6 @@
-"""Row-wise Adagrad in compiled loops, block of rows by block of rows.
+"""Row-wise Adagrad in compiled loops, block by block.
 
-Means and square roots are torch's own, over a contiguous block: no loop here would have their bits.
+torch computes means and square roots over a contiguous block, because no loop here would have their bits.
 """
 
 from functools import partial
@@ -28,7 +28,7 @@ def update(pool: ThreadPool, grads: Gradients, weights: RecordArray, states: lis
 
 @compiled_arithmetic
 def accumulate_means(states: RecordArray, means: F32, sums: F32, block: int, first: int, end: int) -> None:
-    """state = state + mean, one a row; and a copy of it in `sums`."""
+    """state = state + mean, one per row, and copied to `sums`."""
     for u in range(first, end):
         if u + AHEAD < end:
             ask_for(states, u + AHEAD, 1)
@@ -49,7 +49,7 @@ def descend_by_row_roots(
     first: int,
     end: int,
 ) -> None:
-    """w = w - lr * g / (root + eps), one root a row."""
+    """w = w - lr * g / (root + eps), one root per row."""
     for u in range(first, end):
         if u + AHEAD < end:
             ask_for(weights, u + AHEAD, dim)

@@ -1,4 +1,4 @@
-"""Row-wise Adagrad in Triton."""
+"""The rule of row-wise Adagrad for Triton kernels."""
 
 import triton.language as tl
 

@@ -20,7 +20,7 @@ def update(pool: ThreadPool, grads: Gradients, weights: RecordArray, states: lis
 
 @compiled_arithmetic
 def sum_and_descend(grads: Gradients, weights: RecordArray, lr: np.float32, scratch: F32, first: int, end: int) -> None:
-    """w = w - lr * g, rounded once. `scratch`: [D], of this thread."""
+    """w = w - lr * g, rounded once. `scratch`: [D], private to the thread."""
     for u in range(first, end):
         if u + ROWS_AHEAD < end:
             ask_for(weights, u + ROWS_AHEAD, grads.dim)

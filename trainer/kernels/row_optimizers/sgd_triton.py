@@ -1,4 +1,4 @@
-"""SGD in Triton."""
+"""The rule of SGD for Triton kernels."""
 
 import triton.language as tl
 

@@ -1,1 +1,1 @@
-"""`report.html`: charts and tables of one run on one self-contained page."""
+"""Makes `report.html`: charts and tables of one run on one self-contained page."""

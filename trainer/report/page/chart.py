@@ -1,5 +1,7 @@
-"""Charts as paths in a square of SPAN x SPAN units. The page stretches the square and not the lines, and writes every word beside it in
-HTML: so text has one size at any width, and nothing has to be drawn twice.
+"""Charts as paths in a square of SPAN x SPAN units.
+
+The page stretches the square but not the lines, and writes every word in HTML around it: so text has the same size at
+any width, and nothing is drawn twice.
 
     y ticks |  ________
             | / layers \\___     a layer is one path: a line, an area or dots
@@ -19,16 +21,16 @@ TABLE_ROWS = 8
 
 @dataclass(frozen=True, kw_only=True)
 class Layer:
-    """One path. `look` is a class of the page's style sheet, which gives it a colour and, so that colour is not needed, a dash."""
+    """One path. `look` is a class of the page's style sheet, which gives it a colour and, as a second mark, a dash."""
 
     look: str
     path: str
-    name: str = ""  # in the legend; a layer without a name is not there
+    name: str = ""  # in the legend; a layer without a name is not listed
 
 
 @dataclass(frozen=True, kw_only=True)
 class Series:
-    """Numbers behind layers, for the text and the table."""
+    """The numbers that layers show, for the text and the table."""
 
     name: str
     y: Floats
@@ -47,7 +49,7 @@ class Chart:
     x: Axis
     y: Axis
     layers: list[Layer]
-    text: str  # what a reader who sees no chart should know
+    text: str  # for readers who cannot see the chart
     table: ChartTable  # a few of its points
 
     @property
@@ -65,7 +67,7 @@ class Chart:
 
 @dataclass(frozen=True, kw_only=True)
 class NoChart:
-    """In the place of one that has nothing to show."""
+    """Takes the place of a chart that has nothing to show."""
 
     title: str
     caption: str  # why
@@ -82,14 +84,14 @@ class Frame:
         return "M" + "L".join(self._points(x, y))
 
     def dots(self, x: Floats, y: Floats) -> str:
-        """Lines of no length, which round ends make visible."""
+        """Lines without length, which round ends make visible."""
         return "".join(f"M{point}h0" for point in self._points(x, y))
 
     def area(self, x: Floats, low: Floats, high: Floats) -> str:
         return "M" + "L".join([*self._points(x, high), *self._points(x[::-1], low[::-1])]) + "Z"
 
     def across(self, x: float) -> str:
-        """From bottom to top."""
+        """A line from bottom to top."""
         return f"M{self.x.place(np.array([x]))[0]:.5g} 0V{SPAN:g}"
 
     def _points(self, x: Floats, y: Floats) -> list[str]:
@@ -102,7 +104,7 @@ def stairs(edges: Floats, values: Floats) -> tuple[Floats, Floats]:
 
 
 def describe(x: Floats, x_axis: Axis, y_axis: Axis, *series: Series) -> str:
-    """First, last, least and largest of each series."""
+    """First, last, least and largest value of each series."""
     say, where = WORDS[y_axis.unit], WORDS[x_axis.unit]
     sentences = []
     for one in series:

@@ -1,4 +1,4 @@
-"""What the report says in words: the job as the trainer read it, versions and the machine."""
+"""Collects the text of the report: the job as the trainer read it, versions and the machine."""
 
 import json
 import os
@@ -18,14 +18,14 @@ CPUINFO = Path("/proc/cpuinfo")
 
 
 def job_sections(job: Job) -> list[str]:
-    """All values that counted, given or by default, as sections of TOML; tables have a table of their own."""
+    """All values of the job, set or by default, as sections of TOML; tables are listed separately."""
     content = msgspec.to_builtins(job)
     del content["tables"], content["tables_from"]
     return [text for name, section in content.items() for text in section_texts(name, section)]
 
 
 def section_texts(name: str, section: dict[str, Any]) -> Iterator[str]:
-    """The section, and each one in it."""
+    """The section and its subsections."""
     keys = {key: value for key, value in section.items() if value is not None and not isinstance(value, dict)}
     if keys:
         yield "\n".join([f"[{name}]", *(f"{key} = {toml_value(value)}" for key, value in keys.items())])
@@ -35,7 +35,7 @@ def section_texts(name: str, section: dict[str, Any]) -> Iterator[str]:
 
 
 def toml_value(value: object) -> str:
-    """Of strings, numbers and lists JSON's notation is TOML's as well."""
+    """JSON's notation of strings, numbers and lists is valid TOML."""
     return json.dumps(value, ensure_ascii=False, default=str)
 
 
@@ -72,14 +72,14 @@ def processor() -> str:
     return named or platform.machine()
 
 
-def went_on(report: Report, starts: list[int]) -> str:
-    """What this process saw of the run, where that is not all of it; else nothing."""
+def continuation(report: Report, starts: list[int]) -> str:
+    """Says which part of the run this process made; "" if it made all of it."""
     first = next(iter(starts), 0)
     if not first and len(starts) < 2:
         return ""
     which = f"This process began after train step {first:,}" if first else "This process began the run"
     again = (
-        f" and went on from a checkpoint after train step {', '.join(f'{start:,}' for start in starts[1:])}"
+        f" and continued from a checkpoint after train step {', '.join(f'{start:,}' for start in starts[1:])}"
         if starts[1:]
         else ""
     )

@@ -1,4 +1,4 @@
-"""Charts of what was learned: the loss of every train step, and the evaluations. Both are of the whole run, whichever process made them."""
+"""Charts of learning: the loss of every train step, and the evaluations, over the whole run."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -12,27 +12,27 @@ from rowcast.trainer.report.page.chart import Chart, Frame, Layer, NoChart, Seri
 from rowcast.trainer.report.page.record import RunRecord
 from rowcast.trainer.report.report_json import Evaluation
 
-MOST_POINTS = 500  # more cannot be told apart on a page
+MOST_POINTS = 500  # more cannot be distinguished on a page
 SMOOTHED = 20  # a smoothed loss is the mean of about this part of the points
 USUAL = 0.98  # the share of losses that the axis must hold; rare high ones may be cut off
 
 
 @dataclass(frozen=True, kw_only=True)
 class Buckets:
-    """Consecutive train steps taken together, so that there are no more than MOST_POINTS; all arrays are [n]."""
+    """Consecutive train steps, grouped so that there are at most MOST_POINTS groups; all arrays are [n]."""
 
-    last: Floats  # the train step that each ends with, from 1
+    last: Floats  # the last train step of each, from 1
     mean: Floats
     low: Floats
     high: Floats
 
     @property
     def steps_each(self) -> int:
-        """Train steps in each but the last, which may have fewer."""
+        """Train steps per bucket; the last one may have fewer."""
         return int(self.last[0])
 
     def smoothed(self) -> tuple[Floats, int]:
-        """The mean of each and those before it, and of how many (fewer at the beginning)."""
+        """The mean of each bucket and those before it, and of how many (fewer at the beginning)."""
         number = max(1, len(self.mean) // SMOOTHED)
         sums = np.concatenate([[0.0], np.cumsum(self.mean)])
         ends = np.arange(1, len(self.mean) + 1)
@@ -101,9 +101,9 @@ def loss_axis(buckets: Buckets) -> tuple[Axis, str]:
 
 
 def begin_layers(frame: Frame, run: RunRecord) -> list[Layer]:
-    """Where this process took over what another one had trained."""
+    """Marks where this process continued what another one had trained."""
     path = "".join(frame.across(start) for start in sorted(set(run.starts)) if start)
-    return [Layer(look="rule", path=path, name="this process went on here")] if path else []
+    return [Layer(look="rule", path=path, name="this process continued here")] if path else []
 
 
 def steps_axis(run: RunRecord) -> Axis:
@@ -119,8 +119,8 @@ def auc_chart(run: RunRecord) -> Chart | NoChart:
 
 def logloss_chart(run: RunRecord) -> Chart | NoChart:
     caption = (
-        "Mean binary cross entropy, or the model's own loss, on the evaluation samples; where it rises while the loss falls, the model "
-        "overfits."
+        "Mean binary cross entropy, or the model's own loss, on the evaluation samples; where it rises while the loss "
+        "falls, the model overfits."
     )
     return evaluation_chart(run, "Log loss", caption, run.evaluations, lambda evaluation: evaluation.logloss)
 

@@ -1,4 +1,4 @@
-"""`report.html`: one self-contained page about a run. It asks for nothing over a network and runs no script."""
+"""Writes `report.html`, one self-contained page about a run without scripts or requests over a network."""
 
 from importlib import resources
 from pathlib import Path
@@ -10,7 +10,7 @@ from rowcast.runtime.telemetry.format_numbers import human_bytes, human_count
 from rowcast.runtime.telemetry.logs import get_logger
 from rowcast.trainer.report.page.axis import share
 from rowcast.trainer.report.page.chart import Chart, NoChart
-from rowcast.trainer.report.page.facts import job_sections, machine_rows, table_rows, went_on
+from rowcast.trainer.report.page.facts import continuation, job_sections, machine_rows, table_rows
 from rowcast.trainer.report.page.learning import auc_chart, logloss_chart, loss_chart
 from rowcast.trainer.report.page.record import RunRecord
 from rowcast.trainer.report.page.speed import bytes_chart, hits_chart, samples_chart, stalls_chart
@@ -25,7 +25,7 @@ SECTIONS = {
 
 
 def write_page(path: Path, run: RunRecord) -> None:
-    """Writes the page. A run is not lost for it: what goes wrong is a warning."""
+    """Writes the page. A failure is logged as a warning and does not end the run."""
     try:
         write_durably(path, render(run).encode())
     except OSError as error:
@@ -38,7 +38,7 @@ def write_page(path: Path, run: RunRecord) -> None:
 
 
 def render(run: RunRecord) -> str:
-    """Everything that is not the template's own is text: names and sentences of users cannot become markup."""
+    """Escapes everything outside the template, so that names and sentences of users cannot become markup."""
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     template = environment.from_string(
         resources.files(__package__ or "").joinpath(TEMPLATE).read_text(encoding="utf-8")
@@ -47,7 +47,7 @@ def render(run: RunRecord) -> str:
         name=run.job.job.name,
         outcome=summary_title(run.report).removeprefix("rowcast: "),
         ended=run.ended_at.strftime("%Y-%m-%d %H:%M UTC"),
-        went_on=went_on(run.report, list(run.starts)),
+        continuation=continuation(run.report, list(run.starts)),
         key_figures=key_figures(run),
         sections={name: charts(run, name) for name in SECTIONS},
         summary=summary_rows(run.report),
@@ -63,7 +63,7 @@ def charts(run: RunRecord, section: str) -> list[Chart | NoChart]:
 
 
 def key_figures(run: RunRecord) -> list[tuple[str, str, str]]:
-    """(name, value, what it is of): the answers that are looked for first."""
+    """(name, value, explanation) of the figures that readers look for first."""
     report = run.report
     per_step = report.bytes_to_device / max(1, report.steps + report.eval_steps)
     found = [

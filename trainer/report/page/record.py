@@ -1,4 +1,4 @@
-"""What a run report is made of."""
+"""Holds what a run report is made of."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,8 +14,8 @@ from rowcast.trainer.report.report_json import Evaluation, Report
 class RunRecord:
     job: Job
     report: Report
-    losses: F32  # one a train step of the whole run
+    losses: F32  # one per train step of the whole run
     evaluations: Sequence[Evaluation]  # of the whole run
     marks: Sequence[HistoryMark]  # of this process
-    starts: Sequence[int]  # train steps of the run before each incarnation of this process
+    starts: Sequence[int]  # train steps of the run before each attempt of this process
     ended_at: datetime  # UTC

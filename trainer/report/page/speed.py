@@ -1,4 +1,4 @@
-"""Charts of how the time went, from the marks of this process: each value is the mean between two marks."""
+"""Charts of speed and traffic, from the marks of this process; each value is the mean between two marks."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,15 +13,15 @@ from rowcast.trainer.report.page.axis import Axis, Floats, Unit, outwards
 from rowcast.trainer.report.page.chart import Chart, Frame, Layer, NoChart, Series, describe, some_points, stairs
 from rowcast.trainer.report.page.record import RunRecord
 
-STACKED: tuple[StallReason, ...] = ("rows", "results", "barrier")  # of the loop, which waits for one thing at a time
-BESIDE: StallReason = "ring"  # of the sender, a thread of its own
-LEAST_TOP = 0.05  # of an axis of shares: smaller ones should look small
+STACKED: tuple[StallReason, ...] = ("rows", "results", "barrier")  # of the loop, which has one wait at a time
+BESIDE: StallReason = "ring"  # of the sender, which has a thread of its own
+LEAST_TOP = 0.05  # top of an axis of shares, so that smaller shares look small
 NOTHING = "No step was done."
 
 
 @dataclass(frozen=True, kw_only=True)
 class Intervals:
-    """Between marks: `edges` [n + 1], seconds since the first step; `first` and `last` are the marks around each of the n."""
+    """Intervals between marks: `edges` [n + 1], seconds since the first step; the marks before and after each."""
 
     edges: Floats
     first: list[HistoryMark]
@@ -32,7 +32,7 @@ class Intervals:
         return self.edges[1:]
 
     def gain(self, name: str) -> Floats:
-        """What a counter grew by in each."""
+        """How much a counter grew in each interval."""
         return np.array(
             [getattr(last, name) - getattr(first, name) for first, last in zip(self.first, self.last, strict=True)],
             np.float64,
@@ -42,14 +42,14 @@ class Intervals:
         return self.gain(name) / self.gain(to)
 
     def stalled(self, reason: StallReason) -> Floats:
-        """The share of time."""
+        """The share of time spent waiting for `reason`."""
         index = get_args(StallReason).index(reason)
         gains = [last.stalls[index] - first.stalls[index] for first, last in zip(self.first, self.last, strict=True)]
         return np.array(gains, np.float64) / self.gain("time_s")
 
 
 def intervals(marks: Sequence[HistoryMark], grows: str) -> Intervals | None:
-    """Between marks among which the counter `grows` has grown; None where it never did."""
+    """Intervals between marks in which the counter `grows` has grown; None if it never did."""
     kept: list[HistoryMark] = []
     for mark in marks:
         if not kept or getattr(mark, grows) > getattr(kept[-1], grows):
@@ -82,7 +82,7 @@ def samples_chart(run: RunRecord) -> Chart | NoChart:
 
 
 def stalls_chart(run: RunRecord) -> Chart | NoChart:
-    """The loop's waits on top of each other, the sender's as a line."""
+    """Stacks the loop's waits; the sender's are a line."""
     title, found = "Waits, as a share of time", intervals(run.marks, "time_s")
     if found is None:
         return NoChart(title=title, caption=NOTHING)
@@ -99,8 +99,9 @@ def stalls_chart(run: RunRecord) -> Chart | NoChart:
     ]
     return Chart(
         title=title,
-        caption="The main loop waited for rows, for results of the device, or at the barrier of a checkpoint; they add up. Beside it, "
-        "the sender waited for space in the ring. Waits for rows: enlarge the cache, or give the prefetcher more cores.",
+        caption="The main loop waited for rows, for results of the device, or at the barrier of a checkpoint; these "
+        "waits add up. In parallel, the sender waited for space in the ring. Waits for rows: enlarge the cache, or "
+        "give the prefetcher more cores.",
         x=frame.x,
         y=frame.y,
         layers=[

@@ -1,4 +1,4 @@
-"""Row optimizers: which rule the kernels apply at which step, and the parts of a record that it works on."""
+"""Splits records into views of their parts, and computes the row optimizer's rule of a train step."""
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ DTYPES: dict[RowType, torch.dtype] = {"fp32": torch.float32, "fp16": torch.float
 
 
 def rule_at(settings: SparseOptimizer, train_step: int) -> Rule:
-    """`train_step` counts the training batches before this one."""
+    """`train_step` counts the train batches before this one."""
     return Rule(
         kind=settings.kind,
         lr=learning_rate(settings, train_step),
@@ -30,10 +30,10 @@ def rows_of(records: Tensor, group: GroupSpec) -> RecordViews:
 
 
 def part_of(records: Tensor, part: RecordPart) -> Tensor:
-    """A view [n, width] of a part, in its own dtype; `records` are contiguous rows of record_bytes, whatever their dtype."""
+    """A view [n, width] of a part, in its own dtype; `records` are contiguous rows of record_bytes, of any dtype."""
     return records.view(DTYPES[part.dtype])[:, part.elements]
 
 
 def warm_up_sqrt() -> None:
-    """Makes the first `torch.sqrt` of the process in one thread: made by several, its roots may be inaccurate (pytorch#188792)."""
+    """Runs the process's first `torch.sqrt` in one thread: in several, its roots may be inaccurate (pytorch#188792)."""
     torch.ones(1).sqrt()

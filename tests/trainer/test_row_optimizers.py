@@ -11,7 +11,7 @@ from rowcast.job.row_optimizers import ROW_OPTIMIZERS
 from rowcast.job.schema import RowType, SparseOptimizer
 from rowcast.job.tables import GroupSpec, record_parts
 from rowcast.trainer.kernels import torch_ops
-from rowcast.trainer.kernels.optim import DTYPES, part_of, rows_of, rule_at, warm_up_sqrt
+from rowcast.trainer.kernels.record_views import DTYPES, part_of, rows_of, rule_at, warm_up_sqrt
 from tests.support.full_capacity import bits
 
 KINDS = tuple(ROW_OPTIMIZERS)
