@@ -15,8 +15,7 @@ def free_memory(root: Path = ROOT) -> int:
 
 
 def cgroup_room(root: Path = ROOT) -> Iterator[int]:
-    """Bytes left under each limit of this process's control groups and their parents; yields nothing without a limit.
-    """
+    """Bytes left under each limit of this process's control groups and their parents; nothing without a limit."""
     for controllers, name in re.findall(
         r"^\d+:([^:]*):(.*)$", (root / "proc/self/cgroup").read_text(), flags=re.MULTILINE
     ):

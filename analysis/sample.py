@@ -3,8 +3,9 @@
     epoch, in training order    0 1 2 3 4 5 | 6 7 8 9 10 11 | 12 13 14 15 16 17    3 strata of as many batches
     windows of length 2           [2 3]               [10 11]  [12 13]             one at a random place in each
 
-The first batches of a log are its first hours; a window in each stratum sees all of it, and none is likelier than another. With
-`draws` above 1 each stratum gives so many windows, never the same twice, one a draw: draw 0 can choose what draw 1 judges.
+The first batches of a log are its first hours; a window in each stratum sees all of it, and none is likelier than
+another. With `draws` above 1 each stratum gives so many windows, never the same twice, one a draw: draw 0 can choose
+what draw 1 judges.
 
 Batches between two windows are not decoded where the format can go to a row cheaply.
 """
@@ -83,7 +84,8 @@ def share_of(job: Job, amount: Amount, num_samples: int | None) -> float:
     if num_samples is None:
         if amount.share is None:
             raise ConfigError(
-                f"--samples: {job.data.format} does not say how many samples it has; give a share, such as --sample 0.05"
+                f"--samples: {job.data.format} does not say how many samples it has; give a share, such as --sample "
+                "0.05"
             )
         return amount.share
     wanted = amount.samples if amount.share is None else amount.share * num_samples

@@ -1,9 +1,8 @@
 """Whether the process in this container is healthy, for a HEALTHCHECK: `python -m rowcast.deploy.health [port ...]`.
 
 Each given port must answer /healthz with 200. Without ports, both usual ones are asked: at least one must answer, and
-each that answers
-must be healthy, so the same line serves both commands. Exits with 0 or 1 and prints the answers to stdout. Plain http
-only.
+each that answers must be healthy, so the same line serves both commands. Exits with 0 or 1 and prints the answers to
+stdout. Plain http only.
 """
 
 import sys

@@ -2,8 +2,8 @@
 options]`.
 
 The trainer has the terminal; the prefetcher's log goes to `<run_dir>/prefetcher.log`. When one fails, the other ends by
-itself, and this
-program repeats which one failed first and why. If this program is killed, both processes stop in order.
+itself, and this program repeats which one failed first and why. If this program is killed, both processes stop in
+order.
 """
 
 import ctypes

@@ -1,4 +1,4 @@
-"""A data set of your own: `data.format = "examples.custom_data:open_batches"`, with `[data.options] num_batches = 100`."""
+"""Your own data set: `data.format = "examples.custom_data:open_batches"`, with `[data.options] num_batches = 100`."""
 
 from collections.abc import Callable, Iterator
 

@@ -1,4 +1,4 @@
-"""A model of your own: `model.kind = "examples.custom_model:build"`, with `[model.options] hidden = 64`."""
+"""Your own model: `model.kind = "examples.custom_model:build"`, with `[model.options] hidden = 64`."""
 
 import torch
 from torch import Tensor, nn

@@ -3,10 +3,8 @@
     python -m examples.predict --config job.toml --model model.safetensors --data new.csv
 
 prints one probability per line, in the order of the rows; for a model with its own `loss`, it prints what the model
-returns. The job's
-reader reads the rows, so columns, hashing and missing values are those of training. The label column must exist; it may
-be all 0.
-It loads whole tables, so it is for models that fit in memory.
+returns. The job's reader reads the rows, so columns, hashing and missing values are those of training. The label column
+must exist; it may be all 0. It loads whole tables, so it is for models that fit in memory.
 """
 
 import argparse

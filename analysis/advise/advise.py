@@ -3,7 +3,7 @@
 data --> observed: the rows of each step --> planner of training over the followed rows --> rows moved at each capacity
          (of some rows, all uses)            look-ahead and LRU, from one batch to all               |
                                                                                                      v
-this machine's rates, a step's time -----------------------------> what moving them takes --> knee, no stalls --> sections
+this machine's rates, a step's time -------------------------> what moving them takes --> knee, no stalls --> sections
 """
 
 import sys

@@ -1,9 +1,10 @@
-"""What `prefetcher advise` reads: all batches of a run, or one stretch of an epoch. Of the rows only the followed ones are kept.
+"""What `prefetcher advise` reads: all batches of a run, or one stretch of an epoch. Only followed rows are kept.
 
-    run       | train ........ | eval | train ........ | eval |     every batch, in the order of training: nothing is guessed
-    stretch         | settle | count |                              `--samples`: the middle of an epoch, of which the second half counts
+    run       | train ........ | eval | train ........ | eval |   every batch, in the order of training: nothing guessed
+    stretch         | settle | count |                            `--samples`: the middle of an epoch; its second half
+                                                                  counts
 
-Ids are read without the rest where the format allows it, and batches that come again in the same order (another epoch without a shuffle,
+If the format allows it, only ids are read. Batches that come again in the same order (another epoch without a shuffle,
 another evaluation) are decoded once.
 """
 
@@ -229,8 +230,10 @@ class Observer:
         self._kept_bytes += seen.keys_bytes
         if self._kept_bytes > self._memory_bytes:
             raise ConfigError(
-                f"--sample {self._share:g}: the followed rows of the first {len(self._steps)} batches take {self._kept_bytes} bytes, more "
-                f"than the {int(self._memory_bytes)} that may be used; give a smaller --sample, or the run's first steps with --max-steps"
+                f"--sample {self._share:g}: the followed rows of the first {len(self._steps)} batches take "
+                f"{self._kept_bytes} bytes, more "
+                f"than the {int(self._memory_bytes)} that may be used; give a smaller --sample, or the run's first "
+                "steps with --max-steps"
             )
         if can_share(self._job) and (place.kind == "eval" or self._job.data.shuffle == "none"):
             self._again[batch_of_split(place)] = seen

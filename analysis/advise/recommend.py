@@ -151,13 +151,15 @@ def reasons(job: Job, chosen: ChosenValues, choice: Choice) -> dict[str, str]:
     ahead, lru = chosen.predicted.lookahead, chosen.predicted.lru
     found = {
         "cache.capacity": capacity_reason(chosen, choice),
-        "cache.policy": f"fetches {ahead.rows_fetched_per_step:,.0f} rows per step; LRU would fetch {lru.rows_fetched_per_step:,.0f}",
+        "cache.policy": f"fetches {ahead.rows_fetched_per_step:,.0f} rows per step; LRU would fetch "
+        "{lru.rows_fetched_per_step:,.0f}",
         "lookahead.depth": (
             f"the rows of a step take {chosen.travel_ms:.2g} ms to the device and back; {chosen.depth} steps of "
             f"{chosen.step_ms:g} ms in flight cover that and even out busy ones"
         ),
         "lookahead.horizon": (
-            f"grows until plans no longer guess: here to {chosen.horizon} batches, whose ids take {human_bytes(chosen.known_bytes)} of the "
+            f"grows until plans no longer guess: here to {chosen.horizon} batches, whose ids take "
+            f"{human_bytes(chosen.known_bytes)} of the "
             f"host's memory"
         ),
     }
@@ -171,11 +173,11 @@ def reasons(job: Job, chosen: ChosenValues, choice: Choice) -> dict[str, str]:
 def capacity_reason(chosen: ChosenValues, choice: Choice) -> str:
     fetched = f"{chosen.predicted.lookahead.rows_fetched_per_step:,.0f} rows fetched per step"
     if choice.no_stall_bytes is not None and choice.no_stall_bytes > choice.knee_bytes:
-        return (
-            f"{fetched}; the smallest capacity at which a step of {chosen.step_ms:g} ms does not wait for rows that did not fit"
-        )
+        step = f"a step of {chosen.step_ms:g} ms"
+        return f"{fetched}; the smallest capacity at which {step} does not wait for rows that did not fit"
     saves = percent_number(max(0.0, chosen.predicted.doubling_saves))
-    return f"{fetched}; doubling it would save {saves} %; every doubling up to here saves {percent_number(KNEE_SAVING)} % or more"
+    least = percent_number(KNEE_SAVING)
+    return f"{fetched}; doubling it would save {saves} %; every doubling up to here saves {least} % or more"
 
 
 def toml(values: Mapping[str, Mapping[str, str | int]], why: Mapping[str, str]) -> str:

@@ -1,5 +1,4 @@
-"""What `prefetcher advise` prints: what was read, the curve and its reading, precision, memory, and sections to paste.
-"""
+"""What `prefetcher advise` prints: what was read, the curve and its reading, precision, memory, sections to paste."""
 
 import textwrap
 from collections.abc import Iterator
@@ -148,7 +147,8 @@ def plain_table(first: str, *others: str, padding: int = 2) -> Table:
 def sentences(advice: Advice) -> Iterator[str]:
     choice, predicted, half = advice.choice, advice.recommended.predicted, advice.recommended.half
     yield (
-        "Rows and MiB are per step. Move ms: time of the slowest stage that moves rows. Least ms: in the busiest steps a "
+        "Rows and MiB are per step. Move ms: time of the slowest stage that moves rows. Least ms: in the busiest steps "
+        "a "
         "shorter step waits for rows that a larger cache would have kept"
     )
     yield (
@@ -156,14 +156,16 @@ def sentences(advice: Advice) -> Iterator[str]:
         f"{100 * KNEE_SAVING:g} % of the bytes fetched"
     )
     if choice.no_stall_bytes is not None:
-        yield f"No stalls for lack of capacity: from {human_bytes(choice.no_stall_bytes)} up, with steps of {advice.assumed.step_ms:g} ms"
+        least = human_bytes(choice.no_stall_bytes)
+        yield f"No stalls for lack of capacity: from {least} up, with steps of {advice.assumed.step_ms:g} ms"
     slowest_ms = max(predicted.move_ms, advice.assumed.plan_ms)
-    yield f"Limit: at {human_bytes(predicted.capacity_bytes)} the slowest stage is {predicted.limit}, {slowest_ms:.2g} ms per step"
+    here = human_bytes(predicted.capacity_bytes)
+    yield f"Limit: at {here} the slowest stage is {predicted.limit}, {slowest_ms:.2g} ms per step"
     if half is not None:
         more = half.lookahead.rows_fetched_per_step / max(1.0, predicted.lookahead.rows_fetched_per_step) - 1
         yield (
-            f"Half of it, {human_bytes(half.capacity_bytes)}, would fetch {half.lookahead.rows_fetched_per_step:,.0f} rows per step, "
-            f"{percent_number(max(0.0, more))} % more"
+            f"Half of it, {human_bytes(half.capacity_bytes)}, would fetch {half.lookahead.rows_fetched_per_step:,.0f} "
+            f"rows per step, {percent_number(max(0.0, more))} % more"
         )
     yield assumptions(advice.assumed)
 
@@ -175,13 +177,15 @@ def assumptions(assumed: Assumed) -> str:
     )
     if assumed.gather_given:
         rows = f"tables are read and written at {next(iter(assumed.tables_gbs.values()))['read']:g} GB/s"
-        return f"Given or assumed: {step}, {link}, {rows}. Measured here, doubled: planning takes {assumed.plan_ms:.2g} ms per batch"
+        planning = f"planning takes {assumed.plan_ms:.2g} ms per batch"
+        return f"Given or assumed: {step}, {link}, {rows}. Measured here, doubled: {planning}"
     each = "; ".join(
         f"{own['read']:.2g} GB/s read, {own['first']:.2g} made the first time, {own['write']:.2g} written"
         for own in assumed.tables_gbs.values()
     )
     return (
-        f"Given or assumed: {step}, {link}. Measured here, half of it counted on: rows of the tables, {each} (--gather-gbs); "
+        f"Given or assumed: {step}, {link}. Measured here, half of it counted on: rows of the tables, {each} "
+        "(--gather-gbs); "
         f"planning takes {assumed.plan_ms:.2g} ms per batch"
     )
 
@@ -203,17 +207,20 @@ def notes(facts: Facts) -> Iterator[str]:
         yield settling(facts.read, facts.predicted, facts.shorter_rows_per_step)
     if facts.assumed.plan_ms > facts.assumed.step_ms:
         yield (
-            f"Planning takes {facts.assumed.plan_ms:.2g} ms per batch, more than a step of {facts.assumed.step_ms:g} ms at any capacity; "
+            f"Planning takes {facts.assumed.plan_ms:.2g} ms per batch, more than a step of {facts.assumed.step_ms:g} "
+            "ms at any capacity; "
             f"more prefetcher.threads may help"
         )
     if facts.choice.no_stall_bytes is None:
         yield (
-            f"A step of {facts.assumed.step_ms:g} ms waits most of the time at any capacity: with every row on the device the slowest "
+            f"A step of {facts.assumed.step_ms:g} ms waits most of the time at any capacity: with every row on the "
+            "device the slowest "
             f"stage still takes {facts.everything.move_ms:.3g} ms for new rows. The capacity is that of the knee"
         )
     elif facts.choice.stalling_anyway > 0:
         yield (
-            f"{percent_number(facts.choice.stalling_anyway)} % of all stretches of {plural(facts.job.lookahead.depth + 1, 'step')} wait at any "
+            f"{percent_number(facts.choice.stalling_anyway)} % of all stretches of "
+            f"{plural(facts.job.lookahead.depth + 1, 'step')} wait at any "
             f"capacity, as at the start, where every row is new"
         )
     yield from left_out(facts.job)
@@ -225,8 +232,10 @@ def sureness(read: Read, predicted: Point) -> str:
     if least == 1.0:
         return f"Every row was followed through {of_what}, so their traffic was counted, not estimated"
     return (
-        f"{percent_number(least)} % of the rows, {read.followed_rows:,} chosen by a hash of their keys, were followed through {of_what}. What "
-        f"they move stands for all rows, ± {percent_number(predicted.lookahead.margin)} % of the rows fetched (three standard errors). How many "
+        f"{percent_number(least)} % of the rows, {read.followed_rows:,} chosen by a hash of their keys, were followed "
+        f"through {of_what}. What "
+        f"they move stands for all rows, ± {percent_number(predicted.lookahead.margin)} % of the rows fetched (three "
+        "standard errors). How many "
         f"rows each batch touches was counted"
     )
 
@@ -235,15 +244,14 @@ def settling(read: Read, predicted: Point, shorter: float) -> str:
     now = predicted.lookahead.rows_fetched_per_step
     far = read.steps // 2
     what = (
-        f"{plural(read.samples, 'sample')} from the middle of an epoch were read, and the second half of these steps counts. Half as many "
+        f"{plural(read.samples, 'sample')} from the middle of an epoch were read, and the second half of these steps "
+        "counts. Half as many "
         f"would have given {shorter:,.0f} rows fetched per step instead of {now:,.0f}. Savings from rows that return "
         f"after more than {plural(far, 'step')} cannot be measured"
     )
     if now and abs(shorter / now - 1) < SETTLED:
         return what
-    return (
-        f"{what}: treat this as a first guess, and the capacity as too small; give more --samples, or omit --samples"
-    )
+    return f"{what}: treat this as a first guess, and the capacity as too small; give more --samples, or omit --samples"
 
 
 def left_out(job: Job) -> Iterator[str]:

@@ -124,7 +124,8 @@ def label_finding(seen: Seen) -> Finding:
         value = int(seen.num_positive > 0)
         return warning(
             "labels",
-            f"every label of {seen.num_samples:,} samples is {value}, so there is nothing to learn; look at the label column",
+            f"every label of {seen.num_samples:,} samples is {value}, so there is nothing to learn; look at the label "
+            "column",
         )
     return ok(
         "labels",
@@ -168,11 +169,13 @@ def check_pins(job: Job, seen: Seen) -> Iterator[Finding]:
         if needed > n and n < group.num_rows:
             yield error(
                 "pins",
-                f"{len(keys):,} pinned rows and the {largest:,} rows of the largest batch read do not fit in the {n:,} slots of group "
+                f"{len(keys):,} pinned rows and the {largest:,} rows of the largest batch read do not fit in the {n:,} "
+                "slots of group "
                 f"{group.name}; set {capacity_for(job, group, len(seen.groups), needed)}, or pin fewer rows",
             )
         else:
             yield ok(
                 "pins",
-                f"{len(keys):,} rows of {job.cache.pin} fit next to the largest batch in the {n:,} slots of group {group.name}",
+                f"{len(keys):,} rows of {job.cache.pin} fit next to the largest batch in the {n:,} slots of group "
+                f"{group.name}",
             )

@@ -40,7 +40,5 @@ def findings_of(subject: str, check: Callable[[], Iterable[Finding]]) -> list[Fi
         found.append(error(subject, str(raised)))
     except Exception as raised:  # noqa: BLE001 - a user's factory may raise anything, and the other checks still run
         get_logger().exception("unexpected error", check=subject)
-        found.append(
-            error(subject, f"unexpected error: {type(raised).__name__}: {raised}; the log has the traceback")
-        )
+        found.append(error(subject, f"unexpected error: {type(raised).__name__}: {raised}; the log has the traceback"))
     return found

@@ -57,13 +57,15 @@ def ask_device(name: str, command: tuple[str, ...] = (sys.executable, "-c", QUES
         return Device(**json.loads(asked.stdout))
     except subprocess.TimeoutExpired:
         return Device(
-            refusal=f"torch did not say within {TIMEOUT_S:g} s which device trainer.device = {name!r} is; look at the driver"
+            refusal=f"torch did not say within {TIMEOUT_S:g} s which device trainer.device = {name!r} is; "
+            f"look at the driver"
         )
     except (subprocess.CalledProcessError, OSError, ValueError, TypeError) as failure:
         said = getattr(failure, "stderr", None) or str(failure)
         last = said.strip().splitlines()[-1]
         return Device(
-            refusal=f"the trainer's process cannot say which device trainer.device = {name!r} is ({last}); repair torch first"
+            refusal=f"the trainer's process cannot say which device trainer.device = {name!r} is ({last}); "
+            f"repair torch first"
         )
 
 
@@ -140,7 +142,8 @@ def check_memlock(device: Device, ring_bytes: int, root: Path = Path("/")) -> It
     else:
         yield warning(
             "pinning",
-            f"the memlock limit is {human_bytes(limit)} and two rings take {human_bytes(2 * ring_bytes)}: they may not be page-locked, which "
+            f"the memlock limit is {human_bytes(limit)} and two rings take {human_bytes(2 * ring_bytes)}: they may not "
+            "be page-locked, which "
             f"makes copies slower; raise `ulimit -l` to {2 * ring_bytes // 1024} or make transport.ring smaller",
         )
 

@@ -43,7 +43,8 @@ def check_memory(job: Job, seen: Seen, free_bytes: int, ring_bytes: int, cache_b
     if fixed > free_bytes:
         yield error(
             "memory",
-            f"{sentence}: too little even without tables; free some memory, or lower cache.capacity, lookahead or transport.ring",
+            f"{sentence}: too little even without tables; free some memory, or lower cache.capacity, lookahead or "
+            "transport.ring",
         )
     elif fixed + tables > free_bytes:
         yield warning("memory", f"{sentence}: too little if every row is trained; free memory or make tables smaller")
@@ -53,8 +54,7 @@ def check_memory(job: Job, seen: Seen, free_bytes: int, ring_bytes: int, cache_b
 
 def check_disk(job: Job, seen: Seen) -> Iterator[Finding]:
     """A checkpoint holds every trained row with its key, and the model state. In a run that makes many checkpoints,
-    deltas may grow
-    as large as their base, and a merge writes the next base before it removes both.
+    deltas may grow as large as their base, and a merge writes the next base before it removes both.
     """
     place, free_bytes = room_at(job.run_dir)
     rows = sum(trained_rows(group, seen) * (group.record_bytes + KEY_BYTES) for group in seen.groups)
@@ -73,7 +73,10 @@ def check_disk(job: Job, seen: Seen) -> Iterator[Finding]:
 def check_table_files(job: Job, seen: Seen) -> Finding:
     place, free_bytes = room_at(job.table_folder)
     needed = sum(group.num_rows * (group.record_bytes + 1) for group in seen.groups)
-    sentence = f"{place} has {human_bytes(free_bytes)} free for table files of {human_bytes(needed)}, allocated at full size from the start"
+    sentence = (
+        f"{place} has {human_bytes(free_bytes)} free for table files of {human_bytes(needed)}, "
+        f"allocated at full size from the start"
+    )
     return (
         ok("disk", sentence)
         if needed <= free_bytes

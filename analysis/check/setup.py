@@ -31,8 +31,7 @@ SHOWN = ("rowcast", "python", "torch", "numpy", "numba", "pyarrow", "pyzmq")
 
 
 def check_versions(installed: Callable[[str], metadata.Distribution] = metadata.distribution) -> Iterator[Finding]:
-    """Compares Python and installed packages with the lower bounds of the installed rowcast. `installed` is for tests.
-    """
+    """Compares Python and packages with the lower bounds of the installed rowcast. `installed` is for tests."""
     try:
         rowcast = installed(DISTRIBUTION)
     except metadata.PackageNotFoundError:
@@ -136,7 +135,8 @@ def check_model(job: Job) -> Iterator[Finding]:
     if spec is None:
         yield error(
             subject,
-            f"model.kind = {kind!r}: there is no module {module} in the working folder or on PYTHONPATH; correct either",
+            f"model.kind = {kind!r}: there is no module {module} in the working folder or on PYTHONPATH; correct "
+            "either",
         )
     elif spec.origin and spec.origin.endswith(".py") and not defines(Path(spec.origin), factory):
         yield error(subject, f"model.kind = {kind!r}: {spec.origin} does not define {factory}; correct the name")
@@ -158,8 +158,7 @@ def find_module(name: str, path: list[str]) -> ModuleSpec | None:
 
 
 def defines(source: Path, name: str) -> bool:
-    """Whether a module binds a name at its top level, as far as its source tells: a star import or a __getattr__ may.
-    """
+    """Whether a module binds a name at its top level, judging by its source; a star import or a __getattr__ may."""
     try:
         tree = ast.parse(source.read_bytes())
     except (OSError, SyntaxError, ValueError):

@@ -196,9 +196,7 @@ def look_at(path: str, progress: AnalysisProgress) -> DataSet:
     names = {format: FORMATS[format].file_names for format in ("csv", "parquet")}
     files = {format: found(path, pattern) for format, pattern in names.items()}
     if not files["csv"] and not files["parquet"]:
-        data_files(
-            path, "--data", "|".join(f"({pattern})" for pattern in names.values())
-        )  # raises if nothing is there
+        data_files(path, "--data", "|".join(f"({pattern})" for pattern in names.values()))  # raises if nothing is there
         raise ConfigError(
             f"--data {path}: neither CSV (.csv, .csv.gz) nor Parquet (.parquet, .pq); other formats: docs/job-file.md"
         )

@@ -1,5 +1,4 @@
-"""`prefetcher new`: looks at files and writes a job for them that runs as it is: TOML with a comment for every choice.
-"""
+"""`prefetcher new`: looks at files and writes a job for them that runs as it is, with a comment for every choice."""
 
 import json
 import re
@@ -81,7 +80,8 @@ def advised_capacity(data: DataSet, chosen: ChosenRoles, progress: AnalysisProgr
 
 def summary(data: DataSet, chosen: ChosenRoles) -> list[str]:
     ids = (
-        f"{ids.column.name} ({ids.num_embeddings:,} rows{', hashed' if ids.hashed else ''}{', lists' if ids.column.is_list else ''})"
+        f"{ids.column.name} ({ids.num_embeddings:,} "
+        f"rows{', hashed' if ids.hashed else ''}{', lists' if ids.column.is_list else ''})"
         for ids in chosen.ids
     )
     lines = [
@@ -123,7 +123,8 @@ def batch_size(data: DataSet) -> int:
 
 def head(data: DataSet) -> Iterator[str]:
     looked_at = f"{plural(data.num_rows, 'row')} in {plural(data.num_files, 'file')}"
-    yield f"# Written by `prefetcher new` after a look at {looked_at}. Every key: docs/job-file.md; columns: docs/data.md."
+    pages = "Every key: docs/job-file.md; columns: docs/data.md."
+    yield f"# Written by `prefetcher new` after a look at {looked_at}. {pages}"
     yield "[job]"
     yield f"name = {quoted(name_of(data))}"
     yield f"run_dir = {quoted(f'runs/{name_of(data)}')}"
@@ -146,7 +147,8 @@ def columns(data: DataSet, chosen: ChosenRoles) -> Iterator[str]:
         reach = max(abs(column.low), abs(column.high))
         if reach > LARGE:
             span = f"from {column.low:g} to {column.high:g}"
-            yield f"# {comment(column.name)} ranges {span} and is used as it is; its logarithm or a scaled value gives a better model"
+            advice = "its logarithm or a scaled value gives a better model"
+            yield f"# {comment(column.name)} ranges {span} and is used as it is; {advice}"
     hashed = [ids.column.name for ids in chosen.ids if ids.hashed]
     if hashed:
         yield f"hash = {names(hashed)}  # text, and integers with gaps or missing values; a missing one is row 0"

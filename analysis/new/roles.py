@@ -89,7 +89,8 @@ def label_of(data: DataSet, wish: Wish) -> ColumnFacts:
     if binary:
         names = [column.name for column in binary]
         raise ConfigError(
-            f"{data.path}: {len(names)} columns hold 0 and 1 ({listed(names)}); say which is the label: --label {names[0]}"
+            f"{data.path}: {len(names)} columns hold 0 and 1 ({listed(names)}); say which is the label: --label "
+            f"{names[0]}"
         )
     held = "; ".join(
         f"{column.name} holds {contents(column)}" for column in data.columns if column.name.lower() in LABEL_NAMES

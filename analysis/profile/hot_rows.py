@@ -1,8 +1,7 @@
 """Counts look-ups per row in a sample, and picks hot rows: those looked up most that fit a budget of bytes.
 
 Follows Adnan et al., Accelerating Recommendation System Training by Leveraging Popular Choices (VLDB 2022): a row is
-hot above a threshold
-of accesses set by a memory budget, which a small sample of the inputs suffices to find.
+hot above a threshold of accesses set by a memory budget, which a small sample of the inputs suffices to find.
 
 Memory grows with the distinct rows of the sample: 16 bytes per row, and several times that while they are sorted.
 """
@@ -78,7 +77,8 @@ class Popularity:
         needed = sum(counts.max_rows for counts in self.counts) * BYTES_PER_ROW
         if needed > self._limit_bytes:
             raise ConfigError(
-                f"--sample: the first {self.num_samples} samples touch {needed // BYTES_PER_ROW} distinct rows; counting them takes "
+                f"--sample: the first {self.num_samples} samples touch {needed // BYTES_PER_ROW} distinct rows; "
+                "counting them takes "
                 f"about {needed} bytes, and {int(self._limit_bytes)} may be used; give a smaller --sample"
             )
 

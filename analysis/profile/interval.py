@@ -1,16 +1,19 @@
-"""How sure a share is that was measured on some batches of many.
+"""The confidence interval of a share that was measured on some of many batches.
 
-Samples within a batch are alike (an hour, a campaign, one customer's basket), so n samples of m batches say less than n samples drawn
-one by one. The batches were drawn at random, so they are what is counted:
+Samples within a batch are alike (an hour, a campaign, one customer's basket), so n samples of m batches say less than n
+samples drawn one by one. The batches were drawn at random, so they are what is counted:
 
     share      p = hits / totals, summed over the m judged batches
-    variance   m / (m - 1) * sum (hits_i - p * totals_i)^2 / totals^2, the linearized ratio estimator for m batches drawn at random
-    effective  n = p (1 - p) / variance, samples drawn one by one that would vary as much; never more than there are; m where p is 0 or 1,
-               as if every batch had been of one kind
-    interval   Wilson's for p and n, which never leaves [0, 1], with Student's t for m - 1 degrees of freedom in place of the normal's z
+    variance   m / (m - 1) * sum (hits_i - p * totals_i)^2 / totals^2, the linearized ratio estimator for m batches
+               drawn at random
+    effective  n = p (1 - p) / variance, samples drawn one by one that would vary as much; at most the actual number;
+               m if p is 0 or 1, as if every batch had been of one kind
+    interval   Wilson's for p and n, which never leaves [0, 1], with Student's t for m - 1 degrees of freedom in place
+               of the normal's z
 
-Batches spread evenly over the data vary less than batches drawn at random, and none is drawn twice; both make the interval only safer.
-What it cannot know of is a kind of batch that none of the judged ones is of; `unseen_share` says how much of the data that may be.
+Batches spread evenly over the data vary less than batches drawn at random, and none is drawn twice; both make the
+interval only safer. It knows nothing about kinds of batches that were not judged; `unseen_share` says how much of the
+data they may be.
 """
 
 from dataclasses import dataclass
@@ -71,8 +74,7 @@ def student_t(confidence: float, freedom: int) -> float:
     """The t for which |T| < t has this probability.
 
     With T = sqrt(freedom) * tan(angle), the angle's density is cos(angle)^(freedom - 1), which is summed until the
-    probability is reached.
-    Steps are small near 0, where all of it is when there are many degrees of freedom.
+    probability is reached. Steps are small near 0, where all of it is when there are many degrees of freedom.
     """
     angles = np.pi / 2 * np.linspace(0, 1, 20001) ** 2
     density = np.cos(angles) ** (freedom - 1)

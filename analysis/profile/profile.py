@@ -1,10 +1,10 @@
 """`prefetcher profile`: which rows are worth pinning, and what they would cover.
 
-    sample, half of it   --> look-ups of each row --> hot rows of each budget --> pin file of the largest
-    the other half                                        --> share of look-ups and of whole inputs that they cover, with its interval
+    half of the sample --> look-ups of each row --> hot rows of each budget --> pin file of the largest
+    the other half                                      --> share of look-ups and of whole inputs covered, with interval
 
-The halves are disjoint batches drawn in the same strata of the epoch (see `sample`), so the shares are those of a hot set on data that
-had no part in choosing it, and the pin file holds exactly the rows that were judged.
+The halves are disjoint batches drawn in the same strata of the epoch (see `sample`), so the shares are those of a hot
+set on data that had no part in choosing it, and the pin file holds exactly the rows that were judged.
 """
 
 import sys
@@ -120,7 +120,8 @@ def half(job: Job, reader: Reader, request: ProfileRequest, draw: int) -> Iterat
 def refuse_small(num_picked: int, num_judged: int) -> None:
     if num_picked < 1 or num_judged < 2:
         raise ConfigError(
-            f"--sample: {num_picked} batches to pick hot rows and {num_judged} to judge them are too few for an interval; "
+            f"--sample: {num_picked} batches to pick hot rows and {num_judged} to judge them are too few for an "
+            "interval; "
             "give a larger --sample, or smaller batches with --set data.batch_size=N"
         )
 
@@ -130,7 +131,8 @@ def parse_budget(text: str, groups: tuple[GroupSpec, ...]) -> Budget:
     rows = parse_rows(text)
     if rows is not None and len(groups) > 1:
         raise ConfigError(
-            f'--budget "{text}" counts rows, but the tables have records of {len(groups)} sizes; give bytes, such as 16MiB'
+            f'--budget "{text}" counts rows, but the tables have records of {len(groups)} sizes; '
+            "give bytes, such as 16MiB"
         )
     try:
         nbytes = parse_bytes(text) if rows is None else rows * groups[0].record_bytes
@@ -141,8 +143,7 @@ def parse_budget(text: str, groups: tuple[GroupSpec, ...]) -> Budget:
 
 def default_budget(groups: tuple[GroupSpec, ...], slots: tuple[int, ...], largest_batch_rows: list[int]) -> Budget:
     """Half of the cache: the other half is for rows that change from batch to batch. A pinned row never leaves its
-    slot, so every group
-    keeps room for a batch without hot rows that is slightly larger than the largest one seen.
+    slot, so every group keeps room for a batch without hot rows that is slightly larger than the largest one seen.
     """
     room = tuple(max(0, n - with_margin(largest)) for n, largest in zip(slots, largest_batch_rows, strict=True))
     cache_bytes = sum(n * group.record_bytes for n, group in zip(slots, groups, strict=True))
@@ -179,7 +180,8 @@ def too_large(hot: HotSet, groups: tuple[GroupFacts, ...]) -> str | None:
                 else f'cache.groups.{group.group} to "{needed} rows"'
             )
             return (
-                f"{len(keys)} hot rows and the {group.largest_batch_rows} rows of the largest batch seen do not fit in the {group.slots} "
+                f"{len(keys)} hot rows and the {group.largest_batch_rows} rows of the largest batch seen do not fit in "
+                f"the {group.slots} "
                 f"slots of group {group.group}: to pin them set {enough}"
             )
     return None

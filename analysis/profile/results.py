@@ -101,12 +101,14 @@ def plain_table(first: str, *others: str) -> Table:
 
 def notes(profile: Profile) -> Iterator[str]:
     yield (
-        f"In brackets: {100 * profile.confidence:.4g} % intervals. {profile.judged_batches} batches were judged, each as a cluster of similar "
+        f"In brackets: {100 * profile.confidence:.4g} % intervals. {profile.judged_batches} batches were judged, each "
+        "as a cluster of similar "
         f"samples; a kind of batch rarer than {percent_number(profile.unseen_share)} % of all may not be among them."
     )
     if any(budget.hot_rows for budget in profile.budgets):
         least = ", ".join(least_lookups(budget, named=len(profile.budgets) > 1) for budget in profile.budgets)
-        yield f"Each hot row was looked up at least {'once' if least == '1' else f'{least} times'} by the samples that chose it."
+        times = "once" if least == "1" else f"{least} times"
+        yield f"Each hot row was looked up at least {times} by the samples that chose it."
     if any(budget.budget == HALF for budget in profile.budgets):
         yield half_the_cache(profile)
     yield from (f"{budget.budget}: {budget.too_large}." for budget in profile.budgets if budget.too_large is not None)
@@ -124,7 +126,8 @@ def half_the_cache(profile: Profile) -> str:
         f"{group.slots:,} slots of {group.group}, {group.largest_batch_rows:,} rows" for group in profile.groups
     )
     return (
-        f"{HALF}: the other half is for rows that change from batch to batch. The largest batch seen and a tenth more must fit next to the hot "
+        f"{HALF}: the other half is for rows that change from batch to batch. The largest batch seen and a tenth more "
+        "must fit next to the hot "
         f"rows ({groups})."
     )
 

@@ -1,4 +1,6 @@
-"""Which settings to simulate: policies x capacities x horizons x batch sizes x orders, each as a run of the job would have it."""
+"""Which settings to simulate: policies x capacities x horizons x batch sizes x orders, each as a run of the job would
+have it.
+"""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -80,15 +82,14 @@ def batches_jobs(job: Job, grid: Grid) -> list[Job]:
 def check_order(data: Data, shuffle: str) -> None:
     """Raises ConfigError for an order in which the job's data cannot be read."""
     if data.format not in FORMATS:
-        raise ConfigError(
-            f"--shuffle {shuffle}: batches of {data.format} have a fixed order; omit --shuffle"
-        )
+        raise ConfigError(f"--shuffle {shuffle}: batches of {data.format} have a fixed order; omit --shuffle")
     able = [name for name in FORMATS if can_have(name, shuffle)]
     if not able:
         raise ConfigError(f"--shuffle {shuffle} is not one of none, full, window:ROWS")
     if data.format not in able:
         raise ConfigError(
-            f"--shuffle {shuffle}: {data.format} cannot be read in this order; {' and '.join(able)} can, or use window:65536"
+            f"--shuffle {shuffle}: {data.format} cannot be read in this order; {' and '.join(able)} can, or use "
+            "window:65536"
         )
 
 

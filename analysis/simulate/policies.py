@@ -1,19 +1,18 @@
 """Policies that only the simulator has: what published systems would move over the same steps. They only count rows.
 
 `window` (cDLRM)   Rows come in windows: when one begins, all missing rows that its steps need are fetched together, and
-victims are
-                   chosen at random among the resident rows that the window does not need. A window is the current step and the
-                   next `horizon` steps; if their rows do not fit every group's slots, as many of these steps as do.
+                   victims are chosen at random among the resident rows that the window does not need. A window is the
+                   current step and the next `horizon` steps; if their rows do not fit every group's slots, as many of
+                   these steps as do.
 `ttl` (BagPipe)    A row stays while it is used again within the next `horizon` steps, and otherwise leaves with the
-next step's
-                   plan. If the rows that stay leave too little room for a step, those needed last leave, ties by oldest last
-                   use, then smallest key, as in look-ahead.
+                   next step's plan. If the rows that stay leave too little room for a step, those needed last leave,
+                   ties by oldest last use, then smallest key, as in look-ahead.
 
 A row that leaves is written back if it was trained since its fill, as in the planner. Rows left at the end are flushed.
 
     steps           0 1 2 3 4 5 6 7
     a row's uses    x     x       x
-    ttl, horizon 3  [- - - -]     [-   resident: after step 3 its next use is 4 steps away, so it leaves with the plan of step 4
+    ttl, horizon 3  [- - - -]     [-   resident: after step 3 its next use is 4 steps away; it leaves with plan 4
 """
 
 import numpy as np

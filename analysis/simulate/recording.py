@@ -1,8 +1,7 @@
 """What a run touches: the distinct rows of every step. It is read once, and every setting is simulated over it.
 
 It takes 8 bytes per distinct row of each batch, and nothing for the tables. All of it is needed at once, because the
-bound (`belady`)
-knows the whole future.
+bound (`belady`) knows the whole future.
 """
 
 from collections.abc import Iterable

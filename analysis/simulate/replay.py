@@ -99,8 +99,7 @@ class Comparing:
     """A `PlanWatcher` over a trace's batches: plans made with the trace's settings must equal those of the trace.
 
     If the trace's run was stopped, or only its beginning is read, its last plans were made with more batches known than
-    are available
-    here: they are not compared.
+    are available here: they are not compared.
     """
 
     def __init__(self, replay: "Replay") -> None:
@@ -115,8 +114,10 @@ class Comparing:
         ours, theirs = plan_facts(plan), scheduled.facts
         if ours != theirs:
             raise DataError(
-                f"step {plan.step} of the trace was planned differently when it was saved: {sum(theirs.rows_fetched)} rows fetched and "
-                f"checksum {theirs.checksum}, here {sum(ours.rows_fetched)} and {ours.checksum}; use the version that saved it"
+                f"step {plan.step} of the trace was planned differently when it was saved: {sum(theirs.rows_fetched)} "
+                "rows fetched and "
+                f"checksum {theirs.checksum}, here {sum(ours.rows_fetched)} and {ours.checksum}; use the version that "
+                "saved it"
             )
         self.num_compared += 1
 

@@ -1,12 +1,13 @@
-"""`prefetcher simulate`: what a run would move under other policies, capacities, horizons, batch sizes and orders, before it is trained.
+"""`prefetcher simulate`: what a run would move under other policies, capacities, horizons, batch sizes and orders,
+before it is trained.
 
     data set or trace --batches--> record: the distinct rows of each step    once a batch size and order
                                        |
                                        +--> belady: the bound                once a capacity
                                        +--> each policy and horizon
 
-It runs the planner of training over the schedule of training, with slots divided as in training, so it says step by step what a run of
-the job would report, as far as the policy exists there.
+It runs the planner of training over the schedule of training, with slots divided as in training, so it says step by
+step what a run of the job would report, as far as the policy exists there.
 """
 
 import sys
@@ -51,8 +52,7 @@ def simulate(
     as given.
 
     `open_batches` returns the batches of a run of a job, from its first step. A setting that cannot run becomes a
-    result that says why.
-    Raises ConfigError for values that no job can have, and what reading the data raises.
+    result that says why. Raises ConfigError for values that no job can have, and what reading the data raises.
     """
     results: list[Simulation] = []
     for own in batches_jobs(job, grid):

@@ -1,6 +1,5 @@
 """Draws a few steps: one row per thread, one colour per step, waits hatched; thin lines connect the announcement of a
-step's rows
-with the step's start.
+step's rows with the step's start.
 """
 
 from collections.abc import Iterable, Iterator
@@ -127,7 +126,8 @@ def dress(axes: Any, rows: list[tuple[TimelineRecording, str]], window: Window) 
     axes.set_ylim(len(rows) - 0.45, -0.55)
     axes.set_xlim(0, (window[1] - window[0]) / 1e6)
     axes.set_xlabel(
-        "milliseconds          a colour: a step     hatched: waiting     lines: rows announced, until their step begins",
+        "milliseconds          a colour: a step     hatched: waiting     lines: rows announced, until their step "
+        "begins",
         fontsize=9,
     )
     axes.grid(axis="x", color="#e4e4e4", linewidth=0.6)

@@ -4,8 +4,7 @@
     trainer      |---------- step p ----------|       |---------- step p+1 ---------|
 
 Within one boot of one host both clocks are the same. Recordings of two boots or hosts are aligned by the wall clock,
-which is as
-accurate as the hosts' clocks.
+which is as accurate as the hosts' clocks.
 """
 
 from bisect import bisect_left, bisect_right
@@ -66,7 +65,8 @@ def read_run(run_dir: Path) -> Recordings:
     prefetcher, trainer = (read_recording(run_dir, process) for process in ("prefetcher", "trainer"))
     if not numbers(prefetcher) & numbers(trainer):
         raise ConfigError(
-            f"{timeline_path(run_dir, 'prefetcher').name} and {timeline_path(run_dir, 'trainer').name} in {run_dir} are from two runs that "
+            f"{timeline_path(run_dir, 'prefetcher').name} and {timeline_path(run_dir, 'trainer').name} in {run_dir} "
+            "are from two runs that "
             f"never met; start both commands with --timeline"
         )
     one_clock = prefetcher.header.boot_id == trainer.header.boot_id

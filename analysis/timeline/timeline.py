@@ -36,7 +36,8 @@ def run_timeline(run_dir: Path, options: TimelineOptions) -> None:
     number = write_events(recordings, window, out)
     if not recordings.one_clock:
         typer.echo(
-            "The recordings are from two hosts or boots: they are aligned by the wall clock, which is as accurate as the hosts' clocks."
+            "The recordings are from two hosts or boots: they are aligned by the wall clock, which is as accurate as "
+            "the hosts' clocks."
         )
     typer.echo(f"{out}: {plural(number, 'event')}; {OPEN}")
     if steps:
@@ -84,6 +85,7 @@ def window_of(steps: list[StepLife]) -> Window:
 def describe(recordings: Recordings, steps: list[StepLife]) -> str:
     found = overlap(recordings, steps)
     return (
-        f"{plural(found.num_steps, 'step')}, of which {found.num_over['any']:,} overlapped work for later steps ({', '.join(AHEAD)}) with their "
+        f"{plural(found.num_steps, 'step')}, of which {found.num_over['any']:,} overlapped work for later steps "
+        f"({', '.join(AHEAD)}) with their "
         f"compute; the trainer waited for rows during {found.exposed_share:.1%} of that work"
     )

@@ -2,8 +2,8 @@
 
     M   names and order of processes and threads
     X   a span; category work or wait, and the step under `args`
-    b e a span that may overlap others of its kind: a step on the device, and its life from the first plan on
-    s f an arrow: rows from where they are announced to the step that looks them up, victims from the sender to the write-back
+    b e a span that may overlap others of its kind: a step on the device, and its life since its plan began
+    s f an arrow: rows from their announcement to the step that looks them up, victims from the sender to the write-back
     C   a level: bytes in a ring, steps in flight
     i   the processes have met
 
@@ -43,8 +43,7 @@ def tracks(recording: TimelineRecording) -> list[str]:
 
 
 class Writer:
-    """Makes the events of one run. Processes are numbered by position, because in containers both may have the same id.
-    """
+    """Makes the events of one run. Processes are numbered, because in containers both may have the same id."""
 
     def __init__(self, recordings: Recordings, window: Window) -> None:
         self._recordings = recordings

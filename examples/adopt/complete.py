@@ -1,7 +1,7 @@
 """A complete training script: a schedule, a validation set, early stopping, the best model, and resuming after a kill.
 
-    python -m examples.adopt.complete                       the same command resumes after a kill, a Ctrl-C or a reboot
-    python -m examples.adopt.inference --model best.pt      the best model, in plain PyTorch
+python -m examples.adopt.complete                       the same command resumes after a kill, a Ctrl-C or a reboot
+python -m examples.adopt.inference --model best.pt      the best model, in plain PyTorch
 """
 
 import argparse
