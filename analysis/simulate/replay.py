@@ -10,10 +10,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from itertools import takewhile
 from pathlib import Path
-from typing import Protocol, get_args
+from typing import Protocol
 
 from rowcast.analysis.simulate.grid import Grid, Setting, batches_jobs, capacity_jobs, settings, with_values
-from rowcast.job.schema import Job, Policy
+from rowcast.job.eviction_policies import EVICTION_POLICIES
+from rowcast.job.schema import Job
 from rowcast.job.tables import group_specs
 from rowcast.prefetcher.planner.capacity import MEASURED_BATCHES
 from rowcast.prefetcher.planner.planner import RowPlanner
@@ -219,7 +220,7 @@ class BatchesAndPlans:
         return schedule(own, open_reader(own), self._max_steps)
 
     def watch(self, setting: Setting, slots: tuple[int, ...]) -> PlanWatcher | None:
-        if setting.policy not in get_args(Policy):
+        if setting.policy not in EVICTION_POLICIES:
             return None
         header = trace_header(setting.job, group_specs(setting.job), slots)
         watchers: list[PlanWatcher] = []
@@ -249,7 +250,7 @@ def require_one_run(job: Job, grid: Grid) -> None:
         raise ConfigError(
             f"--save-trace saves the plans of one setting, and these are {len(found)}; give one value of each"
         )
-    if found[0].policy not in get_args(Policy):
+    if found[0].policy not in EVICTION_POLICIES:
         raise ConfigError(
-            f"--save-trace: --policy {found[0].policy} makes no plans; give one of {', '.join(get_args(Policy))}"
+            f"--save-trace: --policy {found[0].policy} makes no plans; give one of {', '.join(EVICTION_POLICIES)}"
         )
