@@ -3,11 +3,10 @@
     epoch, in training order    0 1 2 3 4 5 | 6 7 8 9 10 11 | 12 13 14 15 16 17    3 strata of as many batches
     windows of length 2           [2 3]               [10 11]  [12 13]             one at a random place in each
 
-The first batches of a log are its first hours; a window in each stratum sees all of it, and none is likelier than
-another. With `draws` above 1 each stratum gives so many windows, never the same twice, one a draw: draw 0 can choose
-what draw 1 judges.
+The first batches of a log are only its first hours; a window in each stratum covers all of it, and all batches are
+equally likely. Each stratum has one window per draw, all different: draw 0 can choose what draw 1 judges.
 
-Batches between two windows are not decoded where the format can go to a row cheaply.
+Batches between two windows are not decoded if the format can seek to a row cheaply.
 """
 
 from collections.abc import Iterator

@@ -3,14 +3,14 @@
     tables read | link to the device | link from the device | tables written      each in a thread of its own, so that
     step p+5    | p+5                | p+4                  | p+4                 the slowest one is the limit
 
-Up to `depth` steps are in flight, so what counts is the mean over depth + 1 steps that follow each other: a stretch.
-One that takes as long with every row on the device, as at the start, where all rows are new, says nothing about a
-capacity. Planning goes on beside all that, and takes as long at any capacity.
+Up to `depth` steps are in flight, so the mean over depth + 1 consecutive steps counts: a stretch. A stretch that takes
+as long with every row on the device says nothing about a capacity, for example at the start, when all rows are new.
+Planning runs in parallel and takes the same time at any capacity.
 
-Rates are measured here in a moment, or given by the user. Rows are read, made and written by the store of training, in
-a table large enough to lie outside the processor's caches; planning is timed with the first batches of the run. The
-fastest of several tries is what the machine can do; half of that is counted on, because in training decoding, copies
-and whatever else runs here take their part.
+Rates are measured here quickly, or given by the user. Rows are read, made and written by the store of training, in a
+table larger than the processor's caches; planning is timed with the first batches of the run. The fastest of several
+tries is what the machine can do; half of it is counted on, because training shares the machine with decoding, copies
+and other programs.
 """
 
 import statistics

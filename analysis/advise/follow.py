@@ -1,16 +1,15 @@
-"""Which rows are followed where not all of them can be: those whose hashed key falls into the first part of the hash's
-range.
+"""Chooses the rows to follow if not all can be: those whose hashed key is in the first part of the hash's range.
 
     hash of a key    0 ............ share * 2^64 ................................. 2^64
                      | followed     | not followed                                 |
 
-A row is followed everywhere or nowhere, so what its uses have to do with each other is kept, and a cache scaled by the
-same share moves that share of the rows: spatial sampling, as in Waldspurger et al., Efficient MRC Construction with
+A row is followed everywhere or nowhere, so the distances between its uses are kept, and a cache scaled by the same
+share moves that share of the rows: spatial sampling, as in Waldspurger et al., Efficient MRC Construction with
 SHARDS (FAST 2015). Batches remain batches, each with its followed rows only.
 
 A cache holds whole batches, and by chance a sample has more or less of them than its share. So its slots are the share
-of the real ones and that difference (in SHARDS: of the reference counts, added where hits are sure anyway), which
-leaves as much room beside the batch.
+of the real ones plus that difference, which leaves the same room besides the batch. (SHARDS adds the difference of the
+reference counts where hits are certain.)
 """
 
 from collections.abc import Sequence
