@@ -3,7 +3,8 @@
     real        rows of each step      slots
     followed    their share of them    the same share of the slots (see `follow`)
 
-Every count of followed rows, divided by their share, estimates that of all rows. Capacities are 1 or 1.5 times a power of two.
+A count of followed rows, divided by their share, estimates that of all rows. Capacities are 1 or 1.5 times a power of
+two.
 """
 
 from dataclasses import dataclass, replace
