@@ -18,8 +18,6 @@ class AnalysisProgress(Protocol):
 
 
 class Silent:
-    """An `AnalysisProgress` that shows nothing."""
-
     def begin(self, what: str, total: int | None) -> Tick:
         return lambda: None
 

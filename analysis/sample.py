@@ -125,7 +125,6 @@ def read_windows(
 
 
 def rows_worth_skipping(job: Job, reader: Reader, split: Kind) -> float:
-    """Rows that are cheaper to decode and drop than to seek past."""
     window = job.data.shuffle_window if split == "train" else None
     if not can_share(job) or is_compressed(job, split):
         return float("inf")
@@ -135,7 +134,6 @@ def rows_worth_skipping(job: Job, reader: Reader, split: Kind) -> float:
 
 
 def is_compressed(job: Job, split: Kind) -> bool:
-    """Whether seeking to a row means decompressing everything before it."""
     path = job.data.eval_path if split == "eval" and job.data.eval_path else job.data.path
     known = format_of(job.data.format)
     if not known.has_files or path is None:

@@ -40,7 +40,6 @@ Stage = tuple[int, float]  # bytes moved, milliseconds
 
 
 def measure(batch_size: int, rounds: int) -> dict[str, Stage]:
-    """Medians by stage."""
     wide = job(batch_size, HORIZON + 8 + rounds, CRITEO_KAGGLE_CARDINALITIES, DIM)
     groups = group_specs(wide)
     began = time.perf_counter()
@@ -76,7 +75,6 @@ def move(
     block: Bytes,
     record_bytes: int,
 ) -> None:
-    """The work of fetcher and write-back for a plan, one after the other."""
     rows = plan.groups[0]
     arrays = plan_block(scheduled.batch, plan)
     timed(times, "pack the plan's arrays", arrays.nbytes, lambda: arrays.write(0, block[: arrays.nbytes]))

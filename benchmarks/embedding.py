@@ -144,7 +144,6 @@ def cache_slots(ids: npt.NDArray[np.int64], share: float) -> tuple[int, int]:
 
 
 def first_look_up(terms: Terms, ids: npt.NDArray[np.int64]) -> Pooled:
-    """The result of a step's look-ups before any training."""
     return np.concatenate(
         [initial_rows(table, terms)[own] for table, own in enumerate(ids.reshape(-1, terms.batch_size))]
     )
@@ -185,7 +184,6 @@ def measure(terms: Terms, ids: npt.NDArray[np.int64], rounds: int, peer_python: 
 
 
 def compete(running: list[Process], num_steps: int) -> list[list[Seconds]]:
-    """The timed steps of each contestant."""
     times: list[list[Seconds]] = [[] for _ in running]
     for step in range(num_steps):
         for turn in range(len(running)):

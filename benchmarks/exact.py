@@ -81,7 +81,6 @@ def newly_covered(way: Way, name: str, value: str, missing: set[frozenset[tuple[
 
 
 def job_text(way: Way, log: Path | None, run_dir: Path) -> str:
-    """The job file of a way, without its capacity and shuffle."""
     dim = 16 if way["optimizer"] in ("sgd", "adam") else 12
     return "\n".join(
         [
@@ -135,7 +134,6 @@ def bag_tables(dim: int) -> Iterator[str]:
 
 
 def capacity_of(way: Way, job: Job, batches: Sequence[ScheduledBatch]) -> int:
-    """Rows of the one group, from the way's description."""
     groups = group_specs(job)
     one_batch = max(measure(groups, [batch]).largest_batch_rows[0] for batch in batches)
     if way["capacity"] == "one batch":
@@ -203,7 +201,6 @@ def equal_bits(a: Tensor, b: Tensor) -> bool:
 
 
 def cover(log: Path | None, **narrowed: tuple[str, ...]) -> list[dict[str, str]]:
-    """The ways to run; `narrowed` replaces the values of some factors."""
     return pairwise_cover(FACTORS | ({"data": SYNTHETIC} if log is None else {}) | narrowed)
 
 

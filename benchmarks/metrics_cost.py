@@ -59,7 +59,6 @@ class Tally:
         self._thread = threading.local()
 
     def replace(self, owner: object, name: str, shown: str) -> None:
-        """Counts the calls of an attribute of `owner` until `restore`."""
         call = getattr(owner, name)
         self._replaced.append((owner, name, call))
         setattr(owner, name, self.counted(shown, call))
@@ -109,7 +108,6 @@ def enter_and_leave(call: Callable[[], object]) -> None:
 
 
 def count_calls(process: str, tally: Tally) -> None:
-    """Counts the calls of everything that updates a metric."""
     from rowcast.prefetcher.pipeline.metrics import PrefetcherCounters
     from rowcast.runtime.stages import StageThread
     from rowcast.trainer.execute.metrics import TrainerCounters
@@ -152,7 +150,6 @@ def run_counted(process: str, out: Path, arguments: list[str]) -> None:
 
 
 def demo(folder: Path, samples: int, *, counted: bool) -> dict[str, subprocess.Popen[bytes]]:
-    """Starts both; their logs are `<folder>/<process>.log`."""
     settings = (
         f'job.run_dir="{folder / "run"}"',
         f"data.synthetic.samples={samples}",
@@ -179,7 +176,6 @@ def see_out(folder: Path, started: dict[str, subprocess.Popen[bytes]]) -> Report
 
 
 def scraped(samples: int) -> tuple[dict[str, list[float]], dict[str, int], Report]:
-    """Seconds of each scrape during steps, bytes of the last one, and the report."""
     times: dict[str, list[float]] = {name: [] for name in PROCESSES}
     sizes: dict[str, int] = {}
     with tempfile.TemporaryDirectory(prefix="rowcast-bench-") as path:

@@ -69,7 +69,6 @@ def forward(children: list[Child]) -> Callable[[int, object], None]:
 
 
 def has_terminal() -> bool:
-    """Whether Ctrl-C reaches this process."""
     try:
         with open("/dev/tty", "rb") as terminal:
             return os.tcgetpgrp(terminal.fileno()) == os.getpgrp()

@@ -159,7 +159,6 @@ class Adviser:
         )
 
     def _with_margin(self) -> float:
-        """Room for a batch slightly larger than any that was read."""
         largest = self._trials.smallest
         return largest if self._observed.is_whole_run else LARGER_BATCH * largest
 
@@ -208,8 +207,6 @@ def assumed(request: AdviseRequest, observed: Observed, rates: Rates) -> Assumed
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AdviseOptions:
-    """Options as typed."""
-
     sample: float | None = None
     samples: int | None = None
     max_steps: int | None = None

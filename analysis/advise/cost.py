@@ -74,7 +74,6 @@ def given_rates(group: GroupSpec, bytes_s: float) -> RowRates:
 
 
 def probe_rows(group: GroupSpec, seed: int) -> RowRates:
-    """Takes a moment and up to PROBE_BYTES of memory."""
     first = group.tables[0]
     num_rows = max(1, PROBE_BYTES // group.record_bytes)
     probed = replace(group, tables=(replace(first, num_embeddings=num_rows),))
@@ -136,8 +135,6 @@ def plan_first(
 
 @dataclass(frozen=True, kw_only=True)
 class Demand:
-    """What one capacity asks of the stages."""
-
     seconds: F64  # [stages, stretches] per step, averaged over each stretch
 
     @property

@@ -48,7 +48,6 @@ def round_capacities(low: float, high: float) -> list[int]:
 
 
 def rounded_up(nbytes: float) -> int:
-    """The next larger number of that form."""
     return round_capacities(ceil(nbytes) - 1, 0)[0]
 
 
@@ -69,7 +68,6 @@ def capacity_slots(observed: Observed, capacity_bytes: int) -> Slots:
 
 
 def followed_slots(observed: Observed, slots: Slots) -> Slots:
-    """Slots per group for followed rows."""
     rows, followed = observed.unique_rows.mean(axis=0), observed.followed_rows.mean(axis=0)
     return tuple(
         scaled_slots(n, group.num_rows, share, mean_rows, mean_followed)
@@ -173,13 +171,11 @@ class Trials:
         return float((counted(self._observed, self.moved(capacity_bytes).fetched) @ self._observed.record_bytes).sum())
 
     def shorter_rows_per_step(self, capacity_bytes: int) -> float:
-        """Rows fetched per step if only the counted steps had been read and their second half counted."""
         steps = self._observed.steps[-self._observed.num_counted :]
         shorter = replace(self._observed, steps=steps, num_counted=-(-len(steps) // 2))
         return traffic(shorter, self._try(shorter, self._job, capacity_bytes, "lookahead")).rows_fetched_per_step
 
     def fetched_with(self, capacity_bytes: int, job: Job) -> float:
-        """Rows fetched with another job's look-ahead, in the counted steps."""
         return float(counted(self._observed, self._try(self._observed, job, capacity_bytes, "lookahead").fetched).sum())
 
     def _try(self, observed: Observed, job: Job, capacity_bytes: int, policy: Compared) -> Moved:
@@ -188,7 +184,6 @@ class Trials:
 
 
 def counted(observed: Observed, values: F64) -> F64:
-    """The values of the counted steps."""
     return values[len(observed) - observed.num_counted :]
 
 

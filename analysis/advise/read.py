@@ -262,8 +262,6 @@ def whole(part: Part) -> Batch:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Read:
-    """How much the advice is based on."""
-
     whole_run: bool  # False: a stretch of an epoch, whose second half counts
     steps: int  # training steps
     eval_steps: int
@@ -307,7 +305,6 @@ def working_sets(observed: Observed, depth: int) -> tuple[WorkingSet, ...]:
 
 
 def window_rows(keys: list[I64], length: int) -> I64:
-    """Distinct rows in windows of `length` steps."""
     last = max(0, len(keys) - length)
     starts = np.unique(np.linspace(0, last, min(last + 1, MOST_WINDOWS)).astype(np.int64))
     return np.array(

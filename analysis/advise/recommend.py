@@ -103,7 +103,6 @@ class Points:
         )
 
     def choice(self, curve: tuple[Point, ...]) -> Choice:
-        """`curve` ends where every touched row fits."""
         anyway = 1.0 - float(self._everything.fits(self._step_s).mean())
         enough = curve[first_without([point.stalls for point in curve])].capacity_bytes
         return Choice(
@@ -120,8 +119,6 @@ class Points:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ChosenValues:
-    """The recommended values, and their effect in the observed run."""
-
     predicted: Point
     depth: int
     travel_ms: float  # of a step's rows, to the device and back
@@ -137,7 +134,6 @@ def enough_depth(travel_s: float, step_s: float) -> int:
 
 
 def sections(chosen: ChosenValues) -> dict[str, dict[str, str | int]]:
-    """The sections as in the job file."""
     lookahead: dict[str, str | int] = {"depth": chosen.depth, "horizon": "auto"}
     if chosen.id_bytes is not None:
         lookahead["id_bytes"] = size_text(chosen.id_bytes)
@@ -151,16 +147,17 @@ def reasons(job: Job, chosen: ChosenValues, choice: Choice) -> dict[str, str]:
     ahead, lru = chosen.predicted.lookahead, chosen.predicted.lru
     found = {
         "cache.capacity": capacity_reason(chosen, choice),
-        "cache.policy": f"fetches {ahead.rows_fetched_per_step:,.0f} rows per step; LRU would fetch "
-        "{lru.rows_fetched_per_step:,.0f}",
+        "cache.policy": (
+            f"fetches {ahead.rows_fetched_per_step:,.0f} rows per step; "
+            f"LRU would fetch {lru.rows_fetched_per_step:,.0f}"
+        ),
         "lookahead.depth": (
             f"the rows of a step take {chosen.travel_ms:.2g} ms to the device and back; {chosen.depth} steps of "
             f"{chosen.step_ms:g} ms in flight cover that and even out busy ones"
         ),
         "lookahead.horizon": (
             f"grows until plans no longer guess: here to {chosen.horizon} batches, whose ids take "
-            f"{human_bytes(chosen.known_bytes)} of the "
-            f"host's memory"
+            f"{human_bytes(chosen.known_bytes)} of the host's memory"
         ),
     }
     if chosen.id_bytes is not None:

@@ -48,7 +48,6 @@ def title(read: Read) -> str:
 
 
 def working_sets_table(advice: Advice) -> Table:
-    """One column per group."""
     own = advice.working_sets
     depth = own[0].depth
     table = plain_table("distinct rows", *(group.group for group in own))

@@ -73,7 +73,6 @@ def check_job(job: Job, *, whole: bool, ask: Callable[[str], Device]) -> Iterato
 
 
 def check_room(job: Job, seen: Seen, device: Device) -> Iterator[Finding]:
-    """Memory of every kind; rings and cache have the sizes of a run."""
     transport = job.transport
     try:
         own = sizes(job, seen.groups, seen.measured, job.lookahead.depth)

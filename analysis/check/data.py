@@ -28,8 +28,6 @@ TIGHT = 0.9  # share of the slots taken by the largest batch of the sample; an u
 
 @dataclass(kw_only=True, slots=True)
 class Seen:
-    """Contents of the batches read so far."""
-
     groups: tuple[GroupSpec, ...]
     measured: list[ScheduledBatch] = field(default_factory=list)  # the run's first batches
     reader: Reader | None = None  # None: the data does not open
@@ -59,7 +57,6 @@ class Seen:
 
     @property
     def largest_rows(self) -> list[int]:
-        """Distinct rows per group of the largest batch among the run's first ones and the sample."""
         return list(map(max, measure(self.groups, self.measured).largest_batch_rows, self.largest_batch_rows))
 
 
@@ -69,7 +66,6 @@ def bytes_of(batch: Batch) -> int:
 
 
 def check_opens(job: Job, seen: Seen) -> Iterator[Finding]:
-    """Stores the reader and the first batches in `seen`."""
     seen.reader = reader = open_reader(job)
     counts = [samples_of(reader, "train", "for training"), samples_of(reader, "eval", "for evaluation")]
     files = (
@@ -134,7 +130,6 @@ def label_finding(seen: Seen) -> Finding:
 
 
 def check_capacity(job: Job, seen: Seen) -> Iterator[Finding]:
-    """Compares the slots that a run would assign with the largest batch read."""
     slots = job_slots(job, seen.groups, seen.measured)
     for group, n, largest in zip(seen.groups, slots, seen.largest_rows, strict=True):
         batch = f"the largest batch read touches {largest:,} rows, and group {group.name} has {n:,} slots"
@@ -150,7 +145,6 @@ def check_capacity(job: Job, seen: Seen) -> Iterator[Finding]:
 
 
 def capacity_for(job: Job, group: GroupSpec, num_groups: int, largest_batch_rows: int) -> str:
-    """The setting with which a group holds its largest batch and a tenth more."""
     rows = min(group.num_rows, with_margin(largest_batch_rows))
     key = "cache.capacity" if num_groups == 1 and not job.cache.groups else f"cache.groups.{group.name}"
     return f'{key} = "{rows} rows" or more'

@@ -70,7 +70,6 @@ def ask_device(name: str, command: tuple[str, ...] = (sys.executable, "-c", QUES
 
 
 def check_ports(job: Job) -> Iterator[Finding]:
-    """Opens both servers as the two processes would, then closes them."""
     servers = {
         "prefetcher": TelemetryServer("prefetcher", job.metrics, CollectorRegistry(), Health()),
         "trainer": TelemetryServer("trainer", job.metrics, CollectorRegistry(), Health()),
@@ -94,7 +93,6 @@ def check_rings(ring_bytes: int) -> Iterator[Finding]:
 
 
 def check_keys(transport: Transport) -> Iterator[Finding]:
-    """The prefetcher's key, and whether any client may connect."""
     assert transport.keys is not None, "checked with the job file"
     keys = Path(transport.keys)
     load_server(keys)  # raises ConfigError as a run would

@@ -85,7 +85,6 @@ def check_table_files(job: Job, seen: Seen) -> Finding:
 
 
 def room_at(folder: Path) -> tuple[Path, int]:
-    """The part of the path that exists, and the bytes free there."""
     place = next(part for part in (folder, *folder.absolute().parents) if part.exists())
     return place, shutil.disk_usage(place).free
 

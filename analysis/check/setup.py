@@ -92,7 +92,6 @@ def check_run_directory(job: Job) -> Iterator[Finding]:
 
 
 def used_by(job: Job) -> str | None:
-    """Why a run there would be refused without --fresh."""
     try:
         RunDirectory(job.run_dir, "prefetcher").refuse_complete(job.data.epochs)
     except ConfigError as refusal:

@@ -60,7 +60,6 @@ class ColumnFacts:
 
     @property
     def is_binary(self) -> bool:
-        """Whether every row is 0 or 1."""
         numbers = self.kind in ("integer", "number") and self.whole and not self.is_list
         return numbers and not self.missing and (self.low, self.high) == (0, 1)
 
@@ -113,7 +112,6 @@ class Watch:
         self._all_whole, self._distinct = True, Distinct()
 
     def add(self, values: Any) -> None:
-        """Adds an Arrow array. Lists are flattened; a missing list counts as empty."""
         if self._separator and pc.any(pc.match_substring(values, self._separator)).as_py():
             values = split_cells(values, Cell(kind="text", separator=self._separator))
         if is_list(values.type):

@@ -31,8 +31,6 @@ LARGE = 100.0  # a dense value this large is better scaled
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NewOptions:
-    """Options as typed; names are separated by commas."""
-
     data: str
     label: str | None = None
     dense: str | None = None
@@ -56,7 +54,6 @@ def split(names: str | None) -> list[str]:
 
 
 def advised_capacity(data: DataSet, chosen: ChosenRoles, progress: AnalysisProgress) -> tuple[str, str]:
-    """What `prefetcher advise` recommends, and a comment about it."""
     job = parse_job(tomllib.loads(job_text(data, chosen, FIRST_CAPACITY, "")), "the new job")
     samples = None if data.num_rows <= WHOLE_RUN_ROWS else WHOLE_RUN_ROWS
     try:
@@ -198,7 +195,6 @@ def size_reason(ids: Ids) -> str:
 
 
 def table_name(feature: str, taken: set[str]) -> str:
-    """Letters, digits and underscores; unique."""
     name = re.sub(r"[^A-Za-z0-9_]", "_", feature)
     name = name if re.match(r"[A-Za-z_]", name) else f"t_{name}"
     while name in taken:
@@ -220,5 +216,4 @@ def quoted(text: str) -> str:
 
 
 def comment(name: str) -> str:
-    """A column's name without line breaks."""
     return "".join(letter if letter.isprintable() else " " for letter in name)

@@ -108,7 +108,6 @@ def contents(column: ColumnFacts) -> str:
 
 
 def useless(data: DataSet, column: ColumnFacts) -> str | None:
-    """Why a column is left out unless it was requested."""
     if column.kind == "time":
         return "a timestamp is not a feature; docs/data.md shows how to make hour and weekday of it"
     if column.kind == "other":
@@ -160,7 +159,6 @@ def require_dense(column: ColumnFacts) -> None:
 
 
 def with_room(count: int) -> int:
-    """A tenth more, for ids that come later."""
     return -(-11 * count // 10)
 
 

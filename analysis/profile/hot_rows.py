@@ -39,7 +39,6 @@ class AccessCounts:
 
     @property
     def max_rows(self) -> int:
-        """An upper bound of the distinct rows so far."""
         return len(self._keys) + self._num_pending
 
     def totals(self) -> tuple[I64, I64]:
@@ -61,7 +60,6 @@ class AccessCounts:
 
 class Popularity:
     def __init__(self, groups: tuple[GroupSpec, ...], limit_bytes: float) -> None:
-        """`limit_bytes`: host memory that counting may take."""
         num_features = sum(group.num_features for group in groups)
         self.groups = groups
         self.counts = [AccessCounts(group, num_features) for group in groups]

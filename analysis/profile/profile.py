@@ -90,7 +90,6 @@ def profile_job(job: Job, request: ProfileRequest) -> tuple[Profile, dict[str, I
 
 
 def pick(job: Job, reader: Reader, request: ProfileRequest, popularity: Popularity) -> Popularity:
-    """Returns `popularity` with the batches of the picking half added."""
     for sampled in half(job, reader, request, PICK):
         popularity.add(sampled.batch)
         request.progress(f"counted {popularity.num_samples:,} samples")
@@ -98,7 +97,6 @@ def pick(job: Job, reader: Reader, request: ProfileRequest, popularity: Populari
 
 
 def judge(job: Job, reader: Reader, request: ProfileRequest, coverages: list[Coverage]) -> list[Coverage]:
-    """Returns `coverages` with the batches of the judging half added."""
     for sampled in half(job, reader, request, JUDGE):
         for coverage in coverages:
             coverage.add(sampled.batch)
@@ -170,7 +168,6 @@ def budget_coverage(
 
 
 def too_large(hot: HotSet, groups: tuple[GroupFacts, ...]) -> str | None:
-    """What to change if the hot rows and a batch without hot rows do not fit in a group's slots together."""
     for group, keys in zip(groups, hot.keys, strict=True):
         needed = len(keys) + group.largest_batch_rows
         if needed > group.slots:

@@ -115,7 +115,6 @@ def notes(profile: Profile) -> Iterator[str]:
 
 
 def least_lookups(budget: BudgetCoverage, *, named: bool) -> str:
-    """One number, or one per group if they differ."""
     own = [str(least or "-") for least in budget.threshold.values()]
     numbers = own[0] if len(set(own)) == 1 else "/".join(own)
     return f"{numbers} ({budget.budget})" if named else numbers

@@ -20,8 +20,6 @@ from rowcast.runtime.arrays import I64
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Moves:
-    """Rows moved, by step and group."""
-
     fetched: I64  # [P, G]
     evicted: I64  # [P, G]
     written_back: I64  # [P, G] dirty victims
@@ -41,14 +39,12 @@ def new_planner(
     *,
     keep_ids: bool = False,
 ) -> RowPlanner:
-    """The planner of a run with this setting; arguments as for `job_planner`."""
     pin = setting.job.cache.pin
     pinned = None if pin is None else load_pins(Path(pin), groups)
     return job_planner(setting.job, groups, slots, first_batches, pinned=pinned, keep_ids=keep_ids)
 
 
 def bound_planner(recording: RunRecording, slots: tuple[int, ...]) -> RowPlanner:
-    """A planner that knows every batch, which no run can have."""
     return RowPlanner(recording.groups, slots, depth=1, horizon=len(recording))
 
 

@@ -89,7 +89,6 @@ def draw_panel(axes: Any, results: Sequence[Simulation]) -> None:
 
 
 def mark_capacities(axes: Any, capacities: list[int]) -> None:
-    """A logarithmic axis if the capacities are far apart; ticks at the capacities if they are few."""
     from matplotlib.ticker import FuncFormatter, NullLocator
 
     axes.set_xlabel("capacity in rows")
@@ -104,7 +103,6 @@ def mark_capacities(axes: Any, capacities: list[int]) -> None:
 
 
 def curves(results: Sequence[Simulation]) -> Iterator[tuple[str, dict[str, Any], list[tuple[int, float]]]]:
-    """Label, style and points of each policy and horizon, then of the bound, which is part of every result."""
     horizons = list(dict.fromkeys(result.horizon for result in results if result.horizon is not None))
     lines: dict[tuple[str, Any], list[tuple[int, float]]] = {}
     for result in results:

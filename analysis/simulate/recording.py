@@ -73,12 +73,10 @@ class RunRecording:
 
     @cached_property
     def numbered(self) -> tuple[NumberedRows, ...]:
-        """One per group; computed when a policy first asks for it."""
         return tuple(numbered_rows([step.keys(index) for step in self.steps]) for index in range(len(self.groups)))
 
 
 def record(groups: tuple[GroupSpec, ...], batches: Iterable[ScheduledBatch], tick: Tick) -> RunRecording:
-    """Reads all of `batches`; `tick` is called after each."""
     groupers = groupers_of(groups)
     steps = []
     for scheduled in batches:

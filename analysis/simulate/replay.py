@@ -35,8 +35,6 @@ def counts(barrier: BarrierPlan) -> Counts:
 
 
 class PlanWatcher(Protocol):
-    """Receives the plans of one run, in order."""
-
     def plan(self, scheduled: ScheduledBatch, plan: StepPlan) -> None: ...
 
     def data_ended(self) -> None:
@@ -159,7 +157,6 @@ class Replay:
 
     @property
     def is_complete(self) -> bool:
-        """Whether the run ended where these batches do."""
         return self.reader.finished and self._num_given == self.reader.num_steps
 
     @property
@@ -178,8 +175,6 @@ class Replay:
 
 
 class BatchesAndPlans:
-    """The source of a simulation's batches, data or trace, and the watchers of its plans."""
-
     def __init__(
         self,
         stack: ExitStack,

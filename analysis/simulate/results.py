@@ -33,8 +33,6 @@ HEADINGS = [
 
 
 class StepArrays(msgspec.Struct, frozen=True, kw_only=True):
-    """By step, all groups together."""
-
     step: list[int]
     kind: list[str]  # train | eval
     rows_fetched: list[int]
@@ -70,8 +68,6 @@ class Simulation(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome:
-    """What one setting moved with these slots."""
-
     setting: Setting
     slots: tuple[int, ...]
     moves: Moves
@@ -177,7 +173,6 @@ def mib(nbytes: float) -> str:
 
 
 def facts(results: Sequence[Simulation]) -> list[str]:
-    """Facts about the data, and why some settings did not run; each sentence once."""
     read = {
         f"Batches of {batches_of(result)}: {result.steps:,} train and {result.eval_steps:,} evaluation steps, "
         f"{result.lookups:,} look-ups of {result.unique_rows:,} rows.": None

@@ -62,16 +62,12 @@ def simulate(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Capacity:
-    """The settings of one capacity, and its slots."""
-
     settings: list[Setting]
     slots: Slots
     refusal: str | None  # why there are no slots
 
 
 class Simulator:
-    """All settings with one batch size and order."""
-
     def __init__(self, job: Job, grid: Grid, watch: Watch, progress: AnalysisProgress, per_step: bool) -> None:
         self._job, self._grid, self._groups = job, grid, group_specs(job)
         self._watch, self._progress, self._per_step = watch, progress, per_step
@@ -98,7 +94,6 @@ class Simulator:
     def _watched(
         self, batches: Iterable[ScheduledBatch], capacities: list[Capacity], measured: list[ScheduledBatch]
     ) -> Iterable[ScheduledBatch]:
-        """Yields the batches, and makes whole plans for the watchers of settings."""
         for slots, setting in (
             (capacity.slots, setting) for capacity in capacities if capacity.slots for setting in capacity.settings
         ):

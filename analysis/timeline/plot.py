@@ -106,7 +106,6 @@ def colour(span: TimelineSpan) -> str:
 
 
 def word(span: TimelineSpan, share: float) -> str:
-    """As much of the span's name as fits its share of the width."""
     texts = [span.name] if span.step is None or span.kind == "wait" else [f"{span.name} {span.step}", f"{span.step}"]
     return next((text for text in texts if len(text) * LETTER + 0.004 < share), "")
 

@@ -142,8 +142,6 @@ def shifted(recording: TimelineRecording, by_ns: int) -> TimelineRecording:
 
 @dataclass(slots=True)
 class StepLife:
-    """A step that both processes recorded completely."""
-
     number: int
     ahead: dict[str, list[TimelineSpan]] = field(default_factory=lambda: {name: [] for name in AHEAD})
     computed: TimelineSpan | None = None  # from its issue until its result was read
@@ -163,7 +161,6 @@ class StepLife:
 
     @property
     def announced_ns(self) -> int:
-        """When its last rows were announced."""
         return ended_ns(self.ahead["send"][-1])
 
 
@@ -204,8 +201,6 @@ def note(life: StepLife, span: TimelineSpan) -> None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Overlap:
-    """Sums over the given steps."""
-
     num_steps: int
     # name in AHEAD, or "any" -> steps during whose compute such work was done for a later step
     num_over: dict[str, int]

@@ -78,7 +78,6 @@ def chosen(steps: list[StepLife], asked: range) -> list[StepLife]:
 
 
 def window_of(steps: list[StepLife]) -> Window:
-    """The time in which the trainer computed them."""
     return steps[0].step.began_ns, ended_ns(steps[-1].step)
 
 

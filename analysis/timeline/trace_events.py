@@ -137,7 +137,6 @@ class Writer:
             yield self._count(0, "steps", "in flight", at_ns, in_flight)
 
     def _arrows(self, name: str, source: str, targets: tuple[str, ...]) -> Iterator[Event]:
-        """From the last `source` of a step to each first of `targets` after it."""
         newest: dict[int | None, tuple[int, TimelineSpan]] = {}
         for place, span in sorted(self._named({source, *targets}), key=lambda end: end[1].began_ns):
             if span.name == source:

@@ -38,8 +38,6 @@ BUDGET_S = 460.0  # of the 8 minutes: parts that would begin later are skipped, 
 
 
 class Parts:
-    """Runs parts one after the other, and keeps the result or the error of each."""
-
     def __init__(self) -> None:
         self.found: dict[str, Any] = {}
         self._began_s = time.monotonic()

@@ -74,7 +74,6 @@ def command(arguments: Sequence[str]) -> None:
 
 
 def check_equality(size: Size, device: torch.device) -> dict[str, Any]:
-    """By name: whether all bits were equal."""
     job = make_job(size, device)
     batches = train_batches(job, None)
     known = touched(job, batches)

@@ -53,7 +53,6 @@ def span(event: Any) -> Span:
 
 
 def merged(spans: Sequence[Span]) -> list[Span]:
-    """Merges overlapping spans, in order."""
     joined: list[Span] = []
     for begin, end in sorted(spans):
         if joined and begin <= joined[-1][1]:

@@ -64,8 +64,6 @@ def by_feature(flat: Tensor, terms: Terms) -> tuple[Tensor, ...]:
 
 
 class Clock:
-    """Times consecutive phases."""
-
     def __init__(self) -> None:
         self.seconds: Seconds = {}
         self._began_s = time.perf_counter()

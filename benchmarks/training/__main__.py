@@ -47,8 +47,6 @@ Contestant = Callable[[], Outcome]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Match:
-    """One job and its contestants."""
-
     config: Path
     settings: tuple[str, ...]
     steps: int | None
@@ -111,7 +109,6 @@ def in_turn(everyone: Mapping[str, Contestant], rounds: int) -> dict[str, list[O
 
 
 def ratio(found: Mapping[str, Sequence[Outcome]], name: str, to: str = "stock") -> float:
-    """The median of the ratios of speeds within a round."""
     return statistics.median(
         own.samples_per_s / other.samples_per_s for own, other in zip(found[name], found[to], strict=True)
     )
@@ -131,7 +128,6 @@ def table(found: Mapping[str, Sequence[Outcome]]) -> str:
 
 
 def needs(found: Mapping[str, Sequence[Outcome]]) -> str:
-    """What rowcast moved per second and which cores that took, in the last round."""
     lines = []
     for name, outcomes in found.items():
         last = outcomes[-1]

@@ -25,8 +25,6 @@ class RecordedPlan:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Touched:
-    """The rows that a run touches, all groups together."""
-
     rows: int  # distinct
     largest_batch: int  # distinct rows of the batch that touches most
 
@@ -54,7 +52,6 @@ def slots_for(job: Job, batches: Sequence[ScheduledBatch], rows: int) -> tuple[i
 
 
 def recorded_plans(job: Job, batches: Sequence[ScheduledBatch], slots: tuple[int, ...]) -> Iterator[RecordedPlan]:
-    """Exactly the plans of a run over these batches with these slots."""
     planner = job_planner(job, group_specs(job), slots, batches[:MEASURED_BATCHES], keep_ids=True)
     coming = iter(batches)
     for _ in batches:

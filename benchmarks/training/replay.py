@@ -91,8 +91,6 @@ class Peer:
 
 
 class Losses:
-    """The trainer's results, kept in memory."""
-
     def __init__(self) -> None:
         self.losses: list[np.float32] = []
 

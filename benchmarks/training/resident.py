@@ -73,8 +73,6 @@ def step_inputs(recorded: RecordedPlan, device: torch.device) -> ResidentStep:
 
 
 class ResidentRun:
-    """A runner, its rows, and its steps on the device."""
-
     def __init__(self, job: Job, batches: Sequence[ScheduledBatch], device: torch.device) -> None:
         slots = slots_for(job, batches, touched(job, batches).rows)
         rows = ResidentRows(job, slots, device)
@@ -87,7 +85,6 @@ class ResidentRun:
         self.losses = [torch.zeros((), pin_memory=device.type == "cuda") for _ in self.steps]
 
     def issue(self) -> Iterator[ResidentStep]:
-        """Yields each step once it was issued."""
         for step, loss in zip(self.steps, self.losses, strict=True):
             self.runner.train(step, loss)
             yield step

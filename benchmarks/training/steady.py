@@ -154,7 +154,6 @@ def in_turn(
 
 
 def speed(turns_of: Sequence[Turn]) -> float:
-    """Samples per second, the median."""
     return statistics.median(turn.samples_per_s for turn in turns_of)
 
 

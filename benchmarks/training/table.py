@@ -50,8 +50,6 @@ HEAD = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cell:
-    """A row of the table."""
-
     data: str
     optimizer: str
     dim: int
@@ -110,7 +108,6 @@ def measured(cell: Cell, folder: Path, rounds: int, seconds: float) -> tuple[dic
 
 
 def cells(only: list[str]) -> Iterator[Cell]:
-    """The cells whose names contain every word of `only`."""
     for data, optimizer, dim in itertools.product(FORMATS, OPTIMIZERS, DIMS):
         if all(word in (data, optimizer, str(dim)) for word in only):
             yield Cell(data=data, optimizer=optimizer, dim=dim)
