@@ -69,8 +69,8 @@ def pairwise_cover(factors: Mapping[str, Sequence[str]]) -> list[dict[str, str]]
         way = dict(seed)
         for name in names:
             if name not in way:
-                # type: ignore[misc]
-                way[name] = max(factors[name], key=lambda value, name=name: newly_covered(way, name, value, missing))
+                covered = {value: newly_covered(way, name, value, missing) for value in factors[name]}
+                way[name] = max(covered, key=covered.__getitem__)
         missing -= {frozenset(pair) for pair in itertools.combinations(way.items(), 2)}
         ways.append({name: way[name] for name in names})
     return ways

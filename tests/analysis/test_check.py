@@ -459,7 +459,10 @@ def test_a_factory_that_is_found_by_name_is_ok_and_is_not_imported(
     for name in ("mine.models.net:build", "mine.models.net:other"):
         assert name in one(check(model={"kind": name}), "ok", "model")
     missing = only_fault(check(model={"kind": "mine.models.net:absent"}), "error", "model")
-    assert missing == f"model.kind = 'mine.models.net:absent': {package / 'net.py'} does not define absent; correct the name"
+    assert (
+        missing
+        == f"model.kind = 'mine.models.net:absent': {package / 'net.py'} does not define absent; correct the name"
+    )
     assert "there is no module mine.models.web" in only_fault(
         check(model={"kind": "mine.models.web:build"}), "error", "model"
     )

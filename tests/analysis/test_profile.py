@@ -66,7 +66,7 @@ def test_counting_is_refused_where_it_would_take_more_memory_than_it_may() -> No
     popularity.add(single_hot(range(100)))
     with pytest.raises(
         ConfigError,
-        match=r"the first 200 samples touch 200 distinct rows, .* 25600 bytes, and 19200 .*; give a smaller --sample",
+        match=r"the first 200 samples touch 200 distinct rows; .* 25600 bytes, and 19200 .*; give a smaller --sample",
     ):
         popularity.add(single_hot(range(100, 200)))
 
