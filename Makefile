@@ -1,4 +1,4 @@
-# Every target works on a machine that has Python 3.11 to 3.13 and make; .venv is made when it is needed.
+# Every target needs only Python 3.11 to 3.13 and make; it creates .venv if necessary.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -14,7 +14,7 @@ $(VENV)/installed: pyproject.toml constraints.txt
 demo: $(VENV)/installed  ## train on the built-in stream, both processes
 	$(BIN)/python -m rowcast.deploy.local --config examples/demo.toml --fresh
 
-tutorial: $(VENV)/installed  ## the tutorial, executed: build/tutorial.ipynb, with its figures
+tutorial: $(VENV)/installed  ## executes the tutorial: build/tutorial.ipynb, with its figures
 	mkdir -p build
 	$(BIN)/jupyter-execute --output=../build/tutorial examples/tutorial.ipynb
 
@@ -37,7 +37,7 @@ exact: $(VENV)/installed  ## two processes against the plain loop on the full re
 soak: $(VENV)/installed  ## kills, damage, simulated faults and hostile bytes with large counts: within 45 minutes on 2 cores
 	$(BIN)/python -m benchmarks.soak
 
-mutants: $(VENV)/installed  ## single lines of the product broken on purpose: the tests named for each must fail, in about 10 minutes
+mutants: $(VENV)/installed  ## breaks single lines of the product: the tests named for each must fail, in about 10 minutes
 	$(BIN)/python -m benchmarks.mutations
 
 bench: $(VENV)/installed  ## every contestant in turn: DLRM as in MLPerf, and a model that is nearly all look-ups
@@ -47,10 +47,10 @@ bench: $(VENV)/installed  ## every contestant in turn: DLRM as in MLPerf, and a 
 gpu-check: $(VENV)/installed  ## how rowcast does on the device here, in less than 8 minutes: build/gpu-check.json
 	$(BIN)/python -m benchmarks.gpu_check
 
-bench-planner: $(VENV)/installed  ## how fast a plan is, and what its time is made of
+bench-planner: $(VENV)/installed  ## how fast a plan is, and where its time goes
 	$(BIN)/python -m benchmarks.planner
 
-bench-env: .venv-bench/installed  ## FBGEMM and TorchRec, to compare with, in an environment of their own: their pins conflict with ours
+bench-env: .venv-bench/installed  ## FBGEMM and TorchRec, to compare with, in a separate environment: their pins conflict with ours
 
 .venv-bench/installed:
 	$(PYTHON) -m venv .venv-bench
@@ -60,16 +60,16 @@ bench-env: .venv-bench/installed  ## FBGEMM and TorchRec, to compare with, in an
 	.venv-bench/bin/python -c "import fbgemm_gpu.split_table_batched_embeddings_ops_training"
 	touch $@
 
-bench-embedding: $(VENV)/installed  ## look-up and update beside stock PyTorch and, after `make bench-env`, FBGEMM
+bench-embedding: $(VENV)/installed  ## look-up and update compared with stock PyTorch and, after `make bench-env`, FBGEMM
 	$(BIN)/python -m benchmarks.embedding
 
-bench-budget: $(VENV)/installed  ## cores that each stage of the prefetcher needs beside a large GPU
+bench-budget: $(VENV)/installed  ## cores that each stage of the prefetcher needs for a large GPU
 	$(BIN)/python -m benchmarks.budget
 
 bench-safety: $(VENV)/installed  ## what checkpoints and --verify cost on the retail log (ROWCAST_RETAIL=folder)
 	$(BIN)/python -m benchmarks.safety
 
-bench-parts: $(VENV)/installed  ## what a checkpoint, a merge, an encrypted piece and opening a text file cost on their own
+bench-parts: $(VENV)/installed  ## what a checkpoint, a merge, an encrypted piece and opening a text file cost
 	$(BIN)/python -m benchmarks.parts
 
 bench-metrics: $(VENV)/installed  ## what a scrape takes during a run, and what counting takes of a step

@@ -1,4 +1,4 @@
-"""What this machine has to give, read from the kernel's own files."""
+"""Free memory and control-group limits, read from the kernel's files."""
 
 import re
 from collections.abc import Iterator
@@ -8,14 +8,14 @@ ROOT = Path("/")
 
 
 def free_memory(root: Path = ROOT) -> int:
-    """Bytes that this process may still take without swapping, under the limits of its control groups. `root` is for tests."""
+    """Bytes that this process can still take without swapping, within its control groups. `root` is for tests."""
     meminfo = (root / "proc/meminfo").read_text()
     free = [int(kib) * 1024 for kib in re.findall(r"^MemAvailable:\s*(\d+) kB", meminfo, flags=re.MULTILINE)]
     return min([*free, *cgroup_room(root)])
 
 
 def cgroup_room(root: Path = ROOT) -> Iterator[int]:
-    """Bytes left under the limit of each control group that this process is in, and of those around it; nothing where none has one."""
+    """Bytes left under each limit of this process's control groups and their parents; nothing without a limit."""
     for controllers, name in re.findall(
         r"^\d+:([^:]*):(.*)$", (root / "proc/self/cgroup").read_text(), flags=re.MULTILINE
     ):
@@ -33,7 +33,7 @@ def cgroup_room(root: Path = ROOT) -> Iterator[int]:
 
 
 def room_in(folder: Path, limit: str, usage: str) -> int | None:
-    """Limit - usage + file pages that the kernel would drop first; None where the group has no limit or is not visible from here."""
+    """Limit - usage + file pages that the kernel would drop first; None if the group has no limit or is not visible."""
     try:
         allowed, used = (folder / limit).read_text().strip(), int((folder / usage).read_text())
         stat = (folder / "memory.stat").read_text()

@@ -1,4 +1,4 @@
-"""How far a simulation is, on stderr while it works."""
+"""Progress of an analysis command, on stderr."""
 
 import sys
 from collections.abc import Callable
@@ -13,21 +13,17 @@ Tick = Callable[[], None]
 
 
 class AnalysisProgress(Protocol):
-    """Told of the work as it goes."""
-
     def begin(self, what: str, total: int | None) -> Tick:
-        """A new piece of work of `total` steps, where that is known; what it returns is called after each."""
+        """Starts a task of `total` steps (None: unknown). Call the returned function after each step."""
 
 
 class Silent:
-    """A `AnalysisProgress` that nobody watches."""
-
     def begin(self, what: str, total: int | None) -> Tick:
         return lambda: None
 
 
 class ProgressBar:
-    """A `AnalysisProgress` on stderr, where that is a terminal; it leaves nothing there. Use as a context manager."""
+    """An `AnalysisProgress` on stderr if that is a terminal; erased at the end. Use as a context manager."""
 
     def __init__(self) -> None:
         console = Console(stderr=True, force_terminal=None if sys.stderr.isatty() else False)

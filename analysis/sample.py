@@ -3,10 +3,10 @@
     epoch, in training order    0 1 2 3 4 5 | 6 7 8 9 10 11 | 12 13 14 15 16 17    3 strata of as many batches
     windows of length 2           [2 3]               [10 11]  [12 13]             one at a random place in each
 
-The first batches of a log are its first hours; a window in each stratum sees all of it, and none is likelier than another. With
-`draws` above 1 each stratum gives so many windows, never the same twice, one a draw: draw 0 can choose what draw 1 judges.
+The first batches of a log are only its first hours; a window in each stratum covers all of it, and all batches are
+equally likely. Each stratum has one window per draw, all different: draw 0 can choose what draw 1 judges.
 
-Batches between two windows are not decoded where the format can go to a row cheaply.
+Batches between two windows are not decoded if the format can seek to a row cheaply.
 """
 
 from collections.abc import Iterator
@@ -22,13 +22,13 @@ from rowcast.prefetcher.readers.reader import Reader, can_share, open_reader
 from rowcast.protocol.batch import Batch, Kind
 from rowcast.runtime.errors import ConfigError
 
-DECODED_ROWS = 32768  # a streamed file is decoded in blocks of about so many
+DECODED_ROWS = 32768  # rows per block when a streamed file is decoded
 FULL_SHUFFLE_SHARE = 32  # shuffling n rows takes about as long as reading n / 32
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Amount:
-    """How much of an epoch to read, all draws together: a share, or a number of samples; at least so many batches where there are."""
+    """How much of an epoch to read in all draws together: a share or a number of samples, and a minimum of batches."""
 
     share: float | None = None
     samples: int | None = None
@@ -61,9 +61,10 @@ class SampledBatch:
 def sample_windows(
     job: Job, reader: Reader, amount: Amount, *, length: int = 1, draws: int = 1, split: Kind = "train"
 ) -> Iterator[Window]:
-    """Windows of `length` batches, the last of an epoch maybe shorter, ascending; a function of job.seed and the arguments.
+    """Windows of `length` batches, ascending; a function of job.seed and the arguments. An epoch's last may be shorter.
 
-    Never ends where only reading can tell how long an epoch is, as for data.format = "package.module:factory"; `read_windows` does.
+    Endless if only reading can tell the length of an epoch, as for data.format = "package.module:factory";
+    `read_windows` ends.
     """
     num_samples = reader.num_samples(split)
     share = share_of(job, amount, num_samples)
@@ -78,11 +79,12 @@ def sample_windows(
 
 
 def share_of(job: Job, amount: Amount, num_samples: int | None) -> float:
-    """Raises ConfigError where a number of samples is asked for and nobody knows how many there are."""
+    """Raises ConfigError if a number of samples is requested and the data does not say how many it has."""
     if num_samples is None:
         if amount.share is None:
             raise ConfigError(
-                f"--samples: {job.data.format} does not say how many samples it has; give a share, such as --sample 0.05"
+                f"--samples: {job.data.format} does not say how many samples it has; give a share, such as --sample "
+                "0.05"
             )
         return amount.share
     wanted = amount.samples if amount.share is None else amount.share * num_samples
@@ -93,7 +95,7 @@ def share_of(job: Job, amount: Amount, num_samples: int | None) -> float:
 def drawn(
     strata: Iterator[tuple[int, int]], num_batches: int | None, length: int, draws: int, seed: int
 ) -> Iterator[Window]:
-    """`draws` windows of each stratum, which is a range of units of `length` batches."""
+    """`draws` windows per stratum, which is a range of units of `length` batches."""
     random = np.random.default_rng(seed)
     for first, end in strata:
         units = first + random.choice(end - first, size=draws, replace=False)
@@ -123,7 +125,6 @@ def read_windows(
 
 
 def rows_worth_skipping(job: Job, reader: Reader, split: Kind) -> float:
-    """Rows that are decoded and dropped rather than a new place sought in the data."""
     window = job.data.shuffle_window if split == "train" else None
     if not can_share(job) or is_compressed(job, split):
         return float("inf")
@@ -133,7 +134,6 @@ def rows_worth_skipping(job: Job, reader: Reader, split: Kind) -> float:
 
 
 def is_compressed(job: Job, split: Kind) -> bool:
-    """Whether going to a row means decompressing all before it."""
     path = job.data.eval_path if split == "eval" and job.data.eval_path else job.data.path
     known = format_of(job.data.format)
     if not known.has_files or path is None:
@@ -142,5 +142,5 @@ def is_compressed(job: Job, split: Kind) -> bool:
 
 
 def reader_for_another_pass(job: Job, reader: Reader) -> Reader:
-    """A factory may have returned an iterator, which can be gone through once; files can be read again."""
+    """A factory may have returned an iterator, which is exhausted after one pass; files can be read again."""
     return reader if can_share(job) else open_reader(job)

@@ -1,1 +1,1 @@
-"""One file a question. Each says what it asks, how, and prints a table."""
+"""One file per question. Each states the question and the method, and prints a table."""

@@ -1,10 +1,10 @@
-"""Which cores does the prefetcher need, stage by stage, to keep up with a large GPU?
+"""How many cores does each stage of the prefetcher need to keep up with a large GPU?
 
-Question: one batch of 65,536 samples x 26 look-ups every 4.5 ms, rows of dimension 128 (512 bytes, SGD). Method: the stages' own code, one
-thread each, on the synthetic stream with Criteo Kaggle cardinalities, Zipf 1.05, a cache of 5 % of the rows that the batches touch, after
-it is full, and a store that holds all of them; medians of the rounds.
-Cores needed = time of a batch over 4.5 ms. Beside each stands its floor on this machine:
-bytes moved over the bandwidth of a plain copy.
+Question: one batch of 65,536 samples x 26 look-ups every 4.5 ms, rows of dimension 128 (512 bytes, SGD). Method: the
+stages' own code, one thread each, on the synthetic stream with Criteo Kaggle cardinalities, Zipf 1.05, a cache of 5 %
+of the rows that the batches touch, once it is full, and a store that holds all rows; medians of the rounds. Cores
+needed = time of a batch over 4.5 ms. The floor of a stage on this machine is its bytes moved over the bandwidth of a
+plain copy.
 
     make bench-budget
 """
@@ -40,7 +40,6 @@ Stage = tuple[int, float]  # bytes moved, milliseconds
 
 
 def measure(batch_size: int, rounds: int) -> dict[str, Stage]:
-    """Medians by stage."""
     wide = job(batch_size, HORIZON + 8 + rounds, CRITEO_KAGGLE_CARDINALITIES, DIM)
     groups = group_specs(wide)
     began = time.perf_counter()
@@ -76,7 +75,6 @@ def move(
     block: Bytes,
     record_bytes: int,
 ) -> None:
-    """What fetcher and write-back do for a plan, one after the other."""
     rows = plan.groups[0]
     arrays = plan_block(scheduled.batch, plan)
     timed(times, "pack the plan's arrays", arrays.nbytes, lambda: arrays.write(0, block[: arrays.nbytes]))
@@ -108,20 +106,22 @@ def note(times: dict[str, list[Stage]], name: str, nbytes: int, seconds: float) 
 
 
 def rows_of(batches: Sequence[ScheduledBatch], groups: tuple[GroupSpec, ...]) -> tuple[I64, int]:
-    """The keys that the batches touch, ascending, and the distinct rows of the largest."""
+    """The keys that the batches touch, ascending, and the distinct rows of the largest batch."""
     (grouper,) = groupers_of(groups)
     keys = [grouper.group(grouper.lookups(scheduled.batch)).keys for scheduled in batches]
     return np.unique(np.concatenate(keys)), max(map(len, keys))
 
 
 def write_all(store: TrackedStore, keys: I64, record_bytes: int) -> None:
-    """So that rows are read and written as in the middle of a run: the first write of a row makes the system find memory for it."""
+    """Rows are then read and written as in the middle of a run: the first write of a row makes the system allocate
+    memory for it.
+    """
     for part in np.array_split(keys, 64):
         finish(store.write(part, np.zeros((len(part), record_bytes), np.uint8)))
 
 
 def copy_bandwidth() -> float:
-    """Bytes a second."""
+    """Bytes per second."""
     source, target = np.ones(2**27, np.uint8), np.empty(2**27, np.uint8)
     return len(source) / min(seconds(lambda: np.copyto(target, source)) for _ in range(5))
 
@@ -134,7 +134,8 @@ def main() -> None:
     torch.set_num_threads(1)
     stages = measure(arguments.batch_size, arguments.rounds)
     print(
-        "| stage | bytes moved | ms a batch, one core | floor ms | cores for a batch each 4.5 ms |\n|---|---|---|---|---|"
+        "| stage | bytes moved | ms a batch, one core | floor ms | cores for a batch each 4.5 ms "
+        "|\n|---|---|---|---|---|"
     )
     bandwidth = copy_bandwidth()
     for name, (nbytes, ms) in stages.items():

@@ -1,21 +1,25 @@
-"""How fast are look-up and update of a step's rows, beside stock PyTorch and FBGEMM?
+"""How fast are look-up and update of a step's rows, compared with stock PyTorch and FBGEMM?
 
-Method: 26 tables of dimension 32 with Criteo Kaggle cardinalities, each cut at 1,000,000 rows, batches of 2,048 single-hot samples with ids
-by Zipf 1.05, another batch every step. The gradient of the pooled rows is one fixed random tensor. Timed is what the embedding layers of a
-train step do, and nothing else:
+Method: 26 tables of dimension 32 with Criteo Kaggle cardinalities, each cut at 1,000,000 rows, batches of 2,048
+single-hot samples with ids by Zipf 1.05, another batch every step. The gradient of the pooled rows is one fixed random
+tensor. Only the embedding layers' part of a train step is timed:
 
-    rowcast    the layer's forward and backward, which updates, over a cache of 5 % of the rows that the run touches (at least a batch's),
-               with plans by the planner. Rows move between cache and table between steps and are not timed: in a run others move them
+    rowcast    the layer's forward and backward, which updates, over a cache of 5 % of the rows that the run touches (at
+               least a batch's), with plans by the planner. Rows move between cache and table between steps, untimed: in
+               a run other threads move them
     torch_ops  the same with the plain torch operations that define rowcast's bits
-    stock      nn.EmbeddingBag(sparse=True) a table: forward, backward, step of the torch.optim optimizer; all rows in memory
-    fbgemm     SplitTableBatchedEmbeddingBagsCodegen on the CPU: forward, backward with its fused optimizer; all rows in memory
+    stock      one nn.EmbeddingBag(sparse=True) per table: forward, backward, step of the torch.optim optimizer; all
+               rows in memory
+    fbgemm     SplitTableBatchedEmbeddingBagsCodegen on the CPU: forward, backward with its fused optimizer; all rows in
+               memory
 
-Each contestant is a process of its own; they take turns, one step each, in rotating order, while the others sleep. Before its clock starts
-each one multiplies a few matrices, as a model would between two steps. A ratio is the median over the ratios of the steps. FBGEMM runs with
-all threads and with one, and is compared by the faster of the two. After the last step all look the next batch's rows up, and the largest
-difference to rowcast's is printed, so that equal work is compared.
+Each contestant is a process of its own. They take turns, one step each, in rotating order, while the others sleep.
+Before its clock starts each one multiplies a few matrices, as a model would between two steps. A ratio is the median
+over the ratios of the steps. FBGEMM runs with all threads and with one, and the faster of the two is compared. After
+the last step all contestants look up the next batch's rows, and the largest difference to rowcast's is printed, to show
+that they did equal work.
 
-    make bench-env        # FBGEMM's environment; without it that contestant is left out
+    make bench-env        # FBGEMM's environment; without it that contestant is omitted
     make bench-embedding
 """
 
@@ -51,8 +55,6 @@ WARM_UP_STEPS = 40
 
 
 class Process:
-    """One contestant."""
-
     def __init__(self, name: str, python: Path | str, folder: Path, threads: int, *arguments: str) -> None:
         self.name = name
         self._process = subprocess.Popen(
@@ -109,15 +111,15 @@ Pooled = npt.NDArray[np.float32]  # [F * B, D]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Result:
-    """One contestant under one optimizer; medians over steps."""
+    """One contestant with one optimizer; medians over steps."""
 
     optimizer: str
     name: str
     phases_ms: dict[str, float]
     total_ms: float
-    ratio: float  # rowcast's time over its, step by step
-    difference: float  # largest, of the rows that all look up after the last step
-    change: float  # largest, of these rows by training
+    ratio: float  # rowcast's time over this contestant's, step by step
+    difference: float  # largest, over the rows that all look up after the last step
+    change: float  # largest change of these rows by training
 
 
 def cardinalities() -> list[int]:
@@ -142,14 +144,13 @@ def cache_slots(ids: npt.NDArray[np.int64], share: float) -> tuple[int, int]:
 
 
 def first_look_up(terms: Terms, ids: npt.NDArray[np.int64]) -> Pooled:
-    """What the look-ups of a step would give before any training."""
     return np.concatenate(
         [initial_rows(table, terms)[own] for table, own in enumerate(ids.reshape(-1, terms.batch_size))]
     )
 
 
 def contestants(terms: Terms, folder: Path, peer_python: Path, threads: int) -> list[Process]:
-    """rowcast first."""
+    """The first is rowcast."""
     running = [
         Process("rowcast", sys.executable, folder, threads, "compiled_ops"),
         Process("rowcast torch_ops", sys.executable, folder, threads, "torch_ops"),
@@ -183,7 +184,6 @@ def measure(terms: Terms, ids: npt.NDArray[np.int64], rounds: int, peer_python: 
 
 
 def compete(running: list[Process], num_steps: int) -> list[list[Seconds]]:
-    """The timed steps of each."""
     times: list[list[Seconds]] = [[] for _ in running]
     for step in range(num_steps):
         for turn in range(len(running)):
@@ -216,7 +216,10 @@ def result(
 
 
 def report(results: list[Result]) -> Iterator[str]:
-    yield "| optimizer | contestant | ms a step | of which | rowcast's time over its | largest difference | largest change by training |"
+    yield (
+        "| optimizer | contestant | ms a step | of which | rowcast's time over its | largest difference "
+        "| largest change by training |"
+    )
     yield "|---|---|---|---|---|---|---|"
     for own in results:
         phases = ", ".join(f"{phase} {ms:.2f}" for phase, ms in own.phases_ms.items())
@@ -243,7 +246,8 @@ def main() -> None:
     ids = stream(arguments.batch_size, WARM_UP_STEPS + arguments.rounds + 1)
     slots, touched = cache_slots(ids, arguments.share)
     print(
-        f"{len(ids)} steps touch {touched:,} of {sum(cardinalities()):,} rows; the cache holds {slots:,}; {arguments.threads} threads"
+        f"{len(ids)} steps touch {touched:,} of {sum(cardinalities()):,} rows; the cache holds {slots:,}; "
+        f"{arguments.threads} threads"
     )
     print("rows that move between cache and table are not timed: in a run other threads move them")
     if not arguments.peer_python.exists():

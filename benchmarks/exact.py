@@ -1,8 +1,9 @@
-"""Is training through both processes bit for bit what the plain loop gives, on a real click log?
+"""Does training with both processes give the bits of the plain loop on a real click log?
 
-Method: for each way of a pairwise cover (every pair of settings occurs in some run), start `prefetcher run` and `trainer run` as
-separate processes, export what they trained, run `examples/plain_loop.py` over the same batches from the export of `--max-steps 0`,
-and compare every bit: the loss of each step, every row and its optimizer state, every dense weight.
+Method: for each way of a pairwise cover (every pair of settings occurs in some run), start `prefetcher run` and
+`trainer run` as separate processes, export what they trained, run `examples/plain_loop.py` over the same batches from
+the export of `--max-steps 0`, and compare every bit: the loss of each step, every row and its optimizer state, every
+dense weight.
 
     make exact ROWCAST_RETAIL=folder        the folder holds train.tsv, day_0_*.npy, bags.parquet and columns.json
 """
@@ -45,19 +46,19 @@ FACTORS: dict[str, tuple[str, ...]] = {
     "shuffle": ("none", "window:4096"),
     "batch_size": ("2048", "4096"),
 }
-SYNTHETIC = ("synthetic",)  # what stands in for all of "data" where there is no log
+SYNTHETIC = ("synthetic",)  # replaces the values of "data" without a log
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome:
     way: Way
-    differences: list[str]  # names of what differs; empty where every bit is equal
+    differences: list[str]  # names of what differs; empty if every bit is equal
     report: Report
     plain_s: float
 
 
 def pairwise_cover(factors: Mapping[str, Sequence[str]]) -> list[dict[str, str]]:
-    """Settings such that every two values of two factors meet in one; greedy, so about the product of the two largest factors."""
+    """Settings in which every two values of two factors meet; greedy, about the product of the two largest factors."""
     names = list(factors)
     missing = {
         frozenset([(a, x), (b, y)]) for a, b in itertools.combinations(names, 2) for x in factors[a] for y in factors[b]
@@ -68,7 +69,8 @@ def pairwise_cover(factors: Mapping[str, Sequence[str]]) -> list[dict[str, str]]
         way = dict(seed)
         for name in names:
             if name not in way:
-                way[name] = max(factors[name], key=lambda value, name=name: newly_covered(way, name, value, missing))  # type: ignore[misc]
+                covered = {value: newly_covered(way, name, value, missing) for value in factors[name]}
+                way[name] = max(covered, key=covered.__getitem__)
         missing -= {frozenset(pair) for pair in itertools.combinations(way.items(), 2)}
         ways.append({name: way[name] for name in names})
     return ways
@@ -79,7 +81,6 @@ def newly_covered(way: Way, name: str, value: str, missing: set[frozenset[tuple[
 
 
 def job_text(way: Way, log: Path | None, run_dir: Path) -> str:
-    """The job file of a way, but for its capacity and shuffle."""
     dim = 16 if way["optimizer"] in ("sgd", "adam") else 12
     return "\n".join(
         [
@@ -120,7 +121,7 @@ def table_lines(data: str, log: Path | None, dim: int) -> str:
 
 
 def bag_tables(dim: int) -> Iterator[str]:
-    """An invoice's stock codes and families as bags; the codes of its first and last line share their table."""
+    """An invoice's stock codes and families as bags; the codes of its first and last line share a table."""
     sizes = {"stock": 3776, "family": 124, "customer": 3362, "country": 39, "hour": 77, "day": 221}
     features = {
         "stock": ["cat_0", "cat_6", "cat_7"], "family": ["cat_1"], "customer": ["cat_2"],
@@ -133,7 +134,6 @@ def bag_tables(dim: int) -> Iterator[str]:
 
 
 def capacity_of(way: Way, job: Job, batches: Sequence[ScheduledBatch]) -> int:
-    """Rows of the one group that the way's words stand for."""
     groups = group_specs(job)
     one_batch = max(measure(groups, [batch]).largest_batch_rows[0] for batch in batches)
     if way["capacity"] == "one batch":
@@ -152,7 +152,7 @@ def command(module: str, *arguments: str) -> None:
 
 
 def train(config: Path, run_dir: Path, settings: list[str], max_steps: int | None) -> dict[str, Tensor]:
-    """Both processes to their end, and the export of what they trained."""
+    """Runs both processes to their end; returns the export of what they trained."""
     steps = [] if max_steps is None else ["--max-steps", str(max_steps)]
     command(
         "rowcast.deploy.local",
@@ -173,7 +173,9 @@ def compare(
     max_steps: int | None,
     start_of: Callable[[Job, int], dict[str, Tensor]] | None = None,
 ) -> Outcome:
-    """One way, both ways. `start_of` gives the state before training; by default the processes export it."""
+    """Trains one way twice, with the processes and with the plain loop. `start_of` returns the state before training,
+    by default exported by the processes.
+    """
     run_dir, config = folder / "run", folder / "job.toml"
     config.write_text(job_text(way, log, run_dir))
     shuffle = f"data.shuffle={json.dumps(way['shuffle'])}"
@@ -193,13 +195,12 @@ def compare(
 
 
 def equal_bits(a: Tensor, b: Tensor) -> bool:
-    """Also of tensors of two bytes an element."""
+    """Also for tensors with two bytes per element."""
     as_bytes = (tensor.contiguous().view(-1).view(torch.uint8) for tensor in (a, b))
     return (a.dtype, a.shape) == (b.dtype, b.shape) and torch.equal(*as_bytes)
 
 
 def cover(log: Path | None, **narrowed: tuple[str, ...]) -> list[dict[str, str]]:
-    """The ways to run; `narrowed` replaces the values of some factors."""
     return pairwise_cover(FACTORS | ({"data": SYNTHETIC} if log is None else {}) | narrowed)
 
 
@@ -221,9 +222,7 @@ def main() -> int:
     options = parser.parse_args()
     log = None if options.log is None else Path(options.log).absolute()
     torch.ones(1).sqrt()
-    print(
-        f"data: {log or 'synthetic, for want of a log'}; torch {torch.__version__}, {torch.get_num_threads()} threads"
-    )
+    print(f"data: {log or 'synthetic, without a log'}; torch {torch.__version__}, {torch.get_num_threads()} threads")
     print(f"| {' | '.join(FACTORS)} | steps | fetched | evicted | run s | plain s | bits |")
     print("|" + "---|" * (len(FACTORS) + 6))
     failed = 0

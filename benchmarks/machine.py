@@ -1,4 +1,4 @@
-"""What a figure was measured on."""
+"""The machine on which a figure was measured."""
 
 import os
 import platform
@@ -10,7 +10,7 @@ PACKAGES = ("torch", "numpy", "numba")
 
 
 def machine() -> dict[str, str | int]:
-    """Processor, cores, versions and the commit; no names of machines or people."""
+    """Processor, cores, versions and the commit; no host or user names."""
     facts: dict[str, str | int] = {
         "processor": processor(),
         "cores": len(os.sched_getaffinity(0)),

@@ -2,10 +2,14 @@
 
 Method, on the demo (examples/demo.toml), with two real processes each time:
 
-1. While it trains, each process is scraped over HTTP every 0.2 s, as Prometheus does it; timed is request to last byte. Target: 20 ms.
-2. In a second run each process counts how often a step calls each method of its counters, each clock that is told of a thread's idle
-   time, and Python's clocks. When the run is over, each is called again and again with the arguments of its last call. Calls a step times
-   the processor time of one, over the time of a step in the first run; what a `timed` block calls is counted twice. Target: 1 %.
+1. While it trains, each process is scraped over HTTP every 0.2 s, as Prometheus does; the time is from request to last
+byte. Target: 20 ms.
+2. In a second run each process counts how often a step calls each method of its counters, each clock that receives a
+thread's idle
+   time, and Python's clocks. After the run, each is called repeatedly with the arguments of its last call. The cost is
+calls per step times
+   the processor time of one, over the time of a step in the first run; what a `timed` block calls is counted twice.
+Target: 1 %.
 
     make bench-metrics
 """
@@ -34,28 +38,27 @@ from rowcast.trainer.report.report_json import Report, read_report
 DEMO = Path(__file__).parents[1] / "examples" / "demo.toml"
 PROCESSES = ("prefetcher", "trainer")
 EVERY_S = 0.2
-SCRAPE_INTERVAL_S = 5.0  # of deploy/prometheus
+SCRAPE_INTERVAL_S = 5.0  # as in deploy/prometheus
 LOOPS = 20_000
-COUNT = "--count"  # how this file calls itself
+COUNT = "--count"  # with this option the file starts itself
 
 Call = Callable[..., Any]
-Costs = dict[str, tuple[int, float]]  # operation -> calls of the whole run, seconds of one
+Costs = dict[str, tuple[int, float]]  # operation -> calls in the whole run, seconds of one
 
 
-# what runs in a process whose calls are counted
+# in a process whose calls are counted
 
 
 class Tally:
-    """Counts calls, but not those made within another one that is counted, and keeps the last of each."""
+    """Counts calls, except those made within another counted one, and keeps the last of each."""
 
     def __init__(self) -> None:
         self._replaced: list[tuple[object, str, Call]] = []
-        self._calls: Counter[tuple[str, int]] = Counter()  # by thread, as `+=` is not atomic
+        self._calls: Counter[tuple[str, int]] = Counter()  # per thread, as `+=` is not atomic
         self._last: dict[str, Callable[[], object]] = {}
         self._thread = threading.local()
 
     def replace(self, owner: object, name: str, shown: str) -> None:
-        """Counts the calls of an attribute of `owner`, until `restore`."""
         call = getattr(owner, name)
         self._replaced.append((owner, name, call))
         setattr(owner, name, self.counted(shown, call))
@@ -105,7 +108,6 @@ def enter_and_leave(call: Callable[[], object]) -> None:
 
 
 def count_calls(process: str, tally: Tally) -> None:
-    """Puts the tally around everything that counts."""
     from rowcast.prefetcher.pipeline.metrics import PrefetcherCounters
     from rowcast.runtime.stages import StageThread
     from rowcast.trainer.execute.metrics import TrainerCounters
@@ -118,7 +120,7 @@ def count_calls(process: str, tally: Tally) -> None:
         if callable(value) and not name.startswith("_")
     ]
     for name in dict.fromkeys(names):
-        if name != "total":  # asked by the watch over the peer, which is no metric
+        if name != "total":  # called by the peer watch, which is not a metric
             tally.replace(counters, name, name)
     init = StageThread.__init__
 
@@ -148,7 +150,6 @@ def run_counted(process: str, out: Path, arguments: list[str]) -> None:
 
 
 def demo(folder: Path, samples: int, *, counted: bool) -> dict[str, subprocess.Popen[bytes]]:
-    """Starts both; each one's log is `<folder>/<process>.log`."""
     settings = (
         f'job.run_dir="{folder / "run"}"',
         f"data.synthetic.samples={samples}",
@@ -175,7 +176,6 @@ def see_out(folder: Path, started: dict[str, subprocess.Popen[bytes]]) -> Report
 
 
 def scraped(samples: int) -> tuple[dict[str, list[float]], dict[str, int], Report]:
-    """Seconds of each scrape while steps were done, bytes of the last one, and the report."""
     times: dict[str, list[float]] = {name: [] for name in PROCESSES}
     sizes: dict[str, int] = {}
     with tempfile.TemporaryDirectory(prefix="rowcast-bench-") as path:
@@ -192,7 +192,7 @@ def scraped(samples: int) -> tuple[dict[str, list[float]], dict[str, int], Repor
 
 
 def scrape(log: Path) -> tuple[float, bytes]:
-    """Nothing while the process does not serve: before its start, and behind its end."""
+    """Seconds and page; the page is empty while the process does not serve, before its start and after its end."""
     address = re.findall(r'event="serving metrics" address=(\S+)', log.read_text())
     began_s = time.perf_counter()
     try:
@@ -229,7 +229,8 @@ def cost_table(costs: dict[str, Costs], num_steps: int, step_s: float) -> list[s
     for process, operations in costs.items():
         total_s = sum(calls * seconds for calls, seconds in operations.values()) / num_steps
         lines.append(
-            f"| {process} | all | | | {1e6 * total_s:.1f}: {100 * total_s / step_s:.3f} % of a step of {1e3 * step_s:.1f} ms |"
+            f"| {process} | all | | | {1e6 * total_s:.1f}: {100 * total_s / step_s:.3f} % of a step of "
+            f"{1e3 * step_s:.1f} ms |"
         )
     return lines
 
@@ -239,7 +240,6 @@ def steps_of(report: Report) -> int:
 
 
 def main(samples: int = 650_000) -> None:
-    """Both runs, and their tables."""
     times, sizes, report = scraped(samples)
     step_s = report.wall_s / steps_of(report)
     typer.echo("\n".join(scrape_table(times, sizes)))

@@ -1,9 +1,9 @@
-"""How fast a table of one's own is read: samples and look-ups a second of one core, CSV and Parquet, text and integers.
+"""How fast is a user's table read? Samples and look-ups per second of one core, for CSV and Parquet, text and integers.
 
     python -m benchmarks.own_data
 
-The table has a label, 3 dense columns and 8 columns of ids whose frequencies follow Zipf's law with exponent 1.2; as text, an id is
-"user 12345". Nothing but the reader runs: batches of 2,048 are decoded, checked and thrown away.
+The table has a label, 3 dense columns and 8 columns of ids whose frequencies follow Zipf's law with exponent 1.2; as
+text, an id is "user 12345". Only the reader runs: batches of 2,048 are decoded, checked and dropped.
 """
 
 import tempfile
@@ -32,7 +32,7 @@ def table(*, text: bool) -> pd.DataFrame:
 
 
 def seconds(path: Path, *, text: bool) -> float:
-    """Of a core, for one pass over the file: other work on the machine does not count."""
+    """Processor time of one pass over the file: other work on the machine does not count."""
     content = {
         "job": {"run_dir": "unused"},
         "data": {"format": path.suffix[1:], "path": str(path), "columns": {"hash": text}},

@@ -1,9 +1,9 @@
-"""What do parts cost on their own: writing a checkpoint, merging its deltas, sending a piece encrypted, opening a text file?
+"""What do single parts cost: writing a checkpoint, merging its deltas, sending a piece encrypted, opening a text file?
 
-Method: the run's own writer on a disk of this machine, rows of 128 bytes in blocks of 8 MiB, the merge forced by a third checkpoint with
-as many changed rows; two ends of the tcp link over loopback, payloads of 1 MiB, a few on their way; and a file of text lines that was just
-written, opened as the first start of a run does, which counts its lines, and as the second does. Medians of the rounds; beside the seconds
-the processor time, which a busy machine blurs less.
+Method: the run's own writer on a disk of this machine, rows of 128 bytes in blocks of 8 MiB, with a merge caused by a
+third checkpoint that has as many changed rows; two ends of the tcp link over loopback, payloads of 1 MiB, a few in
+flight; and a new file of text lines, opened as a run's first start does, which counts its lines, and as its second
+start does. Medians of the rounds, in seconds and in processor seconds, which vary less on a busy machine.
 
     make bench-parts
 """
@@ -84,7 +84,9 @@ def write_checkpoint(writer: CheckpointWriter, blocks: list[tuple[Keys, Records]
 
 
 def checkpoints(nbytes: int, folder: Path, measured: Measured) -> None:
-    """The first checkpoint of `nbytes` is a base; the third finds more rows in deltas than in it, so all are merged into a new one."""
+    """The first checkpoint of `nbytes` is a base; the third finds more rows in deltas than in the base, so all merge
+    into a new base.
+    """
     job = checkpoint_job()
     blocks = changed_rows(nbytes, np.random.default_rng(0))
     writer = CheckpointWriter(job, group_specs(job), "benchmark", "", Checkpoints(folder, RealDisk()), None, keep=1)
@@ -125,7 +127,7 @@ def tcp_transport(folder: Path) -> Transport:
 
 
 def greeting() -> bytes:
-    """A trainer's first frame, without which it is not heard."""
+    """A trainer's first frame; without it no other frame is accepted."""
     hello = Hello(
         protocol_version=PROTOCOL_VERSION,
         job_digest="",

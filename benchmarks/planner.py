@@ -1,14 +1,15 @@
-"""How fast is a plan, and what is its time made of?
+"""How fast is a plan, and where does its time go?
 
-Method: 26 columns with Criteo Kaggle cardinalities, Zipf 1.05 over permuted ids (the project's own synthetic stream), single-hot. One
-`RowPlanner` plans a stream of batches; a round times, one after the other in one thread and over the same batch,
+Method: 26 columns with Criteo Kaggle cardinalities, Zipf 1.05 over permuted ids (the project's own synthetic stream),
+single-hot. One `RowPlanner` plans a stream of batches. A round times, one after the other in one thread and over the
+same batch,
 
     unique      torch.unique(ids, return_inverse=True, return_counts=True) over the batch's keys
-    grouping    Grouper.group, which is what replaces it
+    grouping    Grouper.group, which replaces it
     plan        all that the planner does for a step: RowPlanner.add of a batch and RowPlanner.plan of another
 
-after enough steps that the cache is full and evicts. Figures are medians of the rounds. A second stream has its ids spread over 10**12
-rows; a third is planned with two threads. The fit is least squares of relative errors over batch sizes.
+once the cache is full and evicts. Figures are medians of the rounds. A second stream spreads its ids over 10**12 rows;
+a third is planned with two threads. The fit is least squares of relative errors over batch sizes.
 
     make bench-planner
 """
@@ -44,7 +45,7 @@ RESULT = Path(__file__).parent / "results" / "planner.json"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Times:
-    """Medians, in milliseconds, of one batch."""
+    """Medians for one batch, in milliseconds."""
 
     batch_size: int
     num_threads: int
@@ -99,7 +100,7 @@ def spread_ids(scheduled: ScheduledBatch, factors: npt.NDArray[np.int64]) -> Sch
 
 
 def measure(batch_size: int, rounds: int, *, spread: bool = False, num_threads: int = 1) -> Times:
-    """Slots for two batches, so that a few steps fill them: a large machine would have more, and would evict less."""
+    """Has slots for two batches, so that a few steps fill them; a large machine would have more and evict less."""
     groups, batches = stream(batch_size, HORIZON + 12 + rounds, spread)
     grouper = Grouper(groups[0], len(CRITEO_KAGGLE_CARDINALITIES))
     slots = 2 * max(grouper.group(grouper.lookups(scheduled.batch)).num_unique for scheduled in batches)
@@ -146,7 +147,7 @@ def seconds(work: Callable[[], object]) -> float:
 
 
 def fit(times: list[Times]) -> tuple[float, float, float]:
-    """(a, b, largest relative error) of plan time = a * look-ups + b * distinct rows; a and b in nanoseconds."""
+    """Returns (a, b, largest relative error) of plan time = a * look-ups + b * distinct rows; a and b in ns."""
     features = np.array([(own.lookups, own.distinct_rows) for own in times], float)
     plan_ns = np.array([own.plan_ms for own in times]) * 1e6
     (a, b), *_ = np.linalg.lstsq(features / plan_ns[:, None], np.ones(len(times)), rcond=None)
@@ -159,17 +160,20 @@ def report(times: list[Times], spread: Times, threaded: Times, alone: Times) -> 
     for own in [*times, spread]:
         label = f"{own.batch_size} over 10^12 rows" if own.spread else str(own.batch_size)
         yield (
-            f"| {label} | {own.lookups:,} | {own.distinct_rows:,} | {own.rows_fetched:,} | {own.unique_ms:.2f} | {own.grouping_ms:.2f} "
+            f"| {label} | {own.lookups:,} | {own.distinct_rows:,} | {own.rows_fetched:,} | {own.unique_ms:.2f} | "
+            f"{own.grouping_ms:.2f} "
             f"| {own.plan_ms:.2f} | {own.lookups_per_s / 1e6:.1f} |"
         )
     a, b, error = fit(times)
     main = next(own for own in times if own.batch_size == spread.batch_size)
     yield ""
-    yield f"plan time = {a:.1f} ns x look-ups + {b:.1f} ns x distinct rows, within {100 * error:.0f} % from batch {times[0].batch_size} on"
+    within = f"within {100 * error:.0f} % from batch {times[0].batch_size} up"
+    yield f"plan time = {a:.1f} ns x look-ups + {b:.1f} ns x distinct rows, {within}"
     yield f"grouping: {main.unique_ms / main.grouping_ms:.1f} times as fast as torch.unique"
     yield f"whole plan: {main.plan_ms / main.unique_ms:.2f} of its time"
     yield f"over 10^12 rows: {spread.plan_ms / main.plan_ms:.2f} times the time"
-    yield f"two threads: {alone.plan_ms / threaded.plan_ms:.2f} times as fast as one ({alone.plan_ms / threaded.plan_ms / 2:.2f} of linear)"
+    gain = alone.plan_ms / threaded.plan_ms
+    yield f"two threads: {gain:.2f} times as fast as one ({gain / 2:.2f} of linear)"
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""Both processes of a run, started as a user starts them, and whose turn it is among those that are compared."""
+"""Starts both processes of a run as a user does, and the order of turns for compared processes."""
 
 import subprocess
 import sys
@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 
 def turns(names: Sequence[str], rounds: int) -> Iterator[tuple[int, str]]:
-    """(round from 1, name): each round has every name once, in an order that turns from round to round."""
+    """(round from 1, name): each round has every name once, in an order that rotates from round to round."""
     for number in range(rounds):
         turn = number % len(names)
         for name in (*names[turn:], *names[:turn]):
@@ -14,13 +14,12 @@ def turns(names: Sequence[str], rounds: int) -> Iterator[tuple[int, str]]:
 
 
 def start(name: str, arguments: Sequence[str]) -> subprocess.Popen[str]:
-    """`prefetcher run` or `trainer run`."""
     command = [sys.executable, "-m", name, "run", *arguments]
     return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
 
 
 def see_out(processes: Mapping[str, subprocess.Popen[str]], timeout_s: float) -> None:
-    """Raises RuntimeError with what a process said where one fails."""
+    """Waits. Raises RuntimeError with a process's output if it fails."""
     for name, process in processes.items():
         _, said = process.communicate(timeout=timeout_s)
         if process.returncode != 0:

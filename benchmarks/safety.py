@@ -1,9 +1,10 @@
 """What does safety cost: a checkpoint every 100 train steps, and `--verify`?
 
-Method: the retail job (examples/retail.toml), 4 epochs, two processes. Each round runs every way once, in an order that turns from round to
-round, so that whatever else the machine does falls on all alike; a way's cost is the median over the rounds of its time over that of the
-plain way in the same round. Time is from the first step to the last barrier, which makes a checkpoint in every way. Beside it stands the
-processor time of both processes, which a busy machine blurs less.
+Method: the retail job (examples/retail.toml), 4 epochs, two processes. Each round runs every way once, in an order that
+rotates from round to round, so that other load on the machine affects all alike. A way's cost is the median over the
+rounds of its time over that of the plain way in the same round. Time is from the first step to the last barrier, which
+makes a checkpoint in every way. The table also has the processor time of both processes, which varies less on a busy
+machine.
 
     make bench-safety ROWCAST_RETAIL=folder        the folder holds train.tsv
 """
@@ -44,12 +45,11 @@ WAYS: dict[str, Way] = {
 @dataclass(frozen=True, slots=True)
 class Timed:
     wall_s: float
-    cpu_s: float  # of both processes, start-up included
+    cpu_s: float  # of both processes, including start-up
     samples_per_s: float
 
 
 def run(way: Way, shared: Sequence[str]) -> Timed:
-    """Both processes to their end."""
     with tempfile.TemporaryDirectory(prefix="rowcast-bench-") as folder:
         run_dir = Path(folder) / "run"
         settings = [
@@ -65,7 +65,7 @@ def run(way: Way, shared: Sequence[str]) -> Timed:
 
 
 def children_cpu_s() -> float:
-    """Of all children that have ended, and theirs."""
+    """Processor time of all child processes that have ended, and of their children."""
     times = os.times()
     return times.children_user + times.children_system
 
@@ -79,7 +79,7 @@ def measured(names: Sequence[str], rounds: int, shared: Sequence[str]) -> dict[s
 
 
 def cost(times: Mapping[str, Sequence[Timed]], name: str, field: str) -> float:
-    """Percent over the plain way of the same round, the median of the rounds."""
+    """Percent over the plain way of the same round; the median of the rounds."""
     pairs = zip(times[name], times[PLAIN], strict=True)
     ratios = [float(getattr(own, field) / getattr(plain, field)) for own, plain in pairs]
     return 100 * (statistics.median(ratios) - 1)

@@ -1,9 +1,10 @@
-"""How long does it hold? The suites that kill, damage, simulate and attack, with their large counts: `make soak`.
+"""Does it hold over many repeats? The suites that kill, damage, simulate and attack, with large counts: `make soak`.
 
     python -m benchmarks.soak [pytest options]
 
-Each test that uses `tests.support.repeats.count` repeats as often as its second number says. Two suites at a time, one a core. One line a suite at
-the end: what `-rA` would count, and its seconds. Ends with 1 where anything failed.
+Each test that calls `tests.support.repeats.count` repeats as often as its second number says. Two suites run at a time,
+one per core. Prints one line per suite: its counts as in pytest's summary, and its seconds. Exits with 1 if anything
+failed.
 """
 
 import os
@@ -24,7 +25,7 @@ SUITES = (  # the longest first
     "tests/protocol/test_attackers.py",
 )
 AT_A_TIME = 2
-TEST_LIMIT_S = 3000  # of one test: large counts take longer than pytest's usual limit
+TEST_LIMIT_S = 3000  # per test: large counts take longer than pytest's usual limit
 COUNTS = re.compile(r"^(?:=+ )?((?:\d+ \w+(?:, )?)+) in [\d.]+s", re.MULTILINE)
 
 
@@ -40,7 +41,7 @@ def main() -> int:
 
 
 def run(suite: str, options: list[str]) -> tuple[str, float, str, int]:
-    """The suite, its seconds, its counts, and 0 or 1."""
+    """Returns the suite, its seconds, its counts, and 0 or 1."""
     began_s = time.perf_counter()
     command = [sys.executable, "-m", "pytest", suite, "-v", f"--timeout={TEST_LIMIT_S}", "--no-header", *options]
     lines = []

@@ -1,1 +1,1 @@
-"""Starting both processes on one host, and what containers need."""
+"""Starts both processes on one host; files for containers, Prometheus and Grafana."""

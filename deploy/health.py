@@ -1,18 +1,19 @@
 """Whether the process in this container is healthy, for a HEALTHCHECK: `python -m rowcast.deploy.health [port ...]`.
 
-Each port given must answer /healthz with 200. Without ports, both usual ones are asked: one must answer, and each that answers must be
-healthy, so that the same line serves either command. Exit code 0 or 1; what was answered goes to stdout. Plain http only.
+Each given port must answer /healthz with 200. Without ports, both usual ones are asked: at least one must answer, and
+each that answers must be healthy, so the same line serves both commands. Exits with 0 or 1 and prints the answers to
+stdout. Plain http only.
 """
 
 import sys
 from http.client import HTTPConnection, HTTPException
 
 USUAL_PORTS = (9400, 9401)  # of the job file's [metrics]
-TIMEOUT_S = 3.0  # a request; two of them must fit into the HEALTHCHECK's time-out
+TIMEOUT_S = 3.0  # per request; two of them must fit in the HEALTHCHECK's time-out
 
 
 def ask(port: int) -> tuple[int, str] | None:
-    """Status and word of /healthz, status 0 where there is no whole answer in time; None where nothing listens."""
+    """Status and body of /healthz; status 0 without a complete answer in time; None if nothing listens."""
     connection = HTTPConnection("127.0.0.1", port, timeout=TIMEOUT_S)
     try:
         connection.request("GET", "/healthz")

@@ -1,7 +1,9 @@
-"""Starts both processes on this host and sees them out: `python -m rowcast.deploy.local --config job.toml [prefetcher options]`.
+"""Starts both processes on this host and waits for them: `python -m rowcast.deploy.local --config job.toml [prefetcher
+options]`.
 
-The trainer has the terminal; the prefetcher's log goes to `<run_dir>/prefetcher.log`. When one ends badly the other ends by itself,
-and which one was first, and why, is repeated here. Killed itself, it takes both with it: they stop in order.
+The trainer has the terminal; the prefetcher's log goes to `<run_dir>/prefetcher.log`. When one fails, the other ends by
+itself, and this program repeats which one failed first and why. If this program is killed, both processes stop in
+order.
 """
 
 import ctypes
@@ -25,12 +27,12 @@ from rowcast.runtime.errors import ConfigError, RowcastError
 POLL_S = 0.1
 NOTICE_S = 3.0  # for the other process to notice that one has failed, before it is asked to stop
 STOPS = (signal.SIGINT, signal.SIGTERM)
-END_S = 40.0  # before it is killed: a stop in order takes up to 30 s
+END_S = 40.0  # until it is killed: a stop in order takes up to 30 s
 PRCTL, PR_SET_PDEATHSIG = ctypes.CDLL(None).prctl, 1
 
 
 def start_both(shared: list[str], steps: list[str], log: Path) -> list[Child]:
-    """Signals that come meanwhile wait, also in the two processes, until there is someone to act on them."""
+    """Signals are blocked meanwhile, also in the two processes, until handlers are in place."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)
     try:
         children = [start("prefetcher", [*shared, *steps], log), start("trainer", shared, None)]
@@ -45,21 +47,21 @@ def start(name: str, arguments: list[str], log: Path | None) -> Child:
     command = [sys.executable, "-m", f"rowcast.{name}", "run", *arguments]
     if log is None:
         return Child(name, subprocess.Popen(command, preexec_fn=stop_with_parent), log)
-    with log.open("ab") as file:  # what an earlier run said stays, and so does the log of one that still runs
+    with log.open("ab") as file:  # appends: keeps the log of an earlier run, and of one that is still running
         return Child(
             name, subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, preexec_fn=stop_with_parent), log
         )
 
 
 def stop_with_parent() -> None:
-    """Runs in the child: it is asked to stop, should this process be killed."""
+    """Runs in the child: requests SIGTERM if this process is killed."""
     PRCTL(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def forward(children: list[Child]) -> Callable[[int, object], None]:
     def handle(number: int, frame: object) -> None:
         if number == signal.SIGINT and has_terminal():
-            return  # the terminal has sent it to all three, and a second one would end the two processes at once
+            return  # the terminal has sent it to all three processes; a second one would end the two at once
         for child in children:
             child.signal(number)
 
@@ -67,7 +69,6 @@ def forward(children: list[Child]) -> Callable[[int, object], None]:
 
 
 def has_terminal() -> bool:
-    """Whether this process is one that Ctrl-C reaches."""
     try:
         with open("/dev/tty", "rb") as terminal:
             return os.tcgetpgrp(terminal.fileno()) == os.getpgrp()
@@ -76,7 +77,9 @@ def has_terminal() -> bool:
 
 
 def see_out(children: list[Child]) -> Child | None:
-    """The child that failed first, or None. Once one has failed, the other may notice by itself, then is asked, then is killed."""
+    """The child that failed first, or None. After a failure the other child may notice by itself, is then asked to
+    stop, then killed.
+    """
     first: Child | None = None
     deadlines: deque[tuple[float, signal.Signals]] = deque()
     while any(child.code is None for child in children):
@@ -103,7 +106,7 @@ def main(
         list[str] | None, typer.Option("--set", help="Override a key: section.key=value. Repeatable.")
     ] = None,
     max_steps: Annotated[
-        int | None, typer.Option("--max-steps", min=0, help="End the run after so many train steps.")
+        int | None, typer.Option("--max-steps", min=0, help="End the run after this many train steps.")
     ] = None,
     fresh: Annotated[
         bool, typer.Option("--fresh", help="Begin a new run; its first checkpoint replaces an earlier run.")

@@ -1,4 +1,6 @@
-"""The plain loop: the same training with every table in memory, in stock PyTorch. On a CPU, rowcast equals it bit for bit."""
+"""The plain loop: the same training with every table in memory, in stock PyTorch. On a CPU rowcast's results equal its
+bits.
+"""
 
 import argparse
 import itertools
@@ -20,7 +22,7 @@ from rowcast.runtime.cores import usable_cores
 from rowcast.trainer.models import Embedded, Sequences
 from rowcast.trainer.models.job_model import JobModel
 
-# the row optimizers that torch.optim has; row-wise Adagrad, which it lacks, is written out below
+# the row optimizers that torch.optim has; row-wise Adagrad, which it lacks, is below
 STOCK: dict[str, Callable[[nn.Parameter, SparseOptimizer], torch.optim.Optimizer]] = {
     "sgd": lambda rows, its: torch.optim.SGD([rows], lr=its.lr),
     "adagrad": lambda rows, its: torch.optim.Adagrad([rows], lr=its.lr, eps=its.epsilon),
@@ -31,21 +33,21 @@ STOCK: dict[str, Callable[[nn.Parameter, SparseOptimizer], torch.optim.Optimizer
 class PlainTable:
     """One table, the bags of its features, and its optimizer; weight and state are trained in place.
 
-    first_feature: of the job's features, the first that looks up here. tensors: named as an export names them.
+    first_feature: number of the first feature that looks up this table. tensors: named as in an export.
     """
 
     def __init__(self, table: Table, first_feature: int, settings: SparseOptimizer, tensors: dict[str, Tensor]) -> None:
         self.table, self.first_feature, self.settings = table, first_feature, settings
         prefix = f"optimizer.{table.name}."
         self.state = {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
-        # three forms of the weights: rounded to the table's dtype, the same in fp32 for look-ups, and those that are trained,
-        # which are kept before rounding where the table has a master; in fp32 without one, all three are one memory
+        # three forms of the weights: rounded to the table's dtype, the same in fp32 for look-ups, and the trained ones,
+        # which with a master copy are not rounded; in fp32 without one, all three share memory
         self.rounded = tensors[f"embedding_bags.{table.name}.weight"]
         self.embedding = nn.Embedding(table.num_embeddings, table.embedding_dim, device="meta")
         self.embedding.weight = nn.Parameter(self.rounded.float())
         self.trained = nn.Parameter(self.state.pop("master", self.embedding.weight.detach()))
         self.optimizer = STOCK[settings.kind](self.trained, settings) if settings.kind in STOCK else None
-        if self.optimizer is not None:  # goes on from the state of an earlier run, but Adam counts its own steps
+        if self.optimizer is not None:  # continues from an earlier run's state, but Adam counts its own steps
             steps = {"step": 0} if settings.kind == "adam" else {}
             self.optimizer.state[self.trained] |= self.state | steps
 
@@ -67,14 +69,14 @@ class PlainTable:
         return list(pooled.view(-1, batch.size, self.table.embedding_dim).unbind())
 
     def sequences(self, rows: Tensor, counts: Tensor) -> list[Embedded]:
-        """The rows as they are, but 0.0 for -0.0 as in a sum; counts i64 [features, B]."""
+        """The rows unchanged, except that -0.0 becomes 0.0 as in a sum; counts i64 [features, B]."""
         values = torch.split(rows + 0.0, counts.sum(1).tolist())
         offsets = [torch.cat([own.new_zeros(1), own.cumsum(0)]).int() for own in counts]
         return [Sequences(values=of_feature, offsets=at) for of_feature, at in zip(values, offsets, strict=True)]
 
     @torch.no_grad()
     def update(self, train_step: int) -> None:
-        """One step on the gradient of the last forward; where the model ignores the table, that is zero."""
+        """One step on the gradient of the last forward; the gradient is zero if the model ignores the table."""
         weight, rows, settings, looked_up = self.trained, self.touched, self.settings, self.embedding.weight
         lr = learning_rate(settings, train_step)
         weight.grad = torch.zeros_like(weight) if looked_up.grad is None else looked_up.grad
@@ -82,7 +84,7 @@ class PlainTable:
         if settings.clip_rows is not None:
             norms = (g * g).sum(1, keepdim=True).sqrt()
             weight.grad[rows] = g = g * (settings.clip_rows / (norms + 1e-6)).clamp(max=1.0)
-        if settings.kind == "adam":  # which trains the rows of a sparse gradient, those with a gradient of zero too
+        if settings.kind == "adam":  # trains every row of a sparse gradient, including rows with a zero gradient
             weight.grad = torch.sparse_coo_tensor(rows[None], g, weight.shape, check_invariants=True)
         if self.optimizer is not None:
             self.optimizer.param_groups[0]["lr"] = lr
@@ -97,7 +99,9 @@ class PlainTable:
 def run_plain_loop(
     job: Job, start: dict[str, Tensor], batches: Iterable[ScheduledBatch]
 ) -> tuple[list[float], dict[str, Tensor]]:
-    """Trains on `batches`; gives the loss of each train step, and the tables, row state and dense weights after the last."""
+    """Trains on `batches`; returns the loss of each train step, and the tables, row state and dense weights after the
+    last.
+    """
     tensors = {name: tensor.clone() for name, tensor in start.items()}
     tables = [
         PlainTable(table, job.features.index(table.features[0]), job.optimizer.sparse, tensors) for table in job.tables
@@ -125,10 +129,10 @@ def main() -> None:
     for name in ("--config", "--start", "--out"):
         parser.add_argument(name, type=Path, required=True)
     parser.add_argument("--max-steps", type=int, help="train steps")
-    parser.add_argument("--losses", type=Path, default="/dev/null", help="file for one float32 a train step")
+    parser.add_argument("--losses", type=Path, default="/dev/null", help="file for one float32 per train step")
     options = parser.parse_args()
     job = load_job(options.config)
-    # the first square root of a process may be inaccurate where several threads make it (pytorch#188792)
+    # the first square root of a process may be inaccurate if several threads compute it (pytorch#188792)
     torch.ones(1).sqrt()
     torch.set_num_threads(usable_cores() if job.trainer.threads == "auto" else job.trainer.threads)
     losses, end = run_plain_loop(job, load_file(options.start), schedule(job, open_reader(job), options.max_steps))

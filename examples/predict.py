@@ -2,9 +2,9 @@
 
     python -m examples.predict --config job.toml --model model.safetensors --data new.csv
 
-prints one probability a line, in the order of the rows; with a `loss` of the model's own, what the model returns. The job's reader reads
-the rows, so columns, hashing and missing values are those of training; the label column has to be there, and may hold 0 throughout.
-Whole tables are loaded, so this is for models that fit into memory.
+prints one probability per line, in the order of the rows; for a model with its own `loss`, it prints what the model
+returns. The job's reader reads the rows, so columns, hashing and missing values are those of training. The label column
+must exist; it may be all 0. It loads whole tables, so it is for models that fit in memory.
 """
 
 import argparse

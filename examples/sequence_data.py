@@ -1,7 +1,7 @@
-"""Made click histories for `examples/tbsm.toml`: `python -m examples.sequence_data data/sequences.parquet`.
+"""Generates click histories for `examples/tbsm.toml`: `python -m examples.sequence_data data/sequences.parquet`.
 
-A row is a user who saw an item: `items` and `categories` are lists, what the user looked at before, oldest first, and the item seen last.
-The user clicks it where its category is one that came often before.
+A row is a user who saw an item. `items` and `categories` are lists: what the user looked at before, oldest first, then
+the item seen last. The user clicks it if its category occurred often before.
 """
 
 import argparse

@@ -85,7 +85,7 @@ def run(script: str, folder: Path) -> "subprocess.CompletedProcess[str]":
 def test_the_commands_train_a_model_on_the_csv_file(folder: Path) -> None:
     done = run(blocks("sh")[0], folder)
     assert done.returncode == 0, done.stderr
-    assert "left out  time: a timestamp is no feature" in done.stderr
+    assert "left out  time: a timestamp is not a feature" in done.stderr
     assert "0 errors" in done.stdout
     job = load_job(folder / "job.toml")
     assert job.data.columns.hash == ["user", "item", "genres", "device"]

@@ -3,7 +3,7 @@
 data --> observed: the rows of each step --> planner of training over the followed rows --> rows moved at each capacity
          (of some rows, all uses)            look-ahead and LRU, from one batch to all               |
                                                                                                      v
-this machine's rates, a step's time -----------------------------> what moving them takes --> knee, no stalls --> sections
+this machine's rates, a step's time -------------------------> what moving them takes --> knee, no stalls --> sections
 """
 
 import sys
@@ -47,8 +47,8 @@ from rowcast.runtime.telemetry.format_numbers import size_text, stdout_console
 
 STEP_MS = 10.0
 LINK_GBS = 12.0
-LARGER_BATCH = 1.1  # than any that was read, where not all were
-# a budget for ids so many times the job's is recommended where it saves this share of the rows
+LARGER_BATCH = 1.1  # than any batch that was read, unless all were read
+# a larger id budget, as a multiple of the job's, is recommended if it saves this share of the rows
 LARGER_BUDGET, WORTH = 4, 0.01
 USUAL_SHARE = 0.05
 MEMORY_SHARE = 0.5  # of the free memory, for the followed rows
@@ -56,14 +56,14 @@ MEMORY_SHARE = 0.5  # of the free memory, for the followed rows
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AdviseRequest:
-    """None: a value that this module assumes or measures."""
+    """Values that are None are assumed or measured here."""
 
     sample: SamplingPlan
     max_steps: int | None = None
     step_ms: float | None = None
-    link_gbs: float | None = None  # each way
+    link_gbs: float | None = None  # in each direction
     gather_gbs: float | None = None  # rows read from the tables, or written to them
-    memory_bytes: float  # host memory that following rows may take
+    memory_bytes: float  # host memory that the followed rows may take
     progress: AnalysisProgress = field(default_factory=Silent)
 
     def __post_init__(self) -> None:
@@ -87,7 +87,7 @@ def advise_job(job: Job, request: AdviseRequest) -> Advice:
 
 
 def num_steps(job: Job, reader: Reader, request: AdviseRequest) -> int | None:
-    """That are read, evaluations left away; None where nobody knows."""
+    """Training steps to read; None if unknown."""
     if request.sample.samples is not None:
         return -(-request.sample.samples // job.data.batch_size)
     return expected_train_steps(job, reader, request.max_steps)
@@ -112,8 +112,6 @@ def machine_rates(observed: Observed, job: Job, request: AdviseRequest, capacity
 
 
 class Adviser:
-    """From what was read and measured to what is said."""
-
     def __init__(self, job: Job, request: AdviseRequest, observed: Observed, rates: Rates, trials: Trials) -> None:
         self._job, self._observed, self._rates, self._trials = job, observed, rates, trials
         self._step_ms = request.step_ms or STEP_MS
@@ -161,7 +159,6 @@ class Adviser:
         )
 
     def _with_margin(self) -> float:
-        """Room for a batch a little larger than any that was read."""
         largest = self._trials.smallest
         return largest if self._observed.is_whole_run else LARGER_BATCH * largest
 
@@ -182,7 +179,7 @@ class Adviser:
         )
 
     def _larger_budget(self, capacity_bytes: int, horizon: int) -> int | None:
-        """For the ids of the batches known ahead, where the job's keeps the horizon short and more would save rows."""
+        """A larger budget for ids, if the job's budget keeps the horizon so short that it costs rows."""
         budget = parse_bytes(self._job.lookahead.id_bytes)
         wanted = (1 + 1 / SHARE) * (horizon + 1) * self._observed.id_bytes
         if wanted < budget or horizon + 1 >= len(self._observed):
@@ -210,8 +207,6 @@ def assumed(request: AdviseRequest, observed: Observed, rates: Rates) -> Assumed
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AdviseOptions:
-    """As typed."""
-
     sample: float | None = None
     samples: int | None = None
     max_steps: int | None = None
@@ -222,7 +217,6 @@ class AdviseOptions:
 
 
 def run_advise(job: Job, options: AdviseOptions) -> None:
-    """Raises ConfigError and DataError."""
     share = options.sample
     if share is None:
         share = USUAL_SHARE if options.samples is None else 1.0

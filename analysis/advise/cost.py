@@ -3,13 +3,14 @@
     tables read | link to the device | link from the device | tables written      each in a thread of its own, so that
     step p+5    | p+5                | p+4                  | p+4                 the slowest one is the limit
 
-Up to `depth` steps are in flight, so what counts is the mean over depth + 1 steps that follow each other: a stretch. One that takes as
-long with every row on the device, as at the start, where all rows are new, says nothing about a capacity. Planning goes on beside all
-that, and takes as long at any capacity.
+Up to `depth` steps are in flight, so the mean over depth + 1 consecutive steps counts: a stretch. A stretch that takes
+as long with every row on the device says nothing about a capacity, for example at the start, when all rows are new.
+Planning runs in parallel and takes the same time at any capacity.
 
-Rates are measured here in a moment, or given by the user. Rows are read, made and written by the store of training, in a table large
-enough to lie outside the processor's caches; planning is timed with the first batches of the run. The fastest of several tries is what
-the machine can do; half of that is counted on, because in training decoding, copies and whatever else runs here take their part.
+Rates are measured here quickly, or given by the user. Rows are read, made and written by the store of training, in a
+table larger than the processor's caches; planning is timed with the first batches of the run. The fastest of several
+tries is what the machine can do; half of it is counted on, because training shares the machine with decoding, copies
+and other programs.
 """
 
 import statistics
@@ -52,19 +53,19 @@ PLAN_SPARE = 1.25  # memory of a plan's arrays is taken with so much room to gro
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RowRates:
-    """Rows a second of one group."""
+    """Rows per second of one group."""
 
-    read: float  # rows that were trained, from the tables
-    first: float  # rows that were not: their first values are computed
+    read: float  # trained rows, from the tables
+    first: float  # untrained rows: their first values are computed
     write: float
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rates:
     rows: tuple[RowRates, ...]  # of each group
-    plan_s: float  # a batch
-    plan_bytes: float  # what a plan and its batch take on the link, without rows
-    link_bytes_s: float  # each way
+    plan_s: float  # per batch
+    plan_bytes: float  # bytes of a plan and its batch on the link, without rows
+    link_bytes_s: float  # in each direction
 
 
 def given_rates(group: GroupSpec, bytes_s: float) -> RowRates:
@@ -73,7 +74,6 @@ def given_rates(group: GroupSpec, bytes_s: float) -> RowRates:
 
 
 def probe_rows(group: GroupSpec, seed: int) -> RowRates:
-    """Takes a moment and up to PROBE_BYTES of memory."""
     first = group.tables[0]
     num_rows = max(1, PROBE_BYTES // group.record_bytes)
     probed = replace(group, tables=(replace(first, num_embeddings=num_rows),))
@@ -96,7 +96,7 @@ def probe_rows(group: GroupSpec, seed: int) -> RowRates:
 
 
 def least_seconds(work: Callable[[I64], object], chosen: list[I64]) -> float:
-    work(chosen[0])  # compiled, and the memory of the records is there
+    work(chosen[0])  # compiles, and touches the memory of the records
     return min(seconds(partial(work, keys)) for keys in chosen)
 
 
@@ -107,7 +107,7 @@ def seconds(work: Callable[[], object]) -> float:
 
 
 def probe_planning(observed: Observed, depth: int, slots: tuple[int, ...], num_threads: int) -> tuple[float, float]:
-    """(seconds a batch; bytes of a plan's arrays), from whole plans of the first batches."""
+    """Returns (seconds per batch, bytes of a plan's arrays), measured on whole plans of the first batches."""
     plan_first(observed, depth, slots, num_threads)  # compiles
     found = [plan_first(observed, depth, slots, num_threads) for _ in range(PLAN_REPEATS)]
     return min(statistics.median(of_batches) for of_batches, _ in found) / COUNTED, statistics.mean(found[0][1])
@@ -116,7 +116,7 @@ def probe_planning(observed: Observed, depth: int, slots: tuple[int, ...], num_t
 def plan_first(
     observed: Observed, depth: int, slots: tuple[int, ...], num_threads: int
 ) -> tuple[list[float], list[int]]:
-    """Of each batch: seconds to plan one as one enters, and bytes of the plan's arrays."""
+    """Per batch: seconds to plan one while another enters the horizon, and bytes of the plan's arrays."""
     planner = RowPlanner(observed.groups, slots, depth, depth, num_threads=num_threads)
     of_batches, nbytes = list[float](), list[int]()
     left = iter(observed.measured)
@@ -135,22 +135,20 @@ def plan_first(
 
 @dataclass(frozen=True, kw_only=True)
 class Demand:
-    """Of one capacity."""
-
-    seconds: F64  # [stages, stretches] a step, on average over each stretch
+    seconds: F64  # [stages, stretches] per step, averaged over each stretch
 
     @property
     def stretch_s(self) -> F64:
-        """[stretches] the slowest stage's."""
+        """[stretches] time of the slowest stage."""
         return np.asarray(self.seconds.max(axis=0))
 
     def fits(self, step_s: float) -> Flags:
-        """[stretches] whether no stage takes longer than a step."""
+        """[stretches] whether every stage takes at most the time of a step."""
         return np.asarray(self.stretch_s <= step_s)
 
     @property
     def travel_s(self) -> float:
-        """From the tables to the device and back, on average."""
+        """Seconds from the tables to the device and back, on average."""
         return float(self.seconds.mean(axis=1).sum())
 
 
@@ -171,18 +169,18 @@ def demand(observed: Observed, moved: Moved, rates: Rates, depth: int) -> Demand
 
 
 def stretches(values: F64, length: int) -> F64:
-    """Means of all `length` values that follow each other; of all where there are fewer."""
+    """Means of each `length` consecutive values, or of all values if there are fewer."""
     length = min(length, len(values))
     return np.convolve(values, np.full(length, 1 / length), mode="valid")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cost:
-    """What a capacity costs that one for every row does not."""
+    """What a capacity costs beyond a cache that holds every row."""
 
-    mean_s: float  # a step, of the slowest stage
+    mean_s: float  # per step, of the slowest stage
     stage: str
-    least_step_s: float  # a shorter step waits for what a larger cache would have kept; 0: nothing is
+    least_step_s: float  # a shorter step waits for rows that a larger cache would have kept; 0 if there are none
 
 
 def cost(own: Demand, everything: Demand) -> Cost:
@@ -198,19 +196,19 @@ def cost(own: Demand, everything: Demand) -> Cost:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HostMemoryNeed:
-    tables_bytes: int  # rows with optimizer state, where every row of every table is trained
-    touched_bytes: int  # of those that the run touches: about what the tables take at its end
-    rings_bytes: int  # both
+    tables_bytes: int  # rows with optimizer state, if every row of every table is trained
+    touched_bytes: int  # rows that the run touches: about what the tables take at its end
+    rings_bytes: int  # both rings
     ids_bytes: int  # of the batches known ahead
-    decoded_bytes: int  # of batches that are decoded and wait
+    decoded_bytes: int  # batches that are decoded and waiting
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeviceMemory:
-    """Beside the dense model. Of the host where the trainer runs on the CPU."""
+    """Memory besides the dense model. Host memory if the trainer runs on the CPU."""
 
     capacity_bytes: int
-    staging_bytes: int  # both ways
+    staging_bytes: int  # both directions
     plans_bytes: int  # arrays of depth + 2 plans
 
 
@@ -221,7 +219,7 @@ def host_memory(observed: Observed, job: Job, ring_bytes: int, known_bytes: int)
     num_rows = sum(group.num_rows for group in observed.groups)
     return HostMemoryNeed(
         tables_bytes=sum(group.num_rows * group.record_bytes for group in observed.groups) + num_rows,
-        touched_bytes=int(touched) + num_rows,  # a byte a row says whether it was trained
+        touched_bytes=int(touched) + num_rows,  # one byte per row says whether it was trained
         rings_bytes=2 * ring_bytes,
         ids_bytes=known_bytes,
         decoded_bytes=int(DECODED_AHEAD * job.prefetcher.workers * observed.id_bytes),
@@ -229,7 +227,7 @@ def host_memory(observed: Observed, job: Job, ring_bytes: int, known_bytes: int)
 
 
 def device_memory(capacity_bytes: int, staging_bytes: int, depth: int, plan_bytes: float) -> DeviceMemory:
-    """`staging_bytes` each way."""
+    """`staging_bytes` is per direction."""
     return DeviceMemory(
         capacity_bytes=capacity_bytes,
         staging_bytes=2 * staging_bytes,
@@ -243,6 +241,6 @@ class Assumed:
     step_given: bool  # by the user
     link_gbs: float
     link_given: bool
-    gather_given: bool  # otherwise the rates below were measured, and count half
-    tables_gbs: dict[str, dict[str, float]]  # group -> read, first, write: bytes of rows a second, in 10^9
+    gather_given: bool  # otherwise the rates below were measured, and half of each is counted on
+    tables_gbs: dict[str, dict[str, float]]  # group -> read, first, write: 10^9 bytes of rows per second
     plan_ms: float  # measured, doubled

@@ -3,7 +3,8 @@
     real        rows of each step      slots
     followed    their share of them    the same share of the slots (see `follow`)
 
-Every count of followed rows, divided by their share, stands for all rows. Capacities are 1 or 1.5 times a power of two.
+A count of followed rows, divided by their share, estimates that of all rows. Capacities are 1 or 1.5 times a power of
+two.
 """
 
 from dataclasses import dataclass, replace
@@ -35,7 +36,7 @@ APART = 1.1  # the least factor between the first two capacities
 
 
 def round_capacities(low: float, high: float) -> list[int]:
-    """1 or 1.5 times a power of two: those above `low`, up to the first that is no less than `high`."""
+    """Numbers of the form 1 or 1.5 times a power of two: those above `low`, up to the first that is at least `high`."""
     sizes = (size for power in count(1) for size in (2**power, 3 * 2 ** (power - 1)))
     found: list[int] = []
     for size in sizes:
@@ -47,28 +48,26 @@ def round_capacities(low: float, high: float) -> list[int]:
 
 
 def rounded_up(nbytes: float) -> int:
-    """The next capacity of the kind."""
     return round_capacities(ceil(nbytes) - 1, 0)[0]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Moved:
-    """Estimated rows, all of them and not the followed ones, by step and group."""
+    """Estimated counts of all rows, not only followed ones, by step and group."""
 
     fetched: F64  # [P, G]
     written_back: F64  # [P, G] dirty victims
     flushed: F64  # [G] by the barrier at the end
-    fetched_error: F64  # [G] standard error of all rows fetched, from how much parts of the followed rows differ
+    fetched_error: F64  # [G] standard error of all rows fetched, estimated from how parts of the followed rows differ
     horizon: int  # batches known ahead at the end
 
 
 def capacity_slots(observed: Observed, capacity_bytes: int) -> Slots:
-    """Slots per group, as a run has them. Raises ConfigError."""
+    """Slots per group, as in a run. Raises ConfigError."""
     return divide_capacity(observed.groups, observed.touched, capacity_bytes=capacity_bytes)
 
 
 def followed_slots(observed: Observed, slots: Slots) -> Slots:
-    """Slots per group for the followed rows only."""
     rows, followed = observed.unique_rows.mean(axis=0), observed.followed_rows.mean(axis=0)
     return tuple(
         scaled_slots(n, group.num_rows, share, mean_rows, mean_followed)
@@ -79,7 +78,7 @@ def followed_slots(observed: Observed, slots: Slots) -> Slots:
 
 
 def holds_every_batch(observed: Observed, capacity_bytes: int) -> bool:
-    """Of the run, and of the followed rows, which by chance may be a larger share of a batch than of the run."""
+    """For the run and for the followed rows, whose share of a batch may by chance exceed their share of the run."""
     try:
         slots = capacity_slots(observed, capacity_bytes)
     except ConfigError:
@@ -91,7 +90,7 @@ def holds_every_batch(observed: Observed, capacity_bytes: int) -> bool:
 
 
 def smallest_capacity(observed: Observed) -> int:
-    """Bytes that hold every batch that was seen, and the smallest that this sample can tell of."""
+    """Bytes that hold every batch read, and at least what this sample can estimate."""
     low, high = 0, sum(group.num_rows * group.record_bytes for group in observed.groups)
     while high - low > 1:
         middle = (low + high) // 2
@@ -100,7 +99,9 @@ def smallest_capacity(observed: Observed) -> int:
 
 
 def moved(observed: Observed, job: Job, capacity_bytes: int, policy: Compared, tick: Tick) -> Moved:
-    """What a run of the job would move with this capacity, policy and an automatic horizon. The capacity holds every batch."""
+    """What a run would move with this capacity, this policy and an automatic horizon. The capacity must hold every
+    batch.
+    """
     own = with_values(job, {"cache": {"policy": policy, "pin": None, "groups": {}}, "lookahead": {"horizon": "auto"}})
     slots = followed_slots(observed, capacity_slots(observed, capacity_bytes))
     planner = job_planner(own, observed.groups, slots, observed.measured)
@@ -116,7 +117,7 @@ def moved(observed: Observed, job: Job, capacity_bytes: int, policy: Compared, t
 
 
 def count_moves(observed: Observed, planner: RowPlanner, tick: Tick) -> tuple[Moves, I64]:
-    """Followed rows that move, and of those fetched in steps that count how many are in each part, [G, NUM_PARTS]."""
+    """The moves of followed rows, and [G, NUM_PARTS] how many of those fetched in counted steps are in each part."""
     moves, first = new_moves(len(observed), len(observed.groups)), observed.recording.steps[0].scheduled.step
     parts = np.zeros((len(observed.groups), NUM_PARTS), np.int64)
 
@@ -135,16 +136,16 @@ def count_moves(observed: Observed, planner: RowPlanner, tick: Tick) -> tuple[Mo
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Traffic:
-    """An estimate, but for the share of the rows followed being 1."""
+    """An estimate, unless every row was followed."""
 
-    rows_fetched: int | None  # by the whole run, as its report says; None where a part was read
+    rows_fetched: int | None  # by the whole run, as in its report; None if only a part was read
     rows_flushed: int | None  # by the barrier at the end
     rows_fetched_per_step: float
     rows_written_back_per_step: float  # victims that were trained
     bytes_fetched_per_step: float
     bytes_written_back_per_step: float
-    hit_ratio: float | None  # None without a look-up
-    margin: float  # of the rows fetched, relative: three standard errors
+    hit_ratio: float | None  # None without look-ups
+    margin: float  # three standard errors of the rows fetched, relative
 
 
 class Trials:
@@ -170,13 +171,11 @@ class Trials:
         return float((counted(self._observed, self.moved(capacity_bytes).fetched) @ self._observed.record_bytes).sum())
 
     def shorter_rows_per_step(self, capacity_bytes: int) -> float:
-        """Rows fetched, had only the steps that count been read, of which again the second half would count."""
         steps = self._observed.steps[-self._observed.num_counted :]
         shorter = replace(self._observed, steps=steps, num_counted=-(-len(steps) // 2))
         return traffic(shorter, self._try(shorter, self._job, capacity_bytes, "lookahead")).rows_fetched_per_step
 
     def fetched_with(self, capacity_bytes: int, job: Job) -> float:
-        """Rows fetched under another job's look-ahead, by the steps that count."""
         return float(counted(self._observed, self._try(self._observed, job, capacity_bytes, "lookahead").fetched).sum())
 
     def _try(self, observed: Observed, job: Job, capacity_bytes: int, policy: Compared) -> Moved:
@@ -185,7 +184,6 @@ class Trials:
 
 
 def counted(observed: Observed, values: F64) -> F64:
-    """The steps that count."""
     return values[len(observed) - observed.num_counted :]
 
 

@@ -1,14 +1,15 @@
-"""Which rows are followed where not all of them can be: those whose hashed key falls into the first part of the hash's range.
+"""Chooses the rows to follow if not all can be: those whose hashed key is in the first part of the hash's range.
 
     hash of a key    0 ............ share * 2^64 ................................. 2^64
                      | followed     | not followed                                 |
 
-A row is followed everywhere or nowhere, so what its uses have to do with each other is kept, and a cache scaled by the same share moves
-that share of the rows: spatial sampling, as in Waldspurger et al., Efficient MRC Construction with SHARDS (FAST 2015). Batches remain
-batches, each with its followed rows only.
+A row is followed everywhere or nowhere, so the distances between its uses are kept, and a cache scaled by the same
+share moves that share of the rows: spatial sampling, as in Waldspurger et al., Efficient MRC Construction with
+SHARDS (FAST 2015). Batches remain batches, each with its followed rows only.
 
-A cache holds whole batches, and by chance a sample has more or less of them than its share. So its slots are the share of the real ones
-and that difference (in SHARDS: of the reference counts, added where hits are sure anyway), which leaves as much room beside the batch.
+A cache holds whole batches, and by chance a sample has more or less of them than its share. So its slots are the share
+of the real ones plus that difference, which leaves the same room besides the batch. (SHARDS adds the difference of the
+reference counts where hits are certain.)
 """
 
 from collections.abc import Sequence
@@ -21,8 +22,8 @@ from rowcast.prefetcher.planner.horizon import PLACE_BYTES
 from rowcast.runtime.arrays import I64, U64
 from rowcast.runtime.splitmix import GOLDEN, mix
 
-LEAST_ROWS = 5000  # followed of a group that has so many, as far as its first batches tell
-NUM_PARTS = 64  # of the followed rows, drawn by chance, to see how much they differ
+LEAST_ROWS = 5000  # followed rows of a group that has this many, judging by its first batches
+NUM_PARTS = 64  # of the followed rows, assigned by hash, to estimate how much they differ
 
 
 def hashes(keys: I64) -> U64:
@@ -30,23 +31,25 @@ def hashes(keys: I64) -> U64:
 
 
 def followed(keys: I64, share: float) -> I64:
-    """Those of the keys that are followed."""
     return keys if share >= 1 else keys[hashes(keys) < np.uint64(share * 2.0**64)]
 
 
 def part_counts(keys: I64) -> I64:
-    """[NUM_PARTS] how many of the keys are in each part of the followed rows: the hash's last bits say which, its first who is followed."""
+    """[NUM_PARTS] how many of the keys are in each part. The hash's low bits choose the part, its high bits who is
+    followed.
+    """
     return np.bincount((hashes(keys) & np.uint64(NUM_PARTS - 1)).astype(np.int64), minlength=NUM_PARTS)
 
 
 def group_shares(share: float, distinct_rows: Sequence[int]) -> tuple[float, ...]:
-    """The share of each group's rows that are followed; `distinct_rows`: of each, in the first batches."""
+    """The share of each group's rows to follow; `distinct_rows`: per group, in the first batches."""
     return tuple(min(1.0, max(share, LEAST_ROWS / rows)) for rows in distinct_rows)
 
 
 def thinned(grouping: Grouping, share: float) -> Grouping:
-    """With the followed rows only, and without any look-up. It weighs as many bytes as before, so that an automatic horizon, which goes by
-    bytes, grows as it would."""
+    """With followed rows only and no look-ups. Its counted bytes stay the same, so an automatic horizon grows as in a
+    run.
+    """
     keys = followed(grouping.keys, share)
     left_away = grouping.nbytes - keys.nbytes + (grouping.num_unique - len(keys)) * PLACE_BYTES
     weight = np.broadcast_to(np.uint16(0), (left_away // 2,))
@@ -57,7 +60,7 @@ def thinned(grouping: Grouping, share: float) -> Grouping:
 
 
 def scaled_slots(slots: int, num_rows: int, share: float, rows_a_step: float, followed_a_step: float) -> int:
-    """Slots for the followed rows of a group that has `num_rows` rows and `slots` slots; the means are over all steps."""
+    """Slots for the followed rows of a group with `num_rows` rows and `slots` slots; the means are over all steps."""
     if share >= 1 or slots >= num_rows:
         return slots
     return round(share * slots + followed_a_step - share * rows_a_step)

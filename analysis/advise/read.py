@@ -1,9 +1,10 @@
-"""What `prefetcher advise` reads: all batches of a run, or one stretch of an epoch. Of the rows only the followed ones are kept.
+"""What `prefetcher advise` reads: all batches of a run, or one stretch of an epoch. Only followed rows are kept.
 
-    run       | train ........ | eval | train ........ | eval |     every batch, in the order of training: nothing is guessed
-    stretch         | settle | count |                              `--samples`: the middle of an epoch, of which the second half counts
+    run       | train ........ | eval | train ........ | eval |   every batch, in the order of training: nothing guessed
+    stretch         | settle | count |                            `--samples`: the middle of an epoch; its second half
+                                                                  counts
 
-Ids are read without the rest where the format allows it, and batches that come again in the same order (another epoch without a shuffle,
+If the format allows it, only ids are read. Batches that come again in the same order (another epoch without a shuffle,
 another evaluation) are decoded once.
 """
 
@@ -36,13 +37,12 @@ MOST_WINDOWS = 256  # of `depth` batches, spread evenly
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SeenStep:
     recorded: RecordedStep  # followed rows only
-    unique_rows: tuple[int, ...]  # of each group, followed or not
+    unique_rows: tuple[int, ...]  # per group, followed or not
     num_samples: int
-    id_bytes: int  # of all its rows while the batch is known ahead
+    id_bytes: int  # ids of all its rows while the batch is in the horizon
 
     @property
     def keys_bytes(self) -> int:
-        """What is kept."""
         return sum(grouping.keys.nbytes for grouping in self.recorded.groupings)
 
 
@@ -55,7 +55,7 @@ class Observed:
     measured: Sequence[ScheduledBatch]  # the first batches, whole
     touched: Touched  # by them
     steps: Sequence[SeenStep]  # at least one
-    num_counted: int  # the last so many steps count: all where a whole run was read
+    num_counted: int  # only the last steps count in a stretch; in a whole run, all
     epoch_samples: int | None  # None: the data does not say
 
     def __len__(self) -> int:
@@ -79,7 +79,7 @@ class Observed:
 
     @property
     def id_bytes(self) -> float:
-        """Of a batch that is known ahead, on average."""
+        """Per batch in the horizon, on average."""
         return sum(step.id_bytes for step in self.steps) / len(self)
 
     @cached_property
@@ -104,12 +104,11 @@ class Observed:
         return np.stack([first_touches(self.keys(g)) for g in range(len(self.groups))], axis=1)
 
     def keys(self, group: int) -> list[I64]:
-        """The followed rows of each step, ascending."""
         return [step.recorded.keys(group) for step in self.steps]
 
     @property
     def distinct_rows(self) -> list[float]:
-        """Of each group, touched by all steps; no more than there are."""
+        """Per group, touched by all steps; at most the rows of its tables."""
         followed = self.first_touches.sum(axis=0).tolist()
         return [
             min(rows / share, group.num_rows)
@@ -127,7 +126,7 @@ class Observed:
 
 
 def first_touches(keys: list[I64]) -> I64:
-    """[P] how many of each step's rows occur in no step before."""
+    """[P] how many of each step's rows occur in no earlier step."""
     _, firsts = np.unique(np.concatenate(keys), return_index=True)
     ends = np.cumsum([len(some) for some in keys])
     return np.bincount(np.searchsorted(ends, firsts, side="right"), minlength=len(keys))
@@ -135,7 +134,7 @@ def first_touches(keys: list[I64]) -> I64:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SamplingPlan:
-    """share: of the rows, to be followed. samples: training samples to read, or None for every batch of the run."""
+    """share: of the rows, to follow. samples: training samples to read, or None for every batch of the run."""
 
     share: float
     samples: int | None = None
@@ -150,7 +149,7 @@ class SamplingPlan:
 def observe(
     job: Job, reader: Reader, sample: SamplingPlan, max_steps: int | None, memory_bytes: float, tick: Tick
 ) -> Observed:
-    """Reads; `tick` is called for each step. Raises ConfigError where there is no step or no room, and what reading raises."""
+    """`tick` is called for each step. Raises ConfigError if there is no step or no room, and what reading raises."""
     observer = Observer(job, sample.share, memory_bytes)
     for place, decode in (
         places(job, reader, max_steps) if sample.samples is None else stretch(job, reader, sample.samples)
@@ -161,7 +160,7 @@ def observe(
 
 
 def stretch(job: Job, reader: Reader, num_samples: int) -> Iterator[Turn]:
-    """Consecutive training batches from the middle of the first epoch; from its beginning where nobody knows how long it is."""
+    """Consecutive training batches from the middle of the first epoch, or from its start if its length is unknown."""
     num_batches = -(-num_samples // job.data.batch_size)
     epoch = reader.num_samples("train")
     known = epoch is not None and can_share(job)  # a factory's batches have any size
@@ -173,7 +172,7 @@ def stretch(job: Job, reader: Reader, num_samples: int) -> Iterator[Turn]:
 
 
 class Observer:
-    """Takes the batches of a run in order. The first ones are kept whole: they say how many rows there are to follow."""
+    """Takes the batches of a run in order. Keeps the first ones whole: they tell how many rows there are to follow."""
 
     def __init__(self, job: Job, share: float, memory_bytes: float) -> None:
         self._job, self._share, self._memory_bytes = job, share, memory_bytes
@@ -184,7 +183,7 @@ class Observer:
         self._shares: tuple[float, ...] = ()
         self._steps: list[SeenStep] = []
         self._kept_bytes = 0
-        self._again: dict[tuple[Kind, int], SeenStep] = {}  # by split and batch, where its order is always the same
+        self._again: dict[tuple[Kind, int], SeenStep] = {}  # by split and batch, if the order never changes
 
     def add(self, place: SchedulePoint, decode: Pending) -> None:
         known = self._again.get(batch_of_split(place))
@@ -231,15 +230,17 @@ class Observer:
         self._kept_bytes += seen.keys_bytes
         if self._kept_bytes > self._memory_bytes:
             raise ConfigError(
-                f"--sample {self._share:g}: the followed rows of the first {len(self._steps)} batches take {self._kept_bytes} bytes, more "
-                f"than the {int(self._memory_bytes)} that may be used; give a smaller --sample, or the run's first steps with --max-steps"
+                f"--sample {self._share:g}: the followed rows of the first {len(self._steps)} batches take "
+                f"{self._kept_bytes} bytes, more "
+                f"than the {int(self._memory_bytes)} that may be used; give a smaller --sample, or the run's first "
+                "steps with --max-steps"
             )
         if can_share(self._job) and (place.kind == "eval" or self._job.data.shuffle == "none"):
             self._again[batch_of_split(place)] = seen
 
 
 def batch_of_split(place: SchedulePoint) -> tuple[Kind, int]:
-    """Which batch of its split it is, counted within the epoch."""
+    """The batch's split and its number within the epoch."""
     at = place.position
     return place.kind, at.train_batch if place.kind == "train" else at.eval_batch or 0
 
@@ -250,10 +251,10 @@ def scheduled(place: SchedulePoint, batch: Batch) -> ScheduledBatch:
 
 
 def whole(part: Part) -> Batch:
-    """A batch with its ids, and nothing else where nothing else was read."""
+    """A batch with its ids; dense features and labels are empty if only ids were read."""
     if isinstance(part, Batch):
         return part
-    assert isinstance(part, IdsBatch), "a reader for ids gave the rest"
+    assert isinstance(part, IdsBatch), "a reader for ids returned dense features"
     return join_parts(
         part, DenseBatch(dense=np.zeros((part.size, 0), np.float32), labels=np.zeros(part.size, np.float32))
     )
@@ -261,12 +262,10 @@ def whole(part: Part) -> Batch:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Read:
-    """What the rest rests on."""
-
-    whole_run: bool  # False: a stretch of an epoch, of which the second half counts
+    whole_run: bool  # False: a stretch of an epoch, whose second half counts
     steps: int  # training steps
     eval_steps: int
-    samples: int  # of both
+    samples: int  # of training and evaluation
     epoch_samples: int | None  # training samples of one epoch; None: the data does not say
     lookups: int
     followed_share: dict[str, float]  # of each group's rows
@@ -275,8 +274,6 @@ class Read:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DistinctRows:
-    """Distinct rows."""
-
     median: int
     largest: int
 
@@ -288,8 +285,8 @@ class WorkingSet:
     table_rows: int
     batch: DistinctRows
     depth: int
-    flight: DistinctRows  # of `depth` batches that follow each other; an estimate
-    touched: int  # by all that was read; an estimate
+    flight: DistinctRows  # of `depth` consecutive batches; an estimate
+    touched: int  # by all batches read; an estimate
 
 
 def working_sets(observed: Observed, depth: int) -> tuple[WorkingSet, ...]:
@@ -308,7 +305,6 @@ def working_sets(observed: Observed, depth: int) -> tuple[WorkingSet, ...]:
 
 
 def window_rows(keys: list[I64], length: int) -> I64:
-    """Distinct rows of windows of `length` steps."""
     last = max(0, len(keys) - length)
     starts = np.unique(np.linspace(0, last, min(last + 1, MOST_WINDOWS)).astype(np.int64))
     return np.array(
@@ -317,7 +313,7 @@ def window_rows(keys: list[I64], length: int) -> I64:
 
 
 def median_and_largest(rows: I64, share: float) -> DistinctRows:
-    """Of followed rows, whose share of all rows is given."""
+    """`rows` are counts of followed rows, `share` is their share of all rows."""
     return DistinctRows(median=round(float(np.median(rows)) / share), largest=round(int(rows.max()) / share))
 
 

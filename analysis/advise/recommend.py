@@ -1,6 +1,6 @@
-"""Which capacity to take: the curve of capacities with their costs, where it bends, and the sections to paste with their reasons.
+"""Which capacity to take: the curve of capacities with their costs, its knee, and the sections to paste with reasons.
 
-knee    the smallest capacity from which on doubling it saves less than a tenth of the bytes fetched
+knee    the smallest capacity from which doubling it saves less than a tenth of the bytes fetched
 """
 
 import textwrap
@@ -15,31 +15,29 @@ from rowcast.job.schema import Job
 from rowcast.runtime.telemetry.format_numbers import human_bytes, percent_number, size_text
 
 KNEE_SAVING = 0.1
-MOST_STALLING = 0.5  # of the stretches, with any capacity; where more do, capacity is not what the trainer waits for
+MOST_STALLING = 0.5  # of the stretches, at any capacity; if more stall, the trainer is not waiting for capacity
 USUAL_DEPTH, MOST_DEPTH = 4, 16
 TOML_WIDTH = 78
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Point:
-    """One capacity."""
-
     capacity_bytes: int
     capacity_rows: int  # slots of all groups
     lookahead: Traffic
     lru: Traffic
     doubling_saves: float  # share of the bytes fetched
-    move_ms: float  # what the slowest of the stages that move rows takes for a step, on average
-    limit: str  # that stage, or planning where this takes longer
-    least_step_ms: float  # a shorter step waits for rows that a larger cache would have kept; 0: nothing to keep
-    stalls: bool  # for such rows, at the step time that was assumed
+    move_ms: float  # mean time per step of the slowest stage that moves rows
+    limit: str  # that stage, or planning if it takes longer
+    least_step_ms: float  # a shorter step waits for rows that a larger cache would have kept; 0 if there are none
+    stalls: bool  # for such rows, at the assumed step time
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Choice:
     knee_bytes: int
-    no_stall_bytes: int | None  # None: the trainer waits most of the time with any capacity
-    stalling_anyway: float  # share of the stretches of depth + 1 steps that take longer than a step with any capacity
+    no_stall_bytes: int | None  # None: the trainer waits most of the time at any capacity
+    stalling_anyway: float  # share of the stretches of depth + 1 steps that take longer than a step at any capacity
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,7 +48,7 @@ class Recommendation:
     reasons: dict[str, str]  # section.key -> a sentence
     toml: str
     predicted: Point
-    half: Point | None  # what half the capacity would do; None where it does not hold a batch
+    half: Point | None  # with half the capacity; None if that does not hold a batch
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,18 +61,18 @@ class Advice:
     recommended: Recommendation
     host: HostMemoryNeed
     device: DeviceMemory
-    notes: tuple[str, ...]  # what is guessed, and what else to know
+    notes: tuple[str, ...]  # what is guessed, and what else matters
 
 
 def knee(savings: Sequence[float]) -> int:
-    """The index of its capacity; `savings`: what doubling each capacity saves, by ascending capacity."""
+    """Its index in `savings`, which holds what doubling each capacity saves, by ascending capacity."""
     worth = [index for index, saving in enumerate(savings) if saving >= KNEE_SAVING]
     return min(len(savings) - 1, max(worth, default=-1) + 1)
 
 
 def first_without(stalls: Sequence[bool]) -> int:
-    """The index of the smallest capacity from which on none stalls; the last one does not."""
-    assert not stalls[-1], "the largest capacity stalls for what it would have kept"
+    """Index of the smallest capacity from which none stalls; the last one never does."""
+    assert not stalls[-1], "the largest capacity stalls although it holds every row"
     return max((index for index, stall in enumerate(stalls) if stall), default=-1) + 1
 
 
@@ -105,7 +103,6 @@ class Points:
         )
 
     def choice(self, curve: tuple[Point, ...]) -> Choice:
-        """`curve` ends where every row that was touched fits."""
         anyway = 1.0 - float(self._everything.fits(self._step_s).mean())
         enough = curve[first_without([point.stalls for point in curve])].capacity_bytes
         return Choice(
@@ -122,24 +119,21 @@ class Points:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ChosenValues:
-    """Values, and what they come to in the run that was observed."""
-
     predicted: Point
     depth: int
-    travel_ms: float  # of a step's rows, to the device and home again
+    travel_ms: float  # of a step's rows, to the device and back
     step_ms: float
     horizon: int  # batches known ahead
     known_bytes: int  # of their ids
-    id_bytes: int | None  # a larger budget for them, where the job's is too small
+    id_bytes: int | None  # a larger budget for ids, if the job's is too small
 
 
 def enough_depth(travel_s: float, step_s: float) -> int:
-    """Rows of a step travel while those before it are computed; one step more for what is uneven."""
+    """Rows of a step travel while earlier steps are computed; one more step covers variation."""
     return min(MOST_DEPTH, max(USUAL_DEPTH, ceil(travel_s / step_s) + 1))
 
 
 def sections(chosen: ChosenValues) -> dict[str, dict[str, str | int]]:
-    """As the job file has them."""
     lookahead: dict[str, str | int] = {"depth": chosen.depth, "horizon": "auto"}
     if chosen.id_bytes is not None:
         lookahead["id_bytes"] = size_text(chosen.id_bytes)
@@ -150,18 +144,20 @@ def sections(chosen: ChosenValues) -> dict[str, dict[str, str | int]]:
 
 
 def reasons(job: Job, chosen: ChosenValues, choice: Choice) -> dict[str, str]:
-    """A sentence for each value."""
     ahead, lru = chosen.predicted.lookahead, chosen.predicted.lru
     found = {
         "cache.capacity": capacity_reason(chosen, choice),
-        "cache.policy": f"fetches {ahead.rows_fetched_per_step:,.0f} rows a step, where LRU would fetch {lru.rows_fetched_per_step:,.0f}",
+        "cache.policy": (
+            f"fetches {ahead.rows_fetched_per_step:,.0f} rows per step; "
+            f"LRU would fetch {lru.rows_fetched_per_step:,.0f}"
+        ),
         "lookahead.depth": (
-            f"a step's rows travel for {chosen.travel_ms:.2g} ms, to the device and home again; {chosen.depth} steps of "
+            f"the rows of a step take {chosen.travel_ms:.2g} ms to the device and back; {chosen.depth} steps of "
             f"{chosen.step_ms:g} ms in flight cover that and even out busy ones"
         ),
         "lookahead.horizon": (
-            f"grows until no plan has to guess, here to {chosen.horizon} batches, whose ids take {human_bytes(chosen.known_bytes)} of the "
-            f"host's memory"
+            f"grows until plans no longer guess: here to {chosen.horizon} batches, whose ids take "
+            f"{human_bytes(chosen.known_bytes)} of the host's memory"
         ),
     }
     if chosen.id_bytes is not None:
@@ -172,13 +168,13 @@ def reasons(job: Job, chosen: ChosenValues, choice: Choice) -> dict[str, str]:
 
 
 def capacity_reason(chosen: ChosenValues, choice: Choice) -> str:
-    fetched = f"{chosen.predicted.lookahead.rows_fetched_per_step:,.0f} rows fetched a step"
+    fetched = f"{chosen.predicted.lookahead.rows_fetched_per_step:,.0f} rows fetched per step"
     if choice.no_stall_bytes is not None and choice.no_stall_bytes > choice.knee_bytes:
-        return (
-            f"{fetched}; the smallest that keeps a step of {chosen.step_ms:g} ms from waiting for rows that did not fit"
-        )
+        step = f"a step of {chosen.step_ms:g} ms"
+        return f"{fetched}; the smallest capacity at which {step} does not wait for rows that did not fit"
     saves = percent_number(max(0.0, chosen.predicted.doubling_saves))
-    return f"{fetched}; twice as much would save {saves} % of them, and every doubling up to here saves {percent_number(KNEE_SAVING)} % or more"
+    least = percent_number(KNEE_SAVING)
+    return f"{fetched}; doubling it would save {saves} %; every doubling up to here saves {least} % or more"
 
 
 def toml(values: Mapping[str, Mapping[str, str | int]], why: Mapping[str, str]) -> str:

@@ -1,4 +1,4 @@
-"""What `prefetcher advise` shows a person: what was read, the curve, how to read it, how sure it is, memory, and the sections to paste."""
+"""What `prefetcher advise` prints: what was read, the curve and its reading, precision, memory, sections to paste."""
 
 import textwrap
 from collections.abc import Iterator
@@ -14,10 +14,10 @@ from rowcast.analysis.advise.recommend import KNEE_SAVING, Advice, Choice, Point
 from rowcast.job.schema import Job
 from rowcast.runtime.telemetry.format_numbers import human_bytes, percent, percent_number, plural
 
-WIDE = 100  # columns from which on the curve shows slots and limits too
+WIDE = 100  # columns from which the curve shows slots and limits too
 MIB = 2**20
 CHOSEN = "bold green"
-SETTLED = 0.05  # a stretch half as long may differ by so much and still tell
+SETTLED = 0.05  # a stretch half as long may differ by this much and still be trusted
 
 
 def print_advice(advice: Advice, console: Console) -> None:
@@ -48,7 +48,6 @@ def title(read: Read) -> str:
 
 
 def working_sets_table(advice: Advice) -> Table:
-    """A column a group."""
     own = advice.working_sets
     depth = own[0].depth
     table = plain_table("distinct rows", *(group.group for group in own))
@@ -68,7 +67,7 @@ def working_sets_table(advice: Advice) -> Table:
 
 
 def curve_table(advice: Advice, *, wide: bool) -> Table:
-    """Rows and MiB are those of a step."""
+    """Rows and MiB are per step."""
     extra = ("slots",) if wide else ()
     names = (
         "capacity",
@@ -147,22 +146,25 @@ def plain_table(first: str, *others: str, padding: int = 2) -> Table:
 def sentences(advice: Advice) -> Iterator[str]:
     choice, predicted, half = advice.choice, advice.recommended.predicted, advice.recommended.half
     yield (
-        "Rows and MiB are those of a step. Move ms: what the slowest stage takes to move its rows; least ms: a shorter step waits, in the "
-        "busiest steps, for rows that a larger cache would have kept"
+        "Rows and MiB are per step. Move ms: time of the slowest stage that moves rows. Least ms: in the busiest steps "
+        "a "
+        "shorter step waits for rows that a larger cache would have kept"
     )
     yield (
-        f"Knee: {human_bytes(choice.knee_bytes)}, the smallest capacity from which on doubling it saves less than "
+        f"Knee: {human_bytes(choice.knee_bytes)}, the smallest capacity from which doubling it saves less than "
         f"{100 * KNEE_SAVING:g} % of the bytes fetched"
     )
     if choice.no_stall_bytes is not None:
-        yield f"No stalls for want of room: from {human_bytes(choice.no_stall_bytes)} on, with steps of {advice.assumed.step_ms:g} ms"
+        least = human_bytes(choice.no_stall_bytes)
+        yield f"No stalls for lack of capacity: from {least} up, with steps of {advice.assumed.step_ms:g} ms"
     slowest_ms = max(predicted.move_ms, advice.assumed.plan_ms)
-    yield f"Limit: at {human_bytes(predicted.capacity_bytes)} the slowest stage is {predicted.limit}, {slowest_ms:.2g} ms a step"
+    here = human_bytes(predicted.capacity_bytes)
+    yield f"Limit: at {here} the slowest stage is {predicted.limit}, {slowest_ms:.2g} ms per step"
     if half is not None:
         more = half.lookahead.rows_fetched_per_step / max(1.0, predicted.lookahead.rows_fetched_per_step) - 1
         yield (
-            f"Half of it, {human_bytes(half.capacity_bytes)}, would fetch {half.lookahead.rows_fetched_per_step:,.0f} rows a step, "
-            f"{percent_number(max(0.0, more))} % more"
+            f"Half of it, {human_bytes(half.capacity_bytes)}, would fetch {half.lookahead.rows_fetched_per_step:,.0f} "
+            f"rows per step, {percent_number(max(0.0, more))} % more"
         )
     yield assumptions(advice.assumed)
 
@@ -174,28 +176,28 @@ def assumptions(assumed: Assumed) -> str:
     )
     if assumed.gather_given:
         rows = f"tables are read and written at {next(iter(assumed.tables_gbs.values()))['read']:g} GB/s"
-        return f"Given or assumed: {step}, {link}, {rows}. Measured here, and doubled: planning takes {assumed.plan_ms:.2g} ms a batch"
+        planning = f"planning takes {assumed.plan_ms:.2g} ms per batch"
+        return f"Given or assumed: {step}, {link}, {rows}. Measured here, doubled: {planning}"
     each = "; ".join(
-        f"{own['read']:.2g} GB/s read, {own['first']:.2g} made for the first time, {own['write']:.2g} written"
+        f"{own['read']:.2g} GB/s read, {own['first']:.2g} made the first time, {own['write']:.2g} written"
         for own in assumed.tables_gbs.values()
     )
     return (
-        f"Given or assumed: {step}, {link}. Measured here, of which half is counted on: rows of the tables, {each} (--gather-gbs); "
-        f"planning takes {assumed.plan_ms:.2g} ms a batch"
+        f"Given or assumed: {step}, {link}. Measured here, half of it counted on: rows of the tables, {each} "
+        "(--gather-gbs); "
+        f"planning takes {assumed.plan_ms:.2g} ms per batch"
     )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Facts:
-    """What notes are about."""
-
     job: Job
     read: Read
     assumed: Assumed
     choice: Choice
     predicted: Point
-    everything: Point  # every row that was touched is on the device
-    shorter_rows_per_step: float | None  # fetched, as a stretch half as long would have it; None for a whole run
+    everything: Point  # every touched row is on the device
+    shorter_rows_per_step: float | None  # fetched, as estimated from a stretch half as long; None for a whole run
 
 
 def notes(facts: Facts) -> Iterator[str]:
@@ -204,17 +206,20 @@ def notes(facts: Facts) -> Iterator[str]:
         yield settling(facts.read, facts.predicted, facts.shorter_rows_per_step)
     if facts.assumed.plan_ms > facts.assumed.step_ms:
         yield (
-            f"Planning takes {facts.assumed.plan_ms:.2g} ms a batch, more than a step of {facts.assumed.step_ms:g} ms, at any capacity; "
-            f"larger prefetcher.threads may help"
+            f"Planning takes {facts.assumed.plan_ms:.2g} ms per batch, more than a step of {facts.assumed.step_ms:g} "
+            "ms at any capacity; "
+            f"more prefetcher.threads may help"
         )
     if facts.choice.no_stall_bytes is None:
         yield (
-            f"A step of {facts.assumed.step_ms:g} ms waits most of the time with any capacity: with every row on the device the slowest "
-            f"stage still takes {facts.everything.move_ms:.3g} ms for those that are new. The capacity goes by the knee"
+            f"A step of {facts.assumed.step_ms:g} ms waits most of the time at any capacity: with every row on the "
+            "device the slowest "
+            f"stage still takes {facts.everything.move_ms:.3g} ms for new rows. The capacity is that of the knee"
         )
     elif facts.choice.stalling_anyway > 0:
         yield (
-            f"{percent_number(facts.choice.stalling_anyway)} % of all stretches of {plural(facts.job.lookahead.depth + 1, 'step')} wait with any "
+            f"{percent_number(facts.choice.stalling_anyway)} % of all stretches of "
+            f"{plural(facts.job.lookahead.depth + 1, 'step')} wait at any "
             f"capacity, as at the start, where every row is new"
         )
     yield from left_out(facts.job)
@@ -224,31 +229,31 @@ def sureness(read: Read, predicted: Point) -> str:
     least = min(read.followed_share.values())
     of_what = "every batch of the run" if read.whole_run else "every batch that was read"
     if least == 1.0:
-        return f"Every row was followed through {of_what}, so what they move there was counted, not estimated"
+        return f"Every row was followed through {of_what}, so their traffic was counted, not estimated"
     return (
-        f"{percent_number(least)} % of the rows, {read.followed_rows:,} chosen by a hash of their keys, were followed through {of_what}; what "
-        f"they move stands for all rows, ± {percent_number(predicted.lookahead.margin)} % of the rows fetched (three standard errors). How many "
+        f"{percent_number(least)} % of the rows, {read.followed_rows:,} chosen by a hash of their keys, were followed "
+        f"through {of_what}. What "
+        f"they move stands for all rows, ± {percent_number(predicted.lookahead.margin)} % of the rows fetched (three "
+        "standard errors). How many "
         f"rows each batch touches was counted"
     )
 
 
 def settling(read: Read, predicted: Point, shorter: float) -> str:
-    """Only a stretch was read."""
     now = predicted.lookahead.rows_fetched_per_step
     far = read.steps // 2
     what = (
-        f"{plural(read.samples, 'sample')} from the middle of an epoch were read, and the second half of these steps counts; half as many "
-        f"would have said {shorter:,.0f} rows fetched a step instead of {now:,.0f}. What a larger cache would save by rows that come back "
-        f"after more than {plural(far, 'step')} cannot be seen"
+        f"{plural(read.samples, 'sample')} from the middle of an epoch were read, and the second half of these steps "
+        "counts. Half as many "
+        f"would have given {shorter:,.0f} rows fetched per step instead of {now:,.0f}. Savings from rows that return "
+        f"after more than {plural(far, 'step')} cannot be measured"
     )
     if now and abs(shorter / now - 1) < SETTLED:
         return what
-    return (
-        f"{what}: take this for a first guess, and the capacity for too small; give more --samples, or leave them away"
-    )
+    return f"{what}: treat this as a first guess, and the capacity as too small; give more --samples, or omit --samples"
 
 
 def left_out(job: Job) -> Iterator[str]:
     for name, given in (("cache.groups", bool(job.cache.groups)), ("cache.pin", job.cache.pin is not None)):
         if given:
-            yield f"{name} of the job was left out of account, and is not in the sections below"
+            yield f"{name} of the job was ignored, and is not in the sections below"

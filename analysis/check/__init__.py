@@ -1,1 +1,1 @@
-"""`prefetcher check`: a job file against its data and this machine."""
+"""`prefetcher check`: compares a job file with its data and this machine."""

@@ -1,7 +1,7 @@
-"""`prefetcher check`: a job file against its data and this machine, before anything is trained.
+"""`prefetcher check`: compares a job file with its data and this machine before anything is trained.
 
-Every check runs, whatever the others found; those that need the data say nothing where it does not open. An error is what would keep a
-run from starting or end it, a warning what may.
+Every check runs, whatever the others found; checks of the data say nothing if it does not open. An error would keep a
+run from starting or end it; a warning might.
 """
 
 import sys
@@ -42,7 +42,7 @@ SUBJECT_WIDTH = 13
 def check_file(
     config: Path, overrides: tuple[str, ...], *, whole: bool, ask: Callable[[str], Device] = ask_device
 ) -> Iterator[Finding]:
-    """Findings one by one, as they come. `whole`: every sample is read instead of some."""
+    """Yields findings as they come. `whole`: every sample is read instead of a part."""
     jobs: list[Job] = []
 
     def load() -> Iterator[Finding]:
@@ -73,11 +73,10 @@ def check_job(job: Job, *, whole: bool, ask: Callable[[str], Device]) -> Iterato
 
 
 def check_room(job: Job, seen: Seen, device: Device) -> Iterator[Finding]:
-    """Memory of every kind; rings and cache are as large as they would be in a run."""
     transport = job.transport
     try:
         own = sizes(job, seen.groups, seen.measured, job.lookahead.depth)
-    except ConfigError:  # which `check_rings` says in its turn
+    except ConfigError:  # reported by `check_rings`
         own = Sizes(ring_bytes=MIN_RING_BYTES, staging_bytes=staging_bytes(0, MIN_RING_BYTES))
     cache_bytes, ring_bytes, staged = cache_bytes_of(job, seen), own.ring_bytes, 2 * own.staging_bytes
     on_host = (cache_bytes or 0) + staged if device.free_bytes is None else 0
@@ -92,7 +91,7 @@ def check_room(job: Job, seen: Seen, device: Device) -> Iterator[Finding]:
 
 
 def cache_bytes_of(job: Job, seen: Seen) -> int | None:
-    """None where the data does not open or its first batches do not fit, which is said elsewhere."""
+    """None if the data does not open or its first batches do not fit; other checks report that."""
     if not seen.measured:
         return None
     try:
@@ -103,7 +102,7 @@ def cache_bytes_of(job: Job, seen: Seen) -> int | None:
 
 
 def run_check(config: Path, overrides: tuple[str, ...], *, whole: bool, json: bool) -> int:
-    """Returns the exit code: 0 without errors, that of a refused job with any."""
+    """Returns the exit code: 0 without errors, otherwise that of a refused job."""
     findings = check_file(config, overrides, whole=whole)
     if json:
         found = list(findings)
@@ -116,7 +115,7 @@ def run_check(config: Path, overrides: tuple[str, ...], *, whole: bool, json: bo
 
 
 def print_findings(findings: Iterable[Finding], console: Console) -> list[Finding]:
-    """Each as it comes: folded under its own column on a terminal, one line each elsewhere."""
+    """Prints each finding at once: folded under its column on a terminal, otherwise on one line."""
     found = []
     for finding in findings:
         found.append(finding)

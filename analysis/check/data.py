@@ -1,4 +1,4 @@
-"""Checks of a job against its data: that it opens, what a sample of it holds, and whether the cache has room for its batches."""
+"""Checks of a job against its data: whether it opens, what a sample contains, and whether batches fit the cache."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -23,21 +23,19 @@ from rowcast.runtime.telemetry.format_numbers import human_bytes, percent_number
 SAMPLE = Amount(share=0.05, least_batches=64)
 ALL = Amount(share=1.0)
 SPLITS: tuple[Kind, ...] = ("train", "eval")
-TIGHT = 0.9  # of the slots, for the largest batch of a sample; one that was not read may be larger
+TIGHT = 0.9  # share of the slots taken by the largest batch of the sample; an unread one may be larger
 
 
 @dataclass(kw_only=True, slots=True)
 class Seen:
-    """What the batches read so far hold."""
-
     groups: tuple[GroupSpec, ...]
-    measured: list[ScheduledBatch] = field(default_factory=list)  # the first of a run
+    measured: list[ScheduledBatch] = field(default_factory=list)  # the run's first batches
     reader: Reader | None = None  # None: the data does not open
     num_samples: int = 0
     num_positive: int = 0
     lookups: list[int] = field(default_factory=list)  # by table, in the job's order
     largest_batch_rows: list[int] = field(default_factory=list)  # by group, of the sample
-    largest_batch_bytes: int = 0  # of its arrays
+    largest_batch_bytes: int = 0  # of the batch's arrays
     bad_label: float | None = None
 
     def __post_init__(self) -> None:
@@ -59,7 +57,6 @@ class Seen:
 
     @property
     def largest_rows(self) -> list[int]:
-        """Distinct rows by group of the largest batch, of a run's first ones and the sample."""
         return list(map(max, measure(self.groups, self.measured).largest_batch_rows, self.largest_batch_rows))
 
 
@@ -69,7 +66,6 @@ def bytes_of(batch: Batch) -> int:
 
 
 def check_opens(job: Job, seen: Seen) -> Iterator[Finding]:
-    """Leaves the reader and the first batches in `seen`."""
     seen.reader = reader = open_reader(job)
     counts = [samples_of(reader, "train", "for training"), samples_of(reader, "eval", "for evaluation")]
     files = (
@@ -95,7 +91,7 @@ def samples_of(reader: Reader, split: Kind, purpose: str) -> str:
 
 
 def check_samples(job: Job, seen: Seen, amount: Amount) -> Iterator[Finding]:
-    """Reads the sample; ids and dense values are checked by the reader, which raises DataError for the first bad one."""
+    """Reads the sample. The reader checks ids and dense values, and raises DataError for the first bad one."""
     assert seen.reader is not None, "the data was opened"
     groupers, num_replaced = [Grouper(group, len(job.features)) for group in seen.groups], 0
     for split in SPLITS:
@@ -110,10 +106,10 @@ def check_samples(job: Job, seen: Seen, amount: Amount) -> Iterator[Finding]:
         replaced = f"{policy} replaced {num_replaced:,} ids of {read}, which are missing or outside their tables"
         yield warning(
             "ids",
-            f"{replaced}; give missing ones an id of their own, and enlarge the tables of those that are meant to be rows",
+            f"{replaced}; give missing ids a value of their own, and enlarge the tables if the others are real rows",
         )
     else:
-        yield ok("ids", f"the {sum(seen.lookups):,} look-ups of {read} lie inside their tables")
+        yield ok("ids", f"the {sum(seen.lookups):,} look-ups of {read} are inside their tables")
     yield label_finding(seen)
 
 
@@ -124,7 +120,8 @@ def label_finding(seen: Seen) -> Finding:
         value = int(seen.num_positive > 0)
         return warning(
             "labels",
-            f"every label of {seen.num_samples:,} samples is {value}, so there is nothing to learn; look at the label column",
+            f"every label of {seen.num_samples:,} samples is {value}, so there is nothing to learn; look at the label "
+            "column",
         )
     return ok(
         "labels",
@@ -133,7 +130,6 @@ def label_finding(seen: Seen) -> Finding:
 
 
 def check_capacity(job: Job, seen: Seen) -> Iterator[Finding]:
-    """Slots as a run would divide them, against the largest batch read."""
     slots = job_slots(job, seen.groups, seen.measured)
     for group, n, largest in zip(seen.groups, slots, seen.largest_rows, strict=True):
         batch = f"the largest batch read touches {largest:,} rows, and group {group.name} has {n:,} slots"
@@ -142,14 +138,13 @@ def check_capacity(job: Job, seen: Seen) -> Iterator[Finding]:
             yield error("capacity", f"{batch}; set {enough}, or make data.batch_size smaller")
         elif largest > TIGHT * n and n < group.num_rows:
             yield warning(
-                "capacity", f"{batch}: one that was not read may not fit; set {enough}, or make data.batch_size smaller"
+                "capacity", f"{batch}: an unread one may not fit; set {enough}, or make data.batch_size smaller"
             )
         else:
             yield ok("capacity", f"{batch} ({human_bytes(n * group.record_bytes)})")
 
 
 def capacity_for(job: Job, group: GroupSpec, num_groups: int, largest_batch_rows: int) -> str:
-    """What to write into the job file for a group to hold its largest batch and a tenth more."""
     rows = min(group.num_rows, with_margin(largest_batch_rows))
     key = "cache.capacity" if num_groups == 1 and not job.cache.groups else f"cache.groups.{group.name}"
     return f'{key} = "{rows} rows" or more'
@@ -157,7 +152,7 @@ def capacity_for(job: Job, group: GroupSpec, num_groups: int, largest_batch_rows
 
 def check_pins(job: Job, seen: Seen) -> Iterator[Finding]:
     if job.cache.pin is None:
-        yield ok("pins", "cache.pin names no file: no row is kept for good")
+        yield ok("pins", "cache.pin names no file: no row is pinned")
         return
     pinned = load_pins(Path(job.cache.pin), seen.groups)
     slots = (
@@ -168,11 +163,13 @@ def check_pins(job: Job, seen: Seen) -> Iterator[Finding]:
         if needed > n and n < group.num_rows:
             yield error(
                 "pins",
-                f"{len(keys):,} pinned rows and the {largest:,} rows of the largest batch read do not fit into the {n:,} slots of group "
+                f"{len(keys):,} pinned rows and the {largest:,} rows of the largest batch read do not fit in the {n:,} "
+                "slots of group "
                 f"{group.name}; set {capacity_for(job, group, len(seen.groups), needed)}, or pin fewer rows",
             )
         else:
             yield ok(
                 "pins",
-                f"{len(keys):,} rows of {job.cache.pin} fit beside the largest batch into the {n:,} slots of group {group.name}",
+                f"{len(keys):,} rows of {job.cache.pin} fit next to the largest batch in the {n:,} slots of group "
+                f"{group.name}",
             )

@@ -1,4 +1,4 @@
-"""What `prefetcher check` has to say, and how a check becomes findings."""
+"""The findings of `prefetcher check`."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ Level = Literal["ok", "warning", "error"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Finding:
-    level: Level  # error: a run would not start, or would fail; warning: it may fail, or not be what was meant
+    level: Level  # error: a run would not start, or would fail; warning: it may fail, or not do what was intended
     subject: str
     sentence: str  # with numbers; says what to change unless the level is ok
 
@@ -30,15 +30,15 @@ def error(subject: str, sentence: str) -> Finding:
 
 
 def findings_of(subject: str, check: Callable[[], Iterable[Finding]]) -> list[Finding]:
-    """What a check finds. What it raises is what a run would say at that place: an error, and its end."""
+    """The findings of a check. An exception that it raises is what a run would report: it becomes an error and ends the
+    check.
+    """
     found: list[Finding] = []
     try:
         found.extend(check())
     except RowcastError as raised:
         found.append(error(subject, str(raised)))
-    except Exception as raised:  # noqa: BLE001 - a factory of the user's own may raise anything, and the other checks go on
+    except Exception as raised:  # noqa: BLE001 - a user's factory may raise anything, and the other checks still run
         get_logger().exception("unexpected error", check=subject)
-        found.append(
-            error(subject, f"unexpected error: {type(raised).__name__}: {raised}; the log has where it comes from")
-        )
+        found.append(error(subject, f"unexpected error: {type(raised).__name__}: {raised}; the log has the traceback"))
     return found

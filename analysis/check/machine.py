@@ -1,6 +1,6 @@
-"""Checks of what the machine gives a run: ports, shared memory, the trainer's device, page-locked memory.
+"""Checks of what the machine provides: ports, shared memory, the trainer's device, page-locked memory.
 
-The device is asked for in a process of its own: this one never imports torch.
+A child process asks torch about the device; this one never imports torch.
 """
 
 import json
@@ -40,35 +40,36 @@ else:
     answer = {"name": name, "free_bytes": torch.cuda.mem_get_info(device)[0] if on_cuda else None}
 print(json.dumps(answer))
 """
-CAN_LOCK_MEMORY = 1 << 14  # CAP_IPC_LOCK: the limit does not hold
+CAN_LOCK_MEMORY = 1 << 14  # CAP_IPC_LOCK: the limit does not apply
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Device:
     name: str = "none"
-    free_bytes: int | None = None  # of its own memory; None: it has none
-    refusal: str | None = None  # why there is no such device
+    free_bytes: int | None = None  # of device memory; None: the device has none of its own
+    refusal: str | None = None  # why the device cannot be used
 
 
 def ask_device(name: str, command: tuple[str, ...] = (sys.executable, "-c", QUESTION)) -> Device:
-    """What `trainer.device = name` stands for on this machine. `command` is for tests."""
+    """What `trainer.device = name` means on this machine. `command` is for tests."""
     try:
         asked = subprocess.run([*command, name], capture_output=True, text=True, timeout=TIMEOUT_S, check=True)
         return Device(**json.loads(asked.stdout))
     except subprocess.TimeoutExpired:
         return Device(
-            refusal=f"torch did not say within {TIMEOUT_S:g} s which device trainer.device = {name!r} is; look at the driver"
+            refusal=f"torch did not say within {TIMEOUT_S:g} s which device trainer.device = {name!r} is; "
+            f"look at the driver"
         )
     except (subprocess.CalledProcessError, OSError, ValueError, TypeError) as failure:
         said = getattr(failure, "stderr", None) or str(failure)
         last = said.strip().splitlines()[-1]
         return Device(
-            refusal=f"the trainer's process cannot say which device trainer.device = {name!r} is ({last}); repair torch first"
+            refusal=f"the trainer's process cannot say which device trainer.device = {name!r} is ({last}); "
+            f"repair torch first"
         )
 
 
 def check_ports(job: Job) -> Iterator[Finding]:
-    """Opens both servers as the two processes would, and closes them again."""
     servers = {
         "prefetcher": TelemetryServer("prefetcher", job.metrics, CollectorRegistry(), Health()),
         "trainer": TelemetryServer("trainer", job.metrics, CollectorRegistry(), Health()),
@@ -92,7 +93,6 @@ def check_rings(ring_bytes: int) -> Iterator[Finding]:
 
 
 def check_keys(transport: Transport) -> Iterator[Finding]:
-    """The prefetcher's own, and whether anybody may call it."""
     assert transport.keys is not None, "checked with the job file"
     keys = Path(transport.keys)
     load_server(keys)  # raises ConfigError as a run would
@@ -101,12 +101,12 @@ def check_keys(transport: Transport) -> Iterator[Finding]:
         yield ok("keys", f"{keys} has the prefetcher's key and lets in {', '.join(sorted(clients.values()))}")
     else:
         yield error(
-            "keys", f"{keys} lets nobody in; `prefetcher keys --out {keys} --client NAME` makes a key for a trainer"
+            "keys", f"{keys} lets no trainer in; `prefetcher keys --out {keys} --client NAME` makes a key for a trainer"
         )
 
 
 def check_device(device: Device, precision: str, cache_bytes: int | None, staging_bytes: int) -> Iterator[Finding]:
-    """`precision` of the model. `cache_bytes` None: the data did not tell how large the cache would be."""
+    """`precision` is the model's. `cache_bytes` is None if the data did not tell how large the cache would be."""
     if device.refusal is not None:
         yield error("device", device.refusal)
         return
@@ -117,7 +117,7 @@ def check_device(device: Device, precision: str, cache_bytes: int | None, stagin
                 f'model.precision = "tf32" needs a CUDA device, and this is {device.name}; set it to "fp32" or "bf16"',
             )
         else:
-            yield ok("device", f"{device.name}, whose memory is the host's")
+            yield ok("device", f"{device.name}, which uses host memory")
         return
     needed = (cache_bytes or 0) + staging_bytes
     parts = f"rows ({human_bytes(cache_bytes or 0)}) and staging ({human_bytes(staging_bytes)})"
@@ -134,13 +134,14 @@ def check_memlock(device: Device, ring_bytes: int, root: Path = Path("/")) -> It
     """Whether the driver may page-lock the rings. `root` is for tests."""
     limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if device.free_bytes is None or device.refusal is not None:
-        yield ok("pinning", "not needed: copies go to no CUDA device")
+        yield ok("pinning", "not needed: no copies to a CUDA device")
     elif limit == resource.RLIM_INFINITY or may_lock(root) or limit >= 2 * ring_bytes:
         yield ok("pinning", f"two rings of {human_bytes(ring_bytes)} may be page-locked")
     else:
         yield warning(
             "pinning",
-            f"the memlock limit is {human_bytes(limit)} and two rings take {human_bytes(2 * ring_bytes)}: they may stay unpinned, which "
+            f"the memlock limit is {human_bytes(limit)} and two rings take {human_bytes(2 * ring_bytes)}: they may not "
+            "be page-locked, which "
             f"makes copies slower; raise `ulimit -l` to {2 * ring_bytes // 1024} or make transport.ring smaller",
         )
 

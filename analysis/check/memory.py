@@ -1,4 +1,4 @@
-"""Checks of host memory: what both processes of a job will hold, against what is free here."""
+"""Checks of host memory: what both processes of a job will hold, and what is free."""
 
 import shutil
 from collections.abc import Iterator
@@ -20,12 +20,12 @@ DENSE_COPIES = {"sgd": 2, "adagrad": 3, "adam": 4}  # weights, gradients, optimi
 
 
 def check_memory(job: Job, seen: Seen, free_bytes: int, ring_bytes: int, cache_bytes: int) -> Iterator[Finding]:
-    """`cache_bytes`: rows and staging of a trainer on the CPU; 0 where they are on a device.
+    """`cache_bytes`: rows and staging of a trainer on the CPU; 0 if they are on a GPU.
 
-    Tables take memory row by row as rows are trained: at most their size, and at most a row for each look-up of an epoch.
+    Tables take memory row by row as rows are trained: at most their size, and at most one row per look-up of an epoch.
     """
     in_memory = seen.groups if STORES[job.store.kind].in_memory else ()
-    for group in in_memory:  # refuses what this machine cannot address, as a run would
+    for group in in_memory:  # raises if this machine cannot address it, as a run would
         open_row_store(job, group, incarnation=0, checkpoint=None).close()
     parts = {
         "ids known ahead": ahead_bytes(job, seen),
@@ -34,16 +34,17 @@ def check_memory(job: Job, seen: Seen, free_bytes: int, ring_bytes: int, cache_b
         "dense weights": dense_bytes(job, seen) * DENSE_COPIES[job.optimizer.dense.kind],
     }
     fixed = sum(parts.values())
-    # a byte a row: was it trained
+    # one byte per row: whether it was trained
     tables = sum(trained_rows(group, seen) * group.record_bytes + group.num_rows for group in in_memory)
     listed = ", ".join(f"{name} {human_bytes(nbytes)}" for name, nbytes in parts.items() if nbytes)
-    unknown = "" if job.model.kind in COUNTED_MODELS else f"; the dense weights of {job.model.kind} come on top"
+    unknown = "" if job.model.kind in COUNTED_MODELS else f"; the dense weights of {job.model.kind} are not counted"
     grow = f", tables up to {human_bytes(tables)} as their rows are trained" if in_memory else "; tables are files"
     sentence = f"{human_bytes(free_bytes)} are free for {listed}{grow}{unknown}"
     if fixed > free_bytes:
         yield error(
             "memory",
-            f"{sentence}: too little even without tables; free memory, or lower cache.capacity, lookahead or transport.ring",
+            f"{sentence}: too little even without tables; free some memory, or lower cache.capacity, lookahead or "
+            "transport.ring",
         )
     elif fixed + tables > free_bytes:
         yield warning("memory", f"{sentence}: too little if every row is trained; free memory or make tables smaller")
@@ -52,8 +53,9 @@ def check_memory(job: Job, seen: Seen, free_bytes: int, ring_bytes: int, cache_b
 
 
 def check_disk(job: Job, seen: Seen) -> Iterator[Finding]:
-    """A checkpoint holds every trained row, its key beside it, and the dense side. Where a run makes many, their deltas may be as large as
-    their base, and a merge writes the next base beside both."""
+    """A checkpoint holds every trained row with its key, and the model state. In a run that makes many checkpoints,
+    deltas may grow as large as their base, and a merge writes the next base before it removes both.
+    """
     place, free_bytes = room_at(job.run_dir)
     rows = sum(trained_rows(group, seen) * (group.record_bytes + KEY_BYTES) for group in seen.groups)
     copies, kept = (3, job.checkpoint.keep) if job.checkpoint.every else (1, 1)
@@ -71,7 +73,10 @@ def check_disk(job: Job, seen: Seen) -> Iterator[Finding]:
 def check_table_files(job: Job, seen: Seen) -> Finding:
     place, free_bytes = room_at(job.table_folder)
     needed = sum(group.num_rows * (group.record_bytes + 1) for group in seen.groups)
-    sentence = f"{place} has {human_bytes(free_bytes)} free for table files of {human_bytes(needed)}, which are as large from the start"
+    sentence = (
+        f"{place} has {human_bytes(free_bytes)} free for table files of {human_bytes(needed)}, "
+        f"allocated at full size from the start"
+    )
     return (
         ok("disk", sentence)
         if needed <= free_bytes
@@ -80,13 +85,14 @@ def check_table_files(job: Job, seen: Seen) -> Finding:
 
 
 def room_at(folder: Path) -> tuple[Path, int]:
-    """The part of the path that is there, and the bytes free in it."""
     place = next(part for part in (folder, *folder.absolute().parents) if part.exists())
     return place, shutil.disk_usage(place).free
 
 
 def ahead_bytes(job: Job, seen: Seen) -> int:
-    """Batches between the data and the plans: the horizon's, and those decoded ahead of it. The planner keeps about as much again."""
+    """Batches between the data and the plans: the horizon's, and those decoded ahead of it. The planner keeps about as
+    much again.
+    """
     batch = 2 * seen.largest_batch_bytes
     horizon = job.lookahead.horizon
     known = parse_bytes(job.lookahead.id_bytes) if horizon == "auto" else max(horizon, job.lookahead.depth) * batch
@@ -94,7 +100,7 @@ def ahead_bytes(job: Job, seen: Seen) -> int:
 
 
 def dense_bytes(job: Job, seen: Seen) -> int:
-    """Weights of dlrm and dcnv2; 0 for a model that is not counted."""
+    """Bytes of the dense weights of dlrm and dcnv2; 0 for other models."""
     model = job.model
     if model.kind not in COUNTED_MODELS or seen.reader is None:
         return 0

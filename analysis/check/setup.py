@@ -1,4 +1,6 @@
-"""Checks of what surrounds a run: installed versions, run directory, model. Nothing is left behind, nothing that runs is disturbed."""
+"""Checks of a run's surroundings: installed versions, run directory, model. They leave nothing behind and disturb no
+run.
+"""
 
 import ast
 import fcntl
@@ -21,7 +23,7 @@ from rowcast.runtime.run_directory import RunDirectory
 from rowcast.runtime.telemetry.logs import get_logger
 
 DISTRIBUTION = "rowcast"
-# the others are held against their bounds all the same
+# the others are still compared with their bounds
 SHOWN = ("rowcast", "python", "torch", "numpy", "numba", "pyarrow", "pyzmq")
 
 
@@ -29,13 +31,13 @@ SHOWN = ("rowcast", "python", "torch", "numpy", "numba", "pyarrow", "pyzmq")
 
 
 def check_versions(installed: Callable[[str], metadata.Distribution] = metadata.distribution) -> Iterator[Finding]:
-    """Python and installed packages against the lower bounds that the installed rowcast names. `installed` is for tests."""
+    """Compares Python and packages with the lower bounds of the installed rowcast. `installed` is for tests."""
     try:
         rowcast = installed(DISTRIBUTION)
     except metadata.PackageNotFoundError:
         yield warning(
             "versions",
-            "rowcast is not installed, so nobody knows which versions it needs; run `pip install .` in its folder",
+            "rowcast is not installed, so its required versions are unknown; run `pip install .` in its folder",
         )
         return
     bounds = lower_bounds([f"python{rowcast.metadata['Requires-Python']}", *(rowcast.requires or [])])
@@ -54,7 +56,7 @@ def check_versions(installed: Callable[[str], metadata.Distribution] = metadata.
 
 
 def lower_bounds(requirements: list[str]) -> dict[str, str]:
-    """`numpy<3,>=1.26` -> {"numpy": "1.26"}; what an extra asks for is left away."""
+    """`numpy<3,>=1.26` -> {"numpy": "1.26"}; requirements of extras are omitted."""
     matches = (re.match(r"([\w.-]+)[^;]*?>=\s*([\w.]+)", text) for text in requirements if "extra ==" not in text)
     return {match[1]: match[2] for match in matches if match}
 
@@ -85,12 +87,11 @@ def check_run_directory(job: Job) -> Iterator[Finding]:
         yield warning(subject, used)
         return
     newest = Checkpoints(path, RealDisk()).newest_valid(get_logger())
-    where = "is free to use" if newest is None else f"holds a run that goes on after {newest.train_steps} train steps"
+    where = "is free to use" if newest is None else f"holds a run that continues after {newest.train_steps} train steps"
     yield ok(subject, f"{path} {where}")
 
 
 def used_by(job: Job) -> str | None:
-    """Why a run there would be refused without --fresh."""
     try:
         RunDirectory(job.run_dir, "prefetcher").refuse_complete(job.data.epochs)
     except ConfigError as refusal:
@@ -103,7 +104,7 @@ def used_by(job: Job) -> str | None:
 
 
 def holder_of(lock: Path) -> str | None:
-    """The process id in a lock file that a process holds; None where nobody does."""
+    """The process id in the lock file of a running process; None if no process holds the lock."""
     try:
         descriptor = os.open(lock, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
@@ -121,7 +122,9 @@ def holder_of(lock: Path) -> str | None:
 
 
 def check_model(job: Job) -> Iterator[Finding]:
-    """Whether the trainer can find model.kind = "package.module:factory", by name: it is not imported, for it imports torch."""
+    """Whether the trainer can find model.kind = "package.module:factory" by name. It is not imported, because it
+    imports torch.
+    """
     subject, kind = "model", job.model.kind
     if kind in BUILT_IN_MODELS:
         yield ok(subject, kind)
@@ -131,16 +134,17 @@ def check_model(job: Job) -> Iterator[Finding]:
     if spec is None:
         yield error(
             subject,
-            f"model.kind = {kind!r}: there is no module {module} in the working folder or on PYTHONPATH; correct either",
+            f"model.kind = {kind!r}: there is no module {module} in the working folder or on PYTHONPATH; correct "
+            "either",
         )
     elif spec.origin and spec.origin.endswith(".py") and not defines(Path(spec.origin), factory):
-        yield error(subject, f"model.kind = {kind!r}: {spec.origin} defines no {factory}; correct the name")
+        yield error(subject, f"model.kind = {kind!r}: {spec.origin} does not define {factory}; correct the name")
     else:
         yield ok(subject, f"{kind} in {spec.origin or 'a built-in module'}; it is not called before the trainer starts")
 
 
 def find_module(name: str, path: list[str]) -> ModuleSpec | None:
-    """Where a module is, package by package, without importing any; `importlib.util.find_spec` imports the packages."""
+    """Finds a module package by package without importing any; `importlib.util.find_spec` imports the packages."""
     places: list[str] | None = path
     spec: ModuleSpec | None = None
     parts = name.split(".")
@@ -153,7 +157,7 @@ def find_module(name: str, path: list[str]) -> ModuleSpec | None:
 
 
 def defines(source: Path, name: str) -> bool:
-    """Whether a module binds a name at its top level, as far as reading tells: a star import or a __getattr__ may."""
+    """Whether a module binds a name at its top level, judging by its source; a star import or a __getattr__ may."""
     try:
         tree = ast.parse(source.read_bytes())
     except (OSError, SyntaxError, ValueError):

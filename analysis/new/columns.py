@@ -1,6 +1,6 @@
-"""What the columns of CSV and Parquet files hold: kinds, ranges, missing and distinct values, of every row.
+"""The contents of CSV and Parquet columns: kind, range, missing and distinct values, over every row.
 
-Memory does not grow with the data: of the values' hashes a share is kept, which is halved whenever too many are.
+Memory does not grow with the data: a share of the values' hashes is kept, and halved whenever there are too many.
 """
 
 import re
@@ -37,37 +37,36 @@ from rowcast.runtime.errors import ConfigError, DataError, RowcastError
 Kind = Literal["integer", "number", "time", "text", "other"]
 Hashes = U64
 TEXT = "text"  # the type of every column of CSV
-MOST_HASHES = 2**18  # kept of a column
+MOST_HASHES = 2**18  # kept per column
 DELIMITERS = (",", ";", "\t", "|")
 LIST_SEPARATOR = "|"
-PARQUET_ROWS = 65536  # looked at together
+PARQUET_ROWS = 65536  # read together
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ColumnFacts:
     name: str
     kind: Kind
-    type: str  # as Parquet says it, or TEXT
+    type: str  # as in Parquet, or TEXT
     is_list: bool
-    num_values: int  # those of lists counted one by one, missing ones not
+    num_values: int  # values of lists count one by one, missing ones not at all
     missing: int
     distinct: int  # of values; an estimate beyond 262,144
-    low: float  # of integers and numbers; 0 without a value
+    low: float  # of integers and numbers; 0 without values
     high: float
     mean: float
-    whole: bool  # every number is one without a fraction
+    whole: bool  # every number is integral
     words: bool  # True and False
 
     @property
     def is_binary(self) -> bool:
-        """0 and 1 in every row."""
         numbers = self.kind in ("integer", "number") and self.whole and not self.is_list
         return numbers and not self.missing and (self.low, self.high) == (0, 1)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DataSet:
-    path: str  # as it was given
+    path: str  # as given
     format: Literal["csv", "parquet"]
     delimiter: str
     num_files: int
@@ -79,7 +78,7 @@ class DataSet:
 
 
 class Distinct:
-    """Counts distinct hashes by those of which the low bits are 0, the more of these the more there are."""
+    """Estimates the number of distinct hashes from those whose low bits are 0, with more bits as their number grows."""
 
     def __init__(self) -> None:
         self._kept: Hashes = np.zeros(0, np.uint64)
@@ -101,10 +100,10 @@ class Distinct:
 
 
 class Watch:
-    """One column, piece by piece. Of CSV, where all is text, it is of the first kind that all values so far can be."""
+    """One column, added array by array. A CSV column gets the first kind that fits all values so far."""
 
     def __init__(self, name: str, kind: Kind, type_name: str, separator: str | None = None) -> None:
-        """`separator`: of the items of a cell of text, should it appear in one."""
+        """`separator`: splits a text cell into a list, if it occurs in one."""
         self.name, self._kind, self._type, self._separator = name, kind, type_name, separator
         self._missing_items = 0
         self._is_list = self._whole = self._words = False
@@ -113,7 +112,6 @@ class Watch:
         self._all_whole, self._distinct = True, Distinct()
 
     def add(self, values: Any) -> None:
-        """An Arrow array. Lists are flattened; a missing list is an empty one."""
         if self._separator and pc.any(pc.match_substring(values, self._separator)).as_py():
             values = split_cells(values, Cell(kind="text", separator=self._separator))
         if is_list(values.type):
@@ -136,12 +134,12 @@ class Watch:
             self._distinct.add(np.fromiter(map(xxhash.xxh3_64_intdigest, texts), np.uint64, len(texts)))
 
     def _numbers(self, own: Any) -> F64 | None:
-        """Distinct values as numbers; None where they are none."""
+        """Distinct values as numbers; None if they are not numbers."""
         if self._type != TEXT:
             return as_floats(own) if self._kind in ("integer", "number") else None
         try:
             own = own.cast(pa.string())
-        except pa.ArrowInvalid:  # not UTF-8: bytes are hashed as they are
+        except pa.ArrowInvalid:  # not UTF-8: the bytes are hashed
             self._kind = "text"
         while self._kind in ("integer", "number"):
             words = set(own.to_pylist())
@@ -162,7 +160,7 @@ class Watch:
 
     def _add_numbers(self, numbers: F64, counts: I64) -> None:
         finite = np.isfinite(numbers)
-        self._missing += int(counts[~finite].sum())  # NaN, which training refuses as well
+        self._missing += int(counts[~finite].sum())  # NaN, which training refuses too
         self._num_values -= int(counts[~finite].sum())
         numbers, counts = numbers[finite], counts[finite]
         if len(numbers):
@@ -190,19 +188,19 @@ class Watch:
 
 
 def look_at(path: str, progress: AnalysisProgress) -> DataSet:
-    """Reads every row of the files. Raises ConfigError for a path of neither kind, DataError for files that a run would refuse."""
+    """Reads every row of the files. Raises ConfigError for a path of neither kind, DataError for files that a run would
+    refuse.
+    """
     names = {format: FORMATS[format].file_names for format in ("csv", "parquet")}
     files = {format: found(path, pattern) for format, pattern in names.items()}
     if not files["csv"] and not files["parquet"]:
-        data_files(
-            path, "--data", "|".join(f"({pattern})" for pattern in names.values())
-        )  # says so where nothing is there
+        data_files(path, "--data", "|".join(f"({pattern})" for pattern in names.values()))  # raises if nothing is there
         raise ConfigError(
             f"--data {path}: neither CSV (.csv, .csv.gz) nor Parquet (.parquet, .pq); other formats: docs/job-file.md"
         )
     if files["csv"] and files["parquet"]:
         raise ConfigError(
-            f"--data {path}: there are CSV and Parquet files; name those of one kind, as with {path}/*.csv"
+            f"--data {path}: the folder has CSV and Parquet files; name files of one kind, for example {path}/*.csv"
         )
     tick = progress.begin("reading the data", len(files["csv"] + files["parquet"]))
     return look_at_csv(path, files["csv"], tick) if files["csv"] else look_at_parquet(path, files["parquet"], tick)
@@ -249,7 +247,7 @@ def look_at_csv(path: str, files: list[Path], tick: Tick) -> DataSet:
 
 
 def lines_of(file: Path, first: int) -> Place:
-    """For lines of which the first is line `first` of the file."""
+    """Names lines for errors; the first is line `first` of the file."""
     return lambda i: f"{file}, line {first + i}"
 
 
@@ -260,7 +258,7 @@ def look_at_parquet(path: str, files: list[Path], tick: Tick) -> DataSet:
         lacking = [watch.name for watch in watches if watch.name not in schema.names]
         if lacking:
             raise DataError(
-                f"{file}: there is no column {lacking[0]}, and {files[0]} has one; give all files the same columns"
+                f"{file}: column {lacking[0]} is missing, but {files[0]} has it; give all files the same columns"
             )
         with pq.ParquetFile(file) as opened:
             for piece in opened.iter_batches(batch_size=PARQUET_ROWS):

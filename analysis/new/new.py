@@ -1,4 +1,4 @@
-"""`prefetcher new`: looks at files and writes a job for them, which runs as it stands: TOML with a comment wherever something was chosen."""
+"""`prefetcher new`: looks at files and writes a job for them that runs as it is, with a comment for every choice."""
 
 import json
 import re
@@ -19,20 +19,18 @@ from rowcast.job.schema import parse_bytes
 from rowcast.runtime.errors import RowcastError
 from rowcast.runtime.telemetry.format_numbers import plural
 
-WHOLE_RUN_ROWS = 1_000_000  # of larger data the capacity is advised by a stretch of so many
+WHOLE_RUN_ROWS = 1_000_000  # of larger data, a stretch of this length decides the capacity
 MEMORY_SHARE = 0.25
-FIRST_CAPACITY = "64MiB"  # while the capacity is sought
+FIRST_CAPACITY = "64MiB"  # until the capacity is known
 LEAST_CAPACITY = "1MiB"
 EMBEDDING_DIM = 16
-LEAST_STEPS = 100  # of an epoch, where batches of 32 give them
+LEAST_STEPS = 100  # per epoch, if batches of at least 32 allow it
 LARGEST_BATCH, SMALLEST_BATCH = 2048, 32
-LARGE = 100.0  # a dense value that is better scaled
+LARGE = 100.0  # a dense value this large is better scaled
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NewOptions:
-    """As typed; names are separated by commas."""
-
     data: str
     label: str | None = None
     dense: str | None = None
@@ -40,7 +38,7 @@ class NewOptions:
 
 
 def run_new(options: NewOptions) -> None:
-    """The job file goes to stdout, what was chosen to stderr. Raises ConfigError and DataError."""
+    """Writes the job file to stdout and the choices to stderr. Raises ConfigError and DataError."""
     wish = Wish(label=options.label, dense=split(options.dense), ids=split(options.ids))
     with ProgressBar() as progress:
         data = look_at(options.data, progress)
@@ -56,7 +54,6 @@ def split(names: str | None) -> list[str]:
 
 
 def advised_capacity(data: DataSet, chosen: ChosenRoles, progress: AnalysisProgress) -> tuple[str, str]:
-    """What `prefetcher advise` recommends, and what to say of it."""
     job = parse_job(tomllib.loads(job_text(data, chosen, FIRST_CAPACITY, "")), "the new job")
     samples = None if data.num_rows <= WHOLE_RUN_ROWS else WHOLE_RUN_ROWS
     try:
@@ -69,18 +66,19 @@ def advised_capacity(data: DataSet, chosen: ChosenRoles, progress: AnalysisProgr
             ),
         )
     except RowcastError as error:
-        return FIRST_CAPACITY, f"a guess, as `prefetcher advise` failed: {' '.join(str(error).split())}"
+        return FIRST_CAPACITY, f"a guess, because `prefetcher advise` failed: {' '.join(str(error).split())}"
     if parse_bytes(advice.recommended.capacity) < parse_bytes(LEAST_CAPACITY):
         return (
             LEAST_CAPACITY,
-            f"`prefetcher advise` asks for {advice.recommended.capacity}; this leaves room for larger batches",
+            f"`prefetcher advise` recommends {advice.recommended.capacity}; this leaves room for larger batches",
         )
-    return advice.recommended.capacity, "by `prefetcher advise`, which shows what more or less would do"
+    return advice.recommended.capacity, "by `prefetcher advise`, which also shows larger and smaller capacities"
 
 
 def summary(data: DataSet, chosen: ChosenRoles) -> list[str]:
     ids = (
-        f"{ids.column.name} ({ids.num_embeddings:,} rows{', hashed' if ids.hashed else ''}{', lists' if ids.column.is_list else ''})"
+        f"{ids.column.name} ({ids.num_embeddings:,} "
+        f"rows{', hashed' if ids.hashed else ''}{', lists' if ids.column.is_list else ''})"
         for ids in chosen.ids
     )
     lines = [
@@ -92,7 +90,7 @@ def summary(data: DataSet, chosen: ChosenRoles) -> list[str]:
     lines += [f"left out  {name}: {why}" for name, why in chosen.left_out.items()]
     return [
         *lines,
-        "--label, --dense and --ids choose otherwise. With the output in job.toml, go on with",
+        "Change these with --label, --dense and --ids. With the output in job.toml, continue with",
         "  prefetcher check --config job.toml",
         "  python -m rowcast.deploy.local --config job.toml",
     ]
@@ -122,7 +120,8 @@ def batch_size(data: DataSet) -> int:
 
 def head(data: DataSet) -> Iterator[str]:
     looked_at = f"{plural(data.num_rows, 'row')} in {plural(data.num_files, 'file')}"
-    yield f"# Written by `prefetcher new` after a look at {looked_at}. Every key: docs/job-file.md; columns: docs/data.md."
+    pages = "Every key: docs/job-file.md; columns: docs/data.md."
+    yield f"# Written by `prefetcher new` after a look at {looked_at}. {pages}"
     yield "[job]"
     yield f"name = {quoted(name_of(data))}"
     yield f"run_dir = {quoted(f'runs/{name_of(data)}')}"
@@ -133,7 +132,7 @@ def head(data: DataSet) -> Iterator[str]:
     yield f"batch_size = {batch_size(data)}"
     yield "epochs = 1"
     yield "eval_fraction = 0.1  # the last tenth of the rows, in the files' order, is for evaluation"
-    yield 'shuffle = "window:65536"  # the others are trained on in random order within blocks of so many rows'
+    yield 'shuffle = "window:65536"  # the other rows are shuffled within blocks of this many'
     yield ""
 
 
@@ -145,7 +144,8 @@ def columns(data: DataSet, chosen: ChosenRoles) -> Iterator[str]:
         reach = max(abs(column.low), abs(column.high))
         if reach > LARGE:
             span = f"from {column.low:g} to {column.high:g}"
-            yield f"# {comment(column.name)} goes {span} and is used as it is; take its logarithm or scale it for a better model"
+            advice = "its logarithm or a scaled value gives a better model"
+            yield f"# {comment(column.name)} ranges {span} and is used as it is; {advice}"
     hashed = [ids.column.name for ids in chosen.ids if ids.hashed]
     if hashed:
         yield f"hash = {names(hashed)}  # text, and integers with gaps or missing values; a missing one is row 0"
@@ -168,7 +168,7 @@ def tables(chosen: ChosenRoles) -> Iterator[str]:
         yield f"embedding_dim = {EMBEDDING_DIM}"
         yield f"features = {names([ids.column.name])}"
         if ids.column.is_list:
-            yield 'pooling = "sum"  # of the rows of a list'
+            yield 'pooling = "sum"  # of the rows of one list'
         yield ""
 
 
@@ -176,7 +176,7 @@ def rest(chosen: ChosenRoles, capacity: str, why_capacity: str) -> Iterator[str]
     yield "[model]"
     yield 'kind = "dlrm"'
     yield f"bottom_mlp = [64, {EMBEDDING_DIM}]" + (
-        "" if chosen.dense else "  # a vector that is learned, as there are no dense features"
+        "" if chosen.dense else "  # a learned vector, because there are no dense features"
     )
     yield "top_mlp = [128, 64, 1]"
     yield ""
@@ -190,12 +190,11 @@ def rest(chosen: ChosenRoles, capacity: str, why_capacity: str) -> Iterator[str]
 
 def size_reason(ids: Ids) -> str:
     if ids.hashed:
-        return f"{ids.column.distinct:,} values were seen; more rows are fewer collisions"
+        return f"{ids.column.distinct:,} distinct values; more rows give fewer collisions"
     return f"ids go up to {ids.column.high:,.0f}"
 
 
 def table_name(feature: str, taken: set[str]) -> str:
-    """Letters, digits and underscores, once each."""
     name = re.sub(r"[^A-Za-z0-9_]", "_", feature)
     name = name if re.match(r"[A-Za-z_]", name) else f"t_{name}"
     while name in taken:
@@ -217,5 +216,4 @@ def quoted(text: str) -> str:
 
 
 def comment(name: str) -> str:
-    """A column's name where no line may end."""
     return "".join(letter if letter.isprintable() else " " for letter in name)

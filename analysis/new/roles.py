@@ -1,4 +1,4 @@
-"""What the columns of a data set are to a model: label, dense features, ids, or nothing. docs/data.md says the rules to a person."""
+"""The role of each column in a model: label, dense feature, ids, or none. docs/data.md explains the rules."""
 
 import re
 from collections.abc import Sequence
@@ -9,16 +9,14 @@ from rowcast.runtime.errors import ConfigError
 from rowcast.runtime.name_lists import listed, nearest
 
 LABEL_NAMES = ("label", "click", "clicked", "is_click", "target", "y")
-FILLED = 0.5  # integers whose values fill this share of the range from 0 on are taken for ids
-UNIQUE, LEAST_ROWS = 0.9, 100  # share of distinct values from which on ids say nothing, in that many rows or more
-ROWS_A_VALUE = 10  # in a table of hashed ids: about a tenth of the values share their row with another
+FILLED = 0.5  # integers that fill this share of the range from 0 are taken for ids
+UNIQUE, LEAST_ROWS = 0.9, 100  # with this share of distinct values in this many rows or more, ids carry no information
+ROWS_A_VALUE = 10  # rows per value in a table of hashed ids: about a tenth of the values share their row with another
 LEAST_HASHED = 100
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Wish:
-    """As typed."""
-
     label: str | None = None
     dense: Sequence[str] = ()
     ids: Sequence[str] = ()
@@ -36,11 +34,11 @@ class ChosenRoles:
     label: ColumnFacts
     dense: list[ColumnFacts]
     ids: list[Ids]
-    left_out: dict[str, str]  # column -> why
+    left_out: dict[str, str]  # column -> reason
 
 
 def choose(data: DataSet, wish: Wish) -> ChosenRoles:
-    """Raises ConfigError where a wish cannot be met, or no label or no ids are found."""
+    """Raises ConfigError if a wish cannot be met, or no label or no ids are found."""
     for option, names in (
         ("--label", [wish.label] if wish.label else []),
         ("--dense", wish.dense),
@@ -91,7 +89,8 @@ def label_of(data: DataSet, wish: Wish) -> ColumnFacts:
     if binary:
         names = [column.name for column in binary]
         raise ConfigError(
-            f"{data.path}: {len(names)} columns hold 0 and 1 ({listed(names)}); say which is the label: --label {names[0]}"
+            f"{data.path}: {len(names)} columns hold 0 and 1 ({listed(names)}); say which is the label: --label "
+            f"{names[0]}"
         )
     held = "; ".join(
         f"{column.name} holds {contents(column)}" for column in data.columns if column.name.lower() in LABEL_NAMES
@@ -109,25 +108,26 @@ def contents(column: ColumnFacts) -> str:
 
 
 def useless(data: DataSet, column: ColumnFacts) -> str | None:
-    """Why a column is left out that nobody has asked for."""
     if column.kind == "time":
-        return "a timestamp is no feature; docs/data.md makes hour and weekday of it"
+        return "a timestamp is not a feature; docs/data.md shows how to make hour and weekday of it"
     if column.kind == "other":
         return f"{column.type} cannot be read" if column.num_values else "it has no values"
     if column.kind == "number" and column.is_list:
-        return "lists of numbers are no features; as weights of ids: data.columns.weights"
+        return "lists of numbers are not features; for weights of ids use data.columns.weights"
     if column.kind in ("integer", "number") and column.low == column.high and not column.missing:
         return "every value is the same"
     if column.kind == "text" and column.distinct < 2 and not column.missing:
         return "every value is the same"
     many = column.num_values >= LEAST_ROWS and column.distinct > UNIQUE * column.num_values
     if many and not column.is_list and is_ids(column):
-        return f"nearly every row has a value of its own; --ids {column.name} takes it all the same"
+        return f"nearly every row has a value of its own; --ids {column.name} uses it anyway"
     return None
 
 
 def is_ids(column: ColumnFacts) -> bool:
-    """Text, lists, integers by their name, and integers that fill their range, as numbered things do; 0 and 1 alone are a number."""
+    """Text, lists, integers named like ids, and integers that fill their range, as numbered things do; 0 and 1 are a
+    number.
+    """
     if column.kind == "text" or column.is_list:
         return True
     if column.kind != "integer" or column.words or re.fullmatch(r"int_\d+", column.name):
@@ -138,7 +138,7 @@ def is_ids(column: ColumnFacts) -> bool:
 
 
 def as_ids(data: DataSet, column: ColumnFacts) -> Ids:
-    """Integers from 0 on are rows as they are, in tables a little larger than they need; everything else is hashed."""
+    """Integers from 0 up are row numbers, in tables a little larger than needed; everything else is hashed."""
     if column.kind not in ("integer", "text") and not (data.format == "csv" and column.num_values):
         raise ConfigError(f"--ids {column.name}: ids are text or integers, and the column's type is {column.type}")
     sparse = column.distinct < FILLED / 5 * (column.high + 1) and column.high >= 1000
@@ -159,7 +159,6 @@ def require_dense(column: ColumnFacts) -> None:
 
 
 def with_room(count: int) -> int:
-    """A tenth more, for ids that come later."""
     return -(-11 * count // 10)
 
 

@@ -1,9 +1,9 @@
-"""How often each row is looked up in a sample, and which rows are hot: the most looked-up ones that a budget of bytes holds.
+"""Counts look-ups per row in a sample, and picks hot rows: those looked up most that fit a budget of bytes.
 
-Following Adnan et al., Accelerating Recommendation System Training by Leveraging Popular Choices (VLDB 2022), who call a row hot above a
-threshold of accesses that a memory budget decides, and find it from a small sample of the inputs.
+Follows Adnan et al., Accelerating Recommendation System Training by Leveraging Popular Choices (VLDB 2022): a row is
+hot above a threshold of accesses set by a memory budget, which a small sample of the inputs suffices to find.
 
-Memory follows the distinct rows of the sample: 16 bytes a row, several times that while they are sorted.
+Memory grows with the distinct rows of the sample: 16 bytes per row, and several times that while they are sorted.
 """
 
 from dataclasses import dataclass
@@ -17,19 +17,17 @@ from rowcast.protocol.batch import Batch
 from rowcast.runtime.arrays import I64
 from rowcast.runtime.errors import ConfigError
 
-BYTES_PER_ROW = 128  # at the peak, while counts are merged or hot rows are picked
+BYTES_PER_ROW = 128  # peak, while counts are merged or hot rows are picked
 LEAST_PENDING_ROWS = 2**18
 
 
 class AccessCounts:
-    """Look-ups of each distinct row of a group, from the batches added so far."""
-
     def __init__(self, group: GroupSpec, num_features: int) -> None:
         self._grouper = Grouper(group, num_features)
         self._keys, self._counts = np.zeros(0, np.int64), np.zeros(0, np.int64)
         self._pending: list[tuple[I64, I64]] = []
         self._num_pending = 0
-        self.largest_batch_rows = 0  # distinct rows of the batch that touches most
+        self.largest_batch_rows = 0  # distinct rows of the batch that touches most rows
 
     def add(self, batch: Batch) -> None:
         grouping = self._grouper.group(self._grouper.lookups(batch))
@@ -41,11 +39,10 @@ class AccessCounts:
 
     @property
     def max_rows(self) -> int:
-        """No fewer than the distinct rows so far."""
         return len(self._keys) + self._num_pending
 
     def totals(self) -> tuple[I64, I64]:
-        """(distinct keys, ascending; look-ups of each)."""
+        """Returns (distinct keys, ascending; look-ups of each)."""
         self._merge()
         return self._keys, self._counts
 
@@ -62,10 +59,7 @@ class AccessCounts:
 
 
 class Popularity:
-    """Look-ups of every row of a job's sample."""
-
     def __init__(self, groups: tuple[GroupSpec, ...], limit_bytes: float) -> None:
-        """`limit_bytes`: host memory that counting may take."""
         num_features = sum(group.num_features for group in groups)
         self.groups = groups
         self.counts = [AccessCounts(group, num_features) for group in groups]
@@ -73,7 +67,7 @@ class Popularity:
         self._limit_bytes = limit_bytes
 
     def add(self, batch: Batch) -> None:
-        """Raises ConfigError where the sample touches more rows than there is memory to count them."""
+        """Raises ConfigError if the sample touches more rows than memory can count."""
         for counts in self.counts:
             counts.add(batch)
         self.num_batches += 1
@@ -81,8 +75,9 @@ class Popularity:
         needed = sum(counts.max_rows for counts in self.counts) * BYTES_PER_ROW
         if needed > self._limit_bytes:
             raise ConfigError(
-                f"--sample: the first {self.num_samples} samples touch {needed // BYTES_PER_ROW} distinct rows, and counting them takes "
-                f"about {needed} bytes of {int(self._limit_bytes)} that may be used; give a smaller --sample"
+                f"--sample: the first {self.num_samples} samples touch {needed // BYTES_PER_ROW} distinct rows; "
+                "counting them takes "
+                f"about {needed} bytes, and {int(self._limit_bytes)} may be used; give a smaller --sample"
             )
 
     @property
@@ -96,14 +91,14 @@ class Popularity:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HotSet:
-    keys: tuple[I64, ...]  # ascending, one array a group
-    # look-ups in the sample of the least looked-up hot row, per group; None without a hot row
+    keys: tuple[I64, ...]  # ascending, one array per group
+    # per group, look-ups in the sample of its least looked-up hot row; None without a hot row
     threshold: tuple[int | None, ...]
-    nbytes: int  # of their records
+    nbytes: int  # of the rows' records
 
 
 def hot_set(popularity: Popularity, budget_bytes: int, room: tuple[int, ...] | None = None) -> HotSet:
-    """The rows with the most look-ups per byte of record within the budget, equal ones by key; at most `room` rows of each group."""
+    """The rows with the most look-ups per record byte within the budget, ties by key; at most `room` rows per group."""
     groups = popularity.groups
     totals = [counts.totals() for counts in popularity.counts]
     orders = [
@@ -131,7 +126,7 @@ class TableShares:
     num_rows: int
     hot_rows: int
     hot_bytes: int
-    accesses: EstimatedShare | None  # None: the judged batches look nothing up
+    accesses: EstimatedShare | None  # None: the judged batches look up nothing
     inputs: EstimatedShare | None
 
 
@@ -143,19 +138,19 @@ class CoverageShares:
 
 
 class Coverage:
-    """Counts of one hot set. Tables stand in the job's order: row t of an array is the table of index t."""
+    """Counts for one hot set. Tables are in the job's order: entry t of an array is the table with index t."""
 
     def __init__(self, groups: tuple[GroupSpec, ...], hot: HotSet) -> None:
         self._groups, self._hot = groups, hot
         self._groupers = [Grouper(group, sum(group.num_features for group in groups)) for group in groups]
         self._num_tables = sum(len(group.tables) for group in groups)
-        self._hits: list[I64] = []  # [T] look-ups of hot rows, one array a batch
+        self._hits: list[I64] = []  # [T] look-ups of hot rows, one array per batch
         self._lookups: list[I64] = []  # [T]
-        self._inputs: list[I64] = []  # [T + 1] samples that are covered in each table, and in all
+        self._inputs: list[I64] = []  # [T + 1] samples covered in each table, and in all
         self._sizes: list[int] = []  # samples
         self.num_samples = 0
         self._single_hot = True  # so far every sample looked up a row of every table
-        self.largest_batch_rows = [0] * len(groups)  # distinct rows of the batch that touches most
+        self.largest_batch_rows = [0] * len(groups)  # distinct rows of the batch that touches most rows
 
     def add(self, batch: Batch) -> None:
         self._single_hot &= batch.offsets is None
@@ -213,7 +208,7 @@ class Coverage:
 
 
 def known_share(num_hot: int, num_rows: int) -> float | None:
-    """Of look-ups, where there is nothing to be unsure of: no row is hot, or every row is."""
+    """The share of look-ups if it is certain: no row is hot, or every row is."""
     if num_hot == 0:
         return 0.0
     return 1.0 if num_hot == num_rows else None
@@ -226,7 +221,7 @@ def share_of(hits: I64, totals: I64, confidence: float, known: float | None) -> 
 
 
 def sample_of(lookups: GroupLookups, num_samples: int) -> I64:
-    """The sample of each look-up; bags stand feature by feature."""
+    """The sample of each look-up; bags are ordered by feature."""
     if lookups.offsets is None:
         return np.arange(len(lookups.ids)) % num_samples
     return np.repeat(np.arange(len(lookups.offsets) - 1), np.diff(lookups.offsets)) % num_samples

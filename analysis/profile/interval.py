@@ -1,16 +1,19 @@
-"""How sure a share is that was measured on some batches of many.
+"""The confidence interval of a share that was measured on some of many batches.
 
-Samples within a batch are alike (an hour, a campaign, one customer's basket), so n samples of m batches say less than n samples drawn
-one by one. The batches were drawn at random, so they are what is counted:
+Samples within a batch are alike (an hour, a campaign, one customer's basket), so n samples of m batches say less than n
+samples drawn one by one. The batches were drawn at random, so they are what is counted:
 
     share      p = hits / totals, summed over the m judged batches
-    variance   m / (m - 1) * sum (hits_i - p * totals_i)^2 / totals^2, the linearized ratio estimator for m batches drawn at random
-    effective  n = p (1 - p) / variance, samples drawn one by one that would vary as much; never more than there are; m where p is 0 or 1,
-               as if every batch had been of one kind
-    interval   Wilson's for p and n, which never leaves [0, 1], with Student's t for m - 1 degrees of freedom in place of the normal's z
+    variance   m / (m - 1) * sum (hits_i - p * totals_i)^2 / totals^2, the linearized ratio estimator for m batches
+               drawn at random
+    effective  n = p (1 - p) / variance, samples drawn one by one that would vary as much; at most the actual number;
+               m if p is 0 or 1, as if every batch had been of one kind
+    interval   Wilson's for p and n, which never leaves [0, 1], with Student's t for m - 1 degrees of freedom in place
+               of the normal's z
 
-Batches spread evenly over the data vary less than batches drawn at random, and none is drawn twice; both make the interval only safer.
-What it cannot know of is a kind of batch that none of the judged ones is of; `unseen_share` says how much of the data that may be.
+Batches spread evenly over the data vary less than batches drawn at random, and none is drawn twice; both make the
+interval only safer. It knows nothing about kinds of batches that were not judged; `unseen_share` says how much of the
+data they may be.
 """
 
 from dataclasses import dataclass
@@ -26,15 +29,13 @@ METHOD = "Wilson's interval for the effective number of samples, batches as clus
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EstimatedShare:
-    """A share from 0 to 1 with its confidence interval."""
-
     estimate: float
     low: float
     high: float
 
 
 def clustered_share(hits: I64, totals: I64, confidence: float) -> EstimatedShare | None:
-    """The share of `hits` in `totals`, both [m], one a batch; None where nothing was counted."""
+    """The share of `hits` in `totals`, both [m], one per batch; None if nothing was counted."""
     assert len(hits) == len(totals) >= 2, f"{len(hits)} hits and {len(totals)} totals of at least 2 batches"
     total = float(totals.sum())
     if total == 0:
@@ -44,7 +45,7 @@ def clustered_share(hits: I64, totals: I64, confidence: float) -> EstimatedShare
 
 
 def effective_samples(share: float, hits: I64, totals: I64) -> float:
-    """Samples drawn one by one that would vary as much."""
+    """Number of independent samples that would vary as much."""
     num_batches, total = len(totals), float(totals.sum())
     spread = share * (1 - share)
     if spread == 0:
@@ -54,7 +55,7 @@ def effective_samples(share: float, hits: I64, totals: I64) -> float:
 
 
 def wilson(share: float, num_samples: float, deviations: float) -> EstimatedShare:
-    """The shares from which `share` of so many samples is not further away than so many standard deviations."""
+    """The shares from which `share` of `num_samples` samples is at most `deviations` standard deviations away."""
     weight = deviations**2 / num_samples
     centre = (share + weight / 2) / (1 + weight)
     half = deviations / (1 + weight) * sqrt(share * (1 - share) / num_samples + weight / (4 * num_samples))
@@ -64,16 +65,16 @@ def wilson(share: float, num_samples: float, deviations: float) -> EstimatedShar
 
 
 def unseen_share(num_batches: int, confidence: float) -> float:
-    """The largest share of the data's batches of which, with this confidence, so many batches drawn at random hold at least one."""
+    """The share above which a kind of batch is, with this confidence, among `num_batches` batches drawn at random."""
     return 1.0 - float((1 - confidence) ** (1 / num_batches))
 
 
 @lru_cache(maxsize=16)
 def student_t(confidence: float, freedom: int) -> float:
-    """The t that |T| stays below with this probability.
+    """The t for which |T| < t has this probability.
 
-    With T = sqrt(freedom) * tan(angle) the angle's density is cos(angle)^(freedom - 1), which is summed up to where the probability is
-    reached. The steps are small near 0, where all of it lies when the degrees of freedom are many.
+    With T = sqrt(freedom) * tan(angle), the angle's density is cos(angle)^(freedom - 1), which is summed until the
+    probability is reached. Steps are small near 0, where all of it is when there are many degrees of freedom.
     """
     angles = np.pi / 2 * np.linspace(0, 1, 20001) ** 2
     density = np.cos(angles) ** (freedom - 1)

@@ -1,10 +1,10 @@
-"""`prefetcher profile`: which rows are worth keeping on the device for good, and what they would cover.
+"""`prefetcher profile`: which rows are worth pinning, and what they would cover.
 
-    sample, half of it   --> look-ups of each row --> hot rows of each budget --> pin file of the largest
-    the other half                                        --> share of look-ups and of whole inputs that they cover, with its interval
+    half of the sample --> look-ups of each row --> hot rows of each budget --> pin file of the largest
+    the other half                                      --> share of look-ups and of whole inputs covered, with interval
 
-The halves are disjoint batches drawn in the same strata of the epoch (see `sample`), so the shares are those of a hot set on data that
-had no part in choosing it, and the pin file holds exactly the rows that were judged.
+The halves are disjoint batches drawn in the same strata of the epoch (see `sample`), so the shares are those of a hot
+set on data that had no part in choosing it, and the pin file holds exactly the rows that were judged.
 """
 
 import sys
@@ -41,13 +41,13 @@ MEMORY_SHARE = 0.5  # of the free memory, for counting
 class Budget:
     text: str
     nbytes: int
-    room: tuple[int, ...] | None  # rows that each group may give at most; None: as many as the budget holds
+    room: tuple[int, ...] | None  # rows that each group may pin at most; None: as many as the budget holds
 
 
 @dataclass(frozen=True, kw_only=True)
 class ProfileRequest:
     amount: Amount = DEFAULT_AMOUNT
-    budgets: tuple[str, ...] = ()  # sizes as the job file writes them; none: half of the cache
+    budgets: tuple[str, ...] = ()  # sizes as in the job file; none: half of the cache
     confidence: float = 0.99
     memory_bytes: float  # host memory that counting may take
     progress: Progress = field(default=lambda what: None)
@@ -58,7 +58,7 @@ class ProfileRequest:
 
 
 def profile_job(job: Job, request: ProfileRequest) -> tuple[Profile, dict[str, I64]]:
-    """The profile, and the hot rows of the largest budget by table. Raises ConfigError and DataError."""
+    """Returns the profile, and the hot rows of the largest budget by table. Raises ConfigError and DataError."""
     groups, reader = group_specs(job), open_reader(job)
     asked = [parse_budget(text, groups) for text in request.budgets]
     measured = list(islice(schedule(job, reader), MEASURED_BATCHES))
@@ -90,7 +90,6 @@ def profile_job(job: Job, request: ProfileRequest) -> tuple[Profile, dict[str, I
 
 
 def pick(job: Job, reader: Reader, request: ProfileRequest, popularity: Popularity) -> Popularity:
-    """The same counts, after the batches of the picking half."""
     for sampled in half(job, reader, request, PICK):
         popularity.add(sampled.batch)
         request.progress(f"counted {popularity.num_samples:,} samples")
@@ -98,7 +97,6 @@ def pick(job: Job, reader: Reader, request: ProfileRequest, popularity: Populari
 
 
 def judge(job: Job, reader: Reader, request: ProfileRequest, coverages: list[Coverage]) -> list[Coverage]:
-    """The same coverages, after the batches of the judging half."""
     for sampled in half(job, reader, request, JUDGE):
         for coverage in coverages:
             coverage.add(sampled.batch)
@@ -120,17 +118,19 @@ def half(job: Job, reader: Reader, request: ProfileRequest, draw: int) -> Iterat
 def refuse_small(num_picked: int, num_judged: int) -> None:
     if num_picked < 1 or num_judged < 2:
         raise ConfigError(
-            f"--sample: {num_picked} batches to pick hot rows and {num_judged} others to judge them are too few for an interval; "
+            f"--sample: {num_picked} batches to pick hot rows and {num_judged} to judge them are too few for an "
+            "interval; "
             "give a larger --sample, or smaller batches with --set data.batch_size=N"
         )
 
 
 def parse_budget(text: str, groups: tuple[GroupSpec, ...]) -> Budget:
-    """`"16MiB"`, or `"20000 rows"` where all records are alike. Raises ConfigError."""
+    """Parses `"16MiB"`, or `"20000 rows"` if all records have the same size. Raises ConfigError."""
     rows = parse_rows(text)
     if rows is not None and len(groups) > 1:
         raise ConfigError(
-            f'--budget "{text}" counts rows, but the tables have records of {len(groups)} sizes; give bytes, such as 16MiB'
+            f'--budget "{text}" counts rows, but the tables have records of {len(groups)} sizes; '
+            "give bytes, such as 16MiB"
         )
     try:
         nbytes = parse_bytes(text) if rows is None else rows * groups[0].record_bytes
@@ -140,8 +140,8 @@ def parse_budget(text: str, groups: tuple[GroupSpec, ...]) -> Budget:
 
 
 def default_budget(groups: tuple[GroupSpec, ...], slots: tuple[int, ...], largest_batch_rows: list[int]) -> Budget:
-    """Half of the cache: the other half is for what changes from batch to batch. A pinned row takes its slot for good, so every group
-    keeps room beside them for a batch of which no row is hot, a little larger than the largest one seen.
+    """Half of the cache: the other half is for rows that change from batch to batch. A pinned row never leaves its
+    slot, so every group keeps room for a batch without hot rows that is slightly larger than the largest one seen.
     """
     room = tuple(max(0, n - with_margin(largest)) for n, largest in zip(slots, largest_batch_rows, strict=True))
     cache_bytes = sum(n * group.record_bytes for n, group in zip(slots, groups, strict=True))
@@ -149,7 +149,7 @@ def default_budget(groups: tuple[GroupSpec, ...], slots: tuple[int, ...], larges
 
 
 def with_margin(largest_batch_rows: int) -> int:
-    """Rows to keep room for where the largest batch of all may be larger than the largest one seen: a tenth more."""
+    """A tenth more than the largest batch seen, because another may be larger."""
     return largest_batch_rows - (-largest_batch_rows // 10)
 
 
@@ -168,7 +168,6 @@ def budget_coverage(
 
 
 def too_large(hot: HotSet, groups: tuple[GroupFacts, ...]) -> str | None:
-    """What to change where hot rows and a batch of none of them do not fit into a group's slots together."""
     for group, keys in zip(groups, hot.keys, strict=True):
         needed = len(keys) + group.largest_batch_rows
         if needed > group.slots:
@@ -178,7 +177,8 @@ def too_large(hot: HotSet, groups: tuple[GroupFacts, ...]) -> str | None:
                 else f'cache.groups.{group.group} to "{needed} rows"'
             )
             return (
-                f"{len(keys)} hot rows and the {group.largest_batch_rows} rows of the largest batch seen do not fit into the {group.slots} "
+                f"{len(keys)} hot rows and the {group.largest_batch_rows} rows of the largest batch seen do not fit in "
+                f"the {group.slots} "
                 f"slots of group {group.group}: to pin them set {enough}"
             )
     return None
@@ -194,8 +194,6 @@ def rows_by_table(groups: tuple[GroupSpec, ...], hot: HotSet) -> dict[str, I64]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProfileOptions:
-    """As typed."""
-
     sample: float | None = None
     samples: int | None = None
     budgets: Sequence[str] = ()
@@ -205,7 +203,6 @@ class ProfileOptions:
 
 
 def run_profile(job: Job, options: ProfileOptions) -> None:
-    """Raises ConfigError and DataError."""
     with Console(stderr=True).status("reading") as status:
         request = ProfileRequest(
             amount=amount_of(options),
@@ -233,7 +230,7 @@ def run_profile(job: Job, options: ProfileOptions) -> None:
 
 def amount_of(options: ProfileOptions) -> Amount:
     if options.sample is not None and options.samples is not None:
-        raise ConfigError("--sample and --samples are both given; remove one: either says how much to read")
+        raise ConfigError("--sample and --samples are both given; remove one, as each says how much to read")
     if options.sample is None and options.samples is None:
         return DEFAULT_AMOUNT
     return Amount(share=options.sample, samples=options.samples)

@@ -1,4 +1,4 @@
-"""What a profile has to show: the result, and its tables: the budgets, then what each covers table by table."""
+"""The result of a profile, and its printed tables: the budgets, then what each covers table by table."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -11,8 +11,8 @@ from rowcast.analysis.profile.hot_rows import CoverageShares
 from rowcast.analysis.profile.interval import METHOD, EstimatedShare
 from rowcast.runtime.telemetry.format_numbers import human_bytes, percent_number
 
-HALF = "half the cache"  # the budget where none was asked for
-BUDGET_WIDTH = 33  # columns of the terminal that one budget takes beside the tables' names
+HALF = "half the cache"  # the default budget
+BUDGET_WIDTH = 33  # columns of the terminal per budget, besides the tables' names
 NAME_WIDTH = 28
 
 
@@ -26,7 +26,7 @@ class GroupFacts:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BudgetCoverage:
-    budget: str  # as asked for
+    budget: str  # as requested
     budget_bytes: int
     hot_rows: int
     hot_bytes: int
@@ -45,7 +45,7 @@ class Profile:
     rows_seen: int  # distinct, in the picking half
     confidence: float
     method: str = METHOD
-    unseen_share: float  # of the data's batches: a kind of batch rarer than this may not be among the judged ones
+    unseen_share: float  # of the data's batches: a rarer kind of batch may not be among the judged ones
     groups: tuple[GroupFacts, ...]
     budgets: tuple[BudgetCoverage, ...]  # ascending
 
@@ -100,21 +100,21 @@ def plain_table(first: str, *others: str) -> Table:
 
 
 def notes(profile: Profile) -> Iterator[str]:
-    """How to read the numbers, and what to change."""
     yield (
-        f"In brackets: {100 * profile.confidence:.4g} % intervals. {profile.judged_batches} batches were judged, as clusters of samples "
-        f"that are alike; a kind of batch rarer than {percent_number(profile.unseen_share)} % of all may not be among them."
+        f"In brackets: {100 * profile.confidence:.4g} % intervals. {profile.judged_batches} batches were judged, each "
+        "as a cluster of similar "
+        f"samples; a kind of batch rarer than {percent_number(profile.unseen_share)} % of all may not be among them."
     )
     if any(budget.hot_rows for budget in profile.budgets):
         least = ", ".join(least_lookups(budget, named=len(profile.budgets) > 1) for budget in profile.budgets)
-        yield f"Each hot row was looked up at least {'once' if least == '1' else f'{least} times'} by the samples that chose it."
+        times = "once" if least == "1" else f"{least} times"
+        yield f"Each hot row was looked up at least {times} by the samples that chose it."
     if any(budget.budget == HALF for budget in profile.budgets):
         yield half_the_cache(profile)
     yield from (f"{budget.budget}: {budget.too_large}." for budget in profile.budgets if budget.too_large is not None)
 
 
 def least_lookups(budget: BudgetCoverage, *, named: bool) -> str:
-    """One number a group, where they differ."""
     own = [str(least or "-") for least in budget.threshold.values()]
     numbers = own[0] if len(set(own)) == 1 else "/".join(own)
     return f"{numbers} ({budget.budget})" if named else numbers
@@ -125,7 +125,8 @@ def half_the_cache(profile: Profile) -> str:
         f"{group.slots:,} slots of {group.group}, {group.largest_batch_rows:,} rows" for group in profile.groups
     )
     return (
-        f"{HALF}: the other half is for what changes from batch to batch. The largest batch seen and a tenth more must fit beside the hot "
+        f"{HALF}: the other half is for rows that change from batch to batch. The largest batch seen and a tenth more "
+        "must fit next to the hot "
         f"rows ({groups})."
     )
 

@@ -1,1 +1,1 @@
-"""`prefetcher simulate`: what other policies, capacities and horizons would move."""
+"""`prefetcher simulate`: the traffic of other policies, capacities and horizons."""

@@ -1,4 +1,6 @@
-"""Which settings to simulate: policies x capacities x horizons x batch sizes x orders, each as a run of the job would have it."""
+"""Which settings to simulate: policies x capacities x horizons x batch sizes x orders, each as a run of the job would
+have it.
+"""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,7 +16,7 @@ from rowcast.job.schema import Data, Horizon, Job
 from rowcast.runtime.errors import ConfigError
 
 BOUND = "belady"
-SIMULATED = ("window", "ttl", BOUND)  # known to the simulator only
+SIMULATED = ("window", "ttl", BOUND)  # exist only in the simulator
 POLICIES = (*EVICTION_POLICIES, *SIMULATED)
 AUTO_BATCHES = 64
 # the others know no future, or all of it
@@ -23,13 +25,13 @@ LOOKING_AHEAD = (*(name for name, own in EVICTION_POLICIES.items() if own.looks_
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Grid:
-    """Lists to vary; an empty one stands for the job's own value."""
+    """Values to vary; an empty list means the job's own value."""
 
     policies: Sequence[str] = ()
-    capacities: Sequence[str | int] = ()  # as cache.capacity takes them
+    capacities: Sequence[str | int] = ()  # as in cache.capacity
     horizons: Sequence[Horizon] = ()
     batch_sizes: Sequence[int] = ()
-    shuffles: Sequence[str] = ()  # as data.shuffle takes them
+    shuffles: Sequence[str] = ()  # as in data.shuffle
 
     def __post_init__(self) -> None:
         for policy in self.policies:
@@ -39,9 +41,11 @@ class Grid:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Setting:
-    """One run to simulate: a policy, and a job with its capacity, horizon and batches, and with the policy where a run can have it.
+    """One run to simulate: a policy, and a job with its capacity, horizon and batches, and with the policy if a run can
+    have it.
 
-    horizon: batches known beyond the one planned, at least the depth; None where the policy looks at no future, or at all of it.
+    horizon: batches known beyond the one planned, at least the depth; None if the policy looks at no future, or at all
+    of it.
     """
 
     policy: str
@@ -50,7 +54,7 @@ class Setting:
 
     @property
     def horizon_batches(self) -> int:
-        """For the simulator's own policies, which have no "auto"."""
+        """For the simulator's own policies, which do not have "auto"."""
         return AUTO_BATCHES if self.horizon == "auto" else self.horizon or 0
 
 
@@ -63,7 +67,7 @@ def with_values(job: Job, values: Mapping[str, Mapping[str, Any]]) -> Job:
 
 
 def batches_jobs(job: Job, grid: Grid) -> list[Job]:
-    """A job for each batch size and order: those that read the data in a way of their own. Raises ConfigError before anything is read."""
+    """One job per batch size and order: each reads the data differently. Raises ConfigError before anything is read."""
     for shuffle in grid.shuffles:
         check_order(job.data, shuffle)
     sizes, shuffles = (
@@ -76,17 +80,16 @@ def batches_jobs(job: Job, grid: Grid) -> list[Job]:
 
 
 def check_order(data: Data, shuffle: str) -> None:
-    """Raises ConfigError for an order that the job's data cannot be read in."""
+    """Raises ConfigError for an order in which the job's data cannot be read."""
     if data.format not in FORMATS:
-        raise ConfigError(
-            f"--shuffle {shuffle}: batches of {data.format} come in an order of their own; leave --shuffle out"
-        )
+        raise ConfigError(f"--shuffle {shuffle}: batches of {data.format} have a fixed order; omit --shuffle")
     able = [name for name in FORMATS if can_have(name, shuffle)]
     if not able:
-        raise ConfigError(f"--shuffle {shuffle} is none of none, full, window:ROWS")
+        raise ConfigError(f"--shuffle {shuffle} is not one of none, full, window:ROWS")
     if data.format not in able:
         raise ConfigError(
-            f"--shuffle {shuffle}: {data.format} cannot be read in this order; {' and '.join(able)} can, or use window:65536"
+            f"--shuffle {shuffle}: {data.format} cannot be read in this order; {' and '.join(able)} can, or use "
+            "window:65536"
         )
 
 
@@ -104,7 +107,9 @@ def capacity_jobs(job: Job, grid: Grid) -> Iterator[Job]:
 
 
 def settings(job: Job, grid: Grid) -> list[Setting]:
-    """At the job's capacity and batches. Horizons below the depth are raised to it, as in a run, and equal settings occur once."""
+    """At the job's capacity and batches. Horizons below the depth are raised to it, as in a run; duplicates are
+    removed.
+    """
     found: dict[tuple[str, Horizon | None], Setting] = {}
     for policy, horizon in product(grid.policies or [job.cache.policy], grid.horizons or [job.lookahead.horizon]):
         trained = {"policy": policy} if policy in EVICTION_POLICIES else {}
@@ -115,5 +120,5 @@ def settings(job: Job, grid: Grid) -> list[Setting]:
 
 
 def known_ahead(job: Job, policy: str) -> Horizon | None:
-    """Batches known beyond the one planned, as a run has them; None where the policy does not look at them."""
+    """Batches known beyond the one planned, as in a run; None if the policy does not look at them."""
     return job.lookahead.known_ahead if policy in LOOKING_AHEAD else None

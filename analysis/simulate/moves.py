@@ -1,4 +1,4 @@
-"""What the planner moves over a recording: the same planner as in training, without tables, trainer or bytes."""
+"""What the planner moves over a recording: the planner of training, without tables, trainer or bytes."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -20,12 +20,10 @@ from rowcast.runtime.arrays import I64
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Moves:
-    """Rows that moved, by step and group."""
-
     fetched: I64  # [P, G]
     evicted: I64  # [P, G]
     written_back: I64  # [P, G] dirty victims
-    flushed: I64  # [G] by barriers: those of checkpoints, and the one behind the last step
+    flushed: I64  # [G] by barriers: those of checkpoints, and the one after the last step
 
 
 def new_moves(num_steps: int, num_groups: int) -> Moves:
@@ -41,19 +39,17 @@ def new_planner(
     *,
     keep_ids: bool = False,
 ) -> RowPlanner:
-    """As a run of the setting has it; arguments as for `job_planner`."""
     pin = setting.job.cache.pin
     pinned = None if pin is None else load_pins(Path(pin), groups)
     return job_planner(setting.job, groups, slots, first_batches, pinned=pinned, keep_ids=keep_ids)
 
 
 def bound_planner(recording: RunRecording, slots: tuple[int, ...]) -> RowPlanner:
-    """Which no run can have: it knows every batch."""
     return RowPlanner(recording.groups, slots, depth=1, horizon=len(recording))
 
 
 def planned_moves(recording: RunRecording, planner: RowPlanner, tick: Tick) -> Moves:
-    """What a fresh planner moves. `tick` is called for each step. Raises ConfigError where a step does not fit."""
+    """What a fresh planner moves. `tick` is called for each step. Raises ConfigError if a step does not fit."""
     moves = new_moves(len(recording), len(recording.groups))
     for entry in entries(recording.steps, planner):
         if isinstance(entry, BarrierPlan):
@@ -67,7 +63,7 @@ def planned_moves(recording: RunRecording, planner: RowPlanner, tick: Tick) -> M
 def entries(
     steps: Iterable[RecordedStep], planner: RowPlanner
 ) -> Iterator[tuple[ScheduledBatch, StepMoves] | BarrierPlan]:
-    """Everything that a fresh planner has to say of these steps, in order, to the last barrier."""
+    """Everything that a fresh planner plans for these steps, in order, including the last barrier."""
 
     def ready() -> Iterator[tuple[ScheduledBatch, StepMoves] | BarrierPlan]:
         while planner.ready():

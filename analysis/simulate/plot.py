@@ -1,4 +1,6 @@
-"""Miss-ratio curves: how many of the distinct rows that steps touch have to be fetched, over the capacity, a line a policy."""
+"""Miss-ratio curves: the share of the steps' distinct rows that must be fetched, over the capacity, one line per
+policy.
+"""
 
 from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
@@ -12,7 +14,7 @@ from rowcast.runtime.errors import ConfigError
 from rowcast.runtime.telemetry.format_numbers import human_count
 
 SUFFIXES = (".png", ".svg")
-LOOKS = {  # colours (Okabe and Ito) told apart by eyes that do not see red and green apart
+LOOKS = {  # distinguishable with red-green colour blindness (Okabe and Ito)
     "lookahead": ("#0072B2", "o"),
     "lru": ("#D55E00", "s"),
     "lfu": ("#CC79A7", "D"),
@@ -38,7 +40,7 @@ MOST_TICKS = 8
 
 
 def check_plot(path: Path) -> None:
-    """Raises ConfigError, before any work, where no picture can be drawn to `path`."""
+    """Raises ConfigError, before any work, if no picture can be drawn to `path`."""
     if path.suffix not in SUFFIXES:
         raise ConfigError(f"--plot {path}: name a file that ends in {' or '.join(SUFFIXES)}")
     if not path.absolute().parent.is_dir():
@@ -48,7 +50,7 @@ def check_plot(path: Path) -> None:
 
 
 def plot_results(results: Sequence[Simulation], path: Path) -> None:
-    """Draws to `path`, a panel a batch size and order. Raises ConfigError where it cannot be written."""
+    """Draws to `path`, one panel per batch size and order. Raises ConfigError if it cannot be written."""
     from matplotlib.figure import Figure
 
     shown = [result for result in results if result.rows_fetched is not None and result.unique_rows]
@@ -56,7 +58,7 @@ def plot_results(results: Sequence[Simulation], path: Path) -> None:
     for result in shown:
         panels.setdefault(f"batches of {batches_of(result)}", []).append(result)
     if not shown:
-        return  # the command says why
+        return  # the command explains
     figure = Figure(figsize=(SIDE_INCHES[0] * len(panels) + LEGEND_INCHES, SIDE_INCHES[1]), layout="constrained")
     axes = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
     for panel, (title, own) in zip(axes, panels.items(), strict=True):
@@ -87,7 +89,6 @@ def draw_panel(axes: Any, results: Sequence[Simulation]) -> None:
 
 
 def mark_capacities(axes: Any, capacities: list[int]) -> None:
-    """A logarithmic axis where the capacities lie far apart; ticks at the capacities themselves where they are few."""
     from matplotlib.ticker import FuncFormatter, NullLocator
 
     axes.set_xlabel("capacity in rows")
@@ -102,7 +103,6 @@ def mark_capacities(axes: Any, capacities: list[int]) -> None:
 
 
 def curves(results: Sequence[Simulation]) -> Iterator[tuple[str, dict[str, Any], list[tuple[int, float]]]]:
-    """Label, style and points of each policy and horizon, then the bound, which every result knows."""
     horizons = list(dict.fromkeys(result.horizon for result in results if result.horizon is not None))
     lines: dict[tuple[str, Any], list[tuple[int, float]]] = {}
     for result in results:
@@ -119,7 +119,7 @@ def curves(results: Sequence[Simulation]) -> Iterator[tuple[str, dict[str, Any],
 
 
 def line_style(policy: str, style: str) -> dict[str, Any]:
-    front = 4 if policy == "lookahead" else 3  # it often hides what lies under it
+    front = 4 if policy == "lookahead" else 3  # otherwise it often hides behind others
     colour, marker = LOOKS.get(policy, OTHER_LOOK)
     return {"color": colour, "marker": marker, "markersize": 5, "linestyle": style, "linewidth": 1.6, "zorder": front}
 

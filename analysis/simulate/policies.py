@@ -1,17 +1,18 @@
-"""Policies that only the simulator has: what published relatives move over the same steps. They count rows and move none.
+"""Policies that only the simulator has: what published systems would move over the same steps. They only count rows.
 
-`window` (cDLRM)   Rows come in windows: when one begins, all that its steps need and that is missing is fetched together, and victims are
-                   chosen at random among the resident rows that the window does not need. A window is the step that is due and the
-                   `horizon` steps behind it; where their rows do not fit every group's slots, as many of these steps as do.
-`ttl` (BagPipe)    A row stays while it is used again within the next `horizon` steps, and otherwise leaves with the next step's plan.
-                   Where the rows that stay leave too little room for a step, those needed last leave, ties by oldest last use, then
-                   smallest key, as in look-ahead.
+`window` (cDLRM)   Rows come in windows: when one begins, all missing rows that its steps need are fetched together, and
+                   victims are chosen at random among the resident rows that the window does not need. A window is the
+                   current step and the next `horizon` steps; if their rows do not fit every group's slots, as many of
+                   these steps as do.
+`ttl` (BagPipe)    A row stays while it is used again within the next `horizon` steps, and otherwise leaves with the
+                   next step's plan. If the rows that stay leave too little room for a step, those needed last leave,
+                   ties by oldest last use, then smallest key, as in look-ahead.
 
 A row that leaves is written back if it was trained since its fill, as in the planner. Rows left at the end are flushed.
 
     steps           0 1 2 3 4 5 6 7
     a row's uses    x     x       x
-    ttl, horizon 3  [- - - -]     [-   resident: after step 3 its next use is 4 steps away, so it leaves with the plan of step 4
+    ttl, horizon 3  [- - - -]     [-   resident: after step 3 its next use is 4 steps away; it leaves with plan 4
 """
 
 import numpy as np
@@ -24,7 +25,9 @@ from rowcast.runtime.arrays import I32
 
 
 class ResidentRows:
-    """One group's cache: who is resident and who of them was trained since its fill. Counts into one column of `Moves`."""
+    """One group's cache: its resident rows and which of them were trained since their fill. Counts into one column of
+    `Moves`.
+    """
 
     def __init__(self, numbered: NumberedRows, num_slots: int, moves: Moves, group: int) -> None:
         self.numbered = numbered
@@ -38,14 +41,14 @@ class ResidentRows:
         return rows[~self.resident[rows]]
 
     def fetch(self, position: int, rows: I32) -> None:
-        """Rows that are not resident and for which there is room."""
+        """The rows are not resident, and there is room for them."""
         self.resident[rows] = True
         self.num_resident += len(rows)
         assert self.num_resident <= self.num_slots, f"{self.num_resident} resident rows in {self.num_slots} slots"
         self._moves.fetched[position, self._group] += len(rows)
 
     def evict(self, position: int, rows: I32) -> None:
-        """Rows that are resident."""
+        """The rows are resident."""
         self._moves.evicted[position, self._group] += len(rows)
         self._moves.written_back[position, self._group] += np.count_nonzero(self._dirty[rows])
         self.resident[rows] = self._dirty[rows] = False
@@ -59,7 +62,7 @@ class ResidentRows:
 
 
 def window_moves(recording: RunRecording, slots: tuple[int, ...], horizon: int, seed: int, tick: Tick) -> Moves:
-    """Every step fits the slots: the caller made sure."""
+    """The caller guarantees that every step fits the slots."""
     moves = new_moves(len(recording), len(slots))
     caches = [
         ResidentRows(rows, n, moves, g) for g, (rows, n) in enumerate(zip(recording.numbered, slots, strict=True))
@@ -82,7 +85,7 @@ def window_moves(recording: RunRecording, slots: tuple[int, ...], horizon: int, 
 
 
 def window_end(cache: ResidentRows, begin: int, latest: int) -> int:
-    """Where the longest window from `begin` on ends whose rows fit the slots, at `latest` at the latest."""
+    """The end of the longest window from `begin` whose rows fit the slots, at most `latest`."""
     needed = np.zeros(cache.numbered.num_rows, np.bool_)
     num_needed = 0
     for position in range(begin, latest):
@@ -96,7 +99,7 @@ def window_end(cache: ResidentRows, begin: int, latest: int) -> int:
 
 
 def bring_window(cache: ResidentRows, begin: int, end: int, random: np.random.Generator) -> None:
-    """Fetches what the steps from `begin` to before `end` need. Victims are drawn from the others, by ascending key."""
+    """Fetches what steps `begin` to `end` (exclusive) need. Victims are drawn from the other rows, by ascending key."""
     needed: npt.NDArray[np.bool_] = np.zeros(cache.numbered.num_rows, np.bool_)
     for position in range(begin, end):
         needed[cache.numbered.rows[position]] = True
@@ -109,7 +112,7 @@ def bring_window(cache: ResidentRows, begin: int, end: int, random: np.random.Ge
 
 
 def ttl_moves(recording: RunRecording, slots: tuple[int, ...], horizon: int, tick: Tick) -> Moves:
-    """Every step fits the slots: the caller made sure."""
+    """The caller guarantees that every step fits the slots."""
     moves = new_moves(len(recording), len(slots))
     caches = [
         ExpiringRows(rows, n, moves, g, horizon)
@@ -150,12 +153,13 @@ class ExpiringRows(ResidentRows):
             self.train(rows)
 
     def _stays(self, used: I32, position: int) -> npt.NDArray[np.bool_]:
-        """Of the rows of a step that was just planned: whether they are used again within its horizon."""
+        """For each row of the step just planned: whether it is used again within the step's horizon."""
         return self._next_use[used] <= position + self._horizon
 
     def _make_room(self, position: int, num_missing: int) -> None:
         num_victims = self.num_resident + num_missing - self.num_slots
-        farthest = min(position + self._horizon, len(self.numbered.rows)) - 1  # no row of an earlier step waits longer
+        # rows of earlier steps do not wait longer
+        farthest = min(position + self._horizon, len(self.numbered.rows)) - 1
         for use in range(farthest, position, -1):
             if num_victims <= 0:
                 return
@@ -164,7 +168,7 @@ class ExpiringRows(ResidentRows):
         assert num_victims <= 0, f"{num_victims} victims are missing for step {position} in {self.num_slots} slots"
 
     def _evict_waiting(self, position: int, use: int, most: int) -> int:
-        """Evicts up to `most` of the rows whose next use is the step `use`, and returns how many."""
+        """Evicts up to `most` of the rows whose next use is step `use`; returns how many."""
         rows = self.numbered.rows[use]
         waiting = rows[self.resident[rows] & (self._next_use[rows] == use)]
         victims = waiting[np.argsort(self._last_use[waiting], kind="stable")[:most]]

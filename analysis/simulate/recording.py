@@ -1,7 +1,7 @@
-"""What a run touches: the distinct rows of every step. It is read once and every setting is then simulated over it.
+"""What a run touches: the distinct rows of every step. It is read once, and every setting is simulated over it.
 
-It takes 8 bytes for each distinct row of each batch, and nothing for the tables. All of it is needed at once, because the bound
-(`belady`) knows the whole future.
+It takes 8 bytes per distinct row of each batch, and nothing for the tables. All of it is needed at once, because the
+bound (`belady`) knows the whole future.
 """
 
 from collections.abc import Iterable
@@ -29,28 +29,27 @@ EMPTY = Batch(dense=np.zeros((0, 0), np.float32), labels=np.zeros(0, np.float32)
 class RecordedStep:
     scheduled: ScheduledBatch  # without the batch's arrays
     num_lookups: int
-    groupings: tuple[Grouping, ...]  # of each group; but for the keys without arrays, see `hollow`
+    groupings: tuple[Grouping, ...]  # of each group; keys only, other arrays are hollow
 
     @property
     def trains(self) -> bool:
         return self.scheduled.kind == "train"
 
     def keys(self, group: int) -> I64:
-        """The step's distinct rows of a group, ascending."""
         return self.groupings[group].keys
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NumberedRows:
-    """One group's rows of a recording, numbered by ascending key, so that what is known of each can stand in an array."""
+    """One group's rows of a recording, numbered by ascending key, so that arrays can hold what is known about each."""
 
     num_rows: int
-    rows: list[I32]  # of each step: the numbers of its distinct rows, ascending
-    next_uses: list[I32]  # of each step: the position of the next step that uses each of them, or NEVER
+    rows: list[I32]  # per step: the numbers of its distinct rows, ascending
+    next_uses: list[I32]  # per step: the position of the next step that uses each of them, or NEVER
 
 
 class RunRecording:
-    """The steps of a run, in order without gaps. A step's position counts from 0 in the recording."""
+    """The steps of a run, in order without gaps. Positions count from 0 in the recording."""
 
     def __init__(self, groups: tuple[GroupSpec, ...], steps: list[RecordedStep]) -> None:
         self.groups = groups
@@ -69,17 +68,15 @@ class RunRecording:
 
     @property
     def unique_rows(self) -> int:
-        """Distinct rows of each step, added up."""
+        """Distinct rows of each step, summed."""
         return sum(len(grouping.keys) for step in self.steps for grouping in step.groupings)
 
     @cached_property
     def numbered(self) -> tuple[NumberedRows, ...]:
-        """Of each group; made when a policy first asks for it."""
         return tuple(numbered_rows([step.keys(index) for step in self.steps]) for index in range(len(self.groups)))
 
 
 def record(groups: tuple[GroupSpec, ...], batches: Iterable[ScheduledBatch], tick: Tick) -> RunRecording:
-    """Reads all of `batches`; `tick` is called after each."""
     groupers = groupers_of(groups)
     steps = []
     for scheduled in batches:
@@ -95,8 +92,9 @@ def record_step(groupers: tuple[Grouper, ...], scheduled: ScheduledBatch) -> Rec
 
 
 def hollow(grouping: Grouping) -> Grouping:
-    """The distinct rows, and of every array a look-up only how large it is: to move rows the planner needs no more, as an "auto" horizon
-    goes by sizes."""
+    """The distinct rows; of every look-up array only its size, which an "auto" horizon needs. Moving rows takes no more
+    than that.
+    """
     return replace(
         grouping,
         order=no_larger_than_one(grouping.order),
@@ -106,7 +104,7 @@ def hollow(grouping: Grouping) -> Grouping:
 
 
 def no_larger_than_one(array: Array) -> Array:
-    """An array of this dtype, length and number of bytes, all of whose elements are the same one in memory."""
+    """An array of the same dtype, length and nbytes whose elements share one element of memory."""
     return cast(Array, np.broadcast_to(array.dtype.type(0), array.shape))
 
 
@@ -117,7 +115,7 @@ def without_arrays(scheduled: ScheduledBatch) -> ScheduledBatch:
 
 
 def numbered_rows(keys: list[I64]) -> NumberedRows:
-    """From the distinct keys of each step, ascending."""
+    """From each step's distinct keys, ascending."""
     distinct, numbers = np.unique(np.concatenate([np.zeros(0, np.int64), *keys]), return_inverse=True)
     ends = np.cumsum([len(some) for some in keys])
     rows: list[I32] = np.split(numbers.astype(np.int32), ends[:-1]) if keys else []

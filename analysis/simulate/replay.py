@@ -1,18 +1,20 @@
-"""Whole plans beside a simulation: made as the batches pass, look-up arrays included, to be saved as a trace or compared with one.
+"""Whole plans next to a simulation: made as the batches pass, look-up arrays included, and saved as a trace or compared
+with one.
 
-data or trace --> batches --> planner of one setting --> batches, to be recorded
-                                    | plans
-                                    +--> TraceWriter, or the plans that the trace says
+    data or trace --> batches --> planner of one setting --> batches, to be recorded
+                                        | plans
+                                        +--> TraceWriter, or comparison with the plans of the trace
 """
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from itertools import takewhile
 from pathlib import Path
-from typing import Protocol, get_args
+from typing import Protocol
 
 from rowcast.analysis.simulate.grid import Grid, Setting, batches_jobs, capacity_jobs, settings, with_values
-from rowcast.job.schema import Job, Policy
+from rowcast.job.eviction_policies import EVICTION_POLICIES
+from rowcast.job.schema import Job
 from rowcast.job.tables import group_specs
 from rowcast.prefetcher.planner.capacity import MEASURED_BATCHES
 from rowcast.prefetcher.planner.planner import RowPlanner
@@ -25,7 +27,7 @@ from rowcast.protocol.batch import ScheduledBatch
 from rowcast.protocol.plan import BarrierPlan, StepPlan
 from rowcast.runtime.errors import ConfigError, DataError
 
-Counts = tuple[int, ...]  # of rows, one a group
+Counts = tuple[int, ...]  # of rows, one per group
 
 
 def counts(barrier: BarrierPlan) -> Counts:
@@ -33,21 +35,21 @@ def counts(barrier: BarrierPlan) -> Counts:
 
 
 class PlanWatcher(Protocol):
-    """Told of the plans of one run, in order."""
-
     def plan(self, scheduled: ScheduledBatch, plan: StepPlan) -> None: ...
 
     def data_ended(self) -> None:
-        """The planner knows of no further batch from now on; plans may still follow."""
+        """The planner will get no further batch; plans may still follow."""
 
     def ended(self, flushed: Counts) -> None:
-        """Behind the last barrier: rows that barriers brought home, of each group."""
+        """Called after the last barrier; `flushed`: rows that barriers wrote back, per group."""
 
 
 def planned_beside(
     batches: Iterable[ScheduledBatch], planner: RowPlanner, watcher: PlanWatcher
 ) -> Iterator[ScheduledBatch]:
-    """`batches` as they are, planned as they pass. A batch that does not fit ends the planning, not the batches."""
+    """Yields `batches` unchanged and plans them as they pass. A batch that does not fit ends the planning, not the
+    batches.
+    """
     flushed: list[Counts] = []
     fits = True
     for scheduled in batches:
@@ -64,7 +66,9 @@ def planned_beside(
 
 
 def plan_ready(planner: RowPlanner, watcher: PlanWatcher, flushed: list[Counts]) -> bool:
-    """Adds the checkpoints' barriers to `flushed`. False where a batch does not fit: the simulation of the same setting says so."""
+    """Adds the checkpoints' barriers to `flushed`. Returns False if a batch does not fit; the simulation of the setting
+    reports it.
+    """
     while planner.ready():
         if planner.checkpoint_due:
             flushed.append(counts(planner.barrier("checkpoint", finished=False)))
@@ -77,8 +81,6 @@ def plan_ready(planner: RowPlanner, watcher: PlanWatcher, flushed: list[Counts])
 
 
 class Saving:
-    """A `PlanWatcher` that writes a trace."""
-
     def __init__(self, writer: TraceWriter) -> None:
         self._writer = writer
 
@@ -93,10 +95,10 @@ class Saving:
 
 
 class Comparing:
-    """A `PlanWatcher` over a trace's batches: plans made under the trace's settings are those of the trace.
+    """A `PlanWatcher` over a trace's batches: plans made with the trace's settings must equal those of the trace.
 
-    Where the trace's run was stopped, or only its beginning is read, its last plans were made with more batches known than are at hand:
-    they are not compared.
+    If the trace's run was stopped, or only its beginning is read, its last plans were made with more batches known than
+    are available here: they are not compared.
     """
 
     def __init__(self, replay: "Replay") -> None:
@@ -105,14 +107,16 @@ class Comparing:
         self._comparable = True
 
     def plan(self, scheduled: ScheduledBatch, plan: StepPlan) -> None:
-        assert isinstance(scheduled, TracedBatch), f"step {plan.step} is not out of a trace"
+        assert isinstance(scheduled, TracedBatch), f"step {plan.step} is not from a trace"
         if not self._comparable:
             return
         ours, theirs = plan_facts(plan), scheduled.facts
         if ours != theirs:
             raise DataError(
-                f"step {plan.step} of the trace was planned otherwise when it was saved: {sum(theirs.rows_fetched)} rows fetched and "
-                f"checksum {theirs.checksum}, here {sum(ours.rows_fetched)} and {ours.checksum}; use the version that saved it"
+                f"step {plan.step} of the trace was planned differently when it was saved: {sum(theirs.rows_fetched)} "
+                "rows fetched and "
+                f"checksum {theirs.checksum}, here {sum(ours.rows_fetched)} and {ours.checksum}; use the version that "
+                "saved it"
             )
         self.num_compared += 1
 
@@ -125,8 +129,6 @@ class Comparing:
 
 
 class Watchers:
-    """Several `PlanWatcher`s as one."""
-
     def __init__(self, watchers: Sequence[PlanWatcher]) -> None:
         self._watchers = watchers
 
@@ -144,7 +146,9 @@ class Watchers:
 
 
 class Replay:
-    """The batches of a trace, up to `max_steps` train steps, and the evaluation behind the last of them if the trace has one there."""
+    """The batches of a trace, up to `max_steps` train steps, and the evaluation after the last of them if the trace has
+    one there.
+    """
 
     def __init__(self, reader: TraceReader, max_steps: int | None) -> None:
         self.reader = reader
@@ -153,12 +157,11 @@ class Replay:
 
     @property
     def is_complete(self) -> bool:
-        """The run ended where these batches do."""
         return self.reader.finished and self._num_given == self.reader.num_steps
 
     @property
     def is_measured(self) -> bool:
-        """The batches that decide how the capacity is divided, and what is static, are those of the run."""
+        """Whether the batches that decide the division of the capacity, and the static set, are the run's."""
         return self._num_given >= MEASURED_BATCHES or self.is_complete
 
     def batches(self) -> Iterator[TracedBatch]:
@@ -172,8 +175,6 @@ class Replay:
 
 
 class BatchesAndPlans:
-    """Where the batches of a simulation come from, data or trace, and who sees its plans."""
-
     def __init__(
         self,
         stack: ExitStack,
@@ -184,7 +185,7 @@ class BatchesAndPlans:
         save_trace: Path | None,
         max_steps: int | None,
     ) -> None:
-        """Traces are opened and written until `stack` is left. Raises ConfigError and DataError."""
+        """Traces stay open until `stack` is closed. Raises ConfigError and DataError."""
         self.job = job
         self._stack = stack
         self._save_trace, self._max_steps = save_trace, max_steps
@@ -194,7 +195,7 @@ class BatchesAndPlans:
             for name, values in (("--batch-size", grid.batch_sizes), ("--shuffle", grid.shuffles)):
                 if values:
                     raise ConfigError(
-                        f"{name}: a trace has batches of its own, in one order; leave it out or simulate over the data"
+                        f"{name}: a trace has its own batches, in one order; omit this option or simulate over the data"
                     )
             reader = stack.enter_context(TraceReader(trace))
             check_tables(reader.header, job, f"--trace {trace}")
@@ -205,7 +206,7 @@ class BatchesAndPlans:
 
     @property
     def num_compared(self) -> int | None:
-        """Plans that were found identical to the trace's; None where no setting was the trace's."""
+        """Plans found identical to the trace's; None if no setting was the trace's."""
         return None if self._comparing is None else self._comparing.num_compared
 
     def open_batches(self, own: Job) -> Iterable[ScheduledBatch]:
@@ -214,7 +215,7 @@ class BatchesAndPlans:
         return schedule(own, open_reader(own), self._max_steps)
 
     def watch(self, setting: Setting, slots: tuple[int, ...]) -> PlanWatcher | None:
-        if setting.policy not in get_args(Policy):
+        if setting.policy not in EVICTION_POLICIES:
             return None
         header = trace_header(setting.job, group_specs(setting.job), slots)
         watchers: list[PlanWatcher] = []
@@ -233,7 +234,7 @@ class BatchesAndPlans:
 
 
 def require_one_run(job: Job, grid: Grid) -> None:
-    """Raises ConfigError unless the grid is one setting that a run can have."""
+    """Raises ConfigError unless the grid is a single setting that a run can have."""
     found = [
         setting
         for own in batches_jobs(job, grid)
@@ -244,7 +245,7 @@ def require_one_run(job: Job, grid: Grid) -> None:
         raise ConfigError(
             f"--save-trace saves the plans of one setting, and these are {len(found)}; give one value of each"
         )
-    if found[0].policy not in get_args(Policy):
+    if found[0].policy not in EVICTION_POLICIES:
         raise ConfigError(
-            f"--save-trace: --policy {found[0].policy} makes no plans; give one of {', '.join(get_args(Policy))}"
+            f"--save-trace: --policy {found[0].policy} makes no plans; give one of {', '.join(EVICTION_POLICIES)}"
         )

@@ -1,4 +1,6 @@
-"""What a simulation has to show: a result for each setting, and the table of them. Fields that report.json has too mean the same here."""
+"""The results of a simulation, one per setting, and their table. Fields with a name from report.json have the same
+meaning.
+"""
 
 import sys
 from collections.abc import Sequence
@@ -16,7 +18,7 @@ from rowcast.job.schema import Horizon
 from rowcast.runtime.telemetry.format_numbers import percent
 
 MIB = 2**20
-FILE_WIDTH = 120  # where no terminal says how wide it is
+FILE_WIDTH = 120  # if the output is not a terminal
 HEADINGS = [
     "capacity\nin rows",
     "policy",
@@ -31,8 +33,6 @@ HEADINGS = [
 
 
 class StepArrays(msgspec.Struct, frozen=True, kw_only=True):
-    """By step, all groups together."""
-
     step: list[int]
     kind: list[str]  # train | eval
     rows_fetched: list[int]
@@ -41,10 +41,10 @@ class StepArrays(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Simulation(msgspec.Struct, frozen=True, kw_only=True):
-    """One setting. Where `skipped` says why it cannot run, everything that moved is None."""
+    """One setting. If `skipped` says why it cannot run, all counts are None."""
 
     policy: str
-    capacity: str | int  # as asked for
+    capacity: str | int  # as requested
     capacity_rows: int | None = None  # slots of all groups
     horizon: Horizon | None  # None: the policy looks at no future, or at all of it
     batch_size: int
@@ -57,19 +57,17 @@ class Simulation(msgspec.Struct, frozen=True, kw_only=True):
     rows_fetched: int | None = None
     rows_evicted: int | None = None
     rows_written_back: int | None = None  # dirty victims and flushed rows
-    rows_flushed: int | None = None  # those of the barrier at the end
+    rows_flushed: int | None = None  # by the barrier at the end
     bytes_fetched: int | None = None  # row records
     bytes_written_back: int | None = None
-    hit_ratio: float | None = None  # 1 - rows_fetched / unique_rows; None without a look-up
-    bound_rows_fetched: int | None = None  # what the whole future known would fetch
+    hit_ratio: float | None = None  # 1 - rows_fetched / unique_rows; None without look-ups
+    bound_rows_fetched: int | None = None  # with the whole future known
     ratio_to_bound: float | None = None
     per_step: StepArrays | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome:
-    """What one setting moved in these slots."""
-
     setting: Setting
     slots: tuple[int, ...]
     moves: Moves
@@ -128,7 +126,7 @@ def skipped_result(setting: Setting, sentence: str) -> Simulation:
 
 
 def print_results(results: Sequence[Simulation], console: Console | None = None) -> None:
-    """One table, on stdout unless `console` is given; what could not run is said below it."""
+    """Prints one table, on stdout unless `console` is given; settings that could not run are listed below it."""
     target = console or Console(force_terminal=None if sys.stdout.isatty() else False)
     if not target.is_terminal:
         target.width = FILE_WIDTH
@@ -143,9 +141,9 @@ def print_results(results: Sequence[Simulation], console: Console | None = None)
 
 
 def results_table(results: Sequence[Simulation]) -> Table:
-    """Rows and MiB are those of a step. Batch size and order are shown where there are several."""
+    """Rows and MiB are per step. Batch size and order are shown if there are several."""
     sizes, orders = (len({getattr(result, name) for result in results}) > 1 for name in ("batch_size", "shuffle"))
-    # 80 columns hold it, 92 both
+    # fits 80 columns, and 92 with both
     table = Table(box=None, padding=(0, 1 if sizes or orders else 2, 0, 0), header_style="bold")
     for name in [*(["batch\nsize"] if sizes else []), *(["shuffle"] if orders else []), *HEADINGS]:
         table.add_column(name, justify="left" if name in ("policy", "shuffle") else "right", no_wrap=True)
@@ -175,14 +173,13 @@ def mib(nbytes: float) -> str:
 
 
 def facts(results: Sequence[Simulation]) -> list[str]:
-    """What the data is, and why some settings did not run; each sentence once."""
     read = {
         f"Batches of {batches_of(result)}: {result.steps:,} train and {result.eval_steps:,} evaluation steps, "
         f"{result.lookups:,} look-ups of {result.unique_rows:,} rows.": None
         for result in results
         if result.steps is not None
     }
-    return [*(["Rows and MiB are those of a step."] if read else []), *read, *refusals(results)]
+    return [*(["Rows and MiB are per step."] if read else []), *read, *refusals(results)]
 
 
 def batches_of(result: Simulation) -> str:

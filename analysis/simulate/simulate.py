@@ -1,12 +1,13 @@
-"""`prefetcher simulate`: what a run would move under other policies, capacities, horizons, batch sizes and orders, before it is trained.
+"""`prefetcher simulate`: what a run would move under other policies, capacities, horizons, batch sizes and orders,
+before it is trained.
 
     data set or trace --batches--> record: the distinct rows of each step    once a batch size and order
                                        |
                                        +--> belady: the bound                once a capacity
                                        +--> each policy and horizon
 
-It runs the planner of training over the schedule of training, with slots divided as in training, so it says step by step what a run of
-the job would report, as far as the policy exists there.
+It runs the planner of training over the schedule of training, with slots divided as in training, so it says step by
+step what a run of the job would report, as far as the policy exists there.
 """
 
 import sys
@@ -35,7 +36,7 @@ from rowcast.runtime.errors import ConfigError
 
 OpenBatches = Callable[[Job], Iterable[ScheduledBatch]]
 Slots = tuple[int, ...]
-Watch = Callable[[Setting, Slots], PlanWatcher | None]  # who watches the whole plans of a setting, if anybody does
+Watch = Callable[[Setting, Slots], PlanWatcher | None]  # the watcher of a setting's plans, if any
 
 
 def simulate(
@@ -47,10 +48,11 @@ def simulate(
     progress: AnalysisProgress | None = None,
     per_step: bool = False,
 ) -> list[Simulation]:
-    """A result for each setting: batch size by batch size, order by order, capacity by capacity, policies and horizons as given.
+    """A result for each setting: batch size by batch size, order by order, capacity by capacity, policies and horizons
+    as given.
 
-    `open_batches` gives the batches of a run of a job, from its first step. A setting that cannot run is a result that says why. Raises
-    ConfigError for values that no job can have, and what reading the data raises.
+    `open_batches` returns the batches of a run of a job, from its first step. A setting that cannot run becomes a
+    result that says why. Raises ConfigError for values that no job can have, and what reading the data raises.
     """
     results: list[Simulation] = []
     for own in batches_jobs(job, grid):
@@ -60,16 +62,12 @@ def simulate(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Capacity:
-    """The settings of one capacity, and what slots it gives."""
-
     settings: list[Setting]
     slots: Slots
-    refusal: str | None  # why there are none
+    refusal: str | None  # why there are no slots
 
 
 class Simulator:
-    """All settings of one batch size and order."""
-
     def __init__(self, job: Job, grid: Grid, watch: Watch, progress: AnalysisProgress, per_step: bool) -> None:
         self._job, self._grid, self._groups = job, grid, group_specs(job)
         self._watch, self._progress, self._per_step = watch, progress, per_step
@@ -96,7 +94,6 @@ class Simulator:
     def _watched(
         self, batches: Iterable[ScheduledBatch], capacities: list[Capacity], measured: list[ScheduledBatch]
     ) -> Iterable[ScheduledBatch]:
-        """The batches, and whole plans beside them for whoever watches a setting."""
         for slots, setting in (
             (capacity.slots, setting) for capacity in capacities if capacity.slots for setting in capacity.settings
         ):
@@ -125,7 +122,6 @@ class Simulator:
     def _moved(
         self, recording: RunRecording, slots: Slots, setting: Setting, measured: list[ScheduledBatch]
     ) -> tuple[Moves, None] | tuple[None, str]:
-        """What a setting moves, or why it cannot."""
         tick = self._progress.begin(description(setting), len(recording))
         try:
             match setting.policy:
@@ -155,8 +151,6 @@ def description(setting: Setting) -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SimulateOptions:
-    """As typed."""
-
     trace: Path | None = None
     save_trace: Path | None = None
     max_steps: int | None = None
@@ -172,7 +166,7 @@ class SimulateOptions:
 
 
 def run_simulate(job: Job, options: SimulateOptions) -> None:
-    """Raises ConfigError where no setting could run, after all was said about them."""
+    """Raises ConfigError if no setting could run, after printing why."""
     if options.plot is not None:
         check_plot(options.plot)
     grid = Grid(
@@ -202,7 +196,6 @@ def run_simulate(job: Job, options: SimulateOptions) -> None:
 
 
 def parse_horizon(text: str) -> Horizon:
-    """Raises ConfigError."""
     if text == "auto":
         return "auto"
     if not text.isdecimal():
@@ -224,7 +217,7 @@ def show(results: list[Simulation], options: SimulateOptions, num_compared: int 
 
 
 def require_one(results: list[Simulation]) -> None:
-    """Raises ConfigError where every setting was skipped."""
+    """Raises ConfigError if every setting was skipped."""
     if any(result.skipped is None for result in results):
         return
     first, *others = dict.fromkeys(result.skipped for result in results)

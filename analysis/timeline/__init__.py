@@ -1,1 +1,1 @@
-"""`prefetcher timeline`: what both processes recorded under `--timeline`, on one clock."""
+"""`prefetcher timeline`: the recordings of both processes (`--timeline`) on one clock."""

@@ -1,5 +1,6 @@
-"""A few steps as a picture: a row a thread, a colour a step, waits hatched; thin lines lead from where a step's rows were announced to
-where it began."""
+"""Draws a few steps: one row per thread, one colour per step, waits hatched; thin lines connect the announcement of a
+step's rows with the step's start.
+"""
 
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -12,21 +13,21 @@ from rowcast.analysis.timeline.trace_events import Window, overlaps, track_name,
 from rowcast.runtime.errors import ConfigError
 from rowcast.runtime.telemetry.timeline import TimelineSpan
 
-# told apart by eyes that do not see red and green apart
+# distinguishable with red-green colour blindness
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00")
 OF_NO_STEP = "#8c8c8c"
 WAIT = {"facecolor": "#f6f6f6", "edgecolor": "#cfcfcf", "hatch": "////", "linewidth": 0.0}
-LEFT_OUT = ("mail",)  # tracks: too short to be seen
+LEFT_OUT = ("mail",)  # tracks with spans too short to see
 NESTED = ("gather", "scatter")
 ROW_INCHES = 0.46
 WIDTH_INCHES = 12.0
 LETTER = 0.0058  # share of the width
-THINNEST = 0.0012  # likewise: what is thinner is drawn so wide
-BREATH = 0.004  # likewise: between two waits for one thing that are drawn as one
+THINNEST = 0.0012  # likewise: the least width of a span
+BREATH = 0.004  # likewise: two waits for the same thing with a smaller gap are drawn as one
 
 
 def plot_steps(recordings: Recordings, window: Window, path: Path) -> None:
-    """Draws the time of `window` to `path`. Raises ConfigError where it cannot be written."""
+    """Draws `window` to `path`. Raises ConfigError if it cannot be written."""
     from matplotlib.figure import Figure
 
     rows = [
@@ -61,7 +62,7 @@ def is_drawn(recording: TimelineRecording, name: str, window: Window) -> bool:
 
 
 def joined(spans: Iterable[TimelineSpan], window: Window) -> Iterator[TimelineSpan]:
-    """Those in the window, outer ones before what is nested in them; a wait goes on where a stage woke up in vain."""
+    """The spans in the window, outer ones before nested ones; a wait continues across wake-ups that found no work."""
     breath_ns = BREATH * (window[1] - window[0])
     before: TimelineSpan | None = None
     for span in sorted(
@@ -105,7 +106,6 @@ def colour(span: TimelineSpan) -> str:
 
 
 def word(span: TimelineSpan, share: float) -> str:
-    """As much of what the span is as fits into its share of the width."""
     texts = [span.name] if span.step is None or span.kind == "wait" else [f"{span.name} {span.step}", f"{span.step}"]
     return next((text for text in texts if len(text) * LETTER + 0.004 < share), "")
 
@@ -125,7 +125,8 @@ def dress(axes: Any, rows: list[tuple[TimelineRecording, str]], window: Window) 
     axes.set_ylim(len(rows) - 0.45, -0.55)
     axes.set_xlim(0, (window[1] - window[0]) / 1e6)
     axes.set_xlabel(
-        "milliseconds          a colour: a step     hatched: waiting     lines: rows announced, until their step begins",
+        "milliseconds          a colour: a step     hatched: waiting     lines: rows announced, until their step "
+        "begins",
         fontsize=9,
     )
     axes.grid(axis="x", color="#e4e4e4", linewidth=0.6)

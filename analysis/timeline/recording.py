@@ -1,10 +1,10 @@
-"""The recordings of a run's two processes, read back and put on one clock, and each step's way through both.
+"""Reads the recordings of a run's two processes, puts them on one clock, and follows each step through both.
 
     prefetcher   plan p+4  fetch p+4  send p+4        plan p+5  fetch p+5  send p+5
     trainer      |---------- step p ----------|       |---------- step p+1 ---------|
 
-Within one boot of one host the clocks are the same. Recordings of two boots or hosts are shifted to each other by the wall clock, which
-is as right as the hosts' clocks agree.
+Within one boot of one host both clocks are the same. Recordings of two boots or hosts are aligned by the wall clock,
+which is as accurate as the hosts' clocks.
 """
 
 from bisect import bisect_left, bisect_right
@@ -35,7 +35,7 @@ AHEAD = ("plan", "fetch", "send")  # what the prefetcher does for a step before 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TimelineRecording:
-    """Of one process; spans in the order in which they ended, on each track."""
+    """One process's recording; spans of a track in the order of their ends."""
 
     header: TimelineHeader
     spans: list[TimelineSpan]
@@ -45,11 +45,11 @@ class TimelineRecording:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Recordings:
-    """Of both processes, on the prefetcher's clock."""
+    """Both recordings, on the prefetcher's clock."""
 
     prefetcher: TimelineRecording
     trainer: TimelineRecording
-    one_clock: bool  # False: put together by the wall clock
+    one_clock: bool  # False: aligned by the wall clock
 
     @property
     def both(self) -> tuple[TimelineRecording, TimelineRecording]:
@@ -61,11 +61,12 @@ class Recordings:
 
 
 def read_run(run_dir: Path) -> Recordings:
-    """Raises ConfigError where a recording is missing or the two are not of one run, DataError where one is damaged."""
+    """Raises ConfigError if a recording is missing or the two are of different runs, DataError if one is damaged."""
     prefetcher, trainer = (read_recording(run_dir, process) for process in ("prefetcher", "trainer"))
     if not numbers(prefetcher) & numbers(trainer):
         raise ConfigError(
-            f"{timeline_path(run_dir, 'prefetcher').name} and {timeline_path(run_dir, 'trainer').name} in {run_dir} are of two runs that "
+            f"{timeline_path(run_dir, 'prefetcher').name} and {timeline_path(run_dir, 'trainer').name} in {run_dir} "
+            "are from two runs that "
             f"never met; start both commands with --timeline"
         )
     one_clock = prefetcher.header.boot_id == trainer.header.boot_id
@@ -90,7 +91,7 @@ def read_recording(run_dir: Path, process: Process) -> TimelineRecording:
         raise ConfigError(f"{run_dir} has no {path.name}; start `{process} run` with --timeline") from None
     except OSError as error:
         raise ConfigError(f"{path} cannot be read ({error.strerror})") from None
-    lines.pop()  # empty, or cut when the process was killed
+    lines.pop()  # empty, or cut off when the process was killed
     header = read_header(path, lines)
     spans: list[TimelineSpan] = []
     levels: list[Level] = []
@@ -109,7 +110,7 @@ def read_header(path: Path, lines: list[bytes]) -> TimelineHeader:
     try:
         header = msgspec.json.decode(lines[0] if lines else b"", type=TimelineHeader)
     except msgspec.DecodeError as error:
-        raise DataError(f"{path}, line 1: this is no timeline of rowcast ({error})") from None
+        raise DataError(f"{path}, line 1: not a timeline of rowcast ({error})") from None
     if header.version != VERSION:
         raise DataError(f"{path} is of version {header.version}, and this program reads {VERSION}; record it again")
     return header
@@ -121,11 +122,11 @@ def records(path: Path, lines: list[bytes]) -> Iterator[Record]:
         try:
             yield decoder.decode(line)
         except msgspec.DecodeError as error:
-            raise DataError(f"{path}, line {number}: this is no record ({error}); record the run again") from None
+            raise DataError(f"{path}, line {number}: not a record ({error}); record the run again") from None
 
 
 def wall_offset(header: TimelineHeader) -> int:
-    """Nanoseconds to add to the recording's clock for the Unix time."""
+    """Nanoseconds to add to the recording's clock to get Unix time."""
     return header.unix_ns - header.clock_ns
 
 
@@ -141,8 +142,6 @@ def shifted(recording: TimelineRecording, by_ns: int) -> TimelineRecording:
 
 @dataclass(slots=True)
 class StepLife:
-    """A step that both processes recorded whole."""
-
     number: int
     ahead: dict[str, list[TimelineSpan]] = field(default_factory=lambda: {name: [] for name in AHEAD})
     computed: TimelineSpan | None = None  # from its issue until its result was read
@@ -158,12 +157,10 @@ class StepLife:
 
     @property
     def planned_ns(self) -> int:
-        """When its plan began."""
         return self.ahead["plan"][0].began_ns
 
     @property
     def announced_ns(self) -> int:
-        """When the last of its rows were announced."""
         return ended_ns(self.ahead["send"][-1])
 
 
@@ -172,7 +169,7 @@ def ended_ns(span: TimelineSpan) -> int:
 
 
 def lives(recordings: Recordings) -> list[StepLife]:
-    """In the order of the steps; where the processes met more than once, one incarnation after the other."""
+    """In the order of the steps, one incarnation after the other."""
     return [
         life
         for began, ended in incarnation_times(recordings.prefetcher)
@@ -204,16 +201,15 @@ def note(life: StepLife, span: TimelineSpan) -> None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Overlap:
-    """Over the steps given."""
-
     num_steps: int
-    num_over: dict[str, int]  # name in AHEAD, or "any" -> steps whose compute had such work for a later step under it
-    # of the seconds of such work since the first step began, those in which the trainer waited for rows
+    # name in AHEAD, or "any" -> steps during whose compute such work was done for a later step
+    num_over: dict[str, int]
+    # share of the time of such work, since the first step began, in which the trainer waited for rows
     exposed_share: float
 
 
 def overlap(recordings: Recordings, steps: Sequence[StepLife]) -> Overlap:
-    """`steps`, at least one, are of one incarnation."""
+    """`steps` is not empty and of one incarnation."""
     over: dict[str, set[int]] = {name: set() for name in AHEAD}
     computed = [(life.step.began_ns, ended_ns(life.step)) for life in steps]
     for life in steps:
@@ -230,7 +226,7 @@ def overlap(recordings: Recordings, steps: Sequence[StepLife]) -> Overlap:
 
 
 def shared_ns(span: TimelineSpan, times: Times) -> Iterator[tuple[int, int]]:
-    """Which of `times`, in order and with increasing ends, the span meets, and for how long."""
+    """Which of `times` (ordered, with increasing ends) overlap the span, and for how long."""
     first = bisect_right(times, span.began_ns, key=itemgetter(1))
     for index in range(first, bisect_left(times, ended_ns(span), key=itemgetter(0))):
         yield index, min(ended_ns(span), times[index][1]) - max(span.began_ns, times[index][0])

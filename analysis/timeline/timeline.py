@@ -1,4 +1,4 @@
-"""`prefetcher timeline`: which steps, and what it says."""
+"""`prefetcher timeline`: chooses the steps and prints a summary."""
 
 import re
 from dataclasses import dataclass
@@ -13,21 +13,19 @@ from rowcast.analysis.timeline.trace_events import Window, write_events
 from rowcast.runtime.errors import ConfigError
 from rowcast.runtime.telemetry.format_numbers import plural
 
-NUM_DRAWN = 8  # steps, where --steps does not say
+NUM_DRAWN = 8  # steps, without --steps
 OPEN = "open it at https://ui.perfetto.dev or chrome://tracing"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TimelineOptions:
-    """As typed."""
-
     out: Path | None = None
     steps: str | None = None
     plot: Path | None = None
 
 
 def run_timeline(run_dir: Path, options: TimelineOptions) -> None:
-    """Raises ConfigError and DataError as `read_run` does, and ConfigError for steps that the run has not."""
+    """Raises ConfigError and DataError as `read_run` does, and ConfigError for steps that the run does not have."""
     if options.plot is not None:
         check_plot(options.plot)
     asked = None if options.steps is None else parse_steps(options.steps)
@@ -38,7 +36,8 @@ def run_timeline(run_dir: Path, options: TimelineOptions) -> None:
     number = write_events(recordings, window, out)
     if not recordings.one_clock:
         typer.echo(
-            "The recordings are of two hosts or boots: they are put together by the wall clock, as right as the hosts' clocks agree."
+            "The recordings are from two hosts or boots: they are aligned by the wall clock, which is as accurate as "
+            "the hosts' clocks."
         )
     typer.echo(f"{out}: {plural(number, 'event')}; {OPEN}")
     if steps:
@@ -49,15 +48,14 @@ def run_timeline(run_dir: Path, options: TimelineOptions) -> None:
 
 
 def parse_steps(text: str) -> range:
-    """Raises ConfigError."""
     match = re.fullmatch(r"(\d+):(\d+)", text)
     if match is None or int(match[1]) >= int(match[2]):
-        raise ConfigError(f"--steps {text}: give the first step and the one behind the last, such as 100:110")
+        raise ConfigError(f"--steps {text}: give the first step and the one after the last, such as 100:110")
     return range(int(match[1]), int(match[2]))
 
 
 def last_incarnation(steps: list[StepLife]) -> list[StepLife]:
-    """Steps are counted anew from a checkpoint on when the processes meet again."""
+    """The steps of the last incarnation, which restart at its checkpoint."""
     begins = [index for index, life in enumerate(steps) if index and life.number <= steps[index - 1].number]
     return steps[begins[-1] if begins else 0 :]
 
@@ -80,13 +78,13 @@ def chosen(steps: list[StepLife], asked: range) -> list[StepLife]:
 
 
 def window_of(steps: list[StepLife]) -> Window:
-    """The time in which the trainer computed them."""
     return steps[0].step.began_ns, ended_ns(steps[-1].step)
 
 
 def describe(recordings: Recordings, steps: list[StepLife]) -> str:
     found = overlap(recordings, steps)
     return (
-        f"{plural(found.num_steps, 'step')}, of which {found.num_over['any']:,} had work for later ones ({', '.join(AHEAD)}) under their "
+        f"{plural(found.num_steps, 'step')}, of which {found.num_over['any']:,} overlapped work for later steps "
+        f"({', '.join(AHEAD)}) with their "
         f"compute; the trainer waited for rows during {found.exposed_share:.1%} of that work"
     )

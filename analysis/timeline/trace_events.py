@@ -2,8 +2,8 @@
 
     M   names and order of processes and threads
     X   a span; category work or wait, and the step under `args`
-    b e a span that may overlap others of its kind: a step on the device, and its life from the first plan on
-    s f an arrow: rows from where they are announced to the step that looks them up, victims from the sender to the write-back
+    b e a span that may overlap others of its kind: a step on the device, and its life since its plan began
+    s f an arrow: rows from their announcement to the step that looks them up, victims from the sender to the write-back
     C   a level: bytes in a ring, steps in flight
     i   the processes have met
 
@@ -24,8 +24,8 @@ from rowcast.runtime.telemetry.timeline import TimelineSpan
 Event = dict[str, Any]
 Window = tuple[int, float]  # ns of the records' clock: from, to
 
-FIRST_THREAD = 101  # a thread whose number is its process's would be taken for its first
-TRACKS = ("planning", "fetcher", "write-back", "checkpoint", "main", "sender", "mail")  # decoders stand before them
+FIRST_THREAD = 101  # a thread whose number equals its process's would be shown first
+TRACKS = ("planning", "fetcher", "write-back", "checkpoint", "main", "sender", "mail")  # decoders are above them
 ARROWS = (("rows", "send", ("lookup", "evaluate")), ("victims", "send back", ("write_back",)))  # name, from, to
 
 
@@ -38,12 +38,12 @@ def track_order(name: str) -> tuple[int, str]:
 
 
 def tracks(recording: TimelineRecording) -> list[str]:
-    """In the order of a step's way; spans of a step as a whole lie on none."""
+    """In the order in which a step passes them; spans of whole steps are on no track."""
     return sorted({track_name(span) for span in recording.spans if span.kind != "step"}, key=track_order)
 
 
 class Writer:
-    """Makes the events of one run; a process has its place instead of its id, which in containers both may share."""
+    """Makes the events of one run. Processes are numbered, because in containers both may have the same id."""
 
     def __init__(self, recordings: Recordings, window: Window) -> None:
         self._recordings = recordings
@@ -137,7 +137,6 @@ class Writer:
             yield self._count(0, "steps", "in flight", at_ns, in_flight)
 
     def _arrows(self, name: str, source: str, targets: tuple[str, ...]) -> Iterator[Event]:
-        """From the last `source` of a step before it to each first of `targets`."""
         newest: dict[int | None, tuple[int, TimelineSpan]] = {}
         for place, span in sorted(self._named({source, *targets}), key=lambda end: end[1].began_ns):
             if span.name == source:
@@ -170,9 +169,9 @@ def inside(at_ns: int, window: Window) -> bool:
 
 
 def write_events(recordings: Recordings, window: Window, path: Path) -> int:
-    """Writes the events to `path`; how many there are. Raises ConfigError where it cannot be written."""
+    """Writes the events to `path` and returns their number. Raises ConfigError if it cannot be written."""
     about: dict[str, object] = {
-        "clock": "monotonic" if recordings.one_clock else "each process's own, put together by the wall clock",
+        "clock": "monotonic" if recordings.one_clock else "each process's own, aligned by the wall clock",
         **{recording.header.process: msgspec.to_builtins(recording.header) for recording in recordings.both},
     }
     try:

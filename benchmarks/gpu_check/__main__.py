@@ -3,13 +3,13 @@
     make gpu-check                      in less than 8 minutes: build/gpu-check.json and build/gpu-check-profile.json
     python -m benchmarks.gpu_check --device cpu --out check.json       tries the check itself, with small jobs
 
-    environment   device, memory, versions, whether rings can be pinned, copy speed
+    environment   device, memory, versions, whether rings can be page-locked, copy speed
     kernels       against plain torch operations
     equality      bits, whatever the capacity and depth
     speed         every row on the device, replay, both processes, host tables
-    overlap       share of the copies that lies under compute; no synchronisation in the loop
+    overlap       share of the copies hidden by compute; no synchronisation in the loop
 
-A part that fails says so in the file, and the others still run. The exit code is 0 where everything passed.
+If a part fails, the file says so and the other parts still run. The exit code is 0 if everything passed.
 """
 
 import argparse
@@ -34,12 +34,10 @@ from rowcast.trainer.execute.streams import choose_device
 from rowcast.trainer.kernels.choose import choose_kernels
 
 EQUALITY = Size(batch_size=1024, steps=16, dim=16, scale=0.01, bottom_mlp=(64, 16), top_mlp=(64, 1))
-BUDGET_S = 460.0  # of the 8 minutes: what would begin behind it is left out, and the file says so
+BUDGET_S = 460.0  # of the 8 minutes: parts that would begin later are skipped, and the file says so
 
 
 class Parts:
-    """Runs parts one after the other, and keeps what each found or how it failed."""
-
     def __init__(self) -> None:
         self.found: dict[str, Any] = {}
         self._began_s = time.monotonic()
@@ -51,7 +49,7 @@ class Parts:
             return
         try:
             self.found[name] = work()
-        except Exception as error:  # noqa: BLE001 - the others still run, and the file tells
+        except Exception as error:  # noqa: BLE001 - the other parts still run, and the file has the error
             self.found[name] = {
                 "passed": False,
                 "error": f"{type(error).__name__}: {error}",

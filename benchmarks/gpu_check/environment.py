@@ -1,4 +1,4 @@
-"""What the figures are from."""
+"""The device and software on which the figures were measured."""
 
 import os
 import platform

@@ -1,8 +1,9 @@
-"""Bits: a run whose rows come and go against the loop that holds every row on the device.
+"""Bits: runs that move rows, compared with the loop that holds every row on the device.
 
 resident            `benchmarks.training.resident`: the plain loop of a GPU
 resident again      two runs of the same loop
-deterministic       the same under torch.use_deterministic_algorithms(True), against the replay of a cache that holds all
+deterministic       the same under torch.use_deterministic_algorithms(True), compared with the replay of a cache that
+                    holds all rows
 both processes      at several capacities and depths: losses of every step, and the export of every row
 """
 
@@ -26,7 +27,7 @@ from rowcast.job.schema import Job
 from rowcast.protocol.batch import ScheduledBatch
 
 Losses = npt.NDArray[np.float32]
-WAYS = (  # share of the rows that the run touches, depth
+WAYS = (  # (share of the rows that the run touches, depth)
     (1.0, 1),
     (0.2, 1),
     (0.2, 4),
@@ -43,7 +44,7 @@ def resident_losses(job: Job, batches: Sequence[ScheduledBatch], device: torch.d
 
 
 def replayed_losses(job: Job, batches: Sequence[ScheduledBatch], device: torch.device) -> Losses:
-    """Through staging and streams, in a cache from which no row leaves."""
+    """Through staging and streams, in a cache that no row leaves."""
     with Replay(job, batches, slots_for(job, batches, touched(job, batches).rows), device) as replay:
         replay.run()
         return np.array(replay.results.losses, np.float32)
@@ -73,7 +74,6 @@ def command(arguments: Sequence[str]) -> None:
 
 
 def check_equality(size: Size, device: torch.device) -> dict[str, Any]:
-    """By name: whether all bits were equal."""
     job = make_job(size, device)
     batches = train_batches(job, None)
     known = touched(job, batches)

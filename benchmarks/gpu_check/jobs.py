@@ -1,4 +1,6 @@
-"""The jobs of the check: Criteo-shaped click streams, large enough for the device at hand; on a CPU small, to try the check itself."""
+"""The jobs of the check: Criteo-shaped click streams sized for the device; small ones on a CPU, to try the check
+itself.
+"""
 
 import json
 from dataclasses import dataclass
@@ -19,8 +21,8 @@ class Size:
     batch_size: int
     steps: int
     dim: int
-    scale: float  # of Criteo Kaggle's tables
-    bottom_mlp: tuple[int, ...]  # its last width is `dim`
+    scale: float  # relative to Criteo Kaggle's tables
+    bottom_mlp: tuple[int, ...]  # the last width is `dim`
     top_mlp: tuple[int, ...]
 
 
@@ -61,9 +63,9 @@ def make_job(size: Size, device: torch.device, precision: str = "fp32", run_dir:
 
 
 def write_job(path: Path, job: Job, /, **changes: dict[str, Any]) -> None:
-    """A job file of a parsed job, for commands; `changes`: keys of its sections."""
+    """Writes a parsed job as a job file, for commands; `changes`: keys of its sections."""
     content: dict[str, Any] = msgspec.to_builtins(job)
-    content.pop("tables_from")  # `tables` has them
+    content.pop("tables_from")  # already in `tables`
     for section, keys in changes.items():
         content[section] |= keys
     path.write_text(json.dumps(content))

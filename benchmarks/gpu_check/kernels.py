@@ -1,7 +1,7 @@
 """The device's kernels against plain torch operations on the same device, and the fused update against its two halves.
 
-Look-ups and short rows are added in the same order by both, so these agree to the bit; a long row's chunks, and rules whose operations a
-kernel joins, agree within rounding.
+Both add look-ups and short rows in the same order, so these agree to the bit; a long row's chunks, and rules whose
+operations a kernel fuses, agree within rounding.
 """
 
 from collections.abc import Iterator
@@ -108,7 +108,7 @@ def check_case(case: Case, kernels: Kernels, device: torch.device) -> dict[str, 
 
 
 def difference(own: Tensor, other: Tensor) -> float:
-    """The largest, relative to the largest value."""
+    """The largest difference, relative to the largest value."""
     return ((own.float() - other.float()).abs().max() / other.float().abs().max()).item()
 
 

@@ -1,4 +1,6 @@
-"""How much of the copies lies under compute, as `torch.profiler` records a replay; and that its loop never waits for the device."""
+"""How much copying is hidden by compute, as `torch.profiler` records a replay; and whether its loop ever waits for the
+device.
+"""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,7 +21,7 @@ SHARE = 0.05
 def check_overlap(
     size: Size, device: torch.device, batches: Sequence[ScheduledBatch], profile_file: Path | None
 ) -> dict[str, Any]:
-    """Raises RuntimeError where the steady loop synchronises with the device."""
+    """Raises RuntimeError if the steady loop synchronises with the device."""
     job = make_job(size, device)
     known = touched(job, batches)
     slots = slots_for(job, batches, max(int(known.rows * SHARE), known.largest_batch))
@@ -51,7 +53,6 @@ def span(event: Any) -> Span:
 
 
 def merged(spans: Sequence[Span]) -> list[Span]:
-    """Overlapping ones as one, in order."""
     joined: list[Span] = []
     for begin, end in sorted(spans):
         if joined and begin <= joined[-1][1]:

@@ -26,12 +26,12 @@ from rowcast.job.schema import Job
 from rowcast.protocol.batch import ScheduledBatch
 
 CAPACITIES = (0.01, 0.05)
-WARM = 1 / 4  # of the steps, before the clock counts
+WARM = 1 / 4  # of the steps, before timing begins
 ROUNDS = 3
 
 
 def resident_ms(job: Job, batches: Sequence[ScheduledBatch], device: torch.device) -> float:
-    """A step, after the warm ones, which also compile kernels."""
+    """Per step, after the warm-up steps, which also compile kernels."""
     run = ResidentRun(job, batches, device)
     warm = int(len(batches) * WARM)
     began_s = 0.0
@@ -79,7 +79,7 @@ def host_tables_ms(job: Job, device: torch.device) -> float:
 def check_speed(
     size: Size, device: torch.device, precision: str, batches: Sequence[ScheduledBatch], *, whole: bool
 ) -> dict[str, Any]:
-    """`whole`: with both processes and host tables, which take longer."""
+    """`whole`: also both processes and host tables, which take longer."""
     job = make_job(size, device, precision)
     known = touched(job, batches)
     found: dict[str, Any] = {"batch_size": size.batch_size, "precision": precision, "rows_touched": known.rows}

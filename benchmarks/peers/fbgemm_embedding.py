@@ -1,4 +1,4 @@
-"""Contestant: FBGEMM's table-batched embeddings on the CPU, optimizer fused into the backward pass, all rows in memory."""
+"""Contestant: FBGEMM's table-batched embeddings on the CPU, optimizer fused into the backward pass, rows in memory."""
 
 import numpy as np
 import numpy.typing as npt

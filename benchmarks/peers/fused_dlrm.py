@@ -1,9 +1,9 @@
-"""Contestant: DLRM over FBGEMM's table-batched embeddings on the CPU, or over TorchRec's collection of them. One process, every row in
-memory, optimizer fused into the backward pass, batches decoded beforehand.
+"""Contestant: DLRM over FBGEMM's table-batched embeddings on the CPU, or over TorchRec's collection of them. One
+process, every row in memory, optimizer fused into the backward pass, batches decoded in advance.
 
-Runs in an environment of its own (`make bench-env`), so it knows nothing of rowcast but a folder:
+It runs in its own environment (`make bench-env`), without rowcast, and reads a folder:
 
-    terms.json                        what `Terms` says
+    terms.json                        see `Terms`
     dense.npy labels.npy ids.npy      f32 [S, B, D], f32 [S, B], i64 [S, F * B] feature-major: single-hot
     table_<n>.npy <parameter>.npy     first values of tables, and of the model under its own names
 
@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-LOSSES = 100  # of the last steps, whose mean is compared
+LOSSES = 100  # last steps whose mean loss is compared
 Lookup = Callable[[Tensor], Tensor]  # ids i64 [F * B] -> f32 [B, F, D]
 
 
@@ -81,7 +81,7 @@ def torchrec_lookup(terms: dict[str, Any], tables: list[Tensor]) -> Lookup:
 
 
 class DLRM(nn.Module):
-    """As `rowcast.trainer.models.dlrm`, whose parameters' names it shares."""
+    """Has the architecture and the parameter names of `rowcast.trainer.models.dlrm`."""
 
     def __init__(self, bottom: list[int], top: list[int], num_vectors: int) -> None:
         super().__init__()

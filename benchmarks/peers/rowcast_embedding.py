@@ -1,5 +1,5 @@
-"""Contestant: rowcast, over a cache with real plans. Between steps rows move between the cache and a table in memory, as its plan says:
-in a run other threads do that, and here nobody times it.
+"""Contestant: rowcast, over a cache with real plans. Between steps, rows move between the cache and a table in memory
+as the plans say; in a run other threads do that, so it is not timed here.
 """
 
 import sys
@@ -53,7 +53,7 @@ class Rowcast:
 
 
 class Table:
-    """Every row's record; what a prefetcher would hold."""
+    """Every row's record; in a run the prefetcher holds them."""
 
     def __init__(self, terms: Terms, group: GroupSpec) -> None:
         self._first = np.cumsum([0, *terms.cardinalities[:-1]])

@@ -1,4 +1,6 @@
-"""Contestant: stock PyTorch, an `nn.EmbeddingBag(sparse=True)` a table and its torch.optim optimizer, all rows in memory."""
+"""Contestant: stock PyTorch, one `nn.EmbeddingBag(sparse=True)` per table and its torch.optim optimizer, all rows in
+memory.
+"""
 
 import numpy as np
 import numpy.typing as npt

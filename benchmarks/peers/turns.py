@@ -1,10 +1,12 @@
-"""A contestant's side of a benchmark in which processes take turns: it waits for a line, does what the line says, and answers with one.
+"""A contestant in a benchmark in which processes take turns: it waits for a line, does what the line says, and answers
+with one.
 
-    step 7            ->  {"forward": 0.0041, "backward": 0.0068}       seconds of the phases of train step 7
-    look_up 7 f.npy   ->  {}                                            the pooled rows of step 7, as they are now, in f.npy
+    step 7            ->  {"forward": 0.0041, "backward": 0.0068}   seconds of the phases of train step 7
+    look_up 7 f.npy   ->  {}                                        f.npy gets the current pooled rows of step 7
 
-Contestants run in environments of their own, so this file and theirs import numpy, torch and what they measure, nothing of the project.
-What they share lies in one folder: `terms.json`, `ids.npy` (i64 [steps, F * B], feature-major) and `gradient.npy` (f32 [F * B, D]).
+Contestants run in different environments, so this file and theirs import numpy, torch and what they measure, but not
+the project. They share one folder: `terms.json`, `ids.npy` (i64 [steps, F * B], feature-major) and `gradient.npy` (f32
+[F * B, D]).
 """
 
 import json
@@ -21,13 +23,13 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-Seconds = dict[str, float]  # of each phase of a step, in their order
+Seconds = dict[str, float]  # of each phase of a step, in order
 DENSE_WIDTH = 512
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Terms:
-    """What all contestants of a run have in common."""
+    """What all contestants of a run share."""
 
     cardinalities: list[int]  # rows of each table
     dim: int
@@ -40,7 +42,7 @@ class Terms:
 
 class Contestant(Protocol):
     def step(self, step: int) -> Seconds:
-        """Train step `step`: look-up, and the update by the gradient. Work that is not timed comes after the clock has stopped."""
+        """Train step `step`: look-up, and update by the gradient. Untimed work happens after the clock has stopped."""
 
     def look_up(self, step: int) -> Tensor:
         """Pooled rows f32 [F * B, D] of step `step`, without training."""
@@ -50,20 +52,18 @@ Maker = Callable[[Terms, npt.NDArray[np.int64], Tensor], Contestant]
 
 
 def initial_rows(table: int, terms: Terms) -> npt.NDArray[np.float32]:
-    """The first weights of a table, the same in every process."""
+    """A table's first weights, the same in every process."""
     return np.random.default_rng([2, table]).random((terms.cardinalities[table], terms.dim), np.float32) - np.float32(
         0.5
     )
 
 
 def by_feature(flat: Tensor, terms: Terms) -> tuple[Tensor, ...]:
-    """f32 or i64 [F * B, ...] as one view [B, ...] a feature."""
+    """f32 or i64 [F * B, ...] as one view [B, ...] per feature."""
     return flat.view(len(terms.cardinalities), terms.batch_size, *flat.shape[1:]).unbind(0)
 
 
 class Clock:
-    """Times phases that follow each other."""
-
     def __init__(self) -> None:
         self.seconds: Seconds = {}
         self._began_s = time.perf_counter()
@@ -74,10 +74,12 @@ class Clock:
 
 
 def take_turns(make: Maker) -> None:
-    """Serves lines of standard input until it ends. Arguments of the process: the shared folder and the number of threads."""
+    """Serves lines of standard input until it ends. Arguments of the process: the shared folder and the number of
+    threads.
+    """
     folder, num_threads = Path(sys.argv[1]), int(sys.argv[2])
     torch.set_num_threads(1)
-    torch.ones(1).sqrt()  # the first one made by several threads may be inaccurate (pytorch#188792)
+    torch.ones(1).sqrt()  # the first one computed by several threads may be inaccurate (pytorch#188792)
     torch.set_num_threads(num_threads)
     terms = Terms(**json.loads((folder / "terms.json").read_text()))
     contestant = make(terms, np.load(folder / "ids.npy"), torch.from_numpy(np.load(folder / "gradient.npy")))
@@ -88,7 +90,7 @@ def take_turns(make: Maker) -> None:
 
 
 def only_answers() -> Any:
-    """Standard output for answers; what libraries print goes to standard error."""
+    """Standard output for answers; output of libraries goes to standard error."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     return answers
@@ -103,7 +105,9 @@ def answer(contestant: Contestant, what: str, step: str, path: str = "") -> Seco
 
 
 def dense_work() -> None:
-    """A few milliseconds of matrix products, as a model has them between two steps of its embeddings: threads and clocks are awake."""
+    """A few milliseconds of matrix products, as a model has between two steps of its embeddings: wakes threads and
+    clocks.
+    """
     square = torch.ones(DENSE_WIDTH, DENSE_WIDTH)
     for _ in range(4):
         torch.mm(square, square)

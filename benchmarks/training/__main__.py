@@ -1,15 +1,16 @@
 """Trains one job with every contestant in turn, in one run, and prints one table: speed, loss, and what limits.
 
-    rowcast N %     both processes, a cache of N % of the distinct rows that the run touches (at least its largest batch)
+    rowcast N %     both processes, a cache of N % of the distinct rows that the run touches (at least one batch)
     stock           one process, nn.EmbeddingBag(sparse=True) and torch.optim, every row in memory, or on the device
-    host tables     the same, tables in host memory and the dense part on the device (only where that is not the same)
+    host tables     the same, tables in host memory and the dense part on the device (only if that differs)
     all rows, ours  our kernels with every row on the device, nothing read, planned or moved: the floor
-    fbgemm          FBGEMM's table-batched embeddings, on a CPU; torchrec: TorchRec's collection of them (`make bench-env`)
+    fbgemm          FBGEMM's table-batched embeddings on a CPU; torchrec: TorchRec's collection (`make bench-env`)
 
-Each round runs every contestant once, in an order that turns from round to round; a speed is the median of the rounds, a ratio the median
-of the ratios to stock within a round. The loss is the mean of the last 100 steps: contestants that train the same thing agree in it.
+Each round runs every contestant once, in an order that rotates from round to round. A speed is the median of the
+rounds, a ratio the median of the ratios to stock within a round. The loss is the mean of the last 100 steps:
+contestants that train the same thing agree in it.
 
-    make bench                                                       the built-in stream, DLRM and an embedding-bound model
+    make bench                                          the built-in stream, DLRM and an embedding-bound model
     python -m benchmarks.training --config examples/retail.toml --set data.path='"train.tsv"' --name retail
 """
 
@@ -46,8 +47,6 @@ Contestant = Callable[[], Outcome]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Match:
-    """One job, and who trains it."""
-
     config: Path
     settings: tuple[str, ...]
     steps: int | None
@@ -110,7 +109,6 @@ def in_turn(everyone: Mapping[str, Contestant], rounds: int) -> dict[str, list[O
 
 
 def ratio(found: Mapping[str, Sequence[Outcome]], name: str, to: str = "stock") -> float:
-    """Of the speeds within a round, the median."""
     return statistics.median(
         own.samples_per_s / other.samples_per_s for own, other in zip(found[name], found[to], strict=True)
     )
@@ -130,7 +128,6 @@ def table(found: Mapping[str, Sequence[Outcome]]) -> str:
 
 
 def needs(found: Mapping[str, Sequence[Outcome]]) -> str:
-    """What rowcast moved a second and which cores that took, in the last round."""
     lines = []
     for name, outcomes in found.items():
         last = outcomes[-1]
@@ -142,7 +139,7 @@ def needs(found: Mapping[str, Sequence[Outcome]]) -> str:
 
 
 def closed_form(match: Match, batches: int, samples: int) -> dict[str, float]:
-    """What a sample needs, whoever trains: from the job and the data alone."""
+    """What a sample needs with any contestant, from the job and the data alone."""
     lookups = len(match.job.features)  # of single-hot data
     return {
         "look-ups a sample": lookups,
@@ -187,7 +184,7 @@ def main() -> None:
     facts = machine()
     print(" ".join(f"{name}={value}" for name, value in facts.items()))
     ratios = {name: ratio(found, name) for name in found}
-    # where the data lies says nothing of the figures
+    # the location of the data does not affect the figures
     told = [setting for setting in settings if not setting.startswith("data.path")]
     content = {"machine": facts, "settings": told, "device": match.device, "need": need, "to_stock": ratios}
     path = RESULTS / f"training-{options.name}.json"
@@ -196,7 +193,9 @@ def main() -> None:
 
 
 def peers_folder(folder: Path, match: Match, batches: Sequence[ScheduledBatch]) -> Path | None:
-    """Where the contestants of the other environment find the job; None where they cannot take part, and why on stderr."""
+    """The folder in which contestants of the other environment find the job; None, with the reason on stderr, if they
+    cannot take part.
+    """
     reason = why_not(match.job)
     if match.device != "cpu":
         reason = "they are compared on a CPU"

@@ -1,6 +1,8 @@
-"""How many cores a benchmark has to itself: one thread a core spins for a moment, and the processor time that they got is counted.
+"""How many cores does a benchmark have to itself? One thread per core spins for a moment; the processor time that they
+got is counted.
 
-On a quiet machine that is the number of cores. Where other programs work it is less, and every figure beside it is worth less too.
+On a quiet machine the result is the number of cores. If other programs are running it is lower, and the figures are
+less reliable.
 """
 
 import hashlib

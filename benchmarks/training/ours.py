@@ -1,4 +1,6 @@
-"""Contestant: rowcast, both processes, started as a user starts them. What they did is read from their report and their metrics."""
+"""Contestant: rowcast, both processes, started as a user starts them. The results come from their report and their
+metrics.
+"""
 
 import socket
 import tempfile
@@ -23,7 +25,7 @@ Metrics = dict[str, float]  # seconds in each phase
 
 
 def run(config: Path, settings: Sequence[str], steps: int | None) -> Outcome:
-    """Raises RuntimeError with what a process said where one fails."""
+    """Raises RuntimeError with a process's output if it fails."""
     with tempfile.TemporaryDirectory(prefix="rowcast-bench-") as folder:
         run_dir = Path(folder) / "run"
         ports = dict(zip(PROCESSES, free_ports(len(PROCESSES)), strict=True))
@@ -51,12 +53,12 @@ def free_ports(count: int) -> Iterator[int]:
 
 
 def phases(port: int) -> Metrics:
-    """Empty where nobody answers."""
+    """Empty if the process does not answer."""
     return {sample.labels["phase"]: sample.value for sample in scraped(port) if sample.name == f"{PHASES}_total"}
 
 
 def scraped(port: int) -> list[Sample]:
-    """What a process has counted; empty where nobody answers."""
+    """What a process has counted; empty if it does not answer."""
     try:
         with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=2) as answer:
             text = answer.read().decode()

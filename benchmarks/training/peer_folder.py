@@ -1,4 +1,4 @@
-"""What the contestants of another environment read: `benchmarks/peers/fused_dlrm.py`."""
+"""Input files for contestants of another environment: `benchmarks/peers/fused_dlrm.py`."""
 
 import json
 from collections.abc import Sequence
@@ -14,21 +14,21 @@ from rowcast.trainer.models import build_model
 
 
 def why_not(job: Job) -> str | None:
-    """Why these contestants cannot run the job; None: they can."""
+    """Why these contestants cannot run the job; None if they can."""
     widths = {table.embedding_dim for table in job.tables}
     if (
         job.model.kind != "dlrm"
         or len(widths) != 1
         or any(table.pooling != "sum" or len(table.features) != 1 for table in job.tables)
     ):
-        return "the job is no DLRM over tables of one width and one feature each"
+        return "the job is not a DLRM over tables of one width and one feature each"
     if job.optimizer.sparse.kind == "adam" or job.optimizer.dense.kind != "sgd":
-        return "the job's optimizers are others than those that they were given"
+        return "these contestants lack the job's optimizers"
     return None
 
 
 def write_folder(folder: Path, job: Job, batches: Sequence[ScheduledBatch], threads: int) -> int:
-    """Writes whole batches; returns how many."""
+    """Writes complete batches; returns how many."""
     whole = [scheduled.batch for scheduled in batches if scheduled.batch.size == job.data.batch_size]
     for name in ("dense", "labels", "ids"):
         np.save(folder / f"{name}.npy", np.stack([getattr(batch, name) for batch in whole]))

@@ -1,4 +1,4 @@
-"""Plans of a run made beforehand, and their rows: what a contestant needs to train without a prefetcher beside it."""
+"""Plans of a run made in advance, with their rows: what a contestant needs to train without a prefetcher."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -25,8 +25,6 @@ class RecordedPlan:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Touched:
-    """What a run touches, all groups together."""
-
     rows: int  # distinct
     largest_batch: int  # distinct rows of the batch that touches most
 
@@ -45,7 +43,7 @@ def touched(job: Job, batches: Sequence[ScheduledBatch]) -> Touched:
 
 
 def slots_for(job: Job, batches: Sequence[ScheduledBatch], rows: int) -> tuple[int, ...]:
-    """Slots of each group, `rows` in all."""
+    """Slots per group, `rows` in total."""
     groups = group_specs(job)
     if len(groups) == 1:
         return (min(rows, groups[0].num_rows),)
@@ -54,7 +52,6 @@ def slots_for(job: Job, batches: Sequence[ScheduledBatch], rows: int) -> tuple[i
 
 
 def recorded_plans(job: Job, batches: Sequence[ScheduledBatch], slots: tuple[int, ...]) -> Iterator[RecordedPlan]:
-    """Exactly the plans of a run over these batches with so many slots."""
     planner = job_planner(job, group_specs(job), slots, batches[:MEASURED_BATCHES], keep_ids=True)
     coming = iter(batches)
     for _ in batches:

@@ -1,13 +1,14 @@
-"""The trainer fed from a recorded stream: plans and rows lie in the ring before the clock starts, as if the prefetcher cost nothing.
+"""The trainer fed from a recorded stream: plans and rows are in the ring before the clock starts, as if the prefetcher
+cost nothing.
 
-What is left of rowcast beside a step is then all that the trainer's side does: copies both ways, fills, evictions, messages. Its time over
-that of `resident.py`, which has every row on the device, is what the overlap fails to hide.
+What remains besides the step is the trainer's share of rowcast: copies both ways, fills, evictions, messages. Its time
+over that of `resident.py`, which has every row on the device, is what the overlap fails to hide.
 
     recorded plans + rows -> one ring, never reused
-    Peer    StepReady(p) once step p - depth - 1 is done; takes RowsBack and gives its bytes back
+    Peer    StepReady(p) once step p - depth - 1 is done; takes RowsBack and releases its bytes
 
-The rows are those of an untrained table: a row that comes back has its first value again. So speeds mean something here, and losses only
-where no row leaves the cache.
+The rows are those of an untrained table: a row that returns has its first value again. So speeds are meaningful here,
+and losses only if no row leaves the cache.
 """
 
 import time
@@ -42,15 +43,15 @@ from rowcast.trainer.models.runner import StepRunner
 from rowcast.trainer.report.report_json import Evaluation
 from rowcast.trainer.run.handshake import hello
 
-BACK_PLANS = 4  # plans whose victims the ring on the way back holds
-GUARDS = 4096  # bytes of a piece beside its payload, at most
+BACK_PLANS = 4  # plans whose victims the back ring holds
+GUARDS = 4096  # bytes of a piece besides its payload, at most
 
 
 @dataclass(frozen=True, slots=True)
 class Packed:
     recorded: RecordedPlan
     block: ArrayBlock
-    pieces: list[Piece]  # one: staging is made large enough
+    pieces: list[Piece]  # exactly one: staging is large enough
 
 
 def pack(recorded: RecordedPlan, groups: Sequence[GroupSpec]) -> Packed:
@@ -62,8 +63,6 @@ def pack(recorded: RecordedPlan, groups: Sequence[GroupSpec]) -> Packed:
 
 
 class Peer:
-    """The prefetcher's end."""
-
     def __init__(
         self, conversation: Conversation, messages: Sequence[StepReady], depth: int, back_ring: RingReader
     ) -> None:
@@ -92,8 +91,6 @@ class Peer:
 
 
 class Losses:
-    """What the trainer's results are, kept in memory."""
-
     def __init__(self) -> None:
         self.losses: list[np.float32] = []
 
@@ -109,7 +106,7 @@ class Losses:
 
 
 class Replay:
-    """A context: rings are pinned while it lasts."""
+    """A context: rings stay page-locked inside it."""
 
     def __init__(
         self, job: Job, batches: Sequence[ScheduledBatch], slots: tuple[int, ...], device: torch.device
@@ -204,7 +201,7 @@ class Replay:
         self.peer = Peer(theirs, self._messages, job.lookahead.depth, RingReader(self._back_buffer))
 
     def run(self, until: Callable[[], bool] | None = None) -> list[float]:
-        """Seconds between the ends of successive steps; to the end, or until a condition."""
+        """Seconds between the ends of successive steps, up to the end or until a condition holds."""
         advances = [stage.advance for stage in (*self.engine.stages.values(), self.peer)]
         while len(self.peer.done_s) < self.num_steps and not (until and until()):
             for advance in advances:

@@ -1,7 +1,8 @@
-"""Contestant: one process, our kernels, every row that the run touches on the device, plans made and brought there beforehand.
+"""Contestant: one process, our kernels, every row that the run touches on the device, plans made and copied there in
+advance.
 
-Nothing is read, planned or moved while it is timed: what remains is the step itself, and no system that trains these batches in these
-operations can be faster. On a GPU this is the plain loop that exactness is compared with.
+Nothing is read, planned or moved while it is timed. The step itself remains, and no system that trains these batches
+with these operations can be faster. On a GPU this is the plain loop with which exactness is compared.
 
     python -m benchmarks.training.resident --config job.toml [--set ...] --steps 141
 """
@@ -34,7 +35,7 @@ from rowcast.trainer.models.runner import StepRunner
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ResidentStep:
-    """What a runner needs of a step: implements `runner.StepInputs`."""
+    """A step's inputs to a runner: implements `runner.StepInputs`."""
 
     step: int
     header: PlanHeader
@@ -53,7 +54,7 @@ class ResidentRows:
 
     def fill(self, recorded: RecordedPlan) -> None:
         for group, own, records in zip(self._groups, recorded.plan.groups, self.records, strict=True):
-            assert not len(own.evict), f"{len(own.evict)} rows would leave a cache that holds all"
+            assert not len(own.evict), f"{len(own.evict)} rows would leave a cache that holds all rows"
             rows = first_records(group, self._job.job.seed, own.fetch.keys).view(np.float32)
             records[torch.from_numpy(own.fetch.slots).long().to(records.device)] = torch.from_numpy(rows).to(
                 records.device
@@ -72,8 +73,6 @@ def step_inputs(recorded: RecordedPlan, device: torch.device) -> ResidentStep:
 
 
 class ResidentRun:
-    """A runner, its rows, and its steps on the device."""
-
     def __init__(self, job: Job, batches: Sequence[ScheduledBatch], device: torch.device) -> None:
         slots = slots_for(job, batches, touched(job, batches).rows)
         rows = ResidentRows(job, slots, device)
@@ -86,7 +85,6 @@ class ResidentRun:
         self.losses = [torch.zeros((), pin_memory=device.type == "cuda") for _ in self.steps]
 
     def issue(self) -> Iterator[ResidentStep]:
-        """Each step after it was issued."""
         for step, loss in zip(self.steps, self.losses, strict=True):
             self.runner.train(step, loss)
             yield step
@@ -104,7 +102,7 @@ def run(job: Job, steps: int | None, device: torch.device) -> Outcome:
 
 
 def wait_for(tensor: Tensor) -> None:
-    """Until all that was issued on its device's current stream is done."""
+    """Waits until all work issued on the current stream of the tensor's device is done."""
     tensor.flatten()[:1].sum().item()
 
 

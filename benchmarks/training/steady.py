@@ -1,17 +1,20 @@
-"""rowcast beside stock PyTorch while both train: each has turns of some seconds, and who has none is stopped (SIGSTOP).
+"""rowcast and stock PyTorch while both train: each has turns of some seconds, and a contestant without a turn is
+stopped (SIGSTOP).
 
-A machine that is shared changes its speed from minute to minute. Turns of whole runs see that as a difference, turns of seconds hardly do.
-Starts and last barriers are not in it; the first values of rows are, where the run is in its first epoch. Medians over all turns, ratios
-within a round.
+A shared machine changes its speed from minute to minute. Turns of whole runs see that as a difference, turns of seconds
+hardly do. Starts and last barriers are not included; first values of rows are, while the run is in its first epoch.
+Medians over all turns, ratios within a round.
 
     rowcast              both processes, started by rowcast.deploy.local
     rowcast, background  the same with prefetcher.background = true
     stock                one process, nn.EmbeddingBag(sparse=True) and torch.optim, every row in memory
-    stock, worker        the same, with a DataLoader's worker process that decodes the batches
+    stock, worker        the same, with a DataLoader worker process that decodes the batches
 
-Ratios are those to the faster of the two stocks. `benchmarks.training.table` does this for several kinds of data, optimizers and widths.
+Ratios are to the faster of the two stocks. `benchmarks.training.table` does this for several kinds of data, optimizers
+and widths.
 
-    python -m benchmarks.training.steady --config examples/retail.toml --set data.path='"train.tsv"' --set data.epochs=40 --name retail
+    python -m benchmarks.training.steady --config examples/retail.toml --name retail \\
+        --set data.path='"train.tsv"' --set data.epochs=40
 """
 
 import argparse
@@ -39,7 +42,7 @@ START_S = 120.0
 WARM_STEPS = 8  # before a contestant is stopped for the first time
 SETTLE_S = 0.3  # of a turn, not measured
 POLL_S = 0.2
-EDGE_S = 0.01  # how exactly the end of a step is told
+EDGE_S = 0.01  # resolution of the end of a step
 STOCKS = ("stock", "stock, worker")
 SAMPLES, WAITS = "rowcast_samples_total", "rowcast_stall_seconds_total"
 
@@ -56,10 +59,10 @@ class Turn:
 
 
 class Contestant:
-    """A process and all that it starts. One that was started runs until its first turn; afterwards only in its turns."""
+    """A process and all its children. It runs until its first turn, then only in its turns."""
 
     def __init__(self, command: Sequence[str], port: int) -> None:
-        """`port`: where it counts."""
+        """`port`: where it serves its counters."""
         self._process = subprocess.Popen(
             [sys.executable, "-m", *command],
             stdout=subprocess.DEVNULL,
@@ -69,7 +72,7 @@ class Contestant:
         self._port = port
 
     def warm_up(self, samples: int) -> None:
-        """Raises RuntimeError where it does not train."""
+        """Raises RuntimeError if it does not train."""
         deadline_s = time.monotonic() + START_S
         while self._counted()[SAMPLES] < samples:
             if self._process.poll() is not None or time.monotonic() > deadline_s:
@@ -85,7 +88,7 @@ class Contestant:
         after, ended_s = self._at_step_end()
         self._signal(signal.SIGSTOP)
         if self._process.poll() is not None:
-            raise RuntimeError(f"{self._process.args!r} ended within its turns; give it more epochs")
+            raise RuntimeError(f"{self._process.args!r} ended during its turns; give it more epochs")
         return Turn(
             wall_s=ended_s - began_s, samples=after[SAMPLES] - before[SAMPLES], waited_s=after[WAITS] - before[WAITS]
         )
@@ -99,7 +102,7 @@ class Contestant:
         os.killpg(self._process.pid, number)
 
     def _at_step_end(self) -> tuple[dict[str, float], float]:
-        """What is counted when the next step has ended, and when that was."""
+        """The counters when the next step has ended, and that time."""
         deadline_s, first = time.monotonic() + START_S, self._counted()
         while (counted := self._counted())[SAMPLES] == first[SAMPLES] and time.monotonic() < deadline_s:
             time.sleep(EDGE_S)
@@ -114,7 +117,7 @@ class Contestant:
 
 
 def commands(config: Path, settings: Sequence[str], capacity: str, folder: Path) -> dict[str, tuple[list[str], int]]:
-    """Of each contestant, and the port where it counts."""
+    """Per contestant: its command, and the port where it serves its counters."""
     given = ["--config", str(config), *(f"--set={setting}" for setting in settings)]
     *ports, stock_port, worker_port = ours.free_ports(6)
     stock = ["benchmarks.training.stock", *given]
@@ -151,7 +154,6 @@ def in_turn(
 
 
 def speed(turns_of: Sequence[Turn]) -> float:
-    """Samples a second, the median."""
     return statistics.median(turn.samples_per_s for turn in turns_of)
 
 
@@ -190,7 +192,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="rowcast-bench-") as folder:
         started = commands(options.config, settings, capacity, Path(folder))
         found = in_turn(started, WARM_STEPS * job.data.batch_size, options.rounds, options.seconds)
-    # where the data lies says nothing of the figures
+    # the location of the data does not affect the figures
     told = [setting for setting in settings if not setting.startswith("data.path")]
     print(f"{options.config.name} {' '.join(told)}, {options.rounds} rounds of {options.seconds:g} s")
     print(table(found))

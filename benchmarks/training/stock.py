@@ -1,12 +1,13 @@
-"""Contestant: one process of stock PyTorch. `nn.EmbeddingBag(sparse=True)` a table, torch.optim, our readers, our models.
+"""Contestant: one process of stock PyTorch. One `nn.EmbeddingBag(sparse=True)` per table, torch.optim, our readers, our
+models.
 
---tables cpu   --device cuda     tables in host memory, the dense part on the device: what people do today
---tables cuda  --device cuda     every row on the device
---tables cpu   --device cpu      every row in memory
+    --tables cpu   --device cuda     tables in host memory, the dense part on the device: what people do today
+    --tables cuda  --device cuda     every row on the device
+    --tables cpu   --device cpu      every row in memory
 
---worker     a process of a torch DataLoader decodes the batches; without it the training thread does
+    --worker     a process of a torch DataLoader decodes the batches; without it the training thread does
 
-python -m benchmarks.training.stock --config job.toml [--set ...] --steps 141
+    python -m benchmarks.training.stock --config job.toml [--set ...] --steps 141
 """
 
 import argparse
@@ -37,7 +38,7 @@ DECODED_AHEAD = 4  # batches
 
 
 class StockEmbeddings(nn.Module):
-    """The job's tables with their first values; called with a batch, it gives one f32 [B, D] a feature."""
+    """The job's tables with their first values; for a batch it returns one f32 [B, D] per feature."""
 
     def __init__(self, job: Job, device: torch.device) -> None:
         super().__init__()
@@ -51,7 +52,7 @@ class StockEmbeddings(nn.Module):
         )
 
     def forward(self, inputs: Sequence[tuple[Tensor, Tensor]]) -> list[Tensor]:
-        """`inputs`: ids i64 [n] and offsets i64 [B] of each feature."""
+        """`inputs`: ids i64 [n] and offsets i64 [B] per feature."""
         bags = chain.from_iterable(
             [bag] * len(table.features) for bag, table in zip(self.bags, self.tables, strict=True)
         )
@@ -70,7 +71,9 @@ def inputs_of(batch: Batch, num_features: int, device: torch.device) -> list[tup
 
 
 def sparse_optimizer(settings: SparseOptimizer, parameters: Iterator[nn.Parameter]) -> torch.optim.Optimizer:
-    """torch.optim's with sparse gradients. Row-wise Adagrad, which it lacks, is given Adagrad: more state, nearly the same work."""
+    """torch.optim's with sparse gradients. Row-wise Adagrad, which it lacks, is replaced by Adagrad: more state, nearly
+    the same work.
+    """
     if settings.kind == "sgd":
         return torch.optim.SGD(parameters, lr=settings.lr)
     if settings.kind == "adam":
@@ -85,7 +88,7 @@ def train_batches(job: Job, steps: int | None) -> Iterator[Batch]:
 
 
 class Decoded(IterableDataset[dict[str, Tensor]]):
-    """The batches as tensors, which a worker hands over in shared memory."""
+    """The batches as tensors, which a worker passes in shared memory."""
 
     def __init__(self, job: Job, steps: int | None) -> None:
         self._job, self._steps = job, steps
@@ -110,7 +113,7 @@ def run(
     *,
     worker: bool = False,
 ) -> Outcome:
-    """`count` hears of the samples of every step. `worker`: a process of its own decodes the batches."""
+    """`count` receives the number of samples of every step. `worker`: a separate process decodes the batches."""
     embeddings = StockEmbeddings(job, tables)
     batches = decoded_by_worker(job, steps) if worker else train_batches(job, steps)
     model = build_model(job, open_reader(job).num_dense).to(device)

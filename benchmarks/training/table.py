@@ -1,15 +1,20 @@
-"""The table of docs/speed.md: rowcast over stock PyTorch, for two kinds of data, two optimizers and two widths, while both train.
+"""The table of docs/speed.md: rowcast over stock PyTorch, for two kinds of data, two optimizers and two widths, while
+both train.
 
-Question   how many samples a second both processes of rowcast train with a cache of a tenth of the rows, beside one process of stock
-           PyTorch with every row in memory, on the same cores
-Method     `steady.py`: turns of about a second, while the others stand; ratios within a round, to the faster of stock that decodes its
-           batches itself and stock with a DataLoader's worker; medians and quartiles
-Data       TSV costs a core much to decode, npy next to nothing
-Reading    look at the free cores first: below the number of cores, others were at work and the figures are worth little
+Question   how many samples per second do both processes of rowcast train with a cache of a tenth of the rows, compared
+with one process of
+           stock PyTorch with every row in memory, on the same cores
+Method     `steady.py`: turns of about a second, while the others are stopped; ratios within a round, to the faster of
+stock that decodes
+           its batches itself and stock with a DataLoader worker; medians and quartiles
+Data       decoding TSV costs a core much, decoding npy next to nothing
+Reading    look at the free cores first: if they are fewer than the cores, other programs were running and the figures
+are unreliable
 
     python -m benchmarks.training.table FOLDER --rounds 8        the folder holds train.tsv and day_0_*.npy of one log
 
-takes about 11 minutes on 2 quiet cores; a smoke run of one line: `--rounds 2 --seconds 0.5 --only npy --only sgd --only 64 --name smoke`.
+takes about 11 minutes on 2 quiet cores; a smoke run of one line: `--rounds 2 --seconds 0.5 --only npy --only sgd --only
+64 --name smoke`.
 """
 
 import argparse
@@ -33,26 +38,25 @@ from rowcast.runtime.cores import usable_cores
 
 CONFIG = Path(__file__).parents[2] / "examples" / "retail.toml"
 CAPACITY = 10.0  # percent of the rows that an epoch touches
-EPOCHS = 200  # more than anybody trains in its turns
+EPOCHS = 200  # more than any contestant trains in its turns
 OURS = ("rowcast", "rowcast, background")
 FORMATS, OPTIMIZERS, DIMS = ("npy", "tsv"), ("adagrad", "sgd"), (16, 64)
 HEAD = (
-    "| data | optimizer | dimension | stock, samples/s | stock with a worker | rowcast over the faster | in the background "
+    "| data | optimizer | dimension | stock, samples/s | stock with a worker | rowcast over the faster | in the "
+    "background "
     "| waited for rows | free cores |"
 )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cell:
-    """A line of the table."""
-
     data: str
     optimizer: str
     dim: int
 
     @property
     def settings(self) -> list[str]:
-        """But for where the data lies."""
+        """Without the location of the data."""
         return [
             f'data.format="criteo-{self.data}"',
             f"data.epochs={EPOCHS}",
@@ -93,7 +97,7 @@ def line(cell: Cell, found: dict[str, list[Turn]], free: list[float]) -> str:
 
 
 def measured(cell: Cell, folder: Path, rounds: int, seconds: float) -> tuple[dict[str, list[Turn]], list[float]]:
-    """Turns of each contestant; free cores before and after them, while nobody has a turn."""
+    """Turns of each contestant; free cores before and after them, while all are stopped."""
     settings = [*cell.settings, path_setting(folder, cell.data)]
     job = load_job(CONFIG, (*settings, 'cache.capacity="1GiB"', "data.epochs=1"))
     free = [free_cores()]
@@ -104,7 +108,6 @@ def measured(cell: Cell, folder: Path, rounds: int, seconds: float) -> tuple[dic
 
 
 def cells(only: list[str]) -> Iterator[Cell]:
-    """Those of which every word of `only` is a part."""
     for data, optimizer, dim in itertools.product(FORMATS, OPTIMIZERS, DIMS):
         if all(word in (data, optimizer, str(dim)) for word in only):
             yield Cell(data=data, optimizer=optimizer, dim=dim)
@@ -126,7 +129,8 @@ def main() -> None:
         speeds = {name: [turn.samples_per_s for turn in own] for name, own in found.items()}
         content.append({"settings": cell.settings, "free_cores": free, "samples_per_s": speeds})
     print(
-        f"{options.rounds} rounds of {options.seconds:g} s, {usable_cores()} cores, a cache of {CAPACITY:g} % of the rows touched"
+        f"{options.rounds} rounds of {options.seconds:g} s, {usable_cores()} cores, a cache of {CAPACITY:g} % of the "
+        "rows touched"
     )
     print("\n".join(lines))
     results = {"machine": machine(), "rounds": options.rounds, "seconds": options.seconds, "cells": content}

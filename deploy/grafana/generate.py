@@ -1,4 +1,6 @@
-"""Makes Grafana's dashboard of panels.toml: `python -m rowcast.deploy.grafana.generate` writes dashboards/rowcast.json."""
+"""Generates Grafana's dashboard from panels.toml: `python -m rowcast.deploy.grafana.generate` writes
+dashboards/rowcast.json.
+"""
 
 import json
 import math
@@ -20,21 +22,21 @@ Json = dict[str, Any]
 class Panel:
     title: str
     description: str  # what is shown, what a bad value means, what to change
-    unit: str  # Grafana's id of it
+    unit: str  # Grafana's id
     queries: Mapping[str, str]  # legend -> expression
     kind: Literal["stat", "bargauge", "timeseries"] = "timeseries"
     width: int = 8  # of 24
     height: int = 7
-    from_zero: bool = True  # where the scale begins
-    top: float | None = None  # where it ends
+    from_zero: bool = True  # whether the scale begins at 0
+    top: float | None = None  # where the scale ends
     decimals: int | None = None
     stacked: bool = False
     show: Literal["value", "name"] = "value"  # stat: the number, or the series' name
-    colours: Sequence[tuple[float, str]] = ((-math.inf, "green"),)  # each from its value on
+    colours: Sequence[tuple[float, str]] = ((-math.inf, "green"),)  # each from its value up
 
     @property
     def is_of_now(self) -> bool:
-        """Whether one moment's values are asked for, instead of a course: series that have ended are not shown then."""
+        """Whether current values are queried instead of a time series; series that have ended are then not shown."""
         return self.kind == "bargauge" or self.show == "name"
 
 
@@ -57,7 +59,7 @@ def dashboard() -> Json:
         "tags": ["rowcast"],
         "schemaVersion": 39,
         "editable": False,
-        "graphTooltip": 1,  # the cross-hair is shared
+        "graphTooltip": 1,  # shared cross-hair
         "refresh": "5s",
         "time": {"from": "now-30m", "to": "now"},
         "timezone": "browser",
@@ -77,13 +79,13 @@ def job_variable() -> Json:
         "type": "query",
         "datasource": SOURCE,
         "query": {"query": "label_values(rowcast_build_info, job)", "refId": "job"},
-        "refresh": 2,  # when the time range changes
+        "refresh": 2,  # refresh when the time range changes
         "sort": 1,
     }
 
 
 def panels(rows: Sequence[Row]) -> Iterator[Json]:
-    """Rows from top to bottom, their panels from left to right; a panel that does not fit begins a new line."""
+    """Rows from top to bottom, their panels from left to right; a panel that does not fit starts a new line."""
     number, y = 1, 0
     for row in rows:
         yield {

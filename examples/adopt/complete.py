@@ -1,6 +1,6 @@
-"""A training script that does all of it: a schedule, a validation set, early stopping, the best model, and going on where it was killed.
+"""A complete training script: a schedule, a validation set, early stopping, the best model, and resuming after a kill.
 
-python -m examples.adopt.complete                       again after a kill, a Ctrl-C or a reboot: the same command
+python -m examples.adopt.complete                       the same command resumes after a kill, a Ctrl-C or a reboot
 python -m examples.adopt.inference --model best.pt      the best model, in plain PyTorch
 """
 
@@ -25,7 +25,7 @@ PATIENCE = 2  # epochs without a better validation loss
 
 
 class Clicks(Dataset[dict[str, Any]]):
-    """Clicked where the user's number is even, most of the time. Samples of the two splits differ."""
+    """Mostly clicked if the user's number is even. Samples of the two splits differ."""
 
     def __init__(self, split: str, samples: int) -> None:
         random = torch.Generator().manual_seed(["train", "eval"].index(split))
@@ -45,7 +45,7 @@ class Clicks(Dataset[dict[str, Any]]):
 
 
 def open_clicks(samples: int = 4_000) -> Callable[[str, int], Iterable[Any]]:
-    """Both splits; the order of each epoch is its own, and the same whenever it is asked for again."""
+    """Both splits. Each epoch has its own order, the same every time it is opened."""
     train, validation = Clicks("train", samples), Clicks("eval", samples // 4)
 
     def batches(split: str, epoch: int) -> DataLoader[dict[str, Any]]:
@@ -57,7 +57,7 @@ def open_clicks(samples: int = 4_000) -> Callable[[str, int], Iterable[Any]]:
 
 
 class Best:
-    """The best validation loss so far; saved with the checkpoints, so that a run that goes on knows it."""
+    """The best validation loss so far; saved with the checkpoints, so that a resumed run knows it."""
 
     def __init__(self) -> None:
         self.loss, self.epoch = float("inf"), -1
@@ -105,7 +105,7 @@ def main() -> None:
                 model.eval()
                 loader.record(logits=model(batch.dense_features, batch.sparse_features))
                 model.train()
-        if loader.stopped:  # Ctrl-C: the rest of this epoch comes when the script is started again
+        if loader.stopped:  # Ctrl-C: starting the script again continues this epoch
             break
         found = loader.evaluation
         assert found is not None, "each epoch ends with an evaluation"

@@ -1,4 +1,4 @@
-"""Collections of embedding tables as a script would hold them itself, every row in memory: what the adopted scripts replace."""
+"""Embedding tables as a script would hold them itself, with every row in memory: what the adopted scripts replace."""
 
 from collections.abc import Mapping, Sequence
 
@@ -8,7 +8,7 @@ import rowcast
 
 
 class EmbeddingBags(nn.Module):
-    """One nn.EmbeddingBag a table; ids i64 [B, F] -> f32 [B, D] of each feature, by name."""
+    """One nn.EmbeddingBag per table; ids i64 [B, F] -> f32 [B, D] per feature, by name."""
 
     def __init__(self, configs: Sequence[rowcast.EmbeddingBagConfig]) -> None:
         super().__init__()
@@ -26,7 +26,7 @@ class EmbeddingBags(nn.Module):
 
 
 class Embeddings(nn.Module):
-    """One nn.Embedding a table, its rows added up in the order of the ids; feature -> ids i64 [B, L] -> f32 [B, D]."""
+    """One nn.Embedding per table, rows added in the order of the ids; feature -> ids i64 [B, L] -> f32 [B, D]."""
 
     def __init__(self, configs: Sequence[rowcast.EmbeddingBagConfig]) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ class Embeddings(nn.Module):
 
 
 def pooled(table: nn.Module, ids: Tensor) -> Tensor:
-    """As examples/plain_loop.py pools."""
+    """Pools as examples/plain_loop.py does."""
     rows = table(ids.reshape(-1))
     bags = ids.new_tensor(range(len(ids))).repeat_interleave(ids.shape[1])
     sums: Tensor = rows.new_zeros(len(ids), rows.shape[1]).index_add(0, bags, rows)

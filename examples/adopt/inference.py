@@ -1,4 +1,4 @@
-"""The model of complete.py served in plain PyTorch: nothing of rowcast is imported."""
+"""Serves the model of complete.py in plain PyTorch, without importing rowcast."""
 
 import argparse
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ NAMES = ["user", "item", "shop"]
 
 
 class Model(nn.Module):
-    """Logits f32 [B]; `embeddings` gives f32 [B, 8] of each name, by name."""
+    """Logits f32 [B]; `embeddings` returns f32 [B, 8] for each name."""
 
     def __init__(self, embeddings: nn.Module) -> None:
         super().__init__()
@@ -26,7 +26,9 @@ class Model(nn.Module):
 
 
 class Tables(nn.Module):
-    """ids i64 [B] by name -> f32 [B, 8] by name, from whole tables in memory; its state dict has the names of the training script's."""
+    """ids i64 [B] by name -> f32 [B, 8] by name, from whole tables in memory; state-dict names are the training
+    script's.
+    """
 
     def __init__(self, weights: Mapping[str, Tensor]) -> None:
         super().__init__()
@@ -46,7 +48,7 @@ def load(path: Path) -> Model:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="What a saved model says to one sample.")
+    parser = argparse.ArgumentParser(description="Scores one sample with a saved model.")
     parser.add_argument("--model", type=Path, default=Path("best.pt"))
     for name in NAMES:
         parser.add_argument(f"--{name}", type=int, default=0)

@@ -1,4 +1,4 @@
-"""A training script with a data set class of its own, read by a DataLoader: shuffled, two epochs, several ids a sample."""
+"""A training script with its own data set class, read by a DataLoader: shuffled, two epochs, several ids per sample."""
 
 import argparse
 from pathlib import Path

@@ -155,7 +155,7 @@ def test_an_id_outside_its_table_in_the_first_batches_is_said_once(row: int, che
 
 def test_a_sample_reads_a_part_and_says_so(check: Checked) -> None:
     findings = check(data=with_ids(check, 5))
-    assert one(findings, "ok", "ids") == "the 2,000 look-ups of some 1,000 samples lie inside their tables"
+    assert one(findings, "ok", "ids") == "the 2,000 look-ups of some 1,000 samples are inside their tables"
     assert one(check(whole=True, data=with_ids(check, 5)), "ok", "ids").startswith(
         "the 40,000 look-ups of all 20,000 samples"
     )
@@ -292,7 +292,7 @@ def test_a_capacity_that_just_holds_the_largest_batch_is_a_warning(check: Checke
         check(whole=True, data=factory("growing"), cache={"capacity": "250 rows"}), "warning", "capacity"
     )
     assert "touches 240 rows" in sentence
-    assert "one that was not read may not fit" in sentence
+    assert "an unread one may not fit" in sentence
     assert {
         finding.level for finding in check(whole=True, data=factory("growing"), cache={"capacity": "270 rows"})
     } == {"ok"}
@@ -323,7 +323,7 @@ def test_pins_that_leave_no_room_for_the_largest_batch_are_an_error(check: Check
     sentence = only_fault(
         check(whole=True, data=factory("growing"), cache={"capacity": "339 rows", **pins(check, 100)}), "error", "pins"
     )
-    assert "100 pinned rows and the 240 rows of the largest batch read do not fit into the 339 slots" in sentence
+    assert "100 pinned rows and the 240 rows of the largest batch read do not fit in the 339 slots" in sentence
     assert 'set cache.capacity = "374 rows" or more, or pin fewer rows' in sentence
 
 
@@ -462,7 +462,10 @@ def test_a_factory_that_is_found_by_name_is_ok_and_is_not_imported(
     for name in ("mine.models.net:build", "mine.models.net:other"):
         assert name in one(check(model={"kind": name}), "ok", "model")
     missing = only_fault(check(model={"kind": "mine.models.net:absent"}), "error", "model")
-    assert missing == f"model.kind = 'mine.models.net:absent': {package / 'net.py'} defines no absent; correct the name"
+    assert (
+        missing
+        == f"model.kind = 'mine.models.net:absent': {package / 'net.py'} does not define absent; correct the name"
+    )
     assert "there is no module mine.models.web" in only_fault(
         check(model={"kind": "mine.models.web:build"}), "error", "model"
     )
@@ -551,7 +554,7 @@ def test_a_memlock_limit_below_the_rings_is_a_warning_on_cuda_alone(
     assert limited.level == "warning"
     assert "the memlock limit is 64 KiB and two rings take 2 MiB" in limited.sentence
     assert "raise `ulimit -l` to 2048" in limited.sentence
-    assert found(CPU, 0) == ok("pinning", "not needed: copies go to no CUDA device")
+    assert found(CPU, 0) == ok("pinning", "not needed: no copies to a CUDA device")
     assert found(Device(name="cuda:0", free_bytes=2**33), 1 << 14).level == "ok"
 
 
@@ -721,7 +724,7 @@ def test_over_tcp_it_looks_at_the_keys_and_not_at_shared_memory(check: Checked, 
     transport = {"endpoint": "tcp://127.0.0.1:5555", "keys": str(keys)}
     assert "keys" in only_fault(check(transport=transport), "error", "keys")
     make_keys(keys, [])
-    assert "lets nobody in" in only_fault(check(transport=transport), "error", "keys")
+    assert "lets no trainer in" in only_fault(check(transport=transport), "error", "keys")
     make_keys(keys, ["anna"])
     findings = check(transport=transport)
     assert one(findings, "ok", "keys").endswith("lets in anna")

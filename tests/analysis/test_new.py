@@ -95,19 +95,19 @@ def test_columns_are_taken_for_what_their_names_types_and_values_say(write: Any,
     assert job.data.columns.hash == ["user", "account_id", "device"]
     for left_out in (
         "row (nearly every row has a value of its own",
-        "time (a timestamp is no feature",
+        "time (a timestamp is not a feature",
         "constant (every value is the same",
     ):
         assert f"# left out: {left_out}" in text
     missing = clicks()["rating"].isna().sum()
     assert f"# left out: rating ({missing} values are missing; replace them first)" in text
-    assert "# cents goes from " in text
+    assert "# cents ranges from " in text
     assert (job.data.eval_fraction, job.data.shuffle, job.run_dir) == (0.1, "window:65536", Path("runs/clicks"))
     assert said.splitlines()[-2:] == [
         "  prefetcher check --config job.toml",
         "  python -m rowcast.deploy.local --config job.toml",
     ]
-    assert 'capacity = "1MiB"  # `prefetcher advise` asks for ' in text
+    assert 'capacity = "1MiB"  # `prefetcher advise` recommends ' in text
 
 
 def trained(job: Job) -> list[np.float32]:
@@ -137,7 +137,7 @@ def test_the_job_of_a_parquet_file_with_lists_trains_and_learns(tmp_path: Path) 
     assert job.data.columns.dense == []
     assert tables_of(job) == {"seen": 55, "words": 510}
     assert job.data.columns.hash == ["words"]
-    assert "a vector that is learned, as there are no dense features" in text
+    assert "a learned vector, because there are no dense features" in text
     losses = trained(job)
     assert np.mean(losses[-20:]) < np.mean(losses[:20]) - 0.1
 
@@ -177,7 +177,7 @@ def test_where_advise_fails_the_job_says_that_its_capacity_is_a_guess(
     monkeypatch.setattr(new_command, "advise_job", fail)
     path = write_csv(tmp_path, clicks())
     assert new(path)[0].endswith(
-        'capacity = "64MiB"  # a guess, as `prefetcher advise` failed: no room to follow rows\n'
+        'capacity = "64MiB"  # a guess, because `prefetcher advise` failed: no room to follow rows\n'
     )
     assert new_job(tmp_path, path).cache.capacity == "64MiB"
 
@@ -234,7 +234,7 @@ def test_data_of_another_kind_or_without_ids_is_refused(tmp_path: Path) -> None:
     assert refused(path) == f"{path}: no column looks like ids (text, lists, integers); name some with --ids"
     write_parquet(tmp_path, clicks())
     assert refused(tmp_path).endswith(
-        f"there are CSV and Parquet files; name those of one kind, as with {tmp_path}/*.csv"
+        f"the folder has CSV and Parquet files; name files of one kind, for example {tmp_path}/*.csv"
     )
     (tmp_path / "broken.csv").write_text('label,user\n1,"ann\nbob"\n')
     sentence = refused(tmp_path / "broken.csv", code=4)
@@ -264,7 +264,7 @@ def test_dates_decimals_and_other_types_are_left_out_with_a_reason(tmp_path: Pat
     for left_out in (
         "day (a timestamp",
         "sums (decimal128(21, 2) cannot be read",
-        "vector (lists of numbers are no features",
+        "vector (lists of numbers are not features",
         "empty (it has no values",
     ):
         assert f"# left out: {left_out}" in text

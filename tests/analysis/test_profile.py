@@ -66,7 +66,7 @@ def test_counting_is_refused_where_it_would_take_more_memory_than_it_may() -> No
     popularity.add(single_hot(range(100)))
     with pytest.raises(
         ConfigError,
-        match=r"the first 200 samples touch 200 distinct rows, .* 25600 bytes of 19200 .*; give a smaller --sample",
+        match=r"the first 200 samples touch 200 distinct rows; .* 25600 bytes, and 19200 .*; give a smaller --sample",
     ):
         popularity.add(single_hot(range(100, 200)))
 
@@ -302,7 +302,7 @@ def test_a_budget_without_room_for_a_batch_is_measured_and_says_what_to_change()
     assert profile.budgets[0].hot_rows == 950
     assert profile.budgets[0].too_large is not None
     assert (
-        f'do not fit into the 1000 slots of group fp32_d4_sgd: to pin them set cache.capacity to "{needed} rows"'
+        f'do not fit in the 1000 slots of group fp32_d4_sgd: to pin them set cache.capacity to "{needed} rows"'
         in profile.budgets[0].too_large
     )
 
@@ -316,7 +316,7 @@ def test_a_budget_without_room_for_a_batch_is_measured_and_says_what_to_change()
         ({"confidence": 0.4}, "--confidence 0.4"),
         ({"sample": 0.0}, "--sample 0.0: give a share above 0"),
         ({"sample": 0.1, "samples": 5}, "--sample and --samples are both given"),
-        ({"sample": 0.001}, "1 batches to pick hot rows and 1 others to judge them are too few"),
+        ({"sample": 0.001}, "1 batches to pick hot rows and 1 to judge them are too few"),
     ],
 )
 def test_a_request_that_cannot_be_is_refused_with_one_sentence(options: dict[str, Any], sentence: str) -> None:

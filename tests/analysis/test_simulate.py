@@ -272,12 +272,12 @@ def test_each_order_is_read_with_each_batch_size_and_compared_with_its_own_bound
             "full",
             "--shuffle full: parquet cannot be read in this order; criteo-npy and synthetic can, or use window:65536",
         ),
-        ("synthetic", "random", "--shuffle random is none of none, full, window:ROWS"),
-        ("synthetic", "window:0", "--shuffle window:0 is none of none, full, window:ROWS"),
+        ("synthetic", "random", "--shuffle random is not one of none, full, window:ROWS"),
+        ("synthetic", "window:0", "--shuffle window:0 is not one of none, full, window:ROWS"),
         (
             "my_data:batches",
             "none",
-            "--shuffle none: batches of my_data:batches come in an order of their own; leave --shuffle out",
+            "--shuffle none: batches of my_data:batches have a fixed order; omit --shuffle",
         ),
     ],
 )

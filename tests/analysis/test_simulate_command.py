@@ -123,7 +123,7 @@ def test_what_cannot_be_done_is_one_sentence(values: dict[str, Any], sentence: s
 def test_a_trace_has_batches_of_its_own(name: str, values: dict[str, Any], tmp_path: Path) -> None:
     with pytest.raises(
         ConfigError,
-        match=f"{name}: a trace has batches of its own, in one order; leave it out or simulate over the data",
+        match=f"{name}: a trace has its own batches, in one order; omit this option or simulate over the data",
     ):
         run_simulate(tiny_job(), options(trace=tmp_path / "a.trace", **values))
 

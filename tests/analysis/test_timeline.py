@@ -197,13 +197,13 @@ def test_recordings_of_two_boots_are_put_together_by_the_wall_clock(
     assert not recordings.one_clock
     assert [each.began_ns for each in recordings.trainer.spans] == [each.began_ns for each in TRAINER]
     run_timeline(tmp_path, TimelineOptions())
-    assert "put together by the wall clock" in capsys.readouterr().out
+    assert "aligned by the wall clock" in capsys.readouterr().out
     assert "wall clock" in json.loads((tmp_path / "timeline.json").read_text())["otherData"]["clock"]
 
 
 def test_recordings_of_two_runs_are_refused(run_dir: Path) -> None:
     leave(run_dir, "trainer", TRAINER, numbers=(6,))
-    with pytest.raises(ConfigError, match="of two runs that never met; start both commands with --timeline"):
+    with pytest.raises(ConfigError, match="from two runs that never met; start both commands with --timeline"):
         read_run(run_dir)
 
 
@@ -218,14 +218,14 @@ def test_a_damaged_line_is_named(run_dir: Path) -> None:
     path = timeline_path(run_dir, "trainer")
     lines = path.read_bytes().split(b"\n")
     path.write_bytes(b"\n".join([*lines[:4], b'["span","work"]', *lines[5:]]))
-    with pytest.raises(DataError, match=r"timeline\.trainer\.jsonl, line 5: this is no record"):
+    with pytest.raises(DataError, match=r"timeline\.trainer\.jsonl, line 5: not a record"):
         read_run(run_dir)
 
 
 @pytest.mark.parametrize("content", [b"", b"\n", b"hello\n", b'{"version":1}\n'])
 def test_a_file_that_is_no_recording_is_refused(run_dir: Path, content: bytes) -> None:
     timeline_path(run_dir, "prefetcher").write_bytes(content)
-    with pytest.raises(DataError, match="line 1: this is no timeline"):
+    with pytest.raises(DataError, match="line 1: not a timeline"):
         read_run(run_dir)
 
 

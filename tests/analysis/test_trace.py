@@ -337,7 +337,7 @@ def test_a_plan_that_differs_is_named(tmp_path: Path) -> None:
         watched = planned_beside(
             replay.batches(), new_planner(lru, group_specs(job), slots_of(job, batches), batches), Comparing(replay)
         )
-        with pytest.raises(DataError, match=rf"^step {first} of the trace was planned otherwise"):
+        with pytest.raises(DataError, match=rf"^step {first} of the trace was planned differently"):
             list(watched)
 
 

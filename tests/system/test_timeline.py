@@ -124,7 +124,7 @@ def test_plans_and_fetches_of_later_steps_lie_under_the_compute_of_earlier_ones(
     assert found.num_steps > NUM_STEPS / 2
     assert found.num_over["fetch"] > found.num_steps / 2
     assert found.num_over["any"] > found.num_steps / 2
-    assert "had work for later ones (plan, fetch, send) under their compute" in run.said
+    assert "overlapped work for later steps (plan, fetch, send) with their compute" in run.said
 
 
 def test_every_stage_has_a_track(run: RecordedRun) -> None:
