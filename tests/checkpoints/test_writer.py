@@ -273,7 +273,8 @@ def test_a_dense_side_that_arrives_changed_never_becomes_a_checkpoint(run: FakeR
     run.writer.offer_dense(b"content")
     run.writer.finish(checksum(b"contents"))
     with pytest.raises(
-        RowcastError, match=r"dense-00000.safetensors: the model state arrived with checksum \w{16}, but the trainer sent"
+        RowcastError,
+        match=r"dense-00000.safetensors: the model state arrived with checksum \w{16}, but the trainer sent",
     ):
         run.complete()
     assert Checkpoints(run.job.run_dir, RealDisk()).newest_valid(Warnings()) is None

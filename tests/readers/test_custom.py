@@ -49,9 +49,7 @@ def test_an_iterable_is_gone_through_each_epoch_and_has_no_evaluation() -> None:
 
 
 def test_an_iterator_cannot_be_gone_through_twice() -> None:
-    with pytest.raises(
-        ConfigError, match=r"returned an iterator, which can be read once, but data\.epochs = 2"
-    ):
+    with pytest.raises(ConfigError, match=r"returned an iterator, which can be read once, but data\.epochs = 2"):
         open_factory("iterator", epochs=2)
 
 

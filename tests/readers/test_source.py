@@ -85,7 +85,9 @@ def test_the_rest_of_a_batch_cannot_be_had_before_its_ids(tmp_path: Path) -> Non
     source = InlineSource(npy(tmp_path))
     assert next_ids(source) is not None
     next_dense(source)
-    with pytest.raises(AssertionError, match="the dense part of batch 1 was requested, but ids of 1 batches were given"):
+    with pytest.raises(
+        AssertionError, match="the dense part of batch 1 was requested, but ids of 1 batches were given"
+    ):
         source.poll_dense()
 
 
