@@ -134,7 +134,6 @@ class AscendingRows:
         self._records: Records | None = None
 
     def up_to(self, last_key: int) -> Iterator[Rows]:
-        """Yields the next rows, up to `last_key`."""
         while (block := self._next()) is not None:
             keys, records = block
             end = int(np.searchsorted(keys, last_key, side="right"))
@@ -174,7 +173,6 @@ def write_safetensors(
 
 
 def table_tensors(groups: tuple[GroupSpec, ...]) -> dict[str, TensorSpec]:
-    """The tensors of tables in an export, by name."""
     return {
         part_name(table, part.name): TensorSpec(
             dtype=DTYPES[part.dtype],

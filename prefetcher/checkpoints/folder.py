@@ -52,7 +52,7 @@ def carry_out(steps: Steps) -> None:
 
 
 class Checkpoints:
-    """`<run_dir>/checkpoints`. Methods that return steps change files, one a step; the others only read."""
+    """`<run_dir>/checkpoints`. Methods that return steps change files, one per step; the others only read."""
 
     def __init__(self, run_dir: Path, disk: Disk) -> None:
         self.disk = disk

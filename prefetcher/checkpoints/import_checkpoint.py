@@ -138,7 +138,6 @@ class EarlierRun:
 
 
 def tables_of(job: Job) -> Iterator[str]:
-    """Describes each table with what decides its rows."""
     for group in group_specs(job):
         for table in group.tables:
             yield (
@@ -233,7 +232,6 @@ class ExportedFile:
         return self._tensors[part_name(table, "weight")] if found is None and part.name == "master" else found
 
     def _read(self, file: IO[bytes], tensor: PlacedTensor, first: int, rows: int) -> Elements:
-        """Reads `rows` rows of a tensor, from row `first` on."""
         row_bytes = tensor.nbytes // tensor.shape[0]
         file.seek(tensor.start + first * row_bytes)
         content = file.read(rows * row_bytes)

@@ -42,7 +42,6 @@ class LayerCursor:
         return int(keys[min(self._at + self._block_rows, len(keys)) - 1])
 
     def take(self, last_key: int) -> Rows:
-        """Returns the rows up to `last_key`, which is at most `reached`."""
         assert self._rows is not None, "a cursor that has ended gives nothing"
         keys, records = self._rows
         end = int(np.searchsorted(keys, last_key, side="right"))
@@ -68,7 +67,6 @@ def merged(root: Path, group: GroupSpec, layers: tuple[RowLayer, ...]) -> Iterat
 
 
 def newest_of(parts: list[Rows]) -> Rows:
-    """Keeps each row once, from the first part that has it."""
     keys, first = np.unique(np.concatenate([keys for keys, _ in parts]), return_index=True)
     return keys, np.concatenate([records for _, records in parts])[first]
 
@@ -83,5 +81,4 @@ def layers_of(older: tuple[RowLayer, ...], written: list[RowFile]) -> tuple[RowL
 
 
 def must_merge(layers: tuple[RowLayer, ...]) -> bool:
-    """Whether reading the layers costs more than writing them as one."""
     return len(layers) > MAX_LAYERS or sum(layer.num_rows for layer in layers[1:]) > layers[0].num_rows

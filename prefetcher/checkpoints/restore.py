@@ -51,7 +51,6 @@ def restore_changed(root: Path, manifest: Manifest, groups: Sequence[GroupSpec],
 
 
 def restore_chosen(root: Path, layer: RowLayer, group: GroupSpec, store: Restorable, keys: Keys) -> Keys:
-    """Writes those of `keys` that the layer has; returns the others."""
     for file in layer.of_group(group.name):
         first, end = np.searchsorted(keys, file.first_key), np.searchsorted(keys, file.last_key, side="right")
         if first == end:

@@ -161,7 +161,6 @@ def read_rows(root: Path, group: GroupSpec, file: RowFile) -> Rows:
 
 
 def read_checked(path: Path, file: RowFile) -> Bytes:
-    """Returns the bytes of a file, u8 [nbytes]."""
     try:
         with path.open("rb") as opened:
             size = os.fstat(opened.fileno()).st_size

@@ -33,7 +33,6 @@ class PlacedTensor(TensorSpec):
 
 
 def make_header(tensors: Mapping[str, TensorSpec]) -> tuple[bytes, dict[str, int]]:
-    """Returns the header, and where each tensor starts in the file."""
     content, offsets, end = {}, {}, 0
     for name, tensor in tensors.items():
         content[name] = {"dtype": tensor.dtype, "shape": list(tensor.shape), "data_offsets": [end, end + tensor.nbytes]}

@@ -195,13 +195,11 @@ class CheckpointWriter:
                 yield True
 
     def _sync_folders(self, folder: Path) -> Steps:
-        """Makes everything that the manifest will name survive a loss of power."""
         for path in (folder, folder.parent, folder.parent.parent):
             self._disk.sync_folder(path)
             yield True
 
     def _receive(self, rows: RowFiles, folder: Path) -> Generator[bool, None, DenseFile | None]:
-        """Writes rows and dense pieces, in whatever order they arrive, until the checkpoint is complete."""
         path = new_path(folder, "dense", count())
         with ExitStack() as stack:
             dense: HashedFile | None = None

@@ -168,7 +168,6 @@ class PrefetcherBarrier:
 
     @property
     def queued(self) -> int:
-        """Pieces of a model state that still have to be copied."""
         return len(self._dense)
 
     # the mail's thread
@@ -277,7 +276,6 @@ class PrefetcherBarrier:
         return True
 
     def _is_drained(self, barrier: BarrierPlan) -> bool:
-        """Whether all steps before the barrier are done and home; the ring is empty then."""
         after, fetcher = barrier.after_step, self._fetcher
         is_home = after is None or (
             reached(fetcher.done_through, after) and reached(self._writeback.applied_through, after)

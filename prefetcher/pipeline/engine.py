@@ -63,7 +63,7 @@ class PrefetcherParts:
     source: BatchSource
     planner: RowPlanner
     measured: list[PlacedBatch]  # the first batches, read to divide the capacity
-    stores: tuple[TrackedStore, ...]  # one a group
+    stores: tuple[TrackedStore, ...]  # one per group
     conversation: Conversation
     fetch_ring: RingWriter
     back_ring: RingReader
@@ -173,7 +173,6 @@ class PrefetcherEngine:
 
     @property
     def finished(self) -> bool:
-        """The last barrier is done and the trainer has said goodbye."""
         return self.barrier.ended and self.peer_left
 
     @property

@@ -97,12 +97,10 @@ class Fetcher:
 
     @property
     def reading(self) -> int:
-        """Pieces in the ring that have not been announced."""
         return len(self._reading)
 
     @property
     def is_between_plans(self) -> bool:
-        """Whether all reads of every plan taken from the stream have started."""
         return self._outgoing is None
 
     def step_done(self, step: int) -> None:

@@ -81,7 +81,7 @@ class PrefetcherGauges:
 
     depth: int  # steps
     checkpoint_every: int  # train steps
-    slots: Sequence[SlotStates]  # one a group
+    slots: Sequence[SlotStates]  # one per group
     queue_depths: Mapping[Queue, int] = field(default_factory=lambda: dict.fromkeys(get_args(Queue), 0))
     ring_used_bytes: int = 0  # of the fetch ring
     ring_size_bytes: int = 0

@@ -84,12 +84,10 @@ class PlanningStage:
 
     @property
     def waits_for_batches(self) -> bool:
-        """The next plan needs a batch that has not been decoded."""
         return not self._barrier_sent and (self._misses_dense or (not self._ended and self._planner.wants_batch > 0))
 
     @property
     def waits_for_credit(self) -> bool:
-        """The next plan would be too far ahead of the trainer."""
         return not self._barrier_sent and not self._misses_dense and self._planner.ready()
 
     @property
@@ -133,7 +131,6 @@ class PlanningStage:
         return ids
 
     def _has_dense(self) -> bool:
-        """Whether the dense features and labels of the batch to be planned next are here."""
         if not self._dense_batches:
             dense = self._source.poll_dense()
             self._dense_batches.extend([] if dense is None else [dense])
@@ -141,7 +138,6 @@ class PlanningStage:
         return not self._misses_dense
 
     def plan_next(self) -> bool:
-        """Appends the next entry to the plan stream: a step, or the barrier that is due."""
         if self._barrier_sent:
             return False
         if self.stop_reason is not None and not self._data_is_planned:

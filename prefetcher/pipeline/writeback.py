@@ -29,7 +29,7 @@ class Expected:
 
     step: int | None
     barrier: int | None
-    keys: tuple[Keys, ...]  # one a group, in the order in which the rows travel
+    keys: tuple[Keys, ...]  # one per group, in the order in which the rows travel
     applied: list[int] = field(default_factory=list)  # rows of each group that have arrived
     arrived_last: bool = False
     tickets_open: int = 0
@@ -87,7 +87,6 @@ class Writeback:
         self._inbox.append(message)
 
     def write_arrived(self) -> bool:
-        """Starts writing the rows of the oldest message from the ring to the store."""
         if not self._inbox:
             return False
         message = self._inbox.popleft()
@@ -148,7 +147,6 @@ class Writeback:
         return tickets
 
     def release_written(self) -> bool:
-        """Frees ring space whose rows are in the store."""
         progress = False
         for writing in list(self._writing):
             writing.tickets = [ticket for ticket in writing.tickets if not ticket.done()]

@@ -45,7 +45,6 @@ def new_directory(num_cells: int = INITIAL_CELLS) -> Directory:
 
 
 def with_room(directory: Directory, num_new: int) -> Directory:
-    """Returns the same directory, or a larger copy, with room for `num_new` more rows."""
     num_cells = len(directory.cells)
     needed = 3 * (int(directory.num_tracked[0]) + num_new)
     if needed <= num_cells:
@@ -91,7 +90,6 @@ def exchange(cells: U64, num_tracked: I64, rows: Records, key: int, position: in
 
 @compiled_loop
 def locate_position(cells: U64, key: int, position: int) -> np.uint64:
-    """Returns the cell of the tracked row whose last occurrence is at `position`."""
     mask, tag = np.uint64(len(cells) - 1), hash_of(key)
     held = (tag << POSITION_BITS) | (np.uint64(position) & LOW)
     cell = tag & mask
@@ -118,7 +116,6 @@ def forget(cells: U64, num_tracked: I64, key: int, position: int) -> None:
 
 @compiled_loop
 def forget_before(position: int, cells: U64, num_tracked: I64, keys: I64, positions: I64) -> None:
-    """Stops tracking the rows whose last occurrence is before `position`."""
     for i in range(len(keys)):
         expect(cells, keys, i + AHEAD)
         if positions[i] < position:
@@ -127,7 +124,6 @@ def forget_before(position: int, cells: U64, num_tracked: I64, keys: I64, positi
 
 @compiled_loop
 def expect(cells: U64, keys: I64, i: int) -> None:
-    """Prefetches the cell of keys[i], if there is one, into the processor's cache."""
     if i < len(keys):
         prefetch(cells, np.int64(hash_of(keys[i]) & np.uint64(len(cells) - 1)))
 

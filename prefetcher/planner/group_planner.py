@@ -178,7 +178,6 @@ class GroupPlanner:
 
 @compiled_loop
 def find_missing(occurrences: Occurrences, position: int, count: int, missing: I32) -> int:
-    """Fills `missing` with the batch's non-resident rows, counted from its first row; returns how many."""
     last = len(occurrences.rows) - 1
     found = 0
     for u in range(count):

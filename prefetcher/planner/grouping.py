@@ -183,7 +183,6 @@ class Grouper:
         return slots, order
 
     def _bags(self, lookups: GroupLookups) -> tuple[I32 | None, I32 | None]:
-        """Returns `offsets` and `sequence_offsets` of a Grouping."""
         if not self._unpooled:
             return lookups.offsets, None
         num_features, offsets = int(self._feature_starts[-1]), lookups.offsets
@@ -234,7 +233,6 @@ def check_shape(batch: Lookups, num_features: int) -> None:
 
 
 def joined(values: npt.NDArray[Value], runs: list[tuple[int, int]]) -> npt.NDArray[Value]:
-    """Returns a view if there is only one run."""
     parts = [values[start:end] for start, end in runs]
     return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
@@ -311,7 +309,6 @@ def finish_table(rows: I64, ends: I32, table: int, start: int) -> None:
 
 @compiled_loop
 def are_below(ids: I64, num_rows: int) -> bool:
-    """Whether all ids are from 0 to `num_rows` - 1."""
     signs = np.int64(0)
     for i in range(len(ids)):
         signs |= ids[i] | (num_rows - 1 - ids[i])
@@ -320,7 +317,6 @@ def are_below(ids: I64, num_rows: int) -> bool:
 
 @compiled_loop
 def count_rows(ids: I64, counts: U32, order: Order, rows: I64, ends: I32) -> int:
-    """Counting sort for a table with few rows."""
     counts[:] = 0
     for i in range(len(ids)):
         counts[np.uint64(ids[i])] += ONE
@@ -362,7 +358,6 @@ def number_rows(ids: I64, cells: I64, cell_numbers: U16, numbers: U64, rows: I64
 
 @compiled_loop
 def count_numbers(numbers: U64, which: I32, counts: U32, order: Order, ends: I32) -> None:
-    """Counting sort by number. `which`: the number of each distinct row in ascending order."""
     counts[:] = 0
     for i in range(len(numbers)):
         counts[numbers[i]] += ONE
@@ -429,7 +424,6 @@ def sort_next_digit(words: U64, sorted_words: U64, positions: U32, shift: np.uin
 
 @compiled_loop
 def starts_of(counts: U32) -> None:
-    """Turns counts into the sums of the counts before them."""
     start = np.uint32(0)
     for digit in range(len(counts)):
         count = counts[digit]
@@ -439,7 +433,6 @@ def starts_of(counts: U32) -> None:
 
 @compiled
 def sort_wide(ids: I64, order: Order, rows: I64, ends: I32) -> int:
-    """Sorts more look-ups than NARROW_BITS can count."""
     which = np.arange(len(ids)).astype(np.int32)
     rows[:] = ids
     sort_pairs(rows, which)
@@ -449,7 +442,6 @@ def sort_wide(ids: I64, order: Order, rows: I64, ends: I32) -> int:
 
 @compiled_loop
 def count_runs(rows: I64, ends: I32) -> int:
-    """Keeps one of each run of equal rows, and where the run ends; returns how many."""
     found = 0
     for i in range(len(rows)):
         found += i == 0 or rows[i] != rows[found - 1]
@@ -470,7 +462,6 @@ def arrange_tables(
     slots: I32,
     by_row: I32,
 ) -> None:
-    """Fills `slots` and `by_row` for tables `first` to `end` - 1."""
     for t in range(first, end):
         start = np.uint64(starts[t])
         for u in range(row_starts[t], row_starts[t + 1]):
@@ -509,7 +500,6 @@ def sort_pairs(keys: I64, values: I32) -> None:
 
 @compiled_loop
 def digit_bits(num_keys: int) -> int:
-    """Few keys do not justify many counters."""
     return DIGIT_BITS if num_keys > 2**DIGIT_BITS else DIGIT_BITS - 4
 
 

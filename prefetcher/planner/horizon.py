@@ -86,7 +86,6 @@ class KnownBatch:
 
     @property
     def id_bytes(self) -> int:
-        """Bytes of the batch's look-ups and rows that are kept while it is known, before rounding."""
         return sum(grouping.nbytes + grouping.num_unique * PLACE_BYTES for grouping in self.groups)
 
 
@@ -121,7 +120,6 @@ class Horizon:
 
     @property
     def wants(self) -> int:
-        """Batches still missing before the next plan may be made."""
         return 0 if self._ended else max(0, self.num_batches + 1 - len(self._known))
 
     @property
@@ -292,7 +290,6 @@ def contains(ascending: I64, key: int) -> bool:
 
 @compiled_loop
 def move_state(before: np.void, row: np.void) -> None:
-    """Moves the state of a resident row to its next occurrence."""
     row["slot"], row["last_use"], row["flags"], row["score"] = (
         before["slot"],
         before["last_use"],

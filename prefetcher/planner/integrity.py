@@ -34,7 +34,6 @@ def check_group(planner: GroupPlanner, known: list[tuple[int, I64]]) -> None:
 
 
 def check_idle(planner: GroupPlanner, oldest: int, head: int) -> Records:
-    """Returns the idle rows. They are as many as counted, ordered by last use and key, and found by their keys."""
     positions = np.arange(oldest, head)
     rows: Records = planner.occurrences.rows[positions % len(planner.occurrences.rows)]
     positions, rows = positions[rows["slot"] != NONE], rows[rows["slot"] != NONE]
@@ -57,7 +56,6 @@ def check_slots(planner: GroupPlanner, slots: I32) -> None:
 
 
 def check_occurrences(occurrences: Occurrences, head: int, tail: int, known: list[tuple[int, I64]]) -> Records:
-    """Returns the occurrences of the known batches, in order. Each leads to the row's next one."""
     keys = np.concatenate([np.zeros(0, np.int64), *(keys for _, keys in known)])
     steps = np.repeat([step for step, _ in known], [len(keys) for _, keys in known])
     assert len(keys) == tail - head, f"positions {head} to {tail} hold {len(keys)} occurrences"

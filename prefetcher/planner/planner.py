@@ -117,7 +117,6 @@ class RowPlanner:
         self._horizon.append(KnownBatch(scheduled=scheduled, groups=groupings, slots_needed=needed))
 
     def end(self) -> None:
-        """Says that no batch follows."""
         self._horizon.end()
 
     @property
@@ -127,12 +126,10 @@ class RowPlanner:
 
     @property
     def horizon(self) -> int:
-        """Batches known beyond the one that is planned next, once enough are added."""
         return self._horizon.num_batches
 
     @property
     def num_known(self) -> int:
-        """Batches known and not planned."""
         return self._horizon.num_known
 
     def ready(self) -> bool:
@@ -231,7 +228,6 @@ class RowPlanner:
 
 
 def is_due(every: CheckpointInterval, before: ScheduledLookups, following: ScheduledLookups) -> bool:
-    """Whether a checkpoint belongs between two batches."""
     if every == "epoch":
         return before.epoch != following.epoch
     return every > 0 and before.kind == "train" and (before.train_step + 1) % every == 0
@@ -277,7 +273,6 @@ def without_ids(scheduled: Any) -> Any:
 
 
 def groupers_of(groups: tuple[GroupSpec, ...], pool: Pool | None = None) -> tuple[Grouper, ...]:
-    """Returns one grouper per group; `groups` are all groups of the job."""
     num_features = sum(group.num_features for group in groups)
     return tuple(Grouper(group, num_features, pool) for group in groups)
 
@@ -307,7 +302,6 @@ def group_plan(grouper: Grouper, grouping: Grouping, moves: GroupMoves) -> Group
 
 @compiled_loop
 def share_key(some: I64, others: I64) -> bool:
-    """Whether two ascending arrays have a key in common."""
     i = j = 0
     while i < len(some) and j < len(others):
         if some[i] == others[j]:

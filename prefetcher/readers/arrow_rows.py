@@ -71,14 +71,12 @@ def counts_of(lengths: Ids | None, num_samples: int) -> Ids:
 
 
 def lookup_location(lengths: Ids | None, location: Place) -> Place:
-    """Returns the location of the row that holds the i-th id of a column."""
     return (
         location if lengths is None else lambda i: location(int(np.searchsorted(np.cumsum(lengths), i, side="right")))
     )
 
 
 def bag_lengths(values: Any) -> Ids | None:
-    """The number of ids in each row of a column of lists; None for a column of numbers."""
     if not is_list(values.type):
         return None
     lengths: Ids = pc.list_value_length(values).fill_null(0).to_numpy(zero_copy_only=False).astype(np.int64)
@@ -86,7 +84,6 @@ def bag_lengths(values: Any) -> Ids | None:
 
 
 def integers(values: Any, feature: Feature, location: Place) -> Ids:
-    """Null becomes MISSING."""
     try:
         wide = values if pa.types.is_int64(values.type) else values.cast(pa.int64())
     except pa.ArrowInvalid as error:
@@ -98,7 +95,6 @@ def integers(values: Any, feature: Feature, location: Place) -> Ids:
 
 
 def floats(values: Any) -> Floats:
-    """Converts numbers to fp32; null becomes NaN, which the checks refuse."""
     numbers: Floats = values.to_numpy(zero_copy_only=False).astype(np.float32)
     return numbers
 

@@ -107,7 +107,6 @@ def join_dense(files: list[FileRows], parts: list[DenseBatch]) -> DenseBatch:
 
 
 def join_ids(files: list[FileRows], parts: list[IdsBatch]) -> IdsBatch:
-    """Like `join_dense`."""
     if len(parts) == 1:
         return parts[0]
     sizes = [part.size for part in parts]
@@ -123,7 +122,6 @@ def join_ids(files: list[FileRows], parts: list[IdsBatch]) -> IdsBatch:
 
 
 def batch_order(files: list[FileRows]) -> Ids:
-    """For each position in the batch, its position among the files' rows, file after file."""
     return np.argsort(np.concatenate([file.positions for file in files]))
 
 
@@ -133,7 +131,6 @@ def join_offsets(offsets: list[Ids], sizes: list[int]) -> Ids:
 
 
 def join_lookups(values: list[npt.NDArray[Value]], sizes: list[int], offsets: list[Ids]) -> npt.NDArray[Value]:
-    """Joins feature-major values of several batches, feature by feature."""
     bounds = [own[::size] for own, size in zip(offsets, sizes, strict=True)]  # where each feature starts and ends
     num_features = len(bounds[0]) - 1
     return np.concatenate(
@@ -142,7 +139,6 @@ def join_lookups(values: list[npt.NDArray[Value]], sizes: list[int], offsets: li
 
 
 def take_samples(batch: IdsBatch, samples: Ids) -> IdsBatch:
-    """Returns the given samples of a batch, in that order."""
     offsets = bag_offsets(batch.ids, batch.offsets)
     bags = np.arange(len(offsets) - 1).reshape(-1, batch.size)[:, samples].ravel()
     lookups, taken = take_bags(offsets, bags)
@@ -152,7 +148,6 @@ def take_samples(batch: IdsBatch, samples: Ids) -> IdsBatch:
 
 
 def take_bags(offsets: Ids, bags: Ids) -> tuple[Ids, Ids]:
-    """Returns the look-ups of `bags`, bag after bag, and the offsets of the bags in that new order."""
     lengths = np.diff(offsets)[bags]
     taken = offsets_of(lengths)
     return np.repeat(offsets[bags] - taken[:-1], lengths) + np.arange(taken[-1]), taken

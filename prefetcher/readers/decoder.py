@@ -157,7 +157,6 @@ class Decoder:
 
     @property
     def pid(self) -> int | None:
-        """None before `start`."""
         return None if self._process is None else self._process.pid
 
     @property
@@ -191,7 +190,6 @@ class Decoder:
         return self._last
 
     def stop(self) -> None:
-        """Kills the child without waiting for it."""
         self._closing.set()
         if self._process is not None:
             self._process.kill()
@@ -205,8 +203,6 @@ class Decoder:
         self._arrived = queue.Queue()
 
     def _receive(self, pipe: connection.Connection) -> None:
-        """The receiver thread: moves messages from the pipe to the queue until the end, an error, or the child's
-        death."""
         with pipe:
             while not self._closing.is_set():
                 message = self._message(pipe)
@@ -238,7 +234,6 @@ class Decoder:
         return None
 
     def _death(self) -> RowcastError:
-        """Explains why the pipe ended before the batches did."""
         assert self._process is not None, "the receiver must run after start"
         self._process.join(timeout=1.0)
         code, what = (

@@ -36,7 +36,6 @@ def value_bytes(values: Any) -> list[bytes]:
 
 
 def can_hash(kind: Any) -> bool:
-    """Whether values of this pyarrow type are hashed."""
     own = kind.value_type if pa.types.is_dictionary(kind) else kind
     tests = (
         pa.types.is_integer,

@@ -26,12 +26,10 @@ class Feature:
 
 
 def row_location(path: Path, rows: Ids) -> Place:
-    """The location for an array whose samples are these rows of the file, counted from 0."""
     return lambda i: f"{path}, row {rows[i]}"
 
 
 def job_features(job: Job) -> list[Feature]:
-    """Returns every feature with its table, in the order of every array."""
     columns = job.data.columns
     return [
         Feature(

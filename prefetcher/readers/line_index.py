@@ -37,7 +37,6 @@ class Counted(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 def lines_folder(job: Job) -> Path | None:
-    """The folder of the counts; None before there is a run directory, which only a run makes."""
     return job.run_dir / "lines" if job.run_dir.is_dir() else None
 
 
@@ -66,7 +65,6 @@ def count_and_keep(path: Path, folder: Path, count: Callable[[Path], Pieces]) ->
 
 
 def load_pieces(path: Path, folder: Path, max_piece_bytes: int) -> Pieces | None:
-    """Returns the counts kept for the file as it is now, or None."""
     try:
         with kept_file(path, folder).open("rb") as file:
             found, content = file.read(CHECKSUM_BYTES), file.read(MAX_KEPT_BYTES)
@@ -87,7 +85,6 @@ def forget(path: Path, folder: Path) -> None:
 
 
 def file_state(path: Path) -> tuple[int, int]:
-    """Returns its bytes and the ns of its last change."""
     try:
         now = path.stat()
     except OSError as error:

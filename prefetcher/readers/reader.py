@@ -62,14 +62,12 @@ class CutElsewhere(Protocol):
 
 
 def num_batches(job: Job, reader: Reader, split: Kind) -> int | None:
-    """Batches of an epoch, if the reader knows its samples or its batches."""
     known = reader.num_batches(split) if isinstance(reader, CutElsewhere) else None
     samples = reader.num_samples(split) if known is None else None
     return known if samples is None else -(-samples // job.data.batch_size)
 
 
 def decoded(pending: Iterable[Pending]) -> Iterator[Batch]:
-    """Implements `Reader.batches` with `Reader.pending`."""
     return map(whole_batch, pending)
 
 

@@ -89,7 +89,6 @@ Turn = tuple[SchedulePoint, Pending]
 def schedule(
     job: Job, reader: Reader, max_steps: int | None = None, start: Position | None = None
 ) -> Iterator[PlacedBatch]:
-    """Yields every batch of a run, decoded by a reader of all columns; see `places`."""
     for point, decode in places(job, reader, max_steps, start):
         yield placed(point, whole_batch(decode))
 
@@ -129,7 +128,6 @@ class Schedule:
         return at.train_batch == 0 and at.eval_batch is None and self._steps_left(at) == 0
 
     def _epoch(self, at: Position) -> Generator[Turn, None, Position]:
-        """Yields the remainder of an epoch; returns where the next one starts."""
         evaluated = at.eval_batch is not None or self._eval_is_due(at)
         at = yield from self._evaluation(at)
         for decode in islice(self._reader.pending("train", at.epoch, at.train_batch), self._steps_left(at)):
@@ -144,7 +142,6 @@ class Schedule:
         return at.next_epoch()
 
     def _evaluation(self, at: Position) -> Generator[Turn, None, Position]:
-        """Yields the remainder of the evaluation in progress, if any; returns the position after it."""
         if at.eval_batch is None:
             return at
         for decode in self._reader.pending("eval", at.epoch, at.eval_batch):

@@ -23,7 +23,6 @@ class RowOrder:
         self._last: tuple[int, Ids] | None = None
 
     def rows(self, start: int, stop: int) -> Ids:
-        """Returns the rows at positions start to stop of the epoch."""
         if self._window is None:
             return np.arange(start, stop, dtype=np.int64)
         parts = []

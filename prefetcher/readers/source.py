@@ -125,7 +125,6 @@ class Source:
         return self._kept.popleft()
 
     def poll(self) -> PlacedBatch | None:
-        """Returns the next whole batch without waiting, or None, as `poll_ids`."""
         self._polled = self.poll_ids()
         assert self._polled is None or self._num_whole + 1 == self._num_ids, (
             f"{self._num_ids - self._num_whole} batches lack their dense part"

@@ -103,7 +103,6 @@ class TextCursor:
         self._open = None
 
     def lines(self, numbers: Ids, within: FileSpan) -> bytes:
-        """Returns the text of these lines, all of them `within`, in the given order."""
         chunks = range(self._index.chunk_of(within.start), self._index.chunk_of(within.stop - 1) + 1)
         self._held = {chunk: self._held[chunk] if chunk in self._held else self._read(chunk) for chunk in chunks}
         held = list(self._held.values())
@@ -132,7 +131,6 @@ class TextCursor:
 
 
 def line_run(lines: Lines, run: slice) -> bytes:
-    """Returns the part of `lines` that is in a run of lines."""
     last = len(lines.starts) - 1
     start, stop = min(max(run.start - lines.first, 0), last), min(max(run.stop - lines.first, 0), last)
     return lines.text[lines.starts[start] : lines.starts[stop]]
@@ -187,7 +185,6 @@ def whole_lines(stream: IO[bytes], path: Path) -> Iterator[bytes]:
 
 
 def read(stream: IO[bytes], path: Path, nbytes: int, offset: int | None = None) -> bytes:
-    """Reads the stream's next bytes, or those at `offset`."""
     try:
         if offset is not None and stream.tell() != offset:
             stream.seek(offset)

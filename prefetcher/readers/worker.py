@@ -164,5 +164,4 @@ class WorkerSource(Source):
 
     @property
     def pids(self) -> list[int]:
-        """Process ids of the decoding processes, once started."""
         return [pid for stream in self._decoded for pid in stream.pids]

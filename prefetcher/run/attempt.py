@@ -113,7 +113,6 @@ class PrefetcherAttempt:
 
     @property
     def connected(self) -> bool:
-        """Whether a trainer was greeted."""
         return self._engine is not None and self._engine.hello is not None
 
     def gauges(self, idle: PrefetcherGauges) -> PrefetcherGauges:
@@ -175,7 +174,6 @@ class PrefetcherAttempt:
         return self._engine is not None and self._engine.finished
 
     def _measure(self) -> list[PlacedBatch]:
-        """Waits for the first batches from the workers."""
         warm_up(verify=self._run.verify > 0)  # while the child starts
         measured: list[PlacedBatch] = []
         while len(measured) < MEASURED_BATCHES and not self._source.ended and self._run.signals.stop_reason is None:
@@ -203,7 +201,6 @@ class PrefetcherAttempt:
         return self._job.training_digest(self._source.info().file_sizes)
 
     def _serve(self, stack: ExitStack, conversation: Conversation, measured: list[PlacedBatch]) -> None:
-        """Makes everything that the engine needs, then runs it."""
         run = self._run
         slots = job_slots(self._job, run.groups, measured)
         own = sizes(self._job, run.groups, measured, self._job.lookahead.depth)
@@ -353,7 +350,6 @@ class PrefetcherAttempt:
         )
 
     def _run_stages(self, stack: ExitStack, engine: PrefetcherEngine) -> None:
-        """Waits for the trainer and runs the stages until the run is over."""
         run = self._run
         run.health.state = "connecting"
         self._engine = engine

@@ -11,7 +11,6 @@ from rowcast.protocol.transport.ring_file import shared_memory
 
 
 def stall_clocks(engine: PrefetcherEngine) -> dict[str, Callable[[float], None]]:
-    """Returns a function per stage that counts the idle seconds of its thread."""
     counters = engine.counters
 
     def planning(seconds: float) -> None:
@@ -40,7 +39,6 @@ def stall_clocks(engine: PrefetcherEngine) -> dict[str, Callable[[float], None]]
 
 
 def idle_gauges(job: Job, num_groups: int) -> PrefetcherGauges:
-    """The gauges while there is no engine."""
     size_bytes, free_bytes = shared_memory()
     return PrefetcherGauges(
         depth=job.lookahead.depth,

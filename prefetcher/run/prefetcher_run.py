@@ -140,7 +140,6 @@ class PrefetcherRun:
         return self._checkpoints.newest_valid(log) or self._first()
 
     def _first(self) -> Manifest | None:
-        """Returns what a new run starts from, if the options name it."""
         if self._options.source is None:
             return None
         source = open_source(self._job, self._options.source)

@@ -67,7 +67,6 @@ def typical_plan(groups: Sequence[GroupSpec], measured: Sequence[ScheduledBatch]
 
 
 def group_arrays_bytes(batch: Batch, num_rows: int) -> int:
-    """Bytes of a plan's arrays if all tables were one pooled group and every row were fetched."""
     present = {name for name in ("offsets", "weights") if getattr(batch, name) is not None}
     counts = Counts(
         samples=batch.size,
@@ -82,14 +81,14 @@ def group_arrays_bytes(batch: Batch, num_rows: int) -> int:
 
 def automatic_ring_bytes(typical: Typical, depth: int) -> int:
     """Uses at most a quarter of the free shared memory."""
-    wanted = max(LEAST_RING_BYTES, (depth + 1) * (typical.rows + typical.arrays))
+    needed = max(LEAST_RING_BYTES, (depth + 1) * (typical.rows + typical.arrays))
     allowed = free_shared_memory() // 4
     if allowed < MIN_RING_BYTES:
         raise ConfigError(
             f"/dev/shm has {4 * allowed} bytes free, and two rings need at least {8 * MIN_RING_BYTES}; "
             "enlarge it or free space in it"
         )
-    return min(aligned(wanted, 4096), allowed // 4096 * 4096)
+    return min(aligned(needed, 4096), allowed // 4096 * 4096)
 
 
 def staging_bytes(typical_rows: int, ring_bytes: int) -> int:

@@ -22,7 +22,6 @@ class Tables:
         self._restored = False
 
     def restore(self, newest: Manifest | None) -> None:
-        """Gives every row its value at the checkpoint, or its first value if there is none."""
         if not self._restored:
             self._open(newest)
         elif newest is None:

@@ -18,7 +18,6 @@ INITS = ("uniform", "normal:1", "constant:0")
 
 
 def warm_up(*, verify: bool = False) -> None:
-    """Plans three steps of a tiny job and moves their rows, with single-hot and weighted bags."""
     began_s = time.perf_counter()
     with said_if_slow(SLOW_S, "preparing the planner; a first start compiles it: about 15 s"):
         plan_and_move()

@@ -48,7 +48,6 @@ def upper_halves(values: F32) -> U16:
 
 
 def widened(elements: Elements, dtype: RowType) -> F32:
-    """Converts elements of `dtype` to fp32, exactly."""
     if dtype == "bf16":
         return (elements.astype(np.uint32) << 16).view(np.float32)
     return elements.astype(np.float32, copy=False)

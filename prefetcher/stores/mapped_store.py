@@ -90,7 +90,6 @@ class MappedStore(TableStore):
 
 
 def file_layout(group: GroupSpec) -> tuple[int, int]:
-    """Returns where the records begin, and the bytes of the file."""
     marks_end = aligned(HEADER_BYTES + group.num_rows, mmap.PAGESIZE)
     return marks_end, aligned(marks_end + group.num_rows * group.record_bytes, mmap.PAGESIZE)
 

@@ -41,7 +41,6 @@ def gather(words: Words, marks: Marks, positions: Positions, out: Words) -> int:
 
 @compiled_loop
 def scatter(source: Words, positions: Positions, words: Words, marks: Marks) -> None:
-    """Sets words[positions[i]] = source[i] and marks the rows present."""
     for i in range(len(positions)):
         row = positions[i]
         marks[row] = PRESENT

@@ -84,5 +84,4 @@ class RowNumbers:
         return numbers
 
     def keys(self, table: int, numbers: I64) -> Keys:
-        """The keys of rows of one table."""
         return make_keys(table, numbers - self.first[table])

@@ -103,7 +103,6 @@ class TableFile:
         return self._descriptor
 
     def _free_bytes(self) -> int:
-        """Bytes that the file may have: its own and those that are free."""
         found, disk = os.fstat(self._open), os.fstatvfs(self._open)
         return found.st_blocks * 512 + disk.f_bavail * disk.f_frsize
 

@@ -49,7 +49,6 @@ class TrackedStore:
         self._changed = np.zeros(-(-group.num_rows // BITS), np.uint64)  # one bit per row, by its number
 
     def read(self, keys: Keys, out: Records) -> FilledRead:
-        """Copies the rows' records to `out`, a view that stays valid until the ticket is done."""
         return FilledRead(self.store.read(keys, out), self, keys, out)
 
     def write(self, keys: Keys, rows: Records) -> Ticket:
@@ -62,11 +61,9 @@ class TrackedStore:
 
     @property
     def num_changed(self) -> int:
-        """Changed rows of all tables."""
         return count_bits(self._changed)
 
     def changed_keys(self, table: int) -> Keys:
-        """The changed rows of a table."""
         return np.concatenate([np.empty(0, np.int64), *self._found(table, ROWS_AT_ONCE)])
 
     def changed_rows(self, table: int, block: int) -> Iterator[tuple[Keys, Records]]:

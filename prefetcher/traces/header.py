@@ -97,5 +97,4 @@ def described(table: TraceTable) -> str:
 
 
 def feature_limits(header: TraceHeader) -> list[tuple[str, int]]:
-    """Returns (name, num_embeddings) of each feature, in the order of every array."""
     return [(feature, table.num_embeddings) for table in header.tables for feature in table.features]

@@ -92,7 +92,6 @@ class TraceReader:
         return header
 
     def _row(self, index: int) -> dict[str, Any]:
-        """Returns scalars and short lists as Python values, ids and offsets as arrays."""
         try:
             batch = self._reader.get_batch(index)
             batch.validate(full=True)

@@ -147,7 +147,6 @@ class TraceWriter:
             raise self._refusal(error) from None
 
     def add(self, scheduled: ScheduledBatch, plan: StepPlan) -> None:
-        """Adds the next step, from 0 on."""
         assert scheduled.step == plan.step == self._next_step, (
             f"step {plan.step} was added, but step {self._next_step} follows"
         )

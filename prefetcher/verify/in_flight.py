@@ -20,7 +20,6 @@ class SampledRows:
         return len(self.keys)
 
     def within(self, start: int, count: int) -> slice:
-        """Returns those at positions from `start` to `start + count`."""
         low, high = np.searchsorted(self.positions, [start, start + count])
         return slice(int(low), int(high))
 
@@ -52,7 +51,6 @@ class Visit:
 
     @property
     def complete(self) -> bool:
-        """Whether everything is reported and everything to compare it with is known."""
         known = all(sample.num_known == len(sample) for group in self.groups for sample in group.samples)
         return known and self.num_reported == len(self.reported)
 

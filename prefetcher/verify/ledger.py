@@ -52,7 +52,6 @@ class Ledger:
         self._mark_unread(cells, to=True)
 
     def unread_keys(self) -> I64:
-        """Ascending."""
         return np.sort(self._keys[self._unread])
 
     def _mark_unread(self, cells: I64, *, to: bool) -> None:

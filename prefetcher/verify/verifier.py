@@ -197,7 +197,6 @@ class Verifier:
         return positions[: find_sampled(keys, self._threshold, positions)]
 
     def _followed(self, sample: SampledRows, group: int, start: int, rows: Records) -> tuple[slice, I64]:
-        """Returns the part of the sample that is in these rows, from position `start` on, and its checksums."""
         part = sample.within(start, len(rows))
         return part, self._checksums(group, rows, sample.positions[part] - start)
 
@@ -240,12 +239,10 @@ class Verifier:
 
 
 def new_sample(keys: Sequence[Any] | I64, positions: I64) -> SampledRows:
-    """The sample of `keys` at `positions`."""
     return SampledRows(np.asarray(keys)[positions], positions, np.zeros(len(positions), np.int64))
 
 
 def warm_up_checks() -> None:
-    """Compiles the loops."""
     keys, ledger = np.arange(2), Ledger()
     find_sampled(keys, 1, np.empty(2, np.int64))
     ledger.given(keys, keys)

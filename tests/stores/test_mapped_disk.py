@@ -115,7 +115,7 @@ def test_too_little_space_is_refused_with_both_numbers_before_anything_is_change
     content = leave_closed(tmp_path).read_bytes()
     needed = file_layout(groups(scale=2**32)[0])[1]
     with pytest.raises(
-        ConfigError, match=rf"needs {needed} bytes, where \d+ are free; free space there or set store\.path"
+        ConfigError, match=rf"needs {needed} bytes, but \d+ are free; free space there or set store\.path"
     ):
         open_mapped(tmp_path, groups(scale=2**32)[0])
     assert rows_file(tmp_path).read_bytes() == content
@@ -162,9 +162,9 @@ def test_a_full_disk_is_refused_and_does_not_kill(small_disk: Path) -> None:
     [
         (
             errno.ENOSPC,
-            rf"needs {NBYTES} bytes, where \d+ are free; free space there or set store\.path to a larger disk",
+            rf"needs {NBYTES} bytes, but \d+ are free; free space there or set store\.path to a larger disk",
         ),
-        (errno.EDQUOT, rf"needs {NBYTES} bytes, where \d+ are free"),
+        (errno.EDQUOT, rf"needs {NBYTES} bytes, but \d+ are free"),
         (errno.EIO, rf"of {NBYTES} bytes cannot be made \(Input/output error\); set store\.path to another disk"),
     ],
 )

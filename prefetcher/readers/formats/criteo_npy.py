@@ -159,7 +159,6 @@ def map_array(name: Path, part: str, ranks: tuple[int, ...]) -> Array:
 
 
 def shared_width(days: list[Day], part: str) -> int:
-    """Returns the number of columns of dense or sparse, on which all days must agree."""
     widths: list[int] = [getattr(day, part).shape[1] for day in days]
     for day, width in zip(days, widths, strict=True):
         if width != widths[0]:

@@ -76,7 +76,6 @@ class CsvRows:
         return self.bounds[-1]
 
     def line(self, row: int) -> int:
-        """Counts lines over all files, each of which has a header."""
         return row + bisect_right(self.bounds, row)
 
     def lines(self, rows: Ids) -> Ids:
@@ -163,7 +162,6 @@ def split_cells(texts: Any, cell: Cell) -> Any:
 
 
 def cells_of(job: Job, roles: Roles, first_row: dict[str, str]) -> dict[str, Cell]:
-    """The cells of every column that is read."""
     cells: dict[str, Cell] = {}
     for name in (roles.label, *roles.dense):
         kind: CellKind = "boolean" if first_row.get(name) in (*TRUE, *FALSE) else "number"

@@ -99,7 +99,6 @@ class CustomReader:
         return count
 
     def num_batches(self, split: Kind) -> int | None:
-        """The number that the source declares, or the length of its batches."""
         known = getattr(self._source, "num_batches", None)
         if callable(known):
             return int(known(split))
@@ -197,7 +196,6 @@ def skip(batches: Iterable[Any], start: int) -> Iterable[Any]:
 
 
 def length(batches: Iterable[Any]) -> int | None:
-    """None without a length, as for a generator, or a DataLoader over an IterableDataset."""
     try:
         return len(batches)  # type: ignore[arg-type]
     except TypeError:

@@ -90,7 +90,6 @@ class ArrowCursor:
         self._within = within
 
     def take(self, rows: FileRows) -> Any:
-        """Returns some of the held rows as a pyarrow.RecordBatch."""
         first, table = self._tables[rows.file]
         where = as_slice(rows.rows - first)
         return table.slice(where.start, len(rows.rows)) if isinstance(where, slice) else table.take(pa.array(where))
@@ -134,7 +133,6 @@ class ArrowCursor:
 
 
 def file_facts(path: Path) -> tuple[Any, list[int]]:
-    """Returns the schema and the rows of each row group from the file's metadata."""
     try:
         with pq.ParquetFile(path) as file:
             schema, metadata = file.schema_arrow, file.metadata

@@ -86,7 +86,6 @@ class SyntheticColumn:
         self.concentration = self._zipf.concentration if feature.num_embeddings > 1 else None
 
     def sample(self, counters: U64) -> tuple[Ids, F64]:
-        """Returns the ids of the samples with these numbers, and the ids' effects."""
         ranks = self._zipf.ranks(uniform(self._key, counters))
         return self._permutation(ranks), self._effects(ranks)
 

@@ -39,7 +39,6 @@ class Zipf:
         self.concentration = float((self.head_probabilities**2).sum())  # how likely two samples share an id of the head
 
     def ranks(self, u: F64) -> Ids:
-        """Returns the ranks at the quantiles `u` in [0, 1)."""
         mass = u * self._total
         ranks = np.searchsorted(self._cumulative, mass, side="right")
         beyond = ranks == len(self._cumulative)
@@ -48,14 +47,12 @@ class Zipf:
         return np.minimum(ranks, self._num_ids - 1)
 
     def _integral(self, end: float) -> float:
-        """The integral of x ** -exponent from the tail's start to `end`."""
         power = 1.0 - self._exponent
         if power == 0:
             return float(np.log(end / self._tail_start))
         return float((end**power - self._tail_start**power) / power)
 
     def _tail_ranks(self, mass: F64) -> Ids:
-        """The inverse of `_integral`."""
         power = 1.0 - self._exponent
         if power == 0:
             ends = self._tail_start * np.exp(mass)

@@ -61,7 +61,6 @@ def is_by_position(offered: Any) -> bool:
 
 
 def parts_of(offered: Any) -> tuple[Any, Any, Any] | None:
-    """Returns dense features, sparse features and labels; None if they cannot be identified."""
     if isinstance(offered, Mapping):
         found = tuple(next((offered[name] for name in names if name in offered), NAMES) for names in NAMES)
         return (
@@ -119,7 +118,6 @@ def is_keyed(sparse: Any) -> bool:
 
 
 def keyed_columns(sparse: Any, features: Sequence[str], size: int, what: str) -> tuple[list[Column], bool]:
-    """Reads a KeyedJaggedTensor: values are feature-major, in the order of its own keys."""
     keys = list(sparse.keys())
     require_keys(keys, features, what)
     values, lengths = as_array(sparse.values(), np.int64, what), keyed_lengths(sparse, what)
@@ -161,7 +159,6 @@ def require_keys(keys: Sequence[str], features: Sequence[str], what: str) -> Non
 
 
 def column(bags: Any, size: int, what: str) -> Column:
-    """Reads one feature: ids [B], ids [B, L], or B lists of ids."""
     if isinstance(bags, list | tuple) and any(np.ndim(bag) for bag in bags[:1]):
         own = [as_array(bag, np.int64, what).reshape(-1) for bag in bags]
         lengths, ids = np.array([len(bag) for bag in own], np.int64), np.concatenate(own)

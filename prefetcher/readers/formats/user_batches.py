@@ -78,7 +78,6 @@ class BatchCheck:
         return self._ids.check(ids, bounds, lambda f: lookup_location(where, int(bounds[f])))
 
     def _paired_ids(self, batch: Batch, where: str) -> Ids:
-        """Like `_checked_ids`, but an error names the column of each feature."""
         try:
             return self._checked_ids(batch, where)
         except DataError as error:
