@@ -18,7 +18,7 @@ from dataclasses import replace
 import numpy as np
 
 from rowcast.prefetcher.planner.grouping import Grouping
-from rowcast.prefetcher.planner.horizon import PLACE_BYTES
+from rowcast.prefetcher.planner.horizon import OCCURRENCE_BYTES
 from rowcast.runtime.arrays import I64, U64
 from rowcast.runtime.splitmix import GOLDEN, mix
 
@@ -51,7 +51,7 @@ def thinned(grouping: Grouping, share: float) -> Grouping:
     run.
     """
     keys = followed(grouping.keys, share)
-    left_away = grouping.nbytes - keys.nbytes + (grouping.num_unique - len(keys)) * PLACE_BYTES
+    left_away = grouping.nbytes - keys.nbytes + (grouping.num_unique - len(keys)) * OCCURRENCE_BYTES
     weight = np.broadcast_to(np.uint16(0), (left_away // 2,))
     nothing = np.zeros(0, np.int32)
     return replace(

@@ -29,7 +29,7 @@ from rowcast.prefetcher.readers.formats.csv import (
 from rowcast.prefetcher.readers.formats.csv_line import FALSE, TRUE, Cell
 from rowcast.prefetcher.readers.formats.parquet_files import file_facts
 from rowcast.prefetcher.readers.hashed_ids import can_hash, value_bytes
-from rowcast.prefetcher.readers.id_check import Place
+from rowcast.prefetcher.readers.id_check import Location
 from rowcast.prefetcher.readers.text_files import open_text, whole_lines
 from rowcast.runtime.arrays import F64, I64, U64
 from rowcast.runtime.errors import ConfigError, DataError, RowcastError
@@ -246,7 +246,7 @@ def look_at_csv(path: str, files: list[Path], tick: Tick) -> DataSet:
     )
 
 
-def lines_of(file: Path, first: int) -> Place:
+def lines_of(file: Path, first: int) -> Location:
     """Names lines for errors; the first is line `first` of the file."""
     return lambda i: f"{file}, line {first + i}"
 

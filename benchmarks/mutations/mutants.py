@@ -866,7 +866,8 @@ TRAINER = (
         "a slot beyond the cache is looked up",
         "if layout.below is not None:",
         "if False:",
-        "tests/hostile/test_peers.py::test_a_trainer_ends_with_a_sentence_when_its_prefetcher_sends[a look-up far outside]",
+        "tests/hostile/test_peers.py::"
+        "test_a_trainer_ends_with_a_sentence_when_its_prefetcher_sends[a look-up far outside]",
     ),
     Mutant(
         "a value one beyond its range passes",

@@ -56,7 +56,7 @@ OCCURRENCE = np.dtype(
 )
 
 
-PLACE_BYTES = OCCURRENCE.itemsize + 4
+OCCURRENCE_BYTES = OCCURRENCE.itemsize + 4
 
 
 class ScheduledLookups(Protocol):
@@ -86,7 +86,7 @@ class KnownBatch:
 
     @property
     def id_bytes(self) -> int:
-        return sum(grouping.nbytes + grouping.num_unique * PLACE_BYTES for grouping in self.groups)
+        return sum(grouping.nbytes + grouping.num_unique * OCCURRENCE_BYTES for grouping in self.groups)
 
 
 class Horizon:

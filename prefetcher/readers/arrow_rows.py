@@ -11,7 +11,7 @@ from rowcast.prefetcher.readers.batch_parts import DenseBatch, IdsBatch
 from rowcast.prefetcher.readers.column_roles import Roles
 from rowcast.prefetcher.readers.columns import Column, Floats, Ids, join_columns
 from rowcast.prefetcher.readers.hashed_ids import hashed_rows
-from rowcast.prefetcher.readers.id_check import MISSING, Feature, IdCheck, Place, check_dense, check_labels
+from rowcast.prefetcher.readers.id_check import MISSING, Feature, IdCheck, Location, check_dense, check_labels
 from rowcast.runtime.errors import DataError
 
 
@@ -19,7 +19,7 @@ class RowDecoder:
     def __init__(self, roles: Roles, ids: IdCheck) -> None:
         self._roles, self._ids = roles, ids
 
-    def dense(self, table: Any, location: Place) -> DenseBatch:
+    def dense(self, table: Any, location: Location) -> DenseBatch:
         roles = self._roles
         with np.errstate(over="ignore"):  # values beyond fp32 become infinite, which the checks refuse
             labels, *dense = (floats(table[name]) for name in (roles.label, *roles.dense))
@@ -28,7 +28,7 @@ class RowDecoder:
             dense=check_dense(stacked, roles.dense, location), labels=check_labels(labels, roles.label, location)
         )
 
-    def ids(self, table: Any, location: Place) -> IdsBatch:
+    def ids(self, table: Any, location: Location) -> IdsBatch:
         columns = [feature_column(table, feature, location) for feature in self._roles.features]
         joined = join_columns(
             columns, table.num_rows, weighted=any(feature.weights_column for feature in self._roles.features)
@@ -39,7 +39,7 @@ class RowDecoder:
         )
 
 
-def feature_column(table: Any, feature: Feature, location: Place) -> Column:
+def feature_column(table: Any, feature: Feature, location: Location) -> Column:
     values = table[feature.name]
     lengths = bag_lengths(values)
     single = values if lengths is None else values.flatten()
@@ -47,7 +47,7 @@ def feature_column(table: Any, feature: Feature, location: Place) -> Column:
     return Column(ids=ids, lengths=lengths, weights=feature_weights(table, feature, lengths, location))
 
 
-def feature_weights(table: Any, feature: Feature, lengths: Ids | None, location: Place) -> Floats | None:
+def feature_weights(table: Any, feature: Feature, lengths: Ids | None, location: Location) -> Floats | None:
     """One weight per id, or None for a feature without weights. Raises DataError if their numbers differ."""
     if feature.weights_column is None:
         return None
@@ -70,7 +70,7 @@ def counts_of(lengths: Ids | None, num_samples: int) -> Ids:
     return np.ones(num_samples, np.int64) if lengths is None else lengths
 
 
-def lookup_location(lengths: Ids | None, location: Place) -> Place:
+def lookup_location(lengths: Ids | None, location: Location) -> Location:
     return (
         location if lengths is None else lambda i: location(int(np.searchsorted(np.cumsum(lengths), i, side="right")))
     )
@@ -83,7 +83,7 @@ def bag_lengths(values: Any) -> Ids | None:
     return lengths
 
 
-def integers(values: Any, feature: Feature, location: Place) -> Ids:
+def integers(values: Any, feature: Feature, location: Location) -> Ids:
     try:
         wide = values if pa.types.is_int64(values.type) else values.cast(pa.int64())
     except pa.ArrowInvalid as error:

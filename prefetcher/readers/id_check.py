@@ -12,7 +12,7 @@ from rowcast.prefetcher.readers.columns import Floats, Ids
 from rowcast.runtime.errors import ConfigError, DataError
 from rowcast.runtime.name_lists import nearest
 
-Place = Callable[[int], str]  # position in the checked array -> "file, row 17"
+Location = Callable[[int], str]  # position in the checked array -> "file, row 17"
 MISSING = np.iinfo(np.int64).min  # a missing id; numpy also converts NaN to it
 
 
@@ -25,7 +25,7 @@ class Feature:
     hashed: bool  # data.columns.hash
 
 
-def row_location(path: Path, rows: Ids) -> Place:
+def row_location(path: Path, rows: Ids) -> Location:
     return lambda i: f"{path}, row {rows[i]}"
 
 
@@ -79,7 +79,7 @@ class IdCheck:
         self._limits = np.array([feature.num_embeddings for feature in self._features], np.uint64)
         self.num_invalid = 0
 
-    def check(self, ids: Ids, bounds: Ids, location: Callable[[int], Place]) -> Ids:
+    def check(self, ids: Ids, bounds: Ids, location: Callable[[int], Location]) -> Ids:
         """Returns the ids of all features, those of feature f at bounds[f] to bounds[f + 1], inside their tables.
 
         `location(f)(i)` names the file and row of the feature's i-th id. Under "error", raises DataError for the first
@@ -117,7 +117,7 @@ def refusal(row: int, feature: Feature, location: str) -> DataError:
     )
 
 
-def check_dense(dense: Floats, names: list[str], location: Place) -> Floats:
+def check_dense(dense: Floats, names: list[str], location: Location) -> Floats:
     """Returns `dense` f32 [n, D]. Raises DataError with the location of a value that is NaN or infinite."""
     finite = np.isfinite(dense)
     if not finite.all():
@@ -129,7 +129,7 @@ def check_dense(dense: Floats, names: list[str], location: Place) -> Floats:
     return dense
 
 
-def check_labels(labels: Floats, name: str, location: Place) -> Floats:
+def check_labels(labels: Floats, name: str, location: Location) -> Floats:
     """Returns `labels` f32 [n]. Raises DataError for one that is neither 0 nor 1."""
     valid = (labels == 0) | (labels == 1)
     if not valid.all():

@@ -87,7 +87,7 @@ def test_an_evaluation_needs_no_gradient() -> None:
     [
         (
             torch.zeros(3, 1),
-            r"the model returned logits of shape \[3, 1\]; return one logit per sample, shape \[3\], or give the model a",
+            r"the model returned logits of shape \[3, 1\]; return one logit per sample, shape \[3\], or give",
         ),
         (
             (OUTPUTS, OUTPUTS),

@@ -1,6 +1,6 @@
 """Explains why a line is not Criteo TSV, by reading field by field after the fast parser has refused its block."""
 
-from rowcast.prefetcher.readers.id_check import Place
+from rowcast.prefetcher.readers.id_check import Location
 from rowcast.runtime.errors import DataError
 
 NUM_DENSE, NUM_SPARSE = 13, 26
@@ -8,7 +8,7 @@ NUM_FIELDS = 1 + NUM_DENSE + NUM_SPARSE
 HEX_DIGITS = frozenset(b"0123456789abcdefABCDEF")
 
 
-def refuse_line(lines: bytes, location: Place, reason: str) -> DataError:
+def refuse_line(lines: bytes, location: Location, reason: str) -> DataError:
     """Returns the error of the first bad line in `lines`; `location(i)` names the i-th line's file and number.
 
     `reason` is the fast parser's message, used if no line is found to be bad.

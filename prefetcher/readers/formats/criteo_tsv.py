@@ -23,7 +23,7 @@ from rowcast.job.schema import Job
 from rowcast.prefetcher.readers.columns import Floats, Ids
 from rowcast.prefetcher.readers.data_files import FileSpan, sizes_of
 from rowcast.prefetcher.readers.formats.criteo_line import NUM_DENSE, NUM_SPARSE, refuse_line
-from rowcast.prefetcher.readers.id_check import IdCheck, Place, job_features, numbered_columns, refuse_weights
+from rowcast.prefetcher.readers.id_check import IdCheck, Location, job_features, numbered_columns, refuse_weights
 from rowcast.prefetcher.readers.line_index import lines_folder
 from rowcast.prefetcher.readers.row_reader import RowReader, open_files
 from rowcast.prefetcher.readers.text_files import TextCursor, TextIndex
@@ -97,7 +97,7 @@ class TsvCursor:
         return labels, dense, remainders(hashes, self._rows.moduli)
 
 
-def decode(lines: bytes, num_lines: int, columns: list[int], location: Place) -> tuple[Floats, Floats, Ids]:
+def decode(lines: bytes, num_lines: int, columns: list[int], location: Location) -> tuple[Floats, Floats, Ids]:
     """Returns labels [n], dense [n, 13], hashes [len(columns), n] of whole lines; `location(i)` names the i-th. Raises
     DataError."""
     try:

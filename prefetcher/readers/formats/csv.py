@@ -29,7 +29,7 @@ from rowcast.prefetcher.readers.column_roles import Roles, roles_of
 from rowcast.prefetcher.readers.columns import Ids
 from rowcast.prefetcher.readers.data_files import FileSpan, cumulative, sizes_of
 from rowcast.prefetcher.readers.formats.csv_line import FALSE, TRUE, Cell, CellKind, is_number, refuse_line
-from rowcast.prefetcher.readers.id_check import IdCheck, Place
+from rowcast.prefetcher.readers.id_check import IdCheck, Location
 from rowcast.prefetcher.readers.line_index import lines_folder
 from rowcast.prefetcher.readers.row_reader import RowReader, open_files
 from rowcast.prefetcher.readers.text_files import TextCursor, TextIndex, open_text, read
@@ -105,11 +105,11 @@ class CsvCursor:
         dense, ids = own.decoder.dense(table, self._location(lines)), own.decoder.ids(table, self._location(lines))
         return join_parts(ids, dense)
 
-    def _location(self, lines: Ids) -> Place:
+    def _location(self, lines: Ids) -> Location:
         return lambda i: self._rows.index.location(int(lines[i]))
 
 
-def decode(lines: bytes, num_lines: int, layout: CsvLayout, location: Place) -> Any:
+def decode(lines: bytes, num_lines: int, layout: CsvLayout, location: Location) -> Any:
     """Returns a pyarrow.RecordBatch of whole lines; `location(i)` names the i-th. Raises DataError."""
     try:
         return parse(lines, num_lines, layout)

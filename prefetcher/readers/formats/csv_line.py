@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from rowcast.prefetcher.readers.id_check import Place
+from rowcast.prefetcher.readers.id_check import Location
 from rowcast.runtime.errors import DataError
 
 CellKind = Literal["integer", "number", "boolean", "text"]
@@ -29,7 +29,7 @@ class Cell:
 
 
 def refuse_line(
-    lines: bytes, header: list[str], delimiter: str, cells: Mapping[str, Cell], location: Place, reason: str
+    lines: bytes, header: list[str], delimiter: str, cells: Mapping[str, Cell], location: Location, reason: str
 ) -> DataError:
     """Returns the error of the first bad line in `lines`; `location(i)` names the i-th line's file and number.
 

@@ -10,7 +10,7 @@ import numpy as np
 from rowcast.job.schema import Job
 from rowcast.prefetcher.readers.columns import Ids, bag_offsets, needed_offsets
 from rowcast.prefetcher.readers.formats.user_arrays import as_batch, is_by_position
-from rowcast.prefetcher.readers.id_check import IdCheck, Place, check_dense, dense_names, job_features
+from rowcast.prefetcher.readers.id_check import IdCheck, Location, check_dense, dense_names, job_features
 from rowcast.protocol.batch import Batch
 from rowcast.runtime.errors import DataError
 
@@ -97,11 +97,11 @@ class BatchCheck:
         return shorten(", ".join(named), PAIRS_SHOWN, placeholder=" ...")
 
 
-def sample_location(where: str) -> Place:
+def sample_location(where: str) -> Location:
     return lambda i: f"{where}, sample {i}"
 
 
-def lookup_location(where: str, first: int) -> Place:
+def lookup_location(where: str, first: int) -> Location:
     return lambda i: f"{where}, look-up {first + i}"
 
 
