@@ -154,7 +154,8 @@ def test_the_waits_are_those_of_the_report(run: RecordedRun) -> None:
     assert waited_ns / 1e9 == pytest.approx(
         run.report.trainer_wait_s, abs=1e-6 + 1e-9 * len(run.recordings.trainer.spans)
     )
-    assert {span.name for span in run.recordings.prefetcher.spans if span.kind == "wait"} >= {"credit"}
+    # the fetcher waits for the trainer: for a step to end, or for room in the ring
+    assert {span.name for span in run.recordings.prefetcher.spans if span.kind == "wait"} & {"credit", "ring"}
 
 
 def test_the_timeline_shows_rings_and_steps_in_flight(run: RecordedRun) -> None:
