@@ -26,7 +26,6 @@ class SparseToken:
     """Takes the place of a batch's KeyedJaggedTensor: it identifies the batch and holds no ids."""
 
     def __init__(self, session: object, step: int, part: Slice, keys: Sequence[str], device: torch.device) -> None:
-        """`part`: the samples of the step that the batch has."""
         self.session, self.step, self.slice, self.device = session, step, part, device
         self._keys = list(keys)
         self._batch_size = part.size
@@ -67,7 +66,6 @@ class LoadedBatch:
     """A batch in the script's own form: by attribute, by key, or unpacked as (dense, sparse, labels)."""
 
     def __init__(self, step: ArrivedStep, part: Slice, session: object, keys: Sequence[str]) -> None:
-        """`part`: the B samples of the step that the batch has."""
         self.dense_features = copied(step.arrays["dense"][part.start : part.stop])  # f32 [B, num_dense], on the device
         self.sparse_features = SparseToken(session, step.step, part, keys, self.dense_features.device)
         self.labels = copied(step.arrays["labels"][part.start : part.stop])  # f32 [B], on the device

@@ -66,7 +66,6 @@ class CurrentStep:
 
     @property
     def awaits_optimizer(self) -> bool:
-        """Whether rows were trained and the dense optimizer has not stepped since."""
         return self.is_trained and self._dense_optimizer and self._count_at_training == self._optimizer_steps.count
 
     @property
@@ -76,12 +75,10 @@ class CurrentStep:
 
     @property
     def is_used(self) -> bool:
-        """Whether the script has done anything with it."""
         return self._is_looked_up or self._optimizer_steps.count > self._count_at_begin
 
     @property
     def has_slices(self) -> bool:
-        """Whether the script has not been given all of its micro-batches."""
         return self.step is not None and bool(self._slices)
 
     def begin(self, step: ArrivedStep) -> None:
@@ -155,7 +152,6 @@ class CurrentStep:
         self.stream_order.gather()
 
     def drop(self) -> None:
-        """Ends the step, with which the script has done nothing."""
         self.step, self._sliced = None, None
         self.stream_order.gather()
 

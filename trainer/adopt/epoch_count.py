@@ -33,7 +33,6 @@ class EpochCount:
         return True
 
     def end(self, epoch: int) -> None:
-        """The `for` loop over the epoch has ended."""
         self.completed = epoch + 1
 
     def _has_empty_rest(self, start: Position, following: int | None) -> bool:

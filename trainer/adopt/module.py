@@ -210,7 +210,6 @@ class EmbeddingBagCollection(nn.Module):
         return self._job
 
     def begin(self, session: ScriptSession) -> None:
-        """From now on, the tables belong to the session."""
         self._session = session
 
     def write_job_file(self) -> Path:
@@ -232,7 +231,6 @@ class EmbeddingBagCollection(nn.Module):
 
     @contextmanager
     def without_tables(self) -> Iterator[None]:
-        """Within it, state dicts neither hold nor load the tables."""
         self._has_tables = False
         try:
             yield

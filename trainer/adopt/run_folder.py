@@ -159,7 +159,6 @@ def checkpoint_of(run_dir: Path, run_id: str | None, train_steps: int) -> str | 
 
 
 def keep_final(run_dir: Path, tensors: Tensors) -> None:
-    """Saves the model state that the script has after its last epoch."""
     newest = newest_run(run_dir)
     if newest is not None:
         run = torch.frombuffer(bytearray(described_run(newest)), dtype=torch.uint8)

@@ -237,7 +237,6 @@ class ScriptSession:
 
     @property
     def train_steps(self) -> int:
-        """Train steps of the run that are finished."""
         return self._telemetry.train_steps
 
     # what the script may ask
@@ -262,7 +261,6 @@ class ScriptSession:
 
     @property
     def evaluation(self) -> Evaluation | None:
-        """The newest evaluation that was recorded and has ended."""
         return self._telemetry.results.evaluation_result
 
     def next_epoch(self) -> int | None:

@@ -167,7 +167,6 @@ def configs_of(job: Job) -> list[EmbeddingBagConfig]:
 
 
 def refuse_model(*args: Any, **options: Any) -> NoReturn:
-    """The `model.kind` of a job whose model is in a training script."""
     raise ConfigError(
         "the model of this job is in a training script of its own (docs/adopt.md); run the script instead of "
         "`trainer run`"

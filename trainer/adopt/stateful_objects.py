@@ -104,7 +104,6 @@ def flattened(value: Any, prefix: str, tensors: Tensors) -> Any:
 
 
 def rebuilt(structure: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """Reverses `flattened`."""
     ((kind, content),) = structure.items()
     match kind:
         case "tensor":

@@ -103,7 +103,6 @@ def run_prefetcher_command(*arguments: str) -> None:
 
 
 def export_start(job: Job, job_file: Path) -> Path:
-    """Exports the tables that a run of the job begins with."""
     out = job.run_dir / EXPORTED
     run_prefetcher_command("export", "--config", str(job_file), "--out", str(out))
     return out

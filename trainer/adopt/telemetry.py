@@ -82,7 +82,6 @@ class ScriptTelemetry:
         write_page(self._job.run_dir / PAGE, final_record(self._job, report, self.results, self._history))
 
     def leave(self) -> None:
-        """Called at the end of the run, however it ends. Idempotent."""
         if self.health.state != "stopped":
             self.health.state = "failed"
         if self._met is None or not self._met[1].fresh:

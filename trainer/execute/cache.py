@@ -117,18 +117,15 @@ class DeviceCache:
 
     @property
     def staging_bytes(self) -> int:
-        """Device memory for rows on their way in and out."""
         return self._fill_staging.nbytes + self._evict_staging.nbytes
 
     @property
     def plans_bytes(self) -> int:
-        """Device memory for the arrays of plans."""
         return sum(memory.nbytes for memory in self._plans)
 
     # ring -> device
 
     def release_copied(self) -> bool:
-        """Releases ring space whose pieces have been copied out."""
         progress = False
         while self._copying and self._streams.done(self._copying[0][1], "released"):
             ref, _ = self._copying.popleft()

@@ -151,7 +151,6 @@ class TrainingLoop:
 
     @property
     def finished(self) -> bool:
-        """Whether no step follows and every result was delivered."""
         return self._barrier.state is TrainerState.ENDED and not self._issued and not self._must_close
 
     @property
@@ -280,7 +279,6 @@ class TrainingLoop:
     # results
 
     def _report_complete(self) -> bool:
-        """Reports the oldest step or evaluation if the device has completed it."""
         if not self._issued or not self._streams.done(self._issued[0].event, "results"):
             return False
         issued = self._issued.popleft()

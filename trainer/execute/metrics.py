@@ -46,7 +46,6 @@ class TrainerCounters(Counters[StallReason, Phase, Queue]):
 
     @property
     def waited_s(self) -> float:
-        """Seconds that the loop has waited for rows."""
         return self.stalls["rows"]
 
 
@@ -67,7 +66,6 @@ class TrainerGauges:
 
 
 def new_counters(groups: Sequence[GroupSpec]) -> TrainerCounters:
-    """Counters at zero for `groups`, which come from `group_specs`."""
     return TrainerCounters(
         groups=new_groups(groups),
         stalls=dict.fromkeys(get_args(StallReason), 0.0),

@@ -90,7 +90,6 @@ class PlanCheck:
         self._is_tcp = is_tcp
 
     def message(self, message: StepReady) -> None:
-        """Checks the header and the rows of a piece."""
         if message.plan is not None:
             self._header(message.step, message.plan)
         end = 0
@@ -174,7 +173,6 @@ class PlanCheck:
         return group_counts
 
     def _plan_arrays(self, plan: PlanHeader, group_counts: Sequence[Counts]) -> Iterator[ExpectedArray]:
-        """The arrays that `packing.plan_block` lays out."""
         batch_counts = Counts(samples=plan.batch_size, dense_features=self._num_dense)
         yield from expected_arrays("", BATCH_ARRAYS, batch_counts)
         for arrays in (GROUP_ARRAYS, ASKED_SLOTS):
@@ -222,7 +220,6 @@ class PlanCheck:
         )
 
     def barrier_arrays(self, message: Flush, block: Bytes) -> None:
-        """Checks the whole block of a barrier whose header has passed."""
         for spec in message.arrays:
             index = int(spec.name.partition(".")[0])
             check = distinct_below if self._is_tcp else below
@@ -271,7 +268,6 @@ def described(spec: ArraySpec | None) -> str:
 
 
 def lists_of_any_length(present: dict[str, ArraySpec], names: Iterable[str]) -> Iterator[ExpectedArray]:
-    """The optional lists of slots among `names` that are present."""
     for name in names:
         if name in present:
             shape = present[name].shape

@@ -112,7 +112,6 @@ class Sender:
         task.room.used = stream.record()
 
     def send_copied(self) -> bool:
-        """Announces the oldest rows once their copy is complete."""
         if not self._copying:
             return False
         flight = self._copying[0]

@@ -40,7 +40,6 @@ def compiled_kernels(job: Job | None) -> Kernels:
 
 
 def checked(kernels: Kernels, job: Job) -> Kernels:
-    """Returns `kernels`, or plain torch operations if their bits differ."""
     found = difference(kernels, group_specs(job), job.optimizer.sparse)
     if found is None:
         return kernels

@@ -97,7 +97,6 @@ def random_records(group: GroupSpec, generator: torch.Generator) -> Tensor:
 
 
 def fill_randomly(rows: RecordViews, generator: torch.Generator) -> None:
-    """Fills weights and states with values as training may leave them."""
     values = torch.randn(rows.weight.shape, generator=generator)
     rows.weight.copy_(values)
     if rows.master is not None:
@@ -107,7 +106,6 @@ def fill_randomly(rows: RecordViews, generator: torch.Generator) -> None:
 
 
 def random_gradient(num_bags: int, dim: int, generator: torch.Generator) -> Tensor:
-    """Gradients of very different sizes, zeros included."""
     sizes = 10 ** (torch.rand(num_bags, 1, generator=generator) * 6 - 5)
     sizes[torch.rand(num_bags, generator=generator) < 0.1] = 0
     return (torch.randn(num_bags, dim, generator=generator) * sizes).float()

@@ -28,7 +28,6 @@ class Kernel(Protocol):
 
 
 def device(function: Function) -> Function:
-    """Compiles a function that kernels call."""
     return cast(Function, triton.jit(function))
 
 

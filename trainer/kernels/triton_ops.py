@@ -103,7 +103,6 @@ def training(rows: RecordViews, unique_slots: Tensor, rule: Rule) -> tuple[tuple
 
 
 def layout_of(rows: RecordViews) -> tuple[int, int, int]:
-    """Columns, bytes per weight, and bytes per record."""
     return rows.weight.shape[1], rows.weight.element_size(), rows.weight.stride(0) * rows.weight.element_size()
 
 
@@ -115,7 +114,6 @@ def lookup_options(dim: int, weight_bytes: int, record_bytes: int) -> Options:
 
 @lru_cache
 def reduce_options(dim: int) -> Options:
-    """Options of kernels that train no rows."""
     blocks = blocks_for(dim, 4)
     untrained = dict.fromkeys(("RULE", "CONSTANTS", "PER_ROW", "CLIP", "WEIGHT_STRIDE", "STRIDE"))
     return {**block_options(blocks.update, dim, blocks.columns), **untrained}
@@ -142,5 +140,4 @@ def block_options(block: BlockShape, dim: int, columns: int) -> Options:
 
 
 def cdiv(count: int, size: int) -> int:
-    """The number of blocks of `size` that `count` items need."""
     return -(-count // size)

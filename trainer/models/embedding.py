@@ -78,7 +78,6 @@ class Embeddings:
 
     @property
     def awaits_backward(self) -> bool:
-        """Whether the backward pass of a forward is still to come."""
         return self._awaits_backward is not None
 
     def finish_step(self) -> None:
@@ -147,7 +146,6 @@ class GroupRows:
         return torch.where(is_mean, counts.clamp(min=1), 1).float().view(-1, 1)
 
     def _num_bags(self, lookup: GroupLookup) -> list[int]:
-        """The number of bags of each feature: one per sample, or one per look-up."""
         num_bags = [lookup.batch_size] * self._num_features
         for feature, num_lookups in zip(self._unpooled, lookup.sequence_lookups, strict=True):
             num_bags[feature] = num_lookups

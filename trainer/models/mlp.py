@@ -31,7 +31,6 @@ def empty_linear(width_in: int, width_out: int, *, bias: bool = True) -> nn.Line
 
 
 def relu_layers(layers: nn.ModuleList, features: Tensor) -> Tensor:
-    """Applies all layers, each followed by a ReLU."""
     for layer in layers:
         features = torch.relu(layer(features))
     return features

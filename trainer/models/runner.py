@@ -42,7 +42,6 @@ class StepInputs(Protocol):
 
 
 def step_lookups(step: StepInputs) -> list[GroupLookup]:
-    """The look-ups of a step, one entry per group."""
     return [
         GroupLookup(
             batch_size=step.header.batch_size,

@@ -115,7 +115,6 @@ class ResultFiles:
 
     @property
     def evaluation_result(self) -> Evaluation | None:
-        """The newest evaluation."""
         return self.evaluations[-1] if self.evaluations else None
 
     def losses_from(self, train_step: int) -> F32:

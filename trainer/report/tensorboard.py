@@ -75,7 +75,6 @@ class TensorBoardWriter:
                 self._give_up(error)
 
     def marked(self, before: HistoryMark, mark: HistoryMark) -> None:
-        """Implements `history.Marked`."""
         if self._writer is None:
             return
         seconds, unique_rows = mark.time_s - before.time_s, mark.unique_rows - before.unique_rows
@@ -103,7 +102,6 @@ class TensorBoardWriter:
                 self._add("loss", float(part.mean(dtype=np.float64)), self._next_loss)
 
     def _add(self, name: str, value: float, train_step: int) -> None:
-        """`train_step`: train steps of the run so far."""
         if self._writer is None:
             return
         try:

@@ -107,7 +107,6 @@ class TerminalProgress:
             self._refresh()
 
     def evaluation(self, result: Evaluation) -> None:
-        """Prints the result of an evaluation as a line that stays."""
         self._print(
             f"eval after {plural(result.train_step, 'train step')}: "
             f"{evaluation_text(result.auc, result.logloss, result.accuracy)}"

@@ -188,7 +188,6 @@ class TrainerAttempt:
         print_summary(report, page=page if run.mode == "train" and page.exists() else None)
 
     def _loop(self, connection: Connection, engine: TrainerEngine, progress: ProgressLine) -> None:
-        """The main loop: calls `advance` until the end of the data."""
         run, stopping = self._run, False
 
         def advance() -> bool:

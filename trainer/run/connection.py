@@ -84,7 +84,6 @@ class Connection:
 
     @property
     def has_left(self) -> bool:
-        """Whether the prefetcher has said good-bye."""
         return self._left.is_set()
 
     def meet(self, given_up: Callable[[], bool], gone: Callable[[], bool] = lambda: False) -> Welcome | None:

@@ -23,7 +23,6 @@ def stall_clocks(engine: TrainerEngine) -> dict[str, Callable[[float], None]]:
 
 
 def learning_rates(optimizer: Optimizer, train_steps: int) -> dict[Side, float]:
-    """The learning rates of the next train step, after `train_steps`."""
     return {
         "sparse": learning_rate(optimizer.sparse, train_steps),
         "dense": learning_rate(optimizer.dense, train_steps),

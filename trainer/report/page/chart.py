@@ -91,7 +91,6 @@ class Frame:
         return "M" + "L".join([*self._points(x, high), *self._points(x[::-1], low[::-1])]) + "Z"
 
     def across(self, x: float) -> str:
-        """A line from bottom to top."""
         return f"M{self.x.place(np.array([x]))[0]:.5g} 0V{SPAN:g}"
 
     def _points(self, x: Floats, y: Floats) -> list[str]:
@@ -104,7 +103,6 @@ def stairs(edges: Floats, values: Floats) -> tuple[Floats, Floats]:
 
 
 def describe(x: Floats, x_axis: Axis, y_axis: Axis, *series: Series) -> str:
-    """First, last, least and largest value of each series."""
     say, where = WORDS[y_axis.unit], WORDS[x_axis.unit]
     sentences = []
     for one in series:

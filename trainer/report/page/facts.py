@@ -25,7 +25,6 @@ def job_sections(job: Job) -> list[str]:
 
 
 def section_texts(name: str, section: dict[str, Any]) -> Iterator[str]:
-    """The section and its subsections."""
     keys = {key: value for key, value in section.items() if value is not None and not isinstance(value, dict)}
     if keys:
         yield "\n".join([f"[{name}]", *(f"{key} = {toml_value(value)}" for key, value in keys.items())])

@@ -91,7 +91,6 @@ def raw_layer(frame: Frame, buckets: Buckets) -> Layer:
 
 
 def loss_axis(buckets: Buckets) -> tuple[Axis, str]:
-    """The axis, and a sentence about what it cuts off."""
     highest, usual, low = float(buckets.high.max()), float(np.quantile(buckets.high, USUAL)), float(buckets.low.min())
     axis = outwards(low, min(highest, usual + (usual - low)), "loss", "plain")
     if highest <= axis.high:
@@ -101,7 +100,6 @@ def loss_axis(buckets: Buckets) -> tuple[Axis, str]:
 
 
 def begin_layers(frame: Frame, run: RunRecord) -> list[Layer]:
-    """Marks where this process continued what another one had trained."""
     path = "".join(frame.across(start) for start in sorted(set(run.starts)) if start)
     return [Layer(look="rule", path=path, name="this process continued here")] if path else []
 

@@ -32,7 +32,6 @@ class Intervals:
         return self.edges[1:]
 
     def gain(self, name: str) -> Floats:
-        """How much a counter grew in each interval."""
         return np.array(
             [getattr(last, name) - getattr(first, name) for first, last in zip(self.first, self.last, strict=True)],
             np.float64,
@@ -42,7 +41,6 @@ class Intervals:
         return self.gain(name) / self.gain(to)
 
     def stalled(self, reason: StallReason) -> Floats:
-        """The share of time spent waiting for `reason`."""
         index = get_args(StallReason).index(reason)
         gains = [last.stalls[index] - first.stalls[index] for first, last in zip(self.first, self.last, strict=True)]
         return np.array(gains, np.float64) / self.gain("time_s")
@@ -82,7 +80,6 @@ def samples_chart(run: RunRecord) -> Chart | NoChart:
 
 
 def stalls_chart(run: RunRecord) -> Chart | NoChart:
-    """Stacks the loop's waits; the sender's are a line."""
     title, found = "Waits, as a share of time", intervals(run.marks, "time_s")
     if found is None:
         return NoChart(title=title, caption=NOTHING)
