@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 import pytest
+import structlog
 import torch
 
 from tests.support.starter import Starter
@@ -19,3 +20,11 @@ def starter() -> Iterator[Starter]:
     """Starts commands without their imports; it is started when a test first asks for it."""
     with Starter() as starter:
         yield starter
+
+
+@pytest.fixture
+def own_logs() -> Iterator[None]:
+    """A test that sets up logs finds none set up and leaves none."""
+    structlog.reset_defaults()
+    yield
+    structlog.reset_defaults()

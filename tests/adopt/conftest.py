@@ -4,7 +4,6 @@ import os
 from collections.abc import Iterator
 
 import pytest
-import structlog
 
 from tests.adopt.scripts import Launches, launched_by
 from tests.support.starter import Starter
@@ -16,8 +15,5 @@ def launches(starter: Starter, monkeypatch: pytest.MonkeyPatch) -> Iterator[Laun
 
 
 @pytest.fixture(autouse=True)
-def _own_logs() -> Iterator[None]:
-    """Logs are set up by nobody, as in a script, and a test leaves none of its own behind."""
-    structlog.reset_defaults()
-    yield
-    structlog.reset_defaults()
+def _own_logs(own_logs: None) -> None:
+    """Nobody sets up logs for a script."""

@@ -1,10 +1,8 @@
 """What a scheduler learns from the prefetcher's exit code: whether a run that ended in order is to be started again."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import structlog
 from typer.testing import CliRunner
 
 import rowcast.prefetcher.run.prefetcher_run
@@ -14,11 +12,7 @@ from rowcast.prefetcher.run.prefetcher_run import RunOptions
 from rowcast.runtime.process import Signals
 from tests.support.jobs import job_content, write_job
 
-
-@pytest.fixture(autouse=True)
-def _no_set_up_remains() -> Iterator[None]:
-    yield
-    structlog.reset_defaults()
+pytestmark = pytest.mark.usefixtures("own_logs")
 
 
 @pytest.fixture

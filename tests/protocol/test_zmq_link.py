@@ -104,17 +104,17 @@ def test_the_socket_file_of_a_killed_prefetcher_is_no_obstacle(run_dir: Path, so
         assert receive(trainer, trainer_bell) == b"welcome"
 
 
+def link_of(role: str, run_dir: Path, bell: Bell, sockets: Path) -> ZmqLink:
+    open_link = ZmqLink.prefetcher if role == "prefetcher" else ZmqLink.trainer
+    return open_link(run_dir, bell.ring, sockets)
+
+
 @pytest.mark.parametrize(("role", "peer_role"), [("prefetcher", "trainer"), ("trainer", "prefetcher")])
 def test_all_that_a_peer_sent_before_it_left_is_received(
     role: str, peer_role: str, run_dir: Path, sockets: Path, start: Start
 ) -> None:
     bell = Bell()
-    link = (
-        ZmqLink.prefetcher(run_dir, bell.ring, sockets)
-        if role == "prefetcher"
-        else ZmqLink.trainer(run_dir, bell.ring, sockets)
-    )
-    with link:
+    with link_of(role, run_dir, bell, sockets) as link:
         if role == "trainer":
             link.send(GREETING)
         start(peer_role, "send")
@@ -127,12 +127,7 @@ def test_all_that_a_peer_sent_before_it_left_is_received(
 @pytest.mark.parametrize(("role", "peer_role"), [("prefetcher", "trainer"), ("trainer", "prefetcher")])
 def test_a_killed_peer_is_noticed(role: str, peer_role: str, run_dir: Path, sockets: Path, start: Start) -> None:
     bell = Bell()
-    link = (
-        ZmqLink.prefetcher(run_dir, bell.ring, sockets)
-        if role == "prefetcher"
-        else ZmqLink.trainer(run_dir, bell.ring, sockets)
-    )
-    with link:
+    with link_of(role, run_dir, bell, sockets) as link:
         if role == "trainer":
             link.send(GREETING)
         peer = start(peer_role, "stay")

@@ -1,19 +1,13 @@
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 
 import pytest
-import structlog
 
 from rowcast.runtime.command import run_command
 from rowcast.runtime.errors import ConfigError, DataError, Mismatch, NonFiniteLoss, PeerLost, RowcastError
 
-
-@pytest.fixture(autouse=True)
-def _no_set_up_remains() -> Iterator[None]:
-    yield
-    structlog.reset_defaults()
+pytestmark = pytest.mark.usefixtures("own_logs")
 
 
 def failing(error: BaseException) -> int:

@@ -3,11 +3,9 @@ import json
 import re
 import sys
 import time
-from collections.abc import Iterator
 from datetime import UTC, datetime
 
 import pytest
-import structlog
 
 from rowcast.runtime.errors import ConfigError
 from rowcast.runtime.telemetry.logs import get_logger, said_if_slow, setup_logging
@@ -18,10 +16,7 @@ class Terminal(io.StringIO):
         return True
 
 
-@pytest.fixture(autouse=True)
-def _no_set_up_remains() -> Iterator[None]:
-    yield
-    structlog.reset_defaults()
+pytestmark = pytest.mark.usefixtures("own_logs")
 
 
 def test_a_pipe_gets_key_value_lines_with_time_level_and_process(capsys: pytest.CaptureFixture[str]) -> None:

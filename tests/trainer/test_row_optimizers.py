@@ -1,7 +1,5 @@
 """Row optimizers on gathered rows have the bits of torch.optim on whole tables."""
 
-from collections.abc import Iterator
-
 import msgspec
 import pytest
 import torch
@@ -11,7 +9,7 @@ from rowcast.job.row_optimizers import ROW_OPTIMIZERS
 from rowcast.job.schema import RowType, SparseOptimizer
 from rowcast.job.tables import GroupSpec, record_parts
 from rowcast.trainer.kernels import torch_ops
-from rowcast.trainer.kernels.record_views import DTYPES, part_of, rows_of, rule_at, warm_up_sqrt
+from rowcast.trainer.kernels.record_views import DTYPES, part_of, rows_of, rule_at
 from tests.support.full_capacity import bits
 
 KINDS = tuple(ROW_OPTIMIZERS)
@@ -19,14 +17,7 @@ WIDTHS = (1, 4, 5, 12, 16, 33, 64)
 ROWS_AND_THREADS = ((1, 1), (3, 1), (5000, 1), (5000, 2))
 
 
-@pytest.fixture(autouse=True)
-def threads(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Torch's threads: one, or what a test asks for."""
-    warm_up_sqrt()
-    before = torch.get_num_threads()
-    torch.set_num_threads(getattr(request, "param", 1))
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("threads")
 
 
 def settings_of(kind: str, *, master: bool = False) -> SparseOptimizer:
