@@ -297,8 +297,8 @@ PREFETCHER = (
     ),
     Mutant(
         "rows that the next step needs are evicted first",
-        "range(rows.last_step, rows.step, -1): at = next_use & (len(rows.ring.first) - 1)",
-        "range(rows.step + 1, rows.last_step + 1):\n        at = next_use & (len(rows.ring.first) - 1)",
+        "range(rows.last_step, rows.step, -1): at = next_use & (len(rows.occurrences.first) - 1)",
+        "range(rows.step + 1, rows.last_step + 1):\n        at = next_use & (len(rows.occurrences.first) - 1)",
         PLANS,
     ),
     Mutant(
@@ -798,7 +798,7 @@ TRAINER = (
     ),
     Mutant(
         "an error of the trainer is not told to the prefetcher",
-        "if error is not None: self.tell(error)",
+        "if error is not None: self.send_failure(error)",
         "pass",
         "tests/system/test_bad_input.py::test_a_loss_that_is_not_finite_ends_both_naming_the_train_step",
     ),
