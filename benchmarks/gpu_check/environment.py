@@ -8,7 +8,6 @@ import numpy as np
 import torch
 
 from benchmarks.machine import machine
-from rowcast.trainer.execute.page_locking import pinned
 
 PAGE = 4096
 
@@ -21,7 +20,7 @@ def environment(device: torch.device) -> dict[str, Any]:
         "host_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
     }
     buffer = np.zeros(64 * PAGE, np.uint8)
-    with pinned([buffer], device) as locked:
+    with page_locked([buffer], device) as locked:
         facts["rings_can_be_pinned"] = locked
     try:
         from importlib.metadata import version

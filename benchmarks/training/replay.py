@@ -35,7 +35,7 @@ from rowcast.protocol.transport.ring import RingReader, RingWriter, release
 from rowcast.protocol.transport.ring_file import in_memory_buffer
 from rowcast.trainer.execute.engine import TrainerEngine, TrainerParts, ring_ends
 from rowcast.trainer.execute.metrics import new_counters
-from rowcast.trainer.execute.page_locking import pinned
+from rowcast.trainer.execute.page_locking import page_locked
 from rowcast.trainer.execute.slots import make_records
 from rowcast.trainer.execute.streams import make_streams
 from rowcast.trainer.models.model_state import Tensors
@@ -128,7 +128,7 @@ class Replay:
 
     def __enter__(self) -> Self:
         buffers = [self._fetch_buffer, self._back_buffer]
-        self.is_pinned = self._stack.enter_context(pinned(buffers, self._device))
+        self.is_pinned = self._stack.enter_context(page_locked(buffers, self._device))
         self._make()
         return self
 
@@ -189,7 +189,9 @@ class Replay:
                 groups=self.groups,
                 welcome=welcome,
                 conversation=ours,
-                rings=ring_ends(self._fetch_buffer, self._back_buffer, device, pinned=self.is_pinned, mirrored=False),
+                rings=ring_ends(
+                    self._fetch_buffer, self._back_buffer, device, page_locked=self.is_pinned, mirrored=False
+                ),
                 streams=streams,
                 records=self.records,
                 model=self.runner,

@@ -458,7 +458,7 @@ def test_a_dense_side_whose_checksum_is_of_other_bytes_is_refused(past: Past) ->
     def lie(message: AnyMessage, content: Bytes) -> AnyMessage | None:
         return change(message, checksum=message.checksum ^ 1) if isinstance(message, Restore) else None
 
-    with pytest.raises(RemoteProtocolError, match=r"the dense side has checksum \w{16}; \w{16} was announced"):
+    with pytest.raises(RemoteProtocolError, match=r"the model state has checksum \w{16}; \w{16} was announced"):
         HostileRun(PREFETCHER, lie).run(past=past)
 
 
@@ -467,7 +467,9 @@ def test_a_saved_dense_side_whose_checksum_is_of_other_bytes_makes_no_checkpoint
         return change(message, checksum=message.checksum ^ 1) if isinstance(message, Saved) else None
 
     checkpoints = Checkpoints(tmp_path, RealDisk())
-    with pytest.raises(RowcastError, match=r"the dense side came with checksum \w{16}, but the trainer sent \w{16}"):
+    with pytest.raises(
+        RowcastError, match=r"the model state arrived with checksum \w{16}, but the trainer sent \w{16}"
+    ):
         HostileRun(TRAINER, lie).run(past=Past(checkpoints=checkpoints, newest=None))
     assert not checkpoints.candidates()
 

@@ -152,7 +152,9 @@ class Settings:
     # what stands in front of each store, to show that harm is noticed
     harm: Callable[[RowStore], RowStore] | None = None
     incarnation: int = 1
-    bounced: bool = False  # copies between rings and device go through buffers, as where the rings cannot be pinned
+    bounced: bool = (
+        False  # copies between rings and device go through buffers, as where the rings cannot be page-locked
+    )
     mirrored: bool = False  # payloads travel over the link, as they do over TCP
     links: Callable[[], tuple[Link, Link]] = inproc_pair  # the prefetcher's end, the trainer's end
 
@@ -166,7 +168,7 @@ class Rings:
         far = [in_memory_buffer(settings.ring_bytes) for _ in range(2)] if mirrored else near
         self.fetch_writer = RingWriter(near[0], always_checksum=mirrored)
         self.back_reader = RingReader(near[1], mirror=mirrored)
-        self.of_trainer = ring_ends(far[0], far[1], torch.device("cpu"), pinned=False, mirrored=mirrored)
+        self.of_trainer = ring_ends(far[0], far[1], torch.device("cpu"), page_locked=False, mirrored=mirrored)
         if settings.bounced:
             memories = [Bounced(buffer, torch.zeros(len(buffer), dtype=torch.uint8)) for buffer in far]
             self.of_trainer = replace(self.of_trainer, fetch_memory=memories[0], back_memory=memories[1])

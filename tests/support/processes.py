@@ -195,7 +195,9 @@ class Session:
 
     def start_patched(self, name: Literal["prefetcher", "trainer"], patch: str) -> Process:
         """`run`, after a line of Python that makes it another version or impatient."""
-        return self._start(["-c", f"{patch}; from rowcast.{name}.cli import app; app()", "run", f"--config={self.config}"], {})
+        return self._start(
+            ["-c", f"{patch}; from rowcast.{name}.cli import app; app()", "run", f"--config={self.config}"], {}
+        )
 
     def export(self, out: Path) -> Ended:
         return self._start([*COMMANDS["export"], f"--run={self.run_dir}", f"--out={out}"], {}).ended()

@@ -217,7 +217,7 @@ class ScriptSession:
             dense_optimizer=self._parts.dense_optimizer,
             accumulate=self._parts.accumulate,
         )
-        self._telemetry.begin(engine, welcome, pinned=connection.has_pinned_rings)
+        self._telemetry.begin(engine, welcome, pinned=connection.has_page_locked_rings)
 
     @property
     def _engine(self) -> TrainerEngine:

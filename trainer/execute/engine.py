@@ -32,13 +32,13 @@ class RingEnds:
     back_memory: HostMemory
 
 
-def ring_ends(fetch: Bytes, back: Bytes, device: torch.device, *, pinned: bool, mirrored: bool) -> RingEnds:
-    """`pinned`: the buffers are page-locked. `mirrored`: each process has a ring of its own, kept equal over TCP."""
+def ring_ends(fetch: Bytes, back: Bytes, device: torch.device, *, page_locked: bool, mirrored: bool) -> RingEnds:
+    """`page_locked`: the buffers are page-locked. `mirrored`: each process has a ring of its own, kept equal over TCP."""
     return RingEnds(
         fetch=RingReader(fetch, mirror=mirrored),
         back=RingWriter(back, always_checksum=mirrored),
-        fetch_memory=host_memory(fetch, device, pinned=pinned),
-        back_memory=host_memory(back, device, pinned=pinned),
+        fetch_memory=host_memory(fetch, device, page_locked=page_locked),
+        back_memory=host_memory(back, device, page_locked=page_locked),
     )
 
 

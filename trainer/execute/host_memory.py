@@ -61,9 +61,9 @@ class Bounced:
         torch.from_numpy(payload).copy_(self.leaving(payload))
 
 
-def host_memory(ring: Bytes, device: torch.device, *, pinned: bool) -> HostMemory:
-    """`pinned`: the ring itself is page-locked."""
-    if pinned or device.type == "cpu":
+def host_memory(ring: Bytes, device: torch.device, *, page_locked: bool) -> HostMemory:
+    """`page_locked`: the ring itself is page-locked."""
+    if page_locked or device.type == "cpu":
         return Direct()
     return Bounced(ring, torch.empty(len(ring), dtype=torch.uint8, device="cpu", pin_memory=True))
 

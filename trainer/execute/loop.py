@@ -167,7 +167,7 @@ class TrainingLoop:
             return self._barrier.advance()
         copied_in = self._cache.copy_in_next()
         released = self._cache.release_copied()
-        filled = self._cache.fill_next()
+        filled = self._cache.fill_next()  # its victims leave first: from here the sender sends them home
         moved = copied_in or released or filled
         # if rows moved, other threads have work now; on a CPU the step would delay waking them
         step = self.take() if self._training.steps is not None and not moved else None

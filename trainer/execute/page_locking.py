@@ -10,7 +10,7 @@ from rowcast.runtime.telemetry.logs import get_logger
 
 
 @contextmanager
-def pinned(buffers: Sequence[Bytes], device: torch.device) -> Iterator[bool]:
+def page_locked(buffers: Sequence[Bytes], device: torch.device) -> Iterator[bool]:
     """Registers page-aligned buffers with the driver within the context; yields whether all were registered.
 
     A container or a memlock limit may refuse. Copies then use a buffer (`host_memory.Bounced`), and the log says what

@@ -177,7 +177,7 @@ class TrainerAttempt:
         progress.close()
         run.history.close(engine.loop.first_step_s)
         board.close()
-        report = self._report(engine, welcome, are_pinned=connection.has_pinned_rings)
+        report = self._report(engine, welcome, are_pinned=connection.has_page_locked_rings)
         self._results.close()  # before the good-bye, after which the run counts as complete
         crash_point("report not written")
         write_report(self._job.run_dir / REPORTS[run.mode], report)

@@ -42,7 +42,7 @@ from rowcast.runtime.telemetry.timeline import recorded_stages
 from rowcast.trainer.execute.engine import TrainerEngine, TrainerParts, ring_ends
 from rowcast.trainer.execute.loop import ModelState, Results, Steps
 from rowcast.trainer.execute.metrics import TrainerCounters
-from rowcast.trainer.execute.page_locking import pinned
+from rowcast.trainer.execute.page_locking import page_locked
 from rowcast.trainer.execute.phases import PhaseClock, phase_clock
 from rowcast.trainer.execute.plan_check import check_welcome_fits
 from rowcast.trainer.execute.slots import make_records
@@ -77,7 +77,7 @@ class Connection:
         self.conversation: Conversation | None = None
         self.welcome: Welcome | None = None
         self.engine: TrainerEngine | None = None
-        self.has_pinned_rings = False
+        self.has_page_locked_rings = False
         self._parts = parts
         self._left = threading.Event()
         self._watch: PeerWatch | None = None
@@ -139,7 +139,7 @@ class Connection:
         parts.crew.start({"watch": self._watch}, {})
         self.stack.callback(parts.crew.stop)
         buffers = rings[0].buffer, rings[1].buffer
-        self.has_pinned_rings = self.stack.enter_context(pinned(buffers, parts.device))
+        self.has_page_locked_rings = self.stack.enter_context(page_locked(buffers, parts.device))
         records = make_records(welcome.slots, parts.groups, parts.device)
         streams = make_streams(parts.device)
         clock = phase_clock(streams.compute, parts.counters.spent)
@@ -150,7 +150,7 @@ class Connection:
                 welcome=welcome,
                 conversation=conversation,
                 rings=ring_ends(
-                    *buffers, parts.device, pinned=self.has_pinned_rings, mirrored=parts.job.transport.is_tcp
+                    *buffers, parts.device, page_locked=self.has_page_locked_rings, mirrored=parts.job.transport.is_tcp
                 ),
                 streams=streams,
                 records=records,
