@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from benchmarks.machine import machine
+from rowcast.trainer.execute.page_locking import page_locked
 
 PAGE = 4096
 

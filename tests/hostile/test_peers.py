@@ -467,9 +467,7 @@ def test_a_saved_dense_side_whose_checksum_is_of_other_bytes_makes_no_checkpoint
         return change(message, checksum=message.checksum ^ 1) if isinstance(message, Saved) else None
 
     checkpoints = Checkpoints(tmp_path, RealDisk())
-    with pytest.raises(
-        RowcastError, match=r"the model state arrived with checksum \w{16}, but the trainer sent \w{16}"
-    ):
+    with pytest.raises(RowcastError, match=r"model state arrived with checksum \w{16}, but the trainer sent \w{16}"):
         HostileRun(TRAINER, lie).run(past=Past(checkpoints=checkpoints, newest=None))
     assert not checkpoints.candidates()
 

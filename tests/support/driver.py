@@ -152,9 +152,7 @@ class Settings:
     # what stands in front of each store, to show that harm is noticed
     harm: Callable[[RowStore], RowStore] | None = None
     incarnation: int = 1
-    bounced: bool = (
-        False  # copies between rings and device go through buffers, as where the rings cannot be page-locked
-    )
+    bounced: bool = False  # copies go through buffers, as if the rings could not be page-locked
     mirrored: bool = False  # payloads travel over the link, as they do over TCP
     links: Callable[[], tuple[Link, Link]] = inproc_pair  # the prefetcher's end, the trainer's end
 

@@ -33,7 +33,7 @@ class RingEnds:
 
 
 def ring_ends(fetch: Bytes, back: Bytes, device: torch.device, *, page_locked: bool, mirrored: bool) -> RingEnds:
-    """`page_locked`: the buffers are page-locked. `mirrored`: each process has a ring of its own, kept equal over TCP."""
+    """`page_locked`: both buffers are. `mirrored`: each process has a ring of its own, kept equal over TCP."""
     return RingEnds(
         fetch=RingReader(fetch, mirror=mirrored),
         back=RingWriter(back, always_checksum=mirrored),
