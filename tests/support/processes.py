@@ -246,7 +246,7 @@ class Session:
         while self._alive() and time.monotonic() < deadline_s:
             time.sleep(POLL_S)
         sockets = [] if killed else [path for path in self._sockets() if path.exists()]
-        return [*(f"process {pid}" for pid in sorted(self._alive())), *map(str, [*self._rings(), *sockets])]
+        return [*(f"process {pid}" for pid in sorted(self._alive())), *map(str, [*self.rings(), *sockets])]
 
     def __enter__(self) -> Self:
         return self
@@ -258,10 +258,10 @@ class Session:
             os.kill(pid, signal.SIGKILL)
         for process in self._started:
             process.reap()
-        for path in [*self._sockets(), *self._rings()]:
+        for path in [*self._sockets(), *self.rings()]:
             path.unlink(missing_ok=True)
 
-    def _rings(self) -> list[Path]:
+    def rings(self) -> list[Path]:
         return [path for process in self._started for path in Path("/dev/shm").glob(f"rowcast-*-{process.pid}-*")]
 
     def _sockets(self) -> list[Path]:

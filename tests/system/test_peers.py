@@ -178,6 +178,7 @@ def test_a_failure_that_is_not_a_process_s_own_is_not_noted(error: BaseException
 @pytest.mark.parametrize("killed", ["prefetcher", "trainer"])
 def test_a_killed_peer_ends_the_other_and_nothing_is_left(killed: str, session: Session) -> None:
     prefetcher, trainer = session.start_training()
+    assert session.rings() == [], "another run may remove what a kill leaves, so they must be gone before it"
     victim, survivor = (prefetcher, trainer) if killed == "prefetcher" else (trainer, prefetcher)
     victim.signal(SIGKILL)
     assert survivor.ended(NOTICE_LIMIT_S).refused(3) == f"the {killed} {WENT_AWAY}"
