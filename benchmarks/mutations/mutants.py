@@ -1006,4 +1006,10 @@ DEPLOY = (
     ),
 )
 
-MUTANTS = (*PROTOCOL, *PREFETCHER, *TRAINER, *DEPLOY)
+MUTANTS = (*PROTOCOL, *PREFETCHER, *TRAINER, *DEPLOY    Mutant(
+        "the model state is read from the ring before the rows that were sent first",
+        "is_next = self._dense and not self._writeback.has_arrived",
+        "is_next = self._dense",
+        "tests/system/test_device_order.py::test_every_order_that_the_waits_allow_gives_the_bits_of_the_plain_loop[60]",
+    ),
+)
