@@ -794,7 +794,7 @@ TRAINER = (
         "later slots of a barrier lie over the first ones",
         "self._open.block[message.span.offset : message.span.offset + message.span.nbytes]",
         "self._open.block[: message.span.nbytes]",
-        TIGHT,
+        BARRIERS,
     ),
     Mutant(
         "later rows of a barrier are gathered from the first ones' slots",
@@ -900,6 +900,12 @@ TRAINER = (
         TOUCHED_ROWS,
     ),
     Mutant(
+        "Adagrad divides by the root alone",
+        "state.sqrt().add_(rule.eps)",
+        "state.sqrt()",
+        TOUCHED_ROWS,
+    ),
+    Mutant(
         "row-wise Adagrad takes the sum of squares",
         "state += (row_grads * row_grads).mean(1, keepdim=True)",
         "state += (row_grads * row_grads).sum(1, keepdim=True)",
@@ -915,6 +921,12 @@ TRAINER = (
         "Adam does not correct its second moment",
         "math.sqrt(1 - beta2**rule.step)",
         "math.sqrt(1 - beta2)",
+        TOUCHED_ROWS,
+    ),
+    Mutant(
+        "Adam divides by the root alone",
+        "exp_avg_sq.sqrt().add_(rule.eps)",
+        "exp_avg_sq.sqrt()",
         TOUCHED_ROWS,
     ),
     Mutant(
@@ -939,6 +951,18 @@ TRAINER = (
         "a compiled sum of means begins again in every step",
         "states.flat[row] += means[at]",
         "states.flat[row] = means[at]",
+        COMPILED,
+    ),
+    Mutant(
+        "compiled Adagrad divides by the root alone",
+        "(roots[at + U(c)] + eps)",
+        "roots[at + U(c)]",
+        COMPILED,
+    ),
+    Mutant(
+        "compiled row-wise Adagrad divides by the root alone",
+        "roots[U(u - block)] + eps",
+        "roots[U(u - block)]",
         COMPILED,
     ),
     Mutant(

@@ -7,13 +7,15 @@ import pytest
 
 import rowcast.prefetcher.pipeline.barrier
 import rowcast.trainer.execute.barrier
+from examples.plain_loop import run_plain_loop
 from rowcast.job.tables import group_specs
 from rowcast.prefetcher.pipeline.plan_stream import PlannedBarrier
 from rowcast.runtime.errors import LocalProtocolError
 from rowcast.runtime.state_table import StateTable
 from tests.support import driver
-from tests.support.batches import slots_for, small_batches, small_job
-from tests.support.driver import InProcessRun, MemoryCheckpointer, Settings
+from tests.support.batches import NUM_DENSE, slots_for, small_batches, small_job
+from tests.support.comparisons import assert_equal_bits
+from tests.support.driver import InProcessRun, MemoryCheckpointer, Settings, start_state
 
 SIDES: dict[str, tuple[StateTable[Any, Any], type[StrEnum], type[StrEnum]]] = {
     "prefetcher": (
@@ -75,6 +77,6 @@ def test_a_run_with_small_rings_and_barriers_of_both_kinds_takes_every_row(monke
     job = small_job("adagrad", "single", depth=2, horizon=3, checkpoint={"every": 3})
     batches = small_batches(job, "single", num_steps=10, eval_at=())
     slots = slots_for(group_specs(job), batches, "everything")
-    run = InProcessRun(job, batches, Settings(slots=slots, ring_bytes=4096))
-    run.run()
+    run = InProcessRun(job, batches, Settings(slots=slots, ring_bytes=4096)).run()
+    assert_equal_bits(run, *run_plain_loop(job, start_state(job, NUM_DENSE), batches))
     assert taken == {(state, event) for table, _, _ in SIDES.values() for state, event, _ in table.rows}
