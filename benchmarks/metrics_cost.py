@@ -166,7 +166,7 @@ def demo(folder: Path, samples: int, *, counted: bool) -> dict[str, subprocess.P
     return started
 
 
-def see_out(folder: Path, started: dict[str, subprocess.Popen[bytes]]) -> Report:
+def terminate(folder: Path, started: dict[str, subprocess.Popen[bytes]]) -> Report:
     for name, process in started.items():
         if process.wait(timeout=900) != 0:
             raise RuntimeError(
@@ -188,7 +188,7 @@ def scraped(samples: int) -> tuple[dict[str, list[float]], dict[str, int], Repor
                     times[name].append(seconds)
                     sizes[name] = len(page)
             time.sleep(EVERY_S)
-        return times, sizes, see_out(folder, started)
+        return times, sizes, terminate(folder, started)
 
 
 def scrape(log: Path) -> tuple[float, bytes]:
@@ -205,7 +205,7 @@ def scrape(log: Path) -> tuple[float, bytes]:
 def counted(samples: int) -> tuple[dict[str, Costs], Report]:
     with tempfile.TemporaryDirectory(prefix="rowcast-bench-") as path:
         folder = Path(path)
-        report = see_out(folder, demo(folder, samples, counted=True))
+        report = terminate(folder, demo(folder, samples, counted=True))
         return {name: json.loads((folder / f"{name}.json").read_text()) for name in PROCESSES}, report
 
 

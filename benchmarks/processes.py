@@ -18,7 +18,7 @@ def start(name: str, arguments: Sequence[str]) -> subprocess.Popen[str]:
     return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
 
 
-def see_out(processes: Mapping[str, subprocess.Popen[str]], timeout_s: float) -> None:
+def terminate(processes: Mapping[str, subprocess.Popen[str]], timeout_s: float) -> None:
     """Waits. Raises RuntimeError with a process's output if it fails."""
     for name, process in processes.items():
         _, said = process.communicate(timeout=timeout_s)

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.machine import machine
-from benchmarks.processes import see_out, start, turns
+from benchmarks.processes import start, terminate, turns
 from rowcast.trainer.report.report_json import read_report
 
 RETAIL = Path(__file__).parents[1] / "examples" / "retail.toml"
@@ -58,7 +58,7 @@ def run(way: Way, shared: Sequence[str]) -> Timed:
         before_s = children_cpu_s()
         prefetcher = start("prefetcher", ["--config", str(RETAIL), *settings, *way.options])
         trainer = start("trainer", ["--config", str(RETAIL), *settings])
-        see_out({"trainer": trainer, "prefetcher": prefetcher}, 1800)
+        terminate({"trainer": trainer, "prefetcher": prefetcher}, 1800)
         report = read_report(run_dir / "report.json")
         shutil.rmtree(run_dir)
         return Timed(report.wall_s, children_cpu_s() - before_s, report.samples_per_s)

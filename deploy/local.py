@@ -76,7 +76,7 @@ def has_terminal() -> bool:
         return False
 
 
-def see_out(children: list[Child]) -> Child | None:
+def terminate(children: list[Child]) -> Child | None:
     """The child that failed first, or None. After a failure the other child may notice by itself, is then asked to
     stop, then killed.
     """
@@ -126,7 +126,7 @@ def main(
         flags = [*(["--fresh"] if fresh else []), *(["--timeline"] if timeline else [])]
         shared = ["--config", str(config), *(f"--set={override}" for override in overrides or ()), *flags]
         steps = [] if max_steps is None else ["--max-steps", str(max_steps)]
-        first = see_out(start_both(shared, steps, run_dir / "prefetcher.log"))
+        first = terminate(start_both(shared, steps, run_dir / "prefetcher.log"))
         if first is not None:
             raise ended_badly(first)
 
@@ -134,7 +134,7 @@ def main(
 
 
 def ended_badly(child: Child) -> RowcastError:
-    error = RowcastError(child.obituary())
+    error = RowcastError(child.describe_exit())
     error.exit_code = child.code or 1
     return error
 

@@ -29,7 +29,7 @@ class Child:
             return False
         return True
 
-    def see_out(self, seconds: float) -> None:
+    def terminate(self, seconds: float) -> None:
         """Waits up to `seconds` for the process to end, then sends SIGTERM, and after another `seconds` SIGKILL."""
         if not self.ended_within(seconds):
             self.signal(signal.SIGTERM)
@@ -37,7 +37,7 @@ class Child:
                 self.signal(signal.SIGKILL)
                 self.ended_within(seconds)
 
-    def obituary(self) -> str:
+    def describe_exit(self) -> str:
         """Says how the process ended. Call it only after the end."""
         who, code = f"the {self.name} (process {self.process.pid})", self.process.returncode
         if code < 0:

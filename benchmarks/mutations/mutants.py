@@ -272,6 +272,12 @@ PROTOCOL = (
 
 PREFETCHER = (
     Mutant(
+        "the model state is read from the ring before the rows that were sent first",
+        "is_next = self._dense and not self._writeback.has_arrived",
+        "is_next = self._dense",
+        "tests/system/test_device_order.py::test_every_order_that_the_waits_allow_gives_the_bits_of_the_plain_loop[60]",
+    ),
+    Mutant(
         "the horizon is a batch short",
         "max(0, self.num_batches + 1 - len(self._known))",
         "max(0, self.num_batches - len(self._known))",

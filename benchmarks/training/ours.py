@@ -13,7 +13,7 @@ from pathlib import Path
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
-from benchmarks.processes import see_out, start
+from benchmarks.processes import start, terminate
 from benchmarks.training.outcome import Outcome
 from rowcast.job.schema import Job
 from rowcast.trainer.report.report_json import Report, read_report
@@ -37,7 +37,7 @@ def run(config: Path, settings: Sequence[str], steps: int | None) -> Outcome:
             time.sleep(POLL_S)
             for name, port in ports.items():
                 last[name] = phases(port) or last[name]
-        see_out(started, 120)
+        terminate(started, 120)
         return outcome(read_report(run_dir / "report.json"), last)
 
 

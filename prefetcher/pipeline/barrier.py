@@ -185,7 +185,9 @@ class PrefetcherBarrier:
     def take_dense(self) -> bool:
         """Copies a piece of the model state, or passes it on once all rows are copied. Holds at most one copy."""
         if self._copied is None:
-            return self._copy_dense(self._dense.popleft()) if self._dense else False
+            # the ring is read in order: rows that were sent before the piece come first
+            is_next = self._dense and not self._writeback.has_arrived
+            return self._copy_dense(self._dense.popleft()) if is_next else False
         message, content = self._copied
         if self.state is not PrefetcherState.SAVING or not self._checkpointer.take_dense(message, content):
             return False

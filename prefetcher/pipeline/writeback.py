@@ -78,6 +78,11 @@ class Writeback:
     def queued(self) -> int:
         return len(self._inbox) + len(self._writing)
 
+    @property
+    def has_arrived(self) -> bool:
+        """Whether rows are in the ring whose write has not begun."""
+        return bool(self._inbox)
+
     def expect(self, step: int | None, barrier: int | None, keys: tuple[Keys, ...]) -> None:
         """Must be called before the plan or barrier is sent. `keys` are in the order in which the rows will come."""
         nothing = barrier is None and not any(len(part) for part in keys)

@@ -28,7 +28,7 @@ def test_an_error_in_the_scripts_loop_ends_both(tmp_path: Path, launches: Launch
     with rowcast.connect(model.ebc, DATASET, options=ENDLESS) as loader, pytest.raises(ZeroDivisionError):
         train_until(model, optimizer, loader, 3, lambda: 1 / 0)
     assert launches.children[0].code == 1
-    assert "the training script left its loop after 3 train steps" in launches.children[0].obituary()
+    assert "the training script left its loop after 3 train steps" in launches.children[0].describe_exit()
     assert launches.remains() == []
 
 

@@ -25,7 +25,7 @@ def launcher(tmp_path: Path) -> Iterator[tuple[Session, Process]]:
 
 def test_a_killed_prefetcher_is_named_and_leaves_no_orphan(launcher: tuple[Session, Process]) -> None:
     session, local = launcher
-    prefetcher = child(session, "\0prefetcher\0")
+    prefetcher = child(session, "\0rowcast.prefetcher\0")
     session.kill(prefetcher)
     ended = local.ended()
     assert ended.code == 128 + signal.SIGKILL

@@ -129,7 +129,7 @@ class ScriptSession:
             self.metrics_address = self._telemetry.serve(self._stack)
             if self._parts.start_child is not None:
                 self._child = self._parts.start_child()
-                self._stack.callback(self._child.see_out, CHILD_END_S)
+                self._stack.callback(self._child.terminate, CHILD_END_S)
             kernels = choose_kernels(self._parts.device, self._job)  # while the prefetcher prepares as well
             # the exit of a child says more than the failure that it notes
             self._connect(kernels, None if self._child is not None else began_s)
@@ -503,7 +503,7 @@ class ScriptSession:
             return error
         self._report_failure(error)
         if isinstance(error, PeerLost) and self._child is not None and self._child.ended_within(LOST_CHILD_S):
-            error = peer_failure(self._child.code or 1, self._child.obituary())
+            error = peer_failure(self._child.code or 1, self._child.describe_exit())
         self._close_stack()
         return error
 
