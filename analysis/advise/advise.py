@@ -51,7 +51,7 @@ LARGER_BATCH = 1.1  # than any batch that was read, unless all were read
 # a larger id budget, as a multiple of the job's, is recommended if it saves this share of the rows
 LARGER_BUDGET, WORTH = 4, 0.01
 USUAL_SHARE = 0.05
-MEMORY_SHARE = 0.5  # of the free memory, for the followed rows
+MEMORY_SHARE = 0.5  # share of the free memory that the followed rows may take
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

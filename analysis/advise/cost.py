@@ -39,7 +39,7 @@ PROBE_BYTES = 128 * 2**20
 ROWS_AT_ONCE = 16384
 REPEATS = 9
 PLAN_REPEATS = 3
-COUNTED = 0.5  # of a measured rate
+COUNTED = 0.5  # share of a measured rate that the estimate relies on
 Flags = npt.NDArray[np.bool_]
 STAGES = (
     "reading rows from the tables",
@@ -47,7 +47,7 @@ STAGES = (
     "the link from the device",
     "writing rows to the tables",
 )
-NO_MORE = 0.01  # of the time that a stretch takes with every row on the device: no difference
+NO_MORE = 0.01  # a stall below this share of the time with every row on the device counts as none
 PLAN_SPARE = 1.25  # memory of a plan's arrays is taken with so much room to grow (trainer/execute/plan_memory.py)
 
 
@@ -62,7 +62,7 @@ class RowRates:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rates:
-    rows: tuple[RowRates, ...]  # of each group
+    rows: tuple[RowRates, ...]  # one for each group
     plan_s: float  # per batch
     plan_bytes: float  # bytes of a plan and its batch on the link, without rows
     link_bytes_s: float  # in each direction
@@ -199,7 +199,7 @@ class HostMemoryNeed:
     tables_bytes: int  # rows with optimizer state, if every row of every table is trained
     touched_bytes: int  # rows that the run touches: about what the tables take at its end
     rings_bytes: int  # both rings
-    ids_bytes: int  # of the batches known ahead
+    ids_bytes: int  # the ids of the batches known ahead
     decoded_bytes: int  # batches that are decoded and waiting
 
 

@@ -23,7 +23,7 @@ from rowcast.runtime.arrays import I64, U64
 from rowcast.runtime.splitmix import GOLDEN, mix
 
 LEAST_ROWS = 5000  # followed rows of a group that has this many, judging by its first batches
-NUM_PARTS = 64  # of the followed rows, assigned by hash, to estimate how much they differ
+NUM_PARTS = 64  # the followed rows are split into this many parts by hash, to estimate how much the parts differ
 
 
 def hashes(keys: I64) -> U64:

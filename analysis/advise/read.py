@@ -31,7 +31,7 @@ from rowcast.runtime.arrays import I64
 from rowcast.runtime.errors import ConfigError
 from rowcast.runtime.position import Position
 
-MOST_WINDOWS = 256  # of `depth` batches, spread evenly
+MOST_WINDOWS = 256  # each has `depth` batches; spread evenly
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,7 +51,7 @@ class Observed:
     """P steps of G groups."""
 
     groups: tuple[GroupSpec, ...]
-    shares: tuple[float, ...]  # of each group's rows, followed
+    shares: tuple[float, ...]  # the followed share of each group's rows
     measured: Sequence[ScheduledBatch]  # the first batches, whole
     touched: Touched  # by them
     steps: Sequence[SeenStep]  # at least one

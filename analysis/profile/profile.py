@@ -34,7 +34,7 @@ from rowcast.runtime.telemetry.format_numbers import stdout_console
 PICK, JUDGE = 0, 1  # draws of the sample
 DEFAULT_AMOUNT = Amount(share=0.05, least_batches=64)
 Progress = Callable[[str], None]
-MEMORY_SHARE = 0.5  # of the free memory, for counting
+MEMORY_SHARE = 0.5  # share of the free memory that counting may take
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
