@@ -20,7 +20,7 @@ SMALLER = [  # container.toml on a machine that has better things to do
     "data.batch_size=256", "data.synthetic.scale=0.001", "data.eval_fraction=0.001", "cache.capacity=2MiB",
     "checkpoint.every=40", "model.bottom_mlp=[8, 16]", "model.top_mlp=[8, 1]", "trainer.threads=1",
 ]  # fmt: skip
-A_LOOP = "loops.settle_marks"
+A_LOOP = "row_loops.set_bits"
 OPTIONS = [f"--set={override}" for override in SMALLER]
 PROBE = """
 import os, pathlib

@@ -122,8 +122,8 @@ def test_plans_and_fetches_of_later_steps_lie_under_the_compute_of_earlier_ones(
     steps = run.steps[WARM_UP:-WARM_UP]  # at the end nothing is left to plan
     found = overlap(run.recordings, steps)
     assert found.num_steps > NUM_STEPS / 2
-    assert found.num_over["fetch"] > found.num_steps / 2
-    assert found.num_over["any"] > found.num_steps / 2
+    assert found.num_over["fetch"] > found.num_steps / 10  # in turn, none would be; how many depends on free cores
+    assert found.num_over["any"] > found.num_steps / 5
     assert "overlapped work for later steps (plan, fetch, send) with their compute" in run.said
 
 
