@@ -47,7 +47,9 @@ def test_a_trainer_whose_key_is_not_allowed_ends_with_a_sentence(session: Sessio
     make_keys(tmp_path / "keys", ["trainer"])
     (tmp_path / "keys" / "clients" / "trainer.key").unlink()
     session.write_job(**tcp(tmp_path / "keys", free_port()))
-    prefetcher, trainer = session.start_both()
+    prefetcher = session.start("prefetcher")
+    # on its own machine: in the prefetcher's run directory, its failure would end the prefetcher
+    trainer = session.start("trainer", f"--set=job.run_dir={tmp_path / 'elsewhere'}")
     assert "refuses this trainer's key; put its public part into clients/" in trainer.ended().refused(2)
     prefetcher.until_logged("refused a caller whose key is not in clients/")
     assert prefetcher.running
