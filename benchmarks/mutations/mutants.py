@@ -297,7 +297,7 @@ PREFETCHER = (
     ),
     Mutant(
         "a row that came home at a barrier stays dirty",
-        'self.occurrences.rows["flags"] &= ~DIRTY',
+        'row["flags"] &= ~DIRTY',
         "pass",
         f"{PLANNER}::test_a_barrier_lists_dirty_rows_once_and_settles_what_is_pending",
     ),

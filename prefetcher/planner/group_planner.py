@@ -7,9 +7,8 @@ import numpy as np
 from rowcast.job.tables import GroupSpec
 from rowcast.prefetcher.planner.directory import forget_before, new_directory, with_room
 from rowcast.prefetcher.planner.eviction import EvictionPolicy, Residents, in_order, leave, new_victims
-from rowcast.prefetcher.planner.grouping import sort_pairs
+from rowcast.prefetcher.planner.grouping import sort_distinct
 from rowcast.prefetcher.planner.horizon import (
-    DIRTY,
     NONE,
     Occurrences,
     Revived,
@@ -17,6 +16,7 @@ from rowcast.prefetcher.planner.horizon import (
     enter,
     new_occurrences,
     queue_revived,
+    take_dirty,
     use_rows,
     with_capacity,
     with_steps,
@@ -139,13 +139,11 @@ class GroupPlanner:
 
     def clean(self) -> RowMove:
         """Marks the dirty rows as clean and returns them by ascending key; they stay resident."""
-        rows = self.occurrences.rows[np.arange(self._oldest, self._tail) % len(self.occurrences.rows)]
-        dirty = rows[(rows["slot"] != NONE) & (rows["flags"] & DIRTY != 0)]
-        keys, slots = dirty["key"].copy(), dirty["slot"].copy()
-        assert len(keys) == self._num_dirty, f"{len(keys)} dirty rows, but {self._num_dirty} were counted"
-        self.occurrences.rows["flags"] &= ~DIRTY
+        keys, slots = np.empty(self._num_dirty, np.int64), np.empty(self._num_dirty, np.int32)
+        found = take_dirty(self.occurrences.rows, self._oldest, self._tail, keys, slots)
+        assert found == self._num_dirty, f"{found} dirty rows, but {self._num_dirty} were counted"
         self._num_dirty = 0
-        sort_pairs(keys, slots)
+        sort_distinct(keys, slots)
         return RowMove(keys=keys, slots=slots)
 
     def _evict(self, num_victims: int, rows: Residents) -> tuple[RowMove, int, int | None]:

@@ -346,3 +346,17 @@ def close_gaps(rows: Records, cells: U64, oldest: int, head: int) -> int:
                 rows[free & last] = row
                 row["slot"] = NONE
     return free
+
+
+@compiled_loop
+def take_dirty(rows: Records, oldest: int, tail: int, keys: I64, slots: I32) -> int:
+    """Marks the dirty rows as clean and fills `keys` and `slots`, which have room for them. Returns their number."""
+    last, found = len(rows) - 1, 0
+    for position in range(oldest, tail):
+        row = rows[position & last]
+        if row["slot"] != NONE and row["flags"] & DIRTY:
+            row["flags"] &= ~DIRTY
+            if found < len(keys):
+                keys[found], slots[found] = row["key"], row["slot"]
+            found += 1
+    return found

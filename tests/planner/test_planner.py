@@ -1,5 +1,6 @@
 """The planner's life: filling the horizon, refusing, barriers, counting, checking itself."""
 
+import tracemalloc
 from collections.abc import Iterator
 
 import numpy as np
@@ -159,6 +160,22 @@ def test_a_barrier_lists_dirty_rows_once_and_settles_what_is_pending() -> None:
     assert (last.dirty[0].keys.tolist(), last.finished) == ([2, 4], True)
     assert len(planner.barrier("again", finished=True).dirty[0]) == 0
     planner.check_integrity()
+
+
+def test_a_barrier_takes_no_memory_but_the_rows_that_it_lists() -> None:
+    num_rows = 40_000
+    planner = RowPlanner(one_group(num_rows), (num_rows,), 1, 0)
+    planner.barrier("compiles the loops", finished=False)
+    planner.add(single_hot_trace([list(range(num_rows))])[0])
+    planner.plan()
+    tracemalloc.start()
+    try:
+        barrier = planner.barrier("checkpoint", finished=False)
+        _, most = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert len(barrier.dirty[0]) == num_rows
+    assert most < 16 * num_rows, "8 bytes for a key and 4 for a slot are its result"
 
 
 def test_evaluation_leaves_rows_clean() -> None:
