@@ -26,6 +26,9 @@ NOWHERE = -1  # instead of a position: the row was not tracked
 EMPTY = np.uint64(2**64 - 1)
 LOW, POSITION_BITS = np.uint64(2**32 - 1), np.uint64(32)
 INITIAL_CELLS = 2048
+CELLS_A_ROW = 3  # at least
+MOST_CELLS = 2**31  # as many as 31 bits of a hash tell apart
+MOST_ROWS = MOST_CELLS // CELLS_A_ROW  # that can be tracked
 AHEAD = 24  # how many cells ahead the processor prefetches
 
 
@@ -45,17 +48,21 @@ def new_directory(num_cells: int = INITIAL_CELLS) -> Directory:
 
 
 def with_room(directory: Directory, num_new: int) -> Directory:
-    num_cells = len(directory.cells)
-    needed = 3 * (int(directory.num_tracked[0]) + num_new)
-    if needed <= num_cells:
+    num_cells = cells_for(int(directory.num_tracked[0]) + num_new, len(directory.cells))
+    if num_cells == len(directory.cells):
         return directory
-    while num_cells < needed:
-        num_cells *= 2
-    assert num_cells <= 2**31, f"{needed} cells are more than 31 bits of a hash tell apart"
     grown = new_directory(num_cells)
     copy_cells(directory.cells, grown.cells)
     grown.num_tracked[0] = directory.num_tracked[0]
     return grown
+
+
+def cells_for(num_rows: int, num_cells: int = INITIAL_CELLS) -> int:
+    """The cells of a directory with `num_cells` that has grown until it has room for so many rows."""
+    assert num_rows <= MOST_ROWS, f"{num_rows} rows, but {MOST_ROWS} can be tracked"
+    while num_cells < CELLS_A_ROW * num_rows:
+        num_cells *= 2
+    return num_cells
 
 
 @compiled_loop

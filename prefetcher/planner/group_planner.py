@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from rowcast.job.tables import GroupSpec
-from rowcast.prefetcher.planner.directory import forget_before, new_directory, with_room
+from rowcast.prefetcher.planner.directory import MOST_ROWS, forget_before, new_directory, with_room
 from rowcast.prefetcher.planner.eviction import EvictionPolicy, Residents, in_order, leave, new_victims
 from rowcast.prefetcher.planner.grouping import sort_distinct
 from rowcast.prefetcher.planner.horizon import (
@@ -24,6 +24,7 @@ from rowcast.prefetcher.planner.horizon import (
 from rowcast.protocol.plan import RowMove
 from rowcast.runtime.arrays import I32, I64
 from rowcast.runtime.compiled import compiled_loop
+from rowcast.runtime.errors import ConfigError
 
 MOST_GAPS = 3  # in the line of idle rows, as a multiple of its rows
 
@@ -94,7 +95,16 @@ class GroupPlanner:
         return self._num_idle
 
     def enter(self, keys: I64, step: int) -> int:
-        """Adds a batch with these distinct ascending keys. Returns the slots it needs: its rows and the pinned ones."""
+        """Adds a batch with these distinct ascending keys. Returns the slots it needs: its rows and the pinned ones.
+
+        Raises ConfigError, with nothing changed, if that may be more rows than can be tracked.
+        """
+        num_tracked = int(self.directory.num_tracked[0])
+        if num_tracked + len(keys) > MOST_ROWS:
+            raise ConfigError(
+                f"step {step} touches {len(keys)} distinct rows of group {self.group.name} while {num_tracked} are "
+                f"tracked, of at most {MOST_ROWS}; lower cache.capacity, lookahead.horizon or data.batch_size"
+            )
         if self._head == self._tail:
             self._first_step = step
         if self._head - self._oldest > (1 + MOST_GAPS) * self._num_idle + len(keys):
