@@ -26,7 +26,8 @@ NOWHERE = -1  # instead of a position: the row was not tracked
 EMPTY = np.uint64(2**64 - 1)
 LOW, POSITION_BITS = np.uint64(2**32 - 1), np.uint64(32)
 INITIAL_CELLS = 2048
-CELLS_A_ROW = 3  # at least
+CELLS_A_ROW = 2  # at least
+CELL_BYTES = 8
 MOST_CELLS = 2**31  # as many as 31 bits of a hash tell apart
 MOST_ROWS = MOST_CELLS // CELLS_A_ROW  # that can be tracked
 AHEAD = 24  # how many cells ahead the processor prefetches
@@ -38,7 +39,7 @@ class Directory(NamedTuple):
     Loops take the arrays, not the tuple: passing the tuple makes a call for a single row several times as expensive.
     """
 
-    cells: U64  # a power of two of them, at most a third in use
+    cells: U64  # a power of two of them, at most half in use
     num_tracked: I64  # [1]
 
 

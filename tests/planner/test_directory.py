@@ -14,7 +14,7 @@ from rowcast.prefetcher.planner.directory import (
     new_directory,
     with_room,
 )
-from rowcast.prefetcher.planner.horizon import Occurrences, new_occurrences, with_capacity, with_steps
+from rowcast.prefetcher.planner.horizon import Occurrences, make_room, new_occurrences, with_steps
 
 
 def keys_in_one_cluster(num_cells: int, count: int) -> list[int]:
@@ -52,12 +52,12 @@ def test_tracking_moving_and_forgetting_in_any_order_finds_exactly_what_is_track
 
 
 def test_a_grown_directory_leads_to_the_same_places() -> None:
-    directory, occurrences = with_room(new_directory(16), 8), new_occurrences(64)
+    directory, occurrences = with_room(new_directory(16), 12), new_occurrences(64)
     for position, key in enumerate(range(0, 80, 10)):
         put(directory, occurrences, key, position)
     assert with_room(directory, 2) is directory
     grown = with_room(directory, 20)
-    assert (len(directory.cells), len(grown.cells), int(grown.num_tracked[0])) == (32, 128, 8)
+    assert (len(directory.cells), len(grown.cells), int(grown.num_tracked[0])) == (32, 64, 8)
     assert [position_of(grown, occurrences, key) for key in range(0, 80, 10)] == list(range(8))
     check_directory(grown, occurrences.rows)
 
@@ -81,17 +81,28 @@ def test_places_beyond_32_bits_are_told_apart_within_the_ring() -> None:
     assert position_of(directory, occurrences, 3) is None
 
 
-def test_a_grown_ring_keeps_every_place_and_every_queue() -> None:
-    occurrences = new_occurrences(8, 4)
-    positions, steps = np.arange(5, 12), np.arange(6, 9)
+@pytest.mark.parametrize("scored", [False, True])
+def test_a_grown_ring_keeps_every_place_and_every_queue(scored: bool) -> None:
+    occurrences = new_occurrences(8, 4, scored=scored)
+    positions, known, steps = np.arange(5, 12), np.arange(8, 12), np.arange(6, 9)
     occurrences.rows["key"][positions % 8] = positions * 10
-    occurrences.queued[positions % 8] = positions
+    occurrences.queued[known % 8], occurrences.next_in[known % 8] = known, known + 3
     occurrences.first[steps % 4], occurrences.tails[steps % 4] = steps * 100, steps
-    assert with_capacity(occurrences, 5, 12, 1) is occurrences
+    if scored:
+        occurrences.scores[positions % 8] = positions * 7
+    make_room(occurrences, 5, 8, 12, 1)
+    assert len(occurrences.rows) == 8
     assert with_steps(occurrences, 6, 9) is occurrences
-    grown = with_steps(with_capacity(occurrences, 5, 12, 2), 6, 10)
-    assert (len(grown.rows), len(grown.first)) == (16, 8)
-    assert grown.rows["key"][positions % 16].tolist() == (positions * 10).tolist()
-    assert grown.queued[positions % 16].tolist() == positions.tolist()
+    make_room(occurrences, 5, 8, 12, 2)
+    assert (len(occurrences.rows), len(occurrences.queued), len(occurrences.next_in)) == (16, 8, 8)
+    make_room(occurrences, 5, 8, 12, 20)
+    assert (len(occurrences.rows), len(occurrences.queued), len(occurrences.next_in)) == (32, 32, 32)
+    grown = with_steps(occurrences, 6, 10)
+    assert len(grown.first) == 8
+    assert grown.rows["key"][positions % 32].tolist() == (positions * 10).tolist()
+    assert grown.queued[known % 32].tolist() == known.tolist()
+    assert grown.next_in[known % 32].tolist() == (known + 3).tolist()
+    scores = grown.scores[positions % 32].tolist() if scored else grown.scores.tolist()
+    assert scores == ((positions * 7).tolist() if scored else [0])
     assert grown.first[steps % 8].tolist() == (steps * 100).tolist()
     assert grown.tails[steps % 8].tolist() == steps.tolist()
