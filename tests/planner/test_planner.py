@@ -6,7 +6,9 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
+from rowcast.job.schema import Policy
 from rowcast.job.tables import GroupSpec
+from rowcast.prefetcher.planner.group_planner import planner_bytes
 from rowcast.prefetcher.planner.horizon import DIRTY, FLAG_BITS, NONE
 from rowcast.prefetcher.planner.planner import PlanCounters, RowPlanner
 from rowcast.protocol.batch import Batch
@@ -227,6 +229,25 @@ def test_the_memory_follows_slots_and_horizon_not_the_rows_seen() -> None:
     assert len(seen) > 4 * 1024
     assert (len(planner._groups[0].directory.cells), len(planner._groups[0].occurrences.rows)) == (2048, 1024)
     planner.check_integrity()
+
+
+@pytest.mark.parametrize("policy", ["lookahead", "lfu"])
+@pytest.mark.parametrize("num_slots", [16_000, 17_000, 23_000])
+def test_a_planner_holds_what_is_said_of_it_and_at_most_100_bytes_a_slot(num_slots: int, policy: Policy) -> None:
+    planner = RowPlanner(one_group(200_000), (num_slots,), 1, 3, policy=policy)
+    (group,) = planner._groups
+    rng, most_known = np.random.default_rng(2), 0
+    ids = (200_000 * rng.random((600, 800)) ** 5).astype(np.int64)  # rows in frequent use leave gaps in the line
+    for scheduled in single_hot_trace(ids.tolist()):
+        planner.add(scheduled)
+        _, head, tail = group.positions
+        most_known = max(most_known, tail - head)
+        if planner.ready():
+            planner.plan()
+    assert planner.occupancy[0].num_free == 0
+    said = planner_bytes(num_slots, most_known, scored=policy == "lfu")
+    assert 0.8 * said <= group.nbytes <= 1.01 * said
+    assert group.nbytes <= 100 * num_slots
 
 
 @pytest.mark.parametrize(
