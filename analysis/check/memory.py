@@ -1,15 +1,22 @@
 """Checks of host memory: what both processes of a job will hold, and what is free."""
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
 
 from rowcast.analysis.check.data import Seen
 from rowcast.analysis.check.findings import Finding, error, ok, warning
+from rowcast.job.eviction_policies import EVICTION_POLICIES
 from rowcast.job.schema import Job, parse_bytes
 from rowcast.job.stores import STORES
 from rowcast.job.tables import GroupSpec
+from rowcast.prefetcher.planner.auto_horizon import WHILE_FILLING
+from rowcast.prefetcher.planner.capacity import measure
+from rowcast.prefetcher.planner.eviction import new_policy
+from rowcast.prefetcher.planner.group_planner import planner_bytes
+from rowcast.prefetcher.planner.horizon import OCCURRENCE_BYTES
+from rowcast.prefetcher.readers.schedule import expected_train_steps
 from rowcast.prefetcher.stores.tracked_store import open_row_store
 from rowcast.runtime.telemetry.format_numbers import human_bytes
 
@@ -19,8 +26,11 @@ COUNTED_MODELS = ("dlrm", "dcnv2")  # by `dense_bytes`
 DENSE_COPIES = {"sgd": 2, "adagrad": 3, "adam": 4}  # weights, gradients, optimizer state
 
 
-def check_memory(job: Job, seen: Seen, free_bytes: int, ring_bytes: int, cache_bytes: int) -> Iterator[Finding]:
-    """`cache_bytes`: rows and staging of a trainer on the CPU; 0 if they are on a GPU.
+def check_memory(
+    job: Job, seen: Seen, slots: Sequence[int], free_bytes: int, ring_bytes: int, cache_bytes: int
+) -> Iterator[Finding]:
+    """`slots`: of each group; none if they are unknown. `cache_bytes`: rows and staging of a trainer on the CPU; 0 if
+    they are on a GPU.
 
     Tables take memory row by row as rows are trained: at most their size, and at most one row per look-up of an epoch.
     """
@@ -29,6 +39,7 @@ def check_memory(job: Job, seen: Seen, free_bytes: int, ring_bytes: int, cache_b
         open_row_store(job, group, incarnation=0, checkpoint=None).close()
     parts = {
         "ids known ahead": ahead_bytes(job, seen),
+        "the planner": planning_bytes(job, seen, slots),
         "rings": 2 * ring_bytes,
         "rows and staging of a trainer on the CPU": cache_bytes,
         "dense weights": dense_bytes(job, seen) * DENSE_COPIES[job.optimizer.dense.kind],
@@ -90,13 +101,44 @@ def room_at(folder: Path) -> tuple[Path, int]:
 
 
 def ahead_bytes(job: Job, seen: Seen) -> int:
-    """Batches between the data and the plans: the horizon's, and those decoded ahead of it. The planner keeps about as
-    much again.
+    """Batches between the data and the plans: the horizon's, and those decoded ahead of it. Their look-ups by row take
+    about as much again.
     """
     batch = 2 * seen.largest_batch_bytes
     horizon = job.lookahead.horizon
     known = parse_bytes(job.lookahead.id_bytes) if horizon == "auto" else max(horizon, job.lookahead.depth) * batch
     return known + DECODED_AHEAD * job.prefetcher.workers * batch
+
+
+def planning_bytes(job: Job, seen: Seen, slots: Sequence[int]) -> int:
+    """What the planner keeps of resident and of known rows, once all slots are in use."""
+    if not slots:
+        return 0
+    scored, num_known = new_policy(job.cache.policy, ()).scored, likely_horizon(job, seen, slots) + 1
+    return sum(
+        planner_bytes(n, num_known * largest, scored=scored)
+        for n, largest in zip(slots, seen.largest_rows, strict=True)
+    )
+
+
+def likely_horizon(job: Job, seen: Seen, slots: Sequence[int]) -> int:
+    """Batches known beyond the one being planned. An automatic horizon grows while the slots fill, here as fast as by
+    the first batches, within its bytes and the run."""
+    lookahead = job.lookahead
+    if not EVICTION_POLICIES[job.cache.policy].looks_ahead:
+        return 0
+    if lookahead.horizon != "auto" or seen.reader is None:
+        return lookahead.horizon_batches
+    new_rows = measure(seen.groups, seen.measured).distinct_rows
+    filling = (
+        -(-n * len(seen.measured) // rows)
+        for n, rows, group in zip(slots, new_rows, seen.groups, strict=True)
+        if n < group.num_rows
+    )
+    grown = lookahead.horizon_batches + WHILE_FILLING * max(filling, default=0)
+    within_bytes = parse_bytes(lookahead.id_bytes) // (OCCURRENCE_BYTES * sum(seen.largest_rows))
+    num_steps = expected_train_steps(job, seen.reader, None)
+    return max(lookahead.horizon_batches, min(grown, within_bytes, grown if num_steps is None else num_steps))
 
 
 def dense_bytes(job: Job, seen: Seen) -> int:

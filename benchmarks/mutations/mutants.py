@@ -285,19 +285,19 @@ PREFETCHER = (
     ),
     Mutant(
         "training does not make a row dirty",
-        'row["flags"] |= DIRTY if train else 0',
-        'row["flags"] |= 0',
+        "(DIRTY if train else 0)",
+        "0",
         PLANS,
     ),
     Mutant(
         "a row loses its dirty flag on the way to its next use",
-        'before["flags"], before["score"]',
-        'before["flags"] & PINNED, before["score"]',
+        'target["slot"], target["use"] = source["slot"], source["use"]',
+        'target["slot"], target["use"] = source["slot"], source["use"] & ~DIRTY',
         PLANS,
     ),
     Mutant(
         "a row that came home at a barrier stays dirty",
-        'self.occurrences.rows["flags"] &= ~DIRTY',
+        'row["use"] &= ~DIRTY',
         "pass",
         f"{PLANNER}::test_a_barrier_lists_dirty_rows_once_and_settles_what_is_pending",
     ),
@@ -327,14 +327,14 @@ PREFETCHER = (
     ),
     Mutant(
         "a pinned row may leave",
-        'count += row["slot"] != NONE and not row["flags"] & PINNED',
-        'count += row["slot"] != NONE',
+        'count += row["slot"] >= 0 and not row["use"] & PINNED',
+        'count += row["slot"] >= 0',
         PLANS,
     ),
     Mutant(
         "a row forgets that it left dirty",
-        'rows.step if row["flags"] & DIRTY else NONE',
-        "NONE",
+        'rows.step << FLAG_BITS if row["use"] & DIRTY else UNUSED',
+        "UNUSED",
         PLANS,
     ),
     Mutant(

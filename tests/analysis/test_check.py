@@ -32,11 +32,14 @@ from rowcast.job.file import parse_job
 from rowcast.job.schema import Job
 from rowcast.job.tables import group_specs
 from rowcast.prefetcher.cli import app
+from rowcast.prefetcher.planner.auto_horizon import WHILE_FILLING
+from rowcast.prefetcher.planner.group_planner import planner_bytes
 from rowcast.prefetcher.planner.pin_files import save_pins
 from rowcast.prefetcher.run.make_keys import make_keys
 from rowcast.protocol.batch import Batch
 from rowcast.runtime.errors import ConfigError
 from rowcast.runtime.run_directory import RunDirectory
+from rowcast.runtime.telemetry.format_numbers import human_bytes
 from rowcast.trainer.models import build_model
 from tests.support.jobs import job_content, write_job
 
@@ -573,7 +576,10 @@ def test_memory_is_what_both_processes_hold_and_tables_grow_to(check: Checked) -
     assert check_memory.ahead_bytes(job, seen) == (8 + 8) * 2 * batch
     assert check_memory.trained_rows(seen.groups[0], seen) == 2000
     assert check_memory.dense_bytes(job, seen) == 4 * ((13 + 1) * 4 + (4 + 3 + 1) * 1)
-    fixed = (8 + 8) * 2 * batch + 2 * 2**20 + 5000 + 2 * 4 * 64
+    assert check_memory.likely_horizon(job, seen, (300,)) == 8
+    planner = check_memory.planning_bytes(job, seen, (300,))
+    assert planner == planner_bytes(300, 9 * seen.largest_rows[0])
+    fixed = (8 + 8) * 2 * batch + planner + 2 * 2**20 + 5000 + 2 * 4 * 64
     tables = 2000 * 32 + 2000
     for free, level in (
         (fixed + tables, "ok"),
@@ -581,8 +587,25 @@ def test_memory_is_what_both_processes_hold_and_tables_grow_to(check: Checked) -
         (fixed, "warning"),
         (fixed - 1, "error"),
     ):
-        (finding,) = check_memory.check_memory(job, seen, free, 2**20, 5000)
+        (finding,) = check_memory.check_memory(job, seen, (300,), free, 2**20, 5000)
         assert finding.level == level
+        assert f"the planner {human_bytes(planner)}" in finding.sentence
+
+
+def test_memory_counts_a_horizon_that_grows_while_slots_fill_but_not_beyond_its_bytes_and_the_run(
+    check: Checked,
+) -> None:
+    def horizon(num_slots: int, **lookahead: Any) -> int:
+        job = check.job(
+            lookahead={"horizon": "auto", "depth": 2, **lookahead}, data={"synthetic": {"samples": 64 * 500}}
+        )
+        return check_memory.likely_horizon(job, seen_of(job), (num_slots,))
+
+    assert horizon(2000) == 2, "every row has a slot"
+    half = horizon(1000)
+    assert 2 + WHILE_FILLING * 2 <= half < horizon(1900) < 500
+    assert 2 < horizon(1900, id_bytes="60KB") < half
+    assert check_memory.likely_horizon(check.job(cache={"policy": "lru"}), seen_of(check.job()), (1000,)) == 0
 
 
 def test_dense_weights_of_dcnv2_are_counted(check: Checked) -> None:
