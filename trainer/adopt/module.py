@@ -28,6 +28,11 @@ NO_BATCH = (
     f"each batch before asking for the next; {VALIDATION}"
 )
 
+NOT_TRACED = (
+    "a look-up of rowcast is not traced by torch.compile: it asks the session for the step and orders device work; the "
+    "model around it is compiled, but not with fullgraph=True"
+)
+
 
 class EmbeddingBagCollection(nn.Module):
     """Pools embeddings of sparse features, from tables in the prefetcher's memory.
@@ -117,6 +122,7 @@ class EmbeddingBagCollection(nn.Module):
     def is_weighted(self) -> bool:
         return bool(self._job.data.columns.weights)
 
+    @torch.compiler.disable(reason=NOT_TRACED)
     def forward(self, features: Any) -> KeyedEmbeddings:
         """Looks up the batch that the loader yielded last; returns f32 [B, D] for each feature.
 
@@ -132,17 +138,18 @@ class EmbeddingBagCollection(nn.Module):
             raise RuntimeError(NO_BATCH)
         current = session.current
         has_ids = not check_features(features, session, step, current.slice, self._job.features)
-        current.stream_order.await_rows(step)
-        if has_ids:
-            self._check_ids(features, step)
         trains = self.training and torch.is_grad_enabled()
-        if trains:
-            current.mark_trained()
-        elif torch.is_grad_enabled():
-            current.note_eval_lookup()
-        with on_device(self.device), torch.set_grad_enabled(trains):
-            features_found = current.look_up()
-        current.stream_order.record()
+        with on_device(self.device):
+            current.stream_order.await_rows(step)
+            if has_ids:
+                self._check_ids(features, step)
+            if trains:
+                current.mark_trained()
+            elif torch.is_grad_enabled():
+                current.note_eval_lookup()
+            with torch.set_grad_enabled(trains):
+                features_found = current.look_up()
+            current.stream_order.record()
         return KeyedEmbeddings(self._job.features, [found for found in features_found if isinstance(found, Tensor)])
 
     def _check_ids(self, features: Any, step: ArrivedStep) -> None:
