@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
+from functools import cache
 from pathlib import Path
 from typing import Any, Self
 
@@ -65,6 +66,7 @@ class EmbeddingBagCollection(nn.Module):
         Raises ConfigError.
         """
         super().__init__()
+        leave_untraced()
         default_dir = run_folder.default_run_dir() if run_dir is None else None
         if isinstance(job, str | Path):
             if any(setting is not None for setting in (optimizer, capacity, device)):
@@ -122,7 +124,6 @@ class EmbeddingBagCollection(nn.Module):
     def is_weighted(self) -> bool:
         return bool(self._job.data.columns.weights)
 
-    @torch.compiler.disable(reason=NOT_TRACED)
     def forward(self, features: Any) -> KeyedEmbeddings:
         """Looks up the batch that the loader yielded last; returns f32 [B, D] for each feature.
 
@@ -310,3 +311,14 @@ class EmbeddingBagCollection(nn.Module):
         self.write_job_file()
         self._loaded = self._job.run_dir / table_files.LOADED
         table_files.write_tables(self._loaded, self._job.tables, weights)
+
+
+@cache
+def leave_untraced() -> None:
+    """Makes torch.compile run look-ups as they are, in all modules.
+
+    Called for the first module, because torch.compiler imports torch._dynamo, which takes seconds: a script that makes
+    an optimizer imports it anyway, but a prefetcher that imports the script does not.
+    """
+    forward = torch.compiler.disable(EmbeddingBagCollection.forward, reason=NOT_TRACED)
+    EmbeddingBagCollection.forward = forward  # type: ignore[method-assign]
