@@ -26,7 +26,7 @@ def test_a_run_asks_its_device_alone(session: Session, monkeypatch: pytest.Monke
     prefetcher = run.start("prefetcher")
     run_trainer(load_job(session.config), Signals())
     end_well(prefetcher)
-    main = ["kernels", "records", "page-locking", "release", "streams", "allocation", "look-up", "update"]
+    main = ["kernels", "records", "page-locking", "streams", "allocation", "look-up", "update"]
     main += ["copy in", "fill", "compute", "event results", "event released"]
     assert device.work == {*((what, "MainThread") for what in main), ("evict", "sender"), ("event sent", "sender")}
     assert device.outside == set()

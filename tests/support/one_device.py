@@ -16,7 +16,7 @@ from torch import Tensor
 
 from rowcast.trainer.execute.page_locking import page_locked
 from rowcast.trainer.execute.slots import make_records
-from rowcast.trainer.execute.streams import Closure, Event, PlainStream, PlainStreams, Wait, release_memory
+from rowcast.trainer.execute.streams import Closure, Event, PlainStream, PlainStreams, Wait
 from rowcast.trainer.kernels import GroupLookup, RecordViews, torch_ops
 
 CONNECTION, SESSION = "rowcast.trainer.run.connection", "rowcast.trainer.adopt.session"
@@ -26,7 +26,6 @@ USES = {
     "choose_kernels": (SESSION, RUN),
     "make_records": (CONNECTION,),
     "page_locked": (CONNECTION,),
-    "release_memory": (CONNECTION, SESSION),
     "adopted_streams": (SESSION,),
 }
 
@@ -66,10 +65,6 @@ class OneDevice:
     def page_locked(self, *others: Any) -> AbstractContextManager[bool]:
         self.note("page-locking")
         return page_locked(*others)
-
-    def release_memory(self, device: torch.device) -> None:
-        self.note("release")
-        release_memory(device)
 
     def adopted_streams(self, device: torch.device) -> "NotedStreams":
         self.note("streams")

@@ -325,7 +325,8 @@ def release_memory(device: torch.device) -> None:
     """Frees what nothing uses any more, reference cycles included, and gives memory that torch has kept back."""
     gc.collect()
     if device.type == "cuda":
-        torch.cuda.empty_cache()
+        with on_device(device):
+            torch.cuda.empty_cache()
 
 
 def device_random_state(device: torch.device) -> Tensor:
