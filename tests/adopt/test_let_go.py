@@ -56,7 +56,8 @@ def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[Held]:
 
 def loss_of(model: Model, batch: Any) -> Tensor:
     dense, sparse, labels = batch
-    return nn.functional.binary_cross_entropy_with_logits(model(dense, sparse), labels)
+    loss: Tensor = nn.functional.binary_cross_entropy_with_logits(model(dense, sparse), labels)
+    return loss
 
 
 def train(model: Model, optimizer: torch.optim.Optimizer, batch: Any) -> Tensor:

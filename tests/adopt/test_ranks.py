@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 import torch.distributed as dist
 from torch import nn
+from torch._C._distributed_c10d import FileStore
 
 import rowcast
 from rowcast.runtime.errors import ConfigError
@@ -38,7 +38,7 @@ def test_a_model_in_one_rank_of_ddp_has_the_losses_of_the_model_alone(
 ) -> None:
     model, optimizer = make(tmp_path / "alone")
     alone = train_all(model, optimizer, rowcast.connect(model.ebc, DATASET))
-    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    dist.init_process_group("gloo", store=FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
     model, optimizer = make(tmp_path / "ddp")
     outer = nn.parallel.DistributedDataParallel(model, static_graph=static_graph)
     dense = (outer, optimizer)
@@ -52,7 +52,7 @@ def test_one_of_several_ranks_is_told_to_start_alone(when: str, tmp_path: Path, 
     with subprocess.Popen([sys.executable, "-c", OTHER_RANK, store], stdin=subprocess.PIPE) as other:
         model, _ = make(tmp_path / "run")
         loader = None if when == "before connect" else rowcast.connect(model.ebc, DATASET)
-        dist.init_process_group("gloo", store=dist.FileStore(store, 2), rank=0, world_size=2)
+        dist.init_process_group("gloo", store=FileStore(store, 2), rank=0, world_size=2)
         with pytest.raises(ConfigError) as refused:
             next(iter(loader or rowcast.connect(model.ebc, DATASET)))
         assert other.stdin is not None

@@ -11,9 +11,12 @@ from torch import Tensor
 
 from rowcast.job.file import load_job
 from rowcast.job.tables import GroupSpec
+from rowcast.runtime.errors import ConfigError
 from rowcast.runtime.process import Signals
 from rowcast.trainer.execute.engine import TrainerEngine, TrainerParts
 from rowcast.trainer.execute.slots import make_records
+from rowcast.trainer.models.runner import StepRunner
+from rowcast.trainer.run.attempt import RUNNERS
 from rowcast.trainer.run.trainer_run import run_trainer
 from tests.recovery.restarted import Recovering, end_well, killed
 from tests.support.processes import Session
@@ -67,3 +70,22 @@ def test_nothing_of_a_lost_attempt_is_left_when_the_next_one_makes_its_cache(
     follower.join()
     assert left == [[], []]
     assert run.complete
+
+
+@pytest.mark.usefixtures("_no_collection", "own_logs")
+def test_a_model_without_room_beside_the_cache_is_a_sentence_of_both(
+    session: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*parts: object) -> StepRunner:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate\nmore lines")
+
+    monkeypatch.setitem(RUNNERS, "train", refuse)
+    prefetcher = Recovering(session).start("prefetcher")
+    sentence = (
+        "no room for the model on cpu beside the cache (CUDA out of memory. Tried to allocate); make cache.capacity "
+        "smaller"
+    )
+    with pytest.raises(ConfigError) as refused:
+        run_trainer(load_job(session.config), Signals())
+    assert str(refused.value) == sentence
+    assert sentence in prefetcher.ended().refused(2)

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from copy import deepcopy
 from functools import cache
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import msgspec
 import torch
@@ -320,5 +320,6 @@ def leave_untraced() -> None:
     Called for the first module, because torch.compiler imports torch._dynamo, which takes seconds: a script that makes
     an optimizer imports it anyway, but a prefetcher that imports the script does not.
     """
-    forward = torch.compiler.disable(EmbeddingBagCollection.forward, reason=NOT_TRACED)
-    EmbeddingBagCollection.forward = forward  # type: ignore[method-assign]
+    disable = cast(Any, torch.compiler.disable)  # it has no types
+    untraced = disable(EmbeddingBagCollection.forward, reason=NOT_TRACED)
+    EmbeddingBagCollection.forward = untraced  # type: ignore[method-assign]
