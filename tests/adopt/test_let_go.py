@@ -62,7 +62,7 @@ def loss_of(model: Model, batch: Any) -> Tensor:
 
 def train(model: Model, optimizer: torch.optim.Optimizer, batch: Any) -> Tensor:
     """Returns the loss with its graph."""
-    loss = loss_of(model, batch) * batch.share
+    loss: Tensor = loss_of(model, batch) * batch.share
     optimizer.zero_grad()
     torch.autograd.backward(loss)
     if batch.is_last:
