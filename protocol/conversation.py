@@ -47,6 +47,10 @@ class Conversation:
         """Sets the handler of each message type. A message without a handler is only checked."""
         self._handlers.update(handlers)
 
+    def close(self) -> None:
+        """Forgets the handlers, and with them what the messages are for. Call it once nothing is received any more."""
+        self._handlers.clear()
+
     def carry(self, outgoing: RingWriter, incoming: RingReader) -> None:
         """Makes payloads travel with their messages, for ends that share no memory; `incoming` is a mirror.
 

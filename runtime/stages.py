@@ -58,12 +58,11 @@ class StageThread:
         on_error: Callable[[BaseException], None],
         on_idle: Callable[[float], None] | None = None,
     ) -> None:
-        self._stage = stage
         self._bell = bell
         self._on_error = on_error
-        self._on_idle = on_idle
         self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        # arguments, so that what the stage holds can be freed once its thread has ended
+        self._thread = threading.Thread(target=self._run, args=(stage, on_idle), name=name, daemon=True)
 
     def start(self) -> None:
         self._thread.start()
@@ -78,19 +77,19 @@ class StageThread:
     def alive(self) -> bool:
         return self._thread.is_alive()
 
-    def _wait(self, seen: int) -> None:
+    def _wait(self, seen: int, on_idle: Callable[[float], None] | None) -> None:
         began_s = time.perf_counter()
         self._bell.wait(seen)
-        if self._on_idle is not None:
-            self._on_idle(time.perf_counter() - began_s)
+        if on_idle is not None:
+            on_idle(time.perf_counter() - began_s)
 
-    def _run(self) -> None:
+    def _run(self, stage: Stage, on_idle: Callable[[float], None] | None) -> None:
         try:
             while not self._stopped.is_set():
                 seen = self._bell.rings
-                if self._stage.advance():
+                if stage.advance():
                     self._bell.ring()
                 else:
-                    self._wait(seen)
+                    self._wait(seen, on_idle)
         except BaseException as error:  # noqa: BLE001 - the process must hear of any error
             self._on_error(error)

@@ -16,6 +16,11 @@ from rowcast.trainer.models.sequences import Embedded, Sequences
 
 __all__ = ["Embeddings", "GroupLookup"]
 
+CLOSED = (
+    "the backward pass of train step {} came after the loader had ended, when its rows had left the device; call "
+    "backward() before the loader is closed or asked for the next batch"
+)
+
 
 class Embeddings:
     """Looks up all embedding tables of a model. It shares the records with the device cache and owns no state."""
@@ -87,8 +92,16 @@ class Embeddings:
             zeros = [group.zeros(lookup) for group, lookup in zip(self._groups, pending.lookups, strict=True)]
             self.update(zeros, pending.lookups, pending.train_step)
 
+    def close(self) -> None:
+        """Lets go of records and look-ups. A backward pass that comes later raises RuntimeError."""
+        if self._awaits_backward is not None:
+            self._awaits_backward.lookups = ()
+        self._groups, self._awaits_backward = [], None
+
     def update(self, pooled_grads: Sequence[Tensor], lookups: Sequence[GroupLookup], train_step: int) -> None:
         """Reduces and applies the gradients f32 [G, D] of one forward's pooled embeddings, group by group."""
+        if not self._groups:
+            raise RuntimeError(CLOSED.format(train_step))
         if self._awaits_backward is None or self._awaits_backward.lookups is not lookups:
             raise RuntimeError(
                 f"the rows of train step {train_step} were already updated; call backward() once for each forward"
@@ -152,7 +165,7 @@ class GroupRows:
         return num_bags
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class PendingUpdate:
     """The update that the backward pass of one forward makes."""
 
@@ -162,6 +175,7 @@ class PendingUpdate:
 
     def apply(self, grads: Sequence[Tensor]) -> None:
         self.embeddings.update(grads, self.lookups, self.train_step)
+        self.lookups = ()  # a loss that is kept would keep the plan's memory
 
 
 class Pending(Protocol):

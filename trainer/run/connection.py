@@ -32,7 +32,7 @@ from rowcast.protocol.session import Session, check_welcome
 from rowcast.protocol.transport.ring_file import RingFile, RingMemory, attach_ring
 from rowcast.protocol.transport.zmq_link import ZmqLink
 from rowcast.runtime.crash_points import crash_point
-from rowcast.runtime.errors import RowcastError
+from rowcast.runtime.errors import ConfigError, RowcastError
 from rowcast.runtime.process import Crew
 from rowcast.runtime.run_directory import failure_since
 from rowcast.runtime.stages import IDLE_WAIT_S, Doorbell, Stage
@@ -46,7 +46,7 @@ from rowcast.trainer.execute.page_locking import page_locked
 from rowcast.trainer.execute.phases import PhaseClock, phase_clock
 from rowcast.trainer.execute.plan_check import check_welcome_fits
 from rowcast.trainer.execute.slots import make_records
-from rowcast.trainer.execute.streams import Streams
+from rowcast.trainer.execute.streams import Streams, on_device, release_memory
 from rowcast.trainer.run.gauges import stall_clocks
 from rowcast.trainer.run.handshake import await_welcome, hello
 
@@ -140,10 +140,17 @@ class Connection:
         self.stack.callback(parts.crew.stop)
         buffers = rings[0].buffer, rings[1].buffer
         self.has_page_locked_rings = self.stack.enter_context(page_locked(buffers, parts.device))
+        release_memory(parts.device)  # an earlier attempt's cache, of which the device may not hold two
         records = make_records(welcome.slots, parts.groups, parts.device)
         streams = make_streams(parts.device)
         clock = phase_clock(streams.compute, parts.counters.spent)
-        model, steps = make_model(records, clock)
+        try:
+            model, steps = make_model(records, clock)
+        except torch.OutOfMemoryError as error:
+            first_line = str(error).partition("\n")[0]
+            raise ConfigError(
+                f"no room for the model on {parts.device} beside the cache ({first_line}); make cache.capacity smaller"
+            ) from None
         engine = self.engine = TrainerEngine(
             TrainerParts(
                 groups=parts.groups,
@@ -178,8 +185,10 @@ class Connection:
         timeline = self._parts.counters.timeline
         if timeline is not None:
             timeline.incarnation(welcome.incarnation)
-            timeline.watch("back ring", "bytes", lambda: engine.back_ring.used_bytes)
-        stages: dict[str, Stage] = {"mail": engine.conversation, "sender": engine.stages["sender"]}
+            back_ring = engine.back_ring  # the timeline outlives the engine
+            timeline.watch("back ring", "bytes", lambda: back_ring.used_bytes)
+        sender = OnDevice(engine.stages["sender"], self._parts.device)
+        stages: dict[str, Stage] = {"mail": engine.conversation, "sender": sender}
         # the mail thread counts no idle seconds
         self._parts.crew.start(recorded_stages(timeline, stages, mail="deliver"), stall_clocks(engine))
         self.stack.callback(self._parts.crew.stop)  # a second time, so that it runs before the rings are unlocked
@@ -223,7 +232,28 @@ class Connection:
     ) -> None:
         if error is not None:
             self.send_failure(error)
-        self.stack.close()
+        try:
+            self.stack.close()
+        finally:
+            self._let_go()
+
+    def _let_go(self) -> None:
+        """Keeps nothing of the engine, so that its cache and staging leave the device."""
+        if self.conversation is not None:
+            self.conversation.close()
+        self.engine = self.conversation = self._watch = None
+
+
+class OnDevice:
+    """A stage that works on `device`. A thread begins on the first device, which must not be touched for another."""
+
+    def __init__(self, stage: Stage, device: torch.device) -> None:
+        self._stage = stage
+        self._device = device
+
+    def advance(self) -> bool:
+        with on_device(self._device):
+            return self._stage.advance()
 
 
 def progress_of(engine: TrainerEngine | None) -> ProcessProgress:
