@@ -27,8 +27,10 @@ def check_memory(job: Job, seen: Seen, free_bytes: int, ring_bytes: int, cache_b
     in_memory = seen.groups if STORES[job.store.kind].in_memory else ()
     for group in in_memory:  # raises if this machine cannot address it, as a run would
         open_row_store(job, group, incarnation=0, checkpoint=None).close()
+    trained_bytes = sum(trained_rows(group, seen) * group.record_bytes for group in seen.groups)
     parts = {
         "ids known ahead": ahead_bytes(job, seen),
+        "rows written over during a checkpoint": min(parse_bytes(job.checkpoint.memory), trained_bytes),
         "rings": 2 * ring_bytes,
         "rows and staging of a trainer on the CPU": cache_bytes,
         "dense weights": dense_bytes(job, seen) * DENSE_COPIES[job.optimizer.dense.kind],
