@@ -37,9 +37,11 @@ def check_memory(
     in_memory = seen.groups if STORES[job.store.kind].in_memory else ()
     for group in in_memory:  # raises if this machine cannot address it, as a run would
         open_row_store(job, group, incarnation=0, checkpoint=None).close()
+    trained_bytes = sum(trained_rows(group, seen) * group.record_bytes for group in seen.groups)
     parts = {
         "ids known ahead": ahead_bytes(job, seen),
         "the planner": planning_bytes(job, seen, slots),
+        "rows written over during a checkpoint": min(parse_bytes(job.checkpoint.memory), trained_bytes),
         "rings": 2 * ring_bytes,
         "rows and staging of a trainer on the CPU": cache_bytes,
         "dense weights": dense_bytes(job, seen) * DENSE_COPIES[job.optimizer.dense.kind],

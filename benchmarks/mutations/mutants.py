@@ -21,6 +21,8 @@ CODEC = "tests/protocol/test_codec.py"
 COMPILED = "tests/kernels/test_compiled.py::test_steps_have_the_bits_of_torch"
 DAMAGE = "tests/checkpoints/test_damage.py"
 EXACT = "tests/system/test_exact.py::test_every_way_to_train_gives_the_bits_of_the_plain_loop"
+FROZEN_ROWS = "tests/stores/test_frozen_rows.py"
+GOING_ON = "tests/checkpoints/test_going_on.py"
 LIVES = "tests/simulation/test_lives.py::test_every_life_ends_with_the_bits_of_the_plain_loop"
 ORDER = "tests/protocol/test_order.py::test_what_is_out_of_order_is_refused_with_both_numbers"
 PEERS = "tests/system/test_peers.py"
@@ -446,7 +448,7 @@ PREFETCHER = (
         f"{LIVES}[0]",
     ),
     Mutant(
-        "the dense side is handed on before its barrier's rows are copied",
+        "the dense side is handed on, and rows are frozen, before they are home",
         "self.state is not PrefetcherState.SAVING or not",
         "not",
         f"{LIVES}[0]",
@@ -483,7 +485,7 @@ PREFETCHER = (
     ),
     Mutant(
         "a row that was written is not marked as changed",
-        "set_bits(self._changed, self._numbers.of(keys))",
+        "set_bits(self._changed, numbers)",
         "pass",
         f"{CHANGED_ROWS}::test_a_row_has_changed_from_its_write_until_the_store_is_settled",
     ),
@@ -543,9 +545,41 @@ PREFETCHER = (
     ),
     Mutant(
         "a checkpoint leaves its rows changed",
-        "for store in self._stores: store.settle()",
+        "changed, self._changed = self._changed, np.zeros(len(self._changed), np.uint64)",
+        "changed = self._changed.copy()",
+        f"{FROZEN_ROWS}::test_a_frozen_store_has_no_changed_row_until_one_is_written",
+    ),
+    Mutant(
+        "a checkpoint's rows are written over",
+        "frozen.set_aside(keys, numbers)",
         "pass",
-        f"{LIVES}[0]",
+        f"{GOING_ON}::test_a_checkpoint_that_is_written_late_has_the_rows_of_its_barrier",
+    ),
+    Mutant(
+        "a row that is written over twice has the later bytes in a checkpoint",
+        "left = found_rows(numbers, self._pending, self._aside)",
+        "left = found_rows(numbers, self._pending, np.zeros_like(self._pending))",
+        f"{FROZEN_ROWS}::test_a_row_is_set_aside_once_and_not_after_it_was_handed_out[memory]",
+    ),
+    Mutant(
+        "a row that a checkpoint has is set aside",
+        "clear_bits(self._pending, numbers[stored])",
+        "pass",
+        f"{FROZEN_ROWS}::test_a_row_is_set_aside_once_and_not_after_it_was_handed_out[memory]",
+    ),
+    Mutant(
+        "rows are set aside while a checkpoint copies them",
+        "def set_aside(self, keys: Keys, numbers: I64) -> None: "
+        '"""Must be called before these rows are written. There must be room.""" with self._lock:',
+        "def set_aside(self, keys: Keys, numbers: I64) -> None:\n        if True:",
+        f"{FROZEN_ROWS}::test_two_threads_give_the_same_rows_as_one",
+    ),
+    Mutant(
+        "rows come home where there is no room beside a checkpoint's",
+        "if not self._inbox or self.waits_for_checkpoint:",
+        "if not self._inbox:",
+        "tests/system/test_stalls.py"
+        "::test_rows_that_find_no_room_beside_those_of_a_checkpoint_are_counted_under_checkpoint",
     ),
     Mutant(
         "a row file is named before it is on the disk",
