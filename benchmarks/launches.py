@@ -2,12 +2,12 @@
 
 Method: the trainer of `benchmarks.training.replay` on a CPU, whose plans and rows are in the ring. Triton's kernels get
 as far as their launch, with the driver of a device that is absent; what they would compute comes from plain torch
-operations, which are not counted. Every other torch operator of the thread is counted, unless it makes a view or
-allocates: on a device, each of these is at least one launch or one copy.
+operations, which are not counted. Every other torch operator of the thread is counted, unless it launches nothing: on a
+device, each of these is at least one launch or one copy.
 
     python -m benchmarks.launches
 
-    DLRM    26 tables of dimension 128: one group
+    DLRM    26 tables of one dimension: one group
     DCNv2   26 tables of six dimensions: six groups
 """
 
@@ -25,10 +25,12 @@ import typer
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks.training.recorded import slots_for, touched, train_batches
+from benchmarks.training.recorded import train_batches
 from benchmarks.training.replay import Replay
 from rowcast.job.file import parse_job
-from rowcast.job.schema import Job
+from rowcast.job.schema import CRITEO_KAGGLE_CARDINALITIES, Job
+from rowcast.job.tables import group_specs
+from rowcast.prefetcher.planner.capacity import measure
 from rowcast.protocol.batch import ScheduledBatch
 from rowcast.trainer.kernels import GroupLookup, RecordViews, Rule, torch_ops
 from rowcast.trainer.models import runner
@@ -36,15 +38,16 @@ from rowcast.trainer.models.embedding import Embeddings
 from rowcast.trainer.models.evaluate import EvalMetrics
 from rowcast.trainer.models.job_model import JobModel
 
-NUM_TABLES, NUM_ROWS, BATCH_SIZE = 26, 20_000, 1024
-# steps that are counted, from the end of one to the end of another; before them the cache fills, and steps that follow
-# are on their way
-FIRST, END, NUM_STEPS = 10, 18, 24
-FIRST_EVALUATION = 5  # where there are any
-SIX_DIMS = (16, 32, 64, 96, 128, 256)
+SCALE, BATCH_SIZE = 0.002, 512  # of Criteo Kaggle's tables: the small ones have rows with very many look-ups
+STEPS, FEWER_STEPS = 24, 16  # what the longer of two runs counts more is that of its additional steps
+FIRST_EVALUATION = 5  # in a run that evaluates
+DIMS = {"DLRM": (16,), "DCNv2": (4, 8, 12, 16, 24, 32)}
 CACHED = 0.6  # share of the rows that all batches touch, so that rows come and leave in every step
-# operators that neither read nor write elements
-ALLOCATIONS = {"empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided", "_local_scalar_dense"}
+# operators that launch nothing, besides those that make views: allocations, a number read on the host, profiling
+LAUNCH_NOTHING = {
+    "empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided", "_local_scalar_dense",
+    "_record_function_enter_new", "_record_function_exit",
+}  # fmt: skip
 SECTIONS = {
     "moving": "plans and rows that come, victims that leave, the loss",
     "look-up": "look-ups, by feature",
@@ -118,11 +121,11 @@ class NotedKernels:
             torch_ops.update(rows, pooled_grad, group, divisors, rule)
 
 
-class Counts(TorchDispatchMode):
+class Counts(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts operators and launches by section."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.found: Counter[tuple[str, str]] = Counter()  # (section, operator or kernel)
         self._section: str | None = "moving"  # None: not counted
         self._num_bags: set[int] = set()  # of each group, in the batch that is looked up
@@ -130,7 +133,7 @@ class Counts(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         name = func.overloadpacket.__name__
-        if self._section is not None and not func.is_view and name not in ALLOCATIONS:
+        if self._section is not None and not func.is_view and name not in LAUNCH_NOTHING:
             # autograd puts the gradients of the features together in its own thread of calls: told by their shape
             is_joined = name == "cat" and len(result) in self._num_bags and self._section == "model"
             self.found["gradients" if is_joined else self._section, name] += 1
@@ -179,29 +182,28 @@ class Counts(TorchDispatchMode):
         return counted
 
 
-def job_of(dims: Sequence[int], optimizer: str, pooling: str = "sum") -> Job:
+def job_of(model: str, optimizer: str, pooling: str) -> Job:
     """26 tables, with dimensions in turn."""
-    turns = cycle(dims)
-    is_dlrm = len(dims) == 1
+    turns = cycle(DIMS[model])
     return parse_job(
         {
             "job": {"run_dir": "unused", "seed": 7},
             "data": {
                 "format": "synthetic",
                 "batch_size": BATCH_SIZE,
-                "synthetic": {"samples": BATCH_SIZE * NUM_STEPS},
+                "synthetic": {"samples": BATCH_SIZE * STEPS},
             },
             "tables": [
                 {
                     "name": f"t{number}",
-                    "num_embeddings": NUM_ROWS,
+                    "num_embeddings": max(1, int(rows * SCALE)),
                     "embedding_dim": next(turns),
                     "features": [f"cat_{number}"],
                     "pooling": pooling,
                 }
-                for number in range(NUM_TABLES)
+                for number, rows in enumerate(CRITEO_KAGGLE_CARDINALITIES)
             ],
-            "model": {"kind": "dlrm" if is_dlrm else "dcnv2", "bottom_mlp": [64, dims[0]], "top_mlp": [64, 1]},
+            "model": {"kind": model.lower(), "bottom_mlp": [64, DIMS[model][0]], "top_mlp": [64, 1], "cross_rank": 8},
             "optimizer": {"sparse": {"kind": optimizer, "lr": 0.02}, "dense": {"kind": "sgd", "lr": 0.1}},
             "cache": {"capacity": "1GiB"},
             "trainer": {"device": "cpu"},
@@ -223,11 +225,22 @@ class Counted:
 
 def count(job: Job, *, evaluates: bool) -> Counted:
     """Counts a step in which rows come and leave, on average."""
-    batches = train_batches(job, NUM_STEPS)
+    batches = train_batches(job, STEPS)
     if evaluates:
         batches = [as_evaluation(own) if own.step >= FIRST_EVALUATION else own for own in batches]
-    known, counts = touched(job, batches), Counts()
-    slots = slots_for(job, batches, max(int(known.rows * CACHED), known.largest_batch))
+    known = measure(group_specs(job), batches)
+    slots = tuple(
+        max(int(rows * CACHED), largest)
+        for rows, largest in zip(known.distinct_rows, known.largest_batch_rows, strict=True)
+    )
+    longer, shorter = (count_run(job, batches[:steps], slots) for steps in (STEPS, FEWER_STEPS))
+    longer.subtract(shorter)
+    a_step = {name: times / (STEPS - FEWER_STEPS) for name, times in longer.items() if times}
+    return Counted(len(slots), a_step)
+
+
+def count_run(job: Job, batches: Sequence[ScheduledBatch], slots: tuple[int, ...]) -> Counter[tuple[str, str]]:
+    counts = Counts()
     kernels = NotedKernels(lambda: counts.section(None))
     with (
         noted_launches(counts.launched),
@@ -236,10 +249,8 @@ def count(job: Job, *, evaluates: bool) -> Counted:
         counts.attributed(),
         counts,
     ):
-        replay.run(until=lambda: len(replay.peer.done_s) >= FIRST)
-        counts.found.clear()
-        replay.run(until=lambda: len(replay.peer.done_s) >= END)
-    return Counted(len(replay.groups), {name: times / (END - FIRST) for name, times in counts.found.items()})
+        replay.run()
+    return counts.found
 
 
 def as_evaluation(batch: ScheduledBatch) -> ScheduledBatch:
@@ -250,9 +261,9 @@ def main(optimizer: str = "adagrad", pooling: str = "sum", details: bool = False
     """Prints a table in Markdown."""
     os.environ.pop("TRITON_INTERPRET", None)
     typer.echo("| model | step | where | Triton launches | torch operators |\n|---|---|---|---|---|")
-    for dims, model in (((128,), "DLRM"), (SIX_DIMS, "DCNv2")):
+    for model in DIMS:
         for evaluates in (False, True):
-            found = count(job_of(dims, optimizer, pooling), evaluates=evaluates)
+            found = count(job_of(model, optimizer, pooling), evaluates=evaluates)
             groups = f"{found.groups} group{'s' * (found.groups > 1)}"
             for section, meaning in SECTIONS.items():
                 launches, operators = found.of(section)

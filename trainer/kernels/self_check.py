@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -55,21 +56,21 @@ def first_difference(
     generator = torch.Generator().manual_seed(1)
     for group in groups:
         for trial in trials(group, generator, device):
-            records = [random_records(group, generator).to(device)]
-            records.append(records[0].clone())
+            own = random_records(group, generator).to(device)
+            expected = own.clone()
             for step in range(NUM_STEPS):
                 grad = random_gradient(trial.num_bags, group.embedding_dim, generator).to(device)
                 rule = replace(rule_at(settings, step), lr=LR)
                 pooled = []
-                for group_records, implementation in zip(records, (kernels, torch_ops), strict=True):
+                for group_records, implementation in ((own, kernels), (expected, torch_ops)):
                     rows = rows_of(group_records, group)
                     pooled.append(implementation.lookup(rows, trial.lookup, trial.divisors))
                     implementation.update(rows, grad, trial.lookup, trial.divisors, rule)
                 if not equal_bits(*pooled):
                     return f"look-ups of {trial.name} in {group.name}"
-                if not (equal_bits(*records) if exact else equal_but_for_roundings(*records, group)):
+                if not (equal_bits if exact else partial(equal_but_for_roundings, group))(own, expected):
                     return f"updates by {trial.name} in {group.name}"
-                records[0].copy_(records[1])  # roundings do not add up, and look-ups are of equal rows
+                own.copy_(expected)  # roundings do not add up, and look-ups are of equal rows
     return None
 
 
@@ -80,7 +81,7 @@ def trials(group: GroupSpec, generator: torch.Generator, device: torch.device) -
     is_averaged = any(table.pooling == "mean" for table in group.feature_tables())
     counts = lengths.clamp(min=1).float()[:, None].to(device) if is_averaged else None
     bags = "averaged bags" if is_averaged else "bags"
-    kinds = [("single look-ups", None, None)]
+    kinds: list[tuple[str, Tensor | None, Tensor | None]] = [("single look-ups", None, None)]
     if len(group.unpooled_features) < group.num_features:
         kinds.append((bags, offsets, counts))
     for name, bag_offsets, divisors in kinds:
@@ -144,7 +145,7 @@ def equal_bits(one: Tensor, other: Tensor) -> bool:
     return torch.equal(one.view(torch.int32), other.view(torch.int32))
 
 
-def equal_but_for_roundings(one: Tensor, other: Tensor, group: GroupSpec) -> bool:
+def equal_but_for_roundings(group: GroupSpec, one: Tensor, other: Tensor) -> bool:
     """Compares records f32 [n, record_floats], part by part. NaN differs from every value."""
     for part in group.parts:
         own, expected = part_of(one, part), part_of(other, part)
