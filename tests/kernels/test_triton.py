@@ -2,7 +2,7 @@
 
 import mmap
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from benchmarks.launches import Counts
 from rowcast.trainer import kernels
 from rowcast.trainer.kernels import Kernels, blocks, torch_ops, triton_ops
 from rowcast.trainer.kernels.chunks import CHUNK_LOOKUPS
@@ -259,3 +260,21 @@ def test_no_kernel_adds_in_an_order_of_its_own_or_is_tried_out_while_it_runs() -
     for file in files:
         waits = r"\.item\(|\.cpu\(|nonzero|\.tolist\(|synchronize"
         assert not (file.name.startswith("triton_") and re.search(waits, file.read_text())), file.name
+
+
+def test_look_ups_and_updates_issue_their_launches_and_no_operator_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Launched:
+        def __init__(self, name: str) -> None:
+            self._name = name
+
+        def __getitem__(self, grid: Any) -> Callable[..., None]:
+            return lambda *arguments, **options: counts.launched(self._name, "")
+
+    for name in ("lookup_kernel", "segments_kernel", "join_kernel"):
+        monkeypatch.setattr(triton_ops, name, Launched(name))
+    group, layout, counts = random_group(1, 20, 37, 4, weighted=True), Layout(dim=5, kind="adam"), Counts()
+    rows, divisors, grads = layout.rows(layout.records(23)), divisors_of(group), random_gradients(37, 5)
+    with counts, counts.section("step"):
+        OURS.lookup(rows, group, divisors)
+        OURS.update(rows, grads, group, divisors, rule_of("adam"))
+    assert counts.found == {("step", name): 1 for name in ("lookup_kernel", "segments_kernel", "join_kernel")}
