@@ -23,6 +23,7 @@ DAMAGE = "tests/checkpoints/test_damage.py"
 EXACT = "tests/system/test_exact.py::test_every_way_to_train_gives_the_bits_of_the_plain_loop"
 FROZEN_ROWS = "tests/stores/test_frozen_rows.py"
 GOING_ON = "tests/checkpoints/test_going_on.py"
+FALLBACK = "tests/kernels/test_triton_fallback.py"
 LIVES = "tests/simulation/test_lives.py::test_every_life_ends_with_the_bits_of_the_plain_loop"
 ORDER = "tests/protocol/test_order.py::test_what_is_out_of_order_is_refused_with_both_numbers"
 PEERS = "tests/system/test_peers.py"
@@ -781,6 +782,24 @@ TRAINER = (
         "num_lookups // CHUNK_LOOKUPS + long_rows",
         "num_lookups // CHUNK_LOOKUPS",
         "tests/kernels/test_chunks.py",
+    ),
+    Mutant(
+        "a row's padding is trained with it",
+        "if WIDTH > D:",
+        "if WIDTH < D:",
+        "tests/kernels/test_triton.py::test_padding_and_other_slots_are_never_changed",
+    ),
+    Mutant(
+        "the check lets through what is not a number",
+        "if not torch.all((own - expected).abs() <= allowed):",
+        "if torch.any((own - expected).abs() > allowed):",
+        f"{FALLBACK}::test_an_update_that_is_not_a_number_is_found",
+    ),
+    Mutant(
+        "Triton's kernels are chosen although they differ",
+        "return triton_ops if found is None else",
+        "return triton_ops if found is not None else",
+        f"{FALLBACK}::test_long_rows_that_are_not_trained_are_found",
     ),
     Mutant(
         "the bytes before a piece's rows are staged too",
