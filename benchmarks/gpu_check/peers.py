@@ -1,0 +1,113 @@
+"""Contestant: FBGEMM's table-batched embeddings with rows in host memory and its cache of rows on the device
+(`MANAGED_CACHING`), where fbgemm_gpu is installed. Model, row optimizer and batches are those of `speed.py`.
+
+without prefetch    rows come when a step looks them up
+with prefetch       the rows of the next batch come on a stream of their own, as in TorchRec's prefetch pipeline
+
+TorchRec's pipeline itself takes torch.distributed and a sharding plan, and is not measured. On a CPU the same code runs
+with all rows in memory and without a cache, to try it.
+"""
+
+import time
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.gpu_check.findings import NO_DEVICE, Findings
+from benchmarks.gpu_check.jobs import batches_of, make_job, sizes, with_touched_rows
+from benchmarks.training.resident import wait_for
+from rowcast.job.schema import Job
+from rowcast.protocol.batch import ScheduledBatch
+from rowcast.trainer.models.job_model import JobModel
+
+SHARE = 0.05
+WARM = 1 / 4  # of the steps, before timing begins
+MOST_S = 6.0
+
+
+class Fbgemm:
+    def __init__(self, job: Job, batches: Sequence[ScheduledBatch], device: torch.device, *, prefetches: bool) -> None:
+        from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
+            ComputeDevice,
+            EmbeddingLocation,
+            OptimType,
+            SplitTableBatchedEmbeddingBagsCodegen,
+        )
+
+        small, renumbered = with_touched_rows(job, batches)
+        cached = EmbeddingLocation.MANAGED_CACHING, ComputeDevice.CUDA
+        where = cached if device.type == "cuda" else (EmbeddingLocation.HOST, ComputeDevice.CPU)
+        settings = job.optimizer.sparse
+        self._layer = SplitTableBatchedEmbeddingBagsCodegen(
+            [(table.num_embeddings, table.embedding_dim, *where) for table in small.tables],
+            optimizer=OptimType.EXACT_ROWWISE_ADAGRAD,
+            learning_rate=settings.lr,
+            eps=settings.epsilon,
+            **({"cache_load_factor": SHARE, "prefetch_pipeline": prefetches} if device.type == "cuda" else {}),
+        )
+        self._layer.init_embedding_weights_uniform(-0.01, 0.01)
+        self._model = JobModel(job, batches[0].batch.dense.shape[1], device)
+        self._inputs = [
+            [torch.from_numpy(array).to(device) for array in (own.batch.ids, own.batch.dense, own.batch.labels)]
+            for own in renumbered
+        ]
+        self._offsets = torch.arange(len(renumbered[0].batch.ids) + 1, device=device)
+        self._shape = (-1, len(small.tables), small.tables[0].embedding_dim)
+        self._stream = torch.cuda.Stream(device) if prefetches else None  # type: ignore[no-untyped-call]
+
+    def step(self, number: int) -> Tensor:
+        ids, dense, labels = self._inputs[number]
+        if self._stream is not None and number == 0:
+            self._prefetch(0)
+        if self._stream is not None:
+            torch.cuda.current_stream().wait_stream(self._stream)
+        pooled = self._layer(ids, self._offsets).view(self._shape).unbind(1)
+        if self._stream is not None and number + 1 < len(self._inputs):
+            self._prefetch(number + 1)
+        loss = self._model.loss(self._model.forward(dense, pooled, training=True), labels)
+        torch.autograd.backward(loss)
+        self._model.step(number)
+        return loss.detach()
+
+    def _prefetch(self, number: int) -> None:
+        forward = torch.cuda.current_stream()
+        with torch.cuda.stream(self._stream):
+            self._layer.prefetch(self._inputs[number][0], self._offsets, forward_stream=forward)
+
+
+def measured(
+    job: Job, batches: Sequence[ScheduledBatch], device: torch.device, *, prefetches: bool = False
+) -> dict[str, Any]:
+    contestant = Fbgemm(job, batches, device, prefetches=prefetches)
+    warm = int(len(batches) * WARM)
+    for number in range(warm):
+        loss = contestant.step(number)
+    wait_for(loss)
+    began_s, steps = time.perf_counter(), 0
+    for number in range(warm, len(batches)):
+        loss = contestant.step(number)
+        steps += 1
+        if time.perf_counter() - began_s > MOST_S:
+            break
+    wait_for(loss)
+    return {"ms": 1e3 * (time.perf_counter() - began_s) / steps, "steps": steps}
+
+
+def check_peers(findings: Findings, device: torch.device) -> None:
+    findings.leave_out("TorchRec's prefetch pipeline", "it takes torch.distributed and a sharding plan")
+    try:
+        import fbgemm_gpu  # noqa: F401
+    except (ImportError, OSError) as error:
+        findings.leave_out("FBGEMM", f"fbgemm_gpu cannot be imported: {error}")
+        return
+    for size in sizes(device):
+        job, batches = make_job(size, device), batches_of(size, device)
+        name = f"FBGEMM, batch {size.batch_size}, fp32"
+        findings.item(f"{name}, without prefetch", partial(measured, job, batches, device))
+        if device.type == "cuda":
+            findings.item(f"{name}, with prefetch", partial(measured, job, batches, device, prefetches=True))
+        else:
+            findings.leave_out(f"{name}, with prefetch", NO_DEVICE)

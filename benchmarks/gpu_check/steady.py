@@ -1,0 +1,77 @@
+"""Does anything wait for the device in the steady loop, and do copies run under compute?
+
+A replay of batch 16,384 with a cache of SHARE of its rows: the first third warms up, the second runs while torch
+reports every call that waits for the device, the last one under the profiler.
+"""
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from benchmarks.gpu_check.findings import NO_DEVICE, Findings
+from benchmarks.gpu_check.jobs import batches_of, make_job, sizes, slots_of
+from benchmarks.gpu_check.trace import read_trace, told
+from benchmarks.training.replay import Recording, Replay
+
+SHARE = 0.05
+WAITS = "no call of the steady loop waits for the device"
+UNDER = "copies under compute"
+
+
+def check_steady(findings: Findings, device: torch.device, folder: Path) -> None:
+    size = sizes(device)[0]
+    job, batches = make_job(size, device), batches_of(size, device)
+    with Recording(job, batches, slots_of(job, batches, SHARE), device) as recording:
+        replay = Replay(recording, job)
+        third = replay.num_steps // 3
+        findings.item("warm-up", lambda: ran(replay, third))
+        if device.type == "cuda":
+            findings.item(WAITS, lambda: waits_in(replay, 2 * third))
+            findings.item(UNDER, lambda: profiled(replay, folder / "profile.json.gz", device))
+        else:
+            findings.item("the same steps, not looked at", lambda: ran(replay, 2 * third))
+            findings.leave_out(WAITS, NO_DEVICE)
+            findings.item("the profiler's file is written and read", lambda: tried(replay, folder, device))
+            findings.leave_out(UNDER, NO_DEVICE)
+
+
+def ran(replay: Replay, until: int) -> dict[str, Any]:
+    before = len(replay.peer.done_s)
+    replay.run(until)
+    return {"steps": len(replay.peer.done_s) - before}
+
+
+def waits_in(replay: Replay, until: int) -> dict[str, Any]:
+    """Where in the source torch saw a call that waits, and how often."""
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            steps = ran(replay, until)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    places: dict[str, int] = {}
+    for warning in seen:
+        place = f"{warning.filename}:{warning.lineno}: {warning.message}"
+        places[place] = places.get(place, 0) + 1
+    return {**steps, "calls": places, "passed": not places}
+
+
+def profiled(replay: Replay, file: Path, device: torch.device) -> dict[str, Any]:
+    activities = [ProfilerActivity.CPU]
+    if device.type == "cuda":
+        activities.append(ProfilerActivity.CUDA)
+    before = len(replay.peer.done_s)
+    with profile(activities=activities) as profiler:
+        replay.run()
+    profiler.export_chrome_trace(str(file))
+    return told(read_trace(file), len(replay.peer.done_s) - before)
+
+
+def tried(replay: Replay, folder: Path, device: torch.device) -> dict[str, Any]:
+    file = folder / "tried.gz"
+    found = profiled(replay, file, device)
+    return {"bytes": file.stat().st_size, "steps": found["steps"]}
