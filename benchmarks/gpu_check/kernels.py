@@ -103,7 +103,7 @@ def random_lookup(case: Case, sizes: Sizes, rng: np.random.Generator) -> GroupLo
 
 def on(device: torch.device, group: GroupLookup) -> GroupLookup:
     arrays = {name: getattr(group, name) for name in GroupLookup.__dataclass_fields__}
-    moved = {name: array.to(device) for name, array in arrays.items() if isinstance(array, Tensor)}
+    moved: dict[str, Any] = {name: array.to(device) for name, array in arrays.items() if isinstance(array, Tensor)}
     return replace(group, chunks=Chunks(*(array.to(device) for array in group.chunks)), **moved)
 
 

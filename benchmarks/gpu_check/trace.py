@@ -102,18 +102,16 @@ def share_under(spans: Sequence[Span], cover: Iterable[Span]) -> float | None:
 
 def told(trace: Trace, steps: int) -> dict[str, Any]:
     """For the file; milliseconds a step."""
-    compute, moving = trace.compute, trace.moving
-    everything = merged([*compute, *moving, *(span for spans in trace.copies.values() for span in spans)])
-    streams = {"compute": compute, "moving": moving, **trace.copies}
+    compute, beside = trace.compute, {"moving": trace.moving, **trace.copies}
+    everything = merged([*compute, *(span for spans in beside.values() for span in spans)])
     lasted = everything[-1][1] - everything[0][0] if everything else 0.0
+    busy = {name: total(merged(spans)) for name, spans in ({"compute": compute} | beside).items()}
     return {
         "steps": steps,
         "step_ms": lasted / steps / 1e3,
-        "busy_ms": {name: total(merged(spans)) / steps / 1e3 for name, spans in streams.items()},
+        "busy_ms": {name: us / steps / 1e3 for name, us in busy.items()},
         "idle_ms": (lasted - total(everything)) / steps / 1e3,
-        "share_under_compute": {
-            name: share_under(spans, compute) for name, spans in (streams | {"compute": []}).items()
-        },
+        "share_under_compute": {name: share_under(spans, compute) for name, spans in beside.items()},
         "megabytes": {name: nbytes / steps / 1e6 for name, nbytes in trace.copied_bytes.items()},
         "kernels_ms": {name: us / steps / 1e3 for name, us in trace.kernel_us.most_common(MOST_KERNELS)},
         "host_waits": dict(trace.waits),
