@@ -3,6 +3,7 @@
 import json
 import sys
 import time
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,12 @@ import pytest
 import torch
 
 from benchmarks.gpu_check import __main__ as check
-from benchmarks.gpu_check import part
+from benchmarks.gpu_check import environment, part
 from benchmarks.gpu_check.findings import Findings
 from benchmarks.gpu_check.host_tables import HostTables
 from benchmarks.gpu_check.jobs import Size, batches_of, make_job, with_touched_rows
 from benchmarks.gpu_check.live import pace
+from benchmarks.gpu_check.steady import calls_that_wait
 from benchmarks.gpu_check.summary import summary
 from benchmarks.gpu_check.supervise import run_part
 from benchmarks.gpu_check.trace import merged, share_under, told, trace_of
@@ -137,6 +139,14 @@ def test_items_for_which_no_time_is_left_are_left_out(tmp_path: Path, monkeypatc
     assert json.loads((tmp_path / "found.json").read_text())["left_out"] == dict.fromkeys("bd", "no time was left")
 
 
+def test_a_package_that_a_run_needs_and_nothing_here_has_fails_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert environment.packages()["passed"], environment.packages()
+    needs = {"pyzmq": ["absent>=1", "extra; extra == 'x'"]}
+    monkeypatch.setattr("benchmarks.gpu_check.environment.requires", lambda name: needs.get(name))
+    found = environment.packages()
+    assert (found["missing"], found["passed"]) == (["absent"], False)
+
+
 # all parts
 
 
@@ -228,6 +238,15 @@ def test_a_trace_without_a_device_says_nothing_of_copies() -> None:
     assert found["share_under_compute"] == {"moving": None, "to_device": None, "from_device": None}
 
 
+def test_calls_that_wait_are_counted_by_line_and_other_warnings_are_not() -> None:
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        warnings.warn_explicit("Synchronization debug mode is a prototype feature", UserWarning, "cuda.py", 9)
+        for line in (3, 5, 3):
+            warnings.warn_explicit("called a synchronizing CUDA operation (...)", UserWarning, "loop.py", line)
+    assert calls_that_wait(seen) == {"loop.py:3": 2, "loop.py:5": 1}
+
+
 # speed
 
 
@@ -272,9 +291,8 @@ def test_tables_of_touched_rows_are_looked_up_by_the_same_samples() -> None:
 
 def test_host_tables_train_what_our_kernels_train() -> None:
     """The same rows, model and row optimizer: losses agree within rounding, so the same work is compared."""
-    job, batches = make_job(TINY, CPU), batches_of(TINY, CPU)
-    small, renumbered = with_touched_rows(job, batches)  # the first values of a row depend on its number
-    ours = ResidentRun(small, renumbered, CPU)
+    job, batches = with_touched_rows(make_job(TINY, CPU), batches_of(TINY, CPU))
+    ours = ResidentRun(job, batches, CPU)
     for _ in ours.issue():
         pass
     theirs = HostTables(job, batches, CPU)

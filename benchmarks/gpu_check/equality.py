@@ -21,7 +21,7 @@ import torch
 import xxhash
 
 from benchmarks.gpu_check.findings import Findings
-from benchmarks.gpu_check.jobs import Size, batches_of, make_job, write_job
+from benchmarks.gpu_check.jobs import Size, batches_of, capacity_of, make_job, write_job
 from benchmarks.training.recorded import slots_for, touched
 from benchmarks.training.replay import Recording, Replay
 from benchmarks.training.resident import ResidentRun, wait_for
@@ -69,7 +69,7 @@ class Equality:
 
     def processes(self, share: float, depth: int) -> dict[str, Any]:
         """The first of these calls has the cache that holds all rows; later exports are compared with its own."""
-        capacity = max(int(self._known.rows * share), self._known.largest_batch)
+        capacity = capacity_of(self._known, share)
         losses, export = two_processes(self._job, capacity, depth, max(30.0, self._findings.left_s))
         self._export = self._export or export
         found = self._compared(losses)

@@ -4,15 +4,12 @@ The tables hold the rows that the run touches, so they are smaller, and faster t
 are made before the clock starts; row optimizer, model and precision are the job's.
 """
 
-import time
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from benchmarks.gpu_check.jobs import with_touched_rows
-from benchmarks.training.resident import wait_for
 from benchmarks.training.stock import StockEmbeddings, inputs_of, sparse_optimizer
 from rowcast.job.schema import Job
 from rowcast.protocol.batch import ScheduledBatch
@@ -29,10 +26,10 @@ class Inputs(NamedTuple):
 
 class HostTables:
     def __init__(self, job: Job, batches: Sequence[ScheduledBatch], device: torch.device) -> None:
-        small, renumbered = with_touched_rows(job, batches)
+        """The job and the batches come from `with_touched_rows`."""
         self._device = device
-        self.inputs = [self._prepared(scheduled, len(job.features)) for scheduled in renumbered]
-        self._tables = StockEmbeddings(small, CPU)
+        self.inputs = [self._prepared(scheduled, len(job.features)) for scheduled in batches]
+        self._tables = StockEmbeddings(job, CPU)
         self._optimizer = sparse_optimizer(job.optimizer.sparse, self._tables.parameters())
         self._model = JobModel(job, batches[0].batch.dense.shape[1], device)
 
@@ -53,21 +50,3 @@ class HostTables:
         self._model.step(number)
         self._optimizer.step()
         return loss.detach()
-
-
-def host_tables(
-    job: Job, batches: Sequence[ScheduledBatch], device: torch.device, warm: int, most_s: float
-) -> dict[str, Any]:
-    """Ends after the batches or after `most_s` seconds of timed steps."""
-    contestant = HostTables(job, batches, device)
-    for number in range(warm):
-        wait_for(contestant.step(number))
-    began_s = time.perf_counter()
-    steps = 0
-    for number in range(warm, len(batches)):
-        loss = contestant.step(number)
-        steps += 1
-        if time.perf_counter() - began_s > most_s:
-            break
-    wait_for(loss)
-    return {"ms": 1e3 * (time.perf_counter() - began_s) / steps, "steps": steps, "threads": torch.get_num_threads()}

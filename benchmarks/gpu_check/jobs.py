@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 import torch
 
-from benchmarks.training.recorded import slots_for, touched, train_batches
+from benchmarks.training.recorded import Touched, train_batches
 from rowcast.job.file import parse_job
 from rowcast.job.schema import Job
 from rowcast.protocol.batch import ScheduledBatch
@@ -82,13 +82,8 @@ def batches_of(size: Size, device: torch.device) -> list[ScheduledBatch]:
     return train_batches(make_job(size, device), None)
 
 
-def slots_of(job: Job, batches: Sequence[ScheduledBatch], share: float) -> tuple[int, ...]:
-    return slots_for(job, batches, capacity_of(job, batches, share))
-
-
-def capacity_of(job: Job, batches: Sequence[ScheduledBatch], share: float) -> int:
+def capacity_of(known: Touched, share: float) -> int:
     """A share of the rows that the batches touch, and at least those of the largest batch."""
-    known = touched(job, batches)
     return max(int(known.rows * share), known.largest_batch)
 
 

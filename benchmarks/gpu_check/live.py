@@ -12,7 +12,7 @@ from typing import Any
 
 from prometheus_client.samples import Sample
 
-from benchmarks.gpu_check.jobs import capacity_of, write_job, write_npy
+from benchmarks.gpu_check.jobs import write_job, write_npy
 from benchmarks.training import ours
 from rowcast.job.schema import Job
 from rowcast.protocol.batch import ScheduledBatch
@@ -22,8 +22,8 @@ EPOCHS = 8
 Reading = tuple[float, float]  # seconds, samples trained so far
 
 
-def live(job: Job, batches: Sequence[ScheduledBatch], share: float) -> dict[str, Any]:
-    """Raises RuntimeError with a process's output if it fails."""
+def live(job: Job, batches: Sequence[ScheduledBatch], capacity: int) -> dict[str, Any]:
+    """`capacity`: rows. Raises RuntimeError with a process's output if it fails."""
     readings: list[Reading] = []
 
     def watch(samples: Sequence[Sample]) -> None:
@@ -35,7 +35,6 @@ def live(job: Job, batches: Sequence[ScheduledBatch], share: float) -> dict[str,
         write_npy(Path(folder), batches)
         config = Path(folder) / "job.json"
         write_job(config, job, data={"format": "criteo-npy", "path": folder, "epochs": EPOCHS})
-        capacity = capacity_of(job, batches, share)
         outcome = ours.run(config, [f'cache.capacity="{capacity} rows"'], None, watch)
     of_epoch = sum(scheduled.batch.size for scheduled in batches)
     samples_per_s = pace(readings, of_epoch, EPOCHS * of_epoch)

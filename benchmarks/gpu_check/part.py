@@ -13,6 +13,7 @@ from benchmarks.gpu_check import environment, equality, kernels, peers, speed, s
 from benchmarks.gpu_check.findings import Findings
 from benchmarks.gpu_check.jobs import sizes
 from rowcast.trainer.execute.streams import choose_device, on_device
+from rowcast.trainer.run.trainer_run import set_threads
 
 Work = Callable[[Findings, torch.device, Path], None]  # the path: a folder for further files
 
@@ -46,6 +47,7 @@ def main() -> None:
     options = parser.parse_args()
     device = choose_device(options.device)
     findings = Findings(options.out, options.seconds, lambda: is_alive(device))
+    set_threads("auto")  # as a trainer does, whose bits are compared
     torch.manual_seed(0)
     with on_device(device):
         PARTS[options.part](findings, device, options.out.parent)

@@ -8,7 +8,6 @@ TorchRec's pipeline itself takes torch.distributed and a sharding plan, and is n
 with all rows in memory and without a cache, to try it.
 """
 
-import time
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -18,14 +17,12 @@ from torch import Tensor
 
 from benchmarks.gpu_check.findings import NO_DEVICE, Findings
 from benchmarks.gpu_check.jobs import batches_of, make_job, sizes, with_touched_rows
-from benchmarks.training.resident import wait_for
+from benchmarks.gpu_check.timed import timed
 from rowcast.job.schema import Job
 from rowcast.protocol.batch import ScheduledBatch
 from rowcast.trainer.models.job_model import JobModel
 
-SHARE = 0.05
-WARM = 1 / 4  # of the steps, before timing begins
-MOST_S = 6.0
+SHARE = 0.05  # of the rows, in the cache
 
 
 class Fbgemm:
@@ -37,12 +34,11 @@ class Fbgemm:
             SplitTableBatchedEmbeddingBagsCodegen,
         )
 
-        small, renumbered = with_touched_rows(job, batches)
         cached = EmbeddingLocation.MANAGED_CACHING, ComputeDevice.CUDA
         where = cached if device.type == "cuda" else (EmbeddingLocation.HOST, ComputeDevice.CPU)
         settings = job.optimizer.sparse
         self._layer = SplitTableBatchedEmbeddingBagsCodegen(
-            [(table.num_embeddings, table.embedding_dim, *where) for table in small.tables],
+            [(table.num_embeddings, table.embedding_dim, *where) for table in job.tables],
             optimizer=OptimType.EXACT_ROWWISE_ADAGRAD,
             learning_rate=settings.lr,
             eps=settings.epsilon,
@@ -52,10 +48,10 @@ class Fbgemm:
         self._model = JobModel(job, batches[0].batch.dense.shape[1], device)
         self._inputs = [
             [torch.from_numpy(array).to(device) for array in (own.batch.ids, own.batch.dense, own.batch.labels)]
-            for own in renumbered
+            for own in batches
         ]
-        self._offsets = torch.arange(len(renumbered[0].batch.ids) + 1, device=device)
-        self._shape = (-1, len(small.tables), small.tables[0].embedding_dim)
+        self._offsets = torch.arange(len(batches[0].batch.ids) + 1, device=device)
+        self._shape = (-1, len(job.tables), job.tables[0].embedding_dim)
         self._stream = torch.cuda.Stream(device) if prefetches else None  # type: ignore[no-untyped-call]
 
     def step(self, number: int) -> Tensor:
@@ -78,22 +74,12 @@ class Fbgemm:
             self._layer.prefetch(self._inputs[number][0], self._offsets, forward_stream=forward)
 
 
-def measured(
-    job: Job, batches: Sequence[ScheduledBatch], device: torch.device, *, prefetches: bool = False
-) -> dict[str, Any]:
-    contestant = Fbgemm(job, batches, device, prefetches=prefetches)
-    warm = int(len(batches) * WARM)
-    for number in range(warm):
-        loss = contestant.step(number)
-    wait_for(loss)
-    began_s, steps = time.perf_counter(), 0
-    for number in range(warm, len(batches)):
-        loss = contestant.step(number)
-        steps += 1
-        if time.perf_counter() - began_s > MOST_S:
-            break
-    wait_for(loss)
-    return {"ms": 1e3 * (time.perf_counter() - began_s) / steps, "steps": steps}
+def measured(job: Job, batches: Sequence[ScheduledBatch], device: torch.device, *, prefetches: bool) -> dict[str, Any]:
+    """The job and the batches come from `with_touched_rows`. An error of the contestant is told, and fails nothing."""
+    try:
+        return timed(Fbgemm(job, batches, device, prefetches=prefetches), len(batches))
+    except Exception as error:  # noqa: BLE001 - it is not rowcast's
+        return {"error": f"{type(error).__name__}: {error}"}
 
 
 def check_peers(findings: Findings, device: torch.device) -> None:
@@ -104,10 +90,10 @@ def check_peers(findings: Findings, device: torch.device) -> None:
         findings.leave_out("FBGEMM", f"fbgemm_gpu cannot be imported: {error}")
         return
     for size in sizes(device):
-        job, batches = make_job(size, device), batches_of(size, device)
-        name = f"FBGEMM, batch {size.batch_size}, fp32"
-        findings.item(f"{name}, without prefetch", partial(measured, job, batches, device))
-        if device.type == "cuda":
-            findings.item(f"{name}, with prefetch", partial(measured, job, batches, device, prefetches=True))
-        else:
-            findings.leave_out(f"{name}, with prefetch", NO_DEVICE)
+        job, batches = with_touched_rows(make_job(size, device), batches_of(size, device))
+        for prefetches in (False, True):
+            name = f"FBGEMM, batch {size.batch_size}, fp32, {'with' if prefetches else 'without'} prefetch"
+            if prefetches and device.type != "cuda":
+                findings.leave_out(name, NO_DEVICE)
+            else:
+                findings.item(name, partial(measured, job, batches, device, prefetches=prefetches))

@@ -17,10 +17,11 @@ import numpy as np
 import torch
 
 from benchmarks.gpu_check.findings import NO_DEVICE, Findings
-from benchmarks.gpu_check.host_tables import host_tables
-from benchmarks.gpu_check.jobs import Size, batches_of, make_job, slots_of
+from benchmarks.gpu_check.host_tables import HostTables
+from benchmarks.gpu_check.jobs import Size, batches_of, capacity_of, make_job, with_touched_rows
 from benchmarks.gpu_check.live import live
-from benchmarks.training.recorded import touched
+from benchmarks.gpu_check.timed import WARM, timed
+from benchmarks.training.recorded import slots_for, touched
 from benchmarks.training.replay import Recording, Replay
 from benchmarks.training.resident import ResidentRun, wait_for
 from rowcast.job.schema import Job
@@ -28,9 +29,7 @@ from rowcast.job.tables import group_specs
 from rowcast.trainer.models.runner import StepRunner
 
 USUAL, TIGHT = 0.05, 0.01  # of the rows that the run touches
-WARM = 1 / 4  # of the steps, before timing begins
 ROUNDS = 3
-MOST_HOST_S = 6.0
 PRECISIONS = ("fp32", "tf32", "bf16")
 
 
@@ -38,17 +37,17 @@ class Speed:
     def __init__(self, size: Size, device: torch.device, stack: ExitStack) -> None:
         self._size, self._device, self._stack = size, device, stack
         self._batches = batches_of(size, device)
+        self._known = touched(self.job("fp32"), self._batches)
         self._warm = int(len(self._batches) * WARM)
         self._recording = cache(self._record)
 
     def batch(self) -> dict[str, Any]:
-        known = touched(self.job("fp32"), self._batches)
         return {
             "batch_size": self._size.batch_size,
             "dimension": self._size.dim,
             "steps": len(self._batches),
-            "rows_touched": known.rows,
-            "rows_of_largest_batch": known.largest_batch,
+            "rows_touched": self._known.rows,
+            "rows_of_largest_batch": self._known.largest_batch,
         }
 
     def job(self, precision: str) -> Job:
@@ -69,14 +68,16 @@ class Speed:
         return {"resident_ms": statistics.median(resident_ms), **last, "to_resident": ratio, **each}
 
     def live(self, precision: str, share: float) -> dict[str, Any]:
-        return live(self.job(precision), self._batches, share)
+        return live(self.job(precision), self._batches, capacity_of(self._known, share))
 
     def host_tables(self, precision: str) -> dict[str, Any]:
-        return host_tables(self.job(precision), self._batches, self._device, self._warm, MOST_HOST_S)
+        job, batches = with_touched_rows(self.job(precision), self._batches)
+        found = timed(HostTables(job, batches, self._device), len(batches))
+        return {**found, "threads": torch.get_num_threads()}
 
     def _record(self, share: float) -> Recording:
         job = self.job("fp32")  # plans do not depend on the precision
-        slots = slots_of(job, self._batches, share)
+        slots = slots_for(job, self._batches, capacity_of(self._known, share))
         return self._stack.enter_context(Recording(job, self._batches, slots, self._device))
 
     def _resident(self, job: Job) -> ResidentRun:
