@@ -133,8 +133,10 @@ def test_items_for_which_no_time_is_left_are_left_out(tmp_path: Path, monkeypatc
         return {}
 
     findings = Findings(tmp_path / "found.json", 10.0)
-    for name, seconds, kind in (("a", 6.0, "long"), ("b", 6.0, "long"), ("c", 3.0, "short"), ("d", 2.0, "short")):
-        findings.item(name, lambda seconds=seconds: work(seconds), kind)  # type: ignore[misc]
+    findings.item("a", lambda: work(6.0), "long")
+    findings.item("b", lambda: work(6.0), "long")  # 4 seconds are left, and "a" took 6
+    findings.item("c", lambda: work(2.0), "first of its kind", 3.0)
+    findings.item("d", lambda: work(0.1), "another", 3.0)  # 2 seconds are left
     assert list(findings.items) == ["a", "c"]
     assert json.loads((tmp_path / "found.json").read_text())["left_out"] == dict.fromkeys("bd", "no time was left")
 

@@ -23,9 +23,7 @@ class Findings:
     """Items may run in several threads."""
 
     def __init__(self, file: Path, seconds: float, is_device_alive: Callable[[], bool] = lambda: True) -> None:
-        """`seconds`: from now on. An item that would begin later is left out, and so is one for which the time left is
-        shorter than the longest item of its kind took.
-        """
+        """`seconds`: from now on. An item that would probably not end by then is left out."""
         self._file, self._is_device_alive = file, is_device_alive
         self._ends_s = time.monotonic() + seconds
         self._longest_s: dict[str, float] = {}
@@ -42,9 +40,12 @@ class Findings:
         found: dict[str, dict[str, Any]] = self._content["items"]
         return found
 
-    def item(self, name: str, work: Callable[[], dict[str, Any]], kind: str = "") -> None:
-        """Runs `work` if time is left. Raises its error if the device is gone with it."""
-        if self.left_s < self._longest_s.get(kind, 0.0):
+    def item(self, name: str, work: Callable[[], dict[str, Any]], kind: str = "", guess_s: float = 1.0) -> None:
+        """Runs `work` if there is time for the longest item of its kind so far; for the first, if there are `guess_s`.
+
+        Raises its error if the device is gone with it.
+        """
+        if self.left_s < self._longest_s.get(kind, guess_s):
             self.leave_out(name, "no time was left")
             return
         with self._lock:

@@ -23,6 +23,7 @@ from rowcast.protocol.batch import ScheduledBatch
 from rowcast.trainer.models.job_model import JobModel
 
 SHARE = 0.05  # of the rows, in the cache
+GUESS_S = 20.0
 
 
 class Fbgemm:
@@ -96,4 +97,4 @@ def check_peers(findings: Findings, device: torch.device) -> None:
             if prefetches and device.type != "cuda":
                 findings.leave_out(name, NO_DEVICE)
             else:
-                findings.item(name, partial(measured, job, batches, device, prefetches=prefetches))
+                findings.item(name, partial(measured, job, batches, device, prefetches=prefetches), "", GUESS_S)
