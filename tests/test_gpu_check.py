@@ -29,7 +29,7 @@ HEAD = """
 import os, signal, subprocess, sys, time
 from pathlib import Path
 from benchmarks.gpu_check.findings import Findings
-findings = Findings(Path(sys.argv[1]), 60.0)
+findings = Findings(Path(sys.argv[1]), time.monotonic() + 60)
 findings.item("first", lambda: {"passed": True})
 """
 
@@ -109,7 +109,7 @@ def ended(pid: int) -> bool:
 
 
 def test_an_error_of_an_item_fails_that_item_alone(tmp_path: Path) -> None:
-    findings = Findings(tmp_path / "found.json", 60.0)
+    findings = Findings(tmp_path / "found.json", time.monotonic() + 60)
     findings.item("first", fail)
     findings.item("second", lambda: {"passed": True})
     first, second = findings.items.values()
@@ -118,7 +118,7 @@ def test_an_error_of_an_item_fails_that_item_alone(tmp_path: Path) -> None:
 
 
 def test_the_error_of_an_item_that_took_the_device_along_ends_the_part(tmp_path: Path) -> None:
-    findings = Findings(tmp_path / "found.json", 60.0, is_device_alive=lambda: False)
+    findings = Findings(tmp_path / "found.json", time.monotonic() + 60, is_device_alive=lambda: False)
     with pytest.raises(ValueError, match="no such row"):
         findings.item("first", fail)
     assert findings.items["first"]["passed"] is False

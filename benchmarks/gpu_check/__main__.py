@@ -56,7 +56,9 @@ def run_parts(names: list[str], device: str, budget_s: float, out: Path) -> dict
                 limit_s = min(LIMITS_S[name] * budget_s / BUDGET_S, left_s)
                 findings = Path(folder) / f"{name}.json"
                 command = [sys.executable, "-m", "benchmarks.gpu_check.part", name, f"--device={device}"]
-                parts[name] = run_part([*command, f"--out={findings}", f"--seconds={limit_s}"], findings, limit_s)
+                parts[name] = run_part(
+                    [*command, f"--out={findings}", f"--until={time.monotonic() + limit_s}"], findings, limit_s
+                )
                 keep_profile(Path(folder), out)
             found = {**verdict(parts), "took_s": round(time.monotonic() - began_s, 1), **summary(parts), "parts": parts}
             write_json(out, found)

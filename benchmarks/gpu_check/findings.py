@@ -22,10 +22,10 @@ LAST_LINES = 12  # of a traceback
 class Findings:
     """Items may run in several threads."""
 
-    def __init__(self, file: Path, seconds: float, is_device_alive: Callable[[], bool] = lambda: True) -> None:
-        """`seconds`: from now on. An item that would probably not end by then is left out."""
+    def __init__(self, file: Path, ends_s: float, is_device_alive: Callable[[], bool] = lambda: True) -> None:
+        """`ends_s`: by time.monotonic(), which all processes share. An item that would end later is left out."""
         self._file, self._is_device_alive = file, is_device_alive
-        self._ends_s = time.monotonic() + seconds
+        self._ends_s = ends_s
         self._longest_s: dict[str, float] = {}
         self._lock = threading.Lock()
         self._content: dict[str, Any] = {"items": {}, "left_out": {}, "running": [], "ended": False}

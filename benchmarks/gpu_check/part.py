@@ -43,10 +43,10 @@ def main() -> None:
     parser.add_argument("part", choices=PARTS)
     parser.add_argument("--device", required=True)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--seconds", type=float, required=True)
+    parser.add_argument("--until", type=float, required=True, help="seconds, by the machine's monotonic clock")
     options = parser.parse_args()
     device = choose_device(options.device)
-    findings = Findings(options.out, options.seconds, lambda: is_alive(device))
+    findings = Findings(options.out, options.until, lambda: is_alive(device))
     set_threads("auto")  # as a trainer does, whose bits are compared
     torch.manual_seed(0)
     with on_device(device):
