@@ -22,7 +22,7 @@ from rowcast.job.schema import Job
 from rowcast.protocol.batch import ScheduledBatch
 from rowcast.trainer.models.job_model import JobModel
 
-SHARE = 0.05  # of the rows, in the cache
+SHARE = 0.2  # of the rows, in the cache
 GUESS_S = 20.0
 
 

@@ -19,7 +19,7 @@ from benchmarks.gpu_check.trace import read_trace, told
 from benchmarks.training.recorded import slots_for, touched
 from benchmarks.training.replay import Recording, Replay
 
-SHARE = 0.05
+SHARE = 0.2
 WAITS = "no call of the steady loop waits for the device"
 UNDER = "copies under compute"
 WARNS = "called a synchronizing CUDA operation"  # what torch says of each

@@ -16,7 +16,7 @@ def table_of(items: dict[str, dict[str, Any]]) -> dict[str, dict[str, float]]:
     resident = {
         name.partition(",")[0]: item["resident_ms"]
         for name, item in items.items()
-        if name.endswith("replay 5 %") and "resident_ms" in item
+        if name.endswith("replay 20 %") and "resident_ms" in item
     }
     table = {f"{precision}, resident": {"ms": round(ms, 3)} for precision, ms in resident.items()}
     for name, item in items.items():
