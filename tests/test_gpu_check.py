@@ -14,7 +14,7 @@ import torch
 
 from benchmarks.gpu_check import __main__ as check
 from benchmarks.gpu_check import environment, part
-from benchmarks.gpu_check.findings import Findings
+from benchmarks.gpu_check.findings import Findings, LeftOut
 from benchmarks.gpu_check.host_tables import HostTables
 from benchmarks.gpu_check.jobs import Size, batches_of, make_job, with_touched_rows
 from benchmarks.gpu_check.live import pace
@@ -29,7 +29,7 @@ TINY = Size(batch_size=32, steps=6, dim=4, scale=1e-5, bottom_mlp=(8, 4), top_ml
 HEAD = """
 import os, signal, subprocess, sys, time
 from pathlib import Path
-from benchmarks.gpu_check.findings import Findings
+from benchmarks.gpu_check.findings import Findings, LeftOut
 findings = Findings(Path(sys.argv[1]), time.monotonic() + 60)
 findings.item("first", lambda: {"passed": True})
 """
@@ -116,6 +116,16 @@ def test_an_error_of_an_item_fails_that_item_alone(tmp_path: Path) -> None:
     first, second = findings.items.values()
     assert (first["passed"], first["error"], second["passed"]) == (False, "ValueError: no such row", True)
     assert json.loads((tmp_path / "found.json").read_text())["items"] == findings.items
+
+
+def test_an_item_that_cannot_be_looked_at_is_left_out_with_its_reason(tmp_path: Path) -> None:
+    def refuse() -> dict[str, Any]:
+        raise LeftOut("no profiler here")
+
+    findings = Findings(tmp_path / "found.json", time.monotonic() + 60)
+    findings.item("first", refuse)
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert found == {"items": {}, "left_out": {"first": "no profiler here"}, "running": [], "ended": False}
 
 
 def test_the_error_of_an_item_that_took_the_device_along_ends_the_part(tmp_path: Path) -> None:

@@ -19,6 +19,10 @@ NO_DEVICE = "needs a CUDA device"
 LAST_LINES = 12  # of a traceback
 
 
+class LeftOut(Exception):
+    """Raised by an item that cannot be looked at here; its text is the reason."""
+
+
 class Findings:
     """Items may run in several threads."""
 
@@ -54,6 +58,9 @@ class Findings:
         began_s = time.monotonic()
         try:
             found = work()
+        except LeftOut as reason:
+            self.leave_out(name, str(reason))
+            return
         except Exception as error:
             found = {"passed": False, "error": f"{type(error).__name__}: {error}", "traceback": last_lines(error)}
             if not self._is_device_alive():
@@ -64,6 +71,7 @@ class Findings:
     def leave_out(self, name: str, reason: str) -> None:
         with self._lock:
             self._content["left_out"][name] = reason
+            self._content["running"] = [other for other in self._content["running"] if other != name]
             self._write()
 
     def end(self) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.gpu_check.findings import NO_DEVICE, Findings
+from benchmarks.gpu_check.findings import NO_DEVICE, Findings, LeftOut
 from benchmarks.gpu_check.jobs import batches_of, make_job, sizes, with_touched_rows
 from benchmarks.gpu_check.timed import timed
 from rowcast.job.schema import Job
@@ -76,11 +76,11 @@ class Fbgemm:
 
 
 def measured(job: Job, batches: Sequence[ScheduledBatch], device: torch.device, *, prefetches: bool) -> dict[str, Any]:
-    """The job and the batches come from `with_touched_rows`. An error of the contestant is told, and fails nothing."""
+    """The job and the batches come from `with_touched_rows`. An error of the contestant fails nothing."""
     try:
         return timed(Fbgemm(job, batches, device, prefetches=prefetches), len(batches))
-    except Exception as error:  # noqa: BLE001 - it is not rowcast's
-        return {"error": f"{type(error).__name__}: {error}"}
+    except Exception as error:
+        raise LeftOut(f"{type(error).__name__}: {error}") from error
 
 
 def check_peers(findings: Findings, device: torch.device) -> None:

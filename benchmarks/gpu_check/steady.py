@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.gpu_check.findings import NO_DEVICE, Findings
+from benchmarks.gpu_check.findings import NO_DEVICE, Findings, LeftOut
 from benchmarks.gpu_check.jobs import batches_of, capacity_of, make_job, sizes
 from benchmarks.gpu_check.trace import read_trace, told
 from benchmarks.training.recorded import slots_for, touched
@@ -76,7 +76,10 @@ def profiled(replay: Replay, file: Path, device: torch.device) -> dict[str, Any]
     with profile(activities=activities) as profiler:
         replay.run()
     profiler.export_chrome_trace(str(file))
-    return told(read_trace(file), len(replay.peer.done_s) - before)
+    trace = read_trace(file)
+    if device.type == "cuda" and not trace.kernels:
+        raise LeftOut("the profiler recorded no kernels: CUPTI does not work here")
+    return told(trace, len(replay.peer.done_s) - before)
 
 
 def tried(replay: Replay, folder: Path, device: torch.device) -> dict[str, Any]:
