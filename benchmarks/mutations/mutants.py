@@ -38,6 +38,7 @@ STORES = "tests/stores"
 TIGHT = "tests/system/test_tight.py::test_plans_larger_than_the_ring_pass_a_cache_of_one_batch_with_a_late_store"
 TOUCHED_ROWS = "tests/trainer/test_row_optimizers.py::test_touched_rows_end_with_the_bits_of_the_whole_table"
 TRITON = "tests/kernels/test_triton.py::test_a_step_of_the_rows_has_the_bits_of_torch"
+TRITON_ROWS = "tests/kernels/test_triton_gpu_check.py"
 VERIFY = "tests/verify/test_verify.py"
 WAITS = "tests/system/test_device_order.py::test_every_order_that_the_waits_allow_gives_the_bits_of_the_plain_loop"
 WRITER = "tests/checkpoints/test_writer.py"
@@ -1029,6 +1030,18 @@ TRAINER = (
         "work(*first_range) for task in running: task.result()",
         "work(*first_range)",
         "tests/kernels/test_compiled.py::test_an_error_in_a_thread_is_raised_for_the_caller",
+    ),
+    Mutant(
+        "Triton takes rows whose parts lie in several memories",
+        "not 0 < offset < record_bytes",
+        "False",
+        f"{TRITON_ROWS}::test_rows_whose_parts_lie_in_several_memories_are_refused",
+    ),
+    Mutant(
+        "Triton takes parts of another stride",
+        "stride != record_bytes or",
+        "False or",
+        f"{TRITON_ROWS}::test_a_master_of_another_stride_is_refused",
     ),
     Mutant(
         "Adagrad in Triton divides by the root alone",

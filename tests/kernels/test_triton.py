@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from benchmarks.launches import Counts
+from benchmarks.gpu_check.reference import as_on_a_device, reduce_in_chunks
 from rowcast.trainer import kernels
 from rowcast.trainer.kernels import Kernels, blocks, torch_ops, triton_ops
 from rowcast.trainer.kernels.chunks import CHUNK_LOOKUPS
@@ -20,12 +21,10 @@ from tests.kernels.lookups import (
     KINDS,
     PRECISIONS,
     Layout,
-    as_on_a_device,
     divisors_of,
     group_of,
     random_gradients,
     random_group,
-    reduce_in_chunks,
     rule_of,
     trained,
 )

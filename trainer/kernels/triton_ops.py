@@ -104,7 +104,19 @@ def training(rows: RecordViews, unique_slots: Tensor, rule: Rule) -> tuple[tuple
 
 
 def layout_of(rows: RecordViews) -> tuple[int, int, int]:
-    return rows.weight.shape[1], rows.weight.element_size(), rows.weight.stride(0) * rows.weight.element_size()
+    """Returns dimension, bytes of a weight and bytes of a record. The kernels address every part by that last number:
+    parts that are no views of the same records raise AssertionError.
+    """
+    weight, weight_bytes = rows.weight, rows.weight.element_size()
+    record_bytes, first = weight.stride(0) * weight_bytes, weight.data_ptr()
+    for part in rows.states if rows.master is None else (rows.master, *rows.states):
+        stride, offset = part.stride(0) * part.element_size(), part.data_ptr() - first
+        if stride != record_bytes or not 0 < offset < record_bytes:
+            raise AssertionError(
+                f"a part of the rows begins {offset} bytes after the weights and repeats every {stride} bytes; the "
+                f"kernels need all parts inside one record of {record_bytes} bytes"
+            )
+    return weight.shape[1], weight_bytes, record_bytes
 
 
 @lru_cache
