@@ -1,7 +1,7 @@
 # Every target needs only Python 3.11 to 3.13 and make; it creates .venv if necessary.
 PYTHON ?= python3
 PYTHON_LOW ?= python3.12
-PYTHON_HIGH ?= python3.13
+PYTHON_HIGH ?= python3.15
 VENV := .venv
 BIN := $(VENV)/bin
 

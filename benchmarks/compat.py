@@ -1,6 +1,6 @@
 """Do the tests pass with the oldest and the newest versions that people have? `make compat`.
 
-    python -m benchmarks.compat [--low python3.12] [--high python3.13] [--only low|high] [--jobs 2]
+    python -m benchmarks.compat [--low python3.12] [--high python3.15] [--only low|high] [--jobs 2]
 
 CI runs one set of versions. Here are the two ends:
 
@@ -91,7 +91,7 @@ def runs(python: str) -> bool:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.compat")
     parser.add_argument("--low", metavar="PYTHON", default="python3.12", help="interpreter of the low end")
-    parser.add_argument("--high", metavar="PYTHON", default="python3.13", help="interpreter of the high end")
+    parser.add_argument("--high", metavar="PYTHON", default="python3.15", help="interpreter of the high end")
     parser.add_argument("--only", choices=PINS, help="try one end")
     parser.add_argument("--jobs", type=int, default=2, help="test files at a time; default 2")
     options = parser.parse_args()

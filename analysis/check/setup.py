@@ -28,7 +28,7 @@ DISTRIBUTION = "rowcast"
 SHOWN = ("rowcast", "python", "torch", "triton", "numpy", "numba", "pyarrow", "pyzmq")
 # what CI and `make compat` were run with; nothing is known against others
 TRIED = {
-    "python": ("3.11", "3.12", "3.13"),
+    "python": ("3.11", "3.12", "3.15"),
     "torch": ("2.11", "2.13", "2.15"),
     "triton": ("3.6", "3.7", "3.9"),
     "numpy": ("2.4", "2.5"),
