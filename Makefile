@@ -1,9 +1,11 @@
 # Every target needs only Python 3.11 to 3.13 and make; it creates .venv if necessary.
 PYTHON ?= python3
+PYTHON_LOW ?= python3.12
+PYTHON_HIGH ?= python3.15
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo tutorial quick test check exact soak mutants bench gpu-check bench-planner bench-embedding bench-env bench-budget bench-safety bench-metrics bench-parts clean
+.PHONY: demo tutorial quick test check exact soak mutants compat bench gpu-check bench-planner bench-embedding bench-env bench-budget bench-safety bench-metrics bench-parts clean
 
 $(VENV)/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -39,6 +41,9 @@ soak: $(VENV)/installed  ## kills, damage, simulated faults and hostile bytes wi
 
 mutants: $(VENV)/installed  ## breaks single lines of the product: the tests named for each must fail, in about 10 minutes
 	$(BIN)/python -m benchmarks.mutations
+
+compat:  ## tests and demo with the oldest torch that is allowed and with the newest of everything, in environments of their own: build/compat-*
+	$(PYTHON) -m benchmarks.compat --low $(PYTHON_LOW) --high $(PYTHON_HIGH)
 
 bench: $(VENV)/installed  ## every contestant in turn: DLRM as in MLPerf, and a model that is nearly all look-ups
 	$(BIN)/python -m benchmarks.training --config benchmarks/jobs/dlrm.toml --name dlrm --rounds 3
@@ -76,4 +81,4 @@ bench-metrics: $(VENV)/installed  ## what a scrape takes during a run, and what 
 	$(BIN)/python -m benchmarks.metrics_cost
 
 clean:
-	rm -rf $(VENV) runs
+	rm -rf $(VENV) build/compat-low build/compat-high runs

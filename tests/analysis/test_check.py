@@ -3,9 +3,11 @@
 import fcntl
 import json
 import os
+import re
 import resource
 import socket
 import sys
+import tomllib
 from collections.abc import Iterator
 from functools import partial
 from importlib import metadata
@@ -43,6 +45,7 @@ from rowcast.runtime.telemetry.format_numbers import human_bytes
 from rowcast.trainer.models import build_model
 from tests.support.jobs import job_content, write_job
 
+ROOT = Path(__file__).parents[2]
 CPU = Device(name="cpu")
 GPU = Device(name="cuda:0 (a device of 1 MiB)", free_bytes=2**20)
 
@@ -377,6 +380,31 @@ def test_a_package_that_is_too_old_or_missing_is_an_error_with_what_to_install()
     ]
     (python,) = check_setup.check_versions(Installed([], python=">=4.1"))
     assert "is older than 4.1" in python.sentence
+
+
+def test_a_version_that_was_never_tried_is_said_and_is_no_fault() -> None:
+    def sentence(**versions: str) -> str:
+        (finding,) = check_setup.check_versions(Installed(["torch>=2.11"], **versions))
+        assert finding.level == "ok"
+        return finding.sentence
+
+    assert "tried" not in sentence(torch="2.11.0+cu130", triton="3.6.0")
+    assert "triton 3.6.0" in sentence(torch="2.11.0+cu130", triton="3.6.0")
+    assert sentence(torch="2.99.1").endswith("torch 2.99.1; torch 2.99.1 was not tried (2.11, 2.13, 2.15 were)")
+    assert sentence(torch="2.11.0", triton="3.99").endswith("; triton 3.99 was not tried (3.6, 3.7, 3.9 were)")
+
+
+def test_the_bounds_of_the_project_are_the_ends_of_what_was_tried() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    oldest, newest = check_setup.TRIED["python"][0], check_setup.TRIED["python"][-1]
+    first, _, minor = newest.partition(".")
+    assert project["requires-python"] == f">={oldest},<{first}.{int(minor) + 1}"
+    assert f"torch>={check_setup.TRIED['torch'][0]}" in project["dependencies"]
+
+
+def test_the_readme_names_the_versions_that_were_tried() -> None:
+    (line,) = re.findall(r"^Tested with .*?\n\n", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
+    assert set(re.findall(r"\d+\.\d+", line)) == {version for tried in check_setup.TRIED.values() for version in tried}
 
 
 def test_source_that_is_not_installed_is_a_warning() -> None:
