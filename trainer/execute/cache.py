@@ -111,6 +111,11 @@ class DeviceCache:
         return len(self._inbox) + len(self._steps)
 
     @property
+    def is_copying(self) -> bool:
+        """Whether pieces are on their way from the ring to the device."""
+        return bool(self._copying)
+
+    @property
     def open_steps(self) -> int:
         """Messages that wait, and steps that are not complete."""
         return self.steps_waiting + len(self._computed)
