@@ -15,8 +15,9 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from types import TracebackType
-from typing import Self
+from typing import Protocol, Self
 
 import numpy as np
 import torch
@@ -34,6 +35,7 @@ from rowcast.protocol.transport.inproc import inproc_pair
 from rowcast.protocol.transport.ring import RingReader, RingWriter, release
 from rowcast.protocol.transport.ring_file import in_memory_buffer
 from rowcast.trainer.execute.engine import TrainerEngine, TrainerParts, ring_ends
+from rowcast.trainer.execute.loop import ModelState, Steps
 from rowcast.trainer.execute.metrics import new_counters
 from rowcast.trainer.execute.page_locking import page_locked
 from rowcast.trainer.execute.slots import make_records
@@ -105,12 +107,25 @@ class Losses:
     def restore(self, tensors: Tensors) -> None: ...
 
 
+class Runner(Steps, ModelState, Protocol):
+    """What computes the steps, and keeps a model's state."""
+
+
+MakeRunner = Callable[[tuple[GroupSpec, ...], list[torch.Tensor], int], Runner]  # groups, records, dense features
+
+
 class Replay:
     """A context: rings stay page-locked inside it."""
 
     def __init__(
-        self, job: Job, batches: Sequence[ScheduledBatch], slots: tuple[int, ...], device: torch.device
+        self,
+        job: Job,
+        batches: Sequence[ScheduledBatch],
+        slots: tuple[int, ...],
+        device: torch.device,
+        make_runner: MakeRunner | None = None,
     ) -> None:
+        """`make_runner`: None makes the job's own model."""
         self.groups = group_specs(job)
         packed = [pack(recorded, self.groups) for recorded in recorded_plans(job, batches, slots)]
         self.num_steps = len(packed)
@@ -118,6 +133,7 @@ class Replay:
         self.rows_moved = sum(len(own.fetch) for each in packed for own in each.recorded.plan.groups)
         payloads = [own.pieces[0].nbytes for own in packed]
         self._job, self._slots, self._device = job, slots, device
+        self._make_runner: MakeRunner = make_runner or partial(StepRunner, job)
         self._fetch_buffer = in_memory_buffer(sum(payloads) + GUARDS * len(payloads) + 2 * max(payloads))
         self._back_buffer = in_memory_buffer(aligned(BACK_PLANS * 2 * max(payloads), 4096))
         writer = RingWriter(self._fetch_buffer)
@@ -183,7 +199,7 @@ class Replay:
         ours.advance()
         streams = make_streams(device)
         self.records = make_records(self._slots, self.groups, device)
-        self.runner = StepRunner(job, self.groups, self.records, num_dense)
+        self.runner = self._make_runner(self.groups, self.records, num_dense)
         self.engine = TrainerEngine(
             TrainerParts(
                 groups=self.groups,

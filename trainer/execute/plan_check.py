@@ -88,6 +88,13 @@ class PlanCheck:
         self._train_step = first_train_step  # of the next plan
         self._staging_bytes = staging_bytes
         self._is_tcp = is_tcp
+        self._counted: dict[int, list[Counts]] = {}  # by step: plans whose arrays have not been checked yet
+        self._positions = {  # the arrays that hold positions, by name, with their group
+            f"{group}.{name}": (group, layout)
+            for group in range(len(self._groups))
+            for name, layout in (GROUP_ARRAYS | ASKED_SLOTS).items()
+            if layout.dtype == "i4"
+        }
 
     def message(self, message: StepReady) -> None:
         if message.plan is not None:
@@ -148,6 +155,7 @@ class PlanCheck:
             f"step {step} asks for {plan.num_checksums} checksums and names {total} slots",
         )
         self._train_step += plan.kind == "train"
+        self._counted[step] = group_counts
 
     def _counts(self, plan: PlanHeader) -> list[Counts]:
         shapes = {spec.name: spec.shape for spec in plan.arrays}
@@ -181,21 +189,33 @@ class PlanCheck:
 
     def arrays(self, step: int, plan: PlanHeader, block: Bytes) -> None:
         """Checks the whole block u8 [arrays_bytes] of a plan whose header has passed."""
-        specs = {spec.name: spec for spec in plan.arrays}
-        for index, counts in enumerate(self._counts(plan)):
-            for name, layout in (GROUP_ARRAYS | ASKED_SLOTS).items():
-                if layout.dtype == "i4" and layout.where(counts):
-                    values = i32_of(block, specs[f"{index}.{name}"])
-                    self._values(f"step {step}: {index}.{name}", values, layout, counts)
+        group_counts = self._counted.pop(step)
+        arrived = [(spec, *self._positions[spec.name]) for spec in plan.arrays if spec.name in self._positions]
+        limited = [
+            (spec, layout.below.of(group_counts[group])) for spec, group, layout in arrived if layout.below is not None
+        ]
+        self._below(step, block, limited)
+        for spec, group, layout in arrived:
+            if layout.rises_to is not None:
+                values, ends = i32_of(block, spec), layout.ends_of(group_counts[group])
+                for row, (offsets, end) in enumerate(zip(values.reshape(len(ends), -1), ends, strict=True)):
+                    rising(offsets, end, f"step {step}: {spec.name}", row if len(spec.shape) > 1 else None)
+            elif layout.distinct and self._is_tcp:
+                distinct(i32_of(block, spec), f"step {step}: {spec.name}")
 
-    def _values(self, name: str, values: I32, layout: ArrayLayout, counts: Counts) -> None:
-        if layout.below is not None:
-            check = distinct_below if layout.distinct and self._is_tcp else below
-            check(values, layout.below.of(counts), name)
-        if layout.rises_to is not None:
-            ends = layout.ends_of(counts)
-            for row, (offsets, end) in enumerate(zip(values.reshape(len(ends), -1), ends, strict=True)):
-                rising(offsets, end, name if len(layout.shape) == 1 else f"{name}[{row}]")
+    def _below(self, step: int, block: Bytes, limited: Sequence[tuple[ArraySpec, int]]) -> None:
+        """Finds the largest value of each array in one pass over the block. A negative one is large when unsigned."""
+        limited = [(spec, limit) for spec, limit in limited if spec.shape[0]]
+        words = block.view(np.uint32)
+        bounds = [bound for spec, _ in limited for bound in (spec.offset // 4, spec.offset // 4 + spec.shape[0])]
+        if bounds and bounds[-1] == len(words):
+            bounds.pop()
+        if not bounds:
+            return
+        largest = np.maximum.reduceat(words, bounds)[::2]  # every second part lies between two of the arrays
+        for index in np.flatnonzero(largest >= [limit for _, limit in limited]).tolist():
+            spec, limit = limited[index]
+            below(i32_of(block, spec), limit, f"step {step}: {spec.name}")
 
     def barrier(self, message: Flush, first: Flush | None) -> None:
         """Checks one piece of a barrier's slots; `first` is piece 0, or None if this is piece 0."""
@@ -221,9 +241,10 @@ class PlanCheck:
 
     def barrier_arrays(self, message: Flush, block: Bytes) -> None:
         for spec in message.arrays:
-            index = int(spec.name.partition(".")[0])
-            check = distinct_below if self._is_tcp else below
-            check(i32_of(block, spec), self._num_slots[index], f"barrier {message.barrier}: {spec.name}")
+            index, name = int(spec.name.partition(".")[0]), f"barrier {message.barrier}: {spec.name}"
+            below(i32_of(block, spec), self._num_slots[index], name)
+            if self._is_tcp:
+                distinct(i32_of(block, spec), name)
 
 
 class ArrivingBlock:
@@ -276,28 +297,27 @@ def lists_of_any_length(present: dict[str, ArraySpec], names: Iterable[str]) -> 
 
 
 def i32_of(block: Bytes, spec: ArraySpec) -> I32:
-    count: int = np.prod(spec.shape, dtype=np.int64).item()
-    content: npt.NDArray[Any] = block[spec.offset : spec.offset + 4 * count]
+    content: npt.NDArray[Any] = block[spec.offset : spec.offset + 4 * math.prod(spec.shape)]
     return content.view(np.int32)
 
 
 def below(positions: I32, limit: int, name: str) -> None:
     """Raises unless all are from 0 to `limit` - 1. A negative one is large when read as unsigned."""
-    if not len(positions):
-        return
-    largest = int(positions.view(np.uint32).max())
-    require(largest < limit, f"{name} holds {np.int64(largest).astype(np.int32)}, which is not from 0 to {limit - 1}")
+    largest = positions.view(np.uint32).max(initial=0)
+    if len(positions) and largest >= limit:
+        raise RemoteProtocolError(f"{name} holds {largest.astype(np.int32)}, which is not from 0 to {limit - 1}")
 
 
-def distinct_below(positions: I32, limit: int, name: str) -> None:
-    """Raises unless all are from 0 to `limit` - 1 and no two are equal."""
-    below(positions, limit, name)
+def distinct(positions: I32, name: str) -> None:
+    """Raises unless no two are equal."""
     in_order = np.sort(positions)
     require(bool((in_order[1:] != in_order[:-1]).all()), f"{name} names a slot twice")
 
 
-def rising(offsets: I32, end: int, name: str) -> None:
-    """Raises unless the offsets go from 0 to `end` and never fall."""
+def rising(offsets: I32, end: int, name: str, row: int | None) -> None:
+    """Raises unless the offsets go from 0 to `end` and never fall. `row` of the array `name`; None: it has no rows."""
     first, last = int(offsets[0]), int(offsets[-1])
-    require((first, last) == (0, end), f"{name} goes from {first} to {last} instead of from 0 to {end}")
-    require(bool((offsets[1:] >= offsets[:-1]).all()), f"{name} falls")
+    if (first, last) != (0, end) or not (offsets[1:] >= offsets[:-1]).all():
+        name = name if row is None else f"{name}[{row}]"
+        require((first, last) == (0, end), f"{name} goes from {first} to {last} instead of from 0 to {end}")
+        raise RemoteProtocolError(f"{name} falls")
