@@ -166,7 +166,7 @@ class DeviceCache:
         arrays = unpack(block, header.arrays)
 
         def accept_whole(content: Bytes) -> None:
-            self._check.arrays(message.step, header, content)
+            self._check.arrays(message.step, content)
             arrays.update(memory.derive(header, content))
 
         return ArrivedStep(

@@ -19,6 +19,7 @@ does, but does no harm beyond that.
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -31,7 +32,7 @@ from rowcast.protocol.packing import ARRAY_ALIGNMENT
 from rowcast.protocol.plan_layout import ASKED_SLOTS, BATCH_ARRAYS, GROUP_ARRAYS, ITEM_BYTES, ArrayLayout, Counts, Dtype
 from rowcast.protocol.row_checksum import barrier_name
 from rowcast.protocol.transport.ring import largest_payload
-from rowcast.runtime.arrays import I32, Bytes
+from rowcast.runtime.arrays import I32, I64, Bytes
 from rowcast.runtime.errors import RemoteProtocolError
 
 ExpectedArray = tuple[str, Dtype, tuple[int, ...]]  # name, dtype, shape
@@ -65,6 +66,26 @@ def check_welcome_fits(welcome: Welcome, job: Job, groups: Sequence[GroupSpec]) 
     )
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DueChecks:
+    """What the arrays of a plan must hold. The mail thread works it out, so that the main thread only looks."""
+
+    limited: list[ArraySpec]  # none is empty
+    limits: I64  # values of `limited` are from 0 to this - 1
+    bounds: I64  # where each of `limited` starts and ends, one after the other, in items of the block
+    distinct: list[ArraySpec]
+    rising: list[tuple[ArraySpec, tuple[int, ...]]]  # with the end of each row
+
+    def too_large(self, block: Bytes) -> list[int]:
+        """Which of `limited` hold a value outside its limits, in one pass. A negative one is large when unsigned."""
+        words = block.view(np.uint32)
+        bounds = self.bounds[:-1] if self.bounds[-1:] == len(words) else self.bounds
+        if not len(bounds):
+            return []
+        largest = np.maximum.reduceat(words, bounds)[::2]  # every second part lies between two arrays
+        return np.flatnonzero(largest >= self.limits).tolist()
+
+
 class PlanCheck:
     """One per incarnation. The mail thread calls `message` for each message in order; the main thread calls the rest.
 
@@ -88,7 +109,7 @@ class PlanCheck:
         self._train_step = first_train_step  # of the next plan
         self._staging_bytes = staging_bytes
         self._is_tcp = is_tcp
-        self._counted: dict[int, list[Counts]] = {}  # by step: plans whose arrays have not been checked yet
+        self._due: dict[int, DueChecks] = {}  # by step: of the plans whose arrays have not been checked
         self._positions = {  # the arrays that hold positions, by name, with their group
             f"{group}.{name}": (group, layout)
             for group in range(len(self._groups))
@@ -155,7 +176,7 @@ class PlanCheck:
             f"step {step} asks for {plan.num_checksums} checksums and names {total} slots",
         )
         self._train_step += plan.kind == "train"
-        self._counted[step] = group_counts
+        self._due[step] = self._checks_of(plan, group_counts)
 
     def _counts(self, plan: PlanHeader) -> list[Counts]:
         shapes = {spec.name: spec.shape for spec in plan.arrays}
@@ -187,35 +208,38 @@ class PlanCheck:
             for index, counts in enumerate(group_counts):
                 yield from expected_arrays(f"{index}.", arrays, counts)
 
-    def arrays(self, step: int, plan: PlanHeader, block: Bytes) -> None:
-        """Checks the whole block u8 [arrays_bytes] of a plan whose header has passed."""
-        group_counts = self._counted.pop(step)
+    def _checks_of(self, plan: PlanHeader, group_counts: Sequence[Counts]) -> "DueChecks":
         arrived = [(spec, *self._positions[spec.name]) for spec in plan.arrays if spec.name in self._positions]
         limited = [
-            (spec, layout.below.of(group_counts[group])) for spec, group, layout in arrived if layout.below is not None
+            (spec, layout.below.of(group_counts[group]))
+            for spec, group, layout in arrived
+            if layout.below is not None and spec.shape[0]
         ]
-        self._below(step, block, limited)
-        for spec, group, layout in arrived:
-            if layout.rises_to is not None:
-                values, ends = i32_of(block, spec), layout.ends_of(group_counts[group])
-                for row, (offsets, end) in enumerate(zip(values.reshape(len(ends), -1), ends, strict=True)):
-                    rising(offsets, end, f"step {step}: {spec.name}", row if len(spec.shape) > 1 else None)
-            elif layout.distinct and self._is_tcp:
-                distinct(i32_of(block, spec), f"step {step}: {spec.name}")
+        starts = [spec.offset // 4 for spec, _ in limited]
+        ends = [start + spec.shape[0] for start, (spec, _) in zip(starts, limited, strict=True)]
+        return DueChecks(
+            limited=[spec for spec, _ in limited],
+            limits=np.array([limit for _, limit in limited], np.int64),
+            bounds=np.array([starts, ends], np.int64).T.ravel(),
+            distinct=[spec for spec, _, layout in arrived if layout.distinct and self._is_tcp],
+            rising=[
+                (spec, layout.ends_of(group_counts[group]))
+                for spec, group, layout in arrived
+                if layout.rises_to is not None
+            ],
+        )
 
-    def _below(self, step: int, block: Bytes, limited: Sequence[tuple[ArraySpec, int]]) -> None:
-        """Finds the largest value of each array in one pass over the block. A negative one is large when unsigned."""
-        limited = [(spec, limit) for spec, limit in limited if spec.shape[0]]
-        words = block.view(np.uint32)
-        bounds = [bound for spec, _ in limited for bound in (spec.offset // 4, spec.offset // 4 + spec.shape[0])]
-        if bounds and bounds[-1] == len(words):
-            bounds.pop()
-        if not bounds:
-            return
-        largest = np.maximum.reduceat(words, bounds)[::2]  # every second part lies between two of the arrays
-        for index in np.flatnonzero(largest >= [limit for _, limit in limited]).tolist():
-            spec, limit = limited[index]
-            below(i32_of(block, spec), limit, f"step {step}: {spec.name}")
+    def arrays(self, step: int, block: Bytes) -> None:
+        """Checks the whole block u8 [arrays_bytes] of a plan whose header has passed."""
+        due = self._due.pop(step)
+        for index in due.too_large(block):
+            below(i32_of(block, due.limited[index]), int(due.limits[index]), f"step {step}: {due.limited[index].name}")
+        for spec in due.distinct:
+            distinct(i32_of(block, spec), f"step {step}: {spec.name}")
+        for spec, ends in due.rising:
+            name, rows = f"step {step}: {spec.name}", i32_of(block, spec).reshape(len(ends), -1)
+            for row, end in enumerate(ends):
+                rising(rows[row], end, name if len(spec.shape) == 1 else f"{name}[{row}]")
 
     def barrier(self, message: Flush, first: Flush | None) -> None:
         """Checks one piece of a barrier's slots; `first` is piece 0, or None if this is piece 0."""
@@ -314,10 +338,10 @@ def distinct(positions: I32, name: str) -> None:
     require(bool((in_order[1:] != in_order[:-1]).all()), f"{name} names a slot twice")
 
 
-def rising(offsets: I32, end: int, name: str, row: int | None) -> None:
-    """Raises unless the offsets go from 0 to `end` and never fall. `row` of the array `name`; None: it has no rows."""
+def rising(offsets: I32, end: int, name: str) -> None:
+    """Raises unless the offsets go from 0 to `end` and never fall."""
     first, last = int(offsets[0]), int(offsets[-1])
-    if (first, last) != (0, end) or not (offsets[1:] >= offsets[:-1]).all():
-        name = name if row is None else f"{name}[{row}]"
-        require((first, last) == (0, end), f"{name} goes from {first} to {last} instead of from 0 to {end}")
+    if (first, last) != (0, end):
+        raise RemoteProtocolError(f"{name} goes from {first} to {last} instead of from 0 to {end}")
+    if not (offsets[1:] >= offsets[:-1]).all():
         raise RemoteProtocolError(f"{name} falls")

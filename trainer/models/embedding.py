@@ -35,7 +35,9 @@ class Embeddings:
         pairs = zip(groups, records, strict=True)
         self._groups = [GroupRows(group, group_records, kernels) for group, group_records in pairs]
         self._settings = settings
-        self._positions = [position for group in groups for position in group.feature_positions]
+        positions = [position for group in groups for position in group.feature_positions]
+        # for each feature, in the job's order, its place among those of the groups
+        self._places = sorted(range(len(positions)), key=positions.__getitem__)
         self.trigger = torch.zeros((), dtype=torch.float32, device=records[0].device, requires_grad=True)
         self._awaits_backward: PendingUpdate | None = None
         self._lap = lap
@@ -74,8 +76,7 @@ class Embeddings:
             for group, group_pooled, lookup in zip(self._groups, pooled, lookups, strict=True)
             for feature in group.by_feature(group_pooled, lookup)
         ]
-        features = dict(zip(self._positions, by_group, strict=True))
-        return [features[position] for position in range(len(features))]
+        return [by_group[place] for place in self._places]
 
     @property
     def awaits_backward(self) -> bool:

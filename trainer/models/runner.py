@@ -45,23 +45,19 @@ class StepInputs(Protocol):
 
 
 @cache
-def names_of(group: int, fields: tuple[str, ...]) -> tuple[str, ...]:
-    """The names of a group's arrays."""
-    return tuple(f"{group}.{field}" for field in fields)
+def array_names(group: int, fields: tuple[str, ...]) -> list[tuple[str, str]]:
+    """Each field with the name of the group's array."""
+    return [(field, f"{group}.{field}") for field in fields]
 
 
 def step_lookups(step: StepInputs) -> list[GroupLookup]:
-    arrays, batch_size = step.arrays, step.header.batch_size
+    arrays = step.arrays
     return [
         GroupLookup(
-            batch_size=batch_size,
+            batch_size=step.header.batch_size,
             sequence_lookups=header.sequence_lookups,
-            chunks=Chunks(*(arrays[name] for name in names_of(group, Chunks._fields))),
-            **{
-                field: arrays[name]
-                for field, name in zip(LOOKUP_FIELDS, names_of(group, LOOKUP_FIELDS), strict=True)
-                if name in arrays
-            },
+            chunks=Chunks(*[arrays[name] for _, name in array_names(group, Chunks._fields)]),
+            **{field: arrays[name] for field, name in array_names(group, LOOKUP_FIELDS) if name in arrays},
         )
         for group, header in enumerate(step.header.groups)
     ]
