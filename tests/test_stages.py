@@ -3,8 +3,6 @@
 import threading
 from collections.abc import Callable
 
-import pytest
-
 from rowcast.runtime.process import Crew
 from rowcast.runtime.stages import IDLE_WAIT_S, POLL_S, Doorbell, FunctionStage, StageThread
 
@@ -62,13 +60,13 @@ def test_many_threads_that_ring_at_once_wake_the_one_that_waits() -> None:
 
 def timeouts_of(polls: Callable[[], bool] | None) -> set[float]:
     """The time-outs with which the thread of an idle stage waits."""
-    bell, idled = Bell(), threading.Event()
-    thread = StageThread(
-        "idle", FunctionStage(lambda: False), bell, pytest.fail, lambda seconds: idled.set(), polls=polls
-    )
+    bell, idled, errors = Bell(), threading.Event(), list[BaseException]()
+    stage = FunctionStage(lambda: False)
+    thread = StageThread("idle", stage, bell, errors.append, lambda seconds: idled.set(), polls=polls)
     thread.start()
     assert idled.wait(LONG_S)
     thread.stop()
+    assert errors == []
     return set(bell.timeouts_s)
 
 
