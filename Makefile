@@ -5,7 +5,7 @@ PYTHON_HIGH ?= python3.15
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo tutorial quick test check exact soak mutants compat bench gpu-check bench-planner bench-embedding bench-env bench-budget bench-safety bench-metrics bench-parts clean
+.PHONY: demo tutorial quick test check exact soak mutants compat bench gpu-check bench-planner bench-embedding bench-env bench-budget bench-issue bench-safety bench-metrics bench-parts clean
 
 $(VENV)/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -70,6 +70,9 @@ bench-embedding: $(VENV)/installed  ## look-up and update compared with stock Py
 
 bench-budget: $(VENV)/installed  ## cores that each stage of the prefetcher needs for a large GPU
 	$(BIN)/python -m benchmarks.budget
+
+bench-issue: $(VENV)/installed  ## how long the thread that issues a device's work is busy with a step, and who is woken how often
+	$(BIN)/python -m benchmarks.issue
 
 bench-safety: $(VENV)/installed  ## what checkpoints and --verify cost on the retail log (ROWCAST_RETAIL=folder)
 	$(BIN)/python -m benchmarks.safety

@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.training.recorded import train_batches
-from benchmarks.training.replay import Replay
+from benchmarks.training.replay import Recording, Replay
 from rowcast.job.file import parse_job
 from rowcast.job.schema import CRITEO_KAGGLE_CARDINALITIES, Job
 from rowcast.job.tables import group_specs
@@ -245,11 +245,11 @@ def count_run(job: Job, batches: Sequence[ScheduledBatch], slots: tuple[int, ...
     with (
         noted_launches(counts.launched),
         patch.object(runner, "choose_kernels", lambda device, job: kernels),
-        Replay(job, batches, slots, torch.device("cpu")) as replay,
-        counts.attributed(),
-        counts,
+        Recording(job, batches, slots, torch.device("cpu")) as recording,
     ):
-        replay.run()
+        replay = Replay(recording, job)
+        with counts.attributed(), counts:
+            replay.run()
     return counts.found
 
 

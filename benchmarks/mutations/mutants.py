@@ -768,8 +768,8 @@ TRAINER = (
     ),
     Mutant(
         "chunks of long rows lie over the plan's arrays",
-        "self._block[header.arrays_bytes : header.arrays_bytes + block.nbytes]",
-        "self._block[: block.nbytes]",
+        "self._block[header.arrays_bytes : header.arrays_bytes + nbytes]",
+        "self._block[:nbytes]",
         "tests/trainer/test_plan_memory.py",
     ),
     Mutant(

@@ -14,11 +14,12 @@ and losses only if no row leaves the cache.
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from types import TracebackType
-from typing import Self
+from typing import Protocol, Self
 
 import numpy as np
 import torch
@@ -36,6 +37,7 @@ from rowcast.protocol.transport.inproc import inproc_pair
 from rowcast.protocol.transport.ring import RingReader, RingWriter, release
 from rowcast.protocol.transport.ring_file import in_memory_buffer
 from rowcast.trainer.execute.engine import TrainerEngine, TrainerParts, ring_ends
+from rowcast.trainer.execute.loop import ModelState, Steps
 from rowcast.trainer.execute.metrics import new_counters
 from rowcast.trainer.execute.page_locking import page_locked
 from rowcast.trainer.execute.phases import phase_clock
@@ -112,7 +114,11 @@ class Recording:
     """Plans and rows in a ring. A context: rings stay page-locked inside it, and runs may start, one after another."""
 
     def __init__(
-        self, job: Job, batches: Sequence[ScheduledBatch], slots: tuple[int, ...], device: torch.device
+        self,
+        job: Job,
+        batches: Sequence[ScheduledBatch],
+        slots: tuple[int, ...],
+        device: torch.device,
     ) -> None:
         self.groups = group_specs(job)
         packed = [pack(recorded, self.groups) for recorded in recorded_plans(job, batches, slots)]
@@ -156,11 +162,18 @@ class Recording:
         )
 
 
+class Runner(Steps, ModelState, Protocol):
+    """What computes the steps, and keeps a model's state."""
+
+
+MakeRunner = Callable[[tuple[GroupSpec, ...], list[torch.Tensor], int], Runner]  # groups, records, dense features
+
+
 class Replay:
     """One run of a recording, by a trainer with empty slots."""
 
-    def __init__(self, recording: Recording, job: Job) -> None:
-        """`job` differs from the recorded one in its model only."""
+    def __init__(self, recording: Recording, job: Job, make_runner: MakeRunner | None = None) -> None:
+        """`job` differs from the recorded one in its model only. `make_runner`: None makes the job's own model."""
         device = recording.device
         near, far = inproc_pair()
         theirs, ours = Conversation(Session("prefetcher", 1), near), Conversation(Session("trainer"), far)
@@ -189,7 +202,9 @@ class Replay:
         self.results, self.counters = Losses(), new_counters(recording.groups)
         self.records = make_records(recording.slots, recording.groups, device)
         clock = phase_clock(streams.compute, self.counters.spent)
-        self.runner = StepRunner(job, recording.groups, self.records, recording.num_dense, clock)
+        if make_runner is None:
+            make_runner = partial(StepRunner, job, clock=clock)
+        self.runner = make_runner(recording.groups, self.records, recording.num_dense)
         self.engine = TrainerEngine(
             TrainerParts(
                 groups=recording.groups,

@@ -6,7 +6,7 @@ from typing import Protocol
 
 import numpy as np
 
-from rowcast.job.tables import KEY_SHIFT, ROW_MASK, GroupSpec, make_keys
+from rowcast.job.tables import KEY_SHIFT, GroupSpec, make_keys
 from rowcast.runtime.arrays import I64, Bytes
 
 Keys = I64  # [n] ascending, distinct
@@ -75,14 +75,16 @@ class RowNumbers:
     """Numbers the rows of a group, table after table."""
 
     def __init__(self, group: GroupSpec) -> None:
-        self.first = np.zeros(max(table.index for table in group.tables) + 1, np.int64)  # number of each table's first
-        sizes = [table.num_embeddings for table in group.tables]
-        self.first[[table.index for table in group.tables]] = np.cumsum([0, *sizes[:-1]])
-        self._sizes = {table.index: table.num_embeddings for table in group.tables}
+        tables, sizes = [table.index for table in group.tables], [table.num_embeddings for table in group.tables]
+        self.first = np.zeros(max(tables) + 1, np.int64)  # number of each table's first row
+        self.first[tables] = np.cumsum([0, *sizes[:-1]])
+        self._sizes = dict(zip(tables, sizes, strict=True))
+        self._first_keys = np.array(tables, np.int64) << KEY_SHIFT  # of each table
+        self._shifts = self.first[tables] - self._first_keys  # from a table's keys to its numbers
 
     def of(self, keys: Keys) -> I64:
-        numbers: I64 = self.first[keys >> KEY_SHIFT]
-        numbers += keys & ROW_MASK
+        bounds = np.append(np.searchsorted(keys, self._first_keys), len(keys))  # a table's keys lie side by side
+        numbers: I64 = keys + np.repeat(self._shifts, np.diff(bounds))
         return numbers
 
     def range_of(self, table: int) -> tuple[int, int]:

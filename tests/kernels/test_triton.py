@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.launches import Counts
 from benchmarks.gpu_check.reference import as_on_a_device, reduce_in_chunks
+from benchmarks.launches import Counts
 from rowcast.trainer import kernels
 from rowcast.trainer.kernels import Kernels, blocks, torch_ops, triton_ops
 from rowcast.trainer.kernels.chunks import CHUNK_LOOKUPS

@@ -325,7 +325,6 @@ class ScriptSession:
             self._telemetry.train_steps += step.header.kind == "train"
             self._last_step = step.step
             self._engine.loop.finish(step, self._loss)
-        self._bell.ring()
 
     def record(self, loss: Tensor | float | None, logits: Tensor | None) -> None:
         """Records results of the current batch. Raises RuntimeError if there is no batch of that kind."""
@@ -413,7 +412,6 @@ class ScriptSession:
         step, self._next = self._next, None
         while step is not None or (step := self._await_step(unless=lambda: False)) is not None:
             engine.loop.pass_over(step)
-            self._bell.ring()
             step = None
 
     # checkpoints
