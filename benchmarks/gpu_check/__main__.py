@@ -5,7 +5,7 @@
     python -m benchmarks.gpu_check --device cpu         tries the check itself, with small jobs
 
     environment    device, memory, versions, whether rings can be page-locked, copy speed
-    kernels        the bits of plain torch operations; the most important cases
+    kernels        the bits of plain torch operations, in the most important cases
     equality       two processes train to the bits of the cache that holds all rows, at three capacities, depths 1 and 4
     steady         nothing waits for the device in the steady loop; the share of copies that lies under compute
     speed          batch 16,384: every row on the device, replay, both processes, tables in host memory; where time goes

@@ -16,7 +16,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from benchmarks.gpu_check.equality import SIZE
 from benchmarks.gpu_check.findings import Findings
+from benchmarks.gpu_check.jobs import make_job
 from benchmarks.gpu_check.reference import as_on_a_device, reduce_in_chunks
 from rowcast.job.row_optimizers import ROW_OPTIMIZERS
 from rowcast.job.schema import RowType, SparseOptimizer
@@ -193,9 +195,27 @@ def check_case(
 
 
 def check_kernels(findings: Findings, device: torch.device, cases: Sequence[Case]) -> None:
-    kernels = choose_kernels(device)
-    chosen = {"kernels": getattr(kernels, "__name__", type(kernels).__name__), "passed": kernels is not torch_ops}
-    findings.item("the fast kernels can be used", lambda: chosen)
+    """On CUDA it checks Triton's kernels, also where a run would not choose them."""
+    kernels = triton_kernels() if device.type == "cuda" else choose_kernels(device)
+
+    def chosen() -> dict[str, Any]:
+        found = choose_kernels(device, make_job(SIZE, device))
+        is_same = type(found) is type(kernels) if device.type == "cpu" else found is kernels
+        return {
+            "chosen": getattr(found, "__name__", type(found).__name__),
+            "passed": is_same and found is not torch_ops,
+        }
+
+    findings.item("a run chooses the fast kernels", chosen)
     in_chunks = device.type == "cuda" and kernels is not torch_ops
     for case in cases:
         findings.item(str(case), partial(check_case, case, kernels, device, in_chunks=in_chunks))
+
+
+def triton_kernels() -> Kernels:
+    """Triton's; plain torch operations without Triton."""
+    try:
+        from rowcast.trainer.kernels import triton_ops
+    except ImportError:
+        return torch_ops
+    return triton_ops
