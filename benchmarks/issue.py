@@ -51,7 +51,7 @@ from rowcast.trainer.report.report_json import read_report
 DEMO = Path(__file__).parents[1] / "examples" / "demo.toml"
 PROCESSES = ("prefetcher", "trainer")
 COUNT = "--count"  # with this option the file starts itself
-TABLES, ROWS, FEW_ROWS = 26, 2_000, 2
+TABLES, ROWS, FEW_ROWS = 26, 2_000, 1
 FEW_ROWS_EVERY = 5  # one table in five has few rows; so has one of each group
 WIDTHS = {1: (16,), 6: (16, 24, 32, 40, 48, 56)}
 MODELS = {1: "dlrm", 6: "dcnv2"}  # a DLRM has one width
@@ -278,7 +278,7 @@ def bell_table(rings: int) -> list[str]:
     ]
 
 
-def main(batch_size: int = 256, steps: int = 300, rounds: int = 5, samples: int = 409_600, rings: int = 2000) -> None:
+def main(batch_size: int = 132, steps: int = 300, rounds: int = 5, samples: int = 409_600, rings: int = 2000) -> None:
     torch.set_num_threads(1)
     parts: dict[str, Callable[[], list[str]]] = {
         "issue": lambda: issue_table(batch_size, steps, rounds),
