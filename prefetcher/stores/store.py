@@ -82,7 +82,9 @@ class RowNumbers:
 
     def of(self, keys: Keys) -> I64:
         bounds = np.append(np.searchsorted(keys, self._first_keys), len(keys))  # a table's keys lie side by side
-        return keys + np.repeat(self._shifts, np.diff(bounds))
+        numbers: I64 = np.repeat(self._shifts, np.diff(bounds))
+        numbers += keys
+        return numbers
 
     def keys(self, table: int, numbers: I64) -> Keys:
         return make_keys(table, numbers - self.first[table])
