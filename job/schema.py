@@ -502,8 +502,12 @@ class Checkpoint(Section, frozen=True, kw_only=True):
     # 0 makes no others
     every: int | str = "10m"
     keep: int = 2  # how many checkpoints stay on disk
+    # host memory for rows that training writes over before a checkpoint in progress has written them; where it is full,
+    # training waits for the disk
+    memory: Size = "256MiB"
 
     def __post_init__(self) -> None:
+        parse_bytes(self.memory)
         if isinstance(self.every, int) and self.every < 0:
             raise ValueError(f"every = {self.every} must be 0 (only at the end) or a number of train steps")
         if self.every_seconds is not None and not 1 <= self.every_seconds < float("inf"):

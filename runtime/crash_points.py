@@ -22,11 +22,11 @@ CRASH_POINTS = (
     "rows written",  # to the store
     # prefetcher: a barrier and its checkpoint
     "Flush sent",  # none of its rows has come
-    "rows not collected",  # all are in the store
-    "rows collected",  # into the writer's queue; the model state has not come
     "dense piece taken",
-    "row file written",
     "dense file synced",
+    "rows not collected",  # the barrier is over, and training writes over them
+    "row file written",
+    "rows collected",  # the last ones are not in a file
     "merging",  # layers are merged; a part of the new base is gathered
     "manifest not renamed",  # all files are on disk, but there is no checkpoint
     "manifest renamed",  # its folder is not synced

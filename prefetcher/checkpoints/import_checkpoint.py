@@ -29,6 +29,7 @@ from rowcast.prefetcher.checkpoints.folder import IMPORT, Checkpoints, carry_out
 from rowcast.prefetcher.checkpoints.merge_layers import merged
 from rowcast.prefetcher.checkpoints.restore import dense_content
 from rowcast.prefetcher.checkpoints.tensor_files import PlacedTensor, TensorSpec, make_header, read_blocks, read_header
+from rowcast.prefetcher.checkpoints.write_queue import RowBlock
 from rowcast.prefetcher.checkpoints.writer import CheckpointWriter
 from rowcast.prefetcher.readers.reader import open_reader
 from rowcast.prefetcher.stores.elements import ELEMENTS, Elements, elements_of, rounded, widened
@@ -68,11 +69,12 @@ def import_into(checkpoints: Checkpoints, job: Job, source: "StartingPoint", dig
     """Makes the first checkpoint of a run. `digest`: the job's training digest; "": its data is not open yet."""
     writer = CheckpointWriter(job, group_specs(job), uuid.uuid4().hex[:12], digest, checkpoints, None, keep=1)
     writer.begin(source.position, finished=False, reason=IMPORT)
-    for index, group in enumerate(group_specs(job)):
-        for keys, records in source.rows(group, job.job.seed):
-            while not writer.offer(index, keys, records):
-                writer.advance()
-    writer.finish(offer_dense(writer, source))
+    blocks = (
+        RowBlock(group_index=index, keys=keys, records=records)
+        for index, group in enumerate(group_specs(job))
+        for keys, records in source.rows(group, job.job.seed)
+    )
+    writer.finish(offer_dense(writer, source), blocks)
     while writer.busy:
         writer.advance()
     assert writer.newest is not None, "a checkpoint must have been written"

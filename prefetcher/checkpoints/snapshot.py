@@ -1,36 +1,40 @@
-"""Copies rows and model state at a barrier, so that training continues while the copies become durable.
+"""Freezes changed rows and copies the model state at a barrier, so that training continues while both become durable.
 
-fetcher's thread       begin -> copy_rows: changed rows ------------> writer (a stage of its own) -> files, manifest
-write-back's thread             take_dense: the model state's pieces ->
+fetcher's thread       begin
+write-back's thread      take_dense: the model state's pieces ----> writer (a stage of its own) -> files, manifest
+                         with the last piece: freeze    frozen rows ->
 """
 
 from collections.abc import Iterator
 
 from rowcast.job.tables import GroupSpec
+from rowcast.prefetcher.checkpoints.write_queue import RowBlock
 from rowcast.prefetcher.checkpoints.writer import CheckpointWriter
 from rowcast.prefetcher.pipeline.plan_stream import PlannedBarrier
-from rowcast.prefetcher.stores.store import Keys, Records
+from rowcast.prefetcher.stores.frozen_rows import FrozenRows
 from rowcast.prefetcher.stores.tracked_store import TrackedStore
 from rowcast.protocol.messages import Saved
 from rowcast.runtime.crash_points import crash_point
 
 BLOCK_BYTES = 8 * 2**20
-
-Block = tuple[int, Keys, Records]  # group
+NUMBER_BYTES = 8  # beside each row that is set aside
 
 
 class BarrierCheckpointer:
-    """Implements `barrier.Checkpointer`. The writer's queue bounds what is copied but not written; a barrier waits
-    for it."""
+    """Implements `barrier.Checkpointer`."""
 
     def __init__(
-        self, groups: tuple[GroupSpec, ...], stores: tuple[TrackedStore, ...], writer: CheckpointWriter
+        self,
+        groups: tuple[GroupSpec, ...],
+        stores: tuple[TrackedStore, ...],
+        writer: CheckpointWriter,
+        aside_bytes: int,
     ) -> None:
+        """`aside_bytes`: what frozen rows that were written over may take until they are on their way to the disk."""
         self._groups = groups
         self._stores = stores
         self._writer = writer
-        self._blocks: Iterator[Block] = iter(())
-        self._waiting: Block | None = None  # copied, but the writer had no room for it
+        self._aside_bytes = aside_bytes
 
     @property
     def busy(self) -> bool:
@@ -43,17 +47,6 @@ class BarrierCheckpointer:
         if newest is None and not barrier.position.step and not barrier.plan.finished:
             return False  # stopped before any training: this must not replace an earlier run
         self._writer.begin(barrier.position, finished=barrier.plan.finished, reason=barrier.plan.reason)
-        self._blocks = self._changed()
-        return True
-
-    def copy_rows(self) -> bool:
-        crash_point("rows not collected")
-        self._waiting = self._waiting or next(self._blocks, None)
-        while self._waiting is not None:
-            if not self._writer.offer(*self._waiting):
-                return False
-            self._waiting = next(self._blocks, None)
-        crash_point("rows collected")
         return True
 
     def take_dense(self, message: Saved, content: bytes) -> bool:
@@ -61,16 +54,23 @@ class BarrierCheckpointer:
             return False
         crash_point("dense piece taken")
         if message.piece == message.num_pieces - 1:
-            for store in self._stores:
-                store.settle()
-            self._writer.finish(f"{message.checksum:016x}")
+            self._writer.finish(f"{message.checksum:016x}", self._collected(self._freeze()))
         return True
 
-    def _changed(self) -> Iterator[Block]:
-        for index, (group, store) in enumerate(zip(self._groups, self._stores, strict=True)):
-            for table in group.tables:
-                for keys, records in store.changed_rows(table.index, max(1, BLOCK_BYTES // group.record_bytes)):
-                    yield index, keys, records
+    def _freeze(self) -> list[FrozenRows]:
+        pairs = zip(self._groups, self._stores, strict=True)
+        needed_bytes = sum(store.num_changed * (group.record_bytes + NUMBER_BYTES) for group, store in pairs)
+        share = min(1.0, self._aside_bytes / max(1, needed_bytes))
+        return [store.freeze(share) for store in self._stores]
+
+    def _collected(self, frozen: list[FrozenRows]) -> Iterator[RowBlock]:
+        """Yields frozen rows on the writer's thread."""
+        crash_point("rows not collected")
+        for index, (store, rows) in enumerate(zip(self._stores, frozen, strict=True)):
+            for keys, records in rows.blocks(BLOCK_BYTES):
+                yield RowBlock(group_index=index, keys=keys, records=records)
+            store.thaw()
+        crash_point("rows collected")
 
 
 class NoCheckpoints:
@@ -80,9 +80,6 @@ class NoCheckpoints:
 
     def begin(self, barrier: PlannedBarrier) -> bool:
         return False
-
-    def copy_rows(self) -> bool:
-        raise AssertionError("no barrier has started a checkpoint")
 
     def take_dense(self, message: Saved, content: bytes) -> bool:
         raise AssertionError("no barrier has started a checkpoint")

@@ -1,9 +1,10 @@
-"""A bounded queue from the thread that copies a checkpoint's rows to the thread that writes them.
+"""A bounded queue from the thread that copies the model state to the thread that writes a checkpoint.
 
 Each counter is written by one thread only, and a deque needs no lock: neither thread ever waits for the other.
 """
 
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from rowcast.prefetcher.stores.store import Keys, Records
@@ -16,10 +17,6 @@ class RowBlock:
     group_index: int
     keys: Keys
     records: Records
-
-    @property
-    def nbytes(self) -> int:
-        return self.keys.nbytes + self.records.nbytes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,14 +32,15 @@ class QueuedDensePiece:
 class Complete:
     """The last item."""
 
-    dense_checksum: str | None  # xxh3_64 of all dense pieces; None if it is unknown
+    dense_checksum: str | None  # xxh3_64 of all dense pieces; None if there are none
+    rows: Iterable[RowBlock]  # read as they are written
 
     @property
     def nbytes(self) -> int:
         return 0
 
 
-Item = RowBlock | QueuedDensePiece | Complete
+Item = QueuedDensePiece | Complete
 
 
 class WriteQueue:

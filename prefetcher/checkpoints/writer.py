@@ -1,13 +1,14 @@
 """Makes a checkpoint durable while training continues.
 
-fetcher's thread    begin  offer  offer_dense  offer ... offer  finish
-                             v  at most QUEUE_BYTES wait
-checkpoint thread   folder | row files, dense file | merge, if deltas grew too many | manifest | drop old checkpoints
-                                                                                              ^ it exists from here
+fetcher's thread      begin
+write-back's thread            offer_dense ... offer_dense  finish
+                                 v  at most QUEUE_BYTES wait
+checkpoint's thread   folder | dense file | row files | merge, if deltas grew too many | manifest | drop old ones
+                                                                                                ^ it exists from here
 """
 
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterable
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
 from itertools import count
@@ -21,7 +22,6 @@ from rowcast.prefetcher.checkpoints.folder import IMPORT, Checkpoints
 from rowcast.prefetcher.checkpoints.merge_layers import layers_of, merged, must_merge
 from rowcast.prefetcher.checkpoints.row_files import HashedFile, RowFiles, Steps, new_path
 from rowcast.prefetcher.checkpoints.write_queue import Complete, QueuedDensePiece, RowBlock, WriteQueue
-from rowcast.prefetcher.stores.store import Keys, Records
 from rowcast.runtime.checkpoint_manifest import (
     MANIFEST_NAME,
     MANIFEST_VERSION,
@@ -51,7 +51,7 @@ class Abandoned(Exception):
 
 
 class CheckpointWriter:
-    """A stage: one thread calls `begin`, `offer`, `offer_dense`, `finish` and `abandon`, the stage's own `advance`."""
+    """A stage: its own thread calls `advance`, others `begin`, `offer_dense`, `finish` and `abandon`, one at a time."""
 
     def __init__(
         self,
@@ -98,18 +98,18 @@ class CheckpointWriter:
             CheckpointStart(position=position, finished=finished, reason=reason, began_s=time.perf_counter())
         )
 
-    def offer(self, group_index: int, keys: Keys, records: Records) -> bool:
-        """Takes rows changed since the newest checkpoint: groups in order, keys ascending within a group. The writer
-        owns the arrays from now on. Returns False while QUEUE_BYTES wait to be written: try again."""
-        return self._put(RowBlock(group_index=group_index, keys=keys, records=records))
-
     def offer_dense(self, content: bytes) -> bool:
-        """Takes the next piece of the dense safetensors file. Returns False as `offer`."""
+        """Takes the next piece of the dense safetensors file. Returns False while QUEUE_BYTES wait to be written: try
+        again."""
         return self._put(QueuedDensePiece(content=content))
 
-    def finish(self, dense_checksum: str | None) -> None:
-        """Ends the checkpoint. The dense file must have this xxh3_64 (16 hex digits); None: it has no dense file."""
-        self._put(Complete(dense_checksum=dense_checksum))
+    def finish(self, dense_checksum: str | None, rows: Iterable[RowBlock]) -> None:
+        """Ends the checkpoint. The dense file must have this xxh3_64 (16 hex digits); None: it has no dense file.
+
+        `rows`: those changed since the newest checkpoint, groups in order, keys ascending within a group. They are read
+        as they are written, by `advance`; the writer owns their arrays.
+        """
+        self._put(Complete(dense_checksum=dense_checksum, rows=rows))
         self._complete = True
 
     def abandon(self) -> None:
@@ -128,8 +128,8 @@ class CheckpointWriter:
             self._work = None
             return True
 
-    def _put(self, item: RowBlock | QueuedDensePiece | Complete) -> bool:
-        assert self.busy, "rows must be offered after begin"
+    def _put(self, item: QueuedDensePiece | Complete) -> bool:
+        assert self.busy, "the model state must be offered after begin"
         assert not self._complete, "nothing may be offered after finish"
         return self._queue.put(item)
 
@@ -163,8 +163,12 @@ class CheckpointWriter:
 
     def _write(self, start: CheckpointStart, folder: Path) -> Generator[bool, None, Manifest]:
         yield from self._make_folder(folder)
+        dense, blocks = yield from self._receive(folder)
         rows = RowFiles(self._disk, folder)
-        dense = yield from self._receive(rows, folder)
+        for block in blocks:
+            yield from rows.add(self._groups[block.group_index], block.keys, block.records)
+            yield True
+        yield from rows.flush()
         layers = yield from self._layers(rows.files, folder)
         yield from self._sync_folders(folder)
         manifest = seal(
@@ -199,7 +203,8 @@ class CheckpointWriter:
             self._disk.sync_folder(path)
             yield True
 
-    def _receive(self, rows: RowFiles, folder: Path) -> Generator[bool, None, DenseFile | None]:
+    def _receive(self, folder: Path) -> Generator[bool, None, tuple[DenseFile | None, Iterable[RowBlock]]]:
+        """Writes the dense file. Returns it, and the rows that come after it."""
         path = new_path(folder, "dense", count())
         with ExitStack() as stack:
             dense: HashedFile | None = None
@@ -208,17 +213,13 @@ class CheckpointWriter:
                     raise Abandoned
                 if item is None:
                     yield False
-                elif isinstance(item, RowBlock):
-                    yield from rows.add(self._groups[item.group_index], item.keys, item.records)
-                    yield True
                 else:
                     dense = dense or stack.enter_context(closing(HashedFile(self._disk, path)))
                     dense.write(item.content)
                     yield True
-            yield from rows.flush()
             if dense is None:
                 assert item.dense_checksum is None, f"no dense piece came, but its checksum {item.dense_checksum}"
-                return None
+                return None, item.rows
             dense.sync()
             crash_point("dense file synced")
             yield True
@@ -227,7 +228,8 @@ class CheckpointWriter:
                 f"{path}: the model state arrived with checksum {dense.checksum}, "
                 f"but the trainer sent {item.dense_checksum}"
             )
-        return DenseFile(file=f"{folder.name}/{path.name}", nbytes=dense.nbytes, checksum=dense.checksum)
+        file = DenseFile(file=f"{folder.name}/{path.name}", nbytes=dense.nbytes, checksum=dense.checksum)
+        return file, item.rows
 
     def _layers(self, written: list[RowFile], folder: Path) -> Generator[bool, None, tuple[RowLayer, ...]]:
         """Returns the layers of the new checkpoint: a single one if the deltas had to be merged."""

@@ -6,7 +6,7 @@
     mail        cut_short, accept_dense       _cut, _dense (appends)
 
 A barrier is an entry of the plan stream. Every step before it is done and home before the first `Flush` is sent, and no
-later plan is read before the barrier's checkpoint has copied its rows. So both rings are empty when it begins and ends.
+later plan is read before the barrier's checkpoint has frozen its rows. So both rings are empty when it begins and ends.
 """
 
 import resource
@@ -48,8 +48,7 @@ class PrefetcherState(StrEnum):
     FLUSHING = "dirty slots go to the trainer"
     RETURNING = "dirty rows come home"
     VERIFYING = "rows are read back"
-    COPYING = "changed rows are copied"
-    SAVING = "the dense side comes"
+    SAVING = "the dense side comes, then changed rows are frozen"
     CLOSING = "the barrier is done"
     ENDED = "ended"
 
@@ -63,8 +62,7 @@ class PrefetcherEvent(StrEnum):
     HOME = "dirty rows are in the store"
     NO_CHECKPOINT = "rows agree, no checkpoint"
     VERIFIED = "rows agree"
-    COPIED = "every changed row is copied"
-    SAVED = "last Saved copied"
+    SAVED = "last Saved copied, rows frozen"
     GOES_ON = "steps follow"
     DURABLE = "the last checkpoint is durable, EndOfData sent"
 
@@ -80,8 +78,7 @@ TABLE = StateTable(
         (S.FLUSHING, E.FLUSHED, S.RETURNING),
         (S.RETURNING, E.HOME, S.VERIFYING),
         (S.VERIFYING, E.NO_CHECKPOINT, S.CLOSING),
-        (S.VERIFYING, E.VERIFIED, S.COPYING),
-        (S.COPYING, E.COPIED, S.SAVING),
+        (S.VERIFYING, E.VERIFIED, S.SAVING),
         (S.SAVING, E.SAVED, S.CLOSING),
         (S.CLOSING, E.GOES_ON, S.RUNNING),
         (S.CLOSING, E.DURABLE, S.ENDED),
@@ -98,7 +95,7 @@ STALLS: dict[PrefetcherState, Stall | None] = {
 
 
 class Checkpointer(Protocol):
-    """Copies a barrier's rows and makes them durable later. The write-back's thread calls `take_dense`, the fetcher's
+    """Freezes a barrier's rows and makes them durable later. The write-back's thread calls `take_dense`, the fetcher's
     thread the other methods. None of them waits."""
 
     @property
@@ -108,11 +105,9 @@ class Checkpointer(Protocol):
     def begin(self, barrier: PlannedBarrier) -> bool:
         """Returns whether this barrier needs a checkpoint: False if nothing was planned since the last one."""
 
-    def copy_rows(self) -> bool:
-        """Copies changed rows, including those of the barrier. Returns whether all are copied."""
-
     def take_dense(self, message: Saved, content: bytes) -> bool:
-        """Takes a piece of the model state, after all rows. Returns False while there is no room for it."""
+        """Takes a piece of the model state; with the last one it freezes the rows, all of which are home. Returns False
+        while there is no room for it."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -183,7 +178,7 @@ class PrefetcherBarrier:
     # the write-back's thread
 
     def take_dense(self) -> bool:
-        """Copies a piece of the model state, or passes it on once all rows are copied. Holds at most one copy."""
+        """Copies a piece of the model state, or passes it on once all rows are home. Holds at most one copy."""
         if self._copied is None:
             # the ring is read in order: rows that were sent before the piece come first
             is_next = self._dense and not self._writeback.has_arrived
@@ -235,8 +230,6 @@ class PrefetcherBarrier:
                 return self._follow(
                     PrefetcherEvent.VERIFIED if self._open.checkpoint else PrefetcherEvent.NO_CHECKPOINT
                 )
-            case PrefetcherState.COPYING:
-                return self._checkpointer.copy_rows() and self._follow(PrefetcherEvent.COPIED)
             case PrefetcherState.SAVING:
                 return self._saved_barriers > self._plan.barrier and self._follow(PrefetcherEvent.SAVED)
             case PrefetcherState.CLOSING:

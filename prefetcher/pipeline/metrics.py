@@ -19,7 +19,8 @@ VerifyKind = Literal["given", "filled", "returned", "dropped", "kept"]
 # batches: the planner waits for the reader         plans: the fetcher waits for the planner
 # credit: StepReady waits for a StepDone            write_back: rows wait until a RowsBack is applied
 # ring: no space in the fetch ring                  store: a ticket is not finished
-# barrier: later plans wait for the flush           checkpoint: a barrier waits until the previous one is durable
+# barrier: later plans wait for the flush
+# checkpoint: a barrier waits until the previous one is durable, or rows that came home for room beside a checkpoint's
 #
 # read: a batch enters the horizon                  plan: a plan is made
 # fetch: a plan is cut, its rows read into the ring send: a piece is announced

@@ -1,8 +1,9 @@
 """Writes returned rows to the stores and tracks up to which step that is done.
 
 `RowsBack` carries no keys: its rows come in the order of the victims that the plan (or the barrier) named. The keys are
-kept here from before the plan is sent until its last row is applied. This stage never waits for ring space, for credit
-or for another stage.
+kept here from before the plan is sent until its last row is applied. This stage never waits for ring space or for
+credit. It waits for another stage only where it would write over more rows of a checkpoint than may be set aside: until
+that checkpoint has written some, which waits for the disk alone.
 """
 
 from collections import deque
@@ -64,6 +65,7 @@ class Writeback:
     ) -> None:
         self.applied_through: int | None = None  # rows of every plan up to this one are in the store
         self.applied_barriers = 0
+        self.waits_for_checkpoint = False  # rows have arrived, but a checkpoint's rows leave no room to write them
         self._groups = groups
         self._stores = stores
         self._ring = ring
@@ -92,12 +94,20 @@ class Writeback:
         self._inbox.append(message)
 
     def write_arrived(self) -> bool:
-        if not self._inbox:
+        self.waits_for_checkpoint = bool(self._inbox) and not self._has_room(self._inbox[0])
+        if not self._inbox or self.waits_for_checkpoint:
             return False
         message = self._inbox.popleft()
         with self._counters.timed("write_back", message.step):
             self._apply(message)
         return True
+
+    def _has_room(self, message: RowsBack) -> bool:
+        counts = [0] * len(self._groups)
+        for span in message.rows:
+            if span.group < len(counts):  # other spans are refused later
+                counts[span.group] += span.count
+        return all(store.has_room(count) for store, count in zip(self._stores, counts, strict=True))
 
     def _apply(self, message: RowsBack) -> None:
         waiting = list(self._expected)  # a copy: the fetcher's thread appends

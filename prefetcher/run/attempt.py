@@ -12,7 +12,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from rowcast.job.schema import CheckpointInterval, Job, Transport
+from rowcast.job.schema import CheckpointInterval, Job, Transport, parse_bytes
 from rowcast.job.tables import GroupSpec
 from rowcast.prefetcher.checkpoints.folder import Checkpoints
 from rowcast.prefetcher.checkpoints.interval import PaceMeter, keep_interval, read_interval
@@ -260,7 +260,8 @@ class PrefetcherAttempt:
             self._job.checkpoint.keep,
             run.counters.checkpointed,
         )
-        return BarrierCheckpointer(run.groups, run.tables.stores, self._writer)
+        aside_bytes = parse_bytes(self._job.checkpoint.memory)
+        return BarrierCheckpointer(run.groups, run.tables.stores, self._writer, aside_bytes)
 
     def _planner(self, slots: tuple[int, ...], measured: list[PlacedBatch]) -> RowPlanner:
         pin, threads = self._job.cache.pin, self._job.prefetcher.threads

@@ -25,6 +25,8 @@ def stall_clocks(engine: PrefetcherEngine) -> dict[str, Callable[[float], None]]
         reason = engine.fetcher.stalled_by
         if reason is None or engine.hello is None:
             return
+        if engine.writeback.waits_for_checkpoint:
+            reason = "checkpoint"  # whatever the fetcher waits for is held up by rows that cannot come home
         counters.stalled(reason, seconds)
         if reason == "plans":
             counters.blocked("plans", "consumer", seconds)

@@ -45,8 +45,13 @@ def plan_and_move() -> None:
                 finish(store.read(rows.fetch.keys, records))
         planner.barrier("warm-up", finished=True)
         for store, group in zip(stores, groups, strict=True):
-            for keys, _ in store.changed_rows(group.tables[0].index, block=8):
-                store.forget(keys)
+            keys = store.changed_keys(group.tables[0].index)
+            frozen = store.freeze(1.0)
+            finish(store.write(keys, np.zeros((len(keys), group.record_bytes), np.uint8)))
+            for _ in frozen.blocks(group.record_bytes):
+                pass
+            store.thaw()
+            store.forget(keys)
             store.settle()
             store.close("warm-up")
 

@@ -56,6 +56,20 @@ def set_bits(bits: Words, rows: Positions) -> None:
 
 
 @compiled_loop
+def find_rows(rows: Positions, bits: Words, without: Words, out: Positions) -> int:
+    """Fills `out` with the positions, in `rows`, of the rows whose bit is set in `bits` and not in `without`. Returns
+    how many there are.
+    """
+    found = 0
+    for i in range(len(rows)):
+        word, bit = rows[i] >> 6, np.uint64(1) << np.uint64(rows[i] & 63)
+        if bits[word] & bit != 0 and without[word] & bit == 0:
+            out[found] = i
+            found += 1
+    return found
+
+
+@compiled_loop
 def clear_bits(bits: Words, rows: Positions) -> None:
     for i in range(len(rows)):
         bits[rows[i] >> 6] &= ~(np.uint64(1) << np.uint64(rows[i] & 63))

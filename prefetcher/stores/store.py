@@ -47,8 +47,9 @@ def finish(ticket: Ticket) -> None:
 class RowStore(ABC):
     """Records by key. The reader has checked the keys: each names a row of the group, perhaps one never written.
 
-    The fetcher's thread calls `read` and the write-back's `write`, at the same time but never for the same key. The
-    function open_store(job, group, incarnation, checkpoint) of a store's module opens it, see `job/stores.py`.
+    The fetcher's thread and the checkpoint's call `read`, the write-back's `read` and `write`: at the same time, but
+    never a `write` beside another call for the same key. The function open_store(job, group, incarnation, checkpoint)
+    of a store's module opens it, see `job/stores.py`.
     """
 
     restored = False  # whether it has the rows of the checkpoint that it was opened for, so that none must be restored
@@ -77,11 +78,17 @@ class RowNumbers:
         self.first = np.zeros(max(table.index for table in group.tables) + 1, np.int64)  # number of each table's first
         sizes = [table.num_embeddings for table in group.tables]
         self.first[[table.index for table in group.tables]] = np.cumsum([0, *sizes[:-1]])
+        self._sizes = {table.index: table.num_embeddings for table in group.tables}
 
     def of(self, keys: Keys) -> I64:
         numbers: I64 = self.first[keys >> KEY_SHIFT]
         numbers += keys & ROW_MASK
         return numbers
+
+    def range_of(self, table: int) -> tuple[int, int]:
+        """The number of a table's first row, and the one after its last."""
+        first = int(self.first[table])
+        return first, first + self._sizes[table]
 
     def keys(self, table: int, numbers: I64) -> Keys:
         return make_keys(table, numbers - self.first[table])

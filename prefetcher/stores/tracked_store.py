@@ -1,6 +1,5 @@
 """Adds first values and a record of changed rows to a store of any kind."""
 
-from collections.abc import Iterator
 from importlib import import_module
 
 import numpy as np
@@ -9,9 +8,10 @@ from rowcast.job.schema import Job
 from rowcast.job.stores import STORES
 from rowcast.job.tables import GroupSpec
 from rowcast.prefetcher.stores.first_values import first_records
-from rowcast.prefetcher.stores.row_loops import BITS, clear_all_bits, clear_bits, count_bits, find_bits, set_bits
+from rowcast.prefetcher.stores.frozen_rows import FrozenRows, find_numbers
+from rowcast.prefetcher.stores.row_loops import BITS, clear_all_bits, clear_bits, count_bits, set_bits
 from rowcast.prefetcher.stores.store import Keys, ReadTicket, Records, RowNumbers, RowStore, Ticket, finish
-from rowcast.runtime.arrays import I64
+from rowcast.runtime.arrays import U64
 
 ROWS_AT_ONCE = 2**16
 
@@ -35,26 +35,36 @@ class FilledRead:
 class TrackedStore:
     """A store in which unwritten rows have their first values.
 
-    A row has changed if it was written since the last `settle`: the next checkpoint must hold those rows. To restore,
-    write the checkpoint's rows and settle; to roll back, forget the changed rows first.
+    A row has changed if it was written since the last `freeze` or `settle`: the next checkpoint must hold those rows.
+    To restore, write the checkpoint's rows and settle; to roll back, forget the changed rows first.
 
-    The fetcher's thread calls `read` and the write-back's `write`, at the same time but never for the same key. All
-    other methods are called while no ticket is open: at a barrier, before the first plan or after the last one.
+    The fetcher's thread calls `read`, the write-back's `has_room` and `write`, the checkpoint's `thaw` and the blocks
+    of what `freeze` has returned, all at the same time; `read` and `write` never for the same key. All other methods
+    are called while no ticket is open and nothing is frozen: at a barrier, before the first plan or after the last one.
     """
 
     def __init__(self, store: RowStore, group: GroupSpec, seed: int) -> None:
         self.store, self._group, self._seed = store, group, seed
         self._numbers = RowNumbers(group)
-        self._sizes = {table.index: table.num_embeddings for table in group.tables}
-        self._changed = np.zeros(-(-group.num_rows // BITS), np.uint64)  # one bit per row, by its number
+        self._changed: U64 = np.zeros(-(-group.num_rows // BITS), np.uint64)  # one bit per row, by its number
+        self._frozen: FrozenRows | None = None
 
     def read(self, keys: Keys, out: Records) -> FilledRead:
         return FilledRead(self.store.read(keys, out), self, keys, out)
 
     def write(self, keys: Keys, rows: Records) -> Ticket:
-        """Stores rows. They count as changed from now on, even if the ticket is never waited for."""
-        set_bits(self._changed, self._numbers.of(keys))
+        """Stores rows, for which there must be room. They count as changed from now on, even if the ticket is never
+        waited for."""
+        numbers, frozen = self._numbers.of(keys), self._frozen
+        if frozen is not None:
+            frozen.set_aside(keys, numbers)
+        set_bits(self._changed, numbers)
         return self.store.write(keys, rows)
+
+    def has_room(self, num_rows: int) -> bool:
+        """Whether so many rows may be written now: False while too many frozen rows would have to be set aside."""
+        frozen = self._frozen
+        return frozen is None or frozen.has_room(num_rows)
 
     def first_values(self, keys: Keys) -> Records:
         return first_records(self._group, self._seed, keys)
@@ -64,14 +74,19 @@ class TrackedStore:
         return count_bits(self._changed)
 
     def changed_keys(self, table: int) -> Keys:
-        return np.concatenate([np.empty(0, np.int64), *self._found(table, ROWS_AT_ONCE)])
+        numbers = find_numbers(self._changed, *self._numbers.range_of(table), ROWS_AT_ONCE)
+        return self._numbers.keys(table, np.concatenate([np.empty(0, np.int64), *numbers]))
 
-    def changed_rows(self, table: int, block: int) -> Iterator[tuple[Keys, Records]]:
-        """Yields the changed rows of a table by ascending key, at most `block` at a time."""
-        for keys in self._found(table, block):
-            records = np.empty((len(keys), self._group.record_bytes), np.uint8)
-            finish(self.read(keys, records))
-            yield keys, records
+    def freeze(self, share: float) -> FrozenRows:
+        """Declares the rows to be those of a checkpoint, and returns the changed ones. They keep their bytes until
+        `thaw`, whatever is written. `share`: how many of them can be aside at a time."""
+        changed, self._changed = self._changed, np.zeros(len(self._changed), np.uint64)
+        self._frozen = FrozenRows(self.store, self._group, changed, share)
+        return self._frozen
+
+    def thaw(self) -> None:
+        """All frozen rows were handed out."""
+        self._frozen = None
 
     def settle(self) -> None:
         """Declares the rows to be those of a checkpoint: none has changed."""
@@ -95,15 +110,6 @@ class TrackedStore:
             "expected 0"
         )
         self.store.close(checkpoint)
-
-    def _found(self, table: int, block: int) -> Iterator[Keys]:
-        row = int(self._numbers.first[table])
-        end = row + self._sizes[table]
-        while row < end:
-            numbers: I64 = np.empty(block, np.int64)
-            found, row = find_bits(self._changed, row, end, numbers)
-            if found:
-                yield self._numbers.keys(table, numbers[:found])
 
 
 def open_row_store(job: Job, group: GroupSpec, *, incarnation: int, checkpoint: str | None) -> RowStore:

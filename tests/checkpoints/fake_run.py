@@ -14,6 +14,7 @@ from rowcast.job.tables import GroupSpec, group_specs, make_keys
 from rowcast.prefetcher.checkpoints import row_files
 from rowcast.prefetcher.checkpoints.folder import Checkpoints
 from rowcast.prefetcher.checkpoints.restore import dense_content, restore_rows
+from rowcast.prefetcher.checkpoints.write_queue import RowBlock
 from rowcast.prefetcher.checkpoints.writer import CheckpointWriter
 from rowcast.prefetcher.stores.store import FINISHED, Finished, Keys, Records
 from rowcast.runtime.checkpoint_manifest import Manifest
@@ -129,15 +130,19 @@ class FakeRun:
         self.writer.begin(Position(step=self.step, train_step=self.step), finished, "checkpoint.every")
 
     def hand_over(self) -> None:
-        """Rows and the dense side, which here says nothing but the step."""
-        for index, store in enumerate(self.stores):
-            for keys, records in store.blocks(self.block):
-                while not self.writer.offer(index, keys, records):
-                    assert self.writer.advance(), "a full queue must be written"
+        """The dense side, which here says nothing but the step, and the rows."""
         content = dense_of(self.step)
         self.writer.offer_dense(content[:10])
         self.writer.offer_dense(content[10:])
-        self.writer.finish(xxhash.xxh3_64_hexdigest(content))
+        self.writer.finish(xxhash.xxh3_64_hexdigest(content), self.blocks())
+
+    def blocks(self) -> list[RowBlock]:
+        """The changed rows."""
+        return [
+            RowBlock(group_index=index, keys=keys, records=records)
+            for index, store in enumerate(self.stores)
+            for keys, records in store.blocks(self.block)
+        ]
 
     def checkpoint(self, *, finished: bool = False) -> Manifest:
         self.begin(finished=finished)
@@ -148,10 +153,7 @@ class FakeRun:
 
     def checkpoint_without_dense(self) -> Manifest:
         self.begin()
-        for index, store in enumerate(self.stores):
-            for keys, records in store.blocks(self.block):
-                assert self.writer.offer(index, keys, records)
-        self.writer.finish(None)
+        self.writer.finish(None, self.blocks())
         self.complete()
         assert self.writer.newest is not None
         return self.writer.newest

@@ -104,7 +104,7 @@ def killed(run: FakeRun) -> None:
 def imported(run: FakeRun) -> None:
     """A checkpoint with which the run began: nothing was trained."""
     run.writer.begin(Position(), False, IMPORT)
-    run.writer.finish(None)
+    run.writer.finish(None, [])
     run.complete()
 
 

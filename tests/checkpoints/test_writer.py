@@ -1,5 +1,6 @@
 """A checkpoint holds every row that was ever trained, in files that say what they are; unneeded files are removed."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +11,7 @@ from rowcast.prefetcher.checkpoints import merge_layers as merge
 from rowcast.prefetcher.checkpoints import row_files
 from rowcast.prefetcher.checkpoints import write_queue as handover
 from rowcast.prefetcher.checkpoints.folder import Checkpoints
+from rowcast.prefetcher.checkpoints.write_queue import RowBlock
 from rowcast.runtime.checkpoint_manifest import MANIFEST_NAME, file_checksum
 from rowcast.runtime.disk import RealDisk
 from rowcast.runtime.errors import RowcastError
@@ -212,20 +214,18 @@ def test_a_damaged_checkpoint_is_dropped_only_when_a_newer_one_is_durable(run: F
 
 def test_a_full_queue_takes_nothing_until_something_was_written(run: FakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(handover, "QUEUE_BYTES", 300)
-    run.train(EVERYTHING)
     run.begin()
     refused = 0
-    for index, store in enumerate(run.stores):
-        for keys, records in store.blocks(2):
-            while not run.writer.offer(index, keys, records):
-                refused += 1
-                assert run.writer.advance()
-    run.writer.finish(None)
+    for _ in range(100):
+        while not run.writer.offer_dense(b"ten bytes."):
+            refused += 1
+            assert run.writer.advance()
+    run.writer.finish(checksum(b"ten bytes." * 100), [])
     run.complete()
     assert refused > 10
     assert run.writer.newest is not None
-    assert run.writer.newest.dense is None
-    assert run.writer.newest.num_rows == 130
+    assert run.writer.newest.dense is not None
+    assert run.writer.newest.dense.nbytes == 1000
 
 
 def test_a_block_larger_than_the_queue_goes_in_alone_and_finish_always_does(
@@ -235,7 +235,7 @@ def test_a_block_larger_than_the_queue_goes_in_alone_and_finish_always_does(
     run.begin()
     assert run.writer.offer_dense(b"large")
     assert not run.writer.offer_dense(b"another")
-    run.writer.finish("0" * 16)
+    run.writer.finish("0" * 16, [])
     with pytest.raises(RowcastError, match=f"checksum {checksum(b'large')}, but the trainer sent {'0' * 16}$"):
         run.complete()
 
@@ -249,19 +249,24 @@ def test_what_waits_in_the_queue_never_exceeds_its_bytes(run: FakeRun, monkeypat
     assert not run.writer.offer_dense(b"1")
 
 
-def test_rows_and_dense_pieces_may_come_in_any_order_among_each_other(run: FakeRun) -> None:
+def test_rows_are_read_when_all_but_one_file_of_those_before_them_is_written(run: FakeRun) -> None:
     run.train(EVERYTHING)
     run.begin()
-    for index, store in enumerate(run.stores):
-        for keys, records in store.blocks(11):
-            assert run.writer.offer(index, keys, records)
-            assert run.writer.offer_dense(b"piece")
-            while run.writer.advance():
-                pass
-    run.writer.finish(checksum(b"piece" * 13))
+    read: list[int] = []
+
+    def blocks() -> Iterator[RowBlock]:
+        for block in run.blocks():
+            read.append(len(files_in(run)))
+            yield block
+
+    run.writer.finish(None, blocks())
+    assert not read
     run.complete()
     assert run.writer.newest is not None
-    run.checkpoints.verify(run.writer.newest)
+    assert run.writer.newest.num_rows == 130
+    files = len(run.writer.newest.layers[0].files)
+    assert read[-1] >= files - 2 > 3, "the last rows were read long before they were written"
+    assert set(read) == set(range(read[-1] + 1))
 
 
 def checksum(content: bytes) -> str:
@@ -282,7 +287,7 @@ def test_a_writer_that_waits_for_rows_says_that_it_did_nothing(run: FakeRun) -> 
 def test_a_dense_side_that_arrives_changed_never_becomes_a_checkpoint(run: FakeRun) -> None:
     run.begin()
     run.writer.offer_dense(b"content")
-    run.writer.finish(checksum(b"contents"))
+    run.writer.finish(checksum(b"contents"), [])
     with pytest.raises(
         RowcastError,
         match=r"dense-00000.safetensors: the model state arrived with checksum \w{16}, but the trainer sent",
@@ -298,7 +303,6 @@ def test_an_abandoned_checkpoint_leaves_the_previous_one_valid_and_the_next_poss
     first = run.checkpoint()
     run.train({0: [1, 2]})
     run.begin()
-    run.writer.offer(0, *next(run.stores[0].blocks(2)))
     run.writer.offer_dense(b"half of it")
     for _ in range(4):
         run.writer.advance()
@@ -338,7 +342,7 @@ def test_rows_out_of_order_are_our_own_mistake(run: FakeRun) -> None:
     run.train({0: [1, 2]})
     keys, records = next(run.stores[0].blocks(2))
     run.begin()
-    run.writer.offer(0, keys[::-1], records)
+    run.writer.finish(None, [RowBlock(group_index=0, keys=keys[::-1], records=records)])
     with pytest.raises(AssertionError, match="ascending"):
         run.complete()
 

@@ -14,11 +14,13 @@ import tempfile
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import patch
 
 import msgspec
 import structlog.testing
 
 from rowcast.job.tables import group_specs
+from rowcast.prefetcher.checkpoints import snapshot
 from rowcast.prefetcher.run.tables import Tables
 from rowcast.runtime.checkpoint_manifest import Manifest
 from tests.simulation.both import Both
@@ -190,7 +192,8 @@ def run_life(seed: int, say: Say = lambda text: None) -> Life:
     with tempfile.TemporaryDirectory() as folder, structlog.testing.capture_logs():
         try:
             life = Life(seed, Path(folder), keep)
-            life.live()
+            with patch.object(snapshot, "BLOCK_BYTES", life.scenario.block_bytes):
+                life.live()
         except Exception as error:
             history = "\n    ".join(said)
             raise LifeFailed(

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from examples.plain_loop import run_plain_loop
 from rowcast.job.schema import Job
 from rowcast.job.tables import group_specs
+from rowcast.prefetcher.checkpoints import snapshot
 from rowcast.protocol.batch import ScheduledBatch
 from rowcast.trainer.models import Embedded
 from rowcast.trainer.report.report_json import Evaluation
@@ -42,9 +43,9 @@ class Work:
     bags: Bags
     drops_out: bool  # the model draws random numbers
 
-    def job(self, *, depth: int = 2, horizon: int = 8, every: int = 0, keep: int = 2) -> Job:
+    def job(self, *, depth: int = 2, horizon: int = 8, every: int = 0, keep: int = 2, memory: int = 2**28) -> Job:
         model = {"kind": f"tests.simulation.scenario:{'random_model' if self.drops_out else 'plain_model'}"}
-        checkpoint = {"every": every, "keep": keep}
+        checkpoint = {"every": every, "keep": keep, "memory": memory}
         job = small_job(self.optimizer, self.bags, depth=depth, horizon=horizon, model=model, checkpoint=checkpoint)
         dense = msgspec.structs.replace(job.optimizer.dense, kind=self.dense_optimizer)
         return msgspec.structs.replace(job, optimizer=msgspec.structs.replace(job.optimizer, dense=dense))
@@ -62,13 +63,15 @@ class Scenario:
     store: Literal["memory", "mapped"]
     peers_wait: bool  # transport.rejoin_timeout: the prefetcher outlives a trainer that is lost
     num_faults: int
+    block_bytes: int  # that a checkpoint collects at a time
 
     def __str__(self) -> str:
         job = self.job
         return (
             f"{self.work.optimizer} and {self.work.dense_optimizer}, bags {self.work.bags}, "
             f"dropout {self.work.drops_out}, depth {job.lookahead.depth}, horizon {job.lookahead.horizon}, "
-            f"checkpoint every {job.checkpoint.every} keep {job.checkpoint.keep}, "
+            f"checkpoint every {job.checkpoint.every} keep {job.checkpoint.keep} memory {job.checkpoint.memory} "
+            f"blocks of {self.block_bytes}, "
             f"{self.slots} slots, rings of {self.ring_bytes}, late store {self.late_store}, "
             f"seeded streams {self.seeded_streams}, mirrored {self.mirrored}, store {self.store}, "
             f"peers wait {self.peers_wait}"
@@ -97,6 +100,7 @@ def draw_scenario(chance: random.Random) -> Scenario:
         horizon=chance.choice([1, 8, 64]),
         every=chance.randint(1, 5),
         keep=chance.randint(1, 3),
+        memory=chance.choice([1, 500, 2**28]),
     )
     return Scenario(
         work=work,
@@ -109,6 +113,7 @@ def draw_scenario(chance: random.Random) -> Scenario:
         store="mapped" if chance.random() < 0.3 else "memory",
         peers_wait=chance.random() < 0.8,
         num_faults=chance.randint(1, 5),
+        block_bytes=chance.choice([1, 500, snapshot.BLOCK_BYTES]),
     )
 
 

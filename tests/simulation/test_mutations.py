@@ -13,6 +13,7 @@ from rowcast.prefetcher.checkpoints.restore import Restorable, restore_chosen
 from rowcast.prefetcher.checkpoints.row_files import HashedFile
 from rowcast.prefetcher.checkpoints.snapshot import BarrierCheckpointer
 from rowcast.prefetcher.pipeline.plan_stream import PlannedBarrier
+from rowcast.prefetcher.stores.frozen_rows import FrozenRows
 from rowcast.protocol.messages import AnyMessage
 from rowcast.protocol.session import Session
 from rowcast.runtime.checkpoint_manifest import Manifest
@@ -39,16 +40,23 @@ def roll_back_without_forgetting(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(rowcast.prefetcher.run.tables, "restore_changed", restore_changed)
 
 
-def collect_before_the_rows_are_home(patch: pytest.MonkeyPatch) -> None:
-    """A checkpoint copies its rows when its barrier is announced."""
+def freeze_before_the_rows_are_home(patch: pytest.MonkeyPatch) -> None:
+    """A checkpoint freezes its rows when its barrier is announced."""
     begin = BarrierCheckpointer.begin
 
-    def begin_and_collect(self: BarrierCheckpointer, barrier: PlannedBarrier) -> bool:
+    def begin_and_freeze(self: BarrierCheckpointer, barrier: PlannedBarrier) -> bool:
         begun = begin(self, barrier)
-        self._blocks = iter(list(self._blocks))
+        if begun:
+            frozen = self._freeze()
+            patch.setattr(self, "_freeze", lambda: frozen)
         return begun
 
-    patch.setattr(BarrierCheckpointer, "begin", begin_and_collect)
+    patch.setattr(BarrierCheckpointer, "begin", begin_and_freeze)
+
+
+def write_over_frozen_rows(patch: pytest.MonkeyPatch) -> None:
+    """Rows that a checkpoint has not collected yet are written without being set aside."""
+    patch.setattr(FrozenRows, "set_aside", lambda self, keys, numbers: None)
 
 
 def forget_losses(patch: pytest.MonkeyPatch) -> None:
@@ -82,7 +90,8 @@ def accept_any_incarnation(patch: pytest.MonkeyPatch) -> None:
 
 BREAKS: tuple[Break, ...] = (
     roll_back_without_forgetting,
-    collect_before_the_rows_are_home,
+    freeze_before_the_rows_are_home,
+    write_over_frozen_rows,
     forget_losses,
     forget_the_dense_optimizer,
     forget_random_state,

@@ -114,11 +114,11 @@ def present(store: RowStore) -> dict[int, bytes]:
     }
 
 
-def changed_rows(store: TrackedStore, block: int = 7) -> dict[int, bytes]:
+def changed_rows(store: TrackedStore) -> dict[int, bytes]:
     found: dict[int, bytes] = {}
     for table in GROUP.tables:
-        for keys, records in store.changed_rows(table.index, block):
-            found |= {int(key): record.tobytes() for key, record in zip(keys, records, strict=True)}
+        keys = store.changed_keys(table.index)
+        found |= {int(key): record.tobytes() for key, record in zip(keys, read(store, keys), strict=True)}
     return found
 
 

@@ -61,21 +61,6 @@ def test_reading_changes_no_row(store: TrackedStore) -> None:
     assert store.num_changed == 0
 
 
-@pytest.mark.parametrize("block", [1, 4, 1000])
-def test_changed_rows_come_by_ascending_key_in_blocks(store: TrackedStore, block: int) -> None:
-    everything = all_keys()
-    finish(store.write(everything, random_records(len(everything))))
-    store.settle()
-    chosen = [0, 7, 8, 9, 63, 64, 298, 299]
-    keys, rows = keys_of((2, chosen)), random_records(len(chosen), seed=1)
-    finish(store.write(keys, rows))
-    blocks = list(store.changed_rows(2, block))
-    assert [len(found) for found, _ in blocks] == [min(block, 8 - start) for start in range(0, 8, block)]
-    assert np.concatenate([found for found, _ in blocks]).tolist() == keys.tolist()
-    assert np.concatenate([records for _, records in blocks]).tobytes() == rows.tobytes()
-    assert list(store.changed_rows(0, block)) == []
-
-
 def test_a_forgotten_row_reads_as_if_it_was_never_written(store: TrackedStore) -> None:
     keys = keys_of((0, [3, 4, 5]), (3, [0]))
     rows = random_records(len(keys))

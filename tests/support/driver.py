@@ -17,7 +17,7 @@ from torch import Tensor
 
 import rowcast.prefetcher.pipeline.engine
 import rowcast.trainer.execute.engine
-from rowcast.job.schema import Job
+from rowcast.job.schema import Job, parse_bytes
 from rowcast.job.tables import GroupSpec, group_specs, make_keys
 from rowcast.prefetcher.checkpoints.folder import Checkpoints
 from rowcast.prefetcher.checkpoints.restore import dense_content, restore_rows
@@ -101,9 +101,6 @@ class MemoryCheckpointer:
 
     def begin(self, barrier: PlannedBarrier) -> bool:
         self.begun.append(barrier)
-        return True
-
-    def copy_rows(self) -> bool:
         return True
 
     def take_dense(self, message: Saved, content: bytes) -> bool:
@@ -255,7 +252,7 @@ class InProcessRun:
                 back_ring=rings.back_reader,
                 checkpointer=MemoryCheckpointer()
                 if self.writer is None
-                else BarrierCheckpointer(self.groups, stores, self.writer),
+                else BarrierCheckpointer(self.groups, stores, self.writer, parse_bytes(job.checkpoint.memory)),
                 welcome=welcome,
                 mode="train",
                 start=start,

@@ -13,17 +13,19 @@ from prometheus_client.parser import text_string_to_metric_families
 import rowcast.prefetcher.pipeline.metrics
 import rowcast.trainer.execute.metrics
 from rowcast.job.tables import group_specs
+from rowcast.prefetcher.checkpoints.folder import Checkpoints
 from rowcast.prefetcher.readers.schedule import PlacedIds
 from rowcast.prefetcher.run.gauges import stall_clocks
 from rowcast.prefetcher.stores.memory_store import MemoryStore
 from rowcast.prefetcher.stores.store import Finished, Keys, Records
 from rowcast.protocol.counters import CountersCollector, new_registry
+from rowcast.runtime.disk import RealDisk
 from rowcast.runtime.stages import Doorbell, Stage, StageThread
 from rowcast.trainer.execute.metrics import TrainerCounters
 from rowcast.trainer.run import gauges as observe
 from tests.support import driver, three_steps
 from tests.support.batches import slots_for, small_batches, small_job
-from tests.support.driver import InProcessRun, ListSource, MemoryCheckpointer, Settings
+from tests.support.driver import InProcessRun, ListSource, MemoryCheckpointer, Past, Settings
 
 DEADLINE_S = 20.0
 REASONS = {
@@ -172,6 +174,18 @@ def test_a_barrier_that_waits_for_the_disk_is_counted_under_checkpoint(monkeypat
     run = in_process_run(num_steps=2)
     settle(run)
     assert_prefetcher_stalls(run, "fetcher", "checkpoint")
+
+
+def test_rows_that_find_no_room_beside_those_of_a_checkpoint_are_counted_under_checkpoint(tmp_path: Path) -> None:
+    job = small_job("adagrad", "single", depth=4, horizon=3, checkpoint={"every": 4, "memory": 1})
+    batches = small_batches(job, "single", num_steps=12, eval_at=())
+    slots = slots_for(group_specs(job), batches, "one batch")
+    past = Past(checkpoints=Checkpoints(tmp_path, RealDisk()), newest=None)
+    run = InProcessRun(job, batches, Settings(slots=slots, seeded_streams=False), past)
+    settle(run)
+    assert run.trainer.loop.step_done in range(4, 7), "it waits after the first barrier and before the second"
+    assert_prefetcher_stalls(run, "fetcher", "checkpoint")
+    run.advance_until(lambda: run.trainer.finished)
 
 
 def assert_trainer_stalls(
