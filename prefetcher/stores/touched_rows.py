@@ -11,10 +11,13 @@ bytes a row.
 
 import mmap
 import threading
+from collections.abc import Iterator
 
 import numpy as np
 
-from rowcast.prefetcher.stores.store import Keys
+from rowcast.job.tables import KEY_SHIFT
+from rowcast.prefetcher.stores.row_numbers import find_numbers
+from rowcast.prefetcher.stores.store import ABSENT, Keys
 from rowcast.runtime.arrays import I64, U64
 from rowcast.runtime.compiled import compiled_loop, prefetch
 from rowcast.runtime.errors import RowcastError
@@ -26,8 +29,8 @@ LOW = np.uint64(2**32 - 1)
 EMPTY = np.uint64(0)
 NUMBER_BITS, NUMBER, TAG = np.uint64(40), np.uint64(2**40 - 1), np.uint64(2**24 - 1)
 FIRST_CELLS = 16  # of a segment
+NUMBERS_AT_ONCE = 2**16
 CELLS_AHEAD, KEYS_AHEAD = 24, 12  # how many rows ahead the processor prefetches
-ABSENT = -1  # instead of a number
 MAP_NORESERVE = 0x4000  # Linux; Python 3.13 is the first to name it
 
 
@@ -88,6 +91,18 @@ class TouchedRows:
                 added = self._add(keys, numbers, added)
         return numbers
 
+    def found(self, bits: U64, table: int, block: int) -> Iterator[tuple[Keys, I64]]:
+        chosen = [
+            numbers[self.keys[numbers] >> KEY_SHIFT == table]
+            for numbers in find_numbers(bits, 0, self.count, NUMBERS_AT_ONCE)
+        ]
+        numbers = np.concatenate([np.empty(0, np.int64), *chosen])
+        keys = self.keys[numbers]
+        order = np.argsort(keys)
+        for start in range(0, len(order), block):
+            own = order[start : start + block]
+            yield keys[own], numbers[own]
+
     def _add(self, keys: Keys, numbers: I64, start: int) -> int:
         end, self.count = add(
             self._cells, self._sizes, self._used, self._spare, self.keys, keys, numbers, start, self.count
@@ -106,8 +121,14 @@ def hash_of(key: int) -> np.uint64:
 @compiled_loop
 def first_cell(hashed: np.uint64, sizes: I64) -> tuple[int, int]:
     """Returns the segment of a hash, and the cell in it where a search begins."""
-    segment = np.int64(hashed >> SEGMENT_SHIFT)
-    return segment, np.int64((((hashed >> PLACE_SHIFT) & LOW) * np.uint64(sizes[segment])) >> np.uint64(32))
+    segment: int = np.int64(hashed >> SEGMENT_SHIFT)  # type: ignore[assignment]
+    cell: int = np.int64((((hashed >> PLACE_SHIFT) & LOW) * np.uint64(sizes[segment])) >> np.uint64(32))  # type: ignore[assignment]
+    return segment, cell
+
+
+@compiled_loop
+def number_in(cell: np.uint64) -> int:
+    return np.int64(cell & NUMBER) - 1  # type: ignore[return-value]
 
 
 @compiled_loop
@@ -117,7 +138,7 @@ def candidate(cells: U64, sizes: I64, key: int) -> int:
     segment, cell = first_cell(hashed, sizes)
     while cells[segment, cell] != EMPTY:
         if cells[segment, cell] >> NUMBER_BITS == hashed & TAG:
-            return np.int64(cells[segment, cell] & NUMBER) - 1
+            return number_in(cells[segment, cell])
         cell = cell + 1 if cell + 1 < sizes[segment] else 0
     return ABSENT
 
@@ -129,7 +150,7 @@ def locate(cells: U64, sizes: I64, keys_of: I64, key: int) -> int:
     segment, cell = first_cell(hashed, sizes)
     while cells[segment, cell] != EMPTY:
         if cells[segment, cell] >> NUMBER_BITS == hashed & TAG:
-            number = np.int64(cells[segment, cell] & NUMBER) - 1
+            number = number_in(cells[segment, cell])
             if keys_of[number] == key:
                 return number
         cell = cell + 1 if cell + 1 < sizes[segment] else 0
@@ -194,7 +215,7 @@ def grow(cells: U64, segment: int, sizes: I64, spare: U64, keys_of: I64) -> None
             moved += 1
     sizes[segment] = min(cells.shape[1], sizes[segment] + max(sizes[segment] // 8, FIRST_CELLS))
     for i in range(moved):
-        number = np.int64(spare[i] & NUMBER) - 1
+        number = number_in(spare[i])
         if i + CELLS_AHEAD < moved:
-            prefetch(keys_of, np.int64(spare[i + CELLS_AHEAD] & NUMBER) - 1)
+            prefetch(keys_of, number_in(spare[i + CELLS_AHEAD]))
         place(cells, sizes, hash_of(keys_of[number]), number)

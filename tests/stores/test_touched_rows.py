@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from rowcast.job.tables import make_keys
 from rowcast.prefetcher.stores import touched_rows
-from rowcast.prefetcher.stores.touched_rows import ABSENT, TouchedRows
+from rowcast.prefetcher.stores.store import ABSENT
+from rowcast.prefetcher.stores.touched_rows import TouchedRows
 from rowcast.runtime.arrays import I64, U64
 from rowcast.runtime.errors import RowcastError
 from rowcast.runtime.splitmix import FACTOR_1, FACTOR_2, GOLDEN
