@@ -1,4 +1,4 @@
-"""E1 for tables whose rows are numbered as they are touched, up to 10**12 of them: the bits of a loop over touched rows."""
+"""E1 for tables whose rows are numbered as they are touched, up to 10**12: the bits of a loop over touched rows."""
 
 import itertools
 from dataclasses import replace
