@@ -1,9 +1,11 @@
 # Every target needs only Python 3.11 to 3.13 and make; it creates .venv if necessary.
 PYTHON ?= python3
+PYTHON_LOW ?= python3.12
+PYTHON_HIGH ?= python3.15
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo tutorial quick test check exact soak mutants bench gpu-check bench-planner bench-embedding bench-env bench-budget bench-safety bench-metrics bench-parts clean
+.PHONY: demo tutorial quick test check exact soak mutants compat bench gpu-check bench-planner bench-embedding bench-env bench-budget bench-issue bench-safety bench-metrics bench-parts clean
 
 $(VENV)/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -40,6 +42,9 @@ soak: $(VENV)/installed  ## kills, damage, simulated faults and hostile bytes wi
 mutants: $(VENV)/installed  ## breaks single lines of the product: the tests named for each must fail, in about 10 minutes
 	$(BIN)/python -m benchmarks.mutations
 
+compat:  ## tests and demo with the oldest torch that is allowed and with the newest of everything, in environments of their own: build/compat-*
+	$(PYTHON) -m benchmarks.compat --low $(PYTHON_LOW) --high $(PYTHON_HIGH)
+
 bench: $(VENV)/installed  ## every contestant in turn: DLRM as in MLPerf, and a model that is nearly all look-ups
 	$(BIN)/python -m benchmarks.training --config benchmarks/jobs/dlrm.toml --name dlrm --rounds 3
 	$(BIN)/python -m benchmarks.training --config benchmarks/jobs/tiny.toml --name tiny --rounds 5
@@ -66,6 +71,9 @@ bench-embedding: $(VENV)/installed  ## look-up and update compared with stock Py
 bench-budget: $(VENV)/installed  ## cores that each stage of the prefetcher needs for a large GPU
 	$(BIN)/python -m benchmarks.budget
 
+bench-issue: $(VENV)/installed  ## how long the thread that issues a device's work is busy with a step, and who is woken how often
+	$(BIN)/python -m benchmarks.issue
+
 bench-safety: $(VENV)/installed  ## what checkpoints and --verify cost on the retail log (ROWCAST_RETAIL=folder)
 	$(BIN)/python -m benchmarks.safety
 
@@ -76,4 +84,4 @@ bench-metrics: $(VENV)/installed  ## what a scrape takes during a run, and what 
 	$(BIN)/python -m benchmarks.metrics_cost
 
 clean:
-	rm -rf $(VENV) runs
+	rm -rf $(VENV) build/compat-low build/compat-high runs

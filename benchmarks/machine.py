@@ -2,6 +2,7 @@
 
 import os
 import platform
+import shutil
 import subprocess
 from importlib.metadata import version
 from pathlib import Path
@@ -27,6 +28,9 @@ def processor() -> str:
 
 
 def commit() -> str:
+    """`unknown` outside a clone, and where git is not installed."""
+    if shutil.which("git") is None:
+        return "unknown"
     asked = subprocess.run(
         ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=Path(__file__).parent, check=False
     )

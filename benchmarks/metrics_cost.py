@@ -124,8 +124,11 @@ def count_calls(process: str, tally: Tally) -> None:
             tally.replace(counters, name, name)
     init = StageThread.__init__
 
-    def with_clock(self: StageThread, name: str, stage: Any, bell: Any, on_error: Any, on_idle: Any = None) -> None:
-        init(self, name, stage, bell, on_error, None if on_idle is None else tally.counted(f"idle: {name}", on_idle))
+    def with_clock(
+        self: StageThread, name: str, stage: Any, bell: Any, on_error: Any, on_idle: Any = None, **others: Any
+    ) -> None:
+        clock = None if on_idle is None else tally.counted(f"idle: {name}", on_idle)
+        init(self, name, stage, bell, on_error, clock, **others)
 
     StageThread.__init__ = with_clock  # type: ignore[method-assign]
     for clock in ("perf_counter", "time"):

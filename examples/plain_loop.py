@@ -85,7 +85,8 @@ class PlainTable:
             norms = (g * g).sum(1, keepdim=True).sqrt()
             weight.grad[rows] = g = g * (settings.clip_rows / (norms + 1e-6)).clamp(max=1.0)
         if settings.kind == "adam":  # trains every row of a sparse gradient, including rows with a zero gradient
-            weight.grad = torch.sparse_coo_tensor(rows[None], g, weight.shape, check_invariants=True)
+            with torch.sparse.check_sparse_tensor_invariants():  # type: ignore[no-untyped-call]
+                weight.grad = torch.sparse_coo_tensor(rows[None], g, weight.shape)
         if self.optimizer is not None:
             self.optimizer.param_groups[0]["lr"] = lr
             self.optimizer.step()

@@ -593,6 +593,9 @@ class Trainer(Section, frozen=True, kw_only=True):
     device: str = "auto"  # `auto`, `cpu`, `cuda` or `cuda:<n>`
     # threads of torch; `auto` is one for each core that the process may use, within the quota of a container
     threads: int | Literal["auto"] = "auto"
+    # `auto` takes Triton's kernels on CUDA and compiled loops on a CPU if they pass a check at the start; `torch` takes
+    # plain torch operations, which are slower
+    kernels: Literal["auto", "torch"] = "auto"
 
     def __post_init__(self) -> None:
         check_threads(self.threads)

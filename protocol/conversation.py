@@ -26,6 +26,8 @@ class Conversation:
 
     def __init__(self, session: Session, link: Link) -> None:
         self.session = session
+        # called with the type of each message once its handler has run
+        self.on_message: Callable[[type[AnyMessage]], None] = lambda kind: None
         self._failure: RowcastError | None = None  # the peer's
         self._link = link
         self._lock = threading.Lock()  # a message takes its sequence number and its place on the link together
@@ -46,6 +48,10 @@ class Conversation:
     def listen(self, handlers: Mapping[type[Any], Handler]) -> None:
         """Sets the handler of each message type. A message without a handler is only checked."""
         self._handlers.update(handlers)
+
+    def close(self) -> None:
+        """Forgets the handlers, and with them what the messages are for. Call it once nothing is received any more."""
+        self._handlers.clear()
 
     def carry(self, outgoing: RingWriter, incoming: RingReader) -> None:
         """Makes payloads travel with their messages, for ends that share no memory; `incoming` is a mirror.
@@ -91,6 +97,7 @@ class Conversation:
         handler = self._handlers.get(type(message))
         if handler is not None:
             handler(message)
+        self.on_message(type(message))
         return message
 
     def _deposit(self, message: AnyMessage, payload: Payload) -> None:

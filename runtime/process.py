@@ -5,17 +5,19 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Mapping
-from types import FrameType, TracebackType
+from functools import partial
+from types import FrameType, MappingProxyType, TracebackType
 from typing import Self
 
 from rowcast.runtime.command import say
 from rowcast.runtime.errors import PeerLost, RowcastError
-from rowcast.runtime.stages import Doorbell, Stage, StageThread
+from rowcast.runtime.stages import Doorbell, Stage, StageThread, Wakes
 from rowcast.runtime.telemetry.logs import get_logger
 
 STOPS = (signal.SIGINT, signal.SIGTERM)
 STOPPING = "stopping: the plans already made are finished first; a second signal ends the process at once"
 AT_SUDDEN_EXIT: list[Callable[[], None]] = []  # each removes what a process that ends without a clean-up would leave
+MAIN = "main"  # the thread that calls `Crew.check`
 HANG_GRACE_S = 5.0  # how long after a fatal error the main thread may take to notice it
 
 
@@ -28,7 +30,7 @@ class Signals:
     def __init__(self) -> None:
         self.stop_reason: str | None = None
         self.began_s = time.monotonic()
-        self.bell = Doorbell()  # rung by the first signal
+        self.bell = Doorbell()  # the main thread's; rung by the first signal
         self._previous: dict[int, object] = {}
 
     def __enter__(self) -> Self:
@@ -48,28 +50,58 @@ class Signals:
         if self.stop_reason is not None:
             leave_at_once(128 + number)
         self.stop_reason = signal.Signals(number).name
-        self.bell.ring()  # its lock is re-entrant, so this is safe even if the signal interrupted a wait on it
+        self.bell.ring()
 
 
 class Crew:
-    """The stage threads of a process and the first error of any of them."""
+    """The stage threads of a process, their bells, and the first error of any of them."""
 
     def __init__(self, process: str, bell: Doorbell, *, owns_process: bool = True) -> None:
-        """With `owns_process`, an error ends the process even if its main thread hangs."""
+        """`bell`: the main thread's. With `owns_process`, an error ends the process even if its main thread hangs."""
         self.error: BaseException | None = None
         self._process = process
         self._owns_process = owns_process
-        self._bell = bell
+        self._bells = {MAIN: bell}
+        self._wakes: dict[object, tuple[Doorbell, ...]] = {}
         self._threads: dict[str, StageThread] = {}
         self._stopped = threading.Event()
 
-    def start(self, stages: Mapping[str, Stage], on_idle: Mapping[str, Callable[[float], None]]) -> None:
+    def start(
+        self,
+        stages: Mapping[str, Stage],
+        on_idle: Mapping[str, Callable[[float], None]],
+        wakes: Wakes = MappingProxyType({}),
+        polls: Mapping[str, Callable[[], bool]] = MappingProxyType({}),
+    ) -> None:
+        """All but `stages` go by the names of some of these. `wakes` may name threads that this process lacks."""
+        self._bells |= {name: Doorbell() for name in stages}
+        self._wakes |= {
+            cause: tuple(self._bells[name] for name in names if name in self._bells) for cause, names in wakes.items()
+        }
         threads = {
-            name: StageThread(name, stage, self._bell, self.fail, on_idle.get(name)) for name, stage in stages.items()
+            name: StageThread(
+                name,
+                stage,
+                self._bells[name],
+                self.fail,
+                on_idle.get(name),
+                on_work=partial(self.wake_after, name),
+                polls=polls.get(name),
+            )
+            for name, stage in stages.items()
         }
         self._threads |= threads
         for thread in threads.values():
             thread.start()
+
+    def wake(self, name: str) -> None:
+        """Wakes a thread; before it has started, the main thread does its work."""
+        self._bells.get(name, self._bells[MAIN]).ring()
+
+    def wake_after(self, cause: object) -> None:
+        """Wakes the threads that `wakes` names for this cause: a thread that did something, or a type of message."""
+        for bell in self._wakes.get(cause, ()):
+            bell.ring()
 
     def stop(self) -> None:
         for thread in self._threads.values():
@@ -82,7 +114,7 @@ class Crew:
             self.error = error
             if self._owns_process:
                 threading.Thread(target=self._end_hung_process, args=(error,), name="last resort", daemon=True).start()
-        self._bell.ring()
+        self._bells[MAIN].ring()
 
     def check(self) -> None:
         if self.error is not None:

@@ -1,15 +1,26 @@
-"""Defines stages and the threads that run them.
+"""Defines stages, the threads that run them, and the bells that wake these threads.
 
 Every stage of both processes has one non-blocking `advance()`. In a process, each stage has a thread that calls it in a
-loop. In a test, one thread advances all stages of both sides, in an order that a seed decides.
+loop and a bell that the thread waits on. In a test, one thread advances all stages of both sides, in an order that a
+seed decides.
+
+No wake-up is lost. Who makes work for a thread changes its state first and rings then; the thread hushes its bell
+before it looks:
+
+    change, ring | hush, advance: sees the change
+    hush, advance | change, ring | wait: returns at once
 """
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
-IDLE_WAIT_S = 0.05  # an idle stage looks again after this time, because clocks and devices do not ring
+IDLE_WAIT_S = 0.05  # an idle stage looks again after this time, because clocks do not ring
+POLL_S = 0.0002  # between looks at what rings no bell: the events of a device, the tickets of a slow store
+
+# what has happened -> the threads that it may let go on: their bells are rung
+Wakes = Mapping[object, tuple[str, ...]]
 
 
 class Stage(Protocol):
@@ -25,26 +36,27 @@ class FunctionStage:
 
 
 class Doorbell:
-    """Wakes all idle stages of a process. Code that has changed something rings it."""
+    """Wakes the one thread that waits on it. Once rung, it stays rung until that thread hushes it or has waited."""
 
     def __init__(self) -> None:
-        self._condition = threading.Condition()
-        self._rings = 0
-
-    @property
-    def rings(self) -> int:
-        return self._rings
+        self._quiet = threading.Lock()  # held until somebody rings
+        self._quiet.acquire()
 
     def ring(self) -> None:
-        with self._condition:
-            self._rings += 1
-            self._condition.notify_all()
+        """Any thread may call it, and a signal handler. If the bell has rung already, it costs next to nothing."""
+        if self._quiet.locked():
+            try:
+                self._quiet.release()
+            except RuntimeError:  # another thread has rung since
+                return
 
-    def wait(self, seen: int, timeout_s: float = IDLE_WAIT_S) -> None:
-        """Returns once `rings` differs from `seen`, or after the time-out."""
-        with self._condition:
-            if self._rings == seen:
-                self._condition.wait(timeout_s)
+    def hush(self) -> bool:
+        """Returns whether it had rung."""
+        return self._quiet.acquire(blocking=False)
+
+    def wait(self, timeout_s: float) -> bool:
+        """Returns True once it has rung, which hushes it, or False after the time-out."""
+        return self._quiet.acquire(timeout=timeout_s)
 
 
 class StageThread:
@@ -57,13 +69,19 @@ class StageThread:
         bell: Doorbell,
         on_error: Callable[[BaseException], None],
         on_idle: Callable[[float], None] | None = None,
+        *,
+        on_work: Callable[[], None] = lambda: None,
+        polls: Callable[[], bool] | None = None,
     ) -> None:
-        self._stage = stage
+        """`on_work` is called after each `advance` that did something. `polls` returns whether the stage now waits for
+        something that rings no bell; None: it never does.
+        """
         self._bell = bell
         self._on_error = on_error
-        self._on_idle = on_idle
+        self._on_work = on_work
         self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        # arguments, so that what the stage holds can be freed once its thread has ended
+        self._thread = threading.Thread(target=self._run, args=(stage, polls, on_idle), name=name, daemon=True)
 
     def start(self) -> None:
         self._thread.start()
@@ -78,19 +96,21 @@ class StageThread:
     def alive(self) -> bool:
         return self._thread.is_alive()
 
-    def _wait(self, seen: int) -> None:
+    def _wait(self, polls: Callable[[], bool] | None, on_idle: Callable[[float], None] | None) -> None:
         began_s = time.perf_counter()
-        self._bell.wait(seen)
-        if self._on_idle is not None:
-            self._on_idle(time.perf_counter() - began_s)
+        self._bell.wait(POLL_S if polls is not None and polls() else IDLE_WAIT_S)
+        if on_idle is not None:
+            on_idle(time.perf_counter() - began_s)
 
-    def _run(self) -> None:
+    def _run(self, stage: Stage, polls: Callable[[], bool] | None, on_idle: Callable[[float], None] | None) -> None:
         try:
-            while not self._stopped.is_set():
-                seen = self._bell.rings
-                if self._stage.advance():
-                    self._bell.ring()
+            while True:
+                self._bell.hush()
+                if self._stopped.is_set():
+                    return
+                if stage.advance():
+                    self._on_work()
                 else:
-                    self._wait(seen)
+                    self._wait(polls, on_idle)
         except BaseException as error:  # noqa: BLE001 - the process must hear of any error
             self._on_error(error)

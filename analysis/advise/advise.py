@@ -153,7 +153,14 @@ class Adviser:
                 predicted=predicted,
                 half=self._points.at(half) if half >= self._trials.smallest else None,
             ),
-            host=host_memory(observed, job, own.ring_bytes, chosen.known_bytes),
+            host=host_memory(
+                observed,
+                job,
+                capacity_slots(observed, capacity_bytes),
+                chosen.horizon,
+                own.ring_bytes,
+                chosen.known_bytes,
+            ),
             device=device,
             notes=tuple(notes(facts)),
         )

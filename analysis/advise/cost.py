@@ -28,6 +28,7 @@ from rowcast.analysis.advise.read import Observed
 from rowcast.analysis.check.memory import DECODED_AHEAD
 from rowcast.job.schema import Job
 from rowcast.job.tables import GroupSpec, make_keys
+from rowcast.prefetcher.planner.group_planner import planner_bytes
 from rowcast.prefetcher.planner.planner import RowPlanner
 from rowcast.prefetcher.stores.memory_store import MemoryStore
 from rowcast.prefetcher.stores.store import finish
@@ -200,6 +201,7 @@ class HostMemoryNeed:
     touched_bytes: int  # rows that the run touches: about what the tables take at its end
     rings_bytes: int  # both rings
     ids_bytes: int  # the ids of the batches known ahead
+    planner_bytes: int  # what the planner keeps of resident and of known rows
     decoded_bytes: int  # batches that are decoded and waiting
 
 
@@ -212,7 +214,11 @@ class DeviceMemory:
     plans_bytes: int  # arrays of depth + 2 plans
 
 
-def host_memory(observed: Observed, job: Job, ring_bytes: int, known_bytes: int) -> HostMemoryNeed:
+def host_memory(
+    observed: Observed, job: Job, slots: tuple[int, ...], horizon: int, ring_bytes: int, known_bytes: int
+) -> HostMemoryNeed:
+    """`known_bytes`: ids of the batches known ahead; `horizon`: how many they are beyond the one being planned."""
+    rows_a_batch = observed.unique_rows.mean(axis=0).tolist()
     touched = sum(
         rows * group.record_bytes for rows, group in zip(observed.distinct_rows, observed.groups, strict=True)
     )
@@ -222,6 +228,9 @@ def host_memory(observed: Observed, job: Job, ring_bytes: int, known_bytes: int)
         touched_bytes=int(touched) + num_rows,  # one byte per row says whether it was trained
         rings_bytes=2 * ring_bytes,
         ids_bytes=known_bytes,
+        planner_bytes=sum(
+            planner_bytes(n, int((horizon + 1) * rows)) for n, rows in zip(slots, rows_a_batch, strict=True)
+        ),
         decoded_bytes=int(DECODED_AHEAD * job.prefetcher.workers * observed.id_bytes),
     )
 

@@ -121,6 +121,7 @@ def memory_table(advice: Advice) -> Table:
         "tables, rows of this run": host.touched_bytes,
         "two rings": host.rings_bytes,
         "ids known ahead": host.ids_bytes,
+        "the planner": host.planner_bytes,
         "batches decoded ahead": host.decoded_bytes,
     }
     right = {
@@ -129,7 +130,7 @@ def memory_table(advice: Advice) -> Table:
         "plans": device.plans_bytes,
         "beside the dense model": device.capacity_bytes + device.staging_bytes + device.plans_bytes,
     }
-    pairs = [(name, human_bytes(nbytes)) for name, nbytes in right.items()] + [("", "")]
+    pairs = [(name, human_bytes(nbytes)) for name, nbytes in right.items()] + 2 * [("", "")]
     for (name, nbytes), pair in zip(left.items(), pairs, strict=True):
         table.add_row(name, human_bytes(nbytes), *pair)
     return table

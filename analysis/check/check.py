@@ -78,7 +78,8 @@ def check_room(job: Job, seen: Seen, device: Device) -> Iterator[Finding]:
         own = sizes(job, seen.groups, seen.measured, job.lookahead.depth)
     except ConfigError:  # reported by `check_rings`
         own = Sizes(ring_bytes=MIN_RING_BYTES, staging_bytes=staging_bytes(0, MIN_RING_BYTES))
-    cache_bytes, ring_bytes, staged = cache_bytes_of(job, seen), own.ring_bytes, 2 * own.staging_bytes
+    slots, ring_bytes, staged = slots_of(job, seen), own.ring_bytes, 2 * own.staging_bytes
+    cache_bytes = sum(n * group.record_bytes for n, group in zip(slots, seen.groups, strict=True)) if slots else None
     on_host = (cache_bytes or 0) + staged if device.free_bytes is None else 0
     if transport.is_tcp:
         yield from findings_of("keys", lambda: check_keys(transport))
@@ -86,19 +87,18 @@ def check_room(job: Job, seen: Seen, device: Device) -> Iterator[Finding]:
         yield from findings_of("shared memory", lambda: check_rings(ring_bytes))
     yield from findings_of("device", lambda: check_device(device, job.model.precision, cache_bytes, staged))
     yield from findings_of("pinning", lambda: check_memlock(device, ring_bytes))
-    yield from findings_of("memory", lambda: check_memory(job, seen, free_memory(), ring_bytes, on_host))
+    yield from findings_of("memory", lambda: check_memory(job, seen, slots, free_memory(), ring_bytes, on_host))
     yield from findings_of("disk", lambda: check_disk(job, seen))
 
 
-def cache_bytes_of(job: Job, seen: Seen) -> int | None:
-    """None if the data does not open or its first batches do not fit; other checks report that."""
+def slots_of(job: Job, seen: Seen) -> tuple[int, ...]:
+    """Empty if the data does not open or its first batches do not fit; other checks report that."""
     if not seen.measured:
-        return None
+        return ()
     try:
-        slots = job_slots(job, seen.groups, seen.measured)
+        return job_slots(job, seen.groups, seen.measured)
     except ConfigError:
-        return None
-    return sum(n * group.record_bytes for n, group in zip(slots, seen.groups, strict=True))
+        return ()
 
 
 def run_check(config: Path, overrides: tuple[str, ...], *, whole: bool, json: bool) -> int:

@@ -1,15 +1,23 @@
 """Checks of host memory: what both processes of a job will hold, and what is free."""
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
 
 from rowcast.analysis.check.data import Seen
 from rowcast.analysis.check.findings import Finding, error, ok, warning
+from rowcast.job.eviction_policies import EVICTION_POLICIES
 from rowcast.job.schema import Job, parse_bytes
 from rowcast.job.stores import STORES
 from rowcast.job.tables import GroupSpec
+from rowcast.prefetcher.planner.auto_horizon import WHILE_FILLING
+from rowcast.prefetcher.planner.capacity import measure
+from rowcast.prefetcher.planner.eviction import new_policy
+from rowcast.prefetcher.planner.group_planner import planner_bytes
+from rowcast.prefetcher.planner.horizon import OCCURRENCE_BYTES
+from rowcast.prefetcher.readers.schedule import expected_train_steps
+from rowcast.prefetcher.stores.touched_rows import ROW_BYTES, TouchedRows
 from rowcast.prefetcher.stores.tracked_store import open_row_store
 from rowcast.runtime.telemetry.format_numbers import human_bytes
 
@@ -19,23 +27,26 @@ COUNTED_MODELS = ("dlrm", "dcnv2")  # by `dense_bytes`
 DENSE_COPIES = {"sgd": 2, "adagrad": 3, "adam": 4}  # weights, gradients, optimizer state
 
 
-def check_memory(job: Job, seen: Seen, free_bytes: int, ring_bytes: int, cache_bytes: int) -> Iterator[Finding]:
-    """`cache_bytes`: rows and staging of a trainer on the CPU; 0 if they are on a GPU.
+def check_memory(
+    job: Job, seen: Seen, slots: Sequence[int], free_bytes: int, ring_bytes: int, cache_bytes: int
+) -> Iterator[Finding]:
+    """`slots`: of each group; none if they are unknown. `cache_bytes`: rows and staging of a trainer on the CPU; 0 if
+    they are on a GPU.
 
     Tables take memory row by row as rows are trained: at most their size, and at most one row per look-up of an epoch.
     """
     in_memory = seen.groups if STORES[job.store.kind].in_memory else ()
-    for group in in_memory:  # raises if this machine cannot address it, as a run would
-        open_row_store(job, group, incarnation=0, checkpoint=None).close()
+    tables = sum(table_bytes(job, group, trained_rows(group, seen)) for group in in_memory)
+    trained_bytes = sum(trained_rows(group, seen) * group.record_bytes for group in seen.groups)
     parts = {
         "ids known ahead": ahead_bytes(job, seen),
+        "the planner": planning_bytes(job, seen, slots),
+        "rows written over during a checkpoint": min(parse_bytes(job.checkpoint.memory), trained_bytes),
         "rings": 2 * ring_bytes,
         "rows and staging of a trainer on the CPU": cache_bytes,
         "dense weights": dense_bytes(job, seen) * DENSE_COPIES[job.optimizer.dense.kind],
     }
     fixed = sum(parts.values())
-    # one byte per row: whether it was trained
-    tables = sum(trained_rows(group, seen) * group.record_bytes + group.num_rows for group in in_memory)
     listed = ", ".join(f"{name} {human_bytes(nbytes)}" for name, nbytes in parts.items() if nbytes)
     unknown = "" if job.model.kind in COUNTED_MODELS else f"; the dense weights of {job.model.kind} are not counted"
     grow = f", tables up to {human_bytes(tables)} as their rows are trained" if in_memory else "; tables are files"
@@ -50,6 +61,16 @@ def check_memory(job: Job, seen: Seen, free_bytes: int, ring_bytes: int, cache_b
         yield warning("memory", f"{sentence}: too little if every row is trained; free memory or make tables smaller")
     else:
         yield ok("memory", sentence)
+
+
+def table_bytes(job: Job, group: GroupSpec, num_trained: int) -> int:
+    """Bytes of memory of a group's tables once this many rows are trained, with a mark for each row and the directory of
+    rows that are numbered as they are touched. Raises ConfigError as a run would."""
+    store = open_row_store(job, group, incarnation=0, checkpoint=None)
+    store.close()
+    if isinstance(store.numbers, TouchedRows):
+        return num_trained * (group.record_bytes + ROW_BYTES + 1)
+    return num_trained * group.record_bytes + group.num_rows
 
 
 def check_disk(job: Job, seen: Seen) -> Iterator[Finding]:
@@ -90,13 +111,44 @@ def room_at(folder: Path) -> tuple[Path, int]:
 
 
 def ahead_bytes(job: Job, seen: Seen) -> int:
-    """Batches between the data and the plans: the horizon's, and those decoded ahead of it. The planner keeps about as
-    much again.
+    """Batches between the data and the plans: the horizon's, and those decoded ahead of it. Their look-ups by row take
+    about as much again.
     """
     batch = 2 * seen.largest_batch_bytes
     horizon = job.lookahead.horizon
     known = parse_bytes(job.lookahead.id_bytes) if horizon == "auto" else max(horizon, job.lookahead.depth) * batch
     return known + DECODED_AHEAD * job.prefetcher.workers * batch
+
+
+def planning_bytes(job: Job, seen: Seen, slots: Sequence[int]) -> int:
+    """What the planner keeps of resident and of known rows, once all slots are in use."""
+    if not slots:
+        return 0
+    scored, num_known = new_policy(job.cache.policy, ()).scored, likely_horizon(job, seen, slots) + 1
+    return sum(
+        planner_bytes(n, num_known * largest, scored=scored)
+        for n, largest in zip(slots, seen.largest_rows, strict=True)
+    )
+
+
+def likely_horizon(job: Job, seen: Seen, slots: Sequence[int]) -> int:
+    """Batches known beyond the one being planned. An automatic horizon grows while the slots fill, here as fast as by
+    the first batches, within its bytes and the run."""
+    lookahead = job.lookahead
+    if not EVICTION_POLICIES[job.cache.policy].looks_ahead:
+        return 0
+    if lookahead.horizon != "auto" or seen.reader is None:
+        return lookahead.horizon_batches
+    new_rows = measure(seen.groups, seen.measured).distinct_rows
+    filling = (
+        -(-n * len(seen.measured) // rows)
+        for n, rows, group in zip(slots, new_rows, seen.groups, strict=True)
+        if n < group.num_rows
+    )
+    grown = lookahead.horizon_batches + WHILE_FILLING * max(filling, default=0)
+    within_bytes = parse_bytes(lookahead.id_bytes) // (OCCURRENCE_BYTES * sum(seen.largest_rows))
+    num_steps = expected_train_steps(job, seen.reader, None)
+    return max(lookahead.horizon_batches, min(grown, within_bytes, grown if num_steps is None else num_steps))
 
 
 def dense_bytes(job: Job, seen: Seen) -> int:

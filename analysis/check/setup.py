@@ -9,6 +9,7 @@ import platform
 import re
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from importlib import metadata
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
@@ -24,14 +25,23 @@ from rowcast.runtime.telemetry.logs import get_logger
 
 DISTRIBUTION = "rowcast"
 # the others are still compared with their bounds
-SHOWN = ("rowcast", "python", "torch", "numpy", "numba", "pyarrow", "pyzmq")
+SHOWN = ("rowcast", "python", "torch", "triton", "numpy", "numba", "pyarrow", "pyzmq")
+# what CI and `make compat` were run with; nothing is known against others
+TRIED = {
+    "python": ("3.11", "3.12", "3.15"),
+    "torch": ("2.11", "2.13", "2.15"),
+    "triton": ("3.6", "3.7", "3.9"),
+    "numpy": ("2.4", "2.5"),
+}
 
 
 # versions
 
 
 def check_versions(installed: Callable[[str], metadata.Distribution] = metadata.distribution) -> Iterator[Finding]:
-    """Compares Python and packages with the lower bounds of the installed rowcast. `installed` is for tests."""
+    """Compares Python and packages with the lower bounds of the installed rowcast, and says which were never tried.
+    `installed` is for tests.
+    """
     try:
         rowcast = installed(DISTRIBUTION)
     except metadata.PackageNotFoundError:
@@ -52,7 +62,16 @@ def check_versions(installed: Callable[[str], metadata.Distribution] = metadata.
                 faults.append(
                     error("versions", f"{name} {found[name]} is older than {least}; install '{name}>={least}'")
                 )
-    yield from faults or [ok("versions", ", ".join(f"{name} {found[name]}" for name in SHOWN if name in found))]
+    with suppress(metadata.PackageNotFoundError):  # no run needs it on a CPU
+        found["triton"] = installed("triton").version
+    shown = ", ".join(f"{name} {found[name]}" for name in SHOWN if name in found)
+    yield from faults or [ok("versions", "; ".join([shown, *untried(found)]))]
+
+
+def untried(found: dict[str, str]) -> Iterator[str]:
+    for name, tried in TRIED.items():
+        if name in found and release(found[name])[:2] not in map(release, tried):
+            yield f"{name} {found[name]} was not tried ({', '.join(tried)} were)"
 
 
 def lower_bounds(requirements: list[str]) -> dict[str, str]:

@@ -1,57 +1,93 @@
-"""The device and software on which the figures were measured."""
+"""The machine, device and software on which the figures were measured, and what can be used here."""
 
 import os
 import platform
+import re
+import shutil
+from importlib.metadata import PackageNotFoundError, requires, version
 from typing import Any
 
-import numpy as np
 import torch
 
+from benchmarks.gpu_check.findings import NO_DEVICE, Findings
 from benchmarks.machine import machine
+from rowcast.protocol.transport.ring_file import SHARED_MEMORY, in_memory_buffer, shared_memory
 from rowcast.trainer.execute.page_locking import page_locked
 
 PAGE = 4096
+NEEDED = (
+    "torch", "numpy", "numba", "llvmlite", "pyarrow", "pyzmq", "msgspec", "structlog", "typer", "xxhash",
+    "prometheus-client", "safetensors", "rich", "jinja2",
+)  # fmt: skip
+OPTIONAL = ("triton", "fbgemm-gpu", "torchrec")
 
 
-def environment(device: torch.device) -> dict[str, Any]:
-    facts: dict[str, Any] = dict(machine())
-    facts |= {
-        "device": str(device),
+def check_environment(findings: Findings, device: torch.device) -> None:
+    findings.item("machine", lambda: {**machine(), **host_facts(), "device": str(device)})
+    findings.item("packages", packages)
+    if device.type != "cuda":
+        for name in ("device", "page-locked rings", "copy speed"):
+            findings.leave_out(name, NO_DEVICE)
+        return
+    findings.item("device", lambda: device_facts(device))
+    findings.item("page-locked rings", lambda: {"can_be_pinned": can_be_pinned(device)})
+    findings.item("copy speed", lambda: copy_speed(device))
+
+
+def host_facts() -> dict[str, Any]:
+    shared, free = shared_memory()
+    return {
         "linux": platform.release(),
         "host_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        str(SHARED_MEMORY): {"bytes": shared, "free": free},
+        "c_compiler": next((name for name in ("gcc", "cc", "clang") if shutil.which(name)), None),
     }
-    buffer = np.zeros(64 * PAGE, np.uint8)
-    with page_locked([buffer], device) as locked:
-        facts["rings_can_be_pinned"] = locked
-    try:
-        from importlib.metadata import version
 
-        facts["triton"] = version("triton")
-    except ImportError:
-        facts["triton"] = None
-    return facts | device_facts(device)
+
+def packages() -> dict[str, Any]:
+    """Versions; what a run needs and this machine lacks would otherwise be missed in the middle of another part."""
+    missing = sorted({need for name in NEEDED for need in (name, *needs_of(name)) if installed(need) is None})
+    return {**{name: installed(name) for name in (*NEEDED, *OPTIONAL)}, "missing": missing, "passed": not missing}
+
+
+def needs_of(name: str) -> list[str]:
+    """What an installed package needs on every machine, and what that needs."""
+    if installed(name) is None:
+        return []
+    own = [re.split(r"[^\w.-]", need)[0] for need in requires(name) or [] if ";" not in need]
+    return [need for first in own for need in (first, *needs_of(first))]
+
+
+def installed(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+def can_be_pinned(device: torch.device) -> bool:
+    with page_locked([in_memory_buffer(64 * PAGE)], device) as locked:
+        return locked
 
 
 def device_facts(device: torch.device) -> dict[str, Any]:
-    if device.type != "cuda":
-        return {}
     found = torch.cuda.get_device_properties(device)
     free, total = torch.cuda.mem_get_info(device)
     return {
         "gpu": found.name,
         "capability": f"{found.major}.{found.minor}",
+        "multiprocessors": found.multi_processor_count,
         "cuda": torch.version.cuda,
         "device_bytes": total,
         "device_bytes_free": free,
-        "copy_gbs": copy_speed(device),
     }
 
 
-def copy_speed(device: torch.device) -> dict[str, float]:
+def copy_speed(device: torch.device) -> dict[str, Any]:
     """GB/s of 256 MiB between page-locked memory and the device."""
     host = torch.empty(2**28, dtype=torch.uint8, pin_memory=True)
     far = torch.empty(2**28, dtype=torch.uint8, device=device)
-    return {"to_device": copied(host, far), "from_device": copied(far, host)}
+    return {"to_device_gbs": copied(host, far), "from_device_gbs": copied(far, host)}
 
 
 def copied(source: torch.Tensor, target: torch.Tensor, rounds: int = 8) -> float:

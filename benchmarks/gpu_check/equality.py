@@ -1,16 +1,17 @@
 """Bits: runs that move rows, compared with the loop that holds every row on the device.
 
-resident            `benchmarks.training.resident`: the plain loop of a GPU
-resident again      two runs of the same loop
-deterministic       the same under torch.use_deterministic_algorithms(True), compared with the replay of a cache that
-                    holds all rows
-both processes      at several capacities and depths: losses of every step, and the export of every row
+resident       `benchmarks.training.resident`: the plain loop of a GPU, run twice
+deterministic  the same under torch.use_deterministic_algorithms(True), compared with a cache that holds all rows
+two processes  at three capacities, depths 1 and 4, twice: losses of every step, and the export of every row
 """
 
+import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,38 +20,77 @@ import numpy.typing as npt
 import torch
 import xxhash
 
-from benchmarks.gpu_check.jobs import Size, make_job, write_job
-from benchmarks.training.recorded import slots_for, touched, train_batches
-from benchmarks.training.replay import Replay
+from benchmarks.gpu_check.findings import Findings
+from benchmarks.gpu_check.jobs import Size, batches_of, capacity_of, make_job, write_job
+from benchmarks.training.recorded import slots_for, touched
+from benchmarks.training.replay import Recording, Replay
 from benchmarks.training.resident import ResidentRun, wait_for
 from rowcast.job.schema import Job
-from rowcast.protocol.batch import ScheduledBatch
 
 Losses = npt.NDArray[np.float32]
-WAYS = (  # (share of the rows that the run touches, depth)
-    (1.0, 1),
-    (0.2, 1),
-    (0.2, 4),
-    (0.0, 4),  # one batch
-)
+SIZE = Size(batch_size=1024, steps=16, dim=16, scale=0.01, bottom_mlp=(64, 16), top_mlp=(64, 1))
+# (share of the rows that the run touches, and at least one batch; depth), the most valuable first
+WAYS = ((1.0, 1), (0.2, 4), (0.0, 1), (0.0, 4), (0.2, 1), (1.0, 4))
+CORES_A_RUN = 4
+GUESS_S = 30.0  # of a run and its export, on a bare machine
 
 
-def resident_losses(job: Job, batches: Sequence[ScheduledBatch], device: torch.device) -> Losses:
-    run = ResidentRun(job, batches, device)
-    for _ in run.issue():
-        pass
-    wait_for(run.records[0])
-    return np.array([loss.item() for loss in run.losses], np.float32)
+class Equality:
+    def __init__(self, findings: Findings, device: torch.device) -> None:
+        self._findings, self._device = findings, device
+        self._job, self._batches = make_job(SIZE, device), batches_of(SIZE, device)
+        self._known = touched(self._job, self._batches)
+        self.expected = self.resident()
+        self._export: str | None = None
+
+    def resident(self) -> Losses:
+        run = ResidentRun(self._job, self._batches, self._device)
+        for _ in run.issue():
+            pass
+        wait_for(run.records[0])
+        return np.array([loss.item() for loss in run.losses], np.float32)
+
+    def again(self) -> dict[str, Any]:
+        return self._compared(self.resident())
+
+    def replayed(self) -> dict[str, Any]:
+        """Through staging and streams, in a cache that no row leaves."""
+        slots = slots_for(self._job, self._batches, self._known.rows)
+        with Recording(self._job, self._batches, slots, self._device) as recording:
+            replay = Replay(recording, self._job)
+            replay.run()
+            return self._compared(np.array(replay.results.losses, np.float32))
+
+    def deterministic(self) -> dict[str, Any]:
+        torch.use_deterministic_algorithms(True)
+        try:
+            return {**self.replayed(), "same_as_without": equal(self.resident(), self.expected)}
+        finally:
+            torch.use_deterministic_algorithms(False)
+
+    def processes(self, share: float, depth: int) -> dict[str, Any]:
+        """The first of these calls has the cache that holds all rows; later exports are compared with its own."""
+        capacity = capacity_of(self._known, share)
+        losses, export = two_processes(self._job, capacity, depth, max(30.0, self._findings.left_s))
+        self._export = self._export or export
+        found = self._compared(losses)
+        exports = export == self._export
+        facts = {"capacity": capacity, "rows": self._known.rows, "depth": depth, "export_equal": exports}
+        return {**found, **facts, "passed": found["passed"] and exports}
+
+    def _compared(self, losses: Losses) -> dict[str, Any]:
+        if equal(losses, self.expected):
+            return {"steps": len(losses), "passed": True}
+        differ = np.flatnonzero(losses[: len(self.expected)] != self.expected[: len(losses)]).tolist()
+        return {
+            "steps": len(losses),
+            "steps_expected": len(self.expected),
+            "steps_that_differ": differ,
+            "passed": False,
+        }
 
 
-def replayed_losses(job: Job, batches: Sequence[ScheduledBatch], device: torch.device) -> Losses:
-    """Through staging and streams, in a cache that no row leaves."""
-    with Replay(job, batches, slots_for(job, batches, touched(job, batches).rows), device) as replay:
-        replay.run()
-        return np.array(replay.results.losses, np.float32)
-
-
-def processes(job: Job, capacity: int, depth: int) -> tuple[Losses, str]:
+def two_processes(job: Job, capacity: int, depth: int, limit_s: float) -> tuple[Losses, str]:
     """Losses, and a checksum of the export."""
     with tempfile.TemporaryDirectory(prefix="rowcast-check-") as folder:
         config, run_dir, out = (Path(folder) / name for name in ("job.json", "run", "model.safetensors"))
@@ -62,47 +102,32 @@ def processes(job: Job, capacity: int, depth: int) -> tuple[Losses, str]:
             lookahead={"depth": depth},
             metrics={"prefetcher": "127.0.0.1:0", "trainer": "127.0.0.1:0"},
         )
-        command(["-m", "rowcast.deploy.local", "--config", str(config)])
-        command(["-m", "rowcast.prefetcher", "export", "--run", str(run_dir), "--out", str(out)])
+        command(["-m", "rowcast.deploy.local", "--config", str(config)], limit_s)
+        command(["-m", "rowcast.prefetcher", "export", "--run", str(run_dir), "--out", str(out)], limit_s)
         return np.fromfile(run_dir / "losses.f32", np.float32), xxhash.xxh3_128_hexdigest(out.read_bytes())
 
 
-def command(arguments: Sequence[str]) -> None:
-    ended = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, timeout=300, check=False)
+def command(arguments: Sequence[str], limit_s: float) -> None:
+    ended = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, timeout=limit_s, check=False)
     if ended.returncode != 0:
         raise RuntimeError(f"{' '.join(arguments)} ended with code {ended.returncode}: {ended.stderr.strip()[-1500:]}")
 
 
-def check_equality(size: Size, device: torch.device) -> dict[str, Any]:
-    job = make_job(size, device)
-    batches = train_batches(job, None)
-    known = touched(job, batches)
-    expected = resident_losses(job, batches, device)
-    found = {
-        "resident, twice": equal(resident_losses(job, batches, device), expected),
-        "replay, all rows": equal(replayed_losses(job, batches, device), expected),
-        "deterministic algorithms": deterministic(
-            lambda: replayed_losses(job, batches, device), expected, job, batches, device
-        ),
-    }
-    exports = set()
-    for share, depth in WAYS:
-        capacity = max(int(known.rows * share), known.largest_batch)
-        losses, export = processes(job, capacity, depth)
-        exports.add(export)
-        found[f"two processes, {capacity} of {known.rows} rows, depth {depth}"] = equal(losses, expected)
-    found["exports of all capacities and depths"] = len(exports) == 1
-    return {"steps": len(expected), "equal": found, "passed": all(found.values())}
-
-
-def deterministic(
-    replayed: Callable[[], Losses], expected: Losses, job: Job, batches: Sequence[ScheduledBatch], device: torch.device
-) -> bool:
-    torch.use_deterministic_algorithms(True)
-    try:
-        return equal(replayed(), resident_losses(job, batches, device))
-    finally:
-        torch.use_deterministic_algorithms(False)
+def check_equality(findings: Findings, device: torch.device) -> None:
+    equality = Equality(findings, device)
+    findings.item("every row on the device, twice", equality.again)
+    findings.item("replay of a cache that holds all rows", equality.replayed)
+    ways = [
+        (f"two processes, {share:.0%} of the rows, depth {depth}, run {run}", partial(equality.processes, share, depth))
+        for run in (1, 2)
+        for share, depth in WAYS
+    ]
+    findings.item(*ways[0], "processes", GUESS_S)  # compiles what the others then find compiled
+    workers = max(1, len(os.sched_getaffinity(0)) // CORES_A_RUN)
+    with ThreadPoolExecutor(workers) as pool:
+        for done in [pool.submit(findings.item, *way, "processes", GUESS_S) for way in ways[1:]]:
+            done.result()
+    findings.item("deterministic algorithms", equality.deterministic)
 
 
 def equal(losses: Losses, expected: Losses) -> bool:

@@ -1,107 +1,141 @@
-"""Step times: every row on the device, the replay of a recorded stream, both processes, and tables in host memory.
+"""Step times of one batch size: every row on the device, replay, both processes, and tables in host memory.
 
-resident    our kernels, every row that the run touches on the device, nothing read or moved
-replay      the trainer with a cache of 1 or 5 % of those rows, plans and rows already in the ring
-live        both processes on this machine
-host tables stock PyTorch with tables in host memory and the dense part on the device
+resident     our kernels, every row that the run touches on the device, nothing read or moved
+replay       the trainer with a cache of 20 % of those rows, or of one batch; plans and rows already in the ring
+live         both processes on this machine (live.py)
+host tables  stock PyTorch with tables in host memory (host_tables.py)
 """
 
+import gc
 import statistics
-import tempfile
 import time
-from collections.abc import Sequence
-from pathlib import Path
+from contextlib import ExitStack
+from functools import cache, cached_property, partial
 from typing import Any
 
-import msgspec
 import numpy as np
 import torch
 
-from benchmarks.gpu_check.jobs import Size, make_job, write_job
-from benchmarks.training import ours, stock
-from benchmarks.training.recorded import Touched, slots_for, touched, train_batches
-from benchmarks.training.replay import Replay
+from benchmarks.gpu_check.findings import NO_DEVICE, Findings
+from benchmarks.gpu_check.host_tables import HostTables
+from benchmarks.gpu_check.jobs import Size, batches_of, capacity_of, make_job, with_touched_rows
+from benchmarks.gpu_check.live import live
+from benchmarks.gpu_check.timed import WARM, timed
+from benchmarks.training.recorded import slots_for, touched
+from benchmarks.training.replay import Recording, Replay
 from benchmarks.training.resident import ResidentRun, wait_for
 from rowcast.job.schema import Job
-from rowcast.protocol.batch import ScheduledBatch
+from rowcast.job.tables import group_specs
+from rowcast.trainer.models.runner import StepRunner
 
-CAPACITIES = (0.01, 0.05)
-WARM = 1 / 4  # of the steps, before timing begins
+# of the rows that the run touches, and at least one batch, which is 6 % of those of 48 batches of 16,384 and 10 % of
+# those of 24 batches of 65,536
+USUAL, TIGHT = 0.2, 0.0
 ROUNDS = 3
+GUESSES_S = {"replay": 25.0, "live": 30.0, "host": 20.0}  # of the first of each kind
+PRECISIONS = ("fp32", "tf32", "bf16")
 
 
-def resident_ms(job: Job, batches: Sequence[ScheduledBatch], device: torch.device) -> float:
-    """Per step, after the warm-up steps, which also compile kernels."""
-    run = ResidentRun(job, batches, device)
-    warm = int(len(batches) * WARM)
-    began_s = 0.0
-    for number, _ in enumerate(run.issue(), start=1):
-        if number == warm:
-            wait_for(run.records[0])
-            began_s = time.perf_counter()
-    wait_for(run.records[0])
-    return 1e3 * (time.perf_counter() - began_s) / (len(batches) - warm)
+class Speed:
+    def __init__(self, size: Size, device: torch.device, stack: ExitStack) -> None:
+        self._size, self._device, self._stack = size, device, stack
+        self._batches = batches_of(size, device)
+        self._known = touched(self.job("fp32"), self._batches)
+        self._warm = int(len(self._batches) * WARM)
+        self._recording = cache(self._record)
 
-
-def replay_ms(
-    job: Job, batches: Sequence[ScheduledBatch], slots: tuple[int, ...], device: torch.device
-) -> dict[str, Any]:
-    with Replay(job, batches, slots, device) as replay:
-        between_s = replay.run()
-        warm = int(len(between_s) * WARM)
-        rows, groups = replay.rows_moved / replay.num_steps, replay.groups
+    def batch(self) -> dict[str, Any]:
         return {
-            "ms": 1e3 * float(np.mean(between_s[warm:])),
-            "rows_a_step": rows,
-            "bytes_a_step": rows * groups[0].record_bytes,
+            "batch_size": self._size.batch_size,
+            "dimension": self._size.dim,
+            "steps": len(self._batches),
+            "rows_touched": self._known.rows,
+            "rows_of_largest_batch": self._known.largest_batch,
+        }
+
+    def job(self, precision: str) -> Job:
+        return make_job(self._size, self._device, precision)
+
+    def replay(self, precision: str, share: float) -> dict[str, Any]:
+        """In turn with every row on the device; `to_resident` is the median of the ratios within a round."""
+        job, recording = self.job(precision), self._recording(share)
+        resident_ms, replays = [], []
+        resident = self._resident(job)
+        for _ in range(ROUNDS):
+            resident_ms.append(self._resident_ms(resident))
+            gc.collect()  # the engine of the last replay is part of reference cycles, and holds device memory
+            replays.append(self._replay_ms(Replay(recording, job)))
+        ratio = statistics.median(own["ms"] / alone for own, alone in zip(replays, resident_ms, strict=True))
+        last = {**replays[-1], "ms": statistics.median(own["ms"] for own in replays)}
+        each = {"resident_ms_each": resident_ms, "ms_each": [own["ms"] for own in replays]}
+        return {"resident_ms": statistics.median(resident_ms), **last, "to_resident": ratio, **each}
+
+    def live(self, precision: str, share: float) -> dict[str, Any]:
+        return live(self.job(precision), self._batches, capacity_of(self._known, share))
+
+    def host_tables(self, precision: str) -> dict[str, Any]:
+        job, batches = with_touched_rows(self.job(precision), self._batches)
+        found = timed(HostTables(job, batches, self._device), len(batches))
+        return {**found, "threads": torch.get_num_threads()}
+
+    def _record(self, share: float) -> Recording:
+        job = self.job("fp32")  # plans do not depend on the precision
+        slots = slots_for(job, self._batches, capacity_of(self._known, share))
+        return self._stack.enter_context(Recording(job, self._batches, slots, self._device))
+
+    def _resident(self, job: Job) -> ResidentRun:
+        run = self._all_rows
+        run.runner = StepRunner(job, group_specs(job), run.records, self._batches[0].batch.dense.shape[1])
+        return run
+
+    @cached_property
+    def _all_rows(self) -> ResidentRun:
+        return ResidentRun(self.job("fp32"), self._batches, self._device)
+
+    def _resident_ms(self, run: ResidentRun) -> float:
+        """Per step, after the warm-up steps, which also compile kernels."""
+        began_s = 0.0
+        for number, _ in enumerate(run.issue(), start=1):
+            if number == self._warm:
+                wait_for(run.records[0])
+                began_s = time.perf_counter()
+        wait_for(run.records[0])
+        return 1e3 * (time.perf_counter() - began_s) / (len(run.steps) - self._warm)
+
+    def _replay_ms(self, replay: Replay) -> dict[str, Any]:
+        replay.run(self._warm)
+        warm, before = len(replay.peer.done_s), dict(replay.counters.phases)
+        between_s = replay.run()[warm - 1 :]
+        phases = {phase: seconds - before[phase] for phase, seconds in replay.counters.phases.items()}
+        groups = replay.counters.groups.values()
+        return {
+            "ms": 1e3 * float(np.mean(between_s)),
+            "phases_ms": {str(phase): 1e3 * seconds / len(between_s) for phase, seconds in phases.items()},
+            "rows_a_step": sum(group.rows_fetched for group in groups) / replay.num_steps,
+            "bytes_to_device_a_step": sum(group.row_bytes_to_device for group in groups) / replay.num_steps,
             "cache_bytes": sum(records.nbytes for records in replay.records),
             "staging_bytes": replay.engine.cache.staging_bytes,
             "plans_bytes": replay.engine.cache.plans_bytes,
-            "pinned": replay.is_pinned,
         }
 
 
-def live(job: Job, known: Touched, share: float) -> dict[str, Any]:
-    """Both processes, started as a user starts them."""
-    with tempfile.TemporaryDirectory(prefix="rowcast-check-") as folder:
-        config = Path(folder) / "job.json"
-        write_job(config, job)
-        capacity = f'cache.capacity="{max(int(known.rows * share), known.largest_batch)} rows"'
-        found = ours.run(config, [capacity], None)
-        return {"ms": 1e3 * found.wall_s / found.steps, **msgspec.to_builtins(found)}
+def check_speed(findings: Findings, device: torch.device, size: Size) -> None:
+    with ExitStack() as stack:
+        speed = Speed(size, device, stack)
+        findings.item("batches", speed.batch)
+        for name, work in in_order(speed):
+            kind = name.split()[1]  # replay, live or host
+            if "tf32" in name and device.type != "cuda":
+                findings.leave_out(name, NO_DEVICE)
+            else:
+                findings.item(name, work, kind, GUESSES_S[kind])
 
 
-def host_tables_ms(job: Job, device: torch.device) -> float:
-    found = stock.run(job, None, torch.device("cpu"), device)
-    return 1e3 * found.wall_s / found.steps
-
-
-def check_speed(
-    size: Size, device: torch.device, precision: str, batches: Sequence[ScheduledBatch], *, whole: bool
-) -> dict[str, Any]:
-    """`whole`: also both processes and host tables, which take longer."""
-    job = make_job(size, device, precision)
-    known = touched(job, batches)
-    found: dict[str, Any] = {"batch_size": size.batch_size, "precision": precision, "rows_touched": known.rows}
-    ways = {share: slots_for(job, batches, max(int(known.rows * share), known.largest_batch)) for share in CAPACITIES}
-    resident: list[float] = []
-    replays: dict[float, list[dict[str, Any]]] = {share: [] for share in CAPACITIES}
-    for _ in range(ROUNDS):
-        resident.append(resident_ms(job, batches, device))
-        for share, slots in ways.items():
-            replays[share].append(replay_ms(job, batches, slots, device))
-    found["resident_ms"] = resident
-    for share, each in replays.items():
-        ratio = statistics.median(own["ms"] / alone for own, alone in zip(each, resident, strict=True))
-        found[f"replay_{share:.0%}"] = {"ms": [own["ms"] for own in each], "to_resident": ratio, **each[-1]}
-    if whole:
-        alone = statistics.median(resident)
-        for share in CAPACITIES:
-            found[f"live_{share:.0%}"] = {**(run := live(job, known, share)), "to_resident": run["ms"] / alone}
-        found["host_tables_ms"] = host_tables_ms(job, device)
-        found["host_tables_to_live"] = found["host_tables_ms"] / found[f"live_{CAPACITIES[-1]:.0%}"]["ms"]
-    return found
-
-
-def batches_of(size: Size, device: torch.device) -> list[ScheduledBatch]:
-    return train_batches(make_job(size, device), None)
+def in_order(speed: Speed) -> list[tuple[str, Any]]:
+    """The most valuable measurement first."""
+    usual = [(f"{precision}, replay 20 %", partial(speed.replay, precision, USUAL)) for precision in PRECISIONS]
+    lives = [(f"{precision}, live 20 %", partial(speed.live, precision, USUAL)) for precision in PRECISIONS]
+    hosts = [(f"{precision}, host tables", partial(speed.host_tables, precision)) for precision in PRECISIONS]
+    tight = [("fp32, replay one batch", partial(speed.replay, "fp32", TIGHT))]
+    tight_live = [("fp32, live one batch", partial(speed.live, "fp32", TIGHT))]
+    return [usual[0], lives[0], hosts[0], *usual[1:], *tight, *tight_live, *lives[1:], *hosts[1:]]

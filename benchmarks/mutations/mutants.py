@@ -21,6 +21,9 @@ CODEC = "tests/protocol/test_codec.py"
 COMPILED = "tests/kernels/test_compiled.py::test_steps_have_the_bits_of_torch"
 DAMAGE = "tests/checkpoints/test_damage.py"
 EXACT = "tests/system/test_exact.py::test_every_way_to_train_gives_the_bits_of_the_plain_loop"
+FROZEN_ROWS = "tests/stores/test_frozen_rows.py"
+GOING_ON = "tests/checkpoints/test_going_on.py"
+FALLBACK = "tests/kernels/test_triton_fallback.py"
 LIVES = "tests/simulation/test_lives.py::test_every_life_ends_with_the_bits_of_the_plain_loop"
 ORDER = "tests/protocol/test_order.py::test_what_is_out_of_order_is_refused_with_both_numbers"
 PEERS = "tests/system/test_peers.py"
@@ -35,6 +38,7 @@ STORES = "tests/stores"
 TIGHT = "tests/system/test_tight.py::test_plans_larger_than_the_ring_pass_a_cache_of_one_batch_with_a_late_store"
 TOUCHED_ROWS = "tests/trainer/test_row_optimizers.py::test_touched_rows_end_with_the_bits_of_the_whole_table"
 TRITON = "tests/kernels/test_triton.py::test_a_step_of_the_rows_has_the_bits_of_torch"
+TRITON_ROWS = "tests/kernels/test_triton_gpu_check.py"
 VERIFY = "tests/verify/test_verify.py"
 WAITS = "tests/system/test_device_order.py::test_every_order_that_the_waits_allow_gives_the_bits_of_the_plain_loop"
 WRITER = "tests/checkpoints/test_writer.py"
@@ -285,19 +289,19 @@ PREFETCHER = (
     ),
     Mutant(
         "training does not make a row dirty",
-        'row["flags"] |= DIRTY if train else 0',
-        'row["flags"] |= 0',
+        "(DIRTY if train else 0)",
+        "0",
         PLANS,
     ),
     Mutant(
         "a row loses its dirty flag on the way to its next use",
-        'before["flags"], before["score"]',
-        'before["flags"] & PINNED, before["score"]',
+        'target["slot"], target["use"] = source["slot"], source["use"]',
+        'target["slot"], target["use"] = source["slot"], source["use"] & ~DIRTY',
         PLANS,
     ),
     Mutant(
         "a row that came home at a barrier stays dirty",
-        'self.occurrences.rows["flags"] &= ~DIRTY',
+        'row["use"] &= ~DIRTY',
         "pass",
         f"{PLANNER}::test_a_barrier_lists_dirty_rows_once_and_settles_what_is_pending",
     ),
@@ -327,14 +331,14 @@ PREFETCHER = (
     ),
     Mutant(
         "a pinned row may leave",
-        'count += row["slot"] != NONE and not row["flags"] & PINNED',
-        'count += row["slot"] != NONE',
+        'count += row["slot"] >= 0 and not row["use"] & PINNED',
+        'count += row["slot"] >= 0',
         PLANS,
     ),
     Mutant(
         "a row forgets that it left dirty",
-        'rows.step if row["flags"] & DIRTY else NONE',
-        "NONE",
+        'rows.step << FLAG_BITS if row["use"] & DIRTY else UNUSED',
+        "UNUSED",
         PLANS,
     ),
     Mutant(
@@ -446,7 +450,7 @@ PREFETCHER = (
         f"{LIVES}[0]",
     ),
     Mutant(
-        "the dense side is handed on before its barrier's rows are copied",
+        "the dense side is handed on, and rows are frozen, before they are home",
         "self.state is not PrefetcherState.SAVING or not",
         "not",
         f"{LIVES}[0]",
@@ -483,7 +487,7 @@ PREFETCHER = (
     ),
     Mutant(
         "a row that was written is not marked as changed",
-        "set_bits(self._changed, self._numbers.of(keys))",
+        "set_bits(self._changed, numbers)",
         "pass",
         f"{CHANGED_ROWS}::test_a_row_has_changed_from_its_write_until_the_store_is_settled",
     ),
@@ -543,9 +547,41 @@ PREFETCHER = (
     ),
     Mutant(
         "a checkpoint leaves its rows changed",
-        "for store in self._stores: store.settle()",
+        "changed, self._changed = self._changed, np.zeros(len(self._changed), np.uint64)",
+        "changed = self._changed.copy()",
+        f"{FROZEN_ROWS}::test_a_frozen_store_has_no_changed_row_until_one_is_written",
+    ),
+    Mutant(
+        "a checkpoint's rows are written over",
+        "frozen.set_aside(keys, numbers)",
         "pass",
-        f"{LIVES}[0]",
+        f"{GOING_ON}::test_a_checkpoint_that_is_written_late_has_the_rows_of_its_barrier",
+    ),
+    Mutant(
+        "a row that is written over twice has the later bytes in a checkpoint",
+        "left = found_rows(numbers, self._pending, self._aside)",
+        "left = found_rows(numbers, self._pending, np.zeros_like(self._pending))",
+        f"{FROZEN_ROWS}::test_a_row_is_set_aside_once_and_not_after_it_was_handed_out[memory]",
+    ),
+    Mutant(
+        "a row that a checkpoint has is set aside",
+        "clear_bits(self._pending, numbers[stored])",
+        "pass",
+        f"{FROZEN_ROWS}::test_a_row_is_set_aside_once_and_not_after_it_was_handed_out[memory]",
+    ),
+    Mutant(
+        "rows are set aside while a checkpoint copies them",
+        "def set_aside(self, keys: Keys, numbers: I64) -> None: "
+        '"""Must be called before these rows are written. There must be room.""" with self._lock:',
+        "def set_aside(self, keys: Keys, numbers: I64) -> None:\n        if True:",
+        f"{FROZEN_ROWS}::test_two_threads_give_the_same_rows_as_one",
+    ),
+    Mutant(
+        "rows come home where there is no room beside a checkpoint's",
+        "if not self._inbox or self.waits_for_checkpoint:",
+        "if not self._inbox:",
+        "tests/system/test_stalls.py"
+        "::test_rows_that_find_no_room_beside_those_of_a_checkpoint_are_counted_under_checkpoint",
     ),
     Mutant(
         "a row file is named before it is on the disk",
@@ -732,8 +768,8 @@ TRAINER = (
     ),
     Mutant(
         "chunks of long rows lie over the plan's arrays",
-        "self._block[header.arrays_bytes : header.arrays_bytes + block.nbytes]",
-        "self._block[: block.nbytes]",
+        "self._block[header.arrays_bytes : header.arrays_bytes + nbytes]",
+        "self._block[:nbytes]",
         "tests/trainer/test_plan_memory.py",
     ),
     Mutant(
@@ -747,6 +783,24 @@ TRAINER = (
         "num_lookups // CHUNK_LOOKUPS + long_rows",
         "num_lookups // CHUNK_LOOKUPS",
         "tests/kernels/test_chunks.py",
+    ),
+    Mutant(
+        "a row's padding is trained with it",
+        "if WIDTH > D:",
+        "if WIDTH < D:",
+        "tests/kernels/test_triton.py::test_padding_and_other_slots_are_never_changed",
+    ),
+    Mutant(
+        "the check lets through what is not a number",
+        "if not torch.all((own - expected).abs() <= allowed):",
+        "if torch.any((own - expected).abs() > allowed):",
+        f"{FALLBACK}::test_an_update_that_is_not_a_number_is_found",
+    ),
+    Mutant(
+        "Triton's kernels are chosen although they differ",
+        "return triton_ops if found is None else",
+        "return triton_ops if found is not None else",
+        f"{FALLBACK}::test_long_rows_that_are_not_trained_are_found",
     ),
     Mutant(
         "the bytes before a piece's rows are staged too",
@@ -976,6 +1030,18 @@ TRAINER = (
         "work(*first_range) for task in running: task.result()",
         "work(*first_range)",
         "tests/kernels/test_compiled.py::test_an_error_in_a_thread_is_raised_for_the_caller",
+    ),
+    Mutant(
+        "Triton takes rows whose parts lie in several memories",
+        "not 0 < offset < record_bytes",
+        "False",
+        f"{TRITON_ROWS}::test_rows_whose_parts_lie_in_several_memories_are_refused",
+    ),
+    Mutant(
+        "Triton takes parts of another stride",
+        "stride != record_bytes or",
+        "False or",
+        f"{TRITON_ROWS}::test_a_master_of_another_stride_is_refused",
     ),
     Mutant(
         "Adagrad in Triton divides by the root alone",

@@ -7,7 +7,7 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from prometheus_client.parser import text_string_to_metric_families
@@ -24,8 +24,13 @@ PHASES = "rowcast_phase_seconds"
 Metrics = dict[str, float]  # seconds in each phase
 
 
-def run(config: Path, settings: Sequence[str], steps: int | None) -> Outcome:
-    """Raises RuntimeError with a process's output if it fails."""
+def run(
+    config: Path,
+    settings: Sequence[str],
+    steps: int | None,
+    watch: Callable[[Sequence[Sample]], None] = lambda samples: None,
+) -> Outcome:
+    """`watch` receives the trainer's metrics every POLL_S. Raises RuntimeError with a process's output if it fails."""
     with tempfile.TemporaryDirectory(prefix="rowcast-bench-") as folder:
         run_dir = Path(folder) / "run"
         ports = dict(zip(PROCESSES, free_ports(len(PROCESSES)), strict=True))
@@ -36,7 +41,10 @@ def run(config: Path, settings: Sequence[str], steps: int | None) -> Outcome:
         while started["trainer"].poll() is None:
             time.sleep(POLL_S)
             for name, port in ports.items():
-                last[name] = phases(port) or last[name]
+                samples = scraped(port)
+                last[name] = phases(samples) or last[name]
+                if name == "trainer":
+                    watch(samples)
         terminate(started, 120)
         return outcome(read_report(run_dir / "report.json"), last)
 
@@ -52,9 +60,8 @@ def free_ports(count: int) -> Iterator[int]:
         listening.close()
 
 
-def phases(port: int) -> Metrics:
-    """Empty if the process does not answer."""
-    return {sample.labels["phase"]: sample.value for sample in scraped(port) if sample.name == f"{PHASES}_total"}
+def phases(samples: Sequence[Sample]) -> Metrics:
+    return {sample.labels["phase"]: sample.value for sample in samples if sample.name == f"{PHASES}_total"}
 
 
 def scraped(port: int) -> list[Sample]:

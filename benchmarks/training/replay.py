@@ -7,6 +7,8 @@ over that of `resident.py`, which has every row on the device, is what the overl
     recorded plans + rows -> one ring, never reused
     Peer    StepReady(p) once step p - depth - 1 is done; takes RowsBack and releases its bytes
 
+A `Recording` is made once; each `Replay` of it begins with empty slots and an untrained model.
+
 The rows are those of an untrained table: a row that returns has its first value again. So speeds are meaningful here,
 and losses only if no row leaves the cache.
 """
@@ -15,8 +17,9 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from types import TracebackType
-from typing import Self
+from typing import Protocol, Self
 
 import numpy as np
 import torch
@@ -34,8 +37,10 @@ from rowcast.protocol.transport.inproc import inproc_pair
 from rowcast.protocol.transport.ring import RingReader, RingWriter, release
 from rowcast.protocol.transport.ring_file import in_memory_buffer
 from rowcast.trainer.execute.engine import TrainerEngine, TrainerParts, ring_ends
+from rowcast.trainer.execute.loop import ModelState, Steps
 from rowcast.trainer.execute.metrics import new_counters
 from rowcast.trainer.execute.page_locking import page_locked
+from rowcast.trainer.execute.phases import phase_clock
 from rowcast.trainer.execute.slots import make_records
 from rowcast.trainer.execute.streams import make_streams
 from rowcast.trainer.models.model_state import Tensors
@@ -105,31 +110,31 @@ class Losses:
     def restore(self, tensors: Tensors) -> None: ...
 
 
-class Replay:
-    """A context: rings stay page-locked inside it."""
+class Recording:
+    """Plans and rows in a ring. A context: rings stay page-locked inside it, and runs may start, one after another."""
 
     def __init__(
-        self, job: Job, batches: Sequence[ScheduledBatch], slots: tuple[int, ...], device: torch.device
+        self,
+        job: Job,
+        batches: Sequence[ScheduledBatch],
+        slots: tuple[int, ...],
+        device: torch.device,
     ) -> None:
         self.groups = group_specs(job)
         packed = [pack(recorded, self.groups) for recorded in recorded_plans(job, batches, slots)]
-        self.num_steps = len(packed)
-        self.samples = [own.recorded.batch.size for own in packed]
         self.rows_moved = sum(len(own.fetch) for each in packed for own in each.recorded.plan.groups)
         payloads = [own.pieces[0].nbytes for own in packed]
-        self._job, self._slots, self._device = job, slots, device
-        self._fetch_buffer = in_memory_buffer(sum(payloads) + GUARDS * len(payloads) + 2 * max(payloads))
-        self._back_buffer = in_memory_buffer(aligned(BACK_PLANS * 2 * max(payloads), 4096))
-        writer = RingWriter(self._fetch_buffer)
-        self._messages = [self._message(own, writer) for own in packed]
-        self._staging_bytes = 2 * aligned(max(payloads), 64)
+        self.slots, self.device = slots, device
+        self.fetch_buffer = in_memory_buffer(sum(payloads) + GUARDS * len(payloads) + 2 * max(payloads))
+        self.back_buffer = in_memory_buffer(aligned(BACK_PLANS * 2 * max(payloads), 4096))
+        writer = RingWriter(self.fetch_buffer)
+        self.messages = [self._message(own, writer, job.job.seed) for own in packed]
+        self.num_dense = packed[0].recorded.batch.dense.shape[1]
+        self.staging_bytes = 2 * aligned(max(payloads), 64)
         self._stack = ExitStack()
-        self.results = Losses()
 
     def __enter__(self) -> Self:
-        buffers = [self._fetch_buffer, self._back_buffer]
-        self.is_pinned = self._stack.enter_context(page_locked(buffers, self._device))
-        self._make()
+        self.is_pinned = self._stack.enter_context(page_locked([self.fetch_buffer, self.back_buffer], self.device))
         return self
 
     def __exit__(
@@ -137,14 +142,14 @@ class Replay:
     ) -> None:
         self._stack.close()
 
-    def _message(self, packed: Packed, writer: RingWriter) -> StepReady:
+    def _message(self, packed: Packed, writer: RingWriter, seed: int) -> StepReady:
         (piece,), plan = packed.pieces, packed.recorded.plan
         slot = writer.try_allocate(piece.nbytes)
         assert slot is not None, "the ring was made for all plans"
         packed.block.write(0, slot.payload[: packed.block.nbytes])
         for span in piece.rows:
             keys = plan.groups[span.group].fetch.keys[span.start : span.start + span.count]
-            rows = first_records(self.groups[span.group], self._job.job.seed, keys).reshape(-1)
+            rows = first_records(self.groups[span.group], seed, keys).reshape(-1)
             slot.payload[span.offset : span.offset + len(rows)] = rows
         return StepReady(
             step=plan.step,
@@ -156,22 +161,33 @@ class Replay:
             rows=piece.rows,
         )
 
-    def _make(self) -> None:
-        job, device = self._job, self._device
+
+class Runner(Steps, ModelState, Protocol):
+    """What computes the steps, and keeps a model's state."""
+
+
+MakeRunner = Callable[[tuple[GroupSpec, ...], list[torch.Tensor], int], Runner]  # groups, records, dense features
+
+
+class Replay:
+    """One run of a recording, by a trainer with empty slots."""
+
+    def __init__(self, recording: Recording, job: Job, make_runner: MakeRunner | None = None) -> None:
+        """`job` differs from the recorded one in its model only. `make_runner`: None makes the job's own model."""
+        device = recording.device
         near, far = inproc_pair()
         theirs, ours = Conversation(Session("prefetcher", 1), near), Conversation(Session("trainer"), far)
-        num_dense = next(message.plan.arrays[0].shape[1] for message in self._messages if message.plan is not None)
         welcome = Welcome(
             protocol_version=PROTOCOL_VERSION,
             run_id="replay",
             incarnation=1,
             pid=1,
-            slots=self._slots,
-            num_dense=num_dense,
+            slots=recording.slots,
+            num_dense=recording.num_dense,
             depth=job.lookahead.depth,
-            fetch_ring=RingSpec(path="", nbytes=len(self._fetch_buffer)),
-            back_ring=RingSpec(path="", nbytes=len(self._back_buffer)),
-            staging_bytes=self._staging_bytes,
+            fetch_ring=RingSpec(path="", nbytes=len(recording.fetch_buffer)),
+            back_ring=RingSpec(path="", nbytes=len(recording.back_buffer)),
+            staging_bytes=recording.staging_bytes,
             train_steps=None,
             first_train_step=0,
             restore_bytes=0,
@@ -182,30 +198,41 @@ class Replay:
         theirs.send(welcome)
         ours.advance()
         streams = make_streams(device)
-        self.records = make_records(self._slots, self.groups, device)
-        self.runner = StepRunner(job, self.groups, self.records, num_dense)
+        self.num_steps = len(recording.messages)
+        self.results, self.counters = Losses(), new_counters(recording.groups)
+        self.records = make_records(recording.slots, recording.groups, device)
+        clock = phase_clock(streams.compute, self.counters.spent)
+        if make_runner is None:
+            make_runner = partial(StepRunner, job, clock=clock)
+        self.runner = make_runner(recording.groups, self.records, recording.num_dense)
         self.engine = TrainerEngine(
             TrainerParts(
-                groups=self.groups,
+                groups=recording.groups,
                 welcome=welcome,
                 conversation=ours,
                 rings=ring_ends(
-                    self._fetch_buffer, self._back_buffer, device, page_locked=self.is_pinned, mirrored=False
+                    recording.fetch_buffer,
+                    recording.back_buffer,
+                    device,
+                    page_locked=recording.is_pinned,
+                    mirrored=False,
                 ),
                 streams=streams,
                 records=self.records,
                 model=self.runner,
                 steps=self.runner,
                 results=self.results,
-                counters=new_counters(self.groups),
+                counters=self.counters,
+                clock=clock,
             )
         )
-        self.peer = Peer(theirs, self._messages, job.lookahead.depth, RingReader(self._back_buffer))
+        self.peer = Peer(theirs, recording.messages, job.lookahead.depth, RingReader(recording.back_buffer))
 
-    def run(self, until: Callable[[], bool] | None = None) -> list[float]:
-        """Seconds between the ends of successive steps, up to the end or until a condition holds."""
+    def run(self, steps: int | None = None) -> list[float]:
+        """Runs until `steps` steps of the run are done, or all. Seconds between the ends of successive steps."""
+        last = self.num_steps if steps is None else steps
         advances = [stage.advance for stage in (*self.engine.stages.values(), self.peer)]
-        while len(self.peer.done_s) < self.num_steps and not (until and until()):
+        while len(self.peer.done_s) < last:
             for advance in advances:
                 advance()
         return np.diff(self.peer.done_s).tolist()

@@ -69,6 +69,7 @@ class CheckpointWriter:
         bytes written for it."""
         assert keep >= 1, f"keep = {keep}: the newest checkpoint always stays"
         self.newest = newest
+        self.on_offer: Callable[[], None] = lambda: None  # called when `advance` has something to do
         self.work = 0  # increases with progress
         self.num_files = 0  # written for the last checkpoint, including a merge's
         self.bytes_written = 0  # of the last checkpoint, to those files
@@ -97,6 +98,7 @@ class CheckpointWriter:
         self._work = self._make(
             CheckpointStart(position=position, finished=finished, reason=reason, began_s=time.perf_counter())
         )
+        self.on_offer()
 
     def offer_dense(self, content: bytes) -> bool:
         """Takes the next piece of the dense safetensors file. Returns False while QUEUE_BYTES wait to be written: try
@@ -131,7 +133,9 @@ class CheckpointWriter:
     def _put(self, item: QueuedDensePiece | Complete) -> bool:
         assert self.busy, "the model state must be offered after begin"
         assert not self._complete, "nothing may be offered after finish"
-        return self._queue.put(item)
+        taken = self._queue.put(item)
+        self.on_offer()
+        return taken
 
     def _make(self, start: CheckpointStart) -> Steps:
         folder = self._checkpoints.root / folder_name(start.position)

@@ -17,13 +17,14 @@ A barrier (`barrier.py`) replaces the fetcher's work between two plans; the writ
 """
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal, get_args
 
 from rowcast.job.schema import Job
 from rowcast.job.tables import GroupSpec
-from rowcast.prefetcher.pipeline.barrier import Checkpointer, PrefetcherBarrier
+from rowcast.prefetcher.pipeline.barrier import Checkpointer, PrefetcherBarrier, PrefetcherState
 from rowcast.prefetcher.pipeline.fetcher import Fetcher, Limits
 from rowcast.prefetcher.pipeline.metrics import PrefetcherCounters
 from rowcast.prefetcher.pipeline.plan_stream import PlanStream
@@ -49,9 +50,24 @@ from rowcast.protocol.messages import (
 from rowcast.protocol.session import check_hello
 from rowcast.protocol.transport.ring import RingReader, RingWriter
 from rowcast.runtime.position import Position
-from rowcast.runtime.stages import FunctionStage, Stage
+from rowcast.runtime.stages import FunctionStage, Stage, Wakes
 
 Thread = Literal["mail", "planning", "fetcher", "write-back"]
+
+# a message, or a turn of a thread -> the threads that it may let go on; nobody else waits for it
+WAKES: Wakes = {
+    Hello: ("fetcher", "main"),  # rows may be sent
+    StepDone: ("planning", "fetcher"),  # plans and rows may run one step further ahead
+    Released: ("fetcher",),  # room in the fetch ring
+    RowsBack: ("write-back",),
+    Saved: ("write-back",),
+    StopRequest: ("planning",),
+    Bye: ("main",),
+    "planning": ("fetcher",),  # a plan
+    "fetcher": ("write-back",),  # a plan that returns no rows is home; a barrier takes the model state
+    "write-back": ("fetcher",),  # rows are home
+    "checkpoint": ("fetcher", "write-back"),  # room for rows and model state; the checkpoint is durable
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -170,6 +186,14 @@ class PrefetcherEngine:
                 home = self.writeback.note_home()
                 saved = self.barrier.take_dense()
                 return written or released or home or saved
+
+    @property
+    def polls(self) -> dict[str, Callable[[], bool]]:
+        """Whether a thread waits for the tickets of a store, which ring no bell."""
+        return {
+            "fetcher": lambda: self.fetcher.awaits_store or self.barrier.state is PrefetcherState.VERIFYING,
+            "write-back": lambda: self.writeback.is_writing,
+        }
 
     @property
     def finished(self) -> bool:

@@ -100,6 +100,11 @@ class Fetcher:
         return len(self._reading)
 
     @property
+    def awaits_store(self) -> bool:
+        """Whether the oldest piece was not read completely when the fetcher last looked."""
+        return bool(self._reading) and bool(self._reading[0].tickets)
+
+    @property
     def is_between_plans(self) -> bool:
         return self._outgoing is None
 

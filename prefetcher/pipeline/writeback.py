@@ -85,6 +85,10 @@ class Writeback:
         """Whether rows are in the ring whose write has not begun."""
         return bool(self._inbox)
 
+    @property
+    def is_writing(self) -> bool:
+        return bool(self._writing)
+
     def expect(self, step: int | None, barrier: int | None, keys: tuple[Keys, ...]) -> None:
         """Must be called before the plan or barrier is sent. `keys` are in the order in which the rows will come."""
         nothing = barrier is None and not any(len(part) for part in keys)

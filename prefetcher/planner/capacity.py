@@ -6,14 +6,15 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rowcast.job.schema import Job, parse_bytes
+from rowcast.job.schema import Job, Lookahead, parse_bytes
 from rowcast.job.tables import GroupSpec, rows_in
+from rowcast.prefetcher.planner.directory import MOST_ROWS
 from rowcast.prefetcher.planner.grouping import Grouper
+from rowcast.prefetcher.planner.horizon import OCCURRENCE_BYTES
 from rowcast.protocol.batch import ScheduledBatch
 from rowcast.runtime.errors import ConfigError
 
 MEASURED_BATCHES = 32
-MAX_SLOTS = 2**31 - 1  # a slot is an int32
 TOUCHES = f"a batch among the first {MEASURED_BATCHES} touches"
 
 
@@ -53,8 +54,30 @@ def job_slots(job: Job, groups: tuple[GroupSpec, ...], batches: Sequence[Schedul
     fixed = {
         group.name: rows_in(group, job.cache.groups[group.name]) for group in groups if group.name in job.cache.groups
     }
-    return divide_capacity(
-        groups, measure(groups, batches), capacity_bytes=nbytes, capacity_rows=rows, fixed_rows=fixed
+    touched = measure(groups, batches)
+    slots = divide_capacity(groups, touched, capacity_bytes=nbytes, capacity_rows=rows, fixed_rows=fixed)
+    for group, n, largest_batch_rows in zip(groups, slots, touched.largest_batch_rows, strict=True):
+        check_trackable(group, n, known_rows(job.lookahead, largest_batch_rows), alone=len(groups) == 1)
+    return slots
+
+
+def known_rows(lookahead: Lookahead, largest_batch_rows: int) -> int:
+    """The most rows of a group that the known batches, and one more that enters, touch."""
+    rows = (lookahead.horizon_batches + 2) * largest_batch_rows
+    return rows if lookahead.horizon != "auto" else max(rows, parse_bytes(lookahead.id_bytes) // OCCURRENCE_BYTES)
+
+
+def check_trackable(group: GroupSpec, num_slots: int, num_known: int, *, alone: bool) -> None:
+    """Raises ConfigError if the planner cannot keep track of all resident and all known rows. `alone`: the job has no
+    other group."""
+    if min(group.num_rows, num_slots + num_known) <= MOST_ROWS:
+        return
+    most = MOST_ROWS - num_known
+    key = "cache.capacity" if alone else f"cache.groups.{group.name}"
+    change = f'set {key} = "{most} rows" or less' if most > 0 else "lower lookahead.horizon or lookahead.id_bytes"
+    raise ConfigError(
+        f"the capacity gives group {group.name} {num_slots} slots, and batches known ahead touch up to {num_known} "
+        f"rows, but the planner keeps track of at most {MOST_ROWS} rows of a group; {change}"
     )
 
 
@@ -77,7 +100,7 @@ def divide_capacity(
         assert len(groups) == 1, f"a capacity in rows for {len(groups)} groups"
         capacity_bytes = capacity_rows * groups[0].record_bytes
     assert capacity_bytes is not None
-    limits = [min(group.num_rows, MAX_SLOTS) for group in groups]
+    limits = [group.num_rows for group in groups]
     record_bytes = [group.record_bytes for group in groups]
     shares = [rows * nbytes for rows, nbytes in zip(touched.distinct_rows, record_bytes, strict=True)]
     slots = list(touched.largest_batch_rows)

@@ -26,6 +26,10 @@ NOWHERE = -1  # instead of a position: the row was not tracked
 EMPTY = np.uint64(2**64 - 1)
 LOW, POSITION_BITS = np.uint64(2**32 - 1), np.uint64(32)
 INITIAL_CELLS = 2048
+CELLS_A_ROW = 2.5  # at least
+CELL_BYTES = 8
+MOST_CELLS = 2**31  # as many as 31 bits of a hash tell apart
+MOST_ROWS = int(MOST_CELLS / CELLS_A_ROW)  # that can be tracked
 AHEAD = 24  # how many cells ahead the processor prefetches
 
 
@@ -35,7 +39,7 @@ class Directory(NamedTuple):
     Loops take the arrays, not the tuple: passing the tuple makes a call for a single row several times as expensive.
     """
 
-    cells: U64  # a power of two of them, at most a third in use
+    cells: U64  # a power of two of them, at most two fifths in use
     num_tracked: I64  # [1]
 
 
@@ -44,18 +48,22 @@ def new_directory(num_cells: int = INITIAL_CELLS) -> Directory:
     return Directory(np.full(num_cells, EMPTY), np.zeros(1, np.int64))
 
 
-def with_room(directory: Directory, num_new: int) -> Directory:
-    num_cells = len(directory.cells)
-    needed = 3 * (int(directory.num_tracked[0]) + num_new)
-    if needed <= num_cells:
-        return directory
-    while num_cells < needed:
+def reserve(directory: Directory, num_new: int) -> None:
+    """Makes room for `num_new` more rows, in place: no view of the cells may be kept."""
+    cells, before = directory.cells, len(directory.cells)
+    num_cells = cells_for(int(directory.num_tracked[0]) + num_new, before)
+    if num_cells > before:
+        cells.resize(num_cells, refcheck=False)
+        cells[before:] = EMPTY
+        spread_cells(cells, before)
+
+
+def cells_for(num_rows: int, num_cells: int = INITIAL_CELLS) -> int:
+    """The cells of a directory with `num_cells` that has grown until it has room for so many rows."""
+    assert num_rows <= MOST_ROWS, f"{num_rows} rows, but {MOST_ROWS} can be tracked"
+    while num_cells < CELLS_A_ROW * num_rows:
         num_cells *= 2
-    assert num_cells <= 2**31, f"{needed} cells are more than 31 bits of a hash tell apart"
-    grown = new_directory(num_cells)
-    copy_cells(directory.cells, grown.cells)
-    grown.num_tracked[0] = directory.num_tracked[0]
-    return grown
+    return num_cells
 
 
 @compiled_loop
@@ -129,14 +137,24 @@ def expect(cells: U64, keys: I64, i: int) -> None:
 
 
 @compiled_loop
-def copy_cells(old: U64, new: U64) -> None:
-    mask = np.uint64(len(new) - 1)
-    for i in range(len(old)):
-        if old[i] != EMPTY:
-            cell = (old[i] >> POSITION_BITS) & mask
-            while new[cell] != EMPTY:
+def spread_cells(cells: U64, before: int) -> None:
+    """Moves what the first `before` cells hold to where a search in all cells finds it.
+
+    It begins behind an empty cell, so a row never goes behind a cell that is still to be emptied, unless it wraps
+    around to the first cells; then it is met there and moved once more.
+    """
+    mask, hole = np.uint64(len(cells) - 1), 0
+    while cells[hole] != EMPTY:
+        hole += 1
+    for i in range(1, before):
+        at = (hole + i) & (before - 1)
+        held = cells[at]
+        if held != EMPTY:
+            cells[at] = EMPTY
+            cell = (held >> POSITION_BITS) & mask
+            while cells[cell] != EMPTY:
                 cell = (cell + np.uint64(1)) & mask
-            new[cell] = old[i]
+            cells[cell] = held
 
 
 def check_directory(directory: Directory, rows: Records) -> None:

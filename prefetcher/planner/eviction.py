@@ -19,7 +19,7 @@ import numpy as np
 from rowcast.job.eviction_policies import EVICTION_POLICIES
 from rowcast.prefetcher.planner.directory import Records
 from rowcast.prefetcher.planner.grouping import sort_pairs
-from rowcast.prefetcher.planner.horizon import DIRTY, NONE, PINNED, Occurrences
+from rowcast.prefetcher.planner.horizon import DIRTY, FLAG_BITS, NONE, PINNED, UNUSED, Occurrences
 from rowcast.runtime.arrays import I32, I64
 from rowcast.runtime.compiled import compiled, compiled_loop
 
@@ -51,6 +51,7 @@ class EvictionPolicy(Protocol):
     on the known batches, never on time.
     """
 
+    scored: bool  # whether it reads scores; otherwise none are kept
     per_use: int  # added to a row's score by every batch that uses it
 
     def first_scores(self, keys: I64) -> I32 | None:
@@ -68,6 +69,7 @@ class LeastScore:
     use, then smallest key; after them the others, by nearest next use, then smallest key.
     """
 
+    scored = True
     per_use = 0
 
     def first_scores(self, keys: I64) -> I32 | None:
@@ -99,15 +101,20 @@ def new_victims(count: int) -> Victims:
 
 
 @compiled_loop
-def candidates(rows: Residents, positions: I64, scores: I64, next_uses: I32) -> int:
+def candidates(rows: Residents, positions: I64, scores_found: I64, next_uses: I32) -> int:
     """Fills the arrays with the rows that may leave, idle ones first; returns how many."""
-    last, count = len(rows.occurrences.rows) - 1, 0
-    for begin, end in ((rows.oldest, rows.head), (rows.following, rows.tail)):
+    occurrences, last, scores = rows.occurrences, len(rows.occurrences.rows) - 1, rows.occurrences.scores
+    last_step, count = len(occurrences.first) - 1, 0
+    begin, end = rows.oldest, rows.head
+    for step in range(rows.step, rows.last_step + 1):
+        if step > rows.step:
+            begin = occurrences.first[step & last_step]
+            end = occurrences.first[(step + 1) & last_step] if step < rows.last_step else rows.tail
         for position in range(begin, end):
-            row = rows.occurrences.rows[position & last]
-            positions[count], scores[count] = position, row["score"]
-            next_uses[count] = NEVER if position < rows.head else row["step"]
-            count += row["slot"] != NONE and not row["flags"] & PINNED
+            row = occurrences.rows[position & last]
+            positions[count], scores_found[count] = position, scores[position & (len(scores) - 1)]
+            next_uses[count] = NEVER if step == rows.step else step
+            count += row["slot"] >= 0 and not row["use"] & PINNED
     return count
 
 
@@ -121,7 +128,7 @@ def pick_all(rows: Records, positions: I64, victims: Victims) -> int:
 @compiled_loop
 def pick(row: np.void, position: int, victims: Victims, i: int) -> None:
     victims.keys[i], victims.positions[i], victims.slots[i] = row["key"], position, row["slot"]
-    victims.last_uses[i], victims.dirty[i] = row["last_use"], row["flags"] & DIRTY
+    victims.last_uses[i], victims.dirty[i] = row["use"] >> FLAG_BITS, row["use"] & DIRTY
 
 
 @compiled_loop
@@ -133,11 +140,10 @@ def leave(rows: Residents, positions: I64) -> tuple[int, int]:
         row["slot"] = NONE
         num_idle += position < rows.head
         if position >= rows.head:
-            row["last_use"] = rows.step if row["flags"] & DIRTY else NONE
-            row["flags"] = 0
+            row["use"] = rows.step << FLAG_BITS if row["use"] & DIRTY else UNUSED
     leave_queues(rows, len(positions) - num_idle)
     oldest = rows.oldest
-    while oldest < rows.head and records[oldest & last]["slot"] == NONE:
+    while oldest < rows.head and records[oldest & last]["slot"] < 0:
         oldest += 1
     return num_idle, oldest
 
@@ -146,14 +152,13 @@ def leave(rows: Residents, positions: I64) -> tuple[int, int]:
 def leave_queues(rows: Residents, num_left: int) -> None:
     """Removes the `num_left` rows that left from the queues, the farthest first. Removing a queue's head is cheap."""
     occurrences, last = rows.occurrences, len(rows.occurrences.rows) - 1
+    queued, last_known = occurrences.queued, len(occurrences.queued) - 1
     for next_use in range(rows.last_step, rows.step, -1):
         at = next_use & (len(occurrences.first) - 1)
         first = occurrences.first[at]
         while num_left and occurrences.heads[at] < occurrences.tails[at]:
-            if (
-                occurrences.rows[(first + occurrences.queued[(first + occurrences.heads[at]) & last]) & last]["slot"]
-                != NONE
-            ):
+            row = queued[(first + occurrences.heads[at]) & last_known]
+            if occurrences.rows[(first + row) & last]["slot"] != NONE:
                 break
             occurrences.heads[at] += 1
             num_left -= 1
@@ -161,11 +166,11 @@ def leave_queues(rows: Residents, num_left: int) -> None:
             return
         tail = occurrences.heads[at]
         for i in range(tail, occurrences.tails[at]):
-            row = occurrences.queued[(first + i) & last]
+            row = queued[(first + i) & last_known]
             if occurrences.rows[(first + row) & last]["slot"] == NONE:
                 num_left -= 1
             else:
-                occurrences.queued[(first + tail) & last] = row
+                queued[(first + tail) & last_known] = row
                 tail += 1
         occurrences.tails[at] = tail
 

@@ -5,25 +5,36 @@ from dataclasses import dataclass
 import numpy as np
 
 from rowcast.job.tables import GroupSpec
-from rowcast.prefetcher.planner.directory import forget_before, new_directory, with_room
+from rowcast.prefetcher.planner.directory import (
+    CELL_BYTES,
+    MOST_ROWS,
+    cells_for,
+    forget_before,
+    new_directory,
+    reserve,
+)
 from rowcast.prefetcher.planner.eviction import EvictionPolicy, Residents, in_order, leave, new_victims
-from rowcast.prefetcher.planner.grouping import sort_pairs
+from rowcast.prefetcher.planner.grouping import sort_distinct
 from rowcast.prefetcher.planner.horizon import (
-    DIRTY,
+    FLAG_BITS,
     NONE,
     Occurrences,
     Revived,
     close_gaps,
     enter,
+    make_room,
     new_occurrences,
+    occurrences_bytes,
     queue_revived,
+    should_close,
+    take_dirty,
     use_rows,
-    with_capacity,
     with_steps,
 )
 from rowcast.protocol.plan import RowMove
 from rowcast.runtime.arrays import I32, I64
 from rowcast.runtime.compiled import compiled_loop
+from rowcast.runtime.errors import ConfigError
 
 MOST_GAPS = 3  # in the line of idle rows, as a multiple of its rows
 
@@ -66,7 +77,7 @@ class GroupPlanner:
         self.directory = new_directory()
         self._policy = policy
         self._pinned = pinned
-        self.occurrences = new_occurrences()
+        self.occurrences = new_occurrences(scored=policy.scored)
         self._first_step = 0  # the next step to be planned
         self._oldest = 0  # position where the line of idle rows starts
         self._head = 0  # position of the next batch to be planned
@@ -93,19 +104,36 @@ class GroupPlanner:
     def num_idle(self) -> int:
         return self._num_idle
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of everything that grows with slots and horizon."""
+        return self.occurrences.nbytes + self.directory.cells.nbytes
+
     def enter(self, keys: I64, step: int) -> int:
-        """Adds a batch with these distinct ascending keys. Returns the slots it needs: its rows and the pinned ones."""
+        """Adds a batch with these distinct ascending keys. Returns the slots it needs: its rows and the pinned ones.
+
+        Raises ConfigError, with nothing changed, if that may be more rows than can be tracked.
+        """
+        num_tracked = int(self.directory.num_tracked[0])
+        if num_tracked + len(keys) > MOST_ROWS:
+            raise ConfigError(
+                f"step {step} touches {len(keys)} distinct rows of group {self.group.name} while {num_tracked} are "
+                f"tracked, of at most {MOST_ROWS}; lower cache.capacity, lookahead.horizon or data.batch_size"
+            )
         if self._head == self._tail:
             self._first_step = step
-        if self._head - self._oldest > (1 + MOST_GAPS) * self._num_idle + len(keys):
-            self._oldest = close_gaps(self.occurrences.rows, self.directory.cells, self._oldest, self._head)
-        self.directory = with_room(self.directory, len(keys))
-        self.occurrences = with_capacity(
-            with_steps(self.occurrences, self._first_step, step), self._oldest, self._tail, len(keys)
-        )
+        oldest, head, tail = self.positions
+        rows, scores, *_ = self.occurrences
+        if head - oldest > (1 + MOST_GAPS) * self._num_idle + len(keys) or should_close(
+            len(rows), oldest, head, self._num_idle, tail, len(keys)
+        ):
+            self._oldest = close_gaps(rows, scores, self.directory.cells, oldest, head)
+        reserve(self.directory, len(keys))
+        self.occurrences = with_steps(self.occurrences, self._first_step, step)
+        make_room(self.occurrences, self._oldest, head, tail, len(keys))
         revived = Revived(np.empty(len(keys), np.int64), np.empty(len(keys), np.int32))
         num_pinned, num_revived = enter(
-            step, keys, self._head, self._tail, self._pinned, *self.directory, self.occurrences, revived
+            step, keys, head, tail, self._pinned, *self.directory, self.occurrences, revived
         )
         queue_revived(step, self.occurrences, revived)
         self._num_idle -= num_revived
@@ -139,13 +167,11 @@ class GroupPlanner:
 
     def clean(self) -> RowMove:
         """Marks the dirty rows as clean and returns them by ascending key; they stay resident."""
-        rows = self.occurrences.rows[np.arange(self._oldest, self._tail) % len(self.occurrences.rows)]
-        dirty = rows[(rows["slot"] != NONE) & (rows["flags"] & DIRTY != 0)]
-        keys, slots = dirty["key"].copy(), dirty["slot"].copy()
-        assert len(keys) == self._num_dirty, f"{len(keys)} dirty rows, but {self._num_dirty} were counted"
-        self.occurrences.rows["flags"] &= ~DIRTY
+        keys, slots = np.empty(self._num_dirty, np.int64), np.empty(self._num_dirty, np.int32)
+        found = take_dirty(self.occurrences.rows, self._oldest, self._tail, keys, slots)
+        assert found == self._num_dirty, f"{found} dirty rows, but {self._num_dirty} were counted"
         self._num_dirty = 0
-        sort_pairs(keys, slots)
+        sort_distinct(keys, slots)
         return RowMove(keys=keys, slots=slots)
 
     def _evict(self, num_victims: int, rows: Residents) -> tuple[RowMove, int, int | None]:
@@ -170,10 +196,17 @@ class GroupPlanner:
         self._num_resident = num_resident
         keys = np.empty(len(missing), np.int64)
         last_evicted = fill(self.occurrences, self._head, missing, slots, keys)
-        scores = self._policy.first_scores(keys)
-        if scores is not None:
-            self.occurrences.rows["score"][(self._head + missing) % len(self.occurrences.rows)] = scores
+        first_scores, scores = self._policy.first_scores(keys), self.occurrences.scores
+        if first_scores is not None:
+            scores[(self._head + missing) % len(scores)] = first_scores
         return RowMove(keys=keys, slots=slots), last_evicted
+
+
+def planner_bytes(num_slots: int, num_known: int, *, scored: bool = False) -> int:
+    """Host memory for planning a group once its slots are full. `num_known`: distinct rows of the known batches, each
+    counted in every batch that touches it. `scored`: the policy has scores."""
+    num_tracked = min(num_slots + num_known, MOST_ROWS)
+    return occurrences_bytes(num_slots, num_known, scored=scored) + CELL_BYTES * cells_for(num_tracked)
 
 
 @compiled_loop
@@ -182,17 +215,17 @@ def find_missing(occurrences: Occurrences, position: int, count: int, missing: I
     found = 0
     for u in range(count):
         missing[found] = u
-        found += occurrences.rows[(position + u) & last]["slot"] == NONE
+        found += occurrences.rows[(position + u) & last]["slot"] < 0
     return found
 
 
 @compiled_loop
 def fill(occurrences: Occurrences, position: int, missing: I32, slots: I32, keys: I64) -> int:
     """Gives the missing rows `slots` and fills `keys`. Returns the last known step that evicted one while dirty."""
-    last_evicted = NONE
+    scores, last_evicted = occurrences.scores, NONE
     for i in range(len(missing)):
         row = occurrences.rows[(position + missing[i]) & (len(occurrences.rows) - 1)]
-        last_evicted = max(last_evicted, row["last_use"])
-        row["slot"], row["score"] = slots[i], 0
+        last_evicted = max(last_evicted, row["use"] >> FLAG_BITS)
+        row["slot"], scores[(position + missing[i]) & (len(scores) - 1)] = slots[i], 0
         keys[i] = row["key"]
     return last_evicted

@@ -41,6 +41,7 @@ DIGIT_BITS = 12  # 48 is a multiple: a key's table and its row share no digit
 COUNTED_ROWS = 2  # a table with at most this many rows per look-up is counted row by row
 ONE = np.uint32(1)  # indexing with unsigned integers saves the test for negative ones
 OUTSIDE, TOO_MANY = -1, -2  # instead of a number of rows
+SORTED_AT_ONCE = 2**16  # pairs: 768 KiB of spare arrays, which a nearby cache holds
 FEW_ROWS = 1024  # distinct rows of a table in a batch that a hash in the nearest cache holds
 
 
@@ -496,6 +497,43 @@ def sort_pairs(keys: I64, values: I32) -> None:
     if moved:
         keys[:] = spare_keys
         values[:] = spare_values
+
+
+@compiled
+def sort_distinct(keys: I64, values: I32) -> None:
+    """Like `sort_pairs` for distinct keys, with spare arrays for SORTED_AT_ONCE pairs only.
+
+    Splits the pairs in place by the highest bit in which their keys differ until a part fits.
+    """
+    begins, ends = np.zeros(64, np.int64), np.zeros(64, np.int64)  # parts to do; each split uses another of 63 bits
+    ends[0], count = len(keys), 1
+    while count:
+        begin, end = begins[count - 1], ends[count - 1]
+        if end - begin <= SORTED_AT_ONCE:
+            sort_pairs(keys[begin:end], values[begin:end])
+            count -= 1
+        else:
+            ends[count - 1] = begins[count] = split(keys, values, begin, end)
+            ends[count] = end
+            count += 1
+
+
+@compiled_loop
+def split(keys: I64, values: I32, begin: int, end: int) -> int:
+    """Moves pairs with the highest bit in which keys differ behind the others. Returns where they begin."""
+    different, bit = np.int64(0), np.int64(1)
+    for i in range(begin, end):
+        different |= keys[i] ^ keys[begin]
+    while bit <= different >> 1:
+        bit <<= 1
+    while begin < end:
+        if keys[begin] & bit:
+            end -= 1
+            keys[begin], keys[end] = keys[end], keys[begin]
+            values[begin], values[end] = values[end], values[begin]
+        else:
+            begin += 1
+    return begin
 
 
 @compiled_loop

@@ -5,13 +5,17 @@ counted over the whole run; its index in the buffer is the position modulo the b
 
     | batch p-1: 3 4 8 | batch p: 3 7 9 | batch p+1: 3 8 | batch p+2: 7 8 | free ...
     oldest             head                                               tail
-    next_in      3 0 6            3 4 0            0 2             0 0     distance to the row's next occurrence, or 0
+    next_in                       3 4 0            0 2             0 0     distance to the row's next occurrence, or 0
 
 The state of a resident row is kept in its next occurrence. So a plan reads its batch's occurrences one after the other
 and moves each row's state to the row's next one, which is in a later batch in the same order of keys: planning never
 searches for anything and hardly ever leaves the processor's cache. A row without a known next use is *idle*: its state
 stays in its last occurrence, before the head. So the occurrences from `oldest` to the head, read from left to right,
 are the line of idle rows by (last use, key), with gaps where rows have moved.
+
+Most occurrences are of idle rows where slots are many, so only what these need has room in the large buffer; what known
+batches need besides is kept in buffers of their size. A buffer grows in place, to twice its size, and the large one
+only if closing its gaps would leave it more than 5/8 full: so it has 1.6 to 3.2 places for each row in it.
 """
 
 from collections import deque
@@ -38,25 +42,26 @@ from rowcast.runtime.compiled import compiled, compiled_loop, prefetch
 
 NONE = -1  # no slot or no step; only inside the planner's arrays
 DIRTY, PINNED = 1, 2  # flags: trained since its fill or the last barrier; never leaves
+FLAGS, FLAG_BITS = DIRTY | PINNED, 2
+UNUSED = NONE << FLAG_BITS
+MOST_STEPS = 2**29  # what the flags leave of an int32
+FULLEST = (5, 8)  # share of the large buffer that is in use after gaps were closed; otherwise it grows
 OCCURRENCES_AHEAD = 8  # how many occurrences ahead the processor prefetches
 INITIAL_OCCURRENCES = 1024
 INITIAL_STEPS = 16
 OCCURRENCE = np.dtype(
     [
         ("key", np.int64),
-        ("next_in", np.int32),
-        ("step", np.int32),
-        ("slot", np.int32),  # NONE: the row's state is not here
-        # the last planned step since its fill that touches the row; if not resident: the step that evicted it dirty
-        ("last_use", np.int32),
-        ("flags", np.int32),  # if not resident: PINNED or nothing
-        ("score", np.int32),  # see eviction.py
+        # below 0: the row's state is not here. NONE once it has left; -2 - step while that step's batch waits for it
+        ("slot", np.int32),
+        # the last planned step since its fill that touches the row, if not resident: the step that evicted it dirty;
+        # in the lowest bits its flags, if not resident: PINNED or nothing
+        ("use", np.int32),
     ],
     align=True,
 )
-
-
-OCCURRENCE_BYTES = OCCURRENCE.itemsize + 4
+# that a distinct row of a known batch counts in lookahead.id_bytes: horizons, and so plans, follow from it
+OCCURRENCE_BYTES = 36
 
 
 class ScheduledLookups(Protocol):
@@ -148,17 +153,23 @@ class Horizon:
 
 
 class Occurrences(NamedTuple):
-    """The occurrences (room for a power of two) and each known step's queue: which of its batch's rows are resident.
+    """The occurrences, and each known step's queue: which of its batch's rows are resident. Sizes are powers of two.
 
     The queue of a step holds positions counted from its batch's first, by (last use, key) ascending: the order in which
     the rows leave. A row joins at the tail and leaves at the head, so a queue is never searched and never goes stale.
     """
 
     rows: Records  # OCCURRENCE
+    scores: I32  # see eviction.py; as many as occurrences, or a single one if the policy has no scores
+    next_in: I32  # of the known batches only, like the next
     queued: I32  # the queues; a step's queue starts at its batch's first position
-    first: I64  # the batch's first position, by step modulo a power of two
+    first: I64  # the batch's first position, by step
     heads: I32  # the queue's head, counted from the batch's first position
     tails: I32
+
+    @property
+    def nbytes(self) -> int:
+        return sum(array.nbytes for array in self)
 
 
 class Revived(NamedTuple):
@@ -168,24 +179,51 @@ class Revived(NamedTuple):
     rows: I32  # counted from the batch's first
 
 
-def new_occurrences(num_occurrences: int = INITIAL_OCCURRENCES, num_steps: int = INITIAL_STEPS) -> Occurrences:
+def new_occurrences(
+    num_occurrences: int = INITIAL_OCCURRENCES, num_steps: int = INITIAL_STEPS, *, scored: bool = False
+) -> Occurrences:
     """Both must be powers of two."""
-    rows, queued = np.empty(num_occurrences, OCCURRENCE), np.empty(num_occurrences, np.int32)
+    next_in, queued = np.zeros(num_occurrences, np.int32), np.zeros(num_occurrences, np.int32)
+    heads, tails = np.zeros(num_steps, np.int32), np.zeros(num_steps, np.int32)
     return Occurrences(
-        rows, queued, np.zeros(num_steps, np.int64), np.zeros(num_steps, np.int32), np.zeros(num_steps, np.int32)
+        rows=np.zeros(num_occurrences, OCCURRENCE),
+        scores=np.zeros(num_occurrences if scored else 1, np.int32),
+        next_in=next_in,
+        queued=queued,
+        first=np.zeros(num_steps, np.int64),
+        heads=heads,
+        tails=tails,
     )
 
 
-def with_capacity(occurrences: Occurrences, oldest: int, tail: int, num_new: int) -> Occurrences:
-    """Returns the same buffer, or a larger one with the same occurrences, with room for `num_new` more."""
-    size = len(occurrences.rows)
-    while size < tail - oldest + num_new:
+def occurrences_bytes(num_idle: int, num_known: int, *, scored: bool) -> int:
+    """The bytes of a ring that has held so many idle rows and known occurrences at once."""
+    used, of_all = FULLEST
+    num_places = enlarged(INITIAL_OCCURRENCES, -(-of_all * (num_idle + num_known) // used))
+    known_bytes = 2 * np.dtype(np.int32).itemsize * enlarged(INITIAL_OCCURRENCES, num_known)
+    return num_places * (OCCURRENCE.itemsize + (np.dtype(np.int32).itemsize if scored else 0)) + known_bytes
+
+
+def enlarged(size: int, needed: int) -> int:
+    while size < needed:
         size *= 2
-    if size == len(occurrences.rows):
-        return occurrences
-    grown = occurrences._replace(rows=np.empty(size, OCCURRENCE), queued=np.empty(size, np.int32))
-    copy_occurrences(occurrences, grown, oldest, tail)
-    return grown
+    return size
+
+
+def should_close(size: int, oldest: int, head: int, num_idle: int, tail: int, num_new: int) -> bool:
+    """Whether the ring is full and closing its gaps makes room enough for `num_new` occurrences."""
+    used, of_all = FULLEST
+    return tail - oldest + num_new > size and of_all * (num_idle + tail - head + num_new) <= used * size
+
+
+def make_room(occurrences: Occurrences, oldest: int, head: int, tail: int, num_new: int) -> None:
+    """Makes room for `num_new` more occurrences, in place: no view of the arrays may be kept."""
+    rows, scores, next_in, queued, *_ = occurrences
+    for array, begin in ((rows, oldest), (scores, oldest), (next_in, head), (queued, head)):
+        before, size = len(array), enlarged(len(array), tail - begin + num_new)
+        if size > before > 1:
+            array.resize(size, refcheck=False)
+            spread(array, before, begin, tail)
 
 
 def with_steps(occurrences: Occurrences, first: int, last: int) -> Occurrences:
@@ -204,10 +242,12 @@ def with_steps(occurrences: Occurrences, first: int, last: int) -> Occurrences:
 
 
 @compiled_loop
-def copy_occurrences(old: Occurrences, new: Occurrences, oldest: int, tail: int) -> None:
-    for position in range(oldest, tail):
-        new.rows[position & (len(new.rows) - 1)] = old.rows[position & (len(old.rows) - 1)]
-        new.queued[position & (len(new.rows) - 1)] = old.queued[position & (len(old.rows) - 1)]
+def spread(array: Records | I32, before: int, begin: int, end: int) -> None:
+    """Moves what is at these positions of a ring that had `before` places to where it belongs in the larger one."""
+    for position in range(begin, end):
+        old, new = position & (before - 1), position & (len(array) - 1)
+        if new != old:
+            array[new] = array[old]
 
 
 @compiled_loop
@@ -227,7 +267,8 @@ def enter(
     Idle rows of the batch stop being idle: `revived` is filled with those that `queue_revived` must queue. Returns how
     many rows of the batch are pinned, and how many were idle.
     """
-    rows, last, at = occurrences.rows, len(occurrences.rows) - 1, step & (len(occurrences.first) - 1)
+    rows, next_in, at = occurrences.rows, occurrences.next_in, step & (len(occurrences.first) - 1)
+    last, last_known = len(rows) - 1, len(next_in) - 1
     occurrences.first[at], occurrences.heads[at], occurrences.tails[at] = position, 0, 0
     num_idle = num_pinned = 0
     for u in range(len(keys)):
@@ -235,36 +276,34 @@ def enter(
         expect_occurrence(cells, rows, keys, u + OCCURRENCES_AHEAD)
         found = exchange(cells, num_tracked, rows, keys[u], position + u)
         row = rows[(position + u) & last]
-        row["key"], row["next_in"], row["step"] = keys[u], 0, step
-        row["slot"], row["last_use"], row["flags"] = NONE, NONE, 0
+        row["key"], row["slot"], row["use"] = keys[u], NONE - 1 - step, UNUSED
+        next_in[(position + u) & last_known] = 0
         if found == EMPTY:
-            row["flags"] = PINNED if contains(pinned, keys[u]) else 0
+            row["use"] |= PINNED if contains(pinned, keys[u]) else 0
         else:
-            next_in = np.int64((np.uint64(position + u) - found) & LOW)
-            before = rows[(position + u - next_in) & last]
-            before["next_in"] = next_in
-            row["flags"] = before["flags"] & PINNED
-            if position + u - next_in < head:
-                move_state(before, row)
+            distance = np.int64((np.uint64(position + u) - found) & LOW)
+            before = int(position + u - distance)
+            row["use"] |= rows[before & last]["use"] & PINNED
+            if before >= head:
+                next_in[before & last_known] = distance
+            else:
+                move_state(rows, occurrences.scores, before, position + u)
                 num_idle += 1
-                if not row["flags"] & PINNED:
-                    revived.positions[occurrences.tails[at]], revived.rows[occurrences.tails[at]] = (
-                        position + u - next_in,
-                        u,
-                    )
+                if not row["use"] & PINNED:
+                    revived.positions[occurrences.tails[at]], revived.rows[occurrences.tails[at]] = before, u
                     occurrences.tails[at] += 1
-        num_pinned += (row["flags"] & PINNED) != 0
+        num_pinned += (row["use"] & PINNED) != 0
     return num_pinned, num_idle
 
 
 @compiled
 def queue_revived(step: int, occurrences: Occurrences, revived: Revived) -> None:
     """Queues the formerly idle rows of a batch that has just entered, in the order that they had in the line."""
-    at, last = step & (len(occurrences.first) - 1), len(occurrences.rows) - 1
+    at, last_known = step & (len(occurrences.first) - 1), len(occurrences.queued) - 1
     count = occurrences.tails[at]
     sort_pairs(revived.positions[:count], revived.rows[:count])
     for i in range(count):
-        occurrences.queued[(occurrences.first[at] + i) & last] = revived.rows[i]
+        occurrences.queued[(occurrences.first[at] + i) & last_known] = revived.rows[i]
 
 
 @compiled_loop
@@ -289,14 +328,12 @@ def contains(ascending: I64, key: int) -> bool:
 
 
 @compiled_loop
-def move_state(before: np.void, row: np.void) -> None:
-    row["slot"], row["last_use"], row["flags"], row["score"] = (
-        before["slot"],
-        before["last_use"],
-        before["flags"],
-        before["score"],
-    )
-    before["slot"] = NONE
+def move_state(rows: Records, scores: I32, before: int, after: int) -> None:
+    """Moves a row's state from its occurrence at one position to the one at another."""
+    source, target = rows[before & (len(rows) - 1)], rows[after & (len(rows) - 1)]
+    target["slot"], target["use"] = source["slot"], source["use"]
+    scores[after & (len(scores) - 1)] = scores[before & (len(scores) - 1)]
+    source["slot"] = NONE
 
 
 @compiled_loop
@@ -305,26 +342,26 @@ def use_rows(
 ) -> tuple[int, int]:
     """Uses the batch at `position`, whose rows are all resident. Each row's state moves to its next occurrence, whose
     queue it joins, or stays as an idle row's. Returns how many rows became dirty, and how many idle."""
-    rows, last, last_step = occurrences.rows, len(occurrences.rows) - 1, len(occurrences.first) - 1
+    rows, scores, next_in = occurrences.rows, occurrences.scores, occurrences.next_in
+    last, last_known, last_step = len(rows) - 1, len(next_in) - 1, len(occurrences.first) - 1
     num_dirtied = num_idle = 0
     for u in range(len(unique_slots)):
         ahead = position + u + OCCURRENCES_AHEAD
-        prefetch(rows, (ahead + rows[ahead & last]["next_in"]) & last)
+        prefetch(rows, (ahead + next_in[ahead & last_known]) & last)
         row = rows[(position + u) & last]
         unique_slots[u] = row["slot"]
-        num_dirtied += train and not row["flags"] & DIRTY
-        row["flags"] |= DIRTY if train else 0
-        row["last_use"] = step
-        row["score"] += per_use
-        if row["next_in"] == 0:
+        num_dirtied += train and not row["use"] & DIRTY
+        row["use"] = (step << FLAG_BITS) | (row["use"] & FLAGS) | (DIRTY if train else 0)
+        scores[(position + u) & (len(scores) - 1)] += per_use
+        distance = next_in[(position + u) & last_known]
+        if distance == 0:
             num_idle += 1
             continue
-        following = position + u + row["next_in"]
-        after = rows[following & last]
-        move_state(row, after)
-        if not row["flags"] & PINNED:
-            at = after["step"] & last_step
-            occurrences.queued[(occurrences.first[at] + occurrences.tails[at]) & last] = (
+        following = position + u + distance
+        at = (NONE - 1 - rows[following & last]["slot"]) & last_step
+        move_state(rows, scores, position + u, following)
+        if not row["use"] & PINNED:
+            occurrences.queued[(occurrences.first[at] + occurrences.tails[at]) & last_known] = (
                 following - occurrences.first[at]
             )
             occurrences.tails[at] += 1
@@ -332,17 +369,34 @@ def use_rows(
 
 
 @compiled_loop
-def close_gaps(rows: Records, cells: U64, oldest: int, head: int) -> int:
+def close_gaps(rows: Records, scores: I32, cells: U64, oldest: int, head: int) -> int:
     """Moves idle rows up to the head, keeping their order. Returns the new oldest position."""
     last, free = len(rows) - 1, head
     for position in range(head - 1, oldest - 1, -1):
+        ahead = rows[(position - AHEAD) & last]
+        if ahead["slot"] >= 0:
+            prefetch(cells, np.int64(hash_of(ahead["key"]) & np.uint64(len(cells) - 1)))
         row = rows[position & last]
-        if row["slot"] != NONE:
+        if row["slot"] >= 0:
             free -= 1
             if free != position:
                 cells[locate_position(cells, row["key"], position)] = (hash_of(row["key"]) << POSITION_BITS) | (
                     np.uint64(free) & LOW
                 )
-                rows[free & last] = row
-                row["slot"] = NONE
+                rows[free & last]["key"] = row["key"]
+                move_state(rows, scores, position, free)
     return free
+
+
+@compiled_loop
+def take_dirty(rows: Records, oldest: int, tail: int, keys: I64, slots: I32) -> int:
+    """Marks the dirty rows as clean and fills `keys` and `slots`, which have room for them. Returns their number."""
+    last, found = len(rows) - 1, 0
+    for position in range(oldest, tail):
+        row = rows[position & last]
+        if row["slot"] >= 0 and row["use"] & DIRTY:
+            row["use"] &= ~DIRTY
+            if found < len(keys):
+                keys[found], slots[found] = row["key"], row["slot"]
+            found += 1
+    return found

@@ -4,7 +4,7 @@ import numpy as np
 
 from rowcast.prefetcher.planner.directory import LOW, Records, check_directory, locate
 from rowcast.prefetcher.planner.group_planner import GroupPlanner
-from rowcast.prefetcher.planner.horizon import DIRTY, NONE, PINNED, Occurrences
+from rowcast.prefetcher.planner.horizon import DIRTY, FLAG_BITS, NONE, PINNED, Occurrences
 from rowcast.runtime.arrays import I32, I64
 
 
@@ -13,16 +13,17 @@ def check_group(planner: GroupPlanner, known: list[tuple[int, I64]]) -> None:
     directory, occurrences = planner.directory, planner.occurrences
     oldest, head, tail = planner.positions
     check_directory(directory, occurrences.rows)
-    in_horizon = check_occurrences(occurrences, head, tail, known)
+    in_horizon, steps = check_occurrences(occurrences, head, tail, known)
     first, at = np.unique(in_horizon["key"], return_index=True)
-    resident = in_horizon[at][in_horizon["slot"][at] != NONE]
-    num_early = np.count_nonzero(in_horizon["slot"] != NONE) - len(resident)
+    at = at[in_horizon["slot"][at] >= 0]
+    resident = in_horizon[at]
+    num_early = np.count_nonzero(in_horizon["slot"] >= 0) - len(resident)
     assert num_early == 0, f"{num_early} of {len(in_horizon)} occurrences have a slot before their turn"
     idle = check_idle(planner, oldest, head)
     both = np.intersect1d(first, idle["key"])
     assert not len(both), f"{len(both)} of {len(idle)} idle rows are in the horizon"
     check_slots(planner, np.concatenate([resident["slot"], idle["slot"]]))
-    num_dirty = int(sum(np.count_nonzero(rows["flags"] & DIRTY) for rows in (resident, idle)))
+    num_dirty = int(sum(np.count_nonzero(rows["use"] & DIRTY) for rows in (resident, idle)))
     assert num_dirty == planner.occupancy.num_dirty, (
         f"{num_dirty} dirty rows, but {planner.occupancy.num_dirty} were counted"
     )
@@ -30,15 +31,15 @@ def check_group(planner: GroupPlanner, known: list[tuple[int, I64]]) -> None:
     assert num_tracked == directory.num_tracked[0], (
         f"{directory.num_tracked[0]} rows are tracked, but {num_tracked} are known"
     )
-    check_queues(occurrences, resident, [step for step, _ in known])
+    check_queues(occurrences, [step for step, _ in known], resident, steps[at])
 
 
 def check_idle(planner: GroupPlanner, oldest: int, head: int) -> Records:
     positions = np.arange(oldest, head)
     rows: Records = planner.occurrences.rows[positions % len(planner.occurrences.rows)]
-    positions, rows = positions[rows["slot"] != NONE], rows[rows["slot"] != NONE]
+    positions, rows = positions[rows["slot"] >= 0], rows[rows["slot"] >= 0]
     assert len(rows) == planner.num_idle, f"{len(rows)} idle rows, but {planner.num_idle} are counted"
-    order = np.lexsort((rows["key"], rows["last_use"]))
+    order = np.lexsort((rows["key"], rows["use"] >> FLAG_BITS))
     assert np.array_equal(order, np.arange(len(rows))), f"the line of {len(rows)} idle rows is out of order at {order}"
     for position, key in zip(positions.tolist(), rows["key"].tolist(), strict=True):
         held = planner.directory.cells[locate(planner.directory.cells, planner.occurrences.rows, key)] & LOW
@@ -55,38 +56,42 @@ def check_slots(planner: GroupPlanner, slots: I32) -> None:
     assert in_order, f"{len(slots)} resident rows do not fill slots 0 to {occupancy.num_resident - 1}"
 
 
-def check_occurrences(occurrences: Occurrences, head: int, tail: int, known: list[tuple[int, I64]]) -> Records:
+def check_occurrences(
+    occurrences: Occurrences, head: int, tail: int, known: list[tuple[int, I64]]
+) -> tuple[Records, I64]:
+    """Returns the occurrences in the horizon, and the step of each."""
     keys = np.concatenate([np.zeros(0, np.int64), *(keys for _, keys in known)])
-    steps = np.repeat([step for step, _ in known], [len(keys) for _, keys in known])
+    steps = np.repeat(np.array([step for step, _ in known], np.int64), [len(keys) for _, keys in known])
     assert len(keys) == tail - head, f"positions {head} to {tail} hold {len(keys)} occurrences"
     found: Records = occurrences.rows[np.arange(head, tail) % len(occurrences.rows)]
     assert np.array_equal(found["key"], keys), (
         f"{np.count_nonzero(found['key'] != keys)} of {len(keys)} occurrences are of other rows"
     )
-    assert np.array_equal(found["step"], steps), (
-        f"{np.count_nonzero(found['step'] != steps)} of {len(keys)} occurrences are of other steps"
-    )
+    waits = found["slot"] < NONE
+    num_others = np.count_nonzero(NONE - 1 - found["slot"][waits] != steps[waits])
+    assert num_others == 0, f"{num_others} of {len(keys)} occurrences are of other steps"
+    next_in = occurrences.next_in[np.arange(head, tail) % len(occurrences.next_in)]
     next_position: dict[int, int] = {}
     for position in range(tail - 1, head - 1, -1):
         row = found[position - head]
         expected = next_position.get(int(row["key"]), position) - position
-        assert row["next_in"] == expected, (
-            f"row {row['key']} at position {position} is next in {row['next_in']} positions, which should be {expected}"
+        distance = int(next_in[position - head])
+        assert distance == expected, (
+            f"row {row['key']} at position {position} is next in {distance} positions, which should be {expected}"
         )
         next_position[int(row["key"])] = position
-    return found
+    return found, steps
 
 
-def check_queues(occurrences: Occurrences, resident: Records, steps: list[int]) -> None:
+def check_queues(occurrences: Occurrences, known_steps: list[int], resident: Records, next_uses: I64) -> None:
     """The queue of a step holds the resident rows next used there except pinned ones, ordered by last use and key."""
-    for step in steps:
-        at, last = step % len(occurrences.first), len(occurrences.rows) - 1
-        queue = occurrences.queued[
-            (occurrences.first[at] + np.arange(occurrences.heads[at], occurrences.tails[at])) & last
-        ]
-        found = occurrences.rows[(occurrences.first[at] + queue) & last]
-        belongs = resident[(resident["step"] == step) & (resident["flags"] & PINNED == 0)]
-        expected = belongs[np.lexsort((belongs["key"], belongs["last_use"]))]
+    for step in known_steps:
+        at = step % len(occurrences.first)
+        places = occurrences.first[at] + np.arange(occurrences.heads[at], occurrences.tails[at])
+        queue = occurrences.queued[places % len(occurrences.queued)]
+        found = occurrences.rows[(occurrences.first[at] + queue) % len(occurrences.rows)]
+        belongs = resident[(next_uses == step) & (resident["use"] & PINNED == 0)]
+        expected = belongs[np.lexsort((belongs["key"], belongs["use"] >> FLAG_BITS))]
         assert np.array_equal(found["key"], expected["key"]), (
             f"the queue of step {step} holds {len(found)} rows, but {len(expected)} belong there"
         )

@@ -14,7 +14,7 @@ from rowcast.prefetcher.planner.auto_horizon import AutoHorizon
 from rowcast.prefetcher.planner.eviction import new_policy
 from rowcast.prefetcher.planner.group_planner import GroupMoves, GroupPlanner, Occupancy
 from rowcast.prefetcher.planner.grouping import Grouper, Grouping, Lookups, Pool, bags_of
-from rowcast.prefetcher.planner.horizon import Horizon, KnownBatch, ScheduledLookups
+from rowcast.prefetcher.planner.horizon import MOST_STEPS, Horizon, KnownBatch, ScheduledLookups
 from rowcast.prefetcher.planner.integrity import check_group
 from rowcast.protocol.plan import BarrierPlan, GroupPlan, StepPlan
 from rowcast.runtime.arrays import I64
@@ -108,6 +108,8 @@ class RowPlanner:
     def add(self, scheduled: ScheduledLookups, groupings: tuple[Grouping, ...] | None = None) -> None:
         """Adds the next batch to the horizon. Steps have no gaps and may start at any number."""
         self._horizon.check_next(scheduled.step)
+        if scheduled.step >= MOST_STEPS:
+            raise ConfigError(f"a run has at most {MOST_STEPS} steps; make data.batch_size larger or data.epochs fewer")
         groupings = groupings or self.group(scheduled.batch)
         needed = tuple(
             group.enter(grouping.keys, scheduled.step) for group, grouping in zip(self._groups, groupings, strict=True)

@@ -10,6 +10,7 @@ import uuid
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from rowcast.job.schema import CheckpointInterval, Job, Transport, parse_bytes
@@ -20,7 +21,7 @@ from rowcast.prefetcher.checkpoints.restore import dense_content
 from rowcast.prefetcher.checkpoints.snapshot import BarrierCheckpointer, NoCheckpoints
 from rowcast.prefetcher.checkpoints.writer import CheckpointWriter
 from rowcast.prefetcher.pipeline.barrier import Checkpointer
-from rowcast.prefetcher.pipeline.engine import PrefetcherEngine, PrefetcherParts
+from rowcast.prefetcher.pipeline.engine import WAKES, PrefetcherEngine, PrefetcherParts
 from rowcast.prefetcher.pipeline.metrics import PrefetcherCounters, PrefetcherGauges
 from rowcast.prefetcher.pipeline.plan_stream import PlannedStep
 from rowcast.prefetcher.planner.capacity import MEASURED_BATCHES, job_slots
@@ -46,7 +47,7 @@ from rowcast.runtime.errors import ConfigError, Mismatch, RowcastError
 from rowcast.runtime.position import Position
 from rowcast.runtime.process import STOPPING, Crew, Signals
 from rowcast.runtime.run_directory import failure_since
-from rowcast.runtime.stages import Stage
+from rowcast.runtime.stages import IDLE_WAIT_S, Stage
 from rowcast.runtime.telemetry.health import Health
 from rowcast.runtime.telemetry.logs import get_logger
 from rowcast.runtime.telemetry.timeline import recorded_stages
@@ -87,7 +88,11 @@ class PrefetcherAttempt:
         if run.mode == "eval":
             self._start, max_steps = Position(eval_batch=0), 0
         self._source = WorkerSource(
-            self._job, max_steps, self._start, on_arrival=self._bell.ring, timeline=run.counters.timeline
+            self._job,
+            max_steps,
+            self._start,
+            on_arrival=partial(crew.wake, "planning"),
+            timeline=run.counters.timeline,
         )
         self._writer: CheckpointWriter | None = None
         self._engine: PrefetcherEngine | None = None
@@ -96,10 +101,13 @@ class PrefetcherAttempt:
         """Returns when the run finished or was stopped in order. Raises the first error of any stage, or PeerLost."""
         with ExitStack() as stack:
             incarnation = 1 + secrets.randbelow(2**31)  # random, so that frames of an earlier attempt are recognized
-            link = ZmqLink.prefetcher(self._job.run_dir, on_receive=self._bell.ring, transport=self._transport)
+            link = ZmqLink.prefetcher(
+                self._job.run_dir, on_receive=partial(self._crew.wake, "mail"), transport=self._transport
+            )
             stack.callback(link.close)
             link.start()
             conversation = Conversation(Session("prefetcher", incarnation), link)
+            conversation.on_message = self._crew.wake_after
             stack.callback(self._source.close)
             try:
                 self._converse(stack, conversation, link)
@@ -177,13 +185,13 @@ class PrefetcherAttempt:
         warm_up(verify=self._run.verify > 0)  # while the child starts
         measured: list[PlacedBatch] = []
         while len(measured) < MEASURED_BATCHES and not self._source.ended and self._run.signals.stop_reason is None:
-            seen = self._bell.rings
             self._crew.check()
             batch = self._source.poll()
             if batch is None:
-                self._bell.wait(seen)
+                self._bell.wait(IDLE_WAIT_S)
             else:
                 measured.append(batch)
+            self._bell.hush()
         return measured
 
     def _check_belongs(self) -> None:
@@ -260,6 +268,7 @@ class PrefetcherAttempt:
             self._job.checkpoint.keep,
             run.counters.checkpointed,
         )
+        self._writer.on_offer = partial(self._crew.wake, "checkpoint")
         aside_bytes = parse_bytes(self._job.checkpoint.memory)
         return BarrierCheckpointer(run.groups, run.tables.stores, self._writer, aside_bytes)
 
@@ -355,7 +364,7 @@ class PrefetcherAttempt:
         run.health.state = "connecting"
         self._engine = engine
         finish_trace = self._trace(stack, engine)
-        self._crew.start(self._stages(engine), stall_clocks(engine))
+        self._crew.start(self._stages(engine), stall_clocks(engine), WAKES, engine.polls)
         stack.callback(self._crew.stop)  # again, before the rings and stores are closed
         self._until_finished(engine)
         finish_trace()
@@ -411,8 +420,10 @@ class PrefetcherAttempt:
     def _until_finished(self, engine: PrefetcherEngine) -> None:
         stopping, run = False, self._run
         health, signals = run.health, run.signals
-        while not engine.finished:
-            seen = self._bell.rings
+        while True:
+            self._bell.hush()
+            if engine.finished:
+                return
             self._crew.check()
             if engine.hello is not None and health.state == "connecting":
                 crash_point("Welcome sent")
@@ -426,7 +437,9 @@ class PrefetcherAttempt:
                 health.state = "stopping"
                 self._log.info(STOPPING, reason=signals.stop_reason)
                 engine.planning.stop(f"{signals.stop_reason} to the prefetcher")
-            self._bell.wait(seen, 1.0)
+                self._crew.wake("planning")
+            # the trainer's Bye may come just before the fetcher has ended the barrier, which rings no bell here
+            self._bell.wait(IDLE_WAIT_S if engine.peer_left else 1.0)
 
 
 def new_run_id() -> str:

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from rowcast.job.tables import KEY_SHIFT, ROW_MASK, GroupSpec, make_keys
+from rowcast.job.tables import KEY_SHIFT, GroupSpec, make_keys
 from rowcast.prefetcher.stores.row_loops import find_bits
 from rowcast.prefetcher.stores.store import Keys
 from rowcast.runtime.arrays import I64, U64
@@ -16,15 +16,15 @@ class RowsInOrder:
 
     def __init__(self, group: GroupSpec) -> None:
         self.most = group.num_rows
-        sizes = [table.num_embeddings for table in group.tables]
-        ends = np.cumsum([0, *sizes])
-        self._ranges = {table.index: (int(ends[i]), int(ends[i + 1])) for i, table in enumerate(group.tables)}
-        self._first = np.zeros(max(self._ranges) + 1, np.int64)  # number of each table's first row
-        self._first[list(self._ranges)] = ends[:-1]
+        tables, sizes = [table.index for table in group.tables], [table.num_embeddings for table in group.tables]
+        ends: I64 = np.cumsum([0, *sizes])
+        self._ranges = {table: (int(ends[i]), int(ends[i + 1])) for i, table in enumerate(tables)}
+        self._first_keys = np.array(tables, np.int64) << KEY_SHIFT  # of each table
+        self._shifts = ends[:-1] - self._first_keys  # from a table's keys to its numbers
 
     def of(self, keys: Keys) -> I64:
-        numbers: I64 = self._first[keys >> KEY_SHIFT]
-        numbers += keys & ROW_MASK
+        bounds = np.append(np.searchsorted(keys, self._first_keys), len(keys))  # a table's keys lie side by side
+        numbers: I64 = keys + np.repeat(self._shifts, np.diff(bounds))
         return numbers
 
     def added(self, keys: Keys) -> I64:

@@ -28,6 +28,7 @@ SEGMENT_SHIFT, PLACE_SHIFT = np.uint64(54), np.uint64(22)  # the highest 10 bits
 LOW = np.uint64(2**32 - 1)
 EMPTY = np.uint64(0)
 NUMBER_BITS, NUMBER, TAG = np.uint64(40), np.uint64(2**40 - 1), np.uint64(2**24 - 1)
+ROW_BYTES = 20  # at most, for each touched row: a key, and cells
 FIRST_CELLS = 16  # of a segment
 NUMBERS_AT_ONCE = 2**16
 CELLS_AHEAD, KEYS_AHEAD = 24, 12  # how many rows ahead the processor prefetches

@@ -212,15 +212,19 @@ def test_a_master_copy_begins_with_all_bits_of_what_was_loaded(tmp_path: Path) -
 
 
 def test_a_gradient_scaler_is_refused_before_it_trains_a_row(tmp_path: Path, launches: Launches) -> None:
+    class Own(torch.amp.GradScaler):
+        """As torch.cuda.amp.GradScaler is one, and those of trainers built on torch."""
+
     model, optimizer = make(tmp_path)
-    scaler = torch.amp.GradScaler("cpu")
+    scaler, own = torch.amp.GradScaler("cpu"), Own("cpu")
     with rowcast.connect(model.ebc, DATASET, options={"batches": 2}) as loader:
         for batch in loader:
             loss = model(batch.dense_features, batch.sparse_features).sum()
-            with pytest.raises(
-                RuntimeError, match=r"a GradScaler scales this loss, but rows are updated .* dtype=torch.bfloat16"
-            ):
-                scaler.scale(loss)
+            for scales, outputs in ((scaler, loss), (scaler, [loss, loss]), (own, loss)):
+                with pytest.raises(
+                    RuntimeError, match=r"a GradScaler scales this loss, but rows are updated .* dtype=torch.bfloat16"
+                ):
+                    scales.scale(outputs)
             assert torch.amp.GradScaler("cpu", enabled=False).scale(loss) is loss
             torch.autograd.backward(loss)
             optimizer.step()

@@ -1,5 +1,7 @@
 """State dicts of whole tables: before training, at checkpoints, after the end, in another run, and after a stop."""
 
+from collections import Counter
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,6 +16,7 @@ from rowcast.prefetcher.checkpoints.export import export_run
 from rowcast.runtime.errors import ConfigError
 from rowcast.runtime.telemetry.logs import get_logger
 from rowcast.trainer.adopt.module import EmbeddingBagCollection
+from rowcast.trainer.adopt.stateful_objects import StatefulObjects
 from rowcast.trainer.adopt.table_files import run_prefetcher_command
 from tests.adopt.scripts import CONFIGS, Launches, Model, copied, make, same, train_all, train_on, train_until
 
@@ -238,3 +241,13 @@ def test_rows_of_two_bytes_go_through_state_dicts_as_they_are(tmp_path: Path, la
         ends.append(copied(model.state_dict()))
     assert ends[0][WIDE].dtype == torch.bfloat16
     assert not torch.equal(ends[0][WIDE], ends[1][WIDE])
+
+
+def test_a_schedule_of_milestones_is_restored_as_it_was() -> None:
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
+    schedule = torch.optim.lr_scheduler.MultiStepLR(optimizer, milestones=[2, 5, 5])
+    objects = StatefulObjects([schedule], torch.device("cpu"), nullcontext)
+    tensors = objects.state()
+    schedule.milestones = Counter()
+    objects.restore(tensors)
+    assert sorted(schedule.milestones.elements()) == [2, 5, 5]

@@ -431,6 +431,7 @@ def test_a_terminal_of_80_or_120_columns_holds_every_line(width: int) -> None:
         "Limit: ",
         "a step takes 10 ms (--step-ms)",
         "host memory",
+        "the planner",
         "staging",
         "Every row was followed",
     ):
@@ -463,6 +464,7 @@ def test_json_is_all_that_is_printed(capfd: pytest.CaptureFixture[str]) -> None:
             <= own.table_rows
         )
     assert advice.host.tables_bytes > advice.host.touched_bytes > 0
+    assert advice.host.planner_bytes > 100_000
     assert advice.device.staging_bytes == 2 * staging_bytes(0, MIN_RING_BYTES)
 
 

@@ -3,9 +3,11 @@
 import fcntl
 import json
 import os
+import re
 import resource
 import socket
 import sys
+import tomllib
 from collections.abc import Iterator
 from functools import partial
 from importlib import metadata
@@ -32,14 +34,18 @@ from rowcast.job.file import parse_job
 from rowcast.job.schema import Job
 from rowcast.job.tables import group_specs
 from rowcast.prefetcher.cli import app
+from rowcast.prefetcher.planner.auto_horizon import WHILE_FILLING
+from rowcast.prefetcher.planner.group_planner import planner_bytes
 from rowcast.prefetcher.planner.pin_files import save_pins
 from rowcast.prefetcher.run.make_keys import make_keys
 from rowcast.protocol.batch import Batch
 from rowcast.runtime.errors import ConfigError
 from rowcast.runtime.run_directory import RunDirectory
+from rowcast.runtime.telemetry.format_numbers import human_bytes
 from rowcast.trainer.models import build_model
 from tests.support.jobs import job_content, write_job
 
+ROOT = Path(__file__).parents[2]
 CPU = Device(name="cpu")
 GPU = Device(name="cuda:0 (a device of 1 MiB)", free_bytes=2**20)
 
@@ -376,6 +382,31 @@ def test_a_package_that_is_too_old_or_missing_is_an_error_with_what_to_install()
     assert "is older than 4.1" in python.sentence
 
 
+def test_a_version_that_was_never_tried_is_said_and_is_no_fault() -> None:
+    def sentence(**versions: str) -> str:
+        (finding,) = check_setup.check_versions(Installed(["torch>=2.11"], **versions))
+        assert finding.level == "ok"
+        return finding.sentence
+
+    assert "tried" not in sentence(torch="2.11.0+cu130", triton="3.6.0")
+    assert "triton 3.6.0" in sentence(torch="2.11.0+cu130", triton="3.6.0")
+    assert sentence(torch="2.99.1").endswith("torch 2.99.1; torch 2.99.1 was not tried (2.11, 2.13, 2.15 were)")
+    assert sentence(torch="2.11.0", triton="3.99").endswith("; triton 3.99 was not tried (3.6, 3.7, 3.9 were)")
+
+
+def test_the_bounds_of_the_project_are_the_ends_of_what_was_tried() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    oldest, newest = check_setup.TRIED["python"][0], check_setup.TRIED["python"][-1]
+    first, _, minor = newest.partition(".")
+    assert project["requires-python"] == f">={oldest},<{first}.{int(minor) + 1}"
+    assert f"torch>={check_setup.TRIED['torch'][0]}" in project["dependencies"]
+
+
+def test_the_readme_names_the_versions_that_were_tried() -> None:
+    (line,) = re.findall(r"^Tested with .*?\n\n", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
+    assert set(re.findall(r"\d+\.\d+", line)) == {version for tried in check_setup.TRIED.values() for version in tried}
+
+
 def test_source_that_is_not_installed_is_a_warning() -> None:
     def nothing(name: str) -> Any:
         raise metadata.PackageNotFoundError(name)
@@ -573,7 +604,11 @@ def test_memory_is_what_both_processes_hold_and_tables_grow_to(check: Checked) -
     assert check_memory.ahead_bytes(job, seen) == (8 + 8) * 2 * batch
     assert check_memory.trained_rows(seen.groups[0], seen) == 2000
     assert check_memory.dense_bytes(job, seen) == 4 * ((13 + 1) * 4 + (4 + 3 + 1) * 1)
-    fixed = (8 + 8) * 2 * batch + 2 * 2**20 + 5000 + 2 * 4 * 64
+    assert check_memory.likely_horizon(job, seen, (300,)) == 8
+    planner = check_memory.planning_bytes(job, seen, (300,))
+    assert planner == planner_bytes(300, 9 * seen.largest_rows[0])
+    written_over = 2000 * 32  # all rows, during a checkpoint
+    fixed = (8 + 8) * 2 * batch + planner + 2 * 2**20 + 5000 + 2 * 4 * 64 + written_over
     tables = 2000 * 32 + 2000
     for free, level in (
         (fixed + tables, "ok"),
@@ -581,8 +616,30 @@ def test_memory_is_what_both_processes_hold_and_tables_grow_to(check: Checked) -
         (fixed, "warning"),
         (fixed - 1, "error"),
     ):
-        (finding,) = check_memory.check_memory(job, seen, free, 2**20, 5000)
+        (finding,) = check_memory.check_memory(job, seen, (300,), free, 2**20, 5000)
         assert finding.level == level
+        assert f"the planner {human_bytes(planner)}" in finding.sentence
+
+
+def test_memory_counts_the_trained_rows_of_tables_beyond_memory_and_their_directory(check: Checked) -> None:
+    [group] = group_specs(check.job(tables=[jobs.table("t", 10**12, 4)]))
+    assert check_memory.table_bytes(check.job(), group, 1000) == 1000 * (group.record_bytes + 12 + 8 + 1)
+
+
+def test_memory_counts_a_horizon_that_grows_while_slots_fill_but_not_beyond_its_bytes_and_the_run(
+    check: Checked,
+) -> None:
+    def horizon(num_slots: int, **lookahead: Any) -> int:
+        job = check.job(
+            lookahead={"horizon": "auto", "depth": 2, **lookahead}, data={"synthetic": {"samples": 64 * 500}}
+        )
+        return check_memory.likely_horizon(job, seen_of(job), (num_slots,))
+
+    assert horizon(2000) == 2, "every row has a slot"
+    half = horizon(1000)
+    assert 2 + WHILE_FILLING * 2 <= half < horizon(1900) < 500
+    assert 2 < horizon(1900, id_bytes="60KB") < half
+    assert check_memory.likely_horizon(check.job(cache={"policy": "lru"}), seen_of(check.job()), (1000,)) == 0
 
 
 def test_dense_weights_of_dcnv2_are_counted(check: Checked) -> None:

@@ -13,33 +13,18 @@ from unittest.mock import patch
 
 import numpy as np
 import torch
-from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
+from benchmarks.launches import AbsentDriver
 from rowcast.trainer.kernels import GroupLookup, triton_ops
 from tests.kernels.lookups import Layout, divisors_of, group_of, rule_of
 
 CASES: tuple[tuple[int, torch.dtype, bool, str], ...] = (
     (128, torch.float32, False, "adagrad"),
     (16, torch.bfloat16, True, "rowwise_adagrad"),
+    (33, torch.float32, False, "adagrad"),
 )
-
-
-class Absent:
-    """As much of a driver as compiling asks for."""
-
-    def __init__(self, capability: int) -> None:
-        self._target = GPUTarget("cuda", capability, 32)
-
-    def get_current_target(self) -> GPUTarget:
-        return self._target
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, device: int) -> int:
-        return 0
 
 
 def groups() -> Iterator[GroupLookup]:
@@ -63,7 +48,7 @@ def call(dim: int, dtype: torch.dtype, master: bool, kind: str) -> None:
 
 
 def main(capability: int) -> None:
-    driver.set_active(Absent(capability))
+    driver.set_active(AbsentDriver(capability))
     compiled: dict[int, dict[str, Any]] = {}
     run = JITFunction.run
 

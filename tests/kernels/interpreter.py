@@ -1,4 +1,6 @@
-"""Triton's interpreter runs kernels on a CPU and rounds otherwise than a device: corrected here."""
+"""Triton's interpreter runs kernels on a CPU and rounds otherwise than a device; that of Triton 3.6 cannot work with
+numpy 2.4 or later. Both are corrected here.
+"""
 
 from typing import Any
 
@@ -7,6 +9,7 @@ import numpy.typing as npt
 import pytest
 import torch
 import triton.language as tl
+from triton.runtime import interpreter
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
 from rowcast.runtime.arrays import F32
@@ -27,6 +30,13 @@ def mend(patch: pytest.MonkeyPatch) -> None:
 
     for name in ("cast_impl", "create_fp_trunc"):
         patch.setattr(InterpreterBuilder, name, cast)
+    begin_launch = interpreter._patch_lang_tensor
+
+    def patch_tensors(tensor: Any, scope: Any) -> None:
+        begin_launch(tensor, scope)
+        tensor.__index__ = lambda self: self.handle.data.item()  # Triton 3.6 makes an int of an array of one element
+
+    patch.setattr(interpreter, "_patch_lang_tensor", patch_tensors)
 
 
 def fma(x: F32, y: F32, z: F32) -> F32:

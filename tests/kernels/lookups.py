@@ -1,20 +1,15 @@
-"""Groups of look-ups and records for tests of kernels, and what the kernels for devices are compared with."""
+"""Groups of look-ups and records for tests of kernels."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from itertools import pairwise
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
-import pytest
 import torch
 from torch import Tensor
 
-import rowcast.protocol.plan
-import rowcast.trainer.kernels.chunks
 from rowcast.job.row_optimizers import ROW_OPTIMIZERS
-from rowcast.trainer.kernels import GroupLookup, RecordViews, Rule, torch_ops
+from rowcast.trainer.kernels import GroupLookup, RecordViews, Rule
 from rowcast.trainer.kernels.chunks import Chunks, cut_long_rows
 from rowcast.trainer.kernels.self_check import fill_randomly
 
@@ -112,38 +107,6 @@ def random_gradients(num_rows: int, dim: int, seed: int = 1) -> Tensor:
     )
     grads[torch.rand(num_rows, dim, generator=generator) < 0.1] = 0
     return grads
-
-
-def reduce_in_chunks(pooled_grad: Tensor, group: GroupLookup, divisors: Tensor | None) -> Tensor:
-    """`torch_ops.reduce`, long rows chunk by chunk."""
-    most, ends = rowcast.trainer.kernels.chunks.CHUNK_LOOKUPS, group.segment_offsets.tolist()
-    starts = [list(range(first, end, most)) for first, end in pairwise(ends)]
-    chunks = torch.tensor([*(start for of_row in starts for start in of_row), ends[-1]], dtype=torch.int32)
-    rows = torch.tensor(np.cumsum([0, *map(len, starts)]), dtype=torch.int32)
-    sums = torch_ops.reduce(pooled_grad, replace(group, segment_offsets=chunks), divisors)
-    return torch_ops.segment_sum(sums, torch.arange(len(sums), dtype=torch.int32), rows)
-
-
-@contextmanager
-def as_on_a_device() -> Iterator[None]:
-    """`torch_ops` with the square roots of IEEE 754, which a CPU's are not, and with sums over columns pair by pair."""
-
-    def sqrt(values: Tensor) -> Tensor:
-        return torch.from_numpy(np.sqrt(values.numpy()))
-
-    def in_pairs(values: Tensor, dim: int, keepdim: bool) -> Tensor:
-        assert (dim, keepdim) == (1, True)
-        columns = 1 << (values.shape[1] - 1).bit_length()
-        values = torch.nn.functional.pad(values, (0, columns - values.shape[1]))
-        while values.shape[1] > 1:
-            values = values[:, ::2] + values[:, 1::2]
-        return values
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Tensor, "sqrt", sqrt)
-        patch.setattr(Tensor, "sum", in_pairs)
-        patch.setattr(Tensor, "mean", lambda values, dim, keepdim: in_pairs(values, dim, keepdim) / values.shape[1])
-        yield
 
 
 def trained(layout: Layout, records: Tensor, train: Callable[[RecordViews], None]) -> Tensor:

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rowcast.trainer.kernels import chunks
-from rowcast.trainer.kernels.chunks import cut_long_rows, most_chunk_items
+from rowcast.trainer.kernels.chunks import cut_groups, cut_long_rows, most_chunk_items
 
 bounded = settings(derandomize=True, deadline=None, max_examples=300)
 counts = st.lists(st.integers(0, 30) | st.just(3), max_size=30)  # look-ups of each row
@@ -26,6 +26,18 @@ def test_chunks_of_long_rows_equal_brute_force(counts: list[int]) -> None:
     assert found.chunk_rows.tolist() == [k for k, own in enumerate(num_chunks) for _ in range(own)]
     assert sum(map(len, found)) <= most_items
     assert {array.dtype for array in found} == {np.dtype(np.int32)}
+
+
+@bounded
+@given(st.lists(counts, min_size=1, max_size=5))
+def test_groups_are_cut_together_as_each_by_itself(counts_of_groups: list[list[int]]) -> None:
+    offsets = [np.cumsum([0, *own], dtype=np.int32) for own in counts_of_groups]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(chunks, "CHUNK_LOOKUPS", 3)
+        for found, own in zip(cut_groups(offsets), offsets, strict=True):
+            for array, expected in zip(found, cut_long_rows(own), strict=True):
+                assert array.dtype == np.int32
+                assert array.tolist() == expected.tolist()
 
 
 @pytest.mark.parametrize("num_lookups", [0, 1, 128, 129, 256, 258, 2**20])

@@ -2,7 +2,7 @@
 
 import mmap
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +12,8 @@ import numpy as np
 import pytest
 import torch
 
+from benchmarks.gpu_check.reference import as_on_a_device, reduce_in_chunks
+from benchmarks.launches import Counts
 from rowcast.trainer import kernels
 from rowcast.trainer.kernels import Kernels, blocks, torch_ops, triton_ops
 from rowcast.trainer.kernels.chunks import CHUNK_LOOKUPS
@@ -19,18 +21,16 @@ from tests.kernels.lookups import (
     KINDS,
     PRECISIONS,
     Layout,
-    as_on_a_device,
     divisors_of,
     group_of,
     random_gradients,
     random_group,
-    reduce_in_chunks,
     rule_of,
     trained,
 )
 from tests.support.full_capacity import bits
 
-DIMS = (4, 5, 12, 33, 100, 128)
+DIMS = (3, 4, 5, 12, 33, 100, 128)
 OURS: Kernels = triton_ops
 
 
@@ -135,8 +135,9 @@ def test_one_row_that_every_lookup_uses_is_summed_in_chunks(num_lookups: int, mo
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_padding_and_other_slots_are_never_written(kind: str) -> None:
-    group, layout = random_group(2, 6, 21, 3), Layout(dim=5, kind=kind, dtype=torch.float16, master=True)
+@pytest.mark.parametrize(("dtype", "master"), PRECISIONS)
+def test_padding_and_other_slots_are_never_changed(kind: str, dtype: torch.dtype, master: bool) -> None:
+    group, layout = random_group(2, 6, 21, 3), Layout(dim=5, kind=kind, dtype=dtype, master=master)
     records = layout.records(30)
     after = trained(
         layout, records, lambda rows: OURS.update(rows, random_gradients(21, 5), group, None, rule_of(kind))
@@ -144,13 +145,9 @@ def test_padding_and_other_slots_are_never_written(kind: str) -> None:
     may_change = torch.zeros_like(records)
     rows = layout.rows(may_change)
     slots = group.unique_slots.long()
-    assert rows.master is not None
-    for part in (
-        rows.weight.view(torch.int16),
-        rows.master.view(torch.int32),
-        *(state.view(torch.int32) for state in rows.states),
-    ):
-        part[slots] = -1
+    for part in (rows.weight, rows.master, *rows.states):
+        if part is not None:
+            part.view(torch.int16 if part.itemsize == 2 else torch.int32)[slots] = -1
     fixed = ~may_change.view(torch.int32)
     assert torch.equal(after & fixed, records.view(torch.int32) & fixed)
     assert fixed[slots].any()
@@ -262,3 +259,21 @@ def test_no_kernel_adds_in_an_order_of_its_own_or_is_tried_out_while_it_runs() -
     for file in files:
         waits = r"\.item\(|\.cpu\(|nonzero|\.tolist\(|synchronize"
         assert not (file.name.startswith("triton_") and re.search(waits, file.read_text())), file.name
+
+
+def test_look_ups_and_updates_issue_their_launches_and_no_operator_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Launched:
+        def __init__(self, name: str) -> None:
+            self._name = name
+
+        def __getitem__(self, grid: Any) -> Callable[..., None]:
+            return lambda *arguments, **options: counts.launched(self._name, "")
+
+    for name in ("lookup_kernel", "segments_kernel", "join_kernel"):
+        monkeypatch.setattr(triton_ops, name, Launched(name))
+    group, layout, counts = random_group(1, 20, 37, 4, weighted=True), Layout(dim=5, kind="adam"), Counts()
+    rows, divisors, grads = layout.rows(layout.records(23)), divisors_of(group), random_gradients(37, 5)
+    with counts, counts.section("step"):
+        OURS.lookup(rows, group, divisors)
+        OURS.update(rows, grads, group, divisors, rule_of("adam"))
+    assert counts.found == {("step", name): 1 for name in ("lookup_kernel", "segments_kernel", "join_kernel")}

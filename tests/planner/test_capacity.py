@@ -5,9 +5,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rowcast.job.schema import Lookahead
 from rowcast.job.tables import GroupSpec, group_specs
-from rowcast.prefetcher.planner.capacity import MAX_SLOTS, Touched, divide_capacity, job_slots, measure
+from rowcast.prefetcher.planner.capacity import (
+    Touched,
+    check_trackable,
+    divide_capacity,
+    job_slots,
+    known_rows,
+    measure,
+)
+from rowcast.prefetcher.planner.directory import MOST_ROWS
+from rowcast.prefetcher.planner.planner import RowPlanner
 from rowcast.runtime.errors import ConfigError
+from tests.support import jobs
 from tests.support.batches import small_batches, small_job
 from tests.support.planner_runs import (
     distinct_keys,
@@ -75,8 +86,56 @@ def test_what_a_full_group_cannot_use_goes_to_the_others() -> None:
     assert untouched == (12, 88)
 
 
-def test_a_slot_fits_an_int32() -> None:
-    assert divide_capacity(groups_of((2**48, 1)), touched((10, 12)), capacity_bytes=2**40) == (MAX_SLOTS,)
+@pytest.mark.parametrize("alone", [True, False])
+def test_more_slots_than_the_planner_can_keep_track_of_are_refused_with_what_to_change(alone: bool) -> None:
+    (huge,) = groups_of((2**48, 16))
+    key = "cache.capacity" if alone else "cache.groups.fp32_d16_sgd"
+    check_trackable(huge, MOST_ROWS - 5000, 5000, alone=alone)
+    with pytest.raises(ConfigError) as raised:
+        check_trackable(huge, MOST_ROWS - 5000, 5001, alone=alone)
+    assert str(raised.value) == (
+        f"the capacity gives group fp32_d16_sgd {MOST_ROWS - 5000} slots, and batches known ahead touch up to 5001 "
+        f"rows, but the planner keeps track of at most {MOST_ROWS} rows of a group; "
+        f'set {key} = "{MOST_ROWS - 5001} rows" or less'
+    )
+    with pytest.raises(ConfigError, match=r"; lower lookahead.horizon or lookahead.id_bytes$"):
+        check_trackable(huge, 1, MOST_ROWS, alone=alone)
+
+
+def test_tables_that_the_planner_can_keep_track_of_as_a_whole_fit_any_capacity() -> None:
+    (group,) = groups_of((MOST_ROWS, 16))
+    check_trackable(group, MOST_ROWS, 10**9, alone=True)
+
+
+def test_rows_of_the_horizon_are_its_batches_or_what_its_bytes_hold() -> None:
+    assert known_rows(Lookahead(depth=4, horizon=16), 1000) == 18 * 1000
+    assert known_rows(Lookahead(depth=4, horizon=0), 1000) == 6 * 1000
+    assert known_rows(Lookahead(depth=4, id_bytes="36MB"), 1000) == 10**6
+    assert known_rows(Lookahead(depth=64, id_bytes="36KB"), 1000) == 66 * 1000
+
+
+def test_a_job_whose_capacity_gives_too_many_slots_is_refused_as_it_is_divided() -> None:
+    tables = [jobs.table("t", 2**40, 16, "cat_0")]
+    job = jobs.job(tables=tables, cache={"capacity": "100GiB"})
+    with pytest.raises(ConfigError, match="gives group fp32_d16_sgd 1677721600 slots"):
+        job_slots(job, group_specs(job), [])
+    job = jobs.job(tables=tables, cache={"capacity": "10GiB"})
+    assert job_slots(job, group_specs(job), []) == (10 * 2**30 // 64,)
+
+
+def test_a_batch_beyond_what_can_be_tracked_is_refused_and_changes_nothing() -> None:
+    planner = RowPlanner(one_group(100), (5,), 1, 0)
+    (group,) = planner._groups
+    first, second = single_hot_trace([[0, 1], [2, 3, 4]])
+    planner.add(first)
+    planner.plan()
+    group.directory.num_tracked[0] = MOST_ROWS - 2
+    with pytest.raises(ConfigError, match=f"step 1 touches 3 distinct rows .* while {MOST_ROWS - 2} are tracked"):
+        planner.add(second)
+    group.directory.num_tracked[0] = 2
+    planner.check_integrity()
+    planner.add(second)
+    assert len(planner.plan()[1].groups[0].fetch) == 3
 
 
 def test_a_capacity_below_the_largest_batch_is_refused_with_both_numbers() -> None:

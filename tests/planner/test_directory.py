@@ -10,11 +10,12 @@ from rowcast.prefetcher.planner.directory import (
     check_directory,
     exchange,
     forget,
+    hash_of,
     locate,
     new_directory,
-    with_room,
+    reserve,
 )
-from rowcast.prefetcher.planner.horizon import Occurrences, new_occurrences, with_capacity, with_steps
+from rowcast.prefetcher.planner.horizon import Occurrences, make_room, new_occurrences, with_steps
 
 
 def keys_in_one_cluster(num_cells: int, count: int) -> list[int]:
@@ -37,7 +38,8 @@ def position_of(directory: Directory, occurrences: Occurrences, key: int) -> int
 @pytest.mark.parametrize("seed", range(6))
 def test_tracking_moving_and_forgetting_in_any_order_finds_exactly_what_is_tracked(seed: int) -> None:
     rng = np.random.default_rng(seed)
-    directory, occurrences = with_room(new_directory(16), 32), new_occurrences(4096)
+    directory, occurrences = new_directory(16), new_occurrences(4096)
+    reserve(directory, 32)
     keys = keys_in_one_cluster(64, 60)
     known: dict[int, int] = {}
     for position in range(3000):
@@ -52,14 +54,34 @@ def test_tracking_moving_and_forgetting_in_any_order_finds_exactly_what_is_track
 
 
 def test_a_grown_directory_leads_to_the_same_places() -> None:
-    directory, occurrences = with_room(new_directory(16), 8), new_occurrences(64)
+    directory, occurrences = new_directory(16), new_occurrences(64)
+    reserve(directory, 6)
+    assert len(directory.cells) == 16
     for position, key in enumerate(range(0, 80, 10)):
+        reserve(directory, 1)
         put(directory, occurrences, key, position)
-    assert with_room(directory, 2) is directory
-    grown = with_room(directory, 20)
-    assert (len(directory.cells), len(grown.cells), int(grown.num_tracked[0])) == (32, 128, 8)
-    assert [position_of(grown, occurrences, key) for key in range(0, 80, 10)] == list(range(8))
-    check_directory(grown, occurrences.rows)
+    assert (len(directory.cells), int(directory.num_tracked[0])) == (32, 8)
+    reserve(directory, 20)
+    assert (len(directory.cells), int(directory.num_tracked[0])) == (128, 8)
+    assert [position_of(directory, occurrences, key) for key in range(0, 80, 10)] == list(range(8))
+    check_directory(directory, occurrences.rows)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_directory_whose_clusters_wrap_around_grows_with_every_row_in_its_place(seed: int) -> None:
+    rng, num_cells = np.random.default_rng(seed), 64
+    directory, occurrences = new_directory(num_cells), new_occurrences(64)
+    begins = [(key, int(hash_of(key)) % num_cells) for key in rng.permutation(20_000).tolist()]
+    last = [key for key, begin in begins if begin >= num_cells - 3][:15]  # more than the last cells hold
+    first = [key for key, begin in begins if begin < 6][:8]
+    keys = rng.permutation([*last, *first]).tolist()
+    for position, key in enumerate(keys):
+        put(directory, occurrences, key, position)
+    assert directory.cells[0] != EMPTY
+    reserve(directory, 30)
+    assert len(directory.cells) == 256
+    check_directory(directory, occurrences.rows)
+    assert [position_of(directory, occurrences, key) for key in keys] == list(range(len(keys)))
 
 
 def test_the_check_finds_a_row_that_its_key_does_not_lead_to() -> None:
@@ -81,17 +103,28 @@ def test_places_beyond_32_bits_are_told_apart_within_the_ring() -> None:
     assert position_of(directory, occurrences, 3) is None
 
 
-def test_a_grown_ring_keeps_every_place_and_every_queue() -> None:
-    occurrences = new_occurrences(8, 4)
-    positions, steps = np.arange(5, 12), np.arange(6, 9)
+@pytest.mark.parametrize("scored", [False, True])
+def test_a_grown_ring_keeps_every_place_and_every_queue(scored: bool) -> None:
+    occurrences = new_occurrences(8, 4, scored=scored)
+    positions, known, steps = np.arange(5, 12), np.arange(8, 12), np.arange(6, 9)
     occurrences.rows["key"][positions % 8] = positions * 10
-    occurrences.queued[positions % 8] = positions
+    occurrences.queued[known % 8], occurrences.next_in[known % 8] = known, known + 3
     occurrences.first[steps % 4], occurrences.tails[steps % 4] = steps * 100, steps
-    assert with_capacity(occurrences, 5, 12, 1) is occurrences
+    if scored:
+        occurrences.scores[positions % 8] = positions * 7
+    make_room(occurrences, 5, 8, 12, 1)
+    assert len(occurrences.rows) == 8
     assert with_steps(occurrences, 6, 9) is occurrences
-    grown = with_steps(with_capacity(occurrences, 5, 12, 2), 6, 10)
-    assert (len(grown.rows), len(grown.first)) == (16, 8)
-    assert grown.rows["key"][positions % 16].tolist() == (positions * 10).tolist()
-    assert grown.queued[positions % 16].tolist() == positions.tolist()
+    make_room(occurrences, 5, 8, 12, 2)
+    assert (len(occurrences.rows), len(occurrences.queued), len(occurrences.next_in)) == (16, 8, 8)
+    make_room(occurrences, 5, 8, 12, 20)
+    assert (len(occurrences.rows), len(occurrences.queued), len(occurrences.next_in)) == (32, 32, 32)
+    grown = with_steps(occurrences, 6, 10)
+    assert len(grown.first) == 8
+    assert grown.rows["key"][positions % 32].tolist() == (positions * 10).tolist()
+    assert grown.queued[known % 32].tolist() == known.tolist()
+    assert grown.next_in[known % 32].tolist() == (known + 3).tolist()
+    scores = grown.scores[positions % 32].tolist() if scored else grown.scores.tolist()
+    assert scores == ((positions * 7).tolist() if scored else [0])
     assert grown.first[steps % 8].tolist() == (steps * 100).tolist()
     assert grown.tails[steps % 8].tolist() == steps.tolist()

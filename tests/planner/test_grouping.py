@@ -9,7 +9,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rowcast.job.tables import KEY_SHIFT, GroupSpec
-from rowcast.prefetcher.planner.grouping import FEW_ROWS, Grouper, Grouping, Pool, bags_of, consecutive_runs, sort_pairs
+from rowcast.prefetcher.planner.grouping import (
+    FEW_ROWS,
+    SORTED_AT_ONCE,
+    Grouper,
+    Grouping,
+    Pool,
+    bags_of,
+    consecutive_runs,
+    sort_distinct,
+    sort_pairs,
+)
 from rowcast.protocol.batch import Batch
 from tests.support.planner_runs import (
     assert_same,
@@ -175,6 +185,16 @@ def test_sorting_pairs_is_stable_and_moves_values_along(keys: list[int]) -> None
     sort_pairs(ours, values)
     np.testing.assert_array_equal(values, np.argsort(i64(keys), kind="stable"))
     np.testing.assert_array_equal(ours, np.sort(i64(keys)))
+
+
+def test_sorting_in_place_splits_what_its_spare_arrays_cannot_hold() -> None:
+    rng = np.random.default_rng(4)
+    tables, rows = rng.integers(0, 3, 3 * SORTED_AT_ONCE) << 48, rng.permutation(3 * SORTED_AT_ONCE)
+    keys = tables | rows * np.where(tables == 0, 1, 2**20)  # the distinct keys of one table lie close together
+    ours, values = keys.copy(), np.arange(len(keys), dtype=np.int32)
+    sort_distinct(ours, values)
+    np.testing.assert_array_equal(values, np.argsort(keys))
+    np.testing.assert_array_equal(ours, np.sort(keys))
 
 
 def test_read_only_ids_are_grouped() -> None:

@@ -1,12 +1,15 @@
 """The planner's life: filling the horizon, refusing, barriers, counting, checking itself."""
 
+import tracemalloc
 from collections.abc import Iterator
 
 import numpy as np
 import pytest
 
+from rowcast.job.schema import Policy
 from rowcast.job.tables import GroupSpec
-from rowcast.prefetcher.planner.horizon import NONE
+from rowcast.prefetcher.planner.group_planner import planner_bytes
+from rowcast.prefetcher.planner.horizon import DIRTY, FLAG_BITS, NONE
 from rowcast.prefetcher.planner.planner import PlanCounters, RowPlanner
 from rowcast.protocol.batch import Batch
 from rowcast.protocol.plan import StepPlan
@@ -161,6 +164,22 @@ def test_a_barrier_lists_dirty_rows_once_and_settles_what_is_pending() -> None:
     planner.check_integrity()
 
 
+def test_a_barrier_takes_no_memory_but_the_rows_that_it_lists() -> None:
+    num_rows = 200_000
+    planner = RowPlanner(one_group(num_rows), (num_rows,), 1, 0)
+    planner.barrier("compiles the loops", finished=False)
+    planner.add(single_hot_trace([list(range(num_rows))])[0])
+    planner.plan()
+    tracemalloc.start()
+    try:
+        barrier = planner.barrier("checkpoint", finished=False)
+        _, most = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert len(barrier.dirty[0]) == num_rows
+    assert most < 12 * num_rows + 2**20, "keys and slots, and what sorting some of them takes"
+
+
 def test_evaluation_leaves_rows_clean() -> None:
     batches = [scheduled.batch for scheduled in single_hot_trace([[0, 1], [2, 3], [4, 5]])]
     planner = RowPlanner(one_group(6), (3,), 1, 0)
@@ -212,8 +231,37 @@ def test_the_memory_follows_slots_and_horizon_not_the_rows_seen() -> None:
     planner.check_integrity()
 
 
-@pytest.mark.parametrize("field", ["slot", "key", "flags", "last_use", "next_in", "step"])
-def test_check_integrity_finds_a_changed_occurrence(field: str) -> None:
+@pytest.mark.parametrize("policy", ["lookahead", "lfu"])
+@pytest.mark.parametrize("num_slots", [16_000, 17_000, 23_000])
+def test_a_planner_holds_what_is_said_of_it_and_at_most_100_bytes_a_slot(num_slots: int, policy: Policy) -> None:
+    planner = RowPlanner(one_group(200_000), (num_slots,), 1, 3, policy=policy)
+    (group,) = planner._groups
+    rng, most_known = np.random.default_rng(2), 0
+    ids = (200_000 * rng.random((600, 800)) ** 5).astype(np.int64)  # rows in frequent use leave gaps in the line
+    for scheduled in single_hot_trace(ids.tolist()):
+        planner.add(scheduled)
+        _, head, tail = group.positions
+        most_known = max(most_known, tail - head)
+        if planner.ready():
+            planner.plan()
+    assert planner.occupancy[0].num_free == 0
+    said = planner_bytes(num_slots, most_known, scored=policy == "lfu")
+    assert 0.8 * said <= group.nbytes <= 1.01 * said
+    assert group.nbytes <= 100 * num_slots
+
+
+@pytest.mark.parametrize(
+    ("array", "field", "row", "change"),
+    [
+        ("rows", "slot", 1, 5),
+        ("rows", "key", 1, 5),
+        pytest.param("rows", "use", 1, DIRTY, id="dirty"),
+        pytest.param("rows", "use", 0, 5 << FLAG_BITS, id="last use"),
+        pytest.param("rows", "slot", 3, 5, id="step"),
+        ("next_in", None, 1, 5),
+    ],
+)
+def test_check_integrity_finds_a_changed_occurrence(array: str, field: str | None, row: int, change: int) -> None:
     run = Run(
         groups=one_group(6),
         slots=(4,),
@@ -227,13 +275,14 @@ def test_check_integrity_finds_a_changed_occurrence(field: str) -> None:
         planner.add(scheduled)
     planner.plan()
     planner.check_integrity()
-    rows = planner._groups[0].occurrences.rows
+    occurrences = planner._groups[0].occurrences
     oldest, _, tail = planner._groups[0].positions
     position = next(
         position
         for position in range(oldest, tail)
-        if rows["key"][position] == (0 if field == "last_use" else 1) and rows["slot"][position] != NONE
+        if occurrences.rows["key"][position] == row and occurrences.rows["slot"][position] != NONE
     )
-    rows[field][position] += 5
+    changed = getattr(occurrences, array)
+    (changed if field is None else changed[field])[position] ^= change
     with pytest.raises(AssertionError, match=r"\d"):
         planner.check_integrity()

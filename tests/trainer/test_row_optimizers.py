@@ -63,7 +63,8 @@ class StockTable:
             self.rowwise_step(rows, grads)
             return
         if self.settings.kind == "adam":
-            self.weight.grad = torch.sparse_coo_tensor(rows[None], grads, self.weight.shape, check_invariants=True)
+            with torch.sparse.check_sparse_tensor_invariants():  # type: ignore[no-untyped-call]
+                self.weight.grad = torch.sparse_coo_tensor(rows[None], grads, self.weight.shape)
         else:
             self.weight.grad = torch.zeros_like(self.weight).index_copy(0, rows, grads)
         self.optimizer.step()

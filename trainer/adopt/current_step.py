@@ -148,12 +148,21 @@ class CurrentStep:
             raise RuntimeError(FORGOTTEN.format(step.header.train_step))
         if self._sliced is not None:
             self._sliced.finish()
-        self.step, self._sliced = None, None
-        self.stream_order.gather()
+        self.drop()
 
     def drop(self) -> None:
-        self.step, self._sliced = None, None
+        self._let_go()
         self.stream_order.gather()
+
+    def close(self) -> None:
+        """The session has ended: nothing of this keeps rows, nor does a graph that the script has kept."""
+        self._let_go()
+        self._embeddings.close()
+
+    def _let_go(self) -> None:
+        if self._sliced is not None:
+            self._sliced.close()
+        self.step, self._sliced = None, None
 
     def labels(self) -> torch.Tensor:
         """f32 [size], of the current slice."""

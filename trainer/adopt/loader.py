@@ -13,6 +13,7 @@ from typing import Any, Self
 
 import structlog
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from rowcast.job.schema import Job
@@ -29,6 +30,7 @@ from rowcast.trainer.adopt.slices import Slice
 from rowcast.trainer.adopt.stateful_objects import Stateful, StatefulObjects
 from rowcast.trainer.adopt.stderr import print_line
 from rowcast.trainer.execute.cache import ArrivedStep
+from rowcast.trainer.execute.streams import on_device
 from rowcast.trainer.kernels.record_views import warm_up_sqrt
 from rowcast.trainer.report.report_json import Evaluation
 from rowcast.trainer.run.trainer_run import refuse_several_ranks
@@ -68,7 +70,7 @@ def connect(
     Raises ConfigError.
     """
     table_files.refuse_within_prefetcher()
-    refuse_several_ranks(environ.get("WORLD_SIZE", "1"))
+    refuse_ranks()
     if not isinstance(dataset, str | None):
         raise ConfigError(
             f"connect: dataset = {dataset!r} is not a name; the prefetcher, another process, imports what "
@@ -111,6 +113,16 @@ def connect(
         finished=finished,
     )
     return Loader(ebc, parts)
+
+
+def refuse_ranks() -> None:
+    """Raises ConfigError if this process is one of several ranks, which would all open the same run."""
+    refuse_several_ranks(environ.get("WORLD_SIZE", "1"))
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        raise ConfigError(
+            f"torch.distributed has {dist.get_world_size()} ranks, but training on several ranks is not supported yet; "
+            "start the script once, without torchrun, torch.multiprocessing.spawn or accelerate's --num_processes"
+        )
 
 
 def refuse_to_resume(ebc: EmbeddingBagCollection, newest: Manifest, objects: StatefulObjects | None) -> None:
@@ -259,20 +271,20 @@ class Loader:
         self._num_loops += 1
         yield from self._micro_batches()  # those left of the current batch, if the script left its loop between them
         first = self._session.peek()
-        if self._session.epochs.consume_finished(None if first is None else first.header.epoch):
+        if self._session.epochs.consume_finished(None if first is None else first.epoch):
             return  # an empty loop, so that the script does what it does after that epoch
         if first is None:
             self._refuse_more()
             return
-        epoch = first.header.epoch
+        epoch = first.epoch
         if self._num_loops == 1 and epoch and not self._counts_epochs:
             print_line(
                 f"this first `for` is the rest of epoch {epoch}, counted from 0; `for epoch in loader.epochs` counts "
                 "on from there"
             )
-        while (step := self._session.peek()) is not None and step.header.epoch == epoch:
+        while (step := self._session.peek()) is not None and step.epoch == epoch:
             self._session.begin()
-            if step.header.kind == "train" or self._evaluate:
+            if step.kind == "train" or self._evaluate:
                 yield from self._micro_batches()
         if self._session.stop_reason is None:
             self._session.epochs.end(epoch)
@@ -294,13 +306,14 @@ class Loader:
 
     def _loaded(self, step: ArrivedStep, part: Slice) -> LoadedBatch:
         # the script may be in inference mode now and still train on the batch outside it
-        with torch.inference_mode(False):
+        with torch.inference_mode(False), on_device(self._ebc.device):
             batch = LoadedBatch(step, part, self._session, self._job.features)
-        self._session.current.stream_order.record()
+            self._session.current.stream_order.record()
         return batch
 
     def _open(self) -> None:
         if not self._is_open:
+            refuse_ranks()  # again, as a process group may have been made meanwhile
             self._is_open = True
             if not structlog.is_configured():
                 setup_logging("trainer", "warning")  # otherwise structlog writes to the script's standard output

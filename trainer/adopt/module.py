@@ -3,8 +3,9 @@
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
+from functools import cache
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import msgspec
 import torch
@@ -26,6 +27,11 @@ from rowcast.trainer.models.runner import step_lookups
 NO_BATCH = (
     "there is no batch to look up: iterate over the loader that rowcast.connect(ebc, ...) gives, and call the model on "
     f"each batch before asking for the next; {VALIDATION}"
+)
+
+NOT_TRACED = (
+    "a look-up of rowcast is not traced by torch.compile: it asks the session for the step and orders device work; the "
+    "model around it is compiled, but not with fullgraph=True"
 )
 
 
@@ -60,6 +66,7 @@ class EmbeddingBagCollection(nn.Module):
         Raises ConfigError.
         """
         super().__init__()
+        leave_untraced()
         default_dir = run_folder.default_run_dir() if run_dir is None else None
         if isinstance(job, str | Path):
             if any(setting is not None for setting in (optimizer, capacity, device)):
@@ -132,17 +139,18 @@ class EmbeddingBagCollection(nn.Module):
             raise RuntimeError(NO_BATCH)
         current = session.current
         has_ids = not check_features(features, session, step, current.slice, self._job.features)
-        current.stream_order.await_rows(step)
-        if has_ids:
-            self._check_ids(features, step)
         trains = self.training and torch.is_grad_enabled()
-        if trains:
-            current.mark_trained()
-        elif torch.is_grad_enabled():
-            current.note_eval_lookup()
-        with on_device(self.device), torch.set_grad_enabled(trains):
-            features_found = current.look_up()
-        current.stream_order.record()
+        with on_device(self.device):
+            current.stream_order.await_rows(step)
+            if has_ids:
+                self._check_ids(features, step)
+            if trains:
+                current.mark_trained()
+            elif torch.is_grad_enabled():
+                current.note_eval_lookup()
+            with torch.set_grad_enabled(trains):
+                features_found = current.look_up()
+            current.stream_order.record()
         return KeyedEmbeddings(self._job.features, [found for found in features_found if isinstance(found, Tensor)])
 
     def _check_ids(self, features: Any, step: ArrivedStep) -> None:
@@ -303,3 +311,15 @@ class EmbeddingBagCollection(nn.Module):
         self.write_job_file()
         self._loaded = self._job.run_dir / table_files.LOADED
         table_files.write_tables(self._loaded, self._job.tables, weights)
+
+
+@cache
+def leave_untraced() -> None:
+    """Makes torch.compile run look-ups as they are, in all modules.
+
+    Called for the first module, because torch.compiler imports torch._dynamo, which takes seconds: a script that makes
+    an optimizer imports it anyway, but a prefetcher that imports the script does not.
+    """
+    disable = cast(Any, torch.compiler.disable)  # it has no types
+    untraced = disable(EmbeddingBagCollection.forward, reason=NOT_TRACED)
+    EmbeddingBagCollection.forward = untraced  # type: ignore[method-assign]

@@ -14,13 +14,14 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from traceback import clear_frames
 
 import torch
 from torch import Tensor
 
 from rowcast.job.schema import Job
 from rowcast.job.tables import group_specs
-from rowcast.protocol.messages import StopRequest, Welcome
+from rowcast.protocol.messages import PlanHeader, StopRequest, Welcome
 from rowcast.protocol.peer_watch import ProcessProgress
 from rowcast.runtime.checkpoint_manifest import Manifest
 from rowcast.runtime.child import Child
@@ -45,7 +46,7 @@ from rowcast.trainer.execute.cache import ArrivedStep
 from rowcast.trainer.execute.engine import TrainerEngine
 from rowcast.trainer.execute.metrics import new_counters
 from rowcast.trainer.execute.phases import PhaseClock
-from rowcast.trainer.execute.streams import adopted_streams, on_device
+from rowcast.trainer.execute.streams import adopted_streams, on_device, release_memory
 from rowcast.trainer.kernels import Kernels
 from rowcast.trainer.kernels.choose import choose_kernels
 from rowcast.trainer.models.embedding import Embeddings
@@ -268,7 +269,7 @@ class ScriptSession:
         if self._current is not None and self._current.has_slices:
             return self.epoch
         first = self.peek()
-        return self.epochs.next(None if first is None else first.header.epoch)
+        return self.epochs.next(None if first is None else first.epoch)
 
     # step by step
 
@@ -278,13 +279,15 @@ class ScriptSession:
             tensors = {**self._script_state.state(), **self._telemetry.results.state()}
             run_folder.keep_final(self._job.run_dir, tensors)
 
-    def peek(self) -> ArrivedStep | None:
+    def peek(self) -> PlanHeader | None:
         """Finishes the current step and waits for the next one; None after the end of the run, which ends the session.
 
         Raises RowcastError.
         """
         self.finish()
         if not self.ended and (self._next is None or self.stop_reason is not None):
+            if self._connection is None or self._closed:
+                raise RuntimeError("the loader was closed; connect again to continue training")
             self._script_runs = False
             with self._in_engine():
                 if self.stop_reason is None:
@@ -292,9 +295,11 @@ class ScriptSession:
                 if self.stop_reason is not None and not self.ended:
                     self._stop_here()
             self._script_ran_s, self._script_runs = time.monotonic(), True
+            if self._closed:
+                release_memory(self._parts.device)  # here, where no call holds the engine any more
         if self._next is None or self._next.header.kind == "train":
             self._close_evaluation()
-        return self._next
+        return None if self._next is None else self._next.header
 
     def next_slice(self) -> Slice | None:
         """Gives the script the next micro-batch of the current step; None after the last one."""
@@ -315,11 +320,11 @@ class ScriptSession:
         step = self.step
         if step is None:
             return
-        self.current.end()
-        self._telemetry.train_steps += step.header.kind == "train"
-        self._last_step = step.step
-        self._engine.loop.finish(step, self._loss)
-        self._bell.ring()
+        with on_device(self._parts.device):
+            self.current.end()
+            self._telemetry.train_steps += step.header.kind == "train"
+            self._last_step = step.step
+            self._engine.loop.finish(step, self._loss)
 
     def record(self, loss: Tensor | float | None, logits: Tensor | None) -> None:
         """Records results of the current batch. Raises RuntimeError if there is no batch of that kind."""
@@ -345,8 +350,7 @@ class ScriptSession:
     def _await_step(self, unless: Callable[[], bool]) -> ArrivedStep | None:
         """The next step; None if the run has ended, which ends the session, or as soon as `unless` returns True."""
         connection = self._connection
-        if connection is None or self._closed:
-            raise RuntimeError("the loader was closed; connect again to continue training")
+        assert connection is not None, "peek comes after open"
         engine, found = self._engine, list[ArrivedStep]()
 
         def advance() -> bool:
@@ -408,7 +412,6 @@ class ScriptSession:
         step, self._next = self._next, None
         while step is not None or (step := self._await_step(unless=lambda: False)) is not None:
             engine.loop.pass_over(step)
-            self._bell.ring()
             step = None
 
     # checkpoints
@@ -487,6 +490,7 @@ class ScriptSession:
             get_logger().warning(LEFT_BETWEEN_EPOCHS, epochs=self._job.data.epochs, done=self._epoch + 1)
         self._report_failure(RowcastError(f"the training script left its loop after {self.train_steps} train steps"))
         self._close_stack()
+        release_memory(self._parts.device)
 
     @contextmanager
     def _in_engine(self) -> Iterator[None]:
@@ -499,13 +503,17 @@ class ScriptSession:
 
     def _failed(self, error: BaseException) -> BaseException:
         """Closes everything; returns the error to raise in the script."""
-        if self._closed:
-            return error
-        self._report_failure(error)
-        if isinstance(error, PeerLost) and self._child is not None and self._child.ended_within(LOST_CHILD_S):
-            error = peer_failure(self._child.code or 1, self._child.describe_exit())
-        self._close_stack()
-        return error
+        found = error
+        if not self._closed:
+            self._report_failure(error)
+            if isinstance(error, PeerLost) and self._child is not None and self._child.ended_within(LOST_CHILD_S):
+                found = peer_failure(self._child.code or 1, self._child.describe_exit())
+            self._close_stack()
+        for raised in (error, self._crew.error):
+            if raised is not None:
+                clear_frames(raised.__traceback__)  # a notebook keeps the last error, and with it what its frames hold
+        release_memory(self._parts.device)
+        return found
 
     def _report_failure(self, error: BaseException) -> None:
         if self._directory is not None:
@@ -514,8 +522,10 @@ class ScriptSession:
             self._connection.send_failure(error)
 
     def _close_stack(self) -> None:
+        """Ends everything. What the script may do afterwards needs no rows, so nothing of them stays on the device."""
         self._closed = True
         self._next = None
         if self._current is not None:
-            self._current.step = None
-        self._stack.close()
+            self._current.close()
+        with on_device(self._parts.device):
+            self._stack.close()

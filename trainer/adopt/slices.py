@@ -92,6 +92,10 @@ class SlicedStep:
         self._embeddings.update(self._grads, self._lookups, self._train_step)
         self._pooled, self._is_updated = None, True
 
+    def close(self) -> None:
+        """The step has ended. A loss that the script keeps holds on to this, and not to the step's memory."""
+        self._lookups, self._pooled, self._grads = (), None, None
+
     def _expect(self, part: Slice) -> None:
         if self._waiting is not None:
             raise RuntimeError(

@@ -6,6 +6,7 @@ random.cpu, ...         as in trainer/models/model_state.py
 """
 
 import json
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
@@ -88,7 +89,8 @@ def flattened(value: Any, prefix: str, tensors: Tensors) -> Any:
         tensors[name] = value
         return {"tensor": name}
     if isinstance(value, Mapping):
-        return {"dict": [[key, flattened(entry, prefix, tensors)] for key, entry in value.items()]}
+        kind = "counter" if isinstance(value, Counter) else "dict"
+        return {kind: [[key, flattened(entry, prefix, tensors)] for key, entry in value.items()]}
     if isinstance(value, list | tuple):
         return {
             type(value).__name__ if type(value) in (list, tuple) else "list": [
@@ -108,8 +110,9 @@ def rebuilt(structure: Any, tensors: Mapping[str, Tensor]) -> Any:
     match kind:
         case "tensor":
             return tensors[content]
-        case "dict":
-            return {key: rebuilt(entry, tensors) for key, entry in content}
+        case "dict" | "counter":
+            entries = {key: rebuilt(entry, tensors) for key, entry in content}
+            return Counter(entries) if kind == "counter" else entries  # MultiStepLR calls a Counter's `elements`
         case "list":
             return [rebuilt(entry, tensors) for entry in content]
         case "tuple":

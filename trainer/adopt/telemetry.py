@@ -84,9 +84,10 @@ class ScriptTelemetry:
     def leave(self) -> None:
         if self.health.state != "stopped":
             self.health.state = "failed"
-        if self._met is None or not self._met[1].fresh:
+        met, self._met = self._met, None  # the engine, which may not stay
+        if met is None or not met[1].fresh:
             return
-        if self._met[0].barrier.has_checkpoint:
+        if met[0].barrier.has_checkpoint:
             self._earlier.give_up()
         else:
             self._earlier.bring_back()

@@ -22,7 +22,7 @@ from rowcast.protocol.packing import Piece, barrier_stamp, cut, dense_stamp, sav
 from rowcast.protocol.row_checksum import barrier_name
 from rowcast.protocol.transport.ring import RingWriter
 from rowcast.runtime.crash_points import crash_point
-from rowcast.runtime.errors import RemoteProtocolError
+from rowcast.runtime.errors import ConfigError, RemoteProtocolError
 from rowcast.runtime.state_table import StateTable
 from rowcast.trainer.execute.cache import DeviceCache
 from rowcast.trainer.execute.host_memory import FetchRing
@@ -251,7 +251,14 @@ class TrainerBarrier:
         """All slots have arrived: copies them to the device and requests the checksums of their rows."""
         self._check.barrier_arrays(message, content.numpy())
         streams, checks = self._slots.streams, self._slots.checks
-        block = streams.allocate(message.arrays_bytes)
+        try:
+            block = streams.allocate(message.arrays_bytes)
+        except RuntimeError as error:
+            first_line = str(error).partition("\n")[0]
+            raise ConfigError(
+                f"barrier {message.barrier} brings {message.arrays_bytes} bytes of slots, for which {streams.device} "
+                f"has no room ({first_line}); make cache.capacity or data.batch_size smaller"
+            ) from None
         streams.fill.copy(content, block)
         slots, names = unpack(block, message.arrays), [barrier_name(group) for group in range(len(self._slots.groups))]
         self._dirty = DirtySlots(slots=slots, requested=checks.requested(slots, names))

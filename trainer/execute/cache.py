@@ -13,6 +13,7 @@ Staging is allocated once, in the size that the prefetcher announces; pieces of 
 """
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -26,7 +27,7 @@ from rowcast.trainer.execute.metrics import TrainerCounters
 from rowcast.trainer.execute.phases import phase_clock
 from rowcast.trainer.execute.plan_check import ArrivingBlock, PlanCheck
 from rowcast.trainer.execute.plan_memory import PlanMemory, unpack
-from rowcast.trainer.execute.row_checksums import RequestedChecksums
+from rowcast.trainer.execute.row_checksums import NONE_REQUESTED, RequestedChecksums
 from rowcast.trainer.execute.slots import EvictStaging, Slots
 from rowcast.trainer.execute.staging import Staging, StagingSpan
 from rowcast.trainer.execute.streams import Event
@@ -85,6 +86,11 @@ class DeviceCache:
         self._plans = [PlanMemory(streams) for _ in range(depth + 2)]  # used in rotation
         self._computed: dict[int, Event] = {}  # steps that were issued and are not known to be complete
         self._last_issued: int | None = None
+        # names of each group's arrays in a plan
+        self._fetch_slots = [f"{group}.fetch_slots" for group in range(len(self._groups))]
+        self._checksum_names = [
+            name for group in range(len(self._groups)) for name in (fetched_name(group), victims_name(group))
+        ]
 
     def accept(self, message: StepReady) -> None:
         """Raises RemoteProtocolError if the message is not part of a plan of this job."""
@@ -109,6 +115,11 @@ class DeviceCache:
     @property
     def steps_waiting(self) -> int:
         return len(self._inbox) + len(self._steps)
+
+    @property
+    def is_copying(self) -> bool:
+        """Whether pieces are on their way from the ring to the device."""
+        return bool(self._copying)
 
     @property
     def open_steps(self) -> int:
@@ -155,10 +166,9 @@ class DeviceCache:
         arrays = unpack(block, header.arrays)
 
         def accept_whole(content: Bytes) -> None:
-            self._check.arrays(message.step, header, content)
+            self._check.arrays(message.step, content)
             arrays.update(memory.derive(header, content))
 
-        names = [name for group in range(len(self._groups)) for name in (fetched_name(group), victims_name(group))]
         return ArrivedStep(
             step=message.step,
             header=header,
@@ -166,7 +176,7 @@ class DeviceCache:
             arriving=ArrivingBlock(header.arrays_bytes, accept_whole),
             arrays=arrays,
             num_pieces=message.num_pieces,
-            requested=self._checks.requested(arrays, names),
+            requested=self._checks.requested(arrays, self._checksum_names) if header.num_checksums else NONE_REQUESTED,
         )
 
     def _copy_in(self, arrived: ArrivedStep, message: StepReady, room: StagingSpan | None) -> None:
@@ -216,9 +226,7 @@ class DeviceCache:
         self._clock.lap("gather")
         staged = arrived.staged[message.piece]
         if staged is not None:
-            names = [(f"{span.group}.fetch_slots", span) for span in message.rows]
-            slots = [arrived.arrays[name][span.start : span.start + span.count] for name, span in names]
-            self._slots.scatter(staged.content, message.rows, slots)
+            self._slots.scatter(staged.content, message.rows, self._slots_of(arrived, message.rows))
         self._clock.lap("fill")
         self._check_filled(arrived, message)
         arrived.filled.append(fill.record())
@@ -235,12 +243,12 @@ class DeviceCache:
         return True
 
     def _check_victims(self, arrived: ArrivedStep, message: StepReady) -> None:
-        for span in message.rows:
+        for span in message.rows if arrived.requested.parts else ():
             if span.start == 0:  # every victim of the group is still in its slot
                 self._checks.issue(arrived.requested, victims_name(span.group), span.group)
 
     def _check_filled(self, arrived: ArrivedStep, message: StepReady) -> None:
-        if message.piece == arrived.num_pieces - 1:
+        if message.piece == arrived.num_pieces - 1 and arrived.requested.parts:
             for group in range(len(self._groups)):
                 self._checks.issue(arrived.requested, fetched_name(group), group)
 
@@ -252,12 +260,14 @@ class DeviceCache:
             if (dirty := min(span.count, arrived.header.groups[span.group].num_dirty - span.start)) > 0
         ]
 
+    def _slots_of(self, arrived: ArrivedStep, spans: Sequence[RowSpan]) -> list[Tensor]:
+        return [arrived.arrays[self._fetch_slots[span.group]][span.start : span.start + span.count] for span in spans]
+
     def _gather_victims(self, arrived: ArrivedStep, victims: list[RowSpan], room: StagingSpan) -> None:
         arrived.num_gathered += sum(span.count for span in victims)
         self._evict_staging.send(
             victims,
-            # a victim leaves the slot that the fetched row takes
-            [arrived.arrays[f"{span.group}.fetch_slots"][span.start : span.start + span.count] for span in victims],
+            self._slots_of(arrived, victims),  # a victim leaves the slot that the fetched row takes
             room,
             step=arrived.step,
             barrier=None,

@@ -1,5 +1,6 @@
 """Wires the trainer's stages to each other and to one conversation; holds no thread, socket or clock."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -9,7 +10,7 @@ from rowcast.protocol.conversation import Conversation
 from rowcast.protocol.messages import Bye, EndOfData, Flush, Released, Restore, StepReady, Welcome
 from rowcast.protocol.transport.ring import RingReader, RingWriter
 from rowcast.runtime.arrays import Bytes
-from rowcast.runtime.stages import FunctionStage, Stage
+from rowcast.runtime.stages import FunctionStage, Stage, Wakes
 from rowcast.trainer.execute.barrier import TrainerBarrier
 from rowcast.trainer.execute.cache import DeviceCache
 from rowcast.trainer.execute.host_memory import FetchRing, HostMemory, host_memory
@@ -20,6 +21,17 @@ from rowcast.trainer.execute.plan_check import PlanCheck
 from rowcast.trainer.execute.sender import Sender
 from rowcast.trainer.execute.slots import EvictStaging, Slots
 from rowcast.trainer.execute.streams import Streams
+
+# a message, or a turn of a thread -> the threads that it may let go on; nobody else waits for it
+WAKES: Wakes = {
+    StepReady: ("main",),
+    Restore: ("main",),
+    Flush: ("main",),
+    EndOfData: ("main",),
+    Released: ("sender",),  # room in the back ring
+    "main": ("sender",),  # victims to send, a step to report, the model state
+    "sender": ("main",),  # room in evict staging
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -137,6 +149,11 @@ class TrainerEngine:
         reported = self.sender.report_finished()
         saved = self.barrier.send_dense()
         return copied or sent or reported or saved
+
+    @property
+    def polls(self) -> dict[str, Callable[[], bool]]:
+        """Whether a thread waits for an event of the device, which rings no bell."""
+        return {"sender": lambda: self.sender.awaits_device}
 
     @property
     def finished(self) -> bool:

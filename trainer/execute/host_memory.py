@@ -17,6 +17,7 @@ from torch import Tensor
 from rowcast.protocol.messages import Released, RingRef
 from rowcast.protocol.transport.ring import RingReader, release
 from rowcast.runtime.arrays import Bytes
+from rowcast.runtime.errors import ConfigError
 
 
 class HostMemory(Protocol):
@@ -62,10 +63,17 @@ class Bounced:
 
 
 def host_memory(ring: Bytes, device: torch.device, *, page_locked: bool) -> HostMemory:
-    """`page_locked`: the ring itself is page-locked."""
+    """`page_locked`: the ring itself is page-locked. Raises ConfigError if the system refuses a buffer for it too."""
     if page_locked or device.type == "cpu":
         return Direct()
-    return Bounced(ring, torch.empty(len(ring), dtype=torch.uint8, device="cpu", pin_memory=True))
+    try:
+        return Bounced(ring, torch.empty(len(ring), dtype=torch.uint8, device="cpu", pin_memory=True))
+    except RuntimeError as error:
+        first_line = str(error).partition("\n")[0]
+        raise ConfigError(
+            f"transport.ring: no room for {len(ring)} bytes of page-locked memory beside a ring ({first_line}); raise "
+            "`ulimit -l`, or make it smaller"
+        ) from None
 
 
 class FetchRing:

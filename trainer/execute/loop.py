@@ -154,6 +154,11 @@ class TrainingLoop:
         return self._barrier.state is TrainerState.ENDED and not self._issued and not self._must_close
 
     @property
+    def awaits_device(self) -> bool:
+        """Whether the next turn may depend on an event of the device."""
+        return self._streams.copy_in.is_device and (bool(self._issued) or self._cache.is_copying)
+
+    @property
     def waiting_for(self) -> str:
         return "the device" if self._issued else self._barrier.waiting_for or "rows"
 

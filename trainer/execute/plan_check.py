@@ -19,6 +19,7 @@ does, but does no harm beyond that.
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -31,7 +32,7 @@ from rowcast.protocol.packing import ARRAY_ALIGNMENT
 from rowcast.protocol.plan_layout import ASKED_SLOTS, BATCH_ARRAYS, GROUP_ARRAYS, ITEM_BYTES, ArrayLayout, Counts, Dtype
 from rowcast.protocol.row_checksum import barrier_name
 from rowcast.protocol.transport.ring import largest_payload
-from rowcast.runtime.arrays import I32, Bytes
+from rowcast.runtime.arrays import I32, I64, Bytes
 from rowcast.runtime.errors import RemoteProtocolError
 
 ExpectedArray = tuple[str, Dtype, tuple[int, ...]]  # name, dtype, shape
@@ -65,6 +66,26 @@ def check_welcome_fits(welcome: Welcome, job: Job, groups: Sequence[GroupSpec]) 
     )
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DueChecks:
+    """What the arrays of a plan must hold. The mail thread works it out, so that the main thread only looks."""
+
+    limited: list[ArraySpec]  # none is empty
+    limits: I64  # values of `limited` are from 0 to this - 1
+    bounds: I64  # where each of `limited` starts and ends, one after the other, in items of the block
+    distinct: list[ArraySpec]
+    rising: list[tuple[ArraySpec, tuple[int, ...]]]  # with the end of each row
+
+    def too_large(self, block: Bytes) -> list[int]:
+        """Which of `limited` hold a value outside its limits, in one pass. A negative one is large when unsigned."""
+        words = block.view(np.uint32)
+        bounds = self.bounds[:-1] if self.bounds[-1:] == len(words) else self.bounds
+        if not len(bounds):
+            return []
+        largest = np.maximum.reduceat(words, bounds)[::2]  # every second part lies between two arrays
+        return np.flatnonzero(largest >= self.limits).tolist()
+
+
 class PlanCheck:
     """One per incarnation. The mail thread calls `message` for each message in order; the main thread calls the rest.
 
@@ -88,6 +109,13 @@ class PlanCheck:
         self._train_step = first_train_step  # of the next plan
         self._staging_bytes = staging_bytes
         self._is_tcp = is_tcp
+        self._due: dict[int, DueChecks] = {}  # by step: of the plans whose arrays have not been checked
+        self._positions = {  # the arrays that hold positions, by name, with their group
+            f"{group}.{name}": (group, layout)
+            for group in range(len(self._groups))
+            for name, layout in (GROUP_ARRAYS | ASKED_SLOTS).items()
+            if layout.dtype == "i4"
+        }
 
     def message(self, message: StepReady) -> None:
         if message.plan is not None:
@@ -148,6 +176,7 @@ class PlanCheck:
             f"step {step} asks for {plan.num_checksums} checksums and names {total} slots",
         )
         self._train_step += plan.kind == "train"
+        self._due[step] = self._checks_of(plan, group_counts)
 
     def _counts(self, plan: PlanHeader) -> list[Counts]:
         shapes = {spec.name: spec.shape for spec in plan.arrays}
@@ -179,23 +208,38 @@ class PlanCheck:
             for index, counts in enumerate(group_counts):
                 yield from expected_arrays(f"{index}.", arrays, counts)
 
-    def arrays(self, step: int, plan: PlanHeader, block: Bytes) -> None:
-        """Checks the whole block u8 [arrays_bytes] of a plan whose header has passed."""
-        specs = {spec.name: spec for spec in plan.arrays}
-        for index, counts in enumerate(self._counts(plan)):
-            for name, layout in (GROUP_ARRAYS | ASKED_SLOTS).items():
-                if layout.dtype == "i4" and layout.where(counts):
-                    values = i32_of(block, specs[f"{index}.{name}"])
-                    self._values(f"step {step}: {index}.{name}", values, layout, counts)
+    def _checks_of(self, plan: PlanHeader, group_counts: Sequence[Counts]) -> "DueChecks":
+        arrived = [(spec, *self._positions[spec.name]) for spec in plan.arrays if spec.name in self._positions]
+        limited = [
+            (spec, layout.below.of(group_counts[group]))
+            for spec, group, layout in arrived
+            if layout.below is not None and spec.shape[0]
+        ]
+        starts = [spec.offset // 4 for spec, _ in limited]
+        ends = [start + spec.shape[0] for start, (spec, _) in zip(starts, limited, strict=True)]
+        return DueChecks(
+            limited=[spec for spec, _ in limited],
+            limits=np.array([limit for _, limit in limited], np.int64),
+            bounds=np.array([starts, ends], np.int64).T.ravel(),
+            distinct=[spec for spec, _, layout in arrived if layout.distinct and self._is_tcp],
+            rising=[
+                (spec, layout.ends_of(group_counts[group]))
+                for spec, group, layout in arrived
+                if layout.rises_to is not None
+            ],
+        )
 
-    def _values(self, name: str, values: I32, layout: ArrayLayout, counts: Counts) -> None:
-        if layout.below is not None:
-            check = distinct_below if layout.distinct and self._is_tcp else below
-            check(values, layout.below.of(counts), name)
-        if layout.rises_to is not None:
-            ends = layout.ends_of(counts)
-            for row, (offsets, end) in enumerate(zip(values.reshape(len(ends), -1), ends, strict=True)):
-                rising(offsets, end, name if len(layout.shape) == 1 else f"{name}[{row}]")
+    def arrays(self, step: int, block: Bytes) -> None:
+        """Checks the whole block u8 [arrays_bytes] of a plan whose header has passed."""
+        due = self._due.pop(step)
+        for index in due.too_large(block):
+            below(i32_of(block, due.limited[index]), int(due.limits[index]), f"step {step}: {due.limited[index].name}")
+        for spec in due.distinct:
+            distinct(i32_of(block, spec), f"step {step}: {spec.name}")
+        for spec, ends in due.rising:
+            name, rows = f"step {step}: {spec.name}", i32_of(block, spec).reshape(len(ends), -1)
+            for row, end in enumerate(ends):
+                rising(rows[row], end, name if len(spec.shape) == 1 else f"{name}[{row}]")
 
     def barrier(self, message: Flush, first: Flush | None) -> None:
         """Checks one piece of a barrier's slots; `first` is piece 0, or None if this is piece 0."""
@@ -221,9 +265,10 @@ class PlanCheck:
 
     def barrier_arrays(self, message: Flush, block: Bytes) -> None:
         for spec in message.arrays:
-            index = int(spec.name.partition(".")[0])
-            check = distinct_below if self._is_tcp else below
-            check(i32_of(block, spec), self._num_slots[index], f"barrier {message.barrier}: {spec.name}")
+            index, name = int(spec.name.partition(".")[0]), f"barrier {message.barrier}: {spec.name}"
+            below(i32_of(block, spec), self._num_slots[index], name)
+            if self._is_tcp:
+                distinct(i32_of(block, spec), name)
 
 
 class ArrivingBlock:
@@ -276,22 +321,19 @@ def lists_of_any_length(present: dict[str, ArraySpec], names: Iterable[str]) -> 
 
 
 def i32_of(block: Bytes, spec: ArraySpec) -> I32:
-    count: int = np.prod(spec.shape, dtype=np.int64).item()
-    content: npt.NDArray[Any] = block[spec.offset : spec.offset + 4 * count]
+    content: npt.NDArray[Any] = block[spec.offset : spec.offset + 4 * math.prod(spec.shape)]
     return content.view(np.int32)
 
 
 def below(positions: I32, limit: int, name: str) -> None:
     """Raises unless all are from 0 to `limit` - 1. A negative one is large when read as unsigned."""
-    if not len(positions):
-        return
-    largest = int(positions.view(np.uint32).max())
-    require(largest < limit, f"{name} holds {np.int64(largest).astype(np.int32)}, which is not from 0 to {limit - 1}")
+    largest = positions.view(np.uint32).max(initial=0)
+    if len(positions) and largest >= limit:
+        raise RemoteProtocolError(f"{name} holds {largest.astype(np.int32)}, which is not from 0 to {limit - 1}")
 
 
-def distinct_below(positions: I32, limit: int, name: str) -> None:
-    """Raises unless all are from 0 to `limit` - 1 and no two are equal."""
-    below(positions, limit, name)
+def distinct(positions: I32, name: str) -> None:
+    """Raises unless no two are equal."""
     in_order = np.sort(positions)
     require(bool((in_order[1:] != in_order[:-1]).all()), f"{name} names a slot twice")
 
@@ -299,5 +341,7 @@ def distinct_below(positions: I32, limit: int, name: str) -> None:
 def rising(offsets: I32, end: int, name: str) -> None:
     """Raises unless the offsets go from 0 to `end` and never fall."""
     first, last = int(offsets[0]), int(offsets[-1])
-    require((first, last) == (0, end), f"{name} goes from {first} to {last} instead of from 0 to {end}")
-    require(bool((offsets[1:] >= offsets[:-1]).all()), f"{name} falls")
+    if (first, last) != (0, end):
+        raise RemoteProtocolError(f"{name} goes from {first} to {last} instead of from 0 to {end}")
+    if not (offsets[1:] >= offsets[:-1]).all():
+        raise RemoteProtocolError(f"{name} falls")

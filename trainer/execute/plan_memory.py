@@ -7,14 +7,17 @@ Arrays that follow from others are not sent: the host derives them. It copies th
 piece, on the same stream, so the copy needs no event of its own.
 """
 
+import math
+
 import numpy as np
 import torch
 from torch import Tensor
 
 from rowcast.job.tables import aligned
 from rowcast.protocol.messages import ArraySpec, PlanHeader
-from rowcast.protocol.packing import ARRAY_ALIGNMENT, make_block
-from rowcast.runtime.arrays import Bytes
+from rowcast.protocol.packing import ARRAY_ALIGNMENT
+from rowcast.protocol.plan_layout import ITEM_BYTES
+from rowcast.runtime.arrays import I32, Bytes
 from rowcast.runtime.errors import ConfigError, RemoteProtocolError
 from rowcast.trainer.execute.plan_check import i32_of
 from rowcast.trainer.execute.streams import Streams
@@ -30,6 +33,7 @@ class PlanMemory:
         self._streams = streams
         self._block = streams.allocate(0)
         self._derived = self._host_memory(0)  # may not be written again until the step is complete
+        self._derived_items: I32 = self._derived.numpy().view(np.int32)
 
     @property
     def nbytes(self) -> int:
@@ -42,18 +46,22 @@ class PlanMemory:
             self._block = self._allocate(step, header.arrays_bytes + derived)
         if len(self._derived) < derived:
             self._derived = self._host_memory(derived * 5 // 4)
+            self._derived_items = self._derived.numpy().view(np.int32)
         return self._block[: header.arrays_bytes]
 
     def derive(self, header: PlanHeader, content: Bytes) -> dict[str, Tensor]:
         """Chunks of each group's long rows, on the device. `content` u8 [arrays_bytes]: the plan's arrays, checked."""
-        specs = {spec.name: spec for spec in header.arrays}
-        segments = [i32_of(content, specs[f"{group}.segment_offsets"]) for group in range(len(header.groups))]
-        block = make_block(chunk_arrays(segments))
-        source = self._derived[: block.nbytes]
-        block.write(0, source.numpy())
-        derived = self._block[header.arrays_bytes : header.arrays_bytes + block.nbytes]
-        self._streams.copy_in.copy(source, derived)
-        return unpack(derived, block.specs)
+        segments = [i32_of(content, spec) for spec in header.arrays if spec.name.endswith(".segment_offsets")]
+        items, places, end = self._derived_items, {}, 0  # where each array is, counted in items
+        for name, array in chunk_arrays(segments).items():
+            places[name] = end, end + len(array)
+            items[end : end + len(array)] = array
+            end = aligned(end + len(array), ARRAY_ALIGNMENT // items.itemsize)
+        nbytes = end * items.itemsize
+        block = self._block[header.arrays_bytes : header.arrays_bytes + nbytes]
+        self._streams.copy_in.copy(self._derived[:nbytes], block)
+        derived = block.view(torch.int32)
+        return {name: derived[first:last] for name, (first, last) in places.items()}
 
     def _allocate(self, step: int, nbytes: int) -> Tensor:
         try:
@@ -67,7 +75,7 @@ class PlanMemory:
 
     def _host_memory(self, nbytes: int) -> Tensor:
         is_cuda = self._streams.device.type == "cuda"
-        return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=is_cuda)
+        return torch.empty(aligned(nbytes, ARRAY_ALIGNMENT), dtype=torch.uint8, device="cpu", pin_memory=is_cuda)
 
 
 def most_chunk_bytes(header: PlanHeader) -> int:
@@ -78,13 +86,15 @@ def most_chunk_bytes(header: PlanHeader) -> int:
 
 def unpack(block: Tensor, specs: tuple[ArraySpec, ...]) -> dict[str, Tensor]:
     """Named views of a block. Raises RemoteProtocolError if an array is not inside it."""
-    arrays = {}
+    nbytes, arrays = len(block), {}
+    items = {name: block.view(DTYPES[name]) for name in {spec.dtype for spec in specs}}
     for spec in specs:
-        dtype = DTYPES[spec.dtype]
-        nbytes = dtype.itemsize * int(np.prod(spec.shape, dtype=np.int64))
-        if spec.offset + nbytes > len(block):
+        size = ITEM_BYTES[spec.dtype]
+        first, count = spec.offset // size, math.prod(spec.shape)
+        if (first + count) * size > nbytes:
             raise RemoteProtocolError(
-                f"array {spec.name} ends at byte {spec.offset + nbytes} of a block of {len(block)} bytes"
+                f"array {spec.name} ends at byte {(first + count) * size} of a block of {nbytes} bytes"
             )
-        arrays[spec.name] = block[spec.offset : spec.offset + nbytes].view(dtype).view(spec.shape)
+        array = items[spec.dtype][first : first + count]
+        arrays[spec.name] = array if len(spec.shape) == 1 else array.view(spec.shape)
     return arrays

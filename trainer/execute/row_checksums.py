@@ -32,6 +32,9 @@ class RequestedChecksums:
     parts: dict[str, tuple[Tensor, Tensor]]  # by name: i32 slots on the device, and their part of `checksums`
 
 
+NONE_REQUESTED = RequestedChecksums(torch.empty(0, dtype=torch.int64, device="cpu"), {})
+
+
 class RowChecks:
     """Issues the checks. Called by the main thread."""
 

@@ -78,6 +78,10 @@ class Sender:
     def queued(self) -> int:
         return len(self._tasks) + len(self._copying)
 
+    @property
+    def awaits_device(self) -> bool:
+        return bool(self._copying) and self._streams.evict.is_device
+
     def send_rows(self, task: EvictTask) -> None:
         self._tasks.append(task)
 

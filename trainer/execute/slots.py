@@ -23,32 +23,33 @@ class Slots:
         self.groups = groups
         self.records = records
         self.streams = streams
+        self._widths = [group.record_floats for group in groups]
         self.checks = RowChecks(records, streams)
 
     def gather(self, spans: Sequence[RowSpan], slots: Sequence[Tensor], out: Tensor) -> list[tuple[RowSpan, Tensor]]:
         """Issues copies of rows from their slots to `out`, in staging; returns each span with its rows there."""
-        sources = []
+        sources, floats = [], out.view(torch.float32)
         for span, span_slots in zip(spans, slots, strict=True):
-            rows = self._rows(out, span, span.offset)
+            rows = self._rows(floats, span, span.offset)
             self.streams.fill.gather(self.records[span.group], span_slots, rows)
             sources.append((span, rows))
         return sources
 
     def scatter(self, content: Tensor, spans: Sequence[RowSpan], slots: Sequence[Tensor]) -> None:
         """Issues copies of rows from `content`, which is in staging and begins with the first span, to their slots."""
+        floats = content.view(torch.float32)
         for span, span_slots in zip(spans, slots, strict=True):
-            rows = self._rows(content, span, span.offset - spans[0].offset)
+            rows = self._rows(floats, span, span.offset - spans[0].offset)
             self.streams.fill.scatter(rows, span_slots, self.records[span.group])
 
     def nbytes(self, spans: Sequence[RowSpan]) -> int:
         """Bytes from offset 0 of a piece to the end of its last span."""
         return spans[-1].offset + spans[-1].count * self.groups[spans[-1].group].record_bytes if spans else 0
 
-    def _rows(self, content: Tensor, span: RowSpan, offset: int) -> Tensor:
-        """A span in staging as f32 [count, record_floats]."""
-        group = self.groups[span.group]
-        nbytes = span.count * group.record_bytes
-        return content[offset : offset + nbytes].view(torch.float32).view(span.count, group.record_floats)
+    def _rows(self, floats: Tensor, span: RowSpan, offset: int) -> Tensor:
+        """A span that begins at byte `offset` of staging, as f32 [count, record_floats]."""
+        width, first = self._widths[span.group], offset // 4
+        return floats[first : first + span.count * width].view(span.count, width)
 
 
 class EvictStaging:

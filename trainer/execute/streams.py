@@ -9,6 +9,7 @@
 queues the closure on SeededStreams. Only an event tells that work is complete: `Streams.done(event, why)`.
 """
 
+import gc
 import random
 from abc import ABC, abstractmethod
 from collections import deque
@@ -318,6 +319,14 @@ def on_device(device: torch.device) -> AbstractContextManager[object]:
 def peak_device_bytes(device: torch.device, cache_bytes: int) -> int:
     """Peak memory of the device. On the CPU it is `cache_bytes`, as the rest belongs to the process."""
     return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else cache_bytes
+
+
+def release_memory(device: torch.device) -> None:
+    """Frees what nothing uses any more, reference cycles included, and gives memory that torch has kept back."""
+    gc.collect()
+    if device.type == "cuda":
+        with on_device(device):
+            torch.cuda.empty_cache()
 
 
 def device_random_state(device: torch.device) -> Tensor:

@@ -29,7 +29,11 @@ class GroupLookup(LookupArrays[Tensor]):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RecordViews:
-    """The parts of a group's records: views of the same memory, with any row stride."""
+    """The parts of a group's records: views of the same memory, with any row stride.
+
+    If the stride is a multiple of 16 bytes, each part begins at such a multiple, and the bytes after it, up to the
+    next multiple, are its padding. Kernels may read the padding and write it back, but never change it.
+    """
 
     weight: Tensor  # f32, f16 or bf16 [num_slots, D]: what a look-up reads
     # f32 [num_slots, D]: the weights before rounding; None: `weight` itself is trained

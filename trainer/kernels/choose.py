@@ -7,7 +7,9 @@ import torch
 
 from rowcast.job.schema import Job
 from rowcast.job.tables import group_specs
+from rowcast.runtime.errors import ConfigError
 from rowcast.runtime.telemetry.logs import get_logger, said_if_slow
+from rowcast.trainer.execute.streams import on_device
 from rowcast.trainer.kernels import Kernels, torch_ops
 from rowcast.trainer.kernels.self_check import difference
 
@@ -17,26 +19,25 @@ WORTH_SAYING_S = 2.0
 def choose_kernels(device: torch.device, job: Job | None = None) -> Kernels:
     """The fastest kernels that this installation has for `device`.
 
-    Warns and falls back to plain torch operations if those kernels cannot be used or have wrong bits. Kernels for a CPU
-    are checked on the job's tables, if a job is given.
+    Warns and falls back to plain torch operations if those kernels cannot be used or have wrong results. If a job is
+    given, they are compiled for its tables and checked on them. Raises ConfigError if that ends the use of the device.
     """
-    if device.type == "cuda":
-        return triton_kernels(device, job)
-    return compiled_kernels(job) if device.type == "cpu" else torch_ops
-
-
-def compiled_kernels(job: Job | None) -> Kernels:
+    if device.type not in ("cpu", "cuda") or (job is not None and job.trainer.kernels == "torch"):
+        return torch_ops
     began_s = time.perf_counter()
     with said_if_slow(WORTH_SAYING_S, "preparing the kernels; a first start compiles them: about 10 s"):
-        from rowcast.trainer.kernels.compiled_ops import CompiledOps  # imports numba, which only a CPU needs
-
-        chosen: Kernels = CompiledOps(torch.get_num_threads())
-        if job is not None:
-            chosen = checked(chosen, job)
+        chosen = triton_kernels(device, job) if device.type == "cuda" else compiled_kernels(job)
     seconds = time.perf_counter() - began_s
     if seconds > WORTH_SAYING_S:
         get_logger().info("prepared the kernels; their first start compiles them", seconds=round(seconds, 1))
     return chosen
+
+
+def compiled_kernels(job: Job | None) -> Kernels:
+    from rowcast.trainer.kernels.compiled_ops import CompiledOps  # imports numba, which only a CPU needs
+
+    chosen = CompiledOps(torch.get_num_threads())
+    return chosen if job is None else checked(chosen, job)
 
 
 def checked(kernels: Kernels, job: Job) -> Kernels:
@@ -51,15 +52,47 @@ def checked(kernels: Kernels, job: Job) -> Kernels:
 
 
 def triton_kernels(device: torch.device, job: Job | None) -> Kernels:
-    """Triton's kernels, if Triton can build its launcher here: that takes a C compiler and Python's headers."""
+    """Triton's kernels, if its launcher can be built here, every kernel of the job runs, and the results are right.
+
+    The launcher takes a C compiler and Python's headers. The check launches each kernel in every variant that a step
+    of the job may launch, so no step has to compile one.
+    """
     try:
         from rowcast.trainer.kernels import triton_ops
 
         triton_ops.make_launcher()
         triton_ops.check_dims(() if job is None else [table.embedding_dim for table in job.tables])
     except (ImportError, OSError, RuntimeError, subprocess.CalledProcessError) as error:
-        get_logger().warning(
-            "kernels in plain torch operations, which are slower", device=str(device), cause=str(error)
-        )
-        return torch_ops
-    return triton_ops
+        return plain_operations(device, str(error))
+    if job is None:
+        return triton_ops
+    try:
+        with on_device(device):
+            found = difference(triton_ops, group_specs(job), job.optimizer.sparse, device, exact=False)
+    except Exception as error:  # noqa: BLE001 - Triton, the compilers it calls and the driver each have errors of their own
+        cause = f"{type(error).__name__}: {error}"
+        refuse_if_lost(device, cause)
+        return plain_operations(device, cause)
+    return triton_ops if found is None else plain_operations(device, f"{found} differ from those of torch")
+
+
+def plain_operations(device: torch.device, cause: str) -> Kernels:
+    get_logger().warning("kernels in plain torch operations, which are slower", device=str(device), cause=cause)
+    return torch_ops
+
+
+def refuse_if_lost(device: torch.device, cause: str) -> None:
+    """Raises ConfigError if this process cannot use the device any more, as after a kernel's illegal address."""
+    try:
+        use(device)
+    except RuntimeError:
+        first_line = cause.partition("\n")[0]
+        raise ConfigError(
+            f"a Triton kernel failed its check and left {device} unusable for this process ({first_line}); "
+            'set trainer.kernels = "torch"'
+        ) from None
+
+
+def use(device: torch.device) -> None:
+    """Raises RuntimeError if an operation on the device fails."""
+    torch.ones(1, device=device).item()

@@ -4,6 +4,7 @@ look-ups of a long row    | 0 1 2 ... 127 | 128 ... 255 | 256 257 |      CHUNK_L
 """
 
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
@@ -25,21 +26,37 @@ class Chunks(NamedTuple, Generic[A]):
 
 def cut_long_rows(segment_offsets: I32) -> Chunks[I32]:
     """`segment_offsets` i32 [U + 1]: where each row's look-ups start and end."""
-    lengths = np.diff(segment_offsets)
-    rows = np.flatnonzero(lengths > CHUNK_LOOKUPS)
+    (chunks,) = cut_groups([segment_offsets])
+    return chunks
+
+
+def cut_groups(segment_offsets: Sequence[I32]) -> list[Chunks[I32]]:
+    """The chunks of each group. All are cut in one pass: a group has few long rows, and each numpy call takes time."""
+    starts = list(accumulate(map(len, segment_offsets), initial=0))
+    joined = np.concatenate(segment_offsets)
+    lengths = joined[1:] - joined[:-1]  # from one group to the next the offsets fall: no long row
+    rows = np.flatnonzero(lengths > CHUNK_LOOKUPS).astype(np.int32)
     num_chunks = -(-lengths[rows] // CHUNK_LOOKUPS)
     offsets = np.zeros(len(rows) + 1, np.int32)
     np.cumsum(num_chunks, out=offsets[1:])
     chunk_rows = np.repeat(np.arange(len(rows), dtype=np.int32), num_chunks)
-    return Chunks(long_rows=rows.astype(np.int32), chunk_offsets=offsets, chunk_rows=chunk_rows)
+    bounds = np.searchsorted(rows, starts).tolist()
+    return [
+        Chunks(
+            long_rows=rows[first:last] - start,
+            chunk_offsets=offsets[first : last + 1] - offsets[first],
+            chunk_rows=chunk_rows[offsets[first] : offsets[last]] - first,
+        )
+        for start, first, last in zip(starts[:-1], bounds[:-1], bounds[1:], strict=True)
+    ]
 
 
 def chunk_arrays(segment_offsets: Sequence[I32]) -> dict[str, I32]:
     """The chunks of each group, named as the arrays of a plan are; takes each group's segment_offsets."""
     return {
         f"{group}.{name}": array
-        for group, offsets in enumerate(segment_offsets)
-        for name, array in cut_long_rows(offsets)._asdict().items()
+        for group, chunks in enumerate(cut_groups(segment_offsets))
+        for name, array in zip(Chunks._fields, chunks, strict=True)
     }
 
 

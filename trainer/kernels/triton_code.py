@@ -46,19 +46,19 @@ def rows_at(
     divisors: tl.tensor,
     weights: tl.tensor,
     weight_order: tl.tensor,
-    D: tl.constexpr,
+    WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> tl.tensor:
     """f32 [ROWS, BLOCK]: the rows index[place] of `source`, or rows `place` without an index.
 
-    Rows that are not `live`, and columns from D on, are 0.0. A row is divided by its divisor, then multiplied by
-    weights[weight_order[place]], or by weights[place] without an order.
+    WIDTH: the columns that are read; other columns, and rows that are not `live`, are 0.0. A row is divided by its
+    divisor, then multiplied by weights[weight_order[place]], or by weights[place] without an order.
     """
     columns = tl.arange(0, BLOCK)[None, :]
     row = place if index is None else tl.load(index + place, mask=live, other=0)
     row = row.to(tl.int64)  # 16.8 M rows of 128 columns exceed 2**31 elements
     at = source + row[:, None] * stride + columns
-    values = tl.load(at, mask=live[:, None] & (columns < D), other=0.0).to(tl.float32)
+    values = tl.load(at, mask=live[:, None] & (columns < WIDTH), other=0.0).to(tl.float32)
     if divisors is not None:
         values = tl.div_rn(values, tl.load(divisors + row, mask=live, other=1.0)[:, None])
     if weights is not None:
@@ -77,7 +77,7 @@ def sum_of(
     divisors: tl.tensor,
     weights: tl.tensor,
     weight_order: tl.tensor,
-    D: tl.constexpr,
+    WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
     UNROLL: tl.constexpr,
@@ -91,7 +91,7 @@ def sum_of(
         for k in tl.static_range(UNROLL):
             live = start + k < count
             total += rows_at(
-                source, stride, index, first + (start + k), live, divisors, weights, weight_order, D, BLOCK
+                source, stride, index, first + (start + k), live, divisors, weights, weight_order, WIDTH, BLOCK
             )
     return total
 
@@ -127,19 +127,26 @@ def train_rows(
     CLIP: tl.constexpr,
     WEIGHT_STRIDE: tl.constexpr,
     STRIDE: tl.constexpr,
+    WEIGHT_WIDTH: tl.constexpr,
+    WIDTH: tl.constexpr,
     D: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
     """One step of the rows in `slots` that are `live`. grads are 0 from column D on.
 
-    Strides are in elements, STRIDE in fp32 elements. RULE, rate and CONSTANTS: `train` and `scalars` of a row
-    optimizer. PER_ROW: which states have one element per row.
+    Strides and widths are in elements, STRIDE and WIDTH in fp32 elements. A width is that of a part with its padding,
+    which is read and written back as it was: a mask that ends within 16 bytes would have each element moved by itself.
+    RULE, rate and CONSTANTS: `train` and `scalars` of a row optimizer. PER_ROW: which states have one element per row.
     """
     columns = tl.arange(0, BLOCK)[None, :]
-    mask = live[:, None] & (columns < D)
+    mask = live[:, None] & (columns < WIDTH)
+    weight_mask = live[:, None] & (columns < (WEIGHT_WIDTH if master is None else D))  # a master is read instead
     first = slots.to(tl.int64)[:, None]
     at_weight, at = weight + first * WEIGHT_STRIDE + columns, first * STRIDE + columns
-    old = tl.load(at_weight if master is None else master + at, mask=mask, other=0.0).to(tl.float32)
+    if master is None:
+        old = tl.load(at_weight, mask=weight_mask, other=0.0).to(tl.float32)
+    else:
+        old = tl.load(master + at, mask=mask, other=0.0)
     olds = ()
     for i in tl.static_range(len(PER_ROW)):
         if PER_ROW[i]:
@@ -151,7 +158,16 @@ def train_rows(
         if PER_ROW[i]:
             tl.store(states[i] + first * STRIDE, news[i], mask=live[:, None])
         else:
-            tl.store(states[i] + at, news[i], mask=mask)
-    tl.store(at_weight, new.to(weight.dtype.element_ty), mask=mask)
+            tl.store(states[i] + at, unpadded(news[i], olds[i], WIDTH, D, BLOCK), mask=mask)
+    new = unpadded(new, old, WEIGHT_WIDTH, D, BLOCK)
+    tl.store(at_weight, new.to(weight.dtype.element_ty), mask=weight_mask)
     if master is not None:
         tl.store(master + at, new, mask=mask)
+
+
+@device
+def unpadded(new: tl.tensor, old: tl.tensor, WIDTH: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr) -> tl.tensor:
+    """`new`, and `old` in the columns from D on, if there are any."""
+    if WIDTH > D:
+        new = tl.where(tl.arange(0, BLOCK)[None, :] < D, new, old)
+    return new

@@ -25,6 +25,7 @@ def lookup_kernel(
     divisors: tl.tensor,
     num_bags: tl.tensor,
     WEIGHT_STRIDE: tl.constexpr,
+    WEIGHT_WIDTH: tl.constexpr,
     D: tl.constexpr,
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
@@ -33,11 +34,13 @@ def lookup_kernel(
     bag = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     live = bag < num_bags
     if offsets is None:
-        total = 0.0 + rows_at(weight, WEIGHT_STRIDE, slots, bag, live, None, weights, None, D, BLOCK)
+        total = 0.0 + rows_at(weight, WEIGHT_STRIDE, slots, bag, live, None, weights, None, WEIGHT_WIDTH, BLOCK)
     else:
         first = tl.load(offsets + bag, mask=live, other=0)
         count = tl.load(offsets + bag + 1, mask=live, other=0) - first
-        total = sum_of(weight, WEIGHT_STRIDE, slots, first, count, None, weights, None, D, BLOCK, ROWS, UNROLL)
+        total = sum_of(
+            weight, WEIGHT_STRIDE, slots, first, count, None, weights, None, WEIGHT_WIDTH, BLOCK, ROWS, UNROLL
+        )
     if divisors is not None:
         total = tl.div_rn(total, tl.load(divisors + bag, mask=live, other=1.0)[:, None])
     put(pooled, bag, total, live, D, BLOCK)
@@ -70,6 +73,8 @@ def segments_kernel(
     CLIP: tl.constexpr,
     WEIGHT_STRIDE: tl.constexpr,
     STRIDE: tl.constexpr,
+    WEIGHT_WIDTH: tl.constexpr,
+    WIDTH: tl.constexpr,
     D: tl.constexpr,
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
@@ -101,7 +106,7 @@ def segments_kernel(
         slots = tl.load(unique_slots + own, mask=live, other=0)
         train_rows(
             total, slots, live, weight, master, states, rate,
-            RULE, CONSTANTS, PER_ROW, CLIP, WEIGHT_STRIDE, STRIDE, D, BLOCK,
+            RULE, CONSTANTS, PER_ROW, CLIP, WEIGHT_STRIDE, STRIDE, WEIGHT_WIDTH, WIDTH, D, BLOCK,
         )  # fmt: skip
 
 
@@ -123,6 +128,8 @@ def join_kernel(
     CLIP: tl.constexpr,
     WEIGHT_STRIDE: tl.constexpr,
     STRIDE: tl.constexpr,
+    WEIGHT_WIDTH: tl.constexpr,
+    WIDTH: tl.constexpr,
     D: tl.constexpr,
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
@@ -140,7 +147,7 @@ def join_kernel(
         slots = tl.load(unique_slots + row, mask=live, other=0)
         train_rows(
             total, slots, live, weight, master, states, rate,
-            RULE, CONSTANTS, PER_ROW, CLIP, WEIGHT_STRIDE, STRIDE, D, BLOCK,
+            RULE, CONSTANTS, PER_ROW, CLIP, WEIGHT_STRIDE, STRIDE, WEIGHT_WIDTH, WIDTH, D, BLOCK,
         )  # fmt: skip
 
 
@@ -159,6 +166,8 @@ def apply_kernel(
     CLIP: tl.constexpr,
     WEIGHT_STRIDE: tl.constexpr,
     STRIDE: tl.constexpr,
+    WEIGHT_WIDTH: tl.constexpr,
+    WIDTH: tl.constexpr,
     D: tl.constexpr,
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
@@ -171,7 +180,7 @@ def apply_kernel(
     slots = tl.load(unique_slots + own, mask=live, other=0)
     train_rows(
         grads, slots, live, weight, master, states, rate,
-        RULE, CONSTANTS, PER_ROW, CLIP, WEIGHT_STRIDE, STRIDE, D, BLOCK,
+        RULE, CONSTANTS, PER_ROW, CLIP, WEIGHT_STRIDE, STRIDE, WEIGHT_WIDTH, WIDTH, D, BLOCK,
     )  # fmt: skip
 
 

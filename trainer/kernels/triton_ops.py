@@ -16,6 +16,7 @@ from triton.runtime import driver
 import rowcast.protocol.plan
 import rowcast.trainer.kernels.chunks
 from rowcast.job.row_optimizers import ROW_OPTIMIZERS
+from rowcast.job.tables import ALIGNMENT, aligned
 from rowcast.trainer.kernels import GroupLookup, RecordViews, Rule, row_optimizers, torch_ops
 from rowcast.trainer.kernels.blocks import LARGEST, BlockShape, blocks_for
 from rowcast.trainer.kernels.triton_kernels import apply_kernel, join_kernel, lookup_kernel, segments_kernel
@@ -103,19 +104,37 @@ def training(rows: RecordViews, unique_slots: Tensor, rule: Rule) -> tuple[tuple
 
 
 def layout_of(rows: RecordViews) -> tuple[int, int, int]:
-    return rows.weight.shape[1], rows.weight.element_size(), rows.weight.stride(0) * rows.weight.element_size()
+    """Returns dimension, bytes of a weight and bytes of a record. The kernels address every part by that last number:
+    parts that are no views of the same records raise AssertionError.
+    """
+    weight, weight_bytes = rows.weight, rows.weight.element_size()
+    record_bytes, first = weight.stride(0) * weight_bytes, weight.data_ptr()
+    for part in rows.states if rows.master is None else (rows.master, *rows.states):
+        stride, offset = part.stride(0) * part.element_size(), part.data_ptr() - first
+        if stride != record_bytes or not 0 < offset < record_bytes:
+            raise AssertionError(
+                f"a part of the rows begins {offset} bytes after the weights and repeats every {stride} bytes; the "
+                f"kernels need all parts inside one record of {record_bytes} bytes"
+            )
+    return weight.shape[1], weight_bytes, record_bytes
 
 
 @lru_cache
 def lookup_options(dim: int, weight_bytes: int, record_bytes: int) -> Options:
     blocks = blocks_for(dim, weight_bytes)
-    return {**block_options(blocks.lookup, dim, blocks.columns), "WEIGHT_STRIDE": record_bytes // weight_bytes}
+    return {
+        **block_options(blocks.lookup, dim, blocks.columns),
+        "WEIGHT_STRIDE": record_bytes // weight_bytes,
+        "WEIGHT_WIDTH": padded(dim, weight_bytes, record_bytes),
+    }
 
 
 @lru_cache
 def reduce_options(dim: int) -> Options:
     blocks = blocks_for(dim, 4)
-    untrained = dict.fromkeys(("RULE", "CONSTANTS", "PER_ROW", "CLIP", "WEIGHT_STRIDE", "STRIDE"))
+    untrained = dict.fromkeys(
+        ("RULE", "CONSTANTS", "PER_ROW", "CLIP", "WEIGHT_STRIDE", "STRIDE", "WEIGHT_WIDTH", "WIDTH")
+    )
     return {**block_options(blocks.update, dim, blocks.columns), **untrained}
 
 
@@ -132,11 +151,18 @@ def train_options(
         "CLIP": clip,
         "WEIGHT_STRIDE": record_bytes // weight_bytes,
         "STRIDE": record_bytes // 4,
+        "WEIGHT_WIDTH": padded(dim, weight_bytes, record_bytes),
+        "WIDTH": padded(dim, 4, record_bytes),
     }
 
 
 def block_options(block: BlockShape, dim: int, columns: int) -> Options:
     return {"D": dim, "BLOCK": columns, "ROWS": block.rows, "UNROLL": block.unroll, "num_warps": block.warps, **ROUNDED}
+
+
+def padded(dim: int, item_bytes: int, record_bytes: int) -> int:
+    """Elements of a part with the padding up to its next multiple of 16 bytes, if records have such padding."""
+    return aligned(dim * item_bytes) // item_bytes if record_bytes % ALIGNMENT == 0 else dim
 
 
 def cdiv(count: int, size: int) -> int:

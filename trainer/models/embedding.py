@@ -10,11 +10,16 @@ from torch import Tensor
 from rowcast.job.schema import SparseOptimizer
 from rowcast.job.tables import GroupSpec
 from rowcast.trainer.execute.metrics import Phase
-from rowcast.trainer.kernels import GroupLookup, Kernels, torch_ops
+from rowcast.trainer.kernels import GroupLookup, Kernels, Rule, torch_ops
 from rowcast.trainer.kernels.record_views import rows_of, rule_at
 from rowcast.trainer.models.sequences import Embedded, Sequences
 
 __all__ = ["Embeddings", "GroupLookup"]
+
+CLOSED = (
+    "the backward pass of train step {} came after the loader had ended, when its rows had left the device; call "
+    "backward() before the loader is closed or asked for the next batch"
+)
 
 
 class Embeddings:
@@ -33,8 +38,11 @@ class Embeddings:
         `lap` is called when the rows' update begins and ends in a backward pass.
         """
         pairs = zip(groups, records, strict=True)
-        self._groups = [GroupRows(group, group_records, settings, kernels) for group, group_records in pairs]
-        self._positions = [position for group in groups for position in group.feature_positions]
+        self._groups = [GroupRows(group, group_records, kernels) for group, group_records in pairs]
+        self._settings = settings
+        positions = [position for group in groups for position in group.feature_positions]
+        # for each feature, in the job's order, its place among those of the groups
+        self._places = sorted(range(len(positions)), key=positions.__getitem__)
         self.trigger = torch.zeros((), dtype=torch.float32, device=records[0].device, requires_grad=True)
         self._awaits_backward: PendingUpdate | None = None
         self._lap = lap
@@ -73,8 +81,7 @@ class Embeddings:
             for group, group_pooled, lookup in zip(self._groups, pooled, lookups, strict=True)
             for feature in group.by_feature(group_pooled, lookup)
         ]
-        features = dict(zip(self._positions, by_group, strict=True))
-        return [features[position] for position in range(len(features))]
+        return [by_group[place] for place in self._places]
 
     @property
     def awaits_backward(self) -> bool:
@@ -87,34 +94,45 @@ class Embeddings:
             zeros = [group.zeros(lookup) for group, lookup in zip(self._groups, pending.lookups, strict=True)]
             self.update(zeros, pending.lookups, pending.train_step)
 
+    def close(self) -> None:
+        """Lets go of records and look-ups. A backward pass that comes later raises RuntimeError."""
+        if self._awaits_backward is not None:
+            self._awaits_backward.lookups = ()
+        self._groups, self._awaits_backward = [], None
+
     def update(self, pooled_grads: Sequence[Tensor], lookups: Sequence[GroupLookup], train_step: int) -> None:
         """Reduces and applies the gradients f32 [G, D] of one forward's pooled embeddings, group by group."""
+        if not self._groups:
+            raise RuntimeError(CLOSED.format(train_step))
         if self._awaits_backward is None or self._awaits_backward.lookups is not lookups:
             raise RuntimeError(
                 f"the rows of train step {train_step} were already updated; call backward() once for each forward"
             )
         self._awaits_backward = None
         self._lap("backward")
+        rule = rule_at(self._settings, train_step)
         for group, grad, lookup in zip(self._groups, pooled_grads, lookups, strict=True):
-            group.update(grad, lookup, train_step)
+            group.update(grad, lookup, rule)
         self._lap("update")
 
 
 class GroupRows:
     """Looks up and updates the records of one group."""
 
-    def __init__(self, group: GroupSpec, records: Tensor, settings: SparseOptimizer, kernels: Kernels) -> None:
+    def __init__(self, group: GroupSpec, records: Tensor, kernels: Kernels) -> None:
         self.dim = group.embedding_dim
         self._num_features = group.num_features
         self._unpooled = group.unpooled_features
         self._rows = rows_of(records, group)
-        self._settings = settings
         self._kernels = kernels
         means = [table.pooling == "mean" for table in group.feature_tables()]
         self._means = torch.tensor(means, device=records.device) if any(means) else None  # bool [F]
+        self._divided: tuple[GroupLookup, Tensor | None] | None = None  # the newest look-up with its divisors
 
     def lookup(self, lookup: GroupLookup) -> Tensor:
-        return self._kernels.lookup(self._rows, lookup, self._divisors(lookup))
+        divisors = self._divisors(lookup)
+        self._divided = lookup, divisors
+        return self._kernels.lookup(self._rows, lookup, divisors)
 
     def by_feature(self, pooled: Tensor, lookup: GroupLookup) -> list[Embedded]:
         """f32 [G, D] -> the model's input for each of the group's features."""
@@ -130,10 +148,10 @@ class GroupRows:
     def zeros(self, lookup: GroupLookup) -> Tensor:
         return torch.zeros(sum(self._num_bags(lookup)), self.dim, dtype=torch.float32, device=self._rows.weight.device)
 
-    def update(self, pooled_grad: Tensor, lookup: GroupLookup, train_step: int) -> None:
-        self._kernels.update(
-            self._rows, pooled_grad, lookup, self._divisors(lookup), rule_at(self._settings, train_step)
-        )
+    def update(self, pooled_grad: Tensor, lookup: GroupLookup, rule: Rule) -> None:
+        divided, self._divided = self._divided, None
+        divisors = divided[1] if divided is not None and divided[0] is lookup else self._divisors(lookup)
+        self._kernels.update(self._rows, pooled_grad, lookup, divisors, rule)
 
     def _divisors(self, lookup: GroupLookup) -> Tensor | None:
         """Look-ups of each bag that is averaged, at least 1; 1 for other bags. None if all are 1."""
@@ -152,7 +170,7 @@ class GroupRows:
         return num_bags
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class PendingUpdate:
     """The update that the backward pass of one forward makes."""
 
@@ -162,6 +180,7 @@ class PendingUpdate:
 
     def apply(self, grads: Sequence[Tensor]) -> None:
         self.embeddings.update(grads, self.lookups, self.train_step)
+        self.lookups = ()  # a loss that is kept would keep the plan's memory
 
 
 class Pending(Protocol):

@@ -1,5 +1,6 @@
 """Computes a step with the job's model: look up, forward, backward, update, all issued to the compute stream."""
 
+from functools import cache
 from typing import Protocol
 
 import torch
@@ -26,6 +27,8 @@ from rowcast.trainer.models.model_state import (
     restore_random,
 )
 
+LOOKUP_FIELDS = tuple(LOOKUP_ARRAYS)
+
 
 class StepInputs(Protocol):
     """The part of a step that a runner reads; implemented by `cache.ArrivedStep`."""
@@ -41,15 +44,22 @@ class StepInputs(Protocol):
         """Arrays on the device, by name."""
 
 
+@cache
+def array_names(group: int, fields: tuple[str, ...]) -> list[tuple[str, str]]:
+    """Each field with the name of the group's array."""
+    return [(field, f"{group}.{field}") for field in fields]
+
+
 def step_lookups(step: StepInputs) -> list[GroupLookup]:
+    arrays = step.arrays
     return [
         GroupLookup(
             batch_size=step.header.batch_size,
-            sequence_lookups=step.header.groups[group].sequence_lookups,
-            chunks=Chunks(*(step.arrays[f"{group}.{name}"] for name in Chunks._fields)),
-            **{name: step.arrays[f"{group}.{name}"] for name in LOOKUP_ARRAYS if f"{group}.{name}" in step.arrays},
+            sequence_lookups=header.sequence_lookups,
+            chunks=Chunks(*[arrays[name] for _, name in array_names(group, Chunks._fields)]),
+            **{field: arrays[name] for field, name in array_names(group, LOOKUP_FIELDS) if name in arrays},
         )
-        for group in range(len(step.header.groups))
+        for group, header in enumerate(step.header.groups)
     ]
 
 

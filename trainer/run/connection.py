@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -32,25 +33,23 @@ from rowcast.protocol.session import Session, check_welcome
 from rowcast.protocol.transport.ring_file import RingFile, RingMemory, attach_ring
 from rowcast.protocol.transport.zmq_link import ZmqLink
 from rowcast.runtime.crash_points import crash_point
-from rowcast.runtime.errors import RowcastError
+from rowcast.runtime.errors import ConfigError, RowcastError
 from rowcast.runtime.process import Crew
 from rowcast.runtime.run_directory import failure_since
-from rowcast.runtime.stages import IDLE_WAIT_S, Doorbell, Stage
+from rowcast.runtime.stages import IDLE_WAIT_S, POLL_S, Doorbell, Stage
 from rowcast.runtime.telemetry.health import Health
 from rowcast.runtime.telemetry.logs import get_logger
 from rowcast.runtime.telemetry.timeline import recorded_stages
-from rowcast.trainer.execute.engine import TrainerEngine, TrainerParts, ring_ends
+from rowcast.trainer.execute.engine import WAKES, TrainerEngine, TrainerParts, ring_ends
 from rowcast.trainer.execute.loop import ModelState, Results, Steps
 from rowcast.trainer.execute.metrics import TrainerCounters
 from rowcast.trainer.execute.page_locking import page_locked
 from rowcast.trainer.execute.phases import PhaseClock, phase_clock
 from rowcast.trainer.execute.plan_check import check_welcome_fits
 from rowcast.trainer.execute.slots import make_records
-from rowcast.trainer.execute.streams import Streams
+from rowcast.trainer.execute.streams import Streams, on_device, release_memory
 from rowcast.trainer.run.gauges import stall_clocks
 from rowcast.trainer.run.handshake import await_welcome, hello
-
-DEVICE_POLL_S = 0.0002  # between polls of a device's events, which ring no bell
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -92,10 +91,13 @@ class Connection:
         Raises PeerLost, the prefetcher's failure, or an error if this process cannot be its trainer.
         """
         parts, arrived = self._parts, list[Welcome]()
-        link = ZmqLink.trainer(parts.job.run_dir, on_receive=parts.bell.ring, transport=parts.transport)
+        link = ZmqLink.trainer(
+            parts.job.run_dir, on_receive=partial(parts.crew.wake, "mail"), transport=parts.transport
+        )
         self.stack.callback(link.close)
         link.start()
         conversation = self.conversation = Conversation(Session("trainer"), link)
+        conversation.on_message = parts.crew.wake_after
         conversation.listen({Welcome: arrived.append, Bye: lambda message: self._left.set()})
         watch = self._watch = PeerWatch(
             "prefetcher",
@@ -140,10 +142,17 @@ class Connection:
         self.stack.callback(parts.crew.stop)
         buffers = rings[0].buffer, rings[1].buffer
         self.has_page_locked_rings = self.stack.enter_context(page_locked(buffers, parts.device))
+        release_memory(parts.device)  # an earlier attempt's cache, of which the device may not hold two
         records = make_records(welcome.slots, parts.groups, parts.device)
         streams = make_streams(parts.device)
         clock = phase_clock(streams.compute, parts.counters.spent)
-        model, steps = make_model(records, clock)
+        try:
+            model, steps = make_model(records, clock)
+        except torch.OutOfMemoryError as error:
+            first_line = str(error).partition("\n")[0]
+            raise ConfigError(
+                f"no room for the model on {parts.device} beside the cache ({first_line}); make cache.capacity smaller"
+            ) from None
         engine = self.engine = TrainerEngine(
             TrainerParts(
                 groups=parts.groups,
@@ -178,10 +187,14 @@ class Connection:
         timeline = self._parts.counters.timeline
         if timeline is not None:
             timeline.incarnation(welcome.incarnation)
-            timeline.watch("back ring", "bytes", lambda: engine.back_ring.used_bytes)
-        stages: dict[str, Stage] = {"mail": engine.conversation, "sender": engine.stages["sender"]}
+            back_ring = engine.back_ring  # the timeline outlives the engine
+            timeline.watch("back ring", "bytes", lambda: back_ring.used_bytes)
+        sender = OnDevice(engine.stages["sender"], self._parts.device)
+        stages: dict[str, Stage] = {"mail": engine.conversation, "sender": sender}
         # the mail thread counts no idle seconds
-        self._parts.crew.start(recorded_stages(timeline, stages, mail="deliver"), stall_clocks(engine))
+        self._parts.crew.start(
+            recorded_stages(timeline, stages, mail="deliver"), stall_clocks(engine), WAKES, engine.polls
+        )
         self.stack.callback(self._parts.crew.stop)  # a second time, so that it runs before the rings are unlocked
 
     def drive(self, advance: Callable[[], bool], until: Callable[[], bool]) -> None:
@@ -189,17 +202,18 @@ class Connection:
 
         Raises the first error of any thread.
         """
-        engine, bell = self.engine, self._parts.bell
+        engine, bell, crew = self.engine, self._parts.bell, self._parts.crew
         assert engine is not None, "start has made an engine"
-        wait_s = IDLE_WAIT_S if self._parts.device.type == "cpu" else DEVICE_POLL_S
-        while not until():
-            seen = bell.rings
-            self._parts.crew.check()
+        while True:
+            bell.hush()
+            if until():
+                return
+            crew.check()
             if advance():
-                bell.ring()
+                crew.wake_after("main")
                 continue
             began_s = time.perf_counter()
-            bell.wait(seen, wait_s)
+            bell.wait(POLL_S if engine.loop.awaits_device else IDLE_WAIT_S)
             engine.loop.idled(time.perf_counter() - began_s)
 
     def say_bye(self) -> None:
@@ -223,7 +237,28 @@ class Connection:
     ) -> None:
         if error is not None:
             self.send_failure(error)
-        self.stack.close()
+        try:
+            self.stack.close()
+        finally:
+            self._let_go()
+
+    def _let_go(self) -> None:
+        """Keeps nothing of the engine, so that its cache and staging leave the device."""
+        if self.conversation is not None:
+            self.conversation.close()
+        self.engine = self.conversation = self._watch = None
+
+
+class OnDevice:
+    """A stage that works on `device`. A thread begins on the first device, which must not be touched for another."""
+
+    def __init__(self, stage: Stage, device: torch.device) -> None:
+        self._stage = stage
+        self._device = device
+
+    def advance(self) -> bool:
+        with on_device(self._device):
+            return self._stage.advance()
 
 
 def progress_of(engine: TrainerEngine | None) -> ProcessProgress:

@@ -10,7 +10,7 @@ from rowcast.job.schema import Job
 from rowcast.protocol.conversation import Conversation
 from rowcast.protocol.messages import PROTOCOL_VERSION, Hello, Mode, Welcome
 from rowcast.protocol.peer_watch import PeerWatch
-from rowcast.runtime.stages import Doorbell
+from rowcast.runtime.stages import IDLE_WAIT_S, Doorbell
 from rowcast.runtime.telemetry.logs import said_if_slow
 
 # after a stop, the wait for a Welcome that may be on its way: a prefetcher that has sent one expects a trainer
@@ -54,8 +54,8 @@ def await_welcome(
             give_up_s = give_up_s or now_s + GREETING_GRACE_S
         if give_up_s is not None and now_s > give_up_s:
             return None
-        seen = bell.rings
         watch.advance()
         if not conversation.advance():
-            bell.wait(seen)
+            bell.wait(IDLE_WAIT_S)
+        bell.hush()
     return arrived[0]

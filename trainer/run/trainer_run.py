@@ -19,7 +19,7 @@ from rowcast.runtime.run_directory import RunDirectory, note_refusal
 from rowcast.runtime.telemetry.build import build_info
 from rowcast.runtime.telemetry.timeline import Timeline
 from rowcast.trainer.execute.metrics import TrainerCollector, TrainerGauges, new_counters
-from rowcast.trainer.execute.streams import choose_device
+from rowcast.trainer.execute.streams import choose_device, on_device
 from rowcast.trainer.kernels.choose import choose_kernels
 from rowcast.trainer.kernels.record_views import warm_up_sqrt
 from rowcast.trainer.report.history import History
@@ -56,6 +56,7 @@ class TrainerRun:
         with ExitStack() as stack:
             directory = stack.enter_context(RunDirectory(self._job.run_dir, "trainer"))
             directory.clear_failure()
+            stack.enter_context(on_device(device))
             try:
                 self._run(stack, directory, device, fresh=fresh, timeline=timeline)
             except BaseException as error:

@@ -7,7 +7,7 @@ LRU: every row is idle, in that order.
 from collections.abc import Iterable
 
 from rowcast.prefetcher.planner.eviction import Residents, Victims, pick
-from rowcast.prefetcher.planner.horizon import NONE, OCCURRENCES_AHEAD, PINNED
+from rowcast.prefetcher.planner.horizon import OCCURRENCES_AHEAD, PINNED
 from rowcast.runtime.arrays import I64
 from rowcast.runtime.compiled import compiled_loop, prefetch
 
@@ -17,6 +17,7 @@ def new_policy(first_batches: Iterable[I64]) -> "FarthestNextUse":
 
 
 class FarthestNextUse:
+    scored = False
     per_use = 0
 
     def first_scores(self, keys: I64) -> None:
@@ -34,7 +35,7 @@ def pick_idle(rows: Residents, victims: Victims) -> int:
         if taken == len(victims.keys):
             break
         row = records[position & last]
-        if row["slot"] != NONE and not row["flags"] & PINNED:
+        if row["slot"] >= 0 and not row["use"] & PINNED:
             pick(row, position, victims, taken)
             taken += 1
     return taken
@@ -43,13 +44,14 @@ def pick_idle(rows: Residents, victims: Victims) -> int:
 @compiled_loop
 def pick_queued(rows: Residents, victims: Victims, taken: int) -> int:
     """Fills `victims` from `taken` on with rows whose next use is known, the farthest first."""
-    records, queued, last = rows.occurrences.rows, rows.occurrences.queued, len(rows.occurrences.rows) - 1
+    records, queued = rows.occurrences.rows, rows.occurrences.queued
+    last, last_known = len(records) - 1, len(queued) - 1
     for next_use in range(rows.last_step, rows.step, -1):
         at = next_use & (len(rows.occurrences.first) - 1)
         first, head, tail = rows.occurrences.first[at], rows.occurrences.heads[at], rows.occurrences.tails[at]
         for i in range(first + head, first + min(tail, head + len(victims.keys) - taken)):
-            prefetch(records, (first + queued[(i + OCCURRENCES_AHEAD) & last]) & last)
-            position = first + queued[i & last]
+            prefetch(records, (first + queued[(i + OCCURRENCES_AHEAD) & last_known]) & last)
+            position = first + queued[i & last_known]
             pick(records[position & last], position, victims, taken)
             taken += 1
     return taken

@@ -1,0 +1,58 @@
+"""One part of the check, in a process of its own: started by `supervise.py`, tells by `findings.py`.
+
+python -m benchmarks.gpu_check.part kernels --device cuda --out found.json --seconds 90
+"""
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from benchmarks.gpu_check import environment, equality, kernels, peers, speed, steady
+from benchmarks.gpu_check.findings import Findings
+from benchmarks.gpu_check.jobs import sizes
+from rowcast.trainer.execute.streams import choose_device, on_device
+from rowcast.trainer.run.trainer_run import set_threads
+
+Work = Callable[[Findings, torch.device, Path], None]  # the path: a folder for further files
+
+PARTS: dict[str, Work] = {
+    "environment": lambda findings, device, folder: environment.check_environment(findings, device),
+    "kernels": lambda findings, device, folder: kernels.check_kernels(findings, device, kernels.CORE),
+    "equality": lambda findings, device, folder: equality.check_equality(findings, device),
+    "steady": lambda findings, device, folder: steady.check_steady(findings, device, folder),
+    "speed": lambda findings, device, folder: speed.check_speed(findings, device, sizes(device)[0]),
+    "speed-large": lambda findings, device, folder: speed.check_speed(findings, device, sizes(device)[1]),
+    "peers": lambda findings, device, folder: peers.check_peers(findings, device),
+    "more-kernels": lambda findings, device, folder: kernels.check_kernels(findings, device, kernels.REST),
+}
+
+
+def is_alive(device: torch.device) -> bool:
+    """Whether the device still works; after an illegal address it refuses everything."""
+    try:
+        torch.zeros(1, device=device).item()
+    except RuntimeError:
+        return False
+    return True
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("part", choices=PARTS)
+    parser.add_argument("--device", required=True)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--until", type=float, required=True, help="seconds, by the machine's monotonic clock")
+    options = parser.parse_args()
+    device = choose_device(options.device)
+    findings = Findings(options.out, options.until, lambda: is_alive(device))
+    set_threads("auto")  # as a trainer does, whose bits are compared
+    torch.manual_seed(0)
+    with on_device(device):
+        PARTS[options.part](findings, device, options.out.parent)
+    findings.end()
+
+
+if __name__ == "__main__":
+    main()

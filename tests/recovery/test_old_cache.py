@@ -1,0 +1,91 @@
+"""A device need not hold two caches: what a lost attempt had is gone before the next attempt makes its own."""
+
+import gc
+import threading
+import weakref
+from collections.abc import Iterator, Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+from rowcast.job.file import load_job
+from rowcast.job.tables import GroupSpec
+from rowcast.runtime.errors import ConfigError
+from rowcast.runtime.process import Signals
+from rowcast.trainer.execute.engine import TrainerEngine, TrainerParts
+from rowcast.trainer.execute.slots import make_records
+from rowcast.trainer.models.runner import StepRunner
+from rowcast.trainer.run.attempt import RUNNERS
+from rowcast.trainer.run.trainer_run import run_trainer
+from tests.recovery.restarted import Recovering, end_well, killed
+from tests.support.processes import Session
+
+REJOIN = {"ring": "1MiB", "connect_timeout": "60s", "rejoin_timeout": "60s"}
+
+
+@pytest.fixture
+def _no_collection() -> Iterator[None]:
+    """Python frees cycles when it sees fit; here nothing does but the product."""
+    threads = torch.get_num_threads()
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.usefixtures("_no_collection", "own_logs")
+@pytest.mark.parametrize("timeline", [False, True])
+def test_nothing_of_a_lost_attempt_is_left_when_the_next_one_makes_its_cache(
+    timeline: bool, session: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Recovering(session, transport=REJOIN)
+    earlier: dict[str, weakref.ref[object]] = {}
+    left: list[list[str]] = []
+
+    def noted_records(slots: Sequence[int], groups: Sequence[GroupSpec], device: torch.device) -> list[Tensor]:
+        left.append([name for name, held in earlier.items() if held() is not None])
+        records = make_records(slots, groups, device)
+        earlier.update({f"records {n}": weakref.ref(own) for n, own in enumerate(records)})
+        return records
+
+    def noted_engine(parts: TrainerParts) -> TrainerEngine:
+        engine = TrainerEngine(parts)
+        earlier.update({"engine": weakref.ref(engine), "cache": weakref.ref(engine.cache)})
+        earlier.update({"model": weakref.ref(parts.model), "conversation": weakref.ref(parts.conversation)})
+        return engine
+
+    monkeypatch.setattr("rowcast.trainer.run.connection.make_records", noted_records)
+    monkeypatch.setattr("rowcast.trainer.run.connection.TrainerEngine", noted_engine)
+    lost = run.start("prefetcher", "StepReady sent:24")
+
+    def follow() -> None:
+        killed(lost)
+        end_well(run.start("prefetcher"))
+
+    follower = threading.Thread(target=follow)
+    follower.start()
+    run_trainer(load_job(session.config), Signals(), timeline=timeline)
+    follower.join()
+    assert left == [[], []]
+    assert run.complete
+
+
+@pytest.mark.usefixtures("_no_collection", "own_logs")
+def test_a_model_without_room_beside_the_cache_is_a_sentence_of_both(
+    session: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*parts: object) -> StepRunner:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate\nmore lines")
+
+    monkeypatch.setitem(RUNNERS, "train", refuse)
+    prefetcher = Recovering(session).start("prefetcher")
+    sentence = (
+        "no room for the model on cpu beside the cache (CUDA out of memory. Tried to allocate); make cache.capacity "
+        "smaller"
+    )
+    with pytest.raises(ConfigError) as refused:
+        run_trainer(load_job(session.config), Signals())
+    assert str(refused.value) == sentence
+    assert sentence in prefetcher.ended().refused(2)

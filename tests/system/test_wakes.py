@@ -1,0 +1,192 @@
+"""Whoever makes work for a thread wakes it: no thread needs the time-out after which it would look again by itself.
+
+Both processes' stages run in one thread, in an order that a seed decides, but only a stage that was woken may advance.
+So a wake-up that is missing in one of the two tables leaves a run in which nobody is awake.
+"""
+
+import random
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import rowcast.prefetcher.pipeline.engine
+import rowcast.trainer.execute.engine
+from rowcast.job.tables import group_specs
+from rowcast.prefetcher.checkpoints.folder import Checkpoints
+from rowcast.prefetcher.checkpoints.writer import CheckpointWriter
+from rowcast.protocol.messages import Bye, Flush, Hello, Released, RowsBack, StepDone, StepReady
+from rowcast.protocol.transport.inproc import inproc_pair
+from rowcast.runtime.disk import RealDisk
+from rowcast.runtime.stages import Stage, Wakes
+from tests.support import driver, repeats
+from tests.support.batches import slots_for, small_batches, small_job
+from tests.support.driver import InProcessRun, ListSource, Past, Settings
+
+TABLES: dict[str, Wakes] = {
+    "prefetcher": rowcast.prefetcher.pipeline.engine.WAKES,
+    "trainer": rowcast.trainer.execute.engine.WAKES,
+}
+Thread = tuple[str, str]  # process, name
+
+
+class PunctualSource(ListSource):
+    """Batches that are never late: nothing here would ring for one that comes."""
+
+    def __init__(self, batches: Any, chance: random.Random | None) -> None:
+        super().__init__(batches)
+
+
+class AllAsleep(AssertionError):
+    """No thread was woken, although the run is not over."""
+
+
+class WokenOnly:
+    """Advances a run's stages as threads would that never look by themselves."""
+
+    def __init__(
+        self, make_run: Callable[[Callable[[], tuple[Any, Any]]], InProcessRun], tables: Mapping[str, Wakes]
+    ) -> None:
+        self._tables = tables
+        self._awake: set[Thread] = set()
+        self.run = run = make_run(
+            lambda: inproc_pair((lambda: self._wake("prefetcher", "mail"), lambda: self._wake("trainer", "mail")))
+        )
+        self._chance = random.Random(run.chance.random())
+        names = {"mail": "mail", "loop": "main", "sender": "sender"}
+        self._stages: dict[Thread, Stage] = {
+            **{("prefetcher", name): stage for name, stage in run.prefetcher.stages.items()},
+            **{("trainer", names[name]): stage for name, stage in run.trainer.stages.items()},
+        }
+        self._polls = {("prefetcher", name): polls for name, polls in run.prefetcher.polls.items()}
+        if run.writer is not None:
+            self._stages["prefetcher", "checkpoint"] = run.writer
+            run.writer.on_offer = lambda: self._wake("prefetcher", "checkpoint")
+        for process, engine in (("prefetcher", run.prefetcher), ("trainer", run.trainer)):
+            engine.conversation.on_message = partial(self._after, process)
+        self._awake |= self._stages.keys()  # a thread begins with a look
+
+    def _wake(self, process: str, name: str) -> None:
+        self._awake.add((process, name))
+
+    def _after(self, process: str, cause: object) -> None:
+        for name in self._tables[process].get(cause, ()):
+            self._wake(process, name)
+
+    def to_the_end(self) -> InProcessRun:
+        self._until(lambda: self.run.trainer.finished)
+        self.run.trainer.say_bye()
+        self._until(lambda: self.run.prefetcher.finished)
+        return self.run
+
+    def _until(self, condition: Callable[[], bool]) -> None:
+        while not condition():
+            polling = {thread for thread, polls in self._polls.items() if polls()}
+            able = sorted(self._stages.keys() & (self._awake | polling))
+            if not able:
+                raise AllAsleep(
+                    f"prefetcher waits for {self.run.prefetcher.waiting_for}, "
+                    f"trainer for {self.run.trainer.loop.waiting_for}"
+                )
+            process, name = thread = self._chance.choice(able)
+            self._awake.discard(thread)
+            if self._stages[thread].advance():
+                self._awake.add(thread)
+                self._after(process, name)
+
+
+def run_woken(
+    folder: Path,
+    seed: int,
+    tables: Mapping[str, Wakes] = TABLES,
+    *,
+    late_store: bool = False,
+    verify: float = 0.0,
+    capacity: str = "one batch",
+    ring_bytes: int = 24 * 1024,
+) -> InProcessRun:
+    """A run with evaluations and checkpoints in small rings."""
+    folder.mkdir()
+    job = small_job("adagrad", "multi", job={"run_dir": str(folder)}, checkpoint={"every": 4})
+    batches = small_batches(job, "multi", num_steps=14)
+    slots = slots_for(group_specs(job), batches, capacity)
+
+    def make_run(links: Callable[[], tuple[Any, Any]]) -> InProcessRun:
+        settings = Settings(
+            slots=slots,
+            seed=seed,
+            ring_bytes=ring_bytes,
+            late_store=late_store,
+            verify=verify,
+            seeded_streams=False,
+            links=links,
+        )
+        return InProcessRun(job, batches, settings, Past(checkpoints=Checkpoints(folder, RealDisk()), newest=None))
+
+    return WokenOnly(make_run, tables).to_the_end()
+
+
+@pytest.mark.parametrize("seed", range(repeats.count(6, 60)))
+def test_only_woken_threads_finish_a_run_with_checkpoints(seed: int, tmp_path: Path) -> None:
+    run = run_woken(tmp_path / "run", seed)
+    assert isinstance(run.writer, CheckpointWriter)
+    assert run.prefetcher.barrier.finished
+    assert len(run.results.losses) == 14
+
+
+@pytest.mark.parametrize("seed", range(repeats.count(3, 30)))
+def test_only_woken_threads_finish_a_run_with_a_slow_store_and_checksums(
+    seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(driver, "ListSource", PunctualSource)
+    run = run_woken(tmp_path / "run", seed, late_store=True, verify=0.5)
+    assert len(run.results.losses) == 14
+
+
+def run_seeds(folder: Path, tables: Mapping[str, Wakes], capacity: str) -> None:
+    for seed in range(10):
+        run_woken(folder / f"run-{seed}", seed, tables, capacity=capacity, ring_bytes=8 * 1024)
+
+
+def without(process: str, cause: object, thread: str) -> dict[str, Wakes]:
+    table = TABLES[process]
+    names = table[cause]
+    assert thread in names
+    return {**TABLES, process: {**table, cause: tuple(name for name in names if name != thread)}}
+
+
+NEEDED: list[tuple[str, object, str]] = [
+    ("prefetcher", StepDone, "fetcher"),
+    ("prefetcher", StepDone, "planning"),
+    ("prefetcher", Released, "fetcher"),
+    ("prefetcher", RowsBack, "write-back"),
+    ("prefetcher", "planning", "fetcher"),
+    ("prefetcher", "fetcher", "write-back"),
+    ("prefetcher", "write-back", "fetcher"),
+    ("prefetcher", "checkpoint", "fetcher"),
+    ("trainer", StepReady, "main"),
+    ("trainer", Flush, "main"),
+    ("trainer", Released, "sender"),
+    ("trainer", "main", "sender"),
+    ("trainer", "sender", "main"),
+]
+
+
+@pytest.mark.parametrize(("process", "cause", "thread"), NEEDED, ids=lambda value: getattr(value, "__name__", value))
+def test_without_one_of_these_wakes_all_threads_may_fall_asleep(
+    process: str, cause: object, thread: str, tmp_path: Path
+) -> None:
+    tables = without(process, cause, thread)
+    capacity = "everything" if cause == "fetcher" else "one batch"  # it is needed by plans that return no rows
+    with pytest.raises(AllAsleep):
+        run_seeds(tmp_path, tables, capacity)
+
+
+def test_every_thread_that_is_woken_exists() -> None:
+    prefetcher = {"mail", "planning", "fetcher", "write-back", "checkpoint", "main"}
+    for table, threads in ((TABLES["prefetcher"], prefetcher), (TABLES["trainer"], {"mail", "sender", "main"})):
+        assert {name for names in table.values() for name in names} <= threads
+        assert {cause for cause in table if isinstance(cause, str)} <= threads
+    assert TABLES["prefetcher"][Hello][-1:] == TABLES["prefetcher"][Bye] == ("main",)

@@ -1,0 +1,103 @@
+"""A bell wakes the thread that waits on it and forgets no ring; a thread polls only while its stage needs that."""
+
+import threading
+from collections.abc import Callable
+
+from rowcast.runtime.process import Crew
+from rowcast.runtime.stages import IDLE_WAIT_S, POLL_S, Doorbell, FunctionStage, StageThread
+
+LONG_S = 60.0  # longer than a test takes
+
+
+class Bell(Doorbell):
+    """Notes how long it was to be waited on, and does not wait."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.timeouts_s: list[float] = []
+
+    def wait(self, timeout_s: float) -> bool:
+        self.timeouts_s.append(timeout_s)
+        return super().wait(0)
+
+
+def test_a_ring_before_the_wait_ends_it_at_once_and_only_once() -> None:
+    bell = Doorbell()
+    for _ in range(3):
+        bell.ring()
+    assert bell.wait(LONG_S)
+    assert not bell.wait(0)
+
+
+def test_a_hushed_bell_has_to_be_rung_again() -> None:
+    bell = Doorbell()
+    bell.ring()
+    assert bell.hush()
+    assert not bell.hush()
+    assert not bell.wait(0)
+    bell.ring()
+    assert bell.wait(LONG_S)
+
+
+def test_many_threads_that_ring_at_once_wake_the_one_that_waits() -> None:
+    bell, all_here = Doorbell(), threading.Barrier(4)
+
+    def ring_often() -> None:
+        all_here.wait()
+        for _ in range(2000):
+            bell.ring()
+
+    threads = [threading.Thread(target=ring_often) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    all_here.wait()
+    assert bell.wait(LONG_S)
+    for thread in threads:
+        thread.join()
+    bell.hush()
+    assert not bell.hush()
+
+
+def timeouts_of(polls: Callable[[], bool] | None) -> set[float]:
+    """The time-outs with which the thread of an idle stage waits."""
+    bell, idled, errors = Bell(), threading.Event(), list[BaseException]()
+    stage = FunctionStage(lambda: False)
+    thread = StageThread("idle", stage, bell, errors.append, lambda seconds: idled.set(), polls=polls)
+    thread.start()
+    assert idled.wait(LONG_S)
+    thread.stop()
+    assert errors == []
+    return set(bell.timeouts_s)
+
+
+def test_a_stage_that_waits_for_a_device_is_asked_again_soon() -> None:
+    assert timeouts_of(None) == timeouts_of(lambda: False) == {IDLE_WAIT_S}
+    assert timeouts_of(lambda: True) == {POLL_S}
+
+
+def test_only_the_threads_that_a_cause_names_are_woken() -> None:
+    turns = {name: threading.Semaphore(0) for name in ("first", "second", "third")}
+
+    def idle(name: str) -> FunctionStage:
+        def advance() -> bool:
+            turns[name].release()
+            return False
+
+        return FunctionStage(advance)
+
+    main = Doorbell()
+    crew = Crew("trainer", main, owns_process=False)
+    crew.start({name: idle(name) for name in turns}, {}, {"news": ("second", "absent"), int: ("main",)})
+    try:
+        for name in turns:
+            assert turns[name].acquire(timeout=LONG_S)  # a thread begins with a look
+        crew.wake_after(int)
+        assert main.hush()
+        crew.wake_after("news")
+        crew.wake_after("nothing of interest")
+        assert turns["second"].acquire(timeout=LONG_S)
+        assert not main.hush()
+        crew.wake("mail")  # has no thread yet: the main thread does its work
+        assert main.hush()
+    finally:
+        crew.stop()
