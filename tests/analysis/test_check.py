@@ -622,8 +622,10 @@ def test_memory_is_what_both_processes_hold_and_tables_grow_to(check: Checked) -
 
 
 def test_memory_counts_the_trained_rows_of_tables_beyond_memory_and_their_directory(check: Checked) -> None:
-    [group] = group_specs(check.job(tables=[jobs.table("t", 10**12, 4)]))
-    assert check_memory.table_bytes(check.job(), group, 1000) == 1000 * (group.record_bytes + 12 + 8 + 1)
+    table = {"name": "t", "num_embeddings": 10**12, "embedding_dim": 4, "features": ["cat_0"]}
+    job = check.job(tables=[table])
+    [group] = group_specs(job)
+    assert check_memory.table_bytes(job, group, 1000) == 1000 * (group.record_bytes + 12 + 8 + 1)
 
 
 def test_memory_counts_a_horizon_that_grows_while_slots_fill_but_not_beyond_its_bytes_and_the_run(
