@@ -523,7 +523,7 @@ PREFETCHER = (
     ),
     Mutant(
         "tables of a group share their rows",
-        "self.first[[table.index for table in group.tables]] = np.cumsum([0, *sizes[:-1]])",
+        "self.first[tables] = np.cumsum([0, *sizes[:-1]])",
         "pass",
         f"{STORES}/test_stores.py::test_tables_of_a_group_do_not_share_rows",
     ),
@@ -809,15 +809,9 @@ TRAINER = (
         f"{WAITS}[0]",
     ),
     Mutant(
-        "later victims are gathered from the first ones' slots",
-        '.fetch_slots"][span.start : span.start + span.count] for span in victims',
-        '.fetch_slots"][: span.count] for span in victims',
-        f"{WAITS}[0]",
-    ),
-    Mutant(
-        "later rows are filled into the first ones' slots",
-        "arrived.arrays[name][span.start : span.start + span.count]",
-        "arrived.arrays[name][: span.count]",
+        "later rows take the slots of the first ones, and later victims leave them",
+        "arrived.arrays[self._fetch_slots[span.group]][span.start : span.start + span.count]",
+        "arrived.arrays[self._fetch_slots[span.group]][: span.count]",
         f"{WAITS}[0]",
     ),
     Mutant(
@@ -924,15 +918,15 @@ TRAINER = (
     ),
     Mutant(
         "a slot beyond the cache is looked up",
-        "if layout.below is not None:",
-        "if False:",
+        "np.flatnonzero(largest >= self.limits).tolist()",
+        "[]",
         "tests/hostile/test_peers.py::"
         "test_a_trainer_ends_with_a_sentence_when_its_prefetcher_sends[a look-up far outside]",
     ),
     Mutant(
         "a value one beyond its range passes",
-        "require(largest < limit,",
-        "require(largest <= limit,",
+        "largest >= self.limits",
+        "largest > self.limits",
         "tests/hostile/test_peers.py::test_a_value_one_beyond_its_range_is_refused",
     ),
     Mutant(

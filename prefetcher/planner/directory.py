@@ -48,14 +48,14 @@ def new_directory(num_cells: int = INITIAL_CELLS) -> Directory:
     return Directory(np.full(num_cells, EMPTY), np.zeros(1, np.int64))
 
 
-def reserve(directory: Directory, num_new: int) -> None:
-    """Makes room for `num_new` more rows, in place: no view of the cells may be kept."""
-    cells, before = directory.cells, len(directory.cells)
-    num_cells = cells_for(int(directory.num_tracked[0]) + num_new, before)
-    if num_cells > before:
-        cells.resize(num_cells, refcheck=False)
-        cells[before:] = EMPTY
-        spread_cells(cells, before)
+def with_room(directory: Directory, num_new: int) -> Directory:
+    num_cells = cells_for(int(directory.num_tracked[0]) + num_new, len(directory.cells))
+    if num_cells == len(directory.cells):
+        return directory
+    grown = new_directory(num_cells)
+    copy_cells(directory.cells, grown.cells)
+    grown.num_tracked[0] = directory.num_tracked[0]
+    return grown
 
 
 def cells_for(num_rows: int, num_cells: int = INITIAL_CELLS) -> int:
@@ -137,24 +137,14 @@ def expect(cells: U64, keys: I64, i: int) -> None:
 
 
 @compiled_loop
-def spread_cells(cells: U64, before: int) -> None:
-    """Moves what the first `before` cells hold to where a search in all cells finds it.
-
-    It begins behind an empty cell, so a row never goes behind a cell that is still to be emptied, unless it wraps
-    around to the first cells; then it is met there and moved once more.
-    """
-    mask, hole = np.uint64(len(cells) - 1), 0
-    while cells[hole] != EMPTY:
-        hole += 1
-    for i in range(1, before):
-        at = (hole + i) & (before - 1)
-        held = cells[at]
-        if held != EMPTY:
-            cells[at] = EMPTY
-            cell = (held >> POSITION_BITS) & mask
-            while cells[cell] != EMPTY:
+def copy_cells(old: U64, new: U64) -> None:
+    mask = np.uint64(len(new) - 1)
+    for i in range(len(old)):
+        if old[i] != EMPTY:
+            cell = (old[i] >> POSITION_BITS) & mask
+            while new[cell] != EMPTY:
                 cell = (cell + np.uint64(1)) & mask
-            cells[cell] = held
+            new[cell] = old[i]
 
 
 def check_directory(directory: Directory, rows: Records) -> None:

@@ -11,7 +11,7 @@ from rowcast.prefetcher.planner.directory import (
     cells_for,
     forget_before,
     new_directory,
-    reserve,
+    with_room,
 )
 from rowcast.prefetcher.planner.eviction import EvictionPolicy, Residents, in_order, leave, new_victims
 from rowcast.prefetcher.planner.grouping import sort_distinct
@@ -128,7 +128,7 @@ class GroupPlanner:
             len(rows), oldest, head, self._num_idle, tail, len(keys)
         ):
             self._oldest = close_gaps(rows, scores, self.directory.cells, oldest, head)
-        reserve(self.directory, len(keys))
+        self.directory = with_room(self.directory, len(keys))
         self.occurrences = with_steps(self.occurrences, self._first_step, step)
         make_room(self.occurrences, self._oldest, head, tail, len(keys))
         revived = Revived(np.empty(len(keys), np.int64), np.empty(len(keys), np.int32))

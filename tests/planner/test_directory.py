@@ -10,10 +10,9 @@ from rowcast.prefetcher.planner.directory import (
     check_directory,
     exchange,
     forget,
-    hash_of,
     locate,
     new_directory,
-    reserve,
+    with_room,
 )
 from rowcast.prefetcher.planner.horizon import Occurrences, make_room, new_occurrences, with_steps
 
@@ -38,8 +37,7 @@ def position_of(directory: Directory, occurrences: Occurrences, key: int) -> int
 @pytest.mark.parametrize("seed", range(6))
 def test_tracking_moving_and_forgetting_in_any_order_finds_exactly_what_is_tracked(seed: int) -> None:
     rng = np.random.default_rng(seed)
-    directory, occurrences = new_directory(16), new_occurrences(4096)
-    reserve(directory, 32)
+    directory, occurrences = with_room(new_directory(16), 32), new_occurrences(4096)
     keys = keys_in_one_cluster(64, 60)
     known: dict[int, int] = {}
     for position in range(3000):
@@ -54,34 +52,14 @@ def test_tracking_moving_and_forgetting_in_any_order_finds_exactly_what_is_track
 
 
 def test_a_grown_directory_leads_to_the_same_places() -> None:
-    directory, occurrences = new_directory(16), new_occurrences(64)
-    reserve(directory, 6)
-    assert len(directory.cells) == 16
+    directory, occurrences = with_room(new_directory(16), 12), new_occurrences(64)
     for position, key in enumerate(range(0, 80, 10)):
-        reserve(directory, 1)
         put(directory, occurrences, key, position)
-    assert (len(directory.cells), int(directory.num_tracked[0])) == (32, 8)
-    reserve(directory, 20)
-    assert (len(directory.cells), int(directory.num_tracked[0])) == (128, 8)
-    assert [position_of(directory, occurrences, key) for key in range(0, 80, 10)] == list(range(8))
-    check_directory(directory, occurrences.rows)
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_a_directory_whose_clusters_wrap_around_grows_with_every_row_in_its_place(seed: int) -> None:
-    rng, num_cells = np.random.default_rng(seed), 64
-    directory, occurrences = new_directory(num_cells), new_occurrences(64)
-    begins = [(key, int(hash_of(key)) % num_cells) for key in rng.permutation(20_000).tolist()]
-    last = [key for key, begin in begins if begin >= num_cells - 3][:15]  # more than the last cells hold
-    first = [key for key, begin in begins if begin < 6][:8]
-    keys = rng.permutation([*last, *first]).tolist()
-    for position, key in enumerate(keys):
-        put(directory, occurrences, key, position)
-    assert directory.cells[0] != EMPTY
-    reserve(directory, 30)
-    assert len(directory.cells) == 256
-    check_directory(directory, occurrences.rows)
-    assert [position_of(directory, occurrences, key) for key in keys] == list(range(len(keys)))
+    assert with_room(directory, 4) is directory
+    grown = with_room(directory, 20)
+    assert (len(directory.cells), len(grown.cells), int(grown.num_tracked[0])) == (32, 128, 8)
+    assert [position_of(grown, occurrences, key) for key in range(0, 80, 10)] == list(range(8))
+    check_directory(grown, occurrences.rows)
 
 
 def test_the_check_finds_a_row_that_its_key_does_not_lead_to() -> None:
