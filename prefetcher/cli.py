@@ -329,6 +329,9 @@ def export(
             show_default=False,
         ),
     ] = None,
+    trained_rows: Annotated[
+        bool, typer.Option("--trained-rows", help="Only the rows that were trained, with their ids.")
+    ] = False,
 ) -> None:
     """Write a checkpoint of a run, by default the newest valid one, as one safetensors file: tables, row state, dense
     weights."""
@@ -336,7 +339,7 @@ def export(
     def main() -> None:
         from rowcast.prefetcher.checkpoints.export import export_run, export_start
 
-        if config is not None and run_dir is None and checkpoint is None:
+        if config is not None and run_dir is None and checkpoint is None and not trained_rows:
             export_start(load_job(config), out, get_logger())
             return
         if run_dir is None or config is not None:
@@ -344,7 +347,7 @@ def export(
                 "give either --run DIR, for a checkpoint of a run, or --config job.toml, for the tables that it starts "
                 "from"
             )
-        manifest = export_run(run_dir, out, get_logger(), checkpoint)
+        manifest = export_run(run_dir, out, get_logger(), checkpoint, trained_only=trained_rows)
         get_logger().info("exported", file=str(out), train_steps=manifest.train_steps, bytes=out.stat().st_size)
 
     raise typer.Exit(run_command("prefetcher", main))

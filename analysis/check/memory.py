@@ -17,6 +17,7 @@ from rowcast.prefetcher.planner.eviction import new_policy
 from rowcast.prefetcher.planner.group_planner import planner_bytes
 from rowcast.prefetcher.planner.horizon import OCCURRENCE_BYTES
 from rowcast.prefetcher.readers.schedule import expected_train_steps
+from rowcast.prefetcher.stores.touched_rows import ROW_BYTES, TouchedRows
 from rowcast.prefetcher.stores.tracked_store import open_row_store
 from rowcast.runtime.telemetry.format_numbers import human_bytes
 
@@ -35,8 +36,7 @@ def check_memory(
     Tables take memory row by row as rows are trained: at most their size, and at most one row per look-up of an epoch.
     """
     in_memory = seen.groups if STORES[job.store.kind].in_memory else ()
-    for group in in_memory:  # raises if this machine cannot address it, as a run would
-        open_row_store(job, group, incarnation=0, checkpoint=None).close()
+    tables = sum(table_bytes(job, group, trained_rows(group, seen)) for group in in_memory)
     trained_bytes = sum(trained_rows(group, seen) * group.record_bytes for group in seen.groups)
     parts = {
         "ids known ahead": ahead_bytes(job, seen),
@@ -47,8 +47,6 @@ def check_memory(
         "dense weights": dense_bytes(job, seen) * DENSE_COPIES[job.optimizer.dense.kind],
     }
     fixed = sum(parts.values())
-    # one byte per row: whether it was trained
-    tables = sum(trained_rows(group, seen) * group.record_bytes + group.num_rows for group in in_memory)
     listed = ", ".join(f"{name} {human_bytes(nbytes)}" for name, nbytes in parts.items() if nbytes)
     unknown = "" if job.model.kind in COUNTED_MODELS else f"; the dense weights of {job.model.kind} are not counted"
     grow = f", tables up to {human_bytes(tables)} as their rows are trained" if in_memory else "; tables are files"
@@ -63,6 +61,16 @@ def check_memory(
         yield warning("memory", f"{sentence}: too little if every row is trained; free memory or make tables smaller")
     else:
         yield ok("memory", sentence)
+
+
+def table_bytes(job: Job, group: GroupSpec, num_trained: int) -> int:
+    """Bytes of memory of a group's tables once this many rows are trained, with a mark for each row and the directory of
+    rows that are numbered as they are touched. Raises ConfigError as a run would."""
+    store = open_row_store(job, group, incarnation=0, checkpoint=None)
+    store.close()
+    if isinstance(store.numbers, TouchedRows):
+        return num_trained * (group.record_bytes + ROW_BYTES + 1)
+    return num_trained * group.record_bytes + group.num_rows
 
 
 def check_disk(job: Job, seen: Seen) -> Iterator[Finding]:

@@ -7,11 +7,15 @@ Tables are written one after the other, a block of rows at a time.
     optimizer.<table>.<state>         f32 [num_embeddings, width of the state]
     <name>                            dense weights under the model's own names
 
-A row that was never trained has its first value, which follows from the job in the manifest.
+A row that was never trained has its first value, which follows from the job in the manifest. With `--trained-rows` the
+tensors of a table hold its trained rows only, and another one says which:
+
+    embedding_bags.<table>.rows       i64 [n]: the ids of these rows, ascending
 """
 
 import os
-from collections.abc import Iterator
+import shutil
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any, Protocol
@@ -20,16 +24,18 @@ import numpy as np
 
 from rowcast.job.file import parse_job
 from rowcast.job.schema import Job, RowType
-from rowcast.job.tables import GroupSpec, TableSpec, group_specs, make_keys
+from rowcast.job.tables import KEY_SHIFT, ROW_MASK, GroupSpec, TableSpec, group_specs, make_keys
 from rowcast.prefetcher.checkpoints.folder import Checkpoints
 from rowcast.prefetcher.checkpoints.merge_layers import merged
 from rowcast.prefetcher.checkpoints.row_files import Rows
 from rowcast.prefetcher.checkpoints.tensor_files import PlacedTensor, TensorSpec, make_header, read_blocks, read_header
 from rowcast.prefetcher.stores.first_values import first_records
 from rowcast.prefetcher.stores.store import Keys, Records
+from rowcast.runtime.arrays import I64
 from rowcast.runtime.checkpoint_manifest import Manifest, RowLayer, checked_file, sync_folder
 from rowcast.runtime.disk import RealDisk
 from rowcast.runtime.errors import ConfigError
+from rowcast.runtime.telemetry.format_numbers import human_bytes
 
 BLOCK_ROWS = 65536
 MODEL = "model."  # the prefix of the model's tensors in the dense file
@@ -42,18 +48,15 @@ class ExportLog(Protocol):
     def warning(self, event: str, *args: Any, **fields: Any) -> object: ...
 
 
-def export_run(run_dir: Path, out: Path, log: ExportLog, checkpoint: str | None = None) -> Manifest:
+def export_run(
+    run_dir: Path, out: Path, log: ExportLog, checkpoint: str | None = None, *, trained_only: bool = False
+) -> Manifest:
     """Writes a run's checkpoint, by default the newest valid one, to `out`. Raises ConfigError and DataError."""
     checkpoints = Checkpoints(run_dir, RealDisk())
     manifest = checkpoints.choose(checkpoint, log)
     job = parse_job(manifest.job, f"{checkpoints.root / manifest.name}/manifest.json")
-    write_export(
-        out,
-        job,
-        CheckpointRows(checkpoints.root, manifest.layers, job.job.seed),
-        SavedModelState(checkpoints.root, manifest),
-        log,
-    )
+    rows = (TrainedRows if trained_only else CheckpointRows)(checkpoints.root, manifest.layers, job.job.seed)
+    write_export(out, job, rows, SavedModelState(checkpoints.root, manifest), log)
     return manifest
 
 
@@ -67,10 +70,13 @@ def write_export(out: Path, job: Job, rows: "CheckpointRows", dense: "SavedModel
     """Writes the whole file or none."""
     if out.is_dir() or not out.name:
         raise ConfigError(f"--out {out} is a folder; name a file, such as {out / 'model.safetensors'}")
+    groups = group_specs(job)
+    tensors = rows.tensors(groups) | ({} if dense is None else dense.tensors)
+    check_space(out, sum(tensor.nbytes for tensor in tensors.values()))
     partial = out.with_name(out.name + ".partial")
     try:
         with partial.open("wb") as file:
-            write_safetensors(file, group_specs(job), rows, dense, log)
+            write_safetensors(file, groups, tensors, rows, dense, log)
             file.flush()
             os.fsync(file.fileno())
         partial.rename(out)
@@ -82,6 +88,15 @@ def write_export(out: Path, job: Job, rows: "CheckpointRows", dense: "SavedModel
     finally:
         with suppress(OSError):  # renamed, or never made
             partial.unlink()
+
+
+def check_space(out: Path, nbytes: int) -> None:
+    folder = out.absolute().parent
+    if folder.exists() and nbytes > (free := shutil.disk_usage(folder).free):
+        raise ConfigError(
+            f"{out}: the export would take {human_bytes(nbytes)}, but {human_bytes(free)} are free; choose another "
+            "--out, free space, or add --trained-rows, which leaves out rows that were never trained"
+        )
 
 
 class SavedModelState:
@@ -99,6 +114,9 @@ class SavedModelState:
             yield from read_blocks(file, self.tensors[name])
 
 
+Block = tuple[I64, Records]  # row ids of one table, ascending, and their records
+
+
 class CheckpointRows:
     """A checkpoint's rows by table, in blocks. Trained rows come from its layers, with one file of each in memory; the
     others are computed."""
@@ -108,21 +126,56 @@ class CheckpointRows:
         self._layers = layers
         self._seed = seed
 
-    def tables(self, group: GroupSpec) -> Iterator[tuple[TableSpec, Iterator[Records]]]:
+    def tensors(self, groups: tuple[GroupSpec, ...]) -> dict[str, TensorSpec]:
+        return table_tensors(groups)
+
+    def tables(self, group: GroupSpec) -> Iterator[tuple[TableSpec, Iterator[Block]]]:
         """Yields each table with its blocks of at most BLOCK_ROWS rows, to be read before the next table."""
-        trained = AscendingRows(merged(self._root, group, self._layers))
+        trained = AscendingRows(self._merged(group))
         for table in group.tables:
             yield table, self._blocks(group, table, trained)
 
-    def _blocks(self, group: GroupSpec, table: TableSpec, trained: "AscendingRows") -> Iterator[Records]:
+    def _merged(self, group: GroupSpec) -> Iterator[Rows]:
+        return merged(self._root, group, self._layers)
+
+    def _blocks(self, group: GroupSpec, table: TableSpec, trained: "AscendingRows") -> Iterator[Block]:
         for first in range(0, table.num_embeddings, BLOCK_ROWS):
-            keys = make_keys(
-                table.index, np.arange(first, min(first + BLOCK_ROWS, table.num_embeddings), dtype=np.int64)
-            )
+            rows = np.arange(first, min(first + BLOCK_ROWS, table.num_embeddings), dtype=np.int64)
+            keys = make_keys(table.index, rows)
             records = first_records(group, self._seed, keys)
-            for found, rows in trained.up_to(int(keys[-1])):
-                records[found - keys[0]] = rows
-            yield records
+            for found, own in trained.up_to(int(keys[-1])):
+                records[found - keys[0]] = own
+            yield rows, records
+
+
+class TrainedRows(CheckpointRows):
+    """Only the rows that were trained, with their ids."""
+
+    def tensors(self, groups: tuple[GroupSpec, ...]) -> dict[str, TensorSpec]:
+        tensors = dict[str, TensorSpec]()
+        for group in groups:
+            num_rows = self._num_rows(group)
+            ids = {
+                rows_name(table): TensorSpec(
+                    dtype="I64", shape=(num_rows[table.index],), nbytes=8 * num_rows[table.index]
+                )
+                for table in group.tables
+            }
+            tensors |= ids | table_tensors((group,), num_rows)
+        return tensors
+
+    def _num_rows(self, group: GroupSpec) -> dict[int, int]:
+        """Counts each table's trained rows, in a pass over the checkpoint of its own: a file begins with its sizes."""
+        num_rows = {table.index: 0 for table in group.tables}
+        for keys, _ in self._merged(group):
+            for index, count in zip(*np.unique(keys >> KEY_SHIFT, return_counts=True), strict=True):
+                num_rows[int(index)] += int(count)
+        return num_rows
+
+    def _blocks(self, group: GroupSpec, table: TableSpec, trained: "AscendingRows") -> Iterator[Block]:
+        [last_key] = make_keys(table.index, np.array([table.num_embeddings - 1]))
+        for keys, records in trained.up_to(int(last_key)):
+            yield keys & ROW_MASK, records
 
 
 class AscendingRows:
@@ -150,21 +203,26 @@ class AscendingRows:
 
 
 def write_safetensors(
-    file: IO[bytes], groups: tuple[GroupSpec, ...], rows: CheckpointRows, dense: SavedModelState | None, log: ExportLog
+    file: IO[bytes],
+    groups: tuple[GroupSpec, ...],
+    tensors: dict[str, TensorSpec],
+    rows: CheckpointRows,
+    dense: SavedModelState | None,
+    log: ExportLog,
 ) -> None:
     """Writes the header, then every tensor at its offset; a table's parts are filled side by side, block by block."""
-    header, at = make_header(table_tensors(groups) | ({} if dense is None else dense.tensors))
+    header, at = make_header(tensors)
     file.write(header)
     for group in groups:
         for table, blocks in rows.tables(group):
             log.info("table", name=table.name)
-            for records in blocks:
-                for part in group.parts:
-                    name = part_name(table, part.name)
-                    content = np.ascontiguousarray(records[:, part.bytes])
-                    file.seek(at[name])
-                    file.write(content.data)
-                    at[name] += content.nbytes
+            for ids, records in blocks:
+                content = {part_name(table, part.name): records[:, part.bytes] for part in group.parts}
+                for name, array in (content | {rows_name(table): ids}).items():
+                    if name in at:
+                        file.seek(at[name])
+                        file.write(np.ascontiguousarray(array).data)
+                        at[name] += array.nbytes
     if dense is not None:
         for name in dense.tensors:
             file.seek(at[name])
@@ -172,17 +230,21 @@ def write_safetensors(
                 file.write(block)
 
 
-def table_tensors(groups: tuple[GroupSpec, ...]) -> dict[str, TensorSpec]:
+def table_tensors(groups: tuple[GroupSpec, ...], num_rows: Mapping[int, int] | None = None) -> dict[str, TensorSpec]:
+    """`num_rows`: of each table in the file, by its index; None: all."""
     return {
         part_name(table, part.name): TensorSpec(
-            dtype=DTYPES[part.dtype],
-            shape=(table.num_embeddings, part.width),
-            nbytes=table.num_embeddings * part.nbytes,
+            dtype=DTYPES[part.dtype], shape=(count, part.width), nbytes=count * part.nbytes
         )
         for group in groups
         for table in group.tables
+        for count in [table.num_embeddings if num_rows is None else num_rows[table.index]]
         for part in group.parts
     }
+
+
+def rows_name(table: TableSpec) -> str:
+    return f"embedding_bags.{table.name}.rows"
 
 
 def part_name(table: TableSpec, part: str) -> str:

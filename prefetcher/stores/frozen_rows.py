@@ -14,7 +14,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from rowcast.job.tables import GroupSpec
-from rowcast.prefetcher.stores.row_loops import clear_bits, count_bits, find_bits, find_rows, set_bits
+from rowcast.prefetcher.stores.row_loops import clear_bits, count_bits, find_rows, set_bits
 from rowcast.prefetcher.stores.store import Keys, Records, RowNumbers, RowStore, finish
 from rowcast.runtime.arrays import I64, U64
 
@@ -23,10 +23,10 @@ NOBODY = -1
 
 
 class FrozenRows:
-    def __init__(self, store: RowStore, group: GroupSpec, rows: U64, share: float) -> None:
+    def __init__(self, store: RowStore, group: GroupSpec, numbers: RowNumbers, rows: U64, share: float) -> None:
         """`rows`: one bit per row of the group, by its number; the array belongs to this object from now on. `share`:
         how many of them can be aside at a time."""
-        self._store, self._group, self._numbers = store, group, RowNumbers(group)
+        self._store, self._group, self._numbers = store, group, numbers
         self._lock = threading.Lock()
         self._pending = rows
         self._aside: U64 = np.zeros(len(rows), np.uint64)  # pending rows of which `_records` has the bytes
@@ -71,9 +71,8 @@ class FrozenRows:
         """Yields all rows by ascending key, at most `nbytes` of one table at a time. What is written meanwhile changes
         nothing."""
         for table in self._group.tables:
-            first, end = self._numbers.range_of(table.index)
-            for numbers in find_numbers(self._pending, first, end, max(1, nbytes // self._group.record_bytes)):
-                keys = self._numbers.keys(table.index, numbers)
+            block = max(1, nbytes // self._group.record_bytes)
+            for keys, numbers in self._numbers.found(self._pending, table.index, block):
                 yield keys, self._take(keys, numbers)
 
     def _take(self, keys: Keys, numbers: I64) -> Records:
@@ -103,10 +102,14 @@ class FrozenRows:
     def _take_aside(self, numbers: I64, out: Records, num_aside: int) -> None:
         with self._lock:
             owners = self._owners[: self._num_used]
-            places = np.flatnonzero((owners >= numbers[0]) & (owners <= numbers[-1]))
+            order = np.argsort(
+                numbers, kind="stable"
+            )  # ascending already, unless rows are numbered as they are touched
+            at = order[np.searchsorted(numbers, owners, sorter=order) % len(order)]
+            places = np.flatnonzero(numbers[at] == owners)
             assert len(places) == num_aside, f"{len(places)} of {num_aside} rows that are aside were found"
             own = owners[places]
-            out[np.searchsorted(numbers, own)] = self._records[places]
+            out[at[places]] = self._records[places]
             owners[places] = NOBODY
             self._free = np.concatenate([self._free, places])
             clear_bits(self._pending, own)
@@ -117,12 +120,3 @@ def found_rows(numbers: I64, bits: U64, without: U64) -> I64:
     """Returns the positions of the rows whose bit is set in `bits` and not in `without`."""
     found: I64 = np.empty(len(numbers), np.int64)
     return found[: find_rows(numbers, bits, without, found)]
-
-
-def find_numbers(bits: U64, first: int, end: int, block: int) -> Iterator[I64]:
-    """Yields the rows of [first, end) whose bit is set, ascending, at most `block` at a time."""
-    while first < end:
-        numbers: I64 = np.empty(block, np.int64)
-        found, first = find_bits(bits, first, end, numbers)
-        if found:
-            yield numbers[:found]

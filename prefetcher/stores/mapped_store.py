@@ -11,7 +11,6 @@ as restoring them. If the disk fails under the mapping, the kernel ends the proc
 """
 
 import mmap
-import os
 from pathlib import Path
 from typing import Self
 
@@ -20,6 +19,7 @@ import numpy as np
 
 from rowcast.job.schema import Job
 from rowcast.job.tables import GroupSpec, aligned
+from rowcast.prefetcher.stores.row_numbers import RowsInOrder, physical_memory_bytes
 from rowcast.prefetcher.stores.table_file import TableFile
 from rowcast.prefetcher.stores.table_header import HEADER_BYTES, TableHeader, layout_digest, why_rebuilt
 from rowcast.prefetcher.stores.table_store import TableStore
@@ -42,7 +42,7 @@ class MappedStore(TableStore):
             memory.madvise(mmap.MADV_RANDOM, marks_end)
         words = np.frombuffer(memory, np.uint64, group.num_rows * group.record_bytes // 8, marks_end)
         marks = np.frombuffer(memory, np.uint8, group.num_rows, HEADER_BYTES)
-        super().__init__(group, words.reshape(group.num_rows, -1), marks)
+        super().__init__(group.name, RowsInOrder(group), words.reshape(group.num_rows, -1), marks)
         self._file = file
         self._header = header
         self._memory: mmap.mmap | None = memory  # None once it is closed
@@ -92,10 +92,6 @@ class MappedStore(TableStore):
 def file_layout(group: GroupSpec) -> tuple[int, int]:
     marks_end = aligned(HEADER_BYTES + group.num_rows, mmap.PAGESIZE)
     return marks_end, aligned(marks_end + group.num_rows * group.record_bytes, mmap.PAGESIZE)
-
-
-def physical_memory_bytes() -> int:
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def why_rows_are_lost(file: TableFile, layout: str, checkpoint: str | None, nbytes: int) -> str | None:

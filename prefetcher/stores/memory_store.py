@@ -1,42 +1,40 @@
 """Stores rows in this process's memory, which a row takes only once it was trained."""
 
-import mmap
-
 import numpy as np
 
 from rowcast.job.schema import Job
 from rowcast.job.tables import GroupSpec
-from rowcast.prefetcher.stores.row_loops import Words
+from rowcast.prefetcher.stores.row_numbers import RowsInOrder, physical_memory_bytes
+from rowcast.prefetcher.stores.store import RowNumbers
 from rowcast.prefetcher.stores.table_store import TableStore
+from rowcast.prefetcher.stores.touched_rows import TouchedRows, reserved
 from rowcast.runtime.errors import ConfigError
+
+# Tables of a group up to this size lie in order, which is faster to read. In a larger group rows lie in the order in
+# which they were first written: where few rows are trained, each would otherwise take a page of its own.
+IN_ORDER_BYTES = 2**30
 
 
 def open_store(job: Job, group: GroupSpec, incarnation: int, checkpoint: str | None) -> "MemoryStore":
     return MemoryStore(group)
 
 
-def lazy_array(num_rows: int, num_words: int) -> Words:
-    """Returns u64 [num_rows, num_words] of zeros that take memory page by page as they are written. Raises MemoryError.
-
-    numpy would ask for huge pages: the first write of a row would clear 2 MiB, and a sparse table take all its memory.
-    """
-    try:
-        memory = mmap.mmap(-1, max(1, num_rows * num_words * 8))
-    except (OSError, OverflowError, ValueError):
-        raise MemoryError from None
-    memory.madvise(mmap.MADV_NOHUGEPAGE)
-    return np.frombuffer(memory, np.uint64, num_rows * num_words).reshape(num_rows, num_words)
-
-
 class MemoryStore(TableStore):
     """All tables of a group in one lazily committed array. Nothing outlives the process."""
 
     def __init__(self, group: GroupSpec) -> None:
+        nbytes, width = group.num_rows * group.record_bytes, group.record_bytes // 8
         try:
-            words, marks = lazy_array(group.num_rows, group.record_bytes // 8), np.zeros(group.num_rows, np.uint8)
+            numbers: RowNumbers = (
+                RowsInOrder(group)
+                if nbytes <= IN_ORDER_BYTES
+                else TouchedRows(group.name, min(group.num_rows, physical_memory_bytes() // group.record_bytes))
+            )
+            words = reserved(numbers.most * width).reshape(numbers.most, width)
+            marks = reserved(-(-numbers.most // 8)).view(np.uint8)[: numbers.most]
         except MemoryError:
             raise ConfigError(
-                f"tables of group {group.name} need {group.num_rows * group.record_bytes / 2**30:.1f} GiB, more than "
-                "this machine can address; use fewer rows or a smaller embedding_dim"
+                f"tables of group {group.name} need {nbytes / 2**30:.1f} GiB of addresses, more than this process may "
+                "reserve; allow it more (ulimit -v, vm.overcommit_memory), or use fewer rows"
             ) from None
-        super().__init__(group, words, marks)
+        super().__init__(group.name, numbers, words, marks)

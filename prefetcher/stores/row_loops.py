@@ -22,16 +22,17 @@ LINE_WORDS = 8  # per cache line
 
 @compiled_loop
 def gather(words: Words, marks: Marks, positions: Positions, out: Words) -> int:
-    """Sets out[i] = words[positions[i]] for present rows and leaves the others. Returns how many are absent."""
+    """Sets out[i] = words[positions[i]] for present rows and leaves the others. Returns how many are absent, among them
+    those with a negative position."""
     width, flat = words.shape[1], words.reshape(-1)
     num_absent = 0
     for i in range(len(positions)):
-        if i + ROWS_AHEAD < len(positions):
+        if i + ROWS_AHEAD < len(positions) and positions[i + ROWS_AHEAD] >= 0:
             prefetch(marks, positions[i + ROWS_AHEAD])
             for word in range(0, width, LINE_WORDS):
                 prefetch(flat, positions[i + ROWS_AHEAD] * width + word)
         row = positions[i]
-        if marks[row] == 0:
+        if row < 0 or marks[row] == 0:
             num_absent += 1
             continue
         for word in range(width):

@@ -1,16 +1,15 @@
 """Defines what a store of rows must do. One instance holds one group; `tracked_store.py` adds what all stores share."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Protocol
 
-import numpy as np
-
-from rowcast.job.tables import KEY_SHIFT, GroupSpec, make_keys
-from rowcast.runtime.arrays import I64, Bytes
+from rowcast.runtime.arrays import I64, U64, Bytes
 
 Keys = I64  # [n] ascending, distinct
 Records = Bytes  # [n, record_bytes]
+
+ABSENT = -1  # instead of a row's number
 
 
 class Ticket(Protocol):
@@ -44,6 +43,19 @@ def finish(ticket: Ticket) -> None:
         pass
 
 
+class RowNumbers(Protocol):
+    most: int  # every number is below it
+
+    def of(self, keys: Keys) -> I64:
+        """Returns the rows' numbers, ABSENT for rows without one."""
+
+    def added(self, keys: Keys) -> I64:
+        """Returns the rows' numbers. Rows without one get one. Raises RowcastError if there are too many."""
+
+    def found(self, bits: U64, table: int, block: int) -> Iterator[tuple[Keys, I64]]:
+        """Yields the rows of a table whose bit is set, at most `block` at a time: ascending keys, and their numbers."""
+
+
 class RowStore(ABC):
     """Records by key. The reader has checked the keys: each names a row of the group, perhaps one never written.
 
@@ -52,6 +64,7 @@ class RowStore(ABC):
     of a store's module opens it, see `job/stores.py`.
     """
 
+    numbers: RowNumbers | None = None  # of its rows, if it numbers them; shared with the record of changed rows
     restored = False  # whether it has the rows of the checkpoint that it was opened for, so that none must be restored
 
     @abstractmethod
@@ -69,28 +82,3 @@ class RowStore(ABC):
         """Frees what the store holds; idempotent. `checkpoint`: the identity of the checkpoint that the rows are at,
         for a store that outlives its process; None: the rows are worthless.
         """
-
-
-class RowNumbers:
-    """Numbers the rows of a group, table after table."""
-
-    def __init__(self, group: GroupSpec) -> None:
-        tables, sizes = [table.index for table in group.tables], [table.num_embeddings for table in group.tables]
-        self.first = np.zeros(max(tables) + 1, np.int64)  # number of each table's first row
-        self.first[tables] = np.cumsum([0, *sizes[:-1]])
-        self._sizes = dict(zip(tables, sizes, strict=True))
-        self._first_keys = np.array(tables, np.int64) << KEY_SHIFT  # of each table
-        self._shifts = self.first[tables] - self._first_keys  # from a table's keys to its numbers
-
-    def of(self, keys: Keys) -> I64:
-        bounds = np.append(np.searchsorted(keys, self._first_keys), len(keys))  # a table's keys lie side by side
-        numbers: I64 = keys + np.repeat(self._shifts, np.diff(bounds))
-        return numbers
-
-    def range_of(self, table: int) -> tuple[int, int]:
-        """The number of a table's first row, and the one after its last."""
-        first = int(self.first[table])
-        return first, first + self._sizes[table]
-
-    def keys(self, table: int, numbers: I64) -> Keys:
-        return make_keys(table, numbers - self.first[table])

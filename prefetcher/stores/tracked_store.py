@@ -8,9 +8,10 @@ from rowcast.job.schema import Job
 from rowcast.job.stores import STORES
 from rowcast.job.tables import GroupSpec
 from rowcast.prefetcher.stores.first_values import first_records
-from rowcast.prefetcher.stores.frozen_rows import FrozenRows, find_numbers
+from rowcast.prefetcher.stores.frozen_rows import FrozenRows
 from rowcast.prefetcher.stores.row_loops import BITS, clear_all_bits, clear_bits, count_bits, set_bits
-from rowcast.prefetcher.stores.store import Keys, ReadTicket, Records, RowNumbers, RowStore, Ticket, finish
+from rowcast.prefetcher.stores.row_numbers import RowsInOrder
+from rowcast.prefetcher.stores.store import Keys, ReadTicket, Records, RowStore, Ticket, finish
 from rowcast.runtime.arrays import U64
 
 ROWS_AT_ONCE = 2**16
@@ -45,8 +46,8 @@ class TrackedStore:
 
     def __init__(self, store: RowStore, group: GroupSpec, seed: int) -> None:
         self.store, self._group, self._seed = store, group, seed
-        self._numbers = RowNumbers(group)
-        self._changed: U64 = np.zeros(-(-group.num_rows // BITS), np.uint64)  # one bit per row, by its number
+        self._numbers = store.numbers or RowsInOrder(group)
+        self._changed: U64 = np.zeros(-(-self._numbers.most // BITS), np.uint64)  # one bit per row, by its number
         self._frozen: FrozenRows | None = None
 
     def read(self, keys: Keys, out: Records) -> FilledRead:
@@ -55,7 +56,7 @@ class TrackedStore:
     def write(self, keys: Keys, rows: Records) -> Ticket:
         """Stores rows, for which there must be room. They count as changed from now on, even if the ticket is never
         waited for."""
-        numbers, frozen = self._numbers.of(keys), self._frozen
+        numbers, frozen = self._numbers.added(keys), self._frozen
         if frozen is not None:
             frozen.set_aside(keys, numbers)
         set_bits(self._changed, numbers)
@@ -74,14 +75,14 @@ class TrackedStore:
         return count_bits(self._changed)
 
     def changed_keys(self, table: int) -> Keys:
-        numbers = find_numbers(self._changed, *self._numbers.range_of(table), ROWS_AT_ONCE)
-        return self._numbers.keys(table, np.concatenate([np.empty(0, np.int64), *numbers]))
+        found = self._numbers.found(self._changed, table, ROWS_AT_ONCE)
+        return np.concatenate([np.empty(0, np.int64), *(keys for keys, _ in found)])
 
     def freeze(self, share: float) -> FrozenRows:
         """Declares the rows to be those of a checkpoint, and returns the changed ones. They keep their bytes until
         `thaw`, whatever is written. `share`: how many of them can be aside at a time."""
         changed, self._changed = self._changed, np.zeros(len(self._changed), np.uint64)
-        self._frozen = FrozenRows(self.store, self._group, changed, share)
+        self._frozen = FrozenRows(self.store, self._group, self._numbers, changed, share)
         return self._frozen
 
     def thaw(self) -> None:

@@ -621,6 +621,13 @@ def test_memory_is_what_both_processes_hold_and_tables_grow_to(check: Checked) -
         assert f"the planner {human_bytes(planner)}" in finding.sentence
 
 
+def test_memory_counts_the_trained_rows_of_tables_beyond_memory_and_their_directory(check: Checked) -> None:
+    table = {"name": "t", "num_embeddings": 10**12, "embedding_dim": 4, "features": ["cat_0"]}
+    job = check.job(tables=[table])
+    [group] = group_specs(job)
+    assert check_memory.table_bytes(job, group, 1000) == 1000 * (group.record_bytes + 12 + 8 + 1)
+
+
 def test_memory_counts_a_horizon_that_grows_while_slots_fill_but_not_beyond_its_bytes_and_the_run(
     check: Checked,
 ) -> None:
@@ -654,10 +661,11 @@ def test_no_more_rows_can_be_trained_than_an_epoch_looks_up(check: Checked) -> N
     assert check_memory.trained_rows(seen.groups[0], seen) == 2 * 5000 + 7
 
 
-def test_tables_that_this_machine_cannot_address_are_an_error(check: Checked) -> None:
+def test_tables_beyond_memory_are_a_warning_as_all_their_rows_may_be_trained(check: Checked) -> None:
     tables = [{"name": "t", "num_embeddings": 2**46, "embedding_dim": 4, "features": ["cat_0"]}]
     findings = check(data={"format": "tests.analysis.test_check:narrow"}, tables=tables)
-    assert "more than this machine can address" in one(findings, "error", "memory")
+    sentence = one(findings, "warning", "memory")
+    assert "tables up to 3392 TiB as their rows are trained: too little if every row is trained" in sentence
 
 
 def narrow(job: Job) -> list[Batch]:

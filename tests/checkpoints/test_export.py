@@ -16,7 +16,7 @@ from safetensors.torch import save as torch_save
 from torch import Tensor, nn
 
 from rowcast.job.file import load_job
-from rowcast.job.schema import Job
+from rowcast.job.schema import Job, Table
 from rowcast.job.tables import GroupSpec, group_specs, make_keys
 from rowcast.prefetcher.checkpoints import export, row_files
 from rowcast.prefetcher.checkpoints.export import CheckpointRows, SavedModelState, export_run
@@ -111,6 +111,44 @@ def test_shards_and_blocks_of_any_size_give_the_same_export(
     run = trained_run(tmp_path / "run", num_steps=3)
     monkeypatch.setattr(export, "BLOCK_ROWS", block_rows)
     assert_equal_tensors(exported(run, tmp_path / "out.safetensors"), run.state())
+
+
+@pytest.mark.parametrize("shard_bytes", [1_000, 10_000_000])
+def test_an_export_of_the_trained_rows_has_their_ids_and_what_the_whole_export_has_there(
+    shard_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(row_files, "ROW_FILE_BYTES", shard_bytes)
+    job = small_job("adagrad", "multi", job={"run_dir": str(tmp_path / "run")})
+    batches = small_batches(job, "multi", num_steps=3, eval_at=(2,))
+    run = with_checkpoint(job, batches, slots_for(group_specs(job), batches, "one batch"))
+    whole = exported(run, tmp_path / "whole")
+    export_run(job.run_dir, tmp_path / "trained", get_logger(), trained_only=True)
+    expected = dict(whole)
+    for table in job.tables:
+        rows = trained_rows(job, batches, table)
+        assert 0 < len(rows) < table.num_embeddings
+        expected[f"embedding_bags.{table.name}.rows"] = rows
+        for name in whole:
+            if name.startswith((f"embedding_bags.{table.name}.", f"optimizer.{table.name}.")):
+                expected[name] = whole[name][rows]
+    assert_equal_tensors(load_file(tmp_path / "trained"), expected)
+
+
+def trained_rows(job: Job, batches: list[ScheduledBatch], table: Table) -> Tensor:
+    """Ids of the rows that train steps look up, ascending."""
+    found = []
+    for batch in (scheduled.batch for scheduled in batches if scheduled.kind == "train"):
+        assert batch.offsets is not None
+        ends = batch.offsets[:: batch.size]
+        found += [batch.ids[ends[own] : ends[own + 1]] for own in map(job.features.index, table.features)]
+    return torch.from_numpy(np.unique(np.concatenate(found)))
+
+
+def test_an_export_larger_than_the_disk_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    job = dlrm_job(tmp_path / "run", [("a", 10**12, ["x"])])
+    with pytest.raises(ConfigError, match=r"out: the export would take 43\.66 TiB, but .* are free; .*--trained-rows"):
+        export.export_start(job, tmp_path / "out", get_logger())
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "rowwise_adagrad", "adam"])
@@ -309,9 +347,8 @@ def test_dense_tensors_of_every_type_survive(dtype: torch.dtype, tmp_path: Path)
     dense = DenseFile(file=f"{manifest.name}/other.safetensors", nbytes=nbytes, checksum=checksum)
     out = io.BytesIO()
     rows = CheckpointRows(root, manifest.layers, run.job.job.seed)
-    export.write_safetensors(
-        out, run.groups, rows, SavedModelState(root, msgspec.structs.replace(manifest, dense=dense)), get_logger()
-    )
+    state = SavedModelState(root, msgspec.structs.replace(manifest, dense=dense))
+    export.write_safetensors(out, run.groups, rows.tensors(run.groups) | state.tensors, rows, state, get_logger())
     loaded = torch_load(out.getvalue())
     assert loaded["buffer"].dtype == dtype
     assert torch.equal(loaded["buffer"], tensors["model.buffer"])

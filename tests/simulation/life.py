@@ -22,6 +22,7 @@ import structlog.testing
 from rowcast.job.tables import group_specs
 from rowcast.prefetcher.checkpoints import snapshot
 from rowcast.prefetcher.run.tables import Tables
+from rowcast.prefetcher.stores import memory_store
 from rowcast.runtime.checkpoint_manifest import Manifest
 from tests.simulation.both import Both
 from tests.simulation.ending import Ending, Outcome
@@ -130,11 +131,16 @@ class Life:
 
     def _new_tables(self) -> Tables:
         """Only this job names the scratch folder: what a seed does must not depend on where it runs."""
-        path = str(self.table_dir) if self.scenario.store == "mapped" else None
-        job = msgspec.structs.replace(
-            self.job, store=msgspec.structs.replace(self.job.store, kind=self.scenario.store, path=path)
-        )
-        return Tables(job, self.groups, self.storage.checkpoints, self.incarnation)
+        kind = self.scenario.store
+        path, in_order_bytes = str(self.table_dir) if kind == "mapped" else None, 0 if kind == "touched" else 2**30
+        store = msgspec.structs.replace(self.job.store, kind="mapped" if kind == "mapped" else "memory", path=path)
+        with patch.object(memory_store, "IN_ORDER_BYTES", in_order_bytes):
+            return Tables(
+                msgspec.structs.replace(self.job, store=store),
+                self.groups,
+                self.storage.checkpoints,
+                self.incarnation,
+            )
 
     # ending
 

@@ -60,7 +60,7 @@ class Scenario:
     late_store: bool
     seeded_streams: bool
     mirrored: bool
-    store: Literal["memory", "mapped"]
+    store: Literal["memory", "touched", "mapped"]  # touched: in memory, numbered as the rows are touched
     peers_wait: bool  # transport.rejoin_timeout: the prefetcher outlives a trainer that is lost
     num_faults: int
     block_bytes: int  # that a checkpoint collects at a time
@@ -110,7 +110,7 @@ def draw_scenario(chance: random.Random) -> Scenario:
         late_store=chance.random() < 0.5,
         seeded_streams=chance.random() < 0.5,
         mirrored=chance.random() < 0.3,
-        store="mapped" if chance.random() < 0.3 else "memory",
+        store=chance.choices(("mapped", "touched", "memory"), (3, 3, 4))[0],
         peers_wait=chance.random() < 0.8,
         num_faults=chance.randint(1, 5),
         block_bytes=chance.choice([1, 500, snapshot.BLOCK_BYTES]),

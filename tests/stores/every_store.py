@@ -13,9 +13,11 @@ import pytest
 from rowcast.job.schema import Job
 from rowcast.job.stores import STORES as REGISTERED
 from rowcast.job.tables import ROW_MASK, GroupSpec, group_specs, make_keys
+from rowcast.prefetcher.stores import memory_store
 from rowcast.prefetcher.stores.first_values import initial_rows
 from rowcast.prefetcher.stores.late_store import LateStore
 from rowcast.prefetcher.stores.mapped_store import MappedStore
+from rowcast.prefetcher.stores.memory_store import MemoryStore
 from rowcast.prefetcher.stores.store import Keys, Records, RowStore, Ticket
 from rowcast.prefetcher.stores.tracked_store import TrackedStore, open_row_store
 from rowcast.protocol.transport.ring_file import in_memory_buffer
@@ -54,8 +56,16 @@ def open_kind(kind: str, folder: Path) -> RowStore:
     return open_row_store(job, GROUP, incarnation=1, checkpoint=None)
 
 
+def open_numbered_as_touched() -> MemoryStore:
+    """As MemoryStore keeps larger groups."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(memory_store, "IN_ORDER_BYTES", 0)
+        return MemoryStore(GROUP)
+
+
 MakeStore = Callable[[Path], RowStore]
 STORES: dict[str, MakeStore] = {kind: partial(open_kind, kind) for kind in REGISTERED}
+STORES["memory, numbered as touched"] = lambda folder: open_numbered_as_touched()
 STORES |= {f"late {kind}": lambda folder, kind=kind: LateStore(open_kind(kind, folder), 1) for kind in REGISTERED}  # type: ignore[misc]
 
 

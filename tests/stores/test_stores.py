@@ -9,9 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rowcast.job.tables import make_keys
+from rowcast.prefetcher.stores import memory_store
 from rowcast.prefetcher.stores.late_store import LateStore
 from rowcast.prefetcher.stores.memory_store import MemoryStore
 from rowcast.prefetcher.stores.store import Finished, RowStore
+from rowcast.prefetcher.stores.touched_rows import TouchedRows
 from rowcast.runtime.errors import ConfigError
 from tests.stores.every_store import (
     GROUP,
@@ -184,8 +187,18 @@ def test_a_late_ticket_is_done_only_after_that_of_the_store_it_delays(monkeypatc
 # what only the memory store does
 
 
-def test_tables_larger_than_the_machine_can_address_are_refused_with_their_size() -> None:
-    with pytest.raises(
-        ConfigError, match=r"group fp32_d6_adagrad need \d+\.\d GiB, .*; use fewer rows or a smaller embedding_dim"
-    ):
+def test_tables_beyond_memory_take_what_is_touched_and_nothing_else() -> None:
+    [group, *_] = groups(scale=2**38)
+    store = MemoryStore(group)
+    keys = make_keys(2, np.array([0, 5, 300 * 2**38 - 1]))
+    rows = random_records(len(keys))
+    finish(store.write(keys, rows))
+    assert read(store, keys).tobytes() == rows.tobytes()
+    assert isinstance(store.numbers, TouchedRows)
+    assert store.numbers.count == 3
+
+
+def test_more_addresses_than_a_process_may_reserve_are_refused_with_their_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory_store, "physical_memory_bytes", lambda: 2**50)
+    with pytest.raises(ConfigError, match=r"group fp32_d6_adagrad need \d+\.\d GiB of addresses, .*; allow it more"):
         MemoryStore(groups(scale=2**38)[0])

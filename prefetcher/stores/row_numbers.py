@@ -1,0 +1,49 @@
+"""Numbers the rows of a group, so that one array, or one bit, has a place for each of them."""
+
+import os
+from collections.abc import Iterator
+
+import numpy as np
+
+from rowcast.job.tables import KEY_SHIFT, GroupSpec, make_keys
+from rowcast.prefetcher.stores.row_loops import find_bits
+from rowcast.prefetcher.stores.store import Keys
+from rowcast.runtime.arrays import I64, U64
+
+
+class RowsInOrder:
+    """Every row has a number, table after table."""
+
+    def __init__(self, group: GroupSpec) -> None:
+        self.most = group.num_rows
+        tables, sizes = [table.index for table in group.tables], [table.num_embeddings for table in group.tables]
+        ends: I64 = np.cumsum([0, *sizes])
+        self._ranges = {table: (int(ends[i]), int(ends[i + 1])) for i, table in enumerate(tables)}
+        self._first_keys = np.array(tables, np.int64) << KEY_SHIFT  # of each table
+        self._shifts = ends[:-1] - self._first_keys  # from a table's keys to its numbers
+
+    def of(self, keys: Keys) -> I64:
+        bounds = np.append(np.searchsorted(keys, self._first_keys), len(keys))  # a table's keys lie side by side
+        numbers: I64 = keys + np.repeat(self._shifts, np.diff(bounds))
+        return numbers
+
+    def added(self, keys: Keys) -> I64:
+        return self.of(keys)
+
+    def found(self, bits: U64, table: int, block: int) -> Iterator[tuple[Keys, I64]]:
+        first, end = self._ranges[table]
+        for numbers in find_numbers(bits, first, end, block):
+            yield make_keys(table, numbers - first), numbers
+
+
+def find_numbers(bits: U64, first: int, end: int, block: int) -> Iterator[I64]:
+    """Yields the numbers from `first` to `end` - 1 whose bit is set, ascending, at most `block` at a time."""
+    while first < end:
+        numbers: I64 = np.empty(block, np.int64)
+        count, first = find_bits(bits, first, end, numbers)
+        if count:
+            yield numbers[:count]
+
+
+def physical_memory_bytes() -> int:
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
