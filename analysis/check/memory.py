@@ -64,8 +64,8 @@ def check_memory(
 
 
 def table_bytes(job: Job, group: GroupSpec, num_trained: int) -> int:
-    """Bytes of memory of a group's tables once this many rows are trained, with a mark for each row and the directory of
-    rows that are numbered as they are touched. Raises ConfigError as a run would."""
+    """Bytes of memory of a group's tables once this many rows are trained, marks and directory included. Raises
+    ConfigError as a run would."""
     store = open_row_store(job, group, incarnation=0, checkpoint=None)
     store.close()
     if isinstance(store.numbers, TouchedRows):
