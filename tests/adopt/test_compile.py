@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch._dynamo.testing import CompileCounterWithBackend
 
 import rowcast
 from tests.adopt.scripts import Launches, make
@@ -37,6 +36,9 @@ def losses_of(forward: Any, model: nn.Module, optimizer: torch.optim.Optimizer, 
 def test_a_compiled_model_is_compiled_once_and_has_the_same_losses(
     backend: str, tmp_path: Path, launches: Launches, capfd: pytest.CaptureFixture[str]
 ) -> None:
+    # imported late, as it imports Triton, which must first be asked for its interpreter (tests/kernels/conftest.py)
+    from torch._dynamo.testing import CompileCounterWithBackend
+
     def run(name: str, counter: CompileCounterWithBackend | None) -> tuple[list[tuple[str, float]], list[int]]:
         model, optimizer = make(tmp_path / name)
         graphs: list[int] = []
