@@ -523,9 +523,27 @@ PREFETCHER = (
     ),
     Mutant(
         "tables of a group share their rows",
-        "self.first[tables] = np.cumsum([0, *sizes[:-1]])",
-        "pass",
+        "self._shifts = ends[:-1] - self._first_keys",
+        "self._shifts = -self._first_keys",
         f"{STORES}/test_stores.py::test_tables_of_a_group_do_not_share_rows",
+    ),
+    Mutant(
+        "a row whose tag is that of another takes its place",
+        "if i >= 0 and numbers[i] != ABSENT and keys_of[numbers[i]] != keys[i]:",
+        "if False:",
+        f"{STORES}/test_touched_rows.py::test_rows_whose_cells_are_alike_are_told_apart",
+    ),
+    Mutant(
+        "a segment that grows leaves its last row behind",
+        "for i in range(moved):",
+        "for i in range(moved - 1):",
+        f"{STORES}/test_touched_rows.py::test_rows_keep_the_numbers_in_which_they_were_first_added",
+    ),
+    Mutant(
+        "a checkpoint's rows come in the order in which they were touched",
+        "order = np.argsort(keys)",
+        "order = np.arange(len(keys))",
+        f"{STORES}/test_changed_rows.py",
     ),
     Mutant(
         "a table file vouches for rows that are not on the disk",
