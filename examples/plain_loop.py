@@ -1,10 +1,14 @@
 """The plain loop: the same training with every table in memory, in stock PyTorch. On a CPU rowcast's results equal its
 bits.
+
+With --parts M each batch is cut into M contiguous slices. Each gives gradients of its own, which are added in a fixed
+order before the one step that all of them make (`add_up`): however many trainers share the parts, the sum is the same.
 """
 
 import argparse
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +22,7 @@ from rowcast.job.schema import Job, SparseOptimizer, Table
 from rowcast.prefetcher.readers.reader import open_reader
 from rowcast.prefetcher.readers.schedule import schedule
 from rowcast.protocol.batch import Batch, ScheduledBatch
+from rowcast.protocol.parts import part_of, part_seed
 from rowcast.runtime.cores import usable_cores
 from rowcast.trainer.models import Embedded, Sequences
 from rowcast.trainer.models.job_model import JobModel
@@ -53,10 +58,7 @@ class PlainTable:
 
     def forward(self, batch: Batch) -> list[Embedded]:
         """Pooled embeddings [B, D] of each of the table's features, or its sequences, from one call of nn.Embedding."""
-        first, end = self.first_feature * batch.size, (self.first_feature + len(self.table.features)) * batch.size
-        offsets = torch.arange(len(batch.ids) + 1) if batch.offsets is None else torch.tensor(batch.offsets)
-        counts, lookups = offsets[first : end + 1].diff(), slice(int(offsets[first]), int(offsets[end]))
-        self.touched = torch.from_numpy(np.unique(batch.ids[lookups]))
+        counts, lookups = self.lookups(batch)
         rows = self.embedding(torch.tensor(batch.ids[lookups]))
         if batch.weights is not None:
             rows = rows * torch.tensor(batch.weights[lookups])[:, None]
@@ -68,6 +70,12 @@ class PlainTable:
             pooled = pooled / counts.clamp(min=1)[:, None]
         return list(pooled.view(-1, batch.size, self.table.embedding_dim).unbind())
 
+    def lookups(self, batch: Batch) -> tuple[Tensor, slice]:
+        """How many ids each bag has, i64 [features * B], and where in the batch the table's ids are."""
+        first, end = self.first_feature * batch.size, (self.first_feature + len(self.table.features)) * batch.size
+        offsets = torch.arange(len(batch.ids) + 1) if batch.offsets is None else torch.tensor(batch.offsets)
+        return offsets[first : end + 1].diff(), slice(int(offsets[first]), int(offsets[end]))
+
     def sequences(self, rows: Tensor, counts: Tensor) -> list[Embedded]:
         """The rows unchanged, except that -0.0 becomes 0.0 as in a sum; counts i64 [features, B]."""
         values = torch.split(rows + 0.0, counts.sum(1).tolist())
@@ -75,9 +83,10 @@ class PlainTable:
         return [Sequences(values=of_feature, offsets=at) for of_feature, at in zip(values, offsets, strict=True)]
 
     @torch.no_grad()
-    def update(self, train_step: int) -> None:
-        """One step on the gradient of the last forward; the gradient is zero if the model ignores the table."""
-        weight, rows, settings, looked_up = self.trained, self.touched, self.settings, self.embedding.weight
+    def update(self, train_step: int, batch: Batch) -> None:
+        """One step of the batch's rows on their gradient, which is zero if the model ignores the table."""
+        weight, settings, looked_up = self.trained, self.settings, self.embedding.weight
+        rows = torch.from_numpy(np.unique(batch.ids[self.lookups(batch)[1]]))
         lr = learning_rate(settings, train_step)
         weight.grad = torch.zeros_like(weight) if looked_up.grad is None else looked_up.grad
         g = weight.grad[rows]
@@ -97,8 +106,50 @@ class PlainTable:
         looked_up.copy_(self.rounded.copy_(weight))  # rounded to the nearest, ties to even
 
 
+Gradients = Sequence[Tensor | None]
+
+
+def part_gradients(
+    job: Job, side: JobModel, tables: Sequence[PlainTable], scheduled: ScheduledBatch, parts: int, part: int
+) -> Gradients:
+    """Runs one part: its loss and the gradients of rows and dense weights, by its share of the batch's samples."""
+    batch, training = part_of(scheduled.batch, part, parts), scheduled.kind == "train"
+    trained = [*(table.embedding.weight for table in tables), *side.model.parameters()]
+    if batch.size == 0:
+        return [None] * (1 + len(trained))
+    if parts > 1:  # with one part, random numbers go on from step to step
+        torch.manual_seed(part_seed(job.job.seed, scheduled.train_step, part))
+    with torch.set_grad_enabled(training):
+        embeddings = [feature for table in tables for feature in table.forward(batch)]
+        outputs = side.forward(torch.tensor(batch.dense), embeddings, training=training)
+    if not training:
+        return [None] * (1 + len(trained))
+    loss, share = side.loss(outputs, torch.tensor(batch.labels)), torch.tensor(batch.size / scheduled.batch.size)
+    torch.autograd.backward(loss, share)
+    gradients = [weight.grad for weight in trained]
+    for weight in trained:
+        weight.grad = None
+    return [loss.detach() * share, *gradients]
+
+
+def add_up(parts: Sequence[int], gradients_of: Callable[[int], Gradients]) -> Gradients:
+    """Runs the parts from left to right and adds them as a tree: ((0 + 1) + (2 + 3)) + (4 + 5) for six of them."""
+    if len(parts) == 1:
+        return gradients_of(parts[0])
+    half = 2 ** ((len(parts) - 1).bit_length() - 1)
+    left, right = add_up(parts[:half], gradients_of), add_up(parts[half:], gradients_of)
+    return [plus(*pair) for pair in zip(left, right, strict=True)]
+
+
+def plus(a: Tensor | None, b: Tensor | None) -> Tensor | None:
+    """A part without a gradient adds zeros; where no part has one, there is none."""
+    if a is None or b is None:
+        return None if a is b else (a if b is None else b) + 0.0  # type: ignore[operator]
+    return a + b
+
+
 def run_plain_loop(
-    job: Job, start: dict[str, Tensor], batches: Iterable[ScheduledBatch]
+    job: Job, start: dict[str, Tensor], batches: Iterable[ScheduledBatch], parts: int = 1
 ) -> tuple[list[float], dict[str, Tensor]]:
     """Trains on `batches`; returns the loss of each train step, and the tables, row state and dense weights after the
     last.
@@ -109,18 +160,17 @@ def run_plain_loop(
     ]
     if (first := next(batches := iter(batches), None)) is None:
         return [], tensors
-    side, losses = JobModel(job, num_dense=first.batch.dense.shape[1]), []
+    side, losses = JobModel(job, num_dense=first.batch.dense.shape[1], parts=parts), []
     side.model.load_state_dict({name: start[name] for name in side.model.state_dict()})
+    trained = [*(table.embedding.weight for table in tables), *side.model.parameters()]
     for scheduled in itertools.chain([first], batches):
-        batch, training = scheduled.batch, scheduled.kind == "train"
-        with torch.set_grad_enabled(training):
-            embeddings = [feature for table in tables for feature in table.forward(batch)]
-            outputs = side.forward(torch.tensor(batch.dense), embeddings, training=training)
-        if training:
-            torch.autograd.backward(loss := side.loss(outputs, torch.tensor(batch.labels)))
+        loss, *gradients = add_up(range(parts), partial(part_gradients, job, side, tables, scheduled, parts))
+        if scheduled.kind == "train":
+            for weight, gradient in zip(trained, gradients, strict=True):
+                weight.grad = gradient
             side.step(scheduled.train_step)
             for table in tables:
-                table.update(scheduled.train_step)
+                table.update(scheduled.train_step, scheduled.batch)
             losses.append(loss.item())
     return losses, tensors | side.model.state_dict()
 
@@ -130,13 +180,16 @@ def main() -> None:
     for name in ("--config", "--start", "--out"):
         parser.add_argument(name, type=Path, required=True)
     parser.add_argument("--max-steps", type=int, help="train steps")
+    parser.add_argument("--parts", type=int, default=1, help="slices of a batch that give gradients of their own")
     parser.add_argument("--losses", type=Path, default="/dev/null", help="file for one float32 per train step")
     options = parser.parse_args()
     job = load_job(options.config)
     # the first square root of a process may be inaccurate if several threads compute it (pytorch#188792)
     torch.ones(1).sqrt()
     torch.set_num_threads(usable_cores() if job.trainer.threads == "auto" else job.trainer.threads)
-    losses, end = run_plain_loop(job, load_file(options.start), schedule(job, open_reader(job), options.max_steps))
+    losses, end = run_plain_loop(
+        job, load_file(options.start), schedule(job, open_reader(job), options.max_steps), options.parts
+    )
     save_file(end, options.out)
     np.array(losses, np.float32).tofile(options.losses)
 

@@ -99,6 +99,7 @@ def test_cuda_is_touched_only_by_streams_and_page_locking() -> None:
 def test_the_plain_loop_is_short_enough_to_be_read_as_the_promise_it_is() -> None:
     """Its table of stock optimizers may grow; what a step does may not."""
     tree = ast.parse((ROOT / "examples" / "plain_loop.py").read_text())
-    parts = {node.name: node for node in tree.body if isinstance(node, ast.ClassDef | ast.FunctionDef)}
-    lines = [parts[name].end_lineno - parts[name].lineno + 1 for name in ("PlainTable", "run_plain_loop")]  # type: ignore[operator]
-    assert sum(lines) <= 110
+    nodes = {node.name: node for node in tree.body if isinstance(node, ast.ClassDef | ast.FunctionDef)}
+    lines = {name: node.end_lineno - node.lineno + 1 for name, node in nodes.items() if name != "main"}  # type: ignore[operator]
+    assert lines["PlainTable"] + lines["run_plain_loop"] <= 110
+    assert sum(lines.values()) <= 140

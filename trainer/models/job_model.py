@@ -24,18 +24,26 @@ CPU = torch.device("cpu")
 
 
 class JobModel:
-    def __init__(self, job: Job, num_dense: int, device: torch.device = CPU, *, trains: bool = True) -> None:
+    def __init__(
+        self, job: Job, num_dense: int, device: torch.device = CPU, *, trains: bool = True, parts: int = 1
+    ) -> None:
         """Sets the precision of the process's matrix products and seeds torch's global random state.
 
-        With `trains` False nothing is compiled. Raises ConfigError for settings that this machine cannot serve.
+        With `trains` False nothing is compiled. `parts`: how many slices of a batch run through the model one by one.
+        Raises ConfigError for settings that this machine cannot serve.
         """
+        if job.model.compile and job.data.batch_size % parts:
+            raise ConfigError(
+                f"model.compile needs parts of one size, and data.batch_size = {job.data.batch_size} is no multiple of "
+                f"{parts} parts; change one of these"
+            )
         set_precision(job.model.precision, device)
         self.model = build_model(job, num_dense).to(device)
         self.own_loss = own_loss(self.model)  # None: binary cross entropy
         self.optimizer = build_dense_optimizer(job, self.model.parameters())
         self._settings = job.optimizer.dense
         self._compiled = compile_model(self.model, device) if job.model.compile and trains else None
-        self._full_batch = job.data.batch_size
+        self._full_batch = job.data.batch_size // parts
         self._autocasts = job.model.precision == "bf16"
         self._device = device
         torch.manual_seed(job.job.seed)
