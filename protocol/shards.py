@@ -1,14 +1,18 @@
 """Divides the rows of every table among ranks: each row has one owner.
 
-Neighbouring rows stay together in blocks of 64, and a block's owner follows from a hash of its table's name and its
-number. A hash is a point of a line that the shards divide evenly, in order:
+Neighbouring rows stay together in blocks of 64. Each block has a point on a line that the shards divide evenly, in
+order, and the shard around the point owns the block:
 
-    hash       0                                                      2**32
+    point      0                                                      2**32
     2 shards   |            0              |            1              |
     4 shards   |     0      |      1       |     2      |      3       |
 
-So twice as many shards halve each one, and half as many join each with its neighbour; a modulo would mix all. Ids that
-are sorted by how often they occur are spread, and so are ids that are multiples of something.
+So twice as many shards halve each one, and half as many join each with its neighbour; a modulo would mix all.
+
+The points of 256 neighbouring blocks are steps of the golden ratio along the line, which are as evenly apart as steps
+can be: where ids are sorted by how often they occur, no owner gets many more of the hot blocks. The point of the first
+of these blocks is a hash of its table's name and its number, so ids with a pattern of their own, such as multiples of
+something, are spread as well.
 """
 
 from collections.abc import Sequence
@@ -20,7 +24,8 @@ from rowcast.job.tables import KEY_SHIFT, ROW_MASK, TableSpec
 from rowcast.runtime.arrays import I32, I64, U64
 from rowcast.runtime.splitmix import GOLDEN, mix
 
-BLOCK_BITS = 6  # rows of a block: 64, so that the rows of a shard lie in runs of a few pages
+BLOCK_BITS = 6  # of the rows of a block
+RUN_BITS = 8  # of the blocks of a run
 MOST_SHARDS = 2**16
 HALF = np.uint64(32)
 
@@ -37,7 +42,8 @@ class Shards:
             self._seeds[table.index] = xxhash.xxh3_64_intdigest(table.name.encode())
 
     def owners(self, keys: I64) -> I32:
-        """The shard of each row, i32 [n], from 0 to count - 1. `keys`: row keys of these tables, in any order."""
-        tables, rows = keys >> KEY_SHIFT, keys & ROW_MASK
-        points: U64 = mix(self._seeds[tables] + (rows >> BLOCK_BITS).astype(np.uint64) * GOLDEN) >> HALF
+        """The shard of each row, i32 [n]. `keys`: row keys of these tables, in any order."""
+        blocks: U64 = (keys & ROW_MASK).astype(np.uint64) >> np.uint64(BLOCK_BITS)
+        runs = mix(self._seeds[keys >> KEY_SHIFT] + (blocks >> np.uint64(RUN_BITS)) * GOLDEN)
+        points = runs + blocks * GOLDEN >> HALF
         return (points * np.uint64(self.count) >> HALF).astype(np.int32)
