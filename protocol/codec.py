@@ -4,6 +4,7 @@
 what depends on the ring (whether the bytes are there).
 """
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from functools import cache
@@ -179,15 +180,19 @@ def _check_payload(payload: RingRef | None, arrays: ArraySpan | None, rows: tupl
 
 
 def _check_plan(plan: PlanHeader, step: int) -> None:
-    for group in plan.groups:
+    shares = () if plan.share is None else plan.share.groups
+    _require(
+        plan.share is None or len(shares) == len(plan.groups),
+        f"{len(shares)} of {len(plan.groups)} groups are shared by ranks",
+    )
+    for group, share in itertools.zip_longest(plan.groups, shares):
+        num_rows = group.num_unique if share is None else share.num_own
         _require(
             group.num_unique <= group.num_lookups, f"{group.num_lookups} look-ups cannot touch {group.num_unique} rows"
         )
         own, most = sum(group.sequence_lookups), group.num_lookups
         _require(own <= most, f"{own} look-ups of sequences are among {most}")
-        _require(
-            group.num_fetch <= group.num_unique, f"{group.num_fetch} rows are fetched for a batch of {group.num_unique}"
-        )
+        _require(group.num_fetch <= num_rows, f"{group.num_fetch} rows are fetched for a batch of {num_rows}")
         _require(group.num_evict <= group.num_fetch, f"{group.num_evict} victims make room for {group.num_fetch} rows")
         _require(group.num_dirty <= group.num_evict, f"{group.num_dirty} of {group.num_evict} victims are dirty")
         _require(

@@ -14,7 +14,7 @@ import msgspec
 from rowcast.protocol.plan_layout import Dtype
 from rowcast.runtime.position import Position
 
-PROTOCOL_VERSION = 5
+PROTOCOL_VERSION = 6
 Mode = Literal["train", "eval"]  # eval: only the evaluation batches, once; nothing is trained or saved
 
 
@@ -53,6 +53,24 @@ class GroupHeader(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     sequence_lookups: tuple[int, ...] = ()
 
 
+class ShareHeader(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The numbers of a `GroupShare`, counted in rows, additions and look-ups."""
+
+    send_counts: tuple[int, ...]
+    receive_counts: tuple[int, ...]
+    num_own: int  # distinct rows of this shard that the whole batch looks up
+    home_levels: tuple[int, ...]
+    levels: tuple[int, ...]
+    sequence_lookups: tuple[tuple[int, ...], ...]
+
+
+class BatchShare(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What ranks that share a batch must know of it; `PlanHeader.batch_size` counts the samples of the own parts."""
+
+    batch_size: int  # samples of the batch over all ranks
+    groups: tuple[ShareHeader, ...]
+
+
 class PlanHeader(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A `StepPlan` without its arrays."""
 
@@ -64,6 +82,7 @@ class PlanHeader(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     arrays: tuple[ArraySpec, ...]
     arrays_bytes: int  # length of the whole block
     num_checksums: int = 0  # checksums of rows in their slots that the plan asks for; see `row_checksum.py`
+    share: BatchShare | None = None  # None: the trainer is alone and computes the whole batch at once
 
 
 class RowSpan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

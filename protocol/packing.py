@@ -16,9 +16,17 @@ import numpy.typing as npt
 
 from rowcast.job.tables import aligned
 from rowcast.protocol.batch import Batch
-from rowcast.protocol.messages import ArraySpan, ArraySpec, GroupHeader, PlanHeader, RowSpan
+from rowcast.protocol.messages import (
+    ArraySpan,
+    ArraySpec,
+    BatchShare,
+    GroupHeader,
+    PlanHeader,
+    RowSpan,
+    ShareHeader,
+)
 from rowcast.protocol.plan import StepPlan
-from rowcast.protocol.plan_layout import BATCH_ARRAYS, GROUP_ARRAYS
+from rowcast.protocol.plan_layout import BATCH_ARRAYS, EXCHANGE_ARRAYS, GROUP_ARRAYS
 from rowcast.runtime.arrays import Bytes
 
 Array = npt.NDArray[Any]
@@ -84,6 +92,7 @@ def plan_block(batch: Batch, plan: StepPlan, checked: Mapping[str, Array] | None
     arrays: dict[str, Array] = {name: getattr(batch, name) for name in BATCH_ARRAYS}
     for index, group in enumerate(plan.groups):
         own = {name: getattr(group, name) for name in GROUP_ARRAYS}
+        own |= {} if group.share is None else {name: getattr(group.share, name) for name in EXCHANGE_ARRAYS}
         arrays |= {f"{index}.{name}": array for name, array in own.items() if array is not None}
     return make_block({**arrays, **(checked or {})})
 
@@ -110,6 +119,27 @@ def plan_header(batch: Batch, plan: StepPlan, block: ArrayBlock, num_checksums: 
         arrays=block.specs,
         arrays_bytes=block.nbytes,
         num_checksums=num_checksums,
+        share=batch_share(plan),
+    )
+
+
+def batch_share(plan: StepPlan) -> BatchShare | None:
+    if plan.batch_size is None:
+        return None
+    shares = [group.share for group in plan.groups if group.share is not None]
+    return BatchShare(
+        batch_size=plan.batch_size,
+        groups=tuple(
+            ShareHeader(
+                send_counts=share.send_counts,
+                receive_counts=share.receive_counts,
+                num_own=share.num_own,
+                home_levels=share.home_levels,
+                levels=share.levels,
+                sequence_lookups=share.sequence_lookups,
+            )
+            for share in shares
+        ),
     )
 
 

@@ -9,6 +9,7 @@ the slice that the rank would have if there were N parts.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
 import numpy as np
@@ -16,9 +17,37 @@ import numpy.typing as npt
 
 from rowcast.protocol.batch import Batch
 from rowcast.runtime.arrays import F32, I64
+from rowcast.runtime.errors import ConfigError
 from rowcast.runtime.splitmix import GOLDEN, mix
 
 Value = TypeVar("Value", np.int64, np.float32)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rank:
+    """One of `count` trainers, which share the parts of every batch in order. Raises ConfigError."""
+
+    number: int  # 0 to count - 1
+    count: int
+    parts: int
+
+    def __post_init__(self) -> None:
+        assert 0 <= self.number < self.count, f"rank {self.number} of {self.count}"
+        shared = self.parts // self.count
+        is_branch = self.count == 1 or shared & (shared - 1) == 0
+        if self.parts % self.count or not shared or not is_branch:
+            raise ConfigError(
+                f"{self.parts} parts cannot be shared by {self.count} ranks: each needs 1, 2, 4, 8, ... parts, so that "
+                f"its sum is a branch of the tree over all parts; {self.count} parts are the least"
+            )
+
+    @property
+    def parts_per_rank(self) -> int:
+        return self.parts // self.count
+
+    @property
+    def own_parts(self) -> range:
+        return range(self.number * self.parts_per_rank, (self.number + 1) * self.parts_per_rank)
 
 
 class Ids(NamedTuple):
@@ -32,6 +61,18 @@ class Ids(NamedTuple):
 def part_bounds(batch_size: int, parts: int) -> list[int]:
     """Where each part starts, and the end of the last one: parts + 1 samples."""
     return [part * batch_size // parts for part in range(parts + 1)]
+
+
+def part_sizes(batch_size: int, rank: Rank) -> list[int]:
+    """The samples of each own part."""
+    bounds = part_bounds(batch_size, rank.parts)
+    return [bounds[part + 1] - bounds[part] for part in rank.own_parts]
+
+
+def samples_of(batch_size: int, rank: Rank) -> slice:
+    """The samples of all own parts."""
+    bounds = part_bounds(batch_size, rank.parts)
+    return slice(bounds[rank.own_parts.start], bounds[rank.own_parts.stop])
 
 
 def ids_of_samples(batch_size: int, ids: Ids, first: int, end: int) -> Ids:

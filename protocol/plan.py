@@ -6,7 +6,7 @@ from typing import Any
 import numpy.typing as npt
 
 from rowcast.protocol.batch import Kind
-from rowcast.protocol.plan_layout import GroupArrays
+from rowcast.protocol.plan_layout import ExchangeArrays, GroupArrays
 from rowcast.runtime.arrays import I32, I64
 
 
@@ -22,6 +22,18 @@ class RowMove:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class GroupShare(ExchangeArrays[npt.NDArray[Any]]):
+    """What a rank exchanges with the others: arrays for the trainer, and the numbers that divide them."""
+
+    num_own: int  # distinct rows of this shard that the whole batch looks up
+    send_counts: tuple[int, ...]  # of send_slots, for each rank
+    receive_counts: tuple[int, ...]  # rows that come from each rank
+    home_levels: tuple[int, ...]  # additions of home_to up to the end of each level
+    levels: tuple[int, ...]  # additions of to up to the end of each level
+    sequence_lookups: tuple[tuple[int, ...], ...]  # of each own part, for each feature that is not pooled
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class GroupPlan(GroupArrays[npt.NDArray[Any]]):
     """One group's part of a step: arrays for the trainer, and keys, which stay in the prefetcher."""
 
@@ -30,6 +42,7 @@ class GroupPlan(GroupArrays[npt.NDArray[Any]]):
     evict_keys: I64
     num_dirty: int  # the first victims, which travel home; the others are dropped without a copy
     fill_after: int | None  # the last step that reads or writes any victim; None without victims
+    share: GroupShare | None = None  # None: the trainer is alone and computes the whole batch at once
 
     @property
     def fetch(self) -> RowMove:
@@ -47,6 +60,7 @@ class StepPlan:
     kind: Kind
     train_step: int  # training batches before this step
     epoch: int
+    batch_size: int | None = None  # samples of the batch over all ranks; None: the trainer is alone
     after_step: int | None  # this plan's rows may be read once the RowsBack of this step are in the store
     groups: tuple[GroupPlan, ...]
 

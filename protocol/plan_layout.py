@@ -3,6 +3,7 @@
     BATCH_ARRAYS     for the batch                                 "dense", "labels"
     LookupArrays     for each group: the kernels' arrays           "0.slots", ...
     GroupArrays      for each group: also the cache's              "0.fetch_slots"
+    ExchangeArrays   for each group, if ranks share the batch      "0.send_slots", ...
     ASKED_SLOTS      for each group, in a run that verifies        "0.verify_fetch", ...
 
 All code that lays out, measures, checks or uses the arrays of a plan reads them here. To add one, add a line to a class
@@ -34,6 +35,14 @@ class Counts:
     asked_fetch: int = 0
     asked_evict: int = 0
     slots: int = 0  # slots of the group on the device
+    readable: int = 0  # rows that look-ups may read: all slots, or those that were received from their owners
+    parts: int = 1  # of the batch that are computed here
+    exchanges: bool = False  # whether ranks share the batch; if not, what follows is 0
+    sent: int = 0  # rows that leave for the ranks that look them up
+    returned: int = 0  # received rows whose gradients go back: none in an evaluation
+    trained: int = 0  # distinct rows of the shard that the whole batch trains
+    home_additions: int = 0
+    additions: int = 0
     present: frozenset[str] = frozenset()  # names of the optional arrays that this plan has
 
     @property
@@ -62,7 +71,7 @@ class ArrayLayout:
     shape: tuple[Size, ...]
     _: KW_ONLY
     below: Size | None = None  # values are from 0 to this - 1
-    distinct: bool = False  # no value occurs twice
+    distinct: Callable[[Counts], bool] = lambda counts: False  # whether no value occurs twice
     # values start at 0, never fall, and end at this; in two dimensions each row has its own end
     rises_to: Size | None = None
     where: Callable[[Counts], bool] = lambda counts: True  # whether a plan has the array
@@ -82,6 +91,18 @@ def is_present(array: str) -> Callable[[Counts], bool]:
     return lambda counts: array in counts.present
 
 
+def always(counts: Counts) -> bool:
+    return True
+
+
+def in_one_part(counts: Counts) -> bool:
+    return counts.parts == 1
+
+
+def exchanges(counts: Counts) -> bool:
+    return counts.exchanges
+
+
 def has_sequences(counts: Counts) -> bool:
     return counts.sequences > 0
 
@@ -89,6 +110,8 @@ def has_sequences(counts: Counts) -> bool:
 B, D, N, U, G = map(Size, ("samples", "dense_features", "lookups", "unique", "bags"))
 S, L = map(Size, ("sequences", "sequence_lookups"))
 FETCH, ASKED_FETCH, ASKED_EVICT, SLOTS = map(Size, ("fetch", "asked_fetch", "asked_evict", "slots"))
+READABLE, SENT, RETURNED, TRAINED = map(Size, ("readable", "sent", "returned", "trained"))
+HOME_ADDITIONS, ADDITIONS = map(Size, ("home_additions", "additions"))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -97,12 +120,15 @@ class LookupArrays(Generic[A]):
 
     A pooled feature has B bags, one for each sample. Each of the S features with pooling = "none" has one bag for each
     look-up, and `sequence_offsets` divides them into samples. Without such features G is F * B.
+
+    If ranks share the batch, B are the samples of this rank's parts, look-ups, rows and bags stand part by part, and
+    "slots" are places among the rows that were received: two parts may look up the same one.
     """
 
     # slot of each look-up
-    slots: Annotated[A, ArrayLayout("i4", (N,), below=SLOTS)]
+    slots: Annotated[A, ArrayLayout("i4", (N,), below=READABLE)]
     # slot of each distinct row, by ascending key
-    unique_slots: Annotated[A, ArrayLayout("i4", (U,), below=SLOTS, distinct=True)]
+    unique_slots: Annotated[A, ArrayLayout("i4", (U,), below=READABLE, distinct=in_one_part)]
     # where each distinct row's look-ups start in bag_order
     segment_offsets: Annotated[A, ArrayLayout("i4", (U + 1,), rises_to=N)]
     # the bag of each look-up, grouped by row, in look-up order within a row
@@ -122,7 +148,26 @@ class GroupArrays(LookupArrays[A]):
     """The arrays of the kernels and the cache."""
 
     # slots of the fetched rows, by ascending key; victims leave the first of them
-    fetch_slots: Annotated[A, ArrayLayout("i4", (FETCH,), below=SLOTS, distinct=True)]
+    fetch_slots: Annotated[A, ArrayLayout("i4", (FETCH,), below=SLOTS, distinct=always)]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExchangeArrays(Generic[A]):
+    """What a rank sends, and in which order it adds gradients; `prefetcher/planner/exchange.py` draws it."""
+
+    # slots of the rows for rank 0, then for rank 1, ..., each by ascending key
+    send_slots: Annotated[A, ArrayLayout("i4", (SENT,), below=SLOTS, where=exchanges)]
+    # row gradients of the own parts, one part after the other: gradient[home_to] += gradient[home_of], level by level
+    home_to: Annotated[A, ArrayLayout("i4", (HOME_ADDITIONS,), below=U, where=exchanges)]
+    home_of: Annotated[A, ArrayLayout("i4", (HOME_ADDITIONS,), below=U, where=exchanges)]
+    # where the sum of each received row stands after that, in the order of the received rows
+    home_roots: Annotated[A, ArrayLayout("i4", (RETURNED,), below=U, where=exchanges)]
+    # the same for the gradients that come back, laid out as the rows that were sent
+    to: Annotated[A, ArrayLayout("i4", (ADDITIONS,), below=SENT, where=exchanges)]
+    of: Annotated[A, ArrayLayout("i4", (ADDITIONS,), below=SENT, where=exchanges)]
+    roots: Annotated[A, ArrayLayout("i4", (TRAINED,), below=SENT, where=exchanges)]
+    # slot of each row that these sums train, by ascending key
+    own_slots: Annotated[A, ArrayLayout("i4", (TRAINED,), below=SLOTS, distinct=always, where=exchanges)]
 
 
 def layouts(arrays: type) -> dict[str, ArrayLayout]:
@@ -135,6 +180,7 @@ def layouts(arrays: type) -> dict[str, ArrayLayout]:
 BATCH_ARRAYS = {"dense": ArrayLayout("f4", (B, D)), "labels": ArrayLayout("f4", (B,))}
 LOOKUP_ARRAYS = layouts(LookupArrays)
 GROUP_ARRAYS = layouts(GroupArrays)
+EXCHANGE_ARRAYS = layouts(ExchangeArrays)
 # slots of the rows whose checksums are asked for (`row_checksum.py`): victims before the fill, fetched rows after it
 ASKED_SLOTS = {
     "verify_fetch": ArrayLayout("i4", (ASKED_FETCH,), below=SLOTS, where=is_present("verify_fetch")),

@@ -47,6 +47,7 @@ from rowcast.protocol.messages import (
     StopRequest,
     Welcome,
 )
+from rowcast.protocol.parts import Rank
 from rowcast.protocol.session import check_hello
 from rowcast.protocol.transport.ring import RingReader, RingWriter
 from rowcast.runtime.position import Position
@@ -90,6 +91,7 @@ class PrefetcherParts:
     counters: PrefetcherCounters  # of the process
     restore: bytes  # the model state that the trainer starts from; empty: the job's initial state
     pace: Pace | None = None  # see PlanningStage
+    rank: Rank | None = None  # None: the trainer is alone
 
 
 class PrefetcherEngine:
@@ -144,6 +146,7 @@ class PrefetcherEngine:
             measured=parts.measured,
             counters=self.counters,
             pace=parts.pace,
+            rank=parts.rank,
         )
         self.stages: dict[str, Stage] = {
             thread: FunctionStage(partial(self.advance, thread)) for thread in get_args(Thread)

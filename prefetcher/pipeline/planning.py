@@ -11,6 +11,7 @@ from rowcast.prefetcher.pipeline.plan_stream import PlannedBarrier, PlannedStep,
 from rowcast.prefetcher.planner.planner import RowPlanner
 from rowcast.prefetcher.readers.batch_parts import DenseBatch
 from rowcast.prefetcher.readers.schedule import PlacedBatch, PlacedIds
+from rowcast.protocol.parts import Rank, samples_of
 from rowcast.runtime.crash_points import crash_point
 from rowcast.runtime.errors import RemoteProtocolError
 from rowcast.runtime.position import Position
@@ -56,8 +57,11 @@ class PlanningStage:
         measured: list[PlacedBatch],
         counters: PrefetcherCounters,
         pace: Pace | None = None,
+        rank: Rank | None = None,
     ) -> None:
-        """`pace`: converts a time between checkpoints into train steps; None if the interval is already known."""
+        """`pace`: converts a time between checkpoints into train steps; None if the interval is already known.
+        `rank`: None if the trainer is alone.
+        """
         self.planned_through: int | None = None
         self._source = source
         self._planner = planner
@@ -76,6 +80,7 @@ class PlanningStage:
         self._ended = False
         self._barrier_sent = False
         self._pace = pace
+        self._rank = rank
         self._start = start
         self._position_after: dict[int, Position] = {}  # of each step that is planned and may not be done
         self.on_plan: Callable[[PlannedStep], None] = lambda planned: None
@@ -155,7 +160,10 @@ class PlanningStage:
             ids, plan = self._planner.plan()
         crash_point("plan made")
         assert isinstance(ids, PlacedIds), "the planner must return the batches that it was given"
-        batch = ids.with_dense(self._dense_batches.popleft())
+        dense = self._dense_batches.popleft()
+        if self._rank is not None:
+            dense = dense.of_samples(samples_of(ids.batch.size, self._rank))
+        batch = ids.with_dense(dense)
         planned = PlannedStep(batch=batch, plan=plan)
         self._counters.planned(plan, batch.batch.size)
         self.on_plan(planned)

@@ -89,6 +89,10 @@ class Grouping:
         return len(self.keys)
 
     @property
+    def num_lookups(self) -> int:
+        return len(self.order)
+
+    @property
     def nbytes(self) -> int:
         arrays = (self.keys, self.order, self.segment_offsets, self.offsets, self.weights, self.sequence_offsets)
         return sum(array.nbytes for array in arrays if array is not None)

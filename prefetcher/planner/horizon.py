@@ -35,7 +35,7 @@ from rowcast.prefetcher.planner.directory import (
     hash_of,
     locate_position,
 )
-from rowcast.prefetcher.planner.grouping import Grouping, Lookups, sort_pairs
+from rowcast.prefetcher.planner.grouping import Lookups, sort_pairs
 from rowcast.protocol.batch import Kind
 from rowcast.runtime.arrays import I32, I64, U64
 from rowcast.runtime.compiled import compiled, compiled_loop, prefetch
@@ -83,10 +83,27 @@ class ScheduledLookups(Protocol):
     def batch(self) -> Lookups: ...
 
 
+class NeededRows(Protocol):
+    """What a batch needs of one group: `Grouping`, or a rank's share of it."""
+
+    @property
+    def keys(self) -> I64:
+        """[U] ascending: the distinct rows that must have slots here."""
+
+    @property
+    def num_unique(self) -> int: ...
+
+    @property
+    def num_lookups(self) -> int: ...
+
+    @property
+    def nbytes(self) -> int: ...
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KnownBatch:
     scheduled: ScheduledLookups
-    groups: tuple[Grouping, ...]
+    groups: tuple[NeededRows, ...]
     slots_needed: tuple[int, ...]  # by group: its distinct rows, and the pinned ones
 
     @property

@@ -7,6 +7,7 @@ from rowcast.job.tables import GroupSpec
 from rowcast.prefetcher.planner.auto_horizon import AutoHorizon
 from rowcast.prefetcher.planner.horizon import ScheduledLookups
 from rowcast.prefetcher.planner.planner import RowPlanner
+from rowcast.protocol.parts import Rank
 from rowcast.runtime.arrays import I64
 
 
@@ -20,6 +21,7 @@ def job_planner(
     num_threads: int = 1,
     keep_ids: bool = False,
     checkpoint_every: CheckpointInterval | None = None,
+    rank: Rank | None = None,
 ) -> RowPlanner:
     """`first_batches`: those that the capacity was divided by. `pinned`: the loaded rows of cache.pin.
     `checkpoint_every`: the job's interval by default. The others as in RowPlanner."""
@@ -34,6 +36,7 @@ def job_planner(
         num_threads=num_threads,
         keep_ids=keep_ids,
         checkpoint_every=job.checkpoint.interval if checkpoint_every is None else checkpoint_every,
+        rank=rank,
     )
 
 

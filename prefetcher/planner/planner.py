@@ -3,7 +3,7 @@
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -14,8 +14,10 @@ from rowcast.prefetcher.planner.auto_horizon import AutoHorizon
 from rowcast.prefetcher.planner.eviction import new_policy
 from rowcast.prefetcher.planner.group_planner import GroupMoves, GroupPlanner, Occupancy
 from rowcast.prefetcher.planner.grouping import Grouper, Grouping, Lookups, Pool, bags_of
-from rowcast.prefetcher.planner.horizon import MOST_STEPS, Horizon, KnownBatch, ScheduledLookups
+from rowcast.prefetcher.planner.horizon import MOST_STEPS, Horizon, KnownBatch, NeededRows, ScheduledLookups
 from rowcast.prefetcher.planner.integrity import check_group
+from rowcast.prefetcher.planner.rank_share import ShareOfBatch
+from rowcast.protocol.parts import Rank
 from rowcast.protocol.plan import BarrierPlan, GroupPlan, StepPlan
 from rowcast.runtime.arrays import I64
 from rowcast.runtime.compiled import compiled_loop
@@ -53,6 +55,28 @@ class PlanCounters:
         self.rows_written_back += moves.num_dirty
 
 
+class Arranger(Protocol):
+    """What of a group a batch needs here, and how its look-ups are arranged once its rows have slots."""
+
+    def group(self, batch: Lookups) -> NeededRows: ...
+
+    def plan(self, rows: Any, moves: GroupMoves, train: bool) -> GroupPlan:
+        """`rows`: what `group` returned."""
+
+
+class WholeBatch:
+    """Every look-up of a batch, and all of its rows: the arranger of a trainer that is alone."""
+
+    def __init__(self, grouper: Grouper) -> None:
+        self._grouper = grouper
+
+    def group(self, batch: Lookups) -> Grouping:
+        return self._grouper.group(self._grouper.lookups(batch))
+
+    def plan(self, rows: Grouping, moves: GroupMoves, train: bool) -> GroupPlan:
+        return group_plan(self._grouper, rows, moves)
+
+
 class RowPlanner:
     """Use from one thread: `add` batches while `wants_batch` is above 0, `end` after the last, `plan` while `ready`.
 
@@ -62,7 +86,8 @@ class RowPlanner:
     "static" looks at `first_batches`. pinned: for each group, ascending keys of rows that never leave once they are
     resident. num_threads: changes no plan. keep_ids: `plan` returns batches with their ids; by default they are dropped
     once they are grouped, as nothing after the planner needs them. checkpoint_every: the interval between checkpoints,
-    each a `barrier` that the caller makes when `checkpoint_due`; it may be set between two plans.
+    each a `barrier` that the caller makes when `checkpoint_due`; it may be set between two plans. rank: None if the
+    trainer is alone.
     """
 
     def __init__(
@@ -78,15 +103,22 @@ class RowPlanner:
         num_threads: int = 1,
         keep_ids: bool = False,
         checkpoint_every: CheckpointInterval = 0,
+        rank: Rank | None = None,
     ) -> None:
         assert len(groups) == len(slots), f"{len(groups)} groups, but slots for {len(slots)}"
         assert depth >= 1, f"a depth of {depth} steps"
         self._pool = Pool(num_threads)
         self._keep_ids = keep_ids
-        self._groupers = groupers_of(groups, self._pool)
+        self._rank = rank
+        groupers = groupers_of(groups, self._pool)
+        self._arrangers: list[Arranger] = (
+            [WholeBatch(grouper) for grouper in groupers]
+            if rank is None
+            else [ShareOfBatch(group, grouper, rank) for group, grouper in zip(groups, groupers, strict=True)]
+        )
         policies = [
-            new_policy(policy, (grouper.group(grouper.lookups(batch.batch)).keys for batch in first_batches))
-            for grouper in self._groupers
+            new_policy(policy, (arranger.group(batch.batch).keys for batch in first_batches))
+            for arranger in self._arrangers
         ]
         pins = pinned or tuple(np.zeros(0, np.int64) for _ in groups)
         self._groups = tuple(GroupPlanner(*parts) for parts in zip(groups, slots, policies, pins, strict=True))
@@ -101,11 +133,11 @@ class RowPlanner:
         self._before: ScheduledLookups | None = None  # the batch planned last; None if a barrier came after it
         self.counters = PlanCounters()
 
-    def group(self, batch: Lookups) -> tuple[Grouping, ...]:
+    def group(self, batch: Lookups) -> tuple[NeededRows, ...]:
         """Groups a batch's look-ups, so that several planners over the same batches can share it with `add`."""
-        return tuple(grouper.group(grouper.lookups(batch)) for grouper in self._groupers)
+        return tuple(arranger.group(batch) for arranger in self._arrangers)
 
-    def add(self, scheduled: ScheduledLookups, groupings: tuple[Grouping, ...] | None = None) -> None:
+    def add(self, scheduled: ScheduledLookups, groupings: tuple[NeededRows, ...] | None = None) -> None:
         """Adds the next batch to the horizon. Steps have no gaps and may start at any number."""
         self._horizon.check_next(scheduled.step)
         if scheduled.step >= MOST_STEPS:
@@ -154,12 +186,16 @@ class RowPlanner:
         """
         groupings = self._horizon.next.groups
         scheduled, moves = self.move()
-        plans = tuple(group_plan(*parts) for parts in zip(self._groupers, groupings, moves.groups, strict=True))
+        plans = tuple(
+            arranger.plan(rows, group_moves, scheduled.kind == "train")
+            for arranger, rows, group_moves in zip(self._arrangers, groupings, moves.groups, strict=True)
+        )
         plan = StepPlan(
             step=scheduled.step,
             kind=scheduled.kind,
             train_step=scheduled.train_step,
             epoch=scheduled.epoch,
+            batch_size=None if self._rank is None else scheduled.batch.size,
             after_step=moves.after_step,
             groups=plans,
         )
@@ -180,7 +216,7 @@ class RowPlanner:
         self._horizon.advance()
         self._last_planned, self._before = scheduled.step, scheduled
         for grouping, group_moves in zip(known.groups, moves, strict=True):
-            self.counters.count(len(grouping.order), group_moves)
+            self.counters.count(grouping.num_lookups, group_moves)
         return scheduled, StepMoves(after_step=after_step, groups=moves)
 
     def barrier(self, reason: str, finished: bool) -> BarrierPlan:

@@ -35,6 +35,10 @@ class DenseBatch:
     labels: F32
     extra: dict[str, npt.NDArray[np.generic]] = field(default_factory=dict)
 
+    def of_samples(self, samples: slice) -> "DenseBatch":
+        """Without `extra`, of which nothing says how it belongs to samples."""
+        return DenseBatch(dense=self.dense[samples], labels=self.labels[samples])
+
 
 Part = Batch | IdsBatch | DenseBatch
 

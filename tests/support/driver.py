@@ -36,6 +36,7 @@ from rowcast.prefetcher.stores.tracked_store import TrackedStore
 from rowcast.protocol.batch import ScheduledBatch
 from rowcast.protocol.conversation import Conversation
 from rowcast.protocol.messages import PROTOCOL_VERSION, RingSpec, Saved, Welcome
+from rowcast.protocol.parts import Rank
 from rowcast.protocol.plan import StepPlan
 from rowcast.protocol.session import Session
 from rowcast.protocol.transport.inproc import inproc_pair
@@ -54,8 +55,10 @@ from rowcast.trainer.kernels import torch_ops
 from rowcast.trainer.kernels.record_views import part_of
 from rowcast.trainer.models.model_state import Tensors
 from rowcast.trainer.models.runner import StepRunner
+from rowcast.trainer.models.shared_runner import SharedRunner
 from rowcast.trainer.report.report_json import Evaluation
 from rowcast.trainer.run.handshake import hello
+from tests.support.collectives import InProcessCollectives, Network
 
 # advances without progress after which a run is stuck: the late store's dice and skewed choices stay far below
 QUIET_LIMIT = 20_000
@@ -169,6 +172,14 @@ class Rings:
             self.of_trainer = replace(self.of_trainer, fetch_memory=memories[0], back_memory=memories[1])
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sharing:
+    """A pair's place among several that share batches."""
+
+    rank: Rank
+    network: Network
+
+
 @dataclass(frozen=True, kw_only=True)
 class Past:
     """What an incarnation goes on from: checkpoints on a disk, and the newest of them."""
@@ -183,9 +194,15 @@ class InProcessRun:
     """One whole run. `run()` to the end, or `advance_until` a condition."""
 
     def __init__(
-        self, job: Job, batches: Sequence[ScheduledBatch], settings: Settings, past: Past | None = None
+        self,
+        job: Job,
+        batches: Sequence[ScheduledBatch],
+        settings: Settings,
+        past: Past | None = None,
+        sharing: Sharing | None = None,
     ) -> None:
         """`batches` are of the whole run; with a `past` it goes on where that ends, writing checkpoints there."""
+        rank = None if sharing is None else sharing.rank
         start = Position() if past is None or past.newest is None else past.newest.position
         num_dense = batches[0].batch.dense.shape[1] if batches else 13
         batches = batches[start.step :]
@@ -243,7 +260,7 @@ class InProcessRun:
                 groups=self.groups,
                 source=ListSource(batches, self.chance if settings.late_store else None),
                 planner=job_planner(
-                    job, self.groups, settings.slots, batches[:MEASURED_BATCHES], pinned=settings.pinned
+                    job, self.groups, settings.slots, batches[:MEASURED_BATCHES], pinned=settings.pinned, rank=rank
                 ),
                 measured=[],
                 stores=stores,
@@ -258,6 +275,7 @@ class InProcessRun:
                 start=start,
                 counters=rowcast.prefetcher.pipeline.metrics.new_counters(self.groups),
                 restore=restore,
+                rank=rank,
             )
         )
         self.prefetcher.planning.on_plan = self._note_plan
@@ -266,7 +284,19 @@ class InProcessRun:
         self.records = make_records(settings.slots, self.groups, self.streams.device)
         # without a wait they may be given nonsense, and must check it
         kernels = None if settings.without is None else torch_ops
-        self.runner = StepRunner(job, self.groups, self.records, num_dense, kernels=kernels)
+        self.runner: StepRunner | SharedRunner = (
+            StepRunner(job, self.groups, self.records, num_dense, kernels=kernels)
+            if sharing is None
+            else SharedRunner(
+                job,
+                self.groups,
+                self.records,
+                num_dense,
+                sharing.rank,
+                InProcessCollectives(sharing.network, sharing.rank.number),
+                kernels,
+            )
+        )
         self.trainer = rowcast.trainer.execute.engine.TrainerEngine(
             rowcast.trainer.execute.engine.TrainerParts(
                 groups=self.groups,
@@ -279,12 +309,13 @@ class InProcessRun:
                 steps=self.runner,
                 results=self.results,
                 counters=new_counters(self.groups),
+                rank=rank,
             )
         )
         stages: list[Stage] = [*self.prefetcher.stages.values(), *self.trainer.stages.values(), self.streams]
         if self.writer is not None:
             stages.append(self.writer)
-        self._advances = [stage.advance for stage in stages]
+        self.advances = [stage.advance for stage in stages]
         self._weights = [self.chance.choice((0.05, 0.3, 1.0)) for _ in stages]
 
     def _greet(self, conversation: Conversation) -> None:
@@ -308,7 +339,7 @@ class InProcessRun:
     def advance_until(self, condition: Callable[[], bool]) -> None:
         quiet = 0
         while not condition():
-            progress = self.chance.choices(self._advances, self._weights)[0]()
+            progress = self.chance.choices(self.advances, self._weights)[0]()
             quiet = 0 if progress else quiet + 1
             sent, done = self.prefetcher.fetcher.sent_through, self.prefetcher.fetcher.done_through
             if sent is not None:

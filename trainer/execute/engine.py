@@ -8,6 +8,7 @@ import torch
 from rowcast.job.tables import GroupSpec
 from rowcast.protocol.conversation import Conversation
 from rowcast.protocol.messages import Bye, EndOfData, Flush, Released, Restore, StepReady, Welcome
+from rowcast.protocol.parts import Rank
 from rowcast.protocol.transport.ring import RingReader, RingWriter
 from rowcast.runtime.arrays import Bytes
 from rowcast.runtime.stages import FunctionStage, Stage, Wakes
@@ -69,6 +70,7 @@ class TrainerParts:
     results: Results
     counters: TrainerCounters
     clock: PhaseClock = field(default_factory=HostClock)  # times the phases of each step
+    rank: Rank | None = None  # None: the trainer is alone
 
 
 class TrainerEngine:
@@ -88,6 +90,7 @@ class TrainerEngine:
             welcome.first_train_step,
             welcome.staging_bytes,
             is_tcp=rings.fetch.is_mirror,
+            rank=parts.rank,
         )
         fetch_ring = FetchRing(rings.fetch, rings.fetch_memory, send)
         training = TrainingState(

@@ -36,7 +36,7 @@ from rowcast.runtime.crash_points import crash_point
 from rowcast.runtime.errors import NonFiniteLoss
 from rowcast.trainer.execute.barrier import TrainerBarrier, TrainerState
 from rowcast.trainer.execute.cache import ArrivedStep, DeviceCache
-from rowcast.trainer.execute.metrics import StallReason, TrainerCounters
+from rowcast.trainer.execute.metrics import Shown, StallReason, TrainerCounters
 from rowcast.trainer.execute.phases import PhaseClock
 from rowcast.trainer.execute.sender import Sender
 from rowcast.trainer.execute.streams import Event, Streams
@@ -46,16 +46,16 @@ from rowcast.trainer.report.report_json import Evaluation
 
 
 class Steps(Protocol):
-    """Computes steps. Every call issues work on the compute stream and reads no result."""
+    """Computes steps. Every call issues work, the last of it on the compute stream, and reads no result."""
 
-    def train(self, step: ArrivedStep, loss: Tensor) -> None:
+    def issue_train(self, streams: Streams, step: ArrivedStep, loss: Tensor) -> None:
         """Issues look-up to update; writes the mean loss to `loss`, f32 [] on the host."""
 
-    def evaluate(self, step: ArrivedStep) -> None:
-        """Issues look-up and forward; adds the predictions to the metrics of the evaluation."""
+    def issue_evaluate(self, streams: Streams, step: ArrivedStep, shown: Shown) -> None:
+        """Issues look-up and forward, under `shown`; adds the predictions to the metrics of the evaluation."""
 
-    def close_evaluation(self) -> EvalCounts:
-        """Issues the copy of the evaluation's counts to the host, and starts new ones."""
+    def issue_close(self, streams: Streams, closed: list[EvalCounts]) -> None:
+        """Issues the copy of the evaluation's counts to the host, in `closed`, and starts new ones."""
 
 
 class ModelState(Protocol):
@@ -240,19 +240,15 @@ class TrainingLoop:
         self._issued[-1].counts = False
 
     def _compute(self, step: ArrivedStep) -> Tensor | None:
-        """Issues look-up to update as one closure; returns the tensor that the loss will be written to."""
+        """Issues look-up to update; returns the tensor that the loss will be written to."""
         if step.header.kind == "eval":
             self._training.evaluating = True
-            self._streams.compute.run(lambda: self._evaluate(step))
+            self._steps.issue_evaluate(self._streams, step, lambda: self._counters.shown("evaluate", step.step))
             return None
         loss = self._losses[step.step % len(self._losses)]
         self._training.train_steps = step.header.train_step + 1
-        self._streams.compute.run(lambda: self._steps.train(step, loss))
+        self._steps.issue_train(self._streams, step, loss)
         return loss
-
-    def _evaluate(self, step: ArrivedStep) -> None:
-        with self._counters.shown("evaluate", step.step):
-            self._steps.evaluate(step)
 
     @property
     def _must_close(self) -> bool:
@@ -266,7 +262,7 @@ class TrainingLoop:
         if not is_whole:
             return False
         closed: list[EvalCounts] = []
-        self._streams.compute.run(lambda: closed.append(self._steps.close_evaluation()))
+        self._steps.issue_close(self._streams, closed)
         self._training.evaluating = False
         self._issued.append(
             Issued(

@@ -1,6 +1,7 @@
 """Counts what the trainer does, for /metrics and for the report."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Literal, Protocol, get_args
 
@@ -18,6 +19,9 @@ Side = Literal["sparse", "dense"]
 # results: the loop waits for the device  barrier: the loop waits for the flush
 #
 # link -steps-> cache -rows_back-> sender
+
+
+Shown = Callable[[], AbstractContextManager[object]]  # records a span of the timeline
 
 
 class Spent(Protocol):

@@ -19,7 +19,7 @@ does, but does no harm beyond that.
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -27,9 +27,28 @@ import numpy.typing as npt
 
 from rowcast.job.schema import Job
 from rowcast.job.tables import GroupSpec, aligned
-from rowcast.protocol.messages import ArraySpan, ArraySpec, Flush, PlanHeader, StepReady, Welcome
+from rowcast.protocol.messages import (
+    ArraySpan,
+    ArraySpec,
+    Flush,
+    GroupHeader,
+    PlanHeader,
+    ShareHeader,
+    StepReady,
+    Welcome,
+)
 from rowcast.protocol.packing import ARRAY_ALIGNMENT
-from rowcast.protocol.plan_layout import ASKED_SLOTS, BATCH_ARRAYS, GROUP_ARRAYS, ITEM_BYTES, ArrayLayout, Counts, Dtype
+from rowcast.protocol.parts import Rank, part_sizes
+from rowcast.protocol.plan_layout import (
+    ASKED_SLOTS,
+    BATCH_ARRAYS,
+    EXCHANGE_ARRAYS,
+    GROUP_ARRAYS,
+    ITEM_BYTES,
+    ArrayLayout,
+    Counts,
+    Dtype,
+)
 from rowcast.protocol.row_checksum import barrier_name
 from rowcast.protocol.transport.ring import largest_payload
 from rowcast.runtime.arrays import I32, I64, Bytes
@@ -101,19 +120,23 @@ class PlanCheck:
         staging_bytes: int,
         *,
         is_tcp: bool,
+        rank: Rank | None = None,
     ) -> None:
-        """`slots` of each group; `num_dense` features per sample; `staging_bytes` for the rows of a piece."""
+        """`slots` of each group; `num_dense` features per sample; `staging_bytes` for the rows of a piece; `rank`: None
+        if the trainer is alone.
+        """
         self._groups = tuple(groups)
         self._num_slots = tuple(slots)
         self._num_dense = num_dense
         self._train_step = first_train_step  # of the next plan
         self._staging_bytes = staging_bytes
         self._is_tcp = is_tcp
+        self._rank = rank
         self._due: dict[int, DueChecks] = {}  # by step: of the plans whose arrays have not been checked
         self._positions = {  # the arrays that hold positions, by name, with their group
             f"{group}.{name}": (group, layout)
             for group in range(len(self._groups))
-            for name, layout in (GROUP_ARRAYS | ASKED_SLOTS).items()
+            for name, layout in (GROUP_ARRAYS | EXCHANGE_ARRAYS | ASKED_SLOTS).items()
             if layout.dtype == "i4"
         }
 
@@ -146,8 +169,11 @@ class PlanCheck:
         )
         in_order = plan.kind == "eval" or plan.train_step == self._train_step
         require(in_order, f"step {step} is train step {plan.train_step} instead of {self._train_step}")
-        require(plan.batch_size > 0, f"step {step} has an empty batch")
+        require(self._batch_size(step, plan) > 0, f"step {step} has an empty batch")
         group_counts = self._counts(plan)
+        if self._rank is not None and plan.share is not None:
+            for index, (share, counts) in enumerate(zip(plan.share.groups, group_counts, strict=True)):
+                check_share(f"step {step}, group {index}", share, counts, plan.groups[index], self._rank)
         for index, (counts, spec) in enumerate(zip(group_counts, self._groups, strict=True)):
             unpooled = len(spec.unpooled_features)
             require(
@@ -155,8 +181,8 @@ class PlanCheck:
                 f"step {step} has {counts.sequences} features of sequences in group {index} instead of {unpooled}",
             )
             require(
-                counts.unique <= counts.slots,
-                f"step {step} touches {counts.unique} rows of group {index}, which has {counts.slots} slots",
+                counts.unique <= counts.parts * counts.readable,
+                f"step {step} touches {counts.unique} rows of group {index}, which has {counts.readable} slots",
             )
             require(
                 max(counts.lookups, counts.bags) < POSITION_LIMIT,
@@ -178,11 +204,26 @@ class PlanCheck:
         self._train_step += plan.kind == "train"
         self._due[step] = self._checks_of(plan, group_counts)
 
+    def _batch_size(self, step: int, plan: PlanHeader) -> int:
+        """Samples of the batch over all ranks."""
+        if self._rank is None or plan.share is None:
+            asked, came = ("the share of a rank", "a whole batch") if self._rank else ("a whole batch", "a share")
+            require((self._rank is None) == (plan.share is None), f"step {step} brings {came} instead of {asked}")
+            return plan.batch_size
+        groups, size = len(plan.share.groups), plan.share.batch_size
+        require(groups == len(self._groups), f"step {step} shares {groups} groups instead of {len(self._groups)}")
+        own = sum(part_sizes(size, self._rank))
+        require(
+            plan.batch_size == own,
+            f"step {step} brings {plan.batch_size} samples; the parts of this rank have {own} of {size}",
+        )
+        return size
+
     def _counts(self, plan: PlanHeader) -> list[Counts]:
         shapes = {spec.name: spec.shape for spec in plan.arrays}
         group_counts = []
         for index, (group, spec) in enumerate(zip(plan.groups, self._groups, strict=True)):
-            names = (*GROUP_ARRAYS, *ASKED_SLOTS)
+            names = (*GROUP_ARRAYS, *EXCHANGE_ARRAYS, *ASKED_SLOTS)
             group_shapes = {name: shapes[f"{index}.{name}"] for name in names if f"{index}.{name}" in shapes}
             pooled = spec.num_features - len(group.sequence_lookups)
             counts = Counts(
@@ -196,15 +237,18 @@ class PlanCheck:
                 asked_fetch=math.prod(group_shapes.get("verify_fetch", (0,))),
                 asked_evict=math.prod(group_shapes.get("verify_evict", (0,))),
                 slots=self._num_slots[index],
+                readable=self._num_slots[index],
                 present=frozenset(group_shapes),
             )
+            if self._rank is not None and plan.share is not None:
+                counts = shared(counts, plan.share.groups[index], self._rank, train=plan.kind == "train")
             group_counts.append(counts)
         return group_counts
 
     def _plan_arrays(self, plan: PlanHeader, group_counts: Sequence[Counts]) -> Iterator[ExpectedArray]:
         batch_counts = Counts(samples=plan.batch_size, dense_features=self._num_dense)
         yield from expected_arrays("", BATCH_ARRAYS, batch_counts)
-        for arrays in (GROUP_ARRAYS, ASKED_SLOTS):
+        for arrays in ((GROUP_ARRAYS | EXCHANGE_ARRAYS), ASKED_SLOTS):
             for index, counts in enumerate(group_counts):
                 yield from expected_arrays(f"{index}.", arrays, counts)
 
@@ -221,7 +265,7 @@ class PlanCheck:
             limited=[spec for spec, _ in limited],
             limits=np.array([limit for _, limit in limited], np.int64),
             bounds=np.array([starts, ends], np.int64).T.ravel(),
-            distinct=[spec for spec, _, layout in arrived if layout.distinct and self._is_tcp],
+            distinct=[spec for spec, group, layout in arrived if layout.distinct(group_counts[group]) and self._is_tcp],
             rising=[
                 (spec, layout.ends_of(group_counts[group]))
                 for spec, group, layout in arrived
@@ -269,6 +313,42 @@ class PlanCheck:
             below(i32_of(block, spec), self._num_slots[index], name)
             if self._is_tcp:
                 distinct(i32_of(block, spec), name)
+
+
+def shared(counts: Counts, share: ShareHeader, rank: Rank, *, train: bool) -> Counts:
+    """The counts of a group with those of its exchange."""
+    received = sum(share.receive_counts)
+    return replace(
+        counts,
+        readable=received,
+        parts=rank.parts_per_rank,
+        exchanges=True,
+        sent=sum(share.send_counts),
+        returned=received if train else 0,
+        trained=share.num_own if train else 0,
+        home_additions=share.home_levels[-1] if share.home_levels else 0,
+        additions=share.levels[-1] if share.levels else 0,
+    )
+
+
+def check_share(name: str, share: ShareHeader, counts: Counts, group: GroupHeader, rank: Rank) -> None:
+    """Raises unless the numbers of a group's exchange fit each other."""
+    for what, of_ranks in (("sends to", share.send_counts), ("receives from", share.receive_counts)):
+        require(len(of_ranks) == rank.count, f"{name} {what} {len(of_ranks)} ranks instead of {rank.count}")
+    require(
+        max(counts.sent, counts.readable) < POSITION_LIMIT,
+        f"{name} sends {counts.sent} rows and receives {counts.readable}",
+    )
+    for levels, most in ((share.home_levels, counts.unique), (share.levels, counts.sent)):
+        require(
+            list(levels) == sorted(levels) and max(levels, default=0) <= most,
+            f"{name} has additions up to {levels} of {most} gradients",
+        )
+    own = tuple(map(sum, zip(*share.sequence_lookups, strict=True))) if share.sequence_lookups else ()
+    require(
+        len(share.sequence_lookups) == rank.parts_per_rank and own == group.sequence_lookups,
+        f"{name} has sequences of {share.sequence_lookups} look-ups in its parts, {group.sequence_lookups} in all",
+    )
 
 
 class ArrivingBlock:

@@ -22,6 +22,17 @@ from torch import Tensor
 
 Closure = Callable[[], None]
 
+# only where ranks share a batch
+RankWait = Literal[
+    "rows_packed",  # exchange: the rows for other ranks have left their slots
+    "rows_received",  # compute: the rows that the own parts look up are here
+    "parts_packed",  # exchange: what the own parts gave is added up: gradients, losses, counts
+    "parts_received",  # compute: what all parts gave for the own rows, and for the own slice of the rest, is here
+    "slice_summed",  # exchange: the own slice is added up
+    "sum_gathered",  # compute: every rank's slice is here
+    "exchanged",  # exchange: a collective is complete, so its memory may be read or reused
+]
+
 Wait = Literal[
     "copied",  # fill: the plan's arrays and rows have arrived; the step's look-up follows its fill
     "fill_after",  # fill: the last step that uses a victim is complete
@@ -33,12 +44,22 @@ Wait = Literal[
     "sent",  # host: the victims are in the ring, RowsBack may be sent
     "released",  # host: a piece was copied out of the ring, its space may be reused
     "results",  # host: the step is complete, its loss may be read
+    RankWait,
 ]
 
 
 class Event(Protocol):
     def query(self) -> bool:
         """Whether all work issued before the event was recorded is complete."""
+
+
+class Work(Protocol):
+    """A collective under way; `torch.distributed.Work` is one."""
+
+    def is_completed(self) -> bool: ...
+
+    def wait(self) -> object:
+        """Lets what follows on the current stream, or in this thread, wait for it."""
 
 
 class StreamMark(Protocol):
@@ -60,6 +81,10 @@ class Stream(ABC):
     @abstractmethod
     def record(self) -> Event: ...
 
+    def communicate(self, start: Callable[[], Work]) -> None:
+        """Starts a collective; what is issued after it waits until it is complete."""
+        self.run(lambda: ignore(start().wait()))
+
     def mark(self) -> StreamMark:
         """Marks the moment between the work issued before and after, on the device's clock."""
         raise NotImplementedError(f"{type(self).__name__} runs on the host and has no clock of its own")
@@ -77,6 +102,10 @@ class Stream(ABC):
         self.run(lambda: scatter(source, slots, rows))
 
 
+def ignore(result: object) -> None:
+    pass
+
+
 def copy(source: Tensor, out: Tensor) -> None:
     out.copy_(source, non_blocking=True)
 
@@ -90,13 +119,14 @@ def scatter(source: Tensor, slots: Tensor, rows: Tensor) -> None:
 
 
 class Streams(ABC):
-    """The four streams of a trainer."""
+    """The streams of a trainer."""
 
     device: torch.device
     copy_in: Stream  # host ring -> staging and arrays
     fill: Stream  # slots -> evict staging, fill staging -> slots
     compute: Stream  # look-up to update of each step
     evict: Stream  # evict staging -> host ring
+    exchange: Stream  # collectives of several ranks, which must issue them in one order
 
     def done(self, event: Event, why: Wait) -> bool:
         """Whether the event has happened; the host never waits, but asks again later."""
@@ -135,7 +165,7 @@ class PlainStream(Stream):
 class PlainStreams(Streams):
     def __init__(self) -> None:
         self.device = torch.device("cpu")
-        self.copy_in = self.fill = self.compute = self.evict = PlainStream()
+        self.copy_in = self.fill = self.compute = self.evict = self.exchange = PlainStream()
 
     def allocate(self, nbytes: int) -> Tensor:
         return torch.empty(nbytes, dtype=torch.uint8, device="cpu")  # untouched pages cost nothing
@@ -149,12 +179,27 @@ class SeededEvent:
         return self.happened
 
 
+class Started:
+    """An event that happens once a collective, which the stream has started before, is complete."""
+
+    def __init__(self, start: Callable[[], Work]) -> None:
+        self._start = start
+        self._work: Work | None = None
+
+    def start(self) -> None:
+        self._work = self._start()
+
+    @property
+    def happened(self) -> bool:
+        return self._work is not None and self._work.is_completed()
+
+
 class SeededStream(Stream):
     """A queue of closures and waits; `Streams.advance` chooses which stream runs next."""
 
     def __init__(self, without: Wait | None) -> None:
         self._without = without
-        self._queue: deque[Closure | SeededEvent] = deque()
+        self._queue: deque[Closure | SeededEvent | Started] = deque()
 
     def run(self, closure: Closure) -> None:
         self._queue.append(closure)
@@ -168,6 +213,12 @@ class SeededStream(Stream):
         event = SeededEvent()
         self._queue.append(lambda: setattr(event, "happened", True))
         return event
+
+    def communicate(self, start: Callable[[], Work]) -> None:
+        started = Started(start)
+        self._queue.append(started.start)
+        if self._without != "exchanged":
+            self._queue.append(started)
 
     def copy(self, source: Tensor, out: Tensor) -> None:
         half = len(source) // 2
@@ -186,11 +237,11 @@ class SeededStream(Stream):
 
     @property
     def runnable(self) -> bool:
-        return bool(self._queue) and (not isinstance(self._queue[0], SeededEvent) or self._queue[0].happened)
+        return bool(self._queue) and (callable(head := self._queue[0]) or head.happened)
 
     def step(self) -> None:
         head = self._queue.popleft()
-        if not isinstance(head, SeededEvent):
+        if callable(head):
             head()
 
 
@@ -199,10 +250,11 @@ class SeededStreams(Streams):
         self.device = torch.device("cpu")
         self._chance = random.Random(seed)
         self._without = without
-        self._streams = [SeededStream(without) for _ in range(4)]
+        self._streams = [SeededStream(without) for _ in range(5)]
         # some streams are much slower than others
-        self._speed = {stream: self._chance.choice((0.05, 0.3, 1.0)) for stream in self._streams}
-        self.copy_in, self.fill, self.compute, self.evict = self._streams
+        self._speed = {stream: self._chance.choice((0.05, 0.3, 1.0)) for stream in self._streams[:4]}
+        self.copy_in, self.fill, self.compute, self.evict, self.exchange = self._streams
+        self._speed[self.exchange] = 0.3
 
     def done(self, event: Event, why: Wait) -> bool:
         return why == self._without or event.query()
@@ -273,7 +325,7 @@ class CudaStreams(Streams):
         """`compute`: used instead of a stream of its own."""
         self.device = device
         self.copy_in, self.fill, self.evict = (CudaStream(device) for _ in range(3))
-        self.compute = compute or CudaStream(device)
+        self.compute = self.exchange = compute or CudaStream(device)
 
     def allocate(self, nbytes: int) -> Tensor:
         memory = torch.zeros(nbytes, dtype=torch.uint8, device=self.device)

@@ -10,7 +10,9 @@ from rowcast.job.schema import Job
 from rowcast.job.tables import GroupSpec
 from rowcast.protocol.messages import PlanHeader
 from rowcast.protocol.plan_layout import LOOKUP_ARRAYS
+from rowcast.trainer.execute.metrics import Shown
 from rowcast.trainer.execute.phases import HostClock, PhaseClock
+from rowcast.trainer.execute.streams import Streams
 from rowcast.trainer.kernels import Kernels
 from rowcast.trainer.kernels.choose import choose_kernels
 from rowcast.trainer.kernels.chunks import Chunks
@@ -88,6 +90,19 @@ class StepRunner:
         kernels = kernels or choose_kernels(self.device, job)
         self._embeddings = Embeddings(groups, job.optimizer.sparse, records, kernels, self._clock.lap)
         self._metrics = EvalMetrics(self.device)
+
+    def issue_train(self, streams: Streams, step: StepInputs, loss: Tensor) -> None:
+        streams.compute.run(lambda: self.train(step, loss))
+
+    def issue_evaluate(self, streams: Streams, step: StepInputs, shown: Shown) -> None:
+        def evaluate() -> None:
+            with shown():
+                self.evaluate(step)
+
+        streams.compute.run(evaluate)
+
+    def issue_close(self, streams: Streams, closed: list[EvalCounts]) -> None:
+        streams.compute.run(lambda: closed.append(self.close_evaluation()))
 
     def train(self, step: StepInputs, loss: Tensor) -> None:
         self._clock.begin(step.step)

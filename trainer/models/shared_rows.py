@@ -1,0 +1,146 @@
+"""The embedding layer of a rank: rows come from their owners, and gradients go back to them.
+
+    send       slots -> the rows that other ranks look up           `Memory.sent`       [sent, D]
+    (all to all)                                                    `Memory.received`   [received, D]
+    pool       received rows -> pooled rows of each own part
+    reduce     gradients of pooled rows -> one a received row       `Memory.back`       [received, D]
+    (all to all)                                                    `Memory.returned`   [sent, D]
+    train      their sums, in order -> the rows of this shard
+
+All parts are looked up and reduced by one launch each: a part's look-ups, distinct rows and bags follow those of the
+part before.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from rowcast.job.tables import GroupSpec
+from rowcast.protocol.messages import ShareHeader
+from rowcast.protocol.plan_layout import EXCHANGE_ARRAYS, ExchangeArrays
+from rowcast.trainer.kernels import GroupLookup, Kernels, RecordViews, Rule
+from rowcast.trainer.kernels.record_views import rows_of
+from rowcast.trainer.models.sequences import Embedded, Sequences
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GroupShare(ExchangeArrays[Tensor]):
+    """One group's exchange in a step, on the device."""
+
+    header: ShareHeader
+    part_sizes: tuple[int, ...]  # samples of each own part
+
+    @property
+    def received(self) -> int:
+        return sum(self.header.receive_counts)
+
+    @property
+    def sent(self) -> int:
+        return sum(self.header.send_counts)
+
+
+def group_share(arrays: dict[str, Tensor], group: int, header: ShareHeader, part_sizes: tuple[int, ...]) -> GroupShare:
+    own = {name: arrays[f"{group}.{name}"] for name in EXCHANGE_ARRAYS}
+    return GroupShare(header=header, part_sizes=part_sizes, **own)
+
+
+class Reused:
+    """Memory for a tensor of each step, which grows when a step needs more."""
+
+    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+        self._flat = torch.empty(0, dtype=dtype, device=device)
+
+    def rows(self, count: int, width: int) -> Tensor:
+        """[count, width] with what an earlier step left there."""
+        if len(self._flat) < count * width:
+            self._flat = torch.empty(count * width * 5 // 4, dtype=self._flat.dtype, device=self._flat.device)
+        return self._flat[: count * width].view(count, width)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Memory:
+    """What one group sends and receives in a step."""
+
+    sent: Tensor  # [sent, D] in the table's dtype
+    received: Tensor  # [received, D]
+    back: Tensor  # f32 [received, D]
+    returned: Tensor  # f32 [sent, D]
+
+
+class SharedRows:
+    """Looks up and trains the rows of one group."""
+
+    def __init__(self, group: GroupSpec, records: Tensor, kernels: Kernels) -> None:
+        self.rows = rows_of(records, group)
+        self._dim = group.embedding_dim
+        self._num_features = group.num_features
+        self._unpooled = group.unpooled_features
+        self._kernels = kernels
+        self._means = [table.pooling == "mean" for table in group.feature_tables()]
+        dtype, device = self.rows.weight.dtype, records.device
+        self._rows_out, self._rows_in = Reused(dtype, device), Reused(dtype, device)
+        self._gradients_out, self._gradients_in = Reused(torch.float32, device), Reused(torch.float32, device)
+
+    def memory(self, share: GroupShare) -> Memory:
+        return Memory(
+            sent=self._rows_out.rows(share.sent, self._dim),
+            received=self._rows_in.rows(share.received, self._dim),
+            back=self._gradients_out.rows(share.received, self._dim),
+            returned=self._gradients_in.rows(share.sent, self._dim),
+        )
+
+    def pool(self, received: Tensor, lookup: GroupLookup, share: GroupShare) -> list[Tensor]:
+        """f32 [G, D] of each own part."""
+        views = RecordViews(weight=received, master=None, states=())
+        pooled = self._kernels.lookup(views, lookup, self._divisors(lookup, share))
+        return list(pooled.split_with_sizes([sum(bags) for bags in self._bags(share)]))
+
+    def by_feature(self, part: int, pooled: Tensor, lookup: GroupLookup, share: GroupShare) -> list[Embedded]:
+        """f32 [G, D] of an own part -> the model's input for each of the group's features."""
+        features: list[Embedded] = list(pooled.split_with_sizes(self._bags(share)[part]))
+        first, end = sum(share.part_sizes[:part]), sum(share.part_sizes[: part + 1])
+        for index, feature in enumerate(self._unpooled):
+            assert lookup.sequence_offsets is not None, "a plan with sequences has their offsets"
+            offsets, values = lookup.sequence_offsets[index, first : end + 1], features[feature]
+            assert isinstance(values, Tensor)
+            features[feature] = Sequences(values=values, offsets=offsets - offsets[0])
+        return features
+
+    def reduce(self, pooled_grads: Sequence[Tensor], lookup: GroupLookup, share: GroupShare, back: Tensor) -> None:
+        """Gradients f32 [G, D] of each own part's pooled rows -> one of each received row, its parts added in order."""
+        divisors = self._divisors(lookup, share)
+        gradients = self._kernels.reduce(torch.cat(list(pooled_grads)), lookup, divisors)
+        add_levels(gradients, share.home_to, share.home_of, share.header.home_levels)
+        torch.index_select(gradients, 0, share.home_roots, out=back)
+
+    def train(self, returned: Tensor, share: GroupShare, rule: Rule) -> None:
+        """Adds what came back, in the order of the ranks, and trains the rows of this shard."""
+        add_levels(returned, share.to, share.of, share.header.levels)
+        self._kernels.apply(self.rows, share.own_slots, returned.index_select(0, share.roots), rule)
+
+    def _bags(self, share: GroupShare) -> list[list[int]]:
+        """Of each own part, the bags of each feature."""
+        parts = [[size] * self._num_features for size in share.part_sizes]
+        for bags, sequences in zip(parts, share.header.sequence_lookups, strict=True):
+            for feature, num_lookups in zip(self._unpooled, sequences, strict=True):
+                bags[feature] = num_lookups
+        return parts
+
+    def _divisors(self, lookup: GroupLookup, share: GroupShare) -> Tensor | None:
+        """Look-ups of each bag that is averaged, at least 1; 1 for other bags. None if all are 1."""
+        if not any(self._means) or lookup.offsets is None:
+            return None
+        counts = lookup.offsets.diff()
+        bags = [own for part in self._bags(share) for own in part]
+        means = torch.tensor(self._means * len(share.part_sizes)).repeat_interleave(torch.tensor(bags))
+        return torch.where(means.to(counts.device), counts.clamp(min=1), 1).float().view(-1, 1)
+
+
+def add_levels(values: Tensor, to: Tensor, of: Tensor, level_ends: Sequence[int]) -> None:
+    """values[to] += values[of], level after level; in a level no place occurs twice."""
+    for start, end in pairwise((0, *level_ends)):
+        if start < end:
+            values.index_add_(0, to[start:end], values.index_select(0, of[start:end]))
