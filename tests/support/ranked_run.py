@@ -1,5 +1,6 @@
 """Several pairs of prefetcher and trainer in one thread, which share every batch; the seed orders the turns of all."""
 
+import itertools
 import random
 from collections.abc import Sequence
 from dataclasses import replace
@@ -40,12 +41,13 @@ class RankedRun:
         self._advances = [advance for pair in self.pairs for advance in pair.advances] + [self.network.advance]
         # some pairs are much slower than others, and so are some stages
         speeds = [self._chance.choice((0.1, 1.0)) for _ in self.pairs]
-        self._weights = [
+        weights = [
             speed * self._chance.choice((0.05, 0.3, 1.0))
             for pair, speed in zip(self.pairs, speeds, strict=True)
             for _ in pair.advances
-        ] + [self._chance.choice((0.05, 0.3, 1.0)) * ranks]
-        self.most_apart = 0  # steps between the ranks that have begun the most and the fewest
+        ]
+        self._weights = list(itertools.accumulate([*weights, self._chance.choice((0.05, 0.3, 1.0)) * ranks]))
+        self.most_apart = 0  # steps between the rank that has begun the most and the one that has begun the fewest
 
     def run(self) -> "RankedRun":
         self._advance_until_all("trainer")
@@ -57,18 +59,20 @@ class RankedRun:
         return self
 
     def _advance_until_all(self, side: str) -> None:
-        quiet = 0
-        while not all(getattr(pair, side).finished for pair in self.pairs):
-            progress = self._chance.choices(self._advances, self._weights)[0]()
-            quiet = 0 if progress else quiet + 1
-            begun = [-1 if (step := pair.trainer.loop.step_begun) is None else step for pair in self.pairs]
-            self.most_apart = max(self.most_apart, max(begun) - min(begun))
+        quiet, begun = 0, [-1]
+        while quiet % 64 or not all(getattr(pair, side).finished for pair in self.pairs):
+            if self._chance.choices(self._advances, cum_weights=self._weights)[0]():
+                quiet = 0
+                begun = [-1 if (step := pair.trainer.loop.step_begun) is None else step for pair in self.pairs]
+                self.most_apart = max(self.most_apart, max(begun) - min(begun))
+            else:
+                quiet += 1
             if quiet > QUIET_LIMIT * len(self.pairs):
                 waits = [(pair.prefetcher.waiting_for, pair.trainer.loop.waiting_for) for pair in self.pairs]
                 raise StuckError(f"prefetchers and trainers wait for {waits}; steps begun {begun}")
 
-    def owned_rows(self) -> None:
-        """Asserts that no pair ever fetched a row of another's."""
+    def assert_each_row_stays_with_its_owner(self) -> None:
+        """No pair ever fetched a row of another one."""
         for number, pair in enumerate(self.pairs):
             for index, group in enumerate(pair.groups):
                 shards = Shards(group.tables, len(self.pairs))

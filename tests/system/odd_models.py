@@ -74,3 +74,18 @@ def dense_only_model(job: Job, num_dense: int) -> nn.Module:
 
 def tied_model(job: Job, num_dense: int) -> nn.Module:
     return TiedModel(num_dense)
+
+
+class NormalizedModel(SmallModel):
+    """Keeps a running mean of its dense features."""
+
+    def __init__(self, width: int, num_dense: int) -> None:
+        super().__init__(width)
+        self.norm = nn.BatchNorm1d(num_dense)
+
+    def forward(self, dense: Tensor, embeddings: list[Embedded]) -> Tensor:
+        return super().forward(self.norm(dense), embeddings)
+
+
+def normalized_model(job: Job, num_dense: int) -> nn.Module:
+    return NormalizedModel(small_width(job, num_dense), num_dense)

@@ -1,7 +1,13 @@
-"""R1 and R2: however many ranks share the parts of each batch, training has the bits of the plain loop in parts."""
+"""However many ranks share the parts of each batch, training has the bits of the plain loop in parts.
+
+Pairs of prefetcher and trainer run in one thread, with the collectives of `tests/support/collectives.py`, which copy at
+any time that the waits between streams leave open.
+"""
 
 import functools
-from typing import get_args
+import itertools
+from collections.abc import Iterator, Mapping
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -12,37 +18,170 @@ from examples.plain_loop import run_plain_loop
 from rowcast.job.schema import Job
 from rowcast.job.tables import group_specs
 from rowcast.protocol.batch import ScheduledBatch
-from tests.support.batches import BAGS, NUM_DENSE, OPTIMIZERS, Bags, slots_for, small_batches, small_job
-from tests.support.driver import Settings, start_state
+from rowcast.runtime.errors import ConfigError, RowcastError
+from rowcast.trainer.execute.streams import RankWait
+from tests.support.batches import BAGS, NUM_DENSE, OPTIMIZERS, Bags, make_batch, slots_for, small_batches, small_job
+from tests.support.driver import Settings, StuckError, start_state
 from tests.support.full_capacity import bits
 from tests.support.ranked_run import RankedRun
+from tests.support.repeats import count
 
-RANKS = (1, 2, 3, 4, 8)
+Plain = tuple[list[float], dict[str, Tensor]]
+ODD = "tests.system.odd_models:"
+MIXED = {"dtypes": ("fp32", "bf16", "fp16", "bf16")}
+CASES: Mapping[str, Mapping[str, Any]] = {
+    "rounded rows": MIXED,
+    "master rows": {**MIXED, "master": True},
+    "clipped": {
+        "optimizer": {
+            "sparse": {"kind": "adagrad", "lr": 0.05, "clip_rows": 1e-3},
+            "dense": {"kind": "adam", "lr": 0.01, "clip_norm": 0.05, "weight_decay": 0.1},
+        }
+    },
+    "bf16": {"model": {"precision": "bf16"}},
+    "dropout": {"model": {"kind": f"{ODD}dropout_model"}},
+    "tables that the model ignores": {"model": {"kind": f"{ODD}dense_only_model"}},
+    "a loss of its own": {"model": {"kind": f"{ODD}hinge_model"}},
+}
 
 
-def assert_equal_bits(run: RankedRun, losses: list[float], end: dict[str, Tensor]) -> None:
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def assert_equal_bits(run: RankedRun, plain: Plain) -> None:
+    losses, end = plain
     assert np.array(run.losses(), np.float32).tobytes() == np.array(losses, np.float32).tobytes(), "losses differ"
     state = run.state()
     assert state.keys() == end.keys()
     assert not [name for name, tensor in end.items() if not torch.equal(bits(state[name]), bits(tensor))]
-    run.owned_rows()
+    run.assert_each_row_stays_with_its_owner()
 
 
 @functools.cache
-def reference(
-    optimizer: str, bags: Bags, parts: int
-) -> tuple[Job, list[ScheduledBatch], list[float], dict[str, Tensor]]:
+def workload(optimizer: str, bags: Bags) -> tuple[Job, list[ScheduledBatch]]:
     job = small_job(optimizer, bags)
-    batches = small_batches(job, bags, num_steps=8, eval_at=(3, 6))
-    return job, batches, *run_plain_loop(job, start_state(job, NUM_DENSE), batches, parts)
+    return job, small_batches(job, bags, num_steps=8, eval_at=(3, 6))
+
+
+@functools.cache
+def plain(optimizer: str, bags: Bags, parts: int) -> Plain:
+    job, batches = workload(optimizer, bags)
+    return run_plain_loop(job, start_state(job, NUM_DENSE), batches, parts)
+
+
+def ranked(
+    job: Job, batches: list[ScheduledBatch], ranks: int, parts: int, capacity: str = "one batch", **more: Any
+) -> RankedRun:
+    settings = Settings(slots=slots_for(group_specs(job), batches, capacity), **more)
+    return RankedRun(job, batches, settings, ranks=ranks, parts=parts).run()
 
 
 @pytest.mark.parametrize("bags", BAGS)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_any_number_of_ranks_gives_the_bits_of_the_plain_loop_in_eight_parts(optimizer: str, bags: Bags) -> None:
-    job, batches, losses, end = reference(optimizer, bags, 8)
+    job, batches = workload(optimizer, bags)
+    turn = OPTIMIZERS.index(optimizer) + BAGS.index(bags)
+    for ranks in (1, 2, 4, 8)[turn % 4 :: count(4, 1)]:
+        run = ranked(job, batches, ranks, 8, late_store=turn % 3 == 0, seed=turn)
+        assert_equal_bits(run, plain(optimizer, bags, 8))
+        assert len(run.pairs[0].results.evaluations) == 2
+
+
+@pytest.mark.parametrize(("ranks", "parts"), [(1, 1), (1, 3), (3, 3), (3, 6), (3, 12), (5, 5), (7, 7)])
+def test_numbers_that_are_no_powers_of_two_have_the_bits_of_as_many_parts(ranks: int, parts: int) -> None:
+    job, batches = workload("adagrad", "mean")
+    assert_equal_bits(ranked(job, batches, ranks, parts, seed=ranks), plain("adagrad", "mean", parts))
+
+
+def test_other_parts_have_other_bits() -> None:
+    """So that equal bits say something: two ranks of one part each are not two of four."""
+    ends = [plain("adagrad", "mean", parts)[1] for parts in (1, 2, 3, 8)]
+    for some, others in itertools.combinations(ends, 2):
+        assert any(not torch.equal(bits(some[name]), bits(others[name])) for name in some)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_setting_has_the_bits_of_the_plain_loop_with_the_same_setting(case: str) -> None:
+    job = small_job("adagrad", "multi", **CASES[case])
+    batches = small_batches(job, "multi", num_steps=5, eval_at=(2,))
+    expected = run_plain_loop(job, start_state(job, NUM_DENSE), batches, 4)
     for ranks in (1, 4):
-        slots = slots_for(group_specs(job), batches, "one batch")
-        settings = Settings(slots=slots, seed=ranks)
-        run = RankedRun(job, batches, settings, ranks=ranks, parts=8).run()
-        assert_equal_bits(run, losses, end)
+        assert_equal_bits(ranked(job, batches, ranks, 4, seed=ranks), expected)
+
+
+def test_batches_smaller_than_the_ranks_leave_some_without_samples() -> None:
+    job, rng = small_job("adam", "empty"), np.random.default_rng(4)
+    batches = [
+        ScheduledBatch(
+            step=step,
+            kind="eval" if step == 2 else "train",
+            train_step=step - (step > 2),
+            epoch=0,
+            batch=make_batch(job, "empty", size, rng),
+        )
+        for step, size in enumerate((64, 5, 3, 1, 13))
+    ]
+    expected = run_plain_loop(job, start_state(job, NUM_DENSE), batches, 8)
+    for ranks in (2, 8):
+        run = ranked(job, batches, ranks, 8, "everything")
+        assert_equal_bits(run, expected)
+
+
+def test_evaluations_do_not_depend_on_the_number_of_ranks() -> None:
+    results = []
+    for ranks in (1, 2, 8):
+        job, batches = workload("sgd", "apart")
+        run = ranked(job, batches, ranks, 8, "everything")
+        run.losses()
+        results.append(run.pairs[-1].results.evaluations)
+    assert results[0] == results[1] == results[2]
+    assert all(own.auc is not None and 0 < own.auc < 1 for own in results[0])
+
+
+# the waits
+
+
+@functools.cache
+def small_steps() -> tuple[Job, list[ScheduledBatch], Plain]:
+    job = small_job("adagrad", "multi", depth=2, horizon=4)
+    batches = small_batches(job, "multi", num_steps=4, eval_at=(2,))
+    return job, batches, run_plain_loop(job, start_state(job, NUM_DENSE), batches, 6)
+
+
+def run_in_three(seed: int, without: RankWait | None = None) -> int:
+    """Raises where the result has other bits than the plain loop's, or the run breaks."""
+    job, batches, expected = small_steps()
+    run = ranked(job, batches, 3, 6, ("one batch", "two batches")[seed % 2], seed=seed, without=without)
+    assert_equal_bits(run, expected)
+    return run.most_apart
+
+
+def test_every_order_that_the_waits_allow_gives_the_same_bits() -> None:
+    assert max(run_in_three(seed) for seed in range(count(8, 60))) > 0, "the ranks went in step"
+
+
+@pytest.mark.parametrize("wait", get_args(RankWait))
+def test_without_any_one_wait_some_order_gives_wrong_bits(wait: RankWait) -> None:
+    for seed in range(20):
+        try:
+            run_in_three(seed, without=wait)
+        except StuckError:
+            raise  # leaving out a wait must not block a run
+        except (AssertionError, RowcastError, IndexError, RuntimeError):
+            return
+    pytest.fail(f"20 seeds without the wait {wait!r} gave the right bits: it is not needed, or this test cannot see it")
+
+
+# what is refused
+
+
+def test_a_model_with_running_statistics_is_refused() -> None:
+    job = small_job("sgd", model={"kind": "tests.system.odd_models:normalized_model"})
+    batches = small_batches(job, "single", num_steps=2, eval_at=())
+    with pytest.raises(ConfigError, match=r"changes its buffer norm\.\w+ while it trains"):
+        ranked(job, batches, 2, 2, "everything")

@@ -97,10 +97,10 @@ class DueChecks:
 
     def too_large(self, block: Bytes) -> list[int]:
         """Which of `limited` hold a value outside its limits, in one pass. A negative one is large when unsigned."""
-        words = block.view(np.uint32)
-        bounds = self.bounds[:-1] if self.bounds[-1:] == len(words) else self.bounds
-        if not len(bounds):
+        if not len(self.bounds):
             return []
+        words = block.view(np.uint32)
+        bounds = self.bounds[:-1] if self.bounds[-1] == len(words) else self.bounds
         largest = np.maximum.reduceat(words, bounds)[::2]  # every second part lies between two arrays
         return np.flatnonzero(largest >= self.limits).tolist()
 
