@@ -41,6 +41,8 @@ from rowcast.job.schema import Job
 from rowcast.job.tables import GroupSpec
 from rowcast.runtime.stages import Doorbell
 from rowcast.trainer.execute.cache import ArrivedStep
+from rowcast.trainer.execute.metrics import Shown
+from rowcast.trainer.execute.streams import Streams
 from rowcast.trainer.kernels import GroupLookup, RecordViews, Rule
 from rowcast.trainer.models.embedding import Embeddings
 from rowcast.trainer.models.evaluate import EvalCounts
@@ -109,17 +111,20 @@ class NoModel:
     def __init__(self, embeddings: Embeddings) -> None:
         self._embeddings = embeddings
 
-    def train(self, step: ArrivedStep, loss: Tensor) -> None:
+    def issue_train(self, streams: Streams, step: ArrivedStep, loss: Tensor) -> None:
+        streams.compute.run(lambda: self._train(step))
+
+    def _train(self, step: ArrivedStep) -> None:
         lookups = step_lookups(step)
         pooled = self._embeddings.pool(lookups)
         update = self._embeddings.expect_update(lookups, step.header.train_step)
         self._embeddings.by_feature(pooled, lookups)
         update.apply(pooled)
 
-    def evaluate(self, step: ArrivedStep) -> None:
+    def issue_evaluate(self, streams: Streams, step: ArrivedStep, shown: Shown) -> None:
         raise AssertionError("the stream has train steps only")
 
-    def close_evaluation(self) -> EvalCounts:
+    def issue_close(self, streams: Streams, closed: list[EvalCounts]) -> None:
         raise AssertionError("the stream has train steps only")
 
     def state(self) -> Tensors:

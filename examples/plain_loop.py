@@ -144,7 +144,8 @@ def add_up(parts: Sequence[int], gradients_of: Callable[[int], Gradients]) -> Gr
 def plus(a: Tensor | None, b: Tensor | None) -> Tensor | None:
     """A part without a gradient adds zeros; where no part has one, there is none."""
     if a is None or b is None:
-        return None if a is b else (a if b is None else b) + 0.0  # type: ignore[operator]
+        some = b if a is None else a
+        return None if some is None else some + 0.0
     return a + b
 
 
@@ -166,6 +167,7 @@ def run_plain_loop(
     for scheduled in itertools.chain([first], batches):
         loss, *gradients = add_up(range(parts), partial(part_gradients, job, side, tables, scheduled, parts))
         if scheduled.kind == "train":
+            assert loss is not None, "a batch has samples"
             for weight, gradient in zip(trained, gradients, strict=True):
                 weight.grad = gradient
             side.step(scheduled.train_step)

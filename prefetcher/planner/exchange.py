@@ -44,7 +44,8 @@ def ordered_sum(sources: Sequence[I64]) -> OrderedSum:
     nodes = np.repeat(np.arange(len(sources)), [len(own) for own in sources])
     places = np.argsort(keys, kind="stable")  # by row, and by source within a row
     keys, nodes = keys[places], nodes[places]
-    additions, level_ends = [np.zeros((2, 0), np.int64)], []
+    additions = [np.zeros((2, 0), np.int64)]
+    level_ends: list[int] = []
     for _ in range((len(sources) - 1).bit_length()):
         nodes >>= 1
         joins = np.flatnonzero((keys[1:] == keys[:-1]) & (nodes[1:] == nodes[:-1]))

@@ -108,7 +108,8 @@ class InProcessCollectives:
             assert len(tensor) % self.count == 0, f"{len(tensor)} rows for {self.count} ranks"
             sizes = [len(tensor) // self.count] * self.count
         assert sum(sizes) == len(tensor), f"sizes {sizes} for {len(tensor)} rows"
-        return tensor.split(sizes)
+        pieces: Sequence[Tensor] = tensor.split(sizes)  # type: ignore[no-untyped-call]
+        return pieces
 
     def _call(self, name: str, async_op: bool, given: Sequence[Tensor], taken: Sequence[Tensor]) -> Call:
         assert async_op, "one thread runs all ranks, so none may wait"

@@ -8,6 +8,7 @@ import random
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -284,7 +285,7 @@ class InProcessRun:
         self.records = make_records(settings.slots, self.groups, self.streams.device)
         # without a wait they may be given nonsense, and must check it
         kernels = None if settings.without is None else torch_ops
-        self.runner: StepRunner | SharedRunner = (
+        self.runner: Any = (  # a StepRunner, or a SharedRunner where ranks share batches
             StepRunner(job, self.groups, self.records, num_dense, kernels=kernels)
             if sharing is None
             else SharedRunner(

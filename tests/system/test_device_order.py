@@ -11,7 +11,7 @@ from rowcast.job.schema import Job
 from rowcast.job.tables import group_specs
 from rowcast.protocol.batch import ScheduledBatch
 from rowcast.runtime.errors import RowcastError
-from rowcast.trainer.execute.streams import Wait
+from rowcast.trainer.execute.streams import RankWait, Wait
 from tests.support.batches import NUM_DENSE, slots_for, small_batches, small_job
 from tests.support.comparisons import assert_equal_bits
 from tests.support.driver import InProcessRun, Settings, StuckError, start_state
@@ -54,8 +54,8 @@ def test_every_order_that_the_waits_allow_gives_the_bits_of_the_plain_loop(first
         run(seed)
 
 
-# that one: tests/adopt/test_streams.py
-@pytest.mark.parametrize("wait", [wait for wait in get_args(Wait) if wait != "used"])
+# those: tests/adopt/test_streams.py, tests/system/test_ranks.py
+@pytest.mark.parametrize("wait", [wait for wait in get_args(Wait) if wait not in ("used", *get_args(RankWait))])
 def test_without_any_one_wait_some_order_gives_wrong_bits(wait: Wait) -> None:
     for seed in range(50):
         try:

@@ -42,7 +42,7 @@ def test_spans_add_up_to_the_seconds_that_the_metrics_count(tmp_path: Path) -> N
         job, batches, Settings(slots=slots_for(group_specs(job), batches, "one batch"), seeded_streams=False)
     )
     ours, theirs = run.prefetcher.counters, run.trainer.counters
-    run.runner._clock._spent = theirs.spent  # type: ignore[attr-defined]
+    run.runner._clock._spent = theirs.spent
     with Timeline(tmp_path, "prefetcher") as ours.timeline, Timeline(tmp_path, "trainer") as theirs.timeline:
         run.run()
         for reason in get_args(rowcast.prefetcher.pipeline.metrics.StallReason):
