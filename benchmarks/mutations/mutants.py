@@ -196,8 +196,8 @@ PROTOCOL = (
     ),
     Mutant(
         "a slot one beyond the cache passes",
-        'slots: Annotated[A, ArrayLayout("i4", (N,), below=SLOTS)]',
-        'slots: Annotated[A, ArrayLayout("i4", (N,), below=SLOTS + 1)]',
+        'slots: Annotated[A, ArrayLayout("i4", (N,), below=READABLE)]',
+        'slots: Annotated[A, ArrayLayout("i4", (N,), below=READABLE + 1)]',
         "tests/hostile/test_peers.py::test_a_value_one_beyond_its_range_is_refused[slots]",
     ),
     Mutant(
@@ -208,8 +208,8 @@ PROTOCOL = (
     ),
     Mutant(
         "a row may be updated twice in a step",
-        "(U,), below=SLOTS, distinct=True",
-        "(U,), below=SLOTS",
+        "(U,), below=READABLE, distinct=in_one_part",
+        "(U,), below=READABLE",
         "tests/hostile/test_peers.py::test_a_trainer_ends_with_a_sentence_when_its_prefetcher_sends[an update twice]",
     ),
     Mutant(

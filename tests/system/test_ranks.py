@@ -9,13 +9,14 @@ import itertools
 from collections.abc import Iterator, Mapping
 from typing import Any, get_args
 
+import msgspec
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from examples.plain_loop import run_plain_loop
-from rowcast.job.schema import Job
+from rowcast.job.schema import Job, Optimizer
 from rowcast.job.tables import group_specs
 from rowcast.protocol.batch import ScheduledBatch
 from rowcast.runtime.errors import ConfigError, RowcastError
@@ -28,16 +29,15 @@ from tests.support.repeats import count
 
 Plain = tuple[list[float], dict[str, Tensor]]
 ODD = "tests.system.odd_models:"
+CLIPPED = {
+    "sparse": {"kind": "adagrad", "lr": 0.05, "clip_rows": 1e-3},
+    "dense": {"kind": "adam", "lr": 0.01, "clip_norm": 0.05, "weight_decay": 0.1},
+}
 MIXED = {"dtypes": ("fp32", "bf16", "fp16", "bf16")}
 CASES: Mapping[str, Mapping[str, Any]] = {
     "rounded rows": MIXED,
     "master rows": {**MIXED, "master": True},
-    "clipped": {
-        "optimizer": {
-            "sparse": {"kind": "adagrad", "lr": 0.05, "clip_rows": 1e-3},
-            "dense": {"kind": "adam", "lr": 0.01, "clip_norm": 0.05, "weight_decay": 0.1},
-        }
-    },
+    "clipped": {"settings": CLIPPED},
     "bf16": {"model": {"precision": "bf16"}},
     "dropout": {"model": {"kind": f"{ODD}dropout_model"}},
     "tables that the model ignores": {"model": {"kind": f"{ODD}dense_only_model"}},
@@ -107,7 +107,11 @@ def test_other_parts_have_other_bits() -> None:
 
 @pytest.mark.parametrize("case", CASES)
 def test_every_setting_has_the_bits_of_the_plain_loop_with_the_same_setting(case: str) -> None:
-    job = small_job("adagrad", "multi", **CASES[case])
+    sections = dict(CASES[case])
+    settings = sections.pop("settings", None)
+    job = small_job("adagrad", "multi", **sections)
+    if settings is not None:
+        job = msgspec.structs.replace(job, optimizer=msgspec.convert(settings, Optimizer))
     batches = small_batches(job, "multi", num_steps=5, eval_at=(2,))
     expected = run_plain_loop(job, start_state(job, NUM_DENSE), batches, 4)
     for ranks in (1, 4):

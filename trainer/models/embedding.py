@@ -157,17 +157,22 @@ class GroupRows:
         """Look-ups of each bag that is averaged, at least 1; 1 for other bags. None if all are 1."""
         if self._means is None or lookup.offsets is None:
             return None
-        counts = lookup.offsets.diff()
         is_mean = torch.cat(
             [mean.expand(num_bags) for mean, num_bags in zip(self._means, self._num_bags(lookup), strict=True)]
         )
-        return torch.where(is_mean, counts.clamp(min=1), 1).float().view(-1, 1)
+        return divisors_of(lookup.offsets, is_mean)
 
     def _num_bags(self, lookup: GroupLookup) -> list[int]:
         num_bags = [lookup.batch_size] * self._num_features
         for feature, num_lookups in zip(self._unpooled, lookup.sequence_lookups, strict=True):
             num_bags[feature] = num_lookups
         return num_bags
+
+
+def divisors_of(offsets: Tensor, is_mean: Tensor) -> Tensor:
+    """Look-ups of each bag that is averaged, at least 1; 1 for other bags. offsets i32 [G + 1]; is_mean bool [G]."""
+    counts = offsets.diff()
+    return torch.where(is_mean, counts.clamp(min=1), 1).float().view(-1, 1)
 
 
 @dataclass(slots=True)

@@ -23,6 +23,7 @@ from rowcast.protocol.messages import ShareHeader
 from rowcast.protocol.plan_layout import EXCHANGE_ARRAYS, ExchangeArrays
 from rowcast.trainer.kernels import GroupLookup, Kernels, RecordViews, Rule
 from rowcast.trainer.kernels.record_views import rows_of
+from rowcast.trainer.models.embedding import divisors_of
 from rowcast.trainer.models.sequences import Embedded, Sequences
 
 
@@ -133,10 +134,9 @@ class SharedRows:
         """Look-ups of each bag that is averaged, at least 1; 1 for other bags. None if all are 1."""
         if not any(self._means) or lookup.offsets is None:
             return None
-        counts = lookup.offsets.diff()
         bags = [own for part in self._bags(share) for own in part]
-        means = torch.tensor(self._means * len(share.part_sizes)).repeat_interleave(torch.tensor(bags))
-        return torch.where(means.to(counts.device), counts.clamp(min=1), 1).float().view(-1, 1)
+        is_mean = torch.tensor(self._means * len(share.part_sizes)).repeat_interleave(torch.tensor(bags))
+        return divisors_of(lookup.offsets, is_mean.to(lookup.offsets.device))
 
 
 def add_levels(values: Tensor, to: Tensor, of: Tensor, level_ends: Sequence[int]) -> None:

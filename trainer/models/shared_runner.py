@@ -163,8 +163,9 @@ class SharedRunner:
         return {**model_state(self.model), **optimizer_state(self.model, self._side.optimizer)}
 
     def restore(self, tensors: Tensors) -> bool:
+        optimizer = self._side.optimizer
         restore_model(self.model, tensors)
-        restore_optimizer(self.model, self._side.optimizer, tensors)
+        restore_optimizer(self.model, optimizer, tensors)
         return False
 
     # exchanges

@@ -1,0 +1,110 @@
+"""A plan of a rank's share is taken as it was made, and refused where a number or a position does not fit."""
+
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from rowcast.job.tables import group_specs
+from rowcast.prefetcher.planner.job_planner import job_planner
+from rowcast.protocol.batch import Batch
+from rowcast.protocol.messages import PlanHeader, ShareHeader, StepReady
+from rowcast.protocol.packing import plan_block, plan_header
+from rowcast.protocol.parts import Rank, samples_of
+from rowcast.protocol.plan_layout import EXCHANGE_ARRAYS, GROUP_ARRAYS
+from rowcast.runtime.arrays import Bytes
+from rowcast.runtime.errors import RemoteProtocolError
+from rowcast.trainer.execute.plan_check import PlanCheck
+from tests.support.batches import NUM_DENSE, small_batches, small_job
+
+RANK = Rank(number=1, count=3, parts=6)
+GROUPS = group_specs(small_job("adagrad", "weighted apart"))
+SLOTS = tuple(group.num_rows for group in GROUPS)
+POSITIONS = [name for name, layout in (GROUP_ARRAYS | EXCHANGE_ARRAYS).items() if layout.below is not None]
+
+
+def plan_of_rank(rank: Rank | None = RANK) -> tuple[PlanHeader, Bytes]:
+    job = small_job("adagrad", "weighted apart")
+    batches = small_batches(job, "weighted apart", num_steps=2, eval_at=())
+    planner = job_planner(job, GROUPS, SLOTS, batches, rank=rank)
+    planner.add(batches[0])
+    planner.end()
+    _, plan = planner.plan()
+    batch = batches[0].batch
+    own = slice(None) if rank is None else samples_of(batch.size, rank)
+    block = plan_block(share := Batch(dense=batch.dense[own], labels=batch.labels[own], ids=batch.ids), plan)
+    content = np.zeros(block.nbytes, np.uint8)
+    block.write(0, content)
+    return plan_header(share, plan, block), content
+
+
+def take(header: PlanHeader, content: Bytes, rank: Rank | None = RANK) -> None:
+    check = PlanCheck(GROUPS, SLOTS, NUM_DENSE, 0, 2**20, is_tcp=True, rank=rank)
+    check.message(StepReady(step=0, piece=0, num_pieces=1, plan=header, payload=None, arrays=None, rows=()))
+    check.arrays(0, content)
+
+
+def test_what_the_planner_makes_passes() -> None:
+    take(*plan_of_rank())
+
+
+def with_share(header: PlanHeader, change: Callable[[ShareHeader], dict[str, Any]]) -> PlanHeader:
+    assert header.share is not None
+    first, *others = header.share.groups
+    changed = msgspec.structs.replace(first, **change(first))
+    return msgspec.structs.replace(header, share=msgspec.structs.replace(header.share, groups=(changed, *others)))
+
+
+LIES: dict[str, tuple[Callable[[ShareHeader], dict[str, Any]], str]] = {
+    "a rank too many": (lambda own: {"send_counts": (*own.send_counts, 0)}, "sends to 4 ranks instead of 3"),
+    "a rank too few": (lambda own: {"receive_counts": own.receive_counts[1:]}, "receives from 2 ranks instead of 3"),
+    "a row more to send": (
+        lambda own: {"send_counts": (own.send_counts[0] + 1, *own.send_counts[1:])},
+        "array 0.send_slots should be",
+    ),
+    "a row more to receive": (
+        lambda own: {"receive_counts": (own.receive_counts[0] + 1, *own.receive_counts[1:])},
+        "array 0.home_roots should be",
+    ),
+    "2^40 rows": (lambda own: {"send_counts": (2**40, 0, 0)}, "sends 1099511627776 rows"),
+    "a row more to train": (lambda own: {"num_own": own.num_own + 1}, "array 0.roots should be"),
+    "levels that fall": (lambda own: {"levels": (own.levels[0] + 1, own.levels[0])}, "has additions up to"),
+    "more additions than gradients": (lambda own: {"home_levels": (10**6,)}, "has additions up to"),
+    "sequences of one part": (lambda own: {"sequence_lookups": own.sequence_lookups[:1]}, "has sequences of"),
+    "a look-up in another sequence": (
+        lambda own: {"sequence_lookups": tuple(tuple(n + 1 for n in part) for part in own.sequence_lookups)},
+        "has sequences of",
+    ),
+}
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_numbers_that_do_not_fit_are_refused(lie: str) -> None:
+    header, content = plan_of_rank()
+    change, sentence = LIES[lie]
+    with pytest.raises(RemoteProtocolError, match=sentence):
+        take(with_share(header, change), content)
+
+
+@pytest.mark.parametrize("name", POSITIONS)
+def test_a_position_outside_its_range_is_refused(name: str) -> None:
+    header, content = plan_of_rank()
+    spec = next(spec for spec in header.arrays if spec.name.endswith(f".{name}") and spec.shape[0])
+    content[spec.offset : spec.offset + 4].view(np.int32)[:] = 2**30
+    with pytest.raises(RemoteProtocolError, match=f"{spec.name} holds 1073741824, which is not from 0 to"):
+        take(header, content)
+
+
+def test_a_share_and_a_whole_batch_are_not_taken_for_each_other() -> None:
+    with pytest.raises(RemoteProtocolError, match="brings a share instead of a whole batch"):
+        take(*plan_of_rank(), rank=None)
+    with pytest.raises(RemoteProtocolError, match="brings a whole batch instead of the share of a rank"):
+        take(*plan_of_rank(None))
+
+
+def test_the_share_of_another_rank_is_refused_where_its_samples_are_more_or_fewer() -> None:
+    header, content = plan_of_rank()
+    with pytest.raises(RemoteProtocolError, match="brings 21 samples; the parts of this rank have 22 of 64"):
+        take(header, content, Rank(number=2, count=3, parts=6))
