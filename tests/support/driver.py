@@ -56,10 +56,9 @@ from rowcast.trainer.kernels import torch_ops
 from rowcast.trainer.kernels.record_views import part_of
 from rowcast.trainer.models.model_state import Tensors
 from rowcast.trainer.models.runner import StepRunner
-from rowcast.trainer.models.shared_runner import SharedRunner
+from rowcast.trainer.models.shared_runner import Collectives, SharedRunner
 from rowcast.trainer.report.report_json import Evaluation
 from rowcast.trainer.run.handshake import hello
-from tests.support.collectives import InProcessCollectives, Network
 
 # advances without progress after which a run is stuck: the late store's dice and skewed choices stay far below
 QUIET_LIMIT = 20_000
@@ -178,7 +177,7 @@ class Sharing:
     """A pair's place among several that share batches."""
 
     rank: Rank
-    network: Network
+    collectives: Collectives
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -294,7 +293,7 @@ class InProcessRun:
                 self.records,
                 num_dense,
                 sharing.rank,
-                InProcessCollectives(sharing.network, sharing.rank.number),
+                sharing.collectives,
                 kernels,
             )
         )

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from rowcast.job.schema import Job
-from rowcast.job.tables import KEY_SHIFT, ROW_MASK
+from rowcast.job.tables import GroupSpec, make_keys
 from rowcast.protocol.batch import ScheduledBatch
 from rowcast.protocol.parts import Rank
 from rowcast.protocol.shards import Shards
-from tests.support.collectives import Network
+from tests.support.collectives import InProcessCollectives, Network
 from tests.support.driver import QUIET_LIMIT, InProcessRun, Settings, Sharing, StuckError
 from tests.support.full_capacity import bits
 
@@ -34,7 +34,10 @@ class RankedRun:
                 job,
                 batches,
                 replace(settings, seed=settings.seed * ranks + number),
-                sharing=Sharing(rank=Rank(number=number, count=ranks, parts=parts), network=self.network),
+                sharing=Sharing(
+                    rank=Rank(number=number, count=ranks, parts=parts),
+                    collectives=InProcessCollectives(self.network, number),
+                ),
             )
             for number in range(ranks)
         ]
@@ -88,21 +91,26 @@ class RankedRun:
         return first.losses
 
     def state(self) -> dict[str, Tensor]:
-        """Every row from its owner; of the dense weights, which all ranks have, the first rank's."""
-        states = [pair.state() for pair in self.pairs]
-        merged = dict(states[0])
-        for name in self.pairs[0].runner.model.state_dict():
-            for state in states[1:]:
-                assert torch.equal(bits(state[name]), bits(merged[name])), f"ranks have other weights: {name}"
-        for group in self.pairs[0].groups:
-            shards = Shards(group.tables, len(self.pairs))
-            for table in group.tables:
-                keys = (np.arange(table.num_embeddings) & ROW_MASK) | (table.index << KEY_SHIFT)
-                owners = torch.from_numpy(shards.owners(keys))
-                names = [f"embedding_bags.{table.name}.weight"]
-                names += [name for name in merged if name.startswith(f"optimizer.{table.name}.")]
-                for name in names:
-                    merged[name] = torch.stack([state[name] for state in states])[
-                        owners.long(), torch.arange(len(keys))
-                    ]
-        return merged
+        """Every row from its owner, and the dense weights. Asserts that all ranks have the same."""
+        return merged(self.pairs[0].groups, [pair.state() for pair in self.pairs])
+
+
+def merged(groups: Sequence[GroupSpec], states: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """The state of a run from those of its ranks. Asserts that what is not of a table is the same on every rank."""
+    state = {}
+    for group in groups:
+        shards = Shards(group.tables, len(states))
+        for table in group.tables:
+            keys = make_keys(table.index, np.arange(table.num_embeddings))
+            owners = torch.from_numpy(shards.owners(keys)).long()
+            for name in (
+                f"embedding_bags.{table.name}.weight",
+                *(f"optimizer.{table.name}.{p.name}" for p in group.parts),
+            ):
+                if name in states[0]:
+                    state[name] = torch.stack([own[name] for own in states])[owners, torch.arange(len(keys))]
+    for name in states[0].keys() - state.keys():
+        for own in states:
+            assert torch.equal(bits(own[name]), bits(states[0][name])), f"ranks have other values: {name}"
+        state[name] = states[0][name]
+    return state
