@@ -33,7 +33,6 @@ class Network:
 
     def __init__(self, count: int, seed: int) -> None:
         self.calls: list[list[Call]] = [[] for _ in range(count)]
-        self.bytes_moved = 0  # between different ranks
         self._chance = random.Random(seed)
         self._halves: list[Callable[[], None]] = []
 
@@ -64,7 +63,6 @@ class Network:
         half = len(source) // 2
         for rows in (slice(0, half), slice(half, len(source))):
             self._halves.append(lambda rows=rows: self._copy(sender, giving, receiver, taking, rows))  # type: ignore[misc]
-        self.bytes_moved += source.nbytes if sender != receiver else 0
 
     def _copy(self, sender: int, giving: Call, receiver: int, taking: Call, rows: slice) -> None:
         taking.taken[sender][rows].copy_(giving.given[receiver][rows])

@@ -86,7 +86,7 @@ def ranked(
 def test_any_number_of_ranks_gives_the_bits_of_the_plain_loop_in_eight_parts(optimizer: str, bags: Bags) -> None:
     job, batches = workload(optimizer, bags)
     turn = OPTIMIZERS.index(optimizer) + BAGS.index(bags)
-    for ranks in (1, 2, 4, 8)[turn % 4 :: count(4, 1)]:
+    for ranks in (1, 2, 4, 8)[turn % (step := count(4, 1)) :: step]:
         run = ranked(job, batches, ranks, 8, late_store=turn % 3 == 0, seed=turn)
         assert_equal_bits(run, plain(optimizer, bags, 8))
         assert len(run.pairs[0].results.evaluations) == 2
