@@ -89,3 +89,19 @@ class NormalizedModel(SmallModel):
 
 def normalized_model(job: Job, num_dense: int) -> nn.Module:
     return NormalizedModel(small_width(job, num_dense), num_dense)
+
+
+class MoodyModel(SmallModel):
+    """One weight is never used, another where the first sample says so: some parts give no gradient of it."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width)
+        self.never, self.sometimes = (nn.Parameter(torch.ones(3)) for _ in range(2))
+
+    def forward(self, dense: Tensor, embeddings: list[Embedded]) -> Tensor:
+        logits = super().forward(dense, embeddings)
+        return logits + dense[:, :3] @ self.sometimes if dense[0, 0] > 0.6 else logits
+
+
+def moody_model(job: Job, num_dense: int) -> nn.Module:
+    return MoodyModel(small_width(job, num_dense))

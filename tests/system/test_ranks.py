@@ -34,6 +34,10 @@ CLIPPED = {
     "dense": {"kind": "adam", "lr": 0.01, "clip_norm": 0.05, "weight_decay": 0.1},
 }
 MIXED = {"dtypes": ("fp32", "bf16", "fp16", "bf16")}
+DECAYING = {  # a weight without a gradient stays as it is
+    "sparse": {"kind": "adagrad", "lr": 0.05},
+    "dense": {"kind": "sgd", "lr": 0.05, "momentum": 0.9, "weight_decay": 0.1},
+}
 CASES: Mapping[str, Mapping[str, Any]] = {
     "rounded rows": MIXED,
     "master rows": {**MIXED, "master": True},
@@ -41,6 +45,7 @@ CASES: Mapping[str, Mapping[str, Any]] = {
     "bf16": {"model": {"precision": "bf16"}},
     "dropout": {"model": {"kind": f"{ODD}dropout_model"}},
     "tables that the model ignores": {"model": {"kind": f"{ODD}dense_only_model"}},
+    "weights that few parts use": {"model": {"kind": f"{ODD}moody_model"}, "settings": DECAYING},
     "a loss of its own": {"model": {"kind": f"{ODD}hinge_model"}},
 }
 
