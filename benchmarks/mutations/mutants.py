@@ -24,6 +24,7 @@ EXACT = "tests/system/test_exact.py::test_every_way_to_train_gives_the_bits_of_t
 FROZEN_ROWS = "tests/stores/test_frozen_rows.py"
 GOING_ON = "tests/checkpoints/test_going_on.py"
 FALLBACK = "tests/kernels/test_triton_fallback.py"
+NUMBERS = "tests/system/test_ranks.py::test_numbers_that_are_no_powers_of_two_have_the_bits_of_as_many_parts"
 LIVES = "tests/simulation/test_lives.py::test_every_life_ends_with_the_bits_of_the_plain_loop"
 ORDER = "tests/protocol/test_order.py::test_what_is_out_of_order_is_refused_with_both_numbers"
 PEERS = "tests/system/test_peers.py"
@@ -1114,4 +1115,68 @@ DEPLOY = (
     ),
 )
 
-MUTANTS = (*PROTOCOL, *PREFETCHER, *TRAINER, *DEPLOY)
+RANKS = (
+    Mutant(
+        "a small batch leaves the last parts empty",
+        "[part * batch_size // parts for part in range(parts + 1)]",
+        "[min(batch_size, part * -(-batch_size // parts)) for part in range(parts + 1)]",
+        "tests/trainer/test_parts.py::test_parts_one_after_the_other_are_the_samples_of_the_batch_in_their_order",
+    ),
+    Mutant(
+        "the blocks of a table are spread by a hash alone",
+        "(blocks >> np.uint64(RUN_BITS)) * GOLDEN",
+        "blocks * GOLDEN",
+        "tests/protocol/test_shards.py",
+    ),
+    Mutant(
+        "rows come by key instead of by owner",
+        'order = np.argsort(owners, kind="stable")',
+        "order = np.arange(len(owners))",
+        "tests/planner/test_exchange.py",
+    ),
+    Mutant(
+        "the bags of a rank's parts lie on each other",
+        "one_after_another(bags, starts(num_bags))",
+        "one_after_another(bags)",
+        f"{NUMBERS}[3-6]",
+    ),
+    Mutant(
+        "parts are added one after the other",
+        "pairs = [level[first : first + 2] for first in range(0, len(level), 2)]",
+        "pairs = [level[:2], *[[own] for own in level[2:]]]",
+        f"{NUMBERS}[5-5]",
+    ),
+    Mutant(
+        "every part counts the same, however large",
+        "torch.tensor(size / shared.batch_size, device=self.device)",
+        "torch.tensor(1 / self._rank.parts, device=self.device)",
+        f"{NUMBERS}[3-3]",
+    ),
+    Mutant(
+        "an owner trains on the gradient of one rank",
+        "add_levels(returned, share.to, share.of, share.header.levels)",
+        "pass",
+        f"{NUMBERS}[3-3]",
+    ),
+    Mutant(
+        "a rank sends back the gradient of one part",
+        "add_levels(gradients, share.home_to, share.home_of, share.header.home_levels)",
+        "pass",
+        f"{NUMBERS}[3-6]",
+    ),
+    Mutant(
+        "a weight that no part uses has a gradient of zeros",
+        "vector[first:end].view_as(weight).clone() if parts else None",
+        "vector[first:end].view_as(weight).clone()",
+        "tests/system/test_ranks.py::test_every_setting_has_the_bits_of_the_plain_loop_with_the_same_setting"
+        "[weights that few parts use]",
+    ),
+    Mutant(
+        "the parts of two ranks drop out the same inputs",
+        "part_seed(self._job.job.seed, shared.step.header.train_step, number)",
+        "part_seed(self._job.job.seed, shared.step.header.train_step, part)",
+        "tests/system/test_ranks.py::test_every_setting_has_the_bits_of_the_plain_loop_with_the_same_setting[dropout]",
+    ),
+)
+
+MUTANTS = (*PROTOCOL, *PREFETCHER, *TRAINER, *DEPLOY, *RANKS)
