@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.support.processes import Launch, Session
 from tests.support.starter import Starter
@@ -13,6 +14,15 @@ from tests.support.starter import Starter
 def launcher(starter: Starter) -> Launch:
     """How processes are started. A module that is about their start has another one."""
     return starter.launch
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """For torch, as in every rank of a test."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ any time that the waits between streams leave open.
 
 import functools
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, get_args
 
 import msgspec
@@ -27,6 +27,7 @@ from tests.support.full_capacity import bits
 from tests.support.ranked_run import RankedRun
 from tests.support.repeats import count
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 Plain = tuple[list[float], dict[str, Tensor]]
 ODD = "tests.system.odd_models:"
 CLIPPED = {
@@ -48,14 +49,6 @@ CASES: Mapping[str, Mapping[str, Any]] = {
     "weights that few parts use": {"model": {"kind": f"{ODD}moody_model"}, "settings": DECAYING},
     "a loss of its own": {"model": {"kind": f"{ODD}hinge_model"}},
 }
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def assert_equal_bits(run: RankedRun, plain: Plain) -> None:

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 from safetensors.torch import load_file
 
@@ -20,6 +21,7 @@ from tests.support.full_capacity import bits
 from tests.support.gloo_rank import CASES, workload
 from tests.support.ranked_run import merged
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 ROOT = Path(__file__).parents[2]
 RANKS = 3
 
@@ -35,7 +37,6 @@ def test_three_processes_have_the_bits_of_the_plain_loop_in_six_parts(tmp_path: 
         timeout=400,
     )
     assert started.returncode == 0, started.stderr
-    torch.set_num_threads(1)
     for optimizer, bags in CASES:
         job, batches = workload(optimizer, bags)
         losses, end = run_plain_loop(job, start_state(job, NUM_DENSE), batches, 2 * RANKS)
