@@ -3,11 +3,12 @@
     block    | dense | labels | 0.slots | ... | 0.long_rows | 0.chunk_offsets | ... |
                from the ring, piece by piece    from page-locked memory, after the last byte has arrived
 
-Arrays that follow from others are not sent: the host derives them. It copies them to the device before the block's last
-piece, on the same stream, so the copy needs no event of its own.
+Arrays that follow from others are not sent: the mail thread derives them. The main thread copies them to the device
+before the block's last piece, on the same stream, so the copy needs no event of its own.
 """
 
 import math
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -24,6 +25,14 @@ from rowcast.trainer.execute.streams import Streams
 from rowcast.trainer.kernels.chunks import Chunks, chunk_arrays, most_chunk_items
 
 DTYPES = {"f4": torch.float32, "i4": torch.int32, "i8": torch.int64, "u1": torch.uint8}
+
+
+@dataclass(frozen=True, slots=True)
+class DerivedArrays:
+    """What follows from a plan's arrays, on the host."""
+
+    items: I32  # all of them, each from a multiple of ARRAY_ALIGNMENT bytes
+    places: dict[str, tuple[int, int]]  # where each array begins and ends in `items`
 
 
 class PlanMemory:
@@ -49,19 +58,14 @@ class PlanMemory:
             self._derived_items = self._derived.numpy().view(np.int32)
         return self._block[: header.arrays_bytes]
 
-    def derive(self, header: PlanHeader, content: Bytes) -> dict[str, Tensor]:
-        """Chunks of each group's long rows, on the device. `content` u8 [arrays_bytes]: the plan's arrays, checked."""
-        segments = [i32_of(content, spec) for spec in header.arrays if spec.name.endswith(".segment_offsets")]
-        items, places, end = self._derived_items, {}, 0  # where each array is, counted in items
-        for name, array in chunk_arrays(segments).items():
-            places[name] = end, end + len(array)
-            items[end : end + len(array)] = array
-            end = aligned(end + len(array), ARRAY_ALIGNMENT // items.itemsize)
-        nbytes = end * items.itemsize
+    def put(self, header: PlanHeader, derived: DerivedArrays) -> dict[str, Tensor]:
+        """Issues their copy to the device; returns them there."""
+        nbytes = derived.items.nbytes
+        self._derived_items[: len(derived.items)] = derived.items
         block = self._block[header.arrays_bytes : header.arrays_bytes + nbytes]
         self._streams.copy_in.copy(self._derived[:nbytes], block)
-        derived = block.view(torch.int32)
-        return {name: derived[first:last] for name, (first, last) in places.items()}
+        items = block.view(torch.int32)
+        return {name: items[first:last] for name, (first, last) in derived.places.items()}
 
     def _allocate(self, step: int, nbytes: int) -> Tensor:
         try:
@@ -76,6 +80,19 @@ class PlanMemory:
     def _host_memory(self, nbytes: int) -> Tensor:
         is_cuda = self._streams.device.type == "cuda"
         return torch.empty(aligned(nbytes, ARRAY_ALIGNMENT), dtype=torch.uint8, device="cpu", pin_memory=is_cuda)
+
+
+def derive(header: PlanHeader, content: Bytes) -> DerivedArrays:
+    """The chunks of each group's long rows. `content` u8 [arrays_bytes]: the plan's arrays, checked. Any thread."""
+    segments = [i32_of(content, spec) for spec in header.arrays if spec.name.endswith(".segment_offsets")]
+    arrays, places, end = chunk_arrays(segments), {}, 0
+    for name, array in arrays.items():
+        places[name] = end, end + len(array)
+        end = aligned(end + len(array), ARRAY_ALIGNMENT // 4)
+    items = np.zeros(end, np.int32)
+    for array, (first, last) in zip(arrays.values(), places.values(), strict=True):
+        items[first:last] = array
+    return DerivedArrays(items, places)
 
 
 def most_chunk_bytes(header: PlanHeader) -> int:
