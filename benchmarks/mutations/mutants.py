@@ -780,8 +780,8 @@ TRAINER = (
     ),
     Mutant(
         "consecutive plans share their memory",
-        "self._plans[message.step % len(self._plans)]",
-        "self._plans[message.step // 2 % len(self._plans)]",
+        "self._plans[step % len(self._plans)]",
+        "self._plans[step // 2 % len(self._plans)]",
         "tests/trainer/test_plan_memory.py",
     ),
     Mutant(
