@@ -53,6 +53,7 @@ from rowcast.runtime.errors import ConfigError, DataError, RowcastError
 SEGMENT_BYTES = 2**26  # at most
 SEGMENTS = 64  # at least
 BUFFER_BYTES = 2**20
+CHANCES, OWNER_SECONDS = 100, 0.05
 RESTART = "then start again: the run continues from its newest checkpoint"
 
 
@@ -189,14 +190,23 @@ class SegmentFile:
     # writers
 
     def write(self, keys: Keys, records: Records) -> Places:
-        may_have_room = True
-        while True:
+        chances = CHANCES
+        while chances:
             with self._writing:
                 if self._make_room(len(keys), SPARE):
                     return self._append(keys, records.view(np.uint64))
-            if not may_have_room:
-                raise self._no_room(len(keys))
-            may_have_room = self._tidy(urgent=True) or self._wait_for_holds()
+            if not self._tidy(urgent=True) and not self._wait_for_holds():
+                # another thread may have made room meanwhile, or be about to free rows
+                chances = chances - 1 if self._wait_for_owner() else min(chances - 1, 1)
+        raise self._no_room(len(keys))
+
+    def _wait_for_owner(self) -> bool:
+        """Gives other threads time to take the places that they were given, and to free rows. False if all did."""
+        with self._left:
+            if not self._segments.try_again():
+                return False
+            self._left.wait(OWNER_SECONDS)
+            return True
 
     def _wait_for_holds(self) -> bool:
         """Waits until another segment is free. False if no thread keeps one from being free."""

@@ -118,6 +118,13 @@ class Segments:
         self._cleared[segment] = first + most_pages >= self.num_pages
         return self._piece
 
+    def try_again(self) -> bool:
+        """Lets segments be chosen again of which all pieces were given out, although they have rows: their owner has
+        not yet freed these rows, or taken their places. Returns whether there are any."""
+        again = self._sealed & self._cleared
+        self._cleared[again] = False
+        return bool(again.any())
+
     def _victim(self, *, urgent: bool) -> int | None:
         """The sealed segment with the fewest live rows, if it is to be emptied."""
         sealed = np.flatnonzero(self._sealed & ~self._cleared)
