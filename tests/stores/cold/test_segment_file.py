@@ -299,13 +299,12 @@ def test_a_place_is_not_used_again_before_every_hold_entered_before_is_left(tmp_
             first = file.hold()
             first.__enter__()
             owner.drop(some[0])
-        with file.hold():
-            pass
         assert owner.write(some[1]).tolist() != places.tolist()
         later = file.hold()
         later.__enter__()
+        assert owner.write(some[2]).tolist() != places.tolist()
         first.__exit__(None, None, None)
-        assert owner.write(some[2]).tolist() == places.tolist()
+        assert owner.write(some[3]).tolist() == places.tolist()
         later.__exit__(None, None, None)
 
 
