@@ -317,7 +317,7 @@ class SegmentFile:
         """Moves the live rows of a piece."""
         with self._tidying, self.hold():
             with self._lock:
-                piece = self._segments.next_piece(len(self._buffer), urgent=urgent)
+                piece = self._segments.next_piece(len(self._buffer), self._room, urgent=urgent)
             if piece is None:
                 return False
             assert self._places_of is not None
@@ -326,8 +326,8 @@ class SegmentFile:
             live = self._places_of(keys) == old
             if live.any():
                 with self._writing:
-                    if not self._make_room(int(live.sum()), 0):
-                        return False  # rows of the last segments that were tidied are not freed yet
+                    has_room = self._make_room(int(live.sum()), 0)
+                    assert has_room, f"{self._name} has no room for the rows of a segment that is tidied"
                     new = self._append(keys[live], words[live])
                 self._settle(Moved(keys[live], old[live], new))
             return True

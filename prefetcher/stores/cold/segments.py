@@ -62,9 +62,8 @@ class Segments:
         return segment
 
     def seal(self, segment: int) -> None:
+        """Its last rows have not been freed."""
         self._sealed[segment] = True
-        if self._live[segment] == 0:
-            self._empty(segment)
 
     def _empty(self, segment: int) -> None:
         self._sealed[segment] = False
@@ -106,10 +105,14 @@ class Segments:
 
     # garbage
 
-    def next_piece(self, most_pages: int, *, urgent: bool) -> Piece | None:
-        """What to move next. None if there is not much garbage; if `urgent`, only if there is none."""
+    def next_piece(self, most_pages: int, room: int, *, urgent: bool) -> Piece | None:
+        """What to move next. None if there is not much garbage; if `urgent`, only if there is none.
+
+        `room`: rows that fit into the open segment. A segment is chosen only if all its rows fit, so that even where
+        their owner is slow to free them, the newest such segment can be emptied later.
+        """
         if self._piece is None or self._cleared[self._piece.segment]:
-            segment = self._victim(urgent=urgent)
+            segment = self._victim(room, urgent=urgent)
             if segment is None:
                 return None
             self._piece = Piece(segment, 0, 0)
@@ -125,13 +128,16 @@ class Segments:
         self._cleared[again] = False
         return bool(again.any())
 
-    def _victim(self, *, urgent: bool) -> int | None:
+    def _victim(self, room: int, *, urgent: bool) -> int | None:
         """The sealed segment with the fewest live rows, if it is to be emptied."""
         sealed = np.flatnonzero(self._sealed & ~self._cleared)
         if not len(sealed):
             return None
         segment = int(sealed[np.argmin(self._live[sealed])])
-        num_dead = self.num_rows - int(self._live[segment])
+        num_live = int(self._live[segment])
+        num_dead = self.num_rows - num_live
+        if num_live > room + self.num_free() * self.num_rows:
+            return None
         if urgent:
             return segment if num_dead else None
         much = 2 * self.num_garbage > len(sealed) * self.num_rows and 2 * num_dead > self.num_rows
