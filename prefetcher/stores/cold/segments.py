@@ -41,7 +41,7 @@ class Segments:
         self._emptied = deque[tuple[int, int]]()  # the newest hold then, and the segment
         self._holds = dict[int, None]()  # entered and not left, ascending
         self._newest_hold = 0
-        self._piece: Piece | None = None  # the newest one
+        self._piece: Piece | None = None  # the newest one, if its segment has more
         self._cleared = np.zeros(count, np.bool_)  # its pieces were all given out in this use
 
     # segments
@@ -111,15 +111,17 @@ class Segments:
         `room`: rows that fit into the open segment. A segment is chosen only if all its rows fit, so that even where
         their owner is slow to free them, the newest such segment can be emptied later.
         """
-        if self._piece is None or self._cleared[self._piece.segment]:
+        piece = self._piece
+        if piece is None:
             segment = self._victim(room, urgent=urgent)
             if segment is None:
                 return None
-            self._piece = Piece(segment, 0, 0)
-        segment, first = self._piece.segment, self._piece.first_page + self._piece.num_pages
-        self._piece = Piece(segment, first, min(most_pages, self.num_pages - first))
-        self._cleared[segment] = first + most_pages >= self.num_pages
-        return self._piece
+            piece = Piece(segment, 0, 0)
+        segment, first = piece.segment, piece.first_page + piece.num_pages
+        piece = Piece(segment, first, min(most_pages, self.num_pages - first))
+        self._cleared[segment] = first + piece.num_pages == self.num_pages
+        self._piece = None if self._cleared[segment] else piece
+        return piece
 
     def try_again(self) -> bool:
         """Lets segments be chosen again of which all pieces were given out, although they have rows: their owner has

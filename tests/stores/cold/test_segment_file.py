@@ -358,11 +358,12 @@ def test_a_write_that_needs_a_held_segment_waits_until_the_hold_is_left(
 
 
 @pytest.mark.parametrize("freed", [True, False], ids=["frees them", "takes their places"])
+@pytest.mark.parametrize("everywhere", [True, False], ids=["in all segments", "in one segment"])
 def test_a_write_waits_until_another_thread_frees_rows_or_takes_the_places_it_was_given(
-    tmp_path: Path, another: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch, freed: bool
+    tmp_path: Path, another: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch, freed: bool, everywhere: bool
 ) -> None:
     file, owner = open_small(tmp_path)
-    most, waiting = room(file), threading.Event()
+    most, segment, waiting = room(file), file.most // SEGMENTS, threading.Event()
     wait_for_owner = file._wait_for_owner
 
     def wait_and_tell() -> bool:
@@ -372,9 +373,11 @@ def test_a_write_waits_until_another_thread_frees_rows_or_takes_the_places_it_wa
     monkeypatch.setattr(file, "_wait_for_owner", wait_and_tell)
     with closing(file):
         owner.write(keys_of(range(most)))
-        owner.drop(keys_of(range(0, most, 2)))
-        late = {key: owner.rows.pop(key) for key in keys_of(range(1, most, 4)).tolist()}
-        written = another.submit(owner.write, keys_of(range(most, most + most // 4)))
+        own = range(most) if everywhere else range(5 * segment, 6 * segment)
+        owner.drop(keys_of(own[::2]))
+        late = {key: owner.rows.pop(key) for key in keys_of(own[1 :: 4 if everywhere else 2]).tolist()}
+        num_rows = most // 4 if everywhere else segment * 3 // 2
+        written = another.submit(owner.write, keys_of(range(most, most + num_rows)))
         assert waiting.wait(60)
         if freed:
             file.free(np.array(list(late)), np.array([place for place, _ in late.values()], np.uint32))
