@@ -339,7 +339,7 @@ def test_a_trainer_ends_with_a_sentence_when_its_prefetcher_sends(name: str) -> 
 
 def test_a_bad_plan_is_refused_where_it_arrives_and_not_by_the_thread_that_issues_work() -> None:
     hostile = HostileRun(PREFETCHER, in_array("0.slots", at(3, 10**8)))
-    with pytest.raises(RemoteProtocolError, match="0.slots holds 100000000") as refused:
+    with pytest.raises(RemoteProtocolError, match=r"0\.slots holds 100000000") as refused:
         hostile.run()
     callers = {frame.name for frame in refused.traceback}
     assert "_received" in callers

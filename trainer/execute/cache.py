@@ -97,6 +97,7 @@ class DeviceCache:
         self._last_issued: int | None = None
         # names of each group's arrays in a plan
         self._fetch_slots = [f"{group}.fetch_slots" for group in range(len(self._groups))]
+        self._fill_slots = [f"{group}.fill_slots" for group in range(len(self._groups))]
         self._checksum_names = [
             name for group in range(len(self._groups)) for name in (fetched_name(group), victims_name(group))
         ]
@@ -246,7 +247,8 @@ class DeviceCache:
         self._clock.lap("gather")
         staged = arrived.staged[message.piece]
         if staged is not None:
-            self._slots.scatter(staged.content, message.rows, self._slots_of(arrived, message.rows))
+            slots = self._slots_of(arrived, message.rows, self._fill_slots)
+            self._slots.scatter(staged.content, message.rows, slots)
         self._clock.lap("fill")
         self._check_filled(arrived, message)
         arrived.filled.append(fill.record())
@@ -280,14 +282,14 @@ class DeviceCache:
             if (dirty := min(span.count, arrived.header.groups[span.group].num_dirty - span.start)) > 0
         ]
 
-    def _slots_of(self, arrived: ArrivedStep, spans: Sequence[RowSpan]) -> list[Tensor]:
-        return [arrived.arrays[self._fetch_slots[span.group]][span.start : span.start + span.count] for span in spans]
+    def _slots_of(self, arrived: ArrivedStep, spans: Sequence[RowSpan], names: Sequence[str]) -> list[Tensor]:
+        return [arrived.arrays[names[span.group]][span.start : span.start + span.count] for span in spans]
 
     def _gather_victims(self, arrived: ArrivedStep, victims: list[RowSpan], room: StagingSpan) -> None:
         arrived.num_gathered += sum(span.count for span in victims)
         self._evict_staging.send(
             victims,
-            self._slots_of(arrived, victims),  # a victim leaves the slot that the fetched row takes
+            self._slots_of(arrived, victims, self._fetch_slots),  # a victim leaves the slot that the fetched row takes
             room,
             step=arrived.step,
             barrier=None,

@@ -1,6 +1,6 @@
 """Holds the arrays of one plan on the device, including those derived on the host.
 
-    block    | dense | labels | 0.slots | ... | 0.long_rows | 0.chunk_offsets | ... |
+    block    | dense | labels | 0.slots | ... | 0.long_rows | 0.chunk_offsets | ... | 0.fill_slots | ... |
                from the ring, piece by piece    from page-locked memory, after the last byte has arrived
 
 Arrays that follow from others are not sent: the mail thread derives them. The main thread copies them to the device
@@ -33,6 +33,7 @@ class DerivedArrays:
 
     items: I32  # all of them, each from a multiple of ARRAY_ALIGNMENT bytes
     places: dict[str, tuple[int, int]]  # where each array begins and ends in `items`
+    indices: list[str]  # those of int64, which torch wants for the places that it writes to
 
 
 class PlanMemory:
@@ -50,7 +51,7 @@ class PlanMemory:
 
     def open(self, step: int, header: PlanHeader) -> Tensor:
         """u8 [arrays_bytes] for the plan's arrays. Raises ConfigError if device memory does not suffice."""
-        derived = most_chunk_bytes(header)
+        derived = most_derived_bytes(header)
         if len(self._block) < header.arrays_bytes + derived:
             self._block = self._allocate(step, header.arrays_bytes + derived)
         if len(self._derived) < derived:
@@ -65,7 +66,10 @@ class PlanMemory:
         block = self._block[header.arrays_bytes : header.arrays_bytes + nbytes]
         self._streams.copy_in.copy(self._derived[:nbytes], block)
         items = block.view(torch.int32)
-        return {name: items[first:last] for name, (first, last) in derived.places.items()}
+        arrays = {name: items[first:last] for name, (first, last) in derived.places.items()}
+        for name in derived.indices:
+            arrays[name] = arrays[name].view(torch.int64)
+        return arrays
 
     def _allocate(self, step: int, nbytes: int) -> Tensor:
         try:
@@ -83,22 +87,30 @@ class PlanMemory:
 
 
 def derive(header: PlanHeader, content: Bytes) -> DerivedArrays:
-    """The chunks of each group's long rows. `content` u8 [arrays_bytes]: the plan's arrays, checked. Any thread."""
+    """The chunks of each group's long rows, and its fetch_slots as "<group>.fill_slots", i64.
+
+    `content` u8 [arrays_bytes]: the plan's arrays, checked. Any thread.
+    """
     segments = [i32_of(content, spec) for spec in header.arrays if spec.name.endswith(".segment_offsets")]
-    arrays, places, end = chunk_arrays(segments), {}, 0
+    fetched = [i32_of(content, spec) for spec in header.arrays if spec.name.endswith(".fetch_slots")]
+    indices = {f"{group}.fill_slots": slots.astype(np.int64).view(np.int32) for group, slots in enumerate(fetched)}
+    arrays, places, end = chunk_arrays(segments) | indices, {}, 0
     for name, array in arrays.items():
         places[name] = end, end + len(array)
         end = aligned(end + len(array), ARRAY_ALIGNMENT // 4)
     items = np.zeros(end, np.int32)
     for array, (first, last) in zip(arrays.values(), places.values(), strict=True):
         items[first:last] = array
-    return DerivedArrays(items, places)
+    return DerivedArrays(items, places, list(indices))
 
 
-def most_chunk_bytes(header: PlanHeader) -> int:
+def most_derived_bytes(header: PlanHeader) -> int:
     """An upper bound; each array begins at a multiple of ARRAY_ALIGNMENT."""
-    spare = len(Chunks._fields) * ARRAY_ALIGNMENT
-    return sum(aligned(4 * most_chunk_items(group.num_lookups), ARRAY_ALIGNMENT) + spare for group in header.groups)
+    spare = (len(Chunks._fields) + 1) * ARRAY_ALIGNMENT
+    return sum(
+        aligned(4 * most_chunk_items(group.num_lookups) + 8 * group.num_fetch, ARRAY_ALIGNMENT) + spare
+        for group in header.groups
+    )
 
 
 def unpack(block: Tensor, specs: tuple[ArraySpec, ...]) -> dict[str, Tensor]:
