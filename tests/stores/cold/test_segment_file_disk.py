@@ -104,10 +104,13 @@ def test_a_flipped_bit_anywhere_on_a_page_is_found(opened: tuple[SegmentFile, Ow
     owner.read_all()
 
 
-def test_a_page_that_another_one_was_written_over_is_found(opened: tuple[SegmentFile, Owner], tmp_path: Path) -> None:
+@pytest.mark.parametrize("page", [3, 4, 5], ids=["of its segment", "as far into its segment", "elsewhere"])
+def test_a_page_that_another_one_was_written_over_is_found(
+    opened: tuple[SegmentFile, Owner], tmp_path: Path, page: int
+) -> None:
     file, owner = opened
-    put_page(file, 5, page_bytes(file, 2))
-    assert_damaged(owner, 5, 5 * ROWS + 3, tmp_path)
+    put_page(file, page, page_bytes(file, 2))
+    assert_damaged(owner, page, page * ROWS + 3, tmp_path)
 
 
 def test_a_page_of_zeros_is_found(opened: tuple[SegmentFile, Owner], tmp_path: Path) -> None:
