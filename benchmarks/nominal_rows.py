@@ -8,8 +8,11 @@ tables; rounds in turn, each of
     10**12      ids spread over 10**12 rows in all, numbered as they are touched
 
 Memory is the prefetcher's peak. Rows are counted in the run's last checkpoint, which has every row that was trained.
+`--stages`: no runs, but the prefetcher's work for each step in one thread, in order and over 10**12 in turn: it plans,
+reads the rows that come and writes those that leave. Processor time, steps of the second half; a busy machine disturbs
+this ratio less than those of runs.
 
-    python -m benchmarks.nominal_rows
+    python -m benchmarks.nominal_rows [--stages]
 """
 
 import argparse
@@ -19,6 +22,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,16 +34,21 @@ from benchmarks.machine import machine
 from benchmarks.planner import SPREAD_ROWS, job, spread_ids
 from benchmarks.processes import turns
 from rowcast.job.schema import CRITEO_KAGGLE_CARDINALITIES, Job
+from rowcast.job.tables import group_specs
 from rowcast.prefetcher.cli import app
+from rowcast.prefetcher.planner.planner import RowPlanner
 from rowcast.prefetcher.readers.reader import open_reader
 from rowcast.prefetcher.readers.schedule import schedule
 from rowcast.prefetcher.stores import memory_store
-from rowcast.protocol.batch import Batch
+from rowcast.prefetcher.stores.store import finish
+from rowcast.prefetcher.stores.tracked_store import TrackedStore
+from rowcast.protocol.batch import Batch, ScheduledBatch
 from rowcast.trainer.report.report_json import Report, read_report
 
 NUM_TABLES = len(CRITEO_KAGGLE_CARDINALITIES)
 BATCH, DIM, RECORD_BYTES = 2048, 16, 80
 WAYS = ("in order", "as touched", "10**12")
+SLOTS, HORIZON = 400_000, 16  # 32 MiB
 IN_ORDER = "--in-order"  # with this option the file is a prefetcher that numbers rows table after table
 MIB = 2**20
 
@@ -111,13 +120,61 @@ def start(module: list[str], config: Path, log: IO[bytes]) -> subprocess.Popen[b
     return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=log)
 
 
+class Prefetcher:
+    """The stages of a prefetcher, in the caller's thread. Rows come back as they were sent."""
+
+    def __init__(self, rows: list[int], num_batches: int, in_order_bytes: int) -> None:
+        wide = job(BATCH, num_batches, rows, DIM)
+        narrow = job(BATCH, num_batches, CRITEO_KAGGLE_CARDINALITIES, DIM)
+        factors = np.array([own // old for own, old in zip(rows, CRITEO_KAGGLE_CARDINALITIES, strict=True)])
+        self.batches = [spread_ids(scheduled, factors) for scheduled in schedule(narrow, open_reader(narrow))]
+        [group] = groups = group_specs(wide)
+        self._planner = RowPlanner(groups, (SLOTS,), depth=4, horizon=HORIZON)
+        memory_store.IN_ORDER_BYTES = in_order_bytes
+        self._store = TrackedStore(memory_store.MemoryStore(group), group, seed=7)
+        self._records = np.zeros((SLOTS, group.record_bytes), np.uint8)
+
+    def cpu_ms(self, batch: ScheduledBatch) -> float:
+        began_ns = time.thread_time_ns()
+        self._planner.add(batch)
+        if self._planner.ready():
+            _, plan = self._planner.plan()
+            rows = plan.groups[0]
+            finish(self._store.read(rows.fetch.keys, self._records[: len(rows.fetch)]))
+            leaving = rows.evict.keys[: rows.num_dirty]
+            finish(self._store.write(leaving, self._records[: len(leaving)]))
+        return (time.thread_time_ns() - began_ns) / 1e6
+
+
+def compare_stages(num_batches: int) -> None:
+    ways = {
+        "in order": Prefetcher(list(CRITEO_KAGGLE_CARDINALITIES), num_batches, 2**60),
+        "10**12": Prefetcher([SPREAD_ROWS // NUM_TABLES] * NUM_TABLES, num_batches, 0),
+    }
+    times: dict[str, list[float]] = {way: [] for way in ways}
+    for step in range(num_batches):
+        for way, own in ways.items():
+            times[way].append(own.cpu_ms(own.batches[step]))
+    settled = slice(num_batches // 2, None)
+    for way in ways:
+        print(f"{way}: {statistics.median(times[way][settled]):.2f} ms a step")
+    show(
+        "10**12 over in order",
+        [statistics.median(w / n for w, n in zip(times["10**12"][settled], times["in order"][settled], strict=True))],
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--batches", type=int, default=300)
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS)
+    parser.add_argument("--stages", action="store_true")
     options = parser.parse_args()
     print(machine())
+    if options.stages:
+        compare_stages(options.batches)
+        return
     train("10**12", 20)  # compiles
     trained: dict[str, list[Trained]] = {way: [] for way in WAYS}
     print(

@@ -549,7 +549,7 @@ PREFETCHER = (
         f"{STORES}/test_stores.py::test_tables_of_a_group_do_not_share_rows",
     ),
     Mutant(
-        "rows whose cells are alike have homes side by side",
+        "rows whose cells are alike have buckets side by side",
         "size = REACH << int(self._layout.implied)",
         "size = REACH",
         f"{STORES}/test_touched_rows.py::test_rows_whose_cells_are_alike_are_told_apart",
@@ -579,8 +579,8 @@ PREFETCHER = (
         f"{STORES}/test_touched_rows.py::test_keys_are_found_while_rows_are_added",
     ),
     Mutant(
-        "a row that lies after its home gets another row's key",
-        "return hashed if home_in(hashed, size) <= bucket else hashed - (ONE << top)",
+        "a row that lies after its own bucket gets another row's key",
+        "return hashed if bucket_in(hashed, size) <= bucket else hashed - (ONE << top)",
         "return hashed",
         f"{STORES}/test_touched_rows.py::test_keys_are_found_in_any_state_of_growth",
     ),

@@ -5,15 +5,15 @@ A row's position in its group is mixed by a bijection. Its bits, at the top of a
     hash    implied | kept        | 0           as many bits as positions have, then zeros
     cell              kept | number + 1         or EMPTY
 
-The hash's highest 32 bits name the row's *home* among the buckets, each one cache line. The row lies in its home or, if
-that is full, in the next bucket that is not, fewer than REACH further. Implied bits are those for which a cell has no
-room. Homes of rows that differ in them are at least REACH buckets apart, so they follow from where a cell lies; and
-within a search, equal cells mean equal rows.
+The hash's highest 32 bits name the row's *own bucket*, a bucket being one cache line. The row lies there or, if that is
+full, in the next bucket that is not, fewer than REACH further. Implied bits are those for which a cell has no room. Own
+buckets of rows that differ in them are at least REACH apart, so these bits follow from where a cell lies; and within a
+search, equal cells mean equal rows.
 
-Buckets grow by an eighth, in place: no row's home moves to the left. A few at a time, from the right, they pass from
-the size *before* to the present one, so that no growth stops a step for long:
+Buckets grow by an eighth, in place: no row's own bucket moves to the left. A few at a time, from the right, they pass
+from the size *before* to the present one, so that no growth stops a step for long:
 
-    buckets    homes left of the frontier | empty | the others, already where the present size wants them
+    buckets    as before, left of the frontier | empty | the others, already where the present size wants them
 """
 
 from typing import NamedTuple
@@ -72,13 +72,13 @@ def position_of(hashed: np.uint64, layout: Layout) -> int:
 
 
 @compiled_loop
-def home_in(hashed: np.uint64, size: int) -> int:
+def bucket_in(hashed: np.uint64, size: int) -> int:
     return np.int64(((hashed >> HIGH) * np.uint64(size)) >> HIGH)  # type: ignore[return-value]
 
 
 @compiled_loop
-def home_of(hashed: np.uint64, before: int, size: int, frontier: int) -> int:
-    old, new = home_in(hashed, before), home_in(hashed, size)
+def bucket_of(hashed: np.uint64, before: int, size: int, frontier: int) -> int:
+    old, new = bucket_in(hashed, before), bucket_in(hashed, size)
     return old if old < frontier else new
 
 
@@ -106,10 +106,10 @@ def find(cells: U64, sizes: I64, layout: Layout, shifts: I64, keys: Keys, number
             key = keys[i + AHEAD]
             hashed = hash_of(key + shifts[key >> KEY_SHIFT], layout)
             numbers[i + AHEAD] = np.int64(hashed)
-            prefetch(cells, home_of(hashed, before, size, frontier) * BUCKET)
+            prefetch(cells, bucket_of(hashed, before, size, frontier) * BUCKET)
         if i >= 0:
             hashed = np.uint64(numbers[i])
-            bucket, kept = home_of(hashed, before, size, frontier), hashed << layout.implied
+            bucket, kept = bucket_of(hashed, before, size, frontier), hashed << layout.implied
             found = number_in(cells, bucket, kept, layout.numbers)
             while found == 0 and is_full(cells, bucket):
                 bucket += 1
@@ -129,7 +129,7 @@ def add(
             continue
         hashed = hash_of(keys[i] + shifts[keys[i] >> KEY_SHIFT], layout)
         count += 1
-        place(cells, home_of(hashed, sizes[BEFORE], sizes[SIZE], sizes[FRONTIER]), hashed, np.uint64(count), layout)
+        place(cells, bucket_of(hashed, sizes[BEFORE], sizes[SIZE], sizes[FRONTIER]), hashed, np.uint64(count), layout)
         numbers[i] = count - 1
         if sizes[FRONTIER] == 0 and 100 * count >= FULL_PERCENT * BUCKET * sizes[SIZE] and sizes[SIZE] < most:
             sizes[FRONTIER] = sizes[SIZE]
@@ -141,11 +141,11 @@ def add(
 
 
 @compiled_loop
-def place(cells: U64, home: int, hashed: np.uint64, number: np.uint64, layout: Layout) -> None:
-    bucket = home
+def place(cells: U64, own: int, hashed: np.uint64, number: np.uint64, layout: Layout) -> None:
+    bucket = own
     while is_full(cells, bucket):
         bucket += 1
-        assert bucket < home + REACH
+        assert bucket < own + REACH
     cell = bucket * BUCKET
     while cells[cell] != EMPTY:
         cell += 1
@@ -171,7 +171,7 @@ def move(cells: U64, sizes: I64, layout: Layout, spare: U64) -> None:
                 cells[cell] = EMPTY
                 moved += 1
     for i in range(moved):
-        place(cells, home_in(spare[i, 0], sizes[SIZE]), spare[i, 0], spare[i, 1], layout)
+        place(cells, bucket_in(spare[i, 0], sizes[SIZE]), spare[i, 0], spare[i, 1], layout)
     sizes[FRONTIER] = start
     if start == 0:
         sizes[BEFORE] = sizes[SIZE]
@@ -184,10 +184,10 @@ def hash_in(cell: np.uint64, bucket: int, size: int, layout: Layout) -> np.uint6
     if layout.implied == 0:
         return kept
     shift, top = np.int64(layout.implied), WORD_BITS - layout.implied
-    # the largest implied bits that any home here or further left has
+    # the largest implied bits of any row whose own bucket is this one or one further left
     implied = min((1 << shift) - 1, (((bucket + 1) << shift) - 1) // size)
     hashed = (np.uint64(implied) << top) | kept
-    return hashed if home_in(hashed, size) <= bucket else hashed - (ONE << top)
+    return hashed if bucket_in(hashed, size) <= bucket else hashed - (ONE << top)
 
 
 @compiled_loop
@@ -205,7 +205,7 @@ def select(
     highest 32 bits in the range `part`. Returns how many there are now."""
     before, size, frontier = sizes[BEFORE], sizes[SIZE], sizes[FRONTIER]
     low, high = np.uint64(part[0]) << HIGH, np.uint64(part[1] - 1) << HIGH
-    bucket, last = home_of(low, before, size, frontier), home_of(high, before, size, frontier)
+    bucket, last = bucket_of(low, before, size, frontier), bucket_of(high, before, size, frontier)
     while bucket <= last or (bucket * BUCKET < len(cells) and is_full(cells, bucket - 1)):
         for cell in range(bucket * BUCKET, bucket * BUCKET + BUCKET):
             if cells[cell] == EMPTY:

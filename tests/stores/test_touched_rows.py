@@ -116,12 +116,12 @@ def test_rows_whose_cells_are_alike_are_told_apart(bit: int) -> None:
 
 @pytest.mark.parametrize("distance", [1, 2, 1000, 2**20, 10**12 // 200_000])
 def test_rows_at_any_distance_from_each_other_spread_over_the_buckets(distance: int) -> None:
-    """Otherwise some would lie further from their homes than REACH, which is an error."""
+    """Otherwise some would lie further from their own buckets than REACH, which is an error."""
     rows = TouchedRows(group_of(10**12), MOST)
     keys = np.concatenate([make_keys(table, np.arange(65_000) * distance) for table in TABLES])
     assert (rows.added(keys) == np.arange(len(keys))).all()
-    homes = rows._cells.reshape(-1, BUCKET)[: rows._sizes[SIZE]]
-    full = np.flatnonzero(homes[:, -1])
+    buckets = rows._cells.reshape(-1, BUCKET)[: rows._sizes[SIZE]]
+    full = np.flatnonzero(buckets[:, -1])
     longest = max(map(len, np.split(full, np.flatnonzero(np.diff(full) > 1) + 1)))
     assert longest < REACH // 4
 
