@@ -22,6 +22,7 @@ from rowcast.prefetcher.stores.store import Keys, Records, RowStore, Ticket
 from rowcast.prefetcher.stores.tracked_store import TrackedStore, open_row_store
 from rowcast.protocol.transport.ring_file import in_memory_buffer
 from tests.support import jobs
+from tests.support.tiers import Restless, tiered
 
 SEED = 5
 INITIAL_SUM = 0.25
@@ -63,10 +64,17 @@ def open_numbered_as_touched() -> MemoryStore:
         return MemoryStore(GROUP)
 
 
+def restless(num_slots: int, seed: int) -> Restless:
+    return Restless(tiered(GROUP, num_slots), all_keys(), seed)
+
+
 MakeStore = Callable[[Path], RowStore]
 STORES: dict[str, MakeStore] = {kind: partial(open_kind, kind) for kind in REGISTERED}
 STORES["memory, numbered as touched"] = lambda folder: open_numbered_as_touched()
 STORES |= {f"late {kind}": lambda folder, kind=kind: LateStore(open_kind(kind, folder), 1) for kind in REGISTERED}  # type: ignore[misc]
+STORES["tiered, 7 rows in memory"] = lambda folder: restless(7, 1)
+STORES["tiered, 200 rows in memory"] = lambda folder: restless(200, 2)
+STORES["late tiered"] = lambda folder: LateStore(restless(60, 3), 1)
 
 
 @contextmanager
