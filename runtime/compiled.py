@@ -48,6 +48,12 @@ def compile_with(function: Function, **options: bool | str) -> Function:
         return cast(Function, numba.njit(nogil=True, **options)(function))
 
 
+ADDRESS, ERROR = numba.types.uintp, numba.types.int32
+# Of the C library, for compiled loops. Both take whole pages of a mapped file and return 0, or -1.
+c_madvise = numba.types.ExternalFunction("madvise", ERROR(ADDRESS, ADDRESS, numba.types.int32))  # what is expected
+c_mincore = numba.types.ExternalFunction("mincore", ERROR(ADDRESS, ADDRESS, ADDRESS))  # u8 per page: bit 0, in memory
+
+
 @intrinsic  # type: ignore[untyped-decorator]
 def prefetch(typing_context: Any, array: Any, index: Any) -> Any:
     """In a compiled loop, asks the processor for the cache line of array[index] without waiting; `array` is 1-D.

@@ -242,6 +242,8 @@ class RowPlanner:
     def _refusal(self, step: int, refused: GroupPlanner, num_rows: int) -> str:
         # one group's slots follow its capacity; several groups share one, which is raised in proportion
         group = refused.group
+        tier = next((other for other in self._tier if other.group is group and other.num_slots < num_rows), None)
+        memory = "" if tier is None else f" and store.memory, which has room for {tier.num_slots} rows of the group"
         pinned = f", {refused.num_pinned} pinned ones included" if refused.num_pinned else ""
         what = (
             f"step {step} touches {num_rows} distinct rows of group {group.name}{pinned}, "
@@ -249,11 +251,11 @@ class RowPlanner:
         )
         needed = f"{num_rows} rows ({num_rows * group.record_bytes} bytes)"
         if len(self._groups) == 1:
-            return f"{what}; raise cache.capacity to at least {needed}, or make data.batch_size smaller"
+            return f"{what}; raise cache.capacity to at least {needed}{memory}, or make data.batch_size smaller"
         total = sum(other.num_slots * other.group.record_bytes for other in self._groups)
         enough = -(-total * num_rows // max(1, refused.num_slots))
         return (
-            f"{what}; it needs {needed}, so raise cache.capacity from {total} to about {enough} bytes, "
+            f"{what}; it needs {needed}, so raise cache.capacity from {total} to about {enough} bytes{memory}, "
             "or make data.batch_size smaller"
         )
 
