@@ -133,7 +133,7 @@ METRICS = (
         "rowcast_tier_reads_total",
         "counter",
         ("group", "tier"),
-        "Rows that a plan asked the store for, by where they lay; untouched: nowhere, as they were never trained.",
+        "Rows that were asked of the store, by where they lay; untouched: nowhere, as they were never trained.",
         PREFETCHER,
     ),
     Metric(
