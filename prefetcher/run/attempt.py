@@ -381,7 +381,7 @@ class PrefetcherAttempt:
         if timeline is not None:
             timeline.incarnation(engine.welcome.incarnation)
             timeline.watch("fetch ring", "bytes", lambda: engine.fetch_ring.used_bytes)
-        return recorded_stages(timeline, stages, mail="deliver", checkpoint="write")
+        return recorded_stages(timeline, stages, mail="deliver", staging="stage", checkpoint="write")
 
     def _trace(self, stack: ExitStack, engine: PrefetcherEngine) -> Callable[[], None]:
         """Saves the plans if the run asks for a trace. The returned function is called when the run is over."""

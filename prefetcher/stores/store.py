@@ -4,7 +4,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from typing import Protocol
 
+<<<<<<< HEAD
 from rowcast.prefetcher.stores.store_counts import StoreCounts
+=======
+from rowcast.protocol.plan import GroupPlan
+>>>>>>> 48bbf21fc647baff8ae5d78974f1b9ee1dbbfa75
 from rowcast.runtime.arrays import I64, U64, Bytes
 
 Keys = I64  # [n] ascending, distinct
@@ -77,6 +81,21 @@ class RowStore(ABC):
     @abstractmethod
     def write(self, keys: Keys, rows: Records) -> Ticket:
         """Stores records. The arrays belong to the store only until the ticket is done."""
+
+    def stage(self, step: int, plan: GroupPlan) -> None:  # noqa: B027 - most stores need no hint
+        """The plan of a step was made: `read` will ask for its `fetch_keys` once the rows of earlier steps are home,
+        and `write` will bring the dirty ones of its `evict_keys`. The planning thread calls it, in step order; it does
+        not block. A hint: `read` and `write` are right without it.
+        """
+
+    def advance(self, home_through: int | None) -> bool:
+        """Does work of the store's own: the staging thread calls it in turn. It may block on a disk. Returns whether
+        anything was done.
+
+        `home_through`: all rows of the steps up to this one are written; None: those of no step yet. `read` and `write`
+        are right without it, also while no thread calls it: before the first plan and after the last one.
+        """
+        return False
 
     @abstractmethod
     def close(self, checkpoint: str | None = None) -> None:

@@ -48,6 +48,8 @@ def step_plan(
         evict_keys=np.zeros(num_evict, np.int64),
         num_dirty=2,
         fill_after=None,
+        load_keys=np.zeros(0, np.int64),
+        spill_keys=np.zeros(0, np.int64),
     )
     return StepPlan(
         step=0,
