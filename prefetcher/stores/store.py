@@ -4,11 +4,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from typing import Protocol
 
-<<<<<<< HEAD
 from rowcast.prefetcher.stores.store_counts import StoreCounts
-=======
 from rowcast.protocol.plan import GroupPlan
->>>>>>> 48bbf21fc647baff8ae5d78974f1b9ee1dbbfa75
 from rowcast.runtime.arrays import I64, U64, Bytes
 
 Keys = I64  # [n] ascending, distinct
