@@ -559,7 +559,7 @@ PREFETCHER = (
     ),
     Mutant(
         "a table file has holes",
-        "reserve(self._open, nbytes)",
+        "reserve(self._open, 0, nbytes)",
         "os.ftruncate(self._open, nbytes)",
         f"{STORES}/test_mapped_disk.py::test_the_whole_file_is_reserved_at_once",
     ),
