@@ -4,6 +4,7 @@ import random
 from collections.abc import Callable, Sequence
 
 from rowcast.prefetcher.stores.store import Keys, ReadTicket, Records, RowStore, Ticket
+from rowcast.prefetcher.stores.store_counts import StoreCounts
 from rowcast.protocol.plan import GroupPlan
 from rowcast.runtime.arrays import I64
 
@@ -55,6 +56,9 @@ class LateStore(RowStore):
 
     def advance(self, home_through: int | None) -> bool:
         return self.delayed.advance(home_through)
+
+    def counts(self) -> StoreCounts | None:
+        return self.delayed.counts()
 
     def close(self, checkpoint: str | None = None) -> None:
         self.delayed.close(checkpoint)

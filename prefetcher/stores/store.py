@@ -4,6 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from typing import Protocol
 
+from rowcast.prefetcher.stores.store_counts import StoreCounts
 from rowcast.protocol.plan import GroupPlan
 from rowcast.runtime.arrays import I64, U64, Bytes
 
@@ -98,3 +99,7 @@ class RowStore(ABC):
         """Frees what the store holds; idempotent. `checkpoint`: the identity of the checkpoint that the rows are at,
         for a store that outlives its process; None: the rows are worthless.
         """
+
+    def counts(self) -> StoreCounts | None:
+        """Returns what it has counted, if it has tiers. Any thread calls it; it takes no lock that is held over I/O."""
+        return None
