@@ -51,6 +51,9 @@ class LateStore(RowStore):
     def write(self, keys: Keys, rows: Records) -> LateTicket:
         return LateTicket(self._chance, lambda: self.delayed.write(keys, rows))
 
+    def begin(self, memory_rows: int) -> None:
+        self.delayed.begin(memory_rows)
+
     def stage(self, step: int, plan: GroupPlan) -> None:
         self.delayed.stage(step, plan)
 

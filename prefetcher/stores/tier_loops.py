@@ -184,10 +184,10 @@ def leave(
     free: I64,
     num_free: int,
     spilling: I64,
-) -> tuple[int, int]:
+) -> tuple[int, int, int]:
     """Frees slots whose rows leave after `step`, if the cold tier has their bytes or there are none; `spilling` gets
-    the others. Returns how many slots are free now, and how many are to be written."""
-    num_spilling = 0
+    the others. Returns how many slots are free now, how many rows are to be written, and how many are cold now."""
+    num_spilling = num_cold = 0
     for i in range(len(slots)):
         slot = slots[i]
         if leaves_after[slot] != step or states[slot] == FREE:
@@ -197,11 +197,15 @@ def leave(
             spilling[num_spilling] = slot
             num_spilling += 1
             continue
-        whereabouts[owners[slot]] = homes[slot] + np.uint32(1) if states[slot] == CLEAN else UNWRITTEN
+        if states[slot] == CLEAN:
+            whereabouts[owners[slot]] = homes[slot] + np.uint32(1)
+            num_cold += 1
+        else:
+            whereabouts[owners[slot]] = UNWRITTEN
         states[slot] = FREE
         free[num_free] = slot
         num_free += 1
-    return num_free, num_spilling
+    return num_free, num_spilling, num_cold
 
 
 @compiled_loop
@@ -246,7 +250,7 @@ def not_spilled(slots: I64, states: Bytes) -> None:
 
 @compiled_loop
 def cold_places(numbers: I64, whereabouts: U32, states: Bytes, homes: U32, nowhere: int, places: U32) -> None:
-    """Sets where each row lies in the cold tier, also that of a copy in memory; `nowhere` for rows that are not there."""
+    """Sets where each row, or the copy of one in memory, lies in the cold tier; `nowhere` where it does not."""
     for i in range(len(numbers)):
         where = whereabouts[numbers[i]] if numbers[i] >= 0 else UNWRITTEN
         slot = slot_of(where)

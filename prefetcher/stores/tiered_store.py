@@ -38,9 +38,14 @@ from typing import NamedTuple
 
 import numpy as np
 
+from rowcast.job.schema import Job
+from rowcast.job.tables import GroupSpec, group_specs
 from rowcast.prefetcher.stores.cold.cold_rows import NOWHERE, ColdRows, Moved, Places
+from rowcast.prefetcher.stores.cold.segment_file import SegmentFile
 from rowcast.prefetcher.stores.row_loops import Words
 from rowcast.prefetcher.stores.store import FINISHED, Finished, Keys, ReadTicket, Records, RowStore
+from rowcast.prefetcher.stores.store_counts import StoreCounts
+from rowcast.prefetcher.stores.tier_budget import MOST_SLOTS, disk_shares
 from rowcast.prefetcher.stores.tier_loops import (
     ABSENT_ROW,
     CLEAN,
@@ -70,6 +75,14 @@ from rowcast.runtime.arrays import I64, U32, Bytes
 from rowcast.runtime.crash_points import crash_point
 
 AT_ONCE_BYTES = 4 * 2**20  # read from or written to the cold tier in one call
+
+
+def open_store(job: Job, group: GroupSpec, incarnation: int, checkpoint: str | None) -> "TieredStore":
+    share = disk_shares(job, group_specs(job))[group.index]
+    places = NOWHERE - 1 - min(group.num_rows, MOST_SLOTS)
+    cold = SegmentFile.open(group, job.table_folder, share.nbytes, places)
+    limit = "but store.disk has room, or store.memory an index, for {most}; raise it"
+    return TieredStore(group.name, group.record_bytes, TouchedRows(group, share.num_rows, limit), cold)
 
 
 class StagedPlan(NamedTuple):
@@ -103,12 +116,10 @@ class TieredStore(RowStore):
         assert cold.most <= NOWHERE - 1, f"the cold tier of group {name} has {cold.most} places, at most {NOWHERE - 1}"
         self.numbers: TouchedRows = numbers
         self.cold = cold
-        # Counters, each written by one thread at a time and read by metrics at any time.
-        self.loaded_rows = 0  # from the cold tier, ahead of the fetcher
-        self.new_rows = 0  # that had no bytes when their slot was taken
-        self.spilled_rows = 0  # to the cold tier, those overtaken by a write included
-        self.late_rows = 0  # that were not in memory when they were read, though a plan had named them
-        self.direct_rows = 0  # read from the cold tier by whoever needed them: late ones, and those of a checkpoint
+        # Counters, written under the lock: see StoreCounts.
+        self._memory_reads = self._cold_reads = self._untouched_reads = 0
+        self._loaded = self._untouched_loaded = self._spilled = self._dropped = self._late = 0
+        self._num_cold = 0  # rows that are cold and not in memory
         self._name, self._record_bytes = name, record_bytes
         self._at_once = max(1, AT_ONCE_BYTES // record_bytes)
         self._lock = threading.Lock()
@@ -150,6 +161,8 @@ class TieredStore(RowStore):
         if not found.any():
             return FINISHED
         absent = np.flatnonzero(found == ABSENT_ROW)
+        with self._lock:
+            self._untouched_reads += len(absent)
         missing = np.flatnonzero(found > ABSENT_ROW)
         if not len(missing):
             return Finished(absent)
@@ -166,7 +179,8 @@ class TieredStore(RowStore):
                 bytes_of: Records = np.empty((len(cold), self._record_bytes), np.uint8)
                 self.cold.read(keys[left[cold]], places[cold], bytes_of)
                 records[cold] = bytes_of
-                self.direct_rows += len(cold)
+                with self._lock:
+                    self._cold_reads += len(cold)
         assert not (found == ABSENT_ROW).any(), f"a row of group {self._name} that was written has no bytes"
         here = found != WAITING
         out[left[here]] = records[here]
@@ -176,12 +190,16 @@ class TieredStore(RowStore):
         """Copies rows that are in memory. Returns what was found of each, and the place of cold ones."""
         found, places = np.empty(len(numbers), np.uint8), np.empty(len(numbers), np.uint32)
         with self._lock:
-            copy_rows(numbers, self._whereabouts, self._states, self._words, out.view(np.uint64), found, places)
+            self._memory_reads += copy_rows(
+                numbers, self._whereabouts, self._states, self._words, out.view(np.uint64), found, places
+            )
         return found, places
 
     def _count_late(self, cold_keys: Keys, num_waiting: int) -> None:
         plans = list(self._plans)  # a copy: other threads append and take
-        self.late_rows += num_waiting + sum(int(np.isin(cold_keys, plan.load_keys).sum()) for plan in plans)
+        num_named = sum(int(np.isin(cold_keys, plan.load_keys).sum()) for plan in plans)
+        with self._lock:
+            self._late += num_waiting + num_named
 
     # the write-back's thread
 
@@ -222,6 +240,7 @@ class TieredStore(RowStore):
             before = self._whereabouts[numbers[left]]
             self._whereabouts[numbers[left]] = places[left] + np.uint32(1)
             had_place = before != UNWRITTEN
+            self._num_cold += len(left) - int(np.count_nonzero(had_place))
             freed = places.copy()
             freed[left] = before - np.uint32(1)
             is_freed = np.ones(len(keys), np.bool_)
@@ -250,7 +269,8 @@ class TieredStore(RowStore):
     def _leave(self, slots: I64, step: int) -> None:
         spilling = np.empty(len(slots), np.int64)
         with self._lock:
-            self._num_free, num_spilling = leave(
+            free_before = self._num_free
+            self._num_free, num_spilling, num_clean = leave(
                 slots,
                 step,
                 self._whereabouts,
@@ -262,6 +282,8 @@ class TieredStore(RowStore):
                 self._num_free,
                 spilling,
             )
+            self._dropped += self._num_free - free_before
+            self._num_cold += num_clean
             spilling = spilling[:num_spilling]
             keys = self._slot_keys[spilling]
             records: Records = np.empty((num_spilling, self._record_bytes), np.uint8)
@@ -279,6 +301,8 @@ class TieredStore(RowStore):
         crash_point("rows spilled")
         overtaken = np.empty(len(slots), np.int64)
         with self._lock:
+            self._spilled += len(slots)
+            free_before = self._num_free
             self._num_free, num_overtaken = spilled(
                 slots,
                 places,
@@ -289,10 +313,10 @@ class TieredStore(RowStore):
                 self._num_free,
                 overtaken,
             )
+            self._num_cold += self._num_free - free_before
             if num_overtaken:
                 again = overtaken[:num_overtaken]
                 self.cold.free(keys[again], places[again])
-        self.spilled_rows += len(slots)
 
     def _load_next(self) -> bool:
         """Takes slots for rows of the next plan, as many as are free, and loads the cold ones."""
@@ -333,7 +357,8 @@ class TieredStore(RowStore):
                 loading = loading[:num_loading]
                 slots = FIRST_SLOT - self._whereabouts[numbers[loading]].astype(np.int64)
                 places = self._homes[slots]
-                self.new_rows += free_before - self._num_free - num_loading
+                self._untouched_loaded += free_before - self._num_free - num_loading
+                self._num_cold -= num_loading
             if num_loading:
                 self._load_cold(keys[loading], slots, places)
         return num_seen
@@ -344,14 +369,16 @@ class TieredStore(RowStore):
             self.cold.read(keys, places, records)
         except BaseException:
             with self._lock:
+                free_before = self._num_free
                 self._num_free = not_loaded(
                     slots, self._whereabouts, self._states, self._homes, self._owners, self._free, self._num_free
                 )
+                self._num_cold += self._num_free - free_before
             raise
         crash_point("rows loaded")
         with self._lock:
             loaded(slots, records.view(np.uint64), self._states, self._words)
-        self.loaded_rows += len(keys)
+            self._loaded += len(keys)
 
     def _note_leaving(self, plan: StagedPlan) -> None:
         keys = np.sort(plan.spill_keys)
@@ -361,6 +388,27 @@ class TieredStore(RowStore):
         with self._lock:
             count = leave_after(numbers, plan.step, self._whereabouts, self._leaves_after, slots)
         self._leaving.append(Leaving(plan.step, slots[:count]))
+
+    def counts(self) -> StoreCounts:
+        cold = self.cold
+        return StoreCounts(
+            memory_rows=self.num_in_memory,
+            cold_rows=self._num_cold,
+            memory_reads=self._memory_reads,
+            cold_reads=self._cold_reads,
+            untouched_reads=self._untouched_reads,
+            loaded=self._loaded,
+            untouched_loaded=self._untouched_loaded,
+            spilled=self._spilled,
+            dropped=self._dropped,
+            late=self._late,
+            bytes_read=cold.bytes_read,
+            bytes_written=cold.bytes_written,
+            read_seconds=cold.read_seconds,
+            index_bytes=self.numbers.nbytes + 4 * self.numbers.count,
+            disk_used_bytes=cold.used_bytes,
+            disk_garbage_bytes=cold.garbage_bytes,
+        )
 
     # called by the cold tier, from `write` and `tidy`
 
@@ -385,7 +433,7 @@ class TieredStore(RowStore):
 
     # all threads at rest
 
-    def begin(self, num_slots: int) -> None:
+    def begin(self, memory_rows: int) -> None:
         self._check_open(0)
         self._plans.clear()
         self._leaving.clear()
@@ -396,11 +444,11 @@ class TieredStore(RowStore):
         assert not self.num_in_memory, (
             f"{self.num_in_memory} of {self.num_slots} rows of group {self._name} stay in memory, expected none"
         )
-        assert self.cold.most + num_slots < FIRST_SLOT, (
-            f"group {self._name} has {self.cold.most} cold places and {num_slots} slots, below {FIRST_SLOT} together"
+        assert self.cold.most + memory_rows < FIRST_SLOT, (
+            f"group {self._name} has {self.cold.most} cold places and {memory_rows} slots, below {FIRST_SLOT} together"
         )
-        if num_slots != self.num_slots:
-            self._make_slots(num_slots)
+        if memory_rows != self.num_slots:
+            self._make_slots(memory_rows)
 
     def close(self, checkpoint: str | None = None) -> None:
         if not self._closed:
@@ -429,7 +477,8 @@ class TieredStore(RowStore):
         in_slots = np.count_nonzero(all_rows > FIRST_SLOT - self.num_slots)
         assert in_slots == len(used), f"{in_slots} rows are in memory, but {len(used)} slots are in use"
         clean = used[self._states[used] == CLEAN]
-        cold = np.concatenate([all_rows[(all_rows > 0) & (all_rows <= FIRST_SLOT - self.num_slots)] - 1])
+        cold = all_rows[(all_rows > 0) & (all_rows <= FIRST_SLOT - self.num_slots)] - 1
+        assert len(cold) == self._num_cold, f"{len(cold)} rows are cold, but {self._num_cold} were counted"
         places = np.concatenate([cold, self._homes[clean].astype(np.int64)])
         assert len(np.unique(places)) == len(places), (
             f"{len(places)} rows are cold, but at {len(np.unique(places))} places"

@@ -47,14 +47,14 @@ def test_a_planned_row_is_in_memory_when_it_is_read_and_leaves_once_its_step_is_
     store.stage(0, tier_plan(load=keys[:5]))
     store.stage(1, tier_plan(load=keys[5:8], spill=keys[:3]))
     settle(store, None)
-    assert (store.num_in_memory, store.loaded_rows) == (5, 5), "step 0 is not home, so nobody has left"
+    assert (store.num_in_memory, store.counts().loaded) == (5, 5), "step 0 is not home, so nobody has left"
     before = cold.rows_read
     assert read(store, keys[:5]).tobytes() == random_records(20)[:5].tobytes()
-    assert (cold.rows_read, store.late_rows) == (before, 0)
+    assert (cold.rows_read, store.counts().late) == (before, 0)
     settle(store, 0)
     assert store.num_in_memory == 5, "they leave after step 1"
     settle(store, 1)
-    assert (store.num_in_memory, store.loaded_rows) == (5, 8)
+    assert (store.num_in_memory, store.counts().loaded) == (5, 8)
     assert read(store, keys[3:8]).tobytes() == random_records(20)[3:8].tobytes()
     assert cold.rows_read == before + 3
 
@@ -67,7 +67,7 @@ def test_a_row_that_has_not_changed_leaves_without_being_written_again() -> None
     settle(store, None)
     finish(store.write(keys[:2], random_records(2, seed=1)))
     settle(store, 1)
-    assert (store.num_in_memory, store.spilled_rows) == (0, 2)
+    assert (store.num_in_memory, store.counts().spilled) == (0, 2)
     assert cold.rows_written - cold.moved_rows == written + 2
     assert sorted(cold.places) == keys.tolist()
 
@@ -78,7 +78,7 @@ def test_a_row_that_was_never_written_takes_a_slot_and_nothing_else() -> None:
     store.stage(0, tier_plan(load=keys))
     store.stage(1, tier_plan(spill=keys))
     settle(store, None)
-    assert (store.num_in_memory, store.new_rows, present(store)) == (5, 5, {})
+    assert (store.num_in_memory, store.counts().untouched_loaded, present(store)) == (5, 5, {})
     finish(store.write(keys[:1], random_records(1)))
     settle(store, 1)
     assert (store.num_in_memory, list(cold.places)) == (0, keys[:1].tolist())
@@ -94,7 +94,7 @@ def test_a_row_that_is_needed_again_before_it_has_left_stays() -> None:
     settle(store, None)
     before = cold.rows_read
     settle(store, 2)
-    assert (store.num_in_memory, store.loaded_rows) == (2, 5)
+    assert (store.num_in_memory, store.counts().loaded) == (2, 5)
     assert read(store, keys[:2]).tobytes() == random_records(5)[:2].tobytes()
     assert cold.rows_read == before
     settle(store, 3)
@@ -106,17 +106,17 @@ def test_rows_without_a_free_slot_come_once_others_have_left() -> None:
     store.stage(0, tier_plan(load=keys[:4]))
     store.stage(1, tier_plan(load=keys[4:8], spill=keys[:4]))
     settle(store, 0)
-    assert (store.loaded_rows, store.late_rows) == (4, 0)
+    assert (store.counts().loaded, store.counts().late) == (4, 0)
     assert read(store, keys[4:8]).tobytes() == random_records(10)[4:8].tobytes()
-    assert (store.late_rows, store.direct_rows) == (4, 4)
+    assert (store.counts().late, store.counts().cold_reads) == (4, 4)
     settle(store, 1)
-    assert (store.num_in_memory, store.loaded_rows) == (4, 8)
+    assert (store.num_in_memory, store.counts().loaded) == (4, 8)
 
 
 def test_a_read_of_rows_that_no_plan_has_named_makes_none_of_them_late() -> None:
     store, _, keys = with_rows(4, 10)
     assert read(store, keys).tobytes() == random_records(10).tobytes()
-    assert (store.late_rows, store.direct_rows) == (0, 10)
+    assert (store.counts().late, store.counts().cold_reads) == (0, 10)
 
 
 def test_a_row_that_is_loading_comes_once_it_is_loaded() -> None:
@@ -134,7 +134,7 @@ def test_a_row_that_is_loading_comes_once_it_is_loaded() -> None:
     settle(store, None)
     assert tickets[0].done()
     assert out.tobytes() == random_records(5).tobytes()
-    assert (store.late_rows, store.direct_rows) == (5, 0)
+    assert (store.counts().late, store.counts().cold_reads) == (5, 0)
 
 
 def test_a_write_wins_over_a_load_under_way() -> None:
@@ -293,7 +293,7 @@ def test_four_threads_at_once_never_see_other_bits() -> None:
     expected: dict[int, bytes] = {}
 
     def has_come_to_it() -> bool:
-        return min(store.loaded_rows, store.spilled_rows, store.direct_rows, cold.moved_rows) > 0
+        return min(store.counts().loaded, store.counts().spilled, store.counts().cold_reads, cold.moved_rows) > 0
 
     def staging() -> None:
         chance, step, before = random.Random(1), 0, NO_KEYS
@@ -331,7 +331,7 @@ def test_four_threads_at_once_never_see_other_bits() -> None:
     def keep(work: Callable[[], None]) -> None:
         try:
             work()
-        except BaseException as error:
+        except BaseException as error:  # noqa: BLE001 - whatever it is, the test shows it
             failures.append(error)
             ended.set()
 

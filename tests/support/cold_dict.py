@@ -1,4 +1,4 @@
-"""Cold rows in a dictionary, which hands places out again at once and moves rows often, to find what relies on either."""
+"""Cold rows in a dictionary that soon gives places away again and moves rows often."""
 
 import random
 import threading

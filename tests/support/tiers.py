@@ -35,7 +35,7 @@ def tier_plan(load: Keys = NO_KEYS, spill: Keys = NO_KEYS) -> GroupPlan:
 
 
 def tiered(group: GroupSpec, num_slots: int, cold: ColdRows | None = None) -> TieredStore:
-    store = TieredStore(group.name, group.record_bytes, TouchedRows(group.name, group.num_rows), cold or ColdDict())
+    store = TieredStore(group.name, group.record_bytes, TouchedRows(group, group.num_rows), cold or ColdDict())
     store.begin(num_slots)
     return store
 

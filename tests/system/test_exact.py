@@ -103,8 +103,8 @@ def test_rows_that_come_and_go_between_memory_and_a_cold_tier_give_the_bits_of_t
         assert len(stores) == 2
         for store in stores:
             store.check_integrity()
-            assert store.spilled_rows > 0, "no row has left the memory"
-            assert store.loaded_rows > 0, "no row has come back to it"
+            assert store.counts().spilled > 0, "no row has left the memory"
+            assert store.counts().loaded > 0, "no row has come back to it"
         assert_equal_bits(run, losses, end)
         assert_tested_what_it_claims(run, job)
 

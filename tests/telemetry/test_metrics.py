@@ -16,7 +16,20 @@ from rowcast.runtime.telemetry.metrics import BOTH, METRICS, Process, families, 
 from rowcast.trainer.execute.metrics import TrainerCollector, TrainerCounters, TrainerGauges
 from tests.support import three_steps
 
-ALLOWED_LABELS = {"group", "direction", "kind", "reason", "phase", "queue", "side", "state", "optimizer", "tier", "from", "to"}
+ALLOWED_LABELS = {
+    "group",
+    "direction",
+    "kind",
+    "reason",
+    "phase",
+    "queue",
+    "side",
+    "state",
+    "optimizer",
+    "tier",
+    "from",
+    "to",
+}
 
 
 def collectors() -> dict[Process, CountersCollector]:
