@@ -482,8 +482,8 @@ class Lookahead(Section, frozen=True, kw_only=True):
 
 class Store(Section, frozen=True, kw_only=True):
     kind: StoreName = "memory"  # where the rows live: {STORES}
-    # tiered: all memory of the prefetcher; or `"20000 rows"`, the rows of each group alone, if all tables have the same
-    # width and dtype: for small trials
+    # tiered: all memory of the prefetcher; or `"20000 rows"`, for small trials: so many rows of each group, whatever
+    # else takes memory
     memory: Size | None = None
     # mapped, tiered: the folder of the files, which are scratch space and not a checkpoint; by default
     # `<run_dir>/tables`
