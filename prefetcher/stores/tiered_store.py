@@ -234,7 +234,6 @@ class TieredStore(RowStore):
 
     def _write_cold(self, keys: Keys, numbers: I64, rows: Records) -> None:
         places = self.cold.write(keys, rows)
-        crash_point("row written past memory")
         with self._lock:
             left = self._overwrite(keys, numbers, rows)  # the others have got a slot meanwhile
             before = self._whereabouts[numbers[left]]
