@@ -114,7 +114,7 @@ class TierTrials:
         total = float(from_cold.sum())
         share, waits = None, None
         if disk is not None and disk.pages_s is not None:
-            share, waits = self._disk_use(from_cold @ reads_a_row(observed.groups), disk.pages_s)
+            share, waits = self.disk_use(from_cold @ reads_a_row(observed.groups), disk.pages_s)
         return Budget(
             memory=str(memory),
             memory_rows=sum(slots),
@@ -126,7 +126,7 @@ class TierTrials:
             waits=waits,
         )
 
-    def _disk_use(self, reads: F64, reads_s: float) -> tuple[float, float]:
+    def disk_use(self, reads: F64, reads_s: float) -> tuple[float, float]:
         """`reads`: [P]. Returns their share of what the disk does meanwhile, and the share of the time that waits."""
         stretch_s = stretches(reads / reads_s, 2 * self._job.lookahead.depth + 2)
         waits_s = np.maximum(0.0, stretch_s - self._step_s)
