@@ -9,7 +9,7 @@ would read with as much memory (from `prefetcher simulate`), and late rows.
 "no look-ahead" is `tiered` as a cache without the future: the horizon is `lookahead.depth`, which evicts like LRU, and
 rows come from the disk only when the fetcher asks for them.
 
-The disk is meant, not the page cache: every tenth of a second, what the store's files have in the page cache is written
+Files lie in the folder for temporary files (TMPDIR), which must be on a disk. The disk is meant, not the page cache: every tenth of a second, what the store's files have in the page cache is written
 and dropped, also from the mappings of `mapped`. A disk of a virtual machine may still be served from its host's memory.
 
     python -m benchmarks.tiers [--kind memory --kind tiered ...] [--steps 400] [--rounds 1]
@@ -121,7 +121,7 @@ def store_of(kind: str, memory_rows: int, path: Path) -> dict[str, object]:
 
 
 def run(kind: str, shared: Sequence[str], memory_rows: int, step_ms: float) -> Ran:
-    with tempfile.TemporaryDirectory(prefix="rowcast-bench-", dir=Path.cwd()) as folder:
+    with tempfile.TemporaryDirectory(prefix="rowcast-bench-") as folder:
         tables, run_dir = Path(folder) / "tables", Path(folder) / "run"
         own = settings(store_of(kind, memory_rows, tables) | {"job.run_dir": str(run_dir)})
         programs = {

@@ -522,7 +522,7 @@ def test_rates_are_measured_with_the_store_and_the_planner_of_training() -> None
 # memory tiers
 
 TIERED = {"kind": "tiered", "memory": "4000 rows"}
-TIER_ROWS = ("2500 rows", "4000 rows")
+TIER_ROWS = ("1800 rows", "2500 rows")
 
 
 def tier_trials(job: Job, share: float, capacity_bytes: int, step_ms: float = 10.0) -> TierTrials:
@@ -535,7 +535,7 @@ def test_rows_from_the_cold_tier_are_foretold_from_some_rows_and_counted_from_al
     rate = DiskRate(folder="/", pages_s=1e5)
     for memory in TIER_ROWS:
         job = made_job(kind, 40, data={"epochs": 2}, store=TIERED | {"memory": memory})
-        capacity = 3 * max(smallest_capacity(observed(job, share)) for share in (1.0, 0.2)) // 2
+        capacity = 5 * max(smallest_capacity(observed(job, share)) for share in (1.0, 0.2)) // 4
         exact, estimate = (tier_trials(job, share, capacity).advice(rate, 0).budgets[0] for share in (1.0, 0.2))
         own = with_values(job, {"cache": {"capacity": capacity}, "lookahead": {"horizon": "auto"}})
         reader = open_reader(own)
