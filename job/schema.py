@@ -41,6 +41,7 @@ MAX_WORKERS = 64
 MAX_STEPS = 2**53  # in a schedule: floats count exactly up to here
 
 Size = Annotated[str | int, msgspec.Meta(examples=["64MiB"])]
+OptionalSize = Annotated[str | int | None, msgspec.Meta(examples=["8GiB"])]
 RowOptimizerKind = Annotated[str, msgspec.Meta(extra={"one_of": ROW_OPTIMIZERS})]
 Policy = Annotated[str, msgspec.Meta(extra={"one_of": EVICTION_POLICIES})]
 StoreName = Annotated[str, msgspec.Meta(extra={"one_of": STORES})]
@@ -482,15 +483,32 @@ class Lookahead(Section, frozen=True, kw_only=True):
 
 class Store(Section, frozen=True, kw_only=True):
     kind: StoreName = "memory"  # where the rows live: {STORES}
-    # mapped: the folder of the files, which are scratch space and not a checkpoint; by default `<run_dir>/tables`
+    # tiered: all memory of the prefetcher; or `"20000 rows"`, for small trials: so many rows of each group, whatever
+    # else takes memory
+    memory: OptionalSize = None
+    # mapped, tiered: the folder of the files, which are scratch space and not a checkpoint; by default
+    # `<run_dir>/tables`
     path: str | None = None
+    # tiered: the most that the files may take; by default as much as a quarter of the memory can index
+    disk: OptionalSize = None
 
     def __post_init__(self) -> None:
-        if self.path is not None and not STORES[self.kind].has_path:
-            homes = " or ".join(f'"{name}"' for name, own in STORES.items() if own.has_path)
-            raise ValueError(f"path belongs to kind = {homes}, not {self.kind!r}")
+        for key in ("memory", "path", "disk"):
+            if getattr(self, key) is not None and key not in STORES[self.kind].keys:
+                homes = " or ".join(f'"{name}"' for name, own in STORES.items() if key in own.keys)
+                raise ValueError(f"{key} belongs to kind = {homes}, not {self.kind!r}")
         if self.path == "":
             raise ValueError("path is empty; name a folder")
+        if STORES[self.kind].has_tier and self.memory is None:
+            raise ValueError(f'kind = "{self.kind}" needs memory, such as memory = "8GiB"')
+        if self.memory is not None and self.memory_rows is None:
+            parse_bytes(self.memory)
+        if self.disk is not None:
+            parse_bytes(self.disk)
+
+    @property
+    def memory_rows(self) -> int | None:
+        return None if self.memory is None else parse_rows(self.memory)
 
 
 CheckpointInterval = int | Literal["epoch"]  # train steps between checkpoints; 0 for none
@@ -682,8 +700,10 @@ class Job(Section, frozen=True, kw_only=True):
         content["trainer"].pop("threads")
         for key in ("threads", "background"):
             content["prefetcher"].pop(key)
-        for section, key in (("transport", "endpoint"), ("transport", "keys"), ("store", "path")):
+        for section, key in (("transport", "endpoint"), ("transport", "keys")):
             content[section].pop(key)
+        for key in ("memory", "path", "disk"):
+            content["store"].pop(key)
         return digest(content)
 
     def training_digest(self, file_sizes: list[int]) -> str:

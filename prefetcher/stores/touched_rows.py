@@ -31,6 +31,7 @@ MOST_IMPLIED = 12  # bits of a hash; each doubles the smallest directory, which 
 SORTED_AT_ONCE = 2**20  # rows, or a sixteenth of them if that is more; at most twice as many
 BUCKETS_AT_ONCE = 2**13  # walked while other threads wait
 HASHES = 2**32  # highest halves of hashes
+MEMORY_LIMIT = "but this machine's memory holds at most {most}; use store.kind mapped, or a machine with more memory"
 MAP_NORESERVE = 0x4000  # Linux; Python 3.13 is the first to name it
 
 
@@ -51,11 +52,12 @@ def reserved(num_words: int, *, huge_pages: bool = False) -> U64:
 class TouchedRows:
     """Rows have numbers 0 to `count` - 1. One thread may look rows up while another adds some."""
 
-    def __init__(self, group: GroupSpec, most: int) -> None:
-        """`most`: how many rows may be added; fewer if a cell has no room for such numbers. Raises MemoryError."""
+    def __init__(self, group: GroupSpec, most: int, limit: str = MEMORY_LIMIT) -> None:
+        """`most`: how many rows may be added; fewer if a cell has no room for such numbers. `limit`: what sets it, and
+        what to change. Raises MemoryError."""
         bits = (group.num_rows - 1).bit_length()
         self.count, self.most = 0, min(most, 2 ** (64 + MOST_IMPLIED - bits) - 1)
-        self._group, self._in_order = group, RowsInOrder(group)
+        self._group, self._in_order, self._limit = group, RowsInOrder(group), limit
         self._layout = layout_for(group.num_rows, self.most)
         size = REACH << int(self._layout.implied)
         self._most_buckets = max(size, 100 * self.most // (FULL_PERCENT * BUCKET) + 1)
@@ -84,8 +86,8 @@ class TouchedRows:
             num_new = find(self._cells, self._sizes, self._layout, self._shifts, keys, numbers)
             if self.count + num_new > self.most:
                 raise RowcastError(
-                    f"group {self._group.name} has {self.count + num_new} trained rows, but this machine's memory "
-                    f"holds at most {self.most}; use store.kind mapped, or a machine with more memory"
+                    f"group {self._group.name} has {self.count + num_new} trained rows, "
+                    f"{self._limit.format(most=self.most)}"
                 )
             if num_new:
                 self.count = add(

@@ -63,6 +63,9 @@ class TrackedStore:
         set_bits(self._changed, numbers)
         return self.store.write(keys, rows)
 
+    def begin(self, memory_rows: int) -> None:
+        self.store.begin(memory_rows)
+
     def stage(self, step: int, plan: GroupPlan) -> None:
         self.store.stage(step, plan)
 

@@ -41,11 +41,34 @@ def test_mapped_tables_lie_in_the_run_directory_or_where_the_job_says(tmp_path: 
 @pytest.mark.parametrize(
     ("section", "sentence"),
     [
-        ({"path": "somewhere"}, "path belongs to kind = \"mapped\", not 'memory'"),
+        ({"path": "somewhere"}, 'path belongs to kind = "mapped" or "tiered", not \'memory\''),
+        ({"memory": "1GiB"}, "memory belongs to kind = \"tiered\", not 'memory'"),
+        ({"kind": "mapped", "disk": "1GiB"}, "disk belongs to kind = \"tiered\", not 'mapped'"),
+        ({"kind": "tiered"}, 'kind = "tiered" needs memory, such as memory = "8GiB"'),
+        ({"kind": "tiered", "memory": "lots"}, "'lots' is not a size"),
+        ({"kind": "tiered", "memory": "1GiB", "disk": "0"}, "'0' must be more than 0"),
         ({"kind": "mapped", "path": ""}, "path is empty; name a folder"),
-        ({"kind": "disk"}, 'store.kind = "disk" must be "mapped" or "memory"'),
+        ({"kind": "disk"}, 'store.kind = "disk" must be "mapped", "memory" or "tiered"'),
     ],
 )
 def test_a_store_that_cannot_be_is_refused_with_a_sentence(section: dict[str, str], sentence: str) -> None:
     with pytest.raises(ConfigError, match=sentence):
         make_job(store=section)
+
+
+def test_a_memory_tier_is_refused_with_a_policy_that_does_not_look_ahead() -> None:
+    with pytest.raises(ConfigError, match=r'store.kind = "tiered" chooses .* not "lru"; remove cache.policy, or set '):
+        make_job(store={"kind": "tiered", "memory": "1GiB"}, cache={"policy": "lru"})
+
+
+def test_nothing_of_a_tiered_store_is_left_on_the_disk(tmp_path: Path) -> None:
+    section = {"kind": "tiered", "memory": "1GiB", "path": str(tmp_path / "tables")}
+    job = make_job(job={"run_dir": str(tmp_path / "run"), "seed": SEED}, store=section)
+    store = open_row_store(job, GROUP, incarnation=1, checkpoint="c")
+    rows = random_records(5)
+    finish(store.write(all_keys()[:5], rows))
+    assert read(store, all_keys()[:5]).tobytes() == rows.tobytes()
+    assert not store.restored
+    assert list((tmp_path / "tables").iterdir()) == []
+    store.close("c")
+    assert list(tmp_path.rglob("*")) == [tmp_path / "tables"]
