@@ -87,7 +87,8 @@ def test_rows_come_back_as_a_dictionary_has_them(
 
 
 def test_threads_read_and_write_at_the_same_time(redis: RedisServer | RedisCluster, tmp_path: Path) -> None:
-    keys, num_threads, wrong = all_keys(), 6, []
+    keys, num_threads = all_keys(), 6
+    wrong: list[tuple[int, int]] = []
 
     def work(own: Keys, number: int) -> None:
         for turn in range(20):

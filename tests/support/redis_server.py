@@ -60,10 +60,11 @@ class RedisServer:
         assert COMMAND is not None
         self.folder.mkdir(parents=True, exist_ok=True)
         common = ("--bind", BOUND, "--dir", str(self.folder), "--save", "", "--appendonly", "no")
+        quick = ("--repl-diskless-sync-delay", "0")
         ports = () if "--port" in self._options else ("--port", str(self.port))
         with (self.folder / "log").open("ab") as log:
             self._process = subprocess.Popen(
-                [COMMAND, *ports, *common, *self._options, *options], stdout=log, stderr=subprocess.STDOUT
+                [COMMAND, *ports, *common, *quick, *self._options, *options], stdout=log, stderr=subprocess.STDOUT
             )
         wait_until(self._answers, f"the Redis server in {self.folder} answers")
 
@@ -83,7 +84,8 @@ class RedisServer:
         self._process.send_signal(signal.SIGCONT)
 
     @contextmanager
-    def client(self) -> Iterator[redis.Redis]:
+    def client(self) -> Iterator[Any]:
+        """A `redis.Redis`, whose types leave open whether an answer is there."""
         settings = {"host": BOUND, "port": self.port, "retry": Retry(NoBackoff(), 0), "protocol": 2, **self._client}
         with closing(redis.Redis(**settings)) as client:
             yield client
@@ -129,9 +131,9 @@ class RedisCluster:
     def url(self) -> ServerUrl:
         return self.nodes[0].url
 
-    def states(self) -> list[str]:
-        """What each node that answers says of the cluster."""
-        return [state(node) for node in self.nodes]
+    def mend(self) -> None:
+        """Waits until every server takes the cluster for whole."""
+        wait_until(lambda: {state(node) for node in self.nodes} == {"ok"}, "the cluster is whole")
 
     def _join(self) -> None:
         bounds = [2**14 * number // len(self.nodes) for number in range(len(self.nodes) + 1)]
@@ -141,7 +143,7 @@ class RedisCluster:
                 for other in self.nodes:
                     if other is not node:
                         client.execute_command("CLUSTER", "MEET", BOUND, other.port, bus_port(other))
-        wait_until(lambda: set(self.states()) == {"ok"}, "the nodes of the cluster know one another")
+        self.mend()
 
 
 def bus_port(node: RedisServer) -> int:

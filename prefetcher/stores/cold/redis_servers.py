@@ -59,6 +59,7 @@ class Servers:
         self.nodes: list[Node] = []  # of a cluster: its primaries
         self._url, self._password, self._timeout_s = url, password, timeout_s
         self._lost: RowcastError | None = None
+        self._is_open = False
         self._ranges: list[tuple[int, int, int]] = []  # first slot, last slot, node
         self._lock = threading.Lock()
 
@@ -83,6 +84,7 @@ class Servers:
                 raise ConfigError(f"{self._at(node)} is a replica, which takes no rows; set store.url to its primary")
             self._check_policy(node, info)
             node.run_id, node.evicted = info.get("run_id"), info.get("evicted_keys", 0)
+        self._is_open = True
 
     def node_of(self, key: bytes) -> int:
         """The number of the server that holds a key."""
@@ -145,10 +147,6 @@ class Servers:
             self._lost = self._lost or error
         return error
 
-    @property
-    def are_lost(self) -> bool:
-        return self._lost is not None
-
     def close(self) -> None:
         for node in self.nodes:
             with suppress(RedisError, OSError):
@@ -193,6 +191,8 @@ class Servers:
     def _meaning(self, node: Node, error: Exception) -> RowcastError:
         """What a failure means: one sentence, and an exit code."""
         at, quoted = self._at(node), self._quoted(error)
+        scheme = "redis:// if it has no TLS" if self._url.tls else "rediss:// if it wants TLS"
+        change = NEXT_START if self._is_open else f"start it, or correct store.url ({scheme})"
         match error:
             case _ if isinstance(error, REFUSED):
                 return ConfigError(
@@ -200,9 +200,9 @@ class Servers:
                     "(docs/redis.md)"
                 )
             case redis.TimeoutError():
-                return StoreLost(f"{at} did not answer within {self._timeout_s:g} s (store.timeout); {NEXT_START}")
+                return StoreLost(f"{at} did not answer within {self._timeout_s:g} s (store.timeout); {change}")
             case BusyLoadingError():
-                return StoreLost(f"{at} is still loading its data; start again once it has, and {NEXT_START}")
+                return StoreLost(f"{at} is still loading its data; start again once it has")
             case OutOfMemoryError():
                 return RowcastError(
                     f"{at} has no memory left for rows ({quoted}); raise its maxmemory, add servers, or raise "
@@ -211,17 +211,15 @@ class Servers:
             case ReadOnlyError():
                 return StoreLost(f"{at} has become a replica ({quoted}); {NEXT_START}")
             case _ if isinstance(error, MOVED):
-                return StoreLost(
-                    f"{at}: the cluster is down or has moved rows to other servers ({quoted}); {NEXT_START}"
-                )
+                return StoreLost(f"{at}: the cluster is down or has moved rows ({quoted}); {NEXT_START}")
             case redis.ConnectionError() | OSError():
-                if "SSL" in quoted or "certificate" in quoted.lower():
+                if "CERTIFICATE" in quoted.upper():
                     return ConfigError(
-                        f"{at} cannot be reached by TLS ({quoted}); write redis:// for a server without TLS, and name "
-                        "the authority of its certificate by SSL_CERT_FILE"
+                        f"{at} has a certificate that is not trusted ({quoted}); name the file of its authority by "
+                        "SSL_CERT_FILE in the environment of the prefetcher"
                     )
-                hint = "" if self._url.tls else "; write rediss:// if it wants TLS"
-                return StoreLost(f"{at} cannot be reached or is gone ({quoted}){hint}; {NEXT_START}")
+                gone = "is gone" if self._is_open else "cannot be reached"
+                return StoreLost(f"{at} {gone} ({quoted}); {change}")
             case ResponseError() if str(error).startswith("WRONGTYPE"):
                 return StoreLost(f"{at}: another program has written to a key of this run ({quoted}); {NEXT_START}")
         return RowcastError(f"{at} refuses a command ({quoted})")
