@@ -4,9 +4,10 @@ import shutil
 import socket
 import subprocess
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -395,29 +396,33 @@ def test_a_primary_that_becomes_a_replica(tmp_path: Path) -> None:
             rows.write(KEYS, NEWER)
 
 
-def test_keys_that_another_program_writes_over(tmp_path: Path) -> None:
-    with RedisServer(tmp_path / "server") as server, server.client() as client:
+ROW, OTHER = KEYS[1].tobytes(), KEYS[0].tobytes()
+HARM: dict[str, tuple[Callable[[Any, bytes], object], str]] = {
+    "a key": (lambda client, name: client.set(name, b"x"), "has written to a key of this run (WRONGTYPE"),
+    "too few bytes": (lambda client, name: client.hset(name, ROW, b"x"), "bytes for row 1 of table first that another"),
+    "more bytes": (
+        lambda client, name: client.hset(name, ROW, client.hget(name, ROW) + b"x"),
+        "bytes for row 1 of table first that another program has written",
+    ),
+    "another row": (
+        lambda client, name: client.hset(name, ROW, client.hget(name, ROW).replace(ROW, OTHER)),
+        "bytes for row 1 of table first that another program has written",
+    ),
+    "another write": (
+        lambda client, name: client.hset(name, ROW, client.hget(name, ROW)[:-1] + b"\1"),
+        "row 1 of table first as write 16777216 brought it, but the last one was write 0",
+    ),
+}
 
-        def hash_with_first_row(rows: RedisRows) -> bytes:
-            return next(name for _, name in rows._hashes if client.hexists(name, KEYS[0].tobytes()))
 
-        for harm, words in (
-            (lambda name: client.set(name, b"x"), "another program has written to a key of this run"),
-            (lambda name: client.hset(name, KEYS[0].tobytes(), b"x"), "bytes for row 0 of table first that another"),
-            (
-                lambda name: client.hset(name, KEYS[0].tobytes(), bytes(GROUP.record_bytes + 12)[:-1] + b"x"),
-                "first",
-            ),
-            (
-                lambda name: client.hset(name, KEYS[0].tobytes(), client.hget(name, KEYS[0].tobytes()) + b"x"),
-                "bytes for row 0 of table first that another program has written",
-            ),
-        ):
-            with opened(server, tmp_path) as rows:
-                places = rows.write(KEYS, ROWS)
-                harm(hash_with_first_row(rows))
-                with refused(StoreLost, words):
-                    rows.read(KEYS, places, ROWS.copy())
+@pytest.mark.parametrize("harm", HARM)
+def test_a_row_that_another_program_writes_over(harm: str, tmp_path: Path) -> None:
+    do, words = HARM[harm]
+    with RedisServer(tmp_path / "server") as server, server.client() as client, opened(server, tmp_path) as rows:
+        places = rows.write(KEYS, ROWS)
+        do(client, next(name for _, name in rows._hashes if client.hexists(name, ROW)))
+        with refused(StoreLost, words):
+            rows.read(KEYS, places, ROWS.copy())
 
 
 def test_rows_remain_and_are_named_in_the_log_when_the_server_is_gone_at_the_end(tmp_path: Path) -> None:
