@@ -15,7 +15,7 @@ from structlog.testing import capture_logs
 
 from rowcast.job.server_url import ServerUrl
 from rowcast.prefetcher.stores.cold import redis_rows
-from rowcast.prefetcher.stores.cold.redis_rows import RedisRows
+from rowcast.prefetcher.stores.cold.redis_rows import RedisRows, hash_of
 from rowcast.runtime.errors import ConfigError, RowcastError, StoreLost
 from tests.stores.every_store import GROUP, all_keys, random_records
 from tests.support.redis_server import BOUND, RedisCluster, RedisServer, free_port, needs_redis, state, wait_until
@@ -47,6 +47,10 @@ def refused(kind: type[RowcastError], *words: str) -> Iterator[None]:
     assert all(word in sentence for word in words), sentence
     assert "\n" not in sentence
     assert SECRET not in repr(raised.getrepr(showlocals=False)), sentence
+
+
+def field(key: int, write: int) -> bytes:
+    return int(key).to_bytes(8, "little") + write.to_bytes(4, "little")
 
 
 def check_that_it_stays_lost(rows: RedisRows) -> None:
@@ -92,7 +96,7 @@ def test_a_server_that_repeats_the_password_in_an_error_is_not_quoted(tmp_path: 
         open_rows(server.url, tmp_path / "run", SECRET)
 
 
-USER = ["--user", "rows", "on", f">{SECRET}", "~rowcast:*", "+hset", "+hmget", "+unlink", "+info"]
+USER = ["--user", "rows", "on", f">{SECRET}", "~rowcast:*", "+hset", "+hmget", "+hdel", "+unlink", "+info"]
 
 
 def test_a_user_with_the_rights_that_the_page_names_is_enough(tmp_path: Path) -> None:
@@ -336,13 +340,22 @@ def test_each_row_that_is_gone_is_an_error_that_names_it(tmp_path: Path) -> None
         for number in (0, 5, len(KEYS) - 1):
             with opened(server, tmp_path) as rows, server.client() as client:
                 places = rows.write(KEYS, ROWS)
-                assert sum(client.hdel(name, KEYS[number].tobytes()) for _, name in rows._hashes) == 1
+                assert sum(client.hdel(name, field(KEYS[number], 0)) for _, name in rows._hashes) == 1
                 untouched = KEYS[number] != KEYS
                 rows.read(KEYS[untouched], places[untouched], ROWS[untouched].copy())
                 table = {0: "first", 2: "second", 3: "third"}[int(KEYS[number]) >> 48]
-                with refused(StoreLost, f"has lost row {KEYS[number] & (2**48 - 1)} of table {table}, which write 0"):
+                with refused(StoreLost, f"has lost row {KEYS[number] & (2**48 - 1)} of table {table} as write 0"):
                     rows.read(KEYS, places, ROWS.copy())
                 check_that_it_stays_lost(rows)
+
+
+def test_rows_that_were_freed_and_are_gone_already_tell_that_others_may_be(tmp_path: Path) -> None:
+    with RedisServer(tmp_path / "server") as server, opened(server, tmp_path) as rows, server.client() as client:
+        rows.free(KEYS, rows.write(KEYS, ROWS))
+        client.unlink(rows._hashes[int(hash_of(KEYS[:1])[0])][1])
+        with refused(StoreLost, "has lost", "rows; the next start"):
+            rows.tidy()
+        check_that_it_stays_lost(rows)
 
 
 def test_a_server_without_memory_ends_the_run_in_order(tmp_path: Path) -> None:
@@ -356,12 +369,17 @@ def test_a_server_without_memory_ends_the_run_in_order(tmp_path: Path) -> None:
             rows.write(KEYS, NEWER)
 
 
+def wait_for_replica(client: Any) -> None:
+    client.set("last", "write")  # WAIT asks for what its own connection has written
+    assert client.execute_command("WAIT", 1, 0) == 1
+
+
 def test_a_stale_replica_that_took_over_is_found_at_the_first_row_that_it_has_not(tmp_path: Path) -> None:
     with RedisServer(tmp_path / "primary") as primary:
         replica = RedisServer(tmp_path / "replica", "--replicaof", f"{BOUND} {primary.port}")
         with replica, opened(primary, tmp_path) as rows, primary.client() as client, replica.client() as other:
             before = rows.write(KEYS, ROWS)
-            client.execute_command("WAIT", 1, 0)
+            wait_for_replica(client)
             other.replicaof("NO", "ONE")
             places = rows.write(KEYS[3:], NEWER[3:])
             primary.kill()
@@ -370,7 +388,7 @@ def test_a_stale_replica_that_took_over_is_found_at_the_first_row_that_it_has_no
             out = ROWS.copy()
             rows.read(KEYS[:3], before[:3], out[:3])
             assert (out == ROWS).all()
-            with refused(StoreLost, " as write 0 brought it, but the last one was write 1"):
+            with refused(StoreLost, "has lost row", "as write 1 brought it"):
                 rows.read(KEYS[3:], places, ROWS[3:].copy())
 
 
@@ -379,7 +397,7 @@ def test_a_replica_that_took_over_is_another_server(tmp_path: Path) -> None:
         replica = RedisServer(tmp_path / "replica", "--replicaof", f"{BOUND} {primary.port}")
         with replica, opened(primary, tmp_path) as rows, primary.client() as client, replica.client() as other:
             rows.write(KEYS, ROWS)
-            client.execute_command("WAIT", 1, 0)
+            wait_for_replica(client)
             other.replicaof("NO", "ONE")
             primary.kill()
             other.config_set("port", primary.port)
@@ -396,21 +414,19 @@ def test_a_primary_that_becomes_a_replica(tmp_path: Path) -> None:
             rows.write(KEYS, NEWER)
 
 
-ROW, OTHER = KEYS[1].tobytes(), KEYS[0].tobytes()
+ROW, OTHER = field(KEYS[1], 0), field(KEYS[0], 0)
+WRITTEN_OVER = "bytes for row 1 of table first that another program has written"
 HARM: dict[str, tuple[Callable[[Any, bytes], object], str]] = {
     "a key": (lambda client, name: client.set(name, b"x"), "has written to a key of this run (WRONGTYPE"),
-    "too few bytes": (lambda client, name: client.hset(name, ROW, b"x"), "bytes for row 1 of table first that another"),
-    "more bytes": (
-        lambda client, name: client.hset(name, ROW, client.hget(name, ROW) + b"x"),
-        "bytes for row 1 of table first that another program has written",
-    ),
+    "too few bytes": (lambda client, name: client.hset(name, ROW, b"x"), WRITTEN_OVER),
+    "more bytes": (lambda client, name: client.hset(name, ROW, b"x" + client.hget(name, ROW)), WRITTEN_OVER),
     "another row": (
         lambda client, name: client.hset(name, ROW, client.hget(name, ROW).replace(ROW, OTHER)),
-        "bytes for row 1 of table first that another program has written",
+        WRITTEN_OVER,
     ),
     "another write": (
         lambda client, name: client.hset(name, ROW, client.hget(name, ROW)[:-1] + b"\1"),
-        "row 1 of table first as write 16777216 brought it, but the last one was write 0",
+        WRITTEN_OVER,
     ),
 }
 

@@ -1,13 +1,13 @@
 """Keeps cold rows on a Redis server or a cluster: 256 hashes, a row in the one that its key's hash chooses.
 
     key     rowcast:{<tag>}<generation>    tag: 00 to ff; what is in braces decides which server of a cluster has it
-    field   the row's key, 8 bytes
-    value   record | the row's key, 8 bytes | number of the `write` that stored it, 4 bytes; both little-endian
+    field   the row's key, 8 bytes | number of the `write` that brings it, 4 bytes, the row's place
+    value   record | the same 12 bytes
 
-The number is the row's place. So every read finds a row that the server has lost (it evicted it, or started again
-empty), and one that is older than the row written last (a replica took over that did not have it yet). The generation
-is random and belongs to this object alone: a write that arrives late, over a connection given up, lands where nobody
-reads. A row is written again over its older value; a freed one stays until then, or until `close`.
+A field is written once and deleted once, so a row that is written again leaves its older place readable until it is
+freed and nobody holds it. And a field that is missing is a row that was lost: the server evicted it, started again
+without it, or a replica took over that did not have it yet. The generation is random and belongs to one object: a
+write that arrives late, over a connection given up, lands where nobody reads.
 
 Hashes rather than a key for each row: a generation is 256 keys whose names are known, so that it is deleted without a
 search, and a row takes less memory.
@@ -16,11 +16,12 @@ search, and a row takes less memory.
 import secrets
 import threading
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from itertools import chain
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import msgspec
 import numpy as np
@@ -42,12 +43,23 @@ ROWS_AT_ONCE = 2**14  # in one round trip, to bound the memory for commands and 
 CHECK_S = 5.0  # between looks at the servers' own counters
 
 
+Fields = npt.NDArray[np.void]  # [n] of FIELD
+FIELD = np.dtype([("key", "<i8"), ("write", "<u4")])
+
+
 class Generation(msgspec.Struct, frozen=True, kw_only=True):
     """Names one object's keys. A file in the run's folder, so that the next process deletes what a killed one left."""
 
     server: str
     name: str
     folder: int  # inode of the file's folder, since a copy of a run must not delete the keys of the original
+
+
+class Freed(NamedTuple):
+    """Rows that may be deleted once every `hold` with a lower number has been left."""
+
+    since: int
+    fields: Fields
 
 
 class RedisRows:
@@ -62,12 +74,14 @@ class RedisRows:
         self.read_seconds = 0.0
         self.generation = generation
         self._servers, self._group, self._note = servers, group, note
-        self._value = np.dtype([("record", np.uint8, group.record_bytes), ("key", "<i8"), ("write", "<u4")])
+        self._value = np.dtype([("record", np.uint8, group.record_bytes), ("field", FIELD)])
         names = sorted(keys_of(generation), key=servers.node_of)
         self._hashes = [(servers.node_of(name), name) for name in names]  # in the order of the nodes, as answers come
         self._lock = threading.Lock()  # for what follows and the counters
-        self._num_writes = 0
-        self._live = self._held = 0  # rows with a place; rows on the servers
+        self._num_writes = self._num_holds = 0
+        self._holds: set[int] = set()  # numbers of those not left yet
+        self._freed: deque[Freed] = deque()
+        self._live = self._garbage = 0  # rows with a place; rows freed and not deleted
         self._next_check_s = time.monotonic() + CHECK_S
         self._closed = False
 
@@ -102,18 +116,26 @@ class RedisRows:
 
     @property
     def used_bytes(self) -> int:
-        return self._held * self._value.itemsize
+        return (self._live + self._garbage) * self._value.itemsize
 
     @property
     def garbage_bytes(self) -> int:
-        return (self._held - self._live) * self._value.itemsize
+        return self._garbage * self._value.itemsize
 
     def attach(self, places_of: Callable[[Keys], Places], settle: Callable[[Moved], None]) -> None:
         """Nothing is ever moved."""
 
-    def hold(self) -> AbstractContextManager[None]:
-        """A place stays readable until its row is written again, and nobody reads a row beside its write."""
-        return nullcontext()
+    @contextmanager
+    def hold(self) -> Iterator[None]:
+        with self._lock:
+            number = self._num_holds
+            self._num_holds += 1
+            self._holds.add(number)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._holds.remove(number)
 
     def write(self, keys: Keys, records: Records) -> Places:
         with self._lock:
@@ -133,15 +155,31 @@ class RedisRows:
             self._read(keys[own], places[own], out[own])
 
     def free(self, keys: Keys, places: Places) -> None:
+        fields = fields_of(keys, places)
         with self._lock:
+            self._freed.append(Freed(self._num_holds, fields))
             self._live -= len(keys)
+            self._garbage += len(keys)
 
     def tidy(self) -> bool:
-        """Looks at the servers' own counters now and then. Raises StoreLost or ConfigError."""
+        """Deletes rows that were freed, and looks at the servers' own counters now and then. Raises StoreLost, or
+        ConfigError if a server was set to evict."""
         if time.monotonic() >= self._next_check_s:
             self._servers.check()
             self._next_check_s = time.monotonic() + CHECK_S
-        return False
+        fields = self._to_delete()
+        if not len(fields):
+            return False
+        order, ends = self._by_hash(fields["key"])
+        deleted = sum(self._servers.ask(self._commands(b"HDEL", as_bytes(fields[order]), ends)))
+        with self._lock:
+            self._garbage -= len(fields)
+        if deleted != len(fields):
+            self._servers.check()  # if a server says why, its error is raised
+            raise self._servers.fails(
+                StoreLost(f"Redis (store.url) has lost {len(fields) - deleted} rows; {NEXT_START}")
+            )
+        return True
 
     def close(self) -> None:
         """Deletes the rows, unless a server is lost: then the next process of this run does."""
@@ -160,61 +198,66 @@ class RedisRows:
         finally:
             self._servers.close()
 
+    def _to_delete(self) -> Fields:
+        chosen: list[Fields] = [np.empty(0, FIELD)]
+        with self._lock:
+            oldest = min(self._holds, default=self._num_holds)
+            while self._freed and self._freed[0].since <= oldest and sum(map(len, chosen)) < ROWS_AT_ONCE:
+                chosen.append(self._freed.popleft().fields)
+        return np.concatenate(chosen)
+
     def _write(self, keys: Keys, records: Records, number: int) -> None:
         order, ends = self._by_hash(keys)
-        keys = keys[order]
         values = np.empty(len(keys), self._value)
-        values["record"], values["key"], values["write"] = records[order], keys, number
+        values["record"] = records[order]
+        values["field"] = fields = fields_of(keys[order], np.full(len(keys), number, np.uint32))
         arguments: list[bytes] = [b""] * (2 * len(keys))
-        arguments[::2] = as_bytes(keys)
+        arguments[::2] = as_bytes(fields)
         arguments[1::2] = as_bytes(values)
-        answers = self._servers.ask(self._commands(b"HSET", arguments, 2 * ends))
+        self._servers.ask(self._commands(b"HSET", arguments, 2 * ends))
         with self._lock:
-            self._held += sum(answers)  # fields that are new
             self._live += len(keys)
             self.rows_written += len(keys)
             self.bytes_written += values.nbytes
 
     def _read(self, keys: Keys, places: Places, out: Records) -> None:
         order, ends = self._by_hash(keys)
-        keys, places = keys[order], places[order]
-        commands = self._commands(b"HMGET", as_bytes(keys), ends)
+        fields = fields_of(keys[order], places[order])
+        commands = self._commands(b"HMGET", as_bytes(fields), ends)
         began_s = time.perf_counter()
         answers = self._servers.ask(commands)
         seconds = time.perf_counter() - began_s
-        found = self._checked(keys, places, list(chain.from_iterable(answers)))
+        found = self._checked(fields, list(chain.from_iterable(answers)))
         out[order] = found["record"]
         with self._lock:
             self.rows_read += len(keys)
             self.bytes_read += found.nbytes
             self.read_seconds += seconds
 
-    def _checked(self, keys: Keys, places: Places, values: list[Any]) -> Any:
-        """Returns the values as an array of records, keys and write numbers. Raises StoreLost."""
+    def _checked(self, fields: Fields, values: list[bytes | None]) -> npt.NDArray[np.void]:
+        """Returns the values as an array. Raises StoreLost if one is not as it was written."""
         with suppress(TypeError):  # None is a row that the server does not have
-            joined = b"".join(values)
-            if len(joined) == len(keys) * self._value.itemsize:
+            joined = b"".join(values)  # type: ignore[arg-type]
+            if len(joined) == len(fields) * self._value.itemsize:
                 found = np.frombuffer(joined, self._value)
-                if (found["key"] == keys).all() and (found["write"] == places).all():
+                if (found["field"] == fields).all():
                     return found
-        wrong = next(filter(None, map(self._wrong, keys.tolist(), places.tolist(), values)))
+        wrong = next(filter(None, map(self._wrong, fields, as_bytes(fields), values)))
         self._servers.check()  # if a server says why, its error is raised
         raise self._servers.fails(StoreLost(f"{wrong}; {NEXT_START}"))
 
-    def _wrong(self, key: int, place: int, value: bytes | None) -> str | None:
+    def _wrong(self, field: np.void, as_written: bytes, value: bytes | None) -> str | None:
         """What is wrong with a row's value; None if it is as it was written."""
+        if value is not None and len(value) == self._value.itemsize and value.endswith(as_written):
+            return None
+        key, write = int(field["key"]), int(field["write"])
         node, _ = self._hashes[int(hash_of(np.array([key]))[0])]
-        server = f"Redis server {self._servers.nodes[node].name} (store.url)"
+        at = f"Redis server {self._servers.nodes[node].name} (store.url)"
         table = next(table.name for table in self._group.tables if table.index == key >> KEY_SHIFT)
         row = f"row {key & ROW_MASK} of table {table}"
         if value is None:
-            return f"{server} has lost {row}, which write {place} brought"
-        found = np.frombuffer(value, self._value) if len(value) == self._value.itemsize else None
-        if found is None or found["key"][0] != key:
-            return f"{server} has bytes for {row} that another program has written"
-        if found["write"][0] != place:
-            return f"{server} has {row} as write {found['write'][0]} brought it, but the last one was write {place}"
-        return None
+            return f"{at} has lost {row} as write {write} brought it"
+        return f"{at} has bytes for {row} that another program has written"
 
     def _by_hash(self, keys: Keys) -> tuple[I64, I64]:
         """Returns the rows' order by hash, and where each hash's rows end in it."""
@@ -234,6 +277,12 @@ class RedisRows:
 
 def hash_of(keys: Keys) -> Bytes:
     return ((keys.view(np.uint64) * GOLDEN) >> HASH_SHIFT).astype(np.uint8)
+
+
+def fields_of(keys: Keys, places: Places) -> Fields:
+    fields = np.empty(len(keys), FIELD)
+    fields["key"], fields["write"] = keys, places
+    return fields
 
 
 def as_bytes(items: npt.NDArray[Any]) -> list[bytes]:
