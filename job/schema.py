@@ -17,6 +17,7 @@ from rowcast.job.eviction_policies import EVICTION_POLICIES
 from rowcast.job.formats import CUSTOM, FORMATS, format_of, formats_with
 from rowcast.job.models import BUILT_IN_MODELS, ONE
 from rowcast.job.row_optimizers import ROW_OPTIMIZERS
+from rowcast.job.server_url import parse_server_url
 from rowcast.job.stores import STORES
 
 UNITS = {
@@ -484,6 +485,11 @@ class Store(Section, frozen=True, kw_only=True):
     kind: StoreName = "memory"  # where the rows live: {STORES}
     # mapped: the folder of the files, which are scratch space and not a checkpoint; by default `<run_dir>/tables`
     path: str | None = None
+    # redis: the server or one server of the cluster, `redis://host:6379`, with TLS `rediss://host:6379`; `user@` may
+    # stand before the host, and the password is ROWCAST_REDIS_PASSWORD in the prefetcher's environment: see
+    # [redis.md](redis.md)
+    url: str | None = None
+    timeout: str | float = "5s"  # redis: how long a server may be silent before it counts as lost
 
     def __post_init__(self) -> None:
         if self.path is not None and not STORES[self.kind].has_path:
@@ -491,6 +497,20 @@ class Store(Section, frozen=True, kw_only=True):
             raise ValueError(f"path belongs to kind = {homes}, not {self.kind!r}")
         if self.path == "":
             raise ValueError("path is empty; name a folder")
+        self._check_server()
+
+    def _check_server(self) -> None:
+        homes = " or ".join(f'"{name}"' for name, own in STORES.items() if own.has_url)
+        if not STORES[self.kind].has_url:
+            for key, given in (("url", self.url is not None), ("timeout", self.timeout != "5s")):
+                if given:
+                    raise ValueError(f"{key} belongs to kind = {homes}, not {self.kind!r}")
+            return
+        if self.url is None:
+            raise ValueError(f'kind = {self.kind!r} needs url = "redis://host:6379"')
+        parse_server_url(self.url)
+        if not 0.01 <= parse_seconds(self.timeout) <= 3600:
+            raise ValueError(f'timeout = {self.timeout!r} must be from "10ms" to "1h"')
 
 
 CheckpointInterval = int | Literal["epoch"]  # train steps between checkpoints; 0 for none

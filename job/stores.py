@@ -9,6 +9,7 @@ class StoreKind:
     note: str = ""  # for docs/job-file.md
     in_memory: bool = True  # trained rows take the prefetcher's memory, and opening the store creates no files
     has_path: bool = False  # store.path names the folder of its files
+    has_url: bool = False  # store.url names its server
     full_size: bool = False  # its files are as large as the tables from the start
 
 
