@@ -483,34 +483,46 @@ class Lookahead(Section, frozen=True, kw_only=True):
 
 class Store(Section, frozen=True, kw_only=True):
     kind: StoreName = "memory"  # where the rows live: {STORES}
-    # mapped: the folder of the files, which are scratch space and not a checkpoint; by default `<run_dir>/tables`
+    # tiered, redis: all memory of the prefetcher; or `"20000 rows"`, the rows of each group alone, if all tables have
+    # the same width and dtype: for small trials
+    memory: Size | None = None
+    # mapped, tiered: the folder of the files, which are scratch space and not a checkpoint; by default
+    # `<run_dir>/tables`
     path: str | None = None
+    # tiered: the most that the files may take; by default as much as a quarter of the memory can index
+    disk: Size | None = None
     # redis: the server or one server of the cluster, `redis://host:6379`, with TLS `rediss://host:6379`; `user@` may
-    # stand before the host, and the password is ROWCAST_REDIS_PASSWORD in the prefetcher's environment: see
-    # [redis.md](redis.md)
+    # stand before the host, and the password is ROWCAST_REDIS_PASSWORD in the prefetcher's environment
     url: str | None = None
-    timeout: str | float = "5s"  # redis: how long a server may be silent before it counts as lost
+    timeout: str | float | None = None  # redis: how long a server may be silent before it counts as lost; `"5s"`
 
     def __post_init__(self) -> None:
-        if self.path is not None and not STORES[self.kind].has_path:
-            homes = " or ".join(f'"{name}"' for name, own in STORES.items() if own.has_path)
-            raise ValueError(f"path belongs to kind = {homes}, not {self.kind!r}")
+        for key in ("memory", "path", "disk", "url", "timeout"):
+            if getattr(self, key) is not None and key not in STORES[self.kind].keys:
+                homes = " or ".join(f'"{name}"' for name, own in STORES.items() if key in own.keys)
+                raise ValueError(f"{key} belongs to kind = {homes}, not {self.kind!r}")
         if self.path == "":
             raise ValueError("path is empty; name a folder")
-        self._check_server()
-
-    def _check_server(self) -> None:
-        homes = " or ".join(f'"{name}"' for name, own in STORES.items() if own.has_url)
-        if not STORES[self.kind].has_url:
-            for key, given in (("url", self.url is not None), ("timeout", self.timeout != "5s")):
-                if given:
-                    raise ValueError(f"{key} belongs to kind = {homes}, not {self.kind!r}")
-            return
-        if self.url is None:
-            raise ValueError(f'kind = {self.kind!r} needs url = "redis://host:6379"')
-        parse_server_url(self.url)
-        if not 0.01 <= parse_seconds(self.timeout) <= 3600:
+        if STORES[self.kind].has_tier and self.memory is None:
+            raise ValueError(f'kind = "{self.kind}" needs memory, such as memory = "8GiB"')
+        if self.memory is not None and self.memory_rows is None:
+            parse_bytes(self.memory)
+        if self.disk is not None:
+            parse_bytes(self.disk)
+        if "url" in STORES[self.kind].keys:
+            if self.url is None:
+                raise ValueError(f'kind = "{self.kind}" needs url, such as url = "redis://host:6379"')
+            parse_server_url(self.url)
+        if not 0.01 <= self.timeout_seconds <= 3600:
             raise ValueError(f'timeout = {self.timeout!r} must be from "10ms" to "1h"')
+
+    @property
+    def memory_rows(self) -> int | None:
+        return None if self.memory is None else parse_rows(self.memory)
+
+    @property
+    def timeout_seconds(self) -> float:
+        return parse_seconds("5s" if self.timeout is None else self.timeout)
 
 
 CheckpointInterval = int | Literal["epoch"]  # train steps between checkpoints; 0 for none
@@ -702,8 +714,10 @@ class Job(Section, frozen=True, kw_only=True):
         content["trainer"].pop("threads")
         for key in ("threads", "background"):
             content["prefetcher"].pop(key)
-        for section, key in (("transport", "endpoint"), ("transport", "keys"), ("store", "path")):
+        for section, key in (("transport", "endpoint"), ("transport", "keys")):
             content[section].pop(key)
+        for key in ("memory", "path", "disk", "url", "timeout"):
+            content["store"].pop(key)
         return digest(content)
 
     def training_digest(self, file_sizes: list[int]) -> str:

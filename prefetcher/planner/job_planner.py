@@ -20,6 +20,7 @@ def job_planner(
     num_threads: int = 1,
     keep_ids: bool = False,
     checkpoint_every: CheckpointInterval | None = None,
+    tier_slots: tuple[int, ...] | None = None,
 ) -> RowPlanner:
     """`first_batches`: those that the capacity was divided by. `pinned`: the loaded rows of cache.pin.
     `checkpoint_every`: the job's interval by default. The others as in RowPlanner."""
@@ -34,6 +35,7 @@ def job_planner(
         num_threads=num_threads,
         keep_ids=keep_ids,
         checkpoint_every=job.checkpoint.interval if checkpoint_every is None else checkpoint_every,
+        tier_slots=tier_slots,
     )
 
 

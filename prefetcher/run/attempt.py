@@ -31,7 +31,13 @@ from rowcast.prefetcher.planner.planner import RowPlanner
 from rowcast.prefetcher.readers.schedule import PlacedBatch
 from rowcast.prefetcher.readers.worker import WorkerSource
 from rowcast.prefetcher.run.gauges import engine_gauges, stall_clocks
-from rowcast.prefetcher.run.sizing import automatic_threads, check_shared_memory, sizes
+from rowcast.prefetcher.run.sizing import (
+    automatic_threads,
+    check_shared_memory,
+    job_tier_slots,
+    sizes,
+    tier_rows,
+)
 from rowcast.prefetcher.run.tables import Tables
 from rowcast.prefetcher.run.warm_up import warm_up
 from rowcast.protocol.conversation import Conversation
@@ -220,7 +226,10 @@ class PrefetcherAttempt:
         )
         if is_tcp:
             conversation.carry(fetch_ring, back_ring)
-        planner = self._planner(slots, measured)
+        tier_slots = job_tier_slots(self._job, run.groups, measured, slots)
+        if tier_slots is not None:
+            run.tables.begin(tier_rows(self._job, run.groups, measured, tier_slots))
+        planner = self._planner(slots, tier_slots, measured)
         restore = b"" if self.newest is None else b"".join(dense_content(run.checkpoints.root, self.newest))
         engine = PrefetcherEngine(
             PrefetcherParts(
@@ -272,7 +281,9 @@ class PrefetcherAttempt:
         aside_bytes = parse_bytes(self._job.checkpoint.memory)
         return BarrierCheckpointer(run.groups, run.tables.stores, self._writer, aside_bytes)
 
-    def _planner(self, slots: tuple[int, ...], measured: list[PlacedBatch]) -> RowPlanner:
+    def _planner(
+        self, slots: tuple[int, ...], tier_slots: tuple[int, ...] | None, measured: list[PlacedBatch]
+    ) -> RowPlanner:
         pin, threads = self._job.cache.pin, self._job.prefetcher.threads
         return job_planner(
             self._job,
@@ -283,6 +294,7 @@ class PrefetcherAttempt:
             num_threads=automatic_threads() if threads == "auto" else threads,
             keep_ids=self._run.save_trace is not None,
             checkpoint_every=self._known_interval(),
+            tier_slots=tier_slots,
         )
 
     # when checkpoints are made
@@ -381,7 +393,7 @@ class PrefetcherAttempt:
         if timeline is not None:
             timeline.incarnation(engine.welcome.incarnation)
             timeline.watch("fetch ring", "bytes", lambda: engine.fetch_ring.used_bytes)
-        return recorded_stages(timeline, stages, mail="deliver", checkpoint="write")
+        return recorded_stages(timeline, stages, mail="deliver", staging="stage", checkpoint="write")
 
     def _trace(self, stack: ExitStack, engine: PrefetcherEngine) -> Callable[[], None]:
         """Saves the plans if the run asks for a trace. The returned function is called when the run is over."""

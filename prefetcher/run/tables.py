@@ -34,6 +34,11 @@ class Tables:
         crash_point("tables restored")
         self._restored = True
 
+    def begin(self, memory_rows: tuple[int, ...]) -> None:
+        """See `RowStore.begin`. `memory_rows`: of each group."""
+        for store, rows in zip(self.stores, memory_rows, strict=True):
+            store.begin(rows)
+
     def close(self, at: Manifest | None = None) -> None:
         """`at`: the checkpoint that the rows are at, for a store that outlives the process and may reuse them."""
         for store in self.stores:

@@ -28,7 +28,7 @@ class MemoryStore(TableStore):
             numbers: RowNumbers = (
                 RowsInOrder(group)
                 if nbytes <= IN_ORDER_BYTES
-                else TouchedRows(group.name, min(group.num_rows, physical_memory_bytes() // group.record_bytes))
+                else TouchedRows(group, min(group.num_rows, physical_memory_bytes() // group.record_bytes))
             )
             words = reserved(numbers.most * width).reshape(numbers.most, width)
             marks = reserved(-(-numbers.most // 8)).view(np.uint8)[: numbers.most]

@@ -30,6 +30,16 @@ class RowsInOrder:
     def added(self, keys: Keys) -> I64:
         return self.of(keys)
 
+    def range_of(self, table: int) -> tuple[int, int]:
+        """Returns the number of a table's first row, and that after its last row's."""
+        return self._ranges[table]
+
+    def shifts(self) -> I64:
+        """Returns i64 [tables of the job, up to the group's last]: from a key of each table to its row's number."""
+        shifts = np.zeros(max(self._ranges) + 1, np.int64)
+        shifts[self._first_keys >> KEY_SHIFT] = self._shifts
+        return shifts
+
     def found(self, bits: U64, table: int, block: int) -> Iterator[tuple[Keys, I64]]:
         first, end = self._ranges[table]
         for numbers in find_numbers(bits, first, end, block):

@@ -19,9 +19,12 @@ from rowcast.prefetcher.stores.late_store import LateStore
 from rowcast.prefetcher.stores.mapped_store import MappedStore
 from rowcast.prefetcher.stores.memory_store import MemoryStore
 from rowcast.prefetcher.stores.store import Keys, Records, RowStore, Ticket
+from rowcast.prefetcher.stores.tiered_store import TieredStore
 from rowcast.prefetcher.stores.tracked_store import TrackedStore, open_row_store
 from rowcast.protocol.transport.ring_file import in_memory_buffer
 from tests.support import jobs
+from tests.support.redis_server import shared_server
+from tests.support.tiers import Restless, tiered
 
 SEED = 5
 INITIAL_SUM = 0.25
@@ -52,7 +55,9 @@ def open_mapped(
 
 
 def open_kind(kind: str, folder: Path) -> RowStore:
-    job = make_job(job={"run_dir": str(folder), "seed": SEED}, store={"kind": kind})
+    memory = {"memory": "1GiB"} if REGISTERED[kind].has_tier else {}
+    url = {"url": shared_server().url_text} if "url" in REGISTERED[kind].keys else {}
+    job = make_job(job={"run_dir": str(folder), "seed": SEED}, store={"kind": kind, **memory, **url})
     return open_row_store(job, GROUP, incarnation=1, checkpoint=None)
 
 
@@ -63,10 +68,25 @@ def open_numbered_as_touched() -> MemoryStore:
         return MemoryStore(GROUP)
 
 
+def restless(num_slots: int, seed: int) -> Restless:
+    return Restless(tiered(GROUP, num_slots), all_keys(), seed)
+
+
+def restless_on_a_server(folder: Path) -> Restless:
+    store = open_kind("redis", folder)
+    assert isinstance(store, TieredStore)
+    store.begin(60)
+    return Restless(store, all_keys(), seed=5)
+
+
 MakeStore = Callable[[Path], RowStore]
 STORES: dict[str, MakeStore] = {kind: partial(open_kind, kind) for kind in REGISTERED}
 STORES["memory, numbered as touched"] = lambda folder: open_numbered_as_touched()
 STORES |= {f"late {kind}": lambda folder, kind=kind: LateStore(open_kind(kind, folder), 1) for kind in REGISTERED}  # type: ignore[misc]
+STORES["redis, 60 rows in memory"] = restless_on_a_server
+STORES["tiered, 7 rows in memory"] = lambda folder: restless(7, 1)
+STORES["tiered, 200 rows in memory"] = lambda folder: restless(200, 2)
+STORES["late tiered"] = lambda folder: LateStore(restless(60, 3), 1)
 
 
 @contextmanager

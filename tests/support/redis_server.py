@@ -1,12 +1,15 @@
 """Real Redis servers on this machine, each with a free port and a folder of its own."""
 
+import atexit
 import shutil
 import signal
 import socket
 import subprocess
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any, Self
 
@@ -18,7 +21,8 @@ from redis.retry import Retry
 from rowcast.job.server_url import ServerUrl
 
 COMMAND = shutil.which("redis-server") or shutil.which("valkey-server")
-needs_redis = pytest.mark.skipif(COMMAND is None, reason="redis-server is not installed (apt-get install redis-server)")
+REASON = "redis-server is not installed (apt-get install redis-server)"
+needs_redis = pytest.mark.skipif(COMMAND is None, reason=REASON)
 WAIT_S = 30.0
 BOUND = "127.0.0.1"
 
@@ -55,6 +59,10 @@ class RedisServer:
     @property
     def url(self) -> ServerUrl:
         return ServerUrl(host=BOUND, port=self.port, tls=False, user=None)
+
+    @property
+    def url_text(self) -> str:
+        return f"redis://{BOUND}:{self.port}"
 
     def start(self, *options: str) -> None:
         assert COMMAND is not None
@@ -153,6 +161,19 @@ def bus_port(node: RedisServer) -> int:
 def state(node: RedisServer) -> str:
     with node.client() as client:
         return str(client.cluster("INFO")["cluster_state"])
+
+
+@cache
+def shared_server() -> RedisServer:
+    """A server of this process of tests, until its end. Skips the test where there is none."""
+    if COMMAND is None:
+        pytest.skip(REASON)
+    folder = tempfile.TemporaryDirectory()
+    atexit.register(folder.cleanup)
+    server = RedisServer(Path(folder.name))
+    server.start()
+    atexit.register(server.kill)
+    return server
 
 
 def keys_on(servers: Sequence[RedisServer]) -> set[bytes]:

@@ -185,7 +185,7 @@ def test_without_one_of_these_wakes_all_threads_may_fall_asleep(
 
 
 def test_every_thread_that_is_woken_exists() -> None:
-    prefetcher = {"mail", "planning", "fetcher", "write-back", "checkpoint", "main"}
+    prefetcher = {"mail", "planning", "staging", "fetcher", "write-back", "checkpoint", "main"}
     for table, threads in ((TABLES["prefetcher"], prefetcher), (TABLES["trainer"], {"mail", "sender", "main"})):
         assert {name for names in table.values() for name in names} <= threads
         assert {cause for cause in table if isinstance(cause, str)} <= threads

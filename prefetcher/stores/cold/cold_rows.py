@@ -50,16 +50,18 @@ class ColdRows(Protocol):
         """Called once, before any other method. `tidy` and `write` call both functions, from their caller's thread and
         without a lock that any other method needs, so the caller of these two holds no lock that the functions take.
 
-        places_of(keys): where each row lies now, NOWHERE for rows that are not cold.
-        settle(moved): under its lock, the store takes the new place for rows that are still at the old one; then it
-        calls `free` with the old places of these rows, and with the new places of all others.
+        places_of(keys): where each row lies now, NOWHERE for rows that are not cold. Keys may be in any order and
+        repeat.
+        settle(moved): under its lock, the store takes the new place for rows that are still at the old one, and calls
+        `free` with the old places of these rows and with the new places of all others.
         """
 
     def hold(self) -> AbstractContextManager[None]:
         """Within it, every place that was in use when it was entered stays readable, even if it is freed.
 
         A reader enters it before it looks up places, since another thread may free them, or `tidy` move the rows,
-        before `read` has begun: with cold.hold(): <look up places under the store's lock>; cold.read(...).
+        before `read` has begun: with cold.hold(): <look up places under the store's lock>; cold.read(...). Within it
+        a thread does not wait for another one, and calls neither `write` nor `tidy`.
         """
 
     def write(self, keys: Keys, records: Records) -> Places:
@@ -74,8 +76,10 @@ class ColdRows(Protocol):
         """
 
     def free(self, keys: Keys, places: Places) -> None:
-        """These rows will not be read again from there, but within a `hold` entered before. Does not block and calls
-        nobody, so the caller may hold locks. Each place is freed once.
+        """These rows will not be read again from there, but within a `hold` entered before. Each place is freed once.
+
+        Does not block and calls nobody, so that the caller can free a row's old place under the lock under which the
+        row gets another one. Rows that are freed later than that look as if there were no room for others.
         """
 
     def tidy(self) -> bool:

@@ -65,13 +65,14 @@ class Freed(NamedTuple):
 class RedisRows:
     """Implements `ColdRows`. Made by `open`."""
 
-    most = 2**31  # writes, at a few a step, so they last for years
+    most = 2**31 - 2  # writes, at a few a step, so they last for years; leaves 2**31 numbers for slots
 
     def __init__(self, servers: Servers, group: GroupSpec, generation: str, note: Path) -> None:
         """`generation`: used by no other object, ever. `note`: the file that holds it."""
         self.rows_read = self.rows_written = 0
         self.bytes_read = self.bytes_written = 0
         self.read_seconds = 0.0
+        self.used_bytes = self.garbage_bytes = 0  # of values, without what the servers need beside them
         self.generation = generation
         self._servers, self._group, self._note = servers, group, note
         self._value = np.dtype([("record", np.uint8, group.record_bytes), ("field", FIELD)])
@@ -81,7 +82,6 @@ class RedisRows:
         self._num_writes = self._num_holds = 0
         self._holds: set[int] = set()  # numbers of those not left yet
         self._freed: deque[Freed] = deque()
-        self._live = self._garbage = 0  # rows with a place; rows freed and not deleted
         self._next_check_s = time.monotonic() + CHECK_S
         self._closed = False
 
@@ -113,14 +113,6 @@ class RedisRows:
         nodes = [node.name for node in servers.nodes]
         get_logger().info("rows go to Redis", group=group.name, servers=nodes, keys=pattern_of(generation.name))
         return cls(servers, group, generation.name, note)
-
-    @property
-    def used_bytes(self) -> int:
-        return (self._live + self._garbage) * self._value.itemsize
-
-    @property
-    def garbage_bytes(self) -> int:
-        return self._garbage * self._value.itemsize
 
     def attach(self, places_of: Callable[[Keys], Places], settle: Callable[[Moved], None]) -> None:
         """Nothing is ever moved."""
@@ -158,8 +150,7 @@ class RedisRows:
         fields = fields_of(keys, places)
         with self._lock:
             self._freed.append(Freed(self._num_holds, fields))
-            self._live -= len(keys)
-            self._garbage += len(keys)
+            self.garbage_bytes += len(keys) * self._value.itemsize
 
     def tidy(self) -> bool:
         """Deletes rows that were freed, and looks at the servers' own counters now and then. Raises StoreLost, or
@@ -173,7 +164,8 @@ class RedisRows:
         order, ends = self._by_hash(fields["key"])
         deleted = sum(self._servers.ask(self._commands(b"HDEL", as_bytes(fields[order]), ends)))
         with self._lock:
-            self._garbage -= len(fields)
+            self.used_bytes -= len(fields) * self._value.itemsize
+            self.garbage_bytes -= len(fields) * self._value.itemsize
         if deleted != len(fields):
             self._servers.check()  # if a server says why, its error is raised
             raise self._servers.fails(
@@ -216,7 +208,7 @@ class RedisRows:
         arguments[1::2] = as_bytes(values)
         self._servers.ask(self._commands(b"HSET", arguments, 2 * ends))
         with self._lock:
-            self._live += len(keys)
+            self.used_bytes += values.nbytes
             self.rows_written += len(keys)
             self.bytes_written += values.nbytes
 

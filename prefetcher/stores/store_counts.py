@@ -1,0 +1,25 @@
+"""What the store of a group with a memory tier has counted since it was opened, and what it holds now."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StoreCounts:
+    """Numbers of rows, unless a name says otherwise. A row that was never written is *untouched*: it lies nowhere."""
+
+    memory_rows: int = 0  # in the slots of the memory tier, untouched ones included
+    cold_rows: int = 0  # in the cold tier and not in memory
+    memory_reads: int = 0  # asked for and found in memory
+    cold_reads: int = 0  # asked for and read from the cold tier while the caller waited
+    untouched_reads: int = 0  # asked for and made from their key
+    loaded: int = 0  # entered memory from the cold tier
+    untouched_loaded: int = 0  # entered memory with their first value still to be trained
+    spilled: int = 0  # left memory and were written to the cold tier
+    dropped: int = 0  # left memory without a copy: the same bytes lay in the cold tier, or they were never written
+    late: int = 0  # were to be in memory when they were asked for, and were not
+    bytes_read: int = 0  # from the cold tier, with whatever lies on the same pages
+    bytes_written: int = 0  # to it, rows moved to collect garbage included
+    read_seconds: float = 0.0  # that reads of the cold tier took, added up over the threads that read
+    index_bytes: int = 0  # of memory that say where each row lies
+    disk_used_bytes: int = 0  # taken by the cold tier
+    disk_garbage_bytes: int = 0  # of these: old copies of rows
