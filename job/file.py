@@ -150,11 +150,6 @@ def check_whole(job: Job) -> None:
             f'cache.capacity: "{job.cache.capacity}" counts rows, but the tables have rows of {len(kinds)} widths or '
             'dtypes; give bytes, such as "64MiB"'
         )
-    if job.store.memory_rows is not None and len(kinds) > 1:
-        raise ValueError(
-            f'store.memory: "{job.store.memory}" counts rows, but the tables have rows of {len(kinds)} widths or '
-            'dtypes; give bytes, such as "8GiB"'
-        )
     if STORES[job.store.kind].has_tier and job.cache.policy != "lookahead":
         raise ValueError(
             f'store.kind = "{job.store.kind}" chooses the rows in memory by cache.policy = "lookahead", not '

@@ -483,8 +483,8 @@ class Lookahead(Section, frozen=True, kw_only=True):
 
 class Store(Section, frozen=True, kw_only=True):
     kind: StoreName = "memory"  # where the rows live: {STORES}
-    # tiered, redis: all memory of the prefetcher; or `"20000 rows"`, the rows of each group alone, if all tables have
-    # the same width and dtype: for small trials
+    # tiered, redis: all memory of the prefetcher; or `"20000 rows"`, for small trials: so many rows of each group,
+    # whatever else takes memory
     memory: Size | None = None
     # mapped, tiered: the folder of the files, which are scratch space and not a checkpoint; by default
     # `<run_dir>/tables`
@@ -494,7 +494,7 @@ class Store(Section, frozen=True, kw_only=True):
     # redis: the server or one server of the cluster, `redis://host:6379`, with TLS `rediss://host:6379`; `user@` may
     # stand before the host, and the password is ROWCAST_REDIS_PASSWORD in the prefetcher's environment
     url: str | None = None
-    timeout: str | float | None = None  # redis: how long a server may be silent before it counts as lost; `"5s"`
+    timeout: str | None = None  # redis: how long a server may be silent before it counts as lost; `"5s"`
 
     def __post_init__(self) -> None:
         for key in ("memory", "path", "disk", "url", "timeout"):

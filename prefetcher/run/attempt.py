@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 
 from rowcast.job.schema import CheckpointInterval, Job, Transport, parse_bytes
+from rowcast.job.stores import STORES
 from rowcast.job.tables import GroupSpec
 from rowcast.prefetcher.checkpoints.folder import Checkpoints
 from rowcast.prefetcher.checkpoints.interval import PaceMeter, keep_interval, read_interval
@@ -188,7 +189,9 @@ class PrefetcherAttempt:
         return self._engine is not None and self._engine.finished
 
     def _measure(self) -> list[PlacedBatch]:
-        warm_up(verify=self._run.verify > 0)  # while the child starts
+        has_tier = STORES[self._job.store.kind].has_tier
+        folder = self._job.table_folder if has_tier else None
+        warm_up(verify=self._run.verify > 0, tiers_in=folder)  # while the child starts
         measured: list[PlacedBatch] = []
         while len(measured) < MEASURED_BATCHES and not self._source.ended and self._run.signals.stop_reason is None:
             self._crew.check()

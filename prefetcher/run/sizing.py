@@ -6,7 +6,7 @@ the arrays that come with them. A plan that brings more, as the first one always
     each ring      depth + 1 typical plans: all that may be in flight
     staging        the rows of two typical plans, each way: one is used while the next one comes
 
-A store with a memory tier keeps two kinds of rows in memory: those that the planner counts (`job_tier_slots`), and those
+A store with a memory tier keeps two kinds of rows there: those that the planner counts (`job_tier_slots`), and those
 that still wait to leave, since a row leaves only once all rows of its step are home (`tier_reserve`).
 """
 
@@ -131,7 +131,7 @@ def job_tier_slots(
     shares = [rows * group.record_bytes for rows, group in zip(touched.distinct_rows, groups, strict=True)]
     limits = [min(group.num_rows, MOST_SLOTS) for group in groups]
     if job.store.memory_rows is not None:
-        return (rows_alone(job.store.memory_rows, groups, slots),)
+        return rows_alone(job.store.memory_rows, groups, slots)
     assert job.store.memory is not None, "a store with a tier has a budget of memory"
     budget = parse_bytes(job.store.memory)
     parts = tier_parts(job, groups, measured, slots)
@@ -162,14 +162,14 @@ def job_tier_slots(
     return tuple(n if n == limit else n - spare for n, limit, spare in zip(divided(low), limits, reserve, strict=True))
 
 
-def rows_alone(rows: int, groups: Sequence[GroupSpec], slots: Sequence[int]) -> int:
-    assert len(groups) == 1, f"a memory in rows for {len(groups)} groups"
-    if rows < slots[0]:
-        raise ConfigError(
-            f'store.memory = "{rows} rows" is too small: the device holds {slots[0]} rows of group {groups[0].name}, '
-            f'and all of them must be in memory; set "{slots[0]} rows" or more, or lower cache.capacity'
-        )
-    return min(rows, groups[0].num_rows, MOST_SLOTS)
+def rows_alone(rows: int, groups: Sequence[GroupSpec], slots: Sequence[int]) -> tuple[int, ...]:
+    for group, least in zip(groups, slots, strict=True):
+        if rows < least:
+            raise ConfigError(
+                f'store.memory = "{rows} rows" is too small: the device holds {least} rows of group {group.name}, and '
+                f'all of them must be in memory; set "{max(slots)} rows" or more, or lower cache.capacity'
+            )
+    return tuple(min(rows, group.num_rows, MOST_SLOTS) for group in groups)
 
 
 def tier_reserve(job: Job, groups: tuple[GroupSpec, ...], measured: Sequence[ScheduledBatch]) -> tuple[int, ...]:

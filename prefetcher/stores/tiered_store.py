@@ -184,7 +184,8 @@ class TieredStore(RowStore):
         assert not (found == ABSENT_ROW).any(), f"a row of group {self._name} that was written has no bytes"
         here = found != WAITING
         out[left[here]] = records[here]
-        return left[~here]
+        still: I64 = left[~here]
+        return still
 
     def _copy(self, numbers: I64, out: Records) -> tuple[Bytes, U32]:
         """Copies rows that are in memory. Returns what was found of each, and the place of cold ones."""
@@ -234,7 +235,6 @@ class TieredStore(RowStore):
 
     def _write_cold(self, keys: Keys, numbers: I64, rows: Records) -> None:
         places = self.cold.write(keys, rows)
-        crash_point("row written past memory")
         with self._lock:
             left = self._overwrite(keys, numbers, rows)  # the others have got a slot meanwhile
             before = self._whereabouts[numbers[left]]

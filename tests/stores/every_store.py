@@ -72,21 +72,22 @@ def restless(num_slots: int, seed: int) -> Restless:
     return Restless(tiered(GROUP, num_slots), all_keys(), seed)
 
 
-def restless_on_a_server(folder: Path) -> Restless:
-    store = open_kind("redis", folder)
+def restless_in_cold_tier(kind: str, folder: Path) -> Restless:
+    store = open_kind(kind, folder)
     assert isinstance(store, TieredStore)
     store.begin(60)
-    return Restless(store, all_keys(), seed=5)
+    return Restless(store, all_keys(), seed=4)
 
 
 MakeStore = Callable[[Path], RowStore]
 STORES: dict[str, MakeStore] = {kind: partial(open_kind, kind) for kind in REGISTERED}
 STORES["memory, numbered as touched"] = lambda folder: open_numbered_as_touched()
 STORES |= {f"late {kind}": lambda folder, kind=kind: LateStore(open_kind(kind, folder), 1) for kind in REGISTERED}  # type: ignore[misc]
-STORES["redis, 60 rows in memory"] = restless_on_a_server
 STORES["tiered, 7 rows in memory"] = lambda folder: restless(7, 1)
 STORES["tiered, 200 rows in memory"] = lambda folder: restless(200, 2)
-STORES["late tiered"] = lambda folder: LateStore(restless(60, 3), 1)
+STORES["tiered, in segments"] = partial(restless_in_cold_tier, "tiered")
+STORES["redis, 60 rows in memory"] = partial(restless_in_cold_tier, "redis")
+STORES["late tiered, 60 rows in memory"] = lambda folder: LateStore(restless(60, 3), 1)
 
 
 @contextmanager

@@ -141,7 +141,7 @@ def test_a_write_wins_over_a_load_under_way() -> None:
     store, cold, keys = with_rows(5, 5)
     rows = random_records(2, seed=1)
     store.stage(0, tier_plan(load=keys))
-    cold.on_read = lambda: finish(store.write(keys[:2], rows)) and None
+    cold.on_read = lambda: finish(store.write(keys[:2], rows))
     settle(store, None)
     cold.on_read = lambda: None
     assert read(store, keys[:2]).tobytes() == rows.tobytes()

@@ -17,7 +17,9 @@ import rowcast.trainer.execute.engine
 from rowcast.job.tables import group_specs
 from rowcast.prefetcher.checkpoints.folder import Checkpoints
 from rowcast.prefetcher.checkpoints.writer import CheckpointWriter
+from rowcast.prefetcher.stores.store import Keys, ReadTicket, Records, RowStore, Ticket
 from rowcast.protocol.messages import Bye, Flush, Hello, Released, RowsBack, StepDone, StepReady
+from rowcast.protocol.plan import GroupPlan
 from rowcast.protocol.transport.inproc import inproc_pair
 from rowcast.runtime.disk import RealDisk
 from rowcast.runtime.stages import Stage, Wakes
@@ -106,6 +108,7 @@ def run_woken(
     verify: float = 0.0,
     capacity: str = "one batch",
     ring_bytes: int = 24 * 1024,
+    harm: Callable[[RowStore], RowStore] | None = None,
 ) -> InProcessRun:
     """A run with evaluations and checkpoints in small rings."""
     folder.mkdir()
@@ -122,6 +125,7 @@ def run_woken(
             verify=verify,
             seeded_streams=False,
             links=links,
+            harm=harm,
         )
         return InProcessRun(job, batches, settings, Past(checkpoints=Checkpoints(folder, RealDisk()), newest=None))
 
@@ -182,6 +186,45 @@ def test_without_one_of_these_wakes_all_threads_may_fall_asleep(
     capacity = "everything" if cause == "fetcher" else "one batch"  # it is needed by plans that return no rows
     with pytest.raises(AllAsleep):
         run_seeds(tmp_path, tables, capacity)
+
+
+class Hinted(RowStore):
+    """Notes the last plan that it was told of, and what `advance` was told after it."""
+
+    def __init__(self, store: RowStore) -> None:
+        self._store = store
+
+    def read(self, keys: Keys, out: Records) -> ReadTicket:
+        return self._store.read(keys, out)
+
+    def write(self, keys: Keys, rows: Records) -> Ticket:
+        return self._store.write(keys, rows)
+
+    def close(self, checkpoint: str | None = None) -> None:
+        self._store.close(checkpoint)
+
+    def stage(self, step: int, plan: GroupPlan) -> None:
+        self.staged, self.advanced = step, False
+
+    def advance(self, home_through: int | None) -> bool:
+        self.advanced, self.home_through = True, home_through
+        return False
+
+
+@pytest.mark.parametrize("cause", ["planning", "write-back"])
+@pytest.mark.parametrize("seed", range(3))
+def test_the_staging_thread_is_woken_by_plans_and_by_rows_that_are_home(cause: str, seed: int, tmp_path: Path) -> None:
+    told = list[Hinted]()
+
+    def hint(store: RowStore) -> RowStore:
+        told.append(Hinted(store))
+        return told[-1]
+
+    other = {"planning": "write-back", "write-back": "planning"}[cause]
+    run_woken(tmp_path / "run", seed, without("prefetcher", other, "staging"), harm=hint)
+    for store in told:
+        assert store.staged == 15, "14 train steps and two evaluations"
+        assert store.advanced if cause == "planning" else store.home_through == store.staged
 
 
 def test_every_thread_that_is_woken_exists() -> None:

@@ -14,6 +14,7 @@ import pytest
 from rowcast.prefetcher.stores.cold.cold_rows import Moved
 from rowcast.prefetcher.stores.cold.page_loops import BLOCK_BYTES, PAGES_AHEAD, page_layout
 from rowcast.prefetcher.stores.cold.segment_file import SEGMENTS, SegmentFile
+from rowcast.prefetcher.stores.store import Keys
 from rowcast.runtime.errors import ConfigError, RowcastError
 from tests.stores.cold.owner import group_of, keys_of, open_small
 from tests.support.repeats import count
@@ -66,7 +67,7 @@ def test_threads_that_write_read_drop_and_tidy_at_once_read_what_was_written(
         for _ in range(rounds):
             job(random)
 
-    def some(random: np.random.Generator) -> np.ndarray:  # type: ignore[type-arg]
+    def some(random: np.random.Generator) -> Keys:
         return keys_of(random.permutation(most * 4 // 5)[: random.integers(1, most // 12)])
 
     jobs: list[Callable[[np.random.Generator], object]] = [
