@@ -35,6 +35,7 @@ RESTORE = "tests/checkpoints/test_restore.py"
 RING = "tests/protocol/test_ring.py"
 SESSION = "tests/protocol/test_session.py"
 STORES = "tests/stores"
+TIERED = "tests/stores/test_tiered.py"
 TIGHT = "tests/system/test_tight.py::test_plans_larger_than_the_ring_pass_a_cache_of_one_batch_with_a_late_store"
 TOUCHED_ROWS = "tests/trainer/test_row_optimizers.py::test_touched_rows_end_with_the_bits_of_the_whole_table"
 TRITON = "tests/kernels/test_triton.py::test_a_step_of_the_rows_has_the_bits_of_torch"
@@ -568,6 +569,60 @@ PREFETCHER = (
         "return np.sort(found[:count]), end",
         "return found[:count], end",
         f"{STORES}/test_changed_rows.py",
+    ),
+    Mutant(
+        "a row is read while its bytes are on their way",
+        "elif states[slot] == LOADING:",
+        "elif False:",
+        f"{TIERED}::test_a_row_that_is_loading_comes_once_it_is_loaded",
+    ),
+    Mutant(
+        "a load undoes a write that came meanwhile",
+        "if states[slots[i]] == LOADING: states[slots[i]] = CLEAN",
+        "if True:\n            states[slots[i]] = CLEAN",
+        f"{TIERED}::test_a_write_wins_over_a_load_under_way",
+    ),
+    Mutant(
+        "a spill forgets a write that came meanwhile",
+        "if states[slots[i]] != SPILLING:",
+        "if False:",
+        f"{TIERED}::test_a_write_wins_over_a_spill_under_way",
+    ),
+    Mutant(
+        "the older copy of a row that is written keeps its place",
+        "if states[slot] == CLEAN or states[slot] == LOADING:",
+        "if False:",
+        f"{TIERED}::test_a_write_wins_over_a_load_under_way",
+    ),
+    Mutant(
+        "a row that is needed again leaves all the same",
+        "leaves_after[slot] = STAYS continue",
+        "continue",
+        f"{TIERED}::test_a_row_that_is_needed_again_before_it_has_left_stays",
+    ),
+    Mutant(
+        "rows leave the memory before their step's rows are home",
+        "self._leaving[0].step > home_through",
+        "False",
+        f"{TIERED}::test_a_planned_row_is_in_memory_when_it_is_read_and_leaves_once_its_step_is_home",
+    ),
+    Mutant(
+        "a row that got a slot while it was written keeps its older bytes there",
+        "left = self._overwrite(keys, numbers, rows)  # the others have got a slot meanwhile",
+        "left = np.arange(len(keys))",
+        f"{TIERED}::test_a_row_that_gets_a_slot_while_it_is_written_past_memory_has_the_written_bytes",
+    ),
+    Mutant(
+        "a row that the cold tier moved loses its new place",
+        "whereabouts[numbers[i]], freed[i] = new[i] + np.uint32(1), old[i]",
+        "whereabouts[numbers[i]], freed[i] = new[i] + np.uint32(1), new[i]",
+        f"{TIERED}::test_any_order_of_plans_work_reads_and_writes_agrees_with_a_dictionary",
+    ),
+    Mutant(
+        "memory has no room for rows that wait to leave",
+        "min(n + spare, group.num_rows, MOST_SLOTS)",
+        "min(n, group.num_rows, MOST_SLOTS)",
+        "tests/system/test_late_rows.py::test_no_row_is_late_with_a_memory_of_less_than_a_tenth",
     ),
     Mutant(
         "a table file vouches for rows that are not on the disk",
