@@ -106,3 +106,18 @@ def test_a_server_that_is_full_ends_both_in_order_and_more_memory_lets_the_run_g
         client.config_set("maxmemory", 0)
     assert run.finish().differs(in_memory) == []
     assert keys_on([server]) == set()
+
+
+@pytest.mark.parametrize("failure", FAILURES)
+def test_a_server_that_fails_while_rows_move_ends_both_with_one_sentence(
+    failure: str, server: RedisServer, session: Session
+) -> None:
+    fail, repair, _ = FAILURES[failure]
+    session.write_job(**SMALL | {"transport": {"ring": "1MiB", "connect_timeout": "60s"}}, **on(server))
+    prefetcher, trainer = session.start_training()
+    fail(server)
+    sentence = prefetcher.ended(END_TIMEOUT_S).refused(PEER_LOST)
+    assert f"Redis server 127.0.0.1:{server.port} (store.url)" in sentence
+    assert sentence in trainer.ended(END_TIMEOUT_S).refused(PEER_LOST)
+    assert session.remains() == []
+    repair(server)

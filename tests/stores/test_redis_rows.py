@@ -15,7 +15,7 @@ from rowcast.job.server_url import ServerUrl
 from rowcast.prefetcher.stores.cold import redis_rows
 from rowcast.prefetcher.stores.cold.redis_rows import RedisRows, keys_of
 from rowcast.prefetcher.stores.store import Keys, Records
-from rowcast.runtime.errors import StoreLost
+from rowcast.runtime.errors import ConfigError, StoreLost
 from tests.stores.every_store import GROUP, all_keys, random_records
 from tests.support.redis_server import RedisCluster, RedisServer, keys_on, needs_redis
 from tests.support.repeats import count
@@ -264,3 +264,13 @@ def test_a_damaged_note_of_an_earlier_process_is_replaced(tmp_path: Path) -> Non
         note.write_bytes(note.read_bytes()[:-1])
         open_rows(server.url, tmp_path / "run").close()
         assert list((tmp_path / "run").iterdir()) == []
+
+
+def test_a_folder_that_cannot_be_written_is_refused_before_a_key_is_made(
+    redis: RedisServer | RedisCluster, tmp_path: Path
+) -> None:
+    (tmp_path / "file").write_bytes(b"")
+    before = keys_on(servers_of(redis))
+    with pytest.raises(ConfigError, match=r"file/run/.*\.redis cannot be written \(Not a directory\)"):
+        open_rows(redis.url, tmp_path / "file" / "run")
+    assert keys_on(servers_of(redis)) == before

@@ -33,7 +33,7 @@ from rowcast.prefetcher.stores.cold.cold_rows import Moved, Places
 from rowcast.prefetcher.stores.cold.redis_servers import NEXT_START, Command, Servers
 from rowcast.prefetcher.stores.store import Keys, Records
 from rowcast.runtime.arrays import I64, Bytes
-from rowcast.runtime.errors import RowcastError, StoreLost
+from rowcast.runtime.errors import ConfigError, RowcastError, StoreLost
 from rowcast.runtime.splitmix import GOLDEN
 from rowcast.runtime.telemetry.logs import get_logger
 
@@ -91,12 +91,11 @@ class RedisRows:
 
         `timeout_s`: how long a server may be silent before it counts as lost. Raises ConfigError or StoreLost."""
         servers = Servers(url, password, timeout_s)
+        note, server = folder / f"{group.name}.redis", f"{url.host}:{url.port}"
         try:
             servers.open()
             folder.mkdir(parents=True, exist_ok=True)
-            note = folder / f"{group.name}.redis"
             earlier = read_note(note)
-            server = f"{url.host}:{url.port}"
             if earlier is not None and earlier.server == server:
                 delete(servers, earlier.name)
             elif earlier is not None:
@@ -107,8 +106,10 @@ class RedisRows:
                 )
             generation = Generation(server=server, name=secrets.token_hex(6), folder=folder.stat().st_ino)
             note.write_bytes(msgspec.json.encode(generation))
-        except BaseException:
+        except BaseException as error:
             servers.close()
+            if isinstance(error, OSError):
+                raise ConfigError(f"{note} cannot be written ({error.strerror}); make it writable") from None
             raise
         nodes = [node.name for node in servers.nodes]
         get_logger().info("rows go to Redis", group=group.name, servers=nodes, keys=pattern_of(generation.name))
