@@ -149,9 +149,8 @@ def accepts(type: inspect.Type, value: Any) -> bool:
 def alternatives(type: inspect.Type) -> list[inspect.Type]:
     """The members of a union without None, which TOML cannot express."""
     type = bare(type)
-    if isinstance(type, inspect.UnionType):
-        return [inner for one in type.types for inner in alternatives(one)]
-    return [] if isinstance(type, inspect.NoneType) else [type]
+    types = type.types if isinstance(type, inspect.UnionType) else (type,)
+    return [one for one in types if not isinstance(one, inspect.NoneType)]
 
 
 def bare(type: inspect.Type) -> inspect.Type:

@@ -77,7 +77,9 @@ def measured(place: Path, descriptor: int, num_pages: int) -> DiskRate:
     try:
         if direct is None and cached_share(descriptor, pages[:256]) > CACHED:
             return DiskRate(
-                folder=str(place), pages_s=None, why_not=f"{place} cannot be read past the page cache ({file_system(place)})"
+                folder=str(place),
+                pages_s=None,
+                why_not=f"{place} cannot be read past the page cache ({file_system(place)})",
             )
         return DiskRate(folder=str(place), pages_s=pages_a_second(descriptor if direct is None else direct, pages))
     finally:

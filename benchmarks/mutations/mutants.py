@@ -35,9 +35,12 @@ REDIS_FAILS = "tests/stores/test_redis_failures.py"
 REDIS_ROWS = "tests/stores/test_redis_rows.py"
 RESTORE = "tests/checkpoints/test_restore.py"
 RING = "tests/protocol/test_ring.py"
+SEGMENT_DISK = "tests/stores/cold/test_segment_file_disk.py"
+SEGMENT_FILE = "tests/stores/cold/test_segment_file.py"
 SESSION = "tests/protocol/test_session.py"
 STORES = "tests/stores"
 TIERED = "tests/stores/test_tiered.py"
+STORE_HINTS = "tests/system/test_store_hints.py"
 TIGHT = "tests/system/test_tight.py::test_plans_larger_than_the_ring_pass_a_cache_of_one_batch_with_a_late_store"
 TOUCHED_ROWS = "tests/trainer/test_row_optimizers.py::test_touched_rows_end_with_the_bits_of_the_whole_table"
 TRITON = "tests/kernels/test_triton.py::test_a_step_of_the_rows_has_the_bits_of_torch"
@@ -453,6 +456,24 @@ PREFETCHER = (
         "tests/planner/test_auto_horizon.py::test_the_known_batches_stay_within_the_budget",
     ),
     Mutant(
+        "the horizon ends where the device has nothing to guess",
+        "levels = self._groups + self._tier",
+        "levels = self._groups",
+        "tests/planner/test_tier.py::test_the_horizon_grows_until_the_tier_has_nothing_to_guess_either",
+    ),
+    Mutant(
+        "a store is not told of plans",
+        "store.stage(step, group)",
+        "pass",
+        STORE_HINTS,
+    ),
+    Mutant(
+        "rows are said to be home once they were sent",
+        "home_through = self.writeback.applied_through",
+        "home_through = self.fetcher.sent_through",
+        STORE_HINTS,
+    ),
+    Mutant(
         "a plan is made a step too early",
         "self._ahead = 2 * depth + 2",
         "self._ahead = 2 * depth + 3",
@@ -634,8 +655,8 @@ PREFETCHER = (
     ),
     Mutant(
         "a checkpoint's rows come in the order of their hashes",
-        "return np.sort(found[:count]), end",
-        "return found[:count], end",
+        "found.sort()",
+        "",
         f"{STORES}/test_changed_rows.py",
     ),
     Mutant(
@@ -705,10 +726,46 @@ PREFETCHER = (
         f"{STORES}/test_mapped.py::test_a_file_closed_at_another_checkpoint_is_made_anew",
     ),
     Mutant(
+        "pages are read for a step that the trainer has passed",
+        "if home_through is None or step > home_through:",
+        "if True:",
+        f"{STORES}/test_mapped_ahead.py::test_a_step_that_the_trainer_has_passed_is_not_read",
+    ),
+    Mutant(
+        "pages that are written are not read ahead",
+        "plan.evict_keys[: plan.num_dirty]",
+        "plan.evict_keys[:0]",
+        f"{STORES}/test_mapped_ahead.py",
+    ),
+    Mutant(
         "a table file has holes",
         "reserve(self._open, 0, nbytes)",
         "os.ftruncate(self._open, nbytes)",
         f"{STORES}/test_mapped_disk.py::test_the_whole_file_is_reserved_at_once",
+    ),
+    Mutant(
+        "a cold row's place is used again while it is read",
+        "while self._emptied and (not self._holds or next(iter(self._holds)) > self._emptied[0][0]):",
+        "while self._emptied:",
+        f"{SEGMENT_FILE}::test_a_freed_place_stays_readable_within_a_hold_and_is_used_again_after_it",
+    ),
+    Mutant(
+        "a cold row that was written again while it was moved gets its old bytes",
+        "with self._tidying, self.hold():",
+        "with self._tidying:",
+        f"{SEGMENT_FILE}::test_a_row_is_not_settled_at_an_old_place_where_it_was_written_again",
+    ),
+    Mutant(
+        "a page of a segment's earlier use passes for one of now",
+        "segments.uses[self._segment] * segments.count * segments.num_pages",
+        "0",
+        f"{SEGMENT_DISK}::test_a_page_that_the_disk_forgot_to_write_is_found_although_it_has_older_bytes_of_the_same_rows",
+    ),
+    Mutant(
+        "the rest of a short write is lost",
+        "rest, offset = rest[written:], offset + written",
+        "rest = rest[len(rest) :]",
+        f"{SEGMENT_DISK}::test_a_disk_that_takes_a_part_of_what_is_written_gets_the_rest",
     ),
     Mutant(
         "a checkpoint leaves its rows changed",

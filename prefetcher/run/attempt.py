@@ -9,7 +9,7 @@ import secrets
 import uuid
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -103,6 +103,7 @@ class PrefetcherAttempt:
         )
         self._writer: CheckpointWriter | None = None
         self._engine: PrefetcherEngine | None = None
+        self._tier_slots: tuple[int, ...] | None = None
 
     def live(self) -> None:
         """Returns when the run finished or was stopped in order. Raises the first error of any stage, or PeerLost."""
@@ -131,6 +132,7 @@ class PrefetcherAttempt:
         return self._engine is not None and self._engine.hello is not None
 
     def gauges(self, idle: PrefetcherGauges) -> PrefetcherGauges:
+        idle = replace(idle, stores=self._run.tables.counts)
         return idle if self._engine is None else engine_gauges(idle, self._engine, self._source)
 
     @property
@@ -229,7 +231,7 @@ class PrefetcherAttempt:
         )
         if is_tcp:
             conversation.carry(fetch_ring, back_ring)
-        tier_slots = job_tier_slots(self._job, run.groups, measured, slots)
+        self._tier_slots = tier_slots = job_tier_slots(self._job, run.groups, measured, slots)
         if tier_slots is not None:
             run.tables.begin(tier_rows(self._job, run.groups, measured, tier_slots))
         planner = self._planner(slots, tier_slots, measured)
@@ -405,7 +407,7 @@ class PrefetcherAttempt:
         from rowcast.prefetcher.traces.header import trace_header
         from rowcast.prefetcher.traces.writer import TraceWriter
 
-        header = trace_header(self._job, self._run.groups, engine.welcome.slots)
+        header = trace_header(self._job, self._run.groups, engine.welcome.slots, self._tier_slots)
         writer = stack.enter_context(TraceWriter(self._run.save_trace, header))
         before = [group.rows_flushed for group in engine.counters.groups.values()]  # by earlier attempts
 
@@ -424,6 +426,18 @@ class PrefetcherAttempt:
     def _log_end(self, engine: PrefetcherEngine) -> None:
         if self._run.verify:
             self._log.info("verified, in rows", **engine.counters.rows_verified)
+        for group, counts in zip(self._run.groups, self._run.tables.counts, strict=True):
+            if counts is not None:
+                self._log.info(
+                    "memory and cold tier",
+                    group=group.name,
+                    rows_from_cold=counts.loaded + counts.cold_reads,
+                    rows_to_cold=counts.spilled,
+                    rows_never_trained=counts.untouched_loaded,
+                    late_rows=counts.late,
+                    disk_bytes=counts.disk_used_bytes,
+                    garbage_bytes=counts.disk_garbage_bytes,
+                )
         reason, steps = self._run.signals.stop_reason, engine.counters.train_steps
         if not engine.finished:
             self._log.info("stopped before a trainer came; nothing was trained", reason=reason)

@@ -465,7 +465,16 @@ def one_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisClust
 def cluster(one_cluster: RedisCluster) -> Iterator[RedisCluster]:
     """Each test leaves it as it was, but for a server that it may kill: to make a cluster takes two seconds."""
     yield one_cluster
+    set_node_timeout(one_cluster, 500)
     one_cluster.mend()
+    set_node_timeout(one_cluster, 15_000)
+
+
+def set_node_timeout(cluster: RedisCluster, timeout_ms: int) -> None:
+    """How long a server may be away until the others take it for failed."""
+    for node in cluster.nodes:
+        with node.client() as client:
+            client.config_set("cluster-node-timeout", timeout_ms)
 
 
 def test_a_cluster_of_which_a_server_is_cut_off(cluster: RedisCluster, tmp_path: Path) -> None:
@@ -473,6 +482,7 @@ def test_a_cluster_of_which_a_server_is_cut_off(cluster: RedisCluster, tmp_path:
     with opened(cluster, tmp_path, timeout_s=0.5) as rows:
         places = rows.write(KEYS, ROWS)
         *others, last = sorted(cluster.nodes, key=lambda node: node.port)
+        set_node_timeout(cluster, 500)
         last.stop()
         wait_until(lambda: {state(node) for node in others} == {"fail"}, "the others take the cluster for failed")
         with refused(StoreLost, "the cluster is down or has moved rows"):

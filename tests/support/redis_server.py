@@ -118,7 +118,7 @@ class RedisCluster:
     """Three primaries without replicas. A context manager."""
 
     def __init__(self, folder: Path, num_nodes: int = 3) -> None:
-        options = ("--cluster-enabled", "yes", "--cluster-node-timeout", "500")
+        options = ("--cluster-enabled", "yes")
         self.nodes = [
             RedisServer(folder / str(number), *options, "--cluster-port", str(free_port()))
             for number in range(num_nodes)
