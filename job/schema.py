@@ -17,6 +17,7 @@ from rowcast.job.eviction_policies import EVICTION_POLICIES
 from rowcast.job.formats import CUSTOM, FORMATS, format_of, formats_with
 from rowcast.job.models import BUILT_IN_MODELS, ONE
 from rowcast.job.row_optimizers import ROW_OPTIMIZERS
+from rowcast.job.server_url import parse_server_url
 from rowcast.job.stores import STORES
 
 UNITS = {
@@ -483,17 +484,21 @@ class Lookahead(Section, frozen=True, kw_only=True):
 
 class Store(Section, frozen=True, kw_only=True):
     kind: StoreName = "memory"  # where the rows live: {STORES}
-    # tiered: all memory of the prefetcher; or `"20000 rows"`, for small trials: so many rows of each group, whatever
-    # else takes memory
+    # tiered, redis: all memory of the prefetcher; or `"20000 rows"`, for small trials: so many rows of each group,
+    # whatever else takes memory
     memory: OptionalSize = None
     # mapped, tiered: the folder of the files, which are scratch space and not a checkpoint; by default
     # `<run_dir>/tables`
     path: str | None = None
     # tiered: the most that the files may take; by default as much as a quarter of the memory can index
     disk: OptionalSize = None
+    # redis: the server or one server of the cluster, `redis://host:6379`, with TLS `rediss://host:6379`; `user@` may
+    # stand before the host, and the password is ROWCAST_REDIS_PASSWORD in the prefetcher's environment
+    url: str | None = None
+    timeout: str | None = None  # redis: how long a server may be silent before it counts as lost; `"5s"`
 
     def __post_init__(self) -> None:
-        for key in ("memory", "path", "disk"):
+        for key in ("memory", "path", "disk", "url", "timeout"):
             if getattr(self, key) is not None and key not in STORES[self.kind].keys:
                 homes = " or ".join(f'"{name}"' for name, own in STORES.items() if key in own.keys)
                 raise ValueError(f"{key} belongs to kind = {homes}, not {self.kind!r}")
@@ -505,10 +510,20 @@ class Store(Section, frozen=True, kw_only=True):
             parse_bytes(self.memory)
         if self.disk is not None:
             parse_bytes(self.disk)
+        if "url" in STORES[self.kind].keys:
+            if self.url is None:
+                raise ValueError(f'kind = "{self.kind}" needs url, such as url = "redis://host:6379"')
+            parse_server_url(self.url)
+        if not 0.01 <= self.timeout_seconds <= 3600:
+            raise ValueError(f'timeout = {self.timeout!r} must be from "10ms" to "1h"')
 
     @property
     def memory_rows(self) -> int | None:
         return None if self.memory is None else parse_rows(self.memory)
+
+    @property
+    def timeout_seconds(self) -> float:
+        return parse_seconds("5s" if self.timeout is None else self.timeout)
 
 
 CheckpointInterval = int | Literal["epoch"]  # train steps between checkpoints; 0 for none
@@ -702,7 +717,7 @@ class Job(Section, frozen=True, kw_only=True):
             content["prefetcher"].pop(key)
         for section, key in (("transport", "endpoint"), ("transport", "keys")):
             content[section].pop(key)
-        for key in ("memory", "path", "disk"):
+        for key in ("memory", "path", "disk", "url", "timeout"):
             content["store"].pop(key)
         return digest(content)
 

@@ -29,4 +29,11 @@ STORES = {
         keys=("memory", "path", "disk"),
         has_tier=True,
     ),
+    "redis": StoreKind(
+        "rowcast.prefetcher.stores.redis_store",
+        note="the rows that coming steps need in memory, the others on a Redis server ([redis.md](redis.md))",
+        in_memory=False,
+        keys=("memory", "url", "timeout"),
+        has_tier=True,
+    ),
 }

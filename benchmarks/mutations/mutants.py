@@ -31,6 +31,8 @@ PLANNER = "tests/planner/test_planner.py"
 PLANS = "tests/planner/test_plans.py::test_plans_and_barriers_equal_brute_force_field_by_field"
 POWER_LOSS = "tests/checkpoints/test_power_loss.py::test_a_loss_of_power_at_any_moment_leaves_a_whole_checkpoint"
 REJOIN = "tests/recovery/test_rejoin.py"
+REDIS_FAILS = "tests/stores/test_redis_failures.py"
+REDIS_ROWS = "tests/stores/test_redis_rows.py"
 RESTORE = "tests/checkpoints/test_restore.py"
 RING = "tests/protocol/test_ring.py"
 SEGMENT_DISK = "tests/stores/cold/test_segment_file_disk.py"
@@ -279,6 +281,72 @@ PROTOCOL = (
 )
 
 PREFETCHER = (
+    Mutant(
+        "redis: a row is taken from whatever is in its field",
+        'if (found["field"] == fields).all():',
+        "if True:",
+        f"{REDIS_FAILS}::test_a_row_that_another_program_writes_over",
+    ),
+    Mutant(
+        "redis: a freed row is deleted while a reader holds it",
+        "oldest = min(self._holds, default=self._num_holds)",
+        "oldest = self._num_holds",
+        f"{REDIS_ROWS}::test_rows_come_back_as_a_dictionary_has_them",
+    ),
+    Mutant(
+        "redis: rows lose the zero bytes at their end",
+        "np.dtype((np.void, items.itemsize))",
+        "np.dtype((np.bytes_, items.itemsize))",
+        f"{REDIS_ROWS}::test_rows_come_back_as_a_dictionary_has_them",
+    ),
+    Mutant(
+        "redis: a command is sent again when no answer comes",
+        "Retry(NoBackoff(), 0)",
+        "Retry(NoBackoff(), 2)",
+        f"{REDIS_FAILS}::test_a_server_that_never_answers_gets_one_connection_and_one_first_command",
+    ),
+    Mutant(
+        "redis: rows are written after a server was lost",
+        "self._lost = self._lost or error",
+        "self._lost = None",
+        f"{REDIS_FAILS}::test_a_server_that_is_stopped_counts_as_lost_after_one_timeout_and_is_asked_nothing_more",
+    ),
+    Mutant(
+        "redis: a server that was started again is taken for the same",
+        'if info.get("run_id") != node.run_id:',
+        "if False:",
+        f"{REDIS_FAILS}::test_a_server_that_started_again_is_noticed_before_a_row_is_missed",
+    ),
+    Mutant(
+        "redis: a server that may evict is taken",
+        'if policy != "noeviction":',
+        "if False:",
+        f"{REDIS_FAILS}::test_a_server_that_may_evict_is_refused",
+    ),
+    Mutant(
+        "redis: an error repeats the password",
+        'words = words.replace(self._password, "***")',
+        "pass",
+        f"{REDIS_FAILS}::test_a_server_that_repeats_the_password_in_an_error_is_not_quoted",
+    ),
+    Mutant(
+        "redis: a copy of a run deletes the rows of the original",
+        "return generation if generation.folder == path.parent.stat().st_ino else None",
+        "return generation",
+        f"{REDIS_ROWS}::test_a_copy_of_a_run_leaves_the_rows_of_the_original_alone",
+    ),
+    Mutant(
+        "redis: closing deletes every run's rows",
+        'rowcast:{{{tag:02x}}}{generation}".encode()',
+        'rowcast:{{{tag:02x}}}{generation[:0]}".encode()',
+        f"{REDIS_ROWS}::test_two_runs_on_one_server_have_rows_of_their_own",
+    ),
+    Mutant(
+        "redis: rows that a killed process left stay",
+        "if earlier is not None and earlier.server == server:",
+        "if False:",
+        f"{REDIS_ROWS}::test_the_next_process_deletes_what_a_killed_one_left",
+    ),
     Mutant(
         "the model state is read from the ring before the rows that were sent first",
         "is_next = self._dense and not self._writeback.has_arrived",

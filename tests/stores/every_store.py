@@ -23,6 +23,7 @@ from rowcast.prefetcher.stores.tiered_store import TieredStore
 from rowcast.prefetcher.stores.tracked_store import TrackedStore, open_row_store
 from rowcast.protocol.transport.ring_file import in_memory_buffer
 from tests.support import jobs
+from tests.support.redis_server import shared_server
 from tests.support.tiers import Restless, tiered
 
 SEED = 5
@@ -55,7 +56,8 @@ def open_mapped(
 
 def open_kind(kind: str, folder: Path) -> RowStore:
     memory = {"memory": "1GiB"} if REGISTERED[kind].has_tier else {}
-    job = make_job(job={"run_dir": str(folder), "seed": SEED}, store={"kind": kind, **memory})
+    url = {"url": shared_server().url_text} if "url" in REGISTERED[kind].keys else {}
+    job = make_job(job={"run_dir": str(folder), "seed": SEED}, store={"kind": kind, **memory, **url})
     return open_row_store(job, GROUP, incarnation=1, checkpoint=None)
 
 
@@ -70,8 +72,8 @@ def restless(num_slots: int, seed: int) -> Restless:
     return Restless(tiered(GROUP, num_slots), all_keys(), seed)
 
 
-def restless_in_segments(folder: Path) -> Restless:
-    store = open_kind("tiered", folder)
+def restless_in_cold_tier(kind: str, folder: Path) -> Restless:
+    store = open_kind(kind, folder)
     assert isinstance(store, TieredStore)
     store.begin(60)
     return Restless(store, all_keys(), seed=4)
@@ -83,7 +85,8 @@ STORES["memory, numbered as touched"] = lambda folder: open_numbered_as_touched(
 STORES |= {f"late {kind}": lambda folder, kind=kind: LateStore(open_kind(kind, folder), 1) for kind in REGISTERED}  # type: ignore[misc]
 STORES["tiered, 7 rows in memory"] = lambda folder: restless(7, 1)
 STORES["tiered, 200 rows in memory"] = lambda folder: restless(200, 2)
-STORES["tiered, in segments"] = restless_in_segments
+STORES["tiered, in segments"] = partial(restless_in_cold_tier, "tiered")
+STORES["redis, 60 rows in memory"] = partial(restless_in_cold_tier, "redis")
 STORES["late tiered, 60 rows in memory"] = lambda folder: LateStore(restless(60, 3), 1)
 
 
