@@ -9,8 +9,9 @@ would read with as much memory (from `prefetcher simulate`), and late rows.
 "no look-ahead" is `tiered` as a cache without the future: the horizon is `lookahead.depth`, which evicts like LRU, and
 rows come from the disk only when the fetcher asks for them.
 
-Files lie in the folder for temporary files (TMPDIR), which must be on a disk. The disk is meant, not the page cache: every tenth of a second, what the store's files have in the page cache is written
-and dropped, also from the mappings of `mapped`. A disk of a virtual machine may still be served from its host's memory.
+Files lie in the folder for temporary files (TMPDIR), which must be on a disk. The disk is meant, not the page cache:
+every tenth of a second, what the store's files have in the page cache is written and dropped, also from the mappings of
+`mapped`. A disk of a virtual machine may still be served from its host's memory.
 
     python -m benchmarks.tiers [--kind memory --kind tiered ...] [--steps 400] [--rounds 1]
     python -m benchmarks.tiers --kind redis --set 'store.url="redis://localhost:6379"'
