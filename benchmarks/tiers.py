@@ -232,7 +232,7 @@ def touched_rows(shared: Sequence[str]) -> int:
 
 def row(kind: str, ran: Sequence[Ran], best: float, bound: int) -> str:
     def median(field: str) -> float:
-        return statistics.median(getattr(own, field) for own in ran)
+        return float(statistics.median(getattr(own, field) for own in ran))
 
     from_cold, steady = median("from_cold"), median("samples_s")
     belady = f"{from_cold / bound:.3f}" if from_cold and bound else ""

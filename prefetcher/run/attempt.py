@@ -41,6 +41,7 @@ from rowcast.prefetcher.run.sizing import (
 )
 from rowcast.prefetcher.run.tables import Tables
 from rowcast.prefetcher.run.warm_up import warm_up
+from rowcast.prefetcher.stores.store_counts import described
 from rowcast.protocol.conversation import Conversation
 from rowcast.protocol.messages import PROTOCOL_VERSION, Bye, Mode, RingSpec, Welcome
 from rowcast.protocol.peer_watch import PeerWatch, ProcessProgress, tell_peer
@@ -438,6 +439,8 @@ class PrefetcherAttempt:
                     disk_bytes=counts.disk_used_bytes,
                     garbage_bytes=counts.disk_garbage_bytes,
                 )
+                if not counts.keeps_up:
+                    self._log.warning("steps may have waited for " + described([counts]), group=group.name)
         reason, steps = self._run.signals.stop_reason, engine.counters.train_steps
         if not engine.finished:
             self._log.info("stopped before a trainer came; nothing was trained", reason=reason)
