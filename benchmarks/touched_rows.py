@@ -74,7 +74,7 @@ def main() -> None:
     measure(10**6, 100_000, 2)  # compiles
     print(machine())
     print(
-        "| nominal rows | touched | bytes a row | ns a row: added | found | gathered | in table order | ratio | held ms |"
+        "| nominal rows | touched | bytes each | ns each: added | found | gathered | in table order | ratio | held ms |"
     )
     print("|---|---|---|---|---|---|---|---|---|")
     for nominal, num_touched in ((10**7, 10**6), (10**9, 10**6), (10**12, 10**6), (10**12, 10**7)):

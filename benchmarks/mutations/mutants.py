@@ -33,6 +33,8 @@ POWER_LOSS = "tests/checkpoints/test_power_loss.py::test_a_loss_of_power_at_any_
 REJOIN = "tests/recovery/test_rejoin.py"
 RESTORE = "tests/checkpoints/test_restore.py"
 RING = "tests/protocol/test_ring.py"
+SEGMENT_DISK = "tests/stores/cold/test_segment_file_disk.py"
+SEGMENT_FILE = "tests/stores/cold/test_segment_file.py"
 SESSION = "tests/protocol/test_session.py"
 STORES = "tests/stores"
 TIERED = "tests/stores/test_tiered.py"
@@ -566,8 +568,8 @@ PREFETCHER = (
     ),
     Mutant(
         "a checkpoint's rows come in the order of their hashes",
-        "return np.sort(found[:count]), end",
-        "return found[:count], end",
+        "found.sort()",
+        "",
         f"{STORES}/test_changed_rows.py",
     ),
     Mutant(
@@ -641,6 +643,30 @@ PREFETCHER = (
         "reserve(self._open, 0, nbytes)",
         "os.ftruncate(self._open, nbytes)",
         f"{STORES}/test_mapped_disk.py::test_the_whole_file_is_reserved_at_once",
+    ),
+    Mutant(
+        "a cold row's place is used again while it is read",
+        "while self._emptied and (not self._holds or next(iter(self._holds)) > self._emptied[0][0]):",
+        "while self._emptied:",
+        f"{SEGMENT_FILE}::test_a_freed_place_stays_readable_within_a_hold_and_is_used_again_after_it",
+    ),
+    Mutant(
+        "a cold row that was written again while it was moved gets its old bytes",
+        "with self._tidying, self.hold():",
+        "with self._tidying:",
+        f"{SEGMENT_FILE}::test_a_row_is_not_settled_at_an_old_place_where_it_was_written_again",
+    ),
+    Mutant(
+        "a page of a segment's earlier use passes for one of now",
+        "segments.uses[self._segment] * segments.count * segments.num_pages",
+        "0",
+        f"{SEGMENT_DISK}::test_a_page_that_the_disk_forgot_to_write_is_found_although_it_has_older_bytes_of_the_same_rows",
+    ),
+    Mutant(
+        "the rest of a short write is lost",
+        "rest, offset = rest[written:], offset + written",
+        "rest = rest[len(rest) :]",
+        f"{SEGMENT_DISK}::test_a_disk_that_takes_a_part_of_what_is_written_gets_the_rest",
     ),
     Mutant(
         "a checkpoint leaves its rows changed",

@@ -1,7 +1,7 @@
 """Numbers the rows of a group, so that one array, or one bit, has a place for each of them."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
@@ -40,10 +40,11 @@ class RowsInOrder:
         shifts[self._first_keys >> KEY_SHIFT] = self._shifts
         return shifts
 
-    def found(self, bits: U64, table: int, block: int) -> Iterator[tuple[Keys, I64]]:
-        first, end = self._ranges[table]
-        for numbers in find_numbers(bits, first, end, block):
-            yield make_keys(table, numbers - first), numbers
+    def found(self, bits: U64, tables: Sequence[int], block: int) -> Iterator[tuple[Keys, I64]]:
+        for table in tables:
+            first, end = self._ranges[table]
+            for numbers in find_numbers(bits, first, end, block):
+                yield make_keys(table, numbers - first), numbers
 
 
 def find_numbers(bits: U64, first: int, end: int, block: int) -> Iterator[I64]:

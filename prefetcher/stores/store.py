@@ -60,8 +60,9 @@ class RowNumbers(Protocol):
     def added(self, keys: Keys) -> I64:
         """Returns the rows' numbers. Rows without one get one. Raises RowcastError if there are too many."""
 
-    def found(self, bits: U64, table: int, block: int) -> Iterator[tuple[Keys, I64]]:
-        """Yields the rows of a table whose bit is set, at most `block` at a time: ascending keys, and their numbers."""
+    def found(self, bits: U64, tables: Sequence[int], block: int) -> Iterator[tuple[Keys, I64]]:
+        """Yields the rows of neighbouring tables whose bit is set, at most `block` of one table at a time: ascending
+        keys, and their numbers. Rows found already may lose their bits meanwhile."""
 
 
 class RowStore(ABC):

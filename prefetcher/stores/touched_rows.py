@@ -5,7 +5,7 @@ Cells (`cell_loops.py`) lead from a row to its number, and back to its key: at m
 
 import mmap
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
@@ -28,7 +28,7 @@ from rowcast.runtime.errors import RowcastError
 
 ROW_BYTES = 12  # at most, for each touched row
 MOST_IMPLIED = 12  # bits of a hash; each doubles the smallest directory, which takes 64 MiB for so many
-SORTED_AT_ONCE = 2**20  # rows, or an eighth of them
+SORTED_AT_ONCE = 2**20  # rows, or a sixteenth of them if that is more; at most twice as many
 BUCKETS_AT_ONCE = 2**13  # walked while other threads wait
 HASHES = 2**32  # highest halves of hashes
 MEMORY_LIMIT = "but this machine's memory holds at most {most}; use store.kind mapped, or a machine with more memory"
@@ -103,25 +103,30 @@ class TouchedRows:
                 )
         return numbers
 
-    def found(self, bits: U64, table: int, block: int) -> Iterator[tuple[Keys, I64]]:
-        start, end = self._in_order.range_of(table)
-        first = start
-        while first < end:
-            positions, first = self._first_positions(bits, first, end)
-            for at in range(0, len(positions), block):
-                keys = make_keys(table, positions[at : at + block] - start)
-                yield keys, self.of(keys)
+    def found(self, bits: U64, tables: Sequence[int], block: int) -> Iterator[tuple[Keys, I64]]:
+        ranges = [self._in_order.range_of(table) for table in tables]
+        start, end = ranges[0][0], ranges[-1][1]
+        while start < end:
+            positions, start = self._first_positions(bits, start, end)
+            for table, (first, last) in zip(tables, ranges, strict=True):
+                own = positions[slice(*np.searchsorted(positions, (first, last)))]
+                for at in range(0, len(own), block):
+                    keys = make_keys(table, own[at : at + block] - first)
+                    yield keys, self.of(keys)
 
     def _first_positions(self, bits: U64, start: int, end: int) -> tuple[I64, int]:
         """Returns the first positions from `start` on whose rows' bits are set, ascending, and where to continue."""
-        room = max(SORTED_AT_ONCE, self.count // 8)
-        found, count, low = np.empty(2 * room, np.int64), 0, 0
+        room = max(SORTED_AT_ONCE, self.count // 16)
+        found = np.empty(2 * room + 2 * (BUCKETS_AT_ONCE + 2 * REACH) * BUCKET, np.int64)
+        count, low = 0, 0
         while low < HASHES:
             with self._lock:
                 high = min(HASHES, low + max(1, HASHES * BUCKETS_AT_ONCE // int(self._sizes[SIZE])))
                 count = select(self._cells, self._sizes, self._layout, (low, high), bits, (start, end), found, count)
             low = high
-            if count > room:
+            if count > 2 * room:
                 found[:count].partition(room)
                 count, end = room, int(found[room])
-        return np.sort(found[:count]), end
+        found = found[:count]
+        found.sort()
+        return found, end

@@ -85,7 +85,7 @@ class TrackedStore:
         return count_bits(self._changed)
 
     def changed_keys(self, table: int) -> Keys:
-        found = self._numbers.found(self._changed, table, ROWS_AT_ONCE)
+        found = self._numbers.found(self._changed, [table], ROWS_AT_ONCE)
         return np.concatenate([np.empty(0, np.int64), *(keys for keys, _ in found)])
 
     def freeze(self, share: float) -> FrozenRows:

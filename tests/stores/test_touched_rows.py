@@ -44,7 +44,9 @@ def bits_of(numbers: I64) -> U64:
 
 
 def keys_found(rows: TouchedRows, bits: U64, block: int = 1000) -> I64:
-    blocks = [found for table in TABLES for found in rows.found(bits, table, block)]
+    blocks = list(rows.found(bits, TABLES, block))
+    parts = [found for table in TABLES for found in rows.found(bits, [table], block)]
+    assert sum(len(keys) for keys, _ in parts) == sum(len(keys) for keys, _ in blocks)
     for keys, numbers in blocks:
         assert len(keys) <= block
         assert (rows.of(keys) == numbers).all()
@@ -176,7 +178,7 @@ def test_keys_are_found_while_rows_are_added(monkeypatch: pytest.MonkeyPatch) ->
                 rows.added(some_keys(random, 10**12, 20))
 
     monkeypatch.setattr(rows, "_lock", AddsWhenReleased())
-    assert (np.concatenate([keys for t in TABLES for keys, _ in rows.found(bits, t, 10**6)]) == early).all()
+    assert (np.concatenate([keys for keys, _ in rows.found(bits, TABLES, 10**6)]) == early).all()
     assert rows.count > 1.2 * before
 
 

@@ -33,6 +33,7 @@ from rowcast.prefetcher.stores.cold.cold_rows import NOWHERE, Moved, Places
 from rowcast.prefetcher.stores.cold.page_loops import (
     CHANGED,
     DONE,
+    OTHER_ROW,
     UNREADABLE,
     WORD_BYTES,
     page_layout,
@@ -155,29 +156,40 @@ class SegmentFile:
 
     def _read_file(self, keys: Keys, places: I64, order: I64, out: Words) -> None:
         page: U64 = np.empty((1, self._page.num_words), np.uint64)
-        began = time.perf_counter()
-        outcome, found, num_pages = read_rows(
-            self._file.fileno(),
-            (self._page.nbytes, self._page.num_rows),
-            self._segments.num_pages,
-            self._identities,
-            self._constants,
-            page,
-            page.view(np.int32),
-            places,
-            order,
-            keys,
-            out,
-        )
+        began, done, num_pages, outcome = time.perf_counter(), 0, 0, UNREADABLE
+        while outcome == UNREADABLE:
+            outcome, found, found_pages = read_rows(
+                self._file.fileno(),
+                (self._page.nbytes, self._page.num_rows),
+                self._segments.num_pages,
+                self._identities,
+                self._constants,
+                page,
+                page.view(np.int32),
+                places[done:],
+                order[done:],
+                keys,
+                out,
+            )
+            done, num_pages = done + found, num_pages + found_pages
+            if outcome != DONE:  # returns if the page can be read now, as after a signal on a network file system
+                self._check_row(int(places[done]) // self._page.num_rows, int(keys[order[done]]), outcome)
         with self._lock:
             self.bytes_read += num_pages * self._page.nbytes
             self.read_seconds += time.perf_counter() - began
-        if outcome == DONE:
-            return
-        key, at = int(keys[order[found]]), int(places[found]) // self._page.num_rows
-        if outcome == UNREADABLE:
-            raise self._unreadable(at, self._why_unreadable(at), self._named(key))
-        raise self._changed(at, self._named(key)) if outcome == CHANGED else self._other_row(key, at)
+
+    def _check_row(self, page: int, key: int, outcome: int) -> None:
+        if outcome == CHANGED:
+            raise self._changed(page, self._named(key))
+        if outcome == OTHER_ROW:
+            raise self._other_row(key, page)
+        try:
+            found = len(os.pread(self._file.fileno(), self._page.nbytes, page * self._page.nbytes))
+        except OSError as error:
+            raise self._unreadable(page, str(error.strerror), self._named(key)) from None
+        if found < self._page.nbytes:
+            reason = f"it has {found} of {self._page.nbytes} bytes"
+            raise self._unreadable(page, reason, self._named(key))
 
     def free(self, keys: Keys, places: Places) -> None:
         with self._lock:
@@ -305,7 +317,7 @@ class SegmentFile:
         """Moves the live rows of a piece."""
         with self._tidying, self.hold():
             with self._lock:
-                piece = self._segments.next_piece(len(self._buffer), urgent=urgent)
+                piece = self._segments.next_piece(len(self._buffer), self._room, urgent=urgent)
             if piece is None:
                 return False
             assert self._places_of is not None
@@ -314,8 +326,8 @@ class SegmentFile:
             live = self._places_of(keys) == old
             if live.any():
                 with self._writing:
-                    if not self._make_room(int(live.sum()), 0):
-                        return False  # rows of the last segments that were tidied are not freed yet
+                    has_room = self._make_room(int(live.sum()), 0)
+                    assert has_room, f"{self._name} has no room for the rows of a segment that is tidied"
                     new = self._append(keys[live], words[live])
                 self._settle(Moved(keys[live], old[live], new))
             return True
@@ -375,14 +387,6 @@ class SegmentFile:
             f"{self._name} cannot be read at page {page}, which has {row} ({reason}); check that disk or set "
             f"store.path to another one, {RESTART}"
         )
-
-    def _why_unreadable(self, page: int) -> str:
-        nbytes = self._page.nbytes
-        try:
-            found = len(os.pread(self._file.fileno(), nbytes, page * nbytes))
-        except OSError as error:
-            return str(error.strerror)
-        return f"it has {found} of {nbytes} bytes" if found < nbytes else "a first try failed"
 
     def _changed(self, page: int, row: str = "rows") -> DataError:
         return DataError(

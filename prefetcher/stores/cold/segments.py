@@ -41,7 +41,7 @@ class Segments:
         self._emptied = deque[tuple[int, int]]()  # the newest hold then, and the segment
         self._holds = dict[int, None]()  # entered and not left, ascending
         self._newest_hold = 0
-        self._piece: Piece | None = None  # the newest one
+        self._piece: Piece | None = None  # the newest one, if its segment has more
         self._cleared = np.zeros(count, np.bool_)  # its pieces were all given out in this use
 
     # segments
@@ -62,9 +62,8 @@ class Segments:
         return segment
 
     def seal(self, segment: int) -> None:
+        """Its last rows have not been freed."""
         self._sealed[segment] = True
-        if self._live[segment] == 0:
-            self._empty(segment)
 
     def _empty(self, segment: int) -> None:
         self._sealed[segment] = False
@@ -106,17 +105,23 @@ class Segments:
 
     # garbage
 
-    def next_piece(self, most_pages: int, *, urgent: bool) -> Piece | None:
-        """What to move next. None if there is not much garbage; if `urgent`, only if there is none."""
-        if self._piece is None or self._cleared[self._piece.segment]:
-            segment = self._victim(urgent=urgent)
+    def next_piece(self, most_pages: int, room: int, *, urgent: bool) -> Piece | None:
+        """What to move next. None if there is not much garbage; if `urgent`, only if there is none.
+
+        `room`: rows that fit into the open segment. A segment is chosen only if all its rows fit, so that even where
+        their owner is slow to free them, the newest such segment can be emptied later.
+        """
+        piece = self._piece
+        if piece is None:
+            segment = self._victim(room, urgent=urgent)
             if segment is None:
                 return None
-            self._piece = Piece(segment, 0, 0)
-        segment, first = self._piece.segment, self._piece.first_page + self._piece.num_pages
-        self._piece = Piece(segment, first, min(most_pages, self.num_pages - first))
-        self._cleared[segment] = first + most_pages >= self.num_pages
-        return self._piece
+            piece = Piece(segment, 0, 0)
+        segment, first = piece.segment, piece.first_page + piece.num_pages
+        piece = Piece(segment, first, min(most_pages, self.num_pages - first))
+        self._cleared[segment] = first + piece.num_pages == self.num_pages
+        self._piece = None if self._cleared[segment] else piece
+        return piece
 
     def try_again(self) -> bool:
         """Lets segments be chosen again of which all pieces were given out, although they have rows: their owner has
@@ -125,13 +130,16 @@ class Segments:
         self._cleared[again] = False
         return bool(again.any())
 
-    def _victim(self, *, urgent: bool) -> int | None:
+    def _victim(self, room: int, *, urgent: bool) -> int | None:
         """The sealed segment with the fewest live rows, if it is to be emptied."""
         sealed = np.flatnonzero(self._sealed & ~self._cleared)
         if not len(sealed):
             return None
         segment = int(sealed[np.argmin(self._live[sealed])])
-        num_dead = self.num_rows - int(self._live[segment])
+        num_live = int(self._live[segment])
+        num_dead = self.num_rows - num_live
+        if num_live > room + self.num_free() * self.num_rows:
+            return None
         if urgent:
             return segment if num_dead else None
         much = 2 * self.num_garbage > len(sealed) * self.num_rows and 2 * num_dead > self.num_rows

@@ -10,11 +10,13 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
-from rowcast.prefetcher.stores.cold.page_loops import BLOCK_BYTES, page_layout
+from rowcast.prefetcher.stores.cold import page_loops, segment_file
+from rowcast.prefetcher.stores.cold.page_loops import BLOCK_BYTES, UNREADABLE, page_layout
 from rowcast.prefetcher.stores.cold.segment_file import SEGMENTS, SegmentFile
 from rowcast.runtime.errors import ConfigError, DataError, RowcastError
 from tests.stores.cold.owner import Owner, group_of, keys_of, open_small
@@ -187,6 +189,28 @@ def test_a_disk_that_fails_to_read_is_a_sentence(opened: tuple[SegmentFile, Owne
     owner.drop(keys_of(row for row in range(4 * SEGMENT) if row % 4))
     with pytest.raises(DataError, match=r"cannot be read at page 0, which has rows \(Input/output error\)"):
         file.tidy()
+
+
+def test_a_page_that_can_be_read_at_a_second_try_is(
+    opened: tuple[SegmentFile, Owner], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As after a signal, which ends a read from some network file systems."""
+    _, owner = opened
+    read_rows: Any = page_loops.read_rows
+    tries = 0
+
+    def interrupted(*arguments: Any) -> tuple[int, int, int]:
+        nonlocal tries
+        tries += 1
+        if tries == 3:
+            return read_rows(*arguments)  # type: ignore[no-any-return]
+        *others, places, order, keys, out = arguments
+        _, found, num_pages = read_rows(*others, places[:50], order[:50], keys, out)
+        return UNREADABLE, found, num_pages
+
+    monkeypatch.setattr(segment_file, "read_rows", interrupted)
+    owner.read_all()
+    assert tries == 3
 
 
 # writing
