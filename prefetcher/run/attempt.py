@@ -432,7 +432,8 @@ class PrefetcherAttempt:
                 self._log.info(
                     "memory and cold tier",
                     group=group.name,
-                    rows_from_cold=counts.loaded + counts.cold_reads,
+                    rows_from_cold=counts.loaded,
+                    rows_read_past_memory=counts.cold_reads,
                     rows_to_cold=counts.spilled,
                     rows_never_trained=counts.untouched_loaded,
                     late_rows=counts.late,
