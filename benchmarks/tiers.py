@@ -91,6 +91,9 @@ def asked(self, keys, out):
             time.sleep(0.0001)
     return read(self, keys, out)
 TieredStore.stage, TieredStore.read = kept, asked
+from rowcast.prefetcher.pipeline.engine import PrefetcherEngine
+polls = PrefetcherEngine.polls.fget
+PrefetcherEngine.polls = property(lambda self: {**polls(self), "staging": lambda: True})  # the fetcher rings no bell
 from rowcast.prefetcher.cli import app
 app()
 """
