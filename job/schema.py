@@ -41,6 +41,7 @@ MAX_WORKERS = 64
 MAX_STEPS = 2**53  # in a schedule: floats count exactly up to here
 
 Size = Annotated[str | int, msgspec.Meta(examples=["64MiB"])]
+OptionalSize = Annotated[str | int | None, msgspec.Meta(examples=["8GiB"])]
 RowOptimizerKind = Annotated[str, msgspec.Meta(extra={"one_of": ROW_OPTIMIZERS})]
 Policy = Annotated[str, msgspec.Meta(extra={"one_of": EVICTION_POLICIES})]
 StoreName = Annotated[str, msgspec.Meta(extra={"one_of": STORES})]
@@ -484,12 +485,12 @@ class Store(Section, frozen=True, kw_only=True):
     kind: StoreName = "memory"  # where the rows live: {STORES}
     # tiered: all memory of the prefetcher; or `"20000 rows"`, for small trials: so many rows of each group, whatever
     # else takes memory
-    memory: Size | None = None
+    memory: OptionalSize = None
     # mapped, tiered: the folder of the files, which are scratch space and not a checkpoint; by default
     # `<run_dir>/tables`
     path: str | None = None
     # tiered: the most that the files may take; by default as much as a quarter of the memory can index
-    disk: Size | None = None
+    disk: OptionalSize = None
 
     def __post_init__(self) -> None:
         for key in ("memory", "path", "disk"):

@@ -38,6 +38,7 @@ SEGMENT_FILE = "tests/stores/cold/test_segment_file.py"
 SESSION = "tests/protocol/test_session.py"
 STORES = "tests/stores"
 TIERED = "tests/stores/test_tiered.py"
+STORE_HINTS = "tests/system/test_store_hints.py"
 TIGHT = "tests/system/test_tight.py::test_plans_larger_than_the_ring_pass_a_cache_of_one_batch_with_a_late_store"
 TOUCHED_ROWS = "tests/trainer/test_row_optimizers.py::test_touched_rows_end_with_the_bits_of_the_whole_table"
 TRITON = "tests/kernels/test_triton.py::test_a_step_of_the_rows_has_the_bits_of_torch"
@@ -387,6 +388,24 @@ PREFETCHER = (
         "tests/planner/test_auto_horizon.py::test_the_known_batches_stay_within_the_budget",
     ),
     Mutant(
+        "the horizon ends where the device has nothing to guess",
+        "levels = self._groups + self._tier",
+        "levels = self._groups",
+        "tests/planner/test_tier.py::test_the_horizon_grows_until_the_tier_has_nothing_to_guess_either",
+    ),
+    Mutant(
+        "a store is not told of plans",
+        "store.stage(step, group)",
+        "pass",
+        STORE_HINTS,
+    ),
+    Mutant(
+        "rows are said to be home once they were sent",
+        "home_through = self.writeback.applied_through",
+        "home_through = self.fetcher.sent_through",
+        STORE_HINTS,
+    ),
+    Mutant(
         "a plan is made a step too early",
         "self._ahead = 2 * depth + 2",
         "self._ahead = 2 * depth + 3",
@@ -637,6 +656,18 @@ PREFETCHER = (
         "if header.closed_at != checkpoint:",
         "if not checkpoint:",
         f"{STORES}/test_mapped.py::test_a_file_closed_at_another_checkpoint_is_made_anew",
+    ),
+    Mutant(
+        "pages are read for a step that the trainer has passed",
+        "if home_through is None or step > home_through:",
+        "if True:",
+        f"{STORES}/test_mapped_ahead.py::test_a_step_that_the_trainer_has_passed_is_not_read",
+    ),
+    Mutant(
+        "pages that are written are not read ahead",
+        "plan.evict_keys[: plan.num_dirty]",
+        "plan.evict_keys[:0]",
+        f"{STORES}/test_mapped_ahead.py",
     ),
     Mutant(
         "a table file has holes",

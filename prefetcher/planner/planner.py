@@ -103,7 +103,9 @@ class RowPlanner:
         self._tier = (
             ()
             if tier_slots is None
-            else tuple(GroupPlanner(*parts) for parts in zip(groups, tier_slots, policies, pins, strict=True))
+            else tuple(
+                GroupPlanner(*parts, "store.memory") for parts in zip(groups, tier_slots, policies, pins, strict=True)
+            )
         )
         horizon = horizon if EVICTION_POLICIES[policy].looks_ahead else 0
         self._auto = horizon if isinstance(horizon, AutoHorizon) else None
@@ -126,11 +128,12 @@ class RowPlanner:
         if scheduled.step >= MOST_STEPS:
             raise ConfigError(f"a run has at most {MOST_STEPS} steps; make data.batch_size larger or data.epochs fewer")
         groupings = groupings or self.group(scheduled.batch)
+        # first the tier, which keeps track of more rows, so that a refusal comes before anything has changed
+        for group, grouping in zip(self._tier, groupings, strict=bool(self._tier)):
+            group.enter(grouping.keys, scheduled.step)
         needed = tuple(
             group.enter(grouping.keys, scheduled.step) for group, grouping in zip(self._groups, groupings, strict=True)
         )
-        for group, grouping in zip(self._tier, groupings, strict=bool(self._tier)):
-            group.enter(grouping.keys, scheduled.step)
         if not self._keep_ids:
             scheduled = without_ids(scheduled)
         num_levels = 2 if self._tier else 1

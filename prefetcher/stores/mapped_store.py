@@ -9,8 +9,7 @@ says; while it is open, and after a crash, the header says that it is worthless,
 restores. No checkpoint refers to it. Only the header has a checksum: checking the records at a start would take as long
 as restoring them. If the disk fails under the mapping, the kernel ends the process with SIGBUS.
 
-The staging thread brings the pages of coming steps into memory (pages_ahead.py): a page fault takes 50 us, many pages
-that are asked for together about 12 us each.
+The staging thread brings the pages of coming steps into memory, where they are not there already (pages_ahead.py).
 """
 
 import mmap

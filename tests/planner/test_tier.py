@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rowcast.prefetcher.planner.auto_horizon import AutoHorizon
+from rowcast.prefetcher.planner.directory import MOST_ROWS
 from rowcast.prefetcher.planner.group_planner import planner_bytes
 from rowcast.prefetcher.planner.horizon import DIRTY
 from rowcast.prefetcher.planner.planner import RowPlanner
@@ -211,6 +212,21 @@ def test_a_batch_beyond_the_tier_is_refused_with_the_memory_to_raise_and_changes
         "3 rows (48 bytes) and store.memory, which has room for 2 rows of the group, or make data.batch_size smaller"
     )
     assert [level.occupancy.num_resident for level in (*planner._groups, *planner._tier)] == [0, 0]
+
+
+def test_a_batch_beyond_what_the_tier_can_keep_track_of_is_refused_and_changes_nothing() -> None:
+    planner = RowPlanner(one_group(100), (5,), 1, 0, tier_slots=(50,))
+    (tier,) = planner._tier
+    first, second = single_hot_trace([[0, 1], [2, 3, 4]])
+    planner.add(first)
+    planner.plan()
+    tier.directory.num_tracked[0] = MOST_ROWS - 2
+    with pytest.raises(ConfigError, match=r"; lower store.memory, lookahead.horizon or data.batch_size$"):
+        planner.add(second)
+    tier.directory.num_tracked[0] = 2
+    planner.check_integrity()
+    planner.add(second)
+    assert planner.plan()[1].groups[0].load_keys.tolist() == [2, 3, 4]
 
 
 def test_a_batch_beyond_the_device_alone_is_refused_without_a_word_on_memory() -> None:
