@@ -9,8 +9,9 @@ would read with as much memory (from `prefetcher simulate`), and late rows.
 "no look-ahead" is `tiered` as a cache without the future: the horizon is `lookahead.depth`, which evicts like LRU, and
 rows come from the disk only when the fetcher asks for them.
 
-Files lie in the folder for temporary files (TMPDIR), which must be on a disk. The disk is meant, not the page cache: every tenth of a second, what the store's files have in the page cache is written
-and dropped, also from the mappings of `mapped`. A disk of a virtual machine may still be served from its host's memory.
+Files lie in the folder for temporary files (TMPDIR), which must be on a disk. The disk is meant, not the page cache:
+every tenth of a second, what the store's files have in the page cache is written and dropped, also from the mappings of
+`mapped`. A disk of a virtual machine may still be served from its host's memory.
 
     python -m benchmarks.tiers [--kind memory --kind tiered ...] [--steps 400] [--rounds 1]
     python -m benchmarks.tiers --kind redis --set 'store.url="redis://localhost:6379"'
@@ -90,6 +91,9 @@ def asked(self, keys, out):
             time.sleep(0.0001)
     return read(self, keys, out)
 TieredStore.stage, TieredStore.read = kept, asked
+from rowcast.prefetcher.pipeline.engine import PrefetcherEngine
+polls = PrefetcherEngine.polls.fget
+PrefetcherEngine.polls = property(lambda self: {**polls(self), "staging": lambda: True})  # the fetcher rings no bell
 from rowcast.prefetcher.cli import app
 app()
 """
@@ -231,7 +235,7 @@ def touched_rows(shared: Sequence[str]) -> int:
 
 def row(kind: str, ran: Sequence[Ran], best: float, bound: int) -> str:
     def median(field: str) -> float:
-        return statistics.median(getattr(own, field) for own in ran)
+        return float(statistics.median(getattr(own, field) for own in ran))
 
     from_cold, steady = median("from_cold"), median("samples_s")
     belady = f"{from_cold / bound:.3f}" if from_cold and bound else ""

@@ -175,8 +175,14 @@ class Adviser:
         kind = STORES[self._job.store.kind]
         if not kind.has_tier:
             return None
-        trials = TierTrials(self._observed, self._job, capacity_bytes, self._progress, self._step_ms / 1e3)
+        # a job's own capacity may be all that its memory holds; rows from the cold tier hardly depend on it
+        smaller = min(capacity_bytes, max(self._own_capacity(), self._trials.smallest))
+        trials = TierTrials(self._observed, self._job, smaller, self._progress, self._step_ms / 1e3)
         return trials.advice(disk_rate(self._job.table_folder) if "path" in kind.keys else None, free_memory())
+
+    def _own_capacity(self) -> int:
+        rows, groups = self._job.cache.capacity_rows, self._observed.groups
+        return parse_bytes(self._job.cache.capacity) if rows is None else rows * groups[0].record_bytes
 
     def _with_margin(self) -> float:
         largest = self._trials.smallest

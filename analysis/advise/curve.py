@@ -10,7 +10,7 @@ two.
 from dataclasses import dataclass, replace
 from itertools import count
 from math import ceil
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -102,8 +102,8 @@ def moved(observed: Observed, job: Job, capacity_bytes: int, policy: Compared, t
     """What a run would move with this capacity, this policy and an automatic horizon. The capacity must hold every
     batch.
     """
-    values = {"cache": {"policy": policy, "pin": None, "groups": {}}, "lookahead": {"horizon": "auto"}}
-    own = with_values(without_tier(job), values)
+    cache: dict[str, Any] = {"policy": policy, "pin": None, "groups": {}}
+    own = with_values(without_tier(job), {"cache": cache, "lookahead": {"horizon": "auto"}})
     slots = followed_slots(observed, capacity_slots(observed, capacity_bytes))
     planner = job_planner(own, observed.groups, slots, observed.measured)
     counts, parts = count_moves(observed, planner, tick)

@@ -62,7 +62,9 @@ class Advice:
     recommended: Recommendation
     host: HostMemoryNeed
     device: DeviceMemory
-    tier: TierAdvice | None  # at the recommended capacity; None: the job's store has no memory tier
+    tier: (
+        TierAdvice | None
+    )  # at the recommended capacity, or the job's if that is smaller; None: the job's store has no memory tier
     notes: tuple[str, ...]  # what is guessed, and what else matters
 
 

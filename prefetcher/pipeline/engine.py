@@ -33,6 +33,7 @@ from rowcast.prefetcher.pipeline.planning import BatchSource, Pace, PlanningStag
 from rowcast.prefetcher.pipeline.writeback import Writeback
 from rowcast.prefetcher.planner.planner import RowPlanner
 from rowcast.prefetcher.readers.schedule import PlacedBatch
+from rowcast.prefetcher.stores.store_counts import described
 from rowcast.prefetcher.stores.tracked_store import TrackedStore
 from rowcast.prefetcher.verify.verifier import Verifier
 from rowcast.protocol.conversation import Conversation
@@ -218,6 +219,8 @@ class PrefetcherEngine:
     def waiting_for(self) -> str:
         if self.hello is None:
             return "a trainer"
+        if self.fetcher.stalled_by == "store":
+            return described(store.store.counts() for store in self._parts.stores)
         return WAITS.get(self.fetcher.stalled_by or "", "its own work")
 
     def _greet(self, hello: Hello) -> None:
@@ -239,7 +242,6 @@ WAITS = {
     "credit": "the trainer to finish a step",
     "write_back": "rows to come home",
     "ring": "space in the ring",
-    "store": "the store",
     "barrier": "the barrier",
     "checkpoint": "a checkpoint to be on disk",
 }

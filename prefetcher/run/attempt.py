@@ -41,6 +41,7 @@ from rowcast.prefetcher.run.sizing import (
 )
 from rowcast.prefetcher.run.tables import Tables
 from rowcast.prefetcher.run.warm_up import warm_up
+from rowcast.prefetcher.stores.store_counts import described
 from rowcast.protocol.conversation import Conversation
 from rowcast.protocol.messages import PROTOCOL_VERSION, Bye, Mode, RingSpec, Welcome
 from rowcast.protocol.peer_watch import PeerWatch, ProcessProgress, tell_peer
@@ -431,13 +432,16 @@ class PrefetcherAttempt:
                 self._log.info(
                     "memory and cold tier",
                     group=group.name,
-                    rows_from_cold=counts.loaded + counts.cold_reads,
+                    rows_from_cold=counts.loaded,
+                    rows_read_past_memory=counts.cold_reads,
                     rows_to_cold=counts.spilled,
                     rows_never_trained=counts.untouched_loaded,
                     late_rows=counts.late,
                     disk_bytes=counts.disk_used_bytes,
                     garbage_bytes=counts.disk_garbage_bytes,
                 )
+                if not counts.keeps_up:
+                    self._log.warning("steps may have waited for " + described([counts]), group=group.name)
         reason, steps = self._run.signals.stop_reason, engine.counters.train_steps
         if not engine.finished:
             self._log.info("stopped before a trainer came; nothing was trained", reason=reason)

@@ -522,7 +522,7 @@ def test_rates_are_measured_with_the_store_and_the_planner_of_training() -> None
 # memory tiers
 
 TIERED = {"kind": "tiered", "memory": "4000 rows"}
-TIER_ROWS = ("1800 rows", "2500 rows")
+TIER_ROWS = ("2000 rows", "2500 rows")
 
 
 def tier_trials(job: Job, share: float, capacity_bytes: int, step_ms: float = 10.0) -> TierTrials:
@@ -543,14 +543,16 @@ def test_rows_from_the_cold_tier_are_foretold_from_some_rows_and_counted_from_al
         assert exact.rows_from_cold == run.rows_from_cold
         assert exact.memory_rows == run.memory_rows == 2 * int(memory.split()[0])
         assert exact.margin == 0
-        assert estimate.rows_from_cold_per_step == pytest.approx(exact.rows_from_cold_per_step, rel=0.1)
-    assert (run.rows_from_cold or 0) > 1000
+        assert estimate.rows_from_cold_per_step == pytest.approx(
+            exact.rows_from_cold_per_step, rel=max(0.1, estimate.margin)
+        )
+    assert (run.rows_from_cold or 0) > 500
 
 
 def test_a_step_waits_for_what_the_disk_reads_longer_than_it_takes() -> None:
     trials = tier_trials(made_job("zipf", 12, store=TIERED), 1.0, 2**20, step_ms=10)
-    assert trials.disk_use(np.full(40, 500.0), 1e5) == (pytest.approx(0.5), 0.0)
-    assert trials.disk_use(np.full(40, 2000.0), 1e5) == (pytest.approx(2.0), pytest.approx(0.5))
+    assert list(trials.disk_use(np.full(40, 500.0), 1e5)) == pytest.approx([0.5, 0.0])
+    assert list(trials.disk_use(np.full(40, 2000.0), 1e5)) == pytest.approx([2.0, 0.5])
     once = np.full(40, 500.0)
     once[20] = 4000.0  # spread over a stretch of 2 * depth + 2 steps, as the disk may read ahead
     assert trials.disk_use(once, 1e5)[1] == 0.0
@@ -561,7 +563,7 @@ def test_the_smallest_memory_that_hardly_waits_is_recommended(pages_s: float, re
     job = made_job("zipf", 30, data={"epochs": 2}, store={"kind": "tiered", "memory": "2GiB"})
     job = with_values(job, {"lookahead": {"id_bytes": "1MiB"}, "checkpoint": {"memory": "1MiB"}})
     advice = tier_trials(job, 1.0, 2**20).advice(DiskRate(folder="/", pages_s=pages_s), 2**31)
-    waiting = [budget.waits for budget in advice.budgets]
+    waiting = [budget.waits or 0.0 for budget in advice.budgets]
     assert waiting == sorted(waiting, reverse=True), "more memory waits longer"
     enough = [budget for budget in advice.budgets if (budget.waits or 0) < 0.01]
     assert advice.recommended == (enough[0] if enough else None)

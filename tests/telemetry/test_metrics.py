@@ -8,7 +8,7 @@ from prometheus_client.metrics_core import Metric as Family
 from prometheus_client.parser import text_string_to_metric_families
 
 from rowcast.prefetcher.pipeline.metrics import PrefetcherCounters
-from rowcast.prefetcher.stores.store_counts import StoreCounts
+from rowcast.prefetcher.stores.store_counts import StoreCounts, described
 from rowcast.protocol.counters import CountersCollector, new_registry
 from rowcast.runtime.telemetry.build import build_info
 from rowcast.runtime.telemetry.health import Health, State
@@ -140,6 +140,17 @@ def test_a_store_with_tiers_shows_each_count_once_and_a_store_without_shows_none
     assert found["rowcast_tier_read_seconds_total", (with_tiers,)] == counts.read_seconds
     assert found["rowcast_store_index_bytes", (with_tiers,)] == counts.index_bytes
     assert found["rowcast_store_disk_garbage_bytes", (with_tiers,)] == counts.disk_garbage_bytes
+
+
+def test_a_wait_for_a_tiered_store_says_what_the_cold_tier_gave_and_what_to_change() -> None:
+    slow = StoreCounts(memory_reads=900, cold_reads=100, loaded=1900, late=40, read_seconds=0.5)
+    other = StoreCounts(loaded=1000, read_seconds=0.5, memory_reads=1000, late=1)
+    assert described([slow, other, None]).startswith(
+        "the cold tier, which gave 3,000 rows a second while it was read, with 41 rows late so far; raise store.memory"
+    )
+    assert "gave 0 rows a second" in described([StoreCounts()])
+    assert described([None]) == "the store"
+    assert (slow.keeps_up, other.keeps_up, StoreCounts().keeps_up) == (False, True, True)
 
 
 @pytest.mark.parametrize("process", BOTH)
