@@ -97,7 +97,7 @@ def test_a_flipped_bit_anywhere_on_a_page_is_found(opened: tuple[SegmentFile, Ow
         content = bytearray(whole)
         content[bit // 8] ^= 1 << bit % 8
         put_page(file, 1, bytes(content))
-        with pytest.raises(DataError, match=f"row {ROWS} of table second"):
+        with pytest.raises(DataError, match=f"row {ROWS} of table second, has other bytes"):
             owner.read(keys_of([ROWS]))
     assert_damaged(owner, 1, ROWS, tmp_path)
     put_page(file, 1, whole)
