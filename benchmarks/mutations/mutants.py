@@ -630,12 +630,6 @@ PREFETCHER = (
         f"{STORES}/test_touched_rows.py::test_rows_keep_the_numbers_in_which_they_were_first_added",
     ),
     Mutant(
-        "buckets that grow leave the end of a row of full ones behind",
-        "while start > 0 and is_full(cells, start - 1):",
-        "while False:",
-        f"{STORES}/test_touched_rows.py::test_rows_keep_the_numbers_in_which_they_were_first_added",
-    ),
-    Mutant(
         "a row lies across the frontier of a growth",
         "or is_full(cells, sizes[FRONTIER] - 1)",
         "",
@@ -651,7 +645,7 @@ PREFETCHER = (
         "a row that lies after its own bucket gets another row's key",
         "return hashed if bucket_in(hashed, size) <= bucket else hashed - (ONE << top)",
         "return hashed",
-        f"{STORES}/test_touched_rows.py::test_keys_are_found_in_any_state_of_growth",
+        f"{STORES}/test_touched_rows.py::test_a_cell_leads_back_to_its_row_wherever_it_lies_within_reach",
     ),
     Mutant(
         "a checkpoint's rows come in the order of their hashes",

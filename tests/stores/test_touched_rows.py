@@ -10,7 +10,17 @@ from hypothesis import strategies as st
 
 from rowcast.job.tables import GroupSpec, group_specs, make_keys
 from rowcast.prefetcher.stores import touched_rows
-from rowcast.prefetcher.stores.cell_loops import BUCKET, FRONTIER, REACH, SIZE, hash_of, layout_for, position_of
+from rowcast.prefetcher.stores.cell_loops import (
+    BUCKET,
+    FRONTIER,
+    REACH,
+    SIZE,
+    bucket_in,
+    hash_in,
+    hash_of,
+    layout_for,
+    position_of,
+)
 from rowcast.prefetcher.stores.row_loops import BITS, set_bits
 from rowcast.prefetcher.stores.store import ABSENT
 from rowcast.prefetcher.stores.touched_rows import TouchedRows
@@ -112,6 +122,16 @@ def test_rows_whose_cells_are_alike_are_told_apart(bit: int) -> None:
     everything = np.sort(keys.ravel())
     assert sorted(rows.of(everything).tolist()) == list(range(2 * len(keys)))
     assert (keys_found(rows, bits_of(rows.of(everything))) == everything).all()
+
+
+@pytest.mark.parametrize("distance", [0, 1, REACH - 1])
+def test_a_cell_leads_back_to_its_row_wherever_it_lies_within_reach(distance: int) -> None:
+    layout, random = layout_for(2**50, MOST), np.random.default_rng(8)
+    size = (REACH << int(layout.implied)) + 77
+    for position in random.integers(0, 2**50, 300).tolist():
+        hashed = np.uint64(hash_of(position, layout))
+        cell, bucket = (hashed << layout.implied) | np.uint64(1), bucket_in(hashed, size)
+        assert hash_in(cell, bucket + distance, size, layout) == hashed
 
 
 @pytest.mark.parametrize("distance", [1, 2, 1000, 2**20, 10**12 // 200_000])
