@@ -6,8 +6,8 @@ keep `--memory-share` of the rows touched in memory. The table has the share of 
 for rows, the prefetcher's peak memory, the disk that the store took, rows from the cold tier over those that Belady's
 would read with as much memory (from `prefetcher simulate`), and late rows.
 
-"no look-ahead" is `tiered` with a horizon of `lookahead.depth` batches, which evicts like LRU; rows still come to memory
-when their plan is made.
+"no look-ahead" is `tiered` with a horizon of `lookahead.depth` batches, which evicts like LRU; rows still come to
+memory when their plan is made.
 
 Files lie in the folder for temporary files (TMPDIR), which must be on a disk. The disk is meant, not the page cache:
 every tenth of a second, what the store's files have in the page cache is written and dropped, also from the mappings of
