@@ -6,8 +6,8 @@ keep `--memory-share` of the rows touched in memory. The table has the share of 
 for rows, the prefetcher's peak memory, the disk that the store took, rows from the cold tier over those that Belady's
 would read with as much memory (from `prefetcher simulate`), and late rows.
 
-"no look-ahead" is `tiered` as a cache without the future: the horizon is `lookahead.depth`, which evicts like LRU, and
-rows come from the disk only when the fetcher asks for them.
+"no look-ahead" is `tiered` with a horizon of `lookahead.depth` batches, which evicts like LRU; rows still come to
+memory when their plan is made.
 
 Files lie in the folder for temporary files (TMPDIR), which must be on a disk. The disk is meant, not the page cache:
 every tenth of a second, what the store's files have in the page cache is written and dropped, also from the mappings of
@@ -73,31 +73,7 @@ StepRunner.train = padded
 from rowcast.trainer.cli import app
 app()
 """
-WHEN_ASKED = """
-import time
-from collections import deque
-import numpy as np
-from rowcast.prefetcher.stores.tiered_store import TieredStore
-stage, read = TieredStore.stage, TieredStore.read
-def kept(self, step, plan):
-    self.__dict__.setdefault("kept", deque()).append((step, plan))
-def asked(self, keys, out):
-    plans = self.__dict__.get("kept", ())
-    while len(keys) and plans and not np.isin(keys[0], self.__dict__.get("current", ())):
-        step, plan = plans.popleft()
-        self.current = plan.fetch_keys
-        stage(self, step, plan)
-        while self._plans:
-            time.sleep(0.0001)
-    return read(self, keys, out)
-TieredStore.stage, TieredStore.read = kept, asked
-from rowcast.prefetcher.pipeline.engine import PrefetcherEngine
-polls = PrefetcherEngine.polls.fget
-PrefetcherEngine.polls = property(lambda self: {**polls(self), "staging": lambda: True})  # the fetcher rings no bell
-from rowcast.prefetcher.cli import app
-app()
-"""
-COMMAND = "from rowcast.{process}.cli import app; app()"
+COMMAND = "from rowcast.prefetcher.cli import app; app()"
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +105,7 @@ def run(kind: str, shared: Sequence[str], memory_rows: int, step_ms: float) -> R
         tables, run_dir = Path(folder) / "tables", Path(folder) / "run"
         own = settings(store_of(kind, memory_rows, tables) | {"job.run_dir": str(run_dir)})
         programs = {
-            "prefetcher": WHEN_ASKED if kind == NO_LOOK_AHEAD else COMMAND.format(process="prefetcher"),
+            "prefetcher": COMMAND,
             "trainer": PADDED.format(step_s=step_ms / 1e3),
         }
         started = {name: start(code, [f"--config={DEMO}", *shared, *own]) for name, code in programs.items()}
