@@ -636,6 +636,12 @@ PREFETCHER = (
         f"{STORES}/test_touched_rows.py::test_rows_that_are_added_beside_the_frontier_of_a_growth_are_found_again",
     ),
     Mutant(
+        "the frontier of a growth stops behind a full bucket",
+        "while start > 0 and is_full(cells, start - 1):",
+        "while False:",
+        f"{STORES}/test_touched_rows.py::test_rows_keep_their_numbers_at_every_frontier_of_a_growth",
+    ),
+    Mutant(
         "a row that moves while keys are sought is found twice",
         "low >> HIGH <= hashed >> HIGH <= high >> HIGH",
         "True",
