@@ -13,7 +13,7 @@ import random
 import tempfile
 from collections import Counter
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from pathlib import Path
 from unittest.mock import patch
 
@@ -63,8 +63,12 @@ class Life:
 
     def live(self) -> None:
         self.say(str(self.scenario))
-        while not self.ended:
-            self._live_once()
+        try:
+            while not self.ended:
+                self._live_once()
+        finally:
+            if self.tables is not None:
+                self.tables.close()
 
     def _live_once(self) -> None:
         self.incarnation += 1
@@ -208,11 +212,10 @@ class Life:
         newest = self.storage.find_newest()
         if newest is None or not newest.finished:
             raise LifeFailed(f"the run ended, but its newest checkpoint is {newest}")
-        tables = self._new_tables()
-        self._restore(tables, newest)
-        for group, store in zip(self.groups, tables.stores, strict=True):
-            check_state(table_state(group, store, self.job.job.seed), self.reference, "of the last checkpoint")
-        tables.close()
+        with closing(self._new_tables()) as tables:
+            self._restore(tables, newest)
+            for group, store in zip(self.groups, tables.stores, strict=True):
+                check_state(table_state(group, store, self.job.job.seed), self.reference, "of the last checkpoint")
 
 
 def run_life(seed: int, say: Say = lambda text: None) -> Life:
