@@ -14,7 +14,7 @@ every tenth of a second, what the store's files have in the page cache is writte
 `mapped`. A disk of a virtual machine may still be served from its host's memory.
 
     python -m benchmarks.tiers [--kind memory --kind tiered ...] [--steps 400] [--rounds 1]
-    python -m benchmarks.tiers --kind redis --set 'store.url="redis://localhost:6379"'
+    python -m benchmarks.tiers --kind memory --kind redis --url redis://localhost:6379
 """
 
 import argparse
@@ -229,6 +229,7 @@ def main() -> None:
     parser.add_argument("--step-ms", type=float, default=100.0)
     parser.add_argument("--memory-share", type=float, default=0.1, help="of the rows touched")
     parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--url", help="of the server of redis")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="of both commands")
     options = parser.parse_args()
     samples = {"data.synthetic.samples": options.steps // 2 * BATCH, "lookahead.depth": DEPTH}
@@ -247,7 +248,8 @@ def main() -> None:
     names = options.kind or list(KINDS)
     found: dict[str, list[Ran]] = {name: [] for name in names}
     for number, name in turns(names, options.rounds):
-        found[name].append(run(name, shared, memory_rows, options.step_ms))
+        server = settings({"store.url": options.url}) if name == "redis" else []
+        found[name].append(run(name, [*shared, *server], memory_rows, options.step_ms))
         print(f"round {number}: {name}: {found[name][-1]}", file=sys.stderr, flush=True)
     best = statistics.median(own.samples_s for own in found[names[0]])
     print(f"| kind | samples/s | of {names[0]} | waits | memory MiB | disk MiB | from cold | of Belady's | late rows |")
