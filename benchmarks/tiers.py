@@ -80,7 +80,7 @@ COMMAND = "from rowcast.prefetcher.cli import app; app()"
 class Ran:
     samples_s: float
     waits: float  # share of the time
-    memory: int  # of the prefetcher, bytes
+    memory: int  # the prefetcher's peak, bytes
     disk: int  # bytes
     from_cold: int
     late: int

@@ -482,6 +482,9 @@ class Lookahead(Section, frozen=True, kw_only=True):
         return "auto" if self.horizon == "auto" else self.horizon_batches
 
 
+KEYS_OF_STORES = ("memory", "path", "disk", "url", "timeout")  # each belongs to some kinds
+
+
 class Store(Section, frozen=True, kw_only=True):
     kind: StoreName = "memory"  # where the rows live: {STORES}
     # tiered, redis: all memory of the prefetcher; or `"20000 rows"`, for small trials: so many rows of each group,
@@ -498,7 +501,7 @@ class Store(Section, frozen=True, kw_only=True):
     timeout: str | None = None  # redis: how long a server may be silent before it counts as lost; `"5s"`
 
     def __post_init__(self) -> None:
-        for key in ("memory", "path", "disk", "url", "timeout"):
+        for key in KEYS_OF_STORES:
             if getattr(self, key) is not None and key not in STORES[self.kind].keys:
                 homes = " or ".join(f'"{name}"' for name, own in STORES.items() if key in own.keys)
                 raise ValueError(f"{key} belongs to kind = {homes}, not {self.kind!r}")
@@ -717,7 +720,7 @@ class Job(Section, frozen=True, kw_only=True):
             content["prefetcher"].pop(key)
         for section, key in (("transport", "endpoint"), ("transport", "keys")):
             content[section].pop(key)
-        for key in ("memory", "path", "disk", "url", "timeout"):
+        for key in KEYS_OF_STORES:
             content["store"].pop(key)
         return digest(content)
 

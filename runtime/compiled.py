@@ -18,6 +18,10 @@ C_INT, OFFSET, SIZE = numba.types.int32, numba.types.int64, numba.types.uintp
 c_pread = numba.types.ExternalFunction("pread", numba.types.intp(C_INT, SIZE, SIZE, OFFSET))
 # (descriptor, offset, nbytes, advice) -> 0, or the error's number
 c_posix_fadvise = numba.types.ExternalFunction("posix_fadvise", C_INT(C_INT, OFFSET, OFFSET, C_INT))
+# (address, nbytes, advice) -> 0, or -1; whole pages of a mapped file
+c_madvise = numba.types.ExternalFunction("madvise", C_INT(SIZE, SIZE, C_INT))
+# (address, nbytes, address of a byte for each page, whose bit 0 says that it is in memory) -> 0, or -1; whole pages
+c_mincore = numba.types.ExternalFunction("mincore", C_INT(SIZE, SIZE, SIZE))
 
 
 def compiled(function: Function) -> Function:
@@ -53,12 +57,6 @@ def compile_with(function: Function, **options: bool | str) -> Function:
         return cast(Function, numba.njit(nogil=True, cache=True, **options)(function))
     except RuntimeError:  # numba: no locator available for the cache
         return cast(Function, numba.njit(nogil=True, **options)(function))
-
-
-ADDRESS, ERROR = numba.types.uintp, numba.types.int32
-# Of the C library, for compiled loops. Both take whole pages of a mapped file and return 0, or -1.
-c_madvise = numba.types.ExternalFunction("madvise", ERROR(ADDRESS, ADDRESS, numba.types.int32))  # what is expected
-c_mincore = numba.types.ExternalFunction("mincore", ERROR(ADDRESS, ADDRESS, ADDRESS))  # u8 per page: bit 0, in memory
 
 
 @intrinsic  # type: ignore[untyped-decorator]

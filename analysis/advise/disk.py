@@ -24,7 +24,7 @@ WRITTEN_AT_ONCE = 2**22
 READERS = 16
 MOST_SECONDS = 1.5  # for reading
 IN_MEMORY = ("tmpfs", "ramfs")
-CACHED = 0.5  # of the pages asked for; above it, the page cache still has the file
+CACHED = 0.5  # if a larger share of the pages needs no disk, the page cache still has the file
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

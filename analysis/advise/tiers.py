@@ -28,7 +28,7 @@ from rowcast.runtime.arrays import F64, I64
 from rowcast.runtime.errors import ConfigError
 from rowcast.runtime.telemetry.format_numbers import size_text
 
-MOST_WAITING = 0.01  # of the time, at the memory that is recommended
+MOST_WAITING = 0.01  # the largest share of the time that steps may wait with the memory that is recommended
 MOST_BUDGETS = 12
 LEAST_MEMORY = 2**20
 READ_BYTES = 4096  # what the disk was measured with
@@ -43,13 +43,13 @@ class Budget:
     rows_from_cold_per_step: float
     rows_from_cold: int | None  # by the whole run; None if only a part was read
     margin: float  # three standard errors of the rows from the cold tier, relative
-    disk_share: float | None  # of the disk's rate, with steps of the assumed time; None: the disk was not measured
+    disk_share: float | None  # how much of the disk's rate steps of the assumed time use; None: it was not measured
     waits: float | None  # share of the time for which steps wait for the disk
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TierAdvice:
-    kind: str  # of store
+    kind: str  # store.kind
     disk: DiskRate | None  # None: the cold tier is no disk of this machine
     budgets: tuple[Budget, ...]  # ascending
     recommended: Budget | None  # the smallest that waits for less than MOST_WAITING; None: none of them

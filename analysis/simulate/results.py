@@ -44,7 +44,7 @@ class StepArrays(msgspec.Struct, frozen=True, kw_only=True):
     rows_fetched: list[int]
     rows_evicted: list[int]
     rows_written_back: list[int]  # dirty victims
-    # of the memory tier; None: the store has none
+    # what the memory tier does; None if the store has no tier
     rows_entered: list[int] | None = None
     rows_from_cold: list[int] | None = None
     rows_left: list[int] | None = None
@@ -76,7 +76,7 @@ class Simulation(msgspec.Struct, frozen=True, kw_only=True):
     memory: str | int | None = None  # store.memory, as requested; None here and below: the store has no memory tier
     memory_rows: int | None = None  # slots of the tier, of all groups
     rows_entered: int | None = None  # the tier
-    rows_from_cold: int | None = None  # of these; the others were never trained and lay nowhere
+    rows_from_cold: int | None = None  # how many of these the cold tier gives; the others were never trained
     rows_left: int | None = None  # the tier
     bytes_from_cold: int | None = None  # row records
     bound_rows_from_cold: int | None = None  # with the whole future known

@@ -126,12 +126,12 @@ def job_tier_slots(
     """
     if not STORES[job.store.kind].has_tier:
         return None
+    if job.store.memory_rows is not None:
+        return rows_alone(job.store.memory_rows, groups, slots)
     reserve = tier_reserve(job, groups, measured)
     touched = measure(groups, measured)
     shares = [rows * group.record_bytes for rows, group in zip(touched.distinct_rows, groups, strict=True)]
     limits = [min(group.num_rows, MOST_SLOTS) for group in groups]
-    if job.store.memory_rows is not None:
-        return rows_alone(job.store.memory_rows, groups, slots)
     assert job.store.memory is not None, "a store with a tier has a budget of memory"
     budget = parse_bytes(job.store.memory)
     parts = tier_parts(job, groups, measured, slots)

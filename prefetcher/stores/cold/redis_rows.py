@@ -28,7 +28,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rowcast.job.server_url import ServerUrl
-from rowcast.job.tables import KEY_SHIFT, ROW_MASK, GroupSpec
+from rowcast.job.tables import GroupSpec
 from rowcast.prefetcher.stores.cold.cold_rows import Moved, Places
 from rowcast.prefetcher.stores.cold.redis_servers import NEXT_START, Command, Servers
 from rowcast.prefetcher.stores.store import Keys, Records
@@ -246,8 +246,7 @@ class RedisRows:
         key, write = int(field["key"]), int(field["write"])
         node, _ = self._hashes[int(hash_of(np.array([key]))[0])]
         at = f"Redis server {self._servers.nodes[node].name} (store.url)"
-        table = next(table.name for table in self._group.tables if table.index == key >> KEY_SHIFT)
-        row = f"row {key & ROW_MASK} of table {table}"
+        row = self._group.row_name(key)
         if value is None:
             return f"{at} has lost {row} as write {write} brought it"
         return f"{at} has bytes for {row} that another program has written"

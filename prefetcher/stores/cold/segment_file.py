@@ -28,7 +28,7 @@ from typing import IO
 
 import numpy as np
 
-from rowcast.job.tables import KEY_SHIFT, ROW_MASK, GroupSpec
+from rowcast.job.tables import GroupSpec
 from rowcast.prefetcher.stores.cold.cold_rows import NOWHERE, Moved, Places
 from rowcast.prefetcher.stores.cold.page_loops import (
     CHANGED,
@@ -180,16 +180,16 @@ class SegmentFile:
 
     def _check_row(self, page: int, key: int, outcome: int) -> None:
         if outcome == CHANGED:
-            raise self._changed(page, self._named(key))
+            raise self._changed(page, self._group.row_name(key))
         if outcome == OTHER_ROW:
             raise self._other_row(key, page)
         try:
             found = len(os.pread(self._file.fileno(), self._page.nbytes, page * self._page.nbytes))
         except OSError as error:
-            raise self._unreadable(page, str(error.strerror), self._named(key)) from None
+            raise self._unreadable(page, str(error.strerror), self._group.row_name(key)) from None
         if found < self._page.nbytes:
             reason = f"it has {found} of {self._page.nbytes} bytes"
-            raise self._unreadable(page, reason, self._named(key))
+            raise self._unreadable(page, reason, self._group.row_name(key))
 
     def free(self, keys: Keys, places: Places) -> None:
         with self._lock:
@@ -359,10 +359,6 @@ class SegmentFile:
     def _name(self) -> str:
         return f"the file of cold rows of group {self._group.name} in {self._folder}"
 
-    def _named(self, key: int) -> str:
-        names = {table.index: table.name for table in self._group.tables}
-        return f"row {key & ROW_MASK} of table {names[key >> KEY_SHIFT]}"
-
     def _no_room(self, num_rows: int) -> RowcastError:
         segments, nbytes = self._segments, self._group.record_bytes
         return RowcastError(
@@ -396,7 +392,7 @@ class SegmentFile:
 
     def _other_row(self, key: int, page: int) -> DataError:
         return DataError(
-            f"page {page} of {self._name} has another row where {self._named(key)} was "
+            f"page {page} of {self._name} has another row where {self._group.row_name(key)} was "
             f"written; check this machine's memory, {RESTART}"
         )
 
