@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from rowcast.prefetcher.stores.cold.page_loops import BLOCK_BYTES, UNREADABLE, p
 from rowcast.prefetcher.stores.cold.segment_file import SEGMENTS, SegmentFile
 from rowcast.runtime.errors import ConfigError, DataError, RowcastError
 from tests.stores.cold.owner import Owner, group_of, keys_of, open_small
+from tests.stores.failing_calls import failing
 from tests.support.repeats import count
 
 ROWS = page_layout(80).num_rows  # of a page
@@ -38,20 +39,6 @@ def opened(tmp_path: Path) -> Iterator[tuple[SegmentFile, Owner]]:
 
 def name_of(folder: Path) -> str:
     return f"the file of cold rows of group fp32_d6_adagrad in {folder}"
-
-
-def failing(code: int, after: int = 0) -> Callable[..., int]:
-    """A call to the file system that fails, from the call number `after` on."""
-    calls = 0
-
-    def fail(*_: object) -> int:
-        nonlocal calls
-        calls += 1
-        if calls > after:
-            raise OSError(code, os.strerror(code))
-        return 0
-
-    return fail
 
 
 def page_bytes(file: SegmentFile, page: int) -> bytes:
