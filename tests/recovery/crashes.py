@@ -46,7 +46,6 @@ BEFORE: dict[str, Armed] = {  # passed only at a restart, which this one brings 
 BESIDE: dict[str, Armed] = {"changed rows restored": {"trainer": "loss written:10"}}
 NEEDS_REJOIN = set(BESIDE)
 NEEDS_TIER = {"rows loaded", "rows spilled"}
-TIERED = {"kind": "tiered", "memory": "320 rows"}  # of 2000 in one group; the other fits
 
 
 def called(package: str) -> list[str]:

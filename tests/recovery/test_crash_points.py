@@ -3,8 +3,8 @@
 import pytest
 
 from rowcast.runtime.crash_points import CRASH_POINTS
-from tests.recovery.crashes import CRASHES, NEEDS_REJOIN, NEEDS_TIER, TIERED, called
-from tests.recovery.restarted import Outcome, Recovering
+from tests.recovery.crashes import CRASHES, NEEDS_REJOIN, NEEDS_TIER, called
+from tests.recovery.restarted import TIERED, Outcome, Recovering
 from tests.support.processes import Session
 
 CONNECT_S = 10  # the one whose peer was killed before it had said a word waits for another

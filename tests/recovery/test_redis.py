@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from rowcast.job.server_url import PASSWORD
-from tests.recovery.restarted import END_TIMEOUT_S, PEER_LOST, Outcome, Recovering, end_well, killed
+from tests.recovery.restarted import END_TIMEOUT_S, MADE, PEER_LOST, Outcome, Recovering, end_well, killed
 from tests.support.jobs import table
 from tests.support.processes import Session
 from tests.support.redis_server import RedisServer, keys_on, needs_redis
@@ -16,7 +16,7 @@ from tests.support.starter import Starter
 
 pytestmark = needs_redis
 SECRET = "s3cret-of-the-server"
-SMALL: dict[str, Any] = {  # 192 look-ups a step; most rows are on the server
+SMALL: dict[str, Any] = MADE | {  # 192 look-ups a step; most rows are on the server
     "tables": [table("one", 2000, 4, "cat_0", "cat_1"), table("two", 300, 4, "cat_2")],
     "cache": {"capacity": "250 rows"},
     "transport": {"ring": "1MiB", "connect_timeout": "60s", "rejoin_timeout": "60s"},

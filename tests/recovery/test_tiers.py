@@ -1,7 +1,6 @@
 """A run whose rows come and go between memory and a cold tier is as hard to lose as any other."""
 
-from tests.recovery.crashes import TIERED
-from tests.recovery.restarted import Outcome, Recovering, end_well, killed, sections
+from tests.recovery.restarted import TIERED, Outcome, Recovering, end_well, killed, sections
 from tests.support.processes import Session
 
 TRANSPORT = {"ring": "1MiB", "connect_timeout": "60s"}
