@@ -28,6 +28,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 FOLDERS = ("kernels", "trainer", "adopt", "stores", "protocol", "planner")
+PROCESSES = ("prefetcher", "trainer")
 PINS = {"low": ("torch==2.11.*", "triton==3.6.*"), "high": ()}
 
 
@@ -59,7 +60,8 @@ class End:
         subprocess.run([python, "-m", "venv", "--clear", str(self.folder)], check=True)
         if not self.python("install", "^ERROR", "-m", "pip", "install", "--editable", ".[dev]", *PINS[self.name]):
             return False
-        demo = ("--config", "examples/demo.toml", "--set", f"job.run_dir={self.folder / 'run'}")
+        own = [f"job.run_dir={self.folder / 'run'}", *(f"metrics.{name}=127.0.0.1:0" for name in PROCESSES)]
+        demo = ("--config", "examples/demo.toml", *(f"--set={setting}" for setting in own))
         workers = ("-n", str(jobs), "--dist", "loadfile")
         return all(
             [

@@ -45,6 +45,7 @@ FACTORS: dict[str, tuple[str, ...]] = {
     "ring": ("1MiB", "auto"),
     "shuffle": ("none", "window:4096"),
     "batch_size": ("2048", "4096"),
+    "store": ("memory", "mapped", "tiered"),
 }
 SYNTHETIC = ("synthetic",)  # replaces the values of "data" without a log
 
@@ -141,6 +142,12 @@ def capacity_of(way: Way, job: Job, batches: Sequence[ScheduledBatch]) -> int:
     return groups[0].num_rows if way["capacity"] == "everything" else max(one_batch, groups[0].num_rows // 10)
 
 
+def store_settings(way: Way, capacity: int) -> list[str]:
+    """A memory tier has hardly more rows than the device, so that rows come and go."""
+    tier = [f'store.memory="{capacity + 100} rows"'] if way["store"] == "tiered" else []
+    return [f'store.kind="{way["store"]}"', *tier]
+
+
 def command(module: str, *arguments: str) -> None:
     done = subprocess.run(
         [sys.executable, "-m", module, *arguments], capture_output=True, text=True, check=False, timeout=600
@@ -181,7 +188,8 @@ def compare(
     shuffle = f"data.shuffle={json.dumps(way['shuffle'])}"
     job = load_job(config, (shuffle,))
     batches = list(schedule(job, open_reader(job), max_steps))
-    settings = [shuffle, f'cache.capacity="{capacity_of(way, job, batches)} rows"']
+    capacity = capacity_of(way, job, batches)
+    settings = [shuffle, f'cache.capacity="{capacity} rows"', *store_settings(way, capacity)]
     num_dense = batches[0].batch.dense.shape[1]
     start = train(config, run_dir, settings, 0) if start_of is None else start_of(job, num_dense)
     end = train(config, run_dir, settings, max_steps)

@@ -9,6 +9,7 @@ import msgspec
 
 from rowcast.job.models import BUILT_IN_MODELS, EMBEDDING_DIM
 from rowcast.job.schema import CRITEO_KAGGLE_CARDINALITIES, MAX_TABLES, Job, Table, parse_bytes
+from rowcast.job.stores import STORES
 from rowcast.job.tables import group_specs, rows_in
 from rowcast.job.types import check_types
 from rowcast.runtime.errors import ConfigError
@@ -148,6 +149,11 @@ def check_whole(job: Job) -> None:
         raise ValueError(
             f'cache.capacity: "{job.cache.capacity}" counts rows, but the tables have rows of {len(kinds)} widths or '
             'dtypes; give bytes, such as "64MiB"'
+        )
+    if STORES[job.store.kind].has_tier and job.cache.policy != "lookahead":
+        raise ValueError(
+            f'store.kind = "{job.store.kind}" chooses the rows in memory by cache.policy = "lookahead", not '
+            f'"{job.cache.policy}"; remove cache.policy, or set another store.kind'
         )
     check_group_shares(job)
 

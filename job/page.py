@@ -114,6 +114,7 @@ def type_of(annotation: ast.expr) -> str:
         "RowOptimizerKind": "text",
         "StoreName": "text",
         "Size": "text or whole number",
+        "OptionalSize": "text or whole number",
     }
     if text in known:
         return known[text]

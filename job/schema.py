@@ -17,6 +17,7 @@ from rowcast.job.eviction_policies import EVICTION_POLICIES
 from rowcast.job.formats import CUSTOM, FORMATS, format_of, formats_with
 from rowcast.job.models import BUILT_IN_MODELS, ONE
 from rowcast.job.row_optimizers import ROW_OPTIMIZERS
+from rowcast.job.server_url import parse_server_url
 from rowcast.job.stores import STORES
 
 UNITS = {
@@ -41,6 +42,7 @@ MAX_WORKERS = 64
 MAX_STEPS = 2**53  # in a schedule: floats count exactly up to here
 
 Size = Annotated[str | int, msgspec.Meta(examples=["64MiB"])]
+OptionalSize = Annotated[str | int | None, msgspec.Meta(examples=["8GiB"])]
 RowOptimizerKind = Annotated[str, msgspec.Meta(extra={"one_of": ROW_OPTIMIZERS})]
 Policy = Annotated[str, msgspec.Meta(extra={"one_of": EVICTION_POLICIES})]
 StoreName = Annotated[str, msgspec.Meta(extra={"one_of": STORES})]
@@ -480,17 +482,51 @@ class Lookahead(Section, frozen=True, kw_only=True):
         return "auto" if self.horizon == "auto" else self.horizon_batches
 
 
+KEYS_OF_STORES = ("memory", "path", "disk", "url", "timeout")  # each belongs to some kinds
+
+
 class Store(Section, frozen=True, kw_only=True):
     kind: StoreName = "memory"  # where the rows live: {STORES}
-    # mapped: the folder of the files, which are scratch space and not a checkpoint; by default `<run_dir>/tables`
+    # tiered, redis: all memory of the prefetcher; or `"20000 rows"`, for small trials: so many rows of each group,
+    # whatever else takes memory
+    memory: OptionalSize = None
+    # mapped, tiered: the folder of the files, which are scratch space and not a checkpoint; by default
+    # `<run_dir>/tables`
     path: str | None = None
+    # tiered: the most that the files may take; by default as much as a quarter of the memory can index
+    disk: OptionalSize = None
+    # redis: the server or one server of the cluster, `redis://host:6379`, with TLS `rediss://host:6379`; `user@` may
+    # stand before the host, and the password is ROWCAST_REDIS_PASSWORD in the prefetcher's environment
+    url: str | None = None
+    timeout: str | None = None  # redis: how long a server may be silent before it counts as lost; `"5s"`
 
     def __post_init__(self) -> None:
-        if self.path is not None and not STORES[self.kind].has_path:
-            homes = " or ".join(f'"{name}"' for name, own in STORES.items() if own.has_path)
-            raise ValueError(f"path belongs to kind = {homes}, not {self.kind!r}")
+        for key in KEYS_OF_STORES:
+            if getattr(self, key) is not None and key not in STORES[self.kind].keys:
+                homes = " or ".join(f'"{name}"' for name, own in STORES.items() if key in own.keys)
+                raise ValueError(f"{key} belongs to kind = {homes}, not {self.kind!r}")
         if self.path == "":
             raise ValueError("path is empty; name a folder")
+        if STORES[self.kind].has_tier and self.memory is None:
+            raise ValueError(f'kind = "{self.kind}" needs memory, such as memory = "8GiB"')
+        if self.memory is not None and self.memory_rows is None:
+            parse_bytes(self.memory)
+        if self.disk is not None:
+            parse_bytes(self.disk)
+        if "url" in STORES[self.kind].keys:
+            if self.url is None:
+                raise ValueError(f'kind = "{self.kind}" needs url, such as url = "redis://host:6379"')
+            parse_server_url(self.url)
+        if not 0.01 <= self.timeout_seconds <= 3600:
+            raise ValueError(f'timeout = {self.timeout!r} must be from "10ms" to "1h"')
+
+    @property
+    def memory_rows(self) -> int | None:
+        return None if self.memory is None else parse_rows(self.memory)
+
+    @property
+    def timeout_seconds(self) -> float:
+        return parse_seconds("5s" if self.timeout is None else self.timeout)
 
 
 CheckpointInterval = int | Literal["epoch"]  # train steps between checkpoints; 0 for none
@@ -682,8 +718,10 @@ class Job(Section, frozen=True, kw_only=True):
         content["trainer"].pop("threads")
         for key in ("threads", "background"):
             content["prefetcher"].pop(key)
-        for section, key in (("transport", "endpoint"), ("transport", "keys"), ("store", "path")):
+        for section, key in (("transport", "endpoint"), ("transport", "keys")):
             content[section].pop(key)
+        for key in KEYS_OF_STORES:
+            content["store"].pop(key)
         return digest(content)
 
     def training_digest(self, file_sizes: list[int]) -> str:

@@ -8,7 +8,8 @@ class StoreKind:
     module: str  # has open_store(job, group, incarnation, checkpoint); imported only when the store is used
     note: str = ""  # for docs/job-file.md
     in_memory: bool = True  # trained rows take the prefetcher's memory, and opening the store creates no files
-    has_path: bool = False  # store.path names the folder of its files
+    keys: tuple[str, ...] = ()  # the keys of [store] that it knows, beside `kind`
+    has_tier: bool = False  # only so many rows as store.memory holds are in memory, those that the planner chooses
     full_size: bool = False  # its files are as large as the tables from the start
 
 
@@ -18,7 +19,21 @@ STORES = {
         "rowcast.prefetcher.stores.mapped_store",
         note="tables in files, as large as the tables from the start",
         in_memory=False,
-        has_path=True,
+        keys=("path",),
         full_size=True,
+    ),
+    "tiered": StoreKind(
+        "rowcast.prefetcher.stores.tiered_store",
+        note="the rows that coming steps need in memory, the others in files that grow as rows are trained",
+        in_memory=False,
+        keys=("memory", "path", "disk"),
+        has_tier=True,
+    ),
+    "redis": StoreKind(
+        "rowcast.prefetcher.stores.redis_store",
+        note="the rows that coming steps need in memory, the others on a Redis server ([redis.md](redis.md))",
+        in_memory=False,
+        keys=("memory", "url", "timeout"),
+        has_tier=True,
     ),
 }

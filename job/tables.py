@@ -89,6 +89,11 @@ class GroupSpec:
         """The features with pooling = "none", by their number among the group's features."""
         return tuple(f for f, table in enumerate(self.feature_tables()) if table.pooling == "none")
 
+    def row_name(self, key: int) -> str:
+        """How sentences name a row of the group: `row 7 of table users`."""
+        table = next(table for table in self.tables if table.index == key >> KEY_SHIFT)
+        return f"row {key & ROW_MASK} of table {table.name}"
+
     def feature_tables(self) -> list[TableSpec]:
         """The table of each of the group's features, in the group's feature order."""
         return [table for table in self.tables for _ in table.features]

@@ -145,6 +145,10 @@ def simulate(
     capacities: Annotated[
         list[str] | None, typer.Option("--capacity", help="As cache.capacity, such as 64MiB. Repeatable.")
     ] = None,
+    memories: Annotated[
+        list[str] | None,
+        typer.Option("--store-memory", help="As store.memory of a store with a memory tier, such as 8GiB. Repeatable."),
+    ] = None,
     horizons: Annotated[
         list[str] | None, typer.Option("--horizon", help="Batches known ahead, or auto. Repeatable.")
     ] = None,
@@ -170,6 +174,7 @@ def simulate(
             policies=policies or (),
             capacity_rows=capacity_rows or (),
             capacities=capacities or (),
+            memories=memories or (),
             horizons=horizons or (),
             batch_sizes=batch_sizes or (),
             shuffles=shuffles or (),

@@ -42,6 +42,9 @@ class GroupPlan(GroupArrays[npt.NDArray[Any]]):
     evict_keys: I64
     num_dirty: int  # the first victims, which travel home; the others are dropped without a copy
     fill_after: int | None  # the last step that reads or writes any victim; None without victims
+    # of the memory tier; empty where the store has none
+    load_keys: I64  # [load] ascending: rows that enter the tier for this step
+    spill_keys: I64  # [spill] rows that leave the tier once this step's rows are home
     share: GroupShare | None = None  # None: the trainer is alone and computes the whole batch at once
 
     @property

@@ -12,6 +12,17 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 BYTE_POINTER, INT = ir.IntType(8).as_pointer(), ir.IntType(32)
 
+# Functions of the C library, for compiled loops. They take an array's address: array.ctypes.data.
+C_INT, OFFSET, SIZE = numba.types.int32, numba.types.int64, numba.types.uintp
+# (descriptor, address, nbytes, offset) -> bytes read, or -1
+c_pread = numba.types.ExternalFunction("pread", numba.types.intp(C_INT, SIZE, SIZE, OFFSET))
+# (descriptor, offset, nbytes, advice) -> 0, or the error's number
+c_posix_fadvise = numba.types.ExternalFunction("posix_fadvise", C_INT(C_INT, OFFSET, OFFSET, C_INT))
+# (address, nbytes, advice) -> 0, or -1; whole pages of a mapped file
+c_madvise = numba.types.ExternalFunction("madvise", C_INT(SIZE, SIZE, C_INT))
+# (address, nbytes, address of a byte for each page, whose bit 0 says that it is in memory) -> 0, or -1; whole pages
+c_mincore = numba.types.ExternalFunction("mincore", C_INT(SIZE, SIZE, SIZE))
+
 
 def compiled(function: Function) -> Function:
     """Compiles `function` for the types it is first called with. Without a writable folder it compiles in memory."""

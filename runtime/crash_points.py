@@ -35,6 +35,9 @@ CRASH_POINTS = (
     "garbage removed",  # one file or folder of several
     "EndOfData not sent",
     "run not marked complete",  # the trainer has ended
+    # prefetcher: a memory tier
+    "rows loaded",  # from the cold tier, and not in their slots
+    "rows spilled",  # to the cold tier, and still in their slots
     # prefetcher: a start
     "file restored",  # the first of several
     "layer restored",

@@ -24,6 +24,16 @@ class PeerNeverCame(PeerLost):
     """No other process came within the time-out."""
 
 
+class StoreLost(RowcastError):
+    """A server that holds rows is lost, or has lost rows. The next start continues from the newest checkpoint.
+
+    It has the exit code of a lost peer: the other process sees one, and what starts lost processes again may start
+    this one. But it ends this process, because its rows are gone.
+    """
+
+    exit_code = 3
+
+
 class DataError(RowcastError):
     """A data file or a checkpoint holds something that cannot be trained on."""
 

@@ -1,5 +1,6 @@
 """Settings for all tests."""
 
+import signal
 from collections.abc import Iterator
 
 import pytest
@@ -13,6 +14,12 @@ from tests.support.starter import Starter
 def one_thread() -> None:
     """Tests train tiny models: a second thread only waits. Tests that are about threads set their own."""
     torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def interruptible() -> None:
+    """A shell that starts a command in the background makes it ignore SIGINT, which all its processes inherit."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")

@@ -21,6 +21,7 @@ from rowcast.analysis.advise.cost import (
     probe_rows,
 )
 from rowcast.analysis.advise.curve import Trials, capacity_slots, rounded_up
+from rowcast.analysis.advise.disk import disk_rate
 from rowcast.analysis.advise.read import Observed, SamplingPlan, observe, what_was_read, working_sets
 from rowcast.analysis.advise.recommend import (
     Advice,
@@ -34,10 +35,12 @@ from rowcast.analysis.advise.recommend import (
     toml,
 )
 from rowcast.analysis.advise.show import Facts, notes, print_advice
+from rowcast.analysis.advise.tiers import TierAdvice, TierTrials
 from rowcast.analysis.free_memory import free_memory
 from rowcast.analysis.progress import AnalysisProgress, ProgressBar, Silent
 from rowcast.analysis.simulate.grid import with_values
 from rowcast.job.schema import Job, parse_bytes
+from rowcast.job.stores import STORES
 from rowcast.prefetcher.planner.auto_horizon import SHARE
 from rowcast.prefetcher.readers.reader import Reader, open_reader, stream_columns
 from rowcast.prefetcher.readers.schedule import expected_train_steps
@@ -114,6 +117,7 @@ def machine_rates(observed: Observed, job: Job, request: AdviseRequest, capacity
 class Adviser:
     def __init__(self, job: Job, request: AdviseRequest, observed: Observed, rates: Rates, trials: Trials) -> None:
         self._job, self._observed, self._rates, self._trials = job, observed, rates, trials
+        self._progress = request.progress
         self._step_ms = request.step_ms or STEP_MS
         self._assumed = assumed(request, observed, rates)
         self._points = Points(observed, trials, rates, self._step_ms / 1e3, job.lookahead.depth)
@@ -127,7 +131,8 @@ class Adviser:
         chosen = self._chosen(predicted)
         own = sizes(job, observed.groups, observed.measured, chosen.depth)
         device = device_memory(capacity_bytes, own.staging_bytes, chosen.depth, self._rates.plan_bytes)
-        why = reasons(job, chosen, choice)
+        tier = self._tier(capacity_bytes)
+        why = reasons(job, chosen, choice, tier)
         read = what_was_read(observed)
         facts = Facts(
             job=job,
@@ -149,7 +154,7 @@ class Adviser:
                 depth=chosen.depth,
                 id_bytes=None if chosen.id_bytes is None else size_text(chosen.id_bytes),
                 reasons=why,
-                toml=toml(sections(chosen), why),
+                toml=toml(sections(chosen, tier), why),
                 predicted=predicted,
                 half=self._points.at(half) if half >= self._trials.smallest else None,
             ),
@@ -162,8 +167,22 @@ class Adviser:
                 chosen.known_bytes,
             ),
             device=device,
+            tier=tier,
             notes=tuple(notes(facts)),
         )
+
+    def _tier(self, capacity_bytes: int) -> TierAdvice | None:
+        kind = STORES[self._job.store.kind]
+        if not kind.has_tier:
+            return None
+        # a job's own capacity may be all that its memory holds; rows from the cold tier hardly depend on it
+        smaller = min(capacity_bytes, max(self._own_capacity(), self._trials.smallest))
+        trials = TierTrials(self._observed, self._job, smaller, self._progress, self._step_ms / 1e3)
+        return trials.advice(disk_rate(self._job.table_folder) if "path" in kind.keys else None, free_memory())
+
+    def _own_capacity(self) -> int:
+        rows, groups = self._job.cache.capacity_rows, self._observed.groups
+        return parse_bytes(self._job.cache.capacity) if rows is None else rows * groups[0].record_bytes
 
     def _with_margin(self) -> float:
         largest = self._trials.smallest

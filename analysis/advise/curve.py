@@ -10,14 +10,14 @@ two.
 from dataclasses import dataclass, replace
 from itertools import count
 from math import ceil
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
 from rowcast.analysis.advise.follow import NUM_PARTS, part_counts, scaled_slots
 from rowcast.analysis.advise.read import Observed
 from rowcast.analysis.progress import AnalysisProgress, Tick
-from rowcast.analysis.simulate.grid import with_values
+from rowcast.analysis.simulate.grid import with_values, without_tier
 from rowcast.analysis.simulate.moves import Moves, entries, new_moves, note
 from rowcast.job.schema import Job
 from rowcast.prefetcher.planner.capacity import divide_capacity
@@ -102,7 +102,8 @@ def moved(observed: Observed, job: Job, capacity_bytes: int, policy: Compared, t
     """What a run would move with this capacity, this policy and an automatic horizon. The capacity must hold every
     batch.
     """
-    own = with_values(job, {"cache": {"policy": policy, "pin": None, "groups": {}}, "lookahead": {"horizon": "auto"}})
+    cache: dict[str, Any] = {"policy": policy, "pin": None, "groups": {}}
+    own = with_values(without_tier(job), {"cache": cache, "lookahead": {"horizon": "auto"}})
     slots = followed_slots(observed, capacity_slots(observed, capacity_bytes))
     planner = job_planner(own, observed.groups, slots, observed.measured)
     counts, parts = count_moves(observed, planner, tick)

@@ -11,6 +11,7 @@ from math import ceil
 from rowcast.analysis.advise.cost import Assumed, Demand, DeviceMemory, HostMemoryNeed, Rates, cost, demand
 from rowcast.analysis.advise.curve import Traffic, Trials, capacity_slots
 from rowcast.analysis.advise.read import Observed, Read, WorkingSet
+from rowcast.analysis.advise.tiers import MOST_WAITING, TierAdvice
 from rowcast.job.schema import Job
 from rowcast.runtime.telemetry.format_numbers import human_bytes, percent_number, size_text
 
@@ -61,6 +62,9 @@ class Advice:
     recommended: Recommendation
     host: HostMemoryNeed
     device: DeviceMemory
+    tier: (
+        TierAdvice | None
+    )  # at the recommended capacity, or the job's if that is smaller; None: the job's store has no memory tier
     notes: tuple[str, ...]  # what is guessed, and what else matters
 
 
@@ -133,17 +137,20 @@ def enough_depth(travel_s: float, step_s: float) -> int:
     return min(MOST_DEPTH, max(USUAL_DEPTH, ceil(travel_s / step_s) + 1))
 
 
-def sections(chosen: ChosenValues) -> dict[str, dict[str, str | int]]:
+def sections(chosen: ChosenValues, tier: TierAdvice | None) -> dict[str, dict[str, str | int]]:
     lookahead: dict[str, str | int] = {"depth": chosen.depth, "horizon": "auto"}
     if chosen.id_bytes is not None:
         lookahead["id_bytes"] = size_text(chosen.id_bytes)
-    return {
+    found: dict[str, dict[str, str | int]] = {
         "cache": {"capacity": size_text(chosen.predicted.capacity_bytes), "policy": "lookahead"},
         "lookahead": lookahead,
     }
+    if tier is not None and tier.recommended is not None:
+        found["store"] = {"memory": tier.recommended.memory}
+    return found
 
 
-def reasons(job: Job, chosen: ChosenValues, choice: Choice) -> dict[str, str]:
+def reasons(job: Job, chosen: ChosenValues, choice: Choice, tier: TierAdvice | None) -> dict[str, str]:
     ahead, lru = chosen.predicted.lookahead, chosen.predicted.lru
     found = {
         "cache.capacity": capacity_reason(chosen, choice),
@@ -163,6 +170,11 @@ def reasons(job: Job, chosen: ChosenValues, choice: Choice) -> dict[str, str]:
     if chosen.id_bytes is not None:
         found["lookahead.id_bytes"] = (
             f"the ids known ahead would fetch more rows if they had to stay below {job.lookahead.id_bytes}"
+        )
+    if tier is not None and tier.recommended is not None:
+        found["store.memory"] = (
+            f"{tier.recommended.rows_from_cold_per_step:,.0f} rows from disk per step; the smallest memory with which "
+            f"steps of {chosen.step_ms:g} ms wait for the disk less than {100 * MOST_WAITING:g} % of the time"
         )
     return found
 

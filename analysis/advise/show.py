@@ -11,6 +11,7 @@ from rich.text import Text
 from rowcast.analysis.advise.cost import Assumed
 from rowcast.analysis.advise.read import Read
 from rowcast.analysis.advise.recommend import KNEE_SAVING, Advice, Choice, Point
+from rowcast.analysis.advise.tiers import MOST_WAITING, TierAdvice
 from rowcast.job.schema import Job
 from rowcast.runtime.telemetry.format_numbers import human_bytes, percent, percent_number, plural
 
@@ -30,6 +31,12 @@ def print_advice(advice: Advice, console: Console) -> None:
         say(console, f"{sentence}.")
     console.print()
     console.print(memory_table(advice))
+    if advice.tier is not None:
+        console.print()
+        console.print(tier_table(advice.tier))
+        console.print()
+        for sentence in tier_sentences(advice.tier, advice.assumed.step_ms, whole_run=advice.read.whole_run):
+            say(console, f"{sentence}.")
     console.print()
     console.print(Text(advice.recommended.toml.rstrip(), CHOSEN), soft_wrap=True)
 
@@ -134,6 +141,49 @@ def memory_table(advice: Advice) -> Table:
     for (name, nbytes), pair in zip(left.items(), pairs, strict=True):
         table.add_row(name, human_bytes(nbytes), *pair)
     return table
+
+
+def tier_table(tier: TierAdvice) -> Table:
+    """Rows are per step."""
+    table = plain_table(
+        "store.memory", "rows in\nmemory", "rows\nenter", "from the\ncold tier", "of the\ndisk", "waits"
+    )
+    for budget in tier.budgets:
+        chosen = budget is tier.recommended
+        table.add_row(
+            f"{'*' if chosen else ' '} {budget.memory}",
+            f"{budget.memory_rows:,}",
+            f"{budget.rows_entered_per_step:,.0f}",
+            f"{budget.rows_from_cold_per_step:,.0f}",
+            "" if budget.disk_share is None else percent(budget.disk_share),
+            "" if budget.waits is None else percent(budget.waits),
+            style=CHOSEN if chosen else "",
+        )
+    return table
+
+
+def tier_sentences(tier: TierAdvice, step_ms: float, *, whole_run: bool) -> Iterator[str]:
+    if tier.disk is not None and tier.disk.pages_s is not None:
+        yield (
+            f"The disk of {tier.disk.folder} reads {tier.disk.pages_s:,.0f} random pages of 4 KiB a second past the "
+            f"page cache; waits are those of steps of {step_ms:g} ms, if it does nothing else"
+        )
+    elif tier.disk is not None:
+        yield f"The disk was not measured, so waits are unknown: {tier.disk.why_not}"
+    else:
+        yield f'The servers of store.kind = "{tier.kind}" were not measured, so waits are unknown'
+    if not tier.budgets:
+        yield "No memory that this machine has is enough for this store; see `prefetcher check`"
+    elif tier.recommended is None and tier.budgets[-1].waits is not None:
+        yield (
+            f"Every one of these waits for the disk {100 * MOST_WAITING:g} % of the time or longer: use a faster disk, "
+            "or a machine with more memory"
+        )
+    margin = max((budget.margin for budget in tier.budgets), default=0.0)
+    if margin:
+        yield f"Rows from the cold tier are estimates, at most ± {percent_number(margin)} % (three standard errors)"
+    if not whole_run:
+        yield "Rows that were trained before the stretch count as never trained: omit --samples to count them"
 
 
 def plain_table(first: str, *others: str, padding: int = 2) -> Table:

@@ -26,6 +26,7 @@ from rowcast.analysis.check.machine import (
 )
 from rowcast.analysis.check.memory import check_disk, check_memory
 from rowcast.analysis.check.setup import check_model, check_run_directory, check_versions
+from rowcast.analysis.check.tier import check_tier
 from rowcast.analysis.free_memory import free_memory
 from rowcast.job.file import load_job
 from rowcast.job.schema import MIN_RING_BYTES, Job
@@ -89,6 +90,7 @@ def check_room(job: Job, seen: Seen, device: Device) -> Iterator[Finding]:
     yield from findings_of("pinning", lambda: check_memlock(device, ring_bytes))
     yield from findings_of("memory", lambda: check_memory(job, seen, slots, free_memory(), ring_bytes, on_host))
     yield from findings_of("disk", lambda: check_disk(job, seen))
+    yield from findings_of("store", lambda: check_tier(job, seen, slots, free_memory()))
 
 
 def slots_of(job: Job, seen: Seen) -> tuple[int, ...]:

@@ -49,7 +49,8 @@ def check_memory(
     fixed = sum(parts.values())
     listed = ", ".join(f"{name} {human_bytes(nbytes)}" for name, nbytes in parts.items() if nbytes)
     unknown = "" if job.model.kind in COUNTED_MODELS else f"; the dense weights of {job.model.kind} are not counted"
-    grow = f", tables up to {human_bytes(tables)} as their rows are trained" if in_memory else "; tables are files"
+    beside = "; store.memory covers the tables" if STORES[job.store.kind].has_tier else "; tables are files"
+    grow = f", tables up to {human_bytes(tables)} as their rows are trained" if in_memory else beside
     sentence = f"{human_bytes(free_bytes)} are free for {listed}{grow}{unknown}"
     if fixed > free_bytes:
         yield error(

@@ -1,5 +1,5 @@
-"""Which settings to simulate: policies x capacities x horizons x batch sizes x orders, each as a run of the job would
-have it.
+"""Which settings to simulate: policies x capacities x memory tiers x horizons x batch sizes x orders, each as a run of
+the job would have it.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,12 +13,14 @@ from rowcast.job.eviction_policies import EVICTION_POLICIES
 from rowcast.job.file import parse_job
 from rowcast.job.formats import FORMATS
 from rowcast.job.schema import Data, Horizon, Job
+from rowcast.job.stores import STORES
 from rowcast.runtime.errors import ConfigError
 
 BOUND = "belady"
 SIMULATED = ("window", "ttl", BOUND)  # exist only in the simulator
 POLICIES = (*EVICTION_POLICIES, *SIMULATED)
 AUTO_BATCHES = 64
+WITH_TIER = ("lookahead", BOUND)  # the others are simulated for the device alone
 # the others know no future, or all of it
 LOOKING_AHEAD = (*(name for name, own in EVICTION_POLICIES.items() if own.looks_ahead), "window", "ttl")
 
@@ -29,6 +31,7 @@ class Grid:
 
     policies: Sequence[str] = ()
     capacities: Sequence[str | int] = ()  # as in cache.capacity
+    memories: Sequence[str | int] = ()  # as in store.memory; a store without a memory tier is then simulated as tiered
     horizons: Sequence[Horizon] = ()
     batch_sizes: Sequence[int] = ()
     shuffles: Sequence[str] = ()  # as in data.shuffle
@@ -102,8 +105,21 @@ def can_have(format: str, shuffle: str) -> bool:
 
 
 def capacity_jobs(job: Job, grid: Grid) -> Iterator[Job]:
+    """A job for each capacity and memory tier."""
     for capacity in dict.fromkeys(grid.capacities or [job.cache.capacity]):
-        yield with_values(job, {"cache": {"capacity": capacity}})
+        own = with_values(job, {"cache": {"capacity": capacity}})
+        yield from (with_memory(own, memory) for memory in dict.fromkeys(grid.memories)) if grid.memories else (own,)
+
+
+def with_memory(job: Job, memory: str | int) -> Job:
+    kind = job.store.kind if STORES[job.store.kind].has_tier else "tiered"
+    return with_values(job, {"store": {"kind": kind, "memory": memory}})
+
+
+def without_tier(job: Job) -> Job:
+    content = msgspec.to_builtins(job)
+    content["store"] = {}
+    return parse_job(content, "simulate")
 
 
 def settings(job: Job, grid: Grid) -> list[Setting]:
@@ -111,9 +127,11 @@ def settings(job: Job, grid: Grid) -> list[Setting]:
     removed.
     """
     found: dict[tuple[str, Horizon | None], Setting] = {}
+    tierless = without_tier(job)
     for policy, horizon in product(grid.policies or [job.cache.policy], grid.horizons or [job.lookahead.horizon]):
         trained = {"policy": policy} if policy in EVICTION_POLICIES else {}
-        own = with_values(job, {"lookahead": {"horizon": horizon}, "cache": trained})
+        base = job if policy in WITH_TIER else tierless
+        own = with_values(base, {"lookahead": {"horizon": horizon}, "cache": trained})
         known = known_ahead(own, policy)
         found.setdefault((policy, known), Setting(policy=policy, horizon=known, job=own))
     return list(found.values())

@@ -1,7 +1,7 @@
 """What the planner moves over a recording: the planner of training, without tables, trainer or bytes."""
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -9,6 +9,7 @@ import numpy as np
 from rowcast.analysis.progress import Tick
 from rowcast.analysis.simulate.grid import Setting
 from rowcast.analysis.simulate.recording import RecordedStep, RunRecording
+from rowcast.analysis.simulate.tier_moves import TierCounter, TierMoves
 from rowcast.job.tables import GroupSpec
 from rowcast.prefetcher.planner.job_planner import job_planner
 from rowcast.prefetcher.planner.pin_files import load_pins
@@ -24,6 +25,7 @@ class Moves:
     evicted: I64  # [P, G]
     written_back: I64  # [P, G] dirty victims
     flushed: I64  # [G] by barriers: those of checkpoints, and the one after the last step
+    tier: TierMoves | None = None  # None: the store has no memory tier
 
 
 def new_moves(num_steps: int, num_groups: int) -> Moves:
@@ -37,27 +39,50 @@ def new_planner(
     slots: tuple[int, ...],
     first_batches: Sequence[ScheduledBatch],
     *,
+    tier_slots: tuple[int, ...] | None = None,
     keep_ids: bool = False,
 ) -> RowPlanner:
     pin = setting.job.cache.pin
     pinned = None if pin is None else load_pins(Path(pin), groups)
-    return job_planner(setting.job, groups, slots, first_batches, pinned=pinned, keep_ids=keep_ids)
+    return job_planner(
+        setting.job, groups, slots, first_batches, pinned=pinned, keep_ids=keep_ids, tier_slots=tier_slots
+    )
 
 
-def bound_planner(recording: RunRecording, slots: tuple[int, ...]) -> RowPlanner:
-    return RowPlanner(recording.groups, slots, depth=1, horizon=len(recording))
+def bound_planner(
+    recording: RunRecording, slots: tuple[int, ...], tier_slots: tuple[int, ...] | None = None
+) -> RowPlanner:
+    return RowPlanner(recording.groups, slots, depth=1, horizon=len(recording), tier_slots=tier_slots)
 
 
 def planned_moves(recording: RunRecording, planner: RowPlanner, tick: Tick) -> Moves:
     """What a fresh planner moves. `tick` is called for each step. Raises ConfigError if a step does not fit."""
     moves = new_moves(len(recording), len(recording.groups))
+    counter: TierCounter | None = None
     for entry in entries(recording.steps, planner):
         if isinstance(entry, BarrierPlan):
             moves.flushed[:] += [len(move) for move in entry.dirty]
-        else:
-            note(moves, entry[0].step - recording.steps[0].scheduled.step, entry[1])
-            tick()
-    return moves
+            continue
+        position = entry[0].step - recording.steps[0].scheduled.step
+        note(moves, position, entry[1])
+        if entry[1].tier:
+            counter = counter or tier_counter(recording)
+            note_tier(counter, position, entry[1], recording.steps[position])
+        tick()
+    return replace(moves, tier=None if counter is None else counter.moves)
+
+
+def tier_counter(recording: RunRecording) -> TierCounter:
+    most = [sum(len(step.keys(g)) for step in recording.steps) for g in range(len(recording.groups))]
+    return TierCounter(recording.groups, len(recording), most)
+
+
+def note_tier(counter: TierCounter, position: int, moved: StepMoves, step: RecordedStep) -> list[I64]:
+    """Returns the rows of each group that come from the cold tier."""
+    from_cold = counter.note(position, moved.tier)
+    if step.trains:
+        counter.train([grouping.keys for grouping in step.groupings])
+    return from_cold
 
 
 def entries(

@@ -1,8 +1,9 @@
 """Miss-ratio curves: the share of the steps' distinct rows that must be fetched, over the capacity, one line per
-policy.
+policy. With memory tiers, a second row of panels: the share that comes from the cold tier, over the rows in memory.
 """
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
@@ -39,6 +40,33 @@ FAR_APART = 4  # times the smallest capacity
 MOST_TICKS = 8
 
 
+@dataclass(frozen=True, slots=True)
+class Curves:
+    """Which fields of a `Simulation` make a panel's curves."""
+
+    size: str
+    rows: str
+    bound: str
+    x_label: str
+    y_label: str
+
+
+FETCHED = Curves(
+    "capacity_rows",
+    "rows_fetched",
+    "bound_rows_fetched",
+    "capacity in rows",
+    "distinct rows of a step that are fetched",
+)
+FROM_COLD = Curves(
+    "memory_rows",
+    "rows_from_cold",
+    "bound_rows_from_cold",
+    "rows in memory",
+    "distinct rows of a step from the cold tier",
+)
+
+
 def check_plot(path: Path) -> None:
     """Raises ConfigError, before any work, if no picture can be drawn to `path`."""
     if path.suffix not in SUFFIXES:
@@ -59,13 +87,20 @@ def plot_results(results: Sequence[Simulation], path: Path) -> None:
         panels.setdefault(f"batches of {batches_of(result)}", []).append(result)
     if not shown:
         return  # the command explains
-    figure = Figure(figsize=(SIDE_INCHES[0] * len(panels) + LEGEND_INCHES, SIDE_INCHES[1]), layout="constrained")
-    axes = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
-    for panel, (title, own) in zip(axes, panels.items(), strict=True):
-        draw_panel(panel, own)
-        panel.set_title(title, fontsize=10)
-    axes[0].set_ylabel("distinct rows of a step that are fetched")
-    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside right upper", frameon=False, fontsize=9)
+    kinds = [FETCHED, FROM_COLD] if any(result.memory_rows is not None for result in shown) else [FETCHED]
+    size = SIDE_INCHES[0] * len(panels) + LEGEND_INCHES, SIDE_INCHES[1] * len(kinds)
+    figure = Figure(figsize=size, layout="constrained")
+    axes = figure.subplots(len(kinds), len(panels), sharey="row", squeeze=False)
+    for kind, row in zip(kinds, axes, strict=True):
+        for panel, (title, own) in zip(row, panels.items(), strict=True):
+            counted = [result for result in own if getattr(result, kind.size) is not None]
+            if counted:
+                draw_panel(panel, counted, kind)
+                panel.set_title(title, fontsize=10)
+            else:
+                panel.set_axis_off()
+        row[0].set_ylabel(kind.y_label)
+    figure.legend(*axes[0][0].get_legend_handles_labels(), loc="outside right upper", frameon=False, fontsize=9)
     try:
         figure.savefig(path, dpi=160)
     except OSError as error:
@@ -74,47 +109,49 @@ def plot_results(results: Sequence[Simulation], path: Path) -> None:
         ) from None
 
 
-def draw_panel(axes: Any, results: Sequence[Simulation]) -> None:
+def draw_panel(axes: Any, results: Sequence[Simulation], kind: Curves) -> None:
     from matplotlib.ticker import PercentFormatter
 
-    for label, style, points in curves(results):
+    for label, style, points in curves(results, kind):
         axes.plot(*zip(*points, strict=True), label=label, **style)
-    mark_capacities(axes, sorted({result.capacity_rows or 0 for result in results}))
+    mark_sizes(axes, sorted({getattr(result, kind.size) for result in results}), kind.x_label)
     axes.set_ylim(bottom=0)
-    axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
+    axes.yaxis.set_major_formatter(PercentFormatter(1.0))
     axes.grid(color="#e4e4e4", linewidth=0.6)
     axes.set_axisbelow(True)
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
 
 
-def mark_capacities(axes: Any, capacities: list[int]) -> None:
+def mark_sizes(axes: Any, sizes: list[int], label: str) -> None:
     from matplotlib.ticker import FuncFormatter, NullLocator
 
-    axes.set_xlabel("capacity in rows")
-    far = capacities[-1] > FAR_APART * max(1, capacities[0])
+    axes.set_xlabel(label)
+    far = sizes[-1] > FAR_APART * max(1, sizes[0])
     if far:
         axes.set_xscale("log")
     axes.xaxis.set_minor_locator(NullLocator())
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: human_count(value)))
-    apart = all(later > 1.2 * earlier for earlier, later in pairwise(capacities))
-    if len(capacities) <= MOST_TICKS and (apart or len(capacities) == 1):
-        axes.set_xticks(capacities)
+    apart = all(later > 1.2 * earlier for earlier, later in pairwise(sizes))
+    if len(sizes) <= MOST_TICKS and (apart or len(sizes) == 1):
+        axes.set_xticks(sizes)
 
 
-def curves(results: Sequence[Simulation]) -> Iterator[tuple[str, dict[str, Any], list[tuple[int, float]]]]:
+def curves(
+    results: Sequence[Simulation], kind: Curves
+) -> Iterator[tuple[str, dict[str, Any], list[tuple[int, float]]]]:
     horizons = list(dict.fromkeys(result.horizon for result in results if result.horizon is not None))
     lines: dict[tuple[str, Any], list[tuple[int, float]]] = {}
     for result in results:
         if result.policy != BOUND:
             lines.setdefault((result.policy, result.horizon), []).append(
-                (result.capacity_rows or 0, ratio(result.rows_fetched, result))
+                (getattr(result, kind.size), ratio(getattr(result, kind.rows), result))
             )
     for (policy, horizon), points in lines.items():
         style = STYLES[horizons.index(horizon) % len(STYLES)] if horizon is not None else "-"
         label = LABELS.get(policy, policy) + (f", horizon {horizon}" if horizon is not None else "")
         yield label, line_style(policy, style), sorted(points)
-    bound = sorted({(result.capacity_rows or 0, ratio(result.bound_rows_fetched, result)) for result in results})
+    bound = sorted({(getattr(result, kind.size), ratio(getattr(result, kind.bound), result)) for result in results})
     yield "whole future known", BOUND_STYLE, bound
 
 

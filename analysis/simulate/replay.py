@@ -214,10 +214,10 @@ class BatchesAndPlans:
             return self._replay.batches()
         return schedule(own, open_reader(own), self._max_steps)
 
-    def watch(self, setting: Setting, slots: tuple[int, ...]) -> PlanWatcher | None:
+    def watch(self, setting: Setting, slots: tuple[int, ...], tier_slots: tuple[int, ...] | None) -> PlanWatcher | None:
         if setting.policy not in EVICTION_POLICIES:
             return None
-        header = trace_header(setting.job, group_specs(setting.job), slots)
+        header = trace_header(setting.job, group_specs(setting.job), slots, tier_slots)
         watchers: list[PlanWatcher] = []
         replay = self._replay
         if (

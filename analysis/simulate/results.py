@@ -5,6 +5,7 @@ meaning.
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -14,7 +15,9 @@ from rich.table import Table
 from rowcast.analysis.simulate.grid import Setting
 from rowcast.analysis.simulate.moves import Moves
 from rowcast.analysis.simulate.recording import RunRecording
+from rowcast.analysis.simulate.tier_moves import TierMoves
 from rowcast.job.schema import Horizon
+from rowcast.runtime.arrays import I64
 from rowcast.runtime.telemetry.format_numbers import percent
 
 MIB = 2**20
@@ -32,12 +35,19 @@ HEADINGS = [
 ]
 
 
+TIER_HEADINGS = ["memory\nin rows", "enter\nmemory", "from\ncold", "to the\nbound"]
+
+
 class StepArrays(msgspec.Struct, frozen=True, kw_only=True):
     step: list[int]
     kind: list[str]  # train | eval
     rows_fetched: list[int]
     rows_evicted: list[int]
     rows_written_back: list[int]  # dirty victims
+    # what the memory tier does; None if the store has no tier
+    rows_entered: list[int] | None = None
+    rows_from_cold: list[int] | None = None
+    rows_left: list[int] | None = None
 
 
 class Simulation(msgspec.Struct, frozen=True, kw_only=True):
@@ -63,6 +73,14 @@ class Simulation(msgspec.Struct, frozen=True, kw_only=True):
     hit_ratio: float | None = None  # 1 - rows_fetched / unique_rows; None without look-ups
     bound_rows_fetched: int | None = None  # with the whole future known
     ratio_to_bound: float | None = None
+    memory: str | int | None = None  # store.memory, as requested; None here and below: the store has no memory tier
+    memory_rows: int | None = None  # slots of the tier, of all groups
+    rows_entered: int | None = None  # the tier
+    rows_from_cold: int | None = None  # how many of these the cold tier gives; the others were never trained
+    rows_left: int | None = None  # the tier
+    bytes_from_cold: int | None = None  # row records
+    bound_rows_from_cold: int | None = None  # with the whole future known
+    cold_ratio_to_bound: float | None = None
     per_step: StepArrays | None = None
 
 
@@ -70,11 +88,13 @@ class Simulation(msgspec.Struct, frozen=True, kw_only=True):
 class Outcome:
     setting: Setting
     slots: tuple[int, ...]
+    memory: str | int | None
+    tier_slots: tuple[int, ...] | None
     moves: Moves
 
 
-def make_result(recording: RunRecording, outcome: Outcome, bound_rows: int, *, per_step: bool) -> Simulation:
-    setting, moves = outcome.setting, outcome.moves
+def make_result(recording: RunRecording, outcome: Outcome, bound: Moves, *, per_step: bool) -> Simulation:
+    setting, moves, bound_rows = outcome.setting, outcome.moves, int(bound.fetched.sum())
     record_bytes = np.array([group.record_bytes for group in recording.groups], np.int64)
     written_back = moves.written_back.sum(axis=0) + moves.flushed
     fetched, unique_rows = moves.fetched.sum(axis=0), recording.unique_rows
@@ -100,7 +120,25 @@ def make_result(recording: RunRecording, outcome: Outcome, bound_rows: int, *, p
         bound_rows_fetched=bound_rows,
         ratio_to_bound=rows_fetched / bound_rows if bound_rows else None,
         per_step=step_arrays(recording, moves) if per_step else None,
+        **tier_counts(outcome, bound, record_bytes),
     )
+
+
+def tier_counts(outcome: Outcome, bound: Moves, record_bytes: I64) -> dict[str, Any]:
+    tier, least = outcome.moves.tier, bound.tier
+    if outcome.tier_slots is None or tier is None or least is None:
+        return {}
+    from_cold, bound_rows = tier.from_cold.sum(axis=0), int(least.from_cold.sum())
+    return {
+        "memory": outcome.memory,
+        "memory_rows": sum(outcome.tier_slots),
+        "rows_entered": int(tier.entered.sum()),
+        "rows_from_cold": int(from_cold.sum()),
+        "rows_left": int(tier.left.sum()),
+        "bytes_from_cold": int(from_cold @ record_bytes),
+        "bound_rows_from_cold": bound_rows,
+        "cold_ratio_to_bound": int(from_cold.sum()) / bound_rows if bound_rows else None,
+    }
 
 
 def step_arrays(recording: RunRecording, moves: Moves) -> StepArrays:
@@ -110,7 +148,13 @@ def step_arrays(recording: RunRecording, moves: Moves) -> StepArrays:
         rows_fetched=moves.fetched.sum(axis=1).tolist(),
         rows_evicted=moves.evicted.sum(axis=1).tolist(),
         rows_written_back=moves.written_back.sum(axis=1).tolist(),
+        **({} if moves.tier is None else tier_arrays(moves.tier)),
     )
+
+
+def tier_arrays(tier: TierMoves) -> dict[str, list[int]]:
+    counts = {"rows_entered": tier.entered, "rows_from_cold": tier.from_cold, "rows_left": tier.left}
+    return {name: values.sum(axis=1).tolist() for name, values in counts.items()}
 
 
 def skipped_result(setting: Setting, sentence: str) -> Simulation:
@@ -141,15 +185,21 @@ def print_results(results: Sequence[Simulation], console: Console | None = None)
 
 
 def results_table(results: Sequence[Simulation]) -> Table:
-    """Rows and MiB are per step. Batch size and order are shown if there are several."""
+    """Rows and MiB are per step. Batch size and order are shown if there are several, tiers if there are any."""
+    tiers = any(result.memory_rows is not None for result in results)
     sizes, orders = (len({getattr(result, name) for result in results}) > 1 for name in ("batch_size", "shuffle"))
     # fits 80 columns, and 92 with both
     table = Table(box=None, padding=(0, 1 if sizes or orders else 2, 0, 0), header_style="bold")
-    for name in [*(["batch\nsize"] if sizes else []), *(["shuffle"] if orders else []), *HEADINGS]:
+    for name in [
+        *(["batch\nsize"] if sizes else []),
+        *(["shuffle"] if orders else []),
+        *HEADINGS,
+        *(TIER_HEADINGS if tiers else []),
+    ]:
         table.add_column(name, justify="left" if name in ("policy", "shuffle") else "right", no_wrap=True)
     for result in results:
         varied = [*([f"{result.batch_size:,}"] if sizes else []), *([result.shuffle or ""] if orders else [])]
-        table.add_row(*varied, *cells(result))
+        table.add_row(*varied, *cells(result), *(tier_cells(result) if tiers else []))
     return table
 
 
@@ -165,6 +215,18 @@ def cells(result: Simulation) -> list[str]:
         mib((result.bytes_written_back or 0) / num_steps),
         "" if result.hit_ratio is None else percent(result.hit_ratio),
         "" if result.ratio_to_bound is None else f"{result.ratio_to_bound:.3f}",
+    ]
+
+
+def tier_cells(result: Simulation) -> list[str]:
+    if result.memory_rows is None:
+        return [""] * len(TIER_HEADINGS)
+    num_steps = max(1, (result.steps or 0) + (result.eval_steps or 0))
+    return [
+        f"{result.memory_rows:,}",
+        f"{(result.rows_entered or 0) / num_steps:,.0f}",
+        f"{(result.rows_from_cold or 0) / num_steps:,.0f}",
+        "" if result.cold_ratio_to_bound is None else f"{result.cold_ratio_to_bound:.3f}",
     ]
 
 

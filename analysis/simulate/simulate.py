@@ -21,7 +21,7 @@ import msgspec
 import typer
 
 from rowcast.analysis.progress import AnalysisProgress, ProgressBar, Silent
-from rowcast.analysis.simulate.grid import BOUND, Grid, Setting, batches_jobs, capacity_jobs, settings
+from rowcast.analysis.simulate.grid import BOUND, WITH_TIER, Grid, Setting, batches_jobs, capacity_jobs, settings
 from rowcast.analysis.simulate.moves import Moves, bound_planner, new_planner, planned_moves
 from rowcast.analysis.simulate.plot import check_plot, plot_results
 from rowcast.analysis.simulate.policies import ttl_moves, window_moves
@@ -29,14 +29,17 @@ from rowcast.analysis.simulate.recording import RunRecording, record
 from rowcast.analysis.simulate.replay import BatchesAndPlans, PlanWatcher, planned_beside
 from rowcast.analysis.simulate.results import Outcome, Simulation, make_result, print_results, skipped_result
 from rowcast.job.schema import Horizon, Job
+from rowcast.job.stores import STORES
 from rowcast.job.tables import group_specs
 from rowcast.prefetcher.planner.capacity import MEASURED_BATCHES, job_slots
+from rowcast.prefetcher.run.sizing import job_tier_slots
 from rowcast.protocol.batch import ScheduledBatch
 from rowcast.runtime.errors import ConfigError
 
 OpenBatches = Callable[[Job], Iterable[ScheduledBatch]]
 Slots = tuple[int, ...]
-Watch = Callable[[Setting, Slots], PlanWatcher | None]  # the watcher of a setting's plans, if any
+# setting, slots, tier's slots -> the watcher of its plans, if any
+Watch = Callable[[Setting, Slots, Slots | None], PlanWatcher | None]
 
 
 def simulate(
@@ -44,7 +47,7 @@ def simulate(
     grid: Grid,
     open_batches: OpenBatches,
     *,
-    watch: Watch = lambda setting, slots: None,
+    watch: Watch = lambda setting, slots, tier_slots: None,
     progress: AnalysisProgress | None = None,
     per_step: bool = False,
 ) -> list[Simulation]:
@@ -64,7 +67,12 @@ def simulate(
 class Capacity:
     settings: list[Setting]
     slots: Slots
+    memory: str | int | None  # store.memory
+    tier_slots: Slots | None  # None: the store has no memory tier
     refusal: str | None  # why there are no slots
+
+    def tier_slots_of(self, setting: Setting) -> Slots | None:
+        return self.tier_slots if setting.policy in WITH_TIER else None
 
 
 class Simulator:
@@ -75,31 +83,42 @@ class Simulator:
     def run(self, batches: Iterable[ScheduledBatch]) -> list[Simulation]:
         left = iter(batches)
         measured = list(islice(left, MEASURED_BATCHES))
-        capacities = [self._capacity(job, measured) for job in capacity_jobs(self._job, self._grid)]
+        capacities = [self._capacity(job, own, measured) for job, own in settings_of_jobs(self._job, self._grid)]
         recording = RunRecording(self._groups, [])
         if any(capacity.slots for capacity in capacities):
             tick = self._progress.begin("reading the data", None)
             recording = record(self._groups, self._watched(chain(measured, left), capacities, measured), tick)
         return [result for capacity in capacities for result in self._results(recording, capacity, measured)]
 
-    def _capacity(self, job: Job, measured: list[ScheduledBatch]) -> Capacity:
+    def _capacity(self, job: Job, own: list[Setting], measured: list[ScheduledBatch]) -> Capacity:
         slots: Slots = ()
+        tier_slots: Slots | None = None
         refusal = None
         try:
-            slots = job_slots(job, self._groups, measured)
+            found = job_slots(job, self._groups, measured)
+            tier_slots = job_tier_slots(job, self._groups, measured, found)
+            slots = found
         except ConfigError as error:
             refusal = str(error)
-        return Capacity(settings=settings(job, self._grid), slots=slots, refusal=refusal)
+        return Capacity(
+            settings=own,
+            slots=slots,
+            memory=None if tier_slots is None else job.store.memory,
+            tier_slots=tier_slots,
+            refusal=refusal,
+        )
 
     def _watched(
         self, batches: Iterable[ScheduledBatch], capacities: list[Capacity], measured: list[ScheduledBatch]
     ) -> Iterable[ScheduledBatch]:
-        for slots, setting in (
-            (capacity.slots, setting) for capacity in capacities if capacity.slots for setting in capacity.settings
-        ):
-            watcher = self._watch(setting, slots)
+        pairs = ((own, setting) for own in capacities if own.slots for setting in own.settings)
+        for capacity, setting in pairs:
+            tier_slots = capacity.tier_slots_of(setting)
+            watcher = self._watch(setting, capacity.slots, tier_slots)
             if watcher is not None:
-                planner = new_planner(setting, self._groups, slots, measured, keep_ids=True)
+                planner = new_planner(
+                    setting, self._groups, capacity.slots, measured, tier_slots=tier_slots, keep_ids=True
+                )
                 batches = planned_beside(batches, planner, watcher)
         return batches
 
@@ -108,20 +127,27 @@ class Simulator:
     ) -> Iterator[Simulation]:
         bound, refusal = None, capacity.refusal
         if capacity.slots:
-            bound, refusal = self._moved(recording, capacity.slots, bound_setting(capacity.settings[0].job), measured)
+            bound, refusal = self._moved(recording, capacity, bound_setting(capacity.settings[0].job), measured)
         for setting in capacity.settings:
             moves = bound
             if bound is not None and setting.policy != BOUND:
-                moves, refusal = self._moved(recording, capacity.slots, setting, measured)
+                moves, refusal = self._moved(recording, capacity, setting, measured)
             if bound is None or moves is None:
                 yield skipped_result(setting, refusal or "")
             else:
-                outcome = Outcome(setting=setting, slots=capacity.slots, moves=moves)
-                yield make_result(recording, outcome, int(bound.fetched.sum()), per_step=self._per_step)
+                outcome = Outcome(
+                    setting=setting,
+                    slots=capacity.slots,
+                    memory=capacity.memory,
+                    tier_slots=capacity.tier_slots_of(setting),
+                    moves=moves,
+                )
+                yield make_result(recording, outcome, bound, per_step=self._per_step)
 
     def _moved(
-        self, recording: RunRecording, slots: Slots, setting: Setting, measured: list[ScheduledBatch]
+        self, recording: RunRecording, capacity: Capacity, setting: Setting, measured: list[ScheduledBatch]
     ) -> tuple[Moves, None] | tuple[None, str]:
+        slots, tier_slots = capacity.slots, capacity.tier_slots_of(setting)
         tick = self._progress.begin(description(setting), len(recording))
         try:
             match setting.policy:
@@ -130,11 +156,23 @@ class Simulator:
                 case "ttl":
                     return ttl_moves(recording, slots, setting.horizon_batches, tick), None
                 case "belady":
-                    return planned_moves(recording, bound_planner(recording, slots), tick), None
+                    return planned_moves(recording, bound_planner(recording, slots, tier_slots), tick), None
                 case _:
-                    return planned_moves(recording, new_planner(setting, self._groups, slots, measured), tick), None
+                    planner = new_planner(setting, self._groups, slots, measured, tier_slots=tier_slots)
+                    return planned_moves(recording, planner, tick), None
         except ConfigError as error:
             return None, str(error)
+
+
+def settings_of_jobs(job: Job, grid: Grid) -> Iterator[tuple[Job, list[Setting]]]:
+    """The settings of each capacity and memory tier. Policies that know no tier come once a capacity."""
+    simulated = set[str | int]()
+    for own in capacity_jobs(job, grid):
+        again = own.cache.capacity in simulated
+        found = [setting for setting in settings(own, grid) if setting.policy in WITH_TIER or not again]
+        simulated.add(own.cache.capacity)
+        if found:
+            yield own, found
 
 
 def bound_setting(job: Job) -> Setting:
@@ -146,7 +184,10 @@ def description(setting: Setting) -> str:
     horizon = "" if setting.horizon is None else f", horizon {setting.horizon}"
     data = setting.job.data
     order = "" if data.shuffle == "none" else f", shuffle {data.shuffle}"
-    return f"{setting.policy}{horizon}, capacity {setting.job.cache.capacity}, batches of {data.batch_size}{order}"
+    tier = f", memory {setting.job.store.memory}" if STORES[setting.job.store.kind].has_tier else ""
+    return (
+        f"{setting.policy}{horizon}, capacity {setting.job.cache.capacity}{tier}, batches of {data.batch_size}{order}"
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -157,6 +198,7 @@ class SimulateOptions:
     policies: Sequence[str] = ()
     capacity_rows: Sequence[int] = ()
     capacities: Sequence[str] = ()
+    memories: Sequence[str] = ()
     horizons: Sequence[str] = ()
     batch_sizes: Sequence[int] = ()
     shuffles: Sequence[str] = ()
@@ -172,6 +214,7 @@ def run_simulate(job: Job, options: SimulateOptions) -> None:
     grid = Grid(
         policies=options.policies,
         capacities=[*options.capacities, *(f"{rows} rows" for rows in options.capacity_rows)],
+        memories=options.memories,
         horizons=[parse_horizon(text) for text in options.horizons],
         batch_sizes=options.batch_sizes,
         shuffles=options.shuffles,

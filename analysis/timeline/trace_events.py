@@ -25,7 +25,16 @@ Event = dict[str, Any]
 Window = tuple[int, float]  # ns of the records' clock: from, to
 
 FIRST_THREAD = 101  # a thread whose number equals its process's would be shown first
-TRACKS = ("planning", "fetcher", "write-back", "checkpoint", "main", "sender", "mail")  # decoders are above them
+TRACKS = (
+    "planning",
+    "staging",
+    "fetcher",
+    "write-back",
+    "checkpoint",
+    "main",
+    "sender",
+    "mail",
+)  # decoders are above them
 ARROWS = (("rows", "send", ("lookup", "evaluate")), ("victims", "send back", ("write_back",)))  # name, from, to
 
 

@@ -32,10 +32,16 @@ PLANNER = "tests/planner/test_planner.py"
 PLANS = "tests/planner/test_plans.py::test_plans_and_barriers_equal_brute_force_field_by_field"
 POWER_LOSS = "tests/checkpoints/test_power_loss.py::test_a_loss_of_power_at_any_moment_leaves_a_whole_checkpoint"
 REJOIN = "tests/recovery/test_rejoin.py"
+REDIS_FAILS = "tests/stores/test_redis_failures.py"
+REDIS_ROWS = "tests/stores/test_redis_rows.py"
 RESTORE = "tests/checkpoints/test_restore.py"
 RING = "tests/protocol/test_ring.py"
+SEGMENT_DISK = "tests/stores/cold/test_segment_file_disk.py"
+SEGMENT_FILE = "tests/stores/cold/test_segment_file.py"
 SESSION = "tests/protocol/test_session.py"
 STORES = "tests/stores"
+TIERED = "tests/stores/test_tiered.py"
+STORE_HINTS = "tests/system/test_store_hints.py"
 TIGHT = "tests/system/test_tight.py::test_plans_larger_than_the_ring_pass_a_cache_of_one_batch_with_a_late_store"
 TOUCHED_ROWS = "tests/trainer/test_row_optimizers.py::test_touched_rows_end_with_the_bits_of_the_whole_table"
 TRITON = "tests/kernels/test_triton.py::test_a_step_of_the_rows_has_the_bits_of_torch"
@@ -277,6 +283,72 @@ PROTOCOL = (
 
 PREFETCHER = (
     Mutant(
+        "redis: a row is taken from whatever is in its field",
+        'if (found["field"] == fields).all():',
+        "if True:",
+        f"{REDIS_FAILS}::test_a_row_that_another_program_writes_over",
+    ),
+    Mutant(
+        "redis: a freed row is deleted while a reader holds it",
+        "oldest = min(self._holds, default=self._num_holds)",
+        "oldest = self._num_holds",
+        f"{REDIS_ROWS}::test_rows_come_back_as_a_dictionary_has_them",
+    ),
+    Mutant(
+        "redis: rows lose the zero bytes at their end",
+        "np.dtype((np.void, items.itemsize))",
+        "np.dtype((np.bytes_, items.itemsize))",
+        f"{REDIS_ROWS}::test_rows_come_back_as_a_dictionary_has_them",
+    ),
+    Mutant(
+        "redis: a command is sent again when no answer comes",
+        "Retry(NoBackoff(), 0)",
+        "Retry(NoBackoff(), 2)",
+        f"{REDIS_FAILS}::test_a_server_that_never_answers_gets_one_connection_and_one_first_command",
+    ),
+    Mutant(
+        "redis: rows are written after a server was lost",
+        "self._lost = self._lost or error",
+        "self._lost = None",
+        f"{REDIS_FAILS}::test_a_server_that_is_stopped_counts_as_lost_after_one_timeout_and_is_asked_nothing_more",
+    ),
+    Mutant(
+        "redis: a server that was started again is taken for the same",
+        'if info.get("run_id") != node.run_id:',
+        "if False:",
+        f"{REDIS_FAILS}::test_a_server_that_started_again_is_noticed_before_a_row_is_missed",
+    ),
+    Mutant(
+        "redis: a server that may evict is taken",
+        'if policy != "noeviction":',
+        "if False:",
+        f"{REDIS_FAILS}::test_a_server_that_may_evict_is_refused",
+    ),
+    Mutant(
+        "redis: an error repeats the password",
+        'words = words.replace(self._password, "***")',
+        "pass",
+        f"{REDIS_FAILS}::test_a_server_that_repeats_the_password_in_an_error_is_not_quoted",
+    ),
+    Mutant(
+        "redis: a copy of a run deletes the rows of the original",
+        "return generation if generation.folder == path.parent.stat().st_ino else None",
+        "return generation",
+        f"{REDIS_ROWS}::test_a_copy_of_a_run_leaves_the_rows_of_the_original_alone",
+    ),
+    Mutant(
+        "redis: closing deletes every run's rows",
+        'rowcast:{{{tag:02x}}}{generation}".encode()',
+        'rowcast:{{{tag:02x}}}{generation[:0]}".encode()',
+        f"{REDIS_ROWS}::test_two_runs_on_one_server_have_rows_of_their_own",
+    ),
+    Mutant(
+        "redis: rows that a killed process left stay",
+        "if earlier is not None and earlier.server == server:",
+        "if False:",
+        f"{REDIS_ROWS}::test_the_next_process_deletes_what_a_killed_one_left",
+    ),
+    Mutant(
         "the model state is read from the ring before the rows that were sent first",
         "is_next = self._dense and not self._writeback.has_arrived",
         "is_next = self._dense",
@@ -383,6 +455,24 @@ PREFETCHER = (
         "proposed * known_bytes <= self._budget_bytes * num_known",
         "known_bytes <= self._budget_bytes",
         "tests/planner/test_auto_horizon.py::test_the_known_batches_stay_within_the_budget",
+    ),
+    Mutant(
+        "the horizon ends where the device has nothing to guess",
+        "levels = self._groups + self._tier",
+        "levels = self._groups",
+        "tests/planner/test_tier.py::test_the_horizon_grows_until_the_tier_has_nothing_to_guess_either",
+    ),
+    Mutant(
+        "a store is not told of plans",
+        "store.stage(step, group)",
+        "pass",
+        STORE_HINTS,
+    ),
+    Mutant(
+        "rows are said to be home once they were sent",
+        "home_through = self.writeback.applied_through",
+        "home_through = self.fetcher.sent_through",
+        STORE_HINTS,
     ),
     Mutant(
         "a plan is made a step too early",
@@ -529,22 +619,100 @@ PREFETCHER = (
         f"{STORES}/test_stores.py::test_tables_of_a_group_do_not_share_rows",
     ),
     Mutant(
-        "a row whose tag is that of another takes its place",
-        "if i >= 0 and numbers[i] != ABSENT and keys_of[numbers[i]] != keys[i]:",
-        "if False:",
+        "rows whose cells are alike have buckets side by side",
+        "size = REACH << int(self._layout.implied)",
+        "size = REACH",
         f"{STORES}/test_touched_rows.py::test_rows_whose_cells_are_alike_are_told_apart",
     ),
     Mutant(
-        "a segment that grows leaves its last row behind",
+        "buckets that grow leave a row behind",
         "for i in range(moved):",
         "for i in range(moved - 1):",
         f"{STORES}/test_touched_rows.py::test_rows_keep_the_numbers_in_which_they_were_first_added",
     ),
     Mutant(
-        "a checkpoint's rows come in the order in which they were touched",
-        "order = np.argsort(keys)",
-        "order = np.arange(len(keys))",
+        "a row lies across the frontier of a growth",
+        "or is_full(cells, sizes[FRONTIER] - 1)",
+        "",
+        f"{STORES}/test_touched_rows.py::test_rows_that_are_added_beside_the_frontier_of_a_growth_are_found_again",
+    ),
+    Mutant(
+        "the frontier of a growth stops behind a full bucket",
+        "while start > 0 and is_full(cells, start - 1):",
+        "while False:",
+        f"{STORES}/test_touched_rows.py::test_rows_keep_their_numbers_at_every_frontier_of_a_growth",
+    ),
+    Mutant(
+        "a row that moves while keys are sought is found twice",
+        "low >> HIGH <= hashed >> HIGH <= high >> HIGH",
+        "True",
+        f"{STORES}/test_touched_rows.py::test_keys_are_found_while_rows_are_added",
+    ),
+    Mutant(
+        "a row that lies after its own bucket gets another row's key",
+        "return hashed if bucket_in(hashed, size) <= bucket else hashed - (ONE << top)",
+        "return hashed",
+        f"{STORES}/test_touched_rows.py::test_a_cell_leads_back_to_its_row_wherever_it_lies_within_reach",
+    ),
+    Mutant(
+        "a checkpoint's rows come in the order of their hashes",
+        "found.sort()",
+        "",
         f"{STORES}/test_changed_rows.py",
+    ),
+    Mutant(
+        "a row is read while its bytes are on their way",
+        "elif states[slot] == LOADING:",
+        "elif False:",
+        f"{TIERED}::test_a_row_that_is_loading_comes_once_it_is_loaded",
+    ),
+    Mutant(
+        "a load undoes a write that came meanwhile",
+        "if states[slots[i]] == LOADING: states[slots[i]] = CLEAN",
+        "if True:\n            states[slots[i]] = CLEAN",
+        f"{TIERED}::test_a_write_wins_over_a_load_under_way",
+    ),
+    Mutant(
+        "a spill forgets a write that came meanwhile",
+        "if states[slots[i]] != SPILLING:",
+        "if False:",
+        f"{TIERED}::test_a_write_wins_over_a_spill_under_way",
+    ),
+    Mutant(
+        "the older copy of a row that is written keeps its place",
+        "if states[slot] == CLEAN or states[slot] == LOADING:",
+        "if False:",
+        f"{TIERED}::test_a_write_wins_over_a_load_under_way",
+    ),
+    Mutant(
+        "a row that is needed again leaves all the same",
+        "leaves_after[slot] = STAYS continue",
+        "continue",
+        f"{TIERED}::test_a_row_that_is_needed_again_before_it_has_left_stays",
+    ),
+    Mutant(
+        "rows leave the memory before their step's rows are home",
+        "self._leaving[0].step > home_through",
+        "False",
+        f"{TIERED}::test_a_planned_row_is_in_memory_when_it_is_read_and_leaves_once_its_step_is_home",
+    ),
+    Mutant(
+        "a row that got a slot while it was written keeps its older bytes there",
+        "left = self._overwrite(keys, numbers, rows)  # the others have got a slot meanwhile",
+        "left = np.arange(len(keys))",
+        f"{TIERED}::test_a_row_that_gets_a_slot_while_it_is_written_past_memory_has_the_written_bytes",
+    ),
+    Mutant(
+        "a row that the cold tier moved loses its new place",
+        "whereabouts[numbers[i]], freed[i] = new[i] + np.uint32(1), old[i]",
+        "whereabouts[numbers[i]], freed[i] = new[i] + np.uint32(1), new[i]",
+        f"{TIERED}::test_any_order_of_plans_work_reads_and_writes_agrees_with_a_dictionary",
+    ),
+    Mutant(
+        "memory has no room for rows that wait to leave",
+        "min(n + spare, group.num_rows, MOST_SLOTS)",
+        "min(n, group.num_rows, MOST_SLOTS)",
+        "tests/system/test_late_rows.py::test_no_row_is_late_with_a_memory_of_less_than_a_tenth",
     ),
     Mutant(
         "a table file vouches for rows that are not on the disk",
@@ -559,10 +727,46 @@ PREFETCHER = (
         f"{STORES}/test_mapped.py::test_a_file_closed_at_another_checkpoint_is_made_anew",
     ),
     Mutant(
+        "pages are read for a step that the trainer has passed",
+        "if home_through is None or step > home_through:",
+        "if True:",
+        f"{STORES}/test_mapped_ahead.py::test_a_step_that_the_trainer_has_passed_is_not_read",
+    ),
+    Mutant(
+        "pages that are written are not read ahead",
+        "plan.evict_keys[: plan.num_dirty]",
+        "plan.evict_keys[:0]",
+        f"{STORES}/test_mapped_ahead.py",
+    ),
+    Mutant(
         "a table file has holes",
-        "reserve(self._open, nbytes)",
+        "reserve(self._open, 0, nbytes)",
         "os.ftruncate(self._open, nbytes)",
         f"{STORES}/test_mapped_disk.py::test_the_whole_file_is_reserved_at_once",
+    ),
+    Mutant(
+        "a cold row's place is used again while it is read",
+        "while self._emptied and (not self._holds or next(iter(self._holds)) > self._emptied[0][0]):",
+        "while self._emptied:",
+        f"{SEGMENT_FILE}::test_a_freed_place_stays_readable_within_a_hold_and_is_used_again_after_it",
+    ),
+    Mutant(
+        "a cold row that was written again while it was moved gets its old bytes",
+        "with self._tidying, self.hold():",
+        "with self._tidying:",
+        f"{SEGMENT_FILE}::test_a_row_is_not_settled_at_an_old_place_where_it_was_written_again",
+    ),
+    Mutant(
+        "a page of a segment's earlier use passes for one of now",
+        "segments.uses[self._segment] * segments.count * segments.num_pages",
+        "0",
+        f"{SEGMENT_DISK}::test_a_page_that_the_disk_forgot_to_write_is_found_although_it_has_older_bytes_of_the_same_rows",
+    ),
+    Mutant(
+        "the rest of a short write is lost",
+        "rest, offset = rest[written:], offset + written",
+        "rest = rest[len(rest) :]",
+        f"{SEGMENT_DISK}::test_a_disk_that_takes_a_part_of_what_is_written_gets_the_rest",
     ),
     Mutant(
         "a checkpoint leaves its rows changed",
@@ -781,8 +985,8 @@ TRAINER = (
     ),
     Mutant(
         "consecutive plans share their memory",
-        "self._plans[message.step % len(self._plans)]",
-        "self._plans[message.step // 2 % len(self._plans)]",
+        "self._plans[step % len(self._plans)]",
+        "self._plans[step // 2 % len(self._plans)]",
         "tests/trainer/test_plan_memory.py",
     ),
     Mutant(

@@ -4,7 +4,8 @@ The life of step p; `PrefetcherEngine.advance` is the code:
 
     thread      function          what it passes on
     planning    read_ids_ahead    ids of batch p                      -> the planner's horizon
-                plan_next         plan p: slots, rows, victims        -> the plan stream
+                plan_next         plan p: slots, rows, victims        -> the plan stream, the stores
+    staging     stage_rows        rows of plan p, from below          -> the store's memory
     fetcher     read_rows         rows of plan p, from the store      -> the fetch ring
                 announce_read     StepReady(p)                        -> the trainer
     ...                           the trainer trains step p (`rowcast.trainer.execute.loop`)
@@ -32,6 +33,7 @@ from rowcast.prefetcher.pipeline.planning import BatchSource, Pace, PlanningStag
 from rowcast.prefetcher.pipeline.writeback import Writeback
 from rowcast.prefetcher.planner.planner import RowPlanner
 from rowcast.prefetcher.readers.schedule import PlacedBatch
+from rowcast.prefetcher.stores.store_counts import described
 from rowcast.prefetcher.stores.tracked_store import TrackedStore
 from rowcast.prefetcher.verify.verifier import Verifier
 from rowcast.protocol.conversation import Conversation
@@ -53,7 +55,7 @@ from rowcast.protocol.transport.ring import RingReader, RingWriter
 from rowcast.runtime.position import Position
 from rowcast.runtime.stages import FunctionStage, Stage, Wakes
 
-Thread = Literal["mail", "planning", "fetcher", "write-back"]
+Thread = Literal["mail", "planning", "staging", "fetcher", "write-back"]
 
 # a message, or a turn of a thread -> the threads that it may let go on; nobody else waits for it
 WAKES: Wakes = {
@@ -64,9 +66,10 @@ WAKES: Wakes = {
     Saved: ("write-back",),
     StopRequest: ("planning",),
     Bye: ("main",),
-    "planning": ("fetcher",),  # a plan
+    "planning": ("fetcher", "staging"),  # a plan
+    "staging": ("fetcher",),  # rows that a ticket waits for
     "fetcher": ("write-back",),  # a plan that returns no rows is home; a barrier takes the model state
-    "write-back": ("fetcher",),  # rows are home
+    "write-back": ("fetcher", "staging"),  # rows are home
     "checkpoint": ("fetcher", "write-back"),  # room for rows and model state; the checkpoint is durable
 }
 
@@ -138,6 +141,7 @@ class PrefetcherEngine:
         self.planning = PlanningStage(
             source=parts.source,
             planner=self.planner,
+            stores=parts.stores,
             plans=self.plans,
             fetcher=self.fetcher,
             barrier=self.barrier,
@@ -169,12 +173,14 @@ class PrefetcherEngine:
         """Does what this thread can do now without waiting. Returns whether it did anything.
 
         The cases follow the life of a step from top to bottom. All threads run side by side on different steps: ids
-        of a batch far ahead are read while plan p + 2 * depth is made, rows of plan p + depth go to the ring, and
-        victims of plan p come home.
+        of a batch far ahead are read while plan p + 2 * depth is made, whose rows a store may bring into memory
+        meanwhile, rows of plan p + depth go to the ring, and victims of plan p come home.
         """
         match thread:
             case "planning":
                 return self.planning.plan_next() or self.planning.read_ids_ahead()
+            case "staging":
+                return self.stage_rows()
             case "fetcher":
                 self.fetcher.stalled_by = None
                 announced = self.fetcher.announce_read()
@@ -189,6 +195,11 @@ class PrefetcherEngine:
                 home = self.writeback.note_home()
                 saved = self.barrier.take_dense()
                 return written or released or home or saved
+
+    def stage_rows(self) -> bool:
+        home_through = self.writeback.applied_through
+        worked = [store.advance(home_through) for store in self._parts.stores]  # each has its turn
+        return any(worked)
 
     @property
     def polls(self) -> dict[str, Callable[[], bool]]:
@@ -211,6 +222,8 @@ class PrefetcherEngine:
     def waiting_for(self) -> str:
         if self.hello is None:
             return "a trainer"
+        if self.fetcher.stalled_by == "store":
+            return described(store.store.counts() for store in self._parts.stores)
         return WAITS.get(self.fetcher.stalled_by or "", "its own work")
 
     def _greet(self, hello: Hello) -> None:
@@ -232,7 +245,6 @@ WAITS = {
     "credit": "the trainer to finish a step",
     "write_back": "rows to come home",
     "ring": "space in the ring",
-    "store": "the store",
     "barrier": "the barrier",
     "checkpoint": "a checkpoint to be on disk",
 }

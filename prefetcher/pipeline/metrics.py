@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, get_args
 
 from rowcast.job.tables import GroupSpec
+from rowcast.prefetcher.stores.store_counts import StoreCounts
 from rowcast.protocol.counters import Counters, CountersCollector, QueueCounters, counter_samples, new_groups
 from rowcast.protocol.plan import StepPlan
 from rowcast.runtime.telemetry.health import Health
@@ -93,6 +94,7 @@ class PrefetcherGauges:
     write_back_lag_steps: int = 0
     shared_memory_size_bytes: int = 0
     shared_memory_free_bytes: int = 0
+    stores: Sequence[StoreCounts | None] = ()  # one per group; None: its store has no tiers
 
 
 def new_counters(groups: Sequence[GroupSpec]) -> PrefetcherCounters:
@@ -145,3 +147,25 @@ class PrefetcherCollector(CountersCollector):
             yield "rowcast_slots_free", (name,), slots.free
             yield "rowcast_slots_clean", (name,), slots.clean
             yield "rowcast_slots_dirty", (name,), slots.dirty
+        for name, counts in zip(counters.groups, gauges.stores, strict=False):
+            if counts is not None:
+                yield from tier_samples(name, counts)
+
+
+def tier_samples(group: str, counts: StoreCounts) -> Iterator[Sample]:
+    yield "rowcast_tier_rows", (group, "memory"), counts.memory_rows
+    yield "rowcast_tier_rows", (group, "cold"), counts.cold_rows
+    yield "rowcast_tier_reads_total", (group, "memory"), counts.memory_reads
+    yield "rowcast_tier_reads_total", (group, "cold"), counts.cold_reads
+    yield "rowcast_tier_reads_total", (group, "untouched"), counts.untouched_reads
+    yield "rowcast_tier_moved_rows_total", (group, "cold", "memory"), counts.loaded
+    yield "rowcast_tier_moved_rows_total", (group, "untouched", "memory"), counts.untouched_loaded
+    yield "rowcast_tier_moved_rows_total", (group, "memory", "cold"), counts.spilled
+    yield "rowcast_tier_moved_rows_total", (group, "memory", "none"), counts.dropped
+    yield "rowcast_tier_late_rows_total", (group,), counts.late
+    yield "rowcast_tier_bytes_total", (group, "read"), counts.bytes_read
+    yield "rowcast_tier_bytes_total", (group, "written"), counts.bytes_written
+    yield "rowcast_tier_read_seconds_total", (group,), counts.read_seconds
+    yield "rowcast_store_index_bytes", (group,), counts.index_bytes
+    yield "rowcast_store_disk_used_bytes", (group,), counts.disk_used_bytes
+    yield "rowcast_store_disk_garbage_bytes", (group,), counts.disk_garbage_bytes

@@ -11,6 +11,7 @@ from rowcast.prefetcher.pipeline.plan_stream import PlannedBarrier, PlannedStep,
 from rowcast.prefetcher.planner.planner import RowPlanner
 from rowcast.prefetcher.readers.batch_parts import DenseBatch
 from rowcast.prefetcher.readers.schedule import PlacedBatch, PlacedIds
+from rowcast.prefetcher.stores.tracked_store import TrackedStore
 from rowcast.protocol.parts import Rank, samples_of
 from rowcast.runtime.crash_points import crash_point
 from rowcast.runtime.errors import RemoteProtocolError
@@ -40,6 +41,7 @@ class Pace(Protocol):
 
 class PlanningStage:
     """Makes plans up to 2 * depth + 2 steps beyond the last one that the trainer completed, so that a stop is prompt.
+    Tells the stores of each.
 
     Adds a barrier to the plan stream wherever the planner says that a checkpoint is due.
     """
@@ -49,6 +51,7 @@ class PlanningStage:
         *,
         source: BatchSource,
         planner: RowPlanner,
+        stores: tuple[TrackedStore, ...],
         plans: PlanStream,
         fetcher: Fetcher,
         barrier: PrefetcherBarrier,
@@ -65,6 +68,7 @@ class PlanningStage:
         self.planned_through: int | None = None
         self._source = source
         self._planner = planner
+        self._stores = stores
         self._plans = plans
         self._fetcher = fetcher
         self._barrier = barrier
@@ -158,6 +162,8 @@ class PlanningStage:
             return False
         with self._counters.timed("plan", step):
             ids, plan = self._planner.plan()
+            for store, group in zip(self._stores, plan.groups, strict=True):
+                store.stage(step, group)
         crash_point("plan made")
         assert isinstance(ids, PlacedIds), "the planner must return the batches that it was given"
         dense = self._dense_batches.popleft()

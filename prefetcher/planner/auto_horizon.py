@@ -6,6 +6,8 @@ horizon grows. While a group has free slots there is nothing to evict yet, and t
 in preparation, to about eight times the plans that fill the cache once. On 18 logs that fetched no row more than the
 bound (docs/experiments.md).
 
+With a memory tier both levels count, so the horizon grows until neither has anything to guess.
+
 Only the plans and the budget decide, never time: two runs over the same data have the same horizon at every step.
 """
 
@@ -23,7 +25,8 @@ class AutoHorizon:
         self._budget_bytes = id_bytes
 
     def grow(self, groups: tuple[GroupPlanner, ...], known_bytes: int, num_known: int) -> int:
-        """Returns the new horizon after a plan. `known_bytes`: bytes of the `num_known` batches known now."""
+        """Returns the new horizon after a plan. `groups`: of every level. `known_bytes`: bytes of the `num_known`
+        batches known now."""
         proposed = self.num_batches + max(self._growth(group) for group in groups)
         if proposed * known_bytes <= self._budget_bytes * num_known:
             self.num_batches = proposed

@@ -37,6 +37,7 @@ from rowcast.runtime.compiled import compiled_loop
 from rowcast.runtime.errors import ConfigError
 
 MOST_GAPS = 3  # in the line of idle rows, as a multiple of its rows
+NO_ROWS = np.zeros(0, np.int64)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,11 +69,20 @@ class GroupPlanner:
     """Batches `enter` and are planned later, both in step order. An evicted row's slot is filled at once, so slots 0 to
     n - 1 are in use.
 
-    pinned: ascending keys of rows that never leave once they are resident.
+    pinned: ascending keys of rows that never leave once they are resident. capacity_key: the job's key that gives it
+    slots.
     """
 
-    def __init__(self, group: GroupSpec, num_slots: int, policy: EvictionPolicy, pinned: I64) -> None:
+    def __init__(
+        self,
+        group: GroupSpec,
+        num_slots: int,
+        policy: EvictionPolicy,
+        pinned: I64,
+        capacity_key: str = "cache.capacity",
+    ) -> None:
         self.group = group
+        self._capacity_key = capacity_key
         self.num_slots = num_slots
         self.directory = new_directory()
         self._policy = policy
@@ -118,7 +128,7 @@ class GroupPlanner:
         if num_tracked + len(keys) > MOST_ROWS:
             raise ConfigError(
                 f"step {step} touches {len(keys)} distinct rows of group {self.group.name} while {num_tracked} are "
-                f"tracked, of at most {MOST_ROWS}; lower cache.capacity, lookahead.horizon or data.batch_size"
+                f"tracked, of at most {MOST_ROWS}; lower {self._capacity_key}, lookahead.horizon or data.batch_size"
             )
         if self._head == self._tail:
             self._first_step = step

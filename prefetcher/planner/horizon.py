@@ -105,10 +105,12 @@ class KnownBatch:
     scheduled: ScheduledLookups
     groups: tuple[NeededRows, ...]
     slots_needed: tuple[int, ...]  # by group: its distinct rows, and the pinned ones
+    num_levels: int = 1  # planned levels, each with occurrences of its own: 2 with a memory tier
 
     @property
     def id_bytes(self) -> int:
-        return sum(grouping.nbytes + grouping.num_unique * OCCURRENCE_BYTES for grouping in self.groups)
+        each = self.num_levels * OCCURRENCE_BYTES
+        return sum(grouping.nbytes + grouping.num_unique * each for grouping in self.groups)
 
 
 class Horizon:

@@ -22,6 +22,7 @@ def job_planner(
     keep_ids: bool = False,
     checkpoint_every: CheckpointInterval | None = None,
     rank: Rank | None = None,
+    tier_slots: tuple[int, ...] | None = None,
 ) -> RowPlanner:
     """`first_batches`: those that the capacity was divided by. `pinned`: the loaded rows of cache.pin.
     `checkpoint_every`: the job's interval by default. The others as in RowPlanner."""
@@ -37,6 +38,7 @@ def job_planner(
         keep_ids=keep_ids,
         checkpoint_every=job.checkpoint.interval if checkpoint_every is None else checkpoint_every,
         rank=rank,
+        tier_slots=tier_slots,
     )
 
 

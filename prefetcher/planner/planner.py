@@ -12,7 +12,7 @@ from rowcast.job.schema import CheckpointInterval, Policy
 from rowcast.job.tables import GroupSpec
 from rowcast.prefetcher.planner.auto_horizon import AutoHorizon
 from rowcast.prefetcher.planner.eviction import new_policy
-from rowcast.prefetcher.planner.group_planner import GroupMoves, GroupPlanner, Occupancy
+from rowcast.prefetcher.planner.group_planner import NO_ROWS, GroupMoves, GroupPlanner, Occupancy
 from rowcast.prefetcher.planner.grouping import Grouper, Grouping, Lookups, Pool, bags_of
 from rowcast.prefetcher.planner.horizon import MOST_STEPS, Horizon, KnownBatch, NeededRows, ScheduledLookups
 from rowcast.prefetcher.planner.integrity import check_group
@@ -32,6 +32,7 @@ class StepMoves:
 
     after_step: int | None  # as in StepPlan
     groups: tuple[GroupMoves, ...]
+    tier: tuple[GroupMoves, ...]  # what it changes in the memory tier; empty without one
 
 
 @dataclass(kw_only=True, slots=True)
@@ -60,8 +61,8 @@ class Arranger(Protocol):
 
     def group(self, batch: Lookups) -> NeededRows: ...
 
-    def plan(self, rows: Any, moves: GroupMoves, train: bool) -> GroupPlan:
-        """`rows`: what `group` returned."""
+    def plan(self, rows: Any, moves: GroupMoves, tier: GroupMoves | None, train: bool) -> GroupPlan:
+        """`rows`: what `group` returned. `tier`: None without a memory tier."""
 
 
 class WholeBatch:
@@ -73,8 +74,8 @@ class WholeBatch:
     def group(self, batch: Lookups) -> Grouping:
         return self._grouper.group(self._grouper.lookups(batch))
 
-    def plan(self, rows: Grouping, moves: GroupMoves, train: bool) -> GroupPlan:
-        return group_plan(self._grouper, rows, moves)
+    def plan(self, rows: Grouping, moves: GroupMoves, tier: GroupMoves | None, train: bool) -> GroupPlan:
+        return group_plan(self._grouper, rows, moves, tier)
 
 
 class RowPlanner:
@@ -87,7 +88,9 @@ class RowPlanner:
     resident. num_threads: changes no plan. keep_ids: `plan` returns batches with their ids; by default they are dropped
     once they are grouped, as nothing after the planner needs them. checkpoint_every: the interval between checkpoints,
     each a `barrier` that the caller makes when `checkpoint_due`; it may be set between two plans. rank: None if the
-    trainer is alone.
+    trainer is alone. tier_slots: rows of each group that the store's memory tier holds, no fewer than `slots`; None:
+    the store has no tier. The tier is a second cache over the same batches, so with "lookahead", the only policy it
+    works with, it holds every row of the device: eviction follows an order of all rows that no number of slots changes.
     """
 
     def __init__(
@@ -104,8 +107,14 @@ class RowPlanner:
         keep_ids: bool = False,
         checkpoint_every: CheckpointInterval = 0,
         rank: Rank | None = None,
+        tier_slots: tuple[int, ...] | None = None,
     ) -> None:
         assert len(groups) == len(slots), f"{len(groups)} groups, but slots for {len(slots)}"
+        if tier_slots is not None:
+            assert policy == "lookahead", f"a memory tier with the policy {policy}"
+            assert all(least <= n for least, n in zip(slots, tier_slots, strict=True)), (
+                f"a memory tier of {tier_slots} rows under {slots} slots"
+            )
         assert depth >= 1, f"a depth of {depth} steps"
         self._pool = Pool(num_threads)
         self._keep_ids = keep_ids
@@ -122,6 +131,13 @@ class RowPlanner:
         ]
         pins = pinned or tuple(np.zeros(0, np.int64) for _ in groups)
         self._groups = tuple(GroupPlanner(*parts) for parts in zip(groups, slots, policies, pins, strict=True))
+        self._tier = (
+            ()
+            if tier_slots is None
+            else tuple(
+                GroupPlanner(*parts, "store.memory") for parts in zip(groups, tier_slots, policies, pins, strict=True)
+            )
+        )
         horizon = horizon if EVICTION_POLICIES[policy].looks_ahead else 0
         self._auto = horizon if isinstance(horizon, AutoHorizon) else None
         fixed = 0 if isinstance(horizon, AutoHorizon) else horizon
@@ -143,12 +159,18 @@ class RowPlanner:
         if scheduled.step >= MOST_STEPS:
             raise ConfigError(f"a run has at most {MOST_STEPS} steps; make data.batch_size larger or data.epochs fewer")
         groupings = groupings or self.group(scheduled.batch)
+        # first the tier, which keeps track of more rows, so that a refusal comes before anything has changed
+        for group, grouping in zip(self._tier, groupings, strict=bool(self._tier)):
+            group.enter(grouping.keys, scheduled.step)
         needed = tuple(
             group.enter(grouping.keys, scheduled.step) for group, grouping in zip(self._groups, groupings, strict=True)
         )
         if not self._keep_ids:
             scheduled = without_ids(scheduled)
-        self._horizon.append(KnownBatch(scheduled=scheduled, groups=groupings, slots_needed=needed))
+        num_levels = 2 if self._tier else 1
+        self._horizon.append(
+            KnownBatch(scheduled=scheduled, groups=groupings, slots_needed=needed, num_levels=num_levels)
+        )
 
     def end(self) -> None:
         self._horizon.end()
@@ -186,9 +208,12 @@ class RowPlanner:
         """
         groupings = self._horizon.next.groups
         scheduled, moves = self.move()
+        tier = moves.tier or (None,) * len(groupings)
         plans = tuple(
-            arranger.plan(rows, group_moves, scheduled.kind == "train")
-            for arranger, rows, group_moves in zip(self._arrangers, groupings, moves.groups, strict=True)
+            arranger.plan(rows, group_moves, group_tier, scheduled.kind == "train")
+            for arranger, rows, group_moves, group_tier in zip(
+                self._arrangers, groupings, moves.groups, tier, strict=True
+            )
         )
         plan = StepPlan(
             step=scheduled.step,
@@ -210,14 +235,20 @@ class RowPlanner:
             group.move(grouping.num_unique, scheduled.step, last_step, scheduled.kind == "train")
             for group, grouping in zip(self._groups, known.groups, strict=True)
         )
+        # a row that leaves the tier has come home from the device, so none is dirty there
+        tier = tuple(
+            group.move(grouping.num_unique, scheduled.step, last_step, train=False)
+            for group, grouping in zip(self._tier, known.groups, strict=bool(self._tier))
+        )
         after_step = self._write_backs.after_step(scheduled.step, moves, self._horizon.num_batches)
         if self._auto is not None:
-            self._horizon.num_batches = self._auto.grow(self._groups, self._horizon.id_bytes, self._horizon.num_known)
+            levels = self._groups + self._tier
+            self._horizon.num_batches = self._auto.grow(levels, self._horizon.id_bytes, self._horizon.num_known)
         self._horizon.advance()
         self._last_planned, self._before = scheduled.step, scheduled
         for grouping, group_moves in zip(known.groups, moves, strict=True):
             self.counters.count(grouping.num_lookups, group_moves)
-        return scheduled, StepMoves(after_step=after_step, groups=moves)
+        return scheduled, StepMoves(after_step=after_step, groups=moves, tier=tier)
 
     def barrier(self, reason: str, finished: bool) -> BarrierPlan:
         """Returns a barrier after the last planned step. Once it is done, every row is in the store or clean in a slot,
@@ -238,8 +269,10 @@ class RowPlanner:
 
     def check_integrity(self) -> None:
         """Raises AssertionError with both numbers if directory, slots, queues and horizon disagree. Slow."""
-        for index, group in enumerate(self._groups):
-            check_group(group, [(known.scheduled.step, known.groups[index].keys) for known in self._horizon.batches])
+        for level in filter(None, (self._groups, self._tier)):
+            for index, group in enumerate(level):
+                keys = [(known.scheduled.step, known.groups[index].keys) for known in self._horizon.batches]
+                check_group(group, keys)
 
     def _check_capacity(self, known: KnownBatch) -> None:
         for group, needed in zip(self._groups, known.slots_needed, strict=True):
@@ -249,6 +282,8 @@ class RowPlanner:
     def _refusal(self, step: int, refused: GroupPlanner, num_rows: int) -> str:
         # one group's slots follow its capacity; several groups share one, which is raised in proportion
         group = refused.group
+        tier = next((other for other in self._tier if other.group is group and other.num_slots < num_rows), None)
+        memory = "" if tier is None else f" and store.memory, which has room for {tier.num_slots} rows of the group"
         pinned = f", {refused.num_pinned} pinned ones included" if refused.num_pinned else ""
         what = (
             f"step {step} touches {num_rows} distinct rows of group {group.name}{pinned}, "
@@ -256,11 +291,11 @@ class RowPlanner:
         )
         needed = f"{num_rows} rows ({num_rows * group.record_bytes} bytes)"
         if len(self._groups) == 1:
-            return f"{what}; raise cache.capacity to at least {needed}, or make data.batch_size smaller"
+            return f"{what}; raise cache.capacity to at least {needed}{memory}, or make data.batch_size smaller"
         total = sum(other.num_slots * other.group.record_bytes for other in self._groups)
         enough = -(-total * num_rows // max(1, refused.num_slots))
         return (
-            f"{what}; it needs {needed}, so raise cache.capacity from {total} to about {enough} bytes, "
+            f"{what}; it needs {needed}, so raise cache.capacity from {total} to about {enough} bytes{memory}, "
             "or make data.batch_size smaller"
         )
 
@@ -315,7 +350,7 @@ def groupers_of(groups: tuple[GroupSpec, ...], pool: Pool | None = None) -> tupl
     return tuple(Grouper(group, num_features, pool) for group in groups)
 
 
-def group_plan(grouper: Grouper, grouping: Grouping, moves: GroupMoves) -> GroupPlan:
+def group_plan(grouper: Grouper, grouping: Grouping, moves: GroupMoves, tier: GroupMoves | None) -> GroupPlan:
     slots, order = grouper.arrange(grouping, moves.unique_slots)
     bags = order
     if grouping.offsets is not None:
@@ -335,6 +370,8 @@ def group_plan(grouper: Grouper, grouping: Grouping, moves: GroupMoves) -> Group
         evict_keys=moves.evict.keys,
         num_dirty=moves.num_dirty,
         fill_after=moves.fill_after,
+        load_keys=NO_ROWS if tier is None else tier.fetch.keys,
+        spill_keys=NO_ROWS if tier is None else tier.evict.keys,
     )
 
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from rowcast.job.tables import GroupSpec
 from rowcast.prefetcher.planner.exchange import GroupExchange, exchange_of
-from rowcast.prefetcher.planner.group_planner import GroupMoves
+from rowcast.prefetcher.planner.group_planner import NO_ROWS, GroupMoves
 from rowcast.prefetcher.planner.grouping import Grouper, Grouping, Lookups, bags_of
 from rowcast.prefetcher.readers.batch_parts import IdsBatch
 from rowcast.protocol.parts import Ids, Rank, ids_of_samples, part_bounds
@@ -64,7 +64,7 @@ class ShareOfBatch:
         exchange = exchange_of([part.keys for part in parts], self._shards, self._rank)
         return SharedRows(parts=tuple(parts[own] for own in self._rank.own_parts), exchange=exchange)
 
-    def plan(self, rows: SharedRows, moves: GroupMoves, train: bool) -> GroupPlan:
+    def plan(self, rows: SharedRows, moves: GroupMoves, tier: GroupMoves | None, train: bool) -> GroupPlan:
         """Look-ups, distinct rows and bags stand part by part; rows are named by their place among the received."""
         parts, exchange = rows.parts, rows.exchange
         arranged = [self._grouper.arrange(part, own) for part, own in zip(parts, exchange.places, strict=True)]
@@ -93,6 +93,8 @@ class ShareOfBatch:
             evict_keys=moves.evict.keys,
             num_dirty=moves.num_dirty,
             fill_after=moves.fill_after,
+            load_keys=NO_ROWS if tier is None else tier.fetch.keys,
+            spill_keys=NO_ROWS if tier is None else tier.evict.keys,
             share=share_of(exchange, parts, moves, train),
         )
 

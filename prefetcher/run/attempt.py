@@ -9,11 +9,12 @@ import secrets
 import uuid
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
 from rowcast.job.schema import CheckpointInterval, Job, Transport, parse_bytes
+from rowcast.job.stores import STORES
 from rowcast.job.tables import GroupSpec
 from rowcast.prefetcher.checkpoints.folder import Checkpoints
 from rowcast.prefetcher.checkpoints.interval import PaceMeter, keep_interval, read_interval
@@ -31,9 +32,16 @@ from rowcast.prefetcher.planner.planner import RowPlanner
 from rowcast.prefetcher.readers.schedule import PlacedBatch
 from rowcast.prefetcher.readers.worker import WorkerSource
 from rowcast.prefetcher.run.gauges import engine_gauges, stall_clocks
-from rowcast.prefetcher.run.sizing import automatic_threads, check_shared_memory, sizes
+from rowcast.prefetcher.run.sizing import (
+    automatic_threads,
+    check_shared_memory,
+    job_tier_slots,
+    sizes,
+    tier_rows,
+)
 from rowcast.prefetcher.run.tables import Tables
 from rowcast.prefetcher.run.warm_up import warm_up
+from rowcast.prefetcher.stores.store_counts import described
 from rowcast.protocol.conversation import Conversation
 from rowcast.protocol.messages import PROTOCOL_VERSION, Bye, Mode, RingSpec, Welcome
 from rowcast.protocol.peer_watch import PeerWatch, ProcessProgress, tell_peer
@@ -96,6 +104,7 @@ class PrefetcherAttempt:
         )
         self._writer: CheckpointWriter | None = None
         self._engine: PrefetcherEngine | None = None
+        self._tier_slots: tuple[int, ...] | None = None
 
     def live(self) -> None:
         """Returns when the run finished or was stopped in order. Raises the first error of any stage, or PeerLost."""
@@ -124,6 +133,7 @@ class PrefetcherAttempt:
         return self._engine is not None and self._engine.hello is not None
 
     def gauges(self, idle: PrefetcherGauges) -> PrefetcherGauges:
+        idle = replace(idle, stores=self._run.tables.counts)
         return idle if self._engine is None else engine_gauges(idle, self._engine, self._source)
 
     @property
@@ -182,7 +192,9 @@ class PrefetcherAttempt:
         return self._engine is not None and self._engine.finished
 
     def _measure(self) -> list[PlacedBatch]:
-        warm_up(verify=self._run.verify > 0)  # while the child starts
+        has_tier = STORES[self._job.store.kind].has_tier
+        folder = self._job.table_folder if has_tier else None
+        warm_up(verify=self._run.verify > 0, tiers_in=folder)  # while the child starts
         measured: list[PlacedBatch] = []
         while len(measured) < MEASURED_BATCHES and not self._source.ended and self._run.signals.stop_reason is None:
             self._crew.check()
@@ -220,7 +232,10 @@ class PrefetcherAttempt:
         )
         if is_tcp:
             conversation.carry(fetch_ring, back_ring)
-        planner = self._planner(slots, measured)
+        self._tier_slots = tier_slots = job_tier_slots(self._job, run.groups, measured, slots)
+        if tier_slots is not None:
+            run.tables.begin(tier_rows(self._job, run.groups, measured, tier_slots))
+        planner = self._planner(slots, tier_slots, measured)
         restore = b"" if self.newest is None else b"".join(dense_content(run.checkpoints.root, self.newest))
         engine = PrefetcherEngine(
             PrefetcherParts(
@@ -272,7 +287,9 @@ class PrefetcherAttempt:
         aside_bytes = parse_bytes(self._job.checkpoint.memory)
         return BarrierCheckpointer(run.groups, run.tables.stores, self._writer, aside_bytes)
 
-    def _planner(self, slots: tuple[int, ...], measured: list[PlacedBatch]) -> RowPlanner:
+    def _planner(
+        self, slots: tuple[int, ...], tier_slots: tuple[int, ...] | None, measured: list[PlacedBatch]
+    ) -> RowPlanner:
         pin, threads = self._job.cache.pin, self._job.prefetcher.threads
         return job_planner(
             self._job,
@@ -283,6 +300,7 @@ class PrefetcherAttempt:
             num_threads=automatic_threads() if threads == "auto" else threads,
             keep_ids=self._run.save_trace is not None,
             checkpoint_every=self._known_interval(),
+            tier_slots=tier_slots,
         )
 
     # when checkpoints are made
@@ -381,7 +399,7 @@ class PrefetcherAttempt:
         if timeline is not None:
             timeline.incarnation(engine.welcome.incarnation)
             timeline.watch("fetch ring", "bytes", lambda: engine.fetch_ring.used_bytes)
-        return recorded_stages(timeline, stages, mail="deliver", checkpoint="write")
+        return recorded_stages(timeline, stages, mail="deliver", staging="stage", checkpoint="write")
 
     def _trace(self, stack: ExitStack, engine: PrefetcherEngine) -> Callable[[], None]:
         """Saves the plans if the run asks for a trace. The returned function is called when the run is over."""
@@ -390,7 +408,7 @@ class PrefetcherAttempt:
         from rowcast.prefetcher.traces.header import trace_header
         from rowcast.prefetcher.traces.writer import TraceWriter
 
-        header = trace_header(self._job, self._run.groups, engine.welcome.slots)
+        header = trace_header(self._job, self._run.groups, engine.welcome.slots, self._tier_slots)
         writer = stack.enter_context(TraceWriter(self._run.save_trace, header))
         before = [group.rows_flushed for group in engine.counters.groups.values()]  # by earlier attempts
 
@@ -409,6 +427,21 @@ class PrefetcherAttempt:
     def _log_end(self, engine: PrefetcherEngine) -> None:
         if self._run.verify:
             self._log.info("verified, in rows", **engine.counters.rows_verified)
+        for group, counts in zip(self._run.groups, self._run.tables.counts, strict=True):
+            if counts is not None:
+                self._log.info(
+                    "memory and cold tier",
+                    group=group.name,
+                    rows_from_cold=counts.loaded,
+                    rows_read_past_memory=counts.cold_reads,
+                    rows_to_cold=counts.spilled,
+                    rows_never_trained=counts.untouched_loaded,
+                    late_rows=counts.late,
+                    disk_bytes=counts.disk_used_bytes,
+                    garbage_bytes=counts.disk_garbage_bytes,
+                )
+                if not counts.keeps_up:
+                    self._log.warning("steps may have waited for " + described([counts]), group=group.name)
         reason, steps = self._run.signals.stop_reason, engine.counters.train_steps
         if not engine.finished:
             self._log.info("stopped before a trainer came; nothing was trained", reason=reason)

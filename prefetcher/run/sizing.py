@@ -5,14 +5,21 @@ the arrays that come with them. A plan that brings more, as the first one always
 
     each ring      depth + 1 typical plans: all that may be in flight
     staging        the rows of two typical plans, each way: one is used while the next one comes
+
+A store with a memory tier keeps two kinds of rows there: those that the planner counts (`job_tier_slots`), and those
+that still wait to leave, since a row leaves only once all rows of its step are home (`tier_reserve`).
 """
 
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rowcast.job.schema import MIN_RING_BYTES, Job
+from rowcast.job.schema import MIN_RING_BYTES, Job, parse_bytes
+from rowcast.job.stores import STORES
 from rowcast.job.tables import GroupSpec, aligned
-from rowcast.prefetcher.planner.capacity import measure
+from rowcast.prefetcher.planner.capacity import hand_out, measure
+from rowcast.prefetcher.planner.group_planner import planner_bytes
+from rowcast.prefetcher.stores.tier_budget import INDEX_BYTES, MOST_SLOTS, SLOT_BYTES, disk_shares
 from rowcast.protocol.batch import Batch, ScheduledBatch
 from rowcast.protocol.packing import ARRAY_ALIGNMENT
 from rowcast.protocol.plan_layout import GROUP_ARRAYS, Counts
@@ -20,11 +27,14 @@ from rowcast.protocol.transport.ring import largest_payload
 from rowcast.protocol.transport.ring_file import free_shared_memory
 from rowcast.runtime.cores import usable_cores
 from rowcast.runtime.errors import ConfigError
+from rowcast.runtime.telemetry.format_numbers import human_bytes
 
 LEAST_RING_BYTES = 2 * 2**20
 LEAST_STAGING_BYTES = 2**19
 ARRAYS_SPARE = 1.25  # for dense features and labels, which are not known yet, and for larger batches
 MOST_THREADS = 8
+PROCESS_BYTES = 320 * 2**20  # of the prefetcher with its libraries and compiled loops, before it has any rows
+TIER_BUFFER_BYTES = 16 * 2**20  # of each group: rows that are read, written and moved, and the end of its file
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -104,3 +114,91 @@ def check_shared_memory(ring_bytes: int) -> None:
             f"two rings of {ring_bytes} bytes need {2 * ring_bytes} bytes of /dev/shm, where {free} are free; "
             f"make transport.ring smaller or enlarge /dev/shm"
         )
+
+
+def job_tier_slots(
+    job: Job, groups: tuple[GroupSpec, ...], measured: Sequence[ScheduledBatch], slots: Sequence[int]
+) -> tuple[int, ...] | None:
+    """Rows of each group that the planner keeps in memory in a run of the job; None if its store has no memory tier.
+
+    `measured`: at most the first MEASURED_BATCHES of the run. `slots`: of each group, on the device. Raises ConfigError
+    if store.memory is too small.
+    """
+    if not STORES[job.store.kind].has_tier:
+        return None
+    if job.store.memory_rows is not None:
+        return rows_alone(job.store.memory_rows, groups, slots)
+    reserve = tier_reserve(job, groups, measured)
+    touched = measure(groups, measured)
+    shares = [rows * group.record_bytes for rows, group in zip(touched.distinct_rows, groups, strict=True)]
+    limits = [min(group.num_rows, MOST_SLOTS) for group in groups]
+    assert job.store.memory is not None, "a store with a tier has a budget of memory"
+    budget = parse_bytes(job.store.memory)
+    parts = tier_parts(job, groups, measured, slots)
+    rest_bytes = budget - sum(parts.values())
+    costs = [group.record_bytes + SLOT_BYTES for group in groups]
+    least = [min(n + spare, limit) for n, spare, limit in zip(slots, reserve, limits, strict=True)]
+
+    def divided(nbytes: int) -> list[int]:
+        rows = list(least)
+        hand_out(rows, limits, shares, costs, nbytes - sum(map(operator.mul, least, costs)))
+        return rows
+
+    def taken(rows: Sequence[int]) -> int:
+        return sum(n * cost + planner_bytes(n, 0) for n, cost in zip(rows, costs, strict=True))
+
+    low, high = sum(map(operator.mul, least, costs)), rest_bytes
+    if taken(least) > rest_bytes:
+        listed = ", ".join(f"{name} {human_bytes(nbytes)}" for name, nbytes in parts.items())
+        rows = " + ".join(map(str, least))
+        raise ConfigError(
+            f"store.memory = {job.store.memory!r} ({budget} bytes) is too small: {listed} leave "
+            f"{human_bytes(max(0, rest_bytes))} for rows, but the rows on the device and those that wait to leave, "
+            f"{rows}, take {human_bytes(taken(least))}; set {sum(parts.values()) + taken(least)} bytes or more"
+        )
+    while high - low > 2**16:
+        middle = (low + high) // 2
+        low, high = (middle, high) if taken(divided(middle)) <= rest_bytes else (low, middle)
+    return tuple(n if n == limit else n - spare for n, limit, spare in zip(divided(low), limits, reserve, strict=True))
+
+
+def rows_alone(rows: int, groups: Sequence[GroupSpec], slots: Sequence[int]) -> tuple[int, ...]:
+    for group, least in zip(groups, slots, strict=True):
+        if rows < least:
+            raise ConfigError(
+                f'store.memory = "{rows} rows" is too small: the device holds {least} rows of group {group.name}, and '
+                f'all of them must be in memory; set "{max(slots)} rows" or more, or lower cache.capacity'
+            )
+    return tuple(min(rows, group.num_rows, MOST_SLOTS) for group in groups)
+
+
+def tier_reserve(job: Job, groups: tuple[GroupSpec, ...], measured: Sequence[ScheduledBatch]) -> tuple[int, ...]:
+    """Rows of each group that may wait to leave: those that as many typical plans bring as can be under way."""
+    touched, plans_under_way = measure(groups, measured), 3 * job.lookahead.depth + 4
+    return tuple(plans_under_way * max(1, -(-rows // max(1, len(measured)))) for rows in touched.distinct_rows)
+
+
+def tier_rows(
+    job: Job, groups: tuple[GroupSpec, ...], measured: Sequence[ScheduledBatch], tier_slots: Sequence[int]
+) -> tuple[int, ...]:
+    """Rows of each group that have room in memory, those that wait to leave included."""
+    reserve = tier_reserve(job, groups, measured)
+    return tuple(
+        min(n + spare, group.num_rows, MOST_SLOTS) for n, spare, group in zip(tier_slots, reserve, groups, strict=True)
+    )
+
+
+def tier_parts(
+    job: Job, groups: tuple[GroupSpec, ...], measured: Sequence[ScheduledBatch], slots: Sequence[int]
+) -> dict[str, int]:
+    """What takes memory beside the tier's rows, in bytes."""
+    index_rows = sum(share.num_rows for share in disk_shares(job, groups))
+    return {
+        "the process": PROCESS_BYTES,
+        "rings": 2 * sizes(job, groups, measured, job.lookahead.depth).ring_bytes,
+        "ids known ahead": parse_bytes(job.lookahead.id_bytes),
+        "the plans of the device": sum(planner_bytes(n, 0) for n in slots),
+        "rows written over during a checkpoint": parse_bytes(job.checkpoint.memory),
+        f"an index of {index_rows} rows": index_rows * INDEX_BYTES,
+        "buffers": len(groups) * TIER_BUFFER_BYTES,
+    }

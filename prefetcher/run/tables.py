@@ -1,9 +1,11 @@
 """Opens one store per group and restores their rows from a checkpoint."""
 
 from rowcast.job.schema import Job
+from rowcast.job.stores import STORES
 from rowcast.job.tables import GroupSpec
 from rowcast.prefetcher.checkpoints.folder import Checkpoints
 from rowcast.prefetcher.checkpoints.restore import restore_changed, restore_rows
+from rowcast.prefetcher.stores.store_counts import StoreCounts
 from rowcast.prefetcher.stores.tracked_store import TrackedStore, open_store
 from rowcast.runtime.checkpoint_manifest import Manifest
 from rowcast.runtime.crash_points import crash_point
@@ -20,6 +22,14 @@ class Tables:
         self._checkpoints = checkpoints
         self._incarnation = incarnation
         self._restored = False
+        no_counts = StoreCounts() if STORES[job.store.kind].has_tier else None
+        self._counts: tuple[StoreCounts | None, ...] = (no_counts,) * len(groups)  # before and after the stores
+
+    @property
+    def counts(self) -> tuple[StoreCounts | None, ...]:
+        """What the store of each group has counted; None for stores without a memory tier. Any thread."""
+        stores = self.stores
+        return tuple(store.store.counts() for store in stores) if len(stores) == len(self._groups) else self._counts
 
     def restore(self, newest: Manifest | None) -> None:
         if not self._restored:
@@ -34,8 +44,14 @@ class Tables:
         crash_point("tables restored")
         self._restored = True
 
+    def begin(self, memory_rows: tuple[int, ...]) -> None:
+        """See `RowStore.begin`. `memory_rows`: of each group."""
+        for store, rows in zip(self.stores, memory_rows, strict=True):
+            store.begin(rows)
+
     def close(self, at: Manifest | None = None) -> None:
         """`at`: the checkpoint that the rows are at, for a store that outlives the process and may reuse them."""
+        self._counts = self.counts
         for store in self.stores:
             store.close(None if at is None else at.checksum)
         self.stores = ()

@@ -1,28 +1,37 @@
 """Compiles the loops of planner and stores before they are needed; numba keeps them for later starts."""
 
 import time
+from pathlib import Path
 
 import numpy as np
 
 from rowcast.job.tables import GroupSpec, RecordPart, TableSpec
 from rowcast.prefetcher.planner.planner import RowPlanner
+from rowcast.prefetcher.stores.cold.page_loops import page_layout
+from rowcast.prefetcher.stores.cold.segment_file import SEGMENTS, SegmentFile
 from rowcast.prefetcher.stores.memory_store import MemoryStore
-from rowcast.prefetcher.stores.store import finish
+from rowcast.prefetcher.stores.store import Records, finish
+from rowcast.prefetcher.stores.tiered_store import TieredStore
+from rowcast.prefetcher.stores.touched_rows import TouchedRows
 from rowcast.prefetcher.stores.tracked_store import TrackedStore
 from rowcast.prefetcher.verify.verifier import warm_up_checks
 from rowcast.protocol.batch import Batch, ScheduledBatch
 from rowcast.runtime.telemetry.logs import get_logger, said_if_slow
 
 SLOW_S = 1.0
+NUM_TIER_ROWS = 600  # on more than two pages
 INITS = ("uniform", "normal:1", "constant:0")
 
 
-def warm_up(*, verify: bool = False) -> None:
+def warm_up(*, verify: bool = False, tiers_in: Path | None = None) -> None:
+    """`tiers_in`: the folder of a store with a memory tier."""
     began_s = time.perf_counter()
     with said_if_slow(SLOW_S, "preparing the planner; a first start compiles it: about 15 s"):
         plan_and_move()
         if verify:
             warm_up_checks()
+        if tiers_in is not None:
+            move_between_tiers(tiers_in)
     seconds = time.perf_counter() - began_s
     if seconds > SLOW_S:
         get_logger().info("prepared the planner; its first start compiles it", seconds=round(seconds, 1))
@@ -56,11 +65,38 @@ def plan_and_move() -> None:
             store.close("warm-up")
 
 
-def tiny_group(index: int, init: str) -> GroupSpec:
+def move_between_tiers(folder: Path) -> None:
+    group = tiny_group(0, INITS[0], num_rows=NUM_TIER_ROWS)
+    layout = page_layout(group.record_bytes)
+    cold = SegmentFile.open(group, folder, SEGMENTS * layout.nbytes)
+    store = TieredStore(group.name, group.record_bytes, TouchedRows(group, NUM_TIER_ROWS), cold)
+    keys = np.arange(NUM_TIER_ROWS)
+    records: Records = np.zeros((NUM_TIER_ROWS, group.record_bytes), np.uint8)
+    finish(store.write(keys, records))
+    most = keys[keys % 10 > 0]
+    finish(store.write(most, records[: len(most)]))  # leaves garbage, which `advance` collects
+    store.begin(NUM_TIER_ROWS)
+    planner = RowPlanner((group,), (2,), depth=1, horizon=2, tier_slots=(4,))
+    for step in range(3):
+        planner.add(tiny_batch(step, multi_hot=False, num_features=1))
+    planner.end()
+    while planner.ready():
+        _, plan = planner.plan()
+        [moves] = plan.groups
+        store.stage(plan.step, moves)
+        while store.advance(plan.step - 1):
+            pass
+        finish(store.write(moves.fetch.keys, records[: len(moves.fetch)]))
+    store.begin(0)
+    finish(store.read(keys, records))
+    store.close()
+
+
+def tiny_group(index: int, init: str, num_rows: int = 8) -> GroupSpec:
     table = TableSpec(
         index=index,
         name=f"t{index}",
-        num_embeddings=8,
+        num_embeddings=num_rows,
         embedding_dim=4,
         features=(f"f{index}",),
         pooling="sum",
@@ -78,8 +114,8 @@ def tiny_group(index: int, init: str) -> GroupSpec:
     )
 
 
-def tiny_batch(step: int, *, multi_hot: bool) -> ScheduledBatch:
-    num_lookups = 2 * len(INITS)
+def tiny_batch(step: int, *, multi_hot: bool, num_features: int = len(INITS)) -> ScheduledBatch:
+    num_lookups = 2 * num_features
     batch = Batch(
         dense=np.zeros((2, 1), np.float32),
         labels=np.zeros(2, np.float32),

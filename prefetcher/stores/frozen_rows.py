@@ -70,10 +70,9 @@ class FrozenRows:
     def blocks(self, nbytes: int) -> Iterator[tuple[Keys, Records]]:
         """Yields all rows by ascending key, at most `nbytes` of one table at a time. What is written meanwhile changes
         nothing."""
-        for table in self._group.tables:
-            block = max(1, nbytes // self._group.record_bytes)
-            for keys, numbers in self._numbers.found(self._pending, table.index, block):
-                yield keys, self._take(keys, numbers)
+        tables, block = [table.index for table in self._group.tables], max(1, nbytes // self._group.record_bytes)
+        for keys, numbers in self._numbers.found(self._pending, tables, block):
+            yield keys, self._take(keys, numbers)
 
     def _take(self, keys: Keys, numbers: I64) -> Records:
         records = np.empty((len(keys), self._group.record_bytes), np.uint8)

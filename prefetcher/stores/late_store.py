@@ -4,6 +4,8 @@ import random
 from collections.abc import Callable, Sequence
 
 from rowcast.prefetcher.stores.store import Keys, ReadTicket, Records, RowStore, Ticket
+from rowcast.prefetcher.stores.store_counts import StoreCounts
+from rowcast.protocol.plan import GroupPlan
 from rowcast.runtime.arrays import I64
 
 
@@ -48,6 +50,18 @@ class LateStore(RowStore):
 
     def write(self, keys: Keys, rows: Records) -> LateTicket:
         return LateTicket(self._chance, lambda: self.delayed.write(keys, rows))
+
+    def begin(self, memory_rows: int) -> None:
+        self.delayed.begin(memory_rows)
+
+    def stage(self, step: int, plan: GroupPlan) -> None:
+        self.delayed.stage(step, plan)
+
+    def advance(self, home_through: int | None) -> bool:
+        return self.delayed.advance(home_through)
+
+    def counts(self) -> StoreCounts | None:
+        return self.delayed.counts()
 
     def close(self, checkpoint: str | None = None) -> None:
         self.delayed.close(checkpoint)

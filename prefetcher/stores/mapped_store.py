@@ -8,9 +8,12 @@ The file is scratch. It holds a checkpoint's rows only if it was closed at that 
 says; while it is open, and after a crash, the header says that it is worthless, and the next process makes it again and
 restores. No checkpoint refers to it. Only the header has a checksum: checking the records at a start would take as long
 as restoring them. If the disk fails under the mapping, the kernel ends the process with SIGBUS.
+
+The staging thread brings the pages of coming steps into memory, where they are not there already (pages_ahead.py).
 """
 
 import mmap
+from collections import deque
 from pathlib import Path
 from typing import Self
 
@@ -19,10 +22,14 @@ import numpy as np
 
 from rowcast.job.schema import Job
 from rowcast.job.tables import GroupSpec, aligned
+from rowcast.prefetcher.stores.pages_ahead import bring, present_among
 from rowcast.prefetcher.stores.row_numbers import RowsInOrder, physical_memory_bytes
+from rowcast.prefetcher.stores.store import Keys
 from rowcast.prefetcher.stores.table_file import TableFile
 from rowcast.prefetcher.stores.table_header import HEADER_BYTES, TableHeader, layout_digest, why_rebuilt
 from rowcast.prefetcher.stores.table_store import TableStore
+from rowcast.protocol.plan import GroupPlan
+from rowcast.runtime.arrays import I64
 from rowcast.runtime.telemetry.logs import get_logger
 
 
@@ -40,6 +47,9 @@ class MappedStore(TableStore):
         if nbytes > physical_memory_bytes() // 2:
             # in larger files, it would replace rows in use by others that were not requested
             memory.madvise(mmap.MADV_RANDOM, marks_end)
+        self._bytes = np.frombuffer(memory, np.uint8)  # all of the file
+        self._first_record = marks_end
+        self._staged: deque[tuple[int, Keys, Keys]] = deque()  # step, rows to be read, rows to be written
         words = np.frombuffer(memory, np.uint64, group.num_rows * group.record_bytes // 8, marks_end)
         marks = np.frombuffer(memory, np.uint8, group.num_rows, HEADER_BYTES)
         super().__init__(group.name, RowsInOrder(group), words.reshape(group.num_rows, -1), marks)
@@ -70,11 +80,32 @@ class MappedStore(TableStore):
             file.close()
             raise
 
+    def stage(self, step: int, plan: GroupPlan) -> None:
+        self._staged.append((step, plan.fetch_keys, plan.evict_keys[: plan.num_dirty]))
+
+    def advance(self, home_through: int | None) -> bool:
+        """Makes the kernel read the pages of one step, unless the trainer has passed it."""
+        while self._staged:
+            step, fetched, victims = self._staged.popleft()
+            if home_through is None or step > home_through:
+                self._read_ahead(self.numbers.of(fetched), self.numbers.of(victims))
+                return True
+        return False
+
+    def _read_ahead(self, fetched: I64, victims: I64) -> None:
+        bring(self._bytes, HEADER_BYTES, 1, np.sort(np.concatenate([fetched, victims])))
+        present = np.empty(len(fetched), np.int64)
+        present = present[: present_among(self._marks, fetched, present)]
+        # a write to a part of a page reads the page first
+        touched = np.sort(np.concatenate([present, victims]))
+        bring(self._bytes, self._first_record, 8 * self._words.shape[1], touched)
+
     def close(self, checkpoint: str | None = None) -> None:
         """Writes rows, then the header that vouches for them. A failure only costs a restore at the next start."""
         if checkpoint is not None and self._memory is not None:
             self._mark_closed(checkpoint, self._memory)
         super().close()
+        self._bytes = np.empty(0, np.uint8)
         self._memory = None
         self._file.close()
 

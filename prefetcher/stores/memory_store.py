@@ -28,10 +28,11 @@ class MemoryStore(TableStore):
             numbers: RowNumbers = (
                 RowsInOrder(group)
                 if nbytes <= IN_ORDER_BYTES
-                else TouchedRows(group.name, min(group.num_rows, physical_memory_bytes() // group.record_bytes))
+                else TouchedRows(group, min(group.num_rows, physical_memory_bytes() // group.record_bytes))
             )
-            words = reserved(numbers.most * width).reshape(numbers.most, width)
-            marks = reserved(-(-numbers.most // 8)).view(np.uint8)[: numbers.most]
+            from_one_end = isinstance(numbers, TouchedRows)
+            words = reserved(numbers.most * width, huge_pages=from_one_end).reshape(numbers.most, width)
+            marks = reserved(-(-numbers.most // 8), huge_pages=from_one_end).view(np.uint8)[: numbers.most]
         except MemoryError:
             raise ConfigError(
                 f"tables of group {group.name} need {nbytes / 2**30:.1f} GiB of addresses, more than this process may "

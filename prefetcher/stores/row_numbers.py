@@ -1,7 +1,7 @@
 """Numbers the rows of a group, so that one array, or one bit, has a place for each of them."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
@@ -30,10 +30,21 @@ class RowsInOrder:
     def added(self, keys: Keys) -> I64:
         return self.of(keys)
 
-    def found(self, bits: U64, table: int, block: int) -> Iterator[tuple[Keys, I64]]:
-        first, end = self._ranges[table]
-        for numbers in find_numbers(bits, first, end, block):
-            yield make_keys(table, numbers - first), numbers
+    def range_of(self, table: int) -> tuple[int, int]:
+        """Returns the number of a table's first row, and that after its last row's."""
+        return self._ranges[table]
+
+    def shifts(self) -> I64:
+        """Returns i64 [tables of the job, up to the group's last]: from a key of each table to its row's number."""
+        shifts = np.zeros(max(self._ranges) + 1, np.int64)
+        shifts[self._first_keys >> KEY_SHIFT] = self._shifts
+        return shifts
+
+    def found(self, bits: U64, tables: Sequence[int], block: int) -> Iterator[tuple[Keys, I64]]:
+        for table in tables:
+            first, end = self._ranges[table]
+            for numbers in find_numbers(bits, first, end, block):
+                yield make_keys(table, numbers - first), numbers
 
 
 def find_numbers(bits: U64, first: int, end: int, block: int) -> Iterator[I64]:

@@ -66,7 +66,7 @@ class TableFile:
             self.write_header(header)
             if not keep:
                 os.ftruncate(self._open, HEADER_BYTES)
-            reserve(self._open, nbytes)
+            reserve(self._open, 0, nbytes)
         except OSError as error:
             self.path.unlink()
             if error.errno in NO_SPACE:
@@ -140,11 +140,11 @@ def lock_named(path: Path) -> int:
         os.close(descriptor)  # its last owner removed the file between the two calls
 
 
-def reserve(descriptor: int, nbytes: int) -> None:
-    """Reserves `nbytes` on the disk for a file. Raises OSError."""
+def reserve(descriptor: int, start: int, nbytes: int) -> None:
+    """Reserves `nbytes` on the disk for a file, from `start` on. Raises OSError."""
     try:
-        os.posix_fallocate(descriptor, 0, nbytes)
+        os.posix_fallocate(descriptor, start, nbytes)
     except OSError as error:
         if error.errno not in NO_FALLOCATE:
             raise
-        os.ftruncate(descriptor, nbytes)
+        os.ftruncate(descriptor, start + nbytes)

@@ -12,6 +12,7 @@ from rowcast.prefetcher.stores.frozen_rows import FrozenRows
 from rowcast.prefetcher.stores.row_loops import BITS, clear_all_bits, clear_bits, count_bits, set_bits
 from rowcast.prefetcher.stores.row_numbers import RowsInOrder
 from rowcast.prefetcher.stores.store import Keys, ReadTicket, Records, RowStore, Ticket, finish
+from rowcast.protocol.plan import GroupPlan
 from rowcast.runtime.arrays import U64
 
 ROWS_AT_ONCE = 2**16
@@ -62,6 +63,15 @@ class TrackedStore:
         set_bits(self._changed, numbers)
         return self.store.write(keys, rows)
 
+    def begin(self, memory_rows: int) -> None:
+        self.store.begin(memory_rows)
+
+    def stage(self, step: int, plan: GroupPlan) -> None:
+        self.store.stage(step, plan)
+
+    def advance(self, home_through: int | None) -> bool:
+        return self.store.advance(home_through)
+
     def has_room(self, num_rows: int) -> bool:
         """Whether so many rows may be written now: False while too many frozen rows would have to be set aside."""
         frozen = self._frozen
@@ -75,7 +85,7 @@ class TrackedStore:
         return count_bits(self._changed)
 
     def changed_keys(self, table: int) -> Keys:
-        found = self._numbers.found(self._changed, table, ROWS_AT_ONCE)
+        found = self._numbers.found(self._changed, [table], ROWS_AT_ONCE)
         return np.concatenate([np.empty(0, np.int64), *(keys for keys, _ in found)])
 
     def freeze(self, share: float) -> FrozenRows:

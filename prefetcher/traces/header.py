@@ -23,6 +23,7 @@ class TraceGroup(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     name: str
     record_bytes: int
     slots: int
+    tier_slots: int | None = None  # rows in the store's memory tier; None: it has none
 
 
 class TraceHeader(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -41,13 +42,15 @@ class TraceHeader(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     checkpoint_every: CheckpointInterval = 0  # between barriers
 
 
-def trace_header(job: Job, groups: tuple[GroupSpec, ...], slots: tuple[int, ...]) -> TraceHeader:
+def trace_header(
+    job: Job, groups: tuple[GroupSpec, ...], slots: tuple[int, ...], tier_slots: tuple[int, ...] | None = None
+) -> TraceHeader:
     horizon = job.lookahead.known_ahead if EVICTION_POLICIES[job.cache.policy].looks_ahead else None
     return TraceHeader(
         tables=trace_tables(job),
         groups=[
-            TraceGroup(name=group.name, record_bytes=group.record_bytes, slots=n)
-            for group, n in zip(groups, slots, strict=True)
+            TraceGroup(name=group.name, record_bytes=group.record_bytes, slots=n, tier_slots=tier)
+            for group, n, tier in zip(groups, slots, tier_slots or (None,) * len(groups), strict=True)
         ],
         depth=job.lookahead.depth,
         policy=job.cache.policy,

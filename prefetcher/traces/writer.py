@@ -82,8 +82,7 @@ def plan_arrays(group: GroupPlan) -> Iterator[npt.NDArray[Any] | None]:
     for name in GROUP_ARRAYS:
         if name != "weights":
             yield getattr(group, name)
-    yield group.fetch_keys
-    yield group.evict_keys
+    yield from (group.fetch_keys, group.evict_keys, group.load_keys, group.spill_keys)
 
 
 def batch_checksum(batch: Batch) -> str:

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from rowcast.job.tables import KEY_SHIFT, ROW_MASK, GroupSpec
+from rowcast.job.tables import KEY_SHIFT, GroupSpec
 from rowcast.prefetcher.pipeline.metrics import VerifyKind
 
 ADVICE = "check the memory and disks of this machine, its driver and the last change of rowcast before you train on it"
@@ -19,8 +19,9 @@ class Difference:
 
 
 def mismatch_message(groups: tuple[GroupSpec, ...], difference: Difference) -> str:
-    names = {table.index: table.name for group in groups for table in group.tables}
-    row = f"row {difference.key & ROW_MASK} of table {names[difference.key >> KEY_SHIFT]}"
+    table = difference.key >> KEY_SHIFT
+    group = next(group for group in groups if any(own.index == table for own in group.tables))
+    row = group.row_name(difference.key)
     at = "before the first step" if difference.step is None else f"at step {difference.step}"
     last = "it gave before" if difference.since is None else f"it took after step {difference.since}"
     message = {

@@ -128,6 +128,50 @@ METRICS = (
         "Rows whose checksum was compared under `--verify`.",
         PREFETCHER,
     ),
+    Metric("rowcast_tier_rows", "gauge", ("group", "tier"), "Rows that lie in a tier of the store.", PREFETCHER),
+    Metric(
+        "rowcast_tier_reads_total",
+        "counter",
+        ("group", "tier"),
+        "Rows that were asked of the store, by where they lay; untouched: nowhere, as they were never trained.",
+        PREFETCHER,
+    ),
+    Metric(
+        "rowcast_tier_moved_rows_total",
+        "counter",
+        ("group", "from", "to"),
+        "Rows that went from one tier to another; to none: dropped, as the cold tier has the same bytes or they were "
+        "never trained.",
+        PREFETCHER,
+    ),
+    Metric(
+        "rowcast_tier_late_rows_total",
+        "counter",
+        ("group",),
+        "Rows that were to be in memory when they were asked for and still lay in the cold tier.",
+        PREFETCHER,
+    ),
+    Metric(
+        "rowcast_tier_bytes_total",
+        "counter",
+        ("group", "direction"),
+        "Bytes read from the cold tier and written to it, whole pages.",
+        PREFETCHER,
+    ),
+    Metric(
+        "rowcast_tier_read_seconds_total",
+        "counter",
+        ("group",),
+        "Time in reads of the cold tier, added up over threads.",
+        PREFETCHER,
+    ),
+    Metric(
+        "rowcast_store_index_bytes", "gauge", ("group",), "Bytes of memory that say where each row lies.", PREFETCHER
+    ),
+    Metric("rowcast_store_disk_used_bytes", "gauge", ("group",), "Bytes that the cold tier takes.", PREFETCHER),
+    Metric(
+        "rowcast_store_disk_garbage_bytes", "gauge", ("group",), "Bytes of them with old copies of rows.", PREFETCHER
+    ),
     Metric(
         "rowcast_shared_memory_size_bytes", "gauge", (), "Bytes of the file system in which the rings lie.", PREFETCHER
     ),

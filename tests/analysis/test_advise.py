@@ -1,5 +1,6 @@
 """`prefetcher advise`: its estimates against the exact simulation of known data, its choice, and what it prints."""
 
+import io
 import tomllib
 from collections.abc import Callable, Iterator
 from dataclasses import fields, replace
@@ -15,14 +16,17 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from rowcast.analysis.advise import follow
+from rowcast.analysis.advise import advise, disk, follow
 from rowcast.analysis.advise.advise import AdviseOptions, AdviseRequest, advise_job, run_advise
 from rowcast.analysis.advise.cost import Demand, Rates, RowRates, cost, demand, probe_planning, probe_rows, stretches
 from rowcast.analysis.advise.curve import moved, round_capacities, rounded_up, smallest_capacity
+from rowcast.analysis.advise.disk import DiskRate, disk_rate
 from rowcast.analysis.advise.follow import followed, group_shares, thinned
 from rowcast.analysis.advise.read import Observed, SamplingPlan, observe
 from rowcast.analysis.advise.recommend import Advice, Point, first_without, knee
 from rowcast.analysis.advise.show import print_advice
+from rowcast.analysis.advise.tiers import TierTrials
+from rowcast.analysis.progress import Silent
 from rowcast.analysis.simulate.grid import Grid, with_values
 from rowcast.analysis.simulate.simulate import simulate
 from rowcast.job.file import parse_job
@@ -513,3 +517,110 @@ def test_rates_are_measured_with_the_store_and_the_planner_of_training() -> None
     seconds, nbytes = probe_planning(seen, 2, tuple(2 * n for n in seen.largest_batch_rows), 1)
     assert seconds > 0
     assert nbytes > 8 * seen.num_lookups / len(seen)
+
+
+# memory tiers
+
+TIERED = {"kind": "tiered", "memory": "4000 rows"}
+TIER_ROWS = ("2000 rows", "2500 rows")
+
+
+def tier_trials(job: Job, share: float, capacity_bytes: int, step_ms: float = 10.0) -> TierTrials:
+    return TierTrials(observed(job, share), job, capacity_bytes, Silent(), step_ms / 1e3)
+
+
+@pytest.mark.usefixtures("few_rows")
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_from_the_cold_tier_are_foretold_from_some_rows_and_counted_from_all(kind: str) -> None:
+    rate = DiskRate(folder="/", pages_s=1e5)
+    for memory in TIER_ROWS:
+        job = made_job(kind, 40, data={"epochs": 2}, store=TIERED | {"memory": memory})
+        capacity = 5 * max(smallest_capacity(observed(job, share)) for share in (1.0, 0.2)) // 4
+        exact, estimate = (tier_trials(job, share, capacity).advice(rate, 0).budgets[0] for share in (1.0, 0.2))
+        own = with_values(job, {"cache": {"capacity": capacity}, "lookahead": {"horizon": "auto"}})
+        reader = open_reader(own)
+        (run,) = simulate(own, Grid(), lambda _: schedule(own, reader, None))  # noqa: B023 - called at once
+        assert exact.rows_from_cold == run.rows_from_cold
+        assert exact.memory_rows == run.memory_rows == 2 * int(memory.split()[0])
+        assert exact.margin == 0
+        assert estimate.rows_from_cold_per_step == pytest.approx(
+            exact.rows_from_cold_per_step, rel=max(0.1, estimate.margin)
+        )
+    assert (run.rows_from_cold or 0) > 500
+
+
+def test_a_step_waits_for_what_the_disk_reads_longer_than_it_takes() -> None:
+    trials = tier_trials(made_job("zipf", 12, store=TIERED), 1.0, 2**20, step_ms=10)
+    assert list(trials.disk_use(np.full(40, 500.0), 1e5)) == pytest.approx([0.5, 0.0])
+    assert list(trials.disk_use(np.full(40, 2000.0), 1e5)) == pytest.approx([2.0, 0.5])
+    once = np.full(40, 500.0)
+    once[20] = 4000.0  # spread over a stretch of 2 * depth + 2 steps, as the disk may read ahead
+    assert trials.disk_use(once, 1e5)[1] == 0.0
+
+
+@pytest.mark.parametrize(("pages_s", "recommended"), [(1e9, 0), (1e5, None), (1.0, None)])
+def test_the_smallest_memory_that_hardly_waits_is_recommended(pages_s: float, recommended: int | None) -> None:
+    job = made_job("zipf", 30, data={"epochs": 2}, store={"kind": "tiered", "memory": "2GiB"})
+    job = with_values(job, {"lookahead": {"id_bytes": "1MiB"}, "checkpoint": {"memory": "1MiB"}})
+    advice = tier_trials(job, 1.0, 2**20).advice(DiskRate(folder="/", pages_s=pages_s), 2**31)
+    waiting = [budget.waits or 0.0 for budget in advice.budgets]
+    assert waiting == sorted(waiting, reverse=True), "more memory waits longer"
+    enough = [budget for budget in advice.budgets if (budget.waits or 0) < 0.01]
+    assert advice.recommended == (enough[0] if enough else None)
+    if recommended is not None:
+        assert advice.recommended == advice.budgets[recommended]
+
+
+def test_the_advice_for_a_tiered_store_has_its_memory_and_says_what_the_disk_reads(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(advise, "disk_rate", lambda folder: DiskRate(folder=str(folder), pages_s=1e9))
+    advice = advise_job(made_job("zipf", 20, store=TIERED), request())
+    assert advice.tier is not None
+    assert advice.tier.recommended is not None
+    assert tomllib.loads(advice.recommended.toml)["store"] == {"memory": "4000 rows"}
+    console = Console(width=100, record=True, file=io.StringIO())
+    print_advice(advice, console)
+    text = console.export_text()
+    assert "reads 1,000,000,000 random pages of 4 KiB a second past the page cache" in " ".join(text.split())
+    assert "* 4000 rows" in text
+
+
+def test_a_disk_is_measured_with_a_file_that_does_not_remain(tmp_path: Path) -> None:
+    found = disk_rate(tmp_path / "not" / "there", nbytes=2**20)
+    assert found.folder == str(tmp_path)
+    assert found.why_not is not None or (found.pages_s or 0) > 0
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_in_memory_is_no_disk() -> None:
+    assert disk_rate(Path("/dev/shm/rowcast-none")).why_not == "/dev/shm lies in memory (tmpfs)"
+
+
+@pytest.mark.parametrize(("share", "measured"), [(0.0, True), (1.0, False)])
+def test_without_direct_reads_the_page_cache_must_have_let_go(
+    share: float, measured: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(disk, "file_system", lambda folder: "nfs4")
+    monkeypatch.setattr(disk, "past_the_cache", lambda descriptor: None)
+    monkeypatch.setattr(disk, "cached_share", lambda descriptor, pages: share)
+    found = disk_rate(tmp_path, nbytes=2**20)
+    assert (found.pages_s is not None) == measured
+    assert found.why_not == (None if measured else f"{tmp_path} cannot be read past the page cache (nfs4)")
+
+
+def test_pages_that_were_just_read_are_seen_in_the_page_cache(tmp_path: Path) -> None:
+    with (tmp_path / "file").open("w+b") as file:
+        file.write(bytes(64 * 4096))
+        file.flush()
+        assert disk.cached_share(file.fileno(), np.arange(64)) == 1.0
+
+
+def test_a_disk_that_cannot_be_written_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(descriptor: int, nbytes: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(disk, "file_system", lambda folder: "ext4")
+    monkeypatch.setattr(disk, "write", full)
+    with pytest.raises(ConfigError, match=r"file of 256 MiB \(No space left on device\); free space there"):
+        disk_rate(tmp_path)

@@ -25,6 +25,7 @@ from rowcast.analysis.check import data as check_data
 from rowcast.analysis.check import machine
 from rowcast.analysis.check import memory as check_memory
 from rowcast.analysis.check import setup as check_setup
+from rowcast.analysis.check import tier as check_tier
 from rowcast.analysis.check.check import check_file, print_findings
 from rowcast.analysis.check.data import Seen
 from rowcast.analysis.check.findings import Finding, findings_of, ok, warning
@@ -625,7 +626,7 @@ def test_memory_counts_the_trained_rows_of_tables_beyond_memory_and_their_direct
     table = {"name": "t", "num_embeddings": 10**12, "embedding_dim": 4, "features": ["cat_0"]}
     job = check.job(tables=[table])
     [group] = group_specs(job)
-    assert check_memory.table_bytes(job, group, 1000) == 1000 * (group.record_bytes + 12 + 8 + 1)
+    assert check_memory.table_bytes(job, group, 1000) == 1000 * (group.record_bytes + 12 + 1)
 
 
 def test_memory_counts_a_horizon_that_grows_while_slots_fill_but_not_beyond_its_bytes_and_the_run(
@@ -665,7 +666,7 @@ def test_tables_beyond_memory_are_a_warning_as_all_their_rows_may_be_trained(che
     tables = [{"name": "t", "num_embeddings": 2**46, "embedding_dim": 4, "features": ["cat_0"]}]
     findings = check(data={"format": "tests.analysis.test_check:narrow"}, tables=tables)
     sentence = one(findings, "warning", "memory")
-    assert "tables up to 3392 TiB as their rows are trained: too little if every row is trained" in sentence
+    assert "tables up to 2880 TiB as their rows are trained: too little if every row is trained" in sentence
 
 
 def narrow(job: Job) -> list[Batch]:
@@ -795,3 +796,52 @@ def test_mapped_tables_need_their_size_on_the_disk_and_no_memory(check: Checked)
     findings = check(store={"kind": "mapped"})
     assert "; tables are files" in one(findings, "ok", "memory")
     assert any("free for table files of" in finding.sentence for finding in findings if finding.subject == "disk")
+
+
+# stores with a memory tier
+
+TIERED = {"kind": "tiered", "memory": "2000 rows"}
+
+
+def test_a_tier_that_fits_says_how_many_rows_are_in_memory_and_what_the_disk_may_hold(check: Checked) -> None:
+    findings = check(store=TIERED)
+    assert "keeps 2,000 rows in memory" in one(findings, "ok", "store")
+    assert "; store.memory covers the tables" in one(findings, "ok", "memory")
+    assert any("free for cold rows of up to" in finding.sentence for finding in findings if finding.subject == "disk")
+
+
+def test_a_tier_below_the_devices_rows_is_refused_as_a_run_would(check: Checked) -> None:
+    findings = check(store={"kind": "tiered", "memory": "300 rows"}, cache={"capacity": "400 rows"})
+    assert 'set "400 rows" or more, or lower cache.capacity' in one(findings, "error", "store")
+
+
+def test_a_memory_that_leaves_no_room_for_rows_is_refused_with_its_parts(check: Checked) -> None:
+    sentence = one(check(store={"kind": "tiered", "memory": "100MiB"}), "error", "store")
+    assert "the process 320 MiB" in sentence
+    assert "bytes or more" in sentence
+
+
+@pytest.mark.parametrize(("free", "level"), [(2**30 - 1, "error"), (2**30, "warning"), (2**30 + 2**28, None)])
+def test_a_memory_that_this_machine_has_not_free_is_refused(free: int, level: str | None, check: Checked) -> None:
+    job = check.job(store={"kind": "tiered", "memory": "1GiB"})
+    found = [finding.level for finding in check_tier.check_budget(job, free)]
+    assert found == ([] if level is None else [level])
+
+
+def test_more_rows_than_the_index_has_room_for_are_a_warning_with_both_numbers(check: Checked) -> None:
+    tables = [{"name": "t", "num_embeddings": 10**9, "embedding_dim": 4, "features": ["cat_0", "cat_1"]}]
+    findings = check(tables=tables, store=TIERED | {"disk": "300KiB"})
+    assert "may train 10,000 rows of group" in one(findings, "warning", "store")
+
+
+def test_a_disk_too_small_for_the_files_is_refused_with_what_they_need(check: Checked) -> None:
+    assert "need at least 256 KiB; raise store.disk" in one(check(store=TIERED | {"disk": "100KiB"}), "error", "store")
+
+
+def test_a_disk_without_room_for_cold_rows_and_old_copies_is_a_warning(
+    check: Checked, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shutil.disk_usage", lambda place: type("Usage", (), {"free": 250_000}))
+    sentence = only_fault(check(store=TIERED), "warning", "disk")
+    assert "free for cold rows of up to" in sentence
+    assert "a lower store.disk" in sentence

@@ -1,7 +1,9 @@
 """A simulation says step by step what a run of the same job does; settings that cannot run are results that say why."""
 
+import re
 import signal
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +12,12 @@ import numpy as np
 import pytest
 
 from rowcast.analysis.simulate.grid import Grid, with_values
-from rowcast.analysis.simulate.recording import hollow
+from rowcast.analysis.simulate.grid import settings as settings_of_grid
+from rowcast.analysis.simulate.moves import new_planner, planned_moves
+from rowcast.analysis.simulate.recording import hollow, record
 from rowcast.analysis.simulate.results import Simulation, StepArrays
 from rowcast.analysis.simulate.simulate import require_one, simulate
+from rowcast.analysis.simulate.tier_moves import TierMoves
 from rowcast.job.schema import Job
 from rowcast.job.tables import group_specs
 from rowcast.prefetcher.planner.capacity import job_slots
@@ -20,7 +25,10 @@ from rowcast.prefetcher.planner.pin_files import load_pins, save_pins
 from rowcast.prefetcher.planner.planner import groupers_of
 from rowcast.prefetcher.readers.reader import open_reader
 from rowcast.prefetcher.readers.schedule import schedule
+from rowcast.prefetcher.stores.store_counts import StoreCounts
+from rowcast.prefetcher.stores.tiered_store import TieredStore
 from rowcast.protocol.batch import ScheduledBatch
+from rowcast.protocol.plan import GroupPlan
 from rowcast.runtime.errors import ConfigError
 from rowcast.trainer.report.report_json import read_report
 from tests.support.batches import BAGS, Bags, distinct_rows, small_batches, small_job
@@ -93,6 +101,102 @@ def test_every_step_moves_what_a_run_moves(bags: Bags, way: dict[str, Any]) -> N
     assert result.bytes_written_back == totals("row_bytes_from_device")
     assert result.hit_ratio == pytest.approx(totals("hits") / totals("unique_rows"))
     assert (result.rows_evicted or 0) > 100 or way == {"share": 50}, "the cache is so large that nothing leaves"
+
+
+TIERS: list[dict[str, Any]] = [
+    {"share": 1.1, "horizon": 6},
+    {"share": 1.1, "depth": 1, "horizon": 2},
+    {"share": 1.3, "lookahead": {"horizon": "auto", "id_bytes": "40KB"}},
+    {"share": 1.1, "checkpoint": {"every": 3}},
+]
+
+
+@pytest.fixture
+def staged_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with a disk that is fast: no row is late."""
+    stage = TieredStore.stage
+
+    def at_once(store: TieredStore, step: int, plan: GroupPlan) -> None:
+        stage(store, step, plan)
+        while store.advance(None):
+            pass
+
+    monkeypatch.setattr(TieredStore, "stage", at_once)
+
+
+def tier_of_run(
+    job: Job, batches: list[ScheduledBatch], factor: float, seed: int
+) -> tuple[TierMoves, InProcessRun, list[StoreCounts]]:
+    """What is simulated with a tier of `factor` times the device's slots, a run with it, and its stores' counts."""
+    groups = group_specs(job)
+    slots = job_slots(job, groups, batches[:32])
+    tier = tuple(int(factor * n) for n in slots)
+    settings = Settings(slots=slots, tier_slots=tier, tier_reserve=2000, seed=seed, seeded_streams=False)
+    run = InProcessRun(job, batches, settings).run()
+    (setting,) = settings_of_grid(job, Grid())
+    planner = new_planner(setting, groups, slots, batches[:32], tier_slots=tier)
+    moved = planned_moves(record(groups, batches, lambda: None), planner, lambda: None).tier
+    counts = [store.counts() for store in run.plain_stores]
+    assert moved is not None
+    return moved, run, [own for own in counts if own is not None]
+
+
+@pytest.mark.usefixtures("staged_at_once")
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("way", TIERS, ids=str)
+def test_at_every_step_the_rows_enter_and_leave_memory_that_do_in_a_run(way: dict[str, Any], seed: int) -> None:
+    moved, run, counts = tier_of_run(*workload("single", **way), 1.4, seed)
+    assert moved.entered.tolist() == [[len(group.load_keys) for group in plan.groups] for plan in run.plans]
+    assert moved.left.tolist() == [[len(group.spill_keys) for group in plan.groups] for plan in run.plans]
+    assert (moved.left.sum(axis=0) > 100).all(), "hardly a row leaves"
+    # a row that comes back before it has left is not read again, however often the plans say so
+    for group, own in enumerate(counts):
+        entered, from_cold = (int(values[:, group].sum()) for values in (moved.entered, moved.from_cold))
+        kept = entered - own.loaded - own.untouched_loaded
+        assert own.late == 0
+        assert own.loaded <= from_cold <= own.loaded + kept
+
+
+@pytest.mark.usefixtures("staged_at_once")
+@pytest.mark.parametrize("seed", range(2))
+def test_where_rows_come_back_late_a_run_reads_as_many_from_the_cold_tier(seed: int) -> None:
+    job, first = workload("single", share=1.05, depth=1, horizon=40)
+    again = [
+        replace(first[place], step=step, kind="train", train_step=step)
+        for step, place in enumerate(place for _ in range(3) for place in range(20))
+    ]
+    moved, _, counts = tier_of_run(job, again, 3.0, seed)
+    from_cold, entered = moved.from_cold.sum(axis=0), moved.entered.sum(axis=0)
+    assert (from_cold > 100).all()
+    for own, cold, both in zip(counts, from_cold.tolist(), entered.tolist(), strict=True):
+        assert (own.untouched_loaded, own.late) == (both - cold, 0)
+        assert 0.99 * cold <= own.loaded <= cold  # one or two rows come back before they have left
+
+
+def test_the_command_plans_the_tier_of_two_processes(tmp_path: Path) -> None:
+    with Session(tmp_path) as session:
+        session.write_job(
+            data={"epochs": 3, "synthetic": {"samples": 64 * 30}},
+            cache={"capacity": "20KiB"},
+            store={"kind": "tiered", "memory": "700 rows"},
+            lookahead={"depth": 2},
+        )
+        trace = tmp_path / "run.trace"
+        prefetcher, trainer = session.start_both(f"--save-trace={trace}")
+        trainer.ended().quiet()
+        log = prefetcher.ended().quiet().stderr
+        (own,) = msgspec.json.decode(session.start("simulate", "--json").ended().quiet().stdout)["results"]
+        replayed = session.start("simulate", "--json", f"--trace={trace}").ended().quiet().stdout
+    again = msgspec.json.decode(replayed)
+    assert again["plans_compared"] == own["steps"] == 90
+    assert again["results"] == [own | {"shuffle": None}]
+    counted = {name: int(rows) for name, rows in re.findall(r"(rows_\w+|late_rows)=(\d+)", log)}
+    assert own["memory_rows"] == 700
+    assert own["rows_from_cold"] > own["memory_rows"]
+    never_trained = own["rows_entered"] - own["rows_from_cold"]
+    if counted["late_rows"] == 0:  # the disk has kept up, so rows came as planned, or had not left yet
+        assert counted["rows_never_trained"] <= never_trained
+        assert counted["rows_from_cold"] <= own["rows_from_cold"]
 
 
 ORDERS = ("none", "window:500", "full")

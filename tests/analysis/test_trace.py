@@ -366,7 +366,7 @@ def test_the_checksum_sees_where_the_look_ups_of_each_sample_start(tmp_path: Pat
 def other_value(group: GroupPlan, name: str) -> GroupPlan:
     value: Any = getattr(group, name)
     if isinstance(value, np.ndarray):
-        value = np.concatenate([value[:-1], value[-1:] + 1])
+        value = np.concatenate([value[:-1], value[-1:] + 1]) if len(value) else np.ones(1, value.dtype)
     else:
         value += 1
     return dataclasses.replace(group, **{name: value})

@@ -11,6 +11,8 @@ import yaml
 
 import rowcast.deploy.local
 from rowcast.job.schema import parse_seconds
+from rowcast.job.server_url import PASSWORD
+from rowcast.prefetcher.stores.cold.redis_rows import RedisRows
 from rowcast.protocol.transport.endpoint import MAX_PATH_BYTES, NAME_BYTES
 from rowcast.runtime.errors import ERRORS_BY_EXIT_CODE, ConfigError, DataError, Mismatch, PeerLost
 from tests.deploy.manifests import (
@@ -26,6 +28,8 @@ from tests.deploy.manifests import (
     kubernetes_container,
     pod,
 )
+from tests.stores.every_store import GROUP
+from tests.support.redis_server import RedisServer, needs_redis
 
 SHARED = ("/dev/shm", "/run/rowcast")
 Both = dict[str, Container]
@@ -187,7 +191,7 @@ def test_what_compose_mounts_from_the_repository_exists() -> None:
     binds = [
         entry if isinstance(entry, str) else entry["source"]
         for service in compose()["services"].values()
-        for entry in service["volumes"]
+        for entry in service.get("volumes", [])
         if isinstance(entry, str) or entry["type"] == "bind"
     ]
     paths = [DEPLOY / bind.partition(":")[0] for bind in binds if bind.startswith(".")]
@@ -201,6 +205,31 @@ def test_the_variables_of_compose_are_those_that_the_page_explains() -> None:
     explained = set(re.findall(r"^\| `([A-Z_]+)` \|", (ROOT / "docs" / "deploy.md").read_text(), flags=re.MULTILINE))
     assert used == explained
     assert "ROWCAST_DATA" in used
+
+
+def test_the_server_for_rows_is_an_option_that_only_the_other_containers_reach() -> None:
+    service = compose()["services"]["redis"]
+    assert service["profiles"] == ["redis"]
+    assert "ports" not in service, "it has no password"
+    assert service["read_only"]
+    assert service["cap_drop"] == ["ALL"]
+    program, *options = service["command"]
+    assert program == "valkey-server"
+    assert " ".join(options) == "--save  --appendonly no --maxmemory 4gb --maxmemory-policy noeviction"
+
+
+@needs_redis
+def test_the_store_takes_a_server_with_the_options_of_compose(tmp_path: Path) -> None:
+    _, *options = compose()["services"]["redis"]["command"]
+    with RedisServer(tmp_path / "server", *options) as server:
+        RedisRows.open(GROUP, server.url, tmp_path / "run", password=None, timeout_s=20.0).close()
+        with server.client() as client:
+            assert client.info("memory")["maxmemory"] == 4 * 2**30
+
+
+def test_the_image_has_what_the_server_for_rows_needs() -> None:
+    assert any('".[redis]"' in command for command in instructions("RUN"))
+    assert compose()["services"]["prefetcher"]["environment"] == [PASSWORD]
 
 
 @pytest.mark.parametrize("container", pod()["containers"], ids=lambda container: str(container["name"]))

@@ -142,6 +142,7 @@ def watch(folder: Path) -> WatchedRun:
             data={"eval_fraction": 0.01, "synthetic": {"samples": 64 * NUM_STEPS * 100 // 99}},
             eval={"every": 100},
             checkpoint={"every": 100},
+            store={"kind": "tiered", "memory": "700 rows"},
             transport={"rejoin_timeout": "60s"},
         )
         prefetcher, trainer = session.start("prefetcher"), session.start_patched("trainer", SLOW_TRAINER)

@@ -337,6 +337,15 @@ def test_a_trainer_ends_with_a_sentence_when_its_prefetcher_sends(name: str) -> 
     check_refused(PREFETCHER, *PREFETCHER_LIES[name], good=0 if "barrier" in name else 2)
 
 
+def test_a_bad_plan_is_refused_where_it_arrives_and_not_by_the_thread_that_issues_work() -> None:
+    hostile = HostileRun(PREFETCHER, in_array("0.slots", at(3, 10**8)))
+    with pytest.raises(RemoteProtocolError, match=r"0\.slots holds 100000000") as refused:
+        hostile.run()
+    callers = {frame.name for frame in refused.traceback}
+    assert "_received" in callers
+    assert "copy_in_next" not in callers
+
+
 def with_a_dirty_victim(message: AnyMessage) -> AnyMessage | None:
     """One more than the plan has, in the slot of a row that none makes room for."""
     if not isinstance(message, StepReady) or message.plan is None:

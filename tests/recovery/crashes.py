@@ -16,6 +16,8 @@ TIMES = {  # it is passed so often until the process ends, so that a checkpoint 
     "StepReady sent": 24,
     "rows not written": 16,
     "rows written": 16,
+    "rows loaded": 3,
+    "rows spilled": 10,
     "Flush sent": 3,
     "rows not collected": 3,
     "rows collected": 3,
@@ -43,6 +45,7 @@ BEFORE: dict[str, Armed] = {  # passed only at a restart, which this one brings 
 # passed only where the other one is lost
 BESIDE: dict[str, Armed] = {"changed rows restored": {"trainer": "loss written:10"}}
 NEEDS_REJOIN = set(BESIDE)
+NEEDS_TIER = {"rows loaded", "rows spilled"}
 
 
 def called(package: str) -> list[str]:

@@ -34,6 +34,7 @@ MADE: dict[str, Any] = {
         {"name": "narrow", "num_embeddings": 2000, "embedding_dim": 4, "features": ["cat_0", "cat_1"]},
         {"name": "wide", "num_embeddings": 300, "embedding_dim": 8, "features": ["cat_2"]},
     ],
+    "tables_from": None,
     "model": {"kind": "tests.recovery.parts:model", "bottom_mlp": None, "top_mlp": None},
     "cache": {"capacity": "16KiB"},
 }
@@ -52,6 +53,7 @@ LOG: dict[str, Any] = {
     "model": {"kind": "dlrm", "bottom_mlp": [16, 8], "top_mlp": [16, 1]},
     "cache": {"capacity": "256KiB"},
 }
+TIERED = {"kind": "tiered", "memory": "4800 rows" if RETAIL else "320 rows"}  # less than a group of tables has
 
 
 def sections(**more: dict[str, Any]) -> dict[str, Any]:

@@ -3,8 +3,8 @@
 import pytest
 
 from rowcast.runtime.crash_points import CRASH_POINTS
-from tests.recovery.crashes import CRASHES, NEEDS_REJOIN, called
-from tests.recovery.restarted import Outcome, Recovering
+from tests.recovery.crashes import CRASHES, NEEDS_REJOIN, NEEDS_TIER, called
+from tests.recovery.restarted import TIERED, Outcome, Recovering
 from tests.support.processes import Session
 
 CONNECT_S = 10  # the one whose peer was killed before it had said a word waits for another
@@ -20,7 +20,8 @@ def test_every_crash_point_is_called_at_exactly_one_place() -> None:
 @pytest.mark.parametrize("name", CRASH_POINTS)
 def test_a_run_that_is_killed_there_comes_to_the_same_bits(name: str, session: Session, undisturbed: Outcome) -> None:
     rejoin = {"rejoin_timeout": "60s"} if name in NEEDS_REJOIN else {}
-    run = Recovering(session, transport={"ring": "1MiB", "connect_timeout": f"{CONNECT_S}s", **rejoin})
+    tier = {"store": TIERED} if name in NEEDS_TIER else {}
+    run = Recovering(session, transport={"ring": "1MiB", "connect_timeout": f"{CONNECT_S}s", **rejoin}, **tier)
     for armed in CRASHES[name]:
         run.crash(armed)
     assert run.finish().differs(undisturbed) == []

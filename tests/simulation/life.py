@@ -13,16 +13,18 @@ import random
 import tempfile
 from collections import Counter
 from collections.abc import Callable
+from contextlib import ExitStack, closing
 from pathlib import Path
 from unittest.mock import patch
 
 import msgspec
 import structlog.testing
 
-from rowcast.job.tables import group_specs
+from rowcast.job.tables import GroupSpec, group_specs
 from rowcast.prefetcher.checkpoints import snapshot
 from rowcast.prefetcher.run.tables import Tables
-from rowcast.prefetcher.stores import memory_store
+from rowcast.prefetcher.stores import memory_store, tiered_store
+from rowcast.prefetcher.stores.tiered_store import TieredStore
 from rowcast.runtime.checkpoint_manifest import Manifest
 from tests.simulation.both import Both
 from tests.simulation.ending import Ending, Outcome
@@ -31,7 +33,9 @@ from tests.simulation.link import Arrival, faulty_pair
 from tests.simulation.promises import LifeFailed, check_run, check_state
 from tests.simulation.scenario import Scenario, draw_scenario, reference
 from tests.simulation.storage import Storage
-from tests.support.driver import InProcessRun, Past, Settings, table_state
+from tests.support.cold_dict import ColdDict
+from tests.support.driver import InProcessRun, Past, Settings, plain_store, table_state
+from tests.support.tiers import tiered
 
 Say = Callable[[str], None]
 FIRST_INCARNATION = 100
@@ -59,8 +63,12 @@ class Life:
 
     def live(self) -> None:
         self.say(str(self.scenario))
-        while not self.ended:
-            self._live_once()
+        try:
+            while not self.ended:
+                self._live_once()
+        finally:
+            if self.tables is not None:
+                self.tables.close()
 
     def _live_once(self) -> None:
         self.incarnation += 1
@@ -96,6 +104,10 @@ class Life:
         for link, fault in zip(both.links.values(), faults.frames, strict=True):
             if fault is not None and len(link.arrived) > fault.at:
                 self.happened.update([fault.kind, "frame"])
+        for store in both.run.plain_stores:
+            counts = store.counts()
+            self.happened["loaded"] += counts is not None and counts.loaded > 0
+            self.happened["spilled"] += counts is not None and counts.spilled > 0
         self.happened["disk"] += self.storage.disk.failed is not None
 
     # beginning
@@ -110,13 +122,14 @@ class Life:
                 self.newest = None
             self.tables = self._new_tables()
         self.storage.disk.plan(faults.disk)
-        self.tables.restore(self.newest)
+        self._restore(self.tables, self.newest)
         start = 0 if self.newest is None else self.newest.position.step
         self.say(f"incarnation {self.incarnation} from step {start}; planned: {faults}")
         links = faulty_pair(faults.frames, self.earlier, self.say)
         scenario = self.scenario
         settings = Settings(
             slots=scenario.slots,
+            tier_slots=scenario.tier_slots,
             ring_bytes=scenario.ring_bytes,
             seed=self.chance.randrange(2**32),
             late_store=scenario.late_store,
@@ -132,15 +145,31 @@ class Life:
     def _new_tables(self) -> Tables:
         """Only this job names the scratch folder: what a seed does must not depend on where it runs."""
         kind = self.scenario.store
-        path, in_order_bytes = str(self.table_dir) if kind == "mapped" else None, 0 if kind == "touched" else 2**30
-        store = msgspec.structs.replace(self.job.store, kind="mapped" if kind == "mapped" else "memory", path=path)
-        with patch.object(memory_store, "IN_ORDER_BYTES", in_order_bytes):
-            return Tables(
-                msgspec.structs.replace(self.job, store=store),
-                self.groups,
-                self.storage.checkpoints,
-                self.incarnation,
-            )
+        sections: dict[str, dict[str, str | None]] = {
+            "mapped": {"kind": "mapped", "path": str(self.table_dir)},
+            "segments": {"kind": "tiered", "path": str(self.table_dir), "memory": "1GiB"},
+        }
+        store = msgspec.structs.replace(self.job.store, **sections.get(kind, {}))
+        job = msgspec.structs.replace(self.job, store=store)
+        return Tables(job, self.groups, self.storage.checkpoints, self.incarnation)
+
+    def _restore(self, tables: Tables, newest: Manifest | None) -> None:
+        """Opens the stores if they are not open."""
+        kind, at_once = self.scenario.store, self.scenario.tier_at_once
+        with ExitStack() as stack:
+            stack.enter_context(patch.object(memory_store, "IN_ORDER_BYTES", 0 if kind == "touched" else 2**30))
+            stack.enter_context(patch.object(tiered_store, "AT_ONCE_BYTES", at_once))
+            if kind == "tiered":
+                stack.enter_context(patch.object(memory_store, "MemoryStore", self._new_tiered))
+            tables.restore(newest)
+        tier_slots = self.scenario.tier_slots
+        if tier_slots is not None:
+            for store in tables.stores:
+                store.store = plain_store(store)  # without the delays of an earlier attempt
+            tables.begin(tuple(n + self.scenario.tier_reserve for n in tier_slots))
+
+    def _new_tiered(self, group: GroupSpec) -> TieredStore:
+        return tiered(group, 0, ColdDict(seed=self.incarnation))
 
     # ending
 
@@ -157,6 +186,9 @@ class Life:
         assert tables is not None, "a prefetcher that ends has lived"
         self._check_nothing_unnoticed(both)
         run.prefetcher.planner.check_integrity()
+        for store in run.plain_stores:
+            if isinstance(store, TieredStore):
+                store.check_integrity()
         finished = run.prefetcher.barrier.finished
         self.say(f"{'finished' if finished else 'stopped in order'} at advance {both.number}")
         self.newest = both.writer.newest
@@ -180,11 +212,10 @@ class Life:
         newest = self.storage.find_newest()
         if newest is None or not newest.finished:
             raise LifeFailed(f"the run ended, but its newest checkpoint is {newest}")
-        tables = self._new_tables()
-        tables.restore(newest)
-        for group, store in zip(self.groups, tables.stores, strict=True):
-            check_state(table_state(group, store, self.job.job.seed), self.reference, "of the last checkpoint")
-        tables.close()
+        with closing(self._new_tables()) as tables:
+            self._restore(tables, newest)
+            for group, store in zip(self.groups, tables.stores, strict=True):
+                check_state(table_state(group, store, self.job.job.seed), self.reference, "of the last checkpoint")
 
 
 def run_life(seed: int, say: Say = lambda text: None) -> Life:

@@ -14,6 +14,7 @@ from examples.plain_loop import run_plain_loop
 from rowcast.job.schema import Job
 from rowcast.job.tables import group_specs
 from rowcast.prefetcher.checkpoints import snapshot
+from rowcast.prefetcher.stores import tiered_store
 from rowcast.protocol.batch import ScheduledBatch
 from rowcast.trainer.models import Embedded
 from rowcast.trainer.report.report_json import Evaluation
@@ -60,10 +61,19 @@ class Scenario:
     late_store: bool
     seeded_streams: bool
     mirrored: bool
-    store: Literal["memory", "touched", "mapped"]  # touched: in memory, numbered as the rows are touched
+    # touched: in memory, numbered as the rows are touched; tiered: a few in memory, over a dictionary; segments: over
+    # a file
+    store: Literal["memory", "touched", "mapped", "tiered", "segments"]
+    tier_spare: int  # rows in memory beyond those of the device
+    tier_reserve: int  # rows that may wait to leave it
+    tier_at_once: int  # bytes that are loaded or spilled at once
     peers_wait: bool  # transport.rejoin_timeout: the prefetcher outlives a trainer that is lost
     num_faults: int
     block_bytes: int  # that a checkpoint collects at a time
+
+    @property
+    def tier_slots(self) -> tuple[int, ...] | None:
+        return tuple(n + self.tier_spare for n in self.slots) if self.store in ("tiered", "segments") else None
 
     def __str__(self) -> str:
         job = self.job
@@ -73,7 +83,9 @@ class Scenario:
             f"checkpoint every {job.checkpoint.every} keep {job.checkpoint.keep} memory {job.checkpoint.memory} "
             f"blocks of {self.block_bytes}, "
             f"{self.slots} slots, rings of {self.ring_bytes}, late store {self.late_store}, "
-            f"seeded streams {self.seeded_streams}, mirrored {self.mirrored}, store {self.store}, "
+            f"seeded streams {self.seeded_streams}, mirrored {self.mirrored}, store {self.store} "
+            f"with {self.tier_spare} spare rows and {self.tier_reserve} on their way, "
+            f"{self.tier_at_once} bytes at once, "
             f"peers wait {self.peers_wait}"
         )
 
@@ -110,7 +122,10 @@ def draw_scenario(chance: random.Random) -> Scenario:
         late_store=chance.random() < 0.5,
         seeded_streams=chance.random() < 0.5,
         mirrored=chance.random() < 0.3,
-        store=chance.choices(("mapped", "touched", "memory"), (3, 3, 4))[0],
+        store=chance.choices(("mapped", "touched", "memory", "tiered", "segments"), (3, 3, 4, 4, 4))[0],
+        tier_spare=chance.choice([0, 20, 200]),
+        tier_reserve=chance.choice([0, 50, 1000]),
+        tier_at_once=chance.choice([1, 1000, tiered_store.AT_ONCE_BYTES]),
         peers_wait=chance.random() < 0.8,
         num_faults=chance.randint(1, 5),
         block_bytes=chance.choice([1, 500, snapshot.BLOCK_BYTES]),

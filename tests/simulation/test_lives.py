@@ -34,7 +34,7 @@ def test_the_lives_had_faults_of_every_kind(happened: Counter[str]) -> None:
     if happened["life"] < NUM_SEEDS:
         pytest.skip(f"only {happened['life']} of {NUM_SEEDS} lives ended before")
     assert happened["incarnation"] >= 2 * NUM_SEEDS, "most lives end without a restart"
-    for kind in ("event", "frame", "disk"):
+    for kind in ("event", "frame", "disk", "loaded", "spilled"):
         assert happened[kind] >= NUM_SEEDS / 4, f"only {happened[kind]} faults of kind {kind} in {NUM_SEEDS} lives"
     if NUM_SEEDS >= RARE_BELOW:
         assert not [kind for kind in (*EVENTS, *FRAME_FAULTS, "stuck", "rot", "fresh", "disk") if not happened[kind]], (

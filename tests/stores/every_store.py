@@ -1,6 +1,7 @@
 """Stores of every kind over one small group, and what their tests ask of them."""
 
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from functools import partial
@@ -19,13 +20,16 @@ from rowcast.prefetcher.stores.late_store import LateStore
 from rowcast.prefetcher.stores.mapped_store import MappedStore
 from rowcast.prefetcher.stores.memory_store import MemoryStore
 from rowcast.prefetcher.stores.store import Keys, Records, RowStore, Ticket
+from rowcast.prefetcher.stores.tiered_store import TieredStore
 from rowcast.prefetcher.stores.tracked_store import TrackedStore, open_row_store
 from rowcast.protocol.transport.ring_file import in_memory_buffer
 from tests.support import jobs
+from tests.support.redis_server import shared_server
+from tests.support.tiers import Restless, tiered
 
 SEED = 5
 INITIAL_SUM = 0.25
-MAX_POLLS = 1000
+MAX_POLLS, QUICK_POLLS, POLL_S = 1000, 100, 0.01
 TABLES = (("first", 40, 6), ("other_group", 9, 8), ("second", 300, 6), ("third", 7, 6))
 
 
@@ -52,7 +56,9 @@ def open_mapped(
 
 
 def open_kind(kind: str, folder: Path) -> RowStore:
-    job = make_job(job={"run_dir": str(folder), "seed": SEED}, store={"kind": kind})
+    memory = {"memory": "1GiB"} if REGISTERED[kind].has_tier else {}
+    url = {"url": shared_server().url_text} if "url" in REGISTERED[kind].keys else {}
+    job = make_job(job={"run_dir": str(folder), "seed": SEED}, store={"kind": kind, **memory, **url})
     return open_row_store(job, GROUP, incarnation=1, checkpoint=None)
 
 
@@ -63,10 +69,26 @@ def open_numbered_as_touched() -> MemoryStore:
         return MemoryStore(GROUP)
 
 
+def restless(num_slots: int, seed: int) -> Restless:
+    return Restless(tiered(GROUP, num_slots), all_keys(), seed)
+
+
+def restless_in_cold_tier(kind: str, folder: Path) -> Restless:
+    store = open_kind(kind, folder)
+    assert isinstance(store, TieredStore)
+    store.begin(60)
+    return Restless(store, all_keys(), seed=4)
+
+
 MakeStore = Callable[[Path], RowStore]
 STORES: dict[str, MakeStore] = {kind: partial(open_kind, kind) for kind in REGISTERED}
 STORES["memory, numbered as touched"] = lambda folder: open_numbered_as_touched()
 STORES |= {f"late {kind}": lambda folder, kind=kind: LateStore(open_kind(kind, folder), 1) for kind in REGISTERED}  # type: ignore[misc]
+STORES["tiered, 7 rows in memory"] = lambda folder: restless(7, 1)
+STORES["tiered, 200 rows in memory"] = lambda folder: restless(200, 2)
+STORES["tiered, in segments"] = partial(restless_in_cold_tier, "tiered")
+STORES["redis, 60 rows in memory"] = partial(restless_in_cold_tier, "redis")
+STORES["late tiered, 60 rows in memory"] = lambda folder: LateStore(restless(60, 3), 1)
 
 
 @contextmanager
@@ -81,10 +103,11 @@ def tracked(store: RowStore) -> TrackedStore:
 
 
 def finish(ticket: Ticket) -> None:
-    for _ in range(MAX_POLLS):
+    for poll in range(MAX_POLLS):
         if ticket.done():
             assert ticket.done(), "a ticket that was done is done ever after"
             return
+        time.sleep(0 if poll < QUICK_POLLS else POLL_S)  # another thread may have to do it
     pytest.fail(f"a ticket was not done after {MAX_POLLS} polls")
 
 

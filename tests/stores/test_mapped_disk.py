@@ -25,6 +25,7 @@ from tests.stores.every_store import (
     random_records,
     read,
 )
+from tests.stores.failing_calls import failing
 from tests.stores.table_files import CHECKPOINT, KEYS, NBYTES, ROWS, assert_empty, leave_closed, reopened, rows_file
 
 # one process
@@ -98,19 +99,6 @@ def test_a_large_table_is_neither_read_nor_filled(tmp_path: Path, monkeypatch: p
     assert found.st_blocks * 512 < 2**20
 
 
-def refuse(code: int, after: int = 0) -> Callable[..., None]:
-    """A call to the file system that fails, from the call number `after` on."""
-    calls = 0
-
-    def fail(*_: object) -> None:
-        nonlocal calls
-        calls += 1
-        if calls > after:
-            raise OSError(code, os.strerror(code))
-
-    return fail
-
-
 def test_too_little_space_is_refused_with_both_numbers_before_anything_is_changed(tmp_path: Path) -> None:
     content = leave_closed(tmp_path).read_bytes()
     needed = file_layout(groups(scale=2**32)[0])[1]
@@ -172,7 +160,7 @@ def test_a_full_disk_is_refused_and_does_not_kill(small_disk: Path) -> None:
 def test_a_disk_that_fails_at_the_start_is_a_sentence_and_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, code: int, sentence: str
 ) -> None:
-    monkeypatch.setattr(os, call, refuse(code))
+    monkeypatch.setattr(os, call, failing(code))
     with pytest.raises(ConfigError, match=sentence):
         open_mapped(tmp_path)
     assert list(tmp_path.iterdir()) == []
@@ -181,7 +169,7 @@ def test_a_disk_that_fails_at_the_start_is_a_sentence_and_leaves_nothing(
 
 
 def test_a_file_system_that_cannot_reserve_is_used_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "posix_fallocate", refuse(errno.EOPNOTSUPP))
+    monkeypatch.setattr(os, "posix_fallocate", failing(errno.EOPNOTSUPP))
     leave_closed(tmp_path)
     store = reopened(tmp_path)
     assert store.restored
@@ -195,7 +183,7 @@ def test_a_disk_that_fails_at_the_end_costs_only_a_restore(
 ) -> None:
     store = open_mapped(tmp_path)
     finish(store.write(KEYS, ROWS))
-    monkeypatch.setattr(os, "fsync", refuse(errno.EIO, after))
+    monkeypatch.setattr(os, "fsync", failing(errno.EIO, after))
     with capture_logs() as logs:
         store.close(CHECKPOINT)
     assert [log["event"] for log in logs] == ["table file cannot be kept; the next start restores"]

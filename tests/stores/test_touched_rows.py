@@ -1,88 +1,234 @@
 """Numbers of touched rows: the directory behind tables that are larger than memory."""
 
 import threading
+from itertools import count
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rowcast.job.tables import make_keys
+from rowcast.job.tables import GroupSpec, group_specs, make_keys
 from rowcast.prefetcher.stores import touched_rows
+from rowcast.prefetcher.stores.cell_loops import (
+    BUCKET,
+    FRONTIER,
+    REACH,
+    SIZE,
+    bucket_in,
+    hash_in,
+    hash_of,
+    layout_for,
+    position_of,
+)
+from rowcast.prefetcher.stores.row_loops import BITS, set_bits
 from rowcast.prefetcher.stores.store import ABSENT
 from rowcast.prefetcher.stores.touched_rows import TouchedRows
 from rowcast.runtime.arrays import I64, U64
 from rowcast.runtime.errors import RowcastError
-from rowcast.runtime.splitmix import FACTOR_1, FACTOR_2, GOLDEN
+from tests.support import jobs
 
 MOST = 10**6
+TABLES = (0, 3, 25)  # of the group
 
 
-def some_keys(random: np.random.Generator, num_rows: int, count: int) -> I64:
-    tables = [make_keys(table, np.unique(random.integers(0, num_rows, count))) for table in (0, 3, 25)]
-    return np.concatenate(tables)
+def group_of(rows_a_table: int) -> GroupSpec:
+    tables = [jobs.table(f"t{i}", rows_a_table, 6 if i in TABLES else 8) for i in range(26)]
+    group = group_specs(jobs.job(tables=tables))[0]
+    assert tuple(table.index for table in group.tables) == TABLES
+    return group
 
 
-@pytest.mark.parametrize("num_rows", [50, 10**6, 10**12])
-def test_rows_keep_the_numbers_in_which_they_were_first_added(num_rows: int) -> None:
-    random, rows, expected = np.random.default_rng(1), TouchedRows("g", MOST), dict[int, int]()
+def some_keys(random: np.random.Generator, rows_a_table: int, count: int) -> I64:
+    """Of each table, that many rows at most; among them the first and the last."""
+    edges = [0, rows_a_table - 1]
+    return np.concatenate(
+        [make_keys(table, np.unique([*random.integers(0, rows_a_table, count), *edges])) for table in TABLES]
+    )
+
+
+def bits_of(numbers: I64) -> U64:
+    bits: U64 = np.zeros(-(-MOST // BITS), np.uint64)
+    set_bits(bits, numbers)
+    return bits
+
+
+def keys_found(rows: TouchedRows, bits: U64, block: int = 1000) -> I64:
+    blocks = list(rows.found(bits, TABLES, block))
+    parts = [found for table in TABLES for found in rows.found(bits, [table], block)]
+    assert sum(len(keys) for keys, _ in parts) == sum(len(keys) for keys, _ in blocks)
+    for keys, numbers in blocks:
+        assert len(keys) <= block
+        assert (rows.of(keys) == numbers).all()
+    return np.concatenate([np.empty(0, np.int64), *(keys for keys, _ in blocks)])
+
+
+@pytest.mark.parametrize("rows_a_table", [50, 10**6, 10**12, 2**48])
+def test_rows_keep_the_numbers_in_which_they_were_first_added(rows_a_table: int) -> None:
+    random, rows, expected = np.random.default_rng(1), TouchedRows(group_of(rows_a_table), MOST), dict[int, int]()
     for _ in range(60):
-        asked = some_keys(random, num_rows, 700)
+        asked = some_keys(random, rows_a_table, 700)
         assert rows.of(asked).tolist() == [expected.get(key, ABSENT) for key in asked.tolist()]
-        added = some_keys(random, num_rows, 700)
+        added = some_keys(random, rows_a_table, 700)
         for key in added.tolist():
             expected.setdefault(key, len(expected))
         assert rows.added(added).tolist() == [expected[key] for key in added.tolist()]
         assert rows.count == len(expected)
-    assert rows.keys[: rows.count].tolist() == list(expected)
+    assert rows.of(added).tolist() == [expected[key] for key in added.tolist()]
 
 
 @settings(max_examples=30, deadline=None)
-@given(st.lists(st.sets(st.integers(0, 2**59), max_size=40), max_size=12))
-def test_any_keys_are_found_again(batches: list[set[int]]) -> None:
-    rows, expected = TouchedRows("g", MOST), dict[int, int]()
-    for batch in batches:
-        keys = np.array(sorted(batch), np.int64)
+@given(st.integers(1, 2**48), st.data())
+def test_any_rows_are_found_again_with_their_keys(rows_a_table: int, data: st.DataObject) -> None:
+    rows, expected = TouchedRows(group_of(rows_a_table), MOST), dict[int, int]()
+    ids = st.tuples(st.sampled_from(TABLES), st.integers(0, rows_a_table - 1))
+    for batch in data.draw(st.lists(st.sets(ids, max_size=40), max_size=12)):
+        keys = np.array(sorted((table << 48) + row for table, row in batch), np.int64)
         for key in keys.tolist():
             expected.setdefault(key, len(expected))
         assert rows.added(keys).tolist() == [expected[key] for key in keys.tolist()]
     everything = np.array(sorted(expected), np.int64)
     assert rows.of(everything).tolist() == [expected[key] for key in everything.tolist()]
+    chosen = data.draw(st.sets(st.sampled_from(everything.tolist()))) if expected else set[int]()
+    bits = bits_of(np.array([expected[key] for key in chosen], np.int64))
+    assert keys_found(rows, bits, block=7).tolist() == sorted(chosen)
 
 
-def test_rows_whose_cells_are_alike_are_told_apart() -> None:
-    """Their hashes differ only in bits that neither a cell's tag nor the place of the search has."""
-    hashes = np.uint64(0x123456789ABCDEF0) ^ (np.arange(200, dtype=np.uint64) << np.uint64(26))
-    twins = np.sort(unmixed(hashes).view(np.int64))
-    assert len({touched_rows.hash_of(key) & touched_rows.TAG for key in twins.tolist()}) == 1
-    rows = TouchedRows("g", MOST)
-    for own in (twins[::2], twins[1::2]):
-        rows.added(own)
-    assert rows.of(twins[::2]).tolist() == list(range(100))
-    assert rows.of(twins[1::2]).tolist() == list(range(100, 200))
+@pytest.mark.parametrize("num_rows", [1, 2, 3, 1000, 2**16, 2**40 - 1, 2**53])
+def test_each_position_has_a_hash_of_its_own_that_leads_back_to_it(num_rows: int) -> None:
+    layout = layout_for(num_rows, min(MOST, num_rows))
+    positions = np.unique(np.linspace(0, num_rows - 1, 2**16).astype(np.int64))
+    hashes = [np.uint64(hash_of(position, layout)) for position in positions.tolist()]
+    assert [position_of(hashed, layout) for hashed in hashes] == positions.tolist()
+    assert len(set(hashes)) == len(positions)
 
 
-def unmixed(hashes: U64) -> U64:
-    """The inverse of `hash_of`."""
-    x = hashes
-    for shift, factor in ((31, FACTOR_2), (27, FACTOR_1), (30, GOLDEN)):
-        x = x ^ (x >> np.uint64(shift)) ^ (x >> np.uint64(2 * shift))
-        x = x * np.uint64(pow(int(factor), -1, 2**64))
-    return x
+@pytest.mark.parametrize("bit", [63, 60, 58])
+def test_rows_whose_cells_are_alike_are_told_apart(bit: int) -> None:
+    """Their hashes differ in bits that a cell has no room for."""
+    group = group_of(2**48)
+    rows, random = TouchedRows(group, MOST), np.random.default_rng(4)
+    layout = layout_for(group.num_rows, rows.most)
+    assert 64 - layout.implied <= bit
+    pairs = []
+    for position in random.integers(0, group.num_rows, 3000).tolist():
+        twin = position_of(np.uint64(hash_of(position, layout) ^ (1 << bit)), layout)
+        pairs += [(position, twin)] if twin < group.num_rows else []
+    positions = np.array(pairs, np.int64)
+    keys = make_keys(0, positions % 2**48) + (np.array(TABLES, np.int64)[positions // 2**48] << 48)
+    assert (rows.added(np.sort(keys[:, 0])) == np.arange(len(keys))).all()
+    assert (rows.of(keys[:, 1]) == ABSENT).all()
+    rows.added(np.sort(keys[:, 1]))
+    everything = np.sort(keys.ravel())
+    assert sorted(rows.of(everything).tolist()) == list(range(2 * len(keys)))
+    assert (keys_found(rows, bits_of(rows.of(everything))) == everything).all()
+
+
+@pytest.mark.parametrize("distance", [0, 1, REACH - 1])
+def test_a_cell_leads_back_to_its_row_wherever_it_lies_within_reach(distance: int) -> None:
+    layout, random = layout_for(2**50, MOST), np.random.default_rng(8)
+    size = (REACH << int(layout.implied)) + 77
+    for position in random.integers(0, 2**50, 300).tolist():
+        hashed = np.uint64(hash_of(position, layout))
+        cell, bucket = (hashed << layout.implied) | np.uint64(1), bucket_in(hashed, size)
+        assert hash_in(cell, bucket + distance, size, layout) == hashed
+
+
+@pytest.mark.parametrize("distance", [1, 2, 1000, 2**20, 10**12 // 200_000])
+def test_rows_at_any_distance_from_each_other_spread_over_the_buckets(distance: int) -> None:
+    """Otherwise some would lie further from their own buckets than REACH, which is an error."""
+    rows = TouchedRows(group_of(10**12), MOST)
+    keys = np.concatenate([make_keys(table, np.arange(65_000) * distance) for table in TABLES])
+    assert (rows.added(keys) == np.arange(len(keys))).all()
+    buckets = rows._cells.reshape(-1, BUCKET)[: rows._sizes[SIZE]]
+    full = np.flatnonzero(buckets[:, -1])
+    longest = max(map(len, np.split(full, np.flatnonzero(np.diff(full) > 1) + 1)))
+    assert longest < REACH // 4
+
+
+def test_rows_that_are_added_beside_the_frontier_of_a_growth_are_found_again() -> None:
+    group, expected = group_of(2**42 // 3), list[int]()
+    rows, random = TouchedRows(group, MOST), np.random.default_rng(7)
+    layout = layout_for(group.num_rows, rows.most)
+    while len(expected) < 20_000:
+        keys = some_keys(random, 2**42 // 3, 1)
+        new = keys[rows.of(keys) == ABSENT]
+        rows.added(keys)
+        before, _, frontier = rows._sizes.tolist()
+        if frontier:  # as many rows as fill the last bucket before it, and one more
+            middle = (2 * frontier - 1) * 2**41 // before
+            hashes = [np.uint64((middle + i) << 22) for i in random.integers(0, 2**16, BUCKET + 1).tolist()]
+            positions = np.array([position_of(hashed, layout) for hashed in hashes], np.int64)
+            keys = make_keys(0, positions % (2**42 // 3)) + (np.array(TABLES)[positions // (2**42 // 3)] << 48)
+            keys = np.unique(keys)
+            new = np.concatenate([new, keys[rows.of(keys) == ABSENT]])
+            rows.added(keys)
+        expected += new.tolist()
+    assert (rows.of(np.sort(expected)) == np.argsort(expected)).all()
+
+
+def test_rows_keep_their_numbers_at_every_frontier_of_a_growth() -> None:
+    random, rows, added = np.random.default_rng(1), TouchedRows(group_of(10**9), MOST), np.empty(0, np.int64)
+    frontiers, expected = set[int](), np.empty(0, np.int64)
+    while len(added) < 6000:
+        keys = some_keys(random, 10**9, 4)
+        keys = keys[~np.isin(keys, added)]
+        expected = np.concatenate([expected, rows.added(keys)])
+        added = np.concatenate([added, keys])
+        order = np.argsort(added)
+        assert (rows.of(added[order]) == expected[order]).all()
+        frontiers.add(int(rows._sizes[FRONTIER]))
+    assert (expected == np.arange(len(added))).all()
+    assert len(frontiers) > 20
+
+
+@pytest.mark.parametrize("rows_a_table", [10**12, 2**48])
+def test_keys_are_found_in_any_state_of_growth(rows_a_table: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(touched_rows, "SORTED_AT_ONCE", 500)
+    monkeypatch.setattr(touched_rows, "BUCKETS_AT_ONCE", 20)
+    random, rows, states = np.random.default_rng(5), TouchedRows(group_of(rows_a_table), MOST), set[bool]()
+    added = np.empty(0, np.int64)
+    for _ in range(12):
+        added = np.union1d(added, keys := some_keys(random, rows_a_table, 1500))
+        rows.added(keys)
+        chosen = added[random.random(len(added)) < 0.7]
+        assert (keys_found(rows, bits_of(rows.of(chosen))) == chosen).all()
+        states.add(bool(rows._sizes[FRONTIER]))
+    assert states == ({False, True} if rows_a_table == 10**12 else {False})
+
+
+def test_keys_are_found_while_rows_are_added(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(touched_rows, "BUCKETS_AT_ONCE", 20)
+    random, rows = np.random.default_rng(6), TouchedRows(group_of(10**12), MOST)
+    early = some_keys(random, 10**12, 6000)
+    bits = bits_of(rows.added(early))
+    before, released = rows.count, count()
+
+    class AddsWhenReleased:
+        """A lock. Whenever the search has let go of it, another thread adds rows."""
+
+        def __enter__(self) -> None: ...
+        def __exit__(self, *_: object) -> None:
+            if next(released) % 2 == 0:  # not the lock that `added` itself lets go of
+                rows.added(some_keys(random, 10**12, 20))
+
+    monkeypatch.setattr(rows, "_lock", AddsWhenReleased())
+    assert (np.concatenate([keys for keys, _ in rows.found(bits, TABLES, 10**6)]) == early).all()
+    assert rows.count > 1.2 * before
 
 
 def test_a_directory_takes_at_most_12_bytes_a_row() -> None:
-    random, rows = np.random.default_rng(2), TouchedRows("g", MOST)
+    random, rows = np.random.default_rng(2), TouchedRows(group_of(10**12), MOST)
     while rows.count < 500_000:
-        rows.added(np.unique(random.integers(0, 10**12, 30_000)))
-    assert rows.nbytes - 8 * rows.count <= 12 * rows.count
+        rows.added(some_keys(random, 10**12, 1000))
+        assert rows.count < 50_000 or rows.nbytes <= touched_rows.ROW_BYTES * rows.count
 
 
 def test_rows_are_found_while_another_thread_adds_some() -> None:
-    random, rows = np.random.default_rng(3), TouchedRows("g", MOST)
-    early = np.unique(random.integers(0, 10**12, 5_000))
+    random, rows = np.random.default_rng(3), TouchedRows(group_of(10**12), MOST)
+    early = some_keys(random, 10**12, 2000)
     numbers = rows.added(early)
-    later = [np.unique(random.integers(0, 10**12, 5_000)) for _ in range(40)]
+    later = [some_keys(random, 10**12, 2000) for _ in range(40)]
     adding = threading.Thread(target=lambda: [rows.added(keys) for keys in later])
     adding.start()
     while adding.is_alive():
@@ -92,9 +238,10 @@ def test_rows_are_found_while_another_thread_adds_some() -> None:
 
 
 def test_more_rows_than_memory_holds_are_refused_and_none_is_added() -> None:
-    rows = TouchedRows("fp32_d6_adagrad", 100)
+    group = group_of(1000)
+    rows = TouchedRows(group, 100)
     rows.added(np.arange(100))
-    with pytest.raises(RowcastError, match=r"group fp32_d6_adagrad has 101 trained rows, .* holds at most 100; use "):
+    with pytest.raises(RowcastError, match=rf"group {group.name} has 101 trained rows, .* holds at most 100; use "):
         rows.added(np.arange(50, 101))
     assert rows.count == 100
     assert rows.of(np.array([100])).tolist() == [ABSENT]

@@ -59,6 +59,8 @@ from rowcast.trainer.models.runner import StepRunner
 from rowcast.trainer.models.shared_runner import Collectives, SharedRunner
 from rowcast.trainer.report.report_json import Evaluation
 from rowcast.trainer.run.handshake import hello
+from tests.support.cold_dict import ColdDict
+from tests.support.tiers import tiered
 
 # advances without progress after which a run is stuck: the late store's dice and skewed choices stay far below
 QUIET_LIMIT = 20_000
@@ -141,6 +143,8 @@ class Settings:
     """How to run: none of it may change a bit of the result."""
 
     slots: tuple[int, ...]
+    tier_slots: tuple[int, ...] | None = None  # rows that the planner keeps in the stores' memory; None: all
+    tier_reserve: int = 0  # rows of each store that may wait to leave
     ring_bytes: int = 2**20
     staging_bytes: int | None = None  # None: half a ring's
     seed: int = 0
@@ -215,7 +219,7 @@ class InProcessRun:
         self.max_in_flight = 0
         self.results = RecordedResults()
         self.chance = random.Random(settings.seed)
-        stores = tuple(TrackedStore(MemoryStore(group), group, job.job.seed) for group in self.groups)
+        stores = tuple(TrackedStore(new_store(settings, group), group, job.job.seed) for group in self.groups)
         if past is not None and past.stores:
             stores = past.stores
         elif past is not None and past.newest is not None:
@@ -260,7 +264,13 @@ class InProcessRun:
                 groups=self.groups,
                 source=ListSource(batches, self.chance if settings.late_store else None),
                 planner=job_planner(
-                    job, self.groups, settings.slots, batches[:MEASURED_BATCHES], pinned=settings.pinned, rank=rank
+                    job,
+                    self.groups,
+                    settings.slots,
+                    batches[:MEASURED_BATCHES],
+                    pinned=settings.pinned,
+                    tier_slots=settings.tier_slots,
+                    rank=rank,
                 ),
                 measured=[],
                 stores=stores,
@@ -363,6 +373,12 @@ class InProcessRun:
         ]
         merged = {name: tensor for part in rows for name, tensor in part.items()}
         return merged | {name: tensor.detach().clone() for name, tensor in self.runner.model.state_dict().items()}
+
+
+def new_store(settings: Settings, group: GroupSpec) -> RowStore:
+    if settings.tier_slots is None:
+        return MemoryStore(group)
+    return tiered(group, settings.tier_slots[group.index] + settings.tier_reserve, ColdDict(seed=settings.seed))
 
 
 def plain_store(store: TrackedStore) -> RowStore:

@@ -83,6 +83,8 @@ class GroupOracle:
             evict_keys=i64(victims),
             num_dirty=num_dirty,
             fill_after=fill_after,
+            load_keys=i64([]),
+            spill_keys=i64([]),
         )
 
     def clean(self) -> RowMove:

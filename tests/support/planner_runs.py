@@ -8,6 +8,7 @@ import numpy.typing as npt
 
 from rowcast.job.schema import Policy
 from rowcast.job.tables import GroupSpec, RecordPart, TableSpec
+from rowcast.prefetcher.planner.auto_horizon import AutoHorizon
 from rowcast.prefetcher.planner.planner import RowPlanner
 from rowcast.protocol.batch import Batch, Kind, ScheduledBatch
 from rowcast.protocol.plan import BarrierPlan, StepPlan
@@ -118,17 +119,19 @@ class Run:
     num_first: int = 0  # first batches, by which "static" judges
     pinned: tuple[tuple[int, ...], ...] = ()  # keys of each group
     num_threads: int = 1
+    tier_slots: tuple[int, ...] | None = None
 
-    def planner(self) -> RowPlanner:
+    def planner(self, horizon: AutoHorizon | None = None) -> RowPlanner:
         return RowPlanner(
             self.groups,
             self.slots,
             self.depth,
-            self.horizon,
+            horizon or self.horizon,
             policy=self.policy,
             first_batches=self.trace[: self.num_first],
             pinned=tuple(i64(list(keys)) for keys in self.pinned) or None,
             num_threads=self.num_threads,
+            tier_slots=self.tier_slots,
         )
 
 
@@ -210,9 +213,10 @@ def feed(planner: RowPlanner, left: list[ScheduledBatch], eager: bool) -> None:
         planner.end()
 
 
-def entries_of(run: Run, eager: bool = True, check: bool = False) -> list[Entry]:
-    """The plan stream. `eager`: tells the next batch and the end of the data before a barrier, not after it."""
-    planner, left, entries = run.planner(), list(run.trace), list[Entry]()
+def entries_of(run: Run, eager: bool = True, check: bool = False, horizon: AutoHorizon | None = None) -> list[Entry]:
+    """The plan stream. `eager`: tells the next batch and the end of the data before a barrier, not after it. `horizon`:
+    instead of the run's."""
+    planner, left, entries = run.planner(horizon), list(run.trace), list[Entry]()
     feed(planner, left, eager)
     while planner.ready():
         scheduled, plan = planner.plan()

@@ -1,10 +1,13 @@
 """A small job's groups, and counters that have seen a few steps of it."""
 
+from dataclasses import fields
+
 import numpy as np
 
 from rowcast.job.tables import GroupSpec
 from rowcast.prefetcher.pipeline.metrics import PrefetcherCollector, PrefetcherCounters, PrefetcherGauges, SlotStates
 from rowcast.prefetcher.pipeline.metrics import new_counters as new_prefetcher_counters
+from rowcast.prefetcher.stores.store_counts import StoreCounts
 from rowcast.protocol.messages import ArraySpan, Flush, GroupHeader, PlanHeader, RingRef, RowsBack, RowSpan, StepReady
 from rowcast.protocol.plan import GroupPlan, StepPlan
 from rowcast.runtime.telemetry.build import build_info, versions
@@ -45,6 +48,8 @@ def step_plan(
         evict_keys=np.zeros(num_evict, np.int64),
         num_dirty=2,
         fill_after=None,
+        load_keys=np.zeros(0, np.int64),
+        spill_keys=np.zeros(0, np.int64),
     )
     return StepPlan(
         step=0,
@@ -138,7 +143,13 @@ def prefetcher_gauges() -> PrefetcherGauges:
         write_back_lag_steps=2,
         shared_memory_size_bytes=2**30,
         shared_memory_free_bytes=2**29,
+        stores=[store_counts(), None],
     )
+
+
+def store_counts() -> StoreCounts:
+    """Every number differs."""
+    return StoreCounts(**{field.name: number for number, field in enumerate(fields(StoreCounts), start=1)})
 
 
 def prefetcher_collector(counters: PrefetcherCounters, health: Health | None = None) -> PrefetcherCollector:

@@ -102,7 +102,7 @@ def count_traffic(monkeypatch: pytest.MonkeyPatch) -> Traffic:
 
     def scatter(source: Tensor, slots: Tensor, rows: Tensor) -> None:
         traffic.scattered.append((rows.data_ptr(), slots.tolist()))
-        rows.index_copy_(0, slots.long(), source)
+        rows.index_copy_(0, slots, source)
 
     monkeypatch.setattr(CountingStore, "traffic", traffic, raising=False)
     monkeypatch.setattr(driver, "MemoryStore", CountingStore)

@@ -15,6 +15,7 @@ from rowcast.job.eviction_policies import EVICTION_POLICIES
 from rowcast.job.schema import Policy
 from rowcast.job.tables import GroupSpec, group_specs
 from rowcast.prefetcher.planner.planner import RowPlanner
+from rowcast.prefetcher.stores.tiered_store import TieredStore
 from rowcast.protocol.batch import ScheduledBatch
 from tests.support.batches import BAGS, NUM_DENSE, OPTIMIZERS, Bags, slots_for, small_batches, small_job
 from tests.support.comparisons import assert_equal_bits, assert_tested_what_it_claims
@@ -81,6 +82,38 @@ def test_unpooled_look_ups_one_each_or_weighted_give_the_bits_of_the_plain_loop(
         assert_equal_bits(run, losses, end)
         if capacity != "everything":
             assert_tested_what_it_claims(run, job)
+
+
+@pytest.mark.parametrize("depth", [1, 4])
+@pytest.mark.parametrize(("optimizer", "bags"), [("adagrad", "multi"), ("adam", "empty"), ("sgd", "weighted apart")])
+def test_rows_that_come_and_go_between_memory_and_a_cold_tier_give_the_bits_of_the_plain_loop(
+    optimizer: str, bags: Bags, depth: int
+) -> None:
+    losses, end, batches = reference(optimizer, bags)
+    for seed, (spare, reserve, horizon) in enumerate([(0, 0, 1), (0, 500, 8), (100, 50, 64), (20, 2000, 8)]):
+        job = small_job(optimizer, bags, depth=depth, horizon=horizon)
+        slots = slots_for(group_specs(job), batches, "more")
+        tier_slots = tuple(n + spare for n in slots)
+        run = InProcessRun(
+            job,
+            batches,
+            Settings(
+                slots=slots,
+                tier_slots=tier_slots,
+                tier_reserve=reserve,
+                seed=seed,
+                late_store=bool(seed % 2),
+                verify=float(seed < 2),
+            ),
+        ).run()
+        stores = [store for store in run.plain_stores if isinstance(store, TieredStore)]
+        assert len(stores) == 2
+        for store in stores:
+            store.check_integrity()
+            assert store.counts().spilled > 0, "no row has left the memory"
+            assert store.counts().loaded > 0, "no row has come back to it"
+        assert_equal_bits(run, losses, end)
+        assert_tested_what_it_claims(run, job)
 
 
 def hot_keys(

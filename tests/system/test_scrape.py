@@ -119,7 +119,11 @@ class ScrapedRun:
         with Session(folder) as session, patch.dict(processes.COMMANDS, {"trainer": ["-c", HELD_TRAINER, "run"]}):
             data = {"eval_fraction": 0.1, "synthetic": {"samples": 64 * NUM_STEPS * 10 // 9}}
             session.write_job(
-                data=data, eval={"every": 10}, cache={"capacity": "20KiB"}, lookahead={"depth": 2, "horizon": 4}
+                data=data,
+                eval={"every": 10},
+                cache={"capacity": "20KiB"},
+                store={"kind": "tiered", "memory": "700 rows"},
+                lookahead={"depth": 2, "horizon": 4},
             )
             self.groups = tuple(group.name for group in group_specs(load_job(session.config)))
             paths = {"PYTHONPATH": str(ROOT), HOLD: str(folder)}
@@ -183,6 +187,9 @@ def test_every_label_has_all_its_values_from_the_first_scrape_on(run: ScrapedRun
         "side": {"producer", "consumer"},
         "optimizer": set(get_args(rowcast.trainer.execute.metrics.Side)) if process == "trainer" else set(),
         "state": set(get_args(State)),
+        "tier": {"memory", "cold", "untouched"} if process == "prefetcher" else set(),
+        "from": {"memory", "cold", "untouched"} if process == "prefetcher" else set(),
+        "to": {"memory", "cold", "none"} if process == "prefetcher" else set(),
         "process": {process},
     }
     for number in range(len(run.scrapes[process].families)):

@@ -17,13 +17,16 @@ import rowcast.trainer.execute.engine
 from rowcast.job.tables import group_specs
 from rowcast.prefetcher.checkpoints.folder import Checkpoints
 from rowcast.prefetcher.checkpoints.writer import CheckpointWriter
+from rowcast.prefetcher.stores.store import RowStore
 from rowcast.protocol.messages import Bye, Flush, Hello, Released, RowsBack, StepDone, StepReady
+from rowcast.protocol.plan import GroupPlan
 from rowcast.protocol.transport.inproc import inproc_pair
 from rowcast.runtime.disk import RealDisk
 from rowcast.runtime.stages import Stage, Wakes
 from tests.support import driver, repeats
 from tests.support.batches import slots_for, small_batches, small_job
 from tests.support.driver import InProcessRun, ListSource, Past, Settings
+from tests.support.store_around import StoreAround
 
 TABLES: dict[str, Wakes] = {
     "prefetcher": rowcast.prefetcher.pipeline.engine.WAKES,
@@ -106,6 +109,7 @@ def run_woken(
     verify: float = 0.0,
     capacity: str = "one batch",
     ring_bytes: int = 24 * 1024,
+    harm: Callable[[RowStore], RowStore] | None = None,
 ) -> InProcessRun:
     """A run with evaluations and checkpoints in small rings."""
     folder.mkdir()
@@ -122,6 +126,7 @@ def run_woken(
             verify=verify,
             seeded_streams=False,
             links=links,
+            harm=harm,
         )
         return InProcessRun(job, batches, settings, Past(checkpoints=Checkpoints(folder, RealDisk()), newest=None))
 
@@ -184,8 +189,35 @@ def test_without_one_of_these_wakes_all_threads_may_fall_asleep(
         run_seeds(tmp_path, tables, capacity)
 
 
+class Hinted(StoreAround):
+    """Notes the last plan that it was told of, and what `advance` was told after it."""
+
+    def stage(self, step: int, plan: GroupPlan) -> None:
+        self.staged, self.advanced = step, False
+
+    def advance(self, home_through: int | None) -> bool:
+        self.advanced, self.home_through = True, home_through
+        return False
+
+
+@pytest.mark.parametrize("cause", ["planning", "write-back"])
+@pytest.mark.parametrize("seed", range(3))
+def test_the_staging_thread_is_woken_by_plans_and_by_rows_that_are_home(cause: str, seed: int, tmp_path: Path) -> None:
+    told = list[Hinted]()
+
+    def hint(store: RowStore) -> RowStore:
+        told.append(Hinted(store))
+        return told[-1]
+
+    other = {"planning": "write-back", "write-back": "planning"}[cause]
+    run_woken(tmp_path / "run", seed, without("prefetcher", other, "staging"), harm=hint)
+    for store in told:
+        assert store.staged == 15, "14 train steps and two evaluations"
+        assert store.advanced if cause == "planning" else store.home_through == store.staged
+
+
 def test_every_thread_that_is_woken_exists() -> None:
-    prefetcher = {"mail", "planning", "fetcher", "write-back", "checkpoint", "main"}
+    prefetcher = {"mail", "planning", "staging", "fetcher", "write-back", "checkpoint", "main"}
     for table, threads in ((TABLES["prefetcher"], prefetcher), (TABLES["trainer"], {"mail", "sender", "main"})):
         assert {name for names in table.values() for name in names} <= threads
         assert {cause for cause in table if isinstance(cause, str)} <= threads

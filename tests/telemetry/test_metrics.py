@@ -1,4 +1,5 @@
 import time
+from dataclasses import fields
 from typing import get_args
 
 import pytest
@@ -7,6 +8,7 @@ from prometheus_client.metrics_core import Metric as Family
 from prometheus_client.parser import text_string_to_metric_families
 
 from rowcast.prefetcher.pipeline.metrics import PrefetcherCounters
+from rowcast.prefetcher.stores.store_counts import StoreCounts, described
 from rowcast.protocol.counters import CountersCollector, new_registry
 from rowcast.runtime.telemetry.build import build_info
 from rowcast.runtime.telemetry.health import Health, State
@@ -14,7 +16,20 @@ from rowcast.runtime.telemetry.metrics import BOTH, METRICS, Process, families, 
 from rowcast.trainer.execute.metrics import TrainerCollector, TrainerCounters, TrainerGauges
 from tests.support import three_steps
 
-ALLOWED_LABELS = {"group", "direction", "kind", "reason", "phase", "queue", "side", "state", "optimizer"}
+ALLOWED_LABELS = {
+    "group",
+    "direction",
+    "kind",
+    "reason",
+    "phase",
+    "queue",
+    "side",
+    "state",
+    "optimizer",
+    "tier",
+    "from",
+    "to",
+}
 
 
 def collectors() -> dict[Process, CountersCollector]:
@@ -103,6 +118,39 @@ def test_gauges_are_read_at_scrape_time() -> None:
     assert found["rowcast_write_back_lag_steps", ()] == 2
     second = (("group", "fp32_d32_sgd"),)
     assert [found[f"rowcast_slots_{state}", second] for state in ("free", "clean", "dirty")] == [4, 5, 6]
+
+
+def test_a_store_with_tiers_shows_each_count_once_and_a_store_without_shows_none() -> None:
+    found = {
+        (name, tuple(value for _, value in labels)): value
+        for (name, labels), value in values(collectors()["prefetcher"]).items()
+        if name.startswith(("rowcast_tier_", "rowcast_store_"))
+    }
+    with_tiers, counts = three_steps.groups()[0].name, three_steps.store_counts()
+    assert all(with_tiers in labels for _, labels in found)
+    assert sorted(found.values()) == sorted(getattr(counts, field.name) for field in fields(StoreCounts))
+    # labels come sorted by their names: from, group, to; direction, group; group, tier
+    assert found["rowcast_tier_rows", (with_tiers, "cold")] == counts.cold_rows
+    assert found["rowcast_tier_reads_total", (with_tiers, "untouched")] == counts.untouched_reads
+    assert found["rowcast_tier_moved_rows_total", ("cold", with_tiers, "memory")] == counts.loaded
+    assert found["rowcast_tier_moved_rows_total", ("memory", with_tiers, "cold")] == counts.spilled
+    assert found["rowcast_tier_moved_rows_total", ("memory", with_tiers, "none")] == counts.dropped
+    assert found["rowcast_tier_late_rows_total", (with_tiers,)] == counts.late
+    assert found["rowcast_tier_bytes_total", ("written", with_tiers)] == counts.bytes_written
+    assert found["rowcast_tier_read_seconds_total", (with_tiers,)] == counts.read_seconds
+    assert found["rowcast_store_index_bytes", (with_tiers,)] == counts.index_bytes
+    assert found["rowcast_store_disk_garbage_bytes", (with_tiers,)] == counts.disk_garbage_bytes
+
+
+def test_a_wait_for_a_tiered_store_says_what_the_cold_tier_gave_and_what_to_change() -> None:
+    slow = StoreCounts(memory_reads=900, cold_reads=100, loaded=1900, late=40, read_seconds=0.5)
+    other = StoreCounts(loaded=1000, read_seconds=0.5, memory_reads=1000, late=1)
+    assert described([slow, other, None]).startswith(
+        "the cold tier, which gave 3,000 rows a second while it was read, with 41 rows late so far; raise store.memory"
+    )
+    assert "gave 0 rows a second" in described([StoreCounts()])
+    assert described([None]) == "the store"
+    assert (slow.keeps_up, other.keeps_up, StoreCounts().keeps_up) == (False, True, True)
 
 
 @pytest.mark.parametrize("process", BOTH)

@@ -52,16 +52,17 @@ def test_a_welcome_that_asks_for_too_much_is_refused_before_memory_is_allocated(
         check_welcome_fits(welcome(**changes), JOB, GROUPS)
 
 
-def test_a_block_is_checked_once_and_whole_however_it_is_cut() -> None:
+def test_a_block_is_whole_once_after_its_last_byte_however_it_is_cut() -> None:
     content: Bytes = np.arange(256, dtype=np.uint8)
     for cuts in ((256,), (64, 192), (64, 64, 64, 64)):
-        seen: list[bytes] = []
-        block, start = ArrivingBlock(256, lambda whole: seen.append(whole.tobytes())), 0  # noqa: B023
+        block, start, seen = ArrivingBlock(256), 0, list[Bytes | None]()
         for nbytes in cuts:
-            assert not seen
-            block.add(ArraySpan(offset=start, nbytes=nbytes), content[start : start + nbytes])
+            seen.append(block.add(ArraySpan(offset=start, nbytes=nbytes), content[start : start + nbytes].copy()))
             start += nbytes
-        assert seen == [content.tobytes()]
+        whole = seen.pop()
+        assert whole is not None
+        assert whole.tobytes() == content.tobytes()
+        assert not any(early is not None for early in seen)
 
 
 @pytest.mark.parametrize("changes", [{"num_dirty": (1, 1)}, {"arrays": ()}, {"checkpoint": True}, {"num_checksums": 1}])

@@ -12,26 +12,18 @@ from rowcast.protocol.messages import RingRef, RowsBack, RowSpan, StepReady
 from rowcast.protocol.transport.ring import RingWriter
 from rowcast.runtime.arrays import I64
 from tests.support.driver import InProcessRun
+from tests.support.store_around import StoreAround
 from tests.verify.targets import Target
 
 Change = Callable[[Records, int], None]  # of all rows of a span, and which one is the target
 
 
-class Harmful(RowStore):
+class Harmful(StoreAround):
     """Another store, but for one row, with which subclasses have their way."""
 
     def __init__(self, store: RowStore, key: int) -> None:
-        self._store = store
+        super().__init__(store)
         self._key = key
-
-    def read(self, keys: Keys, out: Records) -> ReadTicket:
-        return self._store.read(keys, out)
-
-    def write(self, keys: Keys, rows: Records) -> Ticket:
-        return self._store.write(keys, rows)
-
-    def close(self, checkpoint: str | None = None) -> None:
-        self._store.close(checkpoint)
 
 
 class ChangedRead:

@@ -2,7 +2,7 @@
 
 thread  method                                     writes
 main    advance, step_begins                       state, checkpoints, stop_reason, _flush, _gathering
-mail    accept_flush, accept_restore, accept_end   _flushes, _restores (appends), end
+mail    accept_flush, accept_restore, accept_end   _flushes, _restores (appends, with their bytes), end
 sender  send_dense                                 _dense (pops; the main thread appends)
 """
 
@@ -131,8 +131,8 @@ class TrainerBarrier:
         self._check = check
         self._counters = counters
         self._send = send
-        self._flushes: deque[Flush] = deque()
-        self._restores: deque[Restore] = deque()
+        self._flushes: deque[tuple[Flush, Tensor | None]] = deque()
+        self._restores: deque[tuple[Restore, Tensor]] = deque()
         self._restored = ModelStatePieces()
         self._flush: ArrivingFlush | None = None
         self._dirty: DirtySlots | None = None
@@ -155,10 +155,12 @@ class TrainerBarrier:
     # the mail thread
 
     def accept_flush(self, message: Flush) -> None:
-        self._flushes.append(message)
+        stamp = barrier_stamp(message.barrier, message.piece)
+        payload = None if message.payload is None else self._fetch_ring.payload(message.payload, stamp)
+        self._flushes.append((message, payload))
 
     def accept_restore(self, message: Restore) -> None:
-        self._restores.append(message)
+        self._restores.append((message, self._fetch_ring.payload(message.payload, dense_stamp(message.piece))))
 
     def accept_end(self, message: EndOfData) -> None:
         self.end = message
@@ -192,10 +194,10 @@ class TrainerBarrier:
         """Processes what has arrived, as far as possible without waiting; returns whether it did anything."""
         match self.state:
             case TrainerState.RESTORING:
-                return self._restore_next(self._restores.popleft()) if self._restores else False
+                return self._restore_next(*self._restores.popleft()) if self._restores else False
             case TrainerState.RUNNING | TrainerState.RECEIVING:
                 if self._flushes:
-                    return self._receive_slots(self._flushes.popleft())
+                    return self._receive_slots(*self._flushes.popleft())
                 return self.end is not None and self._follow(TrainerEvent.END)
             case TrainerState.GATHERING:
                 return self._gather_next(self._open)
@@ -213,8 +215,7 @@ class TrainerBarrier:
         assert self._flush is not None, "a Flush has opened the barrier"
         return self._flush
 
-    def _restore_next(self, message: Restore) -> bool:
-        payload = self._fetch_ring.payload(message.payload, dense_stamp(message.piece))
+    def _restore_next(self, message: Restore, payload: Tensor) -> bool:
         content = self._restored.add(message, payload.numpy().data)
         self._fetch_ring.release(message.payload)
         if content is None:
@@ -223,7 +224,7 @@ class TrainerBarrier:
         self._slots.streams.settle()
         return self._follow(TrainerEvent.RESTORED)
 
-    def _receive_slots(self, message: Flush) -> bool:
+    def _receive_slots(self, message: Flush, payload: Tensor | None) -> bool:
         """Takes one piece. Raises RemoteProtocolError if an earlier step is not complete or the piece is invalid."""
         num_open = self._cache.open_steps
         if num_open:
@@ -239,8 +240,7 @@ class TrainerBarrier:
             pieces = deque(cut(0, message.num_dirty, widths, self._evict_staging.nbytes))
             block = torch.zeros(message.arrays_bytes, dtype=torch.uint8, device="cpu")
             self._flush = ArrivingFlush(header=message, block=block, pieces=pieces)
-        if message.payload is not None and message.span is not None:
-            payload = self._fetch_ring.payload(message.payload, barrier_stamp(message.barrier, message.piece))
+        if payload is not None and message.payload is not None and message.span is not None:
             self._open.block[message.span.offset : message.span.offset + message.span.nbytes] = payload
             self._fetch_ring.release(message.payload)
         if message.piece == message.num_pieces - 1:

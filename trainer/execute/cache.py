@@ -2,6 +2,7 @@
 
 For plan p, in this order (`streams.Wait` names the waits):
 
+    accept    arrays are checked, long rows cut into chunks  by the mail thread, when StepReady(p) comes
     copy-in   ring -> arrays, ring -> fill staging          as soon as StepReady(p) is here
     fill      victims' slots -> evict staging               after the step `fill_after`
     fill      fill staging -> slots
@@ -21,16 +22,24 @@ from torch import Tensor
 from rowcast.protocol.messages import PlanHeader, RingRef, RowSpan, StepReady
 from rowcast.protocol.packing import plan_stamp
 from rowcast.protocol.row_checksum import fetched_name, victims_name
-from rowcast.runtime.arrays import Bytes
 from rowcast.trainer.execute.host_memory import FetchRing
 from rowcast.trainer.execute.metrics import TrainerCounters
 from rowcast.trainer.execute.phases import phase_clock
 from rowcast.trainer.execute.plan_check import ArrivingBlock, PlanCheck
-from rowcast.trainer.execute.plan_memory import PlanMemory, unpack
+from rowcast.trainer.execute.plan_memory import DerivedArrays, PlanMemory, derive, unpack
 from rowcast.trainer.execute.row_checksums import NONE_REQUESTED, RequestedChecksums
 from rowcast.trainer.execute.slots import EvictStaging, Slots
 from rowcast.trainer.execute.staging import Staging, StagingSpan
 from rowcast.trainer.execute.streams import Event
+
+
+@dataclass(frozen=True, slots=True)
+class ArrivedPiece:
+    """A piece, checked, as the mail thread hands it to the main thread."""
+
+    message: StepReady
+    payload: Tensor | None  # u8 [n] on the host, until the piece is released
+    derived: DerivedArrays | None  # comes with the last bytes of the plan's arrays
 
 
 @dataclass(slots=True)
@@ -40,8 +49,7 @@ class ArrivedStep:
     step: int
     header: PlanHeader
     block: Tensor  # u8 [arrays_bytes] on the device
-    arriving: ArrivingBlock  # the same bytes on the host, until they are checked
-    arrays: dict[str, Tensor]  # by name; derived arrays are added once the block is checked
+    arrays: dict[str, Tensor]  # by name; derived arrays are added with the block's last bytes
     num_pieces: int
     requested: RequestedChecksums
     pieces: list[StepReady] = field(default_factory=list)  # pieces copied in, in order
@@ -80,7 +88,8 @@ class DeviceCache:
         self._fill_staging = Staging(streams, evict_staging.nbytes)
         self._evict_staging = evict_staging
         self._clock = phase_clock(streams.fill, counters.spent)
-        self._inbox: deque[StepReady] = deque()
+        self._arriving: tuple[PlanHeader, ArrivingBlock] | None = None  # of the newest plan; the mail thread's
+        self._inbox: deque[ArrivedPiece] = deque()
         self._steps: deque[ArrivedStep] = deque()  # arrived, not handed to compute yet
         self._copying: deque[tuple[RingRef, Event]] = deque()
         self._plans = [PlanMemory(streams) for _ in range(depth + 2)]  # used in rotation
@@ -88,14 +97,31 @@ class DeviceCache:
         self._last_issued: int | None = None
         # names of each group's arrays in a plan
         self._fetch_slots = [f"{group}.fetch_slots" for group in range(len(self._groups))]
+        self._fill_slots = [f"{group}.fill_slots" for group in range(len(self._groups))]
         self._checksum_names = [
             name for group in range(len(self._groups)) for name in (fetched_name(group), victims_name(group))
         ]
 
     def accept(self, message: StepReady) -> None:
-        """Raises RemoteProtocolError if the message is not part of a plan of this job."""
+        """Raises RemoteProtocolError if the message is not part of a plan of this job, or if its bytes are not."""
         self._check.message(message)
-        self._inbox.append(message)
+        if message.plan is not None:
+            self._arriving = message.plan, ArrivingBlock(message.plan.arrays_bytes)
+        payload, derived = None, None
+        if message.payload is not None:
+            payload = self._ring.payload(message.payload, plan_stamp(message.step, message.piece))
+            derived = self._accept_arrays(message, payload)
+        self._inbox.append(ArrivedPiece(message, payload, derived))
+
+    def _accept_arrays(self, message: StepReady, payload: Tensor) -> DerivedArrays | None:
+        assert self._arriving is not None, "a plan's first piece has its header"
+        header, block = self._arriving
+        span = message.arrays
+        content = None if span is None else block.add(span, payload[: span.nbytes].numpy())
+        if content is None:
+            return None
+        self._check.arrays(message.step, content)
+        return derive(header, content)
 
     def take_filled(self) -> ArrivedStep | None:
         """Returns the next step whose fills have all been issued. Its look-up must wait for `filled` and `copied`."""
@@ -148,7 +174,8 @@ class DeviceCache:
         """Issues the oldest piece's copies: its rows from the ring to fill staging, its arrays to their block."""
         if not self._inbox:
             return False
-        message = self._inbox[0]
+        piece = self._inbox[0]
+        message = piece.message
         room = self._fill_staging.take(staged_bytes(message)) if message.rows else None
         if message.rows and room is None:
             return False
@@ -157,41 +184,35 @@ class DeviceCache:
             self._steps.append(self._arrived(message, message.plan))
         arrived = self._steps[-1]
         with self._counters.shown("copy in", arrived.step):
-            self._copy_in(arrived, message, room)
+            self._copy_in(arrived, piece, room)
         return True
 
+    def _memory(self, step: int) -> PlanMemory:
+        return self._plans[step % len(self._plans)]
+
     def _arrived(self, message: StepReady, header: PlanHeader) -> ArrivedStep:
-        memory = self._plans[message.step % len(self._plans)]
-        block = memory.open(message.step, header)
+        block = self._memory(message.step).open(message.step, header)
         arrays = unpack(block, header.arrays)
-
-        def accept_whole(content: Bytes) -> None:
-            self._check.arrays(message.step, content)
-            arrays.update(memory.derive(header, content))
-
         return ArrivedStep(
             step=message.step,
             header=header,
             block=block,
-            arriving=ArrivingBlock(header.arrays_bytes, accept_whole),
             arrays=arrays,
             num_pieces=message.num_pieces,
             requested=self._checks.requested(arrays, self._checksum_names) if header.num_checksums else NONE_REQUESTED,
         )
 
-    def _copy_in(self, arrived: ArrivedStep, message: StepReady, room: StagingSpan | None) -> None:
-        stream = self._streams.copy_in
-        if message.payload is not None:
-            payload = self._ring.payload(message.payload, plan_stamp(message.step, message.piece))
-            end = 0
-            if message.arrays is not None:
-                offset, end = message.arrays.offset, message.arrays.nbytes
-                arrived.arriving.add(message.arrays, payload[:end].numpy())
-                stream.copy(payload[:end], arrived.block[offset : offset + end])
-            if room is not None:
-                if room.after is not None:
-                    stream.wait(room.after, "fill_staging")
-                stream.copy(payload[message.rows[0].offset :], room.content)
+    def _copy_in(self, arrived: ArrivedStep, piece: ArrivedPiece, room: StagingSpan | None) -> None:
+        stream, message, payload = self._streams.copy_in, piece.message, piece.payload
+        if piece.derived is not None:
+            arrived.arrays.update(self._memory(arrived.step).put(arrived.header, piece.derived))
+        if payload is not None and message.arrays is not None:
+            offset, end = message.arrays.offset, message.arrays.nbytes
+            stream.copy(payload[:end], arrived.block[offset : offset + end])
+        if payload is not None and room is not None:
+            if room.after is not None:
+                stream.wait(room.after, "fill_staging")
+            stream.copy(payload[message.rows[0].offset :], room.content)
         self._counters.step_ready(message)
         event = stream.record()
         if message.payload is not None:
@@ -226,7 +247,8 @@ class DeviceCache:
         self._clock.lap("gather")
         staged = arrived.staged[message.piece]
         if staged is not None:
-            self._slots.scatter(staged.content, message.rows, self._slots_of(arrived, message.rows))
+            slots = self._slots_of(arrived, message.rows, self._fill_slots)
+            self._slots.scatter(staged.content, message.rows, slots)
         self._clock.lap("fill")
         self._check_filled(arrived, message)
         arrived.filled.append(fill.record())
@@ -260,14 +282,14 @@ class DeviceCache:
             if (dirty := min(span.count, arrived.header.groups[span.group].num_dirty - span.start)) > 0
         ]
 
-    def _slots_of(self, arrived: ArrivedStep, spans: Sequence[RowSpan]) -> list[Tensor]:
-        return [arrived.arrays[self._fetch_slots[span.group]][span.start : span.start + span.count] for span in spans]
+    def _slots_of(self, arrived: ArrivedStep, spans: Sequence[RowSpan], names: Sequence[str]) -> list[Tensor]:
+        return [arrived.arrays[names[span.group]][span.start : span.start + span.count] for span in spans]
 
     def _gather_victims(self, arrived: ArrivedStep, victims: list[RowSpan], room: StagingSpan) -> None:
         arrived.num_gathered += sum(span.count for span in victims)
         self._evict_staging.send(
             victims,
-            self._slots_of(arrived, victims),  # a victim leaves the slot that the fetched row takes
+            self._slots_of(arrived, victims, self._fetch_slots),  # a victim leaves the slot that the fetched row takes
             room,
             step=arrived.step,
             barrier=None,

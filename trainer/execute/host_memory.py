@@ -77,7 +77,7 @@ def host_memory(ring: Bytes, device: torch.device, *, page_locked: bool) -> Host
 
 
 class FetchRing:
-    """The ring that brings rows and slots, as the main thread reads it."""
+    """The ring that brings rows, slots and the model state. The main thread calls `release`."""
 
     def __init__(self, ring: RingReader, memory: HostMemory, send: Callable[[Released], None]) -> None:
         self._ring = ring
@@ -85,7 +85,10 @@ class FetchRing:
         self._send = send
 
     def payload(self, ref: RingRef, stamp: int) -> Tensor:
-        """The bytes of a piece, u8 [n], valid until it is released."""
+        """The bytes of a piece, u8 [n], valid until it is released. The mail thread calls it for each piece, in order.
+
+        Raises RemoteProtocolError if the bytes are not those that were announced.
+        """
         return self._memory.arriving(self._ring.view(ref, stamp))
 
     def release(self, ref: RingRef) -> None:

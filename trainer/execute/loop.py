@@ -3,7 +3,7 @@
 The life of step p; `TrainingLoop.advance` is the code:
 
     thread  function                what it moves                                 to
-    mail    cache.accept            StepReady(p)                               -> the main thread
+    mail    cache.accept            StepReady(p), arrays checked               -> the main thread
     main    cache.copy_in_next      rows of plan p, from the ring              -> fill staging
             cache.release_copied    Released                                   -> the prefetcher
             cache.fill_next         victims of plan p, from their slots        -> evict staging, the sender

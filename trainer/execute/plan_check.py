@@ -18,7 +18,7 @@ does, but does no harm beyond that.
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -87,7 +87,7 @@ def check_welcome_fits(welcome: Welcome, job: Job, groups: Sequence[GroupSpec]) 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DueChecks:
-    """What the arrays of a plan must hold. The mail thread works it out, so that the main thread only looks."""
+    """What the arrays of a plan must hold."""
 
     limited: list[ArraySpec]  # none is empty
     limits: I64  # values of `limited` are from 0 to this - 1
@@ -106,7 +106,8 @@ class DueChecks:
 
 
 class PlanCheck:
-    """One per incarnation. The mail thread calls `message` for each message in order; the main thread calls the rest.
+    """One per incarnation. The mail thread calls `message` for each message in order, and `arrays`; the main thread
+    calls the rest, so that it issues work instead of looking at plans.
 
     All methods raise RemoteProtocolError.
     """
@@ -352,20 +353,22 @@ def check_share(name: str, share: ShareHeader, counts: Counts, group: GroupHeade
 
 
 class ArrivingBlock:
-    """A block that arrives in one or several pieces. Calls `check` once, with the whole block, after its last byte."""
+    """A block that arrives in one or several pieces."""
 
-    def __init__(self, nbytes: int, check: Callable[[Bytes], None]) -> None:
+    def __init__(self, nbytes: int) -> None:
         self._nbytes = nbytes
-        self._check = check
         self._content: list[Bytes] = []  # copies of earlier pieces
 
-    def add(self, span: ArraySpan, content: Bytes) -> None:
-        """`content`: u8 [span.nbytes] on the host. `order.py` has checked that it follows the previous span."""
+    def add(self, span: ArraySpan, content: Bytes) -> Bytes | None:
+        """Returns the whole block with its last byte, None before. `content`: u8 [span.nbytes], valid until the next
+        call. `order.py` has checked that it follows the previous span.
+        """
         if span.offset + span.nbytes < self._nbytes:
             self._content.append(content.copy())
-            return
-        self._check(np.concatenate([*self._content, content]) if self._content else content)
+            return None
+        whole = np.concatenate([*self._content, content]) if self._content else content
         self._content.clear()
+        return whole
 
 
 def check_layout(name: str, specs: Sequence[ArraySpec], nbytes: int, expected: Iterable[ExpectedArray]) -> None:

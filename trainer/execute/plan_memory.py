@@ -1,13 +1,14 @@
 """Holds the arrays of one plan on the device, including those derived on the host.
 
-    block    | dense | labels | 0.slots | ... | 0.long_rows | 0.chunk_offsets | ... |
+    block    | dense | labels | 0.slots | ... | 0.long_rows | 0.chunk_offsets | ... | 0.fill_slots | ... |
                from the ring, piece by piece    from page-locked memory, after the last byte has arrived
 
-Arrays that follow from others are not sent: the host derives them. It copies them to the device before the block's last
-piece, on the same stream, so the copy needs no event of its own.
+Arrays that follow from others are not sent: the mail thread derives them. The main thread copies them to the device
+before the block's last piece, on the same stream, so the copy needs no event of its own.
 """
 
 import math
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -26,6 +27,15 @@ from rowcast.trainer.kernels.chunks import Chunks, chunk_arrays, most_chunk_item
 DTYPES = {"f4": torch.float32, "i4": torch.int32, "i8": torch.int64, "u1": torch.uint8}
 
 
+@dataclass(frozen=True, slots=True)
+class DerivedArrays:
+    """What follows from a plan's arrays, on the host."""
+
+    items: I32  # all of them, each from a multiple of ARRAY_ALIGNMENT bytes
+    places: dict[str, tuple[int, int]]  # where each array begins and ends in `items`
+    indices: list[str]  # those of int64, which torch wants for the places that it writes to
+
+
 class PlanMemory:
     """Reused for one plan after another, each after the previous plan's step is complete. Runs on the main thread."""
 
@@ -41,7 +51,7 @@ class PlanMemory:
 
     def open(self, step: int, header: PlanHeader) -> Tensor:
         """u8 [arrays_bytes] for the plan's arrays. Raises ConfigError if device memory does not suffice."""
-        derived = most_chunk_bytes(header)
+        derived = most_derived_bytes(header)
         if len(self._block) < header.arrays_bytes + derived:
             self._block = self._allocate(step, header.arrays_bytes + derived)
         if len(self._derived) < derived:
@@ -49,19 +59,17 @@ class PlanMemory:
             self._derived_items = self._derived.numpy().view(np.int32)
         return self._block[: header.arrays_bytes]
 
-    def derive(self, header: PlanHeader, content: Bytes) -> dict[str, Tensor]:
-        """Chunks of each group's long rows, on the device. `content` u8 [arrays_bytes]: the plan's arrays, checked."""
-        segments = [i32_of(content, spec) for spec in header.arrays if spec.name.endswith(".segment_offsets")]
-        items, places, end = self._derived_items, {}, 0  # where each array is, counted in items
-        for name, array in chunk_arrays(segments).items():
-            places[name] = end, end + len(array)
-            items[end : end + len(array)] = array
-            end = aligned(end + len(array), ARRAY_ALIGNMENT // items.itemsize)
-        nbytes = end * items.itemsize
+    def put(self, header: PlanHeader, derived: DerivedArrays) -> dict[str, Tensor]:
+        """Issues their copy to the device; returns them there."""
+        nbytes = derived.items.nbytes
+        self._derived_items[: len(derived.items)] = derived.items
         block = self._block[header.arrays_bytes : header.arrays_bytes + nbytes]
         self._streams.copy_in.copy(self._derived[:nbytes], block)
-        derived = block.view(torch.int32)
-        return {name: derived[first:last] for name, (first, last) in places.items()}
+        items = block.view(torch.int32)
+        arrays = {name: items[first:last] for name, (first, last) in derived.places.items()}
+        for name in derived.indices:
+            arrays[name] = arrays[name].view(torch.int64)
+        return arrays
 
     def _allocate(self, step: int, nbytes: int) -> Tensor:
         try:
@@ -78,10 +86,31 @@ class PlanMemory:
         return torch.empty(aligned(nbytes, ARRAY_ALIGNMENT), dtype=torch.uint8, device="cpu", pin_memory=is_cuda)
 
 
-def most_chunk_bytes(header: PlanHeader) -> int:
+def derive(header: PlanHeader, content: Bytes) -> DerivedArrays:
+    """The chunks of each group's long rows, and its fetch_slots as "<group>.fill_slots", i64.
+
+    `content` u8 [arrays_bytes]: the plan's arrays, checked. Any thread.
+    """
+    segments = [i32_of(content, spec) for spec in header.arrays if spec.name.endswith(".segment_offsets")]
+    fetched = [i32_of(content, spec) for spec in header.arrays if spec.name.endswith(".fetch_slots")]
+    indices = {f"{group}.fill_slots": slots.astype(np.int64).view(np.int32) for group, slots in enumerate(fetched)}
+    arrays, places, end = chunk_arrays(segments) | indices, {}, 0
+    for name, array in arrays.items():
+        places[name] = end, end + len(array)
+        end = aligned(end + len(array), ARRAY_ALIGNMENT // 4)
+    items = np.zeros(end, np.int32)
+    for array, (first, last) in zip(arrays.values(), places.values(), strict=True):
+        items[first:last] = array
+    return DerivedArrays(items, places, list(indices))
+
+
+def most_derived_bytes(header: PlanHeader) -> int:
     """An upper bound; each array begins at a multiple of ARRAY_ALIGNMENT."""
-    spare = len(Chunks._fields) * ARRAY_ALIGNMENT
-    return sum(aligned(4 * most_chunk_items(group.num_lookups), ARRAY_ALIGNMENT) + spare for group in header.groups)
+    spare = (len(Chunks._fields) + 1) * ARRAY_ALIGNMENT
+    return sum(
+        aligned(4 * most_chunk_items(group.num_lookups) + 8 * group.num_fetch, ARRAY_ALIGNMENT) + spare
+        for group in header.groups
+    )
 
 
 def unpack(block: Tensor, specs: tuple[ArraySpec, ...]) -> dict[str, Tensor]:

@@ -36,7 +36,7 @@ class Slots:
         return sources
 
     def scatter(self, content: Tensor, spans: Sequence[RowSpan], slots: Sequence[Tensor]) -> None:
-        """Issues copies of rows from `content`, which is in staging and begins with the first span, to their slots."""
+        """Issues copies of rows from `content`, which is in staging and begins with the first span, to `slots`, i64."""
         floats = content.view(torch.float32)
         for span, span_slots in zip(spans, slots, strict=True):
             rows = self._rows(floats, span, span.offset - spans[0].offset)

@@ -98,7 +98,7 @@ class Stream(ABC):
         self.run(lambda: gather(rows, slots, out))
 
     def scatter(self, source: Tensor, slots: Tensor, rows: Tensor) -> None:
-        """rows[slots[i]] = source[i]; slots int32 and distinct, read when the work runs."""
+        """rows[slots[i]] = source[i]; slots int64 and distinct, read when the work runs."""
         self.run(lambda: scatter(source, slots, rows))
 
 
@@ -115,7 +115,7 @@ def gather(rows: Tensor, slots: Tensor, out: Tensor) -> None:
 
 
 def scatter(source: Tensor, slots: Tensor, rows: Tensor) -> None:
-    rows.index_copy_(0, slots.long(), source)
+    rows.index_copy_(0, slots, source)
 
 
 class Streams(ABC):

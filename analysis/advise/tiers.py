@@ -1,0 +1,170 @@
+"""How much memory a store with a memory tier needs: rows from the cold tier for each store.memory, and the waits.
+
+The planner of training runs over the followed rows with both levels, each scaled by their share (see `follow`). What
+enters memory and was trained before comes from the cold tier. It is brought there while up to 2 * depth + 2 steps pass,
+so the mean over that many consecutive steps counts: a stretch that reads longer than its steps take makes them wait.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from rowcast.analysis.advise.cost import stretches
+from rowcast.analysis.advise.curve import ERRORS, capacity_slots, counted, followed_slots, round_capacities
+from rowcast.analysis.advise.disk import DiskRate
+from rowcast.analysis.advise.follow import NUM_PARTS, part_counts
+from rowcast.analysis.advise.read import Observed
+from rowcast.analysis.progress import AnalysisProgress
+from rowcast.analysis.simulate.grid import with_memory, with_values
+from rowcast.analysis.simulate.moves import entries, note_tier, tier_counter
+from rowcast.job.schema import Job, parse_bytes
+from rowcast.job.tables import GroupSpec
+from rowcast.prefetcher.planner.horizon import OCCURRENCE_BYTES
+from rowcast.prefetcher.planner.job_planner import job_planner
+from rowcast.prefetcher.run.sizing import job_tier_slots
+from rowcast.prefetcher.stores.cold.page_loops import page_layout
+from rowcast.protocol.plan import BarrierPlan
+from rowcast.runtime.arrays import F64, I64
+from rowcast.runtime.errors import ConfigError
+from rowcast.runtime.telemetry.format_numbers import size_text
+
+MOST_WAITING = 0.01  # the largest share of the time that steps may wait with the memory that is recommended
+MOST_BUDGETS = 12
+LEAST_MEMORY = 2**20
+READ_BYTES = 4096  # what the disk was measured with
+Slots = tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Budget:
+    memory: str  # store.memory
+    memory_rows: int  # that it holds, of all groups
+    rows_entered_per_step: float  # memory, from anywhere
+    rows_from_cold_per_step: float
+    rows_from_cold: int | None  # by the whole run; None if only a part was read
+    margin: float  # three standard errors of the rows from the cold tier, relative
+    disk_share: float | None  # how much of the disk's rate steps of the assumed time use; None: it was not measured
+    waits: float | None  # share of the time for which steps wait for the disk
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TierAdvice:
+    kind: str  # store.kind
+    disk: DiskRate | None  # None: the cold tier is no disk of this machine
+    budgets: tuple[Budget, ...]  # ascending
+    recommended: Budget | None  # the smallest that waits for less than MOST_WAITING; None: none of them
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TierMoved:
+    """Estimated counts of all rows, not only of followed ones, by step and group."""
+
+    entered: F64  # [P, G]
+    from_cold: F64  # [P, G]
+    from_cold_error: F64  # [G]
+
+
+class TierTrials:
+    """At one capacity of the device."""
+
+    def __init__(
+        self, observed: Observed, job: Job, capacity_bytes: int, progress: AnalysisProgress, step_s: float
+    ) -> None:
+        self._observed, self._progress, self._step_s = observed, progress, step_s
+        values = {"cache": {"capacity": capacity_bytes, "policy": "lookahead", "pin": None, "groups": {}}}
+        self._job = with_values(job, {**values, "lookahead": {"horizon": "auto"}})
+        self._slots = capacity_slots(observed, capacity_bytes)
+
+    def advice(self, disk: DiskRate | None, memory_bytes: float) -> TierAdvice:
+        """`memory_bytes`: no larger memory is tried, unless it is the smallest that works."""
+        budgets = tuple(self._budget(memory, disk) for memory in self._memories(memory_bytes))
+        enough = (budget for budget in budgets if budget.waits is not None and budget.waits < MOST_WAITING)
+        return TierAdvice(kind=self._job.store.kind, disk=disk, budgets=budgets, recommended=next(enough, None))
+
+    def _memories(self, most: float) -> list[str | int]:
+        """Those to try, ascending: from the smallest that works to one that holds every row touched, and the job's."""
+        own = self._job.store.memory
+        assert own is not None, "a store with a tier has a budget of memory"
+        if self._job.store.memory_rows is not None:
+            return [own]
+        tried = []
+        for nbytes in round_capacities(LEAST_MEMORY, max(most, parse_bytes(own))):
+            slots = self._tier_slots(nbytes)
+            if slots is not None:
+                tried.append(nbytes)
+                if all(n >= rows for n, rows in zip(slots, self._observed.distinct_rows, strict=True)):
+                    break
+        if self._tier_slots(parse_bytes(own)) is not None:
+            tried.append(parse_bytes(own))
+        return [size_text(nbytes) for nbytes in sorted(set(tried))[:MOST_BUDGETS]]
+
+    def _tier_slots(self, memory: str | int) -> Slots | None:
+        """The rows of each group that this memory holds; None if it is too small for a run."""
+        job = with_memory(self._job, memory)
+        try:
+            return job_tier_slots(job, self._observed.groups, self._observed.measured, self._slots)
+        except ConfigError:
+            return None
+
+    def _budget(self, memory: str | int, disk: DiskRate | None) -> Budget:
+        observed, slots = self._observed, self._tier_slots(memory)
+        assert slots is not None, f"a memory of {memory} was tried although it does not work"
+        moved = self._moved(with_memory(self._job, memory), slots)
+        entered, from_cold = (counted(observed, values) for values in (moved.entered, moved.from_cold))
+        total = float(from_cold.sum())
+        share, waits = None, None
+        if disk is not None and disk.pages_s is not None:
+            share, waits = self.disk_use(from_cold @ reads_a_row(observed.groups), disk.pages_s)
+        return Budget(
+            memory=str(memory),
+            memory_rows=sum(slots),
+            rows_entered_per_step=float(entered.sum()) / observed.num_counted,
+            rows_from_cold_per_step=total / observed.num_counted,
+            rows_from_cold=round(total) if observed.is_whole_run else None,
+            margin=ERRORS * float(np.sqrt((moved.from_cold_error**2).sum())) / total if total else 0.0,
+            disk_share=share,
+            waits=waits,
+        )
+
+    def disk_use(self, reads: F64, reads_s: float) -> tuple[float, float]:
+        """`reads`: [P]. Returns their share of what the disk does meanwhile, and the share of the time that waits."""
+        stretch_s = stretches(reads / reads_s, 2 * self._job.lookahead.depth + 2)
+        waits_s = np.maximum(0.0, stretch_s - self._step_s)
+        return float(stretch_s.mean()) / self._step_s, float(waits_s.mean() / (waits_s.mean() + self._step_s))
+
+    def _moved(self, job: Job, tier_slots: Slots) -> TierMoved:
+        observed, shares = self._observed, np.array(self._observed.shares)
+        slots, tier = (followed_slots(observed, own) for own in (self._slots, tier_slots))
+        tier = tuple(map(max, slots, tier))  # by chance, or where the device holds as many rows
+        planner = job_planner(self._thinned(job), observed.groups, slots, observed.measured, tier_slots=tier)
+        tick = self._progress.begin(f"{job.store.kind}, memory {job.store.memory}", len(observed))
+        counter, first = tier_counter(observed.recording), observed.recording.steps[0].scheduled.step
+        parts = np.zeros((len(observed.groups), NUM_PARTS), np.int64)
+        for entry in entries(observed.recording.steps, planner):
+            if isinstance(entry, BarrierPlan):
+                continue
+            position = entry[0].step - first
+            from_cold = note_tier(counter, position, entry[1], observed.recording.steps[position])
+            if position >= len(observed) - observed.num_counted:
+                parts[:] += [part_counts(keys) for keys in from_cold]
+            tick()
+        return TierMoved(
+            entered=counter.moves.entered / shares,
+            from_cold=counter.moves.from_cold / shares,
+            from_cold_error=np.sqrt(NUM_PARTS * parts.var(axis=1, ddof=1) * (1 - shares)) / shares,
+        )
+
+    def _thinned(self, job: Job) -> Job:
+        """With a budget for ids that as many batches of followed rows fill: the second level keeps only these."""
+        observed = self._observed
+        all_rows, followed = (
+            observed.id_bytes + OCCURRENCE_BYTES * float(rows.sum(axis=1).mean())
+            for rows in (observed.unique_rows, observed.followed_rows)
+        )
+        share = followed / all_rows
+        return with_values(job, {"lookahead": {"id_bytes": int(share * parse_bytes(job.lookahead.id_bytes))}})
+
+
+def reads_a_row(groups: tuple[GroupSpec, ...]) -> I64:
+    """[G] reads of 4 KiB that bring one row of each group."""
+    return np.array([page_layout(group.record_bytes).nbytes // READ_BYTES for group in groups], np.int64)

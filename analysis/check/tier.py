@@ -1,0 +1,85 @@
+"""Checks of a store with a memory tier: rows in memory, the index of all rows, and the disk beneath."""
+
+from collections.abc import Iterator, Sequence
+
+from rowcast.analysis.check.data import Seen
+from rowcast.analysis.check.findings import Finding, error, ok, warning
+from rowcast.analysis.check.memory import room_at, trained_rows
+from rowcast.job.schema import Job, parse_bytes
+from rowcast.job.stores import STORES
+from rowcast.prefetcher.run.sizing import job_tier_slots
+from rowcast.prefetcher.stores.cold.page_loops import page_layout
+from rowcast.prefetcher.stores.cold.segment_file import SEGMENTS
+from rowcast.prefetcher.stores.tier_budget import DiskShare, disk_bytes, disk_shares
+from rowcast.runtime.telemetry.format_numbers import human_bytes
+
+PAGE_CACHE_BYTES = 2**28  # through which rows are written to the disk
+
+
+def check_tier(job: Job, seen: Seen, slots: Sequence[int], free_bytes: int) -> Iterator[Finding]:
+    """`slots`: of each group; none if they are unknown. Says nothing of a store without a memory tier. Raises
+    ConfigError where a run would refuse store.memory."""
+    if not STORES[job.store.kind].has_tier:
+        return
+    yield from check_budget(job, free_bytes)
+    shares = disk_shares(job, seen.groups)
+    yield from check_index(seen, shares)
+    if "disk" in STORES[job.store.kind].keys:
+        yield check_segments(job, seen, shares)
+    tier_slots = job_tier_slots(job, seen.groups, seen.measured, slots) if slots else None
+    if tier_slots is not None:
+        rows = " + ".join(f"{n:,}" for n in tier_slots)
+        yield ok(
+            "store", f"store.memory = {job.store.memory} keeps {rows} rows in memory, all of the device's among them"
+        )
+
+
+def check_budget(job: Job, free_bytes: int) -> Iterator[Finding]:
+    if job.store.memory is None or job.store.memory_rows is not None:
+        return
+    sentence = f"store.memory = {job.store.memory}, and {human_bytes(free_bytes)} of memory are free"
+    left = free_bytes - parse_bytes(job.store.memory)
+    if left < 0:
+        yield error("store", f"{sentence}; lower store.memory or free some memory")
+    elif left < PAGE_CACHE_BYTES:
+        yield warning(
+            "store",
+            f"{sentence}: {human_bytes(left)} remain for the trainer and the page cache, through which rows go to the "
+            "disk; lower store.memory",
+        )
+
+
+def check_index(seen: Seen, shares: Sequence[DiskShare]) -> Iterator[Finding]:
+    """A run ends with an error when it trains more rows than have room."""
+    for group, share in zip(seen.groups, shares, strict=True):
+        trained = trained_rows(group, seen)
+        if trained > share.num_rows:
+            yield warning(
+                "store",
+                f"an epoch may train {trained:,} rows of group {group.name}, but store.disk has room, or store.memory "
+                f"an index, for {share.num_rows:,}; raise them",
+            )
+
+
+def check_segments(job: Job, seen: Seen, shares: Sequence[DiskShare]) -> Finding:
+    """The files grow as rows are trained, up to their share."""
+    for group, share in zip(seen.groups, shares, strict=True):
+        least = SEGMENTS * page_layout(group.record_bytes).nbytes
+        if share.nbytes < least:
+            return error(
+                "store",
+                f"store.disk gives {human_bytes(share.nbytes)} to group {group.name}, whose rows of "
+                f"{group.record_bytes} bytes need at least {human_bytes(least)}; raise store.disk",
+            )
+    place, free_bytes = room_at(job.table_folder)
+    once = sum(
+        min(share.nbytes, trained_rows(g, seen) * disk_bytes(g)) for g, share in zip(seen.groups, shares, strict=True)
+    )
+    most = sum(share.nbytes for share in shares)
+    sentence = (
+        f"{place} has {human_bytes(free_bytes)} free for cold rows of up to {human_bytes(once)}, and of up to "
+        f"{human_bytes(most)} with old copies of them"
+    )
+    if free_bytes >= most:
+        return ok("disk", sentence)
+    return warning("disk", f"{sentence}; free space there, set another store.path, or a lower store.disk")

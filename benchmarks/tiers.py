@@ -1,0 +1,262 @@
+"""What do the kinds of store cost, for one job in turn: memory, mapped, tiered, redis?
+
+Method: the demo's click stream with rows of 272 bytes, two epochs, so that every row of the second one was trained
+before. Both processes run as a user starts them, but each train step is padded to `--step-ms`. `tiered` and `redis`
+keep `--memory-share` of the rows touched in memory. The table has the share of the time for which the trainer waited
+for rows, the prefetcher's peak memory, the disk that the store took, rows from the cold tier over those that Belady's
+would read with as much memory (from `prefetcher simulate`), and late rows.
+
+"no look-ahead" is `tiered` with a horizon of `lookahead.depth` batches, which evicts like LRU; rows still come to
+memory when their plan is made.
+
+Files lie in the folder for temporary files (TMPDIR), which must be on a disk. The disk is meant, not the page cache:
+every tenth of a second, what the store's files have in the page cache is written and dropped, also from the mappings of
+`mapped`. A disk of a virtual machine may still be served from its host's memory.
+
+    python -m benchmarks.tiers [--kind memory --kind tiered ...] [--steps 400] [--rounds 1]
+    python -m benchmarks.tiers --kind memory --kind redis --url redis://localhost:6379
+"""
+
+import argparse
+import ctypes
+import json
+import os
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.machine import machine
+from benchmarks.processes import terminate, turns
+from rowcast.trainer.report.report_json import read_report
+
+DEMO = Path(__file__).parents[1] / "examples" / "demo.toml"
+BATCH = 512
+WIDTH = 64
+JOB = {
+    "data.batch_size": BATCH,
+    "data.epochs": 2,
+    "data.eval_fraction": 0,
+    "data.synthetic.scale": 0.05,
+    "tables_from.embedding_dim": WIDTH,
+    "model.bottom_mlp": [64, WIDTH],
+    "model.top_mlp": [64, 1],
+    "checkpoint.every": 0,
+    "prefetcher.threads": 1,
+    "trainer.threads": 1,
+    "metrics.prefetcher": "127.0.0.1:0",
+    "metrics.trainer": "127.0.0.1:0",
+}
+DEPTH = 4
+NO_LOOK_AHEAD = "no look-ahead"
+KINDS = ("memory", "mapped", "tiered", NO_LOOK_AHEAD)
+DROP_EVERY_S = 0.1
+PAGEOUT, PROCESS_MADVISE, PIDFD_OPEN = 21, 440, 434  # Linux
+MIB = 2**20
+
+PADDED = """
+import time
+from rowcast.trainer.models.runner import StepRunner
+train, ends = StepRunner.train, [0.0]
+def padded(self, step, loss):
+    train(self, step, loss)
+    now = time.perf_counter()
+    ends[0] = max(ends[0] + {step_s}, now) if ends[0] else now + {step_s}
+    time.sleep(max(0.0, ends[0] - now))
+StepRunner.train = padded
+from rowcast.trainer.cli import app
+app()
+"""
+COMMAND = "from rowcast.prefetcher.cli import app; app()"
+
+
+@dataclass(frozen=True, slots=True)
+class Ran:
+    samples_s: float
+    waits: float  # share of the time
+    memory: int  # the prefetcher's peak, bytes
+    disk: int  # bytes
+    from_cold: int
+    late: int
+
+
+def settings(values: Mapping[str, object]) -> list[str]:
+    return [f"--set={key}={json.dumps(value)}" for key, value in values.items()]
+
+
+def store_of(kind: str, memory_rows: int, path: Path) -> dict[str, object]:
+    name = "tiered" if kind == NO_LOOK_AHEAD else kind
+    values: dict[str, object] = {"store.kind": name}
+    if name in ("tiered", "redis"):
+        values["store.memory"] = f"{memory_rows} rows"
+    if name in ("tiered", "mapped"):
+        values["store.path"] = str(path)
+    return values | ({"lookahead.horizon": DEPTH} if kind == NO_LOOK_AHEAD else {})
+
+
+def run(kind: str, shared: Sequence[str], memory_rows: int, step_ms: float) -> Ran:
+    with tempfile.TemporaryDirectory(prefix="rowcast-bench-") as folder:
+        tables, run_dir = Path(folder) / "tables", Path(folder) / "run"
+        own = settings(store_of(kind, memory_rows, tables) | {"job.run_dir": str(run_dir)})
+        programs = {
+            "prefetcher": COMMAND,
+            "trainer": PADDED.format(step_s=step_ms / 1e3),
+        }
+        started = {name: start(code, [f"--config={DEMO}", *shared, *own]) for name, code in programs.items()}
+        disk = [0]
+        with dropping(started["prefetcher"].pid, tables, disk):
+            log = started["prefetcher"].stderr
+            assert log is not None, "a pipe"
+            text: list[str] = []
+            reader = threading.Thread(target=lambda: text.append(log.read()))
+            reader.start()
+            terminate({"trainer": started["trainer"]}, 3600)
+            started["prefetcher"].wait(60)
+            reader.join()
+        if started["prefetcher"].returncode:
+            raise RuntimeError(text[0][-2000:])
+        report = read_report(run_dir / "report.json")
+        found = re.findall(r"(rows_from_cold|late_rows|disk_bytes)=(\d+)", text[0])
+        counted = {name: int(value) for name, value in found}
+        return Ran(
+            samples_s=report.samples_per_s,
+            waits=report.stall_share,
+            memory=report.host_bytes,
+            disk=counted.get("disk_bytes", disk[0]),
+            from_cold=counted.get("rows_from_cold", 0),
+            late=counted.get("late_rows", 0),
+        )
+
+
+def start(code: str, arguments: Sequence[str]) -> subprocess.Popen[str]:
+    command = [sys.executable, "-c", code, "run", *arguments]
+    return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+
+
+@contextmanager
+def dropping(pid: int, folder: Path, disk: list[int]) -> Iterator[None]:
+    """Keeps the process's files in a folder out of the page cache. `disk[0]` becomes the most bytes that they took."""
+    ended = threading.Event()
+
+    def drop() -> None:
+        while not ended.wait(DROP_EVERY_S):
+            disk[0] = max(disk[0], drop_files(pid, folder))
+            drop_mappings(pid, folder)
+
+    thread = threading.Thread(target=drop)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+
+
+def drop_files(pid: int, folder: Path) -> int:
+    total = 0
+    for entry in os.scandir(f"/proc/{pid}/fd") if Path(f"/proc/{pid}/fd").exists() else ():
+        try:
+            if not os.readlink(entry.path).startswith(str(folder)):
+                continue
+            descriptor = os.open(entry.path, os.O_RDONLY)
+        except OSError:  # closed meanwhile
+            continue
+        try:
+            os.fdatasync(descriptor)
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+            total += os.fstat(descriptor).st_blocks * 512
+        finally:
+            os.close(descriptor)
+    return total
+
+
+def drop_mappings(pid: int, folder: Path) -> None:
+    try:
+        lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
+    except OSError:
+        return
+    ranges = [line.split()[0].split("-") for line in lines if str(folder) in line]
+    if not ranges:
+        return
+    libc = ctypes.CDLL(None)
+    descriptor = libc.syscall(PIDFD_OPEN, pid, 0)
+    if descriptor < 0:
+        return
+    try:
+        for begin, end in ranges:
+            vector = (ctypes.c_uint64 * 2)(int(begin, 16), int(end, 16) - int(begin, 16))
+            libc.syscall(PROCESS_MADVISE, descriptor, vector, 1, PAGEOUT, 0)
+    finally:
+        os.close(descriptor)
+
+
+def simulated(shared: Sequence[str], memory_rows: int) -> dict[str, int]:
+    """What `prefetcher simulate` says of `tiered`, its bound included."""
+    command = [sys.executable, "-m", "rowcast.prefetcher", "simulate", f"--config={DEMO}", *shared, "--json"]
+    asked = subprocess.run([*command, f"--store-memory={memory_rows} rows"], capture_output=True, text=True, check=True)
+    (result,) = json.loads(asked.stdout)["results"]
+    return dict(result)
+
+
+def touched_rows(shared: Sequence[str]) -> int:
+    """With memory for all, each row enters once."""
+    return simulated(shared, 2**30)["rows_entered"]
+
+
+def row(kind: str, ran: Sequence[Ran], best: float, bound: int) -> str:
+    def median(field: str) -> float:
+        return float(statistics.median(getattr(own, field) for own in ran))
+
+    from_cold, steady = median("from_cold"), median("samples_s")
+    belady = f"{from_cold / bound:.3f}" if from_cold and bound else ""
+    return (
+        f"| {kind} | {steady:,.0f} | {steady / best:.3f} | {median('waits'):.1%} | {median('memory') / MIB:,.0f} | "
+        f"{median('disk') / MIB:,.0f} | {from_cold:,.0f} | {belady} | {median('late'):,.0f} |"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    choices = [*KINDS, "redis"]
+    parser.add_argument("--kind", action="append", choices=choices, help="repeatable; all but redis by default")
+    parser.add_argument("--steps", type=int, default=400, help="of both epochs")
+    parser.add_argument("--step-ms", type=float, default=100.0)
+    parser.add_argument("--memory-share", type=float, default=0.1, help="of the rows touched")
+    parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--url", help="of the server of redis")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="of both commands")
+    options = parser.parse_args()
+    samples = {"data.synthetic.samples": options.steps // 2 * BATCH, "lookahead.depth": DEPTH}
+    capacity = [f"--set={setting}" for setting in options.set]
+    shared = [*settings(JOB | samples), *capacity]
+    touched = touched_rows(shared)
+    memory_rows = int(options.memory_share * touched)
+    shared += settings({"cache.capacity": f"{memory_rows // 2} rows"})
+    planned = simulated(shared, memory_rows)
+    print(machine())
+    print(
+        f"{options.steps} steps of {options.step_ms:g} ms, {touched:,} rows touched, {memory_rows:,} of them in memory,"
+        f" {memory_rows // 2:,} on the device; load {os.getloadavg()[0]:.1f}. Simulated: {planned['rows_from_cold']:,} "
+        f"rows from the cold tier, Belady's {planned['bound_rows_from_cold']:,}"
+    )
+    names = options.kind or list(KINDS)
+    found: dict[str, list[Ran]] = {name: [] for name in names}
+    for number, name in turns(names, options.rounds):
+        server = settings({"store.url": options.url}) if name == "redis" else []
+        found[name].append(run(name, [*shared, *server], memory_rows, options.step_ms))
+        print(f"round {number}: {name}: {found[name][-1]}", file=sys.stderr, flush=True)
+    best = statistics.median(own.samples_s for own in found[names[0]])
+    print(f"| kind | samples/s | of {names[0]} | waits | memory MiB | disk MiB | from cold | of Belady's | late rows |")
+    print("|---|---|---|---|---|---|---|---|---|")
+    for name in names:
+        print(row(name, found[name], best, planned["bound_rows_from_cold"]))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,308 @@
+"""Keeps cold rows on a Redis server or a cluster: 256 hashes, a row in the one that its key's hash chooses.
+
+    key     rowcast:{<tag>}<generation>    tag: 00 to ff; what is in braces decides which server of a cluster has it
+    field   the row's key, 8 bytes | number of the `write` that brings it, 4 bytes, the row's place
+    value   record | the same 12 bytes
+
+A field is written once and deleted once, so a row that is written again leaves its older place readable until it is
+freed and nobody holds it. And a field that is missing is a row that was lost: the server evicted it, started again
+without it, or a replica took over that did not have it yet. The generation is random and belongs to one object: a
+write that arrives late, over a connection given up, lands where nobody reads.
+
+Hashes rather than a key for each row: a generation is 256 keys whose names are known, so that it is deleted without a
+search, and a row takes less memory.
+"""
+
+import secrets
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from itertools import chain
+from pathlib import Path
+from typing import Any, NamedTuple, Self
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from rowcast.job.server_url import ServerUrl
+from rowcast.job.tables import GroupSpec
+from rowcast.prefetcher.stores.cold.cold_rows import Moved, Places
+from rowcast.prefetcher.stores.cold.redis_servers import NEXT_START, Command, Servers
+from rowcast.prefetcher.stores.store import Keys, Records
+from rowcast.runtime.arrays import I64, Bytes
+from rowcast.runtime.errors import ConfigError, RowcastError, StoreLost
+from rowcast.runtime.splitmix import GOLDEN
+from rowcast.runtime.telemetry.logs import get_logger
+
+NUM_HASHES = 2**8
+HASH_SHIFT = np.uint64(56)
+ROWS_AT_ONCE = 2**14  # in one round trip, to bound the memory for commands and answers
+CHECK_S = 5.0  # between looks at the servers' own counters
+
+
+Fields = npt.NDArray[np.void]  # [n] of FIELD
+FIELD = np.dtype([("key", "<i8"), ("write", "<u4")])
+
+
+class Generation(msgspec.Struct, frozen=True, kw_only=True):
+    """Names one object's keys. A file in the run's folder, so that the next process deletes what a killed one left."""
+
+    server: str
+    name: str
+    folder: int  # inode of the file's folder, since a copy of a run must not delete the keys of the original
+
+
+class Freed(NamedTuple):
+    """Rows that may be deleted once every `hold` with a lower number has been left."""
+
+    since: int
+    fields: Fields
+
+
+class RedisRows:
+    """Implements `ColdRows`. Made by `open`."""
+
+    most = 2**31 - 2  # writes, at a few a step, so they last for years; leaves 2**31 numbers for slots
+
+    def __init__(self, servers: Servers, group: GroupSpec, generation: str, note: Path) -> None:
+        """`generation`: used by no other object, ever. `note`: the file that holds it."""
+        self.rows_read = self.rows_written = 0
+        self.bytes_read = self.bytes_written = 0
+        self.read_seconds = 0.0
+        self.used_bytes = self.garbage_bytes = 0  # of values, without what the servers need beside them
+        self.generation = generation
+        self._servers, self._group, self._note = servers, group, note
+        self._value = np.dtype([("record", np.uint8, group.record_bytes), ("field", FIELD)])
+        names = sorted(keys_of(generation), key=servers.node_of)
+        self._hashes = [(servers.node_of(name), name) for name in names]  # in the order of the nodes, as answers come
+        self._lock = threading.Lock()  # for what follows and the counters
+        self._num_writes = self._num_holds = 0
+        self._holds: set[int] = set()  # numbers of those not left yet
+        self._freed: deque[Freed] = deque()
+        self._next_check_s = time.monotonic() + CHECK_S
+        self._closed = False
+
+    @classmethod
+    def open(cls, group: GroupSpec, url: ServerUrl, folder: Path, *, password: str | None, timeout_s: float) -> Self:
+        """`folder`: of this run alone. Deletes the rows that an earlier process of this run has left on the servers.
+
+        `timeout_s`: how long a server may be silent before it counts as lost. Raises ConfigError or StoreLost."""
+        servers = Servers(url, password, timeout_s)
+        note, server = folder / f"{group.name}.redis", f"{url.host}:{url.port}"
+        try:
+            servers.open()
+            folder.mkdir(parents=True, exist_ok=True)
+            earlier = read_note(note)
+            if earlier is not None and earlier.server == server:
+                delete(servers, earlier.name)
+            elif earlier is not None:
+                get_logger().warning(
+                    "rows of an earlier process may remain on another Redis server",
+                    server=earlier.server,
+                    keys=pattern_of(earlier.name),
+                )
+            generation = Generation(server=server, name=secrets.token_hex(6), folder=folder.stat().st_ino)
+            note.write_bytes(msgspec.json.encode(generation))
+        except BaseException as error:
+            servers.close()
+            if isinstance(error, OSError):
+                raise ConfigError(f"{note} cannot be written ({error.strerror}); make it writable") from None
+            raise
+        nodes = [node.name for node in servers.nodes]
+        get_logger().info("rows go to Redis", group=group.name, servers=nodes, keys=pattern_of(generation.name))
+        return cls(servers, group, generation.name, note)
+
+    def attach(self, places_of: Callable[[Keys], Places], settle: Callable[[Moved], None]) -> None:
+        """Nothing is ever moved."""
+
+    @contextmanager
+    def hold(self) -> Iterator[None]:
+        with self._lock:
+            number = self._num_holds
+            self._num_holds += 1
+            self._holds.add(number)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._holds.remove(number)
+
+    def write(self, keys: Keys, records: Records) -> Places:
+        with self._lock:
+            number = self._num_writes
+            self._num_writes += 1
+        if number >= self.most:
+            raise RowcastError(f"group {self._group.name} has written rows {self.most} times; start again to continue")
+        for first in range(0, len(keys), ROWS_AT_ONCE):
+            own = slice(first, first + ROWS_AT_ONCE)
+            self._write(keys[own], records[own], number)
+        return np.full(len(keys), number, np.uint32)
+
+    def read(self, keys: Keys, places: Places, out: Records) -> None:
+        """Raises StoreLost, which names table, row and server, if a row is missing or is not the one written last."""
+        for first in range(0, len(keys), ROWS_AT_ONCE):
+            own = slice(first, first + ROWS_AT_ONCE)
+            self._read(keys[own], places[own], out[own])
+
+    def free(self, keys: Keys, places: Places) -> None:
+        fields = fields_of(keys, places)
+        with self._lock:
+            self._freed.append(Freed(self._num_holds, fields))
+            self.garbage_bytes += len(keys) * self._value.itemsize
+
+    def tidy(self) -> bool:
+        """Deletes rows that were freed, and looks at the servers' own counters now and then. Raises StoreLost, or
+        ConfigError if a server was set to evict."""
+        if time.monotonic() >= self._next_check_s:
+            self._servers.check()
+            self._next_check_s = time.monotonic() + CHECK_S
+        fields = self._to_delete()
+        if not len(fields):
+            return False
+        order, ends = self._by_hash(fields["key"])
+        deleted = sum(self._servers.ask(self._commands(b"HDEL", as_bytes(fields[order]), ends)))
+        with self._lock:
+            self.used_bytes -= len(fields) * self._value.itemsize
+            self.garbage_bytes -= len(fields) * self._value.itemsize
+        if deleted != len(fields):
+            self._servers.check()  # if a server says why, its error is raised
+            raise self._servers.fails(
+                StoreLost(f"Redis (store.url) has lost {len(fields) - deleted} rows; {NEXT_START}")
+            )
+        return True
+
+    def close(self) -> None:
+        """Deletes the rows, unless a server is lost: then the next process of this run does."""
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            delete(self._servers, self.generation)
+            self._note.unlink(missing_ok=True)
+        except (RowcastError, OSError) as error:
+            get_logger().warning(
+                "rows remain on Redis until this run is started again",
+                keys=pattern_of(self.generation),
+                error=str(error),
+            )
+        finally:
+            self._servers.close()
+
+    def _to_delete(self) -> Fields:
+        chosen: list[Fields] = [np.empty(0, FIELD)]
+        with self._lock:
+            oldest = min(self._holds, default=self._num_holds)
+            while self._freed and self._freed[0].since <= oldest and sum(map(len, chosen)) < ROWS_AT_ONCE:
+                chosen.append(self._freed.popleft().fields)
+        return np.concatenate(chosen)
+
+    def _write(self, keys: Keys, records: Records, number: int) -> None:
+        order, ends = self._by_hash(keys)
+        values = np.empty(len(keys), self._value)
+        values["record"] = records[order]
+        values["field"] = fields = fields_of(keys[order], np.full(len(keys), number, np.uint32))
+        arguments: list[bytes] = [b""] * (2 * len(keys))
+        arguments[::2] = as_bytes(fields)
+        arguments[1::2] = as_bytes(values)
+        self._servers.ask(self._commands(b"HSET", arguments, 2 * ends))
+        with self._lock:
+            self.used_bytes += values.nbytes
+            self.rows_written += len(keys)
+            self.bytes_written += values.nbytes
+
+    def _read(self, keys: Keys, places: Places, out: Records) -> None:
+        order, ends = self._by_hash(keys)
+        fields = fields_of(keys[order], places[order])
+        commands = self._commands(b"HMGET", as_bytes(fields), ends)
+        began_s = time.perf_counter()
+        answers = self._servers.ask(commands)
+        seconds = time.perf_counter() - began_s
+        found = self._checked(fields, list(chain.from_iterable(answers)))
+        out[order] = found["record"]
+        with self._lock:
+            self.rows_read += len(keys)
+            self.bytes_read += found.nbytes
+            self.read_seconds += seconds
+
+    def _checked(self, fields: Fields, values: list[bytes | None]) -> npt.NDArray[np.void]:
+        """Returns the values as an array. Raises StoreLost if one is not as it was written."""
+        with suppress(TypeError):  # None is a row that the server does not have
+            joined = b"".join(values)  # type: ignore[arg-type]
+            if len(joined) == len(fields) * self._value.itemsize:
+                found = np.frombuffer(joined, self._value)
+                if (found["field"] == fields).all():
+                    return found
+        wrong = next(filter(None, map(self._wrong, fields, as_bytes(fields), values)))
+        self._servers.check()  # if a server says why, its error is raised
+        raise self._servers.fails(StoreLost(f"{wrong}; {NEXT_START}"))
+
+    def _wrong(self, field: np.void, as_written: bytes, value: bytes | None) -> str | None:
+        """What is wrong with a row's value; None if it is as it was written."""
+        if value is not None and len(value) == self._value.itemsize and value.endswith(as_written):
+            return None
+        key, write = int(field["key"]), int(field["write"])
+        node, _ = self._hashes[int(hash_of(np.array([key]))[0])]
+        at = f"Redis server {self._servers.nodes[node].name} (store.url)"
+        row = self._group.row_name(key)
+        if value is None:
+            return f"{at} has lost {row} as write {write} brought it"
+        return f"{at} has bytes for {row} that another program has written"
+
+    def _by_hash(self, keys: Keys) -> tuple[I64, I64]:
+        """Returns the rows' order by hash, and where each hash's rows end in it."""
+        hashes = hash_of(keys)
+        return np.argsort(hashes, kind="stable"), np.cumsum(np.bincount(hashes, minlength=NUM_HASHES))
+
+    def _commands(self, name: bytes, arguments: list[bytes], ends: I64) -> list[list[Command]]:
+        """One command for each hash that is asked for, by node."""
+        commands: list[list[Command]] = [[] for _ in self._servers.nodes]
+        start = 0
+        for (node, key), end in zip(self._hashes, ends.tolist(), strict=True):
+            if end > start:
+                commands[node].append((name, key, *arguments[start:end]))
+            start = end
+        return commands
+
+
+def hash_of(keys: Keys) -> Bytes:
+    return ((keys.view(np.uint64) * GOLDEN) >> HASH_SHIFT).astype(np.uint8)
+
+
+def fields_of(keys: Keys, places: Places) -> Fields:
+    fields = np.empty(len(keys), FIELD)
+    fields["key"], fields["write"] = keys, places
+    return fields
+
+
+def as_bytes(items: npt.NDArray[Any]) -> list[bytes]:
+    """Each element's bytes; without numpy's type S, which drops zero bytes at the end."""
+    found: list[bytes] = items.view(np.dtype((np.void, items.itemsize))).tolist()
+    return found
+
+
+def keys_of(generation: str) -> list[bytes]:
+    return [f"rowcast:{{{tag:02x}}}{generation}".encode() for tag in range(NUM_HASHES)]
+
+
+def pattern_of(generation: str) -> str:
+    return f"rowcast:{{??}}{generation}"
+
+
+def delete(servers: Servers, generation: str) -> None:
+    """UNLINK frees the memory in the server's background."""
+    commands: list[list[Command]] = [[] for _ in servers.nodes]
+    for key in keys_of(generation):
+        commands[servers.node_of(key)].append((b"UNLINK", key))
+    servers.ask(commands)
+
+
+def read_note(path: Path) -> Generation | None:
+    """None if there is none, it is damaged, or it came here with a copy of another run."""
+    try:
+        generation = msgspec.json.decode(path.read_bytes(), type=Generation)
+    except (FileNotFoundError, msgspec.DecodeError):
+        return None
+    return generation if generation.folder == path.parent.stat().st_ino else None

@@ -1,0 +1,279 @@
+"""Compiled loops of the tiered store: over its rows' whereabouts and the slots of its memory.
+
+Where a row is, u32 by its number:
+
+    0                            nowhere: it was never written
+    1 + place                    in the cold tier
+    2**32 - 1 - slot             in a slot of the memory; the slot's state says more
+"""
+
+import numpy as np
+
+from rowcast.prefetcher.stores.row_loops import LINE_WORDS, ROWS_AHEAD, Positions, Words
+from rowcast.runtime.arrays import I64, U32, Bytes
+from rowcast.runtime.compiled import compiled_loop, prefetch
+
+FREE, EMPTY, LOADING, CLEAN, DIRTY, SPILLING = range(6)  # states of a slot: tiered_store.py
+COPIED, ABSENT_ROW, WAITING, COLD = range(4)  # what a read has found of a row
+
+UNWRITTEN = np.uint32(0)
+FIRST_SLOT = 2**32 - 1
+STAYS = -1  # instead of the step after which a slot's row leaves
+NUMBERS_AHEAD = 2 * ROWS_AHEAD
+
+
+@compiled_loop
+def slot_of(where: np.uint32) -> int:
+    return FIRST_SLOT - np.int64(where)  # type: ignore[return-value]
+
+
+@compiled_loop
+def ask_for_rows(i: int, numbers: I64, whereabouts: U32, words: Words) -> None:
+    """Lets the processor fetch what the rows some places after row i need."""
+    if i + NUMBERS_AHEAD < len(numbers) and numbers[i + NUMBERS_AHEAD] >= 0:
+        prefetch(whereabouts, numbers[i + NUMBERS_AHEAD])
+    if i + ROWS_AHEAD < len(numbers) and numbers[i + ROWS_AHEAD] >= 0:
+        slot = slot_of(whereabouts[numbers[i + ROWS_AHEAD]])
+        if slot < len(words):
+            flat, width = words.reshape(-1), words.shape[1]
+            for word in range(0, width, LINE_WORDS):
+                prefetch(flat, slot * width + word)
+
+
+@compiled_loop
+def copy_rows(
+    numbers: I64, whereabouts: U32, states: Bytes, words: Words, out: Words, found: Bytes, places: U32
+) -> int:
+    """Copies rows that are in memory. Sets what was found of each, and the place of cold ones. Returns how many were
+    copied."""
+    num_copied = 0
+    for i in range(len(numbers)):
+        ask_for_rows(i, numbers, whereabouts, words)
+        where = whereabouts[numbers[i]] if numbers[i] >= 0 else UNWRITTEN
+        slot = slot_of(where)
+        if where == UNWRITTEN:
+            found[i] = ABSENT_ROW
+        elif slot >= len(words):
+            found[i] = COLD
+            places[i] = where - np.uint32(1)
+        elif states[slot] == EMPTY:
+            found[i] = ABSENT_ROW
+        elif states[slot] == LOADING:
+            found[i] = WAITING
+        else:
+            for word in range(words.shape[1]):
+                out[i, word] = words[slot, word]
+            found[i] = COPIED
+            num_copied += 1
+    return num_copied
+
+
+@compiled_loop
+def overwrite_rows(
+    numbers: I64,
+    source: Words,
+    whereabouts: U32,
+    states: Bytes,
+    homes: U32,
+    words: Words,
+    left: Positions,
+    outdated: Positions,
+    places: U32,
+) -> tuple[int, int]:
+    """Writes rows that have a slot. `left` gets the positions of those that have none, `outdated` and `places` the
+    positions and places of those whose copy in the cold tier is older now. Returns how many these are."""
+    num_left = num_outdated = 0
+    for i in range(len(numbers)):
+        ask_for_rows(i, numbers, whereabouts, words)
+        slot = slot_of(whereabouts[numbers[i]])
+        if slot >= len(words):
+            left[num_left] = i
+            num_left += 1
+            continue
+        if states[slot] == CLEAN or states[slot] == LOADING:
+            outdated[num_outdated], places[num_outdated] = i, homes[slot]
+            num_outdated += 1
+        states[slot] = DIRTY
+        for word in range(words.shape[1]):
+            words[slot, word] = source[i, word]
+    return num_left, num_outdated
+
+
+@compiled_loop
+def take_slots(
+    keys: I64,
+    numbers: I64,
+    whereabouts: U32,
+    states: Bytes,
+    homes: U32,
+    leaves_after: I64,
+    slot_keys: I64,
+    owners: I64,
+    free: I64,
+    num_free: int,
+    loading: Positions,
+) -> tuple[int, int, int]:
+    """Gives each row a slot, until none is free. A row that has one stays in it. Positions of cold rows go to
+    `loading`. Returns how many rows were seen to, how many slots are free now, and how many rows are loading."""
+    num_loading = 0
+    for i in range(len(keys)):
+        where = whereabouts[numbers[i]]
+        slot = slot_of(where)
+        if slot < len(states):
+            leaves_after[slot] = STAYS
+            continue
+        if num_free == 0:
+            return i, num_free, num_loading
+        num_free -= 1
+        slot = free[num_free]
+        slot_keys[slot], owners[slot], leaves_after[slot] = keys[i], numbers[i], STAYS
+        whereabouts[numbers[i]] = np.uint32(FIRST_SLOT - slot)
+        if where == UNWRITTEN:
+            states[slot] = EMPTY
+        else:
+            states[slot], homes[slot] = LOADING, where - np.uint32(1)
+            loading[num_loading] = i
+            num_loading += 1
+    return len(keys), num_free, num_loading
+
+
+@compiled_loop
+def loaded(slots: I64, records: Words, states: Bytes, words: Words) -> None:
+    """Puts rows that were read into their slots, but for those that were written meanwhile."""
+    for i in range(len(slots)):
+        if states[slots[i]] == LOADING:
+            states[slots[i]] = CLEAN
+            for word in range(words.shape[1]):
+                words[slots[i], word] = records[i, word]
+
+
+@compiled_loop
+def not_loaded(slots: I64, whereabouts: U32, states: Bytes, homes: U32, owners: I64, free: I64, num_free: int) -> int:
+    """Leaves rows that could not be read where they were. Returns how many slots are free now."""
+    for i in range(len(slots)):
+        if states[slots[i]] == LOADING:
+            whereabouts[owners[slots[i]]] = homes[slots[i]] + np.uint32(1)
+            states[slots[i]] = FREE
+            free[num_free] = slots[i]
+            num_free += 1
+    return num_free
+
+
+@compiled_loop
+def leave_after(numbers: I64, step: int, whereabouts: U32, leaves_after: I64, slots: I64) -> int:
+    """Notes that these rows leave after a step, and sets `slots` to theirs. Returns how many have one."""
+    found = 0
+    for i in range(len(numbers)):
+        slot = slot_of(whereabouts[numbers[i]]) if numbers[i] >= 0 else len(leaves_after)
+        if slot < len(leaves_after):
+            leaves_after[slot] = step
+            slots[found] = slot
+            found += 1
+    return found
+
+
+@compiled_loop
+def leave(
+    slots: I64,
+    step: int,
+    whereabouts: U32,
+    states: Bytes,
+    homes: U32,
+    leaves_after: I64,
+    owners: I64,
+    free: I64,
+    num_free: int,
+    spilling: I64,
+) -> tuple[int, int, int]:
+    """Frees slots whose rows leave after `step`, if the cold tier has their bytes or there are none; `spilling` gets
+    the others. Returns how many slots are free now, how many rows are to be written, and how many are cold now."""
+    num_spilling = num_cold = 0
+    for i in range(len(slots)):
+        slot = slots[i]
+        if leaves_after[slot] != step or states[slot] == FREE:
+            continue
+        if states[slot] == DIRTY:
+            states[slot] = SPILLING
+            spilling[num_spilling] = slot
+            num_spilling += 1
+            continue
+        if states[slot] == CLEAN:
+            whereabouts[owners[slot]] = homes[slot] + np.uint32(1)
+            num_cold += 1
+        else:
+            whereabouts[owners[slot]] = UNWRITTEN
+        states[slot] = FREE
+        free[num_free] = slot
+        num_free += 1
+    return num_free, num_spilling, num_cold
+
+
+@compiled_loop
+def gather_slots(slots: I64, words: Words, out: Words) -> None:
+    for i in range(len(slots)):
+        for word in range(words.shape[1]):
+            out[i, word] = words[slots[i], word]
+
+
+@compiled_loop
+def spilled(
+    slots: I64,
+    places: U32,
+    whereabouts: U32,
+    states: Bytes,
+    owners: I64,
+    free: I64,
+    num_free: int,
+    overtaken: Positions,
+) -> tuple[int, int]:
+    """Frees slots whose rows were written to the cold tier; `overtaken` gets the positions of those that were written
+    again meanwhile. Returns how many slots are free now, and how many were overtaken."""
+    num_overtaken = 0
+    for i in range(len(slots)):
+        if states[slots[i]] != SPILLING:
+            overtaken[num_overtaken] = i
+            num_overtaken += 1
+            continue
+        whereabouts[owners[slots[i]]] = places[i] + np.uint32(1)
+        states[slots[i]] = FREE
+        free[num_free] = slots[i]
+        num_free += 1
+    return num_free, num_overtaken
+
+
+@compiled_loop
+def not_spilled(slots: I64, states: Bytes) -> None:
+    for i in range(len(slots)):
+        if states[slots[i]] == SPILLING:
+            states[slots[i]] = DIRTY
+
+
+@compiled_loop
+def cold_places(numbers: I64, whereabouts: U32, states: Bytes, homes: U32, nowhere: int, places: U32) -> None:
+    """Sets where each row, or the copy of one in memory, lies in the cold tier; `nowhere` where it does not."""
+    for i in range(len(numbers)):
+        where = whereabouts[numbers[i]] if numbers[i] >= 0 else UNWRITTEN
+        slot = slot_of(where)
+        if where == UNWRITTEN:
+            places[i] = nowhere
+        elif slot >= len(states):
+            places[i] = where - np.uint32(1)
+        else:
+            places[i] = homes[slot] if states[slot] == CLEAN or states[slot] == LOADING else nowhere
+
+
+@compiled_loop
+def take_places(numbers: I64, old: U32, new: U32, whereabouts: U32, states: Bytes, homes: U32, freed: U32) -> None:
+    """Moves the rows that are still at their old place to the new one. Sets `freed` to the place of the two that each
+    row does not have now."""
+    for i in range(len(numbers)):
+        where = whereabouts[numbers[i]] if numbers[i] >= 0 else UNWRITTEN
+        slot = slot_of(where)
+        freed[i] = new[i]
+        if where == UNWRITTEN:
+            continue
+        if slot >= len(states):
+            if where - np.uint32(1) == old[i]:
+                whereabouts[numbers[i]], freed[i] = new[i] + np.uint32(1), old[i]
+        elif (states[slot] == CLEAN or states[slot] == LOADING) and homes[slot] == old[i]:
+            homes[slot], freed[i] = new[i], old[i]

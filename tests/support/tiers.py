@@ -1,0 +1,78 @@
+"""Tiered stores whose rows come and go all the time, as no plan would have it: hints may not change a bit."""
+
+import random
+import threading
+
+import numpy as np
+
+from rowcast.job.tables import GroupSpec
+from rowcast.prefetcher.stores.cold.cold_rows import ColdRows
+from rowcast.prefetcher.stores.store import Keys, ReadTicket, Records, RowStore, Ticket
+from rowcast.prefetcher.stores.tiered_store import TieredStore
+from rowcast.prefetcher.stores.touched_rows import TouchedRows
+from rowcast.protocol.plan import GroupPlan
+from tests.support.cold_dict import ColdDict
+
+NO_KEYS = np.empty(0, np.int64)
+NO_SLOTS = np.empty(0, np.int32)
+
+
+def tier_plan(load: Keys = NO_KEYS, spill: Keys = NO_KEYS) -> GroupPlan:
+    """Of a plan, what the memory tier looks at."""
+    return GroupPlan(
+        slots=NO_SLOTS,
+        unique_slots=NO_SLOTS,
+        segment_offsets=NO_SLOTS,
+        bag_order=NO_SLOTS,
+        fetch_slots=NO_SLOTS,
+        fetch_keys=NO_KEYS,
+        evict_keys=NO_KEYS,
+        num_dirty=0,
+        fill_after=None,
+        load_keys=load,
+        spill_keys=spill,
+    )
+
+
+def tiered(group: GroupSpec, num_slots: int, cold: ColdRows | None = None) -> TieredStore:
+    store = TieredStore(group.name, group.record_bytes, TouchedRows(group, group.num_rows), cold or ColdDict())
+    store.begin(num_slots)
+    return store
+
+
+class Restless(RowStore):
+    """Before each read and write of `store`, stages rows that the dice choose, and lets the store work on some."""
+
+    def __init__(self, store: TieredStore, keys: Keys, seed: int) -> None:
+        """`keys`: of all rows."""
+        self.store = store
+        self.numbers, self.restored = store.numbers, store.restored
+        self._keys = keys
+        self._chance = random.Random(seed)
+        self._step = 0
+        self._staging = threading.Lock()  # one thread at a time stages
+
+    def read(self, keys: Keys, out: Records) -> ReadTicket:
+        self._stir(keys)
+        return self.store.read(keys, out)
+
+    def write(self, keys: Keys, rows: Records) -> Ticket:
+        self._stir(keys)
+        return self.store.write(keys, rows)
+
+    def close(self, checkpoint: str | None = None) -> None:
+        self.store.close(checkpoint)
+
+    def _stir(self, asked: Keys) -> None:
+        with self._staging:
+            for _ in range(self._chance.randrange(3)):
+                some = self._some(asked if self._chance.random() < 0.5 else self._keys)
+                self.store.stage(self._step, tier_plan(load=some, spill=self._some(self._keys)))
+                self._step += 1
+            home = self._step - self._chance.randrange(3) - 1
+            for _ in range(self._chance.randrange(6)):
+                self.store.advance(None if home < 0 else home)
+
+    def _some(self, keys: Keys) -> Keys:
+        chosen = self._chance.sample(range(len(keys)), self._chance.randrange(len(keys) + 1))
+        return keys[sorted(chosen)]
