@@ -36,7 +36,7 @@ COMMANDS: dict[Name, list[str]] = {
     "simulate": ["-m", "rowcast.prefetcher", "simulate"],
 }
 ROOT = Path(__file__).parents[2]  # where `python -m` finds the project
-END_TIMEOUT_S = 40.0
+END_TIMEOUT_S = 90.0
 POLL_S = 0.02
 MARK = "ROWCAST_TEST_MARK"
 
