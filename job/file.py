@@ -139,6 +139,11 @@ def check_whole(job: Job) -> None:
                 f'model.compile: table {table.name} has pooling = "none", so every batch has another shape and '
                 "would be compiled again; remove model.compile"
             )
+    if job.model.compile and job.data.batch_size % job.ranks.num_parts:
+        raise ValueError(
+            f"model.compile: data.batch_size = {job.data.batch_size} is not a multiple of ranks.parts = "
+            f"{job.ranks.num_parts}, so parts would have two shapes; change one of them, or remove model.compile"
+        )
     if job.optimizer.sparse.master and all(table.dtype == "fp32" for table in job.tables):
         raise ValueError(
             "optimizer.sparse.master = true keeps fp32 weights beside rounded ones, but every table has "

@@ -39,6 +39,8 @@ MAX_TABLES = 2**15
 MAX_MLP_WIDTH = 2**20
 MAX_THREADS = 2**12
 MAX_WORKERS = 64
+MAX_RANKS = 1024
+MAX_PARTS = 2**12
 MAX_STEPS = 2**53  # in a schedule: floats count exactly up to here
 
 Size = Annotated[str | int, msgspec.Meta(examples=["64MiB"])]
@@ -625,6 +627,47 @@ def is_tcp_address(endpoint: str) -> bool:
     return match is not None and 1 <= int(match[1]) < 2**16
 
 
+class Ranks(Section, frozen=True, kw_only=True):
+    """Trainers that share every batch, each with its prefetcher: see [ranks.md](ranks.md)."""
+
+    count: int = 1  # trainers; torchrun's world size must be this
+    # the slices of a batch whose gradients are added, `count` by default; they decide the bits, `count` does not; each
+    # rank needs 1, 2, 4, 8, ... of them
+    parts: int | None = None
+    per_host: int | None = None  # ranks of a host, `count` by default: torchrun's `--nproc-per-node`
+    timeout: str | float = "60s"  # how long a rank waits for the others before it gives up
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.count <= MAX_RANKS:
+            raise ValueError(f"count = {self.count} must be from 1 to {MAX_RANKS}")
+        if not 1 <= self.num_parts <= MAX_PARTS:
+            raise ValueError(f"parts = {self.parts} must be from 1 to {MAX_PARTS}")
+        check_shared(self.num_parts, self.count)
+        if self.per_host is not None and (self.per_host < 1 or self.count % self.per_host):
+            raise ValueError(f"per_host = {self.per_host} must divide count = {self.count}")
+        if not parse_seconds(self.timeout) > 0:
+            raise ValueError(f"timeout = {self.timeout!r} must be more than 0 seconds")
+
+    @property
+    def num_parts(self) -> int:
+        return self.count if self.parts is None else self.parts
+
+    @property
+    def on_host(self) -> int:
+        """Ranks of a host."""
+        return self.count if self.per_host is None else self.per_host
+
+
+def check_shared(parts: int, ranks: int) -> None:
+    """Raises ValueError unless the parts of each rank are a branch of the tree over all parts."""
+    own = parts // ranks
+    if parts % ranks or not own or (ranks > 1 and own & (own - 1)):
+        raise ValueError(
+            f"{parts} parts cannot be shared by {ranks} ranks: each needs 1, 2, 4, 8, ... parts, so that "
+            f"its sum is a branch of the tree over all parts; {ranks} parts are the least"
+        )
+
+
 class Trainer(Section, frozen=True, kw_only=True):
     device: str = "auto"  # `auto`, `cpu`, `cuda` or `cuda:<n>`
     # threads of torch; `auto` is one for each core that the process may use, within the quota of a container
@@ -693,6 +736,7 @@ class Job(Section, frozen=True, kw_only=True):
     store: Store = Store()
     checkpoint: Checkpoint = Checkpoint()
     transport: Transport = Transport()
+    ranks: Ranks = Ranks()
     trainer: Trainer = Trainer()
     prefetcher: Prefetcher = Prefetcher()
     metrics: Metrics = Metrics()
@@ -729,7 +773,8 @@ class Job(Section, frozen=True, kw_only=True):
         content = msgspec.to_builtins(self)
         kept = {name: content[name] for name in ("tables", "model", "optimizer")}
         data = {name: value for name, value in content["data"].items() if name not in ("path", "eval_path", "epochs")}
-        return digest([kept, data, self.job.seed, file_sizes])
+        parts = self.ranks.num_parts
+        return digest([kept, data, self.job.seed, file_sizes, *([parts] if parts > 1 else [])])
 
 
 def digest(content: object) -> str:

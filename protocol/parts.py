@@ -15,9 +15,9 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from rowcast.job.schema import Ranks, check_shared
 from rowcast.protocol.batch import Batch
 from rowcast.runtime.arrays import F32, I64
-from rowcast.runtime.errors import ConfigError
 from rowcast.runtime.splitmix import GOLDEN, mix
 
 Value = TypeVar("Value", np.int64, np.float32)
@@ -25,7 +25,7 @@ Value = TypeVar("Value", np.int64, np.float32)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rank:
-    """One of `count` trainers, which share the parts of every batch in order. Raises ConfigError."""
+    """One of `count` trainers, which share the parts of every batch in order. Raises ValueError."""
 
     number: int  # 0 to count - 1
     count: int
@@ -33,13 +33,7 @@ class Rank:
 
     def __post_init__(self) -> None:
         assert 0 <= self.number < self.count, f"rank {self.number} of {self.count}"
-        shared = self.parts // self.count
-        is_branch = self.count == 1 or shared & (shared - 1) == 0
-        if self.parts % self.count or not shared or not is_branch:
-            raise ConfigError(
-                f"{self.parts} parts cannot be shared by {self.count} ranks: each needs 1, 2, 4, 8, ... parts, so that "
-                f"its sum is a branch of the tree over all parts; {self.count} parts are the least"
-            )
+        check_shared(self.parts, self.count)
 
     @property
     def parts_per_rank(self) -> int:
@@ -48,6 +42,13 @@ class Rank:
     @property
     def own_parts(self) -> range:
         return range(self.number * self.parts_per_rank, (self.number + 1) * self.parts_per_rank)
+
+
+def rank_of(ranks: Ranks, number: int) -> Rank | None:
+    """None if a trainer is alone and computes whole batches."""
+    if ranks.num_parts == 1:
+        return None
+    return Rank(number=number, count=ranks.count, parts=ranks.num_parts)
 
 
 class Ids(NamedTuple):

@@ -178,6 +178,15 @@ BAD_JOBS: dict[str, tuple[dict[str, Any], str]] = {
         'endpoint = \'tcp://host\' must be "ipc" or "tcp://host:port"',
     ),
     "port": ({"transport": {"endpoint": "tcp://host:65536", "keys": "k"}}, 'must be "ipc" or "tcp://host:port"'),
+    "ranks": ({"ranks": {"count": 0}}, "count = 0 must be from 1 to 1024"),
+    "parts": ({"ranks": {"parts": 0}}, "parts = 0 must be from 1 to 4096"),
+    "parts of ranks": ({"ranks": {"count": 2, "parts": 6}}, "6 parts cannot be shared by 2 ranks: each needs 1, 2, 4,"),
+    "ranks of a host": ({"ranks": {"count": 4, "per_host": 3}}, "per_host = 3 must divide count = 4"),
+    "ranks' timeout": ({"ranks": {"timeout": 0}}, "timeout = 0.0 must be more than 0 seconds"),
+    "parts of two shapes": (
+        {"model": {"compile": True}, "ranks": {"parts": 3}},
+        "is not a multiple of ranks.parts = 3, so parts would have two shapes",
+    ),
     "rejoin": ({"transport": {"rejoin_timeout": -1}}, "rejoin_timeout = -1.0 must be 0 seconds or more"),
     "time-out": (
         {"transport": {"connect_timeout": "soon"}},
@@ -252,7 +261,17 @@ def whole_content() -> dict[str, Any]:
         "optimizer": {"sparse": SGD | {"schedule": {}}, "dense": SGD | {"schedule": {}}},
         **{
             name: {}
-            for name in ("eval", "lookahead", "store", "checkpoint", "transport", "trainer", "prefetcher", "metrics")
+            for name in (
+                "eval",
+                "lookahead",
+                "store",
+                "checkpoint",
+                "transport",
+                "ranks",
+                "trainer",
+                "prefetcher",
+                "metrics",
+            )
         },
         "cache": {"capacity": "1MiB"},
     }
