@@ -202,8 +202,9 @@ class Checkpoints:
         """Like `newest_valid`, for one of several ranks: looks whether a fresh run is under way, and for checkpoints
         that others have made. Does not read the files of `known`, the newest that this process knows, again."""
         self.root = self._new if self._new.exists() else self._current
-        newest = next(iter(self.candidates()), None)
-        if known is not None and newest == known.name and self.readable(newest) == known:
+        names = self.candidates()
+        newest = self.readable(names[0]) if names else None
+        if known is not None and newest is not None and newest.checksum == known.checksum:
             return known
         return self.newest_valid(log)
 
@@ -214,7 +215,8 @@ class Checkpoints:
             manifest = read_manifest(self._current / name)
         except DataError:
             return None
-        return None if manifest == replaced else manifest
+        is_new = replaced is None or manifest.checksum != replaced.checksum
+        return manifest if is_new else None
 
     def taken_over(self) -> None:
         """Rank 0 has done what `take_over` does."""

@@ -295,6 +295,9 @@ class CheckpointWriter:
                 crash_point("merging")
                 yield True
         yield from base.flush()
+        for file in written:  # which the base has: nobody will name them
+            self._disk.unlink(self._checkpoints.root / file.file)
+            yield True
         return layers_of((), base.files)
 
     def _count(self, files: list[RowFile | DenseFile | None], folder: Path) -> None:

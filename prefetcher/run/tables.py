@@ -30,8 +30,8 @@ class Tables:
         self._checkpoints = checkpoints
         self._incarnation = incarnation
         self._shard = shard
-        # what the stores' changed rows were changed since; None: the start of the run
-        self._since: Manifest | None = None
+        # the checksum of the checkpoint since which the record of changed rows is complete; None: the start of the run
+        self._since: str | None = None
         self._is_known = False  # whether that is known
         no_counts = StoreCounts() if STORES[job.store.kind].has_tier else None
         self._counts: tuple[StoreCounts | None, ...] = (no_counts,) * len(groups)  # before and after the stores
@@ -44,7 +44,7 @@ class Tables:
 
     def restore(self, newest: Manifest | None) -> None:
         """Gives all rows what they have at this checkpoint; None: at the start of the run. Raises DataError."""
-        if not self._is_known or self._since != newest:
+        if not self._is_known or self._since != checksum_of(newest):
             self.close()
             self._open(newest)
         elif newest is None:
@@ -55,12 +55,12 @@ class Tables:
         else:
             restore_changed(self._checkpoints.root, newest, self._groups, self.stores, self._shard)
         crash_point("tables restored")
-        self._since, self._is_known = newest, True
+        self._since, self._is_known = checksum_of(newest), True
 
     def attempt_ended(self, newest: Manifest | None, *, gave_up: bool) -> None:
         """`newest`: the newest checkpoint to which these stores have given their rows. `gave_up`: they gave rows to
         another one after it, which does not exist, so that nobody knows any more which rows have changed since."""
-        self._since, self._is_known = newest, self._is_known and not gave_up
+        self._since, self._is_known = checksum_of(newest), self._is_known and not gave_up
 
     def begin(self, memory_rows: tuple[int, ...]) -> None:
         """See `RowStore.begin`. `memory_rows`: of each group."""
@@ -89,3 +89,7 @@ class Tables:
             groups, empty = zip(*missing, strict=True)
             restore_rows(self._checkpoints.root, newest, groups, empty, self._shard)
         get_logger().info("restored", train_steps=newest.train_steps, rows_on_disk=len(self.stores) - len(missing))
+
+
+def checksum_of(checkpoint: Manifest | None) -> str | None:
+    return None if checkpoint is None else checkpoint.checksum
