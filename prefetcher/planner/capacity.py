@@ -12,6 +12,9 @@ from rowcast.prefetcher.planner.directory import MOST_ROWS
 from rowcast.prefetcher.planner.grouping import Grouper
 from rowcast.prefetcher.planner.horizon import OCCURRENCE_BYTES
 from rowcast.protocol.batch import ScheduledBatch
+from rowcast.protocol.parts import Rank
+from rowcast.protocol.shards import Shards
+from rowcast.runtime.arrays import I64
 from rowcast.runtime.errors import ConfigError
 
 MEASURED_BATCHES = 32
@@ -26,13 +29,17 @@ class Touched:
     distinct_rows: tuple[int, ...]  # distinct rows of all these batches together
 
 
-def measure(groups: tuple[GroupSpec, ...], batches: Sequence[ScheduledBatch]) -> Touched:
-    """Counts over the first 32 of `batches`. `groups` are all groups of the job."""
+def measure(groups: tuple[GroupSpec, ...], batches: Sequence[ScheduledBatch], rank: Rank | None = None) -> Touched:
+    """Counts over the first 32 of `batches`. `groups` are all groups of the job. `rank`: counts the rows of its shard;
+    None counts all."""
     largest, distinct = [], []
     num_features = sum(group.num_features for group in groups)
     for group in groups:
         grouper = Grouper(group, num_features)
-        keys = [grouper.group(grouper.lookups(scheduled.batch)).keys for scheduled in batches[:MEASURED_BATCHES]]
+        keys = [
+            of_shard(grouper.group(grouper.lookups(scheduled.batch)).keys, group, rank)
+            for scheduled in batches[:MEASURED_BATCHES]
+        ]
         # not 0: later batches may touch a group that these do not
         largest.append(max((len(batch_keys) for batch_keys in keys), default=0) or 1)
         distinct.append(
@@ -41,20 +48,28 @@ def measure(groups: tuple[GroupSpec, ...], batches: Sequence[ScheduledBatch]) ->
     return Touched(largest_batch_rows=tuple(largest), distinct_rows=tuple(distinct))
 
 
+def of_shard(keys: I64, group: GroupSpec, rank: Rank | None) -> I64:
+    if rank is None or rank.count == 1:
+        return keys
+    return keys[Shards(group.tables, rank.count).owners(keys) == rank.number]
+
+
 def untouched_share(group: GroupSpec, batches: Sequence[ScheduledBatch]) -> int:
     """Distinct rows to expect of a group that the first batches do not touch: one per bag, or all rows."""
     largest = max((scheduled.batch.size for scheduled in batches), default=1)
     return min(group.num_rows, group.num_features * largest)
 
 
-def job_slots(job: Job, groups: tuple[GroupSpec, ...], batches: Sequence[ScheduledBatch]) -> tuple[int, ...]:
-    """Slots of each group in a run of the job. `groups` are all groups of the job. Raises ConfigError."""
+def job_slots(
+    job: Job, groups: tuple[GroupSpec, ...], batches: Sequence[ScheduledBatch], rank: Rank | None = None
+) -> tuple[int, ...]:
+    """Slots of each group in a run of the job. `groups`, `rank`: as in `measure`. Raises ConfigError."""
     rows = job.cache.capacity_rows
     nbytes = None if rows is not None else parse_bytes(job.cache.capacity)
     fixed = {
         group.name: rows_in(group, job.cache.groups[group.name]) for group in groups if group.name in job.cache.groups
     }
-    touched = measure(groups, batches)
+    touched = measure(groups, batches, rank)
     slots = divide_capacity(groups, touched, capacity_bytes=nbytes, capacity_rows=rows, fixed_rows=fixed)
     for group, n, largest_batch_rows in zip(groups, slots, touched.largest_batch_rows, strict=True):
         check_trackable(group, n, known_rows(job.lookahead, largest_batch_rows), alone=len(groups) == 1)

@@ -22,6 +22,7 @@ from rowcast.prefetcher.planner.group_planner import planner_bytes
 from rowcast.prefetcher.stores.tier_budget import INDEX_BYTES, MOST_SLOTS, SLOT_BYTES, disk_shares
 from rowcast.protocol.batch import Batch, ScheduledBatch
 from rowcast.protocol.packing import ARRAY_ALIGNMENT
+from rowcast.protocol.parts import Rank
 from rowcast.protocol.plan_layout import GROUP_ARRAYS, Counts
 from rowcast.protocol.transport.ring import largest_payload
 from rowcast.protocol.transport.ring_file import free_shared_memory
@@ -56,20 +57,27 @@ def automatic_threads() -> int:
     return max(1, min(MOST_THREADS, usable_cores() // 4))
 
 
-def sizes(job: Job, groups: Sequence[GroupSpec], measured: Sequence[ScheduledBatch], depth: int) -> Sizes:
-    """Sizes for a run of the job, from its first batches. Raises ConfigError if the smallest rings do not fit."""
-    typical, transport = typical_plan(groups, measured), job.transport
+def sizes(
+    job: Job, groups: Sequence[GroupSpec], measured: Sequence[ScheduledBatch], depth: int, rank: Rank | None = None
+) -> Sizes:
+    """Sizes for a run of the job, from its first batches. Raises ConfigError if the smallest rings do not fit.
+
+    `rank`: as in `measure`.
+    """
+    typical, transport = typical_plan(groups, measured, rank), job.transport
     ring_bytes = (
         transport.mirror_bytes if transport.is_tcp else transport.ring_bytes or automatic_ring_bytes(typical, depth)
     )
     return Sizes(ring_bytes=ring_bytes, staging_bytes=staging_bytes(typical.rows, ring_bytes))
 
 
-def typical_plan(groups: Sequence[GroupSpec], measured: Sequence[ScheduledBatch]) -> Typical:
-    """`measured`: at most the first MEASURED_BATCHES of the run."""
+def typical_plan(
+    groups: Sequence[GroupSpec], measured: Sequence[ScheduledBatch], rank: Rank | None = None
+) -> Typical:
+    """`measured`: at most the first MEASURED_BATCHES of the run. `rank`: as in `measure`."""
     if not measured:
         return Typical(rows=0, arrays=0)
-    touched = measure(tuple(groups), measured)
+    touched = measure(tuple(groups), measured, rank)
     new_rows = sum(rows * group.record_bytes for rows, group in zip(touched.distinct_rows, groups, strict=True))
     most_rows = sum(touched.largest_batch_rows)
     most_arrays = max(group_arrays_bytes(scheduled.batch, most_rows) for scheduled in measured)
@@ -117,24 +125,28 @@ def check_shared_memory(ring_bytes: int) -> None:
 
 
 def job_tier_slots(
-    job: Job, groups: tuple[GroupSpec, ...], measured: Sequence[ScheduledBatch], slots: Sequence[int]
+    job: Job,
+    groups: tuple[GroupSpec, ...],
+    measured: Sequence[ScheduledBatch],
+    slots: Sequence[int],
+    rank: Rank | None = None,
 ) -> tuple[int, ...] | None:
     """Rows of each group that the planner keeps in memory in a run of the job; None if its store has no memory tier.
 
-    `measured`: at most the first MEASURED_BATCHES of the run. `slots`: of each group, on the device. Raises ConfigError
-    if store.memory is too small.
+    `measured`: at most the first MEASURED_BATCHES of the run. `slots`: of each group, on the device. `rank`: as in
+    `measure`. Raises ConfigError if store.memory is too small.
     """
     if not STORES[job.store.kind].has_tier:
         return None
     if job.store.memory_rows is not None:
         return rows_alone(job.store.memory_rows, groups, slots)
-    reserve = tier_reserve(job, groups, measured)
-    touched = measure(groups, measured)
+    reserve = tier_reserve(job, groups, measured, rank)
+    touched = measure(groups, measured, rank)
     shares = [rows * group.record_bytes for rows, group in zip(touched.distinct_rows, groups, strict=True)]
     limits = [min(group.num_rows, MOST_SLOTS) for group in groups]
     assert job.store.memory is not None, "a store with a tier has a budget of memory"
     budget = parse_bytes(job.store.memory)
-    parts = tier_parts(job, groups, measured, slots)
+    parts = tier_parts(job, groups, measured, slots, rank)
     rest_bytes = budget - sum(parts.values())
     costs = [group.record_bytes + SLOT_BYTES for group in groups]
     least = [min(n + spare, limit) for n, spare, limit in zip(slots, reserve, limits, strict=True)]
@@ -172,30 +184,40 @@ def rows_alone(rows: int, groups: Sequence[GroupSpec], slots: Sequence[int]) -> 
     return tuple(min(rows, group.num_rows, MOST_SLOTS) for group in groups)
 
 
-def tier_reserve(job: Job, groups: tuple[GroupSpec, ...], measured: Sequence[ScheduledBatch]) -> tuple[int, ...]:
+def tier_reserve(
+    job: Job, groups: tuple[GroupSpec, ...], measured: Sequence[ScheduledBatch], rank: Rank | None = None
+) -> tuple[int, ...]:
     """Rows of each group that may wait to leave: those that as many typical plans bring as can be under way."""
-    touched, plans_under_way = measure(groups, measured), 3 * job.lookahead.depth + 4
+    touched, plans_under_way = measure(groups, measured, rank), 3 * job.lookahead.depth + 4
     return tuple(plans_under_way * max(1, -(-rows // max(1, len(measured)))) for rows in touched.distinct_rows)
 
 
 def tier_rows(
-    job: Job, groups: tuple[GroupSpec, ...], measured: Sequence[ScheduledBatch], tier_slots: Sequence[int]
+    job: Job,
+    groups: tuple[GroupSpec, ...],
+    measured: Sequence[ScheduledBatch],
+    tier_slots: Sequence[int],
+    rank: Rank | None = None,
 ) -> tuple[int, ...]:
     """Rows of each group that have room in memory, those that wait to leave included."""
-    reserve = tier_reserve(job, groups, measured)
+    reserve = tier_reserve(job, groups, measured, rank)
     return tuple(
         min(n + spare, group.num_rows, MOST_SLOTS) for n, spare, group in zip(tier_slots, reserve, groups, strict=True)
     )
 
 
 def tier_parts(
-    job: Job, groups: tuple[GroupSpec, ...], measured: Sequence[ScheduledBatch], slots: Sequence[int]
+    job: Job,
+    groups: tuple[GroupSpec, ...],
+    measured: Sequence[ScheduledBatch],
+    slots: Sequence[int],
+    rank: Rank | None,
 ) -> dict[str, int]:
     """What takes memory beside the tier's rows, in bytes."""
     index_rows = sum(share.num_rows for share in disk_shares(job, groups))
     return {
         "the process": PROCESS_BYTES,
-        "rings": 2 * sizes(job, groups, measured, job.lookahead.depth).ring_bytes,
+        "rings": 2 * sizes(job, groups, measured, job.lookahead.depth, rank).ring_bytes,
         "ids known ahead": parse_bytes(job.lookahead.id_bytes),
         "the plans of the device": sum(planner_bytes(n, 0) for n in slots),
         "rows written over during a checkpoint": parse_bytes(job.checkpoint.memory),
