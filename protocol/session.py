@@ -248,8 +248,8 @@ def check_hello(hello: Hello, digest: str, mode: Mode = "train", world_size: int
         )
     if hello.rank != rank:
         raise Mismatch(
-            f"this prefetcher holds the rows of rank {rank} of {world_size}, but the trainer is rank {hello.rank}; a host "
-            "whose trainers are ranks 4 to 7 needs the prefetchers of ranks 4 to 7"
+            f"this prefetcher holds the rows of rank {rank} of {world_size}, but the trainer is rank {hello.rank}; a "
+            "host whose trainers are ranks 4 to 7 needs the prefetchers of ranks 4 to 7"
         )
 
 
@@ -258,8 +258,8 @@ def check_welcome(welcome: Welcome, rank: int = 0) -> None:
     check_version(welcome.protocol_version, PREFETCHER)
     if welcome.rank != rank:
         raise Mismatch(
-            f"the prefetcher that answered holds the rows of rank {welcome.rank}, but this trainer is rank {rank}; start "
-            "`prefetcher run` with the same job file, on each host with its own --host"
+            f"the prefetcher that answered holds the rows of rank {welcome.rank}, but this trainer is rank {rank}; "
+            "start `prefetcher run` with the same job file, on each host with its own --host"
         )
 
 

@@ -51,7 +51,8 @@ def measure(groups: tuple[GroupSpec, ...], batches: Sequence[ScheduledBatch], ra
 def of_shard(keys: I64, group: GroupSpec, rank: Rank | None) -> I64:
     if rank is None or rank.count == 1:
         return keys
-    return keys[Shards(group.tables, rank.count).owners(keys) == rank.number]
+    own: I64 = keys[Shards(group.tables, rank.count).owners(keys) == rank.number]
+    return own
 
 
 def untouched_share(group: GroupSpec, batches: Sequence[ScheduledBatch]) -> int:

@@ -236,9 +236,7 @@ class PrefetcherAttempt:
         )
         if is_tcp:
             conversation.carry(fetch_ring, back_ring)
-        self._tier_slots = tier_slots = job_tier_slots(
-            self._job, run.groups, measured, slots, run.rank
-        )
+        self._tier_slots = tier_slots = job_tier_slots(self._job, run.groups, measured, slots, run.rank)
         if tier_slots is not None:
             run.tables.begin(tier_rows(self._job, run.groups, measured, tier_slots, run.rank))
         planner = self._planner(slots, tier_slots, measured)

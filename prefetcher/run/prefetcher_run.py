@@ -61,6 +61,11 @@ class PrefetcherRun:
 
     def run(self) -> bool:
         """Returns whether the run finished; False: it was stopped in order. Raises the first error of any stage."""
+        if self._job.ranks.count > 1:
+            raise ConfigError(
+                f"ranks.count = {self._job.ranks.count}, but the prefetchers of several ranks are not started yet; set "
+                f"ranks.count = 1 and ranks.parts = {self._job.ranks.num_parts}, which gives the same bits"
+            )
         if self._job.prefetcher.background:
             move_to_background()
         with ExitStack() as stack:

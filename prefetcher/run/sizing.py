@@ -71,9 +71,7 @@ def sizes(
     return Sizes(ring_bytes=ring_bytes, staging_bytes=staging_bytes(typical.rows, ring_bytes))
 
 
-def typical_plan(
-    groups: Sequence[GroupSpec], measured: Sequence[ScheduledBatch], rank: Rank | None = None
-) -> Typical:
+def typical_plan(groups: Sequence[GroupSpec], measured: Sequence[ScheduledBatch], rank: Rank | None = None) -> Typical:
     """`measured`: at most the first MEASURED_BATCHES of the run. `rank`: as in `measure`."""
     if not measured:
         return Typical(rows=0, arrays=0)

@@ -94,9 +94,7 @@ class Connection:
         Raises PeerLost, the prefetcher's failure, or an error if this process cannot be its trainer.
         """
         parts, arrived = self._parts, list[Welcome]()
-        link = ZmqLink.trainer(
-            parts.folder, on_receive=partial(parts.crew.wake, "mail"), transport=parts.transport
-        )
+        link = ZmqLink.trainer(parts.folder, on_receive=partial(parts.crew.wake, "mail"), transport=parts.transport)
         self.stack.callback(link.close)
         link.start()
         conversation = self.conversation = Conversation(Session("trainer"), link)
