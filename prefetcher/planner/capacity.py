@@ -30,29 +30,36 @@ class Touched:
 
 
 def measure(groups: tuple[GroupSpec, ...], batches: Sequence[ScheduledBatch], rank: Rank | None = None) -> Touched:
-    """Counts over the first 32 of `batches`. `groups` are all groups of the job. `rank`: counts the rows of its shard;
-    None counts all."""
-    largest, distinct = [], []
+    """Counts over the first 32 of `batches`. `groups` are all groups of the job. `rank`: counts the rows that it
+    owns."""
     num_features = sum(group.num_features for group in groups)
+    keys_of_groups = []
     for group in groups:
-        grouper = Grouper(group, num_features)
-        keys = [
-            of_shard(grouper.group(grouper.lookups(scheduled.batch)).keys, group, rank)
-            for scheduled in batches[:MEASURED_BATCHES]
-        ]
+        grouper, shards = Grouper(group, num_features), None if rank is None else Shards(group.tables, rank.count)
+        keys = [grouper.group(grouper.lookups(scheduled.batch)).keys for scheduled in batches[:MEASURED_BATCHES]]
+        if rank is not None and shards is not None:
+            keys = [own[shards.owners(own) == rank.number] for own in keys]
+        keys_of_groups.append(keys)
+    return touched_by(groups, keys_of_groups, batches, 1 if rank is None else rank.count)
+
+
+def touched_by(
+    groups: tuple[GroupSpec, ...],
+    keys_of_groups: Sequence[Sequence[I64]],
+    batches: Sequence[ScheduledBatch],
+    num_shards: int = 1,
+) -> Touched:
+    """`keys_of_groups`: of each group, the distinct rows of each batch that are in one of `num_shards` shards."""
+    largest, distinct = [], []
+    for group, keys in zip(groups, keys_of_groups, strict=True):
         # not 0: later batches may touch a group that these do not
         largest.append(max((len(batch_keys) for batch_keys in keys), default=0) or 1)
         distinct.append(
-            len(np.unique(np.concatenate(keys))) if any(map(len, keys)) else untouched_share(group, batches)
+            len(np.unique(np.concatenate(keys)))
+            if any(map(len, keys))
+            else -(-untouched_share(group, batches) // num_shards)
         )
     return Touched(largest_batch_rows=tuple(largest), distinct_rows=tuple(distinct))
-
-
-def of_shard(keys: I64, group: GroupSpec, rank: Rank | None) -> I64:
-    if rank is None or rank.count == 1:
-        return keys
-    own: I64 = keys[Shards(group.tables, rank.count).owners(keys) == rank.number]
-    return own
 
 
 def untouched_share(group: GroupSpec, batches: Sequence[ScheduledBatch]) -> int:
@@ -64,13 +71,18 @@ def untouched_share(group: GroupSpec, batches: Sequence[ScheduledBatch]) -> int:
 def job_slots(
     job: Job, groups: tuple[GroupSpec, ...], batches: Sequence[ScheduledBatch], rank: Rank | None = None
 ) -> tuple[int, ...]:
-    """Slots of each group in a run of the job. `groups`, `rank`: as in `measure`. Raises ConfigError."""
+    """Slots of each group in a run of the job, on the device of `rank`. `groups` are all groups of the job. Raises
+    ConfigError."""
+    return slots_of(job, groups, measure(groups, batches, rank))
+
+
+def slots_of(job: Job, groups: tuple[GroupSpec, ...], touched: Touched) -> tuple[int, ...]:
+    """Like `job_slots`, from what the first batches touch."""
     rows = job.cache.capacity_rows
     nbytes = None if rows is not None else parse_bytes(job.cache.capacity)
     fixed = {
         group.name: rows_in(group, job.cache.groups[group.name]) for group in groups if group.name in job.cache.groups
     }
-    touched = measure(groups, batches, rank)
     slots = divide_capacity(groups, touched, capacity_bytes=nbytes, capacity_rows=rows, fixed_rows=fixed)
     for group, n, largest_batch_rows in zip(groups, slots, touched.largest_batch_rows, strict=True):
         check_trackable(group, n, known_rows(job.lookahead, largest_batch_rows), alone=len(groups) == 1)

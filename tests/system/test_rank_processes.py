@@ -11,8 +11,8 @@ from torch import Tensor
 
 from examples.plain_loop import run_plain_loop
 from rowcast.job.file import load_job
+from rowcast.prefetcher.readers.reader import open_reader
 from rowcast.prefetcher.readers.schedule import schedule
-from rowcast.prefetcher.readers.source import open_reader
 from tests.support.driver import start_state
 from tests.support.full_capacity import bits
 from tests.support.processes import Session
