@@ -151,8 +151,8 @@ class Released(Message, frozen=True, kw_only=True):
 class Hello(Message, frozen=True, kw_only=True):
     protocol_version: int
     job_digest: str
-    rank: int
-    world_size: int
+    rank: int  # 0 to world_size - 1
+    world_size: int  # trainers that share every batch, of which this is one
     pid: int
     threads: int
     device: str
@@ -186,6 +186,8 @@ class Welcome(Message, frozen=True, kw_only=True):
     # train and evaluation batches of an epoch; None if the reader does not know
     epoch_batches: tuple[int | None, int | None] = (None, None)
     pairing: str = ""  # which column feeds which feature, if the data gives ids by position
+    rank: int = 0  # whose shard of the rows this prefetcher holds
+    checkpoint: str = ""  # the checksum of the manifest that this incarnation begins at; "" for the start of the run
 
 
 class Flush(Message, frozen=True, kw_only=True):

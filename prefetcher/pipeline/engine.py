@@ -234,7 +234,10 @@ class PrefetcherEngine:
         return [store.store.counts() for store in self._parts.stores]
 
     def _greet(self, hello: Hello) -> None:
-        check_hello(hello, self._parts.job.session_digest(), self._parts.mode)
+        rank, number = self._parts.rank, self._parts.welcome.rank
+        check_hello(
+            hello, self._parts.job.session_digest(), self._parts.mode, 1 if rank is None else rank.count, number
+        )
         self.hello = hello
         self.conversation.send(self._parts.welcome)
         self.fetcher.connected = True
