@@ -12,11 +12,14 @@ from rowcast.job.file import load_job
 from rowcast.job.schema import Job
 from rowcast.job.tables import group_specs
 from rowcast.prefetcher.planner.capacity import MEASURED_BATCHES, job_slots
+from rowcast.prefetcher.planner.job_planner import job_planner
 from rowcast.prefetcher.readers.reader import open_reader
 from rowcast.prefetcher.readers.schedule import schedule
 from rowcast.prefetcher.run.sizing import LEAST_RING_BYTES, LEAST_STAGING_BYTES, sizes, staging_bytes, typical_plan
 from rowcast.protocol.batch import ScheduledBatch
 from rowcast.protocol.packing import plan_block
+from rowcast.protocol.parts import Rank
+from rowcast.protocol.plan_layout import EXCHANGE_ARRAYS, GROUP_ARRAYS
 from rowcast.protocol.transport.ring import largest_payload
 from rowcast.runtime.errors import ConfigError
 from tests.support.batches import small_batches, small_job
@@ -56,6 +59,24 @@ def test_the_arrays_of_a_plan_are_expected_to_take_what_they_take() -> None:
         plans = recorded_plans(job, batches, tuple(group.num_rows for group in group_specs(job)))
         largest = max(plan_block(each.batch, each.plan).nbytes for each in plans)
         assert 0.5 * largest < typical_plan(group_specs(job), batches).arrays < 2 * largest, bags
+
+
+def test_a_rank_expects_the_arrays_of_its_own_parts_and_of_the_exchange() -> None:
+    job, rank = small_job("adagrad", "multi"), Rank(number=1, count=4, parts=8)
+    groups, batches = group_specs(job), small_batches(job, "multi", num_steps=8, eval_at=())
+    planner = job_planner(job, groups, tuple(group.num_rows for group in groups), batches, rank=rank)
+    largest = 0
+    for scheduled in batches:
+        planner.add(scheduled)
+    planner.end()
+    while planner.ready():
+        plan = planner.plan()[1]
+        shares = [(share, EXCHANGE_ARRAYS) for group in plan.groups if (share := group.share) is not None]
+        arrays = [(group, GROUP_ARRAYS) for group in plan.groups]
+        found = [getattr(each, name) for each, names in [*arrays, *shares] for name in names]
+        largest = max(largest, sum(array.nbytes for array in found if array is not None))
+    assert 0.5 * largest < typical_plan(groups, batches, rank).arrays < 2 * largest
+    assert typical_plan(groups, batches, rank).rows < typical_plan(groups, batches).rows / 2
 
 
 def test_a_small_job_gets_the_least_and_a_job_file_its_own_ring() -> None:

@@ -12,6 +12,9 @@ from rowcast.prefetcher.planner.directory import MOST_ROWS
 from rowcast.prefetcher.planner.grouping import Grouper
 from rowcast.prefetcher.planner.horizon import OCCURRENCE_BYTES
 from rowcast.protocol.batch import ScheduledBatch
+from rowcast.protocol.parts import Rank
+from rowcast.protocol.shards import Shards
+from rowcast.runtime.arrays import I64
 from rowcast.runtime.errors import ConfigError
 
 MEASURED_BATCHES = 32
@@ -26,17 +29,35 @@ class Touched:
     distinct_rows: tuple[int, ...]  # distinct rows of all these batches together
 
 
-def measure(groups: tuple[GroupSpec, ...], batches: Sequence[ScheduledBatch]) -> Touched:
-    """Counts over the first 32 of `batches`. `groups` are all groups of the job."""
-    largest, distinct = [], []
+def measure(groups: tuple[GroupSpec, ...], batches: Sequence[ScheduledBatch], rank: Rank | None = None) -> Touched:
+    """Counts over the first 32 of `batches`. `groups` are all groups of the job. `rank`: counts the rows that it
+    owns."""
     num_features = sum(group.num_features for group in groups)
+    keys_of_groups = []
     for group in groups:
-        grouper = Grouper(group, num_features)
+        grouper, shards = Grouper(group, num_features), None if rank is None else Shards(group.tables, rank.count)
         keys = [grouper.group(grouper.lookups(scheduled.batch)).keys for scheduled in batches[:MEASURED_BATCHES]]
+        if rank is not None and shards is not None:
+            keys = [own[shards.owners(own) == rank.number] for own in keys]
+        keys_of_groups.append(keys)
+    return touched_by(groups, keys_of_groups, batches, 1 if rank is None else rank.count)
+
+
+def touched_by(
+    groups: tuple[GroupSpec, ...],
+    keys_of_groups: Sequence[Sequence[I64]],
+    batches: Sequence[ScheduledBatch],
+    num_shards: int = 1,
+) -> Touched:
+    """`keys_of_groups`: of each group, the distinct rows of each batch that are in one of `num_shards` shards."""
+    largest, distinct = [], []
+    for group, keys in zip(groups, keys_of_groups, strict=True):
         # not 0: later batches may touch a group that these do not
         largest.append(max((len(batch_keys) for batch_keys in keys), default=0) or 1)
         distinct.append(
-            len(np.unique(np.concatenate(keys))) if any(map(len, keys)) else untouched_share(group, batches)
+            len(np.unique(np.concatenate(keys)))
+            if any(map(len, keys))
+            else -(-untouched_share(group, batches) // num_shards)
         )
     return Touched(largest_batch_rows=tuple(largest), distinct_rows=tuple(distinct))
 
@@ -47,14 +68,21 @@ def untouched_share(group: GroupSpec, batches: Sequence[ScheduledBatch]) -> int:
     return min(group.num_rows, group.num_features * largest)
 
 
-def job_slots(job: Job, groups: tuple[GroupSpec, ...], batches: Sequence[ScheduledBatch]) -> tuple[int, ...]:
-    """Slots of each group in a run of the job. `groups` are all groups of the job. Raises ConfigError."""
+def job_slots(
+    job: Job, groups: tuple[GroupSpec, ...], batches: Sequence[ScheduledBatch], rank: Rank | None = None
+) -> tuple[int, ...]:
+    """Slots of each group in a run of the job, on the device of `rank`. `groups` are all groups of the job. Raises
+    ConfigError."""
+    return slots_of(job, groups, measure(groups, batches, rank))
+
+
+def slots_of(job: Job, groups: tuple[GroupSpec, ...], touched: Touched) -> tuple[int, ...]:
+    """Like `job_slots`, from what the first batches touch."""
     rows = job.cache.capacity_rows
     nbytes = None if rows is not None else parse_bytes(job.cache.capacity)
     fixed = {
         group.name: rows_in(group, job.cache.groups[group.name]) for group in groups if group.name in job.cache.groups
     }
-    touched = measure(groups, batches)
     slots = divide_capacity(groups, touched, capacity_bytes=nbytes, capacity_rows=rows, fixed_rows=fixed)
     for group, n, largest_batch_rows in zip(groups, slots, touched.largest_batch_rows, strict=True):
         check_trackable(group, n, known_rows(job.lookahead, largest_batch_rows), alone=len(groups) == 1)

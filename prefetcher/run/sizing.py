@@ -19,10 +19,14 @@ from rowcast.job.stores import STORES
 from rowcast.job.tables import GroupSpec, aligned
 from rowcast.prefetcher.planner.capacity import hand_out, measure
 from rowcast.prefetcher.planner.group_planner import planner_bytes
+from rowcast.prefetcher.planner.grouping import Lookups
+from rowcast.prefetcher.planner.planner import groupers_of
+from rowcast.prefetcher.readers.batch_parts import IdsBatch
 from rowcast.prefetcher.stores.tier_budget import INDEX_BYTES, MOST_SLOTS, SLOT_BYTES, disk_shares
-from rowcast.protocol.batch import Batch, ScheduledBatch
+from rowcast.protocol.batch import ScheduledBatch
 from rowcast.protocol.packing import ARRAY_ALIGNMENT
-from rowcast.protocol.plan_layout import GROUP_ARRAYS, Counts
+from rowcast.protocol.parts import Ids, Rank, ids_of_samples, samples_of
+from rowcast.protocol.plan_layout import EXCHANGE_ARRAYS, GROUP_ARRAYS, Counts
 from rowcast.protocol.transport.ring import largest_payload
 from rowcast.protocol.transport.ring_file import free_shared_memory
 from rowcast.runtime.cores import usable_cores
@@ -56,27 +60,34 @@ def automatic_threads() -> int:
     return max(1, min(MOST_THREADS, usable_cores() // 4))
 
 
-def sizes(job: Job, groups: Sequence[GroupSpec], measured: Sequence[ScheduledBatch], depth: int) -> Sizes:
+def sizes(
+    job: Job, groups: Sequence[GroupSpec], measured: Sequence[ScheduledBatch], depth: int, rank: Rank | None = None
+) -> Sizes:
     """Sizes for a run of the job, from its first batches. Raises ConfigError if the smallest rings do not fit."""
-    typical, transport = typical_plan(groups, measured), job.transport
+    typical, transport = typical_plan(groups, measured, rank), job.transport
     ring_bytes = (
         transport.mirror_bytes if transport.is_tcp else transport.ring_bytes or automatic_ring_bytes(typical, depth)
     )
     return Sizes(ring_bytes=ring_bytes, staging_bytes=staging_bytes(typical.rows, ring_bytes))
 
 
-def typical_plan(groups: Sequence[GroupSpec], measured: Sequence[ScheduledBatch]) -> Typical:
-    """`measured`: at most the first MEASURED_BATCHES of the run."""
+def typical_plan(groups: Sequence[GroupSpec], measured: Sequence[ScheduledBatch], rank: Rank | None = None) -> Typical:
+    """`measured`: at most the first MEASURED_BATCHES of the run. `rank`: whose plan; None if the trainer is alone."""
     if not measured:
         return Typical(rows=0, arrays=0)
-    touched = measure(tuple(groups), measured)
+    touched = measure(tuple(groups), measured, rank)
     new_rows = sum(rows * group.record_bytes for rows, group in zip(touched.distinct_rows, groups, strict=True))
     most_rows = sum(touched.largest_batch_rows)
-    most_arrays = max(group_arrays_bytes(scheduled.batch, most_rows) for scheduled in measured)
+    most_arrays = max(
+        group_arrays_bytes(scheduled.batch, most_rows)
+        if rank is None
+        else shared_arrays_bytes(groups, scheduled.batch, most_rows, rank)
+        for scheduled in measured
+    )
     return Typical(rows=new_rows // len(measured), arrays=int(ARRAYS_SPARE * most_arrays))
 
 
-def group_arrays_bytes(batch: Batch, num_rows: int) -> int:
+def group_arrays_bytes(batch: Lookups, num_rows: int) -> int:
     present = {name for name in ("offsets", "weights") if getattr(batch, name) is not None}
     counts = Counts(
         samples=batch.size,
@@ -87,6 +98,26 @@ def group_arrays_bytes(batch: Batch, num_rows: int) -> int:
         present=frozenset(present),
     )
     return sum(layout.nbytes_of(counts) for layout in GROUP_ARRAYS.values())
+
+
+def shared_arrays_bytes(groups: Sequence[GroupSpec], batch: Lookups, num_owned: int, rank: Rank) -> int:
+    """`num_owned`: rows of the batch in the rank's shard. A rank sends about as many rows as it receives."""
+    samples = samples_of(batch.size, rank)
+    ids = ids_of_samples(batch.size, Ids(batch.ids, batch.offsets, batch.weights), samples.start, samples.stop)
+    own = IdsBatch(size=samples.stop - samples.start, **ids._asdict())
+    received = sum(len(grouper.group(grouper.lookups(own)).keys) for grouper in groupers_of(tuple(groups)))
+    counts = Counts(
+        samples=own.size,
+        unique=received,
+        exchanges=True,
+        sent=received,
+        returned=received,
+        trained=num_owned,
+        additions=received,
+        home_additions=received if rank.parts_per_rank > 1 else 0,
+    )
+    exchanged = sum(layout.nbytes_of(counts) for layout in EXCHANGE_ARRAYS.values())
+    return group_arrays_bytes(own, max(received, num_owned)) + exchanged
 
 
 def automatic_ring_bytes(typical: Typical, depth: int) -> int:
@@ -117,24 +148,28 @@ def check_shared_memory(ring_bytes: int) -> None:
 
 
 def job_tier_slots(
-    job: Job, groups: tuple[GroupSpec, ...], measured: Sequence[ScheduledBatch], slots: Sequence[int]
+    job: Job,
+    groups: tuple[GroupSpec, ...],
+    measured: Sequence[ScheduledBatch],
+    slots: Sequence[int],
+    rank: Rank | None = None,
 ) -> tuple[int, ...] | None:
     """Rows of each group that the planner keeps in memory in a run of the job; None if its store has no memory tier.
 
-    `measured`: at most the first MEASURED_BATCHES of the run. `slots`: of each group, on the device. Raises ConfigError
-    if store.memory is too small.
+    `measured`: at most the first MEASURED_BATCHES of the run. `slots`: of each group, on the device of `rank`. Raises
+    ConfigError if store.memory is too small.
     """
     if not STORES[job.store.kind].has_tier:
         return None
     if job.store.memory_rows is not None:
         return rows_alone(job.store.memory_rows, groups, slots)
-    reserve = tier_reserve(job, groups, measured)
-    touched = measure(groups, measured)
+    reserve = tier_reserve(job, groups, measured, rank)
+    touched = measure(groups, measured, rank)
     shares = [rows * group.record_bytes for rows, group in zip(touched.distinct_rows, groups, strict=True)]
     limits = [min(group.num_rows, MOST_SLOTS) for group in groups]
     assert job.store.memory is not None, "a store with a tier has a budget of memory"
     budget = parse_bytes(job.store.memory)
-    parts = tier_parts(job, groups, measured, slots)
+    parts = tier_parts(job, groups, measured, slots, rank)
     rest_bytes = budget - sum(parts.values())
     costs = [group.record_bytes + SLOT_BYTES for group in groups]
     least = [min(n + spare, limit) for n, spare, limit in zip(slots, reserve, limits, strict=True)]
@@ -172,30 +207,40 @@ def rows_alone(rows: int, groups: Sequence[GroupSpec], slots: Sequence[int]) -> 
     return tuple(min(rows, group.num_rows, MOST_SLOTS) for group in groups)
 
 
-def tier_reserve(job: Job, groups: tuple[GroupSpec, ...], measured: Sequence[ScheduledBatch]) -> tuple[int, ...]:
+def tier_reserve(
+    job: Job, groups: tuple[GroupSpec, ...], measured: Sequence[ScheduledBatch], rank: Rank | None = None
+) -> tuple[int, ...]:
     """Rows of each group that may wait to leave: those that as many typical plans bring as can be under way."""
-    touched, plans_under_way = measure(groups, measured), 3 * job.lookahead.depth + 4
+    touched, plans_under_way = measure(groups, measured, rank), 3 * job.lookahead.depth + 4
     return tuple(plans_under_way * max(1, -(-rows // max(1, len(measured)))) for rows in touched.distinct_rows)
 
 
 def tier_rows(
-    job: Job, groups: tuple[GroupSpec, ...], measured: Sequence[ScheduledBatch], tier_slots: Sequence[int]
+    job: Job,
+    groups: tuple[GroupSpec, ...],
+    measured: Sequence[ScheduledBatch],
+    tier_slots: Sequence[int],
+    rank: Rank | None = None,
 ) -> tuple[int, ...]:
     """Rows of each group that have room in memory, those that wait to leave included."""
-    reserve = tier_reserve(job, groups, measured)
+    reserve = tier_reserve(job, groups, measured, rank)
     return tuple(
         min(n + spare, group.num_rows, MOST_SLOTS) for n, spare, group in zip(tier_slots, reserve, groups, strict=True)
     )
 
 
 def tier_parts(
-    job: Job, groups: tuple[GroupSpec, ...], measured: Sequence[ScheduledBatch], slots: Sequence[int]
+    job: Job,
+    groups: tuple[GroupSpec, ...],
+    measured: Sequence[ScheduledBatch],
+    slots: Sequence[int],
+    rank: Rank | None = None,
 ) -> dict[str, int]:
     """What takes memory beside the tier's rows, in bytes."""
     index_rows = sum(share.num_rows for share in disk_shares(job, groups))
     return {
         "the process": PROCESS_BYTES,
-        "rings": 2 * sizes(job, groups, measured, job.lookahead.depth).ring_bytes,
+        "rings": 2 * sizes(job, groups, measured, job.lookahead.depth, rank).ring_bytes,
         "ids known ahead": parse_bytes(job.lookahead.id_bytes),
         "the plans of the device": sum(planner_bytes(n, 0) for n in slots),
         "rows written over during a checkpoint": parse_bytes(job.checkpoint.memory),

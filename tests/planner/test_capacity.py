@@ -17,6 +17,7 @@ from rowcast.prefetcher.planner.capacity import (
 )
 from rowcast.prefetcher.planner.directory import MOST_ROWS
 from rowcast.prefetcher.planner.planner import RowPlanner
+from rowcast.protocol.parts import Rank
 from rowcast.runtime.errors import ConfigError
 from tests.support import jobs
 from tests.support.batches import small_batches, small_job
@@ -244,3 +245,27 @@ def test_no_group_falls_short_none_overflows_and_nothing_usable_is_left(
     for n, most, spec in zip(slots, counts.largest_batch_rows, groups, strict=True):
         assert most <= n <= spec.num_rows
         assert n == spec.num_rows or left < spec.record_bytes
+
+
+def test_a_rank_counts_the_rows_of_its_shard() -> None:
+    job = small_job("adagrad", "multi")
+    groups, batches = group_specs(job), small_batches(job, "multi")
+    whole = measure(groups, batches)
+    of_ranks = [measure(groups, batches, Rank(number=number, count=3, parts=6)) for number in range(3)]
+    for index in range(len(groups)):
+        assert sum(own.distinct_rows[index] for own in of_ranks) == whole.distinct_rows[index]
+        assert all(own.largest_batch_rows[index] < whole.largest_batch_rows[index] for own in of_ranks)
+
+
+def test_a_batch_of_which_a_rank_owns_a_part_fits_a_cache_that_is_too_small_for_one_trainer() -> None:
+    job = small_job("adagrad", "single")
+    groups, batches = group_specs(job), small_batches(job, "single")
+    least = sum(
+        rows * group.record_bytes
+        for rows, group in zip(measure(groups, batches).largest_batch_rows, groups, strict=True)
+    )
+    job = small_job("adagrad", "single", cache={"capacity": least - 16})
+    with pytest.raises(ConfigError, match="too small"):
+        job_slots(job, groups, batches)
+    slots = job_slots(job, groups, batches, Rank(number=1, count=2, parts=2))
+    assert sum(n * group.record_bytes for n, group in zip(slots, groups, strict=True)) <= least - 16

@@ -72,7 +72,7 @@ class Network:
 
 @dataclass(slots=True)
 class InProcessCollectives:
-    """Implements `shared_runner.Collectives` for one rank."""
+    """Implements `trainer.models.collectives.Collectives` for one rank."""
 
     network: Network
     rank: int

@@ -55,9 +55,10 @@ from rowcast.trainer.execute.slots import make_records
 from rowcast.trainer.execute.streams import PlainStreams, SeededStreams, Streams, Wait
 from rowcast.trainer.kernels import torch_ops
 from rowcast.trainer.kernels.record_views import part_of
+from rowcast.trainer.models.collectives import Collectives
 from rowcast.trainer.models.model_state import Tensors
 from rowcast.trainer.models.runner import StepRunner
-from rowcast.trainer.models.shared_runner import Collectives, SharedRunner
+from rowcast.trainer.models.shared_runner import SharedRunner
 from rowcast.trainer.report.report_json import Evaluation
 from rowcast.trainer.run.handshake import hello
 from tests.support.cold_dict import ColdDict

@@ -14,6 +14,7 @@ from rowcast.job.tables import GroupSpec, make_keys
 from rowcast.protocol.batch import ScheduledBatch
 from rowcast.protocol.parts import Rank
 from rowcast.protocol.shards import Shards
+from rowcast.trainer.models.collectives import LocalCollectives
 from tests.support.collectives import InProcessCollectives, Network
 from tests.support.driver import QUIET_LIMIT, InProcessRun, Settings, Sharing, StuckError
 from tests.support.full_capacity import bits
@@ -36,7 +37,7 @@ class RankedRun:
                 replace(settings, seed=settings.seed * ranks + number),
                 sharing=Sharing(
                     rank=Rank(number=number, count=ranks, parts=parts),
-                    collectives=InProcessCollectives(self.network, number),
+                    collectives=LocalCollectives() if ranks == 1 else InProcessCollectives(self.network, number),
                 ),
             )
             for number in range(ranks)

@@ -9,7 +9,6 @@ Each rank issues the same collectives in the same order, a function of the plans
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +24,7 @@ from rowcast.trainer.kernels import GroupLookup, Kernels
 from rowcast.trainer.kernels.choose import choose_kernels
 from rowcast.trainer.kernels.record_views import rule_at
 from rowcast.trainer.models import aligned
+from rowcast.trainer.models.collectives import Collectives
 from rowcast.trainer.models.evaluate import NUM_BINS, EvalCounts, EvalMetrics
 from rowcast.trainer.models.job_model import JobModel
 from rowcast.trainer.models.model_state import Tensors, model_state, optimizer_state, restore_model, restore_optimizer
@@ -32,25 +32,6 @@ from rowcast.trainer.models.ordered import PartVector, padded, sum_in_order
 from rowcast.trainer.models.runner import StepInputs, step_lookups
 from rowcast.trainer.models.sequences import Embedded
 from rowcast.trainer.models.shared_rows import Reused, SharedRows, group_share
-
-
-class Collectives(Protocol):
-    """What ranks need of `torch.distributed`, under its names and with its arguments. Both calls only copy."""
-
-    def all_to_all_single(
-        self,
-        output: Tensor,
-        input: Tensor,
-        output_split_sizes: list[int] | None = None,
-        input_split_sizes: list[int] | None = None,
-        *,
-        async_op: bool,
-    ) -> Work:
-        """Sends the first of the input's rows to rank 0, the next to rank 1, ...; the output is from rank 0, 1, ..."""
-
-    def all_gather_into_tensor(self, output_tensor: Tensor, input_tensor: Tensor, *, async_op: bool) -> Work:
-        """The inputs of all ranks, one after the other."""
-
 
 Start = Callable[[], Work]
 

@@ -1,0 +1,56 @@
+"""What ranks need of each other: collectives that only copy, under the names of torch.distributed."""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from torch import Tensor
+
+from rowcast.trainer.execute.streams import Work
+
+
+class Collectives(Protocol):
+    """What ranks need of `torch.distributed`, under its names and with its arguments. Both calls only copy."""
+
+    def all_to_all_single(
+        self,
+        output: Tensor,
+        input: Tensor,
+        output_split_sizes: list[int] | None = None,
+        input_split_sizes: list[int] | None = None,
+        *,
+        async_op: bool,
+    ) -> Work:
+        """Sends the first of the input's rows to rank 0, the next to rank 1, ...; the output is from rank 0, 1, ..."""
+
+    def all_gather_into_tensor(self, output_tensor: Tensor, input_tensor: Tensor, *, async_op: bool) -> Work:
+        """The inputs of all ranks, one after the other."""
+
+
+class Complete:
+    """The work of a collective that was complete when it was issued."""
+
+    def is_completed(self) -> bool:
+        return True
+
+    def wait(self) -> bool:
+        return True
+
+
+class LocalCollectives:
+    """Implements `Collectives` for a trainer that computes all parts: what it sends is what it receives."""
+
+    def all_to_all_single(
+        self,
+        output: Tensor,
+        input: Tensor,
+        output_split_sizes: Sequence[int] | None = None,
+        input_split_sizes: Sequence[int] | None = None,
+        *,
+        async_op: bool,
+    ) -> Work:
+        output.copy_(input)
+        return Complete()
+
+    def all_gather_into_tensor(self, output_tensor: Tensor, input_tensor: Tensor, *, async_op: bool) -> Work:
+        output_tensor.copy_(input_tensor)
+        return Complete()
