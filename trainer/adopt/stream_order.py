@@ -28,7 +28,7 @@ class StreamOrder:
 
     def lap(self, lap: Lap) -> None:
         """Records the update of the rows, which runs in the backward pass, on the stream of its forward."""
-        if phase == "update":
+        if lap == "update":
             self.record()
 
     def gather(self) -> None:
