@@ -193,7 +193,7 @@ class Replay:
             restore_bytes=0,
             verify=0.0,
         )
-        ours.send(hello(job, "train", 1, device))
+        ours.send(hello(job, None, "train", 1, device))
         theirs.advance()
         theirs.send(welcome)
         ours.advance()

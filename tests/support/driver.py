@@ -245,6 +245,7 @@ class InProcessRun:
             first_train_step=start.train_step,
             restore_bytes=len(restore),
             verify=settings.verify,
+            rank=0 if rank is None else rank.number,
         )
         self.writer = None
         if past is not None:
@@ -294,7 +295,7 @@ class InProcessRun:
         )
         self.prefetcher.planning.on_plan = self._note_plan
         trainer_conversation = Conversation(Session("trainer"), links[1])
-        self._greet(trainer_conversation)
+        self._greet(trainer_conversation, rank)
         self.records = make_records(settings.slots, self.groups, self.streams.device)
         # without a wait they may be given nonsense, and must check it
         kernels = None if settings.without is None else torch_ops
@@ -336,9 +337,9 @@ class InProcessRun:
         self.advances = [stage.advance for stage in stages]
         self._weights = [self.chance.choice((0.05, 0.3, 1.0)) for _ in stages]
 
-    def _greet(self, conversation: Conversation) -> None:
+    def _greet(self, conversation: Conversation, rank: Rank | None) -> None:
         """The handshake, which the real trainer completes before it has an engine."""
-        conversation.send(hello(self.job, "train", 1, self.streams.device))
+        conversation.send(hello(self.job, rank, "train", 1, self.streams.device))
         assert self.prefetcher.conversation.advance(), "Hello arrives"
         assert conversation.advance(), "Welcome arrives"
 

@@ -9,7 +9,17 @@ from rowcast.job.tables import GroupSpec, record_parts
 from rowcast.prefetcher.pipeline.metrics import PrefetcherCollector, PrefetcherCounters, PrefetcherGauges, SlotStates
 from rowcast.prefetcher.pipeline.metrics import new_counters as new_prefetcher_counters
 from rowcast.prefetcher.stores.store_counts import StoreCounts
-from rowcast.protocol.messages import ArraySpan, Flush, GroupHeader, PlanHeader, RingRef, RowsBack, RowSpan, StepReady
+from rowcast.protocol.messages import (
+    ArraySpan,
+    Flush,
+    GroupHeader,
+    PlanHeader,
+    RingRef,
+    RowsBack,
+    RowSpan,
+    StepReady,
+    TierTotals,
+)
 from rowcast.protocol.plan import GroupPlan, StepPlan
 from rowcast.runtime.telemetry.build import build_info, versions
 from rowcast.runtime.telemetry.health import Health
@@ -176,7 +186,12 @@ def trainer_collector(counters: TrainerCounters) -> TrainerCollector:
 
 
 def facts(
-    *, evaluation: Evaluation | None = None, finished: bool = True, stopped_by: str | None = None, train_steps: int = 2
+    *,
+    evaluation: Evaluation | None = None,
+    finished: bool = True,
+    stopped_by: str | None = None,
+    train_steps: int = 2,
+    tier: TierTotals | None = None,
 ) -> RunFacts:
     return RunFacts(
         train_steps=train_steps,
@@ -189,6 +204,8 @@ def facts(
         plans_bytes=2**19,
         device_bytes=3 * 2**20,
         host_bytes=5 * 2**30,
+        prefetcher_waits_s={"credit": 1.5, "store": 0.25},
+        tier=tier,
         threads=2,
         pinned=False,
         device="cpu",

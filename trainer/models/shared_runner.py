@@ -108,6 +108,7 @@ class SharedRunner:
             self._all_to_all(own.returned, own.back, share.header.send_counts, share.header.receive_counts)
             for own, share in zip(shared.memory, shared.shares, strict=True)
         ]
+        self._collectives.doing = f"the gradients of step {step.step}"
         self._issue_sum(streams, vector, gradients, lambda: self._train_rows(shared, train_step))
         streams.compute.run(lambda: self._finish(vector.total, train_step, loss))
 
@@ -145,6 +146,7 @@ class SharedRunner:
             closed.append(EvalCounts(histogram.view(2, NUM_BINS), correct, losses.total[0].clone(), samples))
 
         streams.compute.run(pack)
+        self._collectives.doing = "the counts of an evaluation"
         self._issue_sum(streams, counts)
         self._issue_sum(streams, losses)
         streams.compute.run(unpack)
@@ -162,6 +164,7 @@ class SharedRunner:
     # exchanges
 
     def _issue_rows(self, streams: Streams, shared: SharedStep) -> None:
+        self._collectives.doing = f"the rows of step {shared.step.step}"
         for rows, share, memory in zip(self._layer, shared.shares, shared.memory, strict=True):
             streams.compute.gather(rows.rows.weight, share.send_slots, memory.sent)
         exchanges = [
