@@ -4,7 +4,7 @@ import re
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 import pytest
 from prometheus_client import generate_latest
@@ -254,7 +254,7 @@ class LateCollectives(LocalCollectives):
         return Late()
 
 
-def assert_step_stalls(run: InProcessRun, reason: str) -> None:
+def assert_step_stalls(run: InProcessRun, reason: Literal["ranks"]) -> None:
     counters = run.trainer.counters
     before = dict(counters.stalls)
     done = run.trainer.loop.step_done
