@@ -198,7 +198,9 @@ class TrainerAttempt:
         run = self._run
         if run.group.rank is None:
             return RUNNERS[run.mode](run.job, run.groups, records, num_dense, clock, run.kernels)
-        return SharedRunner(run.job, run.groups, records, num_dense, run.group.rank, run.group.collectives, run.kernels)
+        return SharedRunner(
+            run.job, run.groups, records, num_dense, run.group.rank, run.group.collectives, run.kernels, clock
+        )
 
     def _loop(self, connection: Connection, engine: TrainerEngine, progress: ProgressLine) -> None:
         run, stopping = self._run, False
