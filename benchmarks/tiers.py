@@ -21,7 +21,6 @@ import argparse
 import ctypes
 import json
 import os
-import re
 import statistics
 import subprocess
 import sys
@@ -122,15 +121,14 @@ def run(kind: str, shared: Sequence[str], memory_rows: int, step_ms: float) -> R
         if started["prefetcher"].returncode:
             raise RuntimeError(text[0][-2000:])
         report = read_report(run_dir / "report.json")
-        found = re.findall(r"(rows_from_cold|late_rows|disk_bytes)=(\d+)", text[0])
-        counted = {name: int(value) for name, value in found}
+        tier = report.tier
         return Ran(
             samples_s=report.samples_per_s,
             waits=report.stall_share,
             memory=report.host_bytes,
-            disk=counted.get("disk_bytes", disk[0]),
-            from_cold=counted.get("rows_from_cold", 0),
-            late=counted.get("late_rows", 0),
+            disk=max(disk[0], tier.disk_bytes if tier else 0),
+            from_cold=tier.rows_from_cold if tier else 0,
+            late=tier.late_rows if tier else 0,
         )
 
 

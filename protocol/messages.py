@@ -14,7 +14,7 @@ import msgspec
 from rowcast.protocol.plan_layout import Dtype
 from rowcast.runtime.position import Position
 
-PROTOCOL_VERSION = 6
+PROTOCOL_VERSION = 7
 Mode = Literal["train", "eval"]  # eval: only the evaluation batches, once; nothing is trained or saved
 
 
@@ -151,8 +151,8 @@ class Released(Message, frozen=True, kw_only=True):
 class Hello(Message, frozen=True, kw_only=True):
     protocol_version: int
     job_digest: str
-    rank: int
-    world_size: int
+    rank: int  # 0 to world_size - 1
+    world_size: int  # trainers that share every batch, of which this is one
     pid: int
     threads: int
     device: str
@@ -186,6 +186,8 @@ class Welcome(Message, frozen=True, kw_only=True):
     # train and evaluation batches of an epoch; None if the reader does not know
     epoch_batches: tuple[int | None, int | None] = (None, None)
     pairing: str = ""  # which column feeds which feature, if the data gives ids by position
+    rank: int = 0  # whose shard of the rows this prefetcher holds
+    checkpoint: str = ""  # the checksum of the manifest that this incarnation begins at; "" for the start of the run
 
 
 class Flush(Message, frozen=True, kw_only=True):
@@ -226,12 +228,35 @@ class Restore(DensePiece, frozen=True, kw_only=True):
     """The model state that an incarnation starts from, sent before its first plan."""
 
 
+class TierTotals(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What the stores of all groups have counted, if they keep some rows in memory and the others in a cold tier."""
+
+    rows_from_cold: int  # came to memory from the cold tier
+    rows_never_trained: int  # came to memory with their first value
+    rows_to_cold: int  # left memory and were written
+    rows_read_past_memory: int  # by whoever asked for them: late rows, and those that a checkpoint collects
+    late_rows: int  # were to be in memory when they were asked for, and were not
+    bytes_read: int  # from the cold tier, with whatever lies on the same pages
+    bytes_written: int  # to it, old copies that were collected included
+    read_s: float  # that reads of the cold tier took, added up over threads
+    index_bytes: int  # of memory that say where each row lies, at the end
+    disk_bytes: int  # that the cold tier took at the end
+    garbage_bytes: int  # of these: old copies of rows
+
+
+class Wait(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    reason: str
+    seconds: float
+
+
 class EndOfData(Message, frozen=True, kw_only=True):
-    """No plan follows. Sent after the last barrier is done."""
+    """No plan follows. Sent after the last barrier is done. Counts are those of the prefetcher's process."""
 
     last_step: int | None
     finished: bool  # True if the data has ended, False if a stop was requested
     host_bytes: int  # peak resident bytes of the prefetcher
+    waits: tuple[Wait, ...]
+    tier: TierTotals | None  # None: all rows of the stores are in memory, or in files that the kernel caches
 
 
 class StopRequest(Message, frozen=True, kw_only=True):

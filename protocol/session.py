@@ -228,8 +228,8 @@ def check_version(version: int | None, peer: Role) -> None:
         )
 
 
-def check_hello(hello: Hello, digest: str, mode: Mode = "train", world_size: int = 1) -> None:
-    """Raises Mismatch if this trainer does not belong to this prefetcher's job."""
+def check_hello(hello: Hello, digest: str, mode: Mode = "train", world_size: int = 1, rank: int = 0) -> None:
+    """Raises Mismatch if this trainer does not belong to this prefetcher's job, or not to its shard."""
     check_version(hello.protocol_version, TRAINER)
     if hello.job_digest != digest:
         raise Mismatch(
@@ -246,10 +246,21 @@ def check_hello(hello: Hello, digest: str, mode: Mode = "train", world_size: int
             f"the trainer was started as rank {hello.rank} of {hello.world_size}, but the job's world size is "
             f"{world_size}; start rank 0 to {world_size - 1} of {world_size}"
         )
+    if hello.rank != rank:
+        raise Mismatch(
+            f"this prefetcher holds the rows of rank {rank} of {world_size}, but the trainer is rank {hello.rank}; a "
+            "host whose trainers are ranks 4 to 7 needs the prefetchers of ranks 4 to 7"
+        )
 
 
-def check_welcome(welcome: Welcome) -> None:
+def check_welcome(welcome: Welcome, rank: int = 0) -> None:
+    """Raises Mismatch if this prefetcher speaks another version or holds another shard than this trainer's."""
     check_version(welcome.protocol_version, PREFETCHER)
+    if welcome.rank != rank:
+        raise Mismatch(
+            f"the prefetcher that answered holds the rows of rank {welcome.rank}, but this trainer is rank {rank}; "
+            "start `prefetcher run` with the same job file, on each host with its own --host"
+        )
 
 
 def render_table() -> str:

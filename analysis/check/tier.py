@@ -7,10 +7,11 @@ from rowcast.analysis.check.findings import Finding, error, ok, warning
 from rowcast.analysis.check.memory import room_at, trained_rows
 from rowcast.job.schema import Job, parse_bytes
 from rowcast.job.stores import STORES
+from rowcast.job.tables import GroupSpec
 from rowcast.prefetcher.run.sizing import job_tier_slots
 from rowcast.prefetcher.stores.cold.page_loops import page_layout
 from rowcast.prefetcher.stores.cold.segment_file import SEGMENTS
-from rowcast.prefetcher.stores.tier_budget import DiskShare, disk_bytes, disk_shares
+from rowcast.prefetcher.stores.tier_budget import COPIES, INDEX_BYTES, DiskShare, disk_bytes, disk_shares
 from rowcast.runtime.telemetry.format_numbers import human_bytes
 
 PAGE_CACHE_BYTES = 2**28  # through which rows are written to the disk
@@ -25,6 +26,7 @@ def check_tier(job: Job, seen: Seen, slots: Sequence[int], free_bytes: int) -> I
     shares = disk_shares(job, seen.groups)
     yield from check_index(seen, shares)
     if "disk" in STORES[job.store.kind].keys:
+        yield from check_default_disk(job, seen, shares)
         yield check_segments(job, seen, shares)
     tier_slots = job_tier_slots(job, seen.groups, seen.measured, slots) if slots else None
     if tier_slots is not None:
@@ -61,6 +63,27 @@ def check_index(seen: Seen, shares: Sequence[DiskShare]) -> Iterator[Finding]:
             )
 
 
+def check_default_disk(job: Job, seen: Seen, shares: Sequence[DiskShare]) -> Iterator[Finding]:
+    """Without store.disk the index decides, which takes its memory from the first step on, whatever is trained."""
+    if job.store.disk is not None or job.store.memory_rows is not None:
+        return
+    rows = sum(share.num_rows for share in shares)
+    most = sum(share.nbytes for share in shares)
+    enough = sum(twice(trained_rows(group, seen), group) for group in seen.groups)
+    sentence = (
+        f"store.disk is not set, so {human_bytes(rows * INDEX_BYTES)} of store.memory, at most a quarter, say where up "
+        f"to {rows:,} rows lie, and their files may take up to {human_bytes(most)}"
+    )
+    if enough < most:
+        sentence += f"; store.disk = {enough} is twice the rows of an epoch, and leaves more memory for rows"
+    yield ok("store", sentence)
+
+
+def twice(rows: int, group: GroupSpec) -> int:
+    """Bytes of files for so many rows and as many old copies."""
+    return max(COPIES * rows * disk_bytes(group), SEGMENTS * page_layout(group.record_bytes).nbytes)
+
+
 def check_segments(job: Job, seen: Seen, shares: Sequence[DiskShare]) -> Finding:
     """The files grow as rows are trained, up to their share."""
     for group, share in zip(seen.groups, shares, strict=True):
@@ -82,4 +105,5 @@ def check_segments(job: Job, seen: Seen, shares: Sequence[DiskShare]) -> Finding
     )
     if free_bytes >= most:
         return ok("disk", sentence)
-    return warning("disk", f"{sentence}; free space there, set another store.path, or a lower store.disk")
+    lower = "set store.disk" if job.store.disk is None else "lower store.disk"
+    return warning("disk", f"{sentence}; free space there, set another store.path, or {lower}")

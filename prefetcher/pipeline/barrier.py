@@ -22,7 +22,7 @@ from rowcast.prefetcher.pipeline.plan_stream import PlannedBarrier, PlanStream
 from rowcast.prefetcher.pipeline.writeback import Writeback
 from rowcast.prefetcher.verify.verifier import Verifier
 from rowcast.protocol.dense_pieces import DensePieces
-from rowcast.protocol.messages import EndOfData, Flush, Released, Restore, Saved
+from rowcast.protocol.messages import EndOfData, Flush, Released, Restore, Saved, TierTotals, Wait
 from rowcast.protocol.packing import (
     ArrayBlock,
     Piece,
@@ -135,8 +135,10 @@ class PrefetcherBarrier:
         send: Callable[[Restore | Flush | EndOfData | Released], None],
         restore: bytes,
         verifier: Verifier | None,
+        tier: Callable[[], TierTotals | None],
     ) -> None:
-        """`restore`: the model state that the trainer starts from; empty: the job's initial state."""
+        """`restore`: the model state that the trainer starts from; empty: the job's initial state. `tier`: what the
+        stores have counted."""
         self.state = PrefetcherState.RESTORING
         self.finished = False  # the data had ended at the last barrier
         self._plans = plans
@@ -148,6 +150,7 @@ class PrefetcherBarrier:
         self._counters = counters
         self._send = send
         self._verifier = verifier
+        self._tier = tier
         self._restore = DensePieces(restore, fetch_ring, dense_stamp) if restore else None
         self._flush: OutgoingFlush | None = None
         self._cut: tuple[Position, str] | None = None  # where training continues, whatever barriers say; and why
@@ -327,15 +330,16 @@ class PrefetcherBarrier:
             self._plans.popleft()
             return self._follow(PrefetcherEvent.GOES_ON)
         crash_point("EndOfData not sent")
-        self._send(end_of_data(barrier.plan))
+        self._send(self._end_of_data(barrier.plan))
         self._plans.popleft()
         self.finished = barrier.plan.finished
         return self._follow(PrefetcherEvent.DURABLE)
 
-
-def end_of_data(barrier: BarrierPlan) -> EndOfData:
-    return EndOfData(
-        last_step=barrier.after_step,
-        finished=barrier.finished,
-        host_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
-    )
+    def _end_of_data(self, barrier: BarrierPlan) -> EndOfData:
+        return EndOfData(
+            last_step=barrier.after_step,
+            finished=barrier.finished,
+            host_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+            waits=tuple(Wait(reason=reason, seconds=s) for reason, s in self._counters.stalls.items()),
+            tier=self._tier(),
+        )

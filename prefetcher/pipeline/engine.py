@@ -33,7 +33,7 @@ from rowcast.prefetcher.pipeline.planning import BatchSource, Pace, PlanningStag
 from rowcast.prefetcher.pipeline.writeback import Writeback
 from rowcast.prefetcher.planner.planner import RowPlanner
 from rowcast.prefetcher.readers.schedule import PlacedBatch
-from rowcast.prefetcher.stores.store_counts import described
+from rowcast.prefetcher.stores.store_counts import StoreCounts, described, totals
 from rowcast.prefetcher.stores.tracked_store import TrackedStore
 from rowcast.prefetcher.verify.verifier import Verifier
 from rowcast.protocol.conversation import Conversation
@@ -137,6 +137,7 @@ class PrefetcherEngine:
             send=parts.conversation.send,
             restore=parts.restore,
             verifier=verifier,
+            tier=lambda: totals(self._store_counts()),
         )
         self.planning = PlanningStage(
             source=parts.source,
@@ -152,8 +153,11 @@ class PrefetcherEngine:
             pace=parts.pace,
             rank=parts.rank,
         )
+        ahead = any(store.store.works_ahead for store in parts.stores)
         self.stages: dict[str, Stage] = {
-            thread: FunctionStage(partial(self.advance, thread)) for thread in get_args(Thread)
+            thread: FunctionStage(partial(self.advance, thread))
+            for thread in get_args(Thread)
+            if thread != "staging" or ahead
         }
         self._parts = parts
         parts.conversation.listen(
@@ -223,11 +227,17 @@ class PrefetcherEngine:
         if self.hello is None:
             return "a trainer"
         if self.fetcher.stalled_by == "store":
-            return described(store.store.counts() for store in self._parts.stores)
+            return described(self._store_counts())
         return WAITS.get(self.fetcher.stalled_by or "", "its own work")
 
+    def _store_counts(self) -> list[StoreCounts | None]:
+        return [store.store.counts() for store in self._parts.stores]
+
     def _greet(self, hello: Hello) -> None:
-        check_hello(hello, self._parts.job.session_digest(), self._parts.mode)
+        rank, number = self._parts.rank, self._parts.welcome.rank
+        check_hello(
+            hello, self._parts.job.session_digest(), self._parts.mode, 1 if rank is None else rank.count, number
+        )
         self.hello = hello
         self.conversation.send(self._parts.welcome)
         self.fetcher.connected = True

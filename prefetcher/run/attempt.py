@@ -44,6 +44,7 @@ from rowcast.prefetcher.run.warm_up import warm_up
 from rowcast.prefetcher.stores.store_counts import described
 from rowcast.protocol.conversation import Conversation
 from rowcast.protocol.messages import PROTOCOL_VERSION, Bye, Mode, RingSpec, Welcome
+from rowcast.protocol.parts import Rank
 from rowcast.protocol.peer_watch import PeerWatch, ProcessProgress, tell_peer
 from rowcast.protocol.session import Session
 from rowcast.protocol.transport.ring import RingReader, RingWriter
@@ -67,6 +68,8 @@ class PrefetcherRunParts:
 
     job: Job
     groups: tuple[GroupSpec, ...]
+    rank: Rank | None  # None: the trainer is alone and computes whole batches
+    folder: Path  # of this pair of processes
     mode: Mode
     run_id: str
     max_steps: int | None
@@ -110,8 +113,9 @@ class PrefetcherAttempt:
         """Returns when the run finished or was stopped in order. Raises the first error of any stage, or PeerLost."""
         with ExitStack() as stack:
             incarnation = 1 + secrets.randbelow(2**31)  # random, so that frames of an earlier attempt are recognized
+            run = self._run
             link = ZmqLink.prefetcher(
-                self._job.run_dir, on_receive=partial(self._crew.wake, "mail"), transport=self._transport
+                run.folder, on_receive=partial(self._crew.wake, "mail"), transport=self._transport
             )
             stack.callback(link.close)
             link.start()
@@ -172,7 +176,7 @@ class PrefetcherAttempt:
             self._serve(stack, conversation, measured)
 
     def _trainer_failure(self) -> RowcastError | None:
-        return failure_since(self._job.run_dir, "trainer", self._run.signals.began_s)
+        return failure_since(self._run.folder, "trainer", self._run.signals.began_s)
 
     def _progress(self) -> ProcessProgress:
         batches, engine, writer = self._source.counters.batches, self._engine, self._writer
@@ -193,7 +197,7 @@ class PrefetcherAttempt:
 
     def _measure(self) -> list[PlacedBatch]:
         has_tier = STORES[self._job.store.kind].has_tier
-        folder = self._job.table_folder if has_tier else None
+        folder = self._run.tables.folder if has_tier else None
         warm_up(verify=self._run.verify > 0, tiers_in=folder)  # while the child starts
         measured: list[PlacedBatch] = []
         while len(measured) < MEASURED_BATCHES and not self._source.ended and self._run.signals.stop_reason is None:
@@ -222,8 +226,8 @@ class PrefetcherAttempt:
 
     def _serve(self, stack: ExitStack, conversation: Conversation, measured: list[PlacedBatch]) -> None:
         run = self._run
-        slots = job_slots(self._job, run.groups, measured)
-        own = sizes(self._job, run.groups, measured, self._job.lookahead.depth)
+        slots = job_slots(self._job, run.groups, measured, run.rank)
+        own = sizes(self._job, run.groups, measured, self._job.lookahead.depth, run.rank)
         rings = self._make_rings(stack, own.ring_bytes)
         is_tcp = self._transport.is_tcp
         fetch_ring, back_ring = (
@@ -232,9 +236,9 @@ class PrefetcherAttempt:
         )
         if is_tcp:
             conversation.carry(fetch_ring, back_ring)
-        self._tier_slots = tier_slots = job_tier_slots(self._job, run.groups, measured, slots)
+        self._tier_slots = tier_slots = job_tier_slots(self._job, run.groups, measured, slots, run.rank)
         if tier_slots is not None:
-            run.tables.begin(tier_rows(self._job, run.groups, measured, tier_slots))
+            run.tables.begin(tier_rows(self._job, run.groups, measured, tier_slots, run.rank))
         planner = self._planner(slots, tier_slots, measured)
         restore = b"" if self.newest is None else b"".join(dense_content(run.checkpoints.root, self.newest))
         engine = PrefetcherEngine(
@@ -255,6 +259,7 @@ class PrefetcherAttempt:
                 counters=run.counters,
                 restore=restore,
                 pace=self._pace(planner),
+                rank=run.rank,
             )
         )
         engine.planning.on_interval = self._keep_interval
@@ -300,6 +305,7 @@ class PrefetcherAttempt:
             num_threads=automatic_threads() if threads == "auto" else threads,
             keep_ids=self._run.save_trace is not None,
             checkpoint_every=self._known_interval(),
+            rank=self._run.rank,
             tier_slots=tier_slots,
         )
 
@@ -375,6 +381,8 @@ class PrefetcherAttempt:
             replaces=self._run.checkpoints.replaced_run_id(),
             epoch_batches=info.epoch_batches,
             pairing=info.pairing,
+            rank=0 if self._run.rank is None else self._run.rank.number,
+            checkpoint="" if self.newest is None else self.newest.checksum,
         )
 
     def _run_stages(self, stack: ExitStack, engine: PrefetcherEngine) -> None:

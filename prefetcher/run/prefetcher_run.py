@@ -17,6 +17,7 @@ from rowcast.prefetcher.run.tables import Tables
 from rowcast.protocol.attempts import Attempts
 from rowcast.protocol.counters import serve_metrics
 from rowcast.protocol.messages import Mode
+from rowcast.protocol.parts import rank_of
 from rowcast.protocol.transport.ring_file import remove_leftovers
 from rowcast.runtime.checkpoint_manifest import Manifest
 from rowcast.runtime.crash_points import crash_point
@@ -50,6 +51,7 @@ class PrefetcherRun:
         self._job = job
         self._options = options
         self._signals = signals
+        self._rank = rank_of(job.ranks, 0)
         self._directory = RunDirectory(job.run_dir, "prefetcher")
         self._checkpoints = Checkpoints(job.run_dir, RealDisk())
         self._groups = group_specs(job)
@@ -59,6 +61,11 @@ class PrefetcherRun:
 
     def run(self) -> bool:
         """Returns whether the run finished; False: it was stopped in order. Raises the first error of any stage."""
+        if self._job.ranks.count > 1:
+            raise ConfigError(
+                f"ranks.count = {self._job.ranks.count}, but the prefetchers of several ranks are not started yet; set "
+                f"ranks.count = 1 and ranks.parts = {self._job.ranks.num_parts}, which gives the same bits"
+            )
         if self._job.prefetcher.background:
             move_to_background()
         with ExitStack() as stack:
@@ -88,6 +95,8 @@ class PrefetcherRun:
         parts = PrefetcherRunParts(
             job=self._job,
             groups=self._groups,
+            rank=self._rank,
+            folder=self._job.run_dir,
             mode=self._options.mode,
             run_id=new_run_id() if newest is None else newest.run_id,
             max_steps=self._options.max_steps,

@@ -1,5 +1,7 @@
 """Opens one store per group and restores their rows from a checkpoint."""
 
+from pathlib import Path
+
 from rowcast.job.schema import Job
 from rowcast.job.stores import STORES
 from rowcast.job.tables import GroupSpec
@@ -24,6 +26,11 @@ class Tables:
         self._restored = False
         no_counts = StoreCounts() if STORES[job.store.kind].has_tier else None
         self._counts: tuple[StoreCounts | None, ...] = (no_counts,) * len(groups)  # before and after the stores
+
+    @property
+    def folder(self) -> Path:
+        """For stores that keep rows in files."""
+        return self._job.table_folder
 
     @property
     def counts(self) -> tuple[StoreCounts | None, ...]:

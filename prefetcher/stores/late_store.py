@@ -43,7 +43,7 @@ class LateStore(RowStore):
     def __init__(self, store: RowStore, seed: int) -> None:
         self.delayed = store
         self._chance = random.Random(seed)
-        self.numbers, self.restored = store.numbers, store.restored
+        self.numbers, self.works_ahead, self.restored = store.numbers, store.works_ahead, store.restored
 
     def read(self, keys: Keys, out: Records) -> LateRead:
         return LateRead(self._chance, lambda: self.delayed.read(keys, out))

@@ -40,6 +40,8 @@ def open_store(job: Job, group: GroupSpec, incarnation: int, checkpoint: str | N
 class MappedStore(TableStore):
     """Like MemoryStore, with the rows in `<folder>/<group>.rows`. Created by `open`."""
 
+    works_ahead = True
+
     def __init__(self, group: GroupSpec, file: TableFile, header: TableHeader, *, restored: bool) -> None:
         marks_end, nbytes = file_layout(group)
         memory = file.map(nbytes)

@@ -74,6 +74,9 @@ class RowStore(ABC):
     """
 
     numbers: RowNumbers | None = None  # of its rows, if it numbers them; shared with the record of changed rows
+    works_ahead = (
+        False  # whether it makes use of `stage` and `advance`; without one that does there is no thread for it
+    )
     restored = False  # whether it has the rows of the checkpoint that it was opened for, so that none must be restored
 
     @abstractmethod
@@ -97,8 +100,8 @@ class RowStore(ABC):
         """
 
     def advance(self, home_through: int | None) -> bool:
-        """Does work of the store's own: the staging thread calls it in turn. It may block on a disk. Returns whether
-        anything was done.
+        """Does work of the store's own: the staging thread calls it in turn, if a store of the job `works_ahead`. It
+        may block on a disk. Returns whether anything was done.
 
         `home_through`: all rows of the steps up to this one are written; None: those of no step yet. `read` and `write`
         are right without it, also while no thread calls it: before the first plan and after the last one.

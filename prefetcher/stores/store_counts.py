@@ -3,6 +3,8 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from rowcast.protocol.messages import TierTotals
+
 MOST_LATE = 0.001  # of the rows asked for, in a run whose cold tier keeps up
 
 
@@ -47,4 +49,24 @@ def described(stores: Iterable[StoreCounts | None]) -> str:
     return (
         f"the cold tier, which gave {rate:,.0f} rows a second while it was read, with {late:,} rows late so far; raise "
         "store.memory or use a faster disk or server"
+    )
+
+
+def totals(stores: Iterable[StoreCounts | None]) -> TierTotals | None:
+    """The sums over the stores of a run, for its report; None where none has tiers."""
+    tiers = [counts for counts in stores if counts is not None]
+    if not tiers:
+        return None
+    return TierTotals(
+        rows_from_cold=sum(own.loaded for own in tiers),
+        rows_never_trained=sum(own.untouched_loaded for own in tiers),
+        rows_to_cold=sum(own.spilled for own in tiers),
+        rows_read_past_memory=sum(own.cold_reads for own in tiers),
+        late_rows=sum(own.late for own in tiers),
+        bytes_read=sum(own.bytes_read for own in tiers),
+        bytes_written=sum(own.bytes_written for own in tiers),
+        read_s=sum(own.read_seconds for own in tiers),
+        index_bytes=sum(own.index_bytes for own in tiers),
+        disk_bytes=sum(own.disk_used_bytes for own in tiers),
+        garbage_bytes=sum(own.disk_garbage_bytes for own in tiers),
     )

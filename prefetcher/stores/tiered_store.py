@@ -111,6 +111,8 @@ class TieredRead:
 
 
 class TieredStore(RowStore):
+    works_ahead = True
+
     def __init__(self, name: str, record_bytes: int, numbers: TouchedRows, cold: ColdRows) -> None:
         """`name`: the group's. No row has a slot until `begin`. The caller gives `cold` away, unused."""
         assert cold.most <= NOWHERE - 1, f"the cold tier of group {name} has {cold.most} places, at most {NOWHERE - 1}"

@@ -58,7 +58,7 @@ def test_one_of_several_ranks_is_told_to_start_alone(when: str, tmp_path: Path, 
         assert other.stdin is not None
         other.stdin.close()
     assert str(refused.value) == (
-        "torch.distributed has 2 ranks, but training on several ranks is not supported yet; start the script once, "
+        "torch.distributed has 2 ranks, but a training script runs on one rank; start the script once, "
         "without torchrun, torch.multiprocessing.spawn or accelerate's --num_processes"
     )
     assert launches.children == []

@@ -844,4 +844,27 @@ def test_a_disk_without_room_for_cold_rows_and_old_copies_is_a_warning(
     monkeypatch.setattr("shutil.disk_usage", lambda place: type("Usage", (), {"free": 250_000}))
     sentence = only_fault(check(store=TIERED), "warning", "disk")
     assert "free for cold rows of up to" in sentence
-    assert "a lower store.disk" in sentence
+    assert sentence.endswith("or set store.disk")
+    sentence = only_fault(check(store=TIERED | {"disk": "1GiB"}), "warning", "disk")
+    assert sentence.endswith("or lower store.disk")
+
+
+def said_of_disk(findings: list[Finding]) -> list[str]:
+    return [finding.sentence for finding in findings if "store.disk is not set" in finding.sentence]
+
+
+def test_without_a_disk_size_it_says_what_the_index_and_the_files_may_take(check: Checked) -> None:
+    tables = [{"name": "t", "num_embeddings": 10**9, "embedding_dim": 4, "features": ["cat_0", "cat_1"]}]
+    store = {"kind": "tiered", "memory": "1GiB"}
+    (sentence,) = said_of_disk(check(tables=tables, store=store))
+    assert sentence.startswith("store.disk is not set, so 256 MiB of store.memory, at most a quarter, say where up to ")
+    rows = 2**28 // 17
+    assert f" {rows:,} rows lie" in sentence
+    (enough,) = re.findall(r"store.disk = (\d+) is twice the rows of an epoch, and leaves more memory", sentence)
+    assert said_of_disk(check(tables=tables, store=store | {"disk": int(enough)})) == []
+    assert said_of_disk(check(store=TIERED)) == [], "the memory is given in rows"
+
+
+def test_tables_that_the_index_has_room_for_need_no_other_disk_size(check: Checked) -> None:
+    (sentence,) = said_of_disk(check(store={"kind": "tiered", "memory": "1GiB"}))
+    assert "leaves more memory" not in sentence

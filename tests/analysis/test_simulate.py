@@ -1,6 +1,5 @@
 """A simulation says step by step what a run of the same job does; settings that cannot run are results that say why."""
 
-import re
 import signal
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -173,54 +172,54 @@ def test_where_rows_come_back_late_a_run_reads_as_many_from_the_cold_tier(seed: 
         assert 0.99 * cold <= own.loaded <= cold  # one or two rows come back before they have left
 
 
-def test_the_command_plans_the_tier_of_two_processes(tmp_path: Path) -> None:
-    with Session(tmp_path) as session:
-        session.write_job(
-            data={"epochs": 3, "synthetic": {"samples": 64 * 30}},
-            cache={"capacity": "20KiB"},
-            store={"kind": "tiered", "memory": "700 rows"},
-            lookahead={"depth": 2},
-        )
-        trace = tmp_path / "run.trace"
-        prefetcher, trainer = session.start_both(f"--save-trace={trace}")
-        trainer.ended().quiet()
-        log = prefetcher.ended().quiet().stderr
-        (own,) = msgspec.json.decode(session.start("simulate", "--json").ended().quiet().stdout)["results"]
-        replayed = session.start("simulate", "--json", f"--trace={trace}").ended().quiet().stdout
+def test_the_command_plans_the_tier_of_two_processes(session: Session) -> None:
+    session.write_job(
+        data={"epochs": 3, "synthetic": {"samples": 64 * 30}},
+        cache={"capacity": "20KiB"},
+        store={"kind": "tiered", "memory": "700 rows"},
+        lookahead={"depth": 2},
+    )
+    trace = session.folder / "run.trace"
+    prefetcher, trainer = session.start_both(f"--save-trace={trace}")
+    trainer.ended().quiet()
+    prefetcher.ended().quiet()
+    counted = read_report(session.run_dir / "report.json").tier
+    (own,) = msgspec.json.decode(session.start("simulate", "--json").ended().quiet().stdout)["results"]
+    replayed = session.start("simulate", "--json", f"--trace={trace}").ended().quiet().stdout
     again = msgspec.json.decode(replayed)
     assert again["plans_compared"] == own["steps"] == 90
     assert again["results"] == [own | {"shuffle": None}]
-    counted = {name: int(rows) for name, rows in re.findall(r"(rows_\w+|late_rows)=(\d+)", log)}
+    assert counted is not None, "the store has a memory tier"
+    assert counted.rows_from_cold > 0
     assert own["memory_rows"] == 700
     assert own["rows_from_cold"] > own["memory_rows"]
     never_trained = own["rows_entered"] - own["rows_from_cold"]
-    if counted["late_rows"] == 0:  # the disk has kept up, so rows came as planned, or had not left yet
-        assert counted["rows_never_trained"] <= never_trained
-        assert counted["rows_from_cold"] <= own["rows_from_cold"]
+    if counted.late_rows == 0:  # the disk has kept up, so rows came as planned, or had not left yet
+        assert counted.rows_never_trained <= never_trained
+        assert counted.rows_from_cold <= own["rows_from_cold"]
 
 
 ORDERS = ("none", "window:500", "full")
 
 
 @pytest.mark.parametrize("shuffle", ORDERS)
-def test_the_command_agrees_with_the_report_of_two_processes_and_their_trace(shuffle: str, tmp_path: Path) -> None:
-    with Session(tmp_path) as session:
-        data = {"epochs": 2, "eval_fraction": 0.1, "shuffle": shuffle, "synthetic": {"samples": 64 * 40 + 13}}
-        session.write_job(
-            data=data,
-            eval={"every": 15},
-            cache={"capacity": "20KiB"},
-            checkpoint={"every": 9},
-            lookahead={"depth": 3, "horizon": 8},
-        )
-        trace = tmp_path / "run.trace"
-        prefetcher, trainer = session.start_both(f"--save-trace={trace}")
-        trainer.ended().quiet()
-        prefetcher.ended().quiet()
-        report = msgspec.to_builtins(read_report(session.run_dir / "report.json"))
-        plain = session.start("simulate", "--json").ended().quiet()
-        replayed = session.start("simulate", "--json", f"--trace={trace}").ended().quiet()
-        orders = session.start("simulate", "--json", *(f"--shuffle={order}" for order in ORDERS)).ended().quiet()
+def test_the_command_agrees_with_the_report_of_two_processes_and_their_trace(shuffle: str, session: Session) -> None:
+    data = {"epochs": 2, "eval_fraction": 0.1, "shuffle": shuffle, "synthetic": {"samples": 64 * 40 + 13}}
+    session.write_job(
+        data=data,
+        eval={"every": 15},
+        cache={"capacity": "20KiB"},
+        checkpoint={"every": 9},
+        lookahead={"depth": 3, "horizon": 8},
+    )
+    trace = session.folder / "run.trace"
+    prefetcher, trainer = session.start_both(f"--save-trace={trace}")
+    trainer.ended().quiet()
+    prefetcher.ended().quiet()
+    report = msgspec.to_builtins(read_report(session.run_dir / "report.json"))
+    plain = session.start("simulate", "--json").ended().quiet()
+    replayed = session.start("simulate", "--json", f"--trace={trace}").ended().quiet()
+    orders = session.start("simulate", "--json", *(f"--shuffle={order}" for order in ORDERS)).ended().quiet()
     (result,) = msgspec.json.decode(plain.stdout)["results"]
     assert result["shuffle"] == shuffle
     each = {own["shuffle"]: own for own in msgspec.json.decode(orders.stdout)["results"]}
@@ -245,29 +244,28 @@ def test_the_command_agrees_with_the_report_of_two_processes_and_their_trace(shu
     assert again == {"results": [result | {"shuffle": None}], "plans_compared": report["steps"] + report["eval_steps"]}
 
 
-def test_a_stopped_run_leaves_a_trace_of_what_it_planned_a_broken_one_none(tmp_path: Path) -> None:
-    trace = tmp_path / "run.trace"
-    with Session(tmp_path) as session:
-        prefetcher, trainer = session.start_both(f"--save-trace={trace}")
-        trainer.until_counted("rowcast_train_steps_total", 40)
-        trainer.signal(signal.SIGTERM)
-        trainer.ended().quiet()
-        prefetcher.ended().quiet()
-        steps = session.manifest().train_steps
-        replayed = session.start("simulate", "--json", f"--trace={trace}").ended().quiet()
-        trace.unlink()
-        prefetcher, trainer = (
-            session.start("prefetcher", "--fresh", f"--save-trace={trace}"),
-            session.start("trainer", "--fresh"),
-        )
-        trainer.until_counted("rowcast_train_steps_total", 20)
-        trainer.signal(signal.SIGKILL)
-        trainer.reap()
-        prefetcher.ended().refused(3)
+def test_a_stopped_run_leaves_a_trace_of_what_it_planned_a_broken_one_none(session: Session) -> None:
+    trace = session.folder / "run.trace"
+    prefetcher, trainer = session.start_both(f"--save-trace={trace}")
+    trainer.until_counted("rowcast_train_steps_total", 40)
+    trainer.signal(signal.SIGTERM)
+    trainer.ended().quiet()
+    prefetcher.ended().quiet()
+    steps = session.manifest().train_steps
+    replayed = session.start("simulate", "--json", f"--trace={trace}").ended().quiet()
+    trace.unlink()
+    prefetcher, trainer = (
+        session.start("prefetcher", "--fresh", f"--save-trace={trace}"),
+        session.start("trainer", "--fresh"),
+    )
+    trainer.until_counted("rowcast_train_steps_total", 20)
+    trainer.signal(signal.SIGKILL)
+    trainer.reap()
+    prefetcher.ended().refused(3)
     found = msgspec.json.decode(replayed.stdout)
     assert found["results"][0]["steps"] == steps
     assert found["plans_compared"] == steps - 8, "the horizon is 8, and the data had not ended"
-    assert not list(tmp_path.glob("run.trace*"))
+    assert not list(session.folder.glob("run.trace*"))
 
 
 def test_what_is_kept_of_a_batch_counts_as_much_as_the_batch() -> None:

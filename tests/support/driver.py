@@ -50,6 +50,7 @@ from rowcast.runtime.stages import Stage
 from rowcast.trainer.execute.engine import ring_ends
 from rowcast.trainer.execute.host_memory import Bounced
 from rowcast.trainer.execute.metrics import new_counters
+from rowcast.trainer.execute.phases import phase_clock
 from rowcast.trainer.execute.slots import make_records
 from rowcast.trainer.execute.streams import PlainStreams, SeededStreams, Streams, Wait
 from rowcast.trainer.kernels import torch_ops
@@ -244,6 +245,7 @@ class InProcessRun:
             first_train_step=start.train_step,
             restore_bytes=len(restore),
             verify=settings.verify,
+            rank=0 if rank is None else rank.number,
         )
         self.writer = None
         if past is not None:
@@ -284,19 +286,23 @@ class InProcessRun:
                 welcome=welcome,
                 mode="train",
                 start=start,
-                counters=rowcast.prefetcher.pipeline.metrics.new_counters(self.groups),
+                counters=rowcast.prefetcher.pipeline.metrics.new_counters(
+                    self.groups, 0 if rank is None else rank.number
+                ),
                 restore=restore,
                 rank=rank,
             )
         )
         self.prefetcher.planning.on_plan = self._note_plan
         trainer_conversation = Conversation(Session("trainer"), links[1])
-        self._greet(trainer_conversation)
+        self._greet(trainer_conversation, rank)
         self.records = make_records(settings.slots, self.groups, self.streams.device)
         # without a wait they may be given nonsense, and must check it
         kernels = None if settings.without is None else torch_ops
+        counters = new_counters(self.groups, 0 if rank is None else rank.number)
+        clock = phase_clock(self.streams.compute, counters.lapped)
         self.runner: Any = (  # a StepRunner, or a SharedRunner where ranks share batches
-            StepRunner(job, self.groups, self.records, num_dense, kernels=kernels)
+            StepRunner(job, self.groups, self.records, num_dense, clock, kernels)
             if sharing is None
             else SharedRunner(
                 job,
@@ -306,6 +312,7 @@ class InProcessRun:
                 sharing.rank,
                 sharing.collectives,
                 kernels,
+                clock,
             )
         )
         self.trainer = rowcast.trainer.execute.engine.TrainerEngine(
@@ -319,7 +326,8 @@ class InProcessRun:
                 model=self.runner,
                 steps=self.runner,
                 results=self.results,
-                counters=new_counters(self.groups),
+                counters=counters,
+                clock=clock,
                 rank=rank,
             )
         )
@@ -329,9 +337,9 @@ class InProcessRun:
         self.advances = [stage.advance for stage in stages]
         self._weights = [self.chance.choice((0.05, 0.3, 1.0)) for _ in stages]
 
-    def _greet(self, conversation: Conversation) -> None:
+    def _greet(self, conversation: Conversation, rank: Rank | None) -> None:
         """The handshake, which the real trainer completes before it has an engine."""
-        conversation.send(hello(self.job, "train", 1, self.streams.device))
+        conversation.send(hello(self.job, rank, "train", 1, self.streams.device))
         assert self.prefetcher.conversation.advance(), "Hello arrives"
         assert conversation.advance(), "Welcome arrives"
 

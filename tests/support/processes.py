@@ -199,6 +199,10 @@ class Session:
             ["-c", f"{patch}; from rowcast.{name}.cli import app; app()", "run", f"--config={self.config}"], {}
         )
 
+    def start_module(self, module: str, *options: str, **environment: str) -> Process:
+        """Any command, without this session's job file."""
+        return self._start(["-m", module, *options], environment)
+
     def export(self, out: Path) -> Ended:
         return self._start([*COMMANDS["export"], f"--run={self.run_dir}", f"--out={out}"], {}).ended()
 

@@ -26,6 +26,8 @@ from rowcast.protocol.messages import (
     StepDone,
     StepReady,
     StopRequest,
+    TierTotals,
+    Wait,
     Welcome,
 )
 
@@ -256,7 +258,29 @@ def restore_pieces() -> tuple[Restore, Restore]:
 
 
 def end_of_data(last_step: int | None) -> EndOfData:
-    return EndOfData(last_step=last_step, finished=True, host_bytes=10**9)
+    return EndOfData(
+        last_step=last_step,
+        finished=True,
+        host_bytes=10**9,
+        waits=(Wait(reason="credit", seconds=1.5), Wait(reason="store", seconds=0.0)),
+        tier=tier_totals(),
+    )
+
+
+def tier_totals() -> TierTotals:
+    return TierTotals(
+        rows_from_cold=1234567,
+        rows_never_trained=89,
+        rows_to_cold=45678,
+        rows_read_past_memory=21,
+        late_rows=7,
+        bytes_read=3 * 2**30,
+        bytes_written=2**29,
+        read_s=1.5,
+        index_bytes=2**20,
+        disk_bytes=2**31,
+        garbage_bytes=2**24,
+    )
 
 
 def heartbeat() -> Heartbeat:

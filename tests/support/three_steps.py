@@ -4,11 +4,22 @@ from dataclasses import fields
 
 import numpy as np
 
-from rowcast.job.tables import GroupSpec
+from rowcast.job.schema import SparseOptimizer
+from rowcast.job.tables import GroupSpec, record_parts
 from rowcast.prefetcher.pipeline.metrics import PrefetcherCollector, PrefetcherCounters, PrefetcherGauges, SlotStates
 from rowcast.prefetcher.pipeline.metrics import new_counters as new_prefetcher_counters
 from rowcast.prefetcher.stores.store_counts import StoreCounts
-from rowcast.protocol.messages import ArraySpan, Flush, GroupHeader, PlanHeader, RingRef, RowsBack, RowSpan, StepReady
+from rowcast.protocol.messages import (
+    ArraySpan,
+    Flush,
+    GroupHeader,
+    PlanHeader,
+    RingRef,
+    RowsBack,
+    RowSpan,
+    StepReady,
+    TierTotals,
+)
 from rowcast.protocol.plan import GroupPlan, StepPlan
 from rowcast.runtime.telemetry.build import build_info, versions
 from rowcast.runtime.telemetry.health import Health
@@ -27,7 +38,7 @@ def groups() -> tuple[GroupSpec, ...]:
             name=f"fp32_d{nbytes // 4}_sgd",
             tables=(),
             embedding_dim=nbytes // 4,
-            parts=(),
+            parts=record_parts(SparseOptimizer(kind="sgd", lr=0.1), "fp32", nbytes // 4)[0],
             record_bytes=nbytes,
             feature_positions=(index,),
         )
@@ -175,7 +186,12 @@ def trainer_collector(counters: TrainerCounters) -> TrainerCollector:
 
 
 def facts(
-    *, evaluation: Evaluation | None = None, finished: bool = True, stopped_by: str | None = None, train_steps: int = 2
+    *,
+    evaluation: Evaluation | None = None,
+    finished: bool = True,
+    stopped_by: str | None = None,
+    train_steps: int = 2,
+    tier: TierTotals | None = None,
 ) -> RunFacts:
     return RunFacts(
         train_steps=train_steps,
@@ -188,6 +204,8 @@ def facts(
         plans_bytes=2**19,
         device_bytes=3 * 2**20,
         host_bytes=5 * 2**30,
+        prefetcher_waits_s={"credit": 1.5, "store": 0.25},
+        tier=tier,
         threads=2,
         pinned=False,
         device="cpu",

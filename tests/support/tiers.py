@@ -43,6 +43,8 @@ def tiered(group: GroupSpec, num_slots: int, cold: ColdRows | None = None) -> Ti
 class Restless(RowStore):
     """Before each read and write of `store`, stages rows that the dice choose, and lets the store work on some."""
 
+    works_ahead = True
+
     def __init__(self, store: TieredStore, keys: Keys, seed: int) -> None:
         """`keys`: of all rows."""
         self.store = store

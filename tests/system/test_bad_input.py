@@ -244,13 +244,18 @@ def refused_trainer(session: Session, capsys: pytest.CaptureFixture[str], *optio
     return stderr.removeprefix("rowcast trainer: ").removesuffix("\n")
 
 
-@pytest.mark.parametrize("ranks", ["2", "two"])
-def test_several_ranks_are_refused(
-    ranks: str, session: Session, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+def test_more_trainers_than_the_job_file_says_are_refused(
+    session: Session, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("WORLD_SIZE", ranks)
-    sentence = f"WORLD_SIZE = {ranks}, but training on several ranks is not supported yet; start one trainer alone"
-    assert refused_trainer(session, capsys) == sentence
+    launch = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_PORT": "29500"}
+    for name, value in launch.items():
+        monkeypatch.setenv(name, value)
+    assert refused_trainer(session, capsys) == (
+        "WORLD_SIZE = 2, but ranks.count = 1 in the job file; start as many trainers as it says (torchrun's --nnodes "
+        "times --nproc-per-node), or change it"
+    )
+    monkeypatch.setenv("RANK", "two")
+    assert "RANK = 'two' is no number" in refused_trainer(session, capsys)
 
 
 def test_a_device_that_is_not_there_is_refused(

@@ -12,6 +12,8 @@ from tests.support.driver import InProcessRun, Settings
 class Told(RowStore):
     """Checks that hints are true when they are given, and that rows are asked for as they said."""
 
+    works_ahead = True
+
     def __init__(self, store: RowStore) -> None:
         self._store = store
         self.numbers = store.numbers

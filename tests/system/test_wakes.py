@@ -192,6 +192,8 @@ def test_without_one_of_these_wakes_all_threads_may_fall_asleep(
 class Hinted(StoreAround):
     """Notes the last plan that it was told of, and what `advance` was told after it."""
 
+    works_ahead = True
+
     def stage(self, step: int, plan: GroupPlan) -> None:
         self.staged, self.advanced = step, False
 
@@ -214,6 +216,11 @@ def test_the_staging_thread_is_woken_by_plans_and_by_rows_that_are_home(cause: s
     for store in told:
         assert store.staged == 15, "14 train steps and two evaluations"
         assert store.advanced if cause == "planning" else store.home_through == store.staged
+
+
+def test_a_store_that_does_nothing_ahead_has_no_thread_for_it(tmp_path: Path) -> None:
+    threads = run_woken(tmp_path / "memory", 0).prefetcher.stages.keys()
+    assert run_woken(tmp_path / "hinted", 0, harm=Hinted).prefetcher.stages.keys() - threads == {"staging"}
 
 
 def test_every_thread_that_is_woken_exists() -> None:

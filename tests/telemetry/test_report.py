@@ -11,6 +11,7 @@ from rowcast.trainer.execute.metrics import new_counters
 from rowcast.trainer.report.report_json import Evaluation, Report, RunFacts, make_report, read_report, write_report
 from rowcast.trainer.report.terminal import print_summary
 from tests.support import three_steps
+from tests.support.sample_messages import tier_totals
 from tests.support.three_steps import facts
 
 
@@ -29,6 +30,8 @@ def test_a_report_says_what_the_counters_say() -> None:
     assert (made.trainer_wait_s, made.stall_share) == (0.5, 0.125)
     assert made.bytes_to_device == 4 * 64 + 4 * 128 + 1000 + 24
     assert made.bytes_from_device == 3 * 64 + 3 * 128
+    assert made.waits_s["prefetcher"] == {"credit": 1.5, "store": 0.25}
+    assert made.waits_s["trainer"] == {"rows": 0.5, "ring": 0.0, "results": 0.0, "barrier": 0.0, "ranks": 0.0}
     assert set(made.versions) == {"rowcast", "torch", "numpy", "python"}
 
 
@@ -37,6 +40,10 @@ def test_a_report_survives_its_file(tmp_path: Path) -> None:
     made = report(facts(evaluation=Evaluation(train_step=2, auc=0.75, logloss=0.5, accuracy=0.8)))
     write_report(path, made)
     assert read_report(path) == made
+    with_tier = report(facts(tier=tier_totals()))
+    write_report(path, with_tier)
+    assert read_report(path).tier == tier_totals()
+    write_report(path, made)
     content = json.loads(path.read_text())
     assert content["auc"] == 0.75
     assert content["pinned"] is False
@@ -46,7 +53,7 @@ def test_a_report_survives_its_file(tmp_path: Path) -> None:
 def test_what_did_not_happen_is_null_not_a_number(tmp_path: Path) -> None:
     write_report(tmp_path / "report.json", make_report(new_counters(three_steps.groups()), facts()))
     content = json.loads((tmp_path / "report.json").read_text())
-    assert [content[name] for name in ("auc", "logloss", "accuracy", "hit_ratio", "stopped_by")] == [None] * 5
+    assert [content[name] for name in ("auc", "logloss", "accuracy", "hit_ratio", "stopped_by", "tier")] == [None] * 6
     assert content["samples_per_s"] == 0
 
 
@@ -71,6 +78,14 @@ def test_the_summary_is_for_people(capsys: pytest.CaptureFixture[str]) -> None:
         r"each step +lookup 0.0, forward 0.0, backward 0.0, update 0.0 ms\nmoving rows +gather 0.0, fill 0.0 ms\n", text
     )
     assert "\x1b" not in text
+    assert "cold tier" not in text, "all rows are in memory"
+
+
+def test_the_summary_says_what_came_from_the_cold_tier(capsys: pytest.CaptureFixture[str]) -> None:
+    print_summary(report(facts(tier=tier_totals())))
+    text = capsys.readouterr().out
+    assert "\ncold tier        1,234,567 rows from it, 7 late, 45,678 to it\n" in text
+    assert "\nits traffic      3 GiB read, 512 MiB written; 2 GiB of disk\n" in text
 
 
 def test_the_summary_of_a_model_without_logits_has_its_loss_only(capsys: pytest.CaptureFixture[str]) -> None:

@@ -33,7 +33,6 @@ from rowcast.trainer.execute.cache import ArrivedStep
 from rowcast.trainer.execute.streams import on_device
 from rowcast.trainer.kernels.record_views import warm_up_sqrt
 from rowcast.trainer.report.report_json import Evaluation
-from rowcast.trainer.run.trainer_run import refuse_several_ranks
 
 
 def connect(
@@ -94,6 +93,11 @@ def connect(
         changes["checkpoint.every"] = 0  # no run can continue from a checkpoint without the script's objects
     objects = None if dense is None else StatefulObjects(dense, ebc.device, ebc.without_tables)
     job = ebc.adopt(changes, is_launched=is_launched, resumes=not fresh)
+    if job.ranks.num_parts > 1:
+        raise ConfigError(
+            f"connect: the job file has ranks.parts = {job.ranks.num_parts}, but a training script computes a batch as "
+            "a whole; remove [ranks], and give accumulate=k to split batches"
+        )
     newest = run_folder.newest_run(job.run_dir)
     finished = None
     if is_launched and newest is not None and not fresh:
@@ -117,10 +121,14 @@ def connect(
 
 def refuse_ranks() -> None:
     """Raises ConfigError if this process is one of several ranks, which would all open the same run."""
-    refuse_several_ranks(environ.get("WORLD_SIZE", "1"))
+    world_size = environ.get("WORLD_SIZE", "1")  # which torchrun sets
+    if world_size.strip() != "1":
+        raise ConfigError(
+            f"WORLD_SIZE = {world_size}, but a training script runs on one rank; start it once, without torchrun"
+        )
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         raise ConfigError(
-            f"torch.distributed has {dist.get_world_size()} ranks, but training on several ranks is not supported yet; "
+            f"torch.distributed has {dist.get_world_size()} ranks, but a training script runs on one rank; "
             "start the script once, without torchrun, torch.multiprocessing.spawn or accelerate's --num_processes"
         )
 

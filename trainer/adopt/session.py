@@ -154,6 +154,7 @@ class ScriptSession:
             ConnectionParts(
                 job=self._job,
                 groups=self._groups,
+                folder=self._job.run_dir,
                 mode="train",
                 device=self._parts.device,
                 threads=torch.get_num_threads(),

@@ -52,6 +52,8 @@ def final_report(
             plans_bytes=plans_bytes,
             device_bytes=peak_device_bytes(device, cache_bytes + staging_bytes + plans_bytes),
             host_bytes=end.host_bytes,
+            prefetcher_waits_s={wait.reason: wait.seconds for wait in end.waits},
+            tier=end.tier,
             threads=threads,
             pinned=pinned,
             device=str(device),

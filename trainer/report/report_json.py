@@ -4,6 +4,7 @@ from pathlib import Path
 
 import msgspec
 
+from rowcast.protocol.messages import TierTotals
 from rowcast.runtime.checkpoint_manifest import write_durably
 from rowcast.runtime.errors import RowcastError
 from rowcast.trainer.execute.metrics import TrainerCounters
@@ -39,8 +40,10 @@ class Report(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     rows_flushed: int  # at barriers
     hit_ratio: float | None  # distinct rows resident when planned / distinct rows; None without a look-up
     trainer_wait_s: float  # waiting for rows
+    waits_s: dict[str, dict[str, float]]  # process -> reason -> seconds; threads of a process wait side by side
     phase_ms: dict[str, float]  # per step, by the device's clock; gather and fill run in parallel with the others
     stall_share: float  # trainer_wait_s / wall_s
+    tier: TierTotals | None  # rows between memory and cold tier; None if the store has none
     bytes_to_device: int  # rows and arrays of plans
     bytes_from_device: int  # rows
     cache_bytes: int  # row records of all slots
@@ -70,6 +73,8 @@ class RunFacts(msgspec.Struct, frozen=True, kw_only=True):
     plans_bytes: int
     device_bytes: int
     host_bytes: int
+    prefetcher_waits_s: dict[str, float]
+    tier: TierTotals | None
     threads: int
     pinned: bool
     device: str
@@ -102,8 +107,13 @@ def make_report(counters: TrainerCounters, run: RunFacts) -> Report:
         rows_flushed=counters.total("rows_flushed"),
         hit_ratio=counters.total("hits") / unique_rows if unique_rows else None,
         trainer_wait_s=counters.waited_s,
+        waits_s={
+            "prefetcher": run.prefetcher_waits_s,
+            "trainer": {str(reason): seconds for reason, seconds in counters.stalls.items()},
+        },
         phase_ms={name: 1e3 * seconds / max(counters.train_steps, 1) for name, seconds in counters.phases.items()},
         stall_share=counters.waited_s / run.wall_s if run.wall_s else 0.0,
+        tier=run.tier,
         bytes_to_device=counters.total("row_bytes_to_device") + counters.plan_bytes_to_device,
         bytes_from_device=counters.total("row_bytes_from_device"),
         cache_bytes=run.cache_bytes,

@@ -183,6 +183,16 @@ def thin(evaluations: list[Evaluation]) -> None:
         del evaluations[1 + min(enumerate(gaps), key=lambda gap: gap[1])[0]]
 
 
+class ResultsInMemory(ResultFiles):
+    """The results of a rank that is not the first: the same, but the first rank writes them."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def _write(self, content: bytes) -> None:
+        pass
+
+
 class EvaluationOnly(ResultFiles):
     """The results of `trainer eval`: it writes no losses and restores nothing from the checkpoint."""
 

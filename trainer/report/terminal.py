@@ -15,7 +15,7 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
-from rowcast.protocol.messages import Mode
+from rowcast.protocol.messages import Mode, TierTotals
 from rowcast.runtime.telemetry.format_numbers import (
     human_bytes,
     human_count,
@@ -260,6 +260,7 @@ def summary_rows(report: Report) -> list[tuple[str, str]]:
             f"{report.rows_fetched:,} fetched, {report.rows_evicted:,} evicted, "
             f"{report.rows_written_back:,} written back",
         ),
+        *([] if report.tier is None else tier_rows(report.tier)),
         ("waited for rows", f"{human_seconds(report.trainer_wait_s)} ({percent(report.stall_share)} of the time)"),
         ("each step", phases(report.phase_ms, beside=False)),
         ("moving rows", phases(report.phase_ms, beside=True)),
@@ -271,6 +272,14 @@ def summary_rows(report: Report) -> list[tuple[str, str]]:
         ("host memory", f"{human_bytes(report.host_bytes)} in the prefetcher"),
         ("processes", f"prefetcher {report.pids['prefetcher']}, trainer {report.pids['trainer']}"),
         ("device", f"{report.device}, threads: {report.threads}, {'pinned' if report.pinned else 'unpinned'} rings"),
+    ]
+
+
+def tier_rows(tier: TierTotals) -> list[tuple[str, str]]:
+    disk = f"; {human_bytes(tier.disk_bytes)} of disk" if tier.disk_bytes else ""
+    return [
+        ("cold tier", f"{tier.rows_from_cold:,} rows from it, {tier.late_rows:,} late, {tier.rows_to_cold:,} to it"),
+        ("its traffic", f"{human_bytes(tier.bytes_read)} read, {human_bytes(tier.bytes_written)} written{disk}"),
     ]
 
 
@@ -289,5 +298,9 @@ def evaluation_text(auc: float | None, logloss: float, accuracy: float | None) -
 
 def phases(phase_ms: dict[str, float], *, beside: bool) -> str:
     """`beside`: the phases that move rows, which run in parallel with a step on a device; otherwise the others."""
-    listed = [f"{name} {milliseconds:.1f}" for name, milliseconds in phase_ms.items() if (name in BESIDE) == beside]
+    listed = [
+        f"{name} {milliseconds:.1f}"
+        for name, milliseconds in phase_ms.items()
+        if (name in BESIDE) == beside and (name != "exchange" or milliseconds)  # a trainer alone has none
+    ]
     return f"{', '.join(listed)} ms"

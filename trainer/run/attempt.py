@@ -24,6 +24,7 @@ from rowcast.trainer.execute.phases import PhaseClock
 from rowcast.trainer.execute.streams import make_streams
 from rowcast.trainer.kernels import Kernels
 from rowcast.trainer.models.runner import EvaluationRunner, StepRunner
+from rowcast.trainer.models.shared_runner import SharedRunner
 from rowcast.trainer.report.final_report import final_record, final_report
 from rowcast.trainer.report.history import History
 from rowcast.trainer.report.page.page import write_page
@@ -35,7 +36,9 @@ from rowcast.trainer.report.terminal import TerminalProgress as ProgressLine
 from rowcast.trainer.report.terminal import print_summary
 from rowcast.trainer.run.connection import Connection, ConnectionParts
 from rowcast.trainer.run.gauges import engine_gauges, learning_rates
+from rowcast.trainer.run.rank_group import Group
 
+Runner = StepRunner | SharedRunner
 RUNNERS: dict[Mode, type[StepRunner]] = {"train": StepRunner, "eval": EvaluationRunner}
 REPORTS: dict[Mode, str] = {"train": REPORT, "eval": "eval.json"}
 
@@ -54,6 +57,8 @@ class TrainerRunParts:
 
     job: Job
     groups: tuple[GroupSpec, ...]
+    group: Group  # the ranks, of which this trainer is one
+    folder: Path  # of this pair of processes
     mode: Mode
     fresh: bool
     device: torch.device
@@ -77,6 +82,7 @@ class TrainerAttempt:
             ConnectionParts(
                 job=run.job,
                 groups=run.groups,
+                folder=run.folder,
                 mode=run.mode,
                 device=run.device,
                 threads=run.threads,
@@ -86,6 +92,7 @@ class TrainerAttempt:
                 bell=run.signals.bell,
                 crew=crew,
                 began_s=run.signals.began_s,
+                rank=run.group.rank,
             )
         )
         self._earlier = EarlierResults(run.job.run_dir)
@@ -151,8 +158,8 @@ class TrainerAttempt:
         run, stack = self._run, connection.stack
         stack.enter_context(self._results)
 
-        def make_model(records: list[torch.Tensor], clock: PhaseClock) -> tuple[StepRunner, StepRunner]:
-            runner = RUNNERS[run.mode](run.job, run.groups, records, welcome.num_dense, clock, run.kernels)
+        def make_model(records: list[torch.Tensor], clock: PhaseClock) -> tuple[Runner, Runner]:
+            runner = self._runner(records, welcome.num_dense, clock)
             return runner, runner
 
         engine = connection.start(make_streams, make_model, self._results)
@@ -186,6 +193,14 @@ class TrainerAttempt:
         connection.say_bye()
         page = self._job.run_dir / PAGE
         print_summary(report, page=page if run.mode == "train" and page.exists() else None)
+
+    def _runner(self, records: list[torch.Tensor], num_dense: int, clock: PhaseClock) -> Runner:
+        run = self._run
+        if run.group.rank is None:
+            return RUNNERS[run.mode](run.job, run.groups, records, num_dense, clock, run.kernels)
+        return SharedRunner(
+            run.job, run.groups, records, num_dense, run.group.rank, run.group.collectives, run.kernels, clock
+        )
 
     def _loop(self, connection: Connection, engine: TrainerEngine, progress: ProgressLine) -> None:
         run, stopping = self._run, False

@@ -28,6 +28,7 @@ from rowcast.job.schema import Job, Transport
 from rowcast.job.tables import GroupSpec
 from rowcast.protocol.conversation import Conversation
 from rowcast.protocol.messages import Bye, Mode, Welcome
+from rowcast.protocol.parts import Rank
 from rowcast.protocol.peer_watch import PeerWatch, ProcessProgress, tell_peer
 from rowcast.protocol.session import Session, check_welcome
 from rowcast.protocol.transport.ring_file import RingFile, RingMemory, attach_ring
@@ -56,6 +57,7 @@ from rowcast.trainer.run.handshake import await_welcome, hello
 class ConnectionParts:
     job: Job
     groups: tuple[GroupSpec, ...]
+    folder: Path  # of this pair of processes
     mode: Mode
     device: torch.device
     threads: int
@@ -66,6 +68,7 @@ class ConnectionParts:
     crew: Crew  # stopped with the connection
     began_s: float | None  # a failure that the prefetcher notes after this time ends the wait; None: no failure does
     adjust_progress: Callable[[ProcessProgress], ProcessProgress] = lambda progress: progress  # before it is reported
+    rank: Rank | None = None  # None: this trainer is alone and computes whole batches
 
 
 class Connection:
@@ -91,9 +94,7 @@ class Connection:
         Raises PeerLost, the prefetcher's failure, or an error if this process cannot be its trainer.
         """
         parts, arrived = self._parts, list[Welcome]()
-        link = ZmqLink.trainer(
-            parts.job.run_dir, on_receive=partial(parts.crew.wake, "mail"), transport=parts.transport
-        )
+        link = ZmqLink.trainer(parts.folder, on_receive=partial(parts.crew.wake, "mail"), transport=parts.transport)
         self.stack.callback(link.close)
         link.start()
         conversation = self.conversation = Conversation(Session("trainer"), link)
@@ -108,22 +109,22 @@ class Connection:
             lambda: bool(arrived),
             self._prefetcher_failure,
         )
-        conversation.send(hello(parts.job, parts.mode, parts.threads, parts.device))
+        conversation.send(hello(parts.job, parts.rank, parts.mode, parts.threads, parts.device))
         crash_point("Hello sent")
         parts.health.state = "connecting"
-        get_logger().info("waiting for the prefetcher", run_dir=str(parts.job.run_dir.resolve()))
+        get_logger().info("waiting for the prefetcher", run_dir=str(parts.folder.resolve()))
         welcome = await_welcome(
             arrived, conversation, watch, parts.bell, given_up, lambda: self._left.is_set() or gone()
         )
         if welcome is not None:
             check_welcome_fits(welcome, parts.job, parts.groups)
-            check_welcome(welcome)
+            check_welcome(welcome, 0 if parts.rank is None else parts.rank.number)
             self.welcome = welcome
         return welcome
 
     def _prefetcher_failure(self) -> RowcastError | None:
         began_s = self._parts.began_s
-        return None if began_s is None else failure_since(self._parts.job.run_dir, "prefetcher", began_s)
+        return None if began_s is None else failure_since(self._parts.folder, "prefetcher", began_s)
 
     def start(
         self,
@@ -145,7 +146,7 @@ class Connection:
         release_memory(parts.device)  # an earlier attempt's cache, of which the device may not hold two
         records = make_records(welcome.slots, parts.groups, parts.device)
         streams = make_streams(parts.device)
-        clock = phase_clock(streams.compute, parts.counters.spent)
+        clock = phase_clock(streams.compute, parts.counters.lapped)
         try:
             model, steps = make_model(records, clock)
         except torch.OutOfMemoryError as error:
@@ -168,6 +169,7 @@ class Connection:
                 results=results,
                 counters=parts.counters,
                 clock=clock,
+                rank=parts.rank,
             )
         )
         crash_point("model built")

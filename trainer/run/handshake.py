@@ -9,6 +9,7 @@ import torch
 from rowcast.job.schema import Job
 from rowcast.protocol.conversation import Conversation
 from rowcast.protocol.messages import PROTOCOL_VERSION, Hello, Mode, Welcome
+from rowcast.protocol.parts import Rank
 from rowcast.protocol.peer_watch import PeerWatch
 from rowcast.runtime.stages import IDLE_WAIT_S, Doorbell
 from rowcast.runtime.telemetry.logs import said_if_slow
@@ -22,12 +23,12 @@ PREPARING = (
 )
 
 
-def hello(job: Job, mode: Mode, threads: int, device: torch.device) -> Hello:
+def hello(job: Job, rank: Rank | None, mode: Mode, threads: int, device: torch.device) -> Hello:
     return Hello(
         protocol_version=PROTOCOL_VERSION,
         job_digest=job.session_digest(),
-        rank=0,
-        world_size=1,
+        rank=0 if rank is None else rank.number,
+        world_size=1 if rank is None else rank.count,
         pid=os.getpid(),
         threads=threads,
         device=str(device),

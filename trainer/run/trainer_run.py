@@ -1,4 +1,4 @@
-"""Runs `trainer run` and `trainer eval`: locks the run directory, serves metrics, makes attempts."""
+"""Runs `trainer run` and `trainer eval`: locks the pair's folder, serves metrics, makes attempts."""
 
 import os
 from contextlib import ExitStack, suppress
@@ -11,6 +11,7 @@ from rowcast.job.tables import group_specs
 from rowcast.protocol.attempts import Attempts
 from rowcast.protocol.counters import serve_metrics
 from rowcast.protocol.messages import Mode
+from rowcast.protocol.parts import rank_of
 from rowcast.runtime.checkpoint_manifest import newest_checkpoint, read_manifest
 from rowcast.runtime.cores import usable_cores
 from rowcast.runtime.errors import ConfigError, DataError
@@ -27,6 +28,8 @@ from rowcast.trainer.report.results import EarlierResults
 from rowcast.trainer.report.tensorboard import check_board
 from rowcast.trainer.run.attempt import StartTimes, TrainerAttempt, TrainerRunParts
 from rowcast.trainer.run.gauges import learning_rates
+from rowcast.trainer.run.launch import check_launch, read_launch
+from rowcast.trainer.run.rank_group import Alone
 
 
 class TrainerRun:
@@ -38,15 +41,22 @@ class TrainerRun:
         self._signals = signals
         self._mode: Mode = mode
         self._tensorboard = tensorboard
+        self._launch = read_launch(os.environ)
+        self._rank = rank_of(job.ranks, self._launch.rank)
         self._groups = group_specs(job)
         self._attempts: Attempts[TrainerAttempt] = Attempts("trainer", "prefetcher", job.transport, signals)
         self._health = self._attempts.health
-        self._counters = new_counters(self._groups)
+        self._counters = new_counters(self._groups, self._launch.rank)
 
     def run(self, *, fresh: bool, timeline: bool) -> None:
         """Returns when the run is finished or was stopped. Raises the first error of any stage."""
-        refuse_several_ranks(os.environ.get("WORLD_SIZE", "1"))
         try:
+            check_launch(self._launch, self._job.ranks)
+            if self._job.ranks.count > 1:
+                raise ConfigError(
+                    f"ranks.count = {self._job.ranks.count}, but several trainers are not connected yet; set "
+                    f"ranks.count = 1 and ranks.parts = {self._job.ranks.num_parts}, which gives the same bits"
+                )
             if self._tensorboard is not None:
                 check_board(self._tensorboard)
             device = self._choose_device()
@@ -86,6 +96,8 @@ class TrainerRun:
         return TrainerRunParts(
             job=self._job,
             groups=self._groups,
+            group=Alone(self._rank),
+            folder=self._job.run_dir,
             mode=self._mode,
             fresh=fresh,
             device=device,
@@ -116,14 +128,6 @@ class TrainerRun:
         if self._attempts.current is not None:
             return self._attempts.current.gauges()
         return TrainerGauges(train_step=0, learning_rates=learning_rates(self._job.optimizer, 0))
-
-
-def refuse_several_ranks(world_size: str) -> None:
-    """`world_size`: the environment variable WORLD_SIZE, which torchrun sets. Raises ConfigError."""
-    if world_size.strip() != "1":
-        raise ConfigError(
-            f"WORLD_SIZE = {world_size}, but training on several ranks is not supported yet; start one trainer alone"
-        )
 
 
 def set_threads(threads: int | str) -> int:
