@@ -31,9 +31,9 @@ from rowcast.trainer.report.page.page import write_page
 from rowcast.trainer.report.page.record import RunRecord
 from rowcast.trainer.report.report_json import Report, write_report
 from rowcast.trainer.report.results import PAGE, REPORT, EarlierResults, EvaluationOnly, ResultFiles
+from rowcast.trainer.report.summary import print_summary
 from rowcast.trainer.report.tensorboard import TensorBoardWriter
 from rowcast.trainer.report.terminal import TerminalProgress as ProgressLine
-from rowcast.trainer.report.terminal import print_summary
 from rowcast.trainer.run.connection import Connection, ConnectionParts
 from rowcast.trainer.run.gauges import engine_gauges, learning_rates
 from rowcast.trainer.run.rank_group import Group
