@@ -32,7 +32,9 @@ class Walked:
 def run_predict(job: Job, run_dir: Path, changes: Sequence[str], *, max_steps: int | None = None) -> None:
     """`changes`: such as "step=0.1", the time of a task in terms of the recorded one. Raises ConfigError, DataError."""
     if job.ranks.num_parts > 1:
-        raise ConfigError(f"ranks.parts = {job.ranks.num_parts}: only runs of one trainer and one part are walked again")
+        raise ConfigError(
+            f"ranks.parts = {job.ranks.num_parts}: only runs of one trainer and one part are walked again"
+        )
     factors = [parse_change(change) for change in changes]
     recorded = recorded_run(read_run(run_dir))
     plan, wiring = plan_job(job, max_steps)

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -32,6 +33,10 @@ WIRING = Wiring(depth=DEPTH, num_decoders=1, decoded_ahead=8, measured=4, ring_b
 PIECE = PlannedPiece(ring_bytes=MIB, row_bytes=MIB // 2, back_bytes=MIB // 2)
 
 
+def near(seconds: float, rel: float = 1e-6) -> Any:
+    return pytest.approx(seconds, rel=rel)
+
+
 def plan(**changes: object) -> list[Planned]:
     steps = [
         Planned(
@@ -58,37 +63,37 @@ def paced(plan: list[Planned], durations: Mapping[str, float] = {}, wiring: Wiri
 
 
 def test_a_large_model_is_bound_by_its_steps() -> None:
-    assert paced(plan()) == (pytest.approx(3.0 + MOVES, rel=0.002), "step")
+    assert paced(plan()) == (near(3.0 + MOVES, rel=0.002), "step")
 
 
 def test_a_slow_decoder_sets_the_pace_once_its_lead_is_used_up() -> None:
     step_s, bound_by = paced(plan(), {"decode": 6.0})
-    assert (step_s, bound_by) == (pytest.approx(6.0, rel=0.1), "decode")
+    assert (step_s, bound_by) == (near(6.0, rel=0.1), "decode")
     assert step_s < 6.0  # at the end of the data the whole horizon is planned at once
 
 
 def test_two_decoders_are_twice_as_fast_as_one() -> None:
     step_s, bound_by = paced(plan(), {"decode": 12.0}, replace(WIRING, num_decoders=2))
-    assert (step_s, bound_by) == (pytest.approx(6.0, rel=0.15), "decode")
+    assert (step_s, bound_by) == (near(6.0, rel=0.15), "decode")
 
 
 def test_a_slow_store_is_bound_by_fetching() -> None:
-    assert paced(plan(), {"fetch": 5.0}) == (pytest.approx(5.1), "fetch")  # the fetcher announces too
+    assert paced(plan(), {"fetch": 5.0}) == (near(5.1), "fetch")  # the fetcher announces too
 
 
 def test_a_slow_planner_is_bound_by_reading_and_planning() -> None:
-    assert paced(plan(), {"plan": 5.0}) == (pytest.approx(6.0, rel=0.05), "plan")
+    assert paced(plan(), {"plan": 5.0}) == (near(6.0, rel=0.05), "plan")
 
 
 def test_a_narrow_link_is_bound_by_copies() -> None:
-    assert paced(plan(), {"copy in": 7.0}) == (pytest.approx(10.1, rel=0.01), "copy in")
+    assert paced(plan(), {"copy in": 7.0}) == (near(10.1, rel=0.01), "copy in")
 
 
 def test_a_ring_for_one_piece_makes_fetching_wait_until_the_one_before_has_left() -> None:
     small = replace(WIRING, ring_bytes=int(1.5 * MIB))
     step_s, bound_by = paced(plan(), {"fetch": 5.0}, small)
     # fetched, announced, delivered, copied in, and the news of it delivered
-    assert (step_s, bound_by) == (pytest.approx(5.0 + 0.1 + 0.05 + 0.1 + 0.05, rel=0.002), "fetch")
+    assert (step_s, bound_by) == (near(5.0 + 0.1 + 0.05 + 0.1 + 0.05, rel=0.002), "fetch")
 
 
 def test_a_cache_of_one_batch_waits_for_every_victim_to_come_home() -> None:
@@ -103,9 +108,9 @@ def test_a_cache_of_one_batch_waits_for_every_victim_to_come_home() -> None:
     ]
     loose_s, _ = paced(plan(), {"write back": 2.5})
     step_s, _ = paced(tight, {"write back": 2.5})
-    assert loose_s == pytest.approx(3.0 + MOVES, rel=0.002)
+    assert loose_s == near(3.0 + MOVES, rel=0.002)
     # fill, copy out, message, write back; fetch, send, message, copy in
-    assert step_s == pytest.approx(0.1 + 0.1 + 0.05 + 2.5 + 1.0 + 0.1 + 0.05 + 0.1, rel=0.002)
+    assert step_s == near(0.1 + 0.1 + 0.05 + 2.5 + 1.0 + 0.1 + 0.05 + 0.1, rel=0.002)
 
 
 def test_a_depth_of_one_step_lets_rows_wait_for_the_step_before_the_last() -> None:
@@ -114,9 +119,9 @@ def test_a_depth_of_one_step_lets_rows_wait_for_the_step_before_the_last() -> No
     slow = {"fetch": 2.9, "write back": 2.9, "copy out": 2.9}
     deep_s, _ = paced(plan(fill_after=None), slow)
     step_s, _ = paced(plan(fill_after=None), slow, shallow)
-    assert deep_s == pytest.approx(3.0 + MOVES, rel=0.002)
+    assert deep_s == near(3.0 + MOVES, rel=0.002)
     # two steps for: fill, copy out, message, write back, fetch, send, message, copy in
-    assert step_s == pytest.approx((0.1 + 2.9 + 0.05 + 2.9 + 2.9 + 0.1 + 0.05 + 0.1) / 2, rel=0.01)
+    assert step_s == near((0.1 + 2.9 + 0.05 + 2.9 + 2.9 + 0.1 + 0.05 + 0.1) / 2, rel=0.01)
 
 
 @pytest.mark.parametrize("every", [5, 20])
@@ -124,18 +129,18 @@ def test_barriers_add_their_time_and_what_they_let_run_dry(every: int) -> None:
     often = [replace(planned, barrier=planned.step % every == every - 1) for planned in plan()]
     step_s, _ = paced(often, {"barrier": 10.0})
     refill_s = 0.05 + 1.0 + 0.1 + 0.05  # the news of the last step, the next fetch, its announcement
-    assert step_s == pytest.approx(3.0 + MOVES + (10.0 + refill_s) / every, rel=0.02)
+    assert step_s == near(3.0 + MOVES + (10.0 + refill_s) / every, rel=0.02)
 
 
 def test_a_checkpoint_that_is_not_durable_holds_up_the_next_barrier() -> None:
     often = [replace(planned, barrier=planned.step % 5 == 4) for planned in plan()]
     step_s, bound_by = paced(often, {"write": 50.0})
-    assert (step_s, bound_by) == (pytest.approx(10.0, rel=0.02), "write")
+    assert (step_s, bound_by) == (near(10.0, rel=0.02), "write")
 
 
 def test_no_step_ends_before_the_plan_and_the_work_that_it_needs() -> None:
     step_s, _ = paced(plan(), {name: 0.0 for name in SECONDS if name != "plan"})
-    assert step_s == pytest.approx(SECONDS["plan"], rel=0.05)
+    assert step_s == near(SECONDS["plan"], rel=0.05)
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -131,11 +131,10 @@ def test_a_prediction_plans_the_pieces_and_barriers_that_the_run_had(run: Record
     ]
     packed = [span for span in run.recordings.trainer.spans if span.name == "pack"]  # once a barrier
     assert sum(planned.barrier for planned in run.planned) == len(packed)
-    back = [
-        sum(piece.back_bytes > 0 for piece in planned.pieces) == len(run.spans(planned.step)["copy out"])
-        for planned in run.planned
-    ]
-    assert all(back)
+    for planned in run.planned:
+        if not planned.barrier:  # its rows are copied out too
+            pieces = [piece for piece in planned.pieces if piece.back_bytes]
+            assert len(run.spans(planned.step)["copy out"]) == len(pieces), f"step {planned.step}"
     assert f"{len(run.steps)} steps" in run.predicted
     assert "with step=0.1:" in run.predicted
 
