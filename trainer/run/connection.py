@@ -122,6 +122,13 @@ class Connection:
             self.welcome = welcome
         return welcome
 
+    def attend(self) -> None:
+        """Between `meet` and `start`: sends heartbeats and takes messages. Raises PeerLost or the prefetcher's error."""
+        assert self._watch is not None, "attend comes after meet"
+        assert self.conversation is not None, "attend comes after meet"
+        self._watch.advance()
+        self.conversation.advance()
+
     def _prefetcher_failure(self) -> RowcastError | None:
         began_s = self._parts.began_s
         return None if began_s is None else failure_since(self._parts.folder, "prefetcher", began_s)

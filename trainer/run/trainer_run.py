@@ -41,8 +41,12 @@ class TrainerRun:
         self._signals = signals
         self._mode: Mode = mode
         self._tensorboard = tensorboard
-        self._launch = read_launch(os.environ)
-        self._rank = rank_of(job.ranks, self._launch.rank)
+        self._launch = launch = read_launch(os.environ)
+        if launch.world_size == 1 and job.ranks.count > 1:
+            check_launch(launch, job.ranks)
+        # if torchrun has started another number than job.ranks.count, the ranks say so once they have met
+        ranks = msgspec.structs.replace(job.ranks, count=launch.world_size, parts=job.ranks.num_parts)
+        rank = rank_of(ranks, launch.rank)
         self._groups = group_specs(job)
         self._attempts: Attempts[TrainerAttempt] = Attempts("trainer", "prefetcher", job.transport, signals)
         self._health = self._attempts.health
