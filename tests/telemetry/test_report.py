@@ -31,7 +31,7 @@ def test_a_report_says_what_the_counters_say() -> None:
     assert made.bytes_to_device == 4 * 64 + 4 * 128 + 1000 + 24
     assert made.bytes_from_device == 3 * 64 + 3 * 128
     assert made.waits_s["prefetcher"] == {"credit": 1.5, "store": 0.25}
-    assert made.waits_s["trainer"] == {"rows": 0.5, "ring": 0.0, "results": 0.0, "barrier": 0.0}
+    assert made.waits_s["trainer"] == {"rows": 0.5, "ring": 0.0, "results": 0.0, "barrier": 0.0, "ranks": 0.0}
     assert set(made.versions) == {"rowcast", "torch", "numpy", "python"}
 
 

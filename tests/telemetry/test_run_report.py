@@ -42,7 +42,7 @@ def mark(number: int) -> HistoryMark:
         steps=10 * number,
         samples=640 * number,
         eval_samples=64 * number,
-        stalls=(0.1 * number, 0.02 * number, 0.3 * number, 0.05 * number),
+        stalls=(0.1 * number, 0.02 * number, 0.3 * number, 0.05 * number, 0.04 * number),
         unique_rows=1000 * number,
         hits=750 * number,
         bytes_to_device=2**20 * number,

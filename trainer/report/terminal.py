@@ -298,5 +298,9 @@ def evaluation_text(auc: float | None, logloss: float, accuracy: float | None) -
 
 def phases(phase_ms: dict[str, float], *, beside: bool) -> str:
     """`beside`: the phases that move rows, which run in parallel with a step on a device; otherwise the others."""
-    listed = [f"{name} {milliseconds:.1f}" for name, milliseconds in phase_ms.items() if (name in BESIDE) == beside]
+    listed = [
+        f"{name} {milliseconds:.1f}"
+        for name, milliseconds in phase_ms.items()
+        if (name in BESIDE) == beside and (name != "exchange" or milliseconds)  # a trainer alone has none
+    ]
     return f"{', '.join(listed)} ms"

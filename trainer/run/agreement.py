@@ -48,8 +48,8 @@ def all_start(group: Group, own: Start, timeout_s: float, given_up: GivenUp) -> 
     for rank, start in enumerate(starts):
         if (start.run_id, start.checkpoint) != (first.run_id, first.checkpoint):
             raise RanksDiffer(
-                f"the prefetcher of rank 0 begins after {first.train_steps} train steps of run {first.run_id}, that of rank "
-                f"{rank} after {start.train_steps} of run {start.run_id}; job.run_dir must be one folder that all hosts "
-                "share, and all must be started with the same options"
+                f"the prefetcher of rank 0 begins after {first.train_steps} train steps of run {first.run_id}, that of "
+                f"rank {rank} after {start.train_steps} of run {start.run_id}; job.run_dir must be one folder that all "
+                "hosts share, and all must be started with the same options"
             )
     return True

@@ -252,7 +252,7 @@ class TrainerAttempt:
         if group.rank is None:
             return RUNNERS[run.mode](run.job, run.groups, records, num_dense, clock, run.kernels)
         collectives = group.connect(run.device, self._crew.check)
-        return SharedRunner(run.job, run.groups, records, num_dense, group.rank, collectives, run.kernels)
+        return SharedRunner(run.job, run.groups, records, num_dense, group.rank, collectives, run.kernels, clock)
 
     def _loop(self, connection: Connection, engine: TrainerEngine, progress: ProgressLine) -> None:
         run, stopping = self._run, False

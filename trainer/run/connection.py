@@ -123,7 +123,7 @@ class Connection:
         return welcome
 
     def attend(self) -> None:
-        """Between `meet` and `start`: sends heartbeats and takes messages. Raises PeerLost or the prefetcher's error."""
+        """Between `meet` and `start`: sends heartbeats, takes messages. Raises PeerLost or the prefetcher's error."""
         assert self._watch is not None, "attend comes after meet"
         assert self.conversation is not None, "attend comes after meet"
         self._watch.advance()
@@ -153,7 +153,7 @@ class Connection:
         release_memory(parts.device)  # an earlier attempt's cache, of which the device may not hold two
         records = make_records(welcome.slots, parts.groups, parts.device)
         streams = make_streams(parts.device)
-        clock = phase_clock(streams.compute, parts.counters.spent)
+        clock = phase_clock(streams.compute, parts.counters.lapped)
         try:
             model, steps = make_model(records, clock)
         except torch.OutOfMemoryError as error:

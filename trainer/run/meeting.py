@@ -1,7 +1,7 @@
 """Where the trainers of a run meet, before each attempt: a key-value store that torchrun serves, or else rank 0.
 
-The store outlives an attempt, so it holds what dead trainers have written. Each meeting therefore has a name of its own,
-which rank 0 makes, and ends only when rank 0 has read out who is there:
+The store outlives an attempt, so it holds what dead trainers have written. Each meeting therefore has a name of its
+own, which rank 0 makes, and ends only when rank 0 has read out who is there:
 
     rank 0                                                rank r
     "leader" = N, a new name        ->                    reads N, writes its greeting under N
@@ -20,7 +20,7 @@ from datetime import timedelta
 from typing import TypeVar
 
 import msgspec
-import torch.distributed as dist
+from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 
 from rowcast.protocol.messages import PROTOCOL_VERSION, Mode
 from rowcast.protocol.session import VERBS
@@ -69,7 +69,7 @@ def new_greeting(launch: Launch, digest: str, mode: Mode) -> Greeting:
     )
 
 
-def open_store(launch: Launch, timeout_s: float, given_up: GivenUp) -> dist.Store | None:
+def open_store(launch: Launch, timeout_s: float, given_up: GivenUp) -> Store | None:
     """None if given up. Raises PeerLost if nobody serves it."""
     serves = launch.rank == 0 and not launch.has_agent
     deadline_s = time.monotonic() + timeout_s
@@ -83,7 +83,7 @@ def open_store(launch: Launch, timeout_s: float, given_up: GivenUp) -> dist.Stor
             )
         time.sleep(POLL_S)
     try:
-        return dist.TCPStore(
+        return TCPStore(
             launch.address,
             launch.port,
             is_master=serves,
@@ -109,7 +109,7 @@ def answers(launch: Launch) -> bool:
 class Meeting:
     """One rank's way into a meeting."""
 
-    def __init__(self, store: dist.Store, own: Greeting, timeout_s: float, given_up: GivenUp) -> None:
+    def __init__(self, store: Store, own: Greeting, timeout_s: float, given_up: GivenUp) -> None:
         self._store, self._own, self._timeout_s, self._given_up = store, own, timeout_s, given_up
         self._greeted = ""  # the meeting
         self._answered = ""  # the meeting whose roll call was answered
@@ -124,8 +124,8 @@ class Meeting:
             return self._lead() if self._own.rank == 0 else self._follow()
         except RuntimeError as error:  # of the store
             raise PeerLost(
-                f"rank {self._own.rank} lost the meeting point of the ranks ({first_line(error)}); it ended with torchrun "
-                "or rank 0, whose log says why"
+                f"rank {self._own.rank} lost the meeting point of the ranks ({first_line(error)}); it ended with "
+                "torchrun or rank 0, whose log says why"
             ) from None
 
     def _lead(self) -> str | None:
@@ -149,8 +149,8 @@ class Meeting:
                 self._check_size(named)
                 if named.name != self._greeted:
                     self._greet(named.name)
-                if self._read(f"{named.name}/roll call", str) and self._answered != named.name:
-                    self._store.set(f"{named.name}/here/{self._own.name}", encoded("here"))
+                if self._store.check([f"{named.name}/roll call"]) and self._answered != named.name:
+                    self._store.set(f"{named.name}/here/{self._own.name}", "")
                     self._answered = named.name
                 present = self._read(f"{named.name}/present", Present)
                 if present is not None and (present.refused or self._own in present.greetings):
@@ -183,11 +183,11 @@ class Meeting:
         came = [self._greetings(name, rank) for rank in range(self._own.world_size)]
         if all(len(greetings) == 1 for greetings in came):
             return Present(greetings=tuple(greetings[0] for greetings in came))
-        self._store.set(f"{name}/roll call", encoded("who is here?"))
+        self._store.set(f"{name}/roll call", "")
         time.sleep(ROLL_CALL_S)
         chosen = []
         for rank, greetings in enumerate(came):
-            here = [one for one in greetings if one == self._own or self._read(f"{name}/here/{one.name}", str)]
+            here = [one for one in greetings if one == self._own or self._store.check([f"{name}/here/{one.name}"])]
             if len(here) > 1:
                 both = " and ".join(one.process for one in here)
                 refused = f"{both} were both started as rank {rank} of {self._own.world_size}; start each rank once"
@@ -204,8 +204,8 @@ class Meeting:
         if time.monotonic() > deadline_s:
             ranks = ", ".join(map(str, missing)) or "of an earlier start that are gone"
             raise PeerLost(
-                f"rank {self._own.rank} of {self._own.world_size} waited {self._timeout_s:g} s for the others; missing are "
-                f"ranks {ranks}; start them with the same job file, or raise ranks.timeout"
+                f"rank {self._own.rank} of {self._own.world_size} waited {self._timeout_s:g} s for the others; missing "
+                f"are ranks {ranks}; start them with the same job file, or raise ranks.timeout"
             )
         time.sleep(POLL_S)
         return True
@@ -227,7 +227,8 @@ def checked(present: Present, name: str) -> str:
         which = f"rank 0 ({first.process}) and rank {other.rank} ({other.process})"
         if other.version != first.version:
             raise Mismatch(
-                f"{which} speak protocol versions {first.version} and {other.version}; install the same rowcast on all hosts"
+                f"{which} speak protocol versions {first.version} and {other.version}; install the same rowcast on "
+                "all hosts"
             )
         if other.digest != first.digest:
             raise Mismatch(
@@ -236,8 +237,8 @@ def checked(present: Present, name: str) -> str:
             )
         if other.mode != first.mode:
             raise Mismatch(
-                f"{which} were started to {VERBS[first.mode]} and to {VERBS[other.mode]}; give torchrun the same command "
-                "on each host"
+                f"{which} were started to {VERBS[first.mode]} and to {VERBS[other.mode]}; give torchrun the same "
+                "command on each host"
             )
     return name
 

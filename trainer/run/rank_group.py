@@ -15,10 +15,11 @@ from typing import Protocol
 
 import torch
 import torch.distributed as dist
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from rowcast.job.schema import Job, parse_seconds
 from rowcast.protocol.messages import Mode
-from rowcast.protocol.parts import Rank
+from rowcast.protocol.parts import Rank, rank_of
 from rowcast.runtime.errors import PeerLost
 from rowcast.trainer.models.collectives import Collectives, LocalCollectives
 from rowcast.trainer.models.torch_collectives import TorchCollectives
@@ -87,15 +88,25 @@ class Alone:
         pass
 
 
+def party_of(job: Job, launch: Launch, mode: Mode) -> Party:
+    """Raises ConfigError if torchrun has started one trainer and the job file has more."""
+    if launch.world_size == 1:
+        check_launch(launch, job.ranks)
+        return Alone(rank_of(job.ranks, 0))
+    return RankParty(job, launch, mode)
+
+
 class RankParty:
     """Several trainers, started by torchrun. Implements `Party`."""
 
-    def __init__(self, job: Job, launch: Launch, rank: Rank, mode: Mode) -> None:
-        self.rank = rank
+    def __init__(self, job: Job, launch: Launch, mode: Mode) -> None:
+        size = launch.world_size
+        # ranks of another number than the job file's meet to hear whether their job files are the same, and end
+        self.rank = Rank(number=launch.rank, count=size, parts=job.ranks.num_parts if size == job.ranks.count else size)
         self._ranks, self._launch = job.ranks, launch
         self._greeting = new_greeting(launch, job.session_digest(), mode)
         self._timeout_s = parse_seconds(job.ranks.timeout)
-        self._store: dist.Store | None = None  # one over all attempts
+        self._store: Store | None = None  # one over all attempts
 
     def join(self, given_up: GivenUp) -> Group | None:
         self._store = self._store or open_store(self._launch, self._timeout_s, given_up)
@@ -103,13 +114,13 @@ class RankParty:
             return None
         name = Meeting(self._store, self._greeting, self._timeout_s, given_up).hold()
         check_launch(self._launch, self._ranks)  # not before, so that ranks of different job files hear of those
-        return None if name is None else RankGroup(dist.PrefixStore(name, self._store), self.rank, self._timeout_s)
+        return None if name is None else RankGroup(PrefixStore(name, self._store), self.rank, self._timeout_s)
 
 
 class RankGroup:
     """Implements `Group` for one of several ranks."""
 
-    def __init__(self, store: dist.Store, rank: Rank, timeout_s: float) -> None:
+    def __init__(self, store: Store, rank: Rank, timeout_s: float) -> None:
         """`store`: of this attempt alone. `timeout_s`: how long ranks wait for each other."""
         self.rank = rank
         self._store, self._timeout_s = store, timeout_s
@@ -137,8 +148,8 @@ class RankGroup:
                 if time.monotonic() > deadline_s:
                     missing = ", ".join(str(rank) for rank, key in enumerate(keys) if not self._store.check([key]))
                     raise PeerLost(
-                        f"rank {number} of {self.rank.count} waited {timeout_s:g} s for ranks {missing}; their logs say "
-                        "what they do, or why they ended"
+                        f"rank {number} of {self.rank.count} waited {timeout_s:g} s for ranks {missing}; their logs "
+                        "say what they do, or why they ended"
                     )
                 time.sleep(POLL_S)
             return None if self._decided(call, GO) == LEAVE else [self._store.get(key) for key in keys]
@@ -149,14 +160,15 @@ class RankGroup:
             ) from None
 
     def _decided(self, call: int, proposal: bytes) -> bytes:
-        return self._store.compare_set(f"{call}/decided", "", proposal.decode())
+        decided: bytes = self._store.compare_set(f"{call}/decided", "", proposal.decode())
+        return decided
 
     def connect(self, device: torch.device, check: Idle) -> Collectives:
         try:
             self._connected = True
             dist.init_process_group(
                 "nccl" if device.type == "cuda" else "gloo",
-                store=dist.PrefixStore("group", self._store),
+                store=PrefixStore("group", self._store),
                 rank=self.rank.number,
                 world_size=self.rank.count,
                 # later than our own time-out, which says more
@@ -164,8 +176,8 @@ class RankGroup:
             )
         except RuntimeError as error:
             raise PeerLost(
-                f"rank {self.rank.number} of {self.rank.count} found no way to the other ranks ({first_line(error)}); look "
-                "for one that has ended, or name the network in GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME"
+                f"rank {self.rank.number} of {self.rank.count} found no way to the other ranks ({first_line(error)}); "
+                "look for one that has ended, or name the network in GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME"
             ) from None
         return TorchCollectives(self.rank, self._timeout_s, lambda: ignore(check()))
 
