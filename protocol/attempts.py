@@ -36,17 +36,21 @@ class Attempts(Generic[AttemptT]):
         self._crew = Crew(role, signals.bell)
         self._patience = patience or Patience(peer, transport)
 
-    def run(self, begin: Callable[[AttemptT | None, Transport, Crew], AttemptT]) -> AttemptT | None:
-        """`begin` makes an attempt from the previous one and the transport with the time-out to use.
+    def run(self, begin: Callable[[AttemptT | None, Transport, Crew], AttemptT | None]) -> AttemptT | None:
+        """`begin` makes an attempt from the previous one and the transport with the time-out to use; None: a stop was
+        requested meanwhile.
 
         Returns the attempt that ended the run, or None if a stop was requested after a peer was lost. Raises the
         first error of an attempt, and PeerLost if no other peer is expected.
         """
         while True:
-            self.current = begin(self.current, self._patience.transport, self._crew)
+            attempt = begin(self.current, self._patience.transport, self._crew)
+            if attempt is None:
+                return None
+            self.current = attempt
             try:
-                self.current.live()
-                return self.current
+                attempt.live()
+                return attempt
             except PeerLost as error:
                 self._patience.again(error)
             self.health.state = "connecting"

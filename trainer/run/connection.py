@@ -123,11 +123,9 @@ class Connection:
         return welcome
 
     def attend(self) -> None:
-        """Between `meet` and `start`: sends heartbeats, takes messages. Raises PeerLost or the prefetcher's error."""
+        """Between `meet` and `start`: sends heartbeats. Messages wait for the engine. Raises PeerLost."""
         assert self._watch is not None, "attend comes after meet"
-        assert self.conversation is not None, "attend comes after meet"
         self._watch.advance()
-        self.conversation.advance()
 
     def _prefetcher_failure(self) -> RowcastError | None:
         began_s = self._parts.began_s
