@@ -10,6 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
 import torch
 from rich.console import Console
 
@@ -28,6 +29,7 @@ from rowcast.trainer.execute.streams import make_streams
 from rowcast.trainer.kernels import Kernels
 from rowcast.trainer.models.runner import EvaluationRunner, StepRunner
 from rowcast.trainer.models.shared_runner import SharedRunner
+from rowcast.trainer.report.all_ranks import report_of_all
 from rowcast.trainer.report.final_report import final_record, final_report
 from rowcast.trainer.report.history import History
 from rowcast.trainer.report.page.page import write_page
@@ -41,9 +43,9 @@ from rowcast.trainer.report.results import (
     ResultFiles,
     ResultsInMemory,
 )
+from rowcast.trainer.report.summary import print_summary
 from rowcast.trainer.report.tensorboard import TensorBoardWriter
 from rowcast.trainer.report.terminal import TerminalProgress as ProgressLine
-from rowcast.trainer.report.terminal import print_summary
 from rowcast.trainer.run.agreement import all_start, failed_start, start_of
 from rowcast.trainer.run.connection import Connection, ConnectionParts
 from rowcast.trainer.run.gauges import engine_gauges, learning_rates
@@ -232,7 +234,8 @@ class TrainerAttempt:
         progress.close()
         run.history.close(engine.loop.first_step_s)
         board.close()
-        report = self._report(engine, welcome, are_pinned=connection.has_page_locked_rings)
+        own = self._report(engine, welcome, are_pinned=connection.has_page_locked_rings)
+        report = report_of_all(group.gather(msgspec.json.encode(own)))
         self._results.close()  # before the good-bye, after which the run counts as complete
         if self._leads:
             self._write_report(report)
