@@ -18,7 +18,7 @@ from rowcast.runtime.errors import DataError
 from rowcast.runtime.sealed import render, seal
 from rowcast.runtime.shard_file import read_shard_file, shard_name, writer_of
 from tests.checkpoints.fake_ranks import FakeRanks
-from tests.checkpoints.fake_run import TABLES, FakeRun, Warnings, assert_holds, small_job
+from tests.checkpoints.fake_run import TABLES, FakeRun, Rows, Warnings, assert_holds, small_job
 
 pytestmark = pytest.mark.usefixtures("small_files")
 EVERYTHING = {number: list(range(rows)) for number, (_, rows, _) in enumerate(TABLES)}
@@ -71,7 +71,8 @@ def test_each_rank_writes_its_rows_and_one_manifest_names_them_all(tmp_path: Pat
 
 @pytest.mark.parametrize("counts", [(1, 4, 2), (2, 3, 1, 8), (4, 1), (8, 6, 4, 3, 2, 1)], ids=str)
 def test_another_number_of_ranks_goes_on_with_every_row(tmp_path: Path, counts: tuple[int, ...]) -> None:
-    rng, newest, rows = np.random.default_rng(len(counts)), None, {}
+    rng, newest = np.random.default_rng(len(counts)), None
+    rows: Rows = {}
     for index, count in enumerate(counts):
         run = ranks(tmp_path, count, newest=newest, start=rows, seed=index)
         assert run.rows() == rows
@@ -358,8 +359,7 @@ def test_a_checkpoint_that_lacks_a_shard_is_given_up_once_nobody_writes(tmp_path
         if rank.shard.number != (abandoned_by or 2):  # whose process is gone
             rank.hand_over()
     waiting = run.ranks[0 if abandoned_by != 0 else 1]
-    seconds = 0.0
-    with patch.object(commit.time, "monotonic", lambda: seconds):
+    with patch("time.monotonic", lambda: 0.0):
         for _ in range(300):
             waiting.writer.advance()
         waiting.writer.abandon()
