@@ -344,6 +344,29 @@ def timeline(
 
 
 @app.command()
+def predict(
+    config: Config,
+    run_dir: RunFolder,
+    changes: Annotated[
+        list[str] | None,
+        typer.Option("--change", help="A task and how long it would take, such as step=0.1. Repeatable."),
+    ] = None,
+    overrides: Overrides = None,
+    max_steps: Annotated[
+        int | None, typer.Option("--max-steps", min=0, help="As the run had it.", show_default=False)
+    ] = None,
+) -> None:
+    """Walk a run that was recorded with --timeline again: what bounds its pace, and what a change would give."""
+
+    def main() -> None:
+        from rowcast.analysis.predict.predict import run_predict
+
+        run_predict(load_job(config, tuple(overrides or ())), run_dir, changes or (), max_steps=max_steps)
+
+    raise typer.Exit(run_command("prefetcher", main))
+
+
+@app.command()
 def export(
     out: Annotated[Path, typer.Option("--out", help="The safetensors file to write.", metavar="FILE")],
     run_dir: Annotated[
