@@ -12,7 +12,7 @@ import rowcast.deploy.local
 from rowcast.job.file import load_job
 from rowcast.job.schema import Job, parse_bytes
 from tests.deploy.manifests import COMMANDS, DEPLOY, NAMES, ROOT, compose
-from tests.deploy.test_schemas import compose_fault, kubernetes_verdicts
+from tests.deploy.schemas import compose_fault, kubernetes_verdicts
 
 MANIFEST = DEPLOY / "kubernetes.ranks.yaml"
 JOB_FILE = ROOT / "examples" / "container.toml"
