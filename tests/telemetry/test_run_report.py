@@ -278,6 +278,21 @@ def test_the_loops_waits_lie_on_top_of_each_other() -> None:
     assert ends == pytest.approx([0.0, 0.1, 0.1, 0.4, 0.4, 0.45], abs=1e-3)
 
 
+def test_of_several_ranks_the_page_has_a_table_and_the_waits_for_each_other() -> None:
+    run = record()
+    (own,) = run.report.ranks
+    other = msgspec.structs.replace(own, rank=1, samples=4321)
+    run = replace(run, report=msgspec.structs.replace(run.report, ranks=(own, other)))
+    chart = stalls_chart(run)
+    assert isinstance(chart, Chart)
+    assert [layer.name for layer in chart.legend][-2:] == ["ring (the sender)", "ranks (within steps)"]
+    assert chart.table.rows[-1] == ["5.0 s", "10.0 %", "30.0 %", "5.0 %", "2.0 %", "4.0 %"]
+    page = render(run)
+    assert "<h2>Ranks</h2>" in page
+    assert "4,321" in page
+    assert "<h2>Ranks</h2>" not in render(record())
+
+
 def test_time_in_which_no_step_ended_makes_no_division_by_zero() -> None:
     run = record()
     still = [mark(5), *(replace(mark(5), time_s=105.0 + i) for i in range(1, 4))]

@@ -41,6 +41,7 @@ class TrainerCounters(Counters[StallReason, Phase, Queue]):
     shared_samples: int = 0  # of train steps, over all ranks
     shared_eval_samples: int = 0
     imbalance: float = 1.0  # of the last train step: rows that ranks own, the most over the mean
+    imbalances: float = 0.0  # what it was above 1, added over train steps
 
     def lapped(self, lap: Lap, seconds: float, step: int, ended_s: float) -> None:
         """Implements `Spent`: a wait for other ranks is a part of a phase, and a stall too."""
@@ -66,6 +67,15 @@ class TrainerCounters(Counters[StallReason, Phase, Queue]):
         self.shared_eval_samples += of_all if plan.kind == "eval" else 0
         self.loss = self.loss if loss is None else loss
         self.progressed()
+
+    def balanced(self, imbalance: float) -> None:
+        """A train step of several ranks tells how evenly they own its rows."""
+        self.imbalance = imbalance
+        self.imbalances += imbalance - 1
+
+    @property
+    def mean_imbalance(self) -> float:
+        return 1 + self.imbalances / max(1, self.train_steps)
 
     @property
     def waited_s(self) -> float:
