@@ -16,7 +16,7 @@ from tests.support.starter import Starter
 KILLED = ("parent", "prefetcher 0", "prefetcher 1", "torchrun", "trainer 0", "trainer 1", "local")
 STOPPED = ("prefetcher 1", "trainer 1", "trainer 0", "prefetcher 0")
 RANDOM_KILLS = count(3, 40)
-CRASHES = {  # how often each point is passed before it is armed; those of ranks only
+CRASHES: dict[str, int] = {  # how often each point is passed before it is armed; those of ranks only
 }
 
 
