@@ -8,9 +8,9 @@ import pytest
 import yaml
 from torch.distributed import run
 
-import rowcast.deploy.local
 from rowcast.job.file import load_job
 from rowcast.job.schema import Job, parse_bytes
+from rowcast.runtime.children import END_S
 from tests.deploy.manifests import COMMANDS, DEPLOY, NAMES, ROOT, compose
 from tests.deploy.schemas import compose_fault, kubernetes_verdicts
 
@@ -87,7 +87,7 @@ def test_the_hosts_of_the_job_are_those_of_torchrun_and_find_the_first_one() -> 
     assert torchrun.node_rank == 1
     _, options, _ = parsed(of_kubernetes("prefetcher"))
     assert options["host"] == 1
-    assert pod["spec"]["terminationGracePeriodSeconds"] > rowcast.deploy.local.END_S
+    assert pod["spec"]["terminationGracePeriodSeconds"] > END_S
 
 
 def test_only_pods_of_the_run_reach_its_trainers() -> None:
