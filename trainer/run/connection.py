@@ -122,6 +122,11 @@ class Connection:
             self.welcome = welcome
         return welcome
 
+    def attend(self) -> None:
+        """Between `meet` and `start`: sends heartbeats. Messages wait for the engine. Raises PeerLost."""
+        assert self._watch is not None, "attend comes after meet"
+        self._watch.advance()
+
     def _prefetcher_failure(self) -> RowcastError | None:
         began_s = self._parts.began_s
         return None if began_s is None else failure_since(self._parts.folder, "prefetcher", began_s)
