@@ -65,7 +65,7 @@ class Restarts:
         return Checkpoints(self.run_dir, RealDisk()).newest_for_ranks(None, get_logger())
 
     def live(self, ranks: int, num_steps: int | None = None, *, advances: int | None = None) -> RankedRun:
-        """Ends in order after so many steps, or all, with a checkpoint; or, as if it was killed, after so many `advances`."""
+        """Ends in order after so many steps or all, with a checkpoint; or, as if killed, after so many `advances`."""
         self.lives += 1
         groups, newest = group_specs(self.job), self.newest()
         slots = slots_for(groups, self.batches, "one batch")
@@ -111,7 +111,7 @@ def assert_ends_as(run: RankedRun, expected: tuple[list[float], dict[str, Tensor
 
 
 def restarts(folder: Path, optimizer: str, parts: int, every: int | None = None, **more: Any) -> Restarts:
-    sections = {} if every is None else {"checkpoint": {"every": every, "keep": 2}}
+    sections: dict[str, Any] = {} if every is None else {"checkpoint": {"every": every, "keep": 2}}
     job = small_job(optimizer, "multi", **sections)
     return Restarts(folder, job, small_batches(job, "multi", num_steps=NUM_STEPS, eval_at=(3, 9)), parts, **more)
 
