@@ -44,7 +44,7 @@ def test_the_lives_had_faults_of_every_kind(happened: Counter[str]) -> None:
 
 def test_a_seed_replays_to_the_letter() -> None:
     """Even in another folder; a life whose second run differed could not be looked into."""
-    for seed in (24, 25):
+    for seed in (25, 28):  # the second one over a server
         first: list[str] = []
         again: list[str] = []
         run_life(seed, first.append)
