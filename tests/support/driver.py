@@ -36,7 +36,7 @@ from rowcast.prefetcher.stores.store import RowStore, finish
 from rowcast.prefetcher.stores.tracked_store import TrackedStore
 from rowcast.protocol.batch import ScheduledBatch
 from rowcast.protocol.conversation import Conversation
-from rowcast.protocol.messages import PROTOCOL_VERSION, RingSpec, Saved, Welcome
+from rowcast.protocol.messages import PROTOCOL_VERSION, RingSpec, Saved, StopRequest, Welcome
 from rowcast.protocol.parts import Rank
 from rowcast.protocol.plan import StepPlan
 from rowcast.protocol.session import Session
@@ -47,6 +47,7 @@ from rowcast.protocol.transport.ring_file import in_memory_buffer
 from rowcast.runtime.checkpoint_manifest import Manifest
 from rowcast.runtime.position import Position
 from rowcast.runtime.stages import Stage
+from rowcast.trainer.execute.agreed_stop import AgreedStop
 from rowcast.trainer.execute.engine import ring_ends
 from rowcast.trainer.execute.host_memory import Bounced
 from rowcast.trainer.execute.metrics import new_counters
@@ -293,6 +294,8 @@ class InProcessRun:
         self.prefetcher.planning.on_plan = self._note_plan
         trainer_conversation = Conversation(Session("trainer"), links[1])
         self._greet(trainer_conversation, rank)
+        self.stop = AgreedStop(rank, welcome.depth, trainer_conversation.send)
+        trainer_conversation.listen({StopRequest: lambda message: self.stop.ask(message.reason)})
         self.records = make_records(settings.slots, self.groups, self.streams.device)
         # without a wait they may be given nonsense, and must check it
         kernels = None if settings.without is None else torch_ops
@@ -306,6 +309,7 @@ class InProcessRun:
                 num_dense,
                 sharing.rank,
                 sharing.collectives,
+                self.stop,
                 kernels,
             )
         )

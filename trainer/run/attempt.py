@@ -18,13 +18,14 @@ from rowcast.runtime.errors import ConfigError
 from rowcast.runtime.process import STOPPING, Crew, Signals
 from rowcast.runtime.telemetry.health import Health
 from rowcast.runtime.telemetry.logs import get_logger
+from rowcast.trainer.execute.agreed_stop import AgreedStop
 from rowcast.trainer.execute.engine import TrainerEngine
 from rowcast.trainer.execute.metrics import TrainerCounters, TrainerGauges
 from rowcast.trainer.execute.phases import PhaseClock
 from rowcast.trainer.execute.streams import make_streams
 from rowcast.trainer.kernels import Kernels
 from rowcast.trainer.models.runner import EvaluationRunner, StepRunner
-from rowcast.trainer.models.shared_runner import SharedRunner
+from rowcast.trainer.models.shared_runner import SharedEvaluationRunner, SharedRunner
 from rowcast.trainer.report.final_report import final_record, final_report
 from rowcast.trainer.report.history import History
 from rowcast.trainer.report.page.page import write_page
@@ -158,8 +159,12 @@ class TrainerAttempt:
         run, stack = self._run, connection.stack
         stack.enter_context(self._results)
 
+        assert connection.conversation is not None, "the prefetcher was met"
+        stop = AgreedStop(run.group.rank, welcome.depth, connection.conversation.send)
+        connection.conversation.listen({StopRequest: lambda message: stop.ask(message.reason)})
+
         def make_model(records: list[torch.Tensor], clock: PhaseClock) -> tuple[Runner, Runner]:
-            runner = self._runner(records, welcome.num_dense, clock)
+            runner = self._runner(records, welcome.num_dense, clock, stop)
             return runner, runner
 
         engine = connection.start(make_streams, make_model, self._results)
@@ -180,7 +185,7 @@ class TrainerAttempt:
         self._log.info(
             "training", after_train_steps=welcome.first_train_step, checkpoints=self._job.checkpoint.described
         )
-        self._loop(connection, engine, progress)
+        self._loop(connection, engine, progress, stop)
         progress.close()
         run.history.close(engine.loop.first_step_s)
         board.close()
@@ -194,13 +199,15 @@ class TrainerAttempt:
         page = self._job.run_dir / PAGE
         print_summary(report, page=page if run.mode == "train" and page.exists() else None)
 
-    def _runner(self, records: list[torch.Tensor], num_dense: int, clock: PhaseClock) -> Runner:
+    def _runner(self, records: list[torch.Tensor], num_dense: int, clock: PhaseClock, stop: AgreedStop) -> Runner:
         run = self._run
         if run.group.rank is None:
             return RUNNERS[run.mode](run.job, run.groups, records, num_dense, clock, run.kernels)
-        return SharedRunner(run.job, run.groups, records, num_dense, run.group.rank, run.group.collectives, run.kernels)
+        make = SharedEvaluationRunner if run.mode == "eval" else SharedRunner
+        rank, collectives = run.group.rank, run.group.collectives
+        return make(run.job, run.groups, records, num_dense, rank, collectives, stop, run.kernels)
 
-    def _loop(self, connection: Connection, engine: TrainerEngine, progress: ProgressLine) -> None:
+    def _loop(self, connection: Connection, engine: TrainerEngine, progress: ProgressLine, stop: AgreedStop) -> None:
         run, stopping = self._run, False
 
         def advance() -> bool:
@@ -209,7 +216,7 @@ class TrainerAttempt:
                 stopping = True
                 run.health.state = "stopping"
                 self._log.info(STOPPING, reason=run.signals.stop_reason)
-                engine.conversation.send(StopRequest(reason=f"{run.signals.stop_reason} to the trainer"))
+                stop.ask(f"{run.signals.stop_reason} to the trainer")
             progress.update()
             run.start_times.step_s = run.start_times.step_s or engine.loop.first_step_s
             run.history.update(engine.loop.first_step_s)
