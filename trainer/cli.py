@@ -1,5 +1,6 @@
 """The `trainer` command."""
 
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -9,6 +10,7 @@ from rowcast.job.file import load_own_job
 from rowcast.runtime.command import run_command
 from rowcast.runtime.process import Signals
 from rowcast.runtime.telemetry.logs import setup_logging
+from rowcast.trainer.run.launch import rank_in_log
 
 app = typer.Typer(
     help="The device side of rowcast: trains the model on the steps that the prefetcher sends.",
@@ -45,7 +47,7 @@ def run(
     """Train. Start `prefetcher run` with the same job file, before or after; it decides how long the run is."""
 
     def start() -> None:
-        setup_logging("trainer", log_level, log_json or None)
+        setup_logging("trainer", log_level, log_json or None, rank_in_log(os.environ))
         job = load_own_job("trainer", config, tuple(overrides or ()))
         with Signals() as signals:
             from rowcast.trainer.run.trainer_run import run_trainer
@@ -69,7 +71,7 @@ def evaluate(
     """
 
     def start() -> None:
-        setup_logging("trainer", log_level, log_json or None)
+        setup_logging("trainer", log_level, log_json or None, rank_in_log(os.environ))
         job = load_own_job("trainer", config, tuple(overrides or ()))
         with Signals() as signals:
             from rowcast.trainer.run.trainer_run import run_trainer

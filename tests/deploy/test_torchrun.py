@@ -2,6 +2,7 @@
 
 import re
 import signal
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,10 +18,14 @@ rank, attempt = os.environ["RANK"], int(os.environ["TORCHELASTIC_RESTART_COUNT"]
 stops = []
 signal.signal(signal.SIGTERM, lambda *_: stops.append(1))
 socket.create_connection((os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])))
-print("rank", rank, "attempt", attempt, "port", os.environ["MASTER_PORT"], "on", os.environ["GLOO_SOCKET_IFNAME"],
-      os.environ["NCCL_SOCKET_IFNAME"], flush=True)
-if rank == "1" and attempt == 0:
+print("rank", rank, "of meeting", os.environ["ROWCAST_MEETING"], "attempt", attempt, "port", os.environ["MASTER_PORT"],
+      "on", os.environ["GLOO_SOCKET_IFNAME"], os.environ["NCCL_SOCKET_IFNAME"], flush=True)
+if sys.argv[1] == "waits" and rank == "1" and attempt == 0:
     os.kill(os.getpid(), signal.SIGKILL)
+if sys.argv[1] == "loses" and attempt == 0:
+    while not os.path.exists(sys.argv[2]):
+        time.sleep(0.02)
+    sys.exit(3)
 if sys.argv[1] == "fails" and rank == "1":
     sys.exit(5)
 while not stops:
@@ -51,12 +56,12 @@ def listening(pid: int) -> list[str]:
 
 def test_a_killed_trainer_comes_back_at_the_same_port_and_a_stop_is_passed_on_once(session: Session) -> None:
     torchrun = started(session, "waits")
-    torchrun.until(lambda: torchrun.stdout.count("attempt 1") == 2, "second attempt of both")
+    torchrun.until(lambda: len(re.findall("attempt 1 .*\n", torchrun.stdout)) == 2, "second attempt of both")
     assert [address for address in listening(torchrun.pid) if address not in LOOPBACK] == []
     assert len(listening(torchrun.pid)) == 1
-    met = re.findall(r"rank (\d) attempt (\d) port (\d+) on lo lo", torchrun.stdout)
-    assert sorted(found[:2] for found in met)[-1] == ("1", "1")
-    assert len({port for _, _, port in met}) == 1
+    met = re.findall(r"rank (\d) of meeting (\d) attempt (\d) port (\d+) on lo lo\n", torchrun.stdout)
+    assert {("0", "2", "1"), ("1", "2", "1")} <= {found[:3] for found in met}
+    assert len({found[3] for found in met}) == 1
     torchrun.signal(signal.SIGTERM)
     ended = torchrun.ended()
     assert ended.code == 0, ended.stderr
@@ -68,3 +73,35 @@ def test_it_ends_with_the_code_of_the_trainer_that_failed_first(session: Session
     ended = started(session, "fails").ended()
     assert ended.code == 5, ended.stderr
     assert session.remains() == []
+
+
+def test_hosts_meet_again_although_one_of_them_was_started_again(session: Session) -> None:
+    """Host 1 is lost. Trainers of host 0 end because of it, and host 0 waits for another host 1."""
+    worker = session.folder / "worker.py"
+    worker.write_text(WORKER)
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    shared = ["--nnodes=2", f"--master-port={port}", "--nproc-per-node=1", "--max-restarts=1"]
+
+    def host(number: int, *mode: str) -> Process:
+        options = [*shared, f"--node-rank={number}", str(worker), *mode]
+        return session.start_module("rowcast.deploy.torchrun", *options)
+
+    loss = session.folder / "loss"
+    first, lost = host(0, "loses", str(loss)), host(1, "ends")
+    lost.until(lambda: "of meeting 1" in lost.stdout, "first meeting")
+    [trainer] = set(session.children()) & children_of(lost.pid)
+    lost.signal(signal.SIGKILL)
+    session.kill(trainer)
+    loss.touch()
+    again = host(1, "ends")
+    for torchrun in (first, again):
+        torchrun.until(lambda torchrun=torchrun: "of meeting 2" in torchrun.stdout, "second meeting")  # type: ignore[misc]
+    for torchrun in (first, again):
+        torchrun.signal(signal.SIGTERM)
+    for torchrun in (first, again):
+        assert torchrun.ended().code == 0, torchrun.stderr
+
+
+def children_of(pid: int) -> set[int]:
+    return set(map(int, proc_text(pid, f"task/{pid}/children").split()))

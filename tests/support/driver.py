@@ -51,6 +51,7 @@ from rowcast.trainer.execute.agreed_stop import AgreedStop
 from rowcast.trainer.execute.engine import ring_ends
 from rowcast.trainer.execute.host_memory import Bounced
 from rowcast.trainer.execute.metrics import new_counters
+from rowcast.trainer.execute.phases import phase_clock
 from rowcast.trainer.execute.slots import make_records
 from rowcast.trainer.execute.streams import PlainStreams, SeededStreams, Streams, Wait
 from rowcast.trainer.kernels import torch_ops
@@ -286,7 +287,9 @@ class InProcessRun:
                 welcome=welcome,
                 mode="train",
                 start=start,
-                counters=rowcast.prefetcher.pipeline.metrics.new_counters(self.groups),
+                counters=rowcast.prefetcher.pipeline.metrics.new_counters(
+                    self.groups, 0 if rank is None else rank.number
+                ),
                 restore=restore,
                 rank=rank,
             )
@@ -299,8 +302,10 @@ class InProcessRun:
         self.records = make_records(settings.slots, self.groups, self.streams.device)
         # without a wait they may be given nonsense, and must check it
         kernels = None if settings.without is None else torch_ops
+        counters = new_counters(self.groups, 0 if rank is None else rank.number)
+        clock = phase_clock(self.streams.compute, counters.lapped)
         self.runner: Any = (  # a StepRunner, or a SharedRunner where ranks share batches
-            StepRunner(job, self.groups, self.records, num_dense, kernels=kernels)
+            StepRunner(job, self.groups, self.records, num_dense, clock, kernels)
             if sharing is None
             else SharedRunner(
                 job,
@@ -311,6 +316,7 @@ class InProcessRun:
                 sharing.collectives,
                 self.stop,
                 kernels,
+                clock,
             )
         )
         self.trainer = rowcast.trainer.execute.engine.TrainerEngine(
@@ -324,7 +330,8 @@ class InProcessRun:
                 model=self.runner,
                 steps=self.runner,
                 results=self.results,
-                counters=new_counters(self.groups),
+                counters=counters,
+                clock=clock,
                 rank=rank,
             )
         )

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from rowcast.protocol.parts import Rank
+from rowcast.trainer.execute.metrics import Lap
 from rowcast.trainer.execute.streams import Closure, RankWait, Streams, Work, copy
 from rowcast.trainer.models.collectives import Collectives
 from rowcast.trainer.models.ordered import sum_in_order
@@ -37,10 +38,12 @@ class GatherMemory:
 class Exchanges:
     """The exchanges of one rank."""
 
-    def __init__(self, rank: Rank, collectives: Collectives, device: torch.device) -> None:
+    def __init__(self, rank: Rank, collectives: Collectives, device: torch.device, lap: Callable[[Lap], None]) -> None:
+        """`lap`: called on the compute stream at the end of a phase."""
         self._rank = rank
         self._collectives = collectives
         self._device = device
+        self._lap = lap
         self._kept: dict[tuple[str, torch.dtype], list[Reused]] = {}
 
     def name(self, what: str) -> None:
@@ -66,12 +69,16 @@ class Exchanges:
         meanwhile: Closure | None = None,
     ) -> None:
         """What compute has issued goes to other ranks; what it issues from here on waits for what they sent."""
+        streams.compute.run(lambda: self._lap("exchange"))
         streams.exchange.wait(streams.compute.record(), packed)
         for start in exchanges:
             streams.exchange.communicate(start)
         if meanwhile is not None:
+            # where collectives run on the compute stream, they are complete here
+            streams.compute.run(lambda: self._lap("ranks"))
             streams.compute.run(meanwhile)
         streams.compute.wait(streams.exchange.record(), received)
+        streams.compute.run(lambda: self._lap("ranks"))
 
     def sum(
         self, streams: Streams, memory: SumMemory, with_it: Sequence[Start] = (), meanwhile: Closure | None = None

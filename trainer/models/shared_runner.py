@@ -17,6 +17,7 @@ from rowcast.protocol.parts import Rank, part_seed, part_sizes
 from rowcast.runtime.errors import ConfigError
 from rowcast.trainer.execute.agreed_stop import AgreedStop
 from rowcast.trainer.execute.metrics import Shown
+from rowcast.trainer.execute.phases import HostClock, PhaseClock
 from rowcast.trainer.execute.streams import Streams, copy, ignore
 from rowcast.trainer.kernels import GroupLookup, Kernels
 from rowcast.trainer.kernels.choose import choose_kernels
@@ -69,9 +70,15 @@ class SharedRunner:
         collectives: Collectives,
         stop: AgreedStop,
         kernels: Kernels | None = None,
+        clock: PhaseClock | None = None,
     ) -> None:
-        """`records`: f32 [slots, record_floats] of each group. `kernels`: None chooses those for the device."""
+        """`records`: f32 [slots, record_floats] of each group. `kernels`: None chooses those for the device.
+
+        `clock` times the stream that steps run on.
+        """
         self.device = records[0].device
+        self._clock: PhaseClock = clock or HostClock()
+        self._step = 0  # the newest that was issued
         self._job, self._rank, self._stop = job, rank, stop
         self._side = JobModel(job, num_dense, self.device, trains=self.trains, parts=rank.parts)
         self.model = self._side.model
@@ -80,12 +87,13 @@ class SharedRunner:
         positions = [position for group in groups for position in group.feature_positions]
         self._places = sorted(range(len(positions)), key=positions.__getitem__)  # as in `Embeddings`
         self._vector = PartVector(list(self.model.parameters()), rank.count, scalars=rank.count)
-        self._exchanges = Exchanges(rank, collectives, self.device)
+        self._exchanges = Exchanges(rank, collectives, self.device, self._clock.lap)
         self._evaluation = SharedEvaluation(rank, self._exchanges, self.device)
         self._asked: dict[int, Tensor] = {}  # of each step: f32 [ranks] on the host, not 0 if a rank was asked to stop
 
     def issue_train(self, streams: Streams, step: StepInputs, loss: Tensor) -> None:
         shared, train_step = SharedStep(step, self._layer, self._rank), step.header.train_step
+        self._begin(streams, step.step)
         self._issue_rows(streams, shared)
         vector = self._exchanges.sum_memory("vector", self._vector.length, torch.float32)
         streams.compute.run(lambda: copy(self._train_parts(shared), vector.own))
@@ -100,6 +108,7 @@ class SharedRunner:
     def issue_evaluate(self, streams: Streams, step: StepInputs, shown: Shown) -> None:
         shared = SharedStep(step, self._layer, self._rank)
         asked = self._exchanges.gather_memory("asked", 1, torch.float32)
+        self._begin(streams, step.step)
         streams.compute.run(lambda: ignore(asked.own.fill_(self._stop.asked)))
         self._issue_rows(streams, shared, [self._exchanges.gather(asked)])
 
@@ -112,12 +121,14 @@ class SharedRunner:
         streams.compute.run(evaluate)
 
     def issue_close(self, streams: Streams, closed: list[EvalCounts]) -> None:
+        self._begin(streams, self._step)
         self._evaluation.issue_close(streams, closed)
 
     def completed(self, step: int) -> None:
         self._stop.seen(step, self._asked.pop(step).bool().tolist())
 
     def issue_state(self, streams: Streams) -> None:
+        self._begin(streams, self._step)
         self._evaluation.issue_state(streams)
 
     def state(self) -> Tensors:
@@ -144,11 +155,16 @@ class SharedRunner:
         self._exchanges.name(f"the rows of step {shared.step.step}")
         self._exchanges.across(streams, "rows_packed", [*exchanges, *with_them], "rows_received")
 
+    def _begin(self, streams: Streams, step: int) -> None:
+        self._step = step
+        streams.compute.run(lambda: self._clock.begin(step))
+
     # on the compute stream
 
     def _train_parts(self, shared: SharedStep) -> Tensor:
         """What all own parts give besides row gradients, which go to `back`."""
         lookups, pooled = self._pool(shared)
+        self._clock.lap("lookup")
         leaves = [[own.requires_grad_() for own in of_parts] for of_parts in pooled]
         vectors = []
         for part, number in enumerate(self._rank.own_parts):
@@ -159,6 +175,7 @@ class SharedRunner:
         ):
             gradients = [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in own]
             rows.reduce(gradients, lookup, share, memory.back)
+        self._clock.lap("backward")
         vector = sum_in_order(vectors)
         self._vector.scalars(vector)[self._rank.number] = float(self._stop.asked)
         return vector
@@ -172,20 +189,25 @@ class SharedRunner:
         before = versions(self.model)
         outputs = self._side.forward(shared.samples(part, "dense"), embeddings, training=True)
         loss = self._side.loss(outputs, shared.samples(part, "labels"))
+        self._clock.lap("forward")
         share = torch.tensor(size / shared.batch_size, device=self.device)
         torch.autograd.backward(loss, share)
         refuse_changed_buffers(before, self.model)
-        return self._vector.take(loss.detach() * share)
+        vector = self._vector.take(loss.detach() * share)
+        self._clock.lap("backward")
+        return vector
 
     def _train_rows(self, shared: SharedStep, train_step: int) -> None:
         rule = rule_at(self._job.optimizer.sparse, train_step)
         for rows, share, memory in zip(self._layer, shared.shares, shared.memory, strict=True):
             rows.train(memory.returned, share, rule)
+        self._clock.lap("update")
 
     def _finish(self, shared: SharedStep, total: Tensor, loss: Tensor) -> None:
         loss.copy_(self._vector.give(total), non_blocking=True)
         self._asked[shared.step.step] = to_host(self._vector.scalars(total))
         self._side.step(shared.step.header.train_step)
+        self._clock.lap("update")
 
     def _evaluate_parts(self, shared: SharedStep) -> None:
         lookups, pooled = self._pool(shared)

@@ -8,6 +8,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
 import torch
 
 from rowcast.job.schema import Job, Transport
@@ -26,15 +27,16 @@ from rowcast.trainer.execute.streams import make_streams
 from rowcast.trainer.kernels import Kernels
 from rowcast.trainer.models.runner import EvaluationRunner, StepRunner
 from rowcast.trainer.models.shared_runner import SharedEvaluationRunner, SharedRunner
+from rowcast.trainer.report.all_ranks import report_of_all
 from rowcast.trainer.report.final_report import final_record, final_report
 from rowcast.trainer.report.history import History
 from rowcast.trainer.report.page.page import write_page
 from rowcast.trainer.report.page.record import RunRecord
 from rowcast.trainer.report.report_json import Report, write_report
 from rowcast.trainer.report.results import PAGE, REPORT, EarlierResults, EvaluationOnly, ResultFiles
+from rowcast.trainer.report.summary import print_summary
 from rowcast.trainer.report.tensorboard import TensorBoardWriter
 from rowcast.trainer.report.terminal import TerminalProgress as ProgressLine
-from rowcast.trainer.report.terminal import print_summary
 from rowcast.trainer.run.connection import Connection, ConnectionParts
 from rowcast.trainer.run.gauges import engine_gauges, learning_rates
 from rowcast.trainer.run.rank_group import Group
@@ -189,7 +191,8 @@ class TrainerAttempt:
         progress.close()
         run.history.close(engine.loop.first_step_s)
         board.close()
-        report = self._report(engine, welcome, are_pinned=connection.has_page_locked_rings)
+        own = self._report(engine, welcome, are_pinned=connection.has_page_locked_rings)
+        report = report_of_all(run.group.gather(msgspec.json.encode(own)))
         self._results.close()  # before the good-bye, after which the run counts as complete
         crash_point("report not written")
         write_report(self._job.run_dir / REPORTS[run.mode], report)
@@ -205,7 +208,7 @@ class TrainerAttempt:
             return RUNNERS[run.mode](run.job, run.groups, records, num_dense, clock, run.kernels)
         make = SharedEvaluationRunner if run.mode == "eval" else SharedRunner
         rank, collectives = run.group.rank, run.group.collectives
-        return make(run.job, run.groups, records, num_dense, rank, collectives, stop, run.kernels)
+        return make(run.job, run.groups, records, num_dense, rank, collectives, stop, run.kernels, clock)
 
     def _loop(self, connection: Connection, engine: TrainerEngine, progress: ProgressLine, stop: AgreedStop) -> None:
         run, stopping = self._run, False

@@ -146,7 +146,7 @@ class Connection:
         release_memory(parts.device)  # an earlier attempt's cache, of which the device may not hold two
         records = make_records(welcome.slots, parts.groups, parts.device)
         streams = make_streams(parts.device)
-        clock = phase_clock(streams.compute, parts.counters.spent)
+        clock = phase_clock(streams.compute, parts.counters.lapped)
         try:
             model, steps = make_model(records, clock)
         except torch.OutOfMemoryError as error:

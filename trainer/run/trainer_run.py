@@ -46,7 +46,7 @@ class TrainerRun:
         self._groups = group_specs(job)
         self._attempts: Attempts[TrainerAttempt] = Attempts("trainer", "prefetcher", job.transport, signals)
         self._health = self._attempts.health
-        self._counters = new_counters(self._groups)
+        self._counters = new_counters(self._groups, self._launch.rank)
 
     def run(self, *, fresh: bool, timeline: bool) -> None:
         """Returns when the run is finished or was stopped. Raises the first error of any stage."""
