@@ -156,6 +156,18 @@ def simulate(
     shuffles: Annotated[
         list[str] | None, typer.Option("--shuffle", help="none, window:ROWS or full. Repeatable.")
     ] = None,
+    ranks: Annotated[
+        list[int] | None,
+        typer.Option("--ranks", min=1, help="Trainers that share each batch; other tables are printed. Repeatable."),
+    ] = None,
+    samples_per_rank: Annotated[
+        list[int] | None,
+        typer.Option("--samples-per-rank", min=1, help="With --ranks: instead of --batch-size. Repeatable."),
+    ] = None,
+    rates: Annotated[
+        Path | None,
+        typer.Option("--rates", help="With --ranks: rates to model a step with (docs/simulate.md).", metavar="FILE"),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")] = False,
     per_step: Annotated[bool, typer.Option("--per-step", help="With --json: what moved at each step too.")] = False,
     plot: Annotated[Path | None, typer.Option("--plot", help="Draw miss-ratio curves.", metavar="PNG|SVG")] = None,
@@ -167,6 +179,7 @@ def simulate(
     """Tell what a run would move, at other settings too, by planning alone: no tables, no trainer. Lists multiply."""
 
     def main() -> None:
+        from rowcast.analysis.simulate.ranks.command import run_simulate_ranks
         from rowcast.analysis.simulate.simulate import SimulateOptions, run_simulate
 
         options = SimulateOptions(
@@ -178,13 +191,17 @@ def simulate(
             horizons=horizons or (),
             batch_sizes=batch_sizes or (),
             shuffles=shuffles or (),
+            ranks=ranks or (),
+            samples_per_rank=samples_per_rank or (),
+            rates=rates,
             json=as_json,
             per_step=per_step,
             plot=plot,
             trace=trace,
             save_trace=save_trace,
         )
-        run_simulate(load_job(config, tuple(overrides or ())), options)
+        command = run_simulate_ranks if options.ranks else run_simulate
+        command(load_job(config, tuple(overrides or ())), options)
 
     raise typer.Exit(run_command("prefetcher", main))
 

@@ -28,6 +28,10 @@ CRASH_POINTS = (
     "row file written",
     "rows collected",  # the last ones are not in a file
     "merging",  # layers are merged; a part of the new base is gathered
+    "shard not renamed",  # of a rank; its files are on disk
+    "shard file written",  # rank 0 may see it
+    "shards agree",  # of all ranks, and there is no manifest
+    "manifest seen",  # by another rank than 0
     "manifest not renamed",  # all files are on disk, but there is no checkpoint
     "manifest renamed",  # its folder is not synced
     "manifest durable",  # no old file is removed

@@ -6,6 +6,7 @@ happens, it closes its parts in the reverse of the order in which it opened them
 
 import os
 import secrets
+import time
 import uuid
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -152,8 +153,10 @@ class PrefetcherAttempt:
             return
         self._writer.abandon()
         while self._writer.busy:
-            self._writer.advance()
+            if not self._writer.advance():
+                time.sleep(IDLE_WAIT_S)  # other ranks write
         self.newest = self._writer.newest
+        self._run.tables.attempt_ended(self.newest, gave_up=self._writer.gave_up)
 
     def _converse(self, stack: ExitStack, conversation: Conversation, link: ZmqLink) -> None:
         """Runs from the first batches to the last goodbye. The watch answers a trainer that connects meanwhile."""
