@@ -48,12 +48,13 @@ from rowcast.runtime.checkpoint_manifest import Manifest
 from rowcast.runtime.position import Position
 from rowcast.runtime.stages import Stage
 from rowcast.trainer.execute.agreed_stop import AgreedStop
+from rowcast.trainer.execute.barrier import DenseState
 from rowcast.trainer.execute.engine import ring_ends
 from rowcast.trainer.execute.host_memory import Bounced
 from rowcast.trainer.execute.metrics import new_counters
 from rowcast.trainer.execute.phases import phase_clock
 from rowcast.trainer.execute.slots import make_records
-from rowcast.trainer.execute.streams import PlainStreams, SeededStreams, Streams, Wait
+from rowcast.trainer.execute.streams import Event, PlainStreams, SeededStreams, Streams, Wait
 from rowcast.trainer.kernels import torch_ops
 from rowcast.trainer.kernels.record_views import part_of
 from rowcast.trainer.models.collectives import Collectives
@@ -113,6 +114,24 @@ class MemoryCheckpointer:
 
     def take_dense(self, message: Saved, content: bytes) -> bool:
         return True
+
+
+@dataclass(slots=True)
+class KeptStates:
+    """Implements `DenseState` around another: keeps what that packs."""
+
+    inner: DenseState
+    packed: list[bytes]
+
+    def issue(self, streams: Streams) -> Event:
+        return self.inner.issue(streams)
+
+    def pack(self) -> bytes:
+        self.packed.append(self.inner.pack())
+        return self.packed[-1]
+
+    def restore(self, content: bytes) -> None:
+        self.inner.restore(content)
 
 
 @dataclass(slots=True)
@@ -335,6 +354,9 @@ class InProcessRun:
                 rank=rank,
             )
         )
+        self.saved: list[bytes] = []  # model states that the trainer has packed for checkpoints
+        barrier = self.trainer.barrier
+        barrier._dense_state = KeptStates(barrier._dense_state, self.saved)
         stages: list[Stage] = [*self.prefetcher.stages.values(), *self.trainer.stages.values(), self.streams]
         if self.writer is not None:
             stages.append(self.writer)
