@@ -21,6 +21,7 @@ import rowcast.trainer.execute.engine
 from rowcast.job.schema import Job, parse_bytes
 from rowcast.job.tables import GroupSpec, group_specs, make_keys
 from rowcast.prefetcher.checkpoints.folder import Checkpoints
+from rowcast.prefetcher.checkpoints.own_shard import ALONE, OwnShard
 from rowcast.prefetcher.checkpoints.restore import dense_content, restore_rows
 from rowcast.prefetcher.checkpoints.snapshot import BarrierCheckpointer
 from rowcast.prefetcher.checkpoints.writer import CheckpointWriter
@@ -36,7 +37,7 @@ from rowcast.prefetcher.stores.store import RowStore, finish
 from rowcast.prefetcher.stores.tracked_store import TrackedStore
 from rowcast.protocol.batch import ScheduledBatch
 from rowcast.protocol.conversation import Conversation
-from rowcast.protocol.messages import PROTOCOL_VERSION, RingSpec, Saved, StopRequest, Welcome
+from rowcast.protocol.messages import PROTOCOL_VERSION, Replica, RingSpec, Saved, StopRequest, Welcome
 from rowcast.protocol.parts import Rank
 from rowcast.protocol.plan import StepPlan
 from rowcast.protocol.session import Session
@@ -112,7 +113,7 @@ class MemoryCheckpointer:
         self.begun.append(barrier)
         return True
 
-    def take_dense(self, message: Saved, content: bytes) -> bool:
+    def take_dense(self, message: Saved | Replica, content: bytes) -> bool:
         return True
 
 
@@ -229,6 +230,7 @@ class InProcessRun:
     ) -> None:
         """`batches` are of the whole run; with a `past` it goes on where that ends, writing checkpoints there."""
         rank = None if sharing is None else sharing.rank
+        shard = ALONE if rank is None else OwnShard(number=rank.number, count=rank.count)
         start = Position() if past is None or past.newest is None else past.newest.position
         num_dense = batches[0].batch.dense.shape[1] if batches else 13
         batches = batches[start.step :]
@@ -245,7 +247,7 @@ class InProcessRun:
         if past is not None and past.stores:
             stores = past.stores
         elif past is not None and past.newest is not None:
-            restore_rows(past.checkpoints.root, past.newest, self.groups, stores)
+            restore_rows(past.checkpoints.root, past.newest, self.groups, stores, shard)
         self.plain_stores = tuple(map(plain_store, stores))
         self.streams: Streams = (
             SeededStreams(settings.seed, settings.without) if settings.seeded_streams else PlainStreams()
@@ -270,7 +272,7 @@ class InProcessRun:
         self.writer = None
         if past is not None:
             self.writer = CheckpointWriter(
-                job, self.groups, "test", "", past.checkpoints, past.newest, keep=job.checkpoint.keep
+                job, self.groups, "test", "", past.checkpoints, past.newest, keep=job.checkpoint.keep, shard=shard
             )
         self.rings = rings = Rings(settings)
         links = settings.links()
